@@ -1,22 +1,24 @@
-"""The `carpool` command. Each package brings its subcommands through entry points of the group `carpool.commands`."""
+"""The `carpool` command. Each package adds subcommands through entry points of the group `carpool.commands`."""
 
 from importlib.metadata import EntryPoint, entry_points, version
 from pathlib import Path
 
 import click
 
+from carpool_core import crdgen
+
 GROUP = "carpool.commands"
 
 
 class LazyGroup(click.Group):
-    """Imports a subcommand's package only when it is asked for."""
+    """Imports the package of a subcommand when the subcommand is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Name every subcommand, whether or not its dependencies are installed."""
+        """Return the name of every subcommand, also of those whose dependencies are missing."""
         return sorted({*super().list_commands(ctx), *(point.name for point in entry_points(group=GROUP))})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a subcommand, or stand in for it with an error that says what to install."""
+        """Return a subcommand; if a dependency is missing, one that fails and names the extra to install."""
         if found := super().get_command(ctx, cmd_name):
             return found
         for point in entry_points(group=GROUP, name=cmd_name):
@@ -25,7 +27,7 @@ class LazyGroup(click.Group):
 
 
 def load_command(point: EntryPoint) -> click.Command:
-    """Load the click command behind an entry point; one that fails with instructions where a dependency is missing."""
+    """Return the click command of an entry point; if a dependency is missing, one that names the extra to install."""
     try:
         command = point.load()
     except ModuleNotFoundError as error:
@@ -63,16 +65,14 @@ def main() -> None:
     "folders",
     type=click.Path(file_okay=False, path_type=Path),
     multiple=True,
-    help="Folder to write carpool.dev_*.yaml into; may be given several times. Printed where left out.",
+    help="Folder for carpool.dev_*.yaml; may be given several times. Without it the CRDs are printed.",
 )
 def crds(folders: tuple[Path, ...]) -> None:
-    """Print the CustomResourceDefinitions, or write them.
+    """Print the CustomResourceDefinitions, or write them into folders.
 
-    `carpool crds | kubectl apply --server-side --force-conflicts -f -` installs them, and brings those that
-    Helm installed up to date.
+    `carpool crds | kubectl apply --server-side --force-conflicts -f -` installs them, and updates those that Helm
+    installed.
     """
-    from carpool_core import crdgen  # the types take their time to import, and `carpool --help` does without
-
     for folder in folders:
         for file in crdgen.write(folder):
             click.echo(f"wrote {file}", err=True)

@@ -1,4 +1,4 @@
-"""What a job asks of a GPU, and which GPUs could ever give it: shared by the operator and the extender."""
+"""Demand of a job for a GPU, and why a GPU could never satisfy it. Operator and extender share both."""
 
 import re
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ _CAPABILITY = re.compile(r"[0-9]{1,3}(\.[0-9]{1,3})?", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What each worker of a job asks for."""
+    """Demand of each worker of a job."""
 
     job_uid: JobUid
     job_name: str
@@ -25,31 +25,28 @@ class Demand:
     max_slowdown: float
     tenancy: Tenancy
     product: str | None
-    """GPU product by name or part of it; any when None."""
+    """GPU product by name or a part of it; any if None."""
     min_memory_mib: int
     min_compute_capability: str | None
     memory_limit_mib: int | None
-    """The user's own number, which overrides the prediction."""
+    """`spec.memory.limit`, which overrides the prediction."""
     prediction: Prediction | None
 
     @property
     def is_unknown(self) -> bool:
-        """Whether nothing is known of the job's memory, so that it must run alone."""
-        return not self._predicted and self.memory_limit_mib is None
-
-    @property
-    def _predicted(self) -> bool:
-        return self.prediction is not None and self.prediction.outcome == "Predicted"
+        """Whether the job's memory is unknown, so that it must run alone."""
+        is_predicted = self.prediction is not None and self.prediction.outcome == "Predicted"
+        return not is_predicted and self.memory_limit_mib is None
 
     def prediction_on(self, product: str) -> ProductPrediction | None:
-        """Return the prediction for a device's product, simulated or not; None where there is none."""
+        """Return the prediction for a product, simulated or not; None if there is none."""
         if self.prediction is None:
             return None
         name = hardware_name(product)
         return next((p for p in self.prediction.products if p.product == name), None)
 
     def profile_on(self, product: str) -> TenantProfile:
-        """Return what a decision about a GPU of this product counts with; pessimistic where nothing is known."""
+        """Return the profile by which a GPU of this product is chosen; pessimistic without a prediction."""
         predicted = self.prediction_on(product)
         memory = self.memory_limit_mib
         if predicted is None:
@@ -67,14 +64,12 @@ class Demand:
 
 
 def prediction_message(prediction: Prediction, mode: RequestedMode, limit: int | str | None) -> str:
-    """Say what a prediction found to the owner of a job, and where its own limit is less than that.
-
-    What an abstention advises is for jobs that would share if their memory were known.
+    """Return the prediction's message for the job's owner, with a warning if `spec.memory.limit` is too small.
 
     Args:
-        prediction: What was predicted.
-        mode: How the job asks to share.
-        limit: Its own memory limit.
+        prediction: Prediction of the job.
+        mode: `spec.sharing.mode`.
+        limit: `spec.memory.limit`.
     """
     if prediction.outcome == "Predicted":
         return prediction.message + ("" if mode is RequestedMode.EXCLUSIVE else _exceeding(prediction, limit))
@@ -82,23 +77,23 @@ def prediction_message(prediction: Prediction, mode: RequestedMode, limit: int |
         return prediction.message
     cause = prediction.message.partition(";")[0]
     if mode is RequestedMode.EXCLUSIVE:
-        return f"{cause}; the job asks for a GPU of its own (Exclusive), for which nothing has to be known"
-    return f"{cause}; placement counts with spec.memory.limit ({limit}), so the job may share a GPU all the same"
+        return f"{cause}; the job asks for a GPU of its own (Exclusive), which needs no prediction"
+    return f"{cause}; placement counts with spec.memory.limit ({limit}), so the job may share a GPU"
 
 
 def _exceeding(prediction: Prediction, limit: int | str | None) -> str:
-    """Say that a job is predicted to need more than its limit on each product; nothing where it is not."""
+    """Return a warning if the predicted median exceeds the job's limit on every product."""
     least = min((one.memory.median_mib for one in prediction.products), default=0)
     try:
         if limit is None or parse_memory_mib(limit) >= least:
             return ""
     except ValueError:
-        return ""  # by which the job fails, and says so
-    return f"; more than its spec.memory.limit ({limit}): it may die of memory"
+        return ""  # the job fails with its own message
+    return f"; more than its spec.memory.limit ({limit}): it may run out of GPU memory"
 
 
 def demand_of(job: GpuTrainingJob) -> Demand:
-    """Collect what the job's spec and its status.prediction say."""
+    """Return the demand that a job's spec and its status.prediction make."""
     spec = job.spec
     limit, least = spec.memory.limit, spec.gpu.min_memory
     return Demand(
@@ -118,7 +113,7 @@ def demand_of(job: GpuTrainingJob) -> Demand:
 
 
 def _capability(text: str) -> tuple[int, ...]:
-    """Order capabilities; one that cannot be read comes before all others, so that nobody relies on it."""
+    """Return a sort key; an unreadable capability sorts before all others."""
     return tuple(int(part) for part in text.split(".")) if _CAPABILITY.fullmatch(text) else (0,)
 
 
@@ -130,10 +125,7 @@ def _impossible_mode(mode: RequestedMode, kind: DeviceClass) -> str:
 
 
 def unsuitable_reason(demand: Demand, kind: DeviceClass) -> str | None:
-    """Say why a GPU of this class could not run the demand even if it were empty; None where it could.
-
-    The sentence names the check and the margin.
-    """
+    """Return why an empty GPU of this class could not hold the demand, with the margin; None if it could."""
     if demand.product is not None and not product_matches(kind.product, demand.product):
         return f"wrong product: wants {demand.product}, is {kind.product}"
     if kind.memory_mib < demand.min_memory_mib:

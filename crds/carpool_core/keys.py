@@ -1,4 +1,4 @@
-"""Every name under `carpool.dev` that is written into Kubernetes objects. They are an interface: never rename one."""
+"""Names that Carpool writes into Kubernetes objects. They are an interface: never rename one."""
 
 from typing import Final
 
@@ -7,7 +7,7 @@ API_VERSION: Final = "v1alpha1"
 GROUP_VERSION: Final = f"{DOMAIN}/{API_VERSION}"
 
 RESOURCE_GPU: Final = f"{DOMAIN}/gpu"
-"""Extended resource that a worker's container requests: how many GPUs (or shares of a GPU) it gets."""
+"""Extended resource of a worker's container: its number of GPUs (or shares of a GPU)."""
 
 SCHEDULER_NAME: Final = "carpool-scheduler"
 
@@ -16,14 +16,14 @@ LABEL_JOB_UID: Final = f"{DOMAIN}/job-uid"
 LABEL_WORKER: Final = f"{DOMAIN}/worker"
 LABEL_ATTEMPT: Final = f"{DOMAIN}/attempt"
 LABEL_MANAGED: Final = f"{DOMAIN}/node"
-"""Set to `managed` on nodes whose GPUs Carpool looks after: the chart's DaemonSet runs there only."""
+"""Set to `managed` on nodes with GPUs for Carpool; the chart's DaemonSet runs there."""
 
 ANNOTATION_GPUS: Final = f"{DOMAIN}/gpus"
 ANNOTATION_MODE: Final = f"{DOMAIN}/mode"
 ANNOTATION_MEMORY: Final = f"{DOMAIN}/memory-limit-mib"
 ANNOTATION_REASON: Final = f"{DOMAIN}/reason"
 ANNOTATION_CAPACITY_FREED: Final = f"{DOMAIN}/capacity-freed-at"
-"""Touched on a Node when a reservation ends, so that kube-scheduler tries the pods that wait."""
+"""Set on a Node when a reservation ends, so that kube-scheduler retries pending pods."""
 
 ANNOTATION_PREDICTION: Final = f"{DOMAIN}/prediction"
 """On the pods of a new job: its prediction, sealed (see `carpool_core.sealing`), until the job's status tells it."""
@@ -38,22 +38,22 @@ CONDITION_COMPLETE: Final = "Complete"
 CONDITION_FAILED: Final = "Failed"
 
 CDI_KIND: Final = f"{DOMAIN}/slot"
-"""CDI vendor/class under which the node agent hands out anonymous slots."""
+"""CDI vendor/class of the node agent's anonymous slots."""
 
 SIMULATED_PREFIX: Final = "Simulated "
-"""Begins the product name of every GPU that is not hardware."""
+"""Prefix of the product name of every simulated GPU."""
 
 OUTCOME_GPU_OUT_OF_MEMORY: Final = "GpuOutOfMemory"
-"""Outcome of an attempt: a worker used its GPU's memory up."""
+"""Outcome of an attempt: a worker ran out of GPU memory."""
 
 REASON_BACKING_OFF: Final = "BackingOff"
-"""Reason of condition Placed: an attempt ended without success, and the next one waits for its time."""
+"""Reason of condition Placed: an attempt failed, and the next one waits for the end of its backoff."""
 
 REASON_EXCEEDS_EVERY_GPU: Final = "ExceedsEveryGpu"
-"""Reason of condition Placed: no GPU of the cluster could hold the job even if it were empty."""
+"""Reason of condition Placed: no GPU of the cluster could hold the job, even when empty."""
 
 REASON_NO_SUCH_GPU: Final = "NoSuchGpu"
-"""Reason of condition Placed: no GPU of the cluster is of the product that the job asks for."""
+"""Reason of condition Placed: the cluster has no GPU of the requested product."""
 
 REASONS_PODS_REFUSED: Final = frozenset(("PodForbidden", "PodNameTaken", "ServiceForbidden", "ServiceNameTaken"))
-"""Reasons of condition Placed: what the job needs cannot be created, for a reason outside of the job."""
+"""Reasons of condition Placed: the job's pods or Service cannot be created, for a reason outside of the job."""

@@ -1,4 +1,4 @@
-"""Logging: an event of a few words with key-values, on standard error, the same for our own and for libraries' logs."""
+"""Logging to standard error: an event of a few words with key-values, in one format for our and for libraries' logs."""
 
 import logging
 import os
@@ -12,7 +12,7 @@ from structlog.typing import EventDict, Processor, WrappedLogger
 from carpool_core.settings import LogFormat, LogSettings
 
 _NOISY = ("asyncio", "aiohttp.access", "urllib3")
-"""Libraries whose informational logs tell an operator nothing."""
+"""Libraries whose informational logs are left out."""
 
 
 def configure(settings: LogSettings, process: str, *, stream: TextIO | None = None) -> None:
@@ -20,24 +20,27 @@ def configure(settings: LogSettings, process: str, *, stream: TextIO | None = No
 
     Args:
         settings: Level and format.
-        process: Bound to every event as `process`, such as `extender`.
+        process: Name that every event carries as `process`, such as `extender`.
         stream: Where to write; standard error when None.
     """
+
+    def add_process(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+        event.setdefault("process", process)
+        return event
+
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
-        _NamedProcess(process),
+        add_process,
         structlog.processors.StackInfoRenderer(),
     ]
     out = stream or sys.stderr
-    is_json = settings.format is LogFormat.JSON
+    has_colours = out.isatty() and not os.environ.get("NO_COLOR")  # https://no-color.org
     final: list[Processor] = (
         [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(serializer=_encode)]
-        if is_json
-        else [
-            structlog.dev.ConsoleRenderer(colors=_shows_colours(out), exception_formatter=structlog.dev.plain_traceback)
-        ]
+        if settings.format is LogFormat.JSON
+        else [structlog.dev.ConsoleRenderer(colors=has_colours, exception_formatter=structlog.dev.plain_traceback)]
     )
     handler = logging.StreamHandler(out)
     handler.setFormatter(
@@ -59,20 +62,6 @@ def configure(settings: LogSettings, process: str, *, stream: TextIO | None = No
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=False,
     )
-
-
-def _shows_colours(stream: TextIO) -> bool:
-    """Whether it is a terminal of somebody who has not said that they want none (https://no-color.org)."""
-    return stream.isatty() and not os.environ.get("NO_COLOR")
-
-
-class _NamedProcess:
-    def __init__(self, process: str) -> None:
-        self._process = process
-
-    def __call__(self, _logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-        event.setdefault("process", self._process)
-        return event
 
 
 def _encode(event: object, **_: object) -> str:

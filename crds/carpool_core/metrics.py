@@ -1,4 +1,4 @@
-"""A small server of `/metrics`, `/healthz` and `/readyz` that every process has."""
+"""HTTP server of `/metrics`, `/healthz` and `/readyz`, which every process runs."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ def build_info(registry: CollectorRegistry, process: str, version: str) -> None:
 
 
 class MetricsServer:
-    """A running server; `port` is the one that it listens on, `close()` ends it."""
+    """A running server on `port`; `close()` stops it."""
 
     def __init__(self, runner: web.AppRunner, port: int) -> None:
         self._runner = runner
@@ -27,26 +27,22 @@ class MetricsServer:
         await self._runner.cleanup()
 
 
-def _always_ready() -> str | None:
-    return None
-
-
 async def serve(
     registry: CollectorRegistry,
     port: int,
-    host: str = "0.0.0.0",  # noqa: S104  # scraped from outside the pod
-    readiness: Callable[[], str | None] = _always_ready,
+    host: str = "0.0.0.0",  # noqa: S104  # Prometheus scrapes from outside the pod
+    readiness: Callable[[], str | None] = lambda: None,
 ) -> MetricsServer:
     """Serve metrics and health.
 
     Args:
-        registry: What `/metrics` shows; read at scrape time.
+        registry: Metrics of `/metrics`, read at scrape time.
         port: TCP port; 0 takes a free one.
         host: Address to listen on.
-        readiness: None where ready; otherwise the reason, which `/readyz` answers with status 503.
+        readiness: Returns None if ready, else the reason, which `/readyz` sends with status 503.
 
     Raises:
-        SettingsError: Nobody can listen there; the message says what to set.
+        SettingsError: The port is not available.
     """
 
     async def metrics(_: web.Request) -> web.Response:

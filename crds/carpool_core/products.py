@@ -1,4 +1,4 @@
-"""GPU products: what NVML and the datasheets say of each. All figures are NVIDIA's published ones, per GPU."""
+"""GPU products with NVIDIA's published figures, and the classes of GPUs that a cluster has."""
 
 import re
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from carpool_core.values import SharingMode
 
 @dataclass(frozen=True, slots=True)
 class GpuProduct:
-    """One kind of GPU."""
+    """One GPU product; all figures are for one GPU."""
 
     name: str
-    """Product name as NVML gives it."""
+    """NVML's product name."""
     memory_mib: int
-    """Total memory as NVML gives it, in MiB."""
+    """NVML's total memory, in MiB."""
     compute_capability: str
     sm_count: int
     memory_bandwidth_gb_s: float
@@ -68,11 +68,11 @@ PRODUCTS: tuple[GpuProduct, ...] = (
 
 
 class UnknownProductError(ValueError):
-    """No product, or more than one, goes by that name."""
+    """The name matches no product, or more than one."""
 
 
 def hardware_name(product: str) -> str:
-    """Return the product name without what marks a simulated GPU."""
+    """Return the product name without the prefix of simulated GPUs."""
     return product.removeprefix(SIMULATED_PREFIX)
 
 
@@ -86,26 +86,25 @@ def _words(text: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1024)
 def _parts(name: str) -> frozenset[str]:
-    """Return every run of a name's words, written as one word."""
+    """Return every sequence of adjacent words of a name, joined."""
     words = _words(name)
     starts = range(len(words))
     return frozenset("".join(words[i : j + 1]) for i in starts for j in starts[i:])
 
 
 def product_matches(product: str, wanted: str) -> bool:
-    """Whether `wanted` is the product's name or a part of it; case, spaces and dashes do not count.
+    """Return whether `wanted` is the product's name or a part of it. Case, spaces and dashes are ignored.
 
-    A part begins and ends where words of the name do: `NVIDIA L40S` goes by `L40S`, and neither by `L4` nor by `L40`,
-    which are other products, whether they are in the table or not.
+    A part consists of whole words: `NVIDIA L40S` matches `L40S`, but neither `L4` nor `L40`, which are other products.
     """
     return "".join(_words(wanted)) in _parts(product)
 
 
 def find_product(wanted: str) -> GpuProduct:
-    """Find the one product that goes by a name or an unambiguous part of it.
+    """Return the product with a name or an unambiguous part of it.
 
     Raises:
-        UnknownProductError: No product matches, or several do; the message lists the choices.
+        UnknownProductError: No product matches, or several do; the message lists them.
     """
     name = hardware_name(wanted)
     exact = [p for p in PRODUCTS if _words(p.name) == _words(name)]
@@ -124,7 +123,7 @@ def find_product(wanted: str) -> GpuProduct:
 
 @dataclass(frozen=True, slots=True, order=True)
 class DeviceClass:
-    """All GPUs that are alike to a demand."""
+    """GPUs that fit the same demands when empty. Health and present mode do not matter."""
 
     product: str
     memory_mib: int
@@ -135,7 +134,7 @@ class DeviceClass:
 
     @property
     def usable_mib(self) -> int:
-        """Memory that tenants can have, in MiB; never negative."""
+        """Memory for tenants, in MiB; never negative."""
         return max(0, self.memory_mib - self.reserved_mib)
 
 

@@ -1,4 +1,4 @@
-"""Settings of the processes: each is a frozen dataclass; a field names its flag and its environment variable once."""
+"""Settings as frozen dataclasses. Each field defines its flag and its environment variable once."""
 
 import dataclasses
 import math
@@ -21,25 +21,25 @@ _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
 class SettingsError(ValueError):
-    """A setting has a value that it cannot have; the message names the variable."""
+    """The value of a setting is invalid; the message names the variable."""
 
 
 class MisconfiguredError(click.ClickException):
-    """A process was told what it cannot work with; ends with 2, as click does on wrong options."""
+    """The settings of a process do not work together. It exits with 2, as click does on invalid options."""
 
     exit_code = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting, as its flag, its environment variable and its documentation see it."""
+    """One setting: what its flag, its environment variable and its documentation have in common."""
 
     path: tuple[str, ...]
-    """Names of the fields that lead to it from the outermost dataclass."""
+    """Field names from the outermost dataclass to this setting."""
     flag: str
     env: str
     help: str
-    """What it does, with its unit and the meaning of an empty value."""
+    """Effect, with the unit and the meaning of an empty value."""
     type: Any
     """`bool`, `int`, `float`, `str`, `Path` or an Enum, without `| None`."""
     default: Any
@@ -48,20 +48,17 @@ class Setting:
     maximum: float | None = None
     """Largest value of a number."""
     allow_empty: bool = False
-    """Whether an empty variable is a value, not the same as none."""
+    """Whether an empty environment variable is a value; otherwise it counts as unset."""
 
     @property
     def description(self) -> str:
-        """What it does, and from where to where a number goes."""
+        """Help with the bounds of a number."""
         return self.help if self._bounds is None else f"{self.help} {self._bounds.capitalize()}."
 
     def invalid_reason(self, value: Any) -> str | None:
-        """Say why it cannot be so much; None where it can."""
-        if (
-            self.minimum is None
-            or value is None
-            or self.minimum <= value <= (math.inf if self.maximum is None else self.maximum)
-        ):
+        """Return why a number is out of bounds; None if it is not."""
+        low, high = self.minimum, math.inf if self.maximum is None else self.maximum
+        if low is None or value is None or low <= value <= high:
             return None
         return f"expected a number {self._bounds}, found {value:g}"
 
@@ -82,23 +79,23 @@ def setting(
     maximum: float | None = None,
     allow_empty: bool = False,
 ) -> Any:
-    """Define a field of a settings dataclass.
+    """Return a field of a settings dataclass.
 
     Args:
-        default: Value where neither flag nor variable is given.
+        default: Value without flag and variable.
         flag: Command-line flag, such as `--metrics-port`.
         env: Environment variable, such as `CARPOOL_METRICS_PORT`.
         help: One sentence with the unit and the meaning of None.
-        minimum: Smallest value of a number; any when None.
-        maximum: Largest value; any when None, only where `minimum` is given.
-        allow_empty: Whether an empty variable is a value; otherwise it is the same as none, and the default holds.
+        minimum: Smallest value of a number; unbounded when None.
+        maximum: Largest value; unbounded when None. It needs a `minimum`.
+        allow_empty: Whether an empty variable is a value; otherwise it counts as unset.
     """
-    told = {"flag": flag, "env": env, "help": help, "minimum": minimum, "maximum": maximum, "allow_empty": allow_empty}
-    return dataclasses.field(default=default, metadata={_SETTING: told})
+    keys = {"flag": flag, "env": env, "help": help, "minimum": minimum, "maximum": maximum, "allow_empty": allow_empty}
+    return dataclasses.field(default=default, metadata={_SETTING: keys})
 
 
 def metrics_port(default: int) -> Any:
-    """Define the field of a process that serves metrics and health: one flag and variable for all of them."""
+    """Return the field for the port of metrics and health, the same in every process."""
     return setting(
         default,
         flag="--metrics-port",
@@ -110,14 +107,14 @@ def metrics_port(default: int) -> Any:
 
 
 def slots_per_gpu() -> Any:
-    """Define the field of how many tenants share a GPU, on which scheduler and agents have to agree."""
+    """Return the field for the number of tenants of a GPU, on which scheduler and agents must agree."""
     return setting(
         8,
         flag="--slots-per-gpu",
         env="CARPOOL_SLOTS_PER_GPU",
         minimum=1,
         maximum=128,
-        help="Most pods that may share one GPU; the same for the scheduler and for all agents.",
+        help="Most pods that may share one GPU; set the same for the scheduler and all agents.",
     )
 
 
@@ -133,7 +130,7 @@ def prediction_key() -> Any:
 
 
 def settings_of(cls: type[Any], _path: tuple[str, ...] = ()) -> Iterator[Setting]:
-    """Yield every setting of a settings dataclass, those of its groups included."""
+    """Yield every setting of a settings dataclass and of its nested groups."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         path, type_ = (*_path, field.name), hints[field.name]
@@ -142,38 +139,38 @@ def settings_of(cls: type[Any], _path: tuple[str, ...] = ()) -> Iterator[Setting
         elif _SETTING in field.metadata:
             yield Setting(path=path, type=_without_none(type_), default=field.default, **field.metadata[_SETTING])
         else:
-            raise TypeError(f"{cls.__name__}.{field.name}: expected a `setting(…)` or a dataclass of settings")
+            raise TypeError(f"{cls.__name__}.{field.name}: expected a `setting(…)` or a settings dataclass")
 
 
 def load(cls: type[S], environ: Mapping[str, str]) -> S:
-    """Build settings from environment variables alone.
+    """Return settings from environment variables alone.
 
     Raises:
-        SettingsError: A variable holds a value of the wrong kind.
+        SettingsError: A variable holds an invalid value.
     """
     given = (s for s in settings_of(cls) if environ.get(s.env) or (s.allow_empty and s.env in environ))
     return _build(cls, {s.path: _parse(s, environ[s.env]) for s in given})
 
 
 class _AllowEmpty(click.Option):
-    """An option whose variable counts where it is empty: click itself takes that for absent."""
+    """An option with `allow_empty`: click itself ignores an empty variable."""
 
     def resolve_envvar_value(self, ctx: click.Context) -> str | None:
         return os.environ.get(str(self.envvar))
 
 
 def click_options(cls: type[Any]) -> Callable[[F], F]:
-    """Give a click command an option for each setting; the command receives the keyword `settings`."""
-    known = list(settings_of(cls))
+    """Return a decorator that adds an option for each setting to a click command with a parameter `settings`."""
+    fields = list(settings_of(cls))
 
     def decorate(function: F) -> F:
         def call(*args: Any, **kwargs: Any) -> Any:
-            values = {s.path: _typed(s, kwargs.pop(_parameter(s))) for s in known}
+            values = {s.path: _typed(s, kwargs.pop(_parameter(s))) for s in fields}
             return function(*args, settings=_build(cls, values), **kwargs)
 
         call.__name__, call.__doc__ = function.__name__, function.__doc__
         call.__dict__.update(function.__dict__)
-        for one in reversed(known):
+        for one in reversed(fields):
             call = click.option(one.flag + _negated(one), _parameter(one), **_option(one))(call)
         return typing.cast("F", call)
 
@@ -191,7 +188,7 @@ def _parameter(one: Setting) -> str:
 def _option(one: Setting) -> dict[str, Any]:
     kinds: dict[Any, Any] = {int: click.INT, float: click.FLOAT, str: click.STRING, bool: click.BOOL}
     kinds[Path] = click.Path(path_type=Path)
-    # By value: click itself would offer the names of an enumeration's members, which are no interface.
+    # By value: click itself would offer the names of the enumeration's members.
     kind = click.Choice([str(m.value) for m in one.type]) if issubclass(one.type, Enum) else kinds[one.type]
     return {
         "cls": _AllowEmpty if one.allow_empty else click.Option,
@@ -200,7 +197,7 @@ def _option(one: Setting) -> dict[str, Any]:
         "envvar": one.env,
         "help": one.description,
         "callback": lambda ctx, param, value: _checked(one, ctx, param, value),
-        # What an empty setting means, its help says.
+        # The help says what an empty setting means.
         "show_default": one.default not in (None, ""),
         "show_envvar": True,
     }
@@ -252,16 +249,16 @@ def _build(cls: type[S], values: Mapping[tuple[str, ...], Any]) -> S:
 
 
 class LogFormat(StrEnum):
-    """How log events are written."""
+    """Format of log events."""
 
     JSON = "json"
     """One JSON object on each line, for collectors."""
     CONSOLE = "console"
-    """Aligned and coloured, for people."""
+    """Aligned and coloured."""
 
 
 class LogLevel(StrEnum):
-    """Least severity that is written."""
+    """Lowest severity that is logged."""
 
     DEBUG = "debug"
     INFO = "info"
@@ -271,7 +268,7 @@ class LogLevel(StrEnum):
 
 @dataclass(frozen=True)
 class KubeSettings:
-    """How to reach the Kubernetes API."""
+    """Access to the Kubernetes API."""
 
     kubeconfig: str | None = setting(
         None,
@@ -290,14 +287,14 @@ class KubeSettings:
 
 @dataclass(frozen=True)
 class LogSettings:
-    """What is logged, and how."""
+    """Logging."""
 
     level: LogLevel = setting(
-        LogLevel.INFO, flag="--log-level", env="CARPOOL_LOG_LEVEL", help="Least severity that is logged."
+        LogLevel.INFO, flag="--log-level", env="CARPOOL_LOG_LEVEL", help="Lowest severity that is logged."
     )
     format: LogFormat = setting(
         LogFormat.CONSOLE,
         flag="--log-format",
         env="CARPOOL_LOG_FORMAT",
-        help="json for collectors, console for people.",
+        help="Format of log events: json for collectors, console for people.",
     )

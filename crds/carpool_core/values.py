@@ -1,4 +1,4 @@
-"""Identifiers that must not mix, and the choices that every part of Carpool speaks of."""
+"""Identifiers, enumerations and Kubernetes quantities that every package uses."""
 
 import re
 from decimal import Decimal
@@ -6,36 +6,36 @@ from enum import StrEnum
 from typing import NewType
 
 PodUid = NewType("PodUid", str)
-"""`metadata.uid` of a pod: the identity that reservations, claims and bindings go by."""
+"""`metadata.uid` of a pod: the key of reservations, claims and bindings."""
 
 JobUid = NewType("JobUid", str)
 """`metadata.uid` of a GpuTrainingJob."""
 
 GpuUuid = NewType("GpuUuid", str)
-"""A GPU as NVML names it, `GPU-…`."""
+"""NVML's UUID of a GPU, `GPU-…`."""
 
 NodeName = NewType("NodeName", str)
-"""`metadata.name` of a Node, and of the GpuNode that describes its GPUs."""
+"""`metadata.name` of a Node and of its GpuNode."""
 
 MIB = 1024 * 1024
-"""Bytes in a mebibyte, the unit in which NVML-based tools speak of GPU memory."""
+"""Bytes in a mebibyte, NVML-based tools' unit of GPU memory."""
 
 
 class SharingMode(StrEnum):
     """How a GPU is divided among its tenants."""
 
     EXCLUSIVE = "Exclusive"
-    """One tenant; no division."""
+    """One tenant."""
     TIME_SLICING = "TimeSlicing"
-    """Tenants take turns on the whole GPU; nothing limits their memory."""
+    """Tenants alternate on the whole GPU; nothing limits their memory."""
     MPS = "MPS"
     """Tenants run side by side through one Multi-Process Service daemon, with memory and thread limits."""
     MIG = "MIG"
-    """Each tenant has a hardware instance of its own."""
+    """Each tenant has its own hardware instance."""
 
 
 class RequestedMode(StrEnum):
-    """What a job may ask for: a sharing mode, or the scheduler's choice."""
+    """`spec.sharing.mode` of a job: a sharing mode, or the scheduler's choice."""
 
     AUTO = "Auto"
     EXCLUSIVE = "Exclusive"
@@ -45,16 +45,16 @@ class RequestedMode(StrEnum):
 
 
 class Tenancy(StrEnum):
-    """With whom a job is willing to share a GPU."""
+    """Jobs with which a job may share a GPU."""
 
     NAMESPACE = "Namespace"
-    """Only with jobs of its own namespace."""
+    """Jobs of its own namespace."""
     CLUSTER = "Cluster"
-    """With any job that is also willing. Never behind one MPS server across namespaces."""
+    """Any job that allows it, too. Never through one MPS server across namespaces."""
 
 
 class Optimizer(StrEnum):
-    """Optimizers whose state the predictor knows."""
+    """Optimizers whose state size the predictor models."""
 
     SGD = "sgd"
     SGD_MOMENTUM = "sgd-momentum"
@@ -65,7 +65,7 @@ class Optimizer(StrEnum):
 
 
 class Precision(StrEnum):
-    """Arithmetic of the training step, in the names of PyTorch Lightning."""
+    """Arithmetic of the training step, by PyTorch Lightning's names."""
 
     FP32 = "fp32"
     BF16_MIXED = "bf16-mixed"
@@ -74,10 +74,10 @@ class Precision(StrEnum):
 
 
 class PartitionState(StrEnum):
-    """Where a reservation's share of a GPU stands. Pending → Preparing → Ready; Preparing → Failed; any → gone."""
+    """State of a reservation's share of a GPU. (none) → Preparing → Ready or Failed; each may go back to none."""
 
     PREPARING = "Preparing"
-    """The agent has seen the reservation and is running the steps towards it."""
+    """The agent runs the steps towards it."""
     READY = "Ready"
     """The share exists; the pod may be bound and started."""
     FAILED = "Failed"
@@ -85,23 +85,23 @@ class PartitionState(StrEnum):
 
 
 class DeviceHealth(StrEnum):
-    """Whether new work may go to a GPU."""
+    """Whether a GPU takes new pods."""
 
     HEALTHY = "Healthy"
     UNHEALTHY = "Unhealthy"
 
 
 class JobState(StrEnum):
-    """The one word that the State column shows; computed from conditions, never stored apart from them."""
+    """Value of the State column. It is computed from the conditions and never stored apart from them."""
 
     PREDICTING = "Predicting"
     SUSPENDED = "Suspended"
     QUEUED = "Queued"
-    """Pods exist (or wait for a GPU that could hold them) and are not all placed."""
+    """The pods exist, or wait for a GPU that could hold them, and not all are placed."""
     UNPLACEABLE = "Unplaceable"
-    """No GPU of the cluster could ever hold it; looked at again when the GPUs change."""
+    """No GPU of the cluster could ever hold it; checked again when the GPUs change."""
     BACKING_OFF = "BackingOff"
-    """An attempt ended without success, and the next one waits for its time."""
+    """An attempt failed, and the next one waits for the end of its backoff."""
     STARTING = "Starting"
     """Every worker is placed; not every container runs yet."""
     RUNNING = "Running"
@@ -121,14 +121,14 @@ _QUANTITY = re.compile(
     r"(?:(?P<suffix>[numkMGTPE]|[KMGTPE]i)|[eE](?P<exponent>[+-]?[0-9]{1,2}))?",
     re.ASCII,
 )
-"""What Kubernetes' resource.ParseQuantity accepts, without negative amounts."""
+"""Texts that Kubernetes' resource.ParseQuantity accepts, without negative amounts."""
 
 
 def parse_quantity(quantity: int | str) -> Decimal:
-    """Read a quantity such as `500m`, `4` or `12Gi` in the resource's own unit: cores, bytes, pieces.
+    """Return a quantity such as `500m`, `4` or `12Gi` in the resource's own unit: cores, bytes, pieces.
 
     Raises:
-        ValueError: The text is no quantity.
+        ValueError: The text is not a quantity.
     """
     found = _QUANTITY.fullmatch(str(quantity))
     if not found:
@@ -138,10 +138,10 @@ def parse_quantity(quantity: int | str) -> Decimal:
 
 
 def parse_memory_mib(quantity: int | str) -> int:
-    """Convert a quantity such as `12Gi` (or a number of bytes) to MiB, rounded down.
+    """Return a quantity such as `12Gi` (or a number of bytes) in MiB, rounded down.
 
     Raises:
-        ValueError: The text is no quantity of memory.
+        ValueError: The text is not a quantity.
     """
     try:
         return int(parse_quantity(quantity) / MIB)

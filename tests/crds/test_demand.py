@@ -74,7 +74,9 @@ def test_sentence_names_the_check_and_the_margin(spec: dict[str, Any], told: str
     [
         pytest.param(None, "Auto", "", id="none"),
         pytest.param("4000Mi", "Auto", "", id="as predicted"),
-        pytest.param("3999Mi", "Auto", "; more than its spec.memory.limit (3999Mi): it may die of memory", id="less"),
+        pytest.param(
+            "3999Mi", "Auto", "; more than its spec.memory.limit (3999Mi): it may run out of GPU memory", id="less"
+        ),
         pytest.param("3999Mi", "Exclusive", "", id="a GPU of its own has no limit"),
         pytest.param("much", "Auto", "", id="no quantity"),
     ],

@@ -49,13 +49,13 @@ async def test_a_flood_is_told_of_when_it_begins_and_how_large_it_was_when_it_is
     with capture_logs() as logs:
         for number in range(int(BURST) + 5):
             await record(recorder, number)
-        assert [log["event"] for log in logs] == ["events are being left out"]
+        assert [log["event"] for log in logs] == ["dropping events"]
         clock.advance(1)
         for number in range(int(EVENTS_PER_SECOND) + 2):
             await record(recorder, number)
         assert len(logs) == 1, "once, while it lasts"
         clock.advance(3600)
         await record(recorder, 0)
-        assert [(log["event"], log.get("number")) for log in logs[1:]] == [("events left out", 7)]
+        assert [(log["event"], log.get("number")) for log in logs[1:]] == [("events dropped", 7)]
         await record(recorder, 0)
         assert len(logs) == 2

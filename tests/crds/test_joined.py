@@ -32,13 +32,12 @@ OWN = held("own", NOW)
         pytest.param([held("worker", LATER, job="job-own")], "", id="another worker of the job"),
         pytest.param(
             [held("z", LATER, "GPU-1", "GPU-0"), held("y", LATER)],
-            "; joined since by default/y, default/z, whom this does not count",
+            "; joined since by default/y, default/z, not counted here",
             id="in order of their names",
         ),
         pytest.param(
             [held(f"j{number}", LATER) for number in range(MAX_NAMED_JOBS + 2)],
-            "; joined since by default/j0, default/j1, default/j2, default/j3, default/j4, 2 more, whom this does not "
-            "count",
+            "; joined since by default/j0, default/j1, default/j2, default/j3, default/j4, 2 more, not counted here",
             id="more than are named",
         ),
     ],

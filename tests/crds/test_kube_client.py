@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from carpool_core.kube.api import GPU_NODES, PODS, Selector
-from carpool_core.kube.client import KubeClient, error_for, path_of
+from carpool_core.kube.client import KubeClient, error_for, url_path
 from carpool_core.kube.config import Endpoint, Token
 from carpool_core.kube.errors import (
     Conflict,
@@ -105,9 +105,9 @@ async def test_a_closed_client_says_how_to_use_it() -> None:
 
 
 def test_paths() -> None:
-    assert path_of(PODS) == "/api/v1/pods"
-    assert path_of(PODS, "ns", "a", "binding") == "/api/v1/namespaces/ns/pods/a/binding"
-    assert path_of(GPU_NODES, "ignored", "n1") == "/apis/carpool.dev/v1alpha1/gpunodes/n1"
+    assert url_path(PODS) == "/api/v1/pods"
+    assert url_path(PODS, "ns", "a", "binding") == "/api/v1/namespaces/ns/pods/a/binding"
+    assert url_path(GPU_NODES, "ignored", "n1") == "/apis/carpool.dev/v1alpha1/gpunodes/n1"
 
 
 @pytest.mark.parametrize("segment", ["../x", "..", ".", "a/b", "a%2fb", "a?watch=1", "a#b"])
@@ -251,7 +251,7 @@ async def test_silence_means_that_nobody_is_there(start: Start) -> None:
     client = await start(_streams(_line("ADDED", {}), hold=True), silence_s=0.05)
     watch = client.watch(PODS, Selector(), "5")
     assert (await anext(watch)).type == "ADDED"
-    with pytest.raises(Unreachable, match="no word from the API server"):
+    with pytest.raises(Unreachable, match="the API server sent nothing for"):
         await anext(watch)
 
 

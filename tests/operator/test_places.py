@@ -124,7 +124,7 @@ def test_neighbour_that_came_later_is_told_beside_the_reason_from_before() -> No
         reservation("elsewhere", job_uid="third", name="elsewhere", reservedAt=after, gpuUuids=["GPU-1"]),
     ]
     decision = reconcile(snapshot(of, pods=(pod(nodeName="n1"),), nodes=(node(own, *others),)))
-    told = "MPS on GPU 0 of n1 alone; joined since by default/later, whom this does not count"
+    told = "MPS on GPU 0 of n1 alone; joined since by default/later, not counted here"
     assert status_of(decision, of).placement[0].reason == told
     assert told in condition(decision, of, "Placed").message
 

@@ -1,4 +1,4 @@
-"""The port to the Kubernetes API: the calls that Carpool makes, and no more."""
+"""Port to the Kubernetes API: the calls that Carpool makes."""
 
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ EventType = Literal["ADDED", "MODIFIED", "DELETED", "BOOKMARK"]
 
 @dataclass(frozen=True, slots=True)
 class ResourceKind:
-    """Where objects of a kind live in the API."""
+    """API group, version and names of a kind."""
 
     group: str
     """API group; empty for the core group."""
@@ -21,6 +21,11 @@ class ResourceKind:
     plural: str
     kind: str
     namespaced: bool = True
+
+    @property
+    def api_version(self) -> str:
+        """`apiVersion` of the kind's objects."""
+        return f"{self.group}/{self.version}" if self.group else self.version
 
 
 PODS = ResourceKind("", "v1", "pods", "Pod")
@@ -38,7 +43,7 @@ class Page:
     """One page of a list."""
 
     items: list[msgspec.Raw]
-    """Each object, still encoded; decode only what is needed of it."""
+    """Each object, still encoded."""
     resource_version: str
     continue_token: str
     """Empty on the last page."""
@@ -54,7 +59,7 @@ class WatchEvent:
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """Which objects of a kind to list or watch; empty fields select all."""
+    """Objects of a kind to list or watch; empty fields select all."""
 
     namespace: str = ""
     labels: str = ""
@@ -70,19 +75,19 @@ class KubeApi(Protocol):
         ...
 
     async def get(self, kind: ResourceKind, name: str, type_: type[T], *, namespace: str = "") -> T:
-        """Read one object, decoded as `type_` (unknown fields are ignored)."""
+        """Return one object decoded as `type_`; unknown fields are ignored."""
         ...
 
     async def list_page(
         self, kind: ResourceKind, selector: Selector, *, limit: int = 500, continue_token: str = ""
     ) -> Page:
-        """Read one page of the objects that `selector` selects. Raises `Gone` where the token has expired."""
+        """Return one page of the selected objects. Raises `Gone` if the token has expired."""
         ...
 
     def watch(self, kind: ResourceKind, selector: Selector, resource_version: str) -> AsyncIterator[WatchEvent]:
-        """Follow changes after `resource_version`, bookmarks included; ends when the server ends the connection.
+        """Yield changes after `resource_version` and bookmarks, until the server ends the connection.
 
-        Raises `Gone` where the version is too old.
+        Raises `Gone` if the version is too old.
         """
         ...
 
@@ -99,8 +104,8 @@ class KubeApi(Protocol):
     ) -> dict[str, Any]:
         """Create an object, or post to the `subresource` (such as `binding`) of the one called `name`.
 
-        A dry run goes through all checks of the API server and leaves nothing behind. Without `wants_object` only the
-        metadata are answered.
+        A dry run goes through all checks of the API server and stores nothing. Without `wants_object` the server
+        returns only the metadata.
         """
         ...
 
@@ -116,21 +121,20 @@ class KubeApi(Protocol):
     ) -> dict[str, Any]:
         """Patch an object: a mapping is sent as a merge patch, a list as a JSON patch.
 
-        A merge patch with `metadata.resourceVersion` is refused with `Conflict` where the object has changed since.
-        Without `wants_object` only the metadata are answered.
+        A merge patch with `metadata.resourceVersion` raises `Conflict` if the object has changed since. Without
+        `wants_object` the server returns only the metadata.
         """
         ...
 
     async def replace_status(
         self, kind: ResourceKind, name: str, status: Mapping[str, Any], *, namespace: str = "", resource_version: str
     ) -> dict[str, Any]:
-        """Replace an object's status as a whole, and nothing else of it; `Conflict` where it has changed since.
+        """Replace an object's whole status and return the metadata; `Conflict` if the object has changed since.
 
-        Cheaper for the server than a patch, for which it writes and reads the whole object once more. Only the metadata
-        are answered.
+        This costs the server less than a patch, for which it encodes and decodes the object once more.
         """
         ...
 
     async def delete(self, kind: ResourceKind, name: str, *, namespace: str = "", uid: str = "") -> None:
-        """Delete an object; with `uid`, only that very one (`Conflict` otherwise)."""
+        """Delete an object. With `uid`, raises `Conflict` if another object has the name now."""
         ...

@@ -1,30 +1,30 @@
-"""What can go wrong between Carpool and the Kubernetes API.
+"""Errors of calls to the Kubernetes API.
 
 KubeError
 ├── Retryable             try again later: the request may be right
 │   ├── Unreachable       no answer: connection refused, reset, timed out
 │   ├── Overloaded        429 or 5xx
-│   └── Conflict          409: somebody else wrote first, or the name is taken
-└── Refused               the request as it is will never succeed
+│   └── Conflict          409: another client wrote first, or the name is taken
+└── Refused               the same request will never succeed
     ├── NotFound          404
-    ├── Forbidden         401, 403: a right is missing
-    ├── Gone              410: that resourceVersion is no longer known
-    └── Invalid           400, 422: the object makes no sense
+    ├── Forbidden         401, 403: the credentials lack a right
+    ├── Gone              410: the server no longer has that resourceVersion
+    └── Invalid           400, 422: the object is invalid
 """
 
 PATCH_DOES_NOT_APPLY = "the server rejected our request"
-"""How the API server begins to say that a JSON patch does not apply, such as where a test in it fails."""
+"""Start of the API server's message if a JSON patch does not apply, such as when a test in it fails."""
 
 
 class KubeError(Exception):
-    """A call to the Kubernetes API failed. `str()` is the sentence for people: which call, which answer."""
+    """A call to the Kubernetes API failed. `str()` names the call and the answer."""
 
     def __init__(self, message: str, *, status: int = 0, reason: str = "", server_message: str = "") -> None:
         super().__init__(message)
         self.status = status
         self.reason = reason
         self.server_message = server_message or message
-        """The server's own words, without the call that they answer."""
+        """The server's message without the name of the call."""
 
 
 class Retryable(KubeError):
@@ -32,7 +32,7 @@ class Retryable(KubeError):
 
 
 class Unreachable(Retryable):
-    """The API server gave no answer; whether a write happened is unknown."""
+    """The API server did not answer; a write may have happened."""
 
 
 class Overloaded(Retryable):
@@ -40,7 +40,7 @@ class Overloaded(Retryable):
 
 
 class Conflict(Retryable):
-    """A precondition failed or the object exists already; read again and decide again."""
+    """A precondition failed or the object exists already. Read it again before the next try."""
 
 
 class Refused(KubeError):
@@ -48,7 +48,7 @@ class Refused(KubeError):
 
 
 class NotFound(Refused):
-    """There is no such object."""
+    """The object does not exist."""
 
 
 class Forbidden(Refused):
@@ -56,8 +56,8 @@ class Forbidden(Refused):
 
 
 class Gone(Refused):
-    """The resourceVersion is too old to continue from; list again."""
+    """The resourceVersion is too old; list again."""
 
 
 class Invalid(Refused):
-    """The API server found the object invalid."""
+    """The API server rejected the object as invalid."""

@@ -1,4 +1,4 @@
-"""What Carpool reads of a pod; everything else of it is never decoded."""
+"""Pods as Carpool reads them; other fields are not decoded."""
 
 import re
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from carpool_core.resources.meta import ObjectMeta
 
 
 class _Wire(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """Camel-cased, partial view of a Kubernetes object."""
+    """Part of a Kubernetes object, camelCase on the wire."""
 
 
 class OwnerReference(_Wire, frozen=True, kw_only=True):
@@ -37,10 +37,10 @@ class ResourceRequirements(_Wire, frozen=True, kw_only=True):
 
 
 class SecurityContext(_Wire, frozen=True, kw_only=True):
-    """Whom a container, or all of a pod's, run as."""
+    """User of a container or of a pod."""
 
     run_as_user: int | None = None
-    """None: the pod's for a container, the image's for a pod."""
+    """None means the pod's user for a container, the image's for a pod."""
 
 
 class Container(_Wire, frozen=True, kw_only=True):
@@ -52,7 +52,7 @@ class Container(_Wire, frozen=True, kw_only=True):
 
 
 class PodSpec(_Wire, frozen=True, kw_only=True):
-    """A pod's spec, as far as placement depends on it."""
+    """The parts of a pod's spec that placement depends on."""
 
     node_name: str = ""
     scheduler_name: str = ""
@@ -61,22 +61,22 @@ class PodSpec(_Wire, frozen=True, kw_only=True):
     init_containers: list[Container] = []
     security_context: SecurityContext = SecurityContext()
     host_users: bool = True
-    """False: its users are others on the node than in the container."""
+    """False if the pod has a user namespace, so that its users differ from the node's."""
 
 
 def container_uid(spec: PodSpec, container: str = "") -> int | None:
-    """Return the user of the node that a container runs as; None where its image decides, or a user namespace.
+    """Return the node's UID that a container runs as; None if the image or a user namespace decides it.
 
     Args:
-        spec: Of its pod.
-        container: Its name; where empty the one that asks for GPUs, or the first, which gets them where none asks.
+        spec: Spec of the pod.
+        container: Name of the container. Empty means the first that requests GPUs, else the first, which gets them.
     """
     if not spec.host_users:
         return None
-    everyone = (*spec.containers, *spec.init_containers)
-    asking = [c for c in everyone if RESOURCE_GPU in {**c.resources.limits, **c.resources.requests}]
-    asked = [c for c in everyone if c.name == container] if container else [*asking, *everyone]
-    own = asked[0].security_context.run_as_user if asked else None
+    every = (*spec.containers, *spec.init_containers)
+    requesting = [c for c in every if RESOURCE_GPU in {**c.resources.limits, **c.resources.requests}]
+    candidates = [c for c in every if c.name == container] if container else [*requesting, *every]
+    own = candidates[0].security_context.run_as_user if candidates else None
     return spec.security_context.run_as_user if own is None else own
 
 
@@ -96,24 +96,24 @@ class ContainerTerminated(_Wire, frozen=True, kw_only=True):
     reason: str = ""
     message: str = ""
     finished_at: str | None = None
-    """None where the container never started: the kubelet then sends null."""
+    """None if the container never started."""
 
 
 class ContainerRunning(_Wire, frozen=True, kw_only=True):
-    """Since when a container runs."""
+    """A running container."""
 
     started_at: str | None = None
 
 
 class ContainerWaiting(_Wire, frozen=True, kw_only=True):
-    """Why a container does not run yet."""
+    """A container that does not run yet, and why."""
 
     reason: str = ""
     message: str = ""
 
 
 class ContainerState(_Wire, frozen=True, kw_only=True):
-    """One of the three."""
+    """State of a container; one of the three is set."""
 
     waiting: ContainerWaiting | None = None
     running: ContainerRunning | None = None
@@ -140,7 +140,7 @@ class PodStatus(_Wire, frozen=True, kw_only=True):
 
 
 class Pod(_Wire, frozen=True, kw_only=True):
-    """A pod, projected to what Carpool uses."""
+    """A pod."""
 
     metadata: PodMeta
     spec: PodSpec = PodSpec()
@@ -148,18 +148,18 @@ class Pod(_Wire, frozen=True, kw_only=True):
 
     @property
     def is_finished(self) -> bool:
-        """Whether its containers will never run again."""
+        """Whether its containers have ended for good."""
         return self.status.phase in ("Succeeded", "Failed")
 
     @property
     def has_started(self) -> bool:
-        """Whether a container of it runs or ever ran."""
+        """Whether one of its containers runs or has run."""
         ran = any(s.state.running or s.state.terminated or s.restart_count for s in self.status.container_statuses)
         return ran or self.status.phase not in ("", "Pending")
 
 
 class WorkerName(NamedTuple):
-    """What the name of a worker's pod says. Nobody can change a name, while labels anybody with access to pods can."""
+    """Job, worker and attempt in the name of a worker's pod. Users can change a pod's labels, but not its name."""
 
     job: str
     worker: int
@@ -167,7 +167,7 @@ class WorkerName(NamedTuple):
 
     @property
     def pod(self) -> str:
-        """Name of the pod. The same three always give the same name, so no pod is created twice."""
+        """Name of the pod. It is a function of the three, so no pod is created twice."""
         return f"{self.job}-worker-{self.worker}-{self.attempt}"
 
 
@@ -175,15 +175,15 @@ _WORKER = re.compile(r"(.+)-worker-(0|[1-9][0-9]{0,5})-([1-9][0-9]{0,8})", re.AS
 
 
 def parse_worker_name(pod_name: str) -> WorkerName | None:
-    """Read the name of a pod; None where no worker's pod is called so."""
+    """Return the parts of a worker's pod name; None for other names."""
     found = _WORKER.fullmatch(pod_name)
     return None if found is None else WorkerName(found[1], int(found[2]), int(found[3]))
 
 
 def job_owner_reference(metadata: PodMeta) -> OwnerReference | None:
-    """Return the reference to the GpuTrainingJob that controls an object; None where something else does, or nothing.
+    """Return the owner reference to the GpuTrainingJob that controls an object; None if there is none.
 
-    Whoever creates a pod writes it: alone it proves nothing.
+    A user who creates a pod can write any reference, so it proves nothing alone.
     """
     for owner in metadata.owner_references:
         if owner.controller and is_training_job(owner.api_version, owner.kind):
@@ -192,5 +192,5 @@ def job_owner_reference(metadata: PodMeta) -> OwnerReference | None:
 
 
 def is_training_job(api_version: str, kind: str) -> bool:
-    """Whether an object of this type is a GpuTrainingJob, of whatever version."""
+    """Return whether a type is GpuTrainingJob, in any version."""
     return kind == "GpuTrainingJob" and api_version.partition("/")[0] == DOMAIN

@@ -1,4 +1,4 @@
-"""A local copy of all objects of a kind, kept true by list and watch."""
+"""Local copy of all objects of a kind, kept up to date by list and watch."""
 
 import asyncio
 import random
@@ -14,11 +14,11 @@ from carpool_core.kube.errors import Gone, KubeError, Retryable, Unreachable
 
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.2, 30.0
 _SHORT_WATCH_S = 1.0
-"""A watch that ends sooner than this, and without a word, counts as a failure."""
+"""A watch that ends sooner than this without an event counts as a failure."""
 
 
 class Named(Protocol):
-    """What the reflector must find in an object's `metadata`."""
+    """`metadata` of an object, as the reflector reads it."""
 
     @property
     def name(self) -> str:
@@ -32,7 +32,7 @@ class Named(Protocol):
 
 
 class HasMetadata(Protocol):
-    """Any msgspec Struct with `metadata`."""
+    """A msgspec Struct with `metadata`."""
 
     @property
     def metadata(self) -> Named:
@@ -49,8 +49,8 @@ class _Meta(msgspec.Struct, frozen=True, rename="camel"):
     resource_version: str = ""
 
 
-class _Nameplate(msgspec.Struct, frozen=True):
-    """The least that can be read of an object whose type does not fit."""
+class _MetaOnly(msgspec.Struct, frozen=True):
+    """Metadata of any object, also of one that does not fit its type."""
 
     metadata: _Meta = _Meta()
 
@@ -61,18 +61,18 @@ def key_of(metadata: Named) -> str:
 
 
 class Store(Generic[T]):
-    """The local copy. Only its reflector writes to it."""
+    """The local copy, which only its reflector writes."""
 
     def __init__(self) -> None:
         self.items: dict[str, T] = {}
         """Objects by `namespace/name`, or by `name` for cluster-scoped kinds."""
         self.synced = False
-        """Whether a first list is complete."""
-        self.heard_at: float | None = None
-        """Monotonic time of the server's last word."""
+        """Whether the first list is complete."""
+        self.contact_at: float | None = None
+        """Monotonic time of the server's last answer or event."""
 
     def get(self, key: str) -> T | None:
-        """Return the object called `namespace/name` (or `name`), if it is there."""
+        """Return the object `namespace/name` (or `name`); None if it does not exist."""
         return self.items.get(key)
 
     def values(self) -> ValuesView[T]:
@@ -80,18 +80,27 @@ class Store(Generic[T]):
         return self.items.values()
 
     def age(self, now_monotonic: float) -> float:
-        """Seconds since the last word from the server, infinite before the first."""
-        return float("inf") if self.heard_at is None else now_monotonic - self.heard_at
+        """Return seconds since the server's last answer or event; infinite before the first."""
+        return float("inf") if self.contact_at is None else now_monotonic - self.contact_at
 
 
 class Reflector(Generic[T]):
-    """Lists, watches, and lists again when the server has forgotten where we were.
+    """Lists, watches, and lists again when the server no longer has the watch's resourceVersion.
 
-    `on_change(old, new)` is called synchronously for each change, also those that a list brings to light: old None
-    means added, new None means deleted. An exception from it ends `run()`: whoever cannot follow must not pretend to.
-    `on_unreadable(key, why)` is called for an object that does not fit, whose last good state stays, and with None once
-    it fits again or is gone. `share(old, new)` returns what is kept as an object's new state: equal to `new`, but with
-    parts of what is known already, where that saves memory.
+    Args:
+        api: The Kubernetes API.
+        kind: Kind of the objects.
+        type_: Type that objects are decoded as.
+        selector: Objects to follow; all when None.
+        clock: Time of the server's last contact.
+        on_change: Called with (old, new) for each change, also for those that a list shows. Old None means added, new
+            None deleted. An exception from it ends `run()`.
+        on_unreadable: Called with (key, reason) for an object that does not fit `type_`, whose last good state stays in
+            the store. Called with (key, None) when it fits again or is deleted.
+        share: Returns the state to store, equal to `new`, with parts of `old` to save memory.
+        store: Store to fill; a new one when None.
+        sleep: Waits between tries.
+        jitter: Random number from 0 to 1 that spreads the tries.
     """
 
     def __init__(
@@ -125,19 +134,19 @@ class Reflector(Generic[T]):
         await self._listed.wait()
 
     async def run(self) -> None:
-        """Keep the store true, for ever. Raises only what `on_change` raises, and errors that are no `KubeError`."""
+        """Keep the store up to date. Raises what `on_change` raises, and errors other than `KubeError`."""
         while True:
             try:
                 if not self._version:
                     await self._list()
                 await self._watch()
             except Gone:
-                # 410: changes were lost; only a new list says what became of each object.
+                # 410: changes were lost; a new list shows the present state of each object.
                 self._version = ""
                 self._expiries += 1
                 self._log.info("watch expired, listing again")
                 if self._expiries > 1:
-                    # Once is ordinary; a server that goes on saying so must not be listed in a tight loop.
+                    # A server that always answers 410 must not be listed in a tight loop.
                     await self._sleep(self._delay(self._expiries))
             except KubeError as error:
                 await self._back_off(error)
@@ -147,7 +156,7 @@ class Reflector(Generic[T]):
         token = ""
         while True:
             page = await self._api.list_page(self._kind, self._selector, continue_token=token)
-            self._heard()
+            self._note_contact()
             for raw in page.items:
                 key, item, _ = self._decode(raw)
                 if key:
@@ -165,17 +174,17 @@ class Reflector(Generic[T]):
         self._listed.set()
 
     async def _watch(self) -> None:
-        began, is_silent = self._clock.monotonic(), True
+        started_at, is_silent = self._clock.monotonic(), True
         async for event in self._api.watch(self._kind, self._selector, self._version):
             self._failures, self._expiries, is_silent = 0, 0, False
-            self._heard()
+            self._note_contact()
             self._apply(event)
-        if is_silent and self._clock.monotonic() - began < _SHORT_WATCH_S:
-            raise Unreachable("the API server ended the watch at once, without an event")
+        if is_silent and self._clock.monotonic() - started_at < _SHORT_WATCH_S:
+            raise Unreachable("the API server ended the watch at once without an event")
 
     def _apply(self, event: WatchEvent) -> None:
         if event.type == "BOOKMARK":
-            self._version = msgspec.json.decode(event.object, type=_Nameplate).metadata.resource_version
+            self._version = msgspec.json.decode(event.object, type=_MetaOnly).metadata.resource_version
             return
         key, item, version = self._decode(event.object)
         if event.type == "DELETED":
@@ -185,21 +194,21 @@ class Reflector(Generic[T]):
         self._version = version or self._version
 
     def _decode(self, raw: msgspec.Raw) -> tuple[str, T | None, str]:
-        """Return key, object and resourceVersion; None for an object that does not fit, whose last good state stays."""
+        """Return key, object and resourceVersion; the object is None if it does not fit its type."""
         try:
-            plate = msgspec.json.decode(raw, type=_Nameplate).metadata
+            meta = msgspec.json.decode(raw, type=_MetaOnly).metadata
         except msgspec.DecodeError as error:
             self._log.error("unreadable object skipped", error=str(error))
             return "", None, ""
-        key = key_of(plate)
+        key = key_of(meta)
         try:
-            return key, self._decoder.decode(raw), plate.resource_version
+            return key, self._decoder.decode(raw), meta.resource_version
         except msgspec.DecodeError as error:
             self._log.error("malformed object skipped", object=key, error=str(error))
             self._unreadable.add(key)
             if self._on_unreadable is not None:
                 self._on_unreadable(key, str(error))
-            return key, None, plate.resource_version
+            return key, None, meta.resource_version
 
     def _note_readable(self, key: str) -> None:
         if key in self._unreadable:
@@ -222,8 +231,8 @@ class Reflector(Generic[T]):
         if self._on_change is not None and old is not None:
             self._on_change(old, None)
 
-    def _heard(self) -> None:
-        self.store.heard_at = self._clock.monotonic()
+    def _note_contact(self) -> None:
+        self.store.contact_at = self._clock.monotonic()
 
     async def _back_off(self, error: KubeError) -> None:
         self._failures += 1
@@ -233,6 +242,6 @@ class Reflector(Generic[T]):
         await self._sleep(delay)
 
     def _delay(self, failures: int) -> float:
-        """Seconds until the next try: doubled with each failure, then spread over its upper half."""
+        """Return seconds until the next try: doubled with each failure, then spread over the upper half."""
         longest = min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(failures - 1, 16))
         return longest * (0.5 + 0.5 * self._jitter())

@@ -255,4 +255,4 @@ def describe_later_tenants(node: GpuNode, own: Reservation) -> str:
     if not later:
         return ""
     more = [f"{len(later) - MAX_NAMED_JOBS} more"] if len(later) > MAX_NAMED_JOBS else []
-    return f"; joined since by {', '.join([*later[:MAX_NAMED_JOBS], *more])}, whom this does not count"
+    return f"; joined since by {', '.join([*later[:MAX_NAMED_JOBS], *more])}, not counted here"

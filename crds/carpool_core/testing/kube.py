@@ -13,7 +13,7 @@ import msgspec
 
 from carpool_core.clock import Clock
 from carpool_core.kube.api import EventType, KubeApi, Page, ResourceKind, Selector, WatchEvent
-from carpool_core.kube.client import call_name
+from carpool_core.kube.client import describe_call
 from carpool_core.kube.errors import Conflict, Gone, Invalid, KubeError, NotFound
 from carpool_core.testing.clock import FakeClock
 
@@ -493,7 +493,7 @@ class FakeKube(KubeApi):
         try:
             return msgspec.json.decode(body, type=type_)
         except msgspec.ValidationError as error:
-            raise Invalid(f"{call_name('GET', kind, namespace, name)}: unexpected object: {error}") from error
+            raise Invalid(f"{describe_call('GET', kind, namespace, name)}: unexpected object: {error}") from error
 
     async def list_page(
         self, kind: ResourceKind, selector: Selector, *, limit: int = 500, continue_token: str = ""

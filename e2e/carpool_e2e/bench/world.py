@@ -11,7 +11,7 @@ from aiohttp import web
 from carpool_core.clock import Clock, SystemClock, rfc3339
 from carpool_core.keys import RESOURCE_GPU, SCHEDULER_NAME
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS, ResourceKind
-from carpool_core.kube.client import path_of
+from carpool_core.kube.client import url_path
 from carpool_core.products import PRODUCTS
 from carpool_core.resources.meta import ObjectMeta
 from carpool_core.resources.node import Device, GpuNode, GpuNodeSpec, GpuNodeStatus, Reservation, TenantProfile
@@ -267,7 +267,7 @@ class PaperApi:
         """Listen on the loopback address; return what ends it, and the port."""
         app = web.Application()
         for kind in self._objects:
-            app.router.add_get(path_of(kind), self._handler(kind))
+            app.router.add_get(url_path(kind), self._handler(kind))
         app.cleanup_ctx.append(self._living)
         runner = web.AppRunner(app, shutdown_timeout=1)
         await runner.setup()

@@ -179,7 +179,7 @@ async def test_what_could_never_run_is_no_waiting_job():
     ("spec", "told"),
     [
         pytest.param({}, "nothing is known of it; give spec.memory.limit to let it share", id="advice"),
-        pytest.param({"memory": {"limit": "12Gi"}}, "so the job may share a GPU all the same", id="its own limit"),
+        pytest.param({"memory": {"limit": "12Gi"}}, "so the job may share a GPU", id="its own limit"),
         pytest.param({"sharing": {"mode": "Exclusive"}}, "the job asks for a GPU of its own (Exclusive)", id="alone"),
         pytest.param(
             {"sharing": {"mode": "Exclusive"}, "memory": {"limit": "12Gi"}},
