@@ -22,10 +22,10 @@ from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.informers import Informers
 from carpool_extender.metrics import ExtenderMetrics, StateCollector
 from carpool_extender.queue.nominator import Keeper, Line
-from carpool_extender.reservations.binder import BindDeps, Binder, BindLimiter
+from carpool_extender.reservations.binder import BindDeps, Binder
 from carpool_extender.reservations.gc import ReservationGC, Restorer
 from carpool_extender.reservations.peaks import PeakUpdater
-from carpool_extender.reservations.writer import GATHER_S, ReservationWriter, Untracker
+from carpool_extender.reservations.writer import GATHER_S, ReservationWriter
 from carpool_extender.scheduler import Service
 from carpool_extender.server import create_app
 from carpool_extender.settings import ExtenderSettings
@@ -46,7 +46,6 @@ class Extender:
     binder: Binder
     settler: PeakUpdater | None
     keeper: Keeper
-    untracker: Untracker
     registry: CollectorRegistry
 
     async def run(self) -> None:
@@ -54,7 +53,6 @@ class Extender:
         async with asyncio.TaskGroup() as group:
             group.create_task(self.informers.run())
             group.create_task(self.gc.run())
-            group.create_task(self.untracker.run())
             group.create_task(self.keeper.run())
             if self.settler is not None:
                 group.create_task(self.settler.run())
@@ -118,7 +116,6 @@ def build(
         evaluation_cache=evaluation_cache,
         gangs=gangs,
         keeper=keeper,
-        bind_limiter=BindLimiter(clock, sleep, settings.bind_timeout_seconds),
         slots=settings.slots_per_gpu,
         timeout_s=settings.bind_timeout_seconds,
     )
@@ -137,5 +134,4 @@ def build(
         candidates=settings.candidates,
     )
     app = create_app(service, telemetry, informers.not_ready)
-    untracker = Untracker(api, informers)
-    return Extender(app, service, informers, gc, binder, settler, keeper, untracker, registry)
+    return Extender(app, service, informers, gc, binder, settler, keeper, registry)

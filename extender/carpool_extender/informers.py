@@ -135,24 +135,6 @@ def _containers(encoded: bytes) -> list[Container]:
     return msgspec.json.decode(encoded, type=list[Container])
 
 
-class Manager(_Wire, frozen=True, kw_only=True):
-    """Who wrote some fields of an object, as the API server keeps it."""
-
-    manager: str = ""
-
-
-class WatchedMeta(ObjectMeta, frozen=True, kw_only=True, rename="camel"):
-    """`metadata` of a GpuNode, with who wrote it."""
-
-    managed_fields: list[Manager] = msgspec.field(default_factory=list)
-
-
-class WatchedNode(GpuNode, frozen=True, kw_only=True):
-    """A GpuNode as it is kept."""
-
-    metadata: WatchedMeta
-
-
 DELETED_REMEMBERED = 1024
 """UIDs of deleted GpuNodes that are remembered: more than can be deleted while one answer is on its way."""
 
@@ -172,7 +154,7 @@ class Informers:
         self._nodes = Reflector(
             api,
             GPU_NODES,
-            WatchedNode,
+            GpuNode,
             clock=clock,
             on_change=self._node_changed,
             on_unreadable=cluster.set_unreadable,
@@ -187,10 +169,6 @@ class Informers:
         self._stirred: dict[str, asyncio.Event] = {}
         self._deleted: dict[str, None] = {}
         self._odd: set[str] = set()
-        self.tracked: dict[str, str] = {}
-        """UIDs of the GpuNodes, by name, of which the API server keeps who wrote which field."""
-        self.heard_of_tracked = asyncio.Event()
-        """Set with each word of such a GpuNode, and when it is one no more; whoever looks after them clears it."""
         self._log = structlog.get_logger()
         self._on_node: list[Callable[[GpuNode | None, GpuNode | None], None]] = []
         self._on_pod: list[Callable[[Pod | None, Pod | None], None]] = []
@@ -269,16 +247,11 @@ class Informers:
             "Pod": self._pods.store.age(now),
         }
 
-    def _shared(self, old: WatchedNode, new: WatchedNode) -> WatchedNode:
+    def _shared(self, old: GpuNode, new: GpuNode) -> GpuNode:
         # What an answer brought is known before the watch tells of it.
         return sharing(self.cluster.node(new.metadata.name) or old, new)
 
-    def _node_changed(self, old: WatchedNode | None, new: WatchedNode | None) -> None:
-        if new is not None and any(one.manager for one in new.metadata.managed_fields):
-            self.tracked[new.metadata.name] = new.metadata.uid
-            self.heard_of_tracked.set()
-        elif (known := new or old) is not None and self.tracked.pop(known.metadata.name, None) is not None:
-            self.heard_of_tracked.set()
+    def _node_changed(self, old: GpuNode | None, new: GpuNode | None) -> None:
         if old is not None and (new is None or new.metadata.uid != old.metadata.uid):
             self._forget(old)
         if new is not None:

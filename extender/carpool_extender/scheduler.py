@@ -71,8 +71,6 @@ class Service:
             node, why = kept
             told = dict.fromkeys((name for name in names if name != node), why)
             return FilterResult(node_names=[node] if node in names else [], failed_nodes=told)
-        with self._keeper.held_up():
-            await self._binder.room()
         answer = self._served(pod_request, args.pod, names)
         if answer.node_names or not (ended := self._terminating_pods.promising(pod_request, answer.failed_nodes)):
             return answer

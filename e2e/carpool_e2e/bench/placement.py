@@ -31,7 +31,7 @@ from carpool_extender.extender_api import ExtenderArgs, FilterResult, HostPriori
 from carpool_extender.framework.evaluation_cache import EvaluationCache
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.framework.selection import filter_nodes, score_nodes
-from carpool_extender.informers import Informers, WatchedNode
+from carpool_extender.informers import Informers
 from carpool_extender.settings import ExtenderSettings
 from carpool_extender.workloads import JobOptions, Workloads
 
@@ -538,7 +538,7 @@ class _Replay:
         self._evaluation_cache = EvaluationCache(informers.cluster, rules)
         self._names = [node.metadata.name for node in paper.nodes]
         self._draw = random.Random(3)  # noqa: S311  # a benchmark, no secret
-        self._args, self._node = msgspec.json.Decoder(ExtenderArgs), msgspec.json.Decoder(WatchedNode)
+        self._args, self._node = msgspec.json.Decoder(ExtenderArgs), msgspec.json.Decoder(GpuNode)
         self._version = 10
 
     async def decide(self, number: int) -> dict[str, float]:

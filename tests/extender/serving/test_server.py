@@ -257,7 +257,7 @@ KUBECONFIG = (
             "its private key, and a CA, each in PEM, found {folder}/server.crt, {folder}/stranger.key and {folder}/ca",
         ),
         (["--client-ca", "{folder}/ca.key"], "{folder}/server.key and {folder}/ca.key: "),
-        (["--kubeconfig", "/nowhere"], "cannot read the kubeconfig /nowhere"),
+        (["--kubeconfig", "/nowhere"], "expected a kubeconfig at /nowhere, found none"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
