@@ -15,7 +15,7 @@ from carpool_core.kube.reflector import Reflector
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import GpuNode
 from carpool_core.values import JobUid
-from carpool_predictor.calibration.store import CalibrationMap
+from carpool_predictor.calibration.store import CalibrationStore
 from carpool_predictor.predict import model_version
 from carpool_predictor.tracing.source import Tracer, input_digest
 
@@ -65,7 +65,7 @@ class Operator:
         )
         events = EventRecorder(api, clock, "carpool-operator")
         self.calibrator = Calibrator(
-            None if place is None else CalibrationMap(api, *place),
+            None if place is None else CalibrationStore(api, *place),
             prepare=self.predictions.prepare,
             enqueue=self.queue.add,
             simulated=lambda: self.nodes.simulated,

@@ -13,13 +13,13 @@ from carpool_core.kube.events import EventRecorder
 from carpool_core.products import UnknownProductError, find_product
 from carpool_core.resources.job import GpuTrainingJob, JobSpec
 from carpool_core.values import Precision
-from carpool_predictor.calibration.document import COUNTED, SIMULATED, Calibration, Stack
+from carpool_predictor.calibration.document import MAX_SAMPLES, SIMULATED, Calibration, Stack
 from carpool_predictor.calibration.observe import observe
-from carpool_predictor.calibration.run_history import model_name, recall
-from carpool_predictor.calibration.store import CalibrationMap, Kept, UnreadableError
+from carpool_predictor.calibration.run_history import find_history, model_key
+from carpool_predictor.calibration.store import CalibrationStore, StoredCalibration, UnreadableCalibrationError
 from carpool_predictor.features import Abstention
 from carpool_predictor.models.memory import shipped
-from carpool_predictor.predict import Job, expected_of
+from carpool_predictor.predict import PredictionContext, run_prediction_of
 
 from carpool_operator.observations import Observation
 from carpool_operator.pods import key_of
@@ -34,11 +34,11 @@ MAX_PENDING = 2048
 """Pending observations; beyond, the oldest is dropped. Its job submits it again at its next reconciliation."""
 _MAX_STORED = 8192
 """Keys of stored observations that this process remembers."""
-MAX_PER_WRITE = COUNTED // 2
+MAX_PER_WRITE = MAX_SAMPLES // 2
 """Observations of one write. After a crash they are submitted again, and the document must still name all of them."""
 _MAX_CONFLICTS = 5
 
-Prepare = Callable[[JobSpec], Awaitable[Job | Abstention]]
+Prepare = Callable[[JobSpec], Awaitable[PredictionContext | Abstention]]
 """Returns the predictor's input for a job."""
 
 
@@ -55,7 +55,7 @@ class Calibrator:
 
     def __init__(
         self,
-        store: CalibrationMap | None,
+        store: CalibrationStore | None,
         *,
         prepare: Prepare,
         enqueue: Callable[[str], None],
@@ -64,7 +64,7 @@ class Calibrator:
     ) -> None:
         self._store, self._prepare, self._enqueue, self._events = store, prepare, enqueue, events
         self._simulated = simulated
-        self._kept: Kept | None = None
+        self._kept: StoredCalibration | None = None
         self._pending: OrderedDict[str, tuple[GpuTrainingJob, Observation]] = OrderedDict()
         self._stored: LRUCache[str, None] = LRUCache(_MAX_STORED)
         self._submitted = asyncio.Event()
@@ -104,11 +104,11 @@ class Calibrator:
         calibration = self.usable
         if calibration is None or size_mib is None:
             return {}
-        precision, name = spec.training.precision, model_name(spec.model)
+        precision, name = spec.training.precision, model_key(spec.model)
         return {
             product: CalibrationKey(
                 _jobs(calibration, product, precision).bit_length(),
-                recall(calibration, product, precision, name, size_mib),
+                find_history(calibration, product, precision, name, size_mib),
             )
             for product in products
         }
@@ -132,7 +132,7 @@ class Calibrator:
             return
         try:
             self._kept = await self._store.read()
-        except UnreadableError as error:
+        except UnreadableCalibrationError as error:
             self._kept = None
             await self._report(str(error), error.uid)
             self._pause_s = REPAIR_POLL_S
@@ -201,11 +201,11 @@ class Calibrator:
         if self._kept is None:
             return
         batch = list(self._pending.items())[:MAX_PER_WRITE]
-        comparable: list[tuple[GpuTrainingJob, Observation, Job]] = []
+        comparable: list[tuple[GpuTrainingJob, Observation, PredictionContext]] = []
         postponed: set[str] = set()
         for key, (job, observation) in batch:
             expected = await self._prepare(job.spec)
-            if isinstance(expected, Job):
+            if isinstance(expected, PredictionContext):
                 comparable.append((job, observation, expected))
             elif expected.reason in TRANSIENT:
                 postponed.add(key)
@@ -225,7 +225,7 @@ class Calibrator:
             if observation.measured.ended:
                 self._enqueue(key_of(job))
 
-    async def _write(self, observations: list[tuple[GpuTrainingJob, Observation, Job]]) -> bool:
+    async def _write(self, observations: list[tuple[GpuTrainingJob, Observation, PredictionContext]]) -> bool:
         """Write the calibration with these observations; return False if it has become unreadable."""
         loop = asyncio.get_running_loop()
         for _ in range(_MAX_CONFLICTS):
@@ -238,7 +238,7 @@ class Calibrator:
             try:
                 self._kept = await self._store.write(before, after)
             except NotFound:
-                self._kept = Kept()  # the ConfigMap was deleted: begin with an empty one
+                self._kept = StoredCalibration()  # the ConfigMap was deleted: begin with an empty one
             except Conflict:
                 await self.load()
             else:
@@ -256,7 +256,7 @@ def _jobs(calibration: Calibration, product: str, precision: Precision) -> int:
 
 
 def with_observations(
-    calibration: Calibration, observations: list[tuple[GpuTrainingJob, Observation, Job]]
+    calibration: Calibration, observations: list[tuple[GpuTrainingJob, Observation, PredictionContext]]
 ) -> Calibration:
     """Return the calibration with these observations; the same object if none of them is new."""
     for job, observation, expected_input in observations:
@@ -269,6 +269,6 @@ def with_observations(
             product = find_product(observation.product)
         except UnknownProductError:
             continue  # without a prediction for this product there is nothing to correct
-        expected = expected_of(expected_input, model_name(job.spec.model), observation.counted_mib, product)
+        expected = run_prediction_of(expected_input, model_key(job.spec.model), observation.counted_mib, product)
         calibration = observe(calibration, stack, expected, observation.with_activity(), shipped())
     return calibration

@@ -15,10 +15,10 @@ from carpool_core.products import hardware_name
 from carpool_core.resources.job import Attempt, GpuTrainingJob, JobStatus, WorkerPlacement
 from carpool_core.resources.node import Device, GpuNode, Tenant
 from carpool_core.values import GpuUuid, SharingMode
-from carpool_predictor.calibration.document import Measured
-from carpool_predictor.calibration.observe import SEEN_S, STEADY_S
-from carpool_predictor.calibration.run_history import step_of
-from carpool_predictor.models.slowdown import Activity, alone, is_used_up
+from carpool_predictor.calibration.document import RunMeasurement
+from carpool_predictor.calibration.observe import LOADING_S, STEADY_S
+from carpool_predictor.calibration.run_history import memory_step
+from carpool_predictor.models.slowdown import TenantActivity, is_saturated, solo_activity
 
 from carpool_operator import attempts
 from carpool_operator.outcomes import GPU_OUT_OF_MEMORY
@@ -36,16 +36,16 @@ class Observation:
     simulated: bool
     counted_mib: int
     """Memory bound that admission counted with, in MiB; 0 if the bound was not trusted."""
-    measured: Measured
+    measured: RunMeasurement
     mode: SharingMode = SharingMode.EXCLUSIVE
-    tenants: tuple[Activity, ...] = ()
+    tenants: tuple[TenantActivity, ...] = ()
     """Activity of all tenants of the GPU, the job's own first; empty unless all of them were measured."""
 
-    def with_activity(self) -> Measured:
+    def with_activity(self) -> RunMeasurement:
         """Return the measurements with the activity that the job would have on a GPU of its own."""
         if not self.tenants:
             return self.measured
-        own, at_least = alone(self.mode, self.tenants)[0], is_used_up(self.mode, self.tenants)
+        own, at_least = solo_activity(self.mode, self.tenants)[0], is_saturated(self.mode, self.tenants)
         return msgspec.structs.replace(self.measured, util=own.util, sm_active=own.sm, at_least=at_least)
 
     @property
@@ -54,7 +54,9 @@ class Observation:
         if self.measured.ended:
             return f"{self.sample} ended"
         peak_mib = self.measured.peak_mib
-        return f"{self.sample} " + (f"steady {peak_mib:.0f}" if self.measured.steady else f"seen {step_of(peak_mib)}")
+        return f"{self.sample} " + (
+            f"steady {peak_mib:.0f}" if self.measured.steady else f"seen {memory_step(peak_mib)}"
+        )
 
 
 def sample_of(job: GpuTrainingJob, attempt: Attempt) -> str:
@@ -128,16 +130,16 @@ def _device(snapshot: Snapshot, place: WorkerPlacement) -> tuple[GpuNode, Device
 
 def _measured_while_running(
     snapshot: Snapshot, place: WorkerPlacement, attempt: Attempt, pods: Sequence[Pod]
-) -> tuple[Measured | None, float | None]:
+) -> tuple[RunMeasurement | None, float | None]:
     started, found = started_at(pods), _device(snapshot, place)
     if started is None or found is None or not attempt.peak_memory_mib:
         return None, None
     age_s = (snapshot.now - parse_rfc3339(started)).total_seconds()
     stable_s = min(age_s, snapshot.calibration.peak_stable_s)
-    again_s = next((wanted_s - stable_s for wanted_s in (SEEN_S, STEADY_S) if stable_s < wanted_s), None)
-    if stable_s < SEEN_S:
+    again_s = next((wanted_s - stable_s for wanted_s in (LOADING_S, STEADY_S) if stable_s < wanted_s), None)
+    if stable_s < LOADING_S:
         return None, again_s
-    measured = Measured(
+    measured = RunMeasurement(
         peak_mib=attempt.peak_memory_mib,
         capacity_mib=found[1].memory_mib,
         ended=False,
@@ -146,15 +148,15 @@ def _measured_while_running(
     return measured, again_s
 
 
-def _measured_at_end(snapshot: Snapshot, status: JobStatus, attempt: Attempt) -> Measured | None:
+def _measured_at_end(snapshot: Snapshot, status: JobStatus, attempt: Attempt) -> RunMeasurement | None:
     found = _device(snapshot, status.placement[0])
     capacity_mib = attempt.peak_memory_mib if found is None else found[1].memory_mib
     if attempt.outcome == attempts.COMPLETE and attempt.peak_memory_mib:
-        return Measured(peak_mib=attempt.peak_memory_mib, capacity_mib=capacity_mib)
+        return RunMeasurement(peak_mib=attempt.peak_memory_mib, capacity_mib=capacity_mib)
     available_mib = _available_mib(snapshot, status.placement) if attempt.outcome == GPU_OUT_OF_MEMORY else None
     if available_mib is None:
         return None
-    return Measured(peak_mib=available_mib, capacity_mib=max(capacity_mib, available_mib), out_of_memory=True)
+    return RunMeasurement(peak_mib=available_mib, capacity_mib=max(capacity_mib, available_mib), out_of_memory=True)
 
 
 def _available_mib(snapshot: Snapshot, places: Sequence[WorkerPlacement]) -> int | None:
@@ -175,7 +177,7 @@ def _tenants_on(node: GpuNode, gpu: GpuUuid) -> list[Tenant]:
     return [tenant for tenant in node.status.tenants if tenant.gpu_uuid == gpu]
 
 
-def _tenants(snapshot: Snapshot, place: WorkerPlacement) -> tuple[Activity, ...]:
+def _tenants(snapshot: Snapshot, place: WorkerPlacement) -> tuple[TenantActivity, ...]:
     """Return the activity of all tenants of a worker's GPU; empty if one of them is too young or was not measured."""
     found = _device(snapshot, place)
     if found is None:
@@ -188,9 +190,9 @@ def _tenants(snapshot: Snapshot, place: WorkerPlacement) -> tuple[Activity, ...]
         tenant, reserved_at = tenants.get(uid), held[uid].reserved_at
         if tenant is None or tenant.gpu_util_percent is None or tenant.sm_active_ratio is None or not reserved_at:
             return ()
-        if (snapshot.now - parse_rfc3339(reserved_at)).total_seconds() < SEEN_S:
+        if (snapshot.now - parse_rfc3339(reserved_at)).total_seconds() < LOADING_S:
             return ()
         # Agents measure no DRAM activity; the predicted one is used.
         dram = held[uid].tenant.dram_active_ratio
-        activities.append(Activity(tenant.gpu_util_percent / 100, tenant.sm_active_ratio, dram))
+        activities.append(TenantActivity(tenant.gpu_util_percent / 100, tenant.sm_active_ratio, dram))
     return tuple(activities) if place.pod_uid in held else ()

@@ -15,9 +15,9 @@ from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import JobSpec, ModelSource, Training
 from carpool_core.resources.prediction import Prediction
 from carpool_predictor.calibration.document import Calibration
-from carpool_predictor.calibration.run_history import model_name
+from carpool_predictor.calibration.run_history import model_key
 from carpool_predictor.features import Abstention
-from carpool_predictor.predict import Job, model_version, predict, prepare
+from carpool_predictor.predict import PredictionContext, model_version, predict, prepare
 from carpool_predictor.tracing.source import Tracer, features_of, input_digest
 
 from carpool_operator.prediction import MAX_REPORTED_POSITION, TRANSIENT
@@ -240,7 +240,7 @@ class PredictionWorker:
     ) -> tuple[Prediction, CalibrationKeys]:
         """Return a prediction and the calibration keys that it was made from."""
         features = await self._features_of(spec, digest)
-        if isinstance(job := prepare(features, spec.training), Job):
+        if isinstance(job := prepare(features, spec.training), PredictionContext):
             self._sizes_mib[digest] = job.reserved_mib
         # Both at the same time: the calibration may change while the prediction waits for the thread.
         calibration, keys = self._source.calibration(), self.calibration_keys(spec, digest, products)
@@ -251,13 +251,13 @@ class PredictionWorker:
                 spec.training,
                 known_products(products),
                 calibration,
-                model_name(spec.model),
+                model_key(spec.model),
                 is_strict=self._source.is_strict,
             )
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, compute), keys
 
-    async def prepare(self, spec: JobSpec) -> Job | Abstention:
+    async def prepare(self, spec: JobSpec) -> PredictionContext | Abstention:
         """Return the predictor's input for a job. A transient failure is returned again until its retry is due."""
         digest = input_digest(spec.model, spec.training)
         failure = self._failures.get(digest)

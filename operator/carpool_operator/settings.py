@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from carpool_core.settings import KubeSettings, LogSettings, metrics_port, setting
-from carpool_predictor.calibration.store import place_of
+from carpool_predictor.calibration.store import parse_config_map_name
 from carpool_predictor.tracing.process import TraceLimits
 
 from carpool_operator.attempts import Backoff
@@ -88,7 +88,7 @@ class OperatorSettings:
         Raises:
             SettingsError: The setting is not NAMESPACE/NAME.
         """
-        return place_of(self.calibration)
+        return parse_config_map_name(self.calibration)
 
     @property
     def trace_limits(self) -> TraceLimits:

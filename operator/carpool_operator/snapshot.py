@@ -9,7 +9,7 @@ from carpool_core.kube.pods import Pod
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import GpuNode
 from carpool_core.resources.prediction import MemoryPrediction, Prediction
-from carpool_predictor.calibration.run_history import Recalled, gist, is_alike
+from carpool_predictor.calibration.run_history import RunHistory, fingerprint, is_equivalent
 
 from carpool_operator.attempts import Backoff
 from carpool_operator.inventory import Inventory
@@ -30,7 +30,7 @@ class CalibrationKey(NamedTuple):
 
     jobs: int
     """Bit length of the number of jobs that the stack's correction was fitted to."""
-    history: Recalled | None = None
+    history: RunHistory | None = None
     """Results of earlier runs of the same model, which change while one of them runs."""
 
     def is_reflected_in(self, memory: MemoryPrediction) -> bool:
@@ -40,7 +40,7 @@ class CalibrationKey(NamedTuple):
         if not memory.learned_gist and memory.learned_runs:
             # CRDs of an earlier version store no fingerprint; without this each reconciliation would predict anew.
             return self.history is not None and memory.learned_runs == self.history.known
-        return is_alike(memory.learned_gist, gist(self.history))
+        return is_equivalent(memory.learned_gist, fingerprint(self.history))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,13 +17,13 @@ from carpool_predictor.calibration.document import Calibration
 from carpool_predictor.features import Abstention
 from carpool_predictor.predict import (
     BatchFinder,
-    Job,
     LargestBatch,
     MemoryParts,
-    OnProduct,
-    abstained,
+    PredictionContext,
+    ProductAnswer,
+    abstain,
     parts_of,
-    summary,
+    summarize,
     usable_mib,
     usable_of_profile_mib,
 )
@@ -33,7 +33,7 @@ from carpool_predictor.predict import (
 class ProductReport:
     """What is said of one GPU product."""
 
-    answer: OnProduct
+    answer: ProductAnswer
     parts: MemoryParts
     largest: LargestBatch
     """On the whole GPU."""
@@ -55,22 +55,22 @@ class Report:
 
 
 def report_on(
-    name: str, job: Job | Abstention, gpus: Sequence[GpuProduct], calibration: Calibration | None = None
+    name: str, job: PredictionContext | Abstention, gpus: Sequence[GpuProduct], calibration: Calibration | None = None
 ) -> Report:
     """Predict a job on each product, and look at what would fit."""
     if isinstance(job, Abstention):
-        return Report(name, abstained(job))
+        return Report(name, abstain(job))
     common = BatchFinder(job)
     products = []
     for product in gpus:
         here = job.calibrated(calibration, product)
         products.append(_on(here, common if here is job else BatchFinder(here), product))
-    prediction = summary(job, [product.answer for product in products])
+    prediction = summarize(job, [product.answer for product in products])
     if not any(_fits(product, gpu) for product, gpu in zip(products, gpus, strict=True)):
         where = f"does not fit {gpus[0].name}" if len(gpus) == 1 else "fits none of these GPU products"
         message = f"by its bound, batch {job.training.batch_size:,} {where}; {prediction.message}"
         prediction = msgspec.structs.replace(prediction, message=message)
-    return Report(name, prediction, job.corrected.inside, tuple(products), job.training.steps)
+    return Report(name, prediction, job.correction.inside, tuple(products), job.training.steps)
 
 
 def length_of(steps: int, step_time_s: Interval) -> Interval:
@@ -82,7 +82,7 @@ def _fits(product: ProductReport, gpu: GpuProduct) -> bool:
     return product.answer.prediction.memory.upper_mib <= usable_mib(gpu)
 
 
-def _on(job: Job, finder: BatchFinder, product: GpuProduct) -> ProductReport:
+def _on(job: PredictionContext, finder: BatchFinder, product: GpuProduct) -> ProductReport:
     answer = job.on(product)
     return ProductReport(
         answer,

@@ -30,7 +30,7 @@ from msgspec import UNSET, UnsetType
 from carpool_predictor.calibration.document import Calibration
 from carpool_predictor.catalog import store
 from carpool_predictor.features import Abstention
-from carpool_predictor.predict import Job, model_version, prepare, reason_of
+from carpool_predictor.predict import PredictionContext, calibration_reason, model_version, prepare
 from carpool_predictor.report import activity_json, interval_json, length_json, memory_json
 from carpool_predictor.tracing.process import TraceLimits, TraceRequest
 from carpool_predictor.tracing.source import SubprocessTracer
@@ -191,7 +191,7 @@ class Answerer:
         self._calibration = calibration
         self._tracer = tracer or SubprocessTracer(limits, known=lambda *_: None)
         self._stored: dict[_Key, ModelFeatures | None] = {}
-        self._jobs: dict[tuple[_Key, int], tuple[Job | Abstention, float]] = {}
+        self._jobs: dict[tuple[_Key, int], tuple[PredictionContext | Abstention, float]] = {}
 
     def answers(self, lines: Sequence[bytes]) -> list[bytes]:
         """Answer each line with one line; models that the store lacks are traced first, side by side."""
@@ -220,7 +220,7 @@ class Answerer:
                 continue
             features = self._from_store(key[0], row.catalog, row.training)
             job = None if features is None else prepare(features, row.training)
-            if isinstance(job, Job):
+            if isinstance(job, PredictionContext):
                 self._jobs[key] = job, time.perf_counter() - begin
             else:
                 # What the store knows does not reach to this batch size, or it knows nothing.
@@ -254,7 +254,7 @@ class Answerer:
             return _empty(row.id, status, reason, prepared_s + time.perf_counter() - begin)
         return _ENCODER.encode(_ok(row, job.calibrated(self._calibration, product), product, begin - prepared_s))
 
-    def _job(self, row: Row) -> tuple[Job | Abstention, float]:
+    def _job(self, row: Row) -> tuple[PredictionContext | Abstention, float]:
         """Return a row's job, and how long it took to prepare in seconds, for the first row that asked for it."""
         if isinstance(row.catalog, CatalogModel):
             key = _key(row.catalog, row.training), row.training.batch_size
@@ -274,13 +274,13 @@ def _read(line: bytes) -> Row | bytes:
         return _empty(_id_of(line), "error", str(e))
 
 
-def _ok(row: Row, job: Job, product: GpuProduct, begin: float) -> dict[str, Any]:
+def _ok(row: Row, job: PredictionContext, product: GpuProduct, begin: float) -> dict[str, Any]:
     answer = job.on(product)
     found = answer.prediction
     return {
         "id": row.id,
         "status": "ok",
-        "reason": reason_of(job, [answer]),
+        "reason": calibration_reason(job, [answer]),
         "memory": memory_json(found.memory),
         "activity": activity_json(found.activity),
         "step_time_s": interval_json(found.step_time_seconds),

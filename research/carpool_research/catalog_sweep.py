@@ -29,7 +29,7 @@ from carpool_research.memory.fit import FILE, read_rows
 from carpool_research.tables import DataError
 
 if TYPE_CHECKING:
-    from carpool_predictor.tracing.operators import Remembered
+    from carpool_predictor.tracing.operators import OperatorCache
 
 BATCH_SIZES = (16, 64)
 """Traced for each model of images; what lies between and around is interpolated."""
@@ -98,7 +98,7 @@ def order(names: Sequence[str], first: Iterable[str]) -> list[str]:
     return in_turns((n for n in names if n in wanted), family) + in_turns((n for n in names if n not in wanted), family)
 
 
-def record(name: str, training: Training, timeout_s: int, remembered: "Remembered | None" = None) -> ModelRecord:
+def record(name: str, training: Training, timeout_s: int, remembered: "OperatorCache | None" = None) -> ModelRecord:
     """Trace one model, in this process, and reckon it under the other optimizers; a failure is a record, too."""
     from carpool_predictor.catalog.recipes import recipe_of
     from carpool_predictor.tracing.models import record_recipe
@@ -143,9 +143,9 @@ def sweep(records: Path, data: Path | None, precision: str, missing: bool, only_
     if missing and training.precision in store.FILES:
         known |= set(store.shipped(training.precision).names())
     names = catalog_names()
-    from carpool_predictor.tracing.operators import Remembered
+    from carpool_predictor.tracing.operators import OperatorCache
 
-    remembered = Remembered()
+    remembered = OperatorCache()
     gc.freeze()  # what PyTorch imported need not be searched for garbage again and again
     todo = order([n for n in names if not only_measured or n in set(measured)], measured)
     with records.open("ab", buffering=0) as file:

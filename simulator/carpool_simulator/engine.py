@@ -20,7 +20,7 @@ from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.cache.usage import SETTLED_S
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.framework.selection import Placement
-from carpool_predictor.models.slowdown import Activity
+from carpool_predictor.models.slowdown import TenantActivity
 
 from carpool_simulator import truth
 from carpool_simulator.cluster_model import Board
@@ -87,10 +87,10 @@ class Running:
             together=[one.seen() for one in (self, *others)],
         )
 
-    def seen(self) -> Activity:
+    def seen(self) -> TenantActivity:
         """Return what a monitor sees it do."""
         truth = self.job.truth
-        return Activity(truth.util / self.slowdown, truth.sm / self.slowdown, truth.dram)
+        return TenantActivity(truth.util / self.slowdown, truth.sm / self.slowdown, truth.dram)
 
     def had_mib(self) -> int:
         """Return how much memory there was for it where it had least."""

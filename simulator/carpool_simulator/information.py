@@ -20,11 +20,11 @@ from carpool_core.resources.prediction import (
 from carpool_core.values import GpuUuid, JobUid, PodUid, RequestedMode, SharingMode, Tenancy
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.queue.order import QueueKey, QueueOrder
-from carpool_predictor.calibration.document import Calibration, Measured, Stack
+from carpool_predictor.calibration.document import Calibration, RunMeasurement, Stack
 from carpool_predictor.calibration.observe import observe
 from carpool_predictor.models.memory import shipped
-from carpool_predictor.models.slowdown import Activity, alone, is_used_up
-from carpool_predictor.predict import Job, OnProduct, expected_of, summary
+from carpool_predictor.models.slowdown import TenantActivity, is_saturated, solo_activity
+from carpool_predictor.predict import PredictionContext, ProductAnswer, run_prediction_of, summarize
 
 from carpool_simulator.strategy import ANY_SLOWDOWN, Knowledge, Piece, Strategy
 from carpool_simulator.truth import SimJob, Truth
@@ -42,11 +42,11 @@ class Learner:
         self._is_strict, self._steady_s = is_strict, steady_s
         self._calibration = Calibration()
         self._told: dict[str, Prediction] = {}
-        self._shipped: dict[str, OnProduct] = {}
+        self._shipped: dict[str, ProductAnswer] = {}
         self.version = 0
         """Grows whenever something was learned."""
 
-    def predict(self, job: SimJob, asked: Job) -> Prediction:
+    def predict(self, job: SimJob, asked: PredictionContext) -> Prediction:
         """Predict a job with all that is known by now."""
         found = self._told.get(job.truth.kind)
         if found is None:
@@ -55,7 +55,7 @@ class Learner:
             before = self._shipped.get(job.truth.kind)
             if before is None:
                 before = self._shipped[job.truth.kind] = asked.on(product)
-            found = summary(asked, [known.on(product, is_strict=self._is_strict, before=before)])
+            found = summarize(asked, [known.on(product, is_strict=self._is_strict, before=before)])
             self._told[job.truth.kind] = found
         return found
 
@@ -67,7 +67,7 @@ class Learner:
         counted_mib: int,
         capacity_mib: int,
         age_s: float | None,
-        alone: Activity,
+        solo_activity: TenantActivity,
         at_least: bool,
     ) -> None:
         """Take in what a job was measured to use.
@@ -78,17 +78,17 @@ class Learner:
             counted_mib: The bound that its placement counted with; 0 where it counted with none.
             capacity_mib: Memory of its GPU.
             age_s: For how long it has run, in seconds; None where it has ended.
-            alone: What it would do on a GPU of its own, as far as can be told from what all tenants do together.
+            solo_activity: What it would do on a GPU of its own, estimated from what all tenants do together.
             at_least: Whether that is the least that it would do.
         """
-        measured = Measured(
+        measured = RunMeasurement(
             peak_mib=job.truth.memory_mib,
             capacity_mib=capacity_mib,
             ended=age_s is None,
             steady=age_s is None or age_s >= self._steady_s,
             sample=uid,
-            util=alone.util,
-            sm_active=alone.sm,
+            util=solo_activity.util,
+            sm_active=solo_activity.sm,
             at_least=at_least,
         )
         self._observe(job, measured, counted_mib)
@@ -105,16 +105,16 @@ class Learner:
         """
         self._observe(
             job,
-            Measured(peak_mib=had_mib, capacity_mib=capacity_mib, out_of_memory=True, sample=uid),
+            RunMeasurement(peak_mib=had_mib, capacity_mib=capacity_mib, out_of_memory=True, sample=uid),
             counted_mib,
         )
 
-    def _observe(self, job: SimJob, measured: Measured, counted_mib: int) -> None:
+    def _observe(self, job: SimJob, measured: RunMeasurement, counted_mib: int) -> None:
         if job.asked is None:
             return
         product = find_product(job.truth.product)
         stack = Stack(product=product.name, precision=job.asked.training.precision)
-        expected = expected_of(job.asked, job.truth.model, counted_mib, product)
+        expected = run_prediction_of(job.asked, job.truth.model, counted_mib, product)
         after = observe(self._calibration, stack, expected, measured, shipped())
         if after is not self._calibration:
             self._calibration = after
@@ -201,7 +201,7 @@ class Run:
     capacity_mib: int
     """Memory of its GPU."""
     mode: SharingMode
-    together: Sequence[Activity]
+    together: Sequence[TenantActivity]
     """What it is measured to do, and after it its neighbours."""
 
 
@@ -240,8 +240,8 @@ class Knower:
                 counted_mib=counted,
                 capacity_mib=run.capacity_mib,
                 age_s=age_s,
-                alone=alone(run.mode, run.together)[0],
-                at_least=is_used_up(run.mode, run.together),
+                solo_activity=solo_activity(run.mode, run.together)[0],
+                at_least=is_saturated(run.mode, run.together),
             )
 
     def starved(self, run: Run, had_mib: int) -> None:
@@ -307,12 +307,12 @@ class Knower:
 
     def _demand(self, job: SimJob, stage: Stage) -> Demand:
         blind = self._strategy.knowledge is Knowledge.NOTHING
-        alone = stage.attempt > (0 if blind else 1) or stage.profiling
-        mode = RequestedMode.EXCLUSIVE if alone else RequestedMode.AUTO
-        prediction = None if alone else self._prediction(job)
+        solo_activity = stage.attempt > (0 if blind else 1) or stage.profiling
+        mode = RequestedMode.EXCLUSIVE if solo_activity else RequestedMode.AUTO
+        prediction = None if solo_activity else self._prediction(job)
         if not self._is_learned(job):  # whoever learns has the death of the last attempt in its next prediction
             prediction = self._raised(prediction, stage.attempt)
-        if not alone and self._strategy.mode is SharingMode.TIME_SLICING:
+        if not solo_activity and self._strategy.mode is SharingMode.TIME_SLICING:
             mode = RequestedMode.TIME_SLICING if self._may_share(prediction, stage) else RequestedMode.AUTO
         return Demand(
             job_uid=JobUid(job.truth.kind),
@@ -325,7 +325,7 @@ class Knower:
             product=None,
             min_memory_mib=0,
             min_compute_capability=None,
-            memory_limit_mib=0 if blind and not alone else None,
+            memory_limit_mib=0 if blind and not solo_activity else None,
             prediction=prediction,
         )
 

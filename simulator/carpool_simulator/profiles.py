@@ -8,7 +8,7 @@ from carpool_core.products import find_product
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import Training
 from carpool_core.resources.prediction import Prediction
-from carpool_predictor.predict import Job, prepare, summary
+from carpool_predictor.predict import PredictionContext, prepare, summarize
 
 
 @cache
@@ -18,7 +18,7 @@ def _traced() -> dict[str, ModelFeatures]:
 
 
 @cache
-def job_of(kind: str) -> Job | None:
+def job_of(kind: str) -> PredictionContext | None:
     """Return what the predictor is asked of a kind of job (`radrm/resnet50/ImageNet/64`); None: it abstains."""
     features = _traced().get(kind)
     if features is None:
@@ -27,11 +27,11 @@ def job_of(kind: str) -> Job | None:
         batch_size=features.steps[-1].batch_size, optimizer=features.optimizer, precision=features.precision
     )
     found = prepare(features, training)
-    return found if isinstance(found, Job) else None
+    return found if isinstance(found, PredictionContext) else None
 
 
 @cache
 def prediction_of(kind: str, product: str) -> Prediction | None:
     """Return what the shipped predictor says of a kind of job; None: it abstains."""
     job = job_of(kind)
-    return None if job is None else summary(job, [job.on(find_product(product))])
+    return None if job is None else summarize(job, [job.on(find_product(product))])

@@ -13,7 +13,7 @@ import numpy as np
 from carpool_core.resources.node import Device
 from carpool_core.resources.prediction import Prediction
 from carpool_core.values import GpuUuid, SharingMode
-from carpool_predictor.predict import Job
+from carpool_predictor.predict import PredictionContext
 from numpy.typing import NDArray
 
 from carpool_simulator.power import Power
@@ -55,7 +55,7 @@ class SimJob:
     """What the shipped predictor said; None where it abstained."""
     workers: int = 1
     """A gang: all start together or none does."""
-    asked: Job | None = None
+    asked: PredictionContext | None = None
     """What the predictor is asked about, for those who learn; None where nothing can be learned."""
     steps: int | None = None
     """Steps of its training, where its user says how many."""

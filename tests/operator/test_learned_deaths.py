@@ -5,7 +5,7 @@ from carpool_core import keys
 from carpool_core.kube.api import CONFIG_MAPS
 from carpool_core.kube.errors import Overloaded
 from carpool_operator.conditions import find
-from carpool_predictor.calibration.observe import SEEN_S, STEADY_S
+from carpool_predictor.calibration.observe import LOADING_S, STEADY_S
 from learning_world import OOM, begun, memory, ran, stack, stood, world
 
 
@@ -53,7 +53,7 @@ async def test_whatever_was_known_who_died_gets_more_each_time_and_then_a_gpu_al
     for attempt in (1, 2):
         await begun(of, memoryLimitMib=had[-1])
         if is_seen:
-            await stood(of, 2900, SEEN_S)
+            await stood(of, 2900, LOADING_S)
         of.end_pod(f"x-worker-0-{attempt}", exit_code=1, message=OOM)
         await of.settle()
         of.clock.advance(400)

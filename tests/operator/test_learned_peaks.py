@@ -2,7 +2,7 @@
 
 import pytest
 from carpool_core.kube.api import GPU_TRAINING_JOBS
-from carpool_predictor.calibration.observe import SEEN_S, STEADY_S
+from carpool_predictor.calibration.observe import LOADING_S, STEADY_S
 from learning_world import OOM, begun, memory, ran, seen, stack, stood, world, writes
 
 
@@ -12,9 +12,9 @@ async def test_a_running_job_tells_its_peak_once_it_has_not_moved_for_long_and_i
     await begun(of)
     await seen(of, 2000)
     assert writes(of) == 0
-    of.clock.advance(SEEN_S / 2)
+    of.clock.advance(LOADING_S / 2)
     await seen(of, 3400)
-    of.clock.advance(SEEN_S - 1)
+    of.clock.advance(LOADING_S - 1)
     await of.settle()
     assert writes(of) == 0, "its peak has moved"
     of.clock.advance(1)
@@ -48,7 +48,7 @@ async def test_the_next_of_a_kind_is_predicted_by_what_a_run_took_since_its_firs
     of.apply()
     await begun(of)
     uppers = []
-    for number, (peak_mib, wait_s) in enumerate([(2000, SEEN_S), (6000, STEADY_S), (6000, 0.0)]):
+    for number, (peak_mib, wait_s) in enumerate([(2000, LOADING_S), (6000, STEADY_S), (6000, 0.0)]):
         await stood(of, peak_mib, wait_s)
         of.apply(f"y{number}")
         await of.settle()
@@ -63,7 +63,7 @@ async def test_a_run_that_grows_before_it_stands_still_is_told_of_each_time() ->
     await begun(of)
     uppers = []
     for number, peak_mib in enumerate((6000, 6010, 9000)):
-        await stood(of, peak_mib, SEEN_S)
+        await stood(of, peak_mib, LOADING_S)
         of.apply(f"y{number}")
         await of.settle()
         uppers.append(memory(of, f"y{number}").upper_mib)
@@ -77,7 +77,7 @@ async def test_a_job_that_waits_hears_what_runs_of_its_kind_take_and_die_of() ->
     of = world(backoff_s=10.0)
     of.apply(runPolicy={"backoffLimit": 3})
     await begun(of, memoryLimitMib=7000)
-    await stood(of, 5000, SEEN_S)
+    await stood(of, 5000, LOADING_S)
     of.apply("y")
     await of.settle()
     uppers = [memory(of, "y").upper_mib]
@@ -98,7 +98,7 @@ async def test_a_crd_that_keeps_no_gist_makes_nobody_predict_anew_at_each_look()
     of = world()
     of.apply()
     await begun(of)
-    await stood(of, 5000, SEEN_S)
+    await stood(of, 5000, LOADING_S)
     of.apply("y")
     await of.settle()
     for _ in range(2):
@@ -124,8 +124,8 @@ async def test_a_peak_that_stood_still_stays_so_where_the_operator_begins_anew()
     await stood(of, 2000, STEADY_S)
     assert [row.steady for row in stack(of).rows] == [True]
     of.start()
-    of.clock.advance(SEEN_S)
+    of.clock.advance(LOADING_S)
     await of.settle()
     assert [row.steady for row in stack(of).rows] == [True]
-    await stood(of, 3000, SEEN_S)
+    await stood(of, 3000, LOADING_S)
     assert [(row.value_mib, row.steady) for row in stack(of).rows] == [(3000, False)]

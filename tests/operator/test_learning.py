@@ -5,7 +5,7 @@ import pytest
 from carpool_core import keys
 from carpool_core.resources.features import ModelFeatures
 from carpool_operator.conditions import find
-from carpool_predictor.calibration.observe import SEEN_S, STEADY_S
+from carpool_predictor.calibration.observe import LOADING_S, STEADY_S
 from carpool_predictor.features import Abstention
 from learning_world import OOM, begun, memory, ran, seen, stack, stood, world, writes
 from operator_fixtures import FEATURES
@@ -44,7 +44,7 @@ async def test_an_operator_that_was_restarted_tells_what_runs_again_and_counts_i
     of = world()
     of.apply()
     await begun(of)
-    await stood(of, 3000, SEEN_S)
+    await stood(of, 3000, LOADING_S)
     of.start()
     of.clock.advance(STEADY_S)
     await of.settle()
@@ -62,7 +62,7 @@ async def test_activity_is_learned_as_it_is_without_neighbours() -> None:
         await begun(of, name)
     for name in ("x", "y"):
         await seen(of, 3000, name, gpuUtilPercent=45.0, smActiveRatio=0.35)
-    of.clock.advance(SEEN_S)
+    of.clock.advance(LOADING_S)
     await of.settle()
     for row in stack(of).rows:
         assert row.sm_active is not None
@@ -82,7 +82,7 @@ async def test_a_gpu_that_is_used_up_never_tells_that_a_job_does_less() -> None:
     of.apply()
     await begun(of, tenant=calm)
     await seen(of, 3000, gpuUtilPercent=90.0, smActiveRatio=0.85)
-    of.clock.advance(SEEN_S)
+    of.clock.advance(LOADING_S)
     await of.settle()
     alone = [(row.util, row.sm_active) for row in stack(of).rows]
     assert alone == [(0.9, 0.85)]

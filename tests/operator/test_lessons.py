@@ -2,7 +2,7 @@
 
 import pytest
 from carpool_operator.observations import Observation
-from carpool_predictor.calibration.document import COUNTED, Measured
+from carpool_predictor.calibration.document import MAX_SAMPLES, RunMeasurement
 from learning_world import SeenEnoughError, begun, kept, ran, seen, stack, world, writes
 from operator_fixtures import job
 
@@ -13,16 +13,16 @@ async def test_one_write_counts_no_more_than_the_document_names() -> None:
     await of.settle()
     learner = of.operator.calibrator
     found = job()
-    for number in range(COUNTED + 10):
-        measured = Measured(peak_mib=3000, capacity_mib=40960, sample=f"{number}/1")
+    for number in range(MAX_SAMPLES + 10):
+        measured = RunMeasurement(peak_mib=3000, capacity_mib=40960, sample=f"{number}/1")
         learner.submit(found, Observation(f"{number}/1", "NVIDIA A100-SXM4-40GB", True, 4000, measured))
     sizes = []
     while not learner.is_settled:
         before = set(kept(of).counted) if sizes else set[str]()
         await learner.flush()
         sizes.append(len(set(kept(of).counted) - before))
-    assert sizes == [COUNTED // 2, COUNTED // 2, 10]
-    assert stack(of).seen == COUNTED + 10
+    assert sizes == [MAX_SAMPLES // 2, MAX_SAMPLES // 2, 10]
+    assert stack(of).seen == MAX_SAMPLES + 10
 
 
 async def test_a_defect_costs_the_lessons_that_met_it_and_not_the_operator() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import numpy as np
 from carpool_core.products import find_product
 from carpool_core.values import Precision
-from carpool_predictor.calibration.document import Calibration, Expected, Measured, Stack, StackState
+from carpool_predictor.calibration.document import Calibration, RunMeasurement, RunPrediction, Stack, StackState
 from carpool_predictor.calibration.observe import observe
 from carpool_predictor.models.memory import shipped
 
@@ -17,16 +17,16 @@ SLOPE, INTERCEPT = 1.25, 900.0
 """The truth of the invented stack; the shipped line is another one."""
 
 
-def job(number: int, rng: np.random.Generator, bound: float = math.inf) -> tuple[Expected, Measured]:
+def job(number: int, rng: np.random.Generator, bound: float = math.inf) -> tuple[RunPrediction, RunMeasurement]:
     """A job with noise of 4%; `bound` over its true median."""
     reserved = math.exp(rng.uniform(math.log(500), math.log(30_000)))
     truth = (SLOPE * reserved + INTERCEPT) * math.exp(rng.normal(0, 0.04))
     upper = CAPACITY if bound == math.inf else bound * (SLOPE * reserved + INTERCEPT)
-    expected = Expected(model=f"m{number}", reserved_mib=reserved, live_mib=0.8 * reserved, upper_mib=upper)
-    return expected, Measured(peak_mib=truth, capacity_mib=CAPACITY)
+    expected = RunPrediction(model=f"m{number}", reserved_mib=reserved, live_mib=0.8 * reserved, upper_mib=upper)
+    return expected, RunMeasurement(peak_mib=truth, capacity_mib=CAPACITY)
 
 
-def learn(jobs: Iterable[tuple[Expected, Measured]], calibration: Calibration | None = None) -> Calibration:
+def learn(jobs: Iterable[tuple[RunPrediction, RunMeasurement]], calibration: Calibration | None = None) -> Calibration:
     found = calibration or Calibration()
     for expected, measured in jobs:
         found = observe(found, STACK, expected, measured, shipped())

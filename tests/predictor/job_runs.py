@@ -8,10 +8,10 @@ from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedSt
 from carpool_core.resources.job import Training
 from carpool_core.resources.prediction import ProductPrediction
 from carpool_core.values import MIB, Precision
-from carpool_predictor.calibration.document import Calibration, Measured, Stack
+from carpool_predictor.calibration.document import Calibration, RunMeasurement, Stack
 from carpool_predictor.calibration.observe import observe
 from carpool_predictor.models.memory import shipped
-from carpool_predictor.predict import Job, expected_of, predict, prepare
+from carpool_predictor.predict import PredictionContext, predict, prepare, run_prediction_of
 
 T4 = find_product("Tesla T4")
 STACK = Stack(product=T4.name, precision=Precision.FP32)
@@ -30,9 +30,9 @@ def features() -> ModelFeatures:
     )  # fmt: skip
 
 
-def asked(batch: int = 64) -> Job:
+def asked(batch: int = 64) -> PredictionContext:
     found = prepare(features(), Training(batch_size=batch))
-    assert isinstance(found, Job)
+    assert isinstance(found, PredictionContext)
     return found
 
 
@@ -41,8 +41,8 @@ def runs(
 ) -> Calibration:
     found = known or Calibration()
     for peak in peaks:
-        measured = msgspec.structs.replace(Measured(peak_mib=peak, capacity_mib=T4.memory_mib), **more)
-        found = observe(found, STACK, expected_of(asked(batch), name, T4.memory_mib, T4), measured, shipped())
+        measured = msgspec.structs.replace(RunMeasurement(peak_mib=peak, capacity_mib=T4.memory_mib), **more)
+        found = observe(found, STACK, run_prediction_of(asked(batch), name, T4.memory_mib, T4), measured, shipped())
     return found
 
 

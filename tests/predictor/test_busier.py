@@ -3,11 +3,11 @@
 import msgspec
 import pytest
 from carpool_core.values import Precision
-from carpool_predictor.calibration.activity_scale import LEAST_BUSY, MOST_BUSY, busier
-from carpool_predictor.calibration.document import FEWEST, Calibration, Measured
+from carpool_predictor.calibration.activity_scale import LEAST_BUSY, MOST_BUSY, activity_scale
+from carpool_predictor.calibration.document import MIN_JOBS, Calibration, RunMeasurement
 from carpool_predictor.calibration.observe import observe
 from carpool_predictor.models.memory import shipped
-from carpool_predictor.predict import expected_of
+from carpool_predictor.predict import run_prediction_of
 from job_runs import NAME, STACK, T4, asked, runs, told
 
 
@@ -36,12 +36,12 @@ def test_other_sizes_of_a_model_tell_how_far_activity_lies_from_what_is_predicte
 def test_other_models_tell_it_once_there_are_enough_and_only_where_the_model_never_ran() -> None:
     plain = told(Calibration()).activity.gpu_util_percent.median
     half, known = plain / 200, Calibration()
-    for number in range(FEWEST):
+    for number in range(MIN_JOBS):
         assert told(known).activity.gpu_util_percent.median == plain
         known = runs(5000, name=f"other {number}", known=known, util=half)
     assert told(known).activity.gpu_util_percent.median == pytest.approx(plain / 2, rel=0.01)
     repeated = Calibration()
-    for _ in range(FEWEST):
+    for _ in range(MIN_JOBS):
         repeated = runs(5000, name="other", known=repeated, util=half)
     assert told(repeated).activity.gpu_util_percent.median == plain
     as_predicted = told(Calibration(), batch=32).activity.gpu_util_percent.median / 100
@@ -55,10 +55,10 @@ def test_a_run_that_slept_does_not_make_its_whole_model_idle() -> None:
     slept = told(runs(5000, batch=32, util=0.001, sm_active=0.0)).activity
     assert slept.gpu_util_percent.median == pytest.approx(LEAST_BUSY * plain.gpu_util_percent.median)
     assert slept.sm_active_ratio.median == pytest.approx(LEAST_BUSY * plain.sm_active_ratio.median)
-    little = msgspec.structs.replace(expected_of(asked(32), NAME, 0, T4), util=0.01)
-    full = Measured(peak_mib=5000, capacity_mib=T4.memory_mib, util=1.0)
+    little = msgspec.structs.replace(run_prediction_of(asked(32), NAME, 0, T4), util=0.01)
+    full = RunMeasurement(peak_mib=5000, capacity_mib=T4.memory_mib, util=1.0)
     known = observe(Calibration(), STACK, little, full, shipped())
-    assert busier(known, T4.name, Precision.FP32, NAME).util == MOST_BUSY
+    assert activity_scale(known, T4.name, Precision.FP32, NAME).util == MOST_BUSY
 
 
 def test_of_three_runs_of_a_job_one_that_slept_changes_nothing() -> None:
@@ -66,4 +66,4 @@ def test_of_three_runs_of_a_job_one_that_slept_changes_nothing() -> None:
     known = Calibration()
     for util in (plain / 2, 0.001, plain / 2):
         known = runs(5000, batch=32, known=known, util=util)
-    assert busier(known, T4.name, Precision.FP32, NAME).util == pytest.approx(0.5, rel=0.01)
+    assert activity_scale(known, T4.name, Precision.FP32, NAME).util == pytest.approx(0.5, rel=0.01)

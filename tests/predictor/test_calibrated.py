@@ -10,15 +10,15 @@ from carpool_core.products import find_product
 from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
 from carpool_core.resources.job import Training
 from carpool_core.values import MIB, Precision
-from carpool_predictor.calibration.document import FEWEST, model_for, write_calibration
+from carpool_predictor.calibration.document import MIN_JOBS, model_for, write_calibration
 from carpool_predictor.cli import predict as command
 from carpool_predictor.cli import write_features
 from carpool_predictor.models.memory import shipped
-from carpool_predictor.predict import Job, expected_of, predict, prepare
+from carpool_predictor.predict import PredictionContext, predict, prepare, run_prediction_of
 from click.testing import CliRunner
 
 
-def neural(batch: int) -> Job:
+def neural(batch: int) -> PredictionContext:
     steps = [
         TracedStep(batch_size=b, peak_bytes=MIB * (400 + 50 * b), activation_bytes=MIB * 50 * b, flops=2e10 * b,
                    bytes_moved=1e9 * b, kernels=500)
@@ -29,7 +29,7 @@ def neural(batch: int) -> Job:
         layers=LayerCounts(convolution=53, linear=1), steps=steps,
     )  # fmt: skip
     found = prepare(features, Training(batch_size=batch))
-    assert isinstance(found, Job)
+    assert isinstance(found, PredictionContext)
     return found
 
 
@@ -38,10 +38,10 @@ def test_predictions_follow_the_stack_and_grow_surer() -> None:
     asked = neural(64)
     before = asked.memory_on(T4)
     widths = []
-    for jobs in (FEWEST, 20, 60):
+    for jobs in (MIN_JOBS, 20, 60):
         model = model_for(learn(job(i, rng) for i in range(jobs)), T4, Precision.FP32, shipped())
         again = prepare(asked.features, asked.training, model)
-        assert isinstance(again, Job)
+        assert isinstance(again, PredictionContext)
         memory = again.memory_on(T4)
         widths.append(memory.upper_mib / memory.median_mib)
     assert memory.median_mib > before.median_mib
@@ -51,14 +51,14 @@ def test_predictions_follow_the_stack_and_grow_surer() -> None:
 
 def test_an_unknown_stack_and_one_seen_too_rarely_keep_the_shipped_model() -> None:
     rng = np.random.default_rng(6)
-    few = learn(job(i, rng) for i in range(FEWEST - 1))
+    few = learn(job(i, rng) for i in range(MIN_JOBS - 1))
     assert model_for(few, T4, Precision.FP32, shipped()) is shipped()
     assert model_for(few, T4, Precision.BF16_MIXED, shipped()) is shipped()
 
 
 def test_what_must_be_remembered_of_a_prediction() -> None:
     asked = neural(64)
-    found = expected_of(asked, "mine", 4000, T4)
+    found = run_prediction_of(asked, "mine", 4000, T4)
     assert found.live_mib == pytest.approx(400 + 50 * 64)
     assert found.upper_mib == 4000
 

@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 from calibration_world import CAPACITY, INTERCEPT, SLOPE, STACK, T4, job, learn, state_of
 from carpool_core.values import Precision
-from carpool_predictor.calibration.document import COUNTED, SIMULATED, Calibration, Expected, Measured, StackState
+from carpool_predictor.calibration.document import (
+    MAX_SAMPLES,
+    SIMULATED,
+    Calibration,
+    RunMeasurement,
+    RunPrediction,
+    StackState,
+)
 from carpool_predictor.calibration.observe import PER_MODEL, observe, refusal_of
 from carpool_predictor.models.memory import shipped
 
@@ -33,7 +40,9 @@ def test_the_first_job_does_not_overturn_the_shipped_line() -> None:
     assert state.at(8000) == pytest.approx(model.slope * 8000 + model.intercept_mib, rel=0.15)
 
 
-def poisoned(kind: str, expected: Expected, measured: Measured, rng: np.random.Generator) -> tuple[Expected, Measured]:
+def poisoned(
+    kind: str, expected: RunPrediction, measured: RunMeasurement, rng: np.random.Generator
+) -> tuple[RunPrediction, RunMeasurement]:
     if kind == "neighbour":
         more = min(measured.peak_mib + float(rng.uniform(2000, 20_000)), CAPACITY)
         return expected, msgspec.structs.replace(measured, peak_mib=more)
@@ -102,16 +111,16 @@ def test_out_of_memory_is_at_least_what_was_there_and_never_a_label() -> None:
     rng = np.random.default_rng(4)
     base = learn(job(i, rng) for i in range(20))
     before = state_of(base)
-    expected = Expected(model="big", reserved_mib=70_000, live_mib=60_000, upper_mib=90_000)
-    told = Measured(peak_mib=10_000, capacity_mib=CAPACITY, out_of_memory=True)
+    expected = RunPrediction(model="big", reserved_mib=70_000, live_mib=60_000, upper_mib=90_000)
+    told = RunMeasurement(peak_mib=10_000, capacity_mib=CAPACITY, out_of_memory=True)
     after = state_of(learn([(expected, told)], base))
     assert (after.slope, after.intercept_mib) == pytest.approx((before.slope, before.intercept_mib))
     assert after.outcomes == before.outcomes
 
 
 def test_out_of_memory_above_the_bound_is_a_miss_and_raises_the_line() -> None:
-    expected = [Expected(model=f"o{i}", reserved_mib=8000, live_mib=7000, upper_mib=9500) for i in range(12)]
-    told = Measured(peak_mib=14_000, capacity_mib=CAPACITY, out_of_memory=True)
+    expected = [RunPrediction(model=f"o{i}", reserved_mib=8000, live_mib=7000, upper_mib=9500) for i in range(12)]
+    told = RunMeasurement(peak_mib=14_000, capacity_mib=CAPACITY, out_of_memory=True)
     state = state_of(learn((each, told) for each in expected))
     assert state.at(8000) > 0.95 * 14_000
     assert state.coverage == 0
@@ -121,17 +130,19 @@ def test_out_of_memory_above_the_bound_is_a_miss_and_raises_the_line() -> None:
 @pytest.mark.parametrize(
     ("measured", "refusal"),
     [
-        pytest.param(Measured(peak_mib=900, capacity_mib=CAPACITY), None, id="plausible"),
-        pytest.param(Measured(peak_mib=799, capacity_mib=CAPACITY), "CutShort", id="less than one step"),
-        pytest.param(Measured(peak_mib=900, capacity_mib=CAPACITY, complete=False), "CutShort", id="no steps"),
-        pytest.param(Measured(peak_mib=CAPACITY + 1, capacity_mib=CAPACITY), "Impossible", id="more than there is"),
+        pytest.param(RunMeasurement(peak_mib=900, capacity_mib=CAPACITY), None, id="plausible"),
+        pytest.param(RunMeasurement(peak_mib=799, capacity_mib=CAPACITY), "CutShort", id="less than one step"),
+        pytest.param(RunMeasurement(peak_mib=900, capacity_mib=CAPACITY, complete=False), "CutShort", id="no steps"),
         pytest.param(
-            Measured(peak_mib=0, capacity_mib=CAPACITY, out_of_memory=True), "Impossible", id="out of no memory"
+            RunMeasurement(peak_mib=CAPACITY + 1, capacity_mib=CAPACITY), "Impossible", id="more than there is"
+        ),
+        pytest.param(
+            RunMeasurement(peak_mib=0, capacity_mib=CAPACITY, out_of_memory=True), "Impossible", id="out of no memory"
         ),
     ],
 )
-def test_what_cannot_be_right_is_refused_and_counted(measured: Measured, refusal: str | None) -> None:
-    expected = Expected(model="m", reserved_mib=1000, live_mib=800, upper_mib=2000)
+def test_what_cannot_be_right_is_refused_and_counted(measured: RunMeasurement, refusal: str | None) -> None:
+    expected = RunPrediction(model="m", reserved_mib=1000, live_mib=800, upper_mib=2000)
     assert refusal_of(expected, measured) == refusal
     state = state_of(learn([(expected, measured)]))
     assert (state.seen, state.refused) == ((1, 0) if refusal is None else (0, 1))
@@ -165,10 +176,10 @@ def test_each_run_counts_once_and_its_end_replaces_what_it_showed_before() -> No
 def test_what_a_job_does_at_least_tells_nothing_against_more(
     before: list[float], at_least: float, kept: list[float | None]
 ) -> None:
-    expected = Expected(model="m", reserved_mib=1000, live_mib=800, upper_mib=2000, util=0.5, sm_active=0.5)
-    measures = Measured(peak_mib=1500, capacity_mib=CAPACITY)
+    expected = RunPrediction(model="m", reserved_mib=1000, live_mib=800, upper_mib=2000, util=0.5, sm_active=0.5)
+    measures = RunMeasurement(peak_mib=1500, capacity_mib=CAPACITY)
 
-    def ran(number: int, activity: float, *, at_least: bool) -> Measured:
+    def ran(number: int, activity: float, *, at_least: bool) -> RunMeasurement:
         return msgspec.structs.replace(
             measures, sample=f"s{number}", util=activity, sm_active=activity, at_least=at_least
         )
@@ -182,19 +193,19 @@ def test_what_a_job_does_at_least_tells_nothing_against_more(
 
 
 def test_a_refused_run_counts_once_too_and_one_that_has_begun_is_not_refused() -> None:
-    expected = Expected(model="m", reserved_mib=1000, live_mib=800, upper_mib=2000)
-    loads = Measured(peak_mib=300, capacity_mib=CAPACITY, sample="a", ended=False)
+    expected = RunPrediction(model="m", reserved_mib=1000, live_mib=800, upper_mib=2000)
+    loads = RunMeasurement(peak_mib=300, capacity_mib=CAPACITY, sample="a", ended=False)
     assert learn([(expected, loads)]).stacks == []
     ended = msgspec.structs.replace(loads, ended=True)
     assert state_of(learn([(expected, ended)] * 3)).refused == 1
 
 
 def test_samples_that_are_forgotten_are_the_oldest() -> None:
-    expected = Expected(model="m", reserved_mib=1000, live_mib=800, upper_mib=2000)
+    expected = RunPrediction(model="m", reserved_mib=1000, live_mib=800, upper_mib=2000)
     found = learn(
-        (expected, Measured(peak_mib=1500, capacity_mib=CAPACITY, sample=f"s{i}")) for i in range(COUNTED + 9)
+        (expected, RunMeasurement(peak_mib=1500, capacity_mib=CAPACITY, sample=f"s{i}")) for i in range(MAX_SAMPLES + 9)
     )
-    assert found.counted == [f"s{i}" for i in range(9, COUNTED + 9)]
+    assert found.counted == [f"s{i}" for i in range(9, MAX_SAMPLES + 9)]
 
 
 def test_a_bound_that_nobody_counted_with_neither_holds_nor_fails() -> None:

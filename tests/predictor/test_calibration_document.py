@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 from calibration_world import CAPACITY, STACK, job, learn, state_of
 from carpool_predictor.calibration.document import (
-    KEPT,
+    MAX_RUNS,
     MAX_STACKS,
     WIDEST,
     Calibration,
-    Expected,
-    Measured,
+    RunMeasurement,
+    RunPrediction,
     read_calibration,
     write_calibration,
 )
@@ -26,8 +26,8 @@ from hypothesis import strategies as st
 def test_whatever_is_observed_the_document_stays_sane(rows: list[tuple[int, float, float, bool]]) -> None:
     found = learn(
         (
-            Expected(model=f"m{number}", reserved_mib=reserved, live_mib=0.5 * reserved, upper_mib=reserved),
-            Measured(peak_mib=peak, capacity_mib=CAPACITY, out_of_memory=gone),
+            RunPrediction(model=f"m{number}", reserved_mib=reserved, live_mib=0.5 * reserved, upper_mib=reserved),
+            RunMeasurement(peak_mib=peak, capacity_mib=CAPACITY, out_of_memory=gone),
         )
         for number, reserved, peak, gone in rows
     )
@@ -42,12 +42,12 @@ def test_whatever_is_observed_the_document_stays_sane(rows: list[tuple[int, floa
 def test_the_document_stays_small() -> None:
     rng = np.random.default_rng(7)
     found = Calibration()
-    full = state_of(learn(job(i, rng) for i in range(KEPT + 10)))
+    full = state_of(learn(job(i, rng) for i in range(MAX_RUNS + 10)))
     for number in range(MAX_STACKS + 3):
         stack = msgspec.structs.replace(STACK, driver=str(number))
         held = [*found.stacks, msgspec.structs.replace(full, stack=stack)]
         found = observe(Calibration(stacks=held), stack, *job(0, rng), shipped())
-    assert len(full.rows) == KEPT
+    assert len(full.rows) == MAX_RUNS
     assert len(found.stacks) == MAX_STACKS
     assert found.state(msgspec.structs.replace(STACK, driver="0")) is None
     assert len(write_calibration(found)) < 400_000

@@ -13,7 +13,7 @@ from carpool_core.resources.prediction import Interval, Prediction
 from carpool_core.values import MIB, Optimizer, Precision
 from carpool_predictor.catalog import store
 from carpool_predictor.features import cost_at
-from carpool_predictor.models.memory import class_width_mib, correct, shipped
+from carpool_predictor.models.memory import class_width_mib, correction_of, shipped
 from carpool_predictor.predict import Abstention, predict
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -124,13 +124,13 @@ def known() -> ModelFeatures:
 def test_on_the_calibrated_stack_the_shipped_model_is_applied() -> None:
     prediction = predict(known(), SGD, [A100])
     model, cost = shipped(), cost_at(known(), 64)
-    corrected = correct(model, known(), cost, 64)
+    corrected = correction_of(model, known(), cost, 64)
     line = model.slope * cost.reserved_bytes / MIB + model.intercept_mib
     assert prediction.outcome == "Predicted"
     assert prediction.reason == "Calibrated"
     memory = prediction.products[0].memory
-    assert memory.median_mib == math.ceil(line * corrected.correction)
-    assert memory.upper_mib == math.ceil(line * corrected.correction * model.factors[corrected.stratum])
+    assert memory.median_mib == math.ceil(line * corrected.line_factor)
+    assert memory.upper_mib == math.ceil(line * corrected.line_factor * model.factors[corrected.stratum])
     assert memory.coverage == model.coverage
 
 
@@ -141,7 +141,7 @@ def test_outside_what_was_learned_the_line_alone_answers_and_says_so() -> None:
     assert prediction.reason == "OutsideTraining"
     assert "unlike those that were measured" in prediction.message
     assert memory.coverage < shipped().coverage
-    assert not correct(shipped(), strange, cost_at(strange, 64), 64).inside
+    assert not correction_of(shipped(), strange, cost_at(strange, 64), 64).inside
 
 
 @pytest.mark.parametrize(

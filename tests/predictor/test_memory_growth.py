@@ -14,7 +14,7 @@ from carpool_core.resources.job import Training
 from carpool_core.values import Precision
 from carpool_predictor.catalog import store
 from carpool_predictor.features import MAX_EXTRAPOLATION
-from carpool_predictor.predict import Job, prepare
+from carpool_predictor.predict import PredictionContext, prepare
 
 A100 = find_product("A100-SXM4-40GB")
 MOST_FALL = 0.015
@@ -36,9 +36,9 @@ def bounds(features: ModelFeatures, growth: float) -> list[Bound]:
     while batch <= MAX_EXTRAPOLATION * features.steps[-1].batch_size:
         training = Training(batch_size=batch, optimizer=features.optimizer, precision=features.precision)
         job = prepare(features, training)
-        assert isinstance(job, Job)
-        if job.corrected.inside:
-            found.append(Bound(batch, job.corrected.stratum, job.memory_on(A100).upper_mib))
+        assert isinstance(job, PredictionContext)
+        if job.correction.inside:
+            found.append(Bound(batch, job.correction.stratum, job.memory_on(A100).upper_mib))
         batch = max(batch + 1, int(batch * growth))
     return found
 

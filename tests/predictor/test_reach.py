@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 from calibration_world import CAPACITY, INTERCEPT, SLOPE, T4, job, learn, state_of
 from carpool_core.values import Precision
-from carpool_predictor.calibration.document import Expected, Measured, model_for
+from carpool_predictor.calibration.document import RunMeasurement, RunPrediction, model_for
 from carpool_predictor.calibration.observe import PER_MODEL
 from carpool_predictor.models.memory import shipped
 
 
-def rows_of(noise: Iterable[float], stratum: int = 0, name: str = "m") -> list[tuple[Expected, Measured]]:
+def rows_of(noise: Iterable[float], stratum: int = 0, name: str = "m") -> list[tuple[RunPrediction, RunMeasurement]]:
     """Jobs of ascending sizes, each so far from the truth of the stack."""
     return [
         (
-            Expected(model=f"{name}{i}", reserved_mib=x, live_mib=x / 2, upper_mib=CAPACITY, stratum=stratum),
-            Measured(peak_mib=(SLOPE * x + INTERCEPT) * by, capacity_mib=CAPACITY),
+            RunPrediction(model=f"{name}{i}", reserved_mib=x, live_mib=x / 2, upper_mib=CAPACITY, stratum=stratum),
+            RunMeasurement(peak_mib=(SLOPE * x + INTERCEPT) * by, capacity_mib=CAPACITY),
         )
         for i, by in enumerate(noise)
         for x in [1000.0 * 1.5**i]

@@ -9,24 +9,24 @@ from carpool_core.products import find_product
 from carpool_core.resources.job import CatalogModel, Training
 from carpool_core.resources.prediction import Prediction
 from carpool_core.values import Optimizer, Precision
-from carpool_predictor.calibration.document import Calibration, Measured, Stack
+from carpool_predictor.calibration.document import Calibration, RunMeasurement, Stack
 from carpool_predictor.calibration.observe import PER_MODEL, observe
 from carpool_predictor.calibration.run_history import (
-    AGREEMENT,
-    FIRST,
-    FIRST_UNENFORCED,
-    MOST_DEATHS,
-    RAISED,
-    Recalled,
-    for_a_first_run,
-    gist,
-    is_alike,
-    is_alone,
-    recall,
+    FIRST_RUN_FACTOR,
+    FIRST_RUN_FACTOR_UNENFORCED,
+    MAX_OOM_DEATHS,
+    OOM_FACTOR,
+    RUN_TOLERANCE,
+    RunHistory,
+    find_history,
+    fingerprint,
+    first_run_bound,
+    is_equivalent,
+    runs_alone,
 )
 from carpool_predictor.catalog import store
 from carpool_predictor.models.memory import shipped
-from carpool_predictor.predict import Job, expected_of, predict, prepare
+from carpool_predictor.predict import PredictionContext, predict, prepare, run_prediction_of
 from hypothesis import given
 from hypothesis import strategies as st
 from job_runs import NAME, T4, asked, features, runs, told
@@ -37,7 +37,7 @@ def test_a_peak_that_was_measured_replaces_the_prediction() -> None:
     for peak in (5000, 9000):
         memory = told(runs(peak)).memory
         assert memory.median_mib == pytest.approx(peak, abs=1)
-        assert memory.upper_mib == pytest.approx(peak * (1 + AGREEMENT), abs=1)
+        assert memory.upper_mib == pytest.approx(peak * (1 + RUN_TOLERANCE), abs=1)
         assert (memory.learned_runs, memory.trusted) == (1, True)
         assert memory.class_lower_mib < memory.median_mib <= memory.class_upper_mib
     assert plain.learned_runs == 0
@@ -49,7 +49,7 @@ def test_what_has_just_begun_raises_the_bound_and_never_lowers_it() -> None:
     begun = told(runs(4000, ended=False, steady=False)).memory
     assert (begun.median_mib, begun.upper_mib) == (plain.median_mib, plain.upper_mib)
     more = told(runs(12_000, ended=False, steady=False)).memory
-    assert more.upper_mib == pytest.approx(12_000 * (1 + AGREEMENT), abs=1)
+    assert more.upper_mib == pytest.approx(12_000 * (1 + RUN_TOLERANCE), abs=1)
     steady = told(runs(4000, ended=False, steady=True)).memory
     assert steady.median_mib == 4000
 
@@ -58,9 +58,9 @@ def test_other_sizes_and_other_models_are_no_runs_of_it() -> None:
     known = runs(5000, batch=32, known=runs(5000, name="other"))
     assert told(known).memory.learned_runs == 0
     size = asked().reserved_mib
-    assert recall(known, T4.name, Precision.FP32, NAME, size) is None
-    assert recall(runs(5000), T4.name, Precision.FP32, NAME, size) is not None
-    assert recall(runs(5000), T4.name, Precision.BF16_MIXED, NAME, size) is None
+    assert find_history(known, T4.name, Precision.FP32, NAME, size) is None
+    assert find_history(runs(5000), T4.name, Precision.FP32, NAME, size) is not None
+    assert find_history(runs(5000), T4.name, Precision.BF16_MIXED, NAME, size) is None
 
 
 @pytest.mark.parametrize(
@@ -81,20 +81,20 @@ def test_the_gist_of_what_runs_took_is_another_one_where_predicting_anew_is_wort
     later: Calibration, is_another: bool
 ) -> None:
     def gist_of(known: Calibration) -> str:
-        found = gist(recall(known, T4.name, Precision.FP32, NAME, asked().reserved_mib))
+        found = fingerprint(find_history(known, T4.name, Precision.FP32, NAME, asked().reserved_mib))
         assert told(known).memory.learned_gist == found, "a prediction tells what it was made of"
         return found
 
-    assert is_alike(gist_of(later), gist_of(runs(5000))) is not is_another
+    assert is_equivalent(gist_of(later), gist_of(runs(5000))) is not is_another
 
 
 def test_more_that_was_not_enough_is_worth_predicting_anew() -> None:
     def gist_of(known: Calibration) -> str:
-        return gist(recall(known, T4.name, Precision.FP32, NAME, asked().reserved_mib))
+        return fingerprint(find_history(known, T4.name, Precision.FP32, NAME, asked().reserved_mib))
 
     died = gist_of(runs(5000, out_of_memory=True))
-    assert is_alike(gist_of(runs(5010, out_of_memory=True)), died)
-    assert not is_alike(gist_of(runs(5600, out_of_memory=True)), died)
+    assert is_equivalent(gist_of(runs(5010, out_of_memory=True)), died)
+    assert not is_equivalent(gist_of(runs(5600, out_of_memory=True)), died)
 
 
 @given(st.lists(st.floats(0.98, 1.02), min_size=6, max_size=30), st.floats(1000.0, 40_000.0))
@@ -106,23 +106,23 @@ def test_runs_that_differ_by_less_than_bounds_keep_are_not_worth_it_wherever_the
     gists = []
     for last in range(PER_MODEL, len(seen)):
         kept, begun = seen[last - PER_MODEL : last], seen[last]
-        recalled = Recalled(known=3, runs=3, deaths=0, peak_mib=max(kept), so_far_mib=begun, least_mib=0.0)
-        gists += [gist(recalled), gist(msgspec.structs.replace(recalled, so_far_mib=0.0))]
-    assert all(is_alike(one, gists[0]) for one in gists)
+        recalled = RunHistory(known=3, runs=3, deaths=0, peak_mib=max(kept), so_far_mib=begun, least_mib=0.0)
+        gists += [fingerprint(recalled), fingerprint(msgspec.structs.replace(recalled, so_far_mib=0.0))]
+    assert all(is_equivalent(one, gists[0]) for one in gists)
 
 
 def test_a_death_raises_the_bound_and_so_many_take_the_trust_away() -> None:
     plain = told(Calibration()).memory
     once = told(runs(6000, out_of_memory=True)).memory
-    assert once.upper_mib == max(plain.upper_mib, round(RAISED * 6000))
+    assert once.upper_mib == max(plain.upper_mib, round(OOM_FACTOR * 6000))
     assert once.trusted
-    known = runs(*[6000] * MOST_DEATHS, out_of_memory=True)
+    known = runs(*[6000] * MAX_OOM_DEATHS, out_of_memory=True)
     assert not told(known).memory.trusted
     said = predict(features(), Training(batch_size=64), [T4], known, NAME).message
     assert "runs alone on Tesla T4, because earlier runs of this model (other jobs' too) died of memory there" in said
     after = told(runs(7000, known=known)).memory
     assert after.trusted, "another run showed that it lives with more"
-    assert after.upper_mib == pytest.approx(7000 * (1 + AGREEMENT), abs=1)
+    assert after.upper_mib == pytest.approx(7000 * (1 + RUN_TOLERANCE), abs=1)
 
 
 def test_a_death_on_most_of_a_gpu_makes_the_next_run_alone_instead_of_fitting_none() -> None:
@@ -138,7 +138,7 @@ def test_a_death_on_most_of_a_gpu_makes_the_next_run_alone_instead_of_fitting_no
 def test_a_death_with_all_of_a_gpu_excludes_such_gpus(is_strict: bool) -> None:
     """Regression: a job that had a whole GPU, and died of its memory, was given another one like it, for ever."""
     known = runs(0.96 * T4.memory_mib, out_of_memory=True)
-    for deaths in (1, MOST_DEATHS):
+    for deaths in (1, MAX_OOM_DEATHS):
         refused = told(known, is_strict=is_strict).memory
         assert refused.trusted, "placement counts with the bound"
         assert refused.upper_mib > T4.memory_mib, "which no such GPU has"
@@ -181,8 +181,8 @@ def test_who_was_measured_to_fit_a_gpu_is_never_told_that_it_does_not() -> None:
 def test_one_rule_says_who_runs_alone_because_of_its_bound(predicted: tuple[int, int], ran: bool, alone: bool) -> None:
     median, upper = predicted
     memory = msgspec.structs.replace(told(Calibration()).memory, median_mib=median, upper_mib=upper)
-    known = Recalled(known=1, runs=1, deaths=0, peak_mib=0, so_far_mib=9000, least_mib=0) if ran else None
-    assert is_alone(memory, T4, known) is alone
+    known = RunHistory(known=1, runs=1, deaths=0, peak_mib=0, so_far_mib=9000, least_mib=0) if ran else None
+    assert runs_alone(memory, T4, known) is alone
 
 
 def test_strict_trusts_only_where_something_like_it_was_measured() -> None:
@@ -204,13 +204,16 @@ def test_a_first_run_has_more_room_where_no_bound_is_risked_and_later_runs_have_
         return predict(features(), Training(batch_size=64), [a100], Calibration(), NAME, **how)
 
     plain, first = on_a100().products[0].memory, on_a100(is_strict=True).products[0].memory
-    assert first.upper_mib == math.ceil(FIRST * plain.upper_mib)
-    assert first.upper_unenforced_mib == math.ceil(FIRST_UNENFORCED * plain.upper_mib)
+    assert first.upper_mib == math.ceil(FIRST_RUN_FACTOR * plain.upper_mib)
+    assert first.upper_unenforced_mib == math.ceil(FIRST_RUN_FACTOR_UNENFORCED * plain.upper_mib)
     assert not plain.upper_unenforced_mib
     assert (first.median_mib, first.trusted) == (plain.median_mib, True)
     assert first.class_upper_mib == plain.class_upper_mib, "where the peak lies does not depend on what is reserved"
-    assert f"its first run on {a100.name} counts with {FIRST:g} times the bound" in on_a100(is_strict=True).message
-    assert f"with {FIRST_UNENFORCED:g} times where jobs of one GPU take turns" in on_a100(is_strict=True).message
+    assert (
+        f"its first run on {a100.name} counts with {FIRST_RUN_FACTOR:g} times the bound"
+        in on_a100(is_strict=True).message
+    )
+    assert f"with {FIRST_RUN_FACTOR_UNENFORCED:g} times under time-slicing" in on_a100(is_strict=True).message
     assert "first run" not in on_a100().message
     assert told(runs(5000), is_strict=True).memory == told(runs(5000)).memory
 
@@ -227,7 +230,7 @@ def test_a_first_run_whose_room_does_not_fit_is_alone(predicted: tuple[int, int]
     assert T4.memory_mib == 15_360
     median, upper = predicted
     memory = msgspec.structs.replace(told(Calibration()).memory, median_mib=median, upper_mib=upper)
-    found = for_a_first_run(memory, T4)
+    found = first_run_bound(memory, T4)
     assert (found.upper_mib, found.trusted) == expected
 
 
@@ -254,10 +257,12 @@ def test_nobody_is_refused_for_a_peak_that_is_rare(
     assert known is not None
     stack, calibration = Stack(product=a100.name, precision=Precision.FP32), Calibration()
     job = prepare(known, training)
-    assert isinstance(job, Job)
+    assert isinstance(job, PredictionContext)
     for run in runs_before:
-        measured = Measured(peak_mib=29_000, capacity_mib=a100.memory_mib, **run)
-        calibration = observe(calibration, stack, expected_of(job, NAME, a100.memory_mib, a100), measured, shipped())
+        measured = RunMeasurement(peak_mib=29_000, capacity_mib=a100.memory_mib, **run)
+        calibration = observe(
+            calibration, stack, run_prediction_of(job, NAME, a100.memory_mib, a100), measured, shipped()
+        )
     answer = predict(known, training, [a100], calibration, NAME, is_strict=is_strict)
     memory = answer.products[0].memory
     assert memory.median_mib < a100.memory_mib

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from carpool_predictor.tracing.operators import Remembered
+from carpool_predictor.tracing.operators import OperatorCache
 from torch import Tensor
 from torch._ops import OpOverload
 
@@ -27,7 +27,7 @@ def test_answers_again_what_the_operator_gave(channels_last: bool) -> None:
         aten.gelu_backward.default: (x, x),
         aten._softmax.default: (x, 1, False),
     }  # fmt: skip
-    remembered = Remembered()
+    remembered = OperatorCache()
     for func, args in arguments.items():
         wanted = layouts(func(*args))
         assert layouts(remembered.call(func, args, {})) == wanted
@@ -38,7 +38,7 @@ def test_answers_again_what_the_operator_gave(channels_last: bool) -> None:
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_normalized_images_of_other_sizes_are_as_large_as_they_are(channels_last: bool, dtype: torch.dtype) -> None:
     made = torch.channels_last if channels_last else torch.contiguous_format
-    remembered = Remembered()
+    remembered = OperatorCache()
     weight = torch.empty(8, device="meta")
     for shape in ((2, 8, 6, 6), (4, 8, 3, 5), (4, 8, 3, 3)):
         x = torch.empty(shape, dtype=dtype, device="meta").to(memory_format=made)
@@ -54,7 +54,7 @@ def test_normalized_images_of_other_sizes_are_as_large_as_they_are(channels_last
 
 
 def test_tells_arguments_apart_that_look_alike() -> None:
-    remembered = Remembered()
+    remembered = OperatorCache()
     x = torch.empty(4, 6, device="meta")
     narrow = x.to(torch.bfloat16)
     assert remembered.call(aten._softmax.default, (x, 1, False), {}).dtype is torch.float32
@@ -63,14 +63,14 @@ def test_tells_arguments_apart_that_look_alike() -> None:
 
 
 def test_every_answer_is_a_tensor_of_its_own() -> None:
-    remembered = Remembered()
+    remembered = OperatorCache()
     x = torch.empty(4, 6, device="meta")
     first, second = (remembered.call(aten._softmax.default, (x, 1, False), {}) for _ in range(2))
     assert first.untyped_storage()._cdata != second.untyped_storage()._cdata
 
 
 def test_computes_on_real_tensors() -> None:
-    remembered = Remembered()
+    remembered = OperatorCache()
     for value in (0.0, 1.0):
         x = torch.tensor([value, 0.0])
         assert torch.equal(remembered.call(aten._softmax.default, (x, 0, False), {}), x.softmax(0))
@@ -78,21 +78,21 @@ def test_computes_on_real_tensors() -> None:
 
 def test_tells_whole_numbers_from_others() -> None:
     """Regression: 1 and 1.0 are equal, and give another type of sum."""
-    remembered = Remembered()
+    remembered = OperatorCache()
     x = torch.empty(4, dtype=torch.long, device="meta")
     assert remembered.call(aten.add.Scalar, (x, 1), {}).dtype is torch.long
     assert remembered.call(aten.add.Scalar, (x, 1.0), {}).dtype is torch.float32
 
 
 def test_what_writes_into_its_argument_gives_it_back() -> None:
-    remembered = Remembered()
+    remembered = OperatorCache()
     for _ in range(3):
         x = torch.empty(4, device="meta")
         assert remembered.call(aten.relu_.default, (x,), {}) is x
 
 
 def test_lists_of_tensors_are_told_apart_and_not_kept() -> None:
-    remembered = Remembered()
+    remembered = OperatorCache()
     for _ in range(2):
         for width in (2, 3):
             parts = [torch.empty(4, width, device="meta"), torch.empty(4, 1, device="meta")]
@@ -109,7 +109,7 @@ def test_lists_of_tensors_are_told_apart_and_not_kept() -> None:
     ],
 )
 def test_what_shares_memory_is_never_remembered(func: OpOverload, options: tuple[object, ...]) -> None:
-    remembered = Remembered()
+    remembered = OperatorCache()
     for _ in range(3):
         x = torch.empty(4, 2, device="meta")
         out = remembered.call(func, (x, *options), {})
@@ -118,7 +118,7 @@ def test_what_shares_memory_is_never_remembered(func: OpOverload, options: tuple
 
 
 def test_what_changes_its_argument_is_never_remembered() -> None:
-    remembered = Remembered()
+    remembered = OperatorCache()
     for _ in range(3):
         x = torch.empty(4, 2, device="meta")
         assert remembered.call(aten.t_.default, (x,), {}).shape == (2, 4)

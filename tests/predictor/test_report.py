@@ -6,7 +6,14 @@ from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedSt
 from carpool_core.resources.job import Training
 from carpool_core.values import MIB, Optimizer
 from carpool_predictor.features import Abstention
-from carpool_predictor.predict import BatchFinder, Job, parts_of, prepare, usable_mib, usable_of_profile_mib
+from carpool_predictor.predict import (
+    BatchFinder,
+    PredictionContext,
+    parts_of,
+    prepare,
+    usable_mib,
+    usable_of_profile_mib,
+)
 from carpool_predictor.report import as_json, report_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +27,7 @@ def job(
     weights_mib: int = 100,
     activation_mib: int = 50,
     traced: tuple[int, int] = (32, 64),
-) -> Job:
+) -> PredictionContext:
     """A model whose peak is weights, gradients, optimizer state and activations."""
     state = {Optimizer.SGD: 0, Optimizer.SGD_MOMENTUM: 1, Optimizer.RMSPROP: 1, Optimizer.ADAMW: 2}[optimizer]
     steps = [
@@ -40,7 +47,7 @@ def job(
         layers=LayerCounts(convolution=53, linear=1), steps=steps,
     )  # fmt: skip
     found = prepare(features, Training(batch_size=batch, optimizer=optimizer))
-    assert isinstance(found, Job)
+    assert isinstance(found, PredictionContext)
     return found
 
 
@@ -85,7 +92,7 @@ def test_gradients_that_are_not_alive_at_the_peak_are_not_counted() -> None:
         parameters=10, trainable_parameters=10, parameter_bytes=100 * MIB, layers=LayerCounts(linear=1), steps=steps
     )
     found = prepare(features, Training(batch_size=64))
-    assert isinstance(found, Job)
+    assert isinstance(found, PredictionContext)
     assert parts_of(found, A100, found.memory_on(A100)).gradients_mib == 0
 
 

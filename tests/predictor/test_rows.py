@@ -12,7 +12,7 @@ from carpool_core.products import find_product
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import CatalogModel, Training
 from carpool_core.values import Optimizer, Precision
-from carpool_predictor.calibration.document import Calibration, Expected, Measured, Stack
+from carpool_predictor.calibration.document import Calibration, RunMeasurement, RunPrediction, Stack
 from carpool_predictor.calibration.observe import observe
 from carpool_predictor.catalog import store
 from carpool_predictor.features import Abstention
@@ -196,8 +196,8 @@ def test_what_jobs_taught_counts_for_rows(workers: int) -> None:
     stack = Stack(product="Tesla T4", precision=Precision.FP32, driver="570.1", torch="2.9")
     learned = Calibration()
     for size in range(1000, 9000, 400):
-        expected = Expected(model=f"m{size}", reserved_mib=size, live_mib=size / 2, upper_mib=15000)
-        learned = observe(learned, stack, expected, Measured(peak_mib=1.5 * size, capacity_mib=15360), shipped())
+        expected = RunPrediction(model=f"m{size}", reserved_mib=size, live_mib=size / 2, upper_mib=15000)
+        learned = observe(learned, stack, expected, RunMeasurement(peak_mib=1.5 * size, capacity_mib=15360), shipped())
     asked = b"".join(json.dumps(row(i, gpu="T4")).encode() + b"\n" for i in range(ALONE + 1 if workers > 1 else 1))
     out = io.BytesIO()
     predict_rows(io.BytesIO(asked), out, TraceLimits(), lambda *_: None, workers, calibration=learned)

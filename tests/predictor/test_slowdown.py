@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 from carpool_core.values import SharingMode
-from carpool_predictor.models.slowdown import DEPTH, Turns, shipped, slowdowns, upper_slowdowns
+from carpool_predictor.models.slowdown import DEPTH, MeanValueAnalysis, shipped, slowdowns, upper_slowdowns
 from carpool_research.slowdown.fit import exact_slowdowns
 from hypothesis import given
 from hypothesis import strategies as st
@@ -78,7 +78,7 @@ def test_the_order_of_tenants_does_not_matter(mode, profiles, seed):
 
 @given(busy=st.lists(st.floats(0.05, 0.95), min_size=1, max_size=4))
 def test_who_is_in_the_way_whenever_busy_composes_as_the_markov_chain_does(busy):
-    assert Turns(np.array([busy]), 1.0).slowdowns()[0] == pytest.approx(exact_slowdowns(busy), rel=1e-6)
+    assert MeanValueAnalysis(np.array([busy]), 1.0).slowdowns()[0] == pytest.approx(exact_slowdowns(busy), rel=1e-6)
 
 
 def recursion(busy, exponent, away=()):
@@ -96,13 +96,13 @@ def recursion(busy, exponent, away=()):
 @given(busy=st.lists(st.floats(0.01, 1.0), min_size=1, max_size=DEPTH + 1), exponent=st.sampled_from([1.0, 1.5, 2.0]))
 def test_groups_compose_by_the_arrival_theorem(busy, exponent):
     expected = list(recursion(busy, exponent).values())
-    assert Turns(np.array([busy]), exponent).slowdowns()[0] == pytest.approx(expected, rel=1e-9)
+    assert MeanValueAnalysis(np.array([busy]), exponent).slowdowns()[0] == pytest.approx(expected, rel=1e-9)
 
 
 @given(busy=st.lists(st.floats(0.01, 1.0), min_size=5, max_size=6))
 def test_what_is_cut_off_of_larger_groups_is_little(busy):
-    expected = list(Turns(np.array([busy]), shipped().holding, depth=len(busy)).slowdowns()[0])
-    found = Turns(np.array([busy]), shipped().holding).slowdowns()[0]
+    expected = list(MeanValueAnalysis(np.array([busy]), shipped().holding, depth=len(busy)).slowdowns()[0])
+    found = MeanValueAnalysis(np.array([busy]), shipped().holding).slowdowns()[0]
     assert (found <= np.array(expected) + 1e-9).all()
     assert found == pytest.approx(expected, rel=0.05)
 
@@ -111,7 +111,7 @@ def test_what_is_cut_off_of_larger_groups_is_little(busy):
 def test_taking_turns_nobody_holds_more_sms_than_there_are(busy):
     alone = np.array([busy], float)
     k = shipped().holding
-    assert (alone**k / Turns(alone, k).slowdowns()).sum() <= 1 + 1e-9
+    assert (alone**k / MeanValueAnalysis(alone, k).slowdowns()).sum() <= 1 + 1e-9
 
 
 @pytest.mark.parametrize("mode", SHARED)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from carpool_core.values import SharingMode
-from carpool_predictor.models.slowdown import USED_UP, Activity, alone, is_used_up, slowdowns
+from carpool_predictor.models.slowdown import SATURATION, TenantActivity, is_saturated, slowdowns, solo_activity
 
 
 @pytest.mark.parametrize("mode", [SharingMode.MPS, SharingMode.TIME_SLICING])
@@ -12,21 +12,21 @@ def test_what_is_slowed_down_is_found_again(mode: SharingMode, busy: tuple[float
     util, sm = np.array([busy]), 0.9 * np.array([busy])
     dram = np.full(util.shape, 0.1)
     by = slowdowns(mode, util, sm, dram, np.ones(util.shape, np.bool_))[0]
-    together = [Activity(u / s, a / s, 0.1) for u, a, s in zip(util[0], sm[0], by, strict=True)]
-    for found, u, a in zip(alone(mode, together), util[0], sm[0], strict=True):
+    together = [TenantActivity(u / s, a / s, 0.1) for u, a, s in zip(util[0], sm[0], by, strict=True)]
+    for found, u, a in zip(solo_activity(mode, together), util[0], sm[0], strict=True):
         assert found.util == pytest.approx(u, abs=0.03)
         assert found.sm == pytest.approx(a, abs=0.03)
 
 
 @pytest.mark.parametrize("mode", list(SharingMode))
 def test_nobody_does_more_than_all_or_less_than_what_was_seen(mode: SharingMode) -> None:
-    for one in alone(mode, [Activity(0.9, 0.9, 0.9)] * 4):
+    for one in solo_activity(mode, [TenantActivity(0.9, 0.9, 0.9)] * 4):
         assert 0.9 <= one.util <= 1
         assert 0.9 <= one.sm <= 1
-    assert alone(mode, [Activity(0.4, 0.2, 0.1)]) == [pytest.approx(Activity(0.4, 0.2, 0.1))]
+    assert solo_activity(mode, [TenantActivity(0.4, 0.2, 0.1)]) == [pytest.approx(TenantActivity(0.4, 0.2, 0.1))]
 
 
-HALF = USED_UP / 2
+HALF = SATURATION / 2
 
 
 @pytest.mark.parametrize(
@@ -43,4 +43,4 @@ HALF = USED_UP / 2
 def test_a_gpu_is_used_up_by_what_its_tenants_share(
     mode: SharingMode, together: list[tuple[float, float]], expected: bool
 ) -> None:
-    assert is_used_up(mode, [Activity(util, sm, 0.1) for util, sm in together]) is expected
+    assert is_saturated(mode, [TenantActivity(util, sm, 0.1) for util, sm in together]) is expected

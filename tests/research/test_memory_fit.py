@@ -11,7 +11,7 @@ import pytest
 from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
 from carpool_core.values import MIB
 from carpool_predictor.features import MalformedError, cost_at
-from carpool_predictor.models.memory import Pair, correct, fit_line, read_model, shipped
+from carpool_predictor.models.memory import Pair, correction_of, fit_line, read_model, shipped
 from carpool_research.memory.fit import (
     FILE,
     VERSION,
@@ -97,7 +97,7 @@ def test_the_fit_is_reproducible_and_recovers_the_line(made: list[Sample]) -> No
     assert msgspec.json.encode(fitted) == msgspec.json.encode(fit(made, seed=5))
     assert fitted.slope == pytest.approx(1.2, rel=0.03)
     assert all(1 <= factor < 1.2 for factor in fitted.factors)
-    assert all(correct(fitted, s.features, s.cost, s.batch_size).inside for s in made)
+    assert all(correction_of(fitted, s.features, s.cost, s.batch_size).inside for s in made)
 
 
 @pytest.mark.filterwarnings("ignore")

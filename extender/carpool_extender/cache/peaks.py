@@ -8,15 +8,15 @@ import msgspec
 from carpool_core.clock import Clock
 from carpool_core.resources.node import GpuNode, GpuNodeSpec, Reservation, Tenant
 from carpool_core.values import GpuUuid, PodUid
-from carpool_predictor.calibration.observe import SEEN_S, STEADY_S
-from carpool_predictor.calibration.run_history import AGREEMENT, RAISED
+from carpool_predictor.calibration.observe import LOADING_S, STEADY_S
+from carpool_predictor.calibration.run_history import OOM_FACTOR, RUN_TOLERANCE
 
 from carpool_extender.cache.health import SILENCE_S
 from carpool_extender.cache.usage import peak_mib
 
 STILL = 1.01
 """A peak that has risen by less than this factor has stood still; less than that the agents do not tell."""
-LEAST_MARGIN = 1 + AGREEMENT
+LEAST_MARGIN = 1 + RUN_TOLERANCE
 """Of all margins: what two runs of a job differ by that count as agreeing."""
 LEAST_BUSY_PERCENT = 1.0
 """GPU utilization below which a tenant does not work: it loads, or waits, and will take its memory later."""
@@ -52,7 +52,7 @@ def margins(steady_s: float = STEADY_S) -> tuple[tuple[float, float], ...]:
     Args:
         steady_s: Time after which a peak is taken for the job's.
     """
-    return (SEEN_S, RAISED), (steady_s, LEAST_MARGIN)
+    return (LOADING_S, OOM_FACTOR), (steady_s, LEAST_MARGIN)
 
 
 def use_measured_peak(

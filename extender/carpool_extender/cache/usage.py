@@ -8,7 +8,7 @@ import numpy as np
 from carpool_core.clock import parse_rfc3339
 from carpool_core.resources.node import GpuNode, Reservation, Tenant, TenantProfile
 from carpool_core.values import GpuUuid, PodUid, SharingMode
-from carpool_predictor.models.slowdown import Activity, is_used_up, slowdowns
+from carpool_predictor.models.slowdown import TenantActivity, is_saturated, slowdowns
 from msgspec import structs
 
 MOMENTS = 4096
@@ -67,7 +67,7 @@ def usage_of(reservations: Sequence[Reservation], measured: Sequence[Tenant | No
         return expected
     stretch = _stretch(reservations[0].mode, tuple((one.util, one.sm, one.dram) for one in expected))
     together = [_together(one, tenant, by) for one, tenant, by in zip(expected, measured, stretch, strict=True)]
-    floors = is_used_up(reservations[0].mode, together)
+    floors = is_saturated(reservations[0].mode, together)
     return [
         one if tenant is None else _combined(one, tenant, by, only_raises=floors)
         for one, tenant, by in zip(expected, measured, stretch, strict=True)
@@ -82,11 +82,11 @@ def _stretch(mode: SharingMode, alone: tuple[tuple[float, float, float], ...]) -
     return found
 
 
-def _together(reserved_usage: TenantUsage, tenant: Tenant | None, slowdown: float) -> Activity:
+def _together(reserved_usage: TenantUsage, tenant: Tenant | None, slowdown: float) -> TenantActivity:
     """Return what a tenant is measured to do beside its neighbours; where that is not known, what is predicted."""
     util = None if tenant is None else tenant.gpu_util_percent
     sm = None if tenant is None else tenant.sm_active_ratio
-    return Activity(
+    return TenantActivity(
         reserved_usage.util / slowdown if util is None else _share(util / 100),
         reserved_usage.sm / slowdown if sm is None else _share(sm),
         reserved_usage.dram,

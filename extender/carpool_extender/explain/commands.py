@@ -19,8 +19,8 @@ from carpool_core.products import PRODUCTS, hardware_name
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.settings import SettingsError, click_options
 from carpool_predictor.calibration.document import Calibration
-from carpool_predictor.calibration.run_history import model_name
-from carpool_predictor.calibration.store import CalibrationMap, UnreadableError, place_of
+from carpool_predictor.calibration.run_history import model_key
+from carpool_predictor.calibration.store import CalibrationStore, UnreadableCalibrationError, parse_config_map_name
 from carpool_predictor.predict import predict
 from carpool_predictor.tracing.source import SubprocessTracer, features_of
 
@@ -51,21 +51,21 @@ class Forecast:
         names = set(map(hardware_name, products))
         known = [product for product in PRODUCTS if product.name in names]
         learned = None if self.calibration is None else self.calibration.for_gpus(names.difference(products))
-        prediction = predict(features, spec.training, known, learned, model_name(spec.model), is_strict=self.is_strict)
+        prediction = predict(features, spec.training, known, learned, model_key(spec.model), is_strict=self.is_strict)
         return msgspec.structs.replace(job, status=msgspec.structs.replace(job.status, prediction=prediction))
 
 
 async def forecast(api: KubeApi, settings: AskSettings) -> Forecast:
     """Read what the operator learned, with the rights of whoever asks."""
-    place = place_of(settings.calibration)
+    place = parse_config_map_name(settings.calibration)
     if place is None:
         return Forecast()
     try:
-        kept = await CalibrationMap(api, *place).read()
+        kept = await CalibrationStore(api, *place).read()
     except Refused as error:
         note = f"predicted as shipped, because what was learned ({settings.calibration}) cannot be read: {error}"
         return Forecast(notes=(f"{note}; where nothing was measured the operator may let the job run alone",))
-    except UnreadableError as error:
+    except UnreadableCalibrationError as error:
         # The operator cannot read it either, and goes on with what is shipped.
         note = f"predicted as shipped, because what was learned ({settings.calibration}) cannot be read: {error}"
         return Forecast(is_strict=not settings.share_unmeasured, notes=(note,))

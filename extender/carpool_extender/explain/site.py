@@ -11,7 +11,7 @@ import msgspec
 from carpool_core.kube.api import DEPLOYMENTS, KubeApi
 from carpool_core.kube.errors import Forbidden, Invalid, NotFound
 from carpool_core.settings import Setting, SettingsError, load, settings_of
-from carpool_predictor.calibration.store import place_of
+from carpool_predictor.calibration.store import parse_config_map_name
 from click.core import ParameterSource
 
 from carpool_extender.framework.scores import UnknownPolicyError, find_policy
@@ -117,7 +117,7 @@ async def settled(api: KubeApi, asked: AskSettings, flags: frozenset[str], *, pr
     processes = (_EXTENDER, _OPERATOR) if predicts else (_EXTENDER,)
     relevant = [one for process in processes for one in _of(process)]
     ours = [_flag(one, asked) for one in relevant if one.flag in flags]
-    place = place_of(asked.site, _SITE)
+    place = parse_config_map_name(asked.site, _SITE)
     if place is None:
         return Told(asked, _note(ours, [], "", []))
     found, names, theirs, unknown = asked, list[str](), list[str](), dict[str, list[str]]()

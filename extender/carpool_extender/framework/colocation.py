@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 from carpool_core.values import SharingMode
-from carpool_predictor.models.slowdown import DRAM_SATURATION, SM_SATURATION, allowance, slowdowns
+from carpool_predictor.models.slowdown import DRAM_SATURATION, SM_SATURATION, slowdowns, upper_margin
 from numpy.typing import NDArray
 
 from carpool_extender.cache.gpu_table import MODES, SHARED, Bools, Floats, GpuTable, Rows, places
@@ -36,7 +36,7 @@ class Colocation(NamedTuple):
         """Return the slowdowns that limits are held against."""
         if quantile is Quantile.MEDIAN or self.mode is None:
             return self.expected
-        more: Floats = self.expected + allowance(self.mode, self.util.T).T
+        more: Floats = self.expected + upper_margin(self.mode, self.util.T).T
         return more
 
 

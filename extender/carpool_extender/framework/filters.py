@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from carpool_core.values import Tenancy
-from carpool_predictor.models.slowdown import allowance
+from carpool_predictor.models.slowdown import upper_margin
 from numpy.typing import NDArray
 
 from carpool_extender.cache.gpu_table import (
@@ -227,7 +227,7 @@ class Evaluation:
         """Work out the upper quantile of the newcomer's slowdown on one GPU that it could join, or have alone."""
         columns, mode = self.snapshot.gpus, MODES[int(self.results.mode[row])]
         busy = np.append(columns.util[row, : columns.count[row]], 0.0)[None, :]
-        more = 0.0 if mode is None else float(allowance(mode, busy, np.ones(busy.shape, np.bool_))[0, -1])
+        more = 0.0 if mode is None else float(upper_margin(mode, busy, np.ones(busy.shape, np.bool_))[0, -1])
         return float(self.results.slowdown[row]) + more
 
     def margins(self, check: Check, rows: Rows) -> Floats:

@@ -12,7 +12,7 @@ import msgspec
 from carpool_core.resources.prediction import ActivityPrediction, Interval
 from carpool_core.values import Precision
 
-from carpool_predictor.calibration.document import FEWEST, Calibration, Observed
+from carpool_predictor.calibration.document import MIN_JOBS, Calibration, RunRecord
 
 LEAST_BUSY, MOST_BUSY = 0.125, 8.0
 """What a run says of how busy a job is, over what was predicted, is believed between these: one that slept or waited
@@ -20,14 +20,14 @@ for somebody is not to make a whole model idle. They were put around what runs s
 RAD-RM's jobs with default settings: 0.152 (of a job whose neighbours had to be reckoned out) to 4.31."""
 
 
-class Busier(msgspec.Struct, frozen=True, kw_only=True):
+class ActivityScale(msgspec.Struct, frozen=True, kw_only=True):
     """How much busier than predicted jobs keep the GPUs of a stack; below 1 where they are less busy."""
 
     util: float = 1.0
     sm_active: float = 1.0
 
 
-def busier(calibration: Calibration, product: str, precision: Precision, model: str) -> Busier:
+def activity_scale(calibration: Calibration, product: str, precision: Precision, model: str) -> ActivityScale:
     """Compare activity that was measured with what had been predicted of it.
 
     The median over the sizes of the same model that ran there; over all jobs where it never did, once there are as many
@@ -46,13 +46,13 @@ def busier(calibration: Calibration, product: str, precision: Precision, model: 
     of_model = [row for row in rows if row.model == model]
     own = _factor(of_model, "util_factor", 1), _factor(of_model, "sm_factor", 1)
     util, sm_active = (
-        _factor(rows, name, FEWEST) if found is None else found
+        _factor(rows, name, MIN_JOBS) if found is None else found
         for name, found in zip(("util_factor", "sm_factor"), own, strict=True)
     )
-    return Busier(util=1.0 if util is None else util, sm_active=1.0 if sm_active is None else sm_active)
+    return ActivityScale(util=1.0 if util is None else util, sm_active=1.0 if sm_active is None else sm_active)
 
 
-def _factor(rows: Iterable[Observed], name: str, fewest: int) -> float | None:
+def _factor(rows: Iterable[RunRecord], name: str, fewest: int) -> float | None:
     """Return the median of a factor over different jobs; None where there are too few."""
     by_job = defaultdict[tuple[str, int], list[float]](list)
     for row in rows:
@@ -67,7 +67,7 @@ def _believed(factors: Sequence[float]) -> float:
     return fmean(inside) if inside else min(max(fmean(factors), LEAST_BUSY), MOST_BUSY)
 
 
-def scaled(activity: ActivityPrediction, by: Busier) -> ActivityPrediction:
+def scale_activity(activity: ActivityPrediction, by: ActivityScale) -> ActivityPrediction:
     """Return predicted activity as it turned out to be for others."""
     return msgspec.structs.replace(
         activity,

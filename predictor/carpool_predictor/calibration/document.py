@@ -18,17 +18,17 @@ from carpool_predictor.models.memory import ELSEWHERE_FACTOR, STRATA, MemoryMode
 
 FORMAT = 3
 """Version of the document's layout; another one is refused."""
-KEPT = 128
+MAX_RUNS = 128
 """Observations of a stack that are kept, newest last."""
 MAX_STACKS = 32
 """Stacks that are kept; the one that was observed longest ago goes."""
-FEWEST = 3
+MIN_JOBS = 3
 """Different jobs of a stack, of another model or size each, before its own line is used."""
-COUNTED = 256
+MAX_SAMPLES = 256
 """Samples whose names are kept, so that none counts twice: far more than are ever written at once."""
 SIMULATED = "simulated"
 """Driver of the stacks of simulated GPUs: what they teach never stands beside what hardware taught."""
-MISSES = 0.05
+MISS_RATE = 0.05
 """Share of jobs that may exceed the bound."""
 DOUBT = 5.0
 """After so many observations half of the extra width of an uncalibrated stack is gone."""
@@ -53,7 +53,7 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True, order=True):
     torch: _NAME = ""
 
 
-class Expected(msgspec.Struct, frozen=True, kw_only=True):
+class RunPrediction(msgspec.Struct, frozen=True, kw_only=True):
     """What was predicted of a job; kept until it ends."""
 
     model: _NAME
@@ -73,7 +73,7 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True):
     """Share of SMs with its work, likewise."""
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
+class RunMeasurement(msgspec.Struct, frozen=True, kw_only=True):
     """What was seen of a job, once it has ended or while it runs."""
 
     peak_mib: _MEBIBYTES
@@ -97,7 +97,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """Whether these two are the least that it would do, because it shared a GPU that was used up."""
 
 
-class Observed(msgspec.Struct, frozen=True, array_like=True):
+class RunRecord(msgspec.Struct, frozen=True, array_like=True):
     """One row of a stack."""
 
     model: _NAME
@@ -120,7 +120,7 @@ class StackState(msgspec.Struct, frozen=True, kw_only=True):
     """What was learned of one stack."""
 
     stack: Stack
-    rows: Annotated[list[Observed], Meta(max_length=KEPT)] = []
+    rows: Annotated[list[RunRecord], Meta(max_length=MAX_RUNS)] = []
     slope: Annotated[float, Meta(gt=0, le=100)]
     intercept_mib: _MEBIBYTES
     widening: Annotated[float, Meta(ge=0, le=WIDEST + 1e-9)] = 0.0
@@ -146,7 +146,7 @@ class StackState(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def learned_from(self) -> int:
         """Number of different jobs that its line was learned from; 0 as long as there are too few for a line."""
-        return self.jobs if self.jobs >= FEWEST else 0
+        return self.jobs if self.jobs >= MIN_JOBS else 0
 
     @property
     def is_simulated(self) -> bool:
@@ -163,7 +163,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
 
     format: int = FORMAT
     stacks: Annotated[list[StackState], Meta(max_length=MAX_STACKS)] = []
-    counted: Annotated[list[_NAME], Meta(max_length=COUNTED)] = []
+    counted: Annotated[list[_NAME], Meta(max_length=MAX_SAMPLES)] = []
     """Samples of ended jobs that were taken in or refused last, newest last."""
 
     def state(self, stack: Stack) -> StackState | None:

@@ -19,29 +19,29 @@ from carpool_core.resources.job import ModelSource
 from carpool_core.resources.prediction import ActivityPrediction, Interval, MemoryPrediction, ProductPrediction
 from carpool_core.values import Precision
 
-from carpool_predictor.calibration.document import Calibration, Observed
+from carpool_predictor.calibration.document import Calibration, RunRecord
 
-AGREEMENT = 0.1
+RUN_TOLERANCE = 0.1
 """Two runs of a job agree when they differ by less than this share; the bound lies as far above the largest of them."""
-SAME = 0.001
+SIZE_TOLERANCE = 0.001
 """Two jobs of one model are of the same size when their simulated memory differs by less than this share."""
-RAISED = 1.5
+OOM_FACTOR = 1.5
 """For each run that died of memory the bound lies so far above what that run had, as tables that grow do."""
-MOST_DEATHS = 2
+MAX_OOM_DEATHS = 2
 """After so many the next run has a GPU of its own: its memory counts as unknown."""
 
-FIRST = 1.02
+FIRST_RUN_FACTOR = 1.02
 """Factor to the bound of a job of which no run was seen, where shipped bounds are not to be risked: families of models
 differ more than models do. It holds 95% of the rows of nine families in ten, as `evaluation.memory.first_runs` reckons
 and the memory model's card says."""
-FIRST_UNENFORCED = 1.3
+FIRST_RUN_FACTOR_UNENFORCED = 1.3
 """The same where nothing enforces a bound, as by turns: there whoever takes more than its bound takes it from others.
 It holds 95% of the rows of nineteen families in twenty."""
-ROOM = 0.95
+USABLE_SHARE = 0.95
 """Share of a GPU's memory that drivers leave at least; a bound beyond it leaves no room for anybody else anyway."""
 
 
-class Recalled(msgspec.Struct, frozen=True, kw_only=True):
+class RunHistory(msgspec.Struct, frozen=True, kw_only=True):
     """What earlier runs of a job showed; memory is over the correction that the model's trees answer."""
 
     known: int
@@ -64,12 +64,12 @@ class Recalled(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_lost(self) -> bool:
         """Whether so many runs died that no bound is believed any more."""
-        return self.deaths >= MOST_DEATHS
+        return self.deaths >= MAX_OOM_DEATHS
 
 
-def recall(
+def find_history(
     calibration: Calibration, product: str, precision: Precision, model: str, reserved_mib: float
-) -> Recalled | None:
+) -> RunHistory | None:
     """Look for earlier runs of a job; None where there were none.
 
     Args:
@@ -85,7 +85,7 @@ def recall(
     measured = [row for row in rows if not row.censored]
     peak = max((row.value_mib for row in measured if row.steady), default=0.0)
     deaths = [row.value_mib for row in rows if row.censored and row.value_mib >= peak]
-    return Recalled(
+    return RunHistory(
         known=len(rows),
         runs=len(measured),
         deaths=len(deaths),
@@ -99,17 +99,17 @@ def recall(
 
 def _rows(
     calibration: Calibration, product: str, precision: Precision, model: str, reserved_mib: float
-) -> list[Observed]:
+) -> list[RunRecord]:
     state = calibration.best(product, precision)
     return [] if state is None else [row for row in state.rows if is_of(row, model, reserved_mib)]
 
 
-def step_of(mib: float) -> int:
+def memory_step(mib: float) -> int:
     """Return memory in steps of half the margin that bounds keep: what grows is told of at each."""
-    return math.ceil(math.log(mib) / math.log1p(AGREEMENT / 2)) if mib >= 1 else 0
+    return math.ceil(math.log(mib) / math.log1p(RUN_TOLERANCE / 2)) if mib >= 1 else 0
 
 
-def gist(recalled: Recalled | None) -> str:
+def fingerprint(recalled: RunHistory | None) -> str:
     """Sum up what earlier runs took; empty of none.
 
     How many there were, how many died, whether a peak stood still, the most, and what was not enough, in MiB.
@@ -121,7 +121,7 @@ def gist(recalled: Recalled | None) -> str:
     return "/".join(f"{number:.0f}" for number in numbers)
 
 
-def is_alike(one: str, other: str) -> bool:
+def is_equivalent(one: str, other: str) -> bool:
     """Whether two gists say so nearly the same that it is not worth predicting anew.
 
     Memory may differ by half the margin that bounds keep, from what was predicted by: so runs of one job, which differ
@@ -134,12 +134,12 @@ def is_alike(one: str, other: str) -> bool:
 
 
 def _is_near(one: str, other: str) -> bool:
-    return math.isclose(float(one), float(other), rel_tol=AGREEMENT / 2)
+    return math.isclose(float(one), float(other), rel_tol=RUN_TOLERANCE / 2)
 
 
-def is_of(row: Observed, model: str, reserved_mib: float) -> bool:
+def is_of(row: RunRecord, model: str, reserved_mib: float) -> bool:
     """Whether a row is of a job of this model that holds as much: of the very job."""
-    return row.model == model and abs(row.reserved_mib - reserved_mib) <= SAME * reserved_mib
+    return row.model == model and abs(row.reserved_mib - reserved_mib) <= SIZE_TOLERANCE * reserved_mib
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -147,7 +147,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-def with_memory(memory: MemoryPrediction, recalled: Recalled, correction: float) -> MemoryPrediction:
+def apply_peak(memory: MemoryPrediction, recalled: RunHistory, correction: float) -> MemoryPrediction:
     """Put what was measured in the place of what was predicted; the class stays that of the bound's own width.
 
     Args:
@@ -158,12 +158,12 @@ def with_memory(memory: MemoryPrediction, recalled: Recalled, correction: float)
     median, upper = memory.median_mib, memory.upper_mib
     if recalled.peak_mib:
         median = math.ceil(recalled.peak_mib * correction)
-        upper = math.ceil(recalled.peak_mib * correction * (1 + AGREEMENT))
+        upper = math.ceil(recalled.peak_mib * correction * (1 + RUN_TOLERANCE))
     if recalled.so_far_mib:
         median = max(median, math.ceil(recalled.so_far_mib * correction))
-        upper = max(upper, math.ceil(recalled.so_far_mib * correction * (1 + AGREEMENT)))
+        upper = max(upper, math.ceil(recalled.so_far_mib * correction * (1 + RUN_TOLERANCE)))
     if recalled.deaths:
-        upper = max(upper, math.ceil(recalled.least_mib * correction * RAISED**recalled.deaths))
+        upper = max(upper, math.ceil(recalled.least_mib * correction * OOM_FACTOR**recalled.deaths))
     lower, width = _class_of(median, memory)
     return msgspec.structs.replace(
         memory, median_mib=median, upper_mib=upper, class_lower_mib=lower, class_upper_mib=lower + width
@@ -176,7 +176,7 @@ def _class_of(value_mib: int, memory: MemoryPrediction) -> tuple[int, int]:
     return ((value_mib - 1) // width * width if width > 0 else memory.class_lower_mib), width
 
 
-def for_a_first_run(memory: MemoryPrediction, product: GpuProduct) -> MemoryPrediction:
+def first_run_bound(memory: MemoryPrediction, product: GpuProduct) -> MemoryPrediction:
     """Return what the first run of a job counts with: more than the bound, or the whole GPU where that is too much.
 
     The class tells where the peak lies, and stays; so does coverage, which is at least that.
@@ -187,20 +187,20 @@ def for_a_first_run(memory: MemoryPrediction, product: GpuProduct) -> MemoryPred
     """
     raised = msgspec.structs.replace(
         memory,
-        upper_mib=math.ceil(FIRST * memory.upper_mib),
-        upper_unenforced_mib=math.ceil(FIRST_UNENFORCED * memory.upper_mib),
+        upper_mib=math.ceil(FIRST_RUN_FACTOR * memory.upper_mib),
+        upper_unenforced_mib=math.ceil(FIRST_RUN_FACTOR_UNENFORCED * memory.upper_mib),
     )
-    if not is_beyond(raised, product):
+    if not exceeds_gpu(raised, product):
         return raised
-    return memory if is_beyond(memory, product) else msgspec.structs.replace(memory, trusted=False)
+    return memory if exceeds_gpu(memory, product) else msgspec.structs.replace(memory, trusted=False)
 
 
-def is_beyond(memory: MemoryPrediction, product: GpuProduct) -> bool:
+def exceeds_gpu(memory: MemoryPrediction, product: GpuProduct) -> bool:
     """Whether a bound takes so much of a GPU that the job may as well run alone."""
-    return memory.upper_mib > ROOM * product.memory_mib
+    return memory.upper_mib > USABLE_SHARE * product.memory_mib
 
 
-def is_alone(memory: MemoryPrediction, product: GpuProduct, recalled: Recalled | None) -> bool:
+def runs_alone(memory: MemoryPrediction, product: GpuProduct, recalled: RunHistory | None) -> bool:
     """Whether a job runs alone on a GPU because of its bound: nobody is refused for a peak that may not come.
 
     A bound that is too much for the GPU refuses a job only where its median is too much as well, and no run of it is
@@ -213,10 +213,12 @@ def is_alone(memory: MemoryPrediction, product: GpuProduct, recalled: Recalled |
         product: The GPU product.
         recalled: What earlier runs showed there, where there were any.
     """
-    return is_beyond(memory, product) and (recalled is not None or memory.median_mib <= ROOM * product.memory_mib)
+    return exceeds_gpu(memory, product) and (
+        recalled is not None or memory.median_mib <= USABLE_SHARE * product.memory_mib
+    )
 
 
-def is_in_vain(recalled: Recalled | None, product: GpuProduct, correction: float) -> bool:
+def exceeded_whole_gpu(recalled: RunHistory | None, product: GpuProduct, correction: float) -> bool:
     """Whether a job needs more than such a GPU has: a run of it died of memory with all of one.
 
     Not where another run's peak stood still there: that one fitted, and something else was in the way of the other.
@@ -228,15 +230,15 @@ def is_in_vain(recalled: Recalled | None, product: GpuProduct, correction: float
     """
     if recalled is None or recalled.peak_mib:
         return False
-    return recalled.least_mib * correction >= ROOM * product.memory_mib
+    return recalled.least_mib * correction >= USABLE_SHARE * product.memory_mib
 
 
-def is_excluded(memory: MemoryPrediction, product: GpuProduct) -> bool:
+def is_refused(memory: MemoryPrediction, product: GpuProduct) -> bool:
     """Whether a job is refused such a GPU for what its own runs showed; see `is_in_vain`."""
-    return memory.trusted and memory.learned_runs > 0 and is_beyond(memory, product)
+    return memory.trusted and memory.learned_runs > 0 and exceeds_gpu(memory, product)
 
 
-def taught_by(found: ProductPrediction) -> str | None:
+def calibration_source(found: ProductPrediction) -> str | None:
     """Say what a bound was learned from; None where it is as shipped."""
     memory = found.memory
     parts = []
@@ -247,7 +249,7 @@ def taught_by(found: ProductPrediction) -> str | None:
     return f"memory on {found.product} is calibrated from {' and '.join(parts)}" if parts else None
 
 
-def with_activity(activity: ActivityPrediction, recalled: Recalled) -> ActivityPrediction:
+def apply_activity(activity: ActivityPrediction, recalled: RunHistory) -> ActivityPrediction:
     """Put activity that was measured in the place of the estimate."""
     return msgspec.structs.replace(
         activity,
@@ -260,6 +262,6 @@ def _around(estimate: Interval, measured: float | None) -> Interval:
     return estimate if measured is None else Interval(median=measured, lower=measured, upper=measured)
 
 
-def model_name(model: ModelSource | None) -> str:
+def model_key(model: ModelSource | None) -> str:
     """Name a model for the calibration: equal sources have equal names, whatever they are trained with."""
     return hashlib.sha256(msgspec.json.encode(model, order="sorted")).hexdigest()[:16]

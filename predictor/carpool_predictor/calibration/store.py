@@ -28,7 +28,7 @@ class _ConfigMap(msgspec.Struct, frozen=True):
 _EXPECTED = "CARPOOL_CALIBRATION: expected NAMESPACE/NAME of a ConfigMap, or nothing"
 
 
-def place_of(text: str, expected: str = _EXPECTED) -> tuple[str, str] | None:
+def parse_config_map_name(text: str, expected: str = _EXPECTED) -> tuple[str, str] | None:
     """Read NAMESPACE/NAME, of the ConfigMap where nothing else is said; None where it is empty.
 
     Args:
@@ -47,7 +47,7 @@ def place_of(text: str, expected: str = _EXPECTED) -> tuple[str, str] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredCalibration:
     """What the ConfigMap holds."""
 
     calibration: Calibration = field(default_factory=Calibration)
@@ -56,7 +56,7 @@ class Kept:
     uid: str = ""
 
 
-class UnreadableError(Exception):
+class UnreadableCalibrationError(Exception):
     """The ConfigMap holds something else than a calibration of this version; the message says what to do."""
 
     def __init__(self, message: str, uid: str) -> None:
@@ -64,7 +64,7 @@ class UnreadableError(Exception):
         self.uid = uid
 
 
-class CalibrationMap:
+class CalibrationStore:
     """One ConfigMap.
 
     Args:
@@ -76,7 +76,7 @@ class CalibrationMap:
     def __init__(self, api: KubeApi, namespace: str, name: str) -> None:
         self._api, self.namespace, self.name = api, namespace, name
 
-    async def read(self) -> Kept:
+    async def read(self) -> StoredCalibration:
         """Read what is kept; nothing learned where there is no ConfigMap, or none of our data in it.
 
         Raises:
@@ -86,21 +86,21 @@ class CalibrationMap:
         try:
             found = await self._api.get(CONFIG_MAPS, self.name, _ConfigMap, namespace=self.namespace)
         except NotFound:
-            return Kept()
+            return StoredCalibration()
         text = found.data.get(KEY)
         if text is None:
-            return Kept(version=found.metadata.resource_version, uid=found.metadata.uid)
+            return StoredCalibration(version=found.metadata.resource_version, uid=found.metadata.uid)
         try:
             calibration = read_calibration(text.encode())
         except MalformedError as error:
-            raise UnreadableError(
+            raise UnreadableCalibrationError(
                 f"ConfigMap {self.namespace}/{self.name}: {error}; nothing is learned until {KEY} in it is repaired or "
                 "removed, and predictions are as shipped",
                 found.metadata.uid,
             ) from error
-        return Kept(calibration, found.metadata.resource_version, found.metadata.uid)
+        return StoredCalibration(calibration, found.metadata.resource_version, found.metadata.uid)
 
-    async def write(self, kept: Kept, calibration: Calibration) -> Kept:
+    async def write(self, kept: StoredCalibration, calibration: Calibration) -> StoredCalibration:
         """Write a calibration in the place of what was read.
 
         Raises:
@@ -120,4 +120,4 @@ class CalibrationMap:
             patch = {"metadata": {"resourceVersion": kept.version}, "data": data}
             written = await self._api.patch(CONFIG_MAPS, self.name, patch, namespace=self.namespace)
         found = msgspec.convert(written, _ConfigMap)
-        return Kept(calibration, found.metadata.resource_version, found.metadata.uid)
+        return StoredCalibration(calibration, found.metadata.resource_version, found.metadata.uid)

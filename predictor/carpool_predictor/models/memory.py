@@ -202,36 +202,36 @@ def is_calibrated(model: MemoryModel, product: GpuProduct, precision: Precision)
 
 
 @dataclass(frozen=True, slots=True)
-class Corrected:
-    """What the model says of one step, whatever the product."""
+class Correction:
+    """The model's correction of one step; independent of the GPU product."""
 
-    correction: float
+    line_factor: float
     """Factor to the line."""
-    factor: float
+    bound_factor: float
     """Bound over median."""
     stratum: int
-    """Which of the model's factors that is made of."""
+    """Index of the model's factor that `bound_factor` is made of."""
     inside: bool
-    """Whether the step lies inside what was learned."""
+    """Whether the step lies inside the training data."""
 
 
-def correct(model: MemoryModel, features: ModelFeatures, cost: StepCost, batch_size: int) -> Corrected:
+def correction_of(model: MemoryModel, features: ModelFeatures, cost: StepCost, batch_size: int) -> Correction:
     """Look a step up in the trees and strata."""
     row = row_of(features, cost, batch_size)
     inside = all(low <= x <= high for x, (low, high) in zip(row, model.hull, strict=True))
     stratum = model.risk.stratum(row)
     factor = model.factors[stratum]
     if not inside:
-        return Corrected(1.0, factor * OUTSIDE_FACTOR, stratum, inside=False)
+        return Correction(1.0, factor * OUTSIDE_FACTOR, stratum, inside=False)
     answer = min(max(model.residual.predict(row), -MAX_CORRECTION), MAX_CORRECTION)
-    return Corrected(math.exp(answer), factor, stratum, inside=True)
+    return Correction(math.exp(answer), factor, stratum, inside=True)
 
 
 def predict_memory(
     cost: StepCost,
     layers: LayerCounts,
     model: MemoryModel,
-    corrected: Corrected,
+    correction: Correction,
     *,
     calibrated: bool,
     context_difference_mib: float,
@@ -242,17 +242,17 @@ def predict_memory(
         cost: The simulated step.
         layers: Decides the width of the memory class.
         model: Line and coverage.
-        corrected: What `correct` said of the step.
+        correction: The step's correction.
         calibrated: Whether the model was fitted on this very stack.
         context_difference_mib: CUDA context here less that of the calibrated product.
     """
     line = model.slope * cost.reserved_bytes / MIB + model.intercept_mib
-    median = max(line * corrected.correction + context_difference_mib, cost.peak_bytes / MIB)
-    factor = corrected.factor * (1 if calibrated else ELSEWHERE_FACTOR)
+    median = max(line * correction.line_factor + context_difference_mib, cost.peak_bytes / MIB)
+    factor = correction.bound_factor * (1 if calibrated else ELSEWHERE_FACTOR)
     upper = math.ceil(median * factor)
     width = class_width_mib(layers)
     lower_edge = (math.ceil(median * factor**model.class_share) - 1) // width * width
-    known = calibrated and corrected.inside
+    known = calibrated and correction.inside
     return MemoryPrediction(
         median_mib=math.ceil(median),
         upper_mib=upper,

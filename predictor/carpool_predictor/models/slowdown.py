@@ -125,10 +125,10 @@ def upper_slowdowns(
     mode: SharingMode, util: Ratios, sm: Ratios, dram: Ratios, present: NDArray[np.bool_] | None = None
 ) -> Slowdowns:
     """Predict the upper quantile of what `slowdowns` predicts the median of; the level stands in the model."""
-    return slowdowns(mode, util, sm, dram, present) + allowance(mode, util, present)
+    return slowdowns(mode, util, sm, dram, present) + upper_margin(mode, util, present)
 
 
-def allowance(mode: SharingMode, util: Ratios, present: NDArray[np.bool_] | None = None) -> Slowdowns:
+def upper_margin(mode: SharingMode, util: Ratios, present: NDArray[np.bool_] | None = None) -> Slowdowns:
     """Return how far the upper quantile lies above the median, shape (gpus, tenants); 0 where no tenant is.
 
     Args:
@@ -162,7 +162,7 @@ def _in_turns(util: Ratios, present: NDArray[np.bool_] | None) -> Slowdowns:
     """Slowdowns of tenants that take turns: equally many tenants at a time, so that few cost little."""
     exponent = shipped().holding
     if present is None or present.all():
-        return Turns(_ratios(util), exponent).slowdowns()
+        return MeanValueAnalysis(_ratios(util), exponent).slowdowns()
     result = np.ones(np.shape(present))
     count = present.sum(axis=1)
     for tenants in np.unique(count[count > 1]).tolist():
@@ -170,7 +170,7 @@ def _in_turns(util: Ratios, present: NDArray[np.bool_] | None) -> Slowdowns:
         here = np.zeros(present.shape, np.bool_)
         here[rows] = present[rows]
         busy = _ratios(util[here]).reshape(rows.size, tenants)
-        result[here] = Turns(busy, exponent).slowdowns().ravel()
+        result[here] = MeanValueAnalysis(busy, exponent).slowdowns().ravel()
     return result
 
 
@@ -201,7 +201,7 @@ def _levels(tenants: int, depth: int) -> tuple[_Level, ...]:
     )
 
 
-class Turns:
+class MeanValueAnalysis:
     """The mean-value analysis of GPUs with equally many tenants.
 
     Args:
@@ -247,14 +247,14 @@ def _excess(activity: Slowdowns, saturation: float) -> Slowdowns:
     return excess
 
 
-USED_UP = SM_SATURATION
+SATURATION = SM_SATURATION
 """Share of a GPU, of its time or of its SMs, from which on what its tenants get is what the others leave: from there on
 those under MPS disturb each other; of time it is an assumption, with room for monitors that count too little."""
 ROUNDS = 20
 """Enough for what is measured on GPUs that are not used up; on others it ends where it is."""
 
 
-class Activity(NamedTuple):
+class TenantActivity(NamedTuple):
     """What one tenant does, each 0..1."""
 
     util: float
@@ -265,7 +265,7 @@ class Activity(NamedTuple):
     """Share of memory cycles in use; as predicted alone, because no agent measures it."""
 
 
-def alone(mode: SharingMode, together: Sequence[Activity]) -> list[Activity]:
+def solo_activity(mode: SharingMode, together: Sequence[TenantActivity]) -> list[TenantActivity]:
     """Estimate what each tenant of a GPU would do without the others.
 
     Args:
@@ -279,10 +279,10 @@ def alone(mode: SharingMode, together: Sequence[Activity]) -> list[Activity]:
         util, sm, dram = found.T[:, None, :]
         by = slowdowns(mode, util, sm, dram, every)[0]
         found[:, :2] = np.minimum(1.0, measured[:, :2] * by[:, None])
-    return [Activity(*row) for row in found.tolist()]
+    return [TenantActivity(*row) for row in found.tolist()]
 
 
-def is_used_up(mode: SharingMode, together: Sequence[Activity]) -> bool:
+def is_saturated(mode: SharingMode, together: Sequence[TenantActivity]) -> bool:
     """Whether tenants of a GPU get what the others leave: those who take turns of its time, the others of its SMs.
 
     Args:
@@ -290,4 +290,4 @@ def is_used_up(mode: SharingMode, together: Sequence[Activity]) -> bool:
         together: What each is measured to do.
     """
     used = {SharingMode.TIME_SLICING: (one.util for one in together), SharingMode.MPS: (one.sm for one in together)}
-    return len(together) > 1 and sum(used.get(mode, ())) >= USED_UP
+    return len(together) > 1 and sum(used.get(mode, ())) >= SATURATION

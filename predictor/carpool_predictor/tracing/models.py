@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import (
 
 from carpool_predictor.catalog.recipes import Recipe, recipe_of
 from carpool_predictor.features import ModelRecord, StepRecord, TraceError
-from carpool_predictor.tracing.operators import Remembered
+from carpool_predictor.tracing.operators import OperatorCache
 from carpool_predictor.tracing.record import Updates, record_step
 from carpool_predictor.tracing.step import (
     AUTOCAST,
@@ -327,7 +327,7 @@ def record_recipe(
     training: Training,
     sizes: Sequence[int],
     others: Sequence[Optimizer] = (),
-    remembered: Remembered | None = None,
+    remembered: OperatorCache | None = None,
 ) -> ModelRecord:
     """Build a model with fake weights and look closely at its step.
 
@@ -358,7 +358,7 @@ def _record(
     sizes: Sequence[int],
     mode: TensorMode,
     others: Sequence[Optimizer] = (),
-    remembered: Remembered | None = None,
+    remembered: OperatorCache | None = None,
 ) -> ModelRecord:
     module, fake = build(recipe, training, mode)
     parameters = list(module.parameters())

@@ -228,7 +228,7 @@ _PER_CHANNEL = frozenset({_aten.native_batch_norm.default, _aten.native_batch_no
 numbers of each channel. They are the slowest of all."""
 
 
-class Remembered:
+class OperatorCache:
     """Calls operators; answers again what it answered before to arguments of the same layout."""
 
     def __init__(self) -> None:
@@ -351,7 +351,7 @@ _FULL = frozenset({torch.ops.aten.full_like.default, torch.ops.aten.zeros_like.d
 """What an optimizer's state is made by."""
 
 
-class Answered(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves it unannotated
+class ForeachMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves it unannotated
     """Answers these operators, and what makes an optimizer's state, and counts nothing."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

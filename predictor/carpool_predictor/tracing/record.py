@@ -10,7 +10,7 @@ from torch._ops import OpOverload
 
 from carpool_predictor.features import StepRecord, UpdateRecord
 from carpool_predictor.tracing.allocator import CachingAllocator, reserved_after
-from carpool_predictor.tracing.operators import Remembered, like
+from carpool_predictor.tracing.operators import OperatorCache, like
 from carpool_predictor.tracing.step import FakeTraining, Kind, Peak, StepTracker, trace_step, with_optimizer
 
 Event = tuple[int, int]
@@ -154,7 +154,7 @@ class DetailTracker(StepTracker):  # type: ignore[no-untyped-call]  # as its par
         remembered: What operators gave in other steps.
     """
 
-    def __init__(self, parameters: Sequence[Tensor] = (), remembered: Remembered | None = None) -> None:
+    def __init__(self, parameters: Sequence[Tensor] = (), remembered: OperatorCache | None = None) -> None:
         super().__init__(remembered)
         self.unfolded_max = 0
         self.convolved_max = 0
@@ -211,7 +211,7 @@ class DetailTracker(StepTracker):  # type: ignore[no-untyped-call]  # as its par
 
 
 def record_step(
-    fake: FakeTraining, batch_size: int, updates: Updates | None = None, remembered: Remembered | None = None
+    fake: FakeTraining, batch_size: int, updates: Updates | None = None, remembered: OperatorCache | None = None
 ) -> StepRecord:
     """Trace one step closely.
 

@@ -27,10 +27,10 @@ from carpool_predictor.tracing import operators
 from carpool_predictor.tracing.autocast import MetaAutocast, NoProductMissed
 from carpool_predictor.tracing.operators import (
     PRIM_DEVICE,
-    Answered,
     Costs,
     CudaRules,
-    Remembered,
+    ForeachMode,
+    OperatorCache,
     bytes_moved,
     kernel_count,
     like,
@@ -124,7 +124,7 @@ class LiveStorages:
 class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves it unannotated
     """Sees every operator of a step below autograd and autocast, on the way to the fake kernels."""
 
-    def __init__(self, remembered: Remembered | None = None) -> None:
+    def __init__(self, remembered: OperatorCache | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.storages = LiveStorages()
         self.kind = Kind.ACTIVATION
@@ -133,7 +133,7 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorc
         self.bytes_moved = 0.0
         self.kernels = 0
         self._costs = Costs()
-        self._remembered = remembered or Remembered()
+        self._remembered = remembered or OperatorCache()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, then count it."""
@@ -370,7 +370,7 @@ def _optimizer(model: nn.Module, mode: TensorMode, kind: Optimizer) -> torch.opt
     options: dict[str, Any] = {"lr": 1e-3, "foreach": True}
     if kind is Optimizer.SGD_MOMENTUM:
         options["momentum"] = 0.9
-    with mode, Answered():  # type: ignore[no-untyped-call]  # PyTorch's own
+    with mode, ForeachMode():  # type: ignore[no-untyped-call]  # PyTorch's own
         optimizer = _OPTIMIZERS[kind](parameters, **options)
         if isinstance(mode, torch.device):
             _count_on_the_host(optimizer)

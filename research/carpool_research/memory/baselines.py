@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from carpool_core.values import MIB
-from carpool_predictor.models.memory import correct, predict_memory
+from carpool_predictor.models.memory import correction_of, predict_memory
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -97,7 +97,7 @@ def ours(samples: Sequence[Sample], seed: int) -> Judge:
     model = fit(samples, seed=seed)
 
     def estimate(sample: Sample) -> float:
-        corrected = correct(model, sample.features, sample.cost, sample.batch_size)
+        corrected = correction_of(model, sample.features, sample.cost, sample.batch_size)
         return float(
             predict_memory(
                 sample.cost, sample.features.layers, model, corrected, calibrated=True, context_difference_mib=0

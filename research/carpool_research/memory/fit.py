@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.values import MIB, Precision
-from carpool_predictor.calibration.run_history import FIRST, FIRST_UNENFORCED
+from carpool_predictor.calibration.run_history import FIRST_RUN_FACTOR, FIRST_RUN_FACTOR_UNENFORCED
 from carpool_predictor.catalog import store
 from carpool_predictor.features import StepCost, cost_at
 from carpool_predictor.models.memory import (
@@ -224,8 +224,8 @@ class Room(NamedTuple):
 
 
 ROOMS = (
-    Room("a limit enforces the bound (MPS, MIG)", 0.9, FIRST),
-    Room("nothing does (time slicing)", 0.95, FIRST_UNENFORCED),
+    Room("a limit enforces the bound (MPS, MIG)", 0.9, FIRST_RUN_FACTOR),
+    Room("nothing does (time slicing)", 0.95, FIRST_RUN_FACTOR_UNENFORCED),
 )
 
 

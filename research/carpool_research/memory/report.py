@@ -13,7 +13,7 @@ from carpool_predictor.models.memory import (
     ELSEWHERE_FACTOR,
     OUTSIDE_FACTOR,
     MemoryModel,
-    correct,
+    correction_of,
     predict_memory,
     shipped,
 )
@@ -407,7 +407,7 @@ def apply(model: MemoryModel, samples: Sequence[Sample]) -> Judged:
     """Predict with the code that users get."""
     answers = []
     for sample in samples:
-        corrected = correct(model, sample.features, sample.cost, sample.batch_size)
+        corrected = correction_of(model, sample.features, sample.cost, sample.batch_size)
         memory = predict_memory(
             sample.cost, sample.features.layers, model, corrected, calibrated=True, context_difference_mib=0
         )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-from carpool_predictor.models.slowdown import SlowdownModel, Turns, shipped
+from carpool_predictor.models.slowdown import MeanValueAnalysis, SlowdownModel, shipped
 from numpy.typing import NDArray
 
 from carpool_research.slowdown import gavel
@@ -213,9 +213,9 @@ def section(pairs: Pairs) -> list[str]:
 
 def _row(busy: Numbers) -> str:
     exact = np.array([exact_slowdowns(row) for row in busy])
-    off = np.abs(Turns(busy, 1.0).slowdowns() - exact)
+    off = np.abs(MeanValueAnalysis(busy, 1.0).slowdowns() - exact)
     k = shipped().holding
-    told = Turns(busy, k).slowdowns()
+    told = MeanValueAnalysis(busy, k).slowdowns()
     most, busiest = ((of / told).sum(axis=1).max() for of in (busy**k, busy))
     errors = f"{exact.mean():.2f} | {off.mean():.4f} | {off.max():.4f}"
     return f"| {busy.shape[1]} | {errors} | {most:.2f} | {busiest:.2f} |"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 from carpool_core.values import SharingMode
-from carpool_predictor.models.slowdown import Turns, slowdowns, upper_slowdowns
+from carpool_predictor.models.slowdown import MeanValueAnalysis, slowdowns, upper_slowdowns
 from numpy.typing import NDArray
 
 from carpool_research.tables import number, read_table
@@ -182,7 +182,7 @@ BASELINES: Mapping[str, Callable[[Pairs], Numbers]] = {
     "no slowdown": lambda pairs: np.ones(len(pairs.slowdown)),
     "min(1, 100/Σutil)": lambda pairs: np.maximum(1.0, pairs.busy.sum(axis=1)),
     "Bard's mean-value analysis, nothing fitted": bard,
-    EXACT: lambda pairs: Turns(pairs.busy, 1.0).slowdowns()[:, 0],
+    EXACT: lambda pairs: MeanValueAnalysis(pairs.busy, 1.0).slowdowns()[:, 0],
 }
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from carpool_extender.framework.diagnosis import pluralize
-from carpool_predictor.calibration.run_history import FIRST, FIRST_UNENFORCED
+from carpool_predictor.calibration.run_history import FIRST_RUN_FACTOR, FIRST_RUN_FACTOR_UNENFORCED
 
 from carpool_simulator.reports import (
     energies,
@@ -129,10 +129,12 @@ def _head() -> list[str]:
         "and the number of jobs that calibrate a stack (three) stood in the predictor before, a death raises the "
         "bound by the half that the simulator's recovery had, a minute and a half is the age from which the "
         "scheduler goes by what it measures, and ten minutes are an assumption that is varied below. A first run "
-        f"counts with {FIRST:g} times the bound, by a rule that looks at the memory model's evaluation, each family "
+        f"counts with {FIRST_RUN_FACTOR:g} times the bound, by a rule that looks at the memory model's evaluation, "
+        "each family "
         "held out ([decisions.md](decisions.md#the-first-run-of-a-job-has-more-room)); for an earlier model the rule "
         "gave 1.14, after 1.1, 1.15 and 1.2 had been tried on these seeds. By turns, where nothing enforces a bound, "
-        f"it counts with {FIRST_UNENFORCED:g} times, by the same rule with more families to be held: that there should "
+        f"it counts with {FIRST_RUN_FACTOR_UNENFORCED:g} times, by the same rule with more families to be held: that "
+        "there should "
         "be more was decided after deaths on HotCloud's draws (one on these ten seeds, nine on ninety). That first "
         "runs need more room at all was seen here (one model of RAD-RM died each time it was new), and so was that "
         "activity must be learned for "

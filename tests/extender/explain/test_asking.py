@@ -22,9 +22,9 @@ from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.settings import AskSettings
 from carpool_extender.testing import T4, device, gpu_node, seed_job, seed_node, tenant
 from carpool_extender.workloads import JobOptions
-from carpool_predictor.calibration.document import SIMULATED, Calibration, Expected, Measured, Stack
+from carpool_predictor.calibration.document import SIMULATED, Calibration, RunMeasurement, RunPrediction, Stack
 from carpool_predictor.calibration.observe import observe
-from carpool_predictor.calibration.store import KEY, CalibrationMap, Kept
+from carpool_predictor.calibration.store import KEY, CalibrationStore, StoredCalibration
 from carpool_predictor.models.memory import shipped
 
 
@@ -214,8 +214,8 @@ def calibrated() -> Calibration:
     """Three jobs were measured on a T4."""
     found = Calibration()
     for number in range(3):
-        expected = Expected(model=f"m{number}", reserved_mib=1000 + 500 * number, live_mib=500, upper_mib=9000)
-        measured = Measured(peak_mib=4000 + 600 * number, capacity_mib=15360)
+        expected = RunPrediction(model=f"m{number}", reserved_mib=1000 + 500 * number, live_mib=500, upper_mib=9000)
+        measured = RunMeasurement(peak_mib=4000 + 600 * number, capacity_mib=15360)
         found = observe(found, Stack(product=T4, precision=Precision.FP32), expected, measured, shipped())
     return found
 
@@ -243,7 +243,7 @@ async def test_what_if_predicts_with_what_the_operator_learned(kept, settings, t
         metadata = {"name": "carpool-calibration", "namespace": "carpool-system"}
         kube.seed(CONFIG_MAPS, {"metadata": metadata, "data": {KEY: kept.decode()}})
     elif kept is not None:
-        await CalibrationMap(kube, "carpool-system", "carpool-calibration").write(Kept(), kept)
+        await CalibrationStore(kube, "carpool-system", "carpool-calibration").write(StoredCalibration(), kept)
     known = await forecast(kube, settings)
     assert note in " ".join(known.notes)
     assert bool(note) == bool(known.notes)
