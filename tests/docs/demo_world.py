@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 from carpool_core.clock import Clock, rfc3339
-from carpool_core.kube.api import DEPLOYMENTS, GPU_NODES, GPU_TRAINING_JOBS, NODES, Selector
+from carpool_core.kube.api import CONFIG_MAPS, GPU_NODES, GPU_TRAINING_JOBS, NODES, Selector
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.meta import ObjectMeta
 from carpool_core.resources.node import GpuNode, GpuNodeStatus
@@ -19,8 +19,8 @@ from carpool_e2e.cluster import FULL
 from carpool_e2e.demo import manifests
 from carpool_e2e.fleet import TAINT
 from carpool_extender.cache import ledger
-from carpool_extender.explain.commands import Forecast
-from carpool_extender.explain.enquiry import snapshot
+from carpool_extender.explain.commands import JobPredictor
+from carpool_extender.explain.explain import cluster_view
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.framework.selection import best_place, reservation_of
@@ -64,12 +64,9 @@ async def after_the_demo(clock: Clock, folder: Path) -> FakeKube:
         kube.seed(GPU_NODES, GpuNode(metadata=ObjectMeta(name=name, uid=name), status=status))
         spec = {"taints": [TAINT]} if name in FULL.fleet else {}
         kube.seed(NODES, {"metadata": {"name": name}, "spec": spec, "status": {"allocatable": ROOM}})
-    await CalibrationStore(kube, NAMESPACE, CALIBRATION).write(StoredCalibration(), Calibration())
-    for process, container, told in (("scheduler", "extender", {}), ("operator", "operator", LEARNS)):
-        env = [{"name": name, "value": value} for name, value in told.items()]
-        pod = {"spec": {"containers": [{"name": container, "env": env}]}}
-        metadata = {"name": f"{RELEASE}-{process}", "namespace": NAMESPACE}
-        kube.seed(DEPLOYMENTS, {"metadata": metadata, "spec": {"template": pod}})
+    await CalibrationMap(kube, NAMESPACE, CALIBRATION).write(Kept(), Calibration())
+    metadata = {"name": f"{RELEASE}-settings", "namespace": NAMESPACE}
+    kube.seed(CONFIG_MAPS, {"metadata": metadata, "data": LEARNS})
     for manifest in JOBS:
         await run(kube, manifest, clock)
     return kube
@@ -82,10 +79,10 @@ async def run(kube: FakeKube, manifest: dict[str, Any], clock: Clock) -> None:
     name = manifest["metadata"]["name"]
     job = msgspec.convert({**manifest, "metadata": {**manifest["metadata"], "uid": name}}, GpuTrainingJob)
     products = sorted({device.product for node in nodes.values() for device in node.status.devices})
-    body = msgspec.to_builtins(await Forecast(is_strict=True).traced(job, products))
+    body = msgspec.to_builtins(await JobPredictor(is_strict=True).predict(job, products))
     pod_request = pod_request_of(msgspec.convert(body, JobRow), None, AS_SHIPPED)
     offered = [node for node in nodes.values() if node.metadata.name in FULL.kubelet_nodes]
-    found = best_place(CachedEvaluation(pod_request, RULES, snapshot(offered, RULES, clock).cluster.snapshot()))
+    found = best_place(CachedEvaluation(pod_request, RULES, cluster_view(offered, RULES, clock).cluster.snapshot()))
     assert found is not None, name
     node, now = nodes[found[0]], clock.now()
     held = reservation_of(found[1], pod_request, PodUid(f"pod-{name}"), f"{name}-worker-0-1", now=now, deadline=now)

@@ -99,7 +99,7 @@ def test_every_setting_is_documented(process: str, one: Setting) -> None:
 @pytest.mark.parametrize(("process", "one"), SETTINGS, ids=lambda x: x.flag if isinstance(x, Setting) else x)
 def test_a_setting_says_what_empty_means(process: str, one: Setting) -> None:
     if one.default is None or one.default == "":
-        assert re.search(r"\b(where empty|when left out|required)\b", one.help), (
+        assert re.search(r"(?i)\b(where empty|if empty|when left out|required)\b", one.help), (
             f"{one.env}: say what happens where it is empty"
         )
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from carpool_core.kube.api import DEPLOYMENTS
+from carpool_core.kube.api import CONFIG_MAPS
 from carpool_core.testing.kube import FakeKube
-from carpool_extender.explain.site import settled
+from carpool_extender.explain.site_settings import read_site_settings
 from carpool_extender.framework.admission_limits import Quantile
 from carpool_extender.settings import AskSettings, ConditionSettings
 from own_rights import OWN, READ
@@ -107,7 +107,7 @@ def test_what_was_learned_is_kept_in_one_configmap_of_the_operators_own_namespac
 def test_an_operator_that_does_not_learn_may_touch_no_configmap(render: Any) -> None:
     chart = render(settings={"learning": False})
     assert [o["metadata"]["name"] for o in chart.all("Role", "RoleBinding") if "calibration" in str(o)] == []
-    assert [rule["resources"] for rule in chart.one("Role", "carpool-asker")["rules"]] == [["deployments"]]
+    assert [rule["resourceNames"] for rule in chart.one("Role", "carpool-asker")["rules"]] == [["carpool-settings"]]
     assert "CARPOOL_CALIBRATION" not in str(chart.one("Deployment", "carpool-operator"))
 
 
@@ -131,8 +131,7 @@ def test_whoever_asks_may_read_the_sites_settings_and_what_was_learned_and_nothi
     role = chart.one("Role", "carpool-asker")
     assert role["metadata"]["namespace"] == "carpool-system"
     assert [(rule["resources"], rule["resourceNames"], rule["verbs"]) for rule in role["rules"]] == [
-        (["deployments"], ["carpool-scheduler", "carpool-operator"], ["get"]),
-        (["configmaps"], ["carpool-calibration"], ["get"]),
+        (["configmaps"], ["carpool-settings", "carpool-calibration"], ["get"]),
     ]
     assert "`carpool-asker`" in SECURITY.read_text()
 
@@ -152,15 +151,21 @@ def test_whoever_asks_may_read_the_sites_settings_and_what_was_learned_and_nothi
         ),
     ],
 )  # fmt: skip
-async def test_whoever_asks_finds_the_settings_in_the_charts_deployments(
+async def test_the_charts_configmap_holds_the_settings_of_its_deployments(
     render: Any, settings: dict[str, Any], told: dict[str, Any]
 ) -> None:
+    chart = render(settings=settings)
     kube = FakeKube()
-    for deployment in render(settings=settings).all("Deployment"):
-        kube.seed(DEPLOYMENTS, deployment)
-    found, note = await settled(kube, AskSettings(), frozenset(), predicts=True)
+    settings_map = chart.one("ConfigMap", "carpool-settings")
+    kube.seed(CONFIG_MAPS, settings_map)
+    found, note = await read_site_settings(kube, AskSettings(), frozenset())
     assert found == dataclasses.replace(AskSettings(), **told)
     assert "the site's may differ" not in note
+    environment: dict[str, str] = {}
+    for deployment in chart.all("Deployment"):
+        for container in deployment["spec"]["template"]["spec"]["containers"]:
+            environment |= {entry["name"]: entry.get("value", "") for entry in container.get("env", [])}
+    assert {name: environment.get(name, "") for name in settings_map["data"]} == settings_map["data"]
 
 
 def test_each_account_is_bound_to_its_own_roles(chart: Any) -> None:

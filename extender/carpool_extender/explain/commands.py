@@ -1,4 +1,4 @@
-"""`carpool explain` and `carpool what-if`: the commands."""
+"""`carpool explain` and `carpool what-if`."""
 
 import asyncio
 import re
@@ -7,16 +7,19 @@ import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import click
 import msgspec
 from carpool_core.clock import SystemClock
-from carpool_core.kube.api import KubeApi
+from carpool_core.keys import GROUP_VERSION
+from carpool_core.kube.api import GPU_TRAINING_JOBS, KubeApi
 from carpool_core.kube.client import connect
 from carpool_core.kube.config import KubeConfigError
-from carpool_core.kube.errors import Forbidden, KubeError, Refused
+from carpool_core.kube.errors import Conflict, Forbidden, Invalid, KubeError, Refused
 from carpool_core.products import PRODUCTS, hardware_name
 from carpool_core.resources.job import GpuTrainingJob
+from carpool_core.resources.schema import describe_decode_error
 from carpool_core.settings import SettingsError, click_options
 from carpool_predictor.calibration.document import Calibration
 from carpool_predictor.calibration.run_history import model_key
@@ -24,17 +27,96 @@ from carpool_predictor.calibration.store import CalibrationStore, UnreadableCali
 from carpool_predictor.predict import predict
 from carpool_predictor.tracing.source import SubprocessTracer, features_of
 
-from carpool_extender.explain.enquiry import Answer, Asker, NoSuchJobError, asked, explained
-from carpool_extender.explain.manifest import ManifestError, checked, read
-from carpool_extender.explain.site import given, settled
+from carpool_extender.explain.explain import Answer, NoSuchJobError, Options, explain_job
+from carpool_extender.explain.explain import what_if as answer_what_if
+from carpool_extender.explain.site_settings import given, read_site_settings
 from carpool_extender.framework.diagnosis import broken
 from carpool_extender.framework.scores import SchedulerConfig, UnknownPolicyError, find_policy
 from carpool_extender.settings import AskSettings
 from carpool_extender.workloads import JobOptions
 
+STDIN = Path("-")
+"""The path that stands for standard input."""
+_UNCHECKED_RULES = re.compile(
+    r"\s*(?:, |\* )?<nil>: Invalid value: \"?null\"?: some validation rules were not checked[^,\]\n]*"
+)
+"""What the API server appends to a refusal when CEL rules could not run."""
+
+
+class ManifestError(ValueError):
+    """The manifest is invalid; `str()` says why."""
+
+
+class CheckedManifest(NamedTuple):
+    """A job that the API server accepts."""
+
+    job: GpuTrainingJob
+    notes: list[str]
+    """Sentences for the user."""
+    unchecked: list[str]
+    """Sentences on what could not be checked."""
+
+
+def read_manifest(path: Path, namespace: str | None) -> dict[str, Any]:
+    """Read a manifest.
+
+    Args:
+        path: A YAML file with one GpuTrainingJob; `-` is standard input.
+        namespace: The namespace that the user named, or None; the manifest may name no other.
+
+    Raises:
+        ManifestError: It is no GpuTrainingJob of this version, has no name, or names another namespace.
+    """
+    try:
+        found = msgspec.yaml.decode(sys.stdin.buffer.read() if path == STDIN else path.read_bytes())
+    except msgspec.MsgspecError as error:
+        message = " ".join(str(error).split())
+        raise ManifestError(f"{path}: expected a GpuTrainingJob in one YAML document: {message}") from error
+    kind = found.get("kind") if isinstance(found, dict) else None
+    if kind != "GpuTrainingJob":
+        raise ManifestError(f"{path}: expected a GpuTrainingJob, found {f'a {kind}' if kind else 'no kind'}")
+    if (version := found.get("apiVersion")) != GROUP_VERSION:
+        raise ManifestError(f"{path}: expected apiVersion {GROUP_VERSION}, found {version or 'none'}")
+    metadata = found.get("metadata")
+    if not isinstance(metadata, dict) or not metadata.get("name"):
+        raise ManifestError(f"{path}: expected metadata.name, found none; give the job a name")
+    own = metadata.get("namespace")
+    if namespace and own and own != namespace:
+        raise ManifestError(
+            f"{path}: the namespace of the manifest, {own}, is not {namespace}, which -n names; leave one of them out"
+        )
+    return {**found, "metadata": {**metadata, "namespace": own or namespace or ""}}
+
+
+async def check_manifest(api: KubeApi, manifest: dict[str, Any]) -> CheckedManifest:
+    """Have the API server validate a job in a dry run, with the caller's rights.
+
+    Raises:
+        ManifestError: The API server refuses it.
+        KubeError: The API server could not be reached.
+    """
+    metadata = {**manifest["metadata"], "namespace": manifest["metadata"].get("namespace") or api.namespace}
+    notes, unchecked, body = list[str](), list[str](), {**manifest, "metadata": metadata}
+    try:
+        body = await api.create(GPU_TRAINING_JOBS, body, namespace=metadata["namespace"], is_dry_run=True)
+    except Invalid as error:
+        message = _UNCHECKED_RULES.sub("", error.server_message)
+        raise ManifestError(f"the API server would refuse it: {message}") from error
+    except Conflict:
+        notes.append("a job of this name exists already; this answer is for another one with this manifest")
+    except Forbidden:
+        unchecked.append(
+            "not checked: whether the API server would accept the manifest (you may not create gputrainingjobs in "
+            f"namespace {metadata['namespace']})"
+        )
+    try:
+        return CheckedManifest(msgspec.convert({**body, "status": {}}, GpuTrainingJob), notes, unchecked)
+    except msgspec.ValidationError as error:
+        raise ManifestError(describe_decode_error(str(error))) from error
+
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
+class JobPredictor:
     """Predicts jobs that were never submitted, as the operator would."""
 
     calibration: Calibration | None = None
@@ -42,10 +124,10 @@ class Forecast:
     is_strict: bool = False
     """Whether jobs run alone where too little was measured."""
     notes: tuple[str, ...] = ()
-    """What whoever asks should know of it."""
+    """Sentences on the calibration for the user."""
 
-    async def traced(self, job: GpuTrainingJob, products: list[str]) -> GpuTrainingJob:
-        """Predict a job on the products of the cluster, as its nodes call them; simulated GPUs teach no hardware."""
+    async def predict(self, job: GpuTrainingJob, products: list[str]) -> GpuTrainingJob:
+        """Return the job with its prediction on GPU products; simulated GPUs use no learned calibration."""
         spec = job.spec
         features = await features_of(spec.model, spec.training, SubprocessTracer())
         names = set(map(hardware_name, products))
@@ -55,38 +137,36 @@ class Forecast:
         return msgspec.structs.replace(job, status=msgspec.structs.replace(job.status, prediction=prediction))
 
 
-async def forecast(api: KubeApi, settings: AskSettings) -> Forecast:
-    """Read what the operator learned, with the rights of whoever asks."""
-    place = parse_config_map_name(settings.calibration)
+async def job_predictor(api: KubeApi, settings: AskSettings) -> JobPredictor:
+    """Read the operator's calibration with the caller's rights, and return a predictor with it."""
+    place = place_of(settings.calibration)
     if place is None:
-        return Forecast()
+        return JobPredictor()
     try:
         kept = await CalibrationStore(api, *place).read()
     except Refused as error:
-        note = f"predicted as shipped, because what was learned ({settings.calibration}) cannot be read: {error}"
-        return Forecast(notes=(f"{note}; where nothing was measured the operator may let the job run alone",))
-    except UnreadableCalibrationError as error:
-        # The operator cannot read it either, and goes on with what is shipped.
-        note = f"predicted as shipped, because what was learned ({settings.calibration}) cannot be read: {error}"
-        return Forecast(is_strict=not settings.share_unmeasured, notes=(note,))
-    # The operator takes a ConfigMap that does not exist yet for an empty one, and creates it with the first lesson.
-    elsewhere = f"nothing has been learned yet, or the operator keeps it elsewhere than in {settings.calibration}"
-    notes = () if kept.version else (elsewhere,)
-    return Forecast(kept.calibration, is_strict=not settings.share_unmeasured, notes=notes)
+        note = f"predicted as shipped, because the calibration {settings.calibration} cannot be read: {error}"
+        return JobPredictor(notes=(f"{note}; where nothing was measured the operator may let the job run alone",))
+    except UnreadableError as error:
+        # The operator cannot read it either and uses the shipped calibration.
+        note = f"predicted as shipped, because the calibration {settings.calibration} cannot be read: {error}"
+        return JobPredictor(is_strict=not settings.share_unmeasured, notes=(note,))
+    missing = f"nothing has been learned yet, or the operator's calibration is not {settings.calibration}"
+    notes = () if kept.version else (missing,)
+    return JobPredictor(kept.calibration, is_strict=not settings.share_unmeasured, notes=notes)
 
 
 class UnansweredError(click.ClickException):
-    """What was asked cannot be answered; ends with 2, as click does on wrong options. An answer of no ends with 1."""
+    """The question cannot be answered: exit code 2, as for wrong options. A negative answer exits with 1."""
 
     exit_code = 2
 
 
-_ALL = click.option("--all", "each_gpu", is_flag=True, help="Tell of every GPU on a line of its own.")
+_ALL = click.option("--all", "each_gpu", is_flag=True, help="Print every GPU on a line of its own.")
 _NAME = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?")
 
 
-def _named(_: click.Context, parameter: click.Parameter, name: str | None) -> str | None:
-    """Refuse what can be no name: the API server would be asked for something else."""
+def _valid_name(_: click.Context, parameter: click.Parameter, name: str | None) -> str | None:
     if name is None or _NAME.fullmatch(name):
         return name
     what = "a job" if parameter.name == "job" else "a namespace"
@@ -96,96 +176,100 @@ def _named(_: click.Context, parameter: click.Parameter, name: str | None) -> st
 
 
 _NAMESPACE = click.option(
-    "-n", "--namespace", callback=_named, help="The job's namespace; that of the kubeconfig's context when left out."
+    "-n",
+    "--namespace",
+    callback=_valid_name,
+    help="The job's namespace; that of the kubeconfig's context when left out.",
 )
 
 
-@click.command("explain", short_help="Say why a job is where it is, and why not elsewhere.")
-@click.argument("job", callback=_named)
+@click.command("explain", short_help="Explain where a job is, and why not elsewhere.")
+@click.argument("job", callback=_valid_name)
 @_NAMESPACE
 @_ALL
 @click_options(AskSettings)
 def explain_command(settings: AskSettings, job: str, namespace: str | None, each_gpu: bool) -> None:
-    """Say why JOB is where it is, why not elsewhere, and by how much each GPU fits or misses.
+    """Explain where JOB is, why not elsewhere, and by how much each GPU fits or misses.
 
-    Of a job without a place it says whose turn it is, and what would have to change for it to have one now.
+    For a job without a place it prints its position in the queue, and what would have to change for a place now.
 
-    Decides as the extender does, by the settings of the site where you may read them; only that a GPU could not be
-    prepared a moment ago the extender alone remembers.
+    The decision uses the site's settings where you may read them. Only the extender remembers which GPUs could not be
+    prepared a moment ago.
     """
 
-    async def ask(api: KubeApi, _: AskSettings, rules: SchedulerConfig, asker: Asker) -> Answer:
-        return await explained(api, job, namespace or api.namespace, rules, asker)
+    async def answer(api: KubeApi, _: AskSettings, config: SchedulerConfig, options: Options) -> Answer:
+        return await explain_job(api, job, namespace or api.namespace, config, options)
 
-    _say(settings, each_gpu, ask, predicts=False)
+    _print_answer(settings, each_gpu, answer)
 
 
-@click.command("what-if", short_help="Say where a job would go now, and beside whom; nothing is created.")
+@click.command("what-if", short_help="Print where a job would go now, and beside whom; nothing is created.")
 @click.argument("manifest", type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path))
 @_NAMESPACE
 @_ALL
 @click_options(AskSettings)
 def what_if(settings: AskSettings, manifest: Path, namespace: str | None, each_gpu: bool) -> None:
-    """Say where the job in MANIFEST would go now, beside whom and how fast; nothing is created.
+    """Print where the job in MANIFEST would go now, beside whom and how fast; nothing is created.
 
-    MANIFEST is a file, or - for the standard input. Where it names a namespace, -n may name no other.
+    MANIFEST is a file, or - for standard input. If it names a namespace, -n may name no other.
 
-    Ends with 1 where the API server would refuse the manifest, the site does not let the job choose the policy that
-    it names, or no GPU of the cluster could ever run it; with 2 where that could not be found out.
+    Exit code 1: the API server would refuse the manifest, the site does not allow the policy that the job selects, or
+    no GPU of the cluster could ever run it. Exit code 2: the question could not be answered.
 
-    Decides as the extender does, by the settings of the site where you may read them; only that a GPU could not be
-    prepared a moment ago the extender alone remembers.
+    The decision uses the site's settings where you may read them. Only the extender remembers which GPUs could not be
+    prepared a moment ago.
     """
     try:
-        wanted = read(manifest, namespace)
+        wanted = read_manifest(manifest, namespace)
     except (ManifestError, OSError) as error:
         raise UnansweredError(str(error)) from error
 
-    async def ask(api: KubeApi, of_the_site: AskSettings, rules: SchedulerConfig, asker: Asker) -> Answer:
-        found = await checked(api, wanted)
-        known = await forecast(api, of_the_site)
-        answer = await asked(api, found.job, rules, known.traced, replace(asker, unchecked=found.unchecked))
-        return Answer([*found.notes, *known.notes, *answer.lines], answer.is_hopeless)
+    async def answer(api: KubeApi, site: AskSettings, config: SchedulerConfig, options: Options) -> Answer:
+        checked = await check_manifest(api, wanted)
+        predictor = await job_predictor(api, site)
+        options = replace(options, unchecked=checked.unchecked)
+        found = await answer_what_if(api, checked.job, config, predictor.predict, options)
+        return Answer([*checked.notes, *predictor.notes, *found.lines], found.is_infeasible)
 
-    _say(settings, each_gpu, ask, predicts=True)
+    _print_answer(settings, each_gpu, answer)
 
 
-def _may_ask(settings: AskSettings) -> str:
-    role = f"{settings.site.rpartition('/')[2] or 'carpool'}-snapshot"
+def _missing_rights(settings: AskSettings) -> str:
+    role = f"{settings.site.rpartition('/')[2] or 'carpool'}-view"
     return (
-        "whoever asks has to read jobs and GpuNodes, which belong to the whole cluster: an administrator can bind the "
-        f"ClusterRole {role} by a ClusterRoleBinding (docs/security.md, Users)"
+        "explain and what-if read jobs and GpuNodes of the whole cluster: an administrator can bind the ClusterRole "
+        f"{role} by a ClusterRoleBinding (docs/security.md, Users)"
     )
 
 
-_Ask = Callable[[KubeApi, AskSettings, SchedulerConfig, Asker], Awaitable[Answer]]
+_Question = Callable[[KubeApi, AskSettings, SchedulerConfig, Options], Awaitable[Answer]]
 
 
-def _say(settings: AskSettings, each_gpu: bool, ask: _Ask, *, predicts: bool) -> None:
+def _print_answer(settings: AskSettings, each_gpu: bool, question: _Question) -> None:
     clock, flags = SystemClock(), given(click.get_current_context())
 
     async def run() -> Answer:
-        find_policy(settings.policy)  # what was given wrongly is told whether the cluster can be reached or not
+        find_policy(settings.policy)  # wrong flags are reported even if the cluster cannot be reached
         settings.conditions.conditions()
         async with connect(settings.kube, clock=clock) as api:
-            found, note = await settled(api, settings, flags, predicts=predicts)
-            rules = SchedulerConfig(find_policy(found.policy), found.slots_per_gpu, found.conditions.conditions())
-            choices = JobOptions(found.job_policies, found.count_peaks)
-            answer = await ask(api, found, rules, Asker(clock, choices, found.queue_order, each_gpu))
-            return Answer([*answer.lines, note], answer.is_hopeless)
+            site, note = await read_site_settings(api, settings, flags)
+            config = SchedulerConfig(find_policy(site.policy), site.slots_per_gpu, site.conditions.conditions())
+            job_options = JobOptions(site.job_policies, site.count_peaks)
+            found = await question(api, site, config, Options(clock, job_options, site.queue_order, each_gpu))
+            return Answer([*found.lines, note], found.is_infeasible)
 
     try:
-        told = asyncio.run(run())
+        answer = asyncio.run(run())
     except Forbidden as error:
-        raise UnansweredError(f"{error}; {_may_ask(settings)}") from error
+        raise UnansweredError(f"{error}; {_missing_rights(settings)}") from error
     except KubeError as error:
-        raise UnansweredError(f"the cluster could not be asked: {error}") from error
+        raise UnansweredError(f"the cluster could not be reached: {error}") from error
     except ManifestError as error:
         raise click.ClickException(str(error)) from error
     except (NoSuchJobError, KubeConfigError, SettingsError, UnknownPolicyError) as error:
         raise UnansweredError(str(error)) from error
-    # What another program reads stands on one line, however long.
+    # Output for another program keeps each statement on one line.
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    click.echo("\n".join(told.lines if width is None else [broken(line, width) for line in told.lines]))
-    if told.is_hopeless:
+    click.echo("\n".join(answer.lines if width is None else [broken(line, width) for line in answer.lines]))
+    if answer.is_infeasible:
         raise click.exceptions.Exit(1)

@@ -2,12 +2,10 @@
 
 import numpy as np
 import pytest
-from asking_world import ASKER, RULES, asks, job_of, job_with, on_a_node, predicted
+from asking_world import OPTIONS, RULES, explain_job, job_of, predicted, what_if
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, RequestedMode, SharingMode, Tenancy
-from carpool_extender.explain.changes import needed
-from carpool_extender.explain.enquiry import asked, explained
-from carpool_extender.explain.paperwork import Case
+from carpool_extender.explain.counterfactual import Scenario, advice
 from carpool_extender.framework.admission_limits import AdmissionLimits, Quantile
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
@@ -23,8 +21,7 @@ ONCE = "once GPU 0 of a is free (default/y is there)"
 
 def of(nodes, rules=RULES, **wants):
     """What is told of a job of one worker where every node is offered."""
-    snapshot = cluster(*nodes).snapshot()
-    return needed(Case(pod_request(**wants), rules, snapshot, snapshot.gpus.alive, {}))
+    return advice(Scenario(pod_request(**wants), rules, cluster(*nodes)))
 
 
 def one_gpu(**has):
@@ -37,19 +34,20 @@ def one_gpu(**has):
         pytest.param(
             one_gpu(memory_limit_mib=40000),
             {"memory_limit_mib": 4000},
-            f"with 3,040 MiB less (spec.memory.limit says 4,000 MiB), or {ONCE}",
+            f"with 3,040 MiB less (spec.memory.limit is 4,000 MiB), or {ONCE}",
             id="its own number",
         ),
         pytest.param(
             one_gpu(memory_limit_mib=40000),
             {},
-            f"with 3,040 MiB less (its prediction says 4,000 MiB at most), or {ONCE}",
+            f"with 3,040 MiB less (its predicted bound is 4,000 MiB), or {ONCE}",
             id="predicted",
         ),
         pytest.param(
             one_gpu(memory_limit_mib=40000, mode=SharingMode.TIME_SLICING),
             {"prediction": prediction(memory_mib=4000, unenforced_mib=5200)},
-            f"with 4,240 MiB less (its first run counts with 5,200 MiB, because nothing limits it by turns), or {ONCE}",
+            "with 4,240 MiB less (its first run counts with 5,200 MiB, because time-slicing enforces no limit), "
+            f"or {ONCE}",
             id="its first run by turns",
         ),
         pytest.param(
@@ -59,7 +57,7 @@ def one_gpu(**has):
                 )
             ],
             {},
-            f"with 1,040 MiB less (its prediction says 4,000 MiB at most), or {ONCE}",
+            f"with 1,040 MiB less (its predicted bound is 4,000 MiB), or {ONCE}",
             id="where the least is lacking",
         ),
         pytest.param(
@@ -84,7 +82,7 @@ def one_gpu(**has):
         pytest.param(
             [gpu_node("a", 2)],
             {"memory_limit_mib": 204800},
-            "with 163,840 MiB less (spec.memory.limit says 204,800 MiB)",
+            "with 163,840 MiB less (spec.memory.limit is 204,800 MiB)",
             id="no GPU is that large",
         ),
         pytest.param(one_gpu(mode=ALONE), {}, ONCE, id="used alone"),
@@ -187,7 +185,7 @@ def test_where_the_upper_quantile_counts_so_it_does_on_paper():
 
 def test_what_the_site_asks_besides_can_be_what_keeps_it_out():
     rules = SchedulerConfig(find_policy("least-slowdown"), 8, AdmissionLimits(min_free_mib=10**6))
-    asked_for = "without the preconditions (free memory ≥ 1,000,000 MiB)"
+    asked_for = "without the site's admission limits (free memory ≥ 1,000,000 MiB)"
     assert of([gpu_node("a", 1)], rules) == [PREFIX + asked_for]
 
 
@@ -202,38 +200,32 @@ def test_where_nothing_does_it_is_told_what_was_tried():
 
 def test_the_job_itself_is_not_waited_for():
     """Regression: a worker without a place was told to wait until the other one's GPU is free."""
-    snapshot = cluster(gpu_node("a", 1, [tenant("new", [GPU], ALONE)])).snapshot()
-    told = needed(Case(pod_request(), RULES, snapshot, snapshot.gpus.alive, {}))
+    told = advice(Scenario(pod_request(), RULES, cluster(gpu_node("a", 1, [tenant("new", [GPU], ALONE)]))))
     assert not any("once" in line for line in told)
-
-
-async def test_nodes_that_are_not_offered_are_told_with_the_reason():
-    told = (await asked(on_a_node({}), job_with(asks(cpu="9")), RULES, predicted, ASKER)).lines
-    why = "its node has not enough cpu: the pod requests 9, 8 are left"
-    assert told[2] == f"{PREFIX}if kube-scheduler offered node a ({why})"
 
 
 async def test_explain_tells_it_of_a_job_that_waits_and_what_if_of_one_that_could_never_run():
     kube = FakeKube()
     seed_job(kube, "x")
     seed_node(kube, gpu_node("a", 1, [tenant("y", [GPU], ALONE)]))
-    told = (await explained(kube, "x", "default", RULES, ASKER)).lines
+    told = (await explain_job(kube, "x", "default", RULES, OPTIONS)).lines
     assert told[:2] == ["default/x has no place yet", PREFIX + ONCE]
-    answer = await asked(kube, job_of({"gpu": {"product": "T4"}}), RULES, predicted, ASKER)
-    assert answer.is_hopeless
+    answer = await what_if(kube, job_of({"gpu": {"product": "T4"}}), RULES, predicted, OPTIONS)
+    assert answer.is_infeasible
     assert answer.lines[2].startswith("tried one at a time, and none would give it a place: ")
-    answer = await asked(kube, job_of({"memory": {"limit": "200Gi"}}), RULES, predicted, ASKER)
+    answer = await what_if(kube, job_of({"memory": {"limit": "200Gi"}}), RULES, predicted, OPTIONS)
     assert not any(PREFIX in line for line in answer.lines)
 
 
 def test_trying_changes_nothing_of_what_decisions_are_made_on():
-    snapshot = cluster(*one_gpu(**BUSY, max_slowdown=1.1)).snapshot()
+    of_one = cluster(*one_gpu(**BUSY, max_slowdown=1.1))
+    snapshot = of_one.snapshot()
     before = {
         name: np.copy(getattr(snapshot.gpus, name))
         for name in ("count", "max_slowdown", "free_mib", "min_slowdown_limit")
     }
     wants = pod_request(**BUSY)
-    needed(Case(wants, RULES, snapshot, snapshot.gpus.alive, {}))
+    advice(Scenario(wants, RULES, of_one))
     assert all((getattr(snapshot.gpus, name) == was).all() for name, was in before.items())
     assert wants.demand == pod_request(**BUSY).demand
     assert not CachedEvaluation(wants, RULES, snapshot).evaluation.ok.any()

@@ -2,10 +2,9 @@
 
 import msgspec
 import pytest
-from asking_world import ASKER, RULES, job_of, predicted
+from asking_world import OPTIONS, RULES, job_of, predicted, what_if
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import SharingMode
-from carpool_extender.explain.enquiry import asked
 from carpool_extender.testing import gpu_node, prediction, seed_node, tenant
 
 TURNS, ALONE = SharingMode.TIME_SLICING, SharingMode.EXCLUSIVE
@@ -23,7 +22,7 @@ PREFIX = "it would have a place "
             id="fewer, or shared",
         ),
         pytest.param(
-            3, {"memory": {"limit": "30Gi"}}, "with 10,240 MiB less (spec.memory.limit says 30,720 MiB), or with 1 "
+            3, {"memory": {"limit": "30Gi"}}, "with 10,240 MiB less (spec.memory.limit is 30,720 MiB), or with 1 "
             "worker less (spec.workers)", id="less memory"
         ),
     ],
@@ -31,7 +30,7 @@ PREFIX = "it would have a place "
 async def test_of_several_workers_it_is_tried_whether_all_of_them_fit(workers, spec, said):
     kube = FakeKube()
     seed_node(kube, gpu_node("a", 2))
-    told = (await asked(kube, job_of({"workers": workers} | spec), RULES, predicted, ASKER)).lines
+    told = (await what_if(kube, job_of({"workers": workers} | spec), RULES, predicted, OPTIONS)).lines
     assert told[2] == PREFIX + said
 
 
@@ -50,7 +49,7 @@ async def test_for_all_workers_as_few_gpus_are_freed_as_are_needed(workers, gpus
     seed_node(kube, gpu_node("a", 2, [tenant("v", [GPU], ALONE)]))
     seed_node(kube, gpu_node("b", 3, [tenant("w", ["GPU-b-1"], ALONE), tenant("z", ["GPU-b-0"], ALONE)]))
     spec = {"workers": workers, "gpusPerWorker": gpus, "sharing": {"mode": "Exclusive"}}
-    told = (await asked(kube, job_of(spec), RULES, predicted, ASKER)).lines
+    told = (await what_if(kube, job_of(spec), RULES, predicted, OPTIONS)).lines
     ways = told[2].removeprefix(PREFIX).split(", or ")
     if said is None:
         assert not any(way.startswith("once") for way in ways)
@@ -69,7 +68,7 @@ async def test_nothing_is_advised_by_which_not_all_of_many_workers_would_find_a_
         return msgspec.structs.replace(wanted, status=status)
 
     spec = {"workers": 400, "memory": {"limit": "22Gi"}, "sharing": {"maxSlowdown": 1.2}}
-    told = "\n".join((await asked(kube, job_of(spec), RULES, busy, ASKER)).lines)
+    told = "\n".join((await what_if(kube, job_of(spec), RULES, busy, OPTIONS)).lines)
     assert "needs places for 400 workers" in told
     assert "MiB less" not in told
 
@@ -79,11 +78,11 @@ async def test_all_gpus_of_those_who_would_have_to_leave_are_named_up_to_a_few_n
     kube = FakeKube()
     seed_node(kube, gpu_node("a", 3, [tenant("v", [GPU, OTHER], ALONE)]))
     spec = {"workers": 3, "sharing": {"mode": "Exclusive"}}
-    told = (await asked(kube, job_of(spec), RULES, predicted, ASKER)).lines
+    told = (await what_if(kube, job_of(spec), RULES, predicted, OPTIONS)).lines
     assert told[2].startswith(f"{PREFIX}once GPUs 0, 1 of a are free (default/v is there)")
     for name in "bcd":
         seed_node(kube, gpu_node(name, 2, [tenant(name, [f"GPU-{name}-0", f"GPU-{name}-1"], ALONE)]))
-    told = (await asked(kube, job_of(spec | {"workers": 9}), RULES, predicted, ASKER)).lines
+    told = (await what_if(kube, job_of(spec | {"workers": 9}), RULES, predicted, OPTIONS)).lines
     assert told[2].startswith(f"{PREFIX}once 8 GPUs of 4 nodes are free, such as GPUs 0, 1 of a (4 jobs are there)")
 
 
@@ -94,7 +93,7 @@ async def test_gpus_that_are_not_needed_are_not_named():
     seed_node(kube, gpu_node("b", 2, [tenant("x", ["GPU-b-0"], ALONE), tenant("z", ["GPU-b-1"], ALONE)]))
     seed_node(kube, gpu_node("c", 2))
     spec = {"workers": 2, "gpusPerWorker": 2, "sharing": {"mode": "Exclusive"}}
-    told = (await asked(kube, job_of(spec), RULES, predicted, ASKER)).lines
+    told = (await what_if(kube, job_of(spec), RULES, predicted, OPTIONS)).lines
     assert told[2].startswith(f"{PREFIX}once GPUs 0, 1 of b are free (2 jobs are there)")
 
 
@@ -110,7 +109,7 @@ async def test_what_became_free_for_one_trial_is_not_free_for_the_next(workers):
     for name in "bcd":
         seed_node(kube, gpu_node(name, 1, [tenant(name, [f"GPU-{name}-0"], ALONE)]))
     spec = {"workers": workers, "sharing": {"mode": "Exclusive"}}
-    told = (await asked(kube, job_of(spec), RULES, predicted, ASKER)).lines
+    told = (await what_if(kube, job_of(spec), RULES, predicted, OPTIONS)).lines
     gpus = " and ".join(f"GPU 0 of {name}" for name in "bcd"[: workers - 1])
     assert told[2].startswith(f"{PREFIX}once {gpus} {'is' if workers == 2 else 'are'} free (")
 
@@ -121,6 +120,6 @@ async def test_also_for_very_many_workers_gpus_are_freed_and_fewer_tried():
     for node in range(20):
         seed_node(kube, gpu_node(f"n{node:02}", 10, [tenant(f"t{node}", [f"GPU-n{node:02}-0"], ALONE)] * (node < 2)))
     spec = {"workers": 200, "sharing": {"mode": "Exclusive"}}
-    told = (await asked(kube, job_of(spec), RULES, predicted, ASKER)).lines
+    told = (await what_if(kube, job_of(spec), RULES, predicted, OPTIONS)).lines
     free = "once GPU 0 of n00 and GPU 0 of n01 are free (2 jobs are there)"
     assert told[2].startswith(f"{PREFIX}{free}, or with 2 workers less (spec.workers)")

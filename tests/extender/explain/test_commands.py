@@ -76,7 +76,7 @@ def test_what_if_ends_with_1_where_the_site_does_not_let_a_job_choose_its_policy
         told = CliRunner().invoke(what_if, ["-"], input=manifest)
     assert "PolicyNotAllowed" in told.output
     assert told.exit_code == 1
-    assert "policy that it names" in " ".join((what_if.help or "").split())
+    assert "policy that the job selects" in " ".join((what_if.help or "").split())
 
 
 @pytest.mark.parametrize("command", [[explain_command, "busy"], [simulate, "--workload", "alibaba"]])
@@ -99,8 +99,8 @@ def test_who_may_not_read_gpu_nodes_is_told_what_right_is_missing(command, tmp_p
     with served(kube, monkeypatch):
         result = CliRunner().invoke(*asked_for)
     assert result.exit_code == 2
-    assert result.output.startswith("Error: you may not list gpunodes; whoever asks has to read jobs and GpuNodes")
-    assert "ClusterRole carpool-snapshot by a ClusterRoleBinding" in result.output
+    assert result.output.startswith("Error: you may not list gpunodes; explain and what-if read jobs and GpuNodes")
+    assert "ClusterRole carpool-view by a ClusterRoleBinding" in result.output
 
 
 def test_without_a_cluster_there_is_a_sentence_and_no_traceback(tmp_path):

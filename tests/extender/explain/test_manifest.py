@@ -5,7 +5,7 @@ from asking_world import HEAD
 from carpool_core.kube.api import GPU_TRAINING_JOBS
 from carpool_core.kube.errors import Forbidden, Invalid
 from carpool_core.testing.kube import FakeKube
-from carpool_extender.explain.manifest import ManifestError, checked, read
+from carpool_extender.explain.commands import ManifestError, check_manifest, read_manifest
 from carpool_extender.testing import seed_job
 
 
@@ -19,7 +19,7 @@ def manifest_of(**spec):
 
 async def test_the_api_server_checks_the_manifest_and_creates_nothing():
     kube = FakeKube()
-    assert (await checked(kube, manifest_of()))[1:] == ([], [])
+    assert (await check_manifest(kube, manifest_of()))[1:] == ([], [])
     assert kube.dump_all(GPU_TRAINING_JOBS) == []
     assert [call.verb for call in kube.calls] == ["check"]
     noise = ", <nil>: Invalid value: null: some validation rules were not checked because of x"
@@ -27,24 +27,24 @@ async def test_the_api_server_checks_the_manifest_and_creates_nothing():
         "check", GPU_TRAINING_JOBS, Invalid("no", status=422, server_message=f"spec.lables: unknown field{noise}")
     )
     with pytest.raises(ManifestError, match=r"^the API server would refuse it: spec.lables: unknown field$"):
-        await checked(kube, manifest_of())
+        await check_manifest(kube, manifest_of())
     seed_job(kube, "new")
-    assert "exists already" in (await checked(kube, manifest_of())).notes[0]
+    assert "exists already" in (await check_manifest(kube, manifest_of())).notes[0]
 
 
 async def test_without_the_right_to_create_it_is_said_and_the_manifest_read_all_the_same():
     kube = FakeKube()
     for _ in range(2):
         kube.fail_next("check", GPU_TRAINING_JOBS, Forbidden("no", status=403))
-    found = await checked(kube, manifest_of())
+    found = await check_manifest(kube, manifest_of())
     assert found.notes == []
     assert "not checked: whether the API server" in found.unchecked[0]
     with pytest.raises(ManifestError, match=r"^spec.sharing.maxSlowdown: expected a number >= 1.0$"):
-        await checked(kube, manifest_of(sharing={"maxSlowdown": 0.5}))
+        await check_manifest(kube, manifest_of(sharing={"maxSlowdown": 0.5}))
 
 
 @pytest.mark.parametrize(
-    ("own", "asked", "found"),
+    ("own", "flag", "found"),
     [
         pytest.param("", None, "", id="none"),
         pytest.param("", "a", "a", id="asked for"),
@@ -54,15 +54,15 @@ async def test_without_the_right_to_create_it_is_said_and_the_manifest_read_all_
         pytest.param("b", "default", None, id="another, which is the usual one"),
     ],
 )
-def test_a_manifest_of_one_namespace_is_not_asked_about_in_another(own, asked, found, tmp_path):
+def test_a_manifest_of_one_namespace_is_not_asked_about_in_another(own, flag, found, tmp_path):
     """Regression: with -n A what-if silently told of namespace B."""
     path = tmp_path / "job.yaml"
     path.write_text(f"{{{HEAD}, metadata: {{name: x, namespace: '{own}'}}}}")
     if found is None:
-        with pytest.raises(ManifestError, match=f"the namespace of the manifest, {own}, is not {asked}, which -n"):
-            read(path, asked)
+        with pytest.raises(ManifestError, match=f"the namespace of the manifest, {own}, is not {flag}, which -n"):
+            read_manifest(path, flag)
     else:
-        assert read(path, asked)["metadata"]["namespace"] == found
+        assert read_manifest(path, flag)["metadata"]["namespace"] == found
 
 
 @pytest.mark.parametrize(
@@ -90,11 +90,11 @@ def test_a_manifest_of_something_else_is_refused_by_what_it_is(head, sentence, t
     path = tmp_path / "job.yaml"
     path.write_text(f"{head}\nmetadata: {{name: x}}\nspec: {{template: {{}}}}\n")
     with pytest.raises(ManifestError) as refused:
-        read(path, "default")
+        read_manifest(path, "default")
     assert str(refused.value) == f"{path}: {sentence}"
 
 
 def test_a_manifest_of_this_version_is_read(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text("{" + HEAD + ", metadata: {name: x}}")
-    assert read(path, "a")["metadata"] == {"name": "x", "namespace": "a"}
+    assert read_manifest(path, "a")["metadata"] == {"name": "x", "namespace": "a"}

@@ -2,11 +2,10 @@
 
 import numpy as np
 import pytest
-from asking_world import ASKER, RULES, job_of, predicted
+from asking_world import OPTIONS, RULES, job_of, predicted, what_if
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import SharingMode
-from carpool_extender.explain.enquiry import asked
-from carpool_extender.explain.ranking import MOST_TOLD, ranked, ranking
+from carpool_extender.explain.dry_run import MAX_RANKED_LINES, ranking, ranking_lines
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.scores import POLICIES, Policy, SchedulerConfig, Score, find_policy
 from carpool_extender.framework.selection import best_place
@@ -29,7 +28,7 @@ def everywhere(cached_evaluation):
 
 def told(known, policy="least-slowdown", **wants):
     cached_evaluation = assessment_of(known, policy, **wants)
-    return ranked(cached_evaluation, everywhere(cached_evaluation))
+    return ranking_lines(cached_evaluation, everywhere(cached_evaluation))
 
 
 def held(name, node, mib, gpu=0):
@@ -103,9 +102,9 @@ def test_a_tie_says_by_what_it_was_decided():
 
 
 def test_what_ranks_further_behind_is_counted():
-    nodes = [gpu_node(f"n{i}", 1, [held(f"x{i}", f"n{i}", 1000 * i)]) for i in range(1, MOST_TOLD + 4)]
+    nodes = [gpu_node(f"n{i}", 1, [held(f"x{i}", f"n{i}", 1000 * i)]) for i in range(1, MAX_RANKED_LINES + 4)]
     *lines, last = told(cluster(*nodes), "worst-fit")
-    assert len(lines) == 1 + MOST_TOLD
+    assert len(lines) == 1 + MAX_RANKED_LINES
     assert last == "  and 3 places more"
 
 
@@ -137,7 +136,7 @@ def test_nothing_is_ranked_where_nothing_fits():
 def test_gpus_that_are_not_in_question_are_left_out():
     cached_evaluation = assessment_of(cluster(*USED), "most-available-memory")
     among = everywhere(cached_evaluation) & (np.arange(len(everywhere(cached_evaluation))) != 2)
-    assert ranked(cached_evaluation, among)[1].startswith("  1. GPU 0 of m")
+    assert ranking_lines(cached_evaluation, among)[1].startswith("  1. GPU 0 of m")
 
 
 @pytest.mark.parametrize(
@@ -171,7 +170,7 @@ def test_where_a_node_comes_with_the_dearer_of_its_gpus(costs, lines):
         Score("{:.2f}".format, "lost"), tolerance=0.02,
     )  # fmt: skip
     cached_evaluation = CachedEvaluation(pod_request(), SchedulerConfig(odd, slots=8), known.snapshot())
-    assert ranked(cached_evaluation, everywhere(cached_evaluation))[1:] == lines
+    assert ranking_lines(cached_evaluation, everywhere(cached_evaluation))[1:] == lines
 
 
 def test_a_gpu_that_its_node_did_not_come_with_can_have_won_no_tie():
@@ -182,9 +181,9 @@ def test_a_gpu_that_its_node_did_not_come_with_can_have_won_no_tie():
         Score("{:.2f}".format, "lost"), tolerance=0.02,
     )  # fmt: skip
     cached_evaluation = CachedEvaluation(pod_request(), SchedulerConfig(odd, slots=8), known.snapshot())
-    assert ranked(cached_evaluation, everywhere(cached_evaluation))[1:3] == [
+    assert ranking_lines(cached_evaluation, everywhere(cached_evaluation))[1:3] == [
         "  1. GPU 0 of m: 0.00 lost",
-        "  2. GPU 0 of n: 0.01 lost; a tie, but its node came with another GPU",
+        "  2. GPU 0 of n: 0.01 lost; a tie, but its node offers another GPU first",
     ]
 
 
@@ -214,7 +213,7 @@ def test_the_first_is_what_the_extender_takes_and_the_others_follow_by_their_sco
         ranking(cached_evaluation, everywhere(cached_evaluation)),
         best_place(cached_evaluation, with_reason=False),
     )
-    lines = ranked(cached_evaluation, everywhere(cached_evaluation))
+    lines = ranking_lines(cached_evaluation, everywhere(cached_evaluation))
     assert (taken is None) == (not found) == (not lines)
     if taken is None:
         return
@@ -232,7 +231,7 @@ def test_the_first_is_what_the_extender_takes_and_the_others_follow_by_their_sco
 async def test_what_if_tells_the_ranking_behind_the_place():
     kube = FakeKube()
     seed_node(kube, gpu_node("a", 2, [tenant("y", ["GPU-a-0"])]))
-    lines = (await asked(kube, job_of(), RULES, predicted, ASKER)).lines
+    lines = (await what_if(kube, job_of(), RULES, predicted, OPTIONS)).lines
     assert lines[1].startswith("would go to a ")
     assert lines[2].startswith("places by least-slowdown (")
     assert lines[3] == "  1. GPU 0 of a: 0.00 of slowdown added"

@@ -4,11 +4,10 @@ import re
 
 import msgspec
 import pytest
-from asking_world import ASKER, RULES, job_of
+from asking_world import OPTIONS, RULES, explain_job, job_of, what_if
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import JobUid, SharingMode
-from carpool_extender.explain.enquiry import asked, explained
-from carpool_extender.explain.speed import pace_there
+from carpool_extender.explain.dry_run import step_time_at
 from carpool_extender.testing import A100, T4, demand, device, gpu_node, prediction, seed_job, seed_node, tenant
 
 L4 = "NVIDIA L4"
@@ -33,7 +32,7 @@ async def known(wanted, products):
 def slowed(product, slowdown, mode=SharingMode.MPS):
     """What is told of 35,000 steps on a GPU of a product, at a slowdown; another GPU of the node is a T4."""
     place = msgspec.structs.replace(tenant("x", ["GPU-a-0"], mode), expected_slowdown=slowdown)
-    return pace_there(demand(prediction=unlike()), place, [device(0, product=product), device(1, product=T4)], 35_000)
+    return step_time_at(demand(prediction=unlike()), place, [device(0, product=product), device(1, product=T4)], 35_000)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +55,7 @@ def test_nothing_is_said_of_a_part_of_a_gpu():
 
 def test_of_unlike_gpus_the_slowest_counts():
     place = tenant("x", ["GPU-a-0", "GPU-a-1"])
-    told = [pace_there(demand(prediction=unlike()), place, [device(0), device(1, product=p)], None) for p in (T4, L4)]
+    told = [step_time_at(demand(prediction=unlike()), place, [device(0), device(1, product=p)], None) for p in (T4, L4)]
     assert told == [" (a step takes about 700 ms there)", ""]
 
 
@@ -68,7 +67,7 @@ def test_of_unlike_gpus_the_slowest_counts():
 async def test_what_if_tells_how_fast(training, all_steps):
     kube = FakeKube()
     seed_node(kube, gpu_node("a", 1))
-    told = (await asked(kube, job_of({"training": training}), RULES, known, ASKER)).lines
+    told = (await what_if(kube, job_of({"training": training}), RULES, known, OPTIONS)).lines
     assert told[1].startswith(f"would go to a (a step takes about 41 ms there{all_steps}): least-slowdown: ")
 
 
@@ -80,7 +79,7 @@ async def test_what_if_counts_with_the_neighbour():
     )
     seed_node(kube, gpu_node("a", 1, [msgspec.structs.replace(busy, tenant=profile)]))
     wanted = job_of({"training": {"steps": 1000}, "sharing": {"maxSlowdown": 9.0}})
-    line = (await asked(kube, wanted, RULES, known, ASKER)).lines[1]
+    line = (await what_if(kube, wanted, RULES, known, OPTIONS)).lines[1]
     found = re.search(r"about (\d+) ms there, 1,000 steps (\d+) s\).*expected slowdown ([0-9.]+) of 9.00", line)
     assert found is not None, line
     step_ms, all_s, slowdown = map(float, found.groups())
@@ -96,7 +95,7 @@ async def test_explain_tells_how_fast_a_placed_job_is():
         tenant("x", ["GPU-a-0"]), job_uid=uid, expected_slowdown=1.5, reason="least-slowdown: beside y"
     )
     seed_node(kube, gpu_node("a", 1, [mine]))
-    told = (await explained(kube, "x", "default", RULES, ASKER)).lines
+    told = (await explain_job(kube, "x", "default", RULES, OPTIONS)).lines
     assert told[0] == (
         "x has a place on a (a step takes about 150 ms there, 3,600 steps 9 min): least-slowdown: beside y"
     )

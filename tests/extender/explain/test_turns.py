@@ -2,12 +2,12 @@
 
 import msgspec
 import pytest
-from asking_world import CLOCK, RULES, job_of, predicted
+from asking_world import CLOCK, RULES, explain_job, job_of, predicted, what_if
 from carpool_core.kube.api import GPU_TRAINING_JOBS, PODS
 from carpool_core.kube.errors import Forbidden, Invalid
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import JobUid, PodUid
-from carpool_extender.explain.enquiry import Asker, asked, explained
+from carpool_extender.explain.explain import Options
 from carpool_extender.queue.order import QueueOrder
 from carpool_extender.testing import gpu_node, pod_of, seed_job, seed_node, seed_pod, tenant
 from carpool_extender.workloads import ANNOTATION_POLICY
@@ -29,7 +29,7 @@ def a_queue(**lengths):
 
 
 async def turn(kube, job, order=QueueOrder.ALTERNATE):
-    told = (await explained(kube, job, "default", RULES, Asker(CLOCK, order=order))).lines
+    told = (await explain_job(kube, job, "default", RULES, Options(CLOCK, order=order))).lines
     return [line for line in told if "turn" in line.partition(":")[0] or "not told" in line]
 
 
@@ -80,15 +80,15 @@ async def test_a_higher_priority_comes_first():
 
 async def test_before_its_pods_are_there_its_priority_is_not_known():
     kube = a_queue(a=(0, 10))
-    asker = Asker(CLOCK, order=QueueOrder.ARRIVAL)
+    asker = Options(CLOCK, order=QueueOrder.ARRIVAL)
     untold = "not told: how many jobs come before it (its pods are not there, which tell its priority)"
     named = job_of({"template": {"spec": {"priorityClassName": "high", "containers": []}}})
-    assert untold in (await asked(kube, named, RULES, predicted, asker)).lines
-    plain = (await asked(kube, job_of(), RULES, predicted, asker)).lines
+    assert untold in (await what_if(kube, named, RULES, predicted, asker)).lines
+    plain = (await what_if(kube, job_of(), RULES, predicted, asker)).lines
     assert f"its turn: 2nd of 2 jobs that wait, by the order Arrival{BEFORE}" in plain
     seed_job(kube, "urgent")
     seed_pod(kube, "urgent", priority=10)
-    assert untold in (await asked(kube, job_of(), RULES, predicted, asker)).lines
+    assert untold in (await what_if(kube, job_of(), RULES, predicted, asker)).lines
 
 
 async def test_whether_all_have_a_priority_by_default_is_not_known():
@@ -96,13 +96,13 @@ async def test_whether_all_have_a_priority_by_default_is_not_known():
     kube = a_queue()
     seed_job(kube, "a")
     seed_pod(kube, "a", priority=10)
-    told = (await asked(kube, job_of(), RULES, predicted, Asker(CLOCK))).lines
+    told = (await what_if(kube, job_of(), RULES, predicted, Options(CLOCK))).lines
     assert "not told: how many jobs come before it (its pods are not there, which tell its priority)" in told
 
 
 async def test_what_cannot_be_a_pod_is_left_to_whoever_says_so():
     """Regression: a traceback."""
-    told = await asked(a_queue(a=(0, 10)), job_of({"template": {"spec": []}}), RULES, predicted, Asker(CLOCK))
+    told = await what_if(a_queue(a=(0, 10)), job_of({"template": {"spec": []}}), RULES, predicted, Options(CLOCK))
     assert any(line.startswith("its turn: ") for line in told.lines)
 
 
@@ -176,19 +176,19 @@ async def test_what_may_not_be_listed_is_said():
 
 async def test_a_length_that_nobody_predicts_is_an_hour():
     kube = a_queue(a=(0, 10), b=(1, 10))
-    told = await explained(kube, "b", "default", RULES, Asker(CLOCK))
+    told = await explain_job(kube, "b", "default", RULES, Options(CLOCK))
     assert any("it counts as 1 s long" in line for line in told.lines)
     await kube.patch(
         GPU_TRAINING_JOBS, "b", {"status": {"prediction": None}}, namespace="default", subresource="status"
     )
-    told = await explained(kube, "b", "default", RULES, Asker(CLOCK))
+    told = await explain_job(kube, "b", "default", RULES, Options(CLOCK))
     assert any("it counts as 60 min long (the time of its steps is not predicted)" in line for line in told.lines)
 
 
 async def test_a_job_that_is_not_there_would_come_after_those_that_wait():
     kube = a_queue(**FIVE)
     new = job_of({"training": {"steps": 10}})
-    told = (await asked(kube, new, RULES, predicted, Asker(CLOCK, order=QueueOrder.ARRIVAL))).lines
+    told = (await what_if(kube, new, RULES, predicted, Options(CLOCK, order=QueueOrder.ARRIVAL))).lines
     assert f"its turn: 6th of 6 jobs that wait, by the order Arrival{BEFORE}" in told
 
 

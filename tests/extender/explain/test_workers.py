@@ -1,14 +1,13 @@
-"""What explain says of a job of several workers of which some have no place, or have done their work."""
+"""What explain says of a job of several workers of which some have no place, or have succeeded."""
 
 import msgspec
 import pytest
-from asking_world import ASKER, RULES, asks, job_of, on_a_node, predicted
+from asking_world import OPTIONS, RULES, asks, explain_job, job_of, on_a_node, predicted, what_if
 from carpool_core.kube.api import GPU_NODES, PODS
 from carpool_core.kube.errors import Forbidden
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import PodUid, SharingMode
-from carpool_extender.explain.enquiry import asked, explained
-from carpool_extender.explain.rehearsal import MOST_TRIED
+from carpool_extender.explain.dry_run import MAX_DRY_RUN_WORKERS
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.testing import gpu_node, pod_of, prediction, seed_job, seed_node, tenant
 
@@ -43,7 +42,7 @@ def a_job(workers, gpus, *reservations, phases=(), spec=ALONE, **predicts):
 
 async def told_of(kube, policy="least-slowdown"):
     """What is said of job x after its places, and before the ranking."""
-    found = (await explained(kube, "x", "default", SchedulerConfig(find_policy(policy), 8), ASKER)).lines
+    found = (await explain_job(kube, "x", "default", SchedulerConfig(find_policy(policy), 8), OPTIONS)).lines
     return [line for line in found if " has a place on " not in line]
 
 
@@ -67,7 +66,7 @@ async def test_who_has_its_place_is_not_said_to_wait_because_another_worker_does
 async def test_of_several_that_wait_it_is_told_for_how_many_there_is_room():
     told = await told_of(a_job(4, 3, held(0, "GPU-a-0"), phases=("Running", "Pending", "Pending", "Pending")))
     assert told[0] == "3 of 4 workers have no place: x-worker-1-1 and x-worker-2-1 and x-worker-3-1 wait"
-    only = "only 2 of 3 workers would get places now; 1 worker would have to wait for theirs"
+    only = "only 2 of 3 workers would get places now; 1 worker would have to wait"
     assert told[1] == f"{NOW} of these {only}"
     assert told[2].startswith("  2 workers would go to a (")
     assert "GPU 1 and 2 of a alone" in told[2]
@@ -84,20 +83,13 @@ def short_of_cpu(*reservations, **predicts):
     return kube
 
 
-async def test_a_worker_that_waits_finds_what_the_others_take_of_a_node_taken():
-    told = await told_of(short_of_cpu(held(0, "GPU-a-0")))
-    assert told[0] == "1 of 2 workers has no place: not all of their pods are there yet"
-    assert told[1] == f"{NOW} it would have to wait: kube-scheduler would offer none of the nodes"
-    assert any("not enough cpu: the pod requests 6, 2 are left" in line for line in told)
-
-
 @pytest.mark.parametrize(
     ("phases", "said"),
     [
-        pytest.param(("Running",), "2 of 3 workers have no place: not all of their pods are there yet", id="none"),
+        pytest.param(("Running",), "2 of 3 workers have no place: not all of their pods exist yet", id="none"),
         pytest.param(
             ("Running", "Pending"),
-            "2 of 3 workers have no place: not all of their pods are there yet: x-worker-1-1",
+            "2 of 3 workers have no place: not all of their pods exist yet: x-worker-1-1",
             id="one",
         ),
         pytest.param(("Running", "Pending", "Succeeded"), "1 of 3 workers has no place: x-worker-1-1 waits", id="done"),
@@ -106,7 +98,7 @@ async def test_a_worker_that_waits_finds_what_the_others_take_of_a_node_taken():
         ),
         pytest.param(
             ("Running", "Failed", "Pending"),
-            "2 of 3 workers have no place: not all of their pods are there yet: x-worker-2-1",
+            "2 of 3 workers have no place: not all of their pods exist yet: x-worker-2-1",
             id="failed",
         ),
     ],
@@ -121,7 +113,7 @@ async def test_who_is_being_deleted_waits_for_nothing_and_others_pods_are_not_th
     leaving = pod_of("x", uid="pod-leaving")
     leaving["metadata"] |= {"name": "x-worker-1-0", "deletionTimestamp": "2026-01-01T00:00:00Z"}
     kube.seed(PODS, leaving)
-    assert (await told_of(kube))[0] == "1 of 2 workers has no place: not all of their pods are there yet"
+    assert (await told_of(kube))[0] == "1 of 2 workers has no place: not all of their pods exist yet"
 
 
 async def test_whoever_may_not_read_pods_is_told_what_is_not_known():
@@ -132,12 +124,12 @@ async def test_whoever_may_not_read_pods_is_told_what_is_not_known():
     ):
         kube = a_job(workers, 2, held(0, "GPU-a-0"), phases=("Running", "Succeeded"))
         kube.fail_next("list", PODS, Forbidden("no", status=403))
-        assert (await told_of(kube))[0] == f"{who} done the work ({unread})"
+        assert (await told_of(kube))[0] == f"{who} succeeded ({unread})"
     kube = a_job(2, 1, phases=("Succeeded", "Pending"))
     kube.fail_next("list", PODS, Forbidden("no", status=403))
     told = await told_of(kube)
     assert "needs places for 2 workers of 1 GPU at once, there is room for 1" in told[1]
-    assert told[2] == f"fewer, if some have done their work already ({unread})"
+    assert told[2] == f"fewer, if some have succeeded already ({unread})"
 
 
 async def test_workers_that_have_done_their_work_are_not_waited_for():
@@ -148,7 +140,7 @@ async def test_workers_that_have_done_their_work_are_not_waited_for():
     assert "needs places for 2 workers of 1 GPU at once, there is room for 1" in told[1]
     assert not told[2].startswith("fewer")
     told = await told_of(a_job(2, 1, phases=("Succeeded", "Succeeded")))
-    assert told[:2] == ["default/x has no place yet", "all of its 2 workers have done their work"]
+    assert told[:2] == ["default/x has no place yet", "all of its 2 workers have succeeded"]
 
 
 async def test_workers_that_are_left_are_compared_without_those_that_have_done_their_work():
@@ -174,7 +166,7 @@ async def test_a_place_that_a_worker_still_has_after_its_work_counts_once():
 async def test_more_places_than_workers_are_not_compared():
     three = [held(number, f"GPU-a-{number}") for number in range(3)]
     told = await told_of(a_job(2, 3, *three, phases=("Running", "Running", "Failed")))
-    assert told[0].startswith("it has 3 places for 2 workers, as until one that ended has given its own back; ")
+    assert told[0].startswith("it has 3 places for 2 workers until an ended worker's reservation is released")
 
 
 SHARED = SharingMode.MPS
@@ -199,13 +191,6 @@ async def test_places_are_the_same_where_each_worker_has_one_of_them(policy, gpu
     assert told[0].startswith(f"it keeps its place; decided now with policy {policy} it {said}")
 
 
-async def test_where_not_all_would_get_places_again_it_is_said():
-    """Both are on one GPU, which one of them would get again; kube-scheduler has no room for the other on its node."""
-    both = [held(n, "GPU-a-0", mode=SHARED, prediction=prediction(**LIGHT)) for n in range(2)]
-    told = await told_of(short_of_cpu(*both, **LIGHT))
-    assert told[0].startswith(f"{KEEPS} not get all of them again: only 1 of 2 workers would get places now; 1 worker")
-
-
 def many(workers):
     """A job of light workers, 8 to a GPU, all of which have their places on two nodes: one has room for 110 pods."""
     light = prediction(**LIGHT)
@@ -217,11 +202,11 @@ def many(workers):
 
 async def test_more_workers_than_are_tried_are_not_compared():
     """Regression: the first of them stood for all, and so the job would have gone elsewhere."""
-    told = await told_of(many(MOST_TRIED + 2), "best-fit")
+    told = await told_of(many(MAX_DRY_RUN_WORKERS + 2), "best-fit")
     best = "it keeps its place; decided now with policy best-fit it would"
-    assert told[0] == f"{best} get places, which are not compared: no more than {MOST_TRIED} workers are tried"
+    assert told[0] == f"{best} get places; not compared, a dry run places at most {MAX_DRY_RUN_WORKERS} workers"
     assert told[1].startswith("places by best-fit")
-    assert (await told_of(many(MOST_TRIED), "best-fit"))[0] == f"{best} go there again"
+    assert (await told_of(many(MAX_DRY_RUN_WORKERS), "best-fit"))[0] == f"{best} go there again"
 
 
 async def test_of_more_workers_than_are_tried_only_the_first_are_placed():
@@ -232,25 +217,28 @@ async def test_of_more_workers_than_are_tried_only_the_first_are_placed():
     kube = FakeKube()
     seed_node(kube, gpu_node("a", 9))
     seed_node(kube, gpu_node("b", 9))
-    told = (await asked(kube, job_of({"workers": MOST_TRIED + 2}), RULES, light, ASKER)).lines
-    assert told[1] == f"the first {MOST_TRIED} of {MOST_TRIED + 2} workers would get places now; more were not tried"
+    told = (await what_if(kube, job_of({"workers": MAX_DRY_RUN_WORKERS + 2}), RULES, light, OPTIONS)).lines
+    assert (
+        told[1] == f"the first {MAX_DRY_RUN_WORKERS} of {MAX_DRY_RUN_WORKERS + 2} workers would get places now; "
+        "more were not tried"
+    )
 
 
-async def test_only_where_it_matters_are_pods_of_the_jobs_namespace_read():
-    """Besides all pods, for kube-scheduler's own room, and those that wait, where the job does."""
+async def test_pods_are_read_only_where_the_answer_depends_on_them():
+    """Pods of the queue, for a job that waits or is new."""
 
     def lists(kube):
         return [call for call in kube.calls if call.verb == "list" and call.plural == PODS.plural]
 
-    waiting, placed = a_job(1, 1), a_job(2, 2, held(0, "GPU-a-0"), held(1, "GPU-a-1"))
+    waiting, place_workers = a_job(1, 1), a_job(2, 2, held(0, "GPU-a-0"), held(1, "GPU-a-1"))
     await told_of(waiting)
-    assert len(lists(waiting)) == 2
-    await told_of(placed)
-    assert len(lists(placed)) == 1
+    assert len(lists(waiting)) == 1
+    await told_of(place_workers)
+    assert lists(place_workers) == []
     kube = FakeKube()
     seed_node(kube, gpu_node("a", 2))
-    await asked(kube, job_of({"workers": 2}), RULES, predicted, ASKER)
-    assert len(lists(kube)) == 2
+    await what_if(kube, job_of({"workers": 2}), RULES, predicted, OPTIONS)
+    assert len(lists(kube)) == 1
 
 
 def seed_again(kube, *phases):

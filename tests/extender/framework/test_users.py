@@ -8,7 +8,7 @@ from carpool_core.testing.kube import FakeKube
 from carpool_core.values import SharingMode
 from carpool_extender.cache import ledger
 from carpool_extender.cache.ledger import capacity_of
-from carpool_extender.explain.enquiry import Asker, explained
+from carpool_extender.explain.explain import Asker, explained
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.filters import Check
 from carpool_extender.framework.scores import SchedulerConfig, find_policy

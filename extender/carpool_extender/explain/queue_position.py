@@ -17,7 +17,6 @@ from carpool_core.values import JobUid
 
 from carpool_extender.cache.gpu_table import Snapshot
 from carpool_extender.cache.pod_request import PodRequest
-from carpool_extender.explain.reading import all_of
 from carpool_extender.informers import JobRow
 from carpool_extender.queue.order import (
     QueueEnd,
@@ -79,7 +78,7 @@ async def queue_of(api: KubeApi, nodes: Sequence[GpuNode]) -> Queue:
 async def _readable(api: KubeApi, kind: ResourceKind, type_: type[T], selector: Selector) -> list[T]:
     """Read all objects of a kind but those that make no sense, for which the extender decides nothing either."""
     found = []
-    for raw in await all_of(api, kind, msgspec.Raw, selector):
+    for raw in await list_all(api, kind, msgspec.Raw, selector):
         with suppress(msgspec.ValidationError):
             found.append(msgspec.json.decode(raw, type=type_))
     return found
@@ -154,3 +153,21 @@ def _length(pod_request: PodRequest, snapshot: Snapshot) -> str:
 def _ordinal(number: int) -> str:
     suffix = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number:,}{suffix}"
+
+
+_EVERYTHING = Selector()
+
+
+async def list_all(api: KubeApi, kind: ResourceKind, type_: type[T], selector: Selector = _EVERYTHING) -> list[T]:
+    """Read all selected objects of a kind, page by page.
+
+    Raises:
+        KubeError: They could not be read.
+    """
+    found, token = [], ""
+    while True:
+        page = await api.list_page(kind, selector, continue_token=token)
+        found += [msgspec.json.decode(item, type=type_) for item in page.items]
+        token = page.continue_token
+        if not token:
+            return found
