@@ -27,7 +27,6 @@ from carpool_extender.framework.selection import best_place, reservation_of
 from carpool_extender.informers import JobRow
 from carpool_extender.workloads import AS_SHIPPED, pod_request_of
 from carpool_predictor.calibration.document import Calibration
-from carpool_predictor.calibration.store import CalibrationStore, StoredCalibration
 
 SLOTS = 8
 RULES = SchedulerConfig(find_policy("least-slowdown"), SLOTS)
@@ -64,7 +63,7 @@ async def after_the_demo(clock: Clock, folder: Path) -> FakeKube:
         kube.seed(GPU_NODES, GpuNode(metadata=ObjectMeta(name=name, uid=name), status=status))
         spec = {"taints": [TAINT]} if name in FULL.fleet else {}
         kube.seed(NODES, {"metadata": {"name": name}, "spec": spec, "status": {"allocatable": ROOM}})
-    await CalibrationMap(kube, NAMESPACE, CALIBRATION).write(Kept(), Calibration())
+    await CalibrationStore(kube, NAMESPACE, CALIBRATION).write(StoredCalibration(), Calibration())
     metadata = {"name": f"{RELEASE}-settings", "namespace": NAMESPACE}
     kube.seed(CONFIG_MAPS, {"metadata": metadata, "data": LEARNS})
     for manifest in JOBS:

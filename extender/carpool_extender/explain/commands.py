@@ -139,7 +139,7 @@ class JobPredictor:
 
 async def job_predictor(api: KubeApi, settings: AskSettings) -> JobPredictor:
     """Read the operator's calibration with the caller's rights, and return a predictor with it."""
-    place = place_of(settings.calibration)
+    place = parse_config_map_name(settings.calibration)
     if place is None:
         return JobPredictor()
     try:
@@ -147,7 +147,7 @@ async def job_predictor(api: KubeApi, settings: AskSettings) -> JobPredictor:
     except Refused as error:
         note = f"predicted as shipped, because the calibration {settings.calibration} cannot be read: {error}"
         return JobPredictor(notes=(f"{note}; where nothing was measured the operator may let the job run alone",))
-    except UnreadableError as error:
+    except UnreadableCalibrationError as error:
         # The operator cannot read it either and uses the shipped calibration.
         note = f"predicted as shipped, because the calibration {settings.calibration} cannot be read: {error}"
         return JobPredictor(is_strict=not settings.share_unmeasured, notes=(note,))

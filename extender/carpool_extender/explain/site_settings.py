@@ -9,7 +9,7 @@ import msgspec
 from carpool_core.kube.api import CONFIG_MAPS, KubeApi
 from carpool_core.kube.errors import Forbidden, Invalid, NotFound
 from carpool_core.settings import Setting, SettingsError, load, settings_of
-from carpool_predictor.calibration.store import place_of
+from carpool_predictor.calibration.store import parse_config_map_name
 from click.core import ParameterSource
 
 from carpool_extender.framework.scores import UnknownPolicyError, find_policy
@@ -52,7 +52,7 @@ async def read_site_settings(api: KubeApi, asked: AskSettings, flags: frozenset[
     """
     decisive = [one for one in settings_of(AskSettings) if one.path[0] not in _OWN]
     ours = [_flag(one, asked) for one in decisive if one.flag in flags]
-    installation = place_of(asked.site, _SITE)
+    installation = parse_config_map_name(asked.site, _SITE)
     if installation is None:
         return SiteSettings(asked, _note(ours, [], "", ""))
     namespace, name = installation[0], f"{installation[1]}-settings"

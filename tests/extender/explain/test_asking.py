@@ -24,7 +24,7 @@ from carpool_extender.testing import T4, device, gpu_node, seed_job, seed_node, 
 from carpool_extender.workloads import JobOptions
 from carpool_predictor.calibration.document import SIMULATED, Calibration, RunMeasurement, RunPrediction, Stack
 from carpool_predictor.calibration.observe import observe
-from carpool_predictor.calibration.store import KEY, CalibrationStore, StoredCalibration
+from carpool_predictor.calibration.store import KEY
 from carpool_predictor.models.memory import shipped
 
 
@@ -243,7 +243,7 @@ async def test_what_if_predicts_with_what_the_operator_learned(kept, settings, t
         metadata = {"name": "carpool-calibration", "namespace": "carpool-system"}
         kube.seed(CONFIG_MAPS, {"metadata": metadata, "data": {KEY: kept.decode()}})
     elif kept is not None:
-        await CalibrationMap(kube, "carpool-system", "carpool-calibration").write(Kept(), kept)
+        await CalibrationStore(kube, "carpool-system", "carpool-calibration").write(StoredCalibration(), kept)
     known = await job_predictor(kube, settings)
     assert note in " ".join(known.notes)
     assert bool(note) == bool(known.notes)
