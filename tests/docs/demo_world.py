@@ -27,6 +27,7 @@ from carpool_extender.framework.selection import best_place, reservation_of
 from carpool_extender.informers import JobRow
 from carpool_extender.workloads import AS_SHIPPED, pod_request_of
 from carpool_predictor.calibration.document import Calibration
+from carpool_predictor.calibration.store import CalibrationStore, StoredCalibration
 
 SLOTS = 8
 RULES = SchedulerConfig(find_policy("least-slowdown"), SLOTS)

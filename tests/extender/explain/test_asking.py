@@ -24,7 +24,7 @@ from carpool_extender.testing import T4, device, gpu_node, seed_job, seed_node, 
 from carpool_extender.workloads import JobOptions
 from carpool_predictor.calibration.document import SIMULATED, Calibration, RunMeasurement, RunPrediction, Stack
 from carpool_predictor.calibration.observe import observe
-from carpool_predictor.calibration.store import KEY
+from carpool_predictor.calibration.store import KEY, CalibrationStore, StoredCalibration
 from carpool_predictor.models.memory import shipped
 
 

@@ -249,8 +249,8 @@ async def test_a_policy_that_the_job_chose_itself_counts_and_it_is_said():
         pytest.param(2, "alone; joined since by default/l0, default/l1, not counted here", id="two"),
         pytest.param(
             7,
-            "alone; joined since by default/l0, default/l1, default/l2, default/l3, default/l4, 2 more, whom this does "
-            "not count",
+            "alone; joined since by default/l0, default/l1, default/l2, default/l3, default/l4, 2 more, "
+            "not counted here",
             id="more than are named",
         ),
     ],
