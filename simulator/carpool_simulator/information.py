@@ -280,7 +280,10 @@ class Knower:
 
     def _rung(self, job: SimJob) -> int:
         steps = self._steps(job)
-        return duration_bucket(None if steps is None else duration_s(steps, self._prediction(job), lambda _: True))
+        # The queue predicts durations also where the placement policy uses no predictions.
+        blind = self._strategy.knowledge is Knowledge.NOTHING
+        prediction = job.prediction if blind else self._prediction(job)
+        return duration_bucket(None if steps is None else duration_s(steps, prediction, lambda _: True))
 
     def _steps(self, job: SimJob) -> int | None:
         """Return how many steps a job says it has: None where it is silent, others than it has where it errs."""

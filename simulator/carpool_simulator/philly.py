@@ -21,8 +21,7 @@ from carpool_extender.framework.diagnosis import pluralize
 from carpool_extender.queue.order import QueueOrder
 from msgspec import Meta
 
-from carpool_simulator import hotcloud
-from carpool_simulator.profiles import job_of, prediction_of
+from carpool_simulator.profiles import PRODUCT, job_of, measured_profiles, prediction_of, step_times
 from carpool_simulator.strategy import Knowledge, Strategy
 from carpool_simulator.truth import SimJob, Workload, WorkloadError
 
@@ -282,8 +281,8 @@ def from_trace(
     draw = random.Random(f"trace/{seed}")  # noqa: S311  # a simulation, no secret
     most, all_gpus = max(map(len, nodes.values())), sum(map(len, nodes.values()))
     product = _commonest(nodes)
-    kinds = [replace(kind, product=product) for kind in hotcloud.profiles(data)]
-    steps_s = hotcloud.step_times(data)
+    kinds = [replace(kind, product=product) for kind in measured_profiles(data)]
+    steps_s = step_times(data)
     read, jobs = read_trace(trace), deque[SimJob]()
     for number, one in enumerate(read.jobs):
         truth = draw.choice(kinds)
@@ -335,9 +334,7 @@ def _cluster_of(nodes: Mapping[str, Sequence[Device]]) -> list[str]:
 def default_cluster() -> dict[str, list[Device]]:
     """Return Philly's GPUs."""
     return {
-        f"node-{begin // PER_NODE:04}": devices_of(
-            f"node-{begin // PER_NODE:04}", hotcloud.PRODUCT, min(PER_NODE, GPUS - begin)
-        )
+        f"node-{begin // PER_NODE:04}": devices_of(f"node-{begin // PER_NODE:04}", PRODUCT, min(PER_NODE, GPUS - begin))
         for begin in range(0, GPUS, PER_NODE)
     }
 

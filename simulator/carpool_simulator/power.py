@@ -6,10 +6,8 @@ SMs busy, so that published energies tell two constants by least squares: they c
 that have a job and do nothing. Carpool's own runs take no part in that.
 """
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
-import numpy as np
 from carpool_core.products import GpuProduct
 
 
@@ -44,33 +42,6 @@ class Spent(NamedTuple):
         return (
             power.asleep_w * asleep_s + power.awake_w * self.in_use_s + (power.full_w - power.awake_w) * self.active_s
         )
-
-
-def spent(energy_mj: float, gpu_s: float, in_use_s: float, power: Power) -> Spent:
-    """Return what a run took, from the energy that it was reckoned to need.
-
-    Args:
-        energy_mj: Energy of the run.
-        gpu_s: Time of all of the cluster's GPUs together.
-        in_use_s: The part of it in which they had jobs.
-        power: What each GPU drew when the energy was reckoned.
-    """
-    still_j = Spent(gpu_s, in_use_s, 0.0).energy_j(power)
-    return Spent(gpu_s, in_use_s, (1e6 * energy_mj - still_j) / (power.full_w - power.awake_w))
-
-
-def fitted(runs: Mapping[str, Spent], published_mj: Mapping[str, float]) -> Power:
-    """Fit two constants, one of them with no SM active whoever has the GPU, by least squares of relative errors.
-
-    Args:
-        runs: What policies took here, by name.
-        published_mj: Energies of at least two of them.
-    """
-    rows = [(runs[name].gpu_s, runs[name].active_s, 1e6 * mj) for name, mj in published_mj.items()]
-    terms = np.array([[gpu_s / joules, active_s / joules] for gpu_s, active_s, joules in rows])
-    (idle_w, more_w), *_ = np.linalg.lstsq(terms, np.ones(len(rows)), rcond=None)
-    idle_w, full_w = round(float(idle_w), 1), round(float(idle_w + more_w), 1)
-    return Power(idle_w, idle_w, full_w)
 
 
 class Shares(NamedTuple):

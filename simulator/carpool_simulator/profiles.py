@@ -1,7 +1,10 @@
-"""Profiles of the jobs of simulated workloads: features traced beforehand, and their predictions."""
+"""Profiles of the jobs of simulated workloads: features traced beforehand, their predictions, and Lucid's measurements."""
 
+import csv
+from collections.abc import Mapping
 from functools import cache
 from importlib import resources
+from pathlib import Path
 
 import msgspec
 from carpool_core.products import find_product
@@ -9,6 +12,13 @@ from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import Training
 from carpool_core.resources.prediction import Prediction
 from carpool_predictor.predict import PredictionContext, prepare, summarize
+
+from carpool_simulator.truth import Truth, WorkloadError
+
+PRODUCT = "NVIDIA GeForce RTX 3090"
+"""GPU that Lucid measured."""
+MODELS = ("ResNet18", "MobileNetV2", "EfficientNet")
+"""Models that HotCloud '20 and Lucid have in common."""
 
 
 @cache
@@ -35,3 +45,36 @@ def prediction_of(kind: str, product: str) -> Prediction | None:
     """Return what the shipped predictor says of a kind of job; None: it abstains."""
     job = job_of(kind)
     return None if job is None else summarize(job, [job.on(find_product(product))])
+
+
+def measured_profiles(data: Path) -> list[Truth]:
+    """Return the solo profiles that Lucid measured of `MODELS`: 18 combinations of model, batch size and AMP."""
+    return [
+        Truth(
+            kind=_kind(row),
+            memory_mib=round(float(row["gmem"])),
+            util=float(row["gpu_util"]) / 100,
+            sm=float(row["gpu_util"]) / 100,
+            dram=float(row["gmem_util"]) / 100,
+            product=PRODUCT,
+            model=f"lucid/{row['model']}",
+        )
+        for row in _rows(data)
+    ]
+
+
+def step_times(data: Path) -> dict[str, float]:
+    """Return the measured solo step time of each kind of job in seconds, loading of its input included."""
+    return {_kind(row): float(row["batchsize"]) / float(row["speed"]) for row in _rows(data)}
+
+
+def _kind(row: Mapping[str, str]) -> str:
+    return f"lucid/{row['model']}/{row['batchsize']}/{row['amp']}"
+
+
+def _rows(data: Path) -> list[dict[str, str]]:
+    path = data / "lucid" / "solo_rtx3090.csv"
+    if not path.is_file():
+        raise WorkloadError(f"expected Lucid's measurements at {path}, found no file; set CARPOOL_DATA")
+    with path.open(newline="", encoding="utf-8") as file:
+        return [row for row in csv.DictReader(file) if row["model"] in MODELS]

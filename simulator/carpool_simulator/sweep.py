@@ -7,15 +7,13 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from carpool_core.values import SharingMode
-from carpool_extender.framework.admission_limits import AdmissionLimits, Quantile
+from carpool_extender.framework.admission_limits import AdmissionLimits
 from carpool_extender.framework.filters import NO_LIMITS
 from carpool_extender.framework.scores import POLICIES, UnknownPolicyError, find_policy
-from carpool_extender.queue.order import QueueOrder
 
-from carpool_simulator import alibaba, hotcloud, philly, radrm
 from carpool_simulator.engine import Finished, Outcome, Simulation
-from carpool_simulator.strategy import Knowledge, Piece, Strategy
-from carpool_simulator.truth import MeasuredPairs, Workload, with_failures
+from carpool_simulator.strategy import Strategy
+from carpool_simulator.truth import MeasuredPairs, Workload
 
 ALL, PUBLISHED = "all", "published"
 """In place of names of policies: the whole table, and the strategies that the experiment was published with."""
@@ -95,105 +93,10 @@ class Experiment:
     """Whether the strategies above are all, because the workload is too large, or nothing of it is predicted."""
 
 
-EXPERIMENTS: dict[str, Experiment] = {
-    "hotcloud": Experiment(hotcloud.hotcloud, hotcloud.STRATEGIES, SharingMode.TIME_SLICING),
-    "radrm-90": Experiment(lambda data, seed: radrm.radrm(data, seed, 90), radrm.STRATEGIES, SharingMode.MPS),
-    "radrm-60": Experiment(lambda data, seed: radrm.radrm(data, seed, 60), radrm.STRATEGIES, SharingMode.MPS),
-    "philly": Experiment(philly.philly, philly.STRATEGIES, SharingMode.TIME_SLICING, whole=True),
-    "alibaba": Experiment(alibaba.alibaba, alibaba.STRATEGIES, SharingMode.TIME_SLICING, whole=True),
-    "alibaba-few": Experiment(alibaba.few, alibaba.STRATEGIES, SharingMode.TIME_SLICING, whole=True),
-    "alibaba-full": Experiment(alibaba.full, alibaba.STRATEGIES, SharingMode.TIME_SLICING, whole=True),
-}
-SMALL = ("hotcloud", "radrm-90", "radrm-60")
-"""Experiments of which `--workload all` makes tables; the others take their time."""
-ERRORS = (0.10, 0.25, 0.50)
-"""By how much predictions are off, where that is tried: standard deviations of the logarithms of factors."""
 DEFAULT_POLICY = "least-slowdown"
 DEFAULT = "Carpool, slowdown ≤ 1.5 (default)"
 ARRIVAL = "Carpool, in order of arrival"
 LONGEST_FIRST = "Carpool, longest first"
-UNCOUNTED = "Carpool, own peaks not counted"
-EVERYTHING = "with all of them"
-ORACLE = "oracle's knowledge, slowdown ≤ 1.5"
-
-
-def ours(mode: SharingMode) -> list[Strategy]:
-    """Carpool with what it is shipped with and what it learns, at several limits; ablations; an oracle's knowledge."""
-    base = replace(_unlearned(DEFAULT, mode), learns=True, settles=True)
-    oracle = replace(base, knowledge=Knowledge.TRUTH, learns=False, settles=False)
-    return [
-        base,
-        replace(base, name="Carpool, slowdown ≤ 2", max_slowdown=2.0),
-        replace(base, name="Carpool, best fit", policy="best-fit"),
-        replace(base, name="Carpool, fewest watts", policy="energy"),
-        replace(base, name=ARRIVAL, order=QueueOrder.ARRIVAL),
-        replace(base, name=LONGEST_FIRST, order=QueueOrder.LONGEST_FIRST),
-        replace(
-            base, name="Carpool, limits by the upper quantile", conditions=AdmissionLimits(quantile=Quantile.UPPER)
-        ),
-        replace(base, name="Carpool, nothing measured", measure=False, settles=False),
-        replace(base, name="Carpool, nothing learned", learns=False, settles=False),
-        replace(base, name=UNCOUNTED, settles=False),
-        replace(base, name="Carpool, sharing before anything was measured", strict=False),
-        replace(oracle, name=ORACLE),
-        replace(oracle, name="oracle's knowledge, slowdown ≤ 2", max_slowdown=2.0),
-    ]
-
-
-def _unlearned(name: str, mode: SharingMode) -> Strategy:
-    """Return Carpool as it ships, but for what it learns."""
-    return Strategy(name, DEFAULT_POLICY, Knowledge.PREDICTED, mode, max_slowdown=1.5, order=QueueOrder.ALTERNATE)
-
-
-def attributed(mode: SharingMode) -> list[Strategy]:
-    """Carpool with single pieces of its knowledge replaced by the truth, and with all of them."""
-    base = ours(mode)[0]
-    known = {
-        "true memory": {Piece.MEMORY},
-        "true activity": {Piece.ACTIVITY},
-        "true slowdowns": {Piece.SLOWDOWNS},
-        "true durations, the longest first": {Piece.DURATIONS},
-        "true memory and activity": {Piece.MEMORY, Piece.ACTIVITY},
-    }
-    single = [replace(base, name=f"with {name}", told=frozenset(pieces)) for name, pieces in known.items()]
-    return [*single, replace(base, name=EVERYTHING, told=frozenset(Piece))]
-
-
-def varied(mode: SharingMode) -> list[Strategy]:
-    """Carpool where what is assumed is otherwise."""
-    base = ours(mode)[0]
-    return [
-        *(replace(base, name=f"each change of a mode takes {s:g} s", mode_change_s=s) for s in (10.0, 60.0)),
-        *(replace(base, name=f"a peak counts after {s:g} s", steady_s=s) for s in (90.0, 1800.0)),
-    ]
-
-
-def wrong(mode: SharingMode) -> list[Strategy]:
-    """Carpool when its predictions are off, or missing: where it learns nothing, and as shipped, where it learns."""
-    base = _unlearned("Carpool", mode)
-    off = [replace(base, name=f"off by {round(100 * e)}%", error=e) for e in (0.0, *ERRORS)]
-    shipped = [replace(ours(mode)[0], name=f"the default, off by {round(100 * e)}%", error=e) for e in ERRORS]
-    silent = replace(base, name="abstains from every job", abstain=True)
-    return [*off, *shipped, silent, replace(silent, name="abstains from every job, own peaks counted", settles=True)]
-
-
-def failing(experiment: Experiment) -> Experiment:
-    """Return an experiment in which GPUs fail, for the first published strategy and Carpool."""
-
-    def draw(data: Path, seed: int) -> Workload:
-        return with_failures(experiment.draw(data, seed), FAILS_EVERY_H, seed)
-
-    return replace(experiment, draw=draw, published=(experiment.published[0], ours(experiment.mode)[0]), whole=True)
-
-
-def strategies_of(experiment: Experiment) -> list[Strategy]:
-    """Return the lines of an experiment's own table: what was published, and Carpool's."""
-    return [*experiment.published, *([] if experiment.whole else ours(experiment.mode))]
-
-
-def shipped(experiment: Experiment) -> Strategy:
-    """Return Carpool as it ships, with all that it can know on an experiment."""
-    return next(one for one in strategies_of(experiment) if one.name == DEFAULT)
 
 
 def named(policies: str, base: Strategy, conditions: AdmissionLimits = NO_LIMITS) -> list[Strategy]:
@@ -214,11 +117,6 @@ def named(policies: str, base: Strategy, conditions: AdmissionLimits = NO_LIMITS
         raise UnknownPolicyError(f"expected {several[0]} alone, or names of policies, found {policies}; leave one out")
     names = [find_policy(name).name for name in names]
     return [replace(base, name=name, policy=name, conditions=conditions) for name in names]
-
-
-def policed(experiment: Experiment) -> list[Strategy]:
-    """Every policy of the table with all that Carpool knows on an experiment."""
-    return named(ALL, shipped(experiment))
 
 
 def figures_of(outcome: Outcome) -> Figures:

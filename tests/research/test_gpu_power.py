@@ -6,7 +6,7 @@ import pytest
 from carpool_core.products import PRODUCTS, find_product
 from carpool_extender.framework.scores import AWAKE_SHARE, FULL_SHARE
 from carpool_research.gpu_power import SCALED, Training, measured, shares_of
-from carpool_simulator import hotcloud
+from carpool_research.experiments import hotcloud
 from carpool_simulator.power import MEAN, ZEUS, Power, power_of
 
 CAPABILITIES = {"p100": "6.0", "v100": "7.0", "rtx6000": "7.5", "a40": "8.6"}

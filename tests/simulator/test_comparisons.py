@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from carpool_simulator import hotcloud
+from carpool_research.experiments import hotcloud
 from carpool_simulator.reports import goals, idleness, losses, results, tables
 from carpool_simulator.reports.paired import Difference, by_chance, change, difference, percent
 from carpool_simulator.sweep import DEFAULT, EVERYTHING, EXPERIMENTS, ORACLE, ours, shipped

@@ -6,9 +6,9 @@ import pytest
 from carpool_core.durations import DURATION_BUCKETS
 from carpool_extender.queue.order import WINDOW_S, QueueEnd, QueueKey, QueueOrder, sort_key
 from carpool_simulator.engine import Simulation
-from carpool_simulator.hotcloud import hotcloud, step_times
+from carpool_research.experiments.hotcloud import hotcloud, step_times
 from carpool_simulator.information import Stage
-from carpool_simulator.radrm import radrm, steps_of
+from carpool_research.experiments.radrm import radrm, steps_of
 from carpool_simulator.strategy import Piece
 from carpool_simulator.waiting import Entry, Waiting
 from hypothesis import given

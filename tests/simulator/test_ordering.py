@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 from carpool_core.durations import duration_bucket, duration_s
 from carpool_extender.queue.order import QueueOrder
-from carpool_simulator.hotcloud import hotcloud
+from carpool_research.experiments.hotcloud import hotcloud
 from carpool_simulator.information import Knower
 from carpool_simulator.progress import Provenance
 from carpool_simulator.reports import document, doubts, goals, ordering, otherwise, results, tables

@@ -9,7 +9,9 @@ import pytest
 from carpool_core.values import SharingMode
 from carpool_research import slowdown
 from carpool_research.slowdown import gavel
-from carpool_simulator import gavel_pairs, hotcloud, radrm, trials
+from carpool_simulator import trials
+from carpool_research.experiments import radrm
+from carpool_research.experiments import hotcloud
 from carpool_simulator.commands import simulate
 from carpool_simulator.power import Power, Spent
 from carpool_simulator.reports import document, goals, otherwise, results
@@ -83,7 +85,7 @@ def test_rad_rms_tasks_may_lose_behind_mps_what_gavels_pairs_did(published):
     before, after = draws[otherwise.ASSUMED], draws[radrm.BEHIND_MPS]
     assert replace(after, behind_mps=None, assumptions=before.assumptions) == before
     (told,) = set(after.assumptions) - set(before.assumptions)
-    assert told == gavel_pairs.ASSUMED
+    assert told == radrm.ASSUMED
     assert len(after.assumptions) == len(before.assumptions), "in the place of another"
     pool = after.behind_mps
     assert pool.busy.shape == (1024, 2)
@@ -94,8 +96,8 @@ def test_rad_rms_tasks_may_lose_behind_mps_what_gavels_pairs_did(published):
 
 
 def test_each_of_gavels_jobs_has_its_own_activity_and_slowdown(published):
-    measured, pool = gavel.read(published), gavel_pairs.read(published)
-    busy = gavel.busy_shares(measured, gavel_pairs.HIDING)
+    measured, pool = gavel.read(published), radrm.read(published)
+    busy = gavel.busy_shares(measured, radrm.HIDING)
     known = [pair for pair in measured.pairs if pair.one in busy and pair.other in busy]
     assert len(known) == 512
     number, pair = max(enumerate(known), key=lambda one: abs(busy[one[1].one] - busy[one[1].other]))
@@ -128,11 +130,11 @@ def test_tenants_of_mps_have_the_slowdowns_of_other_pairs_and_those_by_turns_do_
 
 def test_gavels_pairs_need_their_file_and_scipy(published, monkeypatch, tmp_path):
     with pytest.raises(WorkloadError, match=r"gavel_throughputs_flat\.csv"):
-        gavel_pairs.read(tmp_path)
+        radrm.read(tmp_path)
     monkeypatch.setitem(sys.modules, "carpool_research.slowdown.gavel", None)
     monkeypatch.delattr(slowdown, "gavel", raising=False)
     with pytest.raises(WorkloadError, match=r'expected .* found none; run: pip install "carpool\[simulate\]"'):
-        gavel_pairs.read(tmp_path / "else")
+        radrm.read(tmp_path / "else")
 
 
 def test_lines_differ_from_the_experiments_own_in_their_names_alone():

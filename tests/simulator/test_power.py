@@ -1,7 +1,7 @@
 import math
 
 import hypothesis.strategies as st
-from carpool_simulator import radrm
+from carpool_research.experiments import radrm
 from carpool_simulator.power import Power, Spent, fitted, spent
 from carpool_simulator.reports import energies
 from carpool_simulator.strategy import Strategy

@@ -4,7 +4,8 @@ import os
 from dataclasses import replace
 
 import pytest
-from carpool_simulator import alibaba, philly
+from carpool_simulator import philly
+from carpool_research.experiments import alibaba
 from carpool_simulator.commands import simulate
 from carpool_simulator.engine import DEATHS, Simulation
 from carpool_simulator.philly import from_trace, read_cluster, read_trace

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from carpool_simulator.hotcloud import PRODUCT
+from carpool_simulator.profiles import PRODUCT
 from carpool_simulator.reports.results import About
 
 from carpool_e2e.bench.measure import circumstances

@@ -5,8 +5,8 @@ from dataclasses import replace
 from statistics import fmean
 
 from carpool_core.products import find_product
+from carpool_research.experiments import hotcloud, radrm
 
-from carpool_simulator import hotcloud, radrm
 from carpool_simulator.power import MEAN, Power, Spent, fitted, power_of, spent
 from carpool_simulator.sweep import DEFAULT, ORACLE, Figures, Line
 

@@ -6,9 +6,9 @@ Each case is compared with its own first line, and the same with what is assumed
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from carpool_extender.framework.diagnosis import pluralize
+from carpool_extender.framework.diagnosis import counted
+from carpool_research.experiments import hotcloud, radrm
 
-from carpool_simulator import hotcloud, radrm
 from carpool_simulator.power import Power
 from carpool_simulator.reports import energies, paired, tables
 from carpool_simulator.strategy import Strategy
@@ -104,7 +104,7 @@ def _of_one(name: str, lines: Sequence[Line], powers: Mapping[str, Power]) -> li
     heads += ["energy", *(tables.HEADS[one] for one in ("slowed_percent", "oom"))]
     of_radrm = powers if name.startswith("radrm") else {}
     cases = by_case(lines)
-    about = [f"**{name}**, {pluralize(len(lines[0].runs), 'seed')}{error}.", *_energies(name, of_radrm, len(cases))]
+    about = [f"**{name}**, {counted(len(lines[0].runs), 'seed')}{error}.", *_energies(name, of_radrm, len(cases))]
     return [
         " ".join(about),
         "",

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 
-from carpool_simulator.radrm import BEHIND_MPS, OPEN_CASES, PUBLISHED_TIME
+from carpool_research.experiments.radrm import BEHIND_MPS, OPEN_CASES, PUBLISHED_TIME
+
 from carpool_simulator.reports import energies, otherwise, paired
 from carpool_simulator.sweep import DEFAULT, Line
 

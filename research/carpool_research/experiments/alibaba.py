@@ -14,10 +14,9 @@ from pathlib import Path
 from carpool_core.resources.node import Device
 from carpool_core.values import SharingMode
 from carpool_extender.queue.order import QueueOrder
-
-from carpool_simulator import hotcloud
 from carpool_simulator.information import exactly
 from carpool_simulator.philly import devices_of
+from carpool_simulator.profiles import PRODUCT
 from carpool_simulator.strategy import Knowledge, Strategy
 from carpool_simulator.truth import SimJob, Truth, Workload, WorkloadError
 
@@ -108,7 +107,7 @@ def _cluster(data: Path) -> dict[str, list[Device]]:
     found = {}
     for line, row in _read(path, ("sn", "gpu")):
         try:
-            found[row["sn"]] = devices_of(row["sn"], hotcloud.PRODUCT, int(row["gpu"]))
+            found[row["sn"]] = devices_of(row["sn"], PRODUCT, int(row["gpu"]))
         except ValueError as error:
             raise WorkloadError(f"{path}, line {line}: expected a number of GPUs: {error}") from error
     if not any(found.values()):
@@ -139,14 +138,14 @@ def _job(row: dict[str, str]) -> SimJob | None:
     if not 0 < milli <= WHOLE_MILLI:
         raise ValueError(f"{milli} thousandths of a GPU")
     share = milli / WHOLE_MILLI
-    device = devices_of("", hotcloud.PRODUCT, 1)[0]
+    device = devices_of("", PRODUCT, 1)[0]
     truth = Truth(
         kind=f"openb/{milli}",
         memory_mib=int(share * (device.memory_mib - device.reserved_mib)),
         util=share,
         sm=share,
         dram=share / 2,
-        product=hotcloud.PRODUCT,
+        product=PRODUCT,
     )
     declared = exactly(truth, None) if gpus == 1 and milli < WHOLE_MILLI else None
     return SimJob(row["name"], at_s, lasts_s, gpus, truth, declared)

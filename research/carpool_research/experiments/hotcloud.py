@@ -1,6 +1,5 @@
 """HotCloud '20, table 4: 100 jobs on 12 GPUs, all there at the start."""
 
-import csv
 import math
 import random
 from collections.abc import Callable, Mapping
@@ -11,16 +10,13 @@ from carpool_core.durations import format_duration
 from carpool_core.resources.node import Device
 from carpool_core.values import GpuUuid, SharingMode
 from carpool_extender.framework.admission_limits import AdmissionLimits
-
-from carpool_simulator.profiles import job_of, prediction_of
+from carpool_simulator.profiles import PRODUCT, job_of, measured_profiles, prediction_of, step_times
 from carpool_simulator.strategy import Knowledge, Strategy
-from carpool_simulator.truth import Draw, SimJob, Truth, Workload, WorkloadError
+from carpool_simulator.truth import Draw, SimJob, Workload
 
-PRODUCT = "NVIDIA GeForce RTX 3090"
 GPUS, JOBS = 12, 100
 MEMORY_MIB = 8192
 SHORTEST_S, LONGEST_S = 120.0, 7200.0
-MODELS = ("ResNet18", "MobileNetV2", "EfficientNet")
 
 ASSUMPTIONS = (
     "The 13 architectures' measurements are not published. The jobs are drawn evenly from the 18 solo profiles that "
@@ -98,7 +94,7 @@ def hotcloud(data: Path, seed: int, *, over_s: float = 0.0, lasts_s: Lasts = _lo
         lasts_s: Says how long a job runs alone, by a number from 0 to 1.
     """
     draw = random.Random(f"hotcloud/{seed}")  # noqa: S311  # a simulation, no secret
-    kinds, steps_s = profiles(data), step_times(data)
+    kinds, steps_s = measured_profiles(data), step_times(data)
     jobs = []
     for number in range(JOBS):
         truth = draw.choice(kinds)
@@ -126,39 +122,6 @@ OTHERWISE: Mapping[str, Draw] = {
     "durations are uniform": partial(hotcloud, lasts_s=_uniform),
 }
 """What is not published, otherwise than assumed."""
-
-
-def profiles(data: Path) -> list[Truth]:
-    """Read the solo profiles of the models that HotCloud's list and Lucid's measurements share."""
-    return [
-        Truth(
-            kind=_kind(row),
-            memory_mib=round(float(row["gmem"])),
-            util=float(row["gpu_util"]) / 100,
-            sm=float(row["gpu_util"]) / 100,
-            dram=float(row["gmem_util"]) / 100,
-            product=PRODUCT,
-            model=f"lucid/{row['model']}",
-        )
-        for row in _rows(data)
-    ]
-
-
-def step_times(data: Path) -> dict[str, float]:
-    """Read how long a step of each kind of job takes alone, in seconds: as measured, its input's time included."""
-    return {_kind(row): float(row["batchsize"]) / float(row["speed"]) for row in _rows(data)}
-
-
-def _kind(row: Mapping[str, str]) -> str:
-    return f"lucid/{row['model']}/{row['batchsize']}/{row['amp']}"
-
-
-def _rows(data: Path) -> list[dict[str, str]]:
-    path = data / "lucid" / "solo_rtx3090.csv"
-    if not path.is_file():
-        raise WorkloadError(f"expected Lucid's measurements at {path}, found no file; set CARPOOL_DATA")
-    with path.open(newline="", encoding="utf-8") as file:
-        return [row for row in csv.DictReader(file) if row["model"] in MODELS]
 
 
 def gpu(node: str, index: int) -> Device:

@@ -3,21 +3,65 @@
 import csv
 import math
 import random
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
+import numpy as np
 from carpool_core.products import find_product
 from carpool_core.resources.node import Device
 from carpool_core.values import GpuUuid, SharingMode
 from carpool_extender.framework.admission_limits import AdmissionLimits
-
-from carpool_simulator import gavel_pairs
 from carpool_simulator.philly import read_trace
-from carpool_simulator.power import Power
+from carpool_simulator.power import Power, Spent
 from carpool_simulator.profiles import job_of, prediction_of
 from carpool_simulator.strategy import Knowledge, Strategy
-from carpool_simulator.truth import Draw, SimJob, Truth, Workload, WorkloadError
+from carpool_simulator.truth import Draw, Pool, SimJob, Truth, Workload, WorkloadError
+
+from carpool_research.tables import DataError
+
+HIDING = 1.5
+"""How well a host's part of a step hides behind its GPU's: the exponent by which the card works out busy shares."""
+ACTIVITY = 1.5
+"""SM activity is about utilization to this power, says the card of GPUMemNet's trainings. A number of its own, as no
+truth may move with the model that decides."""
+ASSUMED = (
+    "Slowdown by MPS is Gavel's, whose pairs ran behind it on a K80, a P100 and a V100; how busy they kept the SMs was "
+    "worked out from steps at several batch sizes."
+)
+
+
+@cache
+def read(data: Path) -> Pool:
+    """Read the pairs of jobs that were measured alone at several batch sizes, too.
+
+    Args:
+        data: Where `gavel/gavel_throughputs_flat.csv` lies.
+
+    Raises:
+        WorkloadError: The file is missing or unusable, or scipy is not installed.
+    """
+    try:
+        from carpool_research.slowdown import gavel  # scipy, which nobody else here needs
+    except ImportError as error:
+        raise WorkloadError(
+            f'expected {error.name} for Gavel\'s pairs, found none; run: pip install "carpool[simulate]"'
+        ) from error
+    try:
+        measured = gavel.read(data)
+    except DataError as error:
+        raise WorkloadError(str(error)) from error
+    busy = gavel.busy_shares(measured, HIDING)
+    each = [
+        ((mine, other), slowdown)
+        for pair in measured.pairs
+        for mine, other, slowdown in zip((pair.one, pair.other), (pair.other, pair.one), pair.slowdowns, strict=True)
+        if mine in busy and other in busy
+    ]
+    shares = np.array([[busy[one] for one in jobs] for jobs, _ in each])
+    return Pool(shares**ACTIVITY, np.array([slowdown for _, slowdown in each]))
+
 
 PRODUCT = "NVIDIA A100-SXM4-40GB"
 GPUS = 4
@@ -181,8 +225,8 @@ def _busier(scale: float) -> str:
 
 def _as_gavels(data: Path, seed: int, tasks: int) -> Workload:
     drawn = radrm(data, seed, tasks)
-    told = (gavel_pairs.ASSUMED if one == _AS_LUCIDS else one for one in drawn.assumptions)
-    return replace(drawn, behind_mps=gavel_pairs.read(data), assumptions=tuple(told))
+    told = (ASSUMED if one == _AS_LUCIDS else one for one in drawn.assumptions)
+    return replace(drawn, behind_mps=read(data), assumptions=tuple(told))
 
 
 def steps_of(kind: str, epochs: int) -> int | None:
@@ -233,3 +277,30 @@ def gpu(index: int) -> Device:
         compute_capability=product.compute_capability,
         modes=[SharingMode.EXCLUSIVE, SharingMode.TIME_SLICING, SharingMode.MPS],
     )
+
+
+def spent(energy_mj: float, gpu_s: float, in_use_s: float, power: Power) -> Spent:
+    """Return the GPU time of a run, reconstructed from its energy in MJ.
+
+    Args:
+        energy_mj: Energy of the run, computed with `power`.
+        gpu_s: Time of all GPUs of the cluster together, in seconds.
+        in_use_s: Part of it in which the GPUs had jobs, in seconds.
+        power: Power of each GPU.
+    """
+    still_j = Spent(gpu_s, in_use_s, 0.0).energy_j(power)
+    return Spent(gpu_s, in_use_s, (1e6 * energy_mj - still_j) / (power.full_w - power.awake_w))
+
+
+def fitted(runs: Mapping[str, Spent], published_mj: Mapping[str, float]) -> Power:
+    """Return idle and full power of a GPU, fitted by least squares of relative errors of published energies.
+
+    Args:
+        runs: GPU time of each policy in the simulation.
+        published_mj: Published energies of at least two of these policies, in MJ.
+    """
+    rows = [(runs[name].gpu_s, runs[name].active_s, 1e6 * mj) for name, mj in published_mj.items()]
+    terms = np.array([[gpu_s / joules, active_s / joules] for gpu_s, active_s, joules in rows])
+    (idle_w, more_w), *_ = np.linalg.lstsq(terms, np.ones(len(rows)), rcond=None)
+    idle_w, full_w = round(float(idle_w), 1), round(float(idle_w + more_w), 1)
+    return Power(idle_w, idle_w, full_w)

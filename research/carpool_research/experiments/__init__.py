@@ -1,0 +1,1 @@
+"""Published workloads on simulated clusters: HotCloud '20, RAD-RM, Philly and Alibaba."""
