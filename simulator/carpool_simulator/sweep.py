@@ -1,4 +1,4 @@
-"""Runs every strategy of an experiment on the same workloads, and sums each run up in a few figures."""
+"""Runs strategies on the same workloads, and summarises each run in a few figures."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean, stdev
 
-from carpool_core.values import SharingMode
 from carpool_extender.framework.admission_limits import AdmissionLimits
 from carpool_extender.framework.filters import NO_LIMITS
 from carpool_extender.framework.scores import POLICIES, UnknownPolicyError, find_policy
@@ -16,18 +15,16 @@ from carpool_simulator.strategy import Strategy
 from carpool_simulator.truth import MeasuredPairs, Workload
 
 ALL, PUBLISHED = "all", "published"
-"""In place of names of policies: the whole table, and the strategies that the experiment was published with."""
+"""Values of `--policies`: every policy; or whole GPUs beside Carpool's default."""
 SLOWED = 1.5
-"""A job that took more than so many times its time alone counts as slowed: what `maxSlowdown` is by default."""
-FAILS_EVERY_H = 8.0
-"""Hours between two failures of one GPU in the experiments with failures: far more often than real ones."""
+"""A job counts as slowed if it ran longer than this multiple of its solo time; the default of `maxSlowdown`."""
 _ROUNDING = 1e-9
-"""Times are sums of many small ones."""
+"""Relative tolerance: times are sums of many small numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One run in numbers."""
+    """Figures of one run."""
 
     makespan_min: float
     """From the first submission to the last end."""
@@ -36,29 +33,29 @@ class Figures:
     completion_min: float
     """Mean time from submission to end."""
     running_s: float
-    """Mean time from the start that succeeded to the end."""
+    """Mean time from the successful start to the end."""
     slowed_percent: float
-    """Jobs that took more than `SLOWED` times as long from that start to the end as they would have alone."""
+    """Share of finished jobs that ran longer than `SLOWED` times their solo time."""
     oom: float
-    """Times that a job died of GPU memory."""
+    """Out-of-memory deaths."""
     energy_mj: float
     killed: float
-    """Times that a job died with its GPU."""
+    """Jobs killed by failing GPUs."""
     unplaced: float
-    """Jobs that no GPU ever took."""
+    """Jobs never placed."""
     waiting_min: float
-    """Mean time from submission to the start that succeeded."""
+    """Mean time from submission to the successful start."""
     gpus_in_use: float
-    """Mean over time of the GPUs that have jobs."""
+    """Mean number of GPUs with jobs, over time."""
     unused_percent: float
-    """Memory that nobody uses on GPUs that have jobs: room in pieces. Mean over GPUs and time."""
+    """Unused memory of GPUs with jobs; mean over GPUs and time."""
     memory_percent: float
-    """Memory in use of all GPUs. Mean over GPUs and time."""
+    """Memory in use of all GPUs; mean over GPUs and time."""
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """One strategy over all seeds."""
+class PolicyResult:
+    """Results of one strategy over all seeds."""
 
     strategy: Strategy
     runs: list[Figures]
@@ -68,29 +65,18 @@ class Line:
     """Processor time of all runs, in seconds."""
 
     def mean(self, name: str) -> float:
-        """Mean of a figure over the seeds."""
+        """Return the mean of a figure over the seeds."""
         return fmean(getattr(run, name) for run in self.runs)
 
     @property
     def has_placed(self) -> bool:
-        """Whether any job ever ran: one that ended at once counts, too."""
+        """Whether any job ever ran; a job that ended at once counts."""
         ended = self.example is not None and bool(self.example.finished)
         return ended or any(run.gpus_in_use or run.oom for run in self.runs)
 
     def spread(self, name: str) -> float:
-        """Standard deviation of a figure over the seeds, of which there must be two."""
+        """Return the standard deviation of a figure over at least two seeds."""
         return float(stdev(getattr(run, name) for run in self.runs))
-
-
-@dataclass(frozen=True, slots=True)
-class Experiment:
-    """A workload of which many seeds can be drawn, and who is let loose on it."""
-
-    draw: Callable[[Path, int], Workload]
-    published: Sequence[Strategy]
-    mode: SharingMode
-    whole: bool = False
-    """Whether the strategies above are all, because the workload is too large, or nothing of it is predicted."""
 
 
 DEFAULT_POLICY = "least-slowdown"
@@ -100,15 +86,15 @@ LONGEST_FIRST = "Carpool, longest first"
 
 
 def named(policies: str, base: Strategy, conditions: AdmissionLimits = NO_LIMITS) -> list[Strategy]:
-    """Strategies for policies by name that differ in nothing else; `all` takes the table.
+    """Return a strategy for each policy; they differ in nothing else.
 
     Args:
-        policies: Names, with commas between.
-        base: What they know and accept.
-        conditions: What a GPU must be like before a policy looks at it.
+        policies: Names separated by commas, or `all`.
+        base: Strategy that they share.
+        conditions: Limits that a GPU must meet before a policy scores it.
 
     Raises:
-        UnknownPolicyError: There is no policy of a name, or what means several stands beside others.
+        UnknownPolicyError: A policy is unknown, or `all` or `published` is combined with names.
     """
     names = list(dict.fromkeys(name.strip() for name in policies.split(",")))
     if names == [ALL]:
@@ -120,7 +106,7 @@ def named(policies: str, base: Strategy, conditions: AdmissionLimits = NO_LIMITS
 
 
 def figures_of(outcome: Outcome) -> Figures:
-    """Sum a run up."""
+    """Return the figures of one run."""
     span_s = max(outcome.span_s, 1e-9)
     finished = outcome.finished
     in_use_s, used_s = (sum(getattr(gpu, name) for gpu in outcome.gpus) for name in ("in_use_s", "used_s"))
@@ -145,7 +131,7 @@ def _is_slowed(one: Finished) -> bool:
     return one.end_s - one.start_s > SLOWED * one.job.work_s * (1 + _ROUNDING)
 
 
-def contest(
+def sweep(
     draw: Callable[[int], Workload],
     strategies: Sequence[Strategy],
     seeds: int,
@@ -153,8 +139,18 @@ def contest(
     tell: Callable[[str], None],
     watch: Callable[[str], None] = lambda _: None,
     cpu: Callable[[], float] = time.process_time,
-) -> list[Line]:
-    """Run every strategy on every seed's workload; `tell` hears of each that has ended, `watch` how far it is."""
+) -> list[PolicyResult]:
+    """Run every strategy on the workload of every seed.
+
+    Args:
+        draw: Returns the workload of a seed.
+        strategies: Strategies to run.
+        seeds: Number of seeds.
+        data: Folder of measurements.
+        tell: Receives a summary of each finished strategy.
+        watch: Receives the progress of a run.
+        cpu: Processor time in seconds.
+    """
     drawn = [draw(seed) for seed in range(seeds)]
     truths = [MeasuredPairs(data / "lucid", seed, one.behind_mps) for seed, one in enumerate(drawn)]
     lines = []
@@ -167,7 +163,7 @@ def contest(
             )
             runs.append(figures_of(outcome))
             example = example or outcome
-        line = Line(strategy, runs, example, cpu() - begin_s)
+        line = PolicyResult(strategy, runs, example, cpu() - begin_s)
         tell(_progress(line, fmean(len(workload.jobs) for workload in drawn)))
         lines.append(line)
     return lines
@@ -177,19 +173,19 @@ def _watched(watch: Callable[[str], None], run: str) -> Callable[[float], None]:
     return lambda done: watch(f"{run}: {done:.0%}")
 
 
-def _progress(line: Line, jobs: float) -> str:
-    """Sum a line up for whoever waits; of several seeds everything is a mean."""
-    told = f"{line.strategy.name}: makespan {line.mean('makespan_min'):.0f} min, {line.mean('oom'):.1f} OOM"
+def _progress(line: PolicyResult, jobs: float) -> str:
+    """Summarise a strategy; figures are means over the seeds."""
+    text = f"{line.strategy.name}: makespan {line.mean('makespan_min'):.0f} min, {line.mean('oom'):.1f} OOM"
     if slowed := line.mean("slowed_percent"):
-        told += f", {slowed:.0f}% slowed beyond {SLOWED:g}"
+        text += f", {slowed:.0f}% slowed beyond {SLOWED:g}"
     if unplaced := line.mean("unplaced"):
-        what = "never placed, or given up after deaths of memory," if line.mean("oom") else "never placed"
-        told += f", {what} {_short(unplaced)} of {_short(jobs)} jobs"
-    return told
+        what = "never placed, or abandoned after running out of memory," if line.mean("oom") else "never placed"
+        text += f", {what} {_short(unplaced)} of {_short(jobs)} jobs"
+    return text
 
 
 def _short(number: float) -> str:
-    """Write a mean of whole numbers, without a fraction where there is none."""
+    """Format a mean of whole numbers without a zero fraction."""
     return f"{number:,.1f}".removesuffix(".0")
 
 

@@ -7,7 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from carpool_simulator.engine import Finished, Outcome
-from carpool_simulator.sweep import DEFAULT, DEFAULT_POLICY, Line
+from carpool_simulator.sweep import DEFAULT, DEFAULT_POLICY, PolicyResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,7 +66,7 @@ class Style(NamedTuple):
     dash: str
 
 
-def draw(folder: Path, name: str, lines: Sequence[Line]) -> list[Path]:
+def draw(folder: Path, name: str, lines: Sequence[PolicyResult]) -> list[Path]:
     """Write the pictures of the first seed; return their paths. Who ran where is drawn of the first line and Carpool's.
 
     Where that is not among them the last takes its place; a cluster that is too large for a chart has none, nor has
