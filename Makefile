@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-clean test test-unit lint bench crds protos docs clean
+.PHONY: help install demo demo-clean test test-unit lint bench experiments crds protos docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -47,6 +47,9 @@ lint: install ## style, types and layers
 
 bench: install ## measure, and write docs/benchmarks.md
 	$(BIN)/python -m carpool_e2e bench
+
+experiments: install ## run published workloads in the simulator, and write docs/experiments.md (needs CARPOOL_DATA)
+	$(BIN)/python -m carpool_research experiments
 
 crds: install ## generate the CRDs from the Python types
 	$(BIN)/carpool crds --out crds --out helm/carpool/crds

@@ -1,5 +1,6 @@
-"""`python -m carpool_research`: evaluates and fits the shipped models, and traces the catalog."""
+"""`python -m carpool_research`: fits and evaluates the shipped models, runs experiments, traces the catalog."""
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
@@ -132,6 +133,60 @@ def train(data: Path, out: Path) -> None:
         raise InputError(str(e)) from e
     for path in [*paths, write_sums(paths)]:
         click.echo(f"wrote {path} ({path.stat().st_size:,} bytes)")
+
+
+@main.command(short_help="Run published workloads in the simulator, and write docs/experiments.md.")
+@_DATA
+@click.option("--only", multiple=True, help="Experiment to run; all by default. Repeatable.")
+@click.option("--group", "groups", multiple=True, help="Group of runs beside the published strategies. Repeatable.")
+@click.option("--seeds", type=click.IntRange(1), help="Seeds of each strategy; by default 10, or 1 of a whole trace.")
+@click.option(
+    "--workers", type=click.IntRange(1), default=os.cpu_count() or 1, help="Processes; by default one per core."
+)
+@click.option(
+    "--results", type=click.Path(path_type=Path, file_okay=False), default=Path("out/experiments"), show_default=True
+)
+@click.option(
+    "--document",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=Path("docs/experiments.md"),
+    show_default=True,
+)
+@click.option("--no-run", is_flag=True, help="Write the document from the results of earlier runs.")
+def experiments(
+    data: Path,
+    only: tuple[str, ...],
+    groups: tuple[str, ...],
+    *,
+    seeds: int | None,
+    workers: int,
+    results: Path,
+    document: Path,
+    no_run: bool,
+) -> None:
+    """Run published workloads under published strategies and Carpool's, and write the document of their tables."""
+    from carpool_simulator.truth import WorkloadError
+
+    from carpool_research.experiments import document as page
+    from carpool_research.experiments import runs
+
+    try:
+        chosen = [_known(name, runs.EXPERIMENTS, "experiment") for name in only or runs.EXPERIMENTS]
+        of_groups = [_known(name, runs.GROUPS, "group") for name in groups or runs.GROUPS]
+        results.mkdir(parents=True, exist_ok=True)
+        for name in () if no_run else chosen:
+            found = runs.run(runs.EXPERIMENTS[name], data, of_groups, seeds, workers, click.echo)
+            found.write(results, name)
+        page.write(results, document)
+    except WorkloadError as e:
+        raise InputError(str(e)) from e
+    click.echo(f"wrote {document}")
+
+
+def _known(name: str, names: Iterable[str], what: str) -> str:
+    if name not in names:
+        raise InputError(f"expected one of {', '.join(names)} as {what}, found {name}")
+    return name
 
 
 main.add_command(sweep)

@@ -1,11 +1,12 @@
 """What a suite of evaluation returns and writes: metrics against targets, tables as Markdown, figures as SVG."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 import matplotlib as mpl
+import pandas as pd
 from matplotlib.figure import Figure
 
 T = TypeVar("T")
@@ -54,3 +55,10 @@ def save(figure: Figure, path: Path) -> Path:
     with mpl.rc_context({"svg.hashsalt": "carpool", "svg.fonttype": "none"}):
         figure.savefig(path, format="svg", metadata={"Date": None})
     return path
+
+
+def markdown(rows: Sequence[Mapping[str, str]]) -> str:
+    """Return a Markdown table; the keys of the first row are its heads."""
+    frame = pd.DataFrame(list(rows)).fillna("")
+    lines = [list(frame.columns), ["---"] * len(frame.columns), *frame.to_numpy().tolist()]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)

@@ -9,7 +9,7 @@ import click
 from carpool_core.clock import SystemClock
 from carpool_core.settings import SettingsError, click_options
 from carpool_extender.framework.admission_limits import AdmissionLimits
-from carpool_extender.framework.diagnosis import counted
+from carpool_extender.framework.diagnosis import pluralize
 from carpool_extender.framework.filters import NO_LIMITS
 from carpool_extender.framework.scores import UnknownPolicyError
 from carpool_extender.queue.order import QueueOrder
@@ -20,7 +20,7 @@ from rich.console import Console
 from carpool_simulator import philly, pictures, progress, report
 from carpool_simulator.strategy import Knowledge, Strategy
 from carpool_simulator.sweep import ARRIVAL, LONGEST_FIRST, PUBLISHED, PolicyResult, named, sweep
-from carpool_simulator.truth import WorkloadError, in_pieces
+from carpool_simulator.truth import Workload, WorkloadError, in_pieces
 
 
 class NothingPlacedError(click.ClickException):
@@ -123,14 +123,13 @@ def simulate(
         strategies = _strategies(chosen, conditions, QueueOrder(queue_order), learn=learn)
         nodes = philly.default_cluster() if cluster is None else philly.read_cluster(cluster)
 
-        def draw(seed: int) -> philly.Workload:
-            read = in_pieces(
-                lambda folder, number: philly.from_trace(
-                    folder, trace, nodes, number, is_learned=learn, says_steps=steps
-                ),
-                fragmentation,
-            )
-            return read(data, seed)
+        whole = in_pieces(
+            lambda folder, seed: philly.from_trace(folder, trace, nodes, seed, is_learned=learn, says_steps=steps),
+            fragmentation,
+        )
+
+        def draw(seed: int) -> Workload:
+            return whole(data, seed)
 
         workload = draw(0)
         out.mkdir(parents=True, exist_ok=True)
@@ -202,4 +201,6 @@ def _could_learn(result: PolicyResult) -> bool:
 def _nothing_placed(jobs: int, conditions: AdmissionLimits) -> str:
     asked = f" that meets the conditions ({conditions})" if conditions != NO_LIMITS else " that could hold one"
     advice = "relax the conditions" if conditions != NO_LIMITS else "name a larger cluster"
-    return f"expected a GPU for at least one of {counted(jobs, 'job')}, found none{asked} under any strategy; {advice}"
+    return (
+        f"expected a GPU for at least one of {pluralize(jobs, 'job')}, found none{asked} under any strategy; {advice}"
+    )

@@ -1,4 +1,4 @@
-"""Profiles of the jobs of simulated workloads: features traced beforehand, their predictions, and Lucid's measurements."""
+"""Profiles of the jobs of simulated workloads: traced features, their predictions, Lucid's measurements."""
 
 import csv
 from collections.abc import Mapping

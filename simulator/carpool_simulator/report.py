@@ -29,9 +29,7 @@ HEADS = {
 }
 """Column heads of the figures."""
 SHOWN = ("makespan_min", "utilization_percent", "completion_min", "running_s", "slowed_percent", "oom", "energy_mj")
-COMPARED = {
-    "makespan_min", "utilization_percent", "completion_min", "energy_mj", "waiting_min", "gpus_in_use", "memory_percent",
-}  # fmt: skip
+COMPARED = {*SHOWN[:3], "energy_mj", "waiting_min", "gpus_in_use", "memory_percent"}
 """Figures with a column for the change against the first line."""
 UNLEARNED = (
     "Carpool learned nothing from the jobs that ran. With --learn it learns as on a cluster: usually fewer jobs are "

@@ -6,7 +6,7 @@ import pytest
 from carpool_core.products import PRODUCTS, find_product
 from carpool_extender.framework.scores import AWAKE_SHARE, FULL_SHARE
 from carpool_research.gpu_power import SCALED, Training, measured, shares_of
-from carpool_research.experiments import hotcloud
+from carpool_simulator import profiles
 from carpool_simulator.power import MEAN, ZEUS, Power, power_of
 
 CAPABILITIES = {"p100": "6.0", "v100": "7.0", "rtx6000": "7.5", "a40": "8.6"}
@@ -31,7 +31,7 @@ def test_the_shares_are_what_zeus_measured(published):
 def test_what_decides_goes_by_gpus_that_simulated_ones_do_not_draw_by(published):
     others = [shares for gpu, shares in measured(published).items() if gpu != "a40"]
     assert tuple(round(fmean(values), 2) for values in zip(*others, strict=True)) == (AWAKE_SHARE, FULL_SHARE)
-    assert find_product(hotcloud.PRODUCT).compute_capability == CAPABILITIES["a40"]  # Philly's GPUs are of it, too
+    assert find_product(profiles.PRODUCT).compute_capability == CAPABILITIES["a40"]  # Philly's GPUs are of it, too
 
 
 @pytest.mark.parametrize("product", PRODUCTS, ids=lambda product: product.name)

@@ -4,7 +4,7 @@ import random
 from pathlib import Path
 
 from carpool_simulator import philly
-from carpool_simulator.sweep import DEFAULT, contest
+from carpool_simulator.sweep import DEFAULT, sweep
 from carpool_simulator.truth import Workload
 
 CLUSTER = "nodes: [{count: 1, product: NVIDIA A100-SXM4-40GB, gpus: 2}]"
@@ -22,7 +22,7 @@ def test_who_learns_from_crowds_does_not_crowd_ever_more(published: Path, tmp_pa
     def workload(seed: int) -> Workload:
         return philly.from_trace(published, tmp_path / "trace.csv", nodes, seed, is_learned=True)
 
-    (line,) = contest(workload, [strategy], 2, published, lambda _: None)
+    (line,) = sweep(workload, [strategy], 2, published, lambda _: None)
     alone_s = sum(job.work_s for job in workload(0).jobs) / len(rows)
     assert line.mean("running_s") < 1.4 * alone_s
     assert line.mean("slowed_percent") < 25

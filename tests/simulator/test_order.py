@@ -3,12 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from carpool_core.durations import DURATION_BUCKETS
+from carpool_core.durations import DURATION_BUCKETS, duration_bucket
 from carpool_extender.queue.order import WINDOW_S, QueueEnd, QueueKey, QueueOrder, sort_key
 from carpool_simulator.engine import Simulation
-from carpool_research.experiments.hotcloud import hotcloud, step_times
-from carpool_simulator.information import Stage
-from carpool_research.experiments.radrm import radrm, steps_of
+from carpool_simulator.information import Knower, Stage
 from carpool_simulator.strategy import Piece
 from carpool_simulator.waiting import Entry, Waiting
 from hypothesis import given
@@ -147,30 +145,37 @@ def test_who_finds_no_room_changes_no_end():
     assert tried == [shortest, longest], "the other end is next"
 
 
-def test_steps_come_from_measured_step_times_and_lengths_from_predicted_ones(published):
-    measured_s = step_times(published)
-    jobs = hotcloud(published, 0).jobs
-    assert [one.steps * measured_s[one.truth.kind] for one in jobs] == pytest.approx(
-        [one.work_s for one in jobs], rel=0.02
+def rungs(strategy, jobs, seed=0):
+    knower = Knower(strategy, 8000, seed)
+    return [knower.ticket(one, 0, number, is_decreasing=False).rung for number, one in enumerate(jobs)]
+
+
+def test_predictions_that_are_off_have_wrong_step_times_too():
+    jobs = [job(f"j{i}", steps=3600) for i in range(200)]
+    assert set(rungs(BY_TURNS, jobs)) == {duration_bucket(3600.0)}
+    found = {error: rungs(replace(BY_TURNS, error=error), jobs) for error in (0.1, 0.5)}
+    small, large = (sum(abs(one - duration_bucket(3600.0)) for one in found[error]) for error in (0.1, 0.5))
+    assert 0 < small < large
+
+
+def test_a_share_of_the_jobs_says_no_steps_and_counts_as_an_hour():
+    jobs = [job(f"j{i}", steps=60) for i in range(400)]
+    found = rungs(replace(BY_TURNS, silent_share=0.5), jobs)
+    assert set(found) == {duration_bucket(60.0), duration_bucket(None)}
+    assert 160 < found.count(duration_bucket(None)) < 240
+    assert found == rungs(replace(BY_TURNS, silent_share=0.5), jobs)
+    assert found != rungs(replace(BY_TURNS, silent_share=0.5), jobs, seed=1)
+    assert set(rungs(replace(BY_TURNS, silent_share=1.0), jobs)) == {duration_bucket(None)}
+
+
+def test_steps_that_jobs_say_are_off_by_factors_around_one():
+    jobs = [job(f"j{i}", steps=3600) for i in range(400)]
+    off = replace(BY_TURNS, steps_error=0.7)
+    found = sorted(rungs(off, jobs))
+    assert found == sorted(rungs(off, jobs)) != sorted(rungs(off, jobs, seed=1))
+    assert found[200] == pytest.approx(duration_bucket(3600.0), abs=1)
+    assert found[64] <= duration_bucket(3600.0) - 1 <= duration_bucket(3600.0) + 1 <= found[-64], (
+        "one in six is off by a factor of two"
     )
-    told = {one.truth.kind: one.prediction.products[0].step_time_seconds.median for one in jobs if one.prediction}
-    assert len(told) == len(measured_s) == 18
-    assert all(2 < measured_s[kind] / step_s < 8 for kind, step_s in told.items())
-
-
-@pytest.mark.parametrize(
-    ("kind", "epochs", "steps"),
-    [
-        pytest.param("radrm/resnet50/ImageNet/128", 1, 10_010, id="the last batch is not full"),
-        pytest.param("radrm/resnet18/cifar100/32", 20, 31_260, id="several epochs"),
-        pytest.param("radrm/BERT_base/Wiki/32", 1, None, id="the size of the text is not published"),
-    ],
-)
-def test_steps_of_rad_rm_come_from_the_sizes_of_datasets(kind, epochs, steps):
-    assert steps_of(kind, epochs) == steps
-
-
-def test_tasks_on_images_say_how_many_steps_they_have(published):
-    jobs = radrm(published, 0, 60).jobs
-    assert {one.steps is None for one in jobs if "/Wiki/" in one.truth.kind} == {True}
-    assert {one.steps is None for one in jobs if "/Wiki/" not in one.truth.kind} == {False}
+    assert rungs(off, [job("no steps")]) == [duration_bucket(None)]
+    assert rungs(off, [job("one step", steps=1)]) == [duration_bucket(1.0)], "never none at all"

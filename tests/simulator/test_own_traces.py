@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 from carpool_extender.queue.order import QueueOrder
+from carpool_simulator import report
 from carpool_simulator.commands import simulate
 from carpool_simulator.philly import SILENT, TELLING, from_trace, read_cluster
-from carpool_simulator.reports import tables
 from carpool_simulator.sweep import ARRIVAL, DEFAULT, LONGEST_FIRST
 from click.testing import CliRunner
 
@@ -32,23 +32,31 @@ def test_where_nothing_is_learned_and_jobs_are_slowed_it_is_said_that_a_cluster_
     """Regression: most jobs were slowed beyond their limit, and nothing told that on a cluster fewer would be."""
     said, written = run(own)
     assert "slowed beyond 1.5" in said
-    assert tables.UNLEARNED in said
-    assert written.endswith(f"\n\n{tables.UNLEARNED}\n\n")
+    assert report.UNLEARNED in said
+    assert written.endswith(f"\n\n{report.UNLEARNED}\n\n")
 
 
 @pytest.mark.parametrize("arguments", [["--learn"], ["--policy", "exclusive"]], ids=["learned", "nobody slowed"])
 def test_nothing_is_said_of_learning_where_it_is_done_or_would_change_nothing(own, arguments):
     said, written = run(own, *arguments)
-    assert tables.UNLEARNED not in said
-    assert tables.UNLEARNED not in written
+    assert report.UNLEARNED not in said
+    assert report.UNLEARNED not in written
 
 
 @pytest.mark.parametrize(
     ("order", "sentence", "line"),
     [
-        ("Alternate", "take turns (`settings.queueOrder: Alternate`, the default). Who does not say", DEFAULT),
-        ("Arrival", "jobs come in order of arrival (`settings.queueOrder: Arrival`).", ARRIVAL),
-        ("LongestFirst", "whenever it came (`settings.queueOrder: LongestFirst`). Who does not say", LONGEST_FIRST),
+        (
+            "Alternate",
+            "alternate (`settings.queueOrder: Alternate`, the default). A job that declares no steps",
+            DEFAULT,
+        ),
+        ("Arrival", "orders jobs by arrival (`settings.queueOrder: Arrival`).", ARRIVAL),
+        (
+            "LongestFirst",
+            "longest job first (`settings.queueOrder: LongestFirst`). A job that declares no steps",
+            LONGEST_FIRST,
+        ),
     ],
 )
 def test_a_table_of_an_own_trace_says_in_which_order_its_queue_was(own, order, sentence, line):
@@ -82,16 +90,3 @@ def test_jobs_say_as_many_steps_as_their_durations_come_to(own):
     assert {one.steps for one in silent.jobs} == {None}
     assert [one.steps for one in telling.jobs] == [round(600 / (32 / 100))] * 11, "32 samples a step, 100 a second"
     assert [replace(one, steps=None) for one in telling.jobs] == silent.jobs, "else it is the same trace"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--queue-order", "Arrival"], "expected --queue-order beside --trace, or beside --policies all, or names"),
-        (["--steps"], "expected --steps beside --trace only"),
-    ],
-)
-def test_published_strategies_keep_their_own_queues_and_published_jobs_their_steps(data, arguments, sentence):
-    result = CliRunner().invoke(simulate, ["--data", str(data), "--workload", "hotcloud", *arguments])
-    assert result.exit_code == 2
-    assert sentence in " ".join(result.output.split())

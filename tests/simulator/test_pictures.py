@@ -1,9 +1,10 @@
-"""Pictures of a contest: whose they are, that lines and bars can be told apart, and that none of another run stays."""
+"""Figures of simulated runs: titles, distinguishable lines and bars, and no figure of an earlier run."""
 
 import pytest
 from carpool_simulator.commands import simulate
-from carpool_simulator.reports.pictures import MOST_TOGETHER, completion, draw, gantt, remove, style, utilization
-from carpool_simulator.sweep import DEFAULT, contest, named
+from carpool_simulator.engine import Finished
+from carpool_simulator.pictures import MOST_TOGETHER, completion, draw, gantt, lanes, remove, style, utilization
+from carpool_simulator.sweep import DEFAULT, named, sweep
 from click.testing import CliRunner
 from simulated_world import CARPOOL, job, workload
 
@@ -14,7 +15,7 @@ NONE_FREE = ("--policy", "best-fit", "--least-free-mib", "999999999")
 def line(data):
     """One job of a kind after the other on one GPU."""
     jobs = [job("a"), job("b")]
-    return contest(lambda _: workload(*jobs), named("exclusive", CARPOOL), 1, data, lambda _: None)[0]
+    return sweep(lambda _: workload(*jobs), named("exclusive", CARPOOL), 1, data, lambda _: None)[0]
 
 
 def simulated(data, *arguments):
@@ -57,7 +58,7 @@ def test_of_many_strategies_each_has_a_chart_with_the_first_and_all_others_behin
 @pytest.mark.parametrize(("longest_s", "scale"), [(400.0, "linear"), (40_000.0, "log")])
 def test_times_that_lie_far_apart_are_told_by_their_logarithms(data, longest_s, scale):
     jobs = [*(job(f"short-{i}") for i in range(3)), job("long", longest_s)]
-    found = contest(lambda _: workload(*jobs, gpus=4), named("exclusive", CARPOOL), 1, data, lambda _: None)[0]
+    found = sweep(lambda _: workload(*jobs, gpus=4), named("exclusive", CARPOOL), 1, data, lambda _: None)[0]
     assert completion("x", [("exclusive", found.example)]).axes[0].get_xscale() == scale
 
 
@@ -82,7 +83,7 @@ def test_bars_have_an_edge_of_another_colour(line):
 
 def ran_kinds(number, data):
     jobs = [job(f"kind-{one:02}") for one in range(number)]
-    run = contest(lambda _: workload(*jobs), named("exclusive", CARPOOL), 1, data, lambda _: None)[0]
+    run = sweep(lambda _: workload(*jobs), named("exclusive", CARPOOL), 1, data, lambda _: None)[0]
     return gantt("x", "exclusive", run.example)
 
 
@@ -133,7 +134,7 @@ def test_where_nothing_was_ever_placed_there_is_a_sentence_and_no_picture(data):
     told = " ".join(result.output.split())
     assert "best-fit: makespan 0 min, 0.0 OOM, never placed 2 of 2 jobs" in told
     assert (
-        "expected a GPU for at least one of 2 jobs, found none that meets the preconditions "
+        "expected a GPU for at least one of 2 jobs, found none that meets the conditions "
         "(free memory ≥ 999,999,999 MiB) under any strategy"
     ) in told
     assert not list((data / "out").glob("*.png"))
@@ -143,11 +144,40 @@ def test_where_nothing_was_ever_placed_there_is_a_sentence_and_no_picture(data):
 def test_a_line_says_how_many_were_never_placed_of_how_many(data):
     told = []
     jobs = [job("a"), job("b", workers=9)]
-    lines = contest(lambda _: workload(*jobs), named("exclusive", CARPOOL), 2, data, told.append)
+    lines = sweep(lambda _: workload(*jobs), named("exclusive", CARPOOL), 2, data, told.append)
     assert told[0].endswith("0.0 OOM, never placed 1 of 2 jobs")
     assert lines[0].has_placed
 
 
 def test_a_strategy_that_never_placed_anything_is_not_drawn(data, tmp_path):
-    lines = contest(lambda _: workload(job("a", workers=9)), named("exclusive", CARPOOL), 1, data, lambda _: None)
+    lines = sweep(lambda _: workload(job("a", workers=9)), named("exclusive", CARPOOL), 1, data, lambda _: None)
     assert draw(tmp_path, "x", lines) == []
+
+
+def test_whoever_has_a_gpu_at_the_same_time_has_another_lane():
+    def ran(name, start_s, end_s, *gpus):
+        return Finished(job(name), start_s, end_s, gpus, 0)
+
+    bars = lanes([ran("c", 10.0, 20.0, "g"), ran("a", 0.0, 10.0, "g", "h"), ran("b", 5.0, 15.0, "g")])
+    assert [(bar.job.job.name, bar.gpu, bar.lane) for bar in bars] == [
+        ("a", "g", 0),
+        ("a", "h", 0),
+        ("b", "g", 1),
+        ("c", "g", 0),
+    ]
+
+
+def test_who_ran_where_is_drawn_of_the_first_line_and_of_carpools(data, tmp_path):
+    """Regression: the last line was drawn, an oracle's in most tables."""
+    lines = sweep(lambda _: workload(job("a")), named("exclusive,least-slowdown,energy", CARPOOL), 1, data, print)
+    drawn = draw(tmp_path, "x", lines)
+    assert [path.name for path in drawn] == [
+        "x-utilization.png",
+        "x-cdf.png",
+        "x-gantt-exclusive.png",
+        "x-gantt-least-slowdown.png",
+    ]
+    assert [path.name for path in draw(tmp_path, "x", lines[::2])][2:] == [
+        "x-gantt-exclusive.png",
+        "x-gantt-energy.png",
+    ]

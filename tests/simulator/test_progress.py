@@ -1,8 +1,12 @@
 """How far a run is."""
 
+import shutil
+import subprocess
 from io import StringIO
+from pathlib import Path
 
-from carpool_simulator.progress import EVERY_S, shown
+import pytest
+from carpool_simulator.progress import EVERY_S, Provenance, commit_of, shown
 from rich.console import Console
 
 
@@ -22,3 +26,45 @@ def test_in_a_terminal_one_line_changes():
         show("1% of the jobs have ended")
     assert isinstance(console.file, StringIO)
     assert console.file.getvalue().count("1% of the jobs have ended") == 1
+
+
+def test_a_commit_is_told_of_a_checkout_and_of_nothing_else(tmp_path):
+    assert commit_of(tmp_path / "x.py") == ""
+    assert commit_of(Path("/nowhere/x.py")) == ""
+    git = shutil.which("git")
+    if git is None:
+        pytest.skip("there is no git here")
+    for arguments in (["init", "-q"], ["add", "."]):
+        (tmp_path / "x.py").write_text("")
+        (tmp_path / "docs").mkdir(exist_ok=True)
+        (tmp_path / "docs" / "x.md").write_text("")
+        subprocess.run([git, *arguments], cwd=tmp_path, check=True)
+    who = ["-c", "user.name=a", "-c", "user.email=a@example.com"]
+    subprocess.run([git, *who, "commit", "-q", "-m", "x"], cwd=tmp_path, check=True)
+    commit = commit_of(tmp_path / "x.py")
+    assert len(commit) >= 7
+    assert commit_of(tmp_path / "y.py") == "", "a file that it does not hold"
+    (tmp_path / "docs" / "x.md").write_text("1")
+    assert commit_of(tmp_path / "x.py") == commit, "results change documents"
+    (tmp_path / "x.py").write_text("1")
+    assert commit_of(tmp_path / "x.py") == f"{commit}-dirty"
+
+
+def test_a_checkout_of_which_git_tells_nothing_counts_as_unknown_not_as_clean(tmp_path, monkeypatch):
+    """Regression: where `git status` failed or took too long a dirty tree was told to be clean."""
+    (tmp_path / ".git").mkdir()
+    fake = tmp_path / "bin" / "git"
+    fake.parent.mkdir()
+    monkeypatch.setenv("PATH", str(fake.parent))
+    assert commit_of(tmp_path / "x.py") == "unknown", "without git"
+    for fails, found in (("status", "abc, changes unknown"), ("describe", "unknown"), ("ls-files", "unknown")):
+        fake.write_text(f'#!/bin/sh\ncase "$2" in {fails}) exit 128;; status) ;; *) echo abc;; esac\n')
+        fake.chmod(0o755)
+        assert commit_of(tmp_path / "x.py") == found
+        assert not Provenance(version=f"1.0, commit {found}").is_noted
+    assert [Provenance(version=one).is_noted for one in ("1.0", "1.0, commit abc", "1.0, commit abc-dirty", "")] == [
+        True,
+        True,
+        False,
+        False,
+    ]

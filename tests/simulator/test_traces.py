@@ -4,103 +4,21 @@ import os
 from dataclasses import replace
 
 import pytest
-from carpool_simulator import philly
-from carpool_research.experiments import alibaba
+from carpool_extender.framework.admission_limits import AdmissionLimits
+from carpool_extender.framework.scores import POLICIES
+from carpool_simulator import philly, report
 from carpool_simulator.commands import simulate
 from carpool_simulator.engine import DEATHS, Simulation
 from carpool_simulator.philly import from_trace, read_cluster, read_trace
-from carpool_simulator.reports.tables import markdown
+from carpool_simulator.progress import Provenance
 from carpool_simulator.strategy import Strategy
-from carpool_simulator.sweep import DEFAULT, EXPERIMENTS, Line, figures_of, ours
-from carpool_simulator.truth import WorkloadError
+from carpool_simulator.sweep import named, sweep
 from click.testing import CliRunner
-from simulated_world import Halved, NoSlowdown
+from simulated_world import ALONE as ALONE_IN_ORDER
+from simulated_world import CARPOOL, NoSlowdown, ends, job, truth, workload
 
 A100 = "NVIDIA A100-SXM4-40GB"
 ALONE = Strategy("alone", "exclusive", measure=False)
-
-
-def ends(outcome):
-    return {one.job.name: one.end_s for one in outcome.finished}
-
-
-PODS = """name,num_gpu,gpu_milli,creation_time,deletion_time
-a,1,500,0,100
-b,1,400,0,50
-c,1,1000,10,30
-d,0,0,10,30
-"""
-
-
-@pytest.fixture
-def openb(data):
-    """Alibaba's trace in small: one node of two GPUs."""
-    (data / "traces").mkdir()
-    (data / "traces" / alibaba.PODS).write_text(PODS)
-    (data / "traces" / alibaba.NODES).write_text("sn,gpu\nn0,2\n")
-    return data
-
-
-def test_fractions_of_alibaba_share_and_whole_gpus_do_not(openb):
-    found, (whole, first_fit, *_) = alibaba.alibaba(openb, 0), EXPERIMENTS["alibaba"].published
-    assert [one.name for one in found.jobs] == ["a", "b", "c"]
-    shared = Simulation(found, first_fit, NoSlowdown()).run()
-    assert ends(shared) == {"a": 100.0, "b": 50.0, "c": 30.0}
-    alone = Simulation(found, whole, NoSlowdown()).run()
-    assert ends(alone)["c"] == 70.0
-    figures = figures_of(shared)
-    assert figures.gpus_in_use == pytest.approx((100 + 20) / 100)
-    assert figures.unused_percent == pytest.approx(100 * (1 - (100 * 0.5 + 50 * 0.4 + 20) / 120), abs=0.01)
-    assert figures.memory_percent == pytest.approx(100 * (100 * 0.5 + 50 * 0.4 + 20) / 200, abs=0.01)
-    assert figures_of(alone).waiting_min == pytest.approx(40 / 60 / 3)
-
-
-def test_jobs_that_share_for_long_count_as_slowed(openb):
-    found, (whole, first_fit, *_) = alibaba.alibaba(openb, 0), EXPERIMENTS["alibaba"].published
-    shared = Simulation(found, first_fit, Halved()).run()
-    assert ends(shared) == {"a": 150.0, "b": 100.0, "c": 30.0}, "b shares all its time, a two thirds of it"
-    assert figures_of(shared).slowed_percent == pytest.approx(100 / 3), "half as long again is no more than that"
-    assert figures_of(Simulation(found, whole, Halved()).run()).slowed_percent == 0
-
-
-def test_the_same_pods_come_to_few_of_the_nodes(openb):
-    lines = "".join(f"n{number},{1 + number % 2}\n" for number in range(2 * alibaba.EVERY))
-    (openb / "traces" / alibaba.NODES).write_text(f"sn,gpu\n{lines}")
-    one, other = alibaba.alibaba(openb, 0), alibaba.few(openb, 0)
-    assert list(other.nodes) == ["n0", f"n{alibaba.EVERY}"]
-    assert other.jobs == one.jobs
-    assert "Every 200th node only: 2 GPUs, of which 0.9 are asked for on average." in other.assumptions
-
-
-def test_more_than_there_is_is_drawn_by_the_seed_and_never_ends(openb):
-    drawn = [alibaba.full(openb, seed) for seed in (0, 0, 1)]
-    kinds = [[(job.name, job.truth.kind) for job in one.jobs] for one in drawn]
-    assert kinds[0] == kinds[1]
-    assert sum(job.truth.util for job in drawn[0].jobs) >= alibaba.INFLATED * 2
-    outcome = Simulation(drawn[0], EXPERIMENTS["alibaba-full"].published[1], NoSlowdown()).run()
-    figures = figures_of(outcome)
-    assert (figures.makespan_min, outcome.span_s) == (0.0, alibaba.WATCHED_S)
-    assert figures.unplaced > 0
-    assert figures.memory_percent <= 100
-    assert figures == figures_of(Simulation(drawn[1], EXPERIMENTS["alibaba-full"].published[1], NoSlowdown()).run())
-
-
-@pytest.mark.parametrize(
-    ("pods", "nodes", "sentence"),
-    [
-        (PODS, "sn\nn0\n", "expected the columns sn, gpu; add gpu"),
-        (PODS, "sn,gpu\nn0,two\n", "line 2: expected a number of GPUs"),
-        (PODS, "sn,gpu\n", "expected at least one GPU, found none"),
-        (PODS.replace("500", "1500"), "sn,gpu\nn0,2\n", "line 2: .* 1500 thousandths of a GPU"),
-        (PODS.replace("0,100", "0,soon"), "sn,gpu\nn0,2\n", "line 2: expected GPUs, thousandths, and two times"),
-        (PODS.splitlines()[0], "sn,gpu\nn0,2\n", "expected at least one pod with a GPU, found none"),
-    ],
-)
-def test_a_bad_trace_of_alibabas_is_refused(openb, pods, nodes, sentence):
-    (openb / "traces" / alibaba.PODS).write_text(pods)
-    (openb / "traces" / alibaba.NODES).write_text(nodes)
-    with pytest.raises(WorkloadError, match=sentence):
-        alibaba.alibaba(openb, 0)
 
 
 TRACE = "timestamp,duration,num_gpus\n2017-10-09 07:00:10,60,1\n2017-10-09 07:00:00,30,3\n"
@@ -194,16 +112,16 @@ def test_the_command_writes_tables_and_pictures(data):
     assert "| strategy | makespan min | change | waiting min | change | completion min |" in table
     assert "| energy |" in table
     assert "Several tenants of a GPU lose 5% of its memory in pieces" in table
-    assert "- Preconditions: at most 2 jobs on a GPU." in table
+    assert "- Conditions: at most 2 jobs on a GPU." in table
 
 
 def test_a_trace_of_ones_own_is_run_once_unless_more_is_asked_for(data):
     (data / "t.csv").write_text(TRACE)
     result = run(data, "--trace", str(data / "t.csv"), "--policy", "exclusive")
     assert result.exit_code == 0, result.output
-    assert "no chart of who ran where: there are more than 24 GPUs" in result.output
+    assert "no Gantt chart: there are more than 24 GPUs" in result.output
     text = (data / "out" / "trace.md").read_text()
-    assert "One run, so that no spread is known; changes are against the first line." in text
+    assert "One run, so the spread is unknown; changes are against the first line." in text
     assert "±" not in text
 
 
@@ -221,54 +139,67 @@ def test_a_trace_beyond_the_calendar_is_refused_in_a_sentence(data, lines):
     assert "Traceback" not in result.output
 
 
-def test_a_table_shows_the_figures_that_it_is_asked_for(openb):
-    outcome = Simulation(alibaba.full(openb, 0), ALONE, NoSlowdown()).run()
-    line = Line(ALONE, [figures_of(outcome)])
-    assert markdown([line], ["gpus_in_use", "unused_percent", "unplaced"])[0] == (
-        "| strategy | GPUs in use | change | unused on these % | never placed |"
+REFUSED = [
+    ([], 2, "Missing option '--trace'"),
+    (["--policy", "energy", "--policies", "all"], 2, "which mean the same, found both"),
+    (["--trace", "/nowhere/t.csv"], 2, "found no file; look at the path that --trace names"),
+    (["--policy", "fast"], 2, "policy 'fast' is unknown; choose one of"),
+    (["--policies", "MAGM"], 2, "most-available-memory (MAGM)"),
+    (["--policies", "all,energy"], 2, "expected all alone, or names of policies, found all,e"),
+    (["--policies", "energy, published"], 2, "expected published alone, or names of policies"),
+    (["--fragmentation", "nan"], 2, "expected a --fragmentation from 0 to below 1, found nan"),
+    (["--trace", "/dev/null"], 2, "found what is no regular file; look at the path that --trace names"),
+    (["--policies", "all", "--most-jobs", "0"], 2, "expected 1 to 1,024 jobs on a GPU at most, found 0"),
+    (["--most-jobs", "2"], 2, "have their own: at most 2 jobs on a GPU"),
+    (["--data", "/nowhere"], 2, "found no file; set CARPOOL_DATA"),
+    (["--out", "/proc/nowhere"], 2, "check --out"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code", "sentence"), REFUSED)
+def test_the_command_refuses_what_it_cannot_do(data, arguments, code, sentence):
+    (data / "t.csv").write_text(TRACE)
+    trace = [] if "--trace" in arguments or not arguments else ["--trace", str(data / "t.csv")]
+    result = run(data, *trace, *arguments)
+    assert result.exit_code == code
+    assert sentence in " ".join(result.output.split())
+
+
+def test_tables_show_mean_spread_and_change(data, tmp_path):
+    heard = []
+    results = sweep(lambda seed: workload(job("a"), job("b")), [ALONE_IN_ORDER, CARPOOL], 2, data, heard.append)
+    table = report.markdown(results)
+    assert table[0].startswith("| strategy | makespan min | change | utilization % | change |")
+    assert "| slowed beyond 1.5 times, % of jobs |" in table[0]
+    assert table[2].startswith("| alone | 3.3 ± 0.0 |")
+    assert table[3].startswith("| carpool | 3.3 ± 0.0 | +0.0% |")
+    assert len(heard) == 2
+    report.write(tmp_path, "x", workload(job("a")), results, Provenance())
+    assert len((tmp_path / "x.csv").read_text().splitlines()) == 5
+    assert (
+        report.markdown(results, ["gpus_in_use", "unplaced"])[0] == "| strategy | GPUs in use | change | never placed |"
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ([], "expected either --workload or --trace, found neither"),
-        (["--workload", "hotcloud", "--trace", "t.csv"], "expected either --workload or --trace, found both"),
-        (["--workload", "hotcloud", "--policy", "energy", "--policies", "all"], "which mean the same, found both"),
-        (["--trace", "/nowhere/t.csv"], "found no file; look at the path that --trace names"),
-        (["--workload", "hotcloud", "--policy", "fast"], "policy 'fast' is unknown; choose one of"),
-        (["--workload", "hotcloud", "--policies", "MAGM"], "most-available-memory (MAGM)"),
-        (
-            ["--workload", "hotcloud", "--policies", "all,energy"],
-            "expected all alone, or names of policies, found all,e",
-        ),
-        (
-            ["--workload", "hotcloud", "--policies", "energy, published"],
-            "expected published alone, or names of policies",
-        ),
-        (
-            ["--workload", "hotcloud", "--fragmentation", "nan"],
-            "expected a --fragmentation from 0 to below 1, found nan",
-        ),
-        (["--trace", "/dev/null"], "found what is no regular file; look at the path that --trace names"),
-        (["--workload", "hotcloud", "--cluster", "c.yaml"], "expected --cluster beside --trace only"),
-        (
-            ["--workload", "hotcloud", "--policies", "all", "--most-jobs", "0"],
-            "expected 1 to 1,024 jobs on a GPU at most, found 0",
-        ),
-        (["--workload", "hotcloud", "--most-jobs", "2"], "have their own: at most 2 jobs on a GPU"),
-        (["--workload", "hotcloud", "--data", "/nowhere"], "found no file; set CARPOOL_DATA"),
-        (["--workload", "hotcloud", "--out", "/proc/nowhere"], "look at --out and --document"),
-    ],
-)
-def test_the_command_refuses_what_it_cannot_do(data, arguments, sentence):
-    result = run(data, *arguments)
-    assert result.exit_code == 2
-    assert sentence in result.output
+def test_progress_of_each_run_and_a_summary_of_each_strategy_are_reported(data):
+    told, watched = [], []
+    jobs = workload(*(job(f"j{i}", of=truth(util=0.9, kind="lucid/ResNet18/32/0")) for i in range(4)))
+    lines = [ALONE_IN_ORDER, replace(CARPOOL, max_slowdown=9.0)]
+    sweep(lambda _: jobs, lines, 2, data, told.append, watched.append)
+    assert watched[:4] == [f"alone, run 1 of 2: {done}%" for done in (25, 50, 75, 100)]
+    assert watched[-1] == "carpool, run 2 of 2: 100%"
+    assert told[0].endswith("0.0 OOM")
+    assert told[1].endswith("0.0 OOM, 100% slowed beyond 1.5")
 
 
-def test_what_philly_runs_as_the_default_differs_from_what_ships_only_in_learning_nothing():
-    """Regression: it went by predictions of what runs, where Carpool goes by what is measured."""
-    philly, hotcloud = (EXPERIMENTS[name] for name in ("philly", "hotcloud"))
-    shipped = next(one for one in ours(hotcloud.mode) if one.name == DEFAULT)
-    assert next(one for one in philly.published if one.name == DEFAULT) == replace(shipped, learns=False)
+def test_policies_by_name_use_what_carpool_knows_and_whole_gpus_come_first():
+    """Regression: they learned and measured nothing, so that of HotCloud's jobs a third died under the default."""
+    by_name = {one.name: one for one in named("all", CARPOOL)}
+    assert next(iter(by_name)) == "exclusive"
+    assert by_name.keys() == POLICIES.keys()
+    assert replace(by_name[CARPOOL.policy], name=CARPOOL.name) == CARPOOL
+    asked = AdmissionLimits(max_jobs=2)
+    assert [(one.policy, one.conditions) for one in named("energy, best-fit,energy", CARPOOL, asked)] == [
+        ("energy", asked),
+        ("best-fit", asked),
+    ]

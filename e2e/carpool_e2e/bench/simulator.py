@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 from carpool_simulator.profiles import PRODUCT
-from carpool_simulator.reports.results import About
+from carpool_simulator.report import About
 
 from carpool_e2e.bench.measure import circumstances
 from carpool_e2e.bench.memory import resident_mib

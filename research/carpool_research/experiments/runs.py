@@ -98,7 +98,8 @@ EXPERIMENTS = {
     one.name: one
     for one in (
         Experiment(
-            "hotcloud", hotcloud.hotcloud, hotcloud.STRATEGIES, SharingMode.TIME_SLICING, hotcloud.OTHERWISE, ("proactive",)
+            "hotcloud", hotcloud.hotcloud, hotcloud.STRATEGIES, SharingMode.TIME_SLICING, hotcloud.OTHERWISE,
+            ("proactive",),
         ),
         *(
             Experiment(
@@ -122,7 +123,7 @@ def under_carpools_queue(strategy: Strategy) -> Strategy:
 
 
 def variants(base: Strategy) -> list[Strategy]:
-    """Return Carpool as it ships with single settings or abilities changed, and an oracle of memory, activity and speed."""
+    """Return Carpool as it ships, variants with one change each, and an oracle of memory, activity and speed."""
     oracle = replace(base, name=ORACLE, knowledge=Knowledge.TRUTH, learns=False, settles=False)
     upper = AdmissionLimits(quantile=Quantile.UPPER)
     return [

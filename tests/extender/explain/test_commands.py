@@ -79,7 +79,7 @@ def test_what_if_ends_with_1_where_the_site_does_not_let_a_job_choose_its_policy
     assert "policy that the job selects" in " ".join((what_if.help or "").split())
 
 
-@pytest.mark.parametrize("command", [[explain_command, "busy"], [simulate, "--workload", "alibaba"]])
+@pytest.mark.parametrize("command", [[explain_command, "busy"], [simulate, "--trace", "t.csv"]])
 def test_more_free_memory_than_any_gpu_can_have_is_refused_with_a_sentence(command):
     """Regression: a number beyond 64 bits ended in a traceback, where GPUs were held against it."""
     called, *arguments = command
