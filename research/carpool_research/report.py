@@ -61,4 +61,4 @@ def markdown(rows: Sequence[Mapping[str, str]]) -> str:
     """Return a Markdown table; the keys of the first row are its heads."""
     frame = pd.DataFrame(list(rows)).fillna("")
     lines = [list(frame.columns), ["---"] * len(frame.columns), *frame.to_numpy().tolist()]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+    return "\n".join(f"|{'|'.join(map(str, line))}|" for line in lines)

@@ -145,37 +145,37 @@ def test_who_finds_no_room_changes_no_end():
     assert tried == [shortest, longest], "the other end is next"
 
 
-def rungs(strategy, jobs, seed=0):
+def buckets(strategy, jobs, seed=0):
     knower = Knower(strategy, 8000, seed)
-    return [knower.ticket(one, 0, number, is_decreasing=False).rung for number, one in enumerate(jobs)]
+    return [knower.ticket(one, 0, number, is_decreasing=False).duration_bucket for number, one in enumerate(jobs)]
 
 
 def test_predictions_that_are_off_have_wrong_step_times_too():
     jobs = [job(f"j{i}", steps=3600) for i in range(200)]
-    assert set(rungs(BY_TURNS, jobs)) == {duration_bucket(3600.0)}
-    found = {error: rungs(replace(BY_TURNS, error=error), jobs) for error in (0.1, 0.5)}
+    assert set(buckets(BY_TURNS, jobs)) == {duration_bucket(3600.0)}
+    found = {error: buckets(replace(BY_TURNS, error=error), jobs) for error in (0.1, 0.5)}
     small, large = (sum(abs(one - duration_bucket(3600.0)) for one in found[error]) for error in (0.1, 0.5))
     assert 0 < small < large
 
 
 def test_a_share_of_the_jobs_says_no_steps_and_counts_as_an_hour():
     jobs = [job(f"j{i}", steps=60) for i in range(400)]
-    found = rungs(replace(BY_TURNS, silent_share=0.5), jobs)
+    found = buckets(replace(BY_TURNS, silent_share=0.5), jobs)
     assert set(found) == {duration_bucket(60.0), duration_bucket(None)}
     assert 160 < found.count(duration_bucket(None)) < 240
-    assert found == rungs(replace(BY_TURNS, silent_share=0.5), jobs)
-    assert found != rungs(replace(BY_TURNS, silent_share=0.5), jobs, seed=1)
-    assert set(rungs(replace(BY_TURNS, silent_share=1.0), jobs)) == {duration_bucket(None)}
+    assert found == buckets(replace(BY_TURNS, silent_share=0.5), jobs)
+    assert found != buckets(replace(BY_TURNS, silent_share=0.5), jobs, seed=1)
+    assert set(buckets(replace(BY_TURNS, silent_share=1.0), jobs)) == {duration_bucket(None)}
 
 
 def test_steps_that_jobs_say_are_off_by_factors_around_one():
     jobs = [job(f"j{i}", steps=3600) for i in range(400)]
     off = replace(BY_TURNS, steps_error=0.7)
-    found = sorted(rungs(off, jobs))
-    assert found == sorted(rungs(off, jobs)) != sorted(rungs(off, jobs, seed=1))
+    found = sorted(buckets(off, jobs))
+    assert found == sorted(buckets(off, jobs)) != sorted(buckets(off, jobs, seed=1))
     assert found[200] == pytest.approx(duration_bucket(3600.0), abs=1)
     assert found[64] <= duration_bucket(3600.0) - 1 <= duration_bucket(3600.0) + 1 <= found[-64], (
         "one in six is off by a factor of two"
     )
-    assert rungs(off, [job("no steps")]) == [duration_bucket(None)]
-    assert rungs(off, [job("one step", steps=1)]) == [duration_bucket(1.0)], "never none at all"
+    assert buckets(off, [job("no steps")]) == [duration_bucket(None)]
+    assert buckets(off, [job("one step", steps=1)]) == [duration_bucket(1.0)], "never none at all"

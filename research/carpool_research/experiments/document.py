@@ -1,6 +1,6 @@
 """Writes docs/experiments.md: tables of results in a hand-written frame, `experiments.md.template`."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from string import Template
@@ -112,12 +112,13 @@ class Table:
         baseline = next(iter(self.names(of, case)))
         return Change(self.figure(group, name, column, case), self.figure(of, baseline, column, case))
 
-    def row(self, group: str, name: str, case: str = AS_ASSUMED, *, energy: bool = True) -> dict[str, str]:
-        """Return the cells of a strategy: changes, and shares of slowed and out-of-memory jobs."""
-        columns = {**CHANGES, **({"energy_mj": "energy"} if energy else {})}
-        cells = {head: str(self.change(group, name, column, case)) for column, head in columns.items()}
-        cells[SLOWED] = f"{self.mean(group, name, 'slowed_percent', case):.1f}"
-        return cells | {OOM: deaths(self.mean(group, name, "oom", case))}
+    def row(self, group: str, name: str) -> dict[str, str]:
+        """Return the cells of a strategy: changes, share of slowed jobs, and out-of-memory deaths."""
+        cells = {
+            head: str(self.change(group, name, column)) for column, head in (CHANGES | {"energy_mj": "energy"}).items()
+        }
+        cells[SLOWED] = f"{self.mean(group, name, 'slowed_percent'):.1f}"
+        return cells | {OOM: deaths(self.mean(group, name, "oom"))}
 
 
 def deaths(mean: float) -> str:
@@ -168,17 +169,23 @@ def order_and_placement(table: Table) -> list[dict[str, str]]:
     return rows
 
 
-def own(table: Table) -> list[dict[str, str]]:
-    """Return the published strategies beside what was published of them, then Carpool's variants and oracles."""
-    published = {one.name: one.published for one in EXPERIMENTS[_name(table)].published}
-    rows = [
-        {"strategy": n, "published": published.get(n, ""), **table.row(PUBLISHED, n)} for n in table.names(PUBLISHED)
-    ]
-    return rows + [{"strategy": n, "published": "", **table.row(CARPOOL, n)} for n in table.names(CARPOOL)]
+def own(of: Mapping[str, Table]) -> list[dict[str, str]]:
+    """Return published strategies beside what was published of them, then Carpool's variants and oracles.
 
-
-def _name(table: Table) -> str:
-    return next(n for n, one in EXPERIMENTS.items() if set(table.names(PUBLISHED)) == {s.name for s in one.published})
+    Args:
+        of: Experiments with the same published strategies; with several, each column names its experiment.
+    """
+    name, table = next(iter(of.items()))
+    published = {one.name: one.published for one in EXPERIMENTS[name].published}
+    rows = []
+    for group in (PUBLISHED, CARPOOL):
+        for strategy in table.names(group):
+            row = {"strategy": strategy, "published": published.get(strategy, "")}
+            for experiment, one in of.items():
+                prefix = f"{experiment.rpartition('-')[2]}: " if len(of) > 1 else ""
+                row |= {prefix + head: cell for head, cell in one.row(group, strategy).items()}
+            rows.append(row)
+    return rows
 
 
 def across(of: Mapping[str, Table], group: str, *figures: str) -> list[dict[str, str]]:
@@ -202,11 +209,13 @@ def across(of: Mapping[str, Table], group: str, *figures: str) -> list[dict[str,
 
 
 def in_cases(table: Table, group: str = CASES) -> list[dict[str, str]]:
-    """Return strategies in cases that differ from what was assumed, against the baseline of the same case."""
+    """Return makespans in cases that differ from what was assumed, and the slowed jobs and deaths of the default."""
     rows = []
     for case in table.cases(group):
         _, *names = table.names(group, case)
-        rows += [{"case": case, "strategy": name, **table.row(group, name, case, energy=False)} for name in names]
+        row = {"case": case} | {name: str(table.change(group, name, "makespan_min", case)) for name in names}
+        row[f"default: {SLOWED}"] = f"{table.mean(group, DEFAULT, 'slowed_percent', case):.1f}"
+        rows.append(row | {f"default: {OOM}": deaths(table.mean(group, DEFAULT, "oom", case))})
     return rows
 
 
@@ -328,14 +337,11 @@ def write(out: Path, path: Path) -> None:
         "policies": across(small, POLICY, "makespan_min"),
         "energies": energies(of["radrm-60"]),
         "versions": versions(of),
-    }
-    each: dict[str, Callable[[Table], list[dict[str, str]]]] = {
-        "queue": order_and_placement,
-        "own": own,
-        "cases": in_cases,
+        "own_hotcloud": own({"hotcloud": of["hotcloud"]}),
+        "own_radrm": own({name: of[name] for name in SMALL[1:]}),
     }
     for name, table in small.items():
-        tables |= {f"{what}_{name}": rows(table) for what, rows in each.items()}
+        tables |= {f"queue_{name}": order_and_placement(table), f"cases_{name}": in_cases(table)}
         tables[f"failures_{name}"] = in_cases(table, FAILURES)
     tables |= {f"trace_{name}": trace(table) for name, table in of.items() if EXPERIMENTS[name].is_trace}
     texts = {key.replace("-", "_"): markdown(rows) if rows else "Not run." for key, rows in tables.items()}

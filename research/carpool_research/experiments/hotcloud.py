@@ -99,7 +99,7 @@ def hotcloud(data: Path, seed: int, *, over_s: float = 0.0, lasts_s: Lasts = _lo
     for number in range(JOBS):
         truth = draw.choice(kinds)
         work_s = lasts_s(draw.random())
-        format_duration, asked = prediction_of(truth.kind, PRODUCT), job_of(truth.kind)
+        prediction, asked = prediction_of(truth.kind, PRODUCT), job_of(truth.kind)
         steps = round(work_s / steps_s[truth.kind])
         jobs.append(
             SimJob(
@@ -108,7 +108,7 @@ def hotcloud(data: Path, seed: int, *, over_s: float = 0.0, lasts_s: Lasts = _lo
                 work_s,
                 1,
                 truth,
-                format_duration,
+                prediction,
                 asked=asked,
                 steps=steps,
             )
