@@ -92,9 +92,8 @@ def spec_digest(spec: JobSpec) -> str:
 
     It leaves out `runPolicy`, which applies at any time, and the number of steps, which only orders waiting pods.
     """
-    decisive = msgspec.structs.replace(spec, run_policy=RunPolicy())
-    if spec.training.steps is not None:
-        decisive = msgspec.structs.replace(decisive, training=msgspec.structs.replace(spec.training, steps=None))
+    training = msgspec.structs.replace(spec.training, steps=None)
+    decisive = msgspec.structs.replace(spec, run_policy=RunPolicy(), training=training)
     return "sha256:" + hashlib.sha256(msgspec.json.encode(decisive, order="sorted")).hexdigest()
 
 

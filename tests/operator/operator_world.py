@@ -74,6 +74,10 @@ class MortalKube(FakeKube):
         self.writes, self.lethal = 0, (write, happens)
 
 
+def status_writes(world: "World") -> int:
+    return sum(call.verb == "replace" for call in world.kube.calls)
+
+
 class World:
     """A cluster with one node of four GPUs, and the operator."""
 

@@ -1,26 +1,46 @@
 """The operator as a whole on a cluster in memory."""
 
+import asyncio
+import logging
 import subprocess
 import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from itertools import islice
 
+import aiohttp
+import kopf
+import msgspec
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from carpool_core import keys
-from carpool_core.kube.api import EVENTS, GPU_NODES, GPU_TRAINING_JOBS, PODS
-from carpool_core.kube.errors import Forbidden, Invalid, Overloaded, Unreachable
+from carpool_core.kube.api import EVENTS, GPU_NODES, GPU_TRAINING_JOBS, PODS, SERVICES, Page, ResourceKind, Selector
+from carpool_core.kube.errors import Forbidden, NotFound, Overloaded
+from carpool_core.resources.job import GpuTrainingJob
+from carpool_core.settings import KubeSettings
+from carpool_core.testing.clock import FakeClock
+from carpool_core.testing.kube import FakeKube
+from carpool_operator import commands
+from carpool_operator.commands import NotInstalledError, check_installed
 from carpool_operator.conditions import find
+from carpool_operator.handlers import RetryDelays, handle_event, kopf_settings, registry_for
+from carpool_operator.informers import Resync
+from carpool_operator.reconcile import REFUSAL_TIMEOUT_S, reconcile
+from carpool_operator.snapshot import Refusal
+from carpool_operator.work_queue import DEBOUNCE_S
 from carpool_predictor.features import Abstention
-from operator_fixtures import job_body
-from operator_world import FakeTracer, World
+from click.testing import CliRunner
+from kopf._cogs.clients.api import request as call
+from kopf._cogs.clients.auth import APIContext
+from operator_fixtures import again, condition, created, events, job_body, pod, predicted_job, snapshot, status_of
+from operator_world import FakeTracer, World, status_writes
 
 
 def reason_of(world: World, type_: str) -> str:
     found = find(world.job().status, type_)
     assert found is not None, f"no condition {type_}"
     return found.reason
-
-
-def status_writes(world: World) -> int:
-    return sum(call.verb == "replace" for call in world.kube.calls)
 
 
 async def test_job_from_its_application_to_its_end() -> None:
@@ -55,7 +75,7 @@ async def test_settled_cluster_is_quiet() -> None:
     assert len(world.kube.calls) == before
 
 
-async def test_columns_of_kubectl_get_are_told_also_at_their_defaults() -> None:
+async def test_columns_are_written_also_at_their_defaults() -> None:
     world = World()
     world.apply(model={"catalog": {"name": "timm/resnet50"}})
     world.hear()
@@ -67,36 +87,46 @@ async def test_columns_of_kubectl_get_are_told_also_at_their_defaults() -> None:
     assert status["attempts"][0]["outcome"] == "Running"
 
 
-async def test_prediction_stands_before_the_first_pod() -> None:
+async def test_status_is_written_before_the_pods_of_each_attempt() -> None:
+    """The extender reads the prediction from the status; the failure of an attempt must not be forgotten."""
     world = World()
     world.apply()
-    await world.settle()
-    writes = [(call.verb, call.plural) for call in world.kube.calls if call.verb in ("create", "replace")]
-    assert writes.index(("replace", "gputrainingjobs")) < writes.index(("create", "pods"))
+    for attempt in (1, 2):
+        before = len(world.kube.calls)
+        await world.settle()
+        writes = [(c.verb, c.plural) for c in world.kube.calls[before:] if c.verb in ("create", "replace")]
+        assert writes[:2] == [("replace", "gputrainingjobs"), ("create", "pods")]
+        assert world.job().status.prediction is not None
+        world.run_pods()
+        await world.settle()
+        world.end_pod(f"x-worker-0-{attempt}", exit_code=1)
+        await world.settle()
+        world.clock.advance(10)
+        world.hear()
 
 
 async def test_equal_models_are_traced_once() -> None:
     world = World()
-    for name in ("x", "y", "z"):
-        world.apply(name, model={"catalog": {"name": "timm/resnet50"}})
+    for steps, name in enumerate(("x", "y", "z"), start=100):
+        world.apply(name, model={"catalog": {"name": "timm/resnet50"}}, training={"steps": steps})
     await world.settle(rounds=100)
     assert len(world.tracer.traced) == 1
     assert all(world.living(name) for name in ("x", "y", "z"))
+    assert len({str(world.job(name).status.prediction) for name in ("x", "y", "z")}) == 1
 
 
-async def test_tracer_that_abstains_lets_the_job_run_alone() -> None:
-    world = World(FakeTracer(Abstention(reason="TraceTimedOut", message="took longer than 120 s")))
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (Abstention(reason="TraceTimedOut", message="took longer than 120 s"), "TraceTimedOut"),
+        (RuntimeError("broken"), "PredictorFailed"),
+    ],
+)
+async def test_job_without_prediction_runs_alone(answer: Abstention | Exception, reason: str) -> None:
+    world = World(FakeTracer(answer))
     world.apply(model={"catalog": {"name": "timm/resnet50"}})
     await world.settle()
-    assert reason_of(world, keys.CONDITION_PREDICTED) == "TraceTimedOut"
-    assert world.living() == ["x-worker-0-1"]
-
-
-async def test_defect_of_the_predictor_lets_the_job_run_alone() -> None:
-    world = World(FakeTracer(RuntimeError("broken")))
-    world.apply(model={"catalog": {"name": "timm/resnet50"}})
-    await world.settle()
-    assert reason_of(world, keys.CONDITION_PREDICTED) == "PredictorFailed"
+    assert reason_of(world, keys.CONDITION_PREDICTED) == reason
     assert world.living() == ["x-worker-0-1"]
 
 
@@ -126,32 +156,7 @@ async def test_job_that_never_fits_starts_when_a_larger_node_comes() -> None:
     assert world.living() == ["x-worker-0-1"]
 
 
-async def test_template_that_the_api_server_refuses_fails_the_job() -> None:
-    world = World()
-    world.apply()
-    template_message = 'Pod "x-worker-0-1" is invalid: spec.containers[0].image: Required value'
-    world.kube.fail_next("create", PODS, Invalid(template_message, status=422))
-    await world.settle()
-    failed = find(world.job().status, keys.CONDITION_FAILED)
-    assert failed is not None
-    told = "spec.template.spec.containers[0].image: Required value; this ended the job: delete it, and apply"
-    assert (failed.reason, failed.message) == ("InvalidTemplate", f"{told} the corrected one")
-    assert world.living() == []
-
-
-async def test_quota_is_told_and_tried_again() -> None:
-    world = World()
-    world.apply()
-    world.kube.fail_next("create", PODS, Forbidden("exceeded quota: pods=10", status=403))
-    await world.settle()
-    assert reason_of(world, keys.CONDITION_PLACED) == "PodForbidden"
-    assert world.living() == []
-    world.clock.advance(15)
-    await world.settle()
-    assert world.living() == ["x-worker-0-1"]
-
-
-async def test_pod_name_taken_by_somebody_else_is_said_and_healed() -> None:
+async def test_foreign_pod_of_the_same_name_is_reported_until_it_is_gone() -> None:
     world = World()
     world.kube.seed(PODS, {"metadata": {"name": "x-worker-0-1"}, "status": {"phase": "Running"}})
     world.apply()
@@ -183,19 +188,7 @@ async def test_job_applied_again_while_the_pods_of_its_namesake_go() -> None:
     assert owner == world.job().metadata.uid, "at once, when the old pod is gone"
 
 
-async def test_pod_that_exists_already_is_taken_as_created() -> None:
-    world = World()
-    world.apply()
-    world.kube.fail_next("create", PODS, Unreachable("no answer"), after=True)
-    await world.settle()
-    assert world.living() == ["x-worker-0-1"]
-    world.clock.advance(1)
-    await world.settle()
-    assert world.living() == ["x-worker-0-1"]
-    assert world.job().status.attempts[0].outcome == "Running"
-
-
-async def test_operator_that_hears_of_its_pods_late_does_not_create_them_twice() -> None:
+async def test_pods_are_not_created_twice_while_the_watch_lags() -> None:
     world = World()
     world.apply()
     await world.settle(pods=False)
@@ -205,31 +198,43 @@ async def test_operator_that_hears_of_its_pods_late_does_not_create_them_twice()
     assert len(creates) == 1
 
 
+async def process_without_events(world: World, rounds: int) -> None:
+    """Let the operator work, while its caches do not change."""
+    for _ in range(rounds):
+        await world.operator.predictions.idle()
+        if (key := world.operator.queue.take_now()) is not None:
+            await world.operator.process(key)
+            world.operator.queue.done(key)
+
+
 async def test_job_changed_by_its_user_meanwhile_is_read_again() -> None:
     world = World()
     world.apply()
     world.hear()
     changed = job_body(runPolicy={"suspend": True})
     world.kube.seed(GPU_TRAINING_JOBS, changed | {"metadata": world.kube.dump(GPU_TRAINING_JOBS, "x")["metadata"]})
-    for _ in range(5):
-        await world.operator.predictions.idle()
-        if (key := world.operator.queue.take_now()) is not None:
-            await world.operator.process(key)
-            world.operator.queue.done(key)
+    await process_without_events(world, 5)
     assert world.job().status.state == "Suspended"
     assert world.living() == []
 
 
-async def test_failing_api_is_retried_with_growing_pauses() -> None:
+@pytest.mark.parametrize(
+    ("verb", "kind", "after"),
+    [("replace", GPU_TRAINING_JOBS, False), ("create", PODS, False), ("create", PODS, True)],
+    ids=["status", "pod", "pod created without an answer"],
+)
+async def test_failed_call_is_repeated_after_a_pause(verb: str, kind: ResourceKind, after: bool) -> None:
     world = World()
     world.apply()
-    world.kube.fail_next("replace", GPU_TRAINING_JOBS, Overloaded("etcd is slow", status=503))
+    world.kube.fail_next(verb, kind, Overloaded("etcd is slow", status=503), after=after)
     await world.settle()
-    assert world.living() == []
     assert world.operator.queue.release_due() == pytest.approx(0.5)
     world.clock.advance(0.5)
     await world.settle()
+    world.clock.advance(DEBOUNCE_S)
+    await world.settle()
     assert world.living() == ["x-worker-0-1"]
+    assert world.job().status.attempts[0].pod_uids == [pod["metadata"]["uid"] for pod in world.pods()]
 
 
 async def test_deleted_job_is_forgotten_and_its_pods_go_with_it() -> None:
@@ -242,31 +247,21 @@ async def test_deleted_job_is_forgotten_and_its_pods_go_with_it() -> None:
     assert len(world.operator.jobs) == 0
 
 
-async def test_deletion_that_the_watch_missed_is_found_by_the_sweep() -> None:
-    world = World()
-    world.apply()
-    await world.settle()
-    await world.kube.delete(GPU_TRAINING_JOBS, "x", namespace="default")
-    await world.operator.resync()
-    assert len(world.operator.jobs) == 0
-
-
-async def test_deletion_that_the_watch_missed_is_found_by_a_write() -> None:
+@pytest.mark.parametrize("by", ["resync", "write"])
+async def test_deletion_that_the_watch_missed_is_found(by: str) -> None:
     world = World()
     world.apply()
     world.hear()
     await world.kube.delete(GPU_TRAINING_JOBS, "x", namespace="default")
-    world.operator.queue.add("default/x")
-    for _ in range(3):
-        await world.operator.predictions.idle()
-        if (key := world.operator.queue.take_now()) is not None:
-            await world.operator.process(key)
-            world.operator.queue.done(key)
+    if by == "resync":
+        await world.operator.resync()
+    else:
+        await process_without_events(world, 3)
     assert len(world.operator.jobs) == 0
     assert world.pods() == []
 
 
-async def test_finished_job_is_deleted_after_its_time() -> None:
+async def test_finished_job_is_deleted_after_its_time_to_live() -> None:
     world = World()
     world.apply(runPolicy={"ttlSecondsAfterFinished": 60})
     await world.settle()
@@ -277,7 +272,7 @@ async def test_finished_job_is_deleted_after_its_time() -> None:
     assert world.kube.dump_all(GPU_TRAINING_JOBS) == []
 
 
-async def test_metrics_tell_states_and_results() -> None:
+async def test_metrics_count_states_and_results() -> None:
     world = World()
     world.apply()
     await world.settle()
@@ -290,3 +285,285 @@ async def test_metrics_tell_states_and_results() -> None:
 def test_operator_process_never_imports_torch() -> None:
     code = "import sys, carpool_operator.commands; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+
+
+NOPE = 'pods "x-worker-0-1" is forbidden: no PriorityClass with name nope was found'
+QUOTA = 'pods "x-worker-0-1" is forbidden: exceeded quota: pods=10'
+
+
+def warnings(world: World) -> list[tuple[str, str, int]]:
+    """The job's warnings: reason, message and count."""
+    found = [event for event in world.kube.dump_all(EVENTS) if event["type"] == "Warning"]
+    return [(event["reason"], event["message"], event["count"]) for event in found]
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        pytest.param([NOPE] * 4, (NOPE, 1), id="the same each time"),
+        pytest.param([NOPE, QUOTA, QUOTA], (QUOTA, 2), id="another reason"),
+        pytest.param(
+            [f"{QUOTA}, used: {used}" for used in ("pods=10,cpu=9500m", "pods=9,cpu=9", "pods=10,cpu=1.5Ki")],
+            (f"{QUOTA}, used: pods=10,cpu=9500m", 1),
+            id="a quota whose numbers change",
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    ("kind", "workers", "reason"),
+    [(PODS, 1, "PodForbidden"), (SERVICES, 2, "ServiceForbidden")],
+    ids=["pod", "service"],
+)
+async def test_refused_creation_is_one_event_and_tried_again(
+    messages: list[str], expected: tuple[str, int], kind: ResourceKind, workers: int, reason: str
+) -> None:
+    """Regression: `kubectl describe` showed no events of a job whose pod admission refused, or one for each try."""
+    world = World()
+    world.apply(workers=workers)
+    for number, message in enumerate(messages):
+        world.kube.fail_next("create", kind, Forbidden(message, status=403))
+        await world.settle()
+        assert (reason_of(world, keys.CONDITION_PLACED), world.living()) == (reason, [])
+        world.clock.advance(REFUSAL_TIMEOUT_S)
+        if number == len(messages) - 2:
+            world.start()
+    assert warnings(world) == [(reason, *expected)], "also after a restart of the operator"
+    await world.settle()
+    assert len(world.living()) == workers
+
+
+def test_refusal_of_one_worker_stays_until_its_pod_exists() -> None:
+    """Regression: the condition alternated between the refusal and the reason of the other pod."""
+    of = predicted_job(attempts=[{"number": 1, "outcome": "Creating"}], workers=2)
+    refusal = Refusal("PodForbidden", NOPE, is_final=False)
+    before = snapshot(of, pods=(pod(0, phase="Pending"),), refusal=refusal)
+    refused = reconcile(before)
+    assert events(refused) == ["PodForbidden"]
+    tried_again = again(before, refused, refusal=None)
+    assert created(tried_again) == ["x-worker-1-1"]
+    still = msgspec.structs.replace(of, status=status_of(refused, of))
+    assert condition(tried_again, still, "Placed").message == NOPE
+    assert events(again(before, refused)) == []
+    both = again(before, refused, refusal=None, pods=(pod(0, phase="Pending"), pod(1, phase="Pending")))
+    assert condition(both, still, "Placed").reason == "Scheduling"
+
+
+def event(kind: str | None, **metadata: str) -> kopf.RawEvent:
+    body = job_body()
+    body["metadata"] |= {"uid": "u1", "resourceVersion": "5", **metadata}
+    return kopf.RawEvent(type=kind, object=body)  # type: ignore[typeddict-item]
+
+
+def test_events_update_the_cache() -> None:
+    operator = World().operator
+    for kind in (None, "ADDED", "MODIFIED"):
+        handle_event(operator, event(kind))
+    assert len(operator.jobs) == 1
+    handle_event(operator, event("DELETED", uid="of-a-namesake"))
+    assert len(operator.jobs) == 1
+    handle_event(operator, event("DELETED"))
+    assert len(operator.jobs) == 0
+
+
+def test_older_versions_are_ignored() -> None:
+    operator = World().operator
+    handle_event(operator, event("MODIFIED", resourceVersion="9"))
+    handle_event(operator, event("MODIFIED", resourceVersion="10"))
+    handle_event(operator, event("MODIFIED", resourceVersion="8"))
+    job = operator.jobs.get("default/x")
+    assert job is not None
+    assert job.metadata.resource_version == "10"
+
+
+def test_relist_requests_a_resync() -> None:
+    operator = World().operator
+    handle_event(operator, event(None))
+    assert not operator.is_resync_requested, "the first list is complete"
+    handle_event(operator, event(None))
+    assert operator.is_resync_requested
+
+
+def test_malformed_job_is_skipped() -> None:
+    operator = World().operator
+    odd = event("ADDED")
+    odd["object"]["spec"]["workers"] = "many"  # type: ignore[typeddict-item]
+    handle_event(operator, odd)
+    assert len(operator.jobs) == 0
+
+
+def test_kopf_writes_nothing_into_objects() -> None:
+    settings = kopf_settings()
+    assert settings.persistence.finalizer == "carpool.dev/operator"
+    assert not settings.posting.enabled
+    assert settings.peering.standalone
+    registry = registry_for(World().operator, KubeSettings(), World().clock, asyncio.Event())
+    assert not registry._changing.get_all_handlers(), "a handler of changes would write annotations"
+    assert not registry._spawning.get_all_handlers(), "a daemon would add a finalizer"
+
+
+@pytest.mark.parametrize("status", [503, 500, 403, 429])
+async def test_outage_of_the_api_server_does_not_end_the_operator(status: int) -> None:
+    """Regression: after five refusals, within twelve seconds, kopf gave up and the process ended."""
+    troubles = 40
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        nonlocal troubles
+        troubles -= 1
+        if troubles >= 0:
+            return web.json_response({"kind": "Status", "code": status, "message": "etcd has no leader"}, status=status)
+        return web.json_response({"items": [job_body()]})
+
+    application = web.Application()
+    application.router.add_get("/jobs", answer)
+    async with TestServer(application) as server, aiohttp.ClientSession() as session:
+        answered = await call(
+            "get",
+            "/jobs",
+            settings=kopf_settings(RetryDelays(then_s=0)),
+            context=APIContext(kopf.AiohttpSession(server=str(server.make_url("/")), aiohttp_session=session)),
+            logger=logging.getLogger("kopf"),
+        )
+        assert len((await answered.json())["items"]) == 1
+
+
+def test_retry_delays_grow_and_never_end() -> None:
+    pauses = kopf_settings().networking.error_backoffs
+    assert isinstance(pauses, RetryDelays)
+    for _ in range(2):
+        assert [*islice(pauses, 6)] == [0.5, 1, 2, 3, 5, 5], "each call begins anew"
+
+
+async def turn() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_failed_resync_is_repeated_after_growing_pauses() -> None:
+    """Regression: it was repeated each second for as long as the API server could not answer."""
+    clock, troubles = FakeClock(), 8
+
+    async def list_jobs() -> None:
+        nonlocal troubles
+        troubles -= 1
+        if troubles >= 0:
+            raise Overloaded("etcd has no leader")
+
+    resync = Resync(list_jobs, clock.sleep)
+    running = asyncio.create_task(resync.run())
+    resync.request()
+    pauses = []
+    while troubles >= 0:
+        await turn()
+        (pause_s,) = clock.sleeping
+        pauses.append(pause_s)
+        clock.advance(pause_s)
+        await turn()
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    assert not resync.is_requested
+    resync.request()
+    await turn()
+    assert clock.sleeping == [1], "after one that succeeded the pause is short again"
+    running.cancel()
+    await asyncio.wait([running])
+
+
+async def until(is_true: Callable[[], bool], turns: int = 5000) -> None:
+    """Let the loop turn until something holds; the estimator's thread needs real time, but little."""
+    for turn in range(turns):
+        if is_true():
+            return
+        await asyncio.sleep(0 if turn % 50 else 0.001)
+    raise AssertionError("it never came to that")
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    world = World()
+    running = asyncio.create_task(world.operator.run())
+    yield world
+    running.cancel()
+    await asyncio.wait([running])
+    await world.operator.close()
+
+
+def hear_jobs(world: World) -> None:
+    """What kopf does."""
+    for item in world.kube.dump_all(GPU_TRAINING_JOBS):
+        world.operator.job_changed(msgspec.convert(item, GpuTrainingJob), is_deleted=False)
+
+
+async def test_job_runs_through(world: World) -> None:
+    assert world.operator.unready() == "the pods are not listed yet"
+    world.apply()
+    hear_jobs(world)
+    await until(lambda: world.living() == ["x-worker-0-1"])
+    assert world.operator.unready() is None
+    world.run_pods()
+    await until(lambda: world.job().status.state == "Running")
+    world.end_pod("x-worker-0-1")
+    await until(lambda: world.job().status.state == "Complete")
+
+
+async def test_pod_deleted_during_an_expired_watch_is_replaced(world: World) -> None:
+    """Regression for informers that list again without a diff: the job would wait for its pod for ever."""
+    world.apply()
+    hear_jobs(world)
+    await until(lambda: world.job().status.attempts != [] and world.job().status.attempts[0].outcome == "Running")
+    world.kube.end_watches()
+    world.kube.lose(PODS, "x-worker-0-1", "default")
+    world.kube.compact()
+    await until(lambda: world.living() == ["x-worker-0-2"])
+
+
+class Confined(FakeKube):
+    """Lets jobs be read in one namespace only."""
+
+    async def list_page(
+        self, kind: ResourceKind, selector: Selector, *, limit: int = 500, continue_token: str = ""
+    ) -> Page:
+        if kind is GPU_TRAINING_JOBS and selector.namespace != "team-a":
+            raise Forbidden("cannot list resource gputrainingjobs at the cluster scope", status=403)
+        return await super().list_page(kind, selector, limit=limit, continue_token=continue_token)
+
+
+async def test_rights_in_its_own_namespaces_are_enough() -> None:
+    """Regression: it listed the jobs of the whole cluster once, whatever its namespaces."""
+    await check_installed(Confined(), ("team-a", "team-b"))
+
+
+async def test_cluster_without_the_crds_is_reported() -> None:
+    kube = FakeKube()
+    kube.fail_next("list", GPU_TRAINING_JOBS, NotFound("the server could not find the requested resource", status=404))
+    with pytest.raises(NotInstalledError, match="install the chart"):
+        await check_installed(kube, ())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--metrics-port", "{taken}"], "CARPOOL_METRICS_PORT: expected a free port at 0.0.0.0, found {taken}: "),
+        (["--metrics-port", "-1"], "expected a number from 0 to 65535, found -1"),
+        (["--workers", "0"], "expected a number from 1 on, found 0"),
+        (["--traces", "-1"], "expected a number from 1 on, found -1"),
+        (["--trace-timeout-seconds", "nan"], "expected a number from 1 to 86400, found nan"),
+        (["--backoff-seconds", "inf"], "expected a number from 0 to 86400, found inf"),
+        (["--calibration", "x"], "CARPOOL_CALIBRATION: expected NAMESPACE/NAME of a ConfigMap, or nothing, found 'x'"),
+        (["--calibration", "a/b/c"], "expected NAMESPACE/NAME of a ConfigMap, or nothing, found 'a/b/c'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_invalid_settings_are_refused(
+    monkeypatch: pytest.MonkeyPatch, taken: int, arguments: list[str], expected: str
+) -> None:
+    """Regression: a port in use and invalid numbers caused tracebacks."""
+
+    @asynccontextmanager
+    async def connect(_: KubeSettings) -> AsyncIterator[FakeKube]:
+        yield FakeKube()
+
+    monkeypatch.setattr(commands, "connect", connect)
+    given = [part.format(taken=taken) for part in arguments]
+    result = CliRunner().invoke(commands.operator, ["--metrics-port", "0", *given])
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit)
+    assert expected.format(taken=taken) in result.output

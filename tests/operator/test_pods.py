@@ -1,20 +1,35 @@
-"""The pod of (job, worker, attempt), and templates that are refused."""
+"""Worker pods and their Service, validation of templates, messages of the API server."""
 
+import re
 from typing import Any
 
 import msgspec
 import pytest
 from carpool_core import keys
+from carpool_core.kube.api import PODS, SERVICES
+from carpool_core.kube.errors import Invalid
 from carpool_core.kube.pods import Pod
-from carpool_operator.pods import attempt_of, build_pod, controller_of, template_error, worker_of
-from operator_fixtures import job, template
+from carpool_operator.conditions import find
+from carpool_operator.pods import (
+    attempt_of,
+    build_pod,
+    build_service,
+    controller_of,
+    is_about_the_pod,
+    service_name,
+    template_error,
+    template_message,
+    worker_of,
+)
+from operator_fixtures import UID, job, template
+from operator_world import World
 
 
 def container(name: str = "train", **resources: Any) -> dict[str, Any]:
     return {"name": name, "image": "train:1", "resources": {"limits": resources}}
 
 
-def test_pod_has_what_the_scheduler_and_the_operator_need() -> None:
+def test_pod_has_scheduler_owner_labels_and_gpus() -> None:
     of = job(gpusPerWorker=2)
     body = build_pod(of, 1, 3)
     read = msgspec.convert(body, Pod)
@@ -26,10 +41,10 @@ def test_pod_has_what_the_scheduler_and_the_operator_need() -> None:
     assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in spec["tolerations"]
     assert spec["containers"][0]["resources"] == {"limits": {"carpool.dev/gpu": "2"}}
     assert spec["containers"][0]["terminationMessagePolicy"] == "FallbackToLogsOnError"
-    assert "resources" not in of.spec.template["spec"]["containers"][0], "the job itself stays as it is"
+    assert "resources" not in of.spec.template["spec"]["containers"][0], "the template is not changed"
 
 
-def test_container_that_asks_gets_the_gpu() -> None:
+def test_container_that_requests_gpus_gets_them() -> None:
     own = template(containers=[container("log", cpu="1"), container("train", **{keys.RESOURCE_GPU: 1})])
     containers = build_pod(job(template=own), 0, 1)["spec"]["containers"]
     assert [keys.RESOURCE_GPU in c["resources"]["limits"] for c in containers] == [False, True]
@@ -38,24 +53,16 @@ def test_container_that_asks_gets_the_gpu() -> None:
 
 @pytest.mark.parametrize(
     "own",
-    [
-        {"priorityClassName": "urgent"},
-        {"priority": 0},
-        {"preemptionPolicy": "PreemptLowerPriority"},
-    ],
+    [{"priorityClassName": "urgent"}, {"priority": 0}, {"preemptionPolicy": "PreemptLowerPriority"}],
     ids=lambda own: next(iter(own)),
 )
-def test_a_priority_of_its_own_stays(own: dict[str, Any]) -> None:
+def test_priority_of_the_template_stays(own: dict[str, Any]) -> None:
     assert build_pod(job(template=template(**own)), 0, 1)["spec"].items() >= own.items()
+    for empty in ("", None):  # the cluster's default class would make the pod look foreign
+        assert "priorityClassName" not in build_pod(job(template=template(priorityClassName=empty)), 0, 1)["spec"]
 
 
-@pytest.mark.parametrize("nothing", ["", None])
-def test_empty_priority_class_is_none(nothing: str | None) -> None:
-    """A pod to which the cluster's default class was given would look foreign."""
-    assert "priorityClassName" not in build_pod(job(template=template(priorityClassName=nothing)), 0, 1)["spec"]
-
-
-def test_own_labels_annotations_and_tolerations_stay() -> None:
+def test_labels_annotations_and_tolerations_of_the_template_stay() -> None:
     own = template(tolerations=[{"key": "team", "operator": "Exists"}])
     own["metadata"] = {"labels": {"team": "a"}, "annotations": {"note": "b"}}
     body = build_pod(job(template=own), 0, 1)
@@ -68,7 +75,7 @@ GPU = {keys.RESOURCE_GPU: 1}
 
 
 @pytest.mark.parametrize(
-    ("own", "told"),
+    ("own", "message"),
     [
         pytest.param({}, "spec.template.spec: expected a pod spec", id="no spec"),
         pytest.param(template(containers=[]), "at least one container", id="no container"),
@@ -105,20 +112,205 @@ GPU = {keys.RESOURCE_GPU: 1}
         ),
     ],
 )
-def test_template_that_makes_no_sense(own: dict[str, Any], told: str) -> None:
+def test_invalid_template(own: dict[str, Any], message: str) -> None:
     error = template_error(job(template=own))
     assert error is not None
     assert error.startswith("spec.template")
-    assert told in error
+    assert message in error
 
 
-def test_good_template() -> None:
+def test_valid_template() -> None:
     assert template_error(job()) is None
     printed = {"metadata": {"creationTimestamp": None, "name": "train", "labels": None}}
     assert template_error(job(template=template() | printed)) is None
 
 
-def test_forged_controller_of_another_group_is_not_ours() -> None:
+def test_controller_of_another_api_group_does_not_count() -> None:
     owner = {"apiVersion": "evil.dev/v1", "kind": "GpuTrainingJob", "name": "x", "uid": "job-uid", "controller": True}
     read = msgspec.convert({"metadata": {"name": "p", "ownerReferences": [owner]}}, Pod)
     assert controller_of(read.metadata) is None
+
+
+def variables(pod: dict[str, Any], container: int = 0) -> dict[str, str]:
+    return {one["name"]: one["value"] for one in pod["spec"]["containers"][container].get("env", [])}
+
+
+def test_workers_get_rank_and_master_address() -> None:
+    of = job(workers=3, gpusPerWorker=2)
+    service = build_service(of)
+    pods = [build_pod(of, worker, 1) for worker in range(3)]
+    assert [variables(pod)["RANK"] for pod in pods] == ["0", "1", "2"]
+    first, *_ = pods
+    address = f"{first['spec']['hostname']}.{service['metadata']['name']}"
+    for pod in pods:
+        env = variables(pod)
+        assert (env["MASTER_ADDR"], env["WORLD_SIZE"]) == (address, "3")
+        assert (env["PET_MASTER_ADDR"], env["PET_NNODES"], env["PET_NPROC_PER_NODE"]) == (address, "3", "2")
+        assert env["MASTER_PORT"] == str(service["spec"]["ports"][0]["port"])
+        assert pod["spec"]["subdomain"] == service["metadata"]["name"]
+        assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    assert len({pod["spec"]["hostname"] for pod in pods}) == 3
+    assert service["metadata"]["ownerReferences"][0]["uid"] == UID
+    assert service["spec"]["publishNotReadyAddresses"], "workers resolve names before they are ready"
+
+
+def test_rendezvous_values_of_the_template_stay() -> None:
+    own = [{"name": "MASTER_ADDR", "value": "elsewhere"}, {"name": "RANK", "value": "7"}]
+    containers = [{"name": "train", "image": "train:1", "env": own}]
+    pod = build_pod(job(workers=2, template=template(containers=containers, subdomain="mine")), 1, 1)
+    env = variables(pod)
+    assert (env["MASTER_ADDR"], env["RANK"], env["WORLD_SIZE"]) == ("elsewhere", "7", "2")
+    assert pod["spec"]["subdomain"] == "mine"
+    assert env["PET_MASTER_ADDR"] == "worker-0.mine"
+
+
+def test_single_worker_gets_no_rendezvous() -> None:
+    pod = build_pod(job(), 0, 1)
+    assert variables(pod) == {}
+    assert "hostname" not in pod["spec"]
+
+
+@pytest.mark.parametrize("name", ["resnet", "7b", "a.b", "a-b", f"9{'.x' * 23}y", "a" * 48])
+def test_service_name_is_valid(name: str) -> None:
+    of = job()
+    found = service_name(type(of)(metadata=type(of.metadata)(name=name), spec=of.spec))
+    assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", found)
+    assert len(found) <= 63
+
+
+async def test_service_is_created_before_the_workers_and_owned_by_the_job() -> None:
+    world = World()
+    world.apply(workers=2)
+    await world.settle()
+    made = [call.plural for call in world.kube.calls if call.verb == "create" and call.plural != "events"]
+    assert made == ["services", "pods", "pods"]
+    (owner,) = world.kube.dump(SERVICES, "x-workers", "default")["metadata"]["ownerReferences"]
+    assert owner["uid"] == world.job().metadata.uid
+
+
+async def test_attempts_share_the_service() -> None:
+    world = World(backoff_s=1.0)
+    world.apply(workers=2)
+    await world.settle()
+    world.run_pods()
+    await world.settle()
+    world.end_pod("x-worker-1-1", exit_code=1)
+    await world.settle()
+    world.clock.advance(5)
+    await world.settle()
+    assert world.living() == ["x-worker-0-2", "x-worker-1-2"]
+    assert len(world.kube.dump_all(SERVICES)) == 1
+
+
+async def test_service_of_another_owner_is_not_used() -> None:
+    world = World()
+    world.kube.seed(SERVICES, {"metadata": {"name": "x-workers"}})
+    world.apply(workers=2)
+    await world.settle()
+    placed = find(world.job().status, "Placed")
+    assert placed is not None
+    assert placed.reason == "ServiceNameTaken"
+    assert "service x-workers exists already and has no controller" in placed.message
+    assert world.pods() == []
+
+
+MISSPELT = (
+    'Pod in version "v1" cannot be handled as a Pod: strict decoding error: '
+    'unknown field "spec.containers[0].comand", unknown field "spec.restartpolicy"'
+)
+POD = {
+    "spec": {
+        "terminationGracePeriodSeconds": 1.5,
+        "containers": [
+            {"env": [{"name": "A", "value": "1"}]},
+            {"env": [{"name": "B", "value": 5}, {"name": "C", "value": "c"}]},
+        ],
+    }
+}
+CASES = [
+    pytest.param(
+        MISSPELT,
+        "spec.template.spec.containers[0].comand, spec.template.spec.restartpolicy: a pod has no such field; "
+        "correct its spelling or remove it",
+        id="fields that do not exist",
+    ),
+    pytest.param(
+        'Pod in version "v1" cannot be handled as a Pod: json: cannot unmarshal string into Go struct field '
+        "Container.spec.containers.command of type []string",
+        "spec.template.spec.containers.command: expected []string, found a value of type string",
+        id="a field of another type",
+    ),
+    pytest.param(
+        'Pod in version "v1" cannot be handled as a Pod: json: cannot unmarshal number into Go struct field '
+        "EnvVar.spec.containers.env.value of type string",
+        "spec.template.spec.containers[1].env[0].value: expected string, found a value of type number",
+        id="a value of another type in a list",
+    ),
+    pytest.param(
+        'Pod in version "v1" cannot be handled as a Pod: json: cannot unmarshal number 1.5 into Go struct field '
+        "PodSpec.spec.terminationGracePeriodSeconds of type int64",
+        "spec.template.spec.terminationGracePeriodSeconds: expected int64, found a value of type number",
+        id="a number of another type",
+    ),
+    pytest.param(
+        'Pod "x-worker-0-1" is invalid: spec.containers[0].image: Required value',
+        "spec.template.spec.containers[0].image: Required value",
+        id="a value that cannot be",
+    ),
+    pytest.param(
+        'Pod "x-worker-0-1" is invalid: [spec.volumes[0].name: Required value, spec.tolerations[0].key: Invalid value]',
+        "spec.template: [spec.volumes[0].name: Required value, spec.tolerations[0].key: Invalid value]",
+        id="several at once",
+    ),
+]
+
+
+@pytest.mark.parametrize(("answer", "message"), CASES)
+def test_message_names_the_field_of_the_template(answer: str, message: str) -> None:
+    error = Invalid(f"POST pods default: {answer}", server_message=answer)
+    assert template_message(error, POD) == message
+    assert is_about_the_pod(error)
+
+
+async def test_invalid_template_fails_the_job_before_its_model_is_traced() -> None:
+    world = World()
+    world.kube.fail_next("check", PODS, Invalid(f"POST pods default: {MISSPELT}", status=400, server_message=MISSPELT))
+    world.apply(model={"catalog": {"name": "timm/resnet50"}})
+    await world.settle()
+    failed = find(world.job().status, "Failed")
+    assert failed is not None
+    assert failed.message.startswith("spec.template.spec.containers[0].comand, ")
+    assert world.tracer.traced == []
+    assert world.pods() == []
+
+
+async def test_webhook_without_dry_run_fails_no_job() -> None:
+    world = World()
+    said = 'admission webhook "a.example" does not support dry run'
+    world.kube.fail_next("check", PODS, Invalid(f"POST pods default: {said}", status=400, server_message=said))
+    world.apply()
+    await world.settle()
+    assert world.living() == ["x-worker-0-1"]
+
+
+async def test_valid_template_is_checked_once() -> None:
+    world = World()
+    for name in ("x", "y"):
+        world.apply(name)
+        await world.settle()
+        assert world.living(name) == [f"{name}-worker-0-1"]
+    assert [call.verb for call in world.kube.calls].count("check") == 1
+    world.apply("z", template={"spec": {"containers": [{"name": "train", "image": "train:2"}]}})
+    await world.settle()
+    assert [call.verb for call in world.kube.calls].count("check") == 2
+
+
+async def test_invalid_template_is_checked_for_each_job() -> None:
+    world = World()
+    for name in ("x", "y"):
+        world.kube.fail_next(
+            "check", PODS, Invalid(f"POST pods default: {MISSPELT}", status=400, server_message=MISSPELT)
+        )
+        world.apply(name)
+        await world.settle()
+        assert find(world.job(name).status, "Failed") is not None

@@ -1,46 +1,53 @@
-"""State in, state out: each case is a job with what stands around it, and what is decided."""
+"""Decisions: each case is a snapshot and the actions that follow."""
 
 from typing import Any
 
 import msgspec
 import pytest
 from carpool_core.clock import rfc3339
+from carpool_core.resources.job import GpuTrainingJob
 from carpool_operator.actions import CheckTemplate, Decision, DeleteJob, Predict, WriteStatus
+from carpool_operator.attempts import spec_digest
 from carpool_operator.reconcile import reconcile
 from carpool_operator.snapshot import Refusal
-from operator_decisions import again, condition, created, deleted, events, predicted_job, status_of
-from operator_fixtures import A100, DIGEST, NOW, abstention, job, node, pod, prediction, reservation, snapshot, template
+from operator_fixtures import (
+    A100,
+    DIGEST,
+    NOW,
+    abstention,
+    again,
+    condition,
+    created,
+    deleted,
+    events,
+    job,
+    node,
+    pod,
+    predicted_job,
+    prediction,
+    reservation,
+    settled,
+    snapshot,
+    status_of,
+    template,
+    terminated,
+)
 
 
-def test_new_job_asks_for_its_prediction_and_creates_nothing() -> None:
+def test_new_job_requests_its_prediction_and_creates_nothing() -> None:
     of = job()
     decision = reconcile(snapshot(of))
-    assert decision.actions == (Predict(DIGEST, (A100,)),), "not even a status, for a millisecond's sake"
+    assert decision.actions == (Predict(DIGEST, (A100,)),), "no status for a millisecond"
     assert of.status.state == "Predicting"
 
 
 def test_template_is_checked_before_its_model_is_traced() -> None:
-    """Regression: a misspelt field was found out only when the first pod was created, minutes later."""
+    """Regression: a misspelt field was reported only when the first pod was created, minutes later."""
     decision = reconcile(snapshot(job(), is_template_checked=False))
     first, then = decision.actions
     assert isinstance(first, CheckTemplate)
     assert first.body["metadata"]["name"] == "x-worker-0-1"
     assert then == Predict(DIGEST, (A100,))
-
-
-def test_job_whose_template_was_refused_is_not_traced() -> None:
-    refusal = Refusal("InvalidTemplate", "spec.template.spec.containers[0].comand: a pod has no such field", True)
-    of = job()
-    decision = reconcile(snapshot(of, refusal=refusal))
-    assert condition(decision, of, "Failed").message.startswith(f"{refusal.message}; ")
-    assert not any(isinstance(action, Predict) for action in decision.actions)
-
-
-def test_catalog_job_says_that_it_is_being_traced() -> None:
-    of = job(model={"catalog": {"name": "timm/resnet50"}})
-    found = condition(reconcile(snapshot(of)), of, "Predicted")
-    assert (found.status, found.reason) == ("Unknown", "Tracing")
-    assert "timm/resnet50" in found.message
 
 
 def test_prediction_and_attempt_are_written_before_the_pods_are_created() -> None:
@@ -78,14 +85,6 @@ def test_unknown_model_runs_alone_and_says_why() -> None:
     assert "spec.model is left out" in placed.message
 
 
-def test_new_product_renews_the_prediction_without_disturbing_the_run() -> None:
-    of = predicted_job()
-    decision = reconcile(snapshot(of, products=(A100, "Tesla T4"), pods=(pod(phase="Running", nodeName="n1"),)))
-    assert Predict(DIGEST, (A100, "Tesla T4")) in decision.actions
-    assert deleted(decision) == []
-    assert status_of(decision, of).attempts[0].outcome == "Running"
-
-
 def test_changed_input_renews_the_prediction() -> None:
     of = predicted_job(attempts=[])
     decision = reconcile(snapshot(of, digest="digest-2"))
@@ -94,38 +93,40 @@ def test_changed_input_renews_the_prediction() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "reason", "told"),
+    ("nodes", "spec", "reason", "message"),
     [
-        pytest.param((), "NoGpuNodes", "no node", id="no GPUs at all"),
-        pytest.param((node(gpus=1),), "ExceedsEveryGpu", "needs 90,112 MiB", id="larger than every GPU"),
+        pytest.param((), {}, "NoGpuNodes", "no node of this cluster reports GPUs", id="no GPUs"),
+        pytest.param(
+            (node(gpus=4), node(gpus=4)),
+            {"memory": {"limit": "88Gi"}},
+            "ExceedsEveryGpu",
+            "no GPU of this cluster can hold it: 8 GPUs: too small: needs 90,112 MiB, has 40,960 MiB",
+            id="too large",
+        ),
+        pytest.param((node(),), {"gpu": {"product": "B200"}}, "NoSuchGpu", "wrong product: wants B200", id="product"),
+        pytest.param(
+            (node(),),
+            {"gpusPerWorker": 2},
+            "ExceedsEveryGpu",
+            "needs 2 suitable GPUs on one node, the best node has 1",
+            id="too many GPUs",
+        ),
     ],
 )
-def test_job_that_never_fits_gets_no_pod_and_no_retry(nodes: tuple[Any, ...], reason: str, told: str) -> None:
-    of = job(memory={"limit": "88Gi"})
+def test_infeasible_job_gets_no_pods_and_no_retry(
+    nodes: tuple[Any, ...], spec: dict[str, Any], reason: str, message: str
+) -> None:
+    of = job(**spec)
     before = snapshot(of, prediction=prediction(), nodes=nodes)
     decision = reconcile(before)
     found = condition(decision, of, "Placed")
     assert (found.status, found.reason) == ("False", reason)
-    assert told in found.message
+    assert message in found.message
     assert created(decision) == []
     assert decision.requeue_after_s is None
     assert reason in events(decision)
+    assert status_of(decision, of).state == ("Queued" if reason == "NoGpuNodes" else "Unplaceable")
     assert again(before, decision).actions == ()
-
-
-def test_a_product_that_no_node_has_is_not_called_too_small() -> None:
-    of = job(gpu={"product": "B200"})
-    decision = reconcile(snapshot(of, prediction=prediction()))
-    found = condition(decision, of, "Placed")
-    assert found.reason == "NoSuchGpu"
-    assert "wrong product: wants B200" in found.message
-    assert status_of(decision, of).state == "Unplaceable"
-
-
-def test_gang_that_needs_more_gpus_than_any_node_has() -> None:
-    of = job(gpusPerWorker=2)
-    found = condition(reconcile(snapshot(of, prediction=prediction())), of, "Placed")
-    assert found.message == "needs 2 suitable GPUs on one node, the best node has 1"
 
 
 def test_job_suspended_from_the_start_is_predicted_but_has_no_pods() -> None:
@@ -154,7 +155,7 @@ FINISHED = {
 }
 
 
-def test_finished_job_is_deleted_after_its_time() -> None:
+def test_finished_job_is_deleted_after_its_time_to_live() -> None:
     of = job(FINISHED, runPolicy={"ttlSecondsAfterFinished": 30})
     assert reconcile(snapshot(of)) == Decision((), 30)
     assert reconcile(snapshot(of, after_s=30)).actions == (DeleteJob(),)
@@ -171,12 +172,18 @@ def test_job_being_deleted_is_left_to_the_garbage_collector() -> None:
     assert reconcile(snapshot(msgspec.structs.replace(of, metadata=going))) == Decision()
 
 
-def test_bad_template_fails_with_the_sentence() -> None:
-    of = job(template=template(nodeName="n1"))
-    decision = reconcile(snapshot(of))
-    found = condition(decision, of, "Failed")
-    assert found.reason == "InvalidTemplate"
-    assert "spec.template.spec.nodeName is set to n1" in found.message
+@pytest.mark.parametrize(
+    ("spec", "reason", "message"),
+    [
+        ({"template": template(nodeName="n1")}, "InvalidTemplate", "spec.template.spec.nodeName is set to n1"),
+        ({"memory": {"limit": "12Q"}}, "InvalidSpec", "such as 12Gi"),
+    ],
+)
+def test_invalid_spec_fails_the_job(spec: dict[str, Any], reason: str, message: str) -> None:
+    of = job(**spec)
+    found = condition(reconcile(snapshot(of, prediction=prediction())), of, "Failed")
+    assert found.reason == reason
+    assert message in found.message
     assert found.message.endswith("delete it, and apply the corrected one")
 
 
@@ -188,20 +195,180 @@ def test_bad_template_fails_with_the_sentence() -> None:
         pytest.param(Refusal("PodNameTaken", "belongs to y", is_final=False), "Placed", "False", id="name taken"),
     ],
 )
-def test_refused_pod(refusal: Refusal, condition_type: str, status: str) -> None:
+def test_refusal_fails_the_job_or_is_tried_again(refusal: Refusal, condition_type: str, status: str) -> None:
     of = predicted_job(attempts=[{"number": 1, "outcome": "Creating"}])
     decision = reconcile(snapshot(of, refusal=refusal))
     found = condition(decision, of, condition_type)
     assert (found.status, found.reason) == (status, refusal.reason)
     assert found.message.startswith(refusal.message)
-    assert created(decision) == [], "not at once"
+    assert created(decision) == []
     if not refusal.is_final:
         assert decision.requeue_after_s == 15
         assert created(again(snapshot(of), decision)) == ["x-worker-0-1"]
 
 
-def test_unreadable_quantity_fails_with_what_was_expected() -> None:
-    of = predicted_job(memory={"limit": "12Q"}, attempts=[])
-    found = condition(reconcile(snapshot(of)), of, "Failed")
-    assert found.reason == "InvalidSpec"
-    assert "such as 12Gi" in found.message
+def test_missing_pod_of_a_creating_attempt_is_created() -> None:
+    of = predicted_job(attempts=[{"number": 3, "outcome": "Creating"}], workers=2)
+    decision = reconcile(snapshot(of, pods=(pod(attempt=3),)))
+    assert created(decision) == ["x-worker-1-3"]
+
+
+def test_deleted_pod_ends_the_attempt_without_charge() -> None:
+    of = predicted_job(workers=2)
+    before = snapshot(of, pods=(pod(1, phase="Running"),))
+    decision = reconcile(before)
+    status = status_of(decision, of)
+    assert (status.attempts[0].outcome, status.restarts) == ("PodDeleted", 0)
+    assert deleted(decision) == ["x-worker-1-1"]
+    assert created(again(before, decision)) == [], "the other worker still runs"
+    assert created(again(before, decision, pods=())) == ["x-worker-0-2", "x-worker-1-2"]
+    deleting = {"deletionTimestamp": "2026-01-31T11:59:30Z"}
+    ending = pod(phase="Failed", metadata=deleting, status=terminated(143))
+    assert status_of(reconcile(snapshot(of, pods=(ending,))), of).restarts == 0
+
+
+def test_repeated_disruptions_back_off() -> None:
+    ended = [{"number": n, "outcome": "PodDeleted", "endedAt": rfc3339(NOW)} for n in (1, 2, 3)]
+    decision = reconcile(snapshot(predicted_job(attempts=ended)))
+    assert created(decision) == []
+    assert decision.requeue_after_s == 20
+
+
+def test_failed_worker_ends_the_attempt_of_all() -> None:
+    known = [{"type": "Predicted", "status": "True", "reason": "Estimated"}]
+    of = predicted_job(workers=2, status={"conditions": known})
+    out_of_memory = terminated(1, message="torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
+    pods = (pod(0, phase="Failed", status=out_of_memory), pod(1, phase="Running"))
+    before = snapshot(of, pods=pods)
+    decision = reconcile(before)
+    status = status_of(decision, of)
+    assert status.attempts[0].outcome == "GpuOutOfMemory"
+    assert status.restarts == 1
+    assert deleted(decision) == ["x-worker-1-1"], "the failed pod stays for its logs"
+    assert decision.requeue_after_s == 10
+    assert condition(decision, of, "Placed").reason == "BackingOff"
+    assert status.state == "BackingOff"
+    assert "1 of 3 restarts used" in condition(decision, of, "Placed").message
+    assert events(decision) == ["Restarting"]
+    later = again(before, decision, now=snapshot(of, after_s=11).now, pods=pods[:1])
+    assert created(later) == ["x-worker-0-2", "x-worker-1-2"]
+
+
+def test_pods_of_an_ended_attempt_are_deleted_after_a_crash() -> None:
+    """Regression: the operator was killed after it wrote the failure and before it deleted the other workers."""
+    of = predicted_job(attempts=[{"number": 1, "outcome": "ContainerFailed", "endedAt": rfc3339(NOW)}], workers=2)
+    pods = (pod(0, phase="Failed", status=terminated(1)), pod(1, phase="Running"))
+    assert deleted(reconcile(snapshot(of, pods=pods))) == ["x-worker-1-1"]
+
+
+def test_first_to_end_is_the_cause() -> None:
+    of = predicted_job(workers=2)
+    victim = pod(0, phase="Failed", status=terminated(7, at="2026-01-31T11:59:09Z"))
+    culprit = pod(1, phase="Failed", status=terminated(137, reason="OOMKilled", at="2026-01-31T11:59:01Z"))
+    assert status_of(reconcile(snapshot(of, pods=(victim, culprit))), of).attempts[0].outcome == "HostOutOfMemory"
+
+
+def test_backoff_doubles_and_the_limit_fails_the_job() -> None:
+    ended = [{"number": n, "outcome": "ContainerFailed", "endedAt": rfc3339(NOW)} for n in (1, 2, 3)]
+    waiting = reconcile(snapshot(predicted_job(attempts=ended, status={"restarts": 3}), after_s=1))
+    assert waiting.requeue_after_s == 39
+    of = predicted_job(attempts=[*ended, {"number": 4, "outcome": "Running"}], status={"restarts": 3})
+    decision = reconcile(snapshot(of, pods=(pod(attempt=4, phase="Failed", status=terminated(3)),)))
+    found = condition(decision, of, "Failed")
+    assert (found.status, found.reason) == ("True", "ContainerFailed")
+    assert "exit code 3" in found.message
+    assert "all 3 restarts" in found.message
+    status = status_of(decision, of)
+    assert (status.state, status.restarts, status.completion_time) == ("Failed", 3, rfc3339(NOW))
+
+
+def test_all_workers_succeeded() -> None:
+    of = predicted_job(workers=2)
+    decision = reconcile(snapshot(of, pods=(pod(0, phase="Succeeded"), pod(1, phase="Succeeded"))))
+    status = status_of(decision, of)
+    assert status.state == "Complete"
+    assert status.attempts[0].outcome == "Complete"
+    assert status.completion_time == rfc3339(NOW)
+    assert events(decision) == ["Complete"]
+
+
+def edited(of: GpuTrainingJob, **spec: Any) -> GpuTrainingJob:
+    """A job after its user has changed its spec; the active attempt holds the digest of the former spec."""
+    digest = spec_digest(of.spec)
+    tried = [msgspec.structs.replace(a, spec_digest=digest) for a in of.status.attempts]
+    after = predicted_job(**spec)
+    metadata = msgspec.structs.replace(after.metadata, generation=3)
+    return msgspec.structs.replace(after, metadata=metadata, status=msgspec.structs.replace(of.status, attempts=tried))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [{"runPolicy": {"backoffLimit": 9, "activeDeadlineSeconds": 3600}}, {"training": {"steps": 200}}],
+    ids=["run policy", "steps"],
+)
+def test_change_that_pods_do_not_depend_on_keeps_a_queued_attempt(spec: dict[str, Any]) -> None:
+    """Regression: raising backoffLimit of a job that had waited for a GPU sent it back to the end of the queue."""
+    changed = edited(predicted_job(), **spec)
+    decision = reconcile(snapshot(changed, pods=(pod(),)))
+    assert deleted(decision) == []
+    status = status_of(decision, changed)
+    assert (status.attempts[0].outcome, status.observed_generation) == ("Running", 3)
+    assert "Predicted" not in events(decision)
+
+
+@pytest.mark.parametrize("phase", ["Pending", "Running"])
+@pytest.mark.parametrize("node_name", ["", "n1"], ids=["waiting", "bound"])
+def test_spec_changed_before_placement_begins_again_with_new_pods(phase: str, node_name: str) -> None:
+    """Regression: a bound pod of the old spec went on, because the spec is locked only by the placement."""
+    changed = edited(predicted_job(workers=2), memory={"limit": "8Gi"})
+    pods = (pod(0, phase=phase, nodeName=node_name), pod(1))
+    before = snapshot(changed, pods=pods, nodes=(node(reservation("pod-0-1")),))
+    decision = reconcile(before)
+    status = status_of(decision, changed)
+    assert (status.attempts[0].outcome, status.restarts, status.placement) == ("SpecChanged", 0, [])
+    assert sorted(deleted(decision)) == ["x-worker-0-1", "x-worker-1-1"]
+    after = again(before, decision, pods=())
+    assert created(after) == ["x-worker-0-2"]
+    assert status_of(after, changed).attempts[-1].spec_digest == spec_digest(changed.spec)
+
+
+def test_digest_of_another_version_changes_nothing() -> None:
+    of = predicted_job(attempts=[{"number": 1, "outcome": "Running", "specDigest": "of another version"}])
+    decision = reconcile(snapshot(of, pods=(pod(phase="Running", nodeName="n1"),)))
+    assert deleted(decision) == []
+
+
+def test_suspended_job_loses_its_pods_and_resumes_in_a_new_attempt() -> None:
+    of = predicted_job(runPolicy={"suspend": True}, status={"startTime": "2026-01-31T11:00:00Z"})
+    before = snapshot(of, pods=(pod(phase="Running"),))
+    decision = reconcile(before)
+    assert deleted(decision) == ["x-worker-0-1"]
+    status = status_of(decision, of)
+    assert (status.state, status.attempts[0].outcome, status.start_time) == ("Suspended", "Suspended", None)
+    resumed = settled(msgspec.structs.replace(predicted_job(), status=status))
+    decision = reconcile(snapshot(resumed))
+    assert created(decision) == ["x-worker-0-2"]
+    assert status_of(decision, resumed).restarts == 0
+    assert condition(decision, resumed, "Suspended").status == "False"
+
+
+def test_stray_and_old_pods_are_deleted() -> None:
+    of = predicted_job(attempts=[{"number": 4, "outcome": "Running"}])
+    strays = (pod(0, 3, phase="Running"), pod(0, 2, phase="Failed"), pod(0, 3, phase="Failed"))
+    odd = pod(metadata={"name": "odd", "labels": {}}, phase="Running")
+    decision = reconcile(snapshot(of, pods=(pod(0, 4, phase="Running"), *strays, odd)))
+    assert deleted(decision) == ["odd", "x-worker-0-3", "x-worker-0-2"]
+
+
+def test_attempt_runs_and_records_its_pods_once_all_of_them_exist() -> None:
+    of = predicted_job(attempts=[{"number": 1, "outcome": "Creating"}], workers=2)
+    first, both = (reconcile(snapshot(of, pods=pods)) for pods in ((pod(0),), (pod(0), pod(1))))
+    one, all_ = (status_of(decision, of).attempts[0] for decision in (first, both))
+    assert (one.outcome, one.pod_uids) == ("Creating", [])
+    assert (all_.outcome, all_.pod_uids) == ("Running", ["pod-0-1", "pod-1-1"])
+
+
+def test_only_the_latest_attempt_keeps_its_pods() -> None:
+    ended = {"number": 1, "outcome": "PodDeleted", "endedAt": rfc3339(NOW), "podUids": ["pod-0-1"]}
+    of = predicted_job(attempts=[ended])
+    assert [a.pod_uids for a in status_of(reconcile(snapshot(of)), of).attempts] == [[], []]

@@ -1,0 +1,663 @@
+"""The calibrator: each attempt is learned once, whatever crashes, and calibrates the next predictions."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from carpool_core import keys
+from carpool_core.kube.api import CONFIG_MAPS, EVENTS, GPU_NODES, GPU_TRAINING_JOBS
+from carpool_core.kube.errors import Conflict, Forbidden, Overloaded, Unreachable
+from carpool_core.resources.features import ModelFeatures
+from carpool_operator.calibrator import PAUSE_S, REPAIR_POLL_S
+from carpool_operator.conditions import find
+from carpool_operator.observations import Observation
+from carpool_predictor.calibration.document import MAX_SAMPLES, MIN_JOBS, Calibration, RunMeasurement
+from carpool_predictor.calibration.observe import LOADING_S, STEADY_S
+from carpool_predictor.calibration.store import KEY
+from carpool_predictor.features import Abstention
+from learning_world import (
+    NAME,
+    NAMESPACE,
+    OOM,
+    SeenEnoughError,
+    begun,
+    kept,
+    memory,
+    model,
+    on_t4,
+    ran,
+    run_until_on,
+    seen,
+    stack,
+    stood,
+    world,
+    writes,
+)
+from operator_fixtures import FEATURES, job
+from operator_world import World
+
+
+def message_of(of: World, name: str, condition: str) -> str:
+    found = find(of.job(name).status, condition)
+    assert found is not None
+    return found.message
+
+
+async def assert_quiet(of: World, name: str) -> None:
+    """Reconciliations of a settled job make no calls."""
+    before = len(of.kube.calls)
+    for _ in range(2):
+        of.operator.queue.add(f"default/{name}")
+        await of.settle()
+    assert len(of.kube.calls) == before
+
+
+async def test_measured_peak_calibrates_the_next_prediction() -> None:
+    of = world()
+    await ran(of, 3000)
+    assert [(row.value_mib, row.steady) for row in stack(of).rows] == [(3000, True)]
+    assert (stack(of).seen, stack(of).stack.driver) == (1, "simulated")
+    assert of.job().status.attempts[0].learned
+    assert of.job().status.attempts[0].peak_memory_mib == 3000
+    before = memory(of)
+    assert (before.learned_jobs, before.learned_runs) == (0, 0)
+    of.apply("y")
+    await of.settle()
+    after = memory(of, "y")
+    assert (after.median_mib, after.upper_mib, after.learned_runs) == (3000, pytest.approx(3300, abs=1), 1)
+    assert "is calibrated from 1 run of this very one" in message_of(of, "y", keys.CONDITION_PREDICTED)
+    assert memory(of) == before, "a job that ran keeps its prediction"
+
+
+async def test_settled_cluster_that_learns_is_quiet() -> None:
+    of = world()
+    await ran(of, 3000)
+    await assert_quiet(of, "x")
+
+
+async def test_run_counts_once_across_a_restart() -> None:
+    of = world()
+    of.apply()
+    await begun(of)
+    await stood(of, 3000, LOADING_S)
+    of.start()
+    of.clock.advance(STEADY_S)
+    await of.settle()
+    of.clock.advance(STEADY_S)
+    await of.settle()
+    of.end_pod("x-worker-0-1")
+    await of.settle()
+    assert (len(stack(of).rows), stack(of).seen) == (1, 1)
+
+
+async def test_activity_is_learned_as_without_co_tenants() -> None:
+    of = world()
+    for name in ("x", "y"):
+        of.apply(name)
+        await begun(of, name)
+    for name in ("x", "y"):
+        await seen(of, 3000, name, gpuUtilPercent=45.0, smActiveRatio=0.35)
+    of.clock.advance(LOADING_S)
+    await of.settle()
+    for row in stack(of).rows:
+        assert row.sm_active is not None
+        assert 0.35 < row.sm_active < 2 * 0.35  # less than twice: two never slow each other down by more
+    of.apply("z")
+    await of.settle()
+    prediction = of.job("z").status.prediction
+    assert prediction is not None
+    assert prediction.products[0].activity.sm_active_ratio.median == pytest.approx(
+        sum(row.sm_active or 0 for row in stack(of).rows) / 2
+    )
+
+
+@pytest.mark.parametrize("spec", [{"model": None}, {"gpusPerWorker": 2}], ids=["no prediction", "several GPUs"])
+async def test_run_without_comparable_prediction_is_not_learned(spec: dict[str, Any]) -> None:
+    of = world()
+    await ran(of, 3000, **spec)
+    assert of.job().status.state == "Complete"
+    assert writes(of) == 0
+    assert not of.job().status.attempts[0].learned
+
+
+@pytest.mark.parametrize("happens", [False, True], ids=["before the write", "after the write"])
+@pytest.mark.parametrize("write", range(1, 9))
+async def test_killed_at_each_write_each_attempt_counts_once(write: int, happens: bool) -> None:
+    of = world(backoff_s=1.0)
+    of.apply()
+    await begun(of, memoryLimitMib=3000)
+    await seen(of, 2500)
+    of.end_pod("x-worker-0-1", exit_code=1, message=OOM)
+    await of.survive(write, happens=happens)
+    await of.settle()
+    of.clock.advance(60)
+    await of.settle()
+    await begun(of, memoryLimitMib=6000)
+    await seen(of, 4000)
+    of.end_pod("x-worker-0-2")
+    await of.survive(write, happens=happens)
+    await of.settle()
+    rows = sorted((row.value_mib, row.censored) for row in stack(of).rows)
+    assert rows == [(3000, True), (4000, False)]
+    assert stack(of).seen == 2
+    assert [attempt.learned for attempt in of.job().status.attempts] == [True, True]
+
+
+async def test_observation_waits_for_a_transient_failure_of_the_predictor() -> None:
+    of = world()
+    of.apply(model={"catalog": {"name": "timm/resnet50"}})
+    await begun(of)
+    await seen(of, 3000)
+    of.tracer.answer = Abstention(reason="TorchMissing", message="no torch here")
+    of.start()
+    await of.settle()
+    of.end_pod("x-worker-0-1")
+    await of.settle()
+    assert of.job().status.state == "Complete"
+    assert not of.job().status.attempts[0].learned
+    assert writes(of) == 0
+    of.tracer.answer = msgspec.convert(FEATURES, ModelFeatures)
+    await of.settle()
+    assert writes(of) == 0
+    of.clock.advance(600)
+    await of.settle()
+    await of.settle()
+    assert stack(of).seen == 1
+    assert of.job().status.attempts[0].learned
+
+
+async def test_running_job_is_observed_once_its_peak_is_stable_and_at_its_end() -> None:
+    of = world()
+    of.apply()
+    await begun(of)
+    await seen(of, 2000)
+    assert writes(of) == 0
+    of.clock.advance(LOADING_S / 2)
+    await seen(of, 3400)
+    of.clock.advance(LOADING_S - 1)
+    await of.settle()
+    assert writes(of) == 0, "its peak has changed"
+    of.clock.advance(1)
+    await of.settle()
+    assert [(row.value_mib, row.steady) for row in stack(of).rows] == [(3400, False)]
+    assert stack(of).seen == 0
+    of.clock.advance(STEADY_S)
+    await of.settle()
+    assert [row.steady for row in stack(of).rows] == [True]
+    assert writes(of) == 2
+    of.end_pod("x-worker-0-1")
+    await of.settle()
+    assert (len(stack(of).rows), stack(of).seen) == (1, 1)
+    assert stack(of).outcomes == "0", "it took more than its bound"
+
+
+@pytest.mark.parametrize(
+    ("peaks", "uppers", "steady", "write_count"),
+    [
+        pytest.param([(2000, LOADING_S), (6000, STEADY_S), (6000, 0.0)], [2800, 6600, 6600], True, 2, id="grows once"),
+        pytest.param(
+            [(6000, LOADING_S), (6010, LOADING_S), (9000, LOADING_S)], [6600, 6600, 9900], False, 2, id="keeps growing"
+        ),
+        pytest.param([(3000, STEADY_S), (3500, STEADY_S)], [3300, 3850], True, 2, id="grows after it was steady"),
+    ],
+)
+async def test_next_prediction_follows_the_peak_of_a_run(
+    peaks: list[tuple[int, float]], uppers: list[int], steady: bool, write_count: int
+) -> None:
+    """Regression: only the first observation of a run counted until its end, however it grew."""
+    of = world()
+    of.apply()
+    await begun(of)
+    found = []
+    for number, (peak_mib, wait_s) in enumerate(peaks):
+        await stood(of, peak_mib, wait_s)
+        of.apply(f"y{number}")
+        await of.settle()
+        found.append(memory(of, f"y{number}").upper_mib)
+    assert found == [pytest.approx(upper, rel=0.02) for upper in uppers]
+    assert [(row.value_mib, row.steady) for row in stack(of).rows] == [(peaks[-1][0], steady)]
+    assert (stack(of).seen, writes(of)) == (0, write_count)
+
+
+async def test_waiting_job_is_predicted_again_from_runs_of_its_model() -> None:
+    """Regression: it kept the prediction from the first observation of a run."""
+    of = world(backoff_s=10.0)
+    of.apply(runPolicy={"backoffLimit": 3})
+    await begun(of, memoryLimitMib=7000)
+    await stood(of, 5000, LOADING_S)
+    of.apply("y")
+    await of.settle()
+    uppers = [memory(of, "y").upper_mib]
+    await stood(of, 6000, STEADY_S)
+    of.operator.queue.add("default/y")
+    await of.settle()
+    uppers.append(memory(of, "y").upper_mib)
+    of.end_pod("x-worker-0-1", exit_code=1, message=OOM)
+    await of.settle()
+    of.operator.queue.add("default/y")
+    await of.settle()
+    uppers.append(memory(of, "y").upper_mib)
+    assert uppers == [5500, pytest.approx(6600, abs=1), 10_500]
+
+
+async def test_crd_without_fingerprints_causes_no_repeated_predictions() -> None:
+    """Regression: Helm does not upgrade CRDs, and the API server drops fields that an old CRD does not have."""
+    of = world()
+    of.apply()
+    await begun(of)
+    await stood(of, 5000, LOADING_S)
+    of.apply("y")
+    await of.settle()
+    for _ in range(2):
+        stored = of.kube.dump(GPU_TRAINING_JOBS, "y", "default")
+        for product in stored["status"]["prediction"]["products"]:
+            product["memory"].pop("learnedGist", None)
+        of.kube.seed(GPU_TRAINING_JOBS, stored)
+        await assert_quiet(of, "y")
+    await ran(of, 9000, "z")
+    of.operator.queue.add("default/y")
+    await of.settle()
+    assert memory(of, "y").upper_mib == pytest.approx(9900, abs=1), "another run still counts"
+
+
+async def test_steady_peak_stays_steady_across_a_restart() -> None:
+    """Regression: a steady peak became a first observation again, which never lowers a bound."""
+    of = world()
+    of.apply()
+    await begun(of)
+    await stood(of, 2000, STEADY_S)
+    assert [row.steady for row in stack(of).rows] == [True]
+    of.start()
+    of.clock.advance(LOADING_S)
+    await of.settle()
+    assert [row.steady for row in stack(of).rows] == [True]
+    await stood(of, 3000, LOADING_S)
+    assert [(row.value_mib, row.steady) for row in stack(of).rows] == [(3000, False)]
+
+
+async def test_job_that_ran_out_of_memory_gets_more_and_then_a_gpu_alone() -> None:
+    of = world(backoff_s=10.0)
+    of.apply(runPolicy={"backoffLimit": 3})
+    await begun(of, memoryLimitMib=3000)
+    uppers = [memory(of).upper_mib]
+    for attempt in (1, 2):
+        of.end_pod(f"x-worker-0-{attempt}", exit_code=1, message=OOM)
+        await of.settle()
+        assert of.job().status.attempts[-1].learned
+        of.clock.advance(60)
+        await of.settle()
+        assert of.living() == [f"x-worker-0-{attempt + 1}"]
+        uppers.append(memory(of).upper_mib)
+        if attempt == 1:
+            assert memory(of).trusted
+        alone = {} if memory(of).trusted else {"mode": "Exclusive"}
+        await begun(of, memoryLimitMib=uppers[-1], **alone)
+    assert uppers[1] == 4500
+    assert not memory(of).trusted
+    predicted, placed = (message_of(of, "x", kind) for kind in (keys.CONDITION_PREDICTED, keys.CONDITION_PLACED))
+    assert "because earlier runs of this model" in predicted
+    why = "ran out of memory on NVIDIA A100-SXM4-40GB, or took nearly all of it: once one has completed"
+    assert "(Exclusive), because earlier runs of this model" in placed
+    assert why in placed
+    assert stack(of).seen == 2
+
+
+@pytest.mark.parametrize("is_seen", [False, True], ids=["at once", "after an observation"])
+@pytest.mark.parametrize("earlier", range(4))
+async def test_each_out_of_memory_failure_raises_the_bound(earlier: int, is_seen: bool) -> None:
+    """Regression: with earlier runs, or an observation of its own, it got the same memory again, or less."""
+    of = world(backoff_s=10.0)
+    for number in range(earlier):
+        await ran(of, 3000, f"k{number}")
+    of.apply(runPolicy={"backoffLimit": 5})
+    await of.settle()
+    had = [memory(of).upper_mib]
+    for attempt in (1, 2):
+        await begun(of, memoryLimitMib=had[-1])
+        if is_seen:
+            await stood(of, 2900, LOADING_S)
+        of.end_pod(f"x-worker-0-{attempt}", exit_code=1, message=OOM)
+        await of.settle()
+        of.clock.advance(400)
+        await of.settle()
+        had.append(memory(of).upper_mib)
+        assert memory(of).trusted is (attempt == 1)
+    assert had[1] == pytest.approx(1.5 * had[0], abs=1)
+    assert had[2] > had[1]
+
+
+async def test_job_that_failed_with_a_whole_gpu_gets_no_equal_one() -> None:
+    """Regression: it ran alone on such a GPU again, up to `backoffLimit`."""
+    of = world(backoff_s=10.0)
+    of.apply()
+    await begun(of, mode="Exclusive", memoryLimitMib=None)
+    of.end_pod("x-worker-0-1", exit_code=1, message=OOM)
+    await of.settle()
+    of.clock.advance(60)
+    await of.settle()
+    assert of.living() == []
+    placed = find(of.job().status, keys.CONDITION_PLACED)
+    assert placed is not None
+    assert (placed.status, placed.reason) == ("False", "ExceedsEveryGpu")
+    assert "too small: needs" in placed.message
+
+
+async def test_next_attempt_waits_30_s_for_the_calibration() -> None:
+    of = world(backoff_s=0.0)
+    of.apply()
+    await begun(of, memoryLimitMib=3000)
+    of.kube.fail_next("create", CONFIG_MAPS, Overloaded("busy"))
+    of.kube.fail_next("create", CONFIG_MAPS, Overloaded("busy"))
+    of.end_pod("x-worker-0-1", exit_code=1, message=OOM)
+    await of.settle()
+    assert of.living() == []
+    of.clock.advance(31)
+    await of.settle()
+    assert of.living() == ["x-worker-0-2"]
+
+
+async def test_jobs_run_alone_until_enough_was_measured() -> None:
+    of = world()
+    on_t4(of)
+    for number in range(MIN_JOBS):
+        name = f"x{number}"
+        await ran(of, 2000 + 500 * number, name, model=model(number + 1))
+        assert not memory(of, name).trusted
+    of.apply("y", model=model(9))
+    await of.settle()
+    assert memory(of, "y").trusted
+    assert memory(of, "y").learned_jobs == MIN_JOBS
+    message = message_of(of, "x0", keys.CONDITION_PREDICTED)
+    assert "runs alone on Tesla T4 until enough like it was measured there" in message
+
+
+async def test_observations_of_simulated_gpus_serve_no_hardware() -> None:
+    """Regression: three jobs on simulated GPUs were enough to share real ones of that product."""
+    of = world()
+    on_t4(of)
+    for number in range(MIN_JOBS):
+        await ran(of, 2000 + 500 * number, f"x{number}", model=model(number + 1))
+    home = of.kube.dump(GPU_NODES, "n1")
+    for device in home["status"]["devices"][:1]:
+        device["product"] = "Tesla T4"
+    of.kube.seed(GPU_NODES, home)
+    of.apply("y", model=model(9))
+    await of.settle()
+    assert not memory(of, "y").trusted
+    assert memory(of, "y").learned_jobs == 0
+    of.apply("z", model=model(1))
+    await of.settle()
+    assert memory(of, "z").learned_runs == 0
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_waiting_job_is_predicted_again_once_its_stack_is_calibrated(restarted: bool) -> None:
+    of = world()
+    on_t4(of)
+    of.apply("waits", model=model(9))
+    await of.settle()
+    assert not memory(of, "waits").trusted
+    for number in range(MIN_JOBS):
+        await ran(of, 2000 + 500 * number, f"x{number}", model=model(number + 1))
+    if restarted:  # the new process does not know the job's calibration keys
+        untrusted = of.kube.dump(GPU_TRAINING_JOBS, "waits", "default")["status"]["prediction"]
+        assert not untrusted["products"][0]["memory"]["trusted"]
+        of.start()
+    of.operator.queue.add("default/waits")
+    await of.settle()
+    assert memory(of, "waits").trusted
+    await assert_quiet(of, "waits")
+
+
+@pytest.mark.parametrize("settings", [{"share_unmeasured": True}, {"calibration": ""}])
+async def test_unmeasured_jobs_share_if_set_so_or_without_learning(settings: dict[str, Any]) -> None:
+    of = World(**({"calibration": f"{NAMESPACE}/{NAME}"} | settings))
+    on_t4(of)
+    of.apply()
+    await of.settle()
+    assert memory(of).trusted
+
+
+async def test_one_write_holds_no_more_observations_than_the_document_names() -> None:
+    """Regression: the document named only the last observations of a large write."""
+    of = world()
+    await of.settle()
+    calibrator = of.operator.calibrator
+    found = job()
+    for number in range(MAX_SAMPLES + 10):
+        measured = RunMeasurement(peak_mib=3000, capacity_mib=40960, sample=f"{number}/1")
+        calibrator.submit(found, Observation(f"{number}/1", "NVIDIA A100-SXM4-40GB", True, 4000, measured))
+    sizes = []
+    while not calibrator.is_settled:
+        before = set(kept(of).counted) if sizes else set[str]()
+        await calibrator.flush()
+        sizes.append(len(set(kept(of).counted) - before))
+    assert sizes == [MAX_SAMPLES // 2, MAX_SAMPLES // 2, 10]
+    assert stack(of).seen == MAX_SAMPLES + 10
+
+
+async def test_defect_drops_its_observations_and_not_the_operator() -> None:
+    of = world()
+    of.apply(model={"catalog": {"name": "timm/resnet50"}})
+    await begun(of)
+    await seen(of, 3000)
+    features, of.tracer.answer = of.tracer.answer, ValueError("a defect")
+    of.start()  # so that the model has to be traced again
+    await of.settle()
+    of.end_pod("x-worker-0-1")
+    of.hear()
+    await of.operator.process("default/x")
+    assert not of.operator.calibrator.is_settled
+
+    async def sleep(_seconds: float) -> None:
+        raise SeenEnoughError
+
+    with pytest.raises(SeenEnoughError):
+        await of.operator.calibrator.run(sleep)
+    assert of.operator.calibrator.is_settled
+    assert writes(of) == 0
+    of.tracer.answer = features
+    await ran(of, 3000, "y")
+    assert stack(of).seen == 2, "it was submitted again at the next reconciliation"
+
+
+async def test_dropped_observation_is_submitted_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: a process submitted each observation once, stored or not."""
+    monkeypatch.setattr("carpool_operator.calibrator.MAX_PENDING", 0)
+    of = world()
+    await ran(of, 3000)
+    assert writes(of) == 0
+    monkeypatch.setattr("carpool_operator.calibrator.MAX_PENDING", 1)
+    of.operator.queue.add("default/x")
+    await of.settle()
+    assert stack(of).seen == 1
+
+
+async def test_write_without_answer_counts_once() -> None:
+    of = world()
+    for number, verb in enumerate(("create", "patch"), start=1):
+        of.kube.fail_next(verb, CONFIG_MAPS, Unreachable("no answer"), after=True)
+        await ran(of, 3000, f"x{number}")
+        await of.settle()
+        assert stack(of).seen == number
+        assert of.job(f"x{number}").status.attempts[0].learned
+
+
+async def test_concurrent_write_is_kept() -> None:
+    of, other = world(), world()
+    await ran(other, 3000, "y", model=model(2))
+    await ran(of, 3000, model=model(1))
+    theirs = other.kube.dump(CONFIG_MAPS, NAME, NAMESPACE)["data"]
+    of.kube.seed(CONFIG_MAPS, {"metadata": {"name": NAME, "namespace": NAMESPACE}, "data": theirs})
+    await ran(of, 4000, "z", model=model(3))
+    assert {row.sample for row in stack(of).rows} == {
+        f"{other.job('y').metadata.uid}/1",
+        f"{of.job('z').metadata.uid}/1",
+    }
+
+
+async def test_deleted_configmap_is_created_again() -> None:
+    of = world()
+    await ran(of, 3000)
+    await of.kube.delete(CONFIG_MAPS, NAME, namespace=NAMESPACE)
+    await ran(of, 3500, "y")
+    assert [row.value_mib for row in stack(of).rows] == [3500]
+
+
+async def test_repeated_conflicts_are_tried_again_later() -> None:
+    of = world()
+    await ran(of, 3000)
+    of.apply("y")
+    await begun(of, "y")
+    await seen(of, 3500, "y")
+    for _ in range(5):
+        of.kube.fail_next("patch", CONFIG_MAPS, Conflict("changed"))
+    of.end_pod("y-worker-0-1")
+    await of.settle()
+    assert stack(of).seen == 1
+    assert not of.operator.calibrator.is_settled
+    await of.settle()
+    assert stack(of).seen == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        pytest.param('{"format":3,"stacks":[', "expected a calibration", id="truncated"),
+        pytest.param('{"format":4,"stacks":"other"}', "upgrade carpool", id="newer"),
+        pytest.param('{"format":2}', "remove it", id="older"),
+        pytest.param('{"format":3,"stacks":[{"slope":-1}]}', "expected a calibration", id="tampered"),
+    ],
+)
+async def test_unreadable_configmap_is_reported_and_not_overwritten(content: str, word: str) -> None:
+    of = world()
+    of.kube.seed(CONFIG_MAPS, {"metadata": {"name": NAME, "namespace": NAMESPACE}, "data": {KEY: content, "a": "b"}})
+    await ran(of, 3000)
+    assert of.job().status.state == "Complete"
+    assert of.kube.dump(CONFIG_MAPS, NAME, NAMESPACE)["data"] == {KEY: content, "a": "b"}
+    (event,) = [e for e in of.kube.dump_all(EVENTS) if e["reason"] == "CalibrationUnreadable"]
+    assert word in event["message"]
+    assert event["involvedObject"]["name"] == NAME
+    assert not of.operator.calibrator.is_on
+    of.kube.seed(CONFIG_MAPS, {"metadata": {"name": NAME, "namespace": NAMESPACE}, "data": {"a": "b"}})
+    of.start()
+    await of.settle()
+    assert stack(of).seen == 1, "the observation is submitted again"
+    assert of.kube.dump(CONFIG_MAPS, NAME, NAMESPACE)["data"]["a"] == "b"
+
+
+async def test_repaired_configmap_is_used_without_a_restart() -> None:
+    of = world()
+    place = {"metadata": {"name": NAME, "namespace": NAMESPACE}}
+    of.kube.seed(CONFIG_MAPS, place | {"data": {KEY: "{"}})
+    await of.settle()
+    assert not of.operator.calibrator.is_on
+
+    def mend(naps: int) -> None:
+        if naps == 2:
+            of.kube.seed(CONFIG_MAPS, place | {"data": {}})
+
+    running, naps = await run_until_on(of, mend)
+    assert naps == [REPAIR_POLL_S, REPAIR_POLL_S]
+    of.apply()
+    await begun(of)
+    await seen(of, 3000)
+    of.end_pod("x-worker-0-1")
+    of.hear()
+    await of.operator.process("default/x")
+    with pytest.raises(SeenEnoughError):
+        await running
+    assert stack(of).seen == 1
+
+
+async def test_without_read_access_nothing_is_learned() -> None:
+    of = world()
+    of.kube.fail_next("get", CONFIG_MAPS, Forbidden("may not"))
+    await ran(of, 3000)
+    assert of.job().status.state == "Complete"
+    assert writes(of) == 0
+
+
+async def test_forbidden_write_is_tried_again_after_a_longer_pause() -> None:
+    of = world()
+    of.apply()
+    await begun(of)
+    await seen(of, 3000)
+    of.end_pod("x-worker-0-1")
+    of.hear()
+    await of.operator.process("default/x")
+    naps: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 3:
+            raise SeenEnoughError
+
+    of.kube.fail_next("create", CONFIG_MAPS, Forbidden("may not"))
+    of.kube.fail_next("create", CONFIG_MAPS, Overloaded("busy"))
+    with pytest.raises(SeenEnoughError):
+        await of.operator.calibrator.run(sleep)
+    assert naps == [REPAIR_POLL_S, PAUSE_S, PAUSE_S]
+    assert stack(of).seen == 1
+
+
+async def test_failed_read_keeps_the_calibration_and_trusts_nothing_more() -> None:
+    """Regression: after one failed read, jobs shared for a minute on products without measurements."""
+    of = world()
+    on_t4(of)
+    await ran(of, 3000)
+    of.kube.fail_next("get", CONFIG_MAPS, Overloaded("busy"))
+    await of.operator.calibrator.load()
+    assert of.operator.calibrator.is_on
+    of.kube.fail_next("get", CONFIG_MAPS, Overloaded("busy"))
+    of.start()
+    of.apply("y", model=model(9))
+    await of.settle()
+    assert not of.operator.calibrator.is_on
+    assert not memory(of, "y").trusted
+    running, naps = await run_until_on(of)
+    assert naps == [PAUSE_S]
+    running.cancel()
+
+
+async def test_without_learning_no_configmap_is_read() -> None:
+    of = World()
+    await ran(of, 3000)
+    assert not any(call.plural == "configmaps" for call in of.kube.calls)
+
+
+async def test_document_is_readable_json() -> None:
+    of = world()
+    await ran(of, 3000)
+    text = of.kube.dump(CONFIG_MAPS, NAME, NAMESPACE)["data"][KEY]
+    assert json.loads(text)["stacks"][0]["stack"] == {
+        "product": "NVIDIA A100-SXM4-40GB",
+        "precision": "fp32",
+        "driver": "simulated",
+        "torch": "",
+    }
+    assert msgspec.json.decode(text, type=Calibration) == kept(of)
+
+
+async def test_metrics_report_the_calibration_by_stack() -> None:
+    of = world()
+    registry = of.operator.metrics.registry
+    assert registry.get_sample_value("carpool_operator_calibration_in_use") == 0
+    of.apply()
+    await begun(of)
+    within = memory(of).upper_mib
+    await seen(of, within)
+    of.end_pod("x-worker-0-1")
+    await of.settle()
+    labels = {"product": "NVIDIA A100-SXM4-40GB", "precision": "fp32", "driver": "simulated"}
+    assert registry.get_sample_value("carpool_operator_calibration_in_use") == 1
+    assert registry.get_sample_value("carpool_operator_calibration_jobs", labels) == 1
+    assert registry.get_sample_value("carpool_operator_calibration_runs", labels) == 1
+    assert registry.get_sample_value("carpool_operator_calibration_refused_runs", labels) == 0
+    assert registry.get_sample_value("carpool_operator_calibration_coverage_ratio", labels) == 1
+    await ran(of, 2 * within, "y")
+    assert registry.get_sample_value("carpool_operator_calibration_runs", labels) == 2
+    assert registry.get_sample_value("carpool_operator_calibration_coverage_ratio", labels) == 0.5

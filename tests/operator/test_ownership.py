@@ -1,0 +1,315 @@
+"""Which pods are a job's own; hidden pods; pods without a reservation."""
+
+import json
+from typing import Any
+
+import pytest
+from carpool_core import keys
+from carpool_core.clock import rfc3339
+from carpool_core.kube.api import EVENTS, GPU_NODES, GPU_TRAINING_JOBS, PODS
+from carpool_core.resources.job import GpuTrainingJob
+from carpool_operator.conditions import find
+from carpool_operator.pods import build_pod, is_as_built
+from carpool_operator.reconcile import REFUSAL_TIMEOUT_S, reconcile
+from carpool_operator.work_queue import DEBOUNCE_S
+from operator_fixtures import (
+    NOW,
+    created,
+    deleted,
+    events,
+    job,
+    node,
+    pod,
+    predicted_job,
+    reservation,
+    snapshot,
+    status_of,
+    terminated,
+)
+from operator_world import World
+
+
+@pytest.mark.parametrize("number", [1, 999])
+@pytest.mark.parametrize("name", ["forged", "x-worker-0-999"])
+def test_forged_labels_change_nothing(name: str, number: int) -> None:
+    """Regression: a pod with the job's UID as controller and a worker's labels was followed, or its attempt adopted."""
+    of = predicted_job()
+    forged = pod(0, number, phase="Running", nodeName="n1", metadata={"name": name, "uid": "forged"})
+    real = pod(phase="Running", nodeName="n1")
+    decision = reconcile(snapshot(of, pods=(real, forged), nodes=(node(reservation("pod-0-1")),)))
+    status = status_of(decision, of)
+    assert ([attempt.number for attempt in status.attempts], status.state) == ([1], "Running")
+    assert deleted(decision) == [name]
+    died = pod(phase="Failed", status=terminated(1))
+    decision = reconcile(snapshot(of, pods=(died, forged)))
+    assert status_of(decision, of).attempts[0].outcome == "ContainerFailed"
+    assert events(decision) == ["ForeignPod", "Restarting"]
+
+
+def test_changed_labels_of_a_running_worker_change_nothing() -> None:
+    """Regression: `kubectl label pod x-worker-0-1 carpool.dev/attempt=999 --overwrite` ended the attempt."""
+    of = predicted_job()
+    labels = {keys.LABEL_JOB: "x", keys.LABEL_WORKER: "7", keys.LABEL_ATTEMPT: "999"}
+    real = pod(phase="Running", nodeName="n1", metadata={"labels": labels})
+    decision = reconcile(snapshot(of, pods=(real,), nodes=(node(reservation("pod-0-1")),)))
+    assert deleted(decision) == []
+    assert [a.outcome for a in status_of(decision, of).attempts] == ["Running"]
+
+
+def test_foreign_pod_that_is_slow_to_go_blocks_nothing() -> None:
+    of = predicted_job(attempts=[])
+    going = {"name": "forged", "uid": "forged", "deletionTimestamp": rfc3339(NOW), "finalizers": ["test/slow"]}
+    decision = reconcile(snapshot(of, pods=(pod(phase="Running", metadata=going),)))
+    assert created(decision) == ["x-worker-0-1"]
+    assert "ForeignPod" not in events(decision), "it is being deleted already"
+
+
+def recorded(*uids: str, outcome: str = "Running") -> GpuTrainingJob:
+    return predicted_job(attempts=[{"number": 1, "outcome": outcome, "podUids": list(uids)}])
+
+
+def test_pod_with_the_jobs_uid_and_a_workers_name_is_foreign() -> None:
+    """Regression: once the worker was gone, a pod of its name with the job's UID was followed in its place."""
+    of = recorded("pod-0-1")
+    forged = pod(phase="Succeeded", metadata={"uid": "forged"})
+    decision = reconcile(snapshot(of, pods=(forged,)))
+    status = status_of(decision, of)
+    assert status.state != "Complete"
+    assert status.attempts[0].outcome == "PodDeleted", "the real one is gone"
+    assert deleted(decision) == ["x-worker-0-1"]
+    assert "ForeignPod" in events(decision)
+
+
+def test_existing_pod_of_a_new_attempt_is_not_followed() -> None:
+    of = recorded(outcome="Creating")
+    forged = pod(phase="Succeeded", metadata={"uid": "forged"})
+    decision = reconcile(snapshot(of, pods=(forged,)))
+    assert created(decision) == ["x-worker-0-1"], "the performer compares the two"
+    assert status_of(decision, of).state != "Complete"
+
+
+def test_pod_of_an_attempt_without_uids_is_own() -> None:
+    of = recorded()
+    decision = reconcile(snapshot(of, pods=(pod(phase="Succeeded"),), created_uids=frozenset()))
+    assert status_of(decision, of).state == "Complete"
+
+
+def seed(world: World, **changes: Any) -> str:
+    """A pod of the worker's name that exists before the operator creates it; returns its UID."""
+    body = build_pod(world.job(), 0, 1)
+    body["spec"] |= changes
+    return str(world.kube.seed(PODS, body)["metadata"]["uid"])
+
+
+async def test_forged_pod_of_the_workers_name_is_replaced() -> None:
+    world = World()
+    world.apply()
+    forged = seed(world, containers=[{"name": "train", "image": "forged:1"}])
+    await world.settle()
+    assert [p["metadata"]["uid"] == forged for p in world.pods()] == [False]
+    assert world.pods()[0]["spec"]["containers"][0]["image"] == "train:1"
+    assert "ForeignPod" in {event["reason"] for event in world.kube.dump_all(EVENTS)}
+    world.clock.advance(DEBOUNCE_S)
+    await world.settle()
+    assert world.job().status.attempts[0].pod_uids == [world.pods()[0]["metadata"]["uid"]]
+
+
+@pytest.mark.parametrize("image", ["forged:1", "train:1"])
+async def test_terminating_pod_of_the_workers_name_is_awaited(image: str) -> None:
+    """Regression: a terminating pod of the worker's name was deleted again in a loop without a pause."""
+    world = World()
+    world.apply()
+    body = build_pod(world.job(), 0, 1)
+    body["spec"]["containers"][0]["image"] = image
+    body["metadata"] |= {"deletionTimestamp": rfc3339(NOW), "finalizers": ["test/slow"]}
+    world.kube.seed(PODS, body)
+    await world.settle()
+    assert [call.verb for call in world.kube.calls if call.plural == "pods"] == ["check", "create", "get"]
+    placed = next(c for c in world.job().status.conditions if c.type == "Placed")
+    assert (placed.reason, "x-worker-0-1 has the worker's name" in placed.message) == ("PodNameTaken", True)
+    world.clock.advance(REFUSAL_TIMEOUT_S)
+    await world.settle()
+    assert [call.verb for call in world.kube.calls if call.plural == "pods"][3:] == ["create", "get"]
+    world.kube.lose(PODS, "x-worker-0-1", "default")
+    await world.settle()
+    assert world.living() == ["x-worker-0-1"], "created as soon as the other is gone"
+
+
+async def test_pod_created_before_a_crash_is_kept() -> None:
+    """Fields that the API server and its admission add do not matter."""
+    world = World()
+    world.apply()
+    made = seed(world, serviceAccountName="default", volumes=[{"name": "kube-api-access-x", "projected": {}}])
+    await world.settle()
+    assert [p["metadata"]["uid"] for p in world.pods()] == [made]
+    assert world.job().status.attempts[0].pod_uids == [made]
+
+
+BUILT = build_pod(job(workers=2), 1, 1)
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    """The pod as built, with one thing replaced or added."""
+    body = json.loads(json.dumps(BUILT))
+    *parents, last = [int(key) if key.isdigit() else key for key in path.split(".")]
+    here = body
+    for key in parents:
+        here = here[key]
+    here[last] = value
+    return body
+
+
+@pytest.mark.parametrize(
+    ("found", "is_same"),
+    [
+        pytest.param(BUILT, True, id="the same"),
+        pytest.param(changed("spec.nodeName", "n1"), True, id="bound"),
+        pytest.param(changed("spec.tolerations", [{"key": "other"}, *BUILT["spec"]["tolerations"]]), True, id="more"),
+        pytest.param(changed("metadata.labels", {**BUILT["metadata"]["labels"], "a": "b"}), True, id="labelled"),
+        pytest.param(changed("spec.containers.0.image", "other:1"), False, id="another image"),
+        pytest.param(changed("spec.containers", [*BUILT["spec"]["containers"], {"name": "b"}]), False, id="a sidecar"),
+        pytest.param(changed("spec.containers.0.command", ["mine"]), False, id="a command"),
+        pytest.param(changed("spec.containers.0.env", BUILT["spec"]["containers"][0]["env"][1:]), False, id="env"),
+        pytest.param(changed("metadata.ownerReferences", []), False, id="no owner"),
+    ],
+)
+def test_is_as_built(found: dict[str, Any], is_same: bool) -> None:
+    assert is_as_built(found, BUILT) == is_same
+
+
+async def running(**spec: object) -> World:
+    world = World()
+    world.apply(**spec)
+    await world.settle()
+    world.run_pods()
+    await world.settle()
+    return world
+
+
+def hide(world: World, name: str, **metadata: object) -> None:
+    """What `kubectl label pod NAME carpool.dev/job-` does."""
+    pod = world.kube.dump(PODS, name, "default")
+    del pod["metadata"]["labels"][keys.LABEL_JOB]
+    pod["metadata"] |= metadata
+    world.kube.seed(PODS, pod)
+
+
+def names(world: World) -> list[str]:
+    return [pod["metadata"]["name"] for pod in world.kube.dump_all(PODS)]
+
+
+async def test_hidden_pod_does_not_run_beside_the_next_attempt() -> None:
+    """Regression: the pod counted as deleted, attempt 2 began, and the first pod ran on."""
+    world = await running()
+    hide(world, "x-worker-0-1")
+    await world.settle()
+    world.clock.advance(REFUSAL_TIMEOUT_S)
+    await world.settle()
+    assert names(world) == ["x-worker-0-2"]
+    assert [a.outcome for a in world.job().status.attempts] == ["PodDeleted", "Running"]
+
+
+async def test_next_attempt_waits_for_a_hidden_pod_that_is_slow_to_go() -> None:
+    world = await running()
+    hide(world, "x-worker-0-1", finalizers=["test/slow"], deletionTimestamp=rfc3339(NOW))
+    for _ in range(3):
+        await world.settle()
+        world.clock.advance(REFUSAL_TIMEOUT_S)
+    assert names(world) == ["x-worker-0-1"]
+    placed = next(c for c in world.job().status.conditions if c.type == "Placed")
+    assert placed.reason == "WaitingForPods"
+    assert "waits for pod x-worker-0-1" in placed.message
+    world.kube.lose(PODS, "x-worker-0-1", "default")
+    world.clock.advance(REFUSAL_TIMEOUT_S)
+    await world.settle()
+    assert names(world) == ["x-worker-0-2"]
+
+
+@pytest.mark.parametrize("run_policy", [{"suspend": True}, {"activeDeadlineSeconds": 60}])
+async def test_hidden_pod_is_deleted_with_its_attempt(run_policy: dict[str, object]) -> None:
+    world = await running()
+    hide(world, "x-worker-0-1")
+    world.clock.advance(3600)
+    job = world.kube.dump(GPU_TRAINING_JOBS, "x", "default")
+    job["spec"]["runPolicy"] = run_policy
+    world.kube.seed(GPU_TRAINING_JOBS, job)
+    await world.settle()
+    assert names(world) == []
+
+
+async def test_foreign_pod_without_labels_is_kept() -> None:
+    world = await running()
+    hide(world, "x-worker-0-1", uid="somebody-else-s")
+    await world.settle()
+    assert names(world) == ["x-worker-0-1", "x-worker-0-2"]
+
+
+async def bound_without_reservation(world: World, phase: str = "Pending") -> None:
+    """The worker's pod is bound without the extender, or its GpuNode was replaced."""
+    pod = world.kube.dump(PODS, "x-worker-0-1", "default")
+    pod["spec"]["nodeName"] = "n1"
+    pod["status"]["phase"] = phase
+    world.kube.seed(PODS, pod)
+    await world.settle()
+    await debounce(world)
+
+
+async def debounce(world: World) -> None:
+    world.clock.advance(DEBOUNCE_S)
+    await world.settle()
+
+
+def placed(world: World) -> tuple[str, str, str]:
+    found = find(world.job().status, "Placed")
+    assert found is not None
+    return found.status, found.reason, found.message
+
+
+async def start() -> World:
+    world = World()
+    world.apply(runPolicy={"activeDeadlineSeconds": 600})
+    await world.settle()
+    return world
+
+
+async def test_bound_pod_without_reservation_ends_its_attempt() -> None:
+    """Regression: such a pod waited for ever, also with activeDeadlineSeconds."""
+    world = await start()
+    await bound_without_reservation(world)
+    assert placed(world)[:2] == ("False", "NoReservation")
+    world.clock.advance(59)
+    await world.settle()
+    assert world.living() == ["x-worker-0-1"]
+    world.clock.advance(1)
+    await world.settle()
+    assert world.living() == ["x-worker-0-2"]
+    await debounce(world)
+    status = world.job().status
+    assert [a.outcome for a in status.attempts] == ["NoReservation", "Running"]
+    assert "its GpuNode held no reservation for it for 60 s" in status.attempts[0].message
+    assert status.restarts == 0
+    world.run_pods()
+    await world.settle()
+    assert world.job().status.state == "Running"
+
+
+async def test_running_pod_without_reservation_keeps_running() -> None:
+    world = await start()
+    world.run_pods()
+    await world.settle()
+    node = world.kube.dump(GPU_NODES, "n1")
+    node["spec"]["reservations"] = []
+    world.kube.seed(GPU_NODES, node)
+    await world.settle()
+    assert placed(world)[0] == "True", "a pod that just ended loses its reservation first"
+    world.clock.advance(DEBOUNCE_S)
+    await world.settle()
+    world.clock.advance(60)
+    await world.settle()
+    status, reason, message = placed(world)
+    assert (status, reason) == ("False", "NoReservation")
+    assert "x-worker-0-1 runs on node n1" in message
+    assert "it keeps running" in message
+    job = world.job()
+    assert (job.status.state, job.status.placement[0].node) == ("Running", "n1")
+    assert world.living() == ["x-worker-0-1"]

@@ -1,0 +1,407 @@
+"""What a job's status says: placement and its reasons, measurements, durations, columns."""
+
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import pytest
+from carpool_core import keys
+from carpool_core.clock import rfc3339
+from carpool_core.resources.job import JobStatus, JobSummary, Observed, WorkerPlacement
+from carpool_core.resources.node import GpuNode
+from carpool_core.resources.prediction import (
+    ActivityPrediction,
+    Interval,
+    MemoryPrediction,
+    Prediction,
+    ProductPrediction,
+)
+from carpool_core.values import GpuUuid, NodeName, PodUid, SharingMode
+from carpool_operator.actions import RecordEvent
+from carpool_operator.attempts import spec_digest
+from carpool_operator.prediction import describe_duration
+from carpool_operator.reconcile import reconcile
+from carpool_operator.status import summarize
+from operator_fixtures import (
+    A100,
+    NOW,
+    abstention,
+    again,
+    condition,
+    device,
+    events,
+    job,
+    node,
+    pod,
+    predicted_job,
+    prediction,
+    reservation,
+    snapshot,
+    status_of,
+)
+from operator_world import World
+
+
+def placed_message(product: str, reserved: dict[str, Any], **spec: Any) -> str:
+    of = predicted_job(**spec)
+    home = node(reservation("pod-0-1", **reserved))
+    devices = [device(product=product)]
+    home = msgspec.structs.replace(home, status=msgspec.structs.replace(home.status, devices=devices))
+    return condition(reconcile(snapshot(of, pods=(pod(nodeName="n1"),), nodes=(home,))), of, "Placed").message
+
+
+LATER = "has its GPU to itself until its own peak was measured"
+EXCLUSIVE = "runs alone on its GPU (Exclusive)"
+ALONE = {"mode": "Exclusive", "memoryLimitMib": None}
+
+
+@pytest.mark.parametrize(
+    ("reserved", "spec", "how"),
+    [
+        pytest.param({}, {}, EXCLUSIVE, id="a GPU of its own"),
+        pytest.param({"mode": "MPS", "tenant": {"provisional": True}}, {}, LATER, id="not measured yet"),
+        pytest.param({"mode": "MPS", "tenant": {"provisional": True, "measuredMib": 5500}}, {}, LATER, id="measured"),
+        pytest.param({"mode": "MPS"}, {}, "has its GPU to itself until it ends", id="peaks do not count"),
+        pytest.param({"mode": "TimeSlicing"}, {}, "has its GPU to itself until it ends", id="time-slicing"),
+        pytest.param({}, {"sharing": {"mode": "Exclusive"}}, None, id="asked for"),
+        pytest.param({}, {"memory": {"limit": "8Gi"}}, None, id="memory is given"),
+    ],
+)
+def test_job_alone_on_an_unpredicted_product_says_why(
+    reserved: dict[str, Any], spec: dict[str, Any], how: str | None
+) -> None:
+    """Regression: on a product outside of the table a predicted job ran alone without a reason."""
+    why = "because nothing was predicted for GPU product NVIDIA B300"
+    message = placed_message("NVIDIA B300", ALONE | reserved, **spec)
+    assert (why in message) == (how is not None)
+    assert f"{how}, {why}" in message or how is None
+    assert why not in placed_message(A100, ALONE | reserved, **spec)
+
+
+def test_memory_limit_lifts_the_exclusive_clause_of_an_unknown_model() -> None:
+    of = job(model=None, memory={"limit": "8Gi"})
+    one = snapshot(of, prediction=abstention(), pods=(pod(nodeName="n1"),), nodes=(node(reservation("pod-0-1")),))
+    decision = reconcile(one)
+    assert "runs alone" not in condition(decision, of, "Placed").message
+    message = condition(decision, of, "Predicted").message
+    assert message.startswith("spec.model is left out")
+    assert "spec.memory.limit (8Gi), so the job may share" in message
+    assert [a.reason for a in decision.actions if isinstance(a, RecordEvent) and a.type == "Warning"] == []
+
+
+def test_placed_and_running_from_the_reservation() -> None:
+    of = predicted_job()
+    nodes = (node(reservation("pod-0-1"), reservation("other", job_uid="other", name="y")),)
+    decision = reconcile(snapshot(of, pods=(pod(phase="Running", nodeName="n1"),), nodes=nodes))
+    status = status_of(decision, of)
+    place = status.placement[0]
+    assert (place.node, place.gpu_uuids, place.mode, place.product) == ("n1", ["GPU-0"], "MPS", f"Simulated {A100}")
+    assert [neighbour.job for neighbour in place.neighbours] == ["y"]
+    expected = "worker 0: n1/GPU-0, MPS, 3,000 MiB, expected slowdown 1.12: least slowdown of 4 GPUs"
+    assert condition(decision, of, "Placed").message == expected
+    assert status.state == "Running"
+    assert status.start_time == "2026-01-31T11:59:00Z"
+
+
+@pytest.mark.parametrize("exit_code", [0, 3])
+def test_container_that_keeps_the_gpu_after_the_training_is_named(exit_code: int) -> None:
+    """Regression: a container that follows a log kept the job Running without a reason."""
+    of = predicted_job()
+    containers = [{"name": "train", "resources": {"limits": {"carpool.dev/gpu": 1}}}, {"name": "logs"}]
+    states = [{"terminated": {"exitCode": exit_code}}, {"running": {"startedAt": "2026-01-31T11:59:00Z"}}]
+    status = {"containerStatuses": [{"name": c["name"], "state": s} for c, s in zip(containers, states, strict=True)]}
+    nodes = (node(reservation("pod-0-1")),)
+    one = pod(phase="Running", nodeName="n1", containers=containers, status=status)
+    found = condition(reconcile(snapshot(of, pods=(one,), nodes=nodes)), of, "Running")
+    assert found.message == (
+        f"1 of 1 workers run, attempt 1; container train of pod x-worker-0-1 has ended with exit code {exit_code}, but "
+        "logs still runs and keeps the GPU: make it a sidecar, which is an init container with restartPolicy Always"
+    )
+
+
+REASON = (
+    "least-slowdown: MPS on GPU 0 of n1 beside default/y; 30,221 of 40,536 MiB left; expected slowdown 1.12 of 1.50"
+)
+OTHER_NODE = REASON.replace("of n1 ", "of n1-a.example ")
+
+
+@pytest.mark.parametrize(
+    ("reason", "expected"),
+    [
+        pytest.param(REASON, "worker 0: GPU-0, 100% of threads, 3,000 MiB", id="each fact once"),
+        pytest.param(OTHER_NODE, "worker 0: n1/GPU-0, 100% of threads, 3,000 MiB", id="node name in another word"),
+    ],
+)
+def test_placement_is_described_with_the_reason_of_the_scheduler(reason: str, expected: str) -> None:
+    """Regression: the event repeated node, mode and slowdown, which the scheduler's reason contains."""
+    reserved = reservation("pod-0-1", reason=reason, threadPercentage=100)
+    decision = reconcile(snapshot(predicted_job(), pods=(pod(nodeName="n1"),), nodes=(node(reserved),)))
+    assert [a.message for a in decision.actions if isinstance(a, RecordEvent)] == [f"{expected}: {reason}"]
+
+
+def test_later_co_tenant_is_reported_after_the_reason() -> None:
+    """Regression: a condition went on saying `alone` of a job whose GPU another had joined."""
+    of = predicted_job()
+    own = reservation("pod-0-1", reason="MPS on GPU 0 of n1 alone", reservedAt=rfc3339(NOW))
+    after, before = rfc3339(NOW + timedelta(seconds=1)), rfc3339(NOW - timedelta(seconds=1))
+    others = [
+        reservation("later", job_uid="other", name="later", reservedAt=after),
+        reservation("earlier", job_uid="another", name="earlier", reservedAt=before),
+        reservation("elsewhere", job_uid="third", name="elsewhere", reservedAt=after, gpuUuids=["GPU-1"]),
+    ]
+    decision = reconcile(snapshot(of, pods=(pod(nodeName="n1"),), nodes=(node(own, *others),)))
+    told = "MPS on GPU 0 of n1 alone; joined since by default/later, not counted here"
+    assert status_of(decision, of).placement[0].reason == told
+    assert told in condition(decision, of, "Placed").message
+
+
+def test_placement_survives_the_release_of_the_reservation() -> None:
+    of = predicted_job()
+    before = snapshot(of, pods=(pod(phase="Running", nodeName="n1"),), nodes=(node(reservation("pod-0-1")),))
+    decision = reconcile(before)
+    later = again(before, decision, nodes=(node(),), pods=(pod(phase="Succeeded", nodeName="n1"),))
+    assert status_of(later, of).placement == status_of(decision, of).placement
+
+
+def test_reservation_of_another_job_does_not_count() -> None:
+    of = predicted_job()
+    forged = reservation("pod-0-1", job_uid="somebody-else")
+    decision = reconcile(snapshot(of, pods=(pod(nodeName="n1"),), nodes=(node(forged),)))
+    assert condition(decision, of, "Placed").reason == "NoReservation"
+
+
+def test_bound_pod_that_waits_says_why() -> None:
+    of = predicted_job()
+    why = {"reason": "CreateContainerConfigError", "message": "PreStartContainer refused: no reservation"}
+    bound = pod(nodeName="n1", status={"containerStatuses": [{"name": "train", "state": {"waiting": why}}]})
+    decision = reconcile(snapshot(of, pods=(bound,), nodes=(node(reservation("pod-0-1")),)))
+    found = condition(decision, of, "Running")
+    assert (found.status, found.reason) == ("False", "CreateContainerConfigError")
+    assert "PreStartContainer refused" in found.message
+    assert status_of(decision, of).state == "Starting"
+
+
+NO_FIT = "needs 14,300 MiB; freest NVIDIA A100-SXM4-40GB has 9,120 MiB free"
+
+
+@pytest.mark.parametrize(
+    ("said", "reason", "message"),
+    [
+        pytest.param(
+            f"0/22 nodes are available: 22 NoGpuFits: {NO_FIT}. no new claims to deallocate, preemption: 0/22 nodes",
+            "NoGpuFits",
+            NO_FIT,
+            id="the extender's sentence",
+        ),
+        pytest.param(f"0/2 nodes are available: 2 NoGpuFits: {NO_FIT}.", "NoGpuFits", f"{NO_FIT}.", id="nothing after"),
+        pytest.param("0/2 nodes are available: 2 node(s) had taints", "Unschedulable", "had taints", id="other words"),
+        pytest.param(
+            f"0/24 nodes are available: 1 Insufficient cpu, 21 NoGpuFits: {NO_FIT}, freest Tesla T4 has 15 MiB total, "
+            "2 products with less, 2 node(s) had untolerated taint(s). preemption: 0/24 nodes are available: none.",
+            "NoGpuFits",
+            f"{NO_FIT}, freest Tesla T4 has 15 MiB total, 2 products with less; "
+            "other nodes: 1 Insufficient cpu, 2 node(s) had untolerated taint(s)",
+            id="both: the extender's sentence, and what kube-scheduler says of the other nodes",
+        ),
+    ],
+)
+def test_scheduler_message_becomes_the_condition(said: str, reason: str, message: str) -> None:
+    of = predicted_job()
+    unscheduled = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": said}
+    found = condition(reconcile(snapshot(of, pods=(pod(status={"conditions": [unscheduled]}),))), of, "Placed")
+    assert found.reason == reason
+    assert found.message.endswith(message)
+
+
+def test_observed_peak_never_falls_and_the_step_time_is_compared() -> None:
+    of = predicted_job(status={"observed": {"peakMemoryMib": 2500}})
+    used = {"podUid": "pod-0-1", "gpuUuid": "GPU-0", "memoryMib": 2000, "peakMemoryMib": 2100}
+    tenants = [{**used, "gpuUtilPercent": 61.0, "smActiveRatio": 0.5, "stepTimeSeconds": 0.13}]
+    nodes = (node(reservation("pod-0-1"), tenants=tenants),)
+    before = snapshot(of, pods=(pod(phase="Running", nodeName="n1"),), nodes=nodes)
+    decision = reconcile(before)
+    seen = status_of(decision, of).observed
+    assert seen is not None
+    assert (seen.peak_memory_mib, seen.gpu_util_percent, seen.step_time_ratio) == (2500, 61.0, 1.3)
+    after = again(before, decision, nodes=(node(),))
+    assert status_of(after, msgspec.structs.replace(of, status=status_of(decision, of))).observed == seen
+
+
+def test_condition_keeps_its_transition_time() -> None:
+    of = predicted_job()
+    before = snapshot(of, pods=(pod(phase="Running", nodeName="n1"),), nodes=(node(reservation("pod-0-1")),))
+    decision = reconcile(before)
+    moved = (node(reservation("pod-0-1", expectedSlowdown=1.4)),)
+    later = again(before, decision, now=snapshot(of, after_s=50).now, nodes=moved)
+    found = condition(later, of, "Placed")
+    assert "1.40" in found.message
+    assert found.last_transition_time == rfc3339(NOW)
+
+
+def predicted(product: str, upper_mib: int, util: float, unenforced_mib: int = 0) -> ProductPrediction:
+    interval = Interval(median=util, lower=0, upper=100)
+    return ProductPrediction(
+        product=product,
+        memory=MemoryPrediction(
+            median_mib=upper_mib // 2, upper_mib=upper_mib, upper_unenforced_mib=unenforced_mib, coverage=0.95
+        ),
+        activity=ActivityPrediction(gpu_util_percent=interval, sm_active_ratio=interval, dram_active_ratio=interval),
+        step_time_seconds=interval,
+    )
+
+
+PREDICTION = Prediction(
+    outcome="Predicted", reason="Calibrated", products=[predicted("A100", 4096, 40), predicted("H100", 5120, 25)]
+)
+
+
+def place(
+    worker: int, node: str, *, limit: int | None = None, mode: SharingMode = SharingMode.MPS, gpus: int = 1
+) -> WorkerPlacement:
+    return WorkerPlacement(
+        worker=worker,
+        pod=f"p{worker}",
+        pod_uid=PodUid(str(worker)),
+        node=NodeName(node),
+        gpu_uuids=[GpuUuid(f"GPU-{worker}-{gpu}") for gpu in range(gpus)],
+        product="Simulated A100",
+        mode=mode,
+        memory_limit_mib=limit,
+        expected_slowdown=1.2,
+    )
+
+
+CASES = [
+    pytest.param(JobStatus(), None, id="nothing is known yet"),
+    pytest.param(
+        JobStatus(prediction=PREDICTION),
+        JobSummary(predicted_memory="2.0-2.5 GiB", memory_bound="4.0-5.0 GiB", predicted_utilization="25-40%"),
+        id="before it is placed, the range over all products",
+    ),
+    pytest.param(
+        JobStatus(prediction=PREDICTION, placement=[place(0, "n1")]),
+        JobSummary(
+            node="n1", gpu="Simulated A100", mode="MPS", predicted_memory="2.0 GiB", memory_bound="4.0 GiB",
+            predicted_utilization="40%", slowdown="1.20",
+        ),
+        id="placed: its product's prediction, median beside median, and the expected slowdown",
+    ),
+    pytest.param(
+        JobStatus(
+            placement=[place(0, "n2", limit=2048), place(1, "n1", limit=2048)],
+            observed=Observed(
+                peak_memory_mib=1536, gpu_util_percent=33.4, step_time_seconds=0.0526, step_time_ratio=1.27
+            ),
+        ),
+        JobSummary(
+            node="n1,n2", gpu="2x Simulated A100", mode="MPS", memory_bound="2.0 GiB", observed_memory="1.5 GiB",
+            observed_utilization="33%", slowdown="1.20", step_time="53 ms (1.27x)",
+        ),
+        id="the user's own limit, several workers, and what was seen",
+    ),
+    pytest.param(
+        JobStatus(observed=Observed(step_time_seconds=1.5)),
+        JobSummary(observed_memory="0.0 GiB", step_time="1,500 ms"),
+        id="a step time beside which nothing was predicted",
+    ),
+    pytest.param(
+        JobStatus(placement=[place(0, "n1", limit=3 * 1024**2 // 2)]),
+        JobSummary(node="n1", gpu="Simulated A100", mode="MPS", memory_bound="1.5 TiB", slowdown="1.20"),
+        id="so much that GiB would be hard to read",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("status", "expected"), CASES)
+def test_columns(status: JobStatus, expected: JobSummary | None) -> None:
+    assert summarize(status) == expected
+
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def slower(product: str, step_s: float) -> ProductPrediction:
+    (found,) = prediction(product).products
+    return msgspec.structs.replace(
+        found, step_time_seconds=msgspec.structs.replace(found.step_time_seconds, median=step_s)
+    )
+
+
+BOTH = msgspec.structs.replace(
+    prediction(), products=[slower(H100, 0.3), *prediction(A100).products, *prediction("NVIDIA L4").products]
+)
+"""Two products that `mixed` has, and one that it has not."""
+
+
+def mixed() -> GpuNode:
+    """A node with one GPU of each of two products."""
+    devices = node(gpus=2).status.devices
+    devices[1] = msgspec.structs.replace(devices[1], product=H100, memory_mib=81_559)
+    return msgspec.structs.replace(node(), status=msgspec.structs.replace(node().status, devices=devices))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "expected"),
+    [
+        pytest.param({}, f"; 36,000 steps take about 60 min ({A100}) to 3 h ({H100}) alone", id="both"),
+        pytest.param({"product": "A100"}, "; 36,000 steps take about 60 min alone", id="the product that it asks for"),
+        pytest.param({"minMemory": "60Gi"}, "; 36,000 steps take about 3 h alone", id="the one that is large enough"),
+        pytest.param({"product": "L4"}, "", id="a product that the cluster has not"),
+    ],
+)
+def test_duration_is_reported_for_the_products_that_the_job_may_have(gpu: dict[str, Any], expected: str) -> None:
+    of = job(training={"steps": 36_000}, gpu=gpu)
+    decision = reconcile(snapshot(of, prediction=BOTH, nodes=(mixed(),)))
+    assert condition(decision, of, keys.CONDITION_PREDICTED).message == f"estimated{expected}"
+    (event,) = [a.message for a in decision.actions if isinstance(a, RecordEvent) and a.reason == "Predicted"]
+    assert event.endswith(f"and 1 more product{expected}")
+
+
+@pytest.mark.parametrize(
+    ("steps", "durations", "expected"),
+    [
+        (1, {A100: 0.25}, "1 step takes about 250 ms alone"),
+        (1000, {A100: 100.0}, "1,000 steps take about 1.7 min alone"),
+        (9, {A100: 3132.0, "Tesla T4": 24_480.0, H100: 1440.0}, f"about 24 min ({H100}) to 6.8 h (Tesla T4) alone"),
+        (9, {A100: 3600.0, H100: 3900.0}, "9 steps take about 62 min alone"),
+        (9, {A100: 4000.0, H100: 3600.0}, f"9 steps take about 60 min ({H100}) to 67 min ({A100}) alone"),
+    ],
+)
+def test_duration_names_the_fastest_and_slowest_product(steps: int, durations: dict[str, float], expected: str) -> None:
+    assert describe_duration(steps, durations).endswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("training", "known"),
+    [({}, prediction()), ({"steps": 36_000}, abstention())],
+    ids=["steps are not given", "abstained"],
+)
+def test_unknown_duration_is_not_reported(training: dict[str, Any], known: Prediction) -> None:
+    of = job(training=training)
+    decision = reconcile(snapshot(of, prediction=known))
+    assert condition(decision, of, keys.CONDITION_PREDICTED).message == known.message
+
+
+def test_corrected_steps_are_reported_without_another_prediction() -> None:
+    new = job(training={"steps": 36_000})
+    decided = status_of(reconcile(snapshot(new, prediction=prediction())), new)
+    changed = job(training={"steps": 72_000})
+    metadata = msgspec.structs.replace(changed.metadata, generation=3)
+    attempts = [msgspec.structs.replace(one, spec_digest=spec_digest(new.spec)) for one in decided.attempts]
+    status = msgspec.structs.replace(decided, attempts=attempts)
+    of = msgspec.structs.replace(changed, metadata=metadata, status=status)
+    decision = reconcile(snapshot(of))
+    message = condition(decision, of, keys.CONDITION_PREDICTED).message
+    assert message == "estimated; 72,000 steps take about 2 h alone"
+    assert events(decision) == ["PodCreated"]
+
+
+async def test_another_node_of_a_kind_enqueues_only_jobs_that_fit_nowhere() -> None:
+    """Regression: each new node enqueued every unfinished job."""
+    world = World()
+    world.apply("fits")
+    world.apply("large", memory={"limit": "88Gi"})
+    await world.settle()
+    world.seed_node("n2")
+    world.hear()
+    assert [world.operator.queue.take_now(), world.operator.queue.take_now()] == ["default/large", None]
