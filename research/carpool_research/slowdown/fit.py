@@ -463,7 +463,7 @@ def ways_section(found: Sequence[Reading]) -> list[str]:
         f"{other.way} ({other.off:.1%}). So errors of {best.way.measure} are the likelier reading, no more: another",
         "forest moves each by a point or two, and what is shipped had missed the goal by the other reading when this",
         "one was looked for",
-        "([decisions](../decisions.md#what-was-asked-for-of-slowdowns-is-taken-for-an-error-of-speed)).",
+        "([decisions](../decisions/0014-slowdown-limits-use-the-median.md)).",
         f"Counted as the closest of {other.way.measure}, what is shipped errs by {other.shipped:.4f} (last column; it",
         "knows the precision in any case).",
         "",
