@@ -1,4 +1,4 @@
-"""What the catalog sweep writes for each model; the feature store and the memory model are made of it. No PyTorch."""
+"""A training step in numbers: traced records, the cost at any batch size, and reasons not to trust them. No PyTorch."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from carpool_core.values import Optimizer, Precision
 
 
 class UpdateRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step comes to under another optimizer; sizes in bytes."""
+    """The parts of a traced step that depend on the optimizer; sizes in bytes."""
 
     peak_bytes: int
     activation_bytes: int
@@ -35,12 +35,12 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     largest_bytes: int
     """Largest single storage, or the tensors of one convolution together."""
     reserved_bytes: int
-    """What the caching allocator holds after the step."""
+    """Bytes that the caching allocator holds after the step."""
     updates: Mapping[Optimizer, UpdateRecord] = {}
     """The step under other optimizers."""
 
     def traced(self, optimizer: Optimizer | None = None) -> TracedStep:
-        """Return what `spec.model.features` holds of the step, under one of `updates` or its own optimizer."""
+        """Return the step in the form of `spec.model.features`, under its own optimizer or one of `updates`."""
         own = self if optimizer is None else self.updates[optimizer]
         return TracedStep(
             batch_size=self.batch_size,
@@ -56,7 +56,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One model of the catalog, or why there is nothing of it."""
+    """The traced steps of one model, or the reason why it could not be traced."""
 
     name: str
     family: str = ""
@@ -71,10 +71,10 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     layers: LayerCounts = LayerCounts()
     steps: tuple[StepRecord, ...] = ()
     failure: str = ""
-    """Reason and sentence where the model could not be traced."""
+    """Reason and message if the model could not be traced."""
 
     def features(self, optimizer: Optimizer | None = None) -> ModelFeatures:
-        """Return what `spec.model.features` holds of the model, under its own optimizer or another that it knows."""
+        """Return the record in the form of `spec.model.features`, under its own optimizer or another recorded one."""
         other = None if optimizer is self.optimizer else optimizer
         return ModelFeatures(
             name=self.name,
@@ -90,33 +90,33 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Abstention(msgspec.Struct, frozen=True, kw_only=True):
-    """No prediction, and why. It travels from the tracing subprocess to the job's condition unchanged."""
+    """The reason why there is no prediction. The tracing process writes it; the job's condition shows it unchanged."""
 
     reason: str
     """One CamelCase word for programs, such as `TraceTimedOut`."""
     message: str
-    """A sentence for people: what was expected, what was found, what to do."""
+    """What was expected, what was found, what to do."""
 
 
 class TraceError(Exception):
-    """The model cannot be traced; becomes an `Abstention` at the subprocess's border."""
+    """The model cannot be traced. The tracing process returns it as an `Abstention`."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
 
     def as_abstention(self) -> Abstention:
-        """Return the same reason and sentence as a value."""
+        """Return reason and message as a value."""
         return Abstention(reason=self.reason, message=str(self))
 
 
 MAX_EXTRAPOLATION = 8
-"""How many times beyond the traced batch sizes a line is trusted."""
+"""Largest ratio between a batch size and the nearest traced one at which the interpolation is trusted."""
 
 
 def reason_to_abstain(features: ModelFeatures, training: Training) -> Abstention | None:
-    """Say why features cannot answer for this training; None where they can."""
-    return _mismatch(features, training) or _absurd(features) or _out_of_range(features, training.batch_size)
+    """Return why features cannot be used for a training, or None."""
+    return _mismatch(features, training) or _implausible(features) or _out_of_range(features, training.batch_size)
 
 
 def _mismatch(features: ModelFeatures, training: Training) -> Abstention | None:
@@ -134,7 +134,7 @@ def _mismatch(features: ModelFeatures, training: Training) -> Abstention | None:
     )
 
 
-def _absurd(features: ModelFeatures) -> Abstention | None:
+def _implausible(features: ModelFeatures) -> Abstention | None:
     found = next(_faults(features), None)
     if found is None:
         return None
@@ -177,12 +177,12 @@ def _out_of_range(features: ModelFeatures, batch_size: int) -> Abstention | None
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """What one training step costs, as simulated."""
+    """The simulated cost of one training step."""
 
     peak_bytes: float
     """Peak of live tensors."""
     reserved_bytes: float
-    """What the caching allocator holds; taken from the peak where the features do not say."""
+    """Bytes that the caching allocator holds; estimated from the peak if the features lack it."""
     flops: float
     bytes_moved: float
     kernels: float
@@ -191,27 +191,26 @@ class StepCost:
     unfolded_bytes: float = 0.0
     """Largest matrix that a convolution would unfold its input into."""
     largest_bytes: float = 0.0
-    """Largest single tensor; a typical share of the peak where the features do not say."""
+    """Largest single tensor; a typical share of the peak if the features lack it."""
 
     def numbers(self) -> tuple[float, float, float, float, float, float, float, float]:
-        """Return all fields, in order; `dataclasses.astuple` copies deeply, which takes thirty times as long."""
+        """Return all fields in order."""
         return (
             self.peak_bytes, self.reserved_bytes, self.flops, self.bytes_moved, self.kernels, self.activation_bytes,
             self.unfolded_bytes, self.largest_bytes,
         )  # fmt: skip
 
 
-TYPICAL_FRAGMENTS = 1.09
-"""Bytes reserved for each byte alive at the peak: the median over the traced catalog."""
-TYPICAL_LARGEST = 0.06
-"""The largest tensor's share of the peak, likewise."""
+RESERVED_PER_LIVE = 1.09
+"""Reserved bytes per live byte at the peak, the median over the traced catalog."""
+LARGEST_SHARE = 0.06
+"""Share of the largest tensor in the peak, the median over the traced catalog."""
 
 
 def cost_at(features: ModelFeatures, batch_size: int) -> StepCost:
-    """Interpolate between the nearest traced steps, or extend the outermost line; nothing falls as the batch grows.
+    """Return the cost at a batch size, linear between the nearest traced steps; no number falls as the batch grows.
 
-    With a single traced step, what is alive at the peak besides activations is taken as constant, and the rest, like
-    FLOPs and bytes, as proportional to the batch.
+    With a single traced step, activations, FLOPs and bytes are proportional to the batch; other memory is constant.
     """
     steps = features.steps
     if len(steps) == 1:
@@ -246,11 +245,11 @@ def _cost(step: TracedStep) -> StepCost:
 
 
 def _largest(step: TracedStep) -> float:
-    return step.largest_bytes or step.peak_bytes * TYPICAL_LARGEST
+    return step.largest_bytes or step.peak_bytes * LARGEST_SHARE
 
 
 def _reserved(step: TracedStep) -> float:
-    return max(step.reserved_bytes or step.peak_bytes * TYPICAL_FRAGMENTS, step.peak_bytes)
+    return max(step.reserved_bytes or step.peak_bytes * RESERVED_PER_LIVE, step.peak_bytes)
 
 
 def _larger(one: StepCost, other: StepCost) -> StepCost:
@@ -272,12 +271,12 @@ def _scaled(step: TracedStep, ratio: float) -> StepCost:
 
 
 class MalformedError(ValueError):
-    """An artifact does not hold what it should; the message says what is wrong."""
+    """An artifact is invalid; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """One training step (forward, backward, Adam) in numbers, and the model's layers."""
+    """Work of one training step (forward, backward, optimizer), and the model's layers."""
 
     batch_size: int
     parameter_bytes: float

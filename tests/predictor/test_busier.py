@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 from carpool_core.values import Precision
-from carpool_predictor.calibration.activity_scale import LEAST_BUSY, MOST_BUSY, activity_scale
+from carpool_predictor.calibration.activity_scale import MAX_SCALE, MIN_SCALE, activity_scale
 from carpool_predictor.calibration.document import MIN_JOBS, Calibration, RunMeasurement
 from carpool_predictor.calibration.observe import observe
 from carpool_predictor.models.memory import shipped
@@ -53,12 +53,12 @@ def test_a_run_that_slept_does_not_make_its_whole_model_idle() -> None:
     """Regression: one run at a thousandth of what was predicted spoke for all other sizes as it was."""
     plain = told(Calibration()).activity
     slept = told(runs(5000, batch=32, util=0.001, sm_active=0.0)).activity
-    assert slept.gpu_util_percent.median == pytest.approx(LEAST_BUSY * plain.gpu_util_percent.median)
-    assert slept.sm_active_ratio.median == pytest.approx(LEAST_BUSY * plain.sm_active_ratio.median)
+    assert slept.gpu_util_percent.median == pytest.approx(MIN_SCALE * plain.gpu_util_percent.median)
+    assert slept.sm_active_ratio.median == pytest.approx(MIN_SCALE * plain.sm_active_ratio.median)
     little = msgspec.structs.replace(run_prediction_of(asked(32), NAME, 0, T4), util=0.01)
     full = RunMeasurement(peak_mib=5000, capacity_mib=T4.memory_mib, util=1.0)
     known = observe(Calibration(), STACK, little, full, shipped())
-    assert activity_scale(known, T4.name, Precision.FP32, NAME).util == MOST_BUSY
+    assert activity_scale(known, T4.name, Precision.FP32, NAME).util == MAX_SCALE
 
 
 def test_of_three_runs_of_a_job_one_that_slept_changes_nothing() -> None:

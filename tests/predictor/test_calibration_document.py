@@ -7,7 +7,7 @@ from calibration_world import CAPACITY, STACK, job, learn, state_of
 from carpool_predictor.calibration.document import (
     MAX_RUNS,
     MAX_STACKS,
-    WIDEST,
+    MAX_WIDENING,
     Calibration,
     RunMeasurement,
     RunPrediction,
@@ -34,7 +34,7 @@ def test_whatever_is_observed_the_document_stays_sane(rows: list[tuple[int, floa
     for state in found.stacks:
         assert state.slope > 0
         assert state.intercept_mib >= 0
-        assert 0 <= state.widening <= WIDEST
+        assert 0 <= state.widening <= MAX_WIDENING
         assert state.seen + state.refused == len(rows)
     assert read_calibration(write_calibration(found)) == found
 

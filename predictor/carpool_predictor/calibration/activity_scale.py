@@ -1,7 +1,7 @@
-"""How much busier than predicted jobs keep the GPUs of a stack: what others showed, for a job that never ran there.
+"""Measured over predicted activity on a stack, for a job that never ran there. Pure.
 
-What the same model did at other sizes says how far its activity lies from what is predicted (its data may come slowly,
-its kernels be launched late), and failing that what other jobs did. Pure.
+Other sizes of the same model show how far its activity deviates from the prediction (slow data loading, late kernel
+launches); without them, other jobs do.
 """
 
 from collections import defaultdict
@@ -14,32 +14,29 @@ from carpool_core.values import Precision
 
 from carpool_predictor.calibration.document import MIN_JOBS, Calibration, RunRecord
 
-LEAST_BUSY, MOST_BUSY = 0.125, 8.0
-"""What a run says of how busy a job is, over what was predicted, is believed between these: one that slept or waited
-for somebody is not to make a whole model idle. They were put around what runs show in the experiments on HotCloud's and
-RAD-RM's jobs with default settings: 0.152 (of a job whose neighbours had to be reckoned out) to 4.31."""
+MIN_SCALE, MAX_SCALE = 0.125, 8.0
+"""Range of measured over predicted activity that is accepted, so that a run that slept does not make its model idle.
+
+Runs in the HotCloud and RAD-RM experiments with default settings show 0.152 to 4.31."""
 
 
 class ActivityScale(msgspec.Struct, frozen=True, kw_only=True):
-    """How much busier than predicted jobs keep the GPUs of a stack; below 1 where they are less busy."""
+    """Factors from predicted to expected activity."""
 
     util: float = 1.0
     sm_active: float = 1.0
 
 
 def activity_scale(calibration: Calibration, product: str, precision: Precision, model: str) -> ActivityScale:
-    """Compare activity that was measured with what had been predicted of it.
+    """Return the median of measured over predicted activity of the model's sizes, or of all jobs from `MIN_JOBS` on.
 
-    The median over the sizes of the same model that ran there; over all jobs where it never did, once there are as many
-    different ones as memory needs for a line of its own. A run beyond `LEAST_BUSY` and `MOST_BUSY` counts only where
-    there is no other of its job, and as the nearer of the two: the first run of a model speaks for all its sizes, and
-    may be a bad one.
+    A run outside `MIN_SCALE` to `MAX_SCALE` counts, clipped, only if its job has no other run.
 
     Args:
-        calibration: What is known.
+        calibration: The document.
         product: Name of the GPU product.
         precision: The job's precision.
-        model: Its model, by the name under which it was observed.
+        model: Key of its model.
     """
     state = calibration.best(product, precision)
     rows = [] if state is None else state.rows
@@ -53,22 +50,22 @@ def activity_scale(calibration: Calibration, product: str, precision: Precision,
 
 
 def _factor(rows: Iterable[RunRecord], name: str, fewest: int) -> float | None:
-    """Return the median of a factor over different jobs; None where there are too few."""
+    """Return the median of a factor over different jobs; None if they are fewer than `fewest`."""
     by_job = defaultdict[tuple[str, int], list[float]](list)
     for row in rows:
         if (value := getattr(row, name)) is not None:
             by_job[row.model, round(row.reserved_mib)].append(value)
-    return median(map(_believed, by_job.values())) if len(by_job) >= fewest else None
+    return median(map(_job_factor, by_job.values())) if len(by_job) >= fewest else None
 
 
-def _believed(factors: Sequence[float]) -> float:
-    """Return the mean of the factors of a job's runs that can be believed; where there is none, the nearer bound."""
-    inside = [factor for factor in factors if LEAST_BUSY <= factor <= MOST_BUSY]
-    return fmean(inside) if inside else min(max(fmean(factors), LEAST_BUSY), MOST_BUSY)
+def _job_factor(factors: Sequence[float]) -> float:
+    """Return the mean of a job's accepted factors, or the clipped mean if none is accepted."""
+    inside = [factor for factor in factors if MIN_SCALE <= factor <= MAX_SCALE]
+    return fmean(inside) if inside else min(max(fmean(factors), MIN_SCALE), MAX_SCALE)
 
 
 def scale_activity(activity: ActivityPrediction, by: ActivityScale) -> ActivityPrediction:
-    """Return predicted activity as it turned out to be for others."""
+    """Return predicted activity times the factors, clipped to its range."""
     return msgspec.structs.replace(
         activity,
         gpu_util_percent=_times(activity.gpu_util_percent, by.util, 100.0),

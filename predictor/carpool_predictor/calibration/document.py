@@ -1,7 +1,7 @@
-"""What jobs that ran taught: for each stack a line, and how often the bound held. A small versioned document.
+"""The calibration document: observations, line, bound and coverage of each stack.
 
-It is pure data, and holds at most `MAX_STACKS` times `KEPT` rows of some 100 bytes, so that it fits a ConfigMap.
-`observe` makes it; `model_for` and `recalling` predict with it.
+Pure data of at most `MAX_STACKS` times `MAX_RUNS` rows of about 100 bytes, so that it fits into a ConfigMap. `observe`
+writes it; `model_for` and `run_history` predict with it.
 """
 
 import math
@@ -19,22 +19,23 @@ from carpool_predictor.models.memory import ELSEWHERE_FACTOR, STRATA, MemoryMode
 FORMAT = 3
 """Version of the document's layout; another one is refused."""
 MAX_RUNS = 128
-"""Observations of a stack that are kept, newest last."""
+"""Observations kept of a stack."""
 MAX_STACKS = 32
-"""Stacks that are kept; the one that was observed longest ago goes."""
+"""Stacks kept; the least recently observed one is dropped first."""
 MIN_JOBS = 3
-"""Different jobs of a stack, of another model or size each, before its own line is used."""
+"""Different jobs (models or sizes) of a stack from which its own line is used."""
 MAX_SAMPLES = 256
-"""Samples whose names are kept, so that none counts twice: far more than are ever written at once."""
+"""Names of samples kept, so that none counts twice."""
 SIMULATED = "simulated"
-"""Driver of the stacks of simulated GPUs: what they teach never stands beside what hardware taught."""
+"""Driver in the stacks of simulated GPUs, which are calibrated apart from hardware."""
 MISS_RATE = 0.05
 """Share of jobs that may exceed the bound."""
-DOUBT = 5.0
-"""After so many observations half of the extra width of an uncalibrated stack is gone."""
-WIDEST = math.log(2.0)
+HALF_WIDTH_JOBS = 5.0
+"""Jobs after which half of the extra width of an uncalibrated stack is gone."""
+MAX_WIDENING = math.log(2.0)
+"""Largest logarithm of the factor by which missed bounds widen the next ones."""
 WINDOW = 100
-"""Outcomes over which coverage is told."""
+"""Last outcomes over which coverage is computed."""
 
 _MEBIBYTES = Annotated[float, Meta(ge=0, le=2**30)]
 _POSITIVE = Annotated[float, Meta(gt=0, le=2**40)]
@@ -45,7 +46,7 @@ _STRATUM = Annotated[int, Meta(ge=0, lt=STRATA)]
 
 
 class Stack(msgspec.Struct, frozen=True, kw_only=True, order=True):
-    """What decides how much memory a job takes beside its own tensors."""
+    """The software and hardware that determine a job's memory besides its own tensors."""
 
     product: _NAME
     precision: Precision
@@ -54,103 +55,106 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True, order=True):
 
 
 class RunPrediction(msgspec.Struct, frozen=True, kw_only=True):
-    """What was predicted of a job; kept until it ends."""
+    """The prediction of a run that its measurement is compared with."""
 
     model: _NAME
-    """Name or digest of the model; runs of one model count together."""
+    """Key of the model; runs of one model count together."""
     reserved_mib: Annotated[float, Meta(gt=0, le=2**30)]
-    """What the simulated allocator holds."""
+    """Memory that the simulated allocator holds."""
     live_mib: _MEBIBYTES
-    """Peak of live tensors in a step: no run that finished a step took less."""
+    """Peak of live tensors in a step; no run that finished a step takes less."""
     correction: Annotated[float, Meta(gt=0, le=100)] = 1.0
+    """Factor of the model's trees to the line."""
     stratum: _STRATUM = 0
-    """How likely the step is to exceed its median, as `memory.Risk` divides steps."""
+    """Stratum of the step by its risk to exceed the median; see `memory.Risk`."""
     upper_mib: _MEBIBYTES
-    """The bound that placement counted with; 0 where it counted with none, which neither holds nor fails."""
+    """The bound that placement used; 0 if it used none."""
     util: _RATIO | None = None
-    """Share of time in which its kernels were predicted to run alone, as shipped, 0..1; None: not known."""
+    """Share of time in which its kernels run alone, 0..1, as the shipped model predicts; None if unknown."""
     sm_active: _RATIO | None = None
     """Share of SMs with its work, likewise."""
 
 
 class RunMeasurement(msgspec.Struct, frozen=True, kw_only=True):
-    """What was seen of a job, once it has ended or while it runs."""
+    """The measurement of a run, after its end or while it runs."""
 
     peak_mib: _MEBIBYTES
-    """Peak of its processes; what the GPU had free for it where it ran out of memory."""
+    """Peak of its processes; after an out-of-memory death the memory that was available to it."""
     capacity_mib: _MEBIBYTES
     """Memory of the GPU."""
     out_of_memory: bool = False
     complete: bool = True
-    """Whether it ran a few steps at least."""
+    """Whether it ran at least a few steps."""
     ended: bool = True
-    """False for what a running job shows so far: its end replaces that row, and only then is the bound judged."""
+    """False while the job runs. Its end replaces the row, and only then is the bound judged."""
     steady: bool = True
-    """Whether the peak has not moved for `observe.STEADY_S`, or will never move again: else it is only a beginning."""
+    """Whether the peak has not grown for `observe.STEADY_S`, or the run has ended."""
     sample: _NAME = ""
-    """Names the run, such as its job's UID and attempt: told again it changes nothing. Empty: always another."""
+    """Name of the run, such as its job's UID and attempt, which counts once; empty names always count."""
     util: _RATIO | None = None
-    """Share of time in which its kernels would run had it the GPU alone, 0..1; None where that is not known."""
+    """Share of time in which its kernels would run on a GPU alone, 0..1; None if unknown."""
     sm_active: _RATIO | None = None
     """Share of SMs with its work, likewise."""
     at_least: bool = False
-    """Whether these two are the least that it would do, because it shared a GPU that was used up."""
+    """Whether both activities are lower limits, because the run shared a saturated GPU."""
 
 
 class RunRecord(msgspec.Struct, frozen=True, array_like=True):
-    """One row of a stack."""
+    """One run in the document of a stack."""
 
     model: _NAME
     reserved_mib: _POSITIVE
     value_mib: _POSITIVE
-    """Measured over correction."""
+    """Measured memory over correction."""
     censored: bool
+    """Whether the run died of memory, so that `value_mib` is a lower limit."""
     sample: _NAME = ""
     util: _RATIO | None = None
     sm_active: _RATIO | None = None
     steady: bool = True
     util_factor: _FACTOR | None = None
-    """Activity measured over activity predicted as shipped; None where either is not known."""
+    """Measured activity over activity by the shipped model; None if either is unknown."""
     sm_factor: _FACTOR | None = None
     stratum: _STRATUM = 0
-    """How likely its step was to exceed its median, as `memory.Risk` divides steps."""
+    """Stratum of its step; see `memory.Risk`."""
 
 
 class StackState(msgspec.Struct, frozen=True, kw_only=True):
-    """What was learned of one stack."""
+    """The calibration of one stack."""
 
     stack: Stack
     rows: Annotated[list[RunRecord], Meta(max_length=MAX_RUNS)] = []
     slope: Annotated[float, Meta(gt=0, le=100)]
     intercept_mib: _MEBIBYTES
-    widening: Annotated[float, Meta(ge=0, le=WIDEST + 1e-9)] = 0.0
+    widening: Annotated[float, Meta(ge=0, le=MAX_WIDENING + 1e-9)] = 0.0
     """Logarithm of the factor to the bound."""
     reaches: Annotated[list[Annotated[float, Meta(ge=0, le=100)]], Meta(max_length=STRATA)] = []
-    """Logarithm of how far above the line the bound has to lie to hold what was seen, for each stratum of steps."""
+    """Logarithm of the bound over the line that holds the observations, by stratum; see `observe.bound_reaches`."""
     outcomes: Annotated[str, Meta(pattern="^[01]*$", max_length=WINDOW)] = ""
-    """Whether the bound held, newest last."""
+    """1 for each bound that held and 0 for each that did not, newest last."""
     seen: int = 0
-    """Observations that were taken in, ever."""
+    """Finished runs counted since the beginning."""
     refused: int = 0
+    """Impossible observations since the beginning."""
 
     @property
     def coverage(self) -> float | None:
-        """Share of the last jobs whose bound held; None before the first."""
+        """Share of the last `WINDOW` jobs whose bound held; None before the first."""
         return self.outcomes.count("1") / len(self.outcomes) if self.outcomes else None
 
     @property
     def jobs(self) -> int:
-        """Number of different jobs whose memory was measured: of another model, or of another size."""
+        """Number of different jobs (models or sizes) whose memory was measured."""
         return len({(row.model, round(row.reserved_mib)) for row in self.rows if not row.censored})
 
     @property
     def learned_from(self) -> int:
-        """Number of different jobs that its line was learned from; 0 as long as there are too few for a line."""
+        """Number of different jobs behind the line; 0 while they are fewer than `MIN_JOBS`."""
         return self.jobs if self.jobs >= MIN_JOBS else 0
 
     @property
     def is_simulated(self) -> bool:
-        """Whether it is a stack of simulated GPUs."""
+        """Whether the GPUs are simulated."""
         return self.stack.driver == SIMULATED
 
     def at(self, reserved_mib: float) -> float:
@@ -164,48 +168,46 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     format: int = FORMAT
     stacks: Annotated[list[StackState], Meta(max_length=MAX_STACKS)] = []
     counted: Annotated[list[_NAME], Meta(max_length=MAX_SAMPLES)] = []
-    """Samples of ended jobs that were taken in or refused last, newest last."""
+    """Samples of the last finished runs, counted or refused; newest last."""
 
     def state(self, stack: Stack) -> StackState | None:
-        """Find a stack."""
+        """Return the state of a stack, or None."""
         return next((state for state in self.stacks if state.stack == stack), None)
 
     def best(self, product: str, precision: Precision) -> StackState | None:
-        """Find the stack of a product and precision that was seen most; hardware comes before what is simulated.
-
-        Who knows which GPUs there are asks only what `for_gpus` leaves; `carpool predict --calibration` does not.
-        """
+        """Return the most observed stack of a product and precision, hardware before simulated GPUs, or None."""
         found = [s for s in self.stacks if s.stack.product == product and s.stack.precision is precision]
         return max(found, key=lambda state: (not state.is_simulated, len(state.rows), state.seen), default=None)
 
     def for_gpus(self, simulated: Collection[str]) -> "Calibration":
-        """Leave out what simulated GPUs taught of products of which there is hardware, or nothing.
+        """Return the calibration without stacks of simulated GPUs, except of the given products.
 
         Args:
-            simulated: Products of which all GPUs are simulated.
+            simulated: Products whose GPUs are all simulated.
         """
         stacks = [state for state in self.stacks if not state.is_simulated or state.stack.product in simulated]
         return self if len(stacks) == len(self.stacks) else msgspec.structs.replace(self, stacks=stacks)
 
 
 class _Version(msgspec.Struct, frozen=True):
-    """As much of a document as says whether the rest can be read."""
+    """The part of a document that decides whether the rest can be read."""
 
     format: int = FORMAT
 
 
 def model_for(calibration: Calibration, product: GpuProduct, precision: Precision, model: MemoryModel) -> MemoryModel:
-    """Return the memory model of a stack: the shipped one with the stack's own line, once enough was seen.
+    """Return the memory model of a stack: the shipped one with the stack's own line, from `MIN_JOBS` jobs on.
 
-    In each stratum the bound lies as far above the line as the shipped one, and no less than what was seen reaches; it
-    is widened by what coverage asks for, and on a stack of which nothing was shipped by a doubt that fades.
+    factor(stratum) = max(shipped factor · e^widening, e^reach) · (1 + (ELSEWHERE_FACTOR - 1) · h / (h + jobs))
+
+    The last factor, with h = `HALF_WIDTH_JOBS`, applies only to a stack for which no model was shipped.
     """
     state = calibration.best(product.name, precision)
     if state is None or not state.learned_from:
         return model
     doubt = 1.0
     if not is_calibrated(model, product, precision):
-        doubt += (ELSEWHERE_FACTOR - 1) * DOUBT / (DOUBT + state.jobs)
+        doubt += (ELSEWHERE_FACTOR - 1) * HALF_WIDTH_JOBS / (HALF_WIDTH_JOBS + state.jobs)
     reaches = [*state.reaches, *[0.0] * len(model.factors)]
     pairs = zip(model.factors, reaches, strict=False)
     factors = [max(own * math.exp(state.widening), math.exp(reach)) * doubt for own, reach in pairs]
@@ -223,18 +225,18 @@ def read_calibration(content: bytes) -> Calibration:
     """Read the document.
 
     Raises:
-        MalformedError: It is cut short, changed, or of another version.
+        MalformedError: The content is truncated, changed, or of another version.
     """
     try:
         version = msgspec.json.decode(content, type=_Version).format
         if version != FORMAT:
-            advice = "upgrade carpool" if version > FORMAT else "remove it, and let it be learned anew"
+            advice = "upgrade carpool" if version > FORMAT else "remove it; it will be learned again"
             raise MalformedError(f"expected a calibration of format {FORMAT}, found {version}; {advice}")
         return msgspec.json.decode(content, type=Calibration)
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
-        raise MalformedError(f"expected a calibration as `observe` writes it: {e}") from e
+        raise MalformedError(f"expected a calibration document: {e}") from e
 
 
 def write_calibration(calibration: Calibration) -> bytes:
-    """Write the document; equal ones give equal bytes."""
+    """Return the document as JSON; equal documents give equal bytes."""
     return msgspec.json.encode(calibration)

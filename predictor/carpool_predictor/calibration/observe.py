@@ -28,8 +28,8 @@ from carpool_predictor.calibration.document import (
     MAX_RUNS,
     MAX_SAMPLES,
     MAX_STACKS,
+    MAX_WIDENING,
     MISS_RATE,
-    WIDEST,
     WINDOW,
     Calibration,
     RunMeasurement,
@@ -257,7 +257,7 @@ def _judged(state: StackState, row: RunRecord, expected: RunPrediction, measured
     widening = state.widening + STEP * ((not held) - MISS_RATE)
     return msgspec.structs.replace(
         after,
-        widening=min(max(widening, 0.0), WIDEST),
+        widening=min(max(widening, 0.0), MAX_WIDENING),
         outcomes=(state.outcomes + str(int(held)))[-WINDOW:],
     )
 

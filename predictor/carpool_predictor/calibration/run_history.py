@@ -1,11 +1,8 @@
-"""What earlier runs of the very same job showed: the same model at the same size, on the same kind of GPU.
+"""Earlier runs of the same job: the same model and size on the same GPU product.
 
-Clusters run most models again and again, and nothing tells as much of a job as its last run. A peak that was measured
-replaces the prediction, with a margin for what runs differ by; what a run shows that has just begun may still grow, so
-that it raises the bound and never lowers it. Activity that was measured replaces the estimate. A run that died of
-memory raises the bound; after two that died the next one runs alone.
-
-Of a job that never ran there `busier` says how busy others were. Pure.
+A measured peak replaces the prediction, with a margin for the difference between runs. The peak of a run that has just
+begun may still grow, so that it only raises the bound. Measured activity replaces the estimate. A run that died of
+memory raises the bound; after `MAX_OOM_DEATHS` deaths the next run gets a GPU alone. Pure.
 """
 
 import hashlib
@@ -22,40 +19,41 @@ from carpool_core.values import Precision
 from carpool_predictor.calibration.document import Calibration, RunRecord
 
 RUN_TOLERANCE = 0.1
-"""Two runs of a job agree when they differ by less than this share; the bound lies as far above the largest of them."""
+"""Two runs of a job agree if they differ by less than this share; the bound lies this share above the largest peak."""
 SIZE_TOLERANCE = 0.001
-"""Two jobs of one model are of the same size when their simulated memory differs by less than this share."""
+"""Two jobs of one model have the same size if their simulated memory differs by less than this share."""
 OOM_FACTOR = 1.5
-"""For each run that died of memory the bound lies so far above what that run had, as tables that grow do."""
+"""Factor to the memory that a run had when it died of memory, once for each death (exponential growth)."""
 MAX_OOM_DEATHS = 2
-"""After so many the next run has a GPU of its own: its memory counts as unknown."""
+"""Deaths after which the job's memory counts as unknown, so that the next run gets a GPU alone."""
 
 FIRST_RUN_FACTOR = 1.02
-"""Factor to the bound of a job of which no run was seen, where shipped bounds are not to be risked: families of models
-differ more than models do. It holds 95% of the rows of nine families in ten, as `evaluation.memory.first_runs` reckons
-and the memory model's card says."""
+"""Factor to the bound of a job without observed runs, under strict trust: model families differ more than models do.
+
+It holds 95% of the rows in nine of ten families; see the memory model's card."""
 FIRST_RUN_FACTOR_UNENFORCED = 1.3
-"""The same where nothing enforces a bound, as by turns: there whoever takes more than its bound takes it from others.
-It holds 95% of the rows of nineteen families in twenty."""
+"""The same factor under time-slicing, where nothing enforces the bound and an excess takes memory from co-tenants.
+
+It holds 95% of the rows in nineteen of twenty families."""
 USABLE_SHARE = 0.95
-"""Share of a GPU's memory that drivers leave at least; a bound beyond it leaves no room for anybody else anyway."""
+"""Least share of a GPU's memory that drivers leave to jobs; a bound beyond it leaves no room for a co-tenant."""
 
 
 class RunHistory(msgspec.Struct, frozen=True, kw_only=True):
-    """What earlier runs of a job showed; memory is over the correction that the model's trees answer."""
+    """Observations of earlier runs of a job; memory is divided by the correction of the model's trees."""
 
     known: int
-    """Runs that are known of, of whatever end."""
+    """Observed runs, however they ended."""
     runs: int
-    """Runs whose memory was measured, those that have just begun among them."""
+    """Runs with measured memory, including those that have just begun."""
     deaths: int
-    """Runs that died of memory and needed more than any other was measured to take."""
+    """Runs that died of memory and needed more than the largest steady peak."""
     peak_mib: float
-    """Largest peak that was steady; 0 where none was."""
+    """Largest steady peak; 0 if there is none."""
     so_far_mib: float
-    """Largest that a run which has just begun has taken so far; 0 where none was seen."""
+    """Largest peak so far of runs that have just begun; 0 if there are none."""
     least_mib: float
-    """Largest that was not enough; 0 where that never happened."""
+    """Largest memory at which a run died of memory; 0 if none did."""
     util: float | None = None
     """Mean share of time in which a kernel runs alone, 0..1."""
     sm_active: float | None = None
@@ -63,21 +61,21 @@ class RunHistory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_lost(self) -> bool:
-        """Whether so many runs died that no bound is believed any more."""
+        """Whether too many runs died to trust any bound."""
         return self.deaths >= MAX_OOM_DEATHS
 
 
 def find_history(
     calibration: Calibration, product: str, precision: Precision, model: str, reserved_mib: float
 ) -> RunHistory | None:
-    """Look for earlier runs of a job; None where there were none.
+    """Return the observations of a job's earlier runs, or None if there are none.
 
     Args:
-        calibration: What is known.
+        calibration: The document.
         product: Name of the GPU product.
         precision: The job's precision.
-        model: Its model, by the name under which it was observed.
-        reserved_mib: What the simulated allocator holds.
+        model: Key of its model.
+        reserved_mib: Memory that the simulated allocator holds.
     """
     rows = _rows(calibration, product, precision, model, reserved_mib)
     if not rows:
@@ -105,27 +103,26 @@ def _rows(
 
 
 def memory_step(mib: float) -> int:
-    """Return memory in steps of half the margin that bounds keep: what grows is told of at each."""
+    """Return memory on a logarithmic scale in units of half `RUN_TOLERANCE`; a growing peak is reported per unit."""
     return math.ceil(math.log(mib) / math.log1p(RUN_TOLERANCE / 2)) if mib >= 1 else 0
 
 
-def fingerprint(recalled: RunHistory | None) -> str:
-    """Sum up what earlier runs took; empty of none.
+def fingerprint(history: RunHistory | None) -> str:
+    """Return a summary of a run history; empty without runs.
 
-    How many there were, how many died, whether a peak stood still, the most, and what was not enough, in MiB.
+    It joins runs, deaths, whether a peak was steady, the largest peak, and the largest memory of a death, in MiB.
     """
-    if recalled is None:
+    if history is None:
         return ""
-    most_mib = max(recalled.peak_mib, recalled.so_far_mib)
-    numbers = recalled.known, recalled.deaths, recalled.peak_mib > 0, most_mib, recalled.least_mib
+    largest_mib = max(history.peak_mib, history.so_far_mib)
+    numbers = history.known, history.deaths, history.peak_mib > 0, largest_mib, history.least_mib
     return "/".join(f"{number:.0f}" for number in numbers)
 
 
 def is_equivalent(one: str, other: str) -> bool:
-    """Whether two gists say so nearly the same that it is not worth predicting anew.
+    """Whether two fingerprints are so close that a new prediction is not worth it.
 
-    Memory may differ by half the margin that bounds keep, from what was predicted by: so runs of one job, which differ
-    by less, change nothing, wherever they lie.
+    Memory may differ by half of `RUN_TOLERANCE`, so that runs of one job, which differ by less, change nothing.
     """
     if not one or not other:
         return one == other
@@ -138,7 +135,7 @@ def _is_near(one: str, other: str) -> bool:
 
 
 def is_of(row: RunRecord, model: str, reserved_mib: float) -> bool:
-    """Whether a row is of a job of this model that holds as much: of the very job."""
+    """Whether a row is a run of the job with this model and size."""
     return row.model == model and abs(row.reserved_mib - reserved_mib) <= SIZE_TOLERANCE * reserved_mib
 
 
@@ -147,23 +144,23 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-def apply_peak(memory: MemoryPrediction, recalled: RunHistory, correction: float) -> MemoryPrediction:
-    """Put what was measured in the place of what was predicted; the class stays that of the bound's own width.
+def apply_peak(memory: MemoryPrediction, history: RunHistory, correction: float) -> MemoryPrediction:
+    """Return the prediction with measured peaks in place of the model's; the class keeps its width.
 
     Args:
-        memory: What is predicted without it.
-        recalled: What earlier runs showed.
-        correction: Of the model's trees, over which measures are kept.
+        memory: The model's prediction.
+        history: Earlier runs.
+        correction: Correction of the model's trees, by which the history is divided.
     """
     median, upper = memory.median_mib, memory.upper_mib
-    if recalled.peak_mib:
-        median = math.ceil(recalled.peak_mib * correction)
-        upper = math.ceil(recalled.peak_mib * correction * (1 + RUN_TOLERANCE))
-    if recalled.so_far_mib:
-        median = max(median, math.ceil(recalled.so_far_mib * correction))
-        upper = max(upper, math.ceil(recalled.so_far_mib * correction * (1 + RUN_TOLERANCE)))
-    if recalled.deaths:
-        upper = max(upper, math.ceil(recalled.least_mib * correction * OOM_FACTOR**recalled.deaths))
+    if history.peak_mib:
+        median = math.ceil(history.peak_mib * correction)
+        upper = math.ceil(history.peak_mib * correction * (1 + RUN_TOLERANCE))
+    if history.so_far_mib:
+        median = max(median, math.ceil(history.so_far_mib * correction))
+        upper = max(upper, math.ceil(history.so_far_mib * correction * (1 + RUN_TOLERANCE)))
+    if history.deaths:
+        upper = max(upper, math.ceil(history.least_mib * correction * OOM_FACTOR**history.deaths))
     lower, width = _class_of(median, memory)
     return msgspec.structs.replace(
         memory, median_mib=median, upper_mib=upper, class_lower_mib=lower, class_upper_mib=lower + width
@@ -171,19 +168,15 @@ def apply_peak(memory: MemoryPrediction, recalled: RunHistory, correction: float
 
 
 def _class_of(value_mib: int, memory: MemoryPrediction) -> tuple[int, int]:
-    """Return the lower edge and the width of the class that holds a value; classes are as wide as the predicted one."""
+    """Return lower edge and width of the memory class that holds a value; classes are as wide as the predicted one."""
     width = memory.class_upper_mib - memory.class_lower_mib
     return ((value_mib - 1) // width * width if width > 0 else memory.class_lower_mib), width
 
 
 def first_run_bound(memory: MemoryPrediction, product: GpuProduct) -> MemoryPrediction:
-    """Return what the first run of a job counts with: more than the bound, or the whole GPU where that is too much.
+    """Return the prediction with extra room for a first run, or untrusted if the room exceeds the GPU.
 
-    The class tells where the peak lies, and stays; so does coverage, which is at least that.
-
-    Args:
-        memory: What is predicted, trusted or not.
-        product: The GPU product.
+    The class and the coverage stay.
     """
     raised = msgspec.structs.replace(
         memory,
@@ -196,65 +189,60 @@ def first_run_bound(memory: MemoryPrediction, product: GpuProduct) -> MemoryPred
 
 
 def exceeds_gpu(memory: MemoryPrediction, product: GpuProduct) -> bool:
-    """Whether a bound takes so much of a GPU that the job may as well run alone."""
+    """Whether a bound leaves no room for a co-tenant."""
     return memory.upper_mib > USABLE_SHARE * product.memory_mib
 
 
-def runs_alone(memory: MemoryPrediction, product: GpuProduct, recalled: RunHistory | None) -> bool:
-    """Whether a job runs alone on a GPU because of its bound: nobody is refused for a peak that may not come.
+def runs_alone(memory: MemoryPrediction, product: GpuProduct, history: RunHistory | None) -> bool:
+    """Whether a job runs alone on a GPU because its bound exceeds it.
 
-    A bound that is too much for the GPU refuses a job only where its median is too much as well, and no run of it is
-    known there: whoever fitted is not told that it does not fit, and nobody knows how much more one needs that died
-    (unless all of the GPU was too little for it: `is_in_vain`).
-    Placement asks nothing else about this, and neither does the simulator.
+    The GPU is refused instead if the median exceeds it as well and no run of the job was observed there. Placement and
+    the simulator have no other rule for this.
 
     Args:
-        memory: What is predicted.
+        memory: The prediction.
         product: The GPU product.
-        recalled: What earlier runs showed there, where there were any.
+        history: Earlier runs there, if any.
     """
     return exceeds_gpu(memory, product) and (
-        recalled is not None or memory.median_mib <= USABLE_SHARE * product.memory_mib
+        history is not None or memory.median_mib <= USABLE_SHARE * product.memory_mib
     )
 
 
-def exceeded_whole_gpu(recalled: RunHistory | None, product: GpuProduct, correction: float) -> bool:
-    """Whether a job needs more than such a GPU has: a run of it died of memory with all of one.
-
-    Not where another run's peak stood still there: that one fitted, and something else was in the way of the other.
+def exceeded_whole_gpu(history: RunHistory | None, product: GpuProduct, correction: float) -> bool:
+    """Whether a run died of memory with a whole GPU of the product, and no other run had a steady peak there.
 
     Args:
-        recalled: What earlier runs showed there, where there were any.
+        history: Earlier runs there, if any.
         product: The GPU product.
-        correction: Of the model's trees, over which measures are kept.
+        correction: Correction of the model's trees, by which the history is divided.
     """
-    if recalled is None or recalled.peak_mib:
+    if history is None or history.peak_mib:
         return False
-    return recalled.least_mib * correction >= USABLE_SHARE * product.memory_mib
+    return history.least_mib * correction >= USABLE_SHARE * product.memory_mib
 
 
 def is_refused(memory: MemoryPrediction, product: GpuProduct) -> bool:
-    """Whether a job is refused such a GPU for what its own runs showed; see `is_in_vain`."""
+    """Whether a job is refused the product because of its own runs; see `exceeded_whole_gpu`."""
     return memory.trusted and memory.learned_runs > 0 and exceeds_gpu(memory, product)
 
 
-def calibration_source(found: ProductPrediction) -> str | None:
-    """Say what a bound was learned from; None where it is as shipped."""
-    memory = found.memory
-    parts = []
+def calibration_source(prediction: ProductPrediction) -> str | None:
+    """Return a clause about the runs that a bound is calibrated from; None for the shipped model."""
+    memory, sources = prediction.memory, []
     if memory.learned_jobs:
-        parts.append(f"{memory.learned_jobs} jobs measured there")
+        sources.append(f"{memory.learned_jobs} jobs measured there")
     if memory.learned_runs:
-        parts.append(f"{memory.learned_runs} run{'' if memory.learned_runs == 1 else 's'} of this very one")
-    return f"memory on {found.product} is calibrated from {' and '.join(parts)}" if parts else None
+        sources.append(f"{memory.learned_runs} run{'' if memory.learned_runs == 1 else 's'} of this very one")
+    return f"memory on {prediction.product} is calibrated from {' and '.join(sources)}" if sources else None
 
 
-def apply_activity(activity: ActivityPrediction, recalled: RunHistory) -> ActivityPrediction:
-    """Put activity that was measured in the place of the estimate."""
+def apply_activity(activity: ActivityPrediction, history: RunHistory) -> ActivityPrediction:
+    """Return the activity with measured values in place of estimates."""
     return msgspec.structs.replace(
         activity,
-        gpu_util_percent=_around(activity.gpu_util_percent, None if recalled.util is None else 100 * recalled.util),
-        sm_active_ratio=_around(activity.sm_active_ratio, recalled.sm_active),
+        gpu_util_percent=_around(activity.gpu_util_percent, None if history.util is None else 100 * history.util),
+        sm_active_ratio=_around(activity.sm_active_ratio, history.sm_active),
     )
 
 
@@ -263,5 +251,5 @@ def _around(estimate: Interval, measured: float | None) -> Interval:
 
 
 def model_key(model: ModelSource | None) -> str:
-    """Name a model for the calibration: equal sources have equal names, whatever they are trained with."""
+    """Return the key of a model in the calibration, a digest of its source without the training."""
     return hashlib.sha256(msgspec.json.encode(model, order="sorted")).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Keeps the calibration in a ConfigMap: read, and written only in the place of what was read."""
+"""Keeps the calibration in a ConfigMap, with optimistic concurrency by its resourceVersion."""
 
 from dataclasses import dataclass, field
 
@@ -12,7 +12,7 @@ from carpool_predictor.features import MalformedError
 
 KEY = "calibration.json"
 LARGEST = 900_000
-"""Bytes of a document that are written; the API server takes a MiB. Its own limits keep a document below half of it."""
+"""Largest document in bytes; the API server accepts a MiB, and the document's own limits keep it below half of this."""
 
 
 class _Meta(msgspec.Struct, frozen=True, rename="camel"):
@@ -29,14 +29,14 @@ _EXPECTED = "CARPOOL_CALIBRATION: expected NAMESPACE/NAME of a ConfigMap, or not
 
 
 def parse_config_map_name(text: str, expected: str = _EXPECTED) -> tuple[str, str] | None:
-    """Read NAMESPACE/NAME, of the ConfigMap where nothing else is said; None where it is empty.
+    """Return namespace and name from `NAMESPACE/NAME`, or None for an empty text.
 
     Args:
-        text: What was given.
-        expected: The setting, and what it expects, for whoever gave something else.
+        text: The setting's value.
+        expected: Beginning of the error message.
 
     Raises:
-        SettingsError: It is something else.
+        SettingsError: The text has another form.
     """
     if not text:
         return None
@@ -48,16 +48,16 @@ def parse_config_map_name(text: str, expected: str = _EXPECTED) -> tuple[str, st
 
 @dataclass(frozen=True, slots=True)
 class StoredCalibration:
-    """What the ConfigMap holds."""
+    """The calibration and the version of its ConfigMap."""
 
     calibration: Calibration = field(default_factory=Calibration)
     version: str = ""
-    """Its resourceVersion; empty where there is no such ConfigMap yet."""
+    """Its resourceVersion; empty if the ConfigMap does not exist yet."""
     uid: str = ""
 
 
 class UnreadableCalibrationError(Exception):
-    """The ConfigMap holds something else than a calibration of this version; the message says what to do."""
+    """The ConfigMap does not hold a calibration of this version; the message says what to do."""
 
     def __init__(self, message: str, uid: str) -> None:
         super().__init__(message)
@@ -65,10 +65,10 @@ class UnreadableCalibrationError(Exception):
 
 
 class CalibrationStore:
-    """One ConfigMap.
+    """Reads and writes the calibration in one ConfigMap.
 
     Args:
-        api: The cluster.
+        api: The Kubernetes API.
         namespace: Its namespace.
         name: Its name.
     """
@@ -77,10 +77,10 @@ class CalibrationStore:
         self._api, self.namespace, self.name = api, namespace, name
 
     async def read(self) -> StoredCalibration:
-        """Read what is kept; nothing learned where there is no ConfigMap, or none of our data in it.
+        """Return the stored calibration; an empty one if the ConfigMap or its key does not exist.
 
         Raises:
-            UnreadableError: It is cut short, changed, or of another version.
+            UnreadableCalibrationError: The content is truncated, changed, or of another version.
             KubeError: It cannot be read.
         """
         try:
@@ -94,19 +94,19 @@ class CalibrationStore:
             calibration = read_calibration(text.encode())
         except MalformedError as error:
             raise UnreadableCalibrationError(
-                f"ConfigMap {self.namespace}/{self.name}: {error}; nothing is learned until {KEY} in it is repaired or "
-                "removed, and predictions are as shipped",
+                f"ConfigMap {self.namespace}/{self.name}: {error}; repair or remove {KEY} in it; until then no job "
+                "is learned from, and predictions are uncalibrated",
                 found.metadata.uid,
             ) from error
         return StoredCalibration(calibration, found.metadata.resource_version, found.metadata.uid)
 
     async def write(self, kept: StoredCalibration, calibration: Calibration) -> StoredCalibration:
-        """Write a calibration in the place of what was read.
+        """Replace the calibration that was read.
 
         Raises:
-            Conflict: Somebody else wrote since.
+            Conflict: The ConfigMap changed since it was read.
             NotFound: The ConfigMap is gone.
-            KubeError: It cannot be written, or nobody knows whether it was.
+            KubeError: It cannot be written, or the outcome is unknown.
         """
         text = write_calibration(calibration).decode()
         if len(text) > LARGEST:

@@ -182,7 +182,7 @@ def unpack(content: bytes) -> Store:
     """Read a store.
 
     Raises:
-        MalformedError: It is cut short, changed, or of another version.
+        MalformedError: The content is truncated, changed, or of another version.
     """
     try:
         inflate = zlib.decompressobj()

@@ -1,4 +1,8 @@
-"""Activity of a job alone on a GPU: learned where the training data reach, the roofline elsewhere."""
+"""Activity of a job alone on a GPU: boosted trees inside the training data, the roofline elsewhere.
+
+The trees see the step as dimensionless physics, so that they carry over to other GPU products: GPU time over launch
+time, arithmetic intensity over the product's ridge, work per kernel and SM. No feature grows with the model's depth.
+"""
 
 import bisect
 import math
@@ -30,7 +34,7 @@ _TINY = 1e-12
 
 
 def work_of_features(features: ModelFeatures, cost: StepCost, batch_size: int) -> StepWork:
-    """Return the step at the batch size that `cost` is of."""
+    """Return the work of the step with the given cost."""
     return StepWork(
         batch_size=batch_size,
         parameter_bytes=float(features.parameter_bytes),
@@ -75,17 +79,17 @@ def _log(value: float) -> float:
 
 
 class Bins(msgspec.Struct, frozen=True, kw_only=True):
-    """What a forest's errors were on architectures that were held out, by how large its prediction was."""
+    """Quantiles of a forest's errors on held-out architectures, binned by its prediction."""
 
     edges: list[float]
-    """Predictions between which errors are alike, ascending; one fewer than the bins."""
+    """Predictions between the bins, ascending; one fewer than the bins."""
     lower: list[float]
     """5% quantile of (measured - predicted) in each bin."""
     upper: list[float]
     """95% quantile in each bin."""
 
     def around(self, predicted: float) -> tuple[float, float]:
-        """Return the lower and the upper end around a prediction."""
+        """Return the interval around a prediction."""
         index = bisect.bisect_left(self.edges, predicted)
         return predicted + self.lower[index], predicted + self.upper[index]
 
@@ -100,14 +104,14 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     """Errors on models without."""
 
     def around(self, median: float, *, convolutional: bool) -> tuple[float, float, float]:
-        """Return median, lower and upper end, not yet clipped."""
+        """Return median, lower and upper end, not clipped."""
         return median, *(self.convolutional if convolutional else self.plain).around(median)
 
     def check(self, features: int) -> None:
-        """Refuse what cannot be evaluated.
+        """Refuse a target that cannot be evaluated.
 
         Raises:
-            MalformedError: As `Forest.check`; or bins and edges do not match.
+            MalformedError: The forest is invalid, or bins and edges do not match.
         """
         self.forest.check(features)
         for bins in (self.convolutional, self.plain):
@@ -118,9 +122,9 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 FORMAT = 2
 """Version of the artifact's layout."""
 SLACK = 0.7
-"""How far outside what was learned a feature may lie; nearly all are logarithms, so a factor of two."""
-CARRIED = 1.5
-"""Factor to the intervals on a product or precision that was not measured. Not learned: nobody measured two."""
+"""Distance outside the training range that a feature may have; about a factor of two, as most are logarithms."""
+UNMEASURED_FACTOR = 1.5
+"""Factor to the intervals on a product or precision that was not measured. Assumed: the data has one product."""
 
 
 class ActivityModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,7 +133,7 @@ class ActivityModel(msgspec.Struct, frozen=True, kw_only=True):
     format: int
     version: str
     product: str
-    """GPU product that it was measured on."""
+    """GPU product of the measurements."""
     precision: Precision
     features: list[str]
     low: list[float]
@@ -147,10 +151,10 @@ class ActivityModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_model(content: bytes) -> ActivityModel:
-    """Read a stored model.
+    """Return the model of an artifact's content.
 
     Raises:
-        MalformedError: It is truncated, was tampered with, or is of another version.
+        MalformedError: The content is truncated, changed, or of another version.
     """
     try:
         model = msgspec.json.decode(content, type=ActivityModel)
@@ -170,12 +174,12 @@ def read_model(content: bytes) -> ActivityModel:
 
 @cache
 def shipped() -> ActivityModel:
-    """Return the model that comes with the package."""
+    """Return the model in the package."""
     return load("activity.json", read_model)
 
 
-def is_known(features: Sequence[float], model: ActivityModel) -> bool:
-    """Whether a step lies within what the model has seen."""
+def is_inside(features: Sequence[float], model: ActivityModel) -> bool:
+    """Whether a step lies inside the training data."""
     return all(
         low - SLACK <= value <= high + SLACK for value, low, high in zip(features, model.low, model.high, strict=True)
     )
@@ -187,36 +191,34 @@ class Answer:
 
     activity: ActivityPrediction
     inside: bool
-    """Whether the step lies inside what was learned; otherwise the roofline answered."""
+    """Whether the trees answered; otherwise the roofline did."""
     measured: bool = False
-    """Whether it does, and steps were measured on this product in this precision: elsewhere the interval is assumed."""
+    """Whether the trees answered for the measured product and precision; elsewhere the interval is assumed."""
 
 
 def activity_on(features: ModelFeatures, cost: StepCost, training: Training, product: GpuProduct) -> Answer:
-    """Predict how busy a job keeps a GPU that it has alone.
+    """Predict the activity of a job alone on a GPU.
 
-    DRAM activity was not measured by anybody whose data may be used, so it is the roofline's everywhere, scaled by how
-    busy the GPU is.
+    DRAM activity is the roofline's everywhere, scaled by the predicted utilization, because no data has it.
 
     Args:
         features: The model's layers and sizes.
         cost: Its step at the job's batch size.
         training: The job's batch size and precision.
-        product: What it runs on.
+        product: The GPU product.
     """
     layers = features.layers
     plain = roofline.activity_on(cost, product, training.precision, convolutional=layers.convolution > layers.linear)
     guess = roofline.intervals(plain)
     model = shipped()
     row = features_of(work_of_features(features, cost, training.batch_size), product, training.precision)
-    if not is_known(row, model):
+    if not is_inside(row, model):
         return Answer(guess, inside=False)
     util, sm_active, occupancy = (target.forest.predict(row) for target in model.targets)
     measured = (product.name, training.precision) == (model.product, model.precision)
-    widening = 1.0 if measured else CARRIED
+    widening = 1.0 if measured else UNMEASURED_FACTOR
     some = layers.convolution > 0
     busy = _interval(model.gpu_util_percent.around(util, convolutional=some), 100.0, widening)
-    # What the roofline gives to DRAM it gives to a GPU as busy as the roofline thinks.
     dram = guess.dram_active_ratio
     median = round(min(plain.dram_active * busy.median / 100 / max(plain.gpu_util, 0.01), 1.0), 4)
     activity = ActivityPrediction(

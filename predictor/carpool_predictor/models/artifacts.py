@@ -1,7 +1,6 @@
-"""Reads the models that the package carries, and makes sure that they are those that were shipped.
+"""Reads the shipped models and verifies their SHA-256 digests, which lie beside them in `SHA256SUMS`.
 
-Their digests lie beside them, as `sha256sum` writes them. Training writes both. That tells a file that was
-changed or half replaced from one that is whole. It is no protection against who changes both; a signed image is.
+The digests detect files that were changed or partly replaced. They do not protect against somebody who changes both.
 """
 
 import hashlib
@@ -20,21 +19,21 @@ Model = TypeVar("Model")
 
 
 def load(name: str, read: Callable[[bytes], Model], folder: Path | None = None) -> Model:
-    """Read a model.
+    """Return a shipped model.
 
     Args:
-        name: Of its file.
-        read: Makes the model of the file's content; what is wrong with it is for that to say first.
-        folder: Where it lies; None: in the package.
+        name: Name of its file.
+        read: Decodes the file's content; its errors come before a wrong digest.
+        folder: Folder of the file; the package's by default.
 
     Raises:
-        MalformedError: It is not there, cannot be read, or is not what was shipped.
+        MalformedError: The file is missing, unreadable, or has another digest.
     """
-    lies_in = resources.files("carpool_predictor").joinpath("artifacts") if folder is None else folder
+    location = resources.files("carpool_predictor").joinpath("artifacts") if folder is None else folder
     try:
-        content, sums = lies_in.joinpath(name).read_bytes(), lies_in.joinpath(SUMS).read_text(encoding="ascii")
+        content, sums = location.joinpath(name).read_bytes(), location.joinpath(SUMS).read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError) as error:
-        raise MalformedError(f"expected {name} and {SUMS} in {lies_in}: {error}; {_ADVICE}") from error
+        raise MalformedError(f"expected {name} and {SUMS} in {location}: {error}; {_ADVICE}") from error
     model = read(content)
     wanted = dict(line.split("  ", 1)[::-1] for line in sums.splitlines() if "  " in line).get(name, "none")
     found = _digest(content)
@@ -46,11 +45,7 @@ def load(name: str, read: Callable[[bytes], Model], folder: Path | None = None) 
 
 
 def write_sums(paths: Iterable[Path]) -> Path:
-    """Write the digests of models that lie in one folder.
-
-    Args:
-        paths: At least one.
-    """
+    """Write the digests of the given files into their folder, and return the path of the digests."""
     written = sorted(paths)
     path = written[0].parent / SUMS
     path.write_text("".join(f"{_digest(one.read_bytes())}  {one.name}\n" for one in written), encoding="ascii")

@@ -1,12 +1,12 @@
-"""From the simulated step to what `nvidia-smi` will show: a calibrated line, a learned correction, a bound, a class.
+"""Memory model: from the simulated step to the peak that `nvidia-smi` shows, with an upper bound and a class.
 
     line   = slope · reserved + intercept - context(A100) + context(product)
-    median = line · exp(residual)          the residual only inside what was learned
-    upper  = median · factor(stratum)      steps that are likelier to exceed it have a larger one
-    class  = the one that holds median · factor(stratum) ^ share
+    median = line · exp(residual)          the residual only inside the training data
+    upper  = median · factor(stratum)      steps with more risk to exceed the median have a larger factor
+    class  = the class of median · factor(stratum) ^ share
 
-What no static tool sees (CUDA context, cuDNN and cuBLAS workspaces) belongs to the site, not to the model: slope and
-intercept are fitted for one stack. Trees correct what is left; both are shipped as plain numbers with their provenance.
+Static tools cannot see the CUDA context and the workspaces of cuDNN and cuBLAS. They belong to the site: slope and
+intercept are fitted for one stack. Trees correct the rest. All numbers are shipped with their provenance.
 """
 
 import math
@@ -45,11 +45,11 @@ COLUMNS = (
     "log unfolded over reserved",
     "log largest over reserved",
 )
-"""Names of the columns; the order is the artifact's, and a test compares them."""
+"""Names of the model's inputs, in the artifact's order."""
 
 
 def row_of(features: ModelFeatures, cost: StepCost, batch_size: int) -> tuple[float, ...]:
-    """Return one number for each of `COLUMNS`."""
+    """Return the model's inputs for a step, one number for each of `COLUMNS`."""
     layers = features.layers
     total = 1 + sum(getattr(layers, name) for name in layers.__struct_fields__)
     reserved = max(cost.reserved_bytes, 1.0)
@@ -75,35 +75,36 @@ def row_of(features: ModelFeatures, cost: StepCost, batch_size: int) -> tuple[fl
 _NUMBER = Annotated[float, Meta(gt=0, le=1e6)]
 
 FORMAT = 5
-"""Version of the artifact's layout; another one is refused."""
+"""Version of the artifact's layout."""
 CONTEXT_BASE_MIB = 130
 CONTEXT_PER_SM_MIB = 2.8
-"""CUDA context with PyTorch's kernels loaded: a part that does not depend on the GPU, and local memory reserved for
-each SM. About 430 MiB on an A100 (108 SMs), 240 on a T4 (40 SMs). An assumption, not a fit."""
+"""CUDA context with PyTorch's kernels: a constant part, and local memory for each SM. Assumed, not fitted.
+
+About 430 MiB on an A100 (108 SMs), 240 MiB on a T4 (40 SMs)."""
 
 STRATA = 16
-"""Most strata of steps, each with a bound of its own: what jobs teach is kept for so many."""
+"""Most strata that a model may have and that the calibration keeps."""
 ELSEWHERE_FACTOR = 1.25
-"""Widens the bound for a stack that was never calibrated: another product, or another precision."""
+"""Factor to the bound on an uncalibrated stack: another product or precision."""
 ELSEWHERE_COVERAGE = 0.9
-"""Coverage claimed for such a stack, and for models outside what was learned: assumed, and said in the message."""
+"""Coverage claimed on an uncalibrated stack and outside the training data. Assumed."""
 OUTSIDE_FACTOR = 1.15
-"""Widens the bound for a model outside what was learned; the line alone holds it, as the model card shows."""
+"""Factor to the bound outside the training data, where only the line predicts; see the model card."""
 MAX_CORRECTION = 0.35
-"""Largest logarithm that the residual may answer."""
+"""Largest absolute residual, a logarithm."""
 
 
 class Risk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A linear score that says how likely a step exceeds its median by much, and how it divides steps into strata."""
+    """A linear score of a step's risk to exceed its median by much, and its division into strata."""
 
     weights: list[float]
-    """One for each column."""
+    """One weight for each column."""
     intercept: float
     edges: list[float]
-    """Scores at which a stratum ends and the next one begins, ascending."""
+    """Scores between strata, ascending."""
 
     def stratum(self, row: Sequence[float]) -> int:
-        """Return the stratum of a step: 0 for those that are least likely to."""
+        """Return the stratum of a step; 0 has the least risk."""
         score = self.intercept + sum(w * x for w, x in zip(self.weights, row, strict=True))
         return bisect_right(self.edges, score)
 
@@ -112,39 +113,39 @@ class MemoryModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The memory model of one stack, with provenance."""
 
     format: int
-    """Layout of this file."""
+    """Version of the layout, `FORMAT`."""
     version: str
-    """Version of this file's numbers; becomes part of `Prediction.modelVersion`."""
+    """Version of the numbers, a part of `Prediction.modelVersion`."""
     product: str
     """GPU product of the stack."""
     precision: Precision
     """Precision of the stack."""
     slope: _NUMBER
-    """MiB measured for each MiB that the allocator holds."""
+    """Measured MiB per MiB that the allocator holds."""
     intercept_mib: Annotated[float, Meta(ge=0, le=1e6)]
-    """MiB measured at nothing held: context, workspaces and libraries."""
+    """Measured MiB without tensors: context, workspaces and libraries."""
     columns: list[str]
     """Names of the numbers that `row_of` returns."""
     residual: Forest
-    """Logarithm of measured over line, from `row_of`."""
+    """Logarithm of measured memory over the line."""
     hull: list[tuple[float, float]]
-    """For each column, the range that was learned from, with its margin."""
+    """Range of each column in the training data, with a margin."""
     risk: Risk
-    """Divides steps into strata, each with a bound of its own."""
+    """Division of steps into strata."""
     factors: list[Annotated[float, Meta(ge=1, le=100)]]
     """Bound over median, for each stratum of `risk`."""
     class_share: Annotated[float, Meta(ge=0, le=1)]
-    """How far from median (0) to bound (1), in logarithms, lies the value whose class is named."""
+    """Position of the class's value between median (0) and bound (1), in logarithms."""
     coverage: Annotated[float, Meta(ge=0, le=1)]
-    """Coverage that the bound is shipped with."""
+    """Coverage of the bound."""
     provenance: dict[str, str | float | int]
-    """Data, rows, split, seed, versions and the figures on families that no number saw."""
+    """Data, rows, split, seed, versions, and errors on held-out families."""
 
     def check(self) -> None:
-        """Make sure that the artifact fits this code.
+        """Refuse an artifact that does not fit this code.
 
         Raises:
-            MalformedError: It does not; the message says why.
+            MalformedError: Columns, strata, hull or trees are inconsistent.
         """
         if tuple(self.columns) != COLUMNS or len(self.hull) != len(COLUMNS):
             raise MalformedError("the memory model was trained on other columns than this version computes")
@@ -162,16 +163,16 @@ class MemoryModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class _Format(msgspec.Struct, frozen=True):
-    """As much of an artifact as says whether the rest can be read."""
+    """The part of an artifact that decides whether the rest can be read."""
 
     format: int
 
 
 def read_model(content: bytes) -> MemoryModel:
-    """Read an artifact.
+    """Return the model of an artifact's content.
 
     Raises:
-        MalformedError: It is cut short, changed, or of another version.
+        MalformedError: The content is truncated, changed, or of another version.
     """
     try:
         found = msgspec.json.decode(content, type=_Format).format
@@ -187,17 +188,17 @@ def read_model(content: bytes) -> MemoryModel:
 
 @cache
 def shipped() -> MemoryModel:
-    """Return the memory model that the package carries."""
+    """Return the memory model in the package."""
     return load("memory.json", read_model)
 
 
 def context_mib(product: GpuProduct) -> float:
-    """Estimate the CUDA context of a PyTorch process, in MiB."""
+    """Return the estimated CUDA context of a PyTorch process, in MiB."""
     return CONTEXT_BASE_MIB + CONTEXT_PER_SM_MIB * product.sm_count
 
 
 def is_calibrated(model: MemoryModel, product: GpuProduct, precision: Precision) -> bool:
-    """Whether the stack is the one that was measured."""
+    """Whether the model was fitted on this product and precision."""
     return product.name == model.product and precision is model.precision
 
 
@@ -216,7 +217,7 @@ class Correction:
 
 
 def correction_of(model: MemoryModel, features: ModelFeatures, cost: StepCost, batch_size: int) -> Correction:
-    """Look a step up in the trees and strata."""
+    """Return the correction of a step by the trees and strata."""
     row = row_of(features, cost, batch_size)
     inside = all(low <= x <= high for x, (low, high) in zip(row, model.hull, strict=True))
     stratum = model.risk.stratum(row)
@@ -236,15 +237,15 @@ def predict_memory(
     calibrated: bool,
     context_difference_mib: float,
 ) -> MemoryPrediction:
-    """Predict the process's peak memory.
+    """Predict the peak memory of the process.
 
     Args:
         cost: The simulated step.
-        layers: Decides the width of the memory class.
+        layers: Layers of the model, which decide the width of the memory class.
         model: Line and coverage.
         correction: The step's correction.
-        calibrated: Whether the model was fitted on this very stack.
-        context_difference_mib: CUDA context here less that of the calibrated product.
+        calibrated: Whether the model was fitted on this stack.
+        context_difference_mib: CUDA context on this product less that on the calibrated one.
     """
     line = model.slope * cost.reserved_bytes / MIB + model.intercept_mib
     median = max(line * correction.line_factor + context_difference_mib, cost.peak_bytes / MIB)
@@ -281,7 +282,7 @@ class Pair(NamedTuple):
 def fit_line(pairs: Sequence[Pair]) -> tuple[float, float]:
     """Fit `measured ≈ slope · simulated + intercept` by least absolute relative error.
 
-    Iteratively reweighted least squares; outliers (failed runs that cleaning missed) pull with bounded weight.
+    Iteratively reweighted least squares, so that outliers have bounded influence.
 
     Returns:
         Slope, and intercept in MiB (at least 0).

@@ -1,4 +1,4 @@
-"""Activity from a product's specification. Physics, not learned: the intervals are wide and say so.
+"""Activity of a training step from the GPU's specification. No constant is fitted, so that intervals are wide.
 
     compute     = flops / (peak rate * VECTOR or TENSOR)
     memory      = bytes / (bandwidth * BANDWIDTH)
@@ -9,9 +9,8 @@
     occupancy   = sm_active * OCCUPANCY
     dram_active = bytes / bandwidth / step
 
-Kernels run one after the other, each bound by one of compute and memory, so a step lies between the larger and the sum
-of the two; the sum is nearer to published rates of ResNet-50. Launching overlaps with the GPU's work, so the longer of
-the two decides: a model of many small kernels is bound by the CPU that launches them. No constant was fitted.
+Kernels run one after the other, each bound by compute or memory. A step lies between the larger and the sum of the two;
+the sum is nearer to published rates of ResNet-50. Launches overlap with the GPU's work, so that the longer one decides.
 """
 
 from dataclasses import dataclass
@@ -25,23 +24,23 @@ from carpool_predictor.features import StepCost
 VECTOR = 0.7
 """Share of the peak FP32 rate that convolutions and matrix products reach in training."""
 TENSOR = 0.4
-"""Share of the peak tensor-core rate that they reach: common sizes fill the cores badly."""
+"""Share of the peak tensor-core rate that they reach; common sizes do not fill the cores."""
 TF32_SHARE = 0.5
 """TF32 tensor cores run at half the 16-bit rate (NVIDIA A100 datasheet); PyTorch uses them for FP32 convolutions."""
 BANDWIDTH = 0.75
 """Share of the peak bandwidth that element-wise kernels reach."""
 KERNEL_S = 3e-6
-"""Time of a kernel that does nothing, on the GPU: it starts and drains."""
+"""GPU time of an empty kernel, in seconds."""
 LAUNCH_S = 10e-6
-"""CPU time of one operator of an eager training step, its share of autograd included; 7 to 30 us by host."""
+"""CPU time of one operator of an eager step with its share of autograd; 7 to 30 us, by host."""
 STEP_GAP_S = 5e-4
-"""Between steps: the loss is read, the next batch copied. Waiting for data is not in the graph, and not counted."""
+"""Time between steps for reading the loss and copying the next batch. Data loading is not in the graph."""
 FILL_BYTES_PER_SM = 48 * 1024
-"""Bytes that a kernel moves for each SM when half of the SMs have work: 1,024 threads with twelve FP32 numbers each."""
+"""Bytes per SM that a kernel moves when half of the SMs have work: 1,024 threads with twelve FP32 numbers each."""
 OCCUPANCY = (0.3, 0.07, 0.55)
-"""Share of warp slots in use for each share of SMs with work: about the median, 5% and 95% of GPUMemNet's networks."""
+"""Occupancy per SM activity: about the median, 5% and 95% of GPUMemNet's networks."""
 SPREAD_RATIO = 0.35
-"""Half width of the intervals of activity, in ratios."""
+"""Half width of the intervals, as a ratio."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ class Activity:
 
 
 def matrix_rate(product: GpuProduct, precision: Precision, *, convolutional: bool) -> float:
-    """Return the FLOP/s that matrix products reach in training, by what the precision may use."""
+    """Return the FLOP/s that matrix products reach in training in a precision."""
     major = int(product.compute_capability.split(".")[0])
     vector, tensor = product.fp32_tflops * VECTOR, product.tensor_tflops * TENSOR
     if precision is Precision.FP32:
@@ -65,7 +64,7 @@ def matrix_rate(product: GpuProduct, precision: Precision, *, convolutional: boo
 
 
 def activity_on(cost: StepCost, product: GpuProduct, precision: Precision, *, convolutional: bool) -> Activity:
-    """Estimate one step alone on a GPU."""
+    """Return the median activity of a step alone on a GPU."""
     bandwidth = product.memory_bandwidth_gb_s * 1e9
     compute_s = cost.flops / matrix_rate(product, precision, convolutional=convolutional)
     memory_s = cost.bytes_moved / (bandwidth * BANDWIDTH)

@@ -1,12 +1,12 @@
-"""Time of a training step: its FLOPs, bytes and kernels at that share of a GPU's peaks which kernels reach.
+"""Time of a training step from its FLOPs, bytes and kernels, and the share of a GPU's peaks that kernels reach.
 
     compute = flops / rate,              rate = FP32 peak * matrix         (tensor cores: roofline.TENSOR of their peak)
     memory  = bytes / (bandwidth * bandwidth utilization)
     step    = compute + memory + kernel_s * kernels                         (form `sum`)
     step    = max(compute, memory) + kernel_s * kernels                     (form `larger`)
 
-The utilizations are learned over all measured GPUs (NeuSight's idea: utilization of the roofline, never latency), so
-that a GPU that nobody measured has a prediction, from its specification. Without NumPy: microseconds.
+The model learns utilizations of the roofline over all measured GPUs instead of latencies (NeuSight, ASPLOS '25), so
+that the specification of a GPU that was not measured is enough.
 """
 
 import math
@@ -25,9 +25,9 @@ from carpool_predictor.models.artifacts import load
 from carpool_predictor.models.roofline import TENSOR, TF32_SHARE
 
 FORMAT = 1
-"""Version of the artifact's layout; another one is refused."""
+"""Version of the artifact's layout."""
 UNMEASURED = 1.6
-"""Factor to both ends of the interval where tensor cores compute: no measured step used them. Assumed."""
+"""Factor to both ends of the interval on tensor cores, which no measured step used. Assumed."""
 
 _SHARE = Annotated[float, Meta(gt=0, le=2)]
 _SECONDS = Annotated[float, Meta(ge=0, le=1e-3)]
@@ -37,18 +37,18 @@ Form = Literal["sum", "larger"]
 
 
 class Utilization(msgspec.Struct, frozen=True, kw_only=True):
-    """What was learned."""
+    """Learned utilizations."""
 
     form: Form
     matrix: _SHARE
     """Share of the FP32 peak that matrix products reach."""
     bandwidth: _SHARE
-    """Share of the bandwidth, of what operators read and write without any cache."""
+    """Share of the peak bandwidth, for bytes counted without caches."""
     kernel_s: _SECONDS
-    """Seconds that a kernel takes in any case."""
+    """Fixed seconds per kernel."""
 
     def seconds(self, cost: StepCost, rate: float, bandwidth: float) -> float:
-        """Return a step's time, from FLOP/s at the rate that is reached and bytes/s at the peak."""
+        """Return the seconds of a step, from the reached rate in FLOP/s and the peak bandwidth in bytes/s."""
         compute, memory = cost.flops / rate, cost.bytes_moved / (bandwidth * self.bandwidth)
         work = compute + memory if self.form == "sum" else max(compute, memory)
         return work + self.kernel_s * cost.kernels
@@ -61,18 +61,18 @@ class StepTimeModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     version: str
     learned: Utilization
     lower: _FACTOR
-    """5% quantile of measured over predicted, GPUs held out."""
+    """5% quantile of measured over predicted time on held-out GPUs."""
     upper: _FACTOR
     """95% quantile."""
     provenance: dict[str, str | float | int]
-    """Data, rows, seed, versions and the figures on GPUs that no number saw."""
+    """Data, rows, seed, versions, and errors on held-out GPUs."""
 
 
 def read_model(content: bytes) -> StepTimeModel:
-    """Read an artifact.
+    """Return the model of an artifact's content.
 
     Raises:
-        MalformedError: It is cut short, changed, or of another version.
+        MalformedError: The content is truncated, changed, or of another version.
     """
     try:
         model = msgspec.json.decode(content, type=StepTimeModel)
@@ -87,7 +87,7 @@ def read_model(content: bytes) -> StepTimeModel:
 
 @cache
 def shipped() -> StepTimeModel:
-    """Return the model that the package carries."""
+    """Return the model in the package."""
     return load("step_time.json", read_model)
 
 
@@ -97,17 +97,17 @@ class StepTime:
 
     seconds: Interval
     inside: bool
-    """Whether what computes (FP32, without tensor cores) was measured."""
+    """Whether the units that compute (FP32, without tensor cores) were measured."""
 
 
 def step_time_on(cost: StepCost, product: GpuProduct, precision: Precision, *, convolutional: bool) -> StepTime:
-    """Predict a step.
+    """Predict the time of a step.
 
     Args:
         cost: FLOPs, bytes and kernels of the step.
         product: The GPU.
         precision: Decides whether tensor cores compute.
-        convolutional: Whether most work is in convolutions, for which PyTorch uses TF32 by itself.
+        convolutional: Whether most work is in convolutions, for which PyTorch uses TF32 by default.
     """
     model = shipped()
     vector = product.fp32_tflops * model.learned.matrix
@@ -127,7 +127,7 @@ def step_time_on(cost: StepCost, product: GpuProduct, precision: Precision, *, c
 
 
 def _tensor_tflops(product: GpuProduct, precision: Precision, *, convolutional: bool) -> float:
-    """Return what tensor cores reach in a precision, in TFLOP/s; 0 where they play no part."""
+    """Return the rate of tensor cores in a precision, in TFLOP/s; 0 if they are not used."""
     major = int(product.compute_capability.split(".")[0])
     reached = product.tensor_tflops * TENSOR
     if precision is Precision.FP32:
