@@ -76,21 +76,6 @@ async def test_settled_cluster_that_learns_is_quiet() -> None:
     await assert_quiet(of, "x")
 
 
-async def test_run_counts_once_across_a_restart() -> None:
-    of = world()
-    of.apply()
-    await begun(of)
-    await stood(of, 3000, LOADING_S)
-    of.start()
-    of.clock.advance(STEADY_S)
-    await of.settle()
-    of.clock.advance(STEADY_S)
-    await of.settle()
-    of.end_pod("x-worker-0-1")
-    await of.settle()
-    assert (len(stack(of).rows), stack(of).seen) == (1, 1)
-
-
 async def test_activity_is_learned_as_without_co_tenants() -> None:
     of = world()
     for name in ("x", "y"):
@@ -633,12 +618,7 @@ async def test_document_is_readable_json() -> None:
     of = world()
     await ran(of, 3000)
     text = of.kube.dump(CONFIG_MAPS, NAME, NAMESPACE)["data"][KEY]
-    assert json.loads(text)["stacks"][0]["stack"] == {
-        "product": "NVIDIA A100-SXM4-40GB",
-        "precision": "fp32",
-        "driver": "simulated",
-        "torch": "",
-    }
+    assert json.loads(text)["stacks"][0]["stack"]["product"] == "NVIDIA A100-SXM4-40GB"
     assert msgspec.json.decode(text, type=Calibration) == kept(of)
 
 

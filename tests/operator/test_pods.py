@@ -188,20 +188,6 @@ async def test_service_is_created_before_the_workers_and_owned_by_the_job() -> N
     assert owner["uid"] == world.job().metadata.uid
 
 
-async def test_attempts_share_the_service() -> None:
-    world = World(backoff_s=1.0)
-    world.apply(workers=2)
-    await world.settle()
-    world.run_pods()
-    await world.settle()
-    world.end_pod("x-worker-1-1", exit_code=1)
-    await world.settle()
-    world.clock.advance(5)
-    await world.settle()
-    assert world.living() == ["x-worker-0-2", "x-worker-1-2"]
-    assert len(world.kube.dump_all(SERVICES)) == 1
-
-
 async def test_service_of_another_owner_is_not_used() -> None:
     world = World()
     world.kube.seed(SERVICES, {"metadata": {"name": "x-workers"}})
@@ -272,14 +258,16 @@ def test_message_names_the_field_of_the_template(answer: str, message: str) -> N
     assert is_about_the_pod(error)
 
 
-async def test_invalid_template_fails_the_job_before_its_model_is_traced() -> None:
+async def test_invalid_template_fails_each_job_before_its_model_is_traced() -> None:
     world = World()
-    world.kube.fail_next("check", PODS, Invalid(f"POST pods default: {MISSPELT}", status=400, server_message=MISSPELT))
-    world.apply(model={"catalog": {"name": "timm/resnet50"}})
-    await world.settle()
-    failed = find(world.job().status, "Failed")
-    assert failed is not None
-    assert failed.message.startswith("spec.template.spec.containers[0].comand, ")
+    for name in ("x", "y"):
+        refused = Invalid(f"POST pods default: {MISSPELT}", status=400, server_message=MISSPELT)
+        world.kube.fail_next("check", PODS, refused)
+        world.apply(name, model={"catalog": {"name": "timm/resnet50"}})
+        await world.settle()
+        failed = find(world.job(name).status, "Failed")
+        assert failed is not None
+        assert failed.message.startswith("spec.template.spec.containers[0].comand, ")
     assert world.tracer.traced == []
     assert world.pods() == []
 
@@ -303,14 +291,3 @@ async def test_valid_template_is_checked_once() -> None:
     world.apply("z", template={"spec": {"containers": [{"name": "train", "image": "train:2"}]}})
     await world.settle()
     assert [call.verb for call in world.kube.calls].count("check") == 2
-
-
-async def test_invalid_template_is_checked_for_each_job() -> None:
-    world = World()
-    for name in ("x", "y"):
-        world.kube.fail_next(
-            "check", PODS, Invalid(f"POST pods default: {MISSPELT}", status=400, server_message=MISSPELT)
-        )
-        world.apply(name)
-        await world.settle()
-        assert find(world.job(name).status, "Failed") is not None

@@ -110,12 +110,17 @@ async def test_transient_abstention_is_tried_again_while_the_job_waits() -> None
     assert outcome(world)[0] == "Predicted"
 
 
-async def test_job_with_pods_is_not_predicted_again() -> None:
-    world = World(FakeTracer(TIMED_OUT))
-    world.apply(model=CATALOG)
+@pytest.mark.parametrize(
+    ("answer", "gpus"),
+    [(TIMED_OUT, 1), (Abstention(reason="OperatorUnsupported", message="no fake kernel"), 8)],
+    ids=["a job with pods", "an abstention because of the model"],
+)
+async def test_abstention_is_final(answer: Abstention, gpus: int) -> None:
+    world = World(FakeTracer(answer))
+    world.apply(model=CATALOG, gpusPerWorker=gpus)
     await world.settle()
-    assert world.living() == ["x-worker-0-1"]
-    world.clock.advance(3600)
+    assert world.living() == (["x-worker-0-1"] if gpus == 1 else [])
+    world.clock.advance(86400)
     world.operator.queue.add("default/x")
     await world.settle()
     assert len(world.tracer.traced) == 1
@@ -134,16 +139,6 @@ async def test_resumed_job_is_tried_again_before_its_first_pod() -> None:
     await world.settle()
     assert outcome(world)[0] == "Predicted"
     assert world.living() == ["x-worker-0-1"]
-
-
-async def test_abstention_because_of_the_model_is_final() -> None:
-    world = World(FakeTracer(Abstention(reason="OperatorUnsupported", message="no fake kernel")))
-    world.apply(model=CATALOG, gpusPerWorker=8)
-    await world.settle()
-    world.clock.advance(86400)
-    world.operator.queue.add("default/x")
-    await world.settle()
-    assert len(world.tracer.traced) == 1
 
 
 async def test_new_version_of_the_predictor_renews_predictions() -> None:

@@ -63,13 +63,6 @@ def test_prediction_and_attempt_are_written_before_the_pods_are_created() -> Non
     assert "Predicted" in events(decision)
 
 
-def test_nothing_is_decided_twice() -> None:
-    before = snapshot(job(), prediction=prediction())
-    first = reconcile(before)
-    second = again(before, first, expected=frozenset({"x-worker-0-1"}))
-    assert second.actions == ()
-
-
 def test_unknown_model_runs_alone_and_says_why() -> None:
     of = job(model=None)
     one = snapshot(of, prediction=abstention())

@@ -302,7 +302,7 @@ CASES = [
     pytest.param(
         JobStatus(observed=Observed(step_time_seconds=1.5)),
         JobSummary(observed_memory="0.0 GiB", step_time="1,500 ms"),
-        id="a step time beside which nothing was predicted",
+        id="a step time without a prediction",
     ),
     pytest.param(
         JobStatus(placement=[place(0, "n1", limit=3 * 1024**2 // 2)]),
