@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 
 from carpool_deviceplugin.app import build, find_devices, real_devices
 from carpool_deviceplugin.cdi import NvidiaCdi
-from carpool_deviceplugin.check import battery
+from carpool_deviceplugin.check import check
 from carpool_deviceplugin.gpu import DeviceError, NoDevicesError
 from carpool_deviceplugin.metrics import AgentCollector
 from carpool_deviceplugin.mig import (
@@ -101,7 +101,7 @@ def node() -> None:
     """Look at a node's GPUs, and divide them, without Kubernetes."""
 
 
-node.add_command(battery)
+node.add_command(check)
 
 
 @node.command()

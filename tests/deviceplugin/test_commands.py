@@ -34,7 +34,6 @@ from carpool_deviceplugin.plugin import HeldByPod, Knowledge, KubeletError, Plug
 from carpool_deviceplugin.preflight import InputError, inspect_node
 from carpool_deviceplugin.protos import podresources_pb2 as pr
 from carpool_deviceplugin.settings import AgentSettings
-from carpool_deviceplugin.testing.check import FakeMachine
 from carpool_deviceplugin.testing.gpus import A100_40
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.node import Flow, Node, flowing, running, until
@@ -243,37 +242,36 @@ def test_paths_are_quoted_and_cut(tmp_path: Path, where: str) -> None:
         ["plan", "--gpu", "0", "--to"],
         ["plan", "--gpu", "0", "--to", f"mig:{HOSTILE}"],
         ["plan", "--gpu", "0", "--to", f"mig:7g.40gb{',7g.40gb' * 10_000}"],
-        ["battery", "--gpu"],
-        ["battery", "--gpu", "0", "--out"],
+        ["check", "--gpu"],
+        ["check", "--gpu", "0", "--out"],
     ],
     ids=lambda arguments: " ".join(arguments)[:40],
 )
 def test_what_is_repeated_is_quoted_and_cut(node: Node, arguments: list[str]) -> None:
     """Regression: it was printed as it came, and wrote what it liked on the terminal."""
-    there = FakeMachine(node) if arguments[0] == "battery" else node.devices()
+    there = node.devices()
     said = [] if any("7g.40gb,7g" in one or HOSTILE in one for one in arguments) else [HOSTILE]
     result = CliRunner().invoke(command, [*arguments, *said], obj=there)
     assert (result.exit_code, result.output != "") == (2, True), result.output
     assert is_harmless(result.output), result.output
 
 
-@pytest.mark.parametrize("arguments", [["plan", "--to", "mig:", "--gpu", ""], ["battery", "--gpu", ""]])
+@pytest.mark.parametrize("arguments", [["plan", "--to", "mig:", "--gpu", ""], ["check", "--gpu", ""]])
 def test_nothing_is_a_name_that_is_seen(node: Node, arguments: list[str]) -> None:
-    there = FakeMachine(node) if arguments[0] == "battery" else node.devices()
+    there = node.devices()
     result = CliRunner().invoke(command, arguments, obj=there)
     assert (result.exit_code, "found ''; `carpool node inspect` names them" in result.output) == (2, True)
 
 
-@pytest.mark.parametrize("arguments", [["plan", "--to", "mig:2g.10gb"], ["battery", "--only", "contract"]])
+@pytest.mark.parametrize("arguments", [["plan", "--to", "mig:2g.10gb"], ["check", "--only", "contract"]])
 def test_a_gpu_may_be_named_by_a_mig_device_on_it(node: Node, arguments: list[str]) -> None:
     run(node, "plan", "--gpu", "0", "--to", "mig:1g.5gb", "--apply")
-    there = FakeMachine(node)
-    (device,) = read_mig_devices(there.devices.session, there.devices.uuids[0])
-    for said in (device.uuid, there.devices.uuids[0], "0"):
-        obj = there if arguments[0] == "battery" else there.devices
-        result = CliRunner().invoke(command, [*arguments, "--gpu", said], obj=obj)
+    there = node.devices()
+    (device,) = read_mig_devices(there.session, there.uuids[0])
+    for said in (device.uuid, there.uuids[0], "0"):
+        result = CliRunner().invoke(command, [*arguments, "--gpu", said], obj=there)
         assert (result.exit_code, "found" in result.output) == (0, False), result.output
-    unknown = CliRunner().invoke(command, [*arguments, "--gpu", f"{device.uuid}0"], obj=obj)
+    unknown = CliRunner().invoke(command, [*arguments, "--gpu", f"{device.uuid}0"], obj=there)
     assert (unknown.exit_code, "found 'MIG-" in unknown.output) == (2, True), unknown.output
 
 
@@ -379,7 +377,7 @@ def test_nothing_is_written_beside_a_living_agent(node: Node, monkeypatch: pytes
     assert len(list((node.root / "state" / "gpus").glob("*.health.json"))) == 1
 
 
-@pytest.mark.parametrize("arguments", [["inspect"], ["plan", "--gpu", "0", "--to", "mig:"], ["battery"]])
+@pytest.mark.parametrize("arguments", [["inspect"], ["plan", "--gpu", "0", "--to", "mig:"], ["check"]])
 def test_variable_of_the_wrong_kind_is_a_sentence(arguments: list[str]) -> None:
     result = CliRunner().invoke(command, arguments, env={"CARPOOL_METRICS_PORT": "many"})
     assert (result.exit_code, result.output) == (

@@ -71,7 +71,7 @@ def session(request) -> Iterator[Session]:
 
 @pytest.mark.parametrize("rule", CONTRACT, ids=lambda rule: rule.__name__)
 def test_contract(session: Session, rule: Rule) -> None:
-    """What holds for every GPU; `carpool node battery` asks the same of a real one."""
+    """Every GPU keeps these rules; `carpool node check` checks them on the node."""
     assert list(rule(session)) == []
 
 
@@ -356,10 +356,10 @@ def run(environment: dict[str, str], *command: str, code: int = 0) -> str:
 
 
 @pytest.mark.parametrize("kind", ["environment", "divided"])
-def test_the_contract_battery_runs_on_it(request: pytest.FixtureRequest, kind: str) -> None:
+def test_the_contract_holds_through_the_real_bindings(request: pytest.FixtureRequest, kind: str) -> None:
     environment: dict[str, str] = request.getfixturevalue(kind)
-    battery = ["-m", "pytest", "-q", "-k", "installed", "-p", "no:cacheprovider", __file__]
-    said = run(environment, sys.executable, *battery)
+    contract = ["-m", "pytest", "-q", "-k", "installed", "-p", "no:cacheprovider", __file__]
+    said = run(environment, sys.executable, *contract)
     assert "8 passed" in said
     assert "skipped" not in said, "they waited for a GPU, whatever the loader found"
 
@@ -452,18 +452,15 @@ def test_inspect_shows_profiles_and_places(divided: dict[str, str]) -> None:
     assert said.count("MIG: off") == 1
 
 
-def test_the_battery_runs_as_far_as_it_goes_without_a_gpu(divided: dict[str, str], tmp_path: Path) -> None:
-    """Real bindings, a library in C; there is nothing to compute with, and it says so."""
-    out, names = tmp_path / "found.json", ("contract", "mps-two", "mig")
-    wanted = [word for name in names for word in ("--only", name)]
-    said = run(divided, CARPOOL, "node", "battery", *wanted, "--mig", "--out", str(out))
+def test_check_runs_through_the_real_bindings(divided: dict[str, str], tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    said = run(divided, CARPOOL, "node", "check", "--mig", "--out", str(out))
     assert [line.split()[:2] for line in said.splitlines()[1:4]] == [
         ["passed", "contract"],
-        ["skipped", "mps-two"],
+        ["skipped", "mps"],
         ["passed", "mig"],
     ], said
-    assert "it takes mode MPS, the GPU has MIG" in said
-    assert "1g.10gb and 2g.20gb made, read back and destroyed" in said
+    assert "1g.10gb and 2g.20gb created, read back and destroyed" in said
     recorded = json.loads(out.read_text())["nvml"]
     assert (recorded["product"], len(recorded["mig"])) == ("NVIDIA H100 80GB HBM3", 7)
     assert recorded["codes"]["an index beyond the last"] == 2

@@ -1,14 +1,16 @@
-"""A machine with a fake GPU for the battery: processes train, take memory, fault and die with their MPS server."""
+"""A machine with a fake GPU for the GPU tests: processes train, take memory, fault and die with their MPS server."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from carpool_core.products import find_product
 from carpool_core.values import GpuUuid, PodUid
-
-from carpool_deviceplugin.check import Kind, Load, SkippedError
-from carpool_deviceplugin.testing.mps import FakeDaemon
+from carpool_deviceplugin.check import SkippedError
+from carpool_deviceplugin.testing.mps import FakeDaemon, FakeMpsCommands
 from carpool_deviceplugin.testing.node import Node, uid
+from carpool_deviceplugin.testing.nvml import FakeNvml
+from gpu_machine import Kind, Trial
 
 _CONTEXT_MIB = 600
 _STEPS_PER_S = 20
@@ -105,7 +107,7 @@ class FakeMachine:
         """Start a process."""
         if self.faithless.has_no_torch:
             raise SkippedError("it takes PyTorch with CUDA")
-        assert environment["CUDA_VISIBLE_DEVICES"] == gpu  # noqa: S101  # a process that sees other GPUs tells nothing
+        assert environment["CUDA_VISIBLE_DEVICES"] == gpu  # a process that sees other GPUs tells nothing
         pid, pipe = 100 + len(self.loads), environment.get("CUDA_MPS_PIPE_DIRECTORY", "")
         limit = environment.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "")
         percent = int(environment.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", 100))
@@ -148,7 +150,7 @@ class FakeMachine:
             if load.pipe == pipe:
                 load.doomed_at = self.node.seconds + _LINGER_S
 
-    def in_cgroup(self, load: Load) -> str:
+    def in_cgroup(self, load: object) -> str:
         """Say why a process is not in a pod's cgroup."""
         return "no cgroups here" if self.faithless.has_no_cgroups else ""
 
@@ -184,3 +186,8 @@ class FakeMachine:
     def monotonic(self) -> float:
         """Seconds."""
         return self.node.seconds
+
+
+def fake(directory: Path, kind: str = "H100", **faithless) -> Trial:
+    machine = FakeMachine(Node(FakeNvml([kind]), FakeMpsCommands(), directory), Faithless(**faithless))
+    return Trial(machine, machine.devices.uuids[0])

@@ -1,0 +1,173 @@
+"""The agent on a GPU: `pytest -m gpu tests/gpu` runs these trials on hardware, other runs on a machine in memory.
+
+The GPU must be idle and its node drained. Trials with processes need PyTorch with CUDA; CARPOOL_GPU_PYTHON names an
+interpreter that has it. CARPOOL_GPU chooses a GPU by index.
+"""
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from carpool_deviceplugin.check import FailedError, SkippedError
+from carpool_deviceplugin.testing.node import uid
+from carpool_deviceplugin.testing.nvml import FakeNvml
+from gpu_fake import fake
+from gpu_machine import LOAD, Attributed, Kind, ProcessLoad, RealMachine, Trial
+from gpu_trials import TRIALS
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", TRIALS)
+def test_hardware(hardware: Trial, name: str) -> None:
+    try:
+        print(TRIALS[name](hardware))
+    except SkippedError as e:
+        pytest.skip(str(e))
+
+
+MEASURED = {
+    "mps-two": "2 processes made 20.0, 20.0 steps/s",
+    "mps-three": "3 processes made",
+    "mps-threads": "100%: 0.97, 50%: 0.48, 25%: 0.24",
+    "mps-fault": "after 0 s, with both pods; they ended: RuntimeError",
+    "mps-killed": "another daemon answered after",
+    "activity": "of 132 SMs",
+    "cost": "not beside dmon: nvidia-smi is not on PATH",
+}
+
+
+@pytest.mark.parametrize("name", TRIALS)
+def test_a_machine_that_keeps_its_promises_passes(tmp_path: Path, name: str) -> None:
+    trial = fake(tmp_path)
+    assert MEASURED.get(name, "") in TRIALS[name](trial)
+    assert trial.machine.living() == []
+    assert trial.machine.node.mps.daemons == {}, "the machine is left as it was"
+    assert trial.machine.devices.actual(trial.gpu).mode is None
+
+
+@pytest.mark.parametrize(
+    ("faithless", "trial", "says"),
+    [
+        (
+            {"ignores_limits": True},
+            "mps-two",
+            "expected it to die of memory at 4,096 MiB, found it alive with 8,792 MiB",
+        ),
+        ({"kills_neighbours": True}, "mps-three", "expected every process to make steps"),
+        ({"ignores_threads": True}, "mps-threads", "expected an SM activity of about each thread percentage"),
+        ({"hides_fate": True}, "mps-fault", "expected the agent to name all pods that end together within 10 s"),
+        ({"hides_fate": True}, "mps-killed", "expected the agent to name all pods that end together within 10 s"),
+        ({"energy_leaks": True}, "energy", "expected power over time to be the counter within 10%"),
+        ({"wastes_s": 0.01}, "cost", "expected at most 0.5% of a core, found 1.00%"),
+    ],
+)
+def test_a_machine_that_breaks_a_promise_fails(tmp_path: Path, faithless, trial: str, says: str) -> None:
+    there = fake(tmp_path, **faithless)
+    with pytest.raises(FailedError) as failure:
+        TRIALS[trial](there)
+    assert says in str(failure.value)
+    assert there.machine.living() == [], "a failed trial cleans up"
+
+
+@pytest.mark.parametrize(
+    ("kind", "faithless", "trial", "says"),
+    [
+        ("H100", {"has_no_torch": True}, "mps-two", "it takes PyTorch with CUDA"),
+        ("H100", {"has_no_cgroups": True}, "attribution", "it takes a cgroup of the pod: no cgroups here"),
+        ("A100-40", {}, "activity", "SM activity is measured on Hopper and newer, or where DCGM's host engine runs"),
+    ],
+)
+def test_a_missing_requirement_is_named(tmp_path: Path, kind: str, faithless, trial: str, says: str) -> None:
+    with pytest.raises(SkippedError) as skipped:
+        TRIALS[trial](fake(tmp_path, kind, **faithless))
+    assert says in str(skipped.value)
+
+
+SPEAKS = """
+import json, sys
+print("a library's word")
+print(json.dumps({"steps": 3}), flush=True)
+for line in sys.stdin:
+    if line.startswith("take"):
+        print(json.dumps({"steps": 4, "ended": "out of memory"}), flush=True)
+        sys.exit(1)
+    if line.startswith("fault"):
+        sys.exit("CUDA error: an illegal memory access")
+    if line.startswith("stop"):
+        sys.exit(0)
+"""
+
+
+@pytest.fixture
+def load(tmp_path: Path):
+    made = ProcessLoad([sys.executable, "-c", SPEAKS], {}, uid("a"))
+    yield made
+    made.stop()
+
+
+def has_begun(load: ProcessLoad) -> None:
+    while load.steps() != 3:
+        assert load.ended() is None
+        load._reader.join(0.01)
+
+
+def has_ended(load: ProcessLoad) -> str | None:
+    load._process.wait(60)
+    return load.ended()
+
+
+def test_a_process_tells_its_steps_and_its_end(load: ProcessLoad) -> None:
+    has_begun(load)
+    load.take(1)
+    assert (has_ended(load), load.steps()) == ("out of memory", 4)
+    load.take(1)  # nobody hears it any more
+
+
+def test_a_process_that_dies_is_quoted(load: ProcessLoad) -> None:
+    load.fault()
+    assert has_ended(load) == "code 1: CUDA error: an illegal memory access"
+
+
+def real(tmp_path: Path, python: str = sys.executable) -> RealMachine:
+    return RealMachine(FakeNvml(["H100"]), tmp_path, python=python, cgroups=tmp_path / "cgroup")
+
+
+def test_an_interpreter_that_does_not_do_is_named(tmp_path: Path) -> None:
+    there = real(tmp_path, python=str(tmp_path / "python"))
+    with pytest.raises(SkippedError, match=r"it takes PyTorch with CUDA in .*python"):
+        there.start(there.devices.uuids[0], Kind.TRAIN, "a", {})
+
+
+def test_a_process_is_put_into_its_pods_cgroup(tmp_path: Path, load: ProcessLoad) -> None:
+    there = real(tmp_path)
+    assert there.in_cgroup(load) == "nobody put it there"
+    (tmp_path / "cgroup" / "carpool-gpu-tests").mkdir(parents=True)
+    assert there._moved(load) == ""
+    assert (tmp_path / "cgroup/carpool-gpu-tests" / f"pod{uid('a')}" / "cgroup.procs").read_text() == f"{load.pid}\n"
+    nowhere = RealMachine(FakeNvml(["H100"]), tmp_path / "x", cgroups=Path("/proc/nowhere"))
+    assert "run it as root on a node with cgroups of version 2" in nowhere._moved(load)
+
+
+def test_processes_of_the_tests_belong_to_their_pods(load: ProcessLoad) -> None:
+    processes = Attributed()
+    assert processes.find(load.pid).pod_uid is None
+    processes.pods[load.pid] = uid("a")
+    assert processes.find(load.pid).pod_uid == uid("a")
+
+
+def test_the_program_trains_takes_memory_and_dies_alone() -> None:
+    """Without a GPU on the processor, in an interpreter that finds PyTorch and nothing of Carpool."""
+    torch_is_at = str(Path(next(iter(find_spec("torch").submodule_search_locations))).parent)
+    code = f"import sys; sys.path.insert(0, {torch_is_at!r}); import runpy; sys.argv = sys.argv[1:]; "
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    load = ProcessLoad([sys.executable, "-I", "-S", "-c", code, str(LOAD), "train", "cpu"], {}, uid("a"))
+    try:
+        while load.steps() < 2:
+            assert load.ended() is None, load.ended()
+            load._reader.join(0.01)
+        load.take(1)
+        load.fault()
+        assert "IndexError: index 1099511627776 is out of bounds" in (has_ended(load) or "it lives")
+    finally:
+        load.stop()
