@@ -8,7 +8,7 @@ from carpool_core.testing.kube import FakeKube
 from carpool_core.values import SharingMode
 from carpool_extender.cache import ledger
 from carpool_extender.cache.ledger import capacity_of
-from carpool_extender.explain.explain import Asker, explained
+from carpool_extender.explain.explain import Options, explain_job
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.filters import Check
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
@@ -113,7 +113,7 @@ async def test_explain_reads_the_user_out_of_the_jobs_template() -> None:
     seed_node(kube, one(1000))
     template = {"spec": {"containers": [{"name": "train", "securityContext": {"runAsUser": 2000}}]}}
     seed_job(kube, "new", spec={"template": template})
-    answer = await explained(kube, "new", "default", RULES, Asker(clock))
+    answer = await explain_job(kube, "new", "default", RULES, Options(clock))
     assert any(SAID in line for line in answer.lines), answer.lines
 
 

@@ -5,8 +5,8 @@ from carpool_core.resources.node import GpuNodeStatus, Tenant, TenantProfile
 from carpool_core.testing.clock import FakeClock
 from carpool_core.values import SharingMode
 from carpool_extender.cache import ledger
-from carpool_extender.cache.peaks import PeakTracker, StablePeak, by_place, use_measured_peak
-from carpool_extender.explain.explain import differences
+from carpool_extender.cache.peaks import PeakTracker, StablePeak, measured_tenants, use_measured_peak
+from carpool_extender.explain.explain import measured_differences
 from carpool_extender.testing import cluster, device, gpu_node, tenant
 from msgspec.structs import replace
 
@@ -158,7 +158,7 @@ def test_a_word_of_others_is_none_of_the_agents():
 def test_others_are_not_looked_at(profile):
     assert Agent().tell(reserved(profile), 700, 5000) == {}
     spec = a_node(reserved(profile)).spec
-    assert use_measured_peak(spec, by_place(a_node(tenants=measured(4000))), after(LAST, 4000)) is spec
+    assert use_measured_peak(spec, measured_tenants(a_node(tenants=measured(4000))), after(LAST, 4000)) is spec
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_others_are_not_looked_at(profile):
 def test_it_counts_with_so_many_times_its_peak_and_never_with_more_than_before(promised, peaks, counted):
     held = reserved(replace(POOR, memory_mib=promised), GPUS[: len(peaks)], SharingMode.TIME_SLICING)
     node = a_node(held, tenants=measured(*peaks))
-    [settled] = use_measured_peak(node.spec, by_place(node), after(LAST, *peaks)).reservations
+    [settled] = use_measured_peak(node.spec, measured_tenants(node), after(LAST, *peaks)).reservations
     assert settled.tenant.measured_mib == counted
     assert settled.memory_limit_mib == held.memory_limit_mib
 
@@ -191,15 +191,15 @@ def test_it_counts_with_so_many_times_its_peak_and_never_with_more_than_before(p
 def test_a_margin_is_earned_by_the_peaks_that_stood_still_and_no_larger_ones(stood, found, counted):
     """Regression: after a conflict it was decided anew with the old margin and the new, larger peak."""
     node = a_node(reserved(gpus=GPUS[: len(found)], mode=SharingMode.TIME_SLICING), tenants=measured(*found))
-    [settled] = use_measured_peak(node.spec, by_place(node), after(LAST, *stood)).reservations
+    [settled] = use_measured_peak(node.spec, measured_tenants(node), after(LAST, *stood)).reservations
     assert settled.tenant.measured_mib == counted
 
 
 def test_margins_shrink_only():
     held = reserved(replace(POOR, measured_mib=6000))
     node = a_node(held, tenants=measured(5000))
-    assert use_measured_peak(node.spec, by_place(node), after(FIRST, 5000)) is node.spec
-    [settled] = use_measured_peak(node.spec, by_place(node), after(LAST, 5000)).reservations
+    assert use_measured_peak(node.spec, measured_tenants(node), after(FIRST, 5000)) is node.spec
+    [settled] = use_measured_peak(node.spec, measured_tenants(node), after(LAST, 5000)).reservations
     assert settled.tenant.measured_mib == 5500
 
 
@@ -219,13 +219,13 @@ def test_who_takes_more_than_counts_has_its_promise_again_and_an_agent_that_forg
     profile = replace(POOR, memory_mib=promised, measured_mib=counts)
     held = reserved(profile, GPUS[: len(peaks)], SharingMode.TIME_SLICING)
     grown = a_node(held, tenants=measured(*peaks))
-    void = use_measured_peak(grown.spec, by_place(grown), {})
+    void = use_measured_peak(grown.spec, measured_tenants(grown), {})
     assert void.reservations[0].tenant == TenantProfile(memory_mib=promised)
     assert void.reservations[0].tenant.counted_mib(0) == counted
     agent = Agent()
     assert agent.tell(void.reservations[0], 700, *(5000 for _ in peaks)) == {}
     after_restart = a_node(void.reservations[0], tenants=measured(*(5000 for _ in peaks)))
-    assert use_measured_peak(void, by_place(after_restart), after(LAST, *(5000 for _ in peaks))) is void
+    assert use_measured_peak(void, measured_tenants(after_restart), after(LAST, *(5000 for _ in peaks))) is void
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_who_takes_more_than_counts_has_its_promise_again_and_an_agent_that_forg
 def test_who_takes_more_after_all_counts_as_before_for_arrays_and_ledger(promised, peak, counted):
     held = replace(reserved(replace(POOR, memory_mib=promised, measured_mib=5500)), reserved_at="2026-01-31T11:00:00Z")
     node = a_node(held, tenants=measured(peak))
-    assert 40960 - cluster(node).snapshot().columns.free_mib[0] == counted
+    assert 40960 - cluster(node).snapshot().gpus.free_mib[0] == counted
     newcomer = replace(tenant("n", GPUS[:1]), tenant=TenantProfile(memory_mib=40960 - counted + 1))
     capacity = ledger.capacity_of(node, 8)
     assert isinstance(ledger.reserve(node.spec, newcomer, capacity), ledger.Rejected)
@@ -254,7 +254,7 @@ def test_who_takes_more_after_all_counts_as_before_for_arrays_and_ledger(promise
     ("profile", "peak", "said"),
     [
         pytest.param(
-            POOR, 5000, "until their own peaks have stood still count default/x with the whole GPU",
+            POOR, 5000, "until its measured peak is stable: default/x counts as a whole GPU",
             id="not yet",
         ),
         pytest.param(
@@ -262,12 +262,12 @@ def test_who_takes_more_after_all_counts_as_before_for_arrays_and_ledger(promise
             id="as measured",
         ),
         pytest.param(
-            replace(POOR, measured_mib=5500), 6000, "default/x (more than 5,500 MiB, as was measured before; ",
+            replace(POOR, measured_mib=5500), 6000, "default/x (more than the 5,500 MiB measured before; ",
             id="more after all",
         ),
     ],
 )  # fmt: skip
 def test_an_asker_is_told_what_counts(profile, peak, said):
     held = replace(reserved(profile), reserved_at="2026-01-31T11:00:00Z")
-    [told] = differences(a_node(held, tenants=measured(peak))).values()
+    [told] = measured_differences(a_node(held, tenants=measured(peak))).values()
     assert said in told
