@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
+from string import Template
 from typing import TypeVar
 
 import matplotlib as mpl
@@ -62,3 +64,11 @@ def markdown(rows: Sequence[Mapping[str, str]]) -> str:
     frame = pd.DataFrame(list(rows)).fillna("")
     lines = [list(frame.columns), ["---"] * len(frame.columns), *frame.to_numpy().tolist()]
     return "\n".join(f"|{'|'.join(map(str, line))}|" for line in lines)
+
+
+def write_card(package: str, path: Path, texts: Mapping[str, str]) -> Path:
+    """Fill `card.md.template` of a suite's package, and write the model card."""
+    template = resources.files(package).joinpath("card.md.template").read_text(encoding="utf-8")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(Template(template).substitute(texts), encoding="utf-8")
+    return path

@@ -1,6 +1,13 @@
-"""Tables, figures and progress of the suites."""
+"""Tables, model cards and progress of the suites."""
 
-from carpool_research.report import counted
+from pathlib import Path
+from string import Template
+
+import carpool_research
+import pytest
+from carpool_research.report import counted, markdown, write_card
+
+CARDS = sorted(Path(str(carpool_research.__file__)).parent.glob("*/card.md.template"))
 
 
 def test_items_are_counted_and_named() -> None:
@@ -8,3 +15,24 @@ def test_items_are_counted_and_named() -> None:
     assert list(counted([7, 8], "families held out, fold", heard.append)) == [7, 8]
     assert list(counted(["XGBoost"], "split", heard.append)) == ["XGBoost"]
     assert heard == ["families held out, fold 1 of 2", "families held out, fold 2 of 2", "split: XGBoost (1 of 1)"]
+
+
+def test_tables_are_markdown_and_missing_cells_are_empty() -> None:
+    assert markdown([{"a": "1", "b": "2"}, {"a": "3"}]) == "|a|b|\n|---|---|\n|1|2|\n|3||"
+
+
+@pytest.mark.parametrize("template", CARDS, ids=lambda path: path.parent.name)
+def test_a_report_fills_every_field_of_its_card(template: Path) -> None:
+    """The suites that fit for an hour are not run here; a field without a value would end them with an error."""
+    report = template.with_name("report.py").read_text()
+    fields = Template(template.read_text()).get_identifiers()
+    assert [field for field in fields if f'"{field}"' not in report] == []
+    assert len(template.read_text().split()) < 800
+
+
+def test_cards_are_written_from_their_template(tmp_path: Path) -> None:
+    fields = Template(CARDS[0].read_text()).get_identifiers()
+    card = write_card(
+        f"carpool_research.{CARDS[0].parent.name}", tmp_path / "x" / "card.md", dict.fromkeys(fields, "7")
+    )
+    assert "$" not in card.read_text()

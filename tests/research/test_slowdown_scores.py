@@ -80,6 +80,6 @@ def test_published_rules_put_pairs_together_by_what_they_look_at():
         "joint utilization ≤ 80% (RAD-RM, of SM activity)": [True, False, False],
         "sharing scores ≤ 2 (Lucid)": [False, True, True],
     }
-    told = list(fit.rows(np.ones(6), {}, {"a rule": np.array([True, True, False])}))
-    assert told[0] == "| 1.1 | a rule | 66.7% | 0.0% | 33.3% |"
-    assert len(told) == len(fit.LIMITS)
+    table = fit.limits_table(np.ones(6), {}, {"a rule": np.array([True, True, False])})
+    assert list(table[0].values()) == ["1.1", "a rule", "66.7%", "0.0%", "33.3%"]
+    assert len(table) == len(fit.LIMITS)

@@ -79,13 +79,12 @@ def test_of_a_forest_its_error_and_what_it_explains_and_finds_is_told(monkeypatc
     assert told.found_percent == 50.0
 
 
-def test_the_card_says_which_way_comes_closest_and_what_the_other_measure_comes_to(world):
+def test_the_table_starts_with_the_given_errors_and_the_closest_way_to_count(world):
     found = fit.readings(*world, trees=2)
-    text = " ".join(fit.ways_section(found))
-    other = next(one for one in found if one.way.speed != found[0].way.speed)
-    assert f"Closest is the {found[0].way} ({found[0].off:.1%} off)" in text
-    assert f"{other.way} ({other.off:.1%})" in text
-    assert f"errs by {other.shipped:.4f}" in text
+    given, closest, *others = fit.readings_table(found)
+    assert (given["no slowdown"], given["it finds"]) == ("0.097", "60%")
+    assert (closest["error of"], closest["off"]) == (str(found[0].way), f"{found[0].off:.1%}")
+    assert len(others) == fit.SHOWN - 1
 
 
 def test_given_errors_come_closest_as_errors_of_speed(published):

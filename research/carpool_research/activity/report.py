@@ -29,7 +29,7 @@ from carpool_research.activity.fit import (
     values,
 )
 from carpool_research.activity.fit import PRODUCT as MEASURED
-from carpool_research.report import Metric, Progress, Report, save, silent
+from carpool_research.report import Metric, Progress, Report, markdown, save, silent, write_card
 from carpool_research.tables import KINDS, file_of
 
 _BATCHES = (16, 64)
@@ -69,47 +69,18 @@ def reach() -> float:
     return float(np.mean(inside))
 
 
-def reality(rows: Sequence[RealRow]) -> list[str]:
-    """Write the section on real networks."""
+def _real(rows: Sequence[RealRow]) -> list[dict[str, str]]:
     return [
-        "## Real networks, another GPU",
-        "",
-        f"S-Lab's Lucid measured three convolutional networks alone on a {PRODUCT.removeprefix('NVIDIA ')}, data",
-        "loading included. Its licence lets it judge, not teach: nothing was fitted or chosen by it.",
-        "GPU utilization, %:",
-        "",
-        "| network | batch | precision | measured | predicted | interval | roofline |",
-        "|---|---|---|---|---|---|---|",
-        *(
-            f"| {r.model} | {r.batch_size} | {r.precision} | {r.measured:.0f} | {r.predicted:.0f} "
-            f"| {r.lower:.0f} to {r.upper:.0f} | {r.roofline:.0f} |"
-            for r in rows
-        ),
-        "",
-        f"Mean absolute error **{_error(rows):.1f}** points; the roofline's {_roofline_error(rows):.1f}. The 90%",
-        f"interval holds {_coverage(rows):.0f}% of them: it was learned on one GPU, one host and a loader that",
-        "cannot fall behind. A host that takes longer to launch and to load leaves a GPU idle that this model thinks",
-        "busy; from a job's first measurement on, what was measured counts.",
-        "",
-        "## How far it reaches",
-        "",
-        f"{reach():.1%} of the feature store's models at batch sizes 16 and 64 lie inside what was learned. No feature",
-        "grows with a model's depth: the synthetic networks are shallower than real ones.",
-        "",
-    ]
-
-
-def doubts() -> list[str]:
-    """Write what to doubt."""
-    return [
-        "## What to doubt",
-        "",
-        "- Networks are synthetic; no transformer and no model with attention is among them.",
-        "- Small networks wait for their data loader (MLPs: none; CNNs: two workers that draw random images). The",
-        "  loader is not an input, so what the model says of small networks holds for loaders like these.",
-        "- The data leave out seconds without any activity, so that they tell of training, not of start-up.",
-        "- One GPU product was measured. DRAM activity was not: it is the roofline's.",
-        "",
+        {
+            "network": r.model,
+            "batch": str(r.batch_size),
+            "precision": r.precision,
+            "measured": f"{r.measured:.0f}",
+            "predicted": f"{r.predicted:.0f}",
+            "interval": f"{r.lower:.0f} to {r.upper:.0f}",
+            "roofline": f"{r.roofline:.0f}",
+        }
+        for r in rows
     ]
 
 
@@ -204,8 +175,6 @@ def run(data: Path, out: Path, progress: Progress = silent) -> Report:
     tables = _tables(raw, rows, progress)
     found = {target: held_out(everything, target, SEED, progress) for target in TARGETS}
     drawn = draw(found["gpu_util_percent"], out / "figures")
-    card = out / "activity.md"
-    card.parent.mkdir(parents=True, exist_ok=True)
     nested, sizes = chosen_inside(everything, "gpu_util_percent", SEED, progress)
     errors = np.abs(nested - found["gpu_util_percent"].measured)
     kinds = np.array([row.kind for row in everything])
@@ -213,8 +182,9 @@ def run(data: Path, out: Path, progress: Progress = silent) -> Report:
     differing = sum(size != SHIPPED for size in sizes)
     progress("real models, from their traces")
     real = judge(data)
-    text = _card(raw, rows, tables, found, inside, f"{differing} of {len(sizes)}")
-    card.write_text("\n".join([*text, *reality(real), *doubts()]))
+    texts = _texts(raw, rows, tables, found, real)
+    texts |= {"nested_cnn": f"{inside['cnn']:.2f}", "nested_mlp": f"{inside['mlp']:.2f}"}
+    card = write_card(__package__, out / "activity.md", texts | {"differing": f"{differing} of {len(sizes)}"})
     return Report("activity", (*_figures(found, tables, inside), *real_figures(real)), (card, *drawn))
 
 
@@ -322,93 +292,62 @@ def _figures(
     return tuple(figures)
 
 
-def _card(
+def _texts(
     raw: Mapping[str, Sequence[ActivityRow]],
     rows: Mapping[str, Sequence[ActivityRow]],
     tables: Mapping[str, Mapping[str, baselines.Score]],
     found: Mapping[str, HeldOut],
-    inside: Mapping[str, float],
-    differing: str,
-) -> list[str]:
-    return [
-        "# Model card: activity",
-        "",
-        "Written by `python -m carpool_research evaluate --suite activity`; do not edit.",
-        "",
-        "How busy a training job keeps a GPU that it has alone: GPU utilization, SM activity and SM occupancy.",
-        "Boosted trees (LightGBM, Huber loss) on what the roofline says of a step: time to compute, to move bytes",
-        "and to launch, arithmetic intensity over the product's ridge, FLOPs and bytes for each kernel and SM.",
-        "They are stored as lists of numbers, and evaluated all at once. On another GPU product the features",
-        "follow its specification and the interval is 1.5 times as wide, which nobody has measured. A step outside",
-        "what was seen (each feature with a factor of two to spare) gets the roofline's answer, and is said to.",
-        "",
-        "## Data",
-        "",
-        "itu-rad/GPUMemNet, `Datasets`: synthetic networks, Adam, FP32 (convolutions in TF32), A100-SXM4-40GB,",
-        "means over one training minute. Cleaning drops runs without a measurement, those that ended out of",
-        "memory, and those that died before their layers were recorded. The layer lists are counted by arithmetic",
-        "that agrees with the tracer. Architectures (such as pyramid or dense) are what is held out.",
-        "",
-        "| | rows | with a measurement | kept | architectures |",
-        "|---|---|---|---|---|",
-        *(
-            f"| {kind.upper()} | {len(raw[kind]):,} | {sum(r.measured for r in raw[kind]):,} | {len(rows[kind]):,} "
-            f"| {len({r.group for r in rows[kind]})} |"
-            for kind in ("mlp", "cnn")
-        ),
-        "",
-        "## The model, architectures held out",
-        "",
-        "Neither trees nor interval of a row saw its architecture. Errors in points; the constant answers the",
-        "median of the very rows it is judged on.",
-        "",
-        "| | mean error | constant | median | p95 | inside the 90% interval | its median width |",
-        "|---|---|---|---|---|---|---|",
-        *(_row(found[t], t, kind) for t in _TITLES for kind in ("cnn", "mlp")),
-        "",
-        "How large the trees are was settled with an eye on these very figures. Chosen anew for each architecture",
-        "held out, on inner folds of the other architectures alone, out of four sizes, the mean error of GPU",
-        f"utilization is **{inside['cnn']:.2f}** points for CNNs, {inside['mlp']:.2f} for MLPs; {differing} folds",
-        "choose another size than the shipped one. That is the figure that is held against the target.",
-        "",
-        "| architecture | rows | GPU utilization: mean error | inside the 90% interval |",
-        "|---|---|---|---|",
-        *_by_architecture(found["gpu_util_percent"]),
-        "",
-        "![measured over predicted](figures/activity-predicted.svg)",
-        "![error by architecture](figures/activity-architectures.svg)",
-        "![calibration](figures/activity-calibration.svg)",
-        "",
-        "## HotCloud '20 in its own protocol",
-        "",
-        "Its features (convolution, linear, activation and other layers, model size, GFLOPs, batch size), its four",
-        "regressors, 5-fold grid search, fitted to log(1 + utilization in %). RMSLE, and mean absolute error in",
-        "points. The linear regressor has a ridge penalty, chosen by the grid search.",
-        "",
-        "| | " + " | ".join(baselines.REGRESSORS) + " |",
-        "|---" * (len(baselines.REGRESSORS) + 1) + "|",
-        "| the paper, its own data | "
-        + " | ".join(f"{baselines.PAPER[n]:.3f}" if n in baselines.PAPER else "" for n in baselines.REGRESSORS)
-        + " |",
-        *(
-            f"| {title} | " + " | ".join(f"{s.rmsle:.3f} ({s.error_points:.1f})" for s in scores.values()) + " |"
-            for title, scores in tables.items()
-        ),
-        "",
+    real: Sequence[RealRow],
+) -> dict[str, str]:
+    """Return the tables and numbers of the card."""
+    paper = {n: f"{baselines.PAPER[n]:.3f}" if n in baselines.PAPER else "" for n in baselines.REGRESSORS}
+    hotcloud = [{"data": "the paper, its own data", **paper}]
+    hotcloud += [
+        {"data": title} | {n: f"{one.rmsle:.3f} ({one.error_points:.1f})" for n, one in scores.items()}
+        for title, scores in tables.items()
     ]
+    data = [
+        {
+            "networks": kind.upper(),
+            "rows": f"{len(raw[kind]):,}",
+            "with a measurement": f"{sum(r.measured for r in raw[kind]):,}",
+            "kept": f"{len(rows[kind]):,}",
+            "architectures": str(len({r.group for r in rows[kind]})),
+        }
+        for kind in ("mlp", "cnn")
+    ]
+    return {
+        "data": markdown(data),
+        "targets": markdown([_target(found[t], t, kind) for t in _TITLES for kind in ("cnn", "mlp")]),
+        "architectures": markdown(_by_architecture(found["gpu_util_percent"])),
+        "hotcloud": markdown(hotcloud),
+        "product": PRODUCT.removeprefix("NVIDIA "),
+        "real": markdown(_real(real)),
+        "real_error": f"{_error(real):.1f}",
+        "roofline_error": f"{_roofline_error(real):.1f}",
+        "real_coverage": f"{_coverage(real):.0f}",
+        "reach": f"{reach():.1%}",
+    }
 
 
-def _row(found: HeldOut, target: str, kind: str) -> str:
+def _target(found: HeldOut, target: str, kind: str) -> dict[str, str]:
     a = accuracy(found, _UNITS[target], f"{kind}/")
-    return (
-        f"| {_TITLES[target]}, {kind.upper()} | {a.mean_error:.2f} | {a.constant_error:.2f} | {a.median_error:.2f} "
-        f"| {a.p95_error:.2f} | {a.coverage:.1%} | {a.width:.1f} |"
-    )
+    return {
+        "target": f"{_TITLES[target]}, {kind.upper()}",
+        "mean error": f"{a.mean_error:.2f}",
+        "constant": f"{a.constant_error:.2f}",
+        "median": f"{a.median_error:.2f}",
+        "p95": f"{a.p95_error:.2f}",
+        "inside the 90% interval": f"{a.coverage:.1%}",
+        "its median width": f"{a.width:.1f}",
+    }
 
 
-def _by_architecture(found: HeldOut) -> list[str]:
-    lines = []
+def _by_architecture(found: HeldOut) -> list[dict[str, str]]:
+    table = []
     for group in sorted(set(found.groups)):
         a = accuracy(found, 1.0, group)
-        lines.append(f"| {group} | {found.groups.count(group):,} | {a.mean_error:.2f} | {a.coverage:.1%} |")
-    return lines
+        row = {"architecture": group, "rows": f"{found.groups.count(group):,}"}
+        row["GPU utilization: mean error"] = f"{a.mean_error:.2f}"
+        table.append(row | {"inside the 90% interval": f"{a.coverage:.1%}"})
+    return table

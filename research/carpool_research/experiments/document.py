@@ -175,15 +175,15 @@ def own(of: Mapping[str, Table]) -> list[dict[str, str]]:
     Args:
         of: Experiments with the same published strategies; with several, each column names its experiment.
     """
-    name, table = next(iter(of.items()))
-    published = {one.name: one.published for one in EXPERIMENTS[name].published}
+    published = {one.name: one.published for one in EXPERIMENTS[next(iter(of))].published}
     rows = []
     for group in (PUBLISHED, CARPOOL):
-        for strategy in table.names(group):
+        for strategy in dict.fromkeys(strategy for one in of.values() for strategy in one.names(group)):
             row = {"strategy": strategy, "published": published.get(strategy, "")}
             for experiment, one in of.items():
                 prefix = f"{experiment.rpartition('-')[2]}: " if len(of) > 1 else ""
-                row |= {prefix + head: cell for head, cell in one.row(group, strategy).items()}
+                if strategy in one.names(group):
+                    row |= {prefix + head: cell for head, cell in one.row(group, strategy).items()}
             rows.append(row)
     return rows
 

@@ -337,7 +337,7 @@ def traced_models(names: Iterable[str]) -> dict[str, ModelFeatures]:
 def deal(names: Iterable[str], parts: int, seed: int) -> list[frozenset[str]]:
     """Deal names into parts of nearly equal size, at random."""
     ordered = sorted(set(names))
-    random.Random(seed).shuffle(ordered)  # noqa: S311  (a reproducible split, no secret)
+    random.Random(seed).shuffle(ordered)  # noqa: S311  # folds, no secret
     return [frozenset(ordered[i::parts]) for i in range(parts)]
 
 

@@ -1,7 +1,7 @@
 """Learns the slowdown model and writes it, for `python -m carpool_research train`. Needs the extra `train`."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -132,36 +132,22 @@ BEYOND = 2.0
 """Standard errors within which a difference may be chance."""
 
 
-def table(pairs: Pairs) -> list[str]:
-    """Hold the shipped median's scores against what was asked for, by either error."""
+def goals_table(pairs: Pairs) -> list[dict[str, str]]:
+    """Return the errors of the shipped median against the goals, with standard errors over jobs."""
     predicted = shipped_median(pairs)
     one, by = score(predicted, pairs), deviation(predicted, pairs)
-    rows = (
-        ("error of slowdown", f"≤ {MAX_ERROR}", f"{one.error:.4f} ± {by.error:.4f}", MAX_ERROR - one.error, by.error),
-        (
-            "error of speed",
-            f"≤ {MAX_ERROR}",
-            f"{one.speed_error:.4f} ± {by.speed_error:.4f}",
-            MAX_ERROR - one.speed_error,
-            by.speed_error,
-        ),
-        (
-            "slowdowns > 15% found",
-            f"≥ {MIN_FOUND:g}%",
-            f"{one.found_percent:.1f} ± {by.found_percent:.1f}%",
-            one.found_percent - MIN_FOUND,
-            by.found_percent,
-        ),
-    )
+    rows = [
+        (name, f"≤ {MAX_ERROR}", f"{value:.4f}±{error:.4f}", MAX_ERROR - value, error)
+        for name, value, error in (
+            ("error of slowdown", one.error, by.error),
+            ("error of speed", one.speed_error, by.speed_error),
+        )
+    ]
+    found, error = one.found_percent, by.found_percent
+    rows.append(("slowdowns > 15% found", f"≥ {MIN_FOUND:g}%", f"{found:.1f}±{error:.1f}%", found - MIN_FOUND, error))
     return [
-        f"Asked for: error ≤ {MAX_ERROR}, at least {MIN_FOUND:g}% found; aimed at ≤ {AIM_ERROR} and {AIM_FOUND:g}%. ±",
-        f"is the standard error had other jobs been measured: the {_jobs(pairs)} are drawn anew, and a pair counts as",
-        "often as both of its jobs (the pigeonhole bootstrap). What differs from what was asked for by less than",
-        f"{BEYOND:g} of these is within noise. Which error was asked for nobody told: likely that of speed (below).",
-        "",
-        "| the shipped median | must | | |",
-        "|---|---|---|---|",
-        *(f"| {name} | {must} | {told} | {met(room, noise)} |" for name, must, told, room, noise in rows),
+        {"shipped median": name, "required": must, "found": value, "met": met(room, noise)}
+        for name, must, value, room, noise in rows
     ]
 
 
@@ -176,52 +162,35 @@ def met(room: float, by: float) -> str:
     return f"{verdict}, within noise" if abs(room) <= BEYOND * by else verdict
 
 
-def _jobs(pairs: Pairs) -> int:
-    return len({job for both in pairs.jobs for job in both})
-
-
 TENANTS = (2, 3, 4, 5, 6)
 DRAWS = 200
 GROUPS_SEED = 0
 
 
-def section(pairs: Pairs) -> list[str]:
-    """Compare, and write the card's section; of the measured pairs it tells how busy they are."""
+def groups_table() -> list[dict[str, str]]:
+    """Return how the composition of k = 1 differs from the exact solution, and what groups hold with the shipped k."""
     draw = np.random.default_rng(GROUPS_SEED)
-    return [
-        "## Three and more tenants",
-        "",
-        "Nobody measured three at hand. With k = 1 the composition was checked against the exact solution of the",
-        f"Markov chain in which tenants alternate between host and one shared GPU (exponential times, {DRAWS} draws",
-        "of busy shares 0.05 to 1 each). With the shipped k nothing checks it beyond two. What can be told is how",
-        "much of a GPU comes out to be held and to be busy: what each tenant holds, or is busy for, alone over its",
-        "slowdown, added up.",
-        "",
-        "| tenants | mean slowdown, k = 1 | mean error | largest error | most held, shipped k | busiest, shipped k |",
-        "|---|---|---|---|---|---|",
-        *(_row(draw.uniform(0.05, 1.0, (DRAWS, tenants))) for tenants in TENANTS),
-        "",
-        "More SMs than there are nobody holds. Busy for more than the whole time no GPU can be. By what each was busy",
-        f"alone, over its measured slowdown, {100 * _busier_than_whole(pairs):.0f}% of Lucid's pairs are: busy shares,",
-        "as NVML tells them, do not add up. How far they do not of three and more nobody measured: there the shipped k",
-        "may tell too little.",
-        "Beyond four tenants the recursion is cut off and tells too little in any case. The scheduler counts on all",
-        "this only for slowdowns that jobs accept.",
-        "",
-    ]
+    return [_group(draw.uniform(0.05, 1.0, (DRAWS, tenants))) for tenants in TENANTS]
 
 
-def _row(busy: Numbers) -> str:
+def _group(busy: Numbers) -> dict[str, str]:
     exact = np.array([exact_slowdowns(row) for row in busy])
     off = np.abs(MeanValueAnalysis(busy, 1.0).slowdowns() - exact)
     k = shipped().holding
-    told = MeanValueAnalysis(busy, k).slowdowns()
-    most, busiest = ((of / told).sum(axis=1).max() for of in (busy**k, busy))
-    errors = f"{exact.mean():.2f} | {off.mean():.4f} | {off.max():.4f}"
-    return f"| {busy.shape[1]} | {errors} | {most:.2f} | {busiest:.2f} |"
+    found = MeanValueAnalysis(busy, k).slowdowns()
+    most, busiest = ((of / found).sum(axis=1).max() for of in (busy**k, busy))
+    return {
+        "tenants": str(busy.shape[1]),
+        "mean slowdown, k = 1": f"{exact.mean():.2f}",
+        "mean error": f"{off.mean():.4f}",
+        "largest error": f"{off.max():.4f}",
+        "most held, shipped k": f"{most:.2f}",
+        "busiest, shipped k": f"{busiest:.2f}",
+    }
 
 
-def _busier_than_whole(pairs: Pairs) -> float:
+def busier_than_whole(pairs: Pairs) -> float:
+    """Return the share of pairs whose busy shares, over measured slowdowns, add up to more than one."""
     both = (pairs.busy[:, 0] / pairs.slowdown).reshape(-1, 2).sum(axis=1)
     return float((both > 1.0).mean())
 
@@ -256,11 +225,6 @@ def exact_slowdowns(busy: Sequence[float] | Numbers) -> Numbers:
 
 LIMITS = (1.1, 1.2, 1.5)
 """Of jobs, for the tables of what is held against them; 1.5 is the default."""
-HEAD = (
-    "| limit | held against | pairs that share | of these beyond the limit | pairs within it that do not share |",
-    "|---|---|---|---|---|",
-)
-
 Bools = NDArray[np.bool_]
 
 
@@ -326,20 +290,31 @@ RULES: Mapping[str, Callable[[Pairs], Bools]] = {
 """Published rules by which two jobs share; they know of no limit that jobs accept."""
 
 
-def rows(measured: Numbers, predicted: Mapping[str, Numbers], rules: Mapping[str, Bools]) -> Iterator[str]:
-    """Write the rows below `HEAD`.
+def limits_table(
+    measured: Numbers, predicted: Mapping[str, Numbers], rules: Mapping[str, Bools]
+) -> list[dict[str, str]]:
+    """Return which pairs share under limits and rules, and how many of them exceed the limit.
 
     Args:
         measured: Slowdown of each job of each pair, one after the other, shape (2 * pairs,).
-        predicted: The same as predicted, by name.
-        rules: Which pairs share whatever they accept, by name, shape (pairs,) each.
+        predicted: Predicted slowdowns in the same order, by name.
+        rules: Pairs that share under each rule, shape (pairs,) each.
     """
+    table = []
     for limit in LIMITS:
         would = {name: within(one, limit) for name, one in predicted.items()} | dict(rules)
         for name, those in would.items():
             found = admitted(those, measured, limit)
-            cells = (found.admitted_percent, found.beyond_percent, found.missed_percent)
-            yield f"| {limit:g} | {name} | {' | '.join(f'{cell:.1f}%' for cell in cells)} |"
+            table.append(
+                {
+                    "limit": f"{limit:g}",
+                    "compared with": name,
+                    "pairs that share": f"{found.admitted_percent:.1f}%",
+                    "of these beyond the limit": f"{found.beyond_percent:.1f}%",
+                    "pairs within it that do not share": f"{found.missed_percent:.1f}%",
+                }
+            )
+    return table
 
 
 TREES = 100
@@ -438,41 +413,24 @@ def readings(own: Pairs, either: Pairs, *, given: Told = GIVEN, trees: int = TRE
     return sorted(found, key=lambda one: one.off)
 
 
-def ways_section(found: Sequence[Reading]) -> list[str]:
-    """Write the card's section."""
-    best = found[0]
-    other = next(one for one in found if one.way.speed != best.way.speed)
+def readings_table(found: Sequence[Reading]) -> list[dict[str, str]]:
+    """Return the given errors, and the ways to count that come closest to them."""
+    rows = [("given", "", GIVEN, "", "")]
+    rows += [(str(one.way), one.profiles, one.told, f"{one.off:.1%}", f"{one.shipped:.4f}") for one in found[:SHOWN]]
     return [
-        "## How the errors were counted that came with the goals",
-        "",
-        f"Nobody told. {len(found)} ways were tried: of which jobs of a pair, of speed or of slowdown, with or without",
-        "those that ran faster than alone, with profiles that were looked up by model and batch size, or by precision,",
-        "too. The forest has utilization, memory utilization and memory of both jobs; a model is foretold by pairs",
-        f"without it. No way gives all five figures. The {SHOWN} that come closest, by the mean of how far the five",
-        "are off:",
-        "",
-        "| error of | profiles by | no slowdown | min(1, 100/Σutil) | forest | its R² | it finds | off | shipped |",
-        "|---|---|---|---|---|---|---|---|---|",
-        _ways_row(("given", ""), GIVEN, ("", "")),
-        *(
-            _ways_row((str(one.way), one.profiles), one.told, (f"{one.off:.1%}", f"{one.shipped:.4f}"))
-            for one in found[:SHOWN]
-        ),
-        "",
-        f"Closest is the {best.way} ({best.off:.1%} off), closest of {other.way.measure} the",
-        f"{other.way} ({other.off:.1%}). So errors of {best.way.measure} are the likelier reading, no more: another",
-        "forest moves each by a point or two, and what is shipped had missed the goal by the other reading when this",
-        "one was looked for",
-        "([decisions](../decisions/0014-slowdown-limits-use-the-median.md)).",
-        f"Counted as the closest of {other.way.measure}, what is shipped errs by {other.shipped:.4f} (last column; it",
-        "knows the precision in any case).",
-        "",
+        {
+            "error of": way,
+            "profiles by": profiles,
+            "no slowdown": f"{told.none:.3f}",
+            "min(1, 100/Σutil)": f"{told.rule:.3f}",
+            "forest": f"{told.forest:.3f}",
+            "its R²": f"{told.r2:.2f}",
+            "it finds": f"{told.found_percent:.0f}%",
+            "off": off,
+            "shipped": error,
+        }
+        for way, profiles, told, off, error in rows
     ]
-
-
-def _ways_row(before: Iterable[str], told: Told, after: Iterable[str]) -> str:
-    errors = (f"{error:.3f}" for error in (told.none, told.rule, told.forest))
-    return f"| {' | '.join((*before, *errors, f'{told.r2:.2f}', f'{told.found_percent:.0f}%', *after))} |"
 
 
 def _count(pairs: Pairs, way: Way, trees: int) -> Told:

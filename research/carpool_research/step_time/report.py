@@ -11,7 +11,7 @@ from carpool_predictor.models.step_time import StepTimeModel, Utilization, shipp
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from carpool_research.report import Metric, Progress, Report, save, silent
+from carpool_research.report import Metric, Progress, Report, markdown, save, silent, write_card
 from carpool_research.step_time import data
 from carpool_research.step_time.data import INFERRED, SEEN, read_epochs, read_models
 from carpool_research.step_time.fit import (
@@ -33,15 +33,15 @@ from carpool_research.step_time.fit import (
 Matrix = NDArray[np.float64]
 
 
-def write(
+def _texts(
     judged: Judged,
     everything: Judged,
     left_out: int,
     model: StepTimeModel,
     epochs: Sequence[data.EpochRow],
     convolutional: Matrix,
-) -> str:
-    """Write the card.
+) -> dict[str, str]:
+    """Return the tables and numbers of the card.
 
     Args:
         judged: What is certain.
@@ -55,112 +55,64 @@ def write(
     chosen = [str(choose([row for row in rows if row.gpu != gpu])) for gpu in sorted({row.gpu for row in rows})]
     seen = [row for row in rows if row.gpu in SEEN]
     others = {**{str(choice): by_form(choice) for choice in CHOICES}, "form chosen by the median": by_noisy_choice}
-    counts = ", ".join(f"{chosen.count(name)} × {name}" for name in sorted(set(chosen)))
-    return "\n".join(
-        [
-            "# Model card: step time",
-            "",
-            "Written by `python -m carpool_research evaluate --suite step-time`; do not edit.",
-            "",
-            "How long a step takes on a GPU that was never measured: what `carpool predict` and the operator answer.",
-            "As NeuSight does, what is learned is how much of the roofline is used, never how long anything takes; by",
-            "three numbers instead of a network, from the step's FLOPs, bytes and kernels as they are traced:",
-            "",
-            "    step = FLOPs / (FP32 peak · M) + bytes / (bandwidth · B) + O · kernels",
-            "",
-            f"M = {learned.matrix:.3f}, B = {learned.bandwidth:.3f}, O = {learned.kernel_s * 1e6:.1f} µs"
-            + (" (the larger of the first two, not their sum)" if learned.form == "larger" else "")
-            + ". The interval is",
-            f"{model.lower:.2f} to {model.upper:.2f} times the prediction: the 5% and 95% quantiles on GPUs held out.",
-            "",
-            "## Data",
-            "",
-            f"sitar-lab/NeuSight, `e2e_labels`: {len(everything.rows)} steps of five transformers in FP32 on "
-            f"{len({row.gpu for row in everything.rows})} GPUs by NVIDIA; {left_out} rows are",
-            "left out: AMD's GPUs, several GPUs at once, compiled models, mixtures of experts, times of 0. FLOPs,",
-            "bytes and kernels come from the models' published sizes by arithmetic; a test compares with the tracer.",
-            f"{len(everything.rows) - len(rows)} further rows are neither learned nor judged in the first table:",
-            f"the width of {INFERRED} does not stand in the data (GPT-3's table gives 2048 and 24 heads of 128), and",
-            "3072 was found out from the very times. A line of the table says what they would change.",
-            "",
-            "## How tuning stayed off the judged rows",
-            "",
-            "For each GPU held out, the three numbers are fitted, and the form (sum or larger; with or without O) is",
-            "chosen, on the other GPUs alone, the choice by holding each of those out in turn: the smallest mean error",
-            f"of the logarithm wins. It fell on: {counts}.",
-            "The lines of the table below that name a form fix it beforehand; choosing by the median error instead,",
-            "which was tried first, is noisy on so few rows.",
-            "",
-            "## GPUs held out",
-            "",
-            "Relative errors of the time of a step. First each GPU predicted from all others; then NeuSight's own",
-            f"split, learned on {', '.join(name.replace('_', ' ') for name in SEEN)}, judged on",
-            f"{', '.join(sorted({row.gpu.replace('_', ' ') for row in judged.unseen}))}.",
-            "",
-            "| | each held out: median | mean | p95 | NeuSight's split: median | mean | p95 |",
-            "|---|---|---|---|---|---|---|",
-            *(
-                f"| {name} | {_three(errors(judged.each[name], rows))} "
-                f"| {_three(errors(judged.split[name], judged.unseen))} |"
-                for name in PREDICTORS
-            ),
-            *(
-                f"| ours, {name} | {_three(errors(gpus_held_out(rows, predictor), rows))} "
-                f"| {_three(errors(predictor(seen, judged.unseen), judged.unseen))} |"
-                for name, predictor in others.items()
-            ),
-            f"| ours with {INFERRED} | {_three(errors(everything.each[OURS], everything.rows))} "
-            f"| {_three(errors(everything.split[OURS], everything.unseen))} |",
-            "",
-            "NeuSight reports means of 7 to 15% for itself; a median of 153% for Habitat on these GPUs.",
-            "",
-            "| GPU, learned on all others | rows | median error | predicted over measured | plain roofline |",
-            "|---|---|---|---|---|",
-            *_by_gpu(judged),
-            "",
-            "![predicted over measured](figures/step-time-predicted.svg)",
-            "",
-            "## A convolutional network, nothing of it fitted",
-            "",
-            "ResNet-50 on ImageNet as Zeus measured it (whole epochs, image loading included), from its trace and the",
-            "three numbers above.",
-            "",
-            "| GPU | batch sizes | median error | predicted over measured |",
-            "|---|---|---|---|",
-            *_by_epoch(epochs, convolutional),
-            "",
-            "## What to doubt",
-            "",
-            "- Measured in FP32 without tensor cores. Where they compute (mixed precision; convolutions from Ampere",
-            "  on), 40% of their peak is assumed, and the interval is 1.6 times as wide on both sides.",
-            "- NeuSight's steps have no optimizer; its time is that of the bytes it moves.",
-            "- P4, T4 and L4 run below their clocks under their power limits of 70 to 75 W, which no datasheet says.",
-            "- Waiting for data is not in a model's graph, and not in the prediction.",
-            "",
-        ]
-    )
+    table = [_six(name, judged, judged.each[name], judged.split[name]) for name in PREDICTORS]
+    table += [
+        _six(f"ours, {name}", judged, gpus_held_out(rows, predictor), predictor(seen, judged.unseen))
+        for name, predictor in others.items()
+    ]
+    table.append(_six(f"ours with {INFERRED}", everything, everything.each[OURS], everything.split[OURS]))
+    return {
+        "matrix": f"{learned.matrix:.3f}",
+        "bandwidth": f"{learned.bandwidth:.3f}",
+        "overhead": f"{learned.kernel_s * 1e6:.1f}",
+        "form": " (the larger of the first two, not their sum)" if learned.form == "larger" else "",
+        "lower": f"{model.lower:.2f}",
+        "upper": f"{model.upper:.2f}",
+        "steps": str(len(everything.rows)),
+        "gpus": str(len({row.gpu for row in everything.rows})),
+        "left_out": str(left_out),
+        "inferred": INFERRED,
+        "inferred_rows": str(len(everything.rows) - len(rows)),
+        "seen": ", ".join(name.replace("_", " ") for name in SEEN),
+        "unseen": ", ".join(sorted({row.gpu.replace("_", " ") for row in judged.unseen})),
+        "chosen": ", ".join(f"{chosen.count(name)} × {name}" for name in sorted(set(chosen))),
+        "errors": markdown(table),
+        "by_gpu": markdown(_by_gpu(judged)),
+        "by_epoch": markdown(_by_epoch(epochs, convolutional)),
+    }
 
 
-def _three(found: Matrix) -> str:
-    return f"{np.median(found):.1%} | {found.mean():.1%} | {np.quantile(found, 0.95):.1%}"
+def _six(name: str, judged: Judged, each: Matrix, split: Matrix) -> dict[str, str]:
+    """Return relative errors of a predictor, each GPU held out and by NeuSight's split."""
+    row = {"predictor": name}
+    for head, found in (("held out", errors(each, judged.rows)), ("split", errors(split, judged.unseen))):
+        numbers = {"median": np.median(found), "mean": found.mean(), "p95": np.quantile(found, 0.95)}
+        row |= {f"{head}: {figure}": f"{number:.1%}" for figure, number in numbers.items()}
+    return row
 
 
-def _by_gpu(judged: Judged) -> list[str]:
-    lines = []
+def _by_gpu(judged: Judged) -> list[dict[str, str]]:
+    table = []
     names = np.array([row.gpu for row in judged.rows])
     measured = np.array([row.time_s for row in judged.rows])
     for gpu in sorted(set(names)):
         held = names == gpu
         ours, plain = (errors(judged.each[name], judged.rows)[held] for name in (OURS, "plain roofline"))
         ratio = float(np.median(judged.each[OURS][held] / measured[held]))
-        lines.append(
-            f"| {gpu.replace('_', ' ')} | {held.sum()} | {np.median(ours):.1%} | {ratio:.2f} | {np.median(plain):.1%} |"
+        table.append(
+            {
+                "GPU, predicted from all others": gpu.replace("_", " "),
+                "rows": str(held.sum()),
+                "median error": f"{np.median(ours):.1%}",
+                "predicted over measured": f"{ratio:.2f}",
+                "plain roofline": f"{np.median(plain):.1%}",
+            }
         )
-    return lines
+    return table
 
 
-def _by_epoch(epochs: Sequence[data.EpochRow], predicted: Matrix) -> list[str]:
-    lines = []
+def _by_epoch(epochs: Sequence[data.EpochRow], predicted: Matrix) -> list[dict[str, str]]:
+    table = []
     names = np.array([row.gpu for row in epochs])
     measured = np.array([row.time_s for row in epochs])
     for gpu in sorted(set(names)):
@@ -168,8 +120,15 @@ def _by_epoch(epochs: Sequence[data.EpochRow], predicted: Matrix) -> list[str]:
         sizes = [row.batch_size for row in epochs if row.gpu == gpu]
         error = np.median(np.abs(predicted[held] / measured[held] - 1))
         ratio = np.median(predicted[held] / measured[held])
-        lines.append(f"| {gpu.upper()} | {min(sizes)} to {max(sizes)} | {error:.1%} | {ratio:.2f} |")
-    return lines
+        table.append(
+            {
+                "GPU": gpu.upper(),
+                "batch sizes": f"{min(sizes)} to {max(sizes)}",
+                "median error": f"{error:.1%}",
+                "predicted over measured": f"{ratio:.2f}",
+            }
+        )
+    return table
 
 
 MAX_ERROR = 0.12
@@ -196,11 +155,12 @@ def run(data: Path, out: Path, progress: Progress = silent) -> Report:
     model = model_of(rows)
     progress("ResNet-50 on Zeus' GPUs, from its trace")
     convolutional = _epochs(model.learned, epochs)
-    card = out / "step-time.md"
     figure = out / "figures" / "step-time-predicted.svg"
     figure.parent.mkdir(parents=True, exist_ok=True)
     save(_draw(judged), figure)
-    card.write_text(write(judged, everything, left_out, model, epochs, convolutional))
+    card = write_card(
+        __package__, out / "step-time.md", _texts(judged, everything, left_out, model, epochs, convolutional)
+    )
     return Report("step-time", _figures(judged, everything, epochs, convolutional), (card, figure))
 
 
