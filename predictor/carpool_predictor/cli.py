@@ -33,14 +33,14 @@ Target = ModelFeatures | TraceRequest
 
 
 class TargetError(ValueError):
-    """What was asked about makes no sense; the message says what was expected."""
+    """The target is invalid; the message says what was expected."""
 
 
 def parse_shape(text: str | None) -> list[int] | None:
-    """Read `3,224,224`; None stays None.
+    """Return the shape in a text such as `3,224,224`; None for None.
 
     Raises:
-        TargetError: The text is no list of positive whole numbers.
+        TargetError: The text is not a list of one to four positive whole numbers.
     """
     if text is None:
         return None
@@ -54,10 +54,10 @@ def parse_shape(text: str | None) -> list[int] | None:
 
 
 def target_of(what: str, shape: list[int] | None, num_classes: int | None, training: Training) -> Target:
-    """Find out what a name on the command line stands for.
+    """Return the features or the trace request that a name on the command line denotes.
 
     Raises:
-        TargetError: It is none of the three, or a file cannot be read.
+        TargetError: The name has no known form, or a file cannot be read.
     """
     if what.endswith((".yaml", ".yml", ".json")):
         if shape is not None or num_classes is not None:
@@ -95,7 +95,7 @@ def _meant(what: str) -> str:
 
 
 def read_features(path: Path) -> ModelFeatures:
-    """Read what `carpool graph` wrote: a features block, alone or under the key `features`.
+    """Return the features in a file by `carpool graph`, alone or under the key `features`.
 
     Raises:
         TargetError: The file cannot be read or does not hold features.
@@ -113,7 +113,7 @@ def read_features(path: Path) -> ModelFeatures:
 
 
 def write_features(features: ModelFeatures) -> str:
-    """Write a block to paste under `spec.model`."""
+    """Return a YAML block to paste under `spec.model`."""
     return msgspec.yaml.encode({"features": msgspec.to_builtins(features)}, order=None).decode()
 
 
@@ -127,20 +127,20 @@ arguments that returns an nn.Module), or a features file that `carpool graph` wr
 STDOUT = 1
 """File descriptor of the standard output."""
 SHOWN_AFTER_S = 0.2
-"""What takes longer, in seconds, is told to whoever waits at a terminal."""
+"""Seconds after which a terminal shows that a trace is running."""
 _OF_ROWS = frozenset({"rows", "out", "calibration", "trace_timeout", "trace_memory"})
-"""Options that count for a file of rows."""
+"""Options that apply to a file of rows."""
 
 
 class InputError(click.ClickException):
-    """The command's input is wrong, or there is no answer to it."""
+    """The input is invalid, or there is no prediction for it."""
 
     exit_code = 2
 
 
 @dataclass(frozen=True)
-class Question:
-    """What both commands are asked about."""
+class PredictRequest:
+    """Arguments of both commands."""
 
     model: str
     target: Target
@@ -148,8 +148,8 @@ class Question:
     limits: TraceLimits
 
 
-def question_options(*, is_model_required: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add the argument and options that say what is trained, and how far tracing may go."""
+def request_options(*, is_model_required: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add the argument and the options for model, training and limits of tracing."""
     options = (
         click.argument("model", required=is_model_required),
         click.option(
@@ -176,7 +176,7 @@ def question_options(*, is_model_required: bool) -> Callable[[Callable[..., None
     return add
 
 
-def _question(options: dict[str, Any]) -> Question:
+def _request(options: dict[str, Any]) -> PredictRequest:
     training = Training(
         batch_size=options["batch_size"],
         optimizer=Optimizer(options["optimizer"]),
@@ -188,40 +188,40 @@ def _question(options: dict[str, Any]) -> Question:
         target = target_of(options["model"], parse_shape(options["shape"]), options["num_classes"], training)
     except TargetError as e:
         raise InputError(str(e)) from e
-    return Question(options["model"], target, training, _limits(options))
+    return PredictRequest(options["model"], target, training, _limits(options))
 
 
 def _limits(options: dict[str, Any]) -> TraceLimits:
     return TraceLimits(timeout_s=options["trace_timeout"], memory_mib=options["trace_memory"])
 
 
-def _features(question: Question, meanwhile: Callable[[], None] = lambda: None) -> ModelFeatures | Abstention:
-    target = question.target
+def _features(request: PredictRequest, meanwhile: Callable[[], None] = lambda: None) -> ModelFeatures | Abstention:
+    target = request.target
     if isinstance(target, ModelFeatures):
         return target
     import asyncio
 
     async def traced() -> ModelFeatures | Abstention:
-        tracing = asyncio.create_task(SubprocessTracer(question.limits).run(target))
+        tracing = asyncio.create_task(SubprocessTracer(request.limits).run(target))
         try:
             await asyncio.to_thread(meanwhile)
         except MalformedError:
             tracing.cancel()
-            await asyncio.gather(tracing, return_exceptions=True)  # it may have failed for the same file
+            await asyncio.gather(tracing, return_exceptions=True)  # the trace may have failed for the same reason
             raise
         await asyncio.wait({tracing}, timeout=SHOWN_AFTER_S)
         if tracing.done() or not sys.stderr.isatty():
             return await tracing
         from carpool_predictor.cli import waiting
 
-        with waiting(f"tracing {question.model} …"):
+        with waiting(f"tracing {request.model} …"):
             return await tracing
 
     return asyncio.run(traced())
 
 
 def _load() -> None:
-    """Load all that predicts, which takes less time than the trace that another process is busy with."""
+    """Load all models and stores, while another process traces."""
     from carpool_predictor.catalog import store
     from carpool_predictor.models import activity, memory, step_time
 
@@ -245,22 +245,20 @@ def _products(gpu: str) -> list[GpuProduct]:
     + _TARGET_HELP
     + '\n\nWith --rows, each line is {"id", "catalog": {"name", "input", "numClasses"} or "features", '
     '"training": {"batchSize", "optimizer", "precision", "activationCheckpointing", "steps"}, "gpu"}, and is '
-    "answered with one line. A row that makes no sense is answered with status `error`; the others go on, and the exit "
-    "code is 2 at the end.",
+    "answered with one line. An invalid row is answered with status `error`; the others go on, and the exit code is 2 "
+    "at the end.",
 )
-@question_options(is_model_required=False)
+@request_options(is_model_required=False)
 @click.option(
-    "--steps", type=click.IntRange(1, 10**12), help="Steps of the whole training, to be told how long it takes alone."
+    "--steps", type=click.IntRange(1, 10**12), help="Steps of the whole training, to show its duration alone."
 )
 @click.option("--gpu", default="all", show_default=True, help="GPU product, an unambiguous part of its name, or `all`.")
 @click.option("--json", "json_output", is_flag=True, help="Print JSON, units in the names.")
-@click.option(
-    "--calibration", type=click.Path(path_type=Path, dir_okay=False), help="What finished jobs taught, as JSON."
-)
+@click.option("--calibration", type=click.Path(path_type=Path, dir_okay=False), help="Calibration document, as JSON.")
 @click.option("--rows", type=click.Path(path_type=Path, dir_okay=False), help="File of rows, one JSON object a line.")
 @click.option(
     "--out", type=click.Path(path_type=Path, dir_okay=False, allow_dash=True), default=Path("-"), show_default=True,
-    help="Where the answers to --rows go; - is the standard output.",
+    help="File for the answers to --rows; - is the standard output.",
 )  # fmt: skip
 @click.pass_context
 def predict(
@@ -273,7 +271,7 @@ def predict(
     out: Path,
     **options: Any,
 ) -> None:
-    """Trace, predict, print; exit code 2 where there is no prediction."""
+    """Trace, predict and print; exit code 2 if there is no prediction."""
     if (rows is None) == (options["model"] is None):
         raise InputError("expected either MODEL or --rows, found " + ("neither" if rows is None else "both"))
     try:
@@ -283,7 +281,7 @@ def predict(
         elif _is_given(context, "out"):
             raise InputError("--out is for the answers to --rows; send the answer for one MODEL on with > FILE")
         else:
-            _predict_one(_question(options), _products(gpu), calibration, json_output=json_output)
+            _predict_one(_request(options), _products(gpu), calibration, json_output=json_output)
     except MalformedError as e:
         raise InputError(str(e)) from e
 
@@ -293,7 +291,7 @@ def _is_given(context: click.Context, option: str) -> bool:
 
 
 def _refuse_ignored(context: click.Context) -> None:
-    """Refuse what rows say themselves: whoever gives it would believe that it counts."""
+    """Refuse options that the rows themselves contain, because they would be ignored."""
     given = {option.name: option.opts[0] for option in context.command.params if _is_given(context, option.name or "")}
     if ignored := [flag for name, flag in given.items() if name not in _OF_ROWS]:
         raise InputError(
@@ -303,14 +301,14 @@ def _refuse_ignored(context: click.Context) -> None:
 
 
 def _predict_one(
-    question: Question, products: list[GpuProduct], calibration: Path | None, *, json_output: bool
+    request: PredictRequest, products: list[GpuProduct], calibration: Path | None, *, json_output: bool
 ) -> None:
     learned = None if calibration is None else _learned(calibration)
-    features = _features(question, _load)
+    features = _features(request, _load)
     from carpool_predictor.predict import prepare
     from carpool_predictor.report import as_json, report_on
 
-    report = report_on(question.model, prepare(features, question.training), products, learned)
+    report = report_on(request.model, prepare(features, request.training), products, learned)
     prediction = report.prediction
     if json_output:
         click.echo(msgspec.json.encode(as_json(report)))
@@ -320,7 +318,7 @@ def _predict_one(
         from carpool_predictor.report import as_text
 
         console = Console()
-        console.print(as_text(_title(question), report, width=console.width))
+        console.print(as_text(_title(request), report, width=console.width))
     if prediction.outcome == "Abstained":
         raise InputError(f"no prediction ({prediction.reason}): {prediction.message}")
 
@@ -334,9 +332,9 @@ def _learned(path: Path) -> "Calibration":
         raise InputError(f"cannot read {path}: {e}") from e
 
 
-def _title(question: Question) -> str:
-    training = question.training
-    return f"{question.model}, batch {training.batch_size}, {training.optimizer}, {training.precision}"
+def _title(request: PredictRequest) -> str:
+    training = request.training
+    return f"{request.model}, batch {training.batch_size}, {training.optimizer}, {training.precision}"
 
 
 def _predict_rows(rows: Path, out: Path, limits: TraceLimits, calibration: Path | None) -> None:
@@ -344,7 +342,7 @@ def _predict_rows(rows: Path, out: Path, limits: TraceLimits, calibration: Path 
     from carpool_predictor.rows import WorkerDied, predict_rows
 
     learned = None if calibration is None else _learned(calibration)
-    _load()  # what is broken is told here, before an answer is written or another process needs it
+    _load()  # reports a broken installation before the output is opened
     try:
         if _is_same(rows, out):
             raise InputError(f"expected another file than {rows} in --out, found the same; it was left as it is")
@@ -352,7 +350,7 @@ def _predict_rows(rows: Path, out: Path, limits: TraceLimits, calibration: Path 
             first = next((line for line in asked if line.strip()), None)
             if first is None:
                 raise InputError(f"expected rows in {rows}, one JSON object a line, found none")
-            # Opened only now: what it held is gone.
+            # Opening truncates the file, so that it happens last.
             with click.open_file(str(out), "wb") as answers, following(rows) as on_progress:
                 tally = predict_rows(chain([first], asked), answers, limits, on_progress, calibration=learned)
     except OSError as e:
@@ -364,7 +362,7 @@ def _predict_rows(rows: Path, out: Path, limits: TraceLimits, calibration: Path 
 
 
 def _is_same(rows: Path, out: Path) -> bool:
-    """Whether answers would go where rows come from, by whatever name or link; terminals and pipes can be both."""
+    """Whether input and output are the same file, by any name or link; terminals and pipes may be both."""
     if not rows.is_file():
         return False
     if str(out) == "-":
@@ -380,10 +378,10 @@ def _told(tally: "Tally", rows: Path) -> str:
     short_help="Print a model's features, to paste under spec.model of a job.",
     help="Print a model's features, to paste under spec.model of a GpuTrainingJob.\n\n" + _TARGET_HELP,
 )
-@question_options(is_model_required=True)
+@request_options(is_model_required=True)
 def graph(**options: Any) -> None:
     """Trace and print."""
-    found = _features(_question(options))
+    found = _features(_request(options))
     if isinstance(found, Abstention):
         raise InputError(f"no features ({found.reason}): {found.message}")
     click.echo(write_features(found), nl=False)
@@ -391,7 +389,7 @@ def graph(**options: Any) -> None:
 
 @contextmanager
 def telling(console: Console | None = None) -> Iterator[Callable[[str], None]]:
-    """Show what is being worked at: on a terminal one line that changes, elsewhere a line for each."""
+    """Yield a function that shows the current item: one changing line on a terminal, one line per item elsewhere."""
     console = console or Console(stderr=True)
     if not console.is_terminal:
         yield lambda what: console.print(f"  {what}", highlight=False, markup=False, soft_wrap=True)
@@ -402,7 +400,7 @@ def telling(console: Console | None = None) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def waiting(what: str, console: Console | None = None) -> Iterator[None]:
-    """Show on a terminal that something takes its time; elsewhere nothing."""
+    """Show a spinner on a terminal."""
     console = console or Console(stderr=True)
     with console.status(escape(what)) if console.is_terminal else nullcontext():
         yield
@@ -410,7 +408,7 @@ def waiting(what: str, console: Console | None = None) -> Iterator[None]:
 
 @contextmanager
 def following(rows: Path) -> Iterator[Callable[[Tally, int], None]]:
-    """Show how far a file is; yields what is told of each answered chunk and the bytes that it took."""
+    """Show the progress through a file; yields the callback for each answered chunk."""
     console = Console(stderr=True)
     begin = time.monotonic()
     last = Tally()

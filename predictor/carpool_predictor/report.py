@@ -1,4 +1,4 @@
-"""All that `carpool predict` says of one job: the prediction, its parts, and what would fit."""
+"""The answer of `carpool predict` for one job: prediction, memory parts, largest batches; as JSON and as tables."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -31,33 +31,33 @@ from carpool_predictor.predict import (
 
 @dataclass(frozen=True, slots=True)
 class ProductReport:
-    """What is said of one GPU product."""
+    """The answer for one GPU product."""
 
     answer: ProductAnswer
     parts: MemoryParts
     largest: LargestBatch
-    """On the whole GPU."""
+    """Largest batch on the whole GPU."""
     mig: dict[str, LargestBatch]
-    """On an instance of each MIG profile."""
+    """Largest batch on an instance of each MIG profile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What is said of one job."""
+    """The answer for one job."""
 
     name: str
     prediction: Prediction
     memory_inside: bool = False
-    """Whether the model is like those whose memory was measured."""
+    """Whether the model lies inside the memory model's training data."""
     products: tuple[ProductReport, ...] = ()
     steps: int | None = None
-    """Of the whole training; None where nobody said."""
+    """Steps of the whole training, if given."""
 
 
 def report_on(
     name: str, job: PredictionContext | Abstention, gpus: Sequence[GpuProduct], calibration: Calibration | None = None
 ) -> Report:
-    """Predict a job on each product, and look at what would fit."""
+    """Predict a job on each product, with memory parts and largest batches."""
     if isinstance(job, Abstention):
         return Report(name, abstain(job))
     common = BatchFinder(job)
@@ -74,7 +74,7 @@ def report_on(
 
 
 def length_of(steps: int, step_time_s: Interval) -> Interval:
-    """Return how long a training takes alone, in seconds: what is wrong with the time of a step is so with each."""
+    """Return the duration of a training alone, in seconds; each step has the same error."""
     return Interval(**{end: steps * value for end, value in interval_json(step_time_s).items()})
 
 
@@ -93,7 +93,7 @@ def _on(job: PredictionContext, finder: BatchFinder, product: GpuProduct) -> Pro
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """Return plain values, units in the names."""
+    """Return the report as plain values, with units in the names."""
     prediction = report.prediction
     return {
         "id": report.name,
@@ -156,32 +156,32 @@ def activity_json(activity: ActivityPrediction) -> dict[str, Any]:
 
 
 def length_json(steps: int | None, step_time_s: Interval) -> dict[str, dict[str, float]]:
-    """Return how long the training takes alone, with its unit in the name; nothing where its steps are not known."""
+    """Return the duration of the training alone, with its unit in the name; empty without steps."""
     return {} if steps is None else {"length_s": interval_json(length_of(steps, step_time_s))}
 
 
 def interval_json(interval: Interval) -> dict[str, float]:
-    """Return median and ends."""
+    """Return median, lower and upper end."""
     return {"median": interval.median, "lower": interval.lower, "upper": interval.upper}
 
 
 _WIDTH_OF_INTERVALS = 190
-"""Columns of a terminal in which the intervals of several GPUs fit beside the medians."""
+"""Terminal width from which the tables show the intervals of several GPUs."""
 _SHORTENED = 1_000_000
-"""From here on numbers are rounded to two digits: no GPU has a TiB, and no step takes a quarter of an hour."""
+"""Numbers from here on are rounded to two digits, to keep the columns narrow."""
 _MARGIN = 6
-"""Columns around and between the two columns of a table."""
+"""Width of the space around and between the two columns of a table."""
 
 
 def as_text(title: str, report: Report, *, width: int) -> RenderableType:
-    """Draw what is predicted; intervals of several GPUs only where the terminal is wide, they are in the JSON, too."""
+    """Return the tables of a report; intervals of several GPUs appear only on wide terminals."""
     return Group(*_tables(title, report, width, with_intervals=width >= _WIDTH_OF_INTERVALS))
 
 
 def _tables(title: str, report: Report, width: int, *, with_intervals: bool) -> Iterator[RenderableType]:
     if len(report.products) == 1:
         (product,) = report.products
-        # Not the table's own title, which would be broken to the width of the table.
+        # The table's own title would be wrapped to the width of the table.
         yield Text(f"{title}, on {product.answer.prediction.product}", style="italic")
         yield _one(report, product)
     else:
@@ -201,13 +201,13 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _number(value: float, digits: int = 0) -> str:
-    """Write a number in eight characters at most, so that a table stays within 80 columns whatever was asked."""
+    """Format a number in at most eight characters."""
     digits = digits if value < _SHORTENED / 10 else 0
     return f"{value:,.{digits}f}" if value < _SHORTENED else f"{value:.1e}".replace("e+0", "e").replace("e+", "e")
 
 
 def _batch(found: LargestBatch) -> str:
-    """Write a largest batch in few characters."""
+    """Format a largest batch."""
     if found.batch_size is None:
         return f"<{found.fewer_than:,}"
     if not found.batch_size:
@@ -295,7 +295,7 @@ def _steps(number: int) -> str:
 
 
 def _length(seconds: float) -> str:
-    """Write a length of time in as few characters as a number."""
+    """Format a duration in at most eight characters."""
     days = seconds / 86_400
     return format_duration(seconds) if days < _SHORTENED else f"{_number(days)} d"
 
@@ -309,7 +309,7 @@ def _speed_learned(product: ProductReport) -> dict[str, bool]:
 
 
 def _named(inside: dict[str, bool]) -> str:
-    """Name what lies inside what was learned."""
+    """Return the names of the parts inside the training data."""
     return "all" if all(inside.values()) else ", ".join(name for name, is_so in inside.items() if is_so) or "none"
 
 
@@ -318,7 +318,7 @@ def _short(product: str) -> str:
 
 
 _SHORT_PARTS = {"gradients": "grads", "optimizer": "optim", "activations": "activ", "workspace": "worksp"}
-"""Headings with which the table of parts fits into 80 columns."""
+"""Short headings, for a table within 80 columns."""
 
 
 def _names() -> list[str]:
@@ -348,7 +348,7 @@ def _mig(report: Report, width: int) -> Table:
 
 
 def _packed(items: Sequence[str], width: int) -> Iterator[str]:
-    """Put as many items on a line as fit; none is broken."""
+    """Yield lines of as many whole items as fit."""
     line = items[0]
     for item in items[1:]:
         if len(line) + len(item) + 2 > width:

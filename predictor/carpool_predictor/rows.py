@@ -1,4 +1,4 @@
-"""Many predictions at once: one JSON object a line in, one a line out, in order."""
+"""`carpool predict --rows`: one JSON object per line in, one answer per line out, in order."""
 
 import asyncio
 import multiprocessing
@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import StrEnum
-from functools import lru_cache
 from itertools import chain, islice
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -36,22 +35,22 @@ from carpool_predictor.tracing.process import TraceLimits, TraceRequest
 from carpool_predictor.tracing.source import SubprocessTracer
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What decoding a row can raise; the last where brackets nest without end."""
+"""Errors of decoding a row; RecursionError for brackets that nest too deep."""
 _AT = re.compile(r"(?P<what>.*) - at `\$\.?(?P<path>[^`]*)`", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>.*)`", re.DOTALL)
 _STEP = re.compile(r"\[(\d+)\]|([^.\[\]]+)")
 _CHOICES: Mapping[str, type[StrEnum]] = {"training.optimizer": Optimizer, "training.precision": Precision}
-_MOST = 200
-"""Characters that are shown of what was found."""
+_MAX_FOUND = 200
+"""Characters of the found value in a message."""
 
 
-def told(error: Exception, line: bytes, fields: Mapping[str, tuple[str, ...]]) -> str:
-    """Say what is wrong with a row.
+def describe_error(error: Exception, line: bytes, fields: Mapping[str, tuple[str, ...]]) -> str:
+    """Return what is wrong with a row.
 
     Args:
-        error: What the decoder said.
+        error: The decoder's error.
         line: The row.
-        fields: Names of the known fields, for each path that has a list of its own; "" is the row itself.
+        fields: Names of the known fields by path; "" is the row itself.
     """
     located = _AT.fullmatch(str(error))
     what, path = (located["what"], located["path"]) if located else (str(error), "")
@@ -63,8 +62,8 @@ def told(error: Exception, line: bytes, fields: Mapping[str, tuple[str, ...]]) -
     return f"{what[0].lower()}{what[1:]} in {path}{choices}{_found(line, path)}"
 
 
-def in_a_row(message: str) -> str:
-    """Return what is said to the owner of a GpuTrainingJob in the words of a row, whose fields lie elsewhere."""
+def in_row_terms(message: str) -> str:
+    """Return a message about a GpuTrainingJob with the paths of a row's fields."""
     return message.replace("spec.model.", "").replace("spec.training", "training")
 
 
@@ -85,9 +84,9 @@ def _found(line: bytes, path: str) -> str:
         for index, name in _STEP.findall(path):
             found = found[int(index) if index else name]
     except (*UNREADABLE, LookupError, TypeError):
-        return ""  # after what is wrong the line goes on to be no JSON, or to say the same twice
+        return ""  # the line is no JSON after the error, or repeats a key
     text = msgspec.json.encode(found).decode()
-    return f", found {text if len(text) <= _MOST else f'{text[:_MOST]} and more'}"
+    return f", found {text if len(text) <= _MAX_FOUND else f'{text[:_MAX_FOUND]} and more'}"
 
 
 INVALID = frozenset(
@@ -96,12 +95,12 @@ INVALID = frozenset(
         "FeaturesMismatch",
     }
 )  # fmt: skip
-"""Abstentions that say that the row itself makes no sense."""
-_REMEMBERED = 65536
+"""Abstentions that mark the row itself as invalid."""
+_MAX_CONTEXTS = 65536
 
 
 class _Training(Training, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A resource ignores what it does not know; whoever misspells a field of a row would be told of the default."""
+    """Training that refuses unknown fields, so that a misspelt field is not replaced by its default."""
 
 
 class _Catalog(CatalogModel, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -113,7 +112,7 @@ class _Features(ModelFeatures, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is asked; exactly one of `catalog` and `features`."""
+    """One line of the input; exactly one of `catalog` and `features` is set."""
 
     id: str | int
     gpu: str
@@ -127,7 +126,7 @@ class _OnlyId(msgspec.Struct, frozen=True):
 
 
 class RowError(ValueError):
-    """A row makes no sense; the message says why."""
+    """A row is invalid; the message says why."""
 
 
 _FIELDS = {
@@ -140,15 +139,15 @@ _ENCODER = msgspec.json.Encoder()
 
 
 def read_row(line: bytes) -> Row:
-    """Read one line.
+    """Decode one line.
 
     Raises:
-        RowError: It is no such row.
+        RowError: The line is not a valid row.
     """
     try:
         row = _ROWS.decode(line)
     except UNREADABLE as e:
-        raise RowError(f"BadRow: {told(e, line, _FIELDS)}") from e
+        raise RowError(f"BadRow: {describe_error(e, line, _FIELDS)}") from e
     if (row.catalog is UNSET) == (row.features is UNSET):
         raise RowError(f"BadRow: expected exactly one of catalog and features, found {_which(row)}")
     return row
@@ -158,28 +157,23 @@ def _which(row: Row) -> str:
     return "neither" if row.catalog is UNSET else "both"
 
 
-@lru_cache(maxsize=256)
-def _product(name: str) -> GpuProduct:
-    return find_product(name)
-
-
 _Key = tuple[Any, ...]
 
 
 def _key(model: CatalogModel, training: Training) -> _Key:
-    """Return what features depend on, apart from the batch size."""
+    """Return everything that features depend on, except the batch size."""
     shape = None if model.input is None else tuple(model.input)
     optimizer, precision, checkpointing = training.optimizer, training.precision, training.activation_checkpointing
     return model.name, shape, model.num_classes, optimizer, precision, checkpointing
 
 
 class Answerer:
-    """Answers rows; what was looked up, traced or prepared is remembered.
+    """Answers rows, and caches looked up, traced and prepared models.
 
     Args:
         limits: What one trace may take.
-        tracer: What traces models that the store lacks.
-        calibration: What jobs that ran taught.
+        tracer: Traces models that the store lacks.
+        calibration: Observations of finished jobs.
     """
 
     def __init__(
@@ -194,22 +188,22 @@ class Answerer:
         self._jobs: dict[tuple[_Key, int], tuple[PredictionContext | Abstention, float]] = {}
 
     def answers(self, lines: Sequence[bytes]) -> list[bytes]:
-        """Answer each line with one line; models that the store lacks are traced first, side by side."""
+        """Return one answer per line; models that the store lacks are traced first, concurrently."""
         rows = [_read(line) for line in lines]
-        if len(self._jobs) >= _REMEMBERED:
+        if len(self._jobs) >= _MAX_CONTEXTS:
             self._jobs.clear()
         self._prepare(row for row in rows if isinstance(row, Row))
         return [row if isinstance(row, bytes) else self._answered(row) for row in rows]
 
     def _answered(self, row: Row) -> bytes:
-        """Answer a row whatever happens: a fault of ours must not take the other rows with it."""
+        """Answer a row; an internal error becomes its answer, so that the other rows go on."""
         try:
             return self._answer(row)
         except Exception as e:
             return _empty(row.id, "error", f"InternalError: {type(e).__name__}: {e}; please report this row")
 
     def _prepare(self, rows: Iterable[Row]) -> None:
-        """Remember the job of every row that names a catalog model."""
+        """Prepare and cache the context of each row with a catalog model."""
         unknown: dict[tuple[_Key, int], TraceRequest] = {}
         for row in rows:
             if not isinstance(row.catalog, CatalogModel):
@@ -223,7 +217,7 @@ class Answerer:
             if isinstance(job, PredictionContext):
                 self._jobs[key] = job, time.perf_counter() - begin
             else:
-                # What the store knows does not reach to this batch size, or it knows nothing.
+                # The store lacks the model, or its batch sizes are too far away.
                 unknown[key] = TraceRequest(model=ModelSource(catalog=row.catalog), training=row.training)
 
         async def one(key: tuple[_Key, int], request: TraceRequest) -> None:
@@ -244,18 +238,18 @@ class Answerer:
     def _answer(self, row: Row) -> bytes:
         begin = time.perf_counter()
         try:
-            product = _product(row.gpu)
+            product = find_product(row.gpu)
         except UnknownProductError as e:
             return _empty(row.id, "error", f"UnknownProduct: {e}")
         job, prepared_s = self._job(row)
         if isinstance(job, Abstention):
             status = "error" if job.reason in INVALID else "abstained"
-            reason = f"{job.reason}: {in_a_row(job.message)}"
+            reason = f"{job.reason}: {in_row_terms(job.message)}"
             return _empty(row.id, status, reason, prepared_s + time.perf_counter() - begin)
         return _ENCODER.encode(_ok(row, job.calibrated(self._calibration, product), product, begin - prepared_s))
 
     def _job(self, row: Row) -> tuple[PredictionContext | Abstention, float]:
-        """Return a row's job, and how long it took to prepare in seconds, for the first row that asked for it."""
+        """Return a row's context, and the seconds of its preparation for the first row that uses it."""
         if isinstance(row.catalog, CatalogModel):
             key = _key(row.catalog, row.training), row.training.batch_size
             job, prepared_s = self._jobs[key]
@@ -267,7 +261,7 @@ class Answerer:
 
 
 def _read(line: bytes) -> Row | bytes:
-    """Return the row, or the answer that it is none."""
+    """Return the row, or the answer to an invalid one."""
     try:
         return read_row(line)
     except RowError as e:
@@ -306,7 +300,7 @@ def _empty(id_: str | int | None, status: str, reason: str, elapsed_s: float = 0
 
 
 def _id_of(line: bytes) -> str | int | None:
-    """Return the id of a line that is otherwise wrong, so that its answer can be told apart."""
+    """Return the id of an otherwise invalid line, to identify its answer."""
     try:
         return _IDS.decode(line).id
     except UNREADABLE:
@@ -314,7 +308,7 @@ def _id_of(line: bytes) -> str | int | None:
 
 
 def chunks(lines: Iterator[bytes], size: int) -> Iterator[list[bytes]]:
-    """Cut lines into lists of at most `size`; blank lines are no rows."""
+    """Split lines into lists of at most `size`, without blank lines."""
     chunk: list[bytes] = []
     for line in lines:
         if line.strip():
@@ -326,27 +320,27 @@ def chunks(lines: Iterator[bytes], size: int) -> Iterator[list[bytes]]:
         yield chunk
 
 
-ALONE = 1500
-"""Rows up to which starting processes takes longer than it saves."""
+MAX_SINGLE_PROCESS = 1500
+"""Rows up to which one process answers faster than several."""
 CHUNK = 256
-"""Rows that a process answers at once."""
+"""Rows that a process receives at once."""
 _AHEAD = 4
-"""Chunks in the hands of each process."""
+"""Chunks queued for each process."""
 
 
-class WorkerDied(RuntimeError):  # noqa: N818 (what happened)
-    """A process that answered rows is gone; the message says what to make of it."""
+class WorkerDied(RuntimeError):  # noqa: N818  (the name says what happened)
+    """A worker process ended; the message says why and what is written."""
 
 
 @dataclass
 class Tally:
-    """What became of the rows."""
+    """Counts of answered rows by status."""
 
     statuses: Counter[str] = field(default_factory=Counter)
 
     @property
     def rows(self) -> int:
-        """Rows that were answered."""
+        """Number of answered rows."""
         return self.statuses.total()
 
 
@@ -366,18 +360,18 @@ def predict_rows(
     *,
     calibration: Calibration | None = None,
 ) -> Tally:
-    """Answer each row of a file with a line of another.
+    """Write one answer line for each row.
 
     Args:
         rows: One row a line, such as an open file; blank lines are skipped.
-        out: Takes one answer a line, in order, as soon as it is known.
+        out: Receives one answer per line, in order, as soon as it is known.
         limits: What one trace may take.
-        on_progress: Called with what was done and the bytes that it took.
-        workers: Processes; as many as processors when 0.
-        calibration: What jobs that ran taught.
+        on_progress: Called with the counts so far and the bytes read since the last call.
+        workers: Number of processes; 0 for the number of processors.
+        calibration: Observations of finished jobs.
     """
     tally = Tally()
-    for lines, answers in _answered(rows, _Means(limits, calibration), workers or len(os.sched_getaffinity(0))):
+    for lines, answers in _answered(rows, _WorkerConfig(limits, calibration), workers or len(os.sched_getaffinity(0))):
         out.write(b"\n".join(answers) + b"\n")
         out.flush()
         tally.statuses.update(_STATUS.decode(answer).status for answer in answers)
@@ -385,8 +379,8 @@ def predict_rows(
     return tally
 
 
-class _Means(NamedTuple):
-    """What every process answers with."""
+class _WorkerConfig(NamedTuple):
+    """Configuration of a worker process."""
 
     limits: TraceLimits
     calibration: Calibration | None
@@ -395,17 +389,17 @@ class _Means(NamedTuple):
         return Answerer(self.limits, calibration=self.calibration)
 
 
-def _answered(rows: Iterator[bytes], means: _Means, workers: int) -> Iterator[tuple[list[bytes], list[bytes]]]:
-    first = list(islice(rows, ALONE + 1))
+def _answered(rows: Iterator[bytes], config: _WorkerConfig, workers: int) -> Iterator[tuple[list[bytes], list[bytes]]]:
+    first = list(islice(rows, MAX_SINGLE_PROCESS + 1))
     lines = chunks(chain(first, rows), CHUNK)
-    if workers == 1 or len(first) <= ALONE:
-        answerer = means.answerer()
+    if workers == 1 or len(first) <= MAX_SINGLE_PROCESS:
+        answerer = config.answerer()
         yield from ((chunk, answerer.answers(chunk)) for chunk in lines)
         return
-    with _Crew(workers, means) as crew:
+    with _WorkerPool(workers, config) as pool:
         waiting: deque[tuple[list[bytes], Future[list[bytes]]]] = deque()
         for chunk in lines:
-            waiting.append((chunk, crew.ask(chunk)))
+            waiting.append((chunk, pool.submit(chunk)))
             if len(waiting) > _AHEAD * workers:
                 yield _first(waiting)
         while waiting:
@@ -422,28 +416,28 @@ class _Worker(NamedTuple):
     connection: Connection
 
 
-class _Crew:
-    """Processes that answer rows, each with a pipe of its own, which ends when it dies, even amid an answer.
+class _WorkerPool:
+    """Worker processes with a pipe each.
 
-    The standard library's pools have one pipe that all write to: with half an answer in it they wait without end.
+    The standard library's pools share one pipe and hang if a worker dies while it writes.
     """
 
-    def __init__(self, workers: int, means: _Means) -> None:
-        self._spawn = multiprocessing.get_context("spawn")  # not forked: NumPy's threads do not survive that
+    def __init__(self, workers: int, config: _WorkerConfig) -> None:
+        self._spawn = multiprocessing.get_context("spawn")  # NumPy's threads do not survive a fork
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
-        self._workers = [self._started(means) for _ in range(workers)]
+        self._workers = [self._started(config) for _ in range(workers)]
         for worker in self._workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(workers)
 
-    def _started(self, means: _Means) -> _Worker:
+    def _started(self, config: _WorkerConfig) -> _Worker:
         ours, theirs = self._spawn.Pipe()
-        process = self._spawn.Process(target=_work, args=(theirs, means))  # no daemon: those may start no traces
+        process = self._spawn.Process(target=_work, args=(theirs, config))  # a daemon could not start traces
         process.start()
-        theirs.close()  # else it would not end with the process
+        theirs.close()  # otherwise the pipe would not end with the process
         return _Worker(process, ours)
 
-    def __enter__(self) -> "_Crew":
+    def __enter__(self) -> "_WorkerPool":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -454,8 +448,8 @@ class _Crew:
             worker.process.join()
             worker.connection.close()
 
-    def ask(self, lines: list[bytes]) -> "Future[list[bytes]]":
-        """Have rows answered by whoever is idle first."""
+    def submit(self, lines: list[bytes]) -> "Future[list[bytes]]":
+        """Answer rows in the first idle process."""
         return self._threads.submit(self._asked, lines)
 
     def _asked(self, lines: list[bytes]) -> list[bytes]:
@@ -465,17 +459,17 @@ class _Crew:
             answers: list[bytes] = worker.connection.recv()
         except (EOFError, OSError) as e:
             raise WorkerDied(
-                "a process that answered rows was ended from outside, probably for its memory; what was written holds"
+                "a worker process was killed, probably for its memory; the answers that were written are valid"
             ) from e
         finally:
             self._idle.put(worker)
         return answers
 
 
-def _work(connection: Connection, means: _Means) -> None:
-    """Answer rows until nobody asks any more; Ctrl-C is the parent's."""
+def _work(connection: Connection, config: _WorkerConfig) -> None:
+    """Answer rows until the pipe closes; the parent handles Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    answerer = means.answerer()
+    answerer = config.answerer()
     with suppress(EOFError):
         while True:
             connection.send(answerer.answers(connection.recv()))

@@ -12,7 +12,7 @@ import pytest
 from asked_rows import row
 from carpool_core.values import Precision
 from carpool_predictor.catalog import store
-from carpool_predictor.rows import ALONE
+from carpool_predictor.rows import MAX_SINGLE_PROCESS
 
 RUN = "from carpool_core.cli import main; main()"
 FILES = ("artifacts/memory.json", "artifacts/activity.json", "artifacts/step_time.json", store.FILES[Precision.FP32])
@@ -33,7 +33,7 @@ def ask(package: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("rows", [0, 1, ALONE + 1])
+@pytest.mark.parametrize("rows", [0, 1, MAX_SINGLE_PROCESS + 1])
 def test_a_file_that_is_cut_short_is_a_sentence(file: str, rows: int, package: Path, tmp_path: Path) -> None:
     """Regression: of many rows, answered by several processes, each of these ended with a traceback, exit code 1."""
     asked, out = tmp_path / "rows.jsonl", tmp_path / "predictions.jsonl"

@@ -18,7 +18,7 @@ from carpool_predictor.catalog import store
 from carpool_predictor.features import Abstention
 from carpool_predictor.models.memory import shipped
 from carpool_predictor.predict import predict as predict_on
-from carpool_predictor.rows import ALONE, Answerer, WorkerDied, chunks, predict_rows
+from carpool_predictor.rows import MAX_SINGLE_PROCESS, Answerer, WorkerDied, chunks, predict_rows
 from carpool_predictor.tracing.process import TraceLimits, TraceRequest
 from carpool_predictor.tracing.source import SubprocessTracer
 from hypothesis import given, settings
@@ -168,25 +168,25 @@ def test_chunks_keep_every_row_in_order(lines: list[bytes], size: int) -> None:
 
 
 def test_several_processes_answer_in_order() -> None:
-    asked = b"".join(json.dumps(row(i)).encode() + b"\n" for i in range(ALONE + 300))
+    asked = b"".join(json.dumps(row(i)).encode() + b"\n" for i in range(MAX_SINGLE_PROCESS + 300))
     told: list[int] = []
     out = io.BytesIO()
     tally = predict_rows(io.BytesIO(asked), out, TraceLimits(), lambda _, taken: told.append(taken), workers=2)
     answers = [json.loads(line) for line in out.getvalue().splitlines()]
-    assert [answer["id"] for answer in answers] == list(range(ALONE + 300))
-    assert tally.statuses == {"ok": ALONE + 300}
+    assert [answer["id"] for answer in answers] == list(range(MAX_SINGLE_PROCESS + 300))
+    assert tally.statuses == {"ok": MAX_SINGLE_PROCESS + 300}
     assert sum(told) == len(asked)
 
 
 def test_a_process_that_dies_is_told() -> None:
-    asked = b"".join(json.dumps(row(i)).encode() + b"\n" for i in range(20 * ALONE))
+    asked = b"".join(json.dumps(row(i)).encode() + b"\n" for i in range(20 * MAX_SINGLE_PROCESS))
     out = io.BytesIO()
 
     def end_them(*_: object) -> None:
         for process in multiprocessing.active_children():
             process.kill()
 
-    with pytest.raises(WorkerDied, match="ended from outside"):
+    with pytest.raises(WorkerDied, match="worker process was killed"):
         predict_rows(io.BytesIO(asked), out, TraceLimits(), end_them, workers=2)
     assert [json.loads(line)["id"] for line in out.getvalue().splitlines()][:3] == [0, 1, 2]
 
@@ -198,7 +198,9 @@ def test_what_jobs_taught_counts_for_rows(workers: int) -> None:
     for size in range(1000, 9000, 400):
         expected = RunPrediction(model=f"m{size}", reserved_mib=size, live_mib=size / 2, upper_mib=15000)
         learned = observe(learned, stack, expected, RunMeasurement(peak_mib=1.5 * size, capacity_mib=15360), shipped())
-    asked = b"".join(json.dumps(row(i, gpu="T4")).encode() + b"\n" for i in range(ALONE + 1 if workers > 1 else 1))
+    asked = b"".join(
+        json.dumps(row(i, gpu="T4")).encode() + b"\n" for i in range(MAX_SINGLE_PROCESS + 1 if workers > 1 else 1)
+    )
     out = io.BytesIO()
     predict_rows(io.BytesIO(asked), out, TraceLimits(), lambda *_: None, workers, calibration=learned)
     (plain,), answer = ask(row(gpu="T4")), json.loads(out.getvalue().splitlines()[-1])

@@ -204,7 +204,7 @@ async def test_a_model_of_the_store_starts_no_process() -> None:
             "transformers/tinyllama-1.1b-chat-V1.0", ["are transformers/TinyLlama-1.1B-Chat-v1.0"], id="other capitals"
         ),
         pytest.param("transformers/gpt2@layers", ["expected NAME@key=value"], id="value"),
-        pytest.param("jax/resnet50", ["this version knows timm/NAME"], id="library"),
+        pytest.param("jax/resnet50", ["this version supports timm/NAME"], id="library"),
     ],
 )
 async def test_a_name_that_is_none_is_refused_before_anything_is_traced(name: str, words: list[str]) -> None:

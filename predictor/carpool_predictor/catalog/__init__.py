@@ -1,4 +1,1 @@
-"""Published architectures by name: which there are, how they are built, and what those traced before cost.
-
-May import `features`. PyTorch and the libraries of models are imported only where one is built.
-"""
+"""Published architectures by name."""

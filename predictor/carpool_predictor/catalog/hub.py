@@ -1,7 +1,7 @@
-"""Published configurations of common models of the Hugging Face hub, by name: configuration class and what differs.
+"""Configurations of common models of the Hugging Face hub: configuration class and differing values. No PyTorch.
 
-Values are those of each model's own `config.json` where they differ from the class's defaults in `transformers` and
-change the graph; a test compares the numbers of parameters with the published ones. Nothing is downloaded. No PyTorch.
+Values are those of each model's `config.json` that differ from the class's defaults in `transformers` and change the
+graph. A test compares the numbers of parameters with the published ones.
 """
 
 import difflib
@@ -15,7 +15,7 @@ Value = int | float | bool | str | list[object]
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """How a model of the hub is configured."""
+    """Configuration of a model of the hub."""
 
     config: str
     """Class of `transformers`, such as `BertConfig`."""
@@ -23,7 +23,7 @@ class Published:
 
 
 def _wide(sizes: tuple[int, int, int, int], more: Mapping[str, Value] | None = None) -> dict[str, Value]:
-    """Name width, layers, heads and inner width as most configurations do."""
+    """Return width, layers, heads and inner width under their usual names."""
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
     return {**dict(zip(names, sizes, strict=True)), **(more or {})}
 
@@ -192,7 +192,7 @@ def full_name(name: str) -> str:
 
 
 def published(name: str) -> Published | None:
-    """Look a model up, with its organization or without: `gpt2-xl`, `openai-community/gpt2-xl`."""
+    """Return the configuration of a model, with or without its organization: `gpt2-xl`, `openai-community/gpt2-xl`."""
     return HUB.get(full_name(name))
 
 
@@ -224,7 +224,7 @@ def _value(text: str) -> Value:
 
 
 def unknown_to_the_hub(name: str) -> TraceError:
-    """Return the error that says that nobody knows a name, and which are near."""
+    """Return the error for an unknown name, with the nearest names."""
     folded = {short.casefold(): short for short in _SHORT}
     found = difflib.get_close_matches(name.rpartition("/")[2].casefold(), folded, n=3, cutoff=0.5)
     near = ", ".join(f"transformers/{folded[short]}" for short in found)

@@ -19,13 +19,13 @@ from carpool_predictor.catalog.hub import published, split_name, unknown_to_the_
 from carpool_predictor.features import TraceError
 
 _LONGEST = 512
-"""Tokens of a sample where nothing else is said, like most examples of fine-tuning; fewer if the model takes fewer."""
+"""Default tokens of a sample, as in most examples of fine-tuning; fewer if the model accepts fewer."""
 _ATTENTION_DROPOUT = ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob")
 _LENGTHS = ("max_position_embeddings", "n_positions")
 
 
 class HubModel(nn.Module):
-    """Feeds a model of `transformers` one tensor, and takes its logits."""
+    """Adapts a model of `transformers` to one input tensor and its logits."""
 
     def __init__(self, model: nn.Module, config: Any, *, images: bool) -> None:
         super().__init__()
@@ -34,9 +34,9 @@ class HubModel(nn.Module):
         self._images = images
 
     def set_grad_checkpointing(self, enable: bool) -> None:
-        """Recompute activations, in the words of timm's models."""
+        """Switch activation checkpointing on, with the method name of timm's models."""
         if enable:
-            # The older of its two names is going.
+            # `transformers` deprecates the older of the two names.
             newer = getattr(self.model, "activation_checkpointing_enable", None)
             (newer or self.model.gradient_checkpointing_enable)()  # type: ignore[operator]
 
@@ -50,7 +50,7 @@ class HubModel(nn.Module):
 
 
 def _nothing_packed(_: Tensor) -> None:
-    """Answer as of samples of one text each, which `transformers` would find out from the data."""
+    """Return that samples are not packed, which `transformers` would read from the data."""
 
 
 def configure(name: str, num_classes: int | None) -> Any:
@@ -81,15 +81,15 @@ def configure(name: str, num_classes: int | None) -> Any:
 
 
 def _configuration(name: str) -> type[PretrainedConfig] | None:
-    """Return a configuration class by its name; None where there is none."""
+    """Return a configuration class by its name, or None."""
     kinds = (kind for kind, config in configuration_auto.CONFIG_MAPPING_NAMES.items() if config == name)
-    # Kinds that lack a configuration of their own name that of another.
+    # Model types without a configuration class name the class of another type.
     found = next((own for kind in kinds if (own := getattr(_package_of(kind), name, None)) is not None), None)
     return found if isinstance(found, type) and issubclass(found, PretrainedConfig) else None
 
 
 def _package_of(model_type: str) -> Any:
-    """Return the package of one kind of model; importing all of `transformers` takes as long as a trace."""
+    """Import the package of one model type; importing all of `transformers` takes seconds."""
     return import_module(f"transformers.models.{configuration_auto.model_type_to_module_name(model_type)}")
 
 
@@ -107,7 +107,7 @@ def sample_shape(config: Any) -> tuple[int, ...]:
 
 
 def build(config: Any, num_classes: int | None) -> nn.Module:
-    """Build the model that its authors trained: with its language-modeling head, or a classifier of so many classes.
+    """Build the model with its language-modeling head, or with a classifier.
 
     Raises:
         TraceError: `transformers` has no such model for the configuration.
@@ -133,7 +133,7 @@ def build(config: Any, num_classes: int | None) -> nn.Module:
         )
     kind = getattr(_package_of(config.model_type), found if isinstance(found, str) else found[0])
     if kind._supports_sdpa:
-        # CUDA's fused kernels draw these masks inside, and keep nothing of them.
+        # CUDA's fused kernels draw these masks internally and keep none of them.
         for dropout in filter(partial(hasattr, config), _ATTENTION_DROPOUT):
             setattr(config, dropout, 0.0)
     return HubModel(kind(config), config, images=images)

@@ -1,4 +1,4 @@
-"""What names of the catalog begin with, and what is said of those that it does not know."""
+"""Checks catalog names without importing a library, because a trace takes seconds to refuse one."""
 
 import importlib.util
 import re
@@ -15,32 +15,32 @@ LIBRARIES = ("timm", "torchvision", "transformers")
 
 
 def unsupported(name: str) -> TraceError:
-    """Return the error that says that models do not go by such a name."""
+    """Return the error for a name of no known library."""
     return TraceError(
         "CatalogUnsupported",
-        f"this version knows timm/NAME, torchvision/NAME and transformers/NAME, found {name}; give "
+        f"this version supports timm/NAME, torchvision/NAME and transformers/NAME, found {name}; give "
         "spec.model.features, as `carpool graph FILE.py:FACTORY --input …` prints them for any nn.Module",
     )
 
 
 def unknown(library: str, name: str, near: Sequence[str]) -> TraceError:
-    """Return the error that says that a library has no such model.
+    """Return the error for a model that its library does not have.
 
     Args:
         library: The library.
         name: The name in it.
-        near: Full names that are near.
+        near: The nearest full names.
     """
     hint = f"the nearest names are {', '.join(near)}" if near else "no name is near"
     return TraceError("UnknownCatalogModel", f"{library} has no model {name!r}; {hint}")
 
 
 _CONFIGURATION = "Config"
-"""What the classes end with by which models of `transformers` go that have no name here."""
+"""Suffix of the configuration classes of `transformers`, which are valid names too."""
 
 
 def refusal_of(model: CatalogModel) -> Abstention | None:
-    """Say why a name can be none; None where it is one, or only its library can tell."""
+    """Return why a name is invalid; None if it is valid or only its library can decide."""
     try:
         _check(model)
     except TraceError as e:
@@ -61,14 +61,13 @@ def _check(model: CatalogModel) -> None:
 
 
 def _is_written(library: str, name: str) -> bool:
-    """Whether a name stands anywhere in a library's models, whose functions have their names; True where it is missing.
+    """Whether a name occurs in the source of a library's models; True if the library is missing.
 
-    That holds for names that are deprecated, and for releases of which the feature store knows nothing. What follows a
-    dot names weights.
+    This accepts deprecated names and newer releases than the feature store's. The part after a dot names weights.
     """
     spec = importlib.util.find_spec(library)
     if spec is None or spec.origin is None:
-        return True  # whoever traces says what is missing
+        return True  # the trace reports the missing library
     word = re.compile(rb"\b%s\b" % re.escape(name.partition(".")[0]).encode())
     files = Path(spec.origin).with_name("models").rglob("*.py")
     return any(word.search(file.read_bytes()) for file in files)

@@ -14,12 +14,12 @@ from carpool_predictor.catalog.names import unknown, unsupported
 from carpool_predictor.features import TraceError
 
 _FRAMES = 16
-"""Frames of a sample of torchvision's video models, as in the clips that they were trained on."""
+"""Frames of a sample of torchvision's video models, as in their training clips."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to build a model, and what it is fed."""
+    """A function that builds a model, and the shape of its input."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -28,11 +28,11 @@ class Recipe:
     tokens: bool = False
     """Whether a sample is whole numbers, such as the ids of tokens."""
     file: Path | None = None
-    """The user's own file that builds it; None for published models."""
+    """The user's file that builds it; None for published models."""
 
 
 def recipe_of(model: CatalogModel) -> Recipe:
-    """Look a catalog model up.
+    """Return the recipe of a catalog model.
 
     Raises:
         TraceError: The library or the model is unknown (the nearest names are suggested), or a library is missing.
@@ -67,7 +67,7 @@ def _timm(model: CatalogModel, name: str) -> Recipe:
         try:
             return _checked_module(timm.create_model(name, pretrained=False, img_size=shape[1:], **options))
         except TypeError:
-            # Convolutional models take any size and know no such argument.
+            # Convolutional models accept any size and lack this argument.
             return _checked_module(timm.create_model(name, pretrained=False, **options))
 
     return Recipe(model.name, build, shape)
@@ -84,7 +84,7 @@ def _torchvision(model: CatalogModel, name: str) -> Recipe:
     if model.num_classes is not None:
         options["num_classes"] = model.num_classes
     if name in ("inception_v3", "googlenet"):
-        options["init_weights"] = False  # seconds of SciPy's truncated normal, for numbers that nobody reads
+        options["init_weights"] = False  # would take seconds for values that are never read
     builder = models.get_model_builder(name)
     if "weights_backbone" in inspect.signature(builder).parameters:
         options["weights_backbone"] = None
@@ -95,7 +95,7 @@ def _torchvision(model: CatalogModel, name: str) -> Recipe:
 
 
 def _torchvision_input(weights: Any) -> tuple[int, ...]:
-    # Those of detection name no crop.
+    # Detection weights have no crop.
     published = [getattr(entry.transforms, "keywords", {}) for entry in weights] if weights is not None else []
     crops = [options["crop_size"] for options in published if options.get("crop_size")]
     crop = crops[-1] if crops else 224

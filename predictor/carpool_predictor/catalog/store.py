@@ -1,8 +1,7 @@
-"""The feature store: what the catalog's models cost at their default inputs, traced once and carried in the wheel.
+"""The feature store: traced steps of the catalog's models at their default inputs, in the package. No PyTorch.
 
-`carpool_research.catalog_sweep` makes it. A file for each precision, read when it
-is first asked for: zlib over JSON, so that loading it can run nothing. A model stays text until it is asked for, which
-is a twentieth of the memory. Needs no PyTorch.
+`carpool_research.catalog_sweep` writes one file per precision: zlib over JSON, so that loading cannot run code. A model
+is decoded when it is first used, which keeps memory small.
 """
 
 import difflib
@@ -25,12 +24,12 @@ FILES = {
     Precision.BF16_MIXED: _MIXED,
     Precision.FP16_MIXED: _MIXED,
 }
-"""Both mixed precisions share one: they run the same operators in the same widths."""
+"""Files by precision; both mixed precisions run the same operators in the same widths."""
 MEASURED_FILE = "artifacts/measured.json.z"
-"""Models that the measured release of timm built otherwise than the one that the catalog was traced with."""
+"""Models that differ between the measured release of timm and the traced one."""
 _HUB = "transformers/"
 MAX_BYTES = 64 << 20
-"""Largest store that is unpacked; a larger one is no store."""
+"""Largest unpacked store in bytes."""
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
@@ -41,8 +40,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     flops: float
     bytes_moved: float
     updates: list[tuple[int, int, int, int, float] | None]
-    """In the order of the document's `others`: peak, activations, reserved, kernels, bytes moved; None: not reckoned,
-    as of models that are older than what others were reckoned under."""
+    """Peak, activations, reserved, kernels and bytes moved, in the order of `others`; None if not traced."""
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -51,13 +49,13 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     family: str
     input_shape: tuple[int, ...]
     sizes: tuple[int, int, int]
-    """Parameters, those that are trained, bytes of parameters and buffers."""
+    """Parameters, trainable parameters, bytes of parameters and buffers."""
     layers: tuple[int, int, int, int, int, int, int]
     steps: list[Step]
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a file of the store holds."""
+    """Content of a file of the store."""
 
     format: int
     versions: dict[str, str]
@@ -73,7 +71,7 @@ _ENTRY = msgspec.json.Decoder(Entry)
 
 
 class Store:
-    """Records by catalog name, all of one precision."""
+    """Records of one precision by catalog name."""
 
     def __init__(self, document: Document) -> None:
         self._document = document
@@ -84,31 +82,31 @@ class Store:
         return self._document.versions
 
     def names(self) -> list[str]:
-        """Name every model that was traced."""
+        """Return the names of all traced models."""
         return list(self._document.entries)
 
     def failures(self) -> dict[str, str]:
-        """Say of each model that could not be traced why."""
+        """Return the reasons of the models that could not be traced."""
         return self._document.failures
 
     def nearest(self, name: str) -> list[str]:
-        """Suggest names."""
+        """Return the nearest names."""
         return difflib.get_close_matches(name, self._document.entries, n=3, cutoff=0.5)
 
     def record(self, name: str) -> ModelRecord | None:
-        """Return a model's record; None where it was not traced."""
+        """Return a model's record, or None if it was not traced."""
         entry = self._entry(name)
         return None if entry is None else self._unpacked(name, entry)
 
     def family(self, name: str) -> str | None:
-        """Return the Python module, within its library, that defines a model; None where it was not traced."""
+        """Return the library's Python module that defines a model, or None if it was not traced."""
         entry = self._entry(name)
         return None if entry is None else entry.family
 
     def features(self, model: CatalogModel, training: Training) -> ModelFeatures | None:
-        """Return a model's features for a training; None where the store cannot know them.
+        """Return a model's features for a training, or None.
 
-        It knows models at their default input and number of classes, without checkpointing.
+        The store has models at their default input and number of classes, without checkpointing.
         """
         record = None if training.activation_checkpointing or model.num_classes is not None else self.record(model.name)
         if record is None or (model.input is not None and tuple(model.input) != record.input_shape):
@@ -119,10 +117,10 @@ class Store:
         return msgspec.structs.replace(record.features(training.optimizer), precision=training.precision)
 
     def _entry(self, name: str) -> Entry | None:
-        """Decode a model's entry; models of the hub go without their organization, too.
+        """Return a model's entry; names of the hub work without their organization.
 
         Raises:
-            MalformedError: It is none.
+            MalformedError: The entry is invalid.
         """
         entries = self._document.entries
         text = entries.get(name)
@@ -179,7 +177,7 @@ def _update(peak: int, activations: int, reserved: int, kernels: int, bytes_move
 
 
 def unpack(content: bytes) -> Store:
-    """Read a store.
+    """Return the store in a file's content.
 
     Raises:
         MalformedError: The content is truncated, changed, or of another version.
@@ -188,7 +186,7 @@ def unpack(content: bytes) -> Store:
         inflate = zlib.decompressobj()
         text = inflate.decompress(content, MAX_BYTES)
         if not inflate.eof:
-            raise MalformedError("the feature store is cut short, or larger than any store")
+            raise MalformedError("the feature store is truncated or too large")
         document = msgspec.json.decode(text, type=Document)
     except (zlib.error, msgspec.DecodeError) as e:
         raise MalformedError(f"expected a feature store: {e}") from e
@@ -203,15 +201,15 @@ def _read(file: str) -> Store:
 
 
 def shipped(precision: Precision = Precision.FP32) -> Store:
-    """Return the store that the package carries for a precision, one of `FILES`; read once."""
+    """Return the package's store for a precision in `FILES`."""
     return _read(FILES[precision])
 
 
 def measured() -> Store:
-    """Return the models of the measurements that the catalog has otherwise."""
+    """Return the models that the measured release of timm defines differently."""
     return _read(MEASURED_FILE)
 
 
 def features(model: CatalogModel, training: Training) -> ModelFeatures | None:
-    """Return a catalog model's features for a training; None where no store knows them."""
+    """Return a catalog model's features for a training, or None if no store has them."""
     return shipped(training.precision).features(model, training) if training.precision in FILES else None
