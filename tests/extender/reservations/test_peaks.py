@@ -1,0 +1,443 @@
+"""When the measured peak of a running tenant replaces its reserved bound, and how that is written."""
+
+import asyncio
+
+import msgspec
+import pytest
+from carpool_core.keys import ANNOTATION_CAPACITY_FREED
+from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS
+from carpool_core.kube.errors import Unreachable
+from carpool_core.resources.node import GpuNodeStatus, Tenant, TenantProfile
+from carpool_core.testing.clock import FakeClock
+from carpool_core.values import SharingMode
+from carpool_extender.cache import ledger
+from carpool_extender.cache.peaks import PeakTracker, StablePeak, measured_tenants, use_measured_peak
+from carpool_extender.explain.explain import measured_differences
+from carpool_extender.reservations.peaks import PeakUpdater
+from carpool_extender.reservations.writer import ATTEMPTS
+from carpool_extender.testing import cluster, device, gpu_node, prediction, tenant, until
+from extender_world import args, background, filtering, named
+from msgspec.structs import replace
+
+POD, GPUS = "pod-x", ["GPU-a-0", "GPU-a-1"]
+FIRST, LAST = {POD: 1.5}, {POD: 1.1}
+POOR = TenantProfile(provisional=True)
+
+
+def reserved(profile=POOR, gpus=GPUS[:1], mode=SharingMode.MPS, name="x"):
+    return replace(tenant(name, gpus, mode, prediction=None), tenant=profile)
+
+
+def measured(*peaks, busy=80.0, working=None, memory_mib=None, name="x"):
+    return [
+        Tenant(
+            pod_uid=f"pod-{name}",
+            gpu_uuid=gpu,
+            memory_mib=peak if memory_mib is None else memory_mib,
+            peak_memory_mib=peak,
+            gpu_util_percent=busy,
+            working=working,
+        )
+        for gpu, peak in zip(GPUS, peaks, strict=False)
+    ]
+
+
+def after(pods, *peaks):
+    """The peaks that have earned some pods their margins."""
+    return {pod: StablePeak(peaks, by) for pod, by in pods.items()}
+
+
+def a_node(*held, tenants=(), heartbeat="2026-01-31T12:00:00Z"):
+    devices = [device(index) for index in range(2)]
+    status = GpuNodeStatus(devices=devices, tenants=list(tenants), heartbeat_time=heartbeat)
+    return replace(gpu_node("a", devices, held), status=status)
+
+
+class Agent:
+    """Writes twice a minute."""
+
+    def __init__(self):
+        self.clock = FakeClock()
+        self.tracker = PeakTracker(self.clock)
+        self.beats = 0
+
+    def report(self, held, for_s, *peaks, **changes):
+        found = {}
+        for _ in range(round(for_s / 25)):
+            self.clock.advance(25)
+            found = self.look(held, *peaks, **changes)
+        return found
+
+    def look(self, held, *peaks, **changes):
+        self.beats += 1
+        node = a_node(held, tenants=measured(*peaks, **changes), heartbeat=f"beat {self.beats}")
+        return {pod: still.margin for pod, still in self.tracker.look(node).items()}
+
+
+def test_the_longer_a_peak_is_stable_the_smaller_is_its_margin():
+    agent = Agent()
+    assert agent.report(reserved(), 100, 5000) == {}
+    assert agent.report(reserved(), 25, 5000) == FIRST
+    assert agent.report(reserved(), 475, 5000) == FIRST
+    assert agent.report(reserved(), 25, 5000) == LAST
+    assert agent.report(reserved(), 25, 5000) == LAST
+
+
+@pytest.mark.parametrize(
+    ("before", "changes"),
+    [
+        pytest.param((5000,), {"busy": 0.2}, id="it only loaded"),
+        pytest.param((5000,), {"busy": None}, id="nobody knows whether it works"),
+        pytest.param((5000,), {"memory_mib": 0}, id="its process was gone"),
+        pytest.param((), {}, id="it was not measured"),
+    ],
+)
+def test_time_in_which_a_tenant_does_not_work_or_is_not_measured_does_not_count(before, changes):
+    agent = Agent()
+    assert agent.report(reserved(), 700, *before, **changes) == {}
+    assert agent.report(reserved(), 100, 5000) == {}
+    assert agent.report(reserved(), 25, 5000) == FIRST
+
+
+@pytest.mark.parametrize(
+    "pausing",
+    [
+        pytest.param({"busy": 0.0}, id="by its mean"),
+        pytest.param({"busy": 40.0, "working": False}, id="whatever its mean still says"),
+    ],
+)
+def test_a_pause_neither_counts_nor_resets_the_time(pausing):
+    agent = Agent()
+    assert agent.report(reserved(), 75, 5000) == {}
+    assert agent.report(reserved(), 300, 5000, **pausing) == {}
+    assert agent.report(reserved(), 50, 5000) == {}
+    assert agent.report(reserved(), 25, 5000) == FIRST
+
+
+def test_growth_resets_the_time():
+    agent = Agent()
+    assert agent.report(reserved(), 600, 4900) == FIRST
+    assert agent.report(reserved(), 100, 5000) == {}
+    assert agent.report(reserved(), 500, 5000) == FIRST
+    assert agent.report(reserved(), 25, 5000) == LAST
+
+
+def test_growth_below_the_reporting_threshold_counts_as_stable():
+    agent = Agent()
+    agent.report(reserved(), 300, 5000)
+    assert agent.report(reserved(), 325, 5040) == LAST
+
+
+def test_all_gpus_of_a_worker_must_be_stable():
+    agent, held = Agent(), reserved(gpus=GPUS, mode=SharingMode.TIME_SLICING)
+    agent.report(held, 700, 5000)
+    assert agent.report(held, 100, 5000, 6000) == {}
+    assert agent.report(held, 25, 5000, 6000) == FIRST
+
+
+def test_silence_of_the_agent_resets_the_time():
+    agent = Agent()
+    agent.report(reserved(), 500, 5000)
+    agent.clock.advance(100)
+    assert agent.look(reserved(), 5000) == {}
+    assert agent.report(reserved(), 75, 5000) == {}
+    assert agent.report(reserved(), 25, 5000) == FIRST
+
+
+def test_a_write_by_others_does_not_count_as_a_report():
+    agent = Agent()
+    agent.report(reserved(), 100, 5000)
+    for _ in range(4):  # another pod's reservation is written meanwhile, and the agent says nothing
+        agent.clock.advance(25)
+        agent.beats -= 1
+        found = agent.look(reserved(), 5000)
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    "profile",
+    [
+        pytest.param(TenantProfile(), id="alone for another reason"),
+        pytest.param(TenantProfile(memory_mib=9000), id="a promise that stays"),
+    ],
+)
+def test_only_provisional_reservations_are_tracked(profile):
+    assert Agent().report(reserved(profile), 700, 5000) == {}
+    spec = a_node(reserved(profile)).spec
+    assert use_measured_peak(spec, measured_tenants(a_node(tenants=measured(4000))), after(LAST, 4000)) is spec
+
+
+@pytest.mark.parametrize(
+    ("promised", "peaks", "counted"),
+    [
+        pytest.param(None, (5000,), 5500, id="the whole GPU before"),
+        pytest.param(9000, (5000,), 5500, id="a larger bound before"),
+        pytest.param(5400, (5000,), None, id="it would be more"),
+        pytest.param(9000, (9500,), None, id="it takes more than promised"),
+        pytest.param(None, (5000, 7000), 7701, id="the largest of its GPUs"),
+        pytest.param(None, (0, 7000), None, id="one is not measured"),
+    ],
+)
+def test_a_stable_peak_times_its_margin_counts_but_never_more_than_before(promised, peaks, counted):
+    held = reserved(replace(POOR, memory_mib=promised), GPUS[: len(peaks)], SharingMode.TIME_SLICING)
+    node = a_node(held, tenants=measured(*peaks))
+    [settled] = use_measured_peak(node.spec, measured_tenants(node), after(LAST, *peaks)).reservations
+    assert settled.tenant.measured_mib == counted
+    assert settled.memory_limit_mib == held.memory_limit_mib
+
+
+@pytest.mark.parametrize(
+    ("stood", "found", "counted"),
+    [
+        pytest.param((5000,), (5050,), 5555, id="no more than it was"),
+        pytest.param((5000,), (6000,), None, id="it has risen since"),
+        pytest.param((5000, 5000), (5000, 6000), None, id="on one GPU"),
+    ],
+)
+def test_a_margin_applies_only_to_the_peaks_that_were_stable(stood, found, counted):
+    """Regression: after a conflict it was decided anew with the old margin and the new, larger peak."""
+    node = a_node(reserved(gpus=GPUS[: len(found)], mode=SharingMode.TIME_SLICING), tenants=measured(*found))
+    [settled] = use_measured_peak(node.spec, measured_tenants(node), after(LAST, *stood)).reservations
+    assert settled.tenant.measured_mib == counted
+
+
+def test_margins_shrink_only():
+    held = reserved(replace(POOR, measured_mib=6000))
+    node = a_node(held, tenants=measured(5000))
+    assert use_measured_peak(node.spec, measured_tenants(node), after(FIRST, 5000)) is node.spec
+    [settled] = use_measured_peak(node.spec, measured_tenants(node), after(LAST, 5000)).reservations
+    assert settled.tenant.measured_mib == 5500
+
+
+@pytest.mark.parametrize(
+    ("promised", "counts", "peaks", "counted"),
+    [
+        pytest.param(None, 6000, (6001,), None, id="it has the whole GPU again"),
+        pytest.param(9000, 6000, (6001,), 9000, id="it has its promise again"),
+        pytest.param(9000, None, (9001,), 9000, id="more than was promised"),
+        pytest.param(9000, 6000, (0, 6001), 9000, id="on one of its GPUs"),
+    ],
+)
+def test_a_tenant_that_exceeds_what_counts_gets_its_bound_back_for_good(promised, counts, peaks, counted):
+    """Regression: that was only read from the agent's peaks, which begin anew with the agent."""
+    profile = replace(POOR, memory_mib=promised, measured_mib=counts)
+    held = reserved(profile, GPUS[: len(peaks)], SharingMode.TIME_SLICING)
+    grown = a_node(held, tenants=measured(*peaks))
+    void = use_measured_peak(grown.spec, measured_tenants(grown), {})
+    assert void.reservations[0].tenant == TenantProfile(memory_mib=promised)
+    assert void.reservations[0].tenant.counted_mib(0) == counted
+    agent = Agent()
+    assert agent.report(void.reservations[0], 700, *(5000 for _ in peaks)) == {}
+    after_restart = a_node(void.reservations[0], tenants=measured(*(5000 for _ in peaks)))
+    assert use_measured_peak(void, measured_tenants(after_restart), after(LAST, *(5000 for _ in peaks))) is void
+
+
+@pytest.mark.parametrize(
+    ("promised", "peak", "counted"),
+    [
+        pytest.param(None, 5000, 5500, id="as measured"),
+        pytest.param(None, 5500, 5500, id="up to the margin"),
+        pytest.param(None, 5501, 40960, id="beyond it has the whole GPU again"),
+        pytest.param(8000, 5501, 8000, id="beyond it has its promise again"),
+        pytest.param(8000, 8500, 8500, id="beyond that counts what it takes"),
+    ],
+)
+def test_gpu_table_and_ledger_count_a_measured_tenant_alike(promised, peak, counted):
+    held = replace(reserved(replace(POOR, memory_mib=promised, measured_mib=5500)), reserved_at="2026-01-31T11:00:00Z")
+    node = a_node(held, tenants=measured(peak))
+    assert 40960 - cluster(node).snapshot().gpus.free_mib[0] == counted
+    newcomer = replace(tenant("n", GPUS[:1]), tenant=TenantProfile(memory_mib=40960 - counted + 1))
+    capacity = ledger.capacity_of(node, 8)
+    assert isinstance(ledger.reserve(node.spec, newcomer, capacity), ledger.Rejected)
+    if counted < 40960:
+        fitting = replace(newcomer, tenant=TenantProfile(memory_mib=40960 - counted))
+        assert len(ledger.reserve(node.spec, fitting, capacity).reservations) == 2
+
+
+@pytest.mark.parametrize(
+    ("profile", "peak", "said"),
+    [
+        pytest.param(
+            POOR, 5000, "until its measured peak is stable: default/x counts as a whole GPU",
+            id="not yet",
+        ),
+        pytest.param(
+            replace(POOR, measured_mib=5500), 5000, "counts as measured: default/x (5,500 MiB, whole GPU expected; ",
+            id="as measured",
+        ),
+        pytest.param(
+            replace(POOR, measured_mib=5500), 6000, "default/x (more than the 5,500 MiB measured before; ",
+            id="more after all",
+        ),
+    ],
+)  # fmt: skip
+def test_explain_says_what_counts(profile, peak, said):
+    held = replace(reserved(profile), reserved_at="2026-01-31T11:00:00Z")
+    [told] = measured_differences(a_node(held, tenants=measured(peak))).values()
+    assert said in told
+
+
+# On a server, across restarts
+
+
+def a_lone_job(world, **predicted):
+    """A job that is alone because nothing was measured, and one that waits, for one GPU."""
+    world.add("x", "y", nodes=["a"])
+    told = {"prediction": msgspec.to_builtins(prediction(trusted=False, **predicted))}
+    world.kube.seed(GPU_TRAINING_JOBS, world.kube.dump(GPU_TRAINING_JOBS, "x", "") | {"status": told})
+
+
+async def place(world, extender, job="x"):
+    async with background(world.agent.serve("a")):
+        answer = await extender.service.bind(args(job))
+    assert answer.error == ""
+
+
+async def report(world, for_s, *, peak_mib=5000, busy=80.0):
+    """Let the agent report x twice a minute."""
+    for _ in range(round(for_s / 25)):
+        world.clock.advance(25)
+        tenant = {"podUid": "pod-x", "gpuUuid": GPUS[0], "memoryMib": peak_mib, "peakMemoryMib": peak_mib}
+        status = {"tenants": [tenant | {"gpuUtilPercent": busy}], "heartbeatTime": world.clock.now().isoformat()}
+        await world.kube.patch(GPU_NODES, "a", {"status": status}, subresource="status")
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+
+def counted(world):
+    return [reservation["tenant"].get("measuredMib") for reservation in world.reservations("a")]
+
+
+async def test_a_lone_job_is_joined_once_its_peak_was_measured(world):
+    a_lone_job(world)
+    async with world.extender() as extender:
+        await place(world, extender)
+        [lone] = world.reservations("a")
+        assert (lone["mode"], lone.get("memoryLimitMib"), lone["tenant"].get("memoryMib")) == ("MPS", None, None)
+        assert "counts with the whole GPU until its own peak was measured" in lone["reason"]
+        assert named(await extender.service.filter(filtering("y"))) == []
+        await report(world, 100)
+        assert counted(world) == [None]
+        await report(world, 25)
+        await until(lambda: counted(world) == [7500])
+        assert ANNOTATION_CAPACITY_FREED in world.kube.dump(GPU_NODES, "a")["metadata"]["annotations"]
+        assert named(await extender.service.filter(filtering("y"))) == ["a"]
+        await place(world, extender, "y")
+        await report(world, 500)
+        await until(lambda: counted(world) == [5500, None])
+    assert world.reservations("a")[0]["generation"] == lone["generation"]  # its agent need not act
+
+
+async def test_a_tenant_that_grew_keeps_its_bound_after_its_agent_restarts(world):
+    a_lone_job(world)
+    async with world.extender() as extender:
+        await place(world, extender)
+        await report(world, 125)
+        await until(lambda: counted(world) == [7500])
+        await report(world, 25, peak_mib=8000)
+        await until(lambda: counted(world) == [None])
+        assert "provisional" not in world.reservations("a")[0]["tenant"]
+        await report(world, 700, peak_mib=5000)
+        assert counted(world) == [None]
+        assert named(await extender.service.filter(filtering("y"))) == []
+
+
+async def test_written_peaks_survive_a_restart_of_the_extender(world):
+    a_lone_job(world)
+    async with world.extender() as extender:
+        await place(world, extender)
+        await report(world, 100)
+    async with world.extender() as extender:
+        await report(world, 100)
+        assert counted(world) == [None]
+        await report(world, 25)
+        await until(lambda: counted(world) == [7500])
+    async with world.extender() as extender:
+        assert named(await extender.service.filter(filtering("y"))) == ["a"]
+
+
+async def test_a_failed_write_is_repeated_at_the_next_report(world):
+    a_lone_job(world)
+    async with world.extender() as extender:
+        await place(world, extender)
+        await report(world, 100)
+        for _ in range(ATTEMPTS):
+            world.kube.fail_next("patch", GPU_NODES, Unreachable("gone"), subresource="")
+        await report(world, 400)
+        await until(lambda: counted(world) == [7500])
+
+
+@pytest.mark.parametrize("outcome", ["GpuOutOfMemory", "ContainerFailed"])
+async def test_a_job_that_died_of_memory_stays_alone(world, outcome):
+    a_lone_job(world)
+    job = world.kube.dump(GPU_TRAINING_JOBS, "x", "")
+    world.kube.seed(GPU_TRAINING_JOBS, job | {"status": job["status"] | {"attempts": [{"outcome": outcome}]}})
+    async with world.extender() as extender:
+        await place(world, extender)
+    [lone] = world.reservations("a")
+    expected = ("Exclusive", False) if outcome == "GpuOutOfMemory" else ("MPS", True)
+    assert (lone["mode"], lone["tenant"].get("provisional", False)) == expected
+
+
+def lone_node(name, peak_mib, heartbeat):
+    held = replace(tenant("x", GPUS[:1], SharingMode.MPS, prediction=None), tenant=TenantProfile(provisional=True))
+    seen = Tenant(pod_uid="pod-x", gpu_uuid=GPUS[0], memory_mib=peak_mib, peak_memory_mib=peak_mib, gpu_util_percent=80)
+    status = GpuNodeStatus(devices=[device(0)], tenants=[seen], heartbeat_time=heartbeat)
+    return replace(gpu_node(name, [device(0)], [held]), status=status)
+
+
+class SlowWriter:
+    """The ledgers of nodes as they are told of; writing `slow` never ends."""
+
+    def __init__(self):
+        self.cluster, self.nodes, self.callbacks, self.written = self, {}, [], []
+        self.node = self.nodes.get
+
+    def on_node(self, callback):
+        self.callbacks.append(callback)
+
+    def apply(self, node):
+        name = node.metadata.name
+        old, self.nodes[name] = self.nodes.get(name), node
+        for callback in self.callbacks:
+            callback(old, node)
+
+    async def change(self, name, decide, *, frees=False):
+        if name == "slow":
+            await asyncio.Event().wait()
+        self.written.append((name, decide(self.nodes[name]).reservations[0].tenant.measured_mib))
+
+
+class Nodes:
+    """Nodes each with a lone job, whose agents tell of it."""
+
+    def __init__(self):
+        self.clock, self.writer = FakeClock(), SlowWriter()
+        self.updater = PeakUpdater(self.writer, self.writer, PeakTracker(self.clock))
+
+    def report(self, for_s, *names, peak_mib=5000):
+        for _ in range(round(for_s / 25)):
+            self.clock.advance(25)
+            for name in names:
+                self.writer.apply(lone_node(name, peak_mib, self.clock.now().isoformat()))
+
+
+async def test_a_node_that_is_slow_to_write_delays_no_other():
+    nodes = Nodes()
+    async with background(nodes.updater.run()):
+        nodes.report(125, "slow")
+        await asyncio.sleep(0)
+        nodes.report(125, "quick")
+        await until(lambda: nodes.writer.written == [("quick", 7500)])
+
+
+async def test_an_outdated_peak_is_not_written():
+    nodes = Nodes()
+    nodes.report(125, "a")
+    nodes.report(25, "a", peak_mib=6000)
+    async with background(nodes.updater.run()):
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert nodes.writer.written == []
+        nodes.report(100, "a", peak_mib=6000)
+        await until(lambda: nodes.writer.written == [("a", 9000)])
