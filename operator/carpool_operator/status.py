@@ -272,7 +272,7 @@ def _how_alone(places: Sequence[WorkerPlacement]) -> str:
 
 
 def _why_untrusted(demand: Demand, products: Sequence[str], how: str) -> str:
-    lost = [name for name in products if (found := demand.prediction_on(name)) is not None and found.memory.is_lost]
+    lost = [name for name in products if (found := demand.prediction_on(name)) is not None and found.memory.is_refuted]
     if lost:
         return (
             f"{how}, because earlier runs of this model (also of other jobs) ran out of memory on {', '.join(lost)}, "

@@ -271,12 +271,12 @@ def _message(context: PredictionContext, answers: Sequence[ProductAnswer]) -> st
             "all that such a GPU has"
         )
     untrusted = [p for p in products if not p.memory.trusted]
-    if lost := [p.product for p in untrusted if p.memory.is_lost]:
+    if lost := [p.product for p in untrusted if p.memory.is_refuted]:
         clauses.append(
             f"runs alone on {', '.join(lost)}, because earlier runs of this model (other jobs' too) died of memory "
             "there, or took nearly all"
         )
-    unproven = [p for p in untrusted if not p.memory.is_lost]
+    unproven = [p for p in untrusted if not p.memory.is_refuted]
     large = [p.product for p in unproven if run_history.exceeds_gpu(p.memory, find_product(p.product))]
     if alone := [p.product for p in unproven if p.product not in large]:
         clauses.append(f"runs alone on {', '.join(alone)} until enough like it was measured there")

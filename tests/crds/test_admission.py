@@ -173,7 +173,7 @@ def test_a_template_may_speak_of_labels_of_pods_and_tolerate_any_taint(control_p
 
 def test_explain_reads_like_documentation(control_plane: Cluster) -> None:
     text = " ".join(control_plane.kubectl("explain", "gtj.spec.sharing").split())
-    assert "Whether and with whom it shares a GPU." in text
+    assert "Whether and with which jobs it shares a GPU." in text
     assert "Default: 1.5." in text
     assert "GPU memory" in control_plane.kubectl("explain", "gtj.spec.memory.limit")
 

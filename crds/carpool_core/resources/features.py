@@ -1,4 +1,4 @@
-"""What one pass over fake tensors says about a model: the predictor's input, and what `spec.model.features` holds."""
+"""Features of a model's training step, traced on fake tensors: `spec.model.features` and the predictor's input."""
 
 from typing import Annotated, ClassVar
 
@@ -6,13 +6,13 @@ from carpool_core.resources.schema import ATOMIC, Resource, Rule, field
 from carpool_core.values import Optimizer, Precision
 
 _MAX_BYTES = 2**50
-"""1 PiB: beyond any single-GPU training step; larger numbers are a mistake of unit."""
+"""1 PiB: larger numbers are a wrong unit."""
 
 
 class LayerCounts(Resource, frozen=True, kw_only=True):
     """Leaf modules by kind, as HotCloud '20 counts them.
 
-    A recurrent module counts once for each of its layers and directions, and as two linear layers each time.
+    A recurrent module counts once for each layer and direction, and as two linear layers each time.
     """
 
     convolution: Annotated[int, field("Convolution layers.", ge=0, le=1_000_000)] = 0
@@ -35,7 +35,7 @@ class TracedStep(Resource, frozen=True, kw_only=True):
     reserved_bytes: Annotated[
         int,
         field(
-            "What PyTorch's caching allocator holds for the step, fragments included, in bytes; 0 if unknown.",
+            "Memory that PyTorch's caching allocator reserves for the step, in bytes; 0 if unknown.",
             ge=0,
             le=_MAX_BYTES,
         ),
@@ -43,8 +43,8 @@ class TracedStep(Resource, frozen=True, kw_only=True):
     unfolded_bytes: Annotated[
         int,
         field(
-            "Largest matrix that a convolution of the step would unfold its input into, in bytes: what bounds its "
-            "workspace; 0 without convolutions.",
+            "Largest unfolded input of a convolution of the step, in bytes, which bounds its workspace; 0 without "
+            "convolutions.",
             ge=0,
             le=_MAX_BYTES,
         ),
@@ -58,15 +58,14 @@ class TracedStep(Resource, frozen=True, kw_only=True):
 
 
 class ModelFeatures(Resource, frozen=True, kw_only=True):
-    """A model's training step in numbers. `carpool graph` writes this block."""
+    """Numbers of a model's training step. `carpool graph` prints this block."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
-            # To the API server each look at a field of a step costs as much as a step has fields, so each is looked at
-            # once.
+            # The API server converts a whole step at each access to one of its fields, so each is read once.
             "[self.steps.map(s, s.batchSize)].all(sizes, sizes.isSorted() && "
             "sizes.all(one, sizes.filter(other, other == one).size() == 1))",
-            "steps must stand in ascending order of batchSize, each batchSize once; "
+            "steps must be in ascending order of batchSize, each batchSize once; "
             "take the block from `carpool graph` unchanged",
         ),
         Rule(
@@ -80,7 +79,7 @@ class ModelFeatures(Resource, frozen=True, kw_only=True):
         ),
     )
 
-    name: Annotated[str, field("What the model is called, for people.", max_length=253)] = ""
+    name: Annotated[str, field("Name of the model, for people.", max_length=253)] = ""
     parameters: Annotated[int, field("Number of parameters.", ge=0, le=10**13)]
     trainable_parameters: Annotated[int, field("Number of parameters with gradients.", ge=0, le=10**13)]
     parameter_bytes: Annotated[int, field("Size of parameters and buffers, in bytes.", ge=0, le=_MAX_BYTES)]
@@ -91,7 +90,7 @@ class ModelFeatures(Resource, frozen=True, kw_only=True):
     steps: Annotated[
         list[TracedStep],
         field(
-            "Traced steps at one or more batch sizes, ascending; other batch sizes are interpolated.",
+            "Traced steps at one or more batch sizes, ascending. Other batch sizes are interpolated.",
             schema=ATOMIC,
             min_length=1,
             max_length=8,

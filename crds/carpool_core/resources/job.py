@@ -1,4 +1,4 @@
-"""`GpuTrainingJob`: what a user writes, and what Carpool answers in its status."""
+"""`GpuTrainingJob`: users write its spec, the operator its status."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
@@ -32,14 +32,15 @@ from carpool_core.values import (
 
 
 class CatalogModel(Resource, frozen=True, kw_only=True):
-    """A published architecture by name; no weights are ever downloaded."""
+    """A published architecture by name. Weights are never downloaded."""
 
     name: Annotated[
         str,
         field(
-            "`timm/NAME`, `torchvision/NAME`, `transformers/NAME`, a model of the Hugging Face hub such as "
-            "transformers/bert-base-uncased or a configuration class; `@key=value,…` after either changes values of "
-            "its configuration, such as transformers/LlamaConfig@hidden_size=1024,num_hidden_layers=8.",
+            "`timm/NAME`, `torchvision/NAME`, `transformers/NAME`, where transformers takes a model of the "
+            "Hugging Face hub, such as transformers/bert-base-uncased, or a configuration class. `@key=value,…` "
+            "changes values of the configuration, such as "
+            "transformers/LlamaConfig@hidden_size=1024,num_hidden_layers=8.",
             max_length=4096,
             rules=[
                 Rule(
@@ -59,7 +60,7 @@ class CatalogModel(Resource, frozen=True, kw_only=True):
         Annotated[
             list[Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]],
             field(
-                "Shape of one sample, without the batch, such as [3, 224, 224]. The model's own when left out.",
+                "Shape of one sample without the batch, such as [3, 224, 224]; the model's default when left out.",
                 schema=ATOMIC,
                 min_length=1,
                 max_length=4,
@@ -68,7 +69,8 @@ class CatalogModel(Resource, frozen=True, kw_only=True):
         | None
     ) = None
     num_classes: (
-        Annotated[int, field("Outputs of the classifier. The model's own when left out.", ge=1, le=1_000_000)] | None
+        Annotated[int, field("Outputs of the classifier; the model's default when left out.", ge=1, le=1_000_000)]
+        | None
     ) = None
 
 
@@ -114,13 +116,11 @@ class GraphLayer(Resource, frozen=True, kw_only=True):
 
 
 class GraphModel(Resource, frozen=True, kw_only=True):
-    """A model written down layer by layer."""
+    """A model described layer by layer."""
 
     input: Annotated[
         list[Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]],
-        field(
-            "Shape of one sample, without the batch, such as [1, 28, 28].", schema=ATOMIC, min_length=1, max_length=4
-        ),
+        field("Shape of one sample without the batch, such as [1, 28, 28].", schema=ATOMIC, min_length=1, max_length=4),
     ]
     layers: Annotated[list[GraphLayer], field("Layers, in order.", schema=ATOMIC, min_length=1, max_length=2048)]
 
@@ -128,11 +128,11 @@ class GraphModel(Resource, frozen=True, kw_only=True):
 _GIVEN = "[{}].filter(given, given != '')".format(
     ", ".join(f"has(self.{one}) && self.{one} != null ? '{one}' : ''" for one in ("features", "catalog", "graph"))
 )
-"""CEL: names of the model sources that are given."""
+"""CEL: names of the given model sources."""
 
 
 class ModelSource(Resource, frozen=True, kw_only=True):
-    """Where the model's graph comes from: one of the three. Left out altogether, the model is unknown."""
+    """Source of the model's graph: exactly one of the three. The model is unknown when all are left out."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -148,7 +148,7 @@ class ModelSource(Resource, frozen=True, kw_only=True):
         Annotated[CatalogModel, field("A published architecture by its name in timm, torchvision or transformers.")]
         | None
     ) = None
-    graph: Annotated[GraphModel, field("The model written down layer by layer.")] | None = None
+    graph: Annotated[GraphModel, field("The model described layer by layer.")] | None = None
 
 
 class Neighbour(Resource, frozen=True, kw_only=True):
@@ -160,33 +160,34 @@ class Neighbour(Resource, frozen=True, kw_only=True):
 
 
 class WorkerPlacement(Resource, frozen=True, kw_only=True):
-    """Where a worker was put, and why there."""
+    """Placement of a worker, with the reason."""
 
     worker: Annotated[int, field("Index of the worker.", ge=0)]
-    pod: Annotated[str, field("Its pod.")]
-    pod_uid: Annotated[PodUid, field("The pod's UID.")]
-    node: Annotated[NodeName, field("Its node.")]
-    gpu_uuids: Annotated[list[GpuUuid], field("Its GPUs.", schema=ATOMIC)]
-    product: Annotated[str, field("Product of these GPUs.")]
-    mode: Annotated[SharingMode, field("How they are shared.")]
+    pod: Annotated[str, field("Name of the worker's pod.")]
+    pod_uid: Annotated[PodUid, field("UID of the pod.")]
+    node: Annotated[NodeName, field("Node of the pod.")]
+    gpu_uuids: Annotated[list[GpuUuid], field("UUIDs of its GPUs.", schema=ATOMIC)]
+    product: Annotated[str, field("Product of the GPUs.")]
+    mode: Annotated[SharingMode, field("How the GPUs are shared.")]
     memory_limit_mib: Annotated[int, field("Memory limit on each GPU, in MiB.", ge=0)] | None = None
     thread_percentage: Annotated[int, field("MPS active thread percentage.", ge=1, le=100)] | None = None
     mig_profile: Annotated[str, field("MIG profile.")] | None = None
     provisional: Annotated[
-        bool, field("Whether what counts of its memory counts only until its own peak was measured.")
+        bool, field("Whether placement counts this memory only until the worker's own peak is measured.")
     ] = False
     measured_mib: (
-        Annotated[int, field("What counts of its memory since that was measured, in MiB; none before.", ge=1)] | None
+        Annotated[int, field("Memory that placement counts since the peak was measured, in MiB; absent before.", ge=1)]
+        | None
     ) = None
-    expected_slowdown: Annotated[float, field("Predicted step time here over step time alone.", ge=1)] = 1.0
+    expected_slowdown: Annotated[float, field("Predicted step time on these GPUs over step time alone.", ge=1)] = 1.0
     neighbours: Annotated[list[Neighbour], field("Jobs that share its GPUs.", schema=ATOMIC)] = []
-    reason: Annotated[str, field("Why this place, this mode and these limits.", max_length=4096)] = ""
+    reason: Annotated[str, field("Why these GPUs, this mode and these limits.", max_length=4096)] = ""
 
     def bound_mib(self, predicted: MemoryPrediction | None) -> int | None:
-        """Return what counted for its memory on each GPU before anything was measured, in MiB; None if that is unknown.
+        """Return the memory on each GPU that placement counted before the first measurement, in MiB; None if unknown.
 
         Args:
-            predicted: What was predicted for its product.
+            predicted: Prediction for its product.
         """
         if self.memory_limit_mib is not None or predicted is None:
             return self.memory_limit_mib
@@ -194,12 +195,12 @@ class WorkerPlacement(Resource, frozen=True, kw_only=True):
 
 
 class Attempt(Resource, frozen=True, kw_only=True):
-    """One try at running the job."""
+    """One attempt at running the job."""
 
-    number: Annotated[int, field("Counts from 1.", ge=1)]
+    number: Annotated[int, field("Number of the attempt, from 1.", ge=1)]
     started_at: Annotated[str, field("When its pods were created, RFC 3339.")] = ""
     ended_at: Annotated[str, field("When it ended, RFC 3339.")] | None = None
-    outcome: Annotated[str, field("Running, Complete, or why it failed, one CamelCase word.")] = "Running"
+    outcome: Annotated[str, field("Running, Complete, or the reason of the failure, one CamelCase word.")] = "Running"
     message: Annotated[str, field("A sentence for people.", max_length=4096)] = ""
     pod_uids: Annotated[
         list[PodUid],
@@ -226,7 +227,7 @@ class Attempt(Resource, frozen=True, kw_only=True):
 
 
 class Observed(Resource, frozen=True, kw_only=True):
-    """What the agents measured, over all workers."""
+    """Measurements of the agents, over all workers."""
 
     peak_memory_mib: Annotated[int, field("Largest GPU memory of a worker on one GPU, in MiB.", ge=0)] = 0
     gpu_util_percent: (
@@ -240,8 +241,8 @@ class Observed(Resource, frozen=True, kw_only=True):
         Annotated[
             float,
             field(
-                "Observed step time over the step time predicted alone: what neighbours cost and what the prediction "
-                "missed, together."
+                "Observed step time over the step time predicted alone: slowdown by neighbours times the error of the "
+                "prediction."
             ),
         ]
         | None
@@ -249,7 +250,7 @@ class Observed(Resource, frozen=True, kw_only=True):
 
 
 class JobSummary(Resource, frozen=True, kw_only=True):
-    """The columns of `kubectl get gtj`, which can show no more than single values. Computed; decide nothing by it."""
+    """Columns of `kubectl get gtj`, which shows only single values. Computed for people; programs must not read it."""
 
     node: Annotated[str, field("Nodes of the workers.", max_length=256)] = ""
     gpu: Annotated[str, field("Product of the GPUs, and how many where there are several.", max_length=256)] = ""
@@ -266,37 +267,36 @@ class JobSummary(Resource, frozen=True, kw_only=True):
 
 
 class JobStatus(Resource, frozen=True, kw_only=True):
-    """What Carpool knows of the job."""
+    """State of the job, its prediction, placement and measurements."""
 
     observed_generation: Annotated[int, field("`metadata.generation` that this status was computed from.", ge=0)] = 0
-    state: Annotated[JobState, field("Computed from the conditions, for people.")] = JobState.PREDICTING
+    state: Annotated[JobState, field("State of the job, computed from the conditions.")] = JobState.PREDICTING
     conditions: Annotated[
         list[Condition], field("Predicted, Placed, Running, Suspended, Complete, Failed.", schema=ATOMIC)
     ] = []
-    prediction: Annotated[Prediction, field("What was predicted before it ran.")] | None = None
-    placement: Annotated[list[WorkerPlacement], field("Where each worker runs.", schema=ATOMIC)] = []
-    attempts: Annotated[list[Attempt], field("Tries so far, the latest last, at most ten.", schema=ATOMIC)] = []
-    restarts: Annotated[int, field("Failures that were charged to backoffLimit.", ge=0)] = 0
-    observed: Annotated[Observed, field("What was measured.")] | None = None
-    summary: Annotated[JobSummary, field("What `kubectl get` shows.")] | None = None
-    start_time: Annotated[str, field("When the first container ran, RFC 3339.")] | None = None
-    completion_time: Annotated[str, field("When the job ended, RFC 3339.")] | None = None
+    prediction: Annotated[Prediction, field("Prediction from the model's graph.")] | None = None
+    placement: Annotated[list[WorkerPlacement], field("Placement of each worker.", schema=ATOMIC)] = []
+    attempts: Annotated[list[Attempt], field("Attempts so far, the latest last, at most ten.", schema=ATOMIC)] = []
+    restarts: Annotated[int, field("Failures charged to backoffLimit.", ge=0)] = 0
+    observed: Annotated[Observed, field("Measurements.")] | None = None
+    summary: Annotated[JobSummary, field("Columns of `kubectl get`.")] | None = None
+    start_time: Annotated[str, field("Time when the first container ran, RFC 3339.")] | None = None
+    completion_time: Annotated[str, field("Time when the job ended, RFC 3339.")] | None = None
 
 
 class Training(Resource, frozen=True, kw_only=True):
-    """How the model is trained, as far as memory, speed and length depend on it."""
+    """Properties of the training that memory, speed and duration depend on."""
 
     batch_size: Annotated[int, field("Samples of one step on one worker.", ge=1, le=1_000_000)] = 32
-    optimizer: Annotated[Optimizer, field("Optimizer, whose state takes memory.")] = Optimizer.ADAMW
+    optimizer: Annotated[Optimizer, field("Optimizer; its state takes memory.")] = Optimizer.ADAMW
     precision: Annotated[Precision, field("Arithmetic of the step.")] = Precision.FP32
     activation_checkpointing: Annotated[bool, field("Whether activations are recomputed instead of kept.")] = False
     steps: (
         Annotated[
             int,
             field(
-                "Steps of the whole training; by the predicted time of one they tell how long the job takes, by which "
-                "jobs that wait are sorted unless the cluster serves them in order of arrival. Unknown when left out, "
-                "and counted as an hour there.",
+                "Steps of the whole training. Times the predicted step time they give the job's duration, by which "
+                "the queue may sort jobs. The duration counts as an hour when left out.",
                 ge=1,
                 le=10**12,
             ),
@@ -306,12 +306,12 @@ class Training(Resource, frozen=True, kw_only=True):
 
 
 class Sharing(Resource, frozen=True, kw_only=True):
-    """Whether and with whom the job shares its GPU."""
+    """Whether and with which jobs the job shares its GPU."""
 
     mode: Annotated[
         RequestedMode,
         field(
-            "How to share a GPU. Auto: the scheduler chooses. Exclusive: alone. TimeSlicing: tenants take turns, and "
+            "How to share a GPU. Auto: the scheduler chooses. Exclusive: alone. TimeSlicing: tenants alternate, and "
             "nothing limits their memory. MPS: side by side through one Multi-Process Service daemon, each with a "
             "memory limit. MIG: a hardware instance of its own; needs gpusPerWorker 1."
         ),
@@ -319,9 +319,8 @@ class Sharing(Resource, frozen=True, kw_only=True):
     max_slowdown: Annotated[
         float,
         field(
-            "The largest slowdown that the job accepts: its step time beside neighbours over its step time alone. "
-            "1 accepts none; 1.5 accepts steps half as long again. Held against predictions, of which the scheduler's "
-            "settings say how sure they are.",
+            "Largest accepted slowdown: step time beside neighbours over step time alone. 1 accepts none; 1.5 accepts "
+            "steps half as long again. The scheduler compares predicted slowdowns with it.",
             ge=1,
             le=10,
         ),
@@ -329,23 +328,22 @@ class Sharing(Resource, frozen=True, kw_only=True):
     tenancy: Annotated[
         Tenancy,
         field(
-            "With whose jobs it may share a GPU. Namespace: those of its own namespace. Cluster: anybody's that are "
-            "willing too, but never behind one MPS daemon across namespaces; where GPUs can be divided, Auto takes a "
-            "MIG instance."
+            "Jobs with which it may share a GPU. Namespace: jobs of its own namespace. Cluster: any job with tenancy "
+            "Cluster, but never one MPS daemon across namespaces; Auto takes a MIG instance where GPUs support it."
         ),
     ] = Tenancy.NAMESPACE
 
 
 class MemoryOverride(Resource, frozen=True, kw_only=True):
-    """An explicit memory limit, which overrides the prediction."""
+    """Explicit memory limit, which overrides the prediction."""
 
     limit: (
         Annotated[
             int | str,
             field(
-                "GPU memory that one worker takes on each of its GPUs, with its unit, such as 12Gi. Placement counts "
-                "with it in place of the prediction, and MPS holds each process of the worker to it: a worker of "
-                "several processes can take more in all, and the node agent reports it.",
+                "GPU memory of one worker on each of its GPUs, with its unit, such as 12Gi. It replaces the prediction "
+                "in placement. MPS enforces it for each process, so a worker of several processes can take more in "
+                "all, which the node agent reports.",
                 schema=QUANTITY,
                 rules=MEMORY_RULES,
             ),
@@ -364,13 +362,13 @@ _CAPABILITY_RULES = (
 
 
 class GpuSelector(Resource, frozen=True, kw_only=True):
-    """Which GPUs will do."""
+    """GPUs that the job accepts."""
 
     product: (
         Annotated[
             str,
             field(
-                "GPU product by NVML's name or a part of it, such as A100-SXM4-40GB; A100 is any A100, L4 no L40S.",
+                "GPU product by NVML's name or a part of whole words, such as A100-SXM4-40GB; A100 matches any A100.",
                 min_length=1,
                 max_length=128,
             ),
@@ -380,12 +378,14 @@ class GpuSelector(Resource, frozen=True, kw_only=True):
     min_memory: (
         Annotated[
             int | str,
-            field("Least total memory of the GPU, with its unit, such as 40Gi.", schema=QUANTITY, rules=MEMORY_RULES),
+            field(
+                "Smallest total memory of the GPU, with its unit, such as 40Gi.", schema=QUANTITY, rules=MEMORY_RULES
+            ),
         ]
         | None
     ) = None
     min_compute_capability: (
-        Annotated[str, field("Least CUDA compute capability, such as 8.0.", max_length=8, rules=_CAPABILITY_RULES)]
+        Annotated[str, field("Smallest CUDA compute capability, such as 8.0.", max_length=8, rules=_CAPABILITY_RULES)]
         | None
     ) = None
 
@@ -394,27 +394,25 @@ _MAX_S = 2**31 - 1
 
 
 class RunPolicy(Resource, frozen=True, kw_only=True):
-    """How long and how often the job is tried."""
+    """Retries and time limits."""
 
-    suspend: Annotated[bool, field("True keeps the job from having pods.")] = False
-    backoff_limit: Annotated[int, field("Restarts after failures before the job has failed.", ge=0, le=1000)] = 3
+    suspend: Annotated[bool, field("True keeps the job without pods.")] = False
+    backoff_limit: Annotated[int, field("Restarts after failures before the job counts as failed.", ge=0, le=1000)] = 3
     active_deadline_seconds: (
         Annotated[
             int,
-            field(
-                "Seconds after its start in which the job must be complete; unlimited when left out.", ge=1, le=_MAX_S
-            ),
+            field("Seconds from its start until the job must be complete; unlimited when left out.", ge=1, le=_MAX_S),
         ]
         | None
     ) = None
     ttl_seconds_after_finished: (
-        Annotated[int, field("Seconds after its end until the job is deleted; never when left out.", ge=0, le=_MAX_S)]
+        Annotated[int, field("Seconds from its end until the job is deleted; never when left out.", ge=0, le=_MAX_S)]
         | None
     ) = None
 
 
 class JobSpec(Resource, frozen=True, kw_only=True):
-    """What a user asks for."""
+    """Request of the user."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         GPU_AMOUNT_RULE,
@@ -432,28 +430,34 @@ class JobSpec(Resource, frozen=True, kw_only=True):
     )
 
     model: (
-        Annotated[ModelSource, field("What is trained. Left out: unknown, and the job runs alone.", schema=ATOMIC_MAP)]
+        Annotated[
+            ModelSource,
+            field("The trained model. When left out, the job runs alone until it was measured.", schema=ATOMIC_MAP),
+        ]
         | None
     ) = None
-    training: Annotated[Training, field("How it is trained.", schema=ATOMIC_MAP)] = Training()
+    training: Annotated[Training, field("Properties of the training.", schema=ATOMIC_MAP)] = Training()
     workers: Annotated[int, field("Number of pods that train together.", ge=1, le=1024)] = 1
     gpus_per_worker: Annotated[
         int, field("Number of GPUs (or shares of a GPU) of each worker, all on one node.", ge=1, le=16)
     ] = 1
-    sharing: Annotated[Sharing, field("Whether and with whom it shares a GPU.", schema=ATOMIC_MAP)] = Sharing()
+    sharing: Annotated[Sharing, field("Whether and with which jobs it shares a GPU.", schema=ATOMIC_MAP)] = Sharing()
     memory: Annotated[MemoryOverride, field("Memory limit in place of the prediction.", schema=ATOMIC_MAP)] = (
         MemoryOverride()
     )
-    gpu: Annotated[GpuSelector, field("Which GPUs will do.", schema=ATOMIC_MAP)] = GpuSelector()
-    run_policy: Annotated[RunPolicy, field("How long and how often it is tried.")] = RunPolicy()
+    gpu: Annotated[GpuSelector, field("GPUs that the job accepts.", schema=ATOMIC_MAP)] = GpuSelector()
+    run_policy: Annotated[RunPolicy, field("Retries and time limits.")] = RunPolicy()
     template: Annotated[
         dict[str, Any],
-        field("Pod template of a worker, as in a Job. Carpool adds what places it.", schema=TEMPLATE),
+        field(
+            "Pod template of a worker, as in a Job. Carpool adds the GPU request, the scheduler and labels.",
+            schema=TEMPLATE,
+        ),
     ]
 
 
 _HAS_ENDED = (
-    "this job has ended, and nothing comes of changes (but of runPolicy.ttlSecondsAfterFinished): "
+    "this job has ended, so changes have no effect (except runPolicy.ttlSecondsAfterFinished): "
     "delete it and apply it again"
 )
 _IS_PLACED = "cannot change once the job is placed; only spec.runPolicy can: delete the job and apply it again"
@@ -461,13 +465,13 @@ _DECISIVE = dict.fromkeys(("workers", "gpusPerWorker", "training", "sharing", "m
     "model": True,
     "template": True,
 }
-"""Fields of the spec that the placement was decided by, and whether each may be absent."""
+"""Fields of the spec that the placement depends on, and whether each may be absent."""
 _OF_ATTEMPTS = {"runPolicy.suspend": False, "runPolicy.backoffLimit": False, "runPolicy.activeDeadlineSeconds": True}
-"""Fields that steer attempts, of which an ended job makes none."""
+"""Fields that control attempts, and whether each may be absent; an ended job makes no attempts."""
 
 
 def _same(name: str, *, is_optional: bool) -> str:
-    """CEL: whether a field of the spec is what it was."""
+    """Return CEL for whether a field of the spec is unchanged."""
     new, old = f"self.spec.{name}", f"oldSelf.spec.{name}"
     same = f"{new} == {old}"
     return f"(has({new}) == has({old}) && (!has({new}) || {same}))" if is_optional else f"({same})"
@@ -478,7 +482,7 @@ def _all_same(fields: Mapping[str, bool]) -> str:
 
 
 def _first_changed(fields: Mapping[str, bool]) -> str:
-    """CEL: the name of the first field that is not what it was; the last one where all others are."""
+    """Return CEL for the name of the first changed field; the last one if all others are unchanged."""
     *others, last = fields
     asked = "".join(f"!{_same(name, is_optional=fields[name])} ? 'spec.{name}' : " for name in others)
     return f"({asked}'spec.{last}')"
@@ -486,8 +490,8 @@ def _first_changed(fields: Mapping[str, bool]) -> str:
 
 _ENDED = "has(oldSelf.status.completionTime)"
 _FIXED = Rule(
-    # One rule, which looks at the status once: it is asked with every write of a status, and to the API server each
-    # look at a field costs as much as the object has fields.
+    # One rule that reads the status once: the API server evaluates it at every write of the status, and converts the
+    # whole object at each access to a field.
     "!has(oldSelf.status) || [oldSelf.status].all(was, has(was.completionTime) "
     f"? {_all_same({**_DECISIVE, **_OF_ATTEMPTS})} "
     f": !has(was.placement) || was.placement.size() == 0 || {_all_same(_DECISIVE)})",
@@ -503,7 +507,7 @@ class GpuTrainingJob(Resource, frozen=True, kw_only=True):
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             "self.metadata.name.size() <= 48",
-            "metadata.name must have at most 48 characters, because pods are called NAME-worker-INDEX-ATTEMPT",
+            "metadata.name must have at most 48 characters, because pods are named NAME-worker-INDEX-ATTEMPT",
             field_path=".metadata.name",
         ),
         _FIXED,
@@ -512,5 +516,5 @@ class GpuTrainingJob(Resource, frozen=True, kw_only=True):
     api_version: str = "carpool.dev/v1alpha1"
     kind: str = "GpuTrainingJob"
     metadata: ObjectMeta
-    spec: Annotated[JobSpec, field("What is asked for.")]
-    status: Annotated[JobStatus, field("What Carpool knows.", schema=ATOMIC_MAP)] = JobStatus()
+    spec: Annotated[JobSpec, field("Request of the user.")]
+    status: Annotated[JobStatus, field("State of the job.", schema=ATOMIC_MAP)] = JobStatus()

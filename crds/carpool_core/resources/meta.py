@@ -1,4 +1,4 @@
-"""The parts of Kubernetes' own objects that Carpool reads or writes."""
+"""Metadata and conditions of Kubernetes objects."""
 
 from typing import Annotated, Literal
 
@@ -8,7 +8,7 @@ from carpool_core.resources.schema import Resource, field
 
 
 class ObjectMeta(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """`metadata`, as far as Carpool reads it."""
+    """The fields of `metadata` that Carpool reads."""
 
     name: str = ""
     namespace: str = ""
@@ -29,6 +29,6 @@ class Condition(Resource, frozen=True, kw_only=True):
     reason: Annotated[str, field("One CamelCase word for programs.", min_length=1, max_length=1024)]
     message: Annotated[str, field("A sentence for people.", max_length=32768)] = ""
     last_transition_time: Annotated[
-        str, field("When `status` last changed, RFC 3339.", schema={"format": "date-time"})
+        str, field("Time when `status` last changed, RFC 3339.", schema={"format": "date-time"})
     ] = ""
     observed_generation: Annotated[int, field("`metadata.generation` that this was computed from.", ge=0)] = 0

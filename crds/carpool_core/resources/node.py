@@ -1,4 +1,4 @@
-"""`GpuNode`: the GPUs of one node. `spec` is what the scheduler decided, `status` is what its agent found."""
+"""`GpuNode`: the GPUs of one node. The scheduler writes its spec, the node's agent its status."""
 
 from typing import Annotated
 
@@ -9,19 +9,19 @@ from carpool_core.resources.schema import ATOMIC, ATOMIC_MAP, Resource, field
 from carpool_core.values import DeviceHealth, GpuUuid, JobUid, PartitionState, PodUid, SharingMode, Tenancy
 
 MAX_MIB = 1024 * 1024 * 1024
-"""Upper bound of every amount of memory, in MiB: 1 PiB, as for a job's own numbers."""
+"""Largest amount of memory, in MiB: 1 PiB, as for a job's own numbers."""
 MAX_GPUS = 256
-"""GPUs of one node that the API server accepts."""
+"""Largest number of GPUs of a node."""
 MAX_STRUCK = 256
-"""Pods of one node that are told to have ended together."""
+"""Largest number of pods in `status.struck`."""
 MAX_UID = 2**31 - 1
-"""Of the users that the API server accepts for a pod."""
+"""Largest UID that the API server accepts for a pod."""
 MAX_REASON_LENGTH = 4096
-"""Characters of a reservation's reason that whoever reads it accepts."""
+"""Largest length of a reservation's reason, in characters."""
 
 
 class TenantProfile(Resource, frozen=True, kw_only=True):
-    """What the decision counted with: enough to decide about the next tenant without looking anything up."""
+    """Prediction and limits of a tenant, by which the next tenant of its GPU is decided without further lookups."""
 
     memory_mib: (
         Annotated[int, field("Upper bound of its memory on each GPU, in MiB; unknown when left out.", ge=0, le=MAX_MIB)]
@@ -30,17 +30,17 @@ class TenantProfile(Resource, frozen=True, kw_only=True):
     gpu_util_percent: Annotated[float, field("Predicted GPU utilization alone, 0..100.", ge=0, le=100)] = 100.0
     sm_active_ratio: Annotated[float, field("Predicted SM activity alone, 0..1.", ge=0, le=1)] = 1.0
     dram_active_ratio: Annotated[float, field("Predicted DRAM activity alone, 0..1.", ge=0, le=1)] = 1.0
-    max_slowdown: Annotated[float, field("Slowdown that it accepts.", ge=1)] = 1.0
-    tenancy: Annotated[Tenancy, field("With whose jobs it may share.")] = Tenancy.NAMESPACE
+    max_slowdown: Annotated[float, field("Largest slowdown that it accepts.", ge=1)] = 1.0
+    tenancy: Annotated[Tenancy, field("Jobs with which it may share a GPU.")] = Tenancy.NAMESPACE
     provisional: Annotated[
-        bool, field("Whether memoryMib, or the whole GPU without it, counts only until its own peak was measured.")
+        bool, field("Whether memoryMib, or the whole GPU without it, counts only until its own peak is measured.")
     ] = False
     measured_mib: (
         Annotated[
             int,
             field(
-                "What counts in place of memoryMib since its measured peak has stood still: that and a margin, in MiB. "
-                "Void once it is measured to take more.",
+                "Measured peak plus a margin, in MiB, which counts instead of memoryMib once the peak is stable. "
+                "It no longer counts once a larger peak is measured.",
                 ge=1,
                 le=MAX_MIB,
             ),
@@ -49,10 +49,10 @@ class TenantProfile(Resource, frozen=True, kw_only=True):
     ) = None
 
     def counted_mib(self, peak_mib: int) -> int | None:
-        """Return the memory to count for it on one GPU, in MiB; None where that is the whole GPU.
+        """Return the memory to count for it on one GPU, in MiB; None means the whole GPU.
 
         Args:
-            peak_mib: The most that it was measured to take there; 0 where nothing was. What exceeds a promise counts.
+            peak_mib: Its measured peak on that GPU, which counts if it is larger; 0 if nothing was measured.
         """
         if self.measured_mib is not None and peak_mib <= self.measured_mib:
             return self.measured_mib
@@ -60,7 +60,7 @@ class TenantProfile(Resource, frozen=True, kw_only=True):
 
 
 class Reservation(Resource, frozen=True, kw_only=True):
-    """The single authority on who may use which GPU."""
+    """Right of a pod to use GPUs. It is the single authority on this."""
 
     pod_uid: Annotated[PodUid, field("UID of the pod that it is for.", min_length=1)]
     pod_namespace: Annotated[str, field("The pod's namespace.")]
@@ -68,7 +68,8 @@ class Reservation(Resource, frozen=True, kw_only=True):
     job_uid: Annotated[JobUid, field("UID of the pod's GpuTrainingJob.")]
     job_name: Annotated[str, field("The job's name.")]
     gpu_uuids: Annotated[
-        list[GpuUuid], field("GPUs, one for each slot of the pod.", schema=ATOMIC, min_length=1, max_length=16)
+        list[GpuUuid],
+        field("UUIDs of its GPUs, one for each slot of the pod.", schema=ATOMIC, min_length=1, max_length=16),
     ]
     mode: Annotated[SharingMode, field("How the GPUs are shared.")]
     memory_limit_mib: Annotated[int, field("Memory limit on each GPU, in MiB; none when left out.", ge=1)] | None = None
@@ -78,7 +79,7 @@ class Reservation(Resource, frozen=True, kw_only=True):
         Annotated[
             int,
             field(
-                "User that the pod runs as, where its spec says: an MPS server serves one at a time.",
+                "User that the pod runs as, if its spec names one. An MPS server serves one user at a time.",
                 ge=0,
                 le=MAX_UID,
             ),
@@ -88,29 +89,31 @@ class Reservation(Resource, frozen=True, kw_only=True):
     generation: Annotated[
         int,
         field(
-            "Number of this reservation, larger than that of any earlier one of the same pod: reports name it.", ge=1
+            "Number of this reservation, larger than that of any earlier one of the pod. Partitions refer to it.", ge=1
         ),
     ] = 1
-    reserved_at: Annotated[str, field("When it was made, RFC 3339.")] = ""
-    deadline: Annotated[str, field("When it lapses unless its pod is bound, RFC 3339.")] = ""
-    tenant: Annotated[TenantProfile, field("What the decision counted with.")] = TenantProfile()
+    reserved_at: Annotated[str, field("Time when it was made, RFC 3339.")] = ""
+    deadline: Annotated[str, field("Time when it expires unless its pod is bound, RFC 3339.")] = ""
+    tenant: Annotated[TenantProfile, field("Prediction and limits that the decision used.")] = TenantProfile()
     expected_slowdown: Annotated[
         float, field("Predicted slowdown of this tenant at the time of the decision.", ge=1)
     ] = 1.0
-    policy: Annotated[str, field("Policy that chose the place.")] = ""
-    reason: Annotated[str, field("Why this place.", max_length=MAX_REASON_LENGTH)] = ""
+    policy: Annotated[str, field("Policy that chose the GPUs.")] = ""
+    reason: Annotated[str, field("Why these GPUs.", max_length=MAX_REASON_LENGTH)] = ""
 
 
 class GpuNodeSpec(Resource, frozen=True, kw_only=True):
-    """The desired state. Written only by the scheduler.
+    """Desired state, written by the scheduler only.
 
-    A pod has one reservation. Who edits by hand may write more of one, and then the first holds for all who read it.
+    A pod has one reservation. If an administrator adds a second one by hand, the first counts.
     """
 
-    reservations: Annotated[list[Reservation], field("Who may use which GPU.", schema=ATOMIC, max_length=1024)] = []
+    reservations: Annotated[
+        list[Reservation], field("Rights of pods to use GPUs.", schema=ATOMIC, max_length=1024)
+    ] = []
 
     def __post_init__(self) -> None:
-        """Leave out what nobody may count twice."""
+        """Keep the first reservation of each pod."""
         first = {one.pod_uid: one for one in reversed(self.reservations)}
         if len(first) < len(self.reservations):
             kept = [one for one in self.reservations if first[one.pod_uid] is one]
@@ -123,127 +126,124 @@ class Device(Resource, frozen=True, kw_only=True):
     uuid: Annotated[GpuUuid, field("NVML's UUID.", max_length=128)]
     index: Annotated[int, field("NVML's index on the node.", ge=0, le=MAX_GPUS - 1)]
     product: Annotated[
-        str, field("Product by NVML's name; begins with `Simulated` where there is no hardware.", max_length=256)
+        str, field("Product by NVML's name; begins with `Simulated` if there is no hardware.", max_length=256)
     ]
     memory_mib: Annotated[int, field("Total memory, in MiB.", ge=0, le=MAX_MIB)]
     reserved_mib: Annotated[
         int,
-        field(
-            "Memory that no tenant can have, in MiB: the driver's, and a margin for fragmentation.", ge=0, le=MAX_MIB
-        ),
+        field("Memory for no tenant, in MiB: the driver's, and a margin for fragmentation.", ge=0, le=MAX_MIB),
     ] = 0
     compute_capability: Annotated[
         str,
-        field("CUDA compute capability, such as 8.0; empty where unknown.", pattern=r"^([0-9]{1,3}\.[0-9]{1,3})?$"),
+        field("CUDA compute capability, such as 8.0; empty if unknown.", pattern=r"^([0-9]{1,3}\.[0-9]{1,3})?$"),
     ] = ""
     mig_profiles: Annotated[list[str], field("MIG profiles that it supports; empty without MIG.", schema=ATOMIC)] = []
     modes: Annotated[list[SharingMode], field("Sharing modes that the agent can prepare.", schema=ATOMIC)] = []
-    mode: Annotated[SharingMode, field("Sharing mode at present; none when idle.")] | None = None
-    health: Annotated[DeviceHealth, field("Whether new work may go there.")] = DeviceHealth.HEALTHY
+    mode: Annotated[SharingMode, field("Present sharing mode; absent when idle.")] | None = None
+    health: Annotated[DeviceHealth, field("Whether the GPU takes new pods.")] = DeviceHealth.HEALTHY
     health_message: Annotated[str, field("Why it is unhealthy.")] = ""
     numa_node: Annotated[int, field("NUMA node.")] | None = None
     nvlink_peers: Annotated[
-        list[GpuUuid], field("GPUs of the node that it reaches by NVLink, directly or through a switch.", schema=ATOMIC)
+        list[GpuUuid],
+        field("UUIDs of the GPUs that it reaches by NVLink, directly or through a switch.", schema=ATOMIC),
     ] = []
 
 
 class Partition(Resource, frozen=True, kw_only=True):
-    """How far the agent got with one reservation."""
+    """Progress of the agent with one reservation."""
 
     pod_uid: Annotated[PodUid, field("UID of the reservation's pod.")]
-    generation: Annotated[int, field("Generation of the reservation that this speaks of.", ge=0)]
+    generation: Annotated[int, field("Generation of the reservation.", ge=0)]
     state: Annotated[PartitionState, field("Preparing, Ready or Failed.")]
-    message: Annotated[str, field("What was done, or why it failed.", max_length=4096)] = ""
+    message: Annotated[str, field("Steps that were done, or why they failed.", max_length=4096)] = ""
 
 
 class Tenant(Resource, frozen=True, kw_only=True):
-    """What a pod was measured to use of a GPU."""
+    """Measured use of a GPU by a pod."""
 
     pod_uid: Annotated[PodUid, field("UID of the pod.")]
-    gpu_uuid: Annotated[GpuUuid, field("The GPU.")]
+    gpu_uuid: Annotated[GpuUuid, field("UUID of the GPU.")]
     memory_mib: Annotated[int, field("Memory in use, in MiB.", ge=0)] = 0
-    peak_memory_mib: Annotated[int, field("Largest memory seen, in MiB.", ge=0)] = 0
+    peak_memory_mib: Annotated[int, field("Largest memory measured, in MiB.", ge=0)] = 0
     gpu_util_percent: (
-        Annotated[
-            float, field("Share of time in which its kernels ran, 0..100, a mean over 90 s; absent where unknown.")
-        ]
+        Annotated[float, field("Share of time in which its kernels ran, 0..100, mean of 90 s; absent if unknown.")]
         | None
     ) = None
     sm_active_ratio: (
-        Annotated[float, field("Share of SMs with its work, 0..1, a mean over 90 s; absent where unknown.")] | None
+        Annotated[float, field("Share of SMs with its work, 0..1, mean of 90 s; absent if unknown.")] | None
     ) = None
-    working: Annotated[bool, field("Whether its kernels ran in the last seconds; absent where unknown.")] | None = None
-    power_w: Annotated[float, field("Its share of the GPU's power, in W; absent where unknown.")] | None = None
-    step_time_seconds: (
-        Annotated[float, field("Mean time of a step, where the process reports it, in seconds.")] | None
-    ) = None
+    working: Annotated[bool, field("Whether its kernels ran in the last seconds; absent if unknown.")] | None = None
+    power_w: Annotated[float, field("Its share of the GPU's power, in W; absent if unknown.")] | None = None
+    step_time_seconds: Annotated[float, field("Mean step time, if the process reports it, in seconds.")] | None = None
 
 
 class Struck(Resource, frozen=True, kw_only=True):
-    """A pod that ended together with others, which was not its fault, or that of one of them only."""
+    """A pod that a fault of its MPS server or daemon ended together with its co-tenants."""
 
     pod_uid: Annotated[PodUid, field("UID of the pod.")]
-    message: Annotated[str, field("What happened, and which pods it ended.", max_length=4096)] = ""
+    message: Annotated[str, field("The fault and the pods that it ended.", max_length=4096)] = ""
 
 
 class NodeSummary(Resource, frozen=True, kw_only=True):
-    """The columns of `kubectl get gpn`, which can show no more than single values. Computed; decide nothing by it."""
+    """Columns of `kubectl get gpn`, which shows only single values. Computed for people; programs must not read it."""
 
     gpus: Annotated[str, field("GPUs of each product.", max_length=512)]
     healthy: Annotated[int, field("Number of healthy GPUs.", ge=0)]
-    tenants: Annotated[int, field("Number of pods that have a share of a GPU ready.", ge=0)]
+    tenants: Annotated[int, field("Number of pods whose share of a GPU is ready.", ge=0)]
     memory: Annotated[str, field("Total memory of one GPU, with its unit.")]
 
 
 class GpuNodeStatus(Resource, frozen=True, kw_only=True):
-    """The actual state. Written only by the node's agent."""
+    """Actual state, written by the node's agent only."""
 
     agent_version: Annotated[str, field("Version of the agent.")] = ""
-    simulated: Annotated[bool, field("True where the GPUs are simulated.")] = False
+    simulated: Annotated[bool, field("True if the GPUs are simulated.")] = False
     heartbeat_time: (
         Annotated[
             str,
             field(
-                "When the agent last wrote, RFC 3339. One that has not for a minute counts as dead: its node gets no "
-                "new work, whatever the condition Ready says."
+                "Time when the agent last wrote, RFC 3339. After a minute the agent counts as dead, and its node gets "
+                "no new pods whatever the condition Ready says."
             ),
         ]
         | None
     ) = None
     devices: Annotated[list[Device], field("GPUs of the node.", schema=ATOMIC, max_length=MAX_GPUS)] = []
-    partitions: Annotated[list[Partition], field("Progress of each reservation.", schema=ATOMIC)] = []
-    tenants: Annotated[list[Tenant], field("Measured use, smoothed.", schema=ATOMIC)] = []
+    partitions: Annotated[list[Partition], field("Progress of the agent with each reservation.", schema=ATOMIC)] = []
+    tenants: Annotated[list[Tenant], field("Measured use of each GPU by each pod, smoothed.", schema=ATOMIC)] = []
     struck: Annotated[
         list[Struck],
         field(
-            "Pods that a fault of their MPS server or its daemon has ended together in the last ten minutes.",
+            "Pods that a fault of their MPS server or daemon ended together in the last ten minutes.",
             schema=ATOMIC,
             max_length=MAX_STRUCK,
         ),
     ] = []
     conditions: Annotated[
         list[Condition],
-        field("Ready, as the agent said last: nobody else writes it, so that a dead one's stays True.", schema=ATOMIC),
+        field("Ready, as the agent last reported; it stays True if the agent dies.", schema=ATOMIC),
     ] = []
-    summary: Annotated[NodeSummary, field("What `kubectl get` shows.")] | None = None
+    summary: Annotated[NodeSummary, field("Columns of `kubectl get`.")] | None = None
 
 
 class GpuNode(Resource, frozen=True, kw_only=True):
-    """The GPUs of one node, who may use them, and who does."""
+    """GPUs of one node, the reservations of pods for them, and their measured use."""
 
     api_version: str = "carpool.dev/v1alpha1"
     kind: str = "GpuNode"
     metadata: ObjectMeta
-    spec: Annotated[GpuNodeSpec, field("Who may use which GPU.", schema=ATOMIC_MAP)] = GpuNodeSpec()
-    status: Annotated[GpuNodeStatus, field("What the agent found.", schema=ATOMIC_MAP)] = GpuNodeStatus()
+    spec: Annotated[GpuNodeSpec, field("Desired state: reservations.", schema=ATOMIC_MAP)] = GpuNodeSpec()
+    status: Annotated[GpuNodeStatus, field("Actual state: GPUs, partitions and use.", schema=ATOMIC_MAP)] = (
+        GpuNodeStatus()
+    )
 
 
 MAX_NAMED_JOBS = 5
-"""Jobs that are named; of more it is said how many."""
+"""Jobs that are named; the rest are counted."""
 
 
 def describe_later_tenants(node: GpuNode, own: Reservation) -> str:
-    """Say who came to a reservation's GPUs after it, to stand behind its reason; empty where nobody did."""
+    """Return the jobs that got a reservation's GPUs after it, as a suffix of its reason; empty without any."""
     later = sorted(
         {
             f"{other.pod_namespace}/{other.job_name}"

@@ -1,4 +1,4 @@
-"""The pod template's schema, by hand: what rules look at is typed, everything else is kept as it is written."""
+"""Schema of the pod template: fields that rules read are typed, all others are kept as written."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ _MOST_CONTAINERS, _MOST_KEYS, _MOST_TERMS = 16, 64, 64
 
 
 def _asks(container: str) -> str:
-    """CEL: whether a container asks for GPUs."""
+    """Return CEL for whether a container requests GPUs."""
     parts = " || ".join(
         f"(has({container}.resources.{part}) && '{RESOURCE_GPU}' in {container}.resources.{part})"
         for part in ("limits", "requests")
@@ -20,7 +20,7 @@ def _asks(container: str) -> str:
 
 
 def _amount_is_right(part: str) -> str:
-    """CEL: whether a container that names our resource in `part` names the number that the job says."""
+    """Return CEL for whether a container that names our resource in `part` names the job's number."""
     amounts = f"c.resources.{part}"
     return (
         f"!has({amounts}) || !('{RESOURCE_GPU}' in {amounts}) || "
@@ -42,7 +42,7 @@ def _no_unknown_resource(part: str) -> str:
 
 
 def _not_ours(what: str) -> Rule:
-    """A map of labels, annotations or node labels that leaves our own keys alone."""
+    """Return the rule that a map of labels or annotations has none of our own keys."""
     advice = f"remove what begins with {_OURS} from {what}: Carpool sets these keys itself"
     return Rule(f"!self.exists(k, k.startsWith('{_OURS}'))", advice)
 
@@ -78,8 +78,8 @@ _CONTAINER: dict[str, Any] = {
             "type": "object",
             "description": f"Requests and limits. Carpool adds {RESOURCE_GPU} where it is left out.",
             "properties": {
-                "limits": _amounts("Largest amounts, by resource."),
-                "requests": _amounts("Amounts that are set aside, by resource."),
+                "limits": _amounts("Limits by resource."),
+                "requests": _amounts("Requests by resource."),
             },
             **_PRESERVE,
         },
@@ -146,7 +146,7 @@ def _list_of(description: str, item: dict[str, Any]) -> dict[str, Any]:
 
 
 def _term(description: str) -> dict[str, Any]:
-    """A node selector term: the labels that it asks for are not ours, as in `nodeSelector`."""
+    """Return the schema of a node selector term without our own labels."""
     key = {
         "type": "string",
         "description": "Label of the node.",
@@ -154,39 +154,40 @@ def _term(description: str) -> dict[str, Any]:
         "x-kubernetes-validations": [
             Rule(
                 f"!self.startsWith('{_OURS}')",
-                f"remove what begins with {_OURS} from nodeAffinity: Carpool looks after these labels itself",
-                f"'remove ' + self + ' from nodeAffinity: Carpool looks after the labels under {_OURS} itself'",
+                f"remove what begins with {_OURS} from nodeAffinity: Carpool sets these labels itself",
+                f"'remove ' + self + ' from nodeAffinity: Carpool sets the labels under {_OURS} itself'",
             ).as_schema()
         ],
     }
     return _part(
         description,
-        matchExpressions=_list_of("What the node's labels must be.", _part("About one label.", key=key)),
+        matchExpressions=_list_of("Requirements on the node's labels.", _part("Requirement on one label.", key=key)),
     )
 
 
 _AFFINITY = _part(
-    "Where the pods would rather be, and where they must be, as for any pod.",
+    "Node affinity of the pods, as for any pod.",
     nodeAffinity=_part(
-        "By the nodes' labels.",
+        "Affinity by the nodes' labels.",
         requiredDuringSchedulingIgnoredDuringExecution=_part(
-            "What must be.", nodeSelectorTerms=_list_of("One of these must hold.", _term("Labels together."))
+            "Required terms.",
+            nodeSelectorTerms=_list_of("One of these terms must hold.", _term("Requirements that must all hold.")),
         ),
         preferredDuringSchedulingIgnoredDuringExecution=_list_of(
-            "What would be better.", _part("One wish.", preference=_term("Labels together."))
+            "Preferred terms.", _part("One preference.", preference=_term("Requirements that must all hold."))
         ),
     ),
 )
 
 _SPEC_PROPERTIES: dict[str, Any] = {
     "containers": _containers(
-        f"Containers of a worker. At most one may ask for {RESOURCE_GPU}; where none does, the first gets the GPUs.", 1
+        f"Containers of a worker. At most one may request {RESOURCE_GPU}; if none does, the first gets the GPUs.", 1
     ),
     "initContainers": _containers(
-        "Containers that run before, or beside with restartPolicy Always; none of them gets a GPU.", 0
+        "Containers that run before, or beside with restartPolicy Always. None of them gets a GPU.", 0
     ),
     "nodeName": _text(
-        "Must be left out: the scheduler chooses the node.",
+        "Must be left out, because the scheduler chooses the node.",
         Rule(
             "self == ''",
             "remove nodeName: the scheduler chooses the node; spec.gpu or a nodeSelector narrow its choice",
@@ -195,7 +196,7 @@ _SPEC_PROPERTIES: dict[str, Any] = {
         ),
     ),
     "schedulerName": _text(
-        "Must be left out: Carpool sets its own scheduler.",
+        "Must be left out, because Carpool sets its own scheduler.",
         Rule(
             "self == ''",
             "remove schedulerName: Carpool sets its own scheduler",
@@ -221,7 +222,7 @@ TEMPLATE: dict[str, Any] = {
     "properties": {
         "metadata": {
             "type": "object",
-            "description": "Metadata of the pods; labels and annotations are taken over.",
+            "description": "Metadata of the pods; labels and annotations are copied to them.",
             "properties": {
                 "labels": _string_map("Labels of the pods.", "the template's labels"),
                 "annotations": _string_map("Annotations of the pods.", "the template's annotations"),
@@ -256,4 +257,4 @@ GPU_AMOUNT_RULE = Rule(
     f"a container asks for a number of {RESOURCE_GPU} other than spec.gpusPerWorker: leave {RESOURCE_GPU} out of the "
     "template, or let both say the same",
 )
-"""Rule of the job's spec that looks into the template."""
+"""Rule of the job's spec that reads the template."""

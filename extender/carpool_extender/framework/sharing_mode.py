@@ -80,7 +80,7 @@ def _unbounded(demand: Demand, product: str) -> str:
     predicted = demand.prediction_on(product)
     if predicted is None:
         return "nothing is known of its memory, so it counts with the whole GPU"
-    if predicted.memory.is_lost:
+    if predicted.memory.is_refuted:
         whose = "earlier runs of this model (other jobs' too)"
         return f"{whose} died of memory on such GPUs, or took nearly all, so it counts with the whole GPU"
     return "too little was measured on such GPUs to rely on its prediction, so it counts with the whole GPU"
