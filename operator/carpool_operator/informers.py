@@ -119,7 +119,7 @@ def _set(index: dict[Any, dict[str, Any]], group: Any, key: str, value: Any) -> 
 
 
 class NodeCache:
-    """GpuNodes by name, and what the cluster's GPUs are."""
+    """GpuNodes by name, and the kinds of GPUs in the cluster."""
 
     def __init__(self, queue: WorkQueue, pods: PodCache, jobs: JobCache) -> None:
         self._queue, self._pods, self._jobs = queue, pods, jobs

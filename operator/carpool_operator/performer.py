@@ -73,9 +73,9 @@ def _template_digest(job: GpuTrainingJob, body: dict[str, Any]) -> bytes:
 
 def _name_taken(kind: str, name: str, found: _Owned, job: GpuTrainingJob) -> str:
     owner = next((o for o in found.metadata.owner_references if o.controller), None)
-    whose = "has no controller" if owner is None else f"belongs to {owner.kind} {owner.name} (UID {owner.uid})"
+    owned = "has no controller" if owner is None else f"belongs to {owner.kind} {owner.name} (UID {owner.uid})"
     return (
-        f"{kind} {name} exists already and {whose}, not to this job (UID {job.metadata.uid}): "
+        f"{kind} {name} exists already and {owned}, not to this job (UID {job.metadata.uid}): "
         f"delete that {kind}, or give the job another name"
     )
 
@@ -243,7 +243,7 @@ class Performer:
         is_going = pod.metadata.deletion_timestamp is not None
         if not is_going and is_as_built(found, action.body):
             return found
-        # Noted before the deletion, whose event clears the refusal and may arrive at once.
+        # Recorded before the deletion, whose event clears the refusal and may arrive at once.
         message = f"pod {name} has the worker's name and is being deleted; if that takes long, see its finalizers"
         self._note(job, Refusal("PodNameTaken", message, is_final=False))
         if not is_going:

@@ -1,4 +1,4 @@
-"""When a job's prediction is computed or renewed, and what the condition Predicted says. Pure."""
+"""When a job's prediction is computed or renewed, and the message of the condition Predicted. Pure."""
 
 from collections.abc import Iterable, Mapping
 from statistics import fmean

@@ -96,7 +96,7 @@ class TraceQueue:
 
 
 def known_products(names: tuple[str, ...]) -> list[GpuProduct]:
-    """Return those products that the predictor knows; for others the scheduler assumes the worst case."""
+    """Return the products that the predictor supports; for others the scheduler assumes the worst case."""
     found = []
     for name in names:
         try:

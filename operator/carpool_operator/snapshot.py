@@ -54,7 +54,7 @@ class CalibrationState:
     peak_stable_s: float = 0.0
     """Seconds for which the peak memory of the present attempt has not changed."""
     keys: Mapping[str, CalibrationKey] = field(default_factory=dict)
-    """Per product what a prediction made now would be calibrated from; empty if that is unknown."""
+    """Calibration key of a prediction made now, by product; empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""An operator that learns, jobs that run and are measured, and what it has kept of them."""
+"""An operator that learns, jobs that run and are measured, and the calibration that it stores."""
 
 import asyncio
 from collections.abc import Callable
@@ -54,7 +54,7 @@ def on_t4(of: World) -> None:
     of.kube.seed(GPU_NODES, home)
 
 
-async def begun(of: World, name: str = "x", **reserved_with: Any) -> None:
+async def started(of: World, name: str = "x", **reserved_with: Any) -> None:
     """Let a job's pods run since a moment ago."""
     await of.settle()
     at = rfc3339(of.clock.now())
@@ -66,26 +66,26 @@ async def begun(of: World, name: str = "x", **reserved_with: Any) -> None:
     await of.settle()
 
 
-async def seen(of: World, peak_mib: int, name: str = "x", **measures: Any) -> None:
-    """Let the agent report, and the operator hear of it."""
+async def measured(of: World, peak_mib: int, name: str = "x", **measures: Any) -> None:
+    """Let the agent report measurements, and deliver them to the operator."""
     of.measure(peak_mib, name, **measures)
-    of.hear()
+    of.deliver_events()
     of.clock.advance(DEBOUNCE_S + 1)  # a second, for jobs beside it on the node have their turns, too
     await of.settle()
 
 
-async def stood(of: World, peak_mib: int, for_s: float, name: str = "x") -> None:
+async def measured_stable(of: World, peak_mib: int, for_s: float, name: str = "x") -> None:
     """Let the agent report, and the peak stand still for so long after."""
-    await seen(of, peak_mib, name)
+    await measured(of, peak_mib, name)
     of.clock.advance(for_s)
     await of.settle()
 
 
-async def ran(of: World, peak_mib: int, name: str = "x", **spec: Any) -> None:
+async def completed(of: World, peak_mib: int, name: str = "x", **spec: Any) -> None:
     """Let a job run to its end."""
     of.apply(name, **spec)
-    await begun(of, name)
-    await seen(of, peak_mib, name)
+    await started(of, name)
+    await measured(of, peak_mib, name)
     of.end_pod(f"{name}-worker-0-1")
     await of.settle()
 
@@ -103,7 +103,7 @@ async def run_until_on(of: World, mend: Callable[[int], None] = _nothing) -> tup
 
     Args:
         of: Where it runs.
-        mend: Told at each sleep how many there were.
+        mend: Receives the number of sleeps at each.
     """
     naps: list[float] = []
 

@@ -168,7 +168,7 @@ def terminated(exit_code: int, *, reason: str = "Error", message: str = "", at: 
 
 
 def made(pods: Iterable[Pod]) -> frozenset[str]:
-    """UIDs of pods, as the operator knows those that it has made; not of forged ones."""
+    """UIDs of pods that the operator created; forged ones are left out."""
     return frozenset(p.metadata.uid for p in pods if p.metadata.uid != "forged")
 
 
@@ -189,7 +189,7 @@ def snapshot(of: GpuTrainingJob, *, after_s: float = 0.0, **changes: Any) -> Sna
 
 
 def status_of(decision: Decision, of: GpuTrainingJob) -> JobStatus:
-    """The status that stands after a decision."""
+    """The status after a decision."""
     return next((a.status for a in decision.actions if isinstance(a, WriteStatus)), of.status)
 
 

@@ -1,4 +1,4 @@
-"""An operator on a cluster in memory, with a scheduler and nodes that do what they are told, and crashes."""
+"""An operator on a cluster in memory, with a scheduler and nodes that the test controls, and crashes."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -40,7 +40,7 @@ class FakeTracer:
 
 
 class MortalKube(FakeKube):
-    """Kills its caller at a write: before it happens, or after, when nobody hears of it."""
+    """Kills its caller at a write: before it happens, or after it, before the answer."""
 
     def __init__(self, clock: FakeClock) -> None:
         super().__init__(clock)
@@ -94,36 +94,36 @@ class World:
         self.kube.seed(GPU_NODES, {"metadata": {"name": name}, "spec": {}, "status": {"devices": devices}})
 
     def start(self) -> None:
-        """Start the operator, which knows nothing yet."""
+        """Start the operator with empty caches."""
         self.operator: Operator = Operator(self.settings, self.kube, self.clock, self.tracer)
-        self._heard: dict[str, dict[str, Any]] = {"pods": {}, "gpunodes": {}, "gputrainingjobs": {}}
+        self._delivered: dict[str, dict[str, Any]] = {"pods": {}, "gpunodes": {}, "gputrainingjobs": {}}
         self._is_loaded = False
 
     def apply(self, name: str = "x", **spec: Any) -> None:
         self.kube.seed(GPU_TRAINING_JOBS, job_body(name, **spec))
 
-    # What the operator hears
+    # Events
 
-    def hear(self, *, pods: bool = True) -> None:
+    def deliver_events(self, *, pods: bool = True) -> None:
         """Bring the operator's caches up to date, all or all but the pods'."""
         operator = self.operator
-        for old, new in self._news(GPU_NODES, GpuNode):
+        for old, new in self._changes(GPU_NODES, GpuNode):
             operator.nodes.changed(old, new)
         if pods:
-            for old_pod, new_pod in self._news(PODS, Pod):
+            for old_pod, new_pod in self._changes(PODS, Pod):
                 operator.pod_changed(old_pod, new_pod)
-        for old_job, new_job in self._news(GPU_TRAINING_JOBS, GpuTrainingJob):
+        for old_job, new_job in self._changes(GPU_TRAINING_JOBS, GpuTrainingJob):
             last = new_job or old_job
             assert last is not None
             operator.job_changed(last, is_deleted=new_job is None)
 
-    def _news(self, kind: ResourceKind, type_: type[T]) -> list[tuple[T | None, T | None]]:
-        before = self._heard[kind.plural]
+    def _changes(self, kind: ResourceKind, type_: type[T]) -> list[tuple[T | None, T | None]]:
+        before = self._delivered[kind.plural]
         items = self.kube.dump_all(kind)
         if kind is PODS:
             items = [item for item in items if LABEL_JOB in item["metadata"].get("labels", {})]
         now = {item["metadata"]["uid"]: msgspec.convert(item, type_) for item in items}
-        self._heard[kind.plural] = now
+        self._delivered[kind.plural] = now
         return [(before.get(uid), now.get(uid)) for uid in {**before, **now} if before.get(uid) != now.get(uid)]
 
     async def settle(self, *, pods: bool = True, rounds: int = 50) -> None:
@@ -132,7 +132,7 @@ class World:
             await self.operator.calibrator.load()
             self._is_loaded = True
         for _ in range(rounds):
-            self.hear(pods=pods)
+            self.deliver_events(pods=pods)
             await self.operator.predictions.idle()
             key = self.operator.queue.take_now()
             if key is None:
@@ -146,7 +146,7 @@ class World:
         raise AssertionError(f"the operator does not come to rest in {rounds} looks")
 
     async def _learn(self) -> bool:
-        """Let the operator write what it has learned; whether there was anything, and it was written."""
+        """Let the operator store its observations; return whether there were any and all are stored."""
         if self.operator.calibrator.is_settled:
             return False
         try:
@@ -166,7 +166,7 @@ class World:
         self.kube.lethal = None
         return False
 
-    # What others do
+    # Other actors
 
     def pods(self, name: str = "x") -> list[dict[str, Any]]:
         return [pod for pod in self.kube.dump_all(PODS) if pod["metadata"]["labels"].get("carpool.dev/job") == name]
@@ -196,14 +196,14 @@ class World:
             self.kube.seed(PODS, pod)
 
     def measure(self, peak_mib: int, name: str = "x", node: str = "n1", **measures: Any) -> None:
-        """Let the agent report what a job's pods take."""
+        """Let the agent report the memory of a job's pods."""
         home = self.kube.dump(GPU_NODES, node)
         living = {pod["metadata"]["uid"] for pod in self.pods(name) if pod["status"]["phase"] == "Running"}
         tenants = [t for t in home["status"].get("tenants", []) if t["podUid"] not in living]
         for held in home["spec"].get("reservations", []):
             if held["podUid"] in living:
-                seen = {"podUid": held["podUid"], "gpuUuid": held["gpuUuids"][0]}
-                tenants.append(seen | {"memoryMib": peak_mib, "peakMemoryMib": peak_mib} | measures)
+                measured = {"podUid": held["podUid"], "gpuUuid": held["gpuUuids"][0]}
+                tenants.append(measured | {"memoryMib": peak_mib, "peakMemoryMib": peak_mib} | measures)
         home["status"]["tenants"] = tenants
         self.kube.seed(GPU_NODES, home)
 

@@ -21,16 +21,16 @@ from learning_world import (
     NAMESPACE,
     OOM,
     SeenEnoughError,
-    begun,
+    completed,
     kept,
+    measured,
+    measured_stable,
     memory,
     model,
     on_t4,
-    ran,
     run_until_on,
-    seen,
     stack,
-    stood,
+    started,
     world,
     writes,
 )
@@ -55,7 +55,7 @@ async def assert_quiet(of: World, name: str) -> None:
 
 async def test_measured_peak_calibrates_the_next_prediction() -> None:
     of = world()
-    await ran(of, 3000)
+    await completed(of, 3000)
     assert [(row.value_mib, row.steady) for row in stack(of).rows] == [(3000, True)]
     assert (stack(of).seen, stack(of).stack.driver) == (1, "simulated")
     assert of.job().status.attempts[0].learned
@@ -72,7 +72,7 @@ async def test_measured_peak_calibrates_the_next_prediction() -> None:
 
 async def test_settled_cluster_that_learns_is_quiet() -> None:
     of = world()
-    await ran(of, 3000)
+    await completed(of, 3000)
     await assert_quiet(of, "x")
 
 
@@ -80,9 +80,9 @@ async def test_activity_is_learned_as_without_co_tenants() -> None:
     of = world()
     for name in ("x", "y"):
         of.apply(name)
-        await begun(of, name)
+        await started(of, name)
     for name in ("x", "y"):
-        await seen(of, 3000, name, gpuUtilPercent=45.0, smActiveRatio=0.35)
+        await measured(of, 3000, name, gpuUtilPercent=45.0, smActiveRatio=0.35)
     of.clock.advance(LOADING_S)
     await of.settle()
     for row in stack(of).rows:
@@ -100,7 +100,7 @@ async def test_activity_is_learned_as_without_co_tenants() -> None:
 @pytest.mark.parametrize("spec", [{"model": None}, {"gpusPerWorker": 2}], ids=["no prediction", "several GPUs"])
 async def test_run_without_comparable_prediction_is_not_learned(spec: dict[str, Any]) -> None:
     of = world()
-    await ran(of, 3000, **spec)
+    await completed(of, 3000, **spec)
     assert of.job().status.state == "Complete"
     assert writes(of) == 0
     assert not of.job().status.attempts[0].learned
@@ -111,15 +111,15 @@ async def test_run_without_comparable_prediction_is_not_learned(spec: dict[str, 
 async def test_killed_at_each_write_each_attempt_counts_once(write: int, happens: bool) -> None:
     of = world(backoff_s=1.0)
     of.apply()
-    await begun(of, memoryLimitMib=3000)
-    await seen(of, 2500)
+    await started(of, memoryLimitMib=3000)
+    await measured(of, 2500)
     of.end_pod("x-worker-0-1", exit_code=1, message=OOM)
     await of.survive(write, happens=happens)
     await of.settle()
     of.clock.advance(60)
     await of.settle()
-    await begun(of, memoryLimitMib=6000)
-    await seen(of, 4000)
+    await started(of, memoryLimitMib=6000)
+    await measured(of, 4000)
     of.end_pod("x-worker-0-2")
     await of.survive(write, happens=happens)
     await of.settle()
@@ -132,8 +132,8 @@ async def test_killed_at_each_write_each_attempt_counts_once(write: int, happens
 async def test_observation_waits_for_a_transient_failure_of_the_predictor() -> None:
     of = world()
     of.apply(model={"catalog": {"name": "timm/resnet50"}})
-    await begun(of)
-    await seen(of, 3000)
+    await started(of)
+    await measured(of, 3000)
     of.tracer.answer = Abstention(reason="TorchMissing", message="no torch here")
     of.start()
     await of.settle()
@@ -155,11 +155,11 @@ async def test_observation_waits_for_a_transient_failure_of_the_predictor() -> N
 async def test_running_job_is_observed_once_its_peak_is_stable_and_at_its_end() -> None:
     of = world()
     of.apply()
-    await begun(of)
-    await seen(of, 2000)
+    await started(of)
+    await measured(of, 2000)
     assert writes(of) == 0
     of.clock.advance(LOADING_S / 2)
-    await seen(of, 3400)
+    await measured(of, 3400)
     of.clock.advance(LOADING_S - 1)
     await of.settle()
     assert writes(of) == 0, "its peak has changed"
@@ -193,10 +193,10 @@ async def test_next_prediction_follows_the_peak_of_a_run(
     """Regression: only the first observation of a run counted until its end, however it grew."""
     of = world()
     of.apply()
-    await begun(of)
+    await started(of)
     found = []
     for number, (peak_mib, wait_s) in enumerate(peaks):
-        await stood(of, peak_mib, wait_s)
+        await measured_stable(of, peak_mib, wait_s)
         of.apply(f"y{number}")
         await of.settle()
         found.append(memory(of, f"y{number}").upper_mib)
@@ -209,12 +209,12 @@ async def test_waiting_job_is_predicted_again_from_runs_of_its_model() -> None:
     """Regression: it kept the prediction from the first observation of a run."""
     of = world(backoff_s=10.0)
     of.apply(runPolicy={"backoffLimit": 3})
-    await begun(of, memoryLimitMib=7000)
-    await stood(of, 5000, LOADING_S)
+    await started(of, memoryLimitMib=7000)
+    await measured_stable(of, 5000, LOADING_S)
     of.apply("y")
     await of.settle()
     uppers = [memory(of, "y").upper_mib]
-    await stood(of, 6000, STEADY_S)
+    await measured_stable(of, 6000, STEADY_S)
     of.operator.queue.add("default/y")
     await of.settle()
     uppers.append(memory(of, "y").upper_mib)
@@ -230,8 +230,8 @@ async def test_crd_without_fingerprints_causes_no_repeated_predictions() -> None
     """Regression: Helm does not upgrade CRDs, and the API server drops fields that an old CRD does not have."""
     of = world()
     of.apply()
-    await begun(of)
-    await stood(of, 5000, LOADING_S)
+    await started(of)
+    await measured_stable(of, 5000, LOADING_S)
     of.apply("y")
     await of.settle()
     for _ in range(2):
@@ -240,7 +240,7 @@ async def test_crd_without_fingerprints_causes_no_repeated_predictions() -> None
             product["memory"].pop("learnedGist", None)
         of.kube.seed(GPU_TRAINING_JOBS, stored)
         await assert_quiet(of, "y")
-    await ran(of, 9000, "z")
+    await completed(of, 9000, "z")
     of.operator.queue.add("default/y")
     await of.settle()
     assert memory(of, "y").upper_mib == pytest.approx(9900, abs=1), "another run still counts"
@@ -250,21 +250,21 @@ async def test_steady_peak_stays_steady_across_a_restart() -> None:
     """Regression: a steady peak became a first observation again, which never lowers a bound."""
     of = world()
     of.apply()
-    await begun(of)
-    await stood(of, 2000, STEADY_S)
+    await started(of)
+    await measured_stable(of, 2000, STEADY_S)
     assert [row.steady for row in stack(of).rows] == [True]
     of.start()
     of.clock.advance(LOADING_S)
     await of.settle()
     assert [row.steady for row in stack(of).rows] == [True]
-    await stood(of, 3000, LOADING_S)
+    await measured_stable(of, 3000, LOADING_S)
     assert [(row.value_mib, row.steady) for row in stack(of).rows] == [(3000, False)]
 
 
 async def test_job_that_ran_out_of_memory_gets_more_and_then_a_gpu_alone() -> None:
     of = world(backoff_s=10.0)
     of.apply(runPolicy={"backoffLimit": 3})
-    await begun(of, memoryLimitMib=3000)
+    await started(of, memoryLimitMib=3000)
     uppers = [memory(of).upper_mib]
     for attempt in (1, 2):
         of.end_pod(f"x-worker-0-{attempt}", exit_code=1, message=OOM)
@@ -277,7 +277,7 @@ async def test_job_that_ran_out_of_memory_gets_more_and_then_a_gpu_alone() -> No
         if attempt == 1:
             assert memory(of).trusted
         alone = {} if memory(of).trusted else {"mode": "Exclusive"}
-        await begun(of, memoryLimitMib=uppers[-1], **alone)
+        await started(of, memoryLimitMib=uppers[-1], **alone)
     assert uppers[1] == 4500
     assert not memory(of).trusted
     predicted, placed = (message_of(of, "x", kind) for kind in (keys.CONDITION_PREDICTED, keys.CONDITION_PLACED))
@@ -294,14 +294,14 @@ async def test_each_out_of_memory_failure_raises_the_bound(earlier: int, is_seen
     """Regression: with earlier runs, or an observation of its own, it got the same memory again, or less."""
     of = world(backoff_s=10.0)
     for number in range(earlier):
-        await ran(of, 3000, f"k{number}")
+        await completed(of, 3000, f"k{number}")
     of.apply(runPolicy={"backoffLimit": 5})
     await of.settle()
     had = [memory(of).upper_mib]
     for attempt in (1, 2):
-        await begun(of, memoryLimitMib=had[-1])
+        await started(of, memoryLimitMib=had[-1])
         if is_seen:
-            await stood(of, 2900, LOADING_S)
+            await measured_stable(of, 2900, LOADING_S)
         of.end_pod(f"x-worker-0-{attempt}", exit_code=1, message=OOM)
         await of.settle()
         of.clock.advance(400)
@@ -316,7 +316,7 @@ async def test_job_that_failed_with_a_whole_gpu_gets_no_equal_one() -> None:
     """Regression: it ran alone on such a GPU again, up to `backoffLimit`."""
     of = world(backoff_s=10.0)
     of.apply()
-    await begun(of, mode="Exclusive", memoryLimitMib=None)
+    await started(of, mode="Exclusive", memoryLimitMib=None)
     of.end_pod("x-worker-0-1", exit_code=1, message=OOM)
     await of.settle()
     of.clock.advance(60)
@@ -331,7 +331,7 @@ async def test_job_that_failed_with_a_whole_gpu_gets_no_equal_one() -> None:
 async def test_next_attempt_waits_30_s_for_the_calibration() -> None:
     of = world(backoff_s=0.0)
     of.apply()
-    await begun(of, memoryLimitMib=3000)
+    await started(of, memoryLimitMib=3000)
     of.kube.fail_next("create", CONFIG_MAPS, Overloaded("busy"))
     of.kube.fail_next("create", CONFIG_MAPS, Overloaded("busy"))
     of.end_pod("x-worker-0-1", exit_code=1, message=OOM)
@@ -347,7 +347,7 @@ async def test_jobs_run_alone_until_enough_was_measured() -> None:
     on_t4(of)
     for number in range(MIN_JOBS):
         name = f"x{number}"
-        await ran(of, 2000 + 500 * number, name, model=model(number + 1))
+        await completed(of, 2000 + 500 * number, name, model=model(number + 1))
         assert not memory(of, name).trusted
     of.apply("y", model=model(9))
     await of.settle()
@@ -362,7 +362,7 @@ async def test_observations_of_simulated_gpus_serve_no_hardware() -> None:
     of = world()
     on_t4(of)
     for number in range(MIN_JOBS):
-        await ran(of, 2000 + 500 * number, f"x{number}", model=model(number + 1))
+        await completed(of, 2000 + 500 * number, f"x{number}", model=model(number + 1))
     home = of.kube.dump(GPU_NODES, "n1")
     for device in home["status"]["devices"][:1]:
         device["product"] = "Tesla T4"
@@ -384,7 +384,7 @@ async def test_waiting_job_is_predicted_again_once_its_stack_is_calibrated(resta
     await of.settle()
     assert not memory(of, "waits").trusted
     for number in range(MIN_JOBS):
-        await ran(of, 2000 + 500 * number, f"x{number}", model=model(number + 1))
+        await completed(of, 2000 + 500 * number, f"x{number}", model=model(number + 1))
     if restarted:  # the new process does not know the job's calibration keys
         untrusted = of.kube.dump(GPU_TRAINING_JOBS, "waits", "default")["status"]["prediction"]
         assert not untrusted["products"][0]["memory"]["trusted"]
@@ -425,13 +425,13 @@ async def test_one_write_holds_no_more_observations_than_the_document_names() ->
 async def test_defect_drops_its_observations_and_not_the_operator() -> None:
     of = world()
     of.apply(model={"catalog": {"name": "timm/resnet50"}})
-    await begun(of)
-    await seen(of, 3000)
+    await started(of)
+    await measured(of, 3000)
     features, of.tracer.answer = of.tracer.answer, ValueError("a defect")
     of.start()  # so that the model has to be traced again
     await of.settle()
     of.end_pod("x-worker-0-1")
-    of.hear()
+    of.deliver_events()
     await of.operator.process("default/x")
     assert not of.operator.calibrator.is_settled
 
@@ -443,7 +443,7 @@ async def test_defect_drops_its_observations_and_not_the_operator() -> None:
     assert of.operator.calibrator.is_settled
     assert writes(of) == 0
     of.tracer.answer = features
-    await ran(of, 3000, "y")
+    await completed(of, 3000, "y")
     assert stack(of).seen == 2, "it was submitted again at the next reconciliation"
 
 
@@ -453,7 +453,7 @@ async def test_dropped_observation_is_submitted_again(
     """Regression: a process submitted each observation once, stored or not."""
     monkeypatch.setattr("carpool_operator.calibrator.MAX_PENDING", 0)
     of = world()
-    await ran(of, 3000)
+    await completed(of, 3000)
     assert writes(of) == 0
     monkeypatch.setattr("carpool_operator.calibrator.MAX_PENDING", 1)
     of.operator.queue.add("default/x")
@@ -465,7 +465,7 @@ async def test_write_without_answer_counts_once() -> None:
     of = world()
     for number, verb in enumerate(("create", "patch"), start=1):
         of.kube.fail_next(verb, CONFIG_MAPS, Unreachable("no answer"), after=True)
-        await ran(of, 3000, f"x{number}")
+        await completed(of, 3000, f"x{number}")
         await of.settle()
         assert stack(of).seen == number
         assert of.job(f"x{number}").status.attempts[0].learned
@@ -473,11 +473,11 @@ async def test_write_without_answer_counts_once() -> None:
 
 async def test_concurrent_write_is_kept() -> None:
     of, other = world(), world()
-    await ran(other, 3000, "y", model=model(2))
-    await ran(of, 3000, model=model(1))
+    await completed(other, 3000, "y", model=model(2))
+    await completed(of, 3000, model=model(1))
     theirs = other.kube.dump(CONFIG_MAPS, NAME, NAMESPACE)["data"]
     of.kube.seed(CONFIG_MAPS, {"metadata": {"name": NAME, "namespace": NAMESPACE}, "data": theirs})
-    await ran(of, 4000, "z", model=model(3))
+    await completed(of, 4000, "z", model=model(3))
     assert {row.sample for row in stack(of).rows} == {
         f"{other.job('y').metadata.uid}/1",
         f"{of.job('z').metadata.uid}/1",
@@ -486,18 +486,18 @@ async def test_concurrent_write_is_kept() -> None:
 
 async def test_deleted_configmap_is_created_again() -> None:
     of = world()
-    await ran(of, 3000)
+    await completed(of, 3000)
     await of.kube.delete(CONFIG_MAPS, NAME, namespace=NAMESPACE)
-    await ran(of, 3500, "y")
+    await completed(of, 3500, "y")
     assert [row.value_mib for row in stack(of).rows] == [3500]
 
 
 async def test_repeated_conflicts_are_tried_again_later() -> None:
     of = world()
-    await ran(of, 3000)
+    await completed(of, 3000)
     of.apply("y")
-    await begun(of, "y")
-    await seen(of, 3500, "y")
+    await started(of, "y")
+    await measured(of, 3500, "y")
     for _ in range(5):
         of.kube.fail_next("patch", CONFIG_MAPS, Conflict("changed"))
     of.end_pod("y-worker-0-1")
@@ -520,7 +520,7 @@ async def test_repeated_conflicts_are_tried_again_later() -> None:
 async def test_unreadable_configmap_is_reported_and_not_overwritten(content: str, word: str) -> None:
     of = world()
     of.kube.seed(CONFIG_MAPS, {"metadata": {"name": NAME, "namespace": NAMESPACE}, "data": {KEY: content, "a": "b"}})
-    await ran(of, 3000)
+    await completed(of, 3000)
     assert of.job().status.state == "Complete"
     assert of.kube.dump(CONFIG_MAPS, NAME, NAMESPACE)["data"] == {KEY: content, "a": "b"}
     (event,) = [e for e in of.kube.dump_all(EVENTS) if e["reason"] == "CalibrationUnreadable"]
@@ -548,10 +548,10 @@ async def test_repaired_configmap_is_used_without_a_restart() -> None:
     running, naps = await run_until_on(of, mend)
     assert naps == [REPAIR_POLL_S, REPAIR_POLL_S]
     of.apply()
-    await begun(of)
-    await seen(of, 3000)
+    await started(of)
+    await measured(of, 3000)
     of.end_pod("x-worker-0-1")
-    of.hear()
+    of.deliver_events()
     await of.operator.process("default/x")
     with pytest.raises(SeenEnoughError):
         await running
@@ -561,7 +561,7 @@ async def test_repaired_configmap_is_used_without_a_restart() -> None:
 async def test_without_read_access_nothing_is_learned() -> None:
     of = world()
     of.kube.fail_next("get", CONFIG_MAPS, Forbidden("may not"))
-    await ran(of, 3000)
+    await completed(of, 3000)
     assert of.job().status.state == "Complete"
     assert writes(of) == 0
 
@@ -569,10 +569,10 @@ async def test_without_read_access_nothing_is_learned() -> None:
 async def test_forbidden_write_is_tried_again_after_a_longer_pause() -> None:
     of = world()
     of.apply()
-    await begun(of)
-    await seen(of, 3000)
+    await started(of)
+    await measured(of, 3000)
     of.end_pod("x-worker-0-1")
-    of.hear()
+    of.deliver_events()
     await of.operator.process("default/x")
     naps: list[float] = []
 
@@ -593,7 +593,7 @@ async def test_failed_read_keeps_the_calibration_and_trusts_nothing_more() -> No
     """Regression: after one failed read, jobs shared for a minute on products without measurements."""
     of = world()
     on_t4(of)
-    await ran(of, 3000)
+    await completed(of, 3000)
     of.kube.fail_next("get", CONFIG_MAPS, Overloaded("busy"))
     await of.operator.calibrator.load()
     assert of.operator.calibrator.is_on
@@ -610,13 +610,13 @@ async def test_failed_read_keeps_the_calibration_and_trusts_nothing_more() -> No
 
 async def test_without_learning_no_configmap_is_read() -> None:
     of = World()
-    await ran(of, 3000)
+    await completed(of, 3000)
     assert not any(call.plural == "configmaps" for call in of.kube.calls)
 
 
 async def test_document_is_readable_json() -> None:
     of = world()
-    await ran(of, 3000)
+    await completed(of, 3000)
     text = of.kube.dump(CONFIG_MAPS, NAME, NAMESPACE)["data"][KEY]
     assert json.loads(text)["stacks"][0]["stack"]["product"] == "NVIDIA A100-SXM4-40GB"
     assert msgspec.json.decode(text, type=Calibration) == kept(of)
@@ -627,9 +627,9 @@ async def test_metrics_report_the_calibration_by_stack() -> None:
     registry = of.operator.metrics.registry
     assert registry.get_sample_value("carpool_operator_calibration_in_use") == 0
     of.apply()
-    await begun(of)
+    await started(of)
     within = memory(of).upper_mib
-    await seen(of, within)
+    await measured(of, within)
     of.end_pod("x-worker-0-1")
     await of.settle()
     labels = {"product": "NVIDIA A100-SXM4-40GB", "precision": "fp32", "driver": "simulated"}
@@ -638,6 +638,6 @@ async def test_metrics_report_the_calibration_by_stack() -> None:
     assert registry.get_sample_value("carpool_operator_calibration_runs", labels) == 1
     assert registry.get_sample_value("carpool_operator_calibration_refused_runs", labels) == 0
     assert registry.get_sample_value("carpool_operator_calibration_coverage_ratio", labels) == 1
-    await ran(of, 2 * within, "y")
+    await completed(of, 2 * within, "y")
     assert registry.get_sample_value("carpool_operator_calibration_runs", labels) == 2
     assert registry.get_sample_value("carpool_operator_calibration_coverage_ratio", labels) == 0.5

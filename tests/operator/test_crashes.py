@@ -22,19 +22,19 @@ def one_pod_per_worker(world: World) -> None:
 
 
 async def stage(world: World, kills: list[tuple[int, bool]]) -> None:
-    """Let the operator come to rest, killed on the way as often as told."""
+    """Let the operator settle, with these kills on the way."""
     for write, happens in kills:
         await world.survive(write, happens=happens)
         one_pod_per_worker(world)
     await world.settle()
-    # What it waits for after a lost answer is due by then.
+    # The expectation of a pod whose creation got no answer ends by then.
     world.clock.advance(6)
     await world.settle()
     one_pod_per_worker(world)
 
 
 async def life(workers: int, fails: list[bool], kills: list[list[tuple[int, bool]]]) -> dict[str, Any]:
-    """A job whose attempts fail or are taken away as told; returns what it came to."""
+    """Run a job whose attempts fail or lose a pod; return its final state."""
     world = World()
     world.apply(workers=workers, runPolicy={"backoffLimit": 2})
     turns = iter(kills)

@@ -72,7 +72,7 @@ async def test_settled_cluster_is_quiet() -> None:
 async def test_columns_are_written_also_at_their_defaults() -> None:
     world = World()
     world.apply(model={"catalog": {"name": "timm/resnet50"}})
-    world.hear()
+    world.deliver_events()
     await world.operator.reconcile("default/x")
     status = world.kube.dump(GPU_TRAINING_JOBS, "x")["status"]
     assert (status["state"], status["restarts"]) == ("Predicting", 0)
@@ -96,7 +96,7 @@ async def test_status_is_written_before_the_pods_of_each_attempt() -> None:
         world.end_pod(f"x-worker-0-{attempt}", exit_code=1)
         await world.settle()
         world.clock.advance(10)
-        world.hear()
+        world.deliver_events()
 
 
 async def test_equal_models_are_traced_once() -> None:
@@ -204,7 +204,7 @@ async def process_without_events(world: World, rounds: int) -> None:
 async def test_job_changed_by_its_user_meanwhile_is_read_again() -> None:
     world = World()
     world.apply()
-    world.hear()
+    world.deliver_events()
     changed = job_body(runPolicy={"suspend": True})
     world.kube.seed(GPU_TRAINING_JOBS, changed | {"metadata": world.kube.dump(GPU_TRAINING_JOBS, "x")["metadata"]})
     await process_without_events(world, 5)
@@ -245,7 +245,7 @@ async def test_deleted_job_is_forgotten_and_its_pods_go_with_it() -> None:
 async def test_deletion_that_the_watch_missed_is_found(by: str) -> None:
     world = World()
     world.apply()
-    world.hear()
+    world.deliver_events()
     await world.kube.delete(GPU_TRAINING_JOBS, "x", namespace="default")
     if by == "resync":
         await world.operator.resync()
@@ -438,8 +438,8 @@ async def world() -> AsyncIterator[World]:
     await world.operator.close()
 
 
-def hear_jobs(world: World) -> None:
-    """What kopf does."""
+def deliver_jobs(world: World) -> None:
+    """Deliver the jobs as kopf does."""
     for item in world.kube.dump_all(GPU_TRAINING_JOBS):
         world.operator.job_changed(msgspec.convert(item, GpuTrainingJob), is_deleted=False)
 
@@ -447,7 +447,7 @@ def hear_jobs(world: World) -> None:
 async def test_job_runs_through(world: World) -> None:
     assert world.operator.unready() == "the pods are not listed yet"
     world.apply()
-    hear_jobs(world)
+    deliver_jobs(world)
     await until(lambda: world.living() == ["x-worker-0-1"])
     assert world.operator.unready() is None
     world.run_pods()
@@ -459,7 +459,7 @@ async def test_job_runs_through(world: World) -> None:
 async def test_pod_deleted_during_an_expired_watch_is_replaced(world: World) -> None:
     """Regression for informers that list again without a diff: the job would wait for its pod for ever."""
     world.apply()
-    hear_jobs(world)
+    deliver_jobs(world)
     await until(lambda: world.job().status.attempts != [] and world.job().status.attempts[0].outcome == "Running")
     world.kube.end_watches()
     world.kube.lose(PODS, "x-worker-0-1", "default")

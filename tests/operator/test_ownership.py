@@ -239,7 +239,7 @@ async def test_hidden_pod_is_deleted_with_its_attempt(run_policy: dict[str, obje
 
 async def test_foreign_pod_without_labels_is_kept() -> None:
     world = await running()
-    hide(world, "x-worker-0-1", uid="somebody-else-s")
+    hide(world, "x-worker-0-1", uid="foreign")
     await world.settle()
     assert names(world) == ["x-worker-0-1", "x-worker-0-2"]
 

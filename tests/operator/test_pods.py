@@ -274,8 +274,8 @@ async def test_invalid_template_fails_each_job_before_its_model_is_traced() -> N
 
 async def test_webhook_without_dry_run_fails_no_job() -> None:
     world = World()
-    said = 'admission webhook "a.example" does not support dry run'
-    world.kube.fail_next("check", PODS, Invalid(f"POST pods default: {said}", status=400, server_message=said))
+    answer = 'admission webhook "a.example" does not support dry run'
+    world.kube.fail_next("check", PODS, Invalid(f"POST pods default: {answer}", status=400, server_message=answer))
     world.apply()
     await world.settle()
     assert world.living() == ["x-worker-0-1"]

@@ -1,4 +1,4 @@
-"""What a job's status says: placement and its reasons, measurements, durations, columns."""
+"""A job's status: placement and its reasons, measurements, durations, columns."""
 
 from datetime import timedelta
 from typing import Any
@@ -140,7 +140,7 @@ def test_placement_is_described_with_the_reason_of_the_scheduler(reason: str, ex
 
 
 def test_later_co_tenant_is_reported_after_the_reason() -> None:
-    """Regression: a condition went on saying `alone` of a job whose GPU another had joined."""
+    """Regression: the condition still reported `alone` after another job had joined the GPU."""
     of = predicted_job()
     own = reservation("pod-0-1", reason="MPS on GPU 0 of n1 alone", reservedAt=rfc3339(NOW))
     after, before = rfc3339(NOW + timedelta(seconds=1)), rfc3339(NOW - timedelta(seconds=1))
@@ -150,9 +150,9 @@ def test_later_co_tenant_is_reported_after_the_reason() -> None:
         reservation("elsewhere", job_uid="third", name="elsewhere", reservedAt=after, gpuUuids=["GPU-1"]),
     ]
     decision = reconcile(snapshot(of, pods=(pod(nodeName="n1"),), nodes=(node(own, *others),)))
-    told = "MPS on GPU 0 of n1 alone; joined since by default/later, not counted here"
-    assert status_of(decision, of).placement[0].reason == told
-    assert told in condition(decision, of, "Placed").message
+    expected = "MPS on GPU 0 of n1 alone; joined since by default/later, not counted here"
+    assert status_of(decision, of).placement[0].reason == expected
+    assert expected in condition(decision, of, "Placed").message
 
 
 def test_placement_survives_the_release_of_the_reservation() -> None:
@@ -165,7 +165,7 @@ def test_placement_survives_the_release_of_the_reservation() -> None:
 
 def test_reservation_of_another_job_does_not_count() -> None:
     of = predicted_job()
-    forged = reservation("pod-0-1", job_uid="somebody-else")
+    forged = reservation("pod-0-1", job_uid="another-job")
     decision = reconcile(snapshot(of, pods=(pod(nodeName="n1"),), nodes=(node(forged),)))
     assert condition(decision, of, "Placed").reason == "NoReservation"
 
@@ -185,7 +185,7 @@ NO_FIT = "needs 14,300 MiB; freest NVIDIA A100-SXM4-40GB has 9,120 MiB free"
 
 
 @pytest.mark.parametrize(
-    ("said", "reason", "message"),
+    ("answer", "reason", "message"),
     [
         pytest.param(
             f"0/22 nodes are available: 22 NoGpuFits: {NO_FIT}. no new claims to deallocate, preemption: 0/22 nodes",
@@ -201,13 +201,13 @@ NO_FIT = "needs 14,300 MiB; freest NVIDIA A100-SXM4-40GB has 9,120 MiB free"
             "NoGpuFits",
             f"{NO_FIT}, freest Tesla T4 has 15 MiB total, 2 products with less; "
             "other nodes: 1 Insufficient cpu, 2 node(s) had untolerated taint(s)",
-            id="both: the extender's sentence, and what kube-scheduler says of the other nodes",
+            id="with kube-scheduler's reasons for other nodes",
         ),
     ],
 )
-def test_scheduler_message_becomes_the_condition(said: str, reason: str, message: str) -> None:
+def test_scheduler_message_becomes_the_condition(answer: str, reason: str, message: str) -> None:
     of = predicted_job()
-    unscheduled = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": said}
+    unscheduled = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": answer}
     found = condition(reconcile(snapshot(of, pods=(pod(status={"conditions": [unscheduled]}),))), of, "Placed")
     assert found.reason == reason
     assert found.message.endswith(message)
@@ -220,11 +220,11 @@ def test_observed_peak_never_falls_and_the_step_time_is_compared() -> None:
     nodes = (node(reservation("pod-0-1"), tenants=tenants),)
     before = snapshot(of, pods=(pod(phase="Running", nodeName="n1"),), nodes=nodes)
     decision = reconcile(before)
-    seen = status_of(decision, of).observed
-    assert seen is not None
-    assert (seen.peak_memory_mib, seen.gpu_util_percent, seen.step_time_ratio) == (2500, 61.0, 1.3)
+    measured = status_of(decision, of).observed
+    assert measured is not None
+    assert (measured.peak_memory_mib, measured.gpu_util_percent, measured.step_time_ratio) == (2500, 61.0, 1.3)
     after = again(before, decision, nodes=(node(),))
-    assert status_of(after, msgspec.structs.replace(of, status=status_of(decision, of))).observed == seen
+    assert status_of(after, msgspec.structs.replace(of, status=status_of(decision, of))).observed == measured
 
 
 def test_condition_keeps_its_transition_time() -> None:
@@ -297,7 +297,7 @@ CASES = [
             node="n1,n2", gpu="2x Simulated A100", mode="MPS", memory_bound="2.0 GiB", observed_memory="1.5 GiB",
             observed_utilization="33%", slowdown="1.20", step_time="53 ms (1.27x)",
         ),
-        id="the user's own limit, several workers, and what was seen",
+        id="the user's own limit, several workers, and measurements",
     ),
     pytest.param(
         JobStatus(observed=Observed(step_time_seconds=1.5)),
@@ -403,5 +403,5 @@ async def test_another_node_of_a_kind_enqueues_only_jobs_that_fit_nowhere() -> N
     world.apply("large", memory={"limit": "88Gi"})
     await world.settle()
     world.seed_node("n2")
-    world.hear()
+    world.deliver_events()
     assert [world.operator.queue.take_now(), world.operator.queue.take_now()] == ["default/large", None]
