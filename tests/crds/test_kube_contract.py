@@ -1,12 +1,17 @@
 """One battery over every backend of `KubeApi`: what the fake does, the real API server does. Objects are written."""
 
+import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
-from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS
+from carpool_core.clock import SystemClock
+from carpool_core.kube.api import EVENTS, GPU_NODES, GPU_TRAINING_JOBS, NODES, PODS, Selector
 from carpool_core.kube.errors import PATCH_DOES_NOT_APPLY, Conflict, Invalid, NotFound
+from carpool_core.kube.events import EventRecorder
 from carpool_core.kube.pods import Pod
+from carpool_core.kube.reflector import Reflector
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import GpuNode
 from kube_backends import CONTAINERS, Backend, refused, reservation
@@ -187,3 +192,165 @@ async def test_a_finalizer_holds_an_object_until_it_is_taken_off(backend: Backen
     assert (await backend.api.get(PODS, name, Pod, namespace="default")).metadata.deletion_timestamp
     await backend.api.patch(PODS, name, {"metadata": {"finalizers": None}}, namespace="default")
     await refused(NotFound, backend.api.get(PODS, name, Pod, namespace="default"))
+
+
+async def test_binding_sets_the_node_and_the_annotations_once(backend: Backend) -> None:
+    pod = await backend.pod("a", annotations={"mine": "1"})
+    name = backend.name("a")
+
+    def bind(node: str, uid: str) -> Any:
+        body = {"metadata": {"name": name, "uid": uid, "annotations": {"carpool.dev/mode": "MPS"}},
+                "target": {"kind": "Node", "name": node}}  # fmt: skip
+        return backend.api.create(PODS, body, namespace="default", name=name, subresource="binding")
+
+    await refused(Conflict, bind("n1", "another-uid"), "another-uid")
+    await bind("n1", pod["metadata"]["uid"])
+    bound = await backend.api.get(PODS, name, Pod, namespace="default")
+    assert bound.spec.node_name == "n1"
+    assert bound.metadata.annotations == {"mine": "1", "carpool.dev/mode": "MPS"}
+    assert [(c.type, c.status) for c in bound.status.conditions] == [("PodScheduled", "True")]
+    await refused(Conflict, bind("n2", pod["metadata"]["uid"]), 'already assigned to node "n1"')
+
+
+async def test_binding_a_pod_that_is_not_there(backend: Backend) -> None:
+    name = backend.name("none")
+    body = {"metadata": {"name": name}, "target": {"name": "n1"}}
+    await refused(NotFound, backend.api.create(PODS, body, namespace="default", name=name, subresource="binding"))
+
+
+async def test_a_binding_names_its_pod(backend: Backend) -> None:
+    await backend.pod("a")
+    for metadata in ({}, {"name": "other"}):
+        body = {"metadata": metadata, "target": {"name": "n1"}}
+        call = backend.api.create(PODS, body, namespace="default", name=backend.name("a"), subresource="binding")
+        await refused(Invalid, call, "does not match name in Binding object")
+
+
+async def test_events_of_one_reason_are_one_event_with_a_count(backend: Backend) -> None:
+    pod = await backend.pod("a")
+
+    async def record(recorder: EventRecorder, message: str, reason: str = "NoGpuFits") -> None:
+        await recorder.record(
+            kind=PODS, namespace="default", name=backend.name("a"), uid=pod["metadata"]["uid"], type="Warning",
+            reason=reason, message=message,
+        )  # fmt: skip
+
+    first = EventRecorder(backend.api, SystemClock(), "carpool-test")
+    await record(first, "needs 1 MiB")
+    await record(first, "needs 2 MiB")
+    restarted = EventRecorder(backend.api, SystemClock(), "carpool-test")
+    await record(restarted, "needs 3 MiB")
+    await record(restarted, "other", reason="Released")
+    uid = pod["metadata"]["uid"]
+    page = await backend.api.list_page(EVENTS, Selector("default", fields=f"involvedObject.uid={uid}"))
+    events = {e["reason"]: e for e in (msgspec.json.decode(raw) for raw in page.items)}
+    assert (events["NoGpuFits"]["count"], events["NoGpuFits"]["message"]) == (3, "needs 3 MiB")
+    assert events["NoGpuFits"]["source"]["component"] == "carpool-test"
+    assert (events["Released"]["count"], len(events)) == (1, 2)
+
+
+async def test_events_of_cluster_scoped_objects_stand_in_default(backend: Backend) -> None:
+    node = await backend.node()
+    recorder = EventRecorder(backend.api, SystemClock(), "carpool-test")
+    await recorder.record(
+        kind=GPU_NODES, namespace="", name=backend.name("n"), uid=node["metadata"]["uid"], type="Normal",
+        reason="Reserved", message="x" * 2000,
+    )  # fmt: skip
+    uid = node["metadata"]["uid"]
+    page = await backend.api.list_page(EVENTS, Selector("default", fields=f"involvedObject.uid={uid}"))
+    (event,) = (msgspec.json.decode(raw) for raw in page.items)
+    assert len(event["message"]) == 1024
+    assert event["involvedObject"]["apiVersion"] == "carpool.dev/v1alpha1"
+
+
+async def test_a_node_can_be_touched(backend: Backend) -> None:
+    await backend.api.create(NODES, {"metadata": {"name": backend.name("n")}})
+    patch = {"metadata": {"annotations": {"carpool.dev/capacity-freed-at": "now"}}}
+    node = await backend.api.patch(NODES, backend.name("n"), patch)
+    assert node["metadata"]["annotations"]["carpool.dev/capacity-freed-at"] == "now"
+    await backend.api.delete(NODES, backend.name("n"))
+
+
+async def test_pages(backend: Backend) -> None:
+    for i in range(5):
+        await backend.pod(f"p{i}")
+    names, token = [], ""
+    for _ in range(3):
+        page = await backend.api.list_page(PODS, backend.selector, limit=2, continue_token=token)
+        names += [msgspec.json.decode(raw, type=Pod).metadata.name for raw in page.items]
+        token = page.continue_token
+    assert names == [backend.name(f"p{i}") for i in range(5)]
+    assert token == ""
+
+
+@pytest.mark.parametrize(
+    ("labels", "fields", "found"),
+    [
+        ("tag={tag},worker=1", "", ["b"]),
+        ("tag={tag},worker!=1", "", ["a", "c"]),
+        ("tag={tag},worker", "", ["b", "c"]),
+        ("tag={tag},!worker", "", ["a"]),
+        ("tag={tag},worker in (1,2)", "", ["b", "c"]),
+        ("tag={tag},worker notin (1, 3)", "", ["a", "c"]),
+        ("tag={tag}", "spec.nodeName=n1", ["c"]),
+        ("tag={tag}", "spec.nodeName!=n1,spec.schedulerName=nobody", ["a", "b"]),
+        ("tag={tag}", "status.phase=Pending,metadata.name=a-{tag}", ["a"]),
+    ],
+)
+async def test_selectors(backend: Backend, labels: str, fields: str, found: list[str]) -> None:
+    for text, worker, node in (("a", None, ""), ("b", "1", ""), ("c", "2", "n1")):
+        own = {"tag": backend.tag} | ({"worker": worker} if worker else {})
+        pod = await backend.pod(text, labels=own)
+        if node:
+            body = {
+                "metadata": {"name": backend.name(text), "uid": pod["metadata"]["uid"]},
+                "target": {"name": node},
+            }
+            await backend.api.create(PODS, body, namespace="default", name=backend.name(text), subresource="binding")
+    selector = Selector("default", labels.format(tag=backend.tag), fields.format(tag=backend.tag))
+    page = await backend.api.list_page(PODS, selector)
+    names = [msgspec.json.decode(raw, type=Pod).metadata.name for raw in page.items]
+    assert names == [backend.name(text) for text in found]
+
+
+async def test_a_watch_tells_what_happened_since_and_what_enters_and_leaves(backend: Backend) -> None:
+    page = await backend.api.list_page(PODS, backend.selector)
+    pod = await backend.pod("a")
+    name = backend.name("a")
+    events = backend.api.watch(PODS, Selector("default", f"tag={backend.tag}", "spec.nodeName="), page.resource_version)
+    told: list[tuple[str, str]] = []
+
+    async def follow(count: int) -> None:
+        while len(told) < count:
+            event = await anext(events)
+            if event.type != "BOOKMARK":
+                told.append((event.type, msgspec.json.decode(event.object, type=Pod).metadata.name))
+
+    await asyncio.wait_for(follow(1), 10)
+    await backend.api.patch(PODS, name, {"metadata": {"annotations": {"a": "b"}}}, namespace="default")
+    body = {"metadata": {"name": name, "uid": pod["metadata"]["uid"]}, "target": {"name": "n1"}}
+    await backend.api.create(PODS, body, namespace="default", name=name, subresource="binding")
+    await asyncio.wait_for(follow(3), 10)
+    assert told == [("ADDED", name), ("MODIFIED", name), ("DELETED", name)]
+    await events.aclose()  # type: ignore[attr-defined]
+
+
+async def test_a_reflector_follows(backend: Backend) -> None:
+    changed = asyncio.Event()
+    reflector = Reflector(
+        backend.api, PODS, Pod, selector=backend.selector, clock=SystemClock(), on_change=lambda *_: changed.set()
+    )
+    task = asyncio.create_task(reflector.run())
+
+    async def until(holds: Callable[[], bool]) -> None:
+        while not holds():
+            changed.clear()
+            await changed.wait()
+
+    await asyncio.wait_for(reflector.wait_synced(), 10)
+    await backend.pod("a")
+    await asyncio.wait_for(until(lambda: len(reflector.store.items) == 1), 10)
+    await backend.api.delete(PODS, backend.name("a"), namespace="default")
+    await asyncio.wait_for(until(lambda: not reflector.store.items), 10)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,337 @@
+"""Settings, logs, commands and the metrics server of a process."""
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import FrozenInstanceError, dataclass, field
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+
+import aiohttp
+import click
+import pytest
+import structlog
+from carpool_core import logs, metrics
+from carpool_core.cli import GROUP, load_command, main
+from carpool_core.settings import (
+    KubeSettings,
+    LogFormat,
+    LogLevel,
+    LogSettings,
+    SettingsError,
+    click_options,
+    load,
+    setting,
+    settings_of,
+)
+from carpool_core.values import GpuUuid
+from click.testing import CliRunner
+from prometheus_client import CollectorRegistry, Gauge
+
+
+@dataclass(frozen=True)
+class Inner:
+    slots: int = setting(8, flag="--slots", env="T_SLOTS", minimum=1, maximum=128, help="Slots of a GPU.")
+    folder: Path = setting(Path("/var/lib"), flag="--folder", env="T_FOLDER", help="Where state is kept.")
+
+
+@dataclass(frozen=True)
+class Settings:
+    ratio: float = setting(0.5, flag="--ratio", env="T_RATIO", minimum=0, help="A share, 0..1.")
+    kubelet: bool = setting(True, flag="--kubelet", env="T_KUBELET", help="Whether there is a kubelet.")
+    node: str | None = setting(None, flag="--node", env="T_NODE", help="Name of the node; the host's where empty.")
+    inner: Inner = field(default_factory=Inner)
+    log: LogSettings = field(default_factory=LogSettings)
+
+
+def test_defaults_without_an_environment() -> None:
+    assert load(Settings, {}) == Settings()
+    assert load(KubeSettings, {"KUBECONFIG": ""}) == KubeSettings(None)
+
+
+@dataclass(frozen=True)
+class Asked:
+    address: str = setting("here:1", flag="--address", env="T_ADDRESS", help="None where empty.", allow_empty=True)
+
+
+@pytest.mark.parametrize(("environ", "found"), [({}, "here:1"), ({"T_ADDRESS": ""}, ""), ({"T_ADDRESS": "x"}, "x")])
+def test_an_empty_variable_is_a_value_where_it_says_something(environ: dict[str, str], found: str) -> None:
+    """Regression: `none where empty` could not be said, neither to the agent nor by its chart."""
+
+    @click.command()
+    @click_options(Asked)
+    def command(settings: Asked) -> None:
+        click.echo(f"<{settings.address}>")
+
+    assert load(Asked, environ) == Asked(found)
+    assert CliRunner().invoke(command, [], env={"T_ADDRESS": None, **environ}).output == f"<{found}>\n"
+
+
+def test_every_kind_of_value_from_the_environment() -> None:
+    environ = {
+        "T_RATIO": "0.25", "T_KUBELET": "no", "T_NODE": "n1", "T_SLOTS": "3", "T_FOLDER": "/x", "UNRELATED": "1",
+        "CARPOOL_LOG_LEVEL": "debug", "CARPOOL_LOG_FORMAT": "json",
+    }  # fmt: skip
+    expected = Settings(0.25, False, "n1", Inner(3, Path("/x")), LogSettings(LogLevel.DEBUG, LogFormat.JSON))
+    assert load(Settings, environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "sentence"),
+    [
+        ("T_SLOTS", "many", "T_SLOTS: expected an integer, found 'many'"),
+        ("T_RATIO", "half", "T_RATIO: expected a number, found 'half'"),
+        ("T_SLOTS", "0", "T_SLOTS: expected a number from 1 to 128, found 0"),
+        ("T_SLOTS", "129", "T_SLOTS: expected a number from 1 to 128, found 129"),
+        ("T_RATIO", "-0.5", "T_RATIO: expected a number from 0 on, found -0.5"),
+        ("T_RATIO", "nan", "T_RATIO: expected a number from 0 on, found nan"),
+        ("T_KUBELET", "maybe", "T_KUBELET: expected true or false, found 'maybe'"),
+        ("CARPOOL_LOG_LEVEL", "loud", "CARPOOL_LOG_LEVEL: expected debug or info or warning or error, found 'loud'"),
+    ],
+)
+def test_a_wrong_value_names_the_variable(variable: str, value: str, sentence: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load(Settings, {variable: value})
+    assert str(caught.value) == sentence
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        Settings().ratio = 1.0  # type: ignore[misc]
+
+
+def test_a_field_that_is_no_setting_is_refused() -> None:
+    @dataclass(frozen=True)
+    class Broken:
+        plain: int = 3
+
+    with pytest.raises(TypeError, match="plain: expected a `setting"):
+        list(settings_of(Broken))
+
+
+def _run(*arguments: str, env: dict[str, str] | None = None) -> tuple[str, list[Settings]]:
+    seen: list[Settings] = []
+
+    @click.command()
+    @click_options(Settings)
+    def command(settings: Settings) -> None:
+        """Do it."""
+        seen.append(settings)
+
+    result = CliRunner().invoke(command, arguments, env=env or {})
+    return result.output, seen
+
+
+def test_flags_win_over_the_environment_over_defaults() -> None:
+    _, (settings,) = _run("--slots", "4", "--no-kubelet", "--log-format", "json", env={"T_SLOTS": "3", "T_RATIO": "1"})
+    assert settings == Settings(1.0, False, None, Inner(4), LogSettings(format=LogFormat.JSON))
+
+
+def test_a_false_variable_turns_a_switch_off() -> None:
+    _, (settings,) = _run(env={"T_KUBELET": "false"})
+    assert settings.kubelet is False
+
+
+def test_help_shows_flag_variable_and_default() -> None:
+    output, seen = _run("--help")
+    assert seen == []
+    for part in ("--slots", "T_SLOTS", "[env var: T_SLOTS; default: 8]", "--kubelet / --no-kubelet", "Do it."):
+        assert part in " ".join(output.split())
+
+
+def test_a_wrong_flag_is_refused() -> None:
+    output, seen = _run("--log-format", "xml")
+    assert seen == []
+    assert "json" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "sentence"),
+    [
+        (["--slots", "129"], {}, "'--slots' (env var: 'T_SLOTS'): expected a number from 1 to 128, found 129"),
+        ([], {"T_SLOTS": "0"}, "'--slots' (env var: 'T_SLOTS'): expected a number from 1 to 128, found 0"),
+        (["--ratio", "nan"], {}, "expected a number from 0 on, found nan"),
+    ],
+)
+def test_a_number_out_of_bounds_is_refused_wherever_it_comes_from(
+    arguments: list[str], env: dict[str, str], sentence: str
+) -> None:
+    output, seen = _run(*arguments, env=env)
+    assert seen == []
+    assert sentence in output
+    help_, _ = _run("--help")
+    assert "Slots of a GPU. From 1 to 128." in " ".join(help_.split())
+    assert "A share, 0..1. From 0 on." in " ".join(help_.split())
+
+
+def test_no_flag_and_no_variable_is_used_twice() -> None:
+    known = list(settings_of(Settings))
+    assert len({s.flag for s in known}) == len({s.env for s in known}) == len(known)
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    root = logging.getLogger()
+    before = (root.level, list(root.handlers))
+    yield
+    root.handlers[:] = before[1]
+    root.setLevel(before[0])
+    structlog.reset_defaults()
+
+
+def _lines(settings: LogSettings) -> tuple[io.StringIO, object]:
+    stream = io.StringIO()
+    logs.configure(settings, "agent", stream=stream)
+    return stream, structlog.get_logger()
+
+
+def test_json_is_one_object_a_line_with_the_process() -> None:
+    stream, log = _lines(LogSettings(format=LogFormat.JSON))
+    log.info("gpu prepared", gpu=GpuUuid("GPU-1"), steps={"a": 1}, path=io)  # type: ignore[attr-defined]
+    logging.getLogger("kopf").warning("peering %s", "off")
+    first, second = map(json.loads, stream.getvalue().splitlines())
+    assert first["event"] == "gpu prepared"
+    assert first["process"] == second["process"] == "agent"
+    assert (first["gpu"], first["steps"], first["level"]) == ("GPU-1", {"a": 1}, "info")
+    assert (second["event"], second["level"]) == ("peering off", "warning")
+
+
+def test_an_exception_is_told_in_one_json_line() -> None:
+    stream, log = _lines(LogSettings(format=LogFormat.JSON))
+    try:
+        raise ValueError("no such GPU")
+    except ValueError:
+        log.exception("failed")  # type: ignore[attr-defined]
+    (line,) = stream.getvalue().splitlines()
+    assert "ValueError: no such GPU" in json.loads(line)["exception"]
+
+
+def test_console_is_for_people() -> None:
+    stream, log = _lines(LogSettings(format=LogFormat.CONSOLE))
+    log.warning("watch failed", retry_in_s=0.2)  # type: ignore[attr-defined]
+    assert "watch failed" in stream.getvalue()
+    assert not stream.getvalue().startswith("{")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "no_color", "has_colours"),
+    [(io.StringIO(), "", False), (Terminal(), "", True), (Terminal(), "1", False)],
+    ids=["file", "terminal", "unwanted"],
+)
+def test_colours_are_for_terminals(
+    stream: io.StringIO, no_color: str, has_colours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: files and `kubectl logs` had them, too."""
+    monkeypatch.setenv("NO_COLOR", no_color)
+    logs.configure(LogSettings(format=LogFormat.CONSOLE), "agent", stream=stream)
+    structlog.get_logger().warning("watch failed", retry_in_s=0.2)
+    assert ("watch failed" in stream.getvalue(), "\x1b" in stream.getvalue()) == (True, has_colours)
+
+
+def test_what_is_less_severe_is_left_out() -> None:
+    stream, log = _lines(LogSettings(level=LogLevel.WARNING))
+    log.info("ordinary")  # type: ignore[attr-defined]
+    logging.getLogger("x").info("ordinary too")
+    assert stream.getvalue() == ""
+
+
+def test_every_package_brings_its_commands() -> None:
+    assert {point.name for point in entry_points(group=GROUP)} >= {
+        "agent", "crds", "extender", "graph", "operator", "predict",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("point", entry_points(group=GROUP), ids=lambda point: point.name)
+def test_every_command_explains_itself(point: EntryPoint) -> None:
+    result = CliRunner().invoke(main, [point.name, "--help"])
+    assert result.exit_code == 0, result.output
+    assert "Usage: " in result.output
+    assert "Not installed" not in result.output
+
+
+@pytest.mark.parametrize("group", [(), ("node",)], ids=["all", "node"])
+def test_a_list_of_commands_breaks_no_sentence_off(group: tuple[str, ...]) -> None:
+    listed = CliRunner().invoke(main, [*group, "--help"]).output.partition("Commands:\n")[2]
+    assert all(line[:3].strip() for line in listed.splitlines()), "each stands on one line of 80 characters"
+    assert "..." not in listed
+
+
+def test_a_missing_dependency_names_the_extra() -> None:
+    point = EntryPoint("brew", "no_such_module.commands:brew [operator]", GROUP)
+    command = load_command(point)
+    result = CliRunner().invoke(command, ["--strength", "9", "now"])
+    assert result.exit_code == 1
+    assert result.output == (
+        "Error: `carpool brew` needs the Python module 'no_such_module'; "
+        "install it with: pip install 'carpool[operator]'\n"
+    )
+    assert "carpool[operator]" in (command.short_help or "")
+
+
+def test_an_entry_point_that_is_no_command_is_a_mistake() -> None:
+    with pytest.raises(TypeError, match="expected a click command"):
+        load_command(EntryPoint("sep", "os:sep", GROUP))
+
+
+def test_an_unknown_command_is_refused() -> None:
+    result = CliRunner().invoke(main, ["fly"])
+    assert result.exit_code == 2
+    assert "No such command 'fly'" in result.output
+
+
+def test_crds_are_printed_or_written(tmp_path: Path) -> None:
+    printed = CliRunner().invoke(main, ["crds"])
+    assert printed.output.count("kind: CustomResourceDefinition") == 2
+    written = CliRunner().invoke(main, ["crds", "--out", str(tmp_path / "a"), "--out", str(tmp_path / "b")])
+    assert written.exit_code == 0
+    files = sorted(p.name for p in (tmp_path / "b").iterdir())
+    assert files == ["carpool.dev_gpunodes.yaml", "carpool.dev_gputrainingjobs.yaml"]
+
+
+async def _get(port: int, path: str) -> tuple[int, str]:
+    async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{port}{path}") as response:
+        return response.status, await response.text()
+
+
+async def test_metrics_are_read_at_scrape_time() -> None:
+    registry = CollectorRegistry()
+    metrics.build_info(registry, "agent", "1.2.3")
+    gauge = Gauge("carpool_things_total", "Things.", registry=registry)
+    server = await metrics.serve(registry, 0, "127.0.0.1")
+    try:
+        gauge.set(7)
+        status, text = await _get(server.port, "/metrics")
+        assert status == 200
+        assert "carpool_things_total 7.0" in text
+        assert 'carpool_build_info{process="agent",version="1.2.3"} 1.0' in text
+        assert (await _get(server.port, "/healthz"))[0] == 200
+        assert (await _get(server.port, "/readyz")) == (200, "ok\n")
+    finally:
+        await server.close()
+
+
+async def test_readiness_says_what_is_missing() -> None:
+    waiting_for: list[str] = ["the first list of GpuNodes"]
+    server = await metrics.serve(CollectorRegistry(), 0, "127.0.0.1", lambda: waiting_for[0] if waiting_for else None)
+    try:
+        assert (await _get(server.port, "/readyz")) == (503, "the first list of GpuNodes\n")
+        waiting_for.clear()
+        assert (await _get(server.port, "/readyz"))[0] == 200
+    finally:
+        await server.close()
+
+
+async def test_a_port_that_is_taken_is_a_sentence() -> None:
+    """Regression: operator and extender ended with a traceback."""
+    server = await metrics.serve(CollectorRegistry(), 0, "127.0.0.1")
+    try:
+        with pytest.raises(SettingsError, match=r"expected a free port at 127.0.0.1, found \d+: .*; set another$"):
+            await metrics.serve(CollectorRegistry(), server.port, "127.0.0.1")
+    finally:
+        await server.close()
