@@ -1,6 +1,6 @@
-"""A real GPU behind the profiler's port: NVML for what it does, processes with PyTorch for what it is given to do.
+"""A real GPU for the profiler: NVML for measurements, worker processes with PyTorch, and an MPS daemon.
 
-This never ran on hardware: it was written after NVIDIA's documentation, and only the port's fake was measured.
+Only the fake of this interface was tested; it never ran on hardware.
 """
 
 import contextlib
@@ -31,10 +31,10 @@ _REPLIES = msgspec.json.Decoder(Reply)
 
 
 class WorkerProcess:
-    """One process; started early, so that it has imported PyTorch when its task comes.
+    """One worker process, started early so that it has imported PyTorch when its task comes.
 
     Args:
-        command: What to start.
+        command: Command line of the worker.
     """
 
     def __init__(self, command: tuple[str, ...] = WORKER) -> None:
@@ -57,22 +57,22 @@ class WorkerProcess:
         return self._process.pid
 
     def give(self, workload: Workload, environment: dict[str, str]) -> None:
-        """Hand over the task."""
+        """Send the task."""
         self._send({"workload": msgspec.to_builtins(workload), "environment": environment})
 
     def run(self, seconds: float) -> None:
-        """Begin to train for so long."""
+        """Start a run of some seconds."""
         self._send({"seconds": seconds})
 
     def _send(self, message: object) -> None:
         if self._process.stdin is None:
             return
-        with contextlib.suppress(BrokenPipeError):  # it died; `reply` says so
+        with contextlib.suppress(BrokenPipeError):  # the process ended; `reply` returns the reason
             self._process.stdin.write(msgspec.json.encode(message) + b"\n")
             self._process.stdin.flush()
 
     def reply(self) -> Reply | None:
-        """Return what it said next, or how it died."""
+        """Return the next reply, or the reason why the process ended; None if there is none yet."""
         try:
             reply: Reply = _REPLIES.decode(self._lines.get_nowait())
             return reply
@@ -100,7 +100,7 @@ class WorkerProcess:
 
 
 class Refused:
-    """Stands in for a process that could not be started."""
+    """A process that could not be started."""
 
     pid = 0
 
@@ -108,23 +108,23 @@ class Refused:
         self._reason = reason
 
     def run(self, seconds: float) -> None:
-        """There is nothing to run."""
+        """Do nothing."""
 
     def reply(self) -> Reply | None:
-        """Say why."""
+        """Return the reason."""
         return Failed(self._reason)
 
     def stop(self) -> None:
-        """There is nothing to stop."""
+        """Do nothing."""
 
 
 class MpsDaemon:
-    """An MPS daemon of the profiler's own.
+    """The profiler's MPS daemon.
 
     Args:
-        directory: Holds its pipe and log.
+        directory: Directory of its pipe and log.
         gpu: UUID of the GPU.
-        program: NVIDIA's program.
+        program: Path of nvidia-cuda-mps-control.
     """
 
     def __init__(self, directory: Path, gpu: str, program: str = MPS_CONTROL) -> None:
@@ -137,7 +137,7 @@ class MpsDaemon:
         self._running = False
 
     def environment(self) -> dict[str, str]:
-        """Start the daemon where it does not run yet; return what its clients need.
+        """Start the daemon if needed, and return its clients' environment variables.
 
         Raises:
             OSError: It cannot be started; the message says why.
@@ -185,12 +185,12 @@ class NvmlMachine:
     """One GPU of this machine.
 
     Args:
-        index: Its number, by NVML.
+        index: Its NVML index.
         library: NVIDIA's bindings of NVML.
         worker: Starts a process that waits for a task.
 
     Raises:
-        HardwareError: NVML or the GPU is not there.
+        HardwareError: NVML or the GPU is missing.
     """
 
     def __init__(self, index: int, library: Any = pynvml, worker: Callable[[], WorkerProcess] = WorkerProcess) -> None:
@@ -225,7 +225,7 @@ class NvmlMachine:
             return False
 
     def describe(self) -> Description:
-        """Say what this is."""
+        """Return the description of the GPU and its software."""
         cuda = int(self._nvml.nvmlSystemGetCudaDriverVersion())
         return Description(
             product=str(self._nvml.nvmlDeviceGetName(self._handle)),
@@ -236,8 +236,8 @@ class NvmlMachine:
         )
 
     def start(self, workload: Workload, *, mps: bool) -> Process:
-        """Give the task to the process in reserve, and put another one there."""
-        # A client without a daemon of its own must not find one that somebody else runs.
+        """Give the task to the process in reserve, and start another one."""
+        # A client without its own daemon must not connect to a foreign one.
         environment = {"CUDA_VISIBLE_DEVICES": self._uuid, "CUDA_MPS_PIPE_DIRECTORY": f"{self._directory.name}/none"}
         if mps:
             try:
@@ -249,7 +249,7 @@ class NvmlMachine:
         return process
 
     def sample(self) -> Sample:
-        """Ask NVML."""
+        """Return NVML's current values."""
         rates = self._nvml.nvmlDeviceGetUtilizationRates(self._handle)
         running = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
         return Sample(
@@ -260,12 +260,12 @@ class NvmlMachine:
         )
 
     def begin_activity(self) -> None:
-        """Take GPM's first sample."""
+        """Take the first GPM sample."""
         if self._has_gpm:
             self._before = self._nvml.nvmlGpmSampleGet(self._handle, self._nvml.nvmlGpmSampleAlloc())
 
     def end_activity(self) -> Activity | None:
-        """Take the second one, and compare."""
+        """Return the activity since the first GPM sample."""
         if self._before is None:
             return None
         before, self._before = self._before, None

@@ -1,4 +1,7 @@
-"""Measures point after point: build and warm up, which does not count; then a second of training under observation."""
+"""`carpool profile`: measures a sweep of training jobs on a GPU, alone and in pairs, into a file of rows.
+
+Each point is built and warmed up, which is not measured, then trains for a second under observation.
+"""
 
 import csv
 import hashlib
@@ -37,13 +40,13 @@ class RowsError(ValueError):
 
 
 class MeasuredRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One measurement; empty where something was not measured. Sizes in MiB, times in seconds."""
+    """One measurement; None for values that were not measured. Sizes in MiB, times in seconds."""
 
     key: str
     kind: Literal["solo", "pair"]
     mode: Literal["exclusive", "time-slicing", "mps"]
     status: Literal["ok", "out_of_memory", "failed"]
-    """Out of memory is censored: the peak is more than `capacity_mib`."""
+    """After an out-of-memory error the peak is censored: more than `capacity_mib`."""
     reason: str = ""
     model: str
     batch_size: int
@@ -83,10 +86,10 @@ COLUMNS = MeasuredRow.__struct_fields__
 
 
 def done(path: Path, product: str) -> set[str]:
-    """Return the keys that a file holds already; a last line that was cut off is removed.
+    """Return the keys of the rows in a file, and remove an incomplete last line.
 
     Raises:
-        RowsError: The file holds something else, or was measured on another product.
+        RowsError: The file holds something else, or rows of another product.
     """
     if not path.exists() or path.stat().st_size == 0:
         return set()
@@ -106,7 +109,7 @@ def done(path: Path, product: str) -> set[str]:
 
 
 class RowWriter:
-    """Appends rows; each is on the disk before the next is measured."""
+    """Appends rows, each flushed to the disk."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +139,7 @@ def _short(value: object) -> object:
 
 
 def read(path: Path) -> Iterable[MeasuredRow]:
-    """Read rows back."""
+    """Return the rows of a file."""
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
             yield msgspec.convert({k: v for k, v in row.items() if v != ""}, type=MeasuredRow, strict=False)
@@ -166,7 +169,7 @@ SWEEPS = ("default", "solo", "pairs")
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One row to be: a job alone, or two beside each other."""
+    """One point of a sweep: a job alone, or two together."""
 
     workload: Workload
     partner: Workload | None = None
@@ -174,15 +177,15 @@ class Point:
 
     @property
     def key(self) -> str:
-        """Return what tells rows apart; equal in every run."""
+        """Return the key of the point, equal in every run."""
         return self.workload.key if self.partner is None else f"{self.workload.key}+{self.partner.key}|{self.mode}"
 
 
 def points(sweep: str) -> Iterator[Point]:
-    """Name every point of a sweep, in its order.
+    """Return the points of a sweep in their order.
 
     Raises:
-        ValueError: There is no such sweep.
+        ValueError: The sweep is unknown.
     """
     if sweep not in SWEEPS:
         raise ValueError(f"expected a sweep out of {', '.join(SWEEPS)}, found {sweep!r}")
@@ -205,7 +208,7 @@ def _workloads(batches: Sequence[int]) -> list[Workload]:
 
 
 def _pairs() -> list[Point]:
-    """Pair every job with one other, in both modes one after the other: they differ in nothing else."""
+    """Return pairs of jobs, each in both sharing modes."""
     jobs = _shuffled([Point(w) for w in _workloads(_BATCHES_OF_PAIRS)])
     found = []
     for one, other in zip(jobs[::2], jobs[1::2], strict=False):
@@ -215,20 +218,20 @@ def _pairs() -> list[Point]:
 
 
 def _shuffled(given: list[Point]) -> list[Point]:
-    """Mix, the same way everywhere and whatever is added later."""
+    """Return the points in a pseudo-random order that later additions do not change."""
     return sorted(given, key=lambda point: hashlib.sha256(point.key.encode()).digest())
 
 
 WINDOW_S = 1.0
 PAIR_WINDOW_S = 2.0
-"""Longer, because two jobs meet in ever new ways."""
+"""Seconds of a run of two jobs, whose phases drift against each other."""
 POLL_S = 0.05
 PATIENCE_S = 60.0
-"""What building, warming up or a run may take beyond what was asked."""
+"""Seconds that building, warm-up or a run may take beyond the requested time."""
 
 
 class _Ended(Exception):  # noqa: N818 (a reply, not an error)
-    """A process answered with something else than what was waited for."""
+    """A process answered with an unexpected reply."""
 
     def __init__(self, reply: Reply) -> None:
         self.reply = reply
@@ -236,20 +239,20 @@ class _Ended(Exception):  # noqa: N818 (a reply, not an error)
 
 @dataclass
 class Span:
-    """What was seen while something ran."""
+    """Samples taken during a run."""
 
     samples: list[Sample] = field(default_factory=list)
     activity: Activity | None = None
 
     def peak_mib(self, pid: int, before_mib: float) -> float | None:
-        """Return a process's peak; where processes are not told apart, what the GPU's use rose by."""
+        """Return a process's peak; the rise of the GPU's used memory if NVML does not report processes."""
         own = [sample.process_mib[pid] for sample in self.samples if pid in sample.process_mib]
         if own:
             return max(own)
         return max((sample.memory_used_mib for sample in self.samples), default=before_mib) - before_mib or None
 
     def figures(self) -> dict[str, float | None]:
-        """Return what the GPU did, by the names of the columns."""
+        """Return the GPU's activity by column name."""
         seen = self.activity
         return {
             "gpu_util_percent": fmean(s.gpu_util_percent for s in self.samples) if self.samples else None,
@@ -270,11 +273,11 @@ class Session:
 
     @property
     def description(self) -> Description:
-        """Say what is measured on."""
+        """Return the machine's description."""
         return self._known
 
     def measure(self, point: Point) -> MeasuredRow:
-        """Measure one point; whatever goes wrong with it is in the row."""
+        """Measure one point; a failure is recorded in the row."""
         begin = self._machine.monotonic()
         processes: list[Process] = []
         try:
@@ -301,7 +304,7 @@ class Session:
         }
 
     def _pair(self, point: Point, processes: list[Process]) -> dict[str, Any]:
-        """Run each alone while the other waits with its memory in place, then both."""
+        """Run each job alone while the other one idles with its memory allocated, then both."""
         if point.partner is None:
             raise ValueError("expected a pair, found a single job")
         mps = point.mode == "mps"
@@ -402,9 +405,9 @@ def run_sweep(
     budget_s: float,
     write: Callable[[MeasuredRow], None],
 ) -> int:
-    """Measure points that are not known yet, until the budget would not hold another one; return how many.
+    """Measure points until the budget is used, and return their number.
 
-    A point is begun only when the mean of those before it still fits.
+    A point starts only if the mean duration of the earlier ones fits into the rest of the budget.
     """
     begin = machine.monotonic()
     measured = 0
@@ -422,16 +425,16 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 class InputError(click.ClickException):
-    """The command's input is wrong, or there is no GPU."""
+    """The input is invalid, or there is no GPU."""
 
     exit_code = 2
 
 
 def parse_budget(text: str) -> float:
-    """Read `90s`, `9m` or `1.5h`; returns seconds.
+    """Return the seconds of a text such as `90s`, `9m` or `1.5h`.
 
     Raises:
-        InputError: It is none of these.
+        InputError: The text has another form.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
     if found is None or float(found[1]) == 0:
@@ -445,9 +448,9 @@ def parse_budget(text: str) -> float:
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), required=True, help="File of rows; continued.")
 @click.option("--gpu-index", type=click.IntRange(0), default=0, show_default=True, help="Which GPU, by NVML's number.")
 def profile(sweep: str, budget: str, out: Path, gpu_index: int) -> None:
-    """Measure training steps on this machine's GPU, alone and in pairs; nobody else should use it meanwhile.
+    """Measure training steps on this machine's GPU, alone and in pairs; no other process should use the GPU meanwhile.
 
-    Rows are written as they come. The same command continues a file where it was left off.
+    Each row is written when it is measured. The same command continues the file.
     """
     budget_s = parse_budget(budget)
     # Loads NVML's bindings.
@@ -461,7 +464,7 @@ def profile(sweep: str, budget: str, out: Path, gpu_index: int) -> None:
 
 
 def measure(machine: Machine, sweep: str, budget_s: float, out: Path, console: Console) -> int:
-    """Measure a sweep into a file, and tell each row; return how many were measured.
+    """Measure a sweep into a file, print each row, and return the number of rows.
 
     Raises:
         RowsError: The file cannot be continued.

@@ -1,8 +1,8 @@
-"""A training job for the profiler: `python -m carpool_predictor.profiler.worker`. Imports PyTorch; needs a GPU.
+"""A training job for the profiler: `python -m carpool_predictor.profiler.worker`. Imports PyTorch and needs a GPU.
 
-Protocol, JSON a line. In: a `Task`; then any number of `{"seconds": 1.0}`. Out: `Ready` once it is built and warm, a
-`Window` after each run; `OutOfMemory` or `Failed` at any point, and it ends. PyTorch is imported before the task is
-read, so that a process that waits in reserve has that behind it.
+Protocol, one JSON object per line. In: a `Task`, then any number of `{"seconds": 1.0}`. Out: `Ready` after warm-up, a
+`Window` after each run; `OutOfMemory` or `Failed` ends the process. PyTorch is imported before the task is read, so
+that a process in reserve starts quickly.
 """
 
 import os
@@ -38,20 +38,20 @@ _AUTOCAST = {Precision.BF16_MIXED: torch.bfloat16, Precision.FP16_MIXED: torch.f
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """What to train, and what the environment must hold before CUDA begins."""
+    """The workload, and environment variables that must be set before CUDA starts."""
 
     workload: Workload
     environment: dict[str, str] = {}
 
 
 class Run(msgspec.Struct, frozen=True):
-    """Train for so long."""
+    """A request to train for some seconds."""
 
     seconds: float
 
 
 def _losses(output: Any) -> Iterator[Tensor]:
-    """Yield a scalar for every floating-point tensor of a model's output, as the tracer does."""
+    """Yield a loss for each floating-point tensor of a model's output, as the tracer does."""
     if isinstance(output, Tensor):
         if output.is_floating_point():
             yield output.float().mean()
@@ -64,7 +64,7 @@ def _losses(output: Any) -> Iterator[Tensor]:
 
 
 class Training:
-    """A model on the GPU, and its step."""
+    """A model on the GPU."""
 
     def __init__(self, workload: Workload) -> None:
         recipe = recipe_of(CatalogModel(name=workload.model))
@@ -89,7 +89,7 @@ class Training:
         self._optimizer.zero_grad()
 
     def warm_up(self) -> None:
-        """Let libraries choose their algorithms, and clocks rise."""
+        """Run steps until libraries have chosen their algorithms and clocks have risen."""
         end = time.monotonic() + WARM_UP_S
         steps = 0
         while steps < WARM_UP_STEPS or time.monotonic() < end:
@@ -98,7 +98,7 @@ class Training:
             steps += 1
 
     def run(self, seconds: float) -> Window:
-        """Train; the CPU is one step ahead of the GPU, as in a loop that looks at the last loss."""
+        """Train for some seconds; the CPU runs one step ahead of the GPU."""
         begin = time.monotonic()
         marks = [self._mark()]
         while time.monotonic() < begin + seconds:
@@ -122,7 +122,7 @@ class Training:
 
 
 def replies(lines: Iterator[bytes]) -> Iterator[Reply]:
-    """Answer line by line; ends after the first failure."""
+    """Answer requests until the input ends or one fails."""
     try:
         task = msgspec.json.decode(next(lines), type=Task)
         os.environ.update(task.environment)
@@ -134,12 +134,12 @@ def replies(lines: Iterator[bytes]) -> Iterator[Reply]:
     except torch.OutOfMemoryError:
         yield OutOfMemory()
     except Exception as e:
-        # Whatever a model or the driver raises belongs into the row.
+        # Any error of the model or the driver is recorded in the row.
         yield Failed(f"{type(e).__name__}: {str(e).strip().splitlines()[0][:300] if str(e).strip() else 'no message'}")
 
 
 def main() -> None:
-    """Serve the parent on stdin and stdout; what models print goes to stderr."""
+    """Serve the parent on stdin and stdout; the output of models goes to stderr."""
     out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     for reply in replies(iter(sys.stdin.buffer.readline, b"")):

@@ -1,9 +1,9 @@
-"""Replays a step's allocations through CUDA's caching allocator: what the process holds, not what its tensors need.
+"""Replays the allocations of a step in CUDA's caching allocator, to get the memory that the process reserves.
 
-`nvidia-smi` shows segments that the allocator has taken from the driver; free blocks inside them count. The rules are
-those of c10/cuda/CUDACachingAllocator.cpp (PyTorch 2.x, default settings): sizes round up to 512 bytes; blocks of at
-most 1 MiB come from 2 MiB segments, larger ones from 20 MiB segments, from 10 MiB on from a segment of their own,
-rounded to 2 MiB; the smallest free block that fits is taken and split where enough is left; neighbours merge. Pure.
+`nvidia-smi` shows the segments that the allocator took from the driver, free blocks included. The rules are those of
+c10/cuda/CUDACachingAllocator.cpp (PyTorch 2.x, default settings): sizes round up to 512 bytes. Blocks of at most 1 MiB
+come from 2 MiB segments, larger ones from 20 MiB segments. From 10 MiB on a block has its own segment, rounded up to
+2 MiB. The smallest free block that fits is taken and split if enough is left; free neighbours merge.
 """
 
 from bisect import bisect_left, insort
@@ -30,21 +30,21 @@ class _Block:
 
 
 class CachingAllocator:
-    """Free lists and segments of one stream; nothing goes back to the driver."""
+    """Free lists and segments of one stream; segments never return to the driver."""
 
     def __init__(self) -> None:
         self.reserved_bytes = 0
-        """Bytes of all segments, which never falls."""
+        """Bytes of all segments."""
         self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
         self._live: dict[int, _Block] = {}
         self._order = 0
 
     def allocate(self, key: int, size: int) -> None:
-        """Take a block for a tensor.
+        """Allocate a block for a tensor.
 
         Args:
-            key: Names the tensor until it is freed.
-            size: In bytes; 0 takes nothing.
+            key: Key of the tensor.
+            size: Size in bytes; 0 allocates nothing.
         """
         if size <= 0:
             return
@@ -60,7 +60,7 @@ class CachingAllocator:
         self._live[key] = block
 
     def free(self, key: int) -> None:
-        """Give a tensor's block back to the free list; an unknown key is one that took nothing."""
+        """Free a tensor's block; unknown keys belong to empty tensors."""
         block = self._live.pop(key, None)
         if block is None:
             return
@@ -111,11 +111,11 @@ class CachingAllocator:
 
 
 def reserved_after(events: Iterable[tuple[int, int]], allocator: CachingAllocator | None = None) -> int:
-    """Replay events and return the bytes reserved.
+    """Replay events and return the reserved bytes.
 
     Args:
         events: (key, size) for an allocation, (key, -1) for a release, in order.
-        allocator: One to continue with; a new one when left out.
+        allocator: The allocator to continue with; a new one by default.
     """
     allocator = allocator or CachingAllocator()
     for key, size in events:

@@ -1,6 +1,6 @@
-"""Autocast for tensors without data: PyTorch's own leaves them as they are, and fake tensors take thrice the time.
+"""Autocast for meta tensors, which PyTorch's own autocast ignores; fake tensors would take three times as long.
 
-The lists are those of CUDA (aten/src/ATen/autocast_mode.h), in the words of Python's functions.
+The lists are CUDA's (aten/src/ATen/autocast_mode.h), as Python functions.
 """
 
 from collections.abc import Callable
@@ -23,14 +23,14 @@ _LOWER: frozenset[Callable[..., Any]] = frozenset(
         Tensor.addmm, Tensor.addmv, Tensor.addr, Tensor.baddbmm, Tensor.bmm, Tensor.matmul, Tensor.mm, Tensor.mv,
     }
 )  # fmt: skip
-"""Products, which run in the lower precision."""
+"""Functions that run in the lower precision."""
 _LOSSES: frozenset[Callable[..., Any]] = frozenset(
     {
         F.binary_cross_entropy_with_logits, F.cross_entropy, F.kl_div, F.l1_loss, F.mse_loss, F.nll_loss,
         F.smooth_l1_loss,
     }
 )  # fmt: skip
-"""Losses, which run in FP32; `rules` knows the other functions that do."""
+"""Losses that run in FP32; `operators` has the other FP32 functions."""
 _ATEN = torch.ops.aten
 _PRODUCTS = frozenset(
     {
@@ -38,7 +38,7 @@ _PRODUCTS = frozenset(
         _ATEN.convolution.default, _ATEN.mm.default,
     }
 )  # fmt: skip
-"""What functions come down to of which autocast would have cast the arguments, whatever Python calls them."""
+"""ATen operators whose arguments autocast would have cast."""
 
 
 class MetaAutocast(TorchFunctionMode):
@@ -54,7 +54,7 @@ class MetaAutocast(TorchFunctionMode):
         self._weights: dict[Tensor, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Cast what a function of the lists takes, and call on."""
+        """Cast the arguments of the listed functions, then call them."""
         kwargs = kwargs or {}
         cast = self._lowered if func in _LOWER else _raised if func in _LOSSES else None
         if cast is not None:
@@ -63,7 +63,7 @@ class MetaAutocast(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def __exit__(self, *exception: Any) -> None:
-        """Forget the weights' copies, as autocast does at its end."""
+        """Drop the cast copies of weights, as autocast does on exit."""
         self._weights.clear()
         super().__exit__(*exception)  # type: ignore[no-untyped-call]  # PyTorch leaves it unannotated
 
@@ -79,16 +79,16 @@ class MetaAutocast(TorchFunctionMode):
 
 
 class NoProductMissed(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves it unannotated
-    """Raises on a product in FP32 under `MetaAutocast`: PyTorch's own autocast works below Python, and misses none.
+    """Raises on an FP32 product under `MetaAutocast`, so that the trace is repeated with PyTorch's own autocast.
 
-    A model that itself turns autocast off may want one; PyTorch's own, on fake tensors, knows that as well.
+    The lists of Python functions may miss one, or the model turns autocast off itself.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call on, unless the operator should have been cast.
+        """Call the operator.
 
         Raises:
-            TraceError: It should have been.
+            TraceError: Autocast should have cast its arguments.
         """
         if func in _PRODUCTS and any(isinstance(value, Tensor) and value.dtype is torch.float32 for value in args):
             raise TraceError("OperatorUnsupported", f"{func} is not known to be cast on tensors without data")

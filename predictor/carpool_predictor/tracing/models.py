@@ -1,4 +1,4 @@
-"""From a model source to its features: build, prepare, trace at two batch sizes. Imports PyTorch."""
+"""Builds a model on tensors without data and traces its training step at two batch sizes. Imports PyTorch."""
 
 import importlib.util
 import inspect
@@ -39,15 +39,15 @@ T = TypeVar("T")
 
 
 def explained(what: str, run: Callable[[], T], file: Path | None = None) -> T:
-    """Run something of a model's own.
+    """Run code of a model, and turn its errors into a `TraceError`.
 
     Args:
-        what: What is said to have failed, such as "its constructor failed".
-        run: What is run.
-        file: The user's own file that it comes from, lines of which are named; None for a catalog's models.
+        what: Beginning of the message, such as "its constructor failed".
+        run: The code.
+        file: The user's file, whose lines the message names; None for catalog models.
 
     Raises:
-        TraceError: It failed.
+        TraceError: The code failed.
     """
     try:
         return run()
@@ -73,16 +73,16 @@ def _first_line(error: BaseException) -> str:
 
 
 def _place(error: BaseException, file: Path | None) -> str:
-    """Name the innermost line of the user's own that an error came through: of their file, or of one beside it."""
+    """Return the innermost traceback line in the user's file, or in a file of its folder."""
     if file is None:
         return ""
     folder = file.parent.resolve()
-    # The folder may be a home with an environment and all its libraries inside.
+    # The folder may contain a virtual environment with its libraries.
     libraries = {Path(__file__).resolve().parent, Path(sysconfig.get_path("stdlib")).resolve()}
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         found = Path(frame.filename).resolve()
         if not found.is_file():
-            continue  # code without a file, such as `<frozen importlib._bootstrap>`, would lie in the current folder
+            continue  # code without a file, such as `<frozen importlib._bootstrap>`, resolves to the current folder
         if folder in found.parents and "site-packages" not in found.parts and libraries.isdisjoint(found.parents):
             return f" at {found.relative_to(folder)}, line {frame.lineno}, in {frame.name}"
     return ""
@@ -102,7 +102,7 @@ Shape = tuple[int, ...]
 
 
 def build_inline(graph: GraphModel) -> nn.Sequential:
-    """Build the layers in order, each for the shape that the one before it puts out.
+    """Build the layers in order, each for the output shape of the previous one.
 
     Raises:
         TraceError: A layer does not fit its input; the message names the layer and the shape.
@@ -134,7 +134,7 @@ def _image(shape: Shape, where: str) -> tuple[int, int, int]:
 
 
 def _slid(length: int, kernel: int, stride: int, padding: int = 0) -> int:
-    """Return how many places a kernel takes along one dimension (torch.nn.Conv2d's formula, dilation 1)."""
+    """Return the output length of a convolution along one dimension (torch.nn.Conv2d, dilation 1)."""
     return (length + 2 * padding - kernel) // stride + 1
 
 
@@ -191,7 +191,7 @@ _ACTIVATION_NAMES = frozenset(
 
 
 def kind_of(layer: nn.Module) -> str:
-    """Return the `LayerCounts` field that a leaf layer counts under. Libraries' own classes go by their names."""
+    """Return the `LayerCounts` field of a leaf layer; classes of libraries are recognised by name."""
     name = type(layer).__name__.lower()
     if isinstance(layer, nn.modules.conv._ConvNd):
         return "convolution"
@@ -208,10 +208,10 @@ def kind_of(layer: nn.Module) -> str:
 
 
 def count_layers(model: nn.Module) -> LayerCounts:
-    """Count leaf modules by kind, an identity not at all.
+    """Count leaf modules by kind, without identities.
 
-    A recurrent module counts once for each of its layers and directions; and, as in HotCloud '20, each such cell is two
-    linear layers besides: the product with its input, and that with its state.
+    A recurrent module counts once for each layer and direction. As in HotCloud '20, each such cell also counts as two
+    linear layers: the products with its input and with its state.
     """
     counts = dict.fromkeys(LayerCounts.__struct_fields__, 0)
     for layer in model.modules():
@@ -267,7 +267,7 @@ def _check_arguments(function: Callable[..., Any], name: str) -> None:
     try:
         signature = inspect.signature(function)
     except ValueError:
-        return  # written in C; calling it will tell
+        return  # written in C; a call shows its arguments
     try:
         signature.bind()
     except TypeError as e:
@@ -279,7 +279,7 @@ def _check_arguments(function: Callable[..., Any], name: str) -> None:
 
 
 _MAX_SAMPLE_ELEMENTS = 2**31
-"""A sample of more elements is a mistake: 8 GiB in FP32."""
+"""Most elements of a sample; more are a mistake (8 GiB in FP32)."""
 
 
 def model_recipe(model: ModelSource | None) -> Recipe:
@@ -299,7 +299,7 @@ def model_recipe(model: ModelSource | None) -> Recipe:
 def batch_sizes(batch_size: int) -> tuple[int, int]:
     """Return two batch sizes to trace, ascending: the job's own, and half or twice it.
 
-    Half of two or three would be one, over which batch normalization cannot train.
+    Batch normalization cannot train on a batch of one, the half of two or three.
     """
     return (batch_size // 2, batch_size) if batch_size >= 4 else (batch_size, batch_size * 2)
 
@@ -310,13 +310,13 @@ def trace_recipe(recipe: Recipe, training: Training) -> ModelFeatures:
 
 
 def build(recipe: Recipe, training: Training, mode: TensorMode) -> tuple[nn.Module, FakeTraining]:
-    """Build a model with fake weights and make it ready to train."""
+    """Build a model with fake weights and prepare it for training."""
     shape = recipe.input_shape
     if not shape or min(shape) < 1 or math.prod(shape) > _MAX_SAMPLE_ELEMENTS:
         raise TraceError("InputShapeInvalid", f"expected the shape of one sample, such as [3, 224, 224], found {shape}")
     with fake_weights(mode, weight_dtype(training.precision)):
         module = explained("its constructor failed", recipe.build, recipe.file)
-    # Checkpointing replaces forwards, not modules, so that layers are counted the same with and without it.
+    # Checkpointing replaces forwards, not modules, so that the layer counts stay the same.
     return module, explained(
         "it cannot be trained", lambda: prepare(module, mode, training, shape, tokens=recipe.tokens), recipe.file
     )
@@ -327,28 +327,28 @@ def record_recipe(
     training: Training,
     sizes: Sequence[int],
     others: Sequence[Optimizer] = (),
-    remembered: OperatorCache | None = None,
+    operators: OperatorCache | None = None,
 ) -> ModelRecord:
-    """Build a model with fake weights and look closely at its step.
+    """Build a model with fake weights and record its step at some batch sizes.
 
     Args:
         recipe: The model.
-        training: How it is trained; its batch size counts for nothing.
+        training: The training; its batch size is ignored.
         sizes: Batch sizes.
-        others: Other optimizers under which the steps are reckoned, too.
-        remembered: What operators gave in other traces, which are many.
+        others: Other optimizers whose steps are recorded too.
+        operators: Cache of operator results, shared by many traces.
     """
 
     def record(mode: TensorMode) -> ModelRecord:
-        return _record(recipe, training, sizes, mode, others, remembered)
+        return _record(recipe, training, sizes, mode, others, operators)
 
     if training.precision in AUTOCAST and training.activation_checkpointing:
-        # What is computed again, on the way back, finds PyTorch's own autocast only.
+        # Recomputation in the backward pass sees only PyTorch's own autocast.
         return record(fake_mode())
     try:
         return record(meta_mode())
     except TraceError:
-        # Some models mix meta tensors with real ones, which fake tensors allow; and those say better what is wrong.
+        # Some models mix meta tensors with real ones, which fake tensors allow; their errors are clearer, too.
         return record(fake_mode())
 
 
@@ -358,7 +358,7 @@ def _record(
     sizes: Sequence[int],
     mode: TensorMode,
     others: Sequence[Optimizer] = (),
-    remembered: OperatorCache | None = None,
+    operators: OperatorCache | None = None,
 ) -> ModelRecord:
     module, fake = build(recipe, training, mode)
     parameters = list(module.parameters())
@@ -366,7 +366,7 @@ def _record(
 
     def step(batch_size: int) -> StepRecord:
         what = f"a training step on input of shape {[batch_size, *fake.input_shape]} failed"
-        return explained(what, lambda: record_step(fake, batch_size, updates, remembered), recipe.file)
+        return explained(what, lambda: record_step(fake, batch_size, updates, operators), recipe.file)
 
     return ModelRecord(
         name=recipe.name,

@@ -1,8 +1,7 @@
-"""What each ATen operator costs on a GPU: which launch work, how many kernels, FLOPs and bytes.
+"""Cost of each ATen operator on a GPU (kernels, FLOPs, bytes), CUDA's behaviour on the CPU, and cached results.
 
-Bytes follow the plainest rule, stated so that it can be doubted: an operator reads each of its input tensors once and
-writes each of its outputs once, through no cache. FLOPs are those of matrix products and convolutions, by PyTorch's
-own formulas (`torch.utils.flop_counter`); element-wise arithmetic is bound by memory and counts as none.
+Bytes: an operator reads each input tensor once and writes each output once, without caches. FLOPs: matrix products and
+convolutions by `torch.utils.flop_counter`; element-wise arithmetic is bound by memory and counts as none.
 """
 
 import math
@@ -24,7 +23,7 @@ _NO_WORK = frozenset(
         "is_same_size", "lift_fresh", "new_empty", "new_empty_strided", "resize_", "set_",
     }
 )  # fmt: skip
-"""ATen operators that only allocate or look; views are recognised by their schema."""
+"""ATen operators that only allocate or inspect; views are recognised by their schema."""
 
 _FOREACH_TENSORS = 48
 """Tensors one multi-tensor launch can take (ATen/native/cuda/MultiTensorApply.cuh: 110 to 30 by list depth)."""
@@ -32,13 +31,13 @@ _FOREACH_ELEMENTS = 320 * 65536
 """Elements one multi-tensor launch can take: 320 blocks of 65,536 each (same file)."""
 
 _KERNELS = {"native_layer_norm_backward": 2, "native_group_norm_backward": 2}
-"""Kernels where one operator launches another number than one."""
+"""Number of kernels of operators that do not launch exactly one."""
 
 _SDPA = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 def launches_work(func: OpOverload) -> bool:
-    """Whether the operator runs a kernel on a GPU, rather than allocating, looking or making a view."""
+    """Whether the operator runs a kernel on a GPU; allocations, inspections and views do not."""
     namespace, name = func._schema.name.split("::")
     return namespace in ("aten", "torchvision") and not func.is_view and name not in _NO_WORK
 
@@ -66,7 +65,7 @@ def tensors_in(*values: Any) -> Iterator[Tensor]:
 
 
 def tensor_bytes(tensor: Tensor) -> int:
-    """Return the bytes that reading a tensor once touches; an expanded dimension is read from one place."""
+    """Return the bytes of reading a tensor once; an expanded dimension counts once."""
     size = 1
     for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
         size *= length if stride or not length else 1
@@ -99,9 +98,9 @@ def attention_backward_flops(query: Sequence[int], key: Sequence[int], value: Se
 
 
 def flop_formula(func: OpOverload) -> Callable[..., float] | None:
-    """Return the operator's FLOPs as a function of (args, kwargs, out); None where it counts as none.
+    """Return the operator's FLOPs as a function of (args, kwargs, out); None if it counts as none.
 
-    Attention on the CPU has formulas of our own, because not every PyTorch counts its operators.
+    Attention on the CPU has its own formulas, because some versions of PyTorch lack them.
     """
     name = func._schema.name.removeprefix("aten::")
     if name == _SDPA:
@@ -115,7 +114,7 @@ def flop_formula(func: OpOverload) -> Callable[..., float] | None:
 
 
 class Costs:
-    """Looks operators up once; a step calls the same few hundred times."""
+    """Caches kernels and FLOP formula by operator."""
 
     def __init__(self) -> None:
         self._known: dict[OpOverload, tuple[bool, Callable[..., float] | None]] = {}
@@ -129,7 +128,7 @@ class Costs:
 
 
 PRIM_DEVICE = torch.ops.prim.device.default
-"""Asked dozens of times an operator on fake tensors; trackers pass it on at once."""
+"""Called dozens of times per operator on fake tensors; trackers skip it."""
 
 
 _FULL_PRECISION: frozenset[Callable[..., Any]] = frozenset(
@@ -143,10 +142,10 @@ _FULL_PRECISION: frozenset[Callable[..., Any]] = frozenset(
 
 
 class CudaRules(TorchFunctionMode):
-    """Overrides functions above autograd.
+    """Makes functions above autograd behave as on CUDA.
 
-    Attention with dropout: CUDA's fused kernels draw the mask inside, the CPU falls back to keeping the whole matrix of
-    scores, so dropout is left out. Under autocast: CUDA's list of functions that run in FP32.
+    CUDA's fused attention draws the dropout mask internally, while the CPU would keep the matrix of scores: dropout is
+    dropped. Under autocast, CUDA's FP32 functions get FP32 arguments.
     """
 
     def __init__(self, *, autocast: bool) -> None:
@@ -154,7 +153,7 @@ class CudaRules(TorchFunctionMode):
         self._autocast = autocast
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Change the arguments of the few functions concerned, and call on."""
+        """Change the arguments of the listed functions, then call them."""
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             args, kwargs = _without_dropout(args, kwargs)
@@ -177,15 +176,15 @@ def _is_fusable(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None =
     bias = options.get("attn_mask", bias)
     if query.dim() != 4 or key.dim() != 4:
         return False
-    # Without data nobody minds that keys have fewer heads than queries; on CUDA the fused kernels take them so.
+    # On meta tensors keys may have fewer heads than queries, as in CUDA's fused kernels.
     return query.is_meta or (not options.get("enable_gqa", False) and bias is not None and bias.requires_grad)
 
 
 class _BiasGradient(torch.autograd.Function):
-    """Passes attention's output through, and on the way back gives a trainable bias its gradient.
+    """Passes attention's output through, and returns the gradient of a trainable bias in the backward pass.
 
-    CUDA's memory-efficient kernel writes that gradient for each pair of query and key, and then sums it to the bias'
-    own shape; it does not keep the scores, as the CPU does.
+    CUDA's memory-efficient kernel writes that gradient per pair of query and key, then sums it to the bias' shape; it
+    does not keep the scores.
     """
 
     @staticmethod
@@ -202,7 +201,7 @@ class _BiasGradient(torch.autograd.Function):
 def _fused_attention(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, *rest: Any, **options: Any
 ) -> Tensor:
-    """Choose the fused kernel, as CUDA does where the CPU and meta tensors would keep the matrix of scores."""
+    """Call the fused kernel, as CUDA does; the CPU and meta tensors would keep the matrix of scores."""
     bias = options.pop("attn_mask", bias)
     is_causal = rest[1] if len(rest) > 1 else options.get("is_causal", False)
     constant = None if bias is None else bias.detach()
@@ -224,20 +223,19 @@ def _full(value: Any) -> Any:
 _Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 _aten = torch.ops.aten
 _PER_CHANNEL = frozenset({_aten.native_batch_norm.default, _aten.native_batch_norm_backward.default})
-"""Operators to which images of as many channels are alike, whatever their size: they give one like the first, and
-numbers of each channel. They are the slowest of all."""
+"""Operators whose outputs depend on the number of channels only, besides one like the first input."""
 
 
 class OperatorCache:
-    """Calls operators; answers again what it answered before to arguments of the same layout."""
+    """Calls operators on meta tensors, and caches the layouts of their outputs by the layouts of their arguments."""
 
     def __init__(self) -> None:
         self._candidates: dict[OpOverload, bool] = {}
         self._outputs: dict[tuple[Any, ...], tuple[type, list[_Layout | None]] | None] = {}
-        """By operator and layouts; None where the operator gives its first argument."""
+        """Output layouts by operator and argument layouts; None if the operator returns its first argument."""
 
     def call(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Return `func(*args, **kwargs)`, or tensors just like its."""
+        """Return `func(*args, **kwargs)`, or new tensors of the same layouts."""
         candidate = self._candidates.get(func)
         if candidate is None:
             candidate = self._candidates[func] = not func.is_view and func.namespace == "aten"
@@ -288,7 +286,7 @@ def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
 
 
 def _is_new(out: Any, args: Sequence[Any]) -> bool:
-    """Whether an output is of tensors alone that have memory of their own, as much as their layout takes."""
+    """Whether all outputs are tensors with their own storage of the size of their layout."""
     outputs = [out] if isinstance(out, Tensor) else out
     if type(outputs) not in (list, tuple) or not all(o is None or (type(o) is Tensor and o.is_meta) for o in outputs):
         return False
@@ -325,37 +323,37 @@ _PREFIX = "aten::_foreach_"
 _LIKE_THE_FIRST = frozenset(
     {"add", "addcdiv", "addcmul", "div", "lerp", "maximum", "minimum", "mul", "neg", "pow", "reciprocal", "sqrt", "sub"}
 )
-"""Operators that keep shape and type of the first list, where an optimizer calls them."""
+"""Multi-tensor operators that keep shape and type of the first list."""
 
 
 @cache
 def is_answered(func: OpOverload) -> bool:
-    """Whether `answer` knows what the operator gives."""
+    """Whether `answer` can compute the operator's output."""
     name = func._schema.name
     return name.startswith(_PREFIX) and name.removeprefix(_PREFIX).removesuffix("_") in _LIKE_THE_FIRST
 
 
 def answer(func: OpOverload, args: Sequence[Any]) -> list[Tensor] | None:
-    """Return what the operator gives on tensors of the device `meta`."""
+    """Return the operator's output on meta tensors."""
     return None if func._schema.name.endswith("_") else [like(tensor) for tensor in args[0]]
 
 
 def like(tensor: Tensor) -> Tensor:
-    """Return what `torch.empty_like` does, which works out a tensor's layout in Python where it has no data."""
+    """Return `torch.empty_like(tensor)`, faster for contiguous meta tensors."""
     if not tensor.is_meta or not tensor.is_contiguous():
         return torch.empty_like(tensor)
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 _FULL = frozenset({torch.ops.aten.full_like.default, torch.ops.aten.zeros_like.default})
-"""What an optimizer's state is made by."""
+"""Operators that create optimizer state."""
 
 
 class ForeachMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves it unannotated
-    """Answers these operators, and what makes an optimizer's state, and counts nothing."""
+    """Computes multi-tensor operators and the creation of optimizer state on meta tensors, without tracking."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer, or call on."""
+        """Compute the output, or call the operator."""
         if func in _FULL and args[0].is_meta:
             return like(args[0])
         if is_answered(func) and args[0][0].is_meta:

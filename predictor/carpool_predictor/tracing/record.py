@@ -1,4 +1,8 @@
-"""A closer look at a traced step: what the calibrated models learn from beside the peak."""
+"""A detailed record of a traced step, under its own optimizer and others without tracing the whole step again.
+
+Forward and backward passes are the same under every optimizer; state and update differ. Each optimizer's update is
+traced alone, once per model, and replaces the traced one in the recorded allocations. The result is exact.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +18,9 @@ from carpool_predictor.tracing.operators import OperatorCache, like
 from carpool_predictor.tracing.step import FakeTraining, Kind, Peak, StepTracker, trace_step, with_optimizer
 
 Event = tuple[int, int]
-"""Number of a storage, and its bytes as it begins to live, -1 as it ends."""
+"""Number of a storage, and its size in bytes at allocation, -1 at release."""
 _FIRST_NUMBER = 1 << 40
-"""Numbers of an update's storages, which must not meet those of the step that it is put into."""
+"""First number of an update's storages, beyond those of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +29,15 @@ class Update:
 
     state: tuple[Event, ...]
     events: tuple[Event, ...]
-    """Its temporaries."""
+    """Temporaries of the update."""
     temporary_bytes: int
-    """The most of them at once."""
+    """Peak of the temporaries."""
     kernels: int
     bytes_moved: float
 
     @property
     def memory(self) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
-        """Return what the update takes and gives back, which is the same for some optimizers."""
+        """Return the allocations, which some optimizers have in common."""
         return self.state, self.events
 
     @property
@@ -44,19 +48,19 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class StepEvents:
-    """A traced step, cut where another optimizer's differs."""
+    """The allocations of a traced step, divided where optimizers differ."""
 
     before_state: tuple[Event, ...]
     before_update: tuple[Event, ...]
     """Inputs, forward and backward pass."""
     releases: tuple[Event, ...]
-    """What was alive as the update began and ended with it: the gradients."""
+    """Releases at the end of the update: the gradients."""
     peak_bytes: int
     """Peak before the update, without state."""
     activation_bytes: int
     """Activations and temporaries among that peak."""
     live_bytes: int
-    """Alive as the update begins, without state."""
+    """Live bytes at the beginning of the update, without state."""
     live_activation_bytes: int
 
     def under(self, update: Update) -> list[Event]:
@@ -69,8 +73,8 @@ def trace_update(fake: FakeTraining, optimizer: Optimizer, updated: Collection[i
 
     Args:
         fake: The model.
-        optimizer: The optimizer, which may be another than the model's own.
-        updated: Which of the model's parameters have a gradient then, as their positions.
+        optimizer: The optimizer.
+        updated: Positions of the parameters that have a gradient.
     """
     other = with_optimizer(fake, optimizer)
     tracker = StepTracker()
@@ -103,12 +107,12 @@ def _renumbered(events: Sequence[Event]) -> tuple[Event, ...]:
 
 
 def under(step: StepEvents, update: Update, reserved_bytes: int, work_before: tuple[int, float]) -> UpdateRecord:
-    """Put a step together with an update.
+    """Return the record of a step with another update.
 
     Args:
         step: The traced step.
-        update: The update in place of its own.
-        reserved_bytes: What the caching allocator holds after `step.under(update)`.
+        update: The update that replaces the step's own.
+        reserved_bytes: Bytes that the caching allocator holds after `step.under(update)`.
         work_before: Kernels and bytes moved before the update.
     """
     before, during = step.peak_bytes, step.live_bytes + update.temporary_bytes
@@ -147,20 +151,20 @@ _CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
 
 
 class DetailTracker(StepTracker):  # type: ignore[no-untyped-call]  # as its parent
-    """Adds what convolutions may need for themselves, and where another optimizer's step would differ.
+    """Tracks convolution workspaces, and the allocations that depend on the optimizer.
 
     Args:
-        parameters: The model's.
-        remembered: What operators gave in other steps.
+        parameters: Parameters of the model.
+        operators: Cache of operator results.
     """
 
-    def __init__(self, parameters: Sequence[Tensor] = (), remembered: OperatorCache | None = None) -> None:
-        super().__init__(remembered)
+    def __init__(self, parameters: Sequence[Tensor] = (), operators: OperatorCache | None = None) -> None:
+        super().__init__(operators)
         self.unfolded_max = 0
         self.convolved_max = 0
         """Input, weight and output of one convolution together, which some algorithms copy into another layout."""
         self.updated: tuple[int, ...] = ()
-        """Positions of the parameters that have a gradient as the update begins."""
+        """Positions of the parameters that have a gradient at the beginning of the update."""
         self.work_before_update = (0, 0.0)
         """Kernels and bytes moved."""
         self._parameters = parameters
@@ -168,7 +172,7 @@ class DetailTracker(StepTracker):  # type: ignore[no-untyped-call]  # as its par
         self._begun: dict[str, int] = {}
 
     def begin(self, phase: str) -> None:
-        """Note when what begins, and all that another update would set out from."""
+        """Record the beginning of a phase, and at the update the state that other updates start from."""
         self._begun[phase] = len(self.storages.events)
         if phase == "update":
             self._peak = self.storages.peak
@@ -177,7 +181,7 @@ class DetailTracker(StepTracker):  # type: ignore[no-untyped-call]  # as its par
             self.updated = tuple(i for i, p in enumerate(self._parameters) if p.grad is not None)
 
     def step_events(self) -> StepEvents:
-        """Return the step without its optimizer's part, once it is over."""
+        """Return the finished step without its optimizer's part."""
         events, begun = self.storages.events, self._begun
         state = sum(size for _, size in events[begun["state"] : begun["forward"]])
         before, after = events[: begun["update"]], events[begun["update"] :]
@@ -193,7 +197,7 @@ class DetailTracker(StepTracker):  # type: ignore[no-untyped-call]  # as its par
         )
 
     def observe(self, func: Any, args: Any, out: Any) -> None:
-        """Note what a convolution may need for itself: its tensors in another layout, or its input unfolded."""
+        """Record the workspace of a convolution: its tensors in another layout, or its unfolded input."""
         if func._schema.name in _CONVOLUTIONS:
             self._convolve(func, args, out)
 
@@ -202,7 +206,7 @@ class DetailTracker(StepTracker):  # type: ignore[no-untyped-call]  # as its par
         taken, weight, given = (args[0], args[1], out) if is_forward else (args[1], args[2], args[0])
         groups = args[8] if is_forward else args[9]
         if groups > 1 and weight.shape[1] == 1:
-            return  # depthwise ones run in PyTorch's own kernels, which take nothing for themselves
+            return  # depthwise convolutions run in PyTorch's kernels, without workspace
         convolved = sum(t.numel() * t.element_size() for t in (taken, weight, given))
         self.convolved_max = max(self.convolved_max, convolved)
         if weight.shape[2:].numel() > 1:
@@ -211,17 +215,17 @@ class DetailTracker(StepTracker):  # type: ignore[no-untyped-call]  # as its par
 
 
 def record_step(
-    fake: FakeTraining, batch_size: int, updates: Updates | None = None, remembered: OperatorCache | None = None
+    fake: FakeTraining, batch_size: int, updates: Updates | None = None, operators: OperatorCache | None = None
 ) -> StepRecord:
-    """Trace one step closely.
+    """Trace one step in detail.
 
     Args:
         fake: The model.
         batch_size: Samples of the step.
-        updates: Other optimizers under which the step is reckoned, too.
-        remembered: What operators gave in other steps.
+        updates: Other optimizers whose step is recorded too.
+        operators: Cache of operator results.
     """
-    tracker = DetailTracker(list(fake.model.parameters()), remembered)
+    tracker = DetailTracker(list(fake.model.parameters()), operators)
     step, _ = trace_step(fake, batch_size, tracker)
     events = tracker.storages.events
     return StepRecord(
@@ -250,9 +254,9 @@ def _updated(tracker: DetailTracker, updates: Updates) -> Mapping[Optimizer, Upd
 
 
 def _reserved(events: Sequence[Event]) -> int:
-    """Replay the step twice: the second time it finds the blocks that the first one left."""
+    """Return the reserved bytes after two replays of the step; the second one reuses the blocks of the first."""
     allocator = CachingAllocator()
     reserved_after(events, allocator)
     freed = {number for number, size in events if size < 0}
-    # What outlives the step (weights, optimizer state) is there already when it runs again.
+    # Weights and optimizer state outlive the step and exist when it runs again.
     return reserved_after([event for event in events if event[0] in freed], allocator)

@@ -42,7 +42,7 @@ _GRANULE = 512
 
 
 class Kind(IntEnum):
-    """What a live storage is for."""
+    """Purpose of a live storage."""
 
     PARAMETER = 0
     BUFFER = 1
@@ -63,12 +63,12 @@ class Peak:
 
     @property
     def activation_bytes(self) -> int:
-        """Activations and temporaries, which are what grows with the batch besides the inputs."""
+        """Bytes of activations and temporaries, which grow with the batch."""
         return self.by_kind[Kind.ACTIVATION] + self.by_kind[Kind.TEMPORARY]
 
 
 class LiveStorages:
-    """Counts the storages that are alive, by weak references: what Python and autograd release stops counting."""
+    """Counts live storages by weak references, so that releases by Python and autograd are seen."""
 
     def __init__(self) -> None:
         self._live: dict[int, tuple[weakref.ref[Any], int, Kind, int]] = {}
@@ -77,7 +77,7 @@ class LiveStorages:
         self._total = 0
         self.peak = Peak(0, tuple(self._by_kind))
         self.events: list[tuple[int, int]] = []
-        """(number, bytes) of each storage as it begins to live, (number, -1) as it ends: what `allocator` replays."""
+        """(number, bytes) of each allocation and (number, -1) of each release, for `allocator`."""
 
     @property
     def total_bytes(self) -> int:
@@ -122,18 +122,18 @@ class LiveStorages:
 
 
 class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves it unannotated
-    """Sees every operator of a step below autograd and autocast, on the way to the fake kernels."""
+    """Intercepts every operator of a step below autograd and autocast, and counts it."""
 
-    def __init__(self, remembered: OperatorCache | None = None) -> None:
+    def __init__(self, operators: OperatorCache | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.storages = LiveStorages()
         self.kind = Kind.ACTIVATION
-        """Kind of what the operators allocate now; the step sets it when it goes from forward to backward."""
+        """Kind of the storages that operators allocate now; the step changes it at the backward pass."""
         self.flops = 0.0
         self.bytes_moved = 0.0
         self.kernels = 0
         self._costs = Costs()
-        self._remembered = remembered or OperatorCache()
+        self._operators = operators or OperatorCache()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, then count it."""
@@ -141,7 +141,7 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorc
         if operators.is_answered(func) and args[0][0].is_meta:
             out = operators.answer(func, args)
         else:
-            out = self._remembered.call(func, args, kwargs)
+            out = self._operators.call(func, args, kwargs)
         if func is PRIM_DEVICE:
             return out
         works, formula = self._costs.of(func)
@@ -156,10 +156,10 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorc
         return out
 
     def begin(self, phase: str) -> None:
-        """Hear that a phase begins, the optimizer's state or an input is adopted; for trackers that look closer."""
+        """Called at the beginning of each phase; for subclasses."""
 
     def observe(self, func: Any, args: Any, out: Any) -> None:
-        """See an operator that launches work, after it was counted; for trackers that look closer."""
+        """Called after an operator that launches work was counted; for subclasses."""
 
 
 _INITIALISERS = tuple(
@@ -168,20 +168,19 @@ _INITIALISERS = tuple(
 
 
 def fake_mode() -> FakeTensorMode:
-    """Return a fake mode that takes the small real tensors which modules keep as plain attributes."""
+    """Return a fake mode that accepts real tensors, which modules keep as plain attributes."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 TensorMode = FakeTensorMode | torch.device
-"""What tensors are made under: fake ones that say they are on the CPU, or bare ones on the device `meta`.
+"""Mode under which tensors without data are created: fake tensors on the CPU, or the device `meta`.
 
-Both cost the same memory and give the same counts; meta tensors take a third of the time, and fail with the few models
-that mix them with real ones.
+Both give the same counts. Meta tensors take a third of the time, and fail in models that mix them with real tensors.
 """
 
 
 def meta_mode() -> torch.device:
-    """Return the device of tensors without data, which stands for a mode in a `with` statement."""
+    """Return the device `meta`, which works as a mode in a `with` statement."""
     return torch.device("meta")
 
 
@@ -194,8 +193,8 @@ def fake_weights(mode: TensorMode, dtype: torch.dtype | None = None) -> Iterator
     """Make every parameter and buffer registered inside the block fake, and initialisers do nothing.
 
     Args:
-        mode: What the weights will belong to.
-        dtype: Type of floating-point weights; their own when None.
+        mode: Mode of the weights.
+        dtype: Type of floating-point weights; unchanged if None.
     """
     twins = WeakIdKeyDictionary()
 
@@ -205,7 +204,7 @@ def fake_weights(mode: TensorMode, dtype: torch.dtype | None = None) -> Iterator
             wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
             with mode:
                 made = wrap(torch.empty_strided(tensor.size(), tensor.stride(), dtype=wanted))
-            twins[tensor] = twins[made] = made  # a module may register again what another one has
+            twins[tensor] = twins[made] = made  # modules may share tensors
         found: Tensor = twins[tensor]
         return found
 
@@ -228,8 +227,11 @@ def fake_weights(mode: TensorMode, dtype: torch.dtype | None = None) -> Iterator
 def checkpoint_activations(model: nn.Module) -> None:
     """Switch activation checkpointing on.
 
+    A model with `set_grad_checkpointing`, as timm's, does it itself. In other models each composite child of an
+    outermost `nn.Sequential` or `nn.ModuleList` with at least two of them is recomputed in the backward pass.
+
     Raises:
-        TraceError: The model has no blocks that could be recomputed.
+        TraceError: The model has no blocks to recompute.
     """
     switch = getattr(model, "set_grad_checkpointing", None)
     if callable(switch):
@@ -259,7 +261,7 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 AUTOCAST = {Precision.BF16_MIXED: torch.bfloat16, Precision.FP16_MIXED: torch.float16}
-"""Precisions whose step runs under autocast, and in which type its matrix products are."""
+"""Precisions whose step runs under autocast, with the type of its matrix products."""
 
 Phase = Literal["state", "forward", "backward", "update"]
 
@@ -274,7 +276,7 @@ _OPTIMIZERS: dict[Optimizer, Callable[..., torch.optim.Optimizer]] = {
 
 
 def weight_dtype(precision: Precision) -> torch.dtype | None:
-    """Return the type of weights: mixed precision keeps them in FP32, `bf16-true` does not. None leaves them alone."""
+    """Return the type of weights, or None to keep theirs: FP32 in mixed precision, BF16 in `bf16-true`."""
     return torch.bfloat16 if precision is Precision.BF16 else None
 
 
@@ -303,7 +305,7 @@ def losses(output: Any) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class FakeTraining:
-    """A model with fake weights, its optimizer with fake state, and how to run a step of them."""
+    """A model with fake weights and its optimizer with fake state."""
 
     model: nn.Module
     mode: TensorMode
@@ -315,7 +317,7 @@ class FakeTraining:
     """Whether a sample is whole numbers."""
 
     def state(self) -> Iterator[Tensor]:
-        """Yield the tensors of the optimizer's state that lie on the GPU: not the count of its steps."""
+        """Yield the tensors of the optimizer's state on the GPU, without step counts."""
         for state in self.optimizer.state.values():
             yield from (value for name, value in state.items() if name != "step" and isinstance(value, Tensor))
 
@@ -326,7 +328,7 @@ class FakeTraining:
             return torch.empty((batch_size, *self.input_shape), dtype=dtype)
 
     def step(self, inputs: Tensor, on_phase: Callable[[Phase], None] = lambda _: None) -> None:
-        """Run one step; `on_phase` is called as backward and update begin. Run it inside the fake mode."""
+        """Run one step inside the fake mode; `on_phase` is called at the beginning of backward and update."""
         dtype = AUTOCAST.get(self.precision)
         with ExitStack() as stack:
             stack.enter_context(CudaRules(autocast=dtype is not None))
@@ -366,7 +368,7 @@ def with_optimizer(training: FakeTraining, optimizer: Optimizer) -> FakeTraining
 
 def _optimizer(model: nn.Module, mode: TensorMode, kind: Optimizer) -> torch.optim.Optimizer:
     parameters = [p for p in model.parameters() if p.requires_grad]
-    # On CUDA PyTorch's optimizers work on all tensors at once, and so hold their temporaries at once.
+    # PyTorch's CUDA optimizers update all tensors at once, and hold all temporaries at once.
     options: dict[str, Any] = {"lr": 1e-3, "foreach": True}
     if kind is Optimizer.SGD_MOMENTUM:
         options["momentum"] = 0.9
@@ -382,7 +384,7 @@ def _optimizer(model: nn.Module, mode: TensorMode, kind: Optimizer) -> torch.opt
 
 
 def _count_on_the_host(optimizer: torch.optim.Optimizer) -> None:
-    """Give Adagrad counts of steps that can be read: where weights have no data, those that it makes have none."""
+    """Replace Adagrad's step counts by real tensors; on meta weights they have no data."""
     for state in optimizer.state.values():
         if "step" in state:
             state["step"] = torch.zeros((), device="cpu")
@@ -391,7 +393,7 @@ def _count_on_the_host(optimizer: torch.optim.Optimizer) -> None:
 def trace_step(
     training: FakeTraining, batch_size: int, tracker: StepTracker | None = None
 ) -> tuple[TracedStep, StepTracker]:
-    """Trace one step at a batch size, with a tracker of one's own where more is asked than the plain one counts."""
+    """Trace one step at a batch size, with a given tracker or a plain one."""
     tracker = tracker or StepTracker()
     inputs = training.inputs(batch_size)
     storages = tracker.storages
