@@ -1,4 +1,4 @@
-"""Who is on a GPU: pods, and those that belong to none."""
+"""Processes on a GPU, the pods that own them, and pods that a fault of their MPS daemon ends."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,15 +13,15 @@ from carpool_deviceplugin.processes import Process, ProcTree
 from carpool_deviceplugin.quoting import printable
 
 _HANGS_AFTER_S = 10.0
-"""A daemon that has not answered for so long is none that is merely slow."""
+"""A daemon that has not answered for this long counts as hung, not slow."""
 _RECENT_S = 0.5
-"""What was seen for the measures serves the health that is looked at right after them."""
+"""Processes read for measurements are reused for the health check that follows immediately."""
 _MPS_EVERY_S = 60.0
-"""How often a daemon that lives is asked while the same processes are there and nothing is wrong."""
+"""Interval of queries to a healthy daemon whose clients do not change."""
 
 
 class GpuProcess(msgspec.Struct, frozen=True):
-    """A process on the GPU, and whose it is."""
+    """A process on the GPU and its owner."""
 
     running: RunningProcess
     process: Process
@@ -29,16 +29,16 @@ class GpuProcess(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class GpuProcesses:
-    """Who is on a GPU."""
+    """Processes on a GPU."""
 
     pods: tuple[GpuProcess, ...] = ()
     foreign_processes: tuple[Process | int, ...] = ()
-    """Processes of no pod; a number where even that cannot be told."""
+    """Processes outside of pods; a PID if the process cannot be inspected."""
     instances: frozenset[int] = frozenset()
-    """MIG instances with a process, of whomever."""
+    """MIG instances with any process."""
 
     def pod_uids(self, instance: int | None = None) -> frozenset[PodUid]:
-        """Pods with a process, on one MIG instance or anywhere."""
+        """Return pods with a process on the GPU, or on one of its MIG instances."""
         return frozenset(
             p.process.pod_uid
             for p in self.pods
@@ -46,19 +46,19 @@ class GpuProcesses:
         )
 
     def without_instances(self, instances: frozenset[int]) -> "GpuProcesses":
-        """Leave out who is on these MIG instances."""
+        """Return the processes outside of these MIG instances."""
         fine = tuple(p for p in self.pods if p.running.gpu_instance_id not in instances)
         return GpuProcesses(fine, self.foreign_processes, self.instances - instances)
 
 
 class ProcessWatcher:
-    """Looks who is there.
+    """Reads the processes on GPUs and the state of their MPS daemons.
 
     Args:
         session: The open library.
         processes: The node's processes.
-        mps: The MPS daemons; None where the node cannot run any.
-        monotonic: Seconds.
+        mps: The MPS daemons; None if the node cannot run any.
+        monotonic: Clock, in seconds.
     """
 
     def __init__(self, session: Session, processes: ProcTree, mps: Mps | None, monotonic: Callable[[], float]) -> None:
@@ -68,29 +68,29 @@ class ProcessWatcher:
         self._last: dict[GpuUuid, tuple[float, tuple[GpuProcesses, MpsStatus]]] = {}
 
     def forget(self, uuid: GpuUuid) -> None:
-        """Ask a GPU's daemon anew at the next look: something happened there."""
+        """Query a GPU's daemon again at the next read."""
         self._asked[uuid] = (-math.inf, frozenset(), MpsStatus())
         self._last.pop(uuid, None)
 
     def is_hung(self, uuid: GpuUuid) -> bool:
-        """Whether a GPU's daemon has not answered for a while, as of the last look."""
+        """Return whether a GPU's daemon has not answered for a while, as of the last read."""
         return self._monotonic() - self._silent_since.get(uuid, math.inf) >= _HANGS_AFTER_S
 
     def user(self, uuid: GpuUuid) -> int | None:
-        """Return whose clients a GPU's MPS server had at the last look; None where it had none. Never blocks."""
+        """Return the user of the clients of a GPU's MPS server as of the last read; None without any. Never blocks."""
         status = self._asked.get(uuid, (0.0, frozenset(), MpsStatus()))[2]
         users = {self._processes.user(pid) for pid in status.servers} if status.clients else set()
         return users.pop() if len(users) == 1 else None
 
     def look(self, uuid: GpuUuid, foreign_instances: frozenset[int] = frozenset()) -> tuple[GpuProcesses, MpsStatus]:
-        """Look who is on a GPU, and how its MPS daemon is; raises NvmlError.
+        """Read the processes on a GPU and the status of its MPS daemon; raises NvmlError.
 
-        Each question to a daemon starts a program, so it is asked when it appeared or vanished, when somebody came or
-        went, and when `forget` was called; besides that, rarely.
+        Each query to a daemon starts a program. A daemon is queried when it or a process appears or disappears, after
+        `forget`, and otherwise once a minute.
 
         Args:
             uuid: The GPU.
-            foreign_instances: MIG instances of others: whoever is there is none of our business.
+            foreign_instances: MIG instances of other managers; their processes are not reported as foreign.
         """
         found = read_processes(self._session, uuid)
         whose = {p.pid: self._processes.find(p.pid) for p in found}  # the daemon takes its time, and they may end
@@ -101,18 +101,18 @@ class ProcessWatcher:
         return _sorted(found, whose, status, foreign_instances), status
 
     def now(self, uuid: GpuUuid) -> tuple[GpuProcesses, MpsStatus]:
-        """Look who is on a GPU, and remember it for a moment; raises NvmlError."""
+        """Read the processes on a GPU and cache them for `recent`; raises NvmlError."""
         self._last.pop(uuid, None)
         seen = self.look(uuid)
         self._last[uuid] = (self._monotonic(), seen)
         return seen
 
     def recent(self, uuid: GpuUuid, foreign_instances: frozenset[int] = frozenset()) -> tuple[GpuProcesses, MpsStatus]:
-        """Return who is on a GPU for one who only tells of it, such as its health; raises NvmlError.
+        """Return processes for reporting only; raises NvmlError.
 
-        What `now` saw half a second ago or less is good enough for that, once: whoever asks next gets a look of their
-        own, and so does whoever asks when `forget` was called since, or leaves out others' instances. Whoever is about
-        to change the GPU must not rely on it, and calls `look`.
+        Returns the result of a `now` within the last half second once, unless `forget` was called since or
+        `foreign_instances`
+        is given. Callers that change the GPU must call `look`.
         """
         at, seen = self._last.pop(uuid, (-math.inf, None))
         if seen is None or foreign_instances or self._monotonic() - at > _RECENT_S:
@@ -138,7 +138,7 @@ class ProcessWatcher:
 
 
 def describe_process(stranger: Process | int) -> str:
-    """Such as `process 42 (python)`."""
+    """Return a name such as `process 42 (python)`."""
     return (
         f"process {stranger}"
         if isinstance(stranger, int)
@@ -147,7 +147,7 @@ def describe_process(stranger: Process | int) -> str:
 
 
 def describe_foreign(found: Sequence[Process | int]) -> str:
-    """Say who is there and belongs to no pod; empty where nobody is."""
+    """Return a sentence about processes outside of pods; empty without any."""
     if not found:
         return ""
     whom = ", ".join(describe_process(s) for s in found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
@@ -179,36 +179,36 @@ def _sorted(
 FAULT = "a client's fatal fault has hit its MPS server"
 DEATH = "its MPS daemon ended under its clients"
 _WITHIN_S = 20.0
-"""Clients that leave so soon after an XID leave because of it: they are told at their next call, and have to end."""
+"""Clients that end this soon after an XID ended because of it: they get an error at their next CUDA call."""
 _TOLD_FOR_S = 600.0
-"""How long it is told of pods that are gone: whoever starts them again looks sooner."""
+"""How long failures of ended pods are reported."""
 
 Pids = Mapping[int, PodUid]
 
 
 @dataclass
 class _Gpu:
-    """What is known of one GPU's clients."""
+    """Recent clients and failures of one GPU."""
 
     were: Pids = field(default_factory=dict)
-    """At the last look."""
+    """Clients at the last read."""
     suspected: Pids = field(default_factory=dict)
-    """Who was there when an XID came."""
+    """Clients present when an XID arrived."""
     until: float = 0.0
-    """How long they are suspected."""
+    """End of the suspicion, in seconds."""
     what: str = ""
-    """The fault that goes on; empty where none does."""
+    """The current failure; empty if there is none."""
     hit: Pids = field(default_factory=dict)
-    """Whom it has hit."""
+    """Clients that it affects."""
     told: dict[PodUid, tuple[float, str]] = field(default_factory=dict)
-    """When and what, of pods that are there and that are gone."""
+    """Time and text of recent failures by pod."""
 
 
 class MpsFailures:
-    """Remembers what happened to the clients of each GPU's daemon, also to those that left before anybody looked.
+    """Detects failures of MPS daemons and servers, and the clients that each failure ends.
 
     Args:
-        monotonic: Seconds.
+        monotonic: Clock, in seconds.
     """
 
     def __init__(self, monotonic: Callable[[], float]) -> None:
@@ -218,14 +218,14 @@ class MpsFailures:
     def see(
         self, uuid: GpuUuid, mps: MpsStatus, present: GpuProcesses, *, is_expected: bool, has_new_xid: bool
     ) -> dict[PodUid, str]:
-        """Take in how a daemon is; return which pods that are there end together, and what happened to them.
+        """Update from a daemon's status; return running pods that a failure ends, with the reason.
 
         Args:
             uuid: The GPU.
-            mps: Its daemon.
-            present: Who is on the GPU.
-            is_expected: Whether there should be a daemon: then whoever is there is its client.
-            has_new_xid: Whether the driver reported an error of the GPU since the last look.
+            mps: Status of its daemon.
+            present: Processes on the GPU.
+            is_expected: Whether a daemon should run: then every process is its client.
+            has_new_xid: Whether the driver reported an XID since the last read.
         """
         gpu, now = self._gpus.setdefault(uuid, _Gpu()), self._monotonic()
         there = {p.running.pid: p.process.pod_uid for p in present.pods if p.process.pod_uid is not None}
@@ -249,14 +249,14 @@ class MpsFailures:
         return dict.fromkeys(struck, why)
 
     def ended(self, uuid: GpuUuid) -> dict[PodUid, str]:
-        """Return which pods a fault has ended together lately, and what happened to them."""
+        """Return pods that a failure has ended within the last minutes, with the reason."""
         gpu, now = self._gpus.setdefault(uuid, _Gpu()), self._monotonic()
         gpu.told = {pod: told for pod, told in gpu.told.items() if now - told[0] <= _TOLD_FOR_S}
         return {pod: why for pod, (_, why) in gpu.told.items()}
 
 
 def _what_happened(mps: MpsStatus, there: Pids, gone: Pids, suspected: Pids, *, is_expected: bool) -> tuple[str, Pids]:
-    """Say what happened since the last look, and to whom; empty where nothing did."""
+    """Return the failure since the last read and the clients it affects; empty if there is none."""
     left = {pid: pod for pid, pod in suspected.items() if pid not in there}
     if mps.faulty:
         return FAULT, {**left, **{pid: pod for pid, pod in there.items() if pid in mps.faulty}}
