@@ -1,4 +1,4 @@
-"""Whether new work may go to a GPU: what happened to it, by kind, and when it is well again. Pure."""
+"""Health of GPUs: classification of XIDs, a pure state machine, event collection, and persistence over restarts."""
 
 import os
 import threading
@@ -23,25 +23,25 @@ from carpool_deviceplugin.nvlib import (
 )
 
 _QUIET_S = 60.0
-"""How long nothing may happen before a GPU counts as well again."""
+"""Time without incidents before a GPU counts as healthy again."""
 _LONGEST_QUIET_S = 3600.0
 _MEMORY_S = 3600.0
-"""Relapses within this time double the quiet that is asked for."""
+"""Relapses within this time double the required quiet time."""
 _HOT_S = 30.0
-"""A hardware slowdown for heat that lasts so long is not just a peak."""
+"""Thermal slowdown must last this long to count; shorter ones are peaks."""
 _STUCK_S = 600.0
-"""A GPU that says it computes and draws no more than with nobody on it, for so long, is stuck."""
+"""A GPU is stuck if it reports full utilization at idle power for this long."""
 
 
 class XidClass(StrEnum):
-    """What an XID says of the GPU. Source: NVIDIA, "XID Errors", column of recommended actions."""
+    """Effect of an XID on the GPU. Source: NVIDIA, "XID Errors", column of recommended actions."""
 
     APPLICATION = "Application"
-    """The program's own fault: the GPU is fine."""
+    """The application is at fault; the GPU is healthy."""
     RECOVERABLE = "Recoverable"
-    """The GPU goes on, after a while in which nothing else happens."""
+    """The GPU is usable again after a quiet period."""
     FATAL = "Fatal"
-    """The GPU must be reset or replaced before it may be used again."""
+    """The GPU must be reset or replaced."""
 
 
 _APPLICATION = (13, 31, 43, 45, 68, 69, 109)
@@ -50,7 +50,7 @@ XIDS: Mapping[int, XidClass] = {
     **dict.fromkeys(_APPLICATION, XidClass.APPLICATION),
     **dict.fromkeys(_FATAL, XidClass.FATAL),
 }
-"""Those with a class of their own; all others are recoverable: unknown is not harmless."""
+"""XIDs with a known class. All others count as recoverable, because unknown is not harmless."""
 
 _MEANING = {
     13: "graphics engine exception",
@@ -73,56 +73,61 @@ _MEANING = {
 
 
 def xid_class(xid: int) -> XidClass:
-    """Return what an XID says of the GPU."""
+    """Return the class of an XID."""
     return XIDS.get(xid, XidClass.RECOVERABLE)
 
 
 def describe_xid(xid: int) -> str:
-    """Such as `XID 79 (fallen off the bus)`."""
+    """Return a text such as `XID 79 (fallen off the bus)`."""
     return f"XID {xid}" + (f" ({_MEANING[xid]})" if xid in _MEANING else "")
 
 
 @dataclass(frozen=True, slots=True)
 class Signals:
-    """What was seen of a GPU since the last look. None where it cannot be said."""
+    """Observations of a GPU since the last check; None if not reported."""
 
     xids: Sequence[int] = ()
     lost: str = ""
-    """Why it cannot be read; empty where it can."""
+    """Reason why it cannot be read; empty if it can."""
     was_reset: bool = False
-    """It, or the driver, began anew."""
+    """Whether the GPU was reset or the driver restarted."""
     ecc_uncorrectable: int | None = None
     remap_pending: bool | None = None
     remap_failed: bool | None = None
     is_hot: bool | None = None
-    """The hardware slows down for heat."""
+    """Whether the hardware slows down because of heat."""
     is_motionless: bool | None = None
-    """It says that it computes, and draws no more power than with nobody on it."""
+    """Whether it reports full utilization at idle power."""
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """A GPU's health, and what it takes to be well again."""
+    """Health of a GPU and the condition of its recovery.
+
+    States: healthy → quiet period (`until` is set) → healthy; healthy → needs reset (`until` is None) → after the reset
+    a
+    quiet period → healthy.
+    """
 
     problem: str = ""
-    """Why no new work may go there; empty where it may."""
+    """Reason why the GPU accepts no new work; empty if it does."""
     until: float | None = None
-    """Well again at this time if nothing else happens; None: only after a reset."""
+    """Monotonic time of recovery without further incidents; None: only after a reset."""
     falls: tuple[float, ...] = ()
-    """When it fell sick, within the last hour."""
+    """Times at which it became unhealthy within the last hour."""
     is_lost: bool = False
-    """It could not be read when it was last looked at: that it can be again is a new beginning."""
+    """Whether the last check could not read it. When it can be read again, it counts as reset."""
     hot_since: float | None = None
     motionless_since: float | None = None
     ecc_uncorrectable: int | None = None
 
 
 def next_health(health: Health, seen: Signals, now: float) -> Health:
-    """Take in what was seen.
+    """Return the health after new observations.
 
     Args:
-        health: As it was.
-        seen: Since then.
+        health: Health before.
+        seen: Observations since then.
         now: Monotonic time, in seconds.
     """
     hot_since = _since(health.hot_since, now) if seen.is_hot else None
@@ -162,7 +167,7 @@ def _sick(health: Health, problem: str, until: float | None, now: float) -> Heal
 
 
 def _quiet_s(health: Health) -> float:
-    """The quiet that is asked for: a minute, doubled with each relapse."""
+    """Return the required quiet time: a minute, doubled with each relapse, at most an hour."""
     return min(_LONGEST_QUIET_S, _QUIET_S * 2.0 ** max(0, len(health.falls) - (1 if health.problem else 0)))
 
 
@@ -196,17 +201,17 @@ def _passing(seen: Signals, ecc_before: int | None, health: Health, now: float) 
 
 
 _MOST = 256
-"""XIDs taken at one look: a storm of them is no reason to look no further."""
+"""Maximum of XIDs per check, so that a storm of events cannot block it."""
 
 
 @dataclass
 class _Gpu:
-    """What was registered for one GPU: a set of its own, so that an event is never another GPU's."""
+    """Event registration of one GPU. Each GPU has its own event set, so events cannot be mixed up."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     events: Handle | None = None
     opening: int = -1
-    """Of the driver, when the set was made."""
+    """Driver generation in which the set was created."""
     is_registered: bool = False
     is_reported: bool = False
     """Whether the driver reports the GPU's XIDs."""
@@ -214,14 +219,14 @@ class _Gpu:
 
 
 class XidWatch:
-    """Collects the XIDs of some GPUs; thread-safe."""
+    """Collects XIDs of GPUs; thread-safe."""
 
     def __init__(self, session: Session, uuids: Sequence[GpuUuid]) -> None:
         self._session = session
         self._gpus = {uuid: _Gpu() for uuid in uuids}
 
     def seen(self, uuid: GpuUuid) -> list[int]:
-        """Return the XIDs of a GPU since this was last asked of it; raises NvmlError."""
+        """Return a GPU's XIDs since the previous call; raises NvmlError."""
         gpu = self._gpus[uuid]
         with gpu.lock:
             self._register(uuid, gpu)
@@ -230,13 +235,13 @@ class XidWatch:
             return found
 
     def forget(self, uuid: GpuUuid) -> None:
-        """Register a GPU's events again at the next look: it was reset."""
+        """Register a GPU's events again at the next check, after a reset."""
         gpu = self._gpus[uuid]
         with gpu.lock:
             gpu.is_registered = False
 
     def is_watched(self, uuid: GpuUuid) -> bool:
-        """Whether the driver reports this GPU's XIDs."""
+        """Return whether the driver reports this GPU's XIDs."""
         return self._gpus[uuid].is_reported
 
     def _register(self, uuid: GpuUuid, gpu: _Gpu) -> None:
@@ -275,28 +280,28 @@ class XidWatch:
 _HOT = pynvml.nvmlClocksEventReasonHwThermalSlowdown
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _KEPT_WITHIN_S = 30.0
-"""What goes on happening moves the end of a quiet with each look; it is not written each time."""
+"""Smaller moves of the quiet period's end are not written to disk."""
 
 
 class _Kept(msgspec.Struct, frozen=True, kw_only=True):
     boot: str
-    """Of the node: its clock begins anew with each, and what takes a reset has had one."""
+    """Boot ID: monotonic time restarts with the node, and a reboot resets the GPUs."""
     health: Health
     energy_mj: int | None = None
-    """The GPU's counter at that time: one that has fallen since began anew."""
+    """Energy counter at that time; a lower value later means that the driver restarted."""
 
 
 class HealthMonitor:
-    """Looks after the health of a node's GPUs.
+    """Tracks the health of a node's GPUs.
 
     Args:
         session: The open library.
         uuids: The GPUs.
         glances: Their telemetry.
-        directory: Where each GPU's health is kept.
-        monotonic: Seconds since the node began.
-        may_write: Whether it is kept; otherwise only what an agent kept is read.
-        boot_id: Names the node's present life.
+        directory: Directory for the saved health of each GPU.
+        monotonic: Clock since boot, in seconds.
+        may_write: Whether to save health; otherwise the saved health is only read.
+        boot_id: File that identifies the current boot.
     """
 
     def __init__(
@@ -324,7 +329,7 @@ class HealthMonitor:
         self._log = structlog.get_logger()
 
     def look(self, uuid: GpuUuid) -> str:
-        """Take in what happened to a GPU; return why no new work may go there, or an empty text. Raises NvmlError."""
+        """Update a GPU's health; return why it accepts no new work, or an empty text. Raises NvmlError."""
         try:
             seen = self._signals(uuid, self._glances.recent(uuid))
         except (GpuLostError, DriverGoneError) as e:
@@ -334,23 +339,23 @@ class HealthMonitor:
         return self._health[uuid].problem
 
     def after_reset(self, uuid: GpuUuid) -> None:
-        """The GPU was reset by us: what was registered with it is gone."""
+        """Register the GPU's events again: the agent has reset it."""
         self._xids.forget(uuid)
 
     def has_new_xid(self, uuid: GpuUuid) -> bool:
-        """Whether a look has brought an XID that nobody has taken in yet."""
+        """Return whether an XID has arrived that `clear_xid` has not acknowledged."""
         return uuid in self._struck
 
     def clear_xid(self, uuid: GpuUuid) -> None:
-        """Its MPS clients were looked at: a look that fails before that must not lose what struck them."""
+        """Acknowledge XIDs after the MPS clients were checked; a failed check must not lose them."""
         self._struck.discard(uuid)
 
     def counters(self, uuid: GpuUuid) -> dict[str, float]:
-        """The last XID since the agent began, 0 where none came; absent where the driver reports none."""
+        """Return the last XID since the agent started, 0 without one; empty if the driver reports none."""
         return {"DCGM_FI_DEV_XID_ERRORS": float(self._last_xid[uuid])} if uuid in self._last_xid else {}
 
     def idle_power(self, uuid: GpuUuid, power_w: float | None) -> None:
-        """Learn what a GPU draws with nobody on it: a GPU that says it is busy and draws no more is stuck."""
+        """Record the power of a GPU without processes, to detect stuck GPUs."""
         if power_w is not None:
             self._idle_w[uuid] = power_w
 
