@@ -180,7 +180,7 @@ FAULT = "a client's fatal fault has hit its MPS server"
 DEATH = "its MPS daemon ended under its clients"
 _WITHIN_S = 20.0
 """Clients that end this soon after an XID ended because of it: they get an error at their next CUDA call."""
-_TOLD_FOR_S = 600.0
+_REPORTED_FOR_S = 600.0
 """How long failures of ended pods are reported."""
 
 Pids = Mapping[int, PodUid]
@@ -200,7 +200,7 @@ class _Gpu:
     """The current failure; empty if there is none."""
     hit: Pids = field(default_factory=dict)
     """Clients that it affects."""
-    told: dict[PodUid, tuple[float, str]] = field(default_factory=dict)
+    reported: dict[PodUid, tuple[float, str]] = field(default_factory=dict)
     """Time and text of recent failures by pod."""
 
 
@@ -242,7 +242,7 @@ class MpsFailures:
         pods = sorted(set(gpu.hit.values()))
         why = f"GPU {uuid}: {gpu.what}: pods that it ends together: {', '.join(pods)}"
         if what:
-            gpu.told.update(dict.fromkeys(pods, (now, why)))
+            gpu.reported.update(dict.fromkeys(pods, (now, why)))
         struck = sorted({there[pid] for pid in gpu.hit.keys() & there.keys()})
         if not struck:
             gpu.what, gpu.hit = "", {}
@@ -251,8 +251,8 @@ class MpsFailures:
     def ended(self, uuid: GpuUuid) -> dict[PodUid, str]:
         """Return pods that a failure has ended within the last minutes, with the reason."""
         gpu, now = self._gpus.setdefault(uuid, _Gpu()), self._monotonic()
-        gpu.told = {pod: told for pod, told in gpu.told.items() if now - told[0] <= _TOLD_FOR_S}
-        return {pod: why for pod, (_, why) in gpu.told.items()}
+        gpu.reported = {pod: entry for pod, entry in gpu.reported.items() if now - entry[0] <= _REPORTED_FOR_S}
+        return {pod: why for pod, (_, why) in gpu.reported.items()}
 
 
 def _what_happened(mps: MpsStatus, there: Pids, gone: Pids, suspected: Pids, *, is_expected: bool) -> tuple[str, Pids]:

@@ -271,7 +271,7 @@ class XidWatch:
                 event = session.call("", library.nvmlEventSetWait, gpu.events, 0)
             except NvmlError as e:
                 if e.code in (pynvml.NVML_ERROR_TIMEOUT, pynvml.NVML_ERROR_GPU_IS_LOST):
-                    return  # nothing more; a GPU that is lost is told by its own reading
+                    return  # no more events; telemetry reports a lost GPU
                 raise
             if event.eventType == pynvml.nvmlEventTypeXidCriticalError:
                 gpu.seen = [*gpu.seen, event.eventData][-_MOST:]
@@ -297,7 +297,7 @@ class HealthMonitor:
     Args:
         session: The open library.
         uuids: The GPUs.
-        glances: Their telemetry.
+        telemetry_cache: Their telemetry.
         directory: Directory for the saved health of each GPU.
         monotonic: Clock since boot, in seconds.
         may_write: Whether to save health; otherwise the saved health is only read.
@@ -308,14 +308,14 @@ class HealthMonitor:
         self,
         session: Session,
         uuids: Sequence[GpuUuid],
-        glances: TelemetryCache,
+        telemetry_cache: TelemetryCache,
         directory: Path,
         monotonic: Callable[[], float],
         *,
         may_write: bool = True,
         boot_id: Path = _BOOT_ID,
     ) -> None:
-        self._session, self._glances = session, glances
+        self._session, self._telemetry = session, telemetry_cache
         self._monotonic, self._directory, self._may_write = monotonic, directory, may_write
         self._boot = boot_id.read_text().strip() if boot_id.exists() else ""
         self._energy_mj: dict[GpuUuid, int | None] = {}
@@ -331,7 +331,7 @@ class HealthMonitor:
     def look(self, uuid: GpuUuid) -> str:
         """Update a GPU's health; return why it accepts no new work, or an empty text. Raises NvmlError."""
         try:
-            seen = self._signals(uuid, self._glances.recent(uuid))
+            seen = self._signals(uuid, self._telemetry.recent(uuid))
         except (GpuLostError, DriverGoneError) as e:
             self._advance(uuid, Signals(lost=str(e)))
             raise
@@ -360,7 +360,7 @@ class HealthMonitor:
             self._idle_w[uuid] = power_w
 
     def _signals(self, uuid: GpuUuid, telemetry: Telemetry) -> Signals:
-        xids = self._xids.seen(uuid)  # may fail; until it does not, a reset is still to be told
+        xids = self._xids.seen(uuid)  # may fail; then a reset is reported at the next check
         if xids:
             self._struck.add(uuid)
         if self._xids.is_watched(uuid):
@@ -401,7 +401,7 @@ class HealthMonitor:
         try:
             kept = msgspec.json.decode(self._path(uuid).read_bytes(), type=_Kept)
         except (OSError, msgspec.DecodeError):
-            return Health()  # never sick before, or nobody knows
+            return Health()  # never unhealthy, or unknown
         if not self._boot or kept.boot != self._boot:
             return Health()
         self._energy_mj[uuid] = kept.energy_mj

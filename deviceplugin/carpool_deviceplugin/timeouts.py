@@ -152,11 +152,13 @@ class TimeLimitedCaller:
         try:
             done, _ = await asyncio.wait({call}, timeout=self._deadline_s)
         except asyncio.CancelledError:
-            call.cancel()  # nobody waits for it any more, nor for what it raises
+            call.cancel()  # its result and its exception have no reader
             raise
         if not done:
             self._stuck = call  # type: ignore[assignment]  # only whether it is done matters
-            call.add_done_callback(lambda late: late.cancelled() or late.exception())  # nobody waits for it any more
+            call.add_done_callback(
+                lambda late: late.cancelled() or late.exception()
+            )  # retrieve the exception, which has no reader
             raise DeviceError(f"{self._what}: expected an answer within {self._deadline_s:g} s, found none")
         return call.result()
 
@@ -166,7 +168,7 @@ def _answer(loop: asyncio.AbstractEventLoop, call: "asyncio.Future[T]", work: Ca
         settle = functools.partial(_settle, call, call.set_result, work())
     except Exception as e:  # raised again where the call is awaited
         settle = functools.partial(_settle, call, call.set_exception, e)
-    with suppress(RuntimeError):  # the loop has ended meanwhile, and with it whoever asked
+    with suppress(RuntimeError):  # the loop has ended, and the caller with it
         loop.call_soon_threadsafe(settle)
 
 
@@ -246,7 +248,7 @@ class _PollRound(Generic[T]):
             except Exception as e:  # raised again where it was asked
                 self.answers[uuid] = e
         if len(self.answers) == self._count:
-            with suppress(RuntimeError):  # the loop has ended meanwhile, and with it whoever asked
+            with suppress(RuntimeError):  # the loop has ended, and the caller with it
                 self._loop.call_soon_threadsafe(self._finish)
 
     def _finish(self) -> None:
