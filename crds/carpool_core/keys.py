@@ -26,7 +26,7 @@ ANNOTATION_CAPACITY_FREED: Final = f"{DOMAIN}/capacity-freed-at"
 """Set on a Node when a reservation ends, so that kube-scheduler retries pending pods."""
 
 ANNOTATION_PREDICTION: Final = f"{DOMAIN}/prediction"
-"""On the pods of a new job: its prediction, sealed (see `carpool_core.sealing`), until the job's status tells it."""
+"""Sealed prediction on pods of earlier versions."""
 
 FINALIZER: Final = f"{DOMAIN}/operator"
 

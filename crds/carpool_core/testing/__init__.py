@@ -1,1 +1,1 @@
-"""Stateful fakes of the ports, for tests of every package."""
+"""Fake API server and clock for tests."""
