@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from carpool_core.settings import (
     KubeSettings,
@@ -108,70 +107,60 @@ class ConditionSettings:
         )
 
 
-_ORDERS = (
-    "Which of the jobs that wait is served first. Arrival: whoever came first. Alternate: the same, but of those that "
-    "came within the same ten minutes the longest and the shortest take turns. LongestFirst: whoever takes longest, "
-    "whenever it came. Lengths are the steps that jobs say, by the predicted time of a step; an hour where nobody said "
-    "how many. Pods of a higher priority always come first."
-)
+@dataclass(frozen=True)
+class DecisionSettings:
+    """What decides where a job runs and when; `carpool explain` and `what-if` take the same settings."""
 
-
-def _policy() -> Any:
-    return setting(
+    policy: str = setting(
         "least-slowdown",
         flag="--policy",
         env="CARPOOL_POLICY",
-        help=f"Which of the places that fit is taken: {', '.join(POLICIES)}.",
+        help=f"Policy that chooses among the places that fit: {', '.join(POLICIES)}.",
     )
-
-
-def _job_policies() -> Any:
-    return setting(
+    job_policies: bool = setting(
         False,
         flag="--job-policies",
         env="CARPOOL_JOB_POLICIES",
         help="Whether a job may choose another policy for itself, by its annotation carpool.dev/policy.",
     )
-
-
-def _count_peaks() -> Any:
-    return setting(
+    count_peaks: bool = setting(
         True,
         flag="--count-peaks",
         env="CARPOOL_COUNT_PEAKS",
-        help="Whether a job that never ran counts with the peak that it is measured to take, and a margin, once that "
-        "has stood still (for 90 seconds: half as much again; for ten minutes: a tenth), so that others may join it: "
-        "in place of the whole GPU of a job of which nothing was measured, and of the larger bound of a first run. "
-        "Otherwise both stay until it ends.",
+        help="Whether a job that never ran counts with its measured memory peak and a margin once the peak is stable: "
+        "50% more after 90 seconds, 10% more after ten minutes. It then replaces the whole GPU of an unmeasured job, "
+        "and the larger bound of a first run. Otherwise both stay until the job ends.",
+    )
+    slots_per_gpu: int = slots_per_gpu()
+    queue_order: QueueOrder = setting(
+        QueueOrder.ALTERNATE,
+        flag="--queue-order",
+        env="CARPOOL_QUEUE_ORDER",
+        help="Order of waiting jobs of the same priority. Arrival: by time. Alternate: by time, but of the jobs of the "
+        "same ten minutes the longest and the shortest alternate. LongestFirst: by length. A length is the number of "
+        "steps in the spec times the predicted time of a step; one hour if the spec has no steps.",
     )
 
 
 @dataclass(frozen=True)
-class AskSettings:
-    """What decides, for whoever wants to know what the extender would decide: where left out, what the site says."""
+class AskSettings(DecisionSettings):
+    """Settings of `carpool explain` and `what-if`; the installation's own settings apply where one is left out."""
 
     site: str = setting(
         "carpool-system/carpool",
         flag="--site",
         env="CARPOOL_SITE",
-        help="Installation whose settings hold where no flag or variable says otherwise, as NAMESPACE/NAME: they are "
-        "read from its Deployments NAME-scheduler and NAME-operator, by those who may; not asked where empty.",
+        help="Installation whose settings apply where no flag or variable is given, as NAMESPACE/NAME: they are read "
+        "from the ConfigMap that the chart writes, if the caller may read it; not read if empty.",
         allow_empty=True,
-    )
-    policy: str = _policy()
-    job_policies: bool = _job_policies()
-    count_peaks: bool = _count_peaks()
-    slots_per_gpu: int = slots_per_gpu()
-    queue_order: QueueOrder = setting(
-        QueueOrder.ALTERNATE, flag="--queue-order", env="CARPOOL_QUEUE_ORDER", help=_ORDERS
     )
     conditions: ConditionSettings = field(default_factory=ConditionSettings)
     calibration: str = setting(
         "carpool-system/carpool-calibration",
         flag="--calibration",
         env="CARPOOL_CALIBRATION",
-        help="ConfigMap, as NAMESPACE/NAME, in which the operator keeps what it learned, for what-if to predict with; "
-        "as shipped where empty, or where it may not be read.",
+        help="ConfigMap, as NAMESPACE/NAME, with the operator's calibration, by which what-if predicts; the shipped "
+        "values if it is empty or may not be read.",
         allow_empty=True,
     )
     share_unmeasured: bool = setting(
@@ -184,14 +173,14 @@ class AskSettings:
 
 
 @dataclass(frozen=True)
-class ExtenderSettings:
-    """Everything that can be set."""
+class ExtenderSettings(DecisionSettings):
+    """Settings of `carpool extender`."""
 
     host: str = setting(
         "127.0.0.1",
         flag="--host",
         env="CARPOOL_EXTENDER_HOST",
-        help="Address to listen on; kube-scheduler stands beside.",
+        help="Address to listen on; kube-scheduler runs in the same pod.",
     )
     port: int = setting(
         8888,
@@ -201,21 +190,14 @@ class ExtenderSettings:
         maximum=65535,
         help="TCP port of the verbs; 0 takes a free one.",
     )
-    policy: str = _policy()
-    job_policies: bool = _job_policies()
-    count_peaks: bool = _count_peaks()
-    slots_per_gpu: int = slots_per_gpu()
-    queue_order: QueueOrder = setting(
-        QueueOrder.ALTERNATE, flag="--queue-order", env="CARPOOL_QUEUE_ORDER", help=_ORDERS
-    )
     candidates: int = setting(
         1,
         flag="--candidates",
         env="CARPOOL_CANDIDATES",
         minimum=1,
-        help="Nodes that filter names at most, the best first: one where kube-scheduler takes the best anyway, as with "
-        "the weight that the chart gives the extender; more where that is small, and the scheduler's own preferences "
-        "shall count, too.",
+        help="Maximum number of nodes that filter returns, the best first. 1 suits the chart's weight of the extender, "
+        "with which kube-scheduler takes the best one anyway. A larger number with a smaller weight lets "
+        "kube-scheduler's own preferences count, too.",
     )
     bind_timeout_seconds: float = setting(
         20.0,
