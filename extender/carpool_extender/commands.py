@@ -19,9 +19,8 @@ from carpool_extender.informers import Informers
 from carpool_extender.server import create_server
 from carpool_extender.settings import ExtenderSettings
 
-COLLECTED = (700, 2, 1000)
-"""Thresholds of the collector once everything is listed. Its usual second one, 10, gathers the GpuNodes of 200 changes
-for one pause of 7 ms, in which a request waits; so they are looked at a few at a time."""
+GC_THRESHOLDS = (700, 2, 1000)
+"""Thresholds of the garbage collector after the first lists. Its default second one, 10, makes pauses of 7 ms."""
 
 
 @click.command()
@@ -36,29 +35,29 @@ def extender(settings: ExtenderSettings) -> None:
 
 
 async def run(settings: ExtenderSettings) -> None:
-    """Serve until a signal ends the server, or a watch fails for good."""
+    """Serve until a signal stops the server, or a watch fails permanently."""
     clock = SystemClock()
     async with connect(settings.kube, clock=clock) as api:
         parts = build(settings, api, clock)
         server = create_server(parts.app, settings)
         scraped = await metrics.serve(parts.registry, settings.metrics_port, readiness=parts.informers.not_ready)
         try:
-            await _until_served(server.serve(), parts.run(), _settle(parts.informers))
+            await _until_served(server.serve(), parts.run(), _freeze_listed(parts.informers))
         finally:
             await scraped.close()
 
 
-async def _settle(informers: Informers) -> None:
-    """Keep the collector away from what was listed: it is most of the heap, and going through it takes seconds."""
+async def _freeze_listed(informers: Informers) -> None:
+    """Exclude the listed objects from garbage collection: scanning them, most of the heap, takes seconds."""
     await informers.wait_synced()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*COLLECTED)
+    gc.set_threshold(*GC_THRESHOLDS)
     await asyncio.Event().wait()
 
 
 async def _until_served(*work: Coroutine[Any, Any, None]) -> None:
-    """Run everything; end with the first that ends, and with its error."""
+    """Run all coroutines until the first one ends; cancel the others, and raise its error."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

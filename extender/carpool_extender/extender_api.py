@@ -1,6 +1,6 @@
-"""The extender protocol of kube-scheduler (`k8s.io/kube-scheduler/extender/v1`) as it stands on the wire.
+"""The extender protocol of kube-scheduler (`k8s.io/kube-scheduler/extender/v1`) on the wire.
 
-Its own fields are Go-capitalised, because those types carry no JSON tags; the pod inside is ordinary camelCase.
+Its own fields are Go-capitalised, because those Go types have no JSON tags; the embedded pod is ordinary camelCase.
 """
 
 from typing import Any
@@ -10,18 +10,18 @@ from carpool_core.kube.pods import Pod
 
 
 class _Go(msgspec.Struct, frozen=True, kw_only=True, rename="pascal"):
-    """Fields as Go writes them without tags."""
+    """Base of types whose fields are Go-capitalised."""
 
 
 class ExtenderArgs(_Go, frozen=True, kw_only=True):
-    """Body of filter and prioritize. `Nodes`, which a scheduler without `nodeCacheCapable` sends, is never decoded."""
+    """Body of filter and prioritize. `Nodes`, sent without `nodeCacheCapable`, is not decoded."""
 
     pod: Pod
     node_names: list[str] | None = None
 
 
 class FilterResult(_Go, frozen=True, kw_only=True):
-    """Answer of filter. `NodeNames` is always written: leaving it out means that no node fits."""
+    """Answer of filter. `NodeNames` is always written: if it were omitted, no node would fit."""
 
     nodes: None = None
     node_names: list[str] = []
@@ -61,6 +61,6 @@ class PreemptionArgs(_Go, frozen=True, kw_only=True):
 
 
 class PreemptionResult(_Go, frozen=True, kw_only=True):
-    """Answer of preempt: the nodes on which evicting those pods would help."""
+    """Answer of preempt: the nodes on which evicting pods would help."""
 
     node_name_to_meta_victims: dict[str, Any] = {}
