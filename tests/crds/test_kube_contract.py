@@ -103,15 +103,6 @@ async def test_a_json_patch_applies_wholly_or_not(backend: Backend) -> None:
     assert (await patch("1"))["metadata"]["annotations"] == {"x": "1", "new/key": "2"}
 
 
-async def test_nobody_keeps_track_of_the_writers_of_fields_once_that_was_asked_for(backend: Backend) -> None:
-    await backend.node()
-    name = backend.name("n")
-    after = await backend.api.patch(GPU_NODES, name, [{"op": "add", "path": "/metadata/managedFields", "value": [{}]}])
-    assert "managedFields" not in after["metadata"]
-    later = await backend.api.patch(GPU_NODES, name, {"status": {"agentVersion": "1"}}, subresource="status")
-    assert "managedFields" not in later["metadata"]
-
-
 async def test_whoever_does_not_want_the_object_hears_of_its_metadata(backend: Backend) -> None:
     name = backend.name("n")
     made = await backend.api.create(GPU_NODES, {"metadata": {"name": name}, "spec": {}}, wants_object=False)

@@ -161,8 +161,6 @@ def check_preconditions(kind: ResourceKind, old: Object, new: Object) -> None:
         )
     if after.get("uid", before["uid"]) != before["uid"]:
         raise conflict(kind, name, f"UID in precondition: {after['uid']}, UID in object meta: {before['uid']}")
-    if after.get("managedFields") == [{}]:
-        del after["managedFields"]  # so whoever writes asks that nobody keeps track
     for fixed in ("name", "namespace"):
         if after.get(fixed) != before.get(fixed):
             raise Invalid(f"the {fixed} of the object does not match the {fixed} on the URL", status=400)
