@@ -25,8 +25,11 @@ ANNOTATION_REASON: Final = f"{DOMAIN}/reason"
 ANNOTATION_CAPACITY_FREED: Final = f"{DOMAIN}/capacity-freed-at"
 """Set on a Node when a reservation ends, so that kube-scheduler retries pending pods."""
 
-ANNOTATION_PREDICTION: Final = f"{DOMAIN}/prediction"
-"""Sealed prediction on pods of earlier versions."""
+GATE_ADMISSION: Final = f"{DOMAIN}/admission"
+"""Scheduling gate of every worker's pod, until the queue admits its job."""
+
+CONDITION_ADMITTED: Final = f"{DOMAIN}/Admitted"
+"""Condition of a gated pod: False, with the reason for which the queue does not admit its job yet."""
 
 FINALIZER: Final = f"{DOMAIN}/operator"
 

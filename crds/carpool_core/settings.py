@@ -118,17 +118,6 @@ def slots_per_gpu() -> Any:
     )
 
 
-def prediction_key() -> Any:
-    """Define the field of the key by which predictions on pods are sealed: the same for operator and extender."""
-    return setting(
-        None,
-        flag="--prediction-key",
-        env="CARPOOL_PREDICTION_KEY",
-        help="File with a key of at least 32 bytes, the same for operator and extender: the operator seals with it the "
-        "prediction that it writes on a new job's pods; when left out, pods wait until the job's status tells it.",
-    )
-
-
 def settings_of(cls: type[Any], _path: tuple[str, ...] = ()) -> Iterator[Setting]:
     """Yield every setting of a settings dataclass and of its nested groups."""
     hints = typing.get_type_hints(cls)

@@ -1,4 +1,4 @@
-"""Counters from dcgm-exporter or DCGM's host engine; the first source that answers is used."""
+"""The first source that answers, asked anew each time; what it said counts for a while only."""
 
 import ctypes
 import http.client
@@ -22,17 +22,17 @@ Counters = Mapping[str, float]
 """Values by DCGM's field names, in DCGM's units."""
 
 _GOOD_FOR_S = 60.0
-"""dcgm-exporter reads its GPUs every 30 s by default."""
+"""dcgm-exporter reads its GPUs each 30 s, unless it is told otherwise."""
 _TRY_AGAIN_S = 60.0
-"""Retry delay of a failed source, which may not exist on this node."""
+"""A source that failed is left alone for so long: it may not run on this node at all."""
 
 
 class SourceError(Exception):
-    """A source did not answer; `str()` says what was expected and what was found."""
+    """A source gave no answer; `str()` says what was expected and what was found."""
 
 
 class CounterSource(Protocol):
-    """Another program on the node that measures its GPUs."""
+    """Somebody else on the node who measures its GPUs."""
 
     @property
     def name(self) -> str:
@@ -41,20 +41,20 @@ class CounterSource(Protocol):
 
     @property
     def is_scraped(self) -> bool:
-        """Whether Prometheus scrapes this source itself."""
+        """Whether it shows its values to Prometheus itself, so that nobody else must."""
         ...
 
     def values(self) -> Mapping[Place, Counters]:
-        """Return current values; raises SourceError. May block."""
+        """Return what it says now; raises SourceError. May block."""
         ...
 
 
 class CounterFeed:
-    """Latest values of the first source that answers.
+    """What the first source that answers said at last.
 
     Args:
-        sources: Sources, best first.
-        monotonic: Clock, in seconds.
+        sources: The best one first.
+        monotonic: Seconds.
     """
 
     def __init__(self, sources: Sequence[CounterSource], monotonic: Callable[[], float]) -> None:
@@ -64,7 +64,7 @@ class CounterFeed:
         self._log = structlog.get_logger()
 
     def refresh(self) -> None:
-        """Query the sources; log once when one fails or recovers."""
+        """Ask again; a source that fails is passed over, and said once."""
         for source in self._sources:
             now = self._monotonic()
             if now - self._failed_at.get(source.name, float("-inf")) < _TRY_AGAIN_S:
@@ -83,7 +83,7 @@ class CounterFeed:
         self._said = None
 
     def at(self, uuid: GpuUuid, instance: int | None = None) -> tuple[CounterSource, Counters] | None:
-        """Return the source and values of a GPU or MIG instance; None without recent values."""
+        """Return what is known of a GPU or MIG instance, and from whom; None where nobody said anything lately."""
         said = self._said
         if said is None or self._monotonic() - said[0] > _GOOD_FOR_S:
             return None
@@ -113,7 +113,7 @@ FIELDS: Mapping[int, str] = {
     1004: "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE",
     1005: "DCGM_FI_PROF_DRAM_ACTIVE",
 }
-"""DCGM's field IDs (dcgm_fields.h). Energy is absent: the energy of pods adds up to NVML's counter."""
+"""DCGM's field IDs (dcgm_fields.h). Without energy: that of pods adds up to NVML's counter."""
 _EVERY_S = 1.0
 
 
@@ -123,7 +123,7 @@ class DcgmError(SourceError):
 
 @dataclass(frozen=True, slots=True)
 class Entity:
-    """A GPU or a MIG instance by DCGM's number."""
+    """A GPU or a MIG instance, as DCGM numbers them."""
 
     kind: int
     number: int
@@ -131,7 +131,7 @@ class Entity:
 
 @dataclass(frozen=True, slots=True)
 class EngineInstance:
-    """A MIG instance as DCGM lists it."""
+    """A MIG instance as DCGM knows it."""
 
     entity: Entity
     gpu_uuid: str
@@ -140,14 +140,14 @@ class EngineInstance:
 
 
 class DcgmLibrary(Protocol):
-    """The calls of libdcgm that the agent uses. All raise DcgmError."""
+    """The calls of libdcgm that are used. All raise DcgmError."""
 
     def connect(self, address: str) -> None:
         """Connect to a host engine: HOST:PORT, or unix:///PATH."""
         ...
 
     def disconnect(self) -> None:
-        """Close the connection and its watches; ignores errors."""
+        """End the connection, and with it the watches; errors are of no interest."""
         ...
 
     def gpus(self) -> Sequence[Entity]:
@@ -159,19 +159,19 @@ class DcgmLibrary(Protocol):
         ...
 
     def watch(self, fields: Sequence[int], every_s: float) -> None:
-        """Measure these fields on all GPUs and MIG instances."""
+        """Let these fields be measured on all GPUs and MIG instances."""
         ...
 
     def latest(self, entities: Sequence[Entity], fields: Sequence[int]) -> Mapping[tuple[Entity, int], float | str]:
-        """Return the latest values; unknown ones are absent."""
+        """Return the latest values; what is not known is absent."""
         ...
 
 
 class HostEngine:
-    """A connection to the host engine, reopened after a failure.
+    """One connection to the host engine, opened anew where it was lost.
 
     Args:
-        library: DCGM's library.
+        library: DCGM's.
         address: HOST:PORT, or unix:///PATH.
     """
 
@@ -213,15 +213,15 @@ class HostEngine:
 
 _WITHIN_S = 2.0
 _LARGEST = 4 << 20
-"""Ten times the page of sixteen GPUs with seven instances and all fields."""
+"""Sixteen GPUs with seven instances and all fields are a tenth of this."""
 _PREFIX = "DCGM_FI_"
 
 
 class Exporter:
-    """Reads the metrics page of dcgm-exporter.
+    """Reads one page.
 
     Args:
-        url: URL of the metrics on this node.
+        url: Of its metrics on this node.
     """
 
     name = "dcgm-exporter"
@@ -245,7 +245,7 @@ class Exporter:
 
 
 def parse(page: str, url: str) -> dict[Place, dict[str, float]]:
-    """Parse a page in Prometheus' text format; raises SourceError if it has no GPU metrics."""
+    """Read a page in Prometheus' text format; raises SourceError where it says nothing of any GPU."""
     found: dict[Place, dict[str, float]] = {}
     try:
         for family in text_string_to_metric_families(page):
@@ -264,15 +264,15 @@ def parse(page: str, url: str) -> dict[Place, dict[str, float]]:
 LIBRARIES = ("libdcgm.so.4", "libdcgm.so.3")
 _ALL_GPUS, _ALL_INSTANCES = 0x7FFFFFFF, 0x7FFFFFFD
 _LIVE = 1
-"""Flag: read the value now, even if the field is not watched yet."""
+"""Flag: read it now, though nobody watched it yet."""
 _MOST_GPUS = 32
 _MOST_PARTS = 448
 _BLANK_INT, _BLANK_FLOAT = 0x7FFFFFFFFFFFFFF0, 140737488355328.0
-"""Values from these up mean "no value"."""
+"""Values from these up mean that there is none."""
 _INT, _FLOAT, _TEXT = ord("i"), ord("d"), ord("s")
 _KEEP_S = 30.0
 _NAME = "carpool-{pid}"
-"""Name of the field group. The host engine requires unique names, and other agents may be its clients."""
+"""A field group's name; the host engine knows each once, and another process of ours may be its client, too."""
 
 
 class _Pair(ctypes.Structure):
@@ -323,10 +323,10 @@ def _version(type_: type[ctypes.Structure], number: int) -> int:
 
 
 class Dcgm:
-    """libdcgm, loaded at the first connection.
+    """The library, loaded at the first connection.
 
     Args:
-        names: Names of the library, best first.
+        names: Of the library, the best one first.
     """
 
     def __init__(self, names: Sequence[str] = LIBRARIES) -> None:
@@ -345,7 +345,7 @@ class Dcgm:
         self._call("dcgmConnect_v2", c_char_p(where), byref(params), byref(self._handle))
 
     def disconnect(self) -> None:
-        """Close the connection."""
+        """End the connection."""
         if self._library is not None and self._handle.value:
             self._library.dcgmDisconnect(self._handle)
             self._handle = c_longlong(0)
@@ -367,7 +367,7 @@ class Dcgm:
         ]
 
     def watch(self, fields: Sequence[int], every_s: float) -> None:
-        """Measure these fields on all GPUs and MIG instances."""
+        """Let these fields be measured on all GPUs and MIG instances."""
         group = c_longlong(0)
         self._call(
             "dcgmFieldGroupCreate",

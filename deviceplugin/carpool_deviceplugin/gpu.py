@@ -1,4 +1,4 @@
-"""Values that describe a GPU, the steps that change it, and the port to the GPUs of a node."""
+"""What the agent knows of a GPU, and the steps that change one. Values only."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from carpool_deviceplugin.mig import Instance, MigTable, Placement
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """MPS limits of each process of a pod; None means no limit."""
+    """What MPS holds each process of a pod to; None is no limit."""
 
     memory_mib: int | None = None
     thread_percentage: int | None = None
@@ -21,57 +21,57 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class MigInstance:
-    """A MIG instance and its owner."""
+    """A MIG instance, and whose it is."""
 
     instance: Instance
     is_managed: bool = False
-    """Whether the agent created it. The agent never assigns or destroys other instances."""
+    """Whether the agent made it; nobody else's is ever given out or destroyed."""
     pod_uid: PodUid | None = None
-    """Pod for which it was created."""
+    """Whom it was made for."""
     users: frozenset[PodUid] = frozenset()
     """Pods with a process on it."""
     is_used: bool = False
-    """Whether any process runs on it."""
+    """Whether it has a process, of whomever."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuActual:
-    """Actual state of a GPU, read back from it."""
+    """How a GPU is divided at this moment, read back from it."""
 
     uuid: GpuUuid
     usable_mib: int
-    """Memory available to processes, in MiB."""
+    """Memory that processes can have, in MiB."""
     modes: frozenset[SharingMode]
-    """Modes for which it can be prepared."""
+    """What it can be prepared for."""
     mode: SharingMode | None = None
-    """None: idle, not prepared for any pod."""
+    """None: idle, prepared for nobody."""
     mps_daemon: bool = False
     mps_hung: bool = False
     """Whether its MPS daemon has not answered for a while."""
     mps_servers_left: bool = False
-    """Whether servers of an ended MPS daemon still run."""
+    """Whether servers of an MPS daemon that has ended are there."""
     mps_cleanup_pending: bool = False
-    """Whether a daemon's stop began and has not finished: files of its clients may remain."""
+    """Whether the stop of an MPS daemon was begun and has not ended: what its clients left may be there."""
     limits: Mapping[PodUid, Limits] = field(default_factory=dict)
     tenants: frozenset[PodUid] = frozenset()
     """Pods with a process on the GPU."""
     problem: str = ""
-    """Reason why the GPU accepts no new work; empty when healthy."""
+    """Why no new work may go there; empty when healthy."""
     struck: Mapping[PodUid, str] = field(default_factory=dict)
-    """Running pods that a fault of their MPS daemon ends, with the reason."""
+    """Pods that a fault of their MPS daemon ends together, and what happened."""
     ended: Mapping[PodUid, str] = field(default_factory=dict)
-    """The same for the last minutes, including pods that have ended."""
+    """The same of the last minutes, with those that are gone."""
     mig_table: MigTable | None = None
-    """MIG profiles and placements; None without MIG."""
+    """What it can be divided into; None without MIG."""
     mig_instances: tuple[MigInstance, ...] = ()
     """Its MIG instances."""
     mig_manager: str = ""
-    """Another manager that partitions the node's GPUs, so that the agent must not; empty if there is none."""
+    """Who else divides the node's GPUs, so that the agent may not; empty where nobody does."""
 
 
 @dataclass(frozen=True, slots=True)
 class SetMode:
-    """Change the sharing mode; requires a GPU without processes."""
+    """Change how the GPU is shared; only while nobody is on it."""
 
     mode: SharingMode | None
 
@@ -89,7 +89,7 @@ class StartMps:
 
 @dataclass(frozen=True, slots=True)
 class StopMps:
-    """Stop the GPU's MPS daemon and remove its limits; requires a GPU without processes."""
+    """Stop the GPU's MPS daemon, and forget its limits; only while nobody is on the GPU."""
 
     def __str__(self) -> str:
         return "stop MPS"
@@ -97,7 +97,7 @@ class StopMps:
 
 @dataclass(frozen=True, slots=True)
 class SetLimits:
-    """Set the MPS limits of a pod; None removes them."""
+    """Set what MPS holds a pod to; None removes it."""
 
     pod_uid: PodUid
     limits: Limits | None
@@ -111,7 +111,7 @@ class SetLimits:
 
 @dataclass(frozen=True, slots=True)
 class CreateInstance:
-    """Create a MIG instance for a pod, or reuse the agent's idle one at that placement. No pod: keep it idle."""
+    """Make a MIG instance, or take an idle one of ours that stands there, for a pod; None keeps it idle."""
 
     placement: Placement
     pod_uid: PodUid | None
@@ -122,7 +122,7 @@ class CreateInstance:
 
 @dataclass(frozen=True, slots=True)
 class DestroyInstance:
-    """Destroy an idle MIG instance that the agent created."""
+    """Destroy a MIG instance of ours that nobody uses."""
 
     placement: Placement
 
@@ -134,78 +134,78 @@ Step = SetMode | StartMps | StopMps | SetLimits | CreateInstance | DestroyInstan
 
 
 def changes_mig(step: Step) -> bool:
-    """Return whether a step may change MIG on a GPU that has it."""
+    """Whether a step may change MIG on a GPU that has it."""
     return isinstance(step, CreateInstance | DestroyInstance) or (isinstance(step, SetMode) and step.mode is not None)
 
 
 class ProcessUsage(msgspec.Struct, frozen=True):
-    """Cumulative usage of a GPU by one process. Counters never decrease."""
+    """What one process has used of a GPU since it began. Counters never fall."""
 
     id: str
-    """Unique per process; never reused."""
+    """Tells processes apart; never used again."""
     pod_uid: PodUid
     started: float
     """Monotonic time, in seconds."""
     memory_mib: int
     peak_memory_mib: int
     busy_s: float | None
-    """Time with at least one running kernel; None if the GPU does not report it. The next two likewise."""
+    """Time in which its kernels ran; None where the GPU cannot say, as below."""
     sm_s: float | None
-    """Time-equivalent of all SMs filled by its work."""
+    """Time in which its work filled all SMs."""
     dram_s: float | None
-    """Time-equivalent of the full memory bandwidth used by its work."""
+    """Time in which its work filled the memory bandwidth."""
     energy_j: float | None
     """Energy above idle."""
     steps: int
-    """Training steps, if the process reports them."""
+    """Training steps, where the process reports them."""
     steps_s: float
-    """Total time of those steps."""
+    """Their time in all."""
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceReading:
-    """Counters of a MIG instance."""
+    """What a MIG instance's counters say."""
 
     instance_id: int
     profile: str
     pod_uid: PodUid | None
-    """Its pod; None if unknown."""
+    """Whose it is; None where nobody knows."""
     counters: Mapping[str, float]
     """By DCGM's field names."""
     is_exported_elsewhere: bool = False
-    """Whether another exporter already serves the counters to Prometheus."""
+    """Whether Prometheus gets the counters from elsewhere already."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Counters of a GPU at one moment."""
+    """What a GPU's counters say at one moment."""
 
     at: float
     """Monotonic time, in seconds."""
     processes: tuple[ProcessUsage, ...]
-    """Processes that are present."""
+    """Those that are there."""
     power_w: float | None
-    """None if the GPU does not report it; the next fields likewise."""
+    """None where the GPU cannot say; so below."""
     idle_power_w: float | None
     power_limit_w: float | None
     energy_j: float | None
-    """Energy of the whole GPU since the counter began."""
+    """Of the whole GPU, since it appeared."""
     ended: tuple[ProcessUsage, ...] = ()
-    """Processes that have ended since the previous reading, with their final usage."""
+    """Those that have ended since the reading before, with what they drew until then."""
     counters: Mapping[str, float] | None = None
-    """The GPU's own counters by DCGM's field names; None if they are derived from its processes."""
+    """The GPU's own word on itself, by DCGM's field names; None where it is reckoned from its processes."""
     pci_bus_id: str = ""
     mig_instances: tuple[InstanceReading, ...] = ()
     """Of its MIG instances."""
     source: str = ""
-    """Source of the counters, such as `nvml`."""
+    """Where the counters are from, such as `nvml`."""
     is_exported_elsewhere: bool = False
-    """Whether that source already serves the GPU's counters to Prometheus."""
+    """Whether Prometheus gets the GPU's counters from there already; its instances have their own word."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A directory of the node that is mounted into a container."""
+    """A directory of the node that a container sees."""
 
     host_path: str
     container_path: str
@@ -214,48 +214,48 @@ class Mount:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Devices, mounts and environment that give a container access to a GPU; limits are separate."""
+    """What a container must be given to reach a GPU, apart from limits."""
 
     env: Mapping[str, str]
     """The same for every GPU of a container."""
     mounts: tuple[Mount, ...]
     mps_pipe: Mount | None = None
-    """Pipe directory of the GPU's MPS daemon, if any."""
+    """The MPS daemon's directory, where the GPU has one."""
     mps_shm: Mount | None = None
-    """Shared memory of the daemon and its clients; None if they need none."""
+    """The memory that the daemon shares with its clients; None where they need none."""
     mps_user: int | None = None
-    """User whose processes are the clients of the daemon's server; None without clients or if unknown."""
+    """User whose processes the daemon's server has as clients; None where it has none, or nobody can tell."""
     edits: Mapping[str, Any] = field(default_factory=dict)
     """CDI container edits for this GPU."""
     common_edits: Mapping[str, Any] = field(default_factory=dict)
     """CDI container edits for each container that has a GPU."""
     cdi_version: str = "0.6.0"
-    """CDI version of the edits."""
+    """That the edits are of."""
     needs_runtime_env: bool = False
-    """Whether NVIDIA's container runtime must inject the device, because no CDI edits exist."""
+    """Whether NVIDIA's container runtime must be told the name, because nothing else brings it."""
     name: str = ""
-    """UUID of the MIG device; empty for a whole GPU."""
+    """Of the MIG device; empty where it is the whole GPU."""
 
 
 class DeviceError(Exception):
-    """A GPU could not be read or changed. `str()` states what was expected, what was found and what to do."""
+    """A GPU could not be read or changed. `str()` says what was expected, what was found and what to do."""
 
 
 class Devices(Protocol):
-    """The GPUs of a node. Every call but `inventory` raises DeviceError if the GPU cannot be read or changed."""
+    """The GPUs of a node. Every call but `inventory` raises DeviceError where the GPU cannot be read or changed."""
 
     @property
     def simulated(self) -> bool:
-        """Whether the GPUs are simulated."""
+        """Whether there is no hardware."""
         ...
 
     @property
     def uuids(self) -> Sequence[GpuUuid]:
-        """The GPUs by index; constant for the agent's lifetime."""
+        """The GPUs by index; they stay the same for as long as the agent lives."""
         ...
 
     def inventory(self) -> list[Device]:
-        """Describe every GPU with its current mode and health. An unreadable GPU is unhealthy, not absent."""
+        """Describe every GPU, with its mode and health now. A GPU that cannot be read is unhealthy, not absent."""
         ...
 
     def describe(self, uuid: GpuUuid) -> Device:
@@ -263,11 +263,11 @@ class Devices(Protocol):
         ...
 
     def actual(self, uuid: GpuUuid) -> GpuActual:
-        """Read a GPU's actual state."""
+        """Read how a GPU is divided."""
         ...
 
     def apply(self, uuid: GpuUuid, step: Step) -> None:
-        """Take one step. Idempotent."""
+        """Take one step. Idempotent: a step that was taken already changes nothing."""
         ...
 
     def read(self, uuid: GpuUuid) -> Reading:
@@ -275,15 +275,15 @@ class Devices(Protocol):
         ...
 
     def access(self, uuid: GpuUuid, pod_uid: PodUid | None = None) -> Access:
-        """Return access to the GPU, or to the pod's MIG instance of it. Never blocks."""
+        """Return what brings the GPU, or the pod's MIG instance of it, into a container. Never blocks."""
         ...
 
     def refresh_counters(self) -> None:
-        """Query other sources of counters; later readings include their values. May block."""
+        """Ask who else on the node measures the GPUs; what is heard counts in readings. May block."""
         ...
 
     def set_mig_manager(self, manager: str) -> None:
-        """Set another manager that partitions the node's GPUs, so that the agent does not; empty for none."""
+        """Say who else divides the node's GPUs, so that the agent does not; empty where nobody does."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Processes on a GPU, the pods that own them, and pods that a fault of their MPS daemon ends."""
+"""Who is on a GPU: pods, and those that belong to none."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,15 +13,15 @@ from carpool_deviceplugin.processes import Process, ProcTree
 from carpool_deviceplugin.quoting import printable
 
 _HANGS_AFTER_S = 10.0
-"""A daemon that has not answered for this long counts as hung, not slow."""
+"""A daemon that has not answered for so long is none that is merely slow."""
 _RECENT_S = 0.5
-"""Processes read for measurements are reused for the health check that follows immediately."""
+"""What was seen for the measures serves the health that is looked at right after them."""
 _MPS_EVERY_S = 60.0
-"""Interval of queries to a healthy daemon whose clients do not change."""
+"""How often a daemon that lives is asked while the same processes are there and nothing is wrong."""
 
 
 class GpuProcess(msgspec.Struct, frozen=True):
-    """A process on the GPU and its owner."""
+    """A process on the GPU, and whose it is."""
 
     running: RunningProcess
     process: Process
@@ -29,16 +29,16 @@ class GpuProcess(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class GpuProcesses:
-    """Processes on a GPU."""
+    """Who is on a GPU."""
 
     pods: tuple[GpuProcess, ...] = ()
     foreign_processes: tuple[Process | int, ...] = ()
-    """Processes outside of pods; a PID if the process cannot be inspected."""
+    """Processes of no pod; a number where even that cannot be told."""
     instances: frozenset[int] = frozenset()
-    """MIG instances with any process."""
+    """MIG instances with a process, of whomever."""
 
     def pod_uids(self, instance: int | None = None) -> frozenset[PodUid]:
-        """Return pods with a process on the GPU, or on one of its MIG instances."""
+        """Pods with a process, on one MIG instance or anywhere."""
         return frozenset(
             p.process.pod_uid
             for p in self.pods
@@ -46,19 +46,19 @@ class GpuProcesses:
         )
 
     def without_instances(self, instances: frozenset[int]) -> "GpuProcesses":
-        """Return the processes outside of these MIG instances."""
+        """Leave out who is on these MIG instances."""
         fine = tuple(p for p in self.pods if p.running.gpu_instance_id not in instances)
         return GpuProcesses(fine, self.foreign_processes, self.instances - instances)
 
 
 class ProcessWatcher:
-    """Reads the processes on GPUs and the state of their MPS daemons.
+    """Looks who is there.
 
     Args:
         session: The open library.
         processes: The node's processes.
-        mps: The MPS daemons; None if the node cannot run any.
-        monotonic: Clock, in seconds.
+        mps: The MPS daemons; None where the node cannot run any.
+        monotonic: Seconds.
     """
 
     def __init__(self, session: Session, processes: ProcTree, mps: Mps | None, monotonic: Callable[[], float]) -> None:
@@ -68,29 +68,29 @@ class ProcessWatcher:
         self._last: dict[GpuUuid, tuple[float, tuple[GpuProcesses, MpsStatus]]] = {}
 
     def forget(self, uuid: GpuUuid) -> None:
-        """Query a GPU's daemon again at the next read."""
+        """Ask a GPU's daemon anew at the next look: something happened there."""
         self._asked[uuid] = (-math.inf, frozenset(), MpsStatus())
         self._last.pop(uuid, None)
 
     def is_hung(self, uuid: GpuUuid) -> bool:
-        """Return whether a GPU's daemon has not answered for a while, as of the last read."""
+        """Whether a GPU's daemon has not answered for a while, as of the last look."""
         return self._monotonic() - self._silent_since.get(uuid, math.inf) >= _HANGS_AFTER_S
 
     def user(self, uuid: GpuUuid) -> int | None:
-        """Return the user of the clients of a GPU's MPS server as of the last read; None without any. Never blocks."""
+        """Return whose clients a GPU's MPS server had at the last look; None where it had none. Never blocks."""
         status = self._asked.get(uuid, (0.0, frozenset(), MpsStatus()))[2]
         users = {self._processes.user(pid) for pid in status.servers} if status.clients else set()
         return users.pop() if len(users) == 1 else None
 
     def look(self, uuid: GpuUuid, foreign_instances: frozenset[int] = frozenset()) -> tuple[GpuProcesses, MpsStatus]:
-        """Read the processes on a GPU and the status of its MPS daemon; raises NvmlError.
+        """Look who is on a GPU, and how its MPS daemon is; raises NvmlError.
 
-        Each query to a daemon starts a program. A daemon is queried when it or a process appears or disappears, after
-        `forget`, and otherwise once a minute.
+        Each question to a daemon starts a program, so it is asked when it appeared or vanished, when somebody came or
+        went, and when `forget` was called; besides that, rarely.
 
         Args:
             uuid: The GPU.
-            foreign_instances: MIG instances of other managers; their processes are not reported as foreign.
+            foreign_instances: MIG instances of others: whoever is there is none of our business.
         """
         found = read_processes(self._session, uuid)
         whose = {p.pid: self._processes.find(p.pid) for p in found}  # the daemon takes its time, and they may end
@@ -101,18 +101,18 @@ class ProcessWatcher:
         return _sorted(found, whose, status, foreign_instances), status
 
     def now(self, uuid: GpuUuid) -> tuple[GpuProcesses, MpsStatus]:
-        """Read the processes on a GPU and cache them for `recent`; raises NvmlError."""
+        """Look who is on a GPU, and remember it for a moment; raises NvmlError."""
         self._last.pop(uuid, None)
         seen = self.look(uuid)
         self._last[uuid] = (self._monotonic(), seen)
         return seen
 
     def recent(self, uuid: GpuUuid, foreign_instances: frozenset[int] = frozenset()) -> tuple[GpuProcesses, MpsStatus]:
-        """Return processes for reporting only; raises NvmlError.
+        """Return who is on a GPU for one who only tells of it, such as its health; raises NvmlError.
 
-        Returns the result of a `now` within the last half second once, unless `forget` was called since or
-        `foreign_instances`
-        is given. Callers that change the GPU must call `look`.
+        What `now` saw half a second ago or less is good enough for that, once: whoever asks next gets a look of their
+        own, and so does whoever asks when `forget` was called since, or leaves out others' instances. Whoever is about
+        to change the GPU must not rely on it, and calls `look`.
         """
         at, seen = self._last.pop(uuid, (-math.inf, None))
         if seen is None or foreign_instances or self._monotonic() - at > _RECENT_S:
@@ -138,7 +138,7 @@ class ProcessWatcher:
 
 
 def describe_process(stranger: Process | int) -> str:
-    """Return a name such as `process 42 (python)`."""
+    """Such as `process 42 (python)`."""
     return (
         f"process {stranger}"
         if isinstance(stranger, int)
@@ -147,7 +147,7 @@ def describe_process(stranger: Process | int) -> str:
 
 
 def describe_foreign(found: Sequence[Process | int]) -> str:
-    """Return a sentence about processes outside of pods; empty without any."""
+    """Say who is there and belongs to no pod; empty where nobody is."""
     if not found:
         return ""
     whom = ", ".join(describe_process(s) for s in found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
@@ -179,36 +179,36 @@ def _sorted(
 FAULT = "a client's fatal fault has hit its MPS server"
 DEATH = "its MPS daemon ended under its clients"
 _WITHIN_S = 20.0
-"""Clients that end this soon after an XID ended because of it: they get an error at their next CUDA call."""
-_REPORTED_FOR_S = 600.0
-"""How long failures of ended pods are reported."""
+"""Clients that leave so soon after an XID leave because of it: they are told at their next call, and have to end."""
+_TOLD_FOR_S = 600.0
+"""How long it is told of pods that are gone: whoever starts them again looks sooner."""
 
 Pids = Mapping[int, PodUid]
 
 
 @dataclass
 class _Gpu:
-    """Recent clients and failures of one GPU."""
+    """What is known of one GPU's clients."""
 
     were: Pids = field(default_factory=dict)
-    """Clients at the last read."""
+    """At the last look."""
     suspected: Pids = field(default_factory=dict)
-    """Clients present when an XID arrived."""
+    """Who was there when an XID came."""
     until: float = 0.0
-    """End of the suspicion, in seconds."""
+    """How long they are suspected."""
     what: str = ""
-    """The current failure; empty if there is none."""
+    """The fault that goes on; empty where none does."""
     hit: Pids = field(default_factory=dict)
-    """Clients that it affects."""
-    reported: dict[PodUid, tuple[float, str]] = field(default_factory=dict)
-    """Time and text of recent failures by pod."""
+    """Whom it has hit."""
+    told: dict[PodUid, tuple[float, str]] = field(default_factory=dict)
+    """When and what, of pods that are there and that are gone."""
 
 
 class MpsFailures:
-    """Detects failures of MPS daemons and servers, and the clients that each failure ends.
+    """Remembers what happened to the clients of each GPU's daemon, also to those that left before anybody looked.
 
     Args:
-        monotonic: Clock, in seconds.
+        monotonic: Seconds.
     """
 
     def __init__(self, monotonic: Callable[[], float]) -> None:
@@ -218,14 +218,14 @@ class MpsFailures:
     def see(
         self, uuid: GpuUuid, mps: MpsStatus, present: GpuProcesses, *, is_expected: bool, has_new_xid: bool
     ) -> dict[PodUid, str]:
-        """Update from a daemon's status; return running pods that a failure ends, with the reason.
+        """Take in how a daemon is; return which pods that are there end together, and what happened to them.
 
         Args:
             uuid: The GPU.
-            mps: Status of its daemon.
-            present: Processes on the GPU.
-            is_expected: Whether a daemon should run: then every process is its client.
-            has_new_xid: Whether the driver reported an XID since the last read.
+            mps: Its daemon.
+            present: Who is on the GPU.
+            is_expected: Whether there should be a daemon: then whoever is there is its client.
+            has_new_xid: Whether the driver reported an error of the GPU since the last look.
         """
         gpu, now = self._gpus.setdefault(uuid, _Gpu()), self._monotonic()
         there = {p.running.pid: p.process.pod_uid for p in present.pods if p.process.pod_uid is not None}
@@ -242,21 +242,21 @@ class MpsFailures:
         pods = sorted(set(gpu.hit.values()))
         why = f"GPU {uuid}: {gpu.what}: pods that it ends together: {', '.join(pods)}"
         if what:
-            gpu.reported.update(dict.fromkeys(pods, (now, why)))
+            gpu.told.update(dict.fromkeys(pods, (now, why)))
         struck = sorted({there[pid] for pid in gpu.hit.keys() & there.keys()})
         if not struck:
             gpu.what, gpu.hit = "", {}
         return dict.fromkeys(struck, why)
 
     def ended(self, uuid: GpuUuid) -> dict[PodUid, str]:
-        """Return pods that a failure has ended within the last minutes, with the reason."""
+        """Return which pods a fault has ended together lately, and what happened to them."""
         gpu, now = self._gpus.setdefault(uuid, _Gpu()), self._monotonic()
-        gpu.reported = {pod: entry for pod, entry in gpu.reported.items() if now - entry[0] <= _REPORTED_FOR_S}
-        return {pod: why for pod, (_, why) in gpu.reported.items()}
+        gpu.told = {pod: told for pod, told in gpu.told.items() if now - told[0] <= _TOLD_FOR_S}
+        return {pod: why for pod, (_, why) in gpu.told.items()}
 
 
 def _what_happened(mps: MpsStatus, there: Pids, gone: Pids, suspected: Pids, *, is_expected: bool) -> tuple[str, Pids]:
-    """Return the failure since the last read and the clients it affects; empty if there is none."""
+    """Say what happened since the last look, and to whom; empty where nothing did."""
     left = {pid: pod for pid, pod in suspected.items() if pid not in there}
     if mps.faulty:
         return FAULT, {**left, **{pid: pod for pid, pod in there.items() if pid in mps.faulty}}

@@ -1,4 +1,4 @@
-"""Health of GPUs: classification of XIDs, a pure state machine, event collection, and persistence over restarts."""
+"""Whether new work may go to a GPU: what happened to it, by kind, and when it is well again. Pure."""
 
 import os
 import threading
@@ -23,25 +23,25 @@ from carpool_deviceplugin.nvlib import (
 )
 
 _QUIET_S = 60.0
-"""Time without incidents before a GPU counts as healthy again."""
+"""How long nothing may happen before a GPU counts as well again."""
 _LONGEST_QUIET_S = 3600.0
 _MEMORY_S = 3600.0
-"""Relapses within this time double the required quiet time."""
+"""Relapses within this time double the quiet that is asked for."""
 _HOT_S = 30.0
-"""Thermal slowdown must last this long to count; shorter ones are peaks."""
+"""A hardware slowdown for heat that lasts so long is not just a peak."""
 _STUCK_S = 600.0
-"""A GPU is stuck if it reports full utilization at idle power for this long."""
+"""A GPU that says it computes and draws no more than with nobody on it, for so long, is stuck."""
 
 
 class XidClass(StrEnum):
-    """Effect of an XID on the GPU. Source: NVIDIA, "XID Errors", column of recommended actions."""
+    """What an XID says of the GPU. Source: NVIDIA, "XID Errors", column of recommended actions."""
 
     APPLICATION = "Application"
-    """The application is at fault; the GPU is healthy."""
+    """The program's own fault: the GPU is fine."""
     RECOVERABLE = "Recoverable"
-    """The GPU is usable again after a quiet period."""
+    """The GPU goes on, after a while in which nothing else happens."""
     FATAL = "Fatal"
-    """The GPU must be reset or replaced."""
+    """The GPU must be reset or replaced before it may be used again."""
 
 
 _APPLICATION = (13, 31, 43, 45, 68, 69, 109)
@@ -50,7 +50,7 @@ XIDS: Mapping[int, XidClass] = {
     **dict.fromkeys(_APPLICATION, XidClass.APPLICATION),
     **dict.fromkeys(_FATAL, XidClass.FATAL),
 }
-"""XIDs with a known class. All others count as recoverable, because unknown is not harmless."""
+"""Those with a class of their own; all others are recoverable: unknown is not harmless."""
 
 _MEANING = {
     13: "graphics engine exception",
@@ -73,61 +73,56 @@ _MEANING = {
 
 
 def xid_class(xid: int) -> XidClass:
-    """Return the class of an XID."""
+    """Return what an XID says of the GPU."""
     return XIDS.get(xid, XidClass.RECOVERABLE)
 
 
 def describe_xid(xid: int) -> str:
-    """Return a text such as `XID 79 (fallen off the bus)`."""
+    """Such as `XID 79 (fallen off the bus)`."""
     return f"XID {xid}" + (f" ({_MEANING[xid]})" if xid in _MEANING else "")
 
 
 @dataclass(frozen=True, slots=True)
 class Signals:
-    """Observations of a GPU since the last check; None if not reported."""
+    """What was seen of a GPU since the last look. None where it cannot be said."""
 
     xids: Sequence[int] = ()
     lost: str = ""
-    """Reason why it cannot be read; empty if it can."""
+    """Why it cannot be read; empty where it can."""
     was_reset: bool = False
-    """Whether the GPU was reset or the driver restarted."""
+    """It, or the driver, began anew."""
     ecc_uncorrectable: int | None = None
     remap_pending: bool | None = None
     remap_failed: bool | None = None
     is_hot: bool | None = None
-    """Whether the hardware slows down because of heat."""
+    """The hardware slows down for heat."""
     is_motionless: bool | None = None
-    """Whether it reports full utilization at idle power."""
+    """It says that it computes, and draws no more power than with nobody on it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Health of a GPU and the condition of its recovery.
-
-    States: healthy → quiet period (`until` is set) → healthy; healthy → needs reset (`until` is None) → after the reset
-    a
-    quiet period → healthy.
-    """
+    """A GPU's health, and what it takes to be well again."""
 
     problem: str = ""
-    """Reason why the GPU accepts no new work; empty if it does."""
+    """Why no new work may go there; empty where it may."""
     until: float | None = None
-    """Monotonic time of recovery without further incidents; None: only after a reset."""
+    """Well again at this time if nothing else happens; None: only after a reset."""
     falls: tuple[float, ...] = ()
-    """Times at which it became unhealthy within the last hour."""
+    """When it fell sick, within the last hour."""
     is_lost: bool = False
-    """Whether the last check could not read it. When it can be read again, it counts as reset."""
+    """It could not be read when it was last looked at: that it can be again is a new beginning."""
     hot_since: float | None = None
     motionless_since: float | None = None
     ecc_uncorrectable: int | None = None
 
 
 def next_health(health: Health, seen: Signals, now: float) -> Health:
-    """Return the health after new observations.
+    """Take in what was seen.
 
     Args:
-        health: Health before.
-        seen: Observations since then.
+        health: As it was.
+        seen: Since then.
         now: Monotonic time, in seconds.
     """
     hot_since = _since(health.hot_since, now) if seen.is_hot else None
@@ -167,7 +162,7 @@ def _sick(health: Health, problem: str, until: float | None, now: float) -> Heal
 
 
 def _quiet_s(health: Health) -> float:
-    """Return the required quiet time: a minute, doubled with each relapse, at most an hour."""
+    """The quiet that is asked for: a minute, doubled with each relapse."""
     return min(_LONGEST_QUIET_S, _QUIET_S * 2.0 ** max(0, len(health.falls) - (1 if health.problem else 0)))
 
 
@@ -201,17 +196,17 @@ def _passing(seen: Signals, ecc_before: int | None, health: Health, now: float) 
 
 
 _MOST = 256
-"""Maximum of XIDs per check, so that a storm of events cannot block it."""
+"""XIDs taken at one look: a storm of them is no reason to look no further."""
 
 
 @dataclass
 class _Gpu:
-    """Event registration of one GPU. Each GPU has its own event set, so events cannot be mixed up."""
+    """What was registered for one GPU: a set of its own, so that an event is never another GPU's."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     events: Handle | None = None
     opening: int = -1
-    """Driver generation in which the set was created."""
+    """Of the driver, when the set was made."""
     is_registered: bool = False
     is_reported: bool = False
     """Whether the driver reports the GPU's XIDs."""
@@ -219,14 +214,14 @@ class _Gpu:
 
 
 class XidWatch:
-    """Collects XIDs of GPUs; thread-safe."""
+    """Collects the XIDs of some GPUs; thread-safe."""
 
     def __init__(self, session: Session, uuids: Sequence[GpuUuid]) -> None:
         self._session = session
         self._gpus = {uuid: _Gpu() for uuid in uuids}
 
     def seen(self, uuid: GpuUuid) -> list[int]:
-        """Return a GPU's XIDs since the previous call; raises NvmlError."""
+        """Return the XIDs of a GPU since this was last asked of it; raises NvmlError."""
         gpu = self._gpus[uuid]
         with gpu.lock:
             self._register(uuid, gpu)
@@ -235,13 +230,13 @@ class XidWatch:
             return found
 
     def forget(self, uuid: GpuUuid) -> None:
-        """Register a GPU's events again at the next check, after a reset."""
+        """Register a GPU's events again at the next look: it was reset."""
         gpu = self._gpus[uuid]
         with gpu.lock:
             gpu.is_registered = False
 
     def is_watched(self, uuid: GpuUuid) -> bool:
-        """Return whether the driver reports this GPU's XIDs."""
+        """Whether the driver reports this GPU's XIDs."""
         return self._gpus[uuid].is_reported
 
     def _register(self, uuid: GpuUuid, gpu: _Gpu) -> None:
@@ -271,7 +266,7 @@ class XidWatch:
                 event = session.call("", library.nvmlEventSetWait, gpu.events, 0)
             except NvmlError as e:
                 if e.code in (pynvml.NVML_ERROR_TIMEOUT, pynvml.NVML_ERROR_GPU_IS_LOST):
-                    return  # no more events; telemetry reports a lost GPU
+                    return  # nothing more; a GPU that is lost is told by its own reading
                 raise
             if event.eventType == pynvml.nvmlEventTypeXidCriticalError:
                 gpu.seen = [*gpu.seen, event.eventData][-_MOST:]
@@ -280,42 +275,42 @@ class XidWatch:
 _HOT = pynvml.nvmlClocksEventReasonHwThermalSlowdown
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _KEPT_WITHIN_S = 30.0
-"""Smaller moves of the quiet period's end are not written to disk."""
+"""What goes on happening moves the end of a quiet with each look; it is not written each time."""
 
 
 class _Kept(msgspec.Struct, frozen=True, kw_only=True):
     boot: str
-    """Boot ID: monotonic time restarts with the node, and a reboot resets the GPUs."""
+    """Of the node: its clock begins anew with each, and what takes a reset has had one."""
     health: Health
     energy_mj: int | None = None
-    """Energy counter at that time; a lower value later means that the driver restarted."""
+    """The GPU's counter at that time: one that has fallen since began anew."""
 
 
 class HealthMonitor:
-    """Tracks the health of a node's GPUs.
+    """Looks after the health of a node's GPUs.
 
     Args:
         session: The open library.
         uuids: The GPUs.
-        telemetry_cache: Their telemetry.
-        directory: Directory for the saved health of each GPU.
-        monotonic: Clock since boot, in seconds.
-        may_write: Whether to save health; otherwise the saved health is only read.
-        boot_id: File that identifies the current boot.
+        glances: Their telemetry.
+        directory: Where each GPU's health is kept.
+        monotonic: Seconds since the node began.
+        may_write: Whether it is kept; otherwise only what an agent kept is read.
+        boot_id: Names the node's present life.
     """
 
     def __init__(
         self,
         session: Session,
         uuids: Sequence[GpuUuid],
-        telemetry_cache: TelemetryCache,
+        glances: TelemetryCache,
         directory: Path,
         monotonic: Callable[[], float],
         *,
         may_write: bool = True,
         boot_id: Path = _BOOT_ID,
     ) -> None:
-        self._session, self._telemetry = session, telemetry_cache
+        self._session, self._glances = session, glances
         self._monotonic, self._directory, self._may_write = monotonic, directory, may_write
         self._boot = boot_id.read_text().strip() if boot_id.exists() else ""
         self._energy_mj: dict[GpuUuid, int | None] = {}
@@ -329,9 +324,9 @@ class HealthMonitor:
         self._log = structlog.get_logger()
 
     def look(self, uuid: GpuUuid) -> str:
-        """Update a GPU's health; return why it accepts no new work, or an empty text. Raises NvmlError."""
+        """Take in what happened to a GPU; return why no new work may go there, or an empty text. Raises NvmlError."""
         try:
-            seen = self._signals(uuid, self._telemetry.recent(uuid))
+            seen = self._signals(uuid, self._glances.recent(uuid))
         except (GpuLostError, DriverGoneError) as e:
             self._advance(uuid, Signals(lost=str(e)))
             raise
@@ -339,28 +334,28 @@ class HealthMonitor:
         return self._health[uuid].problem
 
     def after_reset(self, uuid: GpuUuid) -> None:
-        """Register the GPU's events again: the agent has reset it."""
+        """The GPU was reset by us: what was registered with it is gone."""
         self._xids.forget(uuid)
 
     def has_new_xid(self, uuid: GpuUuid) -> bool:
-        """Return whether an XID has arrived that `clear_xid` has not acknowledged."""
+        """Whether a look has brought an XID that nobody has taken in yet."""
         return uuid in self._struck
 
     def clear_xid(self, uuid: GpuUuid) -> None:
-        """Acknowledge XIDs after the MPS clients were checked; a failed check must not lose them."""
+        """Its MPS clients were looked at: a look that fails before that must not lose what struck them."""
         self._struck.discard(uuid)
 
     def counters(self, uuid: GpuUuid) -> dict[str, float]:
-        """Return the last XID since the agent started, 0 without one; empty if the driver reports none."""
+        """The last XID since the agent began, 0 where none came; absent where the driver reports none."""
         return {"DCGM_FI_DEV_XID_ERRORS": float(self._last_xid[uuid])} if uuid in self._last_xid else {}
 
     def idle_power(self, uuid: GpuUuid, power_w: float | None) -> None:
-        """Record the power of a GPU without processes, to detect stuck GPUs."""
+        """Learn what a GPU draws with nobody on it: a GPU that says it is busy and draws no more is stuck."""
         if power_w is not None:
             self._idle_w[uuid] = power_w
 
     def _signals(self, uuid: GpuUuid, telemetry: Telemetry) -> Signals:
-        xids = self._xids.seen(uuid)  # may fail; then a reset is reported at the next check
+        xids = self._xids.seen(uuid)  # may fail; until it does not, a reset is still to be told
         if xids:
             self._struck.add(uuid)
         if self._xids.is_watched(uuid):
@@ -401,7 +396,7 @@ class HealthMonitor:
         try:
             kept = msgspec.json.decode(self._path(uuid).read_bytes(), type=_Kept)
         except (OSError, msgspec.DecodeError):
-            return Health()  # never unhealthy, or unknown
+            return Health()  # never sick before, or nobody knows
         if not self._boot or kept.boot != self._boot:
             return Health()
         self._energy_mj[uuid] = kept.energy_mj

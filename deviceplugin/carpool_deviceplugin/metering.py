@@ -1,4 +1,4 @@
-"""Usage of each GPU by each pod, smoothed, from cumulative counters. Pure."""
+"""From counters to measures: what each pod uses of each GPU, smoothed."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -12,23 +12,23 @@ from msgspec.structs import replace
 from carpool_deviceplugin.gpu import ProcessUsage, Reading
 
 SMOOTHING_S = 5.0
-"""Time constant of the exponential average in metrics."""
+"""Time constant of the exponential average that metrics tell."""
 STATUS_SMOOTHING_S = 90.0
-"""Time constant of the activity in `GpuNode.status`, which admission uses. Long enough for checkpoints and evaluations
-(90 s as in RAD-RM's monitor, Yousefzadeh-Asl-Miandoab, ITU 2025)."""
+"""The same of the activity that `GpuNode.status` tells, by which others are admitted: steps come and go, checkpoints
+and evaluations take their time (90 s as in RAD-RM's monitor, Yousefzadeh-Asl-Miandoab, ITU 2025)."""
 FORMER = 4
-"""Weight, in samples, of such a mean after the GPU's set of pods has changed: earlier co-location says little, but a
-pause at that moment must not erase it."""
+"""Samples that such a mean counts for once others came to the GPU or left it: what was done beside them says little,
+but a pause in that moment is no reason to forget it."""
 LEAST_BUSY = 0.01
-"""Below this share of the last seconds a pod is not working: it loads or waits, and will allocate memory later."""
+"""Share of the last seconds below which a pod does not work: it loads, or waits, and will take its memory later."""
 MOVED = 0.10
-"""Relative change below which a measurement is not written to the API server again."""
+"""A measure that moved by less than this share is not written to the API server again."""
 PEAK_MOVED = 0.01
-"""The same for peaks, which only rise, and which admission of neighbours uses."""
+"""The same of a peak, which only rises, and seldom: neighbours are admitted by it."""
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """Activity of one pod on one GPU. Ratios 0..1; None if the GPU does not report it."""
+    """What one pod does to one GPU. Ratios 0..1; None where the GPU cannot say."""
 
     busy: float | None = 0.0
     sm: float | None = 0.0
@@ -36,7 +36,7 @@ class Rates(msgspec.Struct, frozen=True):
     power_w: float | None = 0.0
 
     def towards(self, now: "Rates", weight: float) -> "Rates":
-        """Interpolate towards `now` by `weight`, 0..1."""
+        """Move to `now` by `weight`, 0..1."""
         return Rates(
             _towards(self.busy, now.busy, weight),
             _towards(self.sm, now.sm, weight),
@@ -50,43 +50,43 @@ def _towards(was: float | None, now: float | None, weight: float) -> float | Non
 
 
 class PodUsage(msgspec.Struct, frozen=True):
-    """Usage of one GPU by one pod."""
+    """What one pod uses of one GPU."""
 
     memory_mib: int = 0
     peak_memory_mib: int = 0
     rates: Rates | None = None
-    """None until there are two samples; the last rates if the pod's processes have ended."""
+    """None until two samples exist. Of a pod whose processes have ended: as they were at last."""
     samples: int = 0
-    """Samples with work since the pod began."""
+    """Samples with work since it began."""
     means: Rates | None = None
-    """Rates averaged over `STATUS_SMOOTHING_S`, or mostly since the set of pods changed."""
+    """The same over `DECIDING_S`, or mostly since others came to the GPU or left it, where that is less."""
     mean_samples: int = 0
-    """Samples with work in `means`."""
+    """Samples with work that they are of."""
     is_running: bool = False
     """Whether it has a process on the GPU."""
     step_time_s: float | None = None
     energy_j: float | None = None
-    """Energy above idle since the agent started; None if unknown."""
+    """Above idle, since the agent started; None while nobody knows."""
 
 
 _UNUSED = PodUsage()
 _COUNTERS = attrgetter("busy_s", "sm_s", "dram_s", "energy_j")
-"""Counters of a process; one call is faster than single attribute reads."""
+"""Of a process; attribute by attribute they take longer than all that is reckoned from them."""
 _NOTHING = (None,) * 4
 
 
 class Meter:
-    """Measures the pods of one GPU."""
+    """Measures one GPU."""
 
     def __init__(self, uuid: GpuUuid) -> None:
         self.uuid = uuid
         self.reading: Reading | None = None
         self.is_current = False
-        """Whether the last read of the GPU succeeded."""
+        """Whether the GPU could be read when it was last asked."""
         self.usage: dict[PodUid, PodUsage] = {}
 
     def sample(self, reading: Reading) -> None:
-        """Update from a reading."""
+        """Take in a reading."""
         before = self.reading
         earlier = {p.id: p for p in before.processes} if before else {}
         of_pods: dict[PodUid, list[ProcessUsage]] = {pod: [] for pod in self.usage}
@@ -107,7 +107,7 @@ class Meter:
         self.reading, self.is_current = reading, True
 
     def _see_last(self, process: ProcessUsage, before: ProcessUsage | None) -> None:
-        """Add the energy that a process used between the previous reading and its end."""
+        """Credit a pod with what its process drew between the last reading and its end."""
         use = self.usage.get(process.pod_uid)
         if use is not None and before is not None and process.energy_j is not None:
             drawn = max(0.0, process.energy_j - (before.energy_j or 0.0))
@@ -118,26 +118,26 @@ class Meter:
         return {pod for pod, use in self.usage.items() if use.is_running}
 
     def keep(self, pods: Set[PodUid]) -> None:
-        """Drop all pods except these and those with processes."""
+        """Forget all pods but these and those with processes."""
         there = _pods(self.reading) if self.reading else set()
         self.usage = {pod: use for pod, use in self.usage.items() if pod in pods or pod in there}
 
     def discard(self, pods: Set[PodUid]) -> None:
-        """Drop these pods until the next reading: their reservations are gone, and usually they have ended."""
+        """Say nothing of these pods until the GPU was read again: their reservations went, as they do at an end."""
         self.usage = {pod: use for pod, use in self.usage.items() if pod not in pods}
 
     def peaks(self) -> dict[PodUid, int]:
-        """Return the measured peak memory of each pod, in MiB."""
+        """Return the most that each pod was measured to take, in MiB."""
         return {pod: use.peak_memory_mib for pod, use in self.usage.items()}
 
     def tenants(self) -> list[Tenant]:
-        """Return the measurements as tenants of `GpuNode.status`."""
+        """Return what is measured, as `GpuNode.status` says it."""
         sharing = max(1, sum(use.is_running for use in self.usage.values()))
         idle_w = (self.reading.idle_power_w or 0.0) / sharing if self.reading else 0.0
         return [_tenant(pod, self.uuid, use, idle_w) for pod, use in sorted(self.usage.items())]
 
     def total(self, *, is_concurrent: bool) -> Rates:
-        """Return the activity of the whole GPU; `is_concurrent`: kernels of tenants run at the same time."""
+        """What the whole GPU does, tenants together; `is_concurrent` where their kernels run at the same time."""
         rates = [use.rates for use in self.usage.values() if use.rates and use.is_running]
         idle = math.prod(1 - min(1.0, r.busy or 0.0) for r in rates)
         busy = 1 - idle if is_concurrent else min(1.0, sum(r.busy or 0.0 for r in rates))
@@ -152,27 +152,27 @@ def _pods(reading: Reading) -> set[PodUid]:
 
 
 def _window_s(before: Reading | None, now: Reading, processes: Sequence[ProcessUsage]) -> float:
-    """Return seconds covered by both readings and a pod's processes; 0 if unknown."""
+    """Seconds that a pod's processes had since the reading before; 0 where nothing can be said of them."""
     if before is None or not processes:
         return 0.0
     return min(now.at - before.at, now.at - min(p.started for p in processes))
 
 
 def _weight(samples: int, elapsed_s: float, constant_s: float = SMOOTHING_S) -> float:
-    """Return a sample's weight in the average: first a plain mean, later an exponential one.
+    """Weight of a sample in the average: a plain mean at first, an exponential one later.
 
-    The second sample with work replaces the first, which began before the work.
+    The first sample with work began before the work did, so the second replaces it.
     """
     return 1.0 if samples <= 2 else max(1 - math.exp(-elapsed_s / constant_s), 1 / (samples - 1))
 
 
 def _present(use: PodUsage, processes: Sequence[ProcessUsage], *, is_new: bool) -> PodUsage:
-    """Return a pod's usage if no time has passed.
+    """What can be said of a pod's processes when no time has passed.
 
     Args:
-        use: Usage so far.
-        processes: Its processes now.
-        is_new: Whether they began under observation: then their first energy value is theirs.
+        use: What was known of the pod.
+        processes: That it has now.
+        is_new: Whether they began while the GPU was watched: what they drew before they were first seen is theirs.
     """
     drawn = [p.energy_j for p in processes if p.energy_j is not None] if is_new else []
     memory = sum(p.memory_mib for p in processes)
@@ -249,7 +249,7 @@ def _tenant(pod: PodUid, uuid: GpuUuid, use: PodUsage, idle_w: float) -> Tenant:
 
 
 def damp_changes(written: Iterable[Tenant], measured: Iterable[Tenant]) -> list[Tenant]:
-    """Return tenants for the status; those that changed too little keep their written values."""
+    """Return the tenants as they should stand in the status: those that moved too little stay as they were written."""
     before = {(t.pod_uid, t.gpu_uuid): t for t in written}
     return [_kept(before.get((tenant.pod_uid, tenant.gpu_uuid)), tenant) for tenant in measured]
 

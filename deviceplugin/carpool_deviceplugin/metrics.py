@@ -1,4 +1,4 @@
-"""The agent's /metrics: GPUs under DCGM's names, tenants and the agent under Carpool's."""
+"""What the agent shows at /metrics: the GPUs under DCGM's names, their tenants and the agent itself under ours."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -16,7 +16,7 @@ _DEVICE_LABELS = (
     "gpu", "UUID", "pci_bus_id", "device", "modelName", "GPU_I_PROFILE", "GPU_I_ID", "Hostname", "hostname", "pod",
     "namespace", "container",
 )  # fmt: skip
-"""dcgm-exporter spells Hostname with a capital; its dashboards select by it."""
+"""dcgm-exporter writes Hostname with a capital, and its dashboards choose by it."""
 SOURCE = "carpool_agent_gpu_metrics_source"
 TENANT_ENERGY = "carpool_gpu_tenant_energy_joules"
 _TENANT_LABELS = ("UUID", "namespace", "pod", "job")
@@ -52,17 +52,17 @@ TENANT_GAUGES = {
 
 
 class AgentCollector(Collector):
-    """Serves the last sample: a scrape never waits for a GPU."""
+    """Shows the last sample: a scrape never waits for a GPU, or all else that the agent does would wait with it."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
 
     def describe(self) -> Iterable[Metric]:
-        """Return no metrics, so that registration needs no sample."""
+        """Name no metric in advance, so that registering needs no sample."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield metrics of the GPUs, the tenants and the agent."""
+        """Show the GPUs and the agent."""
         yield from self._devices()
         yield from self._tenants()
         yield from self._itself()
@@ -92,18 +92,18 @@ class AgentCollector(Collector):
                     for name, value in part.counters.items():
                         families[name].samples.append(Sample(name, of_part, value))
         yield source
-        # Families that no GPU reports are absent; before the first sample that is unknown.
+        # What no GPU here can say is absent; where none was asked yet, nobody knows what that is.
         is_sampled = any(meter.reading is not None for meter in self._agent.reconciler.meters.values())
         yield from (family for family in (*families.values(), energy) if family.samples or not is_sampled)
 
     def _labels_of_part(self, device: Device, pci_bus_id: str, part: InstanceReading) -> dict[str, str]:
-        """Return labels of a MIG instance, with the pod that owns it."""
+        """A MIG instance belongs to the pod that it was made for."""
         owner = next((r for r in self._agent.reconciler.reservations if r.pod_uid == part.pod_uid), None)
         of_part = {"GPU_I_PROFILE": part.profile, "GPU_I_ID": str(part.instance_id), **self._owner(owner)}
         return self._labels(device, pci_bus_id) | of_part
 
     def _owner(self, owner: Reservation | None) -> dict[str, str]:
-        """Return labels of a pod, with its container if the kubelet has reported it."""
+        """Name a pod, and the container that holds its GPUs where the kubelet has said which."""
         if owner is None:
             return {"pod": "", "namespace": "", "container": ""}
         kubelet = self._agent.kubelet
@@ -111,7 +111,7 @@ class AgentCollector(Collector):
         return {"pod": owner.pod_name, "namespace": owner.pod_namespace, "container": container}
 
     def _labels(self, device: Device, pci_bus_id: str) -> dict[str, str]:
-        """Return labels of a GPU; a shared GPU has no pod label, because its pods have their own series."""
+        """A GPU that is shared belongs to no pod: its pods have series of their own."""
         there = [r for r in self._agent.reconciler.reservations if device.uuid in r.gpu_uuids]
         owner = there[0] if len(there) == 1 and there[0].mode is not SharingMode.MIG else None
         values = (
@@ -169,7 +169,7 @@ class AgentCollector(Collector):
 
 
 def _now(use: PodUsage) -> Rates:
-    """Return a pod's current rates: zero after its processes have ended, unknown stays unknown."""
+    """A pod whose processes have ended does nothing; what could never be said of it is not said now either."""
     if use.rates is None or use.is_running:
         return use.rates or Rates()
     busy, sm, dram = (None if value is None else 0.0 for value in (use.rates.busy, use.rates.sm, use.rates.dram))

@@ -1,4 +1,4 @@
-"""Multi-Instance GPU: profiles, placements, fragmentation, and the plan from one set of instances to another. Pure."""
+"""MIG profiles and where their instances may stand, as a GPU says itself."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -11,7 +11,7 @@ from carpool_deviceplugin.quoting import quoted
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A kind of GPU instance."""
+    """One kind of GPU instance."""
 
     name: str
     """Such as `3g.20gb` or `1g.5gb+me`."""
@@ -19,14 +19,14 @@ class Profile:
     """NVML's GPU instance profile ID on these products, as `nvidia-smi mig -lgip` prints it."""
     compute_slices: int
     memory_slices: int
-    """Number of adjacent memory slices of an instance."""
+    """How many neighbouring memory slices an instance takes."""
     starts: tuple[int, ...]
     """First memory slice of each possible placement."""
     memory_mib: int
-    """Memory visible to tenants, in MiB, rounded as NVIDIA prints it."""
+    """What tenants see of it, in MiB, to the nearest that NVIDIA prints."""
     sm_count: int
     has_media: bool = False
-    """Whether it uses the GPU's single set of JPEG and optical-flow engines (`+me`)."""
+    """Whether it takes the GPU's one set of JPEG and optical-flow engines (`+me`)."""
 
     def __str__(self) -> str:
         return self.name
@@ -35,13 +35,13 @@ class Profile:
         return hash(self.name)
 
     def mask(self, start: int) -> int:
-        """Return the memory slices of an instance at `start`, as bits."""
+        """Memory slices of an instance that stands at `start`, as bits."""
         return ((1 << self.memory_slices) - 1) << start
 
 
 @dataclass(frozen=True, eq=False)
 class MigTable:
-    """MIG profiles of one kind of GPU. Compared by identity, so that results can be cached."""
+    """What one kind of GPU can be divided into. Compared by identity, so that what is computed of it can be kept."""
 
     memory_slices: int
     profiles: tuple[Profile, ...]
@@ -53,7 +53,7 @@ class MigTable:
         return {p.name: p for p in self.profiles}
 
     def find(self, name: str) -> Profile:
-        """Return a profile; raises UnknownProfileError with the choices."""
+        """Find a profile; raises UnknownProfileError with the choices."""
         try:
             return self.by_name[name]
         except KeyError:
@@ -64,12 +64,12 @@ class MigTable:
 
 
 class UnknownProfileError(ValueError):
-    """This GPU has no such MIG profile; the message lists its profiles."""
+    """This GPU has no such MIG profile; the message lists those that it has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A profile at a position."""
+    """A profile at a place: what an instance is apart from its identity."""
 
     profile: Profile
     start: int
@@ -88,7 +88,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """An existing GPU instance."""
+    """A GPU instance that exists."""
 
     id: int
     """NVML's GPU instance ID."""
@@ -100,24 +100,24 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class OccupiedSlices:
-    """Resources that instances occupy together."""
+    """What instances take of a GPU together."""
 
     mask: int = 0
     """Memory slices, as bits."""
     media: bool = False
-    """Whether the media extensions are in use."""
+    """Whether the media extensions are taken."""
 
     def fits(self, placement: Placement) -> bool:
-        """Return whether an instance could be created there."""
+        """Whether an instance could be created there."""
         return not self.mask & placement.mask and not (self.media and placement.profile.has_media)
 
     def plus(self, placement: Placement) -> "OccupiedSlices":
-        """Return the resources with one more instance."""
+        """Take what an instance takes."""
         return OccupiedSlices(self.mask | placement.mask, self.media or placement.profile.has_media)
 
 
 def occupied(placements: Iterable[Placement]) -> OccupiedSlices:
-    """Return the resources that these instances occupy. Raises ValueError if two of them overlap."""
+    """What these instances take together. Raises ValueError where two of them overlap."""
     taken = OccupiedSlices()
     for placement in placements:
         if not taken.fits(placement):
@@ -128,14 +128,14 @@ def occupied(placements: Iterable[Placement]) -> OccupiedSlices:
 
 @lru_cache(maxsize=256)
 def placements(profile: Profile) -> tuple[tuple[int, Placement], ...]:
-    """Return a profile's placements from the left, each with its memory slices as bits."""
+    """Return where a profile's instances may stand, from the left, each after its memory slices as bits."""
     return tuple((profile.mask(start), Placement(profile, start)) for start in profile.starts)
 
 
 def count_fitting(profile: Profile, taken: OccupiedSlices) -> int:
-    """Return how many instances of one profile can still be created together.
+    """How many instances of one profile can still be created side by side.
 
-    Placements of one profile have one size, so a greedy choice from the left is optimal.
+    Placements of one profile have one size, so taking the first that fits, from the left, gives the most of them.
     """
     if profile.has_media and taken.media:
         return 0
@@ -150,19 +150,17 @@ def count_fitting(profile: Profile, taken: OccupiedSlices) -> int:
 
 @lru_cache(maxsize=8192)
 def free_counts(table: MigTable, taken: OccupiedSlices) -> tuple[int, ...]:
-    """Return how many instances of each profile, largest first, can still be created. Larger tuples are better."""
+    """For each profile, largest first, how many can still be created: the larger the better, compared in order."""
     return tuple(count_fitting(profile, taken) for profile in table.profiles)
 
 
 @lru_cache(maxsize=8192)
 def fragmentation(table: MigTable, taken: OccupiedSlices) -> float:
-    """Return how much free capacity is unusable because it is scattered, 0..1.
+    """How much of what is free cannot be had because it lies scattered, 0..1.
 
-    For each profile that would fit by the number of free slices: the share of instances that cannot be placed now,
-    weighted
-    by the profile's size. 0: every profile fits as often as on a GPU with as many contiguous free slices. 1: slices are
-    free, but
-    no instance can be created.
+    For each profile that would fit by the number of free slices alone: the share of instances that cannot be placed
+    where they lie now, weighted by the profile's size. 0: every profile can be created as often as its size allows on a
+    GPU with as many free slices in one place; 1: nothing can be created although slices are free.
     """
     free = table.memory_slices - taken.mask.bit_count()
     lost = weight = 0.0
@@ -176,7 +174,7 @@ def fragmentation(table: MigTable, taken: OccupiedSlices) -> float:
 
 @lru_cache(maxsize=256)
 def max_contiguous_counts(table: MigTable, free: int, *, media: bool) -> tuple[int, ...]:
-    """Return how many instances of each profile fit into so many free slices at the better end of the GPU."""
+    """For each profile, how many can be created where so many free slices lie at one end of the GPU, the better end."""
     left = ((1 << free) - 1) ^ ((1 << table.memory_slices) - 1)
     right = (1 << (table.memory_slices - free)) - 1  # placements are not symmetric
     ends = (free_counts(table, OccupiedSlices(left, media)), free_counts(table, OccupiedSlices(right, media)))
@@ -184,12 +182,12 @@ def max_contiguous_counts(table: MigTable, free: int, *, media: bool) -> tuple[i
 
 
 _MOST_NAMED = 8
-"""Maximum of profiles in a message; more than fit on any GPU."""
+"""Profiles in a sentence: more than fit on any GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Destroy:
-    """Destroy an idle instance, after its compute instances."""
+    """Destroy an instance that nobody uses, its compute instances first."""
 
     instance: Instance
 
@@ -199,7 +197,7 @@ class Destroy:
 
 @dataclass(frozen=True, slots=True)
 class Create:
-    """Create an instance with one compute instance that spans it."""
+    """Create an instance, and one compute instance that takes all of it."""
 
     placement: Placement
 
@@ -212,22 +210,22 @@ MigStep = Destroy | Create
 
 @dataclass(frozen=True, slots=True)
 class MigPlan:
-    """Steps to the wanted instances. In this order they never overlap."""
+    """How to get there. The steps in this order never overlap, with explicit placements and without."""
 
     steps: tuple[MigStep, ...]
     kept: tuple[Instance, ...]
-    """Instances that stay: those in use, and idle ones that are wanted at their placement."""
+    """Instances that stay: those in use, and idle ones that are wanted where they are."""
     fragmentation: float
-    """Fragmentation afterwards, 0..1."""
+    """Of what is free afterwards, 0..1."""
 
 
 @dataclass(frozen=True, slots=True)
 class MigRefusal:
-    """The wanted instances are infeasible."""
+    """There is no way, and why."""
 
     message: str
     blocking: tuple[Instance, ...] = ()
-    """A smallest set of instances in use that would have to end; empty if the profiles do not fit an empty GPU."""
+    """The fewest instances in use that would have to end; empty where the profiles do not fit an empty GPU either."""
 
 
 def plan_mig(
@@ -235,15 +233,14 @@ def plan_mig(
 ) -> MigPlan | MigRefusal:
     """Plan one GPU's instances.
 
-    Instances in use stay, and count for a wanted profile of their kind. Idle instances that are not wanted are
-    destroyed. Among
-    plans with the fewest steps, the planner prefers room for the largest profiles, then low fragmentation.
+    What is in use stays, and counts for a wanted profile of its kind. What is idle and not wanted is destroyed. Of the
+    plans with the fewest steps the one is chosen that leaves room for the largest profiles, then the least scattered.
 
     Args:
-        table: The GPU's profiles.
+        table: What the GPU can be divided into.
         present: Its instances.
-        in_use: IDs of instances with a process or a reservation.
-        wanted: Profiles of all instances that should exist, with repetitions.
+        in_use: IDs of those with a process or a promise.
+        wanted: Profiles of all instances that there should be, repeated for several.
     """
     wanted = list(wanted)
     used = [i for i in present if i.id in in_use]
@@ -267,17 +264,17 @@ def _missing(wanted: Iterable[Profile], used: Iterable[Instance]) -> Counter[Pro
 
 
 def _in_order(table: MigTable, layout: Iterable[Placement]) -> list[Placement]:
-    """Largest first: this order also works with drivers that choose placements themselves."""
+    """Largest first: so they also fit where an old driver chooses the places itself."""
     return sorted(layout, key=lambda p: (table.profiles.index(p.profile), p.start))
 
 
 def _layouts(table: MigTable, taken: OccupiedSlices, missing: Counter[Profile]) -> Iterator[tuple[Placement, ...]]:
-    """Yield every placement of the missing instances; instances of one profile are interchangeable."""
+    """Every way to place what is missing; instances of one profile are not told apart."""
     return _placed(table, taken.mask, taken.media, [missing[p] for p in table.profiles])
 
 
 def _placed(table: MigTable, taken: int, media: bool, counts: Sequence[int]) -> Iterator[tuple[Placement, ...]]:
-    """Yield every placement of these counts of profiles beside occupied slices (bits)."""
+    """Every way to place so many of each profile beside what is taken, as bits; of fewer than none there is nothing."""
     missing = [(p, count) for p, count in zip(table.profiles, counts, strict=True) if count > 0]
     if sum(p.memory_slices * count for p, count in missing) > table.memory_slices - taken.bit_count():
         return iter(())
@@ -303,7 +300,7 @@ def _place(missing: Sequence[tuple[Profile, int]], taken: int, media: bool) -> I
 def _rank(
     table: MigTable, taken: OccupiedSlices, layout: Sequence[Placement], idle: Set[Placement]
 ) -> tuple[int, tuple[int, ...], float, tuple[int, ...]]:
-    """Return the sort key of a layout: instances to create, lost room for large profiles, fragmentation, positions."""
+    """The smaller the better: instances to create, room lost for large profiles, scatter, and then places."""
     created = sum(placement not in idle for placement in layout)
     after = _after(taken, layout)
     room = tuple(-count for count in free_counts(table, after))
@@ -318,14 +315,14 @@ def _after(taken: OccupiedSlices, layout: Iterable[Placement]) -> OccupiedSlices
 
 
 def fits_together(table: MigTable, taken: OccupiedSlices, missing: Counter[Profile]) -> bool:
-    """Return whether instances of these profiles fit together beside occupied slices."""
+    """Whether instances of these profiles fit together beside what is taken."""
     return next(_layouts(table, taken, missing), None) is not None
 
 
 def _refuse(table: MigTable, used: Sequence[Instance], wanted: Sequence[Profile]) -> MigRefusal:
     names = ", ".join(str(p) for p in sorted(wanted, key=table.profiles.index)[:_MOST_NAMED])
     names += f" and {len(wanted) - _MOST_NAMED:,} more" if len(wanted) > _MOST_NAMED else ""
-    if fits_together(table, OccupiedSlices(), Counter(wanted)):  # otherwise no end of an instance would help
+    if fits_together(table, OccupiedSlices(), Counter(wanted)):  # otherwise whoever leaves would leave in vain
         leaving = _fewest_in_the_way(table, used, wanted)
         whom = " and ".join(str(i) for i in leaving)
         return MigRefusal(
@@ -339,9 +336,9 @@ def _refuse(table: MigTable, used: Sequence[Instance], wanted: Sequence[Profile]
 
 
 def _fewest_in_the_way(table: MigTable, used: Sequence[Instance], wanted: Sequence[Profile]) -> tuple[Instance, ...]:
-    """Return a smallest set of instances whose end makes the wanted profiles fit.
+    """Return the fewest instances without which what is wanted fits; it fits where all leave.
 
-    Seven instances have at most 127 subsets, so this works on bits and counts.
+    Seven instances can leave in 127 ways, so each of them is only bits and counts.
     """
     index = [table.profiles.index(i.placement.profile) for i in used]
     bits, media = [i.placement.mask for i in used], [i.placement.profile.has_media for i in used]

@@ -1,4 +1,4 @@
-"""MIG instances through NVML, the checkpoint of each GPU, and the execution of MIG plans."""
+"""MIG through NVML: what a GPU can be divided into, its instances, and one step at a time."""
 
 import ctypes
 import os
@@ -17,14 +17,14 @@ from carpool_deviceplugin.mig import Create, Destroy, Instance, MigPlan, MigStep
 from carpool_deviceplugin.nvlib import Handle, Session, read_processes
 
 _MOST = 16
-"""More than the instances, or the placements of a profile, of any GPU."""
+"""More instances, or placements of a profile, than any GPU has."""
 _NEVER_HEARD_OF = pynvml.NVML_ERROR_INVALID_ARGUMENT
-"""Returned for profiles that are newer than the driver; profiles that a GPU lacks are NOT_SUPPORTED."""
+"""What drivers say of profiles that came after them; those that a GPU merely lacks are NOT_SUPPORTED."""
 
 
 @dataclass(frozen=True, slots=True)
 class MigDevice:
-    """A MIG device, as containers get it."""
+    """What a container is given of a GPU instance."""
 
     uuid: str
     """`MIG-…`."""
@@ -33,7 +33,7 @@ class MigDevice:
 
 
 def read_table(session: Session, uuid: GpuUuid) -> MigTable | None:
-    """Read a GPU's MIG profiles; None without MIG. Works whether MIG is on or off."""
+    """Ask the driver what the GPU can be divided into; None without MIG. Works whether MIG is switched on or off."""
     library, handle = session.library, session.handle(uuid)
     profiles: list[Profile] = []
     for index in range(pynvml.NVML_GPU_INSTANCE_PROFILE_COUNT):
@@ -70,7 +70,7 @@ def _profile(info: Any, placements: list[Any]) -> Profile:
 
 
 def read_instances(session: Session, uuid: GpuUuid, table: MigTable) -> list[Instance]:
-    """List a GPU's instances; empty if MIG is off. Raises NvmlError."""
+    """List a GPU's instances; raises NvmlError. Empty where MIG is switched off."""
     library, handle = session.library, session.handle(uuid)
     found: list[Instance] = []
     for profile in table.profiles:
@@ -88,7 +88,7 @@ def read_instances(session: Session, uuid: GpuUuid, table: MigTable) -> list[Ins
 
 
 def read_mig_devices(session: Session, uuid: GpuUuid) -> list[MigDevice]:
-    """List a GPU's MIG devices; raises NvmlError."""
+    """List what can be handed to containers; raises NvmlError."""
     library, handle = session.library, session.handle(uuid)
     devices: list[MigDevice] = []
     for index in range(session.ask(uuid, library.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
@@ -114,7 +114,7 @@ def read_processes_of_instances(session: Session, uuid: GpuUuid) -> set[int]:
 
 
 def apply_step(session: Session, uuid: GpuUuid, step: MigStep) -> None:
-    """Take one step; idempotent. Raises NvmlError or DeviceError."""
+    """Take one step; a step that was taken already changes nothing. Raises NvmlError or DeviceError."""
     match step:
         case Destroy(instance):
             _destroy(session, uuid, instance)
@@ -123,7 +123,7 @@ def apply_step(session: Session, uuid: GpuUuid, step: MigStep) -> None:
 
 
 def _instances_at(session: Session, uuid: GpuUuid, profile: Profile) -> dict[int, tuple[int, Handle]]:
-    """Return ID and handle of a profile's instances, by first slice."""
+    """Instances of one profile: ID and handle by first slice."""
     library, handle = session.library, session.handle(uuid)
     handles = (pynvml.c_nvmlGpuInstance_t * _MOST)()
     count = ctypes.c_uint(_MOST)
@@ -158,8 +158,8 @@ def _destroy(session: Session, uuid: GpuUuid, instance: Instance) -> None:
     number, handle = there
     if number != instance.id:
         raise DeviceError(
-            f"GPU {uuid}: expected {instance}, found instance {number} in its place; "
-            "another program manages MIG on this GPU: let one manager do it"
+            f"GPU {uuid}: expected {instance}, found instance {number} in its place; somebody else divides this GPU: "
+            "let one manager do it"
         )
     for compute_profile in _compute_profiles(session, uuid, handle):
         for compute in _compute_instances(session, uuid, handle, compute_profile):
@@ -168,7 +168,7 @@ def _destroy(session: Session, uuid: GpuUuid, instance: Instance) -> None:
 
 
 def _compute_profiles(session: Session, uuid: GpuUuid, instance: Handle) -> dict[int, int]:
-    """Return slices of the compute instance profiles of a GPU instance, by profile ID."""
+    """IDs of the compute instance profiles of a GPU instance, with their slices."""
     found: dict[int, int] = {}
     for index in range(pynvml.NVML_COMPUTE_INSTANCE_PROFILE_COUNT):
         info = session.ask(
@@ -204,28 +204,28 @@ def _compute_instances(session: Session, uuid: GpuUuid, instance: Handle, profil
 
 @dataclass(frozen=True, slots=True)
 class CreatedInstance:
-    """A MIG instance that the agent created, or was creating when it ended."""
+    """A MIG instance that the agent made, or was about to make when it died."""
 
     profile: str
     start: int
     pod_uid: PodUid | None = None
-    """Pod for which it was created."""
+    """Whom it was made for."""
     device: str = ""
-    """UUID of its MIG device; empty until it was read."""
+    """UUID of its MIG device; empty until it was seen."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Saved state of a GPU that the driver does not keep: sharing mode, MPS limits, the agent's MIG instances."""
+    """How a GPU is shared, what MPS holds its pods to, and which MIG instances are ours."""
 
     mode: SharingMode | None = None
     limits: dict[PodUid, Limits] = field(default_factory=dict)
     instances: tuple[CreatedInstance, ...] = ()
     is_cleanup_pending: bool = False
-    """Whether the stop of an MPS daemon has begun and not finished."""
+    """Whether an MPS daemon's stop was begun, and has not ended."""
 
     def limiting(self, pod_uid: PodUid, limits: Limits | None) -> "Checkpoint":
-        """Set the MPS limits of a pod; None removes them."""
+        """Set what MPS holds a pod to; None removes it."""
         others = {pod: known for pod, known in self.limits.items() if pod != pod_uid}
         return replace(self, limits=others if limits is None else {**others, pod_uid: limits})
 
@@ -233,14 +233,14 @@ class Checkpoint:
 def possible_modes(
     *, has_mps: bool, has_mig: bool, is_divided: bool, may_divide: bool, may_switch: bool
 ) -> frozenset[SharingMode]:
-    """Return the modes for which a GPU can be prepared.
+    """Say what a GPU can be prepared for.
 
     Args:
         has_mps: The node can run MPS daemons.
-        has_mig: The GPU supports MIG.
-        is_divided: MIG is on.
-        may_divide: No other manager partitions the node's GPUs.
-        may_switch: MIG may be switched, and no instance of others would be lost.
+        has_mig: The GPU has MIG.
+        is_divided: MIG is switched on.
+        may_divide: Nobody else divides the node's GPUs.
+        may_switch: MIG may be switched, and doing so takes no instance from anybody else.
     """
     whole = {SharingMode.EXCLUSIVE, SharingMode.TIME_SLICING} | ({SharingMode.MPS} if has_mps else set())
     divided = {SharingMode.MIG} if has_mig and may_divide and (is_divided or may_switch) else set()
@@ -248,13 +248,13 @@ def possible_modes(
 
 
 class CheckpointFile:
-    """Checkpoint of a GPU on disk, replaced atomically."""
+    """A GPU's setting on disk; a reader sees the old or the new one, never a part."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def read(self) -> Checkpoint:
-        """Return the checkpoint; an idle one if the file is missing or damaged."""
+        """Return the setting; a GPU without one is idle; one whose file is damaged is written anew."""
         try:
             return msgspec.json.decode(self._path.read_bytes(), type=Checkpoint)
         except FileNotFoundError:
@@ -265,7 +265,7 @@ class CheckpointFile:
             raise DeviceError(f"{self._path}: expected to read the GPU's mode, found {e}") from e
 
     def write(self, setting: Checkpoint) -> None:
-        """Write the checkpoint; raises DeviceError, for example on a full disk."""
+        """Keep the setting; raises DeviceError where it cannot be kept (a full disk, say)."""
         temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}.new")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -278,17 +278,17 @@ class CheckpointFile:
 
 @dataclass(frozen=True, slots=True)
 class FoundInstance:
-    """A MIG instance as read from the driver."""
+    """One instance as the driver shows it."""
 
     instance: Instance
     device: MigDevice | None
-    """None without a compute instance."""
+    """None where it has no compute instance (yet)."""
     own: CreatedInstance | None
-    """None if another program created it."""
+    """None where somebody else made it."""
 
 
 class MigInstances:
-    """MIG instances of a node's GPUs.
+    """The instances of a node's GPUs.
 
     Args:
         session: The open library.
@@ -299,16 +299,16 @@ class MigInstances:
         self._tables: dict[GpuUuid, MigTable | None] = {}
 
     def learn(self, uuid: GpuUuid) -> MigTable | None:
-        """Read a GPU's MIG profiles; raises NvmlError."""
+        """Ask what a GPU can be divided into; raises NvmlError."""
         self._tables[uuid] = read_table(self._session, uuid)
         return self._tables[uuid]
 
     def table(self, uuid: GpuUuid) -> MigTable | None:
-        """Return a GPU's MIG profiles; None without MIG."""
+        """Return what a GPU can be divided into; None without MIG."""
         return self._tables.get(uuid)
 
     def is_enabled(self, uuid: GpuUuid) -> bool:
-        """Return whether MIG is on; raises NvmlError."""
+        """Whether MIG is switched on now; raises NvmlError."""
         if self.table(uuid) is None:
             return False
         session = self._session
@@ -326,7 +326,7 @@ class MigInstances:
         return [_whose(i, devices.get(i.id), owned) for i in instances]
 
     def create(self, uuid: GpuUuid, file: CheckpointFile, placement: Placement, pod_uid: PodUid | None) -> None:
-        """Create an instance, or continue after a crash. The checkpoint is written before the creation."""
+        """Make an instance, or go on where an earlier agent died; it is written down before it is made."""
         own = CreatedInstance(placement.profile.name, placement.start, pod_uid)
         there = next((f for f in self.find(uuid, file) if f.instance.placement == placement), None)
         if there is not None and there.device is not None:
@@ -345,12 +345,10 @@ class MigInstances:
         _write(file, replace(own, device=made.device.uuid))
 
     def destroy(self, uuid: GpuUuid, file: CheckpointFile, placement: Placement) -> None:
-        """Destroy an instance of the agent; a missing one is only removed from the checkpoint."""
+        """Destroy an instance of ours; one that is gone is only forgotten."""
         there = next((f for f in self.find(uuid, file) if f.instance.placement == placement), None)
         if there is not None and there.own is None:
-            raise DeviceError(
-                f"GPU {uuid}: expected {there.instance} to be Carpool's own, found one that another program created"
-            )
+            raise DeviceError(f"GPU {uuid}: expected {there.instance} to be Carpool's own, found somebody else's")
         if there is not None:
             apply_step(self._session, uuid, Destroy(there.instance))
             if self._exists(uuid, placement):
@@ -362,9 +360,9 @@ class MigInstances:
         return table is not None and placement in {i.placement for i in read_instances(self._session, uuid, table)}
 
     def switch(self, uuid: GpuUuid, *, on: bool) -> None:
-        """Switch MIG on or off on an idle GPU; raises DeviceError if that needs more.
+        """Switch MIG on or off, where nobody is on the GPU; raises DeviceError where it takes more than that.
 
-        Ampere resets the GPU, which virtual machines with GPU passthrough cannot do; Hopper needs no reset.
+        Ampere resets the GPU for it, which virtual machines with a GPU passed through cannot; Hopper needs no reset.
         """
         session, library = self._session, self._session.library
         handle, word = session.handle(uuid), "on" if on else "off"
@@ -372,7 +370,7 @@ class MigInstances:
         session.forget(uuid)  # it may have been reset: handles and minor numbers are new
         if status == pynvml.NVML_SUCCESS and self.is_enabled(uuid) == on:
             return
-        # Otherwise the next reset would switch MIG by surprise.
+        # Otherwise whoever resets the GPU next would switch it by surprise.
         session.ask(uuid, library.nvmlDeviceSetMigMode, session.handle(uuid), int(not on))
         if status == pynvml.NVML_ERROR_IN_USE:
             why = "something still uses it: end its processes, DCGM and nvidia-persistenced among them"
@@ -384,7 +382,7 @@ class MigInstances:
 
 
 def mig_instances_of(found: list[FoundInstance], present: GpuProcesses) -> tuple[MigInstance, ...]:
-    """Join instances with the processes on them."""
+    """Join the instances with who is there."""
     return tuple(
         MigInstance(
             f.instance,
@@ -398,14 +396,14 @@ def mig_instances_of(found: list[FoundInstance], present: GpuProcesses) -> tuple
 
 
 def foreign_instances(found: list[FoundInstance]) -> frozenset[int]:
-    """Return the IDs of instances that other programs created."""
+    """IDs of the instances that somebody else made."""
     return frozenset(f.instance.id for f in found if f.own is None)
 
 
 def _whose(
     instance: Instance, device: MigDevice | None, owned: Mapping[tuple[str, int], CreatedInstance]
 ) -> FoundInstance:
-    """Return an instance with its checkpoint entry, unless its device UUID differs: then another program created it."""
+    """An instance that stands where ours stood, under another UUID, is not ours."""
     own = owned.get((instance.placement.profile.name, instance.placement.start))
     if own is not None and own.device and device is not None and own.device != device.uuid:
         own = None
@@ -438,18 +436,18 @@ def apply_plan(
     monotonic: Callable[[], float],
     taken: Callable[[MigStep], None] = lambda _: None,
 ) -> None:
-    """Take the steps of a plan, and undo them if one fails.
+    """Take the steps of a plan.
 
     Args:
         session: The open library.
         uuid: The GPU.
-        table: Its MIG profiles.
-        plan: Plan from the GPU's current instances.
-        monotonic: Clock, in seconds.
-        taken: Called after each step was read back.
+        table: What it can be divided into.
+        plan: What to do; made from what the GPU was a moment ago.
+        monotonic: Seconds.
+        taken: Hears of each step when it was read back.
 
     Raises:
-        DeviceError: A step failed; the message says whether the plan was undone.
+        DeviceError: A step failed, and whether it was undone.
     """
     until = monotonic() + DEADLINE_S
     done: list[MigStep] = []
@@ -470,7 +468,7 @@ def apply_plan(
 
 
 def _still_idle(session: Session, uuid: GpuUuid, step: MigStep) -> None:
-    """Raise if a process has started on an instance since the plan was made."""
+    """Somebody may have come since the plan was made; the driver would refuse as well, but only half-way."""
     if isinstance(step, Destroy) and step.instance.id in read_processes_of_instances(session, uuid):
         raise DeviceError(f"expected {step.instance} to be idle, found a process on it; make a new plan")
 

@@ -1,4 +1,4 @@
-"""Access to NVML: the functions used, errors with advice, sessions that survive driver restarts, and typed readings."""
+"""The port to NVML: the functions of the module `pynvml` that the agent calls, and nothing else of it."""
 
 import struct
 import threading
@@ -17,9 +17,9 @@ Handle = Any
 
 
 class NvmlLibrary(Protocol):
-    """NVML functions that the agent uses. Every function raises `pynvml.NVMLError`; units are NVML's own.
+    """What the agent needs of NVML. Every function raises `pynvml.NVMLError`; units are NVML's own.
 
-    Names, arguments and structures are those of `nvidia-ml-py`, so the module itself implements this protocol.
+    The names, arguments and structures are those of `nvidia-ml-py`, so that the module itself is an implementation.
     """
 
     def nvmlInit(self) -> None: ...
@@ -85,7 +85,7 @@ class NvmlLibrary(Protocol):
 
 
 def load_nvml() -> NvmlLibrary:
-    """Return the real bindings. `nvmlInit` loads `libnvidia-ml.so.1`."""
+    """Return the real library's bindings. Loading `libnvidia-ml.so.1` itself happens in `nvmlInit`."""
     import pynvml
 
     return cast("NvmlLibrary", pynvml)
@@ -124,7 +124,7 @@ _KNOWN = {code for name, code in vars(pynvml).items() if name.startswith("NVML_E
 
 
 def advice_for_call(code: int) -> str:
-    """Return what to do about a failed call, also for unknown codes."""
+    """Say what to do where a call has failed, also by a code that nobody has heard of."""
     if code in _ADVICE:
         return _ADVICE[code]
     where = "look at dmesg and nvidia-smi -q on the node"
@@ -134,7 +134,7 @@ def advice_for_call(code: int) -> str:
 
 
 def advice_for_start(code: int, error: str) -> str:
-    """Return what was expected and found when the driver could not be opened, and what to do."""
+    """Say what was expected, found and is to be done where the driver could not be opened."""
     return _NO_START.get(code) or f"expected NVML to start, found: {error}; {advice_for_call(code)}"
 
 
@@ -150,15 +150,15 @@ class NvmlError(DeviceError):
 
 
 class GpuLostError(NvmlError):
-    """The GPU no longer answers."""
+    """The GPU does not answer any more."""
 
 
 class DriverGoneError(NvmlError):
-    """The driver no longer answers, or has restarted."""
+    """The driver does not answer any more, or was restarted under us."""
 
 
 class NotPermittedError(NvmlError):
-    """The agent lacks a permission."""
+    """The agent lacks a right."""
 
 
 _GONE = {
@@ -172,11 +172,11 @@ _ABSENT = {
     pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
     pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH,
 }
-"""Codes of calls that the GPU, or a driver older than the bindings, does not support."""
+"""The GPU, or a driver older than the bindings, does not know it."""
 
 
 class Session:
-    """An open NVML library. Thread-safe; reopens after the driver was unloaded or restarted."""
+    """One use of the library. Thread-safe; survives a driver that goes away and comes back."""
 
     def __init__(self, library: NvmlLibrary) -> None:
         self.library = library
@@ -184,10 +184,10 @@ class Session:
         self._handles: dict[str, Handle] = {}
         self._is_open = False
         self.generation = 0
-        """Number of times the driver was opened. Event registrations of earlier generations are invalid."""
+        """How many times the driver was opened: what was registered with it must be registered again."""
 
     def open(self) -> None:
-        """Open the driver; raises NoDevicesError with advice."""
+        """Open the driver; raises NoDevicesError with what to do."""
         try:
             self._reopen()
         except pynvml.NVMLError as e:
@@ -202,7 +202,7 @@ class Session:
                 self.generation += 1
 
     def close(self) -> None:
-        """Close the driver; ignores errors of a driver that is gone."""
+        """Close the driver; errors are of no interest any more."""
         with self._lock:
             was_open, self._is_open = self._is_open, False
             if was_open:
@@ -216,12 +216,12 @@ class Session:
         """Call a function of the library.
 
         Args:
-            gpu: UUID of the GPU for the message; may be empty.
-            function: Function of the library.
-            args: Its arguments.
+            gpu: For the message: the GPU's UUID, or empty.
+            function: Of the library.
+            args: What it takes.
 
         Raises:
-            NvmlError: Or a subclass.
+            NvmlError: Or one of its kinds.
         """
         try:
             return function(*args)
@@ -229,7 +229,7 @@ class Session:
             raise self._wrapped(gpu, function.__name__, e) from e
 
     def ask(self, gpu: str, function: Callable[..., T], *args: Any, absent: int | None = None) -> T | None:
-        """Call a function; None if this GPU or driver does not support it, or returns code `absent`."""
+        """Call a function; None where this GPU or driver does not support it, or says `absent`."""
         try:
             return function(*args)
         except pynvml.NVMLError as e:
@@ -238,7 +238,7 @@ class Session:
             raise self._wrapped(gpu, function.__name__, e) from e
 
     def handle(self, uuid: str) -> Handle:
-        """Return a GPU's handle; reopens the driver if it was gone."""
+        """Return a GPU's handle, opening the driver again where it had gone."""
         with self._lock:
             found = self._handles.get(uuid) if self._is_open else None
         if found is not None:
@@ -253,7 +253,7 @@ class Session:
         return found
 
     def forget(self, uuid: str) -> None:
-        """Drop a GPU's cached handle after a reset."""
+        """Ask for a GPU's handle anew: it was reset."""
         with self._lock:
             self._handles.pop(uuid, None)
 
@@ -282,7 +282,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Properties of a GPU that do not change, except its MIG mode and power limit."""
+    """What never changes of a GPU, but for its MIG mode."""
 
     uuid: GpuUuid
     index: int
@@ -291,21 +291,21 @@ class Identity:
     product: str
     memory_mib: int
     reserved_mib: int
-    """Memory that the driver reserves."""
+    """What the driver keeps."""
     compute_capability: str
     pci_bus_id: str
     numa_node: int | None
     nvlink_peers: tuple[str, ...]
-    """PCI bus IDs at the remote ends of active links, each once; includes switches."""
+    """PCI bus IDs at the other ends of active links, each once; switches among them."""
     mig_capable: bool
     mig_enabled: bool
     mig_pending: bool
-    """MIG mode after the next reset."""
+    """What MIG mode will be after the next reset."""
     power_limit_w: float | None
 
 
 def linked_gpus(known: Identity, everyone: Mapping[GpuUuid, Identity]) -> list[GpuUuid]:
-    """Return other GPUs that are connected to a GPU by NVLink, directly or through a shared switch."""
+    """Return the other GPUs at the ends of a GPU's links, or at the same switch."""
     ends, own = set(known.nvlink_peers), {each.pci_bus_id for each in everyone.values()}
     return [
         uuid
@@ -315,12 +315,12 @@ def linked_gpus(known: Identity, everyone: Mapping[GpuUuid, Identity]) -> list[G
 
 
 class Telemetry(msgspec.Struct, frozen=True):
-    """Counters of a GPU at one moment."""
+    """A GPU's counters at one moment."""
 
     memory_used_mib: int
     memory_free_mib: int
     gpu_util_percent: float | None = None
-    """Share of time with at least one running kernel; None under MIG."""
+    """Share of time in which some kernel ran; absent under MIG."""
     memory_util_percent: float | None = None
     power_w: float | None = None
     energy_mj: int | None = None
@@ -329,15 +329,15 @@ class Telemetry(msgspec.Struct, frozen=True):
     sm_clock_mhz: int | None = None
     memory_clock_mhz: int | None = None
     clock_reasons: int | None = None
-    """NVML's bit mask of reasons for reduced clocks."""
+    """NVML's bits of why the clocks are lower than they could be."""
     ecc_uncorrectable: int | None = None
     """Since the driver was loaded."""
     rows_remapped_correctable: int | None = None
     rows_remapped_uncorrectable: int | None = None
     remap_pending: bool | None = None
-    """Whether a reset is needed to remap a row."""
+    """A reset is needed to take a bad row out of use."""
     remap_failed: bool | None = None
-    """Whether no spare row was left: the GPU must be replaced."""
+    """No spare row was left: replace the GPU."""
 
 
 class RunningProcess(msgspec.Struct, frozen=True):
@@ -345,17 +345,17 @@ class RunningProcess(msgspec.Struct, frozen=True):
 
     pid: int
     memory_mib: int | None
-    """None in containers without the permission to see it."""
+    """Absent in containers that lack rights to see it."""
     gpu_instance_id: int | None = None
 
 
 UtilizationSample = tuple[int, int, int]
-"""One process in one of the driver's sampling periods: PID, stamp in microseconds of the node's clock, SM share in
-percent. A plain tuple: thousands are read."""
+"""What one process did in one of the driver's sampling periods: process ID, microseconds of the node's clock as the
+driver stamps it, SM share in percent. Plain, because thousands are read."""
 
 
 class GpmMetrics(msgspec.Struct, frozen=True):
-    """Activity between two samples, ratios 0..1; Hopper and newer only."""
+    """Activity between two samples, ratios 0..1; only on Hopper and newer."""
 
     graphics: float | None = None
     sm: float | None = None
@@ -365,15 +365,15 @@ class GpmMetrics(msgspec.Struct, frozen=True):
 
 
 _SAMPLE = struct.Struct("=I4xQI12x")
-"""PID, stamp and SM share of `nvmlProcessUtilizationSample_t`. Unpacked directly: ctypes attributes are slow."""
+"""Process ID, stamp and SM share of NVML's structure of a sample: there are hundreds, and its attributes are slow."""
 _EVER_US = 2**64 - 1
 _MAX_LINKS = 18
-"""More links than any supported GPU has."""
+"""More than any GPU has that this was written for."""
 _NO_NUMA = 0xFFFFFFFF
 
 
 def list_gpus(session: Session) -> list[GpuUuid]:
-    """Return UUIDs of all GPUs by index. NVML omits a GPU that was lost before the agent started."""
+    """Return the UUIDs of all GPUs by index. One that is lost already when the agent starts is left out by NVML."""
     library = session.library
     count = session.call("", library.nvmlDeviceGetCount)
     uuids: list[GpuUuid] = []
@@ -388,7 +388,7 @@ def list_gpus(session: Session) -> list[GpuUuid]:
 
 
 def read_identity(session: Session, uuid: GpuUuid) -> Identity:
-    """Read a GPU's identity; raises NvmlError."""
+    """Describe a GPU; raises NvmlError."""
     library, handle = session.library, session.handle(uuid)
     memory = session.call(uuid, library.nvmlDeviceGetMemoryInfo, handle)
     detailed = session.ask(uuid, library.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2)
@@ -469,7 +469,7 @@ _NO_INSTANCE = 0xFFFFFFFF
 
 
 def read_processes(session: Session, uuid: GpuUuid) -> list[RunningProcess]:
-    """List processes with a context on a GPU or its MIG instances; raises NvmlError."""
+    """List the processes with a context on a GPU, those of its MIG instances too; raises NvmlError."""
     library, handle = session.library, session.handle(uuid)
     found = session.ask(uuid, library.nvmlDeviceGetComputeRunningProcesses, handle) or []
     return [
@@ -485,7 +485,7 @@ def read_processes(session: Session, uuid: GpuUuid) -> list[RunningProcess]:
 def read_utilization(
     session: Session, uuid: GpuUuid, since_us: int, until_us: int = _EVER_US
 ) -> Sequence[UtilizationSample] | None:
-    """Return valid samples between two of the driver's stamps; None if the GPU does not support them (MIG)."""
+    """Return what processes did between two moments, by the driver's stamps; None where the GPU cannot say (MIG)."""
     found = list_samples(session, uuid, since_us)
     if found is None:
         return None
@@ -493,7 +493,7 @@ def read_utilization(
 
 
 def list_samples(session: Session, uuid: GpuUuid, since_us: int) -> Sequence[UtilizationSample] | None:
-    """Return all samples since a stamp, unchecked; None if the GPU does not support them."""
+    """Return what the driver says that processes did since a moment, whatever it is; None where it cannot say."""
     library, handle = session.library, session.handle(uuid)
     try:
         found = session.ask(uuid, library.nvmlDeviceGetProcessUtilization, handle, since_us)
@@ -516,11 +516,11 @@ _RECENT_S = 0.5
 
 
 class TelemetryCache:
-    """Reads telemetry once for the measurement and the health check that follows it.
+    """Reads telemetry, and remembers it for a moment.
 
     Args:
         session: The open library.
-        monotonic: Clock, in seconds.
+        monotonic: Seconds.
     """
 
     def __init__(self, session: Session, monotonic: Callable[[], float]) -> None:
@@ -528,14 +528,14 @@ class TelemetryCache:
         self._last: dict[GpuUuid, tuple[float, int, Telemetry]] = {}
 
     def now(self, uuid: GpuUuid) -> Telemetry:
-        """Read telemetry and cache it; raises NvmlError."""
+        """Ask the driver; raises NvmlError."""
         self._last.pop(uuid, None)
         found = read_telemetry(self._session, uuid)
         self._last[uuid] = (self._monotonic(), self._session.generation, found)
         return found
 
     def recent(self, uuid: GpuUuid) -> Telemetry:
-        """Return telemetry of the last half second once; otherwise read it. Raises NvmlError."""
+        """Return what was read a moment ago, once; otherwise ask the driver. Raises NvmlError."""
         at, generation, found = self._last.pop(uuid, (0.0, -1, None))
         if found is None or generation != self._session.generation or self._monotonic() - at > _RECENT_S:
             return read_telemetry(self._session, uuid)

@@ -1,4 +1,4 @@
-"""The node's NVIDIA GPUs behind the port: reads, steps, and access for containers."""
+"""Real GPUs behind the port."""
 
 import threading
 import time
@@ -62,14 +62,14 @@ MPS, MIG = SharingMode.MPS, SharingMode.MIG
 
 
 class StepApplier:
-    """Takes steps on GPUs.
+    """Takes steps.
 
     Args:
-        instances: MIG instances of the node's GPUs.
-        watcher: Processes on the GPUs.
-        mps: The MPS daemons; None if the node cannot run any.
+        instances: The MIG instances of the node's GPUs.
+        watcher: Sees who is there.
+        mps: The MPS daemons; None where the node cannot run any.
         on_switch: Called with a GPU whose MIG mode was switched.
-        may_switch: Whether MIG may be switched on an idle GPU.
+        may_switch: Whether MIG may be switched on and off on a GPU that nobody uses.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class StepApplier:
         self._instances, self._watcher, self._mps = instances, watcher, mps
         self._on_switch, self._may_switch = on_switch, may_switch
         self.mig_manager = ""
-        """Another manager that partitions the node's GPUs; empty if there is none."""
+        """Who else divides the node's GPUs; empty where nobody does."""
 
     def apply(self, uuid: GpuUuid, file: CheckpointFile, step: Step) -> None:
         """Take one step; raises DeviceError."""
@@ -137,7 +137,7 @@ class StepApplier:
 
     def _check_that_it_is_ours(self, uuid: GpuUuid) -> None:
         if self.mig_manager:
-            raise DeviceError(f"GPU {uuid}: expected no other MIG manager, found that {self.mig_manager}")
+            raise DeviceError(f"GPU {uuid}: expected nobody else to divide it, found that {self.mig_manager}")
 
     def _check_that_no_pod_is_there(self, uuid: GpuUuid) -> None:
         self._watcher.forget(uuid)
@@ -164,19 +164,19 @@ MIG_MINORS = Path("/proc/driver/nvidia-caps/mig-minors")
 
 
 class ContainerAccess:
-    """Builds access from NVIDIA's CDI specifications, or for NVIDIA's container runtime.
+    """Composes access from NVIDIA's CDI specifications, or for NVIDIA's runtime.
 
     Args:
         cdi: NVIDIA's CDI specifications of this node.
-        mps: The MPS daemons; None if the node cannot run any.
-        mig_minors: The driver's list of device files of MIG instances.
+        mps: The MPS daemons; None where the node cannot run any.
+        mig_minors: The driver's list of the device files that open MIG instances.
     """
 
     def __init__(self, cdi: NvidiaCdi, mps: Mps | None, mig_minors: Path = MIG_MINORS) -> None:
         self._cdi, self._mps, self._mig_minors = cdi, mps, mig_minors
 
     def to_gpu(self, uuid: GpuUuid, known: Identity) -> Access:
-        """Return access to a whole GPU; raises DeviceError."""
+        """Return what brings a whole GPU; raises DeviceError."""
         pipe = shm = None
         if self._mps is not None:
             pipe = Mount(str(self._mps.pipe(uuid)), CONTAINER_MPS)
@@ -195,9 +195,9 @@ class ContainerAccess:
         )
 
     def to_instance(self, uuid: GpuUuid, known: Identity, device: MigDevice) -> Access:
-        """Return access to a MIG device: its own CDI specification, or the GPU's with the instance's two device files.
+        """Return what brings a MIG device: its own specification, or the GPU's and the two files that open it.
 
-        `nvidia-ctk` lists only MIG devices that exist when it runs; the agent's come and go later.
+        `nvidia-ctk` writes down the MIG devices that there are when it runs; ours come and go later.
         """
         edits = self._cdi.find(device.uuid)
         if edits is None:
@@ -233,9 +233,9 @@ class ContainerAccess:
 
 
 _FRAGMENTATION_MIB = 256
-"""Reserved beside the driver's memory for fragmentation in allocators."""
+"""Kept free beside the driver's memory: allocators lose some to fragmentation."""
 _KNOWN_FOR_S = 60.0
-"""Power limits may change; after a driver restart the identity is read at once."""
+"""Power limits may be changed; a driver that was restarted is asked at once."""
 Look = Callable[[GpuUuid, frozenset[int]], tuple[GpuProcesses, MpsStatus]]
 
 
@@ -244,19 +244,19 @@ class NvmlDevices:
 
     Args:
         library: NVML.
-        mps: The MPS daemons; None if the node cannot run any.
+        mps: The MPS daemons; None where the node cannot run any.
         cdi: NVIDIA's CDI specifications of this node.
-        state_dir: Directory for the checkpoint and health of each GPU.
+        state_dir: Where what the agent decided about each GPU is kept.
         processes: The node's processes.
-        may_switch_mig: Whether MIG may be switched on an idle GPU.
-        may_write: Whether to save health; False beside a running agent.
-        mig_minors: The driver's list of device files of MIG instances.
-        sources: Other sources of counters, best first.
-        monotonic: Clock, in seconds.
+        may_switch_mig: Whether MIG may be switched on and off on a GPU that nobody uses.
+        may_write: Whether what is seen of a GPU's health is kept; not beside an agent that does so.
+        mig_minors: The driver's list of the device files that open MIG instances.
+        sources: Who else measures the GPUs, the best one first.
+        monotonic: Seconds.
         wall: Seconds since 1970.
 
     Raises:
-        NoDevicesError: There is no driver, or no permission to use it.
+        NoDevicesError: There is no driver, or it may not be used.
     """
 
     simulated = False
@@ -285,14 +285,10 @@ class NvmlDevices:
         self._modes = {uuid: CheckpointFile(state_dir / "gpus" / f"{uuid}.json") for uuid in self._uuids}
         self._looking = {uuid: threading.Lock() for uuid in self._uuids}
         self._watcher, self._clients = ProcessWatcher(self._session, processes, mps, monotonic), MpsFailures(monotonic)
-        telemetry_cache, kept = TelemetryCache(self._session, monotonic), state_dir / "gpus"
-        self._conditions = HealthMonitor(
-            self._session, self._uuids, telemetry_cache, kept, monotonic, may_write=may_write
-        )
+        glances, kept = TelemetryCache(self._session, monotonic), state_dir / "gpus"
+        self._conditions = HealthMonitor(self._session, self._uuids, glances, kept, monotonic, may_write=may_write)
         self._entry, self._feed = ContainerAccess(cdi, mps, mig_minors), CounterFeed(sources, monotonic)
-        self._measuring = Sampler(
-            self._session, self._uuids, telemetry_cache, self._watcher, self._feed, monotonic, wall
-        )
+        self._measuring = Sampler(self._session, self._uuids, glances, self._watcher, self._feed, monotonic, wall)
         self._changes = StepApplier(self._instances, self._watcher, mps, self._switched, may_switch=may_switch_mig)
         self._possible_lately: dict[GpuUuid, frozenset[SharingMode]] = {}
         self._found_lately: dict[GpuUuid, list[FoundInstance]] = {}
@@ -317,15 +313,15 @@ class NvmlDevices:
 
     @property
     def session(self) -> Session:
-        """The open library, for read-only commands."""
+        """The open library, for what looks at a node without looking after it."""
         return self._session
 
     def identity(self, uuid: GpuUuid) -> Identity:
-        """Return a GPU's identity; the last known one if the GPU cannot be read."""
+        """Return what a GPU is; as it was last seen where it cannot be read now."""
         return self._known[self._own(uuid)]
 
     def set_mig_manager(self, manager: str) -> None:
-        """Set another manager that partitions the node's GPUs; empty for none."""
+        """Say who else divides the node's GPUs; empty where nobody does."""
         self._changes.mig_manager = manager
 
     def _identify(self, uuid: GpuUuid) -> None:
@@ -334,7 +330,7 @@ class NvmlDevices:
 
     def _own(self, uuid: GpuUuid) -> GpuUuid:
         if uuid not in self._modes:
-            raise DeviceError(f"GPU {uuid}: expected one of {', '.join(self._uuids)}; only those can be changed")
+            raise DeviceError(f"GPU {uuid}: expected one of {', '.join(self._uuids)}; nobody else's GPU can be changed")
         return uuid
 
     def inventory(self) -> list[Device]:
@@ -371,7 +367,7 @@ class NvmlDevices:
         )
 
     def actual(self, uuid: GpuUuid) -> GpuActual:
-        """Read a GPU's actual state. Serialised per GPU: concurrent reads would each see half of the events."""
+        """Read how a GPU is divided; who else looks at it waits, or each would see half of what happened."""
         with self._looking[self._own(uuid)]:
             return self._actual(uuid, self._watcher.look)
 
@@ -420,7 +416,7 @@ class NvmlDevices:
         self._changes.apply(self._own(uuid), self._modes[uuid], step)
 
     def _switched(self, uuid: GpuUuid) -> None:
-        """Invalidate registrations of a GPU that a MIG switch may have reset."""
+        """MIG was switched, which may have reset the GPU: what was registered with it is gone."""
         self._conditions.after_reset(uuid)
         self._measuring.after_reset(uuid)
         self._identify(uuid)
@@ -432,11 +428,11 @@ class NvmlDevices:
         return replace(reading, counters={**self._conditions.counters(uuid), **(reading.counters or {})})
 
     def refresh_counters(self) -> None:
-        """Query other sources of counters."""
+        """Ask who else measures the GPUs."""
         self._feed.refresh()
 
     def access(self, uuid: GpuUuid, pod_uid: PodUid | None = None) -> Access:
-        """Return access to the GPU, or to the pod's MIG instance of it."""
+        """Return what brings the GPU, or the pod's MIG instance of it, into a container."""
         known, file = self._known[self._own(uuid)], self._modes[uuid]
         if file.read().mode is not MIG:
             return replace(self._entry.to_gpu(uuid, known), mps_user=self._watcher.user(uuid))

@@ -1,4 +1,4 @@
-"""The node's processes and the pods that own them, by cgroup; the root of /proc is an argument."""
+"""From a process ID to the pod that it belongs to, by its cgroup; the tree of /proc is an argument."""
 
 import os
 import re
@@ -12,12 +12,12 @@ _POD = re.compile(
     r"(?:^|[/-])pod(?P<uid>[0-9a-f]{8}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{12}|[0-9a-f]{32})"
     r"(?:\.slice)?(?:/|$)"
 )
-"""cgroupfs writes `/kubepods/burstable/pod<uid>/…`, systemd `kubepods-burstable-pod<uid with _>.slice/…`. Static pods
+"""cgroupfs writes `/kubepods/burstable/pod<uid>/…`, systemd `kubepods-burstable-pod<uid with _>.slice/…`; static pods
 have a digest without dashes."""
 _REMEMBERED = 4096
 _PIECE = 1 << 16
 _START_TIME = 19
-"""Index of `starttime` among the fields after the command's name in /proc/PID/stat."""
+"""Place of `starttime` among what follows the command's name in /proc/PID/stat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,19 +26,19 @@ class Process:
 
     pid: int
     started: int
-    """Ticks since boot. With the PID it identifies one process, even if PIDs are reused."""
+    """Ticks since boot: with the ID it names one process only, however often IDs are used again."""
     name: str
     pod_uid: PodUid | None
-    """None outside of pods."""
+    """None for processes outside of pods."""
 
     @property
     def key(self) -> str:
-        """Unique until the node reboots."""
+        """Names this process and no other, until the node reboots."""
         return f"{self.pid}-{self.started}"
 
 
 def pod_of(cgroup: str) -> PodUid | None:
-    """Return the pod's UID in the text of /proc/PID/cgroup; None without one."""
+    """Read a pod's UID out of /proc/PID/cgroup; None where there is none."""
     found = [match["uid"] for line in cgroup.splitlines() for match in _POD.finditer(line)]
     return PodUid(found[-1].replace("_", "-")) if found else None
 
@@ -55,9 +55,9 @@ class ProcTree:
         self._known: OrderedDict[int, Process] = OrderedDict()
 
     def find(self, pid: int) -> Process | None:
-        """Return a process; None if it has ended or is outside the agent's PID namespace.
+        """Look a process up; None where it has ended, or where the agent does not see the host's processes.
 
-        The pod of a process never changes: its cgroup is read once.
+        Whose a process is never changes: its cgroup is read once.
         """
         try:
             stat = self._read(pid, "stat")
@@ -79,7 +79,7 @@ class ProcTree:
         return found
 
     def user(self, pid: int) -> int | None:
-        """Return the real user ID of a process; None if it has ended."""
+        """Return the user that a process runs as; None where it has ended."""
         try:
             lines = self._read(pid, "status").decode(errors="replace").splitlines()
         except OSError:

@@ -1,9 +1,4 @@
-"""Samples of GPUs through NVML: counters, MIG instances, and time, activity and energy of each process.
-
-The GPU's energy counter is split among processes by their kernel time; the parts add up to the counter, including
-processes that ended since the previous sample. Without any kernel time, processes share evenly. Under MIG there is
-no kernel time: SM activity of the instances replaces it, and without that the energy of processes is unknown.
-"""
+"""Measures the GPUs: their counters, their MIG instances', and what each process used."""
 
 import math
 from collections import Counter
@@ -34,7 +29,7 @@ from carpool_deviceplugin.nvlib import (
 
 
 def dcgm_values(known: Identity, telemetry: Telemetry, gpm: GpmMetrics | None) -> dict[str, float]:
-    """Return a GPU's values by DCGM's field names."""
+    """Return what can be said of a GPU now, by DCGM's field names."""
     values: dict[str, float | None] = {
         "DCGM_FI_DEV_GPU_UTIL": telemetry.gpu_util_percent,
         "DCGM_FI_DEV_MEM_COPY_UTIL": telemetry.memory_util_percent,
@@ -55,14 +50,14 @@ def dcgm_values(known: Identity, telemetry: Telemetry, gpm: GpmMetrics | None) -
 
 
 def dcgm_of_part(memory_mib: tuple[int, int] | None, gpm: GpmMetrics | None) -> dict[str, float]:
-    """Return a MIG instance's values: memory (used, free) and activity."""
+    """Return what can be said of a MIG instance now: its memory (used, free) and its activity."""
     used, free = memory_mib or (None, None)
     values = {"DCGM_FI_DEV_FB_USED": used, "DCGM_FI_DEV_FB_FREE": free, **_activity(gpm or GpmMetrics())}
     return {name: float(value) for name, value in values.items() if value is not None}
 
 
 def activity_of(counters: Mapping[str, float]) -> GpmMetrics | None:
-    """Return the activity in DCGM's counters; None without SM activity."""
+    """Read what DCGM says of a GPU's activity; None where it says nothing of its SMs."""
     if "DCGM_FI_PROF_SM_ACTIVE" not in counters:
         return None
     return GpmMetrics(*(counters.get(name) for name in _activity(GpmMetrics())))
@@ -79,24 +74,24 @@ def _activity(gpm: GpmMetrics) -> dict[str, float | None]:
 
 
 _BY_TIME = itemgetter(1)
-"""Sort key of a utilization sample."""
+"""Of a sample."""
 _FIRST_SAMPLE_US = 1e6 / 6
 _LONGEST_SAMPLE_US = 1_000_000
-"""The driver's sampling period is 1/6 s to 1 s; a longer gap contains no sample."""
+"""The driver samples each sixth of a second to each second; a longer gap was no sample."""
 _UNSEEN = GpmMetrics()
 AHEAD_US = 2_000_000
-"""Stamps further ahead of the node's clock are from before the clock was set back."""
+"""Stamps so far ahead of the node's clock are of a time before it was set back."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuSample:
-    """Values of a GPU read at one moment."""
+    """What was read of the GPU at one moment."""
 
     at: float
     """Monotonic time, in seconds."""
     present: Sequence[GpuProcess]
     samples: Sequence[UtilizationSample] | None
-    """Since the previous moment; None if the GPU does not report them."""
+    """Since the moment before; None where the GPU cannot say."""
     energy_j: float | None
     gpm: GpmMetrics | None
     mig_instances: Mapping[int, "InstanceSample"] = field(default_factory=dict)
@@ -105,14 +100,14 @@ class GpuSample:
 
 @dataclass(frozen=True, slots=True)
 class InstanceSample:
-    """Values of a MIG instance read at one moment."""
+    """What was read of a MIG instance."""
 
     sm_count: int
     gpm: GpmMetrics | None
 
 
 class ProcessAccounts:
-    """Cumulative usage of each process of one GPU. Pure."""
+    """What each process of one GPU has used since it was first seen."""
 
     def __init__(self) -> None:
         self._uses: dict[str, ProcessUsage] = {}
@@ -121,21 +116,21 @@ class ProcessAccounts:
         self._at: float | None = None
         self._energy_j: float | None = None
         self.since_us = 0
-        """Stamp of the last sample; query samples after it."""
+        """Stamp of the last sample: ask for what came after it."""
         self.idle_power_w: float | None = None
-        """Lowest power measured without processes; None before that."""
+        """The least that was measured with nobody on the GPU; None until that was."""
 
     def handle_clock_change(self, now_us: int) -> None:
-        """Reset sample stamps if the node's clock was set back: later stamps would all look old."""
+        """Begin anew with the driver's stamps where the node's clock was set back: all of them would be in the past."""
         if self.since_us > now_us + AHEAD_US:
             self.since_us = 0
             self._last_us.clear()
 
     def take(self, now: GpuSample) -> tuple[list[ProcessUsage], list[ProcessUsage]]:
-        """Update from a sample.
+        """Take in a moment.
 
         Returns:
-            Usage of present processes, and final usage of those that ended since the previous sample.
+            What the processes that are there have used, and what those that have ended since the moment before had.
         """
         elapsed = 0.0 if self._at is None else now.at - self._at
         energy = self._energy(now.energy_j)
@@ -167,7 +162,7 @@ class ProcessAccounts:
         return counter_j - before
 
     def _busy(self, samples: Sequence[UtilizationSample], elapsed: float) -> dict[int, float]:
-        """Return seconds with kernels by PID."""
+        """Seconds of kernels of each process ID."""
         busy: dict[int, float] = {}
         last_us, ordered = self._last_us, sorted(samples, key=_BY_TIME)
         for pid, at_us, sm_percent in ordered:
@@ -230,7 +225,7 @@ class ProcessAccounts:
 
 
 def _seen(p: GpuProcess, now: GpuSample) -> GpmMetrics:
-    """Return GPM metrics of the GPU or MIG instance on which a process runs."""
+    """What was seen of the SMs where a process is."""
     instance = p.running.gpu_instance_id
     if instance is None:
         return now.gpm or _UNSEEN
@@ -239,7 +234,7 @@ def _seen(p: GpuProcess, now: GpuSample) -> GpmMetrics:
 
 
 def _shares(now: GpuSample, busy: Mapping[int, float] | None) -> dict[int, float]:
-    """Return each PID's share of those metrics."""
+    """Share of what was seen where it is, of each process ID."""
     beside = Counter(p.running.gpu_instance_id for p in now.present)
     times = {p.running.pid: (busy or {}).get(p.running.pid, 0.0) for p in now.present}
     total = sum(times.values())
@@ -253,7 +248,7 @@ def _shares(now: GpuSample, busy: Mapping[int, float] | None) -> dict[int, float
 
 
 def _weights(there: Sequence[GpuProcess], now: GpuSample, busy: Mapping[int, float] | None) -> dict[str, float]:
-    """Return each process's share of the GPU's energy, summing to 1; empty if unknown."""
+    """Share of the GPU's energy of each process that was there, 1 together; empty where nobody knows."""
     instances = Counter(p.running.gpu_instance_id for p in there)
     times: dict[str, float] = {}
     for p in there:
@@ -270,7 +265,7 @@ def _weights(there: Sequence[GpuProcess], now: GpuSample, busy: Mapping[int, flo
 
 
 def _plus(was: float | None, more: float | None) -> float | None:
-    """Add two values of which each may be unknown."""
+    """A sum of what is known; nothing is known where it never was."""
     if more is None:
         return was
     return (was or 0.0) + more
@@ -396,53 +391,53 @@ SHOWN = frozenset(
 
 
 class Sampler:
-    """Samples the GPUs of a node.
+    """Measures the GPUs of a node.
 
     Args:
         session: The open library.
         uuids: The GPUs.
-        telemetry_cache: Their telemetry.
-        watcher: Their processes.
-        feed: Counters of other sources.
-        monotonic: Clock, in seconds.
-        wall: Seconds since 1970, as in the driver's stamps.
+        glances: Their telemetry.
+        watcher: Who is there.
+        feed: What others on the node measure.
+        monotonic: Seconds.
+        wall: Seconds since 1970, as the driver stamps its samples.
     """
 
     def __init__(
         self,
         session: Session,
         uuids: Sequence[GpuUuid],
-        telemetry_cache: TelemetryCache,
+        glances: TelemetryCache,
         watcher: ProcessWatcher,
         feed: CounterFeed,
         monotonic: Callable[[], float],
         wall: Callable[[], float],
     ) -> None:
-        self._session, self._telemetry, self._watcher = session, telemetry_cache, watcher
+        self._session, self._glances, self._watcher = session, glances, watcher
         self._monotonic, self._wall = monotonic, wall
         self._ledgers = {uuid: ProcessAccounts() for uuid in uuids}
         self._gpm, self._feed = GpmSampler(session), feed
         self._parts: dict[GpuUuid, tuple[FoundInstance, ...]] = {}
 
     def divided(self, uuid: GpuUuid, found: Sequence[FoundInstance]) -> None:
-        """Set the MIG instances of a GPU."""
+        """Take in which MIG instances a GPU has now."""
         for gone in {f.instance.id for f in self._parts.get(uuid, ())} - {f.instance.id for f in found}:
             self._gpm.forget(uuid, gone)
         self._parts[uuid] = tuple(found)
 
     def after_reset(self, uuid: GpuUuid) -> None:
-        """Drop samples from before a reset by the agent."""
+        """The GPU was reset by us: samples of before say nothing of what comes."""
         self._gpm.forget(uuid)
 
     def read(self, uuid: GpuUuid, known: Identity) -> Reading:
         """Read a GPU's counters; raises NvmlError."""
         ledger, found = self._ledgers[uuid], self._parts.get(uuid, ())
-        telemetry = self._telemetry.now(uuid)
+        telemetry = self._glances.now(uuid)
         there = self._watcher.now(uuid)[0].pods
         samples = self._samples(uuid, ledger) if not found else None
-        source, gpm = self._activity(uuid, None)
+        told, gpm = self._activity(uuid, None)
         of_parts = {f.instance.id: self._activity(uuid, f.instance.id) for f in found}
-        first_source = next((one for one in (source, *(other for other, _ in of_parts.values())) if one), None)
+        told_by = next((source for source in (told, *(source for source, _ in of_parts.values())) if source), None)
         at = self._monotonic()
         energy_j = None if telemetry.energy_mj is None else telemetry.energy_mj / 1000
         mig_instances = {f.instance.id: _moment(f, of_parts[f.instance.id][1]) for f in found}
@@ -455,11 +450,11 @@ class Sampler:
             idle_power_w=ledger.idle_power_w,
             power_limit_w=known.power_limit_w,
             energy_j=energy_j,
-            counters={**dcgm_values(known, telemetry, gpm), **self._exported(uuid, None)},
+            counters={**dcgm_values(known, telemetry, gpm), **self._told(uuid, None)},
             pci_bus_id=known.pci_bus_id,
             mig_instances=tuple(self._part(uuid, f, there, *of_parts[f.instance.id]) for f in found),
-            source=first_source.name if first_source else GPM if self._gpm.is_supported(uuid) else PLAIN,
-            is_exported_elsewhere=source is not None and source.is_scraped,
+            source=told_by.name if told_by else GPM if self._gpm.is_supported(uuid) else PLAIN,
+            is_exported_elsewhere=told is not None and told.is_scraped,
         )
 
     def _samples(self, uuid: GpuUuid, ledger: ProcessAccounts) -> Sequence[UtilizationSample] | None:
@@ -467,8 +462,8 @@ class Sampler:
         ledger.handle_clock_change(now_us)
         return read_utilization(self._session, uuid, ledger.since_us, now_us + AHEAD_US)
 
-    def _exported(self, uuid: GpuUuid, instance: int | None) -> Mapping[str, float]:
-        """Return exported counters of other sources."""
+    def _told(self, uuid: GpuUuid, instance: int | None) -> Mapping[str, float]:
+        """What others say, as far as it is shown."""
         said = self._feed.at(uuid, instance)
         return {} if said is None else {name: said[1][name] for name in SHOWN & said[1].keys()}
 
@@ -490,7 +485,7 @@ class Sampler:
         uuid: GpuUuid,
         found: FoundInstance,
         there: Sequence[GpuProcess],
-        source: CounterSource | None,
+        told: CounterSource | None,
         gpm: GpmMetrics | None,
     ) -> InstanceReading:
         number = found.instance.id
@@ -499,12 +494,12 @@ class Sampler:
             instance_id=number,
             profile=found.instance.placement.profile.name,
             pod_uid=found.own.pod_uid if found.own is not None else pods.pop() if len(pods) == 1 else None,
-            counters={**dcgm_of_part(self._memory(uuid, found), gpm), **self._exported(uuid, number)},
-            is_exported_elsewhere=source is not None and source.is_scraped,
+            counters={**dcgm_of_part(self._memory(uuid, found), gpm), **self._told(uuid, number)},
+            is_exported_elsewhere=told is not None and told.is_scraped,
         )
 
     def _memory(self, uuid: GpuUuid, found: FoundInstance) -> tuple[int, int] | None:
-        """Return used and free memory of an instance, in MiB; None if its device cannot be queried."""
+        """Used and free memory of an instance, in MiB; None where its device cannot be asked."""
         if found.device is None:
             return None
         session, library = self._session, self._session.library

@@ -1,4 +1,4 @@
-"""Intervals and deadlines of the agent, and blocking calls with time limits."""
+"""How long the agent waits for what, and calls that may never come back."""
 
 import asyncio
 import functools
@@ -15,16 +15,16 @@ from carpool_core.values import GpuUuid
 from carpool_deviceplugin.gpu import DeviceError
 
 _IDLE_S = 20.0
-"""Idle threads end after this time."""
+"""A thread without work for so long ends."""
 
 Work = Callable[[], None]
 
 
 class CallThreads:
-    """Unbounded thread pool. A call that never returns occupies only its own thread.
+    """As many threads as there is work at the same time; work that never ends keeps nobody else from one.
 
     Args:
-        idle_s: Time after which an idle thread ends.
+        idle_s: How long a thread waits for more work before it ends.
     """
 
     def __init__(self, idle_s: float = _IDLE_S) -> None:
@@ -33,7 +33,7 @@ class CallThreads:
         self._idle: list[SimpleQueue[Work]] = []
 
     def run(self, work: Work) -> None:
-        """Run work, which must not raise, in an idle or a new thread."""
+        """Let work, which must not raise, be done by a thread that has none."""
         with self._lock:
             thread = self._idle.pop() if self._idle else None  # the last one that was used: the others may end
         if thread is None:
@@ -66,44 +66,44 @@ Sleep = Callable[[float], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Intervals:
-    """Intervals and deadlines in seconds, and the sleep function."""
+    """How often things are looked at, in seconds, and how that time is waited for."""
 
     sleep: Sleep = asyncio.sleep
-    """Waits this many seconds."""
+    """Waits so many seconds."""
 
     step_deadline_s: float = 10.0
-    """Deadline of one step on a GPU."""
+    """How long one step of a GPU may take."""
     progress_after_s: float = 0.3
-    """Slower steps are reported as Preparing."""
+    """Steps that take longer are reported as Preparing in the meantime."""
     blocked_retry_s: float = 1.0
-    """Retry interval while processes block a step."""
+    """How often a GPU is looked at that somebody must leave first."""
     resync_s: float = 10.0
-    """Interval of full checks of each GPU."""
+    """How often a GPU is looked at anyhow."""
     sample_s: float = 1.0
-    """Interval of measurements of tenants."""
+    """How often the tenants' use is measured."""
     counters_s: float = 10.0
-    """Interval of queries to other sources of counters."""
+    """How often those are asked who else measure the GPUs."""
     idle_samples: int = 5
-    """Idle GPUs are measured only every this many samples."""
+    """GPUs that nobody uses are measured only each so many samples."""
     measures_s: float = 3.0
-    """Minimum interval between status writes that contain only new measurements."""
+    """Status writes that only bring new measures keep this distance."""
     heartbeat_s: float = 25.0
-    """Maximum interval between status writes. The scheduler drops GPUs without a report for a minute; one lost write is
-    tolerated."""
+    """After this time the status is written though nothing has changed: the scheduler leaves GPUs out of which it has
+    heard nothing for a minute, and one such write may be lost."""
     labels_s: float = 300.0
-    """Interval of reads of the Node's labels; they are also read before each change of MIG instances."""
+    """How often the Node's labels are read; besides that, always before MIG instances are changed."""
     kubelet_s: float = 1.0
-    """Interval of checks of the kubelet's sockets."""
+    """How often the kubelet's sockets are looked at."""
     holders_s: float = 10.0
-    """Interval of queries for slot holders and of the removal of ended pods' files."""
+    """How often the kubelet is asked who holds slots, and what ended pods left is removed."""
     reservation_wait_s: float = 5.0
-    """How long PreStartContainer waits for a reservation that may be in flight; the kubelet allows 30 s."""
+    """How long PreStartContainer waits for word that may be on its way; the kubelet gives it 30 s."""
     retry_s: float = 1.0
-    """Delay after a failed call to the API server; doubles up to 32 times this."""
+    """After a failed call to the API server; doubled with each further failure, to 32 times this."""
 
 
 async def wait_for_event(event: asyncio.Event, seconds: float, sleep: Sleep) -> None:
-    """Wait for an event, at most this many seconds."""
+    """Wait for an event, for so long at most."""
     waiting = [asyncio.ensure_future(event.wait()), asyncio.ensure_future(sleep(seconds))]
     try:
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -115,25 +115,27 @@ async def wait_for_event(event: asyncio.Event, seconds: float, sleep: Sleep) -> 
 HARDWARE_INTERVALS = Intervals(
     sample_s=5.0, idle_samples=2, resync_s=60.0, measures_s=10.0, kubelet_s=3.0, holders_s=30.0
 )
-"""For real GPUs: their counters lose nothing between readings, and each reading costs. Health is checked with every
-second sample, and after a change the whole GPU."""
+"""For real GPUs: their own counters lose nothing between two looks, and each look costs. Their health is looked at with
+each second sample; where it has changed, the GPU is looked at as a whole."""
 
 
 class Caller(Protocol):
     """Makes blocking calls."""
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call; raises DeviceError without an answer in time, and exceptions of the function."""
+        """Call; raises DeviceError where no answer comes, and whatever the function raises."""
         ...
 
 
 class TimeLimitedCaller:
-    """Runs blocking calls in threads with a deadline. While a call is stuck, further calls fail at once.
+    """Makes blocking calls in threads, with a deadline. After one that never came back, all others fail at once.
+
+    Each call has a thread to itself: in a pool of some size, those that never come back would take those of all others.
 
     Args:
-        what: Subject for messages, such as `GPU GPU-1`.
-        deadline_s: Deadline of a call.
-        threads: Threads for the calls; own ones if None.
+        what: For messages, such as `GPU GPU-1`.
+        deadline_s: How long a call may take.
+        threads: To call in; those of nobody else when None.
     """
 
     def __init__(self, what: str, deadline_s: float, threads: CallThreads | None = None) -> None:
@@ -142,7 +144,7 @@ class TimeLimitedCaller:
         self._stuck: asyncio.Future[object] | None = None
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call in a thread; raises DeviceError at the deadline, and exceptions of the function."""
+        """Call in a thread; raises DeviceError where no answer comes, and whatever the function raises."""
         if self._stuck is not None and not self._stuck.done():
             raise DeviceError(f"{self._what}: an earlier call has not come back yet; look at the GPU's driver")
         loop = asyncio.get_running_loop()
@@ -152,13 +154,11 @@ class TimeLimitedCaller:
         try:
             done, _ = await asyncio.wait({call}, timeout=self._deadline_s)
         except asyncio.CancelledError:
-            call.cancel()  # its result and its exception have no reader
+            call.cancel()  # nobody waits for it any more, nor for what it raises
             raise
         if not done:
             self._stuck = call  # type: ignore[assignment]  # only whether it is done matters
-            call.add_done_callback(
-                lambda late: late.cancelled() or late.exception()
-            )  # retrieve the exception, which has no reader
+            call.add_done_callback(lambda late: late.cancelled() or late.exception())  # nobody waits for it any more
             raise DeviceError(f"{self._what}: expected an answer within {self._deadline_s:g} s, found none")
         return call.result()
 
@@ -168,7 +168,7 @@ def _answer(loop: asyncio.AbstractEventLoop, call: "asyncio.Future[T]", work: Ca
         settle = functools.partial(_settle, call, call.set_result, work())
     except Exception as e:  # raised again where the call is awaited
         settle = functools.partial(_settle, call, call.set_exception, e)
-    with suppress(RuntimeError):  # the loop has ended, and the caller with it
+    with suppress(RuntimeError):  # the loop has ended meanwhile, and with it whoever asked
         loop.call_soon_threadsafe(settle)
 
 
@@ -178,16 +178,16 @@ def _settle(call: "asyncio.Future[T]", how: Callable[[Any], None], answer: Any) 
 
 
 _MOMENT = 0.01
-"""After this share of the deadline without an answer, another thread continues with the remaining GPUs."""
+"""When nobody has answered for this share of the deadline, that GPU is left to its thread, and another goes on."""
 
 
 class Poll(Generic[T]):
-    """Queries GPUs one after the other in one thread: parallel calls contend in the driver and cost twice.
+    """Asks one GPU after the other in one thread: with a thread for each they hinder each other, and cost twice.
 
     Args:
-        question: Function called for each GPU.
-        deadline_s: Deadline of a round.
-        threads: Threads for the calls.
+        question: Asked of each GPU.
+        deadline_s: How long a round may take.
+        threads: To ask in.
     """
 
     def __init__(self, question: Callable[[GpuUuid], T], deadline_s: float, threads: CallThreads) -> None:
@@ -195,13 +195,13 @@ class Poll(Generic[T]):
         self._stuck: dict[GpuUuid, _PollRound[T]] = {}
 
     async def ask(self, uuids: Collection[GpuUuid]) -> Mapping[GpuUuid, T | DeviceError]:
-        """Query these GPUs once each; skip a GPU whose earlier query has not returned.
+        """Ask these GPUs, each once; one whose earlier question never came back is not asked.
 
         Returns:
-            Each GPU's answer, or the error.
+            Each GPU's answer, or why there is none.
 
         Raises:
-            Exception: Any exception of the question except DeviceError.
+            Exception: Whatever the question raises besides DeviceError.
         """
         self._stuck = {uuid: round_ for uuid, round_ in self._stuck.items() if uuid not in round_.answers}
         round_ = _PollRound(self._question, [uuid for uuid in uuids if uuid not in self._stuck])
@@ -228,7 +228,7 @@ class _PollRound(Generic[T]):
         self._is_over: asyncio.Future[None] = self._loop.create_future()
 
     async def run(self, threads: CallThreads, deadline_s: float) -> None:
-        """Query until all have answered, or until the deadline."""
+        """Ask until everybody has answered, or the time is over."""
         answered, end = 0, self._loop.time() + deadline_s
         while len(self.answers) < self._count and (left_s := end - self._loop.time()) > 0:
             if self._left and len(self.answers) == answered:
@@ -237,7 +237,7 @@ class _PollRound(Generic[T]):
             await asyncio.wait({self._is_over}, timeout=min(_MOMENT * deadline_s, left_s) if self._left else left_s)
 
     def _ask(self) -> None:
-        """Runs in a thread; several threads share the remaining GPUs."""
+        """In a thread; several of them share what is left."""
         while self._left:
             try:
                 uuid = self._left.popleft()
@@ -248,7 +248,7 @@ class _PollRound(Generic[T]):
             except Exception as e:  # raised again where it was asked
                 self.answers[uuid] = e
         if len(self.answers) == self._count:
-            with suppress(RuntimeError):  # the loop has ended, and the caller with it
+            with suppress(RuntimeError):  # the loop has ended meanwhile, and with it whoever asked
                 self._loop.call_soon_threadsafe(self._finish)
 
     def _finish(self) -> None:

@@ -1,4 +1,4 @@
-"""Page of the commands, from their `--help`."""
+"""Page of the commands: what each says of itself."""
 
 from importlib.metadata import entry_points
 
@@ -10,10 +10,10 @@ from carpool_docs.markdown import code, fence
 from carpool_docs.markdown import page as page_of
 
 WIDTH = 100
-"""Columns of the help, independent of the terminal."""
+"""Columns of the help, whatever terminal runs this."""
 
-_INTRODUCTION = """Every package has its own commands. A command whose dependencies are missing is listed too, with the
-extra to install."""
+_INTRODUCTION = """Every package brings its own commands. One whose dependencies are not installed is listed all the
+same, and says which extra brings them."""
 
 
 def names() -> list[str]:
@@ -22,7 +22,7 @@ def names() -> list[str]:
 
 
 def subcommands(name: str) -> list[str]:
-    """Return the names of a command's subcommands."""
+    """Return the names of what stands below a command."""
     (point,) = entry_points(group=GROUP, name=name)
     command = load_command(point)
     return sorted(command.commands) if isinstance(command, click.Group) else []
@@ -32,7 +32,7 @@ def help_of(*command: str) -> str:
     """Return what `carpool COMMAND --help` prints.
 
     Raises:
-        RuntimeError: The command failed; the message is its output.
+        RuntimeError: It failed; the message is what it said.
     """
     done = CliRunner(env={"COLUMNS": str(WIDTH)}).invoke(
         main, [*command, "--help"], prog_name="carpool", terminal_width=WIDTH
@@ -43,7 +43,7 @@ def help_of(*command: str) -> str:
 
 
 def page() -> str:
-    """Return the page."""
+    """Write the page."""
     parts = [_INTRODUCTION, fence(help_of())]
     for name in names():
         extras = ",".join(next(iter(entry_points(group=GROUP, name=name))).extras)

@@ -1,4 +1,4 @@
-"""Page of the metrics, from each process's registry; no process is started."""
+"""Page of the metrics, read from each process's own registry; nothing is started for it."""
 
 import re
 import tempfile
@@ -22,16 +22,16 @@ from prometheus_client import CollectorRegistry
 from carpool_docs.markdown import code, table
 from carpool_docs.markdown import page as page_of
 
-_INTRODUCTION = """Every process answers `/metrics` in Prometheus' text format, `/healthz`, and
-`/readyz`, which answers with status 503 and the reason if the process is not ready. The chart serves all three on
+_INTRODUCTION = """Every process answers `/metrics` in the formats of Prometheus and OpenMetrics, `/healthz`, and
+`/readyz`, which answers with status 503 and the reason where the process is not ready. The chart serves all three on
 port 9400, which it calls `metrics`.
 
 A histogram has the series `NAME_bucket`, `NAME_sum` and `NAME_count`."""
 
 _NOTES = {
-    "agent": """GPU metrics have DCGM's names, units and labels, so that dashboards made for `dcgm-exporter`
-show them. Labels without a meaning here (`pci_bus_id`, `GPU_I_PROFILE`, `GPU_I_ID`, `container`) are empty; `pod` and
-`namespace` are set if a GPU has one tenant. The use by each tenant is in `carpool_gpu_tenant_…`.""",
+    "agent": """GPUs stand under DCGM's names with DCGM's units and labels, so that dashboards made for `dcgm-exporter`
+show them. Labels that say nothing here (`pci_bus_id`, `GPU_I_PROFILE`, `GPU_I_ID`, `container`) are empty; `pod` and
+`namespace` are set where a GPU has one tenant only. What each tenant uses stands in `carpool_gpu_tenant_…`.""",
 }
 
 _SUFFIXES = {"_bytes": "bytes", "_seconds": "s", "_joules": "J", "_ratio": "0..1"}
@@ -43,14 +43,14 @@ class Family:
     """One metric."""
 
     name: str
-    """Name as exposed; a counter's ends in `_total`."""
+    """As it is exposed: a counter's ends in `_total`."""
     type: str
     labels: tuple[str, ...]
     help: str
 
     @property
     def unit(self) -> str:
-        """Unit by the end of the name or by the help; `count` for numbers of things."""
+        """Unit by the end of the name, or by what the help says of it; `count` for numbers of things."""
         name = self.name.removesuffix("_total")
         by_name = next((unit for end, unit in _SUFFIXES.items() if name.endswith(end)), "")
         stated = re.search(r"\((?:in (\S+)|(0\.\.1))\)\.$", self.help)
@@ -81,7 +81,7 @@ def _agent() -> CollectorRegistry:
 
 
 class _Kept:
-    """A collector of metrics that were read before."""
+    """Shows again what was read."""
 
     def __init__(self, families: list[Any]) -> None:
         self._families = families
@@ -104,7 +104,7 @@ PROCESSES: Mapping[str, _Process] = {
 
 
 def families(process: str) -> Iterator[Family]:
-    """Yield the metrics of a process, by name."""
+    """Yield what a process exposes, by name."""
     found: dict[str, Family] = {}
     # prometheus_client tells a metric's labels in its samples only, and here there are none yet.
     registry: Any = PROCESSES[process].registry()
@@ -117,7 +117,7 @@ def families(process: str) -> Iterator[Family]:
 
 
 def page() -> str:
-    """Return the page."""
+    """Write the page."""
     parts = [_INTRODUCTION]
     for process, how in PROCESSES.items():
         parts += [f"## carpool {process}", f"Port {how.port} where `--metrics-port` does not say otherwise."]

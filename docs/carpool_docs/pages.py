@@ -1,4 +1,4 @@
-"""Pages of docs/reference/ by file name."""
+"""The pages of docs/reference/: what each is called, and who makes it."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,7 +16,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
 
 
 def write(folder: Path = FOLDER) -> list[Path]:
-    """Write every page into a folder and return the files."""
+    """Write every page into a folder, and return the files."""
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / name for name in PAGES]
     for file in files:

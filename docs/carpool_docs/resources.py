@@ -1,4 +1,4 @@
-"""Page of the custom resources: every field and every rule of the CRDs' schemas."""
+"""Page of the custom resources: every field and every rule, read from the schemas that the API server is given."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -8,13 +8,13 @@ from carpool_core.crdgen import DEFINITIONS, Column, Definition, Schema, root_sc
 from carpool_docs.markdown import code, table
 from carpool_docs.markdown import page as page_of
 
-_INTRODUCTION = """The API server rejects objects outside of these types, bounds and rules, and fills in the defaults of
+_INTRODUCTION = """The API server refuses what does not fit these types, bounds and rules, and fills in the defaults of
 `spec`. `[]` stands for each item of a list, `{}` for each value of a map. `kubectl explain gtj.spec.sharing` shows
 the same."""
 
 _NOTES = {
     "GpuTrainingJob": """Users write `spec`; the operator alone writes `status`. Of `spec.template` those fields are
-listed that the API server checks; every other field of a Pod is allowed there and copied to the pods.""",
+listed that the API server looks at; every other field that a Pod has is allowed there, and handed on.""",
     "GpuNode": """One for each node with GPUs, of the same name, made by the node's agent. The extender alone writes
 `spec`, the agent alone writes `status`.""",
 }
@@ -29,7 +29,7 @@ class Field(NamedTuple):
 
 
 def fields(schema: Schema, path: str = "", is_required: bool = True) -> Iterator[Field]:
-    """Yield a schema's field and all below it; items of lists and maps only if they have fields or rules."""
+    """Yield a schema's field and all below it; items of lists and maps only where they have more to tell."""
     if path:
         yield Field(path, schema, is_required)
     needed = schema.get("required", ())
@@ -41,7 +41,7 @@ def fields(schema: Schema, path: str = "", is_required: bool = True) -> Iterator
 
 
 def rules(schema: Schema, path: str = "") -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield every CEL rule with the path of its value."""
+    """Yield every CEL rule with the path of the value that it looks at."""
     yield from ((path, rule) for rule in schema.get("x-kubernetes-validations", ()))
     for name, inner in schema.get("properties", {}).items():
         yield from rules(inner, f"{path}.{name}" if path else name)
@@ -51,7 +51,7 @@ def rules(schema: Schema, path: str = "") -> Iterator[tuple[str, dict[str, str]]
 
 
 def page() -> str:
-    """Return the page."""
+    """Write the page."""
     parts = [_INTRODUCTION]
     for definition in DEFINITIONS:
         parts += _resource(definition)
@@ -116,8 +116,8 @@ def _limits(schema: Schema, least: str, most: str, of: str = "") -> str:
 
 
 def _lengths(schema: Schema) -> str:
-    limits = _limits(schema, "minItems", "maxItems", " of them").removeprefix(", ")
-    return f" ({limits})" if limits else ""
+    told = _limits(schema, "minItems", "maxItems", " of them").removeprefix(", ")
+    return f" ({told})" if told else ""
 
 
 def _number(value: float) -> str:

@@ -15,10 +15,10 @@ from carpool_docs.markdown import code, table
 from carpool_docs.markdown import page as page_of
 
 PROCESSES: dict[str, type[Any]] = {"operator": OperatorSettings, "extender": ExtenderSettings, "agent": AgentSettings}
-"""The processes and their settings."""
+"""The processes and what each can be told."""
 
-_INTRODUCTION = """Each process takes its settings as flags or as environment variables; the flag wins. An empty
-variable counts as unset. The description of a setting says what empty means.
+_INTRODUCTION = """Each process takes its settings as flags or as environment variables; where both are given, the flag
+counts. An empty variable is the same as none. What an empty setting means stands in its description.
 
 The chart sets the variables of its workloads: from `settings` and `nodeAgent` in
 [values.yaml](../../helm/carpool/values.yaml), and metrics on port 9400 for each of them."""
@@ -29,7 +29,7 @@ _UNITS = {"_s": "s", "_seconds": "s", "_mib": "MiB", "port": "TCP port"}
 
 
 def page() -> str:
-    """Return the page."""
+    """Write the page."""
     parts = [_INTRODUCTION, *values.section()]
     for process, cls in PROCESSES.items():
         parts.append(f"## carpool {process}")
@@ -59,7 +59,7 @@ def _kind(one: Setting) -> str:
 
 
 def unit_of(one: Setting) -> str:
-    """Return the unit of a number; empty for other types."""
+    """Return the unit of a number; empty for everything else."""
     if one.type not in (int, float):
         return ""
     if "(0..1)" in one.help:

@@ -1,4 +1,4 @@
-"""The chart's `settings`, from its values.yaml."""
+"""What the chart's `settings` are, read from its values.yaml."""
 
 import re
 from collections.abc import Iterator
@@ -12,8 +12,8 @@ BLOCK = "settings"
 _LINE = re.compile(r"(?P<indent> *)(?:# ?(?P<comment>.*)|(?P<key>\w+):(?: (?P<default>.*))?)")
 _INDENT = 2
 
-_INTRODUCTION = f"""Set these when you install the chart, with `--set {BLOCK}.queueOrder=LongestFirst` or in a file of
-values; the chart passes each to its process."""
+_INTRODUCTION = f"""Whoever installs the chart sets these, with `--set {BLOCK}.queueOrder=LongestFirst` or in a file of
+values; the chart hands each to the process that it is for."""
 
 
 class Value(NamedTuple):
@@ -21,12 +21,12 @@ class Value(NamedTuple):
 
     path: str
     default: str
-    """Default as written; empty for a group."""
+    """As it stands there; empty for a group of others."""
     meaning: str
 
 
 def values(text: str) -> Iterator[Value]:
-    """Yield the values of the chart's `settings` with the comments above them, in their order.
+    """Yield the values of the chart's `settings` with the comments above them, in the order in which they stand.
 
     Args:
         text: What values.yaml holds.
@@ -53,7 +53,7 @@ def values(text: str) -> Iterator[Value]:
 
 
 def section() -> list[str]:
-    """Return the section about them."""
+    """Write the section about them."""
     rows = [(code(one.path), code(one.default), one.meaning) for one in values(FILE.read_text(encoding="utf-8"))]
     return [
         f"## The chart's {code(BLOCK)}",

@@ -1,16 +1,16 @@
 """What the extender knows of the cluster: three watches, the indices that decisions ask, and who waits for changes."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import lru_cache
 from sys import intern
 
 import msgspec
 import structlog
 from carpool_core.clock import Clock
-from carpool_core.keys import ANNOTATION_PREDICTION, OUTCOME_GPU_OUT_OF_MEMORY, SCHEDULER_NAME
+from carpool_core.keys import OUTCOME_GPU_OUT_OF_MEMORY, SCHEDULER_NAME
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS, KubeApi, Selector
-from carpool_core.kube.pods import Container, Pod, job_owner_reference, parse_worker_name
+from carpool_core.kube.pods import Container, Pod, job_owner_reference
 from carpool_core.kube.reflector import Reflector
 from carpool_core.resources.job import GpuSelector, MemoryOverride, Sharing
 from carpool_core.resources.meta import ObjectMeta
@@ -76,16 +76,21 @@ class JobRow(_Wire, frozen=True, kw_only=True):
 
 
 class WatchedStatus(JobStatusRow, frozen=True, kw_only=True):
-    """The same without the prediction of a job that asks for no place any more: it would be most of all memory.
+    """The same, without the prediction of a job that needs no GPU any more: predictions would be most of the memory.
 
-    Whoever needs it after all, as when a pod is replaced before the job's state says so, reads the job.
+    If it is needed after all, because a pod was replaced before the job's state changed, the job is read.
     """
 
     state: str = ""
+    step_times_s: dict[str, float] = {}
+    """Predicted step time by GPU product, in seconds; kept while the job runs, because its end is predicted by it."""
 
     def __post_init__(self) -> None:
-        """Forget what no decision needs."""
-        if self.state in _NEED_NO_PLACE:
+        """Delete the parts that no decision needs."""
+        if self.state in _NEED_NO_PLACE and self.prediction is not None:
+            if self.state not in (JobState.COMPLETE, JobState.FAILED):
+                times = {intern(p.product): p.step_time_seconds.median for p in self.prediction.products}
+                msgspec.structs.force_setattr(self, "step_times_s", times)
             msgspec.structs.force_setattr(self, "prediction", None)
         if self.attempts and not self.died_of_memory:
             msgspec.structs.force_setattr(self, "attempts", [])
@@ -106,16 +111,12 @@ class WatchedJob(JobRow, frozen=True, kw_only=True):
 
 
 class WatchedPod(Pod, frozen=True, kw_only=True):
-    """A pod as it is kept: without its labels, and without the prediction that it carried until it was bound."""
+    """A pod as it is kept: without its labels."""
 
     def __post_init__(self) -> None:
-        """Forget what no decision needs, and keep once what pods have in common: of bound pods there are thousands."""
-        kept = self.metadata.annotations
-        if self.spec.node_name and ANNOTATION_PREDICTION in kept:
-            kept = {key: value for key, value in kept.items() if key != ANNOTATION_PREDICTION}
-        if self.metadata.labels or kept is not self.metadata.annotations:
-            meta = msgspec.structs.replace(self.metadata, labels={}, annotations=kept)
-            msgspec.structs.force_setattr(self, "metadata", meta)
+        """Delete what no decision needs, and share what pods have in common: there are thousands of bound pods."""
+        if self.metadata.labels:
+            msgspec.structs.force_setattr(self, "metadata", msgspec.structs.replace(self.metadata, labels={}))
         _keep_once(self.metadata, "namespace")
         _keep_once(self.status, "phase")
         _keep_once(self.spec, "node_name", "scheduler_name")
@@ -165,13 +166,14 @@ class Informers:
         self._pods = Reflector(api, PODS, WatchedPod, selector=ours, clock=clock, on_change=self._pod_changed)
         self._jobs_by_uid: dict[JobUid, JobRow] = {}
         self._pods_by_uid: dict[PodUid, Pod] = {}
-        self._succeeded: dict[JobUid, dict[PodUid, int]] = {}
+        self._pods_by_job: dict[JobUid, dict[PodUid, Pod]] = {}
         self._stirred: dict[str, asyncio.Event] = {}
         self._deleted: dict[str, None] = {}
         self._odd: set[str] = set()
         self._log = structlog.get_logger()
         self._on_node: list[Callable[[GpuNode | None, GpuNode | None], None]] = []
         self._on_pod: list[Callable[[Pod | None, Pod | None], None]] = []
+        self._on_job: list[Callable[[JobRow | None, JobRow | None], None]] = []
 
     def job(self, uid: JobUid) -> JobRow | None:
         """Return the job with that UID, if it was seen."""
@@ -181,16 +183,9 @@ class Informers:
         """Return the pod with that UID, if it was seen and exists still."""
         return self._pods_by_uid.get(uid)
 
-    def succeeded(self, job_uid: JobUid, pod_uid: PodUid) -> int:
-        """How many pods of a job have done their work in the attempt that one of them is of; none where it is not seen.
-
-        Those of the attempt before are there still, and their work has to be done again.
-        """
-        attempts = self._succeeded.get(job_uid)
-        if attempts is None or (pod := self._pods_by_uid.get(pod_uid)) is None:
-            return 0
-        named = parse_worker_name(pod.metadata.name)
-        return 0 if named is None else sum(attempt == named.attempt for attempt in attempts.values())
+    def pods_of(self, job_uid: JobUid) -> Collection[Pod]:
+        """Return the pods that name a job as their controller."""
+        return self._pods_by_job.get(job_uid, {}).values()
 
     def pods(self) -> Iterable[Pod]:
         """Return every pod of our scheduler."""
@@ -203,6 +198,10 @@ class Informers:
     def on_pod(self, callback: Callable[[Pod | None, Pod | None], None]) -> None:
         """Call back with old and new for every change of a pod."""
         self._on_pod.append(callback)
+
+    def on_job(self, callback: Callable[[JobRow | None, JobRow | None], None]) -> None:
+        """Call back with old and new for every change of a job."""
+        self._on_job.append(callback)
 
     def take(self, node: GpuNode) -> None:
         """Take in a GpuNode that an answer brought, before the watch does; not one whose end the watch has told."""
@@ -295,25 +294,28 @@ class Informers:
             self._jobs_by_uid.pop(JobUid(old.metadata.uid), None)
         if new is not None:
             self._jobs_by_uid[JobUid(new.metadata.uid)] = new
+        for callback in self._on_job:
+            callback(old, new)
 
     def _pod_changed(self, old: Pod | None, new: Pod | None) -> None:
         if old is not None:
             self._pods_by_uid.pop(PodUid(old.metadata.uid), None)
-            self._note_success(old, has_succeeded=False)
+            self._index(old, None)
         if new is not None:
             self._pods_by_uid[PodUid(new.metadata.uid)] = new
-            self._note_success(new, has_succeeded=new.status.phase == "Succeeded")
+            self._index(new, new)
         for callback in self._on_pod:
             callback(old, new)
 
-    def _note_success(self, pod: Pod, *, has_succeeded: bool) -> None:
-        owner, named = job_owner_reference(pod.metadata), parse_worker_name(pod.metadata.name)
-        if owner is None or named is None:
+    def _index(self, pod: Pod, now: Pod | None) -> None:
+        """Keep the pods of each job."""
+        owner = job_owner_reference(pod.metadata)
+        if owner is None:
             return
         job, uid = JobUid(owner.uid), PodUid(pod.metadata.uid)
-        if has_succeeded:
-            self._succeeded.setdefault(job, {})[uid] = named.attempt
-        elif (known := self._succeeded.get(job)) is not None:
+        if now is not None:
+            self._pods_by_job.setdefault(job, {})[uid] = now
+        elif (known := self._pods_by_job.get(job)) is not None:
             known.pop(uid, None)
             if not known:
-                del self._succeeded[job]
+                del self._pods_by_job[job]

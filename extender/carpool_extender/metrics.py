@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from carpool_core.clock import Clock
 from carpool_core.metrics import build_info
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -41,16 +41,21 @@ class ExtenderMetrics:
             buckets=_FAST,
             registry=registry,
         )
-        self._kept = Counter(
-            "carpool_extender_kept_total",
-            "Times that GPUs were kept for a waiting job whose turn it was, by what became of it: taken by its pods; "
-            "passed to others, because these did not come for it in time; overtaken by who comes before them; refused "
-            "when they came; or gone with them.",
+        self.admissions = Counter(
+            "carpool_extender_admissions_total",
+            "Jobs that the queue admitted, and jobs that returned to it because their pods were not reserved in time.",
             ["outcome"],
             registry=registry,
         )
-        for outcome in ("taken", "passed", "overtaken", "refused", "gone"):
-            self._kept.labels(outcome)
+        for outcome in ("admitted", "returned"):
+            self.admissions.labels(outcome)
+        self.pending_jobs = Gauge("carpool_extender_pending_jobs", "Jobs that wait in the queue.", registry=registry)
+        self._passes = Histogram(
+            "carpool_extender_admission_pass_seconds",
+            "Time of one pass over the pending jobs.",
+            buckets=_FAST,
+            registry=registry,
+        )
         self._waited: WeakKeyDictionary[asyncio.Task[Any], float] = WeakKeyDictionary()
         build_info(registry, "extender", version("carpool"))
 
@@ -71,9 +76,9 @@ class ExtenderMetrics:
         task = asyncio.current_task()
         return 0.0 if task is None else self._waited.pop(task, 0.0)
 
-    def no_more_kept(self, outcome: str) -> None:
-        """Count GPUs that were kept: taken, passed, overtaken, refused or gone."""
-        self._kept.labels(outcome).inc()
+    def admission_pass(self) -> AbstractContextManager[None]:
+        """Measure a pass over the pending jobs."""
+        return self._measured(self._passes.observe)
 
     def step(self, name: str) -> AbstractContextManager[None]:
         """Measure a step of a bind."""

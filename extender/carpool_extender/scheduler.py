@@ -1,4 +1,13 @@
-"""The four verbs of the extender, between the wire and the decisions."""
+"""The scheduler's main path.
+
+1. Admit: the queue admits jobs and removes their scheduling gates (`queue.admission`).
+2. Filter: return the best feasible nodes, the claim's own node first.
+3. Score: rank them by the site's policy.
+4. Reserve: decide on the GPUs of that node and write the reservation (`reservations.binder`).
+5. Bind: wait until the node agent has prepared them, then write the Binding.
+
+kube-scheduler calls steps 2 to 5 for admitted pods only. Filter, score and preempt only read.
+"""
 
 import msgspec
 from carpool_core.kube.errors import KubeError
@@ -6,8 +15,6 @@ from carpool_core.kube.pods import Pod
 from carpool_core.values import PodUid
 
 from carpool_extender.cache import ledger
-from carpool_extender.cache.pod_request import PodRequest
-from carpool_extender.connections import Connections
 from carpool_extender.extender_api import (
     BindingArgs,
     BindingResult,
@@ -19,15 +26,13 @@ from carpool_extender.extender_api import (
 )
 from carpool_extender.framework.diagnosis import PREFIX
 from carpool_extender.framework.evaluation_cache import EvaluationCache
-from carpool_extender.framework.gang import Gangs
 from carpool_extender.framework.scores import MAX_SCORE
-from carpool_extender.framework.selection import filter_nodes, score_nodes
+from carpool_extender.framework.selection import FEW, filter_nodes, score_nodes
 from carpool_extender.informers import Informers
-from carpool_extender.metrics import ExtenderMetrics
-from carpool_extender.queue.nominator import Keeper
+from carpool_extender.queue.admission import AdmissionController
+from carpool_extender.queue.scheduling_queue import Claim
 from carpool_extender.reservations.binder import Binder
-from carpool_extender.terminating_pods import TerminatingPods
-from carpool_extender.workloads import NotOurs, NotYet, Workloads, too_many
+from carpool_extender.workloads import NotOurs, Workloads, too_many
 
 
 class BadRequest(Exception):  # noqa: N818  # an answer about the request
@@ -35,87 +40,75 @@ class BadRequest(Exception):  # noqa: N818  # an answer about the request
 
 
 class Service:
-    """Answers kube-scheduler. Filter, prioritize and preempt only read."""
+    """Answers kube-scheduler.
+
+    Args:
+        informers: Pods, jobs and GpuNodes as last seen.
+        workloads: Requests of pods.
+        admission: Claims of admitted pods.
+        binder: Reserves and binds.
+        evaluation_cache: Evaluations on the cluster cache.
+        candidates: Nodes that filter returns at most.
+    """
 
     def __init__(
         self,
         informers: Informers,
         workloads: Workloads,
+        admission: AdmissionController,
         binder: Binder,
         *,
         evaluation_cache: EvaluationCache,
-        gangs: Gangs,
-        keeper: Keeper,
-        connections: Connections,
-        terminating_pods: TerminatingPods,
-        telemetry: ExtenderMetrics,
         candidates: int,
     ) -> None:
-        self._informers, self._workloads, self._binder = informers, workloads, binder
-        self._evaluation_cache, self._gangs, self._candidates = evaluation_cache, gangs, candidates
-        self._keeper, self._connections, self._terminating_pods = keeper, connections, terminating_pods
-        self._telemetry = telemetry
+        self._informers, self._workloads, self._admission, self._binder = informers, workloads, admission, binder
+        self._evaluation_cache, self._candidates = evaluation_cache, candidates
 
     async def filter(self, args: ExtenderArgs) -> FilterResult:
-        """Name the best nodes that have room for a pod. A pod that has a reservation fits only where that is."""
+        """Return the best nodes for an admitted pod; a pod with a reservation fits on that node only."""
         names = _offered(args)
+        # 1. Look up the request.
         try:
             pod_request = await self._workloads.of(args.pod)
         except NotOurs as refusal:
             return FilterResult(failed_and_unresolvable_nodes=dict.fromkeys(names, str(refusal)))
-        except NotYet as error:
-            return FilterResult(error=str(error))  # kube-scheduler tries again within seconds
         except KubeError as error:
             return FilterResult(error=f"the job of pod {args.pod.metadata.name} could not be read: {error}")
-        if (kept := self._kept_on(args.pod)) is not None:
-            node, why = kept
-            told = dict.fromkeys((name for name in names if name != node), why)
-            return FilterResult(node_names=[node] if node in names else [], failed_nodes=told)
-        answer = self._served(pod_request, args.pod, names)
-        if answer.node_names or not (ended := self._terminating_pods.promising(pod_request, answer.failed_nodes)):
-            return answer
-        with self._telemetry.kept_back(), self._keeper.held_up():
-            await self._terminating_pods.over(ended)
-        return self._served(pod_request, args.pod, names)
-
-    def _served(self, pod_request: PodRequest, pod: Pod, names: list[str]) -> FilterResult:
-        """Find room for a pod, unless that goes to others before it."""
-        self._keeper.asked(pod, pod_request)
-        answer = self._found(pod_request, pod, names)
-        if answer.node_names and self._keeper.first(pod, pod_request, answer.node_names[0]):
-            answer = self._found(pod_request, pod, names)  # in what is left
-        refused = answer.failed_nodes or answer.failed_and_unresolvable_nodes or {}
-        why = self._keeper.answered(pod, pod_request, names, answer.node_names or [], next(iter(refused.values()), ""))
-        if answer.node_names:
-            return answer
-        both = (answer.failed_nodes, answer.failed_and_unresolvable_nodes)
-        hopeful, hopeless = (None if of is None else dict.fromkeys(of, why) for of in both)
-        return FilterResult(node_names=[], failed_nodes=hopeful, failed_and_unresolvable_nodes=hopeless)
-
-    def _found(self, pod_request: PodRequest, pod: Pod, names: list[str]) -> FilterResult:
-        uid = PodUid(pod.metadata.uid)
-        crowd = self._keeper.holders(pod_request.demand.job_uid)
+        # 2. Return the node of a reservation.
+        if (reserved := self._reserved_on(args.pod)) is not None:
+            node, why = reserved
+            others = dict.fromkeys((name for name in names if name != node), why)
+            return FilterResult(node_names=[node] if node in names else [], failed_nodes=others)
+        # 3. Return the node of the claim.
+        uid = PodUid(args.pod.metadata.uid)
+        crowd = self._informers.cluster.pods_of_job(pod_request.demand.job_uid)
         if (crowded := too_many(pod_request, uid, crowd)) is not None:
             return FilterResult(failed_nodes=dict.fromkeys(names, crowded))
-        waits = None if self._keeper.has_begun(pod_request) else self._gangs.refusal(pod_request, uid, names)
-        if waits is not None:
-            return FilterResult(failed_nodes=dict.fromkeys(names, waits))
+        claim = self._admission.claim_of(uid)
+        claimed = [] if claim is None or claim.node not in names or not self._is_available(claim) else [claim.node]
+        if len(claimed) == self._candidates and len(names) > FEW:
+            return FilterResult(node_names=claimed)
+        # 4. Return the best other nodes.
         found = filter_nodes(self._evaluation_cache.of(pod_request), names, self._candidates)
+        others_first = [name for name in found.fits if name not in claimed]
         return FilterResult(
-            node_names=found.fits, failed_nodes=found.refused, failed_and_unresolvable_nodes=found.unsuitable
+            node_names=[*claimed, *others_first][: self._candidates],
+            failed_nodes={name: why for name, why in found.refused.items() if name not in claimed},
+            failed_and_unresolvable_nodes={name: why for name, why in found.unsuitable.items() if name not in claimed},
         )
 
     async def prioritize(self, args: ExtenderArgs) -> list[HostPriority]:
-        """Score nodes from 0 to 10. What could not be looked up scores 0 everywhere; bind decides again."""
-        names, kept = _offered(args), self._kept_on(args.pod)
+        """Score nodes from 0 to 10. A pod whose job could not be read scores 0 everywhere; bind decides again."""
+        names, reserved = _offered(args), self._reserved_on(args.pod)
         try:
             pod_request = await self._workloads.of(args.pod)
-        except (NotOurs, NotYet, KubeError):
+        except (NotOurs, KubeError):
             return [HostPriority(host=name, score=0) for name in names]
-        if kept is not None:
-            return [HostPriority(host=name, score=MAX_SCORE if name == kept[0] else 0) for name in names]
-        with self._keeper.comparing(PodUid(args.pod.metadata.uid), pod_request):
-            found = score_nodes(self._evaluation_cache.of(pod_request), names)
+        claim = self._admission.claim_of(PodUid(args.pod.metadata.uid))
+        own = reserved[0] if reserved is not None else None if claim is None else claim.node
+        if own in names and (reserved is not None or (claim is not None and self._is_available(claim))):
+            return [HostPriority(host=name, score=MAX_SCORE if name == own else 0) for name in names]
+        found = score_nodes(self._evaluation_cache.of(pod_request), names)
         return [HostPriority(host=name, score=score) for name, score in zip(names, found.tolist(), strict=True)]
 
     async def bind(self, args: BindingArgs) -> BindingResult:
@@ -123,18 +116,22 @@ class Service:
         for field, value in msgspec.structs.asdict(args).items():
             if not value:
                 raise BadRequest(f"expected {field} of the pod to bind, found an empty string")
-        self._connections.taken()
-        error = await self._binder.bind(args)
-        if not error:  # bad news do not wait
-            await self._connections.free()
-        return BindingResult(error=error)
+        return BindingResult(error=await self._binder.bind(args))
 
     async def preempt(self, args: PreemptionArgs) -> PreemptionResult:
-        """Say that evicting pods would not help: this version never makes room by eviction."""
+        """Return no victims: this version never evicts pods."""
         return PreemptionResult(node_name_to_meta_victims={})
 
-    def _kept_on(self, pod: Pod) -> tuple[str, str] | None:
-        """Node to which a pod is being bound, or has a reservation that an earlier bind left; and why no other."""
+    def _is_available(self, claim: Claim) -> bool:
+        """Whether the GPUs of a claim exist and are healthy; they may have failed since admission."""
+        snapshot = self._informers.cluster.snapshot()
+        columns, wanted = snapshot.gpus, set(claim.reservation.gpu_uuids)
+        rows = (columns.alive & (columns.node == snapshot.node_ids.get(claim.node, -1))).nonzero()[0].tolist()
+        found = [row for row in rows if columns.uuid[row] in wanted]
+        return len(found) == len(wanted) and not columns.unavailable[found].any()
+
+    def _reserved_on(self, pod: Pod) -> tuple[str, str] | None:
+        """Return the node on which a pod has a reservation or is being bound, and why it fits on no other."""
         uid = PodUid(pod.metadata.uid)
         if (bound := self._binder.node_of(uid)) is not None:
             return bound, f"{PREFIX}this pod is being bound to node {bound} at present"
@@ -148,7 +145,7 @@ class Service:
 
 
 def _offered(args: ExtenderArgs) -> list[str]:
-    """Names of the nodes that kube-scheduler offers; BadRequest where it sends whole nodes."""
+    """Return the names of the offered nodes; BadRequest if kube-scheduler sends whole nodes."""
     if args.node_names is None:
         raise BadRequest(
             "expected NodeNames, found null or nothing; set nodeCacheCapable: true for this extender in the "

@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from carpool_core.durations import ASSUMED_DURATION_S
 from carpool_core.settings import (
     KubeSettings,
     LogSettings,
     SettingsError,
     metrics_port,
-    prediction_key,
     setting,
     slots_per_gpu,
 )
@@ -107,60 +108,70 @@ class ConditionSettings:
         )
 
 
-@dataclass(frozen=True)
-class DecisionSettings:
-    """What decides where a job runs and when; `carpool explain` and `what-if` take the same settings."""
+_ORDERS = (
+    "Which of the jobs that wait is served first. Arrival: whoever came first. Alternate: the same, but of those that "
+    "came within the same ten minutes the longest and the shortest take turns. LongestFirst: whoever takes longest, "
+    "whenever it came. Lengths are the steps that jobs say, by the predicted time of a step; an hour where nobody said "
+    "how many. Pods of a higher priority always come first."
+)
 
-    policy: str = setting(
+
+def _policy() -> Any:
+    return setting(
         "least-slowdown",
         flag="--policy",
         env="CARPOOL_POLICY",
-        help=f"Policy that chooses among the places that fit: {', '.join(POLICIES)}.",
+        help=f"Which of the places that fit is taken: {', '.join(POLICIES)}.",
     )
-    job_policies: bool = setting(
+
+
+def _job_policies() -> Any:
+    return setting(
         False,
         flag="--job-policies",
         env="CARPOOL_JOB_POLICIES",
         help="Whether a job may choose another policy for itself, by its annotation carpool.dev/policy.",
     )
-    count_peaks: bool = setting(
+
+
+def _count_peaks() -> Any:
+    return setting(
         True,
         flag="--count-peaks",
         env="CARPOOL_COUNT_PEAKS",
-        help="Whether a job that never ran counts with its measured memory peak and a margin once the peak is stable: "
-        "50% more after 90 seconds, 10% more after ten minutes. It then replaces the whole GPU of an unmeasured job, "
-        "and the larger bound of a first run. Otherwise both stay until the job ends.",
-    )
-    slots_per_gpu: int = slots_per_gpu()
-    queue_order: QueueOrder = setting(
-        QueueOrder.ALTERNATE,
-        flag="--queue-order",
-        env="CARPOOL_QUEUE_ORDER",
-        help="Order of waiting jobs of the same priority. Arrival: by time. Alternate: by time, but of the jobs of the "
-        "same ten minutes the longest and the shortest alternate. LongestFirst: by length. A length is the number of "
-        "steps in the spec times the predicted time of a step; one hour if the spec has no steps.",
+        help="Whether a job that never ran counts with the peak that it is measured to take, and a margin, once that "
+        "has stood still (for 90 seconds: half as much again; for ten minutes: a tenth), so that others may join it: "
+        "in place of the whole GPU of a job of which nothing was measured, and of the larger bound of a first run. "
+        "Otherwise both stay until it ends.",
     )
 
 
 @dataclass(frozen=True)
-class AskSettings(DecisionSettings):
-    """Settings of `carpool explain` and `what-if`; the installation's own settings apply where one is left out."""
+class AskSettings:
+    """What decides, for whoever wants to know what the extender would decide: where left out, what the site says."""
 
     site: str = setting(
         "carpool-system/carpool",
         flag="--site",
         env="CARPOOL_SITE",
-        help="Installation whose settings apply where no flag or variable is given, as NAMESPACE/NAME: they are read "
-        "from the ConfigMap that the chart writes, if the caller may read it; not read if empty.",
+        help="Installation whose settings hold where no flag or variable says otherwise, as NAMESPACE/NAME: they are "
+        "read from its Deployments NAME-scheduler and NAME-operator, by those who may; not asked where empty.",
         allow_empty=True,
+    )
+    policy: str = _policy()
+    job_policies: bool = _job_policies()
+    count_peaks: bool = _count_peaks()
+    slots_per_gpu: int = slots_per_gpu()
+    queue_order: QueueOrder = setting(
+        QueueOrder.ALTERNATE, flag="--queue-order", env="CARPOOL_QUEUE_ORDER", help=_ORDERS
     )
     conditions: ConditionSettings = field(default_factory=ConditionSettings)
     calibration: str = setting(
         "carpool-system/carpool-calibration",
         flag="--calibration",
         env="CARPOOL_CALIBRATION",
-        help="ConfigMap, as NAMESPACE/NAME, with the operator's calibration, by which what-if predicts; the shipped "
-        "values if it is empty or may not be read.",
+        help="ConfigMap, as NAMESPACE/NAME, in which the operator keeps what it learned, for what-if to predict with; "
+        "as shipped where empty, or where it may not be read.",
         allow_empty=True,
     )
     share_unmeasured: bool = setting(
@@ -173,14 +184,14 @@ class AskSettings(DecisionSettings):
 
 
 @dataclass(frozen=True)
-class ExtenderSettings(DecisionSettings):
-    """Settings of `carpool extender`."""
+class ExtenderSettings:
+    """Everything that can be set."""
 
     host: str = setting(
         "127.0.0.1",
         flag="--host",
         env="CARPOOL_EXTENDER_HOST",
-        help="Address to listen on; kube-scheduler runs in the same pod.",
+        help="Address to listen on; kube-scheduler stands beside.",
     )
     port: int = setting(
         8888,
@@ -190,14 +201,21 @@ class ExtenderSettings(DecisionSettings):
         maximum=65535,
         help="TCP port of the verbs; 0 takes a free one.",
     )
+    policy: str = _policy()
+    job_policies: bool = _job_policies()
+    count_peaks: bool = _count_peaks()
+    slots_per_gpu: int = slots_per_gpu()
+    queue_order: QueueOrder = setting(
+        QueueOrder.ALTERNATE, flag="--queue-order", env="CARPOOL_QUEUE_ORDER", help=_ORDERS
+    )
     candidates: int = setting(
         1,
         flag="--candidates",
         env="CARPOOL_CANDIDATES",
         minimum=1,
-        help="Maximum number of nodes that filter returns, the best first. 1 suits the chart's weight of the extender, "
-        "with which kube-scheduler takes the best one anyway. A larger number with a smaller weight lets "
-        "kube-scheduler's own preferences count, too.",
+        help="Nodes that filter names at most, the best first: one where kube-scheduler takes the best anyway, as with "
+        "the weight that the chart gives the extender; more where that is small, and the scheduler's own preferences "
+        "shall count, too.",
     )
     bind_timeout_seconds: float = setting(
         20.0,
@@ -207,7 +225,36 @@ class ExtenderSettings(DecisionSettings):
         maximum=3600,
         help="Seconds that a node's agent has to prepare a reservation; keep the extender's httpTimeout above it.",
     )
-    prediction_key: Path | None = prediction_key()
+    default_duration_seconds: float = setting(
+        ASSUMED_DURATION_S,
+        flag="--default-duration-seconds",
+        env="CARPOOL_DEFAULT_DURATION_SECONDS",
+        minimum=1,
+        help="Length in seconds that the queue assumes of a job whose spec says no steps.",
+    )
+    admission_timeout_seconds: float = setting(
+        30.0,
+        flag="--admission-timeout-seconds",
+        env="CARPOOL_ADMISSION_TIMEOUT_SECONDS",
+        minimum=1,
+        maximum=3600,
+        help="Seconds after which an admitted job that got no node goes back to the queue and backs off.",
+    )
+    scheduler_lease: str = setting(
+        "",
+        flag="--scheduler-lease",
+        env="CARPOOL_SCHEDULER_LEASE",
+        help="Lease of the kube-scheduler beside this extender, as NAMESPACE/NAME: the extender admits jobs while that "
+        "scheduler leads. If empty, it always does; there may be one extender only then.",
+        allow_empty=True,
+    )
+    scheduler_host: str = setting(
+        "",
+        flag="--scheduler-host",
+        env="CARPOOL_SCHEDULER_HOST",
+        help="Host name that the kube-scheduler beside this extender writes into its Lease; this host's if empty.",
+        allow_empty=True,
+    )
     metrics_port: int = metrics_port(9400)
     conditions: ConditionSettings = field(default_factory=ConditionSettings)
     tls: TlsSettings = field(default_factory=TlsSettings)

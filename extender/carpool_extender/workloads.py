@@ -1,14 +1,11 @@
-"""From a pod to what it demands: only by way of the job that controls it, whose status no user can write.
-
-What the job was predicted to need may come with the pod before the status tells it, sealed by the operator.
-"""
+"""From a pod to its request, through the job that controls it, whose status no user can write."""
 
 from dataclasses import dataclass
 from typing import cast
 
-import msgspec
+from cachetools import LRUCache
 from carpool_core.demand import Demand, demand_of
-from carpool_core.keys import ANNOTATION_PREDICTION, DOMAIN, RESOURCE_GPU
+from carpool_core.keys import DOMAIN, RESOURCE_GPU
 from carpool_core.kube.api import GPU_TRAINING_JOBS, KubeApi
 from carpool_core.kube.errors import Invalid, NotFound
 from carpool_core.kube.pods import (
@@ -21,8 +18,6 @@ from carpool_core.kube.pods import (
     parse_worker_name,
 )
 from carpool_core.resources.job import GpuTrainingJob
-from carpool_core.resources.prediction import Prediction
-from carpool_core.sealing import Sealer
 from carpool_core.values import JobUid, PodUid
 
 from carpool_extender.cache.pod_request import PodRequest
@@ -32,15 +27,11 @@ from carpool_extender.informers import Informers, JobRow
 ANNOTATION_POLICY = f"{DOMAIN}/policy"
 """On a job: the policy by which its place is chosen, where the site allows jobs to choose."""
 REMEMBERED = 4096
-"""Demands that are remembered, with what was worked out for each class of devices."""
+"""Requests in the cache, with the facts about each class of devices."""
 
 
 class NotOurs(Exception):  # noqa: N818  # an answer about the pod, not a failure of ours
     """A pod that no GpuTrainingJob stands behind; `str()` says what was expected, what was found, what to do."""
-
-
-class NotYet(Exception):  # noqa: N818  # an answer about the pod, not a failure of ours
-    """A pod of whose job nothing is known yet, but will be in a moment; `str()` says what is waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,32 +48,29 @@ AS_SHIPPED = JobOptions()
 
 
 class Workloads:
-    """Looks up the job behind each pod.
+    """Looks up the job of each pod.
 
     Args:
         api: The Kubernetes API.
-        informers: What is known of the cluster.
-        choices: What jobs may.
-        sealer: Opens predictions on pods; None where nothing on a pod is believed.
+        informers: Jobs as last seen.
+        choices: What the site allows jobs.
     """
 
-    def __init__(self, api: KubeApi, informers: Informers, choices: JobOptions, sealer: Sealer | None = None) -> None:
-        self._api, self._informers, self._choices, self._sealer = api, informers, choices, sealer
-        self._known: dict[JobUid, tuple[str, PodRequest]] = {}
-        self._opened: dict[JobUid, tuple[str, str, Prediction]] = {}
+    def __init__(self, api: KubeApi, informers: Informers, choices: JobOptions) -> None:
+        self._api, self._informers, self._choices = api, informers, choices
+        self._known: LRUCache[JobUid, tuple[str, PodRequest]] = LRUCache(REMEMBERED)
 
     async def of(self, pod: Pod) -> PodRequest:
-        """Return what a pod demands.
+        """Return the request of a pod.
 
         Raises:
             NotOurs: No job controls it, or it does not ask for what its job says.
-            NotYet: Nobody has told what the job was predicted to need, but it is being told.
             KubeError: The job had to be read, and could not be.
         """
         owner = controller_of(pod)
         job = await self._job(pod, owner)
         _check_name(pod, job)
-        pod_request = self._applicant(job, container_uid(pod.spec))
+        pod_request = self._request(job, container_uid(pod.spec))
         asked, expected = gpus_asked(pod), pod_request.demand.gpus
         if asked != expected:
             raise NotOurs(
@@ -92,8 +80,8 @@ class Workloads:
         return pod_request
 
     async def _job(self, pod: Pod, owner: OwnerReference) -> JobRow:
-        """Read the job once more where the watch may be behind: not seen yet, or seen before its prediction."""
-        job = self._foretold(self._informers.job(JobUid(owner.uid)), pod)
+        """Read the job again if the watch may be behind: it was not seen yet, or without its prediction."""
+        job = self._informers.job(JobUid(owner.uid))
         if job is None or job.status.prediction is None:
             try:
                 job = await self._api.get(GPU_TRAINING_JOBS, owner.name, JobRow, namespace=pod.metadata.namespace)
@@ -103,36 +91,11 @@ class Workloads:
                 raise NotOurs(f"NotAJob: the job that pod {_name(pod)} names cannot be read: {error}") from error
             if not is_training_job(job.api_version, job.kind):
                 raise _no_such_job(pod, owner)
-            job = self._foretold(job, pod) or job
         if job.metadata.uid != owner.uid or job.metadata.namespace != pod.metadata.namespace:
             raise _no_such_job(pod, owner)
-        if job.status.prediction is None and ANNOTATION_PREDICTION in pod.metadata.annotations:
-            raise NotYet(
-                f"NotPredicted: the status of job {job.metadata.name} tells no prediction yet, and what pod "
-                f"{_name(pod)} carries is not of generation {job.metadata.generation} of the job, or not sealed with "
-                "this extender's CARPOOL_PREDICTION_KEY; tried again within seconds, by which the operator tells it"
-            )
         return job
 
-    def _foretold(self, job: JobRow | None, pod: Pod) -> JobRow | None:
-        """Return a job with the prediction that its pod carries, where the status tells none."""
-        value = pod.metadata.annotations.get(ANNOTATION_PREDICTION)
-        if self._sealer is None or value is None or job is None or job.status.prediction is not None:
-            return job
-        uid, version = JobUid(job.metadata.uid), job.metadata.resource_version
-        known = self._opened.get(uid)
-        if known is not None and known[:2] == (version, value):
-            found: Prediction | None = known[2]
-        else:
-            found = self._sealer.open(value, uid, job.metadata.generation)
-        if found is None:
-            return job
-        self._opened[uid] = (version, value, found)
-        while len(self._opened) > REMEMBERED:
-            self._opened.pop(next(iter(self._opened)))
-        return msgspec.structs.replace(job, status=msgspec.structs.replace(job.status, prediction=found))
-
-    def _applicant(self, job: JobRow, user: int | None) -> PodRequest:
+    def _request(self, job: JobRow, user: int | None) -> PodRequest:
         uid, version = JobUid(job.metadata.uid), job.metadata.resource_version
         known = self._known.get(uid)
         is_known = known is not None and known[0] == version and version and known[1].user == user
@@ -142,8 +105,6 @@ class Workloads:
         if known is not None and known[1].is_as(pod_request):
             pod_request = known[1]
         self._known[uid] = (version, pod_request)
-        while len(self._known) > REMEMBERED:
-            self._known.pop(next(iter(self._known)))
         return pod_request
 
 

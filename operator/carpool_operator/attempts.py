@@ -62,6 +62,12 @@ def with_pods(attempt: Attempt, pods: Iterable[Pod]) -> Attempt:
     return msgspec.structs.replace(attempt, outcome=RUNNING, pod_uids=uids)
 
 
+def creating_again(attempt: Attempt, pods: Iterable[Pod]) -> Attempt:
+    """Put an attempt back to Creating: pods that were never bound are gone and are created again."""
+    uids = sorted(PodUid(pod.metadata.uid) for pod in pods)
+    return msgspec.structs.replace(attempt, outcome=CREATING, pod_uids=uids)
+
+
 def with_peak(attempt: Attempt, peak_mib: int) -> Attempt:
     """Record the largest memory that was measured in an attempt, in MiB; it never falls."""
     return msgspec.structs.replace(attempt, peak_memory_mib=max(attempt.peak_memory_mib, peak_mib))

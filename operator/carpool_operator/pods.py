@@ -197,6 +197,8 @@ def build_pod(job: GpuTrainingJob, worker: int, attempt: int) -> dict[str, Any]:
     if not spec.get("priorityClassName"):
         spec.pop("priorityClassName", None)  # an empty name means the cluster's default, as if it were absent
     spec.update(schedulerName=keys.SCHEDULER_NAME, restartPolicy="Never", tolerations=tolerations)
+    # The queue of the scheduler removes this gate; others, such as Kueue's, are removed by their owners.
+    spec["schedulingGates"] = [*(spec.get("schedulingGates") or []), {"name": keys.GATE_ADMISSION}]
     labels = {
         "app.kubernetes.io/managed-by": "carpool",
         **(metadata.get("labels") or {}),
@@ -296,6 +298,9 @@ def _set_rendezvous(spec: dict[str, Any], job: GpuTrainingJob, worker: int) -> N
 _MAY_GROW = frozenset({"volumes", "volumeMounts", "tolerations", "imagePullSecrets"})
 """Lists to which the API server's built-in admission adds items."""
 
+_REMOVED_LATER = frozenset({"schedulingGates"})
+"""Fields that others remove from a pod."""
+
 _DECISIVE = frozenset(
     {"command", "args", "env", "envFrom", "lifecycle", "initContainers", "hostNetwork", "hostPID", "hostIPC"}
 )
@@ -325,7 +330,8 @@ def _contains(found: Any, wanted: Any, key: str) -> bool:
 
 def _contains_fields(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
     is_altered = any(found.get(name) for name in _DECISIVE if not wanted.get(name))
-    return not is_altered and all(_contains(found.get(name), value, name) for name, value in wanted.items())
+    fields = ((name, value) for name, value in wanted.items() if name not in _REMOVED_LATER)
+    return not is_altered and all(_contains(found.get(name), value, name) for name, value in fields)
 
 
 def _contains_items(found: Sequence[Any], wanted: Sequence[Any], key: str) -> bool:

@@ -289,6 +289,11 @@ def _follow(draft: Draft, attempt: Attempt, pods: list[Pod], demand: Demand) -> 
         return
     present = {worker_of(pod) for pod in pods}
     missing = [worker for worker in range(draft.job.spec.workers) if worker not in present]
+    placed_before = {place.worker for place in draft.job.status.placement}
+    has_started = any(pod.has_started for pod in pods)
+    if attempt.outcome == attempts.RUNNING and missing and not has_started and not placed_before.intersection(missing):
+        # The scheduler deletes an admitted pod that got no node in time: its gate cannot be added again.
+        attempt = attempts.creating_again(attempt, pods)
     if missing and attempt.outcome != attempts.CREATING:
         name = pod_name(draft.job.metadata.name, missing[0], attempt.number)
         _end_attempt(draft, attempt, outcomes.pod_deleted(name))

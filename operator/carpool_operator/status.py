@@ -152,6 +152,8 @@ class Draft:
 
 _FIGURES = re.compile(r"[0-9]+(\.[0-9]+)?([numkKMGTPE]i?)?\b")
 _NO_GPU_FITS = "NoGpuFits"
+QUEUED = "Queued"
+"""Reason of Placed: the scheduler's queue has not looked at the job yet."""
 _EVENT_REASONS = (_NO_GPU_FITS, "Unschedulable")
 
 RESERVATION_TIMEOUT_S = 60.0
@@ -194,6 +196,11 @@ def _why_unplaced(draft: Draft, pod: Pod) -> tuple[str, str] | None:
         else:
             message = f"pod {pod.metadata.name} is bound {lacks} (yet); without one the node does not start it"
         return outcomes.NO_RESERVATION, message
+    if pod.is_gated:
+        waits = next((c for c in pod.status.conditions if c.type == keys.CONDITION_ADMITTED), None)
+        if waits is None:
+            return QUEUED, f"pod {pod.metadata.name} waits in the queue of {keys.SCHEDULER_NAME}"
+        return unschedulable(waits.message) if waits.reason == "Unschedulable" else (waits.reason, waits.message)
     scheduled = next((c for c in pod.status.conditions if c.type == "PodScheduled"), None)
     if scheduled is None or scheduled.status != "False":
         return "Scheduling", f"pod {pod.metadata.name} waits for {keys.SCHEDULER_NAME}"
@@ -220,7 +227,8 @@ def report_placed(draft: Draft, demand: Demand, pods: Sequence[Pod]) -> None:
     known = conditions.find(draft.status, keys.CONDITION_PLACED)
     if len(pods) < workers and known is not None and known.reason in keys.REASONS_PODS_REFUSED:
         return  # the refusal stays until every pod exists, so that the condition does not alternate
-    reason, message = waiting[0] if waiting else ("CreatingPods", f"{len(pods)} of {workers} pods exist")
+    explained = [why for why in waiting if why[0] != QUEUED]  # the queue explains a job on one of its pods
+    reason, message = next(iter([*explained, *waiting]), ("CreatingPods", f"{len(pods)} of {workers} pods exist"))
     message = f"{placed} of {workers} workers placed; {message}" if workers > 1 else message
     if reason in _EVENT_REASONS and (known is None or known.reason != reason):
         draft.event("Warning", reason, message)

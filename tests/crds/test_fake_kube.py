@@ -10,7 +10,9 @@ from carpool_core.kube.events import EventRecorder
 from carpool_core.resources.meta import ObjectMeta
 from carpool_core.resources.node import GpuNode, GpuNodeStatus
 from carpool_core.testing.clock import FakeClock
-from carpool_core.testing.kube import FakeKube, PatchError, apply, selects
+from carpool_core.testing.kube import FakeKube, PatchError, apply, merge, selects
+from hypothesis import given
+from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 
@@ -164,6 +166,37 @@ async def test_sleepers_wake_when_their_time_has_come() -> None:
     assert [task.done() for task in tasks] == [False, True, True]
     clock.advance(3)
     await asyncio.gather(*tasks)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+OBJECT = st.dictionaries(st.text(max_size=3), JSON, max_size=4)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return value
+
+
+@given(OBJECT, OBJECT)
+def test_merging_twice_is_merging_once(target: dict[str, Any], patch: dict[str, Any]) -> None:
+    once = merge(target, patch)
+    assert merge(once, patch) == once
+
+
+@given(OBJECT)
+def test_merging_into_nothing_keeps_all_but_nulls(patch: dict[str, Any]) -> None:
+    assert merge({}, patch) == _without_nulls(patch)
+
+
+@given(OBJECT)
+def test_an_empty_patch_changes_nothing(target: dict[str, Any]) -> None:
+    assert merge(target, {}) == target
+    assert apply(target, []) == target
 
 
 @pytest.mark.parametrize(

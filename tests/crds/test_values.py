@@ -235,7 +235,7 @@ def test_a_limit_below_what_is_predicted_is_named(limit: str | None, mode: str, 
     assert prediction_message(prediction, RequestedMode(mode), limit) == f"needs 4,000 MiB{warning}"
 
 
-_DURATIONS_S = st.floats(min_value=0.0, max_value=1e9)
+_LENGTHS = st.floats(min_value=0.0, max_value=1e9)
 
 
 def _exactly(value: float) -> Interval:
@@ -253,21 +253,21 @@ def _of(product: str, step_s: float) -> ProductPrediction:
     )
 
 
-_PREDICTED = Prediction(outcome="Predicted", reason="ByFeatures", products=[_of("A100", 0.1), _of("T4", 0.3)])
+_TOLD = Prediction(outcome="Predicted", reason="ByFeatures", products=[_of("A100", 0.1), _of("T4", 0.3)])
 
 
 @pytest.mark.parametrize(
     ("steps", "prediction", "product", "expected"),
     [
-        pytest.param(1000, _PREDICTED, "A100", 100.0, id="on the product that it asks for"),
-        pytest.param(1000, _PREDICTED, "", 200.0, id="the mean of those that it may run on"),
-        pytest.param(None, _PREDICTED, "", None, id="nobody said how many steps"),
+        pytest.param(1000, _TOLD, "A100", 100.0, id="on the product that it asks for"),
+        pytest.param(1000, _TOLD, "", 200.0, id="the mean of those that it may run on"),
+        pytest.param(None, _TOLD, "", None, id="nobody said how many steps"),
         pytest.param(1000, None, "", None, id="nothing predicted"),
-        pytest.param(1000, _PREDICTED, "H100", None, id="nothing predicted of what it may run on"),
+        pytest.param(1000, _TOLD, "H100", None, id="nothing predicted of what it may run on"),
         pytest.param(1000, Prediction(outcome="Abstained", reason="NoModel"), "", None, id="abstained"),
     ],
 )
-def test_duration_is_steps_times_predicted_step_time(
+def test_a_job_takes_its_steps_by_the_time_of_one(
     steps: int | None, prediction: Prediction | None, product: str, expected: float | None
 ) -> None:
     found = duration_s(steps, prediction, lambda name: product in name)
@@ -275,10 +275,10 @@ def test_duration_is_steps_times_predicted_step_time(
     assert found == (None if expected is None else pytest.approx(expected))
 
 
-def test_durations_by_product() -> None:
-    assert durations_s(1000, _PREDICTED, lambda _: True) == pytest.approx({"A100": 100.0, "T4": 300.0})
-    assert durations_s(1000, _PREDICTED, lambda name: name == "T4") == pytest.approx({"T4": 300.0})
-    assert durations_s(None, _PREDICTED, lambda _: True) == {}
+def test_a_job_takes_as_long_on_each_product_as_is_predicted_of_it() -> None:
+    assert durations_s(1000, _TOLD, lambda _: True) == pytest.approx({"A100": 100.0, "T4": 300.0})
+    assert durations_s(1000, _TOLD, lambda name: name == "T4") == pytest.approx({"T4": 300.0})
+    assert durations_s(None, _TOLD, lambda _: True) == {}
 
 
 @pytest.mark.parametrize(
@@ -294,26 +294,26 @@ def test_durations_by_product() -> None:
         (1e11, "1,157,407 d"),
     ],
 )
-def test_format_duration(seconds: float, said: str) -> None:
+def test_length_is_told_in_a_unit_that_people_use(seconds: float, said: str) -> None:
     assert format_duration(seconds) == said
 
 
-@given(_DURATIONS_S, _DURATIONS_S)
-def test_longer_jobs_have_higher_buckets(one_s: float, other_s: float) -> None:
+@given(_LENGTHS, _LENGTHS)
+def test_the_longer_a_job_the_higher_its_rung(one_s: float, other_s: float) -> None:
     low, high = sorted((one_s, other_s))
 
     assert 0 <= duration_bucket(low) <= duration_bucket(high) < DURATION_BUCKETS
 
 
 @given(st.floats(min_value=FIRST_BOUND_S, max_value=86_400.0))
-def test_jobs_of_one_bucket_differ_by_less_than_its_factor(seconds: float) -> None:
+def test_jobs_of_one_rung_differ_by_less_than_its_step(seconds: float) -> None:
     assert duration_bucket(1.001 * BUCKET_FACTOR * seconds) > duration_bucket(seconds)
     assert duration_bucket(0.999 * BUCKET_FACTOR * BUCKET_FACTOR * seconds) <= duration_bucket(seconds) + 2
 
 
 @pytest.mark.parametrize("number", range(1, DURATION_BUCKETS))
-def test_a_bucket_begins_exactly_at_its_bound(number: int) -> None:
-    """Regression: a logarithm rounded down left jobs of just that length one bucket too low."""
+def test_a_rung_begins_exactly_at_its_bound(number: int) -> None:
+    """Regression: a logarithm rounded down left jobs of just that length one rung too low."""
     exact = Fraction(FIRST_BOUND_S) * Fraction(BUCKET_FACTOR) ** (number - 1)
     bound = float(exact)
     assert Fraction(bound) == exact
@@ -322,7 +322,7 @@ def test_a_bucket_begins_exactly_at_its_bound(number: int) -> None:
     assert duration_bucket(math.nextafter(bound, math.inf)) == number
 
 
-def test_the_first_and_last_bucket_are_unbounded() -> None:
+def test_the_last_rung_has_no_end_and_the_first_no_beginning() -> None:
     assert (duration_bucket(0.0), duration_bucket(1e300), duration_bucket(math.inf)) == (
         0,
         DURATION_BUCKETS - 1,
@@ -330,7 +330,7 @@ def test_the_first_and_last_bucket_are_unbounded() -> None:
     )
 
 
-def test_an_unknown_duration_is_in_the_middle() -> None:
+def test_an_unknown_length_lies_in_the_middle() -> None:
     assert duration_bucket(None) == duration_bucket(ASSUMED_DURATION_S)
     assert DURATION_BUCKETS / 3 < duration_bucket(None) < DURATION_BUCKETS / 2
 

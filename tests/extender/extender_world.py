@@ -21,6 +21,7 @@ from carpool_extender.testing import (
     seed_pod,
 )
 
+LEASE = "carpool-system/carpool-scheduler"
 NAMES = ["a", "b"]
 
 
@@ -29,16 +30,17 @@ class World:
 
     def __init__(self, **settings):
         # So that a test sees all that fit.
-        self.settings = ExtenderSettings(**{"candidates": 100, **settings})
+        # No extender leads, so that filter and bind are tested without claims.
+        self.settings = ExtenderSettings(**{"candidates": 100, "scheduler_lease": LEASE, **settings})
         self.clock = FakeClock()
         self.kube = FakeKube(self.clock)
         self.agent = FakeAgent(self.kube, self.clock)
 
     @asynccontextmanager
-    async def extender(self, gather_s=0, held_s=0):
+    async def extender(self, gather_s=0):
         """A running extender; leaving kills it as SIGKILL would, wherever it is."""
         before = asyncio.all_tasks()
-        parts = build(self.settings, self.kube, self.clock, self.clock.sleep, gather_s=gather_s, held_s=held_s)
+        parts = build(self.settings, self.kube, self.clock, self.clock.sleep, gather_s=gather_s)
         parts_task = asyncio.create_task(parts.run())
         await parts.informers.wait_synced()
         try:

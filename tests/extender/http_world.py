@@ -12,6 +12,7 @@ from carpool_extender.app import build
 from carpool_extender.server import create_server
 from carpool_extender.settings import ExtenderSettings, TlsSettings
 from carpool_extender.testing import FakeAgent, gpu_node, seed_job, seed_node, seed_pod, until
+from extender_world import LEASE
 
 POD = """{"metadata":{"name":"x-worker-0-1","namespace":"default","uid":"pod-x","resourceVersion":"812","generation":1,
 "creationTimestamp":"2026-01-31T12:00:00Z","labels":{"carpool.dev/job":"x"},"ownerReferences":[{"apiVersion":
@@ -58,7 +59,7 @@ async def serving(kube, certificates, *, watching=True):
 async def running(kube, certificates, *, watching=True, clock=None, **settings):
     """The same; yields the parts of the extender too."""
     tls = TlsSettings(certificates / "server.crt", certificates / "server.key", certificates / "ca.crt")
-    settings, clock = ExtenderSettings(port=0, tls=tls, **settings), clock or FakeClock()
+    settings, clock = ExtenderSettings(scheduler_lease=LEASE, port=0, tls=tls, **settings), clock or FakeClock()
     parts = build(settings, kube, clock, clock.sleep)
     server = create_server(parts.app, settings)
     tasks = [asyncio.create_task(server.serve())]

@@ -14,7 +14,8 @@ OWN = {
     "carpool-scheduler": {
         "carpool.dev/gputrainingjobs": READ,
         "carpool.dev/gpunodes": READ | {"patch"},
-        "pods": READ,
+        "pods": READ | {"patch", "delete"},
+        "pods/status": {"patch"},
         "pods/binding": {"create"},
         "nodes": {"patch"},
         "events": {"create", "get", "patch"},

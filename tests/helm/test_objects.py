@@ -1,13 +1,11 @@
 """What is installed: names, labels, containers and their settings."""
 
-import base64
 import importlib
 import re
 from typing import Any
 
 import click
 import pytest
-from carpool_core.sealing import LEAST_BYTES
 
 pytestmark = pytest.mark.e2e
 
@@ -28,7 +26,6 @@ EXPECTED = {
     ("DaemonSet", "carpool-mps"),
     ("ConfigMap", "carpool-scheduler"),
     ("Secret", "carpool-scheduler"),
-    ("Secret", "carpool-predictions"),
     ("Lease", "carpool-scheduler"),
     ("CustomResourceDefinition", "gputrainingjobs.carpool.dev"),
     ("CustomResourceDefinition", "gpunodes.carpool.dev"),
@@ -265,24 +262,3 @@ def test_the_traces_memory_fits_into_the_operators_container(chart: Any) -> None
     limit = re.fullmatch(r"(\d+)Gi", chart.containers["operator"]["resources"]["limits"]["memory"])
     assert limit
     assert int(limit[1]) * 1024 >= int(chart.environment("operator")["CARPOOL_TRACE_MEMORY_MIB"]) + 256
-
-
-def test_only_the_extender_has_the_key_of_predictions(chart: Any) -> None:
-    secret = base64.b64decode(chart.one("Secret", "carpool-predictions")["data"]["key"], validate=True)
-    assert len(secret) >= LEAST_BYTES
-    mounted = {
-        name: mount["mountPath"]
-        for name, container in chart.containers.items()
-        for mount in container.get("volumeMounts", [])
-        if mount["name"] == "prediction-key"
-    }
-    assert sorted(mounted) == ["extender"]
-    for name, folder in mounted.items():
-        assert chart.environment(name)["CARPOOL_PREDICTION_KEY"] == f"{folder}/key"
-
-
-def test_another_key_of_predictions_takes_the_place_of_the_charts(render: Any) -> None:
-    chart = render(operator={"predictionKey": {"existingSecret": "mine"}})
-    assert [one["metadata"]["name"] for one in chart.all("Secret")] == ["carpool-scheduler"]
-    volumes = chart.one("Deployment", "carpool-scheduler")["spec"]["template"]["spec"]["volumes"]
-    assert [v["secret"]["secretName"] for v in volumes if v["name"] == "prediction-key"] == ["mine"]

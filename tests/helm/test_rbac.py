@@ -121,7 +121,7 @@ def test_there_are_no_other_roles(chart: Any) -> None:
             "apiGroups": ["coordination.k8s.io"],
             "resources": ["leases"],
             "resourceNames": ["carpool-scheduler"],
-            "verbs": ["get", "update"],
+            "verbs": ["get", "update", "list", "watch"],
         }
     ]
 

@@ -163,10 +163,10 @@ def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext) -> ssl.SSLError 
 
 
 def test_ones_own_certificates_take_the_place_of_the_charts(render: Any) -> None:
-    chart = render(scheduler={"tls": {"existingSecret": "mine"}}, operator={"predictionKey": {"existingSecret": "key"}})
+    chart = render(scheduler={"tls": {"existingSecret": "mine"}})
     assert chart.all("Secret") == []
     volumes = chart.one("Deployment", "carpool-scheduler")["spec"]["template"]["spec"]["volumes"]
-    assert [v["secret"]["secretName"] for v in volumes if "secret" in v] == ["key", "mine", "mine"]
+    assert [v["secret"]["secretName"] for v in volumes if "secret" in v] == ["mine", "mine"]
 
 
 def test_the_authoritys_key_is_kept_nowhere(chart: Any) -> None:

@@ -464,7 +464,9 @@ async def test_pod_deleted_during_an_expired_watch_is_replaced(world: World) -> 
     world.kube.end_watches()
     world.kube.lose(PODS, "x-worker-0-1", "default")
     world.kube.compact()
-    await until(lambda: world.living() == ["x-worker-0-2"])
+    await until(lambda: world.living() == ["x-worker-0-1"])
+    await until(lambda: world.job().status.attempts[0].outcome == "Running")
+    assert len(world.job().status.attempts) == 1, "a pod that was never bound is created again"
 
 
 class Confined(FakeKube):

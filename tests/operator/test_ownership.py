@@ -75,7 +75,7 @@ def test_pod_with_the_jobs_uid_and_a_workers_name_is_foreign() -> None:
     decision = reconcile(snapshot(of, pods=(forged,)))
     status = status_of(decision, of)
     assert status.state != "Complete"
-    assert status.attempts[0].outcome == "PodDeleted", "the real one is gone"
+    assert status.attempts[0].outcome == "Creating", "the real one is gone, and was never bound"
     assert deleted(decision) == ["x-worker-0-1"]
     assert "ForeignPod" in events(decision)
 

@@ -175,7 +175,7 @@ async def test_pod_that_is_not_placed_at_once_is_reported() -> None:
     await world.settle()
     placed = find(world.job().status, CONDITION_PLACED)
     assert placed is not None
-    assert placed.reason == "Scheduling"
+    assert placed.reason == "Queued"
     assert len(world.job().status.attempts[-1].pod_uids) == 1
 
 

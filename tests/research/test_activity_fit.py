@@ -26,6 +26,7 @@ from carpool_research.activity.fit import (
     weights_of,
 )
 from carpool_research.activity.report import real_figures
+from carpool_research.tables import DataError
 
 COLUMNS = ["Filename", "Activations-Params", "Batch Size", "Avg GPUTL", "Avg SMACT", "Avg SMOCC", "Status"]
 
@@ -102,6 +103,15 @@ def test_dead_runs_are_dropped(tmp_path: Path) -> None:
     assert len(clean(read_rows(write(tmp_path, "mlp", rows), "mlp"))) == 1
 
 
+def test_faults_of_the_data_are_told(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="found no such file"):
+        read_rows(tmp_path, "mlp")
+    with pytest.raises(DataError, match="lacks the columns Avg SMACT, Avg SMOCC"):
+        read_rows(write(tmp_path, "mlp", [], COLUMNS[:4]), "mlp")
+    with pytest.raises(DataError, match=r"\.csv:2: cannot read the row"):
+        read_rows(write(tmp_path, "cnn", [mlp(64, 8, "wide", 50)]), "cnn")
+
+
 def test_the_protocol_ranks_a_forest_above_a_constant(tmp_path: Path) -> None:
     rows = invented(tmp_path)
     scores = baselines.random_split(rows, 0)
@@ -131,3 +141,17 @@ def test_real_networks_are_judged_and_never_learned_from(tmp_path: Path) -> None
     assert 0 <= row.lower <= row.predicted <= row.upper <= 100
     error, *_ = real_figures([row])
     assert error.value == pytest.approx(abs(row.predicted - 80.5), abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [(None, "no such file"), ("model\nResNet18\n", "lacks the columns"),
+     ("model,batchsize,amp,gpu_util\nResNet18,many,0,1\n", "cannot read the row")],
+    ids=["absent", "columns", "row"],
+)  # fmt: skip
+def test_faults_of_the_data_of_real_networks_are_told(content: str | None, word: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "lucid").mkdir()
+        (tmp_path / "lucid" / "solo_rtx3090.csv").write_text(content)
+    with pytest.raises(DataError, match=word):
+        judge(tmp_path)

@@ -6,12 +6,18 @@ from pathlib import Path
 import pytest
 from carpool_predictor.models.step_time import shipped
 from carpool_research import tables
-from carpool_research.__main__ import SUITES, evaluate, train
+from carpool_research.__main__ import SUITES, evaluate, suites, train
 from carpool_research.slowdown import fit, gavel, lucid
 from carpool_research.slowdown.gavel import TABLE
 from carpool_research.step_time.data import GPUS, MODELS, ModelRow, operators
 from carpool_research.step_time.fit import seconds
 from click.testing import CliRunner
+
+
+@pytest.mark.parametrize("name", ["memory", "activity", "step-time"])
+def test_a_suite_can_be_loaded(name: str) -> None:
+    assert callable(suites()[name].run)
+    assert callable(suites()[name].frozen)
 
 
 @pytest.mark.parametrize("suite", sorted(SUITES))

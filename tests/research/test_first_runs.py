@@ -25,6 +25,11 @@ def test_the_factor_is_a_rank_of_ranks() -> None:
     assert factor(families, 0.95) == pytest.approx(second_largest[18])
 
 
+def test_of_few_rows_the_largest_counts() -> None:
+    families = families_of(*_arrays(*many("small", FEWEST_ROWS, 1.7)))
+    assert factor(families, 0.9) == 1.7
+
+
 def test_families_of_fewer_rows_do_not_count() -> None:
     small, large = many("small", FEWEST_ROWS - 1, 9.0), many("large", FEWEST_ROWS, 1.1)
     families = families_of(small[0] + large[0], np.array(small[1] + large[1]))

@@ -5,11 +5,13 @@ import math
 import numpy as np
 import pytest
 from carpool_research.memory.fit import (
+    SHARES,
     Bound,
     Floats,
     conformal_quantile,
     family_level,
     fit_bound,
+    ranks_in_strata,
 )
 
 COVERAGE = 0.95
@@ -51,11 +53,23 @@ def test_the_bound_holds_for_families_that_it_never_saw(bound: Bound) -> None:
     assert np.median(factors) == bound.factors[0]
 
 
+def test_rows_are_dealt_into_strata_by_their_shares(bound: Bound) -> None:
+    found = np.bincount(bound.strata) / (FAMILIES * ROWS)
+    assert np.cumsum(found)[:-1] == pytest.approx(SHARES, abs=0.01)
+
+
 def test_where_nothing_exceeds_its_median_by_much_all_steps_share_a_factor() -> None:
     rows, _, families = wild_and_calm(3)
     bound = fit_bound(rows, np.zeros(len(rows)), families, folds(), COVERAGE)
     assert set(bound.factors) == {1.0}
     assert bound.risk.weights == [0.0, 0.0]
+
+
+def test_a_row_is_ranked_among_other_families_of_its_stratum() -> None:
+    scores = np.array([0.1, 0.2, 0.9, 0.15, 5.0])
+    families = np.array(["a", "b", "c", "d", "a"])
+    ranks = ranks_in_strata(scores, np.array([0, 0, 0, 0, 1]), families)
+    assert ranks.tolist() == [0, 2 / 4, 3 / 4, 1 / 4, 0]
 
 
 def test_every_family_counts_as_one_and_the_next_as_above_all() -> None:
@@ -71,3 +85,12 @@ def test_the_conformal_quantile_counts_the_unseen_score() -> None:
     assert conformal_quantile([3.0, 1.0, 2.0], 0.9) == 3.0
     assert conformal_quantile([], 0.9) == 0.0
     assert math.isclose(conformal_quantile([0.25], 0.1), 0.25)
+
+
+def test_the_conformal_quantile_at_its_ends() -> None:
+    """Regression: at 0 it was the largest."""
+    assert conformal_quantile([3.0, 1.0, 2.0], 0.0) == 1.0
+    assert conformal_quantile([3.0, 1.0, 2.0], 1.0) == 3.0
+    for level in (-0.1, 1.1, math.nan):
+        with pytest.raises(ValueError, match="between 0 and 1"):
+            conformal_quantile([1.0], level)

@@ -25,6 +25,7 @@ from carpool_research.memory.fit import (
     out_of_fold,
     read_rows,
 )
+from carpool_research.tables import DataError
 
 
 def test_line_is_found_through_outliers() -> None:
@@ -53,6 +54,18 @@ def runs(model: str, *peaks: float) -> list[Row]:
 )
 def test_cleaning_drops_dead_runs(peaks: tuple[float, ...], kept: int) -> None:
     assert clean(runs("m", *peaks)) == runs("m", *peaks)[:kept]
+
+
+def test_a_missing_column_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_text("timm_model,batch_size\nresnet50,8\n")
+    with pytest.raises(DataError, match="max_gpu_memory_mib, timm_module"):
+        read_rows(file)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"absent\.csv"):
+        read_rows(tmp_path / "absent.csv")
 
 
 def sample(number: int, batch: int, rng: random.Random) -> Sample:

@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 from carpool_core.values import SharingMode
 from carpool_predictor.models.slowdown import SlowdownModel, shipped, slowdowns
-from carpool_research.slowdown import fit, gavel
+from carpool_research.slowdown import fit, gavel, lucid
 from carpool_research.slowdown.fit import train_slowdown
 from carpool_research.slowdown.gavel import Missed
+from carpool_research.tables import DataError
 
 
 def of(mode, profiles, present=None):
@@ -104,3 +105,9 @@ def test_how_much_worse_an_exponent_is_has_the_error_of_few_jobs():
 def test_of_exponents_that_the_jobs_cannot_tell_apart_the_most_cautious_is_taken(errors, expected):
     of_jobs = {exponent: Missed(dict(zip("AB", one, strict=True))) for exponent, one in errors.items()}
     assert gavel.most_cautious(of_jobs) == expected
+
+
+@pytest.mark.parametrize(("read", "name"), [(gavel.read, "gavel"), (lucid.read, "lucid"), (fit.read, "gpumemnet")])
+def test_missing_measurements_are_named(tmp_path, read, name):
+    with pytest.raises(DataError, match=f"expected .*{name}"):
+        read(tmp_path)

@@ -5,6 +5,21 @@ import pytest
 from carpool_research.slowdown import fit, lucid
 
 
+def test_a_profile_of_either_precision_is_the_last_one(tmp_path):
+    folder = tmp_path / "lucid"
+    folder.mkdir()
+    (folder / "solo_rtx3090.csv").write_text(
+        "model,batchsize,amp,gpu_util,gmem_util,gmem,label\nA,32,0,40,10,100,1\nA,32,1,20,5,50,0\nA,64,0,80,20,200,2\n"
+    )
+    (folder / "colocate_rtx3090.csv").write_text(
+        "model1,batchsize1,amp1,speed1,model2,batchsize2,amp2,speed2\nA,32,0,1,A,64,0,1\n"
+    )
+    own, either = lucid.read(tmp_path), lucid.read(tmp_path, by_precision=False)
+    assert (own.busy[0].tolist(), own.memory[0].tolist(), own.mib[0].tolist()) == ([0.4, 0.8], [0.1, 0.2], [100, 200])
+    assert (either.busy[0].tolist(), either.mib[0].tolist()) == ([0.2, 0.8], [50, 200])
+    assert either.jobs == own.jobs
+
+
 def pairs_of(busy, raw, models):
     """Return pairs whose jobs have these profiles; memory and MiB are as utilization is."""
     return lucid.Pairs(busy, busy, busy, busy, np.maximum(1.0, raw), raw, models, models)
@@ -44,10 +59,24 @@ def test_the_way_that_comes_closest_stands_first(world, planted):
     assert [one.off for one in found] == sorted(one.off for one in found)
 
 
+def test_how_far_a_way_is_off_is_the_mean_of_all_figures():
+    given = fit.Told(0.1, 0.2, 0.3, 0.5, 60.0)
+    assert fit.Told(0.1, 0.1, 0.6, 0.5, 60.0).distance(given) == pytest.approx((0.5 + 1.0) / 5)
+
+
 def test_a_forest_knows_no_pair_of_the_architecture_that_it_foretells():
     models = [("A", "B"), ("C", "A"), ("C", "B"), ("B", "C")]
     truth = np.array([5.0, 9.0, 1.0, 1.0])  # whoever has seen A, as one or as the other, foretells more than 1 of it
     assert fit.forest(np.ones((4, 2)), truth, models, 20)[0] == 1.0
+
+
+def test_of_a_forest_its_error_and_what_it_explains_and_finds_is_told(monkeypatch):
+    monkeypatch.setattr(fit, "forest", lambda features, *_: np.array([1.5, 1.0, 1.1, 1.3])[: len(features)])
+    pairs = pairs_of(np.full((4, 2), 0.5), np.array([1.3, 1.2, 1.0, 1.1]), [("A", "B"), ("B", "A")] * 2)
+    told = next(one.told for one in fit.readings(pairs, pairs) if str(one.way) == "slowdown of both, as measured")
+    assert told.forest == pytest.approx((0.2 + 0.2 + 0.1 + 0.2) / 4)
+    assert told.r2 == pytest.approx(1 - (0.04 + 0.04 + 0.01 + 0.04) / (0.0225 + 0.0025 + 0.0225 + 0.0025))
+    assert told.found_percent == 50.0
 
 
 def test_the_table_starts_with_the_given_errors_and_the_closest_way_to_count(world):

@@ -11,7 +11,7 @@ from carpool_core.resources.features import TracedStep
 from carpool_core.resources.job import Training
 from carpool_core.values import Optimizer
 from carpool_predictor.models.step_time import Utilization, read_model
-from carpool_research.step_time.data import MODELS, ModelRow, Shape, operators, read_models
+from carpool_research.step_time.data import MODELS, ModelRow, Product, Shape, operators, read_models
 from carpool_research.step_time.fit import (
     CHOICES,
     Choice,
@@ -22,10 +22,12 @@ from carpool_research.step_time.fit import (
     fit,
     gpus_held_out,
     model_of,
+    roofline_s,
     seconds,
     train_step_time,
 )
 from carpool_research.step_time.report import frozen, run
+from carpool_research.tables import DataError
 
 COLUMNS = ["gpu", "model", "mode", "seqlen", "batch", "variant", "e2e_ms"]
 
@@ -91,12 +93,25 @@ def test_a_gpu_is_predicted_from_the_others(tmp_path: Path) -> None:
     assert np.all(by_roofline([], rows) < measured)
 
 
+def test_a_backward_pass_takes_twice_the_flops_of_its_forward() -> None:
+    forward, _ = operators(MODELS["gpt2_large"], 2, 128, training=False)
+    both, _ = operators(MODELS["gpt2_large"], 2, 128, training=True)
+    assert sum(p.times * p.flops for p in both) == 3 * sum(p.times * p.flops for p in forward)
+
+
 def test_flops_of_bert_agree_with_the_common_estimate() -> None:
     shape, tokens = MODELS["bert_large"], 8 * 512
     products, _ = operators(shape, 8, 512, training=False)
     weights = shape.layers * (4 * shape.width**2 + 2 * shape.width * shape.hidden)
     attention = shape.layers * 4 * 8 * 512**2 * shape.width
     assert sum(p.times * p.flops for p in products) == 2 * weights * tokens + attention
+
+
+def test_the_roofline_takes_the_longer_of_computing_and_moving() -> None:
+    wide, thin = Product(1, 1, 4096, 4096, 4096), Product(1, 1, 4096, 1, 4096)
+    for product, expected in ((wide, wide.flops / 14.1e12), (thin, thin.bytes / 900e9)):
+        step = ModelRow("Tesla_V100-PCIE-32GB", "x", False, 1, 1.0, (product,), ())
+        assert roofline_s(step) == pytest.approx(expected)
 
 
 def test_what_cannot_be_judged_is_left_out_and_counted(tmp_path: Path) -> None:
@@ -109,6 +124,15 @@ def test_what_cannot_be_judged_is_left_out_and_counted(tmp_path: Path) -> None:
     ]
     kept, left_out = read_models(write(tmp_path, rows))
     assert (len(kept), left_out) == (1, 4)
+
+
+def test_faults_of_the_data_are_told(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="found no such file"):
+        read_models(tmp_path)
+    with pytest.raises(DataError, match="lacks the columns e2e_ms"):
+        read_models(write(tmp_path, [], COLUMNS[:-1]))
+    with pytest.raises(DataError, match=r"\.csv:2: cannot read"):
+        read_models(write(tmp_path, [["NVIDIA_L4", "bert_large", "inf", "long", 8, "", 5.0]]))
 
 
 def test_the_suite_writes_the_same_card_twice(tmp_path: Path) -> None:

@@ -51,12 +51,19 @@ class Container(_Wire, frozen=True, kw_only=True):
     security_context: SecurityContext = SecurityContext()
 
 
+class SchedulingGate(_Wire, frozen=True, kw_only=True):
+    """A gate: the scheduler does not see a pod before all of its gates are removed."""
+
+    name: str = ""
+
+
 class PodSpec(_Wire, frozen=True, kw_only=True):
     """The parts of a pod's spec that placement depends on."""
 
     node_name: str = ""
     scheduler_name: str = ""
     priority: int = 0
+    scheduling_gates: list[SchedulingGate] = []
     containers: list[Container] = []
     init_containers: list[Container] = []
     security_context: SecurityContext = SecurityContext()
@@ -150,6 +157,11 @@ class Pod(_Wire, frozen=True, kw_only=True):
     def is_finished(self) -> bool:
         """Whether its containers have ended for good."""
         return self.status.phase in ("Succeeded", "Failed")
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether a scheduling gate keeps it from the scheduler."""
+        return bool(self.spec.scheduling_gates)
 
     @property
     def has_started(self) -> bool:

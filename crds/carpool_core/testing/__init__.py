@@ -1,1 +1,1 @@
-"""Fake API server and clock for tests."""
+"""Stateful fakes of the ports, for tests of every package."""

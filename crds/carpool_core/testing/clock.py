@@ -1,4 +1,4 @@
-"""A clock that only the test moves."""
+"""A clock that moves only when a test says so."""
 
 import asyncio
 from datetime import UTC, datetime, timedelta
@@ -14,15 +14,15 @@ class FakeClock(Clock):
         self._sleepers: list[tuple[float, asyncio.Future[None]]] = []
 
     def now(self) -> datetime:
-        """Return the test's wall-clock time."""
+        """Return the time that the test set."""
         return self._now
 
     def monotonic(self) -> float:
-        """Return 1,000 s plus the time that passed in the test."""
+        """Seconds that the test let pass, from 1,000."""
         return self._monotonic
 
     def advance(self, seconds: float) -> None:
-        """Move the clock; due sleepers wake at the loop's next iteration."""
+        """Let time pass; sleepers whose time has come wake at the loop's next turn."""
         self._now += timedelta(seconds=seconds)
         self._monotonic += seconds
         for due, sleeper in self._sleepers:
@@ -31,7 +31,7 @@ class FakeClock(Clock):
         self._sleepers = [(due, sleeper) for due, sleeper in self._sleepers if not sleeper.done()]
 
     async def sleep(self, seconds: float) -> None:
-        """Wait until the test has moved the clock by this time; replaces `asyncio.sleep`."""
+        """Wait until the test has let so many seconds pass; stands in for `asyncio.sleep`."""
         sleeper = asyncio.get_running_loop().create_future()
         self._sleepers.append((self._monotonic + seconds, sleeper))
         if seconds <= 0:
@@ -40,5 +40,5 @@ class FakeClock(Clock):
 
     @property
     def sleeping(self) -> list[float]:
-        """Remaining seconds of each sleeper, shortest first."""
+        """Seconds that each sleeper still has to wait, shortest first."""
         return sorted(due - self._monotonic for due, sleeper in self._sleepers if not sleeper.done())

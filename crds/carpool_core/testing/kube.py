@@ -1,4 +1,4 @@
-"""An API server in memory, with the real one's semantics where Carpool depends on them."""
+"""An API server in memory, with the real one's semantics as far as Carpool depends on them."""
 
 import asyncio
 import itertools
@@ -23,7 +23,7 @@ class PatchError(ValueError):
 
 
 def merge(target: Any, patch: Any) -> Any:
-    """Return the target after a merge patch: null removes a key, objects merge, all else replaces."""
+    """Apply a merge patch: null removes a key, objects merge, all else replaces."""
     if not isinstance(patch, Mapping):
         return deepcopy(patch)
     result = dict(target) if isinstance(target, Mapping) else {}
@@ -36,7 +36,7 @@ def merge(target: Any, patch: Any) -> Any:
 
 
 def apply(target: Any, operations: list[Mapping[str, Any]]) -> Any:
-    """Return the target after a JSON patch.
+    """Apply a JSON patch; all of it or nothing.
 
     Raises:
         PatchError: A path does not exist, or a test does not hold.
@@ -131,12 +131,12 @@ WITH_STATUS = ("pods", "nodes", "gputrainingjobs", "gpunodes")
 
 
 def desired(item: Object) -> Object:
-    """Return the part of an object whose changes `metadata.generation` counts."""
+    """Return what `metadata.generation` counts the changes of."""
     return {key: value for key, value in item.items() if key not in ("metadata", "status")}
 
 
 def limited(kind: ResourceKind, old: Object, new: Object, subresource: str) -> Object:
-    """Return the new object with the parts of the old one that this endpoint may not change."""
+    """Keep what this endpoint may not change."""
     if kind.plural not in WITH_STATUS:
         return new
     base, other = (old, new) if subresource else (new, old)
@@ -147,12 +147,12 @@ def limited(kind: ResourceKind, old: Object, new: Object, subresource: str) -> O
 
 
 def metadata_of(item: Object) -> Object:
-    """Return the metadata as PartialObjectMetadata."""
+    """Return what is answered to somebody who wants to know no more."""
     return {"kind": "PartialObjectMetadata", "apiVersion": "meta.k8s.io/v1", "metadata": item.get("metadata", {})}
 
 
 def check_preconditions(kind: ResourceKind, old: Object, new: Object) -> None:
-    """Raise `Conflict` for another version or UID; restore in `new` the fields that only the server sets."""
+    """Refuse a write to another version or identity; restore in `new` what only the server sets."""
     before, after = old["metadata"], new.setdefault("metadata", {})
     name = before["name"]
     if after.get("resourceVersion", before["resourceVersion"]) != before["resourceVersion"]:
@@ -172,7 +172,7 @@ def check_preconditions(kind: ResourceKind, old: Object, new: Object) -> None:
 
 
 def conflict(kind: ResourceKind, name: str, why: str) -> Conflict:
-    """Return a `Conflict` with the API server's message."""
+    """Say in the API server's words why a write was refused."""
     dotted = f"{kind.plural}.{kind.group}".rstrip(".")
     return Conflict(f'Operation cannot be fulfilled on {dotted} "{name}": {why}', status=409, reason="Conflict")
 
@@ -184,7 +184,7 @@ _TERM = re.compile(
 
 
 def selects(selector: Selector, item: Mapping[str, Any]) -> bool:
-    """Return whether the selector selects the object.
+    """Whether the object is one of those that are selected.
 
     Raises:
         ValueError: The selector cannot be read.
@@ -231,7 +231,7 @@ def _field(item: Mapping[str, Any], path: str) -> Any:
 
 @dataclass
 class Change:
-    """One write: the object before (None if created) and after (None if deleted)."""
+    """One write: what an object was before (None where it was created), and after (None where it was deleted)."""
 
     version: int
     plural: str
@@ -241,7 +241,7 @@ class Change:
 
 @dataclass(eq=False)
 class Watch:
-    """An open watch of a kind."""
+    """Somebody who follows a kind."""
 
     plural: str
     selector: Selector
@@ -259,11 +259,11 @@ class Store:
         self.version = 0
 
     def key(self, kind: ResourceKind, namespace: str, name: str) -> tuple[str, str, str]:
-        """Return the key of an object."""
+        """Where an object is kept."""
         return kind.plural, (namespace or "default") if kind.namespaced else "", name
 
     def find(self, kind: ResourceKind, namespace: str, name: str) -> Object:
-        """Return the stored object, not a copy. Raises `NotFound`."""
+        """Return an object itself, not a copy. Raises `NotFound`."""
         found = self.objects.get(self.key(kind, namespace, name))
         if found is None:
             dotted = f"{kind.plural}.{kind.group}".rstrip(".")
@@ -271,7 +271,7 @@ class Store:
         return found
 
     def completed(self, kind: ResourceKind, body: Object) -> Object:
-        """Return an object with the fields that the server sets."""
+        """Fill in what the server fills in."""
         group_version = f"{kind.group}/{kind.version}".lstrip("/")
         metadata = body["metadata"]
         if not metadata.get("name") and metadata.get("generateName"):
@@ -284,7 +284,7 @@ class Store:
         return {"apiVersion": group_version, "kind": kind.kind} | body
 
     def create(self, kind: ResourceKind, namespace: str, body: Object, *, is_dry_run: bool = False) -> Object:
-        """Create an object with the fields that the server sets. A dry run does not store it."""
+        """Create an object, with what only the server sets; a dry run returns what would be kept."""
         metadata = body.setdefault("metadata", {})
         if metadata.get("resourceVersion"):
             raise Invalid("resourceVersion should not be set on objects to be created", status=400)
@@ -302,7 +302,7 @@ class Store:
         return body if is_dry_run else self.put(kind, None, body)
 
     def update(self, kind: ResourceKind, old: Object, new: Object) -> Object:
-        """Replace an object if it changed. Removing the last finalizer of a deleted object removes it."""
+        """Replace an object, unless nothing changes; one that is being deleted goes with its last finalizer."""
         if new == old:
             return old
         if desired(new) != desired(old):
@@ -313,7 +313,7 @@ class Store:
         return stored
 
     def put(self, kind: ResourceKind, old: Object | None, new: Object) -> Object:
-        """Store an object with a new resourceVersion and notify the watches."""
+        """Keep an object under a new resourceVersion, and tell those who follow."""
         self.version += 1
         new["metadata"]["resourceVersion"] = str(self.version)
         self.objects[self.key(kind, new["metadata"].get("namespace", ""), new["metadata"]["name"])] = new
@@ -323,10 +323,10 @@ class Store:
     def _announce(self, change: Change) -> None:
         self.changes.append(change)
         for watch in self.watches:
-            notify(watch, change)
+            tell(watch, change)
 
     def delete(self, kind: ResourceKind, item: Object) -> None:
-        """Delete an object, or set its deletionTimestamp while it has finalizers."""
+        """Delete an object, or mark it as being deleted while finalizers hold it."""
         if item["metadata"].get("finalizers"):
             marked = deepcopy(item)
             marked["metadata"].setdefault("deletionTimestamp", self._clock.now().strftime("%Y-%m-%dT%H:%M:%SZ"))
@@ -351,7 +351,7 @@ class Store:
                 self.delete(ResourceKind(group, version, key[0], item["kind"], namespaced=bool(key[1])), item)
 
     def bind(self, kind: ResourceKind, name: str, namespace: str, binding: Object) -> Object:
-        """Bind a pod to a node. Raises `Conflict` if it is bound or a precondition fails."""
+        """Put a pod on a node, unless that was done before or a precondition fails."""
         old = self.find(kind, namespace, name)
         metadata, wanted = old["metadata"], binding.get("metadata") or {}
         if wanted.get("name") != name:
@@ -374,8 +374,8 @@ class Store:
         return {"kind": "Status", "apiVersion": "v1", "status": "Success", "code": 201}
 
 
-def notify(watch: Watch, change: Change) -> None:
-    """Queue a change for a watch: entering its selection is ADDED, leaving it DELETED."""
+def tell(watch: Watch, change: Change) -> None:
+    """Queue what the watch sees of a change: entering its selection is ADDED, leaving it DELETED."""
     if watch.plural != change.plural:
         return
     was = change.old is not None and selects(watch.selector, change.old)
@@ -396,7 +396,7 @@ Verb = Literal["get", "list", "watch", "create", "check", "patch", "replace", "d
 
 
 class Call(NamedTuple):
-    """One call, for tests that count writes."""
+    """One call that was made, for tests that count writes."""
 
     verb: Verb
     plural: str
@@ -414,7 +414,7 @@ class _Failure:
 
 
 class FakeKube(KubeApi):
-    """Objects in memory. Every call yields to other tasks once and then acts atomically."""
+    """Objects in memory. Every call gives way to other tasks once and then acts atomically, as a real server does."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._store = Store(clock or FakeClock())
@@ -425,10 +425,10 @@ class FakeKube(KubeApi):
         self.calls: list[Call] = []
         """Every call so far, in order."""
 
-    # Calls of tests
+    # What tests do to the server
 
     def seed(self, kind: ResourceKind, item: Mapping[str, Any] | msgspec.Struct) -> Object:
-        """Store an object with its status, as if it had been created before."""
+        """Put an object there, status included, as if it had been created and reported on before."""
         body: Object = deepcopy(msgspec.to_builtins(item))
         metadata = body.setdefault("metadata", {})
         if kind.namespaced:
@@ -447,11 +447,11 @@ class FakeKube(KubeApi):
     def fail_next(
         self, verb: Verb, kind: ResourceKind, error: KubeError, *, after: bool = False, subresource: str | None = None
     ) -> None:
-        """Make the next such call raise `error`. With `after` the write happens first, as if the answer were lost."""
+        """Make the next such call raise `error`; with `after`, once the write has happened: an answer that got lost."""
         self._failures.append(_Failure(verb, kind.plural, error, after, subresource))
 
     def lose(self, kind: ResourceKind, name: str, namespace: str = "") -> None:
-        """Remove an object without an event, as if history had been compacted since."""
+        """Remove an object without telling anybody, as if its deletion had been forgotten before anybody watched."""
         del self._store.objects[self._store.key(kind, namespace, name)]
 
     def compact(self) -> None:
@@ -474,10 +474,10 @@ class FakeKube(KubeApi):
 
     @property
     def open_watches(self) -> int:
-        """Number of open watches."""
+        """Number of watches that are being followed."""
         return len(self._store.watches)
 
-    # Calls of clients
+    # What clients do
 
     @property
     def namespace(self) -> str:
@@ -485,7 +485,7 @@ class FakeKube(KubeApi):
         return "default"
 
     async def get(self, kind: ResourceKind, name: str, type_: type[T], *, namespace: str = "") -> T:
-        """Return one object."""
+        """Read one object."""
         await self._begin("get", kind, name)
         body = msgspec.json.encode(self._store.find(kind, namespace, name))
         try:
@@ -496,7 +496,7 @@ class FakeKube(KubeApi):
     async def list_page(
         self, kind: ResourceKind, selector: Selector, *, limit: int = 500, continue_token: str = ""
     ) -> Page:
-        """Return one page; a token continues the snapshot of the first page."""
+        """Read one page; a token stands for the rest of the snapshot that its list began with."""
         await self._begin("list", kind, "")
         if continue_token:
             if continue_token not in self._pages:
@@ -521,7 +521,7 @@ class FakeKube(KubeApi):
         watch = Watch(kind.plural, selector)
         for change in self._store.changes:
             if change.version > since:
-                notify(watch, change)
+                tell(watch, change)
         self._store.watches.append(watch)
         try:
             while (event := await watch.queue.get()) is not None:
@@ -589,7 +589,7 @@ class FakeKube(KubeApi):
         return self._end(metadata_of(self._store.update(kind, old, new)), failure)
 
     async def delete(self, kind: ResourceKind, name: str, *, namespace: str = "", uid: str = "") -> None:
-        """Delete an object and, unless it has finalizers, its dependents."""
+        """Delete an object and, unless finalizers hold it, what it owns."""
         failure = await self._begin("delete", kind, name)
         item = self._store.find(kind, namespace, name)
         if uid and item["metadata"]["uid"] != uid:
@@ -597,7 +597,7 @@ class FakeKube(KubeApi):
         self._store.delete(kind, item)
         self._end({}, failure)
 
-    # Internals
+    # How the server works
 
     async def _begin(self, verb: Verb, kind: ResourceKind, name: str, subresource: str = "") -> _Failure | None:
         await asyncio.sleep(0)

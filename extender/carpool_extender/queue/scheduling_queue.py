@@ -8,7 +8,7 @@ The module has no clock and no I/O. Production, the simulator and `explain` call
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -29,6 +29,9 @@ from carpool_extender.framework.gang import infeasible_when_empty, max_workers, 
 from carpool_extender.framework.scores import SchedulerConfig
 from carpool_extender.framework.selection import Placement, best_place, placement_on, reservation_of
 from carpool_extender.queue.order import QueueCursor, QueueEnd, QueueKey, QueueOrder
+
+EndOf: TypeAlias = Callable[[Reservation], float | None]
+"""Predicted end of a reservation, in seconds of the caller's clock; None if it is unknown."""
 
 Gpu: TypeAlias = tuple[str, GpuUuid]
 """A GPU by the name of its node and its UUID."""
@@ -176,15 +179,15 @@ class SchedulingQueue:
         self._order, self._default_duration_s = order, default_duration_s
         self._end = QueueEnd.LONGEST
 
-    def schedule(self, pending: Iterable[QueuedJobInfo], ends: Mapping[JobUid, float], now_s: float) -> PassResult:
+    def schedule(self, pending: Iterable[QueuedJobInfo], end_of: EndOf, now_s: float) -> PassResult:
         """Go once through the pending jobs, and admit those that fit and delay no reservation in time.
 
         Args:
             pending: All pending jobs.
-            ends: Predicted end of each job that holds GPUs, in seconds of the caller's clock.
+            end_of: Predicts the end of a reservation, in seconds of the caller's clock; None if it is unknown.
             now_s: The time.
         """
-        one_pass = _Pass(self._cluster, self._evaluations, self._config, self._default_duration_s, ends, now_s)
+        one_pass = _Pass(self._cluster, self._evaluations, self._config, self._default_duration_s, end_of, now_s)
         infos = {info.number: info for info in pending}
         cursor = QueueCursor((info.key() for info in infos.values()), self._order, self._end)
         while (key := cursor.next()) is not None:
@@ -196,7 +199,7 @@ class SchedulingQueue:
     def forecast(
         self,
         pending: Iterable[QueuedJobInfo],
-        ends: Mapping[JobUid, float],
+        end_of: EndOf,
         now_s: float,
         until: JobUid | None = None,
     ) -> dict[JobUid, Forecast]:
@@ -204,18 +207,22 @@ class SchedulingQueue:
 
         Args:
             pending: All pending jobs.
-            ends: Predicted end of each job that holds GPUs.
+            end_of: Predicts the end of a reservation; None if it is unknown.
             now_s: The time.
             until: Stop when this job has started; None replays until all jobs have started or none can.
 
         Returns:
             Place in line and expected start of each pending job; the start is None after a stop as well.
         """
-        left, until_s, claims = {info.job: info for info in pending}, dict(ends), dict[JobUid, tuple[Claim, ...]]()
+        left, claims = {info.job: info for info in pending}, dict[JobUid, tuple[Claim, ...]]()
+        until_s = dict[JobUid, float]()
+        for held in (one for node in self._cluster.nodes.values() for one in node.spec.reservations):
+            end_s = end_of(held)
+            until_s[held.job_uid] = now_s + self._default_duration_s if end_s is None else end_s
         in_order = enumerate(self._in_order(left.values()), start=1)
         found = {info.job: Forecast(position, None) for position, info in in_order}
         while left:
-            for one in self.schedule(left.values(), until_s, now_s).admitted:
+            for one in self.schedule(left.values(), lambda held: until_s.get(held.job_uid), now_s).admitted:
                 job = one.info.job
                 found[job] = Forecast(found[job].position, now_s)
                 until_s[job], claims[job] = one.end_s, one.claims
@@ -250,11 +257,13 @@ class _Pass:
         evaluations: EvaluationCache,
         config: SchedulerConfig,
         default_duration_s: float,
-        ends: Mapping[JobUid, float],
+        end_of: EndOf,
         now_s: float,
     ) -> None:
         self._cluster, self._evaluations, self._config = cluster, evaluations, config
-        self._default_duration_s, self._ends, self._now_s = default_duration_s, dict(ends), now_s
+        self._default_duration_s, self._predicted_end, self._now_s = default_duration_s, end_of, now_s
+        self._ends = dict[JobUid, float]()
+        """Predicted ends of the jobs that this pass admitted."""
         self._full = set[tuple[bytes, int]]()
         """Shapes that fit nowhere."""
         self._full_outside = set[tuple[bytes, int]]()
@@ -331,7 +340,7 @@ class _Pass:
         claims = claims_of(info, found)
         for node, claimed in claims:
             self._cluster.assume(node, claimed)
-        end_s = self._ends[info.job] = max(self._ends.get(info.job, 0.0), self._end_s(info, found))
+        end_s = self._ends[info.job] = self._end_s(info, found)
         self.admitted.append(Admitted(info, claims, end_s))
 
     def _reserve_in_time(self, info: QueuedJobInfo) -> None:
@@ -359,7 +368,9 @@ class _Pass:
         return TimeReservation(info, max(end_s, self._now_s), gpus)
 
     def _end_of(self, held: Reservation) -> float:
-        return self._ends.get(held.job_uid, self._now_s + self._default_duration_s)
+        if (end_s := self._ends.get(held.job_uid)) is None:
+            end_s = self._predicted_end(held)
+        return self._now_s + self._default_duration_s if end_s is None else end_s
 
 
 class _Paper:

@@ -23,13 +23,11 @@ from carpool_extender.cache.health import GpuAvailability
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.extender_api import BindingArgs
 from carpool_extender.framework.evaluation_cache import EvaluationCache
-from carpool_extender.framework.gang import Gangs
 from carpool_extender.framework.selection import place_on_node, reservation_of
 from carpool_extender.informers import Informers
 from carpool_extender.metrics import ExtenderMetrics
-from carpool_extender.queue.nominator import Keeper
 from carpool_extender.reservations.writer import Refusal, ReservationWriter
-from carpool_extender.workloads import NotOurs, NotYet, Workloads, too_many
+from carpool_extender.workloads import NotOurs, Workloads, too_many
 
 MAX_CONCURRENT_BINDS = 128
 """Binds from reservation to Binding at the same time. A busy API server that completes eight binds a second works off
@@ -84,8 +82,7 @@ class Binder:
         workloads: Finds the request of a pod.
         writer: Writes reservations.
         evaluation_cache: Finds places.
-        gangs: Checks that all workers of a job find a place.
-        keeper: Nominated GPUs of pods ahead in the queue.
+        forget_claim: Deletes the claim of a pod, in whose place its reservation is decided.
         slots: Maximum tenants of one GPU.
         timeout_s: Seconds from a reservation to its deadline.
     """
@@ -98,13 +95,12 @@ class Binder:
         writer: ReservationWriter,
         *,
         evaluation_cache: EvaluationCache,
-        gangs: Gangs,
-        keeper: Keeper,
+        forget_claim: Callable[[PodUid], None],
         slots: int,
         timeout_s: float,
     ) -> None:
         self._deps, self._informers, self._workloads, self._writer = deps, informers, workloads, writer
-        self._evaluation_cache, self._gangs, self._keeper = evaluation_cache, gangs, keeper
+        self._evaluation_cache, self._forget_claim = evaluation_cache, forget_claim
         self._slots, self._timeout_s = slots, timeout_s
         self._open: dict[PodUid, _OpenBind] = {}
         self._concurrent = asyncio.Semaphore(MAX_CONCURRENT_BINDS)
@@ -128,7 +124,6 @@ class Binder:
         uid = PodUid(args.pod_uid)
         running = self._open.get(uid)
         if running is None:
-            self._keeper.binding(uid)
             running = self._open[uid] = _OpenBind(args.node, asyncio.create_task(self._run(args)))
             running.task.add_done_callback(lambda _: self._open.pop(uid))
         elif running.node != args.node:
@@ -137,19 +132,14 @@ class Binder:
 
     async def _run(self, args: BindingArgs) -> str:
         """Bind, and turn every expected failure into its message."""
-        log, uid = self._log.bind(pod=f"{args.pod_namespace}/{args.pod_name}", node=args.node), PodUid(args.pod_uid)
-        is_bound = False
+        log = self._log.bind(pod=f"{args.pod_namespace}/{args.pod_name}", node=args.node)
         try:
             await self._bind(args)
-            is_bound = True
-        except (BindError, NotOurs, NotYet, Refusal) as error:
+        except (BindError, NotOurs, Refusal) as error:
             message = str(error)
         except KubeError as error:
             message = f"{_name(args)} was not bound to node {args.node}: {error}"
-        finally:
-            if not is_bound:
-                self._keeper.unbound(uid)
-        if is_bound:
+        else:
             log.info("bound")
             return ""
         log.warning("not bound", error=message)
@@ -215,7 +205,7 @@ class Binder:
                 raise Refusal(f"node {args.node} no longer has room for {_name(args)}: {spec.reason}")
             return spec
 
-        self._keeper.reserving(uid, pod_request.demand.job_uid)
+        self._forget_claim(uid)
         watched = cluster.node(args.node)
         if watched is not None and ledger.held(watched.spec, uid) is None:
             with suppress(Refusal):  # `decide` refuses it, too
@@ -233,19 +223,14 @@ class Binder:
         """Decide on a reservation by the cluster cache, and count it there. Raises Refusal."""
         wanted = self._wanted(pod_request, args, node)
         self._informers.cluster.assume(args.node, wanted)
-        self._keeper.reserved(wanted.pod_uid, wanted.job_uid, {(args.node, gpu) for gpu in wanted.gpu_uuids})
         return wanted
 
     def _wanted(self, pod_request: PodRequest, args: BindingArgs, node: GpuNode) -> Reservation:
         uid, now = PodUid(args.pod_uid), self._deps.clock.now()
-        holders = self._keeper.holders(pod_request.demand.job_uid)
+        holders = self._informers.cluster.pods_of_job(pod_request.demand.job_uid)
         if (reason := too_many(pod_request, uid, holders)) is not None:
             raise Refusal(reason)
-        with self._keeper.deciding(pod_request):
-            is_begun = self._keeper.has_begun(pod_request)
-            if not is_begun and (reason := self._gangs.refusal(pod_request, uid)) is not None:
-                raise Refusal(reason)
-            chosen = place_on_node(self._evaluation_cache.of(pod_request), args.node)
+        chosen = place_on_node(self._evaluation_cache.of(pod_request), args.node)
         if isinstance(chosen, str):
             raise Refusal(chosen)
         wanted = reservation_of(chosen, pod_request, uid, args.pod_name, now=now, deadline=self._deadline())

@@ -129,13 +129,3 @@ affinity:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end -}}
-
-{{/* Volume with the key by which the operator seals the predictions on pods, and the extender knows them. */}}
-{{- define "carpool.predictionKey" -}}
-- name: prediction-key
-  secret:
-    secretName: {{ .Values.operator.predictionKey.existingSecret | default (printf "%s-predictions" (include "carpool.fullname" .)) }}
-    defaultMode: 0440
-    items:
-      - {key: key, path: key}
-{{- end -}}

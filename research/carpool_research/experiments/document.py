@@ -10,7 +10,6 @@ import pandas as pd
 from carpool_core.products import find_product
 from carpool_simulator.power import MEAN, Power, Spent
 from carpool_simulator.sweep import ARRIVAL, DEFAULT
-from carpool_simulator.truth import WorkloadError
 from matplotlib.figure import Figure
 
 from carpool_research.experiments import radrm
@@ -131,8 +130,6 @@ def goals(of: Mapping[str, Table]) -> list[dict[str, str]]:
     """Return one row per goal: required, aimed at, and what Carpool reaches by default and in order of arrival."""
     rows = []
     for name, experiment, column, required, aim in GOALS:
-        if experiment not in of:
-            continue
         row = {"goal": name, "required": f"{required:+g}%", "aim": f"{aim:+g}%"}
         for head, strategy in (("default", DEFAULT), ("order of arrival", ARRIVAL)):
             change = of[experiment].change(CARPOOL, strategy, column)
@@ -140,7 +137,7 @@ def goals(of: Mapping[str, Table]) -> list[dict[str, str]]:
             noise = ", within noise" if abs(change.mean - required) <= NOISE * change.error else ""
             row |= {head: str(change), f"{head}: met": f"{'yes' if is_met else '**no**'}{noise}"}
         rows.append(row)
-    for experiment in (name for name in SMALL if name in of):
+    for experiment in SMALL:
         row = {"goal": f"{experiment}, out of memory", "required": "0", "aim": "0"}
         for head, strategy in (("default", DEFAULT), ("order of arrival", ARRIVAL)):
             mean = of[experiment].mean(CARPOOL, strategy, "oom")
@@ -178,7 +175,7 @@ def own(of: Mapping[str, Table]) -> list[dict[str, str]]:
     Args:
         of: Experiments with the same published strategies; with several, each column names its experiment.
     """
-    published = {one.name: one.published for name in of for one in EXPERIMENTS[name].published}
+    published = {one.name: one.published for one in EXPERIMENTS[next(iter(of))].published}
     rows = []
     for group in (PUBLISHED, CARPOOL):
         for strategy in dict.fromkeys(strategy for one in of.values() for strategy in one.names(group)):
@@ -307,7 +304,7 @@ def versions(of: Mapping[str, Table]) -> list[dict[str, str]]:
 def makespans(of: Mapping[str, Table]) -> Figure:
     """Draw the change of makespan of published strategies, under both queues, and of Carpool."""
     figure = Figure(figsize=(11, 4.5), layout="constrained")
-    for axes, (name, table) in zip(figure.subplots(1, len(of), squeeze=False)[0], of.items(), strict=True):
+    for axes, (name, table) in zip(figure.subplots(1, len(of)), of.items(), strict=True):
         bars = [(one, table.change(PUBLISHED, one, "makespan_min"), "C0") for one in table.names(PUBLISHED)[1:]]
         bars += [(f"{n}, Carpool's queue", table.change(QUEUE, n, "makespan_min"), "C1") for n in table.names(QUEUE)]
         bars += [(one, table.change(CARPOOL, one, "makespan_min"), "C2") for one in (ARRIVAL, DEFAULT, ORACLE)]
@@ -319,19 +316,17 @@ def makespans(of: Mapping[str, Table]) -> Figure:
 
 
 def write(out: Path, path: Path) -> None:
-    """Write the document and its figure; an experiment without results is marked as not run.
+    """Write the document and its figure.
 
     Args:
         out: Folder of results.
         path: The document; the figure goes to `images/` beside it.
 
     Raises:
-        WorkloadError: There are no results, or they are incomplete.
+        WorkloadError: Results are missing or incomplete.
     """
-    of = {name: Table(Results.read(out, name)) for name in EXPERIMENTS if (out / f"{name}.csv").is_file()}
-    small = {name: of[name] for name in SMALL if name in of}
-    if not small:
-        raise WorkloadError(f"expected results in {out}, found none; run `python -m carpool_research experiments`")
+    of = {name: Table(Results.read(out, name)) for name in EXPERIMENTS}
+    small = {name: of[name] for name in SMALL}
     tables: dict[str, Sequence[Mapping[str, str]]] = {
         "goals": goals(of),
         "deaths": deaths_without(small),
@@ -340,20 +335,17 @@ def write(out: Path, path: Path) -> None:
         "order": across(small, ORDER, "makespan_min"),
         "errors": across(small, ERRED, "makespan_min", "oom"),
         "policies": across(small, POLICY, "makespan_min"),
-        "energies": energies(of["radrm-60"]) if "radrm-60" in of else [],
+        "energies": energies(of["radrm-60"]),
         "versions": versions(of),
-        "own_hotcloud": own({name: of[name] for name in SMALL[:1] if name in of}),
-        "own_radrm": own({name: of[name] for name in SMALL[1:] if name in of}),
+        "own_hotcloud": own({"hotcloud": of["hotcloud"]}),
+        "own_radrm": own({name: of[name] for name in SMALL[1:]}),
     }
-    for name in EXPERIMENTS:
-        has, is_trace = name in of, EXPERIMENTS[name].is_trace
-        tables[f"queue_{name}"] = order_and_placement(of[name]) if has and not is_trace else []
-        tables[f"cases_{name}"] = in_cases(of[name]) if has else []
-        tables[f"failures_{name}"] = in_cases(of[name], FAILURES) if has else []
-        tables[f"trace_{name}"] = trace(of[name]) if has and is_trace else []
+    for name, table in small.items():
+        tables |= {f"queue_{name}": order_and_placement(table), f"cases_{name}": in_cases(table)}
+        tables[f"failures_{name}"] = in_cases(table, FAILURES)
+    tables |= {f"trace_{name}": trace(table) for name, table in of.items() if EXPERIMENTS[name].is_trace}
     texts = {key.replace("-", "_"): markdown(rows) if rows else "Not run." for key, rows in tables.items()}
-    assumed = {name: of[name].about.assumptions if name in of else () for name in EXPERIMENTS}
-    texts |= {f"assumed_{name}".replace("-", "_"): _bullets(sentences) for name, sentences in assumed.items()}
+    texts |= {f"assumed_{name}".replace("-", "_"): _bullets(of[name].about.assumptions) for name in EXPERIMENTS}
     template = resources.files(__package__).joinpath("experiments.md.template").read_text(encoding="utf-8")
     path.write_text(Template(template).substitute(texts), encoding="utf-8")
     (path.parent / "images").mkdir(exist_ok=True)

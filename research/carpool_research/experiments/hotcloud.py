@@ -19,18 +19,22 @@ MEMORY_MIB = 8192
 SHORTEST_S, LONGEST_S = 120.0, 7200.0
 
 ASSUMPTIONS = (
-    "Jobs are drawn evenly from 18 solo profiles that Lucid measured (ResNet-18, MobileNetV2, EfficientNet on "
-    "CIFAR-10, three batch sizes, with and without AMP), because those of the paper's 13 architectures are not "
-    "published. Mean utilization 52%; the published baseline implies 51%.",
-    "Solo durations are log-uniform from 2 minutes to 2 hours: mean 29 minutes; published are 31.",
-    "Each job declares its steps: duration over measured step time. Predicted step times are several times shorter, "
-    "because these jobs wait for their input.",
-    "All jobs arrive at the start, on twelve nodes of one GPU each.",
-    "Speed and utilization are an RTX 3090's, memory an RTX 2080's (8 GiB).",
-    "Slowdown and utilization of pairs are Lucid's. Three tenants add their losses.",
-    "Idle GPUs draw an RTX 3090's idle power, others 28% to 86% of the limit by SM activity, as Zeus measured an A40. "
-    "GPU utilization stands for SM activity.",
-    "Reactive: a job spends one lost minute alone on an idle GPU, and is known exactly afterwards.",
+    "The 13 architectures' measurements are not published. The jobs are drawn evenly from the 18 solo profiles that "
+    "Lucid "
+    "measured of ResNet-18, MobileNetV2 and EfficientNet on CIFAR-10 (three batch sizes, with and without AMP): "
+    "utilization 21-99%, 52% on average; the published baseline implies 51%.",
+    "Durations alone are log-uniform from 2 minutes to 2 hours: mean 29 minutes; published are 31.",
+    "Each job says how many steps it has: its duration by the step time that Lucid measured. The queue goes by "
+    "the step times that are predicted, which are several times shorter, because these jobs wait for their input: "
+    "whoever says no steps counts as an hour, longer than what is predicted of nearly all.",
+    "All jobs are there at the start, so that of all of them the longest and the shortest take turns by default. "
+    "Twelve nodes of one GPU each.",
+    "Speed and utilization are an RTX 3090's, as measured; memory is the RTX 2080's 8 GiB.",
+    "Slowdown and GPU utilization of a pair are Lucid's measurements of that pair. Three add their losses; they rest "
+    "where all rest, each as it would alone, and keep the GPU no busier than with the work that is done.",
+    "A GPU without a job draws an RTX 3090's idle power, one with a job what Zeus measured of an A40: 28% of the limit "
+    "without activity, 86% with all SMs active. SM activity is measured nowhere; GPU utilization takes its place.",
+    "Reactive: a job is alone for a minute on an idle GPU, that minute is lost, then it is known exactly.",
 )
 
 Lasts = Callable[[float], float]

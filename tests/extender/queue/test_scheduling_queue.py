@@ -40,6 +40,11 @@ def queue(*nodes, order=QueueOrder.ARRIVAL):
     return SchedulingQueue(gpus, EvaluationCache(gpus, CONFIG), CONFIG, order=order), gpus
 
 
+def ends(**times):
+    """Return a function from reservations to predicted ends by job."""
+    return lambda held: times.get(held.job_name)
+
+
 def names(result):
     return [one.info.name.removeprefix("default/") for one in result.admitted]
 
@@ -56,25 +61,27 @@ class TestOrder:
     def test_jobs_are_admitted_by_priority_then_arrival(self):
         queued, _ = queue(gpu_node("a", 2))
         pending = [job("late", 2), job("early", 1), job("urgent", 3, priority=5)]
-        result = queued.schedule(pending, {}, 10.0)
+        result = queued.schedule(pending, ends(), 10.0)
         assert names(result) == ["urgent", "early"]
         assert [(one.info.name, one.position) for one in result.waiting] == [("default/late", 3)]
 
     def test_a_resumed_job_queues_by_the_time_it_became_admissible(self):
         queued, _ = queue(gpu_node("a", 1))
-        assert names(queued.schedule([job("resumed", 50, number=0), job("other", 40, number=1)], {}, 60.0)) == ["other"]
+        assert names(queued.schedule([job("resumed", 50, number=0), job("other", 40, number=1)], ends(), 60.0)) == [
+            "other"
+        ]
 
     def test_longest_first(self):
         queued, _ = queue(gpu_node("a", 1), order=QueueOrder.LONGEST_FIRST)
         pending = [job("short", 1, duration_s=60), job("long", 2, duration_s=9000)]
-        assert names(queued.schedule(pending, {}, 10.0)) == ["long"]
+        assert names(queued.schedule(pending, ends(), 10.0)) == ["long"]
 
     def test_alternate_takes_the_other_end_after_each_start_but_not_after_a_backfilled_job(self):
         queued, gpus = queue(gpu_node("a", 1), order=QueueOrder.ALTERNATE)
         pending = [job(str(d), number, duration_s=d) for number, d in enumerate((60, 600, 6000, 60000))]
-        started, ends, now = [], {}, 10.0
+        started, running, now = [], {}, 10.0
         while pending:
-            (one,) = queued.schedule(pending, ends, now).admitted
+            (one,) = queued.schedule(pending, lambda held: running.get(held.job_uid), now).admitted
             started.append(one.info.name.removeprefix("default/"))
             pending = [info for info in pending if info is not one.info]
             gpus.forget("a", one.claims[0].reservation.pod_uid)
@@ -83,7 +90,7 @@ class TestOrder:
     def test_a_job_in_backoff_lets_others_pass(self):
         queued, _ = queue(gpu_node("a", 1))
         waits = replace(job("backoff", 1), retry_at_s=100.0)
-        result = queued.schedule([waits, job("other", 2)], {}, 50.0)
+        result = queued.schedule([waits, job("other", 2)], ends(), 50.0)
         assert names(result) == ["other"]
         assert reasons(result) == {"backoff": WaitReason.BACKOFF}
         assert result.reserved is None
@@ -92,7 +99,7 @@ class TestOrder:
 class TestGangs:
     def test_a_gang_is_admitted_whole_or_not_at_all(self):
         queued, gpus = queue(gpu_node("a", 2), gpu_node("b", 1))
-        result = queued.schedule([job("wide", 1, workers=4), job("gang", 2, workers=3)], {}, 10.0)
+        result = queued.schedule([job("wide", 1, workers=4), job("gang", 2, workers=3)], ends(), 10.0)
         assert names(result) == ["gang"]
         assert sorted(claim.node for claim in result.admitted[0].claims) == ["a", "a", "b"]
         assert reasons(result) == {"wide": WaitReason.DOES_NOT_FIT}
@@ -100,26 +107,26 @@ class TestGangs:
 
     def test_workers_of_several_gpus(self):
         queued, _ = queue(gpu_node("a", 4), gpu_node("b", 3))
-        result = queued.schedule([job("gang", 1, workers=3, gpus=2)], {}, 10.0)
+        result = queued.schedule([job("gang", 1, workers=3, gpus=2)], ends(), 10.0)
         assert sorted(claim.node for claim in result.admitted[0].claims) == ["a", "a", "b"]
         gpus = [gpu for claim in result.admitted[0].claims for gpu in claim.reservation.gpu_uuids]
         assert len(set(gpus)) == len(gpus) == 6
 
     def test_claims_count_for_the_next_job(self):
         queued, _ = queue(gpu_node("a", 1))
-        assert names(queued.schedule([job("first", 1), job("second", 2)], {}, 10.0)) == ["first"]
-        assert names(queued.schedule([job("second", 2)], {}, 11.0)) == []
+        assert names(queued.schedule([job("first", 1), job("second", 2)], ends(), 10.0)) == ["first"]
+        assert names(queued.schedule([job("second", 2)], ends(), 11.0)) == []
 
     def test_a_job_whose_earlier_pods_still_hold_gpus_waits(self):
         queued, _ = queue(gpu_node("a", 2, [msgspec.structs.replace(busy("x", 0), pod_uid=PodUid("old"))]))
-        assert reasons(queued.schedule([job("x", 1)], {}, 10.0)) == {"x": WaitReason.TOO_MANY_PODS}
+        assert reasons(queued.schedule([job("x", 1)], ends(), 10.0)) == {"x": WaitReason.TOO_MANY_PODS}
 
 
 class TestBackfill:
     def test_the_first_job_that_does_not_fit_gets_a_reservation_in_time(self):
         queued, _ = queue(gpu_node("a", 2, [busy("p", 0), busy("q", 1)]))
-        ends = {JobUid("job-p"): 100.0, JobUid("job-q"): 300.0}
-        result = queued.schedule([job("wide", 1, gpus=2), job("small", 2)], ends, 10.0)
+        until = ends(p=100.0, q=300.0)
+        result = queued.schedule([job("wide", 1, gpus=2), job("small", 2)], until, 10.0)
         assert result.reserved is not None
         assert result.reserved.start_s == 300.0
         assert result.reserved.gpus == {("a", "GPU-a-0"), ("a", "GPU-a-1")}
@@ -128,24 +135,20 @@ class TestBackfill:
     @pytest.mark.parametrize(("duration_s", "passes"), [(190, True), (210, False), (None, False)])
     def test_a_job_passes_on_reserved_gpus_only_if_it_ends_in_time(self, duration_s, passes):
         queued, _ = queue(gpu_node("a", 2, [busy("p", 0)]))
-        result = queued.schedule(
-            [job("wide", 1, gpus=2), job("small", 2, duration_s=duration_s)], {JobUid("job-p"): 210.0}, 10.0
-        )
+        result = queued.schedule([job("wide", 1, gpus=2), job("small", 2, duration_s=duration_s)], ends(p=210.0), 10.0)
         assert names(result) == (["small"] if passes else [])
         if not passes:
             assert reasons(result)["small"] is WaitReason.WOULD_DELAY
 
     def test_a_job_passes_outside_the_reserved_gpus(self):
         queued, _ = queue(gpu_node("a", 2, [busy("p", 0)]), gpu_node("b", 1))
-        result = queued.schedule(
-            [job("wide", 1, gpus=2), job("long", 2, duration_s=1e6)], {JobUid("job-p"): 50.0}, 10.0
-        )
+        result = queued.schedule([job("wide", 1, gpus=2), job("long", 2, duration_s=1e6)], ends(p=50.0), 10.0)
         assert names(result) == ["long"]
         assert result.admitted[0].claims[0].node == "b"
 
     def test_a_job_that_no_gpu_could_hold_blocks_nobody(self):
         queued, _ = queue(gpu_node("a", 1, [busy("p", 0)]), gpu_node("b", 1))
-        result = queued.schedule([job("wide", 1, gpus=2), job("small", 2, duration_s=1e6)], {}, 10.0)
+        result = queued.schedule([job("wide", 1, gpus=2), job("small", 2, duration_s=1e6)], ends(), 10.0)
         assert names(result) == ["small"]
         assert result.reserved is None
 
@@ -153,26 +156,26 @@ class TestBackfill:
         """Regression: the order ended at eight kinds of demand, so a ninth kind passed a large job forever."""
         queued, _ = queue(gpu_node("a", 4, [busy("p", 0)]))
         kinds = [job(f"k{n}", n, gpus=4, max_slowdown=1.1 + n / 10) for n in range(1, 20)]
-        result = queued.schedule([*kinds, job("small", 30)], {JobUid("job-p"): 100.0}, 10.0)
+        result = queued.schedule([*kinds, job("small", 30)], ends(p=100.0), 10.0)
         assert names(result) == []
         assert reasons(result)["small"] is WaitReason.WOULD_DELAY
 
     def test_a_large_job_starts_although_small_ones_keep_coming(self):
         queued, gpus = queue(gpu_node("a", 4))
-        pending, ends, held, now = [], {}, {}, 0.0
+        pending, running, held, now = [], {}, {}, 0.0
         big_started = None
         for small, now in enumerate(range(0, 4000, 10)):
-            for name, end_s in [*ends.items()]:
+            for name, end_s in [*running.items()]:
                 if end_s <= now:
-                    del ends[name]
+                    del running[name]
                     for claim in held.pop(name):
                         gpus.forget(claim.node, claim.reservation.pod_uid)
             pending.append(job(f"s{small}", now, number=small, duration_s=200))
             if now == 100:
                 pending.append(job("big", 105, number=-1, gpus=4, duration_s=100))
-            for one in queued.schedule(pending, ends, float(now)).admitted:
+            for one in queued.schedule(pending, lambda held: running.get(held.job_uid), float(now)).admitted:
                 pending.remove(one.info)
-                ends[one.info.job], held[one.info.job] = one.end_s, one.claims
+                running[one.info.job], held[one.info.job] = one.end_s, one.claims
                 big_started = now if one.info.name == "default/big" else big_started
         assert big_started is not None
         assert big_started <= 700
@@ -204,24 +207,24 @@ class TestProperties:
     def test_backfill_delays_no_reservation_in_time_and_gangs_start_whole(self, jobs, order):
         """A reserved start never moves later unless a job that comes before arrives, as long as predicted ends hold."""
         queued, gpus = queue(gpu_node("a", 4), gpu_node("b", 2), gpu_node("c", 1), order=order)
-        coming, pending, ends, held = sorted(jobs, key=lambda one: one.arrived_s), [], {}, {}
+        coming, pending, running, held = sorted(jobs, key=lambda one: one.arrived_s), [], {}, {}
         promised, now = None, 0.0
-        while coming or pending or ends:
+        while coming or pending or running:
             arrivals = [one for one in coming if one.arrived_s <= now]
             if arrivals:
                 promised = None  # one of them may come first
             coming = coming[len(arrivals) :]
             pending += arrivals
-            for uid, end_s in [*ends.items()]:
+            for uid, end_s in [*running.items()]:
                 if end_s <= now:
-                    del ends[uid]
+                    del running[uid]
                     for claim in held.pop(uid):
                         gpus.forget(claim.node, claim.reservation.pod_uid)
-            result = queued.schedule(pending, ends, now)
+            result = queued.schedule(pending, lambda held: running.get(held.job_uid), now)
             for one in result.admitted:
                 assert [claim.reservation.pod_uid for claim in one.claims] == [pod.uid for pod in one.info.pods]
                 pending.remove(one.info)
-                ends[one.info.job], held[one.info.job] = one.end_s, one.claims
+                running[one.info.job], held[one.info.job] = one.end_s, one.claims
             started = {one.info.job for one in result.admitted}
             if promised is not None:
                 assert promised.info.job in started or (
@@ -232,7 +235,7 @@ class TestProperties:
             promised = result.reserved
             assert {one.info for one in result.waiting} == set(pending)
             assert len({one.position for one in result.waiting}) == len(pending)
-            times = [*ends.values(), *(one.arrived_s for one in coming)]
+            times = [*running.values(), *(one.arrived_s for one in coming)]
             if not times:
                 assert not pending or result.reserved is None
                 break
@@ -245,7 +248,7 @@ class TestProperties:
     def test_no_job_ahead_waits_that_would_fit(self, jobs):
         """A waiting job fits only if the job with the reservation in time would be delayed."""
         queued, gpus = queue(gpu_node("a", 4, [busy("p", 0)]), gpu_node("b", 2))
-        result = queued.schedule(jobs, {JobUid("job-p"): 500.0}, 400.0)
+        result = queued.schedule(jobs, ends(p=500.0), 400.0)
         evaluations = EvaluationCache(gpus, CONFIG)
         for one in result.waiting:
             fits = evaluations.of(one.info.request).best.fits.any() and len(one.info.pods) == 1
@@ -257,27 +260,27 @@ class TestForecast:
     def test_expected_starts_follow_predicted_ends(self):
         queued, _ = queue(gpu_node("a", 1, [busy("p", 0)]))
         pending = [job("x", 1, duration_s=100), job("y", 2, duration_s=50), job("wide", 3, gpus=2)]
-        found = queued.forecast(pending, {JobUid("job-p"): 200.0}, 10.0)
+        found = queued.forecast(pending, ends(p=200.0), 10.0)
         starts = {uid.removeprefix("job-"): (one.position, one.start_s) for uid, one in found.items()}
         assert starts == {"x": (1, 200.0), "y": (2, 300.0), "wide": (3, None)}
 
     def test_a_forecast_may_stop_at_one_job(self):
         queued, _ = queue(gpu_node("a", 1))
-        found = queued.forecast([job("x", 1, duration_s=100), job("y", 2)], {}, 10.0, until=JobUid("job-x"))
+        found = queued.forecast([job("x", 1, duration_s=100), job("y", 2)], ends(), 10.0, until=JobUid("job-x"))
         assert [one.start_s for one in found.values()] == [10.0, None]
 
 
 class TestMessages:
     def test_a_refusal_has_numbers(self):
         queued, gpus = queue(gpu_node("a", [device(0, product=T4)]))
-        result = queued.schedule([job("x", 1, min_memory_mib=30_000)], {}, 0.0)
+        result = queued.schedule([job("x", 1, min_memory_mib=30_000)], ends(), 0.0)
         found = refusal_message(result.waiting[0], EvaluationCache(gpus, CONFIG), 8)
         assert found.startswith("NoGpuFits: ")
         assert "30,000" in found
 
     def test_a_gang_message_counts_places(self):
         queued, gpus = queue(gpu_node("a", 2))
-        result = queued.schedule([job("x", 1, workers=3)], {}, 0.0)
+        result = queued.schedule([job("x", 1, workers=3)], ends(), 0.0)
         assert refusal_message(result.waiting[0], EvaluationCache(gpus, CONFIG), 8) == (
             "NoGpuFits: job default/x needs places for 3 workers of 1 GPU at once, there is room for 2, and for 2 at "
             "most if all GPUs were empty; none starts before all can"
@@ -285,7 +288,7 @@ class TestMessages:
 
     def test_a_held_back_job_names_the_job_ahead(self):
         queued, gpus = queue(gpu_node("a", 2, [busy("p", 0)]))
-        result = queued.schedule([job("wide", 1, gpus=2), job("x", 2, duration_s=1e6)], {}, 0.0)
+        result = queued.schedule([job("wide", 1, gpus=2), job("x", 2, duration_s=1e6)], ends(), 0.0)
         assert refusal_message(result.waiting[1], EvaluationCache(gpus, CONFIG), 8) == (
             "NoGpuFits: free GPUs are reserved for job default/wide, which comes first and would start later"
         )
@@ -293,11 +296,11 @@ class TestMessages:
 
 def test_a_pass_over_ten_thousand_pending_jobs_of_few_shapes_is_quick():
     queued, _ = queue(*(gpu_node(f"n{n}", [device(i, f"n{n}") for i in range(8)]) for n in range(20)))
-    assert names(queued.schedule([job("all", 0, workers=160, duration_s=100)], {}, 0.0)) == ["all"]
+    assert names(queued.schedule([job("all", 0, workers=160, duration_s=100)], ends(), 0.0)) == ["all"]
     pending = [job(f"j{n}", n, gpus=1 + n % 4, duration_s=1e5) for n in range(10_000)]
-    ends = {JobUid("job-all"): 100.0}
+    until = ends(all=100.0)
     began = time.process_time()
-    result = queued.schedule(pending, ends, 1.0)
+    result = queued.schedule(pending, until, 1.0)
     assert len(result.waiting) == 10_000
     assert time.process_time() - began < 2.0  # about 0.1 s where nothing else runs
 

@@ -60,7 +60,7 @@ async def test_a_replay_for_the_same_node_joins_the_open_bind(world):
     assert len([call for call in world.kube.calls if call.subresource == "binding"]) == 1
 
 
-async def test_a_replay_for_another_node_names_the_node_of_the_open_bind(world):
+async def test_a_replay_for_another_node_is_told_where_the_pod_is_being_bound(world):
     world.add("x")
     async with world.extender() as extender, background(extender.service.bind(args())) as binding:
         await until(lambda: world.held() != {})
@@ -107,7 +107,7 @@ async def test_two_extenders_race_for_one_pod(world):
         await until(lambda: world.held() == {world.bound_to(): ["pod-x"]})
 
 
-async def test_a_conflict_leads_to_a_new_decision(world):
+async def test_conflicts_are_decided_again(world):
     world.add("x")
     for _ in range(3):
         world.kube.fail_next("patch", GPU_NODES, Conflict("changed", status=409))
@@ -139,7 +139,7 @@ async def test_a_lost_answer_to_the_reservation_is_found_again(world):
     assert world.held() == {"a": ["pod-x"]}
 
 
-async def test_the_deadline_counts_from_the_write_of_the_reservation(world):
+async def test_the_deadline_counts_from_the_write_though_the_bind_waited_for_it(world):
     """Regression: a bind that waited for the write before it had so much less time until its reservation lapsed."""
     world.add("x", "y")
     async with world.extender(gather_s=4) as extender, background(extender.service.bind(args("x"))):
@@ -154,7 +154,7 @@ async def test_the_deadline_counts_from_the_write_of_the_reservation(world):
     assert second - first == timedelta(seconds=4)
 
 
-async def test_a_reservation_is_decided_on_the_state_that_it_is_written_to(world):
+async def test_a_reason_names_no_neighbour_that_left_while_the_bind_waited_to_be_written(world):
     """Regression: a decision that was made before was taken as it was, words and slowdown and limit of threads."""
     world.add("x", "y", nodes=["a"])
     async with world.extender(gather_s=4) as extender, background(world.agent.serve("a")):
@@ -172,7 +172,7 @@ async def test_a_reservation_is_decided_on_the_state_that_it_is_written_to(world
     assert (held.get("threadPercentage"), held["expectedSlowdown"]) == (100, 1.0)
 
 
-async def test_filter_returns_only_the_node_that_a_pod_is_being_bound_to(world):
+async def test_a_pod_that_is_being_bound_fits_only_where_that_is(world):
     """Regression: kube-scheduler hung up, tried the pod on another node each time, and was told to try again."""
     world.add("x")
     async with world.extender() as extender, background(extender.service.bind(args())):
@@ -235,7 +235,7 @@ def worker_args(worker, node):
 # Preparation by the agent
 
 
-async def test_a_failed_partition_releases_the_reservation_and_records_an_event(world):
+async def test_a_partition_that_fails_is_given_back_with_an_event(world):
     world.add("x")
     async with world.extender() as extender, background(extender.service.bind(args())) as binding:
         await until(lambda: world.held() != {})
@@ -247,7 +247,7 @@ async def test_a_failed_partition_releases_the_reservation_and_records_an_event(
     assert world.events() == [("PartitionFailed", answer.error)]
 
 
-async def test_a_bind_fails_at_the_deadline_if_the_agent_is_silent(world):
+async def test_a_silent_agent_ends_at_the_deadline(world):
     world.add("x")
     async with world.extender() as extender, background(extender.service.bind(args())) as binding:
         await until(lambda: world.held() != {})
@@ -271,7 +271,7 @@ async def fails(world, extender, node="a"):
         assert "could not prepare MPS" in (await binding).error
 
 
-async def test_a_gpu_that_cannot_be_prepared_backs_off_exponentially(world):
+async def test_a_gpu_that_cannot_be_prepared_is_left_alone_for_longer_and_longer(world):
     async def wait(seconds):
         world.clock.advance(seconds)
         await world.agent.beat(*NAMES)
@@ -292,7 +292,7 @@ async def test_a_gpu_that_cannot_be_prepared_backs_off_exponentially(world):
             assert named(await extender.service.filter(filtering())) == NAMES
 
 
-async def test_another_gpu_of_the_node_is_used_during_the_backoff(world):
+async def test_another_gpu_of_the_node_is_taken_meanwhile_and_a_success_ends_the_count(world):
     world.add("x", nodes=["a"], gpus=2)
     async with world.extender() as extender:
         await fails(world, extender)
@@ -301,7 +301,7 @@ async def test_another_gpu_of_the_node_is_used_during_the_backoff(world):
         assert world.reservations("a")[0]["gpuUuids"] == ["GPU-a-1"]
 
 
-async def test_a_gpu_that_fails_before_a_reservation_is_written_is_not_reserved(world):
+async def test_a_gpu_that_fails_while_a_pod_waits_to_be_written_there_takes_it_no_more(world):
     """Regression: its bind had been decided before, and only what the node tells was compared."""
     world.add("x", "y")
     async with world.extender(gather_s=4) as extender, background(extender.service.bind(args("x"))) as failing:
@@ -319,7 +319,7 @@ async def test_a_gpu_that_fails_before_a_reservation_is_written_is_not_reserved(
     assert world.held() == {}
 
 
-async def test_waiting_pods_are_tried_again_after_the_backoff(world):
+async def test_waiting_pods_are_tried_again_when_the_rest_is_over(world):
     world.add("x", nodes=["a"])
 
     def touched():
@@ -335,7 +335,7 @@ async def test_waiting_pods_are_tried_again_after_the_backoff(world):
         await until(lambda: touched() != first)
 
 
-async def test_a_node_whose_agent_is_silent_gets_no_pods(world):
+async def test_an_agent_that_no_longer_reports_gets_no_more_jobs(world):
     """Counted from the last report that was seen: an old one at the start is no sign of silence."""
     world.add("x", nodes=["a"])
 
@@ -448,7 +448,7 @@ class Stuck(FakeKube):
         )
 
 
-async def test_a_hanging_binding_is_cancelled_before_its_reservation_may_be_released(world):
+async def test_a_binding_that_hangs_is_given_up_before_anybody_may_release_its_reservation(world):
     """Regression: the call could take 30 s, and bind a pod whose reservation another extender had given away."""
     world.kube = Stuck(world.clock)
     world.agent = FakeAgent(world.kube, world.clock)
@@ -469,7 +469,7 @@ async def test_a_hanging_binding_is_cancelled_before_its_reservation_may_be_rele
     assert LATE_S + 2 <= GRACE_S, "a call that is given up may be carried out a moment later"
 
 
-async def test_a_refused_binding_releases_the_reservation(world):
+async def test_a_refused_binding_is_given_back(world):
     world.add("x")
     world.kube.fail_next("create", PODS, Forbidden("no right", status=403), subresource="binding")
     async with world.extender() as extender, background(world.agent.serve("a")):
@@ -478,7 +478,7 @@ async def test_a_refused_binding_releases_the_reservation(world):
     assert world.held() == {}
 
 
-async def test_a_pod_that_another_scheduler_bound_stays_there(world):
+async def test_a_pod_that_somebody_else_bound_is_left_where_it_is(world):
     world.add("x")
     async with world.extender() as extender, background(extender.service.bind(args())) as binding:
         await until(lambda: world.held() != {})
@@ -489,7 +489,7 @@ async def test_a_pod_that_another_scheduler_bound_stays_there(world):
     assert world.held() == {}
 
 
-async def test_a_pod_that_was_deleted_and_created_again_is_not_bound(world):
+async def test_a_pod_that_was_deleted_and_made_again_is_not_bound_in_the_olds_name(world):
     world.add("x")
     async with world.extender() as extender, background(extender.service.bind(args())) as binding:
         await until(lambda: world.held() != {})
@@ -574,7 +574,7 @@ async def test_killed_after_the_binding(world):
     await restarted(world)
 
 
-async def test_killed_after_a_release_and_before_the_node_was_annotated(world):
+async def test_killed_after_a_release_and_before_the_node_was_touched(world):
     world.add("x")
     freed = {"metadata": {"annotations": {ANNOTATION_CAPACITY_FREED: "2026-01-31T11:59:59.000000Z"}}}
     await world.kube.patch(GPU_NODES, "a", freed)
@@ -583,7 +583,7 @@ async def test_killed_after_a_release_and_before_the_node_was_annotated(world):
         assert "annotations" not in world.kube.dump(NODES, "b")["metadata"]
 
 
-async def test_a_reservation_on_a_node_that_is_not_offered_lapses(world):
+async def test_a_reservation_of_a_node_that_is_not_offered_lapses_and_is_released(world):
     world.add("x")
     async with world.extender() as extender, background(extender.service.bind(args())):
         await until(lambda: world.held() != {})

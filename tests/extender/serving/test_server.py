@@ -70,7 +70,7 @@ async def test_prioritize_answers_a_bare_array(call):
     assert max(entry["Score"] for entry in found) == 10
 
 
-async def test_bind_answers_a_replay_and_refuses_another_node(call, kube):
+async def test_bind_and_its_replay_and_another_node(call, kube):
     assert await call("/bind", BIND) == (200, {"Error": ""})
     assert kube.dump(PODS, "x-worker-0-1", "default")["spec"]["nodeName"] == "a"
     assert await call("/bind", BIND) == (200, {"Error": ""})
@@ -121,7 +121,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("path", "body", "status", "expected"), BAD)
-async def test_an_invalid_request_is_answered_with_what_was_expected(call, path, body, status, expected):
+async def test_a_request_that_makes_no_sense_is_told_what_was_expected(call, path, body, status, expected):
     found_status, found = await call(path, body)
     assert found_status == status
     assert expected in found["Error"]
@@ -156,7 +156,7 @@ async def test_a_body_of_10_mb_is_refused_and_nothing_is_lost(call):
     assert (await call("/filter", ARGS))[0] == 200
 
 
-async def test_a_body_without_a_length_is_cut_off(call):
+async def test_a_body_that_does_not_say_its_length_is_cut_off(call):
     async def endless():
         for _ in range(200):
             yield b"x" * 100_000
@@ -169,7 +169,7 @@ async def test_a_body_without_a_length_is_cut_off(call):
     assert (await call("/filter", ARGS))[0] == 200
 
 
-async def test_an_unreachable_api_server_is_an_error_and_not_a_refusal(call, kube):
+async def test_a_server_that_cannot_be_reached_is_an_error_and_not_a_refusal(call, kube):
     seed_job(kube, "x")
     kube.fail_next("get", PODS, Unreachable("reset"))
     status, found = await call("/bind", BIND.replace("x-worker-0-1", "unseen").replace("pod-x", "unseen"))
@@ -195,7 +195,7 @@ async def test_a_client_without_a_certificate_of_the_ca_is_refused(kube, certifi
             await session.post(f"{url}/filter", data=ARGS)
 
 
-async def test_requests_steps_and_state_are_measured(call):
+async def test_metrics(call):
     await call("/filter", ARGS)
     await call("/bind", BIND)
     text = generate_latest(call.registry).decode()
@@ -250,7 +250,6 @@ KUBECONFIG = (
             ["--port", "{taken}"],
             "CARPOOL_EXTENDER_PORT: expected an address of this host and a free port, found 127.0.0.1 and {taken}: ",
         ),
-        (["--prediction-key", "/nowhere"], "CARPOOL_PREDICTION_KEY: expected a file with a key, cannot read /nowhere"),
         (["--tls-cert", ""], "CARPOOL_EXTENDER_TLS_CERT: expected a PEM file, found no file at ."),
         (
             ["--tls-key", "{folder}/stranger.key"],

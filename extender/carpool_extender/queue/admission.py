@@ -1,0 +1,649 @@
+"""Admission of jobs: the queue decides on the leader, and the scheduling gates of admitted pods are removed.
+
+```
+Queued ──── fits, delays no reservation in time ───▶ Admitted ──── reserved by bind ───▶ Bound
+  ▲                                                    │
+  └── Backoff ◀── not reserved within the timeout ─────┘   (its pods are deleted, and created again with gates)
+```
+
+An admitted pod has a *claim*: the GPUs that the queue gave it, counted in the cluster cache until bind replaces it by a
+reservation. Nothing else is stored: a new leader finds ungated pods without reservation, and claims GPUs for them.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+import structlog
+from carpool_core.clock import Clock, parse_rfc3339, rfc3339
+from carpool_core.keys import CONDITION_ADMITTED, GATE_ADMISSION
+from carpool_core.kube.api import LEASES, PODS, KubeApi, Selector
+from carpool_core.kube.errors import KubeError, NotFound, Refused, Retryable
+from carpool_core.kube.pods import Pod, job_owner_reference, parse_worker_name
+from carpool_core.kube.reflector import Reflector
+from carpool_core.products import DeviceClass, hardware_name
+from carpool_core.resources.meta import ObjectMeta
+from carpool_core.resources.node import GpuNode, Reservation
+from carpool_core.values import JobUid, PodUid
+
+from carpool_extender.cache.cluster import may_free_capacity
+from carpool_extender.cache.pod_request import PodRequest
+from carpool_extender.framework.evaluation_cache import EvaluationCache
+from carpool_extender.informers import Informers, JobRow
+from carpool_extender.metrics import ExtenderMetrics
+from carpool_extender.queue.order import duration_in
+from carpool_extender.queue.scheduling_queue import (
+    Admitted,
+    Claim,
+    PodRef,
+    QueuedJobInfo,
+    SchedulingQueue,
+    Waiting,
+    WaitReason,
+    claims_of,
+    place_gang,
+    refusal_message,
+)
+from carpool_extender.workloads import NotOurs, Workloads
+
+BATCH_S = 0.1
+"""Shortest time from the start of one pass to the next; changes in between are looked at together."""
+BUSY_SHARE = 0.25
+"""Largest share of its time that the process spends on passes."""
+IDLE_S = 5.0
+"""Longest time between passes: backoffs and predicted ends pass without a change of an object."""
+FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 10.0, 300.0
+PATCHES_AT_ONCE = 32
+TRIES = 4
+PAUSE_S = 0.2
+CONDITION_EVERY_S = 10.0
+"""Shortest time between two status writes about one waiting job."""
+CONDITIONS_A_SECOND = 20
+LONGEST_MESSAGE = 1000
+
+
+class _LeaseSpec(msgspec.Struct, frozen=True, rename="camel"):
+    holder_identity: str | None = None
+
+
+class _Lease(msgspec.Struct, frozen=True):
+    metadata: ObjectMeta
+    spec: _LeaseSpec = _LeaseSpec()
+
+
+class Leadership:
+    """Whether this extender admits jobs: it does while the kube-scheduler beside it holds that scheduler's Lease.
+
+    Args:
+        api: The Kubernetes API.
+        clock: For the age of the watch.
+        lease: Lease of the scheduler, as `NAMESPACE/NAME`; if empty, this extender always leads.
+        host: Name of the host that both processes share. kube-scheduler's identity is `HOST_UUID`.
+    """
+
+    def __init__(self, api: KubeApi, clock: Clock, lease: str, host: str) -> None:
+        namespace, _, name = lease.partition("/")
+        self._prefix = f"{host}_"
+        self._on_change: list[Callable[[], None]] = []
+        self.leads = not lease
+        """Whether this extender admits jobs at present."""
+        self._reflector: Reflector[_Lease] | None = None
+        if lease:
+            selector = Selector(namespace=namespace, fields=f"metadata.name={name}")
+            self._reflector = Reflector(api, LEASES, _Lease, selector=selector, clock=clock, on_change=self._changed)
+
+    def on_change(self, callback: Callable[[], None]) -> None:
+        """Call back when the leader changes."""
+        self._on_change.append(callback)
+
+    async def run(self) -> None:
+        """Watch the Lease for ever."""
+        if self._reflector is None:
+            await asyncio.Event().wait()
+        else:
+            await self._reflector.run()
+
+    def _changed(self, _: _Lease | None, new: _Lease | None) -> None:
+        holder = "" if new is None else new.spec.holder_identity or ""
+        leads = holder.startswith(self._prefix)
+        if leads != self.leads:
+            self.leads = leads
+            structlog.get_logger().info("leads" if leads else "leads no longer", lease_holder=holder)
+            for callback in self._on_change:
+                callback()
+
+
+@dataclass(slots=True)
+class _Job:
+    """Queue state of a job that exists."""
+
+    number: int
+    arrived_s: float = 0.0
+    """When the present attempt became admissible: its oldest pod's creation, in seconds since 1970."""
+    attempt: int = 0
+    failures: int = 0
+    """Admissions in a row after which no pod was bound."""
+    retry_at_s: float = 0.0
+    retry_reason: str = ""
+    """kube-scheduler's words about the last failure."""
+    written: str = ""
+    """Message of the last condition."""
+    written_at_s: float = float("-inf")
+
+
+@dataclass(slots=True)
+class _Gang:
+    """Unfinished pods of a job's latest attempt."""
+
+    gated: list[Pod] = field(default_factory=list)
+    admitted: list[Pod] = field(default_factory=list)
+    """Ungated, not bound."""
+    bound: int = 0
+    """Bound, or finished successfully."""
+
+    @property
+    def size(self) -> int:
+        """Number of workers that exist."""
+        return len(self.gated) + len(self.admitted) + self.bound
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionConfig:
+    """Settings of admission."""
+
+    slots: int
+    timeout_s: float
+    """Time from ungating to the reservation, in seconds, after which a job goes back to the queue."""
+
+
+class AdmissionController:
+    """Runs the queue on the leader and keeps the claims of admitted pods.
+
+    Args:
+        api: The Kubernetes API.
+        informers: Pods, jobs and GpuNodes as last seen.
+        workloads: Requests of pods.
+        queue: Decides which jobs start.
+        evaluations: Evaluations on the cluster cache.
+        leadership: Whether this extender admits jobs.
+        config: Settings.
+        clock: The time.
+        sleep: Waits.
+        metrics: Counts admissions.
+    """
+
+    def __init__(
+        self,
+        api: KubeApi,
+        informers: Informers,
+        workloads: Workloads,
+        queue: SchedulingQueue,
+        *,
+        evaluations: EvaluationCache,
+        leadership: Leadership,
+        config: AdmissionConfig,
+        clock: Clock,
+        sleep: Callable[[float], Awaitable[Any]],
+        metrics: ExtenderMetrics,
+    ) -> None:
+        self._api, self._informers, self._workloads, self._queue = api, informers, workloads, queue
+        self._evaluations, self._leadership, self._config = evaluations, leadership, config
+        self._clock, self._sleep, self._metrics = clock, sleep, metrics
+        self._binding: Container[PodUid] = ()
+        self._jobs: dict[JobUid, _Job] = {}
+        self._arrivals = 0
+        self._claims: dict[PodUid, Claim] = {}
+        self._admitted_at: dict[PodUid, float] = {}
+        """Monotonic time at which a pod was first seen without its gate, or its gate was removed."""
+        self._ungating: set[PodUid] = set()
+        """Pods whose gate is being removed, or was removed and the watch has not shown it yet."""
+        self._ends: dict[PodUid, float] = {}
+        """Predicted ends of reservations, in seconds since 1970."""
+        self._dirty: set[JobUid] = set()
+        self._gangs: dict[JobUid, _Gang] = {}
+        self._requests: dict[JobUid, PodRequest] = {}
+        self._queued: dict[JobUid, QueuedJobInfo] = {}
+        self._refusals: dict[JobUid, tuple[Pod, str]] = {}
+        """Jobs that may not ask for GPUs as they do, with a pod and the reason."""
+        self._classes: frozenset[DeviceClass] = frozenset()
+        self._waiting: dict[JobUid, Waiting] = {}
+        self._patches = asyncio.Semaphore(PATCHES_AT_ONCE)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._log = structlog.get_logger()
+        informers.on_pod(self._pod_changed)
+        informers.on_node(self._node_changed)
+        informers.on_job(self._job_changed)
+        leadership.on_change(self._changed.set)
+
+    def exempt(self, binding: Container[PodUid]) -> None:
+        """Name the pods that are being bound: their admission does not time out meanwhile."""
+        self._binding = binding
+
+    def claim_of(self, uid: PodUid) -> Claim | None:
+        """Return the claim of a pod."""
+        return self._claims.get(uid)
+
+    def forget_claim(self, uid: PodUid) -> None:
+        """Delete the claim of a pod: bind decides now, or the pod is gone."""
+        if (claim := self._claims.pop(uid, None)) is not None:
+            self._informers.cluster.forget(claim.node, uid)
+
+    async def run(self) -> None:
+        """Admit jobs for ever, once all watches have listed."""
+        await self._informers.wait_synced()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._leadership.run())
+            group.create_task(self._run_passes())
+            group.create_task(self._write_conditions())
+            group.create_task(self._tick())
+
+    async def _tick(self) -> None:
+        while True:
+            await self._sleep(IDLE_S)
+            self._changed.set()
+
+    async def _run_passes(self) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            if not self._leadership.leads:
+                self._resign()
+                continue
+            began = self._clock.monotonic()
+            await self.run_once()
+            took_s = self._clock.monotonic() - began
+            await self._sleep(max(BATCH_S - took_s, took_s / BUSY_SHARE - took_s, 0.0))
+
+    def _resign(self) -> None:
+        for uid in [*self._claims]:
+            self.forget_claim(uid)
+        self._admitted_at.clear()
+        self._waiting.clear()
+
+    async def run_once(self) -> None:
+        """Run one pass: claim for admitted pods, return those that did not start, admit pending jobs."""
+        # 1. Bring the jobs up to date whose pods, status or GPUs have changed.
+        now_s = self._clock.now().timestamp()
+        classes = frozenset(self._informers.cluster.snapshot().class_ids)
+        if classes != self._classes:
+            self._classes = classes
+            self._dirty.update(self._gangs)  # predicted lengths depend on the products of the cluster
+        dirty, self._dirty = self._dirty, set()
+        for job in dirty:
+            await self._update(job, now_s)
+        # 2. Claim GPUs for admitted pods that have none, and return those that were not reserved in time.
+        for job in [job for job, gang in self._gangs.items() if gang.admitted]:
+            self._follow_admitted(job, self._gangs[job], now_s)
+        # 3. Admit pending jobs.
+        with self._metrics.admission_pass():
+            result = self._queue.schedule([*self._queued.values()], self._end_of, now_s)
+        self._waiting = {one.info.job: one for one in result.waiting}
+        self._metrics.pending_jobs.set(len(self._waiting))
+        # 4. Remove the gates.
+        for one in result.admitted:
+            self._start(one)
+
+    # --- gathering -------------------------------------------------------------------------------------------------
+
+    async def _update(self, job: JobUid, now_s: float) -> None:
+        """Gather the pods of a job, and its entry of the queue."""
+        for known in (self._gangs, self._queued, self._requests, self._refusals):
+            known.pop(job, None)
+        if (gang := self._gang(job)) is None:
+            return
+        pod = (gang.gated or gang.admitted)[0]
+        try:
+            request = await self._workloads.of(pod)
+        except NotOurs as refusal:
+            self._refusals[job] = (pod, str(refusal))
+            return
+        except KubeError as error:
+            self._log.warning("job not read", pod=pod.metadata.name, error=str(error))
+            self._dirty.add(job)
+            return
+        self._gangs[job], self._requests[job] = gang, request
+        if gang.gated and (info := self._info(job, gang, request, now_s)) is not None:
+            self._queued[job] = info
+
+    def _gang(self, job: JobUid) -> _Gang | None:
+        """Return the pods of a job's latest attempt; None if none of them waits."""
+        named = [(pod, name) for pod in self._informers.pods_of(job) if (name := parse_worker_name(pod.metadata.name))]
+        latest, gang = max((name.attempt for _, name in named), default=0), _Gang()
+        for pod, name in named:
+            if name.attempt != latest or pod.status.phase == "Failed":
+                continue
+            if pod.spec.node_name or pod.is_finished:
+                gang.bound += 1
+            elif pod.metadata.deletion_timestamp is not None:
+                continue
+            elif pod.is_gated and PodUid(pod.metadata.uid) not in self._ungating:
+                gang.gated.append(pod)
+            else:
+                gang.admitted.append(pod)
+        return gang if gang.gated or gang.admitted else None
+
+    def _state(self, job: JobUid) -> _Job:
+        known = self._jobs.get(job)
+        if known is None:
+            self._arrivals += 1
+            known = self._jobs[job] = _Job(self._arrivals)
+        return known
+
+    def _info(self, job: JobUid, gang: _Gang, request: PodRequest, now_s: float) -> QueuedJobInfo | None:
+        """Return a job's entry of the queue; None if it is not admissible: a worker is missing, or has another gate."""
+        others = any(gate.name != GATE_ADMISSION for pod in gang.gated for gate in pod.spec.scheduling_gates)
+        if gang.size < request.workers or others:
+            return None
+        state, named = self._state(job), parse_worker_name(gang.gated[0].metadata.name)
+        attempt = 0 if named is None else named.attempt
+        if state.attempt != attempt:
+            state.attempt, state.arrived_s = attempt, min(_created_s(pod, now_s) for pod in gang.gated)
+        pods = sorted(gang.gated, key=lambda pod: pod.metadata.name)
+        is_begun = bool(gang.admitted or gang.bound)  # the rest of a gang comes first
+        return QueuedJobInfo(
+            job=job,
+            name=f"{request.demand.namespace}/{request.demand.job_name}",
+            priority=max(pod.spec.priority for pod in pods),
+            arrived_s=0.0 if is_begun else state.arrived_s,
+            number=state.number,
+            request=request,
+            pods=tuple(PodRef(PodUid(pod.metadata.uid), pod.metadata.name) for pod in pods),
+            duration_s=duration_in(request, self._informers.cluster.snapshot()),
+            retry_at_s=state.retry_at_s,
+        )
+
+    def _end_of(self, held: Reservation) -> float | None:
+        """Predict the end of a reservation: its start, and the job's steps on that GPU at the expected slowdown."""
+        known = self._ends.get(held.pod_uid)
+        if known is None:
+            row = self._informers.job(held.job_uid)
+            step_s = None if row is None else self._step_time_s(row, held)
+            if row is None or step_s is None or row.spec.training.steps is None or not held.reserved_at:
+                return None
+            known = parse_rfc3339(held.reserved_at).timestamp()
+            known += row.spec.training.steps * step_s * max(1.0, held.expected_slowdown)
+            self._ends[held.pod_uid] = known
+        return known
+
+    def _step_time_s(self, row: JobRow, held: Reservation) -> float | None:
+        times: Mapping[str, float] = getattr(row.status, "step_times_s", {})
+        if not times and row.status.prediction is not None:
+            times = {p.product: p.step_time_seconds.median for p in row.status.prediction.products}
+        products = {
+            hardware_name(device.product)
+            for name in self._informers.cluster.nodes_holding(held.pod_uid)
+            for device in self._informers.cluster.nodes[name].status.devices
+            if device.uuid in held.gpu_uuids
+        }
+        return max((times[product] for product in products if product in times), default=None)
+
+    # --- admitted pods ---------------------------------------------------------------------------------------------
+
+    def _follow_admitted(self, job: JobUid, gang: _Gang, now_s: float) -> None:
+        now, unclaimed = self._clock.monotonic(), list[Pod]()
+        for pod in gang.admitted:
+            uid = PodUid(pod.metadata.uid)
+            if uid in self._binding:
+                continue
+            if self._informers.cluster.nodes_holding(uid):
+                self.forget_claim(uid)
+            elif now - self._admitted_at.setdefault(uid, now) > self._config.timeout_s and uid not in self._ungating:
+                self._give_up(job, gang, now_s)
+                return
+            elif uid not in self._claims:
+                unclaimed.append(pod)
+        if unclaimed:
+            self._claim_again(job, unclaimed, self._requests[job])
+
+    def _claim_again(self, job: JobUid, pods: Sequence[Pod], request: PodRequest) -> None:
+        """Claim GPUs for pods that are ungated already: after a change of leader, or a bind that failed."""
+        refs = tuple(PodRef(PodUid(pod.metadata.uid), pod.metadata.name) for pod in pods)
+        if (found := place_gang(self._evaluations.of(request), len(refs))) is None:
+            return
+        info = QueuedJobInfo(job, "", 0, 0.0, 0, request, refs)
+        self._count(claims_of(info, found))
+
+    def _count(self, claims: Iterable[Claim]) -> None:
+        for claim in claims:
+            self._informers.cluster.assume(claim.node, claim.reservation)
+            self._claims[claim.reservation.pod_uid] = claim
+
+    def _give_up(self, job: JobUid, gang: _Gang, now_s: float) -> None:
+        """Return a job to the queue: delete its pods that were never bound, whose gates cannot be added again."""
+        state = self._state(job)
+        state.failures += 1
+        delay_s = min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(state.failures - 1, 16))
+        words = [_scheduler_words(self._informers.pod(PodUid(pod.metadata.uid)) or pod) for pod in gang.admitted]
+        state.retry_at_s, state.retry_reason = now_s + delay_s, next((said for said in words if said), "")
+        self._metrics.admissions.labels("returned").inc()
+        for pod in gang.admitted:
+            uid = PodUid(pod.metadata.uid)
+            if uid in self._binding or self._informers.cluster.nodes_holding(uid):
+                continue
+            self.forget_claim(uid)
+            self._admitted_at[uid] = self._clock.monotonic()  # tried again after as long, if the deletion fails
+            self._spawn(self._delete(pod))
+        self._log.info("not started in time", job=str(job), retry_in_s=delay_s, because=state.retry_reason)
+
+    async def _delete(self, pod: Pod) -> None:
+        try:
+            await self._api.delete(PODS, pod.metadata.name, namespace=pod.metadata.namespace, uid=pod.metadata.uid)
+        except NotFound:
+            return
+        except KubeError as error:
+            self._log.warning("pod not deleted", pod=pod.metadata.name, error=str(error))
+
+    # --- admission -------------------------------------------------------------------------------------------------
+
+    def _start(self, one: Admitted) -> None:
+        """Take the claims of an admitted job over from the queue, and remove the gates of its pods."""
+        now = self._clock.monotonic()
+        for claim in one.claims:
+            uid = claim.reservation.pod_uid
+            self._claims[uid], self._admitted_at[uid] = claim, now
+            self._ungating.add(uid)
+        self._dirty.add(one.info.job)
+        self._metrics.admissions.labels("admitted").inc()
+        self._log.info("admitted", job=one.info.name, nodes=sorted({claim.node for claim in one.claims}))
+        for ref in one.info.pods:
+            if (pod := self._informers.pod(ref.uid)) is not None:
+                self._spawn(self._ungate(pod))
+            else:
+                self._abandon(ref.uid)
+
+    async def _ungate(self, pod: Pod) -> None:
+        """Remove our gate from a pod; an answer that was lost is followed by another try."""
+        uid, meta = PodUid(pod.metadata.uid), pod.metadata
+        at = next(n for n, gate in enumerate(pod.spec.scheduling_gates) if gate.name == GATE_ADMISSION)
+        patch: list[Mapping[str, Any]] = [
+            {"op": "test", "path": "/metadata/uid", "value": meta.uid},
+            {"op": "test", "path": f"/spec/schedulingGates/{at}/name", "value": GATE_ADMISSION},
+            {"op": "remove", "path": f"/spec/schedulingGates/{at}"},
+        ]
+        for attempt in range(TRIES):
+            try:
+                async with self._patches:
+                    await self._api.patch(PODS, meta.name, patch, namespace=meta.namespace, wants_object=False)
+                return
+            except Retryable as error:
+                self._log.warning("gate not removed", pod=meta.name, error=str(error))
+                await self._sleep(PAUSE_S * 2**attempt)
+            except Refused as error:
+                # The pod is gone or another one, or a try before has removed the gate.
+                if not await self._is_ungated(pod):
+                    self._log.info("gate not removed", pod=meta.name, error=str(error))
+                    break
+                return
+        self._abandon(uid)
+
+    async def _is_ungated(self, pod: Pod) -> bool:
+        try:
+            found = await self._api.get(PODS, pod.metadata.name, Pod, namespace=pod.metadata.namespace)
+        except KubeError:
+            return False
+        return found.metadata.uid == pod.metadata.uid and not found.is_gated
+
+    def _abandon(self, uid: PodUid) -> None:
+        """Count a pod as not admitted."""
+        self._ungating.discard(uid)
+        self._admitted_at.pop(uid, None)
+        self.forget_claim(uid)
+        self._touch(self._informers.pod(uid))
+
+    # --- reasons of waiting jobs -----------------------------------------------------------------------------------
+
+    async def _write_conditions(self) -> None:
+        """Write why jobs wait: at most once in ten seconds for each job, and a limited number in each second."""
+        while True:
+            await self._sleep(1.0)
+            if self._leadership.leads:
+                await asyncio.gather(*(self._write_condition(*one) for one in self._due_conditions()))
+
+    def _due_conditions(self) -> list[tuple[Pod, str, str]]:
+        now, due, texts = self._clock.monotonic(), [], dict[tuple[object, ...], str]()
+        late = [
+            (state.written_at_s, state.number, job)
+            for job in (*self._waiting, *self._refusals)
+            if now - (state := self._state(job)).written_at_s >= CONDITION_EVERY_S
+        ]
+        for _, _, job in sorted(late)[: 4 * CONDITIONS_A_SECOND]:
+            state = self._jobs[job]
+            waiting, refusal = self._waiting.get(job), self._refusals.get(job)
+            if refusal is not None:
+                pod, text = self._informers.pod(PodUid(refusal[0].metadata.uid)), refusal[1]
+            elif waiting is not None:
+                pod, text = self._informers.pod(waiting.info.pods[0].uid), self._explain(waiting, state, texts)
+            else:
+                continue
+            is_new = text != state.written
+            state.written, state.written_at_s = text, now
+            if is_new and pod is not None and pod.is_gated:
+                reason, _, message = text.partition(": ")
+                due.append((pod, reason, message[:LONGEST_MESSAGE]))
+            if len(due) == CONDITIONS_A_SECOND:
+                break
+        return due
+
+    def _explain(self, waiting: Waiting, state: _Job, texts: dict[tuple[object, ...], str]) -> str:
+        """Return `Reason: sentence` for a waiting job; equal requests share one text."""
+        if waiting.reason is WaitReason.BACKOFF:
+            words = state.retry_reason or "kube-scheduler found no node for its pods in time"
+            at = rfc3339(datetime.fromtimestamp(state.retry_at_s, UTC))
+            return f"Unschedulable: {words}; admitted again after {at}"
+        is_own = waiting.info.request.workers > 1 or waiting.reason is WaitReason.TOO_MANY_PODS
+        key = (waiting.reason, waiting.info.name if is_own else waiting.behind, *waiting.info.shape)
+        if key not in texts:
+            texts[key] = refusal_message(waiting, self._evaluations, self._config.slots)
+        return texts[key]
+
+    async def _write_condition(self, pod: Pod, reason: str, message: str) -> None:
+        condition = {
+            "type": CONDITION_ADMITTED,
+            "status": "False",
+            "reason": reason,
+            "message": message,
+            "lastTransitionTime": rfc3339(self._clock.now()),
+        }
+        patch: list[Mapping[str, Any]] = [{"op": "test", "path": "/metadata/uid", "value": pod.metadata.uid}]
+        known = [one.type for one in pod.status.conditions]
+        if not known:
+            patch.append({"op": "add", "path": "/status/conditions", "value": [condition]})
+        elif CONDITION_ADMITTED not in known:
+            patch.append({"op": "add", "path": "/status/conditions/-", "value": condition})
+        else:
+            at = f"/status/conditions/{known.index(CONDITION_ADMITTED)}"
+            patch.append({"op": "test", "path": f"{at}/type", "value": CONDITION_ADMITTED})
+            patch.append({"op": "replace", "path": at, "value": condition})
+        try:
+            await self._api.patch(
+                PODS,
+                pod.metadata.name,
+                patch,
+                namespace=pod.metadata.namespace,
+                subresource="status",
+                wants_object=False,
+            )
+        except KubeError as error:
+            self._log.info("reason not written", pod=pod.metadata.name, error=str(error))
+
+    # --- changes ---------------------------------------------------------------------------------------------------
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _touch(self, pod: Pod | None) -> None:
+        """Look at the job of a pod in the next pass."""
+        owner = None if pod is None else job_owner_reference(pod.metadata)
+        if owner is not None:
+            self._dirty.add(JobUid(owner.uid))
+            self._changed.set()
+
+    def _pod_changed(self, old: Pod | None, new: Pod | None) -> None:
+        pod = new or old
+        if pod is None or (old is not None and new is not None and _is_same(old, new)):
+            return
+        uid = PodUid(pod.metadata.uid)
+        is_over = new is None or new.is_finished or new.metadata.deletion_timestamp is not None
+        if is_over or not pod.is_gated:
+            self._ungating.discard(uid)
+        if is_over or pod.spec.node_name:
+            self._admitted_at.pop(uid, None)
+            self.forget_claim(uid)
+        if is_over:
+            self._ends.pop(uid, None)
+        elif pod.spec.node_name:
+            owner = job_owner_reference(pod.metadata)
+            state = None if owner is None else self._jobs.get(JobUid(owner.uid))
+            if state is not None:
+                state.failures, state.retry_at_s, state.retry_reason, state.written = 0, 0.0, "", ""
+        self._touch(pod)
+
+    def _node_changed(self, old: GpuNode | None, new: GpuNode | None) -> None:
+        if new is None:
+            return
+        if may_free_capacity(old, new) or (old is not None and _has_released(old, new)):
+            self._changed.set()
+
+    def _job_changed(self, old: JobRow | None, new: JobRow | None) -> None:
+        if new is None and old is not None:
+            self._jobs.pop(JobUid(old.metadata.uid), None)
+        elif new is not None and (job := JobUid(new.metadata.uid)) in self._gangs.keys() | self._refusals.keys():
+            self._dirty.add(job)
+            self._changed.set()
+
+
+def _is_same(old: Pod, new: Pod) -> bool:
+    """Whether a change of a pod is nothing to the queue."""
+    return (old.metadata.uid, old.spec, old.is_finished, old.metadata.deletion_timestamp) == (
+        new.metadata.uid,
+        new.spec,
+        new.is_finished,
+        new.metadata.deletion_timestamp,
+    )
+
+
+def _has_released(old: GpuNode, new: GpuNode) -> bool:
+    """Whether a reservation ended, or a tenant's own peak made room."""
+    if old.spec is new.spec:
+        return False
+    left = {one.pod_uid: one.tenant for one in new.spec.reservations}
+    return any(left.get(one.pod_uid) != one.tenant for one in old.spec.reservations)
+
+
+def _created_s(pod: Pod, now_s: float) -> float:
+    created = pod.metadata.creation_timestamp
+    return parse_rfc3339(created).timestamp() if created else now_s
+
+
+def _scheduler_words(pod: Pod) -> str:
+    """Return what kube-scheduler says of a pod that it cannot place; empty if it says nothing."""
+    for condition in pod.status.conditions:
+        if condition.type == "PodScheduled" and condition.status == "False":
+            return condition.message.rstrip(".")
+    return ""

@@ -1,0 +1,228 @@
+"""Admission on the API server: gates, claims, leaders, faults, timeouts, reasons."""
+
+import asyncio
+import random
+
+import pytest
+from carpool_core.keys import CONDITION_ADMITTED, GATE_ADMISSION
+from carpool_core.kube.api import GPU_NODES, LEASES, PODS
+from carpool_core.kube.errors import Overloaded, Unreachable
+from carpool_core.values import PodUid
+from carpool_extender.testing import gpu_node, seed_job, seed_node, seed_pod, until
+from extender_world import LEASE, World, args, background, filtering, named
+
+GATES = [{"name": GATE_ADMISSION}]
+
+
+class Cluster(World):
+    """A world whose extender leads, unless a test says otherwise."""
+
+    def __init__(self, *, leads=True, **chosen):
+        super().__init__(candidates=1, queue_order="Arrival", scheduler_host="here", **chosen)
+        self.hold("here_1" if leads else "elsewhere_1")
+
+    def hold(self, holder):
+        namespace, name = LEASE.split("/")
+        body = {"metadata": {"name": name, "namespace": namespace}, "spec": {"holderIdentity": holder}}
+        self.kube.seed(LEASES, body)
+
+    def queue(self, name, second=0, *, workers=1, gpus=1, gates=GATES, **spec):
+        created = f"2026-01-31T11:{second // 60:02}:{second % 60:02}Z"
+        wants = {"sharing": {"mode": "Exclusive"}, "workers": workers, "gpusPerWorker": gpus} | spec
+        seed_job(self.kube, name, spec=wants)
+        for worker in range(workers):
+            self.worker(name, worker, created, gpus=gpus, gates=gates)
+
+    def worker(self, name, worker=0, created="2026-01-31T11:00:00Z", *, gpus=1, gates=GATES, uid=""):
+        pod = seed_pod(self.kube, name, worker=worker, gpus=gpus, schedulingGates=gates, uid=uid)
+        pod["metadata"]["creationTimestamp"] = created
+        self.kube.seed(PODS, pod)
+
+    def gated(self):
+        return sorted(pod["metadata"]["name"] for pod in self.kube.dump_all(PODS) if pod["spec"].get("schedulingGates"))
+
+    def condition(self, job, worker=0):
+        pod = self.kube.dump(PODS, f"{job}-worker-{worker}-1", "default")
+        found = [one for one in pod["status"].get("conditions", []) if one["type"] == CONDITION_ADMITTED]
+        return (found[0]["reason"], found[0]["message"]) if found else None
+
+    async def settle(self, seconds=1.0):
+        for _ in range(int(10 * seconds)):
+            self.clock.advance(0.1)
+            for _ in range(20):
+                await asyncio.sleep(0)
+
+
+@pytest.fixture
+def cluster():
+    found = Cluster()
+    seed_node(found.kube, gpu_node("a", 2))
+    return found
+
+
+async def test_a_job_is_admitted_claims_its_gpu_and_is_bound_there(cluster):
+    cluster.queue("x")
+    async with cluster.extender() as extender, background(cluster.agent.serve("a")):
+        await cluster.settle()
+        assert cluster.gated() == []
+        claim = extender.admission.claim_of(PodUid("pod-x"))
+        assert claim.node == "a"
+        assert named(await extender.service.filter(filtering("x", ["b", "a"]))) == ["a"]
+        binding = asyncio.create_task(extender.service.bind(args("x", "a")))
+        await until(lambda: cluster.reservations("a") != [])
+        assert (await binding).error == ""
+        assert extender.admission.claim_of(PodUid("pod-x")) is None
+        await cluster.settle()
+        assert extender.informers.cluster.with_assumed("a") == extender.informers.cluster.node("a")
+
+
+async def test_a_gang_is_admitted_once_all_its_pods_exist_and_fit(cluster):
+    cluster.queue("gang", workers=2)
+    await cluster.kube.delete(PODS, "gang-worker-1-1", namespace="default")
+    cluster.queue("small", 10)
+    async with cluster.extender():
+        await cluster.settle()
+        assert cluster.gated() == ["gang-worker-0-1"]
+        cluster.worker("gang", 1)
+        await cluster.settle()
+        assert cluster.gated() == ["gang-worker-0-1", "gang-worker-1-1"], "one GPU is left"
+        await cluster.kube.delete(PODS, "small-worker-0-1", namespace="default")
+        await cluster.settle()
+        assert cluster.gated() == []
+
+
+async def test_the_next_job_starts_when_a_claim_ends(cluster):
+    for second, name in enumerate("pqrs"):
+        cluster.queue(name, second)
+    async with cluster.extender():
+        await cluster.settle()
+        assert cluster.gated() == ["r-worker-0-1", "s-worker-0-1"]
+        await cluster.kube.delete(PODS, "p-worker-0-1", namespace="default")
+        await cluster.settle()
+        assert cluster.gated() == ["s-worker-0-1"]
+
+
+async def test_only_the_leader_admits_and_a_new_leader_rebuilds_claims():
+    cluster = Cluster(leads=False)
+    seed_node(cluster.kube, gpu_node("a", 1))
+    cluster.queue("running", 0, gates=[])
+    cluster.queue("next", 5)
+    async with cluster.extender() as extender:
+        await cluster.settle()
+        assert cluster.gated() == ["next-worker-0-1"]
+        assert extender.admission.claim_of(PodUid("pod-running")) is None
+        cluster.hold("here_2")
+        await cluster.settle()
+        assert extender.admission.claim_of(PodUid("pod-running")).node == "a"
+        assert cluster.gated() == ["next-worker-0-1"], "the GPU belongs to the pod that another leader admitted"
+        cluster.hold("elsewhere_3")
+        await cluster.settle()
+        assert extender.admission.claim_of(PodUid("pod-running")) is None
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+async def test_a_patch_without_answer_is_repeated(cluster, is_lost):
+    cluster.queue("x")
+    cluster.kube.fail_next("patch", PODS, Unreachable("u") if is_lost else Overloaded("o", status=503))
+    async with cluster.extender() as extender:
+        await cluster.settle(3)
+        assert cluster.gated() == []
+        assert extender.admission.claim_of(PodUid("pod-x")) is not None
+
+
+async def test_a_pod_that_is_deleted_while_its_gate_is_removed_holds_no_claim(cluster):
+    cluster.queue("x")
+    async with cluster.extender() as extender:
+        await extender.informers.wait_synced()
+        cluster.kube.lose(PODS, "x-worker-0-1", "default")
+        await cluster.settle(3)
+        assert extender.informers.cluster.pods_of_job("job-x") == set()
+
+
+async def test_a_job_that_gets_no_node_returns_to_the_queue_with_the_scheduler_s_words(cluster):
+    cluster.queue("x")
+    async with cluster.extender() as extender:
+        await cluster.settle()
+        said = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
+        words = "0/3 nodes are available: 3 Insufficient cpu."
+        patch = {"status": {"conditions": [said | {"message": words}]}}
+        await cluster.kube.patch(PODS, "x-worker-0-1", patch, namespace="default", subresource="status")
+        await cluster.settle(29)
+        assert cluster.pod()["metadata"]["uid"] == "pod-x"
+        await cluster.settle(4)
+        assert not [pod for pod in cluster.kube.dump_all(PODS) if pod["metadata"]["uid"] == "pod-x"]
+        assert extender.informers.cluster.pods_of_job("job-x") == set()
+        cluster.worker("x", uid="pod-x-again")
+        cluster.queue("other", 30)
+        await cluster.settle(3)
+        assert cluster.gated() == ["x-worker-0-1"], "it backs off, and another one passes"
+        reason, message = cluster.condition("x")
+        assert reason == "Unschedulable"
+        assert message.startswith(f"{words.rstrip('.')}; admitted again after 2026-01-31T12:0")
+        await cluster.settle(15)
+        assert cluster.gated() == []
+
+
+async def test_a_job_waits_with_a_reason_written_at_most_once_in_ten_seconds(cluster):
+    cluster.queue("wide", gpus=2, gates=[])
+    cluster.queue("x", 5)
+    async with cluster.extender():
+        await cluster.settle(3)
+        assert cluster.condition("x") == ("NoGpuFits", "2 GPUs: used exclusively")
+        writes = len(cluster.writes("pods"))
+        for _ in range(6):
+            seed_node(cluster.kube, gpu_node("b", 0))
+            await cluster.settle(1)
+            await cluster.kube.delete(GPU_NODES, "b")
+        assert len(cluster.writes("pods")) <= writes + 1
+
+
+async def test_a_pod_whose_job_may_not_run_so_is_told(cluster):
+    cluster.queue("x", gpus=1)
+    await cluster.kube.delete(PODS, "x-worker-0-1", namespace="default")
+    cluster.worker("x", gpus=2)
+    async with cluster.extender():
+        await cluster.settle(3)
+        reason, message = cluster.condition("x")
+        assert reason == "WrongRequest"
+        assert "asks for 2 carpool.dev/gpu" in message
+
+
+async def test_another_gate_keeps_a_job_out_of_the_queue(cluster):
+    cluster.queue("x", gates=[{"name": "kueue.x-k8s.io/admission"}, *GATES])
+    cluster.queue("y", 5, gates=[])
+    async with cluster.extender():
+        await cluster.settle()
+        assert cluster.pod("x")["spec"]["schedulingGates"] == [{"name": "kueue.x-k8s.io/admission"}, *GATES]
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_random_faults_leave_no_claim_behind_and_gangs_start_whole(seed):
+    """Deleted pods, failing patches and changing leaders: afterwards only live pods hold claims."""
+    draw, cluster = random.Random(seed), Cluster()  # noqa: S311  # a test, no secret
+    for name in ("a", "b"):
+        seed_node(cluster.kube, gpu_node(name, 2))
+    jobs = [(f"j{number}", draw.choice([1, 1, 2, 3])) for number in range(6)]
+    async with cluster.extender() as extender:
+        for number, (name, workers) in enumerate(jobs):
+            cluster.queue(name, number, workers=workers)
+            if draw.random() < 0.4:
+                cluster.kube.fail_next("patch", PODS, draw.choice([Unreachable("u"), Overloaded("o", status=503)]))
+            if draw.random() < 0.3:
+                cluster.hold(draw.choice(["here_7", "elsewhere_8"]))
+            await cluster.settle(draw.choice([0.1, 0.5]))
+            if draw.random() < 0.4:
+                victim = draw.choice(cluster.kube.dump_all(PODS))["metadata"]["name"]
+                await cluster.kube.delete(PODS, victim, namespace="default")
+        cluster.hold("here_9")
+        await cluster.settle(6)
+        state = extender.informers.cluster
+        live = {pod["metadata"]["uid"] for pod in cluster.kube.dump_all(PODS)}
+        for name, node in state.nodes.items():
+            held = {one.pod_uid for one in state.with_assumed(name).spec.reservations}
+            assert held <= live
+            assert len(held) <= len(node.status.devices)
+        for name, workers in jobs:
+            pods = [pod for pod in cluster.kube.dump_all(PODS) if pod["metadata"]["name"].startswith(f"{name}-")]
+            gates = {bool(pod["spec"].get("schedulingGates")) for pod in pods}
+            assert len(gates) <= 1 or len(pods) < workers
