@@ -82,7 +82,7 @@ TABLES: Mapping[str, MigTable] = {
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What one kind of GPU has and can say."""
+    """Properties and supported queries of one kind of GPU."""
 
     product: str
     memory_mib: int
@@ -264,7 +264,7 @@ class FakeMig:
         return compute
 
     def destroy_compute(self, made: FakeInstance, compute: FakeCompute) -> None:
-        """Destroy a compute instance that nobody uses."""
+        """Destroy an idle compute instance."""
         self.must_exist(made)
         if made.id in self.busy:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_IN_USE)
@@ -280,7 +280,7 @@ class FakeMig:
 
 @dataclass
 class FakeProcess:
-    """A process with a context on a GPU, and what its kernels do."""
+    """A process with a context on a GPU, and the activity of its kernels."""
 
     pid: int
     memory_mib: int
@@ -308,13 +308,13 @@ class FakeGpu:
     clock_reasons: int = 0
     temperature_c: int = 40
     samples: list[Any] = field(default_factory=list)
-    """NVML's own structures of what each process did in each sampling period."""
+    """NVML's utilization samples of each process and sampling period."""
     integrals: dict[int | None, list[float]] = field(default_factory=dict)
     """Seconds of time, graphics, SM, occupancy, tensor and DRAM activity, of the GPU and of its instances."""
 
     @property
     def power_w(self) -> float:
-        """Idle power and what the processes add."""
+        """Idle power plus the power of the processes."""
         busy = 0.0 if self.is_stuck else min(1.0, sum(p.sm for p in self.processes.values()))
         return self.hardware.idle_w + busy * (self.hardware.power_limit_w - self.hardware.idle_w)
 

@@ -1,4 +1,4 @@
-"""A kubelet as far as a device plugin sees it: real gRPC on real sockets, admission and starts on demand."""
+"""Fake kubelet for device plugins: real gRPC on real sockets; tests admit pods and start containers."""
 
 import asyncio
 import contextlib
@@ -56,13 +56,13 @@ class Kubelet:
             _Registration(lambda request: self.registered.put_nowait(request)), self._server
         )
         podresources_pb2_grpc.add_PodResourcesListerServicer_to_server(
-            _PodResourcesLister(lambda: [self._told(*key) for key in self.held]), self._server
+            _PodResourcesLister(lambda: [self._pod_resources_of(*key) for key in self.held]), self._server
         )
         self._server.add_insecure_port(f"unix:{self._directory / 'kubelet.sock'}")
         self._server.add_insecure_port(f"unix:{self._pod_resources}")
         await self._server.start()
 
-    def _told(self, namespace: str, pod: str, container: str) -> pr.PodResources:
+    def _pod_resources_of(self, namespace: str, pod: str, container: str) -> pr.PodResources:
         devices = [
             pr.ContainerDevices(resource_name="carpool.dev/gpu", device_ids=self.held[namespace, pod, container])
         ]
@@ -86,7 +86,7 @@ class Kubelet:
             return options
 
     async def lists(self) -> AsyncIterator[dict[str, str]]:
-        """What ListAndWatch streams: health by slot."""
+        """Yield the health of each slot, as ListAndWatch streams it."""
         async with self._plugin() as plugin:
             async for answer in plugin.ListAndWatch(dp.Empty()):
                 yield {device.ID: device.health for device in answer.devices}

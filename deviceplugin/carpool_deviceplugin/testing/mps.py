@@ -97,7 +97,7 @@ class FakeMpsCommands:
         return pid if any(pid in servers for servers in self.servers_of.values()) else None
 
     def living(self, environment: Mapping[str, str], servers: Mapping[int, int]) -> dict[int, int]:
-        """Return who of these servers still lives, and belongs to this daemon."""
+        """Return those of these servers that still run and belong to this daemon."""
         own = self.servers_of.get(environment["CUDA_MPS_PIPE_DIRECTORY"], set())
         return {pid: began for pid, began in servers.items() if pid in own}
 

@@ -118,7 +118,7 @@ T = TypeVar("T")
 
 
 class Inline:
-    """Makes calls where it stands, without threads."""
+    """Runs calls inline, without threads."""
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call."""
@@ -197,7 +197,7 @@ class MigAgent:
         return GpuWorker(self.gpu, self.devices, lambda: None, Intervals(), self._confirm, Inline())
 
     def begin(self) -> None:
-        """A new agent on the same node, that remembers nothing but what the status says."""
+        """A restarted agent on the same node, which has only the status."""
         promised = frozenset(pod for pod, outcome in self.worker.outcomes.items() if outcome.state is READY)
         self.devices = self.node.devices()
         self.worker = self._worker()
@@ -227,7 +227,7 @@ class MigAgent:
 
     @property
     def instances(self) -> dict[str, int]:
-        """What the hardware has: ID by profile and place."""
+        """Instances on the hardware: ID by profile and position."""
         return {f"{i.profile.name}@{i.start}": i.id for i in self.node.nvml.gpus[0].mig.instances.values()}
 
 

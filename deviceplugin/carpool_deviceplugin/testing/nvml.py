@@ -45,7 +45,7 @@ NONE = 0xFFFFFFFF
 
 @dataclass
 class EventSet:
-    """What somebody registered for, and what has happened since."""
+    """A registered event set and its pending events."""
 
     gpus: set[int] = field(default_factory=set)
     events: list[tuple[int, int, int]] = field(default_factory=list)
@@ -364,7 +364,7 @@ def refuse(code: int) -> pynvml.NVMLError:
 
 
 class FakeNvml(ReadFunctions, ActivityFunctions, EventFunctions, MigFunctions):
-    """The library, and the hands of whoever tests.
+    """The library, with methods that tests use to change the node.
 
     Args:
         kinds: Short names out of HARDWARE, one for each GPU.
@@ -432,13 +432,13 @@ class FakeNvml(ReadFunctions, ActivityFunctions, EventFunctions, MigFunctions):
         del gpu.samples[:-100]
 
     def raise_xid(self, gpu: int, xid: int, instance: int | None = None) -> None:
-        """The driver reports an error to whoever registered for it."""
+        """The driver reports an XID to registered event sets."""
         for _, made in self._objects.values():
             if isinstance(made, EventSet) and gpu in made.gpus:
                 made.events.append((gpu, xid, NONE if instance is None else instance))
 
     def _reset(self, gpu: FakeGpu) -> None:
-        """A GPU is reset in place: whoever registered for its events hears no more of them."""
+        """A GPU is reset in place: its event registrations end."""
         for _, made in self._objects.values():
             if isinstance(made, EventSet):
                 made.gpus.discard(gpu.index)
