@@ -42,7 +42,7 @@ def test_xid_of_an_application_leaves_the_gpu_well(node: Node, xid: int) -> None
     assert devices.inventory()[0].health is DeviceHealth.HEALTHY
 
 
-def test_fatal_xid_holds_until_the_driver_began_anew_and_was_quiet(node: Node) -> None:
+def test_fatal_xid_holds_until_a_reset_and_a_quiet_period(node: Node) -> None:
     devices = node.devices()
     devices.inventory()
     node.nvml.raise_xid(0, 95)
@@ -59,7 +59,7 @@ def test_fatal_xid_holds_until_the_driver_began_anew_and_was_quiet(node: Node) -
     assert devices.inventory()[0].health is DeviceHealth.HEALTHY
 
 
-def test_node_that_has_restarted_begins_anew(node: Node) -> None:
+def test_rebooted_node_starts_with_healthy_gpus(node: Node) -> None:
     """What takes a reset has had one, whatever the counter of energy says."""
     devices = node.devices()
     devices.inventory()
@@ -181,7 +181,7 @@ def test_driver_that_was_updated_under_an_agent_is_said_until_it_fits(node: Node
     assert {device.health for device in devices.inventory()} == {DeviceHealth.HEALTHY}
 
 
-def test_last_words_of_a_lost_gpu_are_not_told_of_its_neighbour(node: Node) -> None:
+def test_events_of_a_lost_gpu_are_not_attributed_to_its_neighbour(node: Node) -> None:
     """Regression: one look took the events of all GPUs, and whose this one was could not be asked any more."""
     devices = node.devices()
     devices.inventory()
@@ -297,7 +297,7 @@ def test_gpu_that_says_it_computes_and_draws_nothing_is_stuck() -> None:
     assert not next_health(next_health(stuck, Signals(), 601), Signals(), 661).problem
 
 
-def test_lost_gpu_that_answers_again_has_begun_anew() -> None:
+def test_lost_gpu_that_answers_again_counts_as_reset() -> None:
     lost = next_health(WELL, Signals(lost="fallen off the bus"), 0)
     assert next_health(lost, Signals(lost="fallen off the bus"), 5000).problem
     back = next_health(lost, Signals(), 5000)
@@ -414,7 +414,7 @@ class Later(CallThreads):
         self.work.append(work)
 
 
-async def test_what_a_call_raises_after_its_caller_has_left_is_nobodys() -> None:
+async def test_late_exceptions_without_a_caller_are_ignored() -> None:
     """Regression: an agent that ended while a sick GPU was looked at left an error that nobody took."""
     complaints: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))

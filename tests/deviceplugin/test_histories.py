@@ -91,7 +91,7 @@ events = st.one_of(
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(events, max_size=25))
-def test_any_history_converges_and_disturbs_nobody(history) -> None:
+def test_any_history_converges_without_disturbing_running_pods(history) -> None:
     actual, wanted, held, promises, behind = IDLE, {}, frozenset(), {}, set()
     for what, pod, args in history:
         uid = PodUid(f"uid-{pod}")

@@ -112,7 +112,7 @@ def test_a_pause_when_a_neighbour_leaves_is_not_taken_for_idleness() -> None:
     assert a.gpu_util_percent > 40
 
 
-def test_a_process_that_ends_and_begins_anew_is_no_new_neighbour_of_itself() -> None:
+def test_a_restarted_process_is_not_its_own_neighbour() -> None:
     """Regression: an evaluation in a process of its own looked like a GPU that has room."""
     meter = Meter(GPU)
     for second in range(121):
@@ -125,7 +125,7 @@ def test_a_process_that_ends_and_begins_anew_is_no_new_neighbour_of_itself() -> 
 
 
 @pytest.mark.parametrize("step_s", [1, 5])
-def test_who_pauses_is_told_not_to_work_long_before_the_mean_says_so(step_s: int) -> None:
+def test_a_paused_pod_is_reported_idle_before_its_mean_drops(step_s: int) -> None:
     """Regression: a peak of loading stood still while nothing ran, and others were admitted by it."""
     meter = Meter(GPU)
     for second in range(0, 61, step_s):
@@ -165,7 +165,7 @@ def test_pod_with_a_process_is_never_forgotten() -> None:
     assert [t.pod_uid for t in meter.tenants()] == [A]
 
 
-def test_pod_without_its_reservation_any_more_is_told_only_if_it_is_seen_again() -> None:
+def test_pod_without_a_reservation_is_reported_only_if_seen_again() -> None:
     """Regression: what had ended stood in the status until the next sample, and kept the next job off the GPU."""
     meter = Meter(GPU)
     meter.sample(reading(0, process(A), process(B, "p2")))
@@ -234,7 +234,7 @@ def test_only_what_moved_by_a_tenth_is_written(change, is_written) -> None:
     assert (damp_changes([WRITTEN], [measured]) == [measured]) is is_written
 
 
-def test_who_came_is_written_and_who_left_is_not_kept() -> None:
+def test_new_tenants_are_written_and_departed_ones_dropped() -> None:
     other = Tenant(pod_uid=B, gpu_uuid=GPU)
     assert damp_changes([WRITTEN], [other]) == [other]
 
@@ -412,7 +412,7 @@ def test_energy_under_mig_adds_up_where_the_instances_activity_is_known(tmp_path
     assert uses[uid("a")] > uses[uid("b")] > 0
 
 
-def test_counter_that_begins_anew_takes_no_energy_back(node: Node) -> None:
+def test_restarted_counter_takes_no_energy_back(node: Node) -> None:
     devices = node.devices()
     gpu = devices.uuids[0]
     node.start(0, 42, "a", sm=0.6)
@@ -484,7 +484,7 @@ def test_what_happened_to_the_gpu_since_is_seen_all_the_same(glances_node: Node)
     assert "fallen off the bus" in devices.describe(gpu).health_message
 
 
-def test_who_came_since_the_measures_is_seen_by_whoever_plans(glances_node: Node) -> None:
+def test_planning_sees_processes_that_started_since_the_measurement(glances_node: Node) -> None:
     devices = glances_node.devices()
     (gpu,) = devices.uuids
     devices.read(gpu)
@@ -600,7 +600,7 @@ def series(registry: CollectorRegistry, prefix: str = "DCGM_") -> set[tuple[str,
     return {(s.name, s.labels["UUID"]) for m in registry.collect() for s in m.samples if s.name.startswith(prefix)}
 
 
-async def test_what_dcgm_exporter_shows_is_shown_by_nobody_else(tmp_path) -> None:
+async def test_series_of_dcgm_exporter_are_not_exported_twice(tmp_path) -> None:
     exporter = Exporter()
     devices = Node(FakeNvml(["H100", "A100-40"]), FakeMpsCommands(), tmp_path, sources=(exporter,)).devices()
     shown, other = devices.uuids

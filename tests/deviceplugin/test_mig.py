@@ -340,7 +340,7 @@ def test_idle_instances_of_the_agent_go_without_a_word(node: Node) -> None:
     assert (done.exit_code, node.nvml.gpus[0].mig.instances) == (0, {}), done.output
 
 
-def test_what_stays_in_use_is_told_and_is_not_done(node: Node) -> None:
+def test_instances_in_use_are_reported_and_kept(node: Node) -> None:
     run(node, "plan", "--gpu", "0", "--to", "mig:3g.20gb", "--apply")
     node.nvml.start(0, 42, 100, instance=1)
     for_nothing = run(node, "plan", "--gpu", "0", "--to", "mig:", "--apply", "--destroy-others")
@@ -355,7 +355,7 @@ def test_what_stays_in_use_is_told_and_is_not_done(node: Node) -> None:
     assert (wanted.exit_code, wanted.output.splitlines()[-1]) == (0, "done")
 
 
-def test_who_is_in_the_way_is_named(node: Node) -> None:
+def test_blocking_instances_are_named(node: Node) -> None:
     run(node, "plan", "--gpu", "0", "--to", "mig:1g.5gb", "--apply")
     (instance,) = node.nvml.gpus[0].mig.instances
     node.nvml.start(0, 42, 100, instance=instance)
@@ -384,7 +384,7 @@ def test_switched_off_says_how_to_switch_on(node: Node) -> None:
     assert run(node, "plan", "--gpu", "0", "--to", "mig:").output == "nothing to do: MIG is switched off\n"
 
 
-def test_what_the_gpu_refuses_is_told_apart_from_what_was_asked(node: Node) -> None:
+def test_refusals_of_the_gpu_differ_from_invalid_input(node: Node) -> None:
     node.nvml.fail_next("nvmlDeviceCreateGpuInstanceWithPlacement", pynvml.NVML_ERROR_NO_PERMISSION)
     result = run(node, "plan", "--gpu", "0", "--to", "mig:1g.5gb", "--apply")
     assert result.exit_code == 1
@@ -423,7 +423,7 @@ def test_step_that_fails_is_undone(node: Node, function: str, at: int) -> None:
         assert len(read_instances(devices.session, uuid, table)) == 2
 
 
-def test_who_came_since_the_plan_is_left_alone(node: Node) -> None:
+def test_processes_that_started_since_the_plan_are_left_alone(node: Node) -> None:
     devices = node.devices()
     uuid = devices.uuids[0]
     run(node, "plan", "--gpu", "0", "--to", "mig:1g.5gb", "--apply")

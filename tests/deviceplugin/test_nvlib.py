@@ -496,7 +496,7 @@ def test_a_driver_that_does_not_start_is_a_sentence(
     assert says in run({**divided, "STAND_IN_REFUSES": str(refuses)}, *command, code=2)
 
 
-def test_a_machine_without_a_driver_is_told_what_to_install(tmp_path: Path) -> None:
+def test_a_machine_without_a_driver_says_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "libnvidia-ml.so.1").write_bytes(b"no library")
     said = run({"PATH": os.environ["PATH"], "LD_LIBRARY_PATH": str(tmp_path)}, CARPOOL, "node", "inspect", code=2)
     assert "expected libnvidia-ml.so.1, found none: install NVIDIA's driver on the node" in said

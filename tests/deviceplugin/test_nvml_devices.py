@@ -62,7 +62,7 @@ def test_what_a_gpu_cannot_say_is_absent(tmp_path: Path, kind: str) -> None:
     assert process.busy_s == pytest.approx(0.5 * 2, rel=0.1)
 
 
-def test_links_and_numa_nodes_are_told(tmp_path: Path) -> None:
+def test_links_and_numa_nodes_are_reported(tmp_path: Path) -> None:
     a, b, alone = (
         Node(FakeNvml(kinds), FakeMpsCommands(), tmp_path / kinds[0]).devices()
         for kinds in (["H100"] * 3, ["A100-40"] * 2, ["T4"] * 2)
@@ -139,7 +139,7 @@ def specification(agent: MigAgent, pod: str, check: Callable[[dict], None] = lam
     return spec["devices"][0]["containerEdits"]
 
 
-async def test_runtime_is_told_the_mig_device(agent: MigAgent, valid_cdi) -> None:
+async def test_runtime_gets_the_mig_device(agent: MigAgent, valid_cdi) -> None:
     await agent.want(("a", "3g.20gb"), ("b", "1g.5gb"))
     names = {}
     for pod in "ab":
@@ -181,7 +181,7 @@ async def test_pod_without_an_instance_gets_none(agent: MigAgent) -> None:
 
 
 @pytest.mark.parametrize("kind", ["A100-40", "H100"])
-async def test_mode_is_switched_where_allowed_and_nobody_is_there(tmp_path: Path, reserve, kind: str) -> None:
+async def test_mode_is_switched_only_if_allowed_and_idle(tmp_path: Path, reserve, kind: str) -> None:
     agent = MigAgent(mig_node(tmp_path, kind, on=False, may_switch=True), reserve)
     profile = "1g.5gb" if kind == "A100-40" else "1g.10gb"
     assert agent.devices.describe(agent.gpu).modes == [
@@ -265,7 +265,7 @@ class Labels:
         return MigManager(NodeName("n"), self.kube, devices)
 
 
-async def test_label_keeps_the_agent_off_whoever_runs_stays(tmp_path: Path, reserve) -> None:
+async def test_label_keeps_the_agent_off_and_running_pods_stay(tmp_path: Path, reserve) -> None:
     labels = Labels()
     asked: list[MigManager] = []
     agent = MigAgent(mig_node(tmp_path), reserve, lambda: asked[0].confirm())
@@ -330,7 +330,7 @@ async def test_instances_come_and_go_with_reservations(mig_reservations_agent: M
     assert mig_reservations_agent.devices.actual(mig_reservations_agent.gpu).mode is None
 
 
-async def test_whoever_still_runs_keeps_its_instance_and_others_wait_for_it(
+async def test_running_pods_keep_their_instances_and_others_wait(
     mig_reservations_agent: MigAgent,
 ) -> None:
     await mig_reservations_agent.want(("a", "7g.40gb"))
@@ -402,7 +402,7 @@ async def test_instances_of_others_are_neither_given_out_nor_touched(mig_reserva
     assert mig_reservations_agent.devices.actual(mig_reservations_agent.gpu).mode is None
 
 
-async def test_instance_that_somebody_put_in_the_place_of_ours_is_theirs(mig_reservations_agent: MigAgent) -> None:
+async def test_replaced_instance_belongs_to_its_creator(mig_reservations_agent: MigAgent) -> None:
     await mig_reservations_agent.want(("a", "3g.20gb"))
     mig = mig_reservations_agent.node.nvml.gpus[0].mig
     mig.instances.clear()
@@ -455,7 +455,7 @@ async def test_new_agent_goes_on(mig_killed_agent: MigAgent) -> None:
     assert mig_killed_agent.instances == before
 
 
-async def test_who_runs_is_recognised_when_all_state_is_lost_and_the_rest_is_nobodys(
+async def test_running_pods_are_recognised_after_all_state_is_lost(
     mig_killed_agent: MigAgent,
 ) -> None:
     await mig_killed_agent.want(("a", "3g.20gb"), ("b", "1g.5gb"))

@@ -117,7 +117,7 @@ def has_ended(load: ProcessLoad) -> str | None:
     return load.ended()
 
 
-def test_a_process_tells_its_steps_and_its_end(load: ProcessLoad) -> None:
+def test_a_process_reports_its_steps_and_its_end(load: ProcessLoad) -> None:
     has_begun(load)
     load.take(1)
     assert (has_ended(load), load.steps()) == ("out of memory", 4)
