@@ -1,6 +1,7 @@
 """What finished jobs teach, and what they cannot: the stack's line, coverage, and poison."""
 
 import math
+from collections.abc import Iterable
 
 import msgspec
 import numpy as np
@@ -8,15 +9,24 @@ import pytest
 from calibration_world import CAPACITY, INTERCEPT, SLOPE, STACK, T4, job, learn, state_of
 from carpool_core.values import Precision
 from carpool_predictor.calibration.document import (
+    MAX_RUNS,
     MAX_SAMPLES,
+    MAX_STACKS,
+    MAX_WIDENING,
     SIMULATED,
     Calibration,
     RunMeasurement,
     RunPrediction,
     StackState,
+    model_for,
+    read_calibration,
+    write_calibration,
 )
 from carpool_predictor.calibration.observe import PER_MODEL, observe, refusal_of
+from carpool_predictor.features import MalformedError
 from carpool_predictor.models.memory import shipped
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 
 def error(state: StackState) -> float:
@@ -233,3 +243,118 @@ def test_hardware_and_simulated_gpus_never_teach_each_other() -> None:
     best = found.best(T4.name, Precision.FP32)
     assert best is not None
     assert not best.is_simulated
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.floats(1, 1e5), st.floats(0, 1e5), st.booleans()), max_size=40))
+@settings(deadline=None)
+def test_whatever_is_observed_the_document_stays_sane(rows: list[tuple[int, float, float, bool]]) -> None:
+    found = learn(
+        (
+            RunPrediction(model=f"m{number}", reserved_mib=reserved, live_mib=0.5 * reserved, upper_mib=reserved),
+            RunMeasurement(peak_mib=peak, capacity_mib=CAPACITY, out_of_memory=gone),
+        )
+        for number, reserved, peak, gone in rows
+    )
+    for state in found.stacks:
+        assert state.slope > 0
+        assert state.intercept_mib >= 0
+        assert 0 <= state.widening <= MAX_WIDENING
+        assert state.seen + state.refused == len(rows)
+    assert read_calibration(write_calibration(found)) == found
+
+
+def test_the_document_stays_small() -> None:
+    rng = np.random.default_rng(7)
+    found = Calibration()
+    full = state_of(learn(job(i, rng) for i in range(MAX_RUNS + 10)))
+    for number in range(MAX_STACKS + 3):
+        stack = msgspec.structs.replace(STACK, driver=str(number))
+        held = [*found.stacks, msgspec.structs.replace(full, stack=stack)]
+        found = observe(Calibration(stacks=held), stack, *job(0, rng), shipped())
+    assert len(full.rows) == MAX_RUNS
+    assert len(found.stacks) == MAX_STACKS
+    assert found.state(msgspec.structs.replace(STACK, driver="0")) is None
+    assert len(write_calibration(found)) < 400_000
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        pytest.param(b'{"format":3,"stacks":[', "expected a calibration", id="truncated"),
+        pytest.param(b'{"format":4,"stacks":7}', "found 4; upgrade carpool", id="newer"),
+        pytest.param(b'{"format":2}', "found 2; remove it", id="older"),
+        pytest.param(b"\x80\x04", "expected a calibration", id="pickle"),
+        pytest.param(
+            b'{"stacks":[{"stack":{"product":"Tesla T4","precision":"fp32"},"slope":-1,"intercept_mib":0}]}', "slope",
+            id="tampered",
+        ),
+    ],
+)  # fmt: skip
+def test_a_broken_document_is_refused(content: bytes, word: str) -> None:
+    with pytest.raises(MalformedError, match=word):
+        read_calibration(content)
+
+
+def rows_of(noise: Iterable[float], stratum: int = 0, name: str = "m") -> list[tuple[RunPrediction, RunMeasurement]]:
+    """Jobs of ascending sizes, each so far from the truth of the stack."""
+    return [
+        (
+            RunPrediction(model=f"{name}{i}", reserved_mib=x, live_mib=x / 2, upper_mib=CAPACITY, stratum=stratum),
+            RunMeasurement(peak_mib=(SLOPE * x + INTERCEPT) * by, capacity_mib=CAPACITY),
+        )
+        for i, by in enumerate(noise)
+        for x in [1000.0 * 1.5**i]
+    ]
+
+
+CALM = (1.0, 1.02, 0.97, 1.01, 0.99, 1.02, 0.98, 1.0)
+
+
+def test_the_bound_reaches_what_several_jobs_show() -> None:
+    calibration = learn(rows_of((*CALM, 1.25, 1.25)))
+    state = state_of(calibration)
+    assert math.exp(state.reaches[0]) == pytest.approx(1.25, rel=0.02)
+    model = model_for(calibration, T4, Precision.FP32, shipped())
+    assert all(f >= math.exp(reach) for f, reach in zip(model.factors, state.reaches, strict=True))
+
+
+@pytest.mark.parametrize("runs", [1, 2, PER_MODEL])
+@pytest.mark.parametrize("by", [1.2, 1.3, 1.45, 2.0, 5.0])
+def test_no_job_widens_a_bound_by_more_than_a_tenth_however_often_it_runs(by: float, runs: int) -> None:
+    """Regression: one run at 1.45 times the others' made the bounds of all jobs of the stack as wide as itself."""
+    *rows, wild = rows_of((*CALM, by))
+    calm, one = learn(rows), learn([*rows, *[wild] * runs])
+    before, after = (model_for(of, T4, Precision.FP32, shipped()).factors for of in (calm, one))
+    assert all(late <= 1.12 * early for early, late in zip(before, after, strict=True))
+
+
+def test_no_model_widens_a_bound_by_more_than_a_tenth_at_however_many_sizes() -> None:
+    rows = rows_of((*CALM, 1.4, 1.42, 1.38))
+    alone = [(msgspec.structs.replace(one, model="wild"), seen) for one, seen in rows[len(CALM) :]]
+    several = state_of(learn(rows))
+    assert state_of(learn([*rows[: len(CALM)], *alone])).reaches[0] < math.log(1.16) < several.reaches[0]
+
+
+def test_a_run_that_was_likely_to_exceed_its_median_says_nothing_of_those_that_are_not() -> None:
+    wild = rows_of((1.4, 1.42, 1.38), stratum=1, name="wild")
+    state = state_of(learn([*rows_of(CALM), *wild]))
+    assert state.reaches[0] < math.log(1.05)
+    assert state.reaches[1] == state.reaches[2] > math.log(1.3)  # nor are likelier ones ever bound closer
+
+
+def test_calm_runs_say_nothing_of_those_that_were_likely_to_exceed_their_median() -> None:
+    """Regression: five rows of a stratum that all lay far out were lost among forty calm ones."""
+    calm = [each for i in range(8) for each in rows_of(CALM[:5], name=f"calm{i}/")]
+    state = state_of(learn([*calm, *rows_of((1.4, 1.42, 1.38, 1.4, 1.39), stratum=2, name="wild")]))
+    assert state.reaches[1] < math.log(1.1)
+    assert state.reaches[2] > math.log(1.3)
+
+
+def test_no_outlier_counts_that_nothing_confirms() -> None:
+    far = job(99, np.random.default_rng(12))
+    far = (far[0], msgspec.structs.replace(far[1], peak_mib=min(CAPACITY, 5 * far[1].peak_mib)))
+    also = (msgspec.structs.replace(far[0], model="also", reserved_mib=1.01 * far[0].reserved_mib), far[1])
+    rows = rows_of(CALM)
+    assert state_of(learn([*rows, far])).reaches[0] < math.log(1.05)
+    assert state_of(learn([*rows, far, far])).reaches[0] < math.log(1.16)
+    assert state_of(learn([*rows, far, far, also, also])).reaches[0] > math.log(1.5)
