@@ -106,7 +106,7 @@ PROCESSES: Mapping[str, _Process] = {
 def families(process: str) -> Iterator[Family]:
     """Yield what a process exposes, by name."""
     found: dict[str, Family] = {}
-    # prometheus_client tells a metric's labels in its samples only, and here there are none yet.
+    # prometheus_client has labels only in samples, and there are none yet.
     registry: Any = PROCESSES[process].registry()
     for collector in registry._collector_to_names:
         for family in collector.collect():

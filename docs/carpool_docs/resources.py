@@ -9,7 +9,7 @@ from carpool_docs.markdown import code, table
 from carpool_docs.markdown import page as page_of
 
 _INTRODUCTION = """The API server refuses what does not fit these types, bounds and rules, and fills in the defaults of
-`spec`. `[]` stands for each item of a list, `{}` for each value of a map. `kubectl explain gtj.spec.sharing` shows
+`spec`. `[]` means each item of a list, `{}` each value of a map. `kubectl explain gtj.spec.sharing` shows
 the same."""
 
 _NOTES = {
