@@ -25,6 +25,7 @@ EXPECTED = {
     ("DaemonSet", "carpool-node-agent"),
     ("DaemonSet", "carpool-mps"),
     ("ConfigMap", "carpool-scheduler"),
+    ("ConfigMap", "carpool-settings"),
     ("Secret", "carpool-scheduler"),
     ("Lease", "carpool-scheduler"),
     ("CustomResourceDefinition", "gputrainingjobs.carpool.dev"),
