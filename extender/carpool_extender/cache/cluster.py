@@ -533,7 +533,7 @@ class ClusterCache:
 
     def _describe(self, name: str, block: slice, devices: list[Device], kinds: list[DeviceClass]) -> None:
         node, columns, self._grid = self._names.ids[name], self._columns, None
-        columns.island[block] = nvlink_domains(devices)
+        columns.nvlink_domain[block] = nvlink_domains(devices)
         for row, (device, kind) in enumerate(zip(devices, kinds, strict=True), start=block.start):
             write_device(columns, row, device, kind, of=(node, self._classes.ids[kind]))
 

@@ -134,7 +134,7 @@ class GpuTable:
     """(G,) Index into `Snapshot.node_names`."""
     gpu_index: NDArray[np.int32] = field(metadata=_of(np.int32))
     """(G,) NVML's index on the node."""
-    island: NDArray[np.int32] = field(metadata=_of(np.int32))
+    nvlink_domain: NDArray[np.int32] = field(metadata=_of(np.int32))
     """(G,) Number of its NVLink island on the node; a GPU without links is alone on one."""
     device_class: NDArray[np.intp] = field(metadata=_of(np.intp))
     """(G,) Index into `Snapshot.classes`."""
@@ -175,7 +175,7 @@ class GpuTable:
     cluster_tenancy: Bools = field(metadata=_of(np.bool_, each_tenant=True))
     """(G, T) Whether it shares with other namespaces."""
 
-    kind: NDArray[np.intp] = field(metadata=_of(np.intp))
+    class_mode: NDArray[np.intp] = field(metadata=_of(np.intp))
     """(G,) Aggregate: class and mode in one number, the index of both into an array of shape (classes, modes)."""
     free_mib: NDArray[np.int64] = field(metadata=_of(np.int64))
     """(G,) Aggregate: memory that nobody was promised, never negative; none beside an exclusive tenant."""
@@ -183,7 +183,7 @@ class GpuTable:
     """(G,) Aggregate: SM activity of all tenants together; may exceed 1."""
     dram_active: NDArray[np.float64] = field(metadata=_of(np.float64))
     """(G,) Aggregate: the same of DRAM activity."""
-    before: NDArray[np.float64] = field(metadata=_of(np.float64))
+    existing_slowdown: NDArray[np.float64] = field(metadata=_of(np.float64))
     """(G,) Aggregate: number of its tenants less the sum of their predicted slowdowns; what they lose, negated."""
     min_slowdown_limit: NDArray[np.float64] = field(metadata=_of(np.float64, empty=np.inf))
     """(G,) Aggregate: the least slowdown that one of its tenants accepts; infinite without any."""
@@ -244,6 +244,13 @@ class Snapshot:
     def ids(self, names: Sequence[str]) -> Rows:
         """Return the indices of nodes; -1 for those that never reported GPUs."""
         return np.fromiter(map(self.node_ids.get, names, repeat(-1)), np.intp, len(names))
+
+    def rows_of(self, ids: Rows) -> Rows:
+        """Return the rows of the GPUs of some nodes, in rising order; none for an index of -1."""
+        wanted = np.zeros(len(self.node_names) + 1, np.bool_)
+        wanted[ids] = True
+        wanted[-1] = False
+        return np.flatnonzero(self.gpus.alive & wanted[self.gpus.node])
 
     def product(self, row: int) -> str:
         """Return the product of one GPU."""
@@ -449,7 +456,7 @@ def update_aggregates(columns: GpuTable, rows: Rows) -> None:
     """
     promised = np.add.reduce(columns.memory_mib.take(rows, axis=0), axis=1)
     how, count, namespace = columns.mode[rows], columns.count[rows], columns.namespace.take(rows, axis=0)
-    columns.kind[rows] = columns.device_class[rows] * len(MODES) + how
+    columns.class_mode[rows] = columns.device_class[rows] * len(MODES) + how
     free = np.maximum(0, columns.usable_mib[rows] - promised)
     columns.free_mib[rows] = np.where(how == EXCLUSIVE, 0, free)
     columns.sm_active[rows] = np.add.reduce(columns.sm.take(rows, axis=0), axis=1, dtype=np.float64)
@@ -457,7 +464,7 @@ def update_aggregates(columns: GpuTable, rows: Rows) -> None:
     first, nobody = namespace[:, 0], np.arange(namespace.shape[1]) >= count[:, None]
     columns.min_slowdown_limit[rows] = np.minimum.reduce(columns.max_slowdown.take(rows, axis=0), axis=1)
     columns.tenant_namespace[rows] = np.where(count == 0, NO_TENANT, first)
-    columns.before[rows] = 0.0
+    columns.existing_slowdown[rows] = 0.0
     several = count > 1
     if not several.any():
         return
@@ -468,4 +475,4 @@ def update_aggregates(columns: GpuTable, rows: Rows) -> None:
         for tenants in np.flatnonzero(np.bincount(columns.count[mine])).tolist():
             part = mine[columns.count[mine] == tenants]
             util, sm, dram = (a[part, :tenants] for a in (columns.util, columns.sm, columns.dram))
-            columns.before[part] = tenants - slowdowns(mode, util, sm, dram).sum(axis=1)
+            columns.existing_slowdown[part] = tenants - slowdowns(mode, util, sm, dram).sum(axis=1)

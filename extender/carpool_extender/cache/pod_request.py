@@ -42,7 +42,7 @@ class ClassRequirements:
     """Memory that counts for it where nothing enforces that, as by turns; None where it is unknown."""
 
     @property
-    def is_wider_by_turns(self) -> bool:
+    def needs_more_unenforced(self) -> bool:
         """Whether more counts for it where nothing enforces a bound."""
         return self.unenforced_mib != self.profile.memory_mib
 

@@ -1,4 +1,4 @@
-"""What becomes of a newcomer and tenants where they meet: predicted slowdowns beside the limits that jobs accept."""
+"""Predicted slowdown of the incoming pod and of each co-tenant, against their limits."""
 
 from collections.abc import Iterator
 from functools import reduce
@@ -6,143 +6,116 @@ from typing import NamedTuple
 
 import numpy as np
 from carpool_core.values import SharingMode
-from carpool_predictor.models.slowdown import DRAM_SATURATION, SM_SATURATION, slowdowns, upper_margin
+from carpool_predictor.models.slowdown import DRAM_SATURATION, SM_SATURATION, upper_margin, slowdowns
 from numpy.typing import NDArray
 
 from carpool_extender.cache.gpu_table import MODES, SHARED, Bools, Floats, GpuTable, Rows, places
 from carpool_extender.cache.pod_request import ClassTable, PodRequest
 from carpool_extender.framework.admission_limits import Quantile
 
-MANY = 256
-"""GPUs from which on those with more tenants than a pair are looked at by themselves: the others are most of them."""
-PAIR = 2
-
 
 class Colocation(NamedTuple):
-    """A newcomer, who comes first, and the tenants of some GPUs, shape (tenants + 1, rows) each.
+    """The incoming pod and the tenants of some GPUs; shape (tenants + 1, rows) each, the incoming pod first.
 
-    Where a GPU has fewer tenants than another, the others are nobody: they do nothing and accept everything.
+    A GPU with fewer tenants than another has empty places: without activity and with an infinite limit.
     """
 
     mode: SharingMode | None
     util: Floats
     """GPU utilization alone, 0..1."""
     expected: Floats
-    """The median of each slowdown."""
+    """Median of the predicted slowdown."""
     limit: Floats
-    """Slowdown that each accepts."""
+    """Largest slowdown that each accepts."""
 
     def by(self, quantile: Quantile) -> Floats:
-        """Return the slowdowns that limits are held against."""
+        """Return the slowdowns that are compared with the limits."""
         if quantile is Quantile.MEDIAN or self.mode is None:
             return self.expected
-        more: Floats = self.expected + upper_margin(self.mode, self.util.T).T
-        return more
+        upper: Floats = self.expected + upper_margin(self.mode, self.util.T).T
+        return upper
 
 
-def colocation_on(columns: GpuTable, pod_request: PodRequest, facts: ClassTable, rows: Rows, mode: int) -> Colocation:
-    """Predict what would become of everybody.
+def colocation_on(gpus: GpuTable, pod_request: PodRequest, table: ClassTable, rows: Rows, mode: int) -> Colocation:
+    """Predict the slowdowns on some GPUs.
 
     Args:
-        columns: The GPUs.
-        pod_request: The newcomer.
-        facts: What it is on each class of devices.
-        rows: GPUs with tenants; where turns are taken, equally many.
-        mode: Code of the mode in which they would all share.
+        gpus: The GPUs.
+        pod_request: The incoming pod.
+        table: Its requirements per device class.
+        rows: GPUs with tenants; under time-slicing, GPUs with equally many.
+        mode: Code of the mode in which they all share.
     """
-    name, of, tenants = MODES[mode], columns.device_class.take(rows), int(columns.count.take(rows).max())
+    name, device_class, tenants = MODES[mode], gpus.device_class.take(rows), int(gpus.count.take(rows).max())
 
-    def joined(newcomer: Floats | float, of_tenants: Floats) -> Floats:
-        # One after the other over all GPUs: along an axis of a few entries everything takes several times as long.
+    def joined(incoming: Floats | float, present: Floats) -> Floats:
+        # One contiguous row per member: NumPy is several times slower along a short last axis.
         both = np.empty((tenants + 1, rows.size), np.float32)
-        both[0], both[1:] = newcomer, of_tenants.take(rows, axis=0)[:, :tenants].T
+        both[0], both[1:] = incoming, present.take(rows, axis=0)[:, :tenants].T
         return both
 
-    util = sm = dram = joined(facts.util.take(of), columns.util)
-    if name is not SharingMode.TIME_SLICING:  # where turns are taken, utilization tells all that counts
-        sm, dram = joined(facts.sm.take(of), columns.sm), joined(facts.dram.take(of), columns.dram)
-    limit = joined(pod_request.demand.max_slowdown, columns.max_slowdown)
+    util = sm = dram = joined(table.util.take(device_class), gpus.util)
+    if name is not SharingMode.TIME_SLICING:  # under time-slicing the model uses the utilization only
+        sm, dram = joined(table.sm.take(device_class), gpus.sm), joined(table.dram.take(device_class), gpus.dram)
+    limit = joined(pod_request.demand.max_slowdown, gpus.max_slowdown)
     expected = np.ones(util.shape) if name is None else slowdowns(name, util.T, sm.T, dram.T).T
     return Colocation(name, util, expected, limit)
 
 
-class Meeting(NamedTuple):
-    """What would become of everybody on some GPUs that a newcomer could join, shape (rows,) each."""
+class ColocationResult(NamedTuple):
+    """Predictions for some GPUs that the incoming pod could join, shape (rows,) each."""
 
     rows: Rows
-    newcomer: Floats | float
-    """The newcomer's slowdown."""
-    added: Floats
-    """What the newcomer loses, and all tenants lose on top of what they lose already."""
-    own: Floats | float
-    """Room to the newcomer's limit; negative beyond."""
-    others: Floats
-    """The least room of a tenant to its own."""
+    slowdown: Floats | float
+    """Expected slowdown of the incoming pod."""
+    added_slowdown: Floats
+    """Progress that the incoming pod loses, plus what the tenants lose on top of their present loss."""
+    own_margin: Floats | float
+    """Distance of the incoming pod to its limit; negative beyond."""
+    tenants_margin: Floats
+    """Least distance of a tenant to its limit; negative beyond."""
 
 
 def predict_colocations(
-    columns: GpuTable,
+    gpus: GpuTable,
     pod_request: PodRequest,
-    facts: ClassTable,
+    table: ClassTable,
     rows: Rows,
     mode: NDArray[np.int8],
     quantile: Quantile,
-) -> Iterator[Meeting]:
-    """Predict slowdowns on GPUs that have tenants, mode by mode.
+) -> Iterator[ColocationResult]:
+    """Predict slowdowns on GPUs that have tenants, in batches of equal mode and number of tenants.
 
     Args:
-        columns: The GPUs.
-        pod_request: The newcomer.
-        facts: What it is on each class of devices.
-        rows: The GPUs in question.
-        mode: Code of the mode in which they would all share, shape (rows,).
-        quantile: Which slowdown is held against a limit.
+        gpus: All GPUs.
+        pod_request: The incoming pod.
+        table: Its requirements per device class.
+        rows: GPUs that have tenants.
+        mode: Code of the mode in which they all share, shape (rows,).
+        quantile: Slowdown that is compared with the limits.
     """
     for code, name in SHARED:
-        mine = _where(rows, mode == code)
+        mine = rows.take(places(mode == code))
         if not mine.size:
             continue
         if name is SharingMode.MPS and quantile is Quantile.MEDIAN:
-            free = _undisturbed(columns, facts, mine)
-            easy, mine = _where(mine, free), _where(mine, ~free)
+            undisturbed = _is_undisturbed(gpus, table, mine)
+            easy, mine = mine.take(places(undisturbed)), mine.take(places(~undisturbed))
             own = pod_request.demand.max_slowdown - 1.0
-            yield Meeting(easy, 1.0, columns.before.take(easy), own, columns.min_slowdown_limit.take(easy) - 1.0)
-        for part in _parts(columns, mine, name):
-            crowd = colocation_on(columns, pod_request, facts, part, code)
-            own, *others = crowd.limit - crowd.by(quantile)
-            added = (crowd.expected - 1.0).sum(axis=0) + columns.before.take(part)
-            yield Meeting(part, crowd.expected[0], added, own, reduce(np.minimum, others))
-
-
-def _parts(columns: GpuTable, rows: Rows, mode: SharingMode) -> Iterator[Rows]:
-    """Part GPUs by how many tenants they have.
-
-    Where turns are taken, equally many at a time, because the model counts who meets whom. Under MPS whoever is nobody
-    disturbs nobody; so there it is a matter of work only, of which each part brings some.
-    """
-    count = columns.count.take(rows)
-    if mode is SharingMode.TIME_SLICING:
+            existing = gpus.existing_slowdown.take(easy)
+            yield ColocationResult(easy, 1.0, existing, own, gpus.min_slowdown_limit.take(easy) - 1.0)
+        count = gpus.count.take(mine)
         for tenants in np.bincount(count).nonzero()[0].tolist():
-            yield _where(rows, count == tenants)
-    elif rows.size < MANY:
-        if rows.size:
-            yield rows
-    else:
-        is_few = count <= PAIR
-        yield from (part for part in (_where(rows, is_few), _where(rows, ~is_few)) if part.size)
+            batch = mine.take(places(count == tenants))
+            found = colocation_on(gpus, pod_request, table, batch, code)
+            own_margin, *others = found.limit - found.by(quantile)
+            added = (found.expected - 1.0).sum(axis=0) + gpus.existing_slowdown.take(batch)
+            yield ColocationResult(batch, found.expected[0], added, own_margin, reduce(np.minimum, others))
 
 
-def _where(rows: Rows, which: Bools) -> Rows:
-    # To pick by numbers takes a fraction of the time that it takes to pick by a mask without a pattern.
-    return rows.take(places(which))
-
-
-def _undisturbed(columns: GpuTable, facts: ClassTable, rows: Rows) -> Bools:
-    """Where nobody would be disturbed under MPS: tenants do not meet below saturation.
-
-    So it is on most GPUs, and what their tenants do together says so in a fraction of the time that `crowd_on` takes.
-    """
-    of = columns.device_class.take(rows)
-    sm, dram = columns.sm_active.take(rows) + facts.sm.take(of), columns.dram_active.take(rows) + facts.dram.take(of)
+def _is_undisturbed(gpus: GpuTable, table: ClassTable, rows: Rows) -> Bools:
+    """Return where the slowdown under MPS is 1 for all, because nothing is saturated; a shortcut for most GPUs."""
+    of = gpus.device_class.take(rows)
+    sm, dram = gpus.sm_active.take(rows) + table.sm.take(of), gpus.dram_active.take(rows) + table.dram.take(of)
     free: Bools = (sm <= SM_SATURATION) & (dram <= DRAM_SATURATION)
     return free

@@ -1,16 +1,20 @@
-"""Whether a newcomer may join each GPU: all checks over all GPUs at once."""
+"""Filters: whether the incoming pod may have each GPU, evaluated for all GPUs at once.
 
-from collections.abc import Iterable
+Each check is one object with its mask, its margin and its message. Refusals, explanations and advice use these.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-from carpool_core.values import Tenancy
+from carpool_core.values import RequestedMode, SharingMode, Tenancy
 from carpool_predictor.models.slowdown import upper_margin
 from numpy.typing import NDArray
 
 from carpool_extender.cache.gpu_table import (
+    MIXED,
     MODES,
     NO_MODE,
     NO_TENANT,
@@ -22,236 +26,521 @@ from carpool_extender.cache.gpu_table import (
     places,
     some,
 )
-from carpool_extender.cache.pod_request import ClassTable, PodRequest
+from carpool_extender.cache.mig import whole
+from carpool_extender.cache.pod_request import ClassRequirements, ClassTable, PodRequest
 from carpool_extender.framework.admission_limits import AdmissionLimits
 from carpool_extender.framework.colocation import colocation_on, predict_colocations
-from carpool_extender.framework.sharing_mode import MIG, MPS, TIME_SLICING, proposals
-
-
-def serves_another(columns: GpuTable, user: int | None) -> Bools | None:
-    """Where an MPS server serves another user: the newcomer would wait in CUDA until all its clients have ended.
-
-    Args:
-        columns: Some GPUs.
-        user: As whom the newcomer runs; None where nobody knows. Its node's agent keeps it waiting then, if it must.
-
-    Returns:
-        A mask, shape (gpus,); None where the newcomer is in nobody's way.
-    """
-    if user is None:
-        return None
-    others: Bools = (columns.user != NO_TENANT) & (columns.user != user)
-    return others
-
-
-def limits_margin(conditions: AdmissionLimits, columns: GpuTable, newcomer: Floats) -> NDArray[np.float64]:
-    """The share by which the tightest of the site's preconditions is met or missed."""
-    active, free = columns.sm_active, columns.free_mib
-    margin = np.ones(len(free))
-    if conditions.max_sm_active is not None:
-        margin = np.minimum(margin, (conditions.max_sm_active - active) / conditions.max_sm_active)
-    if (joint := conditions.max_joint_sm_active) is not None:
-        room = (joint - active - newcomer) / joint
-        margin = np.where(columns.count > 0, np.minimum(margin, room), margin)
-    if conditions.min_free_mib:
-        margin = np.minimum(margin, (free - conditions.min_free_mib) / conditions.min_free_mib)
-    if conditions.max_jobs is not None:
-        margin = np.minimum(margin, (conditions.max_jobs - 1.0 - columns.count) / conditions.max_jobs)
-    return margin
-
-
-def shortfall(conditions: AdmissionLimits, columns: GpuTable, newcomer: Floats) -> list[NDArray[Any]]:
-    """What GPUs have of each thing that the site asks for, shape (gpus,) each; as much as it asks where that is met."""
-    active, found = columns.sm_active, list[NDArray[Any]]()
-    if (most := conditions.max_sm_active) is not None:
-        found.append(np.maximum(active, most))
-    if (joint := conditions.max_joint_sm_active) is not None:
-        found.append(np.where(columns.count > 0, np.maximum(active + newcomer, joint), joint))
-    if (least := conditions.min_free_mib) is not None:
-        found.append(np.minimum(columns.free_mib, least))
-    if (jobs := conditions.max_jobs) is not None:
-        found.append(np.maximum(columns.count, jobs - 1))
-    return found
-
+from carpool_extender.framework.sharing_mode import EXCLUSIVE, MIG, MPS, TIME_SLICING, choose_modes, unbounded_reason
 
 NO_LIMITS = AdmissionLimits()
 SLACK = 1e-6
-"""Room for rounding when a predicted slowdown meets its limit."""
-
-
-class Check(IntEnum):
-    """The checks, in the order in which they are told; the first that fails is the reason."""
-
-    HEALTH = 0
-    SUITABLE = 1
-    MODE = 2
-    TENANCY = 3
-    SLOTS = 4
-    MEMORY = 5
-    CONDITION = 6
-    SLOWDOWN = 7
-
-
+"""Tolerance for rounding where an amount meets its limit."""
 PASSED, NO_GPU = -1, 100
-"""In `FilterResults.failed`: every check passed; no GPU has this row."""
-_NONE = 99
-"""Beyond every check."""
+"""In `FilterResults.failed`: every check passed; the row has no GPU."""
+_UNDECIDED = 99
+"""Above the number of every check."""
+DIGITS = 2
+"""Decimals of numbers in messages."""
+MAX_DIGITS = 6
+"""Decimals of a slowdown if fewer would show it as equal to its limit."""
+BEST, EXAMPLE = "at best ", "for example "
+"""Qualifiers of a message that stands for several GPUs."""
+
+
+def pluralize(number: int, noun: str) -> str:
+    """Return a number of things: `1 GPU`, `20 nodes`."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 @dataclass(slots=True, eq=False)
 class FilterResults:
-    """What the checks found of each GPU, shape (gpus,) each."""
+    """Results of the checks, shape (gpus,) each."""
 
     failed: NDArray[np.int8]
-    """The first check that failed; PASSED, or NO_GPU."""
+    """Number in `CHECKS` of the first check that failed; PASSED, or NO_GPU."""
     mode: NDArray[np.int8]
     """Code of the mode that the GPU would have."""
     slowdown: NDArray[np.float64]
-    """Predicted slowdown of the newcomer; 1 where an earlier check failed or nobody else is there."""
+    """Expected slowdown of the incoming pod; 1 where a check failed or the GPU is idle."""
     added_slowdown: NDArray[np.float64]
-    """What the newcomer loses, and all its neighbours lose on top of what they lose already; 0 likewise."""
+    """Progress that the incoming pod loses, plus what the tenants lose on top of their present loss; 0 likewise."""
     slowdown_margin: NDArray[np.float64]
-    """Room to its limit of whoever is closest to it, negative beyond."""
+    """Distance to its limit of the member that is closest to it; negative beyond."""
     incoming_is_closest: Bools
-    """Whether that is the newcomer."""
+    """Whether that member is the incoming pod."""
 
     def put(self, rows: Rows, others: "FilterResults") -> None:
-        """Write what was found of some rows again."""
+        """Overwrite some rows."""
         for column in fields(self):
             getattr(self, column.name)[rows] = getattr(others, column.name)
 
     def of(self, rows: Rows) -> "FilterResults":
-        """Return copies of what was found of some rows."""
+        """Return copies of some rows."""
         return FilterResults(*[getattr(self, column.name)[rows] for column in fields(self)])
 
     def resized(self, gpus: int) -> "FilterResults":
-        """Return a copy with more rows; what stands in them is to be found yet."""
+        """Return a copy with more rows; the new ones have to be evaluated."""
         return FilterResults(*[np.resize(getattr(self, column.name), gpus) for column in fields(self)])
 
 
-class Closest(NamedTuple):
-    """What would become of one of a GPU's tenants, or the newcomer: mostly of who is closest to its limit."""
+class MemberSlowdown(NamedTuple):
+    """Predicted slowdown of the incoming pod or of a tenant on one GPU."""
 
     tenant: int
-    """Its place among the tenants; -1 is the newcomer."""
+    """Index of the tenant; -1 is the incoming pod."""
     slowdown: float
-    """What its limit is held against."""
+    """Slowdown that is compared with the limit."""
     expected: float
-    """The median of that."""
+    """Median of the slowdown."""
     limit: float
 
 
-class Openings(NamedTuple):
-    """What can be made of GPUs for a newcomer, by their class and the mode that they are in, shape (classes, modes)."""
+class ModeTable(NamedTuple):
+    """Mode and memory of the incoming pod per device class and present mode, shape (classes, modes)."""
 
-    facts: ClassTable
-    """From which that follows."""
+    class_table: ClassTable
     mode: NDArray[np.int8]
-    """Code of the mode that they would have."""
-    kept_out: NDArray[np.int8]
-    """The first check that fails of all of them; _NONE where it depends on the GPU."""
+    """Code of the mode that the GPU would have."""
     need_mib: NDArray[np.int64]
-    """Memory that the newcomer is counted with."""
-
-
-def _openings(pod_request: PodRequest, facts: ClassTable, *, alone: bool) -> Openings:
-    mode = proposals(pod_request, facts, alone=alone)
-    kept_out = np.where(mode == NO_MODE, np.int8(Check.MODE), np.int8(_NONE))
-    kept_out[~facts.suitable] = Check.SUITABLE
-    need_mib = np.where(mode == TIME_SLICING, facts.unenforced_mib[:, None], facts.need_mib[:, None])
-    return Openings(facts, mode, kept_out, need_mib)
+    """Memory that is counted for the incoming pod, in MiB."""
 
 
 @dataclass(slots=True, eq=False)
 class Evaluation:
-    """What all checks found about one applicant."""
+    """One request on one snapshot, with the results of all checks."""
 
     snapshot: Snapshot
     pod_request: PodRequest
     slots: int
     """Most tenants of one GPU."""
     limits: AdmissionLimits
-    """What the site asks of a GPU besides."""
     results: FilterResults
-    _known_openings: Openings | None = None
+    _mode_table: ModeTable | None = None
 
     @property
-    def openings(self) -> Openings:
-        """What can be made of GPUs; worked out once for all changes of them, as long as their classes stay the same."""
-        known, facts = self._known_openings, self._facts
-        if known is None or known.facts is not facts:
-            known = self._known_openings = _openings(self.pod_request, facts, alone=self.limits.alone)
+    def mode_table(self) -> ModeTable:
+        """Modes by device class and present mode; computed again when the device classes change."""
+        known, class_table = self._mode_table, self.pod_request.class_table(self.snapshot.classes)
+        if known is None or known.class_table is not class_table:
+            mode = choose_modes(self.pod_request, class_table, exclusive=self.limits.exclusive)
+            need_mib = np.where(mode == TIME_SLICING, class_table.unenforced_mib[:, None], class_table.need_mib[:, None])
+            known = self._mode_table = ModeTable(class_table, mode, need_mib)
         return known
 
     @property
+    def class_table(self) -> ClassTable:
+        """Requirements of the incoming pod per device class."""
+        return self.mode_table.class_table
+
+    @property
     def ok(self) -> Bools:
-        """(gpus,) Whether every check passed."""
+        """Whether every check passed, shape (gpus,)."""
         passed: Bools = self.results.failed == PASSED
         return passed
 
     def need_mib(self, rows: Rows | None) -> NDArray[np.int64]:
-        """Memory that the newcomer is counted with on some GPUs; on all where None."""
-        return self.openings.need_mib.take(some(self.snapshot.gpus.kind, rows))
+        """Return the memory that is counted for the incoming pod on some GPUs; on all if None."""
+        return self.mode_table.need_mib.take(some(self.snapshot.gpus.class_mode, rows))
 
     def left_mib(self, rows: Rows | None) -> NDArray[np.int64]:
-        """Memory that would be left over on some GPUs, on all where None; negative where it is too little."""
+        """Return the memory left over on some GPUs, on all if None; negative where it does not fit."""
         need_mib = self.need_mib(rows)
         return np.subtract(some(self.snapshot.gpus.free_mib, rows), need_mib, out=need_mib)
 
     def too_small(self, rows: Rows) -> Bools:
-        """Whether some GPUs are only too small for the newcomer, even when empty."""
-        small: Bools = self._facts.too_small[self.snapshot.gpus.device_class[rows]]
+        """Return where the memory of an empty GPU is the only thing that does not suit."""
+        small: Bools = self.class_table.too_small[self.snapshot.gpus.device_class[rows]]
         return small
 
     def could_ever(self) -> Bools:
-        """(gpus,) Whether a GPU would do if it were empty and healthy: also for what the site asks to be free."""
-        columns = self.snapshot.gpus
-        able: Bools = columns.alive & self._facts.suitable[columns.device_class]
-        return able if (least := self.limits.min_free_mib) is None else able & (columns.usable_mib >= least)
+        """Return where an empty and healthy GPU would pass, shape (gpus,)."""
+        gpus = self.snapshot.gpus
+        able: Bools = gpus.alive & self.class_table.suitable[gpus.device_class]
+        return able if (least := self.limits.min_free_mib) is None else able & (gpus.usable_mib >= least)
 
-    def closest(self, row: int) -> Closest:
-        """Work out who would be closest to its limit on one GPU."""
-        own, *others = self.met(row)
+    def node_and_mode(self, rows: Rows) -> Rows:
+        """Return a number that GPUs share if one worker could have them together: node and mode; shape (rows,)."""
+        numbers: Rows = self.snapshot.gpus.node[rows].astype(np.intp) * len(MODES) + self.results.mode[rows]
+        return numbers
+
+    def requirements(self, row: int) -> ClassRequirements:
+        """Return the requirements of the incoming pod on the device class of one GPU."""
+        return self.pod_request.requirements(self.snapshot.classes[int(self.snapshot.gpus.device_class[row])])
+
+    def members(self, row: int) -> list[MemberSlowdown]:
+        """Predict the slowdowns on a GPU that has tenants: of the incoming pod first, then of each tenant."""
+        mode = int(self.results.mode[row])
+        found = colocation_on(self.snapshot.gpus, self.pod_request, self.class_table, np.array([row]), mode)
+        numbers = (found.by(self.limits.quantile), found.expected, found.limit)
+        each = zip(*(of[:, 0].tolist() for of in numbers), strict=True)
+        return [MemberSlowdown(tenant, *of) for tenant, of in enumerate(each, start=-1)]
+
+    def closest(self, row: int) -> MemberSlowdown:
+        """Return the member that is closest to its limit on one GPU."""
+        own, *others = self.members(row)
         return min(*others, own, key=lambda one: one.limit - one.slowdown)
 
-    def met(self, row: int) -> list[Closest]:
-        """Work out what would become of the newcomer, who comes first, and of each tenant of a GPU that has some."""
-        crowd = colocation_on(
-            self.snapshot.gpus, self.pod_request, self._facts, np.array([row]), int(self.results.mode[row])
-        )
-        numbers = (crowd.by(self.limits.quantile), crowd.expected, crowd.limit)
-        each = zip(*(of[:, 0].tolist() for of in numbers), strict=True)
-        return [Closest(tenant, *of) for tenant, of in enumerate(each, start=-1)]
-
-    def upper(self, row: int) -> float:
-        """Work out the upper quantile of the newcomer's slowdown on one GPU that it could join, or have alone."""
-        columns, mode = self.snapshot.gpus, MODES[int(self.results.mode[row])]
-        busy = np.append(columns.util[row, : columns.count[row]], 0.0)[None, :]
+    def upper_slowdown(self, row: int) -> float:
+        """Return the upper quantile of the incoming pod's slowdown on a GPU that it fits on."""
+        gpus, mode = self.snapshot.gpus, MODES[int(self.results.mode[row])]
+        busy = np.append(gpus.util[row, : gpus.count[row]], 0.0)[None, :]
         more = 0.0 if mode is None else float(upper_margin(mode, busy, np.ones(busy.shape, np.bool_))[0, -1])
         return float(self.results.slowdown[row]) + more
 
-    def margins(self, check: Check, rows: Rows) -> Floats:
-        """Room left in a check's own unit on some GPUs; negative where it failed."""
-        columns = self.snapshot.gpus
-        if check is Check.SLOWDOWN:
-            return self.results.slowdown_margin[rows]
-        if check is Check.MEMORY or (check is Check.SUITABLE and bool(self.too_small(rows).all())):
-            return self.left_mib(rows).astype(np.float64)
-        if check is Check.SLOTS:
-            room = self.slots - columns.count[rows] - 1.0
-            return np.where(room < 0, room, np.where(self.results.failed[rows] == check, -1.0, room))
-        if check is Check.CONDITION:
-            of = self._facts.sm[columns.device_class[rows]]
-            return limits_margin(self.limits, columns.take(rows), of)
-        return np.where(self.results.failed[rows] == check, -1.0, 0.0)
 
-    @property
-    def _facts(self) -> ClassTable:
-        return self.pod_request.class_table(self.snapshot.classes)
+class Check(ABC):
+    """One condition that a GPU must meet."""
+
+    number: ClassVar[int]
+    """Place in `CHECKS`: of several that fail, a refusal names the first."""
+    needs_mode = False
+    """Whether the check says nothing on a GPU that is unsuitable or has no possible mode."""
+
+    @abstractmethod
+    def mask(self, evaluation: Evaluation, gpus: GpuTable, mode: NDArray[np.int8]) -> Bools | None:
+        """Return where the check fails, shape (gpus,); None where it fails nowhere.
+
+        Args:
+            evaluation: The request; its results are not read.
+            gpus: The GPUs to check.
+            mode: Code of the mode that each would have.
+        """
+
+    @abstractmethod
+    def message(self, evaluation: Evaluation, row: int) -> str:
+        """Return why the check fails on one GPU: what was found, and by how much it misses."""
+
+    def margin(self, evaluation: Evaluation, rows: Rows) -> Floats:
+        """Return the room left in the check's own unit, shape (rows,); negative where it failed."""
+        return np.where(evaluation.results.failed[rows] == self.number, -1.0, 0.0)
+
+    def headroom(self, evaluation: Evaluation, row: int) -> list[str]:
+        """Return how far a GPU that passes is from the check's limits, where the site sets them."""
+        return []
+
+    def group_keys(self, evaluation: Evaluation, rows: Rows) -> NDArray[Any]:
+        """Return small integers that are equal for GPUs whose messages differ in numbers only, shape (rows,)."""
+        return np.zeros(rows.size, np.int64)
+
+    def qualifier(self, evaluation: Evaluation, rows: Rows, closest: int) -> str:
+        """Return how the message about the closest GPU applies to a group that failed the check.
+
+        Returns:
+            An empty string if it holds for all; BEST if the numbers of others are worse; EXAMPLE if they differ.
+        """
+        return ""
+
+    def group_message(self, evaluation: Evaluation, rows: Rows, closest: int) -> str:
+        """Return one message for a group of GPUs; `closest` is the GPU with the largest margin."""
+        qualifier = "" if rows.size == 1 else self.qualifier(evaluation, rows, closest)
+        return qualifier + self.message(evaluation, closest)
+
+
+def _differ(numbers: NDArray[Any]) -> bool:
+    """Return whether numbers differ as they are printed."""
+    return bool(np.ptp(np.round(numbers, DIGITS)))
+
+
+class HealthCheck(Check):
+    """The GPU is healthy, its node reports, and its data are consistent."""
+
+    def mask(self, evaluation: Evaluation, gpus: GpuTable, mode: NDArray[np.int8]) -> Bools | None:
+        return gpus.unavailable
+
+    def message(self, evaluation: Evaluation, row: int) -> str:
+        return evaluation.snapshot.unavailable[row].reason
+
+    def group_keys(self, evaluation: Evaluation, rows: Rows) -> NDArray[Any]:
+        return np.array([evaluation.snapshot.unavailable[row].kind for row in rows.tolist()])
+
+    def qualifier(self, evaluation: Evaluation, rows: Rows, closest: int) -> str:
+        reasons = {evaluation.snapshot.unavailable[row].reason for row in rows.tolist()}
+        return EXAMPLE if len(reasons) > 1 else ""
+
+
+class SuitabilityCheck(Check):
+    """An empty GPU of this class would hold the pod: product, compute capability, total memory."""
+
+    wrong_product = "wrong product"
+
+    def mask(self, evaluation: Evaluation, gpus: GpuTable, mode: NDArray[np.int8]) -> Bools | None:
+        suitable = evaluation.class_table.suitable
+        return None if suitable.all() else ~suitable.take(gpus.device_class)
+
+    def margin(self, evaluation: Evaluation, rows: Rows) -> Floats:
+        if evaluation.too_small(rows).all():
+            return evaluation.left_mib(rows).astype(np.float64)
+        return super().margin(evaluation, rows)
+
+    def message(self, evaluation: Evaluation, row: int) -> str:
+        return evaluation.requirements(row).reason or "unsuitable"
+
+    def group_keys(self, evaluation: Evaluation, rows: Rows) -> NDArray[Any]:
+        return evaluation.snapshot.gpus.device_class[rows]
+
+    def group_message(self, evaluation: Evaluation, rows: Rows, closest: int) -> str:
+        reason = self.message(evaluation, closest)
+        return self.wrong_product if reason.startswith(self.wrong_product) else reason
+
+
+class ModeCheck(Check):
+    """The GPU can have a sharing mode that suits the pod and the present tenants."""
+
+    def mask(self, evaluation: Evaluation, gpus: GpuTable, mode: NDArray[np.int8]) -> Bools | None:
+        no_mode: Bools = mode == NO_MODE
+        return no_mode
+
+    def message(self, evaluation: Evaluation, row: int) -> str:
+        demand, gpus = evaluation.pod_request.demand, evaluation.snapshot.gpus
+        present, required = MODES[int(gpus.mode[row])], evaluation.requirements(row)
+        if present is None:
+            return "its agent can prepare no sharing mode for this job"
+        if present is SharingMode.EXCLUSIVE:
+            return f"used exclusively by {gpus.tenants[row][0]}"
+        if evaluation.limits.exclusive:
+            return "in use, and the policy gives every job a GPU of its own"
+        if demand.mode is RequestedMode.EXCLUSIVE:
+            return "in use, and the job wants a GPU of its own"
+        if demand.mode is not RequestedMode.AUTO:
+            return f"shared by {present}, and the job wants {demand.mode}"
+        if demand.gpus > 1:
+            reached = "MIG instance" if present is SharingMode.MIG else "MPS daemon"
+            return f"shared by {present}, and a process of several GPUs reaches only one {reached}"
+        if not required.is_known:
+            return f"in use, and the job must be alone: {unbounded_reason(demand, evaluation.snapshot.product(row))}"
+        if present is SharingMode.MIG:
+            return f"divided by MIG, and no instance holds {required.profile.memory_mib or 0:,} MiB"
+        return f"shared by {present}, and the job wants {demand.mode}"
+
+    def group_keys(self, evaluation: Evaluation, rows: Rows) -> NDArray[Any]:
+        return evaluation.snapshot.gpus.mode[rows]
+
+    def group_message(self, evaluation: Evaluation, rows: Rows, closest: int) -> str:
+        if evaluation.snapshot.gpus.mode[closest] == EXCLUSIVE and rows.size > 1:
+            return "used exclusively"
+        return self.message(evaluation, closest)
+
+
+class TenancyCheck(Check):
+    """Both sides accept the other's namespace, and the MPS server serves the pod's namespace and user."""
+
+    def mask(self, evaluation: Evaluation, gpus: GpuTable, mode: NDArray[np.int8]) -> Bools | None:
+        user, strangers = evaluation.pod_request.user, self._strangers(evaluation, gpus, mode)
+        if user is None:  # unknown: the node's agent delays the pod if necessary
+            return strangers
+        # CUDA blocks a client of another user until all clients of the MPS server have ended.
+        fails: Bools = strangers | ((gpus.user != NO_TENANT) & (gpus.user != user))
+        return fails
+
+    def _strangers(self, evaluation: Evaluation, gpus: GpuTable, mode: NDArray[np.int8]) -> Bools:
+        demand = evaluation.pod_request.demand
+        own = evaluation.snapshot.namespaces.get(demand.namespace, NO_TENANT)
+        fails: Bools = (gpus.count > 0) & (gpus.tenant_namespace != own)
+        if demand.tenancy is not Tenancy.CLUSTER:
+            return fails
+        rows = places(fails)
+        stranger = (gpus.namespace[rows] != own) & (gpus.namespace[rows] != NO_TENANT)
+        unwilling = (stranger & ~gpus.cluster_tenancy[rows]).any(axis=1)
+        fails[rows] = unwilling | (stranger.any(axis=1) & (mode[rows] == MPS))
+        return fails
+
+    def message(self, evaluation: Evaluation, row: int) -> str:
+        gpus, namespace = evaluation.snapshot.gpus, evaluation.pod_request.demand.namespace
+        others = sorted({tenant.namespace for tenant in gpus.tenants[row]} - {namespace})
+        if not others:
+            user = int(gpus.user[row])
+            served = "several users" if user == MIXED else f"user {user}"
+            return f"its MPS server serves {served}, and the job runs as user {evaluation.pod_request.user}"
+        if MODES[int(evaluation.results.mode[row])] is SharingMode.MPS:
+            return f"its MPS server belongs to namespace {', '.join(others)}"
+        return f"used from namespace {', '.join(others)}, and not all are willing to share across namespaces"
+
+    def group_keys(self, evaluation: Evaluation, rows: Rows) -> NDArray[Any]:
+        own = evaluation.snapshot.namespaces.get(evaluation.pod_request.demand.namespace, NO_TENANT)
+        same: Bools = evaluation.snapshot.gpus.tenant_namespace[rows] == own
+        return same
+
+    def qualifier(self, evaluation: Evaluation, rows: Rows, closest: int) -> str:
+        return EXAMPLE if _differ(evaluation.snapshot.gpus.tenant_namespace[rows]) else ""
+
+
+class SlotsCheck(Check):
+    """The GPU has a free slot, and room for the MIG instance among the others."""
+
+    def mask(self, evaluation: Evaluation, gpus: GpuTable, mode: NDArray[np.int8]) -> Bools | None:
+        fails: Bools = gpus.count >= evaluation.slots
+        if (of_mig := mode == MIG).any():  # the agent checks the placement of instances, too
+            asked = evaluation.class_table.mig[gpus.device_class]
+            full = (gpus.mig_gb + asked[:, 0] > asked[:, 2]) | (gpus.mig_slices + asked[:, 1] > asked[:, 3])
+            fails |= of_mig & full
+        return fails
+
+    def margin(self, evaluation: Evaluation, rows: Rows) -> Floats:
+        room = evaluation.slots - evaluation.snapshot.gpus.count[rows] - 1.0
+        return np.where((room >= 0) & (evaluation.results.failed[rows] == self.number), -1.0, room)
+
+    def message(self, evaluation: Evaluation, row: int) -> str:
+        tenants = int(evaluation.snapshot.gpus.count[row])
+        if tenants >= evaluation.slots:
+            return f"has {pluralize(tenants, 'tenant')}, the most allowed is {evaluation.slots}"
+        instance = evaluation.requirements(row).mig
+        name = instance.name if instance else "none"
+        return f"its MIG instances take {self._taken(evaluation, row)}, beside which {name} has no room"
+
+    def headroom(self, evaluation: Evaluation, row: int) -> list[str]:
+        mode, parts = int(evaluation.results.mode[row]), []
+        if mode != EXCLUSIVE:
+            most = min(evaluation.slots, evaluation.limits.max_jobs or evaluation.slots)
+            parts.append(f"tenant {int(evaluation.snapshot.gpus.count[row]) + 1} of at most {most}")
+        if mode == MIG and (instance := evaluation.requirements(row).mig) is not None:
+            parts.append(f"{instance.name} beside {self._taken(evaluation, row)} taken")
+        return parts
+
+    def _taken(self, evaluation: Evaluation, row: int) -> str:
+        gpus = evaluation.snapshot.gpus
+        gb, slices = whole(evaluation.snapshot.classes[int(gpus.device_class[row])].mig_profiles)
+        return f"{int(gpus.mig_slices[row])} of {slices} slices and {int(gpus.mig_gb[row])} of {gb} GB"
+
+    def qualifier(self, evaluation: Evaluation, rows: Rows, closest: int) -> str:
+        gpus = evaluation.snapshot.gpus
+        if _differ(gpus.mig_slices[rows]) or _differ(gpus.mig_gb[rows]):
+            return EXAMPLE
+        return BEST if _differ(gpus.count[rows]) else ""
+
+
+class MemoryCheck(Check):
+    """The unreserved memory holds the pod's memory bound."""
+
+    needs_mode = True
+
+    def mask(self, evaluation: Evaluation, gpus: GpuTable, mode: NDArray[np.int8]) -> Bools | None:
+        fails: Bools = gpus.free_mib < evaluation.mode_table.need_mib.take(gpus.class_mode)
+        return fails
+
+    def margin(self, evaluation: Evaluation, rows: Rows) -> Floats:
+        return evaluation.left_mib(rows).astype(np.float64)
+
+    def message(self, evaluation: Evaluation, row: int) -> str:
+        need, free = int(evaluation.need_mib(np.array([row]))[0]), int(evaluation.snapshot.gpus.free_mib[row])
+        is_shared_in_time = MODES[int(evaluation.results.mode[row])] is SharingMode.TIME_SLICING
+        wider = is_shared_in_time and evaluation.requirements(row).needs_more_unenforced
+        why = " for a first run by time-slicing" if wider else ""
+        return f"needs {need:,} MiB{why}, has {free:,} MiB free ({need - free:,} MiB short)"
+
+
+class LimitsCheck(Check):
+    """The GPU meets the site's admission limits."""
+
+    def mask(self, evaluation: Evaluation, gpus: GpuTable, mode: NDArray[np.int8]) -> Bools | None:
+        if not (limits := evaluation.limits.set()):
+            return None
+        incoming_sm, fails = evaluation.class_table.sm[gpus.device_class], np.zeros(len(gpus.alive), np.bool_)
+        for limit, value in limits:
+            fails |= limit.margin(value, gpus, incoming_sm) < -SLACK
+        return fails
+
+    def margin(self, evaluation: Evaluation, rows: Rows) -> Floats:
+        gpus, incoming_sm = self._take(evaluation, rows)
+        margins = [limit.margin(value, gpus, incoming_sm) for limit, value in evaluation.limits.set()]
+        return np.min(margins, axis=0) if margins else np.ones(rows.size)
+
+    def message(self, evaluation: Evaluation, row: int) -> str:
+        gpus, incoming_sm = self._take(evaluation, np.array([row]))
+        return " and ".join(
+            limit.refusal(value, float(limit.amount(gpus, incoming_sm)[0]))
+            for limit, value in evaluation.limits.set()
+            if limit.margin(value, gpus, incoming_sm)[0] < -SLACK
+        )
+
+    def headroom(self, evaluation: Evaluation, row: int) -> list[str]:
+        gpus, incoming_sm = self._take(evaluation, np.array([row]))
+        return [
+            limit.headroom(value, float(limit.amount(gpus, incoming_sm)[0]))
+            for limit, value in evaluation.limits.set()
+            if limit.field != "max_jobs"  # the slots name the tenants
+            and not (limit.exempts_idle and not gpus.count[0])
+        ]
+
+    def qualifier(self, evaluation: Evaluation, rows: Rows, closest: int) -> str:
+        gpus, incoming_sm = self._take(evaluation, rows)
+        limits = evaluation.limits.set()
+        if not any(_differ(limit.excess(value, gpus, incoming_sm)) for limit, value in limits):
+            return ""
+        return BEST if len(limits) == 1 else EXAMPLE
+
+    def _take(self, evaluation: Evaluation, rows: Rows) -> tuple[GpuTable, Floats]:
+        gpus = evaluation.snapshot.gpus.take(rows)
+        return gpus, evaluation.class_table.sm[gpus.device_class]
+
+
+class SlowdownCheck(Check):
+    """No member's predicted slowdown exceeds its limit. `run_filters` predicts it where all other checks pass."""
+
+    needs_mode = True
+
+    def mask(self, evaluation: Evaluation, gpus: GpuTable, mode: NDArray[np.int8]) -> Bools | None:
+        margin = np.ones(len(gpus.alive))
+        occupied = places((gpus.count > 0) & (mode != NO_MODE) & gpus.alive)
+        table, quantile = evaluation.class_table, evaluation.limits.quantile
+        for found in predict_colocations(gpus, evaluation.pod_request, table, occupied, mode.take(occupied), quantile):
+            margin[found.rows] = np.minimum(found.own_margin, found.tenants_margin)
+        fails: Bools = margin < -SLACK
+        return fails
+
+    def margin(self, evaluation: Evaluation, rows: Rows) -> Floats:
+        return evaluation.results.slowdown_margin[rows]
+
+    def message(self, evaluation: Evaluation, row: int) -> str:
+        closest = evaluation.closest(row)
+        return f"{self._effect(evaluation, row, closest)} ({self.beyond(closest.slowdown - closest.limit)} beyond)"
+
+    def group_message(self, evaluation: Evaluation, rows: Rows, closest: int) -> str:
+        qualifier = "" if rows.size == 1 else self.qualifier(evaluation, rows, closest)
+        return qualifier + self._effect(evaluation, closest, evaluation.closest(closest))
+
+    def _effect(self, evaluation: Evaluation, row: int, closest: MemberSlowdown) -> str:
+        found, limit = distinct(closest.slowdown, closest.limit)
+        expected = "" if closest.slowdown == closest.expected else f", expected {closest.expected:.2f}"
+        verb = "could" if expected else "would"
+        if closest.tenant < 0:
+            return f"{verb} run {found} times as long there{expected}, accepts {limit}"
+        tenant = evaluation.snapshot.gpus.tenants[row][closest.tenant]
+        return f"{verb} slow {tenant} to {found} of {limit}{expected}"
+
+    @staticmethod
+    def beyond(margin: float) -> str:
+        """Return by how much a slowdown exceeds its limit."""
+        return distinct(margin, 0.0)[0]
+
+    def group_keys(self, evaluation: Evaluation, rows: Rows) -> NDArray[Any]:
+        return evaluation.results.incoming_is_closest[rows]
+
+    def qualifier(self, evaluation: Evaluation, rows: Rows, closest: int) -> str:
+        if _differ(self.margin(evaluation, rows)):
+            return BEST
+        if evaluation.results.incoming_is_closest[rows[0]]:
+            return ""
+        tenants = evaluation.snapshot.gpus.tenants
+        jobs = {tuple(map(str, tenants[row])) for row in rows.tolist()}
+        return BEST if len(jobs) > 1 else ""
+
+
+def distinct(found: float, limit: float) -> tuple[str, str]:
+    """Return two numbers with as many decimals, two at least, as show that they differ."""
+    digits = next((n for n in range(DIGITS, MAX_DIGITS) if f"{found:.{n}f}" != f"{limit:.{n}f}"), MAX_DIGITS)
+    return f"{found:.{digits}f}", f"{limit:.{digits}f}"
+
+
+HEALTH, SUITABILITY, MODE, TENANCY = HealthCheck(), SuitabilityCheck(), ModeCheck(), TenancyCheck()
+SLOTS, MEMORY, LIMITS, SLOWDOWN = SlotsCheck(), MemoryCheck(), LimitsCheck(), SlowdownCheck()
+CHECKS: Sequence[Check] = (HEALTH, SUITABILITY, MODE, TENANCY, SLOTS, MEMORY, LIMITS, SLOWDOWN)
+"""In the order in which refusals name them."""
+for _number, _check in enumerate(CHECKS):
+    type(_check).number = _number
 
 
 def empty_results(gpus: int) -> FilterResults:
-    """Return findings of rows that no GPU has."""
+    """Return results of rows without GPUs."""
     return FilterResults(
         failed=np.full(gpus, NO_GPU, np.int8),
         mode=np.zeros(gpus, np.int8),
@@ -262,94 +551,51 @@ def empty_results(gpus: int) -> FilterResults:
     )
 
 
-def run_filters(asked: Evaluation, columns: GpuTable) -> FilterResults:
-    """Run all checks on some GPUs.
+def run_filters(evaluation: Evaluation, gpus: GpuTable) -> FilterResults:
+    """Run all checks on some GPUs. The present results of the evaluation are not read.
 
     Args:
-        asked: Who asks, and for what; what it found before does not matter.
-        columns: The GPUs.
+        evaluation: The request.
+        gpus: The GPUs.
     """
-    pod_request, conditions = asked.pod_request, asked.limits
-    facts, table, kept_out, _ = asked.openings
-    # What is known for each class and each mode that there is has only to be looked up for each GPU.
-    gpus, mode = len(columns.kind), table.take(columns.kind)
-    failed = _first(failures(asked, columns), kept_out.take(columns.kind))
-    failed[~columns.alive] = NO_GPU
-    found = FilterResults(
+    pod_request, (class_table, modes, _), count = evaluation.pod_request, evaluation.mode_table, len(gpus.alive)
+    mode, failed = modes.take(gpus.class_mode), np.full(count, _UNDECIDED, np.int8)
+    for check in CHECKS:
+        if check is not SLOWDOWN and (fails := check.mask(evaluation, gpus, mode)) is not None and fails.any():
+            # Arithmetic, because assignment by a mask without a pattern takes several times as long.
+            np.minimum(failed, _UNDECIDED - fails.view(np.int8) * np.int8(_UNDECIDED - check.number), out=failed)
+    failed -= (failed == _UNDECIDED).view(np.int8) * np.int8(_UNDECIDED - PASSED)
+    failed[~gpus.alive] = NO_GPU
+    results = FilterResults(
         failed=failed,
         mode=mode,
-        slowdown=np.ones(gpus),
-        added_slowdown=np.zeros(gpus),
-        slowdown_margin=np.full(gpus, pod_request.demand.max_slowdown - 1.0),
-        incoming_is_closest=np.ones(gpus, np.bool_),
+        slowdown=np.ones(count),
+        added_slowdown=np.zeros(count),
+        slowdown_margin=np.full(count, pod_request.demand.max_slowdown - 1.0),
+        incoming_is_closest=np.ones(count, np.bool_),
     )
-    there = places((failed == PASSED) & (columns.count > 0))
-    for met in predict_colocations(columns, pod_request, facts, there, mode.take(there), conditions.quantile):
-        found.slowdown[met.rows], found.added_slowdown[met.rows] = met.newcomer, met.added
-        margin = np.minimum(met.own, met.others)
-        found.slowdown_margin[met.rows], found.incoming_is_closest[met.rows] = margin, met.own < met.others
-        failed[met.rows.take(places(margin < -SLACK))] = Check.SLOWDOWN
-    return found
+    shared, quantile = places((failed == PASSED) & (gpus.count > 0)), evaluation.limits.quantile
+    for found in predict_colocations(gpus, pod_request, class_table, shared, mode.take(shared), quantile):
+        results.slowdown[found.rows], results.added_slowdown[found.rows] = found.slowdown, found.added_slowdown
+        margin = np.minimum(found.own_margin, found.tenants_margin)
+        results.slowdown_margin[found.rows] = margin
+        results.incoming_is_closest[found.rows] = found.own_margin < found.tenants_margin
+        failed[found.rows.take(places(margin < -SLACK))] = SLOWDOWN.number
+    return results
 
 
-def failures(asked: Evaluation, columns: GpuTable) -> tuple[tuple[Check, Bools | None], ...]:
-    """Return checks and where each of them fails, but for what all GPUs of a class have in common, and slowdowns."""
-    facts, table, _, need_mib = asked.openings
-    of, mode = columns.device_class, table.take(columns.kind)
-    return (
-        (Check.CONDITION, _condition_fails(asked.limits, columns, facts.sm, of)),
-        (Check.MEMORY, columns.free_mib < need_mib.take(columns.kind)),
-        (Check.SLOTS, (columns.count >= asked.slots) | lacks_instances(columns, facts.mig, mode)),
-        (Check.TENANCY, serves_another(columns, asked.pod_request.user)),
-        (Check.TENANCY, _strangers(asked.snapshot, columns, asked.pod_request, mode)),
-        (Check.HEALTH, columns.unavailable),
-    )
-
-
-def _first(failures: Iterable[tuple[Check, Bools | None]], failed: NDArray[np.int8]) -> NDArray[np.int8]:
-    """Return the first check that failed on each GPU; PASSED where none did.
-
-    Args:
-        failures: Checks, and where each failed.
-        failed: What is known to have failed before; _NONE where that is nothing.
-    """
-    # Numbers are compared and nothing is picked by masks: where those have no pattern, they take several times as long.
-    for check, fails in failures:
-        if fails is not None and fails.any():
-            np.minimum(failed, _NONE - fails.view(np.int8) * np.int8(_NONE - check), out=failed)
-    first: NDArray[np.int8] = failed - (failed == _NONE).view(np.int8) * np.int8(_NONE - PASSED)
-    return first
-
-
-def lacks_instances(columns: GpuTable, mig: NDArray[np.int16], mode: NDArray[np.int8]) -> Bools:
-    """Where a MIG instance would be wanted and has no room beside the others, shape (gpus,).
-
-    Room in numbers is not yet room at a place: the agent knows, and GPUs that could not be prepared are left alone.
-    """
-    lacking: Bools = mode == MIG
-    if lacking.any():  # seldom, and gathering the rest takes a tenth of all checks
-        asked = mig[columns.device_class]
-        beyond = (columns.mig_gb + asked[:, 0] > asked[:, 2]) | (columns.mig_slices + asked[:, 1] > asked[:, 3])
-        lacking &= beyond
-    return lacking
-
-
-def _condition_fails(conditions: AdmissionLimits, columns: GpuTable, sm: Floats, of: Rows) -> Bools | None:
-    """Where a precondition of the site is not met; None where there is none."""
-    if not conditions.any_set:
-        return None
-    fails: Bools = limits_margin(conditions, columns, sm[of]) < -SLACK
-    return fails
-
-
-def _strangers(snapshot: Snapshot, columns: GpuTable, pod_request: PodRequest, mode: NDArray[np.int8]) -> Bools:
-    """Where somebody is unwilling: both sides must share; and one MPS server never serves two namespaces."""
-    own = snapshot.namespaces.get(pod_request.demand.namespace, NO_TENANT)
-    among: Bools = (columns.count > 0) & (columns.tenant_namespace != own)
-    if pod_request.demand.tenancy is not Tenancy.CLUSTER:
-        return among
-    rows = places(among)
-    stranger = (columns.namespace[rows] != own) & (columns.namespace[rows] != NO_TENANT)
-    keeps_apart = (stranger & ~columns.cluster_tenancy[rows]).any(axis=1)
-    among[rows] = keeps_apart | (stranger.any(axis=1) & (mode[rows] == MPS))
-    return among
+def other_failures(evaluation: Evaluation, row: int) -> list[Check]:
+    """Return the checks that fail on a GPU besides the first one, in their order; empty if all pass."""
+    first = int(evaluation.results.failed[row])
+    if first < 0:
+        return []
+    gpus = evaluation.snapshot.gpus.take(np.array([row]))
+    mode = evaluation.mode_table.mode.take(gpus.class_mode)
+    failing = [
+        check for check in CHECKS if (fails := check.mask(evaluation, gpus, mode)) is not None and bool(fails[0])
+    ]
+    if SUITABILITY in failing or MODE in failing:
+        failing = [check for check in failing if not check.needs_mode]
+    if SUITABILITY in failing and evaluation.limits.max_joint_sm_active is not None:
+        failing = [check for check in failing if check is not LIMITS]  # its activity there is unknown
+    return [check for check in failing if check.number != first]

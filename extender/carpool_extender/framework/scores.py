@@ -1,4 +1,4 @@
-"""The policies by which one of the places that fit is taken: a table."""
+"""Scores: the policies, the best GPUs of each node by a policy, and the score of each node."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -7,7 +7,7 @@ import numpy as np
 from carpool_core.products import UnknownProductError, find_product
 from numpy.typing import NDArray
 
-from carpool_extender.cache.gpu_table import MODES, NO_MODE, NOWHERE, Bools, NodeGrid, Rows, places, some
+from carpool_extender.cache.gpu_table import NO_MODE, NOWHERE, Bools, NodeGrid, Rows, places, some
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.admission_limits import AdmissionLimits
 from carpool_extender.framework.filters import NO_LIMITS, PASSED, Evaluation
@@ -15,74 +15,72 @@ from carpool_extender.framework.filters import NO_LIMITS, PASSED, Evaluation
 Cost = NDArray[np.float64]
 
 UNKNOWN_POWER_W = (300.0, 40.0)
-"""Limit and idle power counted for a product that is not in the table."""
+"""Power limit and idle power of a product without an entry, in watts."""
 AWAKE_SHARE, FULL_SHARE = 0.21, 0.83
-"""What a GPU with a job draws in parts of its power limit: with no SM active, because its clocks rise with the first
-context, and with all of them. Means of what Zeus (You et al., NSDI '23) measured of a P100, an RTX 6000 and a V100; its
-A40 is kept from decisions, because simulated GPUs draw by it."""
+"""Power of a GPU in use as a share of its limit, with no SM active and with all. Means of the measurements of a P100, an
+RTX 6000 and a V100 by Zeus (You et al., NSDI '23); its A40 is held out, because simulated GPUs use it."""
 
 
 def nothing(evaluation: Evaluation, rows: Rows) -> Cost:
-    """No GPU costs more than another."""
+    """Return equal costs."""
     return np.zeros(rows.size)
 
 
 def added_slowdown(evaluation: Evaluation, rows: Rows) -> Cost:
-    """Progress that is lost, in slowdowns: the newcomer's, and what its neighbours have on top.
+    """Return the progress lost, in slowdowns: the incoming pod's, and what its co-tenants lose in addition.
 
-    A tenant slowed by s loses 1 - 1/s of its progress, for s near 1 about s - 1; counted so, those who lose most weigh
-    more. With 1 - 1/s in its place, which was tried once, makespans in the simulator differed by less than 1%.
+    A tenant slowed by s loses 1 - 1/s of its progress, which is about s - 1 near 1. s - 1 weighs large losses more.
     """
     return evaluation.results.added_slowdown.take(rows)
 
 
 def taken_memory(evaluation: Evaluation, rows: Rows) -> Cost:
-    """Free memory before the newcomer comes, in MiB, negated."""
+    """Return the unreserved memory before the pod joins, in MiB, negated."""
     return -evaluation.snapshot.gpus.free_mib[rows].astype(np.float64)
 
 
 def left_memory(evaluation: Evaluation, rows: Rows) -> Cost:
-    """Memory that would be left over, in MiB."""
+    """Return the memory left over, in MiB."""
     return evaluation.left_mib(rows).astype(np.float64)
 
 
 def left_memory_negated(evaluation: Evaluation, rows: Rows) -> Cost:
-    """Memory that would be left over, in MiB, negated."""
+    """Return the memory left over, in MiB, negated."""
     return -left_memory(evaluation, rows)
 
 
 def position(evaluation: Evaluation, rows: Rows) -> Cost:
-    """The order in which nodes became known; on a node, the GPUs' indices."""
+    """Return the position: nodes in the order of discovery, GPUs by index."""
     return rows.astype(np.float64)
 
 
 def turn(evaluation: Evaluation, rows: Rows) -> Cost:
-    """How many GPUs come between the one with the newest reservation and each.
+    """Return the distance to the GPU with the newest reservation.
 
-    The turn is read from the reservations, so that nothing has to be remembered and every replica agrees.
+    The state of the round-robin is in the reservations, so it survives restarts.
     """
     columns = evaluation.snapshot.gpus
-    newest = np.where(columns.alive, columns.reserved_at, 0.0)  # a node that is gone has left its rows as they were
+    newest = np.where(columns.alive, columns.reserved_at, 0.0)  # rows of deleted nodes keep their values
     total = max(1, newest.size)
     last = int(np.argmax(newest)) if newest.size and newest.max() > 0 else -1
     return ((rows - last - 1) % total).astype(np.float64)
 
 
 def activity(evaluation: Evaluation, rows: Rows) -> Cost:
-    """SM activity of the tenants that are there, all together."""
+    """Return the SM activity of the present tenants together."""
     return evaluation.snapshot.gpus.sm_active[rows]
 
 
 def activity_negated(evaluation: Evaluation, rows: Rows) -> Cost:
-    """SM activity of the tenants that are there, all together, negated."""
+    """Return the SM activity of the present tenants together, negated."""
     return -activity(evaluation, rows)
 
 
 def energy(evaluation: Evaluation, rows: Rows) -> Cost:
-    """Watts on top for as long as the newcomer runs, weighted by how much longer everybody runs.
+    """Return the additional power in watts while the incoming pod runs, weighted by the slowdowns.
 
-    A GPU with a job draws awake + (full - awake) · SM activity, and less while it sleeps, which waking it costs; a
-    slowdown makes the newcomer, and whoever it slows, draw their part for longer.
+    A GPU in use draws awake + (full - awake) · SM activity, an idle one its idle power. A slowdown prolongs the draw of
+    the incoming pod and of the tenants that it slows.
     """
     classes = evaluation.snapshot.classes
     table = np.array([_powers(kind.product) for kind in classes]).reshape(-1, 2)
@@ -115,49 +113,49 @@ def _percent(amount: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A cost as people read it: an amount in its own unit, and of what."""
+    """How a cost is printed."""
 
     amount: Callable[[float], str]
-    """Writes an amount, or how far two of them are apart."""
+    """Formats an amount or a difference."""
     of: str
     sign: int = 1
-    """-1 where the policy wants as much as possible, so that the cost is the amount negated."""
+    """-1 if the cost is the negated amount, because the policy maximises it."""
 
-    def told(self, cost: float) -> str:
-        """Write a cost."""
+    def text(self, cost: float) -> str:
+        """Return a cost with its unit."""
         return f"{self.amount(self.sign * cost + 0.0)} {self.of}"
 
     def behind(self, cost: float, best: float) -> str:
-        """Write by how much a cost misses the best."""
+        """Return by how much a cost exceeds the best."""
         return f"{self.amount(cost - best)} {'more' if self.sign > 0 else 'less'}"
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What makes a GPU a good place."""
+    """One way to choose among the GPUs that fit: a row of `POLICIES`."""
 
     name: str
     meaning: str
-    """What it does, in a few words for people."""
+    """Its aim in a few words."""
     cost: Callable[[Evaluation, Rows], NDArray[np.float64]]
-    """Cost of each of the given GPUs, shape (rows,); the least is the best."""
+    """Returns the cost of some GPUs, shape (rows,); the least is the best."""
     score: Score | None = None
-    """How the cost is told; None where it says nothing."""
+    """How the cost is printed; None if all costs are equal."""
     tolerance: float = 0.0
-    """Costs that differ from the least by at most this are ties; a tie goes to the GPU in use with the least memory
-    left over, so that whole GPUs stay free for large jobs."""
-    alone: bool = False
+    """Difference to the least cost up to which GPUs tie. A tie goes to the GPU in use with the least memory left over, so
+    that whole GPUs stay free for large jobs."""
+    exclusive: bool = False
     """Whether it gives every job a GPU of its own."""
     is_local: bool = True
-    """Whether the cost of a GPU depends on nothing but that GPU."""
+    """Whether the cost of a GPU depends on that GPU only."""
     decreasing: bool = False
-    """Whether a queue that it may sort starts with the largest job. The queue of kube-scheduler is not its to sort."""
+    """Whether simulations sort the queue by falling size. In production the queue has its own order."""
     short: str = ""
-    """What papers call it, where that is something else."""
+    """Its name in papers, if different."""
 
     @property
     def title(self) -> str:
-        """Its name, and what papers call it."""
+        """Its name, with its name in papers."""
         return f"{self.name} ({self.short})" if self.short else self.name
 
 
@@ -181,7 +179,7 @@ POLICIES: Mapping[str, Policy] = {
             Score(_mib, "promised to nobody", -1),
             short="MAGM",
         ),
-        Policy("exclusive", "one job on a GPU, as the stock scheduler does", nothing, alone=True),
+        Policy("exclusive", "one job on a GPU, as the stock scheduler does", nothing, exclusive=True),
         Policy(
             "round-robin",
             "the GPU after the one with the newest reservation; the first where nothing is reserved",
@@ -219,14 +217,14 @@ POLICIES: Mapping[str, Policy] = {
 
 
 class UnknownPolicyError(ValueError):
-    """No policy goes by that name."""
+    """No policy has this name."""
 
 
 def find_policy(name: str) -> Policy:
-    """Find a policy by its name.
+    """Return a policy by its name.
 
     Raises:
-        UnknownPolicyError: There is none; the message lists the choices.
+        UnknownPolicyError: The name is unknown; the message lists the choices.
     """
     if name not in POLICIES:
         choices = ", ".join(policy.title for policy in POLICIES.values())
@@ -234,19 +232,37 @@ def find_policy(name: str) -> Policy:
     return POLICIES[name]
 
 
-MOST_ISLANDS = 1 << 15
-"""More than a node has GPUs."""
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Configuration of the site."""
+
+    policy: Policy
+    slots: int
+    """Most tenants of one GPU."""
+    limits: AdmissionLimits = NO_LIMITS
+
+    def policy_for(self, pod_request: PodRequest) -> Policy:
+        """Return the job's own policy, or the site's if it has none."""
+        return self.policy if pod_request.policy is None else find_policy(pod_request.policy)
+
+    def limits_for(self, pod_request: PodRequest) -> AdmissionLimits:
+        """Return the admission limits for a job."""
+        return self.limits.with_exclusive_gpus() if self.policy_for(pod_request).exclusive else self.limits
+
+
+MAX_DOMAINS = 1 << 15
+"""Above the number of NVLink domains of a node."""
 MAX_SCORE = 10
 TIE_FLOOR = 6
-MOST_EFFORT = 3
-"""More than any effort is."""
-HALF = 0.5
-"""How ready idle GPUs are; GPUs of which some are in use are readier."""
+MAX_EFFORT = 3
+"""Above every effort."""
+IDLE_READINESS = 0.5
+"""Readiness of idle GPUs; a set with tenants is above."""
 
 
 @dataclass(slots=True, eq=False)
 class Candidates:
-    """The best set of GPUs of each node that has enough, in no particular order; every array has shape (nodes, …)."""
+    """The best set of GPUs of each node that has enough; every array has shape (nodes, …), in no order."""
 
     node: NDArray[np.intp]
     """(nodes,) Index of the node."""
@@ -255,19 +271,18 @@ class Candidates:
     cost: NDArray[np.float64]
     """(nodes,) Mean cost of these GPUs."""
     ready: NDArray[np.float64]
-    """(nodes,) How little has to be done first, mean of these GPUs: 1 where others are already, 0.5 for an idle GPU,
-    0 where its mode has to change, too."""
+    """(nodes,) Mean readiness: 1 for a GPU in use, 0.5 for an idle one, 0 if its mode has to change."""
     left_mib: NDArray[np.float64]
-    """(nodes,) Memory that would be left on all of them, in MiB."""
+    """(nodes,) Memory left over on all of them, in MiB."""
     is_linked: Bools
-    """(nodes,) Whether these GPUs reach each other by NVLink; so does a single one."""
+    """(nodes,) Whether NVLink connects these GPUs; true for a single GPU."""
 
     def only(self, which: Rows) -> "Candidates":
-        """Return some of the choices."""
+        """Return some of the candidates."""
         return Candidates(*[getattr(self, name).take(which, axis=0) for name in _NAMES])
 
     def put(self, places: Rows, others: "Candidates") -> None:
-        """Write others over some of them."""
+        """Overwrite some of the candidates."""
         for name in _NAMES:
             getattr(self, name)[places] = getattr(others, name)
 
@@ -275,53 +290,50 @@ class Candidates:
 _NAMES = tuple(column.name for column in fields(Candidates))
 
 
-class Best:
-    """The choice of each node, by the node's index, so that the choices of single nodes can be replaced.
+class BestPerNode:
+    """The candidate of each node by the node's index, so that single nodes can be replaced.
 
     Args:
         wanted: GPUs of a worker.
     """
 
     def __init__(self, wanted: int) -> None:
-        self._choices = _nothing(0, wanted)
+        self._candidates = _no_candidates(0, wanted)
         self.fits: Bools = np.zeros(0, np.bool_)
-        """(nodes,) Whether a node has a place."""
+        """(nodes,) Whether a node has a candidate."""
 
-    def make_room(self, nodes: int) -> None:
-        """Make room for more nodes, which have no place yet."""
+    def resize(self, nodes: int) -> None:
+        """Add nodes without candidates up to this number."""
         known = len(self.fits)
         if nodes > known:
-            larger = _nothing(nodes, self._choices.rows.shape[1])
-            larger.put(np.arange(known), self._choices)
-            self.fits, self._choices = np.append(self.fits, np.zeros(nodes - known, np.bool_)), larger
+            larger = _no_candidates(nodes, self._candidates.rows.shape[1])
+            larger.put(np.arange(known), self._candidates)
+            self.fits, self._candidates = np.append(self.fits, np.zeros(nodes - known, np.bool_)), larger
 
-    def put_all(self, choices: Candidates) -> None:
-        """Replace the choices of all nodes; these are kept as they are."""
-        if choices.node.size == len(self.fits) and (choices.node == np.arange(choices.node.size)).all():
-            self.fits[:], self._choices = True, choices
-        else:
-            self.put(np.ones(len(self.fits), np.bool_), choices)
+    def put_all(self, candidates: Candidates) -> None:
+        """Replace the candidates of all nodes."""
+        self.put(np.ones(len(self.fits), np.bool_), candidates)
 
-    def put(self, nodes: Bools, choices: Candidates) -> None:
-        """Replace the choices of some nodes; those for which there is none have no place any more."""
+    def put(self, nodes: Bools, candidates: Candidates) -> None:
+        """Replace the candidates of some nodes; nodes without a new candidate have none."""
         self.fits[nodes] = False
-        self.fits[choices.node] = True
-        self._choices.put(choices.node, choices)
+        self.fits[candidates.node] = True
+        self._candidates.put(candidates.node, candidates)
 
     def of(self, nodes: NDArray[np.intp]) -> Candidates:
-        """Return the choices of nodes that have a place."""
-        return self._choices.only(nodes)
+        """Return the candidates of nodes that have one."""
+        return self._candidates.only(nodes)
 
-    def top_k(self, policy: Policy) -> int | None:
-        """Return the node that comes first of all that have a place, as `foremost` does; None where none has one."""
+    def first(self, policy: Policy) -> int | None:
+        """Return the index of the best node, as `best_of` among `ties`; None if no node fits."""
         if not self.fits.any():
             return None
-        choices, linked = self._choices, self.fits & self._choices.is_linked
-        cost = np.where(linked if linked.any() else self.fits, choices.cost, np.inf)
-        return best_of(choices, places(cost <= cost.min() + policy.tolerance))
+        candidates, linked = self._candidates, self.fits & self._candidates.is_linked
+        cost = np.where(linked if linked.any() else self.fits, candidates.cost, np.inf)
+        return best_of(candidates, places(cost <= cost.min() + policy.tolerance))
 
 
-def _nothing(nodes: int, wanted: int) -> Candidates:
+def _no_candidates(nodes: int, wanted: int) -> Candidates:
     return Candidates(
         node=np.zeros(nodes, np.intp),
         rows=np.zeros((nodes, wanted), np.intp),
@@ -335,77 +347,71 @@ def _nothing(nodes: int, wanted: int) -> Candidates:
 def select(
     evaluation: Evaluation, policy: Policy, grid: NodeGrid | None = None, among: Bools | None = None
 ) -> Candidates:
-    """Choose the GPUs for one worker on each node. All GPUs of a worker are shared in the same mode.
+    """Select the best GPUs of each node for one worker, all in the same mode.
 
     Args:
-        evaluation: What the checks found.
-        policy: What makes a good place.
-        grid: The nodes in question; all when None.
-        among: GPUs in question, shape (gpus,); all when None.
+        evaluation: Results of the filters.
+        policy: Gives the costs.
+        grid: Permitted nodes; all if None.
+        among: Permitted GPUs, shape (gpus,); all if None.
     """
     grid = evaluation.snapshot.grid if grid is None else grid
     wanted = evaluation.pod_request.demand.gpus
     if not grid.node.size:
-        return _nothing(0, wanted)
+        return _no_candidates(0, wanted)
     rows = grid.rows.ravel()
     ok: Bools = evaluation.results.failed.take(rows) == PASSED
     if grid.has_gaps:
         ok &= rows != NOWHERE
     if among is not None:
         ok &= among.take(rows)
-    return _single(evaluation, policy, grid, ok) if wanted == 1 else _several(evaluation, policy, np.sort(rows[ok]))
+    return (
+        _one_gpu(evaluation, policy, grid, ok) if wanted == 1 else _several_gpus(evaluation, policy, np.sort(rows[ok]))
+    )
 
 
 def _effort(evaluation: Evaluation, rows: Rows | None) -> NDArray[np.int8]:
-    """What has to be done first: 0 where others are already, 1 for an idle GPU, 2 where its mode has to change, too."""
-    columns = evaluation.snapshot.gpus
-    prepared, mode, count = (some(of, rows) for of in (columns.prepared, evaluation.results.mode, columns.count))
+    """Return 0 for GPUs in use, 1 for idle GPUs, and 2 for idle GPUs whose mode has to change."""
+    gpus = evaluation.snapshot.gpus
+    prepared, mode, count = (some(of, rows) for of in (gpus.prepared, evaluation.results.mode, gpus.count))
     changes: Bools = (prepared != NO_MODE) & (prepared != mode)
     effort: NDArray[np.int8] = (count == 0) * (1 + changes.view(np.int8))
     return effort
 
 
-def _single(evaluation: Evaluation, policy: Policy, grid: NodeGrid, ok: Bools) -> Candidates:
-    """Choose one GPU of each node: among ties one in use, then the one with the least left over, then the first.
+def _one_gpu(evaluation: Evaluation, policy: Policy, grid: NodeGrid, ok: Bools) -> Candidates:
+    """Select one GPU of each node: the cheapest; among ties the least effort, then the least left over, then the first.
 
     Args:
-        evaluation: What the checks found.
-        policy: What makes a good place.
+        evaluation: Results of the filters.
+        policy: Gives the costs.
         grid: The nodes.
-        ok: Whether each of their GPUs fits, one place after the other.
+        ok: Whether each of their GPUs fits, in the order of `grid.rows`.
     """
     rows, (each, nodes) = grid.rows.ravel(), grid.rows.shape
-    # Of the whole cluster it is quicker to reckon row by row and gather what comes of it than to gather each column.
-    is_many = rows.size >= len(evaluation.results.failed)
-    among = None if is_many else rows
-    effort, left = _effort(evaluation, among), evaluation.left_mib(among)
+    effort, left = _effort(evaluation, rows), evaluation.left_mib(rows)
     spread = np.int64(left.max() - left.min() + 1)
-    order = effort * spread
-    order += left
     cost = np.where(ok, policy.cost(evaluation, rows), np.inf).reshape(each, nodes)
     least = np.minimum.reduce(cost, axis=0)
-    rank = (order.take(rows) if is_many else order).reshape(each, nodes)
-    rank += (cost > least + policy.tolerance) * (MOST_EFFORT * spread)
-    rank *= each  # so that the place follows from the least, and is the first of equals
+    rank = (effort * spread + left).reshape(each, nodes)
+    rank += (cost > least + policy.tolerance) * (MAX_EFFORT * spread)
+    rank *= each  # the remainder by `each` is the place on the node, which breaks ties
     rank += np.arange(each)[:, None]
     able = places(np.isfinite(least))
-    place = np.minimum.reduce(rank, axis=0).take(able) % each
-    chosen = place * nodes + able
-    found = rows.take(chosen)
-    at = found if is_many else chosen
+    chosen = np.minimum.reduce(rank, axis=0).take(able) % each * nodes + able
     return Candidates(
         node=grid.node.take(able),
-        rows=found[:, None],
+        rows=rows.take(chosen)[:, None],
         cost=cost.take(chosen),
-        ready=1.0 - effort.take(at) / 2,
-        left_mib=left.take(at).astype(np.float64),
+        ready=1.0 - effort.take(chosen) / 2,
+        left_mib=left.take(chosen).astype(np.float64),
         is_linked=np.ones(able.size, np.bool_),
     )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Field:
-    """The GPUs that fit, shape (candidates,) each; those of one node stand together."""
+class _Fitting:
+    """The GPUs that fit, shape (gpus,) each, grouped by node."""
 
     rows: Rows
     node: NDArray[np.intp]
@@ -414,131 +420,110 @@ class _Field:
     left: NDArray[np.float64]
 
 
-def _several(evaluation: Evaluation, policy: Policy, rows: Rows) -> Candidates:
-    """Choose several GPUs in one mode on each node: on one NVLink island where there is room, anywhere otherwise.
+def _several_gpus(evaluation: Evaluation, policy: Policy, rows: Rows) -> Candidates:
+    """Select several GPUs in one mode on each node: in one NVLink domain if possible, otherwise anywhere.
 
     Args:
-        evaluation: What the checks found.
-        policy: What makes a good place.
-        rows: The GPUs that fit, in rising order.
+        evaluation: Results of the filters.
+        policy: Gives the costs.
+        rows: GPUs that fit, in rising order.
     """
-    columns, wanted = evaluation.snapshot.gpus, evaluation.pod_request.demand.gpus
-    node = columns.node[rows].astype(np.intp)
+    gpus, wanted = evaluation.snapshot.gpus, evaluation.pod_request.demand.gpus
+    node = gpus.node[rows].astype(np.intp)
     enough = np.bincount(node, minlength=1)[node] >= wanted
     rows, node = rows[enough], node[enough]
     if not rows.size:
-        return _nothing(0, wanted)
-    field = _Field(
+        return _no_candidates(0, wanted)
+    fitting = _Fitting(
         rows=rows,
         node=node,
         cost=policy.cost(evaluation, rows),
         effort=_effort(evaluation, rows).astype(np.float64),
         left=evaluation.left_mib(rows).astype(np.float64),
     )
-    anywhere, want = field.node * len(MODES) + evaluation.results.mode[rows], (wanted, policy.tolerance)
-    apart = _teams(field, anywhere * MOST_ISLANDS + columns.island[rows], want)
-    apart.is_linked[:] = True
-    mixed = _teams(field, anywhere, want)
-    together = Candidates(*[np.concatenate((getattr(apart, name), getattr(mixed, name))) for name in _NAMES])
-    least = np.full(2 * (int(together.node.max(initial=0)) + 1), np.inf)
-    among = 2 * together.node + together.is_linked
-    np.minimum.at(least, among, together.cost)
-    cost = np.where(together.cost <= least[among] + policy.tolerance, least[among], together.cost)
-    order = np.lexsort((together.left_mib, -together.ready, cost, ~together.is_linked, together.node))
-    _, first = np.unique(together.node[order], return_index=True)
-    return together.only(order[first])
+    by_mode = evaluation.node_and_mode(rows)
+    linked = _best_of_groups(fitting, by_mode * MAX_DOMAINS + gpus.nvlink_domain[rows], wanted, policy.tolerance)
+    linked.is_linked[:] = True
+    mixed = _best_of_groups(fitting, by_mode, wanted, policy.tolerance)
+    both = Candidates(*[np.concatenate((getattr(linked, name), getattr(mixed, name))) for name in _NAMES])
+    least = np.full(2 * (int(both.node.max(initial=0)) + 1), np.inf)
+    group = 2 * both.node + both.is_linked
+    np.minimum.at(least, group, both.cost)
+    cost = np.where(both.cost <= least[group] + policy.tolerance, least[group], both.cost)
+    order = np.lexsort((both.left_mib, -both.ready, cost, ~both.is_linked, both.node))
+    _, first = np.unique(both.node[order], return_index=True)
+    return both.only(order[first])
 
 
-def _teams(field: _Field, team: NDArray[np.intp], want: tuple[int, float]) -> Candidates:
-    """Choose the best GPUs of each team that has enough.
+def _best_of_groups(fitting: _Fitting, group: NDArray[np.intp], wanted: int, tolerance: float) -> Candidates:
+    """Select the best GPUs of each group that has enough.
 
     Args:
-        field: The GPUs that fit.
-        team: To which team each belongs, shape (candidates,).
-        want: How many GPUs, and by how much costs of ties differ at most.
+        fitting: GPUs that fit.
+        group: Number of the group of each GPU, shape (gpus,).
+        wanted: GPUs of a worker.
+        tolerance: Difference in cost up to which GPUs tie.
     """
-    wanted, tolerance = want
-    teams, position, size = np.unique(team, return_inverse=True, return_counts=True)
+    groups, position, size = np.unique(group, return_inverse=True, return_counts=True)
     position = np.asarray(position, np.intp)
-    best = np.full(len(teams), np.inf)
-    np.minimum.at(best, position, field.cost)
-    tie = field.cost <= best[position] + tolerance
-    # By team; inside, ties with the best first, those in use with the least left over ahead, then by cost.
-    second, third = np.where(tie, field.effort, field.cost), np.where(tie, field.left, 0.0)
-    order = np.lexsort((third, second, ~tie, team))
+    best = np.full(len(groups), np.inf)
+    np.minimum.at(best, position, fitting.cost)
+    tie = fitting.cost <= best[position] + tolerance
+    # By group; ties first, those by effort and memory left over, the others by cost.
+    second, third = np.where(tie, fitting.effort, fitting.cost), np.where(tie, fitting.left, 0.0)
+    order = np.lexsort((third, second, ~tie, group))
     starts = np.cumsum(size) - size
     chosen = order[starts[size >= wanted][:, None] + np.arange(wanted)]
     return Candidates(
-        node=field.node[chosen[:, 0]],
-        rows=field.rows[chosen],
-        cost=field.cost[chosen].mean(axis=1),
-        ready=1.0 - field.effort[chosen].mean(axis=1) / 2,
-        left_mib=field.left[chosen].sum(axis=1),
+        node=fitting.node[chosen[:, 0]],
+        rows=fitting.rows[chosen],
+        cost=fitting.cost[chosen].mean(axis=1),
+        ready=1.0 - fitting.effort[chosen].mean(axis=1) / 2,
+        left_mib=fitting.left[chosen].sum(axis=1),
         is_linked=np.zeros(len(chosen), np.bool_),
     )
 
 
-def scores(choices: Candidates, policy: Policy) -> NDArray[np.int64]:
-    """Score nodes from 0 to 10, the integers that kube-scheduler takes.
+def scores(candidates: Candidates, policy: Policy) -> NDArray[np.int64]:
+    """Score nodes with the integers from 0 to 10 that kube-scheduler accepts.
 
-    The best place gets 10. Other ties with it get 6 to 9: 8 or 9 in use, 6 or 7 idle, the more the less memory is left.
-    The rest gets 0 to 5, the more the closer its cost is to the best.
+    The best node gets 10. Ties with it get 8 or 9 if in use and 6 or 7 if idle, more if less memory is left over.
+    The others get 0 to 5 by their cost.
 
     Returns:
         Scores, shape (nodes,).
     """
-    if not len(choices.node):
+    if not len(candidates.node):
         return np.zeros(0, np.int64)
-    tie = ties(choices, policy)
-    lowest, highest = choices.cost.min(), choices.cost.max()
-    most_left = max(1.0, choices.left_mib.max())
-    tight = choices.left_mib <= most_left / 2
-    tied = TIE_FLOOR + 2 * (choices.ready > HALF) + tight
+    tie = ties(candidates, policy)
+    lowest, highest = candidates.cost.min(), candidates.cost.max()
+    tight = candidates.left_mib <= max(1.0, candidates.left_mib.max()) / 2
+    tied = TIE_FLOOR + 2 * (candidates.ready > IDLE_READINESS) + tight
     spread = max(highest - lowest, np.finfo(np.float64).tiny)
-    behind = np.floor((TIE_FLOOR - 1) * (highest - choices.cost) / spread)
+    behind = np.floor((TIE_FLOOR - 1) * (highest - candidates.cost) / spread)
     result: NDArray[np.int64] = np.where(tie, tied, behind).astype(np.int64)
-    result[best_of(choices, np.flatnonzero(tie))] = MAX_SCORE
+    result[best_of(candidates, np.flatnonzero(tie))] = MAX_SCORE
     return result
 
 
-def top_k(choices: Candidates, policy: Policy, most: int) -> Rows:
-    """Return the best choices, at most so many, the best first: by score, then by what is left over."""
-    rank = choices.left_mib / (1.0 + choices.left_mib.max(initial=0.0)) - scores(choices, policy)
+def top_k(candidates: Candidates, policy: Policy, most: int) -> Rows:
+    """Return at most so many of the best candidates, best first: by score, then by memory left over."""
+    rank = candidates.left_mib / (1.0 + candidates.left_mib.max(initial=0.0)) - scores(candidates, policy)
     first = np.argpartition(rank, most - 1)[:most] if rank.size > most else np.arange(rank.size)
     order: Rows = first[np.argsort(rank[first], kind="stable")]
     return order
 
 
-def ties(choices: Candidates, policy: Policy) -> Bools:
-    """Return the best choices: linked ones where there are any, and of these the ones that cost the least."""
-    able = choices.is_linked if choices.is_linked.any() else ~choices.is_linked
-    tied: Bools = able & (choices.cost <= choices.cost[able].min() + policy.tolerance)
+def ties(candidates: Candidates, policy: Policy) -> Bools:
+    """Return where a candidate ties with the cheapest; linked candidates only, if there are any."""
+    able = candidates.is_linked if candidates.is_linked.any() else ~candidates.is_linked
+    tied: Bools = able & (candidates.cost <= candidates.cost[able].min() + policy.tolerance)
     return tied
 
 
-def best_of(choices: Candidates, among: Rows) -> int:
-    """Return the choice that comes first among ties: the readiest, then least left over, then the first node."""
-    for by in (-choices.ready, choices.left_mib, choices.node):
-        found = by.take(among)
-        among = among.take(places(found == found.min()))
+def best_of(candidates: Candidates, among: Rows) -> int:
+    """Return the first of tied candidates: by readiness, then least memory left over, then the node's index."""
+    for key in (-candidates.ready, candidates.left_mib, candidates.node):
+        values = key.take(among)
+        among = among.take(places(values == values.min()))
     return int(among[0])
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """What the site has chosen."""
-
-    policy: Policy
-    slots: int
-    """Most tenants of one GPU."""
-    limits: AdmissionLimits = NO_LIMITS
-    """What a GPU must be like before the policy looks at it."""
-
-    def policy_for(self, pod_request: PodRequest) -> Policy:
-        """Return the job's own policy, or the site's where it has none."""
-        return self.policy if pod_request.policy is None else find_policy(pod_request.policy)
-
-    def limits_for(self, pod_request: PodRequest) -> AdmissionLimits:
-        """Return what a GPU must be like for a job."""
-        alone = self.policy_for(pod_request).alone
-        return self.limits.with_exclusive_gpus() if alone else self.limits
