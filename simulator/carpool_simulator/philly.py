@@ -17,7 +17,7 @@ from carpool_core.products import UnknownProductError, find_product
 from carpool_core.resources.node import MAX_GPUS, Device
 from carpool_core.resources.schema import describe_decode_error
 from carpool_core.values import GpuUuid, SharingMode
-from carpool_extender.framework.diagnosis import pluralize
+from carpool_extender.framework.filters import pluralize
 from carpool_extender.queue.order import QueueOrder
 from msgspec import Meta
 

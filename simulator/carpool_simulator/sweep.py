@@ -98,7 +98,9 @@ def named(policies: str, base: Strategy, conditions: AdmissionLimits = NO_LIMITS
     """
     names = list(dict.fromkeys(name.strip() for name in policies.split(",")))
     if names == [ALL]:
-        names = sorted(POLICIES, key=lambda name: not POLICIES[name].alone)  # the rest is compared with the first line
+        names = sorted(
+            POLICIES, key=lambda name: not POLICIES[name].exclusive
+        )  # the rest is compared with the first line
     elif several := [name for name in names if name in (ALL, PUBLISHED)]:
         raise UnknownPolicyError(f"expected {several[0]} alone, or names of policies, found {policies}; leave one out")
     names = [find_policy(name).name for name in names]

@@ -30,9 +30,17 @@ from carpool_extender.cache.gpu_table import (
 from carpool_extender.cache.health import SILENT
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.admission_limits import AdmissionLimits, Quantile
-from carpool_extender.framework.diagnosis import pluralize
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
-from carpool_extender.framework.filters import SLACK, Check, Evaluation, run_filters
+from carpool_extender.framework.filters import (
+    LIMITS,
+    SLACK,
+    SLOWDOWN,
+    TENANCY,
+    Check,
+    Evaluation,
+    pluralize,
+    run_filters,
+)
 from carpool_extender.framework.gang import max_workers
 from carpool_extender.framework.scores import SchedulerConfig
 from carpool_extender.framework.selection import Placement, best_place
@@ -100,10 +108,7 @@ class Scenario:
     def place(self, pod_request: PodRequest, config: SchedulerConfig | None = None) -> tuple[str, Placement] | None:
         """Return node and placement of the first worker if all wanted workers fit; None otherwise."""
         evaluated = CachedEvaluation(pod_request, config or self.config, self.snapshot)
-        if (
-            self.whole_gang
-            and max_workers(evaluated, np.flatnonzero(evaluated.evaluation.ok), self.wanted) < self.wanted
-        ):
+        if self.whole_gang and max_workers(evaluated, self.wanted) < self.wanted:
             return None
         return best_place(evaluated, with_reason=False)
 
@@ -113,7 +118,7 @@ class Scenario:
 
     def failing(self, check: Check) -> Rows:
         """Return the rows of the GPUs that this check refuses."""
-        return np.flatnonzero(self.now.results.failed == check)
+        return np.flatnonzero(self.now.results.failed == check.number)
 
 
 def advice(scenario: Scenario) -> list[str]:
@@ -204,7 +209,7 @@ def _memory_advice(scenario: Scenario, need: int, least: int, row: int) -> str |
 
 def _larger_own_limit(scenario: Scenario) -> Iterator[Change]:
     """Try the largest maxSlowdown, then the smallest that suffices."""
-    if not scenario.failing(Check.SLOWDOWN).size:
+    if not scenario.failing(SLOWDOWN).size:
         return
     patient_request = scenario.requesting(max_slowdown=MAX_SLOWDOWN_LIMIT)
     patient = CachedEvaluation(patient_request, scenario.config, scenario.snapshot).evaluation
@@ -222,7 +227,7 @@ def _larger_own_limit(scenario: Scenario) -> Iterator[Change]:
 def _own_slowdowns(evaluation: Evaluation, rows: Rows) -> Floats:
     if evaluation.limits.quantile is Quantile.MEDIAN:
         return evaluation.results.slowdown[rows]
-    return np.array([evaluation.upper(row) for row in rows.tolist()])
+    return np.array([evaluation.upper_slowdown(row) for row in rows.tolist()])
 
 
 def _round_up(slowdown: float) -> float:
@@ -233,7 +238,7 @@ def _larger_limits_of_tenants(scenario: Scenario) -> Iterator[Change]:
     """Try larger limits of the co-tenants on the GPUs where they are exceeded least."""
     if scenario.wanted > 1 or scenario.demand.gpus > 1:
         return
-    rows = scenario.failing(Check.SLOWDOWN)
+    rows = scenario.failing(SLOWDOWN)
     rows = rows[np.argsort(-scenario.now.results.slowdown_margin[rows], kind="stable")][:MAX_SLOWED_GPUS]
     if rows.size:
         ways = (_accepting(scenario, row) for row in rows.tolist())
@@ -241,7 +246,7 @@ def _larger_limits_of_tenants(scenario: Scenario) -> Iterator[Change]:
 
 
 def _accepting(scenario: Scenario, row: int) -> str | None:
-    own, *tenants = scenario.now.met(row)
+    own, *tenants = scenario.now.members(row)
     if own.slowdown - own.limit > SLACK or _holds_worker(scenario, row):
         return None
     table, parts = scenario.snapshot.gpus.take(np.array([row])), []
@@ -305,7 +310,7 @@ def _freed_for_gang(scenario: Scenario, taken: list[int]) -> str | None:
     fits = np.flatnonzero(scenario.now.ok)
     beside = np.isin(table.node.take(fits), table.node.take(taken))
     # Workers on different nodes do not interact, so only the nodes of the emptied GPUs are evaluated again.
-    elsewhere = max_workers(scenario.cached_evaluation, fits[~beside], scenario.wanted)
+    elsewhere = max_workers(scenario.cached_evaluation, scenario.wanted, ~np.isin(table.node, table.node.take(taken)))
     emptying = _Emptying(scenario, set(table.uuid[np.append(fits[beside], taken)].tolist()))
 
     def suffices(rows: Sequence[int]) -> bool:
@@ -341,7 +346,7 @@ class _Emptying:
                 self._copy.apply(without_pods(node, gone))
                 changed.append(node)
         evaluated = CachedEvaluation(self._scenario.pod_request, self._scenario.config, self._copy.snapshot())
-        fitting = max_workers(evaluated, np.flatnonzero(evaluated.evaluation.ok), self._scenario.wanted)
+        fitting = max_workers(evaluated, self._scenario.wanted)
         for node in changed:
             self._copy.apply(node)
         return fitting
@@ -407,7 +412,7 @@ def _emptied(table: GpuTable) -> GpuTable:
 def _fewer_workers(scenario: Scenario) -> Iterator[Change]:
     """Try as many workers as fit at once."""
     if scenario.whole_gang:
-        fitting = max_workers(scenario.cached_evaluation, np.flatnonzero(scenario.now.ok), scenario.wanted)
+        fitting = max_workers(scenario.cached_evaluation, scenario.wanted)
         less = f"with {pluralize(scenario.wanted - fitting, 'worker')} less (spec.workers)"
         yield Change("fewer workers", less if fitting else None)
 
@@ -439,7 +444,7 @@ def _other_requirements(scenario: Scenario) -> Iterator[Change]:
     if demand.mode is not RequestedMode.AUTO:
         found = scenario.place(scenario.requesting(mode=RequestedMode.AUTO))
         yield Change("sharing mode Auto", None if found is None else f"by {found[1].mode} with spec.sharing.mode Auto")
-    if demand.tenancy is not Tenancy.CLUSTER and scenario.failing(Check.TENANCY).size:
+    if demand.tenancy is not Tenancy.CLUSTER and scenario.failing(TENANCY).size:
         found = scenario.place(scenario.requesting(tenancy=Tenancy.CLUSTER))
         yield Change("tenancy Cluster", None if found is None else "with spec.sharing.tenancy Cluster")
 
@@ -452,9 +457,9 @@ def _product(scenario: Scenario, place: Placement) -> str:
 def _no_admission_limits(scenario: Scenario) -> Iterator[Change]:
     """Try the site's configuration without its admission limits."""
     limits = scenario.config.limits
-    if not limits.any_set or not scenario.failing(Check.CONDITION).size:
+    if not limits.set() or not scenario.failing(LIMITS).size:
         return
-    without = replace(scenario.config, limits=AdmissionLimits(alone=limits.alone, quantile=limits.quantile))
+    without = replace(scenario.config, limits=AdmissionLimits(exclusive=limits.exclusive, quantile=limits.quantile))
     found = scenario.place(scenario.pod_request, without)
     yield Change("no admission limits", None if found is None else f"without the site's admission limits ({limits})")
 

@@ -16,10 +16,10 @@ from carpool_core.values import GpuUuid, PodUid, SharingMode
 from carpool_extender.cache.gpu_table import Bools, NodeGrid
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.explain.counterfactual import Scenario, advice
-from carpool_extender.framework.diagnosis import PREFIX, pluralize
+from carpool_extender.framework.diagnosis import PREFIX
 from carpool_extender.framework.evaluation_cache import CachedEvaluation, EvaluationCache
-from carpool_extender.framework.filters import Evaluation
-from carpool_extender.framework.gang import Gangs, Seen, infeasible_when_empty, place_workers
+from carpool_extender.framework.filters import Evaluation, pluralize
+from carpool_extender.framework.gang import ClusterState, Gangs, infeasible_when_empty, place_workers
 from carpool_extender.framework.scores import Candidates, Policy, SchedulerConfig, best_of, select, ties
 from carpool_extender.framework.selection import Placement, filter_nodes
 
@@ -52,7 +52,7 @@ class DryRun:
 
     def __init__(
         self,
-        seen: Seen,
+        seen: ClusterState,
         pod_request: PodRequest,
         config: SchedulerConfig,
         steps: int | None = None,
@@ -148,7 +148,7 @@ class DryRun:
 
     def _place(self) -> list[tuple[str, Placement]]:
         workers = min(self.wanted, MAX_DRY_RUN_WORKERS)
-        return list(place_workers(self._seen.cluster, self.pod_request, self._config, workers))
+        return list(place_workers(self._evaluated(), workers, with_reason=True))
 
     def _placed_lines(self, places: Sequence[tuple[str, Placement]], *, numbered: bool = True) -> list[str]:
         lines = [self._placed_line(*place) for place in places]
@@ -343,7 +343,7 @@ class _Entry(NamedTuple):
 
 
 def _entry(policy: Policy, best: RankedPlace, one: RankedPlace) -> _Entry:
-    score = f"{policy.score.told(one.cost)}; " if policy.score else ""
+    score = f"{policy.score.text(one.cost)}; " if policy.score else ""
     if one is best:
         text = score.removesuffix("; ") or "the best"
         return _Entry(text, text, text)

@@ -33,9 +33,9 @@ from carpool_extender.cache.usage import TenantUsage, counted_tenants, epoch_sec
 from carpool_extender.explain.counterfactual import without_pods
 from carpool_extender.explain.dry_run import DryRun, step_time_at
 from carpool_extender.explain.queue_position import Queue, list_all, queue_of, turn_of
-from carpool_extender.framework.diagnosis import lines, with_measures, with_own
+from carpool_extender.framework.diagnosis import explain_gpus, lines, with_measures, with_own
+from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.scores import SchedulerConfig
-from carpool_extender.framework.selection import explain_gpus
 from carpool_extender.informers import JobRow, JobSpecRow, JobStatusRow
 from carpool_extender.queue.order import QueueOrder
 from carpool_extender.workloads import ANNOTATION_POLICY, AS_SHIPPED, JobOptions, NotOurs, demand_of_row, pod_request_of
@@ -444,7 +444,7 @@ def _gpu_lines(
     options: Options,
     own: frozenset[GpuUuid] = frozenset(),
 ) -> list[str]:
-    found = explain_gpus(cluster.snapshot(), pod_request, sorted(cluster.nodes), config)
+    found = explain_gpus(CachedEvaluation(pod_request, config, cluster.snapshot()), sorted(cluster.nodes))
     measured = {uuid: text for node in cluster.nodes.values() for uuid, text in measured_differences(node).items()}
     return lines(with_own(with_measures(found, measured), own), each=options.each_gpu)
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 from carpool_core.values import SharingMode
-from carpool_predictor.models.slowdown import DRAM_SATURATION, SM_SATURATION, upper_margin, slowdowns
+from carpool_predictor.models.slowdown import DRAM_SATURATION, SM_SATURATION, slowdowns, upper_margin
 from numpy.typing import NDArray
 
 from carpool_extender.cache.gpu_table import MODES, SHARED, Bools, Floats, GpuTable, Rows, places

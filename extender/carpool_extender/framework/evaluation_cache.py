@@ -21,7 +21,7 @@ MAX_INCREMENTAL = 0.25
 class FilterRunner(Protocol):
     """Runs all checks; the simulator passes one with a memo."""
 
-    def __call__(self, evaluation: Evaluation, rows: Rows | None) -> FilterResults:
+    def __call__(self, evaluation: Evaluation, rows: Rows | None, /) -> FilterResults:
         """Return the results for some GPUs; for all if None."""
         ...
 

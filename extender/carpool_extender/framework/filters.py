@@ -123,7 +123,9 @@ class Evaluation:
         known, class_table = self._mode_table, self.pod_request.class_table(self.snapshot.classes)
         if known is None or known.class_table is not class_table:
             mode = choose_modes(self.pod_request, class_table, exclusive=self.limits.exclusive)
-            need_mib = np.where(mode == TIME_SLICING, class_table.unenforced_mib[:, None], class_table.need_mib[:, None])
+            need_mib = np.where(
+                mode == TIME_SLICING, class_table.unenforced_mib[:, None], class_table.need_mib[:, None]
+            )
             known = self._mode_table = ModeTable(class_table, mode, need_mib)
         return known
 

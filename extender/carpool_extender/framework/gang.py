@@ -1,6 +1,6 @@
 """Gang placement: places for all workers of a job at once, as a pure function of a snapshot."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -20,11 +20,11 @@ from carpool_extender.cache.gpu_table import (
     update_aggregates,
 )
 from carpool_extender.cache.pod_request import PodRequest
-from carpool_extender.framework.diagnosis import PREFIX
+from carpool_extender.framework.diagnosis import PREFIX, placement_reason
 from carpool_extender.framework.evaluation_cache import CachedEvaluation, EvaluationCache
 from carpool_extender.framework.filters import Evaluation, pluralize, run_filters
 from carpool_extender.framework.scores import BestPerNode, Policy, SchedulerConfig, select
-from carpool_extender.framework.selection import Placement, placement_on, placement_reason
+from carpool_extender.framework.selection import Placement, placement_on
 from carpool_extender.framework.sharing_mode import EXCLUSIVE, MIG, MPS
 
 
@@ -40,7 +40,6 @@ def place_workers(
     wanted: int,
     among: Bools | None = None,
     *,
-    closes: Callable[[str], bool] | None = None,
     with_reason: bool = False,
 ) -> list[WorkerPlace]:
     """Place workers of one job one after the other, each beside those before it, as filter, score and bind would.
@@ -52,7 +51,6 @@ def place_workers(
         cached: Evaluation of one worker.
         wanted: Number of workers.
         among: Permitted GPUs, shape (gpus,); all if None.
-        closes: Called with the node of each placed worker; returns whether the node takes no more workers.
         with_reason: Whether each placement carries its reason.
 
     Returns:
@@ -61,7 +59,7 @@ def place_workers(
     evaluation, policy = cached.evaluation, cached.policy
     names = evaluation.snapshot.node_names
     fitting = evaluation.ok if among is None else evaluation.ok & among
-    if with_reason or closes is not None:  # a reason names the GPUs that were passed over, too
+    if with_reason:  # a reason names the GPUs that were passed over, too
         rows = places(evaluation.snapshot.gpus.alive)
     else:
         rows = _rows_of_best_nodes(evaluation, policy, wanted, fitting)
@@ -74,8 +72,6 @@ def place_workers(
         chosen = best.of(np.array([node])).rows[0]
         reason = placement_reason(paper, chosen.tolist(), policy) if with_reason else ""
         found.append(WorkerPlace(names[node], placement_on(paper, chosen.tolist(), policy, reason)))
-        if closes is not None and closes(names[node]):
-            permitted &= paper.snapshot.gpus.node != node
         if len(found) < wanted:
             _join(paper, chosen, number=len(found))
             nodes = np.zeros(len(names), np.bool_)

@@ -17,8 +17,8 @@ Cost = NDArray[np.float64]
 UNKNOWN_POWER_W = (300.0, 40.0)
 """Power limit and idle power of a product without an entry, in watts."""
 AWAKE_SHARE, FULL_SHARE = 0.21, 0.83
-"""Power of a GPU in use as a share of its limit, with no SM active and with all. Means of the measurements of a P100, an
-RTX 6000 and a V100 by Zeus (You et al., NSDI '23); its A40 is held out, because simulated GPUs use it."""
+"""Power of a GPU in use as a share of its limit, with no SM active and with all. Means of what Zeus
+(You et al., NSDI '23) measured of a P100, an RTX 6000 and a V100; its A40 is held out."""
 
 
 def nothing(evaluation: Evaluation, rows: Rows) -> Cost:
@@ -142,8 +142,8 @@ class Policy:
     score: Score | None = None
     """How the cost is printed; None if all costs are equal."""
     tolerance: float = 0.0
-    """Difference to the least cost up to which GPUs tie. A tie goes to the GPU in use with the least memory left over, so
-    that whole GPUs stay free for large jobs."""
+    """Difference to the least cost up to which GPUs tie. A tie goes to the GPU in use with the least memory left
+    over, so that whole GPUs stay free for large jobs."""
     exclusive: bool = False
     """Whether it gives every job a GPU of its own."""
     is_local: bool = True

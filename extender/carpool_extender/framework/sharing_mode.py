@@ -19,8 +19,8 @@ def choose_modes(pod_request: PodRequest, table: ClassTable, *, exclusive: bool 
     """Choose the mode of a GPU by its device class and its present mode.
 
     - Present tenants keep their mode, and nothing joins an exclusive tenant.
-    - On an idle GPU, `Auto` is exclusive for a job of unknown memory. If its own peak may replace the bound later, it is
-      a mode that others can join.
+    - On an idle GPU, `Auto` is exclusive for a job of unknown memory. If its own peak may replace the bound later,
+      it is a mode that others can join.
     - A job that shares with other namespaces gets a MIG instance that leaves room for others: hardware isolates them.
     - Other jobs get MPS, which limits memory. They get time-slicing where the device has no MPS, or the job has several
       GPUs: each GPU has its own MPS daemon, and a process reaches only one.

@@ -23,11 +23,12 @@ from carpool_core.values import GpuUuid, JobUid, PodUid
 from carpool_extender.cache.cluster import ClusterCache
 from carpool_extender.cache.gpu_table import Bools, Snapshot
 from carpool_extender.cache.pod_request import PodRequest
-from carpool_extender.framework.diagnosis import PREFIX, Offer, pluralize, summary
+from carpool_extender.framework.diagnosis import PREFIX, summary
 from carpool_extender.framework.evaluation_cache import CachedEvaluation, EvaluationCache
-from carpool_extender.framework.gang import infeasible_when_empty, max_workers, max_workers_when_empty, places_for
+from carpool_extender.framework.filters import pluralize
+from carpool_extender.framework.gang import infeasible_when_empty, max_workers, max_workers_when_empty, place_workers
 from carpool_extender.framework.scores import SchedulerConfig
-from carpool_extender.framework.selection import Placement, best_place, placement_on, reservation_of
+from carpool_extender.framework.selection import Placement, best_place, reservation_of
 from carpool_extender.queue.order import QueueCursor, QueueEnd, QueueKey, QueueOrder
 
 EndOf: TypeAlias = Callable[[Reservation], float | None]
@@ -441,7 +442,7 @@ def has_room(cached: CachedEvaluation, workers: int) -> bool:
     """Return whether a whole gang fits."""
     if workers == 1:
         return bool(cached.best.fits.any())
-    return max_workers(cached, np.flatnonzero(cached.evaluation.ok), workers) >= workers
+    return max_workers(cached, workers) >= workers
 
 
 def place_gang(
@@ -459,15 +460,8 @@ def place_gang(
             return None
         best = best_place(cached, among, with_reason=False)
         return None if best is None else [best]
-    evaluation = cached.evaluation
-    ok = evaluation.ok if among is None else evaluation.ok & among
-    places = places_for(cached, np.flatnonzero(ok), workers)
-    if len(places) < workers:
-        return None
-    snapshot = evaluation.snapshot
-    nodes = [snapshot.node_names[node] for node in snapshot.gpus.node[places[:, 0]].tolist()]
-    found = (placement_on(evaluation, rows, cached.policy, "") for rows in places.tolist())
-    return list(zip(nodes, found, strict=True))
+    places = place_workers(cached, workers, among)
+    return list(places) if len(places) == workers else None
 
 
 def claims_of(info: QueuedJobInfo, found: Sequence[tuple[str, Placement]]) -> tuple[Claim, ...]:
@@ -506,13 +500,13 @@ def refusal_message(waiting: Waiting, evaluations: EvaluationCache, slots: int) 
     evaluation = cached.evaluation
     fitting = np.flatnonzero(evaluation.ok)
     if workers > 1 and fitting.size:
-        found, most = max_workers(cached, fitting, workers), max_workers_when_empty(evaluation, slots)
+        found, most = max_workers(cached, workers), max_workers_when_empty(evaluation, slots)
         ever = f", and for {most:,} at most if all GPUs were empty" if most < workers else ""
         return (
             f"{PREFIX}job {info.name} needs places for {pluralize(workers, 'worker')} of "
             f"{pluralize(demand.gpus, 'GPU')} at once, there is room for {found:,}{ever}; none starts before all can"
         )
-    return summary(evaluation, Offer(np.flatnonzero(evaluation.snapshot.gpus.alive), 0))
+    return summary(evaluation, np.flatnonzero(evaluation.snapshot.gpus.alive))
 
 
 def _outside(snapshot: Snapshot, gpus: frozenset[Gpu]) -> Bools:

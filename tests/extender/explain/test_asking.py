@@ -63,8 +63,8 @@ async def test_the_sites_preconditions_hold():
     kube, rules = FakeKube(), SchedulerConfig(find_policy("least-slowdown"), 8, AdmissionLimits(max_jobs=1))
     seed_node(kube, gpu_node("a", 1, [tenant("y", ["GPU-a-0"])]))
     told = (await what_if(kube, job_of(), rules, predicted, OPTIONS)).lines
-    assert told[1] == "would have to wait now: 1 GPU: 1 tenant, the policy allows 1"
-    assert told[-1].endswith("1 tenant, the policy allows 1")
+    assert told[1] == "would have to wait now: 1 GPU: jobs on a GPU 2, the site's limit is 1"
+    assert told[-1].endswith("jobs on a GPU 2, the site's limit is 1")
 
 
 async def test_what_has_to_wait_for_gpus_of_one_node_is_told_how_many_there_are():

@@ -184,7 +184,7 @@ async def test_of_a_placed_job_that_would_find_no_place_any_more_it_is_told_that
     place_workers(kube)
     rules = SchedulerConfig(find_policy("least-slowdown"), 8, AdmissionLimits(min_free_mib=10**6))
     told = (await explain_job(kube, "x", "default", rules, OPTIONS)).lines
-    why = "2 GPUs: at best 40,960 MiB free, the policy asks for 1,000,000 MiB"
+    why = "2 GPUs: at best free memory 40,960 MiB, the site's limit is 1,000,000 MiB"
     assert told[1] == f"{STAYS} least-slowdown it would have to wait: {why}"
     assert told[2].endswith("the policy asks for 1,000,000 MiB")
 

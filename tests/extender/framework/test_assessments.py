@@ -6,9 +6,9 @@ from carpool_core.testing.clock import FakeClock
 from carpool_core.values import Tenancy
 from carpool_extender.cache.cluster import ClusterCache
 from carpool_extender.cache.health import SILENCE_S, GpuAvailability
-from carpool_extender.framework.evaluation_cache import REMEMBERED, CachedEvaluation, EvaluationCache
+from carpool_extender.framework.evaluation_cache import MAX_ENTRIES, CachedEvaluation, EvaluationCache
 from carpool_extender.framework.scores import POLICIES, SchedulerConfig, find_policy
-from carpool_extender.framework.selection import FEW, MOST_CANDIDATES, SPARE, filter_nodes, place_on_node, score_nodes
+from carpool_extender.framework.selection import FEW, MAX_CANDIDATES, SPARE, filter_nodes, place_on_node, score_nodes
 from carpool_extender.testing import cluster, gpu_node, pod_request, prediction, tenant
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,7 +62,7 @@ def test_jobs_of_the_same_shape_share_an_assessment_and_others_do_not():
     first = following.of(pod_request("one"))
     assert following.of(pod_request("two")) is first
     assert following.of(pod_request("two", max_slowdown=1.2)) is not first
-    for i in range(REMEMBERED):
+    for i in range(MAX_ENTRIES):
         following.of(pod_request("x", min_memory_mib=i + 1))
     assert following.of(pod_request("one")) is not first
 
@@ -92,16 +92,16 @@ def test_of_many_nodes_that_do_not_fit_nothing_is_told_while_others_do():
     assert "960 MiB free" in told.refused["n0"]
 
 
-@pytest.mark.parametrize("unoffered", [0, 5, SPARE + MOST_CANDIDATES // 2])
+@pytest.mark.parametrize("unoffered", [0, 5, SPARE + MAX_CANDIDATES // 2])
 def test_of_many_nodes_that_fit_the_best_are_named_and_the_best_first(unoffered):
-    empty = [gpu_node(f"n{i}", 1) for i in range(4 * MOST_CANDIDATES)]
+    empty = [gpu_node(f"n{i}", 1) for i in range(4 * MAX_CANDIDATES)]
     taken = [tenant("t", [f"GPU-used-{i}"], memory_limit_mib=4000 * i) for i in (1, 2)]
     full = tenant("f", ["GPU-full-0"], memory_limit_mib=40000)
     known = cluster(*empty, gpu_node("used", 3, taken), gpu_node("full", 1, [full]))
     names = ["full", *(node.metadata.name for node in empty[unoffered:]), "used"]
     found = CachedEvaluation(pod_request(), fit(), known.snapshot())
     all_of_them, fits = score_nodes(found, names).tolist(), filter_nodes(found, names).fits
-    assert len(fits) == MOST_CANDIDATES
+    assert len(fits) == MAX_CANDIDATES
     assert fits[0] == "used"
     assert set(fits) < set(names) - {"full"}
     assert score_nodes(found, fits).tolist()[0] == all_of_them[names.index("used")] == 10

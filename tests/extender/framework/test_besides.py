@@ -3,11 +3,10 @@
 import pytest
 from carpool_core.values import DeviceHealth, RequestedMode, SharingMode
 from carpool_extender.framework.admission_limits import AdmissionLimits
-from carpool_extender.framework.diagnosis import all_failures, headroom, other_failures, outcome
+from carpool_extender.framework.diagnosis import all_failures, explain_gpus, headroom, other_failures, outcome
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
-from carpool_extender.framework.filters import Check
+from carpool_extender.framework.filters import CHECKS, HEALTH, LIMITS, MEMORY, MODE, SLOTS, SLOWDOWN, SUITABILITY
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
-from carpool_extender.framework.selection import explain_gpus
 from carpool_extender.testing import T4, cluster, device, gpu_node, pod_request, prediction, tenant
 
 GPU = "GPU-a-0"
@@ -25,11 +24,11 @@ def test_all_that_fails_is_told_with_its_margin_the_first_as_before():
     conditions = AdmissionLimits(max_sm_active=0.8)
     newcomer = pod_request(prediction=LARGE)
     evaluation = asked(gpu_node("a", 1, crowd), newcomer, 2, conditions)
-    assert other_failures(evaluation, 0) == [Check.MEMORY, Check.CONDITION, Check.SLOWDOWN]
+    assert other_failures(evaluation, 0) == [MEMORY, LIMITS, SLOWDOWN]
     told = all_failures(evaluation, 0).split("; besides, ")
     assert told[0] == outcome(evaluation, 0) == "has 2 tenants, the most allowed is 2"
     assert told[1] == "needs 15,500 MiB, has 12,960 MiB free (2,540 MiB short)"
-    assert told[2] == "SM activity 1.80, the policy allows 0.80"
+    assert told[2] == "SM activity 1.80, the site's limit is 0.80"
     assert told[3].startswith("would slow default/x0 to 2.80 of 1.50 (1.30 beyond)")
 
 
@@ -37,26 +36,26 @@ def test_all_that_fails_is_told_with_its_margin_the_first_as_before():
     ("tenants", "newcomer", "besides"),
     [
         pytest.param([], pod_request(prediction=LARGE), [], id="nothing else"),
-        pytest.param([], pod_request(product=T4, prediction=LARGE), [Check.SUITABLE], id="of another product"),
+        pytest.param([], pod_request(product=T4, prediction=LARGE), [SUITABILITY], id="of another product"),
         pytest.param(
             [tenant("x", [GPU], SharingMode.EXCLUSIVE)],
             pod_request(prediction=LARGE),
-            [Check.MODE],
+            [MODE],
             id="somebody's own, of whose memory nothing is to be said",
         ),
         pytest.param(
             [tenant("x", [GPU], memory_limit_mib=30_000)],
             pod_request(prediction=LARGE),
-            [Check.MEMORY],
+            [MEMORY],
             id="too full",
         ),
-        pytest.param([tenant("x", [GPU], **BUSY)], pod_request(prediction=LARGE), [Check.SLOWDOWN], id="too busy"),
+        pytest.param([tenant("x", [GPU], **BUSY)], pod_request(prediction=LARGE), [SLOWDOWN], id="too busy"),
     ],
 )
 def test_a_gpu_that_is_sick_may_be_unfit_besides(tenants, newcomer, besides):
     sick = [device(0, health=DeviceHealth.UNHEALTHY, health_message="Xid 79")]
     evaluation = asked(gpu_node("a", sick, tenants), newcomer)
-    assert evaluation.results.failed[0] == Check.HEALTH
+    assert evaluation.results.failed[0] == HEALTH.number
     assert other_failures(evaluation, 0) == besides
     assert all_failures(evaluation, 0).count("; besides, ") == len(besides)
 
@@ -74,7 +73,7 @@ def test_where_the_job_fits_it_is_told_how_far_the_sites_limits_are():
     told = all_failures(asked(node, newcomer, conditions=conditions), 0).split("; ")
     assert told[-1] == (
         "tenant 2 of at most 3, SM activity 0.30 of at most 0.80, joint SM activity 0.55 of at most 0.90, "
-        "30,960 MiB free before it, at least 5,120 asked for"
+        "free memory 30,960 MiB of at least 5,120 MiB"
     )
     fewer_slots = asked(node, newcomer, 2, conditions=conditions)
     assert headroom(fewer_slots, 0)[0] == "tenant 2 of at most 2"
@@ -88,8 +87,8 @@ def test_a_gpu_of_its_own_has_no_number_of_tenants():
 def test_explain_tells_them():
     node = gpu_node("a", [device(0, health=DeviceHealth.UNHEALTHY, health_message="Xid 79")])
     rules = SchedulerConfig(find_policy("least-slowdown"), 8)
-    (answer,) = explain_gpus(cluster(node).snapshot(), pod_request(product=T4), ["a"], rules)
-    assert answer.said.startswith("unhealthy: Xid 79; besides, wrong product")
+    (answer,) = explain_gpus(CachedEvaluation(pod_request(product=T4), rules, cluster(node).snapshot()), ["a"])
+    assert answer.text.startswith("unhealthy: Xid 79; besides, wrong product")
 
 
 def test_first_and_besides_are_the_checks_that_fail_alone():
@@ -101,13 +100,11 @@ def test_first_and_besides_are_the_checks_that_fail_alone():
     newcomer, conditions = pod_request(prediction=LARGE), AdmissionLimits(max_sm_active=0.8)
     small = pod_request(prediction=prediction(memory_mib=9_000, util=100, sm=0.9))
     cases = {
-        Check.SLOTS: asked(crowded(), newcomer, 8, conditions),
-        Check.CONDITION: asked(crowded(), newcomer, 2),
-        Check.MEMORY: asked(crowded(), small, 2, conditions),
-        Check.SLOWDOWN: asked(
-            crowded(max_slowdown=9.0), pod_request(prediction=LARGE, max_slowdown=9.0), 2, conditions
-        ),
+        SLOTS: asked(crowded(), newcomer, 8, conditions),
+        LIMITS: asked(crowded(), newcomer, 2),
+        MEMORY: asked(crowded(), small, 2, conditions),
+        SLOWDOWN: asked(crowded(max_slowdown=9.0), pod_request(prediction=LARGE, max_slowdown=9.0), 2, conditions),
     }
     for passing, evaluation in cases.items():
-        told = {Check(int(evaluation.results.failed[0])), *other_failures(evaluation, 0)}
+        told = {CHECKS[int(evaluation.results.failed[0])], *other_failures(evaluation, 0)}
         assert told == set(cases) - {passing}

@@ -134,7 +134,7 @@ def test_every_policy_keeps_the_promises(policy, layout, wanted, memory):
     scores = scored(CachedEvaluation(newcomer, fit(policy), snapshot), names)
     assert all(0 <= score <= 10 for score in scores.values())
     assert bool(found.fits) == (max(scores.values()) == 10)
-    top_k = CachedEvaluation(newcomer, fit(policy), snapshot).best.top_k(find_policy(policy))
+    top_k = CachedEvaluation(newcomer, fit(policy), snapshot).best.first(find_policy(policy))
     assert [name for name in names if scores[name] == 10] == ([] if top_k is None else [snapshot.node_names[top_k]])
     for name in names:
         chosen = place_on_node(CachedEvaluation(newcomer, fit(policy), snapshot), name)

@@ -5,7 +5,7 @@ import pytest
 from carpool_core.values import SharingMode
 from carpool_extender.framework.admission_limits import AdmissionLimits, Quantile
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
-from carpool_extender.framework.filters import PASSED, Check
+from carpool_extender.framework.filters import PASSED, SLOWDOWN
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.testing import cluster, gpu_node, pod_request, prediction, tenant
 from carpool_predictor.models.slowdown import slowdowns, upper_slowdowns
@@ -44,4 +44,4 @@ def test_each_gpu_is_told_what_the_model_says_of_it(quantile, predict, gpus, new
         assert found.slowdown[row] == pytest.approx(after[0, -1])
         assert found.added_slowdown[row] == pytest.approx(after.sum() - 1 - before.sum(), abs=1e-6)
         assert found.slowdown_margin[row] == pytest.approx(room.min(), abs=1e-6)
-        assert found.failed[row] == (PASSED if room.min() > -1e-6 else Check.SLOWDOWN)
+        assert found.failed[row] == (PASSED if room.min() > -1e-6 else SLOWDOWN)

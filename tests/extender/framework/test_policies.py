@@ -118,16 +118,16 @@ def test_joint_activity_keeps_nobody_from_an_idle_gpu():
     assert filter_nodes(CachedEvaluation(newcomer, asked, cluster(gpu_node("a", 1)).snapshot()), ["a"]).fits == ["a"]
     used = cluster(gpu_node("a", 1, [tenant("x", [ROW(0)], prediction=prediction(sm=0.1))]))
     assert filter_nodes(CachedEvaluation(newcomer, asked, used.snapshot()), ["a"]).refused == {
-        "a": "NoGpuFits: 1 GPU: joint SM activity 0.80, the policy allows 0.50"
+        "a": "NoGpuFits: 1 GPU: joint SM activity 0.80, the site's limit is 0.50"
     }
 
 
 @pytest.mark.parametrize(
     ("asked", "sentence"),
     [
-        ({"max_sm_active": 0.5}, "1 GPU: SM activity 0.60, the policy allows 0.50"),
-        ({"min_free_mib": 38000}, "1 GPU: 36,960 MiB free, the policy asks for 38,000 MiB"),
-        ({"max_jobs": 1}, "1 GPU: 1 tenant, the policy allows 1"),
+        ({"max_sm_active": 0.5}, "1 GPU: SM activity 0.60, the site's limit is 0.50"),
+        ({"min_free_mib": 38000}, "1 GPU: free memory 36,960 MiB, the site's limit is 38,000 MiB"),
+        ({"max_jobs": 1}, "1 GPU: jobs on a GPU 2, the site's limit is 1"),
     ],
 )
 def test_a_precondition_refuses_with_its_number(asked, sentence):
@@ -169,7 +169,7 @@ def test_preconditions_are_told_in_words():
         "SM activity ≤ 0.8, joint SM activity ≤ 0.9, free memory ≥ 2,048 MiB, at most 3 jobs on a GPU, limits by the "
         "upper quantile"
     )
-    assert (str(AdmissionLimits()), str(AdmissionLimits(alone=True))) == ("none", "every job on a GPU of its own")
+    assert (str(AdmissionLimits()), str(AdmissionLimits(exclusive=True))) == ("none", "every job on a GPU of its own")
 
 
 def test_a_job_chooses_its_policy_only_where_the_site_lets_it():

@@ -5,9 +5,10 @@ import pytest
 from carpool_core.settings import SettingsError, load
 from carpool_core.values import RequestedMode, SharingMode
 from carpool_extender.framework.admission_limits import AdmissionLimits, Quantile
+from carpool_extender.framework.diagnosis import explain_gpus
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
-from carpool_extender.framework.selection import explain_gpus, filter_nodes, place_on_node
+from carpool_extender.framework.selection import filter_nodes, place_on_node
 from carpool_extender.settings import ExtenderSettings
 from carpool_extender.testing import cluster, gpu_node, pod_request, prediction, tenant
 from carpool_predictor.models.slowdown import shipped, slowdowns, upper_slowdowns
@@ -45,13 +46,13 @@ def test_both_quantiles_are_told_whichever_decides(rules):
     chosen = place_on_node(CachedEvaluation(asks(max_slowdown=2.0), rules, snapshot), "a")
     assert "expected slowdown 1.00 of 2.00, 90% below 1.78; " in chosen.reason
     assert chosen.expected_slowdown == 1.0
-    (answer,) = explain_gpus(snapshot, asks(max_slowdown=2.0), ["a"], rules)
-    assert "expected slowdown 1.00, 90% below 1.78; beside default/x " in answer.said
+    (answer,) = explain_gpus(CachedEvaluation(asks(max_slowdown=2.0), rules, snapshot), ["a"])
+    assert "expected slowdown 1.00, 90% below 1.78; beside default/x " in answer.text
 
 
 def test_alone_there_is_nothing_to_be_sure_of():
-    (answer,) = explain_gpus(cluster(gpu_node("a", 1)).snapshot(), asks(), ["a"], UPPER)
-    assert answer.said.endswith("expected slowdown 1.00; tenant 1 of at most 8")
+    (answer,) = explain_gpus(CachedEvaluation(asks(), UPPER, cluster(gpu_node("a", 1)).snapshot()), ["a"])
+    assert answer.text.endswith("expected slowdown 1.00; tenant 1 of at most 8")
 
 
 shares = st.floats(0.0, 1.0, width=32)
@@ -69,7 +70,7 @@ def test_whoever_the_upper_quantile_admits_the_median_admits(mode, sm, util, ten
     )
     likely, sure = (CachedEvaluation(wants, rules, snapshot).evaluation.results for rules in (MEDIAN, UPPER))
     assert sure.slowdown_margin[0] <= likely.margin[0]
-    assert sure.added[0] == likely.added[0]
+    assert sure.added_slowdown[0] == likely.added_slowdown[0]
 
 
 @given(st.sampled_from(list(SharingMode)), st.lists(st.tuples(shares, shares), min_size=1, max_size=4))

@@ -5,10 +5,10 @@ import pytest
 from carpool_core.resources.node import MAX_REASON_LENGTH, Tenant
 from carpool_core.values import DeviceHealth, RequestedMode, SharingMode
 from carpool_extender.framework.admission_limits import AdmissionLimits, Quantile
-from carpool_extender.framework.diagnosis import LONGEST_PART, LONGEST_SUMMARY
+from carpool_extender.framework.diagnosis import MAX_PART, MAX_SUMMARY, explain_gpus
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
-from carpool_extender.framework.selection import explain_gpus, filter_nodes, place_on_node
+from carpool_extender.framework.selection import filter_nodes, place_on_node
 from carpool_extender.testing import A100, T4, cluster, device, gpu_node, pod_request, prediction, tenant
 from hypothesis import given
 from hypothesis import strategies as st
@@ -142,7 +142,9 @@ def test_explain_names_the_check_and_the_margin_of_every_gpu():
     node = gpu_node(
         "a", 3, [tenant("x", ["GPU-a-0"], memory_limit_mib=40000), tenant("y", ["GPU-a-1"], **BUSY, max_slowdown=1.1)]
     )
-    assert [str(one) for one in explain_gpus(cluster(node).snapshot(), pod_request(**BUSY), ["a"], RULES)] == [
+    assert [
+        str(one) for one in explain_gpus(CachedEvaluation(pod_request(**BUSY), RULES, cluster(node).snapshot()), ["a"])
+    ] == [
         f"GPU 0 of a ({A100}): needs 4,000 MiB, has 960 MiB free (3,040 MiB short)",
         f"GPU 1 of a ({A100}): would slow default/y to 1.90 of 1.10 (0.80 beyond)",
         f"GPU 2 of a ({A100}): fits by MPS, leaves 36,960 MiB, expected slowdown 1.00; tenant 1 of at most 8",
@@ -176,19 +178,21 @@ def test_of_a_gpu_that_fits_it_is_told_what_each_neighbour_would_suffer(limits, 
     tenants = [tenant(f"y{i}", ["GPU-a-0"], **HALF, max_slowdown=limit) for i, limit in enumerate(limits)]
     wants = pod_request(**HALF, max_slowdown=9)
     cached_evaluation = CachedEvaluation(wants, rules, cluster(gpu_node("a", 1, tenants)).snapshot())
-    (told,) = explain_gpus(cached_evaluation.evaluation.snapshot, wants, ["a"], rules)
+    (told,) = explain_gpus(CachedEvaluation(wants, rules, cached_evaluation.evaluation.snapshot), ["a"])
     assert told.fits
-    assert told.said.endswith(f"{said}; tenant {len(limits) + 1} of at most 8")
+    assert told.text.endswith(f"{said}; tenant {len(limits) + 1} of at most 8")
     if limits:  # the check found the same of whoever is closest to its limit
-        least = min(one.limit - one.slowdown for one in cached_evaluation.evaluation.met(0))
+        least = min(one.limit - one.slowdown for one in cached_evaluation.evaluation.members(0))
         assert cached_evaluation.evaluation.results.slowdown_margin[0] == pytest.approx(least, abs=1e-6)
 
 
 def test_a_slowdown_that_is_refused_never_looks_like_its_limit():
     """Regression: `1.90 of 1.90 (0.00 beyond)` was the reason for a refusal."""
     node = gpu_node("a", 1, [tenant("y", ["GPU-a-0"], **BUSY, max_slowdown=1.899)])
-    (told,) = explain_gpus(cluster(node).snapshot(), pod_request(**BUSY, max_slowdown=2.0), ["a"], RULES)
-    assert told.said == "would slow default/y to 1.900 of 1.899 (0.001 beyond)"
+    (told,) = explain_gpus(
+        CachedEvaluation(pod_request(**BUSY, max_slowdown=2.0), RULES, cluster(node).snapshot()), ["a"]
+    )
+    assert told.text == "would slow default/y to 1.900 of 1.899 (0.001 beyond)"
 
 
 def test_products_that_need_different_amounts_are_told_each_with_its_own():
@@ -239,8 +243,8 @@ def test_the_reasons_that_are_least_frequent_are_dropped_where_a_summary_gets_to
     assert sentence.startswith(f"NoGpuFits: 4 nodes: unhealthy: {'Xid 79, ' * 14}Xid 79,…; 3 nodes: 40 MiB are used ")
     assert "; 1 node: its node tells of several GPUs by the UUID GPU-mmm" in sentence
     assert sentence.endswith("mmm…; 1 node: no GPUs reported; and 1 more reason for 2 GPUs")
-    assert len(sentence) <= LONGEST_SUMMARY
-    told = [one.said for one in explain_gpus(known.snapshot(), pod_request(), names, RULES)]
+    assert len(sentence) <= MAX_SUMMARY
+    told = [one.text for one in explain_gpus(CachedEvaluation(pod_request(), RULES, known.snapshot()), names)]
     assert f"several nodes tell of a GPU by the UUID {GPU}: {far}0 and {far}1" in told
     assert f"its node tells of several GPUs by the UUID GPU-{'m' * 400}" in told
 
@@ -296,5 +300,5 @@ def test_a_summary_is_never_longer_than_an_event_takes(crowd, wants, length):
         known.apply(used_by(name, set(pods), held, **changes))
     found = filter_nodes(CachedEvaluation(pod_request(**wants), RULES, known.snapshot()), [*known.nodes, "without"])
     for sentence in {*found.refused.values(), *found.unsuitable.values()}:
-        assert len(sentence) <= LONGEST_SUMMARY < 1024
-        assert all(len(part) <= LONGEST_PART for part in sentence.removeprefix("NoGpuFits: ").split("; "))
+        assert len(sentence) <= MAX_SUMMARY < 1024
+        assert all(len(part) <= MAX_PART for part in sentence.removeprefix("NoGpuFits: ").split("; "))

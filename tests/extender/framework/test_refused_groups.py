@@ -51,37 +51,37 @@ HARD = {"prediction": prediction(util=100, sm=1.0), "max_slowdown": 5}
         pytest.param(
             [([i], {"prediction": prediction(util=40, sm=sm)}) for i, sm in enumerate((0.6, 0.3, 0.9))],
             AdmissionLimits(max_sm_active=0.2),
-            "3 GPUs: at best SM activity 0.30, the policy allows 0.20",
+            "3 GPUs: at best SM activity 0.30, the site's limit is 0.20",
             id="busier",
         ),
         pytest.param(
             [([i], {"prediction": prediction(util=40, sm=0.3)}) for i in range(2)],
             AdmissionLimits(max_sm_active=0.2),
-            "2 GPUs: SM activity 0.30, the policy allows 0.20",
+            "2 GPUs: SM activity 0.30, the site's limit is 0.20",
             id="all as busy",
         ),
         pytest.param(
             [([i], {"memory_limit_mib": 1000 + 1000 * i}) for i in range(2)],
             AdmissionLimits(min_free_mib=40000),
-            "2 GPUs: at best 39,960 MiB free, the policy asks for 40,000 MiB",
+            "2 GPUs: at best free memory 39,960 MiB, the site's limit is 40,000 MiB",
             id="less free",
         ),
         pytest.param(
             [([i], {"prediction": prediction(util=40, sm=sm)}) for i, sm in enumerate((0.5, 0.05))],
             AdmissionLimits(max_sm_active=0.2, max_jobs=1),
-            "2 GPUs: for example 1 tenant, the policy allows 1",
+            "2 GPUs: for example jobs on a GPU 2, the site's limit is 1",
             id="each for another reason",
         ),
         pytest.param(
             [([i], {"memory_limit_mib": 1000 + 1000 * i}) for i in range(2)],
             AdmissionLimits(min_free_mib=10000, max_jobs=1),
-            "2 GPUs: 1 tenant, the policy allows 1",
+            "2 GPUs: jobs on a GPU 2, the site's limit is 1",
             id="less free, and nobody asked for that",
         ),
         pytest.param(
             [([0], {"memory_limit_mib": 1000, "prediction": prediction(util=40, sm=0.3)})],
             STRICT,
-            "1 GPU: SM activity 0.30, the policy allows 0.20 and 39,960 MiB free, the policy asks for 40,000 MiB and 1 "
+            "1 GPU: SM activity 0.30, the site's limit is 0.20 and free memory 39,960 MiB, the site's limit is 40,000 MiB and 1 "
             "tenant, the policy allows 1",
             id="one",
         ),

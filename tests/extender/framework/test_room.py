@@ -10,7 +10,6 @@ from carpool_extender.framework.gang import (
     max_workers,
     max_workers_when_empty,
     place_workers,
-    places_for,
 )
 from carpool_extender.framework.scores import POLICIES, SchedulerConfig, find_policy
 from carpool_extender.testing import A100, T4, cluster, demand, device, gpu_node, prediction, tenant
@@ -88,7 +87,7 @@ def a_case(draw):
 
 def room_in(found, rules, pod_request, wanted):
     cached_evaluation = CachedEvaluation(pod_request, rules, found.snapshot())
-    return max_workers(cached_evaluation, cached_evaluation.evaluation.ok.nonzero()[0], wanted)
+    return max_workers(cached_evaluation, wanted)
 
 
 @settings(max_examples=300, deadline=None)
@@ -98,7 +97,9 @@ def test_there_is_room_for_as_many_as_find_a_place_one_after_the_other(case):
     evaluation = CachedEvaluation(pod_request, rules, cluster(*nodes, slots=rules.slots).snapshot()).evaluation
     fits = room_in(cluster(*nodes, slots=rules.slots), rules, pod_request, pod_request.workers)
     found = [
-        *place_workers(cluster(*nodes, slots=rules.slots), pod_request, rules, pod_request.workers, with_reason=False)
+        *place_workers(
+            CachedEvaluation(pod_request, rules, cluster(*nodes, slots=rules.slots).snapshot()), pod_request.workers
+        )
     ]
     assert fits == len(found)
     assert fits <= max_workers_when_empty(evaluation, rules.slots)
@@ -140,9 +141,8 @@ def test_the_best_places_come_first(gpus):
     light = prediction(memory_mib=400, util=5, sm=0.05)
     wants = PodRequest(demand("new", gpus=gpus, mode=RequestedMode.TIME_SLICING, prediction=light))
     cached_evaluation = CachedEvaluation(wants, rules, found.snapshot())
-    rows = places_for(cached_evaluation, cached_evaluation.evaluation.ok.nonzero()[0], 4 // gpus)
-    assert rows.shape == (4 // gpus, gpus)
-    assert found.snapshot().gpus.uuid[rows].ravel().tolist() == ["GPU-c-0", "GPU-c-1", "GPU-b-0", "GPU-b-1"]
+    places = place_workers(cached_evaluation, 2 // gpus)
+    assert [gpu for _, place in places for gpu in place.gpu_uuids] == ["GPU-c-0", "GPU-c-1"][: len(places) * gpus]
 
 
 def test_nothing_has_room_where_nothing_fits():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from carpool_core.values import RequestedMode, SharingMode
 from carpool_extender.cache.pod_request import PodRequest
-from carpool_extender.framework.diagnosis import Offer, explain_gpu, summary
+from carpool_extender.framework.diagnosis import explain_gpu, summary
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.framework.selection import Placement, place_on_node
@@ -94,10 +94,10 @@ def test_of_gpus_of_unlike_size_a_worker_counts_alike():
 def test_the_reason_says_why_so_much_is_counted():
     found = placed(gpu_node("a", [ONLY_TURNS]), prediction=FIRST_RUN)
     assert isinstance(found, Placement)
-    assert "its first run counts with 5,200 MiB, because nothing limits it by turns" in found.reason
+    assert "its first run counts with 5,200 MiB, because time-slicing enforces no limit" in found.reason
     other = placed(gpu_node(), prediction=FIRST_RUN)
     assert isinstance(other, Placement)
-    assert "by turns" not in other.reason
+    assert "time-slicing" not in other.reason
 
 
 def test_explain_says_for_what_it_needs_more_and_a_refusal_names_who_lacks_least():
@@ -106,10 +106,9 @@ def test_explain_says_for_what_it_needs_more_and_a_refusal_names_who_lacks_least
     newcomer = PodRequest(demand(prediction=FIRST_RUN, max_slowdown=9), may_use_measured_peak=True)
     cached_evaluation = CachedEvaluation(newcomer, RULES, cluster(by_turns, limited).snapshot())
     told = [explain_gpu(cached_evaluation.evaluation, row) for row in (0, 1)]
-    assert "needs 5,200 MiB for a first run by turns, has 4,960 MiB free (240 MiB short)" in told[0]
+    assert "needs 5,200 MiB for a first run by time-slicing, has 4,960 MiB free (240 MiB short)" in told[0]
     assert "needs 4,080 MiB, has 4,079 MiB free (1 MiB short)" in told[1]
-    both = Offer(np.array([0, 1]), without_gpus=0)
-    told = summary(cached_evaluation.evaluation, both)
+    told = summary(cached_evaluation.evaluation, np.array([0, 1]))
     assert "needs 4,080 MiB; another NVIDIA A100-SXM4-40GB has 4,079 MiB free" in told
 
 

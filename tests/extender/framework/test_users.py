@@ -9,10 +9,11 @@ from carpool_core.values import SharingMode
 from carpool_extender.cache import ledger
 from carpool_extender.cache.ledger import capacity_of
 from carpool_extender.explain.explain import Options, explain_job
+from carpool_extender.framework.diagnosis import explain_gpus
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
-from carpool_extender.framework.filters import Check
+from carpool_extender.framework.filters import TENANCY
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
-from carpool_extender.framework.selection import explain_gpus, filter_nodes
+from carpool_extender.framework.selection import filter_nodes
 from carpool_extender.testing import cluster, gpu_node, pod_request, seed_job, seed_node, seed_pod, tenant
 from extender_world import World, args, background, filtering, named
 
@@ -45,17 +46,17 @@ def test_who_may_join(there, user: int | None, fits: bool) -> None:
     evaluation = CachedEvaluation(pod_request(user=user), RULES, cluster(there).snapshot()).evaluation
     assert bool(evaluation.ok[0]) is fits
     if not fits:
-        assert evaluation.results.failed[0] == Check.TENANCY
+        assert evaluation.results.failed[0] == TENANCY.number
 
 
 def test_the_sentences_name_the_users() -> None:
     known, newcomer = cluster(one(1000)), pod_request(user=2000)
-    (answer,) = explain_gpus(known.snapshot(), newcomer, ["a"], RULES)
-    assert answer.said == SAID
+    (answer,) = explain_gpus(CachedEvaluation(newcomer, RULES, known.snapshot()), ["a"])
+    assert answer.text == SAID
     (sentence,) = filter_nodes(CachedEvaluation(newcomer, RULES, known.snapshot()), ["a"]).refused.values()
     assert sentence == f"NoGpuFits: 1 GPU: {SAID}"
-    (answer,) = explain_gpus(cluster(one(0, 1000)).snapshot(), newcomer, ["a"], RULES)
-    assert answer.said == "its MPS server serves several users, and the job runs as user 2000"
+    (answer,) = explain_gpus(CachedEvaluation(newcomer, RULES, cluster(one(0, 1000)).snapshot()), ["a"])
+    assert answer.text == "its MPS server serves several users, and the job runs as user 2000"
 
 
 def test_another_namespace_is_told_apart_from_another_user() -> None:

@@ -219,7 +219,7 @@ async def test_a_reservation_of_a_pod_that_is_gone_is_given_back(certificates):
         pytest.param(
             None,
             {"conditions": ConditionSettings(min_free_mib=10**6)},
-            ": 40,960 MiB free, the policy asks for 1,000,000 MiB",
+            ": free memory 40,960 MiB, the site's limit is 1,000,000 MiB",
             id="a precondition that no GPU meets",
         ),
     ],
