@@ -25,7 +25,7 @@ def rows(snapshot):
             tuple(columns.memory_mib[row, : columns.count[row]].tolist()),
             int(columns.free_mib[row]),
             round(float(columns.sm_active[row]), 6),
-            round(float(columns.count[row] - columns.before[row]), 6),
+            round(float(columns.count[row] - columns.existing_slowdown[row]), 6),
             int(columns.tenant_namespace[row]) == NO_TENANT,
             int(columns.prepared[row]),
             str(snapshot.unavailable.get(int(row), ("", ""))[1]),

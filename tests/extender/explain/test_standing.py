@@ -186,7 +186,7 @@ async def test_of_a_placed_job_that_would_find_no_place_any_more_it_is_told_that
     told = (await explain_job(kube, "x", "default", rules, OPTIONS)).lines
     why = "2 GPUs: at best free memory 40,960 MiB, the site's limit is 1,000,000 MiB"
     assert told[1] == f"{STAYS} least-slowdown it would have to wait: {why}"
-    assert told[2].endswith("the policy asks for 1,000,000 MiB")
+    assert told[2].endswith("the site's limit is 1,000,000 MiB")
 
 
 @pytest.mark.parametrize(

@@ -233,7 +233,7 @@ def test_no_limits_where_nothing_enforces_them(mode):
         ),
         pytest.param(gpu_node("a", [device(modes=NO_MPS)]), {}, "TimeSlicing as the device has no MPS", id="no MPS"),
         pytest.param(
-            gpu_node("a", [device(modes=[ALONE])]), {}, "Exclusive as the device can do nothing else", id="nothing else"
+            gpu_node("a", [device(modes=[ALONE])]), {}, "Exclusive as the device supports no sharing", id="nothing else"
         ),
         pytest.param(
             gpu_node("a", 2),
