@@ -166,8 +166,8 @@ def test_an_impossible_precondition_ends_the_start(impossible, sentence):
 def test_preconditions_are_told_in_words():
     every = AdmissionLimits(0.8, 0.9, 2048, 3, quantile=Quantile.UPPER)
     assert str(every) == (
-        "SM activity ≤ 0.80, joint SM activity ≤ 0.90, free memory ≥ 2,048 MiB, jobs on a GPU ≤ 3, slowdown limits by the "
-        "upper quantile"
+        "SM activity ≤ 0.80, joint SM activity ≤ 0.90, free memory ≥ 2,048 MiB, jobs on a GPU ≤ 3, "
+        "slowdown limits by the upper quantile"
     )
     assert (str(AdmissionLimits()), str(AdmissionLimits(exclusive=True))) == ("none", "every job on a GPU of its own")
 
