@@ -81,8 +81,8 @@ HARD = {"prediction": prediction(util=100, sm=1.0), "max_slowdown": 5}
         pytest.param(
             [([0], {"memory_limit_mib": 1000, "prediction": prediction(util=40, sm=0.3)})],
             STRICT,
-            "1 GPU: SM activity 0.30, the site's limit is 0.20 and free memory 39,960 MiB, the site's limit is 40,000 MiB "
-            "and jobs on a GPU 2, the site's limit is 1",
+            "1 GPU: SM activity 0.30, the site's limit is 0.20 and free memory 39,960 MiB, the site's limit is 40,000 "
+            "MiB and jobs on a GPU 2, the site's limit is 1",
             id="one",
         ),
         pytest.param(
