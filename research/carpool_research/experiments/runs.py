@@ -194,7 +194,7 @@ def runs_of(experiment: Experiment, groups: Sequence[str] = tuple(GROUPS)) -> It
         ORDER: with_less_information(base),
         KNOWLEDGE: with_true(base),
         ERRED: with_errors(base),
-        POLICY: [replace(base, name=name, policy=name) for name, policy in POLICIES.items() if not policy.alone],
+        POLICY: [replace(base, name=name, policy=name) for name, policy in POLICIES.items() if not policy.exclusive],
     }
     yield from (Run(group, one, draw) for group, found in of_group.items() if group in groups for one in found)
     first = experiment.published[0]
