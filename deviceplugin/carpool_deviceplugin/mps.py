@@ -1,9 +1,9 @@
-"""One MPS control daemon for each GPU: started, asked how it is, drained and stopped.
+"""MPS control daemons, one for each GPU: start, status, stop and cleanup.
 
-Layout of a GPU's directory: `pipe/` (clients and daemon meet there), `log/`, `shm` (a link to where the node has the
-memory that this very daemon and its clients share). Clients write in both, so nothing there is believed; who daemon and
-servers are stands beside them. A daemon serves one GPU, and the plan lets only pods of one namespace behind it; the
-daemon itself serves one user at a time.
+Layout of a GPU's directory: `pipe/` (the daemon's pipes), `log/`, and `shm`, a link to the node's path of the memory
+that the daemon shares with its clients. Clients can write in `pipe/` and `shm`, so their content is not trusted. The process
+IDs of daemon and servers are kept beside them. The plan lets pods of only one namespace use a daemon. The daemon itself
+serves one user at a time.
 """
 
 import errno
@@ -37,14 +37,14 @@ from carpool_deviceplugin.quoting import printable, quoted
 
 _OLD = re.compile(r"\.old\.[0-9a-f]{16}")
 _MOST = 256
-"""Directories named to one program."""
+"""Maximum number of directories in one call of `find`."""
 MOMENT_S = 1.5
-"""Whoever leaves more than can be removed, or goes on writing there, must not keep the next tenant waiting: several of
-these fit into the time in which an answer is expected. What is left stays until the next daemon starts or ends."""
+"""Time limit of one cleanup, so that a tenant with many files cannot delay the next one. Several cleanups fit into the
+timeout of a request. The next start or stop of a daemon removes the rest."""
 
 
 def make_empty(directory: Path, within_s: float = MOMENT_S) -> None:
-    """Make a directory with nothing in it, in place of one that cannot be emptied, too; raises OSError."""
+    """Create an empty directory; one that cannot be emptied is moved aside. Raises OSError."""
     directory.mkdir(parents=True, exist_ok=True)
     empty(directory, within_s=within_s)
     if _has_something(directory):
@@ -53,16 +53,16 @@ def make_empty(directory: Path, within_s: float = MOMENT_S) -> None:
 
 
 def put_away(directory: Path, within_s: float = MOMENT_S) -> None:
-    """Make a directory's place free, and remove of it what can be; raises OSError, but not where there is none."""
+    """Move a directory aside, and delete as much of it as the time allows; an absent one is ignored. Raises OSError."""
     with suppress(FileNotFoundError):
         directory.rename(directory.with_name(f".old.{secrets.token_hex(8)}"))
     sweep(directory.parent, within_s=within_s)
 
 
 def sweep(*directories: Path, within_s: float = MOMENT_S) -> None:
-    """Remove what was put away in these, and could not be removed so far; as much of it as a moment allows.
+    """Delete directories that `put_away` moved aside, as far as the time allows.
 
-    In any order: what can never be removed must not keep a moment's time from the rest for ever.
+    The order is random, so that an undeletable directory cannot use up the time of the others for ever.
     """
     old = [Path(entry.path) for directory in directories for entry in _put_away(directory)]
     some = SystemRandom().sample(old, min(len(old), _MOST))
@@ -77,14 +77,14 @@ def _put_away(directory: Path) -> list["os.DirEntry[str]"]:
         with os.scandir(directory) as entries:
             return [one for one in entries if _OLD.fullmatch(one.name) and one.is_dir(follow_symlinks=False)]
     except OSError:
-        return []  # whoever needs the directory is told
+        return []  # a later use of the directory reports the error
 
 
 def empty(*directories: Path, within_s: float = MOMENT_S) -> None:
-    """Remove what clients and daemon left, as much of it as a moment allows: nobody else would.
+    """Delete the files that clients and daemon left in these directories, as far as the time allows.
 
-    Millions of files, or directories as deep, are removed in a process that lists them piece by piece: in this one they
-    would take memory without a limit. What stands in another user's own directory cannot be removed and stays.
+    `find` deletes them, because millions of files would need unbounded memory in this process. Files in closed
+    directories of another user stay.
     """
     with suppress(OSError, subprocess.TimeoutExpired):
         if full := [str(one.absolute()) for one in directories if _has_something(one)]:
@@ -94,7 +94,7 @@ def empty(*directories: Path, within_s: float = MOMENT_S) -> None:
 
 
 def _has_something(directory: Path) -> bool:
-    """Whether there is anything in it; where nobody may look there is."""
+    """Whether a directory has entries; also True if it cannot be read."""
     try:
         with os.scandir(directory) as entries:
             return next(entries, None) is not None
@@ -106,53 +106,53 @@ def _has_something(directory: Path) -> bool:
 
 PROGRAM = "nvidia-cuda-mps-control"
 PID_FILE = "nvidia-cuda-mps-control.pid"
-"""In the pipe directory: the daemon's process ID, written by itself."""
+"""File in the pipe directory into which the daemon writes its process ID."""
 
 
 class MpsError(DeviceError):
-    """The daemon did not start, did not answer, or answered no."""
+    """The daemon did not start, did not answer, or reported an error."""
 
 
 class MpsCommands(Protocol):
-    """NVIDIA's program `nvidia-cuda-mps-control`. Starting, asking and ending raise MpsError."""
+    """The program `nvidia-cuda-mps-control`. `start`, `ask` and `kill` raise MpsError."""
 
     def start(self, environment: Mapping[str, str], shm: Path) -> None:
-        """Start a daemon, which goes on without us; `shm` becomes its /dev/shm.
+        """Start a daemon that outlives this process; `shm` becomes its /dev/shm.
 
-        Where it raises, none is left, but for one that cannot be ended: the error says so.
+        If it raises, no daemon is left; the error names a process that could not be killed.
         """
         ...
 
     def ask(self, environment: Mapping[str, str], command: str) -> str:
-        """Send a command to the daemon of that pipe directory, and return what it answers."""
+        """Send a command to the daemon and return its answer."""
         ...
 
     def is_alive(self, environment: Mapping[str, str]) -> bool:
-        """Whether the daemon's process exists, answering or not."""
+        """Whether the daemon's process exists."""
         ...
 
     def kill(self, environment: Mapping[str, str], servers: Mapping[int, int]) -> None:
-        """End a daemon that does not answer, if there is one, and these servers (process ID, and when it began)."""
+        """Kill the daemon, if it exists, and these servers (start time by process ID)."""
         ...
 
     def living(self, environment: Mapping[str, str], servers: Mapping[int, int]) -> Mapping[int, int]:
-        """Return who of these servers (process ID, and when it began) still lives, and belongs to no other GPU."""
+        """Return those of the servers (start time by process ID) that are alive and belong to no other GPU."""
         ...
 
     def home(self, environment: Mapping[str, str]) -> str | None:
-        """Name where the daemon and its servers live, and no client can; None where there is no daemon."""
+        """Return the control group of the daemon and its servers, which no client can join; None without a daemon."""
         ...
 
     def servers(
         self, environment: Mapping[str, str], home: str, present: Iterable[int], listed: Iterable[int]
     ) -> Mapping[int, int]:
-        """Return who of these are servers of that GPU's daemon, and when they began; of no other GPU's.
+        """Return the servers of this GPU's daemon, as start time by process ID.
 
         Args:
-            environment: The daemon's.
-            home: Where it lives, or lived; those of all GPUs may live together.
-            present: Process IDs on the GPU, as the driver says.
-            listed: Process IDs that came out of the pipe directory: that they are its own must be seen elsewhere.
+            environment: Environment of the daemon.
+            home: Control group of the daemon; daemons of several GPUs may share it.
+            present: Process IDs on the GPU, from the driver.
+            listed: Process IDs from the daemon's answer; untrusted.
         """
         ...
 
@@ -160,50 +160,50 @@ class MpsCommands(Protocol):
 _UUID = re.compile(r"GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _PID = re.compile(r"[0-9]{1,7}")
 STOP_WITHIN_S = 2
-"""How long `quit` waits for clients that are ending; less than an answer may take."""
+"""How long `quit` waits for clients that are ending, in seconds; less than the timeout of an answer."""
 _MEMORY = "memory"
 _HOME = "home"
-"""Beside the pipe directory: where the daemon lived when it was last seen, and its servers with it."""
+"""File beside the pipe directory with the last known control group of the daemon."""
 _SERVERS = "servers"
-"""Beside it: servers and when they began. They may outlive a daemon, or one that answers."""
+"""File beside the pipe directory with the servers and their start times. Servers may outlive their daemon."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
-    """A file system of its own for what daemons and clients share; without one it is the node's disk."""
+    """A separate file system for the memory that daemons and clients share."""
 
     here: Path
-    """Where this process has it."""
+    """Its path in this process."""
     on_node: Path
-    """Where the node has it, as whoever starts a container sees it."""
+    """Its path on the node, as the container runtime sees it."""
 
 
 @dataclass(frozen=True, slots=True)
 class MpsStatus:
-    """How a GPU's daemon is."""
+    """State of a GPU's daemon."""
 
     is_running: bool = False
     servers: frozenset[int] = frozenset()
-    """Process IDs of its servers, also after it has ended: they hold contexts on the GPU, and belong to no pod."""
+    """Process IDs of its servers, also after it has ended. They hold contexts on the GPU and belong to no pod."""
     clients: frozenset[int] = frozenset()
-    """Process IDs of those that use it."""
+    """Process IDs of its clients."""
     problem: str = ""
-    """What is wrong with it; empty where nothing is."""
+    """Error message; empty if the daemon is healthy."""
     is_silent: bool = False
-    """Whether it, or a server of its, does not answer."""
+    """Whether the daemon or one of its servers does not answer."""
     faulty: frozenset[int] = frozenset()
-    """Clients of servers that a fatal fault has hit: all of them end with it."""
+    """Clients of servers with a fatal fault; all of them end."""
 
 
 class Mps:
-    """The daemons of a node.
+    """The MPS daemons of a node.
 
     Args:
-        commands: Of NVIDIA's program.
-        directory: Where each GPU has a directory of its own.
-        shared: Where daemons and clients share memory; there, too, when None.
-        may_write: Whether what is seen of daemons and servers is kept; not beside an agent that does so.
-        tidy_within_s: How long one removal of what clients left may take, in seconds.
+        commands: NVIDIA's program.
+        directory: Parent of the GPUs' directories.
+        shared: File system for shared memory; None uses `directory`.
+        may_write: Whether to record daemons and servers; False beside an agent that does.
+        tidy_within_s: Time limit of one cleanup, in seconds.
     """
 
     def __init__(
@@ -220,28 +220,28 @@ class Mps:
         self._environments: dict[GpuUuid, Mapping[str, str]] = {}
 
     def directory(self, uuid: GpuUuid) -> Path:
-        """Return a GPU's directory; raises MpsError for what is no UUID: names become paths here."""
+        """Return a GPU's directory; raises MpsError for an invalid UUID."""
         if not _UUID.fullmatch(uuid):
             raise MpsError(f"expected a GPU's UUID such as GPU-8f2c…, found {quoted(uuid)}")
         return self._directory / uuid
 
     def pipe(self, uuid: GpuUuid) -> Path:
-        """Return where clients meet a GPU's daemon, as the node sees it."""
+        """Return the pipe directory of a GPU's daemon, as a path on the node."""
         return self.directory(uuid) / "pipe"
 
     def shm(self, uuid: GpuUuid) -> Path:
-        """Return what becomes /dev/shm of a daemon's clients, as the node sees it."""
+        """Return the /dev/shm of a daemon's clients, as a path on the node."""
         place = self.directory(uuid) / "shm"
         return place.readlink() if place.is_symlink() else place
 
     def _memory(self, uuid: GpuUuid) -> SharedMemory:
-        """Where the memory of a GPU's daemons is, of each in a directory of its own."""
+        """Return the parent of the shared-memory directories of a GPU's daemons."""
         if self._shared is not None:
             return SharedMemory(self._shared.here / uuid, self._shared.on_node / uuid)
         return SharedMemory(self.directory(uuid) / _MEMORY, self.directory(uuid) / _MEMORY)
 
     def _environment(self, uuid: GpuUuid) -> Mapping[str, str]:
-        if uuid not in self._environments:  # asked for at each look
+        if uuid not in self._environments:
             directory = self.directory(uuid)
             self._environments[uuid] = {
                 "CUDA_VISIBLE_DEVICES": uuid,
@@ -251,75 +251,74 @@ class Mps:
         return self._environments[uuid]
 
     def is_running(self, uuid: GpuUuid) -> bool:
-        """Whether a GPU's daemon lives; starts no program."""
+        """Whether a GPU's daemon is alive; starts no program."""
         return self._commands.is_alive(self._environment(uuid))
 
     def start(self, uuid: GpuUuid) -> None:
-        """Start a GPU's daemon and see that it answers; one that runs already is taken over."""
+        """Start a GPU's daemon, or adopt a running one, and check that it answers."""
         environment, directory = self._environment(uuid), self.directory(uuid)
         if self._commands.is_alive(environment):
             self._commands.ask(environment, "get_server_list")
             return
         try:
             (directory / "log").mkdir(parents=True, exist_ok=True)
-            make_empty(
-                directory / "pipe", self._tidy_within_s
-            )  # of a dead daemon a new one would not start, and its clients wrote there
+            # A new daemon does not start on the pipes of a dead one.
+            make_empty(directory / "pipe", self._tidy_within_s)
             shm = self._make_shm(uuid)
         except OSError as e:
             raise MpsError(f"GPU {uuid}: expected to make the MPS daemon's directories, found {e}") from e
         if left := self._left(uuid):
-            self._commands.kill(environment, left)  # a dead daemon's: they serve nobody any more
+            self._commands.kill(environment, left)  # servers of a dead daemon
         self._commands.start(environment, shm)
         self._commands.ask(environment, "get_server_list")
 
     def _make_shm(self, uuid: GpuUuid) -> Path:
-        """Make a new daemon's memory: what earlier clients left and cannot be removed takes space, and is not in it."""
+        """Create a new shared-memory directory, so that a new daemon never sees the files of earlier clients."""
         place, memory, name = self.directory(uuid) / "shm", self._memory(uuid), secrets.token_hex(8)
         empty(memory.here, within_s=self._tidy_within_s)
         (here := memory.here / name).mkdir(parents=True)
-        here.chmod(0o1777)  # as /dev/shm: clients run as any user
+        here.chmod(0o1777)  # the mode of /dev/shm: clients run as any user
         if place.is_dir() and not place.is_symlink():
-            put_away(place, self._tidy_within_s)  # of an earlier version
+            put_away(place, self._tidy_within_s)  # earlier versions made a directory
         (link := place.with_name(".shm.new")).unlink(missing_ok=True)
         link.symlink_to(memory.on_node / name)
         link.replace(place)
         return here
 
     def stop(self, uuid: GpuUuid) -> None:
-        """Stop a GPU's daemon; one that does not run is stopped already. Clients must have left before.
+        """Stop a GPU's daemon, if it runs. Its clients must have ended before.
 
         Raises:
-            MpsError: It goes on.
-            OSError: Its directory could not be put away.
+            MpsError: The daemon is still alive.
+            OSError: Its pipe directory could not be moved aside.
         """
         environment = self._environment(uuid)
         if self._commands.is_alive(environment):
             try:
                 self._commands.ask(environment, f"quit -t {STOP_WITHIN_S}")
             except MpsError:
-                self.end(uuid)  # nobody is on the GPU, so a daemon that does not answer serves nobody
+                self.end(uuid)  # it has no clients, so it may be killed
         elif self._left(uuid):
             self.end(uuid)
         if self._commands.is_alive(environment):
             raise MpsError(f"GPU {uuid}: expected the MPS daemon to stop, found it still there; end its clients")
-        # A container that has not ended yet may hold it, and must not meet the next daemon.
+        # A container that is still ending may have it mounted; it must not reach the next daemon.
         put_away(self.pipe(uuid), self._tidy_within_s)
         self._empty(uuid)
 
     def end(self, uuid: GpuUuid) -> None:
-        """End a GPU's daemon and its servers, whether they answer or not; nobody may be on the GPU."""
+        """Kill a GPU's daemon and its servers. The GPU must have no clients."""
         self._commands.kill(self._environment(uuid), self._left(uuid))
         self._empty(uuid)
 
     def sweep(self) -> None:
-        """Remove what earlier stops put away and could not remove at once, of all GPUs; takes a moment at most."""
-        with suppress(OSError):  # whoever needs the directory is told
+        """Delete leftovers of earlier stops, for all GPUs, within one time limit."""
+        with suppress(OSError):  # a later use of the directory reports the error
             gpus = [one for one in self._directory.iterdir() if _UUID.fullmatch(one.name) and not one.is_symlink()]
             sweep(*gpus, within_s=self._tidy_within_s)
 
     def tidy(self, uuid: GpuUuid) -> None:
-        """Remove what clients of a GPU's daemon left, if it does not run."""
+        """Delete the leftovers of clients, unless the GPU's daemon runs."""
         if not self.is_running(uuid):
             self._empty(uuid)
 
@@ -327,7 +326,7 @@ class Mps:
         empty(self._memory(uuid).here, self.directory(uuid) / "log", within_s=self._tidy_within_s)
 
     def _left(self, uuid: GpuUuid) -> dict[int, int]:
-        """Servers that were seen and still live, and when they began."""
+        """Return recorded servers that are still alive, as start time by process ID."""
         return dict(self._commands.living(self._environment(uuid), self._seen(uuid)))
 
     def _seen(self, uuid: GpuUuid) -> dict[int, int]:
@@ -338,7 +337,7 @@ class Mps:
             return {}
 
     def _home(self, uuid: GpuUuid) -> str | None:
-        """Where a GPU's daemon lives, or lived when it was last seen; None where it never was."""
+        """Return the control group of a GPU's daemon, or the last known one; None if it never ran."""
         home = self._commands.home(self._environment(uuid))
         try:
             kept = (self.directory(uuid) / _HOME).read_text()
@@ -353,16 +352,16 @@ class Mps:
             return
         file = self.directory(uuid) / name
         temporary = file.with_name(f".{name}.new")
-        with suppress(OSError):  # a full disk: while the daemon answers, it says so itself
+        with suppress(OSError):  # on a full disk the daemon's own answer still counts
             temporary.write_text(text)
             temporary.replace(file)
 
     def status(self, uuid: GpuUuid, present: Iterable[int] = ()) -> MpsStatus:
-        """Ask a GPU's daemon how it is; never raises for a daemon that is dead or wedged.
+        """Return the state of a GPU's daemon; never raises for a daemon that is dead or hangs.
 
         Args:
             uuid: The GPU.
-            present: Process IDs of who is on it: servers of a daemon that answers no more may be among them.
+            present: Process IDs on the GPU; servers of a daemon that does not answer may be among them.
         """
         environment, known = self._environment(uuid), self._left(uuid)
         home, is_running, problem, listed = self._home(uuid), self._commands.is_alive(environment), "", frozenset[int]()
@@ -370,9 +369,9 @@ class Mps:
             try:
                 listed = _numbers(self._commands.ask(environment, "get_server_list"))
             except MpsError as e:
-                # It may serve its clients all the same: a second daemon in its place would end them.
+                # Its clients may still run: a second daemon would end them.
                 problem = f"the MPS daemon does not answer: {e}"
-        # Its answer came through a directory in which clients write: no process is a server because it is named there.
+        # A client can forge the answer, so the processes that it lists are verified.
         left = {**known, **(self._commands.servers(environment, home, present, listed) if home is not None else {})}
         if left != self._seen(uuid):
             self._keep(uuid, _SERVERS, "".join(f"{pid} {at}\n" for pid, at in sorted(left.items())))
@@ -388,7 +387,7 @@ class Mps:
                 state = self._commands.ask(environment, f"get_server_status {server}").strip()
             except MpsError as e:
                 problems.append(f"MPS server {server} does not answer: {e}")
-                is_silent = True  # nobody gets any further there than behind a daemon that hangs
+                is_silent = True
                 continue
             clients |= own
             if "FAULT" in state.upper():
@@ -406,27 +405,27 @@ class Mps:
 
 
 def _numbers(answer: str) -> frozenset[int]:
-    """Read process IDs; the kernel has none of more than seven digits, and a client may answer."""
+    """Parse process IDs of at most seven digits; other words are ignored, because a client can forge the answer."""
     return frozenset(int(word) for word in answer.split() if _PID.fullmatch(word))
 
 
 _COMM = PROGRAM[:15]
-"""What the kernel calls the daemon, and its servers."""
+"""The kernel's name of the daemon and its servers."""
 _STATE, _PARENT, _STARTED = 0, 1, 19
-"""Places among what follows the command's name in /proc/PID/stat."""
+"""Indexes of the fields after the command's name in /proc/PID/stat."""
 _LONGEST_PID = 32
 _LOOK_EVERY_S = 0.1
 _END_WITHIN_S = {signal.SIGTERM: 1.0, signal.SIGKILL: 3.0}
-"""A driver takes its time to free what a process has on the GPU."""
+"""Seconds to wait after each signal; the driver needs time to free a process's GPU resources."""
 
 
 class MpsProcesses:
-    """Those of this process's PID namespace.
+    """MPS processes in this process's PID namespace.
 
     Args:
-        proc: Where the kernel tells of them.
-        monotonic: Seconds that only pass.
-        sleep: Waits for so many seconds.
+        proc: Path of /proc.
+        monotonic: Monotonic clock, in seconds.
+        sleep: Waits for the given number of seconds.
     """
 
     def __init__(
@@ -438,7 +437,7 @@ class MpsProcesses:
         self._proc, self._monotonic, self._sleep = proc, monotonic, sleep
 
     def began(self, pid: int) -> tuple[int, int] | None:
-        """When a daemon or server began, in ticks since boot, and its parent; None where that process is none."""
+        """Return start time (ticks since boot) and parent of a daemon or server; None for any other process."""
         try:
             text = (self._proc / str(pid) / "stat").read_text(errors="replace")
             name, _, rest = text.partition("(")[2].rpartition(")")
@@ -450,11 +449,10 @@ class MpsProcesses:
             return None
 
     def group(self, pid: int) -> str | None:
-        """Name a process's control group, in the same way whoever looks from another one; None where it has ended.
+        """Return a name of a process's control group that does not depend on the reader's group; None if it has ended.
 
-        From within, in a control group namespace of one's own, it is the root and has no name: it is "-" then.
-        Where a path begins hangs on the looker's own group, and some hierarchies may hold nobody (version 1 beside 2),
-        so only the pod and the paths' last names count.
+        The start of a path depends on the reader's cgroup namespace, so only the pod and the last path components
+        count. In the reader's own namespace root the name is "-".
         """
         try:
             text = (self._proc / str(pid) / "cgroup").read_text()
@@ -463,10 +461,10 @@ class MpsProcesses:
         return " ".join([pod_of(text) or "-", *sorted({line.rpartition("/")[2] for line in text.splitlines()} - {""})])
 
     def written(self, directory: Path) -> int | None:
-        """Read the process ID that the daemon of a pipe directory wrote there; None while none did.
+        """Return the process ID that the daemon wrote into its pipe directory; None if absent or not trustworthy.
 
-        Its clients may write there, too: links and pipes are not opened, and the process has to be this one's own child
-        by its control group, with this very directory in its environment.
+        Clients can write there. So links and pipes are not opened. The process must be in this process's control
+        group and have this directory in its environment.
         """
         try:
             file = os.open(directory / PID_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -479,11 +477,11 @@ class MpsProcesses:
         return pid if self._is_ours(pid, directory) else None
 
     def of_directory(self, directory: Path) -> Callable[[], Mapping[int, int]]:
-        """Return a look for a pipe directory's daemons and servers that we started, written down or not.
+        """Return a function that finds our daemons and servers of a pipe directory, recorded or not.
 
-        A look returns who is there, and since when. The first one asks of all processes, of which there may be
-        thousands; later ones only of those that it found, and of new ones, before they say that nobody is left. Who was
-        found is there until it has ended: its environment goes first, and what it has on the GPU later.
+        It returns start times by process ID. The first call reads all processes; later calls read the known and the
+        new ones, and all of them again before they return nothing. A process that was found counts until it has
+        ended, because its environment disappears before its GPU resources.
         """
         others, ours = set[int](), dict[int, int]()
 
@@ -491,7 +489,7 @@ class MpsProcesses:
             there = {int(entry.name) for entry in os.scandir(self._proc) if entry.name.isdecimal()}
             found = {pid: at for pid, at in ours.items() if (known := self.began(pid)) is not None and known[0] == at}
             found |= self._among(there - others, directory)
-            if others and not found:  # a number may be another process's by now, and a process another program
+            if others and not found:  # a PID may have been reused, or a process may have called exec
                 found = self._among(there, directory)
             others.clear()
             others.update(there - found.keys())
@@ -505,17 +503,17 @@ class MpsProcesses:
         return {pid: known[0] for pid in pids if (known := self.began(pid)) and self._is_ours(pid, directory)}
 
     def end(self, find: Callable[[], Mapping[int, int]]) -> None:
-        """End processes, by SIGKILL at last, also those that appear meanwhile.
+        """End processes by SIGTERM, then SIGKILL, including those that appear meanwhile.
 
         Args:
-            find: Returns who of them is still there, and since when.
+            find: Returns the remaining processes, as start time by process ID.
 
         Raises:
-            MpsError: One of them may not be ended, or does not end.
+            MpsError: A process does not end, or the right to signal it is missing.
         """
         if not find():
             return
-        for number, within_s in _END_WITHIN_S.items():  # one that hangs does not end by the first
+        for number, within_s in _END_WITHIN_S.items():
             for pid in find():
                 try:
                     os.kill(pid, number)
@@ -537,7 +535,7 @@ class MpsProcesses:
             )
 
     def _is_ours(self, pid: int, directory: Path) -> bool:
-        """Whether a process is of our own control group, and has this pipe directory in its environment."""
+        """Whether a process is in our control group and has this pipe directory in its environment."""
         try:
             is_managed = (self._proc / str(pid) / "cgroup").read_bytes() == (
                 self._proc / "self" / "cgroup"
@@ -549,15 +547,19 @@ class MpsProcesses:
 
 
 LONGEST_ANSWER = 1 << 16
-"""In bytes: more than the process IDs of all clients that a daemon can have."""
+"""In bytes; more than the process IDs of all possible clients of a daemon."""
 _POLL_EVERY_S = 0.01
 
 
 def talk(program: str, process: "subprocess.Popen[bytes]", text: str, within_s: float) -> tuple[str, str]:
-    """Send a text and return what is printed and what is complained of; raises TimeoutExpired, or MpsError for a flood.
+    """Send text to a program and return its output and error output.
 
-    What a daemon says, one of its clients may say in its place: any bytes, and any number of them. The program's end is
-    the end of its answer, whoever else holds what it printed to.
+    A client can forge a daemon's answer, so its length is limited. The answer ends when the program ends, even if
+    another process holds its output open.
+
+    Raises:
+        TimeoutExpired: The program did not end in time.
+        MpsError: The answer is longer than LONGEST_ANSWER.
     """
     end = time.monotonic() + within_s
     assert process.stdin is not None  # noqa: S101  # all three are pipes
@@ -589,20 +591,20 @@ def talk(program: str, process: "subprocess.Popen[bytes]", text: str, within_s: 
 
 
 RECORD = "daemon"
-"""Beside the pipe directory, where no client can write: the daemon's process ID, and when it began."""
+"""File beside the pipe directory, where no client can write, with the daemon's process ID and start time."""
 _CAPABILITIES = {"SETGID": 6, "SETUID": 7, "SYS_ADMIN": 21}
-"""A daemon runs its server as its client's user, and gets a /dev/shm of its own."""
+"""A daemon runs its server as its client's user, and mounts its own /dev/shm."""
 _PRIVATE_SHM = 'mount --bind "$1" /dev/shm && exec "$2" -d'
-"""Gives a daemon a /dev/shm of its own, so that the tenants of two GPUs never see each other's."""
+"""Mounts a private /dev/shm for a daemon, so that tenants of two GPUs never see each other's files."""
 
 
 class MpsProgram:
-    """Runs the program, found on PATH.
+    """Runs `nvidia-cuda-mps-control` from PATH.
 
     Args:
-        private_shm: Whether daemons get a /dev/shm of their own; takes CAP_SYS_ADMIN.
-        within_s: How long an answer may take, in seconds.
-        processes: Those that there are; this node's when None.
+        private_shm: Whether each daemon gets its own /dev/shm; needs CAP_SYS_ADMIN.
+        within_s: Timeout of an answer, in seconds.
+        processes: The node's processes; None reads /proc.
     """
 
     def __init__(
@@ -613,12 +615,12 @@ class MpsProgram:
 
     @staticmethod
     def is_installed() -> bool:
-        """Whether the node has it: it comes with the driver."""
+        """Whether the program is on PATH; it comes with the driver."""
         return shutil.which(PROGRAM) is not None
 
     @staticmethod
     def missing(status: Path = Path("/proc/self/status")) -> str:
-        """Say what keeps MPS from being offered, and how to get it; empty where nothing does."""
+        """Return the missing requirement of mode MPS and how to provide it; empty if there is none."""
         if not MpsProgram.is_installed():
             return f"{PROGRAM} on PATH; it comes with the driver: mount it, or install cuda-mps"
         for program, package in (("unshare", "util-linux"), ("find", "findutils")):
@@ -629,7 +631,7 @@ class MpsProgram:
         return f"the capabilities {', '.join(lacking)}; add them to the pod carpool-mps" if lacking else ""
 
     def start(self, environment: Mapping[str, str], shm: Path) -> None:
-        """Start a daemon; what an earlier start that was cut short, or this one, leaves without a record is ended."""
+        """Start a daemon; unrecorded processes of an interrupted or failed start are ended."""
         program = shutil.which(PROGRAM)
         if program is None:
             raise MpsError(f"expected {PROGRAM} on PATH, found none; it comes with NVIDIA's driver, mount it")
@@ -652,9 +654,9 @@ class MpsProgram:
         """Send a command to a daemon."""
         try:
             mode = (Path(environment["CUDA_MPS_PIPE_DIRECTORY"]) / "control").lstat().st_mode
-        except OSError as e:  # the program would wait for ever
+        except OSError as e:  # without the pipe the program would wait for ever
             raise MpsError(f"expected an MPS daemon, found no control pipe: {e}") from e
-        if stat.S_ISLNK(mode):  # clients write in that directory, and the program would follow it
+        if stat.S_ISLNK(mode):  # the program would follow a link that a client made
             raise MpsError("expected an MPS daemon's control pipe, found a link that a client has put there; end it")
         return self._run([PROGRAM], environment, f"{command}\n")
 
@@ -663,22 +665,19 @@ class MpsProgram:
         return self._pid(environment) is not None
 
     def kill(self, environment: Mapping[str, str], servers: Mapping[int, int]) -> None:
-        """End the daemon, and those of these servers that are still the same processes."""
+        """Kill the daemon and these servers, unless their process IDs were reused."""
         wanted = dict(servers)
         if (known := _recorded(environment)) is not None:
             wanted[known[0]] = known[1]
         self._processes.end(lambda: {pid: at for pid, at in wanted.items() if self.started(pid) == at})
 
     def started(self, pid: int) -> int | None:
-        """When a daemon or server of MPS began, in ticks since boot; None where that process is none."""
+        """Return the start time of a daemon or server, in ticks since boot; None for any other process."""
         found = self._processes.began(pid)
         return found[0] if found is not None else None
 
     def living(self, environment: Mapping[str, str], servers: Mapping[int, int]) -> dict[int, int]:
-        """Return who of these servers still lives, and is neither another GPU's daemon nor its child.
-
-        Whoever wrote them down may have believed a client.
-        """
+        """Return those of the servers that are alive and neither another GPU's daemon nor its child."""
         others = self._others(environment) if servers else set()
         return {
             pid: at
@@ -689,14 +688,14 @@ class MpsProgram:
         }
 
     def home(self, environment: Mapping[str, str]) -> str | None:
-        """Name the daemon's control group; None where there is no daemon."""
+        """Return the name of the daemon's control group; None without a daemon."""
         pid = self._pid(environment)
         return self._processes.group(pid) if pid is not None else None
 
     def servers(
         self, environment: Mapping[str, str], home: str, present: Iterable[int], listed: Iterable[int]
     ) -> dict[int, int]:
-        """Return who bears the servers' name in that control group and is on the GPU, or its daemon's child."""
+        """Return processes of that control group with the servers' name, on the GPU or children of the daemon."""
         own, there, found = self._pid(environment), set(present), dict[int, int]()
         others = self._others(environment)
         for pid in there.union(listed):
@@ -713,12 +712,12 @@ class MpsProgram:
         return {one[0] for one in known if one is not None and self.started(one[0]) == one[1]}
 
     def _pid(self, environment: Mapping[str, str]) -> int | None:
-        """Process ID of the living daemon; its number may belong to another process by now."""
+        """Return the process ID of the daemon; None if it has ended or its ID was reused."""
         known = _recorded(environment)
         return known[0] if known is not None and self.started(known[0]) == known[1] else None
 
     def _record(self, environment: Mapping[str, str]) -> None:
-        """Write down who the daemon is, before any client can say something else."""
+        """Record the daemon's process ID and start time before clients can connect."""
         directory = Path(environment["CUDA_MPS_PIPE_DIRECTORY"])
         until = time.monotonic() + self._within_s
         while (pid := self._processes.written(directory)) is None or (started := self.started(pid)) is None:
@@ -734,7 +733,7 @@ class MpsProgram:
             raise MpsError(f"expected to write {record}, found {e}; free some space") from e
 
     def _launch(self, command: list[str], environment: Mapping[str, str]) -> None:
-        """Run what leaves a daemon behind, which may print to the same file later: a pipe would end it by then."""
+        """Run the program that starts a daemon. Its output goes to a file: a closed pipe would end the daemon later."""
         try:
             with tempfile.TemporaryFile(dir=environment["CUDA_MPS_LOG_DIRECTORY"]) as printed:
                 ended = subprocess.run(
@@ -754,7 +753,7 @@ class MpsProgram:
         except OSError as e:
             raise MpsError(f"expected to run {command[0]}, found {e}") from e
         if ended.returncode:
-            raise MpsError(f"{PROGRAM} ended with {ended.returncode}: {printable(said[:500]) or 'it said nothing'}")
+            raise MpsError(f"{PROGRAM} ended with {ended.returncode}: {printable(said[:500]) or 'it printed nothing'}")
 
     def _run(self, command: list[str], environment: Mapping[str, str], text: str) -> str:
         try:
@@ -777,7 +776,9 @@ class MpsProgram:
             raise MpsError(f"expected to run {command[0]}, found {e}") from e
         said = (output + errors).strip()
         if process.returncode or "Cannot find MPS control daemon" in said:
-            raise MpsError(f"{PROGRAM} ended with {process.returncode}: {printable(said[:500]) or 'it said nothing'}")
+            raise MpsError(
+                f"{PROGRAM} ended with {process.returncode}: {printable(said[:500]) or 'it printed nothing'}"
+            )
         return output
 
 
@@ -795,42 +796,42 @@ def _read_record(record: Path) -> tuple[int, int] | None:
 
 _WITHIN_S = 8.0
 _TURN_WITHIN_S = 5.0
-"""For an earlier request; less than an answer is waited for, so that who asks is told."""
+"""How long a request waits for an earlier one, in seconds; less than the client's timeout."""
 _LONGEST = 4096
 _END = "end "
-"""Before a GPU's name: its daemon and servers shall be ended."""
+"""Prefix of a request to kill a GPU's daemon and servers."""
 _TIDY = "tidy "
-"""Before a GPU's name: what clients left shall be removed where no daemon runs."""
+"""Prefix of a request to delete the leftovers of clients, unless a daemon runs."""
 
 
 class UntidiedError(MpsError):
-    """A daemon has stopped, but its host did not remove what clients left in the memory that they shared with it."""
+    """The daemon has stopped, but its host did not delete the clients' files in shared memory."""
 
 
 class _AwayError(MpsError):
-    """There is no host."""
+    """No host listens on the socket."""
 
 
 class _UnknownError(MpsError):
-    """It is of an earlier version, and does not know the word."""
+    """The host is an earlier version that does not know the request."""
 
 
 class _Answer(msgspec.Struct, frozen=True):
     error: str = ""
     is_understood: bool = False
-    """Whether the host knows the word that was said; the first versions know few, and do not say so."""
+    """Whether the host knows the request; the first versions do not set this."""
 
 
 class HostedMps(Mps):
-    """Daemons that another process starts.
+    """Daemons that the process `carpool node mps-host` starts.
 
     Args:
-        commands: Of NVIDIA's program.
-        directory: Where each GPU has a directory of its own.
-        host: Socket of the process that starts them.
-        may_write: As of Mps.
-        within_s: How long an answer may take, in seconds.
-        tidy_within_s: As of Mps.
+        commands: See Mps.
+        directory: See Mps.
+        host: Socket of that process.
+        may_write: See Mps.
+        within_s: Timeout of an answer, in seconds.
+        tidy_within_s: See Mps.
     """
 
     def __init__(
@@ -848,22 +849,23 @@ class HostedMps(Mps):
         self._log = structlog.get_logger()
 
     def start(self, uuid: GpuUuid) -> None:
-        """Let a GPU's daemon be started, and see that it answers."""
-        self.directory(uuid)  # a name that is no UUID goes no further
+        """Ask the host to start a GPU's daemon and to check that it answers."""
+        self.directory(uuid)  # raises for an invalid UUID
         self._tell(uuid, uuid)
 
     def stop(self, uuid: GpuUuid) -> None:
-        """Stop a GPU's daemon; what clients left in its shared memory only its host can remove.
+        """Stop a GPU's daemon, and ask the host to delete the clients' files in its shared memory.
 
         Raises:
-            UntidiedError: The host did not. An earlier request of that GPU may go on, and start a daemon.
-            MpsError: As of Mps; so OSError.
+            UntidiedError: The host did not delete them.
+            MpsError: The daemon is still alive.
+            OSError: Its pipe directory could not be moved aside.
         """
         super().stop(uuid)
         try:
             self._tell(uuid, f"{_TIDY}{uuid}")
-        except (_AwayError, _UnknownError) as e:  # its daemons have gone with it; or it does so before the next start
-            self._log.warning("what mps clients left stays until the gpu's next daemon", gpu=uuid, reason=str(e))
+        except (_AwayError, _UnknownError) as e:  # the next start deletes them
+            self._log.warning("files of mps clients stay until the next daemon starts", gpu=uuid, reason=str(e))
         except MpsError as e:
             raise UntidiedError(
                 f"GPU {uuid}: expected what the clients of its MPS daemon left to be removed, found the daemon stopped,"
@@ -871,7 +873,7 @@ class HostedMps(Mps):
             ) from e
 
     def end(self, uuid: GpuUuid) -> None:
-        """Let a GPU's daemon and its servers be ended."""
+        """Ask the host to kill a GPU's daemon and its servers."""
         self.directory(uuid)
         self._tell(uuid, f"{_END}{uuid}")
 
@@ -895,7 +897,7 @@ class _Handler(socketserver.StreamRequestHandler):
     timeout = 5.0
 
     def handle(self) -> None:
-        """Start or end the daemon of the GPU that is named."""
+        """Handle one request."""
         server = self.server
         assert isinstance(server, MpsHost)  # noqa: S101  # socketserver knows no types
         said = self.rfile.readline(_LONGEST).decode(errors="replace").strip()
@@ -916,7 +918,7 @@ def _has_hung_up(connection: socket.socket) -> bool:
 
 
 def _make_room(path: Path) -> None:
-    """Remove the socket of a host that is gone, and nothing else; raises OSError."""
+    """Remove the socket of a host that has ended; raises OSError if anything else is there."""
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise FileExistsError(errno.EEXIST, "something that is no socket", str(path))
@@ -932,20 +934,20 @@ def _make_room(path: Path) -> None:
 
 
 class MpsHost(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
-    """Starts daemons for whoever may open its socket, which is root alone.
+    """Starts daemons on request; only root can open its socket.
 
     Args:
-        path: Of the socket.
+        path: Path of the socket.
         mps: The daemons.
-        within_s: How long one request waits for another of the same GPU, in seconds.
+        within_s: How long a request waits for another one of the same GPU, in seconds.
 
     Raises:
-        OSError: The socket cannot be made; something else, or a host that answers, is never replaced.
+        OSError: The socket cannot be made, or another file or a running host is there.
     """
 
     daemon_threads = True
     request_queue_size = 128
-    """The GPUs of a node may all want their daemons at once."""
+    """All GPUs of a node may request their daemons at once."""
 
     def __init__(self, path: Path, mps: Mps, *, within_s: float = _TURN_WITHIN_S) -> None:
         self._mps, self._within_s = mps, within_s
@@ -959,14 +961,14 @@ class MpsHost(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
             os.umask(before)
 
     def obey(self, said: str, has_hung_up: Callable[[], bool]) -> str:
-        """Start a GPU's daemon, or take over the one that runs; or end it, or tidy up after it.
+        """Start or adopt, kill, or clean up after a GPU's daemon.
 
         Args:
-            said: What, and of which GPU.
-            has_hung_up: Whether nobody waits for the answer any more; asked when it is this one's turn.
+            said: The request: an optional prefix and the GPU's UUID.
+            has_hung_up: Whether the client has disconnected; called when earlier requests are done.
 
         Returns:
-            Why not, or an empty text.
+            The error message; empty on success.
         """
         word = next((word for word in (_END, _TIDY) if said.startswith(word)), "")
         uuid = GpuUuid(said.removeprefix(word))
@@ -976,7 +978,7 @@ class MpsHost(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         }.get(word, ("runs", self._mps.start))
         try:
             if not self._one_by_one(uuid, act, has_hung_up):
-                self._log.info("mps daemon left alone: who asked has hung up", gpu=uuid, wanted=what)
+                self._log.info("mps request dropped: the client has disconnected", gpu=uuid, wanted=what)
                 return ""
         except (DeviceError, OSError) as e:
             self._log.warning(f"mps daemon not {what}", gpu=uuid[:64], error=str(e))
@@ -985,9 +987,9 @@ class MpsHost(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         return ""
 
     def _one_by_one(self, uuid: GpuUuid, act: Callable[[GpuUuid], None], has_hung_up: Callable[[], bool]) -> bool:
-        self._mps.directory(uuid)  # only names of GPUs get locks
+        self._mps.directory(uuid)  # raises for an invalid UUID, so that only GPUs get locks
         lock = self._locks.setdefault(uuid, threading.Lock())
-        if not lock.acquire(timeout=self._within_s):  # whoever waits for ever has hung up long ago
+        if not lock.acquire(timeout=self._within_s):
             raise MpsError(f"GPU {uuid}: an earlier request goes on; look at its daemon on the node")
         try:
             if has_hung_up():

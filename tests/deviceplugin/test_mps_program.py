@@ -699,7 +699,7 @@ def test_a_host_that_is_away_after_a_stop_is_said(commands: FakeMpsCommands, tmp
         HostedMps(commands, tmp_path / "mps", tmp_path / "host.sock").stop(GPU)
     assert commands.daemons == {}
     assert [(line["event"], line["gpu"]) for line in said] == [
-        ("what mps clients left stays until the gpu's next daemon", GPU)
+        ("files of mps clients stay until the next daemon starts", GPU)
     ]
 
 
