@@ -1,4 +1,4 @@
-"""What a slot brings into a container, as a CDI specification (version 0.6.0)."""
+"""CDI specifications (version 0.6.0): writes those of slots, and reads NVIDIA's."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -16,28 +16,27 @@ from carpool_deviceplugin.gpu import Access, DeviceError, Mount
 
 CDI_VERSION = "0.6.0"
 ANNOTATION_POD_UID = f"{DOMAIN}/pod-uid"
-"""In a slot's specification: whose it is, so that any later agent can tell whether it is stale."""
+"""Annotation with the pod's UID in a slot's specification; a later agent uses it to remove stale files."""
 
 
 def device_name(slot: str) -> str:
-    """Fully qualified CDI name of a slot: `carpool.dev/slot=slot-3`."""
+    """Return the fully qualified CDI name of a slot, such as `carpool.dev/slot=slot-3`."""
     return f"{CDI_KIND}={slot}"
 
 
 def path_of(directory: Path, slot: str) -> Path:
-    """Where a slot's specification stands: `carpool.dev-slot-3.json`."""
+    """Return the path of a slot's specification, such as `carpool.dev-slot-3.json`."""
     return directory / f"{DOMAIN}-{slot}.json"
 
 
 def environment(reservation: Reservation, access: Mapping[GpuUuid, Access]) -> dict[str, str]:
-    """Variables of the container, which override those of the pod's spec.
+    """Return the container's environment variables, which override those of the pod's spec.
 
-    NVIDIA_VISIBLE_DEVICES=void keeps NVIDIA's own container runtime from adding every GPU of the node to an image that
-    asks for `all`: what the container gets is what is mounted here.
+    NVIDIA_VISIBLE_DEVICES=void keeps NVIDIA's container runtime from adding all GPUs to an image that asks for `all`.
 
     Args:
-        reservation: Of the container's pod.
-        access: To each GPU of the reservation.
+        reservation: Reservation of the container's pod.
+        access: Access to each GPU of the reservation.
     """
     is_named = any(one.needs_runtime_env for one in access.values())
     names = [access[uuid].name or uuid for uuid in reservation.gpu_uuids]
@@ -57,7 +56,7 @@ def environment(reservation: Reservation, access: Mapping[GpuUuid, Access]) -> d
         if pipe is not None:
             env["CUDA_MPS_PIPE_DIRECTORY"] = pipe.container_path
         if limit is not None:
-            env["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = f"0={limit}M"  # of its one GPU: a process reaches one daemon
+            env["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = f"0={limit}M"  # index 0: an MPS job has one GPU
         if reservation.thread_percentage is not None:
             env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(reservation.thread_percentage)
     return env
@@ -66,15 +65,12 @@ def environment(reservation: Reservation, access: Mapping[GpuUuid, Access]) -> d
 def specifications(
     reservation: Reservation, slots: Sequence[str], access: Mapping[GpuUuid, Access]
 ) -> dict[str, dict[str, Any]]:
-    """Write down what each slot brings: slot k the k-th GPU, the first one the environment too.
+    """Return a CDI specification for each slot: slot k adds the k-th GPU, and the first slot the environment.
 
     Args:
-        reservation: Of the container's pod.
+        reservation: Reservation of the container's pod.
         slots: The container's slots in order, as many as the reservation has GPUs.
-        access: To each GPU of the reservation.
-
-    Returns:
-        A CDI specification for each slot.
+        access: Access to each GPU of the reservation.
     """
     env = [f"{name}={value}" for name, value in environment(reservation, access).items()]
     version = max([CDI_VERSION, *(one.cdi_version for one in access.values())], key=_numbers)
@@ -101,7 +97,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _joined(*edits: Mapping[str, Any]) -> dict[str, Any]:
-    """One set of container edits after the other; later variables win, and what was given twice is given once."""
+    """Merge container edits in order, without duplicates; later variables override earlier ones."""
     joined: dict[str, Any] = {}
     for one in edits:
         for name, values in one.items():
@@ -125,11 +121,11 @@ def _mount(mount: Mount) -> dict[str, Any]:
 
 
 def write(directory: Path, specs: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write the slots' specifications; a reader sees the old or the new one, never a part."""
+    """Write the slots' specifications, each atomically; raises OSError."""
     directory.mkdir(parents=True, exist_ok=True)
     for slot, spec in specs.items():
         path = path_of(directory, slot)
-        # Runtimes read every *.json and *.yaml here, so the unfinished file is called otherwise.
+        # Runtimes read every *.json and *.yaml file here, so the temporary file has another suffix.
         temporary = directory / f".{path.name}.{os.getpid()}.new"
         try:
             temporary.write_bytes(msgspec.json.format(msgspec.json.encode(spec)) + b"\n")
@@ -140,13 +136,13 @@ def write(directory: Path, specs: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 STATIC_DIR = Path("/etc/cdi")
-"""Where runtimes read specifications, too: those that people write and keep."""
+"""Directory of static specifications, which container runtimes also read."""
 
 
 def of_others(directory: Path) -> list[Path]:
-    """List the specifications of others in a directory, in the order of their names; none where it is absent."""
+    """Return the specifications that Carpool did not write, sorted by name; empty if the directory is absent."""
     try:
-        with os.scandir(directory) as entries:  # a container waits for this, and most of what is there is ours
+        with os.scandir(directory) as entries:
             names = [entry.name for entry in entries]
     except OSError:
         return []
@@ -155,14 +151,14 @@ def of_others(directory: Path) -> list[Path]:
 
 
 def claimed_by_others(directory: Path) -> list[Path]:
-    """Find the files of others that speak of our kind of device: the runtime would refuse both theirs and ours."""
+    """Return foreign files that name our CDI kind; a runtime refuses a device that two files describe."""
     found: list[Path] = []
     for path in of_others(directory):
         try:
             if CDI_KIND.encode() in path.read_bytes():
                 found.append(path)
         except OSError:
-            continue  # gone again, or not to be read by the runtime either
+            continue  # removed meanwhile, or unreadable for the runtime too
     return found
 
 
@@ -171,7 +167,7 @@ class _Annotated(msgspec.Struct):
 
 
 def remove_stale(directory: Path, living: Set[PodUid]) -> list[str]:
-    """Remove the specifications of pods that are gone, and those that cannot be read; return the files' names."""
+    """Remove the specifications of ended pods and unreadable ones; return the names of the removed files."""
     removed: list[str] = []
     for path in _ours(directory):
         try:
@@ -179,9 +175,9 @@ def remove_stale(directory: Path, living: Set[PodUid]) -> list[str]:
         except msgspec.DecodeError:
             owner = ""
         except OSError:
-            continue  # no file of ours: a folder, say
+            continue  # not a regular file
         if owner not in living:
-            with suppress(OSError):  # what cannot be removed now is tried again
+            with suppress(OSError):  # the next call tries again
                 path.unlink()
                 removed.append(path.name)
     return removed
@@ -193,7 +189,7 @@ def _ours(directory: Path) -> Iterable[Path]:
 
 NVIDIA_GPU = "nvidia.com/gpu"
 FALLBACK_ENV = {"NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
-"""What NVIDIA's container runtime asks of a container besides the GPUs' names."""
+"""Variables that NVIDIA's container runtime needs besides the names of the GPUs."""
 
 
 class _Node(msgspec.Struct):
@@ -201,7 +197,7 @@ class _Node(msgspec.Struct):
 
 
 class _Edits(msgspec.Struct):
-    """What must be as the specification says, for it is gone through; everything is handed on as it stands."""
+    """The validated part of container edits; the edits themselves are passed on unchanged."""
 
     env: list[str] = []
     deviceNodes: list[_Node] = []  # noqa: N815  # the specification's name
@@ -223,22 +219,20 @@ class _Specification(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class GpuEdits:
-    """What NVIDIA's specification does to a container for one GPU."""
+    """Container edits of NVIDIA's specification for one GPU."""
 
     cdi_version: str
     device: Mapping[str, Any]
-    """For this GPU alone."""
+    """Edits of this GPU."""
     common: Mapping[str, Any]
-    """Once for each container: the driver's libraries, control devices, hooks."""
+    """Edits once for each container: the driver's libraries, control devices, hooks."""
 
 
 class NvidiaCdi:
-    """Reads a specification again when its file is another one: the driver may have been updated.
-
-    To read one takes milliseconds, and a container with eight GPUs waits for eight answers.
+    """NVIDIA's CDI specifications; a file is parsed again when it changes.
 
     Args:
-        directories: Where they may stand; the first that has the GPU wins.
+        directories: Directories to search; the first one with the GPU wins.
     """
 
     def __init__(self, directories: Sequence[Path]) -> None:
@@ -246,14 +240,11 @@ class NvidiaCdi:
         self._known: dict[Path, tuple[tuple[int, int, int], _Specification | None]] = {}
 
     def find(self, name: str, minor: int | None = None) -> GpuEdits | None:
-        """Find what a GPU or MIG device needs.
+        """Return the container edits of a GPU or MIG device; None if no specification contains it.
 
         Args:
-            name: Its UUID.
+            name: UUID of the device.
             minor: N of /dev/nvidiaN, for specifications that name GPUs by index only.
-
-        Returns:
-            None where no specification knows it.
 
         Raises:
             DeviceError: A specification cannot be read.
@@ -267,7 +258,7 @@ class NvidiaCdi:
     def _specifications(self) -> list[_Specification]:
         paths = [path for directory in self._directories for path in of_others(directory)]
         known = self._known
-        self._known = {path: known[path] for path in paths if path in known}  # somebody may write new names each time
+        self._known = {path: known[path] for path in paths if path in known}  # forget removed files
         specifications = map(self._read, paths)
         return [found for found in specifications if found is not None and found.kind == NVIDIA_GPU]
 
@@ -275,7 +266,7 @@ class NvidiaCdi:
         try:
             stat = path.stat()
         except OSError:
-            return None  # gone again
+            return None  # removed meanwhile
         state = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
         known = self._known.get(path)
         if known is None or known[0] != state:
@@ -288,7 +279,7 @@ def _decoded(path: Path) -> _Specification | None:
     try:
         content = path.read_bytes()
         if NVIDIA_GPU.encode() not in content:
-            return None  # somebody else's: whether it is sound is not ours to say
+            return None  # for other devices: not validated
         found = decode(content, type=_Specification)
         for edits in (found.containerEdits, *(device.containerEdits for device in found.devices)):
             msgspec.convert(edits, _Edits)

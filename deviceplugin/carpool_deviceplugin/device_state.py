@@ -1,4 +1,4 @@
-"""One GPU's steps, run one after the other, each with a deadline, and undone where one of them fails."""
+"""Reconciles one GPU with its reservations: steps with deadlines, undone if one fails."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -17,10 +17,10 @@ READY, PREPARING, FAILED = PartitionState.READY, PartitionState.PREPARING, Parti
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How far one GPU is for one reservation."""
+    """State of one reservation on one GPU."""
 
     generation: int
-    """Of the reservation."""
+    """Generation of the reservation."""
     state: PartitionState
     message: str = ""
 
@@ -30,16 +30,16 @@ async def _unchanged() -> bool:
 
 
 class GpuWorker:
-    """Brings one GPU to what its reservations want. GPUs have workers of their own: a stuck one holds up no other.
+    """Reconciles one GPU. Each GPU has its own worker, so that a stuck GPU does not block others.
 
     Args:
         uuid: The GPU.
         devices: The node's GPUs.
         changed: Called when outcomes have changed.
         intervals: Deadlines and intervals.
-        confirm: Called before MIG is changed; returns whether what the agent may do has changed.
-        caller: Makes the calls to the GPU; in threads when None.
-        peaks: Tells the most that each pod was measured to take of the GPU, in MiB.
+        confirm: Called before MIG changes; returns whether the agent's permission to partition has changed.
+        caller: Makes the calls to the GPU; None uses threads.
+        peaks: Returns the measured peak memory of each pod on the GPU, in MiB.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class GpuWorker:
         self.uuid = uuid
         self.outcomes: Mapping[PodUid, Outcome] = {}
         self.ended: Mapping[PodUid, str] = {}
-        """Pods that a fault of their MPS daemon has ended together in the last minutes, and what happened."""
+        """Pods that a fault of their MPS daemon has ended in the last minutes, with the reason."""
         self._devices, self._changed, self._intervals = devices, changed, intervals
         self._confirm, self._peaks = confirm, peaks
         self._wanted: Sequence[Reservation] = ()
@@ -71,15 +71,15 @@ class GpuWorker:
             self._awake.set()
 
     def look_again(self) -> None:
-        """Something happened to the GPU."""
+        """Wake the worker, because the GPU may have changed."""
         self._awake.set()
 
     def remember(self, promised: frozenset[PodUid]) -> None:
-        """Take over whose share an earlier agent had reported ready; it is true again only once it was looked at."""
+        """Set the pods that an earlier agent reported ready; the next reconciliation verifies them."""
         self._promised = promised
 
     async def run(self) -> None:
-        """Keep the GPU as it is wanted, for ever."""
+        """Reconcile the GPU until cancelled."""
         while True:
             self._awake.clear()
             is_settled = await self.once()
@@ -87,7 +87,7 @@ class GpuWorker:
             await wait_for_event(self._awake, wait_s, self._intervals.sleep)
 
     async def once(self) -> bool:
-        """Look, plan, act and look again; return False where somebody is waited for or something failed."""
+        """Read, plan, apply and verify; return False if a step failed or a pod must wait."""
         wanted = self._wanted
         ready = {pod for pod, outcome in self.outcomes.items() if outcome.state is READY}
         held = self._promised | ready
@@ -112,14 +112,14 @@ class GpuWorker:
         return actual, planned
 
     def _kept(self, reservation: Reservation) -> Outcome | None:
-        """What runs goes on running while its GPU cannot be read."""
+        """Return READY for a pod that was ready before: it keeps running while its GPU cannot be read."""
         known = self.outcomes.get(reservation.pod_uid)
         if known and known.state is READY:
             return known
         return _outcome(reservation, READY) if reservation.pod_uid in self._promised else None
 
     async def _act(self, planned: Plan, actual: GpuActual, wanted: Sequence[Reservation]) -> str:
-        """Run the steps; return why they failed, or an empty text."""
+        """Apply the steps; return the error message, empty on success."""
         if not planned.steps:
             return ""
         preparing = {r.pod_uid: self._kept(r) or _outcome(r, PREPARING) for r in wanted}
@@ -127,7 +127,7 @@ class GpuWorker:
         done: list[Step] = []
         try:
             for step in planned.steps:
-                done.append(step)  # a step that fails half-way is undone too
+                done.append(step)  # a partly applied step is undone too
                 await self._caller.call(self._devices.apply, self.uuid, step)
             found = await self._caller.call(self._devices.actual, self.uuid)
             if left := plan(found, wanted, frozenset(planned.ready), self._peaks()).steps:

@@ -1,9 +1,9 @@
 """MPS control daemons, one for each GPU: start, status, stop and cleanup.
 
 Layout of a GPU's directory: `pipe/` (the daemon's pipes), `log/`, and `shm`, a link to the node's path of the memory
-that the daemon shares with its clients. Clients can write in `pipe/` and `shm`, so their content is not trusted. The process
-IDs of daemon and servers are kept beside them. The plan lets pods of only one namespace use a daemon. The daemon itself
-serves one user at a time.
+that the daemon shares with its clients. Clients can write in `pipe/` and `shm`, so their content is not trusted. The
+process IDs of daemon and servers are kept beside them. The plan lets pods of only one namespace use a daemon. The
+daemon itself serves one user at a time.
 """
 
 import errno
@@ -753,7 +753,7 @@ class MpsProgram:
         except OSError as e:
             raise MpsError(f"expected to run {command[0]}, found {e}") from e
         if ended.returncode:
-            raise MpsError(f"{PROGRAM} ended with {ended.returncode}: {printable(said[:500]) or 'it printed nothing'}")
+            raise MpsError(f"{PROGRAM} ended with {ended.returncode}: {printable(said[:500]) or 'no output'}")
 
     def _run(self, command: list[str], environment: Mapping[str, str], text: str) -> str:
         try:
@@ -776,9 +776,7 @@ class MpsProgram:
             raise MpsError(f"expected to run {command[0]}, found {e}") from e
         said = (output + errors).strip()
         if process.returncode or "Cannot find MPS control daemon" in said:
-            raise MpsError(
-                f"{PROGRAM} ended with {process.returncode}: {printable(said[:500]) or 'it printed nothing'}"
-            )
+            raise MpsError(f"{PROGRAM} ended with {process.returncode}: {printable(said[:500]) or 'no output'}")
         return output
 
 

@@ -1,4 +1,4 @@
-"""From MIG reservations on one GPU to instances: which are kept, made and destroyed, and for whom. Pure."""
+"""Planner of one GPU: from reservations and actual state to steps. Pure."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -37,27 +37,27 @@ from carpool_deviceplugin.quoting import quoted
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """What to do about the instances of one GPU."""
+    """Plan for the MIG instances of one GPU."""
 
     steps: tuple[Step, ...]
     ready: tuple[PodUid, ...]
-    """Pods that have their instance once the steps are done."""
+    """Pods that have their instance after the steps."""
     waiting: dict[PodUid, str]
-    """Pods whose instance fits once others have left, and for whom they wait."""
+    """Pods whose instance fits after other pods have left, with the reason."""
     refused: dict[PodUid, str]
-    """Pods whose instance does not fit, and what is in the way."""
+    """Pods whose instance does not fit, with the reason."""
 
 
 def divide(actual: GpuActual, table: MigTable, granted: Sequence[Reservation]) -> Division:
     """Plan the instances of a GPU.
 
-    Instances of others, those with a process and those of pods with a reservation stay. Idle ones of ours are used
-    again or destroyed.
+    Foreign instances, instances with processes and instances of pods with a reservation stay. The agent's other idle
+    instances are reused or destroyed.
 
     Args:
-        actual: How the GPU is.
-        table: What it can be divided into.
-        granted: Reservations in mode MIG, those that come first in front; each names a profile of the table.
+        actual: State of the GPU.
+        table: MIG profiles of the GPU.
+        granted: Reservations in mode MIG by priority; each names a profile of the table.
     """
     settled = _settled(actual.mig_instances, granted)
     staying = [p for p in actual.mig_instances if not p.is_managed or p.is_used or p in settled.values()]
@@ -90,12 +90,12 @@ def divide(actual: GpuActual, table: MigTable, granted: Sequence[Reservation]) -
 
 
 def _settled(mig_instances: Sequence[MigInstance], granted: Sequence[Reservation]) -> dict[PodUid, MigInstance]:
-    """Who has an instance: the one that was made for it, or, where that was forgotten, the one that it uses."""
+    """Return the pods' instances: the one created for the pod or, if the record was lost, the one that it uses."""
     settled: dict[PodUid, MigInstance] = {}
     for r in granted:
         fitting = [p for p in mig_instances if p.instance.placement.profile.name == r.mig_profile]
         own = [p for p in fitting if p.is_managed and p.pod_uid == r.pod_uid]
-        own = own or [p for p in fitting if r.pod_uid in p.users]  # only the agent let it in there
+        own = own or [p for p in fitting if r.pod_uid in p.users]  # the agent gave it access
         if own and own[0] not in settled.values():
             settled[r.pod_uid] = own[0]
     return settled
@@ -104,7 +104,7 @@ def _settled(mig_instances: Sequence[MigInstance], granted: Sequence[Reservation
 def _planned(
     table: MigTable, mig_instances: Sequence[MigInstance], staying: Sequence[MigInstance], wanted: Sequence[Profile]
 ) -> MigPlan:
-    """Plan what is known to fit."""
+    """Plan profiles that are known to fit."""
     found = plan_mig(table, [p.instance for p in mig_instances], {p.instance.id for p in staying}, wanted)
     if isinstance(found, MigRefusal):
         raise ValueError(f"expected what fits, found that it does not: {found.message}")
@@ -118,7 +118,7 @@ def _profile(table: MigTable, reservation: Reservation) -> Profile:
 def _obstacles(
     table: MigTable, staying: Sequence[MigInstance], may_go: Sequence[MigInstance], extra: Sequence[Profile]
 ) -> tuple[MigInstance, ...]:
-    """The fewest of `may_go` without which there would be room; empty where that is not enough."""
+    """Return the fewest instances of `may_go` whose removal makes room; empty if removing all is not enough."""
     for count in range(1, len(may_go) + 1):
         for going in combinations(may_go, count):
             left = occupied(p.instance.placement for p in staying if p not in going)
@@ -151,19 +151,19 @@ def _steps(
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to do about one GPU."""
+    """Plan for one GPU."""
 
     steps: tuple[Step, ...] = ()
     ready: tuple[PodUid, ...] = ()
-    """Pods whose share exists once the steps are done."""
+    """Pods whose partition is ready after the steps."""
     waiting: Mapping[PodUid, str] | None = None
-    """Pods that must wait for others to leave, and for whom."""
+    """Pods that wait for other pods to leave, with the reason."""
     refused: Mapping[PodUid, str] | None = None
-    """Pods whose reservation cannot be honoured, and why."""
+    """Pods whose reservation is refused, with the reason."""
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing remains to be done or waited for."""
+        """Whether no steps and no waiting pods remain."""
         return not self.steps and not self.waiting
 
 
@@ -175,14 +175,14 @@ def plan(
 ) -> Plan:
     """Plan the steps for one GPU.
 
-    Whoever is on the GPU, or was promised it, comes before whoever reserved later; nothing is ever taken from them. The
-    mode changes only while no process is on the GPU. MIG instances come and go beside each other.
+    Pods on the GPU and pods reported ready come first and lose nothing; then the earlier reservation wins. The mode
+    changes only while no process is on the GPU. MIG instances change independently of each other.
 
     Args:
-        actual: How the GPU is.
-        reservations: Those that name this GPU.
-        held: Pods whose share was reported ready.
-        peaks: The most that each pod was measured to take of the GPU, in MiB.
+        actual: State of the GPU.
+        reservations: Reservations that name this GPU.
+        held: Pods that were reported ready.
+        peaks: Measured peak memory of each pod on the GPU, in MiB.
     """
     granted, refused = _grant(actual, reservations, held, peaks or {})
     leaving = actual.tenants - {r.pod_uid for r in granted}
@@ -208,21 +208,21 @@ def plan(
 
 def _divided(actual: GpuActual, granted: Sequence[Reservation], refused: Mapping[PodUid, str]) -> Plan:
     if actual.mig_table is None or actual.mig_manager:
-        return Plan(ready=tuple(r.pod_uid for r in granted), refused=refused)  # who is there stays; nobody else came in
+        return Plan(ready=tuple(r.pod_uid for r in granted), refused=refused)  # only pods with an instance were granted
     found = divide(actual, actual.mig_table, granted)
     into = () if actual.mode is SharingMode.MIG else (*_leave(actual, keep=SharingMode.MIG), SetMode(SharingMode.MIG))
     return Plan((*into, *found.steps), found.ready, found.waiting, {**refused, **found.refused})
 
 
 def _tidied(actual: GpuActual) -> tuple[Step, ...]:
-    """What can be returned though somebody is still leaving: idle MIG instances."""
+    """Return the steps that destroy idle MIG instances while other pods are still leaving."""
     if actual.mode is not SharingMode.MIG or actual.mig_table is None or actual.mig_manager:
         return ()
     return divide(actual, actual.mig_table, ()).steps
 
 
 def way_back(done: Sequence[Step], before: GpuActual) -> tuple[Step, ...]:
-    """Return the steps that undo `done`, which began at `before`."""
+    """Return the steps that undo `done`; `before` is the state before them."""
     return tuple(step for taken in reversed(done) for step in _undo(taken, before))
 
 
@@ -267,7 +267,7 @@ def _grant(
 
 
 def _impossible(actual: GpuActual, wanted: Reservation, *, is_there: bool) -> str:
-    """Why this reservation could not be honoured on an empty GPU either."""
+    """Return why the reservation does not fit on an empty GPU; empty if it fits."""
     if wanted.mode not in actual.modes and not (is_there and wanted.mode is actual.mode):
         can = ", ".join(sorted(actual.modes)) or "none"
         why = f" ({actual.mig_manager})" if wanted.mode is SharingMode.MIG and actual.mig_manager else ""
@@ -309,7 +309,7 @@ def _impossible_instance(actual: GpuActual, wanted: Reservation) -> str:
 
 
 def _conflict(actual: GpuActual, wanted: Reservation, granted: Sequence[Reservation]) -> str:
-    """Why this reservation does not go with those before it."""
+    """Return why the reservation conflicts with granted ones; empty if it does not."""
     if not granted:
         return ""
     first = granted[0]
@@ -329,7 +329,7 @@ def _conflict(actual: GpuActual, wanted: Reservation, granted: Sequence[Reservat
 
 
 def _is_as_it_was(actual: GpuActual, wanted: Reservation) -> bool:
-    """Whether a pod that was let in wants what it was let in with."""
+    """Whether an admitted pod's memory limit is unchanged."""
     known = actual.limits.get(wanted.pod_uid)
     return known is None or known.memory_mib == wanted.memory_limit_mib
 
@@ -354,7 +354,7 @@ def _overcommitted(
 
 
 def _counted_mib(reservation: Reservation, peaks: Mapping[PodUid, int]) -> int:
-    """Count a share's memory: its measured peak, as long as that stands, or else all that its limit allows."""
+    """Return the memory to count for a reservation, in MiB: its measured peak while it holds, otherwise its limit."""
     measured = reservation.tenant.measured_mib
     if measured is not None and peaks.get(reservation.pod_uid, 0) <= measured:
         return measured
@@ -362,7 +362,7 @@ def _counted_mib(reservation: Reservation, peaks: Mapping[PodUid, int]) -> int:
 
 
 def _leave(actual: GpuActual, keep: SharingMode | None = None) -> tuple[Step, ...]:
-    """Steps out of the present mode, to idle unless another mode follows at once."""
+    """Return the steps that leave the present mode; to idle if `keep` is None."""
     steps: tuple[Step, ...] = ()
     if actual.mps_daemon or actual.mps_servers_left or actual.mps_cleanup_pending or actual.limits:
         steps = (StopMps(),)
@@ -381,20 +381,20 @@ def _enter(actual: GpuActual, granted: Sequence[Reservation]) -> tuple[Step, ...
     is_mps = mode is SharingMode.MPS
     is_left = actual.mps_daemon or actual.mps_servers_left or actual.mps_cleanup_pending
     is_useless = _is_of_no_use(actual, granted) if is_mps else is_left
-    is_ending = is_useless and not is_changing and not actual.tenants  # `_leave` has ended it where the mode changes
+    is_ending = is_useless and not is_changing and not actual.tenants  # `_leave` stops it if the mode changes
     steps: list[Step] = [SetMode(mode)] if is_changing else [StopMps()] if is_ending else []
     if is_mps:
         if is_changing or is_ending or not (actual.mps_daemon or actual.tenants):
-            steps.append(StartMps())  # under who is there a dead daemon's server may go on: another one would end it
+            steps.append(StartMps())  # never beside clients: a new daemon would end a dead daemon's server
         steps += _limits(actual, granted, from_nothing=is_changing or is_ending)
     return tuple(steps)
 
 
 def _is_of_no_use(actual: GpuActual, granted: Sequence[Reservation]) -> bool:
-    """Whether another MPS daemon must take the place of the one that there is, or was, once nobody is on the GPU.
+    """Whether a new MPS daemon must replace the present or former one when the GPU has no processes.
 
-    One that knows none of who comes in served others, of whatever namespace: what they left in its memory is not for
-    these, and containers of theirs that are still ending must not reach the next one.
+    A daemon that hangs is replaced, and one that served only other pods: their files and ending containers must not
+    reach the new pods.
     """
     is_of_others = actual.limits.keys().isdisjoint(r.pod_uid for r in granted)
     return actual.mps_hung or (is_of_others and bool(actual.mps_daemon or actual.limits))

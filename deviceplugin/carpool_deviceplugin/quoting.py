@@ -1,4 +1,4 @@
-"""What somebody has said, as it may stand in a sentence."""
+"""Untrusted text in messages: quoted, escaped and cut."""
 
 from pathlib import Path
 
@@ -6,11 +6,11 @@ _LONGEST, _LONGEST_PATH = 64, 200
 
 
 def quoted(said: str | Path) -> str:
-    """Quote it: escape sequences are written out, and what is long is cut; a terminal or a log shows it as it was."""
+    """Return the text quoted, with escape sequences written out, and cut after 64 characters (paths: 200)."""
     text, longest = str(said), _LONGEST_PATH if isinstance(said, Path) else _LONGEST
     return repr(text) if len(text) <= longest else f"{text[:longest]!r}… ({len(text):,} characters)"
 
 
 def printable(text: str) -> str:
-    """Write out escape sequences and the like, and leave the rest: tenants choose what processes are called."""
+    """Return the text with unprintable characters escaped; tenants choose the names of processes."""
     return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)

@@ -8,7 +8,7 @@ from carpool_core.settings import KubeSettings, LogSettings, metrics_port, setti
 
 @dataclass(frozen=True)
 class AgentSettings:
-    """What one node agent is told."""
+    """Flags and environment variables of the node agent."""
 
     node_name: str = setting(
         "",
