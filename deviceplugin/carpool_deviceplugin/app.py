@@ -1,4 +1,4 @@
-"""The composition root of the node agent. Several agents may live in one event loop, each with a node of its own."""
+"""Composition root of the node agent. Several agents, one for each node, may share an event loop."""
 
 import asyncio
 import errno
@@ -21,7 +21,7 @@ from carpool_deviceplugin.gpu import Devices, NoDevicesError
 from carpool_deviceplugin.mps import HostedMps, Mps, MpsProgram
 from carpool_deviceplugin.nvlib import NvmlLibrary, load_nvml
 from carpool_deviceplugin.nvml_devices import NvmlDevices
-from carpool_deviceplugin.plugin import Knowledge, KubeletError, Plugin, PodResources, Registration, holders
+from carpool_deviceplugin.plugin import AgentState, KubeletError, Plugin, PodResources, Registration, holders
 from carpool_deviceplugin.processes import ProcTree
 from carpool_deviceplugin.quoting import quoted
 from carpool_deviceplugin.reconciler import Reconciler
@@ -30,13 +30,13 @@ from carpool_deviceplugin.simulated import SimulatedDevices, parse_inventory
 from carpool_deviceplugin.timeouts import HARDWARE_INTERVALS, Intervals
 
 _NAME, _LONGEST_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"), 253
-"""What a Node can be called."""
+"""Valid names of a Node."""
 _STALE_S = 300.0
-"""Without a word from the API server for so long, the agent is not ready."""
+"""The agent is not ready after this time without an answer from the API server, in seconds."""
 
 
 def metrics_sources(settings: AgentSettings) -> list[CounterSource]:
-    """Return who else may measure the node's GPUs, the best one first."""
+    """Return the configured sources of counters besides NVML, the best one first."""
     found: list[CounterSource] = []
     if settings.dcgm_exporter:
         found.append(Exporter(settings.dcgm_exporter))
@@ -46,7 +46,7 @@ def metrics_sources(settings: AgentSettings) -> list[CounterSource]:
 
 
 def mps_daemons(settings: AgentSettings, *, may_write: bool = True) -> Mps | None:
-    """Return the node's MPS daemons; None where it cannot run any."""
+    """Return the node's MPS daemons; None if a requirement is missing."""
     program, directory = MpsProgram(), settings.state_dir / "mps"
     if settings.mps_host:
         host = Path(settings.mps_host)
@@ -55,7 +55,7 @@ def mps_daemons(settings: AgentSettings, *, may_write: bool = True) -> Mps | Non
 
 
 def real_devices(settings: AgentSettings, nvml: NvmlLibrary, *, may_write: bool = True) -> NvmlDevices:
-    """Open the node's GPUs, to look after them or, where nothing may be written, at them; raises NoDevicesError."""
+    """Open the node's GPUs, read-only unless `may_write`; raises NoDevicesError."""
     mps = mps_daemons(settings, may_write=may_write)
     if mps is not None and may_write:
         mps.sweep()
@@ -72,14 +72,14 @@ def real_devices(settings: AgentSettings, nvml: NvmlLibrary, *, may_write: bool 
 
 
 def find_devices(settings: AgentSettings, nvml: NvmlLibrary | None = None) -> Devices:
-    """Find the GPUs that the settings speak of.
+    """Return the real or simulated GPUs of the settings.
 
     Args:
-        settings: Of this node.
-        nvml: NVIDIA's library; the installed one when None.
+        settings: Settings of this node's agent.
+        nvml: NVIDIA's library; None loads the installed one.
 
     Raises:
-        NoDevicesError: There are none; the message says what to set.
+        NoDevicesError: There are none; the message names the setting to change.
     """
     if len(settings.node_name) > _LONGEST_NAME or not _NAME.fullmatch(settings.node_name):
         found = quoted(settings.node_name) if settings.node_name else "nothing"
@@ -102,7 +102,7 @@ def find_devices(settings: AgentSettings, nvml: NvmlLibrary | None = None) -> De
 
 
 def _check_directory(variable: str, directory: Path, advice: str) -> None:
-    """Raise NoDevicesError where nobody can write; a full disk, which may not stay so, keeps no agent from starting."""
+    """Raise NoDevicesError if the directory is not writable; a full disk is accepted, because it may be temporary."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=directory).close()
@@ -118,7 +118,7 @@ def _unwritable(variable: str, directory: Path, error: OSError, advice: str) -> 
 
 
 class KubeletPart:
-    """What serves the kubelet, where the node has one."""
+    """The agent's services for the kubelet."""
 
     def __init__(
         self,
@@ -130,14 +130,14 @@ class KubeletPart:
     ) -> None:
         self._pod_resources = pod_resources
         self.containers: Mapping[str, str] = {}
-        """Which container of `namespace/pod` holds GPUs, as the kubelet said at last."""
+        """Name of the container that holds GPUs, by `namespace/name` of its pod; the kubelet's last answer."""
         self._cdi_dir = settings.cdi_dir
         self._pods, self._every_s, self._sleep = pods, intervals.holders_s, intervals.sleep
         self.registration = Registration(settings.device_plugin_dir, plugin, intervals.kubelet_s, intervals.sleep)
         self._log = structlog.get_logger().bind(node=settings.node_name)
 
     async def run(self) -> None:
-        """Follow the node's pods, and serve."""
+        """Watch the node's pods and serve the kubelet until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._pods.run())
@@ -156,7 +156,7 @@ class KubeletPart:
             await self._sleep(self._every_s)
 
     async def _tidy(self) -> None:
-        """Remove what ended pods left in the CDI directory, an earlier agent's leftovers too."""
+        """Remove the CDI specifications of ended pods, including those of an earlier agent."""
         await self._pods.wait_synced()
         while True:
             living = {PodUid(p.metadata.uid) for p in self._pods.store.values() if not p.is_finished}
@@ -173,22 +173,22 @@ class Agent:
         self.settings, self.devices, self.reconciler = settings, devices, reconciler
         self.clock = clock
         self.kubelet: KubeletPart | None = None
-        """None on nodes without a kubelet."""
+        """None on a node without a kubelet."""
 
     async def run(self) -> None:
-        """Look after the node until cancelled."""
+        """Manage the node until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.reconciler.run())
             if self.kubelet is not None:
                 tasks.create_task(self.kubelet.run())
 
     def unready(self) -> str | None:
-        """Say why the agent is not ready; None where it is."""
+        """Return why the agent is not ready; None if it is ready."""
         store = self.reconciler.reflector.store
         if not store.synced:
-            return "has not heard of its GpuNode from the API server yet"
+            return "has not received its GpuNode from the API server yet"
         if store.age(self.clock.monotonic()) > _STALE_S:
-            return f"has not heard from the API server for {_STALE_S:g} s"
+            return f"has received no answer from the API server for {_STALE_S:g} s"
         if self.kubelet is not None and not self.kubelet.registration.is_registered:
             return f"is not registered with the kubelet in {self.settings.device_plugin_dir}"
         return None
@@ -201,17 +201,17 @@ def build(
     devices: Devices | None = None,
     intervals: Intervals | None = None,
 ) -> Agent:
-    """Put an agent together.
+    """Build an agent.
 
     Args:
-        settings: Of this node.
-        api: The API server; agents of several nodes may share it.
-        clock: The time.
-        devices: The GPUs; those of the settings when None.
-        intervals: Deadlines and intervals; the usual ones when None.
+        settings: Settings of this node's agent.
+        api: Client of the API server; agents of several nodes may share it.
+        clock: The clock.
+        devices: The GPUs; None finds those of the settings.
+        intervals: Deadlines and intervals; None uses the defaults.
 
     Raises:
-        NoDevicesError: The settings lead to no GPUs, or containers could not be told of them.
+        NoDevicesError: There are no GPUs, or the CDI directory is not writable.
     """
     devices = devices or find_devices(settings)
     intervals = intervals or (Intervals() if devices.simulated else HARDWARE_INTERVALS)
@@ -223,7 +223,7 @@ def build(
     )
     pods: Reflector[Pod] = Reflector(api, PODS, Pod, selector=Selector(fields=f"spec.nodeName={node}"), clock=clock)
     pod_resources = PodResources(settings.pod_resources_socket)
-    knowledge = Knowledge(
+    state = AgentState(
         pod=pods.store.get,
         reservations=lambda: agent.reconciler.reservations,
         partitions=lambda: agent.reconciler.partitions,
@@ -231,7 +231,7 @@ def build(
         held=pod_resources.list,
     )
     plugin = Plugin(
-        knowledge,
+        state,
         settings.cdi_dir,
         also_read=(cdi.STATIC_DIR,),
         gpus=len(devices.uuids),

@@ -220,7 +220,7 @@ def _plan(devices: NvmlDevices, uuid: GpuUuid, target: str, *, is_applied: bool,
     lost = [s.instance for s in found.steps if isinstance(s, Destroy) and s.instance.id in others]
     if is_applied and lost and not may_destroy:
         raise DeviceError(
-            f"GPU {uuid}: expected only instances of Carpool's agent to be destroyed, found made by somebody else: "
+            f"GPU {uuid}: expected only instances of Carpool's agent to be destroyed, found not created by the agent: "
             f"{', '.join(map(str, lost))}; where nobody needs them, --destroy-others"
         )
     for instance in found.kept:
@@ -237,7 +237,7 @@ def _plan(devices: NvmlDevices, uuid: GpuUuid, target: str, *, is_applied: bool,
     else:
         for step in found.steps:
             is_lost = isinstance(step, Destroy) and step.instance in lost
-            click.echo(f"would {step}{' (made by somebody else: takes --destroy-others)' if is_lost else ''}")
+            click.echo(f"would {step}{' (not created by the agent: takes --destroy-others)' if is_lost else ''}")
     if not is_applied:
         return
     if more := _beyond(found.kept, wanted):

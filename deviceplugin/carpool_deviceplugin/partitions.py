@@ -75,7 +75,7 @@ def divide(actual: GpuActual, table: MigTable, granted: Sequence[Reservation]) -
             continue
         leaving = [p for p in staying if p.is_managed and p not in settled.values()]
         if awaited := _obstacles(table, staying, leaving, extra):
-            whom = ", ".join(f"pod {u}" for u in sorted(u for p in awaited for u in p.users)) or "nobody known"
+            whom = ", ".join(f"pod {u}" for u in sorted(u for p in awaited for u in p.users)) or "an unknown pod"
             waiting[wanted.pod_uid] = (
                 f"waits for the processes of {whom} to leave its MIG instance of GPU {actual.uuid}"
             )
@@ -337,7 +337,7 @@ def _is_as_it_was(actual: GpuActual, wanted: Reservation) -> bool:
 def _overcommitted(
     actual: GpuActual, wanted: Reservation, granted: Sequence[Reservation], peaks: Mapping[PodUid, int]
 ) -> str:
-    """Why there is no memory for it beside those before it; only who comes in is asked.
+    """Return why memory is too small beside the granted reservations; empty if it suffices.
 
     Limits of those who are there may exceed the GPU: the scheduler lets others in beside a measured peak.
     """

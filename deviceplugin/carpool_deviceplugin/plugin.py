@@ -1,4 +1,4 @@
-"""The kubelet's device plugin: anonymous slots at admission, the pod's own reservation before its container starts."""
+"""Device plugin of the kubelet: Allocate assigns anonymous slots, PreStartContainer the pod's reserved GPUs."""
 
 import asyncio
 import contextlib
@@ -27,11 +27,11 @@ API_VERSION = "v1beta1"
 KUBELET_SOCKET = "kubelet.sock"
 _CALL_TIMEOUT_S = 5.0
 _OPTIONS = [("grpc.default_authority", "localhost")]
-"""Otherwise the socket's path would be the authority, which Go's servers refuse."""
+"""Go's gRPC servers reject the socket's path, which is the default authority."""
 
 
 class KubeletError(Exception):
-    """The kubelet gave no answer, or refused."""
+    """The kubelet did not answer, or returned an error."""
 
 
 class RefusedError(Exception):
@@ -39,18 +39,18 @@ class RefusedError(Exception):
 
 
 class PluginHandler(Protocol):
-    """What a device plugin does."""
+    """The calls of the device plugin API."""
 
     def options(self) -> dp.DevicePluginOptions:
-        """Say which optional calls the kubelet should make."""
+        """Return which optional calls the kubelet should make."""
         ...
 
     def devices(self) -> AsyncIterator[Sequence[dp.Device]]:
-        """Yield all devices now, and again after each change, for ever."""
+        """Yield all devices now and after each change, until cancelled."""
         ...
 
     def allocate(self, slots: Sequence[str]) -> dp.ContainerAllocateResponse:
-        """Answer for one container of a pod that is being admitted."""
+        """Return the CDI devices of one container of a pod that is being admitted."""
         ...
 
     async def pre_start(self, slots: Sequence[str]) -> None:
@@ -59,7 +59,7 @@ class PluginHandler(Protocol):
 
 
 class _Servicer:
-    """Adapter of a plugin to the generated service; the methods carry the names of the protocol."""
+    """Adapter from PluginHandler to the generated gRPC service."""
 
     def __init__(self, handler: PluginHandler) -> None:
         self._handler = handler
@@ -94,12 +94,12 @@ class Server:
         deviceplugin_pb2_grpc.add_DevicePluginServicer_to_server(_Servicer(handler), self._server)
 
     async def start(self) -> None:
-        """Listen; a socket that another server left there is replaced.
+        """Listen on the socket; an existing socket is replaced.
 
         Raises:
             KubeletError: The socket cannot be made.
         """
-        if not self.path.parent.is_dir():  # gRPC would complain in words of its own, each time
+        if not self.path.parent.is_dir():  # gRPC would log an error at each attempt
             raise KubeletError(
                 f"{self.path.parent}: expected the kubelet's device plugin directory, found none; mount it, or name it "
                 "by CARPOOL_DEVICE_PLUGIN_DIR (CARPOOL_KUBELET=false where there is no kubelet)"
@@ -126,18 +126,18 @@ async def _channel(path: Path) -> AsyncIterator[Any]:
 
 
 async def register(directory: Path, endpoint: str, resource: str, options: dp.DevicePluginOptions) -> None:
-    """Make a plugin known to the kubelet, which then calls back; raises KubeletError."""
+    """Register a plugin with the kubelet; raises KubeletError."""
     request = dp.RegisterRequest(version=API_VERSION, endpoint=endpoint, resource_name=resource, options=options)
     async with _channel(directory / KUBELET_SOCKET) as channel:
         await deviceplugin_pb2_grpc.RegistrationStub(channel).Register(request, timeout=_CALL_TIMEOUT_S)
 
 
 class PodResources:
-    """The kubelet's PodResources API, over one connection for as long as it holds.
+    """Client of the kubelet's PodResources API, with one lasting connection.
 
     Args:
-        socket: Of the API.
-        within_s: How long an answer may take, in seconds.
+        socket: Socket of the API.
+        within_s: Timeout of an answer, in seconds.
     """
 
     def __init__(self, socket: Path, within_s: float = _CALL_TIMEOUT_S) -> None:
@@ -145,7 +145,7 @@ class PodResources:
         self._channel: Any = None
 
     async def list(self) -> Sequence[pr.PodResources]:
-        """Ask which pod holds which devices; raises KubeletError."""
+        """Return which pod holds which devices; raises KubeletError."""
         if self._channel is None:
             self._channel = grpc.aio.insecure_channel(f"unix:{self._socket}", options=_OPTIONS)
         lister = podresources_pb2_grpc.PodResourcesListerStub(self._channel)
@@ -154,7 +154,7 @@ class PodResources:
                 pr.ListPodResourcesRequest(), timeout=self._within_s
             )
         except grpc.aio.AioRpcError as e:
-            await self.close()  # a restarted kubelet makes its socket anew: the next question goes to that one
+            await self.close()  # the next call connects to the new socket of a restarted kubelet
             raise KubeletError(f"{self._socket}: expected an answer, found {e.code().name}: {e.details()}") from e
         return answer.pod_resources
 
@@ -166,7 +166,7 @@ class PodResources:
 
 
 class LaterError(RefusedError):
-    """Refused for now: word of the pod or of its reservation may be on its way."""
+    """Refused for now: the agent may not have received the pod or its reservation yet."""
 
 
 class _Devices(Protocol):
@@ -184,7 +184,7 @@ class _Container(Protocol):
 
 
 class HeldByPod(Protocol):
-    """One pod in PodResources' answer."""
+    """One pod in the answer of PodResources."""
 
     @property
     def name(self) -> str:
@@ -219,7 +219,7 @@ class Owner:
 
 
 def slot_number(slot: str) -> int:
-    """Number of `slot-N`; raises RefusedError for anything else."""
+    """Return N of `slot-N`; raises RefusedError for another format."""
     prefix, _, number = slot.rpartition("-")
     if prefix != "slot" or not number.isdecimal():
         raise RefusedError(f"expected a slot such as slot-3, found {slot!r}; this plugin never offered it")
@@ -227,10 +227,10 @@ def slot_number(slot: str) -> int:
 
 
 def owner_of(slots: Iterable[str], held: Iterable[HeldByPod]) -> Owner:
-    """Find the container that holds the slots, according to PodResources.
+    """Return the container that holds the slots, according to PodResources.
 
     Raises:
-        LaterError: Nobody holds them (yet).
+        LaterError: No container holds them yet.
         RefusedError: They belong to several containers.
     """
     asked = sorted(set(slots), key=slot_number)
@@ -270,7 +270,7 @@ def claimant(owner: Owner, pod: Pod | None) -> Pod:
     """Return the pod that holds the slots, as the API server knows it.
 
     Raises:
-        LaterError: It is not there yet, or one of the same name is just leaving.
+        LaterError: It does not exist yet, or one of the same name is ending.
     """
     if pod is None:
         raise LaterError(f"expected pod {owner.key} on this node, found none in the API server's answers so far")
@@ -282,10 +282,10 @@ def claimant(owner: Owner, pod: Pod | None) -> Pod:
 def promise(
     owner: Owner, pod: Pod, reservations: Iterable[Reservation], partitions: Iterable[Partition]
 ) -> Reservation:
-    """Return the pod's reservation, which must be ready and fit what the container holds.
+    """Return the pod's reservation, which must be ready and match the container's number of slots.
 
     Raises:
-        LaterError: There is none, or it is not ready yet.
+        LaterError: It does not exist, or is not ready yet.
         RefusedError: It failed, or has another number of GPUs.
     """
     uid = pod.metadata.uid
@@ -306,7 +306,7 @@ def promise(
 
 
 def earlier(reservation: Reservation, reservations: Iterable[Reservation]) -> list[Reservation]:
-    """Return who was promised a place on the same GPUs before."""
+    """Return the earlier reservations on the same GPUs."""
     return [
         r
         for r in reservations
@@ -316,15 +316,15 @@ def earlier(reservation: Reservation, reservations: Iterable[Reservation]) -> li
 
 
 def same_user(owner: Owner, user: int | None, served: Mapping[str, int | None]) -> None:
-    """See that an MPS daemon is asked by one user only: it runs a server for one at a time, and others wait in CUDA.
+    """Check that all clients of an MPS daemon run as one user; those of another user would block in CUDA.
 
     Args:
-        owner: Whose container is about to start.
-        user: That it runs as; None where nobody can tell.
-        served: User of each pod or server that it would stand beside, by name.
+        owner: The container that is about to start.
+        user: User ID of the container; None if unknown.
+        served: User ID of each other pod or server of the daemon, by name.
 
     Raises:
-        LaterError: Another user's clients must end first.
+        LaterError: The clients of another user must end first.
     """
     for name, other in served.items():
         if user is not None and other is not None and user != other:
@@ -348,43 +348,43 @@ _LOOK_AGAIN_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Knowledge:
-    """What the plugin asks of the rest of the agent."""
+class AgentState:
+    """State of the agent that the plugin reads."""
 
     pod: Callable[[str], Pod | None]
-    """By `namespace/name`, as the API server knows it."""
+    """Returns a pod by `namespace/name`, from the watch; None if unknown."""
     reservations: Callable[[], Iterable[Reservation]]
     partitions: Callable[[], Iterable[Partition]]
     access: Callable[[GpuUuid, PodUid], Access]
     held: Callable[[], Awaitable[Sequence[HeldByPod]]]
-    """PodResources: who holds which slots."""
+    """Returns the pods that hold slots, from PodResources."""
 
 
 def slots(gpus: int, slots_per_gpu: int, healthy: int) -> list[tuple[str, bool]]:
-    """Name the slots and say which are healthy: as large a share of them as of the GPUs, the first ones.
+    """Return the slots and whether each is healthy; the healthy share equals that of the GPUs.
 
-    A slot stands for no GPU in particular: a sick GPU lowers how many pods may come, and disturbs none that is there.
+    A slot is not bound to a GPU. An unhealthy GPU lowers the number of new pods and does not affect running ones.
     """
     return [(f"slot-{i}", i < healthy * slots_per_gpu) for i in range(gpus * slots_per_gpu)]
 
 
 class Plugin:
-    """Answers the kubelet.
+    """Device plugin of the agent.
 
     Args:
-        knowledge: What the agent knows.
-        cdi_dir: Where CDI specifications are read by the container runtime.
-        also_read: Where it reads some, too; none is written there.
-        gpus: How many GPUs the node has.
-        slots_per_gpu: How many pods may share a GPU at most.
-        clock: For patience.
-        patience_s: How long PreStartContainer waits for word that may be on its way; the kubelet gives it 30 s.
-        sleep: Waits so many seconds.
+        state: State of the agent.
+        cdi_dir: Directory for CDI specifications.
+        also_read: Other directories from which the container runtime reads specifications.
+        gpus: Number of GPUs.
+        slots_per_gpu: Maximum number of pods on a GPU.
+        clock: Clock for the timeout.
+        reservation_wait_s: How long PreStartContainer waits for a reservation; the kubelet's timeout is 30 s.
+        sleep: Waits for the given number of seconds.
     """
 
     def __init__(
         self,
-        knowledge: Knowledge,
+        state: AgentState,
         cdi_dir: Path,
         *,
         also_read: Sequence[Path] = (),
@@ -394,8 +394,8 @@ class Plugin:
         reservation_wait_s: float = 5.0,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
-        self._patience_s, self._sleep = reservation_wait_s, sleep
-        self._knowledge, self._cdi_dir, self._clock = knowledge, cdi_dir, clock
+        self._reservation_wait_s, self._sleep = reservation_wait_s, sleep
+        self._state, self._cdi_dir, self._clock = state, cdi_dir, clock
         self._also_read = also_read
         self._gpus, self._slots_per_gpu = gpus, slots_per_gpu
         self._healthy = gpus
@@ -403,18 +403,18 @@ class Plugin:
         self._log = structlog.get_logger()
 
     def set_healthy(self, healthy: int) -> None:
-        """Say how many GPUs are healthy."""
+        """Set the number of healthy GPUs."""
         if healthy != self._healthy:
             self._healthy = healthy
             for change in self._changes:
                 change.set()
 
     def options(self) -> dp.DevicePluginOptions:
-        """PreStartContainer must be called."""
+        """Require PreStartContainer."""
         return dp.DevicePluginOptions(pre_start_required=True, get_preferred_allocation_available=False)
 
     async def devices(self) -> AsyncIterator[Sequence[dp.Device]]:
-        """Yield the slots, and again whenever the health of a GPU has changed."""
+        """Yield the slots now and after each change of a GPU's health."""
         change = asyncio.Event()
         self._changes.add(change)
         try:
@@ -427,12 +427,12 @@ class Plugin:
             self._changes.discard(change)
 
     def allocate(self, slots: Sequence[str]) -> dp.ContainerAllocateResponse:
-        """Name the slots' CDI devices. The kubelet admits pods one after the other through here: never think."""
+        """Return the slots' CDI devices at once: the kubelet admits pods one after the other."""
         return dp.ContainerAllocateResponse(cdi_devices=[dp.CDIDevice(name=cdi.device_name(slot)) for slot in slots])
 
     async def pre_start(self, slots: Sequence[str]) -> None:
-        """Write what the slots bring, out of the reservation of the pod that holds them; raises RefusedError."""
-        until = self._clock.monotonic() + self._patience_s
+        """Write the slots' CDI specifications from the pod's reservation; raises RefusedError."""
+        until = self._clock.monotonic() + self._reservation_wait_s
         while True:
             try:
                 owner, reservation, access = await self._find(slots)
@@ -448,15 +448,15 @@ class Plugin:
         self._write(owner, reservation, access)
 
     async def _find(self, slots: Sequence[str]) -> tuple[Owner, Reservation, dict[GpuUuid, Access]]:
-        know = self._knowledge
+        state = self._state
         try:
-            owner = owner_of(slots, await know.held())
+            owner = owner_of(slots, await state.held())
         except KubeletError as e:
             raise LaterError(f"expected the kubelet's PodResources to say who holds {', '.join(slots)}: {e}") from e
-        pod = claimant(owner, know.pod(owner.key))
-        reservation = promise(owner, pod, know.reservations(), know.partitions())
+        pod = claimant(owner, state.pod(owner.key))
+        reservation = promise(owner, pod, state.reservations(), state.partitions())
         try:
-            access = {uuid: know.access(uuid, reservation.pod_uid) for uuid in reservation.gpu_uuids}
+            access = {uuid: state.access(uuid, reservation.pod_uid) for uuid in reservation.gpu_uuids}
         except DeviceError as e:
             raise RefusedError(f"expected to bring its GPUs into pod {owner.key}: {e}") from e
         if reservation.mode is SharingMode.MPS:
@@ -464,10 +464,10 @@ class Plugin:
         return owner, reservation, access
 
     def _served(self, reservation: Reservation, access: Mapping[GpuUuid, Access]) -> dict[str, int | None]:
-        """Whom the pod's MPS daemon serves, and whom it will."""
+        """Return the users of the present clients and of earlier reservations of the pod's MPS daemon."""
         served = {f"the MPS server of GPU {uuid}": one.mps_user for uuid, one in access.items()}
-        for other in earlier(reservation, self._knowledge.reservations()):
-            pod = self._knowledge.pod(f"{other.pod_namespace}/{other.pod_name}")
+        for other in earlier(reservation, self._state.reservations()):
+            pod = self._state.pod(f"{other.pod_namespace}/{other.pod_name}")
             if pod is not None and pod.metadata.uid == other.pod_uid and not pod.is_finished:
                 served[f"pod {other.pod_namespace}/{other.pod_name}"] = container_uid(pod.spec)
         return served
@@ -486,15 +486,15 @@ class Plugin:
 
 
 class Registration:
-    """Keeps the plugin served and known to the kubelet, over restarts of either.
+    """Serves the plugin and registers it again after each restart of the kubelet.
 
-    A restarted kubelet deletes every socket in its directory and makes its own anew; both can be seen by looking.
+    A restarted kubelet deletes all sockets in its directory and creates its own again.
 
     Args:
         directory: The kubelet's device plugin directory.
-        plugin: What is served.
-        every_s: How often to look, in seconds.
-        sleep: Waits so many seconds.
+        plugin: The plugin to serve.
+        every_s: Interval of the checks, in seconds.
+        sleep: Waits for the given number of seconds.
     """
 
     def __init__(self, directory: Path, plugin: Plugin, every_s: float = 1.0, sleep: Sleep = asyncio.sleep) -> None:
@@ -507,11 +507,11 @@ class Registration:
 
     @property
     def is_registered(self) -> bool:
-        """Whether the kubelet that runs now knows the plugin."""
+        """Whether the plugin is registered with the running kubelet."""
         return self._known_to is not None
 
     async def run(self) -> None:
-        """Serve and register, for ever."""
+        """Serve and register until cancelled."""
         try:
             while True:
                 await self.once()
@@ -520,7 +520,7 @@ class Registration:
             await self.close()
 
     async def once(self) -> None:
-        """Look at both sockets, and do what is missing."""
+        """Check both sockets; serve and register if needed."""
         own, kubelet = _identity(self._own), _identity(self._kubelet)
         if kubelet is None or kubelet != self._known_to:
             self._known_to = None
@@ -554,9 +554,9 @@ class Registration:
 
 
 def _identity(path: str) -> tuple[int, int] | None:
-    """Tell one socket from another of the same name; None where there is none."""
+    """Return inode and change time of a socket; None if it is absent."""
     try:
-        found = os.stat(path)  # each second: a path object would cost more than the looking
+        found = os.stat(path)
     except OSError:
         return None
     return (found.st_ino, found.st_ctime_ns)

@@ -104,7 +104,7 @@ def _whose(part: MigInstance) -> str:
     used = ", in use" if part.is_used else ", idle"
     if part.pod_uid:
         return f"made for pod {part.pod_uid}{used}"
-    return f"{'made by the agent' if part.is_managed else 'made by somebody else'}{used}"
+    return f"{'made by the agent' if part.is_managed else 'not created by the agent'}{used}"
 
 
 def _sees_the_host(proc: Path) -> bool:

@@ -1,4 +1,4 @@
-"""One node's GpuNode: reservations in, GPUs prepared and measured, status out."""
+"""Reconciles one GpuNode: reads reservations, prepares and measures GPUs, reports status."""
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
@@ -16,7 +16,7 @@ from carpool_core.values import DeviceHealth, GpuUuid, NodeName, PartitionState,
 
 from carpool_deviceplugin import events
 from carpool_deviceplugin.device_state import GpuWorker
-from carpool_deviceplugin.events import Teller
+from carpool_deviceplugin.events import EventWriter
 from carpool_deviceplugin.gpu import DeviceError, Devices
 from carpool_deviceplugin.metering import Meter
 from carpool_deviceplugin.status import Reporter, above_limit, partition_of, presentable, struck_of
@@ -31,12 +31,12 @@ class _Labelled(msgspec.Struct, frozen=True):
 
 
 class MigManager:
-    """Tells the GPUs who else divides them. Until the label was read, the agent divides none.
+    """Reads the Node's label of another MIG manager. Until it was read, the agent partitions no GPU.
 
     Args:
         node: Name of the Node.
-        api: The API server.
-        devices: The node's GPUs; simulated ones are not divided, so nobody is asked.
+        api: Client of the API server.
+        devices: The node's GPUs; for simulated ones the label is not read.
     """
 
     def __init__(self, node: NodeName, api: KubeApi, devices: Devices) -> None:
@@ -47,7 +47,7 @@ class MigManager:
             devices.set_mig_manager(_UNKNOWN)
 
     async def confirm(self) -> bool:
-        """Read the label; return whether it says something else than before. What cannot be read stays as it was."""
+        """Read the label; return whether it changed. On an error the last value stays."""
         if self._devices.simulated:
             return False
         try:
@@ -63,7 +63,7 @@ class MigManager:
 
 
 _STRUCK_FOR_S = 600.0
-"""How long the word of an earlier agent stands."""
+"""How long pods in an earlier agent's `status.struck` stay in the status, in seconds."""
 
 
 class _Nameplate(msgspec.Struct, frozen=True):
@@ -71,15 +71,15 @@ class _Nameplate(msgspec.Struct, frozen=True):
 
 
 class Reconciler:
-    """Looks after one node.
+    """Manages one node.
 
     Args:
-        node: Name of the Node, and of its GpuNode.
-        api: The API server.
-        clock: The time.
+        node: Name of the Node and its GpuNode.
+        api: Client of the API server.
+        clock: The clock.
         devices: The node's GPUs.
         intervals: Deadlines and intervals.
-        on_health: Called with the number of healthy GPUs, whenever it may have changed.
+        on_health: Called with the number of healthy GPUs after each look at them.
     """
 
     def __init__(
@@ -98,19 +98,19 @@ class Reconciler:
             node, api, clock, devices, intervals, self._threads, on_devices=self._see_devices, on_missing=self._create
         )
         self._on_health = on_health
-        self._teller = Teller(node, api, clock)
+        self._event_writer = EventWriter(node, api, clock)
         self._seen_devices: dict[GpuUuid, Device] = {}
         self._seen_partitions: dict[PodUid, Partition] = {}
-        self._told_partitions: Sequence[Partition] | None = None
+        self._reported_partitions: Sequence[Partition] | None = None
         self._seen_struck: dict[PodUid, str] = {}
         self._struck_before: tuple[float, Mapping[PodUid, str]] = (0.0, {})
-        """Pods that an earlier agent told of, and when that was heard."""
+        """Monotonic time of reading an earlier agent's status, and the struck pods in it."""
         self._left_out: list[str] = []
         self._above: Set[tuple[PodUid, GpuUuid]] = frozenset()
         self.meters = {uuid: Meter(uuid) for uuid in devices.uuids}
         self._measure_again = asyncio.Event()
         self._partitions: list[Partition] | None = None
-        """As they were told at last; None where reservations or GPUs have changed since."""
+        """Cached partitions; None after a change of reservations or GPUs."""
         self._mig = MigManager(node, api, devices)
         self._workers = {
             uuid: GpuWorker(
@@ -136,13 +136,13 @@ class Reconciler:
 
     @property
     def reservations(self) -> Sequence[Reservation]:
-        """What the scheduler decided for this node, as far as heard."""
+        """The node's reservations, from the watch."""
         found = self.reflector.store.get(self._node)
         return found.spec.reservations if found else ()
 
     @property
     def partitions(self) -> Sequence[Partition]:
-        """How far each reservation is, as known here and now."""
+        """The present state of each reservation."""
         if self._partitions is None:
             outcomes = {uuid: worker.outcomes for uuid, worker in self._workers.items()}
             ordered = sorted(self.reservations, key=lambda r: r.pod_uid)
@@ -150,32 +150,32 @@ class Reconciler:
         return self._partitions
 
     async def run(self) -> None:
-        """Look after the node, for ever."""
+        """Manage the node until cancelled."""
         await self._mig.confirm()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.reflector.run())
-            tasks.create_task(self._ask_who_divides())
-            tasks.create_task(self._ask_who_measures())
+            tasks.create_task(self._watch_mig_label())
+            tasks.create_task(self._refresh_counters())
             await self.reflector.wait_synced()
             for worker in self._workers.values():
                 tasks.create_task(worker.run())
             tasks.create_task(self._measure())
             tasks.create_task(self.reporter.run())
-            tasks.create_task(self._teller.run())
+            tasks.create_task(self._event_writer.run())
 
-    async def _ask_who_divides(self) -> None:
+    async def _watch_mig_label(self) -> None:
         while True:
             await self._intervals.sleep(self._intervals.labels_s)
             if await self._mig.confirm():
                 self.reporter.look_again()
 
-    async def _ask_who_measures(self) -> None:
-        patient = TimeLimitedCaller("metrics sources", self._intervals.step_deadline_s, self._threads)
+    async def _refresh_counters(self) -> None:
+        caller = TimeLimitedCaller("metrics sources", self._intervals.step_deadline_s, self._threads)
         while not self._devices.simulated:
             try:
-                await patient.call(self._devices.refresh_counters)
+                await caller.call(self._devices.refresh_counters)
             except DeviceError as e:
-                self._log.debug("nobody else asked", error=str(e))  # what was said before runs out by itself
+                self._log.debug("counters not refreshed", error=str(e))  # earlier values expire
             await self._intervals.sleep(self._intervals.counters_s)
 
     def _on_change(self, old: GpuNode | None, new: GpuNode | None) -> None:
@@ -185,7 +185,7 @@ class Reconciler:
             self.reporter.appeared(new.status)
             self._remember(new)
         elif old.spec == new.spec:
-            return  # the status alone, which the agent has written itself
+            return  # only the status changed, and the agent wrote it
         reservations = new.spec.reservations if new else []
         for uuid, worker in self._workers.items():
             worker.want([r for r in reservations if uuid in r.gpu_uuids])
@@ -210,7 +210,7 @@ class Reconciler:
     def _see_devices(self, devices: Sequence[Device]) -> None:
         self._on_health(sum(d.health is DeviceHealth.HEALTHY for d in devices))
         found = events.of_devices(self._seen_devices, devices)
-        self._tell(found)
+        self._record_events(found)
         if found:
             for worker in self._workers.values():
                 worker.look_again()
@@ -218,22 +218,22 @@ class Reconciler:
 
     def _see_partitions(self, partitions: Sequence[Partition]) -> None:
         struck = {pod: why for told in self._struck() for pod, why in told.items()}
-        if partitions is self._told_partitions and struck == self._seen_struck:
+        if partitions is self._reported_partitions and struck == self._seen_struck:
             return
-        self._told_partitions = partitions
+        self._reported_partitions = partitions
         reservations = {r.pod_uid: r for r in self.reservations}
-        self._tell(
+        self._record_events(
             events.of_partitions(self._seen_partitions, partitions, reservations)
             + events.of_struck(self._seen_struck, struck, reservations)
         )
         self._seen_partitions, self._seen_struck = {p.pod_uid: p for p in partitions}, struck
 
-    def _tell(self, found: Sequence[events.News]) -> None:
+    def _record_events(self, found: Sequence[events.NodeEvent]) -> None:
         node = self.reflector.store.get(self._node)
-        self._teller.tell(found, node.metadata.uid if node is not None else "")
+        self._event_writer.enqueue(found, node.metadata.uid if node is not None else "")
 
     def _progress(self) -> None:
-        """Reservations have changed, or how far one of them is."""
+        """Report a change of reservations or their state."""
         self._partitions = None
         self._report()
 
@@ -243,27 +243,27 @@ class Reconciler:
         if left_out != self._left_out:
             self._left_out = left_out
             self._log.warning("tenants left out of the status", count=len(left_out), first=left_out[:3])
-        self._tell_above_limit(tenants)
+        self._warn_above_limit(tenants)
         partitions = self.partitions
         self._see_partitions(partitions)
         self.reporter.report(partitions, fine, struck_of(self._struck()))
 
     def _struck(self) -> list[Mapping[PodUid, str]]:
-        """Pods that faults have ended together; the operator may not have read yet what an earlier agent said."""
+        """Return the pods that MPS faults have ended, including recent ones from an earlier agent's status."""
         heard_at, before = self._struck_before
         earlier = before if self._clock.monotonic() - heard_at <= _STRUCK_FOR_S else {}
         return [earlier, *(worker.ended for worker in self._workers.values())]
 
-    def _tell_above_limit(self, tenants: Sequence[Tenant]) -> None:
+    def _warn_above_limit(self, tenants: Sequence[Tenant]) -> None:
         above = above_limit(tenants, self.reservations)
         for who in sorted(above.keys() - self._above):
             self._log.warning("tenant above its limit", pod=who[0], gpu=who[1], why=above[who])
         self._above = above.keys()
 
     async def _create(self) -> None:
-        """Create the GpuNode, owned by the Node, so that it goes when the Node goes.
+        """Create the GpuNode with the Node as owner, so that both are deleted together.
 
-        A node that may not be read, or does not exist (yet), leaves the GpuNode without an owner.
+        If the Node cannot be read, the GpuNode has no owner.
         """
         owners: list[Mapping[str, Any]] = []
         try:
@@ -299,10 +299,10 @@ class Reconciler:
             meter = self.meters[uuid]
             if isinstance(found, DeviceError):
                 meter.is_current = False
-                self._log.debug("gpu not measured", gpu=uuid, error=str(found))  # its health says so already
+                self._log.debug("gpu not measured", gpu=uuid, error=str(found))  # its health reports the error
                 continue
             there = meter.running()
             meter.sample(found)
             if there - meter.running():
-                self._workers[uuid].look_again()  # a fault may have ended them, and somebody waits to hear of it
+                self._workers[uuid].look_again()  # an MPS fault may have ended them
             meter.keep(reserved)

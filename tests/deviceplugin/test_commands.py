@@ -30,7 +30,7 @@ from carpool_deviceplugin.gpu import Access, CreateInstance, NoDevicesError
 from carpool_deviceplugin.metrics import AgentCollector
 from carpool_deviceplugin.mig import Placement
 from carpool_deviceplugin.mig_instances import read_mig_devices
-from carpool_deviceplugin.plugin import HeldByPod, Knowledge, KubeletError, Plugin, PodResources, RefusedError, Server
+from carpool_deviceplugin.plugin import AgentState, HeldByPod, KubeletError, Plugin, PodResources, RefusedError, Server
 from carpool_deviceplugin.preflight import InputError, inspect_node
 from carpool_deviceplugin.protos import podresources_pb2 as pr
 from carpool_deviceplugin.settings import AgentSettings
@@ -448,7 +448,7 @@ def test_inspect_says_whose_instances_are_and_whether_they_are_in_use(inspected_
     ]
     assert {line.split("(")[1].split()[0]: line.rpartition("  ")[2] for line in lines} == {
         "1g.5gb": "made for pod uid-a, idle",
-        "2g.10gb": "made by somebody else, in use",
+        "2g.10gb": "not created by the agent, in use",
     }
 
 
@@ -500,7 +500,7 @@ class Ground:
         pod = {"metadata": {"name": "a", "namespace": "default", "uid": reservation.pod_uid}}
         ready = Partition(pod_uid=reservation.pod_uid, generation=1, state=PartitionState.READY)
         self.plugin = Plugin(
-            Knowledge(
+            AgentState(
                 pod=lambda _: msgspec.convert(pod, Pod),
                 reservations=lambda: [reservation],
                 partitions=lambda: [ready],

@@ -14,7 +14,7 @@ from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, GpuUuid, NodeName, PartitionState, PodUid, SharingMode
 from carpool_deviceplugin import events
 from carpool_deviceplugin.app import Agent
-from carpool_deviceplugin.events import News, Teller
+from carpool_deviceplugin.events import EventWriter, NodeEvent
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.simulated import SimulatedDevices
 from carpool_deviceplugin.status import Reporter, ready_condition
@@ -366,9 +366,9 @@ def test_each_pod_that_ends_is_told_once(reserve) -> None:
 
 
 async def test_too_much_news_keeps_nobody_waiting() -> None:
-    teller = Teller(NodeName("n"), FakeKube(), FakeClock())
+    writer = EventWriter(NodeName("n"), FakeKube(), FakeClock())
     with capture_logs() as logs:
-        teller.tell([News(None, "Warning", "GpuUnhealthy", str(i)) for i in range(300)], "uid")
+        writer.enqueue([NodeEvent(None, "Warning", "GpuUnhealthy", str(i)) for i in range(300)], "uid")
     assert [entry["event"] for entry in logs] == ["event dropped"] * 44
 
 
