@@ -1,4 +1,4 @@
-"""`carpool agent`."""
+"""The commands `carpool agent` and `carpool node`."""
 
 import asyncio
 import gc
@@ -56,7 +56,7 @@ async def serve(settings: AgentSettings) -> None:
             "agent started", gpus=len(devices.uuids), simulated=devices.simulated, metrics_port=server.port
         )
         gc.collect()
-        gc.freeze()  # what is there stays for good: looking through it again and again costs more than the GPUs
+        gc.freeze()  # the collector skips the objects of the start, which live as long as the agent
         running = asyncio.ensure_future(agent.run())
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, running.cancel)
@@ -79,14 +79,14 @@ def agent(settings: AgentSettings) -> None:
         raise MisconfiguredError(str(e)) from e
 
 
-_NOBODYS = (
-    "note: Carpool's agent divides GPUs by itself, and gives instances that were made here to no pod; "
+_UNASSIGNED_NOTE = (
+    "note: Carpool's agent creates its own instances and assigns none of these to a pod; "
     "--to mig: --destroy-others removes them"
 )
 
 
 def _devices(context: click.Context, settings: AgentSettings) -> NvmlDevices:
-    """The node's GPUs; tests put others, or another library, into the context."""
+    """Return the node's GPUs; tests put fake GPUs or a fake library into the context."""
     if isinstance(context.obj, NvmlDevices):
         return context.obj
     library: NvmlLibrary = load_nvml() if context.obj is None else context.obj
@@ -98,7 +98,7 @@ def _devices(context: click.Context, settings: AgentSettings) -> NvmlDevices:
 
 @click.group()
 def node() -> None:
-    """Look at a node's GPUs, and divide them, without Kubernetes."""
+    """Inspect and partition a node's GPUs, without Kubernetes."""
 
 
 node.add_command(check)
@@ -107,7 +107,7 @@ node.add_command(check)
 @node.command()
 @click.pass_context
 def inspect(context: click.Context) -> None:
-    """Print what the agent sees on this node, and what it could do."""
+    """Print the node's GPUs, their state, and missing requirements."""
     settings = node_settings()
     devices = _devices(context, settings)
     try:
@@ -118,18 +118,18 @@ def inspect(context: click.Context) -> None:
         raise InputError(str(e)) from e
 
 
-@node.command(short_help="Print the steps that divide a GPU; --apply takes them.")
+@node.command(short_help="Print the steps that partition a GPU; --apply runs them.")
 @click.option(
     "--gpu",
     required=True,
     help="Index or UUID of the GPU, or UUID of a MIG device on it, as `carpool node inspect` prints them.",
 )
-@click.option("--to", "target", required=True, help="What it should be: mig:PROFILE[,PROFILE…]; mig: alone for none.")
-@click.option("--apply", "is_applied", is_flag=True, help="Take the steps; otherwise they are only printed.")
+@click.option("--to", "target", required=True, help="Wanted instances: mig:PROFILE[,PROFILE…]; mig: alone for none.")
+@click.option("--apply", "is_applied", is_flag=True, help="Run the steps; otherwise they are only printed.")
 @click.option("--destroy-others", is_flag=True, help="Also destroy idle instances that Carpool's agent did not make.")
 @click.pass_context
 def plan(context: click.Context, gpu: str, target: str, is_applied: bool, destroy_others: bool) -> None:
-    """Print the steps that divide a GPU as wanted, touching nothing in use; --apply takes them."""
+    """Print the steps that create the wanted MIG instances; --apply runs them. Instances in use stay."""
     devices = _devices(context, node_settings())
     try:
         _plan(devices, find_gpu(devices, gpu), target, is_applied=is_applied, may_destroy=destroy_others)
@@ -167,7 +167,7 @@ def mps_host(socket: Path, state_dir: Path, shm_dir: Path | None, shm_dir_on_nod
 
 
 def listening(socket: Path, state_dir: Path, shared: SharedMemory | None = None) -> MpsHost:
-    """Open the socket on which daemons are asked for; raises InputError."""
+    """Listen on the socket of the MPS host; raises InputError."""
     try:
         state_dir.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -202,15 +202,14 @@ def _plan(devices: NvmlDevices, uuid: GpuUuid, target: str, *, is_applied: bool,
     except UnknownProfileError as e:
         raise DeviceError(f"GPU {uuid}: {e}") from e
     mig_instances = devices.actual(uuid).mig_instances
-    in_use = {
-        p.instance.id for p in mig_instances if p.is_used or p.pod_uid
-    }  # a promise counts before its pod has begun
+    # An instance of a pod that has not started yet counts as in use.
+    in_use = {p.instance.id for p in mig_instances if p.is_used or p.pod_uid}
     found = plan_mig(table, [p.instance for p in mig_instances], in_use, wanted)
     if isinstance(found, MigRefusal):
         raise DeviceError(f"GPU {uuid}: {found.message}")
     if found.steps and not known.mig_enabled:
         note = (
-            f"MIG is switched off. Switching it on takes a GPU that nobody uses, and on Ampere a reset: nvidia-smi -i "
+            f"MIG is switched off. Switching it on needs an idle GPU, and on Ampere a reset: nvidia-smi -i "
             f"{known.index} -mig 1"
         )
         if is_applied:
@@ -220,20 +219,20 @@ def _plan(devices: NvmlDevices, uuid: GpuUuid, target: str, *, is_applied: bool,
     lost = [s.instance for s in found.steps if isinstance(s, Destroy) and s.instance.id in others]
     if is_applied and lost and not may_destroy:
         raise DeviceError(
-            f"GPU {uuid}: expected only instances of Carpool's agent to be destroyed, found not created by the agent: "
-            f"{', '.join(map(str, lost))}; where nobody needs them, --destroy-others"
+            f"GPU {uuid}: expected to destroy only instances of Carpool's agent, found instances of others: "
+            f"{', '.join(map(str, lost))}; if they are not needed, add --destroy-others"
         )
     for instance in found.kept:
         click.echo(f"stays: {instance}, {'in use' if instance.id in in_use else 'as wanted'}")
     if any(isinstance(step, Create) for step in found.steps):
-        click.echo(_NOBODYS)
+        click.echo(_UNASSIGNED_NOTE)
     if not found.steps:
         click.echo("nothing to do" if known.mig_enabled else "nothing to do: MIG is switched off")
     elif is_applied:
         try:
             apply_plan(session, uuid, table, found, time.monotonic, taken=lambda step: click.echo(str(step)))
         except DeviceError as e:
-            raise click.ClickException(str(e)) from e  # not the input: the GPU has said no, half-way or at once
+            raise click.ClickException(str(e)) from e  # exit code 1: the GPU refused a step
     else:
         for step in found.steps:
             is_lost = isinstance(step, Destroy) and step.instance in lost
@@ -248,7 +247,7 @@ def _plan(devices: NvmlDevices, uuid: GpuUuid, target: str, *, is_applied: bool,
 
 
 def _beyond(kept: Iterable[Instance], wanted: Iterable[Profile]) -> list[Instance]:
-    """Return the instances that stay though nobody wanted them."""
+    """Return the kept instances that exceed the wanted ones."""
     left, without_instances = Counter(wanted), list[Instance]()
     for instance in kept:
         left[instance.placement.profile] -= 1

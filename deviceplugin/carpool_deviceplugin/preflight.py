@@ -1,4 +1,4 @@
-"""What the agent sees on a node and what it could do there, as text for people. No Kubernetes."""
+"""Text of `carpool node inspect`, and helpers of the `carpool node` commands."""
 
 import os
 from collections.abc import Iterator
@@ -29,8 +29,8 @@ def inspect_node(devices: NvmlDevices, cdi: NvidiaCdi, proc: Path = Path("/proc"
     Args:
         devices: The node's GPUs.
         cdi: NVIDIA's CDI specifications.
-        proc: /proc as the agent sees it.
-        mps_host: Socket of the process that starts MPS daemons; the agent does where empty.
+        proc: Path of /proc.
+        mps_host: Socket of the process that starts MPS daemons; empty if the agent starts them.
     """
     session = devices.session
     library = session.library
@@ -108,7 +108,7 @@ def _whose(part: MigInstance) -> str:
 
 
 def _sees_the_host(proc: Path) -> bool:
-    """Whether these are the host's PIDs: its second process is the kernel's, of which no container has one."""
+    """Whether /proc shows the host's PID namespace, where process 2 is kthreadd."""
     try:
         return (proc / "2" / "comm").read_text().strip() == "kthreadd"
     except OSError:
@@ -126,15 +126,15 @@ def _lacking_for_mps(mps_host: str) -> str:
 
 
 def _is_plain(devices: NvmlDevices, uuid: GpuUuid) -> bool:
-    """Whether nobody measures how busy a GPU's SMs are."""
+    """Whether no source measures the SM activity of a GPU."""
     try:
         return devices.read(uuid).source == PLAIN
     except DeviceError:
-        return False  # it cannot be read, which stands above
+        return False  # the text of the GPU contains the error
 
 
 def _missing(devices: NvmlDevices, cdi: NvidiaCdi, proc: Path, mps_host: str) -> Iterator[str]:
-    """What the node lacks, and how to get it."""
+    """Yield the missing requirements and how to provide them."""
     found = False
     if lacking := _lacking_for_mps(mps_host):
         found = True
@@ -158,26 +158,26 @@ def _missing(devices: NvmlDevices, cdi: NvidiaCdi, proc: Path, mps_host: str) ->
         yield f"wrong: {e}"
     if not _sees_the_host(proc):
         found = True
-        yield "missing: the host's PIDs; without them no process is known to be a pod's. Run with hostPID: true"
+        yield "missing: the host's PIDs; without them no process can be assigned to a pod. Run with hostPID: true"
     if not found:
         yield "nothing is missing"
 
 
 _LONGEST_INDEX = 4
-"""In digits."""
+"""Maximum number of digits."""
 
 
 class InputError(click.ClickException):
-    """What was asked for cannot be done here; nothing was changed."""
+    """The request is not possible on this node; nothing was changed."""
 
     exit_code = 2
 
 
 def node_settings() -> AgentSettings:
-    """Read the agent's settings from the environment, and keep logs out of what is printed.
+    """Read the agent's settings from the environment, and send logs to standard error.
 
     Raises:
-        InputError: A variable holds a value of the wrong kind.
+        InputError: A variable has an invalid value.
     """
     try:
         settings = load(AgentSettings, os.environ)
@@ -188,13 +188,13 @@ def node_settings() -> AgentSettings:
 
 
 def no_gpus(error: NoDevicesError, settings: AgentSettings) -> InputError:
-    """Say why there are no GPUs to a command that only hardware has something for."""
+    """Return the error of a command that needs real GPUs."""
     hint = "; CARPOOL_SIMULATED_GPUS is for the agent, and this command needs NVIDIA's driver"
     return InputError(f"{error}{hint if settings.simulated_gpus else ''}")
 
 
 def find_gpu(devices: NvmlDevices, said: str) -> GpuUuid:
-    """Find the GPU that is meant: by its index, its UUID, or the UUID of a MIG device on it; raises DeviceError."""
+    """Return the GPU with this index, UUID, or UUID of a MIG device on it; raises DeviceError."""
     uuids = devices.uuids
     if said in uuids:
         return GpuUuid(said)

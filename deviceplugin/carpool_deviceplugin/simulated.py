@@ -1,4 +1,4 @@
-"""Simulated GPUs behind the port, for an agent that was told explicitly to have them."""
+"""Simulated GPUs of the agent; only `CARPOOL_SIMULATED_GPUS` enables them."""
 
 import time
 import uuid as uuids
@@ -37,18 +37,18 @@ MODES = (SharingMode.EXCLUSIVE, SharingMode.TIME_SLICING, SharingMode.MPS)
 
 _NAMESPACE = uuids.UUID("6d2f9d0e-3c1d-5f0e-9d0a-6b1f4d2a7c11")
 _DRIVER_MIB, _DRIVER_SHARE = 300, 0.008
-"""What the driver keeps: with these an A100-40GB shows PyTorch's 39.39 GiB."""
+"""Memory that the driver reserves: a constant and a share of the total. An A100-40GB shows PyTorch's 39.39 GiB."""
 _CONTEXT_MIB = 420
 """A CUDA context with cuDNN and cuBLAS loaded takes 400 to 500 MiB."""
 _FRAGMENTATION_MIB = 256
-"""Kept free beside the driver's memory: allocators lose some to fragmentation."""
+"""Memory kept free for the fragmentation of allocators, in MiB."""
 
 
 def parse_inventory(text: str) -> list[GpuProduct]:
     """Read `PRODUCT:COUNT[,PRODUCT:COUNT…]`, one product for each GPU.
 
     Raises:
-        NoDevicesError: The text cannot be understood or names an unknown product.
+        NoDevicesError: The text is invalid or names an unknown product.
     """
     products: list[GpuProduct] = []
     for part in text.split(","):
@@ -76,16 +76,15 @@ def _as_device_error() -> Iterator[None]:
 
 
 class SimulatedDevices:
-    """The GPUs of a node that has none.
+    """The simulated GPUs of a node.
 
-    A GPU's UUID follows from the node's name and its index, as a real one is burnt in: it stays the same whatever
-    happens to the state directory.
+    A GPU's UUID is derived from the node's name and its index, so it survives the loss of the state directory.
 
     Args:
-        products: One for each GPU.
+        products: Product of each GPU.
         node: Name of the node.
-        state_dir: Where the devices live; containers see them through bind mounts.
-        monotonic: Seconds, the same for all processes of the machine.
+        state_dir: Directory of the devices; containers see them through bind mounts.
+        monotonic: Monotonic seconds, the same for all processes of the machine.
     """
 
     simulated = True
@@ -99,7 +98,7 @@ class SimulatedDevices:
     ) -> None:
         self._mps = state_dir / "mps"
         self._log = structlog.get_logger().bind(node=node)
-        self._told: dict[GpuUuid, tuple[str, ...]] = {}
+        self._logged: dict[GpuUuid, tuple[str, ...]] = {}
         self._facts: dict[GpuUuid, Facts] = {}
         self._products: dict[GpuUuid, GpuProduct] = {}
         self._devices: dict[GpuUuid, SimulatedDevice] = {}
@@ -143,7 +142,7 @@ class SimulatedDevices:
         )
 
     def actual(self, uuid: GpuUuid) -> GpuActual:
-        """Read how a GPU is divided."""
+        """Return the state of a GPU."""
         device = self._device(uuid)
         with _as_device_error():
             facts = device.facts()
@@ -161,7 +160,7 @@ class SimulatedDevices:
         )
 
     def _wrong(self, uuid: GpuUuid, found: Facts) -> str:
-        """A device of an earlier setting keeps its files; running with them would show one GPU and be another."""
+        """Return an error if the state directory holds another product, left by an earlier setting."""
         expected = self._facts[uuid]
         if (found.product, found.memory_mib) == (expected.product, expected.memory_mib):
             return ""
@@ -173,13 +172,11 @@ class SimulatedDevices:
 
     def _device(self, uuid: GpuUuid) -> SimulatedDevice:
         if uuid not in self._devices:
-            raise DeviceError(
-                f"GPU {uuid}: expected one of {', '.join(self._devices)}; nobody else's GPU can be changed"
-            )
+            raise DeviceError(f"GPU {uuid}: expected one of {', '.join(self._devices)}; it is not a GPU of this node")
         return self._devices[uuid]
 
     def apply(self, uuid: GpuUuid, step: Step) -> None:
-        """Take one step."""
+        """Apply one step."""
         device, pipe = self._device(uuid), self._mps / uuid
         with _as_device_error():
             match step:
@@ -202,7 +199,7 @@ class SimulatedDevices:
         with _as_device_error():
             self._device(uuid).tidy()
             reading = self._device(uuid).reading()
-        self._tell(uuid, reading.problems)
+        self._log_problems(uuid, reading.problems)
         return Reading(
             at=reading.at,
             processes=tuple(
@@ -228,20 +225,20 @@ class SimulatedDevices:
             source="simulated",
         )
 
-    def _tell(self, uuid: GpuUuid, problems: tuple[str, ...]) -> None:
-        """A bad claim is its own pod's affair: it is named, and the GPU stays as healthy as it is."""
-        if problems != self._told.get(uuid, ()):
-            self._told[uuid] = problems
+    def _log_problems(self, uuid: GpuUuid, problems: tuple[str, ...]) -> None:
+        """Log invalid claims once; they do not change the GPU's health."""
+        if problems != self._logged.get(uuid, ()):
+            self._logged[uuid] = problems
             self._log.warning("claims ignored", gpu=uuid, count=len(problems), first=[*problems[:3]])
 
     def refresh_counters(self) -> None:
-        """Nobody else measures simulated GPUs."""
+        """Do nothing: simulated GPUs have no other source."""
 
     def set_mig_manager(self, manager: str) -> None:
-        """Simulated GPUs are not divided."""
+        """Do nothing: simulated GPUs have no MIG."""
 
     def access(self, uuid: GpuUuid, pod_uid: PodUid | None = None) -> Access:
-        """Return what brings the GPU into a container; every pod gets the same."""
+        """Return the mounts and variables of the GPU; they are the same for every pod."""
         directory = self._device(uuid).directory
         return Access(
             env={"CARPOOL_SIMULATED_GPUS_DIR": CONTAINER_GPUS},
@@ -254,7 +251,7 @@ class SimulatedDevices:
 
 
 def _mode_of(device: SimulatedDevice, *, in_use: bool) -> Mode:
-    """An unreadable mode of a device that nobody uses counts as idle: the next step writes it anew."""
+    """Return the mode; on an unused device an unreadable mode counts as idle, and the next step rewrites it."""
     try:
         return device.mode()
     except DeviceStateError:

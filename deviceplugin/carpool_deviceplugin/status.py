@@ -1,4 +1,4 @@
-"""What the agent writes into `GpuNode.status`. Pure."""
+"""Builds `GpuNode.status` and writes it."""
 
 import asyncio
 from collections import Counter
@@ -36,15 +36,15 @@ _LONGEST, _LONGEST_CONDITION, _LONGEST_COLUMN, _LONGEST_UID = 4096, 32_768, 512,
 _MOST_TENANTS = 1024
 _BY_GPU = attrgetter("gpu_uuid", "pod_uid")
 _LARGEST = 1e12
-"""In whatever unit: beyond all that a GPU could be measured to do."""
+"""Upper bound of every measure, in any unit."""
 
 
 def partition_of(reservation: Reservation, outcomes: Mapping[GpuUuid, Mapping[PodUid, Outcome]]) -> Partition:
-    """Join what the GPUs of one reservation say: ready when all are, failed when one is.
+    """Combine the states of a reservation's GPUs: ready if all are ready, failed if one failed.
 
     Args:
         reservation: The reservation.
-        outcomes: Of each GPU of the node, by pod.
+        outcomes: Outcomes of each GPU of the node, by pod.
     """
 
     def answer(state: PartitionState, message: str = "") -> Partition:
@@ -66,7 +66,7 @@ def partition_of(reservation: Reservation, outcomes: Mapping[GpuUuid, Mapping[Po
 
 
 def ready_condition(devices: Sequence[Device], before: Iterable[Condition], now: datetime) -> Condition:
-    """Say whether new work may go to the node's GPUs; the time is that of the last change."""
+    """Return the condition Ready: whether a GPU is healthy. Its time is that of the last change."""
     sick = [d for d in devices if d.health is DeviceHealth.UNHEALTHY]
     status: Literal["True", "False"] = "True" if len(sick) < len(devices) else "False"
     reason = "GpusHealthy" if not sick else "SomeGpusUnhealthy" if status == "True" else "NoHealthyGpu"
@@ -85,14 +85,14 @@ def ready_condition(devices: Sequence[Device], before: Iterable[Condition], now:
 
 
 def brief(device: Device) -> Device:
-    """Cut what is said of a GPU's health: a tenant may have had its say in it, and the status is written whole."""
+    """Cut the health message to the API's limit; it may contain text from tenants."""
     return msgspec.structs.replace(device, health_message=device.health_message[:_LONGEST])
 
 
 def struck_of(ended: Iterable[Mapping[PodUid, str]]) -> list[Struck]:
-    """List the pods that faults have ended together, of all GPUs."""
-    told = {pod: why for of_gpu in ended for pod, why in of_gpu.items()}
-    return [Struck(pod_uid=pod, message=why[:_LONGEST]) for pod, why in sorted(told.items())][:MAX_STRUCK]
+    """Return the pods that MPS faults have ended, for all GPUs."""
+    reasons = {pod: why for of_gpu in ended for pod, why in of_gpu.items()}
+    return [Struck(pod_uid=pod, message=why[:_LONGEST]) for pod, why in sorted(reasons.items())][:MAX_STRUCK]
 
 
 def summarise(devices: Sequence[Device], partitions: Iterable[Partition]) -> NodeSummary:
@@ -108,19 +108,19 @@ def summarise(devices: Sequence[Device], partitions: Iterable[Partition]) -> Nod
 
 
 def presentable(tenants: Iterable[Tenant], reserved: Set[PodUid]) -> tuple[list[Tenant], list[str]]:
-    """Leave out what no reader would accept, or what no machine can have: one tenant must not keep others waiting.
+    """Remove tenants with invalid values, so that one tenant cannot block the status of the others.
 
     Args:
         tenants: As measured.
-        reserved: Pods with a reservation; they come first where there are too many.
+        reserved: Pods with a reservation; they have priority over the limit on the number of tenants.
 
     Returns:
-        The tenants that can be written, and for each other one why it was left out.
+        The valid tenants, and a message for each removed one.
     """
     fine: list[Tenant] = []
     left_out: list[str] = []
     tenants = list(tenants)
-    if len(tenants) <= _MOST_TENANTS and not _unpresentable(tenants):  # as ever: one look at all of them
+    if len(tenants) <= _MOST_TENANTS and not _unpresentable(tenants):  # the usual case
         return sorted(tenants, key=_BY_GPU), []
     for tenant in sorted(tenants, key=lambda t: t.pod_uid not in reserved):
         if why := "too many tenants" if len(fine) >= _MOST_TENANTS else _unpresentable([tenant]):
@@ -131,10 +131,10 @@ def presentable(tenants: Iterable[Tenant], reserved: Set[PodUid]) -> tuple[list[
 
 
 def above_limit(tenants: Iterable[Tenant], reservations: Iterable[Reservation]) -> dict[tuple[PodUid, GpuUuid], str]:
-    """Say which tenants take more of a GPU than their reservations allow.
+    """Return a message for each tenant above its memory limit.
 
-    MPS holds each process to the limit, while the ledger counts it once for the pod: a pod of several processes can
-    take what was promised to others.
+    MPS applies the limit to each process, but the ledger counts it once for the pod. So a pod of several processes can
+    use memory that is reserved for others.
     """
     limits = {r.pod_uid: (r.memory_limit_mib, f"{r.pod_namespace}/{r.pod_name}") for r in reservations}
     found: dict[tuple[PodUid, GpuUuid], str] = {}
@@ -163,7 +163,7 @@ def _unpresentable(tenants: Sequence[Tenant]) -> str:
 
 
 def as_patch(status: GpuNodeStatus) -> dict[str, object]:
-    """Return the merge patch that makes the status just this one: what is empty is written out as empty."""
+    """Return the merge patch that replaces the status; empty lists are written explicitly."""
     body: dict[str, object] = {"simulated": False}
     body |= {name: [] for name in ("devices", "partitions", "tenants", "struck", "conditions")}
     body |= msgspec.to_builtins(status)
@@ -175,13 +175,13 @@ class Reporter:
 
     Args:
         node: Name of the GpuNode.
-        api: The API server.
-        clock: The time.
+        api: Client of the API server.
+        clock: The clock.
         devices: The node's GPUs.
         intervals: Intervals.
-        threads: To ask the GPUs in.
-        on_devices: Called with the GPUs as they are before each look at what to write.
-        on_missing: Creates the GpuNode; awaited where there is none.
+        threads: Threads for calls to the GPUs.
+        on_devices: Called with the GPUs after each look at them.
+        on_missing: Creates the GpuNode; called if there is none.
     """
 
     def __init__(
@@ -201,35 +201,35 @@ class Reporter:
         self._awake = asyncio.Event()
         self._rounds = Poll(devices.describe, intervals.step_deadline_s, threads)
         self.devices: list[Device] = []
-        """The GPUs as they were when last looked at; one that never answered is missing."""
+        """The GPUs at the last look; one that never answered is missing."""
         self._written: GpuNodeStatus | None = None
         self._written_at = float("-inf")
         self._partitions: Sequence[Partition] = ()
         self._tenants: Sequence[Tenant] = ()
         self._struck: Sequence[Struck] = ()
         self._is_stale = True
-        """Whether the GPUs must be looked at before the next word on them: measures alone are no reason to."""
+        """Whether the GPUs must be read before the next write; measures alone do not require it."""
         self._looked_at = self._compared_at = float("-inf")
         self._has_measures = False
-        """Whether there are measures that were not compared with the written ones yet."""
+        """Whether new measures were not compared with the written ones yet."""
         self._failures = 0
         self._version = version("carpool")
         self._log = structlog.get_logger().bind(node=node)
         self.writes = 0
-        """Status writes so far."""
+        """Number of status writes."""
 
     def appeared(self, status: GpuNodeStatus) -> None:
-        """The GpuNode is there, and its status says this."""
+        """Handle an added GpuNode with this status."""
         self._written, self._written_at = status, float("-inf")
         self.look_again()
 
     def vanished(self) -> None:
-        """There is no GpuNode."""
+        """Handle the deletion of the GpuNode."""
         self._written = None
         self._awake.set()
 
     def report(self, partitions: Sequence[Partition], tenants: Sequence[Tenant], struck: Sequence[Struck] = ()) -> None:
-        """Set what the status should say."""
+        """Set the desired status."""
         if struck != self._struck:
             self._struck = struck
             self._awake.set()
@@ -240,15 +240,15 @@ class Reporter:
             self._tenants = tenants
             self._has_measures = True
         if self._has_measures and self._clock.monotonic() - self._compared_at >= self._intervals.measures_s:
-            self._awake.set()  # otherwise nothing could be written yet
+            self._awake.set()  # earlier, the write interval has not passed
 
     def look_again(self) -> None:
-        """The GPUs' health may have changed."""
+        """Read the GPUs again, because their health may have changed."""
         self._is_stale = True
         self._awake.set()
 
     async def run(self) -> None:
-        """Keep the status true, for ever."""
+        """Keep the status current until cancelled."""
         while True:
             self._awake.clear()
             wait_s = await self._try()
@@ -271,10 +271,10 @@ class Reporter:
         return wait_s
 
     async def once(self) -> float:
-        """Write what is worth writing; return the seconds until it is worth looking again."""
+        """Write the status if it is due; return the seconds until the next check."""
         if self._written is None:
             await self._on_missing()
-            return self._intervals.heartbeat_s  # until the watch shows it
+            return self._intervals.heartbeat_s  # the watch wakes the reporter
         status = await self._present(self._written)
         if self._written is None:  # it vanished meanwhile
             return 0.0
@@ -291,7 +291,7 @@ class Reporter:
         return status.tenants != written.tenants and since_s >= self._intervals.measures_s
 
     async def _present(self, written: GpuNodeStatus) -> GpuNodeStatus:
-        """What the status should be, with the heartbeat of the last write."""
+        """Return the desired status, with the heartbeat of the last write."""
         if self._is_stale or self._clock.monotonic() - self._looked_at >= self._intervals.heartbeat_s:
             await self._look(written)
         devices = self.devices
@@ -325,8 +325,8 @@ class Reporter:
         patch = as_patch(status)
         try:
             msgspec.convert(patch["status"], GpuNodeStatus)
-        except msgspec.ValidationError as error:  # the API server takes lists of ours as they are, and readers do not
-            raise Invalid(f"expected a status that makes sense, found: {error}") from error
+        except msgspec.ValidationError as error:  # the API server does not validate every field
+            raise Invalid(f"expected a valid status, found: {error}") from error
         await self._api.patch(GPU_NODES, self._node, patch, subresource="status", wants_object=False)
         if self._written is not None:  # otherwise it vanished meanwhile
             self._written = status

@@ -329,7 +329,7 @@ def test_instances_of_others_are_destroyed_only_where_that_is_said(node: Node) -
     assert "(not created by the agent: takes --destroy-others)" in dry.output
     refused = run(node, "plan", "--gpu", "0", "--to", "mig:", "--apply")
     assert (refused.exit_code, len(node.nvml.gpus[0].mig.instances)) == (2, 1)
-    assert "found not created by the agent: instance 1 (3g.20gb on memory slices 4-7)" in refused.output
+    assert "found instances of others: instance 1 (3g.20gb on memory slices 4-7)" in refused.output
 
 
 def test_idle_instances_of_the_agent_go_without_a_word(node: Node) -> None:
