@@ -1,4 +1,4 @@
-"""Simulated GPUs: state on the node that containers and the agent share. Needs nothing but Python.
+"""Simulated GPUs: files on the node that containers and the agent share. Depends only on the standard library.
 
 A training script in a container writes
 

@@ -1,4 +1,4 @@
-"""One simulated device as the agent and every client see it: admission arithmetic over living claims."""
+"""One simulated device: admission, contention and counters over the claims of live processes."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -28,12 +28,12 @@ from carpool_simulated.state import (
 SWITCH_COST = 0.03
 CACHE_COST = 0.12
 SM_POWER_SHARE = 0.7
-"""Of the power between idle and the limit, what full SMs draw; full DRAM draws the rest."""
+"""Share of the power between idle and limit that full SM activity draws; full DRAM activity draws the rest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What a tenant does to a GPU when it runs alone. All ratios 0..1, means over a step."""
+    """Activity of a tenant that runs alone. Ratios from 0 to 1, averaged over a step."""
 
     gpu_util: float = 0.0
     """Share of the time in which a kernel runs."""
@@ -44,21 +44,21 @@ class Activity:
 
 
 def contention(mode: str, mine: Activity, others: Sequence[Activity], threads: float = 1.0) -> float:
-    """Return the time of a step beside others over its time alone, at least 1.
+    """Return the slowdown of a step beside other tenants, at least 1.
 
     Args:
         mode: `Exclusive`, `TimeSlicing` or `MPS`.
-        mine: The tenant whose step it is.
-        others: Everybody else with work on the GPU at present.
+        mine: Activity of the tenant.
+        others: Activities of the other tenants with work on the GPU.
         threads: Share of the SMs that MPS lets this tenant use, 0..1.
     """
     if mode == "MPS":
-        return _side_by_side(mine, others, threads)
-    return _turns([mine, *others]) if others else 1.0
+        return _mps(mine, others, threads)
+    return _time_slicing([mine, *others]) if others else 1.0
 
 
-def _turns(tenants: Sequence[Activity]) -> float:
-    """Schweitzer's fixed point: `tenants[0]`'s slowdown."""
+def _time_slicing(tenants: Sequence[Activity]) -> float:
+    """Return the slowdown of `tenants[0]` by Schweitzer's fixed-point iteration."""
     stretch = [1.0] * len(tenants)
     for _ in range(50):
         there = [t.gpu_util * s / (t.gpu_util * s + 1 - t.gpu_util) for t, s in zip(tenants, stretch, strict=True)]
@@ -66,7 +66,7 @@ def _turns(tenants: Sequence[Activity]) -> float:
     return 1 + tenants[0].gpu_util * (stretch[0] - 1)
 
 
-def _side_by_side(mine: Activity, others: Sequence[Activity], threads: float) -> float:
+def _mps(mine: Activity, others: Sequence[Activity], threads: float) -> float:
     wanted_sm = mine.sm_active + sum(other.sm_active for other in others)
     wanted_dram = mine.dram_active + sum(other.dram_active for other in others)
     saturation = max(1.0, wanted_sm, wanted_dram)
@@ -77,19 +77,19 @@ def _side_by_side(mine: Activity, others: Sequence[Activity], threads: float) ->
 
 
 def dynamic_power_w(activity: Activity, *, idle_w: float, limit_w: float) -> float:
-    """Power above idle that this activity draws, in W: linear in SM and DRAM activity, up to the limit."""
+    """Return the power above idle, in W: linear in SM and DRAM activity, up to the limit."""
     drive = SM_POWER_SHARE * activity.sm_active + (1 - SM_POWER_SHARE) * activity.dram_active
     return (limit_w - idle_w) * min(1.0, drive)
 
 
 _TIDY_S = 0.1
 MPS_CONTROL = "control"
-"""In an MPS pipe directory: the file that says that its daemon runs, and for which device."""
+"""File in an MPS pipe directory with the UUID of the device whose daemon runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A claim of a living process."""
+    """A claim of a live process."""
 
     id: str
     claim: Claim
@@ -97,28 +97,28 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What NVML would tell of a device at one moment."""
+    """Counters of a device at one moment, as from NVML."""
 
     at: float
     """Monotonic time, in seconds."""
     claims: tuple[Held, ...]
     problems: tuple[str, ...]
-    """Claims of living processes that cannot be read and what is no claim at all, a sentence each."""
+    """A message for each unreadable claim of a live process and each file that is not a claim."""
     energy_j: float
-    """Since the device appeared; never falls while the device lives."""
+    """Energy since the device was created; never falls."""
     power_w: float
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What stands in the directory of claims."""
+    """Content of the directory of claims."""
 
     held: list[Held]
     dead: list[Path]
     unreadable: list[str]
-    """Claims of living processes: they occupy the device, nobody can say how much of it."""
+    """Errors of unreadable claims of live processes; they occupy an unknown part of the device."""
     foreign: list[str]
-    """What no process could hold. It counts for nothing: who put it there could as well have made no claim."""
+    """Errors of files that no process can hold as a claim; they are not counted."""
 
 
 class Device:
@@ -135,7 +135,7 @@ class Device:
         self._clock = clock
 
     def create(self, facts: Facts) -> None:
-        """Make the device, or what is missing of it; what is there is left as it is."""
+        """Create the missing files of the device."""
         self.claims_directory.mkdir(parents=True, exist_ok=True)
         self.directory.chmod(0o755)
         self.claims_directory.chmod(0o777)  # containers run as any user
@@ -149,15 +149,15 @@ class Device:
             write_json(self.directory / "device.json", {name: getattr(facts, name) for name in Facts.__slots__})
 
     def facts(self) -> Facts:
-        """Return what the device is; raises DeviceStateError."""
+        """Return the properties of the device; raises DeviceStateError."""
         return state.read_facts(self.directory)
 
     def mode(self) -> Mode:
-        """Return how it is shared; raises DeviceStateError."""
+        """Return the sharing mode; raises DeviceStateError."""
         return state.read_mode(self.directory)
 
     def held(self) -> tuple[list[Held], list[str]]:
-        """Return the claims of living processes, and what is wrong with those that cannot be read."""
+        """Return the claims of live processes, and the errors of unreadable ones."""
         seen = self._look()
         return seen.held, seen.unreadable
 
@@ -180,16 +180,16 @@ class Device:
         return seen
 
     def reap(self) -> None:
-        """Remove what dead processes left, and what no process can hold. The agent's; the caller holds the lock."""
+        """Remove claims of dead processes and invalid files. Only the agent calls this, with the lock held."""
         for path in self.claims_directory.glob("*.new"):
-            with suppress(OSError):  # a folder: in nobody's way
-                path.unlink()  # who makes a claim holds the lock: this one's process died in between
+            with suppress(OSError):  # a directory
+                path.unlink()  # its process died before the rename: claims are made with the lock held
         energy_j = 0.0
         for path in sorted(self.claims_directory.glob("*.claim")):
             with suppress(DeviceStateError):
                 if is_held(path):
                     continue
-                energy_j += read_claim(path).energy_j  # unreadable: nobody can say any more what it used
+                energy_j += read_claim(path).energy_j  # the energy of an unreadable claim is lost
             with suppress(OSError):
                 path.unlink()
         if energy_j:
@@ -197,14 +197,14 @@ class Device:
             state.write_totals(self.directory, replace(totals, energy_j=totals.energy_j + energy_j))
 
     def tidy(self) -> None:
-        """Remove what dead processes left, where nobody keeps the lock. The agent's."""
+        """Remove claims of dead processes, unless the lock is taken. Only the agent calls this."""
         if not any(not is_claimed(path) for path in self.claims_directory.iterdir()):
             return
         with suppress(DeviceUnavailableError), locked(self.directory, timeout_s=_TIDY_S):
             self.reap()
 
     def _totals(self) -> Totals:
-        """A lost energy counter must not keep anybody from the device: it starts again."""
+        """Return the totals; an unreadable file restarts the energy counter."""
         try:
             totals = state.read_totals(self.directory)
         except DeviceStateError:
@@ -212,12 +212,12 @@ class Device:
         return totals if totals.since <= self._clock() else Totals(since=self._clock())  # the machine was restarted
 
     def reading(self) -> Reading:
-        """Return what NVML would tell now; raises DeviceStateError where `device.json` is corrupt. Takes no lock."""
+        """Return the counters; takes no lock. Raises DeviceStateError if `device.json` is corrupt."""
         facts, now = self.facts(), self._clock()
         totals = self._totals()
         seen = self._look()
         dynamic = energy = 0.0
-        for path in seen.dead:  # until somebody has added them to the totals
+        for path in seen.dead:  # `reap` adds them to the totals later
             with suppress(DeviceStateError):
                 energy += read_claim(path).energy_j
         for claim in (h.claim for h in seen.held):
@@ -234,7 +234,7 @@ class Device:
         )
 
     def set_mode(self, mode: str) -> None:
-        """Change how the device is shared; limits and daemon of the mode before must be gone.
+        """Change the sharing mode.
 
         Raises:
             DeviceUnavailableError: Processes use the device, or the MPS daemon still runs.
@@ -250,7 +250,7 @@ class Device:
             state.write_mode(self.directory, Mode(mode=mode))
 
     def _mode_or_new(self) -> Mode:
-        """A corrupt mode may be replaced where nobody depends on it."""
+        """Return the mode; a corrupt one may be replaced if the device has no processes."""
         try:
             return self.mode()
         except DeviceStateError:
@@ -289,7 +289,7 @@ class Device:
             (pipe_directory / MPS_CONTROL).unlink(missing_ok=True)
 
     def set_limit(self, pod_uid: str, limit: Limit | None) -> None:
-        """Set (or, with None, remove) the limits of one pod's processes; it holds for allocations from now on."""
+        """Set the limits of a pod's processes for later allocations; None removes them."""
         with locked(self.directory):
             mode = self.mode()
             limits = {pod: kept for pod, kept in mode.limits.items() if pod != pod_uid}
@@ -304,7 +304,7 @@ class Device:
             The mode that it will run in.
 
         Raises:
-            DeviceUnavailableError: The GPU is idle, or Exclusive and another pod's.
+            DeviceUnavailableError: The GPU is idle, or another pod uses it in mode Exclusive.
             MpsError: The MPS daemon does not run or cannot be reached.
         """
         mode = self.mode()
@@ -312,7 +312,7 @@ class Device:
         if mode.mode == IDLE:
             raise DeviceUnavailableError(
                 "CUDA error: all CUDA-capable devices are busy or unavailable "
-                f"({name}: expected to be prepared for this pod, found Idle; nobody reserved this GPU)"
+                f"({name}: expected to be prepared for this pod, found Idle; it has no reservation)"
             )
         held, problems = self.held()
         others = sorted({h.claim.pod_uid for h in held if h.claim.pod_uid != pod_uid})

@@ -1,4 +1,4 @@
-"""One simulated GPU in a process, with a context on it."""
+"""A simulated GPU in a client process."""
 
 import fcntl
 import math
@@ -33,7 +33,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What the container's environment says, as the node agent set it through CDI."""
+    """The container's variables, which the node agent sets through CDI."""
 
     root: Path
     uuids: tuple[str, ...]
@@ -50,7 +50,7 @@ def parse_environment(environ: Mapping[str, str]) -> Environment:
 
     Raises:
         NoDeviceError: No GPU is visible.
-        SimulatedGpuError: A variable cannot be understood.
+        SimulatedGpuError: A variable is invalid.
     """
     root, visible = environ.get("CARPOOL_SIMULATED_GPUS_DIR", ""), environ.get("CARPOOL_VISIBLE_GPUS", "")
     uuids = tuple(part.strip() for part in visible.split(",") if part.strip())
@@ -96,7 +96,7 @@ def _threads(text: str) -> float:
 
 
 _SLICE_S = 0.05
-"""How often a long step looks again at who else is there, and says how far it is."""
+"""Interval at which a long step reads the other claims and updates its own, in seconds."""
 
 
 def _size(mib: float) -> str:
@@ -104,12 +104,12 @@ def _size(mib: float) -> str:
 
 
 class Gpu:
-    """One GPU in this process, with a CUDA context on it. Not for several threads at once.
+    """A GPU in this process, with a CUDA context on it. Not thread-safe.
 
     Args:
         device: The device.
         index: CUDA's index in this process.
-        environment: What the container's environment says.
+        environment: The container's variables.
         clock: Monotonic seconds, the same for all processes of the machine.
         sleep: Waits for some seconds.
 
@@ -141,7 +141,7 @@ class Gpu:
         os.register_at_fork(after_in_child=lambda: gpu._forget() if (gpu := weak()) else None)
 
     def _open_claim(self) -> Path:
-        """Only a claim that is locked already gets a name under which others look for it."""
+        """Create and lock the claim under a hidden name, then rename it, so that others only see locked claims."""
         path = self._device.claims_directory / f"{uuid.uuid4().hex}.claim"
         hidden = path.with_suffix(".new")
         self._handle = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -152,7 +152,7 @@ class Gpu:
         return path
 
     def _forget(self) -> None:
-        """In a forked child: its copy of the handle would keep the claim alive after this process has died."""
+        """Close the handle in a forked child, because it would keep the claim alive after the parent's end."""
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
@@ -164,7 +164,7 @@ class Gpu:
 
     @property
     def facts(self) -> Facts:
-        """What the device is."""
+        """Properties of the device."""
         return self._facts
 
     @property
@@ -193,10 +193,10 @@ class Gpu:
         return self._claim.memory_mib - self._facts.context_mib
 
     def _limit(self) -> Limit:
-        """The tighter of what the environment and the daemon say; none without MPS."""
+        """Return the smaller limits of environment and daemon; none without MPS."""
         if self.mode != "MPS":
             return Limit()
-        with suppress(DeviceStateError):  # a broken file must not end a step that runs: what was known still holds
+        with suppress(DeviceStateError):  # a corrupt file must not end a running step: the last limit holds
             self._set_by_daemon = self._device.mode().limits.get(self._environment.pod_uid, Limit())
         by_daemon, by_environment = self._set_by_daemon.memory_mib, self._environment.limits_mib.get(self.index)
         memory = [limit for limit in (by_daemon, by_environment) if limit is not None]
@@ -239,7 +239,7 @@ class Gpu:
             self._write_claim()
 
     def _make_room(self, mib: int) -> None:
-        """Check that so much more memory is there for this process. The caller holds the lock."""
+        """Check that the memory is free for this process; raises OutOfMemoryError. The caller holds the lock."""
         held, _ = self._device.held()
         used = sum(h.claim.memory_mib for h in held)
         mine = self._claim.memory_mib
@@ -259,7 +259,7 @@ class Gpu:
         )
 
     def run(self, step_time_s: float, sm_active: float = 1.0, dram_active: float = 0.5, gpu_util: float = 1.0) -> float:
-        """Run one training step; it takes longer beside neighbours.
+        """Run one training step; it takes longer beside other tenants.
 
         Args:
             step_time_s: Time that the step takes alone, in seconds.
@@ -288,11 +288,11 @@ class Gpu:
         return took
 
     def _advance(self, activity: Activity, left: float, step_time_s: float) -> float:
-        """Run for a slice of time; return how much of the step's solo time that did."""
+        """Run for a slice of time; return the completed part of the step's solo time, in seconds."""
         before = self._clock()
         slowdown = self.contention(activity)
         wait = min(_SLICE_S, left * slowdown)
-        # A gap of up to one step still counts as at work: between two steps nobody finds the GPU free.
+        # A gap of up to one step counts as busy, so that the GPU is not free between two steps.
         self._claim.busy_until = before + wait + step_time_s
         self._write_claim()
         self._sleep(wait)
@@ -308,7 +308,7 @@ class Gpu:
         return done
 
     def contention(self, activity: Activity) -> float:
-        """Return by how much such a step would be slowed down now, by neighbours and by the MPS thread limit."""
+        """Return the slowdown of such a step now, by other tenants and the MPS thread limit."""
         now = self._clock()
         held, _ = self._device.held()
         others = [
@@ -319,10 +319,10 @@ class Gpu:
         return contention(self.mode, activity, others, (self._limit().thread_percentage or 100) / 100)
 
     def close(self) -> None:
-        """Give everything back. Ending the process, in whatever way, does the same."""
+        """Release the GPU. The end of the process has the same effect."""
         if self._handle < 0 or os.getpid() != self._pid:
             return
-        os.close(self._handle)  # the claim is dead by this; the agent removes it
+        os.close(self._handle)  # unlocks the claim, and the agent removes it
         self._handle = -1
 
     def __enter__(self) -> "Gpu":
@@ -351,7 +351,7 @@ def open_gpus(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Gpus:
-    """Open every GPU that the container was given, in CUDA's order.
+    """Open all GPUs of the container, in CUDA's order.
 
     Args:
         environ: The environment; the process's own when None.

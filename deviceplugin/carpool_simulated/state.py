@@ -1,11 +1,11 @@
-"""What can go wrong on a simulated GPU.
+"""Files of a simulated GPU, and its errors.
 
 SimulatedGpuError             a RuntimeError, as all errors of CUDA are in PyTorch
 ├── OutOfMemoryError          the device is full, or the MPS limit is reached
 ├── DeviceUnavailableError    the device's mode does not admit this process
 ├── MpsError                  the device is shared by MPS and its daemon cannot be reached
 ├── NoDeviceError             the environment names no device, or one that is not there
-└── DeviceStateError          a file of the device does not hold what it should
+└── DeviceStateError          a file of the device is invalid
 """
 
 import contextlib
@@ -25,11 +25,11 @@ from typing import Any, TypeVar, get_args, get_origin
 
 
 class SimulatedGpuError(RuntimeError):
-    """Something went wrong on a simulated GPU."""
+    """Base of all errors of a simulated GPU."""
 
 
 class OutOfMemoryError(SimulatedGpuError):
-    """The words are those of `torch.OutOfMemoryError`, so that whoever looks for them finds them."""
+    """The device is full; the message is that of `torch.OutOfMemoryError`, for programs that search for it."""
 
 
 class DeviceUnavailableError(SimulatedGpuError):
@@ -45,10 +45,10 @@ class NoDeviceError(SimulatedGpuError):
 
 
 class DeviceStateError(SimulatedGpuError):
-    """A file of a device does not hold what it should."""
+    """A file of a device is invalid."""
 
     def __init__(self, path: Path, *, expected: str, found: str, do: str) -> None:
-        # Whoever names a file chooses its bytes; not all of them can be sent on.
+        # A file name may contain bytes that are not valid UTF-8.
         name = os.fsencode(path).decode(errors="backslashreplace")
         super().__init__(f"{name}: expected {expected}, found {found}; {do}")
         self.path = path
@@ -65,7 +65,7 @@ def _kinds(declared: Any) -> tuple[type, ...]:
 
 
 def checked(cls: type[T], raw: object, path: Path, do: str) -> T:
-    """Build a flat dataclass out of JSON, each field of the type that it is declared with; raises DeviceStateError."""
+    """Build a flat dataclass from JSON and validate its types; raises DeviceStateError."""
     if not isinstance(raw, dict):
         raise DeviceStateError(path, expected="a JSON object", found=type(raw).__name__, do=do)
     values: dict[str, Any] = {}
@@ -85,7 +85,7 @@ def checked(cls: type[T], raw: object, path: Path, do: str) -> T:
 
 
 def read_json(path: Path, do: str) -> object:
-    """Read a JSON file; raises DeviceStateError where there is none or it is not JSON."""
+    """Read a JSON file; raises DeviceStateError if it is absent or invalid."""
     try:
         text = path.read_bytes()
     except FileNotFoundError as e:
@@ -104,12 +104,12 @@ def parsed(text: bytes, path: Path, do: str) -> object:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Replace a file whole: readers see the old or the new one."""
+    """Replace a JSON file atomically."""
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file whole; nothing that somebody put in its place is followed."""
+    """Replace a file atomically; links at its place are not followed."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
@@ -130,10 +130,10 @@ def locked(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[None]:
-    """Hold the device's lock: one at a time does sums over claims.
+    """Hold the device's lock, so that only one process changes claims.
 
     Raises:
-        DeviceUnavailableError: Somebody else kept it for `timeout_s` seconds.
+        DeviceUnavailableError: Another process held it for `timeout_s` seconds.
         DeviceStateError: There is no lock file.
     """
     path = directory / "lock"
@@ -164,13 +164,13 @@ _READS = 20
 _POD_UID = re.compile(r"[A-Za-z0-9._-]{1,253}")
 _LARGEST_CLAIM = 65_536
 _MOST = 2**40
-"""No counter of a claim comes near it, and sums of them stay far below what JSON and int64 hold."""
+"""Upper bound of a claim's counters; sums stay within int64."""
 _RATIOS = ("gpu_util", "sm_active", "dram_active")
 
 
 @dataclass(slots=True)
 class Claim:
-    """What one process holds of the device, and what it has used so far. Times are monotonic, in seconds."""
+    """Resources that one process holds, and its counters. Times are monotonic, in seconds."""
 
     pod_uid: str
     pid: int
@@ -180,7 +180,7 @@ class Claim:
     """Context included."""
     peak_memory_mib: int
     gpu_util: float = 0.0
-    """Activity alone, of the step that runs; 0..1, as the two that follow."""
+    """Solo activity of the present step, 0..1; so are the next two fields."""
     sm_active: float = 0.0
     dram_active: float = 0.0
     busy_until: float = 0.0
@@ -195,19 +195,19 @@ class Claim:
     """Energy above idle."""
     steps: int = 0
     steps_s: float = 0.0
-    """Time of all steps, neighbours included."""
+    """Time of all steps, including the slowdown by other tenants."""
 
 
 def encode_claim(claim: Claim) -> bytes:
-    """One line: a checksum, and the claim as JSON."""
+    """Return a line with a checksum and the claim as JSON."""
     body = json.dumps(asdict(claim), separators=(",", ":")).encode()
     return b"%08x %b\n" % (zlib.crc32(body), body)
 
 
 def read_claim(path: Path) -> Claim:
-    """Read a claim; raises DeviceStateError where it stays unreadable."""
+    """Read a claim, with retries; raises DeviceStateError."""
     line = b""
-    do = "end its process; nobody else is affected"
+    do = "end its process; other processes are not affected"
     for _ in range(_READS):
         try:
             line = _read_regular(path).partition(b"\n")[0]
@@ -217,11 +217,11 @@ def read_claim(path: Path) -> Claim:
             raise DeviceStateError(path, expected="a claim that can be read", found=str(e), do=do) from e
         checksum, _, body = line.partition(b" ")
         if checksum == b"%08x" % zlib.crc32(body) and body:
-            return _sensible(checked(Claim, parsed(body, path, do), path, do), path, do)
+            return _validated(checked(Claim, parsed(body, path, do), path, do), path, do)
     raise DeviceStateError(path, expected="a checksum and a claim as JSON", found=repr(line[:60]), do=do)
 
 
-def _sensible(claim: Claim, path: Path, do: str) -> Claim:
+def _validated(claim: Claim, path: Path, do: str) -> Claim:
     if not _POD_UID.fullmatch(claim.pod_uid):
         raise DeviceStateError(path, expected="'pod_uid' to be a UID", found=ascii(claim.pod_uid[:60]), do=do)
     for name, value in asdict(claim).items():
@@ -232,7 +232,7 @@ def _sensible(claim: Claim, path: Path, do: str) -> Claim:
 
 
 def _open_regular(path: Path) -> int:
-    """Open a file to read that others may have put there: neither a link, nor anything that makes its reader wait.
+    """Open an untrusted file for reading; links and pipes are refused.
 
     Raises:
         OSError: It cannot be opened, or is no regular file.
@@ -250,17 +250,17 @@ def _read_regular(path: Path) -> bytes:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a living process holds the claim file.
+    """Whether a live process holds the claim file.
 
     Raises:
-        DeviceStateError: It is not a file that any process could hold as its claim.
+        DeviceStateError: It is not a readable regular file.
     """
     try:
         handle = _open_regular(path)
     except FileNotFoundError:
         return False
     except OSError as e:
-        do = "it counts for nothing, and the node agent will remove it"
+        do = "it is ignored, and the node agent will remove it"
         raise DeviceStateError(path, expected="a regular file that can be read", found=str(e.strerror), do=do) from e
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -272,7 +272,7 @@ def is_held(path: Path) -> bool:
 
 
 def is_claimed(path: Path) -> bool:
-    """Whether this is the claim of a living process, and not something to be removed."""
+    """Whether this is the claim of a live process; False for invalid files."""
     try:
         return path.suffix == ".claim" and is_held(path)
     except DeviceStateError:
@@ -285,7 +285,7 @@ MODES = (IDLE, "Exclusive", "TimeSlicing", "MPS")
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """`device.json`: what the device is. Memory in MiB, power in W."""
+    """`device.json`: properties of the device. Memory in MiB, power in W."""
 
     uuid: str
     index: int
@@ -293,9 +293,9 @@ class Facts:
     """Begins with `Simulated `."""
     memory_mib: int
     reserved_mib: int
-    """What the driver keeps."""
+    """Memory that the driver reserves."""
     context_mib: int
-    """What a CUDA context of a process takes."""
+    """Memory of a process's CUDA context."""
     sm_count: int
     compute_capability: str
     power_limit_w: float
@@ -304,7 +304,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Limits of one pod behind an MPS daemon. They hold for each process, as CUDA's do."""
+    """MPS limits of a pod; they apply to each process, as CUDA's do."""
 
     memory_mib: int | None = None
     thread_percentage: int | None = None
@@ -312,23 +312,23 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """`mode.json`: how the device is shared."""
+    """`mode.json`: sharing mode of the device."""
 
     mode: str = IDLE
-    """`Idle` (nobody may use it), `Exclusive`, `TimeSlicing` or `MPS`."""
+    """`Idle` (no process is admitted), `Exclusive`, `TimeSlicing` or `MPS`."""
     mps_daemon: bool = False
     limits: dict[str, Limit] = field(default_factory=dict)
-    """By pod UID."""
+    """Limits by pod UID."""
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """`totals.json`: what is needed for counters that never fall."""
+    """`totals.json`: base of the energy counter."""
 
     since: float
-    """Monotonic time at which the device appeared, in seconds."""
+    """Monotonic time of the device's creation, in seconds."""
     energy_j: float = 0.0
-    """Energy above idle of processes that are gone, in J."""
+    """Energy above idle of ended processes, in J."""
 
 
 def read_facts(directory: Path) -> Facts:
