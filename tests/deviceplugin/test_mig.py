@@ -312,7 +312,7 @@ def node(tmp_path: Path) -> Node:
 def test_plan_prints_and_applies(node: Node) -> None:
     printed = run(node, "plan", "--gpu", "0", "--to", "mig:3g.20gb,2g.10gb")
     assert (printed.exit_code, len(printed.output.splitlines())) == (0, 3)
-    assert printed.output.startswith("note: Carpool's agent divides GPUs by itself, and gives instances that were made")
+    assert printed.output.startswith("note: Carpool's agent creates its own instances and assigns none of these")
     assert [line.split()[:2] for line in printed.output.splitlines()[1:]] == [["would", "create"]] * 2
     assert node.nvml.gpus[0].mig.instances == {}
     applied = run(node, "plan", "--gpu", "0", "--to", "mig:3g.20gb,2g.10gb", "--apply")
