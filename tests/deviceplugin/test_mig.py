@@ -380,7 +380,7 @@ def test_switched_off_says_how_to_switch_on(node: Node) -> None:
     assert [line.split()[0] for line in printed] == ["before:", "note:", "would"]
     refused = run(node, "plan", "--gpu", "0", "--to", "mig:7g.40gb", "--apply")
     assert refused.exit_code == 2
-    assert ": expected MIG to be switched on, found: MIG is switched off. Switching it on takes" in refused.output
+    assert ": expected MIG to be switched on, found: MIG is switched off. Switching it on needs" in refused.output
     assert run(node, "plan", "--gpu", "0", "--to", "mig:").output == "nothing to do: MIG is switched off\n"
 
 

@@ -127,7 +127,7 @@ def test_exclusive_admits_one_pod(device: Device, environ) -> None:
 
 def test_idle_admits_nobody(device: Device, environ) -> None:
     device.set_mode("Idle")
-    with pytest.raises(DeviceUnavailableError, match=r"busy or unavailable.*nobody reserved"):
+    with pytest.raises(DeviceUnavailableError, match=r"busy or unavailable.*no reservation"):
         open_gpus(environ())
 
 
