@@ -10,8 +10,9 @@ from carpool_core.resources.node import GpuNode
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_extender.cache.cluster import ClusterCache
+from carpool_extender.framework.diagnosis import explain_gpus
+from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
-from carpool_extender.framework.selection import explain_gpus
 from carpool_extender.informers import Informers, WatchedJob, WatchedPod
 from carpool_extender.testing import device, gpu_node, pod_of, pod_request, seed_node, tenant, until
 from structlog.testing import capture_logs
@@ -107,7 +108,9 @@ async def test_nobody_is_sent_to_a_node_that_makes_no_sense_and_it_is_said_why(w
     patch = {"spec": {"reservations": [{"podUid": 7}]}}
     await kube.patch(GPU_NODES, "a", patch)
     await until(lambda: informers.cluster.unavailable_nodes() == {"a"})
-    [told] = [str(one) for one in explain_gpus(informers.cluster.snapshot(), pod_request(), ["a"], RULES)]
+    [told] = [
+        str(one) for one in explain_gpus(CachedEvaluation(pod_request(), RULES, informers.cluster.snapshot()), ["a"])
+    ]
     assert told.startswith("GPU 0 of a (NVIDIA A100-SXM4-40GB): GpuNode a makes no sense: ")
     assert "podUid" in told
     await kube.patch(GPU_NODES, "a", {"spec": {"reservations": []}})
