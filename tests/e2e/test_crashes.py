@@ -20,18 +20,20 @@ REPLACE_STATUS = "carpool_core.kube.client:KubeClient.replace_status"
 DRY_RUN = "'is_dry_run': True"
 
 
+def unpredicted(watcher: Watcher) -> bool:
+    """Whether the job has neither a status nor a pod."""
+    return not watcher.job("crash").get("status") and not watcher.pods("crash")
+
+
 def begun(watcher: Watcher) -> bool:
-    """Whether the first attempt has begun, and nothing tells of it."""
-    return is_untold(watcher) and not watcher.pods("crash")
+    """Whether the status has the first attempt, whose pod does not exist yet."""
+    return len(watcher.job("crash")["status"]["attempts"]) == 1 and not watcher.pods("crash")
 
 
 def made(watcher: Watcher) -> bool:
-    """Whether the first attempt's pod exists, of which the status does not know."""
-    return is_untold(watcher) and len(watcher.pods("crash")) == 1
-
-
-def is_untold(watcher: Watcher) -> bool:
-    return not watcher.job("crash").get("status")
+    """Whether the first attempt's pod exists, and the status does not place it."""
+    status = watcher.job("crash")["status"]
+    return len(watcher.pods("crash")) == 1 and not status.get("placement")
 
 
 def reserved(watcher: Watcher) -> bool:
@@ -52,9 +54,7 @@ class Crash(NamedTuple):
 CRASHES = {
     "operator, after creating the pod, before writing the status": Crash("operator", CREATE, "after", "'Pod'", made),
     "operator, before creating the pod": Crash("operator", CREATE, "before", "'Pod'", begun),
-    "operator, before the first status, which tells the pod's place": Crash(
-        "operator", REPLACE_STATUS, "before", "", made
-    ),
+    "operator, before the first status": Crash("operator", REPLACE_STATUS, "before", "", unpredicted),
     "extender, after the reservation, before the Binding": Crash("extender", PATCH, "after", "reservations", reserved),
     "extender, just before the Binding": Crash("extender", CREATE, "before", "binding", reserved),
     "extender, after the Binding, before its answer": Crash("extender", CREATE, "after", "binding", reserved),
