@@ -112,7 +112,7 @@ def test_the_command_writes_tables_and_pictures(data):
     assert "| strategy | makespan min | change | waiting min | change | completion min |" in table
     assert "| energy |" in table
     assert "Several tenants of a GPU lose 5% of its memory in pieces" in table
-    assert "- Conditions: at most 2 jobs on a GPU." in table
+    assert "- Conditions: jobs on a GPU ≤ 2." in table
 
 
 def test_a_trace_of_ones_own_is_run_once_unless_more_is_asked_for(data):
@@ -150,7 +150,7 @@ REFUSED = [
     (["--fragmentation", "nan"], 2, "expected a --fragmentation from 0 to below 1, found nan"),
     (["--trace", "/dev/null"], 2, "found what is no regular file; look at the path that --trace names"),
     (["--policies", "all", "--most-jobs", "0"], 2, "expected 1 to 1,024 jobs on a GPU at most, found 0"),
-    (["--most-jobs", "2"], 2, "have their own: at most 2 jobs on a GPU"),
+    (["--most-jobs", "2"], 2, "have their own: jobs on a GPU ≤ 2"),
     (["--data", "/nowhere"], 2, "found no file; set CARPOOL_DATA"),
     (["--out", "/proc/nowhere"], 2, "check --out"),
 ]

@@ -246,6 +246,8 @@ def _differ(numbers: NDArray[Any]) -> bool:
 class HealthCheck(Check):
     """The GPU is healthy, its node reports, and its data are consistent."""
 
+    number = 0
+
     def mask(self, evaluation: Evaluation, gpus: GpuTable, mode: NDArray[np.int8]) -> Bools | None:
         return gpus.unavailable
 
@@ -263,6 +265,7 @@ class HealthCheck(Check):
 class SuitabilityCheck(Check):
     """An empty GPU of this class would hold the pod: product, compute capability, total memory."""
 
+    number = 1
     wrong_product = "wrong product"
 
     def mask(self, evaluation: Evaluation, gpus: GpuTable, mode: NDArray[np.int8]) -> Bools | None:
@@ -287,6 +290,8 @@ class SuitabilityCheck(Check):
 
 class ModeCheck(Check):
     """The GPU can have a sharing mode that suits the pod and the present tenants."""
+
+    number = 2
 
     def mask(self, evaluation: Evaluation, gpus: GpuTable, mode: NDArray[np.int8]) -> Bools | None:
         no_mode: Bools = mode == NO_MODE
@@ -325,6 +330,8 @@ class ModeCheck(Check):
 
 class TenancyCheck(Check):
     """Both sides accept the other's namespace, and the MPS server serves the pod's namespace and user."""
+
+    number = 3
 
     def mask(self, evaluation: Evaluation, gpus: GpuTable, mode: NDArray[np.int8]) -> Bools | None:
         user, strangers = evaluation.pod_request.user, self._strangers(evaluation, gpus, mode)
@@ -368,6 +375,8 @@ class TenancyCheck(Check):
 
 class SlotsCheck(Check):
     """The GPU has a free slot, and room for the MIG instance among the others."""
+
+    number = 4
 
     def mask(self, evaluation: Evaluation, gpus: GpuTable, mode: NDArray[np.int8]) -> Bools | None:
         fails: Bools = gpus.count >= evaluation.slots
@@ -413,6 +422,7 @@ class SlotsCheck(Check):
 class MemoryCheck(Check):
     """The unreserved memory holds the pod's memory bound."""
 
+    number = 5
     needs_mode = True
 
     def mask(self, evaluation: Evaluation, gpus: GpuTable, mode: NDArray[np.int8]) -> Bools | None:
@@ -432,6 +442,8 @@ class MemoryCheck(Check):
 
 class LimitsCheck(Check):
     """The GPU meets the site's admission limits."""
+
+    number = 6
 
     def mask(self, evaluation: Evaluation, gpus: GpuTable, mode: NDArray[np.int8]) -> Bools | None:
         if not (limits := evaluation.limits.set()):
@@ -478,6 +490,7 @@ class LimitsCheck(Check):
 class SlowdownCheck(Check):
     """No member's predicted slowdown exceeds its limit. `run_filters` predicts it where all other checks pass."""
 
+    number = 7
     needs_mode = True
 
     def mask(self, evaluation: Evaluation, gpus: GpuTable, mode: NDArray[np.int8]) -> Bools | None:
@@ -537,8 +550,6 @@ HEALTH, SUITABILITY, MODE, TENANCY = HealthCheck(), SuitabilityCheck(), ModeChec
 SLOTS, MEMORY, LIMITS, SLOWDOWN = SlotsCheck(), MemoryCheck(), LimitsCheck(), SlowdownCheck()
 CHECKS: Sequence[Check] = (HEALTH, SUITABILITY, MODE, TENANCY, SLOTS, MEMORY, LIMITS, SLOWDOWN)
 """In the order in which refusals name them."""
-for _number, _check in enumerate(CHECKS):
-    type(_check).number = _number
 
 
 def empty_results(gpus: int) -> FilterResults:
