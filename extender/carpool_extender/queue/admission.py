@@ -24,7 +24,7 @@ from carpool_core.kube.api import LEASES, PODS, KubeApi, Selector
 from carpool_core.kube.errors import KubeError, NotFound, Refused, Retryable
 from carpool_core.kube.pods import Pod, job_owner_reference, parse_worker_name
 from carpool_core.kube.reflector import Reflector
-from carpool_core.products import DeviceClass, hardware_name
+from carpool_core.products import DeviceClass
 from carpool_core.resources.meta import ObjectMeta
 from carpool_core.resources.node import GpuNode, Reservation
 from carpool_core.values import JobUid, PodUid
@@ -34,7 +34,7 @@ from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.evaluation_cache import EvaluationCache
 from carpool_extender.informers import Informers, JobRow
 from carpool_extender.metrics import ExtenderMetrics
-from carpool_extender.queue.order import duration_in
+from carpool_extender.queue.order import duration_in, reservation_end_s
 from carpool_extender.queue.scheduling_queue import (
     Admitted,
     Claim,
@@ -359,27 +359,16 @@ class AdmissionController:
     def _end_of(self, held: Reservation) -> float | None:
         """Predict the end of a reservation: its start, and the job's steps on that GPU at the expected slowdown."""
         known = self._ends.get(held.pod_uid)
-        if known is None:
-            row = self._informers.job(held.job_uid)
-            step_s = None if row is None else self._step_time_s(row, held)
-            if row is None or step_s is None or row.spec.training.steps is None or not held.reserved_at:
-                return None
-            known = parse_rfc3339(held.reserved_at).timestamp()
-            known += row.spec.training.steps * step_s * max(1.0, held.expected_slowdown)
-            self._ends[held.pod_uid] = known
+        if known is None and (row := self._informers.job(held.job_uid)) is not None:
+            times: Mapping[str, float] = getattr(row.status, "step_times_s", {})
+            if not times and row.status.prediction is not None:
+                times = {p.product: p.step_time_seconds.median for p in row.status.prediction.products}
+            cluster = self._informers.cluster
+            devices = (d for name in cluster.nodes_holding(held.pod_uid) for d in cluster.nodes[name].status.devices)
+            known = reservation_end_s(held, row.spec.training.steps, times, devices)
+            if known is not None:
+                self._ends[held.pod_uid] = known
         return known
-
-    def _step_time_s(self, row: JobRow, held: Reservation) -> float | None:
-        times: Mapping[str, float] = getattr(row.status, "step_times_s", {})
-        if not times and row.status.prediction is not None:
-            times = {p.product: p.step_time_seconds.median for p in row.status.prediction.products}
-        products = {
-            hardware_name(device.product)
-            for name in self._informers.cluster.nodes_holding(held.pod_uid)
-            for device in self._informers.cluster.nodes[name].status.devices
-            if device.uuid in held.gpu_uuids
-        }
-        return max((times[product] for product in products if product in times), default=None)
 
     # --- admitted pods ---------------------------------------------------------------------------------------------
 

@@ -6,13 +6,14 @@ the end (Graham, Bounds on Multiprocessing Timing Anomalies, SIAM J. Appl. Math.
 for all long ones if these always went first.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import NamedTuple
 
 from carpool_core.clock import parse_rfc3339
 from carpool_core.durations import duration_bucket, duration_s
 from carpool_core.products import hardware_name
+from carpool_core.resources.node import Device, Reservation
 
 from carpool_extender.cache.gpu_table import Snapshot
 from carpool_extender.cache.pod_request import PodRequest
@@ -147,3 +148,21 @@ def duration_in(pod_request: PodRequest, snapshot: Snapshot) -> float | None:
 def duration_bucket_in(pod_request: PodRequest, snapshot: Snapshot, order: QueueOrder) -> int:
     """Return the bucket of that length; `Arrival` does not use lengths, so all jobs share one bucket there."""
     return duration_bucket(None if order is QueueOrder.ARRIVAL else duration_in(pod_request, snapshot))
+
+
+def reservation_end_s(
+    held: Reservation, steps: int | None, step_times_s: Mapping[str, float], devices: Iterable[Device]
+) -> float | None:
+    """Return the predicted end of a reservation, in seconds since 1970; None if it is unknown.
+
+    Args:
+        held: The reservation.
+        steps: Steps of the job's training.
+        step_times_s: Predicted step time by GPU product, in seconds.
+        devices: GPUs of its node. The slowest product counts, because the others wait for it.
+    """
+    products = {hardware_name(device.product) for device in devices if device.uuid in held.gpu_uuids}
+    step_s = max((step_times_s[product] for product in products if product in step_times_s), default=None)
+    if step_s is None or steps is None or not held.reserved_at:
+        return None
+    return parse_rfc3339(held.reserved_at).timestamp() + steps * step_s * max(1.0, held.expected_slowdown)
