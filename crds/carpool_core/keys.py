@@ -22,8 +22,6 @@ ANNOTATION_GPUS: Final = f"{DOMAIN}/gpus"
 ANNOTATION_MODE: Final = f"{DOMAIN}/mode"
 ANNOTATION_MEMORY: Final = f"{DOMAIN}/memory-limit-mib"
 ANNOTATION_REASON: Final = f"{DOMAIN}/reason"
-ANNOTATION_CAPACITY_FREED: Final = f"{DOMAIN}/capacity-freed-at"
-"""Set on a Node when a reservation ends, so that kube-scheduler retries pending pods."""
 
 GATE_ADMISSION: Final = f"{DOMAIN}/admission"
 """Scheduling gate of every worker's pod, until the queue admits its job."""

@@ -2,6 +2,10 @@
 
 Counts Python files and lines without tests, research and generated code, modules with one importer and fewer than 60
 lines, and the product files that a request enters in the extender, on a Kubernetes API in memory.
+
+A request's files are those that its own call path enters, and the tasks that it starts: an asyncio task inherits the
+context in which it is created. Watches, the queue's passes and the garbage collection run in contexts of their own.
+They run during a bind, too, but they are not part of it, so they are not counted.
 """
 
 import ast
@@ -10,6 +14,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
 
@@ -58,8 +63,12 @@ def small_modules(files: list[Path]) -> list[Path]:
     return [f for f in plain if importers[f] == 1 and lines_of(f) < SMALL_LINES]
 
 
+IS_TRACED: ContextVar[bool] = ContextVar("IS_TRACED", default=False)
+"""Whether the running task belongs to the traced request."""
+
+
 class Trace:
-    """Files of the product that Python enters, and the moves between them."""
+    """Files of the product that the traced request enters, and the moves between them."""
 
     def __init__(self) -> None:
         self.files: set[str] = set()
@@ -68,8 +77,10 @@ class Trace:
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
         """Record a call."""
+        if event != "call" or not IS_TRACED.get():
+            return
         name = frame.f_code.co_filename
-        if event == "call" and "/carpool_" in name and "/testing" not in name and "carpool_e2e" not in name:
+        if "/carpool_" in name and "/testing" not in name and "carpool_e2e" not in name:
             self.files.add(name)
             self.moves += name != self._last
             self._last = name
@@ -78,11 +89,13 @@ class Trace:
 async def traced(work: Callable[[], Awaitable[object]]) -> Trace:
     """Run some work and return the product files that it entered."""
     trace = Trace()
+    token = IS_TRACED.set(True)
     sys.setprofile(trace)
     try:
         await work()
     finally:
         sys.setprofile(None)
+        IS_TRACED.reset(token)
     return trace
 
 

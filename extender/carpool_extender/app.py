@@ -84,7 +84,7 @@ def build(
     informers = Informers(api, clock, ClusterCache(settings.slots_per_gpu, standing))
     registry.register(StateCollector(informers))
     workloads = Workloads(api, informers, JobOptions(settings.job_policies, settings.count_peaks))
-    writer = ReservationWriter(api, informers, clock, sleep, gather_s)
+    writer = ReservationWriter(api, informers, sleep, gather_s)
     events = EventRecorder(api, clock, COMPONENT)
     tools = BindDeps(api, clock, sleep, events, telemetry, standing)
     evaluation_cache = EvaluationCache(informers.cluster, rules)

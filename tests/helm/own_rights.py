@@ -17,7 +17,6 @@ OWN = {
         "pods": READ | {"patch", "delete"},
         "pods/status": {"patch"},
         "pods/binding": {"create"},
-        "nodes": {"patch"},
         "events": {"create", "get", "patch"},
     },
     "carpool-node-agent": {

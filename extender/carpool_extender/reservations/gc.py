@@ -1,4 +1,4 @@
-"""Releases reservations that no pod needs, restores lost ones, and announces freed capacity to kube-scheduler."""
+"""Releases reservations that no pod needs, and restores lost ones."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Container, Iterable
@@ -6,9 +6,8 @@ from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
 import structlog
-from carpool_core.clock import Clock, parse_rfc3339, rfc3339
-from carpool_core.keys import ANNOTATION_CAPACITY_FREED
-from carpool_core.kube.api import NODES, PODS, KubeApi
+from carpool_core.clock import Clock, parse_rfc3339
+from carpool_core.kube.api import PODS, KubeApi
 from carpool_core.kube.errors import KubeError, NotFound
 from carpool_core.kube.events import EventRecorder
 from carpool_core.kube.pods import Pod
@@ -16,7 +15,6 @@ from carpool_core.resources.node import GpuNode, GpuNodeSpec, Reservation
 from carpool_core.values import PodUid
 
 from carpool_extender.cache import ledger
-from carpool_extender.cache.cluster import may_free_capacity
 from carpool_extender.informers import Informers
 from carpool_extender.reservations.writer import Refusal, ReservationWriter
 from carpool_extender.workloads import gpus_asked
@@ -32,8 +30,6 @@ CHUNK = 50
 """Nodes or pods that a sweep checks before it lets requests run."""
 CONCURRENT = 10
 """Nodes that a sweep reads or writes at the same time, so that the API server still answers binds."""
-RETRIED_S = 600.0
-"""Age of a release that is no longer announced: kube-scheduler has retried every pod by itself after five minutes."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -99,12 +95,12 @@ async def gather_bounded(work: Callable[[T], Awaitable[None]], items: Iterable[T
 
 
 class ReservationGC:
-    """Checks a node when one of its pods ends or its capacity changes, and all nodes every `PERIOD_S` seconds.
+    """Checks a node when one of its pods ends or it lost a reservation, and all nodes every `PERIOD_S` seconds.
 
     A reservation is released only if the watched pods *and* the API server say that it is no longer needed.
 
     Args:
-        api: Reads pods, and annotates Nodes.
+        api: Reads pods.
         informers: Watched pods and nodes.
         writer: Releases reservations.
         restorer: Writes lost reservations again.
@@ -124,7 +120,6 @@ class ReservationGC:
     ) -> None:
         self._api, self._informers, self._writer, self._restorer = api, informers, writer, restorer
         self._clock, self._sleep = clock, sleep
-        self._announcer = CapacityAnnouncer(api, informers, clock)
         self._binding: Container[PodUid] = ()
         self._due: set[str] = set()
         self._wake = asyncio.Event()
@@ -136,12 +131,6 @@ class ReservationGC:
     def leave_alone(self, pods: Container[PodUid]) -> None:
         """Set the pods that are being bound at present; their reservations are neither released nor restored."""
         self._binding = pods
-
-    def remind(self, name: str) -> None:
-        """Have kube-scheduler retry waiting pods because of a node."""
-        if self._informers.cluster.node(name) is not None:
-            self._announcer.grown.add(name)
-            self._check_soon(name)
 
     async def run(self) -> None:
         """Check nodes forever, once all watches have listed."""
@@ -162,23 +151,17 @@ class ReservationGC:
             await self._wake.wait()
             self._wake.clear()
             due, self._due = self._due, set()
-            await self._check(due, self._restorer.lost())
+            await self._check(due, [pod for name in due for pod in self._restorer.lost_on(name)])
 
     async def sweep(self) -> None:
         """Check every node and every pod."""
         cluster = self._informers.cluster
         self._unreadable = {uid for uid in self._unreadable if cluster.nodes_holding(uid)}
-        self._announcer.note_recovered()
         await self._check(cluster.nodes, self._informers.pods())
 
     async def _check(self, names: Iterable[str], pods: Iterable[Pod]) -> None:
-        names = list(names)
-        # 1. Release what is no longer needed.
         await gather_bounded(self._release_all, await filter_in_chunks(self._expired_on, names))
-        # 2. Restore what was lost, before the freed capacity is announced.
         await self._restorer.restore(pods, self._binding)
-        # 3. Have kube-scheduler retry pods if capacity was freed.
-        await self._announcer.announce(names)
 
     def _expired_on(self, name: str) -> tuple[str, list[Reservation]] | None:
         """Return the reservations of a node that its watched pods no longer need; None if there are none."""
@@ -236,16 +219,9 @@ class ReservationGC:
                 if holders:
                     self._check_soon(*holders)
 
-    def _node_changed(self, old: GpuNode | None, new: GpuNode | None) -> None:
-        if new is None:
-            if old is not None:
-                self._announcer.forget(old.metadata.name)
-            return
-        name = new.metadata.name
-        if may_free_capacity(old, new):
-            self._announcer.grown.add(name)
-        if self._announcer.due(name) is not None:
-            self._check_soon(name)
+    def _node_changed(self, _: GpuNode | None, new: GpuNode | None) -> None:
+        if new is not None and self._restorer.lost_on(new.metadata.name):
+            self._check_soon(new.metadata.name)
 
 
 class Restorer:
@@ -265,14 +241,16 @@ class Restorer:
         self, api: KubeApi, informers: Informers, writer: ReservationWriter, events: EventRecorder, slots: int
     ) -> None:
         self._api, self._informers, self._writer, self._events, self._slots = api, informers, writer, events, slots
-        self._vanished: dict[PodUid, tuple[str, Reservation]] = {}
+        self._vanished: dict[str, dict[PodUid, Reservation]] = {}
+        """Reservations that vanished from each watched GpuNode, until their pods have ended."""
         self._reported: set[PodUid] = set()
         self._log = structlog.get_logger()
         informers.on_node(self._node_changed)
 
-    def lost(self) -> list[Pod]:
+    def lost_on(self, name: str) -> list[Pod]:
         """Return the running pods whose reservations vanished from a watched GpuNode."""
-        return [pod for uid in self._vanished if (pod := self._informers.pod(uid)) is not None and _runs(pod)]
+        pods = (self._informers.pod(uid) for uid in self._vanished.get(name, ()))
+        return [pod for pod in pods if pod is not None and _runs(pod)]
 
     async def restore(self, pods: Iterable[Pod], binding: Container[PodUid]) -> None:
         """Restore the reservations of some pods that run without one.
@@ -281,9 +259,11 @@ class Restorer:
             pods: Pods to check.
             binding: Pods that are being bound at present; they are left alone.
         """
-        for uid in [uid for uid in (*self._vanished, *self._reported) if not _runs(self._informers.pod(uid))]:
-            self._vanished.pop(uid, None)
-            self._reported.discard(uid)
+        for name, lost in list(self._vanished.items()):
+            self._vanished[name] = {uid: one for uid, one in lost.items() if _runs(self._informers.pod(uid))}
+            if not self._vanished[name]:
+                del self._vanished[name]
+        self._reported = {uid for uid in self._reported if _runs(self._informers.pod(uid))}
         without = await filter_in_chunks(lambda pod: pod if self._lacks_reservation(pod) else None, pods)
         due = [pod for pod in without if pod.metadata.uid not in binding]
         for begin in range(0, len(due), CHUNK):
@@ -299,7 +279,7 @@ class Restorer:
         left = set() if new is None else {one.pod_uid for one in new.spec.reservations}
         for one in () if old is None else old.spec.reservations:
             if old is not None and one.pod_uid not in left:
-                self._vanished[one.pod_uid] = (old.metadata.name, one)
+                self._vanished.setdefault(old.metadata.name, {})[one.pod_uid] = one
 
     def _lacks_reservation(self, pod: Pod) -> bool:
         """Return whether a pod runs without a reservation that can be restored or reported.
@@ -309,7 +289,7 @@ class Restorer:
         uid, name = PodUid(pod.metadata.uid), pod.spec.node_name
         if not _runs(pod) or name in self._informers.cluster.nodes_holding(uid):
             return False
-        if uid in self._reported and uid not in self._vanished:
+        if uid in self._reported and uid not in self._vanished.get(name, {}):
             return False
         node = self._informers.cluster.node(name)
         return node is not None and bool(node.status.devices) and bool(gpus_asked(pod))
@@ -319,8 +299,8 @@ class Restorer:
         uid, name = PodUid(pod.metadata.uid), pod.spec.node_name
         if ledger.held((await self._writer.read(name)).spec, uid) is not None or not await self._still_runs(pod):
             return
-        node, lost = self._vanished.get(uid, ("", None))
-        if lost is None or node != name:
+        lost = self._vanished.get(name, {}).get(uid)
+        if lost is None:
             await self._report(pod, "nothing is known of the reservation that it had")
             return
 
@@ -364,78 +344,6 @@ class Restorer:
             reason="ReservationLost",
             message=message,
         )
-
-
-class CapacityAnnouncer:
-    """Annotates Nodes whose GPUs gained capacity: kube-scheduler retries refused pods only after a cluster event.
-
-    Each release stores its time in the GpuNode, and the Node is due until it was annotated for that time. So a release
-    is also announced if the process that wrote it has died. Every extender announces only what it has seen itself.
-
-    Args:
-        api: Annotates Nodes.
-        informers: Watched nodes.
-        clock: Present time.
-    """
-
-    def __init__(self, api: KubeApi, informers: Informers, clock: Clock) -> None:
-        self._api, self._informers, self._clock = api, informers, clock
-        self.grown: set[str] = set()
-        """Nodes that are due for another reason than a release."""
-        self._announced: dict[str, str] = {}
-        self._unavailable: set[str] = set()
-        self._log = structlog.get_logger()
-
-    def note_recovered(self) -> None:
-        """Make nodes due that became available by time alone: a GPU's backoff is over, or an agent reports again."""
-        unavailable = self._informers.cluster.unavailable_nodes()
-        self.grown |= (self._unavailable - unavailable) & self._informers.cluster.nodes.keys()
-        self._unavailable = unavailable
-
-    def forget(self, name: str) -> None:
-        """Forget a deleted node."""
-        self._announced.pop(name, None)
-        self.grown.discard(name)
-
-    def due(self, name: str) -> str | None:
-        """Return the name if its Node has to be annotated, else None."""
-        node = self._informers.cluster.node(name)
-        if node is None or (name not in self.grown and self._announced.get(name, "") == _freed_at(node)):
-            return None
-        return name
-
-    async def announce(self, names: Iterable[str]) -> None:
-        """Annotate those of some Nodes that are due. A Node whose annotation fails stays due."""
-        await gather_bounded(self._announce_one, await filter_in_chunks(self.due, names))
-
-    async def _announce_one(self, name: str) -> None:
-        node = self._informers.cluster.node(name)
-        if node is None or self.due(name) is None:  # changed meanwhile
-            return
-        freed_at, has_grown = _freed_at(node), name in self.grown
-        self.grown.discard(name)  # what is added during the request needs another one
-        if has_grown or not self._is_old(freed_at):
-            try:
-                annotations = {ANNOTATION_CAPACITY_FREED: rfc3339(self._clock.now())}
-                await self._api.patch(NODES, name, {"metadata": {"annotations": annotations}})
-            except NotFound:
-                self._log.info("node gone", node=name)
-            except KubeError as error:
-                self._log.warning("node not annotated", node=name, error=str(error))
-                self.grown |= {name} if has_grown else set()
-                return
-        self._announced[name] = freed_at
-
-    def _is_old(self, freed_at: str) -> bool:
-        try:
-            return self._clock.now() - parse_rfc3339(freed_at) > timedelta(seconds=RETRIED_S)
-        except ValueError:
-            return False
-
-
-def _freed_at(node: GpuNode) -> str:
-    """Return when capacity was last freed on a node; empty if it never was."""
-    return node.metadata.annotations.get(ANNOTATION_CAPACITY_FREED, "")
 
 
 def _name(pod: Pod) -> str:

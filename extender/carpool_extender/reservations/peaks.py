@@ -73,7 +73,7 @@ class PeakUpdater:
         if watched is None or decide(watched) is watched.spec:  # changed meanwhile
             return
         try:
-            await self._writer.change(name, decide, frees=bool(pods))
+            await self._writer.change(name, decide)
         except KubeError as error:
             self._log.warning("measured peaks not written", node=name, error=str(error))
             return

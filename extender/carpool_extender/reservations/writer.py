@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from carpool_core.clock import Clock, rfc3339
-from carpool_core.keys import ANNOTATION_CAPACITY_FREED
 from carpool_core.kube.api import GPU_NODES, KubeApi
 from carpool_core.kube.errors import PATCH_DOES_NOT_APPLY, Conflict, Invalid, KubeError, NotFound, Retryable
 from carpool_core.resources.node import GpuNode, GpuNodeSpec, Reservation
@@ -31,7 +29,6 @@ class _Change:
     """One change that waits to be written."""
 
     decide: Callable[[GpuNode], GpuNodeSpec]
-    frees: bool
     outcome: "asyncio.Future[GpuNode]"
 
     def succeed(self, node: GpuNode) -> None:
@@ -49,7 +46,6 @@ class ReservationWriter:
     Args:
         api: Reads and writes GpuNodes.
         informers: Supplies the state that is decided on first, and receives each state that was read or written.
-        clock: Dates the releases.
         sleep: Pauses between attempts and between writes.
         gather_s: Seconds between two writes of one node.
     """
@@ -58,11 +54,10 @@ class ReservationWriter:
         self,
         api: KubeApi,
         informers: Informers,
-        clock: Clock,
         sleep: Callable[[float], Awaitable[Any]],
         gather_s: float = GATHER_S,
     ) -> None:
-        self._api, self._informers, self._clock, self._sleep = api, informers, clock, sleep
+        self._api, self._informers, self._sleep = api, informers, sleep
         self._gather_s = gather_s
         self._waiting: dict[str, list[_Change]] = {}
         self._writers: dict[str, asyncio.Task[None]] = {}
@@ -73,7 +68,7 @@ class ReservationWriter:
         self._informers.take(node)
         return self._informers.cluster.node(name) or node
 
-    async def change(self, name: str, decide: Callable[[GpuNode], GpuNodeSpec], *, frees: bool = False) -> GpuNode:
+    async def change(self, name: str, decide: Callable[[GpuNode], GpuNodeSpec]) -> GpuNode:
         """Apply a decision to the newest state of a node.
 
         The first decision is made on the watched state. If that state is outdated or refuses, the decision is made
@@ -83,7 +78,6 @@ class ReservationWriter:
             name: Name of the GpuNode.
             decide: Returns the new spec, or the same object if nothing is to be written; raises Refusal. It is called
                 again after each conflict.
-            frees: Whether the change frees capacity, so that waiting pods should be tried again.
 
         Returns:
             The node after the change.
@@ -92,7 +86,7 @@ class ReservationWriter:
             Refusal: The API server's state does not allow the change.
             KubeError: The node could not be read or written; a Retryable only after `ATTEMPTS` attempts.
         """
-        change = _Change(decide, frees, asyncio.get_running_loop().create_future())
+        change = _Change(decide, asyncio.get_running_loop().create_future())
         self._waiting.setdefault(name, []).append(change)
         if name not in self._writers:
             self._writers[name] = asyncio.create_task(self._write_waiting(name))
@@ -122,7 +116,7 @@ class ReservationWriter:
             return ledger.release(node.spec, judged.pod_uid) if is_unchanged else node.spec
 
         try:
-            await self.change(name, decide, frees=True)
+            await self.change(name, decide)
         except NotFound:
             return False
         return is_unchanged
@@ -147,8 +141,7 @@ class ReservationWriter:
                     for change, refusal in refused:
                         change.fail(refusal)
                     batch, refused = accepted, []
-                frees = any(change.frees for change in accepted)
-                written = node if spec is node.spec else await self._write(node, spec, frees=frees)
+                written = node if spec is node.spec else await self._write(node, spec)
                 for change in accepted:
                     change.succeed(written)
                 batch = [change for change, _ in refused]
@@ -172,7 +165,7 @@ class ReservationWriter:
         for change in batch:
             change.fail(failure or AssertionError("no attempt was made"))
 
-    async def _write(self, node: GpuNode, spec: GpuNodeSpec, *, frees: bool) -> GpuNode:
+    async def _write(self, node: GpuNode, spec: GpuNodeSpec) -> GpuNode:
         """Replace the reservations, unless another writer has changed them. Raises Conflict, KubeError.
 
         The patch tests `generation`, which counts changes of the spec only: an agent's status report is no conflict.
@@ -183,13 +176,6 @@ class ReservationWriter:
             {"op": "test", "path": "/metadata/generation", "value": meta.generation},
             {"op": "add", "path": "/spec", "value": {"reservations": _encoded(spec)}},
         ]
-        if frees:
-            # Part of the release, so that the next process touches the Node if this one dies before it does.
-            freed = {ANNOTATION_CAPACITY_FREED: rfc3339(self._clock.now())}
-            patch += [
-                {"op": "test", "path": "/metadata/resourceVersion", "value": meta.resource_version},
-                {"op": "add", "path": "/metadata/annotations", "value": {**meta.annotations, **freed}},
-            ]
         try:
             answer = await self._api.patch(GPU_NODES, name, patch)
         except Invalid as error:

@@ -5,8 +5,8 @@ from datetime import timedelta
 
 import pytest
 from carpool_core.clock import parse_rfc3339, rfc3339
-from carpool_core.keys import ANNOTATION_CAPACITY_FREED, ANNOTATION_GPUS, ANNOTATION_MODE
-from carpool_core.kube.api import GPU_NODES, NODES, PODS
+from carpool_core.keys import ANNOTATION_GPUS, ANNOTATION_MODE
+from carpool_core.kube.api import GPU_NODES, PODS
 from carpool_core.kube.errors import Conflict, Forbidden, Overloaded, Unreachable
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import PartitionState
@@ -242,7 +242,6 @@ async def test_a_partition_that_fails_is_given_back_with_an_event(world):
         await world.agent.report("a", PartitionState.FAILED, "the MPS daemon did not start")
         answer = await binding
         assert answer.error == "node a could not prepare MPS for pod default/x-worker-0-1: the MPS daemon did not start"
-        await until(lambda: ANNOTATION_CAPACITY_FREED in world.kube.dump(NODES, "a")["metadata"].get("annotations", {}))
     assert world.held() == {}
     assert world.events() == [("PartitionFailed", answer.error)]
 
@@ -317,22 +316,6 @@ async def test_a_gpu_that_fails_while_a_pod_waits_to_be_written_there_takes_it_n
             assert "could not prepare MPS" in (await failing).error
             assert "could not be prepared, is tried again at" in (await waiting).error
     assert world.held() == {}
-
-
-async def test_waiting_pods_are_tried_again_when_the_rest_is_over(world):
-    world.add("x", nodes=["a"])
-
-    def touched():
-        return world.kube.dump(NODES, "a")["metadata"].get("annotations", {}).get(ANNOTATION_CAPACITY_FREED)
-
-    async with world.extender() as extender:
-        await fails(world, extender)
-        await until(touched)
-        first = touched()
-        for _ in range(8):
-            await until(lambda: any(seconds > 4 for seconds in world.clock.sleeping))
-            world.clock.advance(5)
-        await until(lambda: touched() != first)
 
 
 async def test_an_agent_that_no_longer_reports_gets_no_more_jobs(world):
@@ -572,15 +555,6 @@ async def test_killed_after_the_binding(world):
     ):
         await until(lambda: world.bound_to() == "a")
     await restarted(world)
-
-
-async def test_killed_after_a_release_and_before_the_node_was_touched(world):
-    world.add("x")
-    freed = {"metadata": {"annotations": {ANNOTATION_CAPACITY_FREED: "2026-01-31T11:59:59.000000Z"}}}
-    await world.kube.patch(GPU_NODES, "a", freed)
-    async with world.extender():
-        await until(lambda: ANNOTATION_CAPACITY_FREED in world.kube.dump(NODES, "a")["metadata"].get("annotations", {}))
-        assert "annotations" not in world.kube.dump(NODES, "b")["metadata"]
 
 
 async def test_a_reservation_of_a_node_that_is_not_offered_lapses_and_is_released(world):

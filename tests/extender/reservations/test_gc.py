@@ -1,4 +1,4 @@
-"""Reservations that are released or restored, and Nodes that are annotated when capacity was freed."""
+"""Reservations that are released or restored."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -7,9 +7,8 @@ from datetime import timedelta
 import msgspec
 import pytest
 from carpool_core.clock import rfc3339
-from carpool_core.keys import ANNOTATION_CAPACITY_FREED
-from carpool_core.kube.api import EVENTS, GPU_NODES, GPU_TRAINING_JOBS, NODES, PODS
-from carpool_core.kube.errors import Forbidden, Overloaded
+from carpool_core.kube.api import EVENTS, GPU_NODES, GPU_TRAINING_JOBS, PODS
+from carpool_core.kube.errors import Forbidden
 from carpool_core.kube.events import EventRecorder
 from carpool_core.kube.pods import Pod
 from carpool_core.resources.node import Tenant
@@ -75,15 +74,11 @@ def test_when_a_reservation_is_no_longer_needed(found, now, reason):
     assert result is None if reason is None else result.startswith(reason)
 
 
-def touched(world, node="a"):
-    return world.kube.dump(NODES, node)["metadata"].get("annotations", {}).get(ANNOTATION_CAPACITY_FREED)
-
-
 # Through a whole extender
 
 
 @pytest.mark.parametrize("how", ["deleted", "Succeeded", "Failed", "job deleted"])
-async def test_the_reservation_of_an_ended_pod_is_released_and_its_node_annotated(world, how):
+async def test_the_reservation_of_an_ended_pod_is_released(world, how):
     world.add("x")
     async with world.extender() as extender, background(world.agent.serve("a")):
         assert (await extender.service.bind(args())).error == ""
@@ -95,8 +90,6 @@ async def test_the_reservation_of_an_ended_pod_is_released_and_its_node_annotate
             status = {"status": {"phase": how}}
             await world.kube.patch(PODS, POD, status, namespace="default", subresource="status")
         await until(lambda: world.held() == {})
-        await until(lambda: touched(world))
-        await extender.gc.sweep()
     assert (world.held(), world.events()) == ({}, [])
 
 
@@ -142,52 +135,6 @@ async def test_a_failing_release_is_tried_again(world):
         assert world.held() == {"a": ["pod-gone"]}
         world.clock.advance(5)
         await until(lambda: world.held() == {})
-
-
-async def test_a_failing_annotation_is_tried_again(world):
-    world.add("x")
-    seed_node(world.kube, gpu_node("a", 1, [tenant("gone", ["GPU-a-0"])]))
-    for _ in range(2):
-        world.kube.fail_next("patch", NODES, Overloaded("busy", status=429))
-    async with world.extender():
-        await until(lambda: world.held() == {})
-        for _ in range(50):
-            await asyncio.sleep(0)
-        assert touched(world) is None
-        world.clock.advance(5)
-        await until(lambda: touched(world))
-
-
-async def test_new_gpus_have_waiting_pods_tried_again(world):
-    world.add("x", nodes=["a"])
-    async with world.extender():
-        patch = {"status": msgspec.to_builtins(gpu_node("a", 2).status)}
-        await world.kube.patch(GPU_NODES, "a", patch, subresource="status")
-        await until(lambda: touched(world))
-
-
-async def test_a_reminder_during_an_annotation_is_followed_by_another_one(world):
-    """Regression: it counted as answered by the request that was on its way."""
-    world.add(nodes=["a"])
-    async with world.extender() as extender:
-        for _ in range(200):
-            await asyncio.sleep(0)
-        patch, gate, names = world.kube.patch, asyncio.Event(), []
-
-        async def slow(kind, name, *others, **more):
-            found = await patch(kind, name, *others, **more)
-            if kind is NODES:
-                names.append(name)
-                await gate.wait()
-            return found
-
-        world.kube.patch = slow
-        extender.gc.remind("gone")
-        extender.gc.remind("a")
-        await until(lambda: names == ["a"])
-        extender.gc.remind("a")
-        gate.set()
-        await until(lambda: names == ["a", "a"])
 
 
 def another(name, devices):
@@ -263,7 +210,7 @@ class Setup:
         self.clock = FakeClock()
         self.kube = server(self.clock)
         self.informers = Informers(self.kube, self.clock, ClusterCache())
-        writer = ReservationWriter(self.kube, self.informers, self.clock, self.clock.sleep)
+        writer = ReservationWriter(self.kube, self.informers, self.clock.sleep)
         restorer = Restorer(self.kube, self.informers, writer, EventRecorder(self.kube, self.clock, "test"), 8)
         self.gc = ReservationGC(self.kube, self.informers, writer, restorer, clock=self.clock, sleep=self.clock.sleep)
 
@@ -341,20 +288,6 @@ async def test_a_lost_node_is_restored_when_its_agent_reports_gpus_again():
         await until(lambda: setup.informers.cluster.node("a") is not None)
         await setup.sweep()
     assert sorted(setup.held()) == ["pod-x", "pod-y"]
-
-
-async def test_a_node_whose_annotation_failed_is_annotated_once_by_the_next_sweep():
-    setup = Setup()
-    async with setup.watching():
-        await two_running(setup)
-        setup.kube.calls.clear()
-        setup.kube.fail_next("patch", NODES, Overloaded("busy"))
-        freed = {"metadata": {"annotations": {ANNOTATION_CAPACITY_FREED: rfc3339(setup.clock.now())}}}
-        await setup.kube.patch(GPU_NODES, "a", freed)
-        await until(lambda: setup.informers.cluster.node("a").metadata.annotations)
-        for _ in range(3):
-            await setup.sweep()
-    assert len(setup.writes(NODES)) == 2
 
 
 async def test_releases_of_one_node_are_written_together():

@@ -4,7 +4,6 @@ import asyncio
 
 import msgspec
 import pytest
-from carpool_core.keys import ANNOTATION_CAPACITY_FREED
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS
 from carpool_core.kube.errors import Unreachable
 from carpool_core.resources.node import GpuNodeStatus, Tenant, TenantProfile
@@ -320,7 +319,6 @@ async def test_a_lone_job_is_joined_once_its_peak_was_measured(world):
         assert counted(world) == [None]
         await report(world, 25)
         await until(lambda: counted(world) == [7500])
-        assert ANNOTATION_CAPACITY_FREED in world.kube.dump(GPU_NODES, "a")["metadata"]["annotations"]
         assert named(await extender.service.filter(filtering("y"))) == ["a"]
         await place(world, extender, "y")
         await report(world, 500)
@@ -402,7 +400,7 @@ class SlowWriter:
         for callback in self.callbacks:
             callback(old, node)
 
-    async def change(self, name, decide, *, frees=False):
+    async def change(self, name, decide):
         if name == "slow":
             await asyncio.Event().wait()
         self.written.append((name, decide(self.nodes[name]).reservations[0].tenant.measured_mib))
