@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from carpool_core.kube.api import GPU_NODES, PODS, Selector
-from carpool_core.kube.client import KubeClient, error_for, url_path
+from carpool_core.kube.client import KubeClient, url_path
 from carpool_core.kube.config import Endpoint, Token
 from carpool_core.kube.errors import (
     Conflict,
@@ -73,9 +73,7 @@ def _recording(seen: list[tuple[str, str, str, Any]]) -> Handler:
     [(400, Invalid), (401, Forbidden), (403, Forbidden), (404, NotFound), (405, Refused), (409, Conflict), (410, Gone),
      (422, Invalid), (429, Overloaded), (500, Overloaded), (503, Overloaded), (504, Overloaded)],
 )  # fmt: skip
-async def test_an_answer_becomes_the_error_that_says_whether_to_try_again(
-    start: Start, status: int, kind: type[KubeError]
-) -> None:
+async def test_status_code_decides_the_error_type(start: Start, status: int, kind: type[KubeError]) -> None:
     client = await start(_answers(status, {"kind": "Status", "message": "because of this", "reason": "Because"}))
     with pytest.raises(kind) as caught:
         await client.patch(GPU_NODES, "n1", {}, subresource="status")
@@ -84,13 +82,13 @@ async def test_an_answer_becomes_the_error_that_says_whether_to_try_again(
     assert (caught.value.status, caught.value.reason) == (status, "Because")
 
 
-async def test_an_answer_that_is_no_status_keeps_its_text(start: Start) -> None:
+async def test_error_without_status_object_keeps_its_text(start: Start) -> None:
     client = await start(_answers(502, "<html>bad gateway</html>"))
     with pytest.raises(Overloaded, match="GET pods default/a: <html>bad gateway</html>"):
         await client.get(PODS, "a", Pod, namespace="default")
 
 
-async def test_nobody_listens() -> None:
+async def test_unreachable_server_is_retryable() -> None:
     async with KubeClient(Endpoint("http://127.0.0.1:9", None, Token()), clock=FakeClock()) as client:
         with pytest.raises(Unreachable, match=r"cannot reach http://127\.0\.0\.1:9"):
             await client.get(PODS, "a", Pod, namespace="default")
@@ -98,13 +96,13 @@ async def test_nobody_listens() -> None:
             await anext(client.watch(PODS, Selector(), "1"))
 
 
-async def test_a_closed_client_says_how_to_use_it() -> None:
+async def test_closed_client_names_its_context_manager() -> None:
     client = KubeClient(Endpoint("http://127.0.0.1:9", None, Token()), clock=FakeClock())
     with pytest.raises(RuntimeError, match="async with connect"):
         await client.get(PODS, "a", Pod)
 
 
-def test_paths() -> None:
+def test_url_paths() -> None:
     assert url_path(PODS) == "/api/v1/pods"
     assert url_path(PODS, "ns", "a", "binding") == "/api/v1/namespaces/ns/pods/a/binding"
     assert url_path(GPU_NODES, "ignored", "n1") == "/apis/carpool.dev/v1alpha1/gpunodes/n1"
@@ -112,7 +110,7 @@ def test_paths() -> None:
 
 @pytest.mark.parametrize("segment", ["../x", "..", ".", "a/b", "a%2fb", "a?watch=1", "a#b"])
 @pytest.mark.parametrize("where", ["namespace", "name", "subresource"])
-async def test_no_name_leads_to_another_object(start: Start, where: str, segment: str) -> None:
+async def test_name_cannot_change_the_path(start: Start, where: str, segment: str) -> None:
     seen: list[tuple[str, str, str, Any]] = []
     client = await start(_recording(seen))
     with pytest.raises(Invalid, match=f"expected a {where} of pods without any of"):
@@ -120,7 +118,7 @@ async def test_no_name_leads_to_another_object(start: Start, where: str, segment
     assert seen == []
 
 
-async def test_an_empty_name_never_means_all_objects(start: Start) -> None:
+async def test_empty_name_is_refused(start: Start) -> None:
     seen: list[tuple[str, str, str, Any]] = []
     client = await start(_recording(seen))
     for call in (
@@ -134,7 +132,7 @@ async def test_an_empty_name_never_means_all_objects(start: Start) -> None:
     assert seen == []
 
 
-async def test_writes_on_the_wire(start: Start) -> None:
+async def test_writes_use_the_right_verb_path_and_body(start: Start) -> None:
     seen: list[tuple[str, str, str, Any]] = []
     client = await start(_recording(seen))
     await client.create(GPU_NODES, GpuNode(metadata=ObjectMeta(name="n1")))
@@ -152,7 +150,7 @@ async def test_writes_on_the_wire(start: Start) -> None:
     assert delete[3] == {"propagationPolicy": "Background", "preconditions": {"uid": "u1"}}
 
 
-async def test_the_token_goes_along_and_is_dropped_when_refused(start: Start) -> None:
+async def test_token_is_sent(start: Start) -> None:
     sent: list[str | None] = []
 
     async def handler(request: web.Request) -> web.Response:
@@ -165,19 +163,19 @@ async def test_the_token_goes_along_and_is_dropped_when_refused(start: Start) ->
     assert sent == ["Bearer secret"]
 
 
-async def test_get_decodes_what_is_asked_for_and_ignores_the_rest(start: Start) -> None:
+async def test_get_ignores_unknown_fields(start: Start) -> None:
     pod = {"metadata": {"name": "a", "managedFields": [1]}, "spec": {"nodeName": "n1", "volumes": [{}]}}
     client = await start(_answers(200, pod))
     assert (await client.get(PODS, "a", Pod, namespace="d")).spec.node_name == "n1"
 
 
-async def test_get_of_an_object_that_does_not_fit(start: Start) -> None:
+async def test_get_of_a_malformed_object_is_invalid(start: Start) -> None:
     client = await start(_answers(200, {"metadata": {"name": 7}}))
     with pytest.raises(Invalid, match=r"GET pods d/a: unexpected object: .*metadata.name"):
         await client.get(PODS, "a", Pod, namespace="d")
 
 
-async def test_a_page(start: Start) -> None:
+async def test_list_page_sends_selectors_and_token(start: Start) -> None:
     seen: list[tuple[str, str, str, Any]] = []
     recording = _recording(seen)
 
@@ -210,7 +208,7 @@ def _line(type_: str, item: object) -> bytes:
     return json.dumps({"type": type_, "object": item}).encode() + b"\n"
 
 
-async def test_a_watch_is_lines_however_long_and_however_cut(start: Start) -> None:
+async def test_watch_joins_chunks_to_lines_of_any_length(start: Start) -> None:
     long = {"metadata": {"name": "x" * 300_000}}
     text = _line("ADDED", {"metadata": {}}) + _line("MODIFIED", long) + _line("BOOKMARK", {})
     client = await start(_streams(text[:10], text[10:90], text[90:200_000], text[200_000:]))
@@ -219,20 +217,20 @@ async def test_a_watch_is_lines_however_long_and_however_cut(start: Start) -> No
     assert json.loads(bytes(events[1].object)) == long
 
 
-async def test_a_watch_asks_for_bookmarks_and_an_end(start: Start) -> None:
+async def test_watch_requests_bookmarks_and_a_timeout(start: Start) -> None:
     seen: list[tuple[str, str, str, Any]] = []
     client = await start(_recording(seen))
     assert [event async for event in client.watch(GPU_NODES, Selector(), "5")] == []
     assert seen[0][1].endswith("?watch=1&allowWatchBookmarks=true&resourceVersion=5&timeoutSeconds=300")
 
 
-async def test_what_is_no_event_breaks_the_watch(start: Start) -> None:
+async def test_malformed_event_ends_the_watch(start: Start) -> None:
     client = await start(_streams(b"surprise\n"))
     with pytest.raises(Unreachable, match="expected one JSON event on each line"):
         await anext(client.watch(PODS, Selector(), "5"))
 
 
-async def test_an_error_within_a_watch(start: Start) -> None:
+async def test_error_event_raises_its_type(start: Start) -> None:
     status = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old resource version: 5 (9)"}
     client = await start(_streams(_line("ADDED", {}), _line("ERROR", status)))
     watch = client.watch(PODS, Selector(), "5")
@@ -241,13 +239,13 @@ async def test_an_error_within_a_watch(start: Start) -> None:
         await anext(watch)
 
 
-async def test_a_refused_watch(start: Start) -> None:
+async def test_refused_watch_raises_its_type(start: Start) -> None:
     client = await start(_answers(403, {"message": "pods is forbidden"}))
     with pytest.raises(Forbidden, match="WATCH pods: pods is forbidden"):
         await anext(client.watch(PODS, Selector(), "5"))
 
 
-async def test_silence_means_that_nobody_is_there(start: Start) -> None:
+async def test_silent_watch_is_unreachable(start: Start) -> None:
     client = await start(_streams(_line("ADDED", {}), hold=True), silence_s=0.05)
     watch = client.watch(PODS, Selector(), "5")
     assert (await anext(watch)).type == "ADDED"
@@ -255,7 +253,7 @@ async def test_silence_means_that_nobody_is_there(start: Start) -> None:
         await anext(watch)
 
 
-async def test_a_watch_can_be_left_at_any_time(start: Start) -> None:
+async def test_watch_can_be_cancelled(start: Start) -> None:
     client = await start(_streams(_line("ADDED", {}), hold=True))
     watch = client.watch(PODS, Selector(), "5")
     await anext(watch)
@@ -267,7 +265,7 @@ async def test_a_watch_can_be_left_at_any_time(start: Start) -> None:
         await waiting
 
 
-async def test_a_broken_connection_in_the_middle(start: Start) -> None:
+async def test_broken_connection_ends_the_watch(start: Start) -> None:
     async def handler(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
@@ -279,7 +277,3 @@ async def test_a_broken_connection_in_the_middle(start: Start) -> None:
     client = await start(handler)
     with pytest.raises(Unreachable, match="the connection broke"):
         _ = [event async for event in client.watch(PODS, Selector(), "5")]
-
-
-def test_an_unknown_status_is_not_tried_again() -> None:
-    assert type(error_for(418, "GET pods", "teapot")) is Refused

@@ -68,18 +68,18 @@ def calls(folder: Path) -> int:
     return (folder / "calls").read_text().count("\n")
 
 
-def test_token_of_a_kubeconfig(kubeconfig: Write) -> None:
+def test_kubeconfig_gives_server_namespace_and_token(kubeconfig: Write) -> None:
     endpoint = load_endpoint(kubeconfig(user={"token": "secret"}))
     assert (endpoint.server, endpoint.namespace, endpoint.tls) == ("http://api:1234", "team", None)
     assert endpoint.token.at(0) == "secret"
 
 
-def test_a_named_context_gives_server_and_namespace(kubeconfig: Write) -> None:
+def test_named_context_is_used(kubeconfig: Write) -> None:
     endpoint = load_endpoint(KubeSettings(kubeconfig().kubeconfig, context="there"))
     assert (endpoint.server, endpoint.namespace) == ("http://other", "ops")
 
 
-def test_a_context_is_looked_up_in_the_default_kubeconfig_even_in_a_pod(kubeconfig: Write, tmp_path: Path) -> None:
+def test_named_context_wins_over_the_service_account(kubeconfig: Write, tmp_path: Path) -> None:
     kubeconfig()
     (tmp_path / ".kube").mkdir()
     (tmp_path / "config").rename(tmp_path / ".kube" / "config")
@@ -87,7 +87,7 @@ def test_a_context_is_looked_up_in_the_default_kubeconfig_even_in_a_pod(kubeconf
     assert load_endpoint(KubeSettings(context="there"), environ).server == "http://other"
 
 
-def test_token_file_beside_the_kubeconfig_is_reread(kubeconfig: Write, tmp_path: Path) -> None:
+def test_token_file_is_reread_each_minute(kubeconfig: Write, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("one\n")
     token = load_endpoint(kubeconfig(user={"tokenFile": "token"})).token
     assert token.at(0) == "one"
@@ -95,7 +95,7 @@ def test_token_file_beside_the_kubeconfig_is_reread(kubeconfig: Write, tmp_path:
     assert [token.at(59), token.at(60)] == ["one", "two"]
 
 
-def test_https_verifies_with_the_given_authority(kubeconfig: Write) -> None:
+def test_server_certificate_is_verified(kubeconfig: Write) -> None:
     data = base64.b64encode(Path(CA).read_bytes()).decode()
     for cluster in ({"certificate-authority": CA}, {"certificate-authority-data": data}):
         tls = load_endpoint(kubeconfig({"server": "https://api", **cluster})).tls
@@ -105,7 +105,7 @@ def test_https_verifies_with_the_given_authority(kubeconfig: Write) -> None:
         assert tls.get_ca_certs()
 
 
-def test_verification_is_off_only_where_the_kubeconfig_says_so(kubeconfig: Write) -> None:
+def test_verification_can_be_turned_off(kubeconfig: Write) -> None:
     tls = load_endpoint(kubeconfig({"server": "https://api", "insecure-skip-tls-verify": True})).tls
     assert tls is not None
     assert tls.verify_mode is ssl.CERT_NONE
@@ -131,14 +131,14 @@ def test_verification_is_off_only_where_the_kubeconfig_says_so(kubeconfig: Write
         ),
     ],
 )
-def test_an_unusable_kubeconfig_is_refused_with_the_reason(
+def test_unusable_kubeconfig_is_refused_with_the_reason(
     kubeconfig: Write, change: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(KubeConfigError, match=sentence):
         load_endpoint(kubeconfig(**change))
 
 
-def test_a_missing_or_broken_kubeconfig_is_named(tmp_path: Path) -> None:
+def test_missing_or_broken_kubeconfig_is_named(tmp_path: Path) -> None:
     for missing in ("absent", f"a:{tmp_path}/b", "x" * 300):
         with pytest.raises(KubeConfigError, match=f"expected a kubeconfig at .*{missing}, found none"):
             load_endpoint(KubeSettings(f"{tmp_path}/{missing}"))
@@ -148,7 +148,7 @@ def test_a_missing_or_broken_kubeconfig_is_named(tmp_path: Path) -> None:
             load_endpoint(KubeSettings(str(tmp_path / "broken")))
 
 
-def test_service_account_of_the_pod(tmp_path: Path) -> None:
+def test_service_account_is_used_in_a_pod(tmp_path: Path) -> None:
     (tmp_path / "ca.crt").write_bytes(Path(CA).read_bytes())
     (tmp_path / "token").write_text("projected")
     (tmp_path / "namespace").write_text("carpool-system")
@@ -160,13 +160,13 @@ def test_service_account_of_the_pod(tmp_path: Path) -> None:
     assert [endpoint.token.at(59), endpoint.token.at(60)] == ["projected", "rotated"]
 
 
-def test_a_pod_does_not_import_the_official_client() -> None:
+def test_official_client_is_imported_only_for_kubeconfigs() -> None:
     """Regression guard for the agent's memory: the client takes 40 MB."""
     code = "import sys, carpool_core.kube.client; sys.exit('kubernetes' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_without_settings_the_default_kubeconfig_is_used(kubeconfig: Write, tmp_path: Path) -> None:
+def test_default_kubeconfig_is_used(kubeconfig: Write, tmp_path: Path) -> None:
     """Regression: where kubectl works without KUBECONFIG, `carpool explain` found no cluster."""
     kubeconfig(user={"token": "default"})
     (tmp_path / ".kube").mkdir()
@@ -175,13 +175,13 @@ def test_without_settings_the_default_kubeconfig_is_used(kubeconfig: Write, tmp_
 
 
 @pytest.mark.parametrize("environ", [{}, {"HOME": "/nonexistent"}, {"HOME": "/" + "h" * 300}])
-def test_without_kubeconfig_and_pod_the_error_says_what_to_set(environ: dict[str, str]) -> None:
+def test_error_without_kubeconfig_names_the_variable(environ: dict[str, str]) -> None:
     """The last case is a home that may not be read: it once ended in a traceback."""
     with pytest.raises(KubeConfigError, match="set KUBECONFIG"):
         load_endpoint(KubeSettings(), environ)
 
 
-def test_of_several_kubeconfigs_the_first_value_wins(tmp_path: Path) -> None:
+def test_first_of_several_kubeconfigs_wins(tmp_path: Path) -> None:
     (tmp_path / "far").mkdir()
     (tmp_path / "far" / "token").write_text("from afar")
     files = [tmp_path / "gone", tmp_path / "near", tmp_path / "far" / "config"]
@@ -197,7 +197,7 @@ def test_of_several_kubeconfigs_the_first_value_wins(tmp_path: Path) -> None:
     assert endpoint.token.at(0) == "from afar"
 
 
-def test_a_token_is_reread_after_a_refusal_and_kept_while_unreadable(tmp_path: Path) -> None:
+def test_token_is_reread_after_a_refusal(tmp_path: Path) -> None:
     (tmp_path / "ca.crt").write_bytes(Path(CA).read_bytes())
     file = tmp_path / "token"
     file.write_text("one")
@@ -210,7 +210,7 @@ def test_a_token_is_reread_after_a_refusal_and_kept_while_unreadable(tmp_path: P
     assert token.at(2000) == "two"
 
 
-def test_a_token_that_was_never_read_is_an_error() -> None:
+def test_unreadable_first_token_is_an_error() -> None:
     def read(_: bool) -> str:
         raise KubeConfigError("cannot read")
 
@@ -221,9 +221,7 @@ def test_a_token_that_was_never_read_is_an_error() -> None:
 # Exec plugins
 
 
-def test_a_plugin_runs_once_until_the_server_refuses_its_token(
-    kubeconfig: Write, install: Install, tmp_path: Path
-) -> None:
+def test_plugin_runs_again_only_after_a_refusal(kubeconfig: Write, install: Install, tmp_path: Path) -> None:
     token = load_endpoint(kubeconfig(user={"exec": install({"token": "secret"})})).token
     assert [token.at(0), token.at(1e9)] == ["secret", "secret"]
     assert (tmp_path / "calls").read_text() == "token north\n"
@@ -232,7 +230,7 @@ def test_a_plugin_runs_once_until_the_server_refuses_its_token(
     assert token.at(1e9) == "another"
 
 
-def test_a_plugins_token_is_renewed_when_it_expires(kubeconfig: Write, install: Install) -> None:
+def test_expired_plugin_token_is_renewed(kubeconfig: Write, install: Install) -> None:
     past, future = (rfc3339(datetime.now(UTC) + timedelta(hours=hours)) for hours in (-1, 1))
     token = load_endpoint(kubeconfig(user={"exec": install({"token": "one", "expirationTimestamp": past})})).token
     install({"token": "two", "expirationTimestamp": future})
@@ -241,7 +239,7 @@ def test_a_plugins_token_is_renewed_when_it_expires(kubeconfig: Write, install: 
     assert token.at(100) == "two"
 
 
-def test_a_failing_plugin_is_not_run_again_for_a_minute(kubeconfig: Write, install: Install, tmp_path: Path) -> None:
+def test_failing_plugin_pauses_a_minute(kubeconfig: Write, install: Install, tmp_path: Path) -> None:
     token = load_endpoint(kubeconfig(user={"exec": install({"token": "old"})})).token
     assert token.at(0) == "old"
     install(None, exit_code=1)
@@ -253,7 +251,7 @@ def test_a_failing_plugin_is_not_run_again_for_a_minute(kubeconfig: Write, insta
     assert token.at(70) == "new"
 
 
-def test_a_plugin_is_found_beside_a_relative_kubeconfig(
+def test_plugin_path_is_relative_to_the_kubeconfig(
     kubeconfig: Write, install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kubeconfig(user={"exec": install({"token": "t"})})
@@ -261,7 +259,7 @@ def test_a_plugin_is_found_beside_a_relative_kubeconfig(
     assert load_endpoint(KubeSettings("config")).token.at(0) == "t"
 
 
-def test_a_plugin_gets_the_cluster_where_it_asks_for_it(kubeconfig: Write, install: Install, tmp_path: Path) -> None:
+def test_plugin_gets_the_cluster_on_request(kubeconfig: Write, install: Install, tmp_path: Path) -> None:
     extensions = [{"name": "client.authentication.k8s.io/exec", "extension": {"audience": "x"}}]
     user = {"exec": install({"token": "t"}, provideClusterInfo=True)}
     load_endpoint(kubeconfig({"server": "http://api", "extensions": extensions}, user))
@@ -270,7 +268,7 @@ def test_a_plugin_gets_the_cluster_where_it_asks_for_it(kubeconfig: Write, insta
     assert (spec["cluster"]["server"], spec["cluster"]["config"]) == ("http://api", {"audience": "x"})
 
 
-def test_a_plugins_certificate_is_used(kubeconfig: Write, install: Install) -> None:
+def test_plugin_may_return_a_certificate(kubeconfig: Write, install: Install) -> None:
     user = {"exec": install({"clientCertificateData": "no certificate", "clientKeyData": "no key"})}
     with pytest.raises(KubeConfigError, match="cannot load the certificates") as caught:
         load_endpoint(kubeconfig({"server": "https://api"}, user))
@@ -288,7 +286,7 @@ def test_a_plugins_certificate_is_used(kubeconfig: Write, install: Install) -> N
         ({"token": "t"}, {"command": None}, "Expected key command"),
     ],
 )
-def test_a_plugin_without_credentials_is_an_error_with_the_reason(
+def test_plugin_without_credentials_is_an_error_with_the_reason(
     kubeconfig: Write, install: Install, status: Mapping[str, Any] | None, change: Mapping[str, Any], sentence: str
 ) -> None:
     with pytest.raises(KubeConfigError, match=sentence):

