@@ -3,6 +3,8 @@ PYTHON ?= $(shell command -v python3.11 || echo python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# A process for each core. The tests of a file stay together, because they share fixtures.
+UNIT_TESTS = $(BIN)/python -m pytest -m 'not e2e' -n auto --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo demo-clean test test-unit lint bench experiments crds protos docs clean
@@ -26,18 +28,19 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install ## a real cluster, six scenes, a table and a picture (KEEP=1 leaves it running)
 	$(BIN)/python -m carpool_e2e demo $(if $(KEEP),--keep)
 
-# What a run of this user or from here may have left running; only that is worth an installation.
-LEFT := $(wildcard /tmp/carpool-$(shell id -u)/* out/kind/kubeconfig)
+# Clusters that a run of this user left; without any, nothing is installed to remove them.
+LEFT := $(wildcard /tmp/carpool-$(shell id -u)/*)
 
 demo-clean: $(if $(LEFT),$(if $(wildcard $(STAMP)),,install)) ## take down every cluster that a demo or a test left
 	@if [ -e $(STAMP) ]; then $(BIN)/python -m carpool_e2e clean; else echo "no cluster to remove"; fi
 
-test: install ## all tests, those on the real cluster among them
+test: install ## all tests: first those without a cluster, then those on the real cluster, one after the other
 	$(BIN)/python -m carpool_e2e prepare
-	$(BIN)/python -m pytest
+	$(UNIT_TESTS)
+	$(BIN)/python -m pytest -m e2e
 
 test-unit: install ## the tests that need no cluster
-	$(BIN)/python -m pytest -m 'not e2e'
+	$(UNIT_TESTS)
 
 lint: install ## style, types and layers
 	$(BIN)/ruff check .

@@ -1,7 +1,6 @@
-"""Fixtures that start real clusters, and the rule that nothing is skipped in CI but what needs hardware or Docker."""
+"""Fixtures that start real clusters, and the CI rule: only tests that need hardware may be skipped."""
 
 import os
-import shutil
 import socket
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -11,11 +10,8 @@ from carpool_e2e.cluster import BARE, FULL, Cluster, running, why_no_kubelets
 
 HARDWARE: dict[str, tuple[str, Callable[[], bool]]] = {
     "gpu": ("an NVIDIA GPU", lambda: Path("/dev/nvidiactl").exists()),
-    "docker": ("a Docker engine", lambda: shutil.which("docker") is not None and Path("/var/run/docker.sock").exists()),
 }
 """Markers of tests that may be skipped in CI: what they need, and whether it is there."""
-
-EXCUSED = pytest.StashKey[list[str]]()
 
 
 def in_ci() -> bool:
@@ -56,10 +52,6 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[EXCUSED] = []
-
-
 def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker, (needed, present) in HARDWARE.items():
         if item.get_closest_marker(marker) and not present():
@@ -71,12 +63,10 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    if report.skipped and not hasattr(report, "wasxfail"):
-        if any(item.get_closest_marker(marker) for marker in HARDWARE):
-            item.config.stash[EXCUSED].append(item.nodeid)
-        elif in_ci():
-            report.outcome = "failed"
-            report.longrepr = f"{item.nodeid}: skipped, which is an error in CI: {_reason(report)}"
+    may_skip = any(item.get_closest_marker(marker) for marker in HARDWARE)
+    if report.skipped and not hasattr(report, "wasxfail") and in_ci() and not may_skip:
+        report.outcome = "failed"
+        report.longrepr = f"{item.nodeid}: skipped, which is an error in CI: {_reason(report)}"
     return report
 
 
@@ -95,9 +85,13 @@ def _reason(report: pytest.TestReport) -> str:
     return report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    excused = config.stash[EXCUSED]
-    if excused:
-        terminalreporter.section(f"{len(excused)} skipped for want of a GPU or Docker")
-        for nodeid in excused:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """List the tests that had no hardware; their reports come from all of xdist's processes."""
+    reports = (one for one in terminalreporter.stats.get("skipped", []) if isinstance(one, pytest.TestReport))
+    without = [report.nodeid for report in reports if HARDWARE.keys() & report.keywords]
+    if without:
+        terminalreporter.section(
+            f"{len(without)} skipped, which need {' or '.join(what for what, _ in HARDWARE.values())}"
+        )
+        for nodeid in without:
             terminalreporter.line(nodeid)

@@ -11,7 +11,7 @@ from carpool_core.kube.client import connect
 from carpool_core.settings import KubeSettings
 from rich.console import Console
 
-from carpool_e2e import binaries, kind, processes
+from carpool_e2e import binaries, processes
 from carpool_e2e.bench.run import main as measure
 from carpool_e2e.bench.run import (
     renew_agent,
@@ -25,8 +25,6 @@ from carpool_e2e.cluster import FULL, LOGS, PROJECT, Cluster, running, why_no_ku
 from carpool_e2e.demo.scenes import SceneError, Stage
 from carpool_e2e.demo.show import play
 from carpool_e2e.errors import HarnessError
-from carpool_e2e.kind import Shell
-from carpool_e2e.kind import demo as demo_in_kind
 
 OUT = PROJECT / "out"
 """Where manifests and pictures are left."""
@@ -64,10 +62,6 @@ def main() -> None:
 def demo(keep: bool) -> None:
     """Bring up a cluster and play the six scenes."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    if missing := kind.out_of_reach(os.environ):
-        kind.require(Shell(), missing)
-        demo_in_kind(Shell(), kind.plan(), console, OUT, keep=keep)
-        return
     with running(FULL, console) as cluster:
         play_on(cluster, console, keep=keep)
 
@@ -115,7 +109,7 @@ def how_to_reach(cluster: Cluster) -> str:
 @main.command()
 def clean() -> None:
     """Remove every cluster that no running process holds: processes, mounts, cgroups, network, state."""
-    removed = len(processes.clean()) + kind.clean(Shell(), kind.plan())
+    removed = len(processes.clean())
     click.echo(f"removed {removed} cluster(s)" if removed else "no cluster to remove")
     folders = {OUT: "logs, manifests and pictures", binaries.cache_root(os.environ): "the cluster's binaries"}
     for folder, what in folders.items():

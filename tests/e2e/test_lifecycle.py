@@ -149,36 +149,41 @@ def test_a_port_in_use_is_passed_over() -> None:
         assert first not in vars(processes.choose(63)).values()
 
 
-def skips_in_ci(folder: Path, test: str, ci: str) -> str:
-    """Run a test in a pytest of its own, with this project's conftest, and return what it said."""
-    (folder / "conftest.py").write_text((Path(__file__).parents[1] / "conftest.py").read_text())
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n  gpu\n  docker\n")
-    (folder / "test_it.py").write_text(f"import pytest\n{test}\n")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)]
-    environment = {**os.environ, "CARPOOL_CI": ci}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    return done.stdout
+SKIP = "def test_x():\n    pytest.skip('no reason')"
+SKIPPING = {"plain": SKIP, "module": "pytest.importorskip('no_such_module')", "gpu": f"@pytest.mark.gpu\n{SKIP}"}
 
 
-SKIP = "def test_x(): pytest.skip('no reason')"
-
-
-def test_a_skip_is_an_error_in_ci(tmp_path: Path) -> None:
-    assert "1 failed" in skips_in_ci(tmp_path, SKIP, "1")
-
-
-def test_a_skip_is_a_skip_elsewhere(tmp_path: Path) -> None:
-    assert "1 skipped" in skips_in_ci(tmp_path, SKIP, "0")
-
-
-def test_a_whole_module_skipped_is_an_error_in_ci(tmp_path: Path) -> None:
-    assert "1 error" in skips_in_ci(tmp_path, "pytest.importorskip('no_such_module')", "1")
-
-
-def test_a_test_that_needs_a_gpu_may_be_skipped_in_ci_and_is_named(tmp_path: Path) -> None:
-    said = skips_in_ci(tmp_path, f"@pytest.mark.gpu\n{SKIP}", "1")
-    assert "1 skipped for want of a GPU or Docker" in said
-    assert "test_it.py::test_x" in said
+@pytest.mark.parametrize("options", [(), ("-n", "1")], ids=["one process", "xdist"])
+@pytest.mark.parametrize(
+    ("ci", "expected", "status"),
+    [pytest.param("1", "1 failed, 1 skipped, 1 error", 1, id="CI"), pytest.param("0", "3 skipped", 0, id="elsewhere")],
+)
+def test_skip_is_an_error_in_ci_unless_the_test_needs_a_gpu(
+    tmp_path: Path, ci: str, expected: str, status: int, options: tuple[str, ...]
+) -> None:
+    """A pytest of its own, with this project's conftest."""
+    (tmp_path / "conftest.py").write_text((Path(__file__).parents[1] / "conftest.py").read_text())
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
+    for name, content in SKIPPING.items():
+        (tmp_path / f"test_{name}.py").write_text(f"import pytest\n{content}\n")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--continue-on-collection-errors",
+        *options,
+        ".",
+    ]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    environment["CARPOOL_CI"] = ci
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert expected in done.stdout
+    assert done.returncode == status
+    assert "1 skipped, which need an NVIDIA GPU" in done.stdout
+    assert "\ntest_gpu.py::test_x\n" in done.stdout
 
 
 def test_controllers_are_handed_down_on_cgroup_v2(tmp_path: Path) -> None:
