@@ -47,11 +47,11 @@ def metrics_sources(settings: AgentSettings) -> list[CounterSource]:
 
 def mps_daemons(settings: AgentSettings, *, may_write: bool = True) -> Mps | None:
     """Return the node's MPS daemons; None if a requirement is missing."""
-    program, directory = MpsProgram(), settings.state_dir / "mps"
+    program, directory = MpsProgram(may_write=may_write), settings.state_dir / "mps"
     if settings.mps_host:
         host = Path(settings.mps_host)
-        return HostedMps(program, directory, host, may_write=may_write) if program.is_installed() else None
-    return None if program.missing() else Mps(program, directory, may_write=may_write)
+        return HostedMps(program, directory, host) if program.is_installed() else None
+    return None if program.missing() else Mps(program, directory)
 
 
 def real_devices(settings: AgentSettings, nvml: NvmlLibrary, *, may_write: bool = True) -> NvmlDevices:

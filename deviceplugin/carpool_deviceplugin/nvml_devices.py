@@ -179,8 +179,8 @@ class ContainerAccess:
         """Return what brings a whole GPU; raises DeviceError."""
         pipe = shm = None
         if self._mps is not None:
-            pipe = Mount(str(self._mps.pipe(uuid)), CONTAINER_MPS)
-            shm = Mount(str(self._mps.shm(uuid)), CONTAINER_SHM)
+            daemon = self._mps.daemon(uuid)
+            pipe, shm = Mount(str(daemon.pipe), CONTAINER_MPS), Mount(str(daemon.shm), CONTAINER_SHM)
         edits = self._cdi.find(uuid, known.minor)
         if edits is None:
             return Access(env=FALLBACK_ENV, mounts=(), mps_pipe=pipe, mps_shm=shm, needs_runtime_env=True)

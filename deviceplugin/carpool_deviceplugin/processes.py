@@ -1,10 +1,11 @@
-"""From a process ID to the pod that it belongs to, by its cgroup; the tree of /proc is an argument."""
+"""Processes of the node and the pods that they belong to, from /proc."""
 
 import os
 import re
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from carpool_core.values import PodUid
 
@@ -14,10 +15,42 @@ _POD = re.compile(
 )
 """cgroupfs writes `/kubepods/burstable/pod<uid>/…`, systemd `kubepods-burstable-pod<uid with _>.slice/…`; static pods
 have a digest without dashes."""
-_REMEMBERED = 4096
-_PIECE = 1 << 16
-_START_TIME = 19
-"""Place of `starttime` among what follows the command's name in /proc/PID/stat."""
+_CACHED = 4096
+_CHUNK = 1 << 16
+
+
+class Stat(NamedTuple):
+    """Fields of /proc/PID/stat."""
+
+    name: str
+    """At most 15 characters."""
+    state: str
+    parent: int
+    """Process ID of the parent."""
+    started: int
+    """Ticks since boot."""
+
+
+def read_stat(proc: Path | str, pid: int) -> Stat | None:
+    """Read /proc/PID/stat; None if the process has ended or is not visible."""
+    try:
+        name, _, rest = _read(f"{proc}/{int(pid)}/stat").partition(b"(")[2].rpartition(b")")  # a name may contain both
+        fields = rest.split(None, 20)
+        return Stat(name.decode(errors="replace"), fields[0].decode(), int(fields[1]), int(fields[19]))
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _read(path: str) -> bytes:
+    # Called for each process of each GPU at each sample: os.open is several times faster than Path.read_bytes.
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        found = os.read(file, _CHUNK)
+        while piece := os.read(file, _CHUNK):  # the kernel may return less than the whole file
+            found += piece
+        return found
+    finally:
+        os.close(file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,19 +59,19 @@ class Process:
 
     pid: int
     started: int
-    """Ticks since boot: with the ID it names one process only, however often IDs are used again."""
+    """Ticks since boot; with the ID they identify one process, although IDs are reused."""
     name: str
     pod_uid: PodUid | None
     """None for processes outside of pods."""
 
     @property
     def key(self) -> str:
-        """Names this process and no other, until the node reboots."""
+        """Identifies the process until the node reboots."""
         return f"{self.pid}-{self.started}"
 
 
 def pod_of(cgroup: str) -> PodUid | None:
-    """Read a pod's UID out of /proc/PID/cgroup; None where there is none."""
+    """Return the UID of the pod in the content of /proc/PID/cgroup; None outside of pods."""
     found = [match["uid"] for line in cgroup.splitlines() for match in _POD.finditer(line)]
     return PodUid(found[-1].replace("_", "-")) if found else None
 
@@ -52,48 +85,30 @@ class ProcTree:
 
     def __init__(self, root: Path = Path("/proc")) -> None:
         self._root = str(root)
-        self._known: OrderedDict[int, Process] = OrderedDict()
+        self._cache: OrderedDict[int, Process] = OrderedDict()
 
     def find(self, pid: int) -> Process | None:
-        """Look a process up; None where it has ended, or where the agent does not see the host's processes.
+        """Return a process; None if it has ended or the agent does not see the host's processes.
 
-        Whose a process is never changes: its cgroup is read once.
+        The pod of a process never changes, so its cgroup is read once.
         """
+        stat, cached = read_stat(self._root, pid), self._cache.get(pid)
+        if stat is None or (cached is not None and cached.started == stat.started):
+            return cached if stat is not None else None
         try:
-            stat = self._read(pid, "stat")
-            command, _, rest = stat.partition(b"(")[2].rpartition(b")")  # the name may contain spaces and parentheses
-            fields = rest.split(None, _START_TIME + 1)
-            if len(fields) <= _START_TIME or not fields[_START_TIME].isdigit():
-                return None
-            started = int(fields[_START_TIME])
-            known = self._known.get(pid)
-            if known is not None and known.started == started:
-                return known
-            cgroup = self._read(pid, "cgroup").decode(errors="replace")
-            found = Process(int(pid), started, command.decode(errors="replace"), pod_of(cgroup))
+            cgroup = _read(f"{self._root}/{int(pid)}/cgroup").decode(errors="replace")
         except OSError:
             return None
-        self._known[pid] = found
-        while len(self._known) > _REMEMBERED:
-            self._known.popitem(last=False)
+        found = self._cache[pid] = Process(int(pid), stat.started, stat.name, pod_of(cgroup))
+        while len(self._cache) > _CACHED:
+            self._cache.popitem(last=False)
         return found
 
     def user(self, pid: int) -> int | None:
-        """Return the user that a process runs as; None where it has ended."""
+        """Return the user ID of a process; None if it has ended."""
         try:
-            lines = self._read(pid, "status").decode(errors="replace").splitlines()
+            lines = _read(f"{self._root}/{int(pid)}/status").decode(errors="replace").splitlines()
         except OSError:
             return None
-        real = next((line.split()[1] for line in lines if line.startswith("Uid:")), "")
-        return int(real) if real.isdecimal() else None
-
-    def _read(self, pid: int, name: str) -> bytes:
-        # Called for each process of each GPU at each sample: os.open is several times faster than Path.read_bytes.
-        file = os.open(f"{self._root}/{int(pid)}/{name}", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            found = os.read(file, _PIECE)
-            while piece := os.read(file, _PIECE):  # the kernel may return less than the whole file
-                found += piece
-            return found
-        finally:
-            os.close(file)
+        user = next((line.split()[1] for line in lines if line.startswith("Uid:")), "")
+        return int(user) if user.isdecimal() else None

@@ -181,7 +181,7 @@ def commands() -> FakeMpsCommands:
 @pytest.fixture
 def mps(commands: FakeMpsCommands, tmp_path: Path) -> Mps:
     """The same, as the agent has them."""
-    return Mps(commands, tmp_path, tidy_within_s=LONG_S)
+    return Mps(commands, tmp_path, clean_within_s=LONG_S)
 
 
 @pytest.fixture

@@ -32,8 +32,6 @@ if sys.argv[1:] == ["-d"]:
     os.closerange(0, 3)
     pathlib.Path("/proc/self/comm").write_text("nvidia-cuda-mps")
     (pipe.parent / "began").write_text(str(os.getpid()))
-    if how != "silent":
-        (pipe / "nvidia-cuda-mps-control.pid").write_text(str(os.getpid()))
     (pipe / "control").touch()
     began = time.monotonic()
     while time.monotonic() - began < (600 if (pipe / "control").exists() else 20 if how else 0):

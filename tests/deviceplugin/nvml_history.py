@@ -52,22 +52,22 @@ class FlakyMps(FakeMpsCommands):
         if self.fault and self._draw.random() < self.fault:
             raise MpsError("injected")
 
-    def start(self, environment, shm) -> None:
+    def start(self, daemon, shm) -> None:
         self._maybe()
-        super().start(environment, shm)
+        super().start(daemon, shm)
         try:
             self._maybe()
         except MpsError:
-            super().kill(environment, {})  # one that raises leaves none; one that dies leaves it
+            super().kill(daemon)  # a start that raises leaves no daemon; an agent that dies leaves it
             raise
 
-    def kill(self, environment, servers) -> None:
+    def kill(self, daemon) -> None:
         self._maybe()
-        super().kill(environment, servers)
+        super().kill(daemon)
 
-    def ask(self, environment, command) -> str:
+    def ask(self, daemon, command) -> str:
         self._maybe()
-        return super().ask(environment, command)
+        return super().ask(daemon, command)
 
 
 class History:

@@ -169,14 +169,14 @@ class Deadly(FakeMpsCommands):
         if next(self.left, None) is None:
             raise KilledError
 
-    def start(self, environment, shm) -> None:
+    def start(self, daemon, shm) -> None:
         self.step()
-        super().start(environment, shm)
+        super().start(daemon, shm)
         self.step()
 
-    def ask(self, environment, command) -> str:
+    def ask(self, daemon, command) -> str:
         self.step()
-        answer = super().ask(environment, command)
+        answer = super().ask(daemon, command)
         self.step()
         return answer
 

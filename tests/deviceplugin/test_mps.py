@@ -7,7 +7,7 @@ import stat
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,13 +19,13 @@ from carpool_core.kube.api import GPU_NODES
 from carpool_core.resources.node import Reservation, TenantProfile
 from carpool_core.values import GpuUuid, SharingMode
 from carpool_deviceplugin.gpu import SetMode, StartMps, StopMps
-from carpool_deviceplugin.mps import PROGRAM, Mps, MpsError, MpsProcesses, MpsProgram, MpsStatus
+from carpool_deviceplugin.mps import PROGRAM, Daemon, Mps, MpsError, MpsProcesses, MpsProgram, MpsStatus
 from carpool_deviceplugin.nvlib import NvmlError
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.node import Node, running, uid, until
 from carpool_deviceplugin.testing.nvml import FakeNvml
 from carpool_deviceplugin.timeouts import Intervals
-from mps_world import GPU, pid_of, server, server_of
+from mps_world import GPU, lives, pid_of, server, server_of
 
 
 def test_starts_once_and_stops_once(mps: Mps, commands: FakeMpsCommands, tmp_path: Path) -> None:
@@ -43,19 +43,11 @@ def test_daemons_of_two_gpus_share_nothing(mps: Mps, commands: FakeMpsCommands) 
     other = GpuUuid(GPU.replace("8f", "9f"))
     for gpu in (GPU, other):
         mps.start(gpu)
-    first, second = (set(d.environment.items()) for d in commands.daemons.values())
+    first, second = (set(d.files.environment.items()) for d in commands.daemons.values())
     assert first.isdisjoint(second)
 
 
-def test_what_a_dead_daemon_left_is_removed(mps: Mps, commands: FakeMpsCommands, tmp_path: Path) -> None:
-    mps.start(GPU)
-    commands.die(str(tmp_path / GPU / "pipe"))
-    assert not mps.status(GPU).is_running
-    mps.start(GPU)
-    assert (commands.starts, mps.status(GPU).is_running) == (2, True)
-
-
-def test_clients_and_servers_are_told(mps: Mps, commands: FakeMpsCommands, tmp_path: Path) -> None:
+def test_status_lists_servers_and_clients(mps: Mps, commands: FakeMpsCommands, tmp_path: Path) -> None:
     mps.start(GPU)
     server = commands.connect(str(tmp_path / GPU / "pipe"), 42)
     assert mps.status(GPU) == MpsStatus(True, frozenset({server}), frozenset({42}))
@@ -63,8 +55,8 @@ def test_clients_and_servers_are_told(mps: Mps, commands: FakeMpsCommands, tmp_p
     assert mps.status(GPU).faulty == {42}
 
 
-def test_wedged_daemon_is_said_never_doubled_and_ended_in_the_end(mps: Mps, commands, tmp_path: Path) -> None:
-    """A daemon that is slow to answer was taken for dead, its pipes were removed, and its clients with them."""
+def test_silent_daemon_is_reported_never_doubled_and_killed_by_stop(mps: Mps, commands, tmp_path: Path) -> None:
+    """Regression: a slow daemon was taken for dead; a second one removed its pipes and ended its clients."""
     mps.start(GPU)
     commands.daemons[str(tmp_path / GPU / "pipe")].is_wedged = True
     found = mps.status(GPU)
@@ -83,7 +75,7 @@ def test_only_uuids_become_paths(mps: Mps, name: str) -> None:
         mps.start(GpuUuid(name))
 
 
-def test_full_disk_is_said(commands: FakeMpsCommands, tmp_path: Path) -> None:
+def test_directory_that_cannot_be_made_is_named(commands: FakeMpsCommands, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(MpsError, match="expected to make the MPS daemon's directories"):
         Mps(commands, tmp_path / "file").start(GPU)
@@ -93,20 +85,16 @@ MPS = SharingMode.MPS
 
 
 class SlowMps(FakeMpsCommands):
-    """Something happens while a daemon is asked."""
+    """Daemons with a hook in each question."""
 
     def __init__(self) -> None:
         super().__init__()
         self.during: Callable[[], None] = lambda: None
-        self.after: Callable[[], None] = lambda: None
 
-    def ask(self, environment: Mapping[str, str], command: str) -> str:
+    def ask(self, daemon: Daemon, command: str) -> str:
         during, self.during = self.during, lambda: None
         during()
-        answer = super().ask(environment, command)
-        after, self.after = self.after, lambda: None
-        after()
-        return answer
+        return super().ask(daemon, command)
 
 
 class Shared:
@@ -135,7 +123,7 @@ class Shared:
             if self.pipe in self.node.mps.daemons:
                 self.node.mps.daemons[self.pipe].clients.discard(self.pids[pod])
 
-    def told(self) -> set[str]:
+    def ended(self) -> set[str]:
         return {pod for pod in "abc" if uid(pod) in self.look().ended}
 
 
@@ -144,12 +132,12 @@ def shared(tmp_path: Path) -> Shared:
     return Shared(tmp_path, "a", "b", "c")
 
 
-def test_clients_that_left_before_anybody_looked_are_told(shared: Shared) -> None:
-    """Regression: they end within seconds of the fault, and the agent looks each ten."""
+def test_clients_that_end_between_two_reads_are_reported(shared: Shared) -> None:
+    """Regression: clients end within seconds of the fault, and the agent reads the GPU every ten."""
     shared.node.nvml.raise_xid(0, 31)
     shared.leave("a", "b")
     actual = shared.look()
-    assert actual.struck == {}, "nobody of them is there"
+    assert actual.struck == {}
     assert actual.ended.keys() == {uid("a"), uid("b")}
     why = actual.ended[uid("a")]
     assert why == (
@@ -158,56 +146,53 @@ def test_clients_that_left_before_anybody_looked_are_told(shared: Shared) -> Non
     )
 
 
-def test_those_that_take_longer_are_told_with_them(shared: Shared) -> None:
+def test_clients_that_end_later_are_reported_with_the_first(shared: Shared) -> None:
     shared.node.nvml.raise_xid(0, 13)
-    assert shared.told() == set(), "nobody has ended yet"
+    assert shared.ended() == set()
     shared.leave("a")
-    assert shared.told() == set(), "one alone is its own affair"
+    assert shared.ended() == set(), "a single pod may have failed by itself"
     shared.node.advance(15)
     shared.leave("b")
-    assert shared.told() == {"a", "b"}
+    assert shared.ended() == {"a", "b"}
     shared.leave("c")
-    assert shared.told() == {"a", "b", "c"}
+    assert shared.ended() == {"a", "b", "c"}
 
 
-def test_who_leaves_long_after_an_xid_leaves_for_another_reason(shared: Shared) -> None:
-    shared.node.nvml.raise_xid(0, 31)
-    shared.look()
-    shared.node.advance(21)
+@pytest.mark.parametrize("passed_s", [21, None], ids=["long-after-an-xid", "without-an-xid"])
+def test_clients_that_end_for_another_reason_are_not_reported(shared: Shared, passed_s: int | None) -> None:
+    if passed_s is not None:
+        shared.node.nvml.raise_xid(0, 31)
+        shared.look()
+        shared.node.advance(passed_s)
     shared.leave("a", "b")
-    assert shared.told() == set()
+    assert shared.ended() == set()
 
 
-def test_who_leaves_without_an_xid_has_done_its_work(shared: Shared) -> None:
-    shared.leave("a", "b")
-    assert shared.told() == set()
-
-
-def test_two_processes_of_one_pod_are_one_pod(tmp_path: Path) -> None:
+def test_two_processes_of_one_pod_count_as_one(tmp_path: Path) -> None:
     shared = Shared(tmp_path, "a")
     shared.node.start(0, 99, "a")
     shared.look()
     shared.node.nvml.raise_xid(0, 31)
     shared.leave("a")
     shared.node.end(0, 99)
-    assert shared.told() == set()
+    assert shared.ended() == set()
 
 
-def test_daemon_and_clients_that_are_gone_at_once_are_told(shared: Shared) -> None:
+def test_clients_that_end_with_their_daemon_are_reported(shared: Shared) -> None:
     shared.node.mps.die(shared.pipe)
     shared.leave("a", "b", "c")
-    assert shared.told() == {"a", "b", "c"}
+    assert shared.ended() == {"a", "b", "c"}
     assert "its MPS daemon ended under its clients" in shared.look().ended[uid("c")]
 
 
-def test_a_daemon_that_was_stopped_after_its_clients_is_no_news(shared: Shared) -> None:
+def test_stopped_daemon_is_no_failure(shared: Shared) -> None:
     shared.leave("a", "b", "c")
     shared.look()
     shared.devices.apply(shared.gpu, StopMps())
-    assert shared.told() == set()
+    assert shared.ended() == set()
 
 
-def test_a_server_that_says_fault_names_who_is_there_and_who_has_left(shared: Shared) -> None:
+def test_faulty_server_names_present_and_ended_clients(shared: Shared) -> None:
     shared.node.nvml.raise_xid(0, 31)
     shared.leave("a")
     shared.node.mps.daemons[shared.pipe].is_faulty = True
@@ -216,23 +201,23 @@ def test_a_server_that_says_fault_names_who_is_there_and_who_has_left(shared: Sh
     assert actual.ended.keys() == {uid("a"), uid("b"), uid("c")}
     shared.leave("b", "c")
     shared.node.mps.daemons[shared.pipe].is_faulty = False
-    assert (shared.look().struck, shared.look().problem, shared.told()) == ({}, "", {"a", "b", "c"})
+    assert (shared.look().struck, shared.look().problem, shared.ended()) == ({}, "", {"a", "b", "c"})
 
 
-def test_it_is_told_for_ten_minutes(shared: Shared) -> None:
+def test_failures_are_reported_for_ten_minutes(shared: Shared) -> None:
     shared.node.mps.die(shared.pipe)
     shared.leave("a", "b", "c")
     shared.look()
     shared.node.seconds += 599
-    assert shared.told() == {"a", "b", "c"}
+    assert shared.ended() == {"a", "b", "c"}
     shared.node.seconds += 2
-    assert shared.told() == set()
+    assert shared.ended() == set()
 
 
 @pytest.mark.parametrize("is_released", [True, False])
-async def test_the_status_names_pods_that_are_gone(tmp_path: Path, reserve, is_released: bool) -> None:
-    """Whether the scheduler has released what they had or not: the operator waits to hear who was not to blame."""
-    world = World(tmp_path, Intervals(resync_s=1e9))  # nobody looks just because time has passed
+async def test_status_names_ended_pods(tmp_path: Path, reserve, is_released: bool) -> None:
+    """With and without their reservations: the operator needs the reason to restart their jobs."""
+    world = World(tmp_path, Intervals(resync_s=1e9))
     node, agent = world.node, world.agent
     wanted = [msgspec.structs.replace(reserve(pod, world.gpu, mode=MPS), pod_uid=uid(pod)) for pod in "ab"]
     async with running(agent):
@@ -242,7 +227,7 @@ async def test_the_status_names_pods_that_are_gone(tmp_path: Path, reserve, is_r
             node.mps.connect(str(world.pipe), pid)
         await until(lambda: len(agent.reconciler.meters[world.gpu].running()) == 2)
         began = agent.clock.monotonic()
-        await until(lambda: agent.clock.monotonic() > began + 15)  # they run for a while, and are looked at
+        await until(lambda: agent.clock.monotonic() > began + 15)
         node.nvml.raise_xid(0, 31)
         node.end(0, 42)
         node.end(0, 43)
@@ -252,7 +237,7 @@ async def test_the_status_names_pods_that_are_gone(tmp_path: Path, reserve, is_r
         assert "a client's fatal fault has hit its MPS server" in world.status.struck[0].message
 
 
-def test_a_client_that_ends_while_the_daemon_is_asked_is_no_stranger(shared: Shared) -> None:
+def test_client_that_ends_while_the_daemon_is_asked_is_not_foreign(shared: Shared) -> None:
     """Regression: its GPU was unhealthy until the next look."""
     shared.leave("a")
     shared.mps.during = lambda: shared.leave("b")
@@ -260,8 +245,8 @@ def test_a_client_that_ends_while_the_daemon_is_asked_is_no_stranger(shared: Sha
     assert shared.look().tenants == {uid("c")}
 
 
-def test_a_process_that_ends_before_it_is_looked_up_is_no_stranger(shared: Shared) -> None:
-    """The driver had it a moment ago, and it is asked again; who is still there then, is one."""
+def test_process_that_ends_before_its_lookup_is_not_foreign(shared: Shared) -> None:
+    """The driver is asked again; a process that is still there is foreign."""
     asked = []
 
     def end_at_second(name: str) -> None:
@@ -278,44 +263,34 @@ def test_a_process_that_ends_before_it_is_looked_up_is_no_stranger(shared: Share
     assert "process 43 on the GPU belong to no pod" in shared.look().problem
 
 
-def test_two_that_look_at_once_lose_no_fault(shared: Shared) -> None:
-    """Regression: one took the XID, the other one saw who had left, and nobody was told."""
+def test_concurrent_reads_lose_no_fault(shared: Shared) -> None:
+    """Regression: one read took the XID, the other one the ended clients, and no pod was reported."""
     others: list[threading.Thread] = []
 
     def look_too() -> None:
         others.append(threading.Thread(target=shared.look))
         others[0].start()
-        others[0].join(0.2)  # where it must wait, it cannot end before this look does
+        others[0].join(0.2)
 
     shared.node.nvml.raise_xid(0, 31)
     shared.leave("a", "b")
     shared.mps.during = look_too
     shared.look()
     others[0].join()
-    assert shared.told() == {"a", "b"}
+    assert shared.ended() == {"a", "b"}
 
 
-def test_a_look_that_fails_loses_no_fault(shared: Shared) -> None:
+def test_failed_read_loses_no_fault(shared: Shared) -> None:
     shared.node.nvml.raise_xid(0, 31)
     shared.leave("a", "b")
     shared.node.nvml.fail_next("nvmlDeviceGetComputeRunningProcesses", pynvml.NVML_ERROR_UNKNOWN)
     with pytest.raises(NvmlError):
         shared.look()
-    assert shared.told() == {"a", "b"}
+    assert shared.ended() == {"a", "b"}
 
 
-def test_a_daemon_that_was_being_asked_when_it_happened_is_asked_again(shared: Shared) -> None:
-    """What it said before is not what it says now."""
-    shared.leave("a")
-    shared.mps.after = lambda: shared.devices._watcher.forget(shared.gpu)
-    shared.devices.read(shared.gpu)
-    asked = shared.mps.asked
-    shared.look()
-    assert shared.mps.asked > asked
-
-
-async def test_what_an_earlier_agent_told_of_stands_for_ten_minutes(tmp_path: Path) -> None:
-    """Regression: a new agent's first word took it back, and the operator may not have read it."""
+async def test_failures_survive_a_restart_of_the_agent(tmp_path: Path) -> None:
+    """Regression: the first status of a new agent removed them before the operator had read them."""
     world = World(tmp_path, Intervals(resync_s=1e9, sample_s=100, measures_s=100, heartbeat_s=100))
     told = [{"podUid": uid("a"), "message": "hit"}, {"podUid": uid("b"), "message": "hit"}]
     world.kube.seed(GPU_NODES, {"metadata": {"name": "n"}, "spec": {"reservations": []}, "status": {"struck": told}})
@@ -328,13 +303,13 @@ async def test_what_an_earlier_agent_told_of_stands_for_ten_minutes(tmp_path: Pa
         assert world.agent.clock.monotonic() - began > 500
 
 
-def test_a_server_that_outlives_its_daemon_is_known_and_ended(program: MpsProgram, tmp_path: Path) -> None:
+def test_server_that_outlives_its_daemon_is_found_and_ended(program: MpsProgram, tmp_path: Path) -> None:
     script = (tmp_path / "bin" / PROGRAM).read_text()
     with server() as its_server:
         (tmp_path / "bin" / PROGRAM).write_text(script.replace("700", str(its_server.pid)))
         mps = Mps(program, tmp_path / "mps")
         mps.start(GPU)
-        assert mps.status(GPU) == MpsStatus(True), "that it is named says nothing"
+        assert mps.status(GPU) == MpsStatus(True), "a listed process alone is no proof"
         assert mps.status(GPU, [its_server.pid]) == MpsStatus(True, frozenset({its_server.pid}), frozenset({42}))
         os.kill(pid_of(tmp_path / "mps"), signal.SIGKILL)
         while mps.is_running(GPU):
@@ -346,9 +321,7 @@ def test_a_server_that_outlives_its_daemon_is_known_and_ended(program: MpsProgra
 
 
 @pytest.mark.parametrize("how", ["hangs", "has died"])
-def test_a_server_that_was_never_told_of_is_known_by_its_name_and_group(
-    program: MpsProgram, tmp_path: Path, how: str
-) -> None:
+def test_unlisted_server_is_found_by_name_and_control_group(program: MpsProgram, tmp_path: Path, how: str) -> None:
     mps = Mps(program, tmp_path / "mps")
     mps.start(GPU)
     mps.status(GPU)  # the daemon was seen once
@@ -366,38 +339,39 @@ def test_a_server_that_was_never_told_of_is_known_by_its_name_and_group(
         assert quick.status(GPU, [its_server.pid, client.pid]).servers == {its_server.pid}
         quick.stop(GPU)
         assert its_server.wait(5) == -signal.SIGTERM
-        assert client.poll() is None, "nobody else is ended"
+        assert client.poll() is None
         client.kill()
     assert not mps.is_running(GPU)
 
 
-def test_a_number_that_another_process_has_by_now_is_left_alone(program: MpsProgram, tmp_path: Path) -> None:
+def test_process_with_a_reused_id_is_never_killed(program: MpsProgram, tmp_path: Path) -> None:
+    daemon, processes = Daemon(GPU, tmp_path), MpsProcesses()
     with server() as another:
-        began = program.started(another.pid)
-        assert began is not None
-        environment = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path / "pipe")}
-        (tmp_path / "daemon").write_text(f"{another.pid} {began - 1}")
-        program.kill(environment, {another.pid: began - 1})
+        began = processes.started(another.pid) or 0
+        for name in ("daemon", "servers"):
+            (tmp_path / name).write_text(f"{another.pid} {began - 1}")
+        program.kill(daemon)
         assert another.poll() is None
-        (tmp_path / "daemon").unlink()
-        program.kill(environment, {another.pid: began})
+        daemon.record.unlink()
+        (tmp_path / "servers").write_text(f"{another.pid} {began}")
+        program.kill(daemon)
         assert another.wait(5) == -signal.SIGTERM
 
 
-def test_who_only_looks_at_daemons_writes_nothing(program: MpsProgram, tmp_path: Path) -> None:
+def test_inspection_writes_nothing(program: MpsProgram, tmp_path: Path) -> None:
     """Regression: `carpool node inspect` wrote beside a living agent."""
     Mps(program, tmp_path / "mps").start(GPU)
     before = sorted((tmp_path / "mps" / GPU).iterdir())
     with server() as its_server:
-        onlooker = Mps(program, tmp_path / "mps", may_write=False)
-        assert its_server.pid in onlooker.status(GPU, [its_server.pid]).servers
+        reader = Mps(MpsProgram(private_shm=False, within_s=5.0, may_write=False), tmp_path / "mps")
+        assert its_server.pid in reader.status(GPU, [its_server.pid]).servers
         its_server.kill()
     assert sorted((tmp_path / "mps" / GPU).iterdir()) == before
-    onlooker.stop(GPU)
+    reader.stop(GPU)
 
 
-def test_a_process_of_another_group_is_no_server_whatever_its_name(program: MpsProgram, tmp_path: Path) -> None:
-    """A pod gives its processes the names that it likes; they must not vanish from the GPU's tenants."""
+def test_process_of_another_control_group_is_no_server(program: MpsProgram, tmp_path: Path) -> None:
+    """A pod chooses the names of its processes; they must not vanish from the GPU's tenants."""
     mps = Mps(program, tmp_path / "mps")
     mps.start(GPU)
     mps.status(GPU)
@@ -413,16 +387,14 @@ def test_a_process_of_another_group_is_no_server_whatever_its_name(program: MpsP
 
 
 @pytest.mark.parametrize("is_alive", [True, False], ids=["alive", "dead"])
-def test_another_gpus_daemon_and_servers_are_nobodys_servers_here(
-    program: MpsProgram, tmp_path: Path, is_alive: bool
-) -> None:
+def test_daemon_and_servers_of_another_gpu_are_not_ours(program: MpsProgram, tmp_path: Path, is_alive: bool) -> None:
     """Regression: a client that answered in its daemon's place had another namespace's daemon and servers ended."""
     mps, other = Mps(program, tmp_path / "mps"), GpuUuid(GPU.replace("5e6f", "5e70"))
     mps.start(GPU)
     mps.start(other)
-    own, theirs = server_of(mps.pipe(GPU)), server_of(mps.pipe(other))
+    own, theirs = server_of(mps.daemon(GPU).pipe), server_of(mps.daemon(other).pipe)
     daemon = pid_of(tmp_path / "mps", other)
-    (mps.pipe(GPU) / "listed").write_text(f"{daemon}\n{theirs}\n{own}\n")
+    (mps.daemon(GPU).pipe / "listed").write_text(f"{daemon}\n{theirs}\n{own}\n")
     if not is_alive:
         os.kill(daemon, signal.SIGKILL)
         while mps.is_running(other):
@@ -430,57 +402,36 @@ def test_another_gpus_daemon_and_servers_are_nobodys_servers_here(
     assert mps.status(GPU).servers == {own}
     assert mps.status(GPU, [own]).servers == {own}
     if is_alive:
-        assert mps.status(GPU, [daemon, theirs]).servers == {own}, "whatever is said of where they are"
+        assert mps.status(GPU, [daemon, theirs]).servers == {own}
     mps.end(GPU)
-    assert (mps.is_running(other), program.started(own)) == (is_alive, None)
-    assert program.started(theirs) is not None
-    program.kill({"CUDA_MPS_PIPE_DIRECTORY": str(mps.pipe(other))}, {theirs: program.started(theirs) or 0})
-
-
-def test_another_gpus_servers_that_an_earlier_version_took_for_ours_are_left_alone(
-    program: MpsProgram, tmp_path: Path
-) -> None:
-    """It believed a client, and wrote them down; an agent of this version begins with what it finds."""
-    mps, other = Mps(program, tmp_path / "mps"), GpuUuid(GPU.replace("5e6f", "5e70"))
-    mps.start(GPU)
-    mps.start(other)
-    own, theirs = server_of(mps.pipe(GPU)), server_of(mps.pipe(other))
-    taken = {pid: program.started(pid) for pid in (own, theirs, pid_of(tmp_path / "mps", other))}
-    (servers := tmp_path / "mps" / GPU / "servers").write_text("".join(f"{pid} {at}\n" for pid, at in taken.items()))
-    assert mps.status(GPU).servers == {own}
-    mps.end(GPU)
-    assert (mps.is_running(other), program.started(own), program.started(theirs)) == (True, None, taken[theirs])
-    mps.status(GPU)
-    assert servers.read_text() == "", "nor is it believed once that daemon has died"
-    mps.end(other)
-    program.kill({"CUDA_MPS_PIPE_DIRECTORY": str(mps.pipe(other))}, {theirs: taken[theirs] or 0})
+    assert (mps.is_running(other), lives(own)) == (is_alive, False)
+    assert lives(theirs)
+    os.kill(theirs, signal.SIGKILL)
 
 
 @contextmanager
 def mounted(directory: Path) -> Iterator[int]:
-    """A container's view of a directory, which stays whatever becomes of its name."""
+    """A container's view of a directory, which survives a rename."""
     view = os.open(directory, os.O_RDONLY)
     yield view
     os.close(view)
 
 
 @pytest.mark.parametrize("is_wedged", [True, False])
-def test_a_container_that_is_still_ending_does_not_meet_the_next_daemon(
-    commands: FakeMpsCommands, mps: Mps, is_wedged: bool
-) -> None:
-    """Its pod may have been deleted by force: its reservation is gone, and it is not."""
+def test_ending_container_never_reaches_the_next_daemon(commands: FakeMpsCommands, mps: Mps, is_wedged: bool) -> None:
+    """The pod may have been deleted by force: its reservation is gone before its container."""
     mps.start(GPU)
-    with mounted(mps.pipe(GPU)) as theirs:
+    with mounted(mps.daemon(GPU).pipe) as theirs:
         assert os.listdir(theirs) == ["control"]
-        commands.daemons[str(mps.pipe(GPU))].is_wedged = is_wedged
+        commands.daemons[str(mps.daemon(GPU).pipe)].is_wedged = is_wedged
         mps.stop(GPU)
         mps.start(GPU)
         assert os.listdir(theirs) == []
-    assert os.listdir(mps.pipe(GPU)) == ["control"]
+    assert os.listdir(mps.daemon(GPU).pipe) == ["control"]
 
 
-async def test_a_daemon_goes_with_its_namespace(tmp_path: Path, reserve) -> None:
-    """Regression: one update put another namespace's pod in the last one's place, and the daemon went on for it."""
+async def test_daemon_serves_one_namespace(tmp_path: Path, reserve) -> None:
+    """Regression: one update replaced the last pod by another namespace's, and the daemon stayed."""
     world = World(tmp_path)
 
     def of(pod: str, namespace: str) -> Reservation:
@@ -497,12 +448,12 @@ async def test_a_daemon_goes_with_its_namespace(tmp_path: Path, reserve) -> None
         assert (theirs != shm, os.listdir(theirs)) == (True, [])
         await world.hold(of("b", "another"), of("c", "another"))
         await world.hold(of("c", "another"), of("d", "another"))
-        assert world.node.mps.starts == 2, "as long as one of those that it serves stays, it does"
+        assert world.node.mps.starts == 2, "it stays while one of its pods stays"
 
 
 @pytest.mark.parametrize(("takes_mib", "state"), [(9_000, "Ready"), (11_000, "Failed")])
-async def test_what_is_measured_decides_who_comes_in(tmp_path: Path, reserve, takes_mib: int, state: str) -> None:
-    """A was told to be no larger than 10,000 MiB, and may take 60,000; B's 60,000 fit beside the former only."""
+async def test_measured_peak_admits_another_pod(tmp_path: Path, reserve, takes_mib: int, state: str) -> None:
+    """Pod a has a limit of 60,000 MiB and a measured peak of 10,000; b's 60,000 fit only beside the latter."""
     world = World(tmp_path)
     tenant = TenantProfile(memory_mib=60_000, measured_mib=10_000)
     first = reserve("a", world.gpu, mode=SharingMode.MPS, memory_limit_mib=60_000, tenant=tenant)
@@ -523,7 +474,7 @@ OWN, FOREIGN = "0::/carpool-mps\n", "0::/kubepods/besteffort/pod00000000-0000-40
 
 @pytest.fixture
 def show(tmp_path: Path) -> Callable[[int, str], Path]:
-    """Show a process in a tree of /proc in which its control group is chosen; the rest is its own."""
+    """Add a process to a tree of /proc with a chosen control group."""
     (tmp_path / "proc" / "self").mkdir(parents=True)
     (tmp_path / "proc" / "self" / "cgroup").write_text(OWN)
 
@@ -537,44 +488,25 @@ def show(tmp_path: Path) -> Callable[[int, str], Path]:
     return of
 
 
-def test_a_process_of_another_control_group_is_never_ended(show: Callable[[int, str], Path], tmp_path: Path) -> None:
-    """A pod chooses the names and the environment of its processes; which group they are in it does not choose."""
+def test_process_of_another_control_group_is_never_ended(show: Callable[[int, str], Path], tmp_path: Path) -> None:
+    """A pod chooses the names and the environment of its processes, but not their control group."""
     pipe = tmp_path / "pipe"
     with server(pipe) as own, server(pipe) as named, server(tmp_path / "other") as of_another_gpu:
         for process, group in ((own, OWN), (named, FOREIGN), (of_another_gpu, OWN)):
             proc = show(process.pid, group)
         processes = MpsProcesses(proc)
-        assert processes.of_directory(pipe)().keys() == {own.pid}
-        processes.end(processes.of_directory(pipe))
+        assert processes.of_pipe(pipe)().keys() == {own.pid}
+        processes.end(processes.of_pipe(pipe))
         assert own.wait(10) == -signal.SIGTERM
         assert (named.poll(), of_another_gpu.poll()) == (None, None)
 
 
-def test_later_looks_ask_of_new_processes_and_of_those_that_were_found(
-    show: Callable[[int, str], Path], tmp_path: Path
-) -> None:
-    """Regression: each look asked of all, a hundred times a second while one did not end."""
-    pipe = tmp_path / "pipe"
-    with server(pipe) as first, server(pipe) as second, server(pipe) as third:
-        for process, group in ((first, OWN), (second, FOREIGN)):
-            proc = show(process.pid, group)
-        look = MpsProcesses(proc).of_directory(pipe)
-        assert look().keys() == {first.pid}
-        (proc / str(second.pid) / "cgroup").write_text(OWN)
-        show(third.pid, OWN)
-        assert look().keys() == {first.pid, third.pid}, "the second one is passed over"
-        for ended in (first, third):
-            ended.kill()
-            ended.wait()
-        assert look().keys() == {second.pid}, "before it says that nobody is left, it asks of all"
-
-
-def test_who_was_found_is_there_until_it_has_ended(show: Callable[[int, str], Path], tmp_path: Path) -> None:
-    """Regression: while a process ends, its environment is gone, and what it has on the GPU is not."""
+def test_found_process_counts_until_it_has_ended(show: Callable[[int, str], Path], tmp_path: Path) -> None:
+    """Regression: the environment of an ending process disappears before its GPU memory."""
     pipe = tmp_path / "pipe"
     with server(pipe) as process:
         proc = show(process.pid, OWN)
-        look = MpsProcesses(proc).of_directory(pipe)
+        look = MpsProcesses(proc).of_pipe(pipe)
         assert look().keys() == {process.pid}
         environment = proc / str(process.pid) / "environ"
         environment.unlink()
@@ -586,7 +518,7 @@ def test_who_was_found_is_there_until_it_has_ended(show: Callable[[int, str], Pa
 
 
 class Seconds:
-    """Time that passes where somebody waits."""
+    """A clock that passes only in sleep."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -600,23 +532,23 @@ class Seconds:
 
 @pytest.fixture
 def gone() -> int:
-    """The number of a process that has ended, and was waited for."""
+    """ID of a process that has ended."""
     with subprocess.Popen(["true"]) as process:
         process.wait()
     return process.pid
 
 
-def test_a_process_that_the_driver_holds_is_said(gone: int) -> None:
+def test_process_that_the_driver_holds_is_named(gone: int) -> None:
     seconds = Seconds()
     with pytest.raises(MpsError, match=f"expected MPS processes to end when they are killed, found {gone} still there"):
         MpsProcesses(monotonic=seconds.monotonic, sleep=seconds.sleep).end(lambda: {gone: 1})
     assert 4 <= seconds.now < 4.3, "one second for the first signal, three for the second"
 
 
-def test_what_a_start_that_failed_leaves_is_said_beside_why(
+def test_failed_start_names_the_daemon_that_it_leaves(
     program: MpsProgram, tmp_path: Path, gone: int, show: Callable[[int, str], Path]
 ) -> None:
-    """The daemon that it leaves is one that the driver holds."""
+    """The driver holds that daemon."""
     (proc := show(gone, OWN)).rename(tmp_path / "later")
     (its := tmp_path / "later" / str(gone)).joinpath("stat").unlink()
     (its / "environ").unlink()
@@ -629,6 +561,7 @@ def test_what_a_start_that_failed_leaves_is_said_beside_why(
     processes = MpsProcesses(proc, seconds.monotonic, seconds.sleep)
     for directory in (pipe, shm):
         directory.mkdir(parents=True)
-    environment = {"CUDA_MPS_PIPE_DIRECTORY": str(pipe), "CUDA_MPS_LOG_DIRECTORY": str(tmp_path)}
+    daemon = Daemon(GPU, tmp_path / GPU)
+    daemon.log.mkdir()
     with pytest.raises(MpsError, match=f"ended with 1: no such device; moreover .* found {gone} still there"):
-        MpsProgram(private_shm=False, processes=processes).start(environment, shm)
+        MpsProgram(private_shm=False, processes=processes).start(daemon, shm)

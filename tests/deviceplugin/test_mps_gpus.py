@@ -1,4 +1,4 @@
-"""MPS daemons of real GPUs: taken over, watched, told; over the fake of NVML and daemons in memory."""
+"""MPS daemons of NVML GPUs: adopted, watched, replaced; over the fake of NVML and daemons in memory."""
 
 from pathlib import Path
 
@@ -42,19 +42,19 @@ def behind_a_daemon(node: Node) -> tuple[NvmlDevices, GpuUuid]:
     return devices, gpu
 
 
-def test_mps_daemon_dies_and_is_started_again(node: Node, reserve) -> None:
+def test_daemon_that_died_is_started_again(node: Node, reserve) -> None:
     devices = node.devices()
     gpu = devices.uuids[0]
     wanted = [reserve("a", gpu, mode=MPS, memory_limit_mib=5000)]
     for step in plan(devices.actual(gpu), wanted).steps:
         devices.apply(gpu, step)
-    assert node.mps.daemons[pipe(node, gpu)].environment["CUDA_VISIBLE_DEVICES"] == gpu
+    assert node.mps.daemons[pipe(node, gpu)].files.uuid == gpu
     assert plan(devices.actual(gpu), wanted).steps == ()
     node.mps.die(pipe(node, gpu))
     assert plan(devices.actual(gpu), wanted).steps == (StartMps(),)
 
 
-def test_another_agent_takes_the_daemon_over(node: Node) -> None:
+def test_next_agent_adopts_the_daemon(node: Node) -> None:
     gpu = node.devices().uuids[0]
     for _ in range(2):
         devices = node.devices()
@@ -65,7 +65,7 @@ def test_another_agent_takes_the_daemon_over(node: Node) -> None:
     assert node.devices().actual(gpu).limits == {PodUid("p"): Limits(10, 20)}
 
 
-def test_mps_server_is_nobodys_process(node: Node) -> None:
+def test_mps_server_belongs_to_no_pod(node: Node) -> None:
     devices, gpu = behind_a_daemon(node)
     node.start(0, 42, "a")
     server = node.mps.connect(pipe(node, gpu), 42)
@@ -77,38 +77,25 @@ def test_mps_server_is_nobodys_process(node: Node) -> None:
 
 
 @pytest.mark.parametrize("how", ["wedged", "killed"])
-@pytest.mark.parametrize("is_known", [True, False], ids=["same agent", "next agent"])
-def test_server_of_a_daemon_that_is_no_more_keeps_nobody_away(node: Node, how: str, is_known: bool) -> None:
-    """Regression: it counted as a pod for ever, so that its daemon was never ended nor another one started."""
+@pytest.mark.parametrize("seen_by", ["same-agent", "earlier-agent", "no-agent"])
+def test_server_without_a_daemon_is_no_tenant_and_is_ended(node: Node, how: str, seen_by: str) -> None:
+    """Regression: it counted as a process of carpool-mps, and its GPU stayed unusable."""
     devices, gpu = behind_a_daemon(node)
+    assert devices.actual(gpu).tenants == set()
     node.start(0, 42, "a")
     server = node.mps.connect(pipe(node, gpu), 42)
     node.start(0, server, "carpool-mps")
-    assert devices.actual(gpu).tenants == {uid("a")}
+    if seen_by != "no-agent":
+        assert devices.actual(gpu).tenants == {uid("a")}
     end_daemon(node, gpu, how)
-    if not is_known:
+    if seen_by == "earlier-agent":
         devices = node.devices()
     assert devices.actual(gpu).tenants == {uid("a")}
     node.end(0, 42)
     assert devices.actual(gpu).tenants == set()
     devices.apply(gpu, StopMps())
-    assert (node.mps.daemons, node.mps.started(server)) == ({}, None)
-
-
-@pytest.mark.parametrize("how", ["wedged", "killed"])
-def test_server_that_was_never_seen_is_known_by_where_it_lives(node: Node, how: str) -> None:
-    """Regression: it counted as a process of carpool-mps, and somebody had to end it."""
-    devices, gpu = behind_a_daemon(node)
-    assert devices.actual(gpu).tenants == set()
-    node.start(0, 42, "a")
-    server = node.mps.connect(pipe(node, gpu), 42)
-    node.start(0, server, "carpool-mps")
-    end_daemon(node, gpu, how)
-    assert node.devices().actual(gpu).tenants == {uid("a")}
-    node.end(0, 42)
-    assert devices.actual(gpu).tenants == set()
-    devices.apply(gpu, StopMps())
-    assert (node.mps.daemons, node.mps.started(server)) == ({}, None)
+    assert (node.mps.daemons, node.mps.has_server(server)) == ({}, False)
+    assert not devices.actual(gpu).mps_servers_left
 
 
 class Shared:
@@ -136,35 +123,26 @@ class Shared:
         return server
 
 
-async def test_daemon_that_hangs_makes_room_for_one_that_answers(node: Node, reserve) -> None:
-    """Regression: it stayed while a share of the GPU was promised, and its pod could not connect."""
+@pytest.mark.parametrize("what", ["daemon", "server"])
+async def test_daemon_or_server_that_hangs_is_replaced(node: Node, reserve, what: str) -> None:
+    """Regression: it stayed while the GPU was promised, and the pod could not connect."""
     shared = Shared(node, reserve)
     assert await shared.look() is READY
-    node.mps.daemons[pipe(node, shared.gpu)].is_wedged = True
+    server = shared.serve(42, "a")
+    await shared.look()
+    daemon = node.mps.daemons[pipe(node, shared.gpu)]
+    daemon.is_wedged, daemon.is_server_wedged = what == "daemon", what == "server"
     node.advance(61)
     assert (await shared.look(), node.mps.starts) == (READY, 1), "it may be slow only"
     node.advance(11)
-    assert (await shared.look(), node.mps.starts) == (READY, 2)
+    assert (await shared.look(), node.mps.starts) == (READY, 1), "its clients are there"
+    node.end(0, 42)
+    assert (await shared.look(), node.mps.starts, node.mps.has_server(server)) == (READY, 2, False)
     actual = shared.devices.actual(shared.gpu)
     assert (actual.problem, actual.limits) == ("", {uid("a"): Limits(5000, None)})
 
 
-async def test_server_that_hangs_makes_room_for_one_that_answers(node: Node, reserve) -> None:
-    """Regression: its daemon answered, so that it stayed for ever, and whoever came to it waited."""
-    shared = Shared(node, reserve)
-    await shared.look()
-    server = shared.serve(42, "a")
-    await shared.look()
-    node.mps.daemons[pipe(node, shared.gpu)].is_server_wedged = True
-    node.advance(61)
-    assert (await shared.look(), node.mps.starts) == (READY, 1)
-    node.advance(11)
-    assert (await shared.look(), node.mps.starts) == (READY, 1), "its clients are there"
-    node.end(0, 42)
-    assert (await shared.look(), node.mps.starts, node.mps.started(server)) == (READY, 2, None)
-
-
-async def test_daemon_that_is_slow_now_and_then_stays(node: Node, reserve) -> None:
+async def test_daemon_that_is_sometimes_slow_stays(node: Node, reserve) -> None:
     shared = Shared(node, reserve)
     await shared.look()
     for _ in range(3):
@@ -178,7 +156,7 @@ async def test_daemon_that_is_slow_now_and_then_stays(node: Node, reserve) -> No
 
 
 @pytest.mark.parametrize("how", ["wedged", "killed"])
-async def test_daemon_is_left_alone_while_its_server_has_clients(node: Node, reserve, how: str) -> None:
+async def test_daemon_is_kept_while_its_server_has_clients(node: Node, reserve, how: str) -> None:
     """Regression: where it had been killed, its server was ended under clients that went on."""
     shared = Shared(node, reserve)
     await shared.look()
@@ -187,13 +165,13 @@ async def test_daemon_is_left_alone_while_its_server_has_clients(node: Node, res
     end_daemon(node, shared.gpu, how)
     for _ in range(3):
         node.advance(61)
-        assert (await shared.look(), node.mps.starts, node.mps.started(server)) == (READY, 1, server)
+        assert (await shared.look(), node.mps.starts, node.mps.has_server(server)) == (READY, 1, True)
     node.end(0, 42)
-    assert (await shared.look(), node.mps.starts, node.mps.started(server)) == (READY, 2, None)
+    assert (await shared.look(), node.mps.starts, node.mps.has_server(server)) == (READY, 2, False)
 
 
 @pytest.mark.parametrize("has_context", [True, False])
-async def test_server_of_a_dead_daemon_goes_before_another_mode_is_ready(node: Node, reserve, has_context) -> None:
+async def test_server_of_a_dead_daemon_ends_before_another_mode_is_ready(node: Node, reserve, has_context) -> None:
     """Regression: it stayed on the GPU of an exclusive pod, with its memory."""
     shared = Shared(node, reserve)
     await shared.look()
@@ -204,32 +182,11 @@ async def test_server_of_a_dead_daemon_goes_before_another_mode_is_ready(node: N
     if not has_context:
         node.end(0, server)
     shared.wanted = [reserve("b", shared.gpu, mode=SharingMode.EXCLUSIVE)]
-    assert (await shared.look(), node.mps.started(server)) == (READY, None)
+    assert (await shared.look(), node.mps.has_server(server)) == (READY, False)
 
 
-def test_after_a_stop_nobody_sees_a_server_any_more(node: Node) -> None:
-    """It had no context on the GPU, so its end is no news there."""
-    devices, gpu = behind_a_daemon(node)
-    node.mps.connect(pipe(node, gpu), 42)
-    devices.actual(gpu)
-    node.mps.die(pipe(node, gpu))
-    devices.apply(gpu, SetMode(None))
-    assert devices.actual(gpu).mps_servers_left
-    devices.apply(gpu, StopMps())
-    assert not devices.actual(gpu).mps_servers_left
-
-
-def test_another_daemon_takes_the_place_of_a_dead_ones_server(node: Node) -> None:
-    devices, gpu = behind_a_daemon(node)
-    server = node.mps.connect(pipe(node, gpu), 42)
-    devices.actual(gpu)
-    node.mps.die(pipe(node, gpu))
-    devices.apply(gpu, StartMps())
-    assert (node.mps.starts, node.mps.started(server)) == (2, None)
-
-
-def test_no_daemon_starts_under_who_is_there(node: Node) -> None:
-    """Whoever came between the look and the step: its dead daemon's server would be ended."""
+def test_no_daemon_starts_beside_a_pod(node: Node) -> None:
+    """A pod may come between plan and step: the server of its dead daemon would be ended."""
     devices, gpu = behind_a_daemon(node)
     server = node.mps.connect(pipe(node, gpu), 42)
     node.start(0, server, "carpool-mps")
@@ -238,14 +195,14 @@ def test_no_daemon_starts_under_who_is_there(node: Node) -> None:
     node.start(0, 42, "a")
     with pytest.raises(DeviceError, match=f"expected no pod's process where an MPS daemon starts, found {uid('a')}"):
         devices.apply(gpu, StartMps())
-    assert (node.mps.starts, node.mps.started(server)) == (1, server)
+    assert (node.mps.starts, node.mps.has_server(server)) == (1, True)
     node.end(0, 42)
     devices.apply(gpu, StartMps())
-    assert (node.mps.starts, node.mps.started(server)) == (2, None)
+    assert (node.mps.starts, node.mps.has_server(server)) == (2, False)
 
 
-def test_daemon_is_asked_rarely_while_the_same_processes_are_there(node: Node) -> None:
-    """Each question starts a program; measuring once a second must not."""
+def test_daemon_is_asked_rarely_while_processes_stay_the_same(node: Node) -> None:
+    """Each question starts a program."""
     devices, gpu = behind_a_daemon(node)
     node.start(0, 42, "a")
     devices.read(gpu)
@@ -256,13 +213,13 @@ def test_daemon_is_asked_rarely_while_the_same_processes_are_there(node: Node) -
     assert node.mps.asked == before
     server = node.mps.connect(pipe(node, gpu), 42)
     node.start(0, server, "agent")
-    assert [p.pod_uid for p in devices.read(gpu).processes] == [uid("a")], "a new server is known at once"
+    assert [p.pod_uid for p in devices.read(gpu).processes] == [uid("a")], "a new server is recognised at once"
 
 
-def test_access_says_whom_the_mps_server_serves(node: Node) -> None:
+def test_access_names_the_user_of_the_mps_server(node: Node) -> None:
     devices, gpu = behind_a_daemon(node)
     other = devices.uuids[1]
-    assert devices.access(gpu).mps_user is None, "nobody yet"
+    assert devices.access(gpu).mps_user is None
     node.start(0, 42, "a", user=1000)
     node.start(0, node.mps.connect(pipe(node, gpu), 42), None, user=1000)
     devices.read(gpu)
@@ -271,22 +228,3 @@ def test_access_says_whom_the_mps_server_serves(node: Node) -> None:
     node.mps.daemons[pipe(node, gpu)].clients.clear()
     devices.read(gpu)
     assert devices.access(gpu).mps_user is None, "a server without clients makes room for another user's"
-
-
-def test_fatal_fault_of_a_client_names_all_clients(node: Node) -> None:
-    devices, gpu = behind_a_daemon(node)
-    for pid, pod in ((42, "a"), (43, "b")):
-        node.start(0, pid, pod)
-        node.mps.connect(pipe(node, gpu), pid)
-    node.mps.daemons[pipe(node, gpu)].is_faulty = True
-    problem = devices.actual(gpu).problem
-    assert "fatal fault (clients: 42, 43)" in problem
-    assert f"pods that it ends together: {uid('a')}, {uid('b')}" in problem
-
-
-def test_daemon_that_does_not_start_is_said(node: Node) -> None:
-    devices = node.devices()
-    node.mps.refuse = "nvidia-cuda-mps-control ended with 1: no"
-    devices.apply(devices.uuids[0], SetMode(MPS))
-    with pytest.raises(DeviceError, match="ended with 1: no"):
-        devices.apply(devices.uuids[0], StartMps())

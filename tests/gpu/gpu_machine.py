@@ -26,7 +26,7 @@ from carpool_deviceplugin import cdi
 from carpool_deviceplugin.cdi import NvidiaCdi
 from carpool_deviceplugin.check import FailedError, SkippedError, prepare
 from carpool_deviceplugin.dcgm import CounterSource
-from carpool_deviceplugin.mps import PID_FILE, Mps, MpsProgram
+from carpool_deviceplugin.mps import Mps, MpsProgram
 from carpool_deviceplugin.nvlib import NvmlLibrary
 from carpool_deviceplugin.nvml_devices import NvmlDevices
 from carpool_deviceplugin.processes import Process, ProcTree
@@ -213,7 +213,7 @@ class RealMachine:
             raise SkippedError(f"it takes PyTorch with CUDA in {self._python} (CARPOOL_GPU_PYTHON): {why}")
         command = [self._python, "-W", "ignore", str(LOAD), kind]
         if self._is_private and self._mps is not None and "CUDA_MPS_PIPE_DIRECTORY" in environment:
-            shm = str(self._mps.shm(gpu))
+            shm = str(self._mps.daemon(gpu).shm)
             command = ["unshare", "--mount", "sh", "-c", _SHARED, "client", shm, *command]
         paths = {name: os.environ[name] for name in ("PATH", "HOME", "LD_LIBRARY_PATH") if name in os.environ}
         load = ProcessLoad(command, {**paths, **environment}, self.pod(pod))
@@ -249,7 +249,7 @@ class RealMachine:
     def kill_daemon(self, gpu: GpuUuid) -> None:
         """End a GPU's MPS daemon as a crash would."""
         if self._mps is not None:
-            os.kill(int((self._mps.directory(gpu) / "pipe" / PID_FILE).read_text()), signal.SIGKILL)
+            os.kill(int(self._mps.daemon(gpu).record.read_text().split()[0]), signal.SIGKILL)
 
     def cpu_s(self) -> float:
         """Processor time of this process."""

@@ -1,17 +1,19 @@
-"""MPS control daemons in memory: they start, serve, fault, die and wedge."""
+"""MPS control daemons in memory: they start, serve, fault, die and hang."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from carpool_deviceplugin.mps import MpsError
+from carpool_deviceplugin.mps import Daemon, MpsError
+
+_NO_ANSWER = "expected an answer of nvidia-cuda-mps-control within 3 s, found none"
 
 
 @dataclass
 class FakeDaemon:
-    """One daemon."""
+    """A running daemon."""
 
-    environment: Mapping[str, str]
+    files: Daemon
     shm: Path
     """Its /dev/shm."""
     clients: set[int] = field(default_factory=set)
@@ -22,99 +24,88 @@ class FakeDaemon:
 
 
 class FakeMpsCommands:
-    """Behaves as NVIDIA's program is documented to: a server exists from the first client on."""
+    """NVIDIA's program as documented: a server exists from the first client on, and may outlive its daemon."""
 
     def __init__(self) -> None:
         self.daemons: dict[str, FakeDaemon] = {}
         """By pipe directory."""
         self.starts = self.asked = 0
         self.servers_of: dict[str, set[int]] = {}
-        """Server processes by pipe directory; they outlive a daemon that was killed."""
+        """Server processes by pipe directory."""
         self.refuse = ""
-        """Why no daemon starts; empty where they do."""
+        """Error of each start; empty if daemons start."""
         self.refuse_kill = ""
-        """Why neither daemon nor server is ended; empty where they are."""
+        """Error of each kill; empty if processes can be killed."""
         self.ended: Callable[[int], None] = lambda _: None
         """Called with the process ID of each server that has ended."""
+        self._recorded: set[int] = set()
         self._next_server = 9000
 
-    def start(self, environment: Mapping[str, str], shm: Path) -> None:
-        """Start a daemon; two on one pipe directory cannot be."""
-        pipe = environment["CUDA_MPS_PIPE_DIRECTORY"]
+    def start(self, daemon: Daemon, shm: Path) -> None:
+        """Start a daemon; a second one on a pipe directory is refused."""
+        pipe = str(daemon.pipe)
         if self.refuse:
             raise MpsError(self.refuse)
         if pipe in self.daemons:
             raise MpsError("An instance of this daemon is already running")
-        if not (Path(pipe).is_dir() and shm.is_dir()):
+        if not (daemon.pipe.is_dir() and shm.is_dir()):
             raise MpsError(f"expected directories {pipe} and {shm}")
         self.starts += 1
-        self.daemons[pipe] = FakeDaemon(dict(environment), shm)
-        (Path(pipe) / "control").touch()
+        self.daemons[pipe] = FakeDaemon(daemon, shm)
+        (daemon.pipe / "control").touch()
 
-    def ask(self, environment: Mapping[str, str], command: str) -> str:
+    def ask(self, daemon: Daemon, command: str) -> str:
         """Answer as the daemon would."""
         self.asked += 1
-        pipe = environment["CUDA_MPS_PIPE_DIRECTORY"]
-        daemon = self.daemons.get(pipe)
-        if daemon is None:
+        pipe = str(daemon.pipe)
+        found = self.daemons.get(pipe)
+        if found is None:
             raise MpsError(f"Cannot find MPS control daemon process in {pipe}")
-        if daemon.is_wedged:
-            raise MpsError("expected an answer of nvidia-cuda-mps-control within 3 s, found none")
-        if daemon.is_server_wedged and command != "get_server_list" and not command.startswith("quit"):
-            raise MpsError("expected an answer of nvidia-cuda-mps-control within 3 s, found none")
-        match command.split():
-            case ["get_server_list"]:
-                return f"{daemon.server}\n" if daemon.server else ""
-            case ["get_client_list", _]:
-                return "".join(f"{pid}\n" for pid in sorted(daemon.clients))
-            case ["get_server_status", _]:
-                return "FAULT\n" if daemon.is_faulty else "ACTIVE\n"
-            case ["quit", *_]:
-                del self.daemons[pipe]
-                self._end(pipe, set(self.servers_of.get(pipe, ())))
+        verb = command.split()[0]
+        if found.is_wedged or (found.is_server_wedged and verb not in ("get_server_list", "quit")):
+            raise MpsError(_NO_ANSWER)
+        match verb:
+            case "get_server_list":
+                return f"{found.server}\n" if found.server else ""
+            case "get_client_list":
+                return "".join(f"{pid}\n" for pid in sorted(found.clients))
+            case "get_server_status":
+                return "FAULT\n" if found.is_faulty else "ACTIVE\n"
+            case "quit":
+                self._end(pipe, self.servers_of.get(pipe, set()))
                 return ""
         raise MpsError(f"Unrecognized command {command}")
 
-    def is_alive(self, environment: Mapping[str, str]) -> bool:
+    def is_alive(self, daemon: Daemon) -> bool:
         """Whether there is a daemon."""
-        return environment["CUDA_MPS_PIPE_DIRECTORY"] in self.daemons
+        return str(daemon.pipe) in self.daemons
 
-    def kill(self, environment: Mapping[str, str], servers: Mapping[int, int]) -> None:
-        """End a daemon and servers."""
+    def kill(self, daemon: Daemon) -> None:
+        """End a daemon and its recorded servers."""
         if self.refuse_kill:
             raise MpsError(self.refuse_kill)
-        pipe = environment["CUDA_MPS_PIPE_DIRECTORY"]
-        self.daemons.pop(pipe, None)
-        self._end(pipe, self.servers_of.get(pipe, set()) & servers.keys())
+        self._end(str(daemon.pipe), self._recorded)
 
     def _end(self, pipe: str, servers: set[int]) -> None:
-        for server in servers:
+        self.daemons.pop(pipe, None)
+        for server in self.servers_of.get(pipe, set()) & servers:
             self.servers_of[pipe].remove(server)
             self.ended(server)
 
-    def started(self, pid: int) -> int | None:
-        """When a server began; its number is never used again."""
-        return pid if any(pid in servers for servers in self.servers_of.values()) else None
+    def servers(self, daemon: Daemon, present: Iterable[int] = (), listed: Iterable[int] = ()) -> frozenset[int]:
+        """Return the daemon's servers that were recorded, are on the GPU, or are listed by a living daemon."""
+        pipe = str(daemon.pipe)
+        visible = self._recorded | {*present, *(listed if pipe in self.daemons else ())}
+        found = frozenset(self.servers_of.get(pipe, set()) & visible)
+        self._recorded |= found
+        return found
 
-    def living(self, environment: Mapping[str, str], servers: Mapping[int, int]) -> dict[int, int]:
-        """Return those of these servers that still run and belong to this daemon."""
-        own = self.servers_of.get(environment["CUDA_MPS_PIPE_DIRECTORY"], set())
-        return {pid: began for pid, began in servers.items() if pid in own}
-
-    def home(self, environment: Mapping[str, str]) -> str | None:
-        """Name where a daemon lives: each somewhere else."""
-        pipe = environment["CUDA_MPS_PIPE_DIRECTORY"]
-        return pipe if pipe in self.daemons else None
-
-    def servers(
-        self, environment: Mapping[str, str], home: str, present: Iterable[int], listed: Iterable[int]
-    ) -> dict[int, int]:
-        """Return the daemon's servers; without a daemon only those that are on the GPU."""
-        believed = {*present, *(listed if environment["CUDA_MPS_PIPE_DIRECTORY"] in self.daemons else ())}
-        return {pid: pid for pid in self.servers_of.get(home, set()) & believed}
+    def has_server(self, pid: int) -> bool:
+        """Whether a server process lives."""
+        return any(pid in servers for servers in self.servers_of.values())
 
     def connect(self, pipe: str, pid: int) -> int:
-        """A client connects; return the server's process ID."""
+        """Connect a client; return the server's process ID."""
         daemon = self.daemons[pipe]
         if daemon.server is None:
             daemon.server, self._next_server = self._next_server, self._next_server + 1
@@ -123,5 +114,5 @@ class FakeMpsCommands:
         return daemon.server
 
     def die(self, pipe: str) -> None:
-        """The daemon dies; its server lives on."""
+        """End a daemon as a crash would; its server lives on."""
         del self.daemons[pipe]

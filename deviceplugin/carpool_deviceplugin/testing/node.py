@@ -56,9 +56,9 @@ class Node:
         directory, long_s = self.root / "mps", 60.0  # the machine may be busy, and nobody waits
         return NvmlDevices(
             self.nvml,
-            mps=HostedMps(self.mps, directory, self.mps_host, within_s=long_s, tidy_within_s=long_s)
+            mps=HostedMps(self.mps, directory, self.mps_host, within_s=long_s, clean_within_s=long_s)
             if self.mps_host
-            else Mps(self.mps, directory, tidy_within_s=long_s),
+            else Mps(self.mps, directory, clean_within_s=long_s),
             cdi=NvidiaCdi([self.root / "etc-cdi", self.root / "cdi"]),
             state_dir=self.root / "state",
             processes=ProcTree(self.root / "proc"),

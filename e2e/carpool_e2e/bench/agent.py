@@ -153,12 +153,11 @@ ACCEPT = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 STAND_IN = """#!/bin/sh
-# Stands in for nvidia-cuda-mps-control: a daemon that writes its process ID and opens its pipe, and a client.
+# Stands in for nvidia-cuda-mps-control: a daemon that opens its pipe, and a client.
 pipe="$CUDA_MPS_PIPE_DIRECTORY"
 if [ "$1" = -d ]; then
   ln -sf "$(command -v sleep)" "$pipe/../nvidia-cuda-mps"
   setsid "$pipe/../nvidia-cuda-mps" 600 <&- >&- 2>&- &
-  echo $! > "$pipe/nvidia-cuda-mps-control.pid"
   : > "$pipe/control"
   exit 0
 fi
@@ -296,7 +295,7 @@ def mps_ready(root: Path) -> list[float]:
             began = time.perf_counter()
             mps.start(gpu)
             took.append(time.perf_counter() - began)
-            _end(mps.directory(gpu) / "pipe" / "nvidia-cuda-mps-control.pid")
+            _end(mps.daemon(gpu).record)
     finally:
         os.environ["PATH"] = path
         shutil.rmtree(root)
@@ -306,7 +305,7 @@ def mps_ready(root: Path) -> list[float]:
 def _end(file: Path) -> None:
     """The stand-in knows no `quit`."""
     try:
-        os.kill(int(file.read_text()), 15)
+        os.kill(int(file.read_text().split()[0]), 15)
     except ProcessLookupError:
         return
 
