@@ -19,7 +19,7 @@ from carpool_extender.framework.evaluation_cache import EvaluationCache
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.informers import Informers
 from carpool_extender.metrics import ExtenderMetrics, StateCollector
-from carpool_extender.queue.admission import AdmissionConfig, AdmissionController, Leadership
+from carpool_extender.queue.admission import AdmissionController, Leadership
 from carpool_extender.queue.scheduling_queue import SchedulingQueue
 from carpool_extender.reservations.binder import BindDeps, Binder
 from carpool_extender.reservations.gc import ReservationGC, Restorer
@@ -103,7 +103,7 @@ def build(
         ),
         evaluations=evaluation_cache,
         leadership=Leadership(api, clock, settings.scheduler_lease, settings.scheduler_host or gethostname()),
-        config=AdmissionConfig(settings.slots_per_gpu, settings.admission_timeout_seconds),
+        timeout_s=settings.admission_timeout_seconds,
         clock=clock,
         sleep=sleep,
         metrics=telemetry,

@@ -313,6 +313,8 @@ class ClusterCache:
         self._classes: IdPool[DeviceClass] = IdPool()
         self._namespaces: IdPool[str] = IdPool()
         self._held: dict[str, tuple[frozenset[DeviceClass], frozenset[str]]] = {}
+        self.freed_at = 0
+        """Generation of the last change after which a GPU may hold more."""
 
     @property
     def nodes(self) -> dict[str, GpuNode]:
@@ -398,12 +400,14 @@ class ClusterCache:
             block = self._blocks.get(node, slice(0, 0))
             found |= {r: why for r in range(block.start, block.stop) if self._columns.uuid[r] == uuid}
         self._hinder(found, self._nonsense)
-        changed = found.keys() ^ self._unavailable.keys()
+        changed, lifted = found.keys() ^ self._unavailable.keys(), self._unavailable.keys() - found.keys()
         self._unavailable = found
         if changed:
             rows = sorted(changed)
             self._columns.unavailable[rows] = [row in found for row in rows]
             self._journal.note(rows)
+            if lifted:
+                self.freed_at = self.generation
 
     def _hinder(self, found: dict[int, UnavailableReason], nodes: Mapping[str, UnavailableReason]) -> None:
         for node, why in nodes.items():
@@ -424,6 +428,8 @@ class ClusterCache:
         if old is None or old.spec is not node.spec:
             self._index_holders(name, old, node)
         self._write(name, node)
+        if old is None or old.status.tenants != node.status.tenants or may_free_capacity(old, node):
+            self.freed_at = self.generation
         return True
 
     def assume(self, name: str, reservation: Reservation) -> None:
@@ -433,8 +439,9 @@ class ClusterCache:
 
     def forget(self, name: str, pod_uid: PodUid) -> None:
         """Count only what is written of a pod."""
-        if self._assumed.discard(name, pod_uid):
+        if self._assumed.discard(name, pod_uid) and name not in self._holders.of(pod_uid):
             self._write_again(name)
+            self.freed_at = self.generation
 
     def _write_again(self, name: str) -> None:
         node = self._nodes.get(name)
@@ -551,12 +558,17 @@ def _pods_on(node: GpuNode | None) -> set[tuple[PodUid, JobUid]]:
 
 
 def may_free_capacity(old: GpuNode | None, new: GpuNode) -> bool:
-    """Whether a change of a GpuNode may give a waiting pod a place, besides releases: those tell of themselves.
+    """Return whether a change of a GpuNode may give a pending job room: the QueueingHint of the queue.
 
-    That a GPU changed its mode for a tenant, or fell sick, gives nobody a place.
+    A reservation that ended or shrank does, and a GPU that appeared or recovered; a GPU that changed its mode for a
+    tenant, or failed, does not.
     """
     if old is None or (has_unreserved_usage(old) and not has_unreserved_usage(new)):
         return True
+    if old.spec is not new.spec:
+        left = {one.pod_uid: one.tenant for one in new.spec.reservations}
+        if any(left.get(one.pod_uid) != one.tenant for one in old.spec.reservations):
+            return True
     if old.status.devices is new.status.devices:
         return False  # as in each sign of life
     before = {device.uuid: device for device in old.status.devices}

@@ -49,7 +49,7 @@ class CachedEvaluation:
         snapshot: Snapshot,
         filter_runner: FilterRunner = filter_rows,
     ) -> None:
-        self._run = filter_runner
+        self._run, self.config = filter_runner, config
         self.policy = config.policy_for(pod_request)
         limits = config.limits_for(pod_request)
         self.evaluation = Evaluation(snapshot, pod_request, config.slots, limits, empty_results(0))

@@ -1,11 +1,10 @@
 """Gang placement: places for all workers of a job at once, as a pure function of a snapshot."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from carpool_core.values import GpuUuid, JobUid, PodUid
+from carpool_core.values import JobUid, PodUid
 from numpy.typing import NDArray
 
 from carpool_extender.cache.cluster import ClusterCache
@@ -15,6 +14,7 @@ from carpool_extender.cache.gpu_table import (
     Bools,
     Rows,
     TenantName,
+    empty_table,
     grid_of,
     places,
     update_aggregates,
@@ -24,7 +24,7 @@ from carpool_extender.framework.diagnosis import PREFIX, placement_reason
 from carpool_extender.framework.evaluation_cache import CachedEvaluation, EvaluationCache
 from carpool_extender.framework.filters import Evaluation, pluralize, run_filters
 from carpool_extender.framework.scores import BestPerNode, Policy, SchedulerConfig, select
-from carpool_extender.framework.selection import Placement, placement_on
+from carpool_extender.framework.selection import Placement, best_place, placement_on
 from carpool_extender.framework.sharing_mode import EXCLUSIVE, MIG, MPS
 
 
@@ -56,15 +56,24 @@ def place_workers(
     Returns:
         The places, fewer than wanted if no more fit.
     """
-    evaluation, policy = cached.evaluation, cached.policy
-    names = evaluation.snapshot.node_names
+    evaluation, config = cached.evaluation, cached.config
+    if wanted == 1:
+        only = best_place(cached, among, with_reason=with_reason)
+        return [] if only is None else [WorkerPlace(*only)]
     fitting = evaluation.ok if among is None else evaluation.ok & among
     if with_reason:  # a reason names the GPUs that were passed over, too
         rows = places(evaluation.snapshot.gpus.alive)
     else:
-        rows = _rows_of_best_nodes(evaluation, policy, wanted, fitting)
-    paper, permitted = _copy(evaluation, rows), fitting[rows]
-    best = BestPerNode(evaluation.pod_request.demand.gpus)
+        rows = _rows_of_best_nodes(evaluation, cached.policy, wanted, fitting)
+    paper = _copy(evaluation, rows)
+    return _place(paper, cached.policy, wanted, fitting[rows], spread=config.spread_workers, with_reason=with_reason)
+
+
+def _place(
+    paper: Evaluation, policy: Policy, wanted: int, permitted: Bools, *, spread: bool, with_reason: bool = False
+) -> list[WorkerPlace]:
+    names = paper.snapshot.node_names
+    best = BestPerNode(paper.pod_request.demand.gpus)
     best.resize(len(names))
     best.put_all(select(paper, policy, among=permitted))
     found: list[WorkerPlace] = []
@@ -74,6 +83,8 @@ def place_workers(
         found.append(WorkerPlace(names[node], placement_on(paper, chosen.tolist(), policy, reason)))
         if len(found) < wanted:
             _join(paper, chosen, number=len(found))
+            if spread:
+                permitted[chosen] = False
             nodes = np.zeros(len(names), np.bool_)
             nodes[node] = True
             if policy.is_local:
@@ -81,6 +92,14 @@ def place_workers(
             else:
                 best.put_all(select(paper, policy, among=permitted))
     return found
+
+
+def place_gang(cached: CachedEvaluation, workers: int, among: Bools | None = None) -> list[WorkerPlace] | None:
+    """Return the place of each worker; None if not all of them fit. Arguments as in `place_workers`."""
+    if workers == 1 and not cached.best.fits.any():
+        return None
+    found = place_workers(cached, workers, among)
+    return found if len(found) == workers else None
 
 
 def max_workers(cached: CachedEvaluation, wanted: int, among: Bools | None = None) -> int:
@@ -92,6 +111,47 @@ def max_workers(cached: CachedEvaluation, wanted: int, among: Bools | None = Non
     else:
         disjoint = int((np.unique(evaluation.node_and_mode(rows), return_counts=True)[1] // gpus).sum())
     return wanted if disjoint >= wanted else len(place_workers(cached, wanted, among))
+
+
+def gang_refusal(cached: CachedEvaluation, workers: int, name: str) -> str:
+    """Return why the workers of a job wait for each other, as one sentence with numbers.
+
+    Args:
+        cached: Evaluation of one worker.
+        workers: Workers without a GPU, more than fit at present.
+        name: `namespace/name` of the job.
+    """
+    found, most = max_workers(cached, workers), max_workers_when_empty(cached.evaluation, cached.config.slots)
+    ever = f", and for {most:,} at most if all GPUs were empty" if most < workers else ""
+    return (
+        f"{PREFIX}job {name} needs places for {pluralize(workers, 'worker')} of "
+        f"{pluralize(cached.evaluation.pod_request.demand.gpus, 'GPU')} at once, there is room for {found:,}{ever}; "
+        "none starts before all can"
+    )
+
+
+def fits_when_empty(cached: CachedEvaluation, workers: int, among: Bools) -> bool:
+    """Return whether a gang would fit on some GPUs if they were empty.
+
+    Args:
+        cached: Evaluation of one worker.
+        workers: Number of workers.
+        among: These GPUs, shape (gpus,).
+    """
+    paper = _copy(cached.evaluation, places(among))
+    gpus, size = paper.snapshot.gpus, places(among).size
+    empty = empty_table(size, gpus.memory_mib.shape[1])
+    for name in _OF_DEVICES:
+        getattr(empty, name)[:] = getattr(gpus, name)
+    update_aggregates(empty, np.arange(size))
+    paper = replace(paper, snapshot=replace(paper.snapshot, gpus=empty), results=run_filters(paper, empty))
+    return len(_place(paper, cached.policy, workers, paper.ok, spread=cached.config.spread_workers)) == workers
+
+
+_OF_DEVICES = (
+    "alive", "node", "gpu_index", "nvlink_domain", "device_class", "usable_mib", "unavailable", "prepared", "uuid",
+)  # fmt: skip
+"""Columns that do not depend on tenants."""
 
 
 def _rows_of_best_nodes(evaluation: Evaluation, policy: Policy, wanted: int, fitting: Bools) -> Rows:
@@ -207,59 +267,13 @@ class Gangs:
     def __init__(self, state: ClusterState, evaluation_cache: EvaluationCache, config: SchedulerConfig) -> None:
         self._state, self._evaluation_cache, self._config = state, evaluation_cache, config
 
-    def refusal(self, pod_request: PodRequest, pod_uid: PodUid, offered: Sequence[str] | None = None) -> str | None:
-        """Return why a pod has to wait until all workers of its job fit; None if it need not.
-
-        Args:
-            pod_request: The request of each worker.
-            pod_uid: The pod.
-            offered: Permitted nodes; all if None.
-        """
+    def refusal(self, pod_request: PodRequest, pod_uid: PodUid) -> str | None:
+        """Return why a pod has to wait until all workers of its job fit; None if it need not."""
         demand = pod_request.demand
-        wanted, fits = self._count(pod_request, pod_uid, offered)
-        if fits >= wanted:
+        if pod_request.workers == 1 or self._state.cluster.pods_of_job(demand.job_uid) - {pod_uid}:
             return None
-        most = max_workers_when_empty(self._evaluation_cache.of(pod_request).evaluation, self._config.slots)
-        ever = f", and for {most:,} at most if all GPUs were empty" if most < wanted else ""
-        return (
-            f"{PREFIX}job {demand.namespace}/{demand.job_name} needs places for {pluralize(wanted, 'worker')} of "
-            f"{pluralize(demand.gpus, 'GPU')} at once, there is room for {fits:,}{ever}; none starts before all can"
-        )
-
-    def waits(self, pod_request: PodRequest, pod_uid: PodUid, offered: Sequence[str] | None = None) -> bool:
-        """Return whether a pod has to wait; arguments as in `refusal`."""
-        wanted, fits = self._count(pod_request, pod_uid, offered)
-        return fits < wanted
-
-    def wanted(self, pod_request: PodRequest, pod_uid: PodUid) -> int:
-        """Return how many workers of the pod's job have not succeeded."""
-        return pod_request.workers - self._state.succeeded(pod_request.demand.job_uid, pod_uid)
-
-    def _count(self, pod_request: PodRequest, pod_uid: PodUid, offered: Sequence[str] | None) -> tuple[int, int]:
-        """Return how many workers need places at once, and how many fit; zeros once a worker has its place."""
-        if pod_request.workers == 1 or self._state.cluster.pods_of_job(pod_request.demand.job_uid) - {pod_uid}:
-            return 0, 0
-        wanted = self.wanted(pod_request, pod_uid)
-        return wanted, self.room_for(pod_request, wanted, offered)
-
-    def room_for(self, pod_request: PodRequest, wanted: int, offered: Sequence[str] | None) -> int:
-        """Return how many workers fit on some nodes, at most as many as wanted; on all nodes if None."""
+        wanted = pod_request.workers - self._state.succeeded(demand.job_uid, pod_uid)
         cached = self._evaluation_cache.of(pod_request)
-        return max_workers(cached, wanted, _on_nodes(cached.evaluation, offered))
-
-    def gpus_for(self, pod_request: PodRequest, wanted: int, offered: Sequence[str] | None) -> set[tuple[str, GpuUuid]]:
-        """Return the GPUs, by node and UUID, that some workers would get; arguments as in `room_for`."""
-        cached = self._evaluation_cache.of(pod_request)
-        found = place_workers(cached, wanted, _on_nodes(cached.evaluation, offered))
-        return {(node, gpu) for node, placement in found for gpu in placement.gpu_uuids}
-
-
-def _on_nodes(evaluation: Evaluation, names: Sequence[str] | None) -> Bools | None:
-    """Return the mask of the GPUs of some nodes, shape (gpus,); None if all are permitted."""
-    if names is None:
-        return None
-    wanted = np.zeros(len(evaluation.snapshot.node_names) + 1, np.bool_)
-    wanted[evaluation.snapshot.ids(names)] = True
-    wanted[-1] = False
-    mask: Bools = wanted[evaluation.snapshot.gpus.node]
-    return mask
+        if max_workers(cached, wanted) >= wanted:
+            return None
+        return gang_refusal(cached, wanted, f"{demand.namespace}/{demand.job_name}")

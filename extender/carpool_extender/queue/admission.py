@@ -32,6 +32,7 @@ from carpool_core.values import JobUid, PodUid
 from carpool_extender.cache.cluster import may_free_capacity
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.evaluation_cache import EvaluationCache
+from carpool_extender.framework.gang import place_gang
 from carpool_extender.informers import Informers, JobRow
 from carpool_extender.metrics import ExtenderMetrics
 from carpool_extender.queue.order import duration_in, reservation_end_s
@@ -44,7 +45,6 @@ from carpool_extender.queue.scheduling_queue import (
     Waiting,
     WaitReason,
     claims_of,
-    place_gang,
     refusal_message,
 )
 from carpool_extender.workloads import NotOurs, Workloads
@@ -150,15 +150,6 @@ class _Gang:
         return len(self.gated) + len(self.admitted) + self.bound
 
 
-@dataclass(frozen=True, slots=True)
-class AdmissionConfig:
-    """Settings of admission."""
-
-    slots: int
-    timeout_s: float
-    """Time from ungating to the reservation, in seconds, after which a job goes back to the queue."""
-
-
 class AdmissionController:
     """Runs the queue on the leader and keeps the claims of admitted pods.
 
@@ -169,7 +160,7 @@ class AdmissionController:
         queue: Decides which jobs start.
         evaluations: Evaluations on the cluster cache.
         leadership: Whether this extender admits jobs.
-        config: Settings.
+        timeout_s: Time from ungating to the reservation, in seconds, after which a job goes back to the queue.
         clock: The time.
         sleep: Waits.
         metrics: Counts admissions.
@@ -184,13 +175,13 @@ class AdmissionController:
         *,
         evaluations: EvaluationCache,
         leadership: Leadership,
-        config: AdmissionConfig,
+        timeout_s: float,
         clock: Clock,
         sleep: Callable[[float], Awaitable[Any]],
         metrics: ExtenderMetrics,
     ) -> None:
         self._api, self._informers, self._workloads, self._queue = api, informers, workloads, queue
-        self._evaluations, self._leadership, self._config = evaluations, leadership, config
+        self._evaluations, self._leadership, self._timeout_s = evaluations, leadership, timeout_s
         self._clock, self._sleep, self._metrics = clock, sleep, metrics
         self._binding: Container[PodUid] = ()
         self._jobs: dict[JobUid, _Job] = {}
@@ -205,11 +196,9 @@ class AdmissionController:
         self._dirty: set[JobUid] = set()
         self._gangs: dict[JobUid, _Gang] = {}
         self._requests: dict[JobUid, PodRequest] = {}
-        self._queued: dict[JobUid, QueuedJobInfo] = {}
         self._refusals: dict[JobUid, tuple[Pod, str]] = {}
         """Jobs that may not ask for GPUs as they do, with a pod and the reason."""
         self._classes: frozenset[DeviceClass] = frozenset()
-        self._waiting: dict[JobUid, Waiting] = {}
         self._patches = asyncio.Semaphore(PATCHES_AT_ONCE)
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
@@ -262,7 +251,6 @@ class AdmissionController:
         for uid in [*self._claims]:
             self.forget_claim(uid)
         self._admitted_at.clear()
-        self._waiting.clear()
 
     async def run_once(self) -> None:
         """Run one pass: claim for admitted pods, return those that did not start, admit pending jobs."""
@@ -278,20 +266,18 @@ class AdmissionController:
         # 2. Claim GPUs for admitted pods that have none, and return those that were not reserved in time.
         for job in [job for job, gang in self._gangs.items() if gang.admitted]:
             self._follow_admitted(job, self._gangs[job], now_s)
-        # 3. Admit pending jobs.
+        # 3. Admit pending jobs, and remove the gates of their pods.
         with self._metrics.admission_pass():
-            result = self._queue.schedule([*self._queued.values()], self._end_of, now_s)
-        self._waiting = {one.info.job: one for one in result.waiting}
-        self._metrics.pending_jobs.set(len(self._waiting))
-        # 4. Remove the gates.
-        for one in result.admitted:
-            self._start(one)
+            for one in self._queue.admit(self._end_of, now_s):
+                self._start(one)
+        self._metrics.pending_jobs.set(len(self._queue))
 
     # --- gathering -------------------------------------------------------------------------------------------------
 
     async def _update(self, job: JobUid, now_s: float) -> None:
         """Gather the pods of a job, and its entry of the queue."""
-        for known in (self._gangs, self._queued, self._requests, self._refusals):
+        self._queue.remove(job)
+        for known in (self._gangs, self._requests, self._refusals):
             known.pop(job, None)
         if (gang := self._gang(job)) is None:
             return
@@ -307,7 +293,7 @@ class AdmissionController:
             return
         self._gangs[job], self._requests[job] = gang, request
         if gang.gated and (info := self._info(job, gang, request, now_s)) is not None:
-            self._queued[job] = info
+            self._queue.add(info)
 
     def _gang(self, job: JobUid) -> _Gang | None:
         """Return the pods of a job's latest attempt; None if none of them waits."""
@@ -380,21 +366,21 @@ class AdmissionController:
                 continue
             if self._informers.cluster.nodes_holding(uid):
                 self.forget_claim(uid)
-            elif now - self._admitted_at.setdefault(uid, now) > self._config.timeout_s and uid not in self._ungating:
+            elif now - self._admitted_at.setdefault(uid, now) > self._timeout_s and uid not in self._ungating:
                 self._give_up(job, gang, now_s)
                 return
             elif uid not in self._claims:
                 unclaimed.append(pod)
         if unclaimed:
-            self._claim_again(job, unclaimed, self._requests[job])
+            self._claim_again(job, unclaimed, self._requests[job], now_s)
 
-    def _claim_again(self, job: JobUid, pods: Sequence[Pod], request: PodRequest) -> None:
+    def _claim_again(self, job: JobUid, pods: Sequence[Pod], request: PodRequest, now_s: float) -> None:
         """Claim GPUs for pods that are ungated already: after a change of leader, or a bind that failed."""
         refs = tuple(PodRef(PodUid(pod.metadata.uid), pod.metadata.name) for pod in pods)
         if (found := place_gang(self._evaluations.of(request), len(refs))) is None:
             return
         info = QueuedJobInfo(job, "", 0, 0.0, 0, request, refs)
-        self._count(claims_of(info, found))
+        self._count(claims_of(info, found, now_s))
 
     def _count(self, claims: Iterable[Claim]) -> None:
         for claim in claims:
@@ -496,12 +482,12 @@ class AdmissionController:
         now, due, texts = self._clock.monotonic(), [], dict[tuple[object, ...], str]()
         late = [
             (state.written_at_s, state.number, job)
-            for job in (*self._waiting, *self._refusals)
+            for job in (*self._queue, *self._refusals)
             if now - (state := self._state(job)).written_at_s >= CONDITION_EVERY_S
         ]
         for _, _, job in sorted(late)[: 4 * CONDITIONS_A_SECOND]:
             state = self._jobs[job]
-            waiting, refusal = self._waiting.get(job), self._refusals.get(job)
+            waiting, refusal = self._queue.waiting(job), self._refusals.get(job)
             if refusal is not None:
                 pod, text = self._informers.pod(PodUid(refusal[0].metadata.uid)), refusal[1]
             elif waiting is not None:
@@ -526,7 +512,7 @@ class AdmissionController:
         is_own = waiting.info.request.workers > 1 or waiting.reason is WaitReason.TOO_MANY_PODS
         key = (waiting.reason, waiting.info.name if is_own else waiting.behind, *waiting.info.shape)
         if key not in texts:
-            texts[key] = refusal_message(waiting, self._evaluations, self._config.slots)
+            texts[key] = refusal_message(waiting, self._evaluations)
         return texts[key]
 
     async def _write_condition(self, pod: Pod, reason: str, message: str) -> None:
@@ -596,7 +582,7 @@ class AdmissionController:
     def _node_changed(self, old: GpuNode | None, new: GpuNode | None) -> None:
         if new is None:
             return
-        if may_free_capacity(old, new) or (old is not None and _has_released(old, new)):
+        if may_free_capacity(old, new):
             self._changed.set()
 
     def _job_changed(self, old: JobRow | None, new: JobRow | None) -> None:
@@ -615,14 +601,6 @@ def _is_same(old: Pod, new: Pod) -> bool:
         new.is_finished,
         new.metadata.deletion_timestamp,
     )
-
-
-def _has_released(old: GpuNode, new: GpuNode) -> bool:
-    """Whether a reservation ended, or a tenant's own peak made room."""
-    if old.spec is new.spec:
-        return False
-    left = {one.pod_uid: one.tenant for one in new.spec.reservations}
-    return any(left.get(one.pod_uid) != one.tenant for one in old.spec.reservations)
 
 
 def _created_s(pod: Pod, now_s: float) -> float:

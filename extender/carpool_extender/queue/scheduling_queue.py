@@ -1,44 +1,60 @@
-"""Admission of pending jobs: queue order, whole gangs, EASY backfill.
+"""Pending jobs, and the decision which of them start: queue order, whole gangs, EASY backfill.
 
-The first job in queue order that does not fit gets a reservation in time: tenants are released on paper in the order of
-their predicted ends until the job fits. The GPUs that it gets then are its shadow set. A later job passes if it fits
-outside the shadow set, or ends before the reserved time (Lifka, The ANL/IBM SP Scheduling System, JSSPP 1995).
+```
+          add                  fits, delays no reservation in time
+ job ───────────▶ Pending ───────────────────────────────────────────▶ Admitted: it leaves the queue, its claims count
+                  │  ▲  ▲                                              in the cluster
+   refused       │  │  └── Backoff, until `retry_at_s`
+                  ▼  │
+                Refused  GPUs that may hold more became available, or the reservation in time changed
+```
+
+The first job in queue order that does not fit gets a reservation in time. GPUs become idle on paper when the predicted
+ends of their tenants have passed; the job starts at the latest when enough of them are idle, and these GPUs are its
+shadow set. A later job passes if it fits outside the shadow set, or ends before the reserved time (Lifka, The ANL/IBM
+SP Scheduling System, JSSPP 1995).
 
 The module has no clock and no I/O. Production, the simulator and `explain` call it with their own clusters.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
+from carpool_core.clock import parse_rfc3339
 from carpool_core.durations import ASSUMED_DURATION_S, duration_bucket
-from carpool_core.resources.node import GpuNode, Reservation
+from carpool_core.resources.node import Reservation
 from carpool_core.values import GpuUuid, JobUid, PodUid
+from numpy.typing import NDArray
 
 from carpool_extender.cache.cluster import ClusterCache
 from carpool_extender.cache.gpu_table import Bools, Snapshot
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.diagnosis import PREFIX, summary
-from carpool_extender.framework.evaluation_cache import CachedEvaluation, EvaluationCache
-from carpool_extender.framework.filters import pluralize
-from carpool_extender.framework.gang import infeasible_when_empty, max_workers, max_workers_when_empty, place_workers
+from carpool_extender.framework.evaluation_cache import EvaluationCache
+from carpool_extender.framework.filters import Evaluation
+from carpool_extender.framework.gang import (
+    WorkerPlace,
+    fits_when_empty,
+    gang_refusal,
+    infeasible_when_empty,
+    place_gang,
+)
 from carpool_extender.framework.scores import SchedulerConfig
-from carpool_extender.framework.selection import Placement, best_place, reservation_of
-from carpool_extender.queue.order import QueueCursor, QueueEnd, QueueKey, QueueOrder
+from carpool_extender.framework.selection import reservation_of
+from carpool_extender.queue.order import QueueEnd, QueueKey, QueueOrder, queue_order, sort_key
 
 EndOf: TypeAlias = Callable[[Reservation], float | None]
 """Predicted end of a reservation, in seconds of the caller's clock; None if it is unknown."""
 
 Gpu: TypeAlias = tuple[str, GpuUuid]
 """A GPU by the name of its node and its UUID."""
-
-_ON_PAPER = datetime.fromtimestamp(0, UTC)
-"""Times of reservations that are not written."""
 
 
 class PodRef(NamedTuple):
@@ -116,10 +132,6 @@ class Waiting:
 
     info: QueuedJobInfo
     reason: WaitReason
-    position: int
-    """Place in line, from 1."""
-    start_s: float | None = None
-    """Expected start; known for the job with the reservation in time only."""
     behind: str = ""
     """`namespace/name` of the job with the reservation in time that this one would delay."""
 
@@ -134,17 +146,6 @@ class TimeReservation:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PassResult:
-    """Outcome of one pass over the pending jobs."""
-
-    admitted: Sequence[Admitted]
-    waiting: Sequence[Waiting]
-    """In queue order."""
-    reserved: TimeReservation | None
-    """Reservation in time of the first job that does not fit; None if every job fits or no job ever could."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Forecast:
     """Expected start of a pending job."""
 
@@ -154,10 +155,66 @@ class Forecast:
     """None if the job does not fit even after every running job has ended."""
 
 
-class SchedulingQueue:
-    """Decides which pending jobs start.
+@dataclass(slots=True, eq=False)
+class _Group:
+    """Pending jobs of equal request, number of workers and length: one decision holds for all of them."""
 
-    Admitted jobs are counted in the cluster as assumed reservations; the caller forgets them if it does not start them.
+    infos: list[QueuedJobInfo] = field(default_factory=list)
+    """In queue order, which is the same from both ends because their lengths are equal."""
+    reason: WaitReason | None = None
+    """Why they wait; None if they were not considered yet."""
+    generation: int = -1
+    """Generation of the cluster at the last refusal."""
+    behind: TimeReservation | None = None
+    """Reservation in time that they would have delayed at the last refusal."""
+
+    def is_refused(self, freed_at: int, reserved: TimeReservation | None) -> bool:
+        """Whether the last refusal still holds."""
+        if self.reason is None or self.generation < freed_at:
+            return False
+        return self.reason is WaitReason.DOES_NOT_FIT or self.behind is reserved
+
+
+def predicted_end(started_s: float, duration_s: float, now_s: float) -> float:
+    """Return when a running job ends, in seconds of the caller's clock.
+
+    A job that runs longer than predicted is expected to run on for as long as it ran: lengths of jobs have heavy tails
+    (Harchol-Balter and Downey, Exploiting Process Lifetime Distributions, ACM TOCS 15, 1997).
+
+    Args:
+        started_s: When it started.
+        duration_s: Its predicted length at the expected slowdown.
+        now_s: The time.
+    """
+    end_s = started_s + duration_s
+    return end_s if end_s > now_s else now_s + max(1.0, now_s - started_s)
+
+
+_Entry: TypeAlias = tuple[tuple[float, ...], int, _Group]
+"""Sort key and number of a group's first job, and the group."""
+
+
+@dataclass(slots=True, eq=False)
+class _Pass:
+    """State of one pass over the groups."""
+
+    end_of: EndOf
+    now_s: float
+    ends: dict[JobUid, float] = field(default_factory=dict)
+    """Predicted ends of the jobs that this pass admitted."""
+    line: list[_Entry] = field(default_factory=list)
+    """Groups to consider, a heap."""
+    refused: list[_Entry] = field(default_factory=list)
+    """Groups that do not fit and may get the reservation in time, a heap."""
+    reserved: TimeReservation | None = None
+    """Reservation in time of a job ahead of those that are left."""
+
+
+class SchedulingQueue:
+    """Pending jobs, sorted incrementally, and the decision which of them start.
+
+    A refusal holds until GPUs change that may hold more (`ClusterCache.freed_at`), so that the end of a job costs one
+    evaluation for each distinct request, however many jobs wait.
 
     Args:
         cluster: GPUs, reservations, and claims of admitted jobs.
@@ -165,6 +222,8 @@ class SchedulingQueue:
         config: Policy and limits of the site.
         order: How pending jobs are sorted.
         default_duration_s: Length of jobs whose length is unknown, in seconds.
+        backfill: Whether jobs pass the first one that does not fit. Otherwise all wait for it (first come, first
+            served), as published strategies do.
     """
 
     def __init__(
@@ -175,27 +234,92 @@ class SchedulingQueue:
         *,
         order: QueueOrder,
         default_duration_s: float = ASSUMED_DURATION_S,
+        backfill: bool = True,
     ) -> None:
         self._cluster, self._evaluations, self._config = cluster, evaluations, config
-        self._order, self._default_duration_s = order, default_duration_s
+        self._order, self._default_duration_s, self._backfill = order, default_duration_s, backfill
         self._end = QueueEnd.LONGEST
+        self._jobs: dict[JobUid, QueuedJobInfo] = {}
+        self._groups: dict[object, _Group] = {}
+        self._aside: dict[JobUid, WaitReason] = {}
+        """Jobs outside the groups: they back off, or their earlier pods still hold GPUs."""
+        self._reserved: TimeReservation | None = None
+        self._reserved_at = -1
+        """Generation of the cluster for which the reservation in time was computed."""
+        self._pass = _Pass(lambda _: None, 0.0)
 
-    def schedule(self, pending: Iterable[QueuedJobInfo], end_of: EndOf, now_s: float) -> PassResult:
-        """Go once through the pending jobs, and admit those that fit and delay no reservation in time.
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __iter__(self) -> Iterator[JobUid]:
+        return iter(self._jobs)
+
+    @property
+    def reserved(self) -> TimeReservation | None:
+        """Reservation in time that held a job back in the last pass; None if it held none back."""
+        return self._reserved
+
+    def add(self, info: QueuedJobInfo) -> None:
+        """Add a pending job, in place of an entry of the same job."""
+        self.remove(info.job)
+        self._jobs[info.job] = info
+        if info.retry_at_s:
+            self._aside[info.job] = WaitReason.BACKOFF
+        else:
+            self._insert(info)
+
+    def remove(self, job: JobUid) -> None:
+        """Remove a job, if it is pending."""
+        info = self._jobs.pop(job, None)
+        if info is not None and self._aside.pop(job, None) is None:
+            self._take_out(info)
+
+    def waiting(self, job: JobUid) -> Waiting | None:
+        """Return why a job waits since the last pass; None if it is not pending or was not considered."""
+        info = self._jobs.get(job)
+        if info is None:
+            return None
+        if (aside := self._aside.get(job)) is not None:
+            return Waiting(info, aside)
+        group = self._groups[_group_key(info)]
+        behind = "" if group.behind is None else group.behind.info.name
+        return None if group.reason is None else Waiting(info, group.reason, behind)
+
+    def admit(self, end_of: EndOf, now_s: float) -> Iterator[Admitted]:
+        """Go once through the pending jobs, and yield those that start, each before the next one is considered.
+
+        Admitted jobs are counted in the cluster as assumed reservations; the caller forgets them if it does not start
+        them. Between two jobs it may change the cluster, as long as no GPU holds more afterwards.
 
         Args:
-            pending: All pending jobs.
             end_of: Predicts the end of a reservation, in seconds of the caller's clock; None if it is unknown.
             now_s: The time.
         """
-        one_pass = _Pass(self._cluster, self._evaluations, self._config, self._default_duration_s, end_of, now_s)
-        infos = {info.number: info for info in pending}
-        cursor = QueueCursor((info.key() for info in infos.values()), self._order, self._end)
-        while (key := cursor.next()) is not None:
-            if one_pass.consider(infos[key.number]) and one_pass.reserved is None:
-                cursor.started()  # a backfilled job takes nobody's turn
-        self._end = cursor.end
-        return PassResult(one_pass.admitted, one_pass.waiting, one_pass.reserved)
+        for job in [job for job in self._aside if self._jobs[job].retry_at_s <= now_s]:
+            del self._aside[job]
+            self._insert(self._jobs[job])
+        self._cluster.snapshot()  # brings the availability of GPUs up to date
+        if self._reserved_at < self._cluster.freed_at:
+            self._reserved = None
+        self._pass = _Pass(end_of, now_s)
+        self._sort()
+        while self._pass.line:
+            key, _, group = heapq.heappop(self._pass.line)
+            if self._is_refused(group):  # without backfill all wait for the first
+                return
+            info = group.infos[0]
+            found = self._try(key, info)
+            if isinstance(found, WaitReason):
+                self._refuse(key, group, found)
+                if not self._backfill:
+                    return
+                continue
+            yield self._admit(info, found)
+            if self._order is QueueOrder.ALTERNATE and self._pass.reserved is None:
+                self._end = self._end.other  # a backfilled job takes nobody's turn
+                self._sort()
+            elif group.infos:
+                self._push(self._pass.line, group)
 
     def forecast(
         self,
@@ -207,7 +331,7 @@ class SchedulingQueue:
         """Replay passes over predicted ends. This changes the cluster and the queue: call it on copies.
 
         Args:
-            pending: All pending jobs.
+            pending: Jobs to add first.
             end_of: Predicts the end of a reservation; None if it is unknown.
             now_s: The time.
             until: Stop when this job has started; None replays until all jobs have started or none can.
@@ -215,264 +339,177 @@ class SchedulingQueue:
         Returns:
             Place in line and expected start of each pending job; the start is None after a stop as well.
         """
-        left, claims = {info.job: info for info in pending}, dict[JobUid, tuple[Claim, ...]]()
-        until_s = dict[JobUid, float]()
+        for info in pending:
+            self.add(info)
+        until_s, claims = dict[JobUid, float](), dict[JobUid, tuple[Claim, ...]]()
+        self._pass = _Pass(end_of, now_s)
         for held in (one for node in self._cluster.nodes.values() for one in node.spec.reservations):
-            end_s = end_of(held)
-            until_s[held.job_uid] = now_s + self._default_duration_s if end_s is None else end_s
-        in_order = enumerate(self._in_order(left.values()), start=1)
-        found = {info.job: Forecast(position, None) for position, info in in_order}
-        while left:
-            for one in self.schedule(left.values(), lambda held: until_s.get(held.job_uid), now_s).admitted:
+            until_s[held.job_uid] = self._expected_end(held)
+        of_number = {info.number: info.job for info in self._jobs.values()}
+        in_order = queue_order((info.key() for info in self._jobs.values()), self._order, self._end)
+        found = {of_number[key.number]: Forecast(position, None) for position, key in enumerate(in_order, start=1)}
+        while True:
+            for one in self.admit(lambda held: until_s.get(held.job_uid), now_s):
                 job = one.info.job
                 found[job] = Forecast(found[job].position, now_s)
                 until_s[job], claims[job] = one.end_s, one.claims
-                del left[job]
-            retries = [info.retry_at_s for info in left.values() if info.retry_at_s > now_s]
+            retries = [info.retry_at_s for info in self._jobs.values() if info.retry_at_s > now_s]
             times = [*until_s.values(), *retries]
-            if not times or (until is not None and until not in left):
-                break
+            if not self._jobs or not times or (until is not None and until not in self._jobs):
+                return found
             now_s = max(now_s, min(times))
             for job in [job for job, end_s in until_s.items() if end_s <= now_s]:
                 del until_s[job]
-                release_job(self._cluster, job)
+                _release(self._cluster, job)
                 for node, claimed in claims.pop(job, ()):
                     self._cluster.forget(node, claimed.pod_uid)
-        return found
 
-    def _in_order(self, pending: Iterable[QueuedJobInfo]) -> list[QueuedJobInfo]:
-        infos = {info.number: info for info in pending}
-        cursor, found = QueueCursor((info.key() for info in infos.values()), self._order, self._end), []
-        while (key := cursor.next()) is not None:
-            found.append(infos[key.number])
-            cursor.started()
-        return found
+    def _sort(self) -> None:
+        """Sort the groups by the present end of the queue."""
+        self._pass.line, self._pass.refused = [], []
+        for group in self._groups.values():
+            if not self._backfill or not self._is_refused(group):
+                self._push(self._pass.line, group)
+            elif group.reason is WaitReason.DOES_NOT_FIT:
+                self._push(self._pass.refused, group)
 
+    def _push(self, entries: list[_Entry], group: _Group) -> None:
+        info = group.infos[0]
+        heapq.heappush(entries, (self._sort_key(info), info.number, group))
 
-class _Pass:
-    """State of one pass."""
+    def _is_refused(self, group: _Group) -> bool:
+        return group.is_refused(self._cluster.freed_at, self._reserved)
 
-    def __init__(
-        self,
-        cluster: ClusterCache,
-        evaluations: EvaluationCache,
-        config: SchedulerConfig,
-        default_duration_s: float,
-        end_of: EndOf,
-        now_s: float,
-    ) -> None:
-        self._cluster, self._evaluations, self._config = cluster, evaluations, config
-        self._default_duration_s, self._predicted_end, self._now_s = default_duration_s, end_of, now_s
-        self._ends = dict[JobUid, float]()
-        """Predicted ends of the jobs that this pass admitted."""
-        self._full = set[tuple[bytes, int]]()
-        """Shapes that fit nowhere."""
-        self._full_outside = set[tuple[bytes, int]]()
-        """Shapes that fit nowhere outside the shadow set."""
-        self._never = set[tuple[bytes, int]]()
-        """Shapes that fit at no predicted end."""
-        self._considered = 0
-        self.admitted: list[Admitted] = []
-        self.waiting: list[Waiting] = []
-        self.reserved: TimeReservation | None = None
-
-    def consider(self, info: QueuedJobInfo) -> bool:
-        """Decide about the next job in queue order; return whether it starts."""
-        self._considered += 1
-        reason, behind = self._try(info)
-        if reason is None:
-            return True
-        reserved = self.reserved
-        start_s = reserved.start_s if reserved is not None and reserved.info is info else None
-        self.waiting.append(Waiting(info, reason, self._considered, start_s, behind))
-        return False
-
-    def _try(self, info: QueuedJobInfo) -> tuple[WaitReason | None, str]:
-        if info.retry_at_s > self._now_s:
-            return WaitReason.BACKOFF, ""
+    def _try(self, key: tuple[float, ...], info: QueuedJobInfo) -> Sequence[WorkerPlace] | WaitReason:
+        """Return the places of a job's workers, or why it waits."""
+        cached, workers = self._evaluations.of(info.request), len(info.pods)
+        if (found := place_gang(cached, workers)) is None:
+            return WaitReason.DOES_NOT_FIT
         own = {pod.uid for pod in info.pods}
-        if len(self._cluster.pods_of_job(info.job) - own) + len(own) > info.request.workers:
-            return WaitReason.TOO_MANY_PODS, ""
-        if info.shape in self._full:
-            self._reserve_in_time(info)
-            return WaitReason.DOES_NOT_FIT, ""
-        if self.reserved is not None:
-            return self._backfill(info, self.reserved)
-        if (found := self._fit(info)) is None:
-            self._full.add(info.shape)
-            self._reserve_in_time(info)
-            return WaitReason.DOES_NOT_FIT, ""
-        self._admit(info, found)
-        return None, ""
+        if len(self._cluster.pods_of_job(info.job) - own) + workers > info.request.workers:
+            return WaitReason.TOO_MANY_PODS
+        reserved = self._ahead(key)
+        if reserved is None or self._ends_at(info, found) <= reserved.start_s or not _gpus(found) & reserved.gpus:
+            return found
+        outside = place_gang(cached, workers, _outside(self._cluster.snapshot(), reserved.gpus))
+        return WaitReason.WOULD_DELAY if outside is None else outside
 
-    def _backfill(self, info: QueuedJobInfo, reserved: TimeReservation) -> tuple[WaitReason | None, str]:
-        if self._now_s + self._duration_s(info) <= reserved.start_s:
-            found = self._fit(info)
-            if found is None:
-                self._full.add(info.shape)
-                return WaitReason.DOES_NOT_FIT, ""
-            if self._end_s(info, found) <= reserved.start_s:
-                self._admit(info, found)
-                return None, ""
-        if info.shape not in self._full_outside:
-            outside = _outside(self._cluster.snapshot(), reserved.gpus)
-            if (found := self._fit(info, outside)) is not None:
-                self._admit(info, found)
-                return None, ""
-            self._full_outside.add(info.shape)
-        if self._has_room(info):
-            return WaitReason.WOULD_DELAY, reserved.info.name
-        self._full.add(info.shape)
-        return WaitReason.DOES_NOT_FIT, ""
+    def _refuse(self, key: tuple[float, ...], group: _Group, reason: WaitReason) -> None:
+        info = group.infos[0]
+        if reason is WaitReason.TOO_MANY_PODS:
+            self._take_out(info)
+            self._aside[info.job] = reason
+            if group.infos:
+                self._push(self._pass.line, group)
+            return
+        group.reason, group.generation = reason, self._cluster.generation
+        group.behind = self._pass.reserved if reason is WaitReason.WOULD_DELAY else None
+        if reason is WaitReason.DOES_NOT_FIT:
+            heapq.heappush(self._pass.refused, (key, info.number, group))
 
-    def _has_room(self, info: QueuedJobInfo) -> bool:
-        return has_room(self._evaluations.of(info.request), len(info.pods))
-
-    def _fit(self, info: QueuedJobInfo, among: Bools | None = None) -> list[tuple[str, Placement]] | None:
-        return place_gang(self._evaluations.of(info.request), len(info.pods), among)
-
-    def _duration_s(self, info: QueuedJobInfo) -> float:
-        return self._default_duration_s if info.duration_s is None else info.duration_s
-
-    def _end_s(self, info: QueuedJobInfo, found: Sequence[tuple[str, Placement]]) -> float:
-        return self._now_s + self._duration_s(info) * max(place.expected_slowdown for _, place in found)
-
-    def _admit(self, info: QueuedJobInfo, found: Sequence[tuple[str, Placement]]) -> None:
-        claims = claims_of(info, found)
+    def _admit(self, info: QueuedJobInfo, found: Sequence[WorkerPlace]) -> Admitted:
+        self.remove(info.job)
+        claims = claims_of(info, found, self._pass.now_s)
         for node, claimed in claims:
             self._cluster.assume(node, claimed)
-        end_s = self._ends[info.job] = self._end_s(info, found)
-        self.admitted.append(Admitted(info, claims, end_s))
+        end_s = self._pass.ends[info.job] = self._ends_at(info, found)
+        return Admitted(info, claims, end_s)
 
-    def _reserve_in_time(self, info: QueuedJobInfo) -> None:
-        """Reserve GPUs in time for a job that does not fit, if no job ahead has such a reservation."""
-        if self.reserved is None and info.shape not in self._never:
-            self.reserved = self._earliest(info)
-            if self.reserved is None:
-                self._never.add(info.shape)
+    def _ends_at(self, info: QueuedJobInfo, found: Sequence[WorkerPlace]) -> float:
+        duration_s = self._default_duration_s if info.duration_s is None else info.duration_s
+        return self._pass.now_s + duration_s * max(place.expected_slowdown for _, place in found)
+
+    def _ahead(self, key: tuple[float, ...]) -> TimeReservation | None:
+        """Return the reservation in time of the first job ahead that does not fit; None if there is no such job."""
+        refused = self._pass.refused
+        while self._pass.reserved is None and refused and refused[0][0] < key:
+            info = heapq.heappop(refused)[2].infos[0]
+            if self._reserved is None or self._reserved.info is not info:
+                self._reserved, self._reserved_at = self._earliest(info), self._cluster.generation
+            self._pass.reserved = self._reserved
+        return self._pass.reserved
 
     def _earliest(self, info: QueuedJobInfo) -> TimeReservation | None:
-        """Release tenants on paper in the order of their predicted ends; return when and where the job first fits."""
-        evaluation, workers = self._evaluations.of(info.request).evaluation, len(info.pods)
+        """Return when enough GPUs are idle for a job, and which; None if it would not fit on idle GPUs either."""
+        cached, workers, wanted = self._evaluations.of(info.request), len(info.pods), info.request.demand.gpus
+        evaluation, now_s = cached.evaluation, self._pass.now_s
         if infeasible_when_empty(evaluation, self._config.slots, workers) is not None:
             return None
-        snapshot, columns = evaluation.snapshot, evaluation.snapshot.gpus
-        able, able_now = evaluation.could_ever() & ~columns.unavailable, np.flatnonzero(evaluation.ok)
-        names = [snapshot.node_names[node] for node in np.unique(columns.node[able]).tolist()]
-        paper = _Paper(self._cluster, names, self._end_of, self._config)
-        paper.show({snapshot.node_names[node] for node in np.unique(columns.node[able_now]).tolist()})
-        found = paper.first_fit(info.request, workers)
-        if found is None:
-            return None
-        end_s, places = found
-        gpus = frozenset((node, gpu) for node, place in places for gpu in place.gpu_uuids)
-        return TimeReservation(info, max(end_s, self._now_s), gpus)
+        table, names, idle_s = evaluation.snapshot.gpus, evaluation.snapshot.node_names, self._idle_times(evaluation)
+        able = evaluation.could_ever() & ~table.unavailable & ((idle_s > now_s) | evaluation.ok)
+        rows = np.flatnonzero(able)
+        # Of each node and device class, sorted by time, every `wanted`-th GPU completes the place of a worker.
+        group = table.node[rows].astype(np.intp) * (1 + len(evaluation.snapshot.classes)) + table.device_class[rows]
+        order = np.lexsort((idle_s[rows], group))
+        rows, group = rows[order], group[order]
+        last = np.flatnonzero((np.arange(rows.size) - np.searchsorted(group, group)) % wanted == wanted - 1)
+        first = last[np.argsort(idle_s[rows[last]], kind="stable")[:workers]]
+        if first.size == workers:
+            rows = rows[(first[:, None] - np.arange(wanted)).ravel()]
+        elif not (idle_s[rows] > now_s).any() or not fits_when_empty(cached, workers, able):
+            return None  # else its workers share GPUs with each other, and it needs all of them
+        start_s = max(now_s, float(idle_s[rows].max()))
+        return TimeReservation(info, start_s, frozenset((names[int(table.node[row])], table.uuid[row]) for row in rows))
 
-    def _end_of(self, held: Reservation) -> float:
-        if (end_s := self._ends.get(held.job_uid)) is None:
-            end_s = self._predicted_end(held)
-        return self._now_s + self._default_duration_s if end_s is None else end_s
+    def _idle_times(self, evaluation: Evaluation) -> NDArray[np.float64]:
+        """Return when the last tenant of each GPU is predicted to end, shape (gpus,); now for idle GPUs."""
+        idle_s = np.full(len(evaluation.snapshot.gpus.alive), self._pass.now_s)
+        row_of = {uuid: row for row, uuid in enumerate(evaluation.snapshot.gpus.uuid.tolist())}
+        for name in self._cluster.nodes:
+            node = self._cluster.with_assumed(name)
+            for held in () if node is None else node.spec.reservations:
+                end_s = self._expected_end(held)
+                for row in (row_of[uuid] for uuid in held.gpu_uuids if uuid in row_of):
+                    idle_s[row] = max(idle_s[row], end_s)
+        return idle_s
 
+    def _expected_end(self, held: Reservation) -> float:
+        """Return when a reservation ends: as predicted, unless the job runs longer or its length is unknown."""
+        now_s, end_s = self._pass.now_s, self._pass.ends.get(held.job_uid)
+        end_s = self._pass.end_of(held) if end_s is None else end_s
+        if end_s is not None and end_s > now_s:
+            return end_s
+        started_s = parse_rfc3339(held.reserved_at).timestamp() if held.reserved_at else now_s
+        length_s = self._default_duration_s if end_s is None else end_s - started_s
+        return predicted_end(started_s, length_s, now_s)
 
-class _Paper:
-    """A partial copy of a cluster, on which tenants are released in the order of their predicted ends."""
+    def _sort_key(self, info: QueuedJobInfo) -> tuple[float, ...]:
+        return sort_key(info.key(), self._order, self._end)
 
-    def __init__(
-        self,
-        cluster: ClusterCache,
-        names: Iterable[str],
-        end_of: Callable[[Reservation], float],
-        config: SchedulerConfig,
-    ) -> None:
-        self._config = config
-        self._nodes: dict[str, GpuNode] = {
-            name: node for name in names if (node := cluster.with_assumed(name)) is not None
-        }
-        held = [
-            (end_of(one), one.pod_uid, name) for name, node in self._nodes.items() for one in node.spec.reservations
-        ]
-        self._releases = sorted(held)
-        self._order: dict[str, dict[PodUid, int]] = defaultdict(dict)
-        for number, (_, uid, name) in enumerate(self._releases):
-            self._order[name][uid] = number
-        self._cluster = ClusterCache(config.slots)
-        self._evaluations = EvaluationCache(self._cluster, config)
-        self._released = 0
+    def _insert(self, info: QueuedJobInfo) -> None:
+        group = self._groups.setdefault(_group_key(info), _Group())
+        insort(group.infos, info, key=_rank)
+        if self._reserved is not None and self._sort_key(info) < self._sort_key(self._reserved.info):
+            self._reserved = None  # the new job may come before the one with the reservation in time
 
-    def show(self, names: Iterable[str]) -> None:
-        """Take nodes into the copy before any of their tenants is released."""
-        for name in names:
-            if name in self._nodes:
-                self._write(name)
-
-    def first_fit(self, request: PodRequest, workers: int) -> tuple[float, list[tuple[str, Placement]]] | None:
-        """Return when a gang first fits, and where; None if it never does."""
-        low, high, step = 0, 0, 1
-        while not self._fits(request, workers, high):
-            if high == len(self._releases):
-                return None
-            low, high, step = high, min(high + step, len(self._releases)), 2 * step
-        while high - low > 1:  # it does not fit after `low` releases, and fits after `high`
-            middle = (low + high) // 2
-            low, high = (low, middle) if self._fits(request, workers, middle) else (middle, high)
-        self._release(high)
-        places = place_gang(self._evaluations.of(request), workers)
-        if places is None:
-            raise AssertionError(f"a gang of {workers} that fitted fits no more")
-        return (self._releases[high - 1][0] if high else 0.0), places
-
-    def _fits(self, request: PodRequest, workers: int, releases: int) -> bool:
-        self._release(releases)
-        return has_room(self._evaluations.of(request), workers)
-
-    def _release(self, number: int) -> None:
-        """Show the cluster after so many releases."""
-        first, last = sorted((self._released, number))
-        self._released = number
-        for name in {name for _, _, name in self._releases[first:last]}:
-            self._write(name)
-
-    def _write(self, name: str) -> None:
-        node, order = self._nodes[name], self._order[name]
-        left = [one for one in node.spec.reservations if order[one.pod_uid] >= self._released]
-        self._cluster.apply(msgspec.structs.replace(node, spec=msgspec.structs.replace(node.spec, reservations=left)))
+    def _take_out(self, info: QueuedJobInfo) -> None:
+        key = _group_key(info)
+        infos = self._groups[key].infos
+        del infos[bisect_left(infos, _rank(info), key=_rank)]
+        if not infos:
+            del self._groups[key]
+        if self._reserved is not None and self._reserved.info is info:
+            self._reserved = None
 
 
-def has_room(cached: CachedEvaluation, workers: int) -> bool:
-    """Return whether a whole gang fits."""
-    if workers == 1:
-        return bool(cached.best.fits.any())
-    return max_workers(cached, workers) >= workers
+def _group_key(info: QueuedJobInfo) -> object:
+    return *info.shape, info.duration_s
 
 
-def place_gang(
-    cached: CachedEvaluation, workers: int, among: Bools | None = None
-) -> list[tuple[str, Placement]] | None:
-    """Return the node and the GPUs of each worker; None if not all of them fit.
-
-    Args:
-        cached: Evaluation of one worker.
-        workers: How many there are.
-        among: Permitted GPUs, shape (gpus,); all if None.
-    """
-    if workers == 1:
-        if not cached.best.fits.any():
-            return None
-        best = best_place(cached, among, with_reason=False)
-        return None if best is None else [best]
-    places = place_workers(cached, workers, among)
-    return list(places) if len(places) == workers else None
+def _rank(info: QueuedJobInfo) -> tuple[float, ...]:
+    return -info.priority, info.arrived_s, info.number
 
 
-def claims_of(info: QueuedJobInfo, found: Sequence[tuple[str, Placement]]) -> tuple[Claim, ...]:
-    """Return the claims of a gang's workers on their places."""
+def claims_of(info: QueuedJobInfo, found: Sequence[WorkerPlace], now_s: float) -> tuple[Claim, ...]:
+    """Return the claims of a gang's workers on their places, made at a time in seconds since 1970."""
+    now = datetime.fromtimestamp(now_s, UTC)
     return tuple(
-        Claim(node, reservation_of(place, info.request, pod.uid, pod.name, now=_ON_PAPER, deadline=_ON_PAPER))
+        Claim(node, reservation_of(place, info.request, pod.uid, pod.name, now=now, deadline=now))
         for pod, (node, place) in zip(info.pods, found, strict=True)
     )
 
 
-def release_job(cluster: ClusterCache, job: JobUid) -> None:
+def _release(cluster: ClusterCache, job: JobUid) -> None:
     """Delete the written reservations of a job from a copy of a cluster."""
     for name in {name for uid in cluster.pods_of_job(job) for name in cluster.nodes_holding(uid)}:
         node = cluster.nodes[name]
@@ -480,33 +517,25 @@ def release_job(cluster: ClusterCache, job: JobUid) -> None:
         cluster.apply(msgspec.structs.replace(node, spec=msgspec.structs.replace(node.spec, reservations=left)))
 
 
-def refusal_message(waiting: Waiting, evaluations: EvaluationCache, slots: int) -> str:
-    """Return why a job waits, as one sentence with numbers.
-
-    Args:
-        waiting: Decision about the job.
-        evaluations: Evaluations on the present cluster.
-        slots: Most tenants of one GPU.
-    """
-    info, demand = waiting.info, waiting.info.request.demand
+def refusal_message(waiting: Waiting, evaluations: EvaluationCache) -> str:
+    """Return why a job waits, as one sentence with numbers; the evaluations are those of the present cluster."""
+    info = waiting.info
     if waiting.reason is WaitReason.TOO_MANY_PODS:
         return (
             f"TooManyWorkers: job {info.name} has spec.workers {info.request.workers}, and other pods of it still hold "
             "GPUs; it starts after they have ended"
         )
-    cached, workers = evaluations.of(info.request), len(info.pods)
     if waiting.reason is WaitReason.WOULD_DELAY:
         return f"{PREFIX}free GPUs are reserved for job {waiting.behind}, which comes first and would start later"
+    cached, workers = evaluations.of(info.request), len(info.pods)
     evaluation = cached.evaluation
-    fitting = np.flatnonzero(evaluation.ok)
-    if workers > 1 and fitting.size:
-        found, most = max_workers(cached, workers), max_workers_when_empty(evaluation, slots)
-        ever = f", and for {most:,} at most if all GPUs were empty" if most < workers else ""
-        return (
-            f"{PREFIX}job {info.name} needs places for {pluralize(workers, 'worker')} of "
-            f"{pluralize(demand.gpus, 'GPU')} at once, there is room for {found:,}{ever}; none starts before all can"
-        )
+    if workers > 1 and evaluation.ok.any():
+        return gang_refusal(cached, workers, info.name)
     return summary(evaluation, np.flatnonzero(evaluation.snapshot.gpus.alive))
+
+
+def _gpus(found: Sequence[WorkerPlace]) -> frozenset[Gpu]:
+    return frozenset((node, gpu) for node, place in found for gpu in place.gpu_uuids)
 
 
 def _outside(snapshot: Snapshot, gpus: frozenset[Gpu]) -> Bools:

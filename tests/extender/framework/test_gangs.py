@@ -26,9 +26,9 @@ class Known:
         return self._succeeded
 
 
-def refusal(found, workers, *, succeeded=0, nodes=None, **wants):
+def refusal(found, workers, *, succeeded=0, **wants):
     gangs = Gangs(Known(found, succeeded), EvaluationCache(found, RULES), RULES)
-    return gangs.refusal(PodRequest(demand("new", **wants), workers=workers), PodUid("me"), nodes)
+    return gangs.refusal(PodRequest(demand("new", **wants), workers=workers), PodUid("me"))
 
 
 def linked(node, *groups):
@@ -111,12 +111,6 @@ def test_what_is_about_to_be_written_stands_beside_the_workers_too():
     found.assume("a", tenant("other", ["GPU-a-0"], **wants))
     assert gangs.refusal(seven, PodUid("me")) is None
     assert "there is room for 7" in gangs.refusal(eight, PodUid("me"))
-
-
-def test_nodes_that_were_not_offered_do_not_count():
-    two = cluster(gpu_node("a", 1), gpu_node("b", 1))
-    assert refusal(two, 2, mode=ALONE) is None
-    assert "room for 1" in refusal(two, 2, mode=ALONE, nodes=["a", "unknown"])
 
 
 def test_workers_of_several_gpus_need_them_on_one_node_each():

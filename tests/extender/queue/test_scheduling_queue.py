@@ -2,21 +2,23 @@
 
 import time
 from dataclasses import replace
+from typing import NamedTuple
 
 import msgspec
 import pytest
 from carpool_core.values import JobUid, PodUid, RequestedMode, SharingMode
+from carpool_extender.cache.gpu_table import CODES
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.evaluation_cache import EvaluationCache
+from carpool_extender.framework.gang import place_gang
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
-from carpool_extender.queue.order import QueueOrder
+from carpool_extender.queue.order import QueueOrder, queue_order
 from carpool_extender.queue.scheduling_queue import (
     PodRef,
     QueuedJobInfo,
     SchedulingQueue,
     WaitReason,
     refusal_message,
-    release_job,
 )
 from carpool_extender.testing import T4, cluster, demand, device, gpu_node, tenant
 from hypothesis import given, settings
@@ -35,14 +37,32 @@ def job(
     return QueuedJobInfo(wants.job_uid, f"default/{name}", priority, arrived_s, number, request, pods, duration_s)
 
 
-def queue(*nodes, order=QueueOrder.ARRIVAL):
+def queue(*nodes, order=QueueOrder.ARRIVAL, backfill=True):
     gpus = cluster(*nodes)
-    return SchedulingQueue(gpus, EvaluationCache(gpus, CONFIG), CONFIG, order=order), gpus
+    return SchedulingQueue(gpus, EvaluationCache(gpus, CONFIG), CONFIG, order=order, backfill=backfill), gpus
 
 
 def ends(**times):
     """Return a function from reservations to predicted ends by job."""
     return lambda held: times.get(held.job_name)
+
+
+class Result(NamedTuple):
+    """Outcome of one pass."""
+
+    admitted: list
+    waiting: list
+    reserved: object
+
+
+def one_pass(queued, pending, end_of, now_s):
+    """Replace the pending jobs, and run one pass."""
+    for job in [*queued]:
+        queued.remove(job)
+    for info in pending:
+        queued.add(info)
+    admitted = [*queued.admit(end_of, now_s)]
+    return Result(admitted, [one for job in queued if (one := queued.waiting(job)) is not None], queued.reserved)
 
 
 def names(result):
@@ -61,27 +81,27 @@ class TestOrder:
     def test_jobs_are_admitted_by_priority_then_arrival(self):
         queued, _ = queue(gpu_node("a", 2))
         pending = [job("late", 2), job("early", 1), job("urgent", 3, priority=5)]
-        result = queued.schedule(pending, ends(), 10.0)
+        result = one_pass(queued, pending, ends(), 10.0)
         assert names(result) == ["urgent", "early"]
-        assert [(one.info.name, one.position) for one in result.waiting] == [("default/late", 3)]
+        assert reasons(result) == {"late": WaitReason.DOES_NOT_FIT}
 
     def test_a_resumed_job_queues_by_the_time_it_became_admissible(self):
         queued, _ = queue(gpu_node("a", 1))
-        assert names(queued.schedule([job("resumed", 50, number=0), job("other", 40, number=1)], ends(), 60.0)) == [
+        assert names(one_pass(queued, [job("resumed", 50, number=0), job("other", 40, number=1)], ends(), 60.0)) == [
             "other"
         ]
 
     def test_longest_first(self):
         queued, _ = queue(gpu_node("a", 1), order=QueueOrder.LONGEST_FIRST)
         pending = [job("short", 1, duration_s=60), job("long", 2, duration_s=9000)]
-        assert names(queued.schedule(pending, ends(), 10.0)) == ["long"]
+        assert names(one_pass(queued, pending, ends(), 10.0)) == ["long"]
 
     def test_alternate_takes_the_other_end_after_each_start_but_not_after_a_backfilled_job(self):
         queued, gpus = queue(gpu_node("a", 1), order=QueueOrder.ALTERNATE)
         pending = [job(str(d), number, duration_s=d) for number, d in enumerate((60, 600, 6000, 60000))]
         started, running, now = [], {}, 10.0
         while pending:
-            (one,) = queued.schedule(pending, lambda held: running.get(held.job_uid), now).admitted
+            (one,) = one_pass(queued, pending, lambda held: running.get(held.job_uid), now).admitted
             started.append(one.info.name.removeprefix("default/"))
             pending = [info for info in pending if info is not one.info]
             gpus.forget("a", one.claims[0].reservation.pod_uid)
@@ -90,7 +110,7 @@ class TestOrder:
     def test_a_job_in_backoff_lets_others_pass(self):
         queued, _ = queue(gpu_node("a", 1))
         waits = replace(job("backoff", 1), retry_at_s=100.0)
-        result = queued.schedule([waits, job("other", 2)], ends(), 50.0)
+        result = one_pass(queued, [waits, job("other", 2)], ends(), 50.0)
         assert names(result) == ["other"]
         assert reasons(result) == {"backoff": WaitReason.BACKOFF}
         assert result.reserved is None
@@ -99,7 +119,7 @@ class TestOrder:
 class TestGangs:
     def test_a_gang_is_admitted_whole_or_not_at_all(self):
         queued, gpus = queue(gpu_node("a", 2), gpu_node("b", 1))
-        result = queued.schedule([job("wide", 1, workers=4), job("gang", 2, workers=3)], ends(), 10.0)
+        result = one_pass(queued, [job("wide", 1, workers=4), job("gang", 2, workers=3)], ends(), 10.0)
         assert names(result) == ["gang"]
         assert sorted(claim.node for claim in result.admitted[0].claims) == ["a", "a", "b"]
         assert reasons(result) == {"wide": WaitReason.DOES_NOT_FIT}
@@ -107,48 +127,47 @@ class TestGangs:
 
     def test_workers_of_several_gpus(self):
         queued, _ = queue(gpu_node("a", 4), gpu_node("b", 3))
-        result = queued.schedule([job("gang", 1, workers=3, gpus=2)], ends(), 10.0)
+        result = one_pass(queued, [job("gang", 1, workers=3, gpus=2)], ends(), 10.0)
         assert sorted(claim.node for claim in result.admitted[0].claims) == ["a", "a", "b"]
         gpus = [gpu for claim in result.admitted[0].claims for gpu in claim.reservation.gpu_uuids]
         assert len(set(gpus)) == len(gpus) == 6
 
     def test_claims_count_for_the_next_job(self):
         queued, _ = queue(gpu_node("a", 1))
-        assert names(queued.schedule([job("first", 1), job("second", 2)], ends(), 10.0)) == ["first"]
-        assert names(queued.schedule([job("second", 2)], ends(), 11.0)) == []
+        assert names(one_pass(queued, [job("first", 1), job("second", 2)], ends(), 10.0)) == ["first"]
+        assert names(one_pass(queued, [job("second", 2)], ends(), 11.0)) == []
 
     def test_a_job_whose_earlier_pods_still_hold_gpus_waits(self):
         queued, _ = queue(gpu_node("a", 2, [msgspec.structs.replace(busy("x", 0), pod_uid=PodUid("old"))]))
-        assert reasons(queued.schedule([job("x", 1)], ends(), 10.0)) == {"x": WaitReason.TOO_MANY_PODS}
+        assert reasons(one_pass(queued, [job("x", 1)], ends(), 10.0)) == {"x": WaitReason.TOO_MANY_PODS}
 
 
 class TestBackfill:
     def test_the_first_job_that_does_not_fit_gets_a_reservation_in_time(self):
-        queued, _ = queue(gpu_node("a", 2, [busy("p", 0), busy("q", 1)]))
-        until = ends(p=100.0, q=300.0)
-        result = queued.schedule([job("wide", 1, gpus=2), job("small", 2)], until, 10.0)
-        assert result.reserved is not None
+        queued, _ = queue(gpu_node("a", 4, [busy("p", 0), busy("q", 1), busy("r", 2)]))
+        until = ends(p=100.0, q=900.0, r=300.0)
+        result = one_pass(queued, [job("wide", 1, gpus=3), job("small", 2)], until, 10.0)
+        assert result.reserved.info.name == "default/wide"
         assert result.reserved.start_s == 300.0
-        assert result.reserved.gpus == {("a", "GPU-a-0"), ("a", "GPU-a-1")}
-        assert [one.start_s for one in result.waiting] == [300.0, None]
+        assert result.reserved.gpus == {("a", "GPU-a-0"), ("a", "GPU-a-2"), ("a", "GPU-a-3")}
 
     @pytest.mark.parametrize(("duration_s", "passes"), [(190, True), (210, False), (None, False)])
     def test_a_job_passes_on_reserved_gpus_only_if_it_ends_in_time(self, duration_s, passes):
         queued, _ = queue(gpu_node("a", 2, [busy("p", 0)]))
-        result = queued.schedule([job("wide", 1, gpus=2), job("small", 2, duration_s=duration_s)], ends(p=210.0), 10.0)
+        result = one_pass(queued, [job("wide", 1, gpus=2), job("small", 2, duration_s=duration_s)], ends(p=210.0), 10.0)
         assert names(result) == (["small"] if passes else [])
         if not passes:
             assert reasons(result)["small"] is WaitReason.WOULD_DELAY
 
     def test_a_job_passes_outside_the_reserved_gpus(self):
         queued, _ = queue(gpu_node("a", 2, [busy("p", 0)]), gpu_node("b", 1))
-        result = queued.schedule([job("wide", 1, gpus=2), job("long", 2, duration_s=1e6)], ends(p=50.0), 10.0)
+        result = one_pass(queued, [job("wide", 1, gpus=2), job("long", 2, duration_s=1e6)], ends(p=50.0), 10.0)
         assert names(result) == ["long"]
         assert result.admitted[0].claims[0].node == "b"
 
     def test_a_job_that_no_gpu_could_hold_blocks_nobody(self):
         queued, _ = queue(gpu_node("a", 1, [busy("p", 0)]), gpu_node("b", 1))
-        result = queued.schedule([job("wide", 1, gpus=2), job("small", 2, duration_s=1e6)], ends(), 10.0)
+        result = one_pass(queued, [job("wide", 1, gpus=2), job("small", 2, duration_s=1e6)], ends(), 10.0)
         assert names(result) == ["small"]
         assert result.reserved is None
 
@@ -156,7 +175,7 @@ class TestBackfill:
         """Regression: the order ended at eight kinds of demand, so a ninth kind passed a large job forever."""
         queued, _ = queue(gpu_node("a", 4, [busy("p", 0)]))
         kinds = [job(f"k{n}", n, gpus=4, max_slowdown=1.1 + n / 10) for n in range(1, 20)]
-        result = queued.schedule([*kinds, job("small", 30)], ends(p=100.0), 10.0)
+        result = one_pass(queued, [*kinds, job("small", 30)], ends(p=100.0), 10.0)
         assert names(result) == []
         assert reasons(result)["small"] is WaitReason.WOULD_DELAY
 
@@ -173,7 +192,7 @@ class TestBackfill:
             pending.append(job(f"s{small}", now, number=small, duration_s=200))
             if now == 100:
                 pending.append(job("big", 105, number=-1, gpus=4, duration_s=100))
-            for one in queued.schedule(pending, lambda held: running.get(held.job_uid), float(now)).admitted:
+            for one in one_pass(queued, pending, lambda held: running.get(held.job_uid), float(now)).admitted:
                 pending.remove(one.info)
                 running[one.info.job], held[one.info.job] = one.end_s, one.claims
                 big_started = now if one.info.name == "default/big" else big_started
@@ -201,59 +220,83 @@ def histories(draw):
     return jobs
 
 
-class TestProperties:
-    @settings(max_examples=60)
-    @given(histories(), st.sampled_from(list(QueueOrder)))
-    def test_backfill_delays_no_reservation_in_time_and_gangs_start_whole(self, jobs, order):
-        """A reserved start never moves later unless a job that comes before arrives, as long as predicted ends hold."""
-        queued, gpus = queue(gpu_node("a", 4), gpu_node("b", 2), gpu_node("c", 1), order=order)
-        coming, pending, running, held = sorted(jobs, key=lambda one: one.arrived_s), [], {}, {}
-        promised, now = None, 0.0
-        while coming or pending or running:
-            arrivals = [one for one in coming if one.arrived_s <= now]
-            if arrivals:
-                promised = None  # one of them may come first
-            coming = coming[len(arrivals) :]
-            pending += arrivals
-            for uid, end_s in [*running.items()]:
-                if end_s <= now:
-                    del running[uid]
-                    for claim in held.pop(uid):
-                        gpus.forget(claim.node, claim.reservation.pod_uid)
-            result = queued.schedule(pending, lambda held: running.get(held.job_uid), now)
-            for one in result.admitted:
-                assert [claim.reservation.pod_uid for claim in one.claims] == [pod.uid for pod in one.info.pods]
-                pending.remove(one.info)
-                running[one.info.job], held[one.info.job] = one.end_s, one.claims
-            started = {one.info.job for one in result.admitted}
-            if promised is not None:
-                assert promised.info.job in started or (
-                    result.reserved is not None
-                    and result.reserved.info is promised.info
-                    and result.reserved.start_s <= promised.start_s
-                )
-            promised = result.reserved
-            assert {one.info for one in result.waiting} == set(pending)
-            assert len({one.position for one in result.waiting}) == len(pending)
-            times = [*running.values(), *(one.arrived_s for one in coming)]
-            if not times:
-                assert not pending or result.reserved is None
-                break
-            now = max(now, min(times))
-        unplaceable = [one.name for one in pending]
-        assert unplaceable == []
+class History:
+    """Plays arrivals and exact ends of jobs through one queue."""
 
-    @settings(max_examples=40)
+    def __init__(self, jobs, queued, gpus):
+        self.coming = sorted(jobs, key=lambda one: one.arrived_s)
+        self.queued, self.gpus, self.running, self.now = queued, gpus, {}, 0.0
+        self.starts, self.arrived = {}, False
+
+    def passes(self):
+        """Yield after each pass, until nothing can happen any more."""
+        while True:
+            arriving = [one for one in self.coming if one.arrived_s <= self.now]
+            self.arrived, self.coming = bool(arriving), self.coming[len(arriving) :]
+            for one in arriving:
+                self.queued.add(one)
+            for one in [one for one in self.running.values() if one.end_s <= self.now]:
+                del self.running[one.info.job]
+                for claim in one.claims:
+                    self.gpus.forget(claim.node, claim.reservation.pod_uid)
+            for one in self.queued.admit(lambda held: self.running[held.job_uid].end_s, self.now):
+                self.running[one.info.job], self.starts[one.info.name] = one, self.now
+                assert [claim.reservation.pod_uid for claim in one.claims] == [pod.uid for pod in one.info.pods]
+            yield
+            times = [one.end_s for one in self.running.values()] + [one.arrived_s for one in self.coming]
+            if not times:
+                return
+            self.now = max(self.now, min(times))
+
+
+def overcommitted(gpus):
+    """Return the GPUs with an exclusive tenant and another one, or with more memory promised than they have."""
+    table = gpus.snapshot().gpus
+    exclusive = (table.mode == CODES[SharingMode.EXCLUSIVE]) & (table.count > 1)
+    return (exclusive | (table.memory_mib.sum(axis=1) > table.usable_mib)) & table.alive
+
+
+class TestProperties:
+    @settings(max_examples=80, deadline=None)
+    @given(histories(), st.sampled_from(list(QueueOrder)))
+    def test_backfill_delays_no_reservation_in_time_and_no_gpu_is_over_committed(self, jobs, order):
+        """A reserved start never moves later unless a job arrives that may come first, if predicted ends hold."""
+        queued, gpus = queue(gpu_node("a", 4), gpu_node("b", 2), gpu_node("c", 1), order=order)
+        history, promised = History(jobs, queued, gpus), None
+        for _ in history.passes():
+            assert not overcommitted(gpus).any()
+            if history.arrived:
+                promised = None
+            if promised is not None:
+                assert promised.info.name in history.starts or history.now < promised.start_s
+            promised = queued.reserved or promised
+            assert all(queued.waiting(job) is not None for job in queued)
+        assert len(history.starts) == len(jobs)
+
+    @settings(max_examples=40, deadline=None)
     @given(histories())
-    def test_no_job_ahead_waits_that_would_fit(self, jobs):
-        """A waiting job fits only if the job with the reservation in time would be delayed."""
-        queued, gpus = queue(gpu_node("a", 4, [busy("p", 0)]), gpu_node("b", 2))
-        result = queued.schedule(jobs, ends(p=500.0), 400.0)
+    def test_a_refusal_that_is_remembered_is_the_one_that_a_new_queue_decides(self, jobs):
+        """Regression: an event that frees GPUs must reach every group that was refused."""
+        queued, gpus = queue(gpu_node("a", 4), gpu_node("b", 2))
+        history = History(jobs, queued, gpus)
         evaluations = EvaluationCache(gpus, CONFIG)
-        for one in result.waiting:
-            fits = evaluations.of(one.info.request).best.fits.any() and len(one.info.pods) == 1
-            assert (one.reason is WaitReason.WOULD_DELAY) or not fits
-            assert refusal_message(one, evaluations, 8).startswith("NoGpuFits: ")
+        for _ in history.passes():
+            for job in queued:
+                waiting = queued.waiting(job)
+                fits = place_gang(evaluations.of(waiting.info.request), len(waiting.info.pods)) is not None
+                assert not fits or waiting.reason is WaitReason.WOULD_DELAY
+                assert refusal_message(waiting, evaluations).startswith("NoGpuFits: ")
+
+    @settings(max_examples=30, deadline=None)
+    @given(histories(), st.sampled_from(list(QueueOrder)))
+    def test_without_backfill_jobs_start_in_queue_order(self, jobs, order):
+        together = [replace(one, arrived_s=0.0) for one in jobs]
+        queued, gpus = queue(gpu_node("a", 4), gpu_node("b", 2), order=order, backfill=False)
+        history = History(together, queued, gpus)
+        for _ in history.passes():
+            pass
+        of_number = {one.number: one.name for one in together}
+        assert [*history.starts] == [of_number[key.number] for key in queue_order((j.key() for j in together), order)]
 
 
 class TestForecast:
@@ -273,39 +316,33 @@ class TestForecast:
 class TestMessages:
     def test_a_refusal_has_numbers(self):
         queued, gpus = queue(gpu_node("a", [device(0, product=T4)]))
-        result = queued.schedule([job("x", 1, min_memory_mib=30_000)], ends(), 0.0)
-        found = refusal_message(result.waiting[0], EvaluationCache(gpus, CONFIG), 8)
+        result = one_pass(queued, [job("x", 1, min_memory_mib=30_000)], ends(), 0.0)
+        found = refusal_message(result.waiting[0], EvaluationCache(gpus, CONFIG))
         assert found.startswith("NoGpuFits: ")
         assert "30,000" in found
 
     def test_a_gang_message_counts_places(self):
         queued, gpus = queue(gpu_node("a", 2))
-        result = queued.schedule([job("x", 1, workers=3)], ends(), 0.0)
-        assert refusal_message(result.waiting[0], EvaluationCache(gpus, CONFIG), 8) == (
+        result = one_pass(queued, [job("x", 1, workers=3)], ends(), 0.0)
+        assert refusal_message(result.waiting[0], EvaluationCache(gpus, CONFIG)) == (
             "NoGpuFits: job default/x needs places for 3 workers of 1 GPU at once, there is room for 2, and for 2 at "
             "most if all GPUs were empty; none starts before all can"
         )
 
     def test_a_held_back_job_names_the_job_ahead(self):
         queued, gpus = queue(gpu_node("a", 2, [busy("p", 0)]))
-        result = queued.schedule([job("wide", 1, gpus=2), job("x", 2, duration_s=1e6)], ends(), 0.0)
-        assert refusal_message(result.waiting[1], EvaluationCache(gpus, CONFIG), 8) == (
+        result = one_pass(queued, [job("wide", 1, gpus=2), job("x", 2, duration_s=1e6)], ends(), 0.0)
+        assert refusal_message(result.waiting[1], EvaluationCache(gpus, CONFIG)) == (
             "NoGpuFits: free GPUs are reserved for job default/wide, which comes first and would start later"
         )
 
 
 def test_a_pass_over_ten_thousand_pending_jobs_of_few_shapes_is_quick():
     queued, _ = queue(*(gpu_node(f"n{n}", [device(i, f"n{n}") for i in range(8)]) for n in range(20)))
-    assert names(queued.schedule([job("all", 0, workers=160, duration_s=100)], ends(), 0.0)) == ["all"]
+    assert names(one_pass(queued, [job("all", 0, workers=160, duration_s=100)], ends(), 0.0)) == ["all"]
     pending = [job(f"j{n}", n, gpus=1 + n % 4, duration_s=1e5) for n in range(10_000)]
     until = ends(all=100.0)
     began = time.process_time()
-    result = queued.schedule(pending, until, 1.0)
+    result = one_pass(queued, pending, until, 1.0)
     assert len(result.waiting) == 10_000
     assert time.process_time() - began < 2.0  # about 0.1 s where nothing else runs
-
-
-def test_release_deletes_written_reservations():
-    _, gpus = queue(gpu_node("a", 1, [busy("p", 0)]))
-    release_job(gpus, JobUid("job-p"))
-    assert gpus.pods_of_job(JobUid("job-p")) == set()
