@@ -1,12 +1,10 @@
 """Device plugin of the kubelet: Allocate assigns anonymous slots, PreStartContainer the pod's reserved GPUs."""
 
 import asyncio
-import contextlib
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 import structlog
@@ -25,6 +23,9 @@ from carpool_deviceplugin.timeouts import Sleep
 
 API_VERSION = "v1beta1"
 KUBELET_SOCKET = "kubelet.sock"
+ENDPOINT = "carpool.sock"
+OPTIONS = dp.DevicePluginOptions(pre_start_required=True, get_preferred_allocation_available=False)
+_RETRY_S = 0.25
 _CALL_TIMEOUT_S = 5.0
 _OPTIONS = [("grpc.default_authority", "localhost")]
 """Go's gRPC servers reject the socket's path, which is the default authority."""
@@ -38,98 +39,12 @@ class RefusedError(Exception):
     """The plugin refuses a call; `str()` is the sentence that `kubectl describe pod` shows."""
 
 
-class PluginHandler(Protocol):
-    """The calls of the device plugin API."""
-
-    def options(self) -> dp.DevicePluginOptions:
-        """Return which optional calls the kubelet should make."""
-        ...
-
-    def devices(self) -> AsyncIterator[Sequence[dp.Device]]:
-        """Yield all devices now and after each change, until cancelled."""
-        ...
-
-    def allocate(self, slots: Sequence[str]) -> dp.ContainerAllocateResponse:
-        """Return the CDI devices of one container of a pod that is being admitted."""
-        ...
-
-    async def pre_start(self, slots: Sequence[str]) -> None:
-        """Prepare a container's devices before it starts; raises RefusedError."""
-        ...
+class LaterError(RefusedError):
+    """Refused for now: the agent may not have received the pod or its reservation yet."""
 
 
-class _Servicer:
-    """Adapter from PluginHandler to the generated gRPC service."""
-
-    def __init__(self, handler: PluginHandler) -> None:
-        self._handler = handler
-
-    async def GetDevicePluginOptions(self, _: dp.Empty, __: Any) -> dp.DevicePluginOptions:
-        return self._handler.options()
-
-    async def ListAndWatch(self, _: dp.Empty, __: Any) -> AsyncIterator[dp.ListAndWatchResponse]:
-        async for devices in self._handler.devices():
-            yield dp.ListAndWatchResponse(devices=devices)
-
-    async def Allocate(self, request: dp.AllocateRequest, _: Any) -> dp.AllocateResponse:
-        answers = [self._handler.allocate(list(one.devices_ids)) for one in request.container_requests]
-        return dp.AllocateResponse(container_responses=answers)
-
-    async def PreStartContainer(
-        self, request: dp.PreStartContainerRequest, context: Any
-    ) -> dp.PreStartContainerResponse:
-        try:
-            await self._handler.pre_start(list(request.devices_ids))
-        except RefusedError as e:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(e))
-        return dp.PreStartContainerResponse()
-
-
-class Server:
-    """A plugin's gRPC server on a unix socket."""
-
-    def __init__(self, path: Path, handler: PluginHandler) -> None:
-        self.path = path
-        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-        deviceplugin_pb2_grpc.add_DevicePluginServicer_to_server(_Servicer(handler), self._server)
-
-    async def start(self) -> None:
-        """Listen on the socket; an existing socket is replaced.
-
-        Raises:
-            KubeletError: The socket cannot be made.
-        """
-        if not self.path.parent.is_dir():  # gRPC would log an error at each attempt
-            raise KubeletError(
-                f"{self.path.parent}: expected the kubelet's device plugin directory, found none; mount it, or name it "
-                "by CARPOOL_DEVICE_PLUGIN_DIR (CARPOOL_KUBELET=false where there is no kubelet)"
-            )
-        try:
-            self.path.unlink(missing_ok=True)
-            self._server.add_insecure_port(f"unix:{self.path}")
-        except (OSError, RuntimeError) as e:
-            raise KubeletError(f"{self.path}: expected to listen there, found {e}; is the directory mounted?") from e
-        await self._server.start()
-
-    async def stop(self) -> None:
-        """End all calls and stop listening."""
-        await self._server.stop(grace=None)
-
-
-@contextlib.asynccontextmanager
-async def _channel(path: Path) -> AsyncIterator[Any]:
-    async with grpc.aio.insecure_channel(f"unix:{path}", options=_OPTIONS) as channel:
-        try:
-            yield channel
-        except grpc.aio.AioRpcError as e:
-            raise KubeletError(f"{path}: expected an answer, found {e.code().name}: {e.details()}") from e
-
-
-async def register(directory: Path, endpoint: str, resource: str, options: dp.DevicePluginOptions) -> None:
-    """Register a plugin with the kubelet; raises KubeletError."""
-    request = dp.RegisterRequest(version=API_VERSION, endpoint=endpoint, resource_name=resource, options=options)
-    async with _channel(directory / KUBELET_SOCKET) as channel:
-        await deviceplugin_pb2_grpc.RegistrationStub(channel).Register(request, timeout=_CALL_TIMEOUT_S)
+def _no_answer(socket: Path, error: grpc.aio.AioRpcError) -> KubeletError:
+    return KubeletError(f"{socket}: expected an answer, found {error.code().name}: {error.details()}")
 
 
 class PodResources:
@@ -155,7 +70,7 @@ class PodResources:
             )
         except grpc.aio.AioRpcError as e:
             await self.close()  # the next call connects to the new socket of a restarted kubelet
-            raise KubeletError(f"{self._socket}: expected an answer, found {e.code().name}: {e.details()}") from e
+            raise _no_answer(self._socket, e) from e
         return answer.pod_resources
 
     async def close(self) -> None:
@@ -163,43 +78,6 @@ class PodResources:
         channel, self._channel = self._channel, None
         if channel is not None:
             await channel.close()
-
-
-class LaterError(RefusedError):
-    """Refused for now: the agent may not have received the pod or its reservation yet."""
-
-
-class _Devices(Protocol):
-    @property
-    def resource_name(self) -> str: ...
-    @property
-    def device_ids(self) -> Iterable[str]: ...
-
-
-class _Container(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def devices(self) -> Iterable[_Devices]: ...
-
-
-class HeldByPod(Protocol):
-    """One pod in the answer of PodResources."""
-
-    @property
-    def name(self) -> str:
-        """Name of the pod."""
-        ...
-
-    @property
-    def namespace(self) -> str:
-        """Its namespace."""
-        ...
-
-    @property
-    def containers(self) -> Iterable[_Container]:
-        """Its containers and their devices."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +104,7 @@ def slot_number(slot: str) -> int:
     return int(number)
 
 
-def owner_of(slots: Iterable[str], held: Iterable[HeldByPod]) -> Owner:
+def owner_of(slots: Iterable[str], held: Iterable[pr.PodResources]) -> Owner:
     """Return the container that holds the slots, according to PodResources.
 
     Raises:
@@ -256,7 +134,7 @@ def owner_of(slots: Iterable[str], held: Iterable[HeldByPod]) -> Owner:
     return Owner(namespace, pod_name, container_name, tuple(asked))
 
 
-def holders(held: Iterable[HeldByPod]) -> dict[str, str]:
+def holders(held: Iterable[pr.PodResources]) -> dict[str, str]:
     """Return the container that holds slots, by `namespace/name` of its pod."""
     return {
         f"{pod.namespace}/{pod.name}": container.name
@@ -266,7 +144,7 @@ def holders(held: Iterable[HeldByPod]) -> dict[str, str]:
     }
 
 
-def claimant(owner: Owner, pod: Pod | None) -> Pod:
+def living_pod(owner: Owner, pod: Pod | None) -> Pod:
     """Return the pod that holds the slots, as the API server knows it.
 
     Raises:
@@ -279,7 +157,7 @@ def claimant(owner: Owner, pod: Pod | None) -> Pod:
     return pod
 
 
-def promise(
+def ready_reservation(
     owner: Owner, pod: Pod, reservations: Iterable[Reservation], partitions: Iterable[Partition]
 ) -> Reservation:
     """Return the pod's reservation, which must be ready and match the container's number of slots.
@@ -301,11 +179,15 @@ def promise(
     if partition is None or partition.state is not PartitionState.READY:
         why = f" ({partition.message})" if partition and partition.message else ""
         raise LaterError(f"expected the GPUs of pod {owner.key} to be ready, found them being prepared{why}")
-    _same_number(owner, reservation.gpu_uuids)
+    if len(reservation.gpu_uuids) != len(owner.slots):
+        raise RefusedError(
+            f"expected container {owner.container} of pod {owner.key} to hold {len(reservation.gpu_uuids)} of "
+            f"{RESOURCE_GPU}, as reserved, found {len(owner.slots)}; let one container ask for all GPUs of the pod"
+        )
     return reservation
 
 
-def earlier(reservation: Reservation, reservations: Iterable[Reservation]) -> list[Reservation]:
+def earlier_reservations(reservation: Reservation, reservations: Iterable[Reservation]) -> list[Reservation]:
     """Return the earlier reservations on the same GPUs."""
     return [
         r
@@ -315,7 +197,7 @@ def earlier(reservation: Reservation, reservations: Iterable[Reservation]) -> li
     ]
 
 
-def same_user(owner: Owner, user: int | None, served: Mapping[str, int | None]) -> None:
+def check_same_user(owner: Owner, user: int | None, served: Mapping[str, int | None]) -> None:
     """Check that all clients of an MPS daemon run as one user; those of another user would block in CUDA.
 
     Args:
@@ -335,18 +217,6 @@ def same_user(owner: Owner, user: int | None, served: Mapping[str, int | None]) 
             )
 
 
-def _same_number(owner: Owner, gpus: Sequence[str]) -> None:
-    if len(gpus) != len(owner.slots):
-        raise RefusedError(
-            f"expected container {owner.container} of pod {owner.key} to hold {len(gpus)} of {RESOURCE_GPU}, as "
-            f"reserved, found {len(owner.slots)}; let one container ask for all GPUs of the pod"
-        )
-
-
-ENDPOINT = "carpool.sock"
-_LOOK_AGAIN_S = 0.25
-
-
 @dataclass(frozen=True, slots=True)
 class AgentState:
     """State of the agent that the plugin reads."""
@@ -356,16 +226,8 @@ class AgentState:
     reservations: Callable[[], Iterable[Reservation]]
     partitions: Callable[[], Iterable[Partition]]
     access: Callable[[GpuUuid, PodUid], Access]
-    held: Callable[[], Awaitable[Sequence[HeldByPod]]]
+    held: Callable[[], Awaitable[Sequence[pr.PodResources]]]
     """Returns the pods that hold slots, from PodResources."""
-
-
-def slots(gpus: int, slots_per_gpu: int, healthy: int) -> list[tuple[str, bool]]:
-    """Return the slots and whether each is healthy; the healthy share equals that of the GPUs.
-
-    A slot is not bound to a GPU. An unhealthy GPU lowers the number of new pods and does not affect running ones.
-    """
-    return [(f"slot-{i}", i < healthy * slots_per_gpu) for i in range(gpus * slots_per_gpu)]
 
 
 class Plugin:
@@ -409,26 +271,52 @@ class Plugin:
             for change in self._changes:
                 change.set()
 
-    def options(self) -> dp.DevicePluginOptions:
+    async def GetDevicePluginOptions(self, _: dp.Empty, __: Any) -> dp.DevicePluginOptions:
         """Require PreStartContainer."""
-        return dp.DevicePluginOptions(pre_start_required=True, get_preferred_allocation_available=False)
+        return OPTIONS
 
-    async def devices(self) -> AsyncIterator[Sequence[dp.Device]]:
-        """Yield the slots now and after each change of a GPU's health."""
+    async def ListAndWatch(self, _: dp.Empty, __: Any) -> AsyncIterator[dp.ListAndWatchResponse]:
+        """Yield the slots now and after each change of a GPU's health.
+
+        A slot is not bound to a GPU. The share of healthy slots equals that of healthy GPUs, so an unhealthy GPU lowers
+        the number of new pods and does not affect running ones.
+        """
         change = asyncio.Event()
         self._changes.add(change)
         try:
             while True:
                 change.clear()
-                named = slots(self._gpus, self._slots_per_gpu, self._healthy)
-                yield [dp.Device(ID=slot, health="Healthy" if fine else "Unhealthy") for slot, fine in named]
+                healthy = self._healthy * self._slots_per_gpu
+                yield dp.ListAndWatchResponse(
+                    devices=[
+                        dp.Device(ID=f"slot-{i}", health="Healthy" if i < healthy else "Unhealthy")
+                        for i in range(self._gpus * self._slots_per_gpu)
+                    ]
+                )
                 await change.wait()
         finally:
             self._changes.discard(change)
 
-    def allocate(self, slots: Sequence[str]) -> dp.ContainerAllocateResponse:
+    async def Allocate(self, request: dp.AllocateRequest, _: Any) -> dp.AllocateResponse:
         """Return the slots' CDI devices at once: the kubelet admits pods one after the other."""
-        return dp.ContainerAllocateResponse(cdi_devices=[dp.CDIDevice(name=cdi.device_name(slot)) for slot in slots])
+        return dp.AllocateResponse(
+            container_responses=[
+                dp.ContainerAllocateResponse(
+                    cdi_devices=[dp.CDIDevice(name=cdi.device_name(slot)) for slot in container.devices_ids]
+                )
+                for container in request.container_requests
+            ]
+        )
+
+    async def PreStartContainer(
+        self, request: dp.PreStartContainerRequest, context: Any
+    ) -> dp.PreStartContainerResponse:
+        """Prepare a container's devices; the reason of a refusal is in the pod's events."""
+        try:
+            await self.pre_start(list(request.devices_ids))
+        except RefusedError as e:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(e))
+        return dp.PreStartContainerResponse()
 
     async def pre_start(self, slots: Sequence[str]) -> None:
         """Write the slots' CDI specifications from the pod's reservation; raises RefusedError."""
@@ -444,7 +332,7 @@ class Plugin:
             except RefusedError as e:
                 self._log.warning("container refused", slots=list(slots), reason=str(e))
                 raise
-            await self._sleep(_LOOK_AGAIN_S)
+            await self._sleep(_RETRY_S)
         self._write(owner, reservation, access)
 
     async def _find(self, slots: Sequence[str]) -> tuple[Owner, Reservation, dict[GpuUuid, Access]]:
@@ -453,20 +341,20 @@ class Plugin:
             owner = owner_of(slots, await state.held())
         except KubeletError as e:
             raise LaterError(f"expected the kubelet's PodResources to say who holds {', '.join(slots)}: {e}") from e
-        pod = claimant(owner, state.pod(owner.key))
-        reservation = promise(owner, pod, state.reservations(), state.partitions())
+        pod = living_pod(owner, state.pod(owner.key))
+        reservation = ready_reservation(owner, pod, state.reservations(), state.partitions())
         try:
             access = {uuid: state.access(uuid, reservation.pod_uid) for uuid in reservation.gpu_uuids}
         except DeviceError as e:
             raise RefusedError(f"expected to bring its GPUs into pod {owner.key}: {e}") from e
         if reservation.mode is SharingMode.MPS:
-            same_user(owner, container_uid(pod.spec, owner.container), self._served(reservation, access))
+            check_same_user(owner, container_uid(pod.spec, owner.container), self._served(reservation, access))
         return owner, reservation, access
 
     def _served(self, reservation: Reservation, access: Mapping[GpuUuid, Access]) -> dict[str, int | None]:
         """Return the users of the present clients and of earlier reservations of the pod's MPS daemon."""
         served = {f"the MPS server of GPU {uuid}": one.mps_user for uuid, one in access.items()}
-        for other in earlier(reservation, self._state.reservations()):
+        for other in earlier_reservations(reservation, self._state.reservations()):
             pod = self._state.pod(f"{other.pod_namespace}/{other.pod_name}")
             if pod is not None and pod.metadata.uid == other.pod_uid and not pod.is_finished:
                 served[f"pod {other.pod_namespace}/{other.pod_name}"] = container_uid(pod.spec)
@@ -498,17 +386,18 @@ class Registration:
     """
 
     def __init__(self, directory: Path, plugin: Plugin, every_s: float = 1.0, sleep: Sleep = asyncio.sleep) -> None:
-        self._directory, self._plugin, self._every_s, self._sleep = directory, plugin, every_s, sleep
-        self._own, self._kubelet = str(directory / ENDPOINT), str(directory / KUBELET_SOCKET)
-        self._server: Server | None = None
-        self._known_to: tuple[int, int] | None = None
-        self._complaint = ""
+        self._plugin, self._every_s, self._sleep = plugin, every_s, sleep
+        self._socket, self._kubelet = directory / ENDPOINT, directory / KUBELET_SOCKET
+        self._server: Any = None
+        self._registered_with: tuple[int, int] | None = None
+        """Identity of the kubelet's socket at the last registration."""
+        self._error = ""
         self._log = structlog.get_logger()
 
     @property
     def is_registered(self) -> bool:
         """Whether the plugin is registered with the running kubelet."""
-        return self._known_to is not None
+        return self._registered_with is not None
 
     async def run(self) -> None:
         """Serve and register until cancelled."""
@@ -521,42 +410,61 @@ class Registration:
 
     async def once(self) -> None:
         """Check both sockets; serve and register if needed."""
-        own, kubelet = _identity(self._own), _identity(self._kubelet)
-        if kubelet is None or kubelet != self._known_to:
-            self._known_to = None
+        own, kubelet = _identity(self._socket), _identity(self._kubelet)
+        if kubelet is None or kubelet != self._registered_with:
+            self._registered_with = None
         try:
             if self._server is None or own is None:
-                self._known_to = None
-                await self._serve()
-            if self._known_to is None and kubelet is not None:
-                await register(self._directory, ENDPOINT, RESOURCE_GPU, self._plugin.options())
-                self._known_to, self._complaint = kubelet, ""
+                self._registered_with = None
+                await self.serve()
+            if self._registered_with is None and kubelet is not None:
+                await self._register()
+                self._registered_with, self._error = kubelet, ""
                 self._log.info("registered with the kubelet", resource=RESOURCE_GPU)
         except KubeletError as e:
-            self._complain(str(e))
+            if str(e) != self._error:
+                self._error = str(e)
+                self._log.warning("not registered with the kubelet", error=self._error)
 
-    def _complain(self, complaint: str) -> None:
-        if complaint != self._complaint:
-            self._complaint = complaint
-            self._log.warning("not registered with the kubelet", error=complaint)
-
-    async def _serve(self) -> None:
+    async def serve(self) -> None:
+        """Listen on the plugin's socket; an existing socket is replaced. Raises KubeletError."""
         await self.close()
-        server = Server(self._directory / ENDPOINT, self._plugin)
+        if not self._socket.parent.is_dir():  # gRPC would log an error at each attempt
+            raise KubeletError(
+                f"{self._socket.parent}: expected the kubelet's device plugin directory, found none; mount it, or name "
+                "it by CARPOOL_DEVICE_PLUGIN_DIR (CARPOOL_KUBELET=false where there is no kubelet)"
+            )
+        server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        deviceplugin_pb2_grpc.add_DevicePluginServicer_to_server(self._plugin, server)
+        try:
+            self._socket.unlink(missing_ok=True)
+            server.add_insecure_port(f"unix:{self._socket}")
+        except (OSError, RuntimeError) as e:
+            raise KubeletError(f"{self._socket}: expected to listen there, found {e}; is the directory mounted?") from e
         await server.start()
         self._server = server
 
+    async def _register(self) -> None:
+        request = dp.RegisterRequest(
+            version=API_VERSION, endpoint=ENDPOINT, resource_name=RESOURCE_GPU, options=OPTIONS
+        )
+        async with grpc.aio.insecure_channel(f"unix:{self._kubelet}", options=_OPTIONS) as channel:
+            try:
+                await deviceplugin_pb2_grpc.RegistrationStub(channel).Register(request, timeout=_CALL_TIMEOUT_S)
+            except grpc.aio.AioRpcError as e:
+                raise _no_answer(self._kubelet, e) from e
+
     async def close(self) -> None:
-        """Stop serving."""
-        if self._server is not None:
-            server, self._server = self._server, None
-            await server.stop()
+        """End all calls and stop listening."""
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop(grace=None)
 
 
-def _identity(path: str) -> tuple[int, int] | None:
+def _identity(path: Path) -> tuple[int, int] | None:
     """Return inode and change time of a socket; None if it is absent."""
     try:
-        found = os.stat(path)
+        found = path.stat()
     except OSError:
         return None
     return (found.st_ino, found.st_ctime_ns)

@@ -14,12 +14,21 @@ from carpool_core.resources.meta import ObjectMeta
 from carpool_core.resources.node import Device, GpuNode, Partition, Reservation, Tenant
 from carpool_core.values import DeviceHealth, GpuUuid, NodeName, PartitionState, PodUid
 
-from carpool_deviceplugin import events
 from carpool_deviceplugin.device_state import GpuWorker
-from carpool_deviceplugin.events import EventWriter
 from carpool_deviceplugin.gpu import DeviceError, Devices
 from carpool_deviceplugin.metering import Meter
-from carpool_deviceplugin.status import Reporter, above_limit, partition_of, presentable, struck_of
+from carpool_deviceplugin.status import (
+    EventWriter,
+    NodeEvent,
+    Reporter,
+    above_limit,
+    device_events,
+    partition_events,
+    partition_of,
+    presentable,
+    struck_events,
+    struck_of,
+)
 from carpool_deviceplugin.timeouts import CallThreads, Intervals, Poll, TimeLimitedCaller, wait_for_event
 
 LABEL = "nvidia.com/mig.config"
@@ -209,7 +218,7 @@ class Reconciler:
 
     def _see_devices(self, devices: Sequence[Device]) -> None:
         self._on_health(sum(d.health is DeviceHealth.HEALTHY for d in devices))
-        found = events.of_devices(self._seen_devices, devices)
+        found = device_events(self._seen_devices, devices)
         self._record_events(found)
         if found:
             for worker in self._workers.values():
@@ -223,12 +232,12 @@ class Reconciler:
         self._reported_partitions = partitions
         reservations = {r.pod_uid: r for r in self.reservations}
         self._record_events(
-            events.of_partitions(self._seen_partitions, partitions, reservations)
-            + events.of_struck(self._seen_struck, struck, reservations)
+            partition_events(self._seen_partitions, partitions, reservations)
+            + struck_events(self._seen_struck, struck, reservations)
         )
         self._seen_partitions, self._seen_struck = {p.pod_uid: p for p in partitions}, struck
 
-    def _record_events(self, found: Sequence[events.NodeEvent]) -> None:
+    def _record_events(self, found: Sequence[NodeEvent]) -> None:
         node = self.reflector.store.get(self._node)
         self._event_writer.enqueue(found, node.metadata.uid if node is not None else "")
 

@@ -1,18 +1,19 @@
-"""Builds `GpuNode.status` and writes it."""
+"""Builds `GpuNode.status` and the node's events, and writes both."""
 
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import version
-from operator import attrgetter
 from typing import Literal
 
 import msgspec
 import structlog
 from carpool_core.clock import Clock, rfc3339
-from carpool_core.kube.api import GPU_NODES, KubeApi
+from carpool_core.kube.api import GPU_NODES, PODS, KubeApi
 from carpool_core.kube.errors import Invalid, KubeError, NotFound
+from carpool_core.kube.events import EventRecorder
 from carpool_core.resources.meta import Condition
 from carpool_core.resources.node import (
     MAX_STRUCK,
@@ -32,11 +33,12 @@ from carpool_deviceplugin.gpu import DeviceError, Devices
 from carpool_deviceplugin.metering import damp_changes
 from carpool_deviceplugin.timeouts import CallThreads, Intervals, Poll, wait_for_event
 
-_LONGEST, _LONGEST_CONDITION, _LONGEST_COLUMN, _LONGEST_UID = 4096, 32_768, 512, 253
-_MOST_TENANTS = 1024
-_BY_GPU = attrgetter("gpu_uuid", "pod_uid")
-_LARGEST = 1e12
-"""Upper bound of every measure, in any unit."""
+_MAX_MESSAGE, _MAX_CONDITION_MESSAGE, _MAX_COLUMN, _MAX_UID = 4096, 32_768, 512, 253
+_MAX_TENANTS = 1024
+_MAX_MEASURE = 1e12
+"""Upper bound of every measurement, in any unit."""
+_MAX_QUEUED_EVENTS = 256
+"""More events are dropped, because the status contains the same information."""
 
 
 def partition_of(reservation: Reservation, outcomes: Mapping[GpuUuid, Mapping[PodUid, Outcome]]) -> Partition:
@@ -47,52 +49,49 @@ def partition_of(reservation: Reservation, outcomes: Mapping[GpuUuid, Mapping[Po
         outcomes: Outcomes of each GPU of the node, by pod.
     """
 
-    def answer(state: PartitionState, message: str = "") -> Partition:
+    def partition(state: PartitionState, messages: Iterable[str]) -> Partition:
         return Partition(
-            pod_uid=reservation.pod_uid, generation=reservation.generation, state=state, message=message[:_LONGEST]
+            pod_uid=reservation.pod_uid,
+            generation=reservation.generation,
+            state=state,
+            message="; ".join(dict.fromkeys(filter(None, messages)))[:_MAX_MESSAGE],
         )
 
     absent = [uuid for uuid in reservation.gpu_uuids if uuid not in outcomes]
     if absent:
-        return answer(FAILED, f"expected a GPU out of {', '.join(outcomes) or 'none'}, found {', '.join(absent)}")
+        expected = ", ".join(outcomes) or "none"
+        return partition(FAILED, [f"expected a GPU out of {expected}, found {', '.join(absent)}"])
     found = [outcomes[uuid].get(reservation.pod_uid) for uuid in reservation.gpu_uuids]
     current = [o for o in found if o is not None and o.generation == reservation.generation]
-    failed = [o.message for o in current if o.state is FAILED]
-    if failed:
-        return answer(FAILED, "; ".join(failed))
-    if len(current) == len(found) and all(o.state is READY for o in current):
-        return answer(READY, "; ".join(dict.fromkeys(o.message for o in current if o.message)))
-    return answer(PREPARING, "; ".join(dict.fromkeys(o.message for o in current if o.message)))
+    if failed := [o.message for o in current if o.state is FAILED]:
+        return partition(FAILED, failed)
+    is_ready = len(current) == len(found) and all(o.state is READY for o in current)
+    return partition(READY if is_ready else PREPARING, (o.message for o in current))
 
 
 def ready_condition(devices: Sequence[Device], before: Iterable[Condition], now: datetime) -> Condition:
     """Return the condition Ready: whether a GPU is healthy. Its time is that of the last change."""
-    sick = [d for d in devices if d.health is DeviceHealth.UNHEALTHY]
-    status: Literal["True", "False"] = "True" if len(sick) < len(devices) else "False"
-    reason = "GpusHealthy" if not sick else "SomeGpusUnhealthy" if status == "True" else "NoHealthyGpu"
-    message = f"{len(devices) - len(sick)} of {len(devices)} GPUs are healthy"
-    if sick:
-        message += ": " + "; ".join(d.health_message for d in sick)
+    unhealthy = [d for d in devices if d.health is DeviceHealth.UNHEALTHY]
+    status: Literal["True", "False"] = "True" if len(unhealthy) < len(devices) else "False"
+    reason = "GpusHealthy" if not unhealthy else "SomeGpusUnhealthy" if status == "True" else "NoHealthyGpu"
+    message = f"{len(devices) - len(unhealthy)} of {len(devices)} GPUs are healthy"
+    if unhealthy:
+        message += ": " + "; ".join(d.health_message for d in unhealthy)
     old = next((c for c in before if c.type == "Ready"), None)
     since = old.last_transition_time if old and old.status == status else rfc3339(now)
     return Condition(
         type="Ready",
         status=status,
         reason=reason,
-        message=message[:_LONGEST_CONDITION],
+        message=message[:_MAX_CONDITION_MESSAGE],
         last_transition_time=since,
     )
-
-
-def brief(device: Device) -> Device:
-    """Cut the health message to the API's limit; it may contain text from tenants."""
-    return msgspec.structs.replace(device, health_message=device.health_message[:_LONGEST])
 
 
 def struck_of(ended: Iterable[Mapping[PodUid, str]]) -> list[Struck]:
     """Return the pods that MPS faults have ended, for all GPUs."""
     reasons = {pod: why for of_gpu in ended for pod, why in of_gpu.items()}
-    return [Struck(pod_uid=pod, message=why[:_LONGEST]) for pod, why in sorted(reasons.items())][:MAX_STRUCK]
+    return [Struck(pod_uid=pod, message=why[:_MAX_MESSAGE]) for pod, why in sorted(reasons.items())][:MAX_STRUCK]
 
 
 def summarise(devices: Sequence[Device], partitions: Iterable[Partition]) -> NodeSummary:
@@ -100,7 +99,7 @@ def summarise(devices: Sequence[Device], partitions: Iterable[Partition]) -> Nod
     products = Counter(d.product for d in devices)
     sizes = dict.fromkeys(f"{d.memory_mib / 1024:.0f} GiB" for d in devices)
     return NodeSummary(
-        gpus=", ".join(f"{count}x {product}" for product, count in products.items())[:_LONGEST_COLUMN],
+        gpus=", ".join(f"{count}x {product}" for product, count in products.items())[:_MAX_COLUMN],
         healthy=sum(d.health is DeviceHealth.HEALTHY for d in devices),
         tenants=sum(p.state is READY for p in partitions),
         memory=", ".join(sizes),
@@ -111,23 +110,33 @@ def presentable(tenants: Iterable[Tenant], reserved: Set[PodUid]) -> tuple[list[
     """Remove tenants with invalid values, so that one tenant cannot block the status of the others.
 
     Args:
-        tenants: As measured.
+        tenants: As measured; processes on simulated GPUs write their own measurements.
         reserved: Pods with a reservation; they have priority over the limit on the number of tenants.
 
     Returns:
         The valid tenants, and a message for each removed one.
     """
-    fine: list[Tenant] = []
-    left_out: list[str] = []
-    tenants = list(tenants)
-    if len(tenants) <= _MOST_TENANTS and not _unpresentable(tenants):  # the usual case
-        return sorted(tenants, key=_BY_GPU), []
+    valid: list[Tenant] = []
+    removed: list[str] = []
     for tenant in sorted(tenants, key=lambda t: t.pod_uid not in reserved):
-        if why := "too many tenants" if len(fine) >= _MOST_TENANTS else _unpresentable([tenant]):
-            left_out.append(f"{tenant.pod_uid[:64]!a} on {tenant.gpu_uuid}: {why}")
+        if why := "too many tenants" if len(valid) >= _MAX_TENANTS else _invalid(tenant):
+            removed.append(f"{tenant.pod_uid[:64]!a} on {tenant.gpu_uuid}: {why}")
         else:
-            fine.append(tenant)
-    return sorted(fine, key=_BY_GPU), left_out
+            valid.append(tenant)
+    return sorted(valid, key=lambda t: (t.gpu_uuid, t.pod_uid)), removed
+
+
+def _invalid(tenant: Tenant) -> str:
+    measures = (tenant.gpu_util_percent, tenant.sm_active_ratio, tenant.power_w, tenant.step_time_seconds)
+    if not all(m is None or 0 <= m <= _MAX_MEASURE for m in measures):
+        return f"expected measures from 0 to {_MAX_MEASURE:g}, found {measures}"
+    if max(tenant.memory_mib, tenant.peak_memory_mib) > _MAX_MEASURE or len(tenant.pod_uid) > _MAX_UID:
+        return f"expected a UID and at most {_MAX_MEASURE:g} MiB, found {tenant.peak_memory_mib} MiB"
+    try:
+        msgspec.json.decode(msgspec.json.encode(tenant), type=Tenant)
+    except (msgspec.ValidationError, UnicodeEncodeError) as e:
+        return str(e)
+    return ""
 
 
 def above_limit(tenants: Iterable[Tenant], reservations: Iterable[Reservation]) -> dict[tuple[PodUid, GpuUuid], str]:
@@ -148,26 +157,98 @@ def above_limit(tenants: Iterable[Tenant], reservations: Iterable[Reservation]) 
     return found
 
 
-def _unpresentable(tenants: Sequence[Tenant]) -> str:
-    for tenant in tenants:
-        measures = (tenant.gpu_util_percent, tenant.sm_active_ratio, tenant.power_w, tenant.step_time_seconds)
-        if not all(m is None or 0 <= m <= _LARGEST for m in measures):
-            return f"expected measures from 0 to {_LARGEST:g}, found {measures}"
-        if max(tenant.memory_mib, tenant.peak_memory_mib) > _LARGEST or len(tenant.pod_uid) > _LONGEST_UID:
-            return f"expected a UID and at most {_LARGEST:g} MiB, found {tenant.peak_memory_mib} MiB"
-    try:
-        msgspec.json.decode(msgspec.json.encode(tenants), type=list[Tenant])
-    except (msgspec.ValidationError, UnicodeEncodeError) as e:
-        return str(e)
-    return ""
+@dataclass(frozen=True, slots=True)
+class NodeEvent:
+    """An event about a pod or the GpuNode."""
+
+    pod: Reservation | None
+    """Reservation of the pod; None for an event about the GpuNode."""
+    type: Literal["Normal", "Warning"]
+    reason: str
+    message: str
 
 
-def as_patch(status: GpuNodeStatus) -> dict[str, object]:
-    """Return the merge patch that replaces the status; empty lists are written explicitly."""
-    body: dict[str, object] = {"simulated": False}
-    body |= {name: [] for name in ("devices", "partitions", "tenants", "struck", "conditions")}
-    body |= msgspec.to_builtins(status)
-    return {"status": body}
+def device_events(before: Mapping[GpuUuid, Device], after: Iterable[Device]) -> list[NodeEvent]:
+    """Return an event for each GPU whose health changed; a changed reason alone is not an event."""
+    found: list[NodeEvent] = []
+    for device in after:
+        known = before.get(device.uuid)
+        if device.health is (known.health if known is not None else DeviceHealth.HEALTHY):
+            continue
+        name = f"GPU {device.index} ({device.uuid})"
+        if device.health is DeviceHealth.UNHEALTHY:
+            found.append(
+                NodeEvent(None, "Warning", "GpuUnhealthy", f"{name} gets no new work: {device.health_message}")
+            )
+        else:
+            found.append(NodeEvent(None, "Normal", "GpuHealthy", f"{name} gets work again"))
+    return found
+
+
+def partition_events(
+    before: Mapping[PodUid, Partition], after: Iterable[Partition], reservations: Mapping[PodUid, Reservation]
+) -> list[NodeEvent]:
+    """Return an event for each partition that failed, or became ready after a failure."""
+    found: list[NodeEvent] = []
+    for partition in after:
+        known, pod = before.get(partition.pod_uid), reservations.get(partition.pod_uid)
+        earlier = known.state if known is not None and known.generation == partition.generation else None
+        if pod is None or partition.state is earlier:
+            continue
+        if partition.state is FAILED:
+            found.append(NodeEvent(pod, "Warning", "GpuShareFailed", partition.message))
+        elif partition.state is READY and earlier is FAILED:
+            found.append(NodeEvent(pod, "Normal", "GpuShareReady", f"its share of {', '.join(pod.gpu_uuids)} is ready"))
+    return found
+
+
+def struck_events(
+    before: Mapping[PodUid, str], after: Mapping[PodUid, str], reservations: Mapping[PodUid, Reservation]
+) -> list[NodeEvent]:
+    """Return an event for each pod that a fault of its MPS daemon ends."""
+    return [
+        NodeEvent(reservations[pod], "Warning", "MpsClientsEnd", why)
+        for pod, why in after.items()
+        if before.get(pod) != why and pod in reservations
+    ]
+
+
+class EventWriter:
+    """Writes events through a bounded queue.
+
+    Args:
+        node: Name of the GpuNode.
+        api: Client of the API server.
+        clock: The clock.
+    """
+
+    def __init__(self, node: NodeName, api: KubeApi, clock: Clock) -> None:
+        self._node, self._events = node, EventRecorder(api, clock, "carpool-agent")
+        self._queue: asyncio.Queue[tuple[NodeEvent, str]] = asyncio.Queue(_MAX_QUEUED_EVENTS)
+        self._log = structlog.get_logger().bind(node=node)
+
+    def enqueue(self, events: Iterable[NodeEvent], node_uid: str) -> None:
+        """Queue events for writing; `node_uid` is the UID of the GpuNode."""
+        for event in events:
+            if self._queue.full():
+                self._log.warning("event dropped", reason=event.reason, message=event.message)
+            else:
+                self._queue.put_nowait((event, node_uid))
+
+    async def run(self) -> None:
+        """Write queued events until cancelled."""
+        while True:
+            event, node_uid = await self._queue.get()
+            pod = event.pod
+            await self._events.record(
+                kind=PODS if pod else GPU_NODES,
+                namespace=pod.pod_namespace if pod else "",
+                name=pod.pod_name if pod else self._node,
+                uid=pod.pod_uid if pod else node_uid,
+                type=event.type,
+                reason=event.reason,
+                message=event.message,
+            )
 
 
 class Reporter:
@@ -180,7 +261,7 @@ class Reporter:
         devices: The node's GPUs.
         intervals: Intervals.
         threads: Threads for calls to the GPUs.
-        on_devices: Called with the GPUs after each look at them.
+        on_devices: Called with the GPUs after each reading of their health.
         on_missing: Creates the GpuNode; called if there is none.
     """
 
@@ -196,22 +277,22 @@ class Reporter:
         on_devices: Callable[[Sequence[Device]], None],
         on_missing: Callable[[], Awaitable[None]],
     ) -> None:
-        self._node, self._api, self._clock, self._devices, self._intervals = node, api, clock, devices, intervals
+        self._node, self._api, self._clock, self._gpus, self._intervals = node, api, clock, devices, intervals
         self._on_devices, self._on_missing = on_devices, on_missing
         self._awake = asyncio.Event()
-        self._rounds = Poll(devices.describe, intervals.step_deadline_s, threads)
+        self._poll = Poll(devices.describe, intervals.step_deadline_s, threads)
         self.devices: list[Device] = []
-        """The GPUs at the last look; one that never answered is missing."""
+        """The GPUs as last read; one that never answered is missing."""
         self._written: GpuNodeStatus | None = None
-        self._written_at = float("-inf")
+        """Status as last written or watched; None if there is no GpuNode."""
+        self._written_at = self._read_at = self._compared_at = float("-inf")
         self._partitions: Sequence[Partition] = ()
         self._tenants: Sequence[Tenant] = ()
         self._struck: Sequence[Struck] = ()
         self._is_stale = True
-        """Whether the GPUs must be read before the next write; measures alone do not require it."""
-        self._looked_at = self._compared_at = float("-inf")
+        """Whether the GPUs must be read before the next write; new measurements alone do not require it."""
         self._has_measures = False
-        """Whether new measures were not compared with the written ones yet."""
+        """Whether there are measurements that were not compared with the written status yet."""
         self._failures = 0
         self._version = version("carpool")
         self._log = structlog.get_logger().bind(node=node)
@@ -235,12 +316,12 @@ class Reporter:
             self._awake.set()
         if partitions != self._partitions:
             self._partitions = partitions
-            self.look_again()  # a GPU's mode has changed with them
+            self.look_again()  # the mode of a GPU may have changed
         if tenants != self._tenants:
             self._tenants = tenants
             self._has_measures = True
         if self._has_measures and self._clock.monotonic() - self._compared_at >= self._intervals.measures_s:
-            self._awake.set()  # earlier, the write interval has not passed
+            self._awake.set()
 
     def look_again(self) -> None:
         """Read the GPUs again, because their health may have changed."""
@@ -251,55 +332,45 @@ class Reporter:
         """Keep the status current until cancelled."""
         while True:
             self._awake.clear()
-            wait_s = await self._try()
-            if self._failures:
+            try:
+                wait_s = await self.once()
+                self._failures = 0
+            except KubeError as e:
+                if isinstance(e, NotFound):
+                    self._written = None
+                wait_s = self._intervals.retry_s * min(32.0, 2.0**self._failures)
+                self._failures += 1
+                self._log.warning("status not written", error=str(e), retry_in_s=wait_s)
                 await self._intervals.sleep(wait_s)
                 continue
             await wait_for_event(self._awake, wait_s, self._intervals.sleep)
-
-    async def _try(self) -> float:
-        try:
-            wait_s = await self.once()
-        except KubeError as e:
-            self._failures += 1
-            if isinstance(e, NotFound):
-                self._written = None
-            wait_s = self._intervals.retry_s * min(32.0, 2.0 ** (self._failures - 1))
-            self._log.warning("status not written", error=str(e), retry_in_s=wait_s)
-            return wait_s
-        self._failures = 0
-        return wait_s
 
     async def once(self) -> float:
         """Write the status if it is due; return the seconds until the next check."""
         if self._written is None:
             await self._on_missing()
             return self._intervals.heartbeat_s  # the watch wakes the reporter
-        status = await self._present(self._written)
-        if self._written is None:  # it vanished meanwhile
+        status = await self._desired(self._written)
+        if self._written is None:  # deleted while the GPUs were read
             return 0.0
-        since = self._clock.monotonic() - self._written_at
-        if self._is_due(self._written, status, since):
+        since_s = self._clock.monotonic() - self._written_at
+        has_new_measures = status.tenants != self._written.tenants
+        is_changed = replace(status, tenants=[]) != replace(self._written, tenants=[])
+        due_s = self._intervals.measures_s if has_new_measures else self._intervals.heartbeat_s
+        if is_changed or since_s >= due_s:
             return await self._write(status)
-        if status.tenants != self._written.tenants:
-            return max(0.01, self._intervals.measures_s - since)
-        return max(0.01, self._intervals.heartbeat_s - since)
+        return max(0.01, due_s - since_s)
 
-    def _is_due(self, written: GpuNodeStatus, status: GpuNodeStatus, since_s: float) -> bool:
-        if replace(status, tenants=[]) != replace(written, tenants=[]) or since_s >= self._intervals.heartbeat_s:
-            return True
-        return status.tenants != written.tenants and since_s >= self._intervals.measures_s
-
-    async def _present(self, written: GpuNodeStatus) -> GpuNodeStatus:
+    async def _desired(self, written: GpuNodeStatus) -> GpuNodeStatus:
         """Return the desired status, with the heartbeat of the last write."""
-        if self._is_stale or self._clock.monotonic() - self._looked_at >= self._intervals.heartbeat_s:
-            await self._look(written)
+        if self._is_stale or self._clock.monotonic() - self._read_at >= self._intervals.heartbeat_s:
+            await self._read_devices(written)
         devices = self.devices
         self._has_measures, self._compared_at = False, self._clock.monotonic()
         return replace(
             written,
             agent_version=self._version,
-            simulated=self._devices.simulated,
+            simulated=self._gpus.simulated,
             devices=devices,
             partitions=list(self._partitions),
             tenants=damp_changes(written.tenants, self._tenants),
@@ -308,27 +379,30 @@ class Reporter:
             summary=summarise(devices, self._partitions),
         )
 
-    async def _look(self, written: GpuNodeStatus) -> None:
-        self._is_stale, self._looked_at = False, self._clock.monotonic()
+    async def _read_devices(self, written: GpuNodeStatus) -> None:
+        self._is_stale, self._read_at = False, self._clock.monotonic()
         known = {d.uuid: d for d in (*written.devices, *self.devices)}
         devices: list[Device] = []
-        for uuid, found in (await self._rounds.ask(self._devices.uuids)).items():
+        for uuid, found in (await self._poll.ask(self._gpus.uuids)).items():
             if not isinstance(found, DeviceError):
                 devices.append(found)
             elif uuid in known:
                 devices.append(replace(known[uuid], health=DeviceHealth.UNHEALTHY, health_message=str(found)))
-        self.devices = [brief(device) for device in devices]
+        self.devices = [replace(d, health_message=d.health_message[:_MAX_MESSAGE]) for d in devices]
         self._on_devices(self.devices)
 
     async def _write(self, status: GpuNodeStatus) -> float:
         status = replace(status, heartbeat_time=rfc3339(self._clock.now()))
-        patch = as_patch(status)
+        # A merge patch replaces only what it contains, and msgspec omits defaults.
+        body: dict[str, object] = {"simulated": False}
+        body |= {name: [] for name in ("devices", "partitions", "tenants", "struck", "conditions")}
+        body |= msgspec.to_builtins(status)
         try:
-            msgspec.convert(patch["status"], GpuNodeStatus)
+            msgspec.convert(body, GpuNodeStatus)
         except msgspec.ValidationError as error:  # the API server does not validate every field
             raise Invalid(f"expected a valid status, found: {error}") from error
-        await self._api.patch(GPU_NODES, self._node, patch, subresource="status", wants_object=False)
-        if self._written is not None:  # otherwise it vanished meanwhile
+        await self._api.patch(GPU_NODES, self._node, {"status": body}, subresource="status", wants_object=False)
+        if self._written is not None:  # otherwise it was deleted meanwhile
             self._written = status
         self._written_at = self._clock.monotonic()
         self.writes += 1

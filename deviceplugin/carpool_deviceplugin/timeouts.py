@@ -1,4 +1,4 @@
-"""How long the agent waits for what, and calls that may never come back."""
+"""Intervals of the agent, and blocking calls to GPUs with deadlines."""
 
 import asyncio
 import functools
@@ -14,96 +14,58 @@ from carpool_core.values import GpuUuid
 
 from carpool_deviceplugin.gpu import DeviceError
 
-_IDLE_S = 20.0
-"""A thread without work for so long ends."""
-
-Work = Callable[[], None]
-
-
-class CallThreads:
-    """As many threads as there is work at the same time; work that never ends keeps nobody else from one.
-
-    Args:
-        idle_s: How long a thread waits for more work before it ends.
-    """
-
-    def __init__(self, idle_s: float = _IDLE_S) -> None:
-        self._idle_s = idle_s
-        self._lock = threading.Lock()
-        self._idle: list[SimpleQueue[Work]] = []
-
-    def run(self, work: Work) -> None:
-        """Let work, which must not raise, be done by a thread that has none."""
-        with self._lock:
-            thread = self._idle.pop() if self._idle else None  # the last one that was used: the others may end
-        if thread is None:
-            threading.Thread(target=self._live, args=(work,), daemon=True).start()
-        else:
-            thread.put(work)
-
-    def _live(self, work: Work) -> None:
-        mine: SimpleQueue[Work] = SimpleQueue()
-        while True:
-            work()
-            with self._lock:
-                self._idle.append(mine)
-            try:
-                work = mine.get(timeout=self._idle_s)
-            except Empty:
-                with self._lock:
-                    if mine in self._idle:
-                        self._idle.remove(mine)
-                        return
-                work = mine.get()  # it was given away at the last moment
-
-
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
 Sleep = Callable[[float], Awaitable[None]]
+Work = Callable[[], None]
+
+_IDLE_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class Intervals:
-    """How often things are looked at, in seconds, and how that time is waited for."""
+    """Intervals and deadlines, in seconds. The defaults are those of simulated GPUs."""
 
     sleep: Sleep = asyncio.sleep
-    """Waits so many seconds."""
-
+    """Waits for the given number of seconds."""
     step_deadline_s: float = 10.0
-    """How long one step of a GPU may take."""
+    """Deadline of one call to a GPU."""
     progress_after_s: float = 0.3
-    """Steps that take longer are reported as Preparing in the meantime."""
+    """Longer preparations are reported as Preparing in the meantime."""
     blocked_retry_s: float = 1.0
-    """How often a GPU is looked at that somebody must leave first."""
+    """Interval of retries on a GPU that failed or is not free yet."""
     resync_s: float = 10.0
-    """How often a GPU is looked at anyhow."""
+    """Interval of reconciling a GPU without a change."""
     sample_s: float = 1.0
-    """How often the tenants' use is measured."""
+    """Interval of reading the GPUs that pods use."""
     counters_s: float = 10.0
-    """How often those are asked who else measure the GPUs."""
+    """Interval of reading DCGM and dcgm-exporter."""
     idle_samples: int = 5
-    """GPUs that nobody uses are measured only each so many samples."""
+    """GPUs without pods are read at every Nth sample only."""
     measures_s: float = 3.0
-    """Status writes that only bring new measures keep this distance."""
+    """Minimum time between two status writes that contain new measurements only."""
     heartbeat_s: float = 25.0
-    """After this time the status is written though nothing has changed: the scheduler leaves GPUs out of which it has
-    heard nothing for a minute, and one such write may be lost."""
+    """The status is written at least this often. The scheduler excludes a node after a minute without a write."""
     labels_s: float = 300.0
-    """How often the Node's labels are read; besides that, always before MIG instances are changed."""
+    """Interval of reading the Node's labels. They are also read before each MIG change."""
     kubelet_s: float = 1.0
-    """How often the kubelet's sockets are looked at."""
+    """Interval of checking the kubelet's sockets."""
     holders_s: float = 10.0
-    """How often the kubelet is asked who holds slots, and what ended pods left is removed."""
+    """Interval of reading PodResources, and of removing CDI specifications of ended pods."""
     reservation_wait_s: float = 5.0
-    """How long PreStartContainer waits for word that may be on its way; the kubelet gives it 30 s."""
+    """How long PreStartContainer waits for a reservation; the kubelet's timeout is 30 s."""
     retry_s: float = 1.0
-    """After a failed call to the API server; doubled with each further failure, to 32 times this."""
+    """First delay after a failed status write; doubled up to 32 times this."""
+
+
+HARDWARE_INTERVALS = Intervals(
+    sample_s=5.0, idle_samples=2, resync_s=60.0, measures_s=10.0, kubelet_s=3.0, holders_s=30.0
+)
+"""Intervals for hardware: its counters accumulate between two readings, and each reading takes processor time."""
 
 
 async def wait_for_event(event: asyncio.Event, seconds: float, sleep: Sleep) -> None:
-    """Wait for an event, for so long at most."""
+    """Wait for the event, at most for the given number of seconds of `sleep`."""
     waiting = [asyncio.ensure_future(event.wait()), asyncio.ensure_future(sleep(seconds))]
     try:
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -112,145 +74,167 @@ async def wait_for_event(event: asyncio.Event, seconds: float, sleep: Sleep) -> 
             one.cancel()
 
 
-HARDWARE_INTERVALS = Intervals(
-    sample_s=5.0, idle_samples=2, resync_s=60.0, measures_s=10.0, kubelet_s=3.0, holders_s=30.0
-)
-"""For real GPUs: their own counters lose nothing between two looks, and each look costs. Their health is looked at with
-each second sample; where it has changed, the GPU is looked at as a whole."""
+class CallThreads:
+    """Unbounded pool of daemon threads, so that calls that never return do not block other calls or the exit.
+
+    Args:
+        idle_s: An unused thread ends after this time.
+    """
+
+    def __init__(self, idle_s: float = _IDLE_S) -> None:
+        self._idle_s = idle_s
+        self._lock = threading.Lock()
+        self._idle: list[SimpleQueue[Work]] = []
+
+    def run(self, work: Work) -> None:
+        """Run work, which must not raise, in an idle or a new thread."""
+        with self._lock:
+            thread = self._idle.pop() if self._idle else None
+        if thread is None:
+            threading.Thread(target=self._loop, args=(work,), daemon=True).start()
+        else:
+            thread.put(work)
+
+    def _loop(self, work: Work) -> None:
+        own: SimpleQueue[Work] = SimpleQueue()
+        while True:
+            work()
+            with self._lock:
+                self._idle.append(own)
+            try:
+                work = own.get(timeout=self._idle_s)
+            except Empty:
+                with self._lock:
+                    if own in self._idle:
+                        self._idle.remove(own)
+                        return
+                work = own.get()  # assigned between the timeout and the lock
 
 
 class Caller(Protocol):
     """Makes blocking calls."""
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call; raises DeviceError where no answer comes, and whatever the function raises."""
+        """Return the function's result; raises DeviceError after the deadline, and whatever the function raises."""
         ...
 
 
-class TimeLimitedCaller:
-    """Makes blocking calls in threads, with a deadline. After one that never came back, all others fail at once.
+def _unanswered(what: str, deadline_s: float) -> DeviceError:
+    return DeviceError(f"{what}: expected an answer within {deadline_s:g} s, found none")
 
-    Each call has a thread to itself: in a pool of some size, those that never come back would take those of all others.
+
+def _still_running(what: str) -> DeviceError:
+    return DeviceError(f"{what}: an earlier call has not come back yet; look at the GPU's driver")
+
+
+class TimeLimitedCaller:
+    """Makes blocking calls in threads, with a deadline. While a call has not returned, all others fail at once.
 
     Args:
-        what: For messages, such as `GPU GPU-1`.
-        deadline_s: How long a call may take.
-        threads: To call in; those of nobody else when None.
+        what: Subject of the error messages, such as `GPU GPU-1`.
+        deadline_s: Deadline of a call.
+        threads: Threads for the calls; None uses threads of its own.
     """
 
     def __init__(self, what: str, deadline_s: float, threads: CallThreads | None = None) -> None:
         self._what, self._deadline_s = what, deadline_s
         self._threads = threads or CallThreads()
-        self._stuck: asyncio.Future[object] | None = None
+        self._stuck: asyncio.Future[Any] | None = None
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call in a thread; raises DeviceError where no answer comes, and whatever the function raises."""
+        """Return the function's result; raises DeviceError after the deadline, and whatever the function raises."""
         if self._stuck is not None and not self._stuck.done():
-            raise DeviceError(f"{self._what}: an earlier call has not come back yet; look at the GPU's driver")
+            raise _still_running(self._what)
         loop = asyncio.get_running_loop()
         call: asyncio.Future[T] = loop.create_future()
-        work = functools.partial(function, *args, **kwargs)
-        self._threads.run(functools.partial(_answer, loop, call, work))
+        self._threads.run(functools.partial(_run, loop, call, functools.partial(function, *args, **kwargs)))
         try:
             done, _ = await asyncio.wait({call}, timeout=self._deadline_s)
         except asyncio.CancelledError:
-            call.cancel()  # nobody waits for it any more, nor for what it raises
+            call.cancel()
             raise
         if not done:
-            self._stuck = call  # type: ignore[assignment]  # only whether it is done matters
-            call.add_done_callback(lambda late: late.cancelled() or late.exception())  # nobody waits for it any more
-            raise DeviceError(f"{self._what}: expected an answer within {self._deadline_s:g} s, found none")
+            self._stuck = call
+            call.add_done_callback(lambda late: late.cancelled() or late.exception())  # no caller awaits it any more
+            raise _unanswered(self._what, self._deadline_s)
         return call.result()
 
 
-def _answer(loop: asyncio.AbstractEventLoop, call: "asyncio.Future[T]", work: Callable[[], T]) -> None:
+def _run(loop: asyncio.AbstractEventLoop, call: "asyncio.Future[T]", work: Callable[[], T]) -> None:
     try:
         settle = functools.partial(_settle, call, call.set_result, work())
-    except Exception as e:  # raised again where the call is awaited
+    except Exception as e:  # raised again in the event loop
         settle = functools.partial(_settle, call, call.set_exception, e)
-    with suppress(RuntimeError):  # the loop has ended meanwhile, and with it whoever asked
+    with suppress(RuntimeError):  # the event loop has ended
         loop.call_soon_threadsafe(settle)
 
 
-def _settle(call: "asyncio.Future[T]", how: Callable[[Any], None], answer: Any) -> None:
+def _settle(call: "asyncio.Future[T]", setter: Callable[[Any], None], answer: Any) -> None:
     if not call.done():
-        how(answer)
+        setter(answer)
 
 
-_MOMENT = 0.01
-"""When nobody has answered for this share of the deadline, that GPU is left to its thread, and another goes on."""
+_PATIENCE = 0.01
+"""After this share of the deadline without an answer, another thread continues with the next GPU."""
 
 
 class Poll(Generic[T]):
-    """Asks one GPU after the other in one thread: with a thread for each they hinder each other, and cost twice.
+    """Calls one function for many GPUs, in as few threads as possible: parallel threads compete for the interpreter.
 
     Args:
-        question: Asked of each GPU.
-        deadline_s: How long a round may take.
-        threads: To ask in.
+        question: The function.
+        deadline_s: Deadline of one round.
+        threads: Threads for the calls.
     """
 
     def __init__(self, question: Callable[[GpuUuid], T], deadline_s: float, threads: CallThreads) -> None:
         self._question, self._deadline_s, self._threads = question, deadline_s, threads
-        self._stuck: dict[GpuUuid, _PollRound[T]] = {}
+        self._stuck: dict[GpuUuid, Mapping[GpuUuid, T | Exception]] = {}
+        """For each GPU whose call has not returned, the answers of its round."""
 
     async def ask(self, uuids: Collection[GpuUuid]) -> Mapping[GpuUuid, T | DeviceError]:
-        """Ask these GPUs, each once; one whose earlier question never came back is not asked.
+        """Call the function for each GPU, except those whose earlier call has not returned.
 
         Returns:
-            Each GPU's answer, or why there is none.
+            Each GPU's result or error.
 
         Raises:
-            Exception: Whatever the question raises besides DeviceError.
+            Exception: Whatever the function raises besides DeviceError.
         """
-        self._stuck = {uuid: round_ for uuid, round_ in self._stuck.items() if uuid not in round_.answers}
-        round_ = _PollRound(self._question, [uuid for uuid in uuids if uuid not in self._stuck])
-        await round_.run(self._threads, self._deadline_s)
-        return {uuid: self._answer(uuid, round_) for uuid in uuids}
+        self._stuck = {uuid: answers for uuid, answers in self._stuck.items() if uuid not in answers}
+        waiting = deque(uuid for uuid in uuids if uuid not in self._stuck)
+        answers: dict[GpuUuid, T | Exception] = {}
+        count, loop, finished = len(waiting), asyncio.get_running_loop(), asyncio.Event()
 
-    def _answer(self, uuid: GpuUuid, round_: "_PollRound[T]") -> T | DeviceError:
+        def work() -> None:
+            while waiting:
+                with suppress(IndexError):  # another thread took the last one
+                    uuid = waiting.popleft()
+                    try:
+                        answers[uuid] = self._question(uuid)
+                    except Exception as e:  # raised again in the event loop
+                        answers[uuid] = e
+            if len(answers) == count:
+                with suppress(RuntimeError):  # the event loop has ended
+                    loop.call_soon_threadsafe(finished.set)
+
+        answered, end = 0, loop.time() + self._deadline_s
+        while len(answers) < count and (left_s := end - loop.time()) > 0:
+            if waiting and len(answers) == answered:
+                self._threads.run(work)
+            answered = len(answers)
+            with suppress(TimeoutError):
+                timeout_s = min(_PATIENCE * self._deadline_s, left_s) if waiting else left_s
+                await asyncio.wait_for(finished.wait(), timeout_s)
+        return {uuid: self._answer(uuid, answers) for uuid in uuids}
+
+    def _answer(self, uuid: GpuUuid, answers: Mapping[GpuUuid, T | Exception]) -> T | DeviceError:
         if uuid in self._stuck:
-            return DeviceError(f"GPU {uuid}: an earlier call has not come back yet; look at the GPU's driver")
-        if uuid not in round_.answers:
-            self._stuck[uuid] = round_
-            return DeviceError(f"GPU {uuid}: expected an answer within {self._deadline_s:g} s, found none")
-        answer = round_.answers[uuid]
+            return _still_running(f"GPU {uuid}")
+        if uuid not in answers:
+            self._stuck[uuid] = answers
+            return _unanswered(f"GPU {uuid}", self._deadline_s)
+        answer = answers[uuid]
         if isinstance(answer, Exception) and not isinstance(answer, DeviceError):
             raise answer
         return answer
-
-
-class _PollRound(Generic[T]):
-    def __init__(self, question: Callable[[GpuUuid], T], uuids: Collection[GpuUuid]) -> None:
-        self._question, self._left, self._count = question, deque(uuids), len(uuids)
-        self.answers: dict[GpuUuid, T | Exception] = {}
-        self._loop = asyncio.get_running_loop()
-        self._is_over: asyncio.Future[None] = self._loop.create_future()
-
-    async def run(self, threads: CallThreads, deadline_s: float) -> None:
-        """Ask until everybody has answered, or the time is over."""
-        answered, end = 0, self._loop.time() + deadline_s
-        while len(self.answers) < self._count and (left_s := end - self._loop.time()) > 0:
-            if self._left and len(self.answers) == answered:
-                threads.run(self._ask)
-            answered = len(self.answers)
-            await asyncio.wait({self._is_over}, timeout=min(_MOMENT * deadline_s, left_s) if self._left else left_s)
-
-    def _ask(self) -> None:
-        """In a thread; several of them share what is left."""
-        while self._left:
-            try:
-                uuid = self._left.popleft()
-            except IndexError:
-                break  # another thread took the last one
-            try:
-                self.answers[uuid] = self._question(uuid)
-            except Exception as e:  # raised again where it was asked
-                self.answers[uuid] = e
-        if len(self.answers) == self._count:
-            with suppress(RuntimeError):  # the loop has ended meanwhile, and with it whoever asked
-                self._loop.call_soon_threadsafe(self._finish)
-
-    def _finish(self) -> None:
-        if not self._is_over.done():
-            self._is_over.set_result(None)

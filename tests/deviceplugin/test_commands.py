@@ -30,7 +30,7 @@ from carpool_deviceplugin.gpu import Access, CreateInstance, NoDevicesError
 from carpool_deviceplugin.metrics import AgentCollector
 from carpool_deviceplugin.mig import Placement
 from carpool_deviceplugin.mig_instances import read_mig_devices
-from carpool_deviceplugin.plugin import AgentState, HeldByPod, KubeletError, Plugin, PodResources, RefusedError, Server
+from carpool_deviceplugin.plugin import AgentState, KubeletError, Plugin, PodResources, RefusedError, Registration
 from carpool_deviceplugin.preflight import InputError, inspect_node
 from carpool_deviceplugin.protos import podresources_pb2 as pr
 from carpool_deviceplugin.settings import AgentSettings
@@ -518,7 +518,7 @@ class Ground:
     async def _sleep(self, seconds: float) -> None:
         self.clock.advance(seconds)
 
-    async def _held(self) -> list[HeldByPod]:
+    async def _held(self) -> list[pr.PodResources]:
         self.asked += 1
         if self.failures:
             self.failures -= 1
@@ -562,7 +562,7 @@ async def test_podresources_that_never_answers_is_left(tmp_path: Path) -> None:
 async def test_a_kubelets_directory_that_is_not_there_is_said(ground: Ground, tmp_path: Path, capfd) -> None:
     """Regression: gRPC wrote a line of its own each second."""
     with pytest.raises(KubeletError, match=r"nowhere: expected the kubelet's device plugin directory, found none"):
-        await Server(tmp_path / "nowhere" / "carpool.sock", ground.plugin).start()
+        await Registration(tmp_path / "nowhere", ground.plugin).serve()
     assert capfd.readouterr() == ("", "")
 
 

@@ -27,7 +27,16 @@ from carpool_core.testing.kube import FakeKube
 from carpool_core.values import PartitionState, PodUid, SharingMode
 from carpool_deviceplugin.app import Agent
 from carpool_deviceplugin.metrics import AgentCollector
-from carpool_deviceplugin.plugin import LaterError, Owner, RefusedError, claimant, earlier, owner_of, promise, same_user
+from carpool_deviceplugin.plugin import (
+    LaterError,
+    Owner,
+    RefusedError,
+    check_same_user,
+    earlier_reservations,
+    living_pod,
+    owner_of,
+    ready_reservation,
+)
 from carpool_deviceplugin.protos import deviceplugin_pb2, podresources_pb2
 from carpool_deviceplugin.protos.podresources_pb2 import ContainerDevices, ContainerResources, PodResources
 from carpool_deviceplugin.settings import AgentSettings
@@ -364,11 +373,13 @@ def test_owner_refusals(slots, held, error, says) -> None:
 @pytest.mark.parametrize("found", [None, prestart_pod(phase="Succeeded"), prestart_pod(deleted="2026-01-31T12:00:00Z")])
 def test_a_namesake_that_leaves_is_not_the_pod(found) -> None:
     with pytest.raises(LaterError, match="expected pod default/a"):
-        claimant(OWNER, found)
+        living_pod(OWNER, found)
 
 
 def test_promise_is_the_pods_own_reservation(reserve) -> None:
-    assert promise(OWNER, prestart_pod(), [reserve("b"), reserve("a")], [partition("b"), partition()]) == reserve("a")
+    assert ready_reservation(
+        OWNER, prestart_pod(), [reserve("b"), reserve("a")], [partition("b"), partition()]
+    ) == reserve("a")
 
 
 @pytest.mark.parametrize(
@@ -389,19 +400,19 @@ def test_promise_is_the_pods_own_reservation(reserve) -> None:
 def test_promise_refusals(reserve, pods, partitions, error, says) -> None:
     partitions = [partition(p) if isinstance(p, str) else p for p in partitions]
     with pytest.raises(error, match=says):
-        promise(OWNER, prestart_pod(), [reserve(p) for p in pods], partitions)
+        ready_reservation(OWNER, prestart_pod(), [reserve(p) for p in pods], partitions)
 
 
 def test_an_older_generation_is_not_ready(reserve) -> None:
     with pytest.raises(LaterError, match="being prepared"):
-        promise(OWNER, prestart_pod(), [reserve("a", generation=2)], [partition()])
+        ready_reservation(OWNER, prestart_pod(), [reserve("a", generation=2)], [partition()])
 
 
 def test_two_containers_cannot_split_a_reservation(reserve) -> None:
     with pytest.raises(
         RefusedError, match=r"expected container train .* to hold 2 of carpool\.dev/gpu, as reserved, found 1"
     ):
-        promise(OWNER, prestart_pod(), [reserve("a", "GPU-1", "GPU-2")], [partition()])
+        ready_reservation(OWNER, prestart_pod(), [reserve("a", "GPU-1", "GPU-2")], [partition()])
 
 
 def running_as(pod_user: int | None, **containers: int | None) -> Pod:
@@ -448,20 +459,20 @@ def test_an_mps_daemon_is_asked_by_one_user(user: int | None, served: int | None
     """A client of another user waited within CUDA, without a word, until the first one had ended."""
     beside = {"pod default/x": None, "the MPS server of GPU GPU-1": served}
     if is_fine:
-        same_user(OWNER, user, beside)
+        check_same_user(OWNER, user, beside)
         return
     with pytest.raises(
         LaterError, match=f"run as user {served}, as the MPS server of GPU GPU-1 does, found {user}; .*runAsUser"
     ):
-        same_user(OWNER, user, beside)
+        check_same_user(OWNER, user, beside)
 
 
 def test_whoever_reserved_first_waits_for_nobody(reserve) -> None:
     """If both waited for the other, neither would ever start."""
     first, second, elsewhere = reserve("a"), reserve("b"), reserve("0", "GPU-9")
     everybody = [second, elsewhere, first]
-    assert earlier(first, everybody) == []
-    assert earlier(second, everybody) == [first]
+    assert earlier_reservations(first, everybody) == []
+    assert earlier_reservations(second, everybody) == [first]
 
 
 FOLDER = Path(__file__).parents[2] / "deviceplugin"

@@ -12,12 +12,18 @@ from carpool_core.resources.node import Device, GpuNode, GpuNodeStatus, NodeSumm
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, GpuUuid, NodeName, PartitionState, PodUid, SharingMode
-from carpool_deviceplugin import events
 from carpool_deviceplugin.app import Agent
-from carpool_deviceplugin.events import EventWriter, NodeEvent
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.simulated import SimulatedDevices
-from carpool_deviceplugin.status import Reporter, ready_condition
+from carpool_deviceplugin.status import (
+    EventWriter,
+    NodeEvent,
+    Reporter,
+    device_events,
+    partition_events,
+    ready_condition,
+    struck_events,
+)
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.node import Node, flowing, running, uid, until
 from carpool_deviceplugin.testing.nvml import FakeNvml
@@ -335,7 +341,7 @@ A, B = PodUid("uid-a"), PodUid("uid-b")
     ],
 )
 def test_health_is_news_when_it_changes(before: dict, after: Device, reasons: list[str]) -> None:
-    assert [n.reason for n in events.of_devices(before, [after])] == reasons
+    assert [n.reason for n in device_events(before, [after])] == reasons
 
 
 def partition(state: PartitionState, generation: int = 1) -> Partition:
@@ -355,13 +361,13 @@ def partition(state: PartitionState, generation: int = 1) -> Partition:
 )
 def test_shares_are_news_when_they_fail(reserve, before, after, reasons) -> None:
     known = {} if before is None else {A: before}
-    assert [n.reason for n in events.of_partitions(known, [after], {A: reserve("a")})] == reasons
-    assert events.of_partitions({}, [after], {}) == [], "nobody to tell"
+    assert [n.reason for n in partition_events(known, [after], {A: reserve("a")})] == reasons
+    assert partition_events({}, [after], {}) == [], "nobody to tell"
 
 
 def test_each_pod_that_ends_is_told_once(reserve) -> None:
     both = {A: reserve("a"), B: reserve("b")}
-    (told,) = events.of_struck({A: "why"}, {A: "why", B: "why"}, both)
+    (told,) = struck_events({A: "why"}, {A: "why", B: "why"}, both)
     assert (told.pod, told.reason, told.message) == (both[B], "MpsClientsEnd", "why")
 
 
