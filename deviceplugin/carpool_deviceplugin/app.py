@@ -16,7 +16,7 @@ from carpool_core.values import NodeName, PodUid
 
 from carpool_deviceplugin import cdi
 from carpool_deviceplugin.cdi import NvidiaCdi
-from carpool_deviceplugin.dcgm import CounterSource, Dcgm, Exporter, HostEngine
+from carpool_deviceplugin.dcgm import CounterSource, Exporter, HostEngine
 from carpool_deviceplugin.gpu import Devices, NoDevicesError
 from carpool_deviceplugin.mps import HostedMps, Mps, MpsProgram
 from carpool_deviceplugin.nvlib import NvmlLibrary, load_nvml
@@ -41,7 +41,7 @@ def metrics_sources(settings: AgentSettings) -> list[CounterSource]:
     if settings.dcgm_exporter:
         found.append(Exporter(settings.dcgm_exporter))
     if settings.dcgm_address:
-        found.append(HostEngine(Dcgm(), settings.dcgm_address))
+        found.append(HostEngine(settings.dcgm_address))
     return found
 
 

@@ -1,60 +1,68 @@
-"""`carpool node check`: tests what the agent relies on, NVML, MPS and MIG. Needs no workload and no Kubernetes."""
+"""Checks of a node and its GPUs: requirements of the node, NVML's answers, MPS and MIG. Needs no Kubernetes."""
 
 import ctypes
-import errno
-import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
-import click
 import msgspec
 import pynvml
 from carpool_core.resources.node import Reservation
 from carpool_core.values import GpuUuid, JobUid, PodUid, SharingMode
 
-from carpool_deviceplugin.app import metrics_sources
 from carpool_deviceplugin.cdi import NvidiaCdi
-from carpool_deviceplugin.gpu import DeviceError, NoDevicesError
+from carpool_deviceplugin.gpu import DeviceError
 from carpool_deviceplugin.health import XidWatch
-from carpool_deviceplugin.mig import MigRefusal, plan_mig
+from carpool_deviceplugin.mig import MigRefusal, Profile, plan_mig
 from carpool_deviceplugin.mig_instances import apply_plan, read_instances, read_mig_devices, read_table
-from carpool_deviceplugin.mps import Mps, MpsProgram
+from carpool_deviceplugin.mps import MpsProgram
 from carpool_deviceplugin.nvlib import (
     Handle,
+    Identity,
     NvmlError,
     NvmlLibrary,
     Session,
     list_gpus,
     list_samples,
-    load_nvml,
     read_identity,
     read_processes,
     read_telemetry,
 )
 from carpool_deviceplugin.nvml_devices import NvmlDevices
 from carpool_deviceplugin.partitions import plan
-from carpool_deviceplugin.preflight import InputError, find_gpu, no_gpus, node_settings
-from carpool_deviceplugin.processes import ProcTree
 from carpool_deviceplugin.quoting import quoted
-from carpool_deviceplugin.sampling import AHEAD_US, GpmSampler
+from carpool_deviceplugin.sampling import AHEAD_US, SM_ACTIVE, GpmSampler
 
 T = TypeVar("T")
-Rule = Callable[[Session], Iterator[str]]
-"""Yields one sentence for each deviation."""
-NO_GPU = "GPU-00000000-0000-0000-0000-000000000000"
-_MAX_PID = 2**22
-"""PID_MAX_LIMIT of the Linux kernel on 64-bit machines."""
-_FIRST_STAMP_US = 1_500_000_000_000_000
-"""A stamp before 2017 has another unit or another epoch."""
-_MAX_EXAMPLES = 3
-_MAX_DEVIATIONS = 10
-_NO_LINK, _NO_PROFILE, _NO_SENSOR = 99, 99, 99
+
+
+class Verdict(StrEnum):
+    """Result of a check."""
+
+    PASSED = "passed"
+    FAILED = "FAILED"
+    SKIPPED = "skipped"
+    MISSING = "missing"
+    """The node lacks something; the agent runs without it, with fewer features."""
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of the table of checks."""
+
+    name: str
+    verdict: Verdict
+    found: str
+    """Measured values, the deviation, or what is absent."""
+    needed: str = ""
+    advice: str = ""
+    """How to provide what is needed."""
+
+    def __str__(self) -> str:
+        needed = f"expected {self.needed}, found {self.found}" if self.needed else self.found
+        return needed + (f"; {self.advice}" if self.advice else "")
 
 
 class SkippedError(Exception):
@@ -62,42 +70,124 @@ class SkippedError(Exception):
 
 
 class FailedError(DeviceError):
-    """The GPU deviates; `str()` says what was expected and what was found."""
+    """The GPU deviates; `str()` states what was expected and what was found."""
+
+
+def check_node(
+    devices: NvmlDevices, cdi: NvidiaCdi, proc: Path = Path("/proc"), mps_host: str = ""
+) -> Iterator[Outcome]:
+    """Check what the agent needs of the node.
+
+    Args:
+        devices: The node's GPUs.
+        cdi: NVIDIA's CDI specifications.
+        proc: Path of /proc.
+        mps_host: Socket of the process that starts MPS daemons; empty if the agent starts them.
+    """
+    yield _row(
+        "host-pids",
+        "" if _shows_host(proc) else "another PID namespace",
+        "the host's PIDs, to assign processes to pods",
+        "run with hostPID: true",
+    )
+    absent, _, advice = MpsProgram.missing().partition("; ")
+    if mps_host and MpsProgram.is_installed():
+        absent = "" if Path(mps_host).is_socket() else f"a socket at {quoted(Path(mps_host))}"
+        advice = "look at the pod carpool-mps"
+    yield _row("mps-program", absent and "none", f"{absent or 'MPS daemons'}, for mode MPS", advice)
+    cdi_advice = "write it: nvidia-ctk cdi generate --output=/var/run/cdi/nvidia.yaml"
+    try:
+        without = [uuid for uuid in devices.uuids if cdi.find(uuid, devices.identity(uuid).minor) is None]
+        found = without and f"none of {', '.join(without)}; without it containers need the nvidia runtime"
+    except DeviceError as e:
+        found, cdi_advice = str(e), "correct or delete the file"
+    yield _row("cdi", found or "", "NVIDIA's CDI specification of each GPU", cdi_advice)
+    yield _row(
+        "sm-activity",
+        ", ".join(uuid for uuid in devices.uuids if not _measures_sm(devices, uuid)),
+        "a source of SM activity for each GPU",
+        "before Hopper, run DCGM's host engine at CARPOOL_DCGM_ADDRESS with its library in the container, or "
+        "dcgm-exporter with DCGM_FI_PROF_SM_ACTIVE at CARPOOL_DCGM_EXPORTER",
+    )
+
+
+def _row(name: str, lacks: str, needed: str, advice: str) -> Outcome:
+    if lacks:
+        return Outcome(name=name, verdict=Verdict.MISSING, found=lacks, needed=needed, advice=advice)
+    return Outcome(name=name, verdict=Verdict.PASSED, found=needed)
+
+
+def _shows_host(proc: Path) -> bool:
+    """Whether /proc shows the host's PID namespace, where process 2 is kthreadd."""
+    try:
+        return (proc / "2" / "comm").read_text().strip() == "kthreadd"
+    except OSError:
+        return False
+
+
+def _measures_sm(devices: NvmlDevices, uuid: GpuUuid) -> bool:
+    try:
+        counters = devices.read(uuid).counters
+    except DeviceError:
+        return True  # the GPU's health reports the error
+    return counters is not None and SM_ACTIVE in counters.sources
+
+
+# The contract of NVML: rules that every library, real or fake, keeps. They only read, and yield each deviation.
+
+Rule = Callable[[Session], Iterator[str]]
+UNKNOWN_GPU = "GPU-00000000-0000-0000-0000-000000000000"
+_MAX_PID = 2**22
+"""PID_MAX_LIMIT of the Linux kernel on 64-bit machines."""
+_MIN_STAMP_US = 1_500_000_000_000_000
+"""A stamp before 2017 has another unit or another epoch."""
+_MAX_DEVIATIONS = 10
+
+
+def _deviations(rules: Mapping[str, bool], found: object) -> Iterator[str]:
+    yield from (f"expected {rule}, found {found}" for rule, holds in rules.items() if not holds)
+
+
+def _duplicates(keys: Sequence[T]) -> list[T]:
+    seen, again = set[T](), list[T]()
+    for key in keys:
+        (again.append if key in seen else seen.add)(key)
+    return again
 
 
 def check_identity(session: Session) -> Iterator[str]:
     """UUIDs, indices and sizes are plausible."""
     uuids = list_gpus(session)
-    if not uuids or len(set(uuids)) != len(uuids):
+    if not uuids or _duplicates(uuids):
         yield f"expected GPUs with a UUID each, found {uuids}"
     for index, uuid in enumerate(uuids):
         known = read_identity(session, uuid)
         rules = {
-            "the UUID that it was asked by": known.uuid == uuid and uuid.startswith("GPU-"),
+            "the UUID of the query": known.uuid == uuid and uuid.startswith("GPU-"),
             f"index {index}": known.index == index,
             "more than 1 GiB": known.memory_mib > 1024,
-            "less than a quarter of it reserved": 0 <= known.reserved_mib < known.memory_mib / 4,
+            "less than a quarter of the memory reserved": 0 <= known.reserved_mib < known.memory_mib / 4,
             "compute capability 5.0 or more": float(known.compute_capability) >= 5,
             "a PCI bus ID with a domain": known.pci_bus_id.count(":") == 2,
             "a power limit from 5 to 5,000 W": known.power_limit_w is None or 5 < known.power_limit_w < 5000,
-            "NVLinks to others only": known.pci_bus_id not in known.nvlink_peers,
-            "MIG switched on only where there is MIG": known.mig_capable or not known.mig_enabled,
+            "NVLinks to other devices only": known.pci_bus_id not in known.nvlink_peers,
+            "MIG on only if supported": known.mig_capable or not known.mig_enabled,
         }
-        yield from _unmet(rules, known)
+        yield from _deviations(rules, known)
 
 
 def check_telemetry(session: Session) -> Iterator[str]:
     """Counters are within physical bounds, and energy never falls."""
     for uuid in list_gpus(session):
         known, first, second = read_identity(session, uuid), *(read_telemetry(session, uuid) for _ in range(2))
-        for seen in (first, second):
+        for found in (first, second):
             rules = {
-                "no more memory than there is": seen.memory_used_mib + seen.memory_free_mib <= known.memory_mib,
-                "a temperature from -20 to 130 C": seen.temperature_c is None or -20 < seen.temperature_c < 130,
-                "a power from 0 to 5,000 W": seen.power_w is None or 0 < seen.power_w < 5000,
-                "a utilization of 0 to 100%": seen.gpu_util_percent is None or 0 <= seen.gpu_util_percent <= 100,
+                "at most the GPU's memory": found.memory_used_mib + found.memory_free_mib <= known.memory_mib,
+                "a temperature from -20 to 130 C": found.temperature_c is None or -20 < found.temperature_c < 130,
+                "a power from 0 to 5,000 W": found.power_w is None or 0 < found.power_w < 5000,
+                "a utilization of 0 to 100%": found.gpu_util_percent is None or 0 <= found.gpu_util_percent <= 100,
             }
-            yield from _unmet(rules, seen)
+            yield from _deviations(rules, found)
         if first.energy_mj is not None and (second.energy_mj is None or second.energy_mj < first.energy_mj):
             yield f"expected an energy counter that never falls, found {first.energy_mj}, then {second.energy_mj}"
 
@@ -109,11 +199,12 @@ def check_processes(session: Session) -> Iterator[str]:
         for p in found:
             rules = {
                 "a process ID": 0 < p.pid <= _MAX_PID,
-                "no more memory than there is, or none told": 0 <= (p.memory_mib or 0) <= known.memory_mib,
-                "an instance only where MIG is switched on": p.gpu_instance_id is None or known.mig_enabled,
+                "at most the GPU's memory, or none": 0 <= (p.memory_mib or 0) <= known.memory_mib,
+                "a MIG instance only with MIG on": p.gpu_instance_id is None or known.mig_enabled,
             }
-            yield from _unmet(rules, p)
-        yield from _duplicates(f"GPU {uuid}: expected each process once", found, lambda p: (p.pid, p.gpu_instance_id))
+            yield from _deviations(rules, p)
+        if again := _duplicates([(p.pid, p.gpu_instance_id) for p in found]):
+            yield f"GPU {uuid}: expected each process once, found {len(again):,} duplicates, such as {again[0]}"
 
 
 def check_utilization(session: Session, wall: Callable[[], float] = time.time) -> Iterator[str]:
@@ -125,21 +216,22 @@ def check_utilization(session: Session, wall: Callable[[], float] = time.time) -
             rules = {
                 "a process ID": pid <= _MAX_PID,
                 "0 to 100% of the SMs": sm_percent <= 100,
-                "microseconds since 1970, and none to come": _FIRST_STAMP_US < at_us <= latest,
+                "microseconds since 1970, not in the future": _MIN_STAMP_US < at_us <= latest,
             }
-            yield from _unmet(rules, (pid, at_us, sm_percent))
-        yield from _duplicates(f"GPU {uuid}: expected each process once at each moment", found, lambda one: one[:2])
+            yield from _deviations(rules, (pid, at_us, sm_percent))
+        if again := _duplicates([sample[:2] for sample in found]):
+            yield f"GPU {uuid}: expected one sample of a process at a time, found {len(again):,} more, as {again[0]}"
 
 
 def check_gpm(session: Session) -> Iterator[str]:
     """One GPM sample gives no metrics, two give ratios."""
     gpm = GpmSampler(session)
     for uuid in list_gpus(session):
-        if gpm.sample(uuid) is not None:
-            yield "expected nothing of a single sample, found something"
+        if found := gpm.sample(uuid):
+            yield f"expected no metrics after one sample, found {found}"
         found = gpm.sample(uuid)
-        if found is not None and found.sm is not None and not 0 <= found.sm <= 1:
-            yield f"expected an SM activity of 0 to 1, found {found.sm}"
+        if not 0 <= found.get(SM_ACTIVE, 0.0) <= 1:
+            yield f"expected an SM activity of 0 to 1, found {found}"
         gpm.forget(uuid)
 
 
@@ -148,7 +240,7 @@ def check_xids(session: Session) -> Iterator[str]:
     uuids = list_gpus(session)
     watch = XidWatch(session, uuids)
     for uuid in uuids:
-        yield from (f"expected XIDs from 1 up, found {xid}" for xid in watch.seen(uuid) if xid <= 0)
+        yield from (f"expected XIDs from 1 up, found {xid}" for xid in watch.poll(uuid) if xid <= 0)
 
 
 def check_mig_profiles(session: Session) -> Iterator[str]:
@@ -157,26 +249,26 @@ def check_mig_profiles(session: Session) -> Iterator[str]:
         known = read_identity(session, uuid)
         table = read_table(session, uuid) if known.mig_capable else None
         if (table is not None) != known.mig_capable:
-            yield f"expected MIG profiles where there is MIG, found {table}"
+            yield f"expected MIG profiles on a GPU with MIG, found {table}"
         for profile in table.profiles if table else ():
             rules = {
                 "a name such as 3g.20gb": "g." in profile.name and not profile.name.startswith("MIG "),
                 "less memory than the GPU has": profile.memory_mib < known.memory_mib,
-                "places within the GPU": max(profile.starts) + profile.memory_slices
+                "placements within the GPU": max(profile.starts) + profile.memory_slices
                 <= (table.memory_slices if table else 0),
             }
-            yield from _unmet(rules, profile)
+            yield from _deviations(rules, profile)
 
 
 def check_unknown_gpu(session: Session) -> Iterator[str]:
     """An unknown UUID is an error that names the UUID."""
     try:
-        session.handle(NO_GPU)
+        session.handle(UNKNOWN_GPU)
     except NvmlError as e:
-        if NO_GPU not in str(e):
+        if UNKNOWN_GPU not in str(e):
             yield f"expected an error that names the GPU, found {e}"
     else:
-        yield f"expected no GPU {NO_GPU}, found one"
+        yield f"expected no GPU {UNKNOWN_GPU}, found one"
 
 
 CONTRACT: Sequence[Rule] = (
@@ -189,155 +281,9 @@ CONTRACT: Sequence[Rule] = (
     check_mig_profiles,
     check_unknown_gpu,
 )
-"""Rules that every NVML, real or fake, keeps. They only read."""
 
 
-def _duplicates(expected: str, found: Sequence[T], key: Callable[[T], Hashable]) -> Iterator[str]:
-    seen, again = set[Hashable](), list[T]()
-    for one in found:
-        if (name := key(one)) in seen:
-            again.append(one)
-        seen.add(name)
-    if again:
-        few = ", ".join(map(str, again[:_MAX_EXAMPLES])) + " …" * (len(again) > _MAX_EXAMPLES)
-        yield f"{expected}, found {len(again):,} duplicates among {len(found):,}: {few}"
-
-
-def _unmet(rules: Mapping[str, bool], found: object) -> Iterator[str]:
-    yield from (f"expected {rule}, found {found}" for rule, holds in rules.items() if not holds)
-
-
-class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """One MIG profile as the driver describes it."""
-
-    name: str
-    id: int
-    compute_slices: int
-    memory_slices: int
-    starts: list[int]
-    memory_mib: int
-    sm_count: int
-
-
-class Recording(msgspec.Struct, frozen=True, kw_only=True):
-    """Answers of one GPU, which the fake of its product must give as well."""
-
-    product: str
-    driver: str
-    memory_mib: int
-    reserved_mib: int
-    compute_capability: str
-    power_limit_w: float | None
-    mig: list[Profile]
-    codes: dict[str, int]
-    """NVML's return code of each query; 0 is success."""
-
-
-def record(session: Session, uuid: GpuUuid) -> Recording:
-    """Query everything that a fake must answer alike. Only reads; raises NvmlError if the GPU cannot be read."""
-    known = read_identity(session, uuid)
-    table = read_table(session, uuid) if known.mig_capable else None
-    return Recording(
-        product=known.product,
-        driver=session.ask("", session.library.nvmlSystemGetDriverVersion) or "",
-        memory_mib=known.memory_mib,
-        reserved_mib=known.reserved_mib,
-        compute_capability=known.compute_capability,
-        power_limit_w=known.power_limit_w,
-        mig=[
-            Profile(
-                name=p.name,
-                id=p.id,
-                compute_slices=p.compute_slices,
-                memory_slices=p.memory_slices,
-                starts=list(p.starts),
-                memory_mib=p.memory_mib,
-                sm_count=p.sm_count,
-            )
-            for p in (table.profiles if table else ())
-        ],
-        codes={name: _return_code(ask) for name, ask in _questions(session.library, session.handle(uuid))},
-    )
-
-
-def _return_code(ask: Callable[[], Any]) -> int:
-    try:
-        ask()
-    except pynvml.NVMLError as e:
-        return int(e.value)
-    return 0
-
-
-def _questions(library: NvmlLibrary, handle: Handle) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield queries that some or all GPUs refuse, each with its name."""
-    yield "NUMA node", lambda: library.nvmlDeviceGetNumaNodeId(handle)
-    yield "MIG mode", lambda: library.nvmlDeviceGetMigMode(handle)
-    yield "remapped rows", lambda: library.nvmlDeviceGetRemappedRows(handle)
-    yield (
-        "uncorrectable ECC errors",
-        lambda: library.nvmlDeviceGetTotalEccErrors(
-            handle, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
-        ),
-    )
-    yield "energy", lambda: library.nvmlDeviceGetTotalEnergyConsumption(handle)
-    yield "reasons of clocks", lambda: library.nvmlDeviceGetCurrentClocksEventReasons(handle)
-    yield "a sensor of temperature that there is none of", lambda: library.nvmlDeviceGetTemperature(handle, _NO_SENSOR)
-    yield "what processes did in the future", lambda: library.nvmlDeviceGetProcessUtilization(handle, 2**62)
-    yield "the first NVLink", lambda: library.nvmlDeviceGetNvLinkState(handle, 0)
-    yield "an NVLink that there is none of", lambda: library.nvmlDeviceGetNvLinkState(handle, _NO_LINK)
-    yield "an unknown UUID", lambda: library.nvmlDeviceGetHandleByUUID(NO_GPU)
-    yield "an index beyond the last", lambda: library.nvmlDeviceGetHandleByIndex(library.nvmlDeviceGetCount())
-    yield "XIDs where there are none", lambda: _wait(library)
-    for index in range(pynvml.NVML_GPU_INSTANCE_PROFILE_COUNT):
-        yield f"MIG profile {index}", partial(library.nvmlDeviceGetGpuInstanceProfileInfo, handle, index)
-    yield (
-        "places of an unknown MIG profile",
-        lambda: library.nvmlDeviceGetGpuInstancePossiblePlacements(
-            handle,
-            _NO_PROFILE,
-            (pynvml.c_nvmlGpuInstancePlacement_t * 16)(),
-            ctypes.byref(ctypes.c_uint(16)),
-        ),
-    )
-
-
-def _wait(library: NvmlLibrary) -> None:
-    events = library.nvmlEventSetCreate()
-    try:
-        library.nvmlEventSetWait(events, 0)
-    finally:
-        library.nvmlEventSetFree(events)
-
-
-class Verdict(StrEnum):
-    """Result of one check."""
-
-    PASSED = "passed"
-    FAILED = "FAILED"
-    SKIPPED = "skipped"
-
-
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """One check and its result."""
-
-    name: str
-    verdict: Verdict
-    message: str
-    """Measured values, the deviation, or the missing requirement."""
-
-
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """File that `--out` writes. Tests compare the fakes with its `nvml`."""
-
-    carpool: str
-    gpu: GpuUuid
-    nvml: Recording
-    outcomes: list[Outcome]
-
-
-def read_report(path: Path) -> Report:
-    """Read a report; raises OSError and msgspec.MsgspecError."""
-    return msgspec.json.decode(path.read_bytes(), type=Report)
+# The checks of one idle GPU.
 
 
 def check_contract(devices: NvmlDevices, gpu: GpuUuid) -> str:
@@ -412,107 +358,89 @@ CHECKS: Mapping[str, Callable[[NvmlDevices, GpuUuid], str]] = {
 """Checks by name, in order. Each returns a sentence and raises SkippedError or DeviceError."""
 
 
-def run_check(name: str, devices: NvmlDevices, gpu: GpuUuid) -> Outcome:
-    """Run one check; a failure or a missing requirement becomes its verdict."""
+def run_check(name: str, devices: NvmlDevices, gpu: GpuUuid, *, may_divide: bool) -> Outcome:
+    """Run one check. Only `may_divide` lets it create MIG instances."""
     try:
-        return Outcome(name=name, verdict=Verdict.PASSED, message=CHECKS[name](devices, gpu))
-    except SkippedError as e:
-        return Outcome(name=name, verdict=Verdict.SKIPPED, message=str(e))
-    except DeviceError as e:
-        return Outcome(name=name, verdict=Verdict.FAILED, message=str(e))
-
-
-@click.command(short_help="Check an idle GPU and its driver.")
-@click.option(
-    "--gpu", default="0", show_default=True, help="Index or UUID of an idle GPU, or UUID of a MIG device on it."
-)
-@click.option("--only", multiple=True, type=click.Choice([*CHECKS]), help="Run this check only; may be repeated.")
-@click.option("--mig", is_flag=True, help="Allow creating and destroying MIG instances on this GPU.")
-@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="File for the report, as JSON.")
-@click.pass_context
-def check(context: click.Context, gpu: str, only: tuple[str, ...], mig: bool, out: Path | None) -> None:
-    """Check what the agent relies on: NVML's answers, MPS daemons and MIG instances. Takes seconds."""
-    try:
-        temporary = tempfile.TemporaryDirectory(prefix="carpool-check-")
-    except OSError as e:
-        raise InputError(f"expected a directory for temporary files, found {e}; set TMPDIR to a writable one") from e
-    with temporary as directory:
-        devices = context.obj if isinstance(context.obj, NvmlDevices) else _devices(Path(directory))
-        try:
-            outcomes = _run(devices, _idle(devices, find_gpu(devices, gpu)), only or tuple(CHECKS), out, may_divide=mig)
-        except DeviceError as e:
-            raise InputError(str(e)) from e
-    count = Counter(outcome.verdict for outcome in outcomes)
-    passed, failed = count[Verdict.PASSED], count[Verdict.FAILED]
-    click.echo(f"{passed} passed, {failed} failed, {count[Verdict.SKIPPED]} skipped")
-    context.exit(1 if failed else 0 if passed else 2)
-
-
-def _devices(directory: Path) -> NvmlDevices:
-    """Open the node's GPUs with a state directory of their own: the agent's state stays as it is."""
-    settings = node_settings()
-    mps = (
-        Mps(MpsProgram(private_shm=not MpsProgram.missing()), directory / "mps") if MpsProgram.is_installed() else None
-    )
-    try:
-        return NvmlDevices(
-            load_nvml(),
-            mps=mps,
-            cdi=NvidiaCdi((Path("/etc/cdi"), settings.cdi_dir)),
-            state_dir=directory / "state",
-            processes=ProcTree(),
-            sources=metrics_sources(settings),
-        )
-    except NoDevicesError as e:
-        raise no_gpus(e, settings) from e
-
-
-def _idle(devices: NvmlDevices, gpu: GpuUuid) -> GpuUuid:
-    """Return the GPU if it is healthy and idle; raises DeviceError."""
-    actual = devices.actual(gpu)
-    if actual.tenants or actual.problem:
-        raise DeviceError(
-            f"GPU {gpu}: expected a healthy and idle GPU, found {actual.problem or f'pods {sorted(actual.tenants)}'}; "
-            "drain it first"
-        )
-    return gpu
-
-
-def _run(
-    devices: NvmlDevices, gpu: GpuUuid, names: Sequence[str], out: Path | None, *, may_divide: bool
-) -> list[Outcome]:
-    recording = record(devices.session, gpu)
-    click.echo(f"{recording.product}, driver {recording.driver}  {gpu}")
-    report = Report(carpool=version("carpool"), gpu=gpu, nvml=recording, outcomes=[])
-    _write(report, out)  # fails before the first check where the file cannot be written
-    for name in CHECKS:
-        if name not in names:
-            continue
         if name == "mig" and not may_divide:
-            outcome = Outcome(name=name, verdict=Verdict.SKIPPED, message="it changes the GPU: allow it with --mig")
-        else:
-            outcome = run_check(name, devices, gpu)
-        click.echo(f"{outcome.verdict:<8} {outcome.name:<9} {outcome.message}")
-        report.outcomes.append(outcome)
-    _write(report, out)
-    if out is not None:
-        click.echo(f"written to {quoted(out)}")
-    return report.outcomes
+            raise SkippedError("it changes the GPU: allow it with --mig")
+        return Outcome(name=name, verdict=Verdict.PASSED, found=CHECKS[name](devices, gpu))
+    except SkippedError as e:
+        return Outcome(name=name, verdict=Verdict.SKIPPED, found=str(e))
+    except DeviceError as e:
+        return Outcome(name=name, verdict=Verdict.FAILED, found=str(e))
 
 
-_WRITE_ADVICE = {
-    errno.ENOENT: "name a file in an existing directory",
-    errno.ENOSPC: "free some space, or name a file elsewhere",
-}
+# The recording of a GPU, with which tests compare the fake of its product.
 
 
-def _write(report: Report, out: Path | None) -> None:
-    if out is None:
-        return
+class Recording(msgspec.Struct, frozen=True, kw_only=True):
+    """Answers of one GPU, which the fake of its product must give as well."""
+
+    driver: str
+    identity: Identity
+    mig: list[Profile]
+    codes: dict[str, int]
+    """NVML's return code of each query; 0 is success."""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """File that `carpool node check --out` writes."""
+
+    carpool: str
+    gpu: GpuUuid
+    nvml: Recording
+    outcomes: list[Outcome]
+
+
+def record(session: Session, uuid: GpuUuid) -> Recording:
+    """Record the answers of a GPU. Only reads; raises NvmlError if the GPU cannot be read."""
+    known = read_identity(session, uuid)
+    table = read_table(session, uuid) if known.mig_capable else None
+    return Recording(
+        driver=session.ask("", session.library.nvmlSystemGetDriverVersion) or "",
+        identity=known,
+        mig=list(table.profiles) if table else [],
+        codes={name: _return_code(query) for name, query in _queries(session.library, session.handle(uuid))},
+    )
+
+
+def _return_code(query: Callable[[], Any]) -> int:
     try:
-        out.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
-    except OSError as e:
-        raise DeviceError(
-            f"--out: expected to write to {quoted(out)}, found {e.strerror}; "
-            f"{_WRITE_ADVICE.get(e.errno or 0, 'name a writable file')}"
-        ) from e
+        query()
+    except pynvml.NVMLError as e:
+        return int(e.value)
+    return 0
+
+
+def _queries(library: NvmlLibrary, handle: Handle) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield queries that some or all GPUs refuse, each with its name."""
+    absent, uncorrected = 99, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+    yield "NUMA node", partial(library.nvmlDeviceGetNumaNodeId, handle)
+    yield "MIG mode", partial(library.nvmlDeviceGetMigMode, handle)
+    yield "remapped rows", partial(library.nvmlDeviceGetRemappedRows, handle)
+    yield (
+        "uncorrectable ECC errors",
+        partial(library.nvmlDeviceGetTotalEccErrors, handle, uncorrected, pynvml.NVML_VOLATILE_ECC),
+    )
+    yield "energy", partial(library.nvmlDeviceGetTotalEnergyConsumption, handle)
+    yield "clock reasons", partial(library.nvmlDeviceGetCurrentClocksEventReasons, handle)
+    yield "an absent temperature sensor", partial(library.nvmlDeviceGetTemperature, handle, absent)
+    yield "utilization samples of the future", partial(library.nvmlDeviceGetProcessUtilization, handle, 2**62)
+    yield "the first NVLink", partial(library.nvmlDeviceGetNvLinkState, handle, 0)
+    yield "an absent NVLink", partial(library.nvmlDeviceGetNvLinkState, handle, absent)
+    yield "an unknown UUID", partial(library.nvmlDeviceGetHandleByUUID, UNKNOWN_GPU)
+    yield "an index beyond the last", lambda: library.nvmlDeviceGetHandleByIndex(library.nvmlDeviceGetCount())
+    yield "XIDs without events", partial(_wait_for_events, library)
+    for index in range(pynvml.NVML_GPU_INSTANCE_PROFILE_COUNT):
+        yield f"MIG profile {index}", partial(library.nvmlDeviceGetGpuInstanceProfileInfo, handle, index)
+    placements, count = (pynvml.c_nvmlGpuInstancePlacement_t * 16)(), ctypes.c_uint(16)
+    query = partial(library.nvmlDeviceGetGpuInstancePossiblePlacements, handle, absent, placements, ctypes.byref(count))
+    yield "placements of an unknown MIG profile", query
+
+
+def _wait_for_events(library: NvmlLibrary) -> None:
+    events = library.nvmlEventSetCreate()
+    try:
+        library.nvmlEventSetWait(events, 0)
+    finally:
+        library.nvmlEventSetFree(events)

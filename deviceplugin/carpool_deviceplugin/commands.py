@@ -1,28 +1,35 @@
 """The commands `carpool agent` and `carpool node`."""
 
 import asyncio
+import errno
 import gc
+import itertools
+import os
 import signal
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
 import click
+import msgspec
 import structlog
 from carpool_core import logs, metrics
 from carpool_core.clock import SystemClock
 from carpool_core.kube.client import connect
 from carpool_core.kube.config import KubeConfigError
-from carpool_core.settings import MisconfiguredError, SettingsError, click_options
-from carpool_core.values import GpuUuid
+from carpool_core.resources.node import Device
+from carpool_core.settings import MisconfiguredError, SettingsError, click_options, load
+from carpool_core.values import DeviceHealth, GpuUuid
 from prometheus_client import CollectorRegistry
 
 from carpool_deviceplugin.app import build, find_devices, real_devices
 from carpool_deviceplugin.cdi import NvidiaCdi
-from carpool_deviceplugin.check import check
-from carpool_deviceplugin.gpu import DeviceError, NoDevicesError
+from carpool_deviceplugin.check import CHECKS, Report, Verdict, check_node, record, run_check
+from carpool_deviceplugin.gpu import Counters, DeviceError, NoDevicesError
 from carpool_deviceplugin.metrics import AgentCollector
 from carpool_deviceplugin.mig import (
     Create,
@@ -32,13 +39,14 @@ from carpool_deviceplugin.mig import (
     MigTable,
     Profile,
     UnknownProfileError,
+    fragmentation,
+    occupied,
     plan_mig,
 )
-from carpool_deviceplugin.mig_instances import apply_plan, read_table
+from carpool_deviceplugin.mig_instances import apply_plan, read_mig_devices, read_table
 from carpool_deviceplugin.mps import Mps, MpsHost, MpsProgram, SharedMemory
-from carpool_deviceplugin.nvlib import NvmlLibrary, load_nvml
+from carpool_deviceplugin.nvlib import Identity, load_nvml
 from carpool_deviceplugin.nvml_devices import NvmlDevices
-from carpool_deviceplugin.preflight import InputError, find_gpu, inspect_node, no_gpus, node_settings
 from carpool_deviceplugin.quoting import quoted
 from carpool_deviceplugin.settings import AgentSettings
 
@@ -79,29 +87,118 @@ def agent(settings: AgentSettings) -> None:
         raise MisconfiguredError(str(e)) from e
 
 
-_UNASSIGNED_NOTE = (
-    "note: Carpool's agent creates its own instances and assigns none of these to a pod; "
-    "--to mig: --destroy-others removes them"
-)
+class InputError(click.ClickException):
+    """The request is not possible on this node; nothing was changed."""
+
+    exit_code = 2
 
 
-def _devices(context: click.Context, settings: AgentSettings) -> NvmlDevices:
-    """Return the node's GPUs; tests put fake GPUs or a fake library into the context."""
+def node_settings() -> AgentSettings:
+    """Read the agent's settings from the environment, and send logs to standard error.
+
+    Raises:
+        InputError: A variable has an invalid value.
+    """
+    try:
+        settings = load(AgentSettings, os.environ)
+    except SettingsError as e:
+        raise InputError(str(e)) from e
+    logs.configure(settings.log, "node")
+    return settings
+
+
+def _open_devices(context: click.Context, settings: AgentSettings, *, may_write: bool = False) -> NvmlDevices:
+    """Return the node's GPUs; tests put fake GPUs or a fake library into the context. Raises InputError."""
     if isinstance(context.obj, NvmlDevices):
         return context.obj
-    library: NvmlLibrary = load_nvml() if context.obj is None else context.obj
     try:
-        return real_devices(settings, library, may_write=False)
+        return real_devices(settings, load_nvml() if context.obj is None else context.obj, may_write=may_write)
     except NoDevicesError as e:
-        raise no_gpus(e, settings) from e
+        hint = "; CARPOOL_SIMULATED_GPUS is for the agent, and this command needs NVIDIA's driver"
+        raise InputError(f"{e}{hint if settings.simulated_gpus else ''}") from e
+
+
+def find_gpu(devices: NvmlDevices, name: str) -> GpuUuid:
+    """Return the GPU with this index, UUID, or UUID of a MIG device on it; raises DeviceError."""
+    uuids = devices.uuids
+    if name in uuids:
+        return GpuUuid(name)
+    if name in map(str, range(len(uuids))):
+        return uuids[int(name)]
+    for uuid in uuids:
+        if devices.identity(uuid).mig_enabled and name in {d.uuid for d in read_mig_devices(devices.session, uuid)}:
+            return uuid
+    raise DeviceError(
+        f"--gpu: expected a GPU from 0 to {len(uuids) - 1}, its UUID, or that of a MIG device on it, found "
+        f"{quoted(name)}; `carpool node inspect` names them"
+    )
 
 
 @click.group()
 def node() -> None:
-    """Inspect and partition a node's GPUs, without Kubernetes."""
+    """Inspect, check and partition a node's GPUs, without Kubernetes."""
 
 
-node.add_command(check)
+@node.command(short_help="Check the node, an idle GPU and its driver.")
+@click.option(
+    "--gpu", default="0", show_default=True, help="Index or UUID of an idle GPU, or UUID of a MIG device on it."
+)
+@click.option("--only", multiple=True, type=click.Choice([*CHECKS]), help="Run this check only; may be repeated.")
+@click.option("--mig", is_flag=True, help="Allow creating and destroying MIG instances on this GPU.")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="File for the report, as JSON.")
+@click.pass_context
+def check(context: click.Context, gpu: str, only: tuple[str, ...], mig: bool, out: Path | None) -> None:
+    """Check what the agent relies on: the node, NVML's answers, MPS daemons and MIG instances. Takes seconds."""
+    try:
+        temporary = tempfile.TemporaryDirectory(prefix="carpool-check-")
+    except OSError as e:
+        raise InputError(f"expected a directory for temporary files, found {e}; set TMPDIR to a writable one") from e
+    with temporary as directory:
+        settings = node_settings()
+        # A state directory of its own, so that the agent's state stays as it is.
+        own = replace(settings, state_dir=Path(directory), mps_host="")
+        devices = _open_devices(context, own, may_write=True)
+        try:
+            uuid = find_gpu(devices, gpu)
+            actual = devices.actual(uuid)
+            if actual.tenants or actual.problem:
+                found = actual.problem or f"pods {sorted(actual.tenants)}"
+                raise DeviceError(f"GPU {uuid}: expected a healthy and idle GPU, found {found}; drain it first")
+            report = Report(carpool=version("carpool"), gpu=uuid, nvml=record(devices.session, uuid), outcomes=[])
+            click.echo(f"{report.nvml.identity.product}, driver {report.nvml.driver}  {uuid}")
+            _write(report, out)  # fails before the first check if the file cannot be written
+            rows = check_node(devices, NvidiaCdi((Path("/etc/cdi"), settings.cdi_dir)), mps_host=settings.mps_host)
+            checks = (run_check(name, devices, uuid, may_divide=mig) for name in CHECKS if name in (only or CHECKS))
+            for outcome in itertools.chain(() if only else rows, checks):
+                click.echo(f"{outcome.verdict:<8} {outcome.name:<12} {outcome}")
+                report.outcomes.append(outcome)
+            _write(report, out)
+        except DeviceError as e:
+            raise InputError(str(e)) from e
+    if out is not None:
+        click.echo(f"written to {quoted(out)}")
+    count = Counter(outcome.verdict for outcome in report.outcomes)
+    click.echo(", ".join(f"{count[verdict]} {verdict.lower()}" for verdict in Verdict if count[verdict]))
+    is_checked = any(outcome.verdict is Verdict.PASSED for outcome in report.outcomes if outcome.name in CHECKS)
+    context.exit(1 if count[Verdict.FAILED] else 0 if is_checked else 2)
+
+
+_WRITE_ADVICE = {
+    errno.ENOENT: "name a file in an existing directory",
+    errno.ENOSPC: "free some space, or name a file elsewhere",
+}
+
+
+def _write(report: Report, out: Path | None) -> None:
+    if out is None:
+        return
+    try:
+        out.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+    except OSError as e:
+        raise DeviceError(
+            f"--out: expected to write to {quoted(out)}, found {e.strerror}; "
+            f"{_WRITE_ADVICE.get(e.errno or 0, 'name a writable file')}"
+        ) from e
 
 
 @node.command()
@@ -109,13 +206,91 @@ node.add_command(check)
 def inspect(context: click.Context) -> None:
     """Print the node's GPUs, their state, and missing requirements."""
     settings = node_settings()
-    devices = _devices(context, settings)
+    devices = _open_devices(context, settings)
     try:
         cdi = NvidiaCdi((Path("/etc/cdi"), settings.cdi_dir))
         for line in inspect_node(devices, cdi, mps_host=settings.mps_host):
             click.echo(line)
     except DeviceError as e:
         raise InputError(str(e)) from e
+
+
+def inspect_node(devices: NvmlDevices, cdi: NvidiaCdi, proc: Path = Path("/proc"), mps_host: str = "") -> Iterator[str]:
+    """Describe a node, line by line; the arguments are those of `check_node`."""
+    session = devices.session
+    driver = session.ask("", session.library.nvmlSystemGetDriverVersion) or "unknown"
+    cuda = session.ask("", session.library.nvmlSystemGetCudaDriverVersion)
+    yield f"driver {driver}, CUDA {f'{cuda // 1000}.{cuda % 1000 // 10}' if cuda else 'unknown'}"
+    devices.refresh_counters()
+    for device in devices.inventory():
+        yield ""
+        yield from _describe_gpu(devices, device)
+    yield ""
+    missing = [row for row in check_node(devices, cdi, proc, mps_host) if row.verdict is Verdict.MISSING]
+    yield from (f"missing: {row}" for row in missing)
+    if not missing:
+        yield "nothing is missing"
+
+
+def _describe_gpu(devices: NvmlDevices, device: Device) -> Iterator[str]:
+    known = devices.identity(device.uuid)
+    yield f"GPU {device.index}: {device.product}  {device.uuid}"
+    numa = "" if known.numa_node is None else f", NUMA node {known.numa_node}"
+    yield (
+        f"  {device.memory_mib:,} MiB ({known.reserved_mib:,} the driver's, "
+        f"{device.reserved_mib - known.reserved_mib:,} more kept free), compute capability "
+        f"{known.compute_capability}, PCI {known.pci_bus_id}{numa}"
+    )
+    if known.nvlink_peers:
+        yield f"  NVLink to {', '.join(known.nvlink_peers)}"
+    yield f"  modes: {', '.join(device.modes) or 'none'}; now {device.mode or 'no mode set'}"
+    yield "  healthy" if device.health is DeviceHealth.HEALTHY else f"  UNHEALTHY: {device.health_message}"
+    try:
+        if (counters := devices.read(device.uuid).counters) is not None:
+            yield from _describe_counters(counters)
+        yield from _describe_mig(devices, known)
+    except DeviceError as e:
+        yield f"  cannot be read: {e}"
+
+
+def _describe_counters(counters: Counters) -> Iterator[str]:
+    by_source: dict[str, list[str]] = {}
+    for name, source in counters.sources.items():
+        by_source.setdefault(source, []).append(name.removeprefix("DCGM_FI_"))
+    for source, names in by_source.items():
+        yield f"  metrics from {source}: {', '.join(sorted(names))}"
+
+
+def _describe_mig(devices: NvmlDevices, known: Identity) -> Iterator[str]:
+    if not known.mig_capable:
+        yield "  MIG: not supported"
+        return
+    session, uuid = devices.session, known.uuid
+    pending = (
+        "" if known.mig_enabled == known.mig_pending else f" ({'on' if known.mig_pending else 'off'} after a reset)"
+    )
+    yield f"  MIG: {'on' if known.mig_enabled else 'off'}{pending}"
+    table = read_table(session, uuid)
+    for profile in table.profiles if table else ():
+        places = f"{{{','.join(map(str, profile.starts))}}}:{profile.memory_slices}"
+        yield f"    {profile.name:<12} {profile.memory_mib:>7,} MiB, {profile.sm_count} SMs, at {places}"
+    if table is None or not known.mig_enabled:
+        return
+    names = {d.gpu_instance_id: d.uuid for d in read_mig_devices(session, uuid)}
+    mig_instances = devices.actual(uuid).mig_instances
+    for one in mig_instances:
+        creator = "made by the agent" if one.is_managed else "not created by the agent"
+        owner = f"made for pod {one.pod_uid}" if one.pod_uid else creator
+        device = names.get(one.instance.id, "no compute instance")
+        yield f"    {one.instance}  {device}  {owner}, {'in use' if one.is_used else 'idle'}"
+    scattered = fragmentation(table, occupied(p.instance.placement for p in mig_instances))
+    yield f"    fragmentation of what is free: {scattered:.2f}"
+
+
+_UNASSIGNED_NOTE = (
+    "note: Carpool's agent creates its own instances and assigns none of these to a pod; "
+    "--to mig: --destroy-others removes them"
+)
 
 
 @node.command(short_help="Print the steps that partition a GPU; --apply runs them.")
@@ -130,7 +305,7 @@ def inspect(context: click.Context) -> None:
 @click.pass_context
 def plan(context: click.Context, gpu: str, target: str, is_applied: bool, destroy_others: bool) -> None:
     """Print the steps that create the wanted MIG instances; --apply runs them. Instances in use stay."""
-    devices = _devices(context, node_settings())
+    devices = _open_devices(context, node_settings())
     try:
         _plan(devices, find_gpu(devices, gpu), target, is_applied=is_applied, may_destroy=destroy_others)
     except DeviceError as e:
@@ -239,18 +414,18 @@ def _plan(devices: NvmlDevices, uuid: GpuUuid, target: str, *, is_applied: bool,
             click.echo(f"would {step}{' (not created by the agent: takes --destroy-others)' if is_lost else ''}")
     if not is_applied:
         return
-    if more := _beyond(found.kept, wanted):
+    if more := _surplus(found.kept, wanted):
         raise click.ClickException(
             f"GPU {uuid}: expected {quoted(target)}, found more, in use: {', '.join(map(str, more))}"
         )
     click.echo("done")
 
 
-def _beyond(kept: Iterable[Instance], wanted: Iterable[Profile]) -> list[Instance]:
+def _surplus(kept: Iterable[Instance], wanted: Iterable[Profile]) -> list[Instance]:
     """Return the kept instances that exceed the wanted ones."""
-    left, without_instances = Counter(wanted), list[Instance]()
+    left, surplus = Counter(wanted), list[Instance]()
     for instance in kept:
         left[instance.placement.profile] -= 1
         if left[instance.placement.profile] < 0:
-            without_instances.append(instance)
-    return without_instances
+            surplus.append(instance)
+    return surplus

@@ -1,4 +1,4 @@
-"""The first source that answers, asked anew each time; what it said counts for a while only."""
+"""Counters that DCGM measures: from dcgm-exporter's page, or from DCGM's host engine through its library."""
 
 import ctypes
 import http.client
@@ -8,7 +8,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import byref, c_char, c_char_p, c_double, c_int, c_int64, c_longlong, c_uint, c_ushort, sizeof
-from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import urlsplit
 
@@ -16,15 +15,17 @@ import structlog
 from carpool_core.values import GpuUuid
 from prometheus_client.parser import text_string_to_metric_families
 
-Place = tuple[GpuUuid, int | None]
-"""A GPU, or a MIG instance of it by NVML's ID."""
-Counters = Mapping[str, float]
-"""Values by DCGM's field names, in DCGM's units."""
+from carpool_deviceplugin.gpu import Counters
 
-_GOOD_FOR_S = 60.0
-"""dcgm-exporter reads its GPUs each 30 s, unless it is told otherwise."""
-_TRY_AGAIN_S = 60.0
-"""A source that failed is left alone for so long: it may not run on this node at all."""
+Place = tuple[GpuUuid, int | None]
+"""A GPU, or the MIG instance of it with this GPU instance ID."""
+Values = Mapping[Place, Mapping[str, float]]
+"""Values by place and DCGM's field name, in DCGM's units."""
+
+_MAX_AGE_S = 60.0
+"""Older answers are not used. By default dcgm-exporter reads its GPUs every 30 s."""
+_RETRY_S = 60.0
+"""A source that failed is not asked again for this time; it may not run on this node at all."""
 
 
 class SourceError(Exception):
@@ -32,68 +33,67 @@ class SourceError(Exception):
 
 
 class CounterSource(Protocol):
-    """Somebody else on the node who measures its GPUs."""
+    """Another program on the node that measures its GPUs."""
 
     @property
     def name(self) -> str:
-        """Such as `dcgm-exporter`."""
+        """Name in metrics and messages, such as `dcgm-exporter`."""
         ...
 
     @property
     def is_scraped(self) -> bool:
-        """Whether it shows its values to Prometheus itself, so that nobody else must."""
+        """Whether it exports its values to Prometheus itself."""
         ...
 
-    def values(self) -> Mapping[Place, Counters]:
-        """Return what it says now; raises SourceError. May block."""
+    def values(self) -> Values:
+        """Return the latest values; raises SourceError. May block."""
         ...
 
 
 class CounterFeed:
-    """What the first source that answers said at last.
+    """The latest answers of all sources, merged per field.
 
     Args:
-        sources: The best one first.
-        monotonic: Seconds.
+        sources: The sources; a field comes from the first one that has it.
+        monotonic: Returns the time in seconds.
     """
 
     def __init__(self, sources: Sequence[CounterSource], monotonic: Callable[[], float]) -> None:
         self._sources, self._monotonic = sources, monotonic
         self._failed_at: dict[str, float] = {}
-        self._said: tuple[float, CounterSource, Mapping[Place, Counters]] | None = None
+        self._answers: dict[str, tuple[float, Values]] = {}
+        """Time and values of each source's last answer."""
         self._log = structlog.get_logger()
 
     def refresh(self) -> None:
-        """Ask again; a source that fails is passed over, and said once."""
+        """Ask the sources. One that fails is skipped for a minute, and logged once."""
         for source in self._sources:
             now = self._monotonic()
-            if now - self._failed_at.get(source.name, float("-inf")) < _TRY_AGAIN_S:
+            if now - self._failed_at.get(source.name, -math.inf) < _RETRY_S:
                 continue
             try:
-                values = source.values()
+                self._answers[source.name] = now, source.values()
             except SourceError as e:
+                self._answers.pop(source.name, None)
                 if source.name not in self._failed_at:
                     self._log.info("metrics source not used", source=source.name, reason=str(e))
                 self._failed_at[source.name] = now
                 continue
             if self._failed_at.pop(source.name, None) is not None:
                 self._log.info("metrics source used again", source=source.name)
-            self._said = (now, source, values)
-            return
-        self._said = None
 
-    def at(self, uuid: GpuUuid, instance: int | None = None) -> tuple[CounterSource, Counters] | None:
-        """Return what is known of a GPU or MIG instance, and from whom; None where nobody said anything lately."""
-        said = self._said
-        if said is None or self._monotonic() - said[0] > _GOOD_FOR_S:
-            return None
-        counters = said[2].get((uuid, instance))
-        return None if not counters else (said[1], counters)
+    def at(self, uuid: GpuUuid, instance: int | None = None) -> Counters:
+        """Return the counters of a GPU or MIG instance; empty without a recent answer."""
+        merged = Counters()
+        for source in self._sources:
+            at, values = self._answers.get(source.name, (-math.inf, {}))
+            if self._monotonic() - at <= _MAX_AGE_S and (found := values.get((uuid, instance))):
+                used = {name: value for name, value in found.items() if name in FIELD_NAMES}
+                exported = frozenset(found) if source.is_scraped else frozenset[str]()
+                merged = merged.completed_by(Counters(used, dict.fromkeys(used, source.name), exported))
+        return merged
 
 
-GPU, INSTANCE = 1, 4
-"""DCGM's kinds of entities."""
-UUID_FIELD = 54
 FIELDS: Mapping[int, str] = {
     100: "DCGM_FI_DEV_SM_CLOCK",
     101: "DCGM_FI_DEV_MEM_CLOCK",
@@ -113,115 +113,20 @@ FIELDS: Mapping[int, str] = {
     1004: "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE",
     1005: "DCGM_FI_PROF_DRAM_ACTIVE",
 }
-"""DCGM's field IDs (dcgm_fields.h). Without energy: that of pods adds up to NVML's counter."""
-_EVERY_S = 1.0
+"""DCGM's field IDs (dcgm_fields.h). Energy comes from NVML only, because the energy of pods must add up to it."""
+FIELD_NAMES = frozenset(FIELDS.values())
 
-
-class DcgmError(SourceError):
-    """A call of DCGM failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Entity:
-    """A GPU or a MIG instance, as DCGM numbers them."""
-
-    kind: int
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class EngineInstance:
-    """A MIG instance as DCGM knows it."""
-
-    entity: Entity
-    gpu_uuid: str
-    instance_id: int
-    """NVML's GPU instance ID."""
-
-
-class DcgmLibrary(Protocol):
-    """The calls of libdcgm that are used. All raise DcgmError."""
-
-    def connect(self, address: str) -> None:
-        """Connect to a host engine: HOST:PORT, or unix:///PATH."""
-        ...
-
-    def disconnect(self) -> None:
-        """End the connection, and with it the watches; errors are of no interest."""
-        ...
-
-    def gpus(self) -> Sequence[Entity]:
-        """List the GPUs."""
-        ...
-
-    def instances(self) -> Sequence[EngineInstance]:
-        """List the MIG instances."""
-        ...
-
-    def watch(self, fields: Sequence[int], every_s: float) -> None:
-        """Let these fields be measured on all GPUs and MIG instances."""
-        ...
-
-    def latest(self, entities: Sequence[Entity], fields: Sequence[int]) -> Mapping[tuple[Entity, int], float | str]:
-        """Return the latest values; what is not known is absent."""
-        ...
-
-
-class HostEngine:
-    """One connection to the host engine, opened anew where it was lost.
-
-    Args:
-        library: DCGM's.
-        address: HOST:PORT, or unix:///PATH.
-    """
-
-    name = "dcgm"
-    is_scraped = False
-
-    def __init__(self, library: DcgmLibrary, address: str) -> None:
-        self._library, self._address = library, address
-        self._uuids: dict[Entity, GpuUuid] = {}
-
-    def values(self) -> Mapping[Place, Counters]:
-        """Return the latest values of all GPUs and MIG instances; raises SourceError."""
-        try:
-            if not self._uuids:
-                self._begin()
-            places: dict[Entity, Place] = {entity: (uuid, None) for entity, uuid in self._uuids.items()}
-            for found in self._library.instances():
-                places[found.entity] = (GpuUuid(found.gpu_uuid), found.instance_id)
-            latest = self._library.latest([*places], [*FIELDS])
-        except DcgmError:
-            self._uuids = {}
-            self._library.disconnect()
-            raise
-        values: dict[Place, dict[str, float]] = {}
-        for (entity, field), value in latest.items():
-            if isinstance(value, float | int) and math.isfinite(value):
-                values.setdefault(places[entity], {})[FIELDS[field]] = float(value)
-        return values
-
-    def _begin(self) -> None:
-        self._library.connect(self._address)
-        self._library.watch([*FIELDS, UUID_FIELD], _EVERY_S)
-        gpus = self._library.gpus()
-        names = self._library.latest(gpus, [UUID_FIELD])
-        self._uuids = {gpu: GpuUuid(str(names[gpu, UUID_FIELD])) for gpu in gpus if (gpu, UUID_FIELD) in names}
-        if not self._uuids:
-            raise DcgmError(f"{self._address}: expected a host engine with GPUs, found none")
-
-
-_WITHIN_S = 2.0
-_LARGEST = 4 << 20
-"""Sixteen GPUs with seven instances and all fields are a tenth of this."""
+_TIMEOUT_S = 2.0
+_MAX_PAGE = 4 << 20
+"""Bytes. Sixteen GPUs with seven MIG instances and all fields need a tenth of this."""
 _PREFIX = "DCGM_FI_"
 
 
 class Exporter:
-    """Reads one page.
+    """dcgm-exporter.
 
     Args:
-        url: Of its metrics on this node.
+        url: URL of its metrics on this node.
     """
 
     name = "dcgm-exporter"
@@ -230,22 +135,22 @@ class Exporter:
     def __init__(self, url: str) -> None:
         self._url = url
 
-    def values(self) -> Mapping[Place, Counters]:
+    def values(self) -> Values:
         """Read the page; raises SourceError."""
         try:
             if urlsplit(self._url).scheme not in ("http", "https"):
                 raise SourceError(f"CARPOOL_DCGM_EXPORTER: expected http://HOST:PORT/metrics, found {self._url!r}")
-            with urllib.request.urlopen(self._url, timeout=_WITHIN_S) as answer:  # noqa: S310  # checked above
-                page = answer.read(_LARGEST + 1)
+            with urllib.request.urlopen(self._url, timeout=_TIMEOUT_S) as answer:  # noqa: S310  # checked above
+                page = answer.read(_MAX_PAGE + 1)
         except (OSError, urllib.error.URLError, http.client.HTTPException, ValueError) as e:
             raise SourceError(f"{self._url}: expected dcgm-exporter's metrics, found {e}") from e
-        if len(page) > _LARGEST:
-            raise SourceError(f"{self._url}: expected at most {_LARGEST:,} bytes, found more")
+        if len(page) > _MAX_PAGE:
+            raise SourceError(f"{self._url}: expected at most {_MAX_PAGE:,} bytes, found more")
         return parse(page.decode(errors="replace"), self._url)
 
 
-def parse(page: str, url: str) -> dict[Place, dict[str, float]]:
-    """Read a page in Prometheus' text format; raises SourceError where it says nothing of any GPU."""
+def parse(page: str, url: str) -> Values:
+    """Parse a page in Prometheus' text format; raises SourceError if it contains no GPU."""
     found: dict[Place, dict[str, float]] = {}
     try:
         for family in text_string_to_metric_families(page):
@@ -261,21 +166,21 @@ def parse(page: str, url: str) -> dict[Place, dict[str, float]]:
     return found
 
 
+# Types and values of DCGM's C API: dcgm_structs.h, dcgm_fields.h.
 LIBRARIES = ("libdcgm.so.4", "libdcgm.so.3")
+_GPU, _GPU_INSTANCE = 1, 4
 _ALL_GPUS, _ALL_INSTANCES = 0x7FFFFFFF, 0x7FFFFFFD
-_LIVE = 1
-"""Flag: read it now, though nobody watched it yet."""
-_MOST_GPUS = 32
-_MOST_PARTS = 448
-_BLANK_INT, _BLANK_FLOAT = 0x7FFFFFFFFFFFFFF0, 140737488355328.0
-"""Values from these up mean that there is none."""
-_INT, _FLOAT, _TEXT = ord("i"), ord("d"), ord("s")
-_KEEP_S = 30.0
-_NAME = "carpool-{pid}"
-"""A field group's name; the host engine knows each once, and another process of ours may be its client, too."""
+_UUID_FIELD = 54
+_LIVE_DATA = 1
+"""Flag: measure now, although the field was not watched yet."""
+_MAX_GPUS, _MAX_INSTANCES = 32, 448
+_BLANK_INT32, _BLANK_INT64, _BLANK_FLOAT = 0x7FFFFFF0, 0x7FFFFFFFFFFFFFF0, 140737488355328.0
+"""These values and larger ones mean that there is no value."""
+_INTEGER, _DOUBLE, _STRING = ord("i"), ord("d"), ord("s")
+_EVERY_US, _KEEP_S, _CONNECT_TIMEOUT_MS = 1_000_000, 30.0, 2000
 
 
-class _Pair(ctypes.Structure):
+class _Entity(ctypes.Structure):
     _fields_ = (("kind", c_uint), ("number", c_uint))
 
 
@@ -301,10 +206,10 @@ class _Connect(ctypes.Structure):
     _fields_ = (("version", c_uint), ("persist", c_uint), ("timeout_ms", c_uint), ("is_unix", c_uint))
 
 
-class _Part(ctypes.Structure):
+class _Instance(ctypes.Structure):
     _fields_ = (
-        ("entity", _Pair),
-        ("parent", _Pair),
+        ("entity", _Entity),
+        ("parent", _Entity),
         ("gpu_uuid", c_char * 128),
         ("gpu_index", c_uint),
         ("instance", c_uint),
@@ -315,124 +220,137 @@ class _Part(ctypes.Structure):
 
 
 class _Hierarchy(ctypes.Structure):
-    _fields_ = (("version", c_uint), ("count", c_uint), ("parts", _Part * _MOST_PARTS))
+    _fields_ = (("version", c_uint), ("count", c_uint), ("instances", _Instance * _MAX_INSTANCES))
 
 
 def _version(type_: type[ctypes.Structure], number: int) -> int:
     return sizeof(type_) | number << 24
 
 
-class Dcgm:
-    """The library, loaded at the first connection.
+_Key = tuple[int, int]
+"""Kind and number of a GPU or MIG instance in DCGM."""
+
+
+class HostEngine:
+    """DCGM's host engine. Each read after a failure connects again.
 
     Args:
-        names: Of the library, the best one first.
+        address: HOST:PORT, or unix:///PATH.
+        libraries: Names of the library; the first one that can be loaded is used.
     """
 
-    def __init__(self, names: Sequence[str] = LIBRARIES) -> None:
-        self._names = names
+    name = "dcgm"
+    is_scraped = False
+
+    def __init__(self, address: str, libraries: Sequence[str] = LIBRARIES) -> None:
+        self._address, self._names = address, libraries
         self._library: ctypes.CDLL | None = None
         self._handle = c_longlong(0)
+        self._gpus: dict[_Key, GpuUuid] = {}
 
-    def connect(self, address: str) -> None:
-        """Connect to a host engine."""
+    def values(self) -> Values:
+        """Return the latest values of all GPUs and MIG instances; raises SourceError."""
+        try:
+            if not self._gpus:
+                self._connect()
+            places: dict[_Key, Place] = {key: (uuid, None) for key, uuid in self._gpus.items()}
+            found = self._latest([*places, *self._instances(places)], [*FIELDS])
+        except SourceError:
+            self._disconnect()
+            raise
+        values: dict[Place, dict[str, float]] = {}
+        for (key, field), value in found.items():
+            if isinstance(value, float) and math.isfinite(value):
+                values.setdefault(places[key], {})[FIELDS[field]] = value
+        return values
+
+    def _connect(self) -> None:
         if self._library is None:
-            self._library = _loaded(self._names)
+            self._library = _load(self._names)
             self._call("dcgmInit")
-        is_unix = address.startswith("unix://")
-        params = _Connect(_version(_Connect, 2), 0, 2000, int(is_unix))
-        where = address.removeprefix("unix://").encode()
-        self._call("dcgmConnect_v2", c_char_p(where), byref(params), byref(self._handle))
+        is_unix = self._address.startswith("unix://")
+        params = _Connect(_version(_Connect, 2), 0, _CONNECT_TIMEOUT_MS, int(is_unix))
+        address = c_char_p(self._address.removeprefix("unix://").encode())
+        self._call("dcgmConnect_v2", address, byref(params), byref(self._handle))
+        self._watch([*FIELDS, _UUID_FIELD])
+        numbers, count = (c_uint * _MAX_GPUS)(), c_int(0)
+        self._call("dcgmGetAllSupportedDevices", self._handle, numbers, byref(count))
+        names = self._latest([(_GPU, numbers[i]) for i in range(count.value)], [_UUID_FIELD])
+        self._gpus = {key: GpuUuid(str(name)) for (key, _), name in names.items()}
+        if not self._gpus:
+            raise SourceError(f"{self._address}: expected a host engine with GPUs, found none")
 
-    def disconnect(self) -> None:
-        """End the connection."""
+    def _disconnect(self) -> None:
+        self._gpus = {}
         if self._library is not None and self._handle.value:
             self._library.dcgmDisconnect(self._handle)
             self._handle = c_longlong(0)
 
-    def gpus(self) -> Sequence[Entity]:
-        """List the GPUs."""
-        numbers, count = (c_uint * _MOST_GPUS)(), c_int(0)
-        self._call("dcgmGetAllSupportedDevices", self._handle, numbers, byref(count))
-        return [Entity(GPU, numbers[i]) for i in range(count.value)]
-
-    def instances(self) -> Sequence[EngineInstance]:
-        """List the MIG instances."""
+    def _instances(self, places: dict[_Key, Place]) -> list[_Key]:
+        """Return the MIG instances, and add their places."""
         found = _Hierarchy(version=_version(_Hierarchy, 2))
         self._call("dcgmGetGpuInstanceHierarchy", self._handle, byref(found))
-        return [
-            EngineInstance(Entity(INSTANCE, part.entity.number), part.gpu_uuid.decode(), part.instance)
-            for part in found.parts[: found.count]
-            if part.entity.kind == INSTANCE
-        ]
+        instances = {
+            (_GPU_INSTANCE, one.entity.number): (GpuUuid(one.gpu_uuid.decode()), one.instance)
+            for one in found.instances[: found.count]
+            if one.entity.kind == _GPU_INSTANCE
+        }
+        places.update(instances)
+        return [*instances]
 
-    def watch(self, fields: Sequence[int], every_s: float) -> None:
-        """Let these fields be measured on all GPUs and MIG instances."""
-        group = c_longlong(0)
-        self._call(
-            "dcgmFieldGroupCreate",
-            self._handle,
-            c_int(len(fields)),
-            (c_ushort * len(fields))(*fields),
-            c_char_p(_NAME.format(pid=os.getpid()).encode()),
-            byref(group),
-        )
-        for whom in (_ALL_GPUS, _ALL_INSTANCES):
-            self._call(
-                "dcgmWatchFields",
-                self._handle,
-                c_longlong(whom),
-                group,
-                c_longlong(round(every_s * 1e6)),
-                c_double(_KEEP_S),
-                c_int(0),
-            )
+    def _watch(self, fields: Sequence[int]) -> None:
+        """Let DCGM measure these fields on all GPUs and MIG instances."""
+        group, name = c_longlong(0), f"carpool-{os.getpid()}"  # DCGM accepts each name once
+        ids = (c_ushort * len(fields))(*fields)
+        self._call("dcgmFieldGroupCreate", self._handle, c_int(len(fields)), ids, c_char_p(name.encode()), byref(group))
+        for entities in (_ALL_GPUS, _ALL_INSTANCES):
+            every, keep = c_longlong(_EVERY_US), c_double(_KEEP_S)
+            self._call("dcgmWatchFields", self._handle, c_longlong(entities), group, every, keep, c_int(0))
 
-    def latest(self, entities: Sequence[Entity], fields: Sequence[int]) -> Mapping[tuple[Entity, int], float | str]:
-        """Return the latest values."""
-        pairs = (_Pair * len(entities))(*(_Pair(e.kind, e.number) for e in entities))
-        values = (_FieldValue * (len(entities) * len(fields)))()
+    def _latest(self, keys: Sequence[_Key], fields: Sequence[int]) -> dict[tuple[_Key, int], float | str]:
+        """Return the latest values; those that DCGM does not have are absent."""
+        entities = (_Entity * len(keys))(*(_Entity(*key) for key in keys))
+        values = (_FieldValue * (len(keys) * len(fields)))()
         for value in values:
             value.version = _version(_FieldValue, 2)
         self._call(
             "dcgmEntitiesGetLatestValues",
             self._handle,
-            pairs,
-            c_uint(len(entities)),
+            entities,
+            c_uint(len(keys)),
             (c_ushort * len(fields))(*fields),
             c_uint(len(fields)),
-            c_uint(_LIVE if len(fields) == 1 else 0),
+            c_uint(_LIVE_DATA if len(fields) == 1 else 0),
             values,
         )
-        found = {(Entity(v.kind, v.number), v.field): _read(v) for v in values if v.status == 0}
+        found = {((v.kind, v.number), v.field): _read(v) for v in values if v.status == 0}
         return {key: value for key, value in found.items() if value is not None}
 
     def _call(self, name: str, *args: object) -> None:
-        if self._library is None:
-            raise DcgmError(f"{name}: expected a connection to the host engine, found none")
         try:
             function: Callable[..., int] = getattr(self._library, name)
         except AttributeError:
-            raise DcgmError(f"{name}: expected it in DCGM's library, found none; update DCGM") from None
-        code = function(*args)
-        if code:
-            self._library.errorString.argtypes, self._library.errorString.restype = (c_int,), c_char_p
-            raise DcgmError(f"{name} failed: {(self._library.errorString(code) or b'').decode()} ({code})")
+            raise SourceError(f"{name}: expected it in DCGM's library, found none; update DCGM") from None
+        if code := function(*args):
+            text = self._library.errorString  # type: ignore[union-attr]  # the call above found the library
+            text.argtypes, text.restype = (c_int,), c_char_p
+            raise SourceError(f"{name} failed: {(text(code) or b'').decode()} ({code})")
 
 
-def _loaded(names: Sequence[str]) -> ctypes.CDLL:
+def _load(names: Sequence[str]) -> ctypes.CDLL:
     for name in names:
         try:
             return ctypes.CDLL(name)
         except OSError:
             continue
-    raise DcgmError(f"expected {' or '.join(names)}, found neither; install datacenter-gpu-manager or mount it")
+    raise SourceError(f"expected {' or '.join(names)}, found neither; install datacenter-gpu-manager or mount it")
 
 
 def _read(value: _FieldValue) -> float | str | None:
     kind = value.type & 0xFF
-    if kind == _INT:
-        return None if value.value.i64 >= _BLANK_INT or value.value.i64 == 0x7FFFFFF0 else float(value.value.i64)
-    if kind == _FLOAT:
+    if kind == _INTEGER:
+        number = value.value.i64
+        return None if number >= _BLANK_INT64 or number == _BLANK_INT32 else float(number)
+    if kind == _DOUBLE:
         return None if value.value.dbl >= _BLANK_FLOAT else float(value.value.dbl)
-    return bytes(value.value.str).decode(errors="replace") if kind == _TEXT else None
+    return bytes(value.value.str).decode(errors="replace") if kind == _STRING else None

@@ -1,4 +1,4 @@
-"""What the agent knows of a GPU, and the steps that change one. Values only."""
+"""Values of a GPU: its state, its readings, and the steps that change it. Contains the port to the GPUs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from carpool_deviceplugin.mig import Instance, MigTable, Placement
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What MPS holds each process of a pod to; None is no limit."""
+    """Limits that MPS enforces for each process of a pod; None is no limit."""
 
     memory_mib: int | None = None
     thread_percentage: int | None = None
@@ -21,57 +21,56 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class MigInstance:
-    """A MIG instance, and whose it is."""
+    """A MIG instance and its owner."""
 
     instance: Instance
     is_managed: bool = False
-    """Whether the agent made it; nobody else's is ever given out or destroyed."""
+    """Whether the agent created it; others are never assigned or destroyed."""
     pod_uid: PodUid | None = None
-    """Whom it was made for."""
+    """The pod that it was created for."""
     users: frozenset[PodUid] = frozenset()
     """Pods with a process on it."""
     is_used: bool = False
-    """Whether it has a process, of whomever."""
+    """Whether it has any process."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuActual:
-    """How a GPU is divided at this moment, read back from it."""
+    """Actual state of a GPU, as read from it."""
 
     uuid: GpuUuid
     usable_mib: int
-    """Memory that processes can have, in MiB."""
+    """Memory available to processes, in MiB."""
     modes: frozenset[SharingMode]
-    """What it can be prepared for."""
+    """Modes that it can be prepared for."""
     mode: SharingMode | None = None
-    """None: idle, prepared for nobody."""
+    """Present mode; None if idle."""
     mps_daemon: bool = False
     mps_hung: bool = False
     """Whether its MPS daemon has not answered for a while."""
     mps_servers_left: bool = False
-    """Whether servers of an MPS daemon that has ended are there."""
+    """Whether MPS servers have outlived their daemon."""
     mps_cleanup_pending: bool = False
-    """Whether the stop of an MPS daemon was begun and has not ended: what its clients left may be there."""
+    """Whether stopping an MPS daemon has begun and not finished; files of its clients may be left."""
     limits: Mapping[PodUid, Limits] = field(default_factory=dict)
     tenants: frozenset[PodUid] = frozenset()
     """Pods with a process on the GPU."""
     problem: str = ""
-    """Why no new work may go there; empty when healthy."""
+    """Why it gets no new work; empty if healthy."""
     struck: Mapping[PodUid, str] = field(default_factory=dict)
-    """Pods that a fault of their MPS daemon ends together, and what happened."""
+    """Present pods that a fault of their MPS daemon ends together, with the reason."""
     ended: Mapping[PodUid, str] = field(default_factory=dict)
-    """The same of the last minutes, with those that are gone."""
+    """Pods that such faults ended in the last minutes, present or gone, with the reason."""
     mig_table: MigTable | None = None
-    """What it can be divided into; None without MIG."""
+    """Its MIG profiles; None without MIG."""
     mig_instances: tuple[MigInstance, ...] = ()
-    """Its MIG instances."""
     mig_manager: str = ""
-    """Who else divides the node's GPUs, so that the agent may not; empty where nobody does."""
+    """Another MIG manager of the node, which keeps the agent from partitioning; empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class SetMode:
-    """Change how the GPU is shared; only while nobody is on it."""
+    """Change the sharing mode; only while the GPU has no processes."""
 
     mode: SharingMode | None
 
@@ -89,7 +88,7 @@ class StartMps:
 
 @dataclass(frozen=True, slots=True)
 class StopMps:
-    """Stop the GPU's MPS daemon, and forget its limits; only while nobody is on the GPU."""
+    """Stop the GPU's MPS daemon and delete its limits; only while the GPU has no processes."""
 
     def __str__(self) -> str:
         return "stop MPS"
@@ -97,7 +96,7 @@ class StopMps:
 
 @dataclass(frozen=True, slots=True)
 class SetLimits:
-    """Set what MPS holds a pod to; None removes it."""
+    """Set a pod's MPS limits; None removes them."""
 
     pod_uid: PodUid
     limits: Limits | None
@@ -111,7 +110,7 @@ class SetLimits:
 
 @dataclass(frozen=True, slots=True)
 class CreateInstance:
-    """Make a MIG instance, or take an idle one of ours that stands there, for a pod; None keeps it idle."""
+    """Create a MIG instance for a pod, or reuse the agent's idle one at this placement; no pod keeps it idle."""
 
     placement: Placement
     pod_uid: PodUid | None
@@ -122,7 +121,7 @@ class CreateInstance:
 
 @dataclass(frozen=True, slots=True)
 class DestroyInstance:
-    """Destroy a MIG instance of ours that nobody uses."""
+    """Destroy an idle MIG instance that the agent created."""
 
     placement: Placement
 
@@ -134,78 +133,90 @@ Step = SetMode | StartMps | StopMps | SetLimits | CreateInstance | DestroyInstan
 
 
 def changes_mig(step: Step) -> bool:
-    """Whether a step may change MIG on a GPU that has it."""
+    """Whether the step may create, destroy or switch MIG instances."""
     return isinstance(step, CreateInstance | DestroyInstance) or (isinstance(step, SetMode) and step.mode is not None)
 
 
 class ProcessUsage(msgspec.Struct, frozen=True):
-    """What one process has used of a GPU since it began. Counters never fall."""
+    """Use of a GPU by one process since its start. Counters never fall; None if the GPU does not measure one."""
 
     id: str
-    """Tells processes apart; never used again."""
+    """Identifies the process; never reused."""
     pod_uid: PodUid
     started: float
     """Monotonic time, in seconds."""
     memory_mib: int
     peak_memory_mib: int
     busy_s: float | None
-    """Time in which its kernels ran; None where the GPU cannot say, as below."""
+    """Time in which its kernels ran."""
     sm_s: float | None
-    """Time in which its work filled all SMs."""
+    """SM activity, integrated over time."""
     dram_s: float | None
-    """Time in which its work filled the memory bandwidth."""
+    """DRAM activity, integrated over time."""
     energy_j: float | None
     """Energy above idle."""
     steps: int
-    """Training steps, where the process reports them."""
+    """Training steps, if the process reports them."""
     steps_s: float
-    """Their time in all."""
+    """Total time of these steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Counters of a GPU or MIG instance, by DCGM's field names and in DCGM's units."""
+
+    values: Mapping[str, float] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Source of each field, also of fields without a first value."""
+    exported: frozenset[str] = frozenset()
+    """Fields that another program exports to Prometheus."""
+
+    def completed_by(self, other: "Counters") -> "Counters":
+        """Add the fields that are missing here."""
+        return Counters(
+            {**other.values, **self.values},
+            {**self.sources, **other.sources, **self.sources},
+            self.exported | other.exported,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceReading:
-    """What a MIG instance's counters say."""
+    """One reading of a MIG instance."""
 
     instance_id: int
     profile: str
     pod_uid: PodUid | None
-    """Whose it is; None where nobody knows."""
-    counters: Mapping[str, float]
-    """By DCGM's field names."""
-    is_exported_elsewhere: bool = False
-    """Whether Prometheus gets the counters from elsewhere already."""
+    """The pod that it belongs to; None if unknown."""
+    counters: Counters
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a GPU's counters say at one moment."""
+    """One reading of a GPU. None if the GPU does not measure a value."""
 
     at: float
     """Monotonic time, in seconds."""
     processes: tuple[ProcessUsage, ...]
-    """Those that are there."""
+    """The present processes of pods."""
     power_w: float | None
-    """None where the GPU cannot say; so below."""
     idle_power_w: float | None
     power_limit_w: float | None
     energy_j: float | None
-    """Of the whole GPU, since it appeared."""
+    """Energy of the whole GPU since its driver was loaded."""
     ended: tuple[ProcessUsage, ...] = ()
-    """Those that have ended since the reading before, with what they drew until then."""
-    counters: Mapping[str, float] | None = None
-    """The GPU's own word on itself, by DCGM's field names; None where it is reckoned from its processes."""
+    """Processes that ended since the last reading, with their total use."""
+    counters: Counters | None = None
+    """None if the counters are computed from the processes."""
     pci_bus_id: str = ""
     mig_instances: tuple[InstanceReading, ...] = ()
-    """Of its MIG instances."""
-    source: str = ""
-    """Where the counters are from, such as `nvml`."""
-    is_exported_elsewhere: bool = False
-    """Whether Prometheus gets the GPU's counters from there already; its instances have their own word."""
+    sources: tuple[str, ...] = ()
+    """Sources of the counters of the GPU and its MIG instances, such as `nvml`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A directory of the node that a container sees."""
+    """A directory of the node, mounted into a container."""
 
     host_path: str
     container_path: str
@@ -214,27 +225,27 @@ class Mount:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What a container must be given to reach a GPU, apart from limits."""
+    """Environment, mounts and devices that a container needs for a GPU, without limits."""
 
     env: Mapping[str, str]
-    """The same for every GPU of a container."""
+    """Equal for all GPUs of a container."""
     mounts: tuple[Mount, ...]
     mps_pipe: Mount | None = None
-    """The MPS daemon's directory, where the GPU has one."""
+    """Directory of the MPS daemon's pipes; None without a daemon."""
     mps_shm: Mount | None = None
-    """The memory that the daemon shares with its clients; None where they need none."""
+    """Memory that the daemon shares with its clients; None if not needed."""
     mps_user: int | None = None
-    """User whose processes the daemon's server has as clients; None where it has none, or nobody can tell."""
+    """User ID of the MPS server's clients; None if it has none, or the user is unknown."""
     edits: Mapping[str, Any] = field(default_factory=dict)
     """CDI container edits for this GPU."""
     common_edits: Mapping[str, Any] = field(default_factory=dict)
-    """CDI container edits for each container that has a GPU."""
+    """CDI container edits for each container with a GPU."""
     cdi_version: str = "0.6.0"
-    """That the edits are of."""
+    """CDI version of the edits."""
     needs_runtime_env: bool = False
-    """Whether NVIDIA's container runtime must be told the name, because nothing else brings it."""
+    """Whether NVIDIA's container runtime injects the device by its name, because there are no edits."""
     name: str = ""
-    """Of the MIG device; empty where it is the whole GPU."""
+    """UUID of the MIG device; empty for a whole GPU."""
 
 
 class DeviceError(Exception):
@@ -242,16 +253,16 @@ class DeviceError(Exception):
 
 
 class Devices(Protocol):
-    """The GPUs of a node. Every call but `inventory` raises DeviceError where the GPU cannot be read or changed."""
+    """The GPUs of a node. Calls raise DeviceError if the GPU cannot be read or changed."""
 
     @property
     def simulated(self) -> bool:
-        """Whether there is no hardware."""
+        """Whether the GPUs are simulated."""
         ...
 
     @property
     def uuids(self) -> Sequence[GpuUuid]:
-        """The GPUs by index; they stay the same for as long as the agent lives."""
+        """The GPUs by index; constant during the life of the agent."""
         ...
 
     def inventory(self) -> list[Device]:
@@ -263,11 +274,11 @@ class Devices(Protocol):
         ...
 
     def actual(self, uuid: GpuUuid) -> GpuActual:
-        """Read how a GPU is divided."""
+        """Read the actual state of a GPU."""
         ...
 
     def apply(self, uuid: GpuUuid, step: Step) -> None:
-        """Take one step. Idempotent: a step that was taken already changes nothing."""
+        """Apply one step. Idempotent."""
         ...
 
     def read(self, uuid: GpuUuid) -> Reading:
@@ -275,15 +286,15 @@ class Devices(Protocol):
         ...
 
     def access(self, uuid: GpuUuid, pod_uid: PodUid | None = None) -> Access:
-        """Return what brings the GPU, or the pod's MIG instance of it, into a container. Never blocks."""
+        """Return what a container needs for the GPU, or for the pod's MIG instance of it. Never blocks."""
         ...
 
     def refresh_counters(self) -> None:
-        """Ask who else on the node measures the GPUs; what is heard counts in readings. May block."""
+        """Read the other programs on the node that measure the GPUs, for later calls of `read`. May block."""
         ...
 
     def set_mig_manager(self, manager: str) -> None:
-        """Say who else divides the node's GPUs, so that the agent does not; empty where nobody does."""
+        """Set the name of another MIG manager, which keeps the agent from partitioning; empty if there is none."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Whether new work may go to a GPU: what happened to it, by kind, and when it is well again. Pure."""
+"""Health of GPUs: from XIDs, counters and failed calls to whether a GPU gets new work."""
 
 import os
 import threading
@@ -23,25 +23,25 @@ from carpool_deviceplugin.nvlib import (
 )
 
 _QUIET_S = 60.0
-"""How long nothing may happen before a GPU counts as well again."""
-_LONGEST_QUIET_S = 3600.0
-_MEMORY_S = 3600.0
-"""Relapses within this time double the quiet that is asked for."""
+"""Time without a further problem after which a GPU is healthy again."""
+_MAX_QUIET_S = 3600.0
+_RELAPSE_S = 3600.0
+"""Each relapse within this time doubles the quiet time."""
 _HOT_S = 30.0
-"""A hardware slowdown for heat that lasts so long is not just a peak."""
+"""A thermal slowdown of the hardware counts after this time."""
 _STUCK_S = 600.0
-"""A GPU that says it computes and draws no more than with nobody on it, for so long, is stuck."""
+"""A GPU that reports full utilization at idle power counts as stuck after this time."""
 
 
 class XidClass(StrEnum):
-    """What an XID says of the GPU. Source: NVIDIA, "XID Errors", column of recommended actions."""
+    """Consequence of an XID for the GPU. Source: NVIDIA, "XID Errors", column of recommended actions."""
 
     APPLICATION = "Application"
-    """The program's own fault: the GPU is fine."""
+    """An error of the program; the GPU stays healthy."""
     RECOVERABLE = "Recoverable"
-    """The GPU goes on, after a while in which nothing else happens."""
+    """The GPU is healthy again after a quiet time."""
     FATAL = "Fatal"
-    """The GPU must be reset or replaced before it may be used again."""
+    """The GPU must be reset or replaced."""
 
 
 _APPLICATION = (13, 31, 43, 45, 68, 69, 109)
@@ -50,7 +50,7 @@ XIDS: Mapping[int, XidClass] = {
     **dict.fromkeys(_APPLICATION, XidClass.APPLICATION),
     **dict.fromkeys(_FATAL, XidClass.FATAL),
 }
-"""Those with a class of their own; all others are recoverable: unknown is not harmless."""
+"""XIDs with a class of their own. All others, also unknown ones, are recoverable."""
 
 _MEANING = {
     13: "graphics engine exception",
@@ -73,97 +73,94 @@ _MEANING = {
 
 
 def xid_class(xid: int) -> XidClass:
-    """Return what an XID says of the GPU."""
+    """Return the consequence of an XID for the GPU."""
     return XIDS.get(xid, XidClass.RECOVERABLE)
 
 
 def describe_xid(xid: int) -> str:
-    """Such as `XID 79 (fallen off the bus)`."""
+    """Return text such as `XID 79 (fallen off the bus)`."""
     return f"XID {xid}" + (f" ({_MEANING[xid]})" if xid in _MEANING else "")
 
 
 @dataclass(frozen=True, slots=True)
 class Signals:
-    """What was seen of a GPU since the last look. None where it cannot be said."""
+    """Observations of a GPU since the last update. None if the GPU does not report one."""
 
     xids: Sequence[int] = ()
     lost: str = ""
-    """Why it cannot be read; empty where it can."""
+    """Why it cannot be read; empty if it can."""
     was_reset: bool = False
-    """It, or the driver, began anew."""
+    """The GPU or its driver was restarted."""
     ecc_uncorrectable: int | None = None
     remap_pending: bool | None = None
     remap_failed: bool | None = None
     is_hot: bool | None = None
-    """The hardware slows down for heat."""
+    """The hardware slows down because of heat."""
     is_motionless: bool | None = None
-    """It says that it computes, and draws no more power than with nobody on it."""
+    """It reports full utilization at idle power."""
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """A GPU's health, and what it takes to be well again."""
+    """Health of a GPU, with the history that its recovery depends on.
+
+    Healthy → (problem, `until` a time) → healthy at that time if nothing else happens.
+    Healthy → (problem, `until` None) → reset or readable again → (problem, `until` a time) → healthy.
+    """
 
     problem: str = ""
-    """Why no new work may go there; empty where it may."""
+    """Why it gets no new work; empty if healthy."""
     until: float | None = None
-    """Well again at this time if nothing else happens; None: only after a reset."""
+    """Time of recovery; None if it needs a reset."""
     falls: tuple[float, ...] = ()
-    """When it fell sick, within the last hour."""
+    """Times when it became unhealthy, within the last hour."""
     is_lost: bool = False
-    """It could not be read when it was last looked at: that it can be again is a new beginning."""
+    """It could not be read at the last update. Reading it again counts as a reset."""
     hot_since: float | None = None
     motionless_since: float | None = None
     ecc_uncorrectable: int | None = None
 
 
 def next_health(health: Health, seen: Signals, now: float) -> Health:
-    """Take in what was seen.
+    """Return the health after an update.
 
     Args:
-        health: As it was.
-        seen: Since then.
+        health: Health before.
+        seen: Observations since then.
         now: Monotonic time, in seconds.
     """
-    hot_since = _since(health.hot_since, now) if seen.is_hot else None
-    motionless_since = _since(health.motionless_since, now) if seen.is_motionless else None
-    before, ecc = health.ecc_uncorrectable, seen.ecc_uncorrectable
+    before, was_reset = health, seen.was_reset or health.is_lost
     health = replace(
         health,
-        hot_since=hot_since,
-        motionless_since=motionless_since,
-        ecc_uncorrectable=before if ecc is None else ecc,
-        falls=tuple(t for t in health.falls if now - t < _MEMORY_S),
+        is_lost=bool(seen.lost),
+        hot_since=(now if before.hot_since is None else before.hot_since) if seen.is_hot else None,
+        motionless_since=(now if before.motionless_since is None else before.motionless_since)
+        if seen.is_motionless
+        else None,
+        ecc_uncorrectable=before.ecc_uncorrectable if seen.ecc_uncorrectable is None else seen.ecc_uncorrectable,
+        falls=tuple(t for t in before.falls if now - t < _RELAPSE_S),
     )
-    began_anew = seen.was_reset or health.is_lost
-    health = replace(health, is_lost=bool(seen.lost))
-    if began_anew and health.problem and health.until is None and not seen.lost:
+    if was_reset and health.problem and health.until is None and not seen.lost:
         health = replace(health, until=now + _quiet_s(health))
-    fatal = _fatal(seen)
-    if fatal:
-        return _sick(health, fatal, None, now)
-    passing = _passing(seen, before, health, now)
-    if passing:
+    if fatal := _fatal(seen):
+        return _unhealthy(health, fatal, None, now)
+    if passing := _passing(seen, before.ecc_uncorrectable, health, now):
         if health.problem and health.until is None:
-            return health  # what takes a reset is not outdone by what passes
-        return _sick(health, passing, now + _quiet_s(health), now)
+            return health  # a problem that needs a reset has priority
+        return _unhealthy(health, passing, now + _quiet_s(health), now)
     if health.problem and health.until is not None and now >= health.until:
         return replace(health, problem="", until=None)
     return health
 
 
-def _since(known: float | None, now: float) -> float:
-    return now if known is None else known
-
-
-def _sick(health: Health, problem: str, until: float | None, now: float) -> Health:
+def _unhealthy(health: Health, problem: str, until: float | None, now: float) -> Health:
     falls = health.falls if health.problem else (*health.falls, now)
     return replace(health, problem=problem, until=until, falls=falls)
 
 
 def _quiet_s(health: Health) -> float:
-    """The quiet that is asked for: a minute, doubled with each relapse."""
-    return min(_LONGEST_QUIET_S, _QUIET_S * 2.0 ** max(0, len(health.falls) - (1 if health.problem else 0)))
+    """Return the quiet time: a minute, doubled by each relapse."""
+    return min(_MAX_QUIET_S, _QUIET_S * 2.0 ** max(0, len(health.falls) - (1 if health.problem else 0)))
 
 
 def _fatal(seen: Signals) -> str:
@@ -172,9 +169,7 @@ def _fatal(seen: Signals) -> str:
     for xid in seen.xids:
         if xid_class(xid) is XidClass.FATAL:
             return f"{describe_xid(xid)}: drain the GPU and reset it (nvidia-smi --gpu-reset)"
-    if seen.remap_failed:
-        return "a row of its memory could not be remapped: replace the GPU"
-    return ""
+    return "a row of its memory could not be remapped: replace the GPU" if seen.remap_failed else ""
 
 
 def _passing(seen: Signals, ecc_before: int | None, health: Health, now: float) -> str:
@@ -189,182 +184,188 @@ def _passing(seen: Signals, ecc_before: int | None, health: Health, now: float) 
         return f"it has slowed down for heat for more than {_HOT_S:.0f} s: look at its cooling"
     if health.motionless_since is not None and now - health.motionless_since >= _STUCK_S:
         return (
-            f"it is stuck: it says that it computes, and has drawn idle power for more than {_STUCK_S:.0f} s: end its "
-            "processes, and reset it (nvidia-smi --gpu-reset) where that does not help"
+            f"it is stuck: it reports full utilization, but has drawn idle power for more than {_STUCK_S:.0f} s: end "
+            "its processes, and reset it (nvidia-smi --gpu-reset) if that does not help"
         )
     return ""
 
 
-_MOST = 256
-"""XIDs taken at one look: a storm of them is no reason to look no further."""
+_MAX_XIDS = 256
+"""XIDs read in one poll."""
 
 
 @dataclass
-class _Gpu:
-    """What was registered for one GPU: a set of its own, so that an event is never another GPU's."""
+class _Events:
+    """Event set of one GPU. GPUs do not share a set, so that an event is never attributed to another GPU."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
-    events: Handle | None = None
-    opening: int = -1
-    """Of the driver, when the set was made."""
+    handle: Handle | None = None
+    generation: int = -1
+    """Opening of the driver that created the set."""
     is_registered: bool = False
     is_reported: bool = False
     """Whether the driver reports the GPU's XIDs."""
-    seen: list[int] = field(default_factory=list)
+    xids: list[int] = field(default_factory=list)
+    """XIDs read by a poll that failed later."""
 
 
 class XidWatch:
-    """Collects the XIDs of some GPUs; thread-safe."""
+    """Collects the XIDs of some GPUs. Thread-safe."""
 
     def __init__(self, session: Session, uuids: Sequence[GpuUuid]) -> None:
         self._session = session
-        self._gpus = {uuid: _Gpu() for uuid in uuids}
+        self._gpus = {uuid: _Events() for uuid in uuids}
 
-    def seen(self, uuid: GpuUuid) -> list[int]:
-        """Return the XIDs of a GPU since this was last asked of it; raises NvmlError."""
-        gpu = self._gpus[uuid]
-        with gpu.lock:
-            self._register(uuid, gpu)
-            self._collect(gpu)
-            found, gpu.seen = gpu.seen, []
+    def poll(self, uuid: GpuUuid) -> list[int]:
+        """Return the XIDs of a GPU since the last poll; raises NvmlError."""
+        events, session, library = self._gpus[uuid], self._session, self._session.library
+        with events.lock:
+            self._register(uuid, events)
+            while len(events.xids) < _MAX_XIDS:
+                try:
+                    event = session.call("", library.nvmlEventSetWait, events.handle, 0)
+                except NvmlError as e:
+                    if e.code in (pynvml.NVML_ERROR_TIMEOUT, pynvml.NVML_ERROR_GPU_IS_LOST):
+                        break  # no more events; reading the telemetry reports a lost GPU
+                    raise
+                if event.eventType == pynvml.nvmlEventTypeXidCriticalError:
+                    events.xids.append(event.eventData)
+            found, events.xids = events.xids, []
             return found
 
     def forget(self, uuid: GpuUuid) -> None:
-        """Register a GPU's events again at the next look: it was reset."""
-        gpu = self._gpus[uuid]
-        with gpu.lock:
-            gpu.is_registered = False
+        """Register a GPU's events again at the next poll, because it was reset."""
+        events = self._gpus[uuid]
+        with events.lock:
+            events.is_registered = False
 
-    def is_watched(self, uuid: GpuUuid) -> bool:
+    def is_reported(self, uuid: GpuUuid) -> bool:
         """Whether the driver reports this GPU's XIDs."""
         return self._gpus[uuid].is_reported
 
-    def _register(self, uuid: GpuUuid, gpu: _Gpu) -> None:
-        session, library = self._session, self._session.library
-        if gpu.opening != session.generation:
-            opening = session.generation
-            gpu.events, gpu.opening = session.call(uuid, library.nvmlEventSetCreate), opening
-            gpu.is_registered = False
-        if not gpu.is_registered:
-            gpu.is_reported = self._can_report(uuid, gpu) or gpu.is_reported
-            gpu.is_registered = True
-
-    def _can_report(self, uuid: GpuUuid, gpu: _Gpu) -> bool:
-        session, kind = self._session, pynvml.nvmlEventTypeXidCriticalError
+    def _register(self, uuid: GpuUuid, events: _Events) -> None:
+        session, library, kind = self._session, self._session.library, pynvml.nvmlEventTypeXidCriticalError
+        if events.generation != session.generation:
+            generation = session.generation
+            events.handle, events.generation = session.call(uuid, library.nvmlEventSetCreate), generation
+            events.is_registered = False
+        if events.is_registered:
+            return
         try:
-            session.call(uuid, session.library.nvmlDeviceRegisterEvents, session.handle(uuid), kind, gpu.events)
+            session.call(uuid, library.nvmlDeviceRegisterEvents, session.handle(uuid), kind, events.handle)
+            events.is_reported = True
         except NvmlError as e:
-            if e.code == pynvml.NVML_ERROR_NOT_SUPPORTED:
-                return False
-            raise
-        return True
-
-    def _collect(self, gpu: _Gpu) -> None:
-        session, library = self._session, self._session.library
-        for _ in range(_MOST):
-            try:
-                event = session.call("", library.nvmlEventSetWait, gpu.events, 0)
-            except NvmlError as e:
-                if e.code in (pynvml.NVML_ERROR_TIMEOUT, pynvml.NVML_ERROR_GPU_IS_LOST):
-                    return  # nothing more; a GPU that is lost is told by its own reading
+            if e.code != pynvml.NVML_ERROR_NOT_SUPPORTED:
                 raise
-            if event.eventType == pynvml.nvmlEventTypeXidCriticalError:
-                gpu.seen = [*gpu.seen, event.eventData][-_MOST:]
+        events.is_registered = True
 
 
 _HOT = pynvml.nvmlClocksEventReasonHwThermalSlowdown
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_KEPT_WITHIN_S = 30.0
-"""What goes on happening moves the end of a quiet with each look; it is not written each time."""
+_WRITE_AFTER_S = 30.0
+"""A recovery time that moved by less than this is not written again."""
 
 
-class _Kept(msgspec.Struct, frozen=True, kw_only=True):
+class _Saved(msgspec.Struct, frozen=True, kw_only=True):
     boot: str
-    """Of the node: its clock begins anew with each, and what takes a reset has had one."""
+    """Boot ID of the node. A reboot resets the GPUs, and the monotonic clock."""
     health: Health
     energy_mj: int | None = None
-    """The GPU's counter at that time: one that has fallen since began anew."""
+    """The GPU's energy counter; a smaller value later means that the driver was restarted."""
+
+
+@dataclass
+class _Gpu:
+    """State of one GPU."""
+
+    generation: int
+    """Opening of the driver at the last update."""
+    health: Health = Health()
+    written: Health = Health()
+    energy_mj: int | None = None
+    last_xid: int | None = None
+    """0 before the first XID; None if the driver reports none."""
+    idle_w: float | None = None
+    has_new_xid: bool = False
 
 
 class HealthMonitor:
-    """Looks after the health of a node's GPUs.
+    """Health of a node's GPUs, saved in files so that it outlives the agent.
 
     Args:
         session: The open library.
         uuids: The GPUs.
-        glances: Their telemetry.
-        directory: Where each GPU's health is kept.
-        monotonic: Seconds since the node began.
-        may_write: Whether it is kept; otherwise only what an agent kept is read.
-        boot_id: Names the node's present life.
+        telemetry: Their counters.
+        directory: Directory of the files.
+        monotonic: Returns seconds since the node started.
+        may_write: Whether the files are written; otherwise they are only read.
+        boot_id: File with the node's boot ID.
     """
 
     def __init__(
         self,
         session: Session,
         uuids: Sequence[GpuUuid],
-        glances: TelemetryCache,
+        telemetry: TelemetryCache,
         directory: Path,
         monotonic: Callable[[], float],
         *,
         may_write: bool = True,
         boot_id: Path = _BOOT_ID,
     ) -> None:
-        self._session, self._glances = session, glances
+        self._session, self._telemetry = session, telemetry
         self._monotonic, self._directory, self._may_write = monotonic, directory, may_write
         self._boot = boot_id.read_text().strip() if boot_id.exists() else ""
-        self._energy_mj: dict[GpuUuid, int | None] = {}
-        self._health = {uuid: self._kept(uuid) for uuid in uuids}
-        self._written = dict(self._health)
-        self._openings = dict.fromkeys(uuids, session.generation)
+        self._gpus = {uuid: self._load(uuid) for uuid in uuids}
         self._xids = XidWatch(session, uuids)
-        self._struck: set[GpuUuid] = set()
-        self._last_xid: dict[GpuUuid, int] = {}
-        self._idle_w: dict[GpuUuid, float] = {}
         self._log = structlog.get_logger()
 
-    def look(self, uuid: GpuUuid) -> str:
-        """Take in what happened to a GPU; return why no new work may go there, or an empty text. Raises NvmlError."""
+    def update(self, uuid: GpuUuid) -> str:
+        """Update a GPU's health; return why it gets no new work, or an empty text. Raises NvmlError."""
         try:
-            seen = self._signals(uuid, self._glances.recent(uuid))
+            signals = self._signals(uuid, self._telemetry.recent(uuid))
         except (GpuLostError, DriverGoneError) as e:
             self._advance(uuid, Signals(lost=str(e)))
             raise
-        self._advance(uuid, seen)
-        return self._health[uuid].problem
+        self._advance(uuid, signals)
+        return self._gpus[uuid].health.problem
 
     def after_reset(self, uuid: GpuUuid) -> None:
-        """The GPU was reset by us: what was registered with it is gone."""
+        """Handle a reset of the GPU by the agent: its event registration is gone."""
         self._xids.forget(uuid)
 
     def has_new_xid(self, uuid: GpuUuid) -> bool:
-        """Whether a look has brought an XID that nobody has taken in yet."""
-        return uuid in self._struck
+        """Whether there was an XID since the last `clear_xid`."""
+        return self._gpus[uuid].has_new_xid
 
     def clear_xid(self, uuid: GpuUuid) -> None:
-        """Its MPS clients were looked at: a look that fails before that must not lose what struck them."""
-        self._struck.discard(uuid)
+        """Call when the MPS clients were read; an earlier error must not lose an XID that ended them."""
+        self._gpus[uuid].has_new_xid = False
 
     def counters(self, uuid: GpuUuid) -> dict[str, float]:
-        """The last XID since the agent began, 0 where none came; absent where the driver reports none."""
-        return {"DCGM_FI_DEV_XID_ERRORS": float(self._last_xid[uuid])} if uuid in self._last_xid else {}
+        """Return the last XID since the start of the agent, 0 if none; empty if the driver reports none."""
+        last = self._gpus[uuid].last_xid
+        return {} if last is None else {"DCGM_FI_DEV_XID_ERRORS": float(last)}
 
-    def idle_power(self, uuid: GpuUuid, power_w: float | None) -> None:
-        """Learn what a GPU draws with nobody on it: a GPU that says it is busy and draws no more is stuck."""
+    def set_idle_power(self, uuid: GpuUuid, power_w: float | None) -> None:
+        """Set the measured idle power: a GPU that reports full utilization at this power is stuck."""
         if power_w is not None:
-            self._idle_w[uuid] = power_w
+            self._gpus[uuid].idle_w = power_w
 
     def _signals(self, uuid: GpuUuid, telemetry: Telemetry) -> Signals:
-        xids = self._xids.seen(uuid)  # may fail; until it does not, a reset is still to be told
-        if xids:
-            self._struck.add(uuid)
-        if self._xids.is_watched(uuid):
-            self._last_xid[uuid] = xids[-1] if xids else self._last_xid.get(uuid, 0)
-        before_mj, now_mj = self._energy_mj.get(uuid), telemetry.energy_mj
+        gpu, xids = self._gpus[uuid], self._xids.poll(uuid)
+        gpu.has_new_xid |= bool(xids)
+        if self._xids.is_reported(uuid):
+            gpu.last_xid = xids[-1] if xids else gpu.last_xid or 0
+        before_mj, now_mj = gpu.energy_mj, telemetry.energy_mj
         has_fallen = before_mj is not None and now_mj is not None and now_mj < before_mj
-        was_reset = self._openings[uuid] != self._session.generation or has_fallen
-        self._openings[uuid], self._energy_mj[uuid] = self._session.generation, now_mj
-        reasons = telemetry.clock_reasons
+        was_reset = gpu.generation != self._session.generation or has_fallen
+        gpu.generation, gpu.energy_mj = self._session.generation, now_mj
+        reasons, util_percent = telemetry.clock_reasons, telemetry.gpu_util_percent
+        is_motionless = None
+        if gpu.idle_w is not None and telemetry.power_w is not None and util_percent is not None:
+            is_idle_power = telemetry.power_w <= 1.05 * gpu.idle_w
+            is_motionless = util_percent >= 99 and not telemetry.memory_util_percent and is_idle_power
         return Signals(
             xids=xids,
             was_reset=was_reset,
@@ -372,45 +373,39 @@ class HealthMonitor:
             remap_pending=telemetry.remap_pending,
             remap_failed=telemetry.remap_failed,
             is_hot=None if reasons is None else bool(reasons & _HOT),
-            is_motionless=self._is_motionless(uuid, telemetry),
+            is_motionless=is_motionless,
         )
 
-    def _is_motionless(self, uuid: GpuUuid, telemetry: Telemetry) -> bool | None:
-        idle_w, power_w = self._idle_w.get(uuid), telemetry.power_w
-        if idle_w is None or power_w is None or telemetry.gpu_util_percent is None:
-            return None
-        return telemetry.gpu_util_percent >= 99 and not telemetry.memory_util_percent and power_w <= 1.05 * idle_w
-
-    def _advance(self, uuid: GpuUuid, seen: Signals) -> None:
-        was = self._written[uuid]
-        now = self._health[uuid] = next_health(self._health[uuid], seen, self._monotonic())
-        moved_s = abs((now.until or 0.0) - (was.until or 0.0))
-        is_news = (was.problem, was.falls) != (now.problem, now.falls) or moved_s > _KEPT_WITHIN_S
-        if is_news and self._may_write:
-            self._keep(uuid, now)
+    def _advance(self, uuid: GpuUuid, signals: Signals) -> None:
+        gpu = self._gpus[uuid]
+        now = gpu.health = next_health(gpu.health, signals, self._monotonic())
+        was, moved_s = gpu.written, abs((now.until or 0.0) - (gpu.written.until or 0.0))
+        is_changed = (was.problem, was.falls) != (now.problem, now.falls) or moved_s > _WRITE_AFTER_S
+        if is_changed and self._may_write:
+            self._save(uuid, gpu)
 
     def _path(self, uuid: GpuUuid) -> Path:
         return self._directory / f"{uuid}.health.json"
 
-    def _kept(self, uuid: GpuUuid) -> Health:
+    def _load(self, uuid: GpuUuid) -> _Gpu:
+        gpu = _Gpu(self._session.generation)
         try:
-            kept = msgspec.json.decode(self._path(uuid).read_bytes(), type=_Kept)
+            saved = msgspec.json.decode(self._path(uuid).read_bytes(), type=_Saved)
         except (OSError, msgspec.DecodeError):
-            return Health()  # never sick before, or nobody knows
-        if not self._boot or kept.boot != self._boot:
-            return Health()
-        self._energy_mj[uuid] = kept.energy_mj
-        return kept.health
+            return gpu
+        if self._boot and saved.boot == self._boot:
+            gpu.health = gpu.written = saved.health
+            gpu.energy_mj = saved.energy_mj
+        return gpu
 
-    def _keep(self, uuid: GpuUuid, health: Health) -> None:
+    def _save(self, uuid: GpuUuid, gpu: _Gpu) -> None:
         path = self._path(uuid)
         temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
+        saved = _Saved(boot=self._boot, health=gpu.health, energy_mj=gpu.energy_mj)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_bytes(
-                msgspec.json.encode(_Kept(boot=self._boot, health=health, energy_mj=self._energy_mj.get(uuid)))
-            )
+            temporary.write_bytes(msgspec.json.encode(saved))
             temporary.replace(path)
-            self._written[uuid] = health
+            gpu.written = gpu.health
         except OSError as e:
-            self._log.warning("health not kept", gpu=uuid, error=str(e))  # it still holds for this agent's life
+            self._log.warning("health not saved", gpu=uuid, error=str(e))

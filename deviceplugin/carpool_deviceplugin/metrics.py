@@ -1,4 +1,4 @@
-"""What the agent shows at /metrics: the GPUs under DCGM's names, their tenants and the agent itself under ours."""
+"""Metrics of the agent: GPUs under DCGM's names, their tenants and the agent under Carpool's."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from carpool_deviceplugin.app import Agent
-from carpool_deviceplugin.gpu import InstanceReading, Reading
+from carpool_deviceplugin.gpu import Counters, InstanceReading, Reading
 from carpool_deviceplugin.metering import Meter, PodUsage, Rates
 
 _MIB = 1024 * 1024
@@ -16,7 +16,7 @@ _DEVICE_LABELS = (
     "gpu", "UUID", "pci_bus_id", "device", "modelName", "GPU_I_PROFILE", "GPU_I_ID", "Hostname", "hostname", "pod",
     "namespace", "container",
 )  # fmt: skip
-"""dcgm-exporter writes Hostname with a capital, and its dashboards choose by it."""
+"""dcgm-exporter writes Hostname with a capital, and its dashboards select by it."""
 SOURCE = "carpool_agent_gpu_metrics_source"
 TENANT_ENERGY = "carpool_gpu_tenant_energy_joules"
 _TENANT_LABELS = ("UUID", "namespace", "pod", "job")
@@ -52,58 +52,54 @@ TENANT_GAUGES = {
 
 
 class AgentCollector(Collector):
-    """Shows the last sample: a scrape never waits for a GPU, or all else that the agent does would wait with it."""
+    """Exports the last reading. A scrape reads no GPU, because that would block the event loop."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
 
     def describe(self) -> Iterable[Metric]:
-        """Name no metric in advance, so that registering needs no sample."""
+        """Return nothing: registering needs no reading."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Show the GPUs and the agent."""
+        """Yield the series of the GPUs, their tenants and the agent."""
         yield from self._devices()
         yield from self._tenants()
-        yield from self._itself()
+        yield from self._own()
 
     def _devices(self) -> Iterator[Metric]:
         families: dict[str, GaugeMetricFamily] = {
             name: GaugeMetricFamily(name, text, labels=_DEVICE_LABELS) for name, text in DEVICE_GAUGES.items()
         }
-        source = GaugeMetricFamily(SOURCE, "1 for the source of a GPU's counters.", labels=["UUID", "source"])
+        source = GaugeMetricFamily(SOURCE, "1 for each source of a GPU's counters.", labels=["UUID", "source"])
         # DCGM's counter does not end in _total, and must keep its name.
         energy = UnknownMetricFamily(ENERGY, "Energy since the GPU appeared (in mJ).", labels=_DEVICE_LABELS)
         for device in self._agent.reconciler.reporter.devices:
             meter = self._agent.reconciler.meters[device.uuid]
             reading = meter.reading
             if reading is None or not meter.is_current:
-                continue  # the carpool_agent_gpu_healthy series says so
-            source.add_metric([device.uuid, reading.source], 1.0)
-            if not reading.is_exported_elsewhere:
-                labels = self._labels(device, reading.pci_bus_id)
-                for name, value in _values(device, reading, meter).items():
-                    families[name].samples.append(Sample(name, labels, value))
-                if reading.energy_j is not None:
-                    energy.samples.append(Sample(ENERGY, labels, round(1000 * reading.energy_j)))
-            for part in reading.mig_instances:
-                if not part.is_exported_elsewhere:
-                    of_part = self._labels_of_part(device, reading.pci_bus_id, part)
-                    for name, value in part.counters.items():
-                        families[name].samples.append(Sample(name, of_part, value))
+                continue  # the series carpool_agent_gpu_healthy reports it
+            for name in reading.sources:
+                source.add_metric([device.uuid, name], 1.0)
+            counters = _counters(device, reading, meter)
+            labels = self._labels(device, reading.pci_bus_id)
+            _add(families, counters, labels)
+            if reading.energy_j is not None and ENERGY not in counters.exported:
+                energy.samples.append(Sample(ENERGY, labels, round(1000 * reading.energy_j)))
+            for instance in reading.mig_instances:
+                _add(families, instance.counters, labels | self._instance_labels(instance))
         yield source
-        # What no GPU here can say is absent; where none was asked yet, nobody knows what that is.
+        # Counters that no GPU here supports are absent; before the first reading all are listed.
         is_sampled = any(meter.reading is not None for meter in self._agent.reconciler.meters.values())
         yield from (family for family in (*families.values(), energy) if family.samples or not is_sampled)
 
-    def _labels_of_part(self, device: Device, pci_bus_id: str, part: InstanceReading) -> dict[str, str]:
-        """A MIG instance belongs to the pod that it was made for."""
-        owner = next((r for r in self._agent.reconciler.reservations if r.pod_uid == part.pod_uid), None)
-        of_part = {"GPU_I_PROFILE": part.profile, "GPU_I_ID": str(part.instance_id), **self._owner(owner)}
-        return self._labels(device, pci_bus_id) | of_part
+    def _instance_labels(self, instance: InstanceReading) -> dict[str, str]:
+        """Return the labels of a MIG instance; it belongs to the pod that it was created for."""
+        owner = next((r for r in self._agent.reconciler.reservations if r.pod_uid == instance.pod_uid), None)
+        return {"GPU_I_PROFILE": instance.profile, "GPU_I_ID": str(instance.instance_id), **self._owner(owner)}
 
     def _owner(self, owner: Reservation | None) -> dict[str, str]:
-        """Name a pod, and the container that holds its GPUs where the kubelet has said which."""
+        """Return the labels of a pod, and of its container with the GPUs as far as the kubelet has reported it."""
         if owner is None:
             return {"pod": "", "namespace": "", "container": ""}
         kubelet = self._agent.kubelet
@@ -111,7 +107,7 @@ class AgentCollector(Collector):
         return {"pod": owner.pod_name, "namespace": owner.pod_namespace, "container": container}
 
     def _labels(self, device: Device, pci_bus_id: str) -> dict[str, str]:
-        """A GPU that is shared belongs to no pod: its pods have series of their own."""
+        """Return the labels of a GPU. A shared GPU belongs to no pod: its pods have series of their own."""
         there = [r for r in self._agent.reconciler.reservations if device.uuid in r.gpu_uuids]
         owner = there[0] if len(there) == 1 and there[0].mode is not SharingMode.MIG else None
         values = (
@@ -150,7 +146,7 @@ class AgentCollector(Collector):
         yield from families
         yield energy
 
-    def _itself(self) -> Iterator[Metric]:
+    def _own(self) -> Iterator[Metric]:
         agent = self._agent
         healthy = GaugeMetricFamily("carpool_agent_gpu_healthy", "1 where new work may go to a GPU.", labels=["UUID"])
         for device in agent.reconciler.reporter.devices:
@@ -169,26 +165,35 @@ class AgentCollector(Collector):
 
 
 def _now(use: PodUsage) -> Rates:
-    """A pod whose processes have ended does nothing; what could never be said of it is not said now either."""
+    """Return a pod's present rates: zero after its processes ended; values that were never measured stay unknown."""
     if use.rates is None or use.is_running:
         return use.rates or Rates()
     busy, sm, dram = (None if value is None else 0.0 for value in (use.rates.busy, use.rates.sm, use.rates.dram))
     return Rates(busy, sm, dram)
 
 
-def _values(device: Device, reading: Reading, meter: Meter) -> Mapping[str, float]:
+def _add(families: Mapping[str, GaugeMetricFamily], counters: Counters, labels: dict[str, str]) -> None:
+    for name, value in counters.values.items():
+        if name not in counters.exported:
+            families[name].samples.append(Sample(name, labels, value))
+
+
+def _counters(device: Device, reading: Reading, meter: Meter) -> Counters:
+    """Return the GPU's counters; those of a simulated GPU are computed from its processes."""
     if reading.counters is not None:
         return reading.counters
     total = meter.total(is_concurrent=device.mode is SharingMode.MPS)
     used = sum(p.memory_mib for p in reading.processes)
-    return {
-        "DCGM_FI_DEV_GPU_UTIL": round(100 * (total.busy or 0.0)),
-        "DCGM_FI_DEV_MEM_COPY_UTIL": round(100 * (total.dram or 0.0)),
-        "DCGM_FI_DEV_FB_USED": used,
-        "DCGM_FI_DEV_FB_FREE": max(0, device.memory_mib - device.reserved_mib - used),
-        "DCGM_FI_DEV_FB_RESERVED": device.reserved_mib,
-        "DCGM_FI_DEV_POWER_USAGE": round(reading.power_w or 0.0, 1),
-        "DCGM_FI_PROF_GR_ENGINE_ACTIVE": total.busy or 0.0,
-        "DCGM_FI_PROF_SM_ACTIVE": total.sm or 0.0,
-        "DCGM_FI_PROF_DRAM_ACTIVE": total.dram or 0.0,
-    }
+    return Counters(
+        {
+            "DCGM_FI_DEV_GPU_UTIL": round(100 * (total.busy or 0.0)),
+            "DCGM_FI_DEV_MEM_COPY_UTIL": round(100 * (total.dram or 0.0)),
+            "DCGM_FI_DEV_FB_USED": used,
+            "DCGM_FI_DEV_FB_FREE": max(0, device.memory_mib - device.reserved_mib - used),
+            "DCGM_FI_DEV_FB_RESERVED": device.reserved_mib,
+            "DCGM_FI_DEV_POWER_USAGE": round(reading.power_w or 0.0, 1),
+            "DCGM_FI_PROF_GR_ENGINE_ACTIVE": total.busy or 0.0,
+            "DCGM_FI_PROF_SM_ACTIVE": total.sm or 0.0,
+            "DCGM_FI_PROF_DRAM_ACTIVE": total.dram or 0.0,
+        }
+    )

@@ -354,16 +354,6 @@ UtilizationSample = tuple[int, int, int]
 driver stamps it, SM share in percent. Plain, because thousands are read."""
 
 
-class GpmMetrics(msgspec.Struct, frozen=True):
-    """Activity between two samples, ratios 0..1; only on Hopper and newer."""
-
-    graphics: float | None = None
-    sm: float | None = None
-    occupancy: float | None = None
-    tensor: float | None = None
-    dram: float | None = None
-
-
 _SAMPLE = struct.Struct("=I4xQI12x")
 """Process ID, stamp and SM share of NVML's structure of a sample: there are hundreds, and its attributes are slow."""
 _EVER_US = 2**64 - 1

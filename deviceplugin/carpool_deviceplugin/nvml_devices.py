@@ -15,6 +15,7 @@ from carpool_deviceplugin.cdi import FALLBACK_ENV, GpuEdits, NvidiaCdi
 from carpool_deviceplugin.dcgm import CounterFeed, CounterSource
 from carpool_deviceplugin.gpu import (
     Access,
+    Counters,
     CreateInstance,
     DestroyInstance,
     DeviceError,
@@ -56,7 +57,7 @@ from carpool_deviceplugin.nvlib import (
     read_identity,
 )
 from carpool_deviceplugin.processes import ProcTree
-from carpool_deviceplugin.sampling import Sampler
+from carpool_deviceplugin.sampling import NVML, Sampler
 
 MPS, MIG = SharingMode.MPS, SharingMode.MIG
 
@@ -285,10 +286,10 @@ class NvmlDevices:
         self._modes = {uuid: CheckpointFile(state_dir / "gpus" / f"{uuid}.json") for uuid in self._uuids}
         self._looking = {uuid: threading.Lock() for uuid in self._uuids}
         self._watcher, self._clients = ProcessWatcher(self._session, processes, mps, monotonic), MpsFailures(monotonic)
-        glances, kept = TelemetryCache(self._session, monotonic), state_dir / "gpus"
-        self._conditions = HealthMonitor(self._session, self._uuids, glances, kept, monotonic, may_write=may_write)
+        telemetry, kept = TelemetryCache(self._session, monotonic), state_dir / "gpus"
+        self._health = HealthMonitor(self._session, self._uuids, telemetry, kept, monotonic, may_write=may_write)
         self._entry, self._feed = ContainerAccess(cdi, mps, mig_minors), CounterFeed(sources, monotonic)
-        self._measuring = Sampler(self._session, self._uuids, glances, self._watcher, self._feed, monotonic, wall)
+        self._measuring = Sampler(self._session, self._uuids, telemetry, self._watcher, self._feed, monotonic, wall)
         self._changes = StepApplier(self._instances, self._watcher, mps, self._switched, may_switch=may_switch_mig)
         self._possible_lately: dict[GpuUuid, frozenset[SharingMode]] = {}
         self._found_lately: dict[GpuUuid, list[FoundInstance]] = {}
@@ -372,14 +373,14 @@ class NvmlDevices:
             return self._actual(uuid, self._watcher.look)
 
     def _actual(self, uuid: GpuUuid, look: Look) -> GpuActual:
-        known, setting, sick = self._known[uuid], self._modes[uuid].read(), self._conditions.look(uuid)
+        known, setting, sick = self._known[uuid], self._modes[uuid].read(), self._health.update(uuid)
         is_divided, manager = self._instances.is_enabled(uuid), self._changes.mig_manager
         found = self._instances.find(uuid, self._modes[uuid]) if is_divided else []
-        if has_new_xid := self._conditions.has_new_xid(uuid):
+        if has_new_xid := self._health.has_new_xid(uuid):
             self._watcher.forget(uuid)  # a client's fatal fault is one, too
         present, mps = look(uuid, foreign_instances(found))
         struck = self._clients.see(uuid, mps, present, is_expected=setting.mode is MPS, has_new_xid=has_new_xid)
-        self._conditions.clear_xid(uuid)
+        self._health.clear_xid(uuid)
         self._found_lately[uuid] = found
         self._possible_lately[uuid] = possible_modes(
             has_mps=self._has_mps,
@@ -391,7 +392,7 @@ class NvmlDevices:
         problems = [sick, mps.problem, *set(struck.values()), describe_foreign(present.foreign_processes)]
         if is_divided and manager:
             problems.append(f"MIG is switched on, and {manager}: leave the GPU to that, or remove the label")
-        self._measuring.divided(uuid, found)
+        self._measuring.set_instances(uuid, found)
         return GpuActual(
             uuid=uuid,
             usable_mib=known.memory_mib - known.reserved_mib,
@@ -417,15 +418,17 @@ class NvmlDevices:
 
     def _switched(self, uuid: GpuUuid) -> None:
         """MIG was switched, which may have reset the GPU: what was registered with it is gone."""
-        self._conditions.after_reset(uuid)
+        self._health.after_reset(uuid)
         self._measuring.after_reset(uuid)
         self._identify(uuid)
 
     def read(self, uuid: GpuUuid) -> Reading:
         """Read a GPU's counters."""
         reading = self._measuring.read(self._own(uuid), self._known[uuid])
-        self._conditions.idle_power(uuid, reading.idle_power_w)
-        return replace(reading, counters={**self._conditions.counters(uuid), **(reading.counters or {})})
+        self._health.set_idle_power(uuid, reading.idle_power_w)
+        xid = self._health.counters(uuid)
+        counters = (reading.counters or Counters()).completed_by(Counters(xid, dict.fromkeys(xid, NVML)))
+        return replace(reading, counters=counters)
 
     def refresh_counters(self) -> None:
         """Ask who else measures the GPUs."""

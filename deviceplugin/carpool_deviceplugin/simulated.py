@@ -222,7 +222,7 @@ class SimulatedDevices:
             idle_power_w=facts.idle_power_w,
             power_limit_w=facts.power_limit_w,
             energy_j=reading.energy_j,
-            source="simulated",
+            sources=("simulated",),
         )
 
     def _log_problems(self, uuid: GpuUuid, problems: tuple[str, ...]) -> None:

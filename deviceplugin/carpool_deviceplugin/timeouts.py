@@ -204,7 +204,8 @@ class Poll(Generic[T]):
         self._stuck = {uuid: answers for uuid, answers in self._stuck.items() if uuid not in answers}
         waiting = deque(uuid for uuid in uuids if uuid not in self._stuck)
         answers: dict[GpuUuid, T | Exception] = {}
-        count, loop, finished = len(waiting), asyncio.get_running_loop(), asyncio.Event()
+        count, loop = len(waiting), asyncio.get_running_loop()
+        finished: asyncio.Future[None] = loop.create_future()
 
         def work() -> None:
             while waiting:
@@ -216,16 +217,14 @@ class Poll(Generic[T]):
                         answers[uuid] = e
             if len(answers) == count:
                 with suppress(RuntimeError):  # the event loop has ended
-                    loop.call_soon_threadsafe(finished.set)
+                    loop.call_soon_threadsafe(_settle, finished, finished.set_result, None)
 
         answered, end = 0, loop.time() + self._deadline_s
         while len(answers) < count and (left_s := end - loop.time()) > 0:
             if waiting and len(answers) == answered:
                 self._threads.run(work)
             answered = len(answers)
-            with suppress(TimeoutError):
-                timeout_s = min(_PATIENCE * self._deadline_s, left_s) if waiting else left_s
-                await asyncio.wait_for(finished.wait(), timeout_s)
+            await asyncio.wait({finished}, timeout=min(_PATIENCE * self._deadline_s, left_s) if waiting else left_s)
         return {uuid: self._answer(uuid, answers) for uuid in uuids}
 
     def _answer(self, uuid: GpuUuid, answers: Mapping[GpuUuid, T | Exception]) -> T | DeviceError:

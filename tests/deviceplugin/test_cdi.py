@@ -10,7 +10,6 @@ from carpool_core.values import GpuUuid, PodUid, SharingMode
 from carpool_deviceplugin import cdi
 from carpool_deviceplugin.cdi import NvidiaCdi
 from carpool_deviceplugin.gpu import Access, DeviceError, Mount
-from carpool_deviceplugin.plugin import slots
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.node import Node
 from carpool_deviceplugin.testing.nvml import FakeNvml
@@ -256,12 +255,3 @@ def test_odd_edits_are_a_sentence(tmp_path: Path, edits: dict, says: str, where:
 
 
 EXCLUSIVE, TIME_SLICING, MPS, _ = SharingMode
-
-
-@pytest.mark.parametrize(
-    ("healthy", "fine"), [pytest.param(2, 6, id="all"), pytest.param(1, 3, id="half"), pytest.param(0, 0, id="none")]
-)
-def test_slots_are_as_healthy_as_the_gpus(healthy: int, fine: int) -> None:
-    named = slots(gpus=2, slots_per_gpu=3, healthy=healthy)
-    assert [name for name, _ in named] == [f"slot-{i}" for i in range(6)]
-    assert sum(is_fine for _, is_fine in named) == fine

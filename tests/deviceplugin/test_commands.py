@@ -24,14 +24,13 @@ from carpool_core.values import PartitionState, PodUid, SharingMode
 from carpool_deviceplugin import cdi
 from carpool_deviceplugin.app import build, find_devices
 from carpool_deviceplugin.cdi import NvidiaCdi
-from carpool_deviceplugin.commands import agent, listening, mps_host
+from carpool_deviceplugin.commands import InputError, agent, inspect_node, listening, mps_host
 from carpool_deviceplugin.commands import node as command
 from carpool_deviceplugin.gpu import Access, CreateInstance, NoDevicesError
 from carpool_deviceplugin.metrics import AgentCollector
 from carpool_deviceplugin.mig import Placement
 from carpool_deviceplugin.mig_instances import read_mig_devices
 from carpool_deviceplugin.plugin import AgentState, KubeletError, Plugin, PodResources, RefusedError, Registration
-from carpool_deviceplugin.preflight import InputError, inspect_node
 from carpool_deviceplugin.protos import podresources_pb2 as pr
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.testing.gpus import A100_40
@@ -362,7 +361,7 @@ def test_environment_is_the_agents(node: Node, monkeypatch: pytest.MonkeyPatch) 
     result = CliRunner().invoke(command, ["inspect"], obj=node.nvml)
     assert result.exit_code == 0, result.output
     assert "now TimeSlicing" in result.output
-    assert f"wrong: {node.root / 'cdi' / 'odd.json'}: expected a CDI specification" in result.output
+    assert f"found {node.root / 'cdi' / 'odd.json'}: expected a CDI specification" in result.output
 
 
 def test_nothing_is_written_beside_a_living_agent(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,7 +406,7 @@ def test_inspect_says_what_is_there_and_what_is_missing(inspected_node: Node) ->
     assert "instance 1 (3g.20gb on memory slices 4-7)  MIG-" in lines
     assert "GPU 1: Tesla T4" in lines
     assert "MIG: not supported" in lines
-    assert "missing: NVIDIA's CDI specification" in lines
+    assert "missing: expected NVIDIA's CDI specification of each GPU, found none of GPU-" in lines
     assert "nvidia-ctk cdi generate" in lines
     assert "hostPID: true" in lines
 
@@ -429,9 +428,14 @@ def test_inspect_says_where_metrics_come_from(inspected_node: Node) -> None:
     lines = [
         line
         for line in inspect_node(inspected_node.devices(), NvidiaCdi([]), inspected_node.root)
-        if "metrics:" in line
+        if "metrics from" in line
     ]
-    assert ["DCGM's host engine" in lines[0], "no SM activity" in lines[1]] == [True, True]
+    assert [line.split(": ")[0] for line in lines] == [
+        "  metrics from dcgm",
+        "  metrics from nvml",
+        "  metrics from nvml",
+    ]
+    assert lines[0].endswith(": PROF_SM_ACTIVE")
 
 
 def test_inspect_says_whose_instances_are_and_whether_they_are_in_use(inspected_node: Node) -> None:
@@ -461,7 +465,7 @@ def test_the_hosts_processes_are_known_by_the_kernels(inspected_node: Node, comm
 
 
 def test_inspect_says_who_could_measure_more(inspected_node: Node) -> None:
-    missing = "missing, for SM activity before Hopper: DCGM's library"
+    missing = "missing: expected a source of SM activity for each GPU, found"
     assert missing in "\n".join(inspect_node(inspected_node.devices(), NvidiaCdi([]), inspected_node.root))
     newer = Node(FakeNvml(["H100"]), FakeMpsCommands(), inspected_node.root)
     assert missing not in "\n".join(inspect_node(newer.devices(), NvidiaCdi([]), inspected_node.root))
@@ -477,7 +481,7 @@ def test_inspect_looks_for_the_host_of_daemons_where_there_is_one(
     monkeypatch.setenv("CARPOOL_MPS_HOST", str(there))
     monkeypatch.setenv("CARPOOL_STATE_DIR", str(tmp_path / "state"))
     inspected = CliRunner().invoke(command, ["inspect"], obj=inspected_node.nvml).output
-    assert f"missing, for mode MPS: the MPS daemons' host at '{there}'; look at the pod carpool-mps" in inspected
+    assert f"expected a socket at '{there}', for mode MPS, found none; look at the pod carpool-mps" in inspected
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(there))
         inspected = CliRunner().invoke(command, ["inspect"], obj=inspected_node.nvml).output

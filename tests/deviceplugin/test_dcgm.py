@@ -1,33 +1,18 @@
-"""Where counters come from: dcgm-exporter, DCGM's host engine, GPM, NVML, in this order."""
+"""Counters of dcgm-exporter, DCGM's host engine, GPM and NVML, merged per field."""
 
+import ctypes
 import http.server
-import math
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from carpool_core.values import GpuUuid
 from carpool_deviceplugin.app import metrics_sources
-from carpool_deviceplugin.dcgm import (
-    FIELDS,
-    GPU,
-    INSTANCE,
-    UUID_FIELD,
-    CounterFeed,
-    Counters,
-    Dcgm,
-    DcgmError,
-    EngineInstance,
-    Entity,
-    Exporter,
-    HostEngine,
-    Place,
-    SourceError,
-    parse,
-)
+from carpool_deviceplugin.dcgm import CounterFeed, Exporter, HostEngine, SourceError, Values, parse
+from carpool_deviceplugin.gpu import Counters
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.node import Node
@@ -97,69 +82,6 @@ def test_urls_that_lead_nowhere(url: str) -> None:
         Exporter(url).values()
 
 
-class Engine:
-    """A host engine in memory."""
-
-    def __init__(self, uuids: Sequence[str]) -> None:
-        self.uuids, self.mig_instances = list(uuids), list[EngineInstance]()
-        self.activity: dict[Entity, float] = {}
-        self.is_up = True
-        self.connections = 0
-        self.watched: set[int] = set()
-
-    def _answer(self) -> None:
-        if not self.is_up:
-            raise DcgmError("the host engine is gone")
-
-    def connect(self, address: str) -> None:
-        self._answer()
-        self.connections += 1
-
-    def disconnect(self) -> None:
-        self.watched.clear()
-
-    def gpus(self) -> Sequence[Entity]:
-        self._answer()
-        return [Entity(GPU, i) for i in range(len(self.uuids))]
-
-    def instances(self) -> Sequence[EngineInstance]:
-        self._answer()
-        return self.mig_instances
-
-    def watch(self, fields: Sequence[int], every_s: float) -> None:
-        self._answer()
-        self.watched |= set(fields)
-
-    def latest(self, entities: Sequence[Entity], fields: Sequence[int]) -> Mapping[tuple[Entity, int], float | str]:
-        self._answer()
-        found: dict[tuple[Entity, int], float | str] = {}
-        for entity in entities:
-            for field in set(fields) & self.watched:
-                if field == UUID_FIELD:
-                    found[entity, field] = self.uuids[entity.number]
-                elif field == 1002 and entity in self.activity:
-                    found[entity, field] = self.activity[entity]
-        return found
-
-
-def test_the_host_engine_is_opened_again_where_it_was_lost() -> None:
-    engine = Engine(["GPU-0", "GPU-1"])
-    engine.activity[Entity(GPU, 1)] = 0.5
-    engine.activity[Entity(GPU, 0)] = math.nan  # it could not be computed
-    source = HostEngine(engine, "localhost:5555")
-    assert source.values() == {("GPU-1", None): {"DCGM_FI_PROF_SM_ACTIVE": 0.5}}
-    engine.is_up = False
-    with pytest.raises(DcgmError, match="is gone"):
-        source.values()
-    engine.is_up = True
-    assert source.values()
-    assert engine.connections == 2
-    engine.uuids.clear()
-    source = HostEngine(engine, "localhost:5555")
-    with pytest.raises(DcgmError, match="expected a host engine with GPUs, found none"):
-        source.values()
-
-
 @pytest.fixture(scope="module")
 def libdcgm(tmp_path_factory: pytest.TempPathFactory) -> str:
     compiler = shutil.which("cc")
@@ -173,8 +95,8 @@ def libdcgm(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("address", ["localhost:5555", "unix:///run/dcgm.sock"])
 def test_the_librarys_calls_and_structures(libdcgm: str, address: str) -> None:
-    """Against a C library that checks the sizes as the real one does."""
-    engine = HostEngine(Dcgm(["libabsent.so", libdcgm]), address)
+    """The C library checks sizes as the real one does; NaN and blank values are absent."""
+    engine = HostEngine(address, ["libabsent.so", libdcgm])
     activity, heat = "DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_DEV_GPU_TEMP"
     for _ in range(2):
         assert engine.values() == {
@@ -184,102 +106,123 @@ def test_the_librarys_calls_and_structures(libdcgm: str, address: str) -> None:
         }
 
 
-def test_the_librarys_errors_are_said(libdcgm: str) -> None:
-    with pytest.raises(DcgmError, match=r"dcgmConnect_v2 failed: The connection is not valid \(-33\)"):
-        HostEngine(Dcgm([libdcgm]), "elsewhere:5555").values()
-    with pytest.raises(DcgmError, match=r"expected libabsent.so, found neither; install datacenter-gpu-manager"):
-        HostEngine(Dcgm(["libabsent.so"]), "localhost:5555").values()
-    with pytest.raises(DcgmError, match="expected a connection"):
-        Dcgm([libdcgm]).gpus()
+def test_a_lost_host_engine_is_an_error_and_the_next_read_connects_again(libdcgm: str) -> None:
+    engine = HostEngine("localhost:5555", [libdcgm])
+    assert engine.values()
+    ctypes.CDLL(libdcgm).dcgmDisconnect(7)
+    with pytest.raises(SourceError, match="The connection is not valid"):
+        engine.values()
+    assert engine.values()
 
 
-class Told:
-    """A source that says what it is told to."""
+@pytest.mark.parametrize(
+    ("address", "library", "message"),
+    [
+        ("elsewhere:5555", "", r"dcgmConnect_v2 failed: The connection is not valid \(-33\)"),
+        ("empty:5555", "", "empty:5555: expected a host engine with GPUs, found none"),
+        ("localhost:5555", "libabsent.so", r"expected libabsent.so, found neither; install datacenter-gpu-manager"),
+        ("localhost:5555", "libm.so.6", "dcgmInit: expected it in DCGM's library, found none; update DCGM"),
+    ],
+)
+def test_a_host_engine_that_cannot_be_read_is_an_error(libdcgm: str, address: str, library: str, message: str) -> None:
+    with pytest.raises(SourceError, match=message):
+        HostEngine(address, [library or libdcgm]).values()
+
+
+class FakeSource:
+    """A source with these values; None: it fails."""
 
     def __init__(self, name: str, *, is_scraped: bool = False) -> None:
         self.name, self.is_scraped = name, is_scraped
-        self.said: dict[Place, Counters] | None = {}
+        self.answer: Values | None = {}
         self.asked = 0
 
-    def values(self) -> Mapping[Place, Counters]:
+    def values(self) -> Values:
         self.asked += 1
-        if self.said is None:
+        if self.answer is None:
             raise SourceError(f"{self.name} is away")
-        return self.said
+        return self.answer
 
 
 A = GpuUuid("GPU-0")
+TEMPERATURE, SM, DRAM = "DCGM_FI_DEV_GPU_TEMP", "DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_PROF_DRAM_ACTIVE"
 
 
-def test_the_first_that_answers_counts_for_a_while() -> None:
-    first, second, now = Told("first"), Told("second"), [0.0]
-    feed = CounterFeed([first, second], lambda: now[0])
-    assert feed.at(A) is None
-    first.said, second.said = {(A, None): {"x": 1.0}}, {(A, None): {"x": 2.0}}
+def test_each_field_comes_from_the_first_source_that_has_it() -> None:
+    """dcgm-exporter's default fields contain no SM activity; the host engine was not asked for it."""
+    exporter, engine, now = FakeSource("dcgm-exporter", is_scraped=True), FakeSource("dcgm"), [0.0]
+    feed = CounterFeed([exporter, engine], lambda: now[0])
+    assert feed.at(A) == Counters()
+    exporter.answer = {(A, None): {TEMPERATURE: 41.0, "DCGM_FI_DEV_OTHER": 1.0}}
+    engine.answer = {(A, None): {TEMPERATURE: 42.0, SM: 0.5}}
     feed.refresh()
-    assert feed.at(A) == (first, {"x": 1.0})
-    assert feed.at(A, 1) is None
-    first.said = None
+    found = feed.at(A)
+    assert found.values == {TEMPERATURE: 41.0, SM: 0.5}
+    assert found.sources == {TEMPERATURE: "dcgm-exporter", SM: "dcgm"}
+    assert found.exported == {TEMPERATURE, "DCGM_FI_DEV_OTHER"}
+    assert feed.at(A, 1) == Counters()
+
+
+def test_a_source_that_fails_is_skipped_for_a_minute_and_old_values_expire() -> None:
+    source, now = FakeSource("dcgm"), [0.0]
+    feed = CounterFeed([source], lambda: now[0])
+    source.answer = {(A, None): {SM: 0.5}}
     feed.refresh()
-    assert feed.at(A) == (second, {"x": 2.0})
-    feed.refresh()
-    assert first.asked == 2, "it is left alone for a minute"
     now[0] = 61.0
-    assert feed.at(A) is None, "what was said too long ago says nothing of now"
-    first.said = {(A, None): {"x": 3.0}}
+    assert feed.at(A) == Counters(), "the values are too old"
+    source.answer = None
     feed.refresh()
-    assert feed.at(A) == (first, {"x": 3.0})
-    first.said = second.said = None
     feed.refresh()
-    assert feed.at(A) is None
+    assert source.asked == 2
+    now[0] = 122.0
+    source.answer = {(A, None): {SM: 0.6}}
+    feed.refresh()
+    assert feed.at(A).values == {SM: 0.6}
 
 
 @pytest.fixture
-def told() -> Told:
-    return Told("dcgm")
+def source() -> FakeSource:
+    return FakeSource("dcgm")
 
 
 @pytest.fixture
-def node(tmp_path: Path, told: Told) -> Node:
-    return Node(FakeNvml(["A100-40"]), FakeMpsCommands(), tmp_path, sources=(told,))
+def node(tmp_path: Path, source: FakeSource) -> Node:
+    return Node(FakeNvml(["A100-40"]), FakeMpsCommands(), tmp_path, sources=(source,))
 
 
-def test_each_source_is_named_and_the_next_steps_in(node: Node, told: Told) -> None:
+def test_readings_name_the_source_of_each_field(node: Node, source: FakeSource) -> None:
     devices = node.devices()
     gpu = devices.uuids[0]
-    assert devices.read(gpu).source == "nvml"
-    told.said = {(gpu, None): {"DCGM_FI_PROF_SM_ACTIVE": 0.4, "DCGM_FI_DEV_GPU_TEMP": 77.0, "DCGM_FI_OTHER": 1.0}}
+    assert devices.read(gpu).sources == ("nvml",)
+    source.answer = {(gpu, None): {SM: 0.4, TEMPERATURE: 77.0}}
     devices.refresh_counters()
-    reading = devices.read(gpu)
-    assert (reading.source, reading.is_exported_elsewhere) == ("dcgm", False)
-    assert (reading.counters["DCGM_FI_DEV_GPU_TEMP"], reading.counters["DCGM_FI_PROF_SM_ACTIVE"]) == (77.0, 0.4)
-    assert "DCGM_FI_OTHER" not in reading.counters
-    assert "DCGM_FI_PROF_DRAM_ACTIVE" not in reading.counters, "what it does not say is absent"
-    told.said = None
+    counters = devices.read(gpu).counters
+    assert (counters.values[TEMPERATURE], counters.values[SM]) == (77.0, 0.4)
+    assert (counters.sources[SM], counters.sources["DCGM_FI_DEV_FB_USED"]) == ("dcgm", "nvml")
+    assert DRAM not in counters.sources
+    assert counters.exported == frozenset()
+    source.answer = None
     devices.refresh_counters()
-    assert devices.read(gpu).source == "nvml"
-    assert Node(FakeNvml(["H100"]), FakeMpsCommands(), node.root).devices().uuids
+    assert devices.read(gpu).sources == ("nvml",)
     hopper = Node(FakeNvml(["H100"]), FakeMpsCommands(), node.root).devices()
-    assert hopper.read(hopper.uuids[0]).source == "nvml-gpm"
+    assert hopper.read(hopper.uuids[0]).counters.sources[SM] == "nvml-gpm"
 
 
-def test_pods_on_an_a100_get_their_sm_activity_from_dcgm(node: Node, told: Told) -> None:
+def test_pods_on_an_a100_get_their_sm_activity_from_dcgm_by_kernel_time(node: Node, source: FakeSource) -> None:
     devices = node.devices()
     gpu = devices.uuids[0]
     node.start(0, 42, "a", sm=0.6)
     node.start(0, 43, "b", sm=0.2)
-    told.said = {(gpu, None): {"DCGM_FI_PROF_SM_ACTIVE": 0.4, "DCGM_FI_PROF_DRAM_ACTIVE": 0.1}}
+    source.answer = {(gpu, None): {SM: 0.4, DRAM: 0.1}}
     for _ in range(11):
         devices.refresh_counters()
         reading = devices.read(gpu)
         node.advance(1)
     a, b = reading.processes
-    assert (a.sm_s, b.sm_s) == (pytest.approx(3.0, rel=0.02), pytest.approx(1.0, rel=0.02)), "by time of their kernels"
+    assert (a.sm_s, b.sm_s) == (pytest.approx(3.0, rel=0.02), pytest.approx(1.0, rel=0.02))
 
 
-def test_settings_lead_to_sources() -> None:
+def test_settings_choose_the_sources() -> None:
     names = [s.name for s in metrics_sources(AgentSettings(dcgm_exporter="http://x/metrics"))]
     assert names == ["dcgm-exporter", "dcgm"]
     assert metrics_sources(AgentSettings(dcgm_address="")) == []
-    assert set(FIELDS) >= {203, 1001, 1002, 1003, 1004, 1005}
-    assert INSTANCE != GPU

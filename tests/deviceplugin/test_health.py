@@ -15,7 +15,7 @@ from carpool_core.resources.node import Device, GpuNode, GpuNodeStatus
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, GpuUuid, SharingMode
 from carpool_deviceplugin.gpu import DeviceError, GpuActual, Reading
-from carpool_deviceplugin.health import XIDS, Health, Signals, XidClass, describe_xid, next_health, xid_class
+from carpool_deviceplugin.health import Health, Signals, next_health
 from carpool_deviceplugin.metrics import AgentCollector
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.simulated import SimulatedDevices, parse_inventory
@@ -206,37 +206,71 @@ def test_any_call_that_fails_is_unhealthy_for_now(node: Node, function: str) -> 
 
 
 WELL = Health()
+XID_94 = "XID 94 (contained ECC error): no new work until it has been quiet"
+XID_79 = "XID 79 (fallen off the bus): drain the GPU and reset it"
+LOST = Signals(lost="fallen off the bus")
+HOT, COOL = Signals(is_hot=True), Signals(is_hot=False)
+STILL, MOVING = Signals(is_motionless=True), Signals(is_motionless=False)
+NOTHING, RESET = Signals(), Signals(was_reset=True)
 
 
 @pytest.mark.parametrize(
-    ("xid", "kind"), [(13, "Application"), (31, "Application"), (94, "Recoverable"), (79, "Fatal")]
+    "history",
+    [
+        pytest.param([(0, Signals(xids=[13, 31]), ""), (1, NOTHING, "")], id="application-error"),
+        pytest.param([(0, Signals(xids=[4711]), "XID 4711: no new work"), (60, NOTHING, "")], id="unknown-xid"),
+        pytest.param(
+            [(0, Signals(xids=[94]), XID_94), (59, NOTHING, XID_94), (60, NOTHING, "")], id="recoverable-after-a-minute"
+        ),
+        pytest.param(
+            [
+                (0, Signals(xids=[94]), XID_94),
+                (30, Signals(xids=[94]), XID_94),
+                (89, NOTHING, XID_94),
+                (151, NOTHING, ""),
+            ],
+            id="a-second-xid-restarts-the-minute",
+        ),
+        pytest.param(
+            [
+                (0, Signals(xids=[79]), XID_79),
+                (10, Signals(xids=[94]), XID_79),
+                (1e6, NOTHING, XID_79),
+                (1e6 + 1, RESET, XID_79),
+                (1e6 + 61, NOTHING, ""),
+            ],
+            id="fatal-until-a-minute-after-a-reset",
+        ),
+        pytest.param([(0, Signals(xids=[154]), "XID 154"), (61, NOTHING, "")], id="recovery-action-changed"),
+        pytest.param(
+            [(0, Signals(xids=[95, 154]), "XID 95"), (61, NOTHING, "XID 95")], id="recovery-action-of-a-fatal"
+        ),
+        pytest.param(
+            [(0, Signals(remap_failed=True), "replace the GPU"), (1e6, NOTHING, "replace")], id="no-spare-row"
+        ),
+        pytest.param([(0, Signals(ecc_uncorrectable=7), "")], id="ecc-errors-before-the-agent"),
+        pytest.param(
+            [(0, HOT, ""), (10, COOL, ""), (40, HOT, ""), (71, HOT, "slowed down for heat"), (132, COOL, "")], id="heat"
+        ),
+        pytest.param(
+            [(0, STILL, ""), (300, MOVING, ""), (601, STILL, ""), (1201, STILL, "it is stuck"), (1262, MOVING, "")],
+            id="full-utilization-at-idle-power",
+        ),
+        pytest.param(
+            [(0, LOST, "fallen"), (5000, LOST, "fallen"), (5001, NOTHING, "fallen"), (5061, NOTHING, "")],
+            id="lost-gpu-that-answers-again-counts-as-reset",
+        ),
+    ],
 )
-def test_classes(xid: int, kind: str) -> None:
-    assert xid_class(xid) == kind
+def test_health_follows_from_what_happened(history: list[tuple[float, Signals, str]]) -> None:
+    health = WELL
+    for at, signals, problem in history:
+        health = next_health(health, signals, at)
+        assert problem in health.problem, at
+        assert bool(problem) == bool(health.problem), at
 
 
-def test_word_of_a_recovery_is_no_reason_to_wait_for_a_reset() -> None:
-    """XID 154 says that the recovery action has changed, to none as well; what takes a reset comes with its own XID."""
-    assert not next_health(next_health(WELL, Signals(xids=[154]), 0), Signals(), 61).problem
-    assert next_health(next_health(WELL, Signals(xids=[95, 154]), 0), Signals(), 61).problem
-
-
-def test_unknown_xid_is_not_harmless() -> None:
-    assert xid_class(4711) is XidClass.RECOVERABLE
-    assert describe_xid(4711) == "XID 4711"
-    assert set(XIDS.values()) == {XidClass.APPLICATION, XidClass.FATAL}
-
-
-def test_recoverable_takes_a_minute_of_quiet() -> None:
-    sick = next_health(WELL, Signals(xids=[94]), 0)
-    assert "XID 94 (contained ECC error): no new work until it has been quiet" in sick.problem
-    assert next_health(sick, Signals(), 59).problem
-    again = next_health(sick, Signals(xids=[94]), 30)
-    assert next_health(again, Signals(), 89).problem, "the quiet begins anew"
-    assert not next_health(again, Signals(), 151).problem
-
-
-def test_flapping_is_damped() -> None:
+def test_each_relapse_within_an_hour_doubles_the_minute() -> None:
     health, now, lasted = WELL, 0.0, []
     for _ in range(4):
         health = next_health(health, Signals(xids=[94]), now)
@@ -247,62 +281,7 @@ def test_flapping_is_damped() -> None:
         lasted.append(now - began)
     assert lasted == [60, 120, 240, 480]
     health = next_health(health, Signals(xids=[94]), now + 7200)
-    assert health.until == now + 7200 + 60, "it is forgotten after an hour"
-
-
-def test_fatal_takes_a_reset() -> None:
-    sick = next_health(WELL, Signals(xids=[79]), 0)
-    assert next_health(sick, Signals(), 1e6).problem
-    assert next_health(sick, Signals(xids=[94]), 10).problem == sick.problem, "what passes does not outdo it"
-    reset = next_health(sick, Signals(was_reset=True), 100)
-    assert reset.problem
-    assert not next_health(reset, Signals(), 161).problem
-
-
-@pytest.mark.parametrize(
-    ("seen", "says"),
-    [
-        (Signals(lost="GPU x: gone"), "GPU x: gone"),
-        (Signals(remap_failed=True), "replace the GPU"),
-        (Signals(remap_pending=True), "reset it"),
-    ],
-)
-def test_conditions(seen: Signals, says: str) -> None:
-    assert says in next_health(WELL, seen, 0).problem
-
-
-def test_ecc_errors_count_when_they_rise() -> None:
-    first = next_health(WELL, Signals(ecc_uncorrectable=7), 0)
-    assert not first.problem, "they happened before the agent came"
-    assert "2 uncorrectable ECC errors" in next_health(first, Signals(ecc_uncorrectable=9), 1).problem
-
-
-def test_heat_counts_when_it_lasts() -> None:
-    hot = next_health(WELL, Signals(is_hot=True), 0)
-    assert not hot.problem
-    assert not next_health(next_health(hot, Signals(is_hot=False), 10), Signals(is_hot=True), 40).problem
-    sick = next_health(hot, Signals(is_hot=True), 31)
-    assert "slowed down for heat for more than 30 s" in sick.problem
-    assert not next_health(sick, Signals(is_hot=False), 92).problem
-
-
-def test_gpu_that_says_it_computes_and_draws_nothing_is_stuck() -> None:
-    began = next_health(WELL, Signals(is_motionless=True), 0)
-    assert not began.problem
-    assert not next_health(
-        next_health(began, Signals(is_motionless=False), 300), Signals(is_motionless=True), 601
-    ).problem
-    stuck = next_health(began, Signals(is_motionless=True), 600)
-    assert "it is stuck: it says that it computes" in stuck.problem
-    assert not next_health(next_health(stuck, Signals(), 601), Signals(), 661).problem
-
-
-def test_lost_gpu_that_answers_again_counts_as_reset() -> None:
-    lost = next_health(WELL, Signals(lost="fallen off the bus"), 0)
-    assert next_health(lost, Signals(lost="fallen off the bus"), 5000).problem
-    back = next_health(lost, Signals(), 5000)
-    assert back.problem
-    assert not next_health(back, Signals(), 5060).problem
+    assert health.until == now + 7200 + 60
 
 
 @given(st.lists(st.tuples(st.sampled_from([13, 31, 94, 92, 4711]), st.floats(0, 100)), max_size=30))
@@ -313,11 +292,6 @@ def test_what_passes_always_ends(history: list[tuple[int, float]]) -> None:
         health = next_health(health, Signals(xids=[xid]), now)
         assert not health.problem or health.until is not None
     assert not next_health(health, Signals(), now + 3601).problem
-
-
-@given(st.lists(st.sampled_from([13, 31, 43, 45]), max_size=30))
-def test_applications_never_hurt_a_gpu(xids: list[int]) -> None:
-    assert not next_health(WELL, Signals(xids=xids), 5).problem
 
 
 class Hanging(SimulatedDevices):

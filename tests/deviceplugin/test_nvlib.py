@@ -30,7 +30,7 @@ from carpool_deviceplugin.nvlib import (
     read_telemetry,
     read_utilization,
 )
-from carpool_deviceplugin.sampling import GpmSampler
+from carpool_deviceplugin.sampling import DRAM_ACTIVE, SM_ACTIVE, GpmSampler
 from carpool_deviceplugin.testing.gpus import HARDWARE, TABLES
 from carpool_deviceplugin.testing.nvml import FakeNvml
 
@@ -181,16 +181,16 @@ def test_lost_gpu_leaves_the_others_alone_and_comes_back() -> None:
 def test_restarted_driver_is_opened_again() -> None:
     fake, session, (uuid,) = opened("A100-40")
     watch = XidWatch(session, [uuid])
-    assert watch.seen(uuid) == []
+    assert watch.poll(uuid) == []
     fake.restart_driver()
     with pytest.raises(DriverGoneError, match="opens the driver again"):
         read_telemetry(session, uuid)
     assert read_telemetry(session, uuid).power_w
     assert session.generation == 2
     fake.raise_xid(0, 79)
-    assert watch.seen(uuid) == [], "what was registered with the old driver is gone"
+    assert watch.poll(uuid) == [], "what was registered with the old driver is gone"
     fake.raise_xid(0, 31)
-    assert watch.seen(uuid) == [31]
+    assert watch.poll(uuid) == [31]
 
 
 @pytest.mark.parametrize(
@@ -221,11 +221,15 @@ def test_gpm_between_two_looks() -> None:
     gpm.sample(uuid)
     fake.advance(2)
     found = gpm.sample(uuid)
-    assert (round(found.sm, 3), round(found.dram, 3), round(found.occupancy, 3)) == (0.5, 0.25, 0.25)
+    assert [found[name] for name in (SM_ACTIVE, DRAM_ACTIVE, "DCGM_FI_PROF_SM_OCCUPANCY")] == [
+        pytest.approx(0.5, rel=0.01),
+        pytest.approx(0.25, rel=0.01),
+        pytest.approx(0.25, rel=0.01),
+    ]
     process.sm = 0.0
     fake.advance(2)
-    assert gpm.sample(uuid).sm == 0
-    assert gpm.sample(uuid).sm is None, "no time has passed"
+    assert gpm.sample(uuid)[SM_ACTIVE] == 0
+    assert SM_ACTIVE not in gpm.sample(uuid), "no time has passed"
 
 
 def mig_on(kind: str) -> tuple[FakeNvml, Session, str]:
@@ -282,7 +286,7 @@ def test_gpm_of_mig_instances() -> None:
     gpm = GpmSampler(session)
     gpm.sample(uuid, instance.id)
     fake.advance(1)
-    assert round(gpm.sample(uuid, instance.id).sm, 3) == 0.8
+    assert round(gpm.sample(uuid, instance.id)[SM_ACTIVE], 3) == 0.8
     assert read_utilization(session, uuid, 0) is None, "the driver does not say it under MIG"
     assert read_processes(session, uuid)[0].gpu_instance_id == instance.id
 
@@ -313,8 +317,8 @@ print(json.dumps({
     "processes": [[p.pid, p.memory_mib, p.gpu_instance_id] for p in read_processes(session, gpus[0])],
     "samples": [list(s) for s in read_utilization(session, gpus[0], 5000)],
     "no samples": list(read_utilization(session, gpus[1], 5000)),
-    "xids": [watch.seen(gpu) for gpu in gpus] + [watch.seen(gpus[0])],
-    "gpm": [between.sm, between.dram, between.tensor],
+    "xids": [watch.poll(gpu) for gpu in gpus] + [watch.poll(gpus[0])],
+    "gpm": [between.get(f"DCGM_FI_PROF_{name}_ACTIVE") for name in ("SM", "DRAM", "PIPE_TENSOR")],
 }))
 """
 
@@ -332,7 +336,7 @@ def library(directory: Path, *flags: str) -> dict[str, str]:
         [*command, "-o", str(directory / "libnvidia-ml.so.1"), str(HERE / "nvml" / "libnvidia-ml.c")], check=True
     )
     paths = {name: str(directory) for name in ("LD_LIBRARY_PATH", "HOME", "CARPOOL_STATE_DIR", "CARPOOL_CDI_DIR")}
-    return {"PATH": os.environ["PATH"], **paths}
+    return {"PATH": os.environ["PATH"], "PYTHONPATH": os.environ.get("PYTHONPATH", ""), **paths}
 
 
 @pytest.fixture(scope="module")
@@ -384,7 +388,7 @@ def test_carpool_node_inspect_shows_its_gpus(environment: dict[str, str]) -> Non
     assert "driver 580.95.05, CUDA 13.0" in said
     assert "GPU 1: NVIDIA H100 PCIe  GPU-00000000-0000-4000-8000-00000000000b" in said
     assert "81,559 MiB (559 the driver's, 256 more kept free), compute capability 9.0, PCI 00000000:17:00.0" in said
-    assert "metrics: NVML with GPM" in said
+    assert "metrics from nvml-gpm: PROF_DRAM_ACTIVE, " in said
     assert "UNHEALTHY: process 4000000, process 4000001 on the GPU belong to no pod" in said
 
 
@@ -424,7 +428,7 @@ first = to("3g.40gb", "2g.20gb")
 memory = session.library.nvmlDeviceGetMemoryInfo(session.library.nvmlDeviceGetHandleByUUID(first[1][0][0])).total
 instance = first[0][0][1]
 gpm.sample(gpu, instance)
-sm = gpm.sample(gpu, instance).sm
+sm = gpm.sample(gpu, instance)["DCGM_FI_PROF_SM_ACTIVE"]
 print(json.dumps({"first": first, "memory": memory >> 20, "sm": sm, "second": to("3g.40gb", "1g.10gb"), "third": to()}))
 """
 
@@ -455,14 +459,11 @@ def test_inspect_shows_profiles_and_places(divided: dict[str, str]) -> None:
 def test_check_runs_through_the_real_bindings(divided: dict[str, str], tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     said = run(divided, CARPOOL, "node", "check", "--mig", "--out", str(out))
-    assert [line.split()[:2] for line in said.splitlines()[1:4]] == [
-        ["passed", "contract"],
-        ["skipped", "mps"],
-        ["passed", "mig"],
-    ], said
+    rows = {line.split()[1]: line.split()[0] for line in said.splitlines()[1:8]}
+    assert (rows["contract"], rows["mps"], rows["mig"]) == ("passed", "skipped", "passed"), said
     assert "1g.10gb and 2g.20gb created, read back and destroyed" in said
     recorded = json.loads(out.read_text())["nvml"]
-    assert (recorded["product"], len(recorded["mig"])) == ("NVIDIA H100 80GB HBM3", 7)
+    assert (recorded["identity"]["product"], len(recorded["mig"])) == ("NVIDIA H100 80GB HBM3", 7)
     assert recorded["codes"]["an index beyond the last"] == 2
 
 
@@ -498,6 +499,6 @@ def test_a_driver_that_does_not_start_is_a_sentence(
 
 def test_a_machine_without_a_driver_says_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "libnvidia-ml.so.1").write_bytes(b"no library")
-    said = run({"PATH": os.environ["PATH"], "LD_LIBRARY_PATH": str(tmp_path)}, CARPOOL, "node", "inspect", code=2)
+    said = run({**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}, CARPOOL, "node", "inspect", code=2)
     assert "expected libnvidia-ml.so.1, found none: install NVIDIA's driver on the node" in said
     assert "CARPOOL_SIMULATED_GPUS" not in said, "it would not help here"

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +11,11 @@ import pynvml
 import pytest
 from carpool_core.kube.api import GPU_NODES, NODES
 from carpool_core.kube.errors import Overloaded
+from carpool_core.resources.node import Reservation
 from carpool_core.testing.kube import FakeKube
-from carpool_core.values import DeviceHealth, NodeName, PartitionState, PodUid, SharingMode
+from carpool_core.values import DeviceHealth, GpuUuid, NodeName, PartitionState, PodUid, SharingMode
 from carpool_deviceplugin import cdi
+from carpool_deviceplugin.device_state import GpuWorker, Outcome
 from carpool_deviceplugin.gpu import DeviceError, NoDevicesError, SetMode
 from carpool_deviceplugin.mig import Create, Placement
 from carpool_deviceplugin.mig_instances import apply_step
@@ -24,11 +26,86 @@ from carpool_deviceplugin.reconciler import LABEL, MigManager
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.testing.gpus import HARDWARE
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
-from carpool_deviceplugin.testing.node import MigAgent, Node, flowing, mig_node, running, states, uid, until
+from carpool_deviceplugin.testing.node import Inline, Node, flowing, running, uid, until
 from carpool_deviceplugin.testing.nvml import FakeNvml
+from carpool_deviceplugin.timeouts import Intervals
 
 EXCLUSIVE, TIME_SLICING, MPS, MIG = SharingMode
 READY, PREPARING, FAILED = PartitionState.READY, PartitionState.PREPARING, PartitionState.FAILED
+Reserve = Callable[..., Reservation]
+
+
+class MigAgent:
+    """Looks after the node's first GPU.
+
+    Args:
+        node: With the GPU.
+        reserve: Makes a reservation for a pod and a GPU.
+        confirm: Says whether what the agent may do has changed.
+    """
+
+    def __init__(self, node: Node, reserve: Reserve, confirm: Callable[[], Awaitable[bool]] | None = None) -> None:
+        self.node, self._reserve, self._confirm = node, reserve, confirm
+        self.devices = node.devices()
+        self.worker = self._worker()
+
+    def _worker(self) -> GpuWorker:
+        if self._confirm is None:
+            return GpuWorker(self.gpu, self.devices, lambda: None, Intervals(), caller=Inline())
+        return GpuWorker(self.gpu, self.devices, lambda: None, Intervals(), self._confirm, Inline())
+
+    def begin(self) -> None:
+        """A restarted agent on the same node, which has only the status."""
+        promised = frozenset(pod for pod, outcome in self.worker.outcomes.items() if outcome.state is READY)
+        self.devices = self.node.devices()
+        self.worker = self._worker()
+        self.worker.remember(promised)
+
+    @property
+    def gpu(self) -> GpuUuid:
+        """The GPU."""
+        return self.devices.uuids[0]
+
+    def reservations(self, *wanted: tuple[str, str | SharingMode]) -> list[Reservation]:
+        """Make reservations of profiles, or of other modes, for pods."""
+        return [
+            msgspec.structs.replace(
+                self._reserve(pod, self.gpu, mode=what if isinstance(what, SharingMode) else SharingMode.MIG),
+                pod_uid=PodUid(uid(pod)),
+                mig_profile=None if isinstance(what, SharingMode) else what,
+            )
+            for pod, what in wanted
+        ]
+
+    async def want(self, *wanted: tuple[str, str | SharingMode]) -> dict[str, Outcome]:
+        """Reserve profiles, or other modes, for pods; return the outcomes."""
+        self.worker.want(self.reservations(*wanted))
+        await self.worker.once()
+        return {pod: self.worker.outcomes[PodUid(uid(pod))] for pod, _ in wanted}
+
+    @property
+    def instances(self) -> dict[str, int]:
+        """Instances on the hardware: ID by profile and position."""
+        return {f"{i.profile.name}@{i.start}": i.id for i in self.node.nvml.gpus[0].mig.instances.values()}
+
+
+def mig_node(directory: Path, kind: str = "A100-40", *, on: bool = True, may_switch: bool = False) -> Node:
+    """Make a node with one GPU that has MIG.
+
+    Args:
+        directory: Of the node's files.
+        kind: The GPU's short name.
+        on: Whether MIG is switched on.
+        may_switch: Whether agents may switch it.
+    """
+    node = Node(FakeNvml([kind]), FakeMpsCommands(), directory, may_switch_mig=may_switch)
+    node.nvml.gpus[0].mig.is_enabled = node.nvml.gpus[0].mig.is_pending = on
+    return node
+
+
+def states(outcomes: dict[str, Outcome]) -> dict[str, PartitionState]:
+    """Return how far each pod's share is."""
+    return {pod: outcome.state for pod, outcome in outcomes.items()}
 
 
 @pytest.fixture
@@ -55,8 +132,8 @@ def test_what_a_gpu_cannot_say_is_absent(tmp_path: Path, kind: str) -> None:
     for _ in range(3):
         reading = devices.read(gpu)
         node.advance(1)
-    assert ("DCGM_FI_PROF_SM_ACTIVE" in reading.counters) == HARDWARE[kind].has_gpm
-    assert ("DCGM_FI_DEV_ROW_REMAP_FAILURE" in reading.counters) == HARDWARE[kind].has_row_remap
+    assert ("DCGM_FI_PROF_SM_ACTIVE" in reading.counters.values) == HARDWARE[kind].has_gpm
+    assert ("DCGM_FI_DEV_ROW_REMAP_FAILURE" in reading.counters.values) == HARDWARE[kind].has_row_remap
     (process,) = reading.processes
     assert (process.sm_s is not None) == HARDWARE[kind].has_gpm
     assert process.busy_s == pytest.approx(0.5 * 2, rel=0.1)

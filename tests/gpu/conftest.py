@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from carpool_deviceplugin.app import metrics_sources
+from carpool_deviceplugin.commands import find_gpu
 from carpool_deviceplugin.gpu import NoDevicesError
 from carpool_deviceplugin.nvlib import load_nvml
-from carpool_deviceplugin.preflight import find_gpu
 from carpool_deviceplugin.settings import AgentSettings
 
 # --import-mode=importlib gives test folders no import path of their own.

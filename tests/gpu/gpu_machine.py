@@ -393,9 +393,9 @@ def sm_active(trial: Trial, seconds: float = 10.0) -> float:
     for _ in range(round(seconds / LOOK_EVERY_S)):
         machine.wait(LOOK_EVERY_S)
         machine.devices.refresh_counters()
-        counters = machine.devices.read(trial.gpu).counters or {}
-        if SM_ACTIVE in counters:
-            found.append(counters[SM_ACTIVE])
+        counters = machine.devices.read(trial.gpu).counters
+        if counters is not None and SM_ACTIVE in counters.values:
+            found.append(counters.values[SM_ACTIVE])
     if not found:
         raise SkippedError("SM activity is measured on Hopper and newer, or where DCGM's host engine runs")
     return sum(found) / len(found)

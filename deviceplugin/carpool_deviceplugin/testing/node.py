@@ -2,22 +2,18 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-import msgspec
 from carpool_core.kube.api import KubeApi
-from carpool_core.resources.node import Reservation
 from carpool_core.testing.clock import FakeClock
-from carpool_core.values import GpuUuid, PartitionState, PodUid, SharingMode
 
 from carpool_deviceplugin.app import Agent, build
 from carpool_deviceplugin.cdi import NvidiaCdi
 from carpool_deviceplugin.dcgm import CounterSource
-from carpool_deviceplugin.device_state import GpuWorker, Outcome
 from carpool_deviceplugin.gpu import Devices
 from carpool_deviceplugin.mps import HostedMps, Mps
 from carpool_deviceplugin.nvml_devices import NvmlDevices
@@ -171,80 +167,3 @@ async def running(*agents: Agent) -> AsyncIterator[Agent]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-READY = PartitionState.READY
-Reserve = Callable[..., Reservation]
-
-
-class MigAgent:
-    """Looks after the node's first GPU.
-
-    Args:
-        node: With the GPU.
-        reserve: Makes a reservation for a pod and a GPU.
-        confirm: Says whether what the agent may do has changed.
-    """
-
-    def __init__(self, node: Node, reserve: Reserve, confirm: Callable[[], Awaitable[bool]] | None = None) -> None:
-        self.node, self._reserve, self._confirm = node, reserve, confirm
-        self.devices = node.devices()
-        self.worker = self._worker()
-
-    def _worker(self) -> GpuWorker:
-        if self._confirm is None:
-            return GpuWorker(self.gpu, self.devices, lambda: None, Intervals(), caller=Inline())
-        return GpuWorker(self.gpu, self.devices, lambda: None, Intervals(), self._confirm, Inline())
-
-    def begin(self) -> None:
-        """A restarted agent on the same node, which has only the status."""
-        promised = frozenset(pod for pod, outcome in self.worker.outcomes.items() if outcome.state is READY)
-        self.devices = self.node.devices()
-        self.worker = self._worker()
-        self.worker.remember(promised)
-
-    @property
-    def gpu(self) -> GpuUuid:
-        """The GPU."""
-        return self.devices.uuids[0]
-
-    def reservations(self, *wanted: tuple[str, str | SharingMode]) -> list[Reservation]:
-        """Make reservations of profiles, or of other modes, for pods."""
-        return [
-            msgspec.structs.replace(
-                self._reserve(pod, self.gpu, mode=what if isinstance(what, SharingMode) else SharingMode.MIG),
-                pod_uid=PodUid(uid(pod)),
-                mig_profile=None if isinstance(what, SharingMode) else what,
-            )
-            for pod, what in wanted
-        ]
-
-    async def want(self, *wanted: tuple[str, str | SharingMode]) -> dict[str, Outcome]:
-        """Reserve profiles, or other modes, for pods; return the outcomes."""
-        self.worker.want(self.reservations(*wanted))
-        await self.worker.once()
-        return {pod: self.worker.outcomes[PodUid(uid(pod))] for pod, _ in wanted}
-
-    @property
-    def instances(self) -> dict[str, int]:
-        """Instances on the hardware: ID by profile and position."""
-        return {f"{i.profile.name}@{i.start}": i.id for i in self.node.nvml.gpus[0].mig.instances.values()}
-
-
-def mig_node(directory: Path, kind: str = "A100-40", *, on: bool = True, may_switch: bool = False) -> Node:
-    """Make a node with one GPU that has MIG.
-
-    Args:
-        directory: Of the node's files.
-        kind: The GPU's short name.
-        on: Whether MIG is switched on.
-        may_switch: Whether agents may switch it.
-    """
-    node = Node(FakeNvml([kind]), FakeMpsCommands(), directory, may_switch_mig=may_switch)
-    node.nvml.gpus[0].mig.is_enabled = node.nvml.gpus[0].mig.is_pending = on
-    return node
-
-
-def states(outcomes: dict[str, Outcome]) -> dict[str, PartitionState]:
-    """Return how far each pod's share is."""
-    return {pod: outcome.state for pod, outcome in outcomes.items()}

@@ -16,19 +16,20 @@ typedef struct { char uuid[128]; unsigned gpu, instance, compute, profile, slice
 typedef struct { Pair entity, parent; Info info; } Part;
 typedef struct { unsigned version, count; Part parts[32 * 14]; } Hierarchy;
 
-static int connected, watched;
+static int connected, watched, gpus;
 
 int dcgmInit(void) { return 0; }
 const char *errorString(int code) { return code == -6 ? "Version mismatch" : code == -33 ? "The connection is not valid" : "Generic error"; }
 int dcgmConnect_v2(const char *address, Connect *params, uintptr_t *handle) {
     if (params->version != (sizeof(Connect) | 2 << 24)) return -6;
-    if (strcmp(address, "localhost:5555") && !(params->isUnix && !strcmp(address, "/run/dcgm.sock"))) return -33;
+    gpus = strcmp(address, "empty:5555") ? 2 : 0;
+    if (gpus && strcmp(address, "localhost:5555") && !(params->isUnix && !strcmp(address, "/run/dcgm.sock"))) return -33;
     *handle = 7; connected = 1; watched = 0; return 0;
 }
 int dcgmDisconnect(uintptr_t handle) { connected = watched = 0; return handle == 7 ? 0 : -33; }
 int dcgmGetAllSupportedDevices(uintptr_t handle, unsigned *ids, int *count) {
     if (handle != 7 || !connected) return -33;
-    ids[0] = 0; ids[1] = 1; *count = 2; return 0;
+    ids[0] = 0; ids[1] = 1; *count = gpus; return 0;
 }
 int dcgmGetGpuInstanceHierarchy(uintptr_t handle, Hierarchy *found) {
     if (handle != 7 || !connected) return -33;
@@ -63,6 +64,7 @@ int dcgmEntitiesGetLatestValues(uintptr_t handle, Pair *who, unsigned whoCount, 
             v->type = 'i'; v->value.i64 = 0x7ffffffffffffff0;
             if (fields[j] == 54) { v->type = 's'; strcpy(v->value.str, who[i].id ? "GPU-1" : "GPU-0"); }
             if (fields[j] == 1002) { v->type = 'd'; v->value.dbl = who[i].group == 4 ? 0.75 : 0.5; }
+            if (fields[j] == 1001) { v->type = 'd'; v->value.dbl = 0.0 / 0.0; }
             if (fields[j] == 1005) { v->type = 'd'; v->value.dbl = 140737488355328.0; }
             if (fields[j] == 150) v->value.i64 = 41;
         }
