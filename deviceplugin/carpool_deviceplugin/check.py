@@ -102,6 +102,14 @@ def check_node(
     except DeviceError as e:
         found, cdi_advice = str(e), "correct or delete the file"
     yield _row("cdi", found or "", "NVIDIA's CDI specification of each GPU", cdi_advice)
+    yield _row("gpus", "; ".join(devices.unreadable), "GPUs that can be read", "the agent uses the others")
+    limited = [known for uuid in devices.uuids if (known := devices.identity(uuid)).compute_mode.withdrawn_modes]
+    yield _row(
+        "compute-mode",
+        ", ".join(f"{known.compute_mode} on GPU {known.index}" for known in limited),
+        "compute mode Default, without which modes of sharing are not offered",
+        "allow several programs: nvidia-smi -i INDEX -c 0",
+    )
     yield _row(
         "sm-activity",
         ", ".join(uuid for uuid in devices.uuids if not _measures_sm(devices, uuid)),

@@ -265,6 +265,11 @@ class Devices(Protocol):
         """The GPUs by index; constant during the life of the agent."""
         ...
 
+    @property
+    def unreadable(self) -> Sequence[str]:
+        """A reason for each GPU of the node that is not among `uuids` because it could not be read at the start."""
+        ...
+
     def inventory(self) -> list[Device]:
         """Describe every GPU, with its mode and health now. A GPU that cannot be read is unhealthy, not absent."""
         ...

@@ -34,41 +34,50 @@ _STUCK_S = 600.0
 
 
 class XidClass(StrEnum):
-    """Consequence of an XID for the GPU. Source: NVIDIA, "XID Errors", column of recommended actions."""
+    """Consequence of an XID for the GPU."""
 
     APPLICATION = "Application"
-    """An error of the program; the GPU stays healthy."""
+    """An error of the program, or a notice; the GPU stays healthy."""
     RECOVERABLE = "Recoverable"
     """The GPU is healthy again after a quiet time."""
     FATAL = "Fatal"
     """The GPU must be reset or replaced."""
 
 
-_APPLICATION = (13, 31, 43, 45, 68, 69, 109)
-_FATAL = (48, 61, 62, 64, 74, 79, 95, 110, 119, 120, 121, 136, 140, 143)
+_RESTART_APP = (
+    8, 11, 13, 25, 31, 32, *range(39, 42), 45, 60, *range(68, 73), *range(75, 78), 80, *range(82, 87), 88, 89, 94,
+    *range(96, 106), *range(126, 136), 139,
+)  # fmt: skip
+_IGNORE = (14, 37, 38, 43, 44, 63, 66, 67, 92, 93, 106, 107, 121, 137, 141, 152, 153, 154, 157, 161)
+_FATAL = (
+    46, 48, 54, 61, 62, 64, 74, 79, 95, 109, 110, 119, 120, 136, 140, *range(143, 152), 155, 156, 158, 160, 162,
+)  # fmt: skip
 XIDS: Mapping[int, XidClass] = {
-    **dict.fromkeys(_APPLICATION, XidClass.APPLICATION),
+    **dict.fromkeys(_RESTART_APP + _IGNORE, XidClass.APPLICATION),
     **dict.fromkeys(_FATAL, XidClass.FATAL),
 }
-"""XIDs with a class of their own. All others, also unknown ones, are recoverable."""
+"""Immediate actions of NVIDIA's XID catalog (as in NVIDIA/NVSentinel 6f8b0fc): RESTART_APP and IGNORE, and those that
+need a reset, a reboot or work on the machine. XID 61 is that of Volta and older. All others are recoverable."""
 
 _MEANING = {
     13: "graphics engine exception",
     31: "memory page fault",
-    43: "stopped processing",
-    45: "preemptive cleanup",
+    46: "GPU stopped processing",
     48: "double-bit ECC error",
+    54: "power cable",
     62: "micro-controller halted",
-    63: "row remapping recorded",
     64: "row remapping failed",
     74: "NVLink error",
     79: "fallen off the bus",
-    92: "many single-bit ECC errors",
-    94: "contained ECC error",
+    90: "L2 cache error",
     95: "uncontained ECC error",
+    109: "context switch timeout",
     119: "GSP does not answer",
     120: "GSP error",
-    154: "recovery action changed",
+    **dict.fromkeys(range(144, 151), "NVLink error"),
+    155: "NVLink error",
+    156: "resource retired",
+    158: "fatal timeout",
 }
 
 

@@ -4,11 +4,12 @@ import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 import pynvml
-from carpool_core.values import MIB, GpuUuid
+from carpool_core.values import MIB, GpuUuid, SharingMode
 
 from carpool_deviceplugin.gpu import DeviceError, NoDevicesError
 
@@ -36,6 +37,7 @@ class NvmlLibrary(Protocol):
     def nvmlDeviceGetMemoryInfo(self, handle: Handle, version: int | None = None) -> Any: ...
     def nvmlDeviceGetCudaComputeCapability(self, handle: Handle) -> tuple[int, int]: ...
     def nvmlDeviceGetPciInfo(self, handle: Handle) -> Any: ...
+    def nvmlDeviceGetComputeMode(self, handle: Handle) -> int: ...
     def nvmlDeviceGetNumaNodeId(self, handle: Handle) -> int: ...
     def nvmlDeviceGetNvLinkState(self, handle: Handle, link: int) -> int: ...
     def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: Handle, link: int) -> Any: ...
@@ -280,6 +282,29 @@ class Session:
                     return  # it is gone already; this only balances the library's own count
 
 
+class ComputeMode(StrEnum):
+    """How many processes the driver lets use a GPU."""
+
+    DEFAULT = "Default"
+    EXCLUSIVE_PROCESS = "ExclusiveProcess"
+    """One process, such as an MPS server."""
+    PROHIBITED = "Prohibited"
+
+    @property
+    def withdrawn_modes(self) -> frozenset[SharingMode]:
+        """Sharing modes that do not work in this compute mode."""
+        if self is ComputeMode.PROHIBITED:
+            return frozenset(SharingMode)
+        return frozenset({SharingMode.TIME_SLICING}) if self is ComputeMode.EXCLUSIVE_PROCESS else frozenset()
+
+
+_COMPUTE_MODES = {
+    pynvml.NVML_COMPUTEMODE_EXCLUSIVE_THREAD: ComputeMode.EXCLUSIVE_PROCESS,
+    pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS: ComputeMode.EXCLUSIVE_PROCESS,
+    pynvml.NVML_COMPUTEMODE_PROHIBITED: ComputeMode.PROHIBITED,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Identity:
     """What never changes of a GPU, but for its MIG mode."""
@@ -302,6 +327,7 @@ class Identity:
     mig_pending: bool
     """What MIG mode will be after the next reset."""
     power_limit_w: float | None
+    compute_mode: ComputeMode = ComputeMode.DEFAULT
 
 
 def linked_gpus(known: Identity, everyone: Mapping[GpuUuid, Identity]) -> list[GpuUuid]:
@@ -362,25 +388,39 @@ _MAX_LINKS = 18
 _NO_NUMA = 0xFFFFFFFF
 
 
-def list_gpus(session: Session) -> list[GpuUuid]:
-    """Return the UUIDs of all GPUs by index. One that is lost already when the agent starts is left out by NVML."""
+def find_gpus(session: Session) -> tuple[list[GpuUuid], list[str]]:
+    """Return the UUIDs of all GPUs by index, and an error message for each GPU that has no readable UUID.
+
+    GPUs whose device files the container does not have are left out. Raises NvmlError if there is no answer at all.
+    """
     library = session.library
-    count = session.call("", library.nvmlDeviceGetCount)
-    uuids: list[GpuUuid] = []
-    for index in range(count):
+    uuids, errors = list[GpuUuid](), list[str]()
+    for index in range(session.call("", library.nvmlDeviceGetCount)):
         try:
             handle = session.call(f"#{index}", library.nvmlDeviceGetHandleByIndex, index)
             uuids.append(GpuUuid(session.call(f"#{index}", library.nvmlDeviceGetUUID, handle)))
         except NvmlError as e:
-            if e.code not in (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_NO_PERMISSION):
-                raise
-    return uuids
+            if e.code != pynvml.NVML_ERROR_NO_PERMISSION:
+                errors.append(str(e))
+    return uuids, errors
+
+
+def list_gpus(session: Session) -> list[GpuUuid]:
+    """Return the UUIDs of all GPUs that can be read, by index."""
+    return find_gpus(session)[0]
 
 
 def read_identity(session: Session, uuid: GpuUuid) -> Identity:
-    """Describe a GPU; raises NvmlError."""
+    """Describe a GPU; raises NvmlError, also if its memory is not its own."""
     library, handle = session.library, session.handle(uuid)
-    memory = session.call(uuid, library.nvmlDeviceGetMemoryInfo, handle)
+    product = session.call(uuid, library.nvmlDeviceGetName, handle)
+    memory = session.ask(uuid, library.nvmlDeviceGetMemoryInfo, handle)
+    if memory is None:
+        raise NvmlError(
+            f"GPU {uuid}: expected memory of its own, found a {product} that shares the CPU's memory; Carpool does not "
+            "support such GPUs",
+            pynvml.NVML_ERROR_NOT_SUPPORTED,
+        )
     detailed = session.ask(uuid, library.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2)
     major, minor = session.call(uuid, library.nvmlDeviceGetCudaComputeCapability, handle)
     numa = session.ask(uuid, library.nvmlDeviceGetNumaNodeId, handle)
@@ -390,7 +430,7 @@ def read_identity(session: Session, uuid: GpuUuid) -> Identity:
         uuid=uuid,
         index=session.call(uuid, library.nvmlDeviceGetIndex, handle),
         minor=session.ask(uuid, library.nvmlDeviceGetMinorNumber, handle),
-        product=session.call(uuid, library.nvmlDeviceGetName, handle),
+        product=product,
         memory_mib=memory.total // MIB,
         reserved_mib=detailed.reserved // MIB if detailed is not None else 0,
         compute_capability=f"{major}.{minor}",
@@ -401,6 +441,9 @@ def read_identity(session: Session, uuid: GpuUuid) -> Identity:
         mig_enabled=mig is not None and mig[0] == pynvml.NVML_DEVICE_MIG_ENABLE,
         mig_pending=mig is not None and mig[1] == pynvml.NVML_DEVICE_MIG_ENABLE,
         power_limit_w=None if limit_mw is None else limit_mw / 1000,
+        compute_mode=_COMPUTE_MODES.get(
+            session.ask(uuid, library.nvmlDeviceGetComputeMode, handle) or 0, ComputeMode.DEFAULT
+        ),
     )
 
 

@@ -88,6 +88,7 @@ class SimulatedDevices:
     """
 
     simulated = True
+    unreadable: Sequence[str] = ()
 
     def __init__(
         self,

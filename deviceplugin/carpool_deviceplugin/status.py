@@ -69,14 +69,22 @@ def partition_of(reservation: Reservation, outcomes: Mapping[GpuUuid, Mapping[Po
     return partition(READY if is_ready else PREPARING, (o.message for o in current))
 
 
-def ready_condition(devices: Sequence[Device], before: Iterable[Condition], now: datetime) -> Condition:
-    """Return the condition Ready: whether a GPU is healthy. Its time is that of the last change."""
-    unhealthy = [d for d in devices if d.health is DeviceHealth.UNHEALTHY]
-    status: Literal["True", "False"] = "True" if len(unhealthy) < len(devices) else "False"
-    reason = "GpusHealthy" if not unhealthy else "SomeGpusUnhealthy" if status == "True" else "NoHealthyGpu"
-    message = f"{len(devices) - len(unhealthy)} of {len(devices)} GPUs are healthy"
-    if unhealthy:
-        message += ": " + "; ".join(d.health_message for d in unhealthy)
+def ready_condition(
+    devices: Sequence[Device], unreadable: Sequence[str], before: Iterable[Condition], now: datetime
+) -> Condition:
+    """Return the condition Ready: whether a GPU is healthy.
+
+    Args:
+        devices: The GPUs.
+        unreadable: Reasons of further GPUs that could not be read at the start of the agent.
+        before: Conditions before; the time of Ready is that of its last change.
+        now: Present time.
+    """
+    problems = [d.health_message for d in devices if d.health is DeviceHealth.UNHEALTHY] + [*unreadable]
+    count = len(devices) + len(unreadable)
+    status: Literal["True", "False"] = "True" if len(problems) < count else "False"
+    reason = "GpusHealthy" if not problems else "SomeGpusUnhealthy" if status == "True" else "NoHealthyGpu"
+    message = f"{count - len(problems)} of {count} GPUs are healthy" + (": " if problems else "") + "; ".join(problems)
     old = next((c for c in before if c.type == "Ready"), None)
     since = old.last_transition_time if old and old.status == status else rfc3339(now)
     return Condition(
@@ -375,7 +383,7 @@ class Reporter:
             partitions=list(self._partitions),
             tenants=damp_changes(written.tenants, self._tenants),
             struck=list(self._struck),
-            conditions=[ready_condition(devices, written.conditions, self._clock.now())],
+            conditions=[ready_condition(devices, self._gpus.unreadable, written.conditions, self._clock.now())],
             summary=summarise(devices, self._partitions),
         )
 

@@ -34,7 +34,7 @@ def node(tmp_path: Path) -> Node:
     return Node(FakeNvml(["H100", "H100"]), FakeMpsCommands(), tmp_path)
 
 
-@pytest.mark.parametrize("xid", [13, 31, 43, 45])
+@pytest.mark.parametrize("xid", [13, 31, 43, 45, 94, 121])
 def test_xid_of_an_application_leaves_the_gpu_well(node: Node, xid: int) -> None:
     devices = node.devices()
     devices.inventory()
@@ -206,7 +206,7 @@ def test_any_call_that_fails_is_unhealthy_for_now(node: Node, function: str) -> 
 
 
 WELL = Health()
-XID_94 = "XID 94 (contained ECC error): no new work until it has been quiet"
+XID_90 = "XID 90 (L2 cache error): no new work until it has been quiet"
 XID_79 = "XID 79 (fallen off the bus): drain the GPU and reset it"
 LOST = Signals(lost="fallen off the bus")
 HOT, COOL = Signals(is_hot=True), Signals(is_hot=False)
@@ -217,16 +217,17 @@ NOTHING, RESET = Signals(), Signals(was_reset=True)
 @pytest.mark.parametrize(
     "history",
     [
-        pytest.param([(0, Signals(xids=[13, 31]), ""), (1, NOTHING, "")], id="application-error"),
+        pytest.param([(0, Signals(xids=[13, 31, 94, 126]), "")], id="restart-app"),
+        pytest.param([(0, Signals(xids=[43, 63, 92, 121, 154]), "")], id="ignore"),
         pytest.param([(0, Signals(xids=[4711]), "XID 4711: no new work"), (60, NOTHING, "")], id="unknown-xid"),
         pytest.param(
-            [(0, Signals(xids=[94]), XID_94), (59, NOTHING, XID_94), (60, NOTHING, "")], id="recoverable-after-a-minute"
+            [(0, Signals(xids=[90]), XID_90), (59, NOTHING, XID_90), (60, NOTHING, "")], id="recoverable-after-a-minute"
         ),
         pytest.param(
             [
-                (0, Signals(xids=[94]), XID_94),
-                (30, Signals(xids=[94]), XID_94),
-                (89, NOTHING, XID_94),
+                (0, Signals(xids=[90]), XID_90),
+                (30, Signals(xids=[90]), XID_90),
+                (89, NOTHING, XID_90),
                 (151, NOTHING, ""),
             ],
             id="a-second-xid-restarts-the-minute",
@@ -234,14 +235,17 @@ NOTHING, RESET = Signals(), Signals(was_reset=True)
         pytest.param(
             [
                 (0, Signals(xids=[79]), XID_79),
-                (10, Signals(xids=[94]), XID_79),
+                (10, Signals(xids=[90]), XID_79),
                 (1e6, NOTHING, XID_79),
                 (1e6 + 1, RESET, XID_79),
                 (1e6 + 61, NOTHING, ""),
             ],
             id="fatal-until-a-minute-after-a-reset",
         ),
-        pytest.param([(0, Signals(xids=[154]), "XID 154"), (61, NOTHING, "")], id="recovery-action-changed"),
+        *(
+            pytest.param([(0, Signals(xids=[xid]), f"XID {xid} "), (1e6, NOTHING, f"XID {xid} ")], id=f"fatal-{xid}")
+            for xid in (46, 79, 109, 144, 150, 155, 156, 158)
+        ),
         pytest.param(
             [(0, Signals(xids=[95, 154]), "XID 95"), (61, NOTHING, "XID 95")], id="recovery-action-of-a-fatal"
         ),
@@ -273,18 +277,18 @@ def test_health_follows_from_what_happened(history: list[tuple[float, Signals, s
 def test_each_relapse_within_an_hour_doubles_the_minute() -> None:
     health, now, lasted = WELL, 0.0, []
     for _ in range(4):
-        health = next_health(health, Signals(xids=[94]), now)
+        health = next_health(health, Signals(xids=[90]), now)
         began = now
         while health.problem:
             now += 1
             health = next_health(health, Signals(), now)
         lasted.append(now - began)
     assert lasted == [60, 120, 240, 480]
-    health = next_health(health, Signals(xids=[94]), now + 7200)
+    health = next_health(health, Signals(xids=[90]), now + 7200)
     assert health.until == now + 7200 + 60
 
 
-@given(st.lists(st.tuples(st.sampled_from([13, 31, 94, 92, 4711]), st.floats(0, 100)), max_size=30))
+@given(st.lists(st.tuples(st.sampled_from([13, 31, 90, 42, 4711]), st.floats(0, 100)), max_size=30))
 def test_what_passes_always_ends(history: list[tuple[int, float]]) -> None:
     health, now = WELL, 0.0
     for xid, later in history:

@@ -459,7 +459,7 @@ def test_inspect_shows_profiles_and_places(divided: dict[str, str]) -> None:
 def test_check_runs_through_the_real_bindings(divided: dict[str, str], tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     said = run(divided, CARPOOL, "node", "check", "--mig", "--out", str(out))
-    rows = {line.split()[1]: line.split()[0] for line in said.splitlines()[1:8]}
+    rows = {line.split()[1]: line.split()[0] for line in said.splitlines()[1:10]}
     assert (rows["contract"], rows["mps"], rows["mig"]) == ("passed", "skipped", "passed"), said
     assert "1g.10gb and 2g.20gb created, read back and destroyed" in said
     recorded = json.loads(out.read_text())["nvml"]

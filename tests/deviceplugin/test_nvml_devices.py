@@ -200,6 +200,51 @@ def test_node_without_gpus_that_can_be_read_says_so(tmp_path: Path, kinds: list[
         Node(nvml, FakeMpsCommands(), tmp_path).devices()
 
 
+@pytest.mark.parametrize(
+    ("function", "code", "reason"),
+    [
+        ("nvmlDeviceGetHandleByIndex", pynvml.NVML_ERROR_GPU_IS_LOST, "#0: nvmlDeviceGetHandleByIndex failed: GPU is"),
+        ("nvmlDeviceGetUUID", pynvml.NVML_ERROR_UNKNOWN, "#0: nvmlDeviceGetUUID failed: Unknown Error"),
+        ("nvmlDeviceGetHandleByUUID", pynvml.NVML_ERROR_RESET_REQUIRED, "drain it and run nvidia-smi --gpu-reset"),
+        ("nvmlDeviceGetMigMode", pynvml.NVML_ERROR_UNKNOWN, "nvmlDeviceGetMigMode failed"),
+        ("nvmlDeviceGetMemoryInfo", pynvml.NVML_ERROR_NOT_SUPPORTED, "that shares the CPU's memory; Carpool does not"),
+    ],
+    ids=["lost", "no-uuid", "reset-required", "unknown-error", "unified-memory"],
+)
+async def test_one_unusable_gpu_of_eight_is_reported_and_the_others_are_used(
+    tmp_path: Path, function: str, code: int, reason: str
+) -> None:
+    """Regression: the agent did not start."""
+    node, kube = Node(FakeNvml(["H100"] * 8), FakeMpsCommands(), tmp_path), FakeKube()
+    node.nvml.fail_next(function, code)
+    devices = node.devices()
+    assert len(devices.uuids) == 7
+    async with running(flowing(AgentSettings(node_name="n", kubelet=False, state_dir=tmp_path), kube, devices)):
+        await until(lambda: kube.dump_all(GPU_NODES) and kube.dump_all(GPU_NODES)[0].get("status"))
+        (condition,) = kube.dump_all(GPU_NODES)[0]["status"]["conditions"]
+    assert (condition["status"], condition["reason"]) == ("True", "SomeGpusUnhealthy")
+    assert condition["message"].startswith("7 of 8 GPUs are healthy: ")
+    assert reason in condition["message"]
+
+
+@pytest.mark.parametrize(
+    ("compute_mode", "modes", "health"),
+    [
+        (pynvml.NVML_COMPUTEMODE_DEFAULT, [EXCLUSIVE, TIME_SLICING, MPS], DeviceHealth.HEALTHY),
+        (pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS, [EXCLUSIVE, MPS], DeviceHealth.HEALTHY),
+        (pynvml.NVML_COMPUTEMODE_PROHIBITED, [], DeviceHealth.UNHEALTHY),
+    ],
+)
+def test_compute_mode_withdraws_the_modes_that_it_breaks(
+    node: Node, compute_mode: int, modes: list[SharingMode], health: DeviceHealth
+) -> None:
+    """Regression: time-slicing was offered, and every second program failed."""
+    node.nvml.gpus[0].compute_mode = compute_mode
+    found = node.devices().inventory()[0]
+    assert (found.modes, found.health) == (modes, health)
+    assert ("nvidia-smi -i 0 -c 0" in found.health_message) == (not modes)
+
+
 FIXTURES = Path(__file__).parent / "cdi"
 
 

@@ -215,7 +215,7 @@ async def test_several_agents_live_in_one_loop(kube, tmp_path) -> None:
 class Counted:
     """The simulated GPUs, and how often each was described."""
 
-    simulated = True
+    simulated, unreadable = True, ()
 
     def __init__(self, devices: SimulatedDevices) -> None:
         self._devices, self.uuids, self.described = devices, devices.uuids, 0
@@ -318,7 +318,7 @@ async def test_what_is_said_of_sick_gpus_is_cut_and_the_status_written(world: Wo
     status = world.kube.dump(GPU_NODES, "n")["status"]
     assert [len(device["healthMessage"]) for device in status["devices"]] == [4096] * len(world.devices.uuids)
     assert [len(c["message"]) for c in status["conditions"]] == [len("0 of 2 GPUs are healthy: ; ") + 2 * 4096]
-    many = ready_condition(world.reporter.devices * 8, (), world.clock.now())
+    many = ready_condition(world.reporter.devices * 8, (), (), world.clock.now())
     assert len(many.message) == 32_768
 
 

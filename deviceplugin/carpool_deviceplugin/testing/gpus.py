@@ -301,6 +301,8 @@ class FakeGpu:
     processes: dict[int, FakeProcess] = field(default_factory=dict)
     energy_mj: float = 0.0
     is_lost: bool = False
+    compute_mode: int = 0
+    """NVML's compute mode; 0 is Default."""
     is_stuck: bool = False
     """It says that it computes, and draws idle power."""
     ecc_uncorrectable: int = 0

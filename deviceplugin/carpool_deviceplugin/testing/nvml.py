@@ -114,6 +114,9 @@ class ReadFunctions(Calls):
         gpu = self._gpu("nvmlDeviceGetPciInfo", handle)
         return pynvml.nvmlPciInfo_t(busId=f"00000000:{0x10 + gpu.index:02X}:00.0".encode(), bus=0x10 + gpu.index)
 
+    def nvmlDeviceGetComputeMode(self, handle: Any) -> int:
+        return self._gpu("nvmlDeviceGetComputeMode", handle).compute_mode
+
     def nvmlDeviceGetNumaNodeId(self, handle: Any) -> int:
         return self._gpu("nvmlDeviceGetNumaNodeId", handle).index // 4
 
