@@ -1,8 +1,7 @@
-"""From counters to measures: what each pod uses of each GPU, smoothed."""
+"""Use of each GPU by each pod: from the counters of processes to smoothed rates."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
-from operator import attrgetter
 
 import msgspec
 from carpool_core.resources.node import Tenant
@@ -12,23 +11,23 @@ from msgspec.structs import replace
 from carpool_deviceplugin.gpu import ProcessUsage, Reading
 
 SMOOTHING_S = 5.0
-"""Time constant of the exponential average that metrics tell."""
+"""Time constant of the exponential average in metrics."""
 STATUS_SMOOTHING_S = 90.0
-"""The same of the activity that `GpuNode.status` tells, by which others are admitted: steps come and go, checkpoints
-and evaluations take their time (90 s as in RAD-RM's monitor, Yousefzadeh-Asl-Miandoab, ITU 2025)."""
-FORMER = 4
-"""Samples that such a mean counts for once others came to the GPU or left it: what was done beside them says little,
-but a pause in that moment is no reason to forget it."""
-LEAST_BUSY = 0.01
-"""Share of the last seconds below which a pod does not work: it loads, or waits, and will take its memory later."""
-MOVED = 0.10
-"""A measure that moved by less than this share is not written to the API server again."""
-PEAK_MOVED = 0.01
-"""The same of a peak, which only rises, and seldom: neighbours are admitted by it."""
+"""Time constant of the activity in `GpuNode.status`, by which pods are admitted beside others: longer than a checkpoint
+or an evaluation (90 s as in RAD-RM's monitor, Yousefzadeh-Asl-Miandoab, ITU 2025)."""
+FORMER_SAMPLES = 4
+"""Weight of the mean, in samples, after the tenants of the GPU changed: the activity beside the former co-tenants has
+little value, but one pause must not replace it."""
+MIN_BUSY = 0.01
+"""Below this share of the last seconds a pod does not work: it loads, or waits, and may allocate memory later."""
+MIN_CHANGE = 0.10
+"""A smaller relative change of a measurement is not written to the API server."""
+MIN_PEAK_CHANGE = 0.01
+"""The same for a memory peak, which rises rarely, and decides about new co-tenants."""
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """What one pod does to one GPU. Ratios 0..1; None where the GPU cannot say."""
+    """Rates of one pod on one GPU. Ratios 0..1; None if the GPU does not measure one."""
 
     busy: float | None = 0.0
     sm: float | None = 0.0
@@ -38,55 +37,48 @@ class Rates(msgspec.Struct, frozen=True):
     def towards(self, now: "Rates", weight: float) -> "Rates":
         """Move to `now` by `weight`, 0..1."""
         return Rates(
-            _towards(self.busy, now.busy, weight),
-            _towards(self.sm, now.sm, weight),
-            _towards(self.dram, now.dram, weight),
-            _towards(self.power_w, now.power_w, weight),
+            *(
+                new if old is None or new is None else old + weight * (new - old)
+                for old, new in zip(msgspec.structs.astuple(self), msgspec.structs.astuple(now), strict=True)
+            )
         )
 
 
-def _towards(was: float | None, now: float | None, weight: float) -> float | None:
-    return now if was is None or now is None else was + weight * (now - was)
-
-
 class PodUsage(msgspec.Struct, frozen=True):
-    """What one pod uses of one GPU."""
+    """Use of one GPU by one pod."""
 
     memory_mib: int = 0
     peak_memory_mib: int = 0
     rates: Rates | None = None
-    """None until two samples exist. Of a pod whose processes have ended: as they were at last."""
+    """Averages over `SMOOTHING_S`; None before the second reading. They stay after the processes have ended."""
     samples: int = 0
-    """Samples with work since it began."""
+    """Readings since the first work."""
     means: Rates | None = None
-    """The same over `DECIDING_S`, or mostly since others came to the GPU or left it, where that is less."""
+    """Averages over `STATUS_SMOOTHING_S`, mostly since the last change of co-tenants."""
     mean_samples: int = 0
-    """Samples with work that they are of."""
+    """Readings with work in `means`."""
     is_running: bool = False
     """Whether it has a process on the GPU."""
     step_time_s: float | None = None
     energy_j: float | None = None
-    """Above idle, since the agent started; None while nobody knows."""
+    """Energy above idle since the start of the agent; None if unknown."""
 
 
 _UNUSED = PodUsage()
-_COUNTERS = attrgetter("busy_s", "sm_s", "dram_s", "energy_j")
-"""Of a process; attribute by attribute they take longer than all that is reckoned from them."""
-_NOTHING = (None,) * 4
 
 
 class Meter:
-    """Measures one GPU."""
+    """Use of one GPU by its pods."""
 
     def __init__(self, uuid: GpuUuid) -> None:
         self.uuid = uuid
         self.reading: Reading | None = None
         self.is_current = False
-        """Whether the GPU could be read when it was last asked."""
+        """Whether the last reading succeeded."""
         self.usage: dict[PodUid, PodUsage] = {}
 
     def sample(self, reading: Reading) -> None:
-        """Take in a reading."""
+        """Add a reading."""
         before = self.reading
         earlier = {p.id: p for p in before.processes} if before else {}
         of_pods: dict[PodUid, list[ProcessUsage]] = {pod: [] for pod in self.usage}
@@ -96,18 +88,18 @@ class Meter:
         for pod, processes in of_pods.items():
             use = self.usage.get(pod, _UNUSED)
             if was is not None and now is not None and was - {pod} != now - {pod}:
-                use = replace(use, mean_samples=min(use.mean_samples, FORMER + 1))
+                use = replace(use, mean_samples=min(use.mean_samples, FORMER_SAMPLES + 1))
             elapsed = _window_s(before, reading, processes)
             if elapsed > 0:
                 self.usage[pod] = _advance(use, processes, earlier, elapsed)
             else:
                 self.usage[pod] = _present(use, processes, is_new=before is not None)
         for process in reading.ended:
-            self._see_last(process, earlier.get(process.id))
+            self._add_last_energy(process, earlier.get(process.id))
         self.reading, self.is_current = reading, True
 
-    def _see_last(self, process: ProcessUsage, before: ProcessUsage | None) -> None:
-        """Credit a pod with what its process drew between the last reading and its end."""
+    def _add_last_energy(self, process: ProcessUsage, before: ProcessUsage | None) -> None:
+        """Add the energy of a process between the last reading and its end."""
         use = self.usage.get(process.pod_uid)
         if use is not None and before is not None and process.energy_j is not None:
             drawn = max(0.0, process.energy_j - (before.energy_j or 0.0))
@@ -118,26 +110,26 @@ class Meter:
         return {pod for pod, use in self.usage.items() if use.is_running}
 
     def keep(self, pods: Set[PodUid]) -> None:
-        """Forget all pods but these and those with processes."""
+        """Remove all pods except these and those with processes."""
         there = _pods(self.reading) if self.reading else set()
         self.usage = {pod: use for pod, use in self.usage.items() if pod in pods or pod in there}
 
     def discard(self, pods: Set[PodUid]) -> None:
-        """Say nothing of these pods until the GPU was read again: their reservations went, as they do at an end."""
+        """Remove these pods until the next reading, because their reservations ended."""
         self.usage = {pod: use for pod, use in self.usage.items() if pod not in pods}
 
     def peaks(self) -> dict[PodUid, int]:
-        """Return the most that each pod was measured to take, in MiB."""
+        """Return the peak memory of each pod, in MiB."""
         return {pod: use.peak_memory_mib for pod, use in self.usage.items()}
 
     def tenants(self) -> list[Tenant]:
-        """Return what is measured, as `GpuNode.status` says it."""
+        """Return the measurements for `GpuNode.status`."""
         sharing = max(1, sum(use.is_running for use in self.usage.values()))
         idle_w = (self.reading.idle_power_w or 0.0) / sharing if self.reading else 0.0
         return [_tenant(pod, self.uuid, use, idle_w) for pod, use in sorted(self.usage.items())]
 
     def total(self, *, is_concurrent: bool) -> Rates:
-        """What the whole GPU does, tenants together; `is_concurrent` where their kernels run at the same time."""
+        """Return the rates of all tenants together; `is_concurrent` if their kernels run at the same time (MPS)."""
         rates = [use.rates for use in self.usage.values() if use.rates and use.is_running]
         idle = math.prod(1 - min(1.0, r.busy or 0.0) for r in rates)
         busy = 1 - idle if is_concurrent else min(1.0, sum(r.busy or 0.0 for r in rates))
@@ -152,27 +144,27 @@ def _pods(reading: Reading) -> set[PodUid]:
 
 
 def _window_s(before: Reading | None, now: Reading, processes: Sequence[ProcessUsage]) -> float:
-    """Seconds that a pod's processes had since the reading before; 0 where nothing can be said of them."""
+    """Return the seconds that a pod's processes ran since the last reading; 0 without processes or a last reading."""
     if before is None or not processes:
         return 0.0
     return min(now.at - before.at, now.at - min(p.started for p in processes))
 
 
 def _weight(samples: int, elapsed_s: float, constant_s: float = SMOOTHING_S) -> float:
-    """Weight of a sample in the average: a plain mean at first, an exponential one later.
+    """Return the weight of a sample in the average: a plain mean at first, an exponential one later.
 
-    The first sample with work began before the work did, so the second replaces it.
+    The first sample with work started before the work did, so the second replaces it.
     """
     return 1.0 if samples <= 2 else max(1 - math.exp(-elapsed_s / constant_s), 1 / (samples - 1))
 
 
 def _present(use: PodUsage, processes: Sequence[ProcessUsage], *, is_new: bool) -> PodUsage:
-    """What can be said of a pod's processes when no time has passed.
+    """Return the use of a pod without a time window.
 
     Args:
-        use: What was known of the pod.
-        processes: That it has now.
-        is_new: Whether they began while the GPU was watched: what they drew before they were first seen is theirs.
+        use: Use before.
+        processes: Present processes.
+        is_new: Whether they started after the first reading of the GPU; then their energy so far counts.
     """
     drawn = [p.energy_j for p in processes if p.energy_j is not None] if is_new else []
     memory = sum(p.memory_mib for p in processes)
@@ -190,17 +182,18 @@ def _advance(
     use: PodUsage, processes: Sequence[ProcessUsage], earlier: Mapping[str, ProcessUsage], elapsed_s: float
 ) -> PodUsage:
     memory, peak, steps, steps_s = 0, use.peak_memory_mib, 0, 0.0
-    gained: list[float | None] = [None] * len(_NOTHING)
+    busy = sm = dram = energy = None
     for p in processes:
         was = earlier.get(p.id)
         memory, peak = memory + p.memory_mib, max(peak, p.peak_memory_mib)
         steps += max(0, p.steps - (was.steps if was else 0))
         steps_s += max(0.0, p.steps_s - (was.steps_s if was else 0))
-        for at, (now, then) in enumerate(zip(_COUNTERS(p), _COUNTERS(was) if was else _NOTHING, strict=True)):
-            if now is not None:  # what no process can say stays unknown
-                gained[at] = (gained[at] or 0.0) + max(0.0, now - (then or 0.0))
-    busy, sm, dram, energy = gained
-    rates = Rates(_ratio(busy, elapsed_s), _ratio(sm, elapsed_s), _ratio(dram, elapsed_s), _per(energy, elapsed_s))
+        busy = _plus(busy, _gained(p.busy_s, was.busy_s if was else None))
+        sm = _plus(sm, _gained(p.sm_s, was.sm_s if was else None))
+        dram = _plus(dram, _gained(p.dram_s, was.dram_s if was else None))
+        energy = _plus(energy, _gained(p.energy_j, was.energy_j if was else None))
+    power_w = None if energy is None else energy / elapsed_s
+    rates = Rates(_ratio(busy, elapsed_s), _ratio(sm, elapsed_s), _ratio(dram, elapsed_s), power_w)
     samples = use.samples + bool(busy or use.samples)
     mean_samples = use.mean_samples + bool(busy or use.mean_samples)
     weight = _weight(samples, elapsed_s)
@@ -225,8 +218,8 @@ def _ratio(seconds: float | None, elapsed_s: float) -> float | None:
     return None if seconds is None else min(1.0, seconds / elapsed_s)
 
 
-def _per(joules: float | None, elapsed_s: float) -> float | None:
-    return None if joules is None else joules / elapsed_s
+def _gained(now: float | None, before: float | None) -> float | None:
+    return None if now is None else max(0.0, now - (before or 0.0))
 
 
 def _plus(was: float | None, more: float | None) -> float | None:
@@ -242,14 +235,14 @@ def _tenant(pod: PodUid, uuid: GpuUuid, use: PodUsage, idle_w: float) -> Tenant:
         peak_memory_mib=use.peak_memory_mib,
         gpu_util_percent=None if means is None or means.busy is None else round(100 * means.busy, 1),
         sm_active_ratio=None if means is None or means.sm is None else round(means.sm, 4),
-        working=None if rates is None or rates.busy is None else use.is_running and rates.busy >= LEAST_BUSY,
+        working=None if rates is None or rates.busy is None else use.is_running and rates.busy >= MIN_BUSY,
         power_w=None if rates is None or rates.power_w is None else round(rates.power_w + idle_w, 1),
         step_time_seconds=None if use.step_time_s is None else round(use.step_time_s, 6),
     )
 
 
 def damp_changes(written: Iterable[Tenant], measured: Iterable[Tenant]) -> list[Tenant]:
-    """Return the tenants as they should stand in the status: those that moved too little stay as they were written."""
+    """Return the tenants for the status: those with small changes only stay as written."""
     before = {(t.pod_uid, t.gpu_uuid): t for t in written}
     return [_kept(before.get((tenant.pod_uid, tenant.gpu_uuid)), tenant) for tenant in measured]
 
@@ -262,7 +255,7 @@ def _kept(old: Tenant | None, new: Tenant) -> Tenant:
         was, now = getattr(old, name), getattr(new, name)
         if (was is None) != (now is None):
             return new
-        share = PEAK_MOVED if name == "peak_memory_mib" else MOVED
+        share = MIN_PEAK_CHANGE if name == "peak_memory_mib" else MIN_CHANGE
         if was is not None and abs(now - was) > max(share * abs(was), least.get(name, 0.0)):
             return new
     return old

@@ -1,8 +1,9 @@
-"""The port to NVML: the functions of the module `pynvml` that the agent calls, and nothing else of it."""
+"""Port to NVML: the functions of `pynvml` that the agent calls, a session, and readers of GPUs."""
 
 import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol, TypeVar, cast
@@ -14,13 +15,13 @@ from carpool_core.values import MIB, GpuUuid, SharingMode
 from carpool_deviceplugin.gpu import DeviceError, NoDevicesError
 
 Handle = Any
-"""Opaque: a device, a MIG device, a GPU instance, a compute instance, an event set or a GPM sample."""
+"""Opaque handle of a device, MIG device, GPU instance, compute instance, event set or GPM sample."""
 
 
 class NvmlLibrary(Protocol):
-    """What the agent needs of NVML. Every function raises `pynvml.NVMLError`; units are NVML's own.
+    """The functions of NVML that the agent calls. All raise `pynvml.NVMLError`; units are NVML's.
 
-    The names, arguments and structures are those of `nvidia-ml-py`, so that the module itself is an implementation.
+    Names, arguments and structures are those of `nvidia-ml-py`, so that its module `pynvml` implements this protocol.
     """
 
     def nvmlInit(self) -> None: ...
@@ -87,21 +88,19 @@ class NvmlLibrary(Protocol):
 
 
 def load_nvml() -> NvmlLibrary:
-    """Return the real library's bindings. Loading `libnvidia-ml.so.1` itself happens in `nvmlInit`."""
-    import pynvml
-
+    """Return the bindings of the installed library. `nvmlInit` loads `libnvidia-ml.so.1`."""
     return cast("NvmlLibrary", pynvml)
 
 
 _ADVICE = {
     pynvml.NVML_ERROR_GPU_IS_LOST: "it has fallen off the bus: look at dmesg for its last XID and reset or replace it",
     pynvml.NVML_ERROR_RESET_REQUIRED: "drain it and run nvidia-smi --gpu-reset",
-    pynvml.NVML_ERROR_UNINITIALIZED: "the agent opens the driver again at its next look",
-    pynvml.NVML_ERROR_DRIVER_NOT_LOADED: "load the driver (modprobe nvidia); the agent looks again",
+    pynvml.NVML_ERROR_UNINITIALIZED: "the agent opens the driver again at its next read",
+    pynvml.NVML_ERROR_DRIVER_NOT_LOADED: "load the driver (modprobe nvidia); the agent tries again",
     pynvml.NVML_ERROR_NO_PERMISSION: "run the agent as root with the device nodes and, for MIG, CAP_SYS_ADMIN",
     pynvml.NVML_ERROR_IN_USE: "something still uses it: end its processes, DCGM and nvidia-persistenced among them",
     pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: "library and kernel module are of different versions: restart the node",
-    pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES: "no room for it where it was to stand: plan anew",
+    pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES: "no room for it at its placement: plan again",
     pynvml.NVML_ERROR_INSUFFICIENT_POWER: "look at its power cables",
     pynvml.NVML_ERROR_CORRUPTED_INFOROM: "its flash memory is damaged: have it flashed anew or replaced",
     pynvml.NVML_ERROR_IRQ_ISSUE: "its interrupts do not arrive: look at dmesg, the firmware's settings and its slot",
@@ -122,29 +121,29 @@ _NO_START = {
     "container /dev/nvidiactl and /dev/nvidia* and run it as root",
 }
 
-_KNOWN = {code for name, code in vars(pynvml).items() if name.startswith("NVML_ERROR_")}
+_KNOWN_CODES = {code for name, code in vars(pynvml).items() if name.startswith("NVML_ERROR_")}
 
 
-def advice_for_call(code: int) -> str:
-    """Say what to do where a call has failed, also by a code that nobody has heard of."""
+def _advice(code: int) -> str:
+    """Return what to do after an error, also for codes that the bindings do not know."""
     if code in _ADVICE:
         return _ADVICE[code]
     where = "look at dmesg and nvidia-smi -q on the node"
-    if code not in _KNOWN:
+    if code not in _KNOWN_CODES:
         return f"this code is newer than the agent, nvmlReturn_t in nvml.h names it: update the agent, and {where}"
     return f"{where}; if it stays so, restart the node, and report both"
-
-
-def advice_for_start(code: int, error: str) -> str:
-    """Say what was expected, found and is to be done where the driver could not be opened."""
-    return _NO_START.get(code) or f"expected NVML to start, found: {error}; {advice_for_call(code)}"
 
 
 T = TypeVar("T")
 
 
 class NvmlError(DeviceError):
-    """A call of NVML failed."""
+    """A call of NVML failed.
+
+    NvmlError
+    ├── GpuLostError
+    └── DriverGoneError
+    """
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -156,11 +155,7 @@ class GpuLostError(NvmlError):
 
 
 class DriverGoneError(NvmlError):
-    """The driver does not answer any more, or was restarted under us."""
-
-
-class NotPermittedError(NvmlError):
-    """The agent lacks a right."""
+    """The driver does not answer any more, or was restarted."""
 
 
 _GONE = {
@@ -174,11 +169,11 @@ _ABSENT = {
     pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
     pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH,
 }
-"""The GPU, or a driver older than the bindings, does not know it."""
+"""The GPU or its driver does not support the call."""
 
 
 class Session:
-    """One use of the library. Thread-safe; survives a driver that goes away and comes back."""
+    """An opened NVML. Thread-safe; after a restart of the driver it opens the driver again."""
 
     def __init__(self, library: NvmlLibrary) -> None:
         self.library = library
@@ -186,14 +181,15 @@ class Session:
         self._handles: dict[str, Handle] = {}
         self._is_open = False
         self.generation = 0
-        """How many times the driver was opened: what was registered with it must be registered again."""
+        """Number of times that the driver was opened. Registrations are valid for one generation."""
 
     def open(self) -> None:
         """Open the driver; raises NoDevicesError with what to do."""
         try:
             self._reopen()
         except pynvml.NVMLError as e:
-            raise NoDevicesError(advice_for_start(e.value, str(e))) from e
+            found = f"expected NVML to start, found: {e}; {_advice(e.value)}"
+            raise NoDevicesError(_NO_START.get(e.value, found)) from e
 
     def _reopen(self) -> None:
         with self._lock:
@@ -204,26 +200,24 @@ class Session:
                 self.generation += 1
 
     def close(self) -> None:
-        """Close the driver; errors are of no interest any more."""
+        """Close the driver. Errors are ignored: a lost driver is closed already."""
         with self._lock:
             was_open, self._is_open = self._is_open, False
+            self._handles.clear()
             if was_open:
-                try:
+                with suppress(pynvml.NVMLError):
                     self.library.nvmlShutdown()
-                except pynvml.NVMLError as e:
-                    if e.value not in _GONE | _LOST:
-                        raise
 
     def call(self, gpu: str, function: Callable[..., T], *args: Any) -> T:
         """Call a function of the library.
 
         Args:
-            gpu: For the message: the GPU's UUID, or empty.
-            function: Of the library.
-            args: What it takes.
+            gpu: UUID of the GPU for the error message, or empty.
+            function: The function.
+            args: Its arguments.
 
         Raises:
-            NvmlError: Or one of its kinds.
+            NvmlError: Or a subclass.
         """
         try:
             return function(*args)
@@ -231,7 +225,7 @@ class Session:
             raise self._wrapped(gpu, function.__name__, e) from e
 
     def ask(self, gpu: str, function: Callable[..., T], *args: Any, absent: int | None = None) -> T | None:
-        """Call a function; None where this GPU or driver does not support it, or says `absent`."""
+        """Call a function; return None if the GPU or driver does not support it, or returns the code `absent`."""
         try:
             return function(*args)
         except pynvml.NVMLError as e:
@@ -240,7 +234,7 @@ class Session:
             raise self._wrapped(gpu, function.__name__, e) from e
 
     def handle(self, uuid: str) -> Handle:
-        """Return a GPU's handle, opening the driver again where it had gone."""
+        """Return a GPU's handle; opens the driver again if it was restarted."""
         with self._lock:
             found = self._handles.get(uuid) if self._is_open else None
         if found is not None:
@@ -255,31 +249,20 @@ class Session:
         return found
 
     def forget(self, uuid: str) -> None:
-        """Ask for a GPU's handle anew: it was reset."""
+        """Request a new handle at the next use, because the GPU was reset."""
         with self._lock:
             self._handles.pop(uuid, None)
 
     def _wrapped(self, gpu: str, name: str, error: pynvml.NVMLError) -> NvmlError:
         code = error.value
-        message = f"{f'GPU {gpu}' if gpu else 'NVML'}: {name} failed: {error}; {advice_for_call(code)}"
+        message = f"{f'GPU {gpu}' if gpu else 'NVML'}: {name} failed: {error}; {_advice(code)}"
         if code in _GONE:
-            self._forget()
+            self.close()
             return DriverGoneError(message, code)
         if code in _LOST or (code == pynvml.NVML_ERROR_NOT_FOUND and name == "nvmlDeviceGetHandleByUUID"):
-            with self._lock:
-                self._handles.pop(gpu, None)
+            self.forget(gpu)
             return GpuLostError(message, code)
-        return (NotPermittedError if code == pynvml.NVML_ERROR_NO_PERMISSION else NvmlError)(message, code)
-
-    def _forget(self) -> None:
-        with self._lock:
-            was_open, self._is_open = self._is_open, False
-            self._handles.clear()
-            if was_open:
-                try:
-                    self.library.nvmlShutdown()
-                except pynvml.NVMLError:
-                    return  # it is gone already; this only balances the library's own count
+        return NvmlError(message, code)
 
 
 class ComputeMode(StrEnum):
@@ -307,7 +290,7 @@ _COMPUTE_MODES = {
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What never changes of a GPU, but for its MIG mode."""
+    """Description of a GPU. Only its MIG mode, power limit and compute mode change."""
 
     uuid: GpuUuid
     index: int
@@ -316,22 +299,22 @@ class Identity:
     product: str
     memory_mib: int
     reserved_mib: int
-    """What the driver keeps."""
+    """Memory that the driver reserves."""
     compute_capability: str
     pci_bus_id: str
     numa_node: int | None
     nvlink_peers: tuple[str, ...]
-    """PCI bus IDs at the other ends of active links, each once; switches among them."""
+    """PCI bus IDs at the other ends of active links, each once: GPUs and switches."""
     mig_capable: bool
     mig_enabled: bool
     mig_pending: bool
-    """What MIG mode will be after the next reset."""
+    """MIG mode after the next reset."""
     power_limit_w: float | None
     compute_mode: ComputeMode = ComputeMode.DEFAULT
 
 
 def linked_gpus(known: Identity, everyone: Mapping[GpuUuid, Identity]) -> list[GpuUuid]:
-    """Return the other GPUs at the ends of a GPU's links, or at the same switch."""
+    """Return the other GPUs that are linked directly or by a switch."""
     ends, own = set(known.nvlink_peers), {each.pci_bus_id for each in everyone.values()}
     return [
         uuid
@@ -346,7 +329,7 @@ class Telemetry(msgspec.Struct, frozen=True):
     memory_used_mib: int
     memory_free_mib: int
     gpu_util_percent: float | None = None
-    """Share of time in which some kernel ran; absent under MIG."""
+    """Share of time in which a kernel ran; None under MIG."""
     memory_util_percent: float | None = None
     power_w: float | None = None
     energy_mj: int | None = None
@@ -355,15 +338,15 @@ class Telemetry(msgspec.Struct, frozen=True):
     sm_clock_mhz: int | None = None
     memory_clock_mhz: int | None = None
     clock_reasons: int | None = None
-    """NVML's bits of why the clocks are lower than they could be."""
+    """NVML's bits of the reasons for lower clocks."""
     ecc_uncorrectable: int | None = None
     """Since the driver was loaded."""
     rows_remapped_correctable: int | None = None
     rows_remapped_uncorrectable: int | None = None
     remap_pending: bool | None = None
-    """A reset is needed to take a bad row out of use."""
+    """A reset is needed to remap a row."""
     remap_failed: bool | None = None
-    """No spare row was left: replace the GPU."""
+    """There was no spare row: replace the GPU."""
 
 
 class RunningProcess(msgspec.Struct, frozen=True):
@@ -371,20 +354,19 @@ class RunningProcess(msgspec.Struct, frozen=True):
 
     pid: int
     memory_mib: int | None
-    """Absent in containers that lack rights to see it."""
+    """None in containers without the permission to read it."""
     gpu_instance_id: int | None = None
 
 
 UtilizationSample = tuple[int, int, int]
-"""What one process did in one of the driver's sampling periods: process ID, microseconds of the node's clock as the
-driver stamps it, SM share in percent. Plain, because thousands are read."""
+"""Utilization by one process in one sampling period of the driver: process ID, time stamp in microseconds of the node's
+clock, SM share in percent. A tuple, because thousands are read."""
 
 
 _SAMPLE = struct.Struct("=I4xQI12x")
-"""Process ID, stamp and SM share of NVML's structure of a sample: there are hundreds, and its attributes are slow."""
-_EVER_US = 2**64 - 1
+"""Process ID, stamp and SM share in NVML's structure; faster than reading its attributes."""
 _MAX_LINKS = 18
-"""More than any GPU has that this was written for."""
+"""More than any GPU has, up to Blackwell."""
 _NO_NUMA = 0xFFFFFFFF
 
 
@@ -516,9 +498,9 @@ def read_processes(session: Session, uuid: GpuUuid) -> list[RunningProcess]:
 
 
 def read_utilization(
-    session: Session, uuid: GpuUuid, since_us: int, until_us: int = _EVER_US
+    session: Session, uuid: GpuUuid, since_us: int, until_us: int = 2**64 - 1
 ) -> Sequence[UtilizationSample] | None:
-    """Return what processes did between two moments, by the driver's stamps; None where the GPU cannot say (MIG)."""
+    """Return the valid samples between two stamps; None if the GPU does not support them (MIG)."""
     found = list_samples(session, uuid, since_us)
     if found is None:
         return None
@@ -526,18 +508,18 @@ def read_utilization(
 
 
 def list_samples(session: Session, uuid: GpuUuid, since_us: int) -> Sequence[UtilizationSample] | None:
-    """Return what the driver says that processes did since a moment, whatever it is; None where it cannot say."""
+    """Return the driver's samples since a stamp, valid or not; None if unsupported."""
     library, handle = session.library, session.handle(uuid)
     try:
         found = session.ask(uuid, library.nvmlDeviceGetProcessUtilization, handle, since_us)
     except NvmlError as e:
-        # The bindings raise SUCCESS and the driver NOT_FOUND where no process has done anything since.
+        # Without samples the bindings raise SUCCESS and the driver NOT_FOUND.
         if e.code in (pynvml.NVML_SUCCESS, pynvml.NVML_ERROR_NOT_FOUND, pynvml.NVML_ERROR_NO_DATA):
             return ()
         raise
     if found is None:
         return None
-    # The driver's ring holds slots that were never filled: their pid is 0, and their numbers are not percentages.
+    # Unused slots of the driver's ring have process ID 0 and invalid numbers.
     return [(pid, at_us, sm_percent) for pid, at_us, sm_percent in map(_SAMPLE.unpack, found) if pid]
 
 
@@ -549,11 +531,11 @@ _RECENT_S = 0.5
 
 
 class TelemetryCache:
-    """Reads telemetry, and remembers it for a moment.
+    """Telemetry of GPUs. A reading for measurements serves the health check right after it, because NVML is slow.
 
     Args:
         session: The open library.
-        monotonic: Seconds.
+        monotonic: Returns seconds.
     """
 
     def __init__(self, session: Session, monotonic: Callable[[], float]) -> None:
@@ -561,14 +543,14 @@ class TelemetryCache:
         self._last: dict[GpuUuid, tuple[float, int, Telemetry]] = {}
 
     def now(self, uuid: GpuUuid) -> Telemetry:
-        """Ask the driver; raises NvmlError."""
+        """Read a GPU; raises NvmlError."""
         self._last.pop(uuid, None)
         found = read_telemetry(self._session, uuid)
         self._last[uuid] = (self._monotonic(), self._session.generation, found)
         return found
 
     def recent(self, uuid: GpuUuid) -> Telemetry:
-        """Return what was read a moment ago, once; otherwise ask the driver. Raises NvmlError."""
+        """Return a reading of the last half second, once; otherwise read the GPU. Raises NvmlError."""
         at, generation, found = self._last.pop(uuid, (0.0, -1, None))
         if found is None or generation != self._session.generation or self._monotonic() - at > _RECENT_S:
             return read_telemetry(self._session, uuid)
