@@ -48,7 +48,7 @@ def test_a_page_is_as_the_code_has_it(name: str) -> None:
         check=True,
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "docs")},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "docs"), os.environ.get("PYTHONPATH", "")])},
     )
     assert read(name) == fresh.stdout, f"docs/reference/{name} is out of date: run `make docs`"
 
