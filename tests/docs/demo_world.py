@@ -82,7 +82,7 @@ async def run(kube: FakeKube, manifest: dict[str, Any], clock: Clock) -> None:
     body = msgspec.to_builtins(await JobPredictor(is_strict=True).predict(job, products))
     pod_request = pod_request_of(msgspec.convert(body, JobRow), None, AS_SHIPPED)
     offered = [node for node in nodes.values() if node.metadata.name in FULL.kubelet_nodes]
-    found = best_place(CachedEvaluation(pod_request, RULES, cluster_view(offered, RULES, clock).cluster.snapshot()))
+    found = best_place(CachedEvaluation(pod_request, RULES, cluster_view(offered, RULES, clock).snapshot()))
     assert found is not None, name
     node, now = nodes[found[0]], clock.now()
     held = reservation_of(found[1], pod_request, PodUid(f"pod-{name}"), f"{name}-worker-0-1", now=now, deadline=now)

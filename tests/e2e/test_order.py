@@ -75,11 +75,11 @@ def waiting(cluster: Cluster, watcher: Watcher, jobs: Sequence[dict[str, Any]]) 
 
 
 def turn(cluster: Cluster, job: str, order: str) -> str:
-    """The place in the queue that `carpool explain` tells a job."""
-    told = carpool(cluster.kubeconfig, "explain", job, "--queue-order", order)
-    assert told.returncode == 0, told.stderr
-    (line,) = [line for line in told.stdout.splitlines() if line.startswith("its turn: ")]
-    return line.removeprefix("its turn: ").partition(" jobs that wait")[0]
+    """Return a job's place in the queue by `carpool explain`, such as `1st of 8`."""
+    explained, head = carpool(cluster.kubeconfig, "explain", job, "--queue-order", order), "place in the queue: "
+    assert explained.returncode == 0, explained.stderr
+    (line,) = [line for line in explained.stdout.splitlines() if line.startswith(head)]
+    return line.removeprefix(head).partition(" pending jobs")[0]
 
 
 def test_who_came_first_is_served_first(cluster: Cluster, watcher: Watcher) -> None:

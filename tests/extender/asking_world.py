@@ -1,18 +1,16 @@
-"""What `carpool explain` and `what-if` are asked in tests, and a predictor that knows one answer."""
+"""Builders for the tests of `carpool explain` and `what-if`."""
 
 import msgspec
-from carpool_core.kube.api import NODES
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.testing.clock import FakeClock
-from carpool_core.testing.kube import FakeKube
 from carpool_extender.explain import explain as explained
 from carpool_extender.explain.dry_run import UNCHECKED
-from carpool_extender.explain.explain import Options
+from carpool_extender.explain.queue_forecast import Options
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
-from carpool_extender.testing import gpu_node, prediction, seed_node
+from carpool_extender.testing import prediction
 
 HEAD = "apiVersion: carpool.dev/v1alpha1, kind: GpuTrainingJob"
-"""Of a manifest in braces."""
+"""First fields of a manifest in braces."""
 CLOCK = FakeClock()
 RULES, OPTIONS = SchedulerConfig(find_policy("least-slowdown"), 8), Options(CLOCK)
 
@@ -27,26 +25,8 @@ def job_of(spec=(), **annotations):
     return msgspec.convert({"metadata": meta, "spec": {"template": {}, **dict(spec)}}, GpuTrainingJob)
 
 
-def on_a_node(spec, **allocatable):
-    """A server with one node of two GPUs, whose Node has a spec and so much room."""
-    kube = FakeKube()
-    seed_node(kube, gpu_node("a", 2))
-    room = {"cpu": "8", "memory": "64Gi", "pods": "10"} | allocatable
-    labels = {"pool": "training", "rank": "5"}
-    kube.seed(NODES, {"metadata": {"name": "a", "labels": labels}, "spec": spec, "status": {"allocatable": room}})
-    return kube
-
-
-def job_with(template, **spec):
-    return job_of({"template": {"spec": template}} | spec)
-
-
-def asks(**requests):
-    return {"containers": [{"resources": {"requests": requests}}]}
-
-
 def _checked(answer):
-    """An answer without the sentence on what Carpool never checks, which one test asks for."""
+    """An answer without the constant sentence on parts that Carpool never checks."""
     return answer._replace(lines=[line for line in answer.lines if line != UNCHECKED])
 
 

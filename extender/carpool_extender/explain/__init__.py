@@ -1,4 +1,4 @@
-"""`carpool explain` and `carpool what-if`: the same decisions for people, with the rights of whoever asks.
+"""`carpool explain` and `carpool what-if`: the extender's decisions for people, with the caller's rights.
 
-It imports `kube`, `placement`, `state` and `settings`; nothing that could reserve.
+The package reserves nothing: it runs filters, gang placement and queue on a copy of the cluster.
 """

@@ -27,8 +27,9 @@ from carpool_predictor.calibration.store import CalibrationStore, UnreadableCali
 from carpool_predictor.predict import predict
 from carpool_predictor.tracing.source import SubprocessTracer, features_of
 
-from carpool_extender.explain.explain import Answer, NoSuchJobError, Options, explain_job
+from carpool_extender.explain.explain import Answer, NoSuchJobError, explain_job
 from carpool_extender.explain.explain import what_if as answer_what_if
+from carpool_extender.explain.queue_forecast import Options
 from carpool_extender.explain.site_settings import given, read_site_settings
 from carpool_extender.framework.diagnosis import broken
 from carpool_extender.framework.scores import SchedulerConfig, UnknownPolicyError, find_policy
@@ -191,10 +192,11 @@ _NAMESPACE = click.option(
 def explain_command(settings: AskSettings, job: str, namespace: str | None, each_gpu: bool) -> None:
     """Explain where JOB is, why not elsewhere, and by how much each GPU fits or misses.
 
-    For a job without a place it prints its position in the queue, and what would have to change for a place now.
+    For a job without a place it prints its place in the queue with its expected start, and what would have to change
+    for a place now. The forecast counts jobs of unknown length with 60 minutes.
 
     The decision uses the site's settings where you may read them. Only the extender remembers which GPUs could not be
-    prepared a moment ago.
+    prepared a moment ago, which jobs back off, and from which end the order Alternate goes on.
     """
 
     async def answer(api: KubeApi, _: AskSettings, config: SchedulerConfig, options: Options) -> Answer:
@@ -217,7 +219,7 @@ def what_if(settings: AskSettings, manifest: Path, namespace: str | None, each_g
     no GPU of the cluster could ever run it. Exit code 2: the question could not be answered.
 
     The decision uses the site's settings where you may read them. Only the extender remembers which GPUs could not be
-    prepared a moment ago.
+    prepared a moment ago, which jobs back off, and from which end the order Alternate goes on.
     """
     try:
         wanted = read_manifest(manifest, namespace)

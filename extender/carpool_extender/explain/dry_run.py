@@ -3,28 +3,28 @@
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from carpool_core.demand import Demand
 from carpool_core.durations import format_duration
-from carpool_core.resources.node import Device
-from carpool_core.values import GpuUuid, PodUid, SharingMode
+from carpool_core.resources.node import Device, Reservation
+from carpool_core.values import GpuUuid, SharingMode
 
-from carpool_extender.cache.gpu_table import Bools, NodeGrid
+from carpool_extender.cache.cluster import ClusterCache
+from carpool_extender.cache.gpu_table import NodeGrid
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.explain.counterfactual import Scenario, advice
-from carpool_extender.framework.diagnosis import PREFIX
+from carpool_extender.explain.queue_forecast import no_room
 from carpool_extender.framework.evaluation_cache import CachedEvaluation, EvaluationCache
 from carpool_extender.framework.filters import Evaluation, pluralize
-from carpool_extender.framework.gang import ClusterState, Gangs, infeasible_when_empty, place_workers
-from carpool_extender.framework.scores import Candidates, Policy, SchedulerConfig, best_of, select, ties
-from carpool_extender.framework.selection import Placement, filter_nodes
+from carpool_extender.framework.gang import WorkerPlace, infeasible_when_empty, max_workers, place_workers
+from carpool_extender.framework.scores import Policy, SchedulerConfig, best_of, select, ties
+from carpool_extender.framework.selection import Placement
 
-MAX_DRY_RUN_WORKERS = 128
-"""Workers that a dry run places one by one. Placing more takes seconds, and the answer repeats itself."""
+MAX_LISTED_WORKERS = 128
+"""Workers whose places are described; describing more takes seconds, and the lines repeat themselves."""
 MAX_RANKED_LINES = 4
 """Lines of a ranking, including the winner's."""
 READY = 1.0
@@ -36,76 +36,55 @@ UNCHECKED = (
 
 
 class DryRun:
-    """Places the workers of one job on a copy of the cluster.
+    """Places the workers of one job on a snapshot, which stays as it is.
 
     Args:
-        seen: The cluster. `outcome`, `rest` and `again` place workers in it, so call the other methods first.
-        pod_request: The request of each worker.
+        cluster: The cluster.
+        request: Request of each worker.
         config: The site's configuration.
-        steps: Training steps of the job; None where the job does not name them.
+        wanted: Workers that need a place.
+        steps: Training steps of the job; None if it does not name them.
         notes: Sentences on parts of the job that could not be checked.
 
     Attributes:
-        wanted: Workers that still need a place.
         unchecked: Sentences on everything that was not checked.
     """
 
     def __init__(
         self,
-        seen: ClusterState,
-        pod_request: PodRequest,
+        cluster: ClusterCache,
+        request: PodRequest,
         config: SchedulerConfig,
+        wanted: int,
         steps: int | None = None,
         notes: Sequence[str] = (),
     ) -> None:
-        self.pod_request = pod_request
-        job_uid = pod_request.demand.job_uid
-        placed_or_done = seen.succeeded(job_uid, PodUid("")) + len(seen.cluster.pods_of_job(job_uid))
-        self.wanted = max(0, pod_request.workers - placed_or_done)
+        self._cluster, self._request, self._config = cluster, request, config
+        self._wanted, self._steps = wanted, steps
+        self._evaluated = CachedEvaluation(request, config, cluster.snapshot())
+        self._fits = max_workers(self._evaluated, wanted) >= wanted
         self.unchecked = [*notes, UNCHECKED]
-        self._seen, self._config, self._steps = seen, config, steps
-
-    def gang(self) -> str | None:
-        """Return why the job waits until all its workers fit at once; None where they do."""
-        gangs = Gangs(self._seen, EvaluationCache(self._seen.cluster, self._config), self._config)
-        return gangs.refusal(self.pod_request, PodUid(""))
 
     def infeasible(self) -> str | None:
-        """Return why the workers could not run even on empty GPUs; None where they could."""
-        return infeasible_when_empty(self._evaluated().evaluation, self._config.slots, self.wanted)
+        """Return why the workers could not run even on empty GPUs; None if they could."""
+        return infeasible_when_empty(self._evaluated.evaluation, self._config.slots, self._wanted)
 
-    def ranking(self) -> list[str]:
-        """Return the places that the policy chooses from for one worker, best first."""
-        return ranking_lines(self._evaluated())
+    def hints(self) -> list[str]:
+        """Return the best places if all workers fit, and what would have to change otherwise."""
+        if self._fits:
+            return ranking_lines(self._evaluated)
+        return advice(Scenario(self._request, self._config, self._cluster, self._wanted))
 
-    def advice(self, *, whole_gang: bool = False) -> list[str]:
-        """Return what would have to change for a place.
+    def outcome(self, waits: str | None = None) -> list[str]:
+        """Return where the workers would go now and how the place was chosen, or why they would wait.
 
         Args:
-            whole_gang: Whether all workers must find places at once.
+            waits: Why the queue would not admit the job now, although there may be room; None if it would.
         """
-        wanted = self.wanted if whole_gang else 1
-        scenario = Scenario(self.pod_request, self._config, self._seen.cluster, wanted=wanted, whole_gang=whole_gang)
-        return advice(scenario)
-
-    def outcome(self) -> list[str]:
-        """Return where the workers would go now and how the place was chosen, or why they would wait."""
-        if waits := self.gang():
-            return [f"would have to wait now: {waits}", *self.unchecked, *self.advice(whole_gang=True)]
-        ranking, places = self.ranking(), self._place()
-        if not places:
-            return [f"would have to wait now{self._refusal()}", *self.unchecked, *self.advice()]
-        return [*self._placed_lines(places), *self.unchecked, *ranking]
-
-    def rest(self) -> list[str]:
-        """Return the same for the workers without a place, where others of the job have theirs."""
-        decided = f"decided now with policy {self._config.policy_for(self.pod_request).name}"
-        ranking, places = self.ranking(), self._place()
-        if not places:
-            they = "it" if self.wanted == 1 else "they"
-            return [f"{decided} {they} would have to wait{self._refusal()}", *self.unchecked, *self.advice()]
-        first, *others = self._placed_lines(places, numbered=False)
-        return [f"{decided} {'it' if self.wanted == 1 else 'of these'} {first}", *others, *self.unchecked, *ranking]
+        if waits is None and not self._fits:
+            waits = self._no_room()
+        decided = self._would_go() if waits is None else [f"would have to wait now: {waits}"]
+        return [*decided, *self.unchecked, *self.hints()]
 
     def again(self, own: Collection[frozenset[GpuUuid]]) -> list[str]:
         """Return how a decision made now compares with the places that the job has, on a cluster without the job.
@@ -113,106 +92,61 @@ class DryRun:
         Args:
             own: GPUs of each of its places.
         """
-        ranking = self.ranking()
-        lines, is_placed = self._compared(own)
-        return [*lines, *self.unchecked, *(ranking if is_placed else [])]
+        it = f"it keeps its place; decided now with policy {self._evaluated.policy.name} it would"
+        if len(own) != self._wanted:
+            had, needed = pluralize(len(own), "place"), pluralize(self._wanted, "worker")
+            line = f"it has {had} for {needed} until an ended worker's reservation is released; not compared"
+            return [line, *self.unchecked]
+        if not self._fits:
+            return [f"{it} have to wait: {self._no_room()}", *self.unchecked]
+        first, *others = self._would_go()
+        if Counter(own) == Counter(frozenset(one.placement.gpu_uuids) for one in self._places()):
+            first, others = f"{it} go there again", []
+        elif others:
+            first = f"{it} go elsewhere: {first}"
+        else:
+            first = first.replace("would", it, 1)
+        return [first, *others, *self.unchecked, *self.hints()]
 
-    def _compared(self, own: Collection[frozenset[GpuUuid]]) -> tuple[list[str], bool]:
-        it = f"it keeps its place; decided now with policy {self._config.policy_for(self.pod_request).name} it would"
-        if len(own) != self.wanted:
-            had, needed = pluralize(len(own), "place"), pluralize(self.wanted, "worker")
-            return [f"it has {had} for {needed} until an ended worker's reservation is released; not compared"], False
-        if waits := self.gang():
-            return [f"{it} have to wait: {waits}"], False
-        places = self._place()
-        if not places:
-            return [f"{it} have to wait{self._refusal()}"], False
-        first, *others = self._placed_lines(places)
-        if len(places) < min(self.wanted, MAX_DRY_RUN_WORKERS):
-            return [f"{it} not get all of them again: {first}", *others], True
-        if self.wanted > MAX_DRY_RUN_WORKERS:
-            return [f"{it} get places; not compared, a dry run places at most {MAX_DRY_RUN_WORKERS} workers"], True
-        if Counter(own) == Counter(frozenset(place.gpu_uuids) for _, place in places):
-            return [f"{it} go there again"], True
-        return [first.replace("would", it, 1) if not others else f"{it} go elsewhere: {first}", *others], True
+    def _no_room(self) -> str:
+        evaluations = EvaluationCache(self._cluster, self._config)
+        return no_room(self._request, self._wanted, evaluations, self._config.slots)
 
-    def _evaluated(self) -> CachedEvaluation:
-        return CachedEvaluation(self.pod_request, self._config, self._seen.cluster.snapshot())
+    def _places(self, most: int | None = None) -> list[WorkerPlace]:
+        wanted = self._wanted if most is None else min(most, self._wanted)
+        return place_workers(self._evaluated, wanted, with_reason=most is not None)
 
-    def _refusal(self) -> str:
-        """Return the sentence by which filter would refuse one worker, after a colon."""
-        names = sorted(self._seen.cluster.nodes)
-        found = filter_nodes(self._evaluated(), names)
-        message = next(iter((found.refused | found.unsuitable).values()), "")
-        return f": {message.removeprefix(PREFIX)}" if message else ""
-
-    def _place(self) -> list[tuple[str, Placement]]:
-        workers = min(self.wanted, MAX_DRY_RUN_WORKERS)
-        return list(place_workers(self._evaluated(), workers, with_reason=True))
-
-    def _placed_lines(self, places: Sequence[tuple[str, Placement]], *, numbered: bool = True) -> list[str]:
-        lines = [self._placed_line(*place) for place in places]
-        if self.wanted == 1:
+    def _would_go(self) -> list[str]:
+        lines = [self._describe(one) for one in self._places(MAX_LISTED_WORKERS)]
+        if self._wanted == 1:
             return [f"would go to {lines[0]}"]
-        summary = _gang_summary(len(places), min(self.wanted, MAX_DRY_RUN_WORKERS), self.wanted)
-        return [summary, *_grouped(lines, numbered=numbered)]
+        more = self._wanted - len(lines)
+        rest = [f"  the places of {pluralize(more, 'more worker')} are not listed"] if more else []
+        return [f"all {self._wanted} workers would get places now", *_grouped(lines), *rest]
 
-    def _placed_line(self, name: str, place: Placement) -> str:
-        devices = self._seen.cluster.nodes[name].status.devices
-        return f"{name}{step_time_at(self.pod_request.demand, place, devices, self._steps)}: {place.reason}"
-
-
-def _gang_summary(placed: int, tried: int, workers: int) -> str:
-    if placed == workers:
-        return f"all {workers} workers would get places now"
-    if placed == tried:
-        return f"the first {tried} of {workers} workers would get places now; more were not tried"
-    others = pluralize(workers - placed, "worker")
-    return f"only {placed} of {workers} workers would get places now; {others} would have to wait"
+    def _describe(self, one: WorkerPlace) -> str:
+        devices = self._cluster.nodes[one.node].status.devices
+        step_time = step_time_at(self._request.demand, one.placement, devices, self._steps)
+        return f"{one.node}{step_time}: {one.placement.reason}"
 
 
 _GPUS = re.compile(r"(?<= on GPU )[0-9, ]+(?= of )")
 """The GPU numbers in a placement's reason."""
 
 
-def _grouped(lines: Sequence[str], *, numbered: bool) -> Iterator[str]:
-    """Yield one line for consecutive workers whose lines differ in GPU numbers only.
-
-    Args:
-        lines: One line for each worker, in order.
-        numbered: Whether `lines` covers all workers of the job, so that their numbers are known.
-    """
-    for _, group in groupby(enumerate(lines), lambda one: _GPUS.sub("", one[1], count=1)):
+def _grouped(lines: Sequence[str]) -> Iterator[str]:
+    """Yield one line for consecutive workers whose lines differ in GPU numbers only."""
+    for _, group in groupby(lines, lambda line: _GPUS.sub("", line, count=1)):
         members = [*group]
-        first, line = members[0]
+        line = members[0]
         if len(members) > 1:
-            gpus = " and ".join(found[0] for _, one in members if (found := _GPUS.search(one)) is not None)
+            gpus = " and ".join(found[0] for one in members if (found := _GPUS.search(one)) is not None)
             line = _GPUS.sub(gpus, line, count=1)
-        who = f"worker {first}" if len(members) == 1 else f"workers {first} to {members[-1][0]}"
-        yield f"  {who if numbered else pluralize(len(members), 'worker')} would go to {line}"
+        yield f"  {pluralize(len(members), 'worker')} would go to {line}"
 
 
-class Placed(Protocol):
-    """A place on one node: a `Placement` or a `Reservation`."""
-
-    @property
-    def gpu_uuids(self) -> Sequence[GpuUuid]:
-        """Its GPUs."""
-        ...
-
-    @property
-    def mode(self) -> SharingMode:
-        """Sharing mode of these GPUs."""
-        ...
-
-    @property
-    def expected_slowdown(self) -> float:
-        """Predicted slowdown of the worker, from 1."""
-        ...
-
-
-def step_time_at(demand: Demand, place: Placed, devices: Iterable[Device], steps: int | None) -> str:
-    """Return the predicted step time at a place in brackets, with the duration of the training where steps are known.
+def step_time_at(demand: Demand, place: Placement | Reservation, devices: Iterable[Device], steps: int | None) -> str:
+    """Return the predicted step time at a place in brackets, with the duration of the training if steps are known.
 
     Args:
         demand: The job's demand.
@@ -221,19 +155,18 @@ def step_time_at(demand: Demand, place: Placed, devices: Iterable[Device], steps
         steps: Training steps of the job, or None.
 
     Returns:
-        An empty string where no step time is predicted, and for MIG: predictions are for whole GPUs.
+        An empty string if no step time is predicted, and for MIG: predictions are for whole GPUs.
     """
     products = {device.product for device in devices if device.uuid in place.gpu_uuids}
-    known = [p.step_time_seconds.median for p in map(demand.prediction_on, products) if p is not None]
-    if place.mode is SharingMode.MIG or not known or len(known) < len(products):
+    times = [p.step_time_seconds.median for p in map(demand.prediction_on, products) if p is not None]
+    if place.mode is SharingMode.MIG or not times or len(times) < len(products):
         return ""
-    step_s = max(known) * place.expected_slowdown
+    step_s = max(times) * place.expected_slowdown
     whole = "" if steps is None else f", {pluralize(steps, 'step')} {format_duration(steps * step_s)}"
     return f" (a step takes about {format_duration(step_s)} there{whole})"
 
 
-@dataclass(frozen=True, slots=True)
-class RankedPlace:
+class RankedPlace(NamedTuple):
     """GPUs that one worker could have."""
 
     rows: tuple[int, ...]
@@ -250,72 +183,44 @@ class RankedPlace:
     """Whether NVLink connects them."""
 
 
-def ranking(cached_evaluation: CachedEvaluation, among: Bools | None = None) -> list[RankedPlace]:
-    """Return the places for one worker in the order of selection: single GPUs, or the best set of each node.
-
-    Args:
-        cached_evaluation: Evaluation of the request.
-        among: Mask of the GPUs to rank, shape (gpus,); None ranks all.
-    """
-    evaluation, policy = cached_evaluation.evaluation, cached_evaluation.policy
-    of_nodes = select(evaluation, policy, among=among)
+def ranking(cached: CachedEvaluation) -> list[RankedPlace]:
+    """Return the places for one worker in the order of selection: single GPUs, or the best set of each node."""
+    evaluation, policy = cached.evaluation, cached.policy
+    of_nodes = select(evaluation, policy)
     if not of_nodes.node.size:
         return []
     best = np.flatnonzero(ties(of_nodes, policy))
-    winner = of_nodes.rows[best_of(of_nodes, best)]
+    winner = tuple(of_nodes.rows[best_of(of_nodes, best)].tolist())
     # A node may offer a costlier GPU than its cheapest one, so the tolerance counts from the best node's cost.
-    limit = of_nodes.cost[best].min() + policy.tolerance
-    candidates = _each_gpu(evaluation, policy, among) if winner.size == 1 else of_nodes
-    is_tied = (candidates.cost <= limit) & (candidates.is_linked == of_nodes.is_linked[best[0]])
-    return sorted(_in_order(candidates, is_tied), key=lambda one: one.rows != tuple(winner.tolist()))
+    limit, places = of_nodes.cost[best].min() + policy.tolerance, of_nodes
+    if len(winner) == 1:
+        rows = np.flatnonzero(evaluation.ok)
+        nodes = evaluation.snapshot.gpus.node[rows].astype(np.intp)
+        places = select(evaluation, policy, NodeGrid(rows[None, :], nodes, False))
+    is_tied = (places.cost <= limit) & (places.is_linked == of_nodes.is_linked[best[0]])
+    cost = np.where(is_tied, -np.inf, places.cost)
+    order = np.lexsort((places.node, places.left_mib, -places.ready, cost, ~places.is_linked))
+    columns = (places.cost, is_tied, places.ready, places.left_mib, places.is_linked)
+    found = [RankedPlace(tuple(places.rows[at].tolist()), *(of[at].item() for of in columns)) for at in order.tolist()]
+    return sorted(found, key=lambda one: one.rows != winner)
 
 
-def _each_gpu(evaluation: Evaluation, policy: Policy, among: Bools | None) -> Candidates:
-    """Return every GPU that fits as a candidate of its own."""
-    rows = np.flatnonzero(evaluation.ok if among is None else evaluation.ok & among)
-    nodes = evaluation.snapshot.gpus.node[rows].astype(np.intp)
-    return select(evaluation, policy, NodeGrid(rows[None, :], nodes, False))
-
-
-def _in_order(candidates: Candidates, is_tied: Bools) -> Iterator[RankedPlace]:
-    cost = np.where(is_tied, -np.inf, candidates.cost)
-    keys = (candidates.node, candidates.left_mib, -candidates.ready, cost, ~candidates.is_linked)
-    for place in np.lexsort(keys).tolist():
-        yield RankedPlace(
-            rows=tuple(candidates.rows[place].tolist()),
-            cost=float(candidates.cost[place]),
-            is_tied=bool(is_tied[place]),
-            ready=float(candidates.ready[place]),
-            left_mib=float(candidates.left_mib[place]),
-            is_linked=bool(candidates.is_linked[place]),
-        )
-
-
-def ranking_lines(cached_evaluation: CachedEvaluation, among: Bools | None = None) -> list[str]:
-    """Return the policy's goal and its best places with their scores; no lines where nothing fits."""
-    places, policy = ranking(cached_evaluation, among), cached_evaluation.policy
+def ranking_lines(cached: CachedEvaluation) -> list[str]:
+    """Return the policy's goal and its best places with their scores; no lines if nothing fits."""
+    places, policy = ranking(cached), cached.policy
     if not places:
         return []
-    entries = [_entry(policy, places[0], one) for one in places]
-    groups = _equal_runs([one.text for one in entries])
-    if len(groups) > MAX_RANKED_LINES:
-        groups = _equal_runs([one.kind for one in entries])
-    lines = [_goal(policy, cached_evaluation.evaluation.pod_request.demand.gpus)]
+    texts = [_score(policy, places[0], one) for one in places]
+    starts = [0, *(place for place, (one, after) in enumerate(pairwise(texts), start=1) if one != after), len(texts)]
+    groups = [*pairwise(starts)]
+    what = "node" if len(places[0].rows) > 1 else "GPU"
+    lines = [_goal(policy, len(places[0].rows))]
     for number, (begin, end) in enumerate(groups[:MAX_RANKED_LINES], start=1):
-        is_equal = all(one.text == entries[begin].text for one in entries[begin:end])
-        what = "node" if len(places[begin].rows) > 1 else "GPU"
-        more = f" and {pluralize(end - begin - 1, what)} {'like it' if is_equal else 'more'}" if end - begin > 1 else ""
-        text = entries[begin].text if is_equal else entries[begin].text_of_group
-        lines.append(f"  {number}. {_name(cached_evaluation.evaluation, places[begin])}{more}: {text}")
+        more = f" and {pluralize(end - begin - 1, what)} like it" if end - begin > 1 else ""
+        lines.append(f"  {number}. {_name(cached.evaluation, places[begin])}{more}: {texts[begin]}")
     if len(groups) > MAX_RANKED_LINES:
-        lines.append(f"  and {pluralize(len(places) - groups[MAX_RANKED_LINES - 1][1], 'place')} more")
+        lines.append(f"  and {pluralize(len(places) - groups[MAX_RANKED_LINES][0], 'place')} more")
     return lines
-
-
-def _equal_runs(keys: Sequence[str]) -> list[tuple[int, int]]:
-    """Return begin and end of each run of equal keys."""
-    starts = [place for place, (one, next_) in enumerate(pairwise(keys), start=1) if one != next_]
-    return [*pairwise([0, *starts, len(keys)])]
 
 
 def _goal(policy: Policy, gpus: int) -> str:
@@ -332,39 +237,21 @@ def _name(evaluation: Evaluation, one: RankedPlace) -> str:
     return f"GPUs {numbers} of {snapshot.node_names[int(snapshot.gpus.node[first])]}"
 
 
-class _Entry(NamedTuple):
-    """The text of one ranked place."""
-
-    kind: str
-    """Equal for places that lost a tie for the same reason, whatever the amounts."""
-    text: str
-    text_of_group: str
-    """The text for the first of several places of one kind."""
-
-
-def _entry(policy: Policy, best: RankedPlace, one: RankedPlace) -> _Entry:
+def _score(policy: Policy, best: RankedPlace, one: RankedPlace) -> str:
+    """Return the score of a place, and why the best one is preferred."""
     score = f"{policy.score.text(one.cost)}; " if policy.score else ""
     if one is best:
-        text = score.removesuffix("; ") or "the best"
-        return _Entry(text, text, text)
+        return score.removesuffix("; ") or "the best"
     if best.is_linked and not one.is_linked:
-        text = f"{score}not all linked by NVLink"
-        return _Entry(text, text, text)
+        return f"{score}not all linked by NVLink"
     if not one.is_tied:
-        text = score + (policy.score.behind(one.cost, best.cost) if policy.score else "")
-        return _Entry(text, text, text)
-    because, amount = _tie_break(best, one)
-    text, of_group = because.format(amount), because.format(f"at least {amount}")
-    return _Entry(because, f"{score}a tie, but {text}", f"a tie, but {of_group}")
-
-
-def _tie_break(best: RankedPlace, one: RankedPlace) -> tuple[str, str]:
-    """Return the reason by which the best place won a tie, and the amount to put into it."""
+        return score + (policy.score.behind(one.cost, best.cost) if policy.score else "")
     if best.ready < one.ready or (best.ready == one.ready and best.left_mib > one.left_mib):
-        return "its node offers another GPU first", ""
-    if best.ready > one.ready:
-        is_used = best.ready == READY
-        return f"the first place is {'in use, and idle GPUs stay free' if is_used else 'readier'}", ""
-    if best.left_mib < one.left_mib:
-        return "the first place leaves {} less", f"{one.left_mib - best.left_mib:,.0f} MiB"
-    return "the first place comes first in order", ""
+        because = "its node offers another GPU first"
+    elif best.ready > one.ready:
+        because = f"the first place is {'in use, and idle GPUs stay free' if best.ready == READY else 'readier'}"
+    elif best.left_mib < one.left_mib:
+        because = f"the first place leaves {one.left_mib - best.left_mib:,.0f} MiB less"
+    else:
+        because = "the first place comes first in order"
+    return f"{score}a tie, but {because}"

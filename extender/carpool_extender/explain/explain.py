@@ -1,7 +1,7 @@
 """`carpool explain` and `carpool what-if`: the scheduler's own decision on a live cluster, with the caller's rights."""
 
 from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,7 +20,7 @@ from carpool_core.keys import (
 )
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, NODES, PODS, KubeApi, Selector
 from carpool_core.kube.errors import Forbidden, NotFound
-from carpool_core.kube.pods import Pod, PodSpec, container_uid, job_owner_reference, parse_worker_name
+from carpool_core.kube.pods import Pod, PodSpec, container_uid
 from carpool_core.resources.job import GpuTrainingJob, WorkerPlacement
 from carpool_core.resources.meta import Condition, ObjectMeta
 from carpool_core.resources.node import GpuNode, Reservation, describe_later_tenants
@@ -32,13 +32,19 @@ from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.cache.usage import TenantUsage, counted_tenants, epoch_seconds, reserved_usage, usage_of
 from carpool_extender.explain.counterfactual import without_pods
 from carpool_extender.explain.dry_run import DryRun, step_time_at
-from carpool_extender.explain.queue_position import Queue, list_all, queue_of, turn_of
+from carpool_extender.explain.queue_forecast import (
+    Options,
+    QueuePlace,
+    list_all,
+    place_in_queue,
+    pods_of_last_attempts,
+    read_pending_jobs,
+)
 from carpool_extender.framework.diagnosis import explain_gpus, lines, with_measures, with_own
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.scores import SchedulerConfig
 from carpool_extender.informers import JobRow, JobSpecRow, JobStatusRow
-from carpool_extender.queue.order import QueueOrder
-from carpool_extender.workloads import ANNOTATION_POLICY, AS_SHIPPED, JobOptions, NotOurs, demand_of_row, pod_request_of
+from carpool_extender.workloads import ANNOTATION_POLICY, NotOurs, demand_of_row, pod_request_of
 
 _NOT_QUEUED = frozenset((JobState.SUSPENDED, JobState.UNPLACEABLE, JobState.BACKING_OFF))
 _NO_REASON = "no reason was written"
@@ -68,6 +74,10 @@ class _Job(JobRow, frozen=True, kw_only=True):
     status: _Status = _Status()
 
 
+class _Named(msgspec.Struct, frozen=True):
+    metadata: ObjectMeta
+
+
 class NoSuchJobError(LookupError):
     """The job does not exist; `str()` names it."""
 
@@ -78,49 +88,6 @@ class Answer(NamedTuple):
     lines: list[str]
     is_infeasible: bool = False
     """Whether the job could never run on this cluster."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a question is answered."""
-
-    clock: Clock
-    job_options: JobOptions = AS_SHIPPED
-    """What the site allows jobs."""
-    order: QueueOrder = QueueOrder.ALTERNATE
-    """The site's queue order."""
-    each_gpu: bool = False
-    """Whether every GPU gets a line of its own."""
-    unchecked: Sequence[str] = ()
-    """Sentences on parts of the job that could not be checked."""
-
-
-@dataclass(frozen=True)
-class ClusterView:
-    """The cluster as the extender sees it, without its memory of GPUs that could not be prepared."""
-
-    cluster: ClusterCache
-    done: int = 0
-    """Workers of the job that have succeeded."""
-
-    def succeeded(self, job_uid: JobUid, pod_uid: PodUid) -> int:
-        """Return the number of workers of the job that have succeeded."""
-        return self.done
-
-
-def cluster_view(nodes: Sequence[GpuNode], config: SchedulerConfig, clock: Clock, done: int = 0) -> ClusterView:
-    """Build the cluster cache from GpuNodes.
-
-    An agent is silent by its last heartbeat and the caller's clock. Without a heartbeat the GpuNode's creation counts.
-    """
-    availability, now = GpuAvailability(clock), clock.now().timestamp()
-    cluster = ClusterCache(config.slots, availability)
-    heard = [(epoch_seconds(n.status.heartbeat_time or n.metadata.creation_timestamp or "") or now, n) for n in nodes]
-    for at, node in sorted(heard, key=lambda one: one[0]):
-        availability.record_heartbeat(node.metadata.name, node.status.heartbeat_time, max(0.0, now - at))
-    for node in nodes:
-        cluster.apply(node)
-    return ClusterView(cluster, done)
 
 
 async def explain_job(api: KubeApi, name: str, namespace: str, config: SchedulerConfig, options: Options) -> Answer:
@@ -137,47 +104,57 @@ async def explain_job(api: KubeApi, name: str, namespace: str, config: Scheduler
         if error.reason != "NotFound":  # the resource type itself is missing
             raise
         raise NoSuchJobError(f"no GpuTrainingJob {name} in namespace {namespace}") from error
-    head = state_lines(job.status.state, job.status.conditions)
+    head = _state_lines(job.status.state, job.status.conditions)
     if job.status.is_finished:
-        return Answer([*head, *_last_places(job)])
+        last = [f"{p.pod} ran on {p.node}: {p.reason or _NO_REASON}" for p in job.status.placement]
+        last = last or [f"{namespace}/{name} had no place when it ended"]
+        return Answer([*head, *last, "it has ended, so no decision is made for it"])
     # 2. Its reservations.
-    nodes, unreadable = await read_gpu_nodes(api)
+    nodes, invalid = await _read_gpu_nodes(api)
     own = {n.metadata.name: [r for r in n.spec.reservations if r.job_uid == job.metadata.uid] for n in nodes}
     demand, steps = demand_of_row(job), job.spec.training.steps
-    places = [line for node in nodes for line in reserved_lines(demand, node, own[node.metadata.name], steps)]
+    places = [_reserved_line(demand, node, r, steps) for node in nodes for r in own[node.metadata.name]]
     try:
-        pod_request = pod_request_of(job, _user(job.spec.template), options.job_options)
+        request = pod_request_of(job, _user(job.spec.template), options.job_options)
     except NotOurs as refusal:
         return Answer([*head, *places, str(refusal)])
-    held = [r for found in own.values() for r in found]
+    held = {r.pod_uid: r for found in own.values() for r in found}
     # 3. Its workers, some of which may be done or bound without a reservation.
-    workers = await _workers(api, job, pod_request, held)
-    more = unreserved_workers(job.status.placement, workers, own, {r.pod_uid for r in held})
-    workers, places = workers.also_done(more.pods), [*places, *more.lines]
-    lacking = max(0, pod_request.workers - len(workers.done.union(r.pod_uid for r in held)))
+    workers = Workers()
+    if len(held) < request.workers and (request.workers > 1 or job.status.placement):
+        workers = await _read_workers(api, JobUid(job.metadata.uid), namespace, held)
+    unreserved = _unreserved_workers(job.status.placement, workers, own, held)
+    done, places = workers.done.union(unreserved), [*places, *unreserved.values()]
+    lacking = max(0, request.workers - len(done.union(held)))
     # 4. The decision without the job, or for the workers that have no place.
-    without_job = lacking == 0 or not held
-    if without_job:
-        nodes = [without_pods(node, {r.pod_uid for r in own[node.metadata.name]}) for node in nodes]
-    done = workers.done if without_job else workers.done.difference(r.pod_uid for r in held)
-    view = cluster_view(nodes, config, options.clock, len(done))
-    dry_run = DryRun(view, pod_request, config, steps)
+    remaining, compares = nodes, not lacking or not held
+    if compares:
+        remaining = [without_pods(node, held.keys()) for node in nodes]
+    cluster = cluster_view(remaining, config, options.clock)
+    dry_run = DryRun(cluster, request, config, lacking or max(0, request.workers - len(done)), steps)
     if job.status.prediction is None:
         head.append("its status has no prediction yet: the answer is that for a job of which nothing is known")
-    own_gpus = frozenset(uuid for r in held for uuid in r.gpu_uuids) if without_job else frozenset()
-    gpus = _gpu_lines(view.cluster, pod_request, config, options, own_gpus)
-    without = _nodes_without_gpus(nodes, await managed_nodes(api), unreadable, each=options.each_gpu)
-    gpus = _indented(gpus, without)
-    if not places:
-        position = []
-        if dry_run.wanted and job.status.state not in _NOT_QUEUED:
-            position = _queue_position(await queue_of(api, nodes), pod_request, view.cluster, options)
-        places = [f"{namespace}/{name} has no place yet", *position, *_waiting_lines(dry_run, workers)]
-    elif lacking:
-        places += [_unplaced_workers(dry_run, workers), *dry_run.rest()]
+    own_gpus = frozenset(uuid for r in held.values() for uuid in r.gpu_uuids) if compares else frozenset()
+    silent = await _nodes_without_gpus(api, nodes, invalid)
+    gpus = _gpu_lines(cluster, request, config, options, silent, own_gpus)
+    # 5. Its place in the queue, and what it waits for.
+    if lacking:
+        place = QueuePlace()
+        if job.status.state not in _NOT_QUEUED:
+            pending = await read_pending_jobs(api, nodes)
+            place = place_in_queue(pending, request, cluster_view(nodes, config, options.clock), config, options)
+        if places:
+            places.append(_missing_workers(workers, lacking, request.workers))
+        else:
+            places.append(f"{namespace}/{name} has no place yet")
+            places += [f"some workers may have succeeded already ({workers.unread})"] if workers.unread else []
+        places += [*place.lines, *dry_run.outcome(place.waits)]
     elif held:
-        places += dry_run.again([frozenset(r.gpu_uuids) for r in held if r.pod_uid not in workers.done])
-    return Answer([*head, *places, *_own_policy(pod_request, config), *gpus, *unreadable.values()])
+        places += dry_run.again([frozenset(r.gpu_uuids) for r in held.values() if r.pod_uid not in done])
+    elif not places:
+        all_ = "its worker has" if request.workers == 1 else f"all of its {request.workers} workers have"
+        places = [f"{namespace}/{name} has no place yet", f"{all_} succeeded"]
+    return Answer([*head, *places, *gpus, *invalid.values()])
 
 
 async def what_if(
@@ -188,79 +165,65 @@ async def what_if(
     Raises:
         KubeError: The GpuNodes could not be read.
     """
-    nodes, unreadable = await read_gpu_nodes(api)
-    products = {device.product for node in nodes for device in node.status.devices}
-    predicted = await predictor(job, sorted(products))
+    # 1. Its prediction on the products of the cluster.
+    nodes, invalid = await _read_gpu_nodes(api)
+    predicted = await predictor(job, sorted({device.product for node in nodes for device in node.status.devices}))
     prediction, head = predicted.status.prediction, list[str]()
     if prediction is not None:
         message = prediction_message(prediction, predicted.spec.sharing.mode, predicted.spec.memory.limit)
         head = [f"prediction: {prediction.outcome} ({prediction.reason}) {message}"]
+    # 2. Its request.
     try:
         row = msgspec.convert(msgspec.to_builtins(predicted), JobRow)
-        pod_request = pod_request_of(row, _user(job.spec.template), options.job_options)
+        request = pod_request_of(row, _user(job.spec.template), options.job_options)
     except NotOurs as refusal:
         return Answer([*head, str(refusal), *options.unchecked], is_infeasible=True)
-    view = cluster_view(nodes, config, options.clock)
-    dry_run = DryRun(view, pod_request, config, job.spec.training.steps, options.unchecked)
-    without = _nodes_without_gpus(nodes, await managed_nodes(api), unreadable, each=options.each_gpu)
-    listed_gpus = _indented(_gpu_lines(view.cluster, pod_request, config, options), without)
-    gpus = [*_own_policy(pod_request, config), *listed_gpus, *unreadable.values()]
+    # 3. The decision.
+    cluster = cluster_view(nodes, config, options.clock)
+    dry_run = DryRun(cluster, request, config, request.workers, job.spec.training.steps, options.unchecked)
+    silent = await _nodes_without_gpus(api, nodes, invalid)
+    gpus = [*_gpu_lines(cluster, request, config, options, silent), *invalid.values()]
     if (reason := dry_run.infeasible()) is not None:
         # A node that cannot be read, or reports no GPUs yet, may have suitable ones.
-        is_complete = not unreadable and not without
+        is_complete = not invalid and not silent
         head.append(f"could never run {'here' if is_complete else 'on the GPUs that are known'}: {reason}")
-        advice = dry_run.advice(whole_gang=dry_run.gang() is not None)
-        return Answer([*head, *dry_run.unchecked, *advice, *gpus], is_infeasible=is_complete)
+        return Answer([*head, *dry_run.unchecked, *dry_run.hints(), *gpus], is_infeasible=is_complete)
     spec = job.spec.template.get("spec")
     has_class = isinstance(spec, dict) and bool(spec.get("priorityClassName"))
-    queue = await queue_of(api, nodes)
-    position = _queue_position(queue, pod_request, view.cluster, options, is_new=True, has_class=has_class)
-    return Answer([*head, *position, *dry_run.outcome(), *gpus])
+    pending, copy = await read_pending_jobs(api, nodes), cluster_view(nodes, config, options.clock)
+    place = place_in_queue(pending, request, copy, config, options, is_new=True, has_class=has_class)
+    return Answer([*head, *place.lines, *dry_run.outcome(place.waits), *gpus])
 
 
-def state_lines(state: str, conditions: Sequence[Condition]) -> list[str]:
+def _state_lines(state: str, conditions: Sequence[Condition]) -> list[str]:
     """Return the condition that explains a job's state, and what to do about it."""
-    known = {condition.type: condition for condition in conditions}
-    ended = [known[t] for t in (CONDITION_FAILED, CONDITION_COMPLETE, CONDITION_SUSPENDED) if t in known]
+    by_type = {condition.type: condition for condition in conditions}
+    ended = [by_type[t] for t in (CONDITION_FAILED, CONDITION_COMPLETE, CONDITION_SUSPENDED) if t in by_type]
     chosen = next((c for c in ended if c.status == "True"), None)
-    placed, running = known.get(CONDITION_PLACED), known.get(CONDITION_RUNNING)
+    placed, running = by_type.get(CONDITION_PLACED), by_type.get(CONDITION_RUNNING)
     if chosen is None:
         chosen = running if placed is None or (placed.status == "True" and running is not None) else placed
-    chosen = chosen or known.get(CONDITION_PREDICTED)
+    chosen = chosen or by_type.get(CONDITION_PREDICTED)
     if chosen is None:
         return []
     found = [f"{state or 'its state'}: {chosen.type} is {chosen.status} ({chosen.reason}) {chosen.message}".rstrip()]
     if chosen.reason == "SchedulerError" or "SchedulerError" in chosen.message:
         found.append(
             "kube-scheduler got no answer from Carpool's extender, and the job waits until it runs again; ask an "
-            "administrator to look at the scheduler's pods and their logs"
+            "administrator to check the scheduler's pods and their logs"
         )
     if chosen.reason in REASONS_PODS_REFUSED:
         found.append("not all of its pods can be created; the rest of this answer assumes that they can")
     return found
 
 
-def reserved_lines(demand: Demand, node: GpuNode, held: Sequence[Reservation], steps: int | None) -> list[str]:
-    """Return a line for each worker that has a reservation on a node: its step time there and the reason.
-
-    Args:
-        demand: The demand of one worker.
-        node: The node.
-        held: The job's reservations there.
-        steps: Training steps of the job, or None.
-    """
+def _reserved_line(demand: Demand, node: GpuNode, held: Reservation, steps: int | None) -> str:
+    """Return the place of a worker that has a reservation on a node, its step time there, and the reason."""
     devices, name = node.status.devices, node.metadata.name
-    return [
-        f"{r.pod_name} has a place on {name}{step_time_at(demand, r, devices, steps)}: {r.reason or _NO_REASON}"
-        f"{describe_later_tenants(node, r)}{_unreported_gpus(node, r)}"
-        for r in held
-    ]
-
-
-def _unreported_gpus(node: GpuNode, held: Reservation) -> str:
-    known = {device.uuid for device in node.status.devices}
-    missing = [uuid for uuid in held.gpu_uuids if uuid not in known]
-    return f"; {node.metadata.name} does not report {listed(missing)} now" if missing else ""
+    missing = [uuid for uuid in held.gpu_uuids if uuid not in {device.uuid for device in devices}]
+    unreported = f"; {name} does not report {listed(missing)} now" if missing else ""
+    place = f"{held.pod_name} has a place on {name}{step_time_at(demand, held, devices, steps)}"
+    return f"{place}: {held.reason or _NO_REASON}{describe_later_tenants(node, held)}{unreported}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,41 +231,22 @@ class Workers:
     """The workers of a job's last attempt, by their pods."""
 
     done: frozenset[PodUid] = frozenset()
-    """Pods that have succeeded, or need no place for another reason."""
+    """Pods that have succeeded."""
     waiting: tuple[str, ...] = ()
     """Names of pods without a place."""
     bound: Mapping[PodUid, tuple[str, str]] = field(default_factory=dict)
     """Pods on a node that have not ended: pod name and node name by UID."""
     unread: str = ""
-    """Why the pods could not be read; empty where they were."""
-
-    def also_done(self, pods: frozenset[PodUid]) -> "Workers":
-        """Return a copy in which some more pods need no place."""
-        return replace(self, done=self.done | pods)
+    """Why the pods could not be read; empty if they were."""
 
 
-async def _workers(api: KubeApi, job: _Job, pod_request: PodRequest, held: Sequence[Reservation]) -> Workers:
-    """Read the job's pods, unless the reservations answer everything."""
-    if (pod_request.workers == 1 and not job.status.placement) or len(held) == pod_request.workers:
-        return Workers()
-    return await read_workers(api, JobUid(job.metadata.uid), job.metadata.namespace, {r.pod_uid for r in held})
-
-
-async def read_workers(api: KubeApi, job_uid: JobUid, namespace: str, held: Container[PodUid]) -> Workers:
-    """Read the pods of a job's last attempt.
-
-    Args:
-        api: The Kubernetes API, with the caller's rights.
-        job_uid: The job.
-        namespace: Its namespace.
-        held: Pods that have reservations.
-    """
+async def _read_workers(api: KubeApi, job_uid: JobUid, namespace: str, held: Container[PodUid]) -> Workers:
+    """Read the pods of a job's last attempt; `held` are the pods that have reservations."""
     ours = Selector(namespace=namespace, fields=f"spec.schedulerName={SCHEDULER_NAME}")
     try:
-        found = await list_all(api, PODS, Pod, ours)
+        pods = pods_of_last_attempts(await list_all(api, PODS, Pod, ours)).get(job_uid, [])
     except Forbidden:
         return Workers(unread=f"you may not list pods in namespace {namespace}")
-    pods = _of_last_attempt(found, job_uid)
     waiting = [
         pod.metadata.name
         for pod in pods
@@ -312,79 +256,35 @@ async def read_workers(api: KubeApi, job_uid: JobUid, namespace: str, held: Cont
     bound = {
         PodUid(pod.metadata.uid): (pod.metadata.name, pod.spec.node_name)
         for pod in pods
-        if pod.spec.node_name and pod.status.phase not in ("Succeeded", "Failed")
+        if pod.spec.node_name and not pod.is_finished
     }
     return Workers(done, tuple(sorted(waiting)), bound)
 
 
-def _of_last_attempt(pods: Iterable[Pod], job_uid: JobUid) -> list[Pod]:
-    attempts: dict[int, list[Pod]] = {}
-    for pod in pods:
-        owner, named = job_owner_reference(pod.metadata), parse_worker_name(pod.metadata.name)
-        if owner is not None and owner.uid == job_uid and named is not None:
-            attempts.setdefault(named.attempt, []).append(pod)
-    return attempts[max(attempts)] if attempts else []
-
-
-@dataclass(frozen=True, slots=True)
-class UnreservedWorkers:
-    """Workers on a node for which no GpuNode has a reservation."""
-
-    pods: frozenset[PodUid]
-    lines: list[str]
-    """One line for each."""
-
-
-def unreserved_workers(
+def _unreserved_workers(
     placement: Sequence[WorkerPlacement], workers: Workers, nodes: Container[str], held: Container[PodUid]
-) -> UnreservedWorkers:
-    """Return the workers that are on a node without a reservation.
+) -> dict[PodUid, str]:
+    """Return a line for each worker that is on a node without a reservation.
 
-    The status keeps the places of a failed attempt until the next one, so only running pods count. Where pods may
-    not be read, placements on nodes without a readable GpuNode count.
-
-    Args:
-        placement: Placements in the job's status.
-        workers: The job's pods.
-        nodes: Names of the readable GpuNodes.
-        held: Pods that have reservations.
+    The status keeps the places of a failed attempt until the next one, so only running pods count. If pods could not
+    be read, placements on nodes without a readable GpuNode count.
     """
-    places: Mapping[PodUid, WorkerPlacement] = {
-        place.pod_uid: place
-        for place in placement
-        if (place.node not in nodes if workers.unread else place.pod_uid in workers.bound)
+    found = {uid: (f"{name} runs on {node}", node) for uid, (name, node) in workers.bound.items()}
+    for place in placement:
+        if place.node not in nodes if workers.unread else place.pod_uid in workers.bound:
+            line = f"{place.pod} has a place on {place.node}: {place.reason or _NO_REASON}"
+            found[place.pod_uid] = (line, place.node)
+    return {
+        uid: f"{line}; its reservation is missing in the GpuNode"
+        if node in nodes
+        else f"{line}; no GPUs of {node} are reported now"
+        for uid, (line, node) in found.items()
+        if uid not in held
     }
-    found = {
-        pod: f"{place.pod} has a place on {place.node}: {place.reason or _NO_REASON}; {_missing(place.node, nodes)}"
-        for pod, place in places.items()
-    }
-    found |= {
-        pod: f"{name} runs on {node}: {_missing(node, nodes)}"
-        for pod, (name, node) in workers.bound.items()
-        if pod not in places
-    }
-    found = {pod: line for pod, line in found.items() if pod not in held}
-    return UnreservedWorkers(frozenset(found), list(found.values()))
 
 
-def _missing(node: str, nodes: Container[str]) -> str:
-    return "its reservation is missing in the GpuNode" if node in nodes else f"no GPUs of {node} are reported now"
-
-
-def _waiting_lines(dry_run: DryRun, workers: Workers) -> list[str]:
-    """Return why a job without any place waits, or the places that it could have."""
-    if dry_run.wanted == 0:
-        several = f"all of its {dry_run.pod_request.workers} workers have succeeded"
-        return ["its worker has succeeded" if dry_run.pod_request.workers == 1 else several, *dry_run.unchecked]
-    if (waits := dry_run.gang()) is None:
-        return [*dry_run.unchecked, *(dry_run.ranking() or dry_run.advice())]
-    fewer = [f"fewer, if some have succeeded already ({workers.unread})"] if workers.unread else []
-    return [waits, *fewer, *dry_run.unchecked, *dry_run.advice(whole_gang=True)]
-
-
-def _unplaced_workers(dry_run: DryRun, workers: Workers) -> str:
-    """Name the workers without a place, where others of the job have theirs."""
-    lacking, total = dry_run.wanted, dry_run.pod_request.workers
+def _missing_workers(workers: Workers, lacking: int, total: int) -> str:
+    """Name the workers without a place, if others of the job have theirs."""
     it, wait, have = ("it", "waits", "has") if lacking == 1 else ("they", "wait", "have")
     if workers.unread:
         why = f"{it} {wait}, or {have} succeeded ({workers.unread})"
@@ -396,97 +296,71 @@ def _unplaced_workers(dry_run: DryRun, workers: Workers) -> str:
 
 
 def _user(template: dict[str, Any]) -> int | None:
-    """Return the UID that the workers run as; None where the template names none or is invalid."""
+    """Return the UID that the workers run as; None if the template has none or is invalid."""
     try:
         return container_uid(msgspec.convert(template.get("spec") or {}, PodSpec))
     except msgspec.ValidationError:
         return None
 
 
-def _last_places(job: _Job) -> list[str]:
-    name = f"{job.metadata.namespace}/{job.metadata.name}"
-    places = [f"{p.pod} ran on {p.node}: {p.reason or _NO_REASON}" for p in job.status.placement]
-    return [*(places or [f"{name} had no place when it ended"]), "it has ended, so no decision is made for it"]
+def cluster_view(nodes: Sequence[GpuNode], config: SchedulerConfig, clock: Clock) -> ClusterCache:
+    """Build the cluster cache from GpuNodes.
 
-
-def _queue_position(
-    queue: Queue,
-    pod_request: PodRequest,
-    cluster: ClusterCache,
-    options: Options,
-    *,
-    is_new: bool = False,
-    has_class: bool = False,
-) -> list[str]:
-    if not (is_new or queue.unread or pod_request.demand.job_uid in queue.priorities):
-        return []  # none of its pods is pending
-    return turn_of(
-        queue,
-        pod_request,
-        cluster.snapshot(),
-        options.order,
-        choices=options.job_options,
-        clock=options.clock,
-        has_class=has_class,
-    )
-
-
-def _own_policy(pod_request: PodRequest, config: SchedulerConfig) -> list[str]:
-    if pod_request.policy in (None, config.policy.name):
-        return []
-    return [f"its annotation {ANNOTATION_POLICY} selects policy {pod_request.policy} instead of {config.policy.name}"]
+    An agent is silent by its last heartbeat and the caller's clock. Without a heartbeat the GpuNode's creation counts.
+    """
+    availability, now = GpuAvailability(clock), clock.now().timestamp()
+    cluster = ClusterCache(config.slots, availability)
+    heard = [(epoch_seconds(n.status.heartbeat_time or n.metadata.creation_timestamp or "") or now, n) for n in nodes]
+    for at, node in sorted(heard, key=lambda one: one[0]):
+        availability.record_heartbeat(node.metadata.name, node.status.heartbeat_time, max(0.0, now - at))
+    for node in nodes:
+        cluster.apply(node)
+    return cluster
 
 
 def _gpu_lines(
     cluster: ClusterCache,
-    pod_request: PodRequest,
+    request: PodRequest,
     config: SchedulerConfig,
     options: Options,
+    silent: Sequence[str],
     own: frozenset[GpuUuid] = frozenset(),
 ) -> list[str]:
-    found = explain_gpus(CachedEvaluation(pod_request, config, cluster.snapshot()), sorted(cluster.nodes))
+    """Return a line for each GPU or group of equal GPUs, and for the nodes that report none."""
+    found = explain_gpus(CachedEvaluation(request, config, cluster.snapshot()), sorted(cluster.nodes))
     measured = {uuid: text for node in cluster.nodes.values() for uuid, text in measured_differences(node).items()}
-    return lines(with_own(with_measures(found, measured), own), each=options.each_gpu)
-
-
-def _indented(gpus: Sequence[str], without: Sequence[str]) -> list[str]:
-    return [f"  {line}" for line in [*gpus, *without] or ["no node reports GPUs; is the node agent running?"]]
-
-
-def _nodes_without_gpus(
-    nodes: Sequence[GpuNode], managed: Iterable[str], unreadable: Container[str], *, each: bool
-) -> list[str]:
-    """Return lines about nodes that should report GPUs and report none.
-
-    Args:
-        nodes: The valid GpuNodes.
-        managed: Names of the Nodes that are labelled for Carpool.
-        unreadable: Names of the invalid GpuNodes, which have lines of their own.
-        each: Whether every node gets a line of its own.
-    """
-    reporting = {node.metadata.name: bool(node.status.devices) for node in nodes}
-    names = sorted(n for n in {*reporting, *managed} if not reporting.get(n, False) and n not in unreadable)
+    gpus = lines(with_own(with_measures(found, measured), own), each=options.each_gpu)
     question = "is the node agent running there?"
-    if each or len(names) < 2:
-        return [f"{name} reports no GPUs: {question}" for name in names]
-    return [f"{len(names):,} nodes report no GPUs ({listed(names)}): {question}"]
+    if options.each_gpu or len(silent) < 2:
+        gpus += [f"{name} reports no GPUs: {question}" for name in silent]
+    else:
+        gpus.append(f"{len(silent):,} nodes report no GPUs ({listed(silent)}): {question}")
+    policy = []
+    if request.policy not in (None, config.policy.name):
+        policy = [f"its annotation {ANNOTATION_POLICY} selects policy {request.policy} instead of {config.policy.name}"]
+    return [*policy, *(f"  {line}" for line in gpus or ["no node reports GPUs; is the node agent running?"])]
 
 
-async def managed_nodes(api: KubeApi) -> list[str]:
-    """Return the names of the Nodes that are labelled for Carpool; none where the caller may not list Nodes."""
+async def _nodes_without_gpus(api: KubeApi, nodes: Iterable[GpuNode], invalid: Container[str]) -> list[str]:
+    """Return the names of the nodes that should report GPUs and report none, sorted.
+
+    If the caller may not list Nodes, only those with a GpuNode are known. Invalid GpuNodes have lines of their own.
+    """
     try:
-        found = await list_all(api, NODES, _Named, Selector(labels=f"{LABEL_MANAGED}=managed"))
+        labelled = await list_all(api, NODES, _Named, Selector(labels=f"{LABEL_MANAGED}=managed"))
     except Forbidden:
-        return []
-    return [node.metadata.name for node in found]
+        labelled = []
+    reporting = {node.metadata.name: bool(node.status.devices) for node in nodes}
+    names = {*reporting, *(node.metadata.name for node in labelled)}
+    return sorted(name for name in names if not reporting.get(name, False) and name not in invalid)
 
 
 def measured_differences(node: GpuNode) -> Mapping[GpuUuid, str]:
     """Return, by GPU, where a tenant's measurement counts instead of its prediction, or will count later."""
-    with_assumed, found = counted_tenants(node), {}
+    counted, found = counted_tenants(node), {}
     for uuid in {uuid for one in node.spec.reservations for uuid in one.gpu_uuids}:
         held = [one for one in node.spec.reservations if uuid in one.gpu_uuids]
-        known = usage_of(held, [with_assumed.get((one.pod_uid, uuid)) for one in held])
+        known = usage_of(held, [counted.get((one.pod_uid, uuid)) for one in held])
         changed = [text for one, of in zip(held, known, strict=True) if (text := _measured(one, of))]
         parts = [f"counts as measured: {', '.join(changed)}"] if changed else []
         if later := [_unmeasured(one) for one in held if one.tenant.provisional and one.tenant.measured_mib is None]:
@@ -502,13 +376,13 @@ def _unmeasured(held: Reservation) -> str:
 
 
 def _measured(held: Reservation, known: TenantUsage) -> str:
-    """Return where a tenant counts differently from its prediction; empty where it does not, in whole percents."""
+    """Return where a tenant counts differently from its prediction; empty if it does not, in whole percents."""
     expected, parts = reserved_usage(held.tenant), []
-    with_assumed, bound = known.memory_mib, held.tenant.memory_mib
-    if with_assumed is not None and with_assumed != bound:
+    counted, bound = known.memory_mib, held.tenant.memory_mib
+    if counted is not None and counted != bound:
         at_most = "whole GPU" if bound is None else f"at most {bound:,} MiB"
-        parts.append(f"{with_assumed:,} MiB, {at_most} expected")
-    elif held.tenant.measured_mib is not None and with_assumed != held.tenant.measured_mib:
+        parts.append(f"{counted:,} MiB, {at_most} expected")
+    elif held.tenant.measured_mib is not None and counted != held.tenant.measured_mib:
         parts.append(f"more than the {held.tenant.measured_mib:,} MiB measured before")
     for what, now, then in (("SM", known.sm, expected.sm), ("utilization", known.util, expected.util)):
         if f"{now:.0%}" != f"{then:.0%}":
@@ -516,11 +390,7 @@ def _measured(held: Reservation, known: TenantUsage) -> str:
     return f"{held.pod_namespace}/{held.job_name} ({'; '.join(parts)})" if parts else ""
 
 
-class _Named(msgspec.Struct, frozen=True):
-    metadata: ObjectMeta
-
-
-async def read_gpu_nodes(api: KubeApi) -> tuple[list[GpuNode], dict[str, str]]:
+async def _read_gpu_nodes(api: KubeApi) -> tuple[list[GpuNode], dict[str, str]]:
     """Read all GpuNodes; return the valid ones, and a sentence for each invalid one by name.
 
     Raises:

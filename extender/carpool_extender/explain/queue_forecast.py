@@ -1,161 +1,254 @@
-"""Whose turn it is: how far in the queue a job stands, of all that wait for a place."""
+"""When a pending job is expected to start: the scheduling queue of the extender, run on a copy of the cluster."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeVar
 
 import msgspec
-from carpool_core.clock import Clock
+from carpool_core.clock import Clock, parse_rfc3339
 from carpool_core.durations import ASSUMED_DURATION_S, format_duration
-from carpool_core.keys import SCHEDULER_NAME
+from carpool_core.keys import GATE_ADMISSION, SCHEDULER_NAME
 from carpool_core.kube.api import GPU_TRAINING_JOBS, PODS, KubeApi, ResourceKind, Selector
 from carpool_core.kube.errors import Forbidden, KubeError
-from carpool_core.kube.pods import Pod, job_owner_reference
-from carpool_core.resources.node import GpuNode
-from carpool_core.values import JobUid
+from carpool_core.kube.pods import Pod, container_uid, job_owner_reference, parse_worker_name
+from carpool_core.resources.node import GpuNode, Reservation
+from carpool_core.values import JobUid, PodUid
 
-from carpool_extender.cache.gpu_table import Snapshot
+from carpool_extender.cache.cluster import ClusterCache
 from carpool_extender.cache.pod_request import PodRequest
+from carpool_extender.framework.diagnosis import PREFIX
+from carpool_extender.framework.evaluation_cache import EvaluationCache
+from carpool_extender.framework.filters import pluralize
+from carpool_extender.framework.gang import max_workers
+from carpool_extender.framework.scores import SchedulerConfig
 from carpool_extender.informers import JobRow
-from carpool_extender.queue.order import (
-    QueueEnd,
-    QueueKey,
-    QueueOrder,
-    created_s,
-    duration_bucket_in,
-    duration_in,
-    queue_order,
+from carpool_extender.queue.order import QueueOrder, duration_in, reservation_end_s
+from carpool_extender.queue.scheduling_queue import (
+    PodRef,
+    QueuedJobInfo,
+    SchedulingQueue,
+    Waiting,
+    WaitReason,
+    refusal_message,
 )
-from carpool_extender.workloads import JobOptions, NotOurs, pod_request_of
+from carpool_extender.workloads import AS_SHIPPED, JobOptions, NotOurs, pod_request_of
 
 T = TypeVar("T")
-
+MAX_NAMED_AHEAD = 3
+"""Jobs ahead that are named."""
+_EVERYTHING = Selector()
 _PENDING = Selector(fields=f"spec.schedulerName={SCHEDULER_NAME},status.phase=Pending")
-_UNTOLD = "not told: how many jobs come before it"
-_LAST = 1 << 62
-"""The number of a ticket behind all others."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a question is answered."""
+
+    clock: Clock
+    job_options: JobOptions = AS_SHIPPED
+    """What the site allows jobs."""
+    order: QueueOrder = QueueOrder.ALTERNATE
+    """The site's queue order."""
+    each_gpu: bool = False
+    """Whether every GPU gets a line of its own."""
+    unchecked: Sequence[str] = ()
+    """Sentences on parts of the job that could not be checked."""
 
 
 @dataclass(frozen=True, slots=True)
-class Queue:
-    """The jobs that wait."""
+class PendingJobs:
+    """The jobs of all namespaces, and those of their pods that have no GPU yet."""
 
-    jobs: Sequence[JobRow] = ()
-    """In the order in which they came."""
-    priorities: Mapping[JobUid, int] = field(default_factory=dict)
-    """Of their pods, by job."""
+    jobs: Mapping[JobUid, JobRow] = field(default_factory=dict)
+    pods: Mapping[JobUid, Sequence[Pod]] = field(default_factory=dict)
+    """Pods of the last attempt without node and reservation, by job."""
     unread: str = ""
-    """Why they are not known; empty where they are."""
+    """Why they are unknown; empty if they were read."""
 
 
-async def queue_of(api: KubeApi, nodes: Sequence[GpuNode]) -> Queue:
-    """Read which jobs have pods that wait for a place.
+class QueuePlace(NamedTuple):
+    """A job's place in the queue."""
 
-    Args:
-        api: The Kubernetes API, with the asker's rights.
-        nodes: All GpuNodes: a pod that has a reservation does not wait any more.
-    """
-    reserved = {r.pod_uid for node in nodes for r in node.spec.reservations}
-    what, priorities = "pods", dict[JobUid, int]()
+    lines: Sequence[str] = ()
+    """The place, the jobs ahead and the expected start, in one sentence; none if the job is not in the queue."""
+    waits: str | None = None
+    """Why the queue would not admit the job now; None if it would, or if the place is unknown."""
+
+
+async def read_pending_jobs(api: KubeApi, nodes: Iterable[GpuNode]) -> PendingJobs:
+    """Read the pending jobs of all namespaces with the caller's rights; `nodes` are all GpuNodes."""
+    reserved = {held.pod_uid for node in nodes for held in node.spec.reservations}
+    what = "pods"
     try:
-        for pod in await _readable(api, PODS, Pod, _PENDING):
-            owner, is_going = job_owner_reference(pod.metadata), bool(pod.metadata.deletion_timestamp)
-            if owner is not None and not (pod.spec.node_name or is_going or pod.metadata.uid in reserved):
-                uid = JobUid(owner.uid)
-                priorities[uid] = max(priorities.get(uid, pod.spec.priority), pod.spec.priority)
+        pods = await _list_valid(api, PODS, Pod, _PENDING)
         what = "jobs"
-        known = await _readable(api, GPU_TRAINING_JOBS, JobRow, Selector())
+        jobs = await _list_valid(api, GPU_TRAINING_JOBS, JobRow, _EVERYTHING)
     except Forbidden:
-        return Queue(unread=f"you may not list {what} of all namespaces")
+        return PendingJobs(unread=f"you may not list {what} of all namespaces")
     except KubeError as error:
-        return Queue(unread=f"{what} of all namespaces cannot be listed: {error}")
-    jobs = [job for job in known if job.metadata.uid in priorities]
-    jobs.sort(key=lambda job: (job.metadata.creation_timestamp or "", job.metadata.namespace, job.metadata.name))
-    return Queue(jobs, priorities)
+        return PendingJobs(unread=f"{what} of all namespaces cannot be listed: {error}")
+    return PendingJobs(
+        {JobUid(job.metadata.uid): job for job in jobs},
+        {
+            job: waiting
+            for job, attempt in pods_of_last_attempts(pods).items()
+            if (waiting := [pod for pod in attempt if _is_waiting(pod) and pod.metadata.uid not in reserved])
+        },
+    )
 
 
-async def _readable(api: KubeApi, kind: ResourceKind, type_: type[T], selector: Selector) -> list[T]:
-    """Read all objects of a kind but those that make no sense, for which the extender decides nothing either."""
-    found = []
-    for raw in await list_all(api, kind, msgspec.Raw, selector):
-        with suppress(msgspec.ValidationError):
-            found.append(msgspec.json.decode(raw, type=type_))
-    return found
-
-
-def turn_of(
-    queue: Queue,
-    pod_request: PodRequest,
-    snapshot: Snapshot,
-    order: QueueOrder,
+def place_in_queue(
+    pending: PendingJobs,
+    request: PodRequest,
+    cluster: ClusterCache,
+    config: SchedulerConfig,
+    options: Options,
     *,
-    choices: JobOptions,
-    clock: Clock,
+    is_new: bool = False,
     has_class: bool = False,
-) -> list[str]:
-    """Say which place a job has in the queue, or would have; nothing where no other waits.
+) -> QueuePlace:
+    """Return the place of a job in the queue and its expected start.
 
-    Who came in the same second stands there in the order in which kube-scheduler asked about them, and from which end
-    of a batch the next one is taken the extender alone remembers. So it may be any of several places.
+    The backoffs of jobs, and the end from which the order `Alternate` goes on, are in the leader's memory only.
 
     Args:
-        queue: Those that wait, the job itself among them or not.
-        pod_request: What each worker of the job asks for.
-        snapshot: The cluster, on whose GPUs lengths depend.
-        order: How the site sorts its queue.
-        choices: What the site allows jobs.
-        clock: Tells when a job came that is not there yet.
-        has_class: Whether its template names a PriorityClass.
+        pending: The pending jobs.
+        request: Request of each worker of the job.
+        cluster: The cluster, with the reservations of the job. The forecast changes it.
+        config: Policy and limits of the site.
+        options: Clock, queue order, and what the site allows jobs.
+        is_new: Whether the job does not exist yet.
+        has_class: Whether its template has a PriorityClass.
     """
-    if queue.unread:
-        return [f"{_UNTOLD} ({queue.unread})"]
-    mine, now_s = pod_request.demand.job_uid, clock.now().timestamp()
-    others = []
-    for number, job in enumerate(queue.jobs):
-        try:
-            other = pod_request_of(job, None, choices)
-        except NotOurs:
-            continue  # refused whenever it is asked about
-        if other.demand.job_uid != mine:
-            others.append(_ticket(other, snapshot, order, queue.priorities[other.demand.job_uid], number, now_s))
-    if not others:
-        return []
-    priority = queue.priorities.get(mine, 0)
-    if mine not in queue.priorities and (has_class or any(other.urgency for other in others)):
-        return [f"{_UNTOLD} (its pods are not there, which tell its priority)"]
-    places = set[int]()
-    for number in (-1, _LAST):
-        own = _ticket(pod_request, snapshot, order, priority, number, now_s)
-        places |= {queue_order([*others, own], order, end).index(own) + 1 for end in QueueEnd}
-    first, last = min(places), max(places)
-    place = _ordinal(first) if first == last else f"{_ordinal(first)} to {_ordinal(last)}"
-    counts = "" if order is QueueOrder.ARRIVAL else f", where it counts as {_length(pod_request, snapshot)}"
-    rest = "; those before it are served first where there is a place for them, too" if last > 1 else ""
-    return [f"its turn: {place} of {len(others) + 1} jobs that wait, by the order {order}{counts}{rest}"]
+    mine, order, now_s = request.demand.job_uid, options.order, options.clock.now().timestamp()
+    if not is_new and not pending.unread and mine not in pending.pods:
+        return QueuePlace()
+    infos = _queued_jobs(pending, cluster, options.job_options, now_s)
+    unknown = pending.unread
+    if is_new and (has_class or any(info.priority for info in infos.values())):
+        unknown = unknown or "its priority is known once its pods exist"
+    if unknown:
+        return QueuePlace([f"place in the queue unknown: {unknown}"])
+    if is_new:
+        infos[mine] = unqueued_job(request, request.workers, now_s, len(infos), cluster)
+    if mine not in infos:
+        return QueuePlace()
+
+    def end_of(held: Reservation) -> float | None:
+        job = pending.jobs.get(held.job_uid)
+        if job is None or job.status.prediction is None:
+            return None
+        times = {p.product: p.step_time_seconds.median for p in job.status.prediction.products}
+        devices = (d for name in cluster.nodes_holding(held.pod_uid) for d in cluster.nodes[name].status.devices)
+        return reservation_end_s(held, job.spec.training.steps, times, devices)
+
+    evaluations = EvaluationCache(cluster, config)
+    first = SchedulingQueue(cluster, evaluations, config, order=order).schedule(infos.values(), end_of, now_s)
+    waiting = next((one for one in first.waiting if one.info.job == mine), None)
+    waits = None if waiting is None else refusal_message(waiting, evaluations, config.slots)
+    for claim in (claim for one in first.admitted for claim in one.claims):
+        cluster.forget(claim.node, claim.reservation.pod_uid)
+    if waiting is not None and waiting.reason is WaitReason.DOES_NOT_FIT:
+        workers = len(waiting.info.pods)
+        if max_workers(evaluations.of(request), workers) < workers:  # not only because of the claims of other jobs
+            waits = refusal_message(waiting, evaluations, config.slots)
+    queue = SchedulingQueue(cluster, evaluations, config, order=order)
+    found = queue.forecast(infos.values(), end_of, now_s, until=mine)
+    position, start_s = found[mine].position, found[mine].start_s
+    if len(infos) == 1 and start_s == now_s:
+        return QueuePlace()
+    counts = "" if order is QueueOrder.ARRIVAL else f" (it counts as {_length(infos[mine])})"
+    ahead = [infos[job].name for job in sorted(found, key=lambda job: found[job].position)][: position - 1]
+    rest = [f"{len(ahead) - MAX_NAMED_AHEAD:,} more"] if len(ahead) > MAX_NAMED_AHEAD else []
+    behind = f", behind {', '.join([*ahead[:MAX_NAMED_AHEAD], *rest])}" if ahead else ""
+    line = f"place in the queue: {_ordinal(position)} of {pluralize(len(infos), 'pending job')} by the order {order}"
+    return QueuePlace([f"{line}{counts}{behind}; {_start(start_s, now_s)}"], waits and waits.removeprefix(PREFIX))
 
 
-def _ticket(
-    pod_request: PodRequest, snapshot: Snapshot, order: QueueOrder, priority: int, number: int, now_s: float
-) -> QueueKey:
-    return QueueKey(-priority, created_s(pod_request, now_s), duration_bucket_in(pod_request, snapshot, order), number)
-
-
-def _length(pod_request: PodRequest, snapshot: Snapshot) -> str:
-    if (seconds := duration_in(pod_request, snapshot)) is not None:
-        return f"{format_duration(seconds)} long"
-    unknown = (
-        "it says no spec.training.steps" if pod_request.steps is None else "the time of its steps is not predicted"
+def unqueued_job(
+    request: PodRequest, workers: int, now_s: float = 0.0, number: int = 0, cluster: ClusterCache | None = None
+) -> QueuedJobInfo:
+    """Return a queue entry for workers that have no pods."""
+    return QueuedJobInfo(
+        job=request.demand.job_uid,
+        name=f"{request.demand.namespace}/{request.demand.job_name}",
+        priority=0,
+        arrived_s=now_s,
+        number=number,
+        request=request,
+        pods=tuple(PodRef(PodUid(f"worker-{index}"), f"worker-{index}") for index in range(workers)),
+        duration_s=None if cluster is None else duration_in(request, cluster.snapshot()),
     )
-    return f"{format_duration(ASSUMED_DURATION_S)} long ({unknown})"
+
+
+def no_room(request: PodRequest, workers: int, evaluations: EvaluationCache, slots: int) -> str:
+    """Return why some workers of a job do not fit at once."""
+    waiting = Waiting(unqueued_job(request, workers), WaitReason.DOES_NOT_FIT, 1)
+    return refusal_message(waiting, evaluations, slots).removeprefix(PREFIX)
+
+
+def _queued_jobs(
+    pending: PendingJobs, cluster: ClusterCache, job_options: JobOptions, now_s: float
+) -> dict[JobUid, QueuedJobInfo]:
+    """Return the queue's entry for each pending job, as the leader builds it."""
+    found, snapshot = list[QueuedJobInfo](), cluster.snapshot()
+    for uid, pods in pending.pods.items():
+        job = pending.jobs.get(uid)
+        if job is None or any(gate.name != GATE_ADMISSION for pod in pods for gate in pod.spec.scheduling_gates):
+            continue
+        try:
+            request = pod_request_of(job, container_uid(pods[0].spec), job_options)
+        except NotOurs:  # the extender refuses it
+            continue
+        created = [pod.metadata.creation_timestamp or job.metadata.creation_timestamp for pod in pods]
+        arrived_s = min((parse_rfc3339(at).timestamp() for at in created if at), default=now_s)
+        found.append(
+            QueuedJobInfo(
+                job=uid,
+                name=f"{job.metadata.namespace}/{job.metadata.name}",
+                priority=max(pod.spec.priority for pod in pods),
+                arrived_s=0.0 if cluster.pods_of_job(uid) else arrived_s,  # the rest of a gang comes first
+                number=0,
+                request=request,
+                pods=tuple(PodRef(PodUid(pod.metadata.uid), pod.metadata.name) for pod in pods),
+                duration_s=duration_in(request, snapshot),
+            )
+        )
+    found.sort(key=lambda info: (info.arrived_s, info.name))
+    return {info.job: replace(info, number=number) for number, info in enumerate(found)}
+
+
+def pods_of_last_attempts(pods: Iterable[Pod]) -> dict[JobUid, list[Pod]]:
+    """Return the pods of the last attempt of each job."""
+    attempts: dict[JobUid, dict[int, list[Pod]]] = {}
+    for pod in pods:
+        owner, named = job_owner_reference(pod.metadata), parse_worker_name(pod.metadata.name)
+        if owner is not None and named is not None:
+            attempts.setdefault(JobUid(owner.uid), {}).setdefault(named.attempt, []).append(pod)
+    return {job: of_job[max(of_job)] for job, of_job in attempts.items()}
+
+
+def _is_waiting(pod: Pod) -> bool:
+    return not (pod.spec.node_name or pod.metadata.deletion_timestamp)
+
+
+def _length(info: QueuedJobInfo) -> str:
+    if info.duration_s is not None:
+        return f"{format_duration(info.duration_s)} long"
+    unknown = "it has no spec.training.steps" if info.request.steps is None else "its step time is not predicted"
+    return f"{format_duration(ASSUMED_DURATION_S)} long, because {unknown}"
+
+
+def _start(start_s: float | None, now_s: float) -> str:
+    if start_s is None:
+        return "it would not fit even after all running jobs have ended"
+    return "it can start now" if start_s <= now_s else f"expected start in about {format_duration(start_s - now_s)}"
 
 
 def _ordinal(number: int) -> str:
     suffix = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number:,}{suffix}"
-
-
-_EVERYTHING = Selector()
 
 
 async def list_all(api: KubeApi, kind: ResourceKind, type_: type[T], selector: Selector = _EVERYTHING) -> list[T]:
@@ -171,3 +264,12 @@ async def list_all(api: KubeApi, kind: ResourceKind, type_: type[T], selector: S
         token = page.continue_token
         if not token:
             return found
+
+
+async def _list_valid(api: KubeApi, kind: ResourceKind, type_: type[T], selector: Selector) -> list[T]:
+    """Read all objects of a kind without the invalid ones, for which the extender decides nothing either."""
+    found = []
+    for raw in await list_all(api, kind, msgspec.Raw, selector):
+        with suppress(msgspec.ValidationError):
+            found.append(msgspec.json.decode(raw, type=type_))
+    return found

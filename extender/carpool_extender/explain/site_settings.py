@@ -59,35 +59,32 @@ async def read_site_settings(api: KubeApi, asked: AskSettings, flags: frozenset[
     where = f"ConfigMap {name} in {namespace}"
     try:
         found = await api.get(CONFIG_MAPS, name, _ConfigMap, namespace=namespace)
-        site = load(AskSettings, found.data)
-        find_policy(site.policy)
-        site.conditions.conditions()
+        merged = load(
+            AskSettings, {**found.data, **{one.env: _text(asked, one) for one in decisive if one.flag in flags}}
+        )
+        find_policy(merged.policy)
+        merged.conditions.conditions()
     except Forbidden:
         return SiteSettings(asked, _note(ours, [], "", f"you may not read {where}"))
     except NotFound:
         return SiteSettings(asked, _note(ours, [], "", f"{where} does not exist (--site names another installation)"))
     except (Invalid, SettingsError, UnknownPolicyError) as error:
         return SiteSettings(asked, _note(ours, [], "", f"{where} is invalid for this version: {error}"))
-    open_ = [one for one in decisive if one.flag not in flags]
-    merged = _merged(asked, site, [one.path for one in open_])
-    theirs = [_flag(one, site) for one in open_ if _value(site, one.path) != one.default]
-    return SiteSettings(merged, _note(ours, theirs, where, ""))
-
-
-def _merged(settings: Any, others: Any, paths: Sequence[tuple[str, ...]]) -> Any:
-    """Return settings with the values of others at some paths."""
-    changes = {}
-    for name in {path[0] for path in paths}:
-        below = [path[1:] for path in paths if path[0] == name and path[1:]]
-        mine, its = getattr(settings, name), getattr(others, name)
-        changes[name] = _merged(mine, its, below) if below else its
-    return dataclasses.replace(settings, **changes)
+    changed = [one for one in decisive if one.flag not in flags and _value(merged, one.path) != one.default]
+    merged = dataclasses.replace(merged, site=asked.site, kube=asked.kube)
+    return SiteSettings(merged, _note(ours, [_flag(one, merged) for one in changed], where, ""))
 
 
 def _value(settings: Any, path: Sequence[str]) -> Any:
     for name in path:
         settings = getattr(settings, name)
     return settings
+
+
+def _text(settings: AskSettings, one: Setting) -> str:
+    """Return the value of a setting as its environment variable has it; empty if it is unset."""
+    value = _value(settings, one.path)
+    return "" if value is None else str(value)
 
 
 def _flag(one: Setting, settings: AskSettings) -> str:

@@ -329,16 +329,6 @@ def with_measures(answers: Iterable[GpuAnswer], measured: Mapping[GpuUuid, str])
     ]
 
 
-def with_refusals(answers: Iterable[GpuAnswer], refused: Mapping[str, str]) -> list[GpuAnswer]:
-    """Add why kube-scheduler would not offer some nodes, by name."""
-    return [
-        replace(one, fits=False, text=f"{why}; {'the GPU itself ' if one.fits else ''}{one.text}")
-        if (why := refused.get(one.node)) is not None
-        else one
-        for one in answers
-    ]
-
-
 def lines(answers: Iterable[GpuAnswer], *, each: bool) -> list[str]:
     """Return one line for each GPU, or for each group of GPUs with equal explanations."""
     if each:

@@ -1,14 +1,21 @@
-"""The commands `explain` and `what-if`: what they are given, and how they refuse it."""
+"""The commands `explain` and `what-if`: their input, the settings that count, and how they refuse."""
 
 import contextlib
+import dataclasses
 
+import click
 import pytest
 from asking_world import HEAD
-from carpool_core.kube.api import GPU_NODES
-from carpool_core.kube.errors import Forbidden
+from carpool_core.kube.api import CONFIG_MAPS, GPU_NODES, GPU_TRAINING_JOBS
+from carpool_core.kube.errors import Forbidden, Invalid, Unreachable
+from carpool_core.settings import SettingsError, click_options
 from carpool_core.testing.kube import FakeKube
 from carpool_extender.explain import commands
-from carpool_extender.explain.commands import explain_command, what_if
+from carpool_extender.explain.commands import ManifestError, check_manifest, explain_command, read_manifest, what_if
+from carpool_extender.explain.site_settings import given, read_site_settings
+from carpool_extender.framework.admission_limits import Quantile
+from carpool_extender.framework.diagnosis import broken
+from carpool_extender.settings import AskSettings, ConditionSettings
 from carpool_extender.testing import seed_job
 from carpool_simulator.commands import simulate
 from click.testing import CliRunner
@@ -123,3 +130,202 @@ def test_the_jobs_namespace_is_the_contexts_unless_one_is_named(arguments, names
         result = CliRunner().invoke(explain_command, ["gone", *arguments])
     assert result.exit_code == 2
     assert f"no GpuTrainingJob gone in namespace {namespace}" in result.output
+
+
+def manifest_of(**spec):
+    return {
+        "kind": "GpuTrainingJob",
+        "metadata": {"name": "new", "namespace": "default"},
+        "spec": {"template": {}} | spec,
+    }
+
+
+async def test_the_api_server_checks_the_manifest_and_creates_nothing():
+    kube = FakeKube()
+    assert (await check_manifest(kube, manifest_of()))[1:] == ([], [])
+    assert kube.dump_all(GPU_TRAINING_JOBS) == []
+    assert [call.verb for call in kube.calls] == ["check"]
+    noise = ", <nil>: Invalid value: null: some validation rules were not checked because of x"
+    kube.fail_next(
+        "check", GPU_TRAINING_JOBS, Invalid("no", status=422, server_message=f"spec.lables: unknown field{noise}")
+    )
+    with pytest.raises(ManifestError, match=r"^the API server would refuse it: spec.lables: unknown field$"):
+        await check_manifest(kube, manifest_of())
+    seed_job(kube, "new")
+    assert "exists already" in (await check_manifest(kube, manifest_of())).notes[0]
+
+
+async def test_without_the_right_to_create_it_is_said_and_the_manifest_read_all_the_same():
+    kube = FakeKube()
+    for _ in range(2):
+        kube.fail_next("check", GPU_TRAINING_JOBS, Forbidden("no", status=403))
+    found = await check_manifest(kube, manifest_of())
+    assert found.notes == []
+    assert "not checked: whether the API server" in found.unchecked[0]
+    with pytest.raises(ManifestError, match=r"^spec.sharing.maxSlowdown: expected a number >= 1.0$"):
+        await check_manifest(kube, manifest_of(sharing={"maxSlowdown": 0.5}))
+
+
+@pytest.mark.parametrize(
+    ("own", "flag", "found"),
+    [
+        pytest.param("", None, "", id="none"),
+        pytest.param("", "a", "a", id="asked for"),
+        pytest.param("b", None, "b", id="the manifest's"),
+        pytest.param("b", "b", "b", id="both"),
+        pytest.param("b", "a", None, id="another"),
+        pytest.param("b", "default", None, id="another, which is the usual one"),
+    ],
+)
+def test_a_manifest_of_one_namespace_is_not_asked_about_in_another(own, flag, found, tmp_path):
+    """Regression: with -n A what-if silently told of namespace B."""
+    path = tmp_path / "job.yaml"
+    path.write_text(f"{{{HEAD}, metadata: {{name: x, namespace: '{own}'}}}}")
+    if found is None:
+        with pytest.raises(ManifestError, match=f"the namespace of the manifest, {own}, is not {flag}, which -n"):
+            read_manifest(path, flag)
+    else:
+        assert read_manifest(path, flag)["metadata"]["namespace"] == found
+
+
+@pytest.mark.parametrize(
+    ("head", "sentence"),
+    [
+        pytest.param(
+            "apiVersion: carpool.dev/v9\nkind: GpuTrainingJob",
+            "expected apiVersion carpool.dev/v1alpha1, found carpool.dev/v9",
+            id="another version",
+        ),
+        pytest.param(
+            "apiVersion: kubeflow.org/v1\nkind: GpuTrainingJob",
+            "expected apiVersion carpool.dev/v1alpha1, found kubeflow.org/v1",
+            id="another group",
+        ),
+        pytest.param(
+            "apiVersion:\nkind: GpuTrainingJob", "expected apiVersion carpool.dev/v1alpha1, found none", id="no version"
+        ),
+        pytest.param("apiVersion: batch/v1\nkind: Job", "expected a GpuTrainingJob, found a Job", id="another kind"),
+        pytest.param("apiVersion: carpool.dev/v1alpha1", "expected a GpuTrainingJob, found no kind", id="no kind"),
+    ],
+)
+def test_a_manifest_of_something_else_is_refused_by_what_it_is(head, sentence, tmp_path):
+    """Regression: of another version it was said that the field spec is unknown."""
+    path = tmp_path / "job.yaml"
+    path.write_text(f"{head}\nmetadata: {{name: x}}\nspec: {{template: {{}}}}\n")
+    with pytest.raises(ManifestError) as refused:
+        read_manifest(path, "default")
+    assert str(refused.value) == f"{path}: {sentence}"
+
+
+def test_a_manifest_of_this_version_is_read(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text("{" + HEAD + ", metadata: {name: x}}")
+    assert read_manifest(path, "a")["metadata"] == {"name": "x", "namespace": "a"}
+
+
+SHIPPED = AskSettings()
+WHERE = "ConfigMap carpool-settings in carpool-system"
+
+
+def a_site(name="carpool-settings", namespace="carpool-system", **data):
+    """A cluster with the ConfigMap that the chart writes."""
+    kube = FakeKube()
+    kube.seed(CONFIG_MAPS, {"metadata": {"name": name, "namespace": namespace}, "data": data})
+    return kube
+
+
+async def test_the_sites_settings_hold_unless_the_caller_sets_them():
+    kube = a_site(CARPOOL_POLICY="best-fit", CARPOOL_SLOTS_PER_GPU="4", CARPOOL_MOST_JOBS="2",
+                  CARPOOL_SLOWDOWN_QUANTILE="upper", CARPOOL_COUNT_PEAKS="false")  # fmt: skip
+    asked = dataclasses.replace(SHIPPED, policy="energy", conditions=ConditionSettings(max_jobs=1))
+    found, note = await read_site_settings(kube, asked, frozenset({"--policy", "--most-jobs", "--namespace"}))
+    limits = ConditionSettings(max_jobs=1, slowdown_quantile=Quantile.UPPER)
+    assert found == dataclasses.replace(asked, slots_per_gpu=4, count_peaks=False, conditions=limits)
+    assert note == (
+        "settings: --policy energy --most-jobs 1 as given; "
+        f"--no-count-peaks --slots-per-gpu 4 --slowdown-quantile upper by {WHERE}; the others as shipped"
+    )
+
+
+async def test_a_site_with_defaults_is_as_shipped():
+    found, note = await read_site_settings(a_site(CARPOOL_POLICY="least-slowdown"), SHIPPED, frozenset())
+    assert (found, note) == (SHIPPED, f"settings: as shipped, by {WHERE}")
+
+
+async def test_the_calibration_of_the_site_counts_for_predictions():
+    kube = a_site(CARPOOL_CALIBRATION="", CARPOOL_SHARE_UNMEASURED="true")
+    found, _ = await read_site_settings(kube, SHIPPED, frozenset())
+    assert (found.calibration, found.share_unmeasured) == ("", True)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        pytest.param(
+            {"CARPOOL_POLICY": "of-tomorrow"}, "is invalid for this version: policy 'of-tomorrow'", id="policy"
+        ),
+        pytest.param({"CARPOOL_SLOTS_PER_GPU": "many"}, "is invalid for this version: CARPOOL_SLOTS", id="no number"),
+        pytest.param({"CARPOOL_MOST_JOBS": "0"}, "is invalid for this version: expected 1 to", id="out of range"),
+    ],
+)
+async def test_invalid_settings_of_a_site_leave_the_defaults_and_say_why(data, reason):
+    found, note = await read_site_settings(a_site(**data), SHIPPED, frozenset())
+    assert found == SHIPPED
+    assert note.startswith(f"settings: as shipped; the site's may differ: {WHERE} {reason}")
+
+
+async def test_unreadable_settings_of_a_site_leave_the_defaults_and_say_why():
+    kube = FakeKube()
+    found, note = await read_site_settings(kube, SHIPPED, frozenset())
+    assert found == SHIPPED
+    assert note.endswith(f"{WHERE} does not exist (--site names another installation)")
+    kube.fail_next("get", CONFIG_MAPS, Forbidden("no", status=403))
+    _, note = await read_site_settings(kube, SHIPPED, frozenset())
+    assert note.endswith(f"you may not read {WHERE}")
+
+
+async def test_another_installation_is_named_by_site():
+    kube = a_site("gpus-settings", "ml", CARPOOL_POLICY="energy")
+    found, note = await read_site_settings(kube, dataclasses.replace(SHIPPED, site="ml/gpus"), frozenset())
+    assert found.policy == "energy"
+    assert note.startswith("settings: --policy energy by ConfigMap gpus-settings in ml")
+    asked = dataclasses.replace(SHIPPED, site="")
+    assert (await read_site_settings(FakeKube(), asked, frozenset())).note == "settings: as shipped"
+    with pytest.raises(SettingsError, match="expected NAMESPACE/NAME"):
+        await read_site_settings(kube, dataclasses.replace(SHIPPED, site="gpus"), frozenset())
+
+
+async def test_an_api_server_that_does_not_answer_is_an_error():
+    kube = a_site()
+    kube.fail_next("get", CONFIG_MAPS, Unreachable("no answer"))
+    with pytest.raises(Unreachable):
+        await read_site_settings(kube, SHIPPED, frozenset())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "expected"),
+    [
+        ([], {}, set()),
+        (["--policy", "energy"], {}, {"--policy"}),
+        ([], {"CARPOOL_POLICY": "energy"}, {"--policy"}),
+    ],
+)
+def test_flags_and_environment_variables_count_as_given(arguments, environment, expected):
+    seen = []
+
+    @click.command()
+    @click_options(AskSettings)
+    def command(settings):
+        seen.append(given(click.get_current_context()))
+
+    assert CliRunner(env=environment).invoke(command, arguments).exit_code == 0
+    assert seen == [expected]
+
+
+def test_lines_break_between_words_in_a_terminal():
+    line = "  GPU 0 of a (NVIDIA A100-SXM4-40GB): fits by MPS, leaves 36,960 MiB, expected slowdown 1.00; and more"
+    first, *others = broken(line, 60).splitlines()
+    assert first == "  GPU 0 of a (NVIDIA A100-SXM4-40GB): fits by MPS, leaves"
+    assert all(part.startswith(6 * " ") and len(part) <= 60 for part in others)
+    assert " ".join([first, *(part.strip() for part in others)]) == line
+    assert broken("short", 60) == "short"

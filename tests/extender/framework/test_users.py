@@ -8,7 +8,8 @@ from carpool_core.testing.kube import FakeKube
 from carpool_core.values import SharingMode
 from carpool_extender.cache import ledger
 from carpool_extender.cache.ledger import capacity_of
-from carpool_extender.explain.explain import Options, explain_job
+from carpool_extender.explain.explain import explain_job
+from carpool_extender.explain.queue_forecast import Options
 from carpool_extender.framework.diagnosis import explain_gpus
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.filters import TENANCY
