@@ -20,10 +20,9 @@ from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.diagnosis import PREFIX
 from carpool_extender.framework.evaluation_cache import EvaluationCache
 from carpool_extender.framework.filters import pluralize
-from carpool_extender.framework.gang import max_workers
 from carpool_extender.framework.scores import SchedulerConfig
 from carpool_extender.informers import JobRow
-from carpool_extender.queue.order import QueueOrder, duration_in, reservation_end_s
+from carpool_extender.queue.order import QueueOrder, duration_in, queue_order, reservation_end_s
 from carpool_extender.queue.scheduling_queue import (
     PodRef,
     QueuedJobInfo,
@@ -37,6 +36,8 @@ from carpool_extender.workloads import AS_SHIPPED, JobOptions, NotOurs, pod_requ
 T = TypeVar("T")
 MAX_NAMED_AHEAD = 3
 """Jobs ahead that are named."""
+MAX_FORECAST = 20
+"""Jobs ahead up to which an expected start is computed: each end of a running job is a pass of the queue."""
 _EVERYTHING = Selector()
 _PENDING = Selector(fields=f"spec.schedulerName={SCHEDULER_NAME},status.phase=Pending")
 
@@ -143,27 +144,36 @@ def place_in_queue(
         devices = (d for name in cluster.nodes_holding(held.pod_uid) for d in cluster.nodes[name].status.devices)
         return reservation_end_s(held, job.spec.training.steps, times, devices)
 
-    evaluations = EvaluationCache(cluster, config)
-    first = SchedulingQueue(cluster, evaluations, config, order=order).schedule(infos.values(), end_of, now_s)
-    waiting = next((one for one in first.waiting if one.info.job == mine), None)
-    waits = None if waiting is None else refusal_message(waiting, evaluations, config.slots)
-    for claim in (claim for one in first.admitted for claim in one.claims):
-        cluster.forget(claim.node, claim.reservation.pod_uid)
-    if waiting is not None and waiting.reason is WaitReason.DOES_NOT_FIT:
-        workers = len(waiting.info.pods)
-        if max_workers(evaluations.of(request), workers) < workers:  # not only because of the claims of other jobs
-            waits = refusal_message(waiting, evaluations, config.slots)
-    queue = SchedulingQueue(cluster, evaluations, config, order=order)
-    found = queue.forecast(infos.values(), end_of, now_s, until=mine)
-    position, start_s = found[mine].position, found[mine].start_s
-    if len(infos) == 1 and start_s == now_s:
+    by_number = {info.number: info for info in infos.values()}
+    in_order = [by_number[key.number] for key in queue_order((info.key() for info in infos.values()), order)]
+    ahead = in_order[: in_order.index(infos[mine])]
+    considered = [*ahead, infos[mine]]  # jobs behind it change nothing
+    evaluations = EvaluationCache(cluster, config, len(considered))
+    result = SchedulingQueue(cluster, evaluations, config, order=order).schedule(considered, end_of, now_s)
+    waiting = next((one for one in result.waiting if one.info.job == mine), None)
+    waits: str | None = None
+    start_s: float | None = now_s
+    if waiting is not None:
+        waits, start_s = refusal_message(waiting, evaluations, config.slots).removeprefix(PREFIX), waiting.start_s
+    if start_s is None and len(ahead) <= MAX_FORECAST:
+        for claim in (claim for one in result.admitted for claim in one.claims):
+            cluster.forget(claim.node, claim.reservation.pod_uid)
+        queue = SchedulingQueue(cluster, evaluations, config, order=order)
+        start_s = queue.forecast(considered, end_of, now_s, until=mine)[mine].start_s
+    if len(infos) == 1 and waits is None:
         return QueuePlace()
     counts = "" if order is QueueOrder.ARRIVAL else f" (it counts as {_length(infos[mine])})"
-    ahead = [infos[job].name for job in sorted(found, key=lambda job: found[job].position)][: position - 1]
-    rest = [f"{len(ahead) - MAX_NAMED_AHEAD:,} more"] if len(ahead) > MAX_NAMED_AHEAD else []
-    behind = f", behind {', '.join([*ahead[:MAX_NAMED_AHEAD], *rest])}" if ahead else ""
-    line = f"place in the queue: {_ordinal(position)} of {pluralize(len(infos), 'pending job')} by the order {order}"
-    return QueuePlace([f"{line}{counts}{behind}; {_start(start_s, now_s)}"], waits and waits.removeprefix(PREFIX))
+    names = [info.name for info in ahead[:MAX_NAMED_AHEAD]]
+    names += [f"{len(ahead) - len(names):,} more"] if len(ahead) > len(names) else []
+    behind = f", behind {', '.join(names)}" if names else ""
+    place = f"{_ordinal(len(considered))} of {pluralize(len(infos), 'pending job')} by the order {order}"
+    if start_s is not None:
+        start = "it can start now" if waits is None else f"expected start in about {format_duration(start_s - now_s)}"
+    elif len(ahead) > MAX_FORECAST:
+        start = f"its start is not forecast, because more than {MAX_FORECAST} jobs are ahead"
+    else:
+        start = "it would not fit even after all running jobs have ended"
+    return QueuePlace([f"place in the queue: {place}{counts}{behind}; {start}"], waits)
 
 
 def unqueued_job(
@@ -238,12 +248,6 @@ def _length(info: QueuedJobInfo) -> str:
         return f"{format_duration(info.duration_s)} long"
     unknown = "it has no spec.training.steps" if info.request.steps is None else "its step time is not predicted"
     return f"{format_duration(ASSUMED_DURATION_S)} long, because {unknown}"
-
-
-def _start(start_s: float | None, now_s: float) -> str:
-    if start_s is None:
-        return "it would not fit even after all running jobs have ended"
-    return "it can start now" if start_s <= now_s else f"expected start in about {format_duration(start_s - now_s)}"
 
 
 def _ordinal(number: int) -> str:
