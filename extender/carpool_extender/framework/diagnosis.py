@@ -145,56 +145,32 @@ def _incomplete_sets(evaluation: Evaluation, rows: Rows) -> list[str]:
     return [f"needs {wanted} GPUs on one node in one mode, the best node has {most}"]
 
 
-@dataclass(frozen=True, slots=True)
-class _FreestGpu:
-    """The GPU of a product that lacks the least memory."""
-
-    product: str
-    has_mib: int
-    need_mib: int
-    is_too_small: bool
-    """Whether an empty one does not suffice either."""
-    is_freest: bool
-    """Whether no GPU of this product has more free memory."""
-
-    def __str__(self) -> str:
-        which = "freest" if self.is_freest else "another"
-        return f"{which} {self.product} has {self.has_mib:,} MiB {'total' if self.is_too_small else 'free'}"
-
-
 def _memory(evaluation: Evaluation, rows: Rows) -> list[str]:
-    """Return the memory needed, and the freest GPU of each product that lacks memory."""
+    """Return the memory needed, and for each product the GPU that lacks the least; empty if no GPU lacks memory."""
     if evaluation.pod_request.demand.is_unknown:
         return []
-    asked = rows[(evaluation.results.failed[rows] != SUITABILITY.number) | evaluation.too_small(rows)]
-    names = [kind.product for kind in evaluation.snapshot.classes]
-    product = np.unique(names, return_inverse=True)[1][evaluation.snapshot.gpus.device_class[asked]]
-    found = [_freest(evaluation, asked[product == one]) for one in np.flatnonzero(np.bincount(product))]
-    short = sorted((one for one in found if one is not None), key=lambda one: -one.has_mib)
+    gpus = evaluation.snapshot.gpus
+    names = np.array([kind.product for kind in evaluation.snapshot.classes])[gpus.device_class[rows]]
+    failed, too_small = evaluation.results.failed[rows], evaluation.too_small(rows)
+    short = list[tuple[int, int, str]]()
+    for product in np.unique(names[(failed == MEMORY.number) | too_small]).tolist():
+        mine = names == product
+        lacking = rows[mine & ((failed == MEMORY.number) | too_small)]
+        row = lacking[[np.argmax(evaluation.left_mib(lacking))]]
+        others = rows[mine & ((failed != SUITABILITY.number) | too_small)]
+        which = "freest" if gpus.free_mib[row[0]] >= gpus.free_mib[others].max() else "another"
+        is_too_small = evaluation.too_small(row)[0]  # an empty one does not suffice either
+        has_mib = int((gpus.usable_mib if is_too_small else gpus.free_mib)[row[0]])
+        text = f"{which} {product} has {has_mib:,} MiB {'total' if is_too_small else 'free'}"
+        short.append((has_mib, int(evaluation.need_mib(row)[0]), text))
     if not short:
         return []
-    low, high = min(one.need_mib for one in short), max(one.need_mib for one in short)
-    parts = [str(one) if low == high else f"{one}, needs {one.need_mib:,}" for one in short[:MAX_PRODUCTS]]
+    short.sort(key=lambda one: -one[0])
+    low, high = min(need for _, need, _ in short), max(need for _, need, _ in short)
+    parts = [text if low == high else f"{text}, needs {need:,}" for _, need, text in short[:MAX_PRODUCTS]]
     if len(short) > MAX_PRODUCTS:
         parts.append(f"{pluralize(len(short) - MAX_PRODUCTS, 'product')} with less")
     return [f"needs {low:,} MiB" if low == high else f"needs {low:,} to {high:,} MiB", ", ".join(parts)]
-
-
-def _freest(evaluation: Evaluation, rows: Rows) -> _FreestGpu | None:
-    """Return the GPU of one product that lacks the least memory; None if no GPU lacks memory."""
-    gpus = evaluation.snapshot.gpus
-    lacking = rows[(evaluation.results.failed[rows] == MEMORY.number) | evaluation.too_small(rows)]
-    if not lacking.size:
-        return None
-    row = lacking[[np.argmax(evaluation.left_mib(lacking))]]
-    is_too_small = bool(evaluation.too_small(row)[0])
-    return _FreestGpu(
-        product=evaluation.snapshot.product(int(row[0])),
-        has_mib=int((gpus.usable_mib if is_too_small else gpus.free_mib)[row[0]]),
-        need_mib=int(evaluation.need_mib(row)[0]),
-        is_too_small=is_too_small,
-        is_freest=bool(gpus.free_mib[row[0]] >= gpus.free_mib[rows].max()),
-    )
 
 
 _IN_GROUPS: Sequence[Check] = (SLOWDOWN, MODE, TENANCY, SLOTS, LIMITS, HEALTH, SUITABILITY)

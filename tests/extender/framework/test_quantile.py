@@ -1,4 +1,4 @@
-"""Which predicted slowdown limits are held against: the expected one, or one that few exceed."""
+"""The predicted slowdown that limits are compared with: the median, or an upper quantile that few exceed."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def asks(sm=0.3, util=50.0, **more):
     return pod_request(prediction=prediction(sm=sm, util=util), **more)
 
 
-def test_the_upper_quantile_lets_fewer_share_and_says_what_was_expected():
+def test_upper_quantile_lets_fewer_share_and_names_the_expected_slowdown():
     snapshot = beside(max_slowdown=1.2).snapshot()
     assert filter_nodes(CachedEvaluation(asks(max_slowdown=5.0), MEDIAN, snapshot), ["a"]).fits == ["a"]
     refused = filter_nodes(CachedEvaluation(asks(max_slowdown=5.0), UPPER, snapshot), ["a"]).refused
@@ -41,7 +41,7 @@ def test_the_upper_quantile_lets_fewer_share_and_says_what_was_expected():
 
 
 @pytest.mark.parametrize("rules", [MEDIAN, UPPER], ids=list(Quantile))
-def test_both_quantiles_are_told_whichever_decides(rules):
+def test_both_quantiles_are_named_whichever_decides(rules):
     snapshot = beside(max_slowdown=3.0).snapshot()
     chosen = place_on_node(CachedEvaluation(asks(max_slowdown=2.0), rules, snapshot), "a")
     assert "expected slowdown 1.00 of 2.00, 90% below 1.78; " in chosen.reason
@@ -50,7 +50,7 @@ def test_both_quantiles_are_told_whichever_decides(rules):
     assert "expected slowdown 1.00, 90% below 1.78; beside default/x " in answer.text
 
 
-def test_alone_there_is_nothing_to_be_sure_of():
+def test_alone_there_is_no_upper_quantile():
     (answer,) = explain_gpus(CachedEvaluation(asks(), UPPER, cluster(gpu_node("a", 1)).snapshot()), ["a"])
     assert answer.text.endswith("expected slowdown 1.00; tenant 1 of at most 8")
 
@@ -59,7 +59,7 @@ shares = st.floats(0.0, 1.0, width=32)
 
 
 @given(st.sampled_from(SHARED), shares, shares, st.lists(st.tuples(shares, shares), min_size=1, max_size=4))
-def test_whoever_the_upper_quantile_admits_the_median_admits(mode, sm, util, tenants):
+def test_upper_quantile_admits_no_more_than_the_median(mode, sm, util, tenants):
     held = [
         tenant(f"t{i}", ["GPU-a-0"], mode, prediction=prediction(memory_mib=100, sm=one, util=100 * busy))
         for i, (one, busy) in enumerate(tenants)
@@ -74,7 +74,7 @@ def test_whoever_the_upper_quantile_admits_the_median_admits(mode, sm, util, ten
 
 
 @given(st.sampled_from(list(SharingMode)), st.lists(st.tuples(shares, shares), min_size=1, max_size=4))
-def test_the_upper_quantile_is_never_below_the_median(mode, tenants):
+def test_upper_quantile_is_never_below_the_median(mode, tenants):
     sm, util = np.array(tenants).T[:, None, :]
     every = np.ones(util.shape, np.bool_)
     median, upper = slowdowns(mode, util, sm, sm, every), upper_slowdowns(mode, util, sm, sm, every)
@@ -83,7 +83,7 @@ def test_the_upper_quantile_is_never_below_the_median(mode, tenants):
         assert (upper == median).all()
 
 
-def test_it_is_a_setting():
+def test_quantile_is_a_setting():
     assert load(ExtenderSettings, {}).conditions.conditions().quantile is Quantile.MEDIAN
     upper = load(ExtenderSettings, {"CARPOOL_SLOWDOWN_QUANTILE": "upper"})
     assert upper.conditions.conditions() == AdmissionLimits(quantile=Quantile.UPPER)
