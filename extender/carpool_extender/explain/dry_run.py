@@ -110,7 +110,7 @@ class DryRun:
 
     def _no_room(self) -> str:
         evaluations = EvaluationCache(self._cluster, self._config)
-        return no_room(self._request, self._wanted, evaluations, self._config.slots)
+        return no_room(self._request, self._wanted, evaluations)
 
     def _places(self, most: int | None = None) -> list[WorkerPlace]:
         wanted = self._wanted if most is None else min(most, self._wanted)

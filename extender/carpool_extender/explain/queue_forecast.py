@@ -36,7 +36,7 @@ from carpool_extender.workloads import AS_SHIPPED, JobOptions, NotOurs, pod_requ
 T = TypeVar("T")
 MAX_NAMED_AHEAD = 3
 """Jobs ahead that are named."""
-MAX_FORECAST = 20
+MAX_FORECAST = 200
 """Jobs ahead up to which an expected start is computed: each end of a running job is a pass of the queue."""
 _EVERYTHING = Selector()
 _PENDING = Selector(fields=f"spec.schedulerName={SCHEDULER_NAME},status.phase=Pending")
@@ -149,18 +149,18 @@ def place_in_queue(
     ahead = in_order[: in_order.index(infos[mine])]
     considered = [*ahead, infos[mine]]  # jobs behind it change nothing
     evaluations = EvaluationCache(cluster, config, len(considered))
-    result = SchedulingQueue(cluster, evaluations, config, order=order).schedule(considered, end_of, now_s)
-    waiting = next((one for one in result.waiting if one.info.job == mine), None)
-    waits: str | None = None
-    start_s: float | None = now_s
-    if waiting is not None:
-        waits, start_s = refusal_message(waiting, evaluations, config.slots).removeprefix(PREFIX), waiting.start_s
-    if start_s is None and len(ahead) <= MAX_FORECAST:
-        for claim in (claim for one in result.admitted for claim in one.claims):
+    queue = SchedulingQueue(cluster, evaluations, config, order=order)
+    for info in considered:
+        queue.add(info)
+    admitted = [*queue.admit(end_of, now_s)]
+    waits = None if (waiting := queue.waiting(mine)) is None else refusal_message(waiting, evaluations)
+    start_s = None if waits else now_s
+    if waits and len(ahead) <= MAX_FORECAST:
+        for claim in (claim for one in admitted for claim in one.claims):
             cluster.forget(claim.node, claim.reservation.pod_uid)
         queue = SchedulingQueue(cluster, evaluations, config, order=order)
         start_s = queue.forecast(considered, end_of, now_s, until=mine)[mine].start_s
-    if len(infos) == 1 and waits is None:
+    if len(infos) == 1 and not waits:
         return QueuePlace()
     counts = "" if order is QueueOrder.ARRIVAL else f" (it counts as {_length(infos[mine])})"
     names = [info.name for info in ahead[:MAX_NAMED_AHEAD]]
@@ -173,7 +173,7 @@ def place_in_queue(
         start = f"its start is not forecast, because more than {MAX_FORECAST} jobs are ahead"
     else:
         start = "it would not fit even after all running jobs have ended"
-    return QueuePlace([f"place in the queue: {place}{counts}{behind}; {start}"], waits)
+    return QueuePlace([f"place in the queue: {place}{counts}{behind}; {start}"], waits and waits.removeprefix(PREFIX))
 
 
 def unqueued_job(
@@ -192,10 +192,10 @@ def unqueued_job(
     )
 
 
-def no_room(request: PodRequest, workers: int, evaluations: EvaluationCache, slots: int) -> str:
+def no_room(request: PodRequest, workers: int, evaluations: EvaluationCache) -> str:
     """Return why some workers of a job do not fit at once."""
-    waiting = Waiting(unqueued_job(request, workers), WaitReason.DOES_NOT_FIT, 1)
-    return refusal_message(waiting, evaluations, slots).removeprefix(PREFIX)
+    waiting = Waiting(unqueued_job(request, workers), WaitReason.DOES_NOT_FIT)
+    return refusal_message(waiting, evaluations).removeprefix(PREFIX)
 
 
 def _queued_jobs(
