@@ -1,92 +1,13 @@
 """A training step in numbers: traced records, the cost at any batch size, and reasons not to trust them. No PyTorch."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import msgspec
 from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
 from carpool_core.resources.job import Training
-from carpool_core.values import Optimizer, Precision
-
-
-class UpdateRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The parts of a traced step that depend on the optimizer; sizes in bytes."""
-
-    peak_bytes: int
-    activation_bytes: int
-    reserved_bytes: int
-    bytes_moved: float
-    kernels: int
-
-
-class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One traced step; sizes in bytes."""
-
-    batch_size: int
-    peak_bytes: int
-    activation_bytes: int
-    flops: float
-    bytes_moved: float
-    kernels: int
-    unfolded_max: int
-    """Largest matrix that a convolution by unfolding (im2col) would need."""
-    largest_bytes: int
-    """Largest single storage, or the tensors of one convolution together."""
-    reserved_bytes: int
-    """Bytes that the caching allocator holds after the step."""
-    updates: Mapping[Optimizer, UpdateRecord] = {}
-    """The step under other optimizers."""
-
-    def traced(self, optimizer: Optimizer | None = None) -> TracedStep:
-        """Return the step in the form of `spec.model.features`, under its own optimizer or one of `updates`."""
-        own = self if optimizer is None else self.updates[optimizer]
-        return TracedStep(
-            batch_size=self.batch_size,
-            peak_bytes=own.peak_bytes,
-            activation_bytes=own.activation_bytes,
-            reserved_bytes=own.reserved_bytes,
-            unfolded_bytes=self.unfolded_max,
-            largest_bytes=self.largest_bytes,
-            flops=self.flops,
-            bytes_moved=own.bytes_moved,
-            kernels=own.kernels,
-        )
-
-
-class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The traced steps of one model, or the reason why it could not be traced."""
-
-    name: str
-    family: str = ""
-    """Python module that defines it."""
-    input_shape: tuple[int, ...] = ()
-    optimizer: Optimizer = Optimizer.SGD_MOMENTUM
-    precision: Precision = Precision.FP32
-    activation_checkpointing: bool = False
-    parameters: int = 0
-    trainable_parameters: int = 0
-    parameter_bytes: int = 0
-    layers: LayerCounts = LayerCounts()
-    steps: tuple[StepRecord, ...] = ()
-    failure: str = ""
-    """Reason and message if the model could not be traced."""
-
-    def features(self, optimizer: Optimizer | None = None) -> ModelFeatures:
-        """Return the record in the form of `spec.model.features`, under its own optimizer or another recorded one."""
-        other = None if optimizer is self.optimizer else optimizer
-        return ModelFeatures(
-            name=self.name,
-            parameters=self.parameters,
-            trainable_parameters=self.trainable_parameters,
-            parameter_bytes=self.parameter_bytes,
-            layers=self.layers,
-            optimizer=other or self.optimizer,
-            precision=self.precision,
-            activation_checkpointing=self.activation_checkpointing,
-            steps=[step.traced(other) for step in self.steps],
-        )
 
 
 class Abstention(msgspec.Struct, frozen=True, kw_only=True):

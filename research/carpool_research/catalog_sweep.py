@@ -1,7 +1,7 @@
-"""`python -m carpool_research.catalog_sweep --records FILE`: traces the whole catalog in one process; resumable.
+"""Traces the whole catalog into records (`sweep`), and packs records into the wheel's feature store (`pack`).
 
-The file holds one `ModelRecord` as JSON a line, flushed as it comes; models that it holds already are left out.
-`python -m carpool_research.catalog_sweep` makes the feature store of the wheel from it. An hour or so of one core.
+`sweep` appends one `ModelRecord` as JSON a line, under every optimizer. It skips models that the file has already. The
+whole catalog takes several hours of one core.
 """
 
 import gc
@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 
 import click
 import msgspec
-from carpool_core.resources.features import LayerCounts
+from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
 from carpool_core.resources.job import CatalogModel, Training
 from carpool_core.values import Optimizer, Precision
 from carpool_predictor.catalog import store
-from carpool_predictor.catalog.hub import HUB
-from carpool_predictor.features import ModelRecord, StepRecord, TraceError, UpdateRecord
+from carpool_predictor.catalog.hub import published_models
+from carpool_predictor.features import TraceError
 
 from carpool_research.memory.fit import FILE, read_rows
 from carpool_research.tables import DataError
@@ -32,21 +32,32 @@ if TYPE_CHECKING:
     from carpool_predictor.tracing.operators import OperatorCache
 
 BATCH_SIZES = (16, 64)
-"""Traced for each model of images; what lies between and around is interpolated."""
-BATCH_SIZES_OF_TEXT = (4, 16)
-"""Traced for each model of `transformers`: a sample is a whole text."""
+"""Traced batch sizes of image models; others are interpolated."""
+TEXT_BATCH_SIZES = (4, 16)
+"""Traced batch sizes of `transformers` models, whose samples are whole texts."""
+FIRST = Optimizer.SGD_MOMENTUM
+"""Optimizer of the measured runs; the store holds the differences of the others from it."""
 
 
-OTHERS = tuple(optimizer for optimizer in Optimizer if optimizer is not Optimizer.SGD_MOMENTUM)
-"""Optimizers that are reckoned beside the traced one."""
+class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The traced steps of one model, or the reason why it could not be traced."""
+
+    name: str
+    family: str = ""
+    """Python module that defines it."""
+    input_shape: tuple[int, ...] = ()
+    features: dict[Optimizer, ModelFeatures] = {}
+    """Features under each traced optimizer, `FIRST` among them."""
+    failure: str = ""
+    """Reason and message if the model could not be traced."""
 
 
 class TooSlow(BaseException):
-    """A model took longer than its share: an alarm, which nobody on the way up may take for an error."""
+    """A model exceeded its time limit. No exception handler of the model catches it."""
 
 
 def read_records(path: Path) -> Iterator[ModelRecord]:
-    """Read the records of a sweep; a last line that was cut short is left out.
+    """Read the records of a sweep without an incomplete last line.
 
     Raises:
         DataError: There is no such file.
@@ -65,7 +76,7 @@ def catalog_names() -> list[str]:
     from torchvision import models  # type: ignore[import-untyped]
 
     return [
-        *(f"transformers/{n}" for n in HUB),
+        *(f"transformers/{n}" for n in published_models()),
         *(f"timm/{n}" for n in timm.list_models()),
         *(f"torchvision/{n}" for n in models.list_models()),
     ]
@@ -78,30 +89,31 @@ def family_of(name: str) -> str:
 
     library, _, short = name.partition("/")
     if library == "transformers":
-        return HUB[short].config.removesuffix("Config").lower()
+        return published_models()[short].config.removesuffix("Config").lower()
     entry = timm.models.model_entrypoint(short) if library == "timm" else models.get_model_builder(short)
     return str(entry.__module__).rpartition(".")[2]
 
 
-def in_turns(names: Iterable[str], family: dict[str, str]) -> list[str]:
-    """Order models so that each family has its turn: an unfinished sweep is a balanced sample."""
+def interleave_families(names: Iterable[str], family: dict[str, str]) -> list[str]:
+    """Order models so that families alternate: an unfinished sweep is a balanced sample."""
     families: dict[str, list[str]] = defaultdict(list)
     for name in names:
         families[family[name]].append(name)
-    return [name for turn in zip_longest(*families.values()) for name in turn if name is not None]
+    return [name for row in zip_longest(*families.values()) for name in row if name is not None]
 
 
 def order(names: Sequence[str], first: Iterable[str]) -> list[str]:
-    """Put the models that measurements exist of first."""
+    """Return the names with measured models first."""
     family = {name: family_of(name) for name in names}
     wanted = set(first)
-    return in_turns((n for n in names if n in wanted), family) + in_turns((n for n in names if n not in wanted), family)
+    parts = [n for n in names if n in wanted], [n for n in names if n not in wanted]
+    return [name for part in parts for name in interleave_families(part, family)]
 
 
-def record(name: str, training: Training, timeout_s: int, remembered: "OperatorCache | None" = None) -> ModelRecord:
-    """Trace one model, in this process, and reckon it under the other optimizers; a failure is a record, too."""
+def record(name: str, precision: Precision, timeout_s: int, operators: "OperatorCache") -> ModelRecord:
+    """Trace one model under each optimizer in this process; a failure becomes a record."""
     from carpool_predictor.catalog.recipes import recipe_of
-    from carpool_predictor.tracing.models import record_recipe
+    from carpool_predictor.tracing.models import trace_recipe
 
     def alarm(_: int, __: FrameType | None) -> None:
         raise TooSlow
@@ -109,28 +121,31 @@ def record(name: str, training: Training, timeout_s: int, remembered: "OperatorC
     signal.signal(signal.SIGALRM, alarm)
     signal.alarm(timeout_s)
     family = family_of(name)
-    sizes = BATCH_SIZES_OF_TEXT if name.startswith("transformers/") else BATCH_SIZES
+    sizes = TEXT_BATCH_SIZES if name.startswith("transformers/") else BATCH_SIZES
     try:
-        found = record_recipe(recipe_of(CatalogModel(name=name)), training, sizes, OTHERS, remembered)
-        return msgspec.structs.replace(found, family=family)
+        recipe = recipe_of(CatalogModel(name=name))
+        features = {
+            optimizer: trace_recipe(recipe, Training(optimizer=optimizer, precision=precision), sizes, operators)
+            for optimizer in Optimizer
+        }
+        return ModelRecord(name=name, family=family, input_shape=recipe.input_shape, features=features)
     except TraceError as e:
-        return ModelRecord(name=name, family=family, precision=training.precision, failure=f"{e.reason}: {e}"[:300])
+        return ModelRecord(name=name, family=family, failure=f"{e.reason}: {e}"[:300])
     except TooSlow:
-        failure = f"TraceTimedOut: longer than {timeout_s} s"
-        return ModelRecord(name=name, family=family, precision=training.precision, failure=failure)
+        return ModelRecord(name=name, family=family, failure=f"TraceTimedOut: longer than {timeout_s} s")
     finally:
         signal.alarm(0)
 
 
 @click.command()
-@click.option("--records", required=True, type=click.Path(path_type=Path), help="JSON lines of records, extended.")
-@click.option("--data", type=click.Path(path_type=Path), help="Folder of measurements: the models in it go first.")
+@click.option("--records", required=True, type=click.Path(path_type=Path), help="JSON lines of records; appended to.")
+@click.option("--data", type=click.Path(path_type=Path), help="Folder of measurements, whose models go first.")
 @click.option("--precision", type=click.Choice([p.value for p in Precision]), default="fp32", show_default=True)
-@click.option("--missing", is_flag=True, help="Leave out models that the feature store has in this precision already.")
-@click.option("--only-measured", is_flag=True, help="Leave out models that no measurement exists of.")
-@click.option("--timeout", default=90, show_default=True, help="Seconds for one model.")
+@click.option("--missing", is_flag=True, help="Skip models that the feature store has in this precision.")
+@click.option("--only-measured", is_flag=True, help="Skip models without measurements.")
+@click.option("--timeout", default=300, show_default=True, help="Seconds for one model.")
 def sweep(records: Path, data: Path | None, precision: str, missing: bool, only_measured: bool, timeout: int) -> None:
-    """Trace what is missing."""
+    """Trace models that the records lack."""
     measured: list[str] = []
     if data is not None:
         try:
@@ -138,44 +153,42 @@ def sweep(records: Path, data: Path | None, precision: str, missing: bool, only_
         except DataError as e:
             click.echo(str(e), err=True)
             sys.exit(2)
-    training = Training(batch_size=64, optimizer=Optimizer.SGD_MOMENTUM, precision=Precision(precision))
     known = {r.name for r in read_records(records)} if records.exists() else set()
-    if missing and training.precision in store.FILES:
-        known |= set(store.shipped(training.precision).names())
+    if missing and Precision(precision) in store.FILES:
+        known |= set(store.shipped(Precision(precision)).names())
     names = catalog_names()
     from carpool_predictor.tracing.operators import OperatorCache
 
-    remembered = OperatorCache()
-    gc.freeze()  # what PyTorch imported need not be searched for garbage again and again
+    operators = OperatorCache()
+    gc.freeze()  # the garbage collector need not scan PyTorch's own objects each time
     todo = order([n for n in names if not only_measured or n in set(measured)], measured)
     with records.open("ab", buffering=0) as file:
         for i, name in enumerate(todo):
             if name not in known:
-                found = record(name, training, timeout, remembered)
+                found = record(name, Precision(precision), timeout, operators)
                 file.write(msgspec.json.encode(found) + b"\n")
                 click.echo(f"{i + 1}/{len(todo)} {name} {found.failure or 'ok'}")
 
 
 def pack(records: list[ModelRecord], versions: dict[str, str]) -> bytes:
-    """Write a store; the same records give the same bytes.
+    """Return a store; the same records give the same bytes.
 
     Raises:
-        DataError: The records are of several optimizers or precisions.
+        DataError: The records have several precisions.
     """
     traced = sorted((r for r in records if not r.failure), key=lambda r: r.name)
-    kinds = {(r.optimizer, r.precision) for r in traced}
-    if len(kinds) > 1:
-        raise DataError(f"expected records of one optimizer and precision, found {sorted(kinds)}")
-    optimizer, precision = kinds.pop() if kinds else (Optimizer.SGD_MOMENTUM, Precision.FP32)
-    others = sorted({other for r in traced for step in r.steps for other in step.updates})
+    precisions = {r.features[FIRST].precision for r in traced}
+    if len(precisions) > 1:
+        raise DataError(f"expected records of one precision, found {sorted(precisions)}")
+    others = sorted({optimizer for r in traced for optimizer in r.features} - {FIRST})
     return zlib.compress(
         msgspec.json.encode(
             store.Document(
                 format=store.FORMAT,
                 versions=versions,
-                optimizer=optimizer,
+                optimizer=FIRST,
                 others=others,
-                precision=precision,
+                precision=precisions.pop() if precisions else Precision.FP32,
                 entries={r.name: msgspec.Raw(msgspec.json.encode(_entry(r, others))) for r in traced},
                 failures={r.name: r.failure for r in sorted(records, key=lambda r: r.name) if r.failure},
             )
@@ -185,64 +198,72 @@ def pack(records: list[ModelRecord], versions: dict[str, str]) -> bytes:
 
 
 def _entry(record: ModelRecord, others: list[Optimizer]) -> store.Entry:
+    first = record.features[FIRST]
     return store.Entry(
         family=record.family,
         input_shape=record.input_shape,
-        sizes=(record.parameters, record.trainable_parameters, record.parameter_bytes),
-        layers=tuple(getattr(record.layers, name) for name in LayerCounts.__struct_fields__),
-        steps=[_step(step, others) for step in record.steps],
+        sizes=(first.parameters, first.trainable_parameters, first.parameter_bytes),
+        layers=tuple(getattr(first.layers, name) for name in LayerCounts.__struct_fields__),
+        steps=[
+            _step(step, [record.features[o].steps[index] if o in record.features else None for o in others])
+            for index, step in enumerate(first.steps)
+        ],
     )
 
 
-def _step(step: StepRecord, others: list[Optimizer]) -> store.Step:
+def _step(step: TracedStep, others: list[TracedStep | None]) -> store.Step:
     numbers = (
-        step.batch_size, step.peak_bytes, step.activation_bytes, step.reserved_bytes, step.unfolded_max,
+        step.batch_size, step.peak_bytes, step.activation_bytes, step.reserved_bytes, step.unfolded_bytes,
         step.largest_bytes, step.kernels,
     )  # fmt: skip
-    updates = [_update(step.updates.get(other)) for other in others if step.updates]
+    updates = [
+        None if o is None else (o.peak_bytes, o.activation_bytes, o.reserved_bytes, o.kernels, o.bytes_moved)
+        for o in others
+    ]
     return store.Step(plain=numbers, flops=step.flops, bytes_moved=step.bytes_moved, updates=updates)
 
 
-def _update(update: UpdateRecord | None) -> tuple[int, int, int, int, float] | None:
-    if update is None:
-        return None
-    return update.peak_bytes, update.activation_bytes, update.reserved_bytes, update.kernels, update.bytes_moved
+def stored_record(known: store.Store, name: str) -> ModelRecord:
+    """Return the record of a model in a store."""
+    features = {o: found for o in Optimizer if (found := known.traced(name, o)) is not None}
+    family, shape = known.family(name) or "", known.input_shape(name) or ()
+    return ModelRecord(name=name, family=family, input_shape=shape, features=features)
 
 
 def differs(record: ModelRecord) -> bool:
-    """Whether the catalog of the package has this model, and otherwise."""
-    known = store.shipped().record(record.name)
-    return not record.failure and known is not None and known.features() != record.features()
+    """Whether the package's catalog has this model with other features."""
+    stored = store.shipped().traced(record.name)
+    return not record.failure and stored is not None and stored != record.features[FIRST]
 
 
 def extended(records: list[ModelRecord], known: store.Store, versions: dict[str, str]) -> list[ModelRecord]:
-    """Add to records what a store knows of other models.
+    """Return the records and those of a store's other models.
 
     Args:
-        records: Of the sweep.
+        records: Records of the sweep.
         known: The store.
-        versions: Of the libraries that the sweep ran with; a store says one set of them for all of its models.
+        versions: Versions of the sweep's libraries; a store has one set of them for all models.
 
     Raises:
-        DataError: The store's models were traced with others.
+        DataError: The store's models were traced with other versions.
     """
     if known.names() and _releases(versions) != _releases(known.versions):
         raise DataError(
-            f"expected the versions that the store was traced with ({_said(known.versions)}), found {_said(versions)}; "
-            "install those, or sweep all models anew and leave --extend out"
+            f"expected the versions that the store was traced with ({_joined(known.versions)}), found "
+            f"{_joined(versions)}; install those, or sweep all models again without --extend"
         )
     new = {r.name for r in records}
-    kept = [found for name in known.names() if name not in new and (found := known.record(name)) is not None]
+    kept = [stored_record(known, name) for name in known.names() if name not in new]
     failed = [ModelRecord(name=name, failure=failure) for name, failure in known.failures().items() if name not in new]
     return [*records, *kept, *failed]
 
 
 def _releases(versions: dict[str, str]) -> dict[str, str]:
-    """Leave out what a build adds for its hardware (`+cu132`): tracing takes place on none."""
+    """Return versions without the suffix of a hardware build (`+cu132`), which does not change a trace."""
     return {name: version.partition("+")[0] for name, version in versions.items()}
 
 
-def _said(versions: dict[str, str]) -> str:
+def _joined(versions: dict[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items()) or "none"
 
 
@@ -252,11 +273,11 @@ def _said(versions: dict[str, str]) -> str:
     "--measured",
     "is_measured",
     is_flag=True,
-    help="Keep the records that differ from the store, of a sweep with the timm that was measured, installed here.",
+    help="Keep records that differ from the store, after a sweep with the measured release of timm.",
 )
-@click.option("--extend", is_flag=True, help="Keep the models that the store has and the records have not.")
+@click.option("--extend", is_flag=True, help="Keep models of the store that the records lack.")
 def pack_command(records: Path, is_measured: bool, extend: bool) -> None:
-    """Write the store beside this module."""
+    """Write the store into the predictor's package."""
     import timm
     import torch
     import torchvision
@@ -264,9 +285,9 @@ def pack_command(records: Path, is_measured: bool, extend: bool) -> None:
     try:
         found = list(read_records(records))
         if is_measured:
-            # A model without a configuration of its own in that release was fed what later ones say.
+            # Models without a configuration in that release were traced with the input of later releases.
             found = [r for r in found if differs(r) and timm.models.get_pretrained_cfg(r.name.partition("/")[2])]
-        precision = next((r.precision for r in found), Precision.FP32)
+        precision = next((r.features[FIRST].precision for r in found if r.features), Precision.FP32)
         versions = {m.__name__: str(m.__version__) for m in (timm, torch, torchvision)}
         if extend and precision in store.FILES:
             found = extended(found, store.shipped(precision), versions)

@@ -11,8 +11,9 @@ from carpool_core.values import Precision
 from carpool_predictor.catalog.recipes import Recipe
 from carpool_predictor.features import TraceError
 from carpool_predictor.tracing.autocast import MetaAutocast
-from carpool_predictor.tracing.models import record_recipe, trace_recipe
-from carpool_predictor.tracing.step import Kind, fake_mode, fake_weights, meta_mode, prepare, trace_step
+from carpool_predictor.tracing.models import trace_recipe
+from carpool_predictor.tracing.step import fake_mode, fake_weights, meta_mode, prepare, trace_step
+from carpool_predictor.tracing.tracker import Kind
 from small_models import Attention, cnn, fake, mlp
 from torch import Tensor, nn
 
@@ -114,7 +115,7 @@ def test_a_product_that_no_list_names_is_left_to_pytorchs_autocast(name: str) ->
     with fake_weights(faked := fake_mode()):
         model = MISSED[name]()
     expected, _ = trace_step(prepare(model, faked, training, (32, 32)), 4)
-    found = record_recipe(recipe, training, [4]).steps[0]
+    found = trace_recipe(recipe, training, [4]).steps[0]
     assert (found.peak_bytes, found.bytes_moved) == (expected.peak_bytes, expected.bytes_moved)
 
 

@@ -1,4 +1,4 @@
-"""The closer record of a step agrees with the plain one, on fake tensors as on meta tensors."""
+"""A step traced on meta tensors has the numbers of fake tensors, and optimizers differ by their state."""
 
 import pytest
 from carpool_core.resources.job import CatalogModel, Training
@@ -6,34 +6,32 @@ from carpool_core.values import Optimizer
 
 pytest.importorskip("torch")
 
-from carpool_predictor.catalog.recipes import recipe_of
-from carpool_predictor.features import ModelRecord
-from carpool_predictor.tracing import models
+from carpool_predictor.catalog.recipes import Recipe, recipe_of
+from carpool_predictor.tracing.models import trace_under
+from carpool_predictor.tracing.operators import OperatorCache
 from carpool_predictor.tracing.step import fake_mode, meta_mode
+from torch import nn
 
 TRAINING = Training(batch_size=8, optimizer=Optimizer.SGD_MOMENTUM)
 
 
-def recorded(name: str, mode: models.TensorMode) -> ModelRecord:
-    return models._record(recipe_of(CatalogModel(name=name)), TRAINING, (4, 8), mode)
-
-
 @pytest.mark.parametrize("name", ["torchvision/resnet18", "timm/vit_tiny_patch16_224", "timm/mobilenetv3_small_050"])
 def test_meta_tensors_count_as_fake_ones(name: str) -> None:
-    assert recorded(name, meta_mode()) == recorded(name, fake_mode())
-
-
-def test_the_record_holds_the_plain_features() -> None:
-    record = recorded("torchvision/resnet18", meta_mode())
-    features = models.trace_recipe(recipe_of(CatalogModel(name="torchvision/resnet18")), TRAINING)
-    assert [s.peak_bytes for s in record.steps] == [s.peak_bytes for s in features.steps]
-    assert [s.flops for s in record.steps] == [s.flops for s in features.steps]
-    assert record.layers == features.layers
-    assert record.parameters == features.parameters
-
-
-def test_numbers_of_a_step_contain_each_other() -> None:
-    for step in recorded("timm/mobilenetv3_small_050", meta_mode()).steps:
+    recipe = recipe_of(CatalogModel(name=name))
+    meta, fake = (trace_under(mode, recipe, TRAINING, (4, 8)) for mode in (meta_mode(), fake_mode()))
+    assert meta == fake
+    for step in meta.steps:
         assert step.activation_bytes <= step.peak_bytes <= step.reserved_bytes
         assert 0 < step.largest_bytes < step.peak_bytes
-        assert step.unfolded_max > 0
+        assert step.unfolded_bytes > 0
+
+
+def test_optimizers_differ_by_their_state_and_share_operator_results() -> None:
+    recipe, operators = Recipe("mostly weights", lambda: nn.Linear(4096, 1024), (4096,)), OperatorCache()
+    peaks = {
+        optimizer: trace_under(meta_mode(), recipe, Training(optimizer=optimizer), (8,), operators).steps[0].peak_bytes
+        for optimizer in Optimizer
+    }
+    assert peaks[Optimizer.SGD] < peaks[Optimizer.SGD_MOMENTUM] < peaks[Optimizer.RMSPROP] < peaks[Optimizer.ADAM]
+    for optimizer, peak in peaks.items():
+        assert trace_under(fake_mode(), recipe, Training(optimizer=optimizer), (8,)).steps[0].peak_bytes == peak

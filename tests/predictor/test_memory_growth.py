@@ -44,9 +44,9 @@ def bounds(features: ModelFeatures, growth: float) -> list[Bound]:
 
 
 def features_of(name: str, precision: Precision) -> ModelFeatures:
-    record = store.shipped(precision).record(name)
-    assert record is not None
-    return record.features()
+    features = store.shipped(precision).traced(name)
+    assert features is not None
+    return features
 
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16_MIXED])

@@ -1,10 +1,11 @@
-"""The profiler: what is measured, in which order, and what becomes of it, on a GPU that is not there."""
+"""The profiler's measurements, sweep and rows on a simulated GPU."""
 
+import csv
 import io
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 
-import msgspec
 import pytest
 from carpool_core.values import Precision
 from carpool_deviceplugin.testing.nvml import FakeNvml
@@ -14,18 +15,15 @@ from carpool_predictor.profiler.session import (
     COLUMNS,
     InputError,
     Point,
-    RowsError,
     Session,
-    done,
     measure,
+    measured_keys,
     parse_budget,
     points,
     profile,
-    read,
-    run_sweep,
 )
-from carpool_predictor.profiler.testing import CONTEXT_MIB, Behaviour, FakeMachine
 from click.testing import CliRunner
+from fake_gpu import CONTEXT_MIB, Behaviour, FakeMachine
 from rich.console import Console
 
 QUIET = Console(file=io.StringIO())
@@ -50,8 +48,8 @@ def test_a_job_alone_is_measured_without_its_warm_up() -> None:
     assert row.elapsed_s == pytest.approx(3.0, abs=0.2)
 
 
-def test_where_nvml_does_not_tell_processes_apart_the_rise_is_taken() -> None:
-    row = Session(FakeMachine(tells_processes=False)).measure(Point(work()))
+def test_without_memory_by_process_the_rise_of_used_memory_counts() -> None:
+    row = Session(FakeMachine(reports_processes=False)).measure(Point(work()))
     assert row.peak_process_mib == 2000 + CONTEXT_MIB
 
 
@@ -69,7 +67,7 @@ def test_without_gpm_activity_stays_empty() -> None:
         pytest.param(Behaviour(is_mute=True), "failed", "no answer within", id="hangs"),
     ],
 )
-def test_what_goes_wrong_is_a_row_and_leaves_nothing_behind(behaviour: Behaviour, status: str, word: str) -> None:
+def test_a_failure_is_a_row_and_ends_all_processes(behaviour: Behaviour, status: str, word: str) -> None:
     machine = FakeMachine({"timm/resnet50": behaviour})
     row = Session(machine).measure(Point(work()))
     assert row.status == status
@@ -100,13 +98,13 @@ def test_a_pair_that_does_not_fit_together_is_out_of_memory() -> None:
     assert not machine.alive
 
 
-def test_without_mps_the_pair_says_so() -> None:
+def test_without_mps_the_row_of_a_pair_gives_the_reason() -> None:
     row = Session(FakeMachine(has_mps=False)).measure(Point(work(), work("timm/vgg16"), "mps"))
     assert row.status == "failed"
     assert "nvidia-cuda-mps-control" in row.reason
 
 
-def test_the_sweep_is_the_same_every_time_and_names_nothing_twice() -> None:
+def test_the_sweep_is_deterministic_without_duplicates() -> None:
     keys = [point.key for point in points("default")]
     assert keys == [point.key for point in points("default")]
     assert len(set(keys)) == len(keys)
@@ -123,55 +121,58 @@ def test_any_beginning_of_the_sweep_is_a_fair_sample() -> None:
     assert pairs[0].workload == pairs[1].workload
 
 
-def test_parts_of_the_sweep_can_be_asked_for() -> None:
+def test_a_sweep_can_be_limited_to_one_kind() -> None:
     assert all(point.partner is None for point in points("solo"))
     assert all(point.partner is not None for point in points("pairs"))
-    with pytest.raises(ValueError, match="expected a sweep out of"):
-        next(points("other"))
 
 
-def test_the_budget_is_kept() -> None:
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_budget_is_kept(tmp_path: Path) -> None:
     machine = FakeMachine()
     begin = machine.monotonic()
-    rows: list[str] = []
-    count = run_sweep(Session(machine), machine, points("solo"), set(), 60.0, lambda row: rows.append(row.key))
-    assert count == len(rows) > 15
+    assert measure(machine, "solo", 60.0, tmp_path / "rows.csv", QUIET) > 15
     assert machine.monotonic() - begin <= 60.0
 
 
-def test_rows_are_on_the_disk_as_they_come_and_continued_where_they_were_left(tmp_path: Path) -> None:
+def test_the_same_command_continues_a_file_after_an_incomplete_row(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     first = measure(FakeMachine(), "default", 60.0, path, QUIET)
     with path.open("a") as file:
         file.write("timm/half-a-row,solo,excl")
     second = measure(FakeMachine(), "default", 60.0, path, QUIET)
-    rows = list(read(path))
+    rows = read(path)
     assert len(rows) == first + second
-    assert [row.key for row in rows] == [point.key for point in points("default")][: len(rows)]
+    assert [row["key"] for row in rows] == [point.key for point in points("default")][: len(rows)]
     assert path.read_text().splitlines()[0] == ",".join(COLUMNS)
 
 
-def test_a_row_reads_back_as_it_was_written(tmp_path: Path) -> None:
+def test_a_row_has_units_and_empty_cells_for_values_not_measured(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     measure(FakeMachine(BUSY), "default", 60.0, path, QUIET)
-    pair = next(row for row in read(path) if row.kind == "pair")
-    assert pair.slowdown == pytest.approx((pair.shared_step_time_s or 0) / (pair.step_time_s or 1))
-    assert pair.peak_process_mib is None
+    pair = next(row for row in read(path) if row["kind"] == "pair")
+    shared, alone = float(pair["shared_step_time_s"]), float(pair["step_time_s"])
+    assert float(pair["slowdown"]) == pytest.approx(shared / alone)
+    assert pair["peak_process_mib"] == ""
+    assert pair["partner_precision"] in list(Precision)
 
 
-def test_a_file_of_something_else_or_of_another_gpu_is_not_continued(tmp_path: Path) -> None:
+def test_a_file_with_other_content_or_another_gpu_is_not_continued(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("a,b\n1,2\n")
-    with pytest.raises(RowsError, match="choose another --out"):
-        done(path, "Simulated GPU")
+    with pytest.raises(InputError, match="choose another --out"):
+        measured_keys(path, "Simulated GPU")
     path.unlink()
     measure(FakeMachine(), "solo", 10.0, path, QUIET)
-    with pytest.raises(RowsError, match="was measured on Simulated GPU, this is NVIDIA H200"):
-        done(path, "NVIDIA H200")
+    with pytest.raises(InputError, match="was measured on Simulated GPU, this is NVIDIA H200"):
+        measured_keys(path, "NVIDIA H200")
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("9m", 540), ("1.5h", 5400)])
-def test_budgets_are_read(text: str, seconds: float) -> None:
+def test_budgets_have_units(text: str, seconds: float) -> None:
     assert parse_budget(text) == seconds
 
 
@@ -181,28 +182,28 @@ def test_other_budgets_are_refused(text: str) -> None:
         parse_budget(text)
 
 
-def test_without_a_driver_the_command_says_so(tmp_path: Path) -> None:
+def test_without_a_driver_the_command_fails_with_a_sentence(tmp_path: Path) -> None:
     result = CliRunner().invoke(profile, ["--out", str(tmp_path / "rows.csv"), "--gpu-index", "63"])
     assert result.exit_code == 2
     assert "expected GPU 63 behind NVML" in result.stderr
     assert "Traceback" not in result.stderr
 
 
-STUB = """
-import json, os, sys
-task = json.loads(sys.stdin.readline())
-if task["workload"]["model"] == "dies":
-    sys.exit("segmentation fault, say")
-print(json.dumps({"type": "Ready"}), flush=True)
-for line in sys.stdin:
-    run = json.loads(line)
-    print(json.dumps({"type": "Window", "steps": 7, "step_time_s": run["seconds"], "peak_allocated_mib": len(
-        os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "")), "peak_reserved_mib": 2.0}), flush=True)
-"""
+def serve(connection: Connection) -> None:
+    """Serve like a worker, without a GPU."""
+    workload, environment = connection.recv()
+    if workload.model == "dies":
+        sys.exit(3)
+    connection.send(Ready())
+    while True:
+        window = Window(
+            steps=7, step_time_s=connection.recv(), peak_allocated_mib=len(environment), peak_reserved_mib=2.0
+        )
+        connection.send(window)
 
 
 def stub() -> WorkerProcess:
-    return WorkerProcess((sys.executable, "-c", STUB))
+    return WorkerProcess(serve)
 
 
 def wait(process: Process) -> Reply:
@@ -211,37 +212,34 @@ def wait(process: Process) -> Reply:
     return reply
 
 
-def test_a_worker_is_told_what_to_train_and_answers() -> None:
+def test_a_worker_receives_its_task_and_answers() -> None:
     process = stub()
-    process.give(work(), {})
+    process.give(work(), {"CUDA_VISIBLE_DEVICES": "GPU-1"})
     assert wait(process) == Ready()
     process.run(0.5)
     window = wait(process)
     assert isinstance(window, Window)
-    assert (window.steps, window.step_time_s) == (7, 0.5)
+    assert (window.steps, window.step_time_s, window.peak_allocated_mib) == (7, 0.5, 1)
     process.stop()
 
 
-def test_a_worker_that_dies_says_how() -> None:
+def test_a_worker_that_dies_is_a_failure_with_its_exit_code() -> None:
     process = stub()
     process.give(work("dies"), {})
-    reply = wait(process)
-    assert isinstance(reply, Failed)
-    assert "ended with code 1: segmentation fault" in reply.reason
+    assert wait(process) == Failed("the process ended with code 3")
     process.run(1.0)
     process.stop()
 
 
 def test_a_worker_without_a_gpu_fails_with_a_sentence() -> None:
-    from carpool_predictor.profiler.worker import Task, replies
+    from carpool_predictor.profiler.worker import replies
 
-    line = msgspec.json.encode(Task(workload=work("timm/resnet18", 2)))
-    (reply,) = replies(iter([line]))
+    (reply,) = replies(work("timm/resnet18", 2), iter([]))
     assert isinstance(reply, Failed)
     assert reply.reason
 
 
-def test_real_nvml_calls_are_read_into_the_port() -> None:
+def test_nvml_values_are_read() -> None:
     nvml = FakeNvml(["H100"])
     with NvmlMachine(0, nvml, stub) as machine:
         known = machine.describe()
@@ -254,9 +252,9 @@ def test_real_nvml_calls_are_read_into_the_port() -> None:
         process.sm, process.dram = 0.5, 0.25
         machine.begin_activity()
         nvml.advance(1.0)
-        seen = machine.end_activity()
-        assert seen is not None
-        assert (seen.sm_active, seen.dram_active) == pytest.approx((0.5, 0.25), abs=0.01)
+        activity = machine.end_activity()
+        assert activity is not None
+        assert (activity.sm_active_ratio, activity.dram_active_ratio) == pytest.approx((0.5, 0.25), abs=0.01)
         after = machine.sample()
         assert after.process_mib[job.pid] == 5000
         assert after.memory_used_mib >= before.memory_used_mib + 5000
@@ -264,7 +262,7 @@ def test_real_nvml_calls_are_read_into_the_port() -> None:
         job.stop()
 
 
-def test_a_gpu_that_is_not_there_is_an_error() -> None:
+def test_a_missing_gpu_is_an_error() -> None:
     with pytest.raises(HardwareError, match="expected GPU 9"):
         NvmlMachine(9, FakeNvml(["H100"]), stub)
 

@@ -6,44 +6,46 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from carpool_core.resources.features import LayerCounts
+from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
 from carpool_core.resources.job import CatalogModel, Training
 from carpool_core.values import Optimizer, Precision
 from carpool_predictor.catalog import store
-from carpool_predictor.features import MalformedError, ModelRecord, StepRecord, UpdateRecord, reason_to_abstain
+from carpool_predictor.features import MalformedError, reason_to_abstain
 from carpool_research import catalog_sweep
-from carpool_research.catalog_sweep import OTHERS
+from carpool_research.catalog_sweep import FIRST, ModelRecord, stored_record
 from carpool_research.tables import DataError
 
 KNOWN = CatalogModel(name="timm/vgg11_bn")
 
 
 def record(name: str = "timm/x") -> ModelRecord:
-    step = StepRecord(
-        batch_size=16, peak_bytes=900, activation_bytes=300, flops=1e9, bytes_moved=2e9, kernels=7, unfolded_max=6,
+    step = TracedStep(
+        batch_size=16, peak_bytes=900, activation_bytes=300, flops=1e9, bytes_moved=2e9, kernels=7, unfolded_bytes=6,
         largest_bytes=100, reserved_bytes=1000,
-        updates={
-            Optimizer.ADAM: UpdateRecord(
-                peak_bytes=1100, activation_bytes=300, reserved_bytes=1200, bytes_moved=3e9, kernels=9
-            )
-        },
     )  # fmt: skip
-    return ModelRecord(
-        name=name, family="x", input_shape=(3, 8, 8), parameters=25, trainable_parameters=25, parameter_bytes=100,
-        layers=LayerCounts(linear=3), steps=(step,),
+    under_adam = msgspec.structs.replace(step, peak_bytes=1100, reserved_bytes=1200, bytes_moved=3e9, kernels=9)
+    first = ModelFeatures(
+        name=name, parameters=25, trainable_parameters=25, parameter_bytes=100, layers=LayerCounts(linear=3),
+        optimizer=FIRST, steps=[step],
     )  # fmt: skip
+    adam = msgspec.structs.replace(first, optimizer=Optimizer.ADAM, steps=[under_adam])
+    return ModelRecord(name=name, family="x", input_shape=(3, 8, 8), features={FIRST: first, Optimizer.ADAM: adam})
 
 
-def test_what_is_packed_is_unpacked() -> None:
+def with_first(one: ModelRecord, **changes: object) -> ModelRecord:
+    changed = {optimizer: msgspec.structs.replace(f, **changes) for optimizer, f in one.features.items()}
+    return msgspec.structs.replace(one, features=changed)
+
+
+def test_a_packed_record_reads_back_equal() -> None:
     failed = ModelRecord(name="timm/y", failure="TraceFailed: for a reason")
-    found = store.unpack(catalog_sweep.pack([failed, record()], {"timm": "1"}))
-    assert found.record("timm/x") == record()
-    assert found.record("timm/y") is None
+    content = catalog_sweep.pack([failed, record()], {"timm": "1"})
+    found = store.unpack(content)
+    assert stored_record(found, "timm/x") == record()
+    assert found.traced("timm/y") is None
     assert found.failures() == {"timm/y": "TraceFailed: for a reason"}
     assert found.names() == ["timm/x"]
-    assert catalog_sweep.pack([record(), failed], {"timm": "1"}) == catalog_sweep.pack(
-        [failed, record()], {"timm": "1"}
-    )
+    assert catalog_sweep.pack([record(), failed], {"timm": "1"}) == content
 
 
 @pytest.mark.parametrize("content", [b"", b"no", zlib.compress(b"{}"), zlib.compress(b"[1]")[:-3]])
@@ -61,39 +63,34 @@ def test_a_newer_store_is_refused() -> None:
 def test_an_entry_that_was_tampered_with_is_refused() -> None:
     text = zlib.decompress(catalog_sweep.pack([record()], {})).replace(b"[16,900,", b'["16",900,')
     with pytest.raises(MalformedError, match="timm/x"):
-        store.unpack(zlib.compress(text)).record("timm/x")
+        store.unpack(zlib.compress(text)).traced("timm/x")
 
 
-def test_records_of_two_precisions_are_not_mixed() -> None:
-    other = msgspec.structs.replace(record("timm/y"), precision=Precision.BF16)
-    with pytest.raises(DataError, match="one optimizer and precision"):
-        catalog_sweep.pack([record(), other], {})
+def test_records_of_two_precisions_are_refused() -> None:
+    with pytest.raises(DataError, match="one precision"):
+        catalog_sweep.pack([record(), with_first(record("timm/y"), precision=Precision.BF16)], {})
 
 
 def test_a_store_can_be_extended() -> None:
-    failed = ModelRecord(name="timm/y", failure="TraceTimedOut: in those days")
+    failed = ModelRecord(name="timm/y", failure="TraceTimedOut: on an earlier day")
     known = store.unpack(catalog_sweep.pack([record(), record("timm/z"), failed], {}))
-    again = msgspec.structs.replace(record("timm/z"), parameters=26)
+    again = with_first(record("timm/z"), parameters=26)
     found = store.unpack(catalog_sweep.pack(catalog_sweep.extended([record("timm/y"), again], known, {}), {}))
-    assert [found.record(f"timm/{name}") for name in "xyz"] == [record(), record("timm/y"), again]
+    assert [stored_record(found, f"timm/{name}") for name in "xyz"] == [record(), record("timm/y"), again]
     assert found.failures() == {}
 
 
-def test_the_shipped_store_is_extended_by_what_was_reckoned_under_more_optimizers() -> None:
-    """Regression: the store of FP32 lacks some that every sweep reckons now, which ended in a KeyError."""
-    known = store.shipped()
-    old = known.record(KNOWN.name)
-    assert old is not None
-    update = record().steps[0].updates[Optimizer.ADAM]
-    step = msgspec.structs.replace(record().steps[0], updates=dict.fromkeys(OTHERS, update))
-    new = msgspec.structs.replace(record("timm/new"), steps=(step,))
-    assert set(OTHERS) - set(old.steps[0].updates), "nothing is missing any more: take another store"
-    found = store.unpack(catalog_sweep.pack(catalog_sweep.extended([new], known, known.versions), known.versions))
-    assert [found.record(name) for name in ("timm/new", KNOWN.name)] == [new, old]
-    assert len(found.names()) == len(known.names()) + 1
+def test_a_store_with_fewer_optimizers_can_be_extended() -> None:
+    """Regression: the shipped FP32 store lacks optimizers that a sweep traces today, which raised a KeyError."""
     adagrad = Training(optimizer=Optimizer.ADAGRAD)
-    assert found.features(CatalogModel(name="timm/new"), adagrad) == new.features(Optimizer.ADAGRAD)
-    assert found.features(KNOWN, adagrad) is None, "left to the tracer, as before"
+    known = store.unpack(catalog_sweep.pack([record()], {}))
+    new = record("timm/new")
+    under = msgspec.structs.replace(new.features[FIRST], optimizer=Optimizer.ADAGRAD)
+    new = msgspec.structs.replace(new, features={**new.features, Optimizer.ADAGRAD: under})
+    found = store.unpack(catalog_sweep.pack(catalog_sweep.extended([new], known, {}), {}))
+    assert [stored_record(found, name) for name in ("timm/new", "timm/x")] == [new, record()]
+    assert found.features(CatalogModel(name="timm/new"), adagrad) == under
+    assert found.features(CatalogModel(name="timm/x"), adagrad) is None, "left to the tracer"
 
 
 def test_a_store_is_not_extended_with_other_versions_whose_stamp_it_would_get() -> None:
@@ -132,7 +129,7 @@ def test_an_optimizer_that_was_not_traced_is_left_to_the_tracer() -> None:
     found = store.unpack(catalog_sweep.pack([record()], {}))
     model = CatalogModel(name="timm/x")
     adam = found.features(model, Training(optimizer=Optimizer.ADAM))
-    assert adam == record().features(Optimizer.ADAM)
+    assert adam == record().features[Optimizer.ADAM]
     assert found.features(model, Training(optimizer=Optimizer.ADAGRAD)) is None
 
 
@@ -141,10 +138,10 @@ def test_both_mixed_precisions_come_to_the_same(name: str) -> None:
     """Which is why they share a file."""
     pytest.importorskip("torch")
     from carpool_predictor.catalog.recipes import recipe_of
-    from carpool_predictor.tracing.models import record_recipe
+    from carpool_predictor.tracing.models import trace_recipe
 
     bf16, fp16 = (
-        record_recipe(recipe_of(CatalogModel(name=name)), Training(precision=precision), (4, 8))
+        trace_recipe(recipe_of(CatalogModel(name=name)), Training(precision=precision), (4, 8))
         for precision in (Precision.BF16_MIXED, Precision.FP16_MIXED)
     )
     assert bf16.steps == fp16.steps

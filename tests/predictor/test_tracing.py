@@ -10,7 +10,8 @@ from carpool_predictor.catalog.recipes import Recipe
 from carpool_predictor.features import TraceError
 from carpool_predictor.tracing.models import batch_sizes, trace_recipe
 from carpool_predictor.tracing.operators import attention_backward_flops, attention_flops
-from carpool_predictor.tracing.step import Kind, LiveStorages, losses, trace_step
+from carpool_predictor.tracing.step import losses, trace_step
+from carpool_predictor.tracing.tracker import Kind, LiveStorages
 from small_models import Attention, cnn, fake, mlp
 from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker

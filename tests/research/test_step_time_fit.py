@@ -176,7 +176,7 @@ def traced_transformer(build: str, shape: Shape, length: int, batch_size: int) -
     """Trace Hugging Face's own model in eager mode, fed with embeddings."""
     import transformers
     from carpool_predictor.catalog.recipes import Recipe
-    from carpool_predictor.tracing.models import record_recipe
+    from carpool_predictor.tracing.models import trace_recipe
     from torch import Tensor, nn
 
     class Fed(nn.Module):
@@ -203,8 +203,7 @@ def traced_transformer(build: str, shape: Shape, length: int, batch_size: int) -
         return Fed(transformers.GPT2LMHeadModel(config))
 
     recipe = Recipe(build, {"bert": bert, "gpt": gpt}[build], (length, shape.width))
-    record = record_recipe(recipe, Training(batch_size=batch_size, optimizer=Optimizer.SGD), (batch_size,))
-    return record.steps[0].traced()
+    return trace_recipe(recipe, Training(batch_size=batch_size, optimizer=Optimizer.SGD), (batch_size,)).steps[0]
 
 
 def test_what_is_shipped_comes_from_train(tmp_path: Path) -> None:

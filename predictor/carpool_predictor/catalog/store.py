@@ -10,12 +10,12 @@ from functools import cache
 from importlib import resources
 
 import msgspec
-from carpool_core.resources.features import LayerCounts, ModelFeatures
+from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
 from carpool_core.resources.job import CatalogModel, Training
 from carpool_core.values import Optimizer, Precision
 
 from carpool_predictor.catalog.hub import full_name
-from carpool_predictor.features import MalformedError, ModelRecord, StepRecord, UpdateRecord
+from carpool_predictor.features import MalformedError
 
 FORMAT = 2
 _MIXED = "artifacts/catalog-mixed.json.z"
@@ -33,7 +33,7 @@ MAX_BYTES = 64 << 20
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
-    """A `StepRecord` without names."""
+    """A traced step without names."""
 
     plain: tuple[int, int, int, int, int, int, int]
     """Batch size, peak, activations, reserved, unfolded, largest, kernels."""
@@ -44,7 +44,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """A `ModelRecord` without names."""
+    """A traced model without names."""
 
     family: str
     input_shape: tuple[int, ...]
@@ -93,28 +93,72 @@ class Store:
         """Return the nearest names."""
         return difflib.get_close_matches(name, self._document.entries, n=3, cutoff=0.5)
 
-    def record(self, name: str) -> ModelRecord | None:
-        """Return a model's record, or None if it was not traced."""
-        entry = self._entry(name)
-        return None if entry is None else self._unpacked(name, entry)
-
     def family(self, name: str) -> str | None:
         """Return the library's Python module that defines a model, or None if it was not traced."""
         entry = self._entry(name)
         return None if entry is None else entry.family
+
+    def input_shape(self, name: str) -> tuple[int, ...] | None:
+        """Return the shape of a sample with which a model was traced, or None if it was not."""
+        entry = self._entry(name)
+        return None if entry is None else entry.input_shape
+
+    def traced(self, name: str, optimizer: Optimizer | None = None) -> ModelFeatures | None:
+        """Return a model's features at its default input, or None if it was not traced with the optimizer.
+
+        Args:
+            name: Catalog name.
+            optimizer: One of those that were traced; the document's first by default.
+        """
+        entry, optimizer = self._entry(name), optimizer or self._document.optimizer
+        steps = [] if entry is None else [self._step(step, optimizer) for step in entry.steps]
+        found = [step for step in steps if step is not None]
+        if entry is None or len(found) < len(steps):
+            return None
+        parameters, trainable_parameters, parameter_bytes = entry.sizes
+        return ModelFeatures(
+            name=name,
+            parameters=parameters,
+            trainable_parameters=trainable_parameters,
+            parameter_bytes=parameter_bytes,
+            layers=LayerCounts(**dict(zip(LayerCounts.__struct_fields__, entry.layers, strict=True))),
+            optimizer=optimizer,
+            precision=self._document.precision,
+            steps=found,
+        )
+
+    def _step(self, step: Step, optimizer: Optimizer) -> TracedStep | None:
+        """Return a step under an optimizer, or None if it was not traced with it."""
+        batch_size, peak, activations, reserved, unfolded, largest, kernels = step.plain
+        bytes_moved = step.bytes_moved
+        if optimizer is not self._document.optimizer:
+            update = dict(zip(self._document.others, step.updates, strict=False)).get(optimizer)
+            if update is None:
+                return None
+            peak, activations, reserved, kernels, bytes_moved = update
+        return TracedStep(
+            batch_size=batch_size,
+            peak_bytes=peak,
+            activation_bytes=activations,
+            reserved_bytes=reserved,
+            unfolded_bytes=unfolded,
+            largest_bytes=largest,
+            flops=step.flops,
+            bytes_moved=bytes_moved,
+            kernels=kernels,
+        )
 
     def features(self, model: CatalogModel, training: Training) -> ModelFeatures | None:
         """Return a model's features for a training, or None.
 
         The store has models at their default input and number of classes, without checkpointing.
         """
-        record = None if training.activation_checkpointing or model.num_classes is not None else self.record(model.name)
-        if record is None or (model.input is not None and tuple(model.input) != record.input_shape):
+        if training.activation_checkpointing or model.num_classes is not None:
             return None
-        known = training.optimizer is record.optimizer or all(training.optimizer in s.updates for s in record.steps)
-        if not known:
+        if model.input is not None and tuple(model.input) != self.input_shape(model.name):
             return None
-        return msgspec.structs.replace(record.features(training.optimizer), precision=training.precision)
+        found = self.traced(model.name, training.optimizer)
+        return None if found is None else msgspec.structs.replace(found, precision=training.precision)
 
     def _entry(self, name: str) -> Entry | None:
         """Return a model's entry; names of the hub work without their organization.
@@ -130,50 +174,6 @@ class Store:
             return None if text is None else _ENTRY.decode(text)
         except msgspec.DecodeError as e:
             raise MalformedError(f"expected a model in the feature store under {name!r}: {e}") from e
-
-    def _unpacked(self, name: str, entry: Entry) -> ModelRecord:
-        parameters, trainable, size = entry.sizes
-        return ModelRecord(
-            name=name,
-            family=entry.family,
-            input_shape=entry.input_shape,
-            optimizer=self._document.optimizer,
-            precision=self._document.precision,
-            parameters=parameters,
-            trainable_parameters=trainable,
-            parameter_bytes=size,
-            layers=LayerCounts(**dict(zip(LayerCounts.__struct_fields__, entry.layers, strict=True))),
-            steps=tuple(self._step(step) for step in entry.steps),
-        )
-
-    def _step(self, step: Step) -> StepRecord:
-        batch_size, peak, activations, reserved, unfolded, largest, kernels = step.plain
-        return StepRecord(
-            batch_size=batch_size,
-            peak_bytes=peak,
-            activation_bytes=activations,
-            flops=step.flops,
-            bytes_moved=step.bytes_moved,
-            kernels=kernels,
-            unfolded_max=unfolded,
-            largest_bytes=largest,
-            reserved_bytes=reserved,
-            updates={
-                other: _update(*numbers)
-                for other, numbers in zip(self._document.others, step.updates, strict=False)
-                if numbers is not None
-            },
-        )
-
-
-def _update(peak: int, activations: int, reserved: int, kernels: int, bytes_moved: float) -> UpdateRecord:
-    return UpdateRecord(
-        peak_bytes=peak,
-        activation_bytes=activations,
-        reserved_bytes=reserved,
-        bytes_moved=bytes_moved,
-        kernels=kernels,
-    )
 
 
 def unpack(content: bytes) -> Store:

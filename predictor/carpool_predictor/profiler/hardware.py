@@ -1,102 +1,80 @@
 """A real GPU for the profiler: NVML for measurements, worker processes with PyTorch, and an MPS daemon.
 
-Only the fake of this interface was tested; it never ran on hardware.
+It was tested with a fake of NVML only, never on hardware.
 """
 
 import contextlib
 import importlib.metadata
+import multiprocessing
 import os
-import queue
 import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any, Self
 
-import msgspec
 import pynvml
 from carpool_core.values import MIB
 
 from carpool_predictor.profiler.machine import Activity, Description, Failed, Process, Reply, Sample, Workload
 
-WORKER = (sys.executable, "-W", "ignore", "-m", "carpool_predictor.profiler.worker")
 MPS_CONTROL = "nvidia-cuda-mps-control"
 _ENDING_S = 10.0
+_CONTEXT = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
 
-_REPLIES = msgspec.json.Decoder(Reply)
+
+def _work(connection: Connection) -> None:
+    from carpool_predictor.profiler import worker
+
+    worker.serve(connection)
 
 
 class WorkerProcess:
     """One worker process, started early so that it has imported PyTorch when its task comes.
 
     Args:
-        command: Command line of the worker.
+        target: Function that serves the worker's end of the pipe.
     """
 
-    def __init__(self, command: tuple[str, ...] = WORKER) -> None:
-        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (`stop` closes it)
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, start_new_session=True
-        )
-        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        if self._process.stdout is not None:
-            for line in self._process.stdout:
-                self._lines.put(line)
+    def __init__(self, target: Callable[[Connection], None] = _work) -> None:
+        self._connection, theirs = _CONTEXT.Pipe()
+        self._process = _CONTEXT.Process(target=target, args=(theirs,))
+        self._process.start()
+        theirs.close()  # otherwise the pipe would not end with the process
 
     @property
     def pid(self) -> int:
         """Return the process's id."""
-        return self._process.pid
+        return self._process.pid or 0
 
     def give(self, workload: Workload, environment: dict[str, str]) -> None:
-        """Send the task."""
-        self._send({"workload": msgspec.to_builtins(workload), "environment": environment})
+        """Send the task, with environment variables that must be set before CUDA starts."""
+        self._send((workload, environment))
 
     def run(self, seconds: float) -> None:
         """Start a run of some seconds."""
-        self._send({"seconds": seconds})
+        self._send(seconds)
 
     def _send(self, message: object) -> None:
-        if self._process.stdin is None:
-            return
         with contextlib.suppress(BrokenPipeError):  # the process ended; `reply` returns the reason
-            self._process.stdin.write(msgspec.json.encode(message) + b"\n")
-            self._process.stdin.flush()
+            self._connection.send(message)
 
     def reply(self) -> Reply | None:
         """Return the next reply, or the reason why the process ended; None if there is none yet."""
         try:
-            reply: Reply = _REPLIES.decode(self._lines.get_nowait())
-            return reply
-        except queue.Empty:
-            if self._process.poll() is None or self._reader.is_alive():
-                return None
-            return Failed(f"the process ended with code {self._process.returncode}: {self._last_error()}")
-
-    def _last_error(self) -> str:
-        self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        return lines[-1][:300] if lines else "it said nothing"
+            reply: Reply | None = self._connection.recv() if self._connection.poll() else None
+        except (EOFError, ConnectionResetError):
+            self._process.join()
+            return Failed(f"the process ended with code {self._process.exitcode}")
+        return reply
 
     def stop(self) -> None:
         """End it, and wait until its memory is free."""
-        if self._process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.close()
         self._process.kill()
-        self._process.wait()
-        self._reader.join(_ENDING_S)
-        if self._process.stdout is not None:
-            self._process.stdout.close()
-        self._errors.close()
+        self._process.join()
+        self._connection.close()
 
 
 class Refused:
@@ -128,41 +106,38 @@ class MpsDaemon:
     """
 
     def __init__(self, directory: Path, gpu: str, program: str = MPS_CONTROL) -> None:
-        self._program = program
-        self._environment = {
-            "CUDA_MPS_PIPE_DIRECTORY": str(directory / "pipe"),
-            "CUDA_MPS_LOG_DIRECTORY": str(directory / "log"),
-            "CUDA_VISIBLE_DEVICES": gpu,
-        }
+        self._program, self._gpu = program, gpu
+        self._pipe, self._log = directory / "pipe", directory / "log"
         self._running = False
 
     def environment(self) -> dict[str, str]:
         """Start the daemon if needed, and return its clients' environment variables.
 
         Raises:
-            OSError: It cannot be started; the message says why.
+            OSError: It cannot be started; the message gives the reason.
         """
         if not self._running:
-            for name in ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"):
-                Path(self._environment[name]).mkdir(parents=True, exist_ok=True)
+            for folder in (self._pipe, self._log):
+                folder.mkdir(parents=True, exist_ok=True)
             try:
-                self._tell(["-d"])
+                self._control("-d")
             except (OSError, subprocess.SubprocessError) as e:
-                raise OSError(f"expected {self._program} to start, as NVIDIA's driver brings it: {e}") from e
+                raise OSError(f"expected {self._program} to start, which NVIDIA's driver installs: {e}") from e
             self._running = True
-        return {"CUDA_MPS_PIPE_DIRECTORY": self._environment["CUDA_MPS_PIPE_DIRECTORY"]}
+        return {"CUDA_MPS_PIPE_DIRECTORY": str(self._pipe)}
 
     def stop(self) -> None:
         """End the daemon."""
         if self._running:
-            self._tell([], b"quit\n")
+            self._control(text=b"quit\n")
             self._running = False
 
-    def _tell(self, arguments: list[str], text: bytes = b"") -> None:
+    def _control(self, *arguments: str, text: bytes = b"") -> None:
+        folders = {"CUDA_MPS_PIPE_DIRECTORY": str(self._pipe), "CUDA_MPS_LOG_DIRECTORY": str(self._log)}
         subprocess.run(
             [self._program, *arguments],
             input=text,
-            env={**os.environ, **self._environment},
+            env={**os.environ, **folders, "CUDA_VISIBLE_DEVICES": self._gpu},
             check=True,
             capture_output=True,
             timeout=_ENDING_S,
@@ -178,7 +153,7 @@ _METRICS = (
 
 
 class HardwareError(RuntimeError):
-    """There is no usable GPU; the message says why."""
+    """There is no usable GPU; the message gives the reason."""
 
 
 class NvmlMachine:
@@ -210,9 +185,7 @@ class NvmlMachine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._spare.stop()
         self._mps.stop()
         self._nvml.nvmlShutdown()

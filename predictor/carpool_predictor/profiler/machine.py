@@ -1,4 +1,4 @@
-"""The machine with a GPU, as the profiler sees it; `testing` has a fake of it, `hardware` the real one."""
+"""The interface of a machine with a GPU, and the values that it measures. `hardware` implements it."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,13 +18,13 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> str:
-        """Return what tells workloads apart."""
+        """Return a key that is unique among workloads."""
         return f"{self.model}|{self.batch_size}|{self.optimizer}|{self.precision}"
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What the measurements hold for."""
+    """Hardware and software of the measurements."""
 
     product: str
     memory_mib: int
@@ -35,47 +35,51 @@ class Description:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What NVML says at one moment."""
+    """NVML's values at one moment."""
 
     gpu_util_percent: float
     memory_used_mib: float
     power_w: float
     process_mib: dict[int, float]
-    """Memory by process id; empty where the driver does not tell, as in some containers."""
+    """Memory by process id; empty if the driver does not report it, as in some containers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What GPM says of a span of time; ratios."""
+    """GPM's means over a time; ratios."""
 
-    sm_active: float
-    sm_occupancy: float
-    dram_active: float
-    tensor_active: float
+    sm_active_ratio: float
+    sm_occupancy_ratio: float
+    dram_active_ratio: float
+    tensor_active_ratio: float
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+@dataclass(frozen=True, slots=True)
+class Ready:
     """The job is built and warm."""
 
 
-class OutOfMemory(msgspec.Struct, frozen=True, tag=True):
+@dataclass(frozen=True, slots=True)
+class OutOfMemory:
     """The GPU's memory did not suffice."""
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
-    """Anything else went wrong."""
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Any other failure."""
 
     reason: str
 
 
-class Window(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """What the job says of a span of training."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """The job's own measurements of a run."""
 
     steps: int
     step_time_s: float
     """Median."""
     peak_allocated_mib: float
-    """Since the job began, by PyTorch."""
+    """Peak since the start of the job, by PyTorch."""
     peak_reserved_mib: float
 
 
@@ -83,19 +87,19 @@ Reply = Ready | OutOfMemory | Failed | Window
 
 
 class Process(Protocol):
-    """A training job in a process of its own, idle until told to run."""
+    """A training job in its own process; idle between runs."""
 
     @property
     def pid(self) -> int:
-        """Return the process's id as NVML would give it."""
+        """Return the process id, as NVML reports it."""
         ...
 
     def run(self, seconds: float) -> None:
-        """Begin to train for so long; `reply` tells when it is over."""
+        """Start a run of some seconds; `reply` returns its window."""
         ...
 
     def reply(self) -> Reply | None:
-        """Return what the process said last: ready after it was built and warmed up, a window after each run."""
+        """Return the next reply: `Ready` after the warm-up, a `Window` after each run; None if there is none yet."""
         ...
 
     def stop(self) -> None:
@@ -104,26 +108,26 @@ class Process(Protocol):
 
 
 class Machine(Protocol):
-    """A GPU that nobody else uses."""
+    """A GPU without other users."""
 
     def describe(self) -> Description:
-        """Say what this is."""
+        """Return the description of the GPU and its software."""
         ...
 
     def start(self, workload: Workload, *, mps: bool) -> Process:
-        """Start a job; behind an MPS daemon, or by itself (two of these take turns)."""
+        """Start a job behind an MPS daemon, or without; two of the latter take turns."""
         ...
 
     def sample(self) -> Sample:
-        """Ask NVML."""
+        """Return NVML's current values."""
         ...
 
     def begin_activity(self) -> None:
-        """Mark the beginning of a span for GPM."""
+        """Take the first GPM sample."""
         ...
 
     def end_activity(self) -> Activity | None:
-        """Return what happened since; None where the GPU has no GPM (before Hopper)."""
+        """Return the activity since the first GPM sample; None if the GPU has no GPM (before Hopper)."""
         ...
 
     def sleep(self, seconds: float) -> None:
@@ -131,5 +135,5 @@ class Machine(Protocol):
         ...
 
     def monotonic(self) -> float:
-        """Seconds from an arbitrary start."""
+        """Return seconds from an arbitrary start."""
         ...

@@ -6,14 +6,12 @@ Each point is built and warmed up, which is not measured, then trains for a seco
 import csv
 import hashlib
 import io
-import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import click
 import msgspec
@@ -22,7 +20,6 @@ from rich.console import Console
 
 from carpool_predictor.profiler.machine import (
     Activity,
-    Description,
     Failed,
     Machine,
     OutOfMemory,
@@ -35,8 +32,10 @@ from carpool_predictor.profiler.machine import (
 )
 
 
-class RowsError(ValueError):
-    """A file of rows cannot be continued; the message says why."""
+class InputError(click.ClickException):
+    """The input is invalid, or there is no GPU."""
+
+    exit_code = 2
 
 
 class MeasuredRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,10 +67,10 @@ class MeasuredRow(msgspec.Struct, frozen=True, kw_only=True):
     power_w: float | None = None
     steps: int | None = None
     step_time_s: float | None = None
-    """Alone."""
+    """Time of a step alone."""
     partner_step_time_s: float | None = None
     shared_step_time_s: float | None = None
-    """Beside the partner."""
+    """Time of a step together with the partner."""
     partner_shared_step_time_s: float | None = None
     slowdown: float | None = None
     partner_slowdown: float | None = None
@@ -85,64 +84,32 @@ class MeasuredRow(msgspec.Struct, frozen=True, kw_only=True):
 COLUMNS = MeasuredRow.__struct_fields__
 
 
-def done(path: Path, product: str) -> set[str]:
+def measured_keys(path: Path, product: str) -> set[str]:
     """Return the keys of the rows in a file, and remove an incomplete last line.
 
     Raises:
-        RowsError: The file holds something else, or rows of another product.
+        InputError: The file holds something else, or rows of another product.
     """
-    if not path.exists() or path.stat().st_size == 0:
-        return set()
-    content = path.read_bytes()
+    content = path.read_bytes() if path.exists() else b""
     whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
-        with path.open("r+b") as file:
-            file.truncate(len(whole))
+    if not content:
+        return set()
     reader = csv.DictReader(io.StringIO(whole.decode()))
     if tuple(reader.fieldnames or ()) != COLUMNS:
-        raise RowsError(f"expected {path} to hold rows of this version of `carpool profile`; choose another --out")
+        raise InputError(f"expected {path} to hold rows of this version of `carpool profile`; choose another --out")
     rows = list(reader)
-    others = {row["product"] for row in rows} - {product}
-    if others:
-        raise RowsError(f"{path} was measured on {', '.join(sorted(others))}, this is {product}; choose another --out")
+    if others := {row["product"] for row in rows} - {product}:
+        raise InputError(f"{path} was measured on {', '.join(sorted(others))}, this is {product}; choose another --out")
+    if len(whole) < len(content):
+        path.write_bytes(whole)
     return {row["key"] for row in rows}
 
 
-class RowWriter:
-    """Appends rows, each flushed to the disk."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", newline="")
-        self._writer = csv.DictWriter(self._file, COLUMNS)
-        if self._file.tell() == 0:
-            self._writer.writeheader()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()
-
-    def write(self, row: MeasuredRow) -> None:
-        """Append one row."""
-        values = msgspec.to_builtins(row)
-        self._writer.writerow({name: "" if value is None else _short(value) for name, value in values.items()})
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-
-def _short(value: object) -> object:
-    return f"{value:.6g}" if isinstance(value, float) else value
-
-
-def read(path: Path) -> Iterable[MeasuredRow]:
-    """Return the rows of a file."""
-    with path.open(newline="") as file:
-        for row in csv.DictReader(file):
-            yield msgspec.convert({k: v for k, v in row.items() if v != ""}, type=MeasuredRow, strict=False)
+def _cells(row: MeasuredRow) -> dict[str, object]:
+    """Return the columns of a row, with six digits; empty for values that were not measured."""
+    values = msgspec.to_builtins(row)
+    short = {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in values.items()}
+    return {name: "" if value is None else value for name, value in short.items()}
 
 
 Mode = Literal["time-slicing", "mps"]
@@ -162,8 +129,8 @@ _MODELS = (
 _BATCHES = (4, 8, 16, 32, 64, 128, 256)
 _OPTIMIZERS = (Optimizer.SGD_MOMENTUM, Optimizer.ADAMW)
 _PRECISIONS = (Precision.FP32, Precision.BF16_MIXED)
-_SOLOS_A_PAIR = 5
-_BATCHES_OF_PAIRS = (8, 32, 64)
+_SOLOS_PER_PAIR = 5
+_PAIR_BATCHES = (8, 32, 64)
 SWEEPS = ("default", "solo", "pairs")
 
 
@@ -182,19 +149,13 @@ class Point:
 
 
 def points(sweep: str) -> Iterator[Point]:
-    """Return the points of a sweep in their order.
-
-    Raises:
-        ValueError: The sweep is unknown.
-    """
-    if sweep not in SWEEPS:
-        raise ValueError(f"expected a sweep out of {', '.join(SWEEPS)}, found {sweep!r}")
+    """Return the points of one of `SWEEPS` in their order."""
     solos = [] if sweep == "pairs" else _shuffled([Point(w) for w in _workloads(_BATCHES)])
     pairs = [] if sweep == "solo" else _pairs()
     while solos or pairs:
-        yield from solos[:_SOLOS_A_PAIR]
+        yield from solos[:_SOLOS_PER_PAIR]
         yield from pairs[:1]
-        solos, pairs = solos[_SOLOS_A_PAIR:], pairs[1:]
+        solos, pairs = solos[_SOLOS_PER_PAIR:], pairs[1:]
 
 
 def _workloads(batches: Sequence[int]) -> list[Workload]:
@@ -209,12 +170,13 @@ def _workloads(batches: Sequence[int]) -> list[Workload]:
 
 def _pairs() -> list[Point]:
     """Return pairs of jobs, each in both sharing modes."""
-    jobs = _shuffled([Point(w) for w in _workloads(_BATCHES_OF_PAIRS)])
-    found = []
-    for one, other in zip(jobs[::2], jobs[1::2], strict=False):
-        modes: tuple[Mode, Mode] = ("time-slicing", "mps")
-        found += [Point(one.workload, other.workload, mode) for mode in modes]
-    return found
+    jobs = _shuffled([Point(w) for w in _workloads(_PAIR_BATCHES)])
+    modes: tuple[Mode, Mode] = ("time-slicing", "mps")
+    return [
+        Point(one.workload, other.workload, mode)
+        for one, other in zip(jobs[::2], jobs[1::2], strict=False)
+        for mode in modes
+    ]
 
 
 def _shuffled(given: list[Point]) -> list[Point]:
@@ -226,7 +188,7 @@ WINDOW_S = 1.0
 PAIR_WINDOW_S = 2.0
 """Seconds of a run of two jobs, whose phases drift against each other."""
 POLL_S = 0.05
-PATIENCE_S = 60.0
+ANSWER_TIMEOUT_S = 60.0
 """Seconds that building, warm-up or a run may take beyond the requested time."""
 
 
@@ -237,44 +199,12 @@ class _Ended(Exception):  # noqa: N818 (a reply, not an error)
         self.reply = reply
 
 
-@dataclass
-class Span:
-    """Samples taken during a run."""
-
-    samples: list[Sample] = field(default_factory=list)
-    activity: Activity | None = None
-
-    def peak_mib(self, pid: int, before_mib: float) -> float | None:
-        """Return a process's peak; the rise of the GPU's used memory if NVML does not report processes."""
-        own = [sample.process_mib[pid] for sample in self.samples if pid in sample.process_mib]
-        if own:
-            return max(own)
-        return max((sample.memory_used_mib for sample in self.samples), default=before_mib) - before_mib or None
-
-    def figures(self) -> dict[str, float | None]:
-        """Return the GPU's activity by column name."""
-        seen = self.activity
-        return {
-            "gpu_util_percent": fmean(s.gpu_util_percent for s in self.samples) if self.samples else None,
-            "power_w": fmean(s.power_w for s in self.samples) if self.samples else None,
-            "sm_active_ratio": seen.sm_active if seen else None,
-            "sm_occupancy_ratio": seen.sm_occupancy if seen else None,
-            "dram_active_ratio": seen.dram_active if seen else None,
-            "tensor_active_ratio": seen.tensor_active if seen else None,
-        }
-
-
 class Session:
     """Measures on one machine."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
-        self._known: Description = machine.describe()
-
-    @property
-    def description(self) -> Description:
-        """Return the machine's description."""
-        return self._known
+        self.description = machine.describe()
 
     def measure(self, point: Point) -> MeasuredRow:
         """Measure one point; a failure is recorded in the row."""
@@ -292,15 +222,15 @@ class Session:
     def _solo(self, point: Point, processes: list[Process]) -> dict[str, Any]:
         before_mib = self._machine.sample().memory_used_mib
         job = self._ready(point.workload, processes, mps=False)
-        span, (window,) = self._run([job], WINDOW_S)
+        samples, activity, (window,) = self._run([job], WINDOW_S)
+        # Without memory by process, the rise of the GPU's used memory counts.
+        own = [s.process_mib[job.pid] for s in samples if job.pid in s.process_mib]
+        rise_mib = max(s.memory_used_mib for s in samples) - before_mib
         return {
             "status": "ok",
-            "steps": window.steps,
-            "step_time_s": window.step_time_s,
-            "peak_allocated_mib": window.peak_allocated_mib,
-            "peak_reserved_mib": window.peak_reserved_mib,
-            "peak_process_mib": span.peak_mib(job.pid, before_mib),
-            **span.figures(),
+            **asdict(window),
+            "peak_process_mib": max(own) if own else rise_mib or None,
+            **_means(samples, activity),
         }
 
     def _pair(self, point: Point, processes: list[Process]) -> dict[str, Any]:
@@ -310,84 +240,86 @@ class Session:
         mps = point.mode == "mps"
         one = self._ready(point.workload, processes, mps=mps)
         other = self._ready(point.partner, processes, mps=mps)
-        _, (alone,) = self._run([one], WINDOW_S)
-        _, (partner_alone,) = self._run([other], WINDOW_S)
-        span, (shared, partner_shared) = self._run([one, other], PAIR_WINDOW_S)
+        _, _, (alone,) = self._run([one], WINDOW_S)
+        _, _, (partner_alone,) = self._run([other], WINDOW_S)
+        samples, activity, (shared, partner_shared) = self._run([one, other], PAIR_WINDOW_S)
         return {
             "status": "ok",
-            "steps": shared.steps,
+            **asdict(shared),
             "step_time_s": alone.step_time_s,
             "partner_step_time_s": partner_alone.step_time_s,
             "shared_step_time_s": shared.step_time_s,
             "partner_shared_step_time_s": partner_shared.step_time_s,
             "slowdown": shared.step_time_s / alone.step_time_s,
             "partner_slowdown": partner_shared.step_time_s / partner_alone.step_time_s,
-            "peak_allocated_mib": shared.peak_allocated_mib,
-            "peak_reserved_mib": shared.peak_reserved_mib,
-            **span.figures(),
+            **_means(samples, activity),
         }
 
     def _ready(self, workload: Workload, processes: list[Process], *, mps: bool) -> Process:
         process = self._machine.start(workload, mps=mps)
         processes.append(process)
-        reply = self._wait(process, PATIENCE_S)
+        reply = self._wait(process)
         if not isinstance(reply, Ready):
             raise _Ended(reply)
         return process
 
-    def _run(self, jobs: list[Process], seconds: float) -> tuple[Span, list[Window]]:
-        span = Span()
+    def _run(self, jobs: list[Process], seconds: float) -> tuple[list[Sample], Activity | None, list[Window]]:
+        """Run jobs together; return NVML's samples, GPM's activity, and each job's window."""
+        samples = []
         self._machine.begin_activity()
         for job in jobs:
             job.run(seconds)
         end = self._machine.monotonic() + seconds
         while self._machine.monotonic() < end:
             self._machine.sleep(POLL_S)
-            span.samples.append(self._machine.sample())
-        span.activity = self._machine.end_activity()
+            samples.append(self._machine.sample())
+        activity = self._machine.end_activity()
         windows = []
         for job in jobs:
-            reply = self._wait(job, PATIENCE_S)
+            reply = self._wait(job)
             if not isinstance(reply, Window):
                 raise _Ended(reply)
             windows.append(reply)
-        return span, windows
+        return samples, activity, windows
 
-    def _wait(self, process: Process, seconds: float) -> Reply:
-        end = self._machine.monotonic() + seconds
+    def _wait(self, process: Process) -> Reply:
+        end = self._machine.monotonic() + ANSWER_TIMEOUT_S
         while (reply := process.reply()) is None:
             if self._machine.monotonic() >= end:
-                return Failed(f"no answer within {seconds:g} s")
+                return Failed(f"no answer within {ANSWER_TIMEOUT_S:g} s")
             self._machine.sleep(POLL_S)
         return reply
 
     def _row(self, point: Point, found: dict[str, Any], elapsed_s: float) -> MeasuredRow:
-        one, other = point.workload, point.partner
-        partner: dict[str, Any] = {}
-        if other is not None:
-            partner = {
-                "partner_model": other.model,
-                "partner_batch_size": other.batch_size,
-                "partner_optimizer": other.optimizer.value,
-                "partner_precision": other.precision.value,
-            }
+        machine, partner = self.description, point.partner
+        names = ("model", "batch_size", "optimizer", "precision")
+        together = {} if partner is None else {f"partner_{name}": getattr(partner, name) for name in names}
         return MeasuredRow(
             key=point.key,
-            kind="solo" if other is None else "pair",
+            kind="solo" if partner is None else "pair",
             mode=point.mode or "exclusive",
-            model=one.model,
-            batch_size=one.batch_size,
-            optimizer=one.optimizer.value,
-            precision=one.precision.value,
-            capacity_mib=self._known.memory_mib,
-            product=self._known.product,
-            driver=self._known.driver,
-            cuda=self._known.cuda,
-            torch=self._known.torch,
+            model=point.workload.model,
+            batch_size=point.workload.batch_size,
+            optimizer=point.workload.optimizer,
+            precision=point.workload.precision,
+            capacity_mib=machine.memory_mib,
+            product=machine.product,
+            driver=machine.driver,
+            cuda=machine.cuda,
+            torch=machine.torch,
             elapsed_s=elapsed_s,
-            **partner,
+            **together,
             **found,
         )
+
+
+def _means(samples: Sequence[Sample], activity: Activity | None) -> dict[str, float]:
+    """Return the GPU's activity by column name."""
+    return {
+        "gpu_util_percent": fmean(s.gpu_util_percent for s in samples),
+        "power_w": fmean(s.power_w for s in samples),
+        **({} if activity is None else asdict(activity)),
+    }
 
 
 def _status(reply: Reply) -> dict[str, Any]:
@@ -397,37 +329,7 @@ def _status(reply: Reply) -> dict[str, Any]:
     return {"status": "failed", "reason": reason}
 
 
-def run_sweep(
-    session: Session,
-    machine: Machine,
-    asked: Iterable[Point],
-    known: set[str],
-    budget_s: float,
-    write: Callable[[MeasuredRow], None],
-) -> int:
-    """Measure points until the budget is used, and return their number.
-
-    A point starts only if the mean duration of the earlier ones fits into the rest of the budget.
-    """
-    begin = machine.monotonic()
-    measured = 0
-    for point in asked:
-        spent = machine.monotonic() - begin
-        if spent + (spent / measured if measured else 0.0) > budget_s:
-            break
-        if point.key not in known:
-            write(session.measure(point))
-            measured += 1
-    return measured
-
-
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
-
-
-class InputError(click.ClickException):
-    """The input is invalid, or there is no GPU."""
-
-    exit_code = 2
 
 
 def parse_budget(text: str) -> float:
@@ -453,37 +355,45 @@ def profile(sweep: str, budget: str, out: Path, gpu_index: int) -> None:
     Each row is written when it is measured. The same command continues the file.
     """
     budget_s = parse_budget(budget)
-    # Loads NVML's bindings.
     from carpool_predictor.profiler.hardware import HardwareError, NvmlMachine
 
     try:
         with NvmlMachine(gpu_index) as machine:
             measure(machine, sweep, budget_s, out, Console(stderr=True))
-    except (HardwareError, RowsError, OSError) as e:
+    except (HardwareError, OSError) as e:
         raise InputError(str(e)) from e
 
 
 def measure(machine: Machine, sweep: str, budget_s: float, out: Path, console: Console) -> int:
-    """Measure a sweep into a file, print each row, and return the number of rows.
+    """Measure a sweep into a file until the budget is used, print each row, and return the number of rows.
+
+    A point starts only if the mean duration of the earlier ones fits into the rest of the budget.
 
     Raises:
-        RowsError: The file cannot be continued.
+        InputError: The file cannot be continued.
     """
-    session = Session(machine)
-    known = done(out, session.description.product)
-    with RowWriter(out) as writer:
+    session, begin, count = Session(machine), machine.monotonic(), 0
+    known = measured_keys(out, session.description.product)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        if file.tell() == 0:
+            writer.writeheader()
+        for point in (p for p in points(sweep) if p.key not in known):
+            spent_s = machine.monotonic() - begin
+            if spent_s + (spent_s / count if count else 0.0) > budget_s:
+                break
+            row = session.measure(point)
+            writer.writerow(_cells(row))
+            file.flush()
+            console.print(_summary(row), highlight=False)
+            count += 1
+    console.print(f"{count} rows measured, {len(known)} were there before: {out}", highlight=False)
+    return count
 
-        def write(row: MeasuredRow) -> None:
-            writer.write(row)
-            console.print(_told(row), highlight=False)
 
-        measured = run_sweep(session, machine, points(sweep), known, budget_s, write)
-    console.print(f"{measured} rows measured, {len(known)} were there before: {out}", highlight=False)
-    return measured
-
-
-def _told(row: MeasuredRow) -> str:
-    what = f"{row.model} × {row.batch_size}" + (f" beside {row.partner_model}" if row.partner_model else "")
+def _summary(row: MeasuredRow) -> str:
+    what = f"{row.model} × {row.batch_size}" + (f" and {row.partner_model}" if row.partner_model else "")
     if row.status != "ok":
         return f"{what}: {row.status.replace('_', ' ')} {row.reason}".rstrip()
     slowed = (

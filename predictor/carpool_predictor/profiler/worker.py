@@ -1,66 +1,31 @@
-"""A training job for the profiler: `python -m carpool_predictor.profiler.worker`. Imports PyTorch and needs a GPU.
+"""A training job of the profiler, in a process of its own. Imports PyTorch and needs a GPU.
 
-Protocol, one JSON object per line. In: a `Task`, then any number of `{"seconds": 1.0}`. Out: `Ready` after warm-up, a
-`Window` after each run; `OutOfMemory` or `Failed` ends the process. PyTorch is imported before the task is read, so
-that a process in reserve starts quickly.
+The process receives the workload with environment variables, then the seconds of each run. It sends `Ready` after the
+warm-up and a `Window` after each run; `OutOfMemory` or `Failed` ends the job.
 """
 
 import os
-import sys
+import signal
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
+from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
 
-import msgspec
 import torch
 from carpool_core.resources.job import CatalogModel
-from carpool_core.values import MIB, Optimizer, Precision
-from torch import Tensor, nn
+from carpool_core.values import MIB, Precision
+from torch import nn
 
 from carpool_predictor.catalog.recipes import recipe_of
 from carpool_predictor.profiler.machine import Failed, OutOfMemory, Ready, Reply, Window, Workload
+from carpool_predictor.tracing.step import AUTOCAST, OPTIMIZERS, losses, weight_dtype
 
 WARM_UP_STEPS = 5
 WARM_UP_S = 0.5
-
-_OPTIMIZERS: dict[Optimizer, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    Optimizer.SGD: (torch.optim.SGD, {}),
-    Optimizer.SGD_MOMENTUM: (torch.optim.SGD, {"momentum": 0.9}),
-    Optimizer.ADAM: (torch.optim.Adam, {}),
-    Optimizer.ADAMW: (torch.optim.AdamW, {}),
-    Optimizer.ADAGRAD: (torch.optim.Adagrad, {}),
-    Optimizer.RMSPROP: (torch.optim.RMSprop, {}),
-}
-_AUTOCAST = {Precision.BF16_MIXED: torch.bfloat16, Precision.FP16_MIXED: torch.float16}
-
-
-class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """The workload, and environment variables that must be set before CUDA starts."""
-
-    workload: Workload
-    environment: dict[str, str] = {}
-
-
-class Run(msgspec.Struct, frozen=True):
-    """A request to train for some seconds."""
-
-    seconds: float
-
-
-def _losses(output: Any) -> Iterator[Tensor]:
-    """Yield a loss for each floating-point tensor of a model's output, as the tracer does."""
-    if isinstance(output, Tensor):
-        if output.is_floating_point():
-            yield output.float().mean()
-    elif isinstance(output, dict):
-        for value in output.values():
-            yield from _losses(value)
-    elif isinstance(output, (list, tuple)):
-        for value in output:
-            yield from _losses(value)
 
 
 class Training:
@@ -68,11 +33,10 @@ class Training:
 
     def __init__(self, workload: Workload) -> None:
         recipe = recipe_of(CatalogModel(name=workload.model))
-        dtype = torch.bfloat16 if workload.precision is Precision.BF16 else torch.float32
+        dtype = weight_dtype(workload.precision) or torch.float32
         self._model: nn.Module = recipe.build().to(device="cuda", dtype=dtype).train()
-        kind, options = _OPTIMIZERS[workload.optimizer]
-        self._optimizer = kind(self._model.parameters(), lr=1e-3, **options)  # type: ignore[call-arg]
-        self._autocast = _AUTOCAST.get(workload.precision)
+        self._optimizer = OPTIMIZERS[workload.optimizer](self._model.parameters(), lr=1e-3)
+        self._autocast = AUTOCAST.get(workload.precision)
         self._scaler = torch.amp.GradScaler("cuda", enabled=workload.precision is Precision.FP16_MIXED)
         self._inputs = torch.randn(workload.batch_size, *recipe.input_shape, device="cuda", dtype=dtype)
 
@@ -82,7 +46,7 @@ class Training:
         if self._autocast is not None:
             context = torch.autocast("cuda", dtype=self._autocast)
         with context:
-            loss = sum(_losses(self._model(self._inputs)), start=torch.zeros((), device="cuda"))
+            loss = sum(losses(self._model(self._inputs)), start=torch.zeros((), device="cuda"))
         self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         self._scaler.step(self._optimizer)
         self._scaler.update()
@@ -121,31 +85,33 @@ class Training:
         return event
 
 
-def replies(lines: Iterator[bytes]) -> Iterator[Reply]:
-    """Answer requests until the input ends or one fails."""
+def replies(workload: Workload, runs: Iterator[float]) -> Iterator[Reply]:
+    """Train, and yield replies until the runs end or one fails.
+
+    Args:
+        workload: The job.
+        runs: Seconds of each run.
+    """
     try:
-        task = msgspec.json.decode(next(lines), type=Task)
-        os.environ.update(task.environment)
-        training = Training(task.workload)
+        training = Training(workload)
         training.warm_up()
         yield Ready()
-        for line in lines:
-            yield training.run(msgspec.json.decode(line, type=Run).seconds)
+        for seconds in runs:
+            yield training.run(seconds)
+    except EOFError:
+        return  # the profiler ended
     except torch.OutOfMemoryError:
         yield OutOfMemory()
     except Exception as e:
         # Any error of the model or the driver is recorded in the row.
-        yield Failed(f"{type(e).__name__}: {str(e).strip().splitlines()[0][:300] if str(e).strip() else 'no message'}")
+        yield Failed(f"{type(e).__name__}: {(str(e).strip() or 'no message').splitlines()[0][:300]}")
 
 
-def main() -> None:
-    """Serve the parent on stdin and stdout; the output of models goes to stderr."""
-    out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    for reply in replies(iter(sys.stdin.buffer.readline, b"")):
-        out.write(msgspec.json.encode(reply) + b"\n")
-        out.flush()
-
-
-if __name__ == "__main__":
-    main()
+def serve(connection: Connection) -> None:
+    """Receive a job on a pipe, train it and send replies."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the profiler ends its workers
+    warnings.simplefilter("ignore")
+    workload, environment = connection.recv()
+    os.environ.update(environment)  # before CUDA starts
+    for reply in replies(workload, iter(connection.recv, None)):
+        connection.send(reply)

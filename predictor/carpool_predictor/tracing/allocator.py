@@ -7,9 +7,10 @@ come from 2 MiB segments, larger ones from 20 MiB segments. From 10 MiB on a blo
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 GRANULE = 512
+"""Size in bytes to which each block is rounded up (kMinBlockSize)."""
 _SMALL = 1 << 20
 _SMALL_SEGMENT = 2 << 20
 _LARGE_SEGMENT = 20 << 20
@@ -124,3 +125,12 @@ def reserved_after(events: Iterable[tuple[int, int]], allocator: CachingAllocato
         else:
             allocator.allocate(key, size)
     return allocator.reserved_bytes
+
+
+def reserved_by_repeated(events: Sequence[tuple[int, int]]) -> int:
+    """Return the reserved bytes after the events of a step ran twice; the second run reuses the blocks of the first."""
+    allocator = CachingAllocator()
+    reserved_after(events, allocator)
+    freed = {key for key, size in events if size < 0}
+    # Weights and optimizer state outlive the step and exist when it runs again.
+    return reserved_after([event for event in events if event[0] in freed], allocator)

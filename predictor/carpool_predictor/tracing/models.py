@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from carpool_core.resources.features import LayerCounts, ModelFeatures
+from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
 from carpool_core.resources.job import GraphLayer, GraphModel, ModelSource, Training
-from carpool_core.values import Optimizer
 from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -21,9 +20,8 @@ from torch._subclasses.fake_tensor import (
 )
 
 from carpool_predictor.catalog.recipes import Recipe, recipe_of
-from carpool_predictor.features import ModelRecord, StepRecord, TraceError
+from carpool_predictor.features import TraceError
 from carpool_predictor.tracing.operators import OperatorCache
-from carpool_predictor.tracing.record import Updates, record_step
 from carpool_predictor.tracing.step import (
     AUTOCAST,
     FakeTraining,
@@ -32,6 +30,7 @@ from carpool_predictor.tracing.step import (
     fake_weights,
     meta_mode,
     prepare,
+    trace_step,
     weight_dtype,
 )
 
@@ -304,11 +303,6 @@ def batch_sizes(batch_size: int) -> tuple[int, int]:
     return (batch_size // 2, batch_size) if batch_size >= 4 else (batch_size, batch_size * 2)
 
 
-def trace_recipe(recipe: Recipe, training: Training) -> ModelFeatures:
-    """Build a model with fake weights and trace its training step at two batch sizes."""
-    return record_recipe(recipe, training, batch_sizes(training.batch_size)).features()
-
-
 def build(recipe: Recipe, training: Training, mode: TensorMode) -> tuple[nn.Module, FakeTraining]:
     """Build a model with fake weights and prepare it for training."""
     shape = recipe.input_shape
@@ -322,61 +316,54 @@ def build(recipe: Recipe, training: Training, mode: TensorMode) -> tuple[nn.Modu
     )
 
 
-def record_recipe(
-    recipe: Recipe,
-    training: Training,
-    sizes: Sequence[int],
-    others: Sequence[Optimizer] = (),
-    operators: OperatorCache | None = None,
-) -> ModelRecord:
-    """Build a model with fake weights and record its step at some batch sizes.
+def trace_recipe(
+    recipe: Recipe, training: Training, sizes: Sequence[int] = (), operators: OperatorCache | None = None
+) -> ModelFeatures:
+    """Build a model with fake weights and trace its training step.
 
     Args:
         recipe: The model.
-        training: The training; its batch size is ignored.
-        sizes: Batch sizes.
-        others: Other optimizers whose steps are recorded too.
-        operators: Cache of operator results, shared by many traces.
+        training: The training.
+        sizes: Batch sizes, ascending; those of `batch_sizes` by default.
+        operators: Cache of operator results, shared by several traces.
+
+    Raises:
+        TraceError: The model cannot be built or trained without data.
     """
-
-    def record(mode: TensorMode) -> ModelRecord:
-        return _record(recipe, training, sizes, mode, others, operators)
-
+    sizes = sizes or batch_sizes(training.batch_size)
     if training.precision in AUTOCAST and training.activation_checkpointing:
         # Recomputation in the backward pass sees only PyTorch's own autocast.
-        return record(fake_mode())
+        return trace_under(fake_mode(), recipe, training, sizes, operators)
     try:
-        return record(meta_mode())
+        return trace_under(meta_mode(), recipe, training, sizes, operators)
     except TraceError:
         # Some models mix meta tensors with real ones, which fake tensors allow; their errors are clearer, too.
-        return record(fake_mode())
+        return trace_under(fake_mode(), recipe, training, sizes, operators)
 
 
-def _record(
+def trace_under(
+    mode: TensorMode,
     recipe: Recipe,
     training: Training,
     sizes: Sequence[int],
-    mode: TensorMode,
-    others: Sequence[Optimizer] = (),
     operators: OperatorCache | None = None,
-) -> ModelRecord:
+) -> ModelFeatures:
+    """Trace a training step at some batch sizes, with one kind of tensors without data; see `trace_recipe`."""
     module, fake = build(recipe, training, mode)
     parameters = list(module.parameters())
-    updates = Updates(fake, others)
 
-    def step(batch_size: int) -> StepRecord:
+    def step(batch_size: int) -> TracedStep:
         what = f"a training step on input of shape {[batch_size, *fake.input_shape]} failed"
-        return explained(what, lambda: record_step(fake, batch_size, updates, operators), recipe.file)
+        return explained(what, lambda: trace_step(fake, batch_size, operators)[0], recipe.file)
 
-    return ModelRecord(
+    return ModelFeatures(
         name=recipe.name,
-        input_shape=recipe.input_shape,
-        optimizer=training.optimizer,
-        precision=training.precision,
-        activation_checkpointing=training.activation_checkpointing,
         parameters=sum(p.numel() for p in parameters),
         trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
         parameter_bytes=sum(t.numel() * t.element_size() for t in [*parameters, *module.buffers()]),
         layers=count_layers(module),
-        steps=tuple(map(step, sizes)),
+        optimizer=training.optimizer,
+        precision=training.precision,
+        activation_checkpointing=training.activation_checkpointing,
+        steps=list(map(step, sizes)),
     )

@@ -64,6 +64,11 @@ def tensors_in(*values: Any) -> Iterator[Tensor]:
             yield from (item for item in value if isinstance(item, Tensor))
 
 
+def outputs_of(out: Any) -> Iterator[Tensor]:
+    """Yield the tensors that an operator returned."""
+    return tensors_in(*out) if isinstance(out, (list, tuple)) else tensors_in(out)
+
+
 def tensor_bytes(tensor: Tensor) -> int:
     """Return the bytes of reading a tensor once; an expanded dimension counts once."""
     size = 1
@@ -74,9 +79,7 @@ def tensor_bytes(tensor: Tensor) -> int:
 
 def bytes_moved(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
     """Return the bytes that the operator reads and writes."""
-    return sum(map(tensor_bytes, tensors_in(*args, *kwargs.values()))) + sum(
-        map(tensor_bytes, tensors_in(*out) if isinstance(out, (list, tuple)) else tensors_in(out))
-    )
+    return sum(map(tensor_bytes, tensors_in(*args, *kwargs.values()))) + sum(map(tensor_bytes, outputs_of(out)))
 
 
 def attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> int:
@@ -113,18 +116,10 @@ def flop_formula(func: OpOverload) -> Callable[..., float] | None:
     return lambda args, kwargs, out: formula(*args, **kwargs, out_val=out)
 
 
-class Costs:
-    """Caches kernels and FLOP formula by operator."""
-
-    def __init__(self) -> None:
-        self._known: dict[OpOverload, tuple[bool, Callable[..., float] | None]] = {}
-
-    def of(self, func: OpOverload) -> tuple[bool, Callable[..., float] | None]:
-        """Return whether the operator launches work, and its FLOP formula."""
-        found = self._known.get(func)
-        if found is None:
-            found = self._known[func] = (launches_work(func), flop_formula(func))
-        return found
+@cache
+def cost_of(func: OpOverload) -> tuple[bool, Callable[..., float] | None]:
+    """Return whether the operator launches work, and its FLOP formula."""
+    return launches_work(func), flop_formula(func)
 
 
 PRIM_DEVICE = torch.ops.prim.device.default

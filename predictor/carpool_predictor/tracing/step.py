@@ -1,12 +1,9 @@
 """One training step on fake tensors: forward, loss, backward, optimizer."""
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from enum import IntEnum
+from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -18,149 +15,13 @@ from carpool_core.values import Optimizer, Precision
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules import module as registration
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from carpool_predictor.features import TraceError
-from carpool_predictor.tracing import operators
 from carpool_predictor.tracing.autocast import MetaAutocast, NoProductMissed
-from carpool_predictor.tracing.operators import (
-    PRIM_DEVICE,
-    Costs,
-    CudaRules,
-    ForeachMode,
-    OperatorCache,
-    bytes_moved,
-    kernel_count,
-    like,
-    tensors_in,
-)
-
-_GRANULE = 512
-"""CUDA's caching allocator rounds each block up to 512 bytes (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
-
-
-class Kind(IntEnum):
-    """Purpose of a live storage."""
-
-    PARAMETER = 0
-    BUFFER = 1
-    GRADIENT = 2
-    OPTIMIZER = 3
-    INPUT = 4
-    ACTIVATION = 5
-    TEMPORARY = 6
-
-
-@dataclass(frozen=True, slots=True)
-class Peak:
-    """The moment of most live memory."""
-
-    total_bytes: int
-    by_kind: tuple[int, ...]
-    """Bytes of each `Kind`, indexed by it."""
-
-    @property
-    def activation_bytes(self) -> int:
-        """Bytes of activations and temporaries, which grow with the batch."""
-        return self.by_kind[Kind.ACTIVATION] + self.by_kind[Kind.TEMPORARY]
-
-
-class LiveStorages:
-    """Counts live storages by weak references, so that releases by Python and autograd are seen."""
-
-    def __init__(self) -> None:
-        self._live: dict[int, tuple[weakref.ref[Any], int, Kind, int]] = {}
-        self._numbers = count()
-        self._by_kind = [0] * len(Kind)
-        self._total = 0
-        self.peak = Peak(0, tuple(self._by_kind))
-        self.events: list[tuple[int, int]] = []
-        """(number, bytes) of each allocation and (number, -1) of each release, for `allocator`."""
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes alive now."""
-        return self._total
-
-    @property
-    def now(self) -> Peak:
-        """What is alive now."""
-        return Peak(self._total, tuple(self._by_kind))
-
-    def adopt(self, tensors: Iterable[Tensor], kind: Kind) -> None:
-        """Count the tensors' storages unless they are counted already, and note the peak."""
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            key = storage._cdata
-            if key in self._live:
-                continue
-            size = -(-storage.nbytes() // _GRANULE) * _GRANULE
-            number = next(self._numbers)
-            self._live[key] = (weakref.ref(storage, partial(self._release, key)), size, kind, number)
-            self.events.append((number, size))
-            self._by_kind[kind] += size
-            self._total += size
-        if self._total > self.peak.total_bytes:
-            self.peak = self.now
-
-    def reclassify(self, tensor: Tensor, kind: Kind) -> None:
-        """Count a live storage as another kind, such as a gradient once it has accumulated."""
-        key = tensor.untyped_storage()._cdata
-        if key in self._live:
-            reference, size, before, number = self._live[key]
-            self._by_kind[before] -= size
-            self._by_kind[kind] += size
-            self._live[key] = (reference, size, kind, number)
-
-    def _release(self, key: int, _: Any) -> None:
-        _, size, kind, number = self._live.pop(key)
-        self.events.append((number, -1))
-        self._by_kind[kind] -= size
-        self._total -= size
-
-
-class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves it unannotated
-    """Intercepts every operator of a step below autograd and autocast, and counts it."""
-
-    def __init__(self, operators: OperatorCache | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.storages = LiveStorages()
-        self.kind = Kind.ACTIVATION
-        """Kind of the storages that operators allocate now; the step changes it at the backward pass."""
-        self.flops = 0.0
-        self.bytes_moved = 0.0
-        self.kernels = 0
-        self._costs = Costs()
-        self._operators = operators or OperatorCache()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator, then count it."""
-        kwargs = kwargs or {}
-        if operators.is_answered(func) and args[0][0].is_meta:
-            out = operators.answer(func, args)
-        else:
-            out = self._operators.call(func, args, kwargs)
-        if func is PRIM_DEVICE:
-            return out
-        works, formula = self._costs.of(func)
-        if works:
-            self.kernels += kernel_count(func, args)
-            self.bytes_moved += bytes_moved(args, kwargs, out)
-        if formula is not None:
-            self.flops += formula(args, kwargs, out)
-        self.storages.adopt(tensors_in(*out) if isinstance(out, (list, tuple)) else tensors_in(out), self.kind)
-        if works:
-            self.observe(func, args, out)
-        return out
-
-    def begin(self, phase: str) -> None:
-        """Called at the beginning of each phase; for subclasses."""
-
-    def observe(self, func: Any, args: Any, out: Any) -> None:
-        """Called after an operator that launches work was counted; for subclasses."""
-
+from carpool_predictor.tracing.operators import CudaRules, ForeachMode, OperatorCache, like
+from carpool_predictor.tracing.tracker import Kind, StepTracker
 
 _INITIALISERS = tuple(
     name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_") and callable(vars(nn.init)[name])
@@ -263,16 +124,17 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 AUTOCAST = {Precision.BF16_MIXED: torch.bfloat16, Precision.FP16_MIXED: torch.float16}
 """Precisions whose step runs under autocast, with the type of its matrix products."""
 
-Phase = Literal["state", "forward", "backward", "update"]
+Phase = Literal["backward", "update"]
 
-_OPTIMIZERS: dict[Optimizer, Callable[..., torch.optim.Optimizer]] = {
+OPTIMIZERS: dict[Optimizer, Callable[..., torch.optim.Optimizer]] = {
     Optimizer.SGD: torch.optim.SGD,
-    Optimizer.SGD_MOMENTUM: torch.optim.SGD,
+    Optimizer.SGD_MOMENTUM: partial(torch.optim.SGD, momentum=0.9),
     Optimizer.ADAM: torch.optim.Adam,
     Optimizer.ADAMW: torch.optim.AdamW,
     Optimizer.ADAGRAD: torch.optim.Adagrad,
     Optimizer.RMSPROP: torch.optim.RMSprop,
 }
+"""PyTorch's optimizers; they take parameters and options such as the learning rate."""
 
 
 def weight_dtype(precision: Precision) -> torch.dtype | None:
@@ -292,7 +154,7 @@ def losses(output: Any) -> Iterator[Tensor]:
         logits = output.flatten(0, 1) if output.dim() == 3 else output
         if logits.dim() in (2, 4):
             shape = (logits.shape[0], *logits.shape[2:])
-            yield F.cross_entropy(logits, torch.zeros(shape, dtype=torch.long))
+            yield F.cross_entropy(logits, torch.zeros(shape, dtype=torch.long, device=logits.device))
         else:
             yield output.mean()
     elif isinstance(output, dict):
@@ -361,19 +223,11 @@ def prepare(
     return FakeTraining(model, mode, optimizer, training.precision, input_shape, tokens)
 
 
-def with_optimizer(training: FakeTraining, optimizer: Optimizer) -> FakeTraining:
-    """Return the same model with another optimizer."""
-    return replace(training, optimizer=_optimizer(training.model, training.mode, optimizer))
-
-
 def _optimizer(model: nn.Module, mode: TensorMode, kind: Optimizer) -> torch.optim.Optimizer:
     parameters = [p for p in model.parameters() if p.requires_grad]
-    # PyTorch's CUDA optimizers update all tensors at once, and hold all temporaries at once.
-    options: dict[str, Any] = {"lr": 1e-3, "foreach": True}
-    if kind is Optimizer.SGD_MOMENTUM:
-        options["momentum"] = 0.9
     with mode, ForeachMode():  # type: ignore[no-untyped-call]  # PyTorch's own
-        optimizer = _OPTIMIZERS[kind](parameters, **options)
+        # PyTorch's CUDA optimizers update all tensors at once, and hold all temporaries at once.
+        optimizer = OPTIMIZERS[kind](parameters, lr=1e-3, foreach=True)
         if isinstance(mode, torch.device):
             _count_on_the_host(optimizer)
         for parameter in parameters:
@@ -391,26 +245,32 @@ def _count_on_the_host(optimizer: torch.optim.Optimizer) -> None:
 
 
 def trace_step(
-    training: FakeTraining, batch_size: int, tracker: StepTracker | None = None
+    training: FakeTraining, batch_size: int, operators: OperatorCache | None = None
 ) -> tuple[TracedStep, StepTracker]:
-    """Trace one step at a batch size, with a given tracker or a plain one."""
-    tracker = tracker or StepTracker()
+    """Trace one step at a batch size.
+
+    Args:
+        training: The model and its optimizer.
+        batch_size: Samples of the step.
+        operators: Cache of operator results, shared by several traces.
+
+    Returns:
+        The step, and the tracker with its storages.
+    """
+    tracker = StepTracker(operators)
     inputs = training.inputs(batch_size)
     storages = tracker.storages
     storages.adopt(training.model.parameters(), Kind.PARAMETER)
     storages.adopt(training.model.buffers(), Kind.BUFFER)
-    tracker.begin("state")
     storages.adopt(training.state(), Kind.OPTIMIZER)
-    tracker.begin("forward")
     storages.adopt([inputs], Kind.INPUT)
 
     def gradient(parameter: Tensor) -> None:
         if parameter.grad is not None:
             storages.reclassify(parameter.grad, Kind.GRADIENT)
 
-    def begin(phase: Phase) -> None:
+    def begin(_: Phase) -> None:
         tracker.kind = Kind.TEMPORARY
-        tracker.begin(phase)
 
     with ExitStack() as stack:
         for parameter in training.model.parameters():
@@ -418,15 +278,4 @@ def trace_step(
                 stack.callback(parameter.register_post_accumulate_grad_hook(gradient).remove)  # type: ignore[no-untyped-call]
         with training.mode, tracker:
             training.step(inputs, begin)
-    peak = storages.peak
-    return (
-        TracedStep(
-            batch_size=batch_size,
-            peak_bytes=peak.total_bytes,
-            activation_bytes=peak.activation_bytes,
-            flops=float(tracker.flops),
-            bytes_moved=float(tracker.bytes_moved),
-            kernels=tracker.kernels,
-        ),
-        tracker,
-    )
+    return tracker.traced(batch_size), tracker

@@ -329,9 +329,9 @@ def samples_of(rows: Iterable[Row], traced: Mapping[str, ModelFeatures]) -> list
 
 
 def traced_models(names: Iterable[str]) -> dict[str, ModelFeatures]:
-    """Look measured timm models up as the measured release built them; models that were not traced are left out."""
-    found = {n: store.measured().record(f"timm/{n}") or store.shipped().record(f"timm/{n}") for n in names}
-    return {name: record.features() for name, record in found.items() if record is not None}
+    """Return features of timm models as the measured release built them, without models that were not traced."""
+    found = {n: store.measured().traced(f"timm/{n}") or store.shipped().traced(f"timm/{n}") for n in names}
+    return {name: features for name, features in found.items() if features is not None}
 
 
 def deal(names: Iterable[str], parts: int, seed: int) -> list[frozenset[str]]:

@@ -1,4 +1,4 @@
-"""A GPU that is not there: jobs take memory and time on it, two of them meet, and its clock moves when one sleeps."""
+"""A simulated GPU for the profiler: jobs use memory and time and slow each other down; its clock moves on `sleep`."""
 
 from dataclasses import dataclass, field
 
@@ -20,14 +20,14 @@ IDLE_W = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Behaviour:
-    """What a workload does to the GPU."""
+    """Load of a workload."""
 
     memory_mib: float = 2000.0
     step_time_s: float = 0.05
     gpu_util: float = 0.8
     sm_active: float = 0.5
     failure: str = ""
-    """Sentence with which it dies while it is built; empty where it does not."""
+    """Message of its failure while it is built; empty if it does not fail."""
     is_mute: bool = False
     """Whether it never answers."""
 
@@ -41,7 +41,7 @@ class FakeProcess:
     pid: int
     mps: bool
     behaviour: Behaviour
-    said: list[Reply] = field(default_factory=list)
+    replies: list[Reply] = field(default_factory=list)
     ready_at: float = 0.0
     until: float | None = None
     seconds: float = 0.0
@@ -49,14 +49,14 @@ class FakeProcess:
     slowest: float = 1.0
 
     def run(self, seconds: float) -> None:
-        """Train until the clock has moved so far."""
+        """Train for some seconds of the clock."""
         if self.is_stopped:
-            raise AssertionError("a stopped process was told to run")
+            raise AssertionError("run was called on a stopped process")
         self.until, self.seconds, self.slowest = self.machine.monotonic() + seconds, seconds, 1.0
 
     def reply(self) -> Reply | None:
-        """Answer what is due by now."""
-        return self.said.pop(0) if self.said else None
+        """Return the next reply that is due."""
+        return self.replies.pop(0) if self.replies else None
 
     def stop(self) -> None:
         """Free the memory."""
@@ -69,13 +69,13 @@ class FakeProcess:
 
 
 class FakeMachine:
-    """A GPU with memory that runs out and neighbours that slow each other down.
+    """A GPU with memory that runs out and co-tenants that slow each other down.
 
     Args:
-        behaviours: What each model does; `Behaviour()` for all others. Memory is that of batch 32, and grows with it.
+        behaviours: Load of each model at batch 32; `Behaviour()` for others. Memory grows with the batch.
         memory_mib: Memory of the GPU.
-        has_gpm: Whether it tells activity.
-        tells_processes: Whether NVML tells memory by process.
+        has_gpm: Whether it reports activity.
+        reports_processes: Whether NVML reports memory by process.
         has_mps: Whether an MPS daemon can be started.
     """
 
@@ -85,18 +85,18 @@ class FakeMachine:
         *,
         memory_mib: int = 40960,
         has_gpm: bool = True,
-        tells_processes: bool = True,
+        reports_processes: bool = True,
         has_mps: bool = True,
     ) -> None:
         self._behaviours = behaviours or {}
         self._memory_mib = memory_mib
-        self._has_gpm, self._tells_processes, self._has_mps = has_gpm, tells_processes, has_mps
+        self._has_gpm, self._reports_processes, self._has_mps = has_gpm, reports_processes, has_mps
         self._now = 100.0
         self._activity: list[float] | None = None
         self.processes: list[FakeProcess] = []
 
     def describe(self) -> Description:
-        """Say that it is simulated."""
+        """Return a simulated description."""
         return Description("Simulated GPU", self._memory_mib, "0.0", "0.0", "0.0")
 
     def start(self, workload: Workload, *, mps: bool) -> FakeProcess:
@@ -105,11 +105,11 @@ class FakeMachine:
         process = FakeProcess(self, workload, 1000 + len(self.processes), mps, behaviour, ready_at=self._now + 2.0)
         self.processes.append(process)
         if mps and not self._has_mps:
-            process.said.append(Failed("expected nvidia-cuda-mps-control to start"))
+            process.replies.append(Failed("expected nvidia-cuda-mps-control to start"))
         return process
 
     def memory_of(self, process: FakeProcess) -> float:
-        """Return what a job holds, its context included, in MiB."""
+        """Return the memory of a job with its context, in MiB."""
         return CONTEXT_MIB + process.behaviour.memory_mib * process.workload.batch_size / 32
 
     @property
@@ -118,24 +118,24 @@ class FakeMachine:
         return [p for p in self.processes if not p.is_stopped and p.ready_at <= self._now]
 
     def sample(self) -> Sample:
-        """Tell what is going on."""
+        """Return the current values."""
         running = [p for p in self.alive if p.is_running]
         busy = min(1.0, sum(p.behaviour.gpu_util for p in running))
         held = {p.pid: self.memory_of(p) for p in self.alive}
-        return Sample(100 * busy, sum(held.values()), IDLE_W + 300 * busy, held if self._tells_processes else {})
+        return Sample(100 * busy, sum(held.values()), IDLE_W + 300 * busy, held if self._reports_processes else {})
 
     def begin_activity(self) -> None:
-        """Begin to add up."""
+        """Start averaging activity."""
         self._activity = []
 
     def end_activity(self) -> Activity | None:
-        """Return means."""
-        seen, self._activity = self._activity or [0.0], None
-        mean = sum(seen) / len(seen)
+        """Return mean activity."""
+        values, self._activity = self._activity or [0.0], None
+        mean = sum(values) / len(values)
         return Activity(mean, mean / 2, mean / 3, mean / 4) if self._has_gpm else None
 
     def sleep(self, seconds: float) -> None:
-        """Let time pass: jobs get ready, meet, and finish their runs."""
+        """Advance the clock; jobs become ready, interfere, and finish runs."""
         self._now += seconds
         running = [p for p in self.alive if p.is_running]
         if self._activity is not None:
@@ -147,7 +147,7 @@ class FakeMachine:
             self._advance(process)
 
     def _slows(self, process: FakeProcess, other: FakeProcess) -> float:
-        """Take turns on the GPU; side by side behind MPS only what exceeds it."""
+        """Return the slowdown: shared time under time-slicing, activity beyond the GPU under MPS."""
         mine, its = process.behaviour, other.behaviour
         if process.mps and other.mps:
             return max(0.0, mine.sm_active + its.sm_active - 1)
@@ -158,12 +158,12 @@ class FakeMachine:
             return
         if process.ready_at and process.ready_at <= self._now:
             process.ready_at = 0.0
-            process.said.append(self._born(process))
+            process.replies.append(self._first_reply(process))
         if process.until is not None and process.until <= self._now:
             process.until = None
             step_s = process.behaviour.step_time_s * process.slowest
             allocated = self.memory_of(process) - CONTEXT_MIB
-            process.said.append(
+            process.replies.append(
                 Window(
                     steps=max(1, int(process.seconds / step_s)),
                     step_time_s=step_s,
@@ -172,7 +172,7 @@ class FakeMachine:
                 )
             )
 
-    def _born(self, process: FakeProcess) -> Reply:
+    def _first_reply(self, process: FakeProcess) -> Reply:
         if process.behaviour.failure:
             return Failed(process.behaviour.failure)
         if sum(map(self.memory_of, self.alive)) > self._memory_mib:
@@ -180,5 +180,5 @@ class FakeMachine:
         return Ready()
 
     def monotonic(self) -> float:
-        """Seconds that were slept, from 100."""
+        """Return 100 plus the seconds slept."""
         return self._now

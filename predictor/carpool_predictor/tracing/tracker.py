@@ -1,0 +1,168 @@
+"""Counts memory, FLOPs, bytes and kernels of a training step, operator by operator."""
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import partial
+from itertools import count
+from typing import Any
+
+from carpool_core.resources.features import TracedStep
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from carpool_predictor.tracing import operators
+from carpool_predictor.tracing.allocator import GRANULE, reserved_by_repeated
+from carpool_predictor.tracing.operators import OperatorCache
+
+_CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
+
+
+class Kind(IntEnum):
+    """Purpose of a live storage."""
+
+    PARAMETER = 0
+    BUFFER = 1
+    GRADIENT = 2
+    OPTIMIZER = 3
+    INPUT = 4
+    ACTIVATION = 5
+    TEMPORARY = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The moment of most live memory."""
+
+    total_bytes: int
+    by_kind: tuple[int, ...]
+    """Bytes of each `Kind`, indexed by it."""
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of activations and temporaries, which grow with the batch."""
+        return self.by_kind[Kind.ACTIVATION] + self.by_kind[Kind.TEMPORARY]
+
+
+class LiveStorages:
+    """Counts live storages by weak references, so that releases by Python and autograd are seen."""
+
+    def __init__(self) -> None:
+        self._live: dict[int, tuple[weakref.ref[Any], int, Kind, int]] = {}
+        self._numbers = count()
+        self._by_kind = [0] * len(Kind)
+        self._total = 0
+        self.peak = Peak(0, tuple(self._by_kind))
+        self.events: list[tuple[int, int]] = []
+        """(number, bytes) of each allocation and (number, -1) of each release, for `allocator`."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes alive now."""
+        return self._total
+
+    @property
+    def now(self) -> Peak:
+        """What is alive now."""
+        return Peak(self._total, tuple(self._by_kind))
+
+    def adopt(self, tensors: Iterable[Tensor], kind: Kind) -> None:
+        """Count the tensors' storages unless they are counted already, and note the peak."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in self._live:
+                continue
+            size = -(-storage.nbytes() // GRANULE) * GRANULE
+            number = next(self._numbers)
+            self._live[key] = (weakref.ref(storage, partial(self._release, key)), size, kind, number)
+            self.events.append((number, size))
+            self._by_kind[kind] += size
+            self._total += size
+        if self._total > self.peak.total_bytes:
+            self.peak = self.now
+
+    def reclassify(self, tensor: Tensor, kind: Kind) -> None:
+        """Count a live storage as another kind, such as a gradient once it has accumulated."""
+        key = tensor.untyped_storage()._cdata
+        if key in self._live:
+            reference, size, before, number = self._live[key]
+            self._by_kind[before] -= size
+            self._by_kind[kind] += size
+            self._live[key] = (reference, size, kind, number)
+
+    def _release(self, key: int, _: Any) -> None:
+        _, size, kind, number = self._live.pop(key)
+        self.events.append((number, -1))
+        self._by_kind[kind] -= size
+        self._total -= size
+
+
+class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves it unannotated
+    """Intercepts every operator of a step below autograd and autocast, and counts it.
+
+    Args:
+        cache: Cache of operator results.
+    """
+
+    def __init__(self, cache: OperatorCache | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages = LiveStorages()
+        self.kind = Kind.ACTIVATION
+        """Kind of the storages that operators allocate now; the step changes it at the backward pass."""
+        self._flops = 0.0
+        self._bytes_moved = 0.0
+        self._kernels = 0
+        self._largest_unfolded = 0
+        self._largest_convolution = 0
+        self._cache = cache or OperatorCache()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator, then count it."""
+        kwargs = kwargs or {}
+        if operators.is_answered(func) and args[0][0].is_meta:
+            out = operators.answer(func, args)
+        else:
+            out = self._cache.call(func, args, kwargs)
+        if func is operators.PRIM_DEVICE:
+            return out
+        works, formula = operators.cost_of(func)
+        if works:
+            self._kernels += operators.kernel_count(func, args)
+            self._bytes_moved += operators.bytes_moved(args, kwargs, out)
+        if formula is not None:
+            self._flops += formula(args, kwargs, out)
+        self.storages.adopt(operators.outputs_of(out), self.kind)
+        if func._schema.name in _CONVOLUTIONS:
+            self._count_workspace(func, args, out)
+        return out
+
+    def _count_workspace(self, func: OpOverload, args: Any, out: Any) -> None:
+        """Record the workspace of a convolution: its tensors in another layout, or its unfolded input (im2col)."""
+        is_forward = func._schema.name == _CONVOLUTIONS[0]
+        taken, weight, given = (args[0], args[1], out) if is_forward else (args[1], args[2], args[0])
+        groups = args[8] if is_forward else args[9]
+        if groups > 1 and weight.shape[1] == 1:
+            return  # depthwise convolutions run in PyTorch's kernels, without workspace
+        together = sum(t.numel() * t.element_size() for t in (taken, weight, given))
+        self._largest_convolution = max(self._largest_convolution, together)
+        if weight.shape[2:].numel() > 1:
+            unfolded = given.shape[0] * given.shape[2:].numel() * weight[0].numel() * taken.element_size()
+            self._largest_unfolded = max(self._largest_unfolded, unfolded)
+
+    def traced(self, batch_size: int) -> TracedStep:
+        """Return the finished step."""
+        events, peak = self.storages.events, self.storages.peak
+        return TracedStep(
+            batch_size=batch_size,
+            peak_bytes=peak.total_bytes,
+            activation_bytes=peak.activation_bytes,
+            reserved_bytes=reserved_by_repeated(events),
+            unfolded_bytes=self._largest_unfolded,
+            largest_bytes=max(self._largest_convolution, max((size for _, size in events), default=0)),
+            flops=float(self._flops),
+            bytes_moved=float(self._bytes_moved),
+            kernels=self._kernels,
+        )
