@@ -39,7 +39,7 @@ class CalibrationKey(NamedTuple):
             return False
         if not memory.learned_gist and memory.learned_runs:
             # CRDs of an earlier version store no fingerprint; without this each reconciliation would predict anew.
-            return self.history is not None and memory.learned_runs == self.history.known
+            return self.history is not None and memory.learned_runs == self.history.observed
         return is_equivalent(memory.learned_gist, fingerprint(self.history))
 
 

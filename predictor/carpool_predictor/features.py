@@ -1,9 +1,10 @@
 """A training step in numbers: traced records, the cost at any batch size, and reasons not to trust them. No PyTorch."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import msgspec
 from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
@@ -16,7 +17,7 @@ class Abstention(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     """One CamelCase word for programs, such as `TraceTimedOut`."""
     message: str
-    """What was expected, what was found, what to do."""
+    """Expected value, found value and advice."""
 
 
 class TraceError(Exception):
@@ -96,8 +97,7 @@ def _out_of_range(features: ModelFeatures, batch_size: int) -> Abstention | None
     )
 
 
-@dataclass(frozen=True, slots=True)
-class StepCost:
+class StepCost(NamedTuple):
     """The simulated cost of one training step."""
 
     peak_bytes: float
@@ -114,13 +114,6 @@ class StepCost:
     largest_bytes: float = 0.0
     """Largest single tensor; a typical share of the peak if the features lack it."""
 
-    def numbers(self) -> tuple[float, float, float, float, float, float, float, float]:
-        """Return all fields in order."""
-        return (
-            self.peak_bytes, self.reserved_bytes, self.flops, self.bytes_moved, self.kernels, self.activation_bytes,
-            self.unfolded_bytes, self.largest_bytes,
-        )  # fmt: skip
-
 
 RESERVED_PER_LIVE = 1.09
 """Reserved bytes per live byte at the peak, the median over the traced catalog."""
@@ -136,20 +129,17 @@ def cost_at(features: ModelFeatures, batch_size: int) -> StepCost:
     steps = features.steps
     if len(steps) == 1:
         return _scaled(steps[0], batch_size / steps[0].batch_size)
-    costs = list(accumulate(map(_cost, steps), _larger))
-    upper = _upper_neighbour(steps, batch_size)
+    costs = list(accumulate(map(_cost, steps), lambda one, other: StepCost(*map(max, one, other))))
+    upper = max(next((i for i, step in enumerate(steps) if step.batch_size >= batch_size), len(steps) - 1), 1)
     low, high = steps[upper - 1].batch_size, steps[upper].batch_size
     along = (batch_size - low) / (high - low)
-    pairs = zip(costs[upper - 1].numbers(), costs[upper].numbers(), strict=True)
-    peak, reserved, flops, moved, kernels, own, unfolded, largest = (
-        max(start + (end - start) * along, 0.0) for start, end in pairs
+    pairs = zip(costs[upper - 1], costs[upper], strict=True)
+    cost = StepCost(*(max(start + (end - start) * along, 0.0) for start, end in pairs))
+    return cost._replace(
+        reserved_bytes=max(cost.reserved_bytes, cost.peak_bytes),
+        kernels=max(cost.kernels, 1.0),
+        activation_bytes=min(cost.activation_bytes, cost.peak_bytes),
     )
-    return StepCost(peak, max(reserved, peak), flops, moved, max(kernels, 1.0), min(own, peak), unfolded, largest)
-
-
-def _upper_neighbour(steps: Sequence[TracedStep], batch_size: int) -> int:
-    found = next((i for i, step in enumerate(steps) if step.batch_size >= batch_size), len(steps) - 1)
-    return max(found, 1)
 
 
 def _cost(step: TracedStep) -> StepCost:
@@ -173,10 +163,6 @@ def _reserved(step: TracedStep) -> float:
     return max(step.reserved_bytes or step.peak_bytes * RESERVED_PER_LIVE, step.peak_bytes)
 
 
-def _larger(one: StepCost, other: StepCost) -> StepCost:
-    return StepCost(*map(max, one.numbers(), other.numbers()))
-
-
 def _scaled(step: TracedStep, ratio: float) -> StepCost:
     constant = step.peak_bytes - step.activation_bytes
     return StepCost(
@@ -192,7 +178,7 @@ def _scaled(step: TracedStep, ratio: float) -> StepCost:
 
 
 class MalformedError(ValueError):
-    """An artifact is invalid; the message says why."""
+    """An artifact is invalid; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)

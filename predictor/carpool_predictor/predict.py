@@ -112,12 +112,12 @@ class PredictionContext:
             memory = run_history.apply_peak(memory, history, line_factor)
         if history is not None and run_history.exceeded_whole_gpu(history, product, line_factor):
             # Trusted, so that placement refuses such a GPU instead of giving the job one of its own again.
-            return msgspec.structs.replace(memory, learned_runs=history.known, trusted=True)
+            return msgspec.structs.replace(memory, learned_runs=history.observed, trusted=True)
         alone = run_history.runs_alone(memory, product, history)
         if history is None or (alone and not history.peak_mib and not history.deaths):
             # Runs that were too short to show a peak teach nothing about it: the next run counts as a first one.
             return msgspec.structs.replace(memory, trusted=not alone)
-        return msgspec.structs.replace(memory, learned_runs=history.known, trusted=not (history.is_lost or alone))
+        return msgspec.structs.replace(memory, learned_runs=history.observed, trusted=not (history.is_lost or alone))
 
     def on(self, product: GpuProduct, *, is_strict: bool = False, before: ProductAnswer | None = None) -> ProductAnswer:
         """Predict memory, activity and step time on a product.
@@ -125,7 +125,7 @@ class PredictionContext:
         Args:
             product: The GPU product.
             is_strict: Trust memory only on a stack where jobs were measured; give first runs there extra room.
-            before: The shipped model's answer for this product, if known; activity and step time are taken from it.
+            before: The shipped model's answer for this product, if computed; activity and step time are taken from it.
         """
         answer = self._uncalibrated(product) if before is None else before
         memory, busy = self.memory_on(product), answer.prediction.activity

@@ -8,16 +8,13 @@ import signal
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import StrEnum
 from itertools import chain, islice
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from queue import SimpleQueue
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import msgspec
 from carpool_core.products import GpuProduct, UnknownProductError, find_product
@@ -50,7 +47,7 @@ def describe_error(error: Exception, line: bytes, fields: Mapping[str, tuple[str
     Args:
         error: The decoder's error.
         line: The row.
-        fields: Names of the known fields by path; "" is the row itself.
+        fields: Names of the fields by path; "" is the row itself.
     """
     located = _AT.fullmatch(str(error))
     what, path = (located["what"], located["path"]) if located else (str(error), "")
@@ -67,10 +64,10 @@ def in_row_terms(message: str) -> str:
     return message.replace("spec.model.", "").replace("spec.training", "training")
 
 
-def _unknown(field: str, path: str, known: tuple[str, ...]) -> str:
-    near = get_close_matches(_folded(field), [_folded(name) for name in known], n=1)
-    meant = [name for name in known if _folded(name) in near]
-    advice = f"did you mean {meant[0]}?" if meant else f"known fields are {', '.join(known)}"
+def _unknown(field: str, path: str, names: tuple[str, ...]) -> str:
+    near = get_close_matches(_folded(field), [_folded(name) for name in names], n=1)
+    meant = [name for name in names if _folded(name) in near]
+    advice = f"did you mean {meant[0]}?" if meant else f"known fields are {', '.join(names)}"
     return f"unknown field {field!r} in {path or 'the row'}; {advice}"
 
 
@@ -126,7 +123,7 @@ class _OnlyId(msgspec.Struct, frozen=True):
 
 
 class RowError(ValueError):
-    """A row is invalid; the message says why."""
+    """A row is invalid; the message gives the reason."""
 
 
 _FIELDS = {
@@ -183,8 +180,7 @@ class Answerer:
         calibration: Calibration | None = None,
     ) -> None:
         self._calibration = calibration
-        self._tracer = tracer or SubprocessTracer(limits, known=lambda *_: None)
-        self._stored: dict[_Key, ModelFeatures | None] = {}
+        self._tracer = tracer or SubprocessTracer(limits)
         self._jobs: dict[tuple[_Key, int], tuple[PredictionContext | Abstention, float]] = {}
 
     def answers(self, lines: Sequence[bytes]) -> list[bytes]:
@@ -212,7 +208,7 @@ class Answerer:
             key = _key(row.catalog, row.training), row.training.batch_size
             if key in self._jobs or key in unknown:
                 continue
-            features = self._from_store(key[0], row.catalog, row.training)
+            features = store.features(row.catalog, row.training)
             job = None if features is None else prepare(features, row.training)
             if isinstance(job, PredictionContext):
                 self._jobs[key] = job, time.perf_counter() - begin
@@ -229,11 +225,6 @@ class Answerer:
 
         if unknown:
             asyncio.run(everything())
-
-    def _from_store(self, key: _Key, model: CatalogModel, training: Training) -> ModelFeatures | None:
-        if key not in self._stored:
-            self._stored[key] = store.features(model, training)
-        return self._stored[key]
 
     def _answer(self, row: Row) -> bytes:
         begin = time.perf_counter()
@@ -322,14 +313,14 @@ def chunks(lines: Iterator[bytes], size: int) -> Iterator[list[bytes]]:
 
 MAX_SINGLE_PROCESS = 1500
 """Rows up to which one process answers faster than several."""
-CHUNK = 256
-"""Rows that a process receives at once."""
-_AHEAD = 4
+CHUNK = 64
+"""Rows that a process receives at once; their answers fit a pipe's buffer, so that a killed process leaves none cut."""
+_AHEAD = 8
 """Chunks queued for each process."""
 
 
-class WorkerDied(RuntimeError):  # noqa: N818  (the name says what happened)
-    """A worker process ended; the message says why and what is written."""
+class WorkerDied(RuntimeError):  # noqa: N818  (the event)
+    """A worker process was killed."""
 
 
 @dataclass
@@ -342,6 +333,11 @@ class Tally:
     def rows(self) -> int:
         """Number of answered rows."""
         return self.statuses.total()
+
+    def rate(self, took_s: float) -> str:
+        """Return the counts and the rows per second, for people."""
+        counts = ", ".join(f"{count:,} {status}" for status, count in sorted(self.statuses.items()))
+        return f"{self.rows:,} rows ({counts}), {self.rows / max(took_s, 1e-6):,.0f} a second"
 
 
 class _Status(msgspec.Struct, frozen=True):
@@ -364,14 +360,14 @@ def predict_rows(
 
     Args:
         rows: One row a line, such as an open file; blank lines are skipped.
-        out: Receives one answer per line, in order, as soon as it is known.
+        out: Receives one answer per line, in order, as soon as it is ready.
         limits: What one trace may take.
         on_progress: Called with the counts so far and the bytes read since the last call.
         workers: Number of processes; 0 for the number of processors.
         calibration: Observations of finished jobs.
     """
     tally = Tally()
-    for lines, answers in _answered(rows, _WorkerConfig(limits, calibration), workers or len(os.sched_getaffinity(0))):
+    for lines, answers in _answered(rows, limits, calibration, workers or len(os.sched_getaffinity(0))):
         out.write(b"\n".join(answers) + b"\n")
         out.flush()
         tally.statuses.update(_STATUS.decode(answer).status for answer in answers)
@@ -379,97 +375,49 @@ def predict_rows(
     return tally
 
 
-class _WorkerConfig(NamedTuple):
-    """Configuration of a worker process."""
-
-    limits: TraceLimits
-    calibration: Calibration | None
-
-    def answerer(self) -> Answerer:
-        return Answerer(self.limits, calibration=self.calibration)
+_answerer: Answerer
+"""State of a worker process."""
 
 
-def _answered(rows: Iterator[bytes], config: _WorkerConfig, workers: int) -> Iterator[tuple[list[bytes], list[bytes]]]:
+def _start(limits: TraceLimits, calibration: Calibration | None) -> None:
+    """Begin a worker process; Ctrl-C ends it."""
+    global _answerer
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _answerer = Answerer(limits, calibration=calibration)
+
+
+def _answer_chunk(lines: list[bytes]) -> list[bytes]:
+    return _answerer.answers(lines)
+
+
+def _answered(
+    rows: Iterator[bytes], limits: TraceLimits, calibration: Calibration | None, workers: int
+) -> Iterator[tuple[list[bytes], list[bytes]]]:
+    """Yield rows with their answers, in order."""
     first = list(islice(rows, MAX_SINGLE_PROCESS + 1))
     lines = chunks(chain(first, rows), CHUNK)
     if workers == 1 or len(first) <= MAX_SINGLE_PROCESS:
-        answerer = config.answerer()
+        answerer = Answerer(limits, calibration=calibration)
         yield from ((chunk, answerer.answers(chunk)) for chunk in lines)
         return
-    with _WorkerPool(workers, config) as pool:
-        waiting: deque[tuple[list[bytes], Future[list[bytes]]]] = deque()
+    spawn = multiprocessing.get_context("spawn")  # NumPy's threads do not survive a fork
+    pool = ProcessPoolExecutor(workers, spawn, _start, (limits, calibration))
+    pending: deque[tuple[list[bytes], Future[list[bytes]]]] = deque()
+    try:
         for chunk in lines:
-            waiting.append((chunk, pool.submit(chunk)))
-            if len(waiting) > _AHEAD * workers:
-                yield _first(waiting)
-        while waiting:
-            yield _first(waiting)
+            pending.append((chunk, pool.submit(_answer_chunk, chunk)))
+            if len(pending) > _AHEAD * workers:
+                yield _first_of(pending)
+        while pending:
+            yield _first_of(pending)
+    except BrokenProcessPool as e:
+        raise WorkerDied(
+            "a worker process was killed, probably for its memory; the answers that were written are valid"
+        ) from e
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def _first(waiting: deque[tuple[list[bytes], Future[list[bytes]]]]) -> tuple[list[bytes], list[bytes]]:
-    chunk, future = waiting.popleft()
-    return chunk, future.result()
-
-
-class _Worker(NamedTuple):
-    process: BaseProcess
-    connection: Connection
-
-
-class _WorkerPool:
-    """Worker processes with a pipe each.
-
-    The standard library's pools share one pipe and hang if a worker dies while it writes.
-    """
-
-    def __init__(self, workers: int, config: _WorkerConfig) -> None:
-        self._spawn = multiprocessing.get_context("spawn")  # NumPy's threads do not survive a fork
-        self._idle: SimpleQueue[_Worker] = SimpleQueue()
-        self._workers = [self._started(config) for _ in range(workers)]
-        for worker in self._workers:
-            self._idle.put(worker)
-        self._threads = ThreadPoolExecutor(workers)
-
-    def _started(self, config: _WorkerConfig) -> _Worker:
-        ours, theirs = self._spawn.Pipe()
-        process = self._spawn.Process(target=_work, args=(theirs, config))  # a daemon could not start traces
-        process.start()
-        theirs.close()  # otherwise the pipe would not end with the process
-        return _Worker(process, ours)
-
-    def __enter__(self) -> "_WorkerPool":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for worker in self._workers:
-            worker.process.kill()
-        self._threads.shutdown(cancel_futures=True)
-        for worker in self._workers:
-            worker.process.join()
-            worker.connection.close()
-
-    def submit(self, lines: list[bytes]) -> "Future[list[bytes]]":
-        """Answer rows in the first idle process."""
-        return self._threads.submit(self._asked, lines)
-
-    def _asked(self, lines: list[bytes]) -> list[bytes]:
-        worker = self._idle.get()
-        try:
-            worker.connection.send(lines)
-            answers: list[bytes] = worker.connection.recv()
-        except (EOFError, OSError) as e:
-            raise WorkerDied(
-                "a worker process was killed, probably for its memory; the answers that were written are valid"
-            ) from e
-        finally:
-            self._idle.put(worker)
-        return answers
-
-
-def _work(connection: Connection, config: _WorkerConfig) -> None:
-    """Answer rows until the pipe closes; the parent handles Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    answerer = config.answerer()
-    with suppress(EOFError):
-        while True:
-            connection.send(answerer.answers(connection.recv()))
+def _first_of(pending: deque[tuple[list[bytes], Future[list[bytes]]]]) -> tuple[list[bytes], list[bytes]]:
+    chunk, answers = pending.popleft()
+    return chunk, answers.result()

@@ -1,14 +1,15 @@
 """`python -m carpool_research`: fits and evaluates the shipped models, runs experiments, traces the catalog."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
 import click
-from carpool_predictor.cli import telling
 from carpool_predictor.features import MalformedError
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from carpool_research.catalog_sweep import pack_command, sweep
@@ -23,6 +24,17 @@ class InputError(click.ClickException):
     """The command's input is wrong."""
 
     exit_code = 2
+
+
+@contextmanager
+def show_progress(console: Console | None = None) -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows the current item: one changing line on a terminal, one line per item elsewhere."""
+    console = console or Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda item: console.print(f"  {item}", highlight=False, markup=False, soft_wrap=True)
+        return
+    with console.status("") as status:
+        yield lambda item: status.update(escape(item))
 
 
 _DATA = click.option(
@@ -97,7 +109,7 @@ def evaluate(data: Path, suite: str, out: Path, frozen: bool) -> None:
             if frozen:
                 report = module.frozen(data)
             else:
-                with telling() as progress:
+                with show_progress() as progress:
                     report = module.run(data, out, progress)
             Console().print(_table(report))
     except (DataError, MalformedError) as e:

@@ -110,7 +110,7 @@ def test_a_product_that_no_list_names_is_left_to_pytorchs_autocast(name: str) ->
     mode = meta_mode()
     with fake_weights(mode):
         model = MISSED[name]()
-    with pytest.raises(TraceError, match="not known to be cast"):
+    with pytest.raises(TraceError, match="not in the list of operators"):
         trace_step(prepare(model, mode, training, (32, 32)), 4)
     with fake_weights(faked := fake_mode()):
         model = MISSED[name]()

@@ -9,7 +9,7 @@ import pytest
 from carpool_core.durations import format_duration
 from carpool_core.products import PRODUCTS
 from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
-from carpool_predictor.cli import TargetError, graph, parse_shape, predict, read_features, write_features
+from carpool_predictor.cli import InputError, graph, parse_shape, predict, read_features, write_features
 from click.testing import CliRunner
 
 FEATURES = ModelFeatures(
@@ -177,7 +177,7 @@ def test_bad_input_is_a_sentence_and_exit_code_2(arguments: list[str], word: str
 def test_broken_features_files_are_refused(text: str, word: str, tmp_path: Path) -> None:
     path = tmp_path / "broken.yaml"
     path.write_text(text)
-    with pytest.raises(TargetError, match=word):
+    with pytest.raises(InputError, match=word):
         read_features(path)
 
 

@@ -15,7 +15,7 @@ from torch import nn
 TRAINING = Training(batch_size=8, optimizer=Optimizer.SGD_MOMENTUM)
 
 
-@pytest.mark.parametrize("name", ["torchvision/resnet18", "timm/vit_tiny_patch16_224", "timm/mobilenetv3_small_050"])
+@pytest.mark.parametrize("name", ["timm/test_resnet", "timm/test_vit", "timm/test_efficientnet"])
 def test_meta_tensors_count_as_fake_ones(name: str) -> None:
     recipe = recipe_of(CatalogModel(name=name))
     meta, fake = (trace_under(mode, recipe, TRAINING, (4, 8)) for mode in (meta_mode(), fake_mode()))

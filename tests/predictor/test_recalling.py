@@ -107,7 +107,7 @@ def test_runs_that_differ_by_less_than_bounds_keep_are_not_worth_it_wherever_the
     gists = []
     for last in range(PER_MODEL, len(seen)):
         kept, begun = seen[last - PER_MODEL : last], seen[last]
-        recalled = RunHistory(known=3, runs=3, deaths=0, peak_mib=max(kept), so_far_mib=begun, least_mib=0.0)
+        recalled = RunHistory(observed=3, runs=3, deaths=0, peak_mib=max(kept), so_far_mib=begun, least_mib=0.0)
         gists += [fingerprint(recalled), fingerprint(msgspec.structs.replace(recalled, so_far_mib=0.0))]
     assert all(is_equivalent(one, gists[0]) for one in gists)
 
@@ -182,7 +182,7 @@ def test_who_was_measured_to_fit_a_gpu_is_never_told_that_it_does_not() -> None:
 def test_one_rule_says_who_runs_alone_because_of_its_bound(predicted: tuple[int, int], ran: bool, alone: bool) -> None:
     median, upper = predicted
     memory = msgspec.structs.replace(told(Calibration()).memory, median_mib=median, upper_mib=upper)
-    known = RunHistory(known=1, runs=1, deaths=0, peak_mib=0, so_far_mib=9000, least_mib=0) if ran else None
+    known = RunHistory(observed=1, runs=1, deaths=0, peak_mib=0, so_far_mib=9000, least_mib=0) if ran else None
     assert runs_alone(memory, T4, known) is alone
 
 

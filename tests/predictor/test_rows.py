@@ -35,7 +35,7 @@ class FakeTracer(SubprocessTracer):
     """Knows one model beside the store; counts what it is asked."""
 
     def __init__(self) -> None:
-        super().__init__(known=lambda *_: None)
+        super().__init__()
         self.asked: list[TraceRequest] = []
 
     async def timed(self, request: TraceRequest) -> tuple[ModelFeatures | Abstention, float]:
@@ -295,7 +295,7 @@ def test_options_that_rows_say_themselves_are_refused(ignored: list[str], tmp_pa
     rows.write_text(json.dumps(row("a")))
     result = CliRunner().invoke(predict, ["--rows", str(rows), *ignored])
     assert (result.exit_code, result.stdout) == (2, "")
-    assert f"expected no {ignored[0]} beside --rows" in result.stderr
+    assert f"expected no {ignored[0]} with --rows" in result.stderr
 
 
 def test_a_malformed_calibration_is_refused_before_any_row(tmp_path: Path) -> None:

@@ -1,11 +1,14 @@
 """Tables, model cards and progress of the suites."""
 
+import io
 from pathlib import Path
 from string import Template
 
 import carpool_research
 import pytest
+from carpool_research.__main__ import show_progress
 from carpool_research.report import counted, markdown, write_card
+from rich.console import Console
 
 CARDS = sorted(Path(str(carpool_research.__file__)).parent.glob("*/card.md.template"))
 
@@ -15,6 +18,16 @@ def test_items_are_counted_and_named() -> None:
     assert list(counted([7, 8], "families held out, fold", heard.append)) == [7, 8]
     assert list(counted(["XGBoost"], "split", heard.append)) == ["XGBoost"]
     assert heard == ["families held out, fold 1 of 2", "families held out, fold 2 of 2", "split: XGBoost (1 of 1)"]
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress_is_a_changing_line_on_a_terminal_and_a_line_per_item_elsewhere(is_terminal: bool) -> None:
+    file = io.StringIO()
+    with show_progress(Console(file=file, force_terminal=is_terminal, width=100)) as show:
+        show("baseline [constant], fold 1 of 5")
+        show("x" * 200)
+    lines = f"  baseline [constant], fold 1 of 5\n  {'x' * 200}\n"
+    assert (file.getvalue() == lines) is not is_terminal
 
 
 def test_tables_are_markdown_and_missing_cells_are_empty() -> None:

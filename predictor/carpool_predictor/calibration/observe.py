@@ -157,13 +157,13 @@ def observe(
     is_refused = refusal_of(expected, measured) is not None
     if is_refused and not measured.ended:
         return calibration
-    known = calibration.state(stack)
-    state = known or _fresh(stack, model)
+    before = calibration.state(stack)
+    state = before or _fresh(stack, model)
     if is_refused:
         state = msgspec.structs.replace(state, refused=state.refused + 1)
     else:
         state = _with_row(state, expected, measured, model)
-    if state == known:
+    if state == before:
         return calibration
     others = [other for other in calibration.stacks if other.stack != stack]
     counted = [*calibration.counted, measured.sample] if measured.sample and measured.ended else calibration.counted
@@ -209,14 +209,14 @@ def _with_row(state: StackState, expected: RunPrediction, measured: RunMeasureme
 
 
 def _without_lower_activity(state: StackState, expected: RunPrediction, measured: RunMeasurement) -> RunMeasurement:
-    """Drop activity that does not exceed the known activity of the job, or the predicted one of a new job.
+    """Drop activity that does not exceed the measured activity of the job, or the predicted one of a new job.
 
     A lower limit is no evidence against more.
     """
     runs = [one for one in state.rows if is_of(one, expected.model, expected.reserved_mib)]
 
-    def raised(found: float | None, known: list[float], predicted: float | None) -> float | None:
-        before = max(known) if known else predicted
+    def raised(found: float | None, measured_before: list[float], predicted: float | None) -> float | None:
+        before = max(measured_before, default=predicted)
         return found if found is not None and (before is None or found > before) else None
 
     return msgspec.structs.replace(
@@ -238,7 +238,7 @@ def _with_activity_of(before: RunRecord, row: RunRecord) -> RunRecord:
 
 
 def _still_steady(before: RunRecord, row: RunRecord) -> RunRecord:
-    """Keep a peak steady that was steady before: a restarted watcher has not yet seen it stop growing."""
+    """Keep a peak steady that was steady before: after a restart, its growth is watched from the beginning."""
     is_no_more = before.steady and not row.censored and row.value_mib <= before.value_mib
     return msgspec.structs.replace(row, steady=True) if is_no_more else row
 
@@ -289,15 +289,15 @@ def _rows_for_line(rows: Sequence[RunRecord]) -> list[RunRecord]:
 def _fitted(rows: Sequence[RunRecord], shipped: tuple[float, float]) -> tuple[float, float]:
     """Return slope and intercept of the line; a censored row counts only where the line lies below it."""
     slope, intercept = shipped
-    known = [Pair(x, slope * x + intercept) for x in PRIOR_MIB]
-    known += [Pair(row.reserved_mib, row.value_mib) for row in rows if not row.censored]
+    pairs = [Pair(x, slope * x + intercept) for x in PRIOR_MIB]
+    pairs += [Pair(row.reserved_mib, row.value_mib) for row in rows if not row.censored]
     active: list[RunRecord] | None = None
     for _ in range(_ROUNDS):
         beneath = [row for row in rows if row.censored and slope * row.reserved_mib + intercept < row.value_mib]
         if beneath == active:
             break
         active = beneath
-        slope, intercept = fit_line([*known, *(Pair(row.reserved_mib, row.value_mib) for row in active)])
+        slope, intercept = fit_line([*pairs, *(Pair(row.reserved_mib, row.value_mib) for row in active)])
         if slope <= 0:
             # Memory cannot fall as a job grows: the rows contradict each other.
             return shipped

@@ -42,7 +42,7 @@ USABLE_SHARE = 0.95
 class RunHistory(msgspec.Struct, frozen=True, kw_only=True):
     """Observations of earlier runs of a job; memory is divided by the correction of the model's trees."""
 
-    known: int
+    observed: int
     """Observed runs, however they ended."""
     runs: int
     """Runs with measured memory, including those that have just begun."""
@@ -84,7 +84,7 @@ def find_history(
     peak = max((row.value_mib for row in measured if row.steady), default=0.0)
     deaths = [row.value_mib for row in rows if row.censored and row.value_mib >= peak]
     return RunHistory(
-        known=len(rows),
+        observed=len(rows),
         runs=len(measured),
         deaths=len(deaths),
         peak_mib=peak,
@@ -115,7 +115,7 @@ def fingerprint(history: RunHistory | None) -> str:
     if history is None:
         return ""
     largest_mib = max(history.peak_mib, history.so_far_mib)
-    numbers = history.known, history.deaths, history.peak_mib > 0, largest_mib, history.least_mib
+    numbers = history.observed, history.deaths, history.peak_mib > 0, largest_mib, history.least_mib
     return "/".join(f"{number:.0f}" for number in numbers)
 
 
@@ -140,8 +140,8 @@ def is_of(row: RunRecord, model: str, reserved_mib: float) -> bool:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
+    measured = [value for value in values if value is not None]
+    return fmean(measured) if measured else None
 
 
 def apply_peak(memory: MemoryPrediction, history: RunHistory, correction: float) -> MemoryPrediction:

@@ -60,11 +60,11 @@ def configure(name: str, num_classes: int | None) -> Any:
         TraceError: The name is unknown (the nearest are suggested), or the configuration refuses a value.
     """
     base, given = split_name(name)
-    known = published(base)
-    kind = _configuration(known.config if known else base)
+    model = published(base)
+    kind = _configuration(model.config if model else base)
     if kind is None:
         raise unknown_to_the_hub(base)
-    values = {**(known.values if known else {}), **given}
+    values = {**(model.values if model else {}), **given}
     unknown = sorted(key for key in given if not hasattr(kind(), key))
     if unknown:
         raise TraceError("UnknownCatalogModel", f"{kind.__name__} has no value named {', '.join(unknown)}")

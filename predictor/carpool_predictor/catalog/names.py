@@ -15,7 +15,7 @@ LIBRARIES = ("timm", "torchvision", "transformers")
 
 
 def unsupported(name: str) -> TraceError:
-    """Return the error for a name of no known library."""
+    """Return the error for a name without a supported library."""
     return TraceError(
         "CatalogUnsupported",
         f"this version supports timm/NAME, torchvision/NAME and transformers/NAME, found {name}; give "

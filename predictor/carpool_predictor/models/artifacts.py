@@ -1,6 +1,6 @@
 """Reads the shipped models and verifies their SHA-256 digests, which lie beside them in `SHA256SUMS`.
 
-The digests detect files that were changed or partly replaced. They do not protect against somebody who changes both.
+The digests detect files that were changed or partly replaced. They do not protect against a change of both.
 """
 
 import hashlib

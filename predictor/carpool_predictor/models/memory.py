@@ -253,11 +253,11 @@ def predict_memory(
     upper = math.ceil(median * factor)
     width = class_width_mib(layers)
     lower_edge = (math.ceil(median * factor**model.class_share) - 1) // width * width
-    known = calibrated and correction.inside
+    is_measured = calibrated and correction.inside
     return MemoryPrediction(
         median_mib=math.ceil(median),
         upper_mib=upper,
-        coverage=model.coverage if known else min(model.coverage, ELSEWHERE_COVERAGE),
+        coverage=model.coverage if is_measured else min(model.coverage, ELSEWHERE_COVERAGE),
         class_lower_mib=lower_edge,
         class_upper_mib=lower_edge + width,
     )

@@ -62,7 +62,7 @@ class SlowdownModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     turns_factor: Annotated[float, Meta(ge=0, le=100)]
     """f under time-slicing."""
     side_by_side_factor: Annotated[float, Meta(ge=0, le=100)]
-    """f under MPS; larger, because the sharing mode of the measured pairs is not known."""
+    """f under MPS; larger, because the sharing mode of the measured pairs is unknown."""
     provenance: dict[str, str | float | int]
     """Training data."""
 

@@ -115,7 +115,7 @@ class Machine(Protocol):
         ...
 
     def start(self, workload: Workload, *, mps: bool) -> Process:
-        """Start a job behind an MPS daemon, or without; two of the latter take turns."""
+        """Start a job behind an MPS daemon, or without; two without time-slice."""
         ...
 
     def sample(self) -> Sample:

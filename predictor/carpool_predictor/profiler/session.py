@@ -373,13 +373,13 @@ def measure(machine: Machine, sweep: str, budget_s: float, out: Path, console: C
         InputError: The file cannot be continued.
     """
     session, begin, count = Session(machine), machine.monotonic(), 0
-    known = measured_keys(out, session.description.product)
+    earlier = measured_keys(out, session.description.product)
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("a", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         if file.tell() == 0:
             writer.writeheader()
-        for point in (p for p in points(sweep) if p.key not in known):
+        for point in (p for p in points(sweep) if p.key not in earlier):
             spent_s = machine.monotonic() - begin
             if spent_s + (spent_s / count if count else 0.0) > budget_s:
                 break
@@ -388,7 +388,7 @@ def measure(machine: Machine, sweep: str, budget_s: float, out: Path, console: C
             file.flush()
             console.print(_summary(row), highlight=False)
             count += 1
-    console.print(f"{count} rows measured, {len(known)} were there before: {out}", highlight=False)
+    console.print(f"{count} rows measured, {len(earlier)} were there before: {out}", highlight=False)
     return count
 
 

@@ -81,7 +81,7 @@ class MetaAutocast(TorchFunctionMode):
 class NoProductMissed(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves it unannotated
     """Raises on an FP32 product under `MetaAutocast`, so that the trace is repeated with PyTorch's own autocast.
 
-    The lists of Python functions may miss one, or the model turns autocast off itself.
+    The lists of Python functions may miss one, or the model disables autocast itself.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -91,7 +91,10 @@ class NoProductMissed(TorchDispatchMode):  # type: ignore[no-untyped-call]  # Py
             TraceError: Autocast should have cast its arguments.
         """
         if func in _PRODUCTS and any(isinstance(value, Tensor) and value.dtype is torch.float32 for value in args):
-            raise TraceError("OperatorUnsupported", f"{func} is not known to be cast on tensors without data")
+            raise TraceError(
+                "OperatorUnsupported",
+                f"{func} is not in the list of operators that autocast casts on tensors without data",
+            )
         return func(*args, **(kwargs or {}))
 
 

@@ -99,7 +99,7 @@ def _out_of_memory(memory_mib: int) -> Abstention:
 
 
 def answer(request: TraceRequest, memory_mib: int = 0) -> TraceReply:
-    """Trace the requested model in this process; each failure with a known reason is an abstention.
+    """Trace the requested model in this process; each expected failure is an abstention.
 
     Args:
         request: The model.

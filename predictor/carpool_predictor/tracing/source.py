@@ -1,4 +1,4 @@
-"""Where a job's features come from: its spec, the feature store, or a trace in a process with limits."""
+"""Gets a job's features from its spec, the feature store, or a trace in a process with limits."""
 
 import asyncio
 import hashlib
@@ -60,9 +60,9 @@ def untraceable(model: CatalogModel | None) -> Abstention:
     if model is None or store.shipped().family(model.name) is not None:
         return missing
     near = store.shipped().nearest(model.name)
-    known = f"the nearest that need none are {', '.join(near)}" if near else "no name is near"
+    nearest = f"the nearest that need none are {', '.join(near)}" if near else "no name is near"
     return msgspec.structs.replace(
-        missing, message=f"{model.name!r} is none of the models that need no PyTorch; {known}; {missing.message}"
+        missing, message=f"{model.name!r} is none of the models that need no PyTorch; {nearest}; {missing.message}"
     )
 
 
@@ -71,7 +71,6 @@ class SubprocessTracer:
 
     Args:
         limits: Limits of one trace.
-        known: Features of catalog models that need no trace.
         start: Makes the process of one trace.
         seconds: Clock, for the duration of a trace.
     """
@@ -80,12 +79,11 @@ class SubprocessTracer:
         self,
         limits: TraceLimits | None = None,
         *,
-        known: Callable[[CatalogModel, Training], ModelFeatures | None] = store.features,
         start: Callable[[TraceRequest, TraceLimits], StartedTrace] = TraceProcess,
         seconds: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._limits = limits or TraceLimits()
-        self._known, self._start, self._seconds = known, start, seconds
+        self._start, self._seconds = start, seconds
         self._slots = asyncio.Semaphore(self._limits.concurrency)
 
     async def trace(self, model: ModelSource, training: Training) -> ModelFeatures | Abstention:
@@ -102,7 +100,7 @@ class SubprocessTracer:
         begin = self._seconds()
         catalog = None if request.model is None else request.model.catalog
         if catalog is not None:
-            features = self._known(catalog, request.training)
+            features = store.features(catalog, request.training)
             if features is not None and reason_to_abstain(features, request.training) is None:
                 return features, self._seconds() - begin
         if importlib.util.find_spec("torch") is None:

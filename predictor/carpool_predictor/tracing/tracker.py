@@ -47,7 +47,7 @@ class Peak:
 
 
 class LiveStorages:
-    """Counts live storages by weak references, so that releases by Python and autograd are seen."""
+    """Counts live storages by weak references, so that releases by Python and autograd count."""
 
     def __init__(self) -> None:
         self._live: dict[int, tuple[weakref.ref[Any], int, Kind, int]] = {}
@@ -65,7 +65,7 @@ class LiveStorages:
 
     @property
     def now(self) -> Peak:
-        """What is alive now."""
+        """Live bytes now."""
         return Peak(self._total, tuple(self._by_kind))
 
     def adopt(self, tensors: Iterable[Tensor], kind: Kind) -> None:
