@@ -1,8 +1,9 @@
 """Power of idle and full GPUs as shares of their power limit, measured by Zeus (You et al., NSDI '23).
 
 Zeus published mean power and epoch time of whole trainings on four GPUs, but no activity. ShuffleNet's epochs become
-shorter with its batch until the GPU is full, so its throughput over the largest one stands for activity. A line through
-its power over activity (r² 0.90 to 0.99) gives the idle share; the network that draws the most gives the full share.
+shorter with its batch until the GPU is full, so its throughput over the largest one approximates activity. A line
+through its power over activity (r² 0.90 to 0.99) gives the idle share. The network with the most power gives the full
+share.
 """
 
 from collections import defaultdict
@@ -19,7 +20,7 @@ from carpool_research.tables import number, read_table
 
 COLUMNS = ("network", "batch_size", "optimizer", "power_limit", "time_per_epoch", "average_power")
 SCALED = "shufflenetv2"
-"""The network whose batches fill a GPU by and by."""
+"""The network whose larger batches fill a GPU."""
 
 
 class Training(NamedTuple):
@@ -33,7 +34,7 @@ class Training(NamedTuple):
 
 
 def measured(data: Path) -> dict[str, Shares]:
-    """Work the shares of each GPU, by its name in `zeus.GPUS`, out of Zeus' tables.
+    """Return the shares of each GPU of `ZEUS_GPUS`.
 
     Raises:
         DataError: A table is missing, or cannot be read.
@@ -42,10 +43,10 @@ def measured(data: Path) -> dict[str, Shares]:
 
 
 def shares_of(runs: Sequence[Training]) -> Shares:
-    """Work out the shares of one GPU.
+    """Return the shares of one GPU.
 
     Args:
-        runs: All of its trainings, those of `SCALED` among them at several batches.
+        runs: All of its trainings, with those of `SCALED` at several batches.
     """
     scaled = [run for run in runs if run.network == SCALED]
     fastest_s = {one.optimizer: min(r.epoch_s for r in scaled if r.optimizer == one.optimizer) for one in scaled}

@@ -1,4 +1,4 @@
-"""What a suite of evaluation returns and writes: metrics against targets, tables as Markdown, figures as SVG."""
+"""Results of an evaluation suite: metrics with targets, Markdown tables, SVG figures."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Reads published tables: which file, which columns, and what is said of one that cannot be read."""
+"""Reads published tables, and checks files, columns and numbers."""
 
 import csv
 import math
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class DataError(ValueError):
-    """The measurements cannot be read: a folder, file or column is missing. The message says which."""
+    """The measurements cannot be read; the message names the missing folder, file or column."""
 
 
 def read_table(path: Path, columns: Iterable[str], read: Callable[[dict[str, str]], T]) -> list[T]:
@@ -18,11 +18,11 @@ def read_table(path: Path, columns: Iterable[str], read: Callable[[dict[str, str
 
     Args:
         path: The file; its first line names the columns.
-        columns: What it must have.
-        read: Makes something of a row; raises ValueError, TypeError or SyntaxError where it cannot.
+        columns: Required columns.
+        read: Converts a row; raises ValueError, TypeError or SyntaxError for an invalid one.
 
     Raises:
-        DataError: The file or a column is missing, or a row cannot be read; the message says which.
+        DataError: The file or a column is missing, or a row cannot be read; the message names it.
     """
     check_header(path, columns)
     with path.open(newline="", encoding="utf-8") as file:
@@ -34,14 +34,14 @@ def read_table(path: Path, columns: Iterable[str], read: Callable[[dict[str, str
 
 
 def check_header(path: Path, columns: Iterable[str]) -> None:
-    """Look whether a file is there and has its columns, which takes no time: what reads it may come after hours.
+    """Check a file and its columns before a long fit.
 
     Args:
         path: The file; its first line names the columns.
-        columns: What it must have.
+        columns: Required columns.
 
     Raises:
-        DataError: The file or a column is missing; the message says which.
+        DataError: The file or a column is missing; the message names it.
     """
     try:
         with path.open(newline="", encoding="utf-8") as file:
@@ -61,7 +61,7 @@ def number(row: Mapping[str, str], column: str) -> float:
     """Read a measured number.
 
     Raises:
-        ValueError: It is none, or not finite.
+        ValueError: It is not a finite number.
     """
     found = float(row[column])
     if not math.isfinite(found):
@@ -73,7 +73,7 @@ def amount(row: Mapping[str, str], column: str) -> int:
     """Read a number of samples, tokens or the like.
 
     Raises:
-        ValueError: It is no whole number, or less than 1.
+        ValueError: It is not a whole number of at least 1.
     """
     found = number(row, column)
     if found < 1 or found != int(found):
@@ -90,5 +90,5 @@ def file_of(kind: str) -> Path:
 
 
 def ended_well(row: Mapping[str, str]) -> bool:
-    """Whether a run did not end out of memory; of MLPs only those were published that did not."""
+    """Whether a run did not run out of memory; the published MLPs have no status and did not."""
     return row.get("Status", "SUCCESSFUL") == "SUCCESSFUL"

@@ -2,7 +2,6 @@
 
 import math
 import time
-from dataclasses import astuple
 
 import msgspec
 import pytest
@@ -95,7 +94,7 @@ def test_every_answer_keeps_its_bounds(model: ModelFeatures, batch: int) -> None
 @settings(deadline=None)  # wall clock says nothing on a machine with other work
 @given(any_features(), st.integers(1, 32768), st.integers(1, 32768))
 def test_more_samples_never_need_less(model: ModelFeatures, one: int, other: int) -> None:
-    small, large = (astuple(cost_at(model, batch)) for batch in sorted((one, other)))
+    small, large = (cost_at(model, batch) for batch in sorted((one, other)))
     assert all(a <= b * (1 + 1e-9) for a, b in zip(small, large, strict=True))
 
 

@@ -84,8 +84,8 @@ def test_training_without_measurements_is_told(tmp_path: Path) -> None:
 
 TABLES = {
     gavel.FILE: gavel.COLUMNS,
-    str(lucid.ALONE): lucid.ALONE_COLUMNS,
-    str(lucid.BESIDE): lucid.BESIDE_COLUMNS,
+    str(lucid.SOLO): lucid.SOLO_COLUMNS,
+    str(lucid.PAIRED): lucid.PAIRED_COLUMNS,
 }
 HOLDING = {str(tables.file_of(kind)): f"{','.join(fit.COLUMNS)}\n50,0.4,0.5" for kind in tables.KINDS}
 """Files of the trainings that come first."""
@@ -96,7 +96,7 @@ HOLDING = {str(tables.file_of(kind)): f"{','.join(fit.COLUMNS)}\n50,0.4,0.5" for
     [
         pytest.param(gavel.FILE, ["else"], "1", "lacks the columns bs_a, bs_b", id="other columns"),
         pytest.param(
-            lucid.ALONE, list(lucid.ALONE_COLUMNS[1:]), "", "lacks the columns model;",
+            lucid.SOLO, list(lucid.SOLO_COLUMNS[1:]), "", "lacks the columns model;",
             id="a column short, of a file that is read last",
         ),
         pytest.param(gavel.FILE, None, f"{TABLE},k80,a,1,1,,,,fast,,", "2: cannot read the row", id="a word"),

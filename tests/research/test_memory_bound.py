@@ -1,16 +1,22 @@
-"""Strata, their factors and the level that counts families: on data made to measure."""
+"""Strata and factors of the memory bound, and factors of first runs, on synthetic data."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 from carpool_research.memory.fit import (
+    FEWEST_ROWS,
+    FIRST_RUN_FACTORS,
     SHARES,
     Bound,
     Floats,
     conformal_quantile,
+    factor,
+    families_of,
     family_level,
     fit_bound,
+    held,
     ranks_in_strata,
 )
 
@@ -19,8 +25,8 @@ FAMILIES = 60
 ROWS = 60
 
 
-def wild_and_calm(seed: int) -> tuple[Floats, Floats, list[str]]:
-    """Rows of one telling column and one that tells nothing: where the first is above 2, scores have a long tail."""
+def risky_and_calm(seed: int) -> tuple[Floats, Floats, list[str]]:
+    """Return rows whose scores have a long tail where the first column exceeds 2; the second is noise."""
     rng = np.random.default_rng(seed)
     rows = rng.normal([1.0, 0.0], size=(FAMILIES * ROWS, 2))
     tail = rng.exponential(0.3, len(rows)) * (rows[:, 0] > 2) * (rng.random(len(rows)) < 0.4)
@@ -34,32 +40,32 @@ def folds() -> list[frozenset[str]]:
 @pytest.fixture(scope="module", name="bound")
 def fitted() -> Bound:
     pytest.importorskip("sklearn")
-    rows, scores, families = wild_and_calm(1)
+    rows, scores, families = risky_and_calm(1)
     return fit_bound(rows, scores, families, folds(), COVERAGE)
 
 
-def test_likelier_steps_have_larger_factors(bound: Bound) -> None:
-    calm, usual, wild = bound.factors
-    assert 1 <= calm <= usual <= wild
-    assert calm < 1.1 < 1.3 < wild
+def test_riskier_steps_have_larger_factors(bound: Bound) -> None:
+    calm, usual, risky = bound.factors
+    assert 1 <= calm <= usual <= risky
+    assert calm < 1.1 < 1.3 < risky
     assert bound.risk.stratum([4.0, 0.0]) == 2
     assert bound.risk.stratum([-2.0, 0.0]) == 0
 
 
-def test_the_bound_holds_for_families_that_it_never_saw(bound: Bound) -> None:
-    rows, scores, _ = wild_and_calm(2)
+def test_the_bound_holds_for_new_families(bound: Bound) -> None:
+    rows, scores, _ = risky_and_calm(2)
     factors = np.array([bound.factors[bound.risk.stratum(row)] for row in rows.tolist()])
     assert np.mean(scores <= np.log(factors)) >= COVERAGE
     assert np.median(factors) == bound.factors[0]
 
 
-def test_rows_are_dealt_into_strata_by_their_shares(bound: Bound) -> None:
+def test_strata_hold_their_shares_of_the_rows(bound: Bound) -> None:
     found = np.bincount(bound.strata) / (FAMILIES * ROWS)
     assert np.cumsum(found)[:-1] == pytest.approx(SHARES, abs=0.01)
 
 
-def test_where_nothing_exceeds_its_median_by_much_all_steps_share_a_factor() -> None:
-    rows, _, families = wild_and_calm(3)
+def test_without_risky_steps_all_factors_are_one() -> None:
+    rows, _, families = risky_and_calm(3)
     bound = fit_bound(rows, np.zeros(len(rows)), families, folds(), COVERAGE)
     assert set(bound.factors) == {1.0}
     assert bound.risk.weights == [0.0, 0.0]
@@ -72,8 +78,8 @@ def test_a_row_is_ranked_among_other_families_of_its_stratum() -> None:
     assert ranks.tolist() == [0, 2 / 4, 3 / 4, 1 / 4, 0]
 
 
-def test_every_family_counts_as_one_and_the_next_as_above_all() -> None:
-    """A family of a hundred rows weighs as much as one of one; half of two families and a next are 0.75 of the two."""
+def test_families_have_equal_weights_in_the_level() -> None:
+    """A family of a hundred rows weighs as much as one of a single row; half of two families and a new one is 0.75."""
     families = np.array(["large"] * 100 + ["small"])
     ranks = np.array([i / 100 for i in range(100)] + [0.05])
     assert family_level(ranks, families, 0.5) == 0.49
@@ -94,3 +100,49 @@ def test_the_conformal_quantile_at_its_ends() -> None:
     for level in (-0.1, 1.1, math.nan):
         with pytest.raises(ValueError, match="between 0 and 1"):
             conformal_quantile([1.0], level)
+
+
+def family_rows(name: str, rows: int, largest: float) -> tuple[list[str], list[float]]:
+    """Return rows of one family, evenly up to its largest ratio."""
+    return [name] * rows, np.linspace(0.5, largest, rows).tolist()
+
+
+def test_the_factor_is_a_rank_of_ranks() -> None:
+    # Of 39 rows the 38th counts, ⌈0.95 · 40⌉; of 19 families the 18th and the 19th, ⌈0.9 · 20⌉ and ⌈0.95 · 20⌉.
+    names, ratios = [], []
+    for number in range(19):
+        name, values = family_rows(f"family-{number:02}", 39, 1.0 + number / 10)
+        names += name
+        ratios += values
+    families = families_of(names, np.array(ratios))
+    second_largest = [sorted(family.ratios)[-2] for family in families]
+    assert factor(families, 0.9) == pytest.approx(second_largest[17])
+    assert factor(families, 0.95) == pytest.approx(second_largest[18])
+
+
+def test_the_largest_of_few_rows_counts() -> None:
+    families = families_of(["small"] * FEWEST_ROWS, np.linspace(0.5, 1.7, FEWEST_ROWS))
+    assert factor(families, 0.9) == 1.7
+
+
+def test_families_with_too_few_rows_are_omitted() -> None:
+    small, large = family_rows("small", FEWEST_ROWS - 1, 9.0), family_rows("large", FEWEST_ROWS, 1.1)
+    families = families_of(small[0] + large[0], np.array(small[1] + large[1]))
+    assert [family.name for family in families] == ["large"]
+    with pytest.raises(ValueError, match="expected at least one family of 10 rows or more, found none"):
+        factor([], 0.9)
+
+
+def test_a_family_is_held_if_95_percent_of_its_rows_are() -> None:
+    first, second = family_rows("first", 20, 1.0), family_rows("second", 20, 2.0)
+    families = families_of(first[0] + second[0], np.array(first[1] + second[1]))
+    assert (held(families, 0.9), held(families, 1.0), held(families, 1.93)) == (0, 1, 2)
+
+
+def test_shipped_first_run_factors_are_those_of_the_card() -> None:
+    card = Path(__file__, "../../../docs/model-cards/memory.md").resolve().read_text(encoding="utf-8")
+    for room in FIRST_RUN_FACTORS:
+        row = next(line for line in card.splitlines() if line.startswith(f"|{room.where}|"))
+        share, _, needs, shipped, _ = (cell.strip() for cell in row.split("|")[2:-1])
+        assert (share, shipped) == (f"{100 * room.families:g}%", f"{room.shipped:g}")
+        assert float(needs) <= float(shipped) < float(needs) + 0.02, "no more than it is rounded up by"

@@ -15,8 +15,8 @@ from carpool_predictor.models.memory import Pair, correction_of, fit_line, read_
 from carpool_research.memory.fit import (
     FILE,
     VERSION,
+    Estimate,
     Floats,
-    Judge,
     Row,
     Sample,
     clean,
@@ -115,7 +115,7 @@ def test_exported_trees_answer_as_scikit_learn_does() -> None:
 def test_out_of_fold_scores_hold_families_out(made: list[Sample]) -> None:
     seen: list[frozenset[str]] = []
 
-    def fitted(samples: Sequence[Sample]) -> Judge:
+    def fitted(samples: Sequence[Sample]) -> Estimate:
         families = frozenset(s.family for s in samples)
         seen.append(families)
 

@@ -1,4 +1,4 @@
-"""Fits of the slowdown model to made-up measurements."""
+"""Fits of the slowdown model to synthetic measurements."""
 
 import msgspec
 import numpy as np
@@ -7,7 +7,7 @@ from carpool_core.values import SharingMode
 from carpool_predictor.models.slowdown import SlowdownModel, shipped, slowdowns
 from carpool_research.slowdown import fit, gavel, lucid
 from carpool_research.slowdown.fit import train_slowdown
-from carpool_research.slowdown.gavel import Missed
+from carpool_research.slowdown.gavel import LeftOutErrors
 from carpool_research.tables import DataError
 
 
@@ -18,8 +18,8 @@ def of(mode, profiles, present=None):
     return slowdowns(mode, *columns, mask)[0]
 
 
-def measured_by_gavel(tmp_path):
-    """Three kinds of jobs, their steps a power mean with exponent 3, and pairs in which no kernels are longer."""
+def write_gavel(tmp_path):
+    """Write three jobs whose steps are power means with exponent 3, and pairs with equal kernels."""
     step = {}
     for job, (host, each) in {"A": (1.0, 0.02), "B": (2.0, 0.01), "C": (0.5, 0.05)}.items():
         for batch in (8, 16, 32, 64, 128):
@@ -38,8 +38,8 @@ def measured_by_gavel(tmp_path):
     (tmp_path / "gavel" / "gavel_throughputs_flat.csv").write_text("\n".join(lines))
 
 
-def measured_by_gpumemnet(tmp_path):
-    """Many MLPs that hold u^1.4 of the SMs, a few CNNs that hold u^1.6, and runs that do not count."""
+def write_gpumemnet(tmp_path):
+    """Write many MLPs with SM activity u^1.4, a few CNNs with u^1.6, and invalid runs."""
     (tmp_path / "gpumemnet").mkdir()
     names = ",".join(fit.COLUMNS)
     mlps = [f"{percent},{(percent / 100) ** 1.4},{(percent / 100) ** 1.1}" for percent in range(100)]
@@ -49,61 +49,61 @@ def measured_by_gpumemnet(tmp_path):
     (tmp_path / "gpumemnet" / "cnn_a100_40gb.csv").write_text("\n".join([f"{names},Status", *cnns, *faulty]))
 
 
-def test_training_finds_what_made_the_data(tmp_path):
-    measured_by_gavel(tmp_path)
-    measured_by_gpumemnet(tmp_path)
+def test_training_recovers_the_parameters_of_the_data(tmp_path):
+    write_gavel(tmp_path)
+    write_gpumemnet(tmp_path)
     model = msgspec.json.decode(train_slowdown(tmp_path, tmp_path / "out").read_bytes(), type=SlowdownModel)
-    assert model.holding == 1.6  # the CNNs': fewer, but half busy, where it matters most, and both kinds count alike
-    told = ("holding_runs", "step_exponent", "step_curves", "pairs")
-    assert [model.provenance[name] for name in told] == [110, 3.0, 3, 15 * 16 / 2]
+    assert model.holding == 1.6  # kinds have equal weight, and the CNNs are half busy, where k matters most
+    names = ("holding_runs", "step_exponent", "step_curves", "pairs")
+    assert [model.provenance[name] for name in names] == [110, 3.0, 3, 15 * 16 / 2]
 
 
-def test_a_factor_is_the_quantile_of_what_was_not_foretold_by_the_neighbours_busy_share():
-    beside = np.tile([0.5, 1.0], (100, 1))
-    beyond = np.repeat(np.arange(100) / 100, 2).reshape(100, 2)  # in parts of the neighbour's busy share
-    foretold = np.full((100, 2), 1.2)
-    known = gavel.Queueing(foretold + beyond * beside, foretold, np.full((100, 2), 1.1), beside)
-    in_turns, side_by_side = gavel.factors(known, 0.9)
-    assert in_turns == pytest.approx(0.9, abs=0.01)
-    assert side_by_side == pytest.approx(np.quantile(beyond + 0.1 / beside, 0.9), abs=0.01)
+def test_a_factor_is_a_quantile_of_the_error_over_the_neighbours_busy_share():
+    busy = np.tile([0.5, 1.0], (100, 1))
+    beyond = np.repeat(np.arange(100) / 100, 2).reshape(100, 2)  # as a share of the neighbour's busy share
+    predicted = np.full((100, 2), 1.2)
+    held_out = gavel.Queueing(predicted + beyond * busy, predicted, np.full((100, 2), 1.1), busy)
+    time_slicing, side_by_side = gavel.factors(held_out, 0.9)
+    assert time_slicing == pytest.approx(0.9, abs=0.01)
+    assert side_by_side == pytest.approx(np.quantile(beyond + 0.1 / busy, 0.9), abs=0.01)
 
 
-def test_pairs_are_foretold_by_the_formulas_that_ship(tmp_path):
-    measured_by_gavel(tmp_path)
+def test_pairs_are_predicted_by_the_shipped_formulas(tmp_path):
+    write_gavel(tmp_path)
     read = gavel.read(tmp_path)
     k = shipped().holding
     found = gavel.queueing(read, 3.0, k)
-    beside = found.beside[:, ::-1]
-    dram = np.zeros(beside.shape)
-    assert found.side_by_side == pytest.approx(slowdowns(SharingMode.MPS, beside, beside**k, dram))
-    assert found.weighted == pytest.approx(found.measured, rel=0.02)  # weights and corrections make up for the rest
+    busy = found.neighbour_busy[:, ::-1]
+    dram = np.zeros(busy.shape)
+    assert found.side_by_side == pytest.approx(slowdowns(SharingMode.MPS, busy, busy**k, dram))
+    assert found.weighted == pytest.approx(found.measured, rel=0.02)  # weights and corrections explain the rest
     shares = np.array([0.3, 0.9])
-    alike = gavel.Weights(shares, np.array([[0, 1]]), k).foretell(np.zeros(4))
-    assert alike[0] == pytest.approx(of(SharingMode.TIME_SLICING, [(0.3, 0, 0), (0.9, 0, 0)]))
+    equal = gavel.Weights(shares, np.array([[0, 1]]), k).predict(np.zeros(4))
+    assert equal[0] == pytest.approx(of(SharingMode.TIME_SLICING, [(0.3, 0, 0), (0.9, 0, 0)]))
 
 
 def test_each_kind_of_training_has_its_own_exponent(tmp_path):
-    measured_by_gpumemnet(tmp_path)
+    write_gpumemnet(tmp_path)
     runs = fit.read(tmp_path)
     assert {kind: fit.best_exponent([of]) for kind, of in runs.items()} == {"mlp": 1.4, "cnn": 1.6}
     assert fit.best_exponent([runs["mlp"]], fit.engine_active) == 1.1
 
 
-def test_how_much_worse_an_exponent_is_has_the_error_of_few_jobs():
-    least = Missed({"A": 0.01, "B": 0.02})
-    assert Missed({"A": 0.03, "B": 0.06}).beyond(least) == pytest.approx((0.03, 0.01))
+def test_a_difference_of_exponents_has_a_standard_error_over_jobs():
+    least = LeftOutErrors({"A": 0.01, "B": 0.02})
+    assert LeftOutErrors({"A": 0.03, "B": 0.06}).beyond(least) == pytest.approx((0.03, 0.01))
 
 
 @pytest.mark.parametrize(
     ("errors", "expected"),
     [
-        pytest.param({1.0: (0.07, 0.02), 1.5: (0.02, 0.03), 3.0: (0.02, 0.02)}, 1.5, id="no worse than chance tells"),
+        pytest.param({1.0: (0.07, 0.02), 1.5: (0.02, 0.03), 3.0: (0.02, 0.02)}, 1.5, id="within noise of the best"),
         pytest.param({1.0: (0.04, 0.04), 1.5: (0.03, 0.03), 3.0: (0.02, 0.02)}, 3.0, id="worse on every job"),
         pytest.param({1.0: (0.02, 0.02), 1.5: (0.03, 0.03), 3.0: (0.04, 0.04)}, 1.0, id="the best is the smallest"),
     ],
 )
-def test_of_exponents_that_the_jobs_cannot_tell_apart_the_most_cautious_is_taken(errors, expected):
-    of_jobs = {exponent: Missed(dict(zip("AB", one, strict=True))) for exponent, one in errors.items()}
+def test_the_smallest_exponent_within_one_standard_error_is_taken(errors, expected):
+    of_jobs = {exponent: LeftOutErrors(dict(zip("AB", one, strict=True))) for exponent, one in errors.items()}
     assert gavel.most_cautious(of_jobs) == expected
 
 

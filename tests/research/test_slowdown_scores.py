@@ -1,4 +1,4 @@
-"""How slowdowns are scored on Lucid's pairs, and what limits and published rules come to there."""
+"""Scores of slowdowns, limits and published rules on Lucid's pairs."""
 
 import numpy as np
 import pytest
@@ -20,19 +20,19 @@ def test_lucid_is_scored_in_both_directions(tmp_path):
     assert pairs.slowdown.tolist() == [1.25, 1.0]
     none = lucid.score(lucid.BASELINES["no slowdown"](pairs), pairs)
     assert (none.error, none.found_percent) == (0.125, 0.0)
-    assert none.speed_error == pytest.approx((0.2 + 0.25) / 2)  # as measured: the second job ran faster than alone
+    assert none.speed_error == pytest.approx((0.2 + 0.25) / 2)  # not clipped: the second job ran faster than alone
     assert lucid.missed(lucid.BASELINES["no slowdown"](pairs), pairs) == {"A": 1}
     assert lucid.hiding(pairs, 1.0, 2.0).tolist() == pytest.approx([1 + 0.4 * 0.36, 1 + 0.6 * 0.16])
     assert lucid.hiding(pairs, 2.0, 1.0)[0] == pytest.approx((1 - 0.16 + (0.4 * 1.6) ** 2) ** 0.5)
-    sure = lucid.score(np.full(2, 1.25), pairs)
-    assert (sure.found_percent, sure.right_percent) == (100.0, 50.0)
+    high = lucid.score(np.full(2, 1.25), pairs)
+    assert (high.found_percent, high.right_percent) == (100.0, 50.0)
 
 
-def test_a_score_is_as_uncertain_as_its_jobs_are_few():
-    """Pairs of one job hang together: they say no more than the job does, however many they are."""
+def test_the_standard_error_of_a_score_depends_on_the_number_of_jobs():
+    """Pairs of one job are dependent, so that more pairs of the same jobs do not lower the error."""
 
     def world(jobs: int, pairs: int) -> lucid.Pairs:
-        bad = np.arange(jobs) % 2 == 0  # every second job is slowed beside anybody
+        bad = np.arange(jobs) % 2 == 0  # every second job is slowed by any neighbour
         one, other = np.divmod(np.arange(jobs * pairs), pairs)
         slowdown, names = np.where(bad[one], 1.3, 1.0), [f"job-{i}" for i in range(max(jobs, pairs))]
         of = [(names[i], names[j]) for i, j in zip(one, other, strict=True)]
@@ -46,31 +46,31 @@ def test_a_score_is_as_uncertain_as_its_jobs_are_few():
     assert error(9, 9) == pytest.approx(0.15 / 3, rel=0.15)
     assert error(36, 36) == pytest.approx(0.15 / 6, rel=0.15)
     half = world(36, 36)
-    told = np.where([int(one.removeprefix("job-")) % 4 == 0 for one, _ in half.jobs], 1.3, 1.0)
+    predicted = np.where([int(one.removeprefix("job-")) % 4 == 0 for one, _ in half.jobs], 1.3, 1.0)
     # Of 18 slow jobs 9 are found: 50 ± 50 / sqrt(18).
-    assert lucid.deviation(told, half).found_percent == pytest.approx(50 / 18**0.5, rel=0.15)
+    assert lucid.deviation(predicted, half).found_percent == pytest.approx(50 / 18**0.5, rel=0.15)
     perfect = lucid.deviation(world(16, 16).slowdown, world(16, 16))
     assert perfect == lucid.Deviation(0.0, 0.0, 0.0)
 
 
-def test_what_lies_within_the_standard_error_is_called_noise():
+def test_differences_within_two_standard_errors_are_noise():
     assert fit.met(0.3, 0.1) == "kept"
     assert fit.met(0.2, 0.1) == "kept, within noise"
     assert fit.met(-0.2, 0.1) == "**missed**, within noise"
     assert fit.met(-0.3, 0.1) == "**missed**"
 
 
-def test_what_a_limit_comes_to_is_counted_by_pairs():
+def test_limits_and_rules_are_scored_by_pairs():
     measured = np.array([(1.0, 1.0), (1.3, 1.0), (1.0, 1.1), (1.0, 1.4)]).ravel()
-    told = np.array([(1.0, 1.0), (1.1, 1.0), (1.0, 1.3), (1.5, 1.5)]).ravel()
-    found = fit.admitted(fit.within(told, 1.2), measured, 1.2)
+    predicted = np.array([(1.0, 1.0), (1.1, 1.0), (1.0, 1.3), (1.5, 1.5)]).ravel()
+    found = fit.admitted(fit.within(predicted, 1.2), measured, 1.2)
     assert (found.admitted_percent, found.beyond_percent, found.missed_percent) == (50.0, 50.0, 50.0)
-    assert fit.admitted(fit.within(told, 9.0), measured, 9.0) == fit.Admitted(100.0, 0.0, 0.0)
+    assert fit.admitted(fit.within(predicted, 9.0), measured, 9.0) == fit.Admitted(100.0, 0.0, 0.0)
     rule = fit.admitted(np.array([False, True, True, True]), measured, 1.2)
     assert rule == fit.Admitted(75.0, pytest.approx(200 / 3), 50.0)
 
 
-def test_published_rules_put_pairs_together_by_what_they_look_at():
+def test_published_rules_admit_pairs_by_utilization_or_score():
     busy = np.repeat([(0.3, 0.5), (0.4, 0.5), (0.6, 0.5)], 2, axis=0)
     scores = np.repeat([(1, 2), (1, 1), (2, 0)], 2, axis=0)
     none = np.zeros((6, 2))

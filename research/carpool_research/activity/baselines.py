@@ -1,4 +1,4 @@
-"""The utilization predictor of HotCloud '20 in its own protocol: its features, its four regressors, its grid search.
+"""The utilization predictor of HotCloud '20 in its own protocol: features, four regressors and grid search.
 
 Yeung et al., "Towards GPU Utilization Prediction for Cloud Deep Learning", HotCloud '20: 80/20 random split, 5-fold
 grid search, root mean squared logarithmic error (RMSLE). Needs the extra `train`.
@@ -39,15 +39,15 @@ from carpool_research.tables import amount, number, read_table
 Matrix = NDArray[np.float64]
 
 PAPER: Mapping[str, float] = {"linear": 0.291, "LightGBM": 0.255, "XGBoost": 0.197, "random forest": 0.154}
-"""RMSLE that the paper reports, on its own data."""
+"""RMSLE in the paper, on its own data."""
 
 
 @dataclass(frozen=True)
 class Regressor:
-    """A regressor and what the grid search tries."""
+    """A regressor and its grid."""
 
     make: Callable[[int], Any]
-    """Makes it from a seed."""
+    """Returns it for a seed."""
     grid: Mapping[str, Sequence[Any]]
 
 
@@ -69,7 +69,7 @@ REGRESSORS: Mapping[str, Regressor] = {
         {"max_features": (0.4, 1.0), "min_samples_leaf": (1, 2)},
     ),
 }
-"""In the order of the tables. All are fitted to log(1 + utilization), which is what RMSLE judges."""
+"""Regressors in the order of the tables; all are fitted to log(1 + utilization), as RMSLE requires."""
 
 
 def features(rows: Sequence[ActivityRow]) -> Matrix:
@@ -127,15 +127,15 @@ def tuned(name: str, x: Matrix, y: Matrix, seed: int) -> Any:
     return clone(model).set_params(**search.best_params_)
 
 
-def fitted_prediction(model: Any, x: Matrix, y: Matrix, asked: Matrix) -> Matrix:
+def fitted_prediction(model: Any, x: Matrix, y: Matrix, test: Matrix) -> Matrix:
     """Fit to log(1 + y), predict utilization in %."""
-    predicted: Matrix = np.expm1(clone(model).fit(x, np.log1p(y)).predict(asked))
+    predicted: Matrix = np.expm1(clone(model).fit(x, np.log1p(y)).predict(test))
     return np.clip(predicted, 0.0, 100.0)
 
 
 @dataclass(frozen=True)
 class Score:
-    """How one regressor did."""
+    """Errors of one regressor."""
 
     rmsle: float
     error_points: float
@@ -147,9 +147,9 @@ def random_split(
 ) -> dict[str, Score]:
     """Follow the paper's protocol: grid search on 80% of the rows, evaluated on the others."""
     x, y = features(rows), targets(rows)
-    known, asked = train_test_split(np.arange(len(y)), test_size=0.2, random_state=seed)
+    train, test = train_test_split(np.arange(len(y)), test_size=0.2, random_state=seed)
     return {
-        name: _score(fitted_prediction(tuned(name, x[known], y[known], seed), x[known], y[known], x[asked]), y[asked])
+        name: _score(fitted_prediction(tuned(name, x[train], y[train], seed), x[train], y[train], x[test]), y[test])
         for name in counted(list(REGRESSORS), what, progress)
     }
 
@@ -157,7 +157,7 @@ def random_split(
 def architectures_held_out(
     rows: Sequence[ActivityRow], seed: int, what: str = "", progress: Progress = silent
 ) -> dict[str, Score]:
-    """Judge each architecture by regressors that saw only the others; tuned on all, which favours the baselines."""
+    """Predict each architecture from the others; the grid search uses all rows, which favours the baselines."""
     x, y = features(rows), targets(rows)
     groups = np.array([row.group for row in rows])
     scores = {}
@@ -172,12 +172,12 @@ def architectures_held_out(
 
 
 def across(
-    known: Sequence[ActivityRow], asked: Sequence[ActivityRow], seed: int, what: str = "", progress: Progress = silent
+    train: Sequence[ActivityRow], test: Sequence[ActivityRow], seed: int, what: str = "", progress: Progress = silent
 ) -> dict[str, Score]:
-    """Train on one kind of model, judge on another."""
-    x, y = features(known), targets(known)
+    """Train on one kind of model, and evaluate on another."""
+    x, y = features(train), targets(train)
     return {
-        name: _score(fitted_prediction(tuned(name, x, y, seed), x, y, features(asked)), targets(asked))
+        name: _score(fitted_prediction(tuned(name, x, y, seed), x, y, features(test)), targets(test))
         for name in counted(list(REGRESSORS), what, progress)
     }
 
@@ -201,7 +201,7 @@ class _Job(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RealRow:
-    """One measured job, and what is said of it; percent."""
+    """One measured job and its prediction; percent."""
 
     model: str
     batch_size: int
@@ -215,7 +215,7 @@ class RealRow:
 
 
 def _resnet18() -> nn.Module:
-    """Return the usual ResNet-18 for images of 32 × 32: its stem keeps their size."""
+    """Return the usual ResNet-18 for images of 32 × 32, whose stem keeps the size."""
     model: nn.Module = models.resnet18(num_classes=10)
     model.conv1 = nn.Conv2d(3, 64, 3, 1, 1, bias=False)
     model.maxpool = nn.Identity()
@@ -223,7 +223,7 @@ def _resnet18() -> nn.Module:
 
 
 def _mobilenet() -> nn.Module:
-    """Return MobileNetV2 for images of 32 × 32: two of its strides are 1."""
+    """Return MobileNetV2 for images of 32 × 32, with two strides of 1."""
     stages = [[1, 16, 1, 1], [6, 24, 2, 1], [6, 32, 3, 2], [6, 64, 4, 2], [6, 96, 3, 1], [6, 160, 3, 2], [6, 320, 1, 1]]
     model: nn.Module = models.mobilenet_v2(num_classes=10, inverted_residual_setting=stages)
     model.features[0][0].stride = (1, 1)  # type: ignore[index, method-assign]
@@ -235,7 +235,7 @@ _MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "ResNet18": (_resnet18, (3, 32, 32)),
     "ResNet50": (models.resnet50, (3, 224, 224)),
 }
-"""Networks whose shapes are known; the others of Lucid's are not convolutional, or stand nowhere in full."""
+"""Networks with published shapes; Lucid's others are not convolutional or not fully published."""
 
 
 def judge(data: Path) -> list[RealRow]:
@@ -244,14 +244,14 @@ def judge(data: Path) -> list[RealRow]:
     Raises:
         DataError: The file or a column is missing, or a row cannot be read.
     """
-    known: dict[tuple[str, Precision], ModelFeatures] = {}
+    traced: dict[tuple[str, Precision], ModelFeatures] = {}
     found = []
     for job in read_table(data / FILE, COLUMNS, _job):
         if job.model in _MODELS:
             key = job.model, job.precision
-            if key not in known:
-                known[key] = _traced(*key)
-            found.append(_judged(job, known[key]))
+            if key not in traced:
+                traced[key] = _traced(*key)
+            found.append(_judged(job, traced[key]))
     return found
 
 

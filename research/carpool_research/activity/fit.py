@@ -1,4 +1,4 @@
-"""GPUMemNet's measurements of activity: reading, and which rows count."""
+"""Fits the activity model to GPUMemNet's measurements."""
 
 import ast
 import re
@@ -34,25 +34,25 @@ class ActivityRow:
     kind: str
     """`mlp` or `cnn`."""
     architecture: str
-    """Such as `pyramid`; what is held out together with the kind."""
+    """Architecture such as `pyramid`; held out together with the kind."""
     work: StepWork
     gpu_util_percent: float
-    """Mean over the run; below 0 where it was not recorded."""
+    """Mean over the run; below 0 if it was not recorded."""
     sm_active_ratio: float
     sm_occupancy_ratio: float
     succeeded: bool
     """Whether the run did not end out of memory."""
     listed: bool
-    """Whether its layers were recorded: a run that died at once has none."""
+    """Whether its layers were recorded; a run that died at once has none."""
 
     @property
     def group(self) -> str:
-        """What is held out together."""
+        """Name of the group that is held out together."""
         return f"{self.kind}/{self.architecture}"
 
     @property
     def measured(self) -> bool:
-        """Whether activity was recorded at all."""
+        """Whether activity was recorded."""
         return self.gpu_util_percent >= 0
 
 
@@ -100,7 +100,7 @@ def _word(name: str, key: str) -> str:
 
 
 def clean(rows: Iterable[ActivityRow]) -> list[ActivityRow]:
-    """Keep the runs that trained: measured, not out of memory, with layers recorded."""
+    """Return the runs that were measured, did not run out of memory, and have layers."""
     return [row for row in rows if row.measured and row.succeeded and row.listed]
 
 
@@ -117,7 +117,7 @@ _PARAMETERS = {
     "deterministic": True, "force_row_wise": True, "verbosity": -1,
 }  # fmt: skip
 _PERCENT = {"gpu_util_percent": 1.0, "sm_active_ratio": 100.0, "sm_occupancy_ratio": 100.0}
-"""Factor to percent, in which all are fitted: Huber's loss is in points, quadratic up to 15."""
+"""Factor to percent, in which targets are fitted; Huber's loss is quadratic up to 15 points."""
 
 INNER_FOLDS = 4
 
@@ -126,7 +126,7 @@ Matrix = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Size:
-    """How large the model is; what is chosen inside each fold when that is asked for."""
+    """Size of the model."""
 
     trees: int
     leaves: int
@@ -139,14 +139,14 @@ SIZES = (SHIPPED, Size(100, 7, 0.12), Size(300, 15, 0.04), Size(50, 31, 0.12))
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Predictions for rows whose architecture was not seen."""
+    """Predictions for rows of held-out architectures."""
 
     measured: Matrix
     predicted: Matrix
     lower: Matrix
     upper: Matrix
     groups: tuple[str, ...]
-    """What was held out with each row."""
+    """Group of each row."""
 
 
 def matrix(rows: Sequence[ActivityRow]) -> Matrix:
@@ -156,12 +156,12 @@ def matrix(rows: Sequence[ActivityRow]) -> Matrix:
 
 
 def values(rows: Sequence[ActivityRow], target: str) -> Matrix:
-    """Return what was measured."""
+    """Return the measured values of a target."""
     return np.array([TARGETS[target](row) for row in rows])
 
 
 def weights_of(rows: Sequence[ActivityRow]) -> Matrix:
-    """Weigh rows so that MLPs and CNNs count the same together, however many there are."""
+    """Return weights with equal sums for MLPs and CNNs."""
     kinds = np.array([row.kind for row in rows])
     weights = np.ones(len(rows))
     for kind in set(kinds):
@@ -170,7 +170,7 @@ def weights_of(rows: Sequence[ActivityRow]) -> Matrix:
 
 
 def fit_booster(x: Matrix, y: Matrix, weights: Matrix, seed: int, size: Size = SHIPPED) -> Any:
-    """Fit trees to what is measured, in percent, without minding outliers."""
+    """Fit trees to measured percentages by Huber's loss."""
     data = lightgbm.Dataset(x, y, weight=weights, params={"verbosity": -1})
     parameters = {**_PARAMETERS, "seed": seed, "num_leaves": size.leaves, "learning_rate": size.learning_rate}
     return lightgbm.train(parameters, data, num_boost_round=size.trees)
@@ -191,13 +191,13 @@ def out_of_fold(rows: Sequence[ActivityRow], target: str, seed: int, progress: P
 def chosen_inside(
     rows: Sequence[ActivityRow], target: str, seed: int, progress: Progress = silent
 ) -> tuple[Matrix, list[Size]]:
-    """Predict each architecture from all others, the size of the model chosen without it.
+    """Predict each architecture from all others, with the size of the model chosen without it.
 
-    The shipped size was chosen with an eye on these very figures; here each fold chooses its own, by the mean absolute
-    error on inner folds of the architectures that are left to it.
+    The shipped size was chosen on these figures. Here each fold chooses its own by the mean absolute error on inner
+    folds.
 
     Returns:
-        Predictions, and what each fold chose.
+        Predictions, and the size that each fold chose.
     """
     x, y = matrix(rows), _PERCENT[target] * values(rows, target)
     names, weights = np.array([row.group for row in rows]), weights_of(rows)
@@ -225,7 +225,7 @@ def _inner_folds(groups: Sequence[str]) -> list[list[str]]:
 
 
 def bins_of(predicted: Matrix, measured: Matrix) -> Bins:
-    """Return the errors by how large the prediction is; without any, an interval of everything."""
+    """Return error quantiles, binned by the prediction; the whole range without predictions."""
     if not len(predicted):
         return Bins(edges=[], lower=[-100.0], upper=[100.0])
     edges = np.unique([_short(e) for e in np.quantile(predicted, np.linspace(0, 1, BINS + 1)[1:-1])])
@@ -236,7 +236,7 @@ def bins_of(predicted: Matrix, measured: Matrix) -> Bins:
 
 
 def _conformal(errors: Matrix, quantile: float) -> float:
-    """Return the quantile with the correction for finite samples, outwards."""
+    """Return the quantile with the conformal correction for finite samples."""
     if not len(errors):
         return 0.0
     ordered = np.sort(errors)
@@ -246,7 +246,7 @@ def _conformal(errors: Matrix, quantile: float) -> float:
 
 
 def held_out(rows: Sequence[ActivityRow], target: str, seed: int, progress: Progress = silent) -> HeldOut:
-    """Judge on architectures held out: neither the trees nor the interval of a row saw its architecture."""
+    """Evaluate on held-out architectures; trees and interval of a row are fitted without its architecture."""
     y = values(rows, target)
     predicted = out_of_fold(rows, target, seed, progress)
     lower, upper = np.zeros(len(y)), np.zeros(len(y))
@@ -261,7 +261,7 @@ def held_out(rows: Sequence[ActivityRow], target: str, seed: int, progress: Prog
 
 
 def fit(rows: Sequence[ActivityRow], seed: int) -> ActivityModel:
-    """Fit what is shipped. The same rows, seed and versions give the same model."""
+    """Fit the shipped model; the same rows, seed and versions give the same model."""
     x = matrix(rows)
     cnn = np.array([row.kind == "cnn" for row in rows])
     targets: dict[str, Target] = {}
@@ -300,7 +300,7 @@ def fit(rows: Sequence[ActivityRow], seed: int) -> ActivityModel:
 
 
 def forest_of(booster: Any, unit: float) -> Forest:
-    """Turn a booster into plain lists; leaves are divided by `unit`."""
+    """Return a booster as plain lists, with leaves divided by `unit`."""
     lists: dict[str, list[Any]] = {key: [] for key in ("roots", "feature", "threshold", "left", "right", "value")}
 
     def add(node: dict[str, Any]) -> int:

@@ -1,10 +1,9 @@
-"""GPUMemNet's layer lists in numbers, by arithmetic alone: no PyTorch, microseconds a model.
+"""Computes the work of GPUMemNet's layer lists by arithmetic, without PyTorch.
 
-A list has an entry `(kind, outputs, parameters)` for each layer that computes; outputs are elements of one sample.
-Pooling between convolutions, concatenation and addition do not stand in it: the first shows as a spatial size that
-falls, the others cost little and are left out. What is counted is what the tracer counts (`tracing.operators`): an
-operator reads each input once and writes each output once. Dropout alone counts as CUDA's fused kernels, one forward
-and one backward, where the tracer sees the four of the CPU.
+A list has an entry `(kind, outputs, parameters)` for each layer that computes; outputs are elements of one sample. It
+lacks pooling between convolutions, concatenation and addition. Pooling shows as a smaller spatial size; the others cost
+little and are omitted. Counting follows the tracer (`tracing.operators`): an operator reads each input once and writes
+each output once. Dropout counts as CUDA's two fused kernels, while the tracer counts the CPU's four.
 """
 
 import math
@@ -41,11 +40,11 @@ _LOSS_ELEMENTS = 8
 
 
 class NotationError(ValueError):
-    """A layer list makes no sense; the message names the layer."""
+    """A layer list is invalid; the message names the layer."""
 
 
 class _Tally:
-    """Adds up a step, layer by layer."""
+    """Sums the work of a step, layer by layer."""
 
     def __init__(self, batch_size: int, channels: int, spatial: int) -> None:
         self.batch = batch_size
@@ -58,7 +57,7 @@ class _Tally:
         self.first = True
 
     def product(self, outputs: int, weights: int, bias: int, flops: float) -> None:
-        """Count what a convolution and a linear layer have in common; the first needs no gradient of its input."""
+        """Count the common work of convolutions and linear layers; the first layer needs no gradient of its input."""
         self.elements += self.inputs * self.batch + weights + bias + outputs * self.batch
         self.kernels += 3 if self.first else 4
         self.flops += flops * (2 if self.first else 3)
@@ -67,7 +66,7 @@ class _Tally:
         self.inputs = outputs
 
     def each(self, outputs: int, elements: float, kernels: int) -> None:
-        """Count an element-wise layer: so many elements for each output, forward and backward together."""
+        """Count an element-wise layer, with elements per output of forward and backward."""
         self.elements += elements * outputs * self.batch
         self.kernels += kernels
 
@@ -152,14 +151,14 @@ def _convolution(tally: _Tally, outputs: int, parameters: int) -> None:
 
 
 class Place(NamedTuple):
-    """Where a convolution stands."""
+    """Input of a convolution."""
 
     size: int
-    """Height and width of what the layer before puts out."""
+    """Height and width of the previous layer's output."""
     channels: int
-    """Its channels."""
+    """Channels of that output."""
     reads: int
-    """Input channels of the convolution before."""
+    """Input channels of the previous convolution."""
 
 
 class Convolution(NamedTuple):
@@ -177,11 +176,11 @@ class Convolution(NamedTuple):
 def shape_of(place: Place, outputs: int, parameters: int) -> Convolution:
     """Solve `outputs = channels · size²`, `parameters = channels · (reads · taps + 1)`.
 
-    Several shapes may fit. The likeliest reads what the layer before put out, or read (beside a shortcut), or both
-    (a concatenation); then one with 3 × 3 taps; then one of the largest size.
+    Several shapes may fit. The choice prefers a shape that reads the previous layer's output, its input (a shortcut),
+    or both (a concatenation), then 3 × 3 taps, then the largest size.
 
     Raises:
-        NotationError: None fits.
+        NotationError: No shape fits.
     """
     fits: list[Convolution] = []
     for size in _sizes(place.size):
@@ -199,7 +198,7 @@ def shape_of(place: Place, outputs: int, parameters: int) -> Convolution:
 
 
 def _sizes(size: int) -> list[int]:
-    """Return the spatial sizes that halving leads to, largest first."""
+    """Return the spatial sizes that halving gives, largest first."""
     found = {size}
     while size > 1:
         found |= {(size + 1) // 2, size // 2}

@@ -1,4 +1,4 @@
-"""Published ways to estimate memory, on the same rows and splits as ours. Each says what of the original it keeps."""
+"""Published memory estimators, on the same rows and splits as ours."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,36 +13,36 @@ from torch import Tensor, nn
 from carpool_research.memory.fit import Sample, fit
 
 Floats = NDArray[np.float64]
-Judge = Callable[[Sequence[Sample]], Floats]
-Estimator = Callable[[Sequence[Sample], int], Judge]
-"""Fits on samples with a seed; what it returns estimates peaks in MiB."""
+Estimate = Callable[[Sequence[Sample]], Floats]
+Estimator = Callable[[Sequence[Sample], int], Estimate]
+"""Fits samples with a seed, and returns a function that estimates peaks in MiB."""
 
 _CONTEXT_MIB = 430
-"""CUDA context on an A100, as DNNMem adds one measured for each framework and GPU."""
+"""CUDA context on an A100; DNNMem adds one for each framework and GPU."""
 
 
 def _peaks(samples: Sequence[Sample]) -> Floats:
     return np.array([s.measured_mib for s in samples])
 
 
-def constant(samples: Sequence[Sample], seed: int) -> Judge:
-    """Answer the median of the training rows."""
+def constant(samples: Sequence[Sample], seed: int) -> Estimate:
+    """Estimate the median of the training rows."""
     answer = float(np.median(_peaks(samples)))
     return lambda judged: np.full(len(judged), answer)
 
 
-def simulation(samples: Sequence[Sample], seed: int) -> Judge:
-    """Answer the peak of live fake tensors, without any calibration."""
+def simulation(samples: Sequence[Sample], seed: int) -> Estimate:
+    """Estimate the peak of live fake tensors, without calibration."""
     return lambda judged: np.array([s.cost.peak_bytes / MIB for s in judged])
 
 
-def published_fake_tensor(samples: Sequence[Sample], seed: int) -> Judge:
-    """Answer what GPUMemNet's authors got from PyTorch's FakeTensor mode, as published beside the measurements."""
+def published_fake_tensor(samples: Sequence[Sample], seed: int) -> Estimate:
+    """Return the published estimates of PyTorch's FakeTensor mode by GPUMemNet's authors."""
     return lambda judged: np.array([s.fake_tensor_mib for s in judged])
 
 
-def horus(samples: Sequence[Sample], seed: int) -> Judge:
-    """Horus (TPDS '22): weights, gradients and state, and each activation twice: its value and its gradient."""
+def horus(samples: Sequence[Sample], seed: int) -> Estimate:
+    """Horus (TPDS '22): weights, gradients, state, and twice the activations (value and gradient)."""
 
     def estimate(sample: Sample) -> float:
         constant = 3 * sample.features.parameter_bytes
@@ -51,13 +51,13 @@ def horus(samples: Sequence[Sample], seed: int) -> Judge:
     return lambda judged: np.array([max(estimate(s), 1.0) for s in judged])
 
 
-def static_sum(samples: Sequence[Sample], seed: int) -> Judge:
+def static_sum(samples: Sequence[Sample], seed: int) -> Estimate:
     """DNNMem (ESEC/FSE '20): tensors by their lifetime in the graph, plus a constant for the CUDA context."""
     return lambda judged: np.array([s.cost.peak_bytes / MIB + _CONTEXT_MIB for s in judged])
 
 
-def boosting(samples: Sequence[Sample], seed: int) -> Judge:
-    """SchedTune (CCGrid '22): boosted trees on batch, parameters, activations and input; peaks learned directly."""
+def boosting(samples: Sequence[Sample], seed: int) -> Estimate:
+    """SchedTune (CCGrid '22): boosted trees on batch, parameters, activations and input."""
     from sklearn.ensemble import GradientBoostingRegressor
 
     def rows(judged: Sequence[Sample]) -> Floats:
@@ -78,22 +78,18 @@ def boosting(samples: Sequence[Sample], seed: int) -> Judge:
     return lambda judged: np.exp(boosted.predict(rows(judged)))
 
 
-def perceptrons(samples: Sequence[Sample], seed: int) -> Judge:
-    """GPUMemNet's ensemble of multilayer perceptrons, trained anew."""
-    from carpool_research.memory.baselines import Classifier
-
+def perceptrons(samples: Sequence[Sample], seed: int) -> Estimate:
+    """GPUMemNet's ensemble of multilayer perceptrons, trained again."""
     return Classifier(samples, seed, tokens=False)
 
 
-def encoder(samples: Sequence[Sample], seed: int) -> Judge:
-    """GPUMemNet's transformer encoder, trained anew."""
-    from carpool_research.memory.baselines import Classifier
-
+def encoder(samples: Sequence[Sample], seed: int) -> Estimate:
+    """GPUMemNet's transformer encoder, trained again."""
     return Classifier(samples, seed, tokens=True)
 
 
-def ours(samples: Sequence[Sample], seed: int) -> Judge:
-    """Answer our own median."""
+def ours(samples: Sequence[Sample], seed: int) -> Estimate:
+    """Return the median of our own model."""
     model = fit(samples, seed=seed)
 
     def estimate(sample: Sample) -> float:
@@ -120,12 +116,12 @@ BASELINES: Mapping[str, Estimator] = {
 """Every baseline, in the order of the tables."""
 
 ESTIMATORS: Mapping[str, Estimator] = {"ours": ours, **BASELINES}
-"""Every estimator behind the one interface; a contract test holds each to it."""
+"""All estimators; a contract test checks each."""
 
 
 CLASS_MIB = 8192
 CLASSES = 5
-"""Of a GPU with 40 GiB."""
+"""Number of classes on a GPU with 40 GiB."""
 MEMBERS = 5
 EPOCHS = 40
 _BATCH = 128
@@ -169,12 +165,12 @@ def _perceptron(inputs: int) -> nn.Module:
 
 
 class Classifier:
-    """An ensemble of networks of one kind, fitted at once.
+    """An ensemble of networks of one kind; the constructor fits it.
 
     Args:
         samples: Measured runs.
-        seed: Seed of weights and order; the caller's own random numbers are left alone.
-        tokens: One transformer encoder rather than several perceptrons.
+        seed: Seed of weights and order; the caller's random state does not change.
+        tokens: Whether it is one transformer encoder instead of several perceptrons.
     """
 
     def __init__(self, samples: Sequence[Sample], seed: int, *, tokens: bool) -> None:
@@ -191,7 +187,7 @@ class Classifier:
             ]
 
     def __call__(self, judged: Sequence[Sample]) -> Floats:
-        """Return the middle of each sample's likeliest class, in MiB."""
+        """Return the middle of each sample's most probable class, in MiB."""
         x = self._standard(inputs_of(judged))
         with torch.no_grad(), _one_thread():
             shares = torch.stack([member(x).softmax(-1) for member in self.members]).mean(0)
@@ -204,7 +200,7 @@ class Classifier:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Have PyTorch use one thread: how many share a sum decides its last digits, and after epochs the answers."""
+    """Limit PyTorch to one thread, because the order of a sum changes its last digits."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""Measured peaks of timm models: reading them, and telling runs that died from runs that were measured."""
+"""Fits the memory model to GPUMemNet's measured peaks of timm models."""
 
 import math
 import random
@@ -37,12 +37,13 @@ MEASURED = ("timm_model", "timm_module", "batch_size", "max_gpu_memory_mib", "fa
 PRODUCT = "NVIDIA A100-SXM4-40GB"
 CAPACITY_MIB = 40960
 CENSORED_SHARE = 0.94
-"""A peak above this share of the GPU's memory is out of memory waiting to happen: censored, not a label."""
+"""A peak above this share of the GPU's memory is censored."""
 MIN_GROWTH = 1.02
-"""Doubling the batch raises even the smallest model's peak by more than this."""
+"""Least growth of a peak when the batch doubles."""
 MIN_PACE = 0.5
-"""Memory is nearly affine in the batch, so that each doubling adds twice what the one before added. A run that adds
-less than this share of what the one before added had no room left."""
+"""Least share of the previous increase that a doubled batch adds; less means that the run had no memory left.
+
+Memory is nearly affine in the batch, so that each doubling adds twice the previous increase."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Row:
     batch_size: int
     peak_mib: float
     fake_tensor_mib: float = 0.0
-    """What PyTorch's FakeTensor mode estimated, as published beside the measurement."""
+    """Published estimate of PyTorch's FakeTensor mode."""
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -75,10 +76,11 @@ def _row(record: dict[str, str]) -> Row:
 
 
 def clean(rows: Iterable[Row]) -> list[Row]:
-    """Drop runs that died: memory grows with the batch, so a model's rows count until they first fail to keep pace.
+    """Return the rows of runs that did not die.
 
-    A model with no growing pair is dropped whole (its first run may be the dead one), and so are peaks at the GPU's
-    capacity, which are censored. The simulation plays no part in this.
+    Memory grows with the batch, so that a model's rows count until the first that grows too little. A model without two
+    growing rows is dropped, because its first run may have died. Censored peaks are dropped too. The simulation is not
+    used.
     """
     kept: list[Row] = []
     by_model: dict[str, list[Row]] = defaultdict(list)
@@ -99,39 +101,39 @@ def clean(rows: Iterable[Row]) -> list[Row]:
 
 
 EXCEEDS = math.log(1.1)
-"""What the score foretells: that a peak exceeds its median by a tenth."""
+"""Logarithm of measured over median from which a step counts as risky."""
 SHARES = (0.6, 0.9)
-"""Shares of the rows below which the strata end, by ascending score."""
+"""Upper ends of the strata, as shares of the rows by ascending score."""
 _PENALTY = 0.1
-"""Of the logistic regression (scikit-learn's C): some columns say nearly the same."""
+"""scikit-learn's C of the logistic regression; some columns are nearly collinear."""
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What the bound is made of, and where the rows lie that it was made from."""
+    """Strata and factors of the bound, and the stratum of each row."""
 
     risk: Risk
     factors: tuple[float, ...]
     """Bound over median of each stratum."""
     level: float
-    """Quantile of each stratum's scores that its factor is."""
+    """Quantile of a stratum's scores that gives its factor."""
     strata: NDArray[np.intp]
-    """Stratum of each row: its score is fitted without its family; edges are quantiles over all rows."""
+    """Stratum of each row, from a score that was fitted without its family."""
 
 
 def fit_bound(
     rows: Floats, scores: Floats, families: Sequence[str], folds: Sequence[frozenset[str]], coverage: float
 ) -> Bound:
-    """Divide steps into strata, and take a factor for each.
+    """Divide steps into strata, and fit a factor for each.
 
     Args:
-        rows: Columns of each step, as `memory_row.row_of` has them.
-        scores: Logarithm of measured over median of each, its family held out.
-        families: Family of each.
+        rows: Columns of each step, from `row_of`.
+        scores: Logarithm of measured over median of each step, its family held out.
+        families: Family of each step.
         folds: Families that are held out together.
-        coverage: Share of a new family's rows that the bound is to hold, on average over families.
+        coverage: Required share of a new family's rows below the bound, on average over families.
     """
     names = np.array(families)
     exceeds = scores > EXCEEDS
@@ -161,7 +163,7 @@ def _logistic(rows: Floats, exceeds: NDArray[np.bool_]) -> tuple[Floats, float]:
 
 
 def ranks_in_strata(scores: Floats, strata: NDArray[np.intp], families: NDArray[np.str_]) -> Floats:
-    """Return the share of each row's stratum that lies below it, not counting rows of its own family."""
+    """Return each row's rank in its stratum, 0..1, among rows of other families."""
     ranks = np.zeros(len(scores))
     for stratum in np.unique(strata):
         inside = np.flatnonzero(strata == stratum)
@@ -173,7 +175,7 @@ def ranks_in_strata(scores: Floats, strata: NDArray[np.intp], families: NDArray[
 
 
 def family_level(ranks: Floats, families: NDArray[np.str_], coverage: float) -> float:
-    """Return the rank below which lies a share of rows, each family counting as one, and the next one as above all."""
+    """Return the rank that covers a share of rows, with equal weights of families and a correction for a new one."""
     names, counts = np.unique(families, return_counts=True)
     weights = 1 / counts[np.searchsorted(names, families)] / len(names)
     order = np.argsort(ranks, kind="stable")
@@ -184,16 +186,16 @@ def family_level(ranks: Floats, families: NDArray[np.str_], coverage: float) -> 
 
 def _factors(scores: Floats, strata: NDArray[np.intp], level: float) -> tuple[float, ...]:
     found = [conformal_quantile(scores[strata == stratum].tolist(), level) for stratum in range(len(SHARES) + 1)]
-    # A likelier step never has a smaller factor, and no bound lies below the median.
+    # Factors ascend with the risk, and no bound lies below the median.
     return tuple(round(math.exp(max(0.0, *found[: i + 1])), 4) for i in range(len(found)))
 
 
 def conformal_quantile(scores: Sequence[float], level: float) -> float:
-    """Return the conformal quantile: that of n + 1 scores, the unseen one among them; 0 of none.
+    """Return the conformal quantile of n + 1 scores, with the unseen one; 0 without scores.
 
     Args:
-        scores: Those that were seen.
-        level: Share that is to lie below, 0..1; at 0 it is the smallest of them.
+        scores: Scores of measured rows.
+        level: Share of scores below, 0..1; 0 gives the smallest.
     """
     if not 0 <= level <= 1:
         raise ValueError(f"expected a level between 0 and 1, found {level}")
@@ -203,29 +205,29 @@ def conformal_quantile(scores: Sequence[float], level: float) -> float:
 
 
 def short(number: float) -> float:
-    """Return a number as artifacts write it: with seven digits, which more do not improve."""
+    """Return a number with seven digits, as artifacts store it."""
     return float(f"{number:.7g}")
 
 
 ROWS = 0.95
-"""Share of a family's rows that are to be held."""
+"""Share of a family's rows below the bound from which the family counts as held."""
 FEWEST_ROWS = 10
-"""Families of fewer rows say too little of theirs."""
+"""Families with fewer rows are omitted."""
 
 
-class Room(NamedTuple):
-    """What first runs count with in one situation."""
+class FirstRunFactor(NamedTuple):
+    """Factor to the bound of first runs in one situation."""
 
     where: str
     families: float
-    """Share of families of which so many rows are to be held."""
+    """Required share of held families."""
     shipped: float
     """Factor to the bound."""
 
 
-ROOMS = (
-    Room("a limit enforces the bound (MPS, MIG)", 0.9, FIRST_RUN_FACTOR),
-    Room("nothing does (time slicing)", 0.95, FIRST_RUN_FACTOR_UNENFORCED),
+FIRST_RUN_FACTORS = (
+    FirstRunFactor("a limit enforces the bound (MPS, MIG)", 0.9, FIRST_RUN_FACTOR),
+    FirstRunFactor("nothing does (time slicing)", 0.95, FIRST_RUN_FACTOR_UNENFORCED),
 )
 
 
@@ -238,7 +240,7 @@ class Family(NamedTuple):
 
 
 def families_of(names: Sequence[str], ratios: NDArray[np.float64]) -> list[Family]:
-    """Collect the families that have enough rows.
+    """Return the families with enough rows.
 
     Args:
         names: Family of each row.
@@ -261,12 +263,12 @@ def factor(families: Sequence[Family], share: float) -> float:
 
 
 def held(families: Sequence[Family], by: float) -> int:
-    """Count the families of which a factor to the bound holds `ROWS` of the rows."""
+    """Count the families with at least `ROWS` of their rows below the bound times a factor."""
     return sum(float(np.mean(family.ratios <= by)) >= ROWS for family in families)
 
 
 def rank(n: int, share: float) -> int:
-    """Return the rank among n that the next one lies below with such a share; the largest where there are too few."""
+    """Return the conformal rank among n for a share; n if there are too few."""
     return min(math.ceil(share * (n + 1)), n)
 
 
@@ -276,7 +278,7 @@ def _ranked(ascending: NDArray[np.float64], share: float) -> float:
 
 COVERAGE = 0.95
 TOO_SMALL = 0.014
-"""Share of rows, families held out, whose class may be too small: a little less than the 1.5% asked for."""
+"""Share of rows whose class may be too small, families held out; slightly less than the goal of 1.5%."""
 FOLDS = 5
 SETTINGS: Mapping[str, object] = {
     "n_estimators": 120,
@@ -288,7 +290,7 @@ SETTINGS: Mapping[str, object] = {
     "loss": "huber",
     "alpha": 0.8,
 }
-"""Of scikit-learn's GradientBoostingRegressor; small trees, little trust in outliers."""
+"""Parameters of scikit-learn's GradientBoostingRegressor."""
 _MARGIN = 0.1
 """The hull reaches this share of a column's range beyond it."""
 
@@ -307,12 +309,12 @@ class Sample:
 
     @property
     def reserved_mib(self) -> float:
-        """What the allocator was simulated to hold."""
+        """Memory that the simulated allocator holds."""
         return self.cost.reserved_bytes / MIB
 
 
 def samples_of(rows: Iterable[Row], traced: Mapping[str, ModelFeatures]) -> list[Sample]:
-    """Pair measured runs with the simulation of their models; rows of models that were not traced are left out."""
+    """Return measured runs with the simulation of their models, without models that were not traced."""
     return [
         Sample(
             row.model,
@@ -334,8 +336,8 @@ def traced_models(names: Iterable[str]) -> dict[str, ModelFeatures]:
     return {name: features for name, features in found.items() if features is not None}
 
 
-def deal(names: Iterable[str], parts: int, seed: int) -> list[frozenset[str]]:
-    """Deal names into parts of nearly equal size, at random."""
+def divide(names: Iterable[str], parts: int, seed: int) -> list[frozenset[str]]:
+    """Divide names at random into parts of nearly equal size."""
     ordered = sorted(set(names))
     random.Random(seed).shuffle(ordered)  # noqa: S311  # folds, no secret
     return [frozenset(ordered[i::parts]) for i in range(parts)]
@@ -393,7 +395,7 @@ def fit(samples: Sequence[Sample], *, seed: int, version: str = "") -> MemoryMod
     scores = out_of_fold(samples, lambda s: _fit(s, seed).log_medians, seed)
     rows = np.array([row_of(s.features, s.cost, s.batch_size) for s in samples])
     families = [s.family for s in samples]
-    bound = fit_bound(rows, scores, families, deal(families, FOLDS, seed), COVERAGE)
+    bound = fit_bound(rows, scores, families, divide(families, FOLDS, seed), COVERAGE)
     low, high = rows.min(axis=0), rows.max(axis=0)
     margin = _MARGIN * (high - low) + 1e-4  # rounding must not push a constant column outside
     return MemoryModel(
@@ -414,10 +416,10 @@ def fit(samples: Sequence[Sample], *, seed: int, version: str = "") -> MemoryMod
     )
 
 
-Judge = Callable[[Sequence[Sample]], Floats]
+Estimate = Callable[[Sequence[Sample]], Floats]
 
 
-def out_of_fold(samples: Sequence[Sample], fitted: Callable[[Sequence[Sample]], Judge], seed: int) -> Floats:
+def out_of_fold(samples: Sequence[Sample], fitted: Callable[[Sequence[Sample]], Estimate], seed: int) -> Floats:
     """Return log(measured / median) of each sample, its family held out.
 
     Args:
@@ -426,21 +428,21 @@ def out_of_fold(samples: Sequence[Sample], fitted: Callable[[Sequence[Sample]], 
         seed: Seed of the folds.
     """
     scores = np.zeros(len(samples))
-    for fold in deal((s.family for s in samples), FOLDS, seed):
-        judge = fitted([s for s in samples if s.family not in fold])
+    for fold in divide((s.family for s in samples), FOLDS, seed):
+        estimate = fitted([s for s in samples if s.family not in fold])
         held = [i for i, s in enumerate(samples) if s.family in fold]
         if held:
             chosen = [samples[i] for i in held]
-            scores[held] = np.log([s.measured_mib for s in chosen]) - judge(chosen)
+            scores[held] = np.log([s.measured_mib for s in chosen]) - estimate(chosen)
     return scores
 
 
 def _class_share(samples: Sequence[Sample], scores: Floats, bound: Bound) -> float:
     """Return the smallest share of the way from median to bound whose class is rarely too small.
 
-    Too small a class ends a job, too large a one wastes a slice: two errors of different cost, so that the class has a
-    level of its own. The loss never rises along the way, which is what conformal risk control asks for (Angelopoulos
-    et al., ICLR '24): with n rows, `(n · loss + 1) / (n + 1)` is held to `TOO_SMALL`.
+    A class that is too small ends a job, and one that is too large wastes memory, so that the class has its own level.
+    The loss falls along the way, as conformal risk control requires (Angelopoulos et al., ICLR '24): with n rows,
+    `(n · loss + 1) / (n + 1)` is at most `TOO_SMALL`.
     """
     measured = np.array([s.measured_mib for s in samples])
     widths = np.array([class_width_mib(s.features.layers) for s in samples])
@@ -455,7 +457,7 @@ def _class_share(samples: Sequence[Sample], scores: Floats, bound: Bound) -> flo
 
 SEED = 20260101
 VERSION = "2026.11.2"
-"""Changes with the numbers: waiting jobs are predicted anew by it, and answers of two models are told apart."""
+"""Version of the numbers; a change makes waiting jobs predicted again."""
 
 
 def memory_model(data: Path) -> MemoryModel:
@@ -467,7 +469,6 @@ def memory_model(data: Path) -> MemoryModel:
     import sklearn
 
     rows = read_rows(data / FILE)
-    known = store.shipped()
     traced = traced_models({row.model for row in rows})
     good = clean(rows)
     samples = samples_of(good, traced)
@@ -481,7 +482,7 @@ def memory_model(data: Path) -> MemoryModel:
         "families": len({s.family for s in samples}),
         "seed": SEED,
         "scikit_learn": sklearn.__version__,
-        **known.versions,
+        **store.shipped().versions,
         **model.provenance,
     }
     return msgspec.structs.replace(model, provenance=provenance)

@@ -1,4 +1,4 @@
-"""Evaluates the memory model: families held out, a random split beside it, baselines on the same rows."""
+"""Evaluates the memory model with families held out and by a random split, and baselines on the same rows."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,9 @@ from carpool_predictor.models.memory import (
     ELSEWHERE_FACTOR,
     OUTSIDE_FACTOR,
     MemoryModel,
+    Pair,
     correction_of,
+    fit_line,
     predict_memory,
     shipped,
 )
@@ -24,14 +26,14 @@ from carpool_research.memory.fit import (
     COVERAGE,
     EXCEEDS,
     FILE,
+    FIRST_RUN_FACTORS,
     MEASURED,
-    ROOMS,
     SHARES,
     TOO_SMALL,
     Row,
     Sample,
     clean,
-    deal,
+    divide,
     factor,
     families_of,
     fit,
@@ -45,9 +47,8 @@ from carpool_research.report import Metric, Progress, Report, counted, markdown,
 from carpool_research.tables import DataError
 
 SPIKE = 1.3
-"""Measured over median from which a row is called a spike."""
+"""Measured over median from which a row counts as a spike."""
 EVENLY = "coverage, each family counting as one"
-"""Name of that figure."""
 _ERRORS = ("median error", "p95 error", "right class", "class too small")
 _SPLITS = (
     "rows", "median error", "p95 error", "under by more than 10%", "right class", "class too small",
@@ -60,23 +61,23 @@ SEED = 20260101
 OUTER_FOLDS = 5
 CLASS_MIB = 8192
 FEWEST_ROWS = 10
-"""A family counts as the worst one from this many rows on: of four rows one already is a quarter."""
+"""Rows from which a family can count as the worst one."""
 
 _BY = ("", " by the median", " by the bound")
-"""Classes of the metrics: the one that is named, and those that median and bound alone would have named."""
+"""Suffixes of the class metrics: the predicted class, and the classes of median and bound."""
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Judged:
-    """Judged for samples that nothing was fitted on; arrays of one number a sample."""
+    """Predictions for held-out samples; arrays have one number per sample."""
 
     samples: Sequence[Sample]
     median: Floats
     upper: Floats
     classes: Floats
-    """Upper edges of the classes that were named, in MiB."""
+    """Upper edges of the predicted classes, in MiB."""
     inside: NDArray[np.bool_]
 
     @property
@@ -91,7 +92,7 @@ class Judged:
         return relative
 
     def where(self, chosen: NDArray[np.bool_]) -> "Judged":
-        """Keep some of the samples."""
+        """Return the chosen samples."""
         kept = [s for s, c in zip(self.samples, chosen, strict=True) if c]
         return Judged(kept, self.median[chosen], self.upper[chosen], self.classes[chosen], self.inside[chosen])
 
@@ -123,7 +124,7 @@ class Judged:
 
 
 def apply(model: MemoryModel, samples: Sequence[Sample]) -> Judged:
-    """Predict with the code that users get."""
+    """Predict with the shipped code."""
     answers = []
     for sample in samples:
         corrected = correction_of(model, sample.features, sample.cost, sample.batch_size)
@@ -144,13 +145,13 @@ def fit_folds(
     """Fit without each part of the data.
 
     Args:
-        samples: What is learned from.
-        key: What is held out whole: a family, or a model (all its batch sizes in one fold).
-        what: What that is called.
-        progress: Hears which fold is being fitted.
+        samples: Samples to fit.
+        key: Group that is held out as a whole: the family or the model of a sample.
+        what: Name of the groups.
+        progress: Receives the current fold.
         seed: Seed of the folds.
     """
-    folds = deal(map(key, samples), OUTER_FOLDS, seed)
+    folds = divide(map(key, samples), OUTER_FOLDS, seed)
     return [
         (fold, fit([s for s in samples if key(s) not in fold], seed=seed))
         for fold in counted(folds, f"{what} held out, fold", progress)
@@ -158,7 +159,7 @@ def fit_folds(
 
 
 def judge(folds: Sequence[Fold], samples: Sequence[Sample], key: Callable[[Sample], str]) -> Judged:
-    """Judge each model on the samples that were held out from it."""
+    """Evaluate each model on its held-out samples."""
     parts = [apply(model, [s for s in samples if key(s) in fold]) for fold, model in folds]
     return Judged(
         [s for part in parts for s in part.samples],
@@ -175,7 +176,7 @@ def baselines(samples: Sequence[Sample], progress: Progress = silent, seed: int 
     for name, estimator in BASELINES.items():
         estimates: list[Floats] = []
         measured: list[float] = []
-        for fold in counted(deal((s.family for s in samples), OUTER_FOLDS, seed), f"baseline {name}, fold", progress):
+        for fold in counted(divide((s.family for s in samples), OUTER_FOLDS, seed), f"baseline {name}, fold", progress):
             judged = [s for s in samples if s.family in fold]
             judge = estimator([s for s in samples if s.family not in fold], seed)
             estimates.append(judge(judged))
@@ -203,7 +204,7 @@ def measured_samples(data: Path) -> tuple[list[Row], list[Sample], list[Sample]]
 
 
 def targets(figures: Mapping[str, float], few: float) -> tuple[Metric, ...]:
-    """Hold figures against what was asked for."""
+    """Compare figures with the goals."""
     wanted = (
         ("median error", "≤ 4.0", figures["median error"] <= 4.0),
         ("right class", "≥ 92", figures["right class"] >= 92),
@@ -218,15 +219,13 @@ def targets(figures: Mapping[str, float], few: float) -> tuple[Metric, ...]:
 
 
 def few_jobs(samples: Sequence[Sample], jobs: int, seed: int = SEED) -> float:
-    """Return the median error (%) of a line from a few jobs, their families held out from the judged ones.
+    """Return the median error (%) of a line from a few jobs, evaluated on other families.
 
-    An unseen stack is played by forgetting: neither line nor trees of the full fit are used.
+    It simulates an unseen stack: neither line nor trees of the full fit are used.
     """
-    from carpool_predictor.models.memory import Pair, fit_line
-
     errors: list[float] = []
     rng = np.random.default_rng(seed)
-    for fold in deal((s.family for s in samples), OUTER_FOLDS, seed):
+    for fold in divide((s.family for s in samples), OUTER_FOLDS, seed):
         others = [s for s in samples if s.family not in fold]
         for _ in range(10):
             chosen = [others[i] for i in rng.choice(len(others), jobs, replace=False)]
@@ -318,7 +317,7 @@ def _first_runs(judged: Judged) -> list[dict[str, str]]:
             "shipped": f"{room.shipped:g}",
             "families held": f"{held(families, room.shipped)} of {len(families)}",
         }
-        for room in ROOMS
+        for room in FIRST_RUN_FACTORS
     ]
 
 
@@ -381,7 +380,7 @@ def run(data: Path, out: Path, progress: Progress = silent) -> Report:
     by_family = judge(folds, samples, _family)
     splits = {
         "families held out": by_family,
-        "the same, inside what was learned": by_family.where(by_family.inside),
+        "the same, inside the training data": by_family.where(by_family.inside),
         "models held out at random": judge(fit_folds(samples, _model, "models", progress), samples, _model),
         "families held out, rows before cleaning": judge(folds, uncleaned, _family),
     }
@@ -391,20 +390,18 @@ def run(data: Path, out: Path, progress: Progress = silent) -> Report:
 
 
 def frozen(data: Path) -> Report:
-    """Judge the shipped model on rows that it never saw; nothing is fitted.
+    """Evaluate the shipped model on other rows without fitting.
 
-    Rows of models that the feature store does not hold count as abstained from; all other figures leave them out.
+    Rows of models that the feature store lacks count as abstentions; all other figures omit them.
 
     Raises:
-        DataError: The file or a column is missing, or none of its models is known.
+        DataError: The file or a column is missing, or the feature store has none of its models.
     """
     rows, samples, _ = measured_samples(data)
     if not samples:
-        raise DataError(f"expected rows of models that the feature store knows in {data / FILE}, found none")
+        raise DataError(f"expected rows of models in the feature store in {data / FILE}, found none")
     found = apply(shipped(), samples).figures()
     abstained = 100 * (1 - len(samples) / len(clean(rows)))
-    asked = {figure.name: figure for figure in targets(found, few=0.0)}
-    figures = tuple(asked.get(name, Metric(name, value)) for name, value in found.items())
-    return Report(
-        "memory", (*figures, Metric("abstained from, unknown to the store", abstained, "≤ 5", abstained <= 5))
-    )
+    goals = {figure.name: figure for figure in targets(found, few=0.0)}
+    figures = tuple(goals.get(name, Metric(name, value)) for name, value in found.items())
+    return Report("memory", (*figures, Metric("abstained, not in the store", abstained, "≤ 5", abstained <= 5)))

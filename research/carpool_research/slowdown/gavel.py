@@ -1,17 +1,15 @@
-"""Learns from Gavel's measurements (K80, P100, V100) how far beyond the median slowdowns lie: needs the extra `train`.
+"""Fits the upper quantile of slowdowns to Gavel's measurements (K80, P100, V100). Needs the extra `train`.
 
-Gavel measured throughputs alone, at several batch sizes, and in pairs behind MPS, but no utilization. A step of batch b
-takes (a^p + (c + d b)^p)^(1/p): host a, GPU c + d b, and an exponent p that says how well one hides behind the other,
-1 not at all. It is shared by all, and chosen by how well a batch size that was left out is foretold, with a variant of
-the rule of one standard error (Breiman et al., Classification and Regression Trees, 1984, section 3.4.3): the smallest
-p, which hides the least, of those that are worse than the best by no more than the standard error of the difference,
-job by job. The busy share of a job follows: u = (c + d b) / step.
+Gavel measured throughputs alone, at several batch sizes, and of pairs behind MPS, but no utilization. A step of batch b
+takes (a^p + (c + d b)^p)^(1/p): host time a, GPU time c + d b, and an exponent p for their overlap; p = 1 is none. All
+jobs share one p. It is chosen by the errors of left-out batch sizes with a variant of the rule of one standard error
+(Breiman et al., Classification and Regression Trees, 1984, section 3.4.3). The smallest p, which overlaps least, is
+taken among those within one standard error of the best, over jobs. Busy shares follow: u = (c + d b) / step.
 
-Behind MPS kernels queue in the order of their launch, so that a job of short kernels loses to one of long kernels. Each
-job has a weight for that, learned on pairs, which says nothing about tenants that take equal turns and is not shipped.
-With it known, the pairs say how wide an upper quantile has to be where turns are taken. How wide it has to be behind
-MPS is said by what is foretold of them without, SM activity taken to be what follows from busy shares, and no
-contention for DRAM, of which nothing is known there.
+Behind MPS kernels queue in the order of their launch, so that a job of short kernels loses to one of long kernels. A
+weight per job describes this. It is fitted to pairs and not shipped, because time-slicing gives equal slices. With the
+weights, the pairs show the width of the upper quantile under time-slicing. The width under MPS comes from predictions
+without weights, with SM activity from busy shares and without contention for DRAM, which Gavel did not measure.
 """
 
 import operator
@@ -32,15 +30,15 @@ FILE = "gavel/gavel_throughputs_flat.csv"
 _RATES = ("iso_tput_a_steps_s", "coloc_tput_a", "coloc_tput_b")
 COLUMNS = ("file", "gpu", "job_a", "bs_a", "ngpu_a", "job_b", "bs_b", "ngpu_b", *_RATES)
 TABLE = "oracle_throughputs.json"
-"""The one of Gavel's tables whose pairs are all measured."""
+"""Gavel's only table in which all pairs are measured."""
 FITS = 100
-"""Tries of a fit to pairs; fewer leave it short of its end."""
+"""Most evaluations of a fit to pairs."""
 EXPONENTS = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0, 12.0)
 LEAST_BATCHES = 4
 FOLDS = 4
 SEED = 0
 PRIOR = 0.05
-"""Pull of weights and corrections towards nothing, in logarithms of a slowdown."""
+"""Regularization of weights and corrections, in logarithms of a slowdown."""
 
 Job = tuple[str, str, str]
 """GPU, job, batch size."""
@@ -54,12 +52,12 @@ class Pair:
     one: Job
     other: Job
     slowdowns: tuple[float, float]
-    """Of the one and of the other, as measured, at least 1."""
+    """Measured slowdowns of both jobs, at least 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gavel:
-    """What was measured."""
+    """Measured jobs and pairs."""
 
     step_s: Mapping[Job, float]
     """Step time alone."""
@@ -68,16 +66,16 @@ class Gavel:
 
 @dataclass(frozen=True, slots=True)
 class Queueing:
-    """How pairs were foretold that had no part in what was fitted, shape (pairs, 2) each."""
+    """Predictions of held-out pairs, each of shape (pairs, 2)."""
 
     measured: Numbers
     """Slowdowns."""
     weighted: Numbers
-    """Slowdowns with the weight of each job known from its other pairs."""
+    """Predicted slowdowns with job weights from other pairs."""
     side_by_side: Numbers
-    """Slowdowns as they are foretold under MPS, SM activity from busy shares."""
-    beside: Numbers
-    """Busy shares of the other one, from solo throughputs."""
+    """Predicted slowdowns under MPS, with SM activity from busy shares."""
+    neighbour_busy: Numbers
+    """Busy shares of the other job, from solo throughputs."""
 
 
 def read(data: Path) -> Gavel:
@@ -89,7 +87,7 @@ def read(data: Path) -> Gavel:
     rows = [row for row in read_table(data / FILE, COLUMNS, _checked) if row["file"] == TABLE and row["ngpu_a"] == "1"]
     step_s = {_job(r, "a"): 1 / v for r in rows if (v := _rate(r, "iso_tput_a_steps_s")) > 0}
     pairs = [pair for row in rows if row["ngpu_b"] == "1" and (pair := _pair(row, step_s)) is not None]
-    # Each pair stands there twice, once in either order, with the same numbers.
+    # The table has each pair in both orders, with the same numbers.
     return Gavel(step_s, list({frozenset((pair.one, pair.other)): pair for pair in pairs}.values()))
 
 
@@ -104,12 +102,12 @@ def _job(row: Mapping[str, str], which: str) -> Job:
 
 
 def _rate(row: Mapping[str, str], column: str) -> float:
-    """Return a throughput; 0 where there is none."""
+    """Return a throughput; 0 if it is missing."""
     return number(row, column) if row[column] else 0.0
 
 
 def _pair(row: Mapping[str, str], step_s: Mapping[Job, float]) -> Pair | None:
-    """Return a measured pair; 0 stands for out of memory as well as for what was never run."""
+    """Return a measured pair; a throughput of 0 means out of memory or not run."""
     one, other = _job(row, "a"), _job(row, "b")
     a, b = _rate(row, "coloc_tput_a"), _rate(row, "coloc_tput_b")
     if a <= 0 or b <= 0 or one not in step_s or other not in step_s:
@@ -118,9 +116,9 @@ def _pair(row: Mapping[str, str], step_s: Mapping[Job, float]) -> Pair | None:
 
 
 def families(gavel: Gavel) -> dict[tuple[str, str], tuple[Numbers, Numbers]]:
-    """Return batch sizes and step times of each job on each GPU that was measured at several.
+    """Return batch sizes and step times of each job and GPU with several batch sizes.
 
-    Left out are jobs whose steps get shorter as batches grow (Recommendation): they are no steps of one batch.
+    Jobs whose steps become shorter as batches grow (Recommendation) are omitted.
     """
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for (gpu, job, batch), step_s in sorted(gavel.step_s.items()):
@@ -152,31 +150,31 @@ def fit_step(batch: Numbers, step: Numbers, exponent: float) -> Callable[[Number
 
 
 @dataclass(frozen=True, slots=True)
-class Missed:
-    """How far off the steps at batch sizes were that had been left out, for one exponent."""
+class LeftOutErrors:
+    """Errors of steps at left-out batch sizes, for one exponent."""
 
     of_jobs: Mapping[str, float]
-    """Mean absolute logarithmic error of each job, on all GPUs."""
+    """Mean absolute logarithmic error of each job over all GPUs."""
 
     @property
     def error(self) -> float:
-        """Their mean."""
+        """Mean over jobs."""
         return fmean(self.of_jobs.values())
 
-    def beyond(self, best: "Missed") -> tuple[float, float]:
-        """Return by how much it is worse than another, and the standard error of that, by jobs."""
+    def beyond(self, best: "LeftOutErrors") -> tuple[float, float]:
+        """Return the mean difference to another exponent and its standard error over jobs."""
         more = [error - best.of_jobs[job] for job, error in self.of_jobs.items()]
         return fmean(more), stdev(more) / len(more) ** 0.5
 
 
-def errors_by_exponent(gavel: Gavel) -> dict[float, Missed]:
-    """Foretell the step at each batch size from the others of its job and GPU, for each exponent."""
-    known = families(gavel)
-    jobs = sorted({job for _, job in known})
+def errors_by_exponent(gavel: Gavel) -> dict[float, LeftOutErrors]:
+    """Predict the step at each batch size from the others of its job and GPU, for each exponent."""
+    curves = families(gavel)
+    jobs = sorted({job for _, job in curves})
     found = {}
     for exponent in EXPONENTS:
-        errors = {key: _left_out(batch, step, exponent) for key, (batch, step) in known.items()}
-        found[exponent] = Missed({job: fmean(e for (_, one), e in errors.items() if one == job) for job in jobs})
+        errors = {key: _left_out(batch, step, exponent) for key, (batch, step) in curves.items()}
+        found[exponent] = LeftOutErrors({job: fmean(e for (_, one), e in errors.items() if one == job) for job in jobs})
     return found
 
 
@@ -184,24 +182,24 @@ def _left_out(batch: Numbers, step: Numbers, exponent: float) -> float:
     errors = []
     for out in range(len(batch)):
         keep = np.arange(len(batch)) != out
-        foretold, _ = fit_step(batch[keep], step[keep], exponent)(batch[out : out + 1])
-        errors.append(abs(float(np.log(foretold[0] / step[out]))))
+        predicted, _ = fit_step(batch[keep], step[keep], exponent)(batch[out : out + 1])
+        errors.append(abs(float(np.log(predicted[0] / step[out]))))
     return fmean(errors)
 
 
-def best(errors: Mapping[float, Missed]) -> Missed:
-    """Return what the exponent missed by which the steps are foretold best."""
+def best(errors: Mapping[float, LeftOutErrors]) -> LeftOutErrors:
+    """Return the errors of the best exponent."""
     return min(errors.values(), key=lambda one: one.error)
 
 
-def most_cautious(errors: Mapping[float, Missed]) -> float:
-    """Return the smallest exponent that is not worse than the best one by more than the standard error of that."""
+def most_cautious(errors: Mapping[float, LeftOutErrors]) -> float:
+    """Return the smallest exponent within one standard error of the best."""
     least = best(errors)
     return min(exponent for exponent, one in errors.items() if operator.le(*one.beyond(least)))
 
 
 def busy_shares(gavel: Gavel, exponent: float) -> dict[Job, float]:
-    """Work out how busy each job keeps its GPU alone, 0..1, where it was measured at several batch sizes."""
+    """Return the busy share of each job alone, 0..1, for jobs with several batch sizes."""
     found: dict[Job, float] = {}
     for (gpu, job), (batch, step) in families(gavel).items():
         _, busy = fit_step(batch, step, exponent)(batch)
@@ -210,12 +208,12 @@ def busy_shares(gavel: Gavel, exponent: float) -> dict[Job, float]:
 
 
 def queueing(gavel: Gavel, exponent: float, holding: float) -> Queueing:
-    """Foretell each pair from weights and corrected busy shares that were fitted to the other folds, and as shipped.
+    """Predict each pair with weights and corrected busy shares of the other folds, and as shipped.
 
     Args:
-        gavel: What was measured.
-        exponent: p, by which busy shares are worked out from solo steps.
-        holding: k, by which a neighbour's busy share says how much it is in the way.
+        gavel: Measured jobs and pairs.
+        exponent: p, for busy shares from solo steps.
+        holding: k, the exponent of a neighbour's busy share.
     """
     busy = busy_shares(gavel, exponent)
     pairs = [pair for pair in gavel.pairs if pair.one in busy and pair.other in busy]
@@ -231,12 +229,12 @@ def queueing(gavel: Gavel, exponent: float, holding: float) -> Queueing:
         model = Weights(shares, index[train], holding)
 
         def off(numbers: Numbers, model: Weights = model, rows: NDArray[np.intp] = train) -> Numbers:
-            missed = np.log(model.foretell(numbers) / measured[rows]).ravel()
+            missed = np.log(model.predict(numbers) / measured[rows]).ravel()
             return np.concatenate([missed, PRIOR * numbers])
 
         begin = np.zeros(2 * len(jobs))
         fitted = least_squares(off, begin, loss="soft_l1", f_scale=0.05, max_nfev=FITS)
-        weighted[test] = Weights(shares, index[test], holding).foretell(fitted.x)
+        weighted[test] = Weights(shares, index[test], holding).predict(fitted.x)
     own = shares[index]
     side_by_side = slowdowns(SharingMode.MPS, own, own**holding, np.zeros(own.shape))
     return Queueing(measured, weighted, side_by_side, own[:, ::-1])
@@ -244,7 +242,7 @@ def queueing(gavel: Gavel, exponent: float, holding: float) -> Queueing:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Pairs whose kernels queue in the order of their launch."""
+    """Model of pairs whose kernels queue in launch order."""
 
     shares: Numbers
     """(jobs,) Busy shares from solo throughputs."""
@@ -253,7 +251,7 @@ class Weights:
     holding: float
     """k."""
 
-    def foretell(self, numbers: Numbers) -> Numbers:
+    def predict(self, numbers: Numbers) -> Numbers:
         """Return slowdowns, shape (pairs, 2).
 
         Args:
@@ -271,13 +269,13 @@ class Weights:
 
 
 def factors(held_out: Queueing, level: float) -> tuple[float, float]:
-    """Return how much of a neighbour's busy share to add, so that this share of slowdowns stays below.
+    """Return the factors of a neighbour's busy share that make an upper quantile of slowdowns.
 
     Returns:
-        Of tenants that take turns, and of tenants under MPS.
+        Factors under time-slicing and under MPS.
     """
     return _factor(held_out.weighted, held_out, level), _factor(held_out.side_by_side, held_out, level)
 
 
-def _factor(foretold: Numbers, held_out: Queueing, level: float) -> float:
-    return round(max(0.0, float(np.quantile((held_out.measured - foretold) / held_out.beside, level))), 3)
+def _factor(predicted: Numbers, held_out: Queueing, level: float) -> float:
+    return round(max(0.0, float(np.quantile((held_out.measured - predicted) / held_out.neighbour_busy, level))), 3)

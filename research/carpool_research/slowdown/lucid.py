@@ -1,4 +1,4 @@
-"""Lucid's pairs, to evaluate only: nothing that is shipped is fitted to them. Baselines beside the shipped model."""
+"""Lucid's measured pairs, for evaluation only, and baselines of the shipped slowdown model."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from carpool_research.tables import number, read_table
 
-ALONE, BESIDE = Path("lucid", "solo_rtx3090.csv"), Path("lucid", "colocate_rtx3090.csv")
+SOLO, PAIRED = Path("lucid", "solo_rtx3090.csv"), Path("lucid", "colocate_rtx3090.csv")
 _KEY = ("model", "batchsize", "amp")
-ALONE_COLUMNS = (*_KEY, "gpu_util", "gmem_util", "gmem", "label")
-BESIDE_COLUMNS = tuple(f"{column}{which}" for which in "12" for column in (*_KEY, "speed"))
+SOLO_COLUMNS = (*_KEY, "gpu_util", "gmem_util", "gmem", "label")
+PAIRED_COLUMNS = tuple(f"{column}{which}" for which in "12" for column in (*_KEY, "speed"))
 FOUND = 1.15
-"""A slowdown that counts as one that should have been foretold."""
+"""Slowdowns above this should be predicted as such."""
 BARD_ITERATIONS = 24
 SEED = 0
 TREES, FOLDS = 50, 5
@@ -39,11 +39,11 @@ class Pairs:
     mib: Numbers
     """(n, 2) GPU memory in use alone, MiB."""
     scores: Numbers
-    """(n, 2) Lucid's own sharing scores, 0 to 2: how much it takes a job to be in the way."""
+    """(n, 2) Lucid's own sharing scores, 0 to 2; higher scores disturb others more."""
     slowdown: Numbers
-    """(n,) As measured, at least 1."""
+    """(n,) Measured slowdown, at least 1."""
     raw: Numbers
-    """(n,) As measured; below 1 where a job ran faster beside another, which is noise."""
+    """(n,) Measured slowdown; below 1 if a job ran faster than alone, which is noise."""
     models: Sequence[tuple[str, str]]
     """(n,) Architectures."""
     jobs: Sequence[tuple[str, str]]
@@ -52,39 +52,34 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How well one model foretold the pairs."""
+    """Errors of one model on the pairs."""
 
     error: float
     """Mean absolute error of the slowdown."""
     speed_error: float
-    """Mean absolute error of the speed relative to solo, as measured, also above 1."""
+    """Mean absolute error of the speed relative to solo, not clipped."""
     found_percent: float
-    """Share of the slowdowns above 15% that were foretold as such."""
+    """Recall of slowdowns above 15%."""
     right_percent: float
-    """Share of those foretold as such that were."""
+    """Precision of slowdowns above 15%."""
 
 
-def read(data: Path, *, by_precision: bool = True) -> Pairs:
+def read(data: Path) -> Pairs:
     """Read the pairs and the solo profiles.
 
     Args:
-        data: The folder that Lucid's lies in.
-        by_precision: Whether a job has the profile of its own precision; if not, of its architecture and batch size
-            the one that stands last.
+        data: Folder of measurements.
 
     Raises:
         DataError: A file or a column is missing, or a row cannot be read.
     """
-    solo = dict(read_table(data / ALONE, ALONE_COLUMNS, _alone))
-    if not by_precision:
-        last = {key[:2]: profile for key, profile in solo.items()}
-        solo = {key: last[key[:2]] for key in solo}
+    solo = dict(read_table(data / SOLO, SOLO_COLUMNS, _solo))
     profiles, raw, models, jobs = [], [], [], []
 
     def read_pair(row: dict[str, str]) -> None:
         keys = {which: _key(row, which) for which in "12"}
         if unknown := [" ".join(key) for key in keys.values() if key not in solo]:
-            raise ValueError(f"expected a job of {ALONE}, found {unknown[0]}")
+            raise ValueError(f"expected a job of {SOLO}, found {unknown[0]}")
         for one, other in ("12", "21"):
             mine, its = solo[keys[one]], solo[keys[other]]
             if (speed := number(row, f"speed{one}")) <= 0:
@@ -94,20 +89,21 @@ def read(data: Path, *, by_precision: bool = True) -> Pairs:
             models.append((keys[one][0], keys[other][0]))
             jobs.append((" ".join(keys[one]), " ".join(keys[other])))
 
-    read_table(data / BESIDE, BESIDE_COLUMNS, read_pair)
+    read_table(data / PAIRED, PAIRED_COLUMNS, read_pair)
     found = np.array(raw)
     busy, memory, mib, scores = np.moveaxis(np.array(profiles), 2, 0)
     return Pairs(busy, memory, mib, scores, np.maximum(1.0, found), found, models, jobs)
 
 
 def score(predicted: Numbers, pairs: Pairs) -> Score:
-    """Hold predictions against the measurements."""
-    bad, told = pairs.slowdown > FOUND, predicted > FOUND
+    """Score predictions against the measurements."""
+    large, predicted_large = pairs.slowdown > FOUND, predicted > FOUND
+    both = (large & predicted_large).sum()
     return Score(
         error=float(np.abs(predicted - pairs.slowdown).mean()),
         speed_error=float(np.abs(1 / predicted - 1 / pairs.raw).mean()),
-        found_percent=100 * float((bad & told).sum() / max(1, bad.sum())),
-        right_percent=100 * float((bad & told).sum() / max(1, told.sum())),
+        found_percent=100 * float(both / max(1, large.sum())),
+        right_percent=100 * float(both / max(1, predicted_large.sum())),
     )
 
 
@@ -120,29 +116,29 @@ class Deviation(NamedTuple):
 
 
 def missed(predicted: Numbers, pairs: Pairs) -> Counter[str]:
-    """Count the slowdowns above 15% that were not foretold as such, by the slowed job's architecture."""
+    """Count missed slowdowns above 15% by the slowed job's architecture."""
     rows = np.flatnonzero((pairs.slowdown > FOUND) & (predicted <= FOUND)).tolist()
     return Counter(pairs.models[row][0] for row in rows)
 
 
 def deviation(predicted: Numbers, pairs: Pairs) -> Deviation:
-    """Say how much a score would move if other jobs had been measured.
+    """Return standard errors over jobs by a pigeonhole bootstrap (Owen, Annals of Applied Statistics 2007).
 
-    Every job stands in many pairs, so that these hang together. So jobs are drawn anew, with replacement, and a pair
-    counts as often as both of its jobs were drawn (Owen, The pigeonhole bootstrap, Annals of Applied Statistics 2007).
+    Pairs with a common job are dependent. Jobs are therefore drawn with replacement, and a pair counts as often as both
+    of its jobs were drawn.
     """
     every = {job: i for i, job in enumerate(sorted({job for both in pairs.jobs for job in both}))}
     one, other = np.array([[every[job] for job in both] for both in pairs.jobs]).T
-    bad = pairs.slowdown > FOUND
-    found, wrong = bad & (predicted > FOUND), np.abs(predicted - pairs.slowdown)
+    large = pairs.slowdown > FOUND
+    found, wrong = large & (predicted > FOUND), np.abs(predicted - pairs.slowdown)
     wrong_speed = np.abs(1 / predicted - 1 / pairs.raw)
     drawn = np.random.default_rng(SEED).multinomial(len(every), np.full(len(every), 1 / len(every)), DRAWS)
     scores = []
     for times in drawn:
         weight = np.where(one == other, times[one], times[one] * times[other]).astype(float)
-        if weight @ bad:
+        if weight @ large:
             wholes = (weight @ wrong / weight.sum(), weight @ wrong_speed / weight.sum())
-            scores.append((*wholes, 100 * (weight @ found) / (weight @ bad)))
+            scores.append((*wholes, 100 * (weight @ found) / (weight @ large)))
     return Deviation(*np.std(scores, axis=0).tolist())
 
 
@@ -159,7 +155,7 @@ def shipped_upper(pairs: Pairs) -> Numbers:
 
 
 def bard(pairs: Pairs) -> Numbers:
-    """Bard's approximate mean-value analysis, in which a tenant meets its neighbours as slow as it makes them."""
+    """Predict by Bard's approximate mean-value analysis, in which arrivals see the mean queue of all tenants."""
     busy = pairs.busy
     at_gpu, stay = busy.copy(), busy
     for _ in range(BARD_ITERATIONS):
@@ -170,7 +166,7 @@ def bard(pairs: Pairs) -> Numbers:
 
 
 def hiding(pairs: Pairs, p: float, k: float) -> Numbers:
-    """Predict with a host that hides, (1 - u^p + (u x)^p)^(1/p), beside neighbours who are in the way for u^k."""
+    """Predict with overlapping host time, (1 - u^p + (u x)^p)^(1/p), and neighbours that occupy the GPU for u^k."""
     own, other = pairs.busy.T
     longer = own * (1.0 + other**k)
     found: Numbers = np.maximum(1.0, (1.0 - own**p + longer**p) ** (1.0 / p))
@@ -187,12 +183,11 @@ BASELINES: Mapping[str, Callable[[Pairs], Numbers]] = {
 
 
 def forest(pairs: Pairs, *, models_held_out: bool) -> Numbers:
-    """Predict with a random forest that is fitted to Lucid itself: what these features can give at best.
+    """Predict with a random forest that is fitted to Lucid itself, as a reference for these features.
 
     Args:
-        pairs: All of them.
-        models_held_out: Whether a pair is foretold by pairs in which neither of its architectures occurs; if not, by
-            other batch sizes and precisions of the same architectures, too.
+        pairs: All pairs.
+        models_held_out: Hold out both architectures of a pair; otherwise only its batch sizes and precisions.
     """
     from sklearn.ensemble import RandomForestRegressor
 
@@ -212,7 +207,7 @@ def forest(pairs: Pairs, *, models_held_out: bool) -> Numbers:
 
 
 def repeated_difference(pairs: Pairs) -> float:
-    """Mean difference of the slowdowns of two equal jobs that share a GPU: what a pair itself leaves open."""
+    """Return the mean difference of the slowdowns of two equal jobs on one GPU: the noise of a pair."""
     twins = np.flatnonzero([one == other for one, other in pairs.jobs])
     first, second = pairs.raw[twins[::2]], pairs.raw[twins[1::2]]
     return float(np.abs(first - second).mean())
@@ -222,6 +217,6 @@ def _key(row: Mapping[str, str], which: str) -> tuple[str, str, str]:
     return row["model" + which], row["batchsize" + which], row["amp" + which]
 
 
-def _alone(row: dict[str, str]) -> tuple[tuple[str, str, str], tuple[float, float, float, float]]:
-    busy, memory, mib, score = (number(row, column) for column in ALONE_COLUMNS[len(_KEY) :])
+def _solo(row: dict[str, str]) -> tuple[tuple[str, str, str], tuple[float, float, float, float]]:
+    busy, memory, mib, score = (number(row, column) for column in SOLO_COLUMNS[len(_KEY) :])
     return _key(row, ""), (busy / 100, memory / 100, mib, score)

@@ -1,6 +1,6 @@
-"""The suite `slowdown`: learned on GPUMemNet and Gavel, judged on Lucid; writes `slowdown.md`. Needs `train`."""
+"""The suite `slowdown`: evaluates the model on Lucid and writes `slowdown.md`. Needs the extra `train`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from carpool_research.report import Metric, Progress, Report, counted, markdown, save, silent, write_card
 from carpool_research.slowdown import fit, gavel, lucid
-from carpool_research.slowdown.fit import GIVEN, MAX_ERROR, MIN_FOUND, Runs
-from carpool_research.slowdown.gavel import Missed, Queueing
+from carpool_research.slowdown.fit import MAX_ERROR, MIN_FOUND, Runs
+from carpool_research.slowdown.gavel import LeftOutErrors, Queueing
 from carpool_research.slowdown.lucid import BASELINES, EXACT, FOUND, Pairs, Score, forest, score
 from carpool_research.tables import KINDS, file_of
 
@@ -21,18 +21,17 @@ UPPER = "shipped: upper quantile"
 HIDING = "a host hides with p ="
 BUSY = 0.8
 NEIGHBOURS = (0.0, 0.2, 0.4, 0.6, 0.8, 0.97, 1.01)
-"""Utilizations that part the neighbours of busy jobs."""
+"""Limits between groups of neighbours by utilization."""
 
 Numbers = NDArray[np.float64]
 
 
 def _texts(
     runs: Mapping[str, Runs],
-    by_exponent: Mapping[float, Missed],
+    by_exponent: Mapping[float, LeftOutErrors],
     held_out: Queueing,
     pairs: Pairs,
     scores: Mapping[str, Score],
-    readings: Sequence[fit.Reading],
 ) -> dict[str, str]:
     """Return the tables and numbers of the card."""
     upper, median = lucid.shipped_upper(pairs), lucid.shipped_median(pairs)
@@ -57,9 +56,6 @@ def _texts(
         "lucid_pairs": str(len(pairs.slowdown) // 2),
         "lucid_large": f"{100 * float(bad.mean()):.0f}",
         "lucid": markdown(_scores(scores)),
-        "ways": str(len(readings)),
-        "closest": str(readings[0].way),
-        "closest_off": f"{100 * readings[0].off:.1f}",
         "goals": markdown(fit.goals_table(pairs)),
         "missed": str(missed.total()),
         "large": str(int(bad.sum())),
@@ -73,7 +69,6 @@ def _texts(
         "by_neighbour": markdown(_by_neighbour(pairs)),
         "limits": markdown(fit.limits_table(pairs.slowdown, {"median": median, "upper": upper}, rules)),
         "groups": markdown(fit.groups_table()),
-        "readings": markdown(fit.readings_table(readings)),
         "overbusy": f"{100 * fit.busier_than_whole(pairs):.0f}",
     }
 
@@ -96,7 +91,7 @@ def _by_exponent(runs: Mapping[str, Runs]) -> list[dict[str, str]]:
     return table
 
 
-def _hiding(by_exponent: Mapping[float, Missed]) -> list[dict[str, str]]:
+def _hiding(by_exponent: Mapping[float, LeftOutErrors]) -> list[dict[str, str]]:
     """Return errors of left-out steps, one column per exponent p."""
     best = gavel.best(by_exponent)
     beyond = {p: one.beyond(best) for p, one in by_exponent.items()}
@@ -104,7 +99,7 @@ def _hiding(by_exponent: Mapping[float, Missed]) -> list[dict[str, str]]:
     rows |= {
         f"of {job}": {p: f"{100 * one.of_jobs[job]:.1f}%" for p, one in by_exponent.items()} for job in best.of_jobs
     }
-    rows["beyond the best one's"] = {p: f"{100 * more:.2f}" for p, (more, _) in beyond.items()}
+    rows["difference to the best"] = {p: f"{100 * more:.2f}" for p, (more, _) in beyond.items()}
     rows[f"standard error, by {len(best.of_jobs)} jobs"] = {p: f"{100 * error:.2f}" for p, (_, error) in beyond.items()}
     return [{"p": name} | {f"{p:g}": cell for p, cell in cells.items()} for name, cells in rows.items()]
 
@@ -121,7 +116,7 @@ def _behind_mps(held_out: Queueing) -> list[dict[str, str]]:
 
 
 def _upper_by_mps(held_out: Queueing) -> Numbers:
-    upper: Numbers = held_out.side_by_side + shipped().side_by_side_factor * held_out.beside
+    upper: Numbers = held_out.side_by_side + shipped().side_by_side_factor * held_out.neighbour_busy
     return upper
 
 
@@ -130,11 +125,6 @@ def _scores(scores: Mapping[str, Score]) -> list[dict[str, str]]:
     rows = [
         (name, f"{one.error:.3f}", f"{one.speed_error:.3f}", f"{one.found_percent:.0f}%", f"{one.right_percent:.0f}%")
         for name, one in scores.items()
-    ]
-    rows += [
-        ("given: no slowdown", "", f"{GIVEN.none}", "", ""),
-        ("given: min(1, 100/Σutil)", "", f"{GIVEN.rule}", "", ""),
-        ("given: forest on Lucid, models held out", "", f"{GIVEN.forest}", f"{GIVEN.found_percent:.0f}%", ""),
     ]
     return [dict(zip(heads, row, strict=True)) for row in rows]
 
@@ -152,18 +142,18 @@ def _by_neighbour(pairs: Pairs) -> list[dict[str, str]]:
 
 
 NOT_SHIPPED = (1.25, 1.5)
-"""Exponents p of hosts that hide, that could be shipped instead."""
+"""Alternative exponents p of overlapping host time."""
 
 
 def inputs(*, is_whole: bool) -> dict[Path, tuple[str, ...]]:
     """Return the columns of each file that the suite reads, below the data folder."""
     learned = {file_of(kind): fit.COLUMNS for kind in KINDS} | {Path(gavel.FILE): gavel.COLUMNS}
-    judged = {lucid.ALONE: lucid.ALONE_COLUMNS, lucid.BESIDE: lucid.BESIDE_COLUMNS} if is_whole else {}
-    return learned | judged
+    evaluated = {lucid.SOLO: lucid.SOLO_COLUMNS, lucid.PAIRED: lucid.PAIRED_COLUMNS} if is_whole else {}
+    return learned | evaluated
 
 
 def run(data: Path, out: Path, progress: Progress = silent) -> Report:
-    """Evaluate, and write the card; `progress` hears what is being fitted.
+    """Evaluate, and write the card; `progress` receives the current step.
 
     Raises:
         DataError: A file or a column is missing.
@@ -175,13 +165,11 @@ def run(data: Path, out: Path, progress: Progress = silent) -> Report:
     pairs = lucid.read(data)
     engine = fit.best_exponent(list(runs.values()), fit.engine_active)
     predictions = _predictions(pairs, engine, progress)
-    progress("Lucid: ways to count")
-    readings = fit.readings(pairs, lucid.read(data, by_precision=False))
     scores = {name: score(predicted, pairs) for name, predicted in predictions.items()}
     picture = out / "figures" / "slowdown-predicted.svg"
     picture.parent.mkdir(parents=True, exist_ok=True)
     save(_draw(pairs, predictions[OURS]), picture)
-    texts = _texts(runs, by_exponent, held_out, pairs, scores, readings)
+    texts = _texts(runs, by_exponent, held_out, pairs, scores)
     page = write_card(__package__, out / "slowdown.md", texts)
     return Report("slowdown", _figures(scores), (page, picture))
 
@@ -199,7 +187,7 @@ def _predictions(pairs: Pairs, engine: float, progress: Progress) -> dict[str, N
         UPPER: lucid.shipped_upper(pairs),
         f"not shipped: k = {engine:.2f}, by the active engine": lucid.hiding(pairs, 1.0, engine),
         **others,
-        "not shipped: p = 1.5 and k = 1, as it was": lucid.hiding(pairs, 1.5, 1.0),
+        "not shipped: p = 1.5 and k = 1": lucid.hiding(pairs, 1.5, 1.0),
         **{name: forest(pairs, models_held_out=forests[name]) for name in counted(list(forests), "Lucid", progress)},
     }
 
@@ -207,13 +195,13 @@ def _predictions(pairs: Pairs, engine: float, progress: Progress) -> dict[str, N
 def _figures(scores: Mapping[str, Score]) -> tuple[Metric, ...]:
     figures = []
     for name, one in scores.items():
-        asked = name == OURS
-        limits = (f"≤ {MAX_ERROR}", f"≥ {MIN_FOUND:g}") if asked else ("", "")
+        has_goal = name == OURS
+        limits = (f"≤ {MAX_ERROR}", f"≥ {MIN_FOUND:g}") if has_goal else ("", "")
         figures += [
-            Metric(f"{which}, {name}", round(error, 4), limits[0], error <= MAX_ERROR if asked else None)
+            Metric(f"{which}, {name}", round(error, 4), limits[0], error <= MAX_ERROR if has_goal else None)
             for which, error in (("error of slowdown", one.error), ("error of speed", one.speed_error))
         ]
-        met = one.found_percent >= MIN_FOUND if asked else None
+        met = one.found_percent >= MIN_FOUND if has_goal else None
         figures.append(Metric(f"slowdowns > 15% found, {name}, %", round(one.found_percent, 1), limits[1], met))
     return tuple(figures)
 

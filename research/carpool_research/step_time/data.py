@@ -1,7 +1,7 @@
-"""NeuSight's measurements of whole models, and the operators of those models by arithmetic.
+"""Reads NeuSight's and Zeus' measurements, and computes the operators of NeuSight's models by arithmetic.
 
 Lee et al., "Forecasting GPU Performance for Deep Learning Training and Inference", ASPLOS '25. Transformers of
-Hugging Face in eager mode and FP32 without TF32; a time is that of forward, or of forward and backward; no optimizer.
+Hugging Face in eager mode and FP32 without TF32. A time covers forward, or forward and backward, without optimizer.
 """
 
 import math
@@ -37,10 +37,10 @@ GPUS: dict[str, MeasuredGpu] = {
     "NVIDIA_H100_80GB_HBM3": MeasuredGpu(66.9, 3352),
     "NVIDIA_L4": MeasuredGpu(30.3, 300),
 }
-"""NVIDIA's GPUs in the data. AMD's are left out: they use matrix cores for FP32, and no product of ours is one."""
+"""NVIDIA's GPUs in the data; AMD's use matrix cores for FP32 and are omitted."""
 
-SEEN = ("Tesla_P4", "Tesla_P100-PCIE-16GB", "Tesla_V100-PCIE-32GB", "Tesla_T4", "NVIDIA_A100-PCIE-40GB")
-"""What NeuSight trains on; the others are those that it holds out."""
+TRAINING_GPUS = ("Tesla_P4", "Tesla_P100-PCIE-16GB", "Tesla_V100-PCIE-32GB", "Tesla_T4", "NVIDIA_A100-PCIE-40GB")
+"""GPUs that NeuSight trains on; it holds the others out."""
 
 
 class Shape(NamedTuple):
@@ -57,17 +57,17 @@ class Shape(NamedTuple):
 MODELS: dict[str, Shape] = {
     "bert_large": Shape(1024, 16, 4096, 30522, 24, "bert"),
     "gpt2_large": Shape(1280, 20, 5120, 50257, 36, "gpt"),
-    # GPT-3's own table is at odds with itself: width 2048, and 24 heads of 128. The times fit 24 · 128 = 3072.
+    # GPT-3's own table is inconsistent: width 2048, and 24 heads of 128. The times fit 24 · 128 = 3072.
     "gpt3_xl": Shape(3072, 24, 12288, 50257, 24, "gpt"),
     "gpt3_27": Shape(2560, 32, 10240, 50257, 32, "gpt"),
     "opt_13": Shape(2048, 32, 8192, 50272, 24, "opt"),
 }
 INFERRED = "gpt3_xl"
-"""The model whose width was found out from the times; figures without it stand in the card."""
+"""The model whose width was inferred from the times; the card also has figures without it."""
 
 
 class Product(NamedTuple):
-    """Matrix products (batch, rows, columns, inner), `times` times over."""
+    """Matrix products (batch, rows, columns, inner), `times` times."""
 
     times: int
     batch: int
@@ -88,7 +88,7 @@ class Product(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """Element-wise kernels, `times` times over: how many elements, and how often each is read or written."""
+    """Element-wise kernels, `times` times, with their elements and accesses per element."""
 
     times: int
     elements: int
@@ -114,7 +114,7 @@ class ModelRow:
 
     @property
     def cost(self) -> StepCost:
-        """Add the step up as the tracer does; a test compares the two. Memory is not looked at, and 0."""
+        """Return the sum of all kernels, as the tracer counts; memory is 0. A test compares the two."""
         kernels: list[Product | Pass] = [*self.products, *self.passes]
         return StepCost(
             peak_bytes=0.0,
@@ -126,10 +126,10 @@ class ModelRow:
 
 
 def read_models(data: Path) -> tuple[list[ModelRow], int]:
-    """Read the measured steps that are judged, and how many were left out.
+    """Return the measured steps to evaluate, and the number of omitted ones.
 
-    Left out: AMD's GPUs, several GPUs at once, compiled models, mixtures of experts (their shapes are not in the data),
-    and times of 0.
+    AMD's GPUs, several GPUs, compiled models, mixtures of experts (without shapes in the data) and times of 0 are
+    omitted.
 
     Raises:
         DataError: The file or a column is missing, or a row cannot be read.
@@ -140,7 +140,7 @@ def read_models(data: Path) -> tuple[list[ModelRow], int]:
 
 
 def _row(row: dict[str, str]) -> ModelRow | None:
-    """Return what a row measured; None where it is left out."""
+    """Return the measured step of a row, or None to omit it."""
     time_s = number(row, "e2e_ms") / 1e3
     batch_size, length = amount(row, "batch"), amount(row, "seqlen")
     if row["gpu"] not in GPUS or row["model"] not in MODELS or row["variant"] or time_s <= 0:
@@ -202,7 +202,7 @@ def _passes(shape: Shape, batch_size: int, length: int, *, training: bool) -> It
         yield Pass(layers, scores, 2.25)
         yield Pass(2 * layers, stream, 2.25)
     if shape.kind == "gpt":
-        # Its GELU is written out in eight operators, two of them of two inputs.
+        # Its GELU has eight operators, two of them with two inputs.
         yield Pass(6 * layers, hidden, 2)
         yield Pass(2 * layers, hidden, 3)
     else:

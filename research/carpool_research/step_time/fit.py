@@ -1,8 +1,7 @@
-"""Learns the utilizations of `step_time` from measured steps, and judges them on GPUs held out.
+"""Fits the utilizations of `step_time` to measured steps, and evaluates them on held-out GPUs.
 
-Nothing is chosen by looking at what is judged: the utilizations are fitted, and the form (`sum`, `larger`, each with or
-without time for every kernel) is chosen, on the other GPUs alone; the choice by holding each of *those* out in turn.
-Needs the extra `train`.
+Utilizations are fitted on the other GPUs only. The form (`sum` or `larger`, with or without time for every kernel) is
+chosen by holding each of those out too. Needs the extra `train`.
 """
 
 import math
@@ -21,11 +20,11 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from carpool_research.report import Progress, counted, silent
-from carpool_research.step_time.data import GPUS, INFERRED, SEEN, EpochRow, ModelRow, read_models
+from carpool_research.step_time.data import GPUS, INFERRED, TRAINING_GPUS, EpochRow, ModelRow, read_models
 
 VERSION = "1"
 SEED = 0
-"""Nothing is drawn by chance: the fit starts where `_START` says, and folds are GPUs."""
+"""Nothing is random: the fit starts at `_START`, and folds are GPUs."""
 QUANTILES = (0.05, 0.95)
 _START = (0.8, 0.8, 5e-6)
 _TREES = {
@@ -37,11 +36,11 @@ Matrix = NDArray[np.float64]
 
 
 class Choice(NamedTuple):
-    """What a fold chooses among."""
+    """A form of the model."""
 
     form: Form
     kernels: bool
-    """Whether every kernel takes time of its own."""
+    """Whether every kernel has a fixed time."""
 
     def __str__(self) -> str:
         return f"{self.form}, {'with' if self.kernels else 'without'} time for each kernel"
@@ -57,7 +56,7 @@ def seconds(model: Utilization, gpu_name: str, cost: StepCost) -> float:
 
 
 def fit_as(rows: Sequence[ModelRow], choice: Choice) -> Utilization:
-    """Learn from measured steps, by their logarithms and without minding outliers."""
+    """Fit measured steps by robust least squares of logarithms."""
 
     def model(logs: Matrix) -> Utilization:
         found = [min(float(value), 2.0) for value in np.exp(logs)]
@@ -75,11 +74,11 @@ def fit_as(rows: Sequence[ModelRow], choice: Choice) -> Utilization:
 
 
 def choose(rows: Sequence[ModelRow], statistic: Callable[[Matrix], Any] = np.mean) -> Choice:
-    """Choose a form by holding each of these rows' GPUs out in turn; the smallest error in logarithms wins.
+    """Return the form with the smallest error in logarithms, each GPU of these rows held out.
 
     Args:
-        rows: What may be looked at.
-        statistic: Of the errors; the median is noisy on so few rows, as the model card shows.
+        rows: Measured steps.
+        statistic: Statistic of the errors; the median is noisy on few rows, as the model card shows.
     """
     if len({row.gpu for row in rows}) < 2:
         return CHOICES[0]
@@ -92,7 +91,7 @@ def choose(rows: Sequence[ModelRow], statistic: Callable[[Matrix], Any] = np.mea
 
 
 def fit(rows: Sequence[ModelRow]) -> Utilization:
-    """Choose a form, and learn its utilizations."""
+    """Choose a form, and fit its utilizations."""
     return fit_as(rows, choose(rows))
 
 
@@ -105,48 +104,48 @@ def _times(rows: Sequence[ModelRow]) -> Matrix:
 
 
 Predictor = Callable[[Sequence[ModelRow], Sequence[ModelRow]], Matrix]
-"""Predicts the second rows' times, in seconds, having seen the first."""
+"""Fits the first rows, and predicts the times of the second, in seconds."""
 
 
 def by_form(choice: Choice) -> Predictor:
-    """Predict by utilization in a form that is given."""
-    return lambda known, asked: _predicted(fit_as(known, choice), asked)
+    """Return a predictor by utilization in a given form."""
+    return lambda train, test: _predicted(fit_as(train, choice), test)
 
 
-def by_noisy_choice(known: Sequence[ModelRow], asked: Sequence[ModelRow]) -> Matrix:
-    """Predict by utilization in the form whose median error is smallest on the known rows."""
-    return _predicted(fit_as(known, choose(known, np.median)), asked)
+def by_noisy_choice(train: Sequence[ModelRow], test: Sequence[ModelRow]) -> Matrix:
+    """Predict by utilization in the form with the smallest median error on the training rows."""
+    return _predicted(fit_as(train, choose(train, np.median)), test)
 
 
-def by_utilization(known: Sequence[ModelRow], asked: Sequence[ModelRow]) -> Matrix:
-    """Predict by what was learned of utilization."""
-    return _predicted(fit(known), asked)
+def by_utilization(train: Sequence[ModelRow], test: Sequence[ModelRow]) -> Matrix:
+    """Predict by fitted utilizations."""
+    return _predicted(fit(train), test)
 
 
-def by_roofline(known: Sequence[ModelRow], asked: Sequence[ModelRow]) -> Matrix:
-    """Predict by the plain roofline, each kernel at one of the peaks; nothing is learned."""
-    return np.array([roofline_s(row) for row in asked])
+def by_roofline(train: Sequence[ModelRow], test: Sequence[ModelRow]) -> Matrix:
+    """Predict by the plain roofline, each kernel at one of the peaks, without fitting."""
+    return np.array([roofline_s(row) for row in test])
 
 
 def roofline_s(row: ModelRow) -> float:
-    """Return the time that a step's kernels would take at the peaks, in seconds."""
+    """Return the seconds of a step's kernels at the peaks."""
     rate, bandwidth = GPUS[row.gpu].fp32_tflops * 1e12, GPUS[row.gpu].memory_bandwidth_gb_s * 1e9
     products = sum(p.times * max(p.flops / rate, p.bytes / bandwidth) for p in row.products)
     return products + sum(p.times * p.bytes / bandwidth for p in row.passes)
 
 
-def by_latency(known: Sequence[ModelRow], asked: Sequence[ModelRow]) -> Matrix:
-    """Predict raw latency by boosted trees on FLOPs, bytes and the GPU's specification, as Habitat's kind does."""
+def by_latency(train: Sequence[ModelRow], test: Sequence[ModelRow]) -> Matrix:
+    """Predict raw latency by boosted trees on FLOPs, bytes and the GPU's specification, similar to Habitat."""
     booster = lightgbm.train(
-        _TREES, lightgbm.Dataset(_raw(known), np.log(_times(known)), params={"verbosity": -1}), num_boost_round=200
+        _TREES, lightgbm.Dataset(_raw(train), np.log(_times(train)), params={"verbosity": -1}), num_boost_round=200
     )
-    predicted: Matrix = np.exp(booster.predict(_raw(asked)))
+    predicted: Matrix = np.exp(booster.predict(_raw(test)))
     return predicted
 
 
-def by_constant(known: Sequence[ModelRow], asked: Sequence[ModelRow]) -> Matrix:
-    """Predict the median of what is known."""
-    return np.full(len(asked), float(np.median(_times(known))))
+def by_constant(train: Sequence[ModelRow], test: Sequence[ModelRow]) -> Matrix:
+    """Predict the median of the training rows."""
+    return np.full(len(test), float(np.median(_times(train))))
 
 
 OURS = "utilization (ours)"
@@ -184,7 +183,7 @@ def gpus_held_out(rows: Sequence[ModelRow], predictor: Predictor) -> Matrix:
 
 @dataclass(frozen=True)
 class Judged:
-    """Rows with every predictor's answers: each GPU held out, and by NeuSight's split."""
+    """Rows with the predictions of each predictor: each GPU held out, and by NeuSight's split."""
 
     rows: Sequence[ModelRow]
     each: Mapping[str, Matrix]
@@ -193,14 +192,14 @@ class Judged:
 
 
 def judge(rows: Sequence[ModelRow], what: str = "", progress: Progress = silent) -> Judged:
-    """Predict rows on GPUs held out; `progress` hears by which predictor."""
-    seen = [row for row in rows if row.gpu in SEEN]
-    unseen = [row for row in rows if row.gpu not in SEEN]
+    """Predict rows on held-out GPUs; `progress` receives the current predictor."""
+    train = [row for row in rows if row.gpu in TRAINING_GPUS]
+    unseen = [row for row in rows if row.gpu not in TRAINING_GPUS]
     return Judged(
         rows,
         {name: gpus_held_out(rows, PREDICTORS[name]) for name in counted(list(PREDICTORS), what, progress)},
         unseen,
-        {name: predictor(seen, unseen) for name, predictor in PREDICTORS.items()},
+        {name: predictor(train, unseen) for name, predictor in PREDICTORS.items()},
     )
 
 
@@ -212,24 +211,23 @@ def errors(predicted: Matrix, rows: Sequence[ModelRow | EpochRow]) -> Matrix:
 
 
 def certain(rows: Sequence[ModelRow]) -> list[ModelRow]:
-    """Leave out the model whose size was found out from the very times that are judged."""
+    """Return the rows without the model whose size was inferred from the times."""
     return [row for row in rows if row.model != INFERRED]
 
 
 def ends(ratios: Matrix) -> tuple[float, float]:
-    """Return the quantiles of measured over predicted, corrected outwards for few rows, around 1."""
+    """Return the conformal quantiles of measured over predicted, around 1."""
     ordered = np.sort(ratios)
     rank = min(math.ceil((len(ordered) + 1) * QUANTILES[1]), len(ordered)) - 1
     return min(float(ordered[len(ordered) - 1 - rank]), 1.0), max(float(ordered[rank]), 1.0)
 
 
 def model_of(rows: Sequence[ModelRow]) -> StepTimeModel:
-    """Fit what is shipped, from all rows that are certain. The same rows give the same bytes."""
-    known = certain(rows)
-    held_out = gpus_held_out(known, by_utilization)
-    ratios = _times(known) / held_out
+    """Fit the shipped model on all certain rows; the same rows give the same bytes."""
+    used = certain(rows)
+    ratios = _times(used) / gpus_held_out(used, by_utilization)
     lower, upper = ends(ratios)
-    learned = fit(known)
+    learned = fit(used)
     short = {
         name: _short(value)
         for name in ("matrix", "bandwidth", "kernel_s")
@@ -243,8 +241,8 @@ def model_of(rows: Sequence[ModelRow]) -> StepTimeModel:
         upper=_short(upper),
         provenance={
             "data": "sitar-lab/NeuSight, e2e_labels: transformers, forward or forward and backward, FP32, eager",
-            "rows": len(known),
-            "gpus": len({row.gpu for row in known}),
+            "rows": len(used),
+            "gpus": len({row.gpu for row in used}),
             "gpus_held_out_median_error": _short(float(np.median(np.abs(1 / ratios - 1)))),
             "seed": SEED,
             "scipy": scipy.__version__,

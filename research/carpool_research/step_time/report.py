@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from carpool_research.report import Metric, Progress, Report, markdown, save, silent, write_card
 from carpool_research.step_time import data
-from carpool_research.step_time.data import INFERRED, SEEN, read_epochs, read_models
+from carpool_research.step_time.data import INFERRED, TRAINING_GPUS, read_epochs, read_models
 from carpool_research.step_time.fit import (
     CHOICES,
     OURS,
@@ -53,11 +53,11 @@ def _texts(
     """
     learned, rows = model.learned, judged.rows
     chosen = [str(choose([row for row in rows if row.gpu != gpu])) for gpu in sorted({row.gpu for row in rows})]
-    seen = [row for row in rows if row.gpu in SEEN]
+    train = [row for row in rows if row.gpu in TRAINING_GPUS]
     others = {**{str(choice): by_form(choice) for choice in CHOICES}, "form chosen by the median": by_noisy_choice}
     table = [_six(name, judged, judged.each[name], judged.split[name]) for name in PREDICTORS]
     table += [
-        _six(f"ours, {name}", judged, gpus_held_out(rows, predictor), predictor(seen, judged.unseen))
+        _six(f"ours, {name}", judged, gpus_held_out(rows, predictor), predictor(train, judged.unseen))
         for name, predictor in others.items()
     ]
     table.append(_six(f"ours with {INFERRED}", everything, everything.each[OURS], everything.split[OURS]))
@@ -73,7 +73,7 @@ def _texts(
         "left_out": str(left_out),
         "inferred": INFERRED,
         "inferred_rows": str(len(everything.rows) - len(rows)),
-        "seen": ", ".join(name.replace("_", " ") for name in SEEN),
+        "seen": ", ".join(name.replace("_", " ") for name in TRAINING_GPUS),
         "unseen": ", ".join(sorted({row.gpu.replace("_", " ") for row in judged.unseen})),
         "chosen": ", ".join(f"{chosen.count(name)} × {name}" for name in sorted(set(chosen))),
         "errors": markdown(table),
