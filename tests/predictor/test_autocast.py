@@ -57,7 +57,7 @@ def test_mixed_precision_keeps_smaller_activations_than_fp32(precision: Precisio
 
 @pytest.mark.parametrize("precision", [Precision.BF16_MIXED, Precision.FP16_MIXED])
 @pytest.mark.parametrize("build", [cnn, mlp, Attention])
-def test_autocast_without_data_is_pytorchs(build: Callable[[], nn.Module], precision: Precision) -> None:
+def test_autocast_on_meta_tensors_equals_pytorchs(build: Callable[[], nn.Module], precision: Precision) -> None:
     training = Training(precision=precision)
     mode = meta_mode()
     with fake_weights(mode):
@@ -104,7 +104,7 @@ MISSED = {
 
 
 @pytest.mark.parametrize("name", MISSED)
-def test_a_product_that_no_list_names_is_left_to_pytorchs_autocast(name: str) -> None:
+def test_an_unlisted_product_falls_back_to_pytorchs_autocast(name: str) -> None:
     """Regression: they stayed in FP32, and nobody said so."""
     training, recipe = Training(precision=Precision.BF16_MIXED), Recipe(name, MISSED[name], (32, 32))
     mode = meta_mode()
@@ -119,7 +119,7 @@ def test_a_product_that_no_list_names_is_left_to_pytorchs_autocast(name: str) ->
     assert (found.peak_bytes, found.bytes_moved) == (expected.peak_bytes, expected.bytes_moved)
 
 
-def test_a_product_of_cudas_list_that_the_cpus_lacks_is_cast() -> None:
+def test_a_product_in_cudas_list_only_is_cast() -> None:
     with torch.device("meta"), MetaAutocast(torch.bfloat16):
         assert torch.addr(torch.empty(4, 4), torch.empty(4), torch.empty(4)).dtype is torch.bfloat16
 

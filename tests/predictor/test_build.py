@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 CONV = GraphLayer(kind="Conv2d", out=8, kernel=3, padding=1, stride=2)
 
 
-def test_inline_layers_follow_each_others_shapes() -> None:
+def test_inline_layers_take_the_previous_shape() -> None:
     layers = [
         CONV, GraphLayer(kind="BatchNorm2d"), GraphLayer(kind="ReLU"), GraphLayer(kind="MaxPool2d", kernel=3, stride=2),
         GraphLayer(kind="AvgPool2d", kernel=2), GraphLayer(kind="Flatten"), GraphLayer(kind="LayerNorm"),
@@ -62,7 +62,7 @@ class Tied(nn.Module):
         self.register_buffer("mask", torch.ones(4))
 
 
-def test_weights_turn_fake_and_stay_tied() -> None:
+def test_weights_become_fake_and_stay_tied() -> None:
     mode = fake_mode()
     with fake_weights(mode):
         model = Tied()
@@ -82,7 +82,7 @@ class AsksForNumbers(nn.Module):
         self.blocks = nn.Sequential(*(nn.Dropout(rate.item()) for rate in torch.linspace(0, 0.1, 3)))
 
 
-def test_constructors_may_ask_tensors_for_numbers() -> None:
+def test_constructors_may_read_numbers_of_tensors() -> None:
     with fake_weights(fake_mode()):
         model = AsksForNumbers()
     assert model.blocks[2].p == pytest.approx(0.1)
@@ -121,17 +121,17 @@ def test_neighbours_merge() -> None:
     assert reserved_after([*halves, (4, 40 * MIB)]) == 40 * MIB
 
 
-def test_fragments_are_held_though_they_fit_nobody() -> None:
+def test_fragments_that_fit_no_request_stay_reserved() -> None:
     assert reserved_after([(1, 30 * MIB), (2, 30 * MIB), (1, -1), (2, -1), (3, 60 * MIB)]) == 120 * MIB
 
 
-def test_nothing_and_the_unknown_are_free() -> None:
+def test_empty_and_unknown_tensors_take_nothing() -> None:
     assert reserved_after([(1, 0), (1, -1), (7, -1)]) == 0
 
 
 @settings(deadline=None)  # wall clock says nothing on a machine with other work
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 64 * MIB)), max_size=60))
-def test_what_is_live_is_always_reserved_and_freeing_all_leaves_whole_segments(steps: list[tuple[bool, int]]) -> None:
+def test_live_bytes_are_reserved_and_freeing_leaves_whole_segments(steps: list[tuple[bool, int]]) -> None:
     allocator, live, number = CachingAllocator(), {}, 0
     for release, size in steps:
         if release and live:

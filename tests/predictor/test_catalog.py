@@ -97,7 +97,7 @@ def test_models_of_the_hub_trace(model: CatalogModel) -> None:
         pytest.param("openai-gpt@n_layer=2,n_embd=64,n_head=2,attn_pdrop", True, id="attention of its own"),
     ],
 )
-def test_dropout_in_attention_takes_memory_where_no_fused_kernel_draws_it(name: str, keeps: bool) -> None:
+def test_attention_dropout_takes_memory_without_a_fused_kernel(name: str, keeps: bool) -> None:
     """Regression: dropout was left out of every model's attention, though only fused kernels keep nothing of it."""
     without, with_dropout = (
         trace_recipe(recipe_of(CatalogModel(name=f"transformers/{name}={rate}", input=[64])), Training(batch_size=4))
@@ -151,7 +151,7 @@ def test_catalog_models_trace(model: CatalogModel) -> None:
     assert small.peak_bytes < large.peak_bytes
 
 
-def test_parameters_are_the_librarys() -> None:
+def test_parameters_equal_the_librarys() -> None:
     features = trace_recipe(recipe_of(CatalogModel(name="timm/resnet18", num_classes=10)), Training(batch_size=4))
     with torch.device("meta"):
         real = timm.create_model("resnet18", num_classes=10)

@@ -1,5 +1,6 @@
 """`carpool predict` and `carpool graph`, mostly from a features file: no PyTorch, no subprocess."""
 
+import io
 import json
 import re
 from pathlib import Path
@@ -9,8 +10,9 @@ import pytest
 from carpool_core.durations import format_duration
 from carpool_core.products import PRODUCTS
 from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
-from carpool_predictor.cli import InputError, graph, parse_shape, predict, read_features, write_features
+from carpool_predictor.cli import InputError, graph, parse_shape, predict, read_features, waiting, write_features
 from click.testing import CliRunner
+from rich.console import Console
 
 FEATURES = ModelFeatures(
     name="mine",
@@ -55,7 +57,7 @@ def test_table_names_every_product(block: str) -> None:
     )
 
 
-def test_one_product_is_told_line_by_line_with_intervals(block: str) -> None:
+def test_one_product_is_shown_line_by_line_with_intervals(block: str) -> None:
     result = CliRunner().invoke(predict, [block, "--batch-size", "64", "--gpu", "A30"], env={"COLUMNS": "80"})
     for line in ("memory at its peak", "at most", "weights", "gradients", "optimizer", "activations", "workspace",
                  "context", "SM occupancy", "largest batch", "on 1g.6gb", "inside what was learned"):  # fmt: skip
@@ -63,13 +65,13 @@ def test_one_product_is_told_line_by_line_with_intervals(block: str) -> None:
     assert re.search(r"GPU utilization +\d+ \(\d+ - \d+\) %", result.output)
 
 
-def test_what_is_predicted_stands_on_one_line(block: str) -> None:
+def test_the_title_is_one_line(block: str) -> None:
     result = CliRunner().invoke(predict, [block, "--batch-size", "64", "--gpu", "A30"], env={"COLUMNS": "300"})
     assert result.output.splitlines()[0] == f"{block}, batch 64, adamw, fp32, on NVIDIA A30"
 
 
 @pytest.mark.parametrize(("columns", "intervals"), [("220", True), ("100", False)])
-def test_intervals_of_several_are_shown_where_there_is_room(columns: str, intervals: bool, block: str) -> None:
+def test_wide_terminals_show_intervals_of_several_products(columns: str, intervals: bool, block: str) -> None:
     result = CliRunner().invoke(predict, [block, "--batch-size", "64"], env={"COLUMNS": columns})
     assert (re.search(r"\d+ \(\d+ - \d+\)", result.output) is not None) is intervals
     assert "Tesla T4" in result.output
@@ -94,7 +96,7 @@ def test_json_has_units_in_its_names(block: str) -> None:
     assert product["memory"]["median_mib"] < product["memory"]["upper_mib"] <= product["memory"]["class"]["upper_mib"]
 
 
-def test_how_long_all_steps_take_is_told_with_its_interval(block: str) -> None:
+def test_steps_give_a_duration_with_its_interval(block: str) -> None:
     arguments = [block, "--batch-size", "64", "--steps", "35000", "--gpu"]
     one = CliRunner().invoke(predict, [*arguments, "A30"], env={"COLUMNS": "80"})
     (product,) = json.loads(CliRunner().invoke(predict, [*arguments, "A30", "--json"]).output)["products"]
@@ -108,7 +110,7 @@ def test_how_long_all_steps_take_is_told_with_its_interval(block: str) -> None:
     assert f" {format_duration(length_s['median'])} " in row
 
 
-def test_nothing_is_told_of_a_length_that_nobody_asked_for(block: str) -> None:
+def test_without_steps_there_is_no_duration(block: str) -> None:
     arguments = [block, "--batch-size", "64", "--gpu", "A30"]
     assert "length_s" not in CliRunner().invoke(predict, [*arguments, "--json"]).output
     assert not re.search(r"\d steps", CliRunner().invoke(predict, arguments).output)
@@ -129,7 +131,7 @@ def test_json_of_an_abstention_is_json_and_fails(block: str) -> None:
         pytest.param(["--out", "answer.json"], "--out is for the answers to --rows", id="out"),
     ],
 )
-def test_options_that_a_features_file_does_not_heed_are_refused(arguments: list[str], word: str, block: str) -> None:
+def test_options_that_a_features_file_ignores_are_refused(arguments: list[str], word: str, block: str) -> None:
     result = CliRunner().invoke(predict, [block, *arguments])
     assert (result.exit_code, result.stdout) == (2, "")
     assert word in result.stderr
@@ -181,6 +183,14 @@ def test_broken_features_files_are_refused(text: str, word: str, tmp_path: Path)
         read_features(path)
 
 
-def test_no_shape_is_no_shape() -> None:
+def test_shapes_are_parsed() -> None:
     assert parse_shape(None) is None
     assert parse_shape("3,224,224") == [3, 224, 224]
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_trace_is_shown_on_terminals_only(is_terminal: bool) -> None:
+    file = io.StringIO()
+    with waiting("tracing timm/resnet50 …", Console(file=file, force_terminal=is_terminal, width=100)):
+        pass
+    assert ("tracing timm/resnet50 …" in file.getvalue()) is is_terminal

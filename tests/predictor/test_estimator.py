@@ -93,12 +93,12 @@ def test_every_answer_keeps_its_bounds(model: ModelFeatures, batch: int) -> None
 
 @settings(deadline=None)  # wall clock says nothing on a machine with other work
 @given(any_features(), st.integers(1, 32768), st.integers(1, 32768))
-def test_more_samples_never_need_less(model: ModelFeatures, one: int, other: int) -> None:
+def test_costs_never_fall_as_the_batch_grows(model: ModelFeatures, one: int, other: int) -> None:
     small, large = (cost_at(model, batch) for batch in sorted((one, other)))
     assert all(a <= b * (1 + 1e-9) for a, b in zip(small, large, strict=True))
 
 
-def test_traced_batch_sizes_are_met_exactly() -> None:
+def test_traced_batch_sizes_are_exact() -> None:
     model = features(step(32, 3000), step(64, 5800), step(128, 11000))
     for traced in model.steps:
         assert cost_at(model, traced.batch_size).peak_bytes == traced.peak_bytes
@@ -133,7 +133,7 @@ def test_on_the_calibrated_stack_the_shipped_model_is_applied() -> None:
     assert memory.coverage == model.coverage
 
 
-def test_outside_what_was_learned_the_line_alone_answers_and_says_so() -> None:
+def test_outside_the_training_data_only_the_line_predicts() -> None:
     strange = features(layers=LayerCounts(recurrent=40))
     prediction = predict(strange, Training(batch_size=64), [A100])
     memory = prediction.products[0].memory
@@ -150,7 +150,7 @@ def test_outside_what_was_learned_the_line_alone_answers_and_says_so() -> None:
         pytest.param(Training(batch_size=64), "Tesla T4", id="other product"),
     ],
 )
-def test_elsewhere_the_bound_is_wider_and_says_so(training: Training, gpu: str) -> None:
+def test_on_another_stack_the_bound_is_wider_with_a_reason(training: Training, gpu: str) -> None:
     here = predict(known(), SGD, [A100]).products[0].memory
     training = msgspec.structs.replace(training, optimizer=SGD.optimizer)
     changed = msgspec.structs.replace(known(), precision=training.precision)
@@ -228,7 +228,7 @@ def test_abstains(model: ModelFeatures | Abstention, training: Training, reason:
 
 
 @pytest.mark.parametrize("batch", [4, 512])
-def test_eight_times_beyond_is_still_answered(batch: int) -> None:
+def test_eight_times_the_traced_batch_is_predicted(batch: int) -> None:
     assert predict(features(), Training(batch_size=batch), [A100]).outcome == "Predicted"
 
 

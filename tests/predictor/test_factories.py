@@ -105,9 +105,7 @@ def ask(source: Path, function: str, shape: list[int]) -> TraceRequest:
         pytest.param("not_a_function", "FactoryFailed", ["no function 'not_a_function'"], id="not callable"),
     ],
 )
-def test_a_factory_that_cannot_be_predicted_is_an_abstention(
-    function: str, reason: str, words: list[str], source: Path
-) -> None:
+def test_a_failing_factory_is_an_abstention(function: str, reason: str, words: list[str], source: Path) -> None:
     reply = answer(ask(source, function, [8]))
     assert reply.abstention is not None
     assert reply.abstention.reason == reason
@@ -155,7 +153,7 @@ def test_a_file_that_cannot_be_imported_is_an_abstention(content: str, words: li
         pytest.param("exec('1 / 0')\n", "import at broken.py, line 1, in", id="text"),
     ],
 )
-def test_code_without_a_file_is_no_line_of_the_user(
+def test_code_without_a_file_is_not_the_users_line(
     content: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: from the file's own folder, `<frozen importlib._bootstrap>, line 241` was said to be at fault."""
@@ -166,7 +164,7 @@ def test_code_without_a_file_is_no_line_of_the_user(
     assert f"broken.py failed on {place}" in reply.abstention.message
 
 
-def test_the_command_line_says_it_without_a_traceback(source: Path) -> None:
+def test_the_command_reports_a_failing_factory_without_traceback(source: Path) -> None:
     result = CliRunner().invoke(
         predict, [f"{source}:raises", "--input", "8", "--batch-size", "4", "--trace-timeout", "900"]
     )
@@ -176,12 +174,13 @@ def test_the_command_line_says_it_without_a_traceback(source: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_features_of_a_factory_can_be_predicted_from(source: Path, tmp_path: Path) -> None:
+def test_features_of_a_factory_can_be_predicted(source: Path, tmp_path: Path) -> None:
     arguments = ["--input", "3,32,32", "--batch-size", "64", "--trace-timeout", "900"]
     printed = CliRunner().invoke(graph, [f"{source}:fine", *arguments])
     block = tmp_path / "features.yaml"
     block.write_text(printed.stdout)
     assert read_features(block).layers.convolution == 1
+    assert "tracing" not in printed.stderr, "progress is for terminals"
     result = CliRunner().invoke(predict, [str(block), "--batch-size", "64", "--gpu", "A30"])
     assert result.exit_code == 0, result.stderr
     assert "largest batch" in result.output

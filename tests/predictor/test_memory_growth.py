@@ -1,7 +1,7 @@
-"""What is promised of the bound on memory as a batch grows, over the models of the feature store.
+"""The memory bound grows with the batch, over the models of the feature store.
 
-The line grows with the batch. The trees answer in steps, each a little more or less than the one before, so that from
-one batch to the next the bound may fall by a hundredth. The stratum, whose factors lie far apart, never falls.
+The line grows with the batch. The trees are step functions, so that the bound may fall by a hundredth from one batch to
+the next. The stratum, whose factors differ more, never falls.
 """
 
 from itertools import pairwise
@@ -18,9 +18,9 @@ from carpool_predictor.predict import PredictionContext, prepare
 
 A100 = find_product("A100-SXM4-40GB")
 MOST_FALL = 0.015
-"""Share by which the bound may fall from one batch to the next."""
+"""Largest share by which the bound may fall from one batch to the next."""
 GROWTH = 1.5
-"""From one batch to one so many times as large it never falls."""
+"""Ratio of batches from which the bound never falls."""
 
 
 class Bound(NamedTuple):
@@ -30,8 +30,7 @@ class Bound(NamedTuple):
 
 
 def bounds(features: ModelFeatures, growth: float) -> list[Bound]:
-    """Bounds of ascending batches inside of what was learned; between the first and the last of them nothing is left
-    out but by `growth`."""
+    """Return bounds of ascending batches inside the training data; each batch is `growth` times the previous one."""
     found, batch = list[Bound](), max(1, -(-features.steps[0].batch_size // MAX_EXTRAPOLATION))
     while batch <= MAX_EXTRAPOLATION * features.steps[-1].batch_size:
         training = Training(batch_size=batch, optimizer=features.optimizer, precision=features.precision)
@@ -50,18 +49,18 @@ def features_of(name: str, precision: Precision) -> ModelFeatures:
 
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16_MIXED])
-def test_a_larger_batch_never_has_a_smaller_bound_nor_a_calmer_stratum(precision: Precision) -> None:
-    seen = 0
+def test_a_much_larger_batch_never_has_a_smaller_bound(precision: Precision) -> None:
+    pairs = 0
     for name in sorted(store.shipped(precision).names())[::3]:
         for one, larger in pairwise(bounds(features_of(name, precision), GROWTH)):
             assert larger.stratum >= one.stratum, (name, one, larger)
             assert larger.upper_mib >= one.upper_mib, (name, one, larger)
-            seen += 1
-    assert seen > 500
+            pairs += 1
+    assert pairs > 500
 
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16_MIXED])
-def test_from_one_batch_to_the_next_the_bound_hardly_ever_falls_and_never_by_much(precision: Precision) -> None:
+def test_the_bound_rarely_falls_from_one_batch_to_the_next(precision: Precision) -> None:
     falls = total = 0
     for name in sorted(store.shipped(precision).names())[::60]:
         for one, larger in pairwise(bounds(features_of(name, precision), 1.0)):

@@ -33,7 +33,7 @@ from hypothesis import strategies as st
 from job_runs import NAME, STACK, T4, asked, features, runs, told
 
 
-def test_a_peak_that_was_measured_replaces_the_prediction() -> None:
+def test_a_measured_peak_replaces_the_prediction() -> None:
     plain = told(Calibration()).memory
     for peak in (5000, 9000):
         memory = told(runs(peak)).memory
@@ -45,7 +45,7 @@ def test_a_peak_that_was_measured_replaces_the_prediction() -> None:
     assert told(runs(5000, 5600)).memory.median_mib == pytest.approx(5600, abs=1)
 
 
-def test_what_has_just_begun_raises_the_bound_and_never_lowers_it() -> None:
+def test_a_run_that_has_just_begun_only_raises_the_bound() -> None:
     plain = told(Calibration()).memory
     begun = told(runs(4000, ended=False, steady=False)).memory
     assert (begun.median_mib, begun.upper_mib) == (plain.median_mib, plain.upper_mib)
@@ -55,7 +55,7 @@ def test_what_has_just_begun_raises_the_bound_and_never_lowers_it() -> None:
     assert steady.median_mib == 4000
 
 
-def test_other_sizes_and_other_models_are_no_runs_of_it() -> None:
+def test_other_sizes_and_models_are_other_jobs() -> None:
     known = runs(5000, batch=32, known=runs(5000, name="other"))
     assert told(known).memory.learned_runs == 0
     size = asked().reserved_mib
@@ -78,9 +78,7 @@ def test_other_sizes_and_other_models_are_no_runs_of_it() -> None:
         pytest.param(Calibration(), True, id="none"),
     ],
 )
-def test_the_gist_of_what_runs_took_is_another_one_where_predicting_anew_is_worth_it(
-    later: Calibration, is_another: bool
-) -> None:
+def test_the_fingerprint_changes_with_the_run_history(later: Calibration, is_another: bool) -> None:
     def gist_of(known: Calibration) -> str:
         found = fingerprint(find_history(known, T4.name, Precision.FP32, NAME, asked().reserved_mib))
         assert told(known).memory.learned_gist == found, "a prediction tells what it was made of"
@@ -89,7 +87,7 @@ def test_the_gist_of_what_runs_took_is_another_one_where_predicting_anew_is_wort
     assert is_equivalent(gist_of(later), gist_of(runs(5000))) is not is_another
 
 
-def test_more_that_was_not_enough_is_worth_predicting_anew() -> None:
+def test_the_fingerprint_changes_with_the_memory_of_a_death() -> None:
     def gist_of(known: Calibration) -> str:
         return fingerprint(find_history(known, T4.name, Precision.FP32, NAME, asked().reserved_mib))
 
@@ -99,9 +97,7 @@ def test_more_that_was_not_enough_is_worth_predicting_anew() -> None:
 
 
 @given(st.lists(st.floats(0.98, 1.02), min_size=6, max_size=30), st.floats(1000.0, 40_000.0))
-def test_runs_that_differ_by_less_than_bounds_keep_are_not_worth_it_wherever_they_lie(
-    factors: list[float], centre: float
-) -> None:
+def test_runs_within_the_tolerance_have_equivalent_fingerprints(factors: list[float], centre: float) -> None:
     """Regression: at the edge of a step every other run had each waiting job of its kind predicted anew."""
     seen = [factor * centre for factor in factors]
     gists = []
@@ -112,7 +108,7 @@ def test_runs_that_differ_by_less_than_bounds_keep_are_not_worth_it_wherever_the
     assert all(is_equivalent(one, gists[0]) for one in gists)
 
 
-def test_a_death_raises_the_bound_and_so_many_take_the_trust_away() -> None:
+def test_deaths_raise_the_bound_and_then_remove_trust() -> None:
     plain = told(Calibration()).memory
     once = told(runs(6000, out_of_memory=True)).memory
     assert once.upper_mib == max(plain.upper_mib, round(OOM_FACTOR * 6000))
@@ -126,7 +122,7 @@ def test_a_death_raises_the_bound_and_so_many_take_the_trust_away() -> None:
     assert after.upper_mib == pytest.approx(7000 * (1 + RUN_TOLERANCE), abs=1)
 
 
-def test_a_death_on_most_of_a_gpu_makes_the_next_run_alone_instead_of_fitting_none() -> None:
+def test_after_a_death_on_most_of_a_gpu_the_job_runs_alone() -> None:
     """Regression: the bound was raised above all GPUs and still trusted, so that the job waited for ever."""
     within = told(runs(0.6 * T4.memory_mib, out_of_memory=True)).memory
     assert within.trusted
@@ -136,7 +132,7 @@ def test_a_death_on_most_of_a_gpu_makes_the_next_run_alone_instead_of_fitting_no
 
 
 @pytest.mark.parametrize("is_strict", [True, False])
-def test_a_death_with_all_of_a_gpu_excludes_such_gpus(is_strict: bool) -> None:
+def test_a_death_with_a_whole_gpu_excludes_the_product(is_strict: bool) -> None:
     """Regression: a job that had a whole GPU, and died of its memory, was given another one like it, for ever."""
     known = runs(0.96 * T4.memory_mib, out_of_memory=True)
     for deaths in (1, MAX_OOM_DEATHS):
@@ -153,12 +149,12 @@ def test_a_death_with_all_of_a_gpu_excludes_such_gpus(is_strict: bool) -> None:
     assert elsewhere.learned_runs == 0
 
 
-def test_who_fitted_a_gpu_is_not_excluded_for_a_death_there() -> None:
+def test_a_job_that_fitted_once_is_not_excluded_by_a_death() -> None:
     known = runs(0.96 * T4.memory_mib, known=runs(0.9 * T4.memory_mib), out_of_memory=True)
     assert not told(known).memory.trusted, "it runs alone, as it did"
 
 
-def test_who_was_measured_to_fit_a_gpu_is_never_told_that_it_does_not() -> None:
+def test_a_job_with_a_measured_peak_is_never_refused_there() -> None:
     """Regression: a tenth more than the peak of a run that took nearly the whole GPU was more than any such GPU has."""
     for peak in (0.9 * T4.memory_mib, 0.97 * T4.memory_mib):
         found = told(runs(peak)).memory
@@ -179,14 +175,14 @@ def test_who_was_measured_to_fit_a_gpu_is_never_told_that_it_does_not() -> None:
         pytest.param((9000, 14_000), True, False, id="it ran there, and the bound fits"),
     ],
 )
-def test_one_rule_says_who_runs_alone_because_of_its_bound(predicted: tuple[int, int], ran: bool, alone: bool) -> None:
+def test_a_job_runs_alone_if_only_its_bound_exceeds_the_gpu(predicted: tuple[int, int], ran: bool, alone: bool) -> None:
     median, upper = predicted
     memory = msgspec.structs.replace(told(Calibration()).memory, median_mib=median, upper_mib=upper)
     known = RunHistory(observed=1, runs=1, deaths=0, peak_mib=0, so_far_mib=9000, least_mib=0) if ran else None
     assert runs_alone(memory, T4, known) is alone
 
 
-def test_strict_trusts_only_where_something_like_it_was_measured() -> None:
+def test_strict_trust_needs_a_measured_stack() -> None:
     assert told(Calibration()).memory.trusted
     assert not told(Calibration(), is_strict=True).memory.trusted
     assert told(runs(5000), is_strict=True).memory.trusted
@@ -198,7 +194,7 @@ def test_strict_trusts_only_where_something_like_it_was_measured() -> None:
     assert a100.products[0].memory.trusted, "what is shipped was measured there"
 
 
-def test_a_first_run_has_more_room_where_no_bound_is_risked_and_later_runs_have_not() -> None:
+def test_a_first_run_has_more_room_than_later_runs() -> None:
     a100 = find_product("A100-SXM4-40GB")
 
     def on_a100(**how: bool) -> Prediction:
@@ -227,7 +223,9 @@ def test_a_first_run_has_more_room_where_no_bound_is_risked_and_later_runs_have_
         pytest.param((15_000, 16_000), (16_000, True), id="refused as ever where the median does not fit"),
     ],
 )
-def test_a_first_run_whose_room_does_not_fit_is_alone(predicted: tuple[int, int], expected: tuple[int, bool]) -> None:
+def test_a_first_run_whose_room_exceeds_the_gpu_runs_alone(
+    predicted: tuple[int, int], expected: tuple[int, bool]
+) -> None:
     assert T4.memory_mib == 15_360
     median, upper = predicted
     memory = msgspec.structs.replace(told(Calibration()).memory, median_mib=median, upper_mib=upper)
@@ -248,7 +246,7 @@ def test_a_first_run_whose_room_does_not_fit_is_alone(predicted: tuple[int, int]
         pytest.param([{}], (1, True), id="has shown its peak"),
     ],
 )
-def test_nobody_is_refused_for_a_peak_that_is_rare(
+def test_a_job_is_not_refused_for_a_rare_peak(
     is_strict: bool, runs_before: list[dict[str, Any]], expected: tuple[int, bool]
 ) -> None:
     """Regression: after a run of two minutes the bound counted as it was, which no such GPU has."""
@@ -271,7 +269,7 @@ def test_nobody_is_refused_for_a_peak_that_is_rare(
     assert ("which in rare cases does not fit" in answer.message) is not memory.trusted
 
 
-def test_the_sentence_says_what_it_was_calibrated_from() -> None:
+def test_the_message_names_the_source_of_the_calibration() -> None:
     found = predict(features(), Training(batch_size=64), [T4], runs(5000), NAME)
     assert found.reason != "Uncalibrated"
     assert "memory on Tesla T4 is calibrated from 1 run of this very one" in found.message
@@ -280,7 +278,7 @@ def test_the_sentence_says_what_it_was_calibrated_from() -> None:
     assert "runs alone on Tesla T4 until enough like it was measured there" in alone.message
 
 
-def test_activity_that_was_measured_replaces_the_estimate() -> None:
+def test_measured_activity_replaces_the_estimate() -> None:
     plain = told(Calibration()).activity
     found = told(runs(5000, util=0.5, sm_active=0.2)).activity
     assert (found.gpu_util_percent.median, found.sm_active_ratio.median) == (50, 0.2)
@@ -288,7 +286,7 @@ def test_activity_that_was_measured_replaces_the_estimate() -> None:
     assert told(runs(5000)).activity == plain
 
 
-def test_other_sizes_of_a_model_tell_how_far_activity_lies_from_what_is_predicted() -> None:
+def test_other_sizes_of_a_model_scale_its_activity() -> None:
     plain = told(Calibration()).activity
     other = told(Calibration(), batch=32).activity
     half, third = other.gpu_util_percent.median / 200, other.sm_active_ratio.median / 3
@@ -302,7 +300,7 @@ def test_other_sizes_of_a_model_tell_how_far_activity_lies_from_what_is_predicte
     assert most.sm_active_ratio.upper <= 1
 
 
-def test_other_models_tell_it_once_there_are_enough_and_only_where_the_model_never_ran() -> None:
+def test_other_models_scale_activity_of_a_new_model() -> None:
     plain = told(Calibration()).activity.gpu_util_percent.median
     half, known = plain / 200, Calibration()
     for number in range(MIN_JOBS):
@@ -318,7 +316,7 @@ def test_other_models_tell_it_once_there_are_enough_and_only_where_the_model_nev
     assert told(own).activity.gpu_util_percent.median == pytest.approx(plain, rel=0.01)
 
 
-def test_a_run_that_slept_does_not_make_its_whole_model_idle() -> None:
+def test_an_idle_run_scales_activity_within_limits() -> None:
     """Regression: one run at a thousandth of what was predicted spoke for all other sizes as it was."""
     plain = told(Calibration()).activity
     slept = told(runs(5000, batch=32, util=0.001, sm_active=0.0)).activity
@@ -330,7 +328,7 @@ def test_a_run_that_slept_does_not_make_its_whole_model_idle() -> None:
     assert activity_scale(known, T4.name, Precision.FP32, NAME).util == MAX_SCALE
 
 
-def test_of_three_runs_of_a_job_one_that_slept_changes_nothing() -> None:
+def test_one_idle_run_of_three_changes_nothing() -> None:
     plain = told(Calibration(), batch=32).activity.gpu_util_percent.median / 100
     known = Calibration()
     for util in (plain / 2, 0.001, plain / 2):

@@ -57,7 +57,7 @@ def job(
 
 @pytest.mark.parametrize("batch", [16, 32, 48, 64, 256])
 @pytest.mark.parametrize("optimizer", [Optimizer.SGD, Optimizer.SGD_MOMENTUM, Optimizer.RMSPROP, Optimizer.ADAMW])
-def test_parts_are_what_the_peak_was_made_of(optimizer: Optimizer, batch: int) -> None:
+def test_parts_equal_those_of_the_step(optimizer: Optimizer, batch: int) -> None:
     asked = job(optimizer, batch)
     memory = asked.memory_on(A100)
     parts = parts_of(asked, A100, memory)
@@ -110,14 +110,14 @@ def test_the_largest_batch_fits_and_one_more_does_not(gpu: str) -> None:
     assert fitting.memory_on(product).upper_mib <= usable_mib(product) < larger.memory_on(product).upper_mib
 
 
-def test_what_the_trace_does_not_reach_is_said() -> None:
+def test_batches_beyond_the_trace_are_marked() -> None:
     small = BatchFinder(job(activation_mib=1)).within(A100, usable_mib(A100))
     assert (small.batch_size, str(small)) == (512, "512 or more")
     huge = BatchFinder(job(weights_mib=30_000)).within(A100, usable_mib(A100))
     assert (huge.batch_size, str(huge)) == (0, "none")
 
 
-def test_a_small_batch_that_the_trace_does_not_reach_is_not_denied() -> None:
+def test_a_small_batch_beyond_the_trace_is_not_refused() -> None:
     """Regression: whoever asked about a batch of 20,000 was told that none fits."""
     report = report_on("m", job(batch=20_000, traced=(10_000, 20_000), activation_mib=300), [A100])
     assert str(report.products[0].largest) == "fewer than 1,250"
@@ -126,7 +126,7 @@ def test_a_small_batch_that_the_trace_does_not_reach_is_not_denied() -> None:
     assert answer["largest_batch"] == {"batch_size": None, "limited_by_trace": True, "fewer_than": 1250}
 
 
-def test_what_fits_nowhere_is_said_in_a_sentence() -> None:
+def test_the_message_names_a_job_that_fits_nowhere() -> None:
     wide = report_on("m", job(batch=512, activation_mib=1000), PRODUCTS)
     assert "by its bound, batch 512 fits none of these GPU products" in wide.prediction.message
     assert "fits none" not in report_on("m", job(), PRODUCTS).prediction.message
@@ -142,12 +142,12 @@ def test_what_fits_nowhere_is_said_in_a_sentence() -> None:
         pytest.param("H200", "7g.141gb", 143360, id="all of an H200"),
     ],
 )
-def test_a_mig_instance_is_never_taken_for_larger_than_it_is(gpu: str, profile: str, listed_mib: int) -> None:
+def test_usable_memory_of_a_mig_instance_is_not_overestimated(gpu: str, profile: str, listed_mib: int) -> None:
     usable = usable_of_profile_mib(find_product(gpu), profile)
     assert 0.9 * listed_mib < usable <= listed_mib
 
 
-def test_json_holds_parts_batches_and_what_was_learned() -> None:
+def test_json_holds_parts_batches_and_training_ranges() -> None:
     (product,) = as_json(report_on("m", job(), [A100]))["products"]
     assert set(product) == {
         "gpu", "memory", "activity", "step_time_s", "inside_training", "largest_batch", "mig"
@@ -168,7 +168,7 @@ def test_an_abstention_has_no_products() -> None:
 @pytest.mark.parametrize(
     ("gpu", "is_told"), [pytest.param("A100-SXM4-40GB", False, id="measured"), pytest.param("A30", True, id="another")]
 )
-def test_where_activity_was_not_measured_the_message_says_so(gpu: str, is_told: bool) -> None:
+def test_the_message_names_unmeasured_activity(gpu: str, is_told: bool) -> None:
     report = report_on("m", job(), [find_product(gpu)])
     assert ("its interval elsewhere is assumed" in report.prediction.message) is is_told
     (product,) = as_json(report)["products"]
@@ -227,7 +227,7 @@ def test_nothing_is_cut_or_broken_in_80_columns(asked: tuple[float, int, int, fl
 
 
 @pytest.mark.parametrize("columns", range(72, 81))
-def test_a_profile_and_its_batch_stand_on_one_line(columns: int) -> None:
+def test_a_profile_and_its_batch_share_a_line(columns: int) -> None:
     text = shown(250, 1000, 1_000_000, 1e3, columns)
     instances = text[text.index("profile: batch") :].splitlines()[2:]
     for product in PRODUCTS:
@@ -237,7 +237,7 @@ def test_a_profile_and_its_batch_stand_on_one_line(columns: int) -> None:
         assert not line.rstrip().endswith(":")
 
 
-def test_numbers_that_no_gpu_has_are_rounded() -> None:
+def test_huge_numbers_are_rounded() -> None:
     text = shown(5e10, 10**12, 16, 1e15)
     assert "3.8e6" in text
     assert ">976" in text

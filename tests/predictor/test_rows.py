@@ -59,7 +59,7 @@ def ask(*rows: Any, tracer: FakeTracer | None = None) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Answerer(tracer=tracer or FakeTracer()).answers(lines)]
 
 
-def test_an_answer_is_what_predict_says() -> None:
+def test_an_answer_equals_predict() -> None:
     (answer,) = ask(row())
     features = store.shipped().features(CatalogModel(name="timm/vgg11_bn"), Training(optimizer=Optimizer.SGD_MOMENTUM))
     assert features is not None
@@ -81,7 +81,7 @@ def test_an_answer_is_what_predict_says() -> None:
     assert answer["elapsed_s"] >= 0
 
 
-def test_rows_that_differ_in_their_steps_only_are_told_how_long_each_takes() -> None:
+def test_rows_with_steps_have_durations() -> None:
     """What is prepared for one serves the other, and depends on no number of steps."""
     short, long, unknown = ask(*(row(training=SGD | steps) for steps in ({"steps": 10}, {"steps": 1000}, {})))
     step_s = short["step_time_s"]["median"]
@@ -125,7 +125,7 @@ def test_features_answer_like_the_catalog() -> None:
         pytest.param(row("x", catalog={"name": "timm/a", "input": [3, -1]}), "x", "input[1], found -1", id="in a list"),
     ],
 )
-def test_a_bad_row_is_an_error_line_and_stops_nothing(bad: Any, id_: str | None, word: str) -> None:
+def test_a_bad_row_is_an_error_line_and_others_go_on(bad: Any, id_: str | None, word: str) -> None:
     before, answer, after = ask(row("before"), bad, row("after"))
     assert (before["id"], before["status"], after["id"], after["status"]) == ("before", "ok", "after", "ok")
     assert set(answer) == KEYS
@@ -134,7 +134,7 @@ def test_a_bad_row_is_an_error_line_and_stops_nothing(bad: Any, id_: str | None,
     assert answer["memory"] is answer["activity"] is answer["step_time_s"] is None
 
 
-def test_what_cannot_be_traced_is_an_abstention() -> None:
+def test_an_untraceable_model_is_an_abstention() -> None:
     (answer,) = ask(row(name="timm/slow"))
     assert answer["status"] == "abstained"
     assert answer["reason"] == "TraceTimedOut: took longer than 120 s; give features"
@@ -158,7 +158,7 @@ def test_a_batch_beyond_the_store_is_traced() -> None:
 
 @settings(deadline=None)  # wall clock says nothing on a machine with other work
 @given(st.binary())
-def test_no_line_can_stop_the_others(line: bytes) -> None:
+def test_any_line_gets_an_answer(line: bytes) -> None:
     (answer,) = ask(line)
     assert set(answer) == KEYS
 
@@ -182,7 +182,7 @@ def test_several_processes_answer_in_order() -> None:
     assert sum(told) == len(asked)
 
 
-def test_a_process_that_dies_is_told() -> None:
+def test_a_killed_worker_is_an_error() -> None:
     asked = b"".join(json.dumps(row(i)).encode() + b"\n" for i in range(20 * MAX_SINGLE_PROCESS))
     out = io.BytesIO()
 
@@ -196,7 +196,7 @@ def test_a_process_that_dies_is_told() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_what_jobs_taught_counts_for_rows(workers: int) -> None:
+def test_rows_use_the_calibration(workers: int) -> None:
     stack = Stack(product="Tesla T4", precision=Precision.FP32, driver="570.1", torch="2.9")
     learned = Calibration()
     for size in range(1000, 9000, 400):
@@ -216,7 +216,7 @@ def test_what_jobs_taught_counts_for_rows(workers: int) -> None:
     assert answer["memory"] != plain["memory"]
 
 
-def test_the_command_writes_answers_and_says_how_many_are_wrong(tmp_path: Path) -> None:
+def test_the_command_writes_answers_and_counts_errors(tmp_path: Path) -> None:
     rows, out = tmp_path / "rows.jsonl", tmp_path / "predictions.jsonl"
     rows.write_text("\n".join(json.dumps(r) for r in (row("a"), row("b", gpu="Voodoo2"), row("c"))) + "\n\n")
     result = CliRunner().invoke(predict, ["--rows", str(rows), "--out", str(out)])
@@ -226,7 +226,7 @@ def test_the_command_writes_answers_and_says_how_many_are_wrong(tmp_path: Path) 
     assert "3 rows (1 error, 2 ok)" in result.stderr
 
 
-def test_the_command_succeeds_where_every_row_makes_sense(tmp_path: Path) -> None:
+def test_the_command_succeeds_if_every_row_is_valid(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps(row("a")))
     result = CliRunner().invoke(predict, ["--rows", str(rows)])
@@ -263,7 +263,7 @@ def test_rows_are_never_overwritten_by_their_answers(link: Callable[[Path, Path]
 
 
 @pytest.mark.parametrize("content", ["", "\n \n"])
-def test_a_file_without_rows_is_told(content: str, tmp_path: Path) -> None:
+def test_a_file_without_rows_is_refused(content: str, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(content)
     result = CliRunner().invoke(predict, ["--rows", str(rows)])
@@ -271,7 +271,7 @@ def test_a_file_without_rows_is_told(content: str, tmp_path: Path) -> None:
     assert result.stderr == f"Error: expected rows in {rows}, one JSON object a line, found none\n"
 
 
-def test_a_file_without_rows_leaves_earlier_answers_as_they_are(tmp_path: Path) -> None:
+def test_a_file_without_rows_keeps_earlier_answers(tmp_path: Path) -> None:
     """Regression: they were emptied before anybody had looked for rows."""
     rows, out = tmp_path / "rows.jsonl", tmp_path / "predictions.jsonl"
     rows.write_text("\n")
@@ -290,7 +290,7 @@ def test_a_file_without_rows_leaves_earlier_answers_as_they_are(tmp_path: Path) 
         pytest.param(["--activation-checkpointing"], id="checkpointing"),
     ],
 )
-def test_options_that_rows_say_themselves_are_refused(ignored: list[str], tmp_path: Path) -> None:
+def test_options_that_rows_contain_are_refused(ignored: list[str], tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps(row("a")))
     result = CliRunner().invoke(predict, ["--rows", str(rows), *ignored])

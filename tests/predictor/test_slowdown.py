@@ -59,7 +59,7 @@ def test_a_single_tenant_is_not_slowed(mode, profile):
 
 @pytest.mark.parametrize("mode", SHARED)
 @given(profiles=tenants)
-def test_never_below_one_and_never_worse_than_all_at_full_load(mode, profiles):
+def test_slowdowns_lie_between_one_and_the_number_of_tenants(mode, profiles):
     result = of(mode, profiles)
     assert (result >= 1.0).all()
     assert (result <= len(profiles) + 1e-9).all()
@@ -67,13 +67,13 @@ def test_never_below_one_and_never_worse_than_all_at_full_load(mode, profiles):
 
 @pytest.mark.parametrize("mode", SHARED)
 @given(profiles=tenants, newcomer=st.tuples(ratios, ratios, ratios))
-def test_another_neighbour_never_speeds_anybody_up(mode, profiles, newcomer):
+def test_an_additional_tenant_speeds_no_tenant_up(mode, profiles, newcomer):
     assert (of(mode, [*profiles, newcomer])[:-1] >= of(mode, profiles) - 1e-9).all()
 
 
 @pytest.mark.parametrize("mode", SHARED)
 @given(profiles=tenants, which=st.integers(0, 7), more=st.tuples(ratios, ratios, ratios))
-def test_a_busier_tenant_slows_everybody_more(mode, profiles, which, more):
+def test_a_busier_tenant_slows_all_tenants_more(mode, profiles, which, more):
     which %= len(profiles)
     busier = list(profiles)
     busier[which] = tuple(max(a, b) for a, b in zip(profiles[which], more, strict=True))
@@ -89,7 +89,7 @@ def test_the_order_of_tenants_does_not_matter(mode, profiles, seed):
 
 
 @given(busy=st.lists(st.floats(0.05, 0.95), min_size=1, max_size=4))
-def test_who_is_in_the_way_whenever_busy_composes_as_the_markov_chain_does(busy):
+def test_with_exponent_one_groups_equal_the_markov_chain(busy):
     assert MeanValueAnalysis(np.array([busy]), 1.0).slowdowns()[0] == pytest.approx(exact_slowdowns(busy), rel=1e-6)
 
 
@@ -112,7 +112,7 @@ def test_groups_compose_by_the_arrival_theorem(busy, exponent):
 
 
 @given(busy=st.lists(st.floats(0.01, 1.0), min_size=5, max_size=6))
-def test_what_is_cut_off_of_larger_groups_is_little(busy):
+def test_truncation_of_large_groups_changes_little(busy):
     expected = list(MeanValueAnalysis(np.array([busy]), shipped().holding, depth=len(busy)).slowdowns()[0])
     found = MeanValueAnalysis(np.array([busy]), shipped().holding).slowdowns()[0]
     assert (found <= np.array(expected) + 1e-9).all()
@@ -120,7 +120,7 @@ def test_what_is_cut_off_of_larger_groups_is_little(busy):
 
 
 @given(busy=st.lists(ratios, min_size=1, max_size=4))
-def test_taking_turns_nobody_holds_more_sms_than_there_are(busy):
+def test_time_slicing_never_uses_more_sms_than_exist(busy):
     alone = np.array([busy], float)
     k = shipped().holding
     assert (alone**k / MeanValueAnalysis(alone, k).slowdowns()).sum() <= 1 + 1e-9
@@ -153,7 +153,7 @@ def test_a_gpu_does_not_depend_on_the_rest_of_the_batch(mode, profiles, others):
 
 
 @pytest.mark.parametrize("mode", SHARED)
-def test_what_stands_in_absent_entries_is_ignored(mode):
+def test_absent_entries_are_ignored(mode):
     assert of(mode, [(1, 1, 1), (np.nan, 7, -3)], present=[True, False]) == pytest.approx([1, 1])
     pair = of(mode, [(1, 1, 1), (0.5, 0.9, 0)])
     assert of(mode, [(1, 1, 1), (np.nan, 7, -3), (0.5, 0.9, 0)], [True, False, True])[[0, 2]] == pytest.approx(pair)
@@ -161,7 +161,7 @@ def test_what_stands_in_absent_entries_is_ignored(mode):
 
 @pytest.mark.parametrize("mode", SHARED)
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0)])
-def test_no_gpus_or_nobody_at_all(mode, shape):
+def test_empty_arrays_are_accepted(mode, shape):
     empty = np.zeros(shape)
     assert slowdowns(mode, empty, empty, empty).shape == shape
     assert slowdowns(mode, empty, empty, empty, empty.astype(bool)).shape == shape
@@ -169,7 +169,7 @@ def test_no_gpus_or_nobody_at_all(mode, shape):
 
 @pytest.mark.parametrize("mode", [SharingMode.MPS, SharingMode.TIME_SLICING])
 @pytest.mark.parametrize("busy", [(0.5,), (0.3, 0.4), (0.6, 0.3), (0.2, 0.3, 0.2), (0.7, 0.5)])
-def test_what_is_slowed_down_is_found_again(mode: SharingMode, busy: tuple[float, ...]) -> None:
+def test_activity_alone_is_recovered(mode: SharingMode, busy: tuple[float, ...]) -> None:
     util, sm = np.array([busy]), 0.9 * np.array([busy])
     dram = np.full(util.shape, 0.1)
     by = slowdowns(mode, util, sm, dram, np.ones(util.shape, np.bool_))[0]
@@ -180,7 +180,7 @@ def test_what_is_slowed_down_is_found_again(mode: SharingMode, busy: tuple[float
 
 
 @pytest.mark.parametrize("mode", list(SharingMode))
-def test_nobody_does_more_than_all_or_less_than_what_was_seen(mode: SharingMode) -> None:
+def test_activity_alone_lies_between_measured_and_full(mode: SharingMode) -> None:
     for one in solo_activity(mode, [TenantActivity(0.9, 0.9, 0.9)] * 4):
         assert 0.9 <= one.util <= 1
         assert 0.9 <= one.sm <= 1
@@ -201,7 +201,7 @@ HALF = SATURATION / 2
         pytest.param(SharingMode.MIG, [(1.0, 1.0), (1.0, 1.0)], False, id="instances leave each other theirs"),
     ],
 )
-def test_a_gpu_is_used_up_by_what_its_tenants_share(
+def test_saturation_depends_on_the_shared_resource(
     mode: SharingMode, together: list[tuple[float, float]], expected: bool
 ) -> None:
     assert is_saturated(mode, [TenantActivity(util, sm, 0.1) for util, sm in together]) is expected

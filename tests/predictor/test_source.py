@@ -59,7 +59,7 @@ async def test_a_catalog_model_is_traced() -> None:
     assert tracer.asked == [CATALOG]
 
 
-def test_digest_changes_with_what_it_is_of() -> None:
+def test_the_digest_changes_with_model_and_training() -> None:
     digest = input_digest(CATALOG, Training())
     assert digest == input_digest(ModelSource(catalog=CatalogModel(name="timm/resnet18")), Training())
     assert digest == input_digest(CATALOG, Training(steps=1000)), "a step is the same, whatever their number"
@@ -154,7 +154,7 @@ async def test_cancelling_kills_the_trace(tmp_path: Path) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_the_wait_for_other_traces_is_no_time_of_a_trace() -> None:
+async def test_waiting_for_other_traces_is_not_counted() -> None:
     """Regression: rows that were traced one after the other each counted the traces before them, too."""
     looks = itertools.count()
     tracer = SubprocessTracer(start=InstantTrace, seconds=lambda: float(next(looks)))
@@ -207,7 +207,7 @@ async def test_a_model_of_the_store_starts_no_process() -> None:
         pytest.param("jax/resnet50", ["this version supports timm/NAME"], id="library"),
     ],
 )
-async def test_a_name_that_is_none_is_refused_before_anything_is_traced(name: str, words: list[str]) -> None:
+async def test_an_unknown_name_is_refused_before_tracing(name: str, words: list[str]) -> None:
     """Regression: it took a trace, and the wait for all that were asked before."""
     tracer = SubprocessTracer(start=no_process)
     found = await tracer.trace(ModelSource(catalog=CatalogModel(name=name)), Training())
@@ -226,7 +226,7 @@ async def test_a_name_that_is_none_is_refused_before_anything_is_traced(name: st
         pytest.param("transformers/openai-community/gpt2-xl", id="with its organization"),
     ],
 )
-def test_a_name_that_only_its_library_can_judge_is_not_refused(name: str) -> None:
+def test_a_name_that_only_its_library_can_check_is_not_refused(name: str) -> None:
     assert refusal_of(CatalogModel(name=name)) is None
 
 
@@ -239,15 +239,19 @@ def test_a_name_that_only_its_library_can_judge_is_not_refused(name: str) -> Non
         pytest.param(CatalogModel(name="timm/qqqqqqqqq"), ["no name is near", "carpool[trace]"], id="nothing like it"),
     ],
 )
-def test_without_torch_the_nearest_stored_names_are_told(model: CatalogModel | None, words: list[str]) -> None:
+def test_without_torch_the_nearest_stored_names_are_suggested(model: CatalogModel | None, words: list[str]) -> None:
     found = untraceable(model)
     assert found.reason == "TorchMissing"
     assert all(word in found.message for word in words)
 
 
-@pytest.mark.parametrize("module", ["predict", "tracing.source", "cli"])
-def test_the_operator_needs_neither_torch_nor_numpy(module: str) -> None:
-    code = f"import sys, carpool_predictor.{module}; sys.exit(bool({{'torch', 'numpy', 'timm'}} & set(sys.modules)))"
+def test_predicting_imports_no_heavy_library() -> None:
+    code = (
+        "import sys, carpool_predictor.cli\n"
+        "from carpool_predictor.models import activity, memory, step_time\n"
+        "[model.shipped() for model in (activity, memory, step_time)]\n"
+        "sys.exit(bool({'torch', 'numpy', 'timm', 'scipy', 'sklearn', 'lightgbm'} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -1,7 +1,4 @@
-"""Step time on GPUs held out, on invented measurements."""
-
-import subprocess
-import sys
+"""The shipped step-time model."""
 
 import msgspec
 import pytest
@@ -34,9 +31,7 @@ def test_a_step_takes_as_long_as_the_formula_says() -> None:
         pytest.param("V100-SXM2-16GB", Precision.BF16_MIXED, False, True, id="no BF16 before Ampere"),
     ],
 )
-def test_where_tensor_cores_compute_it_is_less_sure(
-    product: str, precision: Precision, convolutional: bool, inside: bool
-) -> None:
+def test_tensor_cores_widen_the_interval(product: str, precision: Precision, convolutional: bool, inside: bool) -> None:
     found = step_time_on(COST, find_product(product), precision, convolutional=convolutional)
     plain = step_time_on(COST, find_product(product), Precision.FP32, convolutional=False)
     assert found.inside is inside
@@ -50,7 +45,7 @@ def test_where_tensor_cores_compute_it_is_less_sure(
     st.floats(0, 1e18), st.floats(0, 1e15), st.floats(1, 1e6), st.sampled_from(PRODUCTS), st.sampled_from(Precision),
     st.booleans(),
 )  # fmt: skip
-def test_times_are_positive_and_in_order(
+def test_times_are_positive_and_ordered(
     flops: float, moved: float, kernels: float, product: GpuProduct, precision: Precision, convolutional: bool
 ) -> None:
     cost = StepCost(peak_bytes=0, reserved_bytes=0, flops=flops, bytes_moved=moved, kernels=kernels)
@@ -77,11 +72,3 @@ def changed(**fields: object) -> bytes:
 def test_a_broken_artifact_is_refused(content: bytes, message: str) -> None:
     with pytest.raises(MalformedError, match=message):
         read_model(content)
-
-
-def test_predicting_imports_nothing_heavy() -> None:
-    script = (
-        "import sys\nfrom carpool_predictor.models.step_time import shipped\nshipped()\n"
-        "assert not {'numpy', 'scipy', 'lightgbm', 'torch'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True)

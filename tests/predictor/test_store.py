@@ -49,7 +49,7 @@ def test_a_packed_record_reads_back_equal() -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"no", zlib.compress(b"{}"), zlib.compress(b"[1]")[:-3]])
-def test_what_is_no_store_is_refused(content: bytes) -> None:
+def test_an_invalid_store_is_refused(content: bytes) -> None:
     with pytest.raises(MalformedError, match="feature store"):
         store.unpack(content)
 
@@ -60,7 +60,7 @@ def test_a_newer_store_is_refused() -> None:
         store.unpack(zlib.compress(text))
 
 
-def test_an_entry_that_was_tampered_with_is_refused() -> None:
+def test_a_changed_entry_is_refused() -> None:
     text = zlib.decompress(catalog_sweep.pack([record()], {})).replace(b"[16,900,", b'["16",900,')
     with pytest.raises(MalformedError, match="timm/x"):
         store.unpack(zlib.compress(text)).traced("timm/x")
@@ -93,14 +93,14 @@ def test_a_store_with_fewer_optimizers_can_be_extended() -> None:
     assert found.features(CatalogModel(name="timm/x"), adagrad) is None, "left to the tracer"
 
 
-def test_a_store_is_not_extended_with_other_versions_whose_stamp_it_would_get() -> None:
+def test_a_store_is_not_extended_with_other_versions() -> None:
     known = store.unpack(catalog_sweep.pack([record()], {"timm": "1.0", "torch": "2.9.0+cu132"}))
     catalog_sweep.extended([record("timm/y")], known, {"timm": "1.0", "torch": "2.9.0+cpu"})
     with pytest.raises(DataError, match=r"torch 2\.9\.0\+cu132\), found timm 1\.0, torch 2\.10; install those"):
         catalog_sweep.extended([record("timm/y")], known, {"timm": "1.0", "torch": "2.10"})
 
 
-def test_the_shipped_stores_are_small_and_answer_in_a_millisecond() -> None:
+def test_the_shipped_stores_are_small_and_fast() -> None:
     training = Training(batch_size=64, optimizer=Optimizer.SGD_MOMENTUM)
     store.features(KNOWN, training)
     begun = time.perf_counter()
@@ -121,11 +121,11 @@ def test_the_shipped_stores_are_small_and_answer_in_a_millisecond() -> None:
         pytest.param(KNOWN, Training(activation_checkpointing=True), id="checkpointing"),
     ],
 )
-def test_what_it_cannot_know_is_left_to_the_tracer(model: CatalogModel, training: Training) -> None:
+def test_other_inputs_are_left_to_the_tracer(model: CatalogModel, training: Training) -> None:
     assert store.features(model, training) is None
 
 
-def test_an_optimizer_that_was_not_traced_is_left_to_the_tracer() -> None:
+def test_an_untraced_optimizer_is_left_to_the_tracer() -> None:
     found = store.unpack(catalog_sweep.pack([record()], {}))
     model = CatalogModel(name="timm/x")
     adam = found.features(model, Training(optimizer=Optimizer.ADAM))
@@ -134,7 +134,7 @@ def test_an_optimizer_that_was_not_traced_is_left_to_the_tracer() -> None:
 
 
 @pytest.mark.parametrize("name", ["timm/test_resnet", "timm/test_vit"])
-def test_both_mixed_precisions_come_to_the_same(name: str) -> None:
+def test_both_mixed_precisions_have_equal_steps(name: str) -> None:
     """Which is why they share a file."""
     pytest.importorskip("torch")
     from carpool_predictor.catalog.recipes import recipe_of
@@ -167,7 +167,7 @@ def test_mixed_precision_is_stored_under_every_optimizer(optimizer: Optimizer, p
     ],
 )
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16_MIXED])
-def test_models_of_the_hub_go_without_their_organization(short: str, full: str, precision: Precision) -> None:
+def test_hub_models_work_without_their_organization(short: str, full: str, precision: Precision) -> None:
     """Regression: they were traced, and without PyTorch they were unknown."""
     known, training = store.shipped(precision), Training(batch_size=8, precision=precision)
     found = known.features(CatalogModel(name=f"transformers/{short}"), training)

@@ -91,7 +91,7 @@ def test_checkpointing_recomputes_blocks() -> None:
     assert saved.kernels > plain.kernels
 
 
-def test_nothing_to_checkpoint_is_said() -> None:
+def test_a_model_without_blocks_cannot_be_checkpointed() -> None:
     with pytest.raises(TraceError, match="activationCheckpointing needs blocks") as caught:
         fake(mlp, Training(activation_checkpointing=True))
     assert caught.value.reason == "CheckpointingUnsupported"
@@ -144,7 +144,7 @@ def frozen() -> nn.Module:
         pytest.param(cnn, (3, 2**20, 2**20), "InputShapeInvalid", "shape of one sample", id="absurd sample"),
     ],
 )
-def test_what_cannot_be_traced_is_explained(
+def test_untraceable_models_are_explained(
     build: Callable[[], nn.Module], shape: tuple[int, ...], reason: str, word: str
 ) -> None:
     with pytest.raises(TraceError, match=word) as caught:
@@ -157,7 +157,7 @@ def test_two_batch_sizes_are_traced(batch: int, traced: tuple[int, int]) -> None
     assert batch_sizes(batch) == traced
 
 
-def test_features_say_what_was_traced() -> None:
+def test_features_record_the_training() -> None:
     training = Training(batch_size=8, optimizer=Optimizer.RMSPROP, precision=Precision.BF16)
     features = trace_recipe(Recipe("mine", cnn, (3, 32, 32)), training)
     assert features.name == "mine"
