@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-FILES = sorted(TESTS.glob("*/PROMISES.md"))
+FILES = sorted(TESTS.rglob("PROMISES.md"))
 
 
 def test_promises_are_written_down() -> None:
     assert {file.parent.name for file in FILES} >= {"deviceplugin", "operator", "predictor"}
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda one: one.parent.name)
+@pytest.mark.parametrize("file", FILES, ids=lambda one: str(one.parent.relative_to(TESTS)))
 def test_every_promise_names_tests_that_exist(file: Path) -> None:
     defined = {
         name

@@ -176,7 +176,7 @@ POLICIES: Mapping[str, Policy] = {
             "most-available-memory",
             "most memory that nobody was promised",
             taken_memory,
-            Score(_mib, "promised to nobody", -1),
+            Score(_mib, "unreserved", -1),
             short="MAGM",
         ),
         Policy("exclusive", "one job on a GPU, as the stock scheduler does", nothing, exclusive=True),

@@ -21,15 +21,15 @@ from carpool_simulator.commands import simulate
 from click.testing import CliRunner
 
 
-def test_the_commands_refuse_with_a_sentence(tmp_path):
+def test_invalid_input_is_refused_with_a_sentence(tmp_path):
     manifest = tmp_path / "job.yaml"
     manifest.write_text("spec: 3")
     result = CliRunner().invoke(what_if, [str(manifest)])
     assert result.exit_code == 2
     assert "expected a GpuTrainingJob" in result.output
     manifest.write_text("{")
-    told = CliRunner().invoke(what_if, [str(manifest)])
-    assert (told.exit_code, len(told.output.splitlines())) == (2, 1)
+    result = CliRunner().invoke(what_if, [str(manifest)])
+    assert (result.exit_code, len(result.output.splitlines())) == (2, 1)
     refused = CliRunner().invoke(explain_command, ["x", "--policy", "fast"])
     assert refused.exit_code == 2
     assert "policy 'fast' is unknown; choose one of" in refused.output
@@ -37,7 +37,7 @@ def test_the_commands_refuse_with_a_sentence(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "expected"),
     [
         (["default/small-a"], "expected the name of a job, of small letters, digits, - and ., found 'default/small-a'; "
         "did you mean small-a -n default?"),
@@ -46,15 +46,15 @@ def test_the_commands_refuse_with_a_sentence(tmp_path):
         (["x", "-n", "a/b"], "found 'a/b'"),
     ],
 )  # fmt: skip
-def test_what_can_be_no_name_is_refused_before_anybody_is_asked(argv, said):
-    told = CliRunner().invoke(explain_command, argv)
-    assert told.exit_code == 2
-    assert told.output.strip().endswith(said)
+def test_invalid_name_is_refused_before_the_cluster_is_read(argv, expected):
+    result = CliRunner().invoke(explain_command, argv)
+    assert result.exit_code == 2
+    assert result.output.strip().endswith(expected)
 
 
 @contextlib.contextmanager
 def served(kube, monkeypatch):
-    """Have commands ask a server in memory."""
+    """Connect the commands to a server in memory."""
 
     @contextlib.asynccontextmanager
     async def connected(*_, **__):
@@ -65,29 +65,29 @@ def served(kube, monkeypatch):
         yield
 
 
-def test_a_manifest_may_come_from_the_standard_input(monkeypatch):
+def test_manifest_may_come_from_standard_input(monkeypatch):
     manifest = "{" + HEAD + ", metadata: {name: x, namespace: b}, spec: {template: {}}}"
     with served(FakeKube(), monkeypatch):
-        told = CliRunner().invoke(what_if, ["-"], input=manifest)
-        assert "could never run here" in told.output
-        assert told.exit_code == 1
+        result = CliRunner().invoke(what_if, ["-"], input=manifest)
+        assert "could never run here" in result.output
+        assert result.exit_code == 1
         refused = CliRunner().invoke(what_if, ["-", "-n", "default"], input=manifest)
     assert refused.exit_code == 2
     assert "the namespace of the manifest, b, is not default" in refused.output
 
 
-def test_what_if_ends_with_1_where_the_site_does_not_let_a_job_choose_its_policy(monkeypatch):
+def test_what_if_exits_with_1_if_the_policy_is_not_allowed(monkeypatch):
     annotations = "annotations: {carpool.dev/policy: exclusive}"
     manifest = f"{{{HEAD}, metadata: {{name: x, {annotations}}}, spec: {{template: {{}}}}}}"
     with served(FakeKube(), monkeypatch):
-        told = CliRunner().invoke(what_if, ["-"], input=manifest)
-    assert "PolicyNotAllowed" in told.output
-    assert told.exit_code == 1
+        result = CliRunner().invoke(what_if, ["-"], input=manifest)
+    assert "PolicyNotAllowed" in result.output
+    assert result.exit_code == 1
     assert "policy that the job selects" in " ".join((what_if.help or "").split())
 
 
 @pytest.mark.parametrize("command", [[explain_command, "busy"], [simulate, "--trace", "t.csv"]])
-def test_more_free_memory_than_any_gpu_can_have_is_refused_with_a_sentence(command):
+def test_too_large_number_is_refused_with_a_sentence(command):
     """Regression: a number beyond 64 bits ended in a traceback, where GPUs were held against it."""
     called, *arguments = command
     result = CliRunner().invoke(called, [*arguments, "--least-free-mib", "9" * 23])
@@ -96,7 +96,7 @@ def test_more_free_memory_than_any_gpu_can_have_is_refused_with_a_sentence(comma
 
 
 @pytest.mark.parametrize("command", ["explain", "what-if"])
-def test_who_may_not_read_gpu_nodes_is_told_what_right_is_missing(command, tmp_path, monkeypatch):
+def test_missing_right_is_named_with_its_remedy(command, tmp_path, monkeypatch):
     manifest, kube = tmp_path / "job.yaml", FakeKube()
     manifest.write_text("{" + HEAD + ", metadata: {name: x}, spec: {template: {}}}")
     seed_job(kube, "x")
@@ -110,7 +110,7 @@ def test_who_may_not_read_gpu_nodes_is_told_what_right_is_missing(command, tmp_p
     assert "ClusterRole carpool-view by a ClusterRoleBinding" in result.output
 
 
-def test_without_a_cluster_there_is_a_sentence_and_no_traceback(tmp_path):
+def test_missing_cluster_is_a_sentence(tmp_path):
     manifest = tmp_path / "job.yaml"
     manifest.write_text("{" + HEAD + ", metadata: {name: x}, spec: {template: {}}}")
     nowhere = {"KUBECONFIG": None, "KUBERNETES_SERVICE_HOST": None, "HOME": str(tmp_path)}
@@ -122,7 +122,7 @@ def test_without_a_cluster_there_is_a_sentence_and_no_traceback(tmp_path):
 
 
 @pytest.mark.parametrize(("arguments", "namespace"), [([], "team"), (["-n", "other"], "other")])
-def test_the_jobs_namespace_is_the_contexts_unless_one_is_named(arguments, namespace, monkeypatch):
+def test_namespace_is_that_of_the_context_by_default(arguments, namespace, monkeypatch):
     class InTeam(FakeKube):
         namespace = "team"
 
@@ -140,7 +140,7 @@ def manifest_of(**spec):
     }
 
 
-async def test_the_api_server_checks_the_manifest_and_creates_nothing():
+async def test_api_server_validates_the_manifest_and_creates_nothing():
     kube = FakeKube()
     assert (await check_manifest(kube, manifest_of()))[1:] == ([], [])
     assert kube.dump_all(GPU_TRAINING_JOBS) == []
@@ -155,7 +155,7 @@ async def test_the_api_server_checks_the_manifest_and_creates_nothing():
     assert "exists already" in (await check_manifest(kube, manifest_of())).notes[0]
 
 
-async def test_without_the_right_to_create_it_is_said_and_the_manifest_read_all_the_same():
+async def test_manifest_is_read_without_the_right_to_create():
     kube = FakeKube()
     for _ in range(2):
         kube.fail_next("check", GPU_TRAINING_JOBS, Forbidden("no", status=403))
@@ -174,11 +174,11 @@ async def test_without_the_right_to_create_it_is_said_and_the_manifest_read_all_
         pytest.param("b", None, "b", id="the manifest's"),
         pytest.param("b", "b", "b", id="both"),
         pytest.param("b", "a", None, id="another"),
-        pytest.param("b", "default", None, id="another, which is the usual one"),
+        pytest.param("b", "default", None, id="another, which is the default"),
     ],
 )
-def test_a_manifest_of_one_namespace_is_not_asked_about_in_another(own, flag, found, tmp_path):
-    """Regression: with -n A what-if silently told of namespace B."""
+def test_namespace_of_the_manifest_must_match(own, flag, found, tmp_path):
+    """Regression: with -n A what-if silently answered for namespace B."""
     path = tmp_path / "job.yaml"
     path.write_text(f"{{{HEAD}, metadata: {{name: x, namespace: '{own}'}}}}")
     if found is None:
@@ -208,8 +208,8 @@ def test_a_manifest_of_one_namespace_is_not_asked_about_in_another(own, flag, fo
         pytest.param("apiVersion: carpool.dev/v1alpha1", "expected a GpuTrainingJob, found no kind", id="no kind"),
     ],
 )
-def test_a_manifest_of_something_else_is_refused_by_what_it_is(head, sentence, tmp_path):
-    """Regression: of another version it was said that the field spec is unknown."""
+def test_manifest_of_another_kind_is_refused(head, sentence, tmp_path):
+    """Regression: the refusal of another version named the field spec."""
     path = tmp_path / "job.yaml"
     path.write_text(f"{head}\nmetadata: {{name: x}}\nspec: {{template: {{}}}}\n")
     with pytest.raises(ManifestError) as refused:
@@ -217,7 +217,7 @@ def test_a_manifest_of_something_else_is_refused_by_what_it_is(head, sentence, t
     assert str(refused.value) == f"{path}: {sentence}"
 
 
-def test_a_manifest_of_this_version_is_read(tmp_path):
+def test_manifest_of_this_version_is_read(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text("{" + HEAD + ", metadata: {name: x}}")
     assert read_manifest(path, "a")["metadata"] == {"name": "x", "namespace": "a"}
@@ -227,15 +227,15 @@ SHIPPED = AskSettings()
 WHERE = "ConfigMap carpool-settings in carpool-system"
 
 
-def a_site(name="carpool-settings", namespace="carpool-system", **data):
+def site_with(name="carpool-settings", namespace="carpool-system", **data):
     """A cluster with the ConfigMap that the chart writes."""
     kube = FakeKube()
     kube.seed(CONFIG_MAPS, {"metadata": {"name": name, "namespace": namespace}, "data": data})
     return kube
 
 
-async def test_the_sites_settings_hold_unless_the_caller_sets_them():
-    kube = a_site(CARPOOL_POLICY="best-fit", CARPOOL_SLOTS_PER_GPU="4", CARPOOL_MOST_JOBS="2",
+async def test_settings_of_the_site_hold_unless_the_caller_sets_them():
+    kube = site_with(CARPOOL_POLICY="best-fit", CARPOOL_SLOTS_PER_GPU="4", CARPOOL_MOST_JOBS="2",
                   CARPOOL_SLOWDOWN_QUANTILE="upper", CARPOOL_COUNT_PEAKS="false")  # fmt: skip
     asked = dataclasses.replace(SHIPPED, policy="energy", conditions=ConditionSettings(max_jobs=1))
     found, note = await read_site_settings(kube, asked, frozenset({"--policy", "--most-jobs", "--namespace"}))
@@ -247,13 +247,13 @@ async def test_the_sites_settings_hold_unless_the_caller_sets_them():
     )
 
 
-async def test_a_site_with_defaults_is_as_shipped():
-    found, note = await read_site_settings(a_site(CARPOOL_POLICY="least-slowdown"), SHIPPED, frozenset())
+async def test_site_with_defaults_is_as_shipped():
+    found, note = await read_site_settings(site_with(CARPOOL_POLICY="least-slowdown"), SHIPPED, frozenset())
     assert (found, note) == (SHIPPED, f"settings: as shipped, by {WHERE}")
 
 
-async def test_the_calibration_of_the_site_counts_for_predictions():
-    kube = a_site(CARPOOL_CALIBRATION="", CARPOOL_SHARE_UNMEASURED="true")
+async def test_calibration_settings_of_the_site_hold():
+    kube = site_with(CARPOOL_CALIBRATION="", CARPOOL_SHARE_UNMEASURED="true")
     found, _ = await read_site_settings(kube, SHIPPED, frozenset())
     assert (found.calibration, found.share_unmeasured) == ("", True)
 
@@ -268,13 +268,13 @@ async def test_the_calibration_of_the_site_counts_for_predictions():
         pytest.param({"CARPOOL_MOST_JOBS": "0"}, "is invalid for this version: expected 1 to", id="out of range"),
     ],
 )
-async def test_invalid_settings_of_a_site_leave_the_defaults_and_say_why(data, reason):
-    found, note = await read_site_settings(a_site(**data), SHIPPED, frozenset())
+async def test_invalid_settings_of_the_site_leave_the_defaults(data, reason):
+    found, note = await read_site_settings(site_with(**data), SHIPPED, frozenset())
     assert found == SHIPPED
     assert note.startswith(f"settings: as shipped; the site's may differ: {WHERE} {reason}")
 
 
-async def test_unreadable_settings_of_a_site_leave_the_defaults_and_say_why():
+async def test_unreadable_settings_of_the_site_leave_the_defaults():
     kube = FakeKube()
     found, note = await read_site_settings(kube, SHIPPED, frozenset())
     assert found == SHIPPED
@@ -284,8 +284,8 @@ async def test_unreadable_settings_of_a_site_leave_the_defaults_and_say_why():
     assert note.endswith(f"you may not read {WHERE}")
 
 
-async def test_another_installation_is_named_by_site():
-    kube = a_site("gpus-settings", "ml", CARPOOL_POLICY="energy")
+async def test_site_names_another_installation():
+    kube = site_with("gpus-settings", "ml", CARPOOL_POLICY="energy")
     found, note = await read_site_settings(kube, dataclasses.replace(SHIPPED, site="ml/gpus"), frozenset())
     assert found.policy == "energy"
     assert note.startswith("settings: --policy energy by ConfigMap gpus-settings in ml")
@@ -295,8 +295,8 @@ async def test_another_installation_is_named_by_site():
         await read_site_settings(kube, dataclasses.replace(SHIPPED, site="gpus"), frozenset())
 
 
-async def test_an_api_server_that_does_not_answer_is_an_error():
-    kube = a_site()
+async def test_unreachable_api_server_is_an_error():
+    kube = site_with()
     kube.fail_next("get", CONFIG_MAPS, Unreachable("no answer"))
     with pytest.raises(Unreachable):
         await read_site_settings(kube, SHIPPED, frozenset())

@@ -124,9 +124,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("nodes", "wants", "said"), CASES.values(), ids=CASES)
-def test_advice_names_the_change_with_its_numbers(nodes, wants, said):
-    assert of(nodes, **wants) == [PREFIX + said]
+@pytest.mark.parametrize(("nodes", "wants", "expected"), CASES.values(), ids=CASES)
+def test_advice_names_the_change_with_its_numbers(nodes, wants, expected):
+    assert of(nodes, **wants) == [PREFIX + expected]
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_without_a_working_change_the_attempts_are_named():
 
 
 def test_gpu_of_another_worker_of_the_job_is_not_freed():
-    """Regression: a worker without a place was told to wait until the other one's GPU is free."""
+    """Regression: a worker without a place had to wait until the other one's GPU is free."""
     own = cluster(gpu_node("a", 1, [tenant("new", [GPU], ALONE)]))
     assert not any("once" in line for line in advice(Scenario(pod_request(), RULES, own)))
 

@@ -103,10 +103,10 @@ FIRST = "a tie, but the first place"
         pytest.param(
             "most-available-memory",
             [
-                "GPU 2 of n: 40,960 MiB promised to nobody",
-                f"GPU 0 of m: 40,960 MiB promised to nobody; {FIRST} comes first in order",
-                "GPU 0 of n: 32,960 MiB promised to nobody; 8,000 MiB less",
-                "GPU 1 of n: 20,960 MiB promised to nobody; 20,000 MiB less",
+                "GPU 2 of n: 40,960 MiB unreserved",
+                f"GPU 0 of m: 40,960 MiB unreserved; {FIRST} comes first in order",
+                "GPU 0 of n: 32,960 MiB unreserved; 8,000 MiB less",
+                "GPU 1 of n: 20,960 MiB unreserved; 20,000 MiB less",
             ],
             id="largest",
         ),

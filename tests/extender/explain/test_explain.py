@@ -117,7 +117,7 @@ class TestState:
         ended = "it has ended, so no decision is made for it"
         assert await explained(kube) == [f"{kind}: {kind} is True (Because) 1 of 1 workers", expected, ended]
 
-    async def test_missing_job_is_told_apart_from_a_missing_resource_type(self):
+    async def test_missing_job_differs_from_a_missing_resource_type(self):
         kube = FakeKube()
         with pytest.raises(NoSuchJobError, match=r"^no GpuTrainingJob x in namespace default$"):
             await explained(kube)
@@ -339,7 +339,7 @@ class TestGang:
         ],
     )
     async def test_worker_without_a_place_is_decided_beside_the_others(self, gpus, expected):
-        """Regression: the whole job would go elsewhere, or the worker with the only GPU was said to wait."""
+        """Regression: the whole job would go elsewhere, or the worker with the only GPU waited."""
         lines = await explained(a_job(2, gpus, held(0, "GPU-a-0"), phases=("Running", "Pending")))
         decision = next(line for line in lines[2:] if "in the queue" not in line)
         assert decision.startswith(expected)

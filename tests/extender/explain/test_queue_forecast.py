@@ -166,7 +166,7 @@ async def test_priority_of_a_new_job_is_unknown_where_there_are_classes(template
 
 
 async def test_rest_of_a_gang_comes_first():
-    """Regression: it was left out, and a younger job was said to be the first."""
+    """Regression: it was left out, and a younger job was the first."""
     kube = a_queue(b=(0, 10))
     add(kube, "gang", 30, workers=2)
     first = msgspec.structs.replace(tenant("gang", ["GPU-b-0"]), job_uid=JobUid("job-gang"), pod_uid=PodUid("pod-gang"))

@@ -107,7 +107,7 @@ async def test_reason_to_wait_is_the_refusal_of_the_extender(node, spec, limits,
     ],
 )
 async def test_job_that_fits_on_no_empty_gpu_could_never_run(spec, reason):
-    """Regression: a gang that empty GPUs could not hold was told to wait."""
+    """Regression: a gang that empty GPUs could not hold had to wait."""
     kube = nodes(gpu_node("a", 2))
     found = await answer(kube, spec)
     assert found.is_infeasible

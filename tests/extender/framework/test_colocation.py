@@ -1,4 +1,4 @@
-"""What is said of many GPUs at once is what the slowdown model says of each alone."""
+"""Slowdowns of many GPUs at once equal those of the slowdown model for each alone."""
 
 import numpy as np
 import pytest
@@ -20,13 +20,13 @@ GPU = st.tuples(st.sampled_from([SharingMode.MPS, SharingMode.TIME_SLICING]), st
 
 def profile(job):
     util, sm, dram, limit = job
-    told = prediction(memory_mib=1000, util=float(util), sm=sm / 100, dram=dram / 100)
-    return {"prediction": told, "max_slowdown": limit}
+    made = prediction(memory_mib=1000, util=float(util), sm=sm / 100, dram=dram / 100)
+    return {"prediction": made, "max_slowdown": limit}
 
 
 @pytest.mark.parametrize(("quantile", "predict"), [(Quantile.MEDIAN, slowdowns), (Quantile.UPPER, upper_slowdowns)])
 @given(gpus=st.lists(GPU, min_size=1, max_size=5), newcomer=JOB)
-def test_each_gpu_is_told_what_the_model_says_of_it(quantile, predict, gpus, newcomer):
+def test_slowdowns_of_all_gpus_are_those_of_the_model(quantile, predict, gpus, newcomer):
     held = [
         tenant(f"{place}-{i}", [f"GPU-a-{place}"], mode=mode, **profile(job))
         for place, (mode, jobs) in enumerate(gpus)

@@ -55,7 +55,7 @@ def on_gpus(*tenants, node="a", count=None):
 class TestRefusal:
     """One message for all nodes says what is missing, with numbers."""
 
-    def test_nodes_that_others_could_leave_are_told_apart_from_unsuitable_ones(self):
+    def test_full_nodes_differ_from_unsuitable_ones(self):
         nodes = (
             gpu_node("a", 1, [tenant("x", ["GPU-a-0"], memory_limit_mib=31840)]),
             gpu_node("b", 1, [tenant("y", ["GPU-b-0"], **BUSY)]),
@@ -251,7 +251,7 @@ class TestRefusal:
 
     @pytest.mark.parametrize(("least_mib", "may_fit_later"), [(40960, True), (40961, False)])
     def test_limit_that_no_empty_gpu_meets_is_final(self, least_mib, may_fit_later):
-        """Regression: a job was told to wait for more free memory than any GPU has."""
+        """Regression: a job had to wait for more free memory than any GPU has."""
         cached = evaluated(gpu_node("a", 1, [tenant("x", [GPU])]), limits=AdmissionLimits(min_free_mib=least_mib))
         assert (infeasible_when_empty(cached.evaluation, 8, 1) is None) is may_fit_later
         found = filter_nodes(cached, ["a"])

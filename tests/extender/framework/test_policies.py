@@ -1,4 +1,4 @@
-"""What each policy takes, preconditions, and a job's own choice."""
+"""The GPU that each policy takes, the admission limits of the site, and the policy of a job."""
 
 import msgspec
 import numpy as np
@@ -47,7 +47,7 @@ def a_busy_node():
 @pytest.mark.parametrize(
     ("policy", "gpu"),
     [
-        pytest.param("least-slowdown", 0, id="nobody loses anything, and the fuller GPU is taken"),
+        pytest.param("least-slowdown", 0, id="no tenant is slowed, and the fuller GPU is taken"),
         pytest.param("most-available-memory", 1, id="the idle GPU has the most"),
         pytest.param("exclusive", 1, id="the only GPU of its own"),
         pytest.param("first-fit", 0, id="the first"),
@@ -57,7 +57,7 @@ def a_busy_node():
         pytest.param("least-utilized", 1, id="idle means no activity"),
         pytest.param("most-utilized", 2, id="the busiest that holds it"),
         pytest.param("energy", 0, id="the sleeping GPU stays asleep"),
-        pytest.param("round-robin", 0, id="nobody was ever taken"),
+        pytest.param("round-robin", 0, id="no GPU was taken before"),
     ],
 )
 def test_each_policy_takes_its_own_gpu(policy, gpu):
@@ -65,7 +65,7 @@ def test_each_policy_takes_its_own_gpu(policy, gpu):
     assert found == (gpu, SharingMode.EXCLUSIVE if policy == "exclusive" else SharingMode.MPS)
 
 
-def test_every_policy_says_what_it_does():
+def test_every_policy_has_a_meaning():
     assert all(policy.meaning and policy.name == name for name, policy in POLICIES.items())
 
 
@@ -76,7 +76,7 @@ def test_every_policy_says_what_it_does():
         pytest.param(SharingMode.TIME_SLICING, 248 * 0.9 * 2 + 208, id="beside a neighbour that it slows"),
     ],
 )
-def test_energy_counts_watts_for_as_long_as_everybody_runs(mode, expected_w):
+def test_energy_counts_watts_for_as_long_as_all_tenants_run(mode, expected_w):
     """An A100 draws 50 W asleep, 84 to 332 W with a job; two that are always busy take twice as long in turns."""
     busy = {"prediction": prediction(util=100, sm=0.9, dram=0.5), "max_slowdown": 10.0}
     held = [] if mode is None else [tenant("x", [ROW(0)], mode, **busy)]
@@ -86,7 +86,7 @@ def test_energy_counts_watts_for_as_long_as_everybody_runs(mode, expected_w):
     assert energy(evaluation, np.array([0]))[0] == pytest.approx(expected_w)
 
 
-def test_energy_wakes_a_gpu_where_company_would_cost_more_than_that():
+def test_energy_wakes_a_gpu_if_sharing_costs_more():
     held = tenant("x", [ROW(0)], prediction=prediction(util=100, sm=0.9, dram=0.5), max_slowdown=10.0)
     snapshot = cluster(gpu_node("a", 2, [held])).snapshot()
     light = prediction(util=20, sm=0.05, dram=0.1)
@@ -102,8 +102,8 @@ def test_round_robin_goes_on_after_the_newest_reservation():
     assert chosen(cluster(gpu_node("a", 3, [last])).snapshot(), "round-robin")[0] == 0
 
 
-def test_round_robin_does_not_go_on_after_what_is_gone():
-    """Regression: rows of a node that was removed said who came last until others wrote over them."""
+def test_round_robin_forgets_removed_nodes():
+    """Regression: rows of a removed node counted until others overwrote them."""
     held = msgspec.structs.replace(tenant("x", [ROW(0)]), reserved_at=rfc3339(FakeClock().now()))
     last = msgspec.structs.replace(tenant("y", ["GPU-b-0"]), reserved_at="2030-01-01T00:00:00Z")
     known = cluster(gpu_node("a", 3, [held]), gpu_node("b", 1, [last]))
@@ -112,7 +112,7 @@ def test_round_robin_does_not_go_on_after_what_is_gone():
     assert chosen(known.snapshot(), "round-robin")[0] == 1
 
 
-def test_joint_activity_keeps_nobody_from_an_idle_gpu():
+def test_limit_of_joint_activity_exempts_idle_gpus():
     newcomer = pod_request(prediction=prediction(sm=0.7), max_slowdown=3)
     asked = rules(max_joint_sm_active=0.5)
     assert filter_nodes(CachedEvaluation(newcomer, asked, cluster(gpu_node("a", 1)).snapshot()), ["a"]).fits == ["a"]
@@ -130,7 +130,7 @@ def test_joint_activity_keeps_nobody_from_an_idle_gpu():
         ({"max_jobs": 1}, "1 GPU: jobs on a GPU 2, the site's limit is 1"),
     ],
 )
-def test_a_precondition_refuses_with_its_number(asked, sentence):
+def test_admission_limit_refuses_with_its_number(asked, sentence):
     known = cluster(gpu_node("a", 1, [tenant("x", [ROW(0)], prediction=prediction(sm=0.6))]))
     newcomer = pod_request(max_slowdown=3)
     assert filter_nodes(CachedEvaluation(newcomer, rules(), known.snapshot()), ["a"]).fits == ["a"]
@@ -139,7 +139,7 @@ def test_a_precondition_refuses_with_its_number(asked, sentence):
     }
 
 
-def test_exclusive_says_why_a_gpu_in_use_is_none():
+def test_exclusive_refuses_gpus_in_use():
     known = cluster(gpu_node("a", 1, [tenant("x", [ROW(0)])]))
     found = filter_nodes(CachedEvaluation(pod_request(), rules("exclusive"), known.snapshot()), ["a"])
     assert found.refused["a"] == "NoGpuFits: 1 GPU: in use, and the policy gives every job a GPU of its own"
@@ -157,13 +157,13 @@ def test_exclusive_says_why_a_gpu_in_use_is_none():
         ({"max_jobs": 1025}, "expected 1 to 1,024 jobs on a GPU at most, found 1,025"),
     ],
 )
-def test_an_impossible_precondition_ends_the_start(impossible, sentence):
+def test_impossible_admission_limit_ends_the_start(impossible, sentence):
     settings = ExtenderSettings(conditions=ConditionSettings(**impossible))
     with pytest.raises(SettingsError, match=sentence):
         build(settings, FakeKube(), FakeClock())
 
 
-def test_preconditions_are_told_in_words():
+def test_admission_limits_are_printed_in_words():
     every = AdmissionLimits(0.8, 0.9, 2048, 3, quantile=Quantile.UPPER)
     assert str(every) == (
         "SM activity ≤ 0.80, joint SM activity ≤ 0.90, free memory ≥ 2,048 MiB, jobs on a GPU ≤ 3, "
@@ -172,7 +172,7 @@ def test_preconditions_are_told_in_words():
     assert (str(AdmissionLimits()), str(AdmissionLimits(exclusive=True))) == ("none", "every job on a GPU of its own")
 
 
-def test_a_job_chooses_its_policy_only_where_the_site_lets_it():
+def test_job_chooses_its_policy_only_if_the_site_allows_it():
     def made(policy):
         row = {"metadata": {"name": "j", "namespace": "n"}}
         if policy:

@@ -1,4 +1,4 @@
-"""Which of the places that fit is taken."""
+"""The place that is taken of those that fit, and the scores of nodes."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def fit(policy="least-slowdown"):
     return SchedulerConfig(find_policy(policy), slots=8)
 
 
-def test_a_job_that_disturbs_nobody_joins_the_gpu_with_the_least_left():
+def test_job_that_slows_no_tenant_joins_the_gpu_with_the_least_memory_left():
     known = cluster(
         gpu_node("a", 3, [tenant("x", ["GPU-a-1"], memory_limit_mib=8000), tenant("y", ["GPU-a-2"])]),
     )
@@ -33,7 +33,7 @@ def test_a_job_that_disturbs_nobody_joins_the_gpu_with_the_least_left():
     ).gpu_uuids == ["GPU-a-0"]
 
 
-def test_a_job_that_would_disturb_takes_an_idle_gpu_and_the_reason_says_so():
+def test_job_that_would_slow_a_tenant_takes_an_idle_gpu_with_the_reason():
     known = cluster(gpu_node("a", 2, [tenant("x", [GPU], **BUSY, max_slowdown=1.2)]))
     chosen = place_on_node(CachedEvaluation(pod_request(**BUSY), fit(), known.snapshot()), "a")
     assert chosen.gpu_uuids == ["GPU-a-1"]
@@ -41,7 +41,7 @@ def test_a_job_that_would_disturb_takes_an_idle_gpu_and_the_reason_says_so():
     assert "would slow default/x to 1.90 of 1.20" in chosen.reason
 
 
-def test_of_several_that_were_passed_over_the_closest_is_told():
+def test_reason_names_the_closest_gpu_that_was_passed_over():
     busy = [tenant(f"x{i}", [f"GPU-a-{i}"], **BUSY, max_slowdown=1.2 + i / 10) for i in range(2)]
     chosen = place_on_node(
         CachedEvaluation(pod_request(**BUSY), fit(), cluster(gpu_node("a", 3, busy)).snapshot()), "a"
@@ -84,7 +84,7 @@ def test_scores_are_integers_from_0_to_10_and_the_best_gets_10():
     assert scored(CachedEvaluation(pod_request(), fit("most-available-memory"), known.snapshot()), names)["idle"] == 10
 
 
-def test_a_place_scores_the_more_the_closer_it_comes_to_the_best():
+def test_score_falls_with_the_distance_from_the_best():
     used = [tenant(f"t{i}", [f"GPU-n{i}-0"], memory_limit_mib=8000 * i) for i in range(1, 5)]
     nodes = [gpu_node(f"n{i}", 1, [one]) for i, one in enumerate(used, start=1)]
     known, names = cluster(gpu_node("n0", 1), *nodes), [f"n{i}" for i in range(5)]
@@ -92,7 +92,7 @@ def test_a_place_scores_the_more_the_closer_it_comes_to_the_best():
     assert [found[name] for name in names] == [0, 1, 2, 3, 10]
 
 
-def test_of_ties_the_one_with_less_left_over_scores_more():
+def test_tie_with_less_memory_left_scores_more():
     held = {"tight": 30000, "loose": 1000, "best": 34000}
     used = [gpu_node(name, 1, [tenant(name, [f"GPU-{name}-0"], memory_limit_mib=mib)]) for name, mib in held.items()]
     found = scored(CachedEvaluation(pod_request(), fit(), cluster(*used).snapshot()), list(held))
@@ -111,7 +111,7 @@ gpus = st.lists(
 
 @pytest.mark.parametrize("policy", POLICIES)
 @given(layout=st.lists(gpus, min_size=1, max_size=3), wanted=st.integers(1, 3), memory=st.integers(1, 50000))
-def test_every_policy_keeps_the_promises(policy, layout, wanted, memory):
+def test_every_policy_returns_places_that_fit(policy, layout, wanted, memory):
     nodes = [
         gpu_node(
             f"n{n}",
@@ -127,10 +127,10 @@ def test_every_policy_keeps_the_promises(policy, layout, wanted, memory):
     snapshot, names = cluster(*nodes).snapshot(), [node.metadata.name for node in nodes]
     newcomer = pod_request(gpus=wanted, prediction=prediction(memory_mib=memory))
     found = filter_nodes(CachedEvaluation(newcomer, fit(policy), snapshot), names)
-    told = {**found.refused, **found.unsuitable}
-    assert sorted([*found.fits, *told]) == sorted(names)
-    assert len(set(told.values())) <= 1
-    assert all(text.startswith("NoGpuFits: ") for text in told.values())
+    refused = {**found.refused, **found.unsuitable}
+    assert sorted([*found.fits, *refused]) == sorted(names)
+    assert len(set(refused.values())) <= 1
+    assert all(text.startswith("NoGpuFits: ") for text in refused.values())
     scores = scored(CachedEvaluation(newcomer, fit(policy), snapshot), names)
     assert all(0 <= score <= 10 for score in scores.values())
     assert bool(found.fits) == (max(scores.values()) == 10)
@@ -150,7 +150,7 @@ MANY = [f"n{number:03}" for number in range(FEW + 20)]
 
 
 @given(st.data())
-def test_the_one_best_node_is_the_first_of_many_whoever_is_offered(data):
+def test_best_node_is_the_first_of_those_that_are_offered(data):
     busy = data.draw(st.lists(st.integers(1000, 30_000), min_size=len(MANY), max_size=len(MANY)))
     known = cluster(
         *(
@@ -164,5 +164,5 @@ def test_the_one_best_node_is_the_first_of_many_whoever_is_offered(data):
     offered = data.draw(st.permutations([name for name in MANY if name not in unoffered]))
     expected, used = next(name for name in best if name not in unoffered), dict(zip(MANY, busy, strict=True))
     (one,), (first, _) = (filter_nodes(cached_evaluation, offered, most).fits for most in (1, 2))
-    assert used[one] == used[first] == used[expected]  # which of equals comes second is nobody's concern
+    assert used[one] == used[first] == used[expected]  # the order of equals is open
     assert best[0] in unoffered or one == first == best[0]
