@@ -1,6 +1,7 @@
-"""A step traced on meta tensors has the numbers of fake tensors, and optimizers differ by their state."""
+"""Steps on meta and on fake tensors have equal numbers; optimizers and adapters differ by their state."""
 
 import pytest
+import torch
 from carpool_core.resources.job import CatalogModel, Training
 from carpool_core.values import Optimizer
 
@@ -10,7 +11,7 @@ from carpool_predictor.catalog.recipes import Recipe, recipe_of
 from carpool_predictor.tracing.models import trace_under
 from carpool_predictor.tracing.operators import OperatorCache
 from carpool_predictor.tracing.step import fake_mode, meta_mode
-from torch import nn
+from torch import Tensor, nn
 
 TRAINING = Training(batch_size=8, optimizer=Optimizer.SGD_MOMENTUM)
 
@@ -35,3 +36,30 @@ def test_optimizers_differ_by_their_state_and_share_operator_results() -> None:
     assert peaks[Optimizer.SGD] < peaks[Optimizer.SGD_MOMENTUM] < peaks[Optimizer.RMSPROP] < peaks[Optimizer.ADAM]
     for optimizer, peak in peaks.items():
         assert trace_under(fake_mode(), recipe, Training(optimizer=optimizer), (8,)).steps[0].peak_bytes == peak
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a trainable low-rank adapter, which its constructor moves as `peft` does."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        down = nn.Linear(base.in_features, rank, bias=False, dtype=torch.float64)
+        self.adapter = nn.Sequential(down, nn.Linear(rank, base.out_features, bias=False)).to(
+            base.weight.device, torch.float32
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.adapter(x)
+
+
+def test_an_adapter_costs_no_state_for_frozen_weights() -> None:
+    """Regression: `Module.to` in a constructor failed with "Couldn't swap Linear.weight"."""
+    recipe = Recipe("adapted", lambda: Adapted(nn.Linear(1024, 1024), 4), (1024,))
+    whole = Recipe("whole", lambda: nn.Linear(1024, 1024), (1024,))
+    training = Training(optimizer=Optimizer.ADAM)
+    found = [trace_under(mode, recipe, training, (1, 2)) for mode in (meta_mode(), fake_mode())]
+    assert found[0] == found[1]
+    assert (found[0].trainable_parameters, found[0].parameters) == (2 * 4 * 1024, 2 * 4 * 1024 + 1024 * 1025)
+    assert found[0].parameter_bytes == 4 * found[0].parameters
+    assert found[0].steps[0].peak_bytes < 0.5 * trace_under(meta_mode(), whole, training, (1, 2)).steps[0].peak_bytes

@@ -49,6 +49,12 @@ def _leave(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
     return tensor
 
 
+def _replace_data(parameter: Tensor, converted: Tensor) -> None:
+    """Convert a parameter in `Module.to`; PyTorch's `swap_tensors` refuses fake tensors, to which it has references."""
+    if parameter.dtype is not converted.dtype:
+        parameter.data = converted.data
+
+
 @contextmanager
 def fake_weights(mode: TensorMode, dtype: torch.dtype | None = None) -> Iterator[None]:
     """Make every parameter and buffer registered inside the block fake, and initialisers do nothing.
@@ -80,6 +86,7 @@ def fake_weights(mode: TensorMode, dtype: torch.dtype | None = None) -> Iterator
     with ExitStack() as stack:
         for name in _INITIALISERS:
             stack.enter_context(patch.object(nn.init, name, _leave))
+        stack.enter_context(patch.object(torch.utils, "swap_tensors", _replace_data))
         stack.callback(registration.register_module_parameter_registration_hook(parameter).remove)
         stack.callback(registration.register_module_buffer_registration_hook(buffer).remove)
         yield
