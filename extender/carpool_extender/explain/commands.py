@@ -13,24 +13,24 @@ import click
 import msgspec
 from carpool_core.clock import SystemClock
 from carpool_core.keys import GROUP_VERSION
-from carpool_core.kube.api import GPU_TRAINING_JOBS, KubeApi
+from carpool_core.kube.api import CONFIG_MAPS, GPU_TRAINING_JOBS, KubeApi
 from carpool_core.kube.client import connect
 from carpool_core.kube.config import KubeConfigError
-from carpool_core.kube.errors import Conflict, Forbidden, Invalid, KubeError, Refused
+from carpool_core.kube.errors import Conflict, Forbidden, Invalid, KubeError, NotFound, Refused
 from carpool_core.products import PRODUCTS, hardware_name
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.schema import describe_decode_error
-from carpool_core.settings import SettingsError, click_options
+from carpool_core.settings import Setting, SettingsError, click_options, load, settings_of
 from carpool_predictor.calibration.document import Calibration
 from carpool_predictor.calibration.run_history import model_key
 from carpool_predictor.calibration.store import CalibrationStore, UnreadableCalibrationError, parse_config_map_name
 from carpool_predictor.predict import predict
 from carpool_predictor.tracing.source import SubprocessTracer, features_of
+from click.core import ParameterSource
 
 from carpool_extender.explain.explain import Answer, NoSuchJobError, explain_job
 from carpool_extender.explain.explain import what_if as answer_what_if
 from carpool_extender.explain.queue_forecast import Options
-from carpool_extender.explain.site_settings import given, read_site_settings
 from carpool_extender.framework.diagnosis import broken
 from carpool_extender.framework.scores import SchedulerConfig, UnknownPolicyError, find_policy
 from carpool_extender.settings import AskSettings
@@ -73,11 +73,10 @@ def read_manifest(path: Path, namespace: str | None) -> dict[str, Any]:
     except msgspec.MsgspecError as error:
         message = " ".join(str(error).split())
         raise ManifestError(f"{path}: expected a GpuTrainingJob in one YAML document: {message}") from error
-    kind = found.get("kind") if isinstance(found, dict) else None
-    if kind != "GpuTrainingJob":
-        raise ManifestError(f"{path}: expected a GpuTrainingJob, found {f'a {kind}' if kind else 'no kind'}")
-    if (version := found.get("apiVersion")) != GROUP_VERSION:
-        raise ManifestError(f"{path}: expected apiVersion {GROUP_VERSION}, found {version or 'none'}")
+    found = found if isinstance(found, dict) else {}
+    for field, expected in (("kind", "GpuTrainingJob"), ("apiVersion", GROUP_VERSION)):
+        if found.get(field) != expected:
+            raise ManifestError(f"{path}: expected {field} {expected}, found {found.get(field) or 'none'}")
     metadata = found.get("metadata")
     if not isinstance(metadata, dict) or not metadata.get("name"):
         raise ManifestError(f"{path}: expected metadata.name, found none; give the job a name")
@@ -155,6 +154,80 @@ async def job_predictor(api: KubeApi, settings: AskSettings) -> JobPredictor:
     missing = f"nothing has been learned yet, or the operator's calibration is not {settings.calibration}"
     notes = () if kept.version else (missing,)
     return JobPredictor(kept.calibration, is_strict=not settings.share_unmeasured, notes=notes)
+
+
+_SITE = "--site (CARPOOL_SITE): expected NAMESPACE/NAME, such as carpool-system/carpool, or nothing"
+_OWN = ("site", "kube")
+"""Fields of `AskSettings` that only the caller sets."""
+
+
+class _ConfigMap(msgspec.Struct, frozen=True):
+    data: dict[str, str] = {}
+
+
+class SiteSettings(NamedTuple):
+    """The settings that hold for an answer."""
+
+    settings: AskSettings
+    note: str
+    """A sentence with the settings that differ from the defaults, and their source."""
+
+
+async def read_site_settings(api: KubeApi, asked: AskSettings, flags: frozenset[str]) -> SiteSettings:
+    """Return the caller's settings, and for all that the caller did not set, those in the chart's ConfigMap.
+
+    Args:
+        api: The Kubernetes API, with the caller's rights.
+        asked: The caller's settings and defaults.
+        flags: Flags that the caller set; these win.
+
+    Raises:
+        SettingsError: `asked.site` is not a NAMESPACE/NAME.
+        KubeError: The API server could not be reached.
+    """
+    fields = [one for one in settings_of(AskSettings) if one.path[0] not in _OWN]
+    ours = {one.env: _text(asked, one) for one in fields if one.flag in flags}
+    settings, where, unread = asked, "", ""
+    if (installation := parse_config_map_name(asked.site, _SITE)) is not None:
+        namespace, name = installation[0], f"{installation[1]}-settings"
+        where = f"ConfigMap {name} in {namespace}"
+        try:
+            found = await api.get(CONFIG_MAPS, name, _ConfigMap, namespace=namespace)
+            merged = replace(load(AskSettings, {**found.data, **ours}), site=asked.site, kube=asked.kube)
+            find_policy(merged.policy)
+            merged.conditions.conditions()
+            settings = merged
+        except Forbidden:
+            unread = f"you may not read {where}"
+        except NotFound:
+            unread = f"{where} does not exist (--site names another installation)"
+        except (Invalid, SettingsError, UnknownPolicyError) as error:
+            unread = f"{where} is invalid for this version: {error}"
+    given, default = [_flag(settings, one) for one in fields if one.flag in flags], AskSettings()
+    open_ = [one for one in fields if one.flag not in flags]
+    theirs = [_flag(settings, one) for one in open_ if _text(settings, one) != _text(default, one)]
+    parts = [f"{' '.join(given)} as given"] if given else []
+    parts += [f"{' '.join(theirs)} by {where}"] if theirs else []
+    others = "the others as shipped" if parts else "as shipped"
+    parts.append(f"{others}, by {where}" if where and not unread and not theirs else others)
+    parts += [f"the site's may differ: {unread}"] if unread else []
+    return SiteSettings(settings, f"settings: {'; '.join(parts)}")
+
+
+def _text(settings: AskSettings, one: Setting) -> str:
+    """Return the value of a setting as its environment variable has it; empty if it is unset."""
+    value: Any = settings
+    for name in one.path:
+        value = getattr(value, name)
+    return "" if value is None else str(value)
+
+
+def _flag(settings: AskSettings, one: Setting) -> str:
+    """Return a setting as the flag that would set it."""
+    value = _text(settings, one)
+    if one.type is bool:
+        return one.flag if value == str(True) else f"--no-{one.flag.removeprefix('--')}"
+    return f"{one.flag} {value}" if value else f"{one.flag} ''"
 
 
 class UnansweredError(click.ClickException):
@@ -244,11 +317,17 @@ def _missing_rights(settings: AskSettings) -> str:
     )
 
 
+def flags_given(context: click.Context) -> frozenset[str]:
+    """Return the flags that the caller set, on the command line or by environment variables."""
+    sources = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
+    return frozenset(p.opts[0] for p in context.command.params if context.get_parameter_source(p.name or "") in sources)
+
+
 _Question = Callable[[KubeApi, AskSettings, SchedulerConfig, Options], Awaitable[Answer]]
 
 
 def _print_answer(settings: AskSettings, each_gpu: bool, question: _Question) -> None:
-    clock, flags = SystemClock(), given(click.get_current_context())
+    clock, flags = SystemClock(), flags_given(click.get_current_context())
 
     async def run() -> Answer:
         find_policy(settings.policy)  # wrong flags are reported even if the cluster cannot be reached

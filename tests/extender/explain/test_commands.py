@@ -11,8 +11,15 @@ from carpool_core.kube.errors import Forbidden, Invalid, Unreachable
 from carpool_core.settings import SettingsError, click_options
 from carpool_core.testing.kube import FakeKube
 from carpool_extender.explain import commands
-from carpool_extender.explain.commands import ManifestError, check_manifest, explain_command, read_manifest, what_if
-from carpool_extender.explain.site_settings import given, read_site_settings
+from carpool_extender.explain.commands import (
+    ManifestError,
+    check_manifest,
+    explain_command,
+    flags_given,
+    read_manifest,
+    read_site_settings,
+    what_if,
+)
 from carpool_extender.framework.admission_limits import Quantile
 from carpool_extender.framework.diagnosis import broken
 from carpool_extender.settings import AskSettings, ConditionSettings
@@ -26,7 +33,7 @@ def test_invalid_input_is_refused_with_a_sentence(tmp_path):
     manifest.write_text("spec: 3")
     result = CliRunner().invoke(what_if, [str(manifest)])
     assert result.exit_code == 2
-    assert "expected a GpuTrainingJob" in result.output
+    assert "expected kind GpuTrainingJob, found none" in result.output
     manifest.write_text("{")
     result = CliRunner().invoke(what_if, [str(manifest)])
     assert (result.exit_code, len(result.output.splitlines())) == (2, 1)
@@ -204,8 +211,8 @@ def test_namespace_of_the_manifest_must_match(own, flag, found, tmp_path):
         pytest.param(
             "apiVersion:\nkind: GpuTrainingJob", "expected apiVersion carpool.dev/v1alpha1, found none", id="no version"
         ),
-        pytest.param("apiVersion: batch/v1\nkind: Job", "expected a GpuTrainingJob, found a Job", id="another kind"),
-        pytest.param("apiVersion: carpool.dev/v1alpha1", "expected a GpuTrainingJob, found no kind", id="no kind"),
+        pytest.param("apiVersion: batch/v1\nkind: Job", "expected kind GpuTrainingJob, found Job", id="another kind"),
+        pytest.param("apiVersion: carpool.dev/v1alpha1", "expected kind GpuTrainingJob, found none", id="no kind"),
     ],
 )
 def test_manifest_of_another_kind_is_refused(head, sentence, tmp_path):
@@ -316,7 +323,7 @@ def test_flags_and_environment_variables_count_as_given(arguments, environment, 
     @click.command()
     @click_options(AskSettings)
     def command(settings):
-        seen.append(given(click.get_current_context()))
+        seen.append(flags_given(click.get_current_context()))
 
     assert CliRunner(env=environment).invoke(command, arguments).exit_code == 0
     assert seen == [expected]
