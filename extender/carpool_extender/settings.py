@@ -154,8 +154,8 @@ class AskSettings:
         "carpool-system/carpool",
         flag="--site",
         env="CARPOOL_SITE",
-        help="Installation whose settings hold where no flag or variable says otherwise, as NAMESPACE/NAME: they are "
-        "read from its Deployments NAME-scheduler and NAME-operator, by those who may; not asked where empty.",
+        help="Installation whose settings hold unless a flag or variable sets them, as NAMESPACE/NAME: they are read "
+        "from its ConfigMap NAME-settings; if empty, the defaults hold.",
         allow_empty=True,
     )
     policy: str = _policy()

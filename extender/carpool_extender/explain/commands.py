@@ -37,7 +37,7 @@ from carpool_extender.settings import AskSettings
 from carpool_extender.workloads import JobOptions
 
 STDIN = Path("-")
-"""The path that stands for standard input."""
+"""The path of standard input."""
 _UNCHECKED_RULES = re.compile(
     r"\s*(?:, |\* )?<nil>: Invalid value: \"?null\"?: some validation rules were not checked[^,\]\n]*"
 )
@@ -45,7 +45,7 @@ _UNCHECKED_RULES = re.compile(
 
 
 class ManifestError(ValueError):
-    """The manifest is invalid; `str()` says why."""
+    """The manifest is invalid; `str()` is the reason."""
 
 
 class CheckedManifest(NamedTuple):
@@ -131,9 +131,9 @@ class JobPredictor:
         spec = job.spec
         features = await features_of(spec.model, spec.training, SubprocessTracer())
         names = set(map(hardware_name, products))
-        known = [product for product in PRODUCTS if product.name in names]
+        present = [product for product in PRODUCTS if product.name in names]
         learned = None if self.calibration is None else self.calibration.for_gpus(names.difference(products))
-        prediction = predict(features, spec.training, known, learned, model_key(spec.model), is_strict=self.is_strict)
+        prediction = predict(features, spec.training, present, learned, model_key(spec.model), is_strict=self.is_strict)
         return msgspec.structs.replace(job, status=msgspec.structs.replace(job.status, prediction=prediction))
 
 

@@ -29,7 +29,7 @@ from carpool_core.values import GpuUuid, JobState, JobUid, PodUid
 from carpool_extender.cache.cluster import ClusterCache
 from carpool_extender.cache.health import GpuAvailability, listed
 from carpool_extender.cache.pod_request import PodRequest
-from carpool_extender.cache.usage import TenantUsage, counted_tenants, epoch_seconds, reserved_usage, usage_of
+from carpool_extender.cache.usage import epoch_seconds
 from carpool_extender.explain.counterfactual import without_pods
 from carpool_extender.explain.dry_run import DryRun, step_time_at
 from carpool_extender.explain.queue_forecast import (
@@ -328,8 +328,7 @@ def _gpu_lines(
 ) -> list[str]:
     """Return a line for each GPU or group of equal GPUs, and for the nodes that report none."""
     found = explain_gpus(CachedEvaluation(request, config, cluster.snapshot()), sorted(cluster.nodes))
-    measured = {uuid: text for node in cluster.nodes.values() for uuid, text in measured_differences(node).items()}
-    gpus = lines(with_own(with_measures(found, measured), own), each=options.each_gpu)
+    gpus = lines(with_own(with_measures(found, cluster.nodes.values()), own), each=options.each_gpu)
     question = "is the node agent running there?"
     if options.each_gpu or len(silent) < 2:
         gpus += [f"{name} reports no GPUs: {question}" for name in silent]
@@ -353,41 +352,6 @@ async def _nodes_without_gpus(api: KubeApi, nodes: Iterable[GpuNode], invalid: C
     reporting = {node.metadata.name: bool(node.status.devices) for node in nodes}
     names = {*reporting, *(node.metadata.name for node in labelled)}
     return sorted(name for name in names if not reporting.get(name, False) and name not in invalid)
-
-
-def measured_differences(node: GpuNode) -> Mapping[GpuUuid, str]:
-    """Return, by GPU, where a tenant's measurement counts instead of its prediction, or will count later."""
-    counted, found = counted_tenants(node), {}
-    for uuid in {uuid for one in node.spec.reservations for uuid in one.gpu_uuids}:
-        held = [one for one in node.spec.reservations if uuid in one.gpu_uuids]
-        known = usage_of(held, [counted.get((one.pod_uid, uuid)) for one in held])
-        changed = [text for one, of in zip(held, known, strict=True) if (text := _measured(one, of))]
-        parts = [f"counts as measured: {', '.join(changed)}"] if changed else []
-        if later := [_unmeasured(one) for one in held if one.tenant.provisional and one.tenant.measured_mib is None]:
-            parts.append(f"until its measured peak is stable: {', '.join(later)}")
-        if parts:
-            found[uuid] = "; ".join(parts)
-    return found
-
-
-def _unmeasured(held: Reservation) -> str:
-    memory = held.tenant.memory_mib
-    return f"{held.pod_namespace}/{held.job_name} counts as {'a whole GPU' if memory is None else f'{memory:,} MiB'}"
-
-
-def _measured(held: Reservation, known: TenantUsage) -> str:
-    """Return where a tenant counts differently from its prediction; empty if it does not, in whole percents."""
-    expected, parts = reserved_usage(held.tenant), []
-    counted, bound = known.memory_mib, held.tenant.memory_mib
-    if counted is not None and counted != bound:
-        at_most = "whole GPU" if bound is None else f"at most {bound:,} MiB"
-        parts.append(f"{counted:,} MiB, {at_most} expected")
-    elif held.tenant.measured_mib is not None and counted != held.tenant.measured_mib:
-        parts.append(f"more than the {held.tenant.measured_mib:,} MiB measured before")
-    for what, now, then in (("SM", known.sm, expected.sm), ("utilization", known.util, expected.util)):
-        if f"{now:.0%}" != f"{then:.0%}":
-            parts.append(f"measured {what} {now:.0%}, predicted {then:.0%}")
-    return f"{held.pod_namespace}/{held.job_name} ({'; '.join(parts)})" if parts else ""
 
 
 async def _read_gpu_nodes(api: KubeApi) -> tuple[list[GpuNode], dict[str, str]]:

@@ -5,12 +5,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from carpool_core.resources.node import MAX_REASON_LENGTH
+from carpool_core.resources.node import MAX_REASON_LENGTH, GpuNode, Reservation
 from carpool_core.values import GpuUuid, SharingMode
 from carpool_predictor.models.slowdown import shipped
 
 from carpool_extender.cache.gpu_table import MODES, NO_MODE, Rows
 from carpool_extender.cache.health import shortened
+from carpool_extender.cache.usage import TenantUsage, counted_tenants, reserved_usage, usage_of
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.filters import (
     CHECKS,
@@ -295,14 +296,50 @@ def with_own(answers: Iterable[GpuAnswer], own: frozenset[GpuUuid]) -> list[GpuA
     return [replace(one, text=f"it is here; without it: {one.text}") if one.uuid in own else one for one in answers]
 
 
-def with_measures(answers: Iterable[GpuAnswer], measured: Mapping[GpuUuid, str]) -> list[GpuAnswer]:
+def with_measures(answers: Iterable[GpuAnswer], nodes: Iterable[GpuNode]) -> list[GpuAnswer]:
     """Add what was measured in place of predictions, where the tenants' use decided."""
+    measured = {uuid: text for node in nodes for uuid, text in measured_differences(node).items()}
     return [
         replace(one, text=f"{one.text}; {measured[one.uuid]}")
         if one.depends_on_tenants and one.uuid in measured
         else one
         for one in answers
     ]
+
+
+def measured_differences(node: GpuNode) -> Mapping[GpuUuid, str]:
+    """Return, by GPU, where a tenant's measurement counts instead of its prediction, or will count later."""
+    counted, found = counted_tenants(node), {}
+    for uuid in {uuid for one in node.spec.reservations for uuid in one.gpu_uuids}:
+        held = [one for one in node.spec.reservations if uuid in one.gpu_uuids]
+        usages = usage_of(held, [counted.get((one.pod_uid, uuid)) for one in held])
+        changed = [text for one, of in zip(held, usages, strict=True) if (text := _measured(one, of))]
+        parts = [f"counts as measured: {', '.join(changed)}"] if changed else []
+        if later := [_unmeasured(one) for one in held if one.tenant.provisional and one.tenant.measured_mib is None]:
+            parts.append(f"until its measured peak is stable: {', '.join(later)}")
+        if parts:
+            found[uuid] = "; ".join(parts)
+    return found
+
+
+def _unmeasured(held: Reservation) -> str:
+    memory = held.tenant.memory_mib
+    return f"{held.pod_namespace}/{held.job_name} counts as {'a whole GPU' if memory is None else f'{memory:,} MiB'}"
+
+
+def _measured(held: Reservation, usage: TenantUsage) -> str:
+    """Return where a tenant counts differently from its prediction; empty if it does not, in whole percents."""
+    expected, parts = reserved_usage(held.tenant), []
+    counted, bound = usage.memory_mib, held.tenant.memory_mib
+    if counted is not None and counted != bound:
+        at_most = "whole GPU" if bound is None else f"at most {bound:,} MiB"
+        parts.append(f"{counted:,} MiB, {at_most} expected")
+    elif held.tenant.measured_mib is not None and counted != held.tenant.measured_mib:
+        parts.append(f"more than the {held.tenant.measured_mib:,} MiB measured before")
+    for what, now, then in (("SM", usage.sm, expected.sm), ("utilization", usage.util, expected.util)):
+        if f"{now:.0%}" != f"{then:.0%}":
+            parts.append(f"measured {what} {now:.0%}, predicted {then:.0%}")
+    return f"{held.pod_namespace}/{held.job_name} ({'; '.join(parts)})" if parts else ""
 
 
 def lines(answers: Iterable[GpuAnswer], *, each: bool) -> list[str]:

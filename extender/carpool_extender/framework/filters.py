@@ -44,7 +44,7 @@ DIGITS = 2
 MAX_DIGITS = 6
 """Decimals of a slowdown if fewer would show it as equal to its limit."""
 BEST, EXAMPLE = "at best ", "for example "
-"""Qualifiers of a message that stands for several GPUs."""
+"""Qualifiers of a message about several GPUs."""
 
 
 def pluralize(number: int, noun: str) -> str:
@@ -120,14 +120,14 @@ class Evaluation:
     @property
     def mode_table(self) -> ModeTable:
         """Modes by device class and present mode; computed again when the device classes change."""
-        known, class_table = self._mode_table, self.pod_request.class_table(self.snapshot.classes)
-        if known is None or known.class_table is not class_table:
+        cached, class_table = self._mode_table, self.pod_request.class_table(self.snapshot.classes)
+        if cached is None or cached.class_table is not class_table:
             mode = choose_modes(self.pod_request, class_table, exclusive=self.limits.exclusive)
             need_mib = np.where(
                 mode == TIME_SLICING, class_table.unenforced_mib[:, None], class_table.need_mib[:, None]
             )
-            known = self._mode_table = ModeTable(class_table, mode, need_mib)
-        return known
+            cached = self._mode_table = ModeTable(class_table, mode, need_mib)
+        return cached
 
     @property
     def class_table(self) -> ClassTable:
@@ -196,7 +196,7 @@ class Check(ABC):
     number: ClassVar[int]
     """Place in `CHECKS`: of several that fail, a refusal names the first."""
     needs_mode = False
-    """Whether the check says nothing on a GPU that is unsuitable or has no possible mode."""
+    """Whether the check does not apply to a GPU that is unsuitable or has no possible mode."""
 
     @abstractmethod
     def mask(self, evaluation: Evaluation, gpus: GpuTable, mode: NDArray[np.int8]) -> Bools | None:
@@ -317,7 +317,7 @@ class ModeCheck(Check):
             return f"in use, and the job must be alone: {unbounded_reason(demand, evaluation.snapshot.product(row))}"
         if present is SharingMode.MIG:
             return f"divided by MIG, and no instance holds {required.profile.memory_mib or 0:,} MiB"
-        return f"shared by {present}, and the job wants {demand.mode}"
+        return f"shared by {present}, which its agent does not offer to other jobs"
 
     def group_keys(self, evaluation: Evaluation, rows: Rows) -> NDArray[Any]:
         return evaluation.snapshot.gpus.mode[rows]

@@ -114,7 +114,7 @@ def mode_reason(mode: SharingMode, demand: Demand, *, is_first: bool, exclusive:
 def tenant_profile(required: ClassRequirements, mode: SharingMode) -> TenantProfile:
     """Return what the reservation counts for the pod.
 
-    Under time-slicing nothing enforces a bound, so more may count. A bound is final where nobody can join, or where
+    Under time-slicing nothing enforces a bound, so more may count. A bound is final where no other pod can join, or where
     hardware enforces it.
     """
     profile = required.profile

@@ -128,6 +128,12 @@ class TestRefusal:
                 "1 GPU: has 8 tenants, the most allowed is 8",
                 id="slots",
             ),
+            pytest.param(
+                [gpu_node("a", [device(modes=[ALONE, TURNS])], [tenant("x", [GPU])])],
+                {},
+                "1 GPU: shared by MPS, which its agent does not offer to other jobs",
+                id="mode that is no longer offered",
+            ),
             pytest.param([gpu_node("a", [device(**SICK)])], {}, "1 node: unhealthy: Xid 79", id="unhealthy"),
             pytest.param(
                 [gpu_node("a", 2, [tenant("x", [GPU], ALONE), tenant("z", [OTHER], **BUSY)])],

@@ -11,7 +11,7 @@ from carpool_core.testing.clock import FakeClock
 from carpool_core.values import SharingMode
 from carpool_extender.cache import ledger
 from carpool_extender.cache.peaks import PeakTracker, StablePeak, measured_tenants, use_measured_peak
-from carpool_extender.explain.explain import measured_differences
+from carpool_extender.framework.diagnosis import measured_differences
 from carpool_extender.reservations.peaks import PeakUpdater
 from carpool_extender.reservations.writer import ATTEMPTS
 from carpool_extender.testing import cluster, device, gpu_node, prediction, tenant, until
