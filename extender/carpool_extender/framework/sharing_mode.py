@@ -114,8 +114,8 @@ def mode_reason(mode: SharingMode, demand: Demand, *, is_first: bool, exclusive:
 def tenant_profile(required: ClassRequirements, mode: SharingMode) -> TenantProfile:
     """Return what the reservation counts for the pod.
 
-    Under time-slicing nothing enforces a bound, so more may count. A bound is final where no other pod can join, or where
-    hardware enforces it.
+    Under time-slicing nothing enforces a bound, so more may count. A bound is final if no other pod can join, or
+    if hardware enforces it.
     """
     profile = required.profile
     if mode is SharingMode.TIME_SLICING:
