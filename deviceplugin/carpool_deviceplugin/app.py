@@ -95,10 +95,8 @@ def find_devices(settings: AgentSettings, nvml: NvmlLibrary | None = None) -> De
         _check_directory("CARPOOL_STATE_DIR", settings.state_dir, "another")
         return devices
     products = parse_inventory(settings.simulated_gpus)
-    try:
-        return SimulatedDevices(products, settings.node_name, settings.state_dir)
-    except OSError as e:
-        raise _unwritable("CARPOOL_STATE_DIR", settings.state_dir, e, "another") from e
+    _check_directory("CARPOOL_STATE_DIR", settings.state_dir, "another")
+    return SimulatedDevices(products, settings.node_name, settings.state_dir)
 
 
 def _check_directory(variable: str, directory: Path, advice: str) -> None:
@@ -108,13 +106,9 @@ def _check_directory(variable: str, directory: Path, advice: str) -> None:
         tempfile.TemporaryFile(dir=directory).close()
     except OSError as e:
         if e.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise _unwritable(variable, directory, e, advice) from e
-
-
-def _unwritable(variable: str, directory: Path, error: OSError, advice: str) -> NoDevicesError:
-    return NoDevicesError(
-        f"{variable}: expected a directory to write to at {quoted(directory)}, found {error.strerror}; set {advice}"
-    )
+            raise NoDevicesError(
+                f"{variable}: expected a directory to write to at {quoted(directory)}, found {e.strerror}; set {advice}"
+            ) from e
 
 
 class KubeletPart:
@@ -141,27 +135,21 @@ class KubeletPart:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._pods.run())
-                tasks.create_task(self._tidy())
-                tasks.create_task(self._ask_who_holds())
                 tasks.create_task(self.registration.run())
+                await self._pods.wait_synced()
+                tasks.create_task(self._maintain())
         finally:
             await self._pod_resources.close()
 
-    async def _ask_who_holds(self) -> None:
+    async def _maintain(self) -> None:
+        """Read who holds GPUs, and remove the CDI specifications of ended pods, including those of an earlier agent."""
         while True:
             try:
                 self.containers = holders(await self._pod_resources.list())
             except KubeletError as e:
-                self._log.debug("podresources not read", error=str(e))  # containers that start are told why
-            await self._sleep(self._every_s)
-
-    async def _tidy(self) -> None:
-        """Remove the CDI specifications of ended pods, including those of an earlier agent."""
-        await self._pods.wait_synced()
-        while True:
+                self._log.debug("podresources not read", error=str(e))  # the plugin's refusals contain it
             living = {PodUid(p.metadata.uid) for p in self._pods.store.values() if not p.is_finished}
-            removed = cdi.remove_stale(self._cdi_dir, living)
-            if removed:
+            if removed := cdi.remove_stale(self._cdi_dir, living):
                 self._log.info("stale slots removed", files=removed)
             await self._sleep(self._every_s)
 

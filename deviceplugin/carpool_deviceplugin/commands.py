@@ -76,7 +76,7 @@ async def serve(settings: AgentSettings) -> None:
             await server.close()
 
 
-@click.command(short_help="Run the node agent, which looks after a node's GPUs.")
+@click.command(short_help="Run the node agent, which manages a node's GPUs.")
 @click_options(AgentSettings)
 def agent(settings: AgentSettings) -> None:
     """Run the node agent: GPUs, their partitions, the kubelet's device plugin, metrics."""

@@ -29,7 +29,7 @@ _RETRY_S = 60.0
 
 
 class SourceError(Exception):
-    """A source gave no answer; `str()` says what was expected and what was found."""
+    """A source gave no answer; `str()` states what was expected and what was found."""
 
 
 class CounterSource(Protocol):

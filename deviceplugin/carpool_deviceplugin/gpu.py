@@ -249,7 +249,7 @@ class Access:
 
 
 class DeviceError(Exception):
-    """A GPU could not be read or changed. `str()` says what was expected, what was found and what to do."""
+    """A GPU could not be read or changed. `str()` states what was expected, what was found and what to do."""
 
 
 class Devices(Protocol):
@@ -304,4 +304,4 @@ class Devices(Protocol):
 
 
 class NoDevicesError(Exception):
-    """The agent has no GPUs; the message says what to set."""
+    """The agent has no GPUs; the message names the setting."""

@@ -25,26 +25,26 @@ DEVICE_GAUGES = {
     "DCGM_FI_DEV_GPU_UTIL": "Share of time in which a kernel ran (in %).",
     "DCGM_FI_DEV_MEM_COPY_UTIL": "Memory bandwidth in use (in %).",
     "DCGM_FI_DEV_FB_USED": "Memory in use by processes (in MiB).",
-    "DCGM_FI_DEV_FB_FREE": "Memory that is free (in MiB).",
-    "DCGM_FI_DEV_FB_RESERVED": "Memory that no process can have (in MiB).",
+    "DCGM_FI_DEV_FB_FREE": "Free memory (in MiB).",
+    "DCGM_FI_DEV_FB_RESERVED": "Memory reserved by the driver (in MiB).",
     "DCGM_FI_DEV_POWER_USAGE": "Power draw (in W).",
     "DCGM_FI_DEV_GPU_TEMP": "Temperature (in C).",
     "DCGM_FI_DEV_SM_CLOCK": "Clock of the SMs (in MHz).",
     "DCGM_FI_DEV_MEM_CLOCK": "Clock of the memory (in MHz).",
-    "DCGM_FI_DEV_XID_ERRORS": "The last XID since the agent began; 0 where none came.",
+    "DCGM_FI_DEV_XID_ERRORS": "The last XID since the start of the agent; 0 if none.",
     "DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS": "Rows remapped for uncorrectable errors.",
     "DCGM_FI_DEV_CORRECTABLE_REMAPPED_ROWS": "Rows remapped for correctable errors.",
-    "DCGM_FI_DEV_ROW_REMAP_FAILURE": "1 where a row could not be remapped.",
+    "DCGM_FI_DEV_ROW_REMAP_FAILURE": "1 if a row could not be remapped.",
     "DCGM_FI_PROF_GR_ENGINE_ACTIVE": "Share of time in which the graphics or compute engine was active (0..1).",
     "DCGM_FI_PROF_SM_ACTIVE": "Share of SM-time with work (0..1).",
-    "DCGM_FI_PROF_SM_OCCUPANCY": "Share of the warps that the SMs could hold (0..1).",
+    "DCGM_FI_PROF_SM_OCCUPANCY": "Share of the SMs' warp slots in use (0..1).",
     "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE": "Share of time in which the tensor cores were active (0..1).",
     "DCGM_FI_PROF_DRAM_ACTIVE": "Share of time in which the memory interface was active (0..1).",
 }
 ENERGY = "DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION"
 TENANT_GAUGES = {
-    "carpool_gpu_tenant_memory_bytes": "GPU memory that a pod has.",
-    "carpool_gpu_tenant_memory_limit_bytes": "GPU memory that a pod may have; absent without a limit.",
+    "carpool_gpu_tenant_memory_bytes": "GPU memory in use by a pod.",
+    "carpool_gpu_tenant_memory_limit_bytes": "GPU memory limit of a pod; absent without a limit.",
     "carpool_gpu_tenant_utilization_ratio": "Share of time in which a pod's kernels ran (0..1).",
     "carpool_gpu_tenant_sm_active_ratio": "Share of SM-time with a pod's work (0..1).",
     "carpool_gpu_tenant_step_seconds": "Mean time of a pod's training step.",
@@ -148,7 +148,7 @@ class AgentCollector(Collector):
 
     def _own(self) -> Iterator[Metric]:
         agent = self._agent
-        healthy = GaugeMetricFamily("carpool_agent_gpu_healthy", "1 where new work may go to a GPU.", labels=["UUID"])
+        healthy = GaugeMetricFamily("carpool_agent_gpu_healthy", "1 if a GPU gets new work.", labels=["UUID"])
         for device in agent.reconciler.reporter.devices:
             healthy.add_metric([device.uuid], float(device.health is DeviceHealth.HEALTHY))
         yield healthy
@@ -161,7 +161,9 @@ class AgentCollector(Collector):
             "carpool_agent_status_writes", "Writes of GpuNode.status.", agent.reconciler.reporter.writes
         )
         registered = agent.kubelet is not None and agent.kubelet.registration.is_registered
-        yield GaugeMetricFamily("carpool_agent_registered", "1 where the kubelet knows the plugin.", float(registered))
+        yield GaugeMetricFamily(
+            "carpool_agent_registered", "1 if the plugin is registered with the kubelet.", float(registered)
+        )
 
 
 def _now(use: PodUsage) -> Rates:

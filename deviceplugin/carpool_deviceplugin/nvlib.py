@@ -106,7 +106,7 @@ _ADVICE = {
     pynvml.NVML_ERROR_IRQ_ISSUE: "its interrupts do not arrive: look at dmesg, the firmware's settings and its slot",
     pynvml.NVML_ERROR_OPERATING_SYSTEM: "the node's kernel or a cgroup forbids it: give the agent /dev/nvidia*",
     pynvml.NVML_ERROR_MEMORY: "the node has no memory left: free some",
-    pynvml.NVML_ERROR_GPU_NOT_FOUND: "look whether lspci still has it; reset it, or restart the node",
+    pynvml.NVML_ERROR_GPU_NOT_FOUND: "check that lspci still lists it; reset it, or restart the node",
     pynvml.NVML_ERROR_TIMEOUT: "the driver took too long: the agent asks again; if it stays so, restart the node",
     pynvml.NVML_ERROR_NOT_READY: "the agent asks again; if it stays so, restart the node",
 }

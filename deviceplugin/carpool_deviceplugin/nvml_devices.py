@@ -406,7 +406,7 @@ class NvmlDevices:
 
     def _check_may_divide(self, uuid: GpuUuid) -> None:
         if self._mig_manager:
-            raise DeviceError(f"GPU {uuid}: expected nobody else to divide it, found that {self._mig_manager}")
+            raise DeviceError(f"GPU {uuid}: expected no other MIG manager, found that {self._mig_manager}")
 
     def _present(self, uuid: GpuUuid, others: frozenset[int] = frozenset()) -> GpuProcesses:
         """Read the processes on the GPU, without those on other managers' MIG instances."""
@@ -442,6 +442,6 @@ class NvmlDevices:
         device = next((f.device for f in gpu.instances if f.own is not None and f.own.pod_uid == pod_uid), None)
         if device is None:
             raise DeviceError(
-                f"GPU {uuid}: expected a MIG instance of pod {pod_uid}, found none; the agent looks again"
+                f"GPU {uuid}: expected a MIG instance of pod {pod_uid}, found none; the agent tries again"
             )
         return self._access.to_instance(uuid, gpu.identity, device)

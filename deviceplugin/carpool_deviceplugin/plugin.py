@@ -340,7 +340,9 @@ class Plugin:
         try:
             owner = owner_of(slots, await state.held())
         except KubeletError as e:
-            raise LaterError(f"expected the kubelet's PodResources to say who holds {', '.join(slots)}: {e}") from e
+            raise LaterError(
+                f"expected the kubelet's PodResources to name the holder of {', '.join(slots)}: {e}"
+            ) from e
         pod = living_pod(owner, state.pod(owner.key))
         reservation = ready_reservation(owner, pod, state.reservations(), state.partitions())
         try:

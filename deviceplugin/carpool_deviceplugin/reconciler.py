@@ -33,9 +33,13 @@ from carpool_deviceplugin.timeouts import CallThreads, Intervals, Poll, TimeLimi
 
 LABEL = "nvidia.com/mig.config"
 _UNKNOWN = "the Node's labels could not be read yet"
+_STRUCK_FOR_S = 600.0
+"""How long pods in an earlier agent's `status.struck` stay in the status, in seconds."""
 
 
-class _Labelled(msgspec.Struct, frozen=True):
+class _Node(msgspec.Struct, frozen=True):
+    """The part of a Node that the agent reads."""
+
     metadata: ObjectMeta
 
 
@@ -60,23 +64,14 @@ class MigManager:
         if self._devices.simulated:
             return False
         try:
-            found = await self._api.get(NODES, self._node, _Labelled)
+            found = await self._api.get(NODES, self._node, _Node)
         except KubeError as e:
             self._log.info("node not read", error=str(e))
             return False
-        value = found.metadata.labels.get(LABEL, "")
-        before = self._known
+        value, before = found.metadata.labels.get(LABEL, ""), self._known
         self._known = f"the Node's label {LABEL} is {value}" if value else ""
         self._devices.set_mig_manager(self._known)
         return self._known != before
-
-
-_STRUCK_FOR_S = 600.0
-"""How long pods in an earlier agent's `status.struck` stay in the status, in seconds."""
-
-
-class _Nameplate(msgspec.Struct, frozen=True):
-    metadata: ObjectMeta
 
 
 class Reconciler:
@@ -88,7 +83,7 @@ class Reconciler:
         clock: The clock.
         devices: The node's GPUs.
         intervals: Deadlines and intervals.
-        on_health: Called with the number of healthy GPUs after each look at them.
+        on_health: Called with the number of healthy GPUs after each reading of their health.
     """
 
     def __init__(
@@ -114,7 +109,7 @@ class Reconciler:
         self._seen_struck: dict[PodUid, str] = {}
         self._struck_before: tuple[float, Mapping[PodUid, str]] = (0.0, {})
         """Monotonic time of reading an earlier agent's status, and the struck pods in it."""
-        self._left_out: list[str] = []
+        self._removed: list[str] = []
         self._above: Set[tuple[PodUid, GpuUuid]] = frozenset()
         self.meters = {uuid: Meter(uuid) for uuid in devices.uuids}
         self._measure_again = asyncio.Event()
@@ -226,7 +221,7 @@ class Reconciler:
         self._seen_devices = {d.uuid: d for d in devices}
 
     def _see_partitions(self, partitions: Sequence[Partition]) -> None:
-        struck = {pod: why for told in self._struck() for pod, why in told.items()}
+        struck = {pod: why for of_gpu in self._struck() for pod, why in of_gpu.items()}
         if partitions is self._reported_partitions and struck == self._seen_struck:
             return
         self._reported_partitions = partitions
@@ -248,25 +243,25 @@ class Reconciler:
 
     def _report(self) -> None:
         tenants = [tenant for meter in self.meters.values() for tenant in meter.tenants()]
-        fine, left_out = presentable(tenants, {r.pod_uid for r in self.reservations})
-        if left_out != self._left_out:
-            self._left_out = left_out
-            self._log.warning("tenants left out of the status", count=len(left_out), first=left_out[:3])
+        valid, removed = presentable(tenants, {r.pod_uid for r in self.reservations})
+        if removed != self._removed:
+            self._removed = removed
+            self._log.warning("tenants left out of the status", count=len(removed), first=removed[:3])
         self._warn_above_limit(tenants)
         partitions = self.partitions
         self._see_partitions(partitions)
-        self.reporter.report(partitions, fine, struck_of(self._struck()))
+        self.reporter.report(partitions, valid, struck_of(self._struck()))
 
     def _struck(self) -> list[Mapping[PodUid, str]]:
         """Return the pods that MPS faults have ended, including recent ones from an earlier agent's status."""
-        heard_at, before = self._struck_before
-        earlier = before if self._clock.monotonic() - heard_at <= _STRUCK_FOR_S else {}
+        read_at, before = self._struck_before
+        earlier = before if self._clock.monotonic() - read_at <= _STRUCK_FOR_S else {}
         return [earlier, *(worker.ended for worker in self._workers.values())]
 
     def _warn_above_limit(self, tenants: Sequence[Tenant]) -> None:
         above = above_limit(tenants, self.reservations)
-        for who in sorted(above.keys() - self._above):
-            self._log.warning("tenant above its limit", pod=who[0], gpu=who[1], why=above[who])
+        for pod, gpu in sorted(above.keys() - self._above):
+            self._log.warning("tenant above its limit", pod=pod, gpu=gpu, why=above[pod, gpu])
         self._above = above.keys()
 
     async def _create(self) -> None:
@@ -276,7 +271,7 @@ class Reconciler:
         """
         owners: list[Mapping[str, Any]] = []
         try:
-            node = await self._api.get(NODES, self._node, _Nameplate)
+            node = await self._api.get(NODES, self._node, _Node)
             owners = [{"apiVersion": "v1", "kind": "Node", "name": self._node, "uid": node.metadata.uid}]
         except Refused as e:
             self._log.info("gpunode has no owner", reason=str(e))
@@ -310,8 +305,8 @@ class Reconciler:
                 meter.is_current = False
                 self._log.debug("gpu not measured", gpu=uuid, error=str(found))  # its health reports the error
                 continue
-            there = meter.running()
+            before = meter.running()
             meter.sample(found)
-            if there - meter.running():
+            if before - meter.running():
                 self._workers[uuid].look_again()  # an MPS fault may have ended them
             meter.keep(reserved)

@@ -14,19 +14,19 @@ class AgentSettings:
         "",
         flag="--node-name",
         env="CARPOOL_NODE_NAME",
-        help="Name of the Node whose GPUs the agent looks after; required.",
+        help="Name of the Node whose GPUs the agent manages; required.",
     )
     simulated_gpus: str | None = setting(
         None,
         flag="--simulated-gpus",
         env="CARPOOL_SIMULATED_GPUS",
-        help='Products and counts of simulated GPUs, such as "NVIDIA A100-SXM4-40GB:4"; hardware where empty.',
+        help='Products and counts of simulated GPUs, such as "NVIDIA A100-SXM4-40GB:4"; hardware if empty.',
     )
     kubelet: bool = setting(
         True,
         flag="--kubelet",
         env="CARPOOL_KUBELET",
-        help="Whether the node has a kubelet to serve; without one the agent only looks after its GpuNode.",
+        help="Whether the node has a kubelet; without one the agent only manages its GpuNode.",
     )
     device_plugin_dir: Path = setting(
         Path("/var/lib/kubelet/device-plugins"),
@@ -50,32 +50,32 @@ class AgentSettings:
         Path("/var/lib/carpool"),
         flag="--state-dir",
         env="CARPOOL_STATE_DIR",
-        help="Directory for MPS pipes and simulated GPUs; containers see parts of it, so its path is the node's own.",
+        help="Directory for MPS pipes and simulated GPUs. Parts are mounted into containers, so the path must be the node's.",
     )
     mps_host: str = setting(
         "",
         flag="--mps-host",
         env="CARPOOL_MPS_HOST",
-        help="Socket of `carpool node mps-host`, which starts the MPS daemons; the agent starts them where empty.",
+        help="Socket of `carpool node mps-host`, which starts the MPS daemons; the agent starts them if empty.",
     )
     slots_per_gpu: int = slots_per_gpu()
     mig_switch: bool = setting(
         False,
         flag="--mig-switch",
         env="CARPOOL_MIG_SWITCH",
-        help="Whether the agent may switch MIG on and off on a GPU that nobody uses; on Ampere that resets the GPU.",
+        help="Whether the agent may switch MIG on and off on an idle GPU; on Ampere that resets the GPU.",
     )
     dcgm_exporter: str = setting(
         "",
         flag="--dcgm-exporter",
         env="CARPOOL_DCGM_EXPORTER",
-        help="URL of dcgm-exporter's metrics on this node, whose series are then not shown again; none where empty.",
+        help="URL of dcgm-exporter's metrics on this node; the agent does not repeat its series; none if empty.",
     )
     dcgm_address: str = setting(
         "localhost:5555",
         flag="--dcgm-address",
         env="CARPOOL_DCGM_ADDRESS",
-        help="DCGM's host engine, HOST:PORT or unix:///PATH, asked where its library can be loaded; none where empty.",
+        help="DCGM's host engine, HOST:PORT or unix:///PATH, used if its library can be loaded; none if empty.",
         allow_empty=True,
     )
     metrics_port: int = metrics_port(9400)

@@ -547,7 +547,9 @@ async def test_podresources_that_stays_away_is_said_in_time(ground: Ground) -> N
     """The kubelet gives PreStartContainer 30 s, and tries again."""
     ground.failures = 10**6
     began = ground.clock.monotonic()
-    with pytest.raises(RefusedError, match=r"expected the kubelet's PodResources to say who holds slot-0.*DEADLINE"):
+    with pytest.raises(
+        RefusedError, match=r"expected the kubelet's PodResources to name the holder of slot-0.*DEADLINE"
+    ):
         await ground.plugin.pre_start(["slot-0"])
     assert 5 <= ground.clock.monotonic() - began < 6
 

@@ -405,7 +405,7 @@ async def test_label_keeps_the_agent_off_and_running_pods_stay(tmp_path: Path, r
     agent.node.end(0, 42)
     await agent.want()
     assert len(agent.instances) == 1, "the other manager does with it as it likes"
-    with pytest.raises(DeviceError, match="expected nobody else to divide it"):
+    with pytest.raises(DeviceError, match="expected no other MIG manager"):
         agent.devices.apply(agent.gpu, SetMode(EXCLUSIVE))
     await labels.set(None)
     await asked[0].confirm()

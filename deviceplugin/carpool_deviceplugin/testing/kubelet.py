@@ -35,7 +35,7 @@ class Kubelet:
 
     Args:
         directory: Its device plugin directory.
-        pod_resources: Where its PodResources socket stands.
+        pod_resources: Path of its PodResources socket.
     """
 
     def __init__(self, directory: Path, pod_resources: Path) -> None:
@@ -111,7 +111,7 @@ class Kubelet:
             yield start
 
     async def start_container(self, pod: str, container: str = "train", namespace: str = "default") -> None:
-        """PreStartContainer; raises AioRpcError where the plugin refuses."""
+        """Call PreStartContainer; raises AioRpcError if the plugin refuses."""
         request = dp.PreStartContainerRequest(devices_ids=self.held[namespace, pod, container])
         async with self._plugin() as plugin:
             await plugin.PreStartContainer(request, timeout=10)

@@ -1,4 +1,4 @@
-"""A node with GPUs that NVML knows: the fake, its processes, its MPS daemons, and the adapter over them."""
+"""A node with fake GPUs, processes and MPS daemons, and agents that run in simulated time."""
 
 import asyncio
 import time
@@ -26,13 +26,13 @@ from carpool_deviceplugin.timeouts import Intervals
 
 
 def uid(pod: str) -> str:
-    """A pod's UID as Kubernetes writes them; the tests' short names would be no UIDs."""
+    """Return a UID for a pod's short name, in the format of Kubernetes."""
     return f"00000000-0000-4000-8000-{int.from_bytes(pod.encode(), 'big'):012x}"
 
 
 @dataclass
 class Node:
-    """Everything a test can put its hands on."""
+    """A node in memory: GPUs, processes, MPS daemons."""
 
     nvml: FakeNvml
     mps: FakeMpsCommands
@@ -41,15 +41,15 @@ class Node:
     may_switch_mig: bool = False
     sources: tuple[CounterSource, ...] = ()
     mps_host: Path | None = None
-    """Socket of the process that starts MPS daemons; the agent does where None."""
+    """Socket of the process that starts MPS daemons; None if the agent starts them."""
 
     def __post_init__(self) -> None:
         """Servers of MPS are processes of the node."""
         self.mps.ended = self.end_server
 
     def devices(self) -> NvmlDevices:
-        """An adapter; each is an agent of its own on the same node."""
-        directory, long_s = self.root / "mps", 60.0  # the machine may be busy, and nobody waits
+        """Make an adapter; each represents an agent on the same node."""
+        directory, long_s = self.root / "mps", 60.0  # the machine may be busy
         return NvmlDevices(
             self.nvml,
             mps=HostedMps(self.mps, directory, self.mps_host, within_s=long_s, clean_within_s=long_s)
@@ -82,7 +82,7 @@ class Node:
         instance: int | None = None,
         user: int = 0,
     ) -> FakeProcess:
-        """A pod's process opens a context; without a pod it is one of the host's."""
+        """Start a process with a CUDA context, of a pod or of the host."""
         directory = self.root / "proc" / str(pid)
         directory.mkdir(parents=True, exist_ok=True)
         slice_ = f"kubepods-burstable-pod{uid(pod).replace('-', '_')}.slice" if pod else "user.slice"
@@ -96,7 +96,7 @@ class Node:
         return process
 
     def end_server(self, pid: int) -> None:
-        """A server ends, on whichever GPU it has a context; on none where it never had one."""
+        """An MPS server ends, on each GPU where it has a context."""
         for index, gpu in enumerate(self.nvml.gpus):
             if pid in gpu.processes:
                 self.end(index, pid)
@@ -122,11 +122,11 @@ class Inline:
 
 
 _STEP_S, _PER_STEP_S = 0.1, 0.001
-"""How much time passes for agents, and how much for the machine: threads and sockets need some of it."""
+"""Simulated and real seconds of a step: threads and sockets need some real time."""
 
 
 class Flow(FakeClock):
-    """Time that passes a hundred times faster for agents than for the machine, in steps, while one of them runs."""
+    """Clock of agents that runs a hundred times faster than real time."""
 
     async def run(self) -> None:
         """Let time pass, for ever."""
@@ -141,13 +141,13 @@ def flowing(
     devices: Devices | None = None,
     intervals: Intervals = Intervals(labels_s=30.0),  # noqa: B008  # a value
 ) -> Agent:
-    """Put an agent together that lives in a time of its own."""
+    """Build an agent with a simulated clock."""
     clock = Flow()
     return build(settings, api, clock, devices, replace(intervals, sleep=clock.sleep))
 
 
 async def until(condition: Callable[[], T], within_s: float = 30.0) -> T:
-    """Wait for something that other tasks will make true."""
+    """Wait until the condition is true, and return its value."""
     end = time.monotonic() + within_s
     while not (found := condition()):
         if time.monotonic() >= end:
@@ -158,7 +158,7 @@ async def until(condition: Callable[[], T], within_s: float = 30.0) -> T:
 
 @asynccontextmanager
 async def running(*agents: Agent) -> AsyncIterator[Agent]:
-    """Run agents, each with its time, for as long as the block lasts."""
+    """Run agents and their clocks during the block."""
     tasks = [asyncio.ensure_future(agent.run()) for agent in agents]
     tasks += [asyncio.ensure_future(agent.clock.run()) for agent in agents if isinstance(agent.clock, Flow)]
     try:
