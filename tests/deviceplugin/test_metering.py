@@ -1,4 +1,4 @@
-"""From counters to measures."""
+"""Measurements: from counters to the status and the metrics."""
 
 import asyncio
 import math
@@ -13,9 +13,8 @@ from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
 from carpool_deviceplugin.app import Agent
 from carpool_deviceplugin.gpu import DeviceError, ProcessUsage, Reading, SetMode
-from carpool_deviceplugin.metering import Meter, Rates, damp_changes
+from carpool_deviceplugin.metering import Meter, damp_changes
 from carpool_deviceplugin.metrics import DEVICE_GAUGES, ENERGY, AgentCollector
-from carpool_deviceplugin.nvml_devices import NvmlDevices
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.node import Node, flowing, running, uid, until
@@ -40,29 +39,79 @@ def reading(at: float, *processes: ProcessUsage) -> Reading:
     return Reading(at, processes, power_w=100.0, idle_power_w=50.0, power_limit_w=400.0, energy_j=0.0)
 
 
-def test_rates_over_a_window() -> None:
+def metered(*readings: Reading) -> Meter:
     meter = Meter(GPU)
-    meter.sample(reading(10, process(busy_s=5, steps=3, steps_s=1)))
-    assert meter.tenants()[0].gpu_util_percent is None, "one sample says nothing about a rate"
-    used = process(busy_s=5.8, sm_s=0.4, dram_s=0.2, energy_j=100, steps=5, steps_s=2, peak_memory_mib=700)
-    meter.sample(reading(11, used))
-    (tenant,) = meter.tenants()
-    assert tenant.gpu_util_percent == pytest.approx(80)
-    assert tenant.sm_active_ratio == pytest.approx(0.4)
-    assert tenant.power_w == pytest.approx(150)
-    assert tenant.step_time_seconds == pytest.approx(0.5)
-    assert (tenant.memory_mib, tenant.peak_memory_mib) == (100, 700)
+    for one in readings:
+        meter.sample(one)
+    return meter
 
 
-def test_processes_of_a_pod_add_up_and_an_ended_one_is_remembered_by_its_peak() -> None:
-    meter = Meter(GPU)
-    meter.sample(reading(0, process(), process(name="p2", memory_mib=300, peak_memory_mib=300), process(B, "p3")))
-    meter.sample(reading(1, process()))
-    a, b = meter.tenants()
-    assert (a.memory_mib, a.peak_memory_mib) == (100, 400)
-    assert (b.memory_mib, b.peak_memory_mib) == (0, 100)
+USED = process(busy_s=5.8, sm_s=0.4, dram_s=0.2, energy_j=100, steps=5, steps_s=2, peak_memory_mib=700)
+LARGE = process(name="p2", memory_mib=300, peak_memory_mib=300)
+
+
+@pytest.mark.parametrize(
+    ("readings", "expected"),
+    [
+        pytest.param([reading(10, process(busy_s=5))], {"gpu_util_percent": None}, id="one-reading-gives-no-rate"),
+        pytest.param(
+            [reading(10, process(busy_s=5, steps=3, steps_s=1)), reading(11, USED)],
+            {
+                "gpu_util_percent": 80,
+                "sm_active_ratio": 0.4,
+                "power_w": 150,
+                "step_time_seconds": 0.5,
+                "memory_mib": 100,
+                "peak_memory_mib": 700,
+            },
+            id="rates-over-a-window",
+        ),
+        pytest.param(
+            [reading(10), reading(11, process(started=10.5, busy_s=0.4))],
+            {"gpu_util_percent": 80},
+            id="a-process-counts-since-its-start",
+        ),
+        pytest.param(
+            [reading(0, process(), LARGE), reading(1, process())],
+            {"memory_mib": 100, "peak_memory_mib": 400},
+            id="processes-add-up-and-the-peak-stays",
+        ),
+        pytest.param(
+            [reading(0, process()), reading(1, process(busy_s=0.8)), reading(2)],
+            {"memory_mib": 0, "gpu_util_percent": 80},
+            id="measurements-of-an-ended-process-stay",
+        ),
+        pytest.param(
+            [reading(0, process(busy_s=5, energy_j=100, steps=5, steps_s=5)), reading(1, process())],
+            {"gpu_util_percent": 0, "power_w": 50, "step_time_seconds": None},
+            id="counters-that-fall-count-as-zero",
+        ),
+    ],
+)
+def test_readings_become_measurements_of_a_pod(readings: list[Reading], expected: dict[str, float | None]) -> None:
+    (tenant,) = metered(*readings).tenants()
+    assert {name: getattr(tenant, name) for name in expected} == pytest.approx(expected)
+
+
+def test_only_pods_with_a_reservation_or_a_process_are_kept() -> None:
+    """Regression: an ended pod stayed in the status until the next reading, and kept the next job off the GPU."""
+
+    def pods() -> list[PodUid]:
+        return [tenant.pod_uid for tenant in meter.tenants()]
+
+    both = (process(A), process(B, "p2"))
+    meter = metered(reading(0, *both))
+    meter.keep(set())
+    assert pods() == [A, B]
+    meter.discard({A})
+    assert pods() == [B]
+    meter.sample(reading(1, *both))
+    assert pods() == [A, B]
+    meter.sample(reading(2, process(A)))
     meter.keep({A})
-    assert [t.pod_uid for t in meter.tenants()] == [A]
+    assert pods() == [A]
+    meter.sample(reading(3))
+    assert meter.total(is_concurrent=True).busy == 0, "an ended process counts no more"
 
 
 def test_work_shows_in_full_soon_after_it_begins() -> None:
@@ -139,49 +188,6 @@ def test_a_paused_pod_is_reported_idle_before_its_mean_drops(step_s: int) -> Non
     assert tenant.gpu_util_percent > 40
     told = replace(tenant, working=True)
     assert damp_changes([told], [tenant]) == [tenant], "a change that is written at once"
-
-
-def test_process_that_began_between_two_samples_is_measured_since_it_began() -> None:
-    meter = Meter(GPU)
-    meter.sample(reading(10))
-    meter.sample(reading(11, process(started=10.5, busy_s=0.4)))
-    assert meter.tenants()[0].gpu_util_percent == pytest.approx(80)
-
-
-def test_measures_of_an_ended_process_stay_and_count_no_more() -> None:
-    meter = Meter(GPU)
-    meter.sample(reading(0, process()))
-    meter.sample(reading(1, process(busy_s=0.8)))
-    meter.sample(reading(2))
-    (tenant,) = meter.tenants()
-    assert (tenant.memory_mib, tenant.gpu_util_percent) == (0, pytest.approx(80))
-    assert meter.total(is_concurrent=True).busy == 0
-
-
-def test_pod_with_a_process_is_never_forgotten() -> None:
-    meter = Meter(GPU)
-    meter.sample(reading(0, process()))
-    meter.keep(set())
-    assert [t.pod_uid for t in meter.tenants()] == [A]
-
-
-def test_pod_without_a_reservation_is_reported_only_if_seen_again() -> None:
-    """Regression: what had ended stood in the status until the next sample, and kept the next job off the GPU."""
-    meter = Meter(GPU)
-    meter.sample(reading(0, process(A), process(B, "p2")))
-    meter.discard({A})
-    assert [t.pod_uid for t in meter.tenants()] == [B]
-    meter.sample(reading(1, process(A), process(B, "p2")))
-    assert [t.pod_uid for t in meter.tenants()] == [A, B]
-
-
-def test_counters_that_fall_count_as_standing_still() -> None:
-    """Processes write their own counters; utilization and power below zero have no meaning."""
-    meter = Meter(GPU)
-    meter.sample(reading(0, process(busy_s=5, energy_j=100, steps=5, steps_s=5)))
-    meter.sample(reading(1, process()))
-    assert meter.tenants()[0].step_time_seconds is None
-    assert (meter.usage[A].energy_j, meter.usage[A].rates) == (0, Rates())
 
 
 def test_total_is_not_additive() -> None:
@@ -284,132 +290,68 @@ def test_what_is_no_number_is_absent(tmp_path: Path) -> None:
     assert (use.sm_s, use.dram_s is not None) == (None, True)
 
 
-@pytest.mark.parametrize("is_idle_first", [True, False])
-def test_energy_of_pods_and_idle_add_up_to_the_counter(node: Node, is_idle_first: bool) -> None:
-    devices = node.devices()
-    gpu = devices.uuids[0]
-    devices.read(gpu)
-    if is_idle_first:
-        node.advance(5)
-        devices.read(gpu)
-    began = node.nvml.gpus[0].energy_mj
-    uses: dict[str, float] = {}
-    node.start(0, 42, "a", sm=0.6)
-    node.start(0, 43, "b", sm=0.3)
-    for second in range(60):
-        node.advance(1)
-        if second == 30:
-            node.nvml.gpus[0].processes[43].sm = 0.0
-        reading = devices.read(gpu)
-        uses |= {p.pod_uid: p.energy_j for p in reading.processes}
-    spent = (node.nvml.gpus[0].energy_mj - began) / 1000
-    idle = 60 * (reading.idle_power_w or 0.0)
-    assert math.isclose(sum(uses.values()) + idle, spent, rel_tol=0.01)
-    assert uses[uid("a")] > uses[uid("b")] > 0
-
-
-def test_energy_as_it_is_shown_adds_up_too(node: Node) -> None:
-    """Regression: what a pod drew before its processes were first seen was shared out, and then shown for nobody."""
-    devices = node.devices()
-    meter = Meter(devices.uuids[0])
-    meter.sample(devices.read(meter.uuid))
-    node.advance(5)
-    meter.sample(devices.read(meter.uuid))
-    began = node.nvml.gpus[0].energy_mj
-    for at, pod in ((0, "a"), (10, "b")):
-        for _ in range(at // 5):
-            node.advance(5)
-            meter.sample(devices.read(meter.uuid))
-        node.start(0, 42 + at, pod, sm=0.4)
-    for _ in range(4):
-        node.advance(5)
-        meter.sample(devices.read(meter.uuid))
-    spent = (node.nvml.gpus[0].energy_mj - began) / 1000
-    shown = sum(use.energy_j for use in meter.usage.values())
-    assert math.isclose(shown + 30 * meter.reading.idle_power_w, spent, rel_tol=0.01)
-
-
-@pytest.mark.parametrize("is_alone", [True, False])
-def test_what_a_process_drew_before_its_end_is_its_own(node: Node, is_alone: bool) -> None:
-    """Regression: its last interval was nobody's, or its neighbour's, who did nothing."""
-    devices = node.devices()
-    meter = Meter(devices.uuids[0])
-    meter.sample(devices.read(meter.uuid))
-    node.advance(5)
-    meter.sample(devices.read(meter.uuid))
-    began = node.nvml.gpus[0].energy_mj
-    node.start(0, 42, "a", sm=0.9)
-    if not is_alone:
-        node.start(0, 43, "b")
-    for _ in range(3):
-        node.advance(5)
-        meter.sample(devices.read(meter.uuid))
-    node.advance(4.9)
-    node.end(0, 42)
-    node.advance(0.1)
-    meter.sample(devices.read(meter.uuid))
-    node.advance(5)
-    meter.sample(devices.read(meter.uuid))
-    spent = (node.nvml.gpus[0].energy_mj - began) / 1000 - 25 * meter.reading.idle_power_w
-    assert meter.usage[uid("a")].energy_j == pytest.approx(spent, rel=0.01)
-    assert not meter.usage[uid("a")].is_running
-
-
-def divided(root: Path, kind: str) -> tuple[Node, NvmlDevices, list[int]]:
-    """A GPU with an instance of three slices, and one of one."""
-    node = Node(FakeNvml([kind]), FakeMpsCommands(), root)
+def divide(node: Node) -> list[int]:
+    """Create MIG instances of three slices and of one slice; return their IDs."""
     mig = node.nvml.gpus[0].mig
     mig.is_enabled = mig.is_pending = True
-    devices = node.devices()
     three, one = (mig.table.profiles[at] for at in (2, 5))
-    instances = [mig.create(p.id, start, p.memory_slices).id for p, start in ((three, 4), (one, 0))]
-    devices.actual(devices.uuids[0])
-    return node, devices, instances
+    return [mig.create(p.id, start, p.memory_slices).id for p, start in ((three, 4), (one, 0))]
 
 
-def test_energy_under_mig_of_a_process_that_ended(tmp_path: Path) -> None:
-    """Its instance is there for a while longer; where it is not, nobody knows what ran on it."""
-    node, devices, instances = divided(tmp_path, "H100")
+START_A, START_B = (0.0, "start", 42, "a", 0.6), (0.0, "start", 43, "b", 0.3)
+
+
+@pytest.mark.parametrize("kind", ["whole", "mig"])
+@pytest.mark.parametrize(
+    "events",
+    [
+        pytest.param([START_A, START_B, (12.0, "start", 44, "c", 0.1)], id="starts-at-different-times"),
+        pytest.param([START_A, (14.9, "end", 42)], id="the-only-process-ends"),
+        pytest.param([START_A, START_B, (14.9, "end", 42)], id="one-of-two-ends"),
+        pytest.param([START_A, START_B, (9.9, "end", 42), (14.9, "end", 43)], id="both-end"),
+    ],
+)
+def test_energy_of_pods_and_idle_add_up_to_the_counter(tmp_path: Path, kind: str, events: list[tuple]) -> None:
+    """Also in the readings after a start and after an end. Regression: the last interval was nobody's."""
+    node = Node(FakeNvml(["H100"]), FakeMpsCommands(), tmp_path)
+    instances = divide(node) if kind == "mig" else [None, None]
+    devices = node.devices()
     meter = Meter(devices.uuids[0])
+    devices.actual(meter.uuid)
     for _ in range(2):
         meter.sample(devices.read(meter.uuid))
         node.advance(5)
     meter.sample(devices.read(meter.uuid))
-    began = node.nvml.gpus[0].energy_mj
-    node.start(0, 42, "a", sm=0.6, instance=instances[0])
-    node.start(0, 43, "b", sm=0.3, instance=instances[1])
-    for end in (None, 42, 43):
-        node.advance(4.9)
-        if end is not None:
-            node.end(0, end)
-        node.advance(0.1)
-        meter.sample(devices.read(meter.uuid))
-    spent = (node.nvml.gpus[0].energy_mj - began) / 1000 - 15 * meter.reading.idle_power_w
-    assert sum(use.energy_j for use in meter.usage.values()) == pytest.approx(spent, rel=0.01)
-
-
-@pytest.mark.parametrize(("kind", "is_known"), [("H100", True), ("A100-40", False)])
-def test_energy_under_mig_adds_up_where_the_instances_activity_is_known(tmp_path: Path, kind: str, is_known) -> None:
-    """Without GPM nobody can say whose it was: then it is absent, not shared out by guess."""
-    node, devices, instances = divided(tmp_path, kind)
-    (gpu,) = devices.uuids
-    devices.read(gpu)
-    node.advance(5)
-    devices.read(gpu)
-    began = node.nvml.gpus[0].energy_mj
-    for pid, pod, sm, instance in ((42, "a", 0.6, instances[0]), (43, "b", 0.3, instances[1])):
-        node.start(0, pid, pod, sm=sm, instance=instance)
-    for _ in range(60):
-        reading = devices.read(gpu)
-        node.advance(1)
-    reading = devices.read(gpu)
-    uses = {p.pod_uid: p.energy_j for p in reading.processes}
-    if not is_known:
-        assert set(uses.values()) == {None}
-        return
+    began, now = node.nvml.gpus[0].energy_mj, 0.0
+    moments = sorted(
+        [(at, what) for at, *what in events] + [(5.0 * i, ["read"]) for i in range(1, 6)], key=lambda m: m[0]
+    )
+    for at, (action, *more) in moments:
+        node.advance(at - now)
+        now = at
+        if action == "read":
+            meter.sample(devices.read(meter.uuid))
+        elif action == "start":
+            pid, pod, sm = more
+            node.start(0, pid, pod, sm=sm, instance=instances[pid % 2])
+        else:
+            node.end(0, more[0])
     spent = (node.nvml.gpus[0].energy_mj - began) / 1000
-    assert math.isclose(sum(uses.values()) + 60 * reading.idle_power_w, spent, rel_tol=0.01)
-    assert uses[uid("a")] > uses[uid("b")] > 0
+    pods = {pod: use.energy_j for pod, use in meter.usage.items()}
+    assert math.isclose(sum(pods.values()) + 25 * meter.reading.idle_power_w, spent, rel_tol=0.01)
+    assert pods[uid("a")] > pods.get(uid("b"), 0)
+
+
+def test_energy_of_mig_instances_without_known_activity_is_unknown(tmp_path: Path) -> None:
+    node = Node(FakeNvml(["A100-40"]), FakeMpsCommands(), tmp_path)
+    instance, _ = divide(node)
+    devices = node.devices()
+    devices.actual(devices.uuids[0])
+    node.start(0, 42, "a", sm=0.6, instance=instance)
+    for _ in range(3):
+        node.advance(5)
+        reading = devices.read(devices.uuids[0])
+    assert [p.energy_j for p in reading.processes] == [None]
 
 
 def test_restarted_counter_takes_no_energy_back(node: Node) -> None:
@@ -436,65 +378,32 @@ def test_process_id_used_again_is_another_process(node: Node) -> None:
     assert second.pod_uid == uid("b")
 
 
-@pytest.fixture
-def glances_node(tmp_path: Path) -> Node:
-    return Node(FakeNvml(["H100"]), FakeMpsCommands(), tmp_path)
-
-
-def asked(glances_node: Node) -> int:
-    """How often for telemetry, and for processes."""
-    found = {
-        glances_node.nvml.calls.count(f"nvmlDeviceGet{what}") for what in ("PowerUsage", "ComputeRunningProcesses")
-    }
-    assert len(found) == 1
-    return found.pop()
-
-
-def test_health_is_taken_from_measures_of_a_moment_ago_once(glances_node: Node) -> None:
-    devices = glances_node.devices()
-    (gpu,) = devices.uuids
-    for _ in range(3):
-        before = asked(glances_node)
-        devices.read(gpu)
-        glances_node.advance(0.1)
-        devices.describe(gpu)
-        assert asked(glances_node) == before + 1
-        devices.describe(gpu)
-        assert asked(glances_node) == before + 2
-        glances_node.advance(5)
-    before = asked(glances_node)
-    devices.read(gpu)
-    glances_node.advance(1)
-    devices.describe(gpu)
-    assert asked(glances_node) == before + 2, "that was too long ago"
-
-
-def test_what_happened_to_the_gpu_since_is_seen_all_the_same(glances_node: Node) -> None:
-    devices = glances_node.devices()
-    (gpu,) = devices.uuids
+def test_health_right_after_a_measurement_contains_later_events(node: Node) -> None:
+    devices = node.devices()
+    gpu = devices.uuids[0]
     devices.inventory()
     devices.read(gpu)
-    glances_node.nvml.raise_xid(0, 95)
+    node.nvml.raise_xid(0, 95)
     assert "XID 95" in devices.describe(gpu).health_message
     devices.read(gpu)
-    glances_node.nvml.restart_driver()
+    node.nvml.restart_driver()
     assert devices.describe(gpu).health is DeviceHealth.UNHEALTHY
     devices.read(gpu)
-    glances_node.nvml.gpus[0].is_lost = True
+    node.nvml.gpus[0].is_lost = True
     assert "fallen off the bus" in devices.describe(gpu).health_message
 
 
-def test_planning_sees_processes_that_started_since_the_measurement(glances_node: Node) -> None:
-    devices = glances_node.devices()
-    (gpu,) = devices.uuids
+def test_planning_sees_processes_that_started_since_the_measurement(node: Node) -> None:
+    devices = node.devices()
+    gpu = devices.uuids[0]
     devices.read(gpu)
-    glances_node.start(0, 42, "a")
+    node.start(0, 42, "a")
     assert devices.actual(gpu).tenants == {uid("a")}
     devices.read(gpu)
-    glances_node.start(0, 43, None)
+    node.start(0, 43, None)
     with pytest.raises(DeviceError, match="expected no process on the GPU, found"):
         devices.apply(gpu, SetMode(SharingMode.EXCLUSIVE))
-    assert devices.describe(gpu).health is DeviceHealth.UNHEALTHY, "and afterwards by everybody"
+    assert devices.describe(gpu).health is DeviceHealth.UNHEALTHY
 
 
 DCGM_LABELS = {

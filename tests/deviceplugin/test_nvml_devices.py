@@ -306,12 +306,7 @@ async def test_pod_without_an_instance_gets_none(agent: MigAgent) -> None:
 async def test_mode_is_switched_only_if_allowed_and_idle(tmp_path: Path, reserve, kind: str) -> None:
     agent = MigAgent(mig_node(tmp_path, kind, on=False, may_switch=True), reserve)
     profile = "1g.5gb" if kind == "A100-40" else "1g.10gb"
-    assert agent.devices.describe(agent.gpu).modes == [
-        EXCLUSIVE,
-        TIME_SLICING,
-        MPS,
-        MIG,
-    ]
+    assert agent.devices.describe(agent.gpu).modes == [EXCLUSIVE, TIME_SLICING, MPS, MIG]
     assert states(await agent.want(("a", EXCLUSIVE))) == {"a": READY}
     agent.node.start(0, 42, "a")
     assert states(await agent.want(("b", profile))) == {"b": PREPARING}
@@ -425,58 +420,37 @@ async def test_label_that_cannot_be_read_stays_as_it_was(tmp_path: Path) -> None
     assert devices.describe(devices.uuids[0]).modes == [MIG]
 
 
-@pytest.fixture
-def mig_reservations_agent(tmp_path: Path, reserve) -> MigAgent:
-    return MigAgent(mig_node(tmp_path), reserve)
+async def test_instances_come_and_go_with_reservations(agent: MigAgent) -> None:
+    assert agent.devices.describe(agent.gpu).modes == [MIG]
+    assert states(await agent.want(("a", "3g.20gb"), ("b", "1g.5gb"))) == {"a": READY, "b": READY}
+    assert {name.partition("@")[0] for name in agent.instances} == {"3g.20gb", "1g.5gb"}
+    assert agent.devices.describe(agent.gpu).mode is MIG
+    kept = agent.instances
+    assert states(await agent.want(("b", "1g.5gb"), ("c", "2g.10gb"))) == {"b": READY, "c": READY}
+    assert {name.partition("@")[0] for name in agent.instances} == {"1g.5gb", "2g.10gb"}
+    assert [n for n in agent.instances if n.startswith("1g")] == [n for n in kept if n.startswith("1g")]
+    await agent.want()
+    assert agent.instances == {}
+    assert agent.devices.actual(agent.gpu).mode is None
 
 
-async def test_instances_come_and_go_with_reservations(mig_reservations_agent: MigAgent) -> None:
-    assert mig_reservations_agent.devices.describe(mig_reservations_agent.gpu).modes == [MIG]
-    assert states(await mig_reservations_agent.want(("a", "3g.20gb"), ("b", "1g.5gb"))) == {
-        "a": READY,
-        "b": READY,
-    }
-    assert {name.partition("@")[0] for name in mig_reservations_agent.instances} == {"3g.20gb", "1g.5gb"}
-    assert mig_reservations_agent.devices.describe(mig_reservations_agent.gpu).mode is MIG
-    kept = mig_reservations_agent.instances
-    assert states(await mig_reservations_agent.want(("b", "1g.5gb"), ("c", "2g.10gb"))) == {
-        "b": READY,
-        "c": READY,
-    }
-    assert {name.partition("@")[0] for name in mig_reservations_agent.instances} == {"1g.5gb", "2g.10gb"}
-    assert [n for n in mig_reservations_agent.instances if n.startswith("1g")] == [
-        n for n in kept if n.startswith("1g")
-    ]
-    await mig_reservations_agent.want()
-    assert mig_reservations_agent.instances == {}
-    assert mig_reservations_agent.devices.actual(mig_reservations_agent.gpu).mode is None
-
-
-async def test_running_pods_keep_their_instances_and_others_wait(
-    mig_reservations_agent: MigAgent,
-) -> None:
-    await mig_reservations_agent.want(("a", "7g.40gb"))
-    (instance,) = mig_reservations_agent.instances.values()
-    mig_reservations_agent.node.start(0, 42, "a", instance=instance)
-    found = (await mig_reservations_agent.want(("b", "3g.20gb")))["b"]
-    assert (found.state, mig_reservations_agent.instances) == (
-        PREPARING,
-        {"7g.40gb@0": instance},
-    )
+async def test_running_pods_keep_their_instances_and_others_wait(agent: MigAgent) -> None:
+    await agent.want(("a", "7g.40gb"))
+    (instance,) = agent.instances.values()
+    agent.node.start(0, 42, "a", instance=instance)
+    found = (await agent.want(("b", "3g.20gb")))["b"]
+    assert (found.state, agent.instances) == (PREPARING, {"7g.40gb@0": instance})
     assert f"waits for the processes of pod {uid('a')}" in found.message
-    mig_reservations_agent.node.end(0, 42)
-    assert states(await mig_reservations_agent.want(("b", "3g.20gb"))) == {"b": READY}
-    assert set(mig_reservations_agent.instances) == {"3g.20gb@4"}
+    agent.node.end(0, 42)
+    assert states(await agent.want(("b", "3g.20gb"))) == {"b": READY}
+    assert set(agent.instances) == {"3g.20gb@4"}
 
 
-async def test_idle_instance_is_used_again(mig_reservations_agent: MigAgent) -> None:
-    await mig_reservations_agent.want(("a", "3g.20gb"), ("b", "3g.20gb"))
-    before = mig_reservations_agent.instances
-    assert states(await mig_reservations_agent.want(("b", "3g.20gb"), ("c", "3g.20gb"))) == {
-        "b": READY,
-        "c": READY,
-    }
-    assert mig_reservations_agent.instances == before
+async def test_idle_instance_is_used_again(agent: MigAgent) -> None:
+    await agent.want(("a", "3g.20gb"), ("b", "3g.20gb"))
+    before = agent.instances
+    assert states(await agent.want(("b", "3g.20gb"), ("c", "3g.20gb"))) == {"b": READY, "c": READY}
+    assert agent.instances == before
 
 
 @pytest.mark.parametrize(
@@ -488,53 +462,41 @@ async def test_idle_instance_is_used_again(mig_reservations_agent: MigAgent) -> 
         ([("a", "1g.5gb"), ("b", TIME_SLICING)], "expected a mode out of MIG, found TimeSlicing"),
     ],
 )
-async def test_what_does_not_fit_is_refused_alone(mig_reservations_agent: MigAgent, wanted, says: str) -> None:
-    found = await mig_reservations_agent.want(*wanted)
+async def test_what_does_not_fit_is_refused_alone(agent: MigAgent, wanted, says: str) -> None:
+    found = await agent.want(*wanted)
     assert states(found) == {"a": READY, "b": FAILED}
     assert says in found["b"].message
 
 
-async def test_hostile_profile_is_quoted_and_cut(mig_reservations_agent: MigAgent) -> None:
-    found = (await mig_reservations_agent.want(("a", "1g.5gb/../../$(id)" + "x" * 500)))["a"]
-    assert (found.state, mig_reservations_agent.instances) == (FAILED, {})
+async def test_hostile_profile_is_quoted_and_cut(agent: MigAgent) -> None:
+    found = (await agent.want(("a", "1g.5gb/../../$(id)" + "x" * 500)))["a"]
+    assert (found.state, agent.instances) == (FAILED, {})
     assert len(found.message) < 400
 
 
-async def test_instances_of_others_are_neither_given_out_nor_touched(mig_reservations_agent: MigAgent) -> None:
-    session, table = (
-        mig_reservations_agent.devices.session,
-        mig_reservations_agent.node.nvml.gpus[0].mig.table,
-    )
-    apply_step(session, mig_reservations_agent.gpu, Create(Placement(table.find("3g.20gb"), 0)))
-    theirs = mig_reservations_agent.instances["3g.20gb@0"]
-    mig_reservations_agent.node.start(0, 99, "stranger", instance=theirs)
-    mig_reservations_agent.node.start(0, 98, None, instance=theirs)
-    found = await mig_reservations_agent.want(("a", "3g.20gb"), ("b", "3g.20gb"))
+async def test_instances_of_others_are_neither_given_out_nor_touched(agent: MigAgent) -> None:
+    session, table = agent.devices.session, agent.node.nvml.gpus[0].mig.table
+    apply_step(session, agent.gpu, Create(Placement(table.find("3g.20gb"), 0)))
+    theirs = agent.instances["3g.20gb@0"]
+    agent.node.start(0, 99, "stranger", instance=theirs)
+    agent.node.start(0, 98, None, instance=theirs)
+    found = await agent.want(("a", "3g.20gb"), ("b", "3g.20gb"))
     assert states(found) == {"a": READY, "b": FAILED}
     assert f"found instance {theirs} (3g.20gb on memory slices 0-3) in the way" in found["b"].message
-    assert mig_reservations_agent.instances == {
-        "3g.20gb@0": theirs,
-        "3g.20gb@4": mig_reservations_agent.instances["3g.20gb@4"],
-    }
-    assert mig_reservations_agent.devices.describe(mig_reservations_agent.gpu).health is DeviceHealth.HEALTHY, (
-        "who is there is none of our business"
-    )
-    await mig_reservations_agent.want()
-    assert mig_reservations_agent.instances == {"3g.20gb@0": theirs}
-    assert mig_reservations_agent.devices.actual(mig_reservations_agent.gpu).mode is None
+    assert agent.instances.keys() == {"3g.20gb@0", "3g.20gb@4"}
+    assert agent.devices.describe(agent.gpu).health is DeviceHealth.HEALTHY, "who is there is none of our business"
+    await agent.want()
+    assert agent.instances == {"3g.20gb@0": theirs}
+    assert agent.devices.actual(agent.gpu).mode is None
 
 
-async def test_replaced_instance_belongs_to_its_creator(mig_reservations_agent: MigAgent) -> None:
-    await mig_reservations_agent.want(("a", "3g.20gb"))
-    mig = mig_reservations_agent.node.nvml.gpus[0].mig
+async def test_replaced_instance_belongs_to_its_creator(agent: MigAgent) -> None:
+    await agent.want(("a", "3g.20gb"))
+    mig = agent.node.nvml.gpus[0].mig
     mig.instances.clear()
-    apply_step(
-        mig_reservations_agent.devices.session,
-        mig_reservations_agent.gpu,
-        Create(Placement(mig.table.find("3g.20gb"), 4)),
-    )
-    await mig_reservations_agent.want()
-    assert set(mig_reservations_agent.instances) == {"3g.20gb@4"}
+    apply_step(agent.devices.session, agent.gpu, Create(Placement(mig.table.find("3g.20gb"), 4)))
+    await agent.want()
+    assert set(agent.instances) == {"3g.20gb@4"}
 
 
 # The whole agent.
@@ -561,35 +523,25 @@ async def test_from_the_api_server_to_the_instance_and_back(tmp_path: Path, rese
         await until(lambda: not node.nvml.gpus[0].mig.instances)
 
 
-@pytest.fixture
-def mig_killed_agent(tmp_path: Path, reserve) -> MigAgent:
-    return MigAgent(mig_node(tmp_path), reserve)
+async def test_new_agent_goes_on(agent: MigAgent) -> None:
+    await agent.want(("a", "3g.20gb"), ("b", "1g.5gb"))
+    before = agent.instances
+    agent.begin()
+    assert states(await agent.want(("a", "3g.20gb"), ("b", "1g.5gb"))) == {"a": READY, "b": READY}
+    assert agent.instances == before
 
 
-async def test_new_agent_goes_on(mig_killed_agent: MigAgent) -> None:
-    await mig_killed_agent.want(("a", "3g.20gb"), ("b", "1g.5gb"))
-    before = mig_killed_agent.instances
-    mig_killed_agent.begin()
-    assert states(await mig_killed_agent.want(("a", "3g.20gb"), ("b", "1g.5gb"))) == {
-        "a": READY,
-        "b": READY,
-    }
-    assert mig_killed_agent.instances == before
-
-
-async def test_running_pods_are_recognised_after_all_state_is_lost(
-    mig_killed_agent: MigAgent,
-) -> None:
-    await mig_killed_agent.want(("a", "3g.20gb"), ("b", "1g.5gb"))
-    before = mig_killed_agent.instances
-    mig_killed_agent.node.start(0, 42, "a", instance=before["3g.20gb@4"])
-    shutil.rmtree(mig_killed_agent.node.root / "state")
-    mig_killed_agent.begin()
-    assert states(await mig_killed_agent.want(("a", "3g.20gb"))) == {"a": READY}
-    assert mig_killed_agent.instances == before, "an idle instance that nobody can be shown to have made is left"
-    mig_killed_agent.node.end(0, 42)
-    await mig_killed_agent.want()
-    assert set(mig_killed_agent.instances) == {n for n in before if n.startswith("1g")}
+async def test_running_pods_are_recognised_after_all_state_is_lost(agent: MigAgent) -> None:
+    await agent.want(("a", "3g.20gb"), ("b", "1g.5gb"))
+    before = agent.instances
+    agent.node.start(0, 42, "a", instance=before["3g.20gb@4"])
+    shutil.rmtree(agent.node.root / "state")
+    agent.begin()
+    assert states(await agent.want(("a", "3g.20gb"))) == {"a": READY}
+    assert agent.instances == before, "an idle instance that nobody can be shown to have made is left"
+    agent.node.end(0, 42)
+    await agent.want()
+    assert set(agent.instances) == {n for n in before if n.startswith("1g")}
 
 
 class KilledError(BaseException):
@@ -602,63 +554,63 @@ async def test_agent_killed_at_each_call_goes_on_or_undoes(tmp_path: Path, reser
     small, large = ("1g.5gb", "4g.20gb") if kind == "A100-40" else ("1g.10gb", "4g.40gb")
     at = 0
     while True:
-        mig_killed_agent = MigAgent(mig_node(tmp_path / str(at), kind, on=False, may_switch=True), reserve)
+        agent = MigAgent(mig_node(tmp_path / str(at), kind, on=False, may_switch=True), reserve)
         calls = iter(range(at + 1))
 
         def kill(_: str, calls=calls) -> None:
             if next(calls, None) is None:
                 raise KilledError
 
-        mig_killed_agent.node.nvml.before_each(kill)
+        agent.node.nvml.before_each(kill)
         try:
-            direct(mig_killed_agent, (small, large))
+            direct(agent, (small, large))
         except KilledError:
-            mig_killed_agent.node.nvml.before_each(lambda _: None)
+            agent.node.nvml.before_each(lambda _: None)
         else:
             break
-        mig_killed_agent.begin()
-        found = await mig_killed_agent.want(("a", small), ("b", large))
+        agent.begin()
+        found = await agent.want(("a", small), ("b", large))
         assert states(found) == {"a": READY, "b": READY}, at
-        assert sorted(n.partition("@")[0] for n in mig_killed_agent.instances) == [small, large], at
-        await mig_killed_agent.want()
-        assert mig_killed_agent.instances == {}, at
+        assert sorted(n.partition("@")[0] for n in agent.instances) == [small, large], at
+        await agent.want()
+        assert agent.instances == {}, at
         at += 1
     assert at > 100
 
 
-def direct(mig_killed_agent: MigAgent, profiles: tuple[str, str]) -> None:
+def direct(agent: MigAgent, profiles: tuple[str, str]) -> None:
     """What a worker does, without its threads, so that a kill ends it where it stands."""
-    wanted = mig_killed_agent.reservations(*zip("ab", profiles, strict=True))
-    for step in plan(mig_killed_agent.devices.actual(mig_killed_agent.gpu), wanted).steps:
-        mig_killed_agent.devices.apply(mig_killed_agent.gpu, step)
-    for step in plan(mig_killed_agent.devices.actual(mig_killed_agent.gpu), []).steps:
-        mig_killed_agent.devices.apply(mig_killed_agent.gpu, step)
+    wanted = agent.reservations(*zip("ab", profiles, strict=True))
+    for step in plan(agent.devices.actual(agent.gpu), wanted).steps:
+        agent.devices.apply(agent.gpu, step)
+    for step in plan(agent.devices.actual(agent.gpu), []).steps:
+        agent.devices.apply(agent.gpu, step)
 
 
 @pytest.mark.parametrize(
     "function", ["nvmlDeviceCreateGpuInstanceWithPlacement", "nvmlGpuInstanceCreateComputeInstance"]
 )
-async def test_instance_that_cannot_be_made_is_said_and_undone(mig_killed_agent: MigAgent, function: str) -> None:
-    mig_killed_agent.node.nvml.fail_next(function, pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES)
-    found = (await mig_killed_agent.want(("a", "3g.20gb")))["a"]
+async def test_instance_that_cannot_be_made_is_said_and_undone(agent: MigAgent, function: str) -> None:
+    agent.node.nvml.fail_next(function, pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES)
+    found = (await agent.want(("a", "3g.20gb")))["a"]
     assert found.state is FAILED
     assert f"{function} failed" in found.message
     assert "it was undone" in found.message
-    assert mig_killed_agent.instances == {}
-    assert states(await mig_killed_agent.want(("a", "3g.20gb"))) == {"a": READY}
+    assert agent.instances == {}
+    assert states(await agent.want(("a", "3g.20gb"))) == {"a": READY}
 
 
-async def test_gpu_that_vanishes_during_a_plan(mig_killed_agent: MigAgent) -> None:
+async def test_gpu_that_vanishes_during_a_plan(agent: MigAgent) -> None:
     def vanish(name: str) -> None:
         if name == "nvmlGpuInstanceCreateComputeInstance":
-            mig_killed_agent.node.nvml.gpus[0].is_lost = True
+            agent.node.nvml.gpus[0].is_lost = True
 
-    mig_killed_agent.node.nvml.before_each(vanish)
-    found = (await mig_killed_agent.want(("a", "3g.20gb"), ("b", "1g.5gb")))["a"]
+    agent.node.nvml.before_each(vanish)
+    found = (await agent.want(("a", "3g.20gb"), ("b", "1g.5gb")))["a"]
     assert found.state is FAILED
     assert "fallen off the bus" in found.message
-    mig_killed_agent.node.nvml.before_each(lambda _: None)
-    mig_killed_agent.node.nvml.gpus[0].is_lost = False
-    await mig_killed_agent.want()
-    mig_killed_agent.node.advance(61)
-    assert states(await mig_killed_agent.want(("a", "3g.20gb"))) == {"a": READY}
+    agent.node.nvml.before_each(lambda _: None)
+    agent.node.nvml.gpus[0].is_lost = False
+    await agent.want()
+    agent.node.advance(61)
+    assert states(await agent.want(("a", "3g.20gb"))) == {"a": READY}
