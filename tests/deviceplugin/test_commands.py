@@ -40,7 +40,6 @@ from carpool_deviceplugin.testing.nvml import FakeNvml
 from carpool_deviceplugin.timeouts import Intervals
 from carpool_e2e.bench import agent as agent_bench
 from carpool_e2e.bench.agent import MigTimes, Slowest, agent_section, layouts_of
-from carpool_e2e.bench.agentprocess import Spent, describe_to_containers
 from carpool_e2e.bench.predictions import replaced
 from click.testing import CliRunner, Result
 from node_world import inspectable, run
@@ -76,8 +75,8 @@ def test_state_directory_that_cannot_be_written(tmp_path, simulated) -> None:
     """Regression: with hardware the agent started, and each step failed on its own."""
     (tmp_path / "state").write_text("a file")
     settings = AgentSettings(node_name="n", simulated_gpus=simulated, state_dir=tmp_path / "state")
-    told = r"^CARPOOL_STATE_DIR: expected a directory to write to at '.*/state', found (Not a|File).*; set another$"
-    with pytest.raises(NoDevicesError, match=told):
+    message = r"^CARPOOL_STATE_DIR: expected a directory to write to at '.*/state', found (Not a|File).*; set another$"
+    with pytest.raises(NoDevicesError, match=message):
         find_devices(settings, FakeNvml(["T4"]))
 
 
@@ -202,6 +201,7 @@ def test_gpu_may_be_named_by_its_uuid_and_modes_in_capitals(node: Node) -> None:
         (["--gpu", "7", "--to", "mig:1g.5gb"], "expected a GPU from 0 to 1, its UUID, or that of a MIG device on it, "),
         (["--gpu", "1", "--to", "mig:1g.5gb"], "expected a GPU with MIG, found Tesla T4"),
         (["--gpu", "-1", "--to", "mig:1g.5gb"], "that of a MIG device on it, found '-1'"),
+        (["--gpu", "", "--to", "mig:1g.5gb"], "found ''; `carpool node inspect` names them"),
         (["--gpu", "first", "--to", "mig:1g.5gb"], "that of a MIG device on it, found 'first'"),
         (["--to", "mig:1g.5gb"], "Missing option '--gpu'"),
         (["--gpu", "0", "--too", "mig:1g.5gb"], "No such option"),
@@ -255,13 +255,6 @@ def test_what_is_repeated_is_quoted_and_cut(node: Node, arguments: list[str]) ->
     assert is_harmless(result.output), result.output
 
 
-@pytest.mark.parametrize("arguments", [["plan", "--to", "mig:", "--gpu", ""], ["check", "--gpu", ""]])
-def test_nothing_is_a_name_that_is_seen(node: Node, arguments: list[str]) -> None:
-    there = node.devices()
-    result = CliRunner().invoke(command, arguments, obj=there)
-    assert (result.exit_code, "found ''; `carpool node inspect` names them" in result.output) == (2, True)
-
-
 @pytest.mark.parametrize("arguments", [["plan", "--to", "mig:2g.10gb"], ["check", "--only", "contract"]])
 def test_a_gpu_may_be_named_by_a_mig_device_on_it(node: Node, arguments: list[str]) -> None:
     run(node, "plan", "--gpu", "0", "--to", "mig:1g.5gb", "--apply")
@@ -278,7 +271,7 @@ def test_what_processes_are_called_is_not_printed_as_it_is(node: Node) -> None:
     """A tenant chooses it."""
     node.start(0, 42, None)
     (node.root / "proc" / "42" / "stat").write_text("42 (\x1b[2Jowned) S " + " ".join(["0"] * 18) + " 4200 0 0\n")
-    inspected = "\n".join(inspect_node(node.devices(), NvidiaCdi([]), node.root))
+    inspected = inspection(node)
     assert "process 42 (\\x1b[2Jowned)" in inspected
     assert "\x1b" not in inspected
 
@@ -391,88 +384,97 @@ def test_state_directory_of_the_host_is_the_agents(tmp_path: Path, monkeypatch: 
         assert context.params["state_dir"] == tmp_path
 
 
-@pytest.fixture
-def inspected_node(tmp_path: Path) -> Node:
-    return inspectable(tmp_path)
+def inspection(node: Node) -> str:
+    return "\n".join(inspect_node(node.devices(), NvidiaCdi([]), node.root))
 
 
-def test_inspect_says_what_is_there_and_what_is_missing(inspected_node: Node) -> None:
-    run(inspected_node, "plan", "--gpu", "0", "--to", "mig:3g.20gb", "--apply")
-    lines = "\n".join(inspect_node(inspected_node.devices(), NvidiaCdi([]), inspected_node.root))
-    assert "driver 580.95.05, CUDA 13.0" in lines
-    assert "GPU 0: NVIDIA A100-SXM4-40GB" in lines
-    assert "MIG: on" in lines
-    assert "1g.5gb         4,864 MiB, 14 SMs, at {0,1,2,3,4,5,6}:1" in lines
-    assert "instance 1 (3g.20gb on memory slices 4-7)  MIG-" in lines
-    assert "GPU 1: Tesla T4" in lines
-    assert "MIG: not supported" in lines
-    assert "missing: expected NVIDIA's CDI specification of each GPU, found none of GPU-" in lines
-    assert "nvidia-ctk cdi generate" in lines
-    assert "hostPID: true" in lines
-
-
-class HostEngine:
-    """DCGM's, which knows the first GPU."""
-
-    name, is_scraped = "dcgm", False
-
-    def __init__(self, inspected_node: Node) -> None:
-        self._uuid = inspected_node.nvml.gpus[0].uuid
-
-    def values(self) -> dict:
-        return {(self._uuid, None): {"DCGM_FI_PROF_SM_ACTIVE": 0.5}}
-
-
-def test_inspect_says_where_metrics_come_from(inspected_node: Node) -> None:
-    inspected_node.sources = (HostEngine(inspected_node),)
-    lines = [
-        line
-        for line in inspect_node(inspected_node.devices(), NvidiaCdi([]), inspected_node.root)
-        if "metrics from" in line
-    ]
-    assert [line.split(": ")[0] for line in lines] == [
-        "  metrics from dcgm",
-        "  metrics from nvml",
-        "  metrics from nvml",
-    ]
-    assert lines[0].endswith(": PROF_SM_ACTIVE")
-
-
-def test_inspect_says_whose_instances_are_and_whether_they_are_in_use(inspected_node: Node) -> None:
-    devices = inspected_node.devices()
-    profile = inspected_node.nvml.gpus[0].mig.table.find("1g.5gb")
+def test_inspect_prints_gpus_and_instances_with_their_owners(node: Node) -> None:
+    devices = node.devices()
+    profile = node.nvml.gpus[0].mig.table.find("1g.5gb")
     devices.apply(devices.uuids[0], CreateInstance(Placement(profile, 0), PodUid("uid-a")))
-    run(inspected_node, "plan", "--gpu", "0", "--to", "mig:1g.5gb,2g.10gb", "--apply")
-    (larger,) = (n for n, i in inspected_node.nvml.gpus[0].mig.instances.items() if i.profile.name == "2g.10gb")
-    inspected_node.start(0, 42, "x", instance=larger)
-    lines = [
-        line
-        for line in inspect_node(inspected_node.devices(), NvidiaCdi([]), inspected_node.root)
-        if "    instance " in line
-    ]
-    assert {line.split("(")[1].split()[0]: line.rpartition("  ")[2] for line in lines} == {
+    run(node, "plan", "--gpu", "0", "--to", "mig:1g.5gb,2g.10gb", "--apply")
+    (larger,) = (n for n, i in node.nvml.gpus[0].mig.instances.items() if i.profile.name == "2g.10gb")
+    node.start(0, 42, "x", instance=larger)
+    printed = inspection(node)
+    for text in (
+        "driver 580.95.05, CUDA 13.0",
+        "GPU 0: NVIDIA A100-SXM4-40GB",
+        "; now no mode set",
+        "MIG: on",
+        "1g.5gb         4,864 MiB, 14 SMs, at {0,1,2,3,4,5,6}:1",
+        "GPU 1: Tesla T4",
+        "MIG: not supported",
+    ):
+        assert text in printed
+    assert re.search(r"40,960 MiB \([1-9]\d* the driver's, 256 more kept free\)", printed)
+    instances = [line for line in printed.splitlines() if "    instance " in line]
+    assert {line.split("(")[1].split()[0]: line.rpartition("  ")[2] for line in instances} == {
         "1g.5gb": "made for pod uid-a, idle",
         "2g.10gb": "not created by the agent, in use",
     }
 
 
-@pytest.mark.parametrize(("comm", "is_host"), [("kthreadd\n", True), ("pause\n", False)])
-def test_the_hosts_processes_are_known_by_the_kernels(inspected_node: Node, comm: str, is_host: bool) -> None:
-    (inspected_node.root / "2").mkdir()
-    (inspected_node.root / "2" / "comm").write_text(comm)
-    lines = "\n".join(inspect_node(inspected_node.devices(), NvidiaCdi([]), inspected_node.root))
-    assert ("the host's PIDs" not in lines) == is_host
+class HostEngine:
+    """DCGM's host engine, which measures the first GPU."""
+
+    name, is_scraped = "dcgm", False
+
+    def __init__(self, node: Node) -> None:
+        self._uuid = node.nvml.gpus[0].uuid
+
+    def values(self) -> dict:
+        return {(self._uuid, None): {"DCGM_FI_PROF_SM_ACTIVE": 0.5}}
 
 
-def test_inspect_says_who_could_measure_more(inspected_node: Node) -> None:
-    missing = "missing: expected a source of SM activity for each GPU, found"
-    assert missing in "\n".join(inspect_node(inspected_node.devices(), NvidiaCdi([]), inspected_node.root))
-    newer = Node(FakeNvml(["H100"]), FakeMpsCommands(), inspected_node.root)
-    assert missing not in "\n".join(inspect_node(newer.devices(), NvidiaCdi([]), inspected_node.root))
+def test_inspect_prints_the_source_of_each_metric(node: Node) -> None:
+    node.sources = (HostEngine(node),)
+    lines = [line.strip() for line in inspection(node).splitlines() if "metrics from" in line]
+    assert lines[0] == "metrics from dcgm: PROF_SM_ACTIVE"
+    assert [line.split(":")[0] for line in lines[1:]] == ["metrics from nvml"] * 2
 
 
-def test_inspect_looks_for_the_host_of_daemons_where_there_is_one(
-    inspected_node: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def host_pids(node: Node) -> None:
+    (node.root / "2").mkdir()
+    (node.root / "2" / "comm").write_text("kthreadd\n")
+
+
+def exclusive_process(node: Node) -> None:
+    node.nvml.gpus[1].compute_mode = pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "requirement", "is_missing"),
+    [
+        (
+            "T4",
+            None,
+            "the host's PIDs, to assign processes to pods, found another PID namespace; run with hostPID",
+            True,
+        ),
+        ("T4", host_pids, "the host's PIDs", False),
+        ("T4", None, "NVIDIA's CDI specification of each GPU, found none of GPU-", True),
+        ("T4", None, "a source of SM activity for each GPU, found GPU-", True),
+        ("H100", None, "a source of SM activity", False),
+        ("T4", None, "compute mode Default", False),
+        (
+            "T4",
+            exclusive_process,
+            "compute mode Default, without which modes of sharing are not offered, found Ex",
+            True,
+        ),
+    ],
+)
+def test_inspect_prints_what_the_node_lacks(
+    tmp_path: Path, kind: str, change, requirement: str, is_missing: bool
+) -> None:
+    node = Node(FakeNvml([kind, kind]), FakeMpsCommands(), tmp_path)
+    if change is not None:
+        change(node)
+    assert (f"missing: expected {requirement}" in inspection(node)) == is_missing
+
+
+def test_inspect_checks_the_host_of_daemons_if_one_is_set(
+    node: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     program, there = tmp_path / "nvidia-cuda-mps-control", tmp_path / "s"
     program.write_text("#!/bin/sh\n")
@@ -480,20 +482,14 @@ def test_inspect_looks_for_the_host_of_daemons_where_there_is_one(
     monkeypatch.setenv("PATH", str(tmp_path))  # without unshare, which only a process that starts daemons needs
     monkeypatch.setenv("CARPOOL_MPS_HOST", str(there))
     monkeypatch.setenv("CARPOOL_STATE_DIR", str(tmp_path / "state"))
-    inspected = CliRunner().invoke(command, ["inspect"], obj=inspected_node.nvml).output
-    assert f"expected a socket at '{there}', for mode MPS, found none; look at the pod carpool-mps" in inspected
+    printed = CliRunner().invoke(command, ["inspect"], obj=node.nvml).output
+    assert f"expected a socket at '{there}', for mode MPS, found none; look at the pod carpool-mps" in printed
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(there))
-        inspected = CliRunner().invoke(command, ["inspect"], obj=inspected_node.nvml).output
-    assert "for mode MPS" not in inspected
+        printed = CliRunner().invoke(command, ["inspect"], obj=node.nvml).output
+    assert "for mode MPS" not in printed
     monkeypatch.delenv("CARPOOL_MPS_HOST")
-    assert "unshare on PATH" in CliRunner().invoke(command, ["inspect"], obj=inspected_node.nvml).output
-
-
-def test_inspect_says_what_is_reserved_for_whom(inspected_node: Node) -> None:
-    lines = "\n".join(inspect_node(inspected_node.devices(), NvidiaCdi([]), inspected_node.root))
-    assert re.search(r"40,960 MiB \([1-9]\d* the driver's, 256 more kept free\)", lines), lines
-    assert "; now no mode set" in lines
+    assert "unshare on PATH" in CliRunner().invoke(command, ["inspect"], obj=node.nvml).output
 
 
 class Ground:
@@ -709,11 +705,6 @@ def test_daemons_of_the_stand_in_get_ready(tmp_path: Path) -> None:
     assert len(took) == agent_bench.DAEMONS
 
 
-def test_percentile_is_in_milliseconds() -> None:
-    assert agent_bench.p99([0.001] * 999 + [5.0]) == pytest.approx(1.0)
-    assert agent_bench.p99([i / 1000 for i in range(1001)]) == pytest.approx(990, abs=1)
-
-
 def test_the_section_says_what_is_kept_and_what_is_missed() -> None:
     cost = agent_bench.Cost(
         core_percent=0.34,
@@ -746,17 +737,3 @@ def test_every_layout_is_planned_for() -> None:
     """As many as the planner's own tests find, by another way."""
     found = layouts_of(A100_40)
     assert (sum(map(len, found.values())), len(found)) == (2319, 128)
-
-
-def test_what_the_fakes_spend_is_shown() -> None:
-    spent = Spent()
-    spent.seconds += 2.5
-    ((sample,),) = [metric.samples for metric in spent.collect()]
-    assert (sample.name, sample.value) == (agent_bench.SPENT, 2.5)
-
-
-def test_containers_are_told_every_gpu(tmp_path: Path) -> None:
-    describe_to_containers(tmp_path / "cdi", ["GPU-0", "GPU-1"])
-    found = NvidiaCdi([tmp_path / "cdi"]).find("GPU-1")
-    assert found is not None
-    assert found.device["deviceNodes"][0] == {"path": "/dev/nvidia1"}

@@ -121,7 +121,7 @@ def edits(settings: AgentSettings, slot: str) -> dict[str, Any]:
     }
 
 
-async def test_registers_with_what_it_needs(agent, kubelet) -> None:
+async def test_registration_requires_prestart(agent, kubelet) -> None:
     options = await kubelet.options()
     assert options.pre_start_required
     assert not options.get_preferred_allocation_available
@@ -201,7 +201,7 @@ async def test_pod_without_reservation_never_starts(agent, kubelet, settings, ku
     assert not list(settings.cdi_dir.glob("*.json"))
 
 
-async def test_annotations_are_not_believed(agent, kubelet, kube, reserve) -> None:
+async def test_annotations_give_no_gpu(agent, kubelet, kube, reserve) -> None:
     gpu = agent.devices.uuids[0]
     await place(kube, reserve("a", gpu))
     kube.seed(
@@ -215,18 +215,6 @@ async def test_annotations_are_not_believed(agent, kubelet, kube, reserve) -> No
     assert "found none" in await refused(kubelet, "forger")
 
 
-async def test_pod_of_another_node_or_none_is_refused(agent, kubelet) -> None:
-    await kubelet.admit("ghost", "slot-0")
-    assert "expected pod default/ghost on this node" in await refused(kubelet, "ghost")
-
-
-async def test_namesake_of_a_finished_pod_does_not_inherit(agent, kubelet, kube, reserve) -> None:
-    await place(kube, reserve("a", agent.devices.uuids[0]))
-    pod(kube, "a", phase="Succeeded")
-    await kubelet.admit("a", "slot-0")
-    assert "found it finished" in await refused(kubelet, "a")
-
-
 async def test_failed_partition_is_refused_with_its_reason(agent, kubelet, kube, reserve) -> None:
     wanted = reserve("a", agent.devices.uuids[0], mode=SharingMode.MIG)
     await kube.patch(GPU_NODES, "node-1", {"spec": {"reservations": msgspec.to_builtins([wanted])}})
@@ -235,7 +223,7 @@ async def test_failed_partition_is_refused_with_its_reason(agent, kubelet, kube,
     assert "to be ready, found: GPU" in await refused(kubelet, "a")
 
 
-async def test_other_users_do_not_stand_behind_one_mps_daemon(agent, kubelet, settings, kube, reserve) -> None:
+async def test_clients_of_one_mps_daemon_run_as_one_user(agent, kubelet, settings, kube, reserve) -> None:
     gpu = agent.devices.uuids[0]
     await place(kube, reserve("a", gpu, mode=MPS), reserve("b", gpu, mode=MPS), reserve("c", gpu, mode=MPS))
     for number, (name, user) in enumerate((("a", 1000), ("b", 1001), ("c", 1000))):
@@ -245,13 +233,15 @@ async def test_other_users_do_not_stand_behind_one_mps_daemon(agent, kubelet, se
     await until(lambda: agent.kubelet._pods.store.get("default/c"))
     await kubelet.start_container("a")
     assert "run as user 1000, as pod default/a does, found 1001" in await refused(kubelet, "b")
-    assert "run as user 1001, as pod default/b does, found 1000" in await refused(kubelet, "c"), "each in its turn"
+    assert "run as user 1001, as pod default/b does, found 1000" in await refused(kubelet, "c"), (
+        "in the order of reservations"
+    )
     pod(kube, "a", phase="Succeeded")
     await until(lambda: agent.kubelet._pods.store.get("default/a").is_finished)
     await kubelet.start_container("b")
 
 
-async def test_word_that_comes_late_is_waited_for(agent, kubelet, settings, kube, reserve) -> None:
+async def test_a_late_reservation_is_waited_for(agent, kubelet, settings, kube, reserve) -> None:
     await kubelet.admit("a", "slot-0")
     starting = asyncio.ensure_future(kubelet.start_container("a"))
     await place(kube, reserve("a", agent.devices.uuids[0]))
@@ -326,93 +316,84 @@ async def test_health_changes_reach_the_kubelet(agent, kubelet, settings) -> Non
 OWNER = Owner("default", "a", "train", ("slot-2",))
 
 
-def holds(prestart_pod: str, *slots: str, container: str = "train", resource: str = "carpool.dev/gpu") -> PodResources:
+def holds(name: str, *slots: str, container: str = "train", resource: str = "carpool.dev/gpu") -> PodResources:
     devices = [ContainerDevices(resource_name=resource, device_ids=slots)]
     return PodResources(
-        name=prestart_pod, namespace="default", containers=[ContainerResources(name=container, devices=devices)]
+        name=name, namespace="default", containers=[ContainerResources(name=container, devices=devices)]
     )
 
 
-def prestart_pod(name: str = "a", *, phase: str = "Pending", deleted: str | None = None) -> Pod:
-    return Pod(
-        metadata=PodMeta(name=name, namespace="default", uid=f"uid-{name}", deletion_timestamp=deleted),
-        status=PodStatus(phase=phase),
-    )
+def starting_pod(*, phase: str = "Pending", deleted: str | None = None) -> Pod:
+    meta = PodMeta(name="a", namespace="default", uid="uid-a", deletion_timestamp=deleted)
+    return Pod(metadata=meta, status=PodStatus(phase=phase))
 
 
 def partition(name: str = "a", state: PartitionState = PartitionState.READY, message: str = "") -> Partition:
     return Partition(pod_uid=PodUid(f"uid-{name}"), generation=1, state=state, message=message)
 
 
-def test_owner_is_who_holds_the_slots_in_their_order() -> None:
+def test_owner_is_the_container_that_holds_the_slots() -> None:
     held = [holds("b", "slot-1"), holds("other", "slot-10", "slot-2", resource="nvidia.com/gpu")]
-    assert owner_of(["slot-10", "slot-2"], [*held, holds("a", "slot-10", "slot-2")]) == Owner(
-        "default", "a", "train", ("slot-2", "slot-10")
-    )
+    found = owner_of(["slot-10", "slot-2"], [*held, holds("a", "slot-10", "slot-2")])
+    assert found == Owner("default", "a", "train", ("slot-2", "slot-10"))
 
 
 @pytest.mark.parametrize(
-    ("slots", "held", "error", "says"),
+    ("slot", "held", "error", "message"),
     [
-        (["slot-1"], [], LaterError, "expected a container that holds slot-1, found none"),
+        ("slot-1", [], LaterError, "expected a container that holds slot-1, found none"),
         (
-            ["slot-1"],
+            "slot-1",
             [holds("a", "slot-1"), holds("b", "slot-1")],
             RefusedError,
             "found default/a/train, default/b/train",
         ),
-        (["slot-1"], [holds("a", "slot-1", "slot-2")], RefusedError, "expected default/a to start with slot-1, slot-2"),
-        (["GPU-1"], [], RefusedError, "expected a slot such as slot-3, found 'GPU-1'"),
+        ("slot-1", [holds("a", "slot-1", "slot-2")], RefusedError, "expected default/a to start with slot-1, slot-2"),
+        ("GPU-1", [], RefusedError, "expected a slot such as slot-3, found 'GPU-1'"),
     ],
 )
-def test_owner_refusals(slots, held, error, says) -> None:
-    with pytest.raises(error, match=says):
-        owner_of(slots, held)
+def test_slots_without_one_owner_are_refused(slot: str, held, error, message: str) -> None:
+    with pytest.raises(error, match=message):
+        owner_of([slot], held)
 
 
-@pytest.mark.parametrize("found", [None, prestart_pod(phase="Succeeded"), prestart_pod(deleted="2026-01-31T12:00:00Z")])
-def test_a_namesake_that_leaves_is_not_the_pod(found) -> None:
+@pytest.mark.parametrize("found", [None, starting_pod(phase="Succeeded"), starting_pod(deleted="2026-01-31T12:00:00Z")])
+def test_a_pod_that_is_unknown_or_ending_is_refused_for_now(found: Pod | None) -> None:
     with pytest.raises(LaterError, match="expected pod default/a"):
         living_pod(OWNER, found)
 
 
-def test_promise_is_the_pods_own_reservation(reserve) -> None:
-    assert ready_reservation(
-        OWNER, prestart_pod(), [reserve("b"), reserve("a")], [partition("b"), partition()]
-    ) == reserve("a")
+FAILED = partition(state=PartitionState.FAILED, message="no MIG")
+WAITING = partition(state=PartitionState.PREPARING, message="waits for b")
 
 
 @pytest.mark.parametrize(
-    ("pods", "partitions", "error", "says"),
+    ("reservations", "partitions", "error", "message"),
     [
         ([], [], LaterError, "expected a reservation for pod default/a .uid-a.*submit a GpuTrainingJob"),
-        (["b"], ["b"], LaterError, "expected a reservation for pod default/a"),
-        (["a"], [], LaterError, "found them being prepared"),
+        ([("b",)], [partition("b")], LaterError, "expected a reservation for pod default/a"),
+        ([("a",)], [], LaterError, "found them being prepared"),
+        ([("a",)], [WAITING], LaterError, "prepared .waits for b"),
+        ([("a",)], [FAILED], RefusedError, "to be ready, found: no MIG"),
         (
-            ["a"],
-            [partition(state=PartitionState.PREPARING, message="waits for b")],
-            LaterError,
-            "prepared .waits for b",
+            [("a", "GPU-1", "GPU-2")],
+            [partition()],
+            RefusedError,
+            r"to hold 2 of carpool\.dev/gpu, as reserved, found 1",
         ),
-        (["a"], [partition(state=PartitionState.FAILED, message="no MIG")], RefusedError, "to be ready, found: no MIG"),
     ],
+    ids=["none", "another-pods", "new", "preparing", "failed", "two-containers"],
 )
-def test_promise_refusals(reserve, pods, partitions, error, says) -> None:
-    partitions = [partition(p) if isinstance(p, str) else p for p in partitions]
-    with pytest.raises(error, match=says):
-        ready_reservation(OWNER, prestart_pod(), [reserve(p) for p in pods], partitions)
+def test_a_pod_without_a_ready_reservation_is_refused(reserve, reservations, partitions, error, message) -> None:
+    with pytest.raises(error, match=message):
+        ready_reservation(OWNER, starting_pod(), [reserve(*one) for one in reservations], partitions)
 
 
-def test_an_older_generation_is_not_ready(reserve) -> None:
+def test_the_ready_reservation_is_that_of_the_pod_and_its_generation(reserve) -> None:
+    both = [partition("b"), partition()]
+    assert ready_reservation(OWNER, starting_pod(), [reserve("b"), reserve("a")], both) == reserve("a")
     with pytest.raises(LaterError, match="being prepared"):
-        ready_reservation(OWNER, prestart_pod(), [reserve("a", generation=2)], [partition()])
-
-
-def test_two_containers_cannot_split_a_reservation(reserve) -> None:
-    with pytest.raises(
-        RefusedError, match=r"expected container train .* to hold 2 of carpool\.dev/gpu, as reserved, found 1"
-    ):
-        ready_reservation(OWNER, prestart_pod(), [reserve("a", "GPU-1", "GPU-2")], [partition()])
+        ready_reservation(OWNER, starting_pod(), [reserve("a", generation=2)], both)
 
 
 def running_as(pod_user: int | None, **containers: int | None) -> Pod:
@@ -440,13 +421,13 @@ def running_as(pod_user: int | None, **containers: int | None) -> Pod:
         (running_as(1000, side=7, train=1001), "", 1001),
         (running_as(1000), "train", 1000),
     ],
-    ids=["image", "pod", "container-root", "whoever-has-the-gpu", "unknown-container"],
+    ids=["image", "pod", "container-root", "container-with-the-gpu", "unknown-container"],
 )
 def test_user_is_the_containers_or_the_pods(found: Pod, container: str, user: int | None) -> None:
     assert container_uid(found.spec, container) == user
 
 
-def test_user_within_a_namespace_of_users_is_nobody_the_node_knows() -> None:
+def test_user_in_a_user_namespace_is_unknown_to_the_node() -> None:
     found = running_as(1000, train=None)
     assert container_uid(replace(found.spec, host_users=False), "train") is None
 
@@ -455,8 +436,8 @@ def test_user_within_a_namespace_of_users_is_nobody_the_node_knows() -> None:
     ("user", "served", "is_fine"),
     [(1000, 1000, True), (None, 1000, True), (1000, None, True), (0, 1000, False), (1001, 1000, False)],
 )
-def test_an_mps_daemon_is_asked_by_one_user(user: int | None, served: int | None, is_fine: bool) -> None:
-    """A client of another user waited within CUDA, without a word, until the first one had ended."""
+def test_an_mps_daemon_serves_one_user_at_a_time(user: int | None, served: int | None, is_fine: bool) -> None:
+    """A client of another user would block in CUDA until the first one ends."""
     beside = {"pod default/x": None, "the MPS server of GPU GPU-1": served}
     if is_fine:
         check_same_user(OWNER, user, beside)
@@ -467,12 +448,12 @@ def test_an_mps_daemon_is_asked_by_one_user(user: int | None, served: int | None
         check_same_user(OWNER, user, beside)
 
 
-def test_whoever_reserved_first_waits_for_nobody(reserve) -> None:
-    """If both waited for the other, neither would ever start."""
+def test_the_first_reservation_waits_for_no_other(reserve) -> None:
+    """Otherwise neither would ever start."""
     first, second, elsewhere = reserve("a"), reserve("b"), reserve("0", "GPU-9")
-    everybody = [second, elsewhere, first]
-    assert earlier_reservations(first, everybody) == []
-    assert earlier_reservations(second, everybody) == [first]
+    reservations = [second, elsewhere, first]
+    assert earlier_reservations(first, reservations) == []
+    assert earlier_reservations(second, reservations) == [first]
 
 
 FOLDER = Path(__file__).parents[2] / "deviceplugin"
@@ -498,7 +479,7 @@ def test_generated_messages_are_those_of_the_protos(tmp_path: Path) -> None:
 
 
 def _is_version(line: str) -> bool:
-    """The version of the generator stands in the file as three numbers on lines of their own."""
+    """The generator's version is three numbers on lines of their own."""
     return line.strip().rstrip(",").isdecimal()
 
 

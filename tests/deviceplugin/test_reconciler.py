@@ -378,18 +378,11 @@ async def test_too_much_news_keeps_nobody_waiting() -> None:
     assert [entry["event"] for entry in logs] == ["event dropped"] * 44
 
 
-def told(events_kube: FakeKube) -> dict[str, list[dict[str, Any]]]:
+def told(kube: FakeKube) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
-    for event in events_kube.dump_all(EVENTS):
+    for event in kube.dump_all(EVENTS):
         found.setdefault(event["reason"], []).append(event)
     return found
-
-
-@pytest.fixture
-def events_kube() -> FakeKube:
-    events_kube = FakeKube()
-    events_kube.seed(NODES, {"metadata": {"name": "node-1"}})
-    return events_kube
 
 
 @pytest.fixture
@@ -397,36 +390,34 @@ def node(tmp_path: Path) -> Node:
     return Node(FakeNvml(["H100"]), FakeMpsCommands(), tmp_path)
 
 
-def agent_of(node: Node, events_kube: FakeKube) -> Agent:
+def agent_of(node: Node, kube: FakeKube) -> Agent:
     settings = AgentSettings(node_name="node-1", kubelet=False, state_dir=node.root)
-    return flowing(settings, events_kube, node.devices())
+    return flowing(settings, kube, node.devices())
 
 
-async def test_sick_gpu_is_told_and_a_new_agent_does_not_repeat_it(node: Node, events_kube: FakeKube) -> None:
-    async with running(agent_of(node, events_kube)):
-        await until(lambda: events_kube.dump_all(GPU_NODES) and events_kube.dump_all(GPU_NODES)[0].get("status"))
+async def test_sick_gpu_is_told_and_a_new_agent_does_not_repeat_it(node: Node, kube: FakeKube) -> None:
+    async with running(agent_of(node, kube)):
+        await until(lambda: kube.dump_all(GPU_NODES) and kube.dump_all(GPU_NODES)[0].get("status"))
         node.nvml.raise_xid(0, 95)
-        (event,) = (await until(lambda: told(events_kube).get("GpuUnhealthy"))) or []
+        (event,) = (await until(lambda: told(kube).get("GpuUnhealthy"))) or []
         assert event["involvedObject"]["kind"] == "GpuNode"
-        assert event["involvedObject"]["uid"] == events_kube.dump(GPU_NODES, "node-1")["metadata"]["uid"]
+        assert event["involvedObject"]["uid"] == kube.dump(GPU_NODES, "node-1")["metadata"]["uid"]
         assert "gets no new work: XID 95 (uncontained ECC error)" in event["message"]
-        await until(
-            lambda: events_kube.dump_all(GPU_NODES)[0]["status"]["devices"][0].get("health", "Healthy") == "Unhealthy"
-        )
-    async with running(agent_of(node, events_kube)) as agent:
+        await until(lambda: kube.dump_all(GPU_NODES)[0]["status"]["devices"][0].get("health", "Healthy") == "Unhealthy")
+    async with running(agent_of(node, kube)) as agent:
         await until(lambda: agent.reconciler.reporter.devices)
         assert agent.reconciler.reporter.devices[0].health is DeviceHealth.UNHEALTHY, (
             "it takes a reset, not a new agent"
         )
-        assert [e["count"] for e in told(events_kube)["GpuUnhealthy"]] == [1]
+        assert [e["count"] for e in told(kube)["GpuUnhealthy"]] == [1]
         node.nvml.restart_driver()
         await until(lambda: agent.reconciler.reporter.devices[0].health_message.startswith("XID 95"))
-        await until(lambda: node.advance(10) or told(events_kube).get("GpuHealthy"))
+        await until(lambda: node.advance(10) or told(kube).get("GpuHealthy"))
 
 
 @pytest.mark.parametrize("what", ["dies", "is hit by a fault"])
-async def test_pods_behind_one_daemon_are_told_when_it(node: Node, events_kube: FakeKube, reserve, what: str) -> None:
-    agent = agent_of(node, events_kube)
+async def test_pods_behind_one_daemon_are_told_when_it(node: Node, kube: FakeKube, reserve, what: str) -> None:
+    agent = agent_of(node, kube)
     gpu = agent.devices.uuids[0]
     wanted = [
         msgspec.structs.replace(
@@ -437,11 +428,11 @@ async def test_pods_behind_one_daemon_are_told_when_it(node: Node, events_kube: 
     pipe = str(node.root / "mps" / gpu / "pipe")
 
     def status() -> dict[str, Any]:
-        return events_kube.dump(GPU_NODES, "node-1")["status"]
+        return kube.dump(GPU_NODES, "node-1")["status"]
 
     async with running(agent):
-        await until(lambda: events_kube.dump_all(GPU_NODES) and events_kube.dump_all(GPU_NODES)[0].get("status"))
-        await events_kube.patch(GPU_NODES, "node-1", {"spec": {"reservations": msgspec.to_builtins(wanted)}})
+        await until(lambda: kube.dump_all(GPU_NODES) and kube.dump_all(GPU_NODES)[0].get("status"))
+        await kube.patch(GPU_NODES, "node-1", {"spec": {"reservations": msgspec.to_builtins(wanted)}})
         await until(lambda: [p["state"] for p in status()["partitions"]] == ["Ready", "Ready"])
         for pid, pod in ((42, "a"), (43, "b")):
             node.start(0, pid, pod)
@@ -452,9 +443,7 @@ async def test_pods_behind_one_daemon_are_told_when_it(node: Node, events_kube: 
         else:
             node.mps.daemons[pipe].is_faulty = True
             node.nvml.raise_xid(0, 31)
-        events = await until(
-            lambda: len(told(events_kube).get("MpsClientsEnd", [])) == 2 and told(events_kube)["MpsClientsEnd"]
-        )
+        events = await until(lambda: len(told(kube).get("MpsClientsEnd", [])) == 2 and told(kube)["MpsClientsEnd"])
         assert {e["involvedObject"]["name"] for e in events} == {"a", "b"}
         for event in events:
             assert f"pods that it ends together: {uid('a')}, {uid('b')}" in event["message"]
@@ -472,23 +461,21 @@ async def test_pods_behind_one_daemon_are_told_when_it(node: Node, events_kube: 
         await until(lambda: node.mps.starts == (2 if what == "dies" else 1))
 
 
-async def test_event_that_cannot_be_written_ends_nothing(node: Node, events_kube: FakeKube) -> None:
-    async with running(agent_of(node, events_kube)):
-        await until(lambda: events_kube.dump_all(GPU_NODES) and events_kube.dump_all(GPU_NODES)[0].get("status"))
-        events_kube.fail_next("create", EVENTS, Overloaded("busy", status=429))
+async def test_event_that_cannot_be_written_ends_nothing(node: Node, kube: FakeKube) -> None:
+    async with running(agent_of(node, kube)):
+        await until(lambda: kube.dump_all(GPU_NODES) and kube.dump_all(GPU_NODES)[0].get("status"))
+        kube.fail_next("create", EVENTS, Overloaded("busy", status=429))
         node.nvml.raise_xid(0, 95)
-        await until(
-            lambda: events_kube.dump_all(GPU_NODES)[0]["status"]["devices"][0].get("health", "Healthy") == "Unhealthy"
-        )
-        assert told(events_kube) == {}
+        await until(lambda: kube.dump_all(GPU_NODES)[0]["status"]["devices"][0].get("health", "Healthy") == "Unhealthy")
+        assert told(kube) == {}
 
 
-async def test_share_that_fails_is_told_to_its_pod(node: Node, events_kube: FakeKube, reserve) -> None:
-    agent = agent_of(node, events_kube)
+async def test_share_that_fails_is_told_to_its_pod(node: Node, kube: FakeKube, reserve) -> None:
+    agent = agent_of(node, kube)
     async with running(agent):
-        await until(lambda: events_kube.dump_all(GPU_NODES))
+        await until(lambda: kube.dump_all(GPU_NODES))
         impossible = reserve("a", agent.devices.uuids[0], mode=SharingMode.MIG)
-        await events_kube.patch(GPU_NODES, "node-1", {"spec": {"reservations": [msgspec.to_builtins(impossible)]}})
-        (event,) = await until(lambda: told(events_kube).get("GpuShareFailed"))
+        await kube.patch(GPU_NODES, "node-1", {"spec": {"reservations": [msgspec.to_builtins(impossible)]}})
+        (event,) = await until(lambda: told(kube).get("GpuShareFailed"))
         assert (event["involvedObject"]["kind"], event["involvedObject"]["name"]) == ("Pod", "a")
         assert "expected a mode out of" in event["message"]
