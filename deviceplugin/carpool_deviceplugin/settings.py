@@ -50,7 +50,7 @@ class AgentSettings:
         Path("/var/lib/carpool"),
         flag="--state-dir",
         env="CARPOOL_STATE_DIR",
-        help="Directory for MPS pipes and simulated GPUs. Parts are mounted into containers, so the path must be the node's.",
+        help="MPS pipes and simulated GPUs; parts are mounted into containers, so it has the same path on the node.",
     )
     mps_host: str = setting(
         "",

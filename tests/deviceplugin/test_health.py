@@ -1,4 +1,4 @@
-"""Health of real GPUs, from what the driver says to whether new work may come, over the fake of NVML."""
+"""Health of GPUs, from NVML and calls that hang to the status."""
 
 import asyncio
 import gc
@@ -34,14 +34,6 @@ def node(tmp_path: Path) -> Node:
     return Node(FakeNvml(["H100", "H100"]), FakeMpsCommands(), tmp_path)
 
 
-@pytest.mark.parametrize("xid", [13, 31, 43, 45, 94, 121])
-def test_xid_of_an_application_leaves_the_gpu_well(node: Node, xid: int) -> None:
-    devices = node.devices()
-    devices.inventory()
-    node.nvml.raise_xid(0, xid)
-    assert devices.inventory()[0].health is DeviceHealth.HEALTHY
-
-
 def test_fatal_xid_holds_until_a_reset_and_a_quiet_period(node: Node) -> None:
     devices = node.devices()
     devices.inventory()
@@ -50,17 +42,17 @@ def test_fatal_xid_holds_until_a_reset_and_a_quiet_period(node: Node) -> None:
     assert "XID 95 (uncontained ECC error): drain the GPU and reset it" in first.health_message
     assert second.health is DeviceHealth.HEALTHY
     node.advance(3600)
-    assert devices.inventory()[0].health is DeviceHealth.UNHEALTHY, "time does not heal it"
+    assert devices.inventory()[0].health is DeviceHealth.UNHEALTHY, "time alone does not help"
     node.nvml.restart_driver()
     devices.inventory()
     devices.inventory()
-    assert devices.inventory()[0].health is DeviceHealth.UNHEALTHY, "it was not quiet for long enough"
+    assert devices.inventory()[0].health is DeviceHealth.UNHEALTHY, "the quiet time is not over"
     node.advance(61)
     assert devices.inventory()[0].health is DeviceHealth.HEALTHY
 
 
 def test_rebooted_node_starts_with_healthy_gpus(node: Node) -> None:
-    """What takes a reset has had one, whatever the counter of energy says."""
+    """A reboot resets the GPUs."""
     devices = node.devices()
     devices.inventory()
     node.nvml.raise_xid(0, 95)
@@ -78,7 +70,7 @@ def test_health_outlives_the_agent_and_a_reset_meanwhile_counts(node: Node) -> N
     node.nvml.raise_xid(0, 95)
     devices.inventory()
     node.advance(3600)
-    assert "XID 95" in node.devices().inventory()[0].health_message, "nothing has mended it"
+    assert "XID 95" in node.devices().inventory()[0].health_message
     node.nvml.restart_driver()
     later = node.devices()
     assert "XID 95" in later.inventory()[0].health_message
@@ -86,7 +78,7 @@ def test_health_outlives_the_agent_and_a_reset_meanwhile_counts(node: Node) -> N
     assert later.inventory()[0].health is DeviceHealth.HEALTHY
 
 
-def test_damaged_health_is_none(node: Node) -> None:
+def test_a_damaged_health_file_is_ignored(node: Node) -> None:
     devices = node.devices()
     devices.inventory()
     node.nvml.raise_xid(0, 95)
@@ -140,7 +132,7 @@ def heat(gpu: FakeGpu) -> None:
     ],
 )
 def test_what_the_driver_counts_leads_to_a_sick_gpu(node: Node, happens, says: str, heals: bool) -> None:
-    """And back by rule: after a minute in which it does not go on."""
+    """It is healthy again after a quiet minute."""
     devices = node.devices()
     devices.inventory()
     happens(node.nvml.gpus[0])
@@ -166,7 +158,7 @@ def test_lost_gpu_is_unhealthy_alone_and_comes_back_by_rule(node: Node) -> None:
     assert devices.inventory()[0].health is DeviceHealth.HEALTHY
 
 
-def test_driver_that_was_updated_under_an_agent_is_said_until_it_fits(node: Node) -> None:
+def test_a_driver_updated_under_the_agent_is_reported_until_it_fits(node: Node) -> None:
     devices = node.devices()
     devices.inventory()
     node.nvml.restart_driver()
@@ -182,7 +174,7 @@ def test_driver_that_was_updated_under_an_agent_is_said_until_it_fits(node: Node
 
 
 def test_events_of_a_lost_gpu_are_not_attributed_to_its_neighbour(node: Node) -> None:
-    """Regression: one look took the events of all GPUs, and whose this one was could not be asked any more."""
+    """Regression: one event set was shared by all GPUs."""
     devices = node.devices()
     devices.inventory()
     node.nvml.raise_xid(1, 79)
@@ -197,7 +189,7 @@ def test_events_of_a_lost_gpu_are_not_attributed_to_its_neighbour(node: Node) ->
 @pytest.mark.parametrize(
     "function", ["nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetMemoryInfo", "nvmlEventSetWait"]
 )
-def test_any_call_that_fails_is_unhealthy_for_now(node: Node, function: str) -> None:
+def test_a_failed_call_makes_the_gpu_unhealthy_until_the_next_read(node: Node, function: str) -> None:
     devices = node.devices()
     devices.inventory()
     node.nvml.fail_next(function, pynvml.NVML_ERROR_UNKNOWN)
@@ -337,7 +329,7 @@ def status_of(kube: FakeKube) -> GpuNodeStatus:
 
 
 async def test_hung_gpu_is_unhealthy_alone(tmp_path, release, reserve) -> None:
-    """Every GPU of the node was called unhealthy, and a scrape stopped the event loop."""
+    """Regression: every GPU of the node became unhealthy, and a scrape blocked the event loop."""
     devices, kube, registry = Hanging(tmp_path, release), FakeKube(), CollectorRegistry()
     settings = AgentSettings(node_name="node-1", kubelet=False, state_dir=tmp_path)
     # Real seconds: on a busy machine a GPU that is well takes some of them, too.
@@ -372,7 +364,7 @@ def test_scrape_calls_no_gpu(tmp_path, release) -> None:
 
 
 async def test_calls_that_never_come_back_take_no_thread_from_others(release) -> None:
-    """In a pool of threads, a few hung GPUs left none for the others."""
+    """Regression: in a bounded pool, a few hung GPUs left no thread for the others."""
     stuck = [TimeLimitedCaller(f"GPU {i}", 0.01) for i in range(100)]
     answers = await asyncio.gather(*(p.call(release.wait, 60) for p in stuck), return_exceptions=True)
     assert all(isinstance(a, DeviceError) for a in answers)
@@ -382,7 +374,7 @@ async def test_calls_that_never_come_back_take_no_thread_from_others(release) ->
 
 
 class Later(CallThreads):
-    """Does the work when it is told to."""
+    """Collects the work."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -393,7 +385,7 @@ class Later(CallThreads):
 
 
 async def test_late_exceptions_without_a_caller_are_ignored() -> None:
-    """Regression: an agent that ended while a sick GPU was looked at left an error that nobody took."""
+    """Regression: an agent that ended during a call left an unretrieved exception."""
     complaints: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
 
@@ -413,7 +405,7 @@ async def test_late_exceptions_without_a_caller_are_ignored() -> None:
 
 
 async def test_gpunode_that_vanishes_while_the_gpus_are_described_ends_nothing(tmp_path, release) -> None:
-    """What was to be compared with the status last written was compared with nothing, and that ended the agent."""
+    """Regression: the missing status was compared, which ended the agent."""
     devices, kube = Hanging(tmp_path, release), FakeKube()
     settings = AgentSettings(node_name="node-1", kubelet=False, state_dir=tmp_path)
     reporter = flowing(settings, kube, devices).reconciler.reporter

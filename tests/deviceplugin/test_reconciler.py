@@ -1,4 +1,4 @@
-"""One node's GpuNode, against an API server in memory."""
+"""One node's GpuNode, its status and its events, against an API server in memory."""
 
 import asyncio
 from pathlib import Path
@@ -83,21 +83,21 @@ async def test_creates_its_gpunode_with_the_node_as_owner(kube, agent, devices) 
         assert agent.unready() is None
 
 
-async def test_no_owner_where_the_node_may_not_be_read(kube, agent) -> None:
+async def test_gpunode_has_no_owner_if_the_node_cannot_be_read(kube, agent) -> None:
     kube.fail_next("get", NODES, Forbidden("nodes is forbidden", status=403))
     async with running(agent):
         await until(lambda: exists(kube))
         assert not kube.dump(GPU_NODES, "node-1")["metadata"].get("ownerReferences")
 
 
-async def test_gpunode_deleted_is_created_again(kube, agent) -> None:
+async def test_a_deleted_gpunode_is_created_again(kube, agent) -> None:
     async with running(agent):
         await until(lambda: exists(kube))
         await kube.delete(GPU_NODES, "node-1")
         await until(lambda: exists(kube))
 
 
-async def test_reservation_becomes_ready_and_is_returned(kube, agent, devices, reserve) -> None:
+async def test_a_reservation_becomes_ready_and_is_released(kube, agent, devices, reserve) -> None:
     first, second = devices.uuids
     async with running(agent):
         await until(lambda: exists(kube))
@@ -130,7 +130,7 @@ async def test_status_is_written_on_change_only(kube, agent, devices, reserve) -
         count = writes(kube)
         later = agent.clock.monotonic() + 0.8 * Intervals().heartbeat_s
         await until(lambda: agent.clock.monotonic() > later)
-        assert writes(kube) == count, "many samples and resyncs later"
+        assert writes(kube) == count
 
 
 async def test_measures_of_a_tenant_reach_the_status(kube, agent, devices, reserve, enter) -> None:
@@ -153,7 +153,7 @@ async def test_measures_of_a_tenant_reach_the_status(kube, agent, devices, reser
         await until(lambda: not status_of(kube).tenants)
 
 
-async def test_pod_that_runs_on_without_its_reservation_is_told_again(kube, agent, devices, reserve, enter) -> None:
+async def test_a_pod_that_runs_on_without_its_reservation_is_reported(kube, agent, devices, reserve, enter) -> None:
     gpu = devices.uuids[0]
     async with running(agent):
         await until(lambda: exists(kube))
@@ -167,7 +167,7 @@ async def test_pod_that_runs_on_without_its_reservation_is_told_again(kube, agen
             await until(lambda: any(t.memory_mib >= 2000 for t in status_of(kube).tenants))
 
 
-async def test_sick_gpu_is_told_and_mends(kube, agent, devices, tmp_path) -> None:
+async def test_an_unhealthy_gpu_is_reported_until_it_recovers(kube, agent, devices, tmp_path) -> None:
     path = tmp_path / "state" / "simulated" / devices.uuids[0] / "device.json"
     good = path.read_bytes()
     async with running(agent):
@@ -179,7 +179,7 @@ async def test_sick_gpu_is_told_and_mends(kube, agent, devices, tmp_path) -> Non
         await until(lambda: status_of(kube).conditions[0].reason == "GpusHealthy")
 
 
-async def test_failed_write_is_tried_again(kube, agent, devices, reserve) -> None:
+async def test_a_failed_write_is_retried(kube, agent, devices, reserve) -> None:
     async with running(agent):
         await until(lambda: exists(kube))
         kube.fail_next("patch", GPU_NODES, Overloaded("busy", status=429), subresource="status")
@@ -188,7 +188,7 @@ async def test_failed_write_is_tried_again(kube, agent, devices, reserve) -> Non
         await until(lambda: states(kube) == {"uid-a": "Ready"})
 
 
-async def test_new_agent_keeps_what_the_old_one_promised(kube, agent, devices, reserve, tmp_path) -> None:
+async def test_a_new_agent_keeps_ready_reservations(kube, agent, devices, reserve, tmp_path) -> None:
     gpu = devices.uuids[0]
     async with running(agent):
         await until(lambda: exists(kube))
@@ -200,7 +200,7 @@ async def test_new_agent_keeps_what_the_old_one_promised(kube, agent, devices, r
         await until(lambda: states(kube) == {"uid-a": "Failed", "uid-b": "Ready"})
 
 
-async def test_several_agents_live_in_one_loop(kube, tmp_path) -> None:
+async def test_several_agents_share_an_event_loop(kube, tmp_path) -> None:
     agents = []
     for name in ("node-1", "node-2", "node-3"):
         settings = AgentSettings(node_name=name, kubelet=False, state_dir=tmp_path, simulated_gpus="Tesla T4:2")
@@ -213,7 +213,7 @@ async def test_several_agents_live_in_one_loop(kube, tmp_path) -> None:
 
 
 class Counted:
-    """The simulated GPUs, and how often each was described."""
+    """Simulated GPUs that count their descriptions."""
 
     simulated, unreadable = True, ()
 
@@ -251,8 +251,8 @@ class World:
     def written(self) -> list[int]:
         return [tenant["memoryMib"] for tenant in self.kube.dump(GPU_NODES, "n")["status"]["tenants"]]
 
-    async def looks(self) -> int:
-        """Let it do what is due; return how many GPUs it asked for that."""
+    async def reads(self) -> int:
+        """Run one cycle; return how many GPUs it read."""
         before = self.devices.described
         await self.reporter.once()
         return self.devices.described - before
@@ -267,52 +267,52 @@ def measured(world: World, memory_mib: int) -> list[Tenant]:
     return [Tenant(pod_uid=PodUid("a"), gpu_uuid=world.devices.uuids[0], memory_mib=memory_mib)]
 
 
-async def test_measures_are_no_reason_to_look_at_the_gpus(world: World) -> None:
-    """Each new measure asked every GPU for its health and its processes: half of what the agent cost."""
-    assert await world.looks() == 2
+async def test_new_measurements_alone_read_no_gpu(world: World) -> None:
+    """Regression: each new measurement read the health and processes of every GPU, half of the agent's cost."""
+    assert await world.reads() == 2
     for at in range(1, 5):
         world.clock.advance(5)
         world.reporter.report((), measured(world, 1000 * at))
-        assert await world.looks() == 0
+        assert await world.reads() == 0
     assert world.written == [4000]
 
 
-async def test_changed_shares_health_and_time_are(world: World) -> None:
-    await world.looks()
+async def test_changed_partitions_health_and_time_read_the_gpus(world: World) -> None:
+    await world.reads()
     partition = Partition(pod_uid=PodUid("a"), generation=1, state=PartitionState.READY)
     world.reporter.report([partition], ())
-    assert await world.looks() == 2, "a mode has changed"
+    assert await world.reads() == 2, "a mode may have changed"
     world.reporter.look_again()
-    assert await world.looks() == 2
-    assert await world.looks() == 0
+    assert await world.reads() == 2
+    assert await world.reads() == 0
     world.clock.advance(HARDWARE_INTERVALS.heartbeat_s)
-    assert await world.looks() == 2
+    assert await world.reads() == 2
 
 
-async def test_measures_wake_it_when_they_may_be_written(world: World) -> None:
-    """Woken each time, it compared all tenants only to find that it was too early."""
-    await world.looks()
+async def test_measurements_wake_the_reporter_when_they_are_due(world: World) -> None:
+    """Regression: each measurement compared all tenants, also when it was too early to write them."""
+    await world.reads()
     awake = world.reporter._awake
     awake.clear()
     world.reporter.report((), measured(world, 1000))
     assert not awake.is_set()
     world.clock.advance(HARDWARE_INTERVALS.measures_s)
     world.reporter.report((), measured(world, 1000))
-    assert awake.is_set(), "also where they are the same as those that were too early"
+    assert awake.is_set()
 
 
-async def test_what_nobody_would_read_is_not_written(world: World) -> None:
-    """The API server would take it, and every reader would leave out the whole GpuNode from then on."""
-    await world.looks()
-    told = Partition(pod_uid=PodUid("p"), generation=1, state=PartitionState.FAILED, message="!" * 5000)
-    world.reporter.report([told], ())
+async def test_an_invalid_status_is_not_written(world: World) -> None:
+    """The API server would accept it, and every reader would ignore the whole GpuNode."""
+    await world.reads()
+    long = Partition(pod_uid=PodUid("p"), generation=1, state=PartitionState.FAILED, message="!" * 5000)
+    world.reporter.report([long], ())
     with pytest.raises(Invalid):
-        await world.looks()
+        await world.reads()
     assert world.kube.dump(GPU_NODES, "n")["status"]["partitions"] == []
 
 
-async def test_what_is_said_of_sick_gpus_is_cut_and_the_status_written(world: World) -> None:
-    """Regression: clients of MPS wrote so many numbers into a GPU's message that no status of its node was accepted."""
+async def test_long_health_messages_are_cut_and_the_status_is_written(world: World) -> None:
+    """Regression: with a long message of MPS clients, no status of the node was accepted."""
     world.devices.sick = "12345, " * 20_000
     await world.reporter.once()
     status = world.kube.dump(GPU_NODES, "n")["status"]
@@ -323,66 +323,72 @@ async def test_what_is_said_of_sick_gpus_is_cut_and_the_status_written(world: Wo
 
 
 GPU = GpuUuid("GPU-1")
-WELL = Device(uuid=GPU, index=0, product="x", memory_mib=1)
-SICK = msgspec.structs.replace(WELL, health=DeviceHealth.UNHEALTHY, health_message="XID 79")
-HOT = msgspec.structs.replace(SICK, health_message="it is hot")
+HEALTHY = Device(uuid=GPU, index=0, product="x", memory_mib=1)
+XID = msgspec.structs.replace(HEALTHY, health=DeviceHealth.UNHEALTHY, health_message="XID 79")
+HOT = msgspec.structs.replace(XID, health_message="it is hot")
 A, B = PodUid("uid-a"), PodUid("uid-b")
 
 
 @pytest.mark.parametrize(
     ("before", "after", "reasons"),
     [
-        ({}, WELL, []),
-        ({}, SICK, ["GpuUnhealthy"]),
-        ({GPU: WELL}, SICK, ["GpuUnhealthy"]),
-        ({GPU: SICK}, SICK, []),
-        ({GPU: SICK}, HOT, []),
-        ({GPU: SICK}, WELL, ["GpuHealthy"]),
+        ({}, HEALTHY, []),
+        ({}, XID, ["GpuUnhealthy"]),
+        ({GPU: HEALTHY}, XID, ["GpuUnhealthy"]),
+        ({GPU: XID}, HOT, []),
+        ({GPU: XID}, HEALTHY, ["GpuHealthy"]),
     ],
 )
-def test_health_is_news_when_it_changes(before: dict, after: Device, reasons: list[str]) -> None:
-    assert [n.reason for n in device_events(before, [after])] == reasons
+def test_a_changed_health_is_an_event(before: dict, after: Device, reasons: list[str]) -> None:
+    assert [event.reason for event in device_events(before, [after])] == reasons
 
 
 def partition(state: PartitionState, generation: int = 1) -> Partition:
     return Partition(pod_uid=A, generation=generation, state=state, message="why")
 
 
+READY, PREPARING, FAILED = (partition(getattr(PartitionState, name)) for name in ("READY", "PREPARING", "FAILED"))
+
+
 @pytest.mark.parametrize(
     ("before", "after", "reasons"),
     [
-        (None, partition(PartitionState.READY), []),
-        (None, partition(PartitionState.FAILED), ["GpuShareFailed"]),
-        (partition(PartitionState.FAILED), partition(PartitionState.FAILED), []),
-        (partition(PartitionState.FAILED), partition(PartitionState.FAILED, 2), ["GpuShareFailed"]),
-        (partition(PartitionState.FAILED), partition(PartitionState.READY), ["GpuShareReady"]),
-        (partition(PartitionState.PREPARING), partition(PartitionState.READY), []),
+        (None, READY, []),
+        (None, FAILED, ["GpuShareFailed"]),
+        (FAILED, FAILED, []),
+        (FAILED, partition(PartitionState.FAILED, 2), ["GpuShareFailed"]),
+        (FAILED, READY, ["GpuShareReady"]),
+        (PREPARING, READY, []),
     ],
 )
-def test_shares_are_news_when_they_fail(reserve, before, after, reasons) -> None:
+def test_a_share_that_fails_or_recovers_is_an_event(reserve, before, after, reasons) -> None:
     known = {} if before is None else {A: before}
-    assert [n.reason for n in partition_events(known, [after], {A: reserve("a")})] == reasons
-    assert partition_events({}, [after], {}) == [], "nobody to tell"
+    assert [event.reason for event in partition_events(known, [after], {A: reserve("a")})] == reasons
+    assert partition_events({}, [after], {}) == [], "without a reservation there is no pod"
 
 
-def test_each_pod_that_ends_is_told_once(reserve) -> None:
+def test_each_pod_that_an_mps_fault_ends_gets_one_event(reserve) -> None:
     both = {A: reserve("a"), B: reserve("b")}
-    (told,) = struck_events({A: "why"}, {A: "why", B: "why"}, both)
-    assert (told.pod, told.reason, told.message) == (both[B], "MpsClientsEnd", "why")
+    (event,) = struck_events({A: "why"}, {A: "why", B: "why"}, both)
+    assert (event.pod, event.reason, event.message) == (both[B], "MpsClientsEnd", "why")
 
 
-async def test_too_much_news_keeps_nobody_waiting() -> None:
+async def test_events_beyond_the_queue_are_dropped_and_logged() -> None:
     writer = EventWriter(NodeName("n"), FakeKube(), FakeClock())
     with capture_logs() as logs:
         writer.enqueue([NodeEvent(None, "Warning", "GpuUnhealthy", str(i)) for i in range(300)], "uid")
     assert [entry["event"] for entry in logs] == ["event dropped"] * 44
 
 
-def told(kube: FakeKube) -> dict[str, list[dict[str, Any]]]:
-    found: dict[str, list[dict[str, Any]]] = {}
-    for event in kube.dump_all(EVENTS):
-        found.setdefault(event["reason"], []).append(event)
-    return found
+def events_of(kube: FakeKube, reason: str) -> list[dict[str, Any]]:
+    return [event for event in kube.dump_all(EVENTS) if event["reason"] == reason]
+
+
+def health(kube: FakeKube) -> tuple[str, str]:
+    """Health and message of the first GPU; empty before the first status."""
+    found = kube.dump_all(GPU_NODES)
+    devices = found[0].get("status", {}).get("devices") if found else None
+    return (devices[0].get("health", "Healthy"), devices[0].get("healthMessage", "")) if devices else ("", "")
 
 
 @pytest.fixture
@@ -391,32 +397,31 @@ def node(tmp_path: Path) -> Node:
 
 
 def agent_of(node: Node, kube: FakeKube) -> Agent:
-    settings = AgentSettings(node_name="node-1", kubelet=False, state_dir=node.root)
-    return flowing(settings, kube, node.devices())
+    return flowing(AgentSettings(node_name="node-1", kubelet=False, state_dir=node.root), kube, node.devices())
 
 
-async def test_sick_gpu_is_told_and_a_new_agent_does_not_repeat_it(node: Node, kube: FakeKube) -> None:
+async def test_an_unhealthy_gpu_is_one_event_also_after_a_restart_of_the_agent(node: Node, kube: FakeKube) -> None:
     async with running(agent_of(node, kube)):
-        await until(lambda: kube.dump_all(GPU_NODES) and kube.dump_all(GPU_NODES)[0].get("status"))
+        await until(lambda: health(kube)[0])
         node.nvml.raise_xid(0, 95)
-        (event,) = (await until(lambda: told(kube).get("GpuUnhealthy"))) or []
+        (event,) = await until(lambda: events_of(kube, "GpuUnhealthy"))
         assert event["involvedObject"]["kind"] == "GpuNode"
         assert event["involvedObject"]["uid"] == kube.dump(GPU_NODES, "node-1")["metadata"]["uid"]
         assert "gets no new work: XID 95 (uncontained ECC error)" in event["message"]
-        await until(lambda: kube.dump_all(GPU_NODES)[0]["status"]["devices"][0].get("health", "Healthy") == "Unhealthy")
+        await until(lambda: health(kube)[0] == "Unhealthy")
     async with running(agent_of(node, kube)) as agent:
         await until(lambda: agent.reconciler.reporter.devices)
-        assert agent.reconciler.reporter.devices[0].health is DeviceHealth.UNHEALTHY, (
-            "it takes a reset, not a new agent"
-        )
-        assert [e["count"] for e in told(kube)["GpuUnhealthy"]] == [1]
+        assert agent.reconciler.reporter.devices[0].health is DeviceHealth.UNHEALTHY, "it needs a reset"
+        assert [e["count"] for e in events_of(kube, "GpuUnhealthy")] == [1]
         node.nvml.restart_driver()
         await until(lambda: agent.reconciler.reporter.devices[0].health_message.startswith("XID 95"))
-        await until(lambda: node.advance(10) or told(kube).get("GpuHealthy"))
+        await until(lambda: node.advance(10) or events_of(kube, "GpuHealthy"))
 
 
-@pytest.mark.parametrize("what", ["dies", "is hit by a fault"])
-async def test_pods_behind_one_daemon_are_told_when_it(node: Node, kube: FakeKube, reserve, what: str) -> None:
+@pytest.mark.parametrize("fault", ["daemon-dies", "client-fault"])
+async def test_pods_of_a_faulty_mps_daemon_get_an_event_and_keep_their_shares(
+    node: Node, kube: FakeKube, reserve, fault: str
+) -> None:
     agent = agent_of(node, kube)
     gpu = agent.devices.uuids[0]
     wanted = [
@@ -427,55 +432,54 @@ async def test_pods_behind_one_daemon_are_told_when_it(node: Node, kube: FakeKub
     ]
     pipe = str(node.root / "mps" / gpu / "pipe")
 
-    def status() -> dict[str, Any]:
-        return kube.dump(GPU_NODES, "node-1")["status"]
+    def partitions() -> list[dict[str, Any]]:
+        return kube.dump(GPU_NODES, "node-1")["status"]["partitions"]
 
     async with running(agent):
-        await until(lambda: kube.dump_all(GPU_NODES) and kube.dump_all(GPU_NODES)[0].get("status"))
-        await kube.patch(GPU_NODES, "node-1", {"spec": {"reservations": msgspec.to_builtins(wanted)}})
-        await until(lambda: [p["state"] for p in status()["partitions"]] == ["Ready", "Ready"])
+        await until(lambda: health(kube)[0])
+        await reserve_on(kube, *wanted)
+        await until(lambda: [p["state"] for p in partitions()] == ["Ready", "Ready"])
         for pid, pod in ((42, "a"), (43, "b")):
             node.start(0, pid, pod)
             node.mps.connect(pipe, pid)
         await until(lambda: agent.reconciler.meters[gpu].usage.keys() >= {uid("a"), uid("b")})
-        if what == "dies":
+        if fault == "daemon-dies":
             node.mps.die(pipe)
         else:
             node.mps.daemons[pipe].is_faulty = True
             node.nvml.raise_xid(0, 31)
-        events = await until(lambda: len(told(kube).get("MpsClientsEnd", [])) == 2 and told(kube)["MpsClientsEnd"])
+        await until(lambda: len(events_of(kube, "MpsClientsEnd")) == 2)
+        events = events_of(kube, "MpsClientsEnd")
         assert {e["involvedObject"]["name"] for e in events} == {"a", "b"}
-        for event in events:
-            assert f"pods that it ends together: {uid('a')}, {uid('b')}" in event["message"]
-        await until(lambda: all("ends together" in p.get("message", "") for p in status()["partitions"]))
-        assert [p["state"] for p in status()["partitions"]] == ["Ready", "Ready"], "nothing is taken from them"
-        assert "ends together" in status()["devices"][0].get("healthMessage", "")
-        assert node.mps.starts == 1, "under who is there no other daemon begins"
-        if what != "dies":
+        assert all(f"pods that it ends together: {uid('a')}, {uid('b')}" in e["message"] for e in events)
+        await until(lambda: all("ends together" in p.get("message", "") for p in partitions()))
+        assert [p["state"] for p in partitions()] == ["Ready", "Ready"]
+        assert "ends together" in health(kube)[1]
+        assert node.mps.starts == 1, "a second daemon is never started beside clients"
+        if fault == "client-fault":
             node.mps.daemons[pipe].is_faulty = False
             node.mps.daemons[pipe].clients.clear()
         for pid in (42, 43):
             node.end(0, pid)
-        await until(lambda: status()["devices"][0].get("health", "Healthy") == "Healthy")
-        await until(lambda: all("message" not in p for p in status()["partitions"]))
-        await until(lambda: node.mps.starts == (2 if what == "dies" else 1))
+        await until(lambda: health(kube)[0] == "Healthy")
+        await until(lambda: all("message" not in p for p in partitions()))
+        await until(lambda: node.mps.starts == (2 if fault == "daemon-dies" else 1))
 
 
-async def test_event_that_cannot_be_written_ends_nothing(node: Node, kube: FakeKube) -> None:
+async def test_an_event_that_cannot_be_written_does_not_stop_the_agent(node: Node, kube: FakeKube) -> None:
     async with running(agent_of(node, kube)):
-        await until(lambda: kube.dump_all(GPU_NODES) and kube.dump_all(GPU_NODES)[0].get("status"))
+        await until(lambda: health(kube)[0])
         kube.fail_next("create", EVENTS, Overloaded("busy", status=429))
         node.nvml.raise_xid(0, 95)
-        await until(lambda: kube.dump_all(GPU_NODES)[0]["status"]["devices"][0].get("health", "Healthy") == "Unhealthy")
-        assert told(kube) == {}
+        await until(lambda: health(kube)[0] == "Unhealthy")
+        assert events_of(kube, "GpuUnhealthy") == []
 
 
-async def test_share_that_fails_is_told_to_its_pod(node: Node, kube: FakeKube, reserve) -> None:
+async def test_a_share_that_fails_is_an_event_of_its_pod(node: Node, kube: FakeKube, reserve) -> None:
     agent = agent_of(node, kube)
     async with running(agent):
         await until(lambda: kube.dump_all(GPU_NODES))
-        impossible = reserve("a", agent.devices.uuids[0], mode=SharingMode.MIG)
-        await kube.patch(GPU_NODES, "node-1", {"spec": {"reservations": [msgspec.to_builtins(impossible)]}})
-        (event,) = await until(lambda: told(kube).get("GpuShareFailed"))
+        await reserve_on(kube, reserve("a", agent.devices.uuids[0], mode=SharingMode.MIG))
+        (event,) = await until(lambda: events_of(kube, "GpuShareFailed"))
         assert (event["involvedObject"]["kind"], event["involvedObject"]["name"]) == ("Pod", "a")
         assert "expected a mode out of" in event["message"]
