@@ -288,29 +288,6 @@ _COMPUTE_MODES = {
 }
 
 
-class ComputeMode(StrEnum):
-    """How many processes the driver lets use a GPU."""
-
-    DEFAULT = "Default"
-    EXCLUSIVE_PROCESS = "ExclusiveProcess"
-    """One process, such as an MPS server."""
-    PROHIBITED = "Prohibited"
-
-    @property
-    def withdrawn_modes(self) -> frozenset[SharingMode]:
-        """Sharing modes that do not work in this compute mode."""
-        if self is ComputeMode.PROHIBITED:
-            return frozenset(SharingMode)
-        return frozenset({SharingMode.TIME_SLICING}) if self is ComputeMode.EXCLUSIVE_PROCESS else frozenset()
-
-
-_COMPUTE_MODES = {
-    pynvml.NVML_COMPUTEMODE_EXCLUSIVE_THREAD: ComputeMode.EXCLUSIVE_PROCESS,
-    pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS: ComputeMode.EXCLUSIVE_PROCESS,
-    pynvml.NVML_COMPUTEMODE_PROHIBITED: ComputeMode.PROHIBITED,
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Identity:
     """Description of a GPU. Only its MIG mode, power limit and compute mode change."""
