@@ -31,7 +31,7 @@ class CreateService:
 
 @dataclass(frozen=True, slots=True)
 class CreatePod:
-    """Create a pod; an existing one that the job controls and that is as built is as good."""
+    """Create a pod; an existing one that this process created is as good."""
 
     body: dict[str, Any]
 

@@ -19,16 +19,16 @@ from carpool_predictor.calibration.store import CalibrationStore
 from carpool_predictor.predict import model_version
 from carpool_predictor.tracing.source import Tracer, input_digest
 
-from carpool_operator.actions import Predict
+from carpool_operator.actions import CreatePod, Predict
 from carpool_operator.attempts import Backoff
 from carpool_operator.calibrator import Calibrator
 from carpool_operator.expectations import Expectations
-from carpool_operator.informers import JobCache, NodeCache, PodCache, Resync, generation_id
+from carpool_operator.informers import JobCache, NodeCache, PodCache, Resync
 from carpool_operator.metrics import Metrics
 from carpool_operator.observations import peak_of, sample_of
 from carpool_operator.performer import Performer, Superseded
 from carpool_operator.placement import pods_without_reservation
-from carpool_operator.pods import key_of
+from carpool_operator.pods import key_of, key_of_pod
 from carpool_operator.prediction import products_of
 from carpool_operator.prediction_worker import CalibrationSource, PredictionWorker
 from carpool_operator.reconcile import reconcile
@@ -93,6 +93,8 @@ class Operator:
             for namespace in settings.namespace_list or ("",)
         ]
         self.node_reflector = Reflector(api, GPU_NODES, GpuNode, clock=clock, on_change=self.nodes.changed)
+        self._reconciled: dict[str, str] = {}
+        """UID of the job that was last reconciled, by key."""
         self._failures: dict[str, int] = {}
         self._resync = Resync(self.resync)
         self._log = structlog.get_logger()
@@ -102,6 +104,8 @@ class Operator:
     def pod_changed(self, old: Pod | None, new: Pod | None) -> None:
         """Handle an event of a pod."""
         self._expectations.pod_changed(old, new)
+        if old is not None and new is None and (job := self.jobs.get(key_of_pod(old) or "")) is not None:
+            self._expectations.retry_creation(job.metadata.uid)  # the pod's name is free again
         self.pods.changed(old, new)
 
     def job_changed(self, job: GpuTrainingJob, *, is_deleted: bool) -> None:
@@ -160,18 +164,25 @@ class Operator:
     async def reconcile(self, key: str) -> None:
         """Reconcile one job: take a snapshot, decide, perform."""
         job = self.jobs.get(key)
+        known = self._reconciled.get(key)
+        if known is not None and (job is None or job.metadata.uid != known):
+            self._forget(key, known)
         if job is None:
-            self._forget(key)
             return
+        self._reconciled[key] = job.metadata.uid
         decision = reconcile(self.snapshot(job))
         if decision.requeue_after_s is not None:
             self.queue.add_after(key, decision.requeue_after_s)
         await self._performer.perform(job, decision)
+        if any(isinstance(action, CreatePod) for action in decision.actions):
+            self.queue.add(key)  # the status records the UIDs at once: no other process serves a pod before that
         if not any(isinstance(action, Predict) for action in decision.actions):
             self.predictions.forget(key)
 
-    def _forget(self, key: str) -> None:
-        self._expectations.forget(key)
+    def _forget(self, key: str, uid: str) -> None:
+        """Forget a job that is gone; another one may have its name."""
+        self._expectations.forget(uid)
+        self._reconciled.pop(key, None)
         self.predictions.forget(key)
         self.queue.forget(key)
         self._failures.pop(key, None)
@@ -194,10 +205,9 @@ class Operator:
             calibration = CalibrationState(
                 is_on=True,
                 learned=frozenset(sample for sample in samples if self.calibrator.has_learned(sample)),
-                peak_stable_s=self._expectations.peak_stable_s(key, (samples, peak), now),
+                peak_stable_s=self._expectations.peak_stable_s(uid, (samples, peak), now),
                 keys=keys,
             )
-        recorded = job.status.attempts[-1].pod_uids if job.status.attempts else ()
         unreserved = pods_without_reservation(uid, pods, nodes)
         return Snapshot(
             job=job,
@@ -209,11 +219,11 @@ class Operator:
             retry_in_s=self.predictions.retry_in_s(digest),
             traces_ahead=self.predictions.ahead(digest),
             pods=pods,
-            created_uids=self._expectations.created_uids(key, recorded),
-            expected=self._expectations.expected(key, now) - {pod.metadata.name for pod in pods},
-            is_template_checked=self._expectations.is_checked(key, generation_id(job)),
-            refusal=self._expectations.refusal(key, now),
-            unreserved_s=self._expectations.unreserved_s(key, unreserved, now),
+            created=self._expectations.created(uid),
+            expected=self._expectations.expected(uid, now) - {pod.metadata.name for pod in pods},
+            is_template_checked=self._expectations.is_checked(uid, job.metadata.generation),
+            refusal=self._expectations.refusal(uid, now),
+            unreserved_s=self._expectations.unreserved_s(uid, unreserved, now),
             nodes=nodes,
             inventory=self.nodes.inventory,
             backoff=self._settings.backoff,

@@ -2,9 +2,9 @@
 
     Creating → Running → Complete | reason of the failure
 
-*Creating* is written before the attempt's first pod is created, *Running* once all of its pods were seen. A pod that is
-missing while Creating has to be created; its name makes a second creation harmless. A pod that is missing while Running
-was deleted.
+*Creating* is written before the attempt's first pod is created, the pods' UIDs right after, *Running* once all of its
+pods were seen. A pod that is missing while Creating has to be created; its name makes a second creation harmless. A pod
+that is missing while Running was deleted.
 """
 
 import hashlib
@@ -15,7 +15,6 @@ from itertools import takewhile
 
 import msgspec
 from carpool_core.clock import parse_rfc3339, rfc3339
-from carpool_core.kube.pods import Pod
 from carpool_core.resources.job import Attempt, JobSpec, JobStatus, RunPolicy
 from carpool_core.values import PodUid
 
@@ -56,16 +55,10 @@ def latest(status: JobStatus) -> Attempt | None:
     return status.attempts[-1] if status.attempts else None
 
 
-def with_pods(attempt: Attempt, pods: Iterable[Pod]) -> Attempt:
-    """Record the UIDs of the attempt's pods once all of them exist."""
-    uids = sorted(PodUid(pod.metadata.uid) for pod in pods)
-    return msgspec.structs.replace(attempt, outcome=RUNNING, pod_uids=uids)
-
-
-def creating_again(attempt: Attempt, pods: Iterable[Pod]) -> Attempt:
-    """Put an attempt back to Creating: pods that were never bound are gone and are created again."""
-    uids = sorted(PodUid(pod.metadata.uid) for pod in pods)
-    return msgspec.structs.replace(attempt, outcome=CREATING, pod_uids=uids)
+def with_pods(attempt: Attempt, uids: Iterable[str], *, is_complete: bool) -> Attempt:
+    """Record the UIDs of the attempt's pods. It runs once all of them were seen."""
+    recorded = sorted({PodUid(uid) for uid in uids})
+    return msgspec.structs.replace(attempt, outcome=RUNNING if is_complete else CREATING, pod_uids=recorded)
 
 
 def with_peak(attempt: Attempt, peak_mib: int) -> Attempt:

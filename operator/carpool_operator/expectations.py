@@ -1,107 +1,118 @@
 """Expectations: what this process did a moment ago and its caches may not show yet.
 
-Losing them costs some calls or some waiting, never a wrong decision.
+Losing them costs some calls or some waiting, never a wrong decision. They are kept by the job's UID, so that a job that
+is created again with the same name inherits nothing.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from carpool_core.kube.pods import Pod
 
-from carpool_operator.pods import key_of_pod
-from carpool_operator.reconcile import EXPECTATION_TIMEOUT_S, REFUSAL_TIMEOUT_S
+from carpool_operator.attempts import Backoff
+from carpool_operator.pods import controller_of
 from carpool_operator.snapshot import Refusal
+
+EXPECTATION_TIMEOUT_S = 5.0
+"""Seconds after which a created pod that the cache does not show is created again; its name makes that harmless."""
+
+REFUSAL_BACKOFF = Backoff(first_s=15.0, most_s=240.0)
+"""Pauses after which a creation is tried again that was refused for a reason outside of the job."""
+
+
+@dataclass(slots=True)
+class _JobMemory:
+    """Memory of one job. Times are monotonic seconds."""
+
+    created: dict[str, str] = field(default_factory=dict)
+    """UID of each created pod that is not known to be deleted, by name."""
+    unseen_since: dict[str, float] = field(default_factory=dict)
+    """Time of the creation of each pod that the cache has not shown yet, by name."""
+    checked_generation: int = -1
+    """Generation of the job whose template is valid."""
+    refusal: Refusal | None = None
+    refused_at: float = 0.0
+    refusals: int = 0
+    """Refused creations in a row."""
+    unreserved_since: dict[str, float] = field(default_factory=dict)
+    """Time since which each bound pod has had no reservation, by pod UID."""
+    peak: object = None
+    peak_since: float = 0.0
 
 
 class Expectations:
-    """Created pods, refusals and durations, by job key. Times are monotonic seconds."""
+    """Created pods, refusals and durations, by job UID. Times are monotonic seconds."""
 
     def __init__(self) -> None:
-        self._created_at: dict[str, dict[str, float]] = {}
-        self._created_uids: dict[str, set[str]] = {}
-        self._checked: dict[str, str] = {}
-        self._refused: dict[str, tuple[Refusal, float]] = {}
-        self._unreserved_since: dict[str, dict[str, float]] = {}
-        self._peaks: dict[str, tuple[object, float]] = {}
+        self._jobs: dict[str, _JobMemory] = {}
 
-    def pod_created(self, key: str, name: str, uid: str, now: float) -> None:
-        """Record that a pod was created or adopted."""
-        self._created_at.setdefault(key, {})[name] = now
-        self._created_uids.setdefault(key, set()).add(uid)
-        self._refused.pop(key, None)
+    def _of(self, job_uid: str) -> _JobMemory:
+        return self._jobs.setdefault(job_uid, _JobMemory())
+
+    def pod_created(self, job_uid: str, name: str, uid: str, now: float) -> None:
+        """Record that a pod was created."""
+        job = self._of(job_uid)
+        job.created[name], job.unseen_since[name] = uid, now
+        job.refusal, job.refusals = None, 0
 
     def pod_changed(self, old: Pod | None, new: Pod | None) -> None:
-        """Handle a reflector's event: the cache shows the pod now; a deleted pod may have caused the refusal."""
+        """Handle a reflector's event: the cache shows the pod now, or it is deleted."""
         pod = new if new is not None else old
-        key = None if pod is None else key_of_pod(pod)
-        if pod is None or key is None:
+        job = None if pod is None else self._jobs.get(controller_of(pod.metadata) or "")
+        if pod is None or job is None or job.created.get(pod.metadata.name) != pod.metadata.uid:
             return
-        self._created_at.get(key, {}).pop(pod.metadata.name, None)
+        job.unseen_since.pop(pod.metadata.name, None)
         if new is None:
-            self._created_uids.get(key, set()).discard(pod.metadata.uid)
-            self._refused.pop(key, None)
+            del job.created[pod.metadata.name]
 
-    def expected(self, key: str, now: float) -> frozenset[str]:
+    def created(self, job_uid: str) -> Mapping[str, str]:
+        """Return the UIDs of the pods that were created for a job and not deleted since, by name."""
+        return dict(self._of(job_uid).created)
+
+    def expected(self, job_uid: str, now: float) -> frozenset[str]:
         """Return the names of the job's pods that were created a moment ago and not seen since."""
-        known = self._created_at.get(key, {})
-        fresh = {name: at for name, at in known.items() if now - at < EXPECTATION_TIMEOUT_S}
-        if fresh:
-            self._created_at[key] = fresh
-        else:
-            self._created_at.pop(key, None)
-        return frozenset(fresh)
+        job = self._of(job_uid)
+        job.unseen_since = {name: at for name, at in job.unseen_since.items() if now - at < EXPECTATION_TIMEOUT_S}
+        return frozenset(job.unseen_since)
 
-    def created_uids(self, key: str, recorded: Iterable[str]) -> frozenset[str]:
-        """Return the UIDs of created pods that the status does not hold yet."""
-        known = self._created_uids.get(key, set())
-        known.difference_update(recorded)
-        return frozenset(known)
-
-    def is_checked(self, key: str, generation: str) -> bool:
+    def is_checked(self, job_uid: str, generation: int) -> bool:
         """Return whether the API server has validated the template of this generation of the job."""
-        return self._checked.get(key) == generation
+        return self._of(job_uid).checked_generation == generation
 
-    def template_checked(self, key: str, generation: str) -> None:
+    def template_checked(self, job_uid: str, generation: int) -> None:
         """Record that a template is valid."""
-        self._checked[key] = generation
+        self._of(job_uid).checked_generation = generation
 
-    def pod_refused(self, key: str, refusal: Refusal, now: float) -> None:
+    def pod_refused(self, job_uid: str, refusal: Refusal, now: float) -> None:
         """Record that a creation was refused."""
-        self._refused[key] = (refusal, now)
+        job = self._of(job_uid)
+        job.refusal, job.refused_at, job.refusals = refusal, now, job.refusals + 1
 
-    def refusal(self, key: str, now: float) -> Refusal | None:
-        """Return why the job's last creation was refused; None if it may be tried (again)."""
-        refusal, at = self._refused.get(key, (None, 0.0))
-        if refusal is not None and now - at >= REFUSAL_TIMEOUT_S and not refusal.is_final:
-            del self._refused[key]
-            return None
-        return refusal
+    def retry_creation(self, job_uid: str) -> None:
+        """Have a refused creation tried again now, because its cause may be gone."""
+        self._of(job_uid).refusal = None
 
-    def unreserved_s(self, key: str, uids: Iterable[str], now: float) -> dict[str, float]:
+    def refusal(self, job_uid: str, now: float) -> Refusal | None:
+        """Return why the job's last creation was refused, and when to try again; None if it may be tried now."""
+        job = self._of(job_uid)
+        retry_in_s = job.refused_at + REFUSAL_BACKOFF.after(job.refusals) - now
+        if job.refusal is not None and retry_in_s <= 0 and not job.refusal.is_final:
+            job.refusal = None
+        return None if job.refusal is None else replace(job.refusal, retry_in_s=retry_in_s)
+
+    def unreserved_s(self, job_uid: str, pod_uids: Iterable[str], now: float) -> dict[str, float]:
         """Record which pods are bound without a reservation; return for how many seconds each has been so."""
-        before = self._unreserved_since.get(key, {})
-        since = {uid: before.get(uid, now) for uid in uids}
-        if since:
-            self._unreserved_since[key] = since
-        else:
-            self._unreserved_since.pop(key, None)
-        return {uid: now - at for uid, at in since.items()}
+        job = self._of(job_uid)
+        job.unreserved_since = {uid: job.unreserved_since.get(uid, now) for uid in pod_uids}
+        return {uid: now - at for uid, at in job.unreserved_since.items()}
 
-    def peak_stable_s(self, key: str, peak: object, now: float) -> float:
+    def peak_stable_s(self, job_uid: str, peak: object, now: float) -> float:
         """Record the peak memory of a job's attempt; return for how many seconds it has not changed."""
-        known, since = self._peaks.get(key, (None, now))
-        if known != peak:
-            since = now
-        self._peaks[key] = (peak, since)
-        return now - since
+        job = self._of(job_uid)
+        if job.peak != peak:
+            job.peak, job.peak_since = peak, now
+        return now - job.peak_since
 
-    def forget(self, key: str) -> None:
+    def forget(self, job_uid: str) -> None:
         """Forget a deleted job."""
-        for known in (
-            self._created_at,
-            self._created_uids,
-            self._checked,
-            self._refused,
-            self._unreserved_since,
-            self._peaks,
-        ):
-            known.pop(key, None)
+        self._jobs.pop(job_uid, None)

@@ -21,11 +21,6 @@ from carpool_operator.pods import controller_of, job_key, key_of, key_of_pod
 from carpool_operator.work_queue import WorkQueue
 
 
-def generation_id(job: GpuTrainingJob) -> str:
-    """Return an identifier of a job and its generation."""
-    return f"{job.metadata.uid}/{job.metadata.generation}"
-
-
 def _resource_version(job: GpuTrainingJob) -> int:
     text = job.metadata.resource_version
     return int(text) if text.isdigit() else 0

@@ -1,7 +1,7 @@
 """Ownership: which pods are a job's workers. Pure.
 
 A user who may create pods can write a job's UID, a worker's name and Carpool's labels into them. A pod's own UID cannot
-be chosen: the status records the UIDs of the latest attempt's pods.
+be chosen. The status, which users cannot write, records the UIDs of the latest attempt's pods after their creation.
 """
 
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from dataclasses import replace
 from carpool_core.kube.pods import Pod
 from carpool_core.resources.job import Attempt, GpuTrainingJob
 
-from carpool_operator import attempts, conditions
+from carpool_operator import attempts
 from carpool_operator.actions import DeleteHiddenPods
 from carpool_operator.pods import attempt_of, is_worker, pod_name
 from carpool_operator.snapshot import Snapshot
@@ -19,40 +19,30 @@ POD_HIDDEN = "PodHidden"
 """Reason of the refusal to begin an attempt while a pod lives that the cache does not show."""
 
 
-def is_own(pod: Pod, snapshot: Snapshot) -> bool | None:
-    """Return whether a pod is the job's own; None if that is undecided.
+def is_own(pod: Pod, snapshot: Snapshot) -> bool:
+    """Return whether a pod is the job's own: the status records its UID, or this process has just created it.
 
-    It is undecided while an attempt's pods are being created: a pod that this process does not know may come from its
-    predecessor, which crashed before it recorded the UID. Such a pod is ignored, so its worker's pod is created, and
-    the performer compares the existing pod with the one to create.
+    A pod whose UID a crashed predecessor did not record any more is not, so it is deleted and created again.
     """
-    job = snapshot.job
-    if not is_worker(pod, job):
+    latest, number = attempts.latest(snapshot.job.status), attempt_of(pod) or 0
+    if latest is None or number > latest.number or not is_worker(pod, snapshot.job):
         return False
-    if conditions.is_finished(job.status):
+    if number < latest.number or pod.metadata.uid in latest.pod_uids:
         return True
-    latest = attempts.latest(job.status)
-    number, latest_number = attempt_of(pod) or 0, 1 if latest is None else latest.number
-    if number != latest_number:
-        return number < latest_number
-    recorded = () if latest is None else latest.pod_uids
-    if pod.metadata.uid in recorded or pod.metadata.uid in snapshot.created_uids:
+    if snapshot.created.get(pod.metadata.name) == pod.metadata.uid:
         return True
-    if latest is None or latest.outcome == attempts.CREATING:
-        return None
-    return not recorded
+    return latest.outcome != attempts.CREATING and not latest.pod_uids  # an earlier version recorded no UIDs
 
 
 def split_pods(snapshot: Snapshot) -> tuple[Snapshot, list[Pod]]:
     """Return the snapshot with the job's own pods only, and the foreign pods, which must be deleted."""
     judged = [(pod, is_own(pod, snapshot)) for pod in snapshot.pods]
-    own = tuple(pod for pod, own in judged if own)
-    return replace(snapshot, pods=own), [pod for pod, own in judged if own is False]
+    return replace(snapshot, pods=tuple(pod for pod, own in judged if own)), [pod for pod, own in judged if not own]
 
 
 def foreign_message(names: str) -> str:
     """Return the message of the event about foreign pods."""
-    return f"deletes {names}: this job is given as controller, but Carpool did not create such a pod for it"
+    return f"deletes {names}: this job is given as controller, but its status does not record such a pod"
 
 
 def hidden_pods(
@@ -67,5 +57,5 @@ def hidden_pods(
     shown = list(pods)
     uids = frozenset(attempt.pod_uids) - {pod.metadata.uid for pod in shown}
     shown_names = {pod.metadata.name for pod in shown}
-    names = [pod_name(job.metadata.name, worker, attempt.number) for worker in range(len(attempt.pod_uids))]
+    names = [pod_name(job.metadata.name, worker, attempt.number) for worker in range(job.spec.workers)]
     return DeleteHiddenPods(tuple(name for name in names if name not in shown_names), uids, blocks) if uids else None

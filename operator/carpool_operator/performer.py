@@ -31,9 +31,9 @@ from carpool_operator.actions import (
 )
 from carpool_operator.calibrator import Calibrator
 from carpool_operator.expectations import Expectations
-from carpool_operator.informers import JobCache, generation_id
+from carpool_operator.informers import JobCache
 from carpool_operator.ownership import POD_HIDDEN, foreign_message
-from carpool_operator.pods import controller_of, is_about_the_pod, is_as_built, key_of, template_message
+from carpool_operator.pods import controller_of, is_about_the_pod, key_of, template_message
 from carpool_operator.prediction_worker import PredictionWorker
 from carpool_operator.snapshot import Refusal
 
@@ -202,7 +202,7 @@ class Performer:
                 self._log.debug("template not checked", job=key_of(job), why=str(error))
             else:
                 self._valid_templates[digest] = None
-        self._expectations.template_checked(key_of(job), generation_id(job))
+        self._expectations.template_checked(job.metadata.uid, job.metadata.generation)
 
     async def _create_service(self, job: GpuTrainingJob, body: dict[str, Any]) -> None:
         name = str(body["metadata"]["name"])
@@ -217,31 +217,31 @@ class Performer:
             self._refuse(job, Refusal("ServiceForbidden", str(error), is_final=False), error)
 
     async def _create_pod(self, job: GpuTrainingJob, action: CreatePod) -> None:
-        key, now = key_of(job), self._clock.monotonic()
+        now = self._clock.monotonic()
         try:
             pod = await self._api.create(PODS, action.body, namespace=job.metadata.namespace, wants_object=False)
         except Conflict as error:
-            pod = await self._adopt(job, action, error)
-        except Invalid as error:
-            self._refuse(job, Refusal("InvalidTemplate", template_message(error, action.body), is_final=True), error)
-        except Forbidden as error:
+            pod = await self._existing_pod(job, action.name, error)
+        except (Forbidden, Invalid) as error:
+            if isinstance(error, Invalid) and is_about_the_pod(error):
+                message = template_message(error, action.body)
+                self._refuse(job, Refusal("InvalidTemplate", message, is_final=True), error)
             self._refuse(job, Refusal("PodForbidden", str(error), is_final=False), error)
         except NotFound as error:
             self._refuse(job, Refusal("PodForbidden", f"the namespace is gone: {error}", is_final=False), error)
         else:
-            self._log.info("pod created", job=key, pod=action.name)
-        self._expectations.pod_created(key, action.name, str(pod["metadata"]["uid"]), now)
+            self._log.info("pod created", job=key_of(job), pod=action.name)
+        self._expectations.pod_created(job.metadata.uid, action.name, str(pod["metadata"]["uid"]), now)
 
-    async def _adopt(self, job: GpuTrainingJob, action: CreatePod, error: Conflict) -> dict[str, Any]:
-        """Return an existing pod that the job controls and that is as built; delete one that only claims to be."""
-        name = action.name
+    async def _existing_pod(self, job: GpuTrainingJob, name: str, error: Conflict) -> dict[str, Any]:
+        """Return an existing pod if this process created it; delete one that only claims to be the job's."""
         found = await self._read_existing(PODS, name, job, error)
         pod = msgspec.convert(found, _Owned)
         if controller_of(pod.metadata) != job.metadata.uid:
             message = _name_taken("pod", name, pod, job)
             self._refuse(job, Refusal("PodNameTaken", message, is_final=False), error)
         is_going = pod.metadata.deletion_timestamp is not None
-        if not is_going and is_as_built(found, action.body):
+        if not is_going and self._expectations.created(job.metadata.uid).get(name) == pod.metadata.uid:
             return found
         # Recorded before the deletion, whose event clears the refusal and may arrive at once.
         message = f"pod {name} has the worker's name and is being deleted; if that takes long, see its finalizers"
@@ -249,7 +249,7 @@ class Performer:
         if not is_going:
             await self._delete_pod(job, name, pod.metadata.uid)
             await self._record(job, RecordEvent("Warning", "ForeignPod", foreign_message(name)))
-        raise Superseded(f"pod {name} is not as built") from error
+        raise Superseded(f"pod {name} is not the job's own") from error
 
     async def _read_existing(
         self, kind: ResourceKind, name: str, job: GpuTrainingJob, error: Conflict
@@ -274,7 +274,7 @@ class Performer:
         raise Superseded(refusal.reason) from error
 
     def _note(self, job: GpuTrainingJob, refusal: Refusal) -> None:
-        self._expectations.pod_refused(key_of(job), refusal, self._clock.monotonic())
+        self._expectations.pod_refused(job.metadata.uid, refusal, self._clock.monotonic())
         self._log.warning("pod refused", job=key_of(job), reason=refusal.reason, error=refusal.message)
 
     # Deletion

@@ -293,53 +293,6 @@ def _set_rendezvous(spec: dict[str, Any], job: GpuTrainingJob, worker: int) -> N
         container["env"] = [*({"name": n, "value": v} for n, v in variables.items() if n not in known), *env]
 
 
-# Recognition of an existing pod
-
-_MAY_GROW = frozenset({"volumes", "volumeMounts", "tolerations", "imagePullSecrets"})
-"""Lists to which the API server's built-in admission adds items."""
-
-_REMOVED_LATER = frozenset({"schedulingGates"})
-"""Fields that others remove from a pod."""
-
-_DECISIVE = frozenset(
-    {"command", "args", "env", "envFrom", "lifecycle", "initContainers", "hostNetwork", "hostPID", "hostIPC"}
-)
-"""Fields that the API server never adds by itself and that change which program a container runs."""
-
-
-def is_as_built(found: Mapping[str, Any], built: Mapping[str, Any]) -> bool:
-    """Return whether an existing pod holds everything that Carpool puts into such a pod.
-
-    A pod that only an admission webhook or the spelling of a quantity changed counts as different. It is created
-    again, which costs its start.
-
-    Args:
-        found: The pod that the API server returned.
-        built: The body that would be created.
-    """
-    return all(_contains(found.get(part), built[part], part) for part in ("metadata", "spec"))
-
-
-def _contains(found: Any, wanted: Any, key: str) -> bool:
-    if isinstance(wanted, Mapping):
-        return not wanted or (isinstance(found, Mapping) and _contains_fields(found, wanted))
-    if isinstance(wanted, Sequence) and not isinstance(wanted, str):
-        return not wanted or (isinstance(found, Sequence) and _contains_items(found, wanted, key))
-    return wanted in (None, found) or str(found) == str(wanted)
-
-
-def _contains_fields(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    is_altered = any(found.get(name) for name in _DECISIVE if not wanted.get(name))
-    fields = ((name, value) for name, value in wanted.items() if name not in _REMOVED_LATER)
-    return not is_altered and all(_contains(found.get(name), value, name) for name, value in fields)
-
-
-def _contains_items(found: Sequence[Any], wanted: Sequence[Any], key: str) -> bool:
-    if key in _MAY_GROW:
-        return all(any(_contains(item, one, key) for item in found) for one in wanted)
-    return len(found) == len(wanted) and all(_contains(*pair, key) for pair in zip(found, wanted, strict=True))
-
-
 # Errors of the API server about the pod, rephrased for the template
 
 _UNREADABLE = re.compile(r'^Pod in version "[^"]*" cannot be handled as a Pod: ')
@@ -356,8 +309,8 @@ _MAX_PATHS = 3
 
 
 def is_about_the_pod(error: Invalid) -> bool:
-    """Return whether the pod itself is invalid; an admission webhook without dry run answers 400, too."""
-    return bool(_UNREADABLE.match(error.server_message) or _INVALID.match(error.server_message) or error.status == 422)
+    """Return whether the API server found the pod itself invalid; admission webhooks may answer 400 or 422, too."""
+    return bool(_UNREADABLE.match(error.server_message) or _INVALID.match(error.server_message))
 
 
 def template_message(error: Invalid, body: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ from carpool_core.resources.job import Attempt
 
 from carpool_operator import attempts, conditions, outcomes, placement, status
 from carpool_operator.actions import CheckTemplate, CreatePod, CreateService, Decision, DeleteJob, Learn
+from carpool_operator.expectations import EXPECTATION_TIMEOUT_S
 from carpool_operator.inventory import infeasible_reason, infeasible_when_empty
 from carpool_operator.observations import observe, peak_of, sample_of
 from carpool_operator.outcomes import GPU_OUT_OF_MEMORY, Outcome
@@ -33,12 +34,6 @@ from carpool_operator.pods import (
 from carpool_operator.prediction import predict
 from carpool_operator.snapshot import Snapshot
 from carpool_operator.status import Draft
-
-EXPECTATION_TIMEOUT_S = 5.0
-"""Seconds after which a created pod that the cache does not show is created again; its name makes that harmless."""
-
-REFUSAL_TIMEOUT_S = 15.0
-"""Seconds after which a creation is tried again that was refused for a reason outside of the job."""
 
 _CALIBRATION_TIMEOUT_S = 30.0
 """Seconds that the next attempt waits until the calibration holds the last one's GPU out-of-memory failure."""
@@ -250,7 +245,7 @@ def _begin_attempt(draft: Draft, demand: Demand) -> None:
         return
     if snapshot.refusal is not None and snapshot.refusal.reason == POD_HIDDEN:
         draft.set_condition(keys.CONDITION_PLACED, "False", "WaitingForPods", snapshot.refusal.message)
-        draft.requeue_after(REFUSAL_TIMEOUT_S)
+        draft.requeue_after(snapshot.refusal.retry_in_s)
         return
     if _is_calibration_pending(draft, last):
         draft.requeue_after(_CALIBRATION_POLL_S)
@@ -291,14 +286,13 @@ def _follow(draft: Draft, attempt: Attempt, pods: list[Pod], demand: Demand) -> 
     missing = [worker for worker in range(draft.job.spec.workers) if worker not in present]
     placed_before = {place.worker for place in draft.job.status.placement}
     has_started = any(pod.has_started for pod in pods)
-    if attempt.outcome == attempts.RUNNING and missing and not has_started and not placed_before.intersection(missing):
-        # The scheduler deletes an admitted pod that got no node in time: its gate cannot be added again.
-        attempt = attempts.creating_again(attempt, pods)
-    if missing and attempt.outcome != attempts.CREATING:
+    # The scheduler deletes an admitted pod that got no node in time, because its gate cannot be added again.
+    was_never_bound = not has_started and not placed_before.intersection(missing)
+    if missing and attempt.outcome != attempts.CREATING and not was_never_bound:
         name = pod_name(draft.job.metadata.name, missing[0], attempt.number)
         _end_attempt(draft, attempt, outcomes.pod_deleted(name))
         return
-    draft.put_attempt(attempt if missing else attempts.with_pods(attempt, pods))
+    draft.put_attempt(attempts.with_pods(attempt, _uids_of(draft, attempt, pods), is_complete=not missing))
     status.report_placed(draft, demand, pods)
     status.report_running(draft, pods)
     until = _deadline(draft)
@@ -306,6 +300,14 @@ def _follow(draft: Draft, attempt: Attempt, pods: list[Pod], demand: Demand) -> 
         draft.requeue_at(until)
     if missing:
         _create_pods(draft, attempt, missing)
+
+
+def _uids_of(draft: Draft, attempt: Attempt, pods: list[Pod]) -> list[str]:
+    """Return the UIDs of an attempt's pods, also of those that the cache does not show yet."""
+    shown = {pod.metadata.name: pod.metadata.uid for pod in pods}
+    names = (pod_name(draft.job.metadata.name, worker, attempt.number) for worker in range(draft.job.spec.workers))
+    known = {**draft.snapshot.created, **shown}
+    return [known[name] for name in names if name in known]
 
 
 def _unreserved(draft: Draft, pods: list[Pod]) -> Pod | None:
@@ -326,7 +328,7 @@ def _create_pods(draft: Draft, attempt: Attempt, missing: list[int]) -> None:
     refusal = draft.snapshot.refusal
     if refusal is not None:
         status.report_refused(draft, refusal)
-        draft.requeue_after(REFUSAL_TIMEOUT_S)
+        draft.requeue_after(refusal.retry_in_s)
         return
     draft.requeue_after(EXPECTATION_TIMEOUT_S)
     name, workers = draft.job.metadata.name, draft.job.spec.workers

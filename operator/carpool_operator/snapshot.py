@@ -23,6 +23,8 @@ class Refusal:
     message: str
     is_final: bool
     """Whether the same object will always be refused."""
+    retry_in_s: float = 0.0
+    """Seconds after which the creation is tried again."""
 
 
 class CalibrationKey(NamedTuple):
@@ -77,8 +79,8 @@ class Snapshot:
     """Number of other models that are traced before this job's; see `TraceQueue.ahead`."""
     pods: tuple[Pod, ...] = ()
     """Pods that name the job as their controller, from the cache."""
-    created_uids: frozenset[str] = frozenset()
-    """UIDs of pods that this process created or adopted for the job and that the status does not hold yet."""
+    created: Mapping[str, str] = field(default_factory=dict)
+    """UIDs of the pods that this process created for the job and that are not known to be deleted, by name."""
     expected: frozenset[str] = frozenset()
     """Names of pods that were created a moment ago and that the cache does not show yet."""
     is_template_checked: bool = False

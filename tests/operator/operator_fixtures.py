@@ -167,9 +167,9 @@ def terminated(exit_code: int, *, reason: str = "Error", message: str = "", at: 
     return {"containerStatuses": [{"name": "train", "state": {"terminated": ended}}]}
 
 
-def made(pods: Iterable[Pod]) -> frozenset[str]:
-    """UIDs of pods that the operator created; forged ones are left out."""
-    return frozenset(p.metadata.uid for p in pods if p.metadata.uid != "forged")
+def made(pods: Iterable[Pod]) -> dict[str, str]:
+    """UIDs of the pods that the operator created, by name; forged ones are left out."""
+    return {p.metadata.name: p.metadata.uid for p in pods if p.metadata.uid != "forged"}
 
 
 def snapshot(of: GpuTrainingJob, *, after_s: float = 0.0, **changes: Any) -> Snapshot:
@@ -179,7 +179,7 @@ def snapshot(of: GpuTrainingJob, *, after_s: float = 0.0, **changes: Any) -> Sna
         "digest": DIGEST,
         "products": (A100,),
         "is_template_checked": True,
-        "created_uids": made(changes.get("pods", ())),
+        "created": made(changes.get("pods", ())),
         "inventory": Counter(node_kind(n.status.devices) for n in nodes),
     }
     return Snapshot(job=of, **(defaults | changes))
@@ -226,4 +226,4 @@ def settled(of: GpuTrainingJob) -> GpuTrainingJob:
 def again(before: Snapshot, decision: Decision, **changes: Any) -> Decision:
     """Reconcile once more with the written status."""
     of = msgspec.structs.replace(before.job, status=status_of(decision, before.job))
-    return reconcile(replace(before, **{"created_uids": made(changes.get("pods", before.pods)), **changes, "job": of}))
+    return reconcile(replace(before, **{"created": made(changes.get("pods", before.pods)), **changes, "job": of}))

@@ -1,6 +1,7 @@
 """The operator as a whole on a cluster in memory."""
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -12,7 +13,8 @@ import msgspec
 import pytest
 from carpool_core import keys
 from carpool_core.kube.api import EVENTS, GPU_NODES, GPU_TRAINING_JOBS, PODS, SERVICES, Page, ResourceKind, Selector
-from carpool_core.kube.errors import Forbidden, NotFound, Overloaded
+from carpool_core.kube.client import error_for
+from carpool_core.kube.errors import Forbidden, Invalid, NotFound, Overloaded
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.settings import KubeSettings
 from carpool_core.testing.clock import FakeClock
@@ -20,9 +22,11 @@ from carpool_core.testing.kube import FakeKube
 from carpool_operator import commands
 from carpool_operator.commands import NotInstalledError, check_installed
 from carpool_operator.conditions import find
+from carpool_operator.expectations import REFUSAL_BACKOFF
 from carpool_operator.handlers import RetryDelays, handle_event, kopf_settings, registry_for
 from carpool_operator.informers import Resync
-from carpool_operator.reconcile import REFUSAL_TIMEOUT_S, reconcile
+from carpool_operator.performer import Superseded
+from carpool_operator.reconcile import reconcile
 from carpool_operator.snapshot import Refusal
 from carpool_operator.work_queue import DEBOUNCE_S
 from carpool_predictor.features import Abstention
@@ -318,12 +322,49 @@ async def test_refused_creation_is_one_event_and_tried_again(
         world.kube.fail_next("create", kind, Forbidden(message, status=403))
         await world.settle()
         assert (reason_of(world, keys.CONDITION_PLACED), world.living()) == (reason, [])
-        world.clock.advance(REFUSAL_TIMEOUT_S)
+        world.clock.advance(REFUSAL_BACKOFF.most_s)
         if number == len(messages) - 2:
             world.start()
     assert warnings(world) == [(reason, *expected)], "also after a restart of the operator"
     await world.settle()
     assert len(world.living()) == workers
+
+
+@pytest.mark.parametrize("status", [400, 403, 422])
+async def test_denial_of_a_webhook_is_tried_again_with_growing_pauses(status: int) -> None:
+    """Regression: a job whose pod was recreated during an outage of an image registry failed for good."""
+    denial = 'admission webhook "images.example" denied the request: cannot reach registry.example'
+    world = World()
+    world.apply()
+    for pause_s in (15, 30, 60, 120, 240, 240):
+        world.kube.fail_next("create", PODS, error_for(status, "POST pods", denial))
+        await world.settle()
+        assert (reason_of(world, keys.CONDITION_PLACED), world.job().status.state) == ("PodForbidden", "Queued")
+        world.clock.advance(pause_s - 1)
+        await world.settle()
+        assert world.living() == [], "not tried again before the pause is over"
+        world.clock.advance(1)
+    await world.settle()
+    assert world.living() == ["x-worker-0-1"]
+
+
+async def test_recreated_job_inherits_nothing() -> None:
+    """Regression: a corrected job failed at once with the error of its deleted predecessor."""
+    world = World()
+    world.apply()
+    message = 'Pod "x-worker-0-1" is invalid: spec.containers[0].image: Required value'
+    world.kube.fail_next("check", PODS, Invalid(message, status=422))
+    world.deliver_events()
+    with contextlib.suppress(Superseded):
+        await world.operator.reconcile("default/x")
+    await world.kube.delete(GPU_TRAINING_JOBS, "x", namespace="default")
+    world.apply()
+    world.operator.job_changed(world.job(), is_deleted=False)  # kopf may deliver the addition without the deletion
+    await world.settle()
+    assert world.job().status.state == "Queued"
+    assert world.job().status.attempts[0].pod_uids == [pod["metadata"]["uid"] for pod in world.pods()]
+    await world.kube.delete(GPU_TRAINING_JOBS, "x", namespace="default")
+    await world.settle()
 
 
 def test_refusal_of_one_worker_stays_until_its_pod_exists() -> None:

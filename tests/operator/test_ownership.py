@@ -1,6 +1,5 @@
 """Which pods are a job's own; hidden pods; pods without a reservation."""
 
-import json
 from typing import Any
 
 import pytest
@@ -9,15 +8,16 @@ from carpool_core.clock import rfc3339
 from carpool_core.kube.api import EVENTS, GPU_NODES, GPU_TRAINING_JOBS, PODS
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_operator.conditions import find
-from carpool_operator.pods import build_pod, is_as_built
-from carpool_operator.reconcile import REFUSAL_TIMEOUT_S, reconcile
+from carpool_operator.expectations import REFUSAL_BACKOFF
+from carpool_operator.pods import build_pod
+from carpool_operator.reconcile import reconcile
+from carpool_operator.snapshot import Refusal
 from carpool_operator.work_queue import DEBOUNCE_S
 from operator_fixtures import (
     NOW,
     created,
     deleted,
     events,
-    job,
     node,
     pod,
     predicted_job,
@@ -80,17 +80,42 @@ def test_pod_with_the_jobs_uid_and_a_workers_name_is_foreign() -> None:
     assert "ForeignPod" in events(decision)
 
 
-def test_existing_pod_of_a_new_attempt_is_not_followed() -> None:
-    of = recorded(outcome="Creating")
-    forged = pod(phase="Succeeded", metadata={"uid": "forged"})
-    decision = reconcile(snapshot(of, pods=(forged,)))
-    assert created(decision) == ["x-worker-0-1"], "the performer compares the two"
-    assert status_of(decision, of).state != "Complete"
+@pytest.mark.parametrize(
+    ("attempts", "spec"),
+    [
+        pytest.param([{"number": 1, "outcome": "Creating"}], {}, id="creating"),
+        pytest.param([{"number": 1, "outcome": "Creating"}], {"workers": 2}, id="creating and refused by a quota"),
+        pytest.param([], {}, id="not begun"),
+        pytest.param([], {"runPolicy": {"suspend": True}}, id="suspended from the start"),
+        pytest.param(
+            [{"number": 1, "outcome": "Suspended", "endedAt": rfc3339(NOW), "podUids": ["pod-0-1"]}],
+            {"runPolicy": {"suspend": True}},
+            id="suspended",
+        ),
+    ],
+)
+def test_pod_without_recorded_uid_is_deleted(attempts: list[dict[str, Any]], spec: dict[str, Any]) -> None:
+    """Regression: a pod with a worker's name held GPUs of a suspended job for 48 h."""
+    of = predicted_job(attempts=attempts, **spec)
+    forged = pod(phase="Running", metadata={"uid": "forged"}, nodeName="n1")
+    refusal = Refusal("PodForbidden", "exceeded quota", is_final=False, retry_in_s=15)
+    decision = reconcile(snapshot(of, pods=(forged,), refusal=refusal if "workers" in spec else None))
+    assert deleted(decision) == ["x-worker-0-1"]
+    assert "ForeignPod" in events(decision)
+    assert status_of(decision, of).placement == []
+
+
+async def test_uids_are_recorded_before_the_cache_shows_the_pods() -> None:
+    world = World()
+    world.apply(workers=2)
+    await world.settle(pods=False)
+    assert world.job().status.attempts[0].pod_uids == sorted(pod["metadata"]["uid"] for pod in world.pods())
+    assert world.job().status.attempts[0].outcome == "Creating"
 
 
 def test_pod_of_an_attempt_without_uids_is_own() -> None:
     of = recorded()
-    decision = reconcile(snapshot(of, pods=(pod(phase="Succeeded"),), created_uids=frozenset()))
+    decision = reconcile(snapshot(of, pods=(pod(phase="Succeeded"),), created={}))
     assert status_of(decision, of).state == "Complete"
 
 
@@ -127,54 +152,12 @@ async def test_terminating_pod_of_the_workers_name_is_awaited(image: str) -> Non
     assert [call.verb for call in world.kube.calls if call.plural == "pods"] == ["check", "create", "get"]
     placed = next(c for c in world.job().status.conditions if c.type == "Placed")
     assert (placed.reason, "x-worker-0-1 has the worker's name" in placed.message) == ("PodNameTaken", True)
-    world.clock.advance(REFUSAL_TIMEOUT_S)
+    world.clock.advance(REFUSAL_BACKOFF.most_s)
     await world.settle()
     assert [call.verb for call in world.kube.calls if call.plural == "pods"][3:] == ["create", "get"]
     world.kube.lose(PODS, "x-worker-0-1", "default")
     await world.settle()
     assert world.living() == ["x-worker-0-1"], "created as soon as the other is gone"
-
-
-async def test_pod_created_before_a_crash_is_kept() -> None:
-    """Fields that the API server and its admission add do not matter."""
-    world = World()
-    world.apply()
-    made = seed(world, serviceAccountName="default", volumes=[{"name": "kube-api-access-x", "projected": {}}])
-    await world.settle()
-    assert [p["metadata"]["uid"] for p in world.pods()] == [made]
-    assert world.job().status.attempts[0].pod_uids == [made]
-
-
-BUILT = build_pod(job(workers=2), 1, 1)
-
-
-def changed(path: str, value: Any) -> dict[str, Any]:
-    """The pod as built, with one thing replaced or added."""
-    body = json.loads(json.dumps(BUILT))
-    *parents, last = [int(key) if key.isdigit() else key for key in path.split(".")]
-    here = body
-    for key in parents:
-        here = here[key]
-    here[last] = value
-    return body
-
-
-@pytest.mark.parametrize(
-    ("found", "is_same"),
-    [
-        pytest.param(BUILT, True, id="the same"),
-        pytest.param(changed("spec.nodeName", "n1"), True, id="bound"),
-        pytest.param(changed("spec.tolerations", [{"key": "other"}, *BUILT["spec"]["tolerations"]]), True, id="more"),
-        pytest.param(changed("metadata.labels", {**BUILT["metadata"]["labels"], "a": "b"}), True, id="labelled"),
-        pytest.param(changed("spec.containers.0.image", "other:1"), False, id="another image"),
-        pytest.param(changed("spec.containers", [*BUILT["spec"]["containers"], {"name": "b"}]), False, id="a sidecar"),
-        pytest.param(changed("spec.containers.0.command", ["mine"]), False, id="a command"),
-        pytest.param(changed("spec.containers.0.env", BUILT["spec"]["containers"][0]["env"][1:]), False, id="env"),
-        pytest.param(changed("metadata.ownerReferences", []), False, id="no owner"),
-    ],
-)
-def test_is_as_built(found: dict[str, Any], is_same: bool) -> None:
-    assert is_as_built(found, BUILT) == is_same
 
 
 async def running(**spec: object) -> World:
@@ -203,7 +186,7 @@ async def test_hidden_pod_does_not_run_beside_the_next_attempt() -> None:
     world = await running()
     hide(world, "x-worker-0-1")
     await world.settle()
-    world.clock.advance(REFUSAL_TIMEOUT_S)
+    world.clock.advance(REFUSAL_BACKOFF.most_s)
     await world.settle()
     assert names(world) == ["x-worker-0-2"]
     assert [a.outcome for a in world.job().status.attempts] == ["PodDeleted", "Running"]
@@ -214,13 +197,13 @@ async def test_next_attempt_waits_for_a_hidden_pod_that_is_slow_to_go() -> None:
     hide(world, "x-worker-0-1", finalizers=["test/slow"], deletionTimestamp=rfc3339(NOW))
     for _ in range(3):
         await world.settle()
-        world.clock.advance(REFUSAL_TIMEOUT_S)
+        world.clock.advance(REFUSAL_BACKOFF.most_s)
     assert names(world) == ["x-worker-0-1"]
     placed = next(c for c in world.job().status.conditions if c.type == "Placed")
     assert placed.reason == "WaitingForPods"
     assert "waits for pod x-worker-0-1" in placed.message
     world.kube.lose(PODS, "x-worker-0-1", "default")
-    world.clock.advance(REFUSAL_TIMEOUT_S)
+    world.clock.advance(REFUSAL_BACKOFF.most_s)
     await world.settle()
     assert names(world) == ["x-worker-0-2"]
 

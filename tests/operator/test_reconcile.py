@@ -155,8 +155,11 @@ def test_finished_job_is_deleted_after_its_time_to_live() -> None:
 
 
 def test_finished_job_keeps_nothing_running() -> None:
-    decision = reconcile(snapshot(job(FINISHED), pods=(pod(phase="Running"), pod(1, phase="Succeeded"))))
-    assert deleted(decision) == ["x-worker-0-1"]
+    attempts = [{"number": 1, "outcome": "Complete", "podUids": ["pod-0-1", "pod-1-1"]}]
+    forged = pod(2, phase="Running", metadata={"uid": "forged"})
+    pods = (pod(phase="Running"), pod(1, phase="Succeeded"), forged)
+    decision = reconcile(snapshot(job(FINISHED | {"attempts": attempts}), pods=pods))
+    assert deleted(decision) == ["x-worker-2-1", "x-worker-0-1"]
 
 
 def test_job_being_deleted_is_left_to_the_garbage_collector() -> None:
@@ -184,8 +187,12 @@ def test_invalid_spec_fails_the_job(spec: dict[str, Any], reason: str, message: 
     ("refusal", "condition_type", "status"),
     [
         pytest.param(Refusal("InvalidTemplate", "image: Required", is_final=True), "Failed", "True", id="invalid"),
-        pytest.param(Refusal("PodForbidden", "exceeded quota", is_final=False), "Placed", "False", id="quota"),
-        pytest.param(Refusal("PodNameTaken", "belongs to y", is_final=False), "Placed", "False", id="name taken"),
+        pytest.param(
+            Refusal("PodForbidden", "exceeded quota", is_final=False, retry_in_s=15), "Placed", "False", id="quota"
+        ),
+        pytest.param(
+            Refusal("PodNameTaken", "belongs to y", is_final=False, retry_in_s=15), "Placed", "False", id="name taken"
+        ),
     ],
 )
 def test_refusal_fails_the_job_or_is_tried_again(refusal: Refusal, condition_type: str, status: str) -> None:
@@ -357,7 +364,7 @@ def test_attempt_runs_and_records_its_pods_once_all_of_them_exist() -> None:
     of = predicted_job(attempts=[{"number": 1, "outcome": "Creating"}], workers=2)
     first, both = (reconcile(snapshot(of, pods=pods)) for pods in ((pod(0),), (pod(0), pod(1))))
     one, all_ = (status_of(decision, of).attempts[0] for decision in (first, both))
-    assert (one.outcome, one.pod_uids) == ("Creating", [])
+    assert (one.outcome, one.pod_uids) == ("Creating", ["pod-0-1"])
     assert (all_.outcome, all_.pod_uids) == ("Running", ["pod-0-1", "pod-1-1"])
 
 

@@ -79,7 +79,7 @@ def test_job_alone_on_an_unpredicted_product_says_why(
 
 
 def test_memory_limit_lifts_the_exclusive_clause_of_an_unknown_model() -> None:
-    of = job(model=None, memory={"limit": "8Gi"})
+    of = job({"attempts": [{"number": 1, "outcome": "Creating"}]}, model=None, memory={"limit": "8Gi"})
     one = snapshot(of, prediction=abstention(), pods=(pod(nodeName="n1"),), nodes=(node(reservation("pod-0-1")),))
     decision = reconcile(one)
     assert "runs alone" not in condition(decision, of, "Placed").message
