@@ -11,10 +11,8 @@ from carpool_core.kube.pods import Pod
 
 from carpool_operator.attempts import Backoff
 from carpool_operator.pods import controller_of
+from carpool_operator.reconcile import EXPECTATION_TIMEOUT_S
 from carpool_operator.snapshot import Refusal
-
-EXPECTATION_TIMEOUT_S = 5.0
-"""Seconds after which a created pod that the cache does not show is created again; its name makes that harmless."""
 
 REFUSAL_BACKOFF = Backoff(first_s=15.0, most_s=240.0)
 """Pauses after which a creation is tried again that was refused for a reason outside of the job."""

@@ -17,7 +17,6 @@ from carpool_core.resources.job import Attempt
 
 from carpool_operator import attempts, conditions, outcomes, placement, status
 from carpool_operator.actions import CheckTemplate, CreatePod, CreateService, Decision, DeleteJob, Learn
-from carpool_operator.expectations import EXPECTATION_TIMEOUT_S
 from carpool_operator.inventory import infeasible_reason, infeasible_when_empty
 from carpool_operator.observations import observe, peak_of, sample_of
 from carpool_operator.outcomes import GPU_OUT_OF_MEMORY, Outcome
@@ -34,6 +33,9 @@ from carpool_operator.pods import (
 from carpool_operator.prediction import predict
 from carpool_operator.snapshot import Snapshot
 from carpool_operator.status import Draft
+
+EXPECTATION_TIMEOUT_S = 5.0
+"""Seconds after which a created pod that the cache does not show is created again; its name makes that harmless."""
 
 _CALIBRATION_TIMEOUT_S = 30.0
 """Seconds that the next attempt waits until the calibration holds the last one's GPU out-of-memory failure."""
@@ -138,6 +140,9 @@ def _measure(draft: Draft, attempt: Attempt, pods: list[Pod]) -> Attempt:
     draft.update(placement=places, observed=placement.observed(draft.job, pods, nodes, places))
     attempt = attempts.with_peak(attempt, peak_of(pods, nodes))
     draft.put_attempt(attempt)
+    bound_at = min((at for pod in pods if (at := pod.bound_at) is not None), default=None)
+    if draft.status.start_time is None and bound_at is not None:
+        draft.update(start_time=bound_at)
     return attempt
 
 
@@ -153,7 +158,7 @@ def _advance(draft: Draft, attempt: Attempt | None, pods: list[Pod], *, is_predi
         return
     if _is_over_deadline(draft):
         limit_s = policy.active_deadline_seconds
-        message = f"not complete {limit_s:,} s after its start (runPolicy.activeDeadlineSeconds)"
+        message = f"not complete {limit_s:,} s after its first worker was bound (runPolicy.activeDeadlineSeconds)"
         draft.fail("DeadlineExceeded", message, active)
         return
     if active is not None and _is_outdated(draft, active):
@@ -282,6 +287,11 @@ def _follow(draft: Draft, attempt: Attempt, pods: list[Pod], demand: Demand) -> 
     if unreserved is not None:
         _end_attempt(draft, attempt, outcomes.without_reservation(unreserved, status.RESERVATION_TIMEOUT_S))
         return
+    late = _not_started_in_time(draft, pods)
+    if late is not None:
+        limit_s = draft.job.spec.run_policy.start_deadline_seconds
+        draft.fail(*status.start_deadline_exceeded(late, limit_s), attempt)
+        return
     present = {worker_of(pod) for pod in pods}
     missing = [worker for worker in range(draft.job.spec.workers) if worker not in present]
     placed_before = {place.worker for place in draft.job.status.placement}
@@ -321,6 +331,18 @@ def _unreserved(draft: Draft, pods: list[Pod]) -> Pod | None:
         elif not pod.has_started:
             return pod
     return None
+
+
+def _not_started_in_time(draft: Draft, pods: list[Pod]) -> Pod | None:
+    """Return the first pod that has not started within the start deadline; it counts from the last binding."""
+    idle = [pod for pod in pods if not pod.has_started and not pod.is_initializing]
+    bound_at = [at for pod in pods if (at := pod.bound_at) is not None]
+    if not idle or len(bound_at) < draft.job.spec.workers:
+        return None
+    limit_s = draft.job.spec.run_policy.start_deadline_seconds
+    until = max(map(parse_rfc3339, bound_at)) + timedelta(seconds=limit_s)
+    draft.requeue_at(until)
+    return idle[0] if until <= draft.snapshot.now else None
 
 
 def _create_pods(draft: Draft, attempt: Attempt, missing: list[int]) -> None:

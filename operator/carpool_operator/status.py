@@ -28,7 +28,6 @@ from carpool_operator.actions import (
 )
 from carpool_operator.conditions import ConditionStatus
 from carpool_operator.ownership import hidden_pods
-from carpool_operator.pods import started_at
 from carpool_operator.snapshot import Refusal, Snapshot
 
 _MAX_MESSAGE_CHARS = 4096
@@ -307,21 +306,34 @@ def report_running(draft: Draft, pods: Sequence[Pod]) -> None:
         message = "; ".join([f"{running} of {workers} workers run, attempt {number}", *ended[:1]])
         draft.set_condition(keys.CONDITION_RUNNING, "True", "Running", message)
     elif conditions.is_true(draft.status, keys.CONDITION_PLACED) and idle:
-        draft.set_condition(keys.CONDITION_RUNNING, "False", *_starting(idle[0]))
+        draft.set_condition(keys.CONDITION_RUNNING, "False", *why_not_started(idle[0]))
     else:
         draft.set_not_running("NotPlaced", "not every worker has a GPU")
-    if draft.status.start_time is None:
-        draft.update(start_time=started_at(pods))
 
 
-def _starting(pod: Pod) -> tuple[str, str]:
-    """Return (reason, message) for a pod that does not run yet."""
-    for status in pod.status.container_statuses:
-        if status.state.waiting is not None:
-            detail = f": {status.state.waiting.message}" if status.state.waiting.message else ""
-            reason = status.state.waiting.reason or "Starting"
-            return reason, f"container {status.name} of pod {pod.metadata.name} waits{detail}"
-    return "Starting", f"pod {pod.metadata.name} is starting on node {pod.spec.node_name or '(none yet)'}"
+_STARTING = "Starting"
+_ORDINARY_WAITS = frozenset({"", _STARTING, "ContainerCreating", "PodInitializing"})
+"""The kubelet's reasons for a container that waits without an error of its own."""
+
+
+def why_not_started(pod: Pod) -> tuple[str, str]:
+    """Return (reason, message) for a pod that does not run yet, in the kubelet's words."""
+    statuses = (*pod.status.init_container_statuses, *pod.status.container_statuses)
+    waiting = [(s.name, s.state.waiting) for s in statuses if s.state.waiting is not None]
+    if not waiting:
+        return _STARTING, f"pod {pod.metadata.name} is starting on node {pod.spec.node_name or '(none yet)'}"
+    name, wait = min(waiting, key=lambda one: one[1].reason in _ORDINARY_WAITS)
+    detail = f": {wait.message}" if wait.message else ""
+    return wait.reason or _STARTING, f"container {name} of pod {pod.metadata.name} waits{detail}"
+
+
+def start_deadline_exceeded(pod: Pod, limit_s: int) -> tuple[str, str]:
+    """Return (reason, message) of a job whose pod has not started in time."""
+    reason, message = why_not_started(pod)
+    limit = f"not started {limit_s:,} s after every worker was bound (runPolicy.startDeadlineSeconds)"
+    if reason in _ORDINARY_WAITS:
+        return "StartDeadlineExceeded", f"{message}; {limit}; `kubectl describe pod` shows what its node waited for"
+    return reason, f"{message}; {limit}"
 
 
 def _training_ended(pod: Pod) -> list[str]:

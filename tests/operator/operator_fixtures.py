@@ -147,6 +147,9 @@ def pod(worker: int = 0, attempt: int = 1, phase: str = "Pending", owner: str = 
     if phase == "Running":
         running = {"running": {"startedAt": "2026-01-31T11:59:00Z"}}
         status.setdefault("containerStatuses", [{"name": "train", "state": running}])
+    if changes.get("nodeName"):
+        bound = {"type": "PodScheduled", "status": "True", "lastTransitionTime": "2026-01-31T11:59:00Z"}
+        status["conditions"] = [*status.get("conditions", [bound])]
     metadata: dict[str, Any] = {
         "name": pod_name("x", worker, attempt),
         "namespace": "default",

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
+from carpool_core.clock import rfc3339
 from carpool_core.keys import LABEL_JOB
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS, ResourceKind
 from carpool_core.kube.errors import KubeError
@@ -192,7 +193,9 @@ class World:
             self.kube.seed(GPU_NODES, home)
             pod["spec"]["nodeName"] = node
             started = {"running": {"startedAt": "2026-01-31T12:00:01Z"}}
-            pod["status"] = {"phase": "Running", "containerStatuses": [{"name": "train", "state": started}]}
+            bound = {"type": "PodScheduled", "status": "True", "lastTransitionTime": rfc3339(self.clock.now())}
+            statuses = [{"name": "train", "state": started}]
+            pod["status"] = {"phase": "Running", "conditions": [bound], "containerStatuses": statuses}
             self.kube.seed(PODS, pod)
 
     def measure(self, peak_mib: int, name: str = "x", node: str = "n1", **measures: Any) -> None:

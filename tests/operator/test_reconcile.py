@@ -1,10 +1,12 @@
 """Decisions: each case is a snapshot and the actions that follow."""
 
+from datetime import timedelta
 from typing import Any
 
 import msgspec
 import pytest
 from carpool_core.clock import rfc3339
+from carpool_core.kube.pods import Pod
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_operator.actions import CheckTemplate, Decision, DeleteJob, Predict, WriteStatus
 from carpool_operator.attempts import spec_digest
@@ -138,6 +140,63 @@ def test_deadline_fails_the_job() -> None:
     decision = reconcile(snapshot(of, pods=pods, after_s=60))
     assert condition(decision, of, "Failed").reason == "DeadlineExceeded"
     assert deleted(decision) == ["x-worker-0-1"]
+
+
+def bound(worker: int, before_s: float, waiting: dict[str, str] | None = None, **status: Any) -> Pod:
+    """A pod that was bound so many seconds before NOW; it runs unless its container waits."""
+    at = rfc3339(NOW - timedelta(seconds=before_s))
+    conditions = [{"type": "PodScheduled", "status": "True", "lastTransitionTime": at}]
+    if waiting is None:
+        return pod(worker, phase="Running", nodeName="n1", status={"conditions": conditions})
+    status = {"containerStatuses": [{"name": "train", "state": {"waiting": waiting}}]} | status
+    return pod(worker, nodeName="n1", status={"conditions": conditions, **status})
+
+
+IMAGE = {"reason": "ImagePullBackOff", "message": 'Back-off pulling image "train:typo"'}
+SECRET = {"reason": "CreateContainerConfigError", "message": 'secret "token" not found'}
+CREATING = {"reason": "ContainerCreating"}
+INIT_IMAGE = {"initContainerStatuses": [{"name": "fetch", "state": {"waiting": IMAGE}}]}
+INIT_RUNS = {"initContainerStatuses": [{"name": "fetch", "state": {"running": {}}}]}
+
+
+@pytest.mark.parametrize(
+    ("second", "reason", "words"),
+    [
+        pytest.param(bound(1, 600, IMAGE), "ImagePullBackOff", 'pulling image "train:typo"', id="wrong image"),
+        pytest.param(bound(1, 600, SECRET), "CreateContainerConfigError", 'secret "token" not found', id="no secret"),
+        pytest.param(bound(1, 600, CREATING), "StartDeadlineExceeded", "kubectl describe pod", id="no volume"),
+        pytest.param(
+            bound(1, 600, {"reason": "PodInitializing"}, **INIT_IMAGE), "ImagePullBackOff", "fetch", id="init image"
+        ),
+        pytest.param(bound(1, 599, IMAGE), None, "", id="in time"),
+        pytest.param(bound(1, 600), None, "", id="started"),
+        pytest.param(bound(1, 9999, {"reason": "PodInitializing"}, **INIT_RUNS), None, "", id="init container runs"),
+        pytest.param(pod(1), None, "", id="not bound"),
+    ],
+)
+def test_job_fails_if_a_container_does_not_start_in_time(second: Pod, reason: str | None, words: str) -> None:
+    """Regression: a wrong image held an H100 past every deadline."""
+    of = predicted_job(workers=2)
+    held = node(reservation("pod-0-1"), reservation("pod-1-1"))
+    decision = reconcile(snapshot(of, pods=(bound(0, 610), second), nodes=(held,)))
+    status = status_of(decision, of)
+    assert (status.state == "Failed") is (reason is not None)
+    if reason is not None:
+        failed = condition(decision, of, "Failed")
+        assert failed.reason == reason
+        assert words in failed.message
+        assert "startDeadlineSeconds" in failed.message
+        assert deleted(decision) == ["x-worker-0-1", "x-worker-1-1"]
+
+
+def test_active_deadline_counts_from_the_first_binding() -> None:
+    """Regression: a wrong image held a GPU past an activeDeadlineSeconds of five seconds."""
+    of = predicted_job(runPolicy={"activeDeadlineSeconds": 60})
+    decision = reconcile(snapshot(of, pods=(bound(0, 20, IMAGE),), nodes=(node(reservation("pod-0-1")),)))
+    assert status_of(decision, of).start_time == rfc3339(NOW - timedelta(seconds=20))
+    assert decision.requeue_after_s == 40
+    decision = reconcile(snapshot(of, pods=(bound(0, 60, IMAGE),), nodes=(node(reservation("pod-0-1")),)))
+    assert condition(decision, of, "Failed").reason == "DeadlineExceeded"
 
 
 FINISHED = {

@@ -94,6 +94,7 @@ class PodCondition(_Wire, frozen=True, kw_only=True):
     status: str = ""
     reason: str = ""
     message: str = ""
+    last_transition_time: str | None = None
 
 
 class ContainerTerminated(_Wire, frozen=True, kw_only=True):
@@ -144,6 +145,7 @@ class PodStatus(_Wire, frozen=True, kw_only=True):
     message: str = ""
     conditions: list[PodCondition] = []
     container_statuses: list[ContainerStatus] = []
+    init_container_statuses: list[ContainerStatus] = []
 
 
 class Pod(_Wire, frozen=True, kw_only=True):
@@ -164,10 +166,21 @@ class Pod(_Wire, frozen=True, kw_only=True):
         return bool(self.spec.scheduling_gates)
 
     @property
+    def bound_at(self) -> str | None:
+        """When it was bound to a node, RFC 3339; None before."""
+        scheduled = (c for c in self.status.conditions if c.type == "PodScheduled" and c.status == "True")
+        return next((c.last_transition_time for c in scheduled), None) if self.spec.node_name else None
+
+    @property
     def has_started(self) -> bool:
         """Whether one of its containers runs or has run."""
         ran = any(s.state.running or s.state.terminated or s.restart_count for s in self.status.container_statuses)
         return ran or self.status.phase not in ("", "Pending")
+
+    @property
+    def is_initializing(self) -> bool:
+        """Whether one of its init containers runs."""
+        return any(s.state.running for s in self.status.init_container_statuses)
 
 
 class WorkerName(NamedTuple):

@@ -280,7 +280,7 @@ class JobStatus(Resource, frozen=True, kw_only=True):
     restarts: Annotated[int, field("Failures charged to backoffLimit.", ge=0)] = 0
     observed: Annotated[Observed, field("Measurements.")] | None = None
     summary: Annotated[JobSummary, field("Columns of `kubectl get`.")] | None = None
-    start_time: Annotated[str, field("Time when the first container ran, RFC 3339.")] | None = None
+    start_time: Annotated[str, field("Time when the first worker was bound to a node, RFC 3339.")] | None = None
     completion_time: Annotated[str, field("Time when the job ended, RFC 3339.")] | None = None
 
 
@@ -398,10 +398,23 @@ class RunPolicy(Resource, frozen=True, kw_only=True):
 
     suspend: Annotated[bool, field("True keeps the job without pods.")] = False
     backoff_limit: Annotated[int, field("Restarts after failures before the job counts as failed.", ge=0, le=1000)] = 3
+    start_deadline_seconds: Annotated[
+        int,
+        field(
+            "Seconds from the binding of the last worker until every container must have started. Then the job fails "
+            "with the kubelet's reason, such as ImagePullBackOff, and its GPUs are free.",
+            ge=1,
+            le=_MAX_S,
+        ),
+    ] = 600
     active_deadline_seconds: (
         Annotated[
             int,
-            field("Seconds from its start until the job must be complete; unlimited when left out.", ge=1, le=_MAX_S),
+            field(
+                "Seconds from the binding of the first worker until the job must be complete; unlimited when left out.",
+                ge=1,
+                le=_MAX_S,
+            ),
         ]
         | None
     ) = None
@@ -466,7 +479,12 @@ _DECISIVE = dict.fromkeys(("workers", "gpusPerWorker", "training", "sharing", "m
     "template": True,
 }
 """Fields of the spec that the placement depends on, and whether each may be absent."""
-_OF_ATTEMPTS = {"runPolicy.suspend": False, "runPolicy.backoffLimit": False, "runPolicy.activeDeadlineSeconds": True}
+_OF_ATTEMPTS = {
+    "runPolicy.suspend": False,
+    "runPolicy.backoffLimit": False,
+    "runPolicy.startDeadlineSeconds": False,
+    "runPolicy.activeDeadlineSeconds": True,
+}
 """Fields that control attempts, and whether each may be absent; an ended job makes no attempts."""
 
 

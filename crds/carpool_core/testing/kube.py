@@ -388,7 +388,8 @@ class FakeKube(KubeApi):
                 new["metadata"][key] = {**(metadata.get(key) or {}), **wanted[key]}
         status = new.setdefault("status", {})
         others = [c for c in status.get("conditions", []) if c["type"] != "PodScheduled"]
-        status["conditions"] = [*others, {"type": "PodScheduled", "status": "True"}]
+        scheduled = {"type": "PodScheduled", "status": "True", "lastTransitionTime": self._timestamp()}
+        status["conditions"] = [*others, scheduled]
         self._update(kind, old, new)
         return {"kind": "Status", "apiVersion": "v1", "status": "Success", "code": 201}
 
