@@ -213,12 +213,14 @@ def _queued_jobs(
             continue
         created = [pod.metadata.creation_timestamp or job.metadata.creation_timestamp for pod in pods]
         arrived_s = min((parse_rfc3339(at).timestamp() for at in created if at), default=now_s)
+        if cluster.pods_of_job(uid) or not all(pod.is_gated for pod in pods):
+            arrived_s = 0.0  # the rest of a gang, and a job that was admitted a moment ago, come first
         found.append(
             QueuedJobInfo(
                 job=uid,
                 name=f"{job.metadata.namespace}/{job.metadata.name}",
                 priority=max(pod.spec.priority for pod in pods),
-                arrived_s=0.0 if cluster.pods_of_job(uid) else arrived_s,  # the rest of a gang comes first
+                arrived_s=arrived_s,
                 number=0,
                 request=request,
                 pods=tuple(PodRef(PodUid(pod.metadata.uid), pod.metadata.name) for pod in pods),

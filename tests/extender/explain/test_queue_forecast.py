@@ -30,11 +30,14 @@ def a_queue(**lengths):
     return kube
 
 
+GATED = {"schedulingGates": [{"name": "carpool.dev/admission"}]}
+
+
 def add(kube, name, minute=0, steps=None, *, spec=EXCLUSIVE, workers=1, **pod):
-    """A job whose pods were created in a minute."""
+    """A job whose gated pods were created in a minute."""
     seed_job(kube, name, spec={"training": {"steps": steps}, "workers": workers, **spec})
     for worker in range(workers):
-        body = pod_of(name, worker=worker, **pod)
+        body = pod_of(name, worker=worker, **(GATED | pod))
         body["metadata"]["creationTimestamp"] = f"2026-01-01T00:{minute:02}:00Z"
         kube.seed(PODS, body)
 
@@ -141,7 +144,7 @@ async def test_start_far_behind_is_not_forecast(monkeypatch):
 async def test_higher_priority_comes_first_by_the_highest_of_its_pods():
     kube = a_queue(a=(0, 10))
     add(kube, "urgent", 59, workers=2)
-    kube.seed(PODS, pod_of("urgent", worker=1, priority=10))
+    kube.seed(PODS, pod_of("urgent", worker=1, priority=10, **GATED))
     assert "2nd of 2 pending jobs" in (await place(kube, "a"))[0]
     assert "1st of 2 pending jobs" in (await place(kube, "urgent"))[0]
 
@@ -172,6 +175,12 @@ async def test_rest_of_a_gang_comes_first():
     first = msgspec.structs.replace(tenant("gang", ["GPU-b-0"]), job_uid=JobUid("job-gang"), pod_uid=PodUid("pod-gang"))
     seed_node(kube, gpu_node("b", 1, [first]))
     assert "2nd of 2 pending jobs by the order Arrival, behind default/gang" in (await place(kube, "b"))[0]
+
+
+async def test_job_that_was_admitted_a_moment_ago_comes_first():
+    kube = a_queue(a=(0, 10))
+    add(kube, "admitted", 30, schedulingGates=[])
+    assert "2nd of 2 pending jobs by the order Arrival, behind default/admitted" in (await place(kube, "a"))[0]
 
 
 async def test_only_admissible_pods_without_a_place_are_in_the_queue():
