@@ -1,4 +1,4 @@
-"""An invented stack whose truth is known, and what jobs on it teach."""
+"""A synthetic stack with a known line, and calibrations from jobs on it."""
 
 import math
 from collections.abc import Iterable
@@ -14,11 +14,11 @@ T4 = find_product("Tesla T4")
 STACK = Stack(product=T4.name, precision=Precision.FP32, driver="570.1", torch="2.9")
 CAPACITY = 80_000.0
 SLOPE, INTERCEPT = 1.25, 900.0
-"""The truth of the invented stack; the shipped line is another one."""
+"""True line of the synthetic stack; the shipped line differs."""
 
 
 def job(number: int, rng: np.random.Generator, bound: float = math.inf) -> tuple[RunPrediction, RunMeasurement]:
-    """A job with noise of 4%; `bound` over its true median."""
+    """Return a job with noise of 4%; `bound` is relative to its true median."""
     reserved = math.exp(rng.uniform(math.log(500), math.log(30_000)))
     truth = (SLOPE * reserved + INTERCEPT) * math.exp(rng.normal(0, 0.04))
     upper = CAPACITY if bound == math.inf else bound * (SLOPE * reserved + INTERCEPT)

@@ -1,4 +1,4 @@
-"""A job on a T4, runs of it, and what is then predicted."""
+"""A job on a T4, runs of it, and predictions from them."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Models that are small enough to be traced in a moment."""
+"""Small models that trace quickly."""
 
 from collections.abc import Callable
 

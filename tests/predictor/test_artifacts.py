@@ -8,14 +8,16 @@ import sys
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import carpool_predictor
+import msgspec
 import pytest
 from asked_rows import row
 from carpool_core.values import Precision
 from carpool_predictor.catalog import store
 from carpool_predictor.features import MalformedError
-from carpool_predictor.models import memory
+from carpool_predictor.models import activity, memory, step_time
 from carpool_predictor.models.artifacts import SUMS, load, write_sums
 
 MODELS = ("activity.json", "memory.json", "slowdown.json", "step_time.json")
@@ -70,6 +72,34 @@ def test_digests_are_those_of_the_files(folder: Path) -> None:
     assert write_sums(folder / name for name in reversed(MODELS)).read_bytes() == before
     (folder / "memory.json").write_text("{}")
     assert write_sums([folder / name for name in MODELS]).read_bytes() != before
+
+
+def changed(module: Any, **fields: object) -> bytes:
+    return msgspec.json.encode({**msgspec.to_builtins(module.shipped()), **fields})
+
+
+NEGATIVE = {"form": "sum", "matrix": -1.0, "bandwidth": 1.0, "kernel_s": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("module", "content", "message"),
+    [
+        pytest.param(activity, changed(activity)[:-100], "cannot be read", id="activity, truncated"),
+        pytest.param(activity, b"\x80\x04\x95", "cannot be read", id="activity, pickle"),
+        pytest.param(activity, changed(activity, format=3), "format 3, expected 2", id="activity, newer"),
+        pytest.param(activity, changed(activity, features=["a"]), "this version's features", id="activity, features"),
+        pytest.param(activity, changed(activity, low=[0.0]), "hull lacks features", id="activity, hull"),
+        pytest.param(step_time, changed(step_time)[:-9], "expected a step-time model", id="step time, truncated"),
+        pytest.param(step_time, b"\x80\x04\x95", "expected a step-time model", id="step time, pickle"),
+        pytest.param(step_time, changed(step_time, format=2), "found 2; upgrade carpool", id="step time, newer"),
+        pytest.param(step_time, changed(step_time, lower=1.5), "interval around the prediction", id="interval"),
+        pytest.param(step_time, changed(step_time, surprise=1), "surprise", id="unknown field"),
+        pytest.param(step_time, changed(step_time, learned=NEGATIVE), "matrix", id="negative utilization"),
+    ],
+)
+def test_a_broken_artifact_is_refused(module: Any, content: bytes, message: str) -> None:
+    with pytest.raises(MalformedError, match=message):
+        module.read_model(content)
 
 
 FILES = ("artifacts/memory.json", "artifacts/activity.json", "artifacts/step_time.json", store.FILES[Precision.FP32])

@@ -63,11 +63,8 @@ def test_one_product_is_shown_line_by_line_with_intervals(block: str) -> None:
                  "context", "SM occupancy", "largest batch", "on 1g.6gb", "inside what was learned"):  # fmt: skip
         assert line in result.output
     assert re.search(r"GPU utilization +\d+ \(\d+ - \d+\) %", result.output)
-
-
-def test_the_title_is_one_line(block: str) -> None:
-    result = CliRunner().invoke(predict, [block, "--batch-size", "64", "--gpu", "A30"], env={"COLUMNS": "300"})
-    assert result.output.splitlines()[0] == f"{block}, batch 64, adamw, fp32, on NVIDIA A30"
+    wide = CliRunner().invoke(predict, [block, "--batch-size", "64", "--gpu", "A30"], env={"COLUMNS": "300"})
+    assert wide.output.splitlines()[0] == f"{block}, batch 64, adamw, fp32, on NVIDIA A30"
 
 
 @pytest.mark.parametrize(("columns", "intervals"), [("220", True), ("100", False)])
@@ -75,12 +72,6 @@ def test_wide_terminals_show_intervals_of_several_products(columns: str, interva
     result = CliRunner().invoke(predict, [block, "--batch-size", "64"], env={"COLUMNS": columns})
     assert (re.search(r"\d+ \(\d+ - \d+\)", result.output) is not None) is intervals
     assert "Tesla T4" in result.output
-
-
-def test_nothing_is_cut_in_80_columns(block: str) -> None:
-    result = CliRunner().invoke(predict, [block, "--batch-size", "64"], env={"COLUMNS": "80"})
-    assert "at most" in result.output
-    assert "\u2026" not in result.output
 
 
 def test_json_has_units_in_its_names(block: str) -> None:
@@ -108,12 +99,9 @@ def test_steps_give_a_duration_with_its_interval(block: str) -> None:
     assert "how long 35,000 steps take" in several
     row = next(line for line in several.partition("takes")[2].splitlines() if line.strip().startswith("A30 "))
     assert f" {format_duration(length_s['median'])} " in row
-
-
-def test_without_steps_there_is_no_duration(block: str) -> None:
-    arguments = [block, "--batch-size", "64", "--gpu", "A30"]
-    assert "length_s" not in CliRunner().invoke(predict, [*arguments, "--json"]).output
-    assert not re.search(r"\d steps", CliRunner().invoke(predict, arguments).output)
+    without = [block, "--batch-size", "64", "--gpu", "A30"]
+    assert "length_s" not in CliRunner().invoke(predict, [*without, "--json"]).output
+    assert not re.search(r"\d steps", CliRunner().invoke(predict, without).output)
 
 
 def test_json_of_an_abstention_is_json_and_fails(block: str) -> None:

@@ -1,4 +1,4 @@
-"""`my_train.py:build_model`: what is said of factories that cannot be predicted."""
+"""Factories such as `my_train.py:build_model`: messages of failing ones, and features of valid ones."""
 
 import sys
 from pathlib import Path
@@ -50,7 +50,7 @@ model = nn.Linear(8, 8)
 
 
 def line_of(text: str) -> int:
-    """Number of a line of `SOURCE`."""
+    """Return the number of a line of `SOURCE`."""
     return next(number for number, line in enumerate(SOURCE.splitlines(), start=1) if text in line)
 
 
@@ -63,7 +63,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def imports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget what a test's files were imported as, and where from."""
+    """Forget imports of a test's files."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     for name in ("beside", "broken", "my_train"):
         sys.modules.pop(name, None)

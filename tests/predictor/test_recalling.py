@@ -1,4 +1,4 @@
-"""What earlier runs of the very same job say of the next one."""
+"""Predictions from earlier runs of the same job."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a prediction consists of, and the largest batch that fits."""
+"""Memory parts, largest batches and the layout of reports."""
 
 import io
 import re
@@ -118,7 +118,7 @@ def test_batches_beyond_the_trace_are_marked() -> None:
 
 
 def test_a_small_batch_beyond_the_trace_is_not_refused() -> None:
-    """Regression: whoever asked about a batch of 20,000 was told that none fits."""
+    """Regression: the report for a batch of 20,000 claimed that no batch fits."""
     report = report_on("m", job(batch=20_000, traced=(10_000, 20_000), activation_mib=300), [A100])
     assert str(report.products[0].largest) == "fewer than 1,250"
     assert "batch 20,000 does not fit NVIDIA A100-SXM4-40GB" in report.prediction.message

@@ -1,4 +1,4 @@
-"""What tenants would do alone, from what they do together: back through the slowdown model."""
+"""The slowdown model, and activity alone from activity together."""
 
 import numpy as np
 import pytest
@@ -94,7 +94,7 @@ def test_with_exponent_one_groups_equal_the_markov_chain(busy):
 
 
 def recursion(busy, exponent, away=()):
-    """The arrival theorem as it is written down: slowdowns of those who are not away, by their place."""
+    """Return slowdowns of present tenants by position, by direct recursion of the arrival theorem."""
     found = {}
     for i in (i for i in range(len(busy)) if i not in away):
         x = 1.0

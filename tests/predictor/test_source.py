@@ -1,4 +1,4 @@
-"""Where features come from, and a tracing process that misbehaves in every way we could think of."""
+"""Sources of features, and tracing processes that misbehave."""
 
 import asyncio
 import itertools
@@ -28,7 +28,7 @@ CATALOG = ModelSource(catalog=CatalogModel(name="timm/resnet18"))
 
 
 class KnownTracer:
-    """Answers from a table and remembers what it was asked."""
+    """Returns fixed features, and records requests."""
 
     def __init__(self) -> None:
         self.asked: list[ModelSource] = []

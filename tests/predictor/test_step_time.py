@@ -1,11 +1,10 @@
 """The shipped step-time model."""
 
-import msgspec
 import pytest
 from carpool_core.products import PRODUCTS, GpuProduct, find_product
 from carpool_core.values import Precision
-from carpool_predictor.features import MalformedError, StepCost
-from carpool_predictor.models.step_time import read_model, shipped, step_time_on
+from carpool_predictor.features import StepCost
+from carpool_predictor.models.step_time import shipped, step_time_on
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,24 +50,3 @@ def test_times_are_positive_and_ordered(
     cost = StepCost(peak_bytes=0, reserved_bytes=0, flops=flops, bytes_moved=moved, kernels=kernels)
     found = step_time_on(cost, product, precision, convolutional=convolutional).seconds
     assert 0 < found.lower <= found.median <= found.upper
-
-
-def changed(**fields: object) -> bytes:
-    return msgspec.json.encode({**msgspec.to_builtins(shipped()), **fields})
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        pytest.param(msgspec.json.encode(shipped())[:-9], "expected a step-time model", id="truncated"),
-        pytest.param(b"\x80\x04\x95", "expected a step-time model", id="pickle"),
-        pytest.param(changed(format=2), "found 2; upgrade carpool", id="newer"),
-        pytest.param(changed(lower=1.5), "interval around the prediction", id="interval beside"),
-        pytest.param(changed(surprise=1), "surprise", id="unknown field"),
-        pytest.param(changed(learned={"form": "sum", "matrix": -1.0, "bandwidth": 1.0, "kernel_s": 0.0}), "matrix",
-                     id="negative utilization"),
-    ],
-)  # fmt: skip
-def test_a_broken_artifact_is_refused(content: bytes, message: str) -> None:
-    with pytest.raises(MalformedError, match=message):
-        read_model(content)

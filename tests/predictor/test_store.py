@@ -1,4 +1,4 @@
-"""The feature store: what it knows, what it reckons, and what it refuses to read."""
+"""The feature store: lookups, packing and invalid files."""
 
 import time
 import zlib

@@ -49,7 +49,9 @@ def write_gpumemnet(tmp_path):
     (tmp_path / "gpumemnet" / "cnn_a100_40gb.csv").write_text("\n".join([f"{names},Status", *cnns, *faulty]))
 
 
-def test_training_recovers_the_parameters_of_the_data(tmp_path):
+def test_training_recovers_the_parameters_of_the_data(tmp_path, monkeypatch):
+    monkeypatch.setattr(gavel, "EXPONENTS", (1.0, 2.0, 3.0, 4.0))
+    monkeypatch.setattr(gavel, "FITS", 20)
     write_gavel(tmp_path)
     write_gpumemnet(tmp_path)
     model = msgspec.json.decode(train_slowdown(tmp_path, tmp_path / "out").read_bytes(), type=SlowdownModel)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from operator import mul
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -287,16 +288,20 @@ def fit_line(pairs: Sequence[Pair]) -> tuple[float, float]:
     Returns:
         Slope, and intercept in MiB (at least 0).
     """
-    weights = [1 / p.measured_mib**2 for p in pairs]
+    xs, ys = [p.simulated_mib for p in pairs], [p.measured_mib for p in pairs]
+    weights = [1 / y**2 for y in ys]
     slope, intercept = 1.0, 0.0
     for _ in range(_ROUNDS):
         total = sum(weights)
-        x = sum(w * p.simulated_mib for w, p in zip(weights, pairs, strict=True)) / total
-        y = sum(w * p.measured_mib for w, p in zip(weights, pairs, strict=True)) / total
-        spread = sum(w * (p.simulated_mib - x) ** 2 for w, p in zip(weights, pairs, strict=True))
-        joint = sum(w * (p.simulated_mib - x) * (p.measured_mib - y) for w, p in zip(weights, pairs, strict=True))
+        x, y = sum(map(mul, weights, xs)) / total, sum(map(mul, weights, ys)) / total
+        offsets = [value - x for value in xs]
+        spread = sum(w * offset**2 for w, offset in zip(weights, offsets, strict=True))
+        joint = sum(w * offset * (value - y) for w, offset, value in zip(weights, offsets, ys, strict=True))
         slope = joint / spread if spread else 1.0
         intercept = max(y - slope * x, 0.0)
-        errors = (abs(slope * p.simulated_mib + intercept - p.measured_mib) / p.measured_mib for p in pairs)
-        weights = [1 / (p.measured_mib**2 * max(e, 1e-4)) for p, e in zip(pairs, errors, strict=True)]
+        lines = [slope * value + intercept for value in xs]
+        errors = [abs(line - value) / value for line, value in zip(lines, ys, strict=True)]
+        before, weights = weights, [1 / (y**2 * max(e, 1e-4)) for y, e in zip(ys, errors, strict=True)]
+        if weights == before:
+            break
     return slope, intercept
