@@ -98,7 +98,7 @@ def unreadable(node: Node) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "spoil", "says"),
+    ("arguments", "spoil", "expected"),
     [
         ([], in_use, f"expected a healthy and idle GPU, found pods ['{uid('x')}']; drain it first"),
         ([], unreadable, "expected a healthy and idle GPU, found process 43"),
@@ -108,12 +108,12 @@ def unreadable(node: Node) -> None:
         (["--out", "/dev/full"], None, "--out: expected to write to '/dev/full', found No space left on device; free"),
     ],
 )
-def test_unusable_input_is_one_sentence(tmp_path: Path, arguments: list[str], spoil, says: str) -> None:
+def test_unusable_input_is_one_sentence(tmp_path: Path, arguments: list[str], spoil, expected: str) -> None:
     node = make_node(tmp_path)
     if spoil is not None:
         spoil(node)
     found = run(node, *arguments)
-    assert (found.exit_code, says in found.output) == (2, True), found.output
+    assert (found.exit_code, expected in found.output) == (2, True), found.output
 
 
 def test_exit_code_2_if_every_check_was_skipped(tmp_path: Path) -> None:
@@ -151,10 +151,10 @@ def test_thousands_of_deviations_are_counted(tmp_path: Path) -> None:
     devices = node.devices()
     with pytest.raises(FailedError) as failure:
         check_contract(devices, devices.uuids[0])
-    said = str(failure.value)
-    assert said.startswith("expected a process ID, found RunningProcess(pid=8388608, ")
-    assert said.endswith("; and 2,990 more")
-    assert len(said) < 2000
+    message = str(failure.value)
+    assert message.startswith("expected a process ID, found RunningProcess(pid=8388608, ")
+    assert message.endswith("; and 2,990 more")
+    assert len(message) < 2000
 
 
 NOW_S = 1_700_000_000.0
@@ -177,7 +177,7 @@ class Sampled(FakeNvml):
 
 
 @pytest.mark.parametrize(
-    ("samples", "says"),
+    ("samples", "expected"),
     [
         ([(42, 1_699_999_999_000_000, 50), (43, 1_699_999_999_000_000, 100)], ""),
         ([], ""),
@@ -192,28 +192,28 @@ class Sampled(FakeNvml):
         (None, ""),
     ],
     ids=[
-        "fine", "nobody", "unfilled", "pid", "beyond", "future", "milliseconds", "nanoseconds", "since-boot", "twice",
+        "fine", "none", "unfilled", "pid", "beyond", "future", "milliseconds", "nanoseconds", "since-boot", "twice",
         "silent",
     ],
 )  # fmt: skip
-def test_the_contract_checks_utilization_samples(samples: list[tuple[int, int, int]] | None, says: str) -> None:
+def test_the_contract_checks_utilization_samples(samples: list[tuple[int, int, int]] | None, expected: str) -> None:
     session = Session(Sampled(samples))
     session.open()
     found = list(check_utilization(session, lambda: NOW_S))
-    assert [says in one for one in found] == [True] * bool(says), found
+    assert [expected in one for one in found] == [True] * bool(expected), found
 
 
 @pytest.mark.parametrize(
-    ("pid", "memory_mib", "instance", "says"),
+    ("pid", "memory_mib", "instance", "expected"),
     [(2**23, 1, None, "a process ID"), (42, 20_000, None, "at most the GPU"), (42, 1, 3, "a MIG instance only")],
 )
-def test_the_contract_checks_processes(pid: int, memory_mib: int, instance: int | None, says: str) -> None:
+def test_the_contract_checks_processes(pid: int, memory_mib: int, instance: int | None, expected: str) -> None:
     fake = FakeNvml(["T4"])
     fake.start(0, pid, memory_mib, instance=instance)
     session = Session(fake)
     session.open()
     (found,) = check_processes(session)
-    assert f"expected {says}" in found
+    assert f"expected {expected}" in found
 
 
 class Repeating(FakeNvml):

@@ -1,4 +1,4 @@
-"""`carpool agent`, as far as it gets without an API server."""
+"""`carpool agent` and `carpool node`: settings, refusals, inspection, and hostile input."""
 
 import os
 import re
@@ -54,7 +54,7 @@ def test_help_names_every_variable() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
         ({}, "CARPOOL_NODE_NAME: expected the name of this Node, found nothing; set it"),
         ({"node_name": "N/../x"}, "CARPOOL_NODE_NAME: expected the name of this Node, found 'N/../x'; set it"),
@@ -65,8 +65,8 @@ def test_help_names_every_variable() -> None:
         ({"node_name": "n", "simulated_gpus": "Banana:1"}, "CARPOOL_SIMULATED_GPUS: GPU product 'Banana' is unknown"),
     ],
 )
-def test_settings_that_lead_to_no_gpus(settings, says) -> None:
-    with pytest.raises(NoDevicesError, match=says):
+def test_settings_that_lead_to_no_gpus(settings, message) -> None:
+    with pytest.raises(NoDevicesError, match=message):
         find_devices(AgentSettings(**settings))
 
 
@@ -116,8 +116,8 @@ def test_a_port_that_cannot_be_had_is_a_sentence(tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         found = begin(tmp_path, "--metrics-port", str(port))
-    said = f"Error: CARPOOL_METRICS_PORT: expected a free port at 0.0.0.0, found {port}: "
-    assert (found.exit_code, found.output.startswith(said)) == (2, True), found.output
+    expected = f"Error: CARPOOL_METRICS_PORT: expected a free port at 0.0.0.0, found {port}: "
+    assert (found.exit_code, found.output.startswith(expected)) == (2, True), found.output
     assert "address already in use" in found.output
     assert found.output.endswith("; set another\n")
 
@@ -152,34 +152,34 @@ def test_no_way_to_an_api_server_is_a_sentence(tmp_path: Path, kubeconfig: str) 
     assert str(tmp_path / "kubeconfig") in found.output
 
 
-def test_an_api_server_that_is_away_is_waited_for(tmp_path: Path) -> None:
-    """It says so in each warning, and at /readyz; whoever starts it anew does not help."""
+def test_an_absent_api_server_is_waited_for(tmp_path: Path) -> None:
+    """Each warning and /readyz report it; a restart would not help."""
     (tmp_path / "kubeconfig").write_text(KUBECONFIG)
-    told = {
+    variables = {
         "NODE_NAME": "n",
         "SIMULATED_GPUS": "Tesla T4:1",
         "STATE_DIR": str(tmp_path / "state"),
         "KUBELET": "false",
         "METRICS_PORT": "0",
     }
-    environment = {f"CARPOOL_{name}": value for name, value in told.items()}
+    environment = {f"CARPOOL_{name}": value for name, value in variables.items()}
     with subprocess.Popen(
         [sys.executable, "-m", "carpool_deviceplugin"],
         env={**os.environ, **environment, "KUBECONFIG": str(tmp_path / "kubeconfig")},
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        said: list[str] = []
+        lines: list[str] = []
         for line in process.stderr:
-            said.append(line)
+            lines.append(line)
             if "watch failed" in line:
                 process.terminate()
-    printed = "".join(said)
+    printed = "".join(lines)
     assert "cannot reach http://127.0.0.1:1" in printed
     assert ("agent stopped" in printed, "Traceback" in printed, process.returncode) == (True, False, 0), printed
 
 
-def test_without_gpus_the_command_says_what_to_set() -> None:
+def test_without_gpus_the_command_names_the_setting() -> None:
     result = CliRunner().invoke(agent, ["--node-name", "n"], env={"CARPOOL_SIMULATED_GPUS": ""})
     assert result.exit_code == 2
     assert "set CARPOOL_SIMULATED_GPUS=" in result.output
@@ -196,7 +196,7 @@ def test_gpu_may_be_named_by_its_uuid_and_modes_in_capitals(node: Node) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["--gpu", "7", "--to", "mig:1g.5gb"], "expected a GPU from 0 to 1, its UUID, or that of a MIG device on it, "),
         (["--gpu", "1", "--to", "mig:1g.5gb"], "expected a GPU with MIG, found Tesla T4"),
@@ -213,10 +213,10 @@ def test_gpu_may_be_named_by_its_uuid_and_modes_in_capitals(node: Node) -> None:
         (["--gpu", "0", "--to", "mig:7g.40gb,1g.5gb"], "expected profiles that fit on one GPU together"),
     ],
 )
-def test_refusals_are_sentences(node: Node, arguments: list[str], says: str) -> None:
+def test_refusals_are_sentences(node: Node, arguments: list[str], message: str) -> None:
     result = run(node, "plan", *arguments)
     assert result.exit_code == 2
-    assert says in result.output
+    assert message in result.output
 
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\u202e" + "9" * 10_000
@@ -247,10 +247,10 @@ def test_paths_are_quoted_and_cut(tmp_path: Path, where: str) -> None:
     ids=lambda arguments: " ".join(arguments)[:40],
 )
 def test_what_is_repeated_is_quoted_and_cut(node: Node, arguments: list[str]) -> None:
-    """Regression: it was printed as it came, and wrote what it liked on the terminal."""
+    """Regression: it was printed unchanged, with control sequences for the terminal."""
     there = node.devices()
-    said = [] if any("7g.40gb,7g" in one or HOSTILE in one for one in arguments) else [HOSTILE]
-    result = CliRunner().invoke(command, [*arguments, *said], obj=there)
+    value = [] if any("7g.40gb,7g" in one or HOSTILE in one for one in arguments) else [HOSTILE]
+    result = CliRunner().invoke(command, [*arguments, *value], obj=there)
     assert (result.exit_code, result.output != "") == (2, True), result.output
     assert is_harmless(result.output), result.output
 
@@ -260,15 +260,15 @@ def test_a_gpu_may_be_named_by_a_mig_device_on_it(node: Node, arguments: list[st
     run(node, "plan", "--gpu", "0", "--to", "mig:1g.5gb", "--apply")
     there = node.devices()
     (device,) = read_mig_devices(there.session, there.uuids[0])
-    for said in (device.uuid, there.uuids[0], "0"):
-        result = CliRunner().invoke(command, [*arguments, "--gpu", said], obj=there)
+    for name in (device.uuid, there.uuids[0], "0"):
+        result = CliRunner().invoke(command, [*arguments, "--gpu", name], obj=there)
         assert (result.exit_code, "found" in result.output) == (0, False), result.output
     unknown = CliRunner().invoke(command, [*arguments, "--gpu", f"{device.uuid}0"], obj=there)
     assert (unknown.exit_code, "found 'MIG-" in unknown.output) == (2, True), unknown.output
 
 
 def test_what_processes_are_called_is_not_printed_as_it_is(node: Node) -> None:
-    """A tenant chooses it."""
+    """Tenants choose the names of their processes."""
     node.start(0, 42, None)
     (node.root / "proc" / "42" / "stat").write_text("42 (\x1b[2Jowned) S " + " ".join(["0"] * 18) + " 4200 0 0\n")
     inspected = inspection(node)
@@ -276,7 +276,7 @@ def test_what_processes_are_called_is_not_printed_as_it_is(node: Node) -> None:
     assert "\x1b" not in inspected
 
 
-def test_host_of_daemons_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_of_daemons_names_a_missing_requirement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     result = CliRunner().invoke(command, ["mps-host", "--socket", str(tmp_path / "s"), "--state-dir", str(tmp_path)])
     assert result.exit_code == 2
@@ -292,27 +292,27 @@ def test_host_of_daemons_wants_both_names_of_its_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "state", "says"),
+    ("path", "state", "message"),
     [
         ("missing/s", "", "--socket: expected to listen on "),
         ("s", "/proc/x", "--state-dir: expected a directory at '/proc/x', found "),
     ],
 )
-def test_host_of_daemons_says_where_it_cannot_be(tmp_path: Path, path: str, state: str, says: str) -> None:
-    with pytest.raises(InputError, match=says) as raised:
+def test_host_of_daemons_names_an_unusable_path(tmp_path: Path, path: str, state: str, message: str) -> None:
+    with pytest.raises(InputError, match=message) as raised:
         listening(tmp_path / path, Path(state) if state else tmp_path)
     assert raised.value.exit_code == 2
 
 
 @pytest.mark.parametrize("what", ["file", "link", "living", "dead"])
-def test_host_of_daemons_takes_nobodys_place(tmp_path: Path, what: str) -> None:
-    """Regression: any file that root may remove was gone, and a living host's socket, too."""
+def test_host_of_daemons_replaces_only_a_dead_host(tmp_path: Path, what: str) -> None:
+    """Regression: any file was removed, and the socket of a living host, too."""
     path = tmp_path / "s"
-    (kept := tmp_path / "kept").write_text("of somebody else")
+    (kept := tmp_path / "kept").write_text("of another program")
     with socket.socket(socket.AF_UNIX) as there:
         match what:
             case "file":
-                path.write_text("of somebody else")
+                path.write_text("of another program")
             case "link":
                 path.symlink_to(kept)
             case "living":
@@ -330,12 +330,12 @@ def test_host_of_daemons_takes_nobodys_place(tmp_path: Path, what: str) -> None:
         with pytest.raises(InputError, match=f"--socket: expected to listen on .*, found {found}; name another one"):
             listening(path, tmp_path)
         assert path.lstat() == before
-    assert kept.read_text() == "of somebody else"
+    assert kept.read_text() == "of another program"
 
 
 @pytest.mark.parametrize("arguments", [["inspect"], ["plan", "--gpu", "0", "--to", "mig:"]])
 def test_simulated_gpus_are_for_the_agent(arguments: list[str]) -> None:
-    """Regression: who had set the variable was told to install a driver, and nothing else."""
+    """Regression: the only advice was to install a driver."""
     nvml = FakeNvml(["T4"])
     nvml.init_error = pynvml.NVML_ERROR_LIBRARY_NOT_FOUND
     result = CliRunner().invoke(command, arguments, obj=nvml, env={"CARPOOL_SIMULATED_GPUS": "Tesla T4:1"})
@@ -533,13 +533,13 @@ def ground(tmp_path: Path, reserve) -> Ground:
     return Ground(tmp_path / "cdi", reserve("a", "GPU-1"))
 
 
-async def test_podresources_that_is_away_for_a_moment_is_waited_for(ground: Ground) -> None:
+async def test_a_short_absence_of_podresources_is_waited_for(ground: Ground) -> None:
     ground.failures = 3
     await ground.plugin.pre_start(["slot-0"])
     assert (ground.asked, cdi.path_of(ground.directory, "slot-0").exists()) == (4, True)
 
 
-async def test_podresources_that_stays_away_is_said_in_time(ground: Ground) -> None:
+async def test_a_long_absence_of_podresources_is_refused_in_time(ground: Ground) -> None:
     """The kubelet gives PreStartContainer 30 s, and tries again."""
     ground.failures = 10**6
     began = ground.clock.monotonic()
@@ -550,7 +550,7 @@ async def test_podresources_that_stays_away_is_said_in_time(ground: Ground) -> N
     assert 5 <= ground.clock.monotonic() - began < 6
 
 
-async def test_podresources_that_never_answers_is_left(tmp_path: Path) -> None:
+async def test_podresources_without_an_answer_times_out(tmp_path: Path) -> None:
     """A kubelet that hangs takes its socket's calls, and is silent."""
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(str(tmp_path / "kubelet.sock"))
@@ -561,7 +561,7 @@ async def test_podresources_that_never_answers_is_left(tmp_path: Path) -> None:
                 await resources.list()
 
 
-async def test_a_kubelets_directory_that_is_not_there_is_said(ground: Ground, tmp_path: Path, capfd) -> None:
+async def test_a_missing_kubelet_directory_is_an_error(ground: Ground, tmp_path: Path, capfd) -> None:
     """Regression: gRPC wrote a line of its own each second."""
     with pytest.raises(KubeletError, match=r"nowhere: expected the kubelet's device plugin directory, found none"):
         await Registration(tmp_path / "nowhere", ground.plugin).serve()
@@ -591,7 +591,7 @@ async def test_full_disk_under_the_cdi_directory(ground: Ground) -> None:
 
 @pytest.mark.parametrize("name", ["theirs.json", "nvidia.yaml", "../etc/theirs.yaml"])
 async def test_specification_of_others_for_our_devices(ground: Ground, name: str) -> None:
-    """Two files for one device: the runtime refuses it, and says nothing of why in the pod's events."""
+    """The runtime refuses a device that two files describe, without a reason in the pod's events."""
     ground.directory.mkdir()
     ground.directory.with_name("etc").mkdir()
     theirs = (ground.directory / name).resolve()
@@ -621,7 +621,7 @@ HOSTILE_ANSWERS = [
 
 @pytest.mark.parametrize("name", HOSTILE_ANSWERS)
 async def test_hostile_names_stay_names(devices, tmp_path: Path, reserve, enter, name: str) -> None:
-    """The API server lets no pod have such a name; nothing rests on that."""
+    """The API server refuses such names; the agent does not rely on that."""
     agent = flowing(AgentSettings(node_name="n", kubelet=False, state_dir=tmp_path), FakeKube(), devices)
     registry, kube, gpu = CollectorRegistry(), agent.reconciler._api, devices.uuids[0]
     registry.register(AgentCollector(agent))
@@ -646,7 +646,7 @@ async def test_hostile_names_stay_names(devices, tmp_path: Path, reserve, enter,
 
 
 @pytest.mark.parametrize("uuid", ["GPU-1/../../x", "", "GPU-$(id)", "x" * 10_000])
-async def test_hostile_gpus_are_nobodys(devices, tmp_path: Path, reserve, uuid: str) -> None:
+async def test_a_hostile_gpu_uuid_fails_its_reservation(devices, tmp_path: Path, reserve, uuid: str) -> None:
     agent = flowing(AgentSettings(node_name="n", kubelet=False, state_dir=tmp_path), FakeKube(), devices)
     kube = agent.reconciler._api
     async with running(agent):
@@ -659,7 +659,7 @@ async def test_hostile_gpus_are_nobodys(devices, tmp_path: Path, reserve, uuid: 
 
 @pytest.mark.parametrize("hours", [-1, 1])
 def test_nodes_clock_that_jumps_loses_no_work(tmp_path: Path, hours: int) -> None:
-    """The driver stamps its samples with the node's clock: set back, everything that came was older than the last."""
+    """The driver stamps its samples with the node's clock; after it was set back, all samples looked old."""
     node = Node(FakeNvml(["A100-40"]), FakeMpsCommands(), tmp_path)
     devices = node.devices()
     gpu = devices.uuids[0]
@@ -673,7 +673,7 @@ def test_nodes_clock_that_jumps_loses_no_work(tmp_path: Path, hours: int) -> Non
 
 
 async def test_time_of_day_that_jumps_writes_no_storm(devices, tmp_path: Path) -> None:
-    """Times in the status are the clock's; when to write goes by seconds that only pass."""
+    """Times in the status follow the wall clock; writes follow the monotonic clock."""
 
     class Jumping(Flow):
         offset = timedelta()
@@ -700,12 +700,12 @@ async def test_time_of_day_that_jumps_writes_no_storm(devices, tmp_path: Path) -
 
 
 def test_daemons_of_the_stand_in_get_ready(tmp_path: Path) -> None:
-    """How quickly is the benchmark's: here the machine may be busy."""
+    """The benchmark measures how quickly; here the machine may be busy."""
     took = agent_bench.mps_ready(tmp_path / "daemons")
     assert len(took) == agent_bench.DAEMONS
 
 
-def test_the_section_says_what_is_kept_and_what_is_missed() -> None:
+def test_the_report_shows_kept_and_missed_goals() -> None:
     cost = agent_bench.Cost(
         core_percent=0.34,
         fakes_percent=0.2,
@@ -734,6 +734,6 @@ def test_the_section_says_what_is_kept_and_what_is_missed() -> None:
 
 
 def test_every_layout_is_planned_for() -> None:
-    """As many as the planner's own tests find, by another way."""
+    """The count equals that of the planner's tests."""
     found = layouts_of(A100_40)
     assert (sum(map(len, found.values())), len(found)) == (2319, 128)

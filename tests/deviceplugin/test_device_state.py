@@ -16,14 +16,14 @@ MPS = SharingMode.MPS
 
 
 class Flaky:
-    """The simulated GPUs, with a step that fails or never ends."""
+    """Simulated GPUs with steps that fail or never return."""
 
     def __init__(self, devices: SimulatedDevices) -> None:
         self._devices = devices
         self.steps: list[Step] = []
         self.before: Callable[[Step], None] = lambda _: None
         self.idle: list[Step] = []
-        """Steps that say that they are done, and do nothing."""
+        """Steps that report success and do nothing."""
 
     def actual(self, uuid) -> GpuActual:
         return self._devices.actual(uuid)
@@ -65,7 +65,7 @@ async def test_prepares_and_returns(worker, flaky, devices, reserve) -> None:
 
 
 async def test_step_that_did_nothing_is_noticed_and_undone(worker, flaky, devices, reserve) -> None:
-    """What a GPU says is believed, not what was asked of it."""
+    """The state read from the GPU counts."""
     flaky.idle = [StartMps()]
     worker.want([reserve("a", mode=MPS, memory_limit_mib=1000)])
     assert not await worker.once()
@@ -77,7 +77,7 @@ async def test_step_that_did_nothing_is_noticed_and_undone(worker, flaky, device
     assert worker.outcomes == {A: Outcome(1, READY)}
 
 
-async def test_failed_step_is_undone_and_said(worker, flaky, devices, reserve) -> None:
+async def test_a_failed_step_is_undone_and_reported(worker, flaky, devices, reserve) -> None:
     def fail(step: Step) -> None:
         if step == StartMps():
             raise DeviceError("the daemon does not start")
@@ -93,7 +93,7 @@ async def test_failed_step_is_undone_and_said(worker, flaky, devices, reserve) -
     assert worker.outcomes[A].state is READY
 
 
-async def test_failure_leaves_who_is_there_alone(worker, flaky, devices, reserve, enter) -> None:
+async def test_a_failure_does_not_affect_ready_pods(worker, flaky, devices, reserve, enter) -> None:
     worker.want([reserve("a", mode=MPS)])
     await worker.once()
 
@@ -122,7 +122,7 @@ async def test_step_that_never_ends_fails_by_its_deadline(flaky, devices, change
     release.set()
 
 
-async def test_what_was_promised_is_looked_at_before_it_is_promised_again(worker, devices, reserve) -> None:
+async def test_reservations_of_an_earlier_agent_have_priority(worker, devices, reserve) -> None:
     worker.remember(frozenset({A}))
     worker.want([reserve("a", mode=SharingMode.EXCLUSIVE), reserve("0", mode=SharingMode.EXCLUSIVE)])
     assert worker.outcomes == {}
@@ -131,7 +131,7 @@ async def test_what_was_promised_is_looked_at_before_it_is_promised_again(worker
     assert worker.outcomes[PodUid("uid-0")].state is FAILED
 
 
-async def test_unreadable_gpu_fails_newcomers_only(worker, devices, reserve, tmp_path) -> None:
+async def test_an_unreadable_gpu_fails_new_reservations_only(worker, devices, reserve, tmp_path) -> None:
     worker.want([reserve("a")])
     await worker.once()
     (tmp_path / "state" / "simulated" / worker.uuid / "device.json").write_text("{")
@@ -141,7 +141,7 @@ async def test_unreadable_gpu_fails_newcomers_only(worker, devices, reserve, tmp
     assert "expected JSON" in worker.outcomes[B].message
 
 
-async def test_waits_for_who_is_leaving(worker, devices, reserve, enter) -> None:
+async def test_a_pod_waits_for_leaving_processes(worker, devices, reserve, enter) -> None:
     devices.apply(worker.uuid, SetMode(SharingMode.TIME_SLICING))
     with enter(worker.uuid, "a"):
         worker.want([reserve("b", mode=SharingMode.EXCLUSIVE)])
@@ -153,7 +153,7 @@ async def test_waits_for_who_is_leaving(worker, devices, reserve, enter) -> None
     assert worker.outcomes[B].state is READY
 
 
-async def test_an_error_of_the_system_is_no_end_of_the_agent(worker, flaky, reserve) -> None:
+async def test_a_system_error_does_not_stop_the_agent(worker, flaky, reserve) -> None:
     """Regression: a signal that AppArmor forbids ended the agent, and every one after it."""
 
     def fail(step: Step) -> None:

@@ -123,7 +123,7 @@ def heat(gpu: FakeGpu) -> None:
 
 
 @pytest.mark.parametrize(
-    ("happens", "says", "heals"),
+    ("happens", "message", "heals"),
     [
         (errors, "2 uncorrectable ECC errors", True),
         (waiting_row, "a row of its memory waits to be remapped: drain the GPU and reset it", False),
@@ -131,7 +131,7 @@ def heat(gpu: FakeGpu) -> None:
         (heat, "it has slowed down for heat for more than 30 s", False),
     ],
 )
-def test_what_the_driver_counts_leads_to_a_sick_gpu(node: Node, happens, says: str, heals: bool) -> None:
+def test_counters_of_the_driver_make_a_gpu_unhealthy(node: Node, happens, message: str, heals: bool) -> None:
     """It is healthy again after a quiet minute."""
     devices = node.devices()
     devices.inventory()
@@ -140,7 +140,7 @@ def test_what_the_driver_counts_leads_to_a_sick_gpu(node: Node, happens, says: s
     node.advance(31)
     first, second = devices.inventory()
     assert (first.health, second.health) == (DeviceHealth.UNHEALTHY, DeviceHealth.HEALTHY)
-    assert says in first.health_message
+    assert message in first.health_message
     node.advance(61)
     assert (devices.inventory()[0].health is DeviceHealth.HEALTHY) is heals
 
@@ -281,7 +281,7 @@ def test_each_relapse_within_an_hour_doubles_the_minute() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from([13, 31, 90, 42, 4711]), st.floats(0, 100)), max_size=30))
-def test_what_passes_always_ends(history: list[tuple[int, float]]) -> None:
+def test_recoverable_problems_always_end(history: list[tuple[int, float]]) -> None:
     health, now = WELL, 0.0
     for xid, later in history:
         now += later
@@ -404,7 +404,7 @@ async def test_late_exceptions_without_a_caller_are_ignored() -> None:
     assert complaints == []
 
 
-async def test_gpunode_that_vanishes_while_the_gpus_are_described_ends_nothing(tmp_path, release) -> None:
+async def test_a_gpunode_deleted_during_a_reading_does_not_stop_the_agent(tmp_path, release) -> None:
     """Regression: the missing status was compared, which ended the agent."""
     devices, kube = Hanging(tmp_path, release), FakeKube()
     settings = AgentSettings(node_name="node-1", kubelet=False, state_dir=tmp_path)

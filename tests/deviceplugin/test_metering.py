@@ -115,7 +115,7 @@ def test_only_pods_with_a_reservation_or_a_process_are_kept() -> None:
 
 
 def test_work_shows_in_full_soon_after_it_begins() -> None:
-    """Half of a window before the work and a long average would show a short job at half its utilization."""
+    """Regression: the window before the work halved the utilization of a short job."""
     meter = Meter(GPU)
     meter.sample(reading(0, process()))
     meter.sample(reading(1, process()))
@@ -126,7 +126,7 @@ def test_work_shows_in_full_soon_after_it_begins() -> None:
 
 
 def test_others_are_admitted_by_a_mean_over_a_minute_and_a_half() -> None:
-    """An evaluation or a checkpoint of some seconds is not taken for a GPU that has room."""
+    """An evaluation or a checkpoint of some seconds does not make room on a GPU."""
     meter = Meter(GPU)
     for second in range(121):
         meter.sample(reading(second, process(busy_s=0.8 * second, sm_s=0.5 * second)))
@@ -137,7 +137,7 @@ def test_others_are_admitted_by_a_mean_over_a_minute_and_a_half() -> None:
     assert tenant.sm_active_ratio == pytest.approx(0.5 * math.exp(-15 / 90), rel=0.02)
     rates = meter.usage[A].rates
     assert rates is not None
-    assert rates.busy == pytest.approx(0.8 * math.exp(-15 / 5), rel=0.02), "metrics tell at once"
+    assert rates.busy == pytest.approx(0.8 * math.exp(-15 / 5), rel=0.02), "metrics follow at once"
 
 
 def test_what_was_done_beside_former_neighbours_is_soon_forgotten() -> None:
@@ -162,7 +162,7 @@ def test_a_pause_when_a_neighbour_leaves_is_not_taken_for_idleness() -> None:
 
 
 def test_a_restarted_process_is_not_its_own_neighbour() -> None:
-    """Regression: an evaluation in a process of its own looked like a GPU that has room."""
+    """Regression: an evaluation in another process looked like room on the GPU."""
     meter = Meter(GPU)
     for second in range(121):
         meter.sample(reading(second, process(busy_s=0.8 * second)))
@@ -175,7 +175,7 @@ def test_a_restarted_process_is_not_its_own_neighbour() -> None:
 
 @pytest.mark.parametrize("step_s", [1, 5])
 def test_a_paused_pod_is_reported_idle_before_its_mean_drops(step_s: int) -> None:
-    """Regression: a peak of loading stood still while nothing ran, and others were admitted by it."""
+    """Regression: a peak from loading counted as stable during a pause, and others were admitted by it."""
     meter = Meter(GPU)
     for second in range(0, 61, step_s):
         meter.sample(reading(second, process(busy_s=0.8 * second)))
@@ -186,8 +186,7 @@ def test_a_paused_pod_is_reported_idle_before_its_mean_drops(step_s: int) -> Non
     assert tenant.working is False
     assert tenant.gpu_util_percent is not None
     assert tenant.gpu_util_percent > 40
-    told = replace(tenant, working=True)
-    assert damp_changes([told], [tenant]) == [tenant], "a change that is written at once"
+    assert damp_changes([replace(tenant, working=True)], [tenant]) == [tenant]
 
 
 def test_total_is_not_additive() -> None:
@@ -268,7 +267,7 @@ def test_measures_of_two_tenants(node: Node) -> None:
 
 
 class WithoutNumbers(FakeNvml):
-    """The driver could not compute a metric, and says that it has."""
+    """The driver reports success for a metric that it could not compute."""
 
     def nvmlGpmMetricsGet(self, request: Any) -> Any:  # noqa: N802  # NVIDIA's name
         answer = super().nvmlGpmMetricsGet(request)
@@ -276,8 +275,8 @@ class WithoutNumbers(FakeNvml):
         return answer
 
 
-def test_what_is_no_number_is_absent(tmp_path: Path) -> None:
-    """Regression: an SM activity that nobody could compute was shown as zero."""
+def test_a_value_that_is_not_a_number_is_absent(tmp_path: Path) -> None:
+    """Regression: an SM activity without a value was exported as zero."""
     node = Node(WithoutNumbers(["H100"]), FakeMpsCommands(), tmp_path)
     devices = node.devices()
     node.start(0, 42, "a", sm=0.6, dram=0.3)
@@ -312,7 +311,7 @@ START_A, START_B = (0.0, "start", 42, "a", 0.6), (0.0, "start", 43, "b", 0.3)
     ],
 )
 def test_energy_of_pods_and_idle_add_up_to_the_counter(tmp_path: Path, kind: str, events: list[tuple]) -> None:
-    """Also in the readings after a start and after an end. Regression: the last interval was nobody's."""
+    """Also in the readings after a start and after an end. Regression: the last interval was not assigned."""
     node = Node(FakeNvml(["H100"]), FakeMpsCommands(), tmp_path)
     instances = divide(node) if kind == "mig" else [None, None]
     devices = node.devices()
@@ -425,7 +424,7 @@ def registry_of(agent: Agent) -> CollectorRegistry:
 
 
 async def sampled(agent: Agent) -> CollectorRegistry:
-    """Let the agent look at its GPUs, and end."""
+    """Run the agent until it has read its GPUs."""
     async with running(agent):
         await until(lambda: agent.reconciler.reporter.devices)
         healthy = [d.uuid for d in agent.reconciler.reporter.devices if d.health is DeviceHealth.HEALTHY]
@@ -486,7 +485,7 @@ async def test_tenants_have_series_of_their_own(agent, devices, reserve, enter) 
             assert shared.labels["pod"] == "", "a shared GPU belongs to no pod"
 
 
-async def test_sick_gpu_has_no_values_but_a_health(agent, devices, tmp_path) -> None:
+async def test_an_unhealthy_gpu_has_no_values_but_a_health(agent, devices, tmp_path) -> None:
     (tmp_path / "state" / "simulated" / devices.uuids[0] / "device.json").write_text("{")
     registry = await sampled(agent)
     assert registry.get_sample_value("carpool_agent_gpu_healthy", {"UUID": devices.uuids[0]}) == 0
@@ -494,7 +493,7 @@ async def test_sick_gpu_has_no_values_but_a_health(agent, devices, tmp_path) -> 
 
 
 class Exporter:
-    """dcgm-exporter, which shows some of the GPUs and instances."""
+    """dcgm-exporter, which exports some of the GPUs and instances."""
 
     name, is_scraped = "dcgm-exporter", True
 
@@ -527,7 +526,7 @@ async def test_series_of_dcgm_exporter_are_not_exported_twice(tmp_path) -> None:
 
 
 async def test_each_place_is_shown_once_where_dcgm_exporter_shows_instances_only(tmp_path) -> None:
-    """Regression: of a divided GPU it shows the instances; both showed them."""
+    """Regression: both exported the instances."""
     exporter = Exporter()
     node = Node(FakeNvml(["H100"]), FakeMpsCommands(), tmp_path, sources=(exporter,))
     mig = node.nvml.gpus[0].mig
@@ -587,7 +586,7 @@ async def test_mig_instances_have_series_and_gone_ones_have_none(tmp_path, reser
         assert {"DCGM_FI_DEV_FB_USED", "DCGM_FI_PROF_GR_ENGINE_ACTIVE"} <= names
         energy = next(m for m in registry.collect() if m.name == ENERGY)
         assert [s.labels["GPU_I_ID"] for s in energy.samples] == [""], "the counter is the whole GPU's"
-        assert "DCGM_FI_DEV_POWER_USAGE" not in names, "nobody knows an instance's power"
+        assert "DCGM_FI_DEV_POWER_USAGE" not in names, "the power of an instance is unknown"
         labels = {"UUID": devices.uuids[0], "namespace": "default", "pod": "a", "job": "job-a"}
         await until(
             lambda: node.advance(0.1) or registry.get_sample_value("carpool_gpu_tenant_sm_active_ratio", labels)
@@ -599,7 +598,7 @@ async def test_mig_instances_have_series_and_gone_ones_have_none(tmp_path, reser
 
 
 async def test_series_are_bounded_by_reservations(agent, devices, reserve, enter) -> None:
-    """Whoever is on a GPU without a reservation has no series, however many come and go."""
+    """Processes without a reservation have no series."""
     registry = registry_of(agent)
     async with running(agent):
         await until(lambda: agent.reconciler.reporter.devices)

@@ -106,7 +106,7 @@ def test_mig_profiles_of_the_fake_are_those_of_the_product(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "says"),
+    ("code", "message"),
     [
         (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, "expected libnvidia-ml.so.1, found none"),
         (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, "found it not loaded: run modprobe nvidia"),
@@ -116,10 +116,10 @@ def test_mig_profiles_of_the_fake_are_those_of_the_product(kind: str) -> None:
         (777, "found: NVML Error with code 777; this code is newer than the agent"),
     ],
 )
-def test_a_driver_that_does_not_start_is_an_error_with_advice(code: int, says: str) -> None:
+def test_a_driver_that_does_not_start_is_an_error_with_advice(code: int, message: str) -> None:
     fake = FakeNvml(["T4"])
     fake.init_error = code
-    with pytest.raises(NoDevicesError, match=says):
+    with pytest.raises(NoDevicesError, match=message):
         Session(fake).open()
 
 
@@ -176,20 +176,20 @@ def test_a_restarted_driver_is_opened_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "says"),
+    ("code", "message"),
     [
         (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, "load the driver"),
         (pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, "different versions: restart the node"),
     ],
 )
-def test_a_driver_that_does_not_restart_is_an_error(code: int, says: str) -> None:
+def test_a_driver_that_does_not_restart_is_an_error(code: int, message: str) -> None:
     fake, session, (uuid,) = opened("A100-40")
     fake.restart_driver()
     fake.init_error = code
     with pytest.raises(DriverGoneError):
         read_telemetry(session, uuid)
     for _ in range(2):
-        with pytest.raises(DriverGoneError, match=says):
+        with pytest.raises(DriverGoneError, match=message):
             read_telemetry(session, uuid)
     fake.init_error = None
     assert read_telemetry(session, uuid).power_w
@@ -241,7 +241,7 @@ def test_mig_steps_are_read_back_and_idempotent(kind: str) -> None:
         apply_step(session, uuid, Destroy(instances[1]))
 
 
-def test_create_that_died_half_way_is_continued() -> None:
+def test_an_interrupted_creation_is_continued() -> None:
     fake, session, uuid = mig_on("A100-40")
     table = read_table(session, uuid)
     step = Create(Placement(table.find("3g.20gb"), 4))
@@ -286,7 +286,7 @@ session = Session(load_nvml())
 session.open()
 gpus = list_gpus(session)
 known, gpm = [read_identity(session, gpu) for gpu in gpus], GpmSampler(session)
-watch, told = XidWatch(session, gpus), read_telemetry(session, gpus[0])
+watch, telemetry = XidWatch(session, gpus), read_telemetry(session, gpus[0])
 gpm.sample(gpus[0])
 between = gpm.sample(gpus[0])
 print(json.dumps({
@@ -294,8 +294,9 @@ print(json.dumps({
     "pci": [k.pci_bus_id for k in known],
     "minor": [k.minor for k in known],
     "absent": [known[0].numa_node, known[0].mig_capable, list(known[0].nvlink_peers)],
-    "told": [told.gpu_util_percent, told.power_w, told.energy_mj, told.temperature_c, told.sm_clock_mhz,
-             told.rows_remapped_correctable, told.ecc_uncorrectable],
+    "telemetry": [getattr(telemetry, name) for name in (
+        "gpu_util_percent", "power_w", "energy_mj", "temperature_c", "sm_clock_mhz", "rows_remapped_correctable",
+        "ecc_uncorrectable")],
     "processes": [[p.pid, p.memory_mib, p.gpu_instance_id] for p in read_processes(session, gpus[0])],
     "samples": [list(s) for s in read_utilization(session, gpus[0], 5000)],
     "no samples": list(read_utilization(session, gpus[1], 5000)),
@@ -334,7 +335,7 @@ def divided(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def run(environment: dict[str, str], *command: str, code: int = 0) -> str:
-    """Run a command; return what it said."""
+    """Run a command; return its output."""
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=HERE.parents[1])
     assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
     assert "Traceback" not in done.stderr
@@ -345,9 +346,9 @@ def run(environment: dict[str, str], *command: str, code: int = 0) -> str:
 def test_the_contract_holds_through_the_real_bindings(request: pytest.FixtureRequest, kind: str) -> None:
     environment: dict[str, str] = request.getfixturevalue(kind)
     contract = ["-m", "pytest", "-q", "-k", "installed", "-p", "no:cacheprovider", __file__]
-    said = run(environment, sys.executable, *contract)
-    assert "8 passed" in said
-    assert "skipped" not in said, "no test may wait for a GPU"
+    printed = run(environment, sys.executable, *contract)
+    assert "8 passed" in printed
+    assert "skipped" not in printed, "no test may wait for a GPU"
 
 
 def test_every_structure_is_read_as_the_library_wrote_it(environment: dict[str, str]) -> None:
@@ -356,7 +357,7 @@ def test_every_structure_is_read_as_the_library_wrote_it(environment: dict[str, 
         "pci": ["00000000:17:00.0", "00000000:18:00.0"],
         "minor": [4, 5],
         "absent": [None, False, []],
-        "told": [60.0, 120.5, 7, 41, 1755, 1, 0],
+        "telemetry": [60.0, 120.5, 7, 41, 1755, 1, 0],
         "processes": [[4000000, 1000, None], [4000001, 1000, None]],
         "samples": [[4000000, 6000, 50], [4000001, 7000, 25]],
         "no samples": [],
@@ -434,17 +435,17 @@ def test_mig_instances_come_stay_and_go_through_the_bindings(divided: dict[str, 
 
 def test_check_runs_through_the_real_bindings(divided: dict[str, str], tmp_path: Path) -> None:
     out = tmp_path / "found.json"
-    said = run(divided, CARPOOL, "node", "check", "--mig", "--out", str(out))
-    rows = {line.split()[1]: line.split()[0] for line in said.splitlines()[1:10]}
-    assert (rows["contract"], rows["mps"], rows["mig"]) == ("passed", "skipped", "passed"), said
-    assert "1g.10gb and 2g.20gb created, read back and destroyed" in said
+    printed = run(divided, CARPOOL, "node", "check", "--mig", "--out", str(out))
+    rows = {line.split()[1]: line.split()[0] for line in printed.splitlines()[1:10]}
+    assert (rows["contract"], rows["mps"], rows["mig"]) == ("passed", "skipped", "passed"), printed
+    assert "1g.10gb and 2g.20gb created, read back and destroyed" in printed
     recorded = json.loads(out.read_text())["nvml"]
     assert (recorded["identity"]["product"], len(recorded["mig"])) == ("NVIDIA H100 80GB HBM3", 7)
     assert recorded["codes"]["an index beyond the last"] == 2
 
 
 @pytest.mark.parametrize(
-    ("refuses", "says", "command"),
+    ("refuses", "message", "command"),
     [
         (4, "found no permission: give the container /dev/nvidiactl", (CARPOOL, "node", "inspect")),
         (9, "found it not loaded: run modprobe nvidia", (CARPOOL, "node", "inspect")),
@@ -453,13 +454,13 @@ def test_check_runs_through_the_real_bindings(divided: dict[str, str], tmp_path:
     ids=["no-permission", "no-module", "two-versions"],
 )
 def test_commands_report_a_driver_that_does_not_start(
-    divided: dict[str, str], refuses: int, says: str, command: tuple[str, ...]
+    divided: dict[str, str], refuses: int, message: str, command: tuple[str, ...]
 ) -> None:
-    assert says in run({**divided, "STAND_IN_REFUSES": str(refuses)}, *command, code=2)
+    assert message in run({**divided, "STAND_IN_REFUSES": str(refuses)}, *command, code=2)
 
 
 def test_commands_without_a_driver_name_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "libnvidia-ml.so.1").write_bytes(b"no library")
-    said = run({**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}, CARPOOL, "node", "inspect", code=2)
-    assert "expected libnvidia-ml.so.1, found none: install NVIDIA's driver on the node" in said
-    assert "CARPOOL_SIMULATED_GPUS" not in said, "it would not help here"
+    printed = run({**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}, CARPOOL, "node", "inspect", code=2)
+    assert "expected libnvidia-ml.so.1, found none: install NVIDIA's driver on the node" in printed
+    assert "CARPOOL_SIMULATED_GPUS" not in printed, "it would not help here"

@@ -1,4 +1,4 @@
-"""Real GPUs behind the port, over the fake: what the contract of all adapters does not say."""
+"""GPUs behind NVML: description, compute mode, access, MIG switching, reservations and crashes."""
 
 import json
 import shutil
@@ -124,7 +124,7 @@ def test_every_kind_of_gpu_is_described(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", list(HARDWARE))
-def test_what_a_gpu_cannot_say_is_absent(tmp_path: Path, kind: str) -> None:
+def test_unsupported_counters_are_absent(tmp_path: Path, kind: str) -> None:
     node = Node(FakeNvml([kind]), FakeMpsCommands(), tmp_path)
     devices = node.devices()
     (gpu,) = devices.uuids
@@ -153,7 +153,7 @@ def test_links_and_numa_nodes_are_reported(tmp_path: Path) -> None:
 
 
 def test_gpus_at_the_same_switch_are_linked(node: Node) -> None:
-    """An NVSwitch machine shows switches at the other ends, and no GPU."""
+    """On a machine with NVSwitch the links end at switches."""
     devices = node.devices()
     first, second = (devices.identity(uuid) for uuid in devices.uuids)
     switch, another = "00000000:C1:00.0", "00000000:C2:00.0"
@@ -174,7 +174,7 @@ def test_process_of_the_host_keeps_new_work_away_and_is_named(node: Node) -> Non
         devices.apply(devices.uuids[0], SetMode(TIME_SLICING))
 
 
-def test_full_disk_is_said(node: Node) -> None:
+def test_a_full_disk_is_an_error(node: Node) -> None:
     devices = node.devices()
     (node.root / "state").write_text("a file where a directory should be")
     with pytest.raises(DeviceError, match=r"expected to keep the GPU's mode there.*free some space|expected to read"):
@@ -190,13 +190,13 @@ def test_damaged_mode_is_idle(node: Node) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "failing", "says"),
+    ("kinds", "failing", "message"),
     [([], "", "found a driver and none"), (["T4"], "nvmlDeviceGetName", "nvmlDeviceGetName failed: Unknown Error")],
 )
-def test_node_without_gpus_that_can_be_read_says_so(tmp_path: Path, kinds: list[str], failing: str, says: str) -> None:
+def test_a_node_without_readable_gpus_is_an_error(tmp_path: Path, kinds: list[str], failing: str, message: str) -> None:
     nvml = FakeNvml(kinds)
     nvml.fail_next(failing, pynvml.NVML_ERROR_UNKNOWN)
-    with pytest.raises(NoDevicesError, match=says):
+    with pytest.raises(NoDevicesError, match=message):
         Node(nvml, FakeMpsCommands(), tmp_path).devices()
 
 
@@ -318,7 +318,7 @@ async def test_mode_is_switched_only_if_allowed_and_idle(tmp_path: Path, reserve
     assert not agent.node.nvml.gpus[0].mig.is_enabled
 
 
-async def test_xids_are_heard_after_a_reset_in_place(tmp_path: Path, reserve) -> None:
+async def test_xids_are_reported_after_a_reset_in_place(tmp_path: Path, reserve) -> None:
     agent = MigAgent(mig_node(tmp_path, on=False, may_switch=True), reserve)
     await agent.want(("a", "1g.5gb"))
     agent.node.nvml.raise_xid(0, 95)
@@ -387,19 +387,19 @@ async def test_label_keeps_the_agent_off_and_running_pods_stay(tmp_path: Path, r
     asked: list[MigManager] = []
     agent = MigAgent(mig_node(tmp_path), reserve, lambda: asked[0].confirm())
     asked.append(labels.manager(agent.devices))
-    assert agent.devices.describe(agent.gpu).modes == [], "nobody knows yet"
+    assert agent.devices.describe(agent.gpu).modes == [], "the label was not read yet"
     await asked[0].confirm()
     assert states(await agent.want(("a", "3g.20gb"))) == {"a": READY}
     agent.node.start(0, 42, "a", instance=next(iter(agent.instances.values())))
     await labels.set("all-1g.5gb")
     found = await agent.want(("a", "3g.20gb"), ("b", "1g.5gb"))
-    assert states(found) == {"a": READY, "b": FAILED}, "the label is read before anything is divided"
+    assert states(found) == {"a": READY, "b": FAILED}, "the label is read before each change"
     assert f"the Node's label {LABEL} is all-1g.5gb" in found["b"].message
     described = agent.devices.describe(agent.gpu)
     assert (described.modes, described.health) == ([], DeviceHealth.UNHEALTHY)
     agent.node.end(0, 42)
     await agent.want()
-    assert len(agent.instances) == 1, "the other manager does with it as it likes"
+    assert len(agent.instances) == 1, "the other manager owns it"
     with pytest.raises(DeviceError, match="expected no other MIG manager"):
         agent.devices.apply(agent.gpu, SetMode(EXCLUSIVE))
     await labels.set(None)
@@ -454,7 +454,7 @@ async def test_idle_instance_is_used_again(agent: MigAgent) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "says"),
+    ("wanted", "message"),
     [
         ([("a", "4g.20gb"), ("b", "4g.20gb")], "expected room for 4g.20gb, 4g.20gb, found too little room in the way"),
         ([("a", "3g.20gb"), ("b", "7g.40gb")], "expected room for 3g.20gb, 7g.40gb"),
@@ -462,10 +462,10 @@ async def test_idle_instance_is_used_again(agent: MigAgent) -> None:
         ([("a", "1g.5gb"), ("b", TIME_SLICING)], "expected a mode out of MIG, found TimeSlicing"),
     ],
 )
-async def test_what_does_not_fit_is_refused_alone(agent: MigAgent, wanted, says: str) -> None:
+async def test_a_profile_that_does_not_fit_fails_alone(agent: MigAgent, wanted, message: str) -> None:
     found = await agent.want(*wanted)
     assert states(found) == {"a": READY, "b": FAILED}
-    assert says in found["b"].message
+    assert message in found["b"].message
 
 
 async def test_hostile_profile_is_quoted_and_cut(agent: MigAgent) -> None:
@@ -484,7 +484,9 @@ async def test_instances_of_others_are_neither_given_out_nor_touched(agent: MigA
     assert states(found) == {"a": READY, "b": FAILED}
     assert f"found instance {theirs} (3g.20gb on memory slices 0-3) in the way" in found["b"].message
     assert agent.instances.keys() == {"3g.20gb@0", "3g.20gb@4"}
-    assert agent.devices.describe(agent.gpu).health is DeviceHealth.HEALTHY, "who is there is none of our business"
+    assert agent.devices.describe(agent.gpu).health is DeviceHealth.HEALTHY, (
+        "processes on foreign instances do not matter"
+    )
     await agent.want()
     assert agent.instances == {"3g.20gb@0": theirs}
     assert agent.devices.actual(agent.gpu).mode is None
@@ -523,7 +525,7 @@ async def test_from_the_api_server_to_the_instance_and_back(tmp_path: Path, rese
         await until(lambda: not node.nvml.gpus[0].mig.instances)
 
 
-async def test_new_agent_goes_on(agent: MigAgent) -> None:
+async def test_a_new_agent_continues(agent: MigAgent) -> None:
     await agent.want(("a", "3g.20gb"), ("b", "1g.5gb"))
     before = agent.instances
     agent.begin()
@@ -538,7 +540,7 @@ async def test_running_pods_are_recognised_after_all_state_is_lost(agent: MigAge
     shutil.rmtree(agent.node.root / "state")
     agent.begin()
     assert states(await agent.want(("a", "3g.20gb"))) == {"a": READY}
-    assert agent.instances == before, "an idle instance that nobody can be shown to have made is left"
+    assert agent.instances == before, "an idle instance without a known creator stays"
     agent.node.end(0, 42)
     await agent.want()
     assert set(agent.instances) == {n for n in before if n.startswith("1g")}
@@ -579,7 +581,7 @@ async def test_agent_killed_at_each_call_goes_on_or_undoes(tmp_path: Path, reser
 
 
 def direct(agent: MigAgent, profiles: tuple[str, str]) -> None:
-    """What a worker does, without its threads, so that a kill ends it where it stands."""
+    """Apply the steps of a worker without threads, so that a kill stops at the call."""
     wanted = agent.reservations(*zip("ab", profiles, strict=True))
     for step in plan(agent.devices.actual(agent.gpu), wanted).steps:
         agent.devices.apply(agent.gpu, step)
@@ -590,7 +592,7 @@ def direct(agent: MigAgent, profiles: tuple[str, str]) -> None:
 @pytest.mark.parametrize(
     "function", ["nvmlDeviceCreateGpuInstanceWithPlacement", "nvmlGpuInstanceCreateComputeInstance"]
 )
-async def test_instance_that_cannot_be_made_is_said_and_undone(agent: MigAgent, function: str) -> None:
+async def test_a_failed_creation_is_reported_and_undone(agent: MigAgent, function: str) -> None:
     agent.node.nvml.fail_next(function, pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES)
     found = (await agent.want(("a", "3g.20gb")))["a"]
     assert found.state is FAILED

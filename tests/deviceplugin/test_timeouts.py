@@ -1,4 +1,4 @@
-"""Asking all GPUs of a node in as few threads as will do."""
+"""Blocking calls to GPUs, and processes of the node."""
 
 import asyncio
 import threading
@@ -38,21 +38,21 @@ def gpus() -> Iterator[Gpus]:
     made.release.set()
 
 
-async def test_well_gpus_are_asked_by_the_same_thread_round_after_round(gpus: Gpus) -> None:
-    """A new thread for each call cost more than the calls."""
+async def test_gpus_that_answer_are_read_by_one_thread(gpus: Gpus) -> None:
+    """Regression: a new thread for each call cost more than the calls."""
     rounds = Poll(gpus.ask, 30, CallThreads())
     found = []
     for _ in range(20):
         found.append(await rounds.ask(GPUS))
-        await asyncio.sleep(0.005)  # the thread that gave the last answer may still have to lie down
+        await asyncio.sleep(0.005)  # the thread may not be idle yet
     assert [list(answers) for answers in found] == [GPUS] * 20
     assert all(len(set(answers.values())) == 1 for answers in found)
     used = {thread for answers in found for thread in answers.values()}
-    assert len(used) <= len(found) / 2, "on a busy machine some may not have lain down in time"
+    assert len(used) <= len(found) / 2, "on a busy machine some were not idle in time"
     assert await rounds.ask([]) == {}
 
 
-async def test_those_that_hang_hold_up_none_and_are_asked_no_more_until_they_answer(gpus: Gpus) -> None:
+async def test_gpus_that_hang_delay_no_other(gpus: Gpus) -> None:
     gpus.hanging = {GPUS[0], GPUS[3], GPUS[7]}
     rounds = Poll(gpus.ask, 1, CallThreads())
     found = await rounds.ask(GPUS)
@@ -72,7 +72,7 @@ async def test_those_that_hang_hold_up_none_and_are_asked_no_more_until_they_ans
     assert not any(isinstance(answer, DeviceError) for answer in well.values())
 
 
-async def test_errors_are_that_gpus_alone_and_mistakes_are_raised(gpus: Gpus) -> None:
+async def test_a_device_error_is_an_answer_and_other_exceptions_are_raised(gpus: Gpus) -> None:
     def ask(uuid: GpuUuid) -> int:
         if uuid == GPUS[1]:
             raise DeviceError("GPU-1 is lost")
@@ -87,8 +87,8 @@ async def test_errors_are_that_gpus_alone_and_mistakes_are_raised(gpus: Gpus) ->
         await rounds.ask(GPUS)
 
 
-def test_thread_without_work_ends_and_work_given_meanwhile_is_done() -> None:
-    """Each time the thread may just be ending: nothing that was given to it may be lost."""
+def test_an_idle_thread_ends_without_losing_work() -> None:
+    """The thread may be ending while it gets new work."""
     threads, done = CallThreads(idle_s=0.0005), threading.Semaphore(0)
     before = threading.active_count()
     for number in range(300):

@@ -107,7 +107,7 @@ class FakeMachine:
         """Start a process."""
         if self.faithless.has_no_torch:
             raise SkippedError("it takes PyTorch with CUDA")
-        assert environment["CUDA_VISIBLE_DEVICES"] == gpu  # a process that sees other GPUs tells nothing
+        assert environment["CUDA_VISIBLE_DEVICES"] == gpu  # otherwise the trial proves nothing
         pid, pipe = 100 + len(self.loads), environment.get("CUDA_MPS_PIPE_DIRECTORY", "")
         limit = environment.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "")
         percent = int(environment.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", 100))

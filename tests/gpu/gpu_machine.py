@@ -111,10 +111,10 @@ class ProcessLoad:
     def _listen(self) -> None:
         while not self._lines.empty():
             try:
-                said = json.loads(self._lines.get())
+                report = json.loads(self._lines.get())
             except ValueError:
                 continue  # what a library printed
-            self._steps, self._ended = said.get("steps", self._steps), said.get("ended", self._ended)
+            self._steps, self._ended = report.get("steps", self._steps), report.get("ended", self._ended)
 
     def steps(self) -> int:
         """How many steps it has made."""
@@ -132,7 +132,7 @@ class ProcessLoad:
     def _last_error(self) -> str:
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        return lines[-1][:300] if lines else "it said nothing"
+        return lines[-1][:300] if lines else "no output"
 
     def take(self, mib: int) -> None:
         """Let it take more memory."""
@@ -240,7 +240,7 @@ class RealMachine:
     def in_cgroup(self, load: object) -> str:
         """Say why a process is not in a pod's cgroup; empty where it is."""
         pid = getattr(load, "pid", 0)
-        why = self._cgroup_of.get(pid, "nobody put it there")
+        why = self._cgroup_of.get(pid, "it was not moved there")
         if why:
             return why
         found = ProcTree().find(pid)
@@ -287,13 +287,13 @@ def _lacks_torch(python: str) -> str:
         done = subprocess.run(asked, capture_output=True, text=True, timeout=120, check=False)
     except (OSError, subprocess.TimeoutExpired) as e:
         return str(e)
-    return (done.stderr.strip().splitlines() or ["it said nothing"])[-1][:200] if done.returncode else ""
+    return (done.stderr.strip().splitlines() or ["no output"])[-1][:200] if done.returncode else ""
 
 
 BEGINS_WITHIN_S = 180.0
 """From the start of a process to its first step: PyTorch is imported, CUDA and its libraries begin."""
 NOTICED_WITHIN_S = 10.0
-"""The agent looks at its GPUs each 10 s; what it is told by events it looks at sooner."""
+"""The agent reads its GPUs every 10 s, and sooner after events."""
 LOOK_EVERY_S = 1.0
 SM_ACTIVE = "DCGM_FI_PROF_SM_ACTIVE"
 
@@ -375,7 +375,7 @@ def _return(trial: Trial) -> None:
 
 
 def still_step(trial: Trial, loads: Sequence[Any], seconds: float = 5.0) -> list[float]:
-    """Return the steps per second of each process over a while. Raises FailedError where one stands still."""
+    """Return the steps per second of each process over a while. Raises FailedError if one makes no step."""
     before, began = [load.steps() for load in loads], trial.machine.monotonic()
     trial.machine.wait(seconds)
     elapsed = trial.machine.monotonic() - began
@@ -386,7 +386,7 @@ def still_step(trial: Trial, loads: Sequence[Any], seconds: float = 5.0) -> list
 
 
 def sm_active(trial: Trial, seconds: float = 10.0) -> float:
-    """Return the GPU's mean SM activity over a while, 0..1. Raises SkippedError where nobody measures it."""
+    """Return the GPU's mean SM activity over a while, 0..1. Raises SkippedError if it is not measured."""
     machine, found = trial.machine, list[float]()
     machine.devices.refresh_counters()
     machine.devices.read(trial.gpu)

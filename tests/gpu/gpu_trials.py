@@ -41,7 +41,7 @@ def _share(trial: Trial, count: int) -> str:
         actual = trial.machine.devices.actual(trial.gpu)
         if actual.problem or actual.tenants != {r.pod_uid for r in wanted}:
             raise FailedError(
-                f"expected {count} pods on the GPU and nobody else, found {len(actual.tenants)}: {actual.problem}"
+                f"expected {count} pods on the GPU and no others, found {len(actual.tenants)}: {actual.problem}"
             )
         rates = still_step(trial, loads)
         greedy, others = loads[-1], loads[:-1]
@@ -78,11 +78,11 @@ def thread_percentage_limits_sm_activity(trial: Trial) -> str:
         wanted = [reservation(trial, "p0", MPS, percent=percent)]
         with running(trial, Kind.PRODUCT, wanted):
             found[percent] = sm_active(trial)
-    said = ", ".join(f"{share}%: {active:.2f}" for share, active in found.items())
+    measured = ", ".join(f"{share}%: {active:.2f}" for share, active in found.items())
     wrong = [share for share, active in found.items() if not 0.7 * share / 100 <= active <= share / 100 + 0.1]
     if wrong:
-        raise FailedError(f"expected an SM activity of about each thread percentage, found {said}")
-    return f"SM activity by thread percentage: {said}"
+        raise FailedError(f"expected an SM activity of about each thread percentage, found {measured}")
+    return f"SM activity by thread percentage: {measured}"
 
 
 def fault_names_all_clients(trial: Trial) -> str:
@@ -94,7 +94,7 @@ def fault_names_all_clients(trial: Trial) -> str:
         took_s = _struck(trial, loads)
         wait_until(trial, lambda: all(load.ended() is not None for load in loads), DIES_WITHIN_S, "both to end")
         ends = ", ".join(str(load.ended()) for load in loads)
-    return f"told after {took_s:.0f} s, with both pods; they ended: {ends}"
+    return f"noticed after {took_s:.0f} s, with both pods; they ended: {ends}"
 
 
 def dead_daemon_names_all_clients(trial: Trial) -> str:
@@ -112,7 +112,7 @@ def dead_daemon_names_all_clients(trial: Trial) -> str:
         again_s = trial.machine.monotonic() - began
         if not devices.actual(gpu).mps_daemon:
             raise FailedError("expected another daemon in the place of the dead one, found none")
-    return f"told after {took_s:.0f} s, with both pods; another daemon answered after {again_s:.2f} s"
+    return f"noticed after {took_s:.0f} s, with both pods; another daemon answered after {again_s:.2f} s"
 
 
 def _struck(trial: Trial, loads: list[Any]) -> float:
@@ -139,17 +139,17 @@ def activity_of_known_kernels(trial: Trial) -> str:
     for kind in (Kind.PRODUCT, Kind.BLOCK):
         with running(trial, kind, [reservation(trial, "p0", ALONE)]):
             found[kind] = sm_active(trial)
-    said = f"product {found[Kind.PRODUCT]:.3f}, one block {found[Kind.BLOCK]:.4f}"
+    measured = f"product {found[Kind.PRODUCT]:.3f}, one block {found[Kind.BLOCK]:.4f}"
     if found[Kind.PRODUCT] < 0.85:
-        raise FailedError(f"expected an SM activity of at least 0.85 for an 8192³ product, found {said}")
+        raise FailedError(f"expected an SM activity of at least 0.85 for an 8192³ product, found {measured}")
     try:
         sms = find_product(trial.machine.devices.identity(trial.gpu).product).sm_count
     except UnknownProductError as e:
-        return f"SM activity: {said}; how many SMs it has is not known: {e}"
+        return f"SM activity: {measured}; how many SMs it has is not known: {e}"
     one = 1 / sms
     if not 0.5 * one <= found[Kind.BLOCK] <= 2 * one:
-        raise FailedError(f"expected one block to be about one of {sms} SMs ({one:.4f}), found {said}")
-    return f"SM activity: {said}, of {sms} SMs"
+        raise FailedError(f"expected one block to be about one of {sms} SMs ({one:.4f}), found {measured}")
+    return f"SM activity: {measured}, of {sms} SMs"
 
 
 def energy_adds_up(trial: Trial) -> str:
@@ -172,12 +172,12 @@ def energy_adds_up(trial: Trial) -> str:
     pods_j = sum((p.energy_j or 0.0) - before.get(p.pod_uid, 0.0) for p in last.processes)
     idle_j = (last.idle_power_w or 0.0) * (last.at - first.at)
     counter_j = (last.energy_j or 0.0) - (first.energy_j or 0.0)
-    said = f"pods {pods_j:,.0f} J + idle {idle_j:,.0f} J beside {counter_j:,.0f} J of the counter"
+    measured = f"pods {pods_j:,.0f} J + idle {idle_j:,.0f} J beside {counter_j:,.0f} J of the counter"
     if abs(pods_j + idle_j - counter_j) > 0.01 * counter_j:
-        raise FailedError(f"expected them to be equal within 1%, found {said}")
+        raise FailedError(f"expected them to be equal within 1%, found {measured}")
     if abs(power_j - counter_j) > 0.1 * counter_j:
-        raise FailedError(f"expected power over time to be the counter within 10%, found {power_j:,.0f} J; {said}")
-    return f"{said}; power over time {power_j:,.0f} J"
+        raise FailedError(f"expected power over time to be the counter within 10%, found {power_j:,.0f} J; {measured}")
+    return f"{measured}; power over time {power_j:,.0f} J"
 
 
 def processes_belong_to_pods(trial: Trial) -> str:
@@ -209,13 +209,13 @@ def cost_beside_dmon(trial: Trial) -> str:
             machine.devices.actual(uuid)
         machine.wait(READ_EVERY_S)
     share = (machine.cpu_s() - spent) / (machine.monotonic() - began)
-    said = f"{100 * share:.2f}% of a core with {len(machine.devices.uuids)} GPUs, read each {READ_EVERY_S:g} s"
+    measured = f"{100 * share:.2f}% of a core with {len(machine.devices.uuids)} GPUs, read each {READ_EVERY_S:g} s"
     if share > MOST_OF_A_CORE:
-        raise FailedError(f"expected at most {100 * MOST_OF_A_CORE:g}% of a core, found {said}")
+        raise FailedError(f"expected at most {100 * MOST_OF_A_CORE:g}% of a core, found {measured}")
     try:
-        return f"{said}; nvidia-smi dmon, each second: {100 * machine.dmon_cpu_s(READ_EVERY_S) / READ_EVERY_S:.2f}%"
+        return f"{measured}; nvidia-smi dmon, each second: {100 * machine.dmon_cpu_s(READ_EVERY_S) / READ_EVERY_S:.2f}%"
     except SkippedError as e:
-        return f"{said}; not beside dmon: {e}"
+        return f"{measured}; not beside dmon: {e}"
 
 
 TRIALS: Mapping[str, Callable[[Trial], str]] = {

@@ -47,7 +47,7 @@ def test_a_machine_that_keeps_its_promises_passes(tmp_path: Path, name: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("faithless", "trial", "says"),
+    ("faithless", "trial", "message"),
     [
         (
             {"ignores_limits": True},
@@ -62,26 +62,26 @@ def test_a_machine_that_keeps_its_promises_passes(tmp_path: Path, name: str) -> 
         ({"wastes_s": 0.01}, "cost", "expected at most 0.5% of a core, found 1.00%"),
     ],
 )
-def test_a_machine_that_breaks_a_promise_fails(tmp_path: Path, faithless, trial: str, says: str) -> None:
+def test_a_machine_that_breaks_a_promise_fails(tmp_path: Path, faithless, trial: str, message: str) -> None:
     there = fake(tmp_path, **faithless)
     with pytest.raises(FailedError) as failure:
         TRIALS[trial](there)
-    assert says in str(failure.value)
+    assert message in str(failure.value)
     assert there.machine.living() == [], "a failed trial cleans up"
 
 
 @pytest.mark.parametrize(
-    ("kind", "faithless", "trial", "says"),
+    ("kind", "faithless", "trial", "message"),
     [
         ("H100", {"has_no_torch": True}, "mps-two", "it takes PyTorch with CUDA"),
         ("H100", {"has_no_cgroups": True}, "attribution", "it takes a cgroup of the pod: no cgroups here"),
         ("A100-40", {}, "activity", "SM activity is measured on Hopper and newer, or where DCGM's host engine runs"),
     ],
 )
-def test_a_missing_requirement_is_named(tmp_path: Path, kind: str, faithless, trial: str, says: str) -> None:
+def test_a_missing_requirement_is_named(tmp_path: Path, kind: str, faithless, trial: str, message: str) -> None:
     with pytest.raises(SkippedError) as skipped:
         TRIALS[trial](fake(tmp_path, kind, **faithless))
-    assert says in str(skipped.value)
+    assert message in str(skipped.value)
 
 
 SPEAKS = """
@@ -141,7 +141,7 @@ def test_an_interpreter_that_does_not_do_is_named(tmp_path: Path) -> None:
 
 def test_a_process_is_put_into_its_pods_cgroup(tmp_path: Path, load: ProcessLoad) -> None:
     there = real(tmp_path)
-    assert there.in_cgroup(load) == "nobody put it there"
+    assert there.in_cgroup(load) == "it was not moved there"
     (tmp_path / "cgroup" / "carpool-gpu-tests").mkdir(parents=True)
     assert there._moved(load) == ""
     assert (tmp_path / "cgroup/carpool-gpu-tests" / f"pod{uid('a')}" / "cgroup.procs").read_text() == f"{load.pid}\n"
