@@ -237,11 +237,11 @@ class History:
     def has_instance(self, pod: str) -> bool:
         own = [o for o in self.setting().instances if o.pod_uid == uid(pod)]
         devices = {c.uuid for i in self.mig.instances.values() for c in i.compute.values()}
-        known = {f.device.uuid for f in self.devices._found_lately.get(self.devices.uuids[0], []) if f.device}
+        known = {f.device.uuid for f in self.devices._gpus[self.devices.uuids[0]].instances if f.device}
         return any(o.device in devices & known for o in own)
 
     def setting(self):
-        return self.devices._modes[self.devices.uuids[0]].read()
+        return self.devices._gpus[self.devices.uuids[0]].file.read()
 
     async def look(self) -> None:
         self.worker.want(list(self.wanted.values()))
