@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from carpool_core.clock import parse_rfc3339
 from carpool_core.keys import OUTCOME_GPU_OUT_OF_MEMORY
@@ -22,12 +22,13 @@ the node's resources."""
 
 GPU_OUT_OF_MEMORY = OUTCOME_GPU_OUT_OF_MEMORY
 POD_DELETED = "PodDeleted"
+NODE_LOST = "NodeLost"
 NO_RESERVATION = "NoReservation"
 CONTAINER_FAILED = "ContainerFailed"
 MPS_CLIENTS_ENDED = "MpsClientsEnded"
 GPU_MEMORY_TAKEN = "GpuMemoryTaken"
 
-DISRUPTED = _DISRUPTIONS | {POD_DELETED, NO_RESERVATION, MPS_CLIENTS_ENDED, GPU_MEMORY_TAKEN}
+DISRUPTED = _DISRUPTIONS | {POD_DELETED, NODE_LOST, NO_RESERVATION, MPS_CLIENTS_ENDED, GPU_MEMORY_TAKEN}
 """Outcomes of attempts that ended because their pods, or the pods' GPUs, were taken away."""
 
 _MAX_MESSAGE_CHARS = 600
@@ -134,6 +135,28 @@ def outcome_of(pod: Pod) -> Outcome:
 def pod_deleted(name: str) -> Outcome:
     """Return the outcome of an attempt that lost a pod by deletion."""
     return Outcome(POD_DELETED, f"pod {name} was deleted while its attempt ran", charged=False)
+
+
+NODE_LOST_GRACE_S = 60.0
+"""Seconds after the end of a deleted pod's grace period from which its node counts as lost."""
+
+
+def lost_at(pod: Pod) -> datetime | None:
+    """Return when a pod counts as lost, because its node does not confirm its deletion; None if it is not deleted."""
+    # The API server sets this time to the end of the pod's grace period.
+    ends_at = pod.metadata.deletion_timestamp
+    if ends_at is None or pod.is_finished or not pod.spec.node_name:
+        return None
+    return parse_rfc3339(ends_at) + timedelta(seconds=NODE_LOST_GRACE_S)
+
+
+def node_lost(pod: Pod) -> Outcome:
+    """Return the outcome of an attempt with a lost pod."""
+    message = (
+        f"pod {pod.metadata.name} was deleted, and node {pod.spec.node_name} has not confirmed its end "
+        f"{NODE_LOST_GRACE_S:.0f} s after its grace period: the node seems to be down, so the job continues elsewhere"
+    )
+    return Outcome(NODE_LOST, message, charged=False)
 
 
 def without_reservation(pod: Pod, after_s: float) -> Outcome:

@@ -190,7 +190,7 @@ def build_pod(job: GpuTrainingJob, worker: int, attempt: int) -> dict[str, Any]:
     for container in containers:
         container.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
     if needs_service(job):
-        _set_rendezvous(spec, job, worker)
+        _set_rendezvous(spec, job, worker, attempt)
     tolerations = list(spec.get("tolerations") or [])
     if _TOLERATION not in tolerations:
         tolerations.append(_TOLERATION)
@@ -271,11 +271,12 @@ def build_service(job: GpuTrainingJob) -> dict[str, Any]:
     }
 
 
-def _set_rendezvous(spec: dict[str, Any], job: GpuTrainingJob, worker: int) -> None:
+def _set_rendezvous(spec: dict[str, Any], job: GpuTrainingJob, worker: int, attempt: int) -> None:
     """Set a worker's host name and the variables of every container; values of the template win."""
-    spec.setdefault("hostname", f"worker-{worker}")  # a pod's name may be longer than a host name
+    # A pod's name may be longer than a host name. An attempt has its own names, because DNS keeps those of lost pods.
+    spec.setdefault("hostname", f"worker-{worker}-{attempt}")
     spec.setdefault("subdomain", service_name(job))
-    address, port, workers = f"worker-0.{spec['subdomain']}", str(MASTER_PORT), str(job.spec.workers)
+    address, port, workers = f"worker-0-{attempt}.{spec['subdomain']}", str(MASTER_PORT), str(job.spec.workers)
     variables = {
         "MASTER_ADDR": address,
         "MASTER_PORT": port,

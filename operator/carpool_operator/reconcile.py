@@ -242,7 +242,8 @@ def _begin_attempt(draft: Draft, demand: Demand) -> None:
     if due is not None and due > snapshot.now:
         draft.requeue_at(due)
         return
-    living = [pod.metadata.name for pod in snapshot.pods if not pod.is_finished]
+    lost = _lost(draft, snapshot.pods)
+    living = [pod.metadata.name for pod in snapshot.pods if not pod.is_finished and pod not in lost]
     if living or snapshot.expected:
         message = f"waits for pod {min([*living, *snapshot.expected])} of an earlier attempt to end"
         draft.set_condition(keys.CONDITION_PLACED, "False", "WaitingForPods", message)
@@ -283,6 +284,10 @@ def _follow(draft: Draft, attempt: Attempt, pods: list[Pod], demand: Demand) -> 
             draft.set_condition(keys.CONDITION_RUNNING, "False", "WorkerFailed", outcomes.pending_message(failed))
             draft.requeue_after(outcomes.AGENT_POLL_S)
         return
+    lost = _lost(draft, pods)
+    if lost:
+        _end_attempt(draft, attempt, outcomes.node_lost(lost[0]))
+        return
     unreserved = _unreserved(draft, pods)
     if unreserved is not None:
         _end_attempt(draft, attempt, outcomes.without_reservation(unreserved, status.RESERVATION_TIMEOUT_S))
@@ -318,6 +323,15 @@ def _uids_of(draft: Draft, attempt: Attempt, pods: list[Pod]) -> list[str]:
     names = (pod_name(draft.job.metadata.name, worker, attempt.number) for worker in range(draft.job.spec.workers))
     known = {**draft.snapshot.created, **shown}
     return [known[name] for name in names if name in known]
+
+
+def _lost(draft: Draft, pods: Sequence[Pod]) -> list[Pod]:
+    """Return the deleted pods whose node does not confirm their end, such as those on a dead node."""
+    deleted = [(pod, at) for pod in pods if (at := outcomes.lost_at(pod)) is not None]
+    for _, at in deleted:
+        if at > draft.snapshot.now:
+            draft.requeue_at(at)
+    return [pod for pod, at in deleted if at <= draft.snapshot.now]
 
 
 def _unreserved(draft: Draft, pods: list[Pod]) -> Pod | None:

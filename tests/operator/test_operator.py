@@ -12,6 +12,7 @@ import kopf
 import msgspec
 import pytest
 from carpool_core import keys
+from carpool_core.clock import rfc3339
 from carpool_core.kube.api import EVENTS, GPU_NODES, GPU_TRAINING_JOBS, PODS, SERVICES, Page, ResourceKind, Selector
 from carpool_core.kube.client import error_for
 from carpool_core.kube.errors import Forbidden, Invalid, NotFound, Overloaded
@@ -328,6 +329,36 @@ async def test_refused_creation_is_one_event_and_tried_again(
     assert warnings(world) == [(reason, *expected)], "also after a restart of the operator"
     await world.settle()
     assert len(world.living()) == workers
+
+
+async def test_job_on_a_dead_node_continues_elsewhere() -> None:
+    """Regression: a pod that was Terminating on a dead kubelet kept its job Running for a week."""
+    world = World()
+    world.seed_node("n2")
+    world.apply(workers=2)
+    await world.settle()
+    world.run_pods()
+    await world.settle()
+    dead = world.kube.dump(PODS, "x-worker-0-1", "default")
+    dead["metadata"] |= {"deletionTimestamp": rfc3339(world.clock.now()), "finalizers": ["test/dead-node"]}
+    world.kube.seed(PODS, dead)
+    await world.settle()
+    world.clock.advance(59)
+    await world.settle()
+    assert world.job().status.state == "Running", "the node may still confirm the end of its pod"
+    world.clock.advance(1)
+    await world.settle()
+    assert sorted(world.living()) == ["x-worker-0-1", "x-worker-0-2", "x-worker-1-2"]
+    world.run_pods("n2")
+    await world.settle()
+    world.clock.advance(DEBOUNCE_S)
+    await world.settle()
+    status = world.job().status
+    assert (status.state, status.restarts) == ("Running", 0)
+    assert [attempt.outcome for attempt in status.attempts] == ["NodeLost", "Running"]
+    assert {place.node for place in status.placement} == {"n2"}
+    names = [env["value"] for env in world.pods()[-1]["spec"]["containers"][0]["env"] if env["name"] == "MASTER_ADDR"]
+    assert names == ["worker-0-2.x-workers"], "the name of the lost worker leads to its old address"
 
 
 @pytest.mark.parametrize("status", [400, 403, 422])

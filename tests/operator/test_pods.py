@@ -161,7 +161,7 @@ def test_rendezvous_values_of_the_template_stay() -> None:
     env = variables(pod)
     assert (env["MASTER_ADDR"], env["RANK"], env["WORLD_SIZE"]) == ("elsewhere", "7", "2")
     assert pod["spec"]["subdomain"] == "mine"
-    assert env["PET_MASTER_ADDR"] == "worker-0.mine"
+    assert env["PET_MASTER_ADDR"] == "worker-0-1.mine"
 
 
 def test_single_worker_gets_no_rendezvous() -> None:
