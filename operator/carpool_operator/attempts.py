@@ -12,13 +12,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import takewhile
+from zlib import crc32
 
 import msgspec
 from carpool_core.clock import parse_rfc3339, rfc3339
 from carpool_core.resources.job import Attempt, JobSpec, JobStatus, RunPolicy
 from carpool_core.values import PodUid
 
-from carpool_operator.outcomes import DISRUPTED, Outcome
+from carpool_operator.outcomes import DISRUPTED, GANG_TIMEOUT, Outcome
 
 CREATING = "Creating"
 RUNNING = "Running"
@@ -105,17 +106,25 @@ def charge(status: JobStatus, outcome: Outcome, backoff_limit: int) -> JobStatus
     return msgspec.structs.replace(status, restarts=status.restarts + 1)
 
 
+def _jitter(attempt: Attempt) -> float:
+    """Return a number from 0 to 1 that differs between attempts, so that two gangs do not block each other again."""
+    return crc32(",".join(attempt.pod_uids).encode()) / 2**32
+
+
 def due(status: JobStatus, backoff: Backoff) -> datetime | None:
     """Return when the next attempt may begin; None if at once.
 
-    The first disruption causes no wait. Failures and repeated disruptions back off separately.
+    The first disruption causes no wait. Failures, repeated disruptions and gang timeouts back off separately.
     """
     last = latest(status)
     if last is None or not last.ended_at or last.outcome in _BY_USER:
         return None
-    if last.outcome in DISRUPTED:
+    if last.outcome == GANG_TIMEOUT:
+        timeouts = sum(1 for _ in takewhile(lambda attempt: attempt.outcome == GANG_TIMEOUT, reversed(status.attempts)))
+        wait_s = backoff.after(timeouts) * (1 + _jitter(last))
+    elif last.outcome in DISRUPTED:
         streak = takewhile(lambda attempt: attempt.outcome in DISRUPTED, reversed(status.attempts))
         wait_s = backoff.after(sum(1 for _ in streak) - 1)
     else:
-        wait_s = backoff.after(sum(a.outcome not in DISRUPTED | _BY_USER for a in status.attempts))
+        wait_s = backoff.after(sum(a.outcome not in DISRUPTED | _BY_USER | {GANG_TIMEOUT} for a in status.attempts))
     return parse_rfc3339(last.ended_at) + timedelta(seconds=wait_s) if wait_s else None

@@ -23,6 +23,7 @@ the node's resources."""
 GPU_OUT_OF_MEMORY = OUTCOME_GPU_OUT_OF_MEMORY
 POD_DELETED = "PodDeleted"
 NODE_LOST = "NodeLost"
+GANG_TIMEOUT = "GangTimeout"
 NO_RESERVATION = "NoReservation"
 CONTAINER_FAILED = "ContainerFailed"
 MPS_CLIENTS_ENDED = "MpsClientsEnded"
@@ -154,7 +155,7 @@ def node_lost(pod: Pod) -> Outcome:
     """Return the outcome of an attempt with a lost pod."""
     message = (
         f"pod {pod.metadata.name} was deleted, and node {pod.spec.node_name} has not confirmed its end "
-        f"{NODE_LOST_GRACE_S:.0f} s after its grace period: the node seems to be down, so the job continues elsewhere"
+        f"{NODE_LOST_GRACE_S:.0f} s after its grace period: the node seems down, so the job continues elsewhere"
     )
     return Outcome(NODE_LOST, message, charged=False)
 
@@ -166,6 +167,15 @@ def without_reservation(pod: Pod, after_s: float) -> Outcome:
         f"for {after_s:.0f} s, and the node starts no pod without one"
     )
     return Outcome(NO_RESERVATION, message, charged=False)
+
+
+def gang_timeout(bound: int, workers: int, limit_s: int, why: str) -> Outcome:
+    """Return the outcome of an attempt of which not every worker was bound in time."""
+    message = (
+        f"{bound} of {workers} workers were bound within {limit_s:,} s (runPolicy.gangTimeoutSeconds), so all release "
+        f"their GPUs: {why}"
+    )
+    return Outcome(GANG_TIMEOUT, message, charged=False)
 
 
 # One attempt

@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 
 import msgspec
 from carpool_core import keys
-from carpool_core.clock import parse_rfc3339
+from carpool_core.clock import parse_rfc3339, rfc3339
 from carpool_core.demand import Demand, demand_of
 from carpool_core.kube.pods import Pod
 from carpool_core.resources.job import Attempt
@@ -292,6 +292,10 @@ def _follow(draft: Draft, attempt: Attempt, pods: list[Pod], demand: Demand) -> 
     if unreserved is not None:
         _end_attempt(draft, attempt, outcomes.without_reservation(unreserved, status.RESERVATION_TIMEOUT_S))
         return
+    timeout = _gang_timeout(draft, attempt, pods)
+    if timeout is not None:
+        _end_attempt(draft, attempt, timeout)
+        return
     late = _not_started_in_time(draft, pods)
     if late is not None:
         limit_s = draft.job.spec.run_policy.start_deadline_seconds
@@ -345,6 +349,24 @@ def _unreserved(draft: Draft, pods: list[Pod]) -> Pod | None:
         elif not pod.has_started:
             return pod
     return None
+
+
+def _gang_timeout(draft: Draft, attempt: Attempt, pods: list[Pod]) -> Outcome | None:
+    """Return the outcome if some workers hold GPUs or quota for too long while others cannot be bound or created."""
+    workers, refusal = draft.job.spec.workers, draft.snapshot.refusal
+    bound_at = [at for pod in pods if (at := pod.bound_at) is not None]
+    is_refused = refusal is not None and 0 < len(pods) < workers
+    if workers == 1 or len(bound_at) == workers or not (bound_at or is_refused):
+        return None
+    limit_s = draft.job.spec.run_policy.gang_timeout_seconds
+    since = min(bound_at, default=attempt.started_at or rfc3339(draft.snapshot.now))
+    until = parse_rfc3339(since) + timedelta(seconds=limit_s)
+    if until > draft.snapshot.now:
+        draft.requeue_at(until)
+        return None
+    unbound = (status.why_unplaced(draft, pod) for pod in pods if pod.bound_at is None)
+    why = refusal.message if refusal is not None else next((found[1] for found in unbound if found), "pods are missing")
+    return outcomes.gang_timeout(len(bound_at), workers, limit_s, why)
 
 
 def _not_started_in_time(draft: Draft, pods: list[Pod]) -> Pod | None:

@@ -183,7 +183,7 @@ def unschedulable(message: str) -> tuple[str, str]:
     return _NO_GPU_FITS, f"{sentence}; other nodes: {', '.join(others).rstrip('.')}" if others else sentence
 
 
-def _why_unplaced(draft: Draft, pod: Pod) -> tuple[str, str] | None:
+def why_unplaced(draft: Draft, pod: Pod) -> tuple[str, str] | None:
     """Return (reason, message) for a pod without placement; None if it has one."""
     is_known = any(place.pod_uid == pod.metadata.uid for place in draft.status.placement)
     if is_known and draft.snapshot.unreserved_s.get(pod.metadata.uid, 0.0) < RESERVATION_TIMEOUT_S:
@@ -212,7 +212,7 @@ def report_placed(draft: Draft, demand: Demand, pods: Sequence[Pod]) -> None:
     """Set Placed from the pods and reservations of the active attempt."""
     places = draft.status.placement
     workers = draft.job.spec.workers
-    waiting = [why for pod in pods if (why := _why_unplaced(draft, pod)) is not None]
+    waiting = [why for pod in pods if (why := why_unplaced(draft, pod)) is not None]
     placed = len(pods) - len(waiting)
     if placed >= workers:
         was_placed = conditions.is_true(draft.status, keys.CONDITION_PLACED)

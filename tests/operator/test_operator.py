@@ -7,6 +7,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from itertools import islice
+from typing import Any
 
 import kopf
 import msgspec
@@ -33,7 +34,7 @@ from carpool_operator.work_queue import DEBOUNCE_S
 from carpool_predictor.features import Abstention
 from click.testing import CliRunner
 from operator_fixtures import again, condition, created, events, job_body, pod, predicted_job, snapshot, status_of
-from operator_world import FakeTracer, World, status_writes
+from operator_world import FakeTracer, MortalKube, World, status_writes
 
 
 def reason_of(world: World, type_: str) -> str:
@@ -377,6 +378,47 @@ async def test_denial_of_a_webhook_is_tried_again_with_growing_pauses(status: in
         world.clock.advance(1)
     await world.settle()
     assert world.living() == ["x-worker-0-1"]
+
+
+class QuotaKube(MortalKube):
+    """Refuses a fifth pod, as a ResourceQuota does."""
+
+    async def create(self, kind: ResourceKind, *args: Any, **options: Any) -> Any:
+        if kind is PODS and not options.get("is_dry_run") and len(self.dump_all(PODS)) >= 4:
+            raise Forbidden("exceeded quota: pods=4", status=403)
+        return await super().create(kind, *args, **options)
+
+
+async def test_two_gangs_under_one_quota_run_one_after_the_other() -> None:
+    """Regression: two jobs of three workers under a quota of four pods held two GPUs each for days."""
+    world = World()
+    world.kube.__class__ = QuotaKube
+    for number in range(2):
+        world.kube.seed(PODS, {"metadata": {"name": f"other-{number}"}, "status": {"phase": "Running"}})
+    world.apply("x", workers=3)
+    await world.settle()
+    for number in range(2):
+        await world.kube.delete(PODS, f"other-{number}", namespace="default")
+    world.apply("y", workers=3)
+    await world.settle()
+    assert (len(world.living("x")), len(world.living("y"))) == (2, 2), "each has half of the quota"
+    done: list[str] = []
+    for _ in range(600):
+        for name in {"x", "y"} - {*done}:
+            if len(world.living(name)) == 3:  # the queue admits whole gangs only
+                world.run_pods(name=name)
+                for pod in world.living(name):
+                    world.end_pod(pod)
+                await world.settle()
+                assert world.job(name).status.state == "Complete"
+                done.append(name)
+                for pod in world.pods(name):
+                    await world.kube.delete(PODS, pod["metadata"]["name"], namespace="default")
+        world.clock.advance(2)
+        await world.settle()
+    assert sorted(done) == ["x", "y"]
+    assert "GangTimeout" in {attempt.outcome for name in done for attempt in world.job(name).status.attempts}
+    assert all(world.job(name).status.restarts == 0 for name in done)
 
 
 async def test_recreated_job_inherits_nothing() -> None:

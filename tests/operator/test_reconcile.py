@@ -189,6 +189,39 @@ def test_job_fails_if_a_container_does_not_start_in_time(second: Pod, reason: st
         assert deleted(decision) == ["x-worker-0-1", "x-worker-1-1"]
 
 
+WAITING = {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no GPU"}]}
+QUOTA = Refusal("PodForbidden", "exceeded quota", is_final=False, retry_in_s=15)
+
+
+@pytest.mark.parametrize(
+    ("pods", "refusal", "message"),
+    [
+        pytest.param((bound(0, 120), pod(1, status=WAITING)), None, "1 of 2 workers were bound within 120 s", id="GPU"),
+        pytest.param((bound(0, 119), pod(1, status=WAITING)), None, "", id="in time"),
+        pytest.param((bound(0, 999), bound(1, 1)), None, "", id="all bound"),
+        pytest.param((pod(0), pod(1)), None, "", id="none bound: the gang waits in the queue"),
+        pytest.param((pod(0),), QUOTA, "so all release their GPUs: exceeded quota", id="quota"),
+        pytest.param((), QUOTA, "", id="none created"),
+    ],
+)
+def test_gang_that_is_not_wholly_bound_releases_everything(
+    pods: tuple[Pod, ...], refusal: Refusal | None, message: str
+) -> None:
+    began = {"number": 1, "outcome": "Creating", "startedAt": rfc3339(NOW - timedelta(seconds=200))}
+    of = predicted_job(workers=2, attempts=[began])
+    held = node(reservation("pod-0-1"), reservation("pod-1-1"))
+    decision = reconcile(snapshot(of, pods=pods, refusal=refusal, nodes=(held,)))
+    attempt = status_of(decision, of).attempts[0]
+    assert (attempt.outcome == "GangTimeout") is bool(message)
+    if message:
+        assert message in attempt.message
+        assert deleted(decision) == [one.metadata.name for one in pods]
+        assert status_of(decision, of).restarts == 0
+        assert condition(decision, of, "Placed").reason == "BackingOff"
+        assert decision.requeue_after_s is not None
+        assert 10 <= decision.requeue_after_s <= 20
+
+
 def test_active_deadline_counts_from_the_first_binding() -> None:
     """Regression: a wrong image held a GPU past an activeDeadlineSeconds of five seconds."""
     of = predicted_job(runPolicy={"activeDeadlineSeconds": 60})

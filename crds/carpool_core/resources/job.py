@@ -398,6 +398,15 @@ class RunPolicy(Resource, frozen=True, kw_only=True):
 
     suspend: Annotated[bool, field("True keeps the job without pods.")] = False
     backoff_limit: Annotated[int, field("Restarts after failures before the job counts as failed.", ge=0, le=1000)] = 3
+    gang_timeout_seconds: Annotated[
+        int,
+        field(
+            "Seconds from the binding of the first of several workers until all must be bound. Then all of them "
+            "release their GPUs, and the job tries again after a pause.",
+            ge=1,
+            le=_MAX_S,
+        ),
+    ] = 120
     start_deadline_seconds: Annotated[
         int,
         field(
@@ -482,6 +491,7 @@ _DECISIVE = dict.fromkeys(("workers", "gpusPerWorker", "training", "sharing", "m
 _OF_ATTEMPTS = {
     "runPolicy.suspend": False,
     "runPolicy.backoffLimit": False,
+    "runPolicy.gangTimeoutSeconds": False,
     "runPolicy.startDeadlineSeconds": False,
     "runPolicy.activeDeadlineSeconds": True,
 }
