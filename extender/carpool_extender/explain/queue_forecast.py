@@ -37,7 +37,7 @@ T = TypeVar("T")
 MAX_NAMED_AHEAD = 3
 """Jobs ahead that are named."""
 MAX_FORECAST = 200
-"""Jobs ahead up to which an expected start is computed: each end of a running job is a pass of the queue."""
+"""Places in the queue for which a start is forecast: each end of a running job is a pass of the queue."""
 _EVERYTHING = Selector()
 _PENDING = Selector(fields=f"spec.schedulerName={SCHEDULER_NAME},status.phase=Pending")
 
@@ -122,6 +122,7 @@ def place_in_queue(
         is_new: Whether the job does not exist yet.
         has_class: Whether its template has a PriorityClass.
     """
+    # 1. The entries of the queue.
     mine, order, now_s = request.demand.job_uid, options.order, options.clock.now().timestamp()
     if not is_new and not pending.unread and mine not in pending.pods:
         return QueuePlace()
@@ -144,36 +145,43 @@ def place_in_queue(
         devices = (d for name in cluster.nodes_holding(held.pod_uid) for d in cluster.nodes[name].status.devices)
         return reservation_end_s(held, job.spec.training.steps, times, devices)
 
+    # 2. The decision now. Jobs behind it change nothing.
     by_number = {info.number: info for info in infos.values()}
     in_order = [by_number[key.number] for key in queue_order((info.key() for info in infos.values()), order)]
-    ahead = in_order[: in_order.index(infos[mine])]
-    considered = [*ahead, infos[mine]]  # jobs behind it change nothing
+    considered = in_order[: in_order.index(infos[mine]) + 1]
     evaluations = EvaluationCache(cluster, config, len(considered))
     queue = SchedulingQueue(cluster, evaluations, config, order=order)
     for info in considered:
         queue.add(info)
     admitted = [*queue.admit(end_of, now_s)]
-    waits = None if (waiting := queue.waiting(mine)) is None else refusal_message(waiting, evaluations)
-    start_s = None if waits else now_s
-    if waits and len(ahead) <= MAX_FORECAST:
-        for claim in (claim for one in admitted for claim in one.claims):
-            cluster.forget(claim.node, claim.reservation.pod_uid)
-        queue = SchedulingQueue(cluster, evaluations, config, order=order)
-        start_s = queue.forecast(considered, end_of, now_s, until=mine)[mine].start_s
-    if len(infos) == 1 and not waits:
-        return QueuePlace()
-    counts = "" if order is QueueOrder.ARRIVAL else f" (it counts as {_length(infos[mine])})"
+    waiting = queue.waiting(mine)
+    if waiting is None:
+        line = _describe(considered, len(infos), order, "it can start now")
+        return QueuePlace([line] if len(infos) > 1 else [])
+    waits = refusal_message(waiting, evaluations).removeprefix(PREFIX)
+    # 3. The forecast, from the cluster without the claims of this decision.
+    if len(considered) > MAX_FORECAST:
+        start = f"its start is not forecast, because {MAX_FORECAST} jobs or more are ahead"
+        return QueuePlace([_describe(considered, len(infos), order, start)], waits)
+    for claim in (claim for one in admitted for claim in one.claims):
+        cluster.forget(claim.node, claim.reservation.pod_uid)
+    queue = SchedulingQueue(cluster, evaluations, config, order=order)
+    start_s = queue.forecast(considered, end_of, now_s, until=mine)[mine].start_s
+    start = "it would not fit even after all running jobs have ended"
+    if start_s is not None:
+        start = f"expected start in about {format_duration(start_s - now_s)}"
+    return QueuePlace([_describe(considered, len(infos), order, start)], waits)
+
+
+def _describe(considered: Sequence[QueuedJobInfo], pending: int, order: QueueOrder, start: str) -> str:
+    """Return the place of the last considered job in one sentence."""
+    *ahead, own = considered
+    counts = "" if order is QueueOrder.ARRIVAL else f" (it counts as {_length(own)})"
     names = [info.name for info in ahead[:MAX_NAMED_AHEAD]]
     names += [f"{len(ahead) - len(names):,} more"] if len(ahead) > len(names) else []
     behind = f", behind {', '.join(names)}" if names else ""
-    place = f"{_ordinal(len(considered))} of {pluralize(len(infos), 'pending job')} by the order {order}"
-    if start_s is not None:
-        start = "it can start now" if waits is None else f"expected start in about {format_duration(start_s - now_s)}"
-    elif len(ahead) > MAX_FORECAST:
-        start = f"its start is not forecast, because more than {MAX_FORECAST} jobs are ahead"
-    else:
-        start = "it would not fit even after all running jobs have ended"
-    return QueuePlace([f"place in the queue: {place}{counts}{behind}; {start}"], waits and waits.removeprefix(PREFIX))
+    place = f"{_ordinal(len(considered))} of {pluralize(pending, 'pending job')} by the order {order}"
+    return f"place in the queue: {place}{counts}{behind}; {start}"
 
 
 def unqueued_job(

@@ -133,12 +133,12 @@ async def test_job_that_fits_at_no_predicted_end_has_no_expected_start():
 
 
 async def test_start_far_behind_is_not_forecast(monkeypatch):
-    monkeypatch.setattr(queue_forecast, "MAX_FORECAST", 4)
+    monkeypatch.setattr(queue_forecast, "MAX_FORECAST", 5)
     kube = a_queue(**{f"j{number}": (0, 600 + number) for number in range(6)})
     (line,) = await place(kube, "j4")
     assert ", behind default/j0, default/j1, default/j2, 1 more; expected start in about " in line
     (line,) = await place(kube, "j5")
-    assert line.endswith("; its start is not forecast, because more than 4 jobs are ahead")
+    assert line.endswith("; its start is not forecast, because 5 jobs or more are ahead")
 
 
 async def test_higher_priority_comes_first_by_the_highest_of_its_pods():
