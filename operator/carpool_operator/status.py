@@ -15,6 +15,7 @@ from carpool_core.resources.job import Attempt, JobStatus, JobSummary, WorkerPla
 from carpool_core.resources.meta import Condition
 from carpool_core.resources.prediction import ProductPrediction
 from carpool_core.values import RequestedMode, SharingMode
+from msgspec.structs import replace
 
 from carpool_operator import attempts, conditions, outcomes, placement
 from carpool_operator.actions import (
@@ -47,7 +48,7 @@ class Draft:
 
     def update(self, **fields: Any) -> None:
         """Change fields of the status."""
-        self.status = msgspec.structs.replace(self.status, **fields)
+        self.status = replace(self.status, **fields)
 
     def put_attempt(self, attempt: Attempt) -> None:
         """Insert or replace an attempt in the status."""
@@ -142,9 +143,38 @@ class Draft:
         if is_current:
             self.update(observed_generation=self.job.metadata.generation)
         self.update(summary=summarize(self.status))
-        status = conditions.with_state(self.status)
+        status = bounded(conditions.with_state(self.status))
         write = [WriteStatus(status)] if status != self.job.status else []
         return Decision((*self._before_write, *write, *self._pod_actions, *self._after_write), self._requeue_after_s)
+
+
+# Size
+
+_MAX_BYTES = 196 * 1024
+"""Size of an encoded status. etcd accepts 1.5 MiB for an object, but each watch sends all of it."""
+_MAX_PLACEMENTS = 64
+_SHORTER = ((512, 8), (128, 2), (0, 0))
+"""Characters of a placement's reason and number of its co-tenants, for statuses that are too large."""
+_SHORT_MESSAGE_CHARS = 256
+
+
+def bounded(status: JobStatus) -> JobStatus:
+    """Return a status of at most 200 KiB for any number of workers: with less detail on each placement and attempt."""
+    places = status.placement
+    if len(places) > _MAX_PLACEMENTS:
+        omitted = len(places) - _MAX_PLACEMENTS
+        status = replace(status, placement=places[:_MAX_PLACEMENTS], omitted_placements=omitted)
+    elif not places:
+        status = replace(status, omitted_placements=0)
+    for chars, neighbours in _SHORTER:
+        if len(msgspec.json.encode(status)) <= _MAX_BYTES:
+            return status
+        short = [replace(p, reason=p.reason[:chars], neighbours=p.neighbours[:neighbours]) for p in status.placement]
+        status = replace(status, placement=short)
+    if len(msgspec.json.encode(status)) > _MAX_BYTES:
+        tried = [replace(attempt, message=attempt.message[:_SHORT_MESSAGE_CHARS]) for attempt in status.attempts]
+        status = replace(status, attempts=tried)
+    return status
 
 
 # The condition Placed
@@ -153,6 +183,8 @@ _FIGURES = re.compile(r"[0-9]+(\.[0-9]+)?([numkKMGTPE]i?)?\b")
 _NO_GPU_FITS = "NoGpuFits"
 QUEUED = "Queued"
 """Reason of Placed: the scheduler's queue has not looked at the job yet."""
+_DESCRIBED = 16
+"""Workers whose placement the condition describes."""
 _EVENT_REASONS = (_NO_GPU_FITS, "Unschedulable")
 
 RESERVATION_TIMEOUT_S = 60.0
@@ -185,6 +217,8 @@ def unschedulable(message: str) -> tuple[str, str]:
 
 def why_unplaced(draft: Draft, pod: Pod) -> tuple[str, str] | None:
     """Return (reason, message) for a pod without placement; None if it has one."""
+    if pod.status.phase == "Succeeded":
+        return None  # its reservation is released, and only the first placements are in the status
     is_known = any(place.pod_uid == pod.metadata.uid for place in draft.status.placement)
     if is_known and draft.snapshot.unreserved_s.get(pod.metadata.uid, 0.0) < RESERVATION_TIMEOUT_S:
         return None
@@ -216,7 +250,8 @@ def report_placed(draft: Draft, demand: Demand, pods: Sequence[Pod]) -> None:
     placed = len(pods) - len(waiting)
     if placed >= workers:
         was_placed = conditions.is_true(draft.status, keys.CONDITION_PLACED)
-        message = "; ".join([placement.describe(place) for place in places])
+        count = [f"{len(places):,} workers are placed"] if len(places) > _DESCRIBED else []
+        message = "; ".join([*count, *map(placement.describe, places[:_DESCRIBED])])
         alone = why_alone(demand, places)
         detail = message if alone is None else f"{message}; {alone}"
         draft.set_condition(keys.CONDITION_PLACED, "True", "Placed", detail)

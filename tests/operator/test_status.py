@@ -17,8 +17,9 @@ from carpool_core.resources.prediction import (
     ProductPrediction,
 )
 from carpool_core.values import GpuUuid, NodeName, PodUid, SharingMode
-from carpool_operator.actions import RecordEvent
+from carpool_operator.actions import RecordEvent, WriteStatus
 from carpool_operator.attempts import spec_digest
+from carpool_operator.performer import status_body
 from carpool_operator.prediction import describe_duration
 from carpool_operator.reconcile import reconcile
 from carpool_operator.status import summarize
@@ -405,3 +406,30 @@ async def test_another_node_of_a_kind_enqueues_only_jobs_that_fit_nowhere() -> N
     world.seed_node("n2")
     world.deliver_events()
     assert [world.operator.queue.take_now(), world.operator.queue.take_now()] == ["default/large", None]
+
+
+def test_status_of_a_large_job_is_bounded() -> None:
+    """Regression: 1,024 workers with co-tenants made 4 MB, which etcd refused, so the job could not even be removed."""
+    workers, gpus = 1024, [f"GPU-{number:036}" for number in range(16)]
+    uids = [f"{number:036}" for number in range(workers)]
+    pods = [pod(n, 10, phase="Running", nodeName=f"n{n // 8}", metadata={"uid": uid}) for n, uid in enumerate(uids)]
+    own = [reservation(uid, gpuUuids=gpus, reason="r" * 4096) for uid in uids]
+    others = [reservation(f"other-{n}", f"uid-{n}", name=f"job-{n}" + 40 * "x", gpuUuids=gpus) for n in range(8)]
+    nodes = [node(*own[8 * n : 8 * n + 8], *others, name=f"n{n}") for n in range(workers // 8)]
+    predicted = msgspec.to_builtins(prediction(A100, *(f"product {n}" for n in range(63))))
+    tried = [{"number": n, "outcome": "ContainerFailed", "message": "m" * 4096} for n in range(1, 10)]
+    running = {"number": 10, "outcome": "Running", "podUids": uids}
+    of = predicted_job(workers=workers, attempts=[*tried, running], status={"prediction": predicted})
+    before = snapshot(of, pods=tuple(pods), nodes=tuple(nodes))
+    decision = reconcile(before)
+    status = status_of(decision, of)
+    assert len(msgspec.json.encode(status_body(status))) <= 200 * 1024
+    assert (status.state, len(status.placement), status.omitted_placements) == ("Running", 64, 960)
+    assert condition(decision, of, "Placed").message.startswith("1,024 workers are placed; worker 0: ")
+    assert again(before, decision).actions == (), "the status does not alternate"
+    pods[-1] = pod(1023, 10, phase="Succeeded", nodeName="n127", metadata={"uid": uids[-1]})
+    nodes[-1] = node(*own[8 * 127 : 8 * 127 + 7], *others, name="n127")
+    released = again(before, decision, pods=tuple(pods), nodes=tuple(nodes))
+    assert [action for action in released.actions if not isinstance(action, WriteStatus)] == []
+    of = msgspec.structs.replace(of, status=status)
+    assert condition(released, of, "Placed").status == "True", "a worker that has succeeded was placed"

@@ -275,7 +275,10 @@ class JobStatus(Resource, frozen=True, kw_only=True):
         list[Condition], field("Predicted, Placed, Running, Suspended, Complete, Failed.", schema=ATOMIC)
     ] = []
     prediction: Annotated[Prediction, field("Prediction from the model's graph.")] | None = None
-    placement: Annotated[list[WorkerPlacement], field("Placement of each worker.", schema=ATOMIC)] = []
+    placement: Annotated[
+        list[WorkerPlacement], field("Placement of each worker, of the first 64 if there are more.", schema=ATOMIC)
+    ] = []
+    omitted_placements: Annotated[int, field("Number of placed workers beyond those in placement.", ge=0)] = 0
     attempts: Annotated[list[Attempt], field("Attempts so far, the latest last, at most ten.", schema=ATOMIC)] = []
     restarts: Annotated[int, field("Failures charged to backoffLimit.", ge=0)] = 0
     observed: Annotated[Observed, field("Measurements.")] | None = None
