@@ -78,84 +78,19 @@ _METADATA_FIELDS = frozenset({"labels", "annotations", "name", "namespace", "cre
 """The pod takes the first two. Tools print the others, which a template ignores, as in batch/v1 Job."""
 
 _TOLERATION = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
-_FOREIGN_GPUS = ("nvidia.com/gpu", "nvidia.com/mig-")
 
 
 def template_error(job: GpuTrainingJob) -> str | None:
-    """Return what is wrong in the job's pod template and what to do; None if it is valid."""
+    """Return which field of the pod template the pods would lose; None if there is none.
+
+    The CRD checks all other fields, and the API server the pod's spec.
+    """
     template = job.spec.template
-    spec = template.get("spec")
-    if not isinstance(spec, Mapping):
-        return "spec.template.spec: expected a pod spec with at least one container"
-    error = _metadata_error(template) or _spec_error(spec, job.spec.gpus_per_worker)
-    return None if error is None else f"spec.template.{error}"
-
-
-def _resources(container: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield every (resource, amount) that a container requests or limits."""
-    resources = container.get("resources") or {}
-    for part in ("limits", "requests"):
-        yield from (resources.get(part) or {}).items()
-
-
-def _requests_gpus(container: Mapping[str, Any]) -> bool:
-    return any(resource == keys.RESOURCE_GPU for resource, _ in _resources(container))
-
-
-def _metadata_error(template: Mapping[str, Any]) -> str | None:
-    """Check the fields beside the spec, of which the API server sees only those that the pod takes."""
-    metadata = template.get("metadata") or {}
-    if not isinstance(metadata, Mapping):
-        return f"metadata: expected labels and annotations, found {metadata!r}"
     unknown = [*sorted(set(template) - _TEMPLATE_FIELDS)]
-    unknown += [f"metadata.{field}" for field in sorted(set(metadata) - _METADATA_FIELDS)]
-    if unknown:
-        return f"{unknown[0]}: a template has no such field; correct its spelling or remove it"
-    for part in ("labels", "annotations"):
-        named = metadata.get(part) or {}
-        if not isinstance(named, Mapping):
-            return f"metadata.{part}: expected names with values, found {named!r}"
-        for key in named:
-            if key.startswith(f"{keys.DOMAIN}/"):
-                return f"metadata.{part} sets {key}, which Carpool sets itself: remove it"
-    return None
-
-
-def _container_error(container: Mapping[str, Any], gpus: int) -> str | None:
-    name = container.get("name", "?")
-    for resource, amount in _resources(container):
-        if resource.startswith(_FOREIGN_GPUS):
-            return (
-                f"container {name} asks for {resource}, a GPU outside of Carpool: "
-                f"remove it, spec.gpusPerWorker asks for {keys.RESOURCE_GPU}"
-            )
-        if resource == keys.RESOURCE_GPU and str(amount) != str(gpus):
-            return (
-                f"container {name} asks for {amount} {keys.RESOURCE_GPU}, but spec.gpusPerWorker is {gpus}: "
-                "remove the resource, or make both equal"
-            )
-    return None
-
-
-def _spec_error(spec: Mapping[str, Any], gpus: int) -> str | None:
-    containers = spec.get("containers")
-    if not isinstance(containers, list) or not containers or not all(isinstance(c, Mapping) for c in containers):
-        return "spec.containers must list at least one container"
-    for field, why in (("nodeName", "the scheduler chooses the node"), ("schedulerName", "Carpool sets it")):
-        if spec.get(field):
-            return f"spec.{field} is set to {spec[field]}, but {why}: remove it"
-    if spec.get("restartPolicy", "Never") != "Never":
-        return (
-            f"spec.restartPolicy is {spec['restartPolicy']}, but workers are restarted by spec.runPolicy.backoffLimit: "
-            "remove it or write Never"
-        )
-    for container in spec.get("initContainers") or []:
-        if _requests_gpus(container):
-            return f"init container {container.get('name', '?')} asks for GPUs; only one container of a worker may"
-    requesting = [container.get("name", "?") for container in containers if _requests_gpus(container)]
-    if len(requesting) > 1:
-        return f"containers {', '.join(requesting)} ask for GPUs; only one container of a worker may"
-    return next((error for c in containers if (error := _container_error(c, gpus)) is not None), None)
+    unknown += [f"metadata.{field}" for field in sorted(set(template.get("metadata") or {}) - _METADATA_FIELDS)]
+    if not unknown:
+        return None
+    return f"spec.template.{unknown[0]}: a template has no such field; correct its spelling or remove it"
 
 
 # The pod
@@ -175,6 +110,11 @@ def owner_reference(job: GpuTrainingJob) -> dict[str, Any]:
     }
 
 
+def _requests_gpus(container: Mapping[str, Any]) -> bool:
+    resources = container.get("resources") or {}
+    return any(keys.RESOURCE_GPU in (resources.get(part) or {}) for part in ("limits", "requests"))
+
+
 def _set_gpus(container: dict[str, Any], gpus: int) -> None:
     resources = container.setdefault("resources", {}) or {}
     resources["limits"] = {**(resources.get("limits") or {}), keys.RESOURCE_GPU: str(gpus)}
@@ -182,7 +122,7 @@ def _set_gpus(container: dict[str, Any], gpus: int) -> None:
 
 
 def build_pod(job: GpuTrainingJob, worker: int, attempt: int) -> dict[str, Any]:
-    """Build a worker's pod of an attempt from a valid template (see `template_error`)."""
+    """Build a worker's pod of an attempt."""
     template = copy.deepcopy(job.spec.template)
     metadata, spec = template.get("metadata") or {}, template["spec"]
     containers: list[dict[str, Any]] = spec["containers"]
@@ -194,8 +134,6 @@ def build_pod(job: GpuTrainingJob, worker: int, attempt: int) -> dict[str, Any]:
     tolerations = list(spec.get("tolerations") or [])
     if _TOLERATION not in tolerations:
         tolerations.append(_TOLERATION)
-    if not spec.get("priorityClassName"):
-        spec.pop("priorityClassName", None)  # an empty name means the cluster's default, as if it were absent
     spec.update(schedulerName=keys.SCHEDULER_NAME, restartPolicy="Never", tolerations=tolerations)
     # The queue of the scheduler removes this gate; others, such as Kueue's, are removed by their owners.
     spec["schedulingGates"] = [*(spec.get("schedulingGates") or []), {"name": keys.GATE_ADMISSION}]

@@ -263,7 +263,7 @@ def test_job_being_deleted_is_left_to_the_garbage_collector() -> None:
 @pytest.mark.parametrize(
     ("spec", "reason", "message"),
     [
-        ({"template": template(nodeName="n1")}, "InvalidTemplate", "spec.template.spec.nodeName is set to n1"),
+        ({"template": template() | {"sepc": {}}}, "InvalidTemplate", "spec.template.sepc: a template has no such"),
         ({"memory": {"limit": "12Q"}}, "InvalidSpec", "such as 12Gi"),
     ],
 )
