@@ -37,14 +37,14 @@ def asked(batch: int = 64) -> PredictionContext:
 
 
 def runs(
-    *peaks: float, batch: int = 64, name: str = NAME, known: Calibration | None = None, **more: Any
+    *peaks: float, batch: int = 64, name: str = NAME, before: Calibration | None = None, **more: Any
 ) -> Calibration:
-    found = known or Calibration()
+    found = before or Calibration()
     for peak in peaks:
         measured = msgspec.structs.replace(RunMeasurement(peak_mib=peak, capacity_mib=T4.memory_mib), **more)
         found = observe(found, STACK, run_prediction_of(asked(batch), name, T4.memory_mib, T4), measured, shipped())
     return found
 
 
-def told(known: Calibration, batch: int = 64, **how: bool) -> ProductPrediction:
-    return predict(features(), Training(batch_size=batch), [T4], known, NAME, **how).products[0]
+def predict_on_t4(calibration: Calibration, batch: int = 64, **how: bool) -> ProductPrediction:
+    return predict(features(), Training(batch_size=batch), [T4], calibration, NAME, **how).products[0]

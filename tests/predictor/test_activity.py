@@ -55,7 +55,7 @@ def test_outside_the_training_data_the_roofline_predicts() -> None:
     assert ask(strange) == Answer(roofline.intervals(plain), inside=False)
 
 
-@settings(deadline=None)  # wall clock says nothing on a machine with other work
+@settings(deadline=None)  # wall-clock time varies on a shared machine
 @given(st.floats(1, 1e18), st.floats(1, 1e15), st.integers(1, 10**6), st.integers(1, 4096), st.sampled_from(PRODUCTS))
 def test_intervals_are_ordered_and_within_their_units(
     flops: float, moved: float, kernels: int, batch: int, product: GpuProduct

@@ -105,7 +105,7 @@ MISSED = {
 
 @pytest.mark.parametrize("name", MISSED)
 def test_an_unlisted_product_falls_back_to_pytorchs_autocast(name: str) -> None:
-    """Regression: they stayed in FP32, and nobody said so."""
+    """Regression: they stayed in FP32 silently."""
     training, recipe = Training(precision=Precision.BF16_MIXED), Recipe(name, MISSED[name], (32, 32))
     mode = meta_mode()
     with fake_weights(mode):

@@ -73,7 +73,7 @@ def test_weights_become_fake_and_stay_tied() -> None:
 
 
 class AsksForNumbers(nn.Module):
-    """Builds as timm's transformers do: a schedule out of a tensor, an initialiser that looks at its tensor."""
+    """Builds as timm's transformers do: a schedule out of a tensor, an initialiser that reads its tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def test_empty_and_unknown_tensors_take_nothing() -> None:
     assert reserved_after([(1, 0), (1, -1), (7, -1)]) == 0
 
 
-@settings(deadline=None)  # wall clock says nothing on a machine with other work
+@settings(deadline=None)  # wall-clock time varies on a shared machine
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 64 * MIB)), max_size=60))
 def test_live_bytes_are_reserved_and_freeing_leaves_whole_segments(steps: list[tuple[bool, int]]) -> None:
     allocator, live, number = CachingAllocator(), {}, 0

@@ -140,16 +140,16 @@ def test_out_of_memory_below_the_line_changes_nothing() -> None:
     base = learn(job(i, rng) for i in range(20))
     before = state_of(base)
     expected = RunPrediction(model="big", reserved_mib=70_000, live_mib=60_000, upper_mib=90_000)
-    told = RunMeasurement(peak_mib=10_000, capacity_mib=CAPACITY, out_of_memory=True)
-    after = state_of(learn([(expected, told)], base))
+    measured = RunMeasurement(peak_mib=10_000, capacity_mib=CAPACITY, out_of_memory=True)
+    after = state_of(learn([(expected, measured)], base))
     assert (after.slope, after.intercept_mib) == pytest.approx((before.slope, before.intercept_mib))
     assert after.outcomes == before.outcomes
 
 
 def test_out_of_memory_above_the_bound_is_a_miss_and_raises_the_line() -> None:
     expected = [RunPrediction(model=f"o{i}", reserved_mib=8000, live_mib=7000, upper_mib=9500) for i in range(12)]
-    told = RunMeasurement(peak_mib=14_000, capacity_mib=CAPACITY, out_of_memory=True)
-    state = state_of(learn((each, told) for each in expected))
+    measured = RunMeasurement(peak_mib=14_000, capacity_mib=CAPACITY, out_of_memory=True)
+    state = state_of(learn((each, measured) for each in expected))
     assert state.at(8000) > 0.95 * 14_000
     assert state.coverage == 0
     assert state.widening > 0
@@ -194,11 +194,11 @@ def test_each_run_counts_once_and_its_end_replaces_its_row() -> None:
 @pytest.mark.parametrize(
     ("before", "at_least", "kept"),
     [
-        pytest.param([], 0.4, [None], id="less than was predicted tells nothing"),
-        pytest.param([], 0.7, [0.7], id="more than was predicted does"),
-        pytest.param([0.9], 0.7, [0.9, None], id="less than a run showed alone tells nothing"),
-        pytest.param([0.3], 0.4, [0.3, 0.4], id="more than all that is known does"),
-        pytest.param([0.3, 0.5], 0.4, [0.3, 0.5, None], id="or than the most of it"),
+        pytest.param([], 0.4, [None], id="less than predicted is ignored"),
+        pytest.param([], 0.7, [0.7], id="more than predicted counts"),
+        pytest.param([0.9], 0.7, [0.9, None], id="less than a run alone is ignored"),
+        pytest.param([0.3], 0.4, [0.3, 0.4], id="more than all runs counts"),
+        pytest.param([0.3, 0.5], 0.4, [0.3, 0.5, None], id="less than the largest run is ignored"),
     ],
 )
 def test_a_lower_limit_of_activity_only_raises_it(
@@ -217,7 +217,7 @@ def test_a_lower_limit_of_activity_only_raises_it(
     assert [row.util for row in state_of(known).rows] == kept
     assert [row.sm_active for row in state_of(known).rows] == kept
     again = learn([(expected, ran(len(before), 0.01, at_least=True))], known)
-    assert [row.util for row in state_of(again).rows] == kept, "nor against what the same run showed before"
+    assert [row.util for row in state_of(again).rows] == kept, "the run keeps its earlier activity"
 
 
 def test_a_refused_run_counts_once_after_its_end() -> None:

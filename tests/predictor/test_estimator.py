@@ -71,7 +71,7 @@ def in_order(interval: Interval, top: float = math.inf) -> bool:
     return 0 <= interval.lower <= interval.median <= interval.upper <= top
 
 
-@settings(deadline=None)  # wall clock says nothing on a machine with other work
+@settings(deadline=None)  # wall-clock time varies on a shared machine
 @given(any_features(), st.integers(1, 32768))
 def test_every_answer_keeps_its_bounds(model: ModelFeatures, batch: int) -> None:
     prediction = predict(model, Training(batch_size=batch), PRODUCTS)
@@ -91,7 +91,7 @@ def test_every_answer_keeps_its_bounds(model: ModelFeatures, batch: int) -> None
         assert product.step_time_seconds.lower > 0
 
 
-@settings(deadline=None)  # wall clock says nothing on a machine with other work
+@settings(deadline=None)  # wall-clock time varies on a shared machine
 @given(any_features(), st.integers(1, 32768), st.integers(1, 32768))
 def test_costs_never_fall_as_the_batch_grows(model: ModelFeatures, one: int, other: int) -> None:
     small, large = (cost_at(model, batch) for batch in sorted((one, other)))

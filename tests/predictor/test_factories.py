@@ -65,7 +65,7 @@ def source(tmp_path: Path) -> Path:
 def imports(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget imports of a test's files."""
     monkeypatch.setattr(sys, "path", [*sys.path])
-    for name in ("beside", "broken", "my_train"):
+    for name in ("neighbour", "broken", "my_train"):
         sys.modules.pop(name, None)
 
 
@@ -116,22 +116,22 @@ def test_a_failing_factory_is_an_abstention(function: str, reason: str, words: l
     ("content", "words"),
     [
         pytest.param(
-            "\nimport a_module.that_nobody_has\n",
+            "\nimport a_module.that_does_not_exist\n",
             ["line 2", "No module named 'a_module'", "install what provides a_module", "PYTHONPATH"],
-            id="nobody has it",
+            id="does not exist",
         ),
         pytest.param(
             "from torch import no_such_layer\n", ["line 1", "cannot import name 'no_such_layer'"], id="no such name"
         ),
         pytest.param("from . import layers\n", ["line 1", "without a leading dot"], id="relative"),
-        pytest.param("import beside\n", ["at beside.py, line 1", "ZeroDivisionError"], id="in a file beside it"),
+        pytest.param("import neighbour\n", ["at neighbour.py, line 1", "ZeroDivisionError"], id="in another file"),
         pytest.param("import json\njson.loads('{')", ["at broken.py, line 2", "JSONDecodeError"], id="in a library"),
         pytest.param("import sys\nsys.exit('no GPU')", ["line 2", "no GPU", "__name__"], id="it ends the process"),
         pytest.param("def build(:\n", ["SyntaxError", "line 1"], id="no Python"),
     ],
 )
 def test_a_file_that_cannot_be_imported_is_an_abstention(content: str, words: list[str], tmp_path: Path) -> None:
-    (tmp_path / "beside.py").write_text("1 / 0\n")
+    (tmp_path / "neighbour.py").write_text("1 / 0\n")
     path = tmp_path / "broken.py"
     path.write_text(content)
     reply = answer(ask(path, "build", [8]))
@@ -146,7 +146,7 @@ def test_a_file_that_cannot_be_imported_is_an_abstention(content: str, words: li
     [
         pytest.param("def build(:\n", "import: SyntaxError", id="no line was run"),
         pytest.param(
-            "import importlib\nimportlib.import_module('nobody_has_it')\n",
+            "import importlib\nimportlib.import_module('does_not_exist')\n",
             "import at broken.py, line 2, in",
             id="frozen",
         ),
@@ -156,7 +156,7 @@ def test_a_file_that_cannot_be_imported_is_an_abstention(content: str, words: li
 def test_code_without_a_file_is_not_the_users_line(
     content: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: from the file's own folder, `<frozen importlib._bootstrap>, line 241` was said to be at fault."""
+    """Regression: from the file's own folder, `<frozen importlib._bootstrap>, line 241` was named."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.py").write_text(content)
     reply = answer(ask(Path("broken.py"), "build", [8]))

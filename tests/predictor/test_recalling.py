@@ -30,36 +30,36 @@ from carpool_predictor.models.memory import shipped
 from carpool_predictor.predict import PredictionContext, predict, prepare, run_prediction_of
 from hypothesis import given
 from hypothesis import strategies as st
-from job_runs import NAME, STACK, T4, asked, features, runs, told
+from job_runs import NAME, STACK, T4, asked, features, predict_on_t4, runs
 
 
 def test_a_measured_peak_replaces_the_prediction() -> None:
-    plain = told(Calibration()).memory
+    plain = predict_on_t4(Calibration()).memory
     for peak in (5000, 9000):
-        memory = told(runs(peak)).memory
+        memory = predict_on_t4(runs(peak)).memory
         assert memory.median_mib == pytest.approx(peak, abs=1)
         assert memory.upper_mib == pytest.approx(peak * (1 + RUN_TOLERANCE), abs=1)
         assert (memory.learned_runs, memory.trusted) == (1, True)
         assert memory.class_lower_mib < memory.median_mib <= memory.class_upper_mib
     assert plain.learned_runs == 0
-    assert told(runs(5000, 5600)).memory.median_mib == pytest.approx(5600, abs=1)
+    assert predict_on_t4(runs(5000, 5600)).memory.median_mib == pytest.approx(5600, abs=1)
 
 
 def test_a_run_that_has_just_begun_only_raises_the_bound() -> None:
-    plain = told(Calibration()).memory
-    begun = told(runs(4000, ended=False, steady=False)).memory
+    plain = predict_on_t4(Calibration()).memory
+    begun = predict_on_t4(runs(4000, ended=False, steady=False)).memory
     assert (begun.median_mib, begun.upper_mib) == (plain.median_mib, plain.upper_mib)
-    more = told(runs(12_000, ended=False, steady=False)).memory
+    more = predict_on_t4(runs(12_000, ended=False, steady=False)).memory
     assert more.upper_mib == pytest.approx(12_000 * (1 + RUN_TOLERANCE), abs=1)
-    steady = told(runs(4000, ended=False, steady=True)).memory
+    steady = predict_on_t4(runs(4000, ended=False, steady=True)).memory
     assert steady.median_mib == 4000
 
 
 def test_other_sizes_and_models_are_other_jobs() -> None:
-    known = runs(5000, batch=32, known=runs(5000, name="other"))
-    assert told(known).memory.learned_runs == 0
+    calibration = runs(5000, batch=32, before=runs(5000, name="other"))
+    assert predict_on_t4(calibration).memory.learned_runs == 0
     size = asked().reserved_mib
-    assert find_history(known, T4.name, Precision.FP32, NAME, size) is None
+    assert find_history(calibration, T4.name, Precision.FP32, NAME, size) is None
     assert find_history(runs(5000), T4.name, Precision.FP32, NAME, size) is not None
     assert find_history(runs(5000), T4.name, Precision.BF16_MIXED, NAME, size) is None
 
@@ -74,59 +74,61 @@ def test_other_sizes_and_models_are_other_jobs() -> None:
         pytest.param(runs(4400), True, id="less"),
         pytest.param(runs(5000, out_of_memory=True), True, id="as much was not enough"),
         pytest.param(runs(5000, ended=False, steady=False), True, id="as much so far"),
-        pytest.param(runs(5001, known=runs(5000), ended=False, steady=False), True, id="one more that goes on"),
+        pytest.param(runs(5001, before=runs(5000), ended=False, steady=False), True, id="one more that goes on"),
         pytest.param(Calibration(), True, id="none"),
     ],
 )
 def test_the_fingerprint_changes_with_the_run_history(later: Calibration, is_another: bool) -> None:
-    def gist_of(known: Calibration) -> str:
-        found = fingerprint(find_history(known, T4.name, Precision.FP32, NAME, asked().reserved_mib))
-        assert told(known).memory.learned_gist == found, "a prediction tells what it was made of"
+    def fingerprint_of(calibration: Calibration) -> str:
+        found = fingerprint(find_history(calibration, T4.name, Precision.FP32, NAME, asked().reserved_mib))
+        assert predict_on_t4(calibration).memory.learned_gist == found, "a prediction holds its fingerprint"
         return found
 
-    assert is_equivalent(gist_of(later), gist_of(runs(5000))) is not is_another
+    assert is_equivalent(fingerprint_of(later), fingerprint_of(runs(5000))) is not is_another
 
 
 def test_the_fingerprint_changes_with_the_memory_of_a_death() -> None:
-    def gist_of(known: Calibration) -> str:
-        return fingerprint(find_history(known, T4.name, Precision.FP32, NAME, asked().reserved_mib))
+    def fingerprint_of(calibration: Calibration) -> str:
+        return fingerprint(find_history(calibration, T4.name, Precision.FP32, NAME, asked().reserved_mib))
 
-    died = gist_of(runs(5000, out_of_memory=True))
-    assert is_equivalent(gist_of(runs(5010, out_of_memory=True)), died)
-    assert not is_equivalent(gist_of(runs(5600, out_of_memory=True)), died)
+    died = fingerprint_of(runs(5000, out_of_memory=True))
+    assert is_equivalent(fingerprint_of(runs(5010, out_of_memory=True)), died)
+    assert not is_equivalent(fingerprint_of(runs(5600, out_of_memory=True)), died)
 
 
 @given(st.lists(st.floats(0.98, 1.02), min_size=6, max_size=30), st.floats(1000.0, 40_000.0))
 def test_runs_within_the_tolerance_have_equivalent_fingerprints(factors: list[float], centre: float) -> None:
     """Regression: at the edge of a step every other run had each waiting job of its kind predicted anew."""
     seen = [factor * centre for factor in factors]
-    gists = []
+    fingerprints = []
     for last in range(PER_MODEL, len(seen)):
         kept, begun = seen[last - PER_MODEL : last], seen[last]
         recalled = RunHistory(observed=3, runs=3, deaths=0, peak_mib=max(kept), so_far_mib=begun, least_mib=0.0)
-        gists += [fingerprint(recalled), fingerprint(msgspec.structs.replace(recalled, so_far_mib=0.0))]
-    assert all(is_equivalent(one, gists[0]) for one in gists)
+        fingerprints += [fingerprint(recalled), fingerprint(msgspec.structs.replace(recalled, so_far_mib=0.0))]
+    assert all(is_equivalent(one, fingerprints[0]) for one in fingerprints)
 
 
 def test_deaths_raise_the_bound_and_then_remove_trust() -> None:
-    plain = told(Calibration()).memory
-    once = told(runs(6000, out_of_memory=True)).memory
+    plain = predict_on_t4(Calibration()).memory
+    once = predict_on_t4(runs(6000, out_of_memory=True)).memory
     assert once.upper_mib == max(plain.upper_mib, round(OOM_FACTOR * 6000))
     assert once.trusted
-    known = runs(*[6000] * MAX_OOM_DEATHS, out_of_memory=True)
-    assert not told(known).memory.trusted
-    said = predict(features(), Training(batch_size=64), [T4], known, NAME).message
-    assert "runs alone on Tesla T4, because earlier runs of this model (other jobs' too) died of memory there" in said
-    after = told(runs(7000, known=known)).memory
-    assert after.trusted, "another run showed that it lives with more"
+    calibration = runs(*[6000] * MAX_OOM_DEATHS, out_of_memory=True)
+    assert not predict_on_t4(calibration).memory.trusted
+    message = predict(features(), Training(batch_size=64), [T4], calibration, NAME).message
+    assert (
+        "runs alone on Tesla T4, because earlier runs of this model (other jobs' too) died of memory there" in message
+    )
+    after = predict_on_t4(runs(7000, before=calibration)).memory
+    assert after.trusted, "another run succeeded with more"
     assert after.upper_mib == pytest.approx(7000 * (1 + RUN_TOLERANCE), abs=1)
 
 
 def test_after_a_death_on_most_of_a_gpu_the_job_runs_alone() -> None:
     """Regression: the bound was raised above all GPUs and still trusted, so that the job waited for ever."""
-    within = told(runs(0.6 * T4.memory_mib, out_of_memory=True)).memory
+    within = predict_on_t4(runs(0.6 * T4.memory_mib, out_of_memory=True)).memory
     assert within.trusted
-    beyond = told(runs(0.7 * T4.memory_mib, out_of_memory=True)).memory
+    beyond = predict_on_t4(runs(0.7 * T4.memory_mib, out_of_memory=True)).memory
     assert beyond.upper_mib > T4.memory_mib
     assert not beyond.trusted
 
@@ -134,15 +136,15 @@ def test_after_a_death_on_most_of_a_gpu_the_job_runs_alone() -> None:
 @pytest.mark.parametrize("is_strict", [True, False])
 def test_a_death_with_a_whole_gpu_excludes_the_product(is_strict: bool) -> None:
     """Regression: a job that had a whole GPU, and died of its memory, was given another one like it, for ever."""
-    known = runs(0.96 * T4.memory_mib, out_of_memory=True)
+    calibration = runs(0.96 * T4.memory_mib, out_of_memory=True)
     for deaths in (1, MAX_OOM_DEATHS):
-        refused = told(known, is_strict=is_strict).memory
-        assert refused.trusted, "placement counts with the bound"
-        assert refused.upper_mib > T4.memory_mib, "which no such GPU has"
+        refused = predict_on_t4(calibration, is_strict=is_strict).memory
+        assert refused.trusted, "placement uses the bound"
+        assert refused.upper_mib > T4.memory_mib, "more than such a GPU has"
         assert refused.learned_runs == deaths
-        known = runs(T4.memory_mib, known=known, out_of_memory=True)
+        calibration = runs(T4.memory_mib, before=calibration, out_of_memory=True)
     gpus = [T4, find_product("A100-SXM4-40GB")]
-    answer = predict(features(), Training(batch_size=64), gpus, known, NAME, is_strict=is_strict)
+    answer = predict(features(), Training(batch_size=64), gpus, calibration, NAME, is_strict=is_strict)
     assert "does not fit Tesla T4, where a run of this model (maybe another job's) died of memory" in answer.message
     elsewhere = answer.products[1].memory
     assert elsewhere.upper_mib < gpus[1].memory_mib
@@ -150,19 +152,19 @@ def test_a_death_with_a_whole_gpu_excludes_the_product(is_strict: bool) -> None:
 
 
 def test_a_job_that_fitted_once_is_not_excluded_by_a_death() -> None:
-    known = runs(0.96 * T4.memory_mib, known=runs(0.9 * T4.memory_mib), out_of_memory=True)
-    assert not told(known).memory.trusted, "it runs alone, as it did"
+    calibration = runs(0.96 * T4.memory_mib, before=runs(0.9 * T4.memory_mib), out_of_memory=True)
+    assert not predict_on_t4(calibration).memory.trusted, "it runs alone again"
 
 
 def test_a_job_with_a_measured_peak_is_never_refused_there() -> None:
     """Regression: a tenth more than the peak of a run that took nearly the whole GPU was more than any such GPU has."""
     for peak in (0.9 * T4.memory_mib, 0.97 * T4.memory_mib):
-        found = told(runs(peak)).memory
+        found = predict_on_t4(runs(peak)).memory
         assert found.upper_mib > 0.95 * T4.memory_mib
         assert (found.trusted, found.learned_runs) == (False, 1)
-    assert told(runs(0.85 * T4.memory_mib)).memory.trusted
-    said = predict(features(), Training(batch_size=64), [T4], runs(0.9 * T4.memory_mib), NAME).message
-    assert "because earlier runs of this model (other jobs' too) died of memory there, or took nearly all" in said
+    assert predict_on_t4(runs(0.85 * T4.memory_mib)).memory.trusted
+    message = predict(features(), Training(batch_size=64), [T4], runs(0.9 * T4.memory_mib), NAME).message
+    assert "because earlier runs of this model (other jobs' too) died of memory there, or took nearly all" in message
 
 
 @pytest.mark.parametrize(
@@ -177,21 +179,21 @@ def test_a_job_with_a_measured_peak_is_never_refused_there() -> None:
 )
 def test_a_job_runs_alone_if_only_its_bound_exceeds_the_gpu(predicted: tuple[int, int], ran: bool, alone: bool) -> None:
     median, upper = predicted
-    memory = msgspec.structs.replace(told(Calibration()).memory, median_mib=median, upper_mib=upper)
-    known = RunHistory(observed=1, runs=1, deaths=0, peak_mib=0, so_far_mib=9000, least_mib=0) if ran else None
-    assert runs_alone(memory, T4, known) is alone
+    memory = msgspec.structs.replace(predict_on_t4(Calibration()).memory, median_mib=median, upper_mib=upper)
+    calibration = RunHistory(observed=1, runs=1, deaths=0, peak_mib=0, so_far_mib=9000, least_mib=0) if ran else None
+    assert runs_alone(memory, T4, calibration) is alone
 
 
 def test_strict_trust_needs_a_measured_stack() -> None:
-    assert told(Calibration()).memory.trusted
-    assert not told(Calibration(), is_strict=True).memory.trusted
-    assert told(runs(5000), is_strict=True).memory.trusted
-    assert not told(runs(5000), batch=32, is_strict=True).memory.trusted
-    three = runs(2000, batch=16, known=runs(3000, batch=32, known=runs(5000)))
-    assert told(three, batch=48, is_strict=True).memory.trusted
-    assert told(three, batch=48, is_strict=True).memory.learned_jobs == 3
+    assert predict_on_t4(Calibration()).memory.trusted
+    assert not predict_on_t4(Calibration(), is_strict=True).memory.trusted
+    assert predict_on_t4(runs(5000), is_strict=True).memory.trusted
+    assert not predict_on_t4(runs(5000), batch=32, is_strict=True).memory.trusted
+    three = runs(2000, batch=16, before=runs(3000, batch=32, before=runs(5000)))
+    assert predict_on_t4(three, batch=48, is_strict=True).memory.trusted
+    assert predict_on_t4(three, batch=48, is_strict=True).memory.learned_jobs == 3
     a100 = predict(features(), Training(batch_size=64), [find_product("A100-SXM4-40GB")], Calibration(), is_strict=True)
-    assert a100.products[0].memory.trusted, "what is shipped was measured there"
+    assert a100.products[0].memory.trusted, "the shipped model was measured there"
 
 
 def test_a_first_run_has_more_room_than_later_runs() -> None:
@@ -212,7 +214,7 @@ def test_a_first_run_has_more_room_than_later_runs() -> None:
     )
     assert f"with {FIRST_RUN_FACTOR_UNENFORCED:g} times under time-slicing" in on_a100(is_strict=True).message
     assert "first run" not in on_a100().message
-    assert told(runs(5000), is_strict=True).memory == told(runs(5000)).memory
+    assert predict_on_t4(runs(5000), is_strict=True).memory == predict_on_t4(runs(5000)).memory
 
 
 @pytest.mark.parametrize(
@@ -228,7 +230,7 @@ def test_a_first_run_whose_room_exceeds_the_gpu_runs_alone(
 ) -> None:
     assert T4.memory_mib == 15_360
     median, upper = predicted
-    memory = msgspec.structs.replace(told(Calibration()).memory, median_mib=median, upper_mib=upper)
+    memory = msgspec.structs.replace(predict_on_t4(Calibration()).memory, median_mib=median, upper_mib=upper)
     found = first_run_bound(memory, T4)
     assert (found.upper_mib, found.trusted) == expected
 
@@ -252,17 +254,17 @@ def test_a_job_is_not_refused_for_a_rare_peak(
     """Regression: after a run of two minutes the bound counted as it was, which no such GPU has."""
     a100 = find_product("A100-SXM4-40GB")
     training = Training(batch_size=112, optimizer=Optimizer.SGD_MOMENTUM)
-    known = store.features(CatalogModel(name="timm/resnet152s"), training)
-    assert known is not None
+    model = store.features(CatalogModel(name="timm/resnet152s"), training)
+    assert model is not None
     stack, calibration = Stack(product=a100.name, precision=Precision.FP32), Calibration()
-    job = prepare(known, training)
+    job = prepare(model, training)
     assert isinstance(job, PredictionContext)
     for run in runs_before:
         measured = RunMeasurement(peak_mib=29_000, capacity_mib=a100.memory_mib, **run)
         calibration = observe(
             calibration, stack, run_prediction_of(job, NAME, a100.memory_mib, a100), measured, shipped()
         )
-    answer = predict(known, training, [a100], calibration, NAME, is_strict=is_strict)
+    answer = predict(model, training, [a100], calibration, NAME, is_strict=is_strict)
     memory = answer.products[0].memory
     assert memory.median_mib < a100.memory_mib
     assert (memory.learned_runs, memory.trusted) == expected
@@ -279,58 +281,58 @@ def test_the_message_names_the_source_of_the_calibration() -> None:
 
 
 def test_measured_activity_replaces_the_estimate() -> None:
-    plain = told(Calibration()).activity
-    found = told(runs(5000, util=0.5, sm_active=0.2)).activity
+    plain = predict_on_t4(Calibration()).activity
+    found = predict_on_t4(runs(5000, util=0.5, sm_active=0.2)).activity
     assert (found.gpu_util_percent.median, found.sm_active_ratio.median) == (50, 0.2)
     assert found.dram_active_ratio == plain.dram_active_ratio
-    assert told(runs(5000)).activity == plain
+    assert predict_on_t4(runs(5000)).activity == plain
 
 
 def test_other_sizes_of_a_model_scale_its_activity() -> None:
-    plain = told(Calibration()).activity
-    other = told(Calibration(), batch=32).activity
+    plain = predict_on_t4(Calibration()).activity
+    other = predict_on_t4(Calibration(), batch=32).activity
     half, third = other.gpu_util_percent.median / 200, other.sm_active_ratio.median / 3
-    found = told(runs(5000, batch=32, util=half, sm_active=third)).activity
+    found = predict_on_t4(runs(5000, batch=32, util=half, sm_active=third)).activity
     assert found.gpu_util_percent.median == pytest.approx(plain.gpu_util_percent.median / 2, rel=0.01)
     assert found.gpu_util_percent.upper == pytest.approx(plain.gpu_util_percent.upper / 2, rel=0.01)
     assert found.sm_active_ratio.median == pytest.approx(plain.sm_active_ratio.median / 3, rel=0.01)
     assert found.dram_active_ratio == plain.dram_active_ratio
-    most = told(runs(5000, batch=32, util=1.0, sm_active=1.0)).activity
+    most = predict_on_t4(runs(5000, batch=32, util=1.0, sm_active=1.0)).activity
     assert most.gpu_util_percent.upper <= 100
     assert most.sm_active_ratio.upper <= 1
 
 
 def test_other_models_scale_activity_of_a_new_model() -> None:
-    plain = told(Calibration()).activity.gpu_util_percent.median
-    half, known = plain / 200, Calibration()
+    plain = predict_on_t4(Calibration()).activity.gpu_util_percent.median
+    half, calibration = plain / 200, Calibration()
     for number in range(MIN_JOBS):
-        assert told(known).activity.gpu_util_percent.median == plain
-        known = runs(5000, name=f"other {number}", known=known, util=half)
-    assert told(known).activity.gpu_util_percent.median == pytest.approx(plain / 2, rel=0.01)
+        assert predict_on_t4(calibration).activity.gpu_util_percent.median == plain
+        calibration = runs(5000, name=f"other {number}", before=calibration, util=half)
+    assert predict_on_t4(calibration).activity.gpu_util_percent.median == pytest.approx(plain / 2, rel=0.01)
     repeated = Calibration()
     for _ in range(MIN_JOBS):
-        repeated = runs(5000, name="other", known=repeated, util=half)
-    assert told(repeated).activity.gpu_util_percent.median == plain
-    as_predicted = told(Calibration(), batch=32).activity.gpu_util_percent.median / 100
-    own = runs(5000, batch=32, known=known, util=as_predicted)
-    assert told(own).activity.gpu_util_percent.median == pytest.approx(plain, rel=0.01)
+        repeated = runs(5000, name="other", before=repeated, util=half)
+    assert predict_on_t4(repeated).activity.gpu_util_percent.median == plain
+    as_predicted = predict_on_t4(Calibration(), batch=32).activity.gpu_util_percent.median / 100
+    own = runs(5000, batch=32, before=calibration, util=as_predicted)
+    assert predict_on_t4(own).activity.gpu_util_percent.median == pytest.approx(plain, rel=0.01)
 
 
 def test_an_idle_run_scales_activity_within_limits() -> None:
     """Regression: one run at a thousandth of what was predicted spoke for all other sizes as it was."""
-    plain = told(Calibration()).activity
-    slept = told(runs(5000, batch=32, util=0.001, sm_active=0.0)).activity
+    plain = predict_on_t4(Calibration()).activity
+    slept = predict_on_t4(runs(5000, batch=32, util=0.001, sm_active=0.0)).activity
     assert slept.gpu_util_percent.median == pytest.approx(MIN_SCALE * plain.gpu_util_percent.median)
     assert slept.sm_active_ratio.median == pytest.approx(MIN_SCALE * plain.sm_active_ratio.median)
     little = msgspec.structs.replace(run_prediction_of(asked(32), NAME, 0, T4), util=0.01)
     full = RunMeasurement(peak_mib=5000, capacity_mib=T4.memory_mib, util=1.0)
-    known = observe(Calibration(), STACK, little, full, shipped())
-    assert activity_scale(known, T4.name, Precision.FP32, NAME).util == MAX_SCALE
+    calibration = observe(Calibration(), STACK, little, full, shipped())
+    assert activity_scale(calibration, T4.name, Precision.FP32, NAME).util == MAX_SCALE
 
 
 def test_one_idle_run_of_three_changes_nothing() -> None:
-    plain = told(Calibration(), batch=32).activity.gpu_util_percent.median / 100
-    known = Calibration()
+    plain = predict_on_t4(Calibration(), batch=32).activity.gpu_util_percent.median / 100
+    calibration = Calibration()
     for util in (plain / 2, 0.001, plain / 2):
-        known = runs(5000, batch=32, known=known, util=util)
-    assert activity_scale(known, T4.name, Precision.FP32, NAME).util == pytest.approx(0.5, rel=0.01)
+        calibration = runs(5000, batch=32, before=calibration, util=util)
+    assert activity_scale(calibration, T4.name, Precision.FP32, NAME).util == pytest.approx(0.5, rel=0.01)

@@ -68,7 +68,7 @@ def test_parts_equal_those_of_the_step(optimizer: Optimizer, batch: int) -> None
     assert parts.activations_mib == pytest.approx(50 * batch)
 
 
-@settings(deadline=None)  # wall clock says nothing on a machine with other work
+@settings(deadline=None)  # wall-clock time varies on a shared machine
 @given(
     st.sampled_from([Optimizer.SGD, Optimizer.ADAMW]), st.integers(4, 512), st.integers(1, 5000), st.integers(0, 200),
     st.sampled_from(PRODUCTS),

@@ -119,7 +119,7 @@ def test_features_answer_like_the_catalog() -> None:
         pytest.param(row("x", catalog={"name": "a/b", "num_classes": 9}), "x", "mean numClasses?", id="in catalog"),
         pytest.param(row("x", training={"batchSize": "a" * 999}), "x", f'"{"a" * 199} and more', id="long value"),
         pytest.param(b'{"training": {"batchSize": 0}, no', None, ">= 1 in training.batchSize", id="then no JSON"),
-        pytest.param(b'{"id": "x", "training": {"batchSize": 0}, "training": {}}', "x", ">= 1 in", id="told twice"),
+        pytest.param(b'{"id": "x", "training": {"batchSize": 0}, "training": {}}', "x", ">= 1 in", id="repeated key"),
         pytest.param(b'{"id": "x", "y": ' + 99_999 * b"[", None, "unknown field 'y'", id="nested without end"),
         pytest.param(row("x", training=7), "x", "in training, found 7", id="no object"),
         pytest.param(row("x", catalog={"name": "timm/a", "input": [3, -1]}), "x", "input[1], found -1", id="in a list"),
@@ -156,14 +156,14 @@ def test_a_batch_beyond_the_store_is_traced() -> None:
     assert answer["reason"].startswith("BatchOutOfRange")
 
 
-@settings(deadline=None)  # wall clock says nothing on a machine with other work
+@settings(deadline=None)  # wall-clock time varies on a shared machine
 @given(st.binary())
 def test_any_line_gets_an_answer(line: bytes) -> None:
     (answer,) = ask(line)
     assert set(answer) == KEYS
 
 
-@settings(deadline=None)  # wall clock says nothing on a machine with other work
+@settings(deadline=None)  # wall-clock time varies on a shared machine
 @given(st.lists(st.sampled_from([b"a\n", b"\n", b"  \n"])), st.integers(1, 4))
 def test_chunks_keep_every_row_in_order(lines: list[bytes], size: int) -> None:
     cut = list(chunks(iter(lines), size))
@@ -173,13 +173,13 @@ def test_chunks_keep_every_row_in_order(lines: list[bytes], size: int) -> None:
 
 def test_several_processes_answer_in_order() -> None:
     asked = b"".join(json.dumps(row(i)).encode() + b"\n" for i in range(MAX_SINGLE_PROCESS + 300))
-    told: list[int] = []
+    read_bytes: list[int] = []
     out = io.BytesIO()
-    tally = predict_rows(io.BytesIO(asked), out, TraceLimits(), lambda _, taken: told.append(taken), workers=2)
+    tally = predict_rows(io.BytesIO(asked), out, TraceLimits(), lambda _, taken: read_bytes.append(taken), workers=2)
     answers = [json.loads(line) for line in out.getvalue().splitlines()]
     assert [answer["id"] for answer in answers] == list(range(MAX_SINGLE_PROCESS + 300))
     assert tally.statuses == {"ok": MAX_SINGLE_PROCESS + 300}
-    assert sum(told) == len(asked)
+    assert sum(read_bytes) == len(asked)
 
 
 def test_a_killed_worker_is_an_error() -> None:

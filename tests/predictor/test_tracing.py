@@ -32,7 +32,7 @@ def test_peak_and_flops_equal_pytorchs(
     with training.mode, memory, flops:
         training.step(inputs)
     oracle = memory.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
-    # MemTracker does not round what it is told of from outside up to 512 bytes.
+    # MemTracker does not round external tensors up to 512 bytes.
     tensors = sum(1 for _ in training.model.parameters()) * 4 + sum(1 for _ in training.model.buffers()) + 1
     assert oracle <= step.peak_bytes <= oracle + 512 * tensors
     assert step.flops == flops.get_total_flops()
@@ -98,7 +98,7 @@ def test_a_model_without_blocks_cannot_be_checkpointed() -> None:
 
 
 class Dense(nn.Module):
-    """Puts out a segmentation, a list beside it, and something that is no tensor."""
+    """Returns a segmentation, a list, and values that are not tensors."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -10,6 +10,6 @@ sys.path[:0] = [str(Path(__file__).parent.parent / "extender")]
 
 @pytest.fixture
 def data(tmp_path):
-    """A folder of measurements in the form of Lucid's, with made-up numbers."""
+    """A folder of measurements in the form of Lucid's, with synthetic numbers."""
     write_lucid(tmp_path)
     return tmp_path

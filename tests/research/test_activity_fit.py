@@ -1,4 +1,4 @@
-"""Fitting and judging activity, on invented rows."""
+"""Fit and evaluation of the activity model on synthetic rows."""
 
 import csv
 from dataclasses import replace
@@ -54,7 +54,7 @@ def mlp(width: int, batch: int, arch: str, util: float, status: str = "SUCCESSFU
     ]
 
 
-def invented(data: Path) -> list[ActivityRow]:
+def synthetic(data: Path) -> list[ActivityRow]:
     rng = np.random.default_rng(1)
     rows = []
     for i in range(120):
@@ -65,12 +65,12 @@ def invented(data: Path) -> list[ActivityRow]:
 
 
 def test_the_same_rows_and_seed_give_the_same_bytes(tmp_path: Path) -> None:
-    rows = invented(tmp_path)
+    rows = synthetic(tmp_path)
     assert msgspec.json.encode(fit(rows, 3)) == msgspec.json.encode(fit(rows, 3))
 
 
 def test_plain_lists_predict_what_lightgbm_predicts(tmp_path: Path) -> None:
-    rows = invented(tmp_path)
+    rows = synthetic(tmp_path)
     x, y = matrix(rows), values(rows, "gpu_util_percent")
     booster = fit_booster(x, y, weights_of(rows), 0)
     forest = forest_of(booster, 1.0)
@@ -79,7 +79,7 @@ def test_plain_lists_predict_what_lightgbm_predicts(tmp_path: Path) -> None:
 
 
 def test_rows_of_an_architecture_do_not_help_to_predict_it(tmp_path: Path) -> None:
-    rows = invented(tmp_path)
+    rows = synthetic(tmp_path)
     before = held_out(rows, "gpu_util_percent", 0)
     spoiled = [replace(row, gpu_util_percent=1.0) if row.architecture == "deep" else row for row in rows]
     after = held_out(spoiled, "gpu_util_percent", 0)
@@ -88,7 +88,7 @@ def test_rows_of_an_architecture_do_not_help_to_predict_it(tmp_path: Path) -> No
     assert not np.array_equal(before.predicted[~deep], after.predicted[~deep])
 
 
-def test_bins_cover_what_they_were_made_from() -> None:
+def test_bins_cover_their_own_rows() -> None:
     rng = np.random.default_rng(0)
     predicted = rng.uniform(0, 100, 2000)
     measured = predicted + rng.normal(0, 1 + predicted / 20)
@@ -103,7 +103,7 @@ def test_dead_runs_are_dropped(tmp_path: Path) -> None:
     assert len(clean(read_rows(write(tmp_path, "mlp", rows), "mlp"))) == 1
 
 
-def test_faults_of_the_data_are_told(tmp_path: Path) -> None:
+def test_invalid_rows_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="found no such file"):
         read_rows(tmp_path, "mlp")
     with pytest.raises(DataError, match="lacks the columns Avg SMACT, Avg SMOCC"):
@@ -113,15 +113,15 @@ def test_faults_of_the_data_are_told(tmp_path: Path) -> None:
 
 
 def test_the_protocol_ranks_a_forest_above_a_constant(tmp_path: Path) -> None:
-    rows = invented(tmp_path)
+    rows = synthetic(tmp_path)
     scores = baselines.random_split(rows, 0)
     assert list(scores) == list(baselines.REGRESSORS)
     assert scores["random forest"].rmsle < scores["constant"].rmsle
     assert baselines.rmsle(np.array([np.e - 1]), np.array([0.0])) == pytest.approx(1.0)
 
 
-def test_a_size_that_is_chosen_inside_each_fold_never_saw_what_it_is_judged_on(tmp_path: Path) -> None:
-    rows = invented(tmp_path)
+def test_a_size_chosen_inside_a_fold_ignores_the_held_out_rows(tmp_path: Path) -> None:
+    rows = synthetic(tmp_path)
     predicted, sizes = chosen_inside(rows, "gpu_util_percent", 0)
     assert len(sizes) == 3
     assert set(sizes) <= set(SIZES)
@@ -132,7 +132,7 @@ def test_a_size_that_is_chosen_inside_each_fold_never_saw_what_it_is_judged_on(t
     assert np.array_equal(again[held], predicted[held])
 
 
-def test_real_networks_are_judged_and_never_learned_from(tmp_path: Path) -> None:
+def test_real_networks_are_evaluated_only(tmp_path: Path) -> None:
     folder = tmp_path / "lucid"
     folder.mkdir()
     (folder / "solo_rtx3090.csv").write_text("model,batchsize,amp,gpu_util\nResNet18,64,0,80.5\nPPO,64,0,10\n")
@@ -149,7 +149,7 @@ def test_real_networks_are_judged_and_never_learned_from(tmp_path: Path) -> None
      ("model,batchsize,amp,gpu_util\nResNet18,many,0,1\n", "cannot read the row")],
     ids=["absent", "columns", "row"],
 )  # fmt: skip
-def test_faults_of_the_data_of_real_networks_are_told(content: str | None, word: str, tmp_path: Path) -> None:
+def test_invalid_rows_of_real_networks_are_refused(content: str | None, word: str, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "lucid").mkdir()
         (tmp_path / "lucid" / "solo_rtx3090.csv").write_text(content)

@@ -21,7 +21,7 @@ def test_a_suite_can_be_loaded(name: str) -> None:
 
 
 @pytest.mark.parametrize("suite", sorted(SUITES))
-def test_a_folder_without_measurements_is_told(suite: str, tmp_path: Path) -> None:
+def test_a_folder_without_measurements_is_refused(suite: str, tmp_path: Path) -> None:
     result = CliRunner().invoke(evaluate, ["--data", str(tmp_path), "--suite", suite, "--out", str(tmp_path / "out")])
     assert result.exit_code == 2
     assert "no such file" in result.stderr.casefold()
@@ -37,7 +37,7 @@ def test_a_folder_without_measurements_is_told(suite: str, tmp_path: Path) -> No
     ],
 )
 @pytest.mark.parametrize("frozen", [True, False])
-def test_a_missing_column_is_told(suite: str, file: str, frozen: bool, tmp_path: Path) -> None:
+def test_a_missing_column_is_refused(suite: str, file: str, frozen: bool, tmp_path: Path) -> None:
     path = tmp_path / file
     path.parent.mkdir(parents=True)
     path.write_text("something,else\n1,2\n")
@@ -66,7 +66,7 @@ ROWS = {
         pytest.param("step-time", "neusight/e2e_labels_flat.csv", "0,3.5", id="a batch of nothing"),
     ],
 )
-def test_a_row_that_cannot_be_read_is_told_with_its_line(suite: str, file: str, rest: str, tmp_path: Path) -> None:
+def test_an_unreadable_row_is_named_with_its_line(suite: str, file: str, rest: str, tmp_path: Path) -> None:
     path = tmp_path / file
     path.parent.mkdir(parents=True)
     path.write_text(ROWS[file] + rest + "\n")
@@ -76,7 +76,7 @@ def test_a_row_that_cannot_be_read_is_told_with_its_line(suite: str, file: str, 
     assert "Traceback" not in result.stderr
 
 
-def test_training_without_measurements_is_told(tmp_path: Path) -> None:
+def test_training_without_measurements_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(train, ["--data", str(tmp_path), "--out", str(tmp_path / "artifacts")])
     assert result.exit_code == 2
     assert "no such file" in result.stderr
@@ -103,10 +103,10 @@ HOLDING = {str(tables.file_of(kind)): f"{','.join(fit.COLUMNS)}\n50,0.4,0.5" for
         pytest.param(gavel.FILE, None, f"{TABLE},k80,a,1,1,,,,nan,,", "2: cannot read the row", id="nan"),
     ],
 )  # fmt: skip
-def test_measurements_of_slowdowns_that_are_none_are_told(
+def test_invalid_slowdowns_are_refused(
     file: str | Path, columns: list[str] | None, rest: str, word: str, tmp_path: Path
 ) -> None:
-    """Regression: what Lucid's file lacked was told eleven minutes later, and as the name of an exception."""
+    """Regression: a missing column was reported eleven minutes later, as the name of an exception."""
     for name, whole in HOLDING.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(whole)
@@ -123,7 +123,7 @@ def test_measurements_of_slowdowns_that_are_none_are_told(
     assert "Traceback" not in result.stderr
 
 
-def test_trainings_of_which_none_tells_of_sm_activity_are_told(tmp_path: Path) -> None:
+def test_trainings_without_sm_activity_are_refused(tmp_path: Path) -> None:
     for name, columns in [
         *TABLES.items(),
         *((str(tables.file_of(kind)), fit.COLUMNS) for kind in tables.KINDS),
@@ -137,7 +137,7 @@ def test_trainings_of_which_none_tells_of_sm_activity_are_told(tmp_path: Path) -
     assert "found none" in result.stderr.replace("\n", " ")
 
 
-def test_training_on_measurements_without_a_column_is_told(tmp_path: Path) -> None:
+def test_training_without_a_column_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "gpumemnet" / "timm_a100_40gb.csv"
     path.parent.mkdir()
     path.write_text("model,batch_size\nresnet50,8\n")
@@ -148,8 +148,8 @@ def test_training_on_measurements_without_a_column_is_told(tmp_path: Path) -> No
     assert not out.exists()
 
 
-def test_frozen_judges_what_is_shipped_and_writes_nothing(tmp_path: Path) -> None:
-    """Steps that take just as long as the shipped model says are predicted without error."""
+def test_frozen_evaluates_the_shipped_model_and_writes_nothing(tmp_path: Path) -> None:
+    """Steps that equal the shipped model are predicted without error."""
     path = tmp_path / "neusight" / "e2e_labels_flat.csv"
     path.parent.mkdir()
     with path.open("w", newline="") as file:

@@ -49,7 +49,7 @@ def runs(model: str, *peaks: float) -> list[Row]:
         pytest.param((15859, 15879), 0, id="dead from the start, and not quite equal (samvit_base_patch16)"),
         pytest.param((17819, 25799, 29755, 31503), 2, id="no room for 32 (resnetrs420)"),
         pytest.param((14000, 27000, 40363), 2, id="at the GPU's capacity: censored (resnet200d)"),
-        pytest.param((5000,), 0, id="one run tells nothing"),
+        pytest.param((5000,), 0, id="one run is not enough"),
     ],
 )
 def test_cleaning_drops_dead_runs(peaks: tuple[float, ...], kept: int) -> None:
@@ -135,7 +135,7 @@ def test_published_rows_are_cleaned_as_the_card_says(published: Path) -> None:
     assert len(clean(rows)) == shipped().provenance["rows_after_cleaning"]
 
 
-def test_the_card_belongs_to_what_is_shipped() -> None:
+def test_the_card_belongs_to_the_shipped_model() -> None:
     card = Path(__file__).parents[2].joinpath("docs/model-cards/memory.md").read_text()
     model = shipped()
     assert f"{model.slope} · reserved + {model.intercept_mib} MiB" in card
@@ -150,7 +150,7 @@ def test_other_numbers_have_another_version() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "word"),
     [
         pytest.param(lambda text: text[: len(text) // 2], "expected a memory model", id="cut short"),
         pytest.param(lambda text: text.replace(b'"format":5', b'"format":6,"more":1'), "upgrade carpool", id="newer"),
@@ -179,6 +179,6 @@ def test_other_numbers_have_another_version() -> None:
         pytest.param(lambda text: b"{}", "missing required field", id="empty"),
     ],
 )
-def test_a_wrong_artifact_is_refused(change: Callable[[bytes], bytes], told: str) -> None:
-    with pytest.raises(MalformedError, match=told):
+def test_a_wrong_artifact_is_refused(change: Callable[[bytes], bytes], word: str) -> None:
+    with pytest.raises(MalformedError, match=word):
         read_model(change(msgspec.json.encode(shipped())))

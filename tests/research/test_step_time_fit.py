@@ -1,4 +1,4 @@
-"""Fits of the step-time model to made-up measurements."""
+"""Fits of the step-time model to synthetic measurements."""
 
 import csv
 from dataclasses import replace
@@ -44,7 +44,7 @@ def write(data: Path, rows: list[list[object]], columns: list[str] = COLUMNS) ->
     return data
 
 
-def invented(data: Path) -> Path:
+def synthetic(data: Path) -> Path:
     rows: list[list[object]] = []
     for gpu in ("Tesla_P4", "Tesla_V100-PCIE-32GB", "NVIDIA_A100-PCIE-40GB", "NVIDIA_H100_80GB_HBM3"):
         for model, batch in (("bert_large", 2), ("gpt2_large", 1)):
@@ -69,8 +69,8 @@ def with_epochs(data: Path) -> Path:
     return data
 
 
-def test_what_made_the_times_is_found_again(tmp_path: Path) -> None:
-    rows, left_out = read_models(invented(tmp_path))
+def test_fitting_recovers_the_parameters_of_the_times(tmp_path: Path) -> None:
+    rows, left_out = read_models(synthetic(tmp_path))
     found = fit(rows)
     assert left_out == 0
     assert found.form == "sum"
@@ -79,14 +79,14 @@ def test_what_made_the_times_is_found_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("true", CHOICES, ids=str)
-def test_the_form_that_made_the_times_is_chosen(true: Choice, tmp_path: Path) -> None:
+def test_the_form_of_the_times_is_chosen(true: Choice, tmp_path: Path) -> None:
     law = Utilization(form=true.form, matrix=0.7, bandwidth=0.5, kernel_s=4e-5 if true.kernels else 0.0)
-    rows = [replace(row, time_s=seconds(law, row.gpu, row.cost)) for row in read_models(invented(tmp_path))[0]]
+    rows = [replace(row, time_s=seconds(law, row.gpu, row.cost)) for row in read_models(synthetic(tmp_path))[0]]
     assert choose(rows) == true
 
 
 def test_a_gpu_is_predicted_from_the_others(tmp_path: Path) -> None:
-    rows, _ = read_models(invented(tmp_path))
+    rows, _ = read_models(synthetic(tmp_path))
     measured = np.array([row.time_s for row in rows])
     assert gpus_held_out(rows, by_utilization) == pytest.approx(measured, rel=0.03)
     assert np.all(by_roofline([], rows) < measured)
@@ -113,7 +113,7 @@ def test_the_roofline_takes_the_longer_of_computing_and_moving() -> None:
         assert roofline_s(step) == pytest.approx(expected)
 
 
-def test_what_cannot_be_judged_is_left_out_and_counted(tmp_path: Path) -> None:
+def test_rows_that_cannot_be_evaluated_are_counted(tmp_path: Path) -> None:
     rows: list[list[object]] = [
         ["AMD_Instinct_MI100", "bert_large", "inf", 512, 8, "", 5.0],
         ["NVIDIA_L4", "switch4", "inf", 512, 8, "", 5.0],
@@ -125,7 +125,7 @@ def test_what_cannot_be_judged_is_left_out_and_counted(tmp_path: Path) -> None:
     assert (len(kept), left_out) == (1, 4)
 
 
-def test_faults_of_the_data_are_told(tmp_path: Path) -> None:
+def test_invalid_rows_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="found no such file"):
         read_models(tmp_path)
     with pytest.raises(DataError, match="lacks the columns e2e_ms"):
@@ -135,15 +135,15 @@ def test_faults_of_the_data_are_told(tmp_path: Path) -> None:
 
 
 def test_the_suite_writes_the_same_card_twice(tmp_path: Path) -> None:
-    data = with_epochs(invented(tmp_path))
+    data = with_epochs(synthetic(tmp_path))
     reports = [run(data, tmp_path / name) for name in ("one", "two")]
     one, two = ([path.read_bytes() for path in report.files] for report in reports)
     assert one == two
     assert all(figure.met for figure in reports[0].metrics if figure.met is not None)
 
 
-def test_the_shipped_model_is_judged_without_fitting(tmp_path: Path) -> None:
-    found = {figure.name: figure.value for figure in frozen(invented(tmp_path)).metrics}
+def test_the_shipped_model_is_evaluated_without_fitting(tmp_path: Path) -> None:
+    found = {figure.name: figure.value for figure in frozen(synthetic(tmp_path)).metrics}
     assert found["rows"] == 16
     assert 0 < found["median error, %"] < 60
 
@@ -199,7 +199,7 @@ def traced_transformer(build: str, shape: Shape, length: int, batch_size: int) -
 
 
 def test_training_writes_the_fitted_model_with_the_same_bytes(tmp_path: Path) -> None:
-    invented(tmp_path)
+    synthetic(tmp_path)
     one, two = (train_step_time(tmp_path, tmp_path / name).read_bytes() for name in ("one", "two"))
     assert one == two
     assert read_model(one) == model_of(read_models(tmp_path)[0])
