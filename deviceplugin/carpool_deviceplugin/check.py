@@ -350,7 +350,7 @@ def check_mig(devices: NvmlDevices, gpu: GpuUuid) -> str:
         found = plan_mig(table, read_instances(session, gpu, table), set(), profiles)
         if isinstance(found, MigRefusal):
             raise FailedError(found.message)
-        apply_plan(session, gpu, table, found, time.monotonic)
+        apply_plan(session, gpu, found, time.monotonic)
         instances = [i.placement.profile.name for i in read_instances(session, gpu, table)]
         expected = sorted(p.name for p in profiles)
         if sorted(instances) != expected or len(read_mig_devices(session, gpu)) != len(profiles):

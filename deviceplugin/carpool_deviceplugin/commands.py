@@ -405,7 +405,7 @@ def _plan(devices: NvmlDevices, uuid: GpuUuid, target: str, *, is_applied: bool,
         click.echo("nothing to do" if known.mig_enabled else "nothing to do: MIG is switched off")
     elif is_applied:
         try:
-            apply_plan(session, uuid, table, found, time.monotonic, taken=lambda step: click.echo(str(step)))
+            apply_plan(session, uuid, found, time.monotonic, taken=lambda step: click.echo(str(step)))
         except DeviceError as e:
             raise click.ClickException(str(e)) from e  # exit code 1: the GPU refused a step
     else:

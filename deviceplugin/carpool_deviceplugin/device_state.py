@@ -173,10 +173,10 @@ def _outcomes(
 ) -> dict[PodUid, Outcome]:
     outcomes: dict[PodUid, Outcome] = {}
     for r in wanted:
-        if r.pod_uid in (planned.refused or {}):
-            outcomes[r.pod_uid] = _outcome(r, FAILED, (planned.refused or {})[r.pod_uid])
-        elif r.pod_uid in (planned.waiting or {}):
-            outcomes[r.pod_uid] = _outcome(r, PREPARING, (planned.waiting or {})[r.pod_uid])
+        if r.pod_uid in planned.refused:
+            outcomes[r.pod_uid] = _outcome(r, FAILED, planned.refused[r.pod_uid])
+        elif r.pod_uid in planned.waiting:
+            outcomes[r.pod_uid] = _outcome(r, PREPARING, planned.waiting[r.pod_uid])
         elif failure and r.pod_uid not in held:
             outcomes[r.pod_uid] = _outcome(r, FAILED, failure)
         else:

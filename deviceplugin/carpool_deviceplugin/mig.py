@@ -1,4 +1,4 @@
-"""MIG profiles and where their instances may stand, as a GPU says itself."""
+"""MIG profiles, instances and plans of one GPU. Pure: profiles and placements come from the driver."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -9,24 +9,24 @@ from itertools import combinations
 from carpool_deviceplugin.quoting import quoted
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Profile:
-    """One kind of GPU instance."""
+    """A kind of GPU instance."""
 
     name: str
     """Such as `3g.20gb` or `1g.5gb+me`."""
     id: int
-    """NVML's GPU instance profile ID on these products, as `nvidia-smi mig -lgip` prints it."""
+    """NVML's GPU instance profile ID on this product, as `nvidia-smi mig -lgip` prints it."""
     compute_slices: int
     memory_slices: int
-    """How many neighbouring memory slices an instance takes."""
+    """Number of adjacent memory slices of an instance."""
     starts: tuple[int, ...]
-    """First memory slice of each possible placement."""
+    """First memory slice of each possible placement, in ascending order."""
     memory_mib: int
-    """What tenants see of it, in MiB, to the nearest that NVIDIA prints."""
+    """Memory of an instance, in MiB, as NVIDIA rounds it."""
     sm_count: int
     has_media: bool = False
-    """Whether it takes the GPU's one set of JPEG and optical-flow engines (`+me`)."""
+    """Whether an instance takes the GPU's one set of JPEG and optical-flow engines (`+me`)."""
 
     def __str__(self) -> str:
         return self.name
@@ -34,26 +34,27 @@ class Profile:
     def __hash__(self) -> int:
         return hash(self.name)
 
-    def mask(self, start: int) -> int:
-        """Memory slices of an instance that stands at `start`, as bits."""
-        return ((1 << self.memory_slices) - 1) << start
+    @cached_property
+    def placements(self) -> tuple[tuple[int, "Placement"], ...]:
+        """The possible placements in ascending order, each with its memory slices as bits."""
+        return tuple((((1 << self.memory_slices) - 1) << start, Placement(self, start)) for start in self.starts)
 
 
 @dataclass(frozen=True, eq=False)
 class MigTable:
-    """What one kind of GPU can be divided into. Compared by identity, so that what is computed of it can be kept."""
+    """The MIG profiles of a GPU. Compared by identity, so that it can be a key of caches."""
 
     memory_slices: int
     profiles: tuple[Profile, ...]
-    """Largest first, those with media extensions after those without."""
+    """Largest first; with media extensions after the same profile without."""
 
     @cached_property
     def by_name(self) -> Mapping[str, Profile]:
-        """The profiles by their names."""
+        """The profiles by name."""
         return {p.name: p for p in self.profiles}
 
     def find(self, name: str) -> Profile:
-        """Find a profile; raises UnknownProfileError with the choices."""
+        """Return a profile; raises UnknownProfileError."""
         try:
             return self.by_name[name]
         except KeyError:
@@ -64,12 +65,12 @@ class MigTable:
 
 
 class UnknownProfileError(ValueError):
-    """This GPU has no such MIG profile; the message lists those that it has."""
+    """This GPU has no such MIG profile; the message lists its profiles."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A profile at a place: what an instance is apart from its identity."""
+    """A profile and its place on the GPU."""
 
     profile: Profile
     start: int
@@ -78,7 +79,7 @@ class Placement:
     @property
     def mask(self) -> int:
         """Its memory slices, as bits."""
-        return self.profile.mask(self.start)
+        return ((1 << self.profile.memory_slices) - 1) << self.start
 
     def __str__(self) -> str:
         end = self.start + self.profile.memory_slices - 1
@@ -88,7 +89,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """A GPU instance that exists."""
+    """An existing GPU instance."""
 
     id: int
     """NVML's GPU instance ID."""
@@ -100,7 +101,7 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class OccupiedSlices:
-    """What instances take of a GPU together."""
+    """The part of a GPU that instances occupy."""
 
     mask: int = 0
     """Memory slices, as bits."""
@@ -112,12 +113,12 @@ class OccupiedSlices:
         return not self.mask & placement.mask and not (self.media and placement.profile.has_media)
 
     def plus(self, placement: Placement) -> "OccupiedSlices":
-        """Take what an instance takes."""
+        """Add an instance."""
         return OccupiedSlices(self.mask | placement.mask, self.media or placement.profile.has_media)
 
 
 def occupied(placements: Iterable[Placement]) -> OccupiedSlices:
-    """What these instances take together. Raises ValueError where two of them overlap."""
+    """Return the slices of these instances; raises ValueError if two of them overlap."""
     taken = OccupiedSlices()
     for placement in placements:
         if not taken.fits(placement):
@@ -126,68 +127,41 @@ def occupied(placements: Iterable[Placement]) -> OccupiedSlices:
     return taken
 
 
-@lru_cache(maxsize=256)
-def placements(profile: Profile) -> tuple[tuple[int, Placement], ...]:
-    """Return where a profile's instances may stand, from the left, each after its memory slices as bits."""
-    return tuple((profile.mask(start), Placement(profile, start)) for start in profile.starts)
-
-
-def count_fitting(profile: Profile, taken: OccupiedSlices) -> int:
-    """How many instances of one profile can still be created side by side.
-
-    Placements of one profile have one size, so taking the first that fits, from the left, gives the most of them.
-    """
-    if profile.has_media and taken.media:
-        return 0
-    count, mask = 0, taken.mask
-    for bits, _ in placements(profile):
-        if not mask & bits:
-            mask, count = mask | bits, count + 1
-            if profile.has_media:
-                break  # there is one set of those engines
-    return count
-
-
 @lru_cache(maxsize=8192)
 def free_counts(table: MigTable, taken: OccupiedSlices) -> tuple[int, ...]:
-    """For each profile, largest first, how many can still be created: the larger the better, compared in order."""
-    return tuple(count_fitting(profile, taken) for profile in table.profiles)
+    """Return for each profile, largest first, how many instances can still be created side by side."""
+    return tuple(_count_free(profile, taken) for profile in table.profiles)
 
 
-@lru_cache(maxsize=8192)
+def _count_free(profile: Profile, taken: OccupiedSlices) -> int:
+    # All placements of a profile have one size, so the first ones that fit are the most.
+    count, mask = 0, taken.mask
+    for bits, _ in profile.placements:
+        if not mask & bits:
+            mask, count = mask | bits, count + 1
+    return min(count, int(not taken.media)) if profile.has_media else count
+
+
 def fragmentation(table: MigTable, taken: OccupiedSlices) -> float:
-    """How much of what is free cannot be had because it lies scattered, 0..1.
+    """Return the share of the free slices that cannot be used because they are scattered, 0..1.
 
-    For each profile that would fit by the number of free slices alone: the share of instances that cannot be placed
-    where they lie now, weighted by the profile's size. 0: every profile can be created as often as its size allows on a
-    GPU with as many free slices in one place; 1: nothing can be created although slices are free.
+    It is the mean over the profiles, weighted by their size, of the share of instances that cannot be created, compared
+    with a GPU that has as many free slices at one end, the better one.
     """
-    free = table.memory_slices - taken.mask.bit_count()
+    free, every = table.memory_slices - taken.mask.bit_count(), (1 << table.memory_slices) - 1
+    ends = ((1 << free) - 1, every ^ ((1 << table.memory_slices - free) - 1))  # placements are not symmetric
+    best = [free_counts(table, OccupiedSlices(every ^ end, taken.media)) for end in ends]
     lost = weight = 0.0
-    most = max_contiguous_counts(table, free, media=taken.media)
-    for profile, best, room in zip(table.profiles, most, free_counts(table, taken), strict=True):
-        if best:
+    for profile, count, *most in zip(table.profiles, free_counts(table, taken), *best, strict=True):
+        if max(most):
             weight += profile.memory_slices
-            lost += profile.memory_slices * max(0.0, 1 - room / best)
+            lost += profile.memory_slices * max(0.0, 1 - count / max(most))
     return lost / weight if weight else 0.0
-
-
-@lru_cache(maxsize=256)
-def max_contiguous_counts(table: MigTable, free: int, *, media: bool) -> tuple[int, ...]:
-    """For each profile, how many can be created where so many free slices lie at one end of the GPU, the better end."""
-    left = ((1 << free) - 1) ^ ((1 << table.memory_slices) - 1)
-    right = (1 << (table.memory_slices - free)) - 1  # placements are not symmetric
-    ends = (free_counts(table, OccupiedSlices(left, media)), free_counts(table, OccupiedSlices(right, media)))
-    return tuple(map(max, *ends))
-
-
-_MOST_NAMED = 8
-"""Profiles in a sentence: more than fit on any GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Destroy:
-    """Destroy an instance that nobody uses, its compute instances first."""
+    """Destroy an idle instance, its compute instances first."""
 
     instance: Instance
 
@@ -210,151 +184,135 @@ MigStep = Destroy | Create
 
 @dataclass(frozen=True, slots=True)
 class MigPlan:
-    """How to get there. The steps in this order never overlap, with explicit placements and without."""
+    """Steps to the wanted instances. In this order they never overlap, with explicit placements and without."""
 
     steps: tuple[MigStep, ...]
     kept: tuple[Instance, ...]
     """Instances that stay: those in use, and idle ones that are wanted where they are."""
-    fragmentation: float
-    """Of what is free afterwards, 0..1."""
 
 
 @dataclass(frozen=True, slots=True)
 class MigRefusal:
-    """There is no way, and why."""
+    """The wanted instances do not fit."""
 
     message: str
     blocking: tuple[Instance, ...] = ()
-    """The fewest instances in use that would have to end; empty where the profiles do not fit an empty GPU either."""
+    """The fewest instances in use that would have to end; empty if the profiles do not fit an empty GPU either."""
+
+
+_MAX_NAMED = 8
+"""Maximum number of profiles in a message; no GPU has more instances."""
 
 
 def plan_mig(
     table: MigTable, present: Sequence[Instance], in_use: Set[int], wanted: Iterable[Profile]
 ) -> MigPlan | MigRefusal:
-    """Plan one GPU's instances.
+    """Plan the instances of a GPU with the fewest steps.
 
-    What is in use stays, and counts for a wanted profile of its kind. What is idle and not wanted is destroyed. Of the
-    plans with the fewest steps the one is chosen that leaves room for the largest profiles, then the least scattered.
+    Instances in use stay and count for a wanted profile of their kind. Idle instances that are not wanted are
+    destroyed. Of the plans with the fewest steps the one is chosen that keeps room for the largest profiles.
 
     Args:
-        table: What the GPU can be divided into.
+        table: MIG profiles of the GPU.
         present: Its instances.
-        in_use: IDs of those with a process or a promise.
-        wanted: Profiles of all instances that there should be, repeated for several.
+        in_use: IDs of the instances with a process or a reservation.
+        wanted: Profile of each wanted instance.
     """
     wanted = list(wanted)
     used = [i for i in present if i.id in in_use]
-    idle = [i for i in present if i.id not in in_use]
-    missing = _missing(wanted, used)
+    idle = {i.placement: i for i in present if i.id not in in_use}
     taken = occupied(i.placement for i in used)
-    idle_at = {i.placement: i for i in idle}
-    layouts = _layouts(table, taken, missing)
-    best = min(layouts, key=lambda layout: _rank(table, taken, layout, idle_at.keys()), default=None)
-    if best is None:
+
+    def rank(layout: Sequence[Placement]) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        mask, media = taken.mask, taken.media
+        for placement in layout:
+            mask, media = mask | placement.mask, media or placement.profile.has_media
+        room = tuple(-count for count in free_counts(table, OccupiedSlices(mask, media)))
+        return sum(p not in idle for p in layout), room, tuple(p.start for p in layout)
+
+    missing = Counter(wanted) - Counter(i.placement.profile for i in used)
+    layout = min(_layouts(table, taken, missing), key=rank, default=None)
+    if layout is None:
         return _refuse(table, used, wanted)
-    kept_idle = {idle_at[p].id for p in best if p in idle_at}
-    steps: list[MigStep] = [Destroy(i) for i in idle if i.id not in kept_idle]
-    steps += [Create(p) for p in _in_order(table, best) if p not in idle_at]
-    kept = tuple(i for i in present if i.id in in_use or i.id in kept_idle)
-    return MigPlan(tuple(steps), kept, fragmentation(table, _after(taken, best)))
+    # Largest first: so they also fit where an old driver chooses the placements itself.
+    created = sorted(set(layout) - idle.keys(), key=lambda p: (table.profiles.index(p.profile), p.start))
+    destroyed = [i for placement, i in idle.items() if placement not in layout]
+    kept = tuple(i for i in present if i not in destroyed)
+    return MigPlan((*map(Destroy, destroyed), *map(Create, created)), kept)
 
 
-def _missing(wanted: Iterable[Profile], used: Iterable[Instance]) -> Counter[Profile]:
-    return Counter(wanted) - Counter(i.placement.profile for i in used)
-
-
-def _in_order(table: MigTable, layout: Iterable[Placement]) -> list[Placement]:
-    """Largest first: so they also fit where an old driver chooses the places itself."""
-    return sorted(layout, key=lambda p: (table.profiles.index(p.profile), p.start))
-
-
-def _layouts(table: MigTable, taken: OccupiedSlices, missing: Counter[Profile]) -> Iterator[tuple[Placement, ...]]:
-    """Every way to place what is missing; instances of one profile are not told apart."""
-    return _placed(table, taken.mask, taken.media, [missing[p] for p in table.profiles])
-
-
-def _placed(table: MigTable, taken: int, media: bool, counts: Sequence[int]) -> Iterator[tuple[Placement, ...]]:
-    """Every way to place so many of each profile beside what is taken, as bits; of fewer than none there is nothing."""
-    missing = [(p, count) for p, count in zip(table.profiles, counts, strict=True) if count > 0]
-    if sum(p.memory_slices * count for p, count in missing) > table.memory_slices - taken.bit_count():
+def _layouts(table: MigTable, taken: OccupiedSlices, missing: Mapping[Profile, int]) -> Iterator[tuple[Placement, ...]]:
+    """Yield every way to place so many instances of each profile beside the taken slices."""
+    counts = [(p, missing[p]) for p in table.profiles if missing.get(p, 0) > 0]
+    if sum(p.memory_slices * count for p, count in counts) > table.memory_slices - taken.mask.bit_count():
         return iter(())
-    return _place(missing, taken, media)
+    return _place(counts, taken.mask, taken.media)
 
 
-def _place(missing: Sequence[tuple[Profile, int]], taken: int, media: bool) -> Iterator[tuple[Placement, ...]]:
-    if not missing:
+def _place(counts: Sequence[tuple[Profile, int]], taken: int, media: bool) -> Iterator[tuple[Placement, ...]]:
+    if not counts:
         yield ()
         return
-    profile, count = missing[0]
+    profile, count = counts[0]
     if profile.has_media and (media or count > 1):
         return
-    free = [place for place in placements(profile) if not taken & place[0]]
+    free = [place for place in profile.placements if not taken & place[0]]
     for chosen in combinations(free, count):
         mask = sum(bits for bits, _ in chosen)
         if mask.bit_count() != profile.memory_slices * count:
             continue  # two of them overlap
-        for others in _place(missing[1:], taken | mask, media or profile.has_media):
-            yield (*(place for _, place in chosen), *others)
+        for others in _place(counts[1:], taken | mask, media or profile.has_media):
+            yield (*(placement for _, placement in chosen), *others)
 
 
-def _rank(
-    table: MigTable, taken: OccupiedSlices, layout: Sequence[Placement], idle: Set[Placement]
-) -> tuple[int, tuple[int, ...], float, tuple[int, ...]]:
-    """The smaller the better: instances to create, room lost for large profiles, scatter, and then places."""
-    created = sum(placement not in idle for placement in layout)
-    after = _after(taken, layout)
-    room = tuple(-count for count in free_counts(table, after))
-    return (created, room, fragmentation(table, after), tuple(p.start for p in layout))
-
-
-def _after(taken: OccupiedSlices, layout: Iterable[Placement]) -> OccupiedSlices:
-    mask, media = taken.mask, taken.media
-    for placement in layout:
-        mask, media = mask | placement.mask, media or placement.profile.has_media
-    return OccupiedSlices(mask, media)
-
-
-def fits_together(table: MigTable, taken: OccupiedSlices, missing: Counter[Profile]) -> bool:
-    """Whether instances of these profiles fit together beside what is taken."""
+def fits_together(table: MigTable, taken: OccupiedSlices, missing: Mapping[Profile, int]) -> bool:
+    """Whether so many instances of each profile fit beside the taken slices."""
     return next(_layouts(table, taken, missing), None) is not None
 
 
-def _refuse(table: MigTable, used: Sequence[Instance], wanted: Sequence[Profile]) -> MigRefusal:
-    names = ", ".join(str(p) for p in sorted(wanted, key=table.profiles.index)[:_MOST_NAMED])
-    names += f" and {len(wanted) - _MOST_NAMED:,} more" if len(wanted) > _MOST_NAMED else ""
-    if fits_together(table, OccupiedSlices(), Counter(wanted)):  # otherwise whoever leaves would leave in vain
-        leaving = _fewest_in_the_way(table, used, wanted)
-        whom = " and ".join(str(i) for i in leaving)
-        return MigRefusal(
-            f"expected room for {names}, found {whom} in use in the way; wait until it is free, or choose profiles "
-            "that fit beside it",
-            leaving,
-        )
-    return MigRefusal(
-        f"expected profiles that fit on one GPU together, found {names or 'none'}; ask for fewer or smaller ones"
-    )
+def find_blocking(
+    table: MigTable,
+    used: Sequence[Instance],
+    may_leave: Sequence[Instance],
+    missing: Mapping[Profile, int],
+    *,
+    are_replaced: bool = False,
+) -> tuple[Instance, ...]:
+    """Return the fewest instances that must leave to make room; empty if the room does not suffice without them all.
 
-
-def _fewest_in_the_way(table: MigTable, used: Sequence[Instance], wanted: Sequence[Profile]) -> tuple[Instance, ...]:
-    """Return the fewest instances without which what is wanted fits; it fits where all leave.
-
-    Seven instances can leave in 127 ways, so each of them is only bits and counts.
+    Args:
+        table: MIG profiles of the GPU.
+        used: Instances that stay.
+        may_leave: Those of them that may leave.
+        missing: How many instances of each profile are wanted besides `used`; negative if fewer are wanted.
+        are_replaced: Whether an instance that leaves counted for a wanted profile, so that another one is needed.
     """
-    index = [table.profiles.index(i.placement.profile) for i in used]
-    bits, media = [i.placement.mask for i in used], [i.placement.profile.has_media for i in used]
-    missing = [0] * len(table.profiles)
-    for profile in wanted:
-        missing[table.profiles.index(profile)] += 1
-    for at in index:
-        missing[at] -= 1
-    taken, has_media = sum(bits), any(media)
-    for count in range(1, len(used)):
-        for leaving in combinations(range(len(used)), count):
-            counts = missing.copy()
-            for number in leaving:
-                counts[index[number]] += 1
-            stays = taken - sum(bits[number] for number in leaving)
-            is_media_taken = has_media and not any(media[number] for number in leaving)
-            if next(_placed(table, stays, is_media_taken, counts), None) is not None:
-                return tuple(used[number] for number in leaving)
-    return tuple(used)
+    masks = {i.id: i.placement.mask for i in used}
+    for count in range(1, len(may_leave) + 1):
+        for leaving in combinations(may_leave, count):
+            gone = {i.id for i in leaving}
+            mask = sum(bits for id_, bits in masks.items() if id_ not in gone)
+            media = any(i.placement.profile.has_media and i.id not in gone for i in used)
+            needed = dict(missing)
+            for instance in leaving if are_replaced else ():
+                needed[instance.placement.profile] = needed.get(instance.placement.profile, 0) + 1
+            if fits_together(table, OccupiedSlices(mask, media), needed):
+                return leaving
+    return ()
+
+
+def _refuse(table: MigTable, used: Sequence[Instance], wanted: Sequence[Profile]) -> MigRefusal:
+    names = ", ".join(str(p) for p in sorted(wanted, key=table.profiles.index)[:_MAX_NAMED])
+    names += f" and {len(wanted) - _MAX_NAMED:,} more" if len(wanted) > _MAX_NAMED else ""
+    if not fits_together(table, OccupiedSlices(), Counter(wanted)):
+        return MigRefusal(
+            f"expected profiles that fit on one GPU together, found {names or 'none'}; ask for fewer or smaller ones"
+        )
+    missing = Counter(wanted)
+    missing.subtract(i.placement.profile for i in used)
+    blocking = find_blocking(table, used, used, missing, are_replaced=True)
+    return MigRefusal(
+        f"expected room for {names}, found {' and '.join(map(str, blocking))} in use in the way; wait until it is "
+        "free, or choose profiles that fit beside it",
+        blocking,
+    )

@@ -1,8 +1,8 @@
-"""MIG through NVML: what a GPU can be divided into, its instances, and one step at a time."""
+"""MIG through NVML: profiles, instances, steps with read-back, and the record of the agent's own instances."""
 
 import ctypes
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,15 @@ from carpool_deviceplugin.gpu_processes import GpuProcesses
 from carpool_deviceplugin.mig import Create, Destroy, Instance, MigPlan, MigStep, MigTable, Placement, Profile
 from carpool_deviceplugin.nvlib import Handle, Session, read_processes
 
-_MOST = 16
-"""More instances, or placements of a profile, than any GPU has."""
-_NEVER_HEARD_OF = pynvml.NVML_ERROR_INVALID_ARGUMENT
-"""What drivers say of profiles that came after them; those that a GPU merely lacks are NOT_SUPPORTED."""
+_MAX = 16
+"""Length of arrays for the driver; no GPU has more instances, or placements of a profile."""
+_UNKNOWN_PROFILE = pynvml.NVML_ERROR_INVALID_ARGUMENT
+"""A driver's error for profiles that are newer than itself; the error for those that a GPU lacks is NOT_SUPPORTED."""
 
 
 @dataclass(frozen=True, slots=True)
 class MigDevice:
-    """What a container is given of a GPU instance."""
+    """The MIG device of a GPU instance, which a container uses."""
 
     uuid: str
     """`MIG-…`."""
@@ -32,63 +32,68 @@ class MigDevice:
     compute_instance_id: int
 
 
+def _listed(session: Session, uuid: GpuUuid, function: Callable[..., Any], kind: Any, *args: Any) -> list[Any]:
+    """Call a function that fills an array of `kind`; return the entries, none if the GPU does not support it."""
+    entries, count = (kind * _MAX)(), ctypes.c_uint(_MAX)
+    if session.ask(uuid, function, *args, entries, ctypes.byref(count)) is None:
+        return []
+    return [entries[i] for i in range(count.value)]
+
+
 def read_table(session: Session, uuid: GpuUuid) -> MigTable | None:
-    """Ask the driver what the GPU can be divided into; None without MIG. Works whether MIG is switched on or off."""
+    """Return the GPU's MIG profiles, whether MIG is on or off; None without MIG. Raises NvmlError."""
     library, handle = session.library, session.handle(uuid)
     profiles: list[Profile] = []
     for index in range(pynvml.NVML_GPU_INSTANCE_PROFILE_COUNT):
-        info = session.ask(uuid, library.nvmlDeviceGetGpuInstanceProfileInfo, handle, index, absent=_NEVER_HEARD_OF)
+        info = session.ask(uuid, library.nvmlDeviceGetGpuInstanceProfileInfo, handle, index, absent=_UNKNOWN_PROFILE)
         if info is None:
             continue
-        placements = (pynvml.c_nvmlGpuInstancePlacement_t * _MOST)()
-        count = ctypes.c_uint(_MOST)
-        session.call(
-            uuid, library.nvmlDeviceGetGpuInstancePossiblePlacements, handle, info.id, placements, ctypes.byref(count)
+        function, kind = library.nvmlDeviceGetGpuInstancePossiblePlacements, pynvml.c_nvmlGpuInstancePlacement_t
+        placements = _listed(session, uuid, function, kind, handle, info.id)
+        if not placements:
+            continue
+        name = (info.name.decode() if isinstance(info.name, bytes) else str(info.name)).removeprefix("MIG ")
+        profiles.append(
+            Profile(
+                name=name,
+                id=info.id,
+                compute_slices=info.sliceCount,
+                memory_slices=placements[0].size,
+                starts=tuple(sorted(p.start for p in placements)),
+                memory_mib=info.memorySizeMB,
+                sm_count=info.multiprocessorCount,
+                has_media="+me" in name,
+            )
         )
-        found = [placements[i] for i in range(count.value)]
-        if found:
-            profiles.append(_profile(info, found))
     if not profiles:
         return None
     profiles.sort(key=lambda p: (-p.memory_slices, -p.compute_slices, p.has_media))
     return MigTable(max(s + p.memory_slices for p in profiles for s in p.starts), tuple(profiles))
 
 
-def _profile(info: Any, placements: list[Any]) -> Profile:
-    name = info.name.decode() if isinstance(info.name, bytes) else str(info.name)
-    name = name.removeprefix("MIG ")
-    return Profile(
-        name=name,
-        id=info.id,
-        compute_slices=info.sliceCount,
-        memory_slices=placements[0].size,
-        starts=tuple(sorted(p.start for p in placements)),
-        memory_mib=info.memorySizeMB,
-        sm_count=info.multiprocessorCount,
-        has_media="+me" in name,
-    )
-
-
 def read_instances(session: Session, uuid: GpuUuid, table: MigTable) -> list[Instance]:
-    """List a GPU's instances; raises NvmlError. Empty where MIG is switched off."""
-    library, handle = session.library, session.handle(uuid)
-    found: list[Instance] = []
-    for profile in table.profiles:
-        handles = (pynvml.c_nvmlGpuInstance_t * _MOST)()
-        count = ctypes.c_uint(_MOST)
-        if (
-            session.ask(uuid, library.nvmlDeviceGetGpuInstances, handle, profile.id, handles, ctypes.byref(count))
-            is None
-        ):
-            return []
-        for i in range(count.value):
-            info = session.call(uuid, library.nvmlGpuInstanceGetInfo, handles[i])
-            found.append(Instance(info.id, Placement(profile, info.placement.start)))
+    """Return a GPU's instances by ID; none if MIG is off. Raises NvmlError."""
+    found = [instance for p in table.profiles for instance, _ in _instances(session, uuid, p)]
     return sorted(found, key=lambda i: i.id)
 
 
+def _instances(session: Session, uuid: GpuUuid, profile: Profile) -> list[tuple[Instance, Handle]]:
+    library, handle = session.library, session.handle(uuid)
+    found = []
+    for each in _listed(
+        session, uuid, library.nvmlDeviceGetGpuInstances, pynvml.c_nvmlGpuInstance_t, handle, profile.id
+    ):
+        info = session.call(uuid, library.nvmlGpuInstanceGetInfo, each)
+        found.append((Instance(info.id, Placement(profile, info.placement.start)), each))
+    return found
+
+
+def _at(session: Session, uuid: GpuUuid, placement: Placement) -> tuple[Instance, Handle] | None:
+    return next((f for f in _instances(session, uuid, placement.profile) if f[0].placement == placement), None)
+
+
 def read_mig_devices(session: Session, uuid: GpuUuid) -> list[MigDevice]:
-    """List what can be handed to containers; raises NvmlError."""
+    """Return a GPU's MIG devices; raises NvmlError."""
     library, handle = session.library, session.handle(uuid)
     devices: list[MigDevice] = []
     for index in range(session.ask(uuid, library.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
@@ -108,164 +113,180 @@ def read_mig_devices(session: Session, uuid: GpuUuid) -> list[MigDevice]:
     return devices
 
 
-def read_processes_of_instances(session: Session, uuid: GpuUuid) -> set[int]:
-    """Return the IDs of the GPU instances that have a process; raises NvmlError."""
-    return {p.gpu_instance_id for p in read_processes(session, uuid) if p.gpu_instance_id is not None}
-
-
 def apply_step(session: Session, uuid: GpuUuid, step: MigStep) -> None:
-    """Take one step; a step that was taken already changes nothing. Raises NvmlError or DeviceError."""
-    match step:
-        case Destroy(instance):
-            _destroy(session, uuid, instance)
-        case Create(placement):
-            _create(session, uuid, placement)
-
-
-def _instances_at(session: Session, uuid: GpuUuid, profile: Profile) -> dict[int, tuple[int, Handle]]:
-    """Instances of one profile: ID and handle by first slice."""
-    library, handle = session.library, session.handle(uuid)
-    handles = (pynvml.c_nvmlGpuInstance_t * _MOST)()
-    count = ctypes.c_uint(_MOST)
-    session.call(uuid, library.nvmlDeviceGetGpuInstances, handle, profile.id, handles, ctypes.byref(count))
-    found = {}
-    for i in range(count.value):
-        info = session.call(uuid, library.nvmlGpuInstanceGetInfo, handles[i])
-        found[info.placement.start] = (info.id, handles[i])
-    return found
+    """Take one step and read it back; idempotent. Raises NvmlError or DeviceError."""
+    if isinstance(step, Create):
+        placement = step.placement
+        _create(session, uuid, placement)
+    else:
+        placement = step.instance.placement
+        _destroy(session, uuid, step.instance)
+    is_there = _at(session, uuid, placement) is not None
+    if is_there != isinstance(step, Create):
+        wanted, found = ("gone", "still there") if is_there else ("there", "not")
+        raise DeviceError(f"GPU {uuid}: expected {placement} to be {wanted}, read back it is {found}; look at dmesg")
 
 
 def _create(session: Session, uuid: GpuUuid, placement: Placement) -> None:
-    library, handle, profile = session.library, session.handle(uuid), placement.profile
-    there = _instances_at(session, uuid, profile).get(placement.start)
+    """Create an instance, or complete one without a compute instance."""
+    library, profile = session.library, placement.profile
+    there = _at(session, uuid, placement)
     if there is None:
         place = pynvml.c_nvmlGpuInstancePlacement_t(placement.start, profile.memory_slices)
-        made = session.call(
-            uuid, library.nvmlDeviceCreateGpuInstanceWithPlacement, handle, profile.id, ctypes.byref(place)
-        )
+        create = library.nvmlDeviceCreateGpuInstanceWithPlacement
+        made = session.call(uuid, create, session.handle(uuid), profile.id, ctypes.byref(place))
     else:
         made = there[1]
-    full = _full_compute_profile(session, uuid, made, profile)
-    if not _compute_instances(session, uuid, made, full):
-        session.call(uuid, library.nvmlGpuInstanceCreateComputeInstance, made, full)
+    compute_profiles = _compute_profiles(session, uuid, made)
+    whole = next((id_ for id_, slices in compute_profiles.items() if slices == profile.compute_slices), None)
+    if whole is None:
+        raise DeviceError(
+            f"GPU {uuid}: expected a compute instance profile for all of {profile}, found none; update the driver"
+        )
+    if not _compute_instances(session, uuid, made, whole):
+        session.call(uuid, library.nvmlGpuInstanceCreateComputeInstance, made, whole)
 
 
 def _destroy(session: Session, uuid: GpuUuid, instance: Instance) -> None:
-    library, profile = session.library, instance.placement.profile
-    there = _instances_at(session, uuid, profile).get(instance.placement.start)
+    there = _at(session, uuid, instance.placement)
     if there is None:
         return
-    number, handle = there
-    if number != instance.id:
+    found, handle = there
+    if found.id != instance.id:
         raise DeviceError(
-            f"GPU {uuid}: expected {instance}, found instance {number} in its place; somebody else divides this GPU: "
+            f"GPU {uuid}: expected {instance}, found instance {found.id} in its place; somebody else divides this GPU: "
             "let one manager do it"
         )
     for compute_profile in _compute_profiles(session, uuid, handle):
         for compute in _compute_instances(session, uuid, handle, compute_profile):
-            session.call(uuid, library.nvmlComputeInstanceDestroy, compute)
-    session.call(uuid, library.nvmlGpuInstanceDestroy, handle)
+            session.call(uuid, session.library.nvmlComputeInstanceDestroy, compute)
+    session.call(uuid, session.library.nvmlGpuInstanceDestroy, handle)
 
 
 def _compute_profiles(session: Session, uuid: GpuUuid, instance: Handle) -> dict[int, int]:
-    """IDs of the compute instance profiles of a GPU instance, with their slices."""
-    found: dict[int, int] = {}
-    for index in range(pynvml.NVML_COMPUTE_INSTANCE_PROFILE_COUNT):
-        info = session.ask(
-            uuid,
-            session.library.nvmlGpuInstanceGetComputeInstanceProfileInfo,
-            instance,
-            index,
-            pynvml.NVML_COMPUTE_INSTANCE_ENGINE_PROFILE_SHARED,
-            absent=_NEVER_HEARD_OF,
-        )
-        if info is not None:
-            found[info.id] = info.sliceCount
-    return found
-
-
-def _full_compute_profile(session: Session, uuid: GpuUuid, instance: Handle, profile: Profile) -> int:
-    for number, slices in _compute_profiles(session, uuid, instance).items():
-        if slices == profile.compute_slices:
-            return number
-    raise DeviceError(
-        f"GPU {uuid}: expected a compute instance profile for all of {profile}, found none; update the driver"
+    """Return the compute instance profiles of a GPU instance, as slices by profile ID."""
+    function, shared = (
+        session.library.nvmlGpuInstanceGetComputeInstanceProfileInfo,
+        pynvml.NVML_COMPUTE_INSTANCE_ENGINE_PROFILE_SHARED,
     )
+    found = (
+        session.ask(uuid, function, instance, index, shared, absent=_UNKNOWN_PROFILE)
+        for index in range(pynvml.NVML_COMPUTE_INSTANCE_PROFILE_COUNT)
+    )
+    return {info.id: info.sliceCount for info in found if info is not None}
 
 
 def _compute_instances(session: Session, uuid: GpuUuid, instance: Handle, profile_id: int) -> list[Handle]:
-    handles = (pynvml.c_nvmlComputeInstance_t * _MOST)()
-    count = ctypes.c_uint(_MOST)
-    session.call(
-        uuid, session.library.nvmlGpuInstanceGetComputeInstances, instance, profile_id, handles, ctypes.byref(count)
-    )
-    return [handles[i] for i in range(count.value)]
+    function = session.library.nvmlGpuInstanceGetComputeInstances
+    return _listed(session, uuid, function, pynvml.c_nvmlComputeInstance_t, instance, profile_id)
+
+
+DEADLINE_S = 30.0
+"""An instance takes well under a second; a driver that needs longer for all of them is stuck."""
+
+
+def apply_plan(
+    session: Session,
+    uuid: GpuUuid,
+    plan: MigPlan,
+    monotonic: Callable[[], float],
+    taken: Callable[[MigStep], None] = lambda _: None,
+) -> None:
+    """Take the steps of a plan, and undo all of them if one fails.
+
+    Args:
+        session: The open library.
+        uuid: The GPU.
+        plan: The plan, made from the state a moment ago.
+        monotonic: Monotonic clock, in seconds.
+        taken: Called after each step.
+
+    Raises:
+        DeviceError: A step failed; the message contains whether the steps were undone.
+    """
+    until = monotonic() + DEADLINE_S
+    done: list[MigStep] = []
+    failing = ""
+    try:
+        for step in plan.steps:
+            failing = str(step)
+            if monotonic() >= until:
+                raise DeviceError(f"expected all steps within {DEADLINE_S:g} s, found {step} still to do")
+            if isinstance(step, Destroy) and step.instance.id in _used_instances(session, uuid):
+                raise DeviceError(f"expected {step.instance} to be idle, found a process on it; make a new plan")
+            done.append(step)
+            apply_step(session, uuid, step)
+            taken(step)
+    except DeviceError as e:
+        why = str(e).removeprefix(f"GPU {uuid}: ")
+        raise DeviceError(f"GPU {uuid}: {failing} failed: {why}; {_undo(session, uuid, done)}") from e
+
+
+def _used_instances(session: Session, uuid: GpuUuid) -> set[int | None]:
+    return {p.gpu_instance_id for p in read_processes(session, uuid)}
+
+
+def _undo(session: Session, uuid: GpuUuid, done: Sequence[MigStep]) -> str:
+    try:
+        for step in reversed(done):
+            if isinstance(step, Destroy):
+                apply_step(session, uuid, Create(step.instance.placement))
+            elif (there := _at(session, uuid, step.placement)) is not None:
+                apply_step(session, uuid, Destroy(there[0]))
+    except DeviceError as e:
+        return f"undoing it failed as well: {e}"
+    return "it was undone"
 
 
 @dataclass(frozen=True, slots=True)
 class CreatedInstance:
-    """A MIG instance that the agent made, or was about to make when it died."""
+    """A MIG instance that the agent created, or was about to create when it died."""
 
     profile: str
     start: int
     pod_uid: PodUid | None = None
-    """Whom it was made for."""
+    """Pod that it was created for."""
     device: str = ""
-    """UUID of its MIG device; empty until it was seen."""
+    """UUID of its MIG device; empty before the first read-back."""
+
+    def is_at(self, placement: Placement) -> bool:
+        """Whether it was created at this placement."""
+        return (self.profile, self.start) == (placement.profile.name, placement.start)
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """How a GPU is shared, what MPS holds its pods to, and which MIG instances are ours."""
+    """The agent's record of a GPU: sharing mode, MPS limits and its MIG instances."""
 
     mode: SharingMode | None = None
     limits: dict[PodUid, Limits] = field(default_factory=dict)
     instances: tuple[CreatedInstance, ...] = ()
     is_cleanup_pending: bool = False
-    """Whether an MPS daemon's stop was begun, and has not ended."""
+    """Whether the stop of an MPS daemon has begun and not ended."""
 
     def limiting(self, pod_uid: PodUid, limits: Limits | None) -> "Checkpoint":
-        """Set what MPS holds a pod to; None removes it."""
+        """Set a pod's MPS limits; None removes them."""
         others = {pod: known for pod, known in self.limits.items() if pod != pod_uid}
         return replace(self, limits=others if limits is None else {**others, pod_uid: limits})
 
 
-def possible_modes(
-    *, has_mps: bool, has_mig: bool, is_divided: bool, may_divide: bool, may_switch: bool
-) -> frozenset[SharingMode]:
-    """Say what a GPU can be prepared for.
-
-    Args:
-        has_mps: The node can run MPS daemons.
-        has_mig: The GPU has MIG.
-        is_divided: MIG is switched on.
-        may_divide: Nobody else divides the node's GPUs.
-        may_switch: MIG may be switched, and doing so takes no instance from anybody else.
-    """
-    whole = {SharingMode.EXCLUSIVE, SharingMode.TIME_SLICING} | ({SharingMode.MPS} if has_mps else set())
-    divided = {SharingMode.MIG} if has_mig and may_divide and (is_divided or may_switch) else set()
-    return frozenset(divided | (whole if not is_divided or (may_divide and may_switch) else set()))
-
-
 class CheckpointFile:
-    """A GPU's setting on disk; a reader sees the old or the new one, never a part."""
+    """A GPU's checkpoint on disk, replaced atomically."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def read(self) -> Checkpoint:
-        """Return the setting; a GPU without one is idle; one whose file is damaged is written anew."""
+        """Return the checkpoint; an absent or damaged file counts as idle. Raises DeviceError."""
         try:
             return msgspec.json.decode(self._path.read_bytes(), type=Checkpoint)
-        except FileNotFoundError:
-            return Checkpoint()
-        except msgspec.DecodeError:
+        except (FileNotFoundError, msgspec.DecodeError):
             return Checkpoint()
         except OSError as e:
             raise DeviceError(f"{self._path}: expected to read the GPU's mode, found {e}") from e
 
     def write(self, setting: Checkpoint) -> None:
-        """Keep the setting; raises DeviceError where it cannot be kept (a full disk, say)."""
+        """Write the checkpoint; raises DeviceError, for example on a full disk."""
         temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}.new")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -275,16 +296,40 @@ class CheckpointFile:
             temporary.unlink(missing_ok=True)
             raise DeviceError(f"{self._path}: expected to keep the GPU's mode there, found {e}; free some space") from e
 
+    def record(self, placement: Placement, created: CreatedInstance | None) -> None:
+        """Record the agent's instance at a placement; None removes the record."""
+        setting = self.read()
+        instances = tuple(o for o in setting.instances if not o.is_at(placement)) + ((created,) if created else ())
+        if instances != setting.instances:
+            self.write(replace(setting, instances=instances))
+
+
+def possible_modes(
+    *, has_mps: bool, has_mig: bool, is_divided: bool, may_divide: bool, may_switch: bool
+) -> frozenset[SharingMode]:
+    """Return the modes that a GPU can be prepared for.
+
+    Args:
+        has_mps: Whether the node can run MPS daemons.
+        has_mig: Whether the GPU has MIG.
+        is_divided: Whether MIG is on.
+        may_divide: Whether the agent is the node's only MIG manager.
+        may_switch: Whether MIG may be switched, and no foreign instance would be lost.
+    """
+    whole = {SharingMode.EXCLUSIVE, SharingMode.TIME_SLICING} | ({SharingMode.MPS} if has_mps else set())
+    divided = {SharingMode.MIG} if has_mig and may_divide and (is_divided or may_switch) else set()
+    return frozenset(divided | (whole if not is_divided or (may_divide and may_switch) else set()))
+
 
 @dataclass(frozen=True, slots=True)
 class FoundInstance:
-    """One instance as the driver shows it."""
+    """An instance as the driver reports it."""
 
     instance: Instance
     device: MigDevice | None
-    """None where it has no compute instance (yet)."""
+    """None without a compute instance."""
     own: CreatedInstance | None
-    """None where somebody else made it."""
+    """None if the agent did not create it."""
 
 
 class MigInstances:
@@ -298,17 +343,16 @@ class MigInstances:
         self._session = session
         self._tables: dict[GpuUuid, MigTable | None] = {}
 
-    def learn(self, uuid: GpuUuid) -> MigTable | None:
-        """Ask what a GPU can be divided into; raises NvmlError."""
+    def learn(self, uuid: GpuUuid) -> None:
+        """Read the MIG profiles of a GPU; raises NvmlError."""
         self._tables[uuid] = read_table(self._session, uuid)
-        return self._tables[uuid]
 
     def table(self, uuid: GpuUuid) -> MigTable | None:
-        """Return what a GPU can be divided into; None without MIG."""
+        """Return the MIG profiles of a GPU; None without MIG."""
         return self._tables.get(uuid)
 
     def is_enabled(self, uuid: GpuUuid) -> bool:
-        """Whether MIG is switched on now; raises NvmlError."""
+        """Whether MIG is on; raises NvmlError."""
         if self.table(uuid) is None:
             return False
         session = self._session
@@ -316,53 +360,54 @@ class MigInstances:
         return mode is not None and mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE
 
     def find(self, uuid: GpuUuid, file: CheckpointFile) -> list[FoundInstance]:
-        """List a GPU's instances; raises NvmlError."""
-        table = self.table(uuid)
-        if table is None:
-            return []
-        owned = {(o.profile, o.start): o for o in file.read().instances}
-        instances = read_instances(self._session, uuid, table)
+        """Return a GPU's instances; raises NvmlError.
+
+        An instance at a recorded placement with another UUID is not the agent's.
+        """
+        table, owned = self.table(uuid), file.read().instances
+        instances = read_instances(self._session, uuid, table) if table is not None else []
         devices = {d.gpu_instance_id: d for d in read_mig_devices(self._session, uuid)} if instances else {}
-        return [_whose(i, devices.get(i.id), owned) for i in instances]
+        found = []
+        for instance in instances:
+            device, own = devices.get(instance.id), next((o for o in owned if o.is_at(instance.placement)), None)
+            if own is not None and own.device and device is not None and own.device != device.uuid:
+                own = None
+            found.append(FoundInstance(instance, device, own))
+        return found
+
+    def _find_at(self, uuid: GpuUuid, file: CheckpointFile, placement: Placement) -> FoundInstance | None:
+        return next((f for f in self.find(uuid, file) if f.instance.placement == placement), None)
 
     def create(self, uuid: GpuUuid, file: CheckpointFile, placement: Placement, pod_uid: PodUid | None) -> None:
-        """Make an instance, or go on where an earlier agent died; it is written down before it is made."""
+        """Create an instance, or complete that of an earlier agent; it is recorded before it is created."""
         own = CreatedInstance(placement.profile.name, placement.start, pod_uid)
-        there = next((f for f in self.find(uuid, file) if f.instance.placement == placement), None)
-        if there is not None and there.device is not None:
-            _write(file, replace(own, device=there.device.uuid))
-            return
-        _write(file, own)
-        try:
-            apply_step(self._session, uuid, Create(placement))
-        except DeviceError:
-            if there is None and not self._exists(uuid, placement):
-                _forget(file, placement)
-            raise
-        made = next((f for f in self.find(uuid, file) if f.instance.placement == placement), None)
-        if made is None or made.device is None:
-            raise DeviceError(f"GPU {uuid}: expected {placement} to be there, read back it is not; look at dmesg")
-        _write(file, replace(own, device=made.device.uuid))
+        there = self._find_at(uuid, file, placement)
+        if there is None or there.device is None:
+            file.record(placement, own)
+            try:
+                apply_step(self._session, uuid, Create(placement))
+            except DeviceError:
+                if there is None and _at(self._session, uuid, placement) is None:
+                    file.record(placement, None)
+                raise
+            there = self._find_at(uuid, file, placement)
+        if there is None or there.device is None:
+            raise DeviceError(f"GPU {uuid}: expected a MIG device of {placement}, read back none; look at dmesg")
+        file.record(placement, replace(own, device=there.device.uuid))
 
     def destroy(self, uuid: GpuUuid, file: CheckpointFile, placement: Placement) -> None:
-        """Destroy an instance of ours; one that is gone is only forgotten."""
-        there = next((f for f in self.find(uuid, file) if f.instance.placement == placement), None)
-        if there is not None and there.own is None:
-            raise DeviceError(f"GPU {uuid}: expected {there.instance} to be Carpool's own, found somebody else's")
+        """Destroy an instance of the agent; of an absent one only the record is removed."""
+        there = self._find_at(uuid, file, placement)
         if there is not None:
+            if there.own is None:
+                raise DeviceError(f"GPU {uuid}: expected {there.instance} to be Carpool's own, found somebody else's")
             apply_step(self._session, uuid, Destroy(there.instance))
-            if self._exists(uuid, placement):
-                raise DeviceError(f"GPU {uuid}: expected {placement} to be gone, read back it is still there")
-        _forget(file, placement)
-
-    def _exists(self, uuid: GpuUuid, placement: Placement) -> bool:
-        table = self.table(uuid)
-        return table is not None and placement in {i.placement for i in read_instances(self._session, uuid, table)}
+        file.record(placement, None)
 
     def switch(self, uuid: GpuUuid, *, on: bool) -> None:
-        """Switch MIG on or off, where nobody is on the GPU; raises DeviceError where it takes more than that.
+        """Switch MIG on or off on a GPU without processes; raises DeviceError.
 
-        Ampere resets the GPU for it, which virtual machines with a GPU passed through cannot; Hopper needs no reset.
+        Ampere resets the GPU, which fails in virtual machines; Hopper needs no reset.
         """
         session, library = self._session, self._session.library
         handle, word = session.handle(uuid), "on" if on else "off"
@@ -370,7 +415,7 @@ class MigInstances:
         session.forget(uuid)  # it may have been reset: handles and minor numbers are new
         if status == pynvml.NVML_SUCCESS and self.is_enabled(uuid) == on:
             return
-        # Otherwise whoever resets the GPU next would switch it by surprise.
+        # Otherwise the next reset of the GPU would switch the mode unexpectedly.
         session.ask(uuid, library.nvmlDeviceSetMigMode, session.handle(uuid), int(not on))
         if status == pynvml.NVML_ERROR_IN_USE:
             why = "something still uses it: end its processes, DCGM and nvidia-persistenced among them"
@@ -382,7 +427,7 @@ class MigInstances:
 
 
 def mig_instances_of(found: list[FoundInstance], present: GpuProcesses) -> tuple[MigInstance, ...]:
-    """Join the instances with who is there."""
+    """Return the instances with their owners and users."""
     return tuple(
         MigInstance(
             f.instance,
@@ -396,104 +441,5 @@ def mig_instances_of(found: list[FoundInstance], present: GpuProcesses) -> tuple
 
 
 def foreign_instances(found: list[FoundInstance]) -> frozenset[int]:
-    """IDs of the instances that somebody else made."""
+    """Return the IDs of the instances that the agent did not create."""
     return frozenset(f.instance.id for f in found if f.own is None)
-
-
-def _whose(
-    instance: Instance, device: MigDevice | None, owned: Mapping[tuple[str, int], CreatedInstance]
-) -> FoundInstance:
-    """An instance that stands where ours stood, under another UUID, is not ours."""
-    own = owned.get((instance.placement.profile.name, instance.placement.start))
-    if own is not None and own.device and device is not None and own.device != device.uuid:
-        own = None
-    return FoundInstance(instance, device, own)
-
-
-def _write(file: CheckpointFile, own: CreatedInstance) -> None:
-    setting = file.read()
-    others = tuple(o for o in setting.instances if (o.profile, o.start) != (own.profile, own.start))
-    if setting.instances != (*others, own):
-        file.write(replace(setting, instances=(*others, own)))
-
-
-def _forget(file: CheckpointFile, placement: Placement) -> None:
-    setting = file.read()
-    others = tuple(o for o in setting.instances if (o.profile, o.start) != (placement.profile.name, placement.start))
-    if others != setting.instances:
-        file.write(replace(setting, instances=others))
-
-
-DEADLINE_S = 30.0
-"""An instance takes well under a second; a driver that needs longer for all of them is stuck."""
-
-
-def apply_plan(
-    session: Session,
-    uuid: GpuUuid,
-    table: MigTable,
-    plan: MigPlan,
-    monotonic: Callable[[], float],
-    taken: Callable[[MigStep], None] = lambda _: None,
-) -> None:
-    """Take the steps of a plan.
-
-    Args:
-        session: The open library.
-        uuid: The GPU.
-        table: What it can be divided into.
-        plan: What to do; made from what the GPU was a moment ago.
-        monotonic: Seconds.
-        taken: Hears of each step when it was read back.
-
-    Raises:
-        DeviceError: A step failed, and whether it was undone.
-    """
-    until = monotonic() + DEADLINE_S
-    done: list[MigStep] = []
-    failing = ""
-    try:
-        for step in plan.steps:
-            failing = str(step)
-            if monotonic() >= until:
-                raise DeviceError(f"expected all steps within {DEADLINE_S:g} s, found {step} still to do")
-            _still_idle(session, uuid, step)
-            done.append(step)
-            apply_step(session, uuid, step)
-            _read_back(session, uuid, table, step)
-            taken(step)
-    except DeviceError as e:
-        why = str(e).removeprefix(f"GPU {uuid}: ")
-        raise DeviceError(f"GPU {uuid}: {failing} failed: {why}; {_undo(session, uuid, table, done)}") from e
-
-
-def _still_idle(session: Session, uuid: GpuUuid, step: MigStep) -> None:
-    """Somebody may have come since the plan was made; the driver would refuse as well, but only half-way."""
-    if isinstance(step, Destroy) and step.instance.id in read_processes_of_instances(session, uuid):
-        raise DeviceError(f"expected {step.instance} to be idle, found a process on it; make a new plan")
-
-
-def _there(session: Session, uuid: GpuUuid, table: MigTable) -> set[Placement]:
-    return {i.placement for i in read_instances(session, uuid, table)}
-
-
-def _read_back(session: Session, uuid: GpuUuid, table: MigTable, step: MigStep) -> None:
-    there = _there(session, uuid, table)
-    if isinstance(step, Create) and step.placement not in there:
-        raise DeviceError(f"read back, {step.placement} is not there")
-    if isinstance(step, Destroy) and step.instance.placement in there:
-        raise DeviceError(f"read back, {step.instance} is still there")
-
-
-def _undo(session: Session, uuid: GpuUuid, table: MigTable, done: Sequence[MigStep]) -> str:
-    try:
-        for step in reversed(done):
-            if isinstance(step, Destroy):
-                apply_step(session, uuid, Create(step.instance.placement))
-                continue
-            made = [i for i in read_instances(session, uuid, table) if i.placement == step.placement]
-            for instance in made:
-                apply_step(session, uuid, Destroy(instance))
-    except DeviceError as e:
-        return f"undoing it failed as well: {e}"
-    return "it was undone"

@@ -1,9 +1,8 @@
-"""Planner of one GPU: from reservations and actual state to steps. Pure."""
+"""Plan of one GPU: from reservations and actual state to steps. Pure."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
-from itertools import combinations
+from dataclasses import dataclass, field, replace
 
 from carpool_core.resources.node import Reservation
 from carpool_core.values import PodUid, SharingMode
@@ -26,8 +25,8 @@ from carpool_deviceplugin.mig import (
     MigPlan,
     MigRefusal,
     MigTable,
-    Placement,
     Profile,
+    find_blocking,
     fits_together,
     occupied,
     plan_mig,
@@ -36,20 +35,20 @@ from carpool_deviceplugin.quoting import quoted
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
-    """Plan for the MIG instances of one GPU."""
+class Plan:
+    """Plan for one GPU."""
 
-    steps: tuple[Step, ...]
-    ready: tuple[PodUid, ...]
-    """Pods that have their instance after the steps."""
-    waiting: dict[PodUid, str]
-    """Pods whose instance fits after other pods have left, with the reason."""
-    refused: dict[PodUid, str]
-    """Pods whose instance does not fit, with the reason."""
+    steps: tuple[Step, ...] = ()
+    ready: tuple[PodUid, ...] = ()
+    """Pods whose partition is ready after the steps."""
+    waiting: Mapping[PodUid, str] = field(default_factory=dict)
+    """Pods that wait for other pods to leave, with the reason."""
+    refused: Mapping[PodUid, str] = field(default_factory=dict)
+    """Pods whose reservation is refused, with the reason."""
 
 
-def divide(actual: GpuActual, table: MigTable, granted: Sequence[Reservation]) -> Division:
-    """Plan the instances of a GPU.
+def divide(actual: GpuActual, table: MigTable, granted: Sequence[Reservation]) -> Plan:
+    """Plan the MIG instances of a GPU.
 
     Foreign instances, instances with processes and instances of pods with a reservation stay. The agent's other idle
     instances are reused or destroyed.
@@ -61,32 +60,39 @@ def divide(actual: GpuActual, table: MigTable, granted: Sequence[Reservation]) -
     """
     settled = _settled(actual.mig_instances, granted)
     staying = [p for p in actual.mig_instances if not p.is_managed or p.is_used or p in settled.values()]
-    taken = [p.instance.placement.profile for p in staying]
-    accepted: list[Reservation] = []
-    waiting: dict[PodUid, str] = {}
-    refused: dict[PodUid, str] = {}
-    plan = _planned(table, actual.mig_instances, staying, taken)
+    instances = [p.instance for p in staying]
+    leaving = [p.instance for p in staying if p.is_managed and p not in settled.values()]
+    users = {p.instance.id: p.users for p in staying}
+    taken = occupied(i.placement for i in instances)
+    accepted, extra = list[Reservation](), list[Profile]()
+    waiting, refused = dict[PodUid, str](), dict[PodUid, str]()
     for wanted in (r for r in granted if r.pod_uid not in settled):
-        profiles = [*taken, *(_profile(table, r) for r in (*accepted, wanted))]
-        extra = profiles[len(taken) :]
-        if fits_together(table, occupied(p.instance.placement for p in staying), Counter(extra)):
-            plan = _planned(table, actual.mig_instances, staying, profiles)
+        profiles = [*extra, table.find(wanted.mig_profile or "")]
+        missing = Counter(profiles)
+        if fits_together(table, taken, missing):
             accepted.append(wanted)
-            continue
-        leaving = [p for p in staying if p.is_managed and p not in settled.values()]
-        if awaited := _obstacles(table, staying, leaving, extra):
-            whom = ", ".join(f"pod {u}" for u in sorted(u for p in awaited for u in p.users)) or "an unknown pod"
+            extra = profiles
+        elif awaited := find_blocking(table, instances, leaving, missing):
+            names = ", ".join(f"pod {u}" for u in sorted(u for i in awaited for u in users[i.id])) or "an unknown pod"
             waiting[wanted.pod_uid] = (
-                f"waits for the processes of {whom} to leave its MIG instance of GPU {actual.uuid}"
+                f"waits for the processes of {names} to leave its MIG instance of GPU {actual.uuid}"
             )
-            continue
-        why = " and ".join(str(p.instance) for p in _obstacles(table, staying, staying, extra)) or "too little room"
-        refused[wanted.pod_uid] = (
-            f"GPU {actual.uuid}: expected room for {', '.join(map(str, extra))}, found {why} in the way; reserve a "
-            "smaller profile or another GPU"
-        )
-    steps = _steps(actual, plan, staying, settled, accepted)
-    return Division(steps, (*settled, *(r.pod_uid for r in accepted)), waiting, refused)
+        else:
+            why = " and ".join(map(str, find_blocking(table, instances, instances, missing))) or "too little room"
+            refused[wanted.pod_uid] = (
+                f"GPU {actual.uuid}: expected room for {', '.join(map(str, profiles))}, found {why} in the way; "
+                "reserve a smaller profile or another GPU"
+            )
+    found = plan_mig(
+        table,
+        [p.instance for p in actual.mig_instances],
+        {i.id for i in instances},
+        [*(i.placement.profile for i in instances), *extra],
+    )
+    if isinstance(found, MigRefusal):
+        raise ValueError(f"expected profiles that fit, found that they do not: {found.message}")
+    steps = _steps(found, {i.id for i in instances}, settled, accepted)
+    return Plan(steps, (*settled, *(r.pod_uid for r in accepted)), waiting, refused)
 
 
 def _settled(mig_instances: Sequence[MigInstance], granted: Sequence[Reservation]) -> dict[PodUid, MigInstance]:
@@ -101,70 +107,22 @@ def _settled(mig_instances: Sequence[MigInstance], granted: Sequence[Reservation
     return settled
 
 
-def _planned(
-    table: MigTable, mig_instances: Sequence[MigInstance], staying: Sequence[MigInstance], wanted: Sequence[Profile]
-) -> MigPlan:
-    """Plan profiles that are known to fit."""
-    found = plan_mig(table, [p.instance for p in mig_instances], {p.instance.id for p in staying}, wanted)
-    if isinstance(found, MigRefusal):
-        raise ValueError(f"expected what fits, found that it does not: {found.message}")
-    return found
-
-
-def _profile(table: MigTable, reservation: Reservation) -> Profile:
-    return table.find(reservation.mig_profile or "")
-
-
-def _obstacles(
-    table: MigTable, staying: Sequence[MigInstance], may_go: Sequence[MigInstance], extra: Sequence[Profile]
-) -> tuple[MigInstance, ...]:
-    """Return the fewest instances of `may_go` whose removal makes room; empty if removing all is not enough."""
-    for count in range(1, len(may_go) + 1):
-        for going in combinations(may_go, count):
-            left = occupied(p.instance.placement for p in staying if p not in going)
-            if fits_together(table, left, Counter(extra)):
-                return going
-    return ()
-
-
 def _steps(
-    actual: GpuActual,
-    plan: MigPlan,
-    staying: Sequence[MigInstance],
-    settled: dict[PodUid, MigInstance],
-    accepted: Sequence[Reservation],
+    found: MigPlan, staying: Set[int], settled: Mapping[PodUid, MigInstance], accepted: Sequence[Reservation]
 ) -> tuple[Step, ...]:
-    kept = {i.id for i in plan.kept} - {p.instance.id for p in staying}
-    free: list[Placement] = [p.instance.placement for p in actual.mig_instances if p.instance.id in kept]
-    free += [s.placement for s in plan.steps if isinstance(s, Create)]
-    given: dict[Placement, PodUid] = {}
-    for r in accepted:
-        place = next(p for p in free if p not in given and p.profile.name == r.mig_profile)
-        given[place] = r.pod_uid
-    forgotten = [(p, uid) for uid, p in settled.items() if p.pod_uid != uid]
-    return (
-        *(DestroyInstance(s.instance.placement) for s in plan.steps if isinstance(s, Destroy)),
-        *(CreateInstance(p.instance.placement, uid) for p, uid in forgotten),
-        *(CreateInstance(place, given[place]) for place in free if place in given),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Plan for one GPU."""
-
-    steps: tuple[Step, ...] = ()
-    ready: tuple[PodUid, ...] = ()
-    """Pods whose partition is ready after the steps."""
-    waiting: Mapping[PodUid, str] | None = None
-    """Pods that wait for other pods to leave, with the reason."""
-    refused: Mapping[PodUid, str] | None = None
-    """Pods whose reservation is refused, with the reason."""
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether no steps and no waiting pods remain."""
-        return not self.steps and not self.waiting
+    """Give the free instances, idle ones first, to the accepted pods; record again what was lost."""
+    free = [i.placement for i in found.kept if i.id not in staying]
+    free += [s.placement for s in found.steps if isinstance(s, Create)]
+    created = list[CreateInstance]()
+    for placement in free:
+        pod = next(
+            r.pod_uid
+            for r in accepted
+            if r.mig_profile == placement.profile.name and r.pod_uid not in {c.pod_uid for c in created}
+        )
+        created.append(CreateInstance(placement, pod))
+    lost = [CreateInstance(p.instance.placement, uid) for uid, p in settled.items() if p.pod_uid != uid]
+    return (*(DestroyInstance(s.instance.placement) for s in found.steps if isinstance(s, Destroy)), *lost, *created)
 
 
 def plan(
@@ -211,7 +169,7 @@ def _divided(actual: GpuActual, granted: Sequence[Reservation], refused: Mapping
         return Plan(ready=tuple(r.pod_uid for r in granted), refused=refused)  # only pods with an instance were granted
     found = divide(actual, actual.mig_table, granted)
     into = () if actual.mode is SharingMode.MIG else (*_leave(actual, keep=SharingMode.MIG), SetMode(SharingMode.MIG))
-    return Plan((*into, *found.steps), found.ready, found.waiting, {**refused, **found.refused})
+    return replace(found, steps=(*into, *found.steps), refused={**refused, **found.refused})
 
 
 def _tidied(actual: GpuActual) -> tuple[Step, ...]:

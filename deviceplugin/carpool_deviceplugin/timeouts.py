@@ -3,7 +3,6 @@
 import asyncio
 import functools
 import threading
-from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -119,14 +118,6 @@ class Caller(Protocol):
         ...
 
 
-def _unanswered(what: str, deadline_s: float) -> DeviceError:
-    return DeviceError(f"{what}: expected an answer within {deadline_s:g} s, found none")
-
-
-def _still_running(what: str) -> DeviceError:
-    return DeviceError(f"{what}: an earlier call has not come back yet; look at the GPU's driver")
-
-
 class TimeLimitedCaller:
     """Makes blocking calls in threads, with a deadline. While a call has not returned, all others fail at once.
 
@@ -144,7 +135,7 @@ class TimeLimitedCaller:
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return the function's result; raises DeviceError after the deadline, and whatever the function raises."""
         if self._stuck is not None and not self._stuck.done():
-            raise _still_running(self._what)
+            raise DeviceError(f"{self._what}: an earlier call has not come back yet; look at the GPU's driver")
         loop = asyncio.get_running_loop()
         call: asyncio.Future[T] = loop.create_future()
         self._threads.run(functools.partial(_run, loop, call, functools.partial(function, *args, **kwargs)))
@@ -156,7 +147,7 @@ class TimeLimitedCaller:
         if not done:
             self._stuck = call
             call.add_done_callback(lambda late: late.cancelled() or late.exception())  # no caller awaits it any more
-            raise _unanswered(self._what, self._deadline_s)
+            raise DeviceError(f"{self._what}: expected an answer within {self._deadline_s:g} s, found none")
         return call.result()
 
 
@@ -174,66 +165,27 @@ def _settle(call: "asyncio.Future[T]", setter: Callable[[Any], None], answer: An
         setter(answer)
 
 
-_PATIENCE = 0.01
-"""After this share of the deadline without an answer, another thread continues with the next GPU."""
-
-
 class Poll(Generic[T]):
-    """Calls one function for many GPUs, in as few threads as possible: parallel threads compete for the interpreter.
+    """Asks GPUs at the same time; a GPU that does not answer delays no other one.
 
     Args:
-        question: The function.
-        deadline_s: Deadline of one round.
-        threads: Threads for the calls.
+        question: Function of a GPU.
+        deadline_s: Deadline of an answer, in seconds.
+        threads: Threads to ask in.
     """
 
     def __init__(self, question: Callable[[GpuUuid], T], deadline_s: float, threads: CallThreads) -> None:
         self._question, self._deadline_s, self._threads = question, deadline_s, threads
-        self._stuck: dict[GpuUuid, Mapping[GpuUuid, T | Exception]] = {}
-        """For each GPU whose call has not returned, the answers of its round."""
+        self._callers: dict[GpuUuid, TimeLimitedCaller] = {}
 
     async def ask(self, uuids: Collection[GpuUuid]) -> Mapping[GpuUuid, T | DeviceError]:
-        """Call the function for each GPU, except those whose earlier call has not returned.
+        """Return the answer of each GPU, or why it has none; raises the question's other errors."""
+        return dict(zip(uuids, await asyncio.gather(*map(self._ask, uuids)), strict=True))
 
-        Returns:
-            Each GPU's result or error.
-
-        Raises:
-            Exception: Whatever the function raises besides DeviceError.
-        """
-        self._stuck = {uuid: answers for uuid, answers in self._stuck.items() if uuid not in answers}
-        waiting = deque(uuid for uuid in uuids if uuid not in self._stuck)
-        answers: dict[GpuUuid, T | Exception] = {}
-        count, loop = len(waiting), asyncio.get_running_loop()
-        finished: asyncio.Future[None] = loop.create_future()
-
-        def work() -> None:
-            while waiting:
-                with suppress(IndexError):  # another thread took the last one
-                    uuid = waiting.popleft()
-                    try:
-                        answers[uuid] = self._question(uuid)
-                    except Exception as e:  # raised again in the event loop
-                        answers[uuid] = e
-            if len(answers) == count:
-                with suppress(RuntimeError):  # the event loop has ended
-                    loop.call_soon_threadsafe(_settle, finished, finished.set_result, None)
-
-        answered, end = 0, loop.time() + self._deadline_s
-        while len(answers) < count and (left_s := end - loop.time()) > 0:
-            if waiting and len(answers) == answered:
-                self._threads.run(work)
-            answered = len(answers)
-            await asyncio.wait({finished}, timeout=min(_PATIENCE * self._deadline_s, left_s) if waiting else left_s)
-        return {uuid: self._answer(uuid, answers) for uuid in uuids}
-
-    def _answer(self, uuid: GpuUuid, answers: Mapping[GpuUuid, T | Exception]) -> T | DeviceError:
-        if uuid in self._stuck:
-            return _still_running(f"GPU {uuid}")
-        if uuid not in answers:
-            self._stuck[uuid] = answers
-            return _unanswered(f"GPU {uuid}", self._deadline_s)
-        answer = answers[uuid]
-        if isinstance(answer, Exception) and not isinstance(answer, DeviceError):
-            raise answer
-        return answer
+    async def _ask(self, uuid: GpuUuid) -> T | DeviceError:
+        if uuid not in self._callers:
+            self._callers[uuid] = TimeLimitedCaller(f"GPU {uuid}", self._deadline_s, self._threads)
+        try:
+            return await self._callers[uuid].call(self._question, uuid)
+        except DeviceError as e:
+            return e

@@ -128,7 +128,7 @@ def test_any_history_converges_without_disturbing_running_pods(history) -> None:
         for step in planned.steps:
             actual = apply(actual, step)
             behind = behind if actual.mps_daemon else set()
-        told = {*planned.ready, *(planned.waiting or {}), *(planned.refused or {})}
+        told = {*planned.ready, *planned.waiting, *planned.refused}
         assert told == wanted.keys(), "every reservation gets one answer"
         in_use = {uid for uid in actual.tenants & wanted.keys() if promises.get(uid) == wanted[uid]}
         assert in_use <= set(planned.ready), "who runs on what it was promised keeps it"

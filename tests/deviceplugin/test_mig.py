@@ -30,9 +30,7 @@ from carpool_deviceplugin.mig import (
     UnknownProfileError,
     fragmentation,
     free_counts,
-    max_contiguous_counts,
     occupied,
-    placements,
     plan_mig,
 )
 from carpool_deviceplugin.mig_instances import apply_plan, read_instances, read_table
@@ -251,8 +249,7 @@ def test_the_first_plan_of_a_process_takes_no_longer() -> None:
     search = Exhaustive(A100_40, media=True)
 
     def first(want: frozenset) -> float:
-        for remembering in (free_counts, fragmentation, placements, max_contiguous_counts):
-            remembering.cache_clear()
+        free_counts.cache_clear()
         return search.check(frozenset(), frozenset(), want)
 
     for want in search.by_multiset:
@@ -415,7 +412,7 @@ def test_step_that_fails_is_undone(node: Node, function: str, at: int) -> None:
 
     node.nvml.before_each(fail)
     try:
-        apply_plan(devices.session, uuid, table, plan, lambda: 0.0)
+        apply_plan(devices.session, uuid, plan, lambda: 0.0)
     except DeviceError as e:
         assert "it was undone" in str(e)  # noqa: PT017  # some calls are made fewer times than others
         assert {i.placement for i in read_instances(devices.session, uuid, table)} == {i.placement for i in before}
@@ -432,7 +429,7 @@ def test_processes_that_started_since_the_plan_are_left_alone(node: Node) -> Non
     plan = plan_mig(table, [instance], set(), [table.find("7g.40gb")])
     node.nvml.start(0, 42, 100, instance=instance.id)
     with pytest.raises(DeviceError, match=r": destroy instance 7 .* failed: .* make a new plan; it was undone"):
-        apply_plan(devices.session, uuid, table, plan, lambda: 0.0)
+        apply_plan(devices.session, uuid, plan, lambda: 0.0)
     assert read_instances(devices.session, uuid, table) == [instance]
 
 
@@ -443,5 +440,5 @@ def test_deadline_holds(node: Node) -> None:
     plan = plan_mig(table, [], set(), [table.find("1g.5gb")] * 3)
     seconds = iter(range(0, 1000, 20))
     with pytest.raises(DeviceError, match=r"expected all steps within 30 s.*it was undone"):
-        apply_plan(devices.session, uuid, table, plan, lambda: float(next(seconds)))
+        apply_plan(devices.session, uuid, plan, lambda: float(next(seconds)))
     assert read_instances(devices.session, uuid, table) == []

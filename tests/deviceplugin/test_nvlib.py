@@ -404,7 +404,7 @@ gpu, gpm = list_gpus(session)[0], GpmSampler(session)
 table = read_table(session, gpu)
 def to(*names):
     present = read_instances(session, gpu, table)
-    apply_plan(session, gpu, table, plan_mig(table, present, set(), [table.find(n) for n in names]), time.monotonic)
+    apply_plan(session, gpu, plan_mig(table, present, set(), [table.find(n) for n in names]), time.monotonic)
     found = read_instances(session, gpu, table)
     return [[str(i.placement), i.id] for i in found], [[d.uuid, d.gpu_instance_id] for d in
                                                        read_mig_devices(session, gpu)]

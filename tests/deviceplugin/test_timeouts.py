@@ -1,4 +1,4 @@
-"""Blocking calls to GPUs, and processes of the node."""
+"""Calls with deadlines, and processes of the node."""
 
 import asyncio
 import threading
@@ -17,18 +17,18 @@ GPUS = [GpuUuid(f"GPU-{at}") for at in range(8)]
 
 
 class Gpus:
-    """GPUs that answer with the thread that asked them; some hang until `release` is set."""
+    """GPUs that answer; some hang until `release` is set."""
 
     def __init__(self) -> None:
         self.hanging: set[GpuUuid] = set()
         self.release = threading.Event()
         self.asked: list[GpuUuid] = []
 
-    def ask(self, uuid: GpuUuid) -> threading.Thread:
+    def ask(self, uuid: GpuUuid) -> str:
         self.asked.append(uuid)
         if uuid in self.hanging:
             self.release.wait(60)
-        return threading.current_thread()
+        return uuid
 
 
 @pytest.fixture
@@ -38,21 +38,7 @@ def gpus() -> Iterator[Gpus]:
     made.release.set()
 
 
-async def test_gpus_that_answer_are_read_by_one_thread(gpus: Gpus) -> None:
-    """Regression: a new thread for each call cost more than the calls."""
-    rounds = Poll(gpus.ask, 30, CallThreads())
-    found = []
-    for _ in range(20):
-        found.append(await rounds.ask(GPUS))
-        await asyncio.sleep(0.005)  # the thread may not be idle yet
-    assert [list(answers) for answers in found] == [GPUS] * 20
-    assert all(len(set(answers.values())) == 1 for answers in found)
-    used = {thread for answers in found for thread in answers.values()}
-    assert len(used) <= len(found) / 2, "on a busy machine some were not idle in time"
-    assert await rounds.ask([]) == {}
-
-
-async def test_gpus_that_hang_delay_no_other(gpus: Gpus) -> None:
+async def test_hanging_gpus_delay_no_others_and_are_not_asked_again(gpus: Gpus) -> None:
     gpus.hanging = {GPUS[0], GPUS[3], GPUS[7]}
     rounds = Poll(gpus.ask, 1, CallThreads())
     found = await rounds.ask(GPUS)
@@ -72,7 +58,7 @@ async def test_gpus_that_hang_delay_no_other(gpus: Gpus) -> None:
     assert not any(isinstance(answer, DeviceError) for answer in well.values())
 
 
-async def test_a_device_error_is_an_answer_and_other_exceptions_are_raised(gpus: Gpus) -> None:
+async def test_errors_of_one_gpu_are_its_answer_and_bugs_are_raised(gpus: Gpus) -> None:
     def ask(uuid: GpuUuid) -> int:
         if uuid == GPUS[1]:
             raise DeviceError("GPU-1 is lost")
@@ -87,8 +73,8 @@ async def test_a_device_error_is_an_answer_and_other_exceptions_are_raised(gpus:
         await rounds.ask(GPUS)
 
 
-def test_an_idle_thread_ends_without_losing_work() -> None:
-    """The thread may be ending while it gets new work."""
+def test_idle_thread_ends_and_loses_no_work() -> None:
+    """The thread may be ending at the moment when it gets work."""
     threads, done = CallThreads(idle_s=0.0005), threading.Semaphore(0)
     before = threading.active_count()
     for number in range(300):
@@ -121,22 +107,14 @@ UID = "8f2c1b7e-0d3a-4c5b-9e6f-1a2b3c4d5e6f"
         ("", None),
     ],
 )  # fmt: skip
-def test_cgroups_of_kubelets(line: str, uid: str | None) -> None:
+def test_pod_of_a_cgroup(line: str, uid: str | None) -> None:
     assert pod_of(line) == uid
 
 
 @given(st.text())
-def test_anything_else_is_no_pod_or_a_uid(text: str) -> None:
+def test_any_text_is_a_uid_or_no_pod(text: str) -> None:
     found = pod_of(text)
     assert found is None or set(found) <= set("0123456789abcdef-")
-
-
-def test_command_that_looks_like_fields(tmp_path: Path) -> None:
-    (tmp_path / "42").mkdir()
-    (tmp_path / "42" / "cgroup").write_text("0::/\n")
-    (tmp_path / "42" / "stat").write_text("42 (a) R 1 2) () S " + " ".join(["0"] * 18) + " 4200 0\n")
-    found = ProcTree(tmp_path).find(42)
-    assert (found.started, found.name, found.key) == (4200, "a) R 1 2) (", "42-4200")
 
 
 def test_user_of_a_process(tmp_path: Path) -> None:
@@ -147,10 +125,20 @@ def test_user_of_a_process(tmp_path: Path) -> None:
     assert [ProcTree(tmp_path).user(pid) for pid in (42, 43, 44)] == [1000, None, None]
 
 
-@pytest.mark.parametrize("stat", ["", "42 (x) S", "42 (x) S " + "y " * 30])
-def test_unreadable_process_is_unknown(tmp_path: Path, stat: str) -> None:
+@pytest.mark.parametrize(
+    ("stat", "found"),
+    [
+        ("42 (a) R 1 2) () S " + " ".join(["0"] * 18) + " 4200 0\n", (4200, "a) R 1 2) (", "42-4200")),
+        ("", None),
+        ("42 (x) S", None),
+        ("42 (x) S " + "y " * 30, None),
+    ],
+    ids=["a command like fields", "empty", "short", "no numbers"],
+)
+def test_stat_of_a_process(tmp_path: Path, stat: str, found: tuple[int, str, str] | None) -> None:
     (tmp_path / "42").mkdir()
     (tmp_path / "42" / "cgroup").write_text("0::/\n")
     (tmp_path / "42" / "stat").write_text(stat)
-    assert ProcTree(tmp_path).find(42) is None
+    process = ProcTree(tmp_path).find(42)
+    assert (process and (process.started, process.name, process.key)) == found
     assert ProcTree(tmp_path).find(43) is None

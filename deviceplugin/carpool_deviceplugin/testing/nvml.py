@@ -1,11 +1,11 @@
-"""A stateful NVML: the functions of `pynvml` over GPUs that live in memory.
+"""A stateful NVML: the functions of `pynvml` over GPUs in memory.
 
-It raises pynvml's own errors and returns pynvml's own structures and pointers, so that an adapter cannot tell. Its
-behaviour is that of NVIDIA's documentation; what was never compared with hardware is said in docs/node-agent.md.
+It raises pynvml's errors and returns pynvml's structures and pointers. It behaves as NVIDIA documents it;
+docs/node-agent.md lists what was never compared with hardware.
 """
 
+import functools
 import uuid as uuids
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from ctypes import c_void_p, cast
 from dataclasses import dataclass, field
@@ -22,24 +22,6 @@ def key_of(handle: Any) -> int:
     return cast(handle, c_void_p).value or 0
 
 
-class Calls(ABC):
-    """How every function begins and ends."""
-
-    gpus: list[FakeGpu]
-    _objects: dict[int, tuple[int, Any]]
-
-    @abstractmethod
-    def _enter(self, name: str) -> None: ...
-    @abstractmethod
-    def _gpu(self, name: str, handle: Any) -> FakeGpu: ...
-    @abstractmethod
-    def _pointer(self, made: Any, type_: Any) -> Any: ...
-    @abstractmethod
-    def _object(self, handle: Any) -> Any: ...
-    @abstractmethod
-    def _reset(self, gpu: FakeGpu) -> None: ...
-
-
 NONE = 0xFFFFFFFF
 
 
@@ -51,322 +33,11 @@ class EventSet:
     events: list[tuple[int, int, int]] = field(default_factory=list)
 
 
-class EventFunctions(Calls):
-    """The part of the fake library that reports XIDs."""
-
-    def nvmlEventSetCreate(self) -> Any:
-        self._enter("nvmlEventSetCreate")
-        return self._pointer(EventSet(), pynvml.c_nvmlEventSet_t)
-
-    def nvmlEventSetFree(self, events: Any) -> None:
-        self._enter("nvmlEventSetFree")
-        self._object(events)
-        del self._objects[key_of(events)]
-
-    def nvmlDeviceRegisterEvents(self, handle: Any, types: int, events: Any) -> None:
-        gpu = self._gpu("nvmlDeviceRegisterEvents", handle)
-        self._object(events).gpus.add(gpu.index)
-
-    def nvmlEventSetWait(self, events: Any, timeout_ms: int) -> Any:
-        self._enter("nvmlEventSetWait")
-        waiting = self._object(events).events
-        if not waiting:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_TIMEOUT)
-        gpu, xid, instance = waiting.pop(0)
-        return pynvml.c_nvmlEventData_t(
-            device=self._pointer(self.gpus[gpu], pynvml.c_nvmlDevice_t),
-            eventType=pynvml.nvmlEventTypeXidCriticalError,
-            eventData=xid,
-            gpuInstanceId=instance,
-            computeInstanceId=NONE,
-        )
-
-
-class ReadFunctions(Calls):
-    """The part of the fake library that only reads."""
-
-    def nvmlDeviceGetIndex(self, handle: Any) -> int:
-        return self._gpu("nvmlDeviceGetIndex", handle).index
-
-    def nvmlDeviceGetMinorNumber(self, handle: Any) -> int:
-        return self._gpu("nvmlDeviceGetMinorNumber", handle).index
-
-    def nvmlDeviceGetName(self, handle: Any) -> str:
-        return self._gpu("nvmlDeviceGetName", handle).hardware.product
-
-    def nvmlDeviceGetMemoryInfo(self, handle: Any, version: int | None = None) -> Any:
-        gpu = self._gpu("nvmlDeviceGetMemoryInfo", handle)
-        found = self._object(handle)
-        if isinstance(found, FakeCompute):
-            return _memory_of_part(gpu, found)
-        total, reserved = gpu.hardware.memory_mib * MIB, gpu.hardware.reserved_mib * MIB
-        used = gpu.used_mib * MIB
-        if version is None:  # the first version counts what is reserved as used
-            return pynvml.c_nvmlMemory_t(total=total, free=total - used - reserved, used=used + reserved)
-        return pynvml.c_nvmlMemory_v2_t(
-            version=version, total=total, reserved=reserved, free=total - used - reserved, used=used
-        )
-
-    def nvmlDeviceGetCudaComputeCapability(self, handle: Any) -> tuple[int, int]:
-        return self._gpu("nvmlDeviceGetCudaComputeCapability", handle).hardware.compute_capability
-
-    def nvmlDeviceGetPciInfo(self, handle: Any) -> Any:
-        gpu = self._gpu("nvmlDeviceGetPciInfo", handle)
-        return pynvml.nvmlPciInfo_t(busId=f"00000000:{0x10 + gpu.index:02X}:00.0".encode(), bus=0x10 + gpu.index)
-
-    def nvmlDeviceGetComputeMode(self, handle: Any) -> int:
-        return self._gpu("nvmlDeviceGetComputeMode", handle).compute_mode
-
-    def nvmlDeviceGetNumaNodeId(self, handle: Any) -> int:
-        return self._gpu("nvmlDeviceGetNumaNodeId", handle).index // 4
-
-    def nvmlDeviceGetNvLinkState(self, handle: Any, link: int) -> int:
-        gpu = self._gpu("nvmlDeviceGetNvLinkState", handle)
-        if not gpu.hardware.nvlinks:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        if link >= gpu.hardware.nvlinks:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        return int(len(self.gpus) > 1)
-
-    def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: Any, link: int) -> Any:
-        gpu = self._gpu("nvmlDeviceGetNvLinkRemotePciInfo", handle)
-        others = [g for g in self.gpus if g is not gpu]
-        return pynvml.nvmlPciInfo_t(busId=f"00000000:{0x10 + others[link % len(others)].index:02X}:00.0".encode())
-
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> list[Any]:
-        gpu = self._gpu("nvmlDeviceGetComputeRunningProcesses", handle)
-        return [
-            pynvml.nvmlFriendlyObject(
-                {
-                    "pid": p.pid,
-                    "usedGpuMemory": p.memory_mib * MIB,
-                    "gpuInstanceId": NONE if p.instance is None else p.instance,
-                    "computeInstanceId": NONE if p.instance is None else 0,
-                }
-            )
-            for p in gpu.processes.values()
-        ]
-
-    def nvmlDeviceGetProcessUtilization(self, handle: Any, since_us: int) -> list[Any]:
-        gpu = self._gpu("nvmlDeviceGetProcessUtilization", handle)
-        if gpu.mig.is_enabled:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        found = [s for s in gpu.samples if s.timeStamp > since_us]
-        if not found:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
-        unfilled = pynvml.c_nvmlProcessUtilizationSample_t()
-        return [*found, unfilled]
-
-    def nvmlDeviceGetUtilizationRates(self, handle: Any) -> Any:
-        gpu = self._gpu("nvmlDeviceGetUtilizationRates", handle)
-        if gpu.mig.is_enabled:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        busy = min(1.0, sum(p.sm for p in gpu.processes.values()))
-        memory = min(1.0, sum(p.dram for p in gpu.processes.values()))
-        return pynvml.c_nvmlUtilization_t(gpu=round(100 * busy), memory=round(100 * memory))
-
-    def nvmlDeviceGetPowerUsage(self, handle: Any) -> int:
-        return round(1000 * self._gpu("nvmlDeviceGetPowerUsage", handle).power_w)
-
-    def nvmlDeviceGetEnforcedPowerLimit(self, handle: Any) -> int:
-        return 1000 * self._gpu("nvmlDeviceGetEnforcedPowerLimit", handle).hardware.power_limit_w
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle: Any) -> int:
-        return int(self._gpu("nvmlDeviceGetTotalEnergyConsumption", handle).energy_mj)
-
-    def nvmlDeviceGetClockInfo(self, handle: Any, type_: int) -> int:
-        self._gpu("nvmlDeviceGetClockInfo", handle)
-        return 1410 if type_ == pynvml.NVML_CLOCK_SM else 1215
-
-    def nvmlDeviceGetTemperature(self, handle: Any, sensor: int) -> int:
-        return self._gpu("nvmlDeviceGetTemperature", handle).temperature_c
-
-    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: Any) -> int:
-        return self._gpu("nvmlDeviceGetCurrentClocksEventReasons", handle).clock_reasons
-
-    def nvmlDeviceGetTotalEccErrors(self, handle: Any, error: int, counter: int) -> int:
-        gpu = self._gpu("nvmlDeviceGetTotalEccErrors", handle)
-        if not gpu.hardware.has_ecc:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        return gpu.ecc_uncorrectable if error == pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED else 0
-
-    def nvmlDeviceGetRemappedRows(self, handle: Any) -> tuple[int, int, int, int]:
-        gpu = self._gpu("nvmlDeviceGetRemappedRows", handle)
-        if not gpu.hardware.has_row_remap:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        return gpu.remap
-
-
-def _memory_of_part(gpu: FakeGpu, compute: FakeCompute) -> Any:
-    total = gpu.mig.instances[compute.instance_id].profile.memory_mib * MIB
-    used = sum(p.memory_mib for p in gpu.processes.values() if p.instance == compute.instance_id) * MIB
-    return pynvml.c_nvmlMemory_t(total=total, free=total - used, used=used)
-
-
-class ActivityFunctions(Calls):
-    """The part of the fake library that takes samples."""
-
-    def nvmlGpmQueryDeviceSupport(self, handle: Any) -> Any:
-        gpu = self._gpu("nvmlGpmQueryDeviceSupport", handle)
-        return pynvml.c_nvmlGpmSupport_t(version=1, isSupportedDevice=int(gpu.hardware.has_gpm))
-
-    def nvmlGpmSampleAlloc(self) -> Any:
-        self._enter("nvmlGpmSampleAlloc")
-        return self._pointer([0.0] * 6, pynvml.c_nvmlGpmSample_t)
-
-    def nvmlGpmSampleFree(self, sample: Any) -> None:
-        self._enter("nvmlGpmSampleFree")
-        self._object(sample)
-        del self._objects[key_of(sample)]
-
-    def nvmlGpmSampleGet(self, handle: Any, sample: Any) -> Any:
-        return self._gpm(self._gpu("nvmlGpmSampleGet", handle), None, sample)
-
-    def nvmlGpmMigSampleGet(self, handle: Any, instance: int, sample: Any) -> Any:
-        gpu = self._gpu("nvmlGpmMigSampleGet", handle)
-        if instance not in gpu.mig.instances:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        return self._gpm(gpu, instance, sample)
-
-    def _gpm(self, gpu: FakeGpu, instance: int | None, sample: Any) -> Any:
-        if not gpu.hardware.has_gpm:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        self._object(sample)[:] = gpu.integrals.get(instance, [0.0] * 6)
-        return sample
-
-    def nvmlGpmMetricsGet(self, request: Any) -> Any:
-        self._enter("nvmlGpmMetricsGet")
-        before, now = self._object(request.sample1), self._object(request.sample2)
-        places = {
-            pynvml.NVML_GPM_METRIC_GRAPHICS_UTIL: 1,
-            pynvml.NVML_GPM_METRIC_SM_UTIL: 2,
-            pynvml.NVML_GPM_METRIC_SM_OCCUPANCY: 3,
-            pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL: 4,
-            pynvml.NVML_GPM_METRIC_DRAM_BW_UTIL: 5,
-        }
-        elapsed = now[0] - before[0]
-        for i in range(request.numMetrics):
-            at = places[request.metrics[i].metricId]
-            request.metrics[i].nvmlReturn = pynvml.NVML_SUCCESS if elapsed > 0 else pynvml.NVML_ERROR_NO_DATA
-            request.metrics[i].value = 100 * (now[at] - before[at]) / elapsed if elapsed > 0 else 0.0
-        return request
-
-
-class MigFunctions(Calls):
-    """The part of the fake library that divides GPUs."""
-
-    def _mig(self, name: str, handle: Any, *, enabled: bool = True) -> tuple[FakeGpu, FakeMig]:
-        gpu = self._gpu(name, handle)
-        if gpu.mig.table is None or (enabled and not gpu.mig.is_enabled):
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        return gpu, gpu.mig
-
-    def nvmlDeviceGetMigMode(self, handle: Any) -> list[int]:
-        _, mig = self._mig("nvmlDeviceGetMigMode", handle, enabled=False)
-        return [int(mig.is_enabled), int(mig.is_pending)]
-
-    def nvmlDeviceSetMigMode(self, handle: Any, mode: int) -> int:
-        gpu, mig = self._mig("nvmlDeviceSetMigMode", handle, enabled=False)
-        was = mig.is_enabled
-        status = mig.switch(bool(mode), in_use=bool(gpu.processes))
-        if mig.is_enabled != was and gpu.hardware.mig_needs_reset:
-            self._reset(gpu)
-        return status
-
-    def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any) -> int:
-        gpu = self._gpu("nvmlDeviceGetMaxMigDeviceCount", handle)
-        return gpu.mig.most if gpu.mig.is_enabled else 0
-
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: int) -> Any:
-        _, mig = self._mig("nvmlDeviceGetMigDeviceHandleByIndex", handle)
-        return self._pointer(mig.device_at(index), pynvml.c_nvmlDevice_t)
-
-    def nvmlDeviceGetGpuInstanceId(self, handle: Any) -> int:
-        self._enter("nvmlDeviceGetGpuInstanceId")
-        return int(self._object(handle).instance_id)
-
-    def nvmlDeviceGetComputeInstanceId(self, handle: Any) -> int:
-        self._enter("nvmlDeviceGetComputeInstanceId")
-        return int(self._object(handle).id)
-
-    def nvmlDeviceGetGpuInstanceProfileInfo(self, handle: Any, profile: int, version: int = 2) -> Any:
-        _, mig = self._mig("nvmlDeviceGetGpuInstanceProfileInfo", handle, enabled=False)
-        return mig.profile_info(profile)
-
-    def nvmlDeviceGetGpuInstancePossiblePlacements(
-        self, handle: Any, profile_id: int, placements: Any, count: Any
-    ) -> int:
-        _, mig = self._mig("nvmlDeviceGetGpuInstancePossiblePlacements", handle, enabled=False)
-        profile = mig.profile(profile_id)
-        for i, start in enumerate(profile.starts):
-            placements[i].start, placements[i].size = start, profile.memory_slices
-        count._obj.value = len(profile.starts)
-        return int(pynvml.NVML_SUCCESS)
-
-    def nvmlDeviceGetGpuInstances(self, handle: Any, profile_id: int, instances: Any, count: Any) -> int:
-        _, mig = self._mig("nvmlDeviceGetGpuInstances", handle)
-        found = [made for made in mig.instances.values() if made.profile.id == profile_id]
-        for i, made in enumerate(found):
-            instances[i] = self._pointer((mig, made), pynvml.c_nvmlGpuInstance_t)
-        count._obj.value = len(found)
-        return int(pynvml.NVML_SUCCESS)
-
-    def nvmlGpuInstanceGetInfo(self, instance: Any) -> Any:
-        self._enter("nvmlGpuInstanceGetInfo")
-        mig, made = self._object(instance)
-        mig.must_exist(made)
-        place = pynvml.c_nvmlGpuInstancePlacement_t(made.start, made.profile.memory_slices)
-        return pynvml.c_nvmlGpuInstanceInfo_t(id=made.id, profileId=made.profile.id, placement=place)
-
-    def nvmlDeviceCreateGpuInstanceWithPlacement(self, handle: Any, profile_id: int, placement: Any) -> Any:
-        _, mig = self._mig("nvmlDeviceCreateGpuInstanceWithPlacement", handle)
-        made = mig.create(profile_id, placement._obj.start, placement._obj.size)
-        return self._pointer((mig, made), pynvml.c_nvmlGpuInstance_t)
-
-    def nvmlGpuInstanceDestroy(self, instance: Any) -> int:
-        self._enter("nvmlGpuInstanceDestroy")
-        mig, made = self._object(instance)
-        mig.destroy(made)
-        return int(pynvml.NVML_SUCCESS)
-
-    def nvmlGpuInstanceGetComputeInstanceProfileInfo(
-        self, instance: Any, profile: int, engine_profile: int, version: int = 2
-    ) -> Any:
-        self._enter("nvmlGpuInstanceGetComputeInstanceProfileInfo")
-        mig, made = self._object(instance)
-        return mig.compute_profile_info(made, profile)
-
-    def nvmlGpuInstanceCreateComputeInstance(self, instance: Any, profile_id: int) -> Any:
-        self._enter("nvmlGpuInstanceCreateComputeInstance")
-        mig, made = self._object(instance)
-        return self._pointer((mig, made, mig.create_compute(made, profile_id)), pynvml.c_nvmlComputeInstance_t)
-
-    def nvmlGpuInstanceGetComputeInstances(self, instance: Any, profile_id: int, instances: Any, count: Any) -> int:
-        self._enter("nvmlGpuInstanceGetComputeInstances")
-        mig, made = self._object(instance)
-        found = [c for c in made.compute.values() if c.profile_id == profile_id]
-        for i, compute in enumerate(found):
-            instances[i] = self._pointer((mig, made, compute), pynvml.c_nvmlComputeInstance_t)
-        count._obj.value = len(found)
-        return int(pynvml.NVML_SUCCESS)
-
-    def nvmlComputeInstanceDestroy(self, instance: Any) -> int:
-        self._enter("nvmlComputeInstanceDestroy")
-        mig, made, compute = self._object(instance)
-        mig.destroy_compute(made, compute)
-        return int(pynvml.NVML_SUCCESS)
-
-
 _SAMPLING_S = 1 / 6
 """The driver's sampling period of utilization."""
 
 
-def refuse(code: int) -> pynvml.NVMLError:
-    """Return NVML's error of a code."""
-    return pynvml.NVMLError(code)
-
-
-class FakeNvml(ReadFunctions, ActivityFunctions, EventFunctions, MigFunctions):
+class FakeNvml:
     """The library, with methods that tests use to change the node.
 
     Args:
@@ -463,27 +134,39 @@ class FakeNvml(ReadFunctions, ActivityFunctions, EventFunctions, MigFunctions):
         """Call `hook` with the name of each function that is called, before it is."""
         self._before = hook
 
-    # How every function begins.
+    def __getattribute__(self, name: str) -> Any:
+        """Return an attribute; functions of the library first record the call and fail where a test wants it."""
+        found = super().__getattribute__(name)
+        if not name.startswith("nvml"):
+            return found
+
+        @functools.wraps(found)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._enter(name)
+            return found(*args, **kwargs)
+
+        return call
 
     def _enter(self, name: str) -> None:
         self.calls.append(name)
+        if name == "nvmlInit":
+            return
         self._before(name)
         if self._failures.get(name):
-            raise refuse(self._failures[name].pop(0))
+            raise pynvml.NVMLError(self._failures[name].pop(0))
         if self._open_generation != self._generation:
-            raise refuse(pynvml.NVML_ERROR_UNINITIALIZED)
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_UNINITIALIZED)
 
-    def _gpu(self, name: str, handle: Any) -> FakeGpu:
-        self._enter(name)
+    def _gpu(self, handle: Any) -> FakeGpu:
         found = self._object(handle)
         if isinstance(found, FakeCompute):
             found = next(
                 g for g in self.gpus if any(found in made.compute.values() for made in g.mig.instances.values())
             )
         if not isinstance(found, FakeGpu):
-            raise refuse(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         if found.is_lost:
-            raise refuse(pynvml.NVML_ERROR_GPU_IS_LOST)
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
         return found
 
     def _pointer(self, made: Any, type_: Any) -> Any:
@@ -494,57 +177,332 @@ class FakeNvml(ReadFunctions, ActivityFunctions, EventFunctions, MigFunctions):
     def _object(self, handle: Any) -> Any:
         generation, found = self._objects.get(key_of(handle), (None, None))
         if generation != self._generation:
-            raise refuse(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         return found
 
     # The library.
 
     def nvmlInit(self) -> None:
-        self.calls.append("nvmlInit")
         if self.init_error is not None:
-            raise refuse(self.init_error)
+            raise pynvml.NVMLError(self.init_error)
         self._open_generation = self._generation
 
     def nvmlShutdown(self) -> None:
-        self._enter("nvmlShutdown")
         self._open_generation = None
 
     def nvmlSystemGetDriverVersion(self) -> str:
-        self._enter("nvmlSystemGetDriverVersion")
         return self.driver_version
 
     def nvmlSystemGetCudaDriverVersion(self) -> int:
-        self._enter("nvmlSystemGetCudaDriverVersion")
         return self.cuda_version
 
     def nvmlDeviceGetCount(self) -> int:
-        self._enter("nvmlDeviceGetCount")
         return len(self.gpus)
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> Any:
-        self._enter("nvmlDeviceGetHandleByIndex")
         if not 0 <= index < len(self.gpus):
-            raise refuse(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         if self.gpus[index].is_lost:
-            raise refuse(pynvml.NVML_ERROR_GPU_IS_LOST)
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
         return self._pointer(self.gpus[index], pynvml.c_nvmlDevice_t)
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Any:
-        self._enter("nvmlDeviceGetHandleByUUID")
         for gpu in self.gpus:
             if gpu.uuid == uuid:
                 if gpu.is_lost:
-                    raise refuse(pynvml.NVML_ERROR_GPU_IS_LOST)
+                    raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
                 return self._pointer(gpu, pynvml.c_nvmlDevice_t)
             for made in gpu.mig.instances.values():
                 for compute in made.compute.values():
                     if compute.uuid == uuid:
                         return self._pointer(compute, pynvml.c_nvmlDevice_t)
-        raise refuse(pynvml.NVML_ERROR_NOT_FOUND)
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
 
     def nvmlDeviceGetUUID(self, handle: Any) -> str:
-        self._enter("nvmlDeviceGetUUID")
         found = self._object(handle)
         if isinstance(found, FakeGpu) and found.is_lost:
-            raise refuse(pynvml.NVML_ERROR_GPU_IS_LOST)
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
         return str(found.uuid)
+
+    # Readings.
+
+    def nvmlDeviceGetIndex(self, handle: Any) -> int:
+        return self._gpu(handle).index
+
+    def nvmlDeviceGetMinorNumber(self, handle: Any) -> int:
+        return self._gpu(handle).index
+
+    def nvmlDeviceGetName(self, handle: Any) -> str:
+        return self._gpu(handle).hardware.product
+
+    def nvmlDeviceGetMemoryInfo(self, handle: Any, version: int | None = None) -> Any:
+        gpu = self._gpu(handle)
+        found = self._object(handle)
+        if isinstance(found, FakeCompute):
+            return _memory_of_part(gpu, found)
+        total, reserved = gpu.hardware.memory_mib * MIB, gpu.hardware.reserved_mib * MIB
+        used = gpu.used_mib * MIB
+        if version is None:  # the first version counts what is reserved as used
+            return pynvml.c_nvmlMemory_t(total=total, free=total - used - reserved, used=used + reserved)
+        return pynvml.c_nvmlMemory_v2_t(
+            version=version, total=total, reserved=reserved, free=total - used - reserved, used=used
+        )
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: Any) -> tuple[int, int]:
+        return self._gpu(handle).hardware.compute_capability
+
+    def nvmlDeviceGetPciInfo(self, handle: Any) -> Any:
+        gpu = self._gpu(handle)
+        return pynvml.nvmlPciInfo_t(busId=f"00000000:{0x10 + gpu.index:02X}:00.0".encode(), bus=0x10 + gpu.index)
+
+    def nvmlDeviceGetComputeMode(self, handle: Any) -> int:
+        return self._gpu(handle).compute_mode
+
+    def nvmlDeviceGetNumaNodeId(self, handle: Any) -> int:
+        return self._gpu(handle).index // 4
+
+    def nvmlDeviceGetNvLinkState(self, handle: Any, link: int) -> int:
+        gpu = self._gpu(handle)
+        if not gpu.hardware.nvlinks:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        if link >= gpu.hardware.nvlinks:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        return int(len(self.gpus) > 1)
+
+    def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: Any, link: int) -> Any:
+        gpu = self._gpu(handle)
+        others = [g for g in self.gpus if g is not gpu]
+        return pynvml.nvmlPciInfo_t(busId=f"00000000:{0x10 + others[link % len(others)].index:02X}:00.0".encode())
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> list[Any]:
+        gpu = self._gpu(handle)
+        return [
+            pynvml.nvmlFriendlyObject(
+                {
+                    "pid": p.pid,
+                    "usedGpuMemory": p.memory_mib * MIB,
+                    "gpuInstanceId": NONE if p.instance is None else p.instance,
+                    "computeInstanceId": NONE if p.instance is None else 0,
+                }
+            )
+            for p in gpu.processes.values()
+        ]
+
+    def nvmlDeviceGetProcessUtilization(self, handle: Any, since_us: int) -> list[Any]:
+        gpu = self._gpu(handle)
+        if gpu.mig.is_enabled:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        found = [s for s in gpu.samples if s.timeStamp > since_us]
+        if not found:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        unfilled = pynvml.c_nvmlProcessUtilizationSample_t()
+        return [*found, unfilled]
+
+    def nvmlDeviceGetUtilizationRates(self, handle: Any) -> Any:
+        gpu = self._gpu(handle)
+        if gpu.mig.is_enabled:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        busy = min(1.0, sum(p.sm for p in gpu.processes.values()))
+        memory = min(1.0, sum(p.dram for p in gpu.processes.values()))
+        return pynvml.c_nvmlUtilization_t(gpu=round(100 * busy), memory=round(100 * memory))
+
+    def nvmlDeviceGetPowerUsage(self, handle: Any) -> int:
+        return round(1000 * self._gpu(handle).power_w)
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, handle: Any) -> int:
+        return 1000 * self._gpu(handle).hardware.power_limit_w
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: Any) -> int:
+        return int(self._gpu(handle).energy_mj)
+
+    def nvmlDeviceGetClockInfo(self, handle: Any, type_: int) -> int:
+        self._gpu(handle)
+        return 1410 if type_ == pynvml.NVML_CLOCK_SM else 1215
+
+    def nvmlDeviceGetTemperature(self, handle: Any, sensor: int) -> int:
+        return self._gpu(handle).temperature_c
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: Any) -> int:
+        return self._gpu(handle).clock_reasons
+
+    def nvmlDeviceGetTotalEccErrors(self, handle: Any, error: int, counter: int) -> int:
+        gpu = self._gpu(handle)
+        if not gpu.hardware.has_ecc:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return gpu.ecc_uncorrectable if error == pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED else 0
+
+    def nvmlDeviceGetRemappedRows(self, handle: Any) -> tuple[int, int, int, int]:
+        gpu = self._gpu(handle)
+        if not gpu.hardware.has_row_remap:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return gpu.remap
+
+    # GPM samples.
+
+    def nvmlGpmQueryDeviceSupport(self, handle: Any) -> Any:
+        gpu = self._gpu(handle)
+        return pynvml.c_nvmlGpmSupport_t(version=1, isSupportedDevice=int(gpu.hardware.has_gpm))
+
+    def nvmlGpmSampleAlloc(self) -> Any:
+        return self._pointer([0.0] * 6, pynvml.c_nvmlGpmSample_t)
+
+    def nvmlGpmSampleFree(self, sample: Any) -> None:
+        self._object(sample)
+        del self._objects[key_of(sample)]
+
+    def nvmlGpmSampleGet(self, handle: Any, sample: Any) -> Any:
+        return self._gpm(self._gpu(handle), None, sample)
+
+    def nvmlGpmMigSampleGet(self, handle: Any, instance: int, sample: Any) -> Any:
+        gpu = self._gpu(handle)
+        if instance not in gpu.mig.instances:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        return self._gpm(gpu, instance, sample)
+
+    def _gpm(self, gpu: FakeGpu, instance: int | None, sample: Any) -> Any:
+        if not gpu.hardware.has_gpm:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        self._object(sample)[:] = gpu.integrals.get(instance, [0.0] * 6)
+        return sample
+
+    def nvmlGpmMetricsGet(self, request: Any) -> Any:
+        before, now = self._object(request.sample1), self._object(request.sample2)
+        places = {
+            pynvml.NVML_GPM_METRIC_GRAPHICS_UTIL: 1,
+            pynvml.NVML_GPM_METRIC_SM_UTIL: 2,
+            pynvml.NVML_GPM_METRIC_SM_OCCUPANCY: 3,
+            pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL: 4,
+            pynvml.NVML_GPM_METRIC_DRAM_BW_UTIL: 5,
+        }
+        elapsed = now[0] - before[0]
+        for i in range(request.numMetrics):
+            at = places[request.metrics[i].metricId]
+            request.metrics[i].nvmlReturn = pynvml.NVML_SUCCESS if elapsed > 0 else pynvml.NVML_ERROR_NO_DATA
+            request.metrics[i].value = 100 * (now[at] - before[at]) / elapsed if elapsed > 0 else 0.0
+        return request
+
+    # XIDs.
+
+    def nvmlEventSetCreate(self) -> Any:
+        return self._pointer(EventSet(), pynvml.c_nvmlEventSet_t)
+
+    def nvmlEventSetFree(self, events: Any) -> None:
+        self._object(events)
+        del self._objects[key_of(events)]
+
+    def nvmlDeviceRegisterEvents(self, handle: Any, types: int, events: Any) -> None:
+        gpu = self._gpu(handle)
+        self._object(events).gpus.add(gpu.index)
+
+    def nvmlEventSetWait(self, events: Any, timeout_ms: int) -> Any:
+        waiting = self._object(events).events
+        if not waiting:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_TIMEOUT)
+        gpu, xid, instance = waiting.pop(0)
+        return pynvml.c_nvmlEventData_t(
+            device=self._pointer(self.gpus[gpu], pynvml.c_nvmlDevice_t),
+            eventType=pynvml.nvmlEventTypeXidCriticalError,
+            eventData=xid,
+            gpuInstanceId=instance,
+            computeInstanceId=NONE,
+        )
+
+    # MIG.
+
+    def _mig(self, handle: Any, *, enabled: bool = True) -> tuple[FakeGpu, FakeMig]:
+        gpu = self._gpu(handle)
+        if gpu.mig.table is None or (enabled and not gpu.mig.is_enabled):
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return gpu, gpu.mig
+
+    def nvmlDeviceGetMigMode(self, handle: Any) -> list[int]:
+        _, mig = self._mig(handle, enabled=False)
+        return [int(mig.is_enabled), int(mig.is_pending)]
+
+    def nvmlDeviceSetMigMode(self, handle: Any, mode: int) -> int:
+        gpu, mig = self._mig(handle, enabled=False)
+        was = mig.is_enabled
+        status = mig.switch(bool(mode), in_use=bool(gpu.processes))
+        if mig.is_enabled != was and gpu.hardware.mig_needs_reset:
+            self._reset(gpu)
+        return status
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any) -> int:
+        gpu = self._gpu(handle)
+        return gpu.mig.most if gpu.mig.is_enabled else 0
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: int) -> Any:
+        _, mig = self._mig(handle)
+        return self._pointer(mig.device_at(index), pynvml.c_nvmlDevice_t)
+
+    def nvmlDeviceGetGpuInstanceId(self, handle: Any) -> int:
+        return int(self._object(handle).instance_id)
+
+    def nvmlDeviceGetComputeInstanceId(self, handle: Any) -> int:
+        return int(self._object(handle).id)
+
+    def nvmlDeviceGetGpuInstanceProfileInfo(self, handle: Any, profile: int, version: int = 2) -> Any:
+        _, mig = self._mig(handle, enabled=False)
+        return mig.profile_info(profile)
+
+    def nvmlDeviceGetGpuInstancePossiblePlacements(
+        self, handle: Any, profile_id: int, placements: Any, count: Any
+    ) -> int:
+        _, mig = self._mig(handle, enabled=False)
+        profile = mig.profile(profile_id)
+        found = [pynvml.c_nvmlGpuInstancePlacement_t(start, profile.memory_slices) for start in profile.starts]
+        return _fill(placements, count, found)
+
+    def nvmlDeviceGetGpuInstances(self, handle: Any, profile_id: int, instances: Any, count: Any) -> int:
+        _, mig = self._mig(handle)
+        found = [made for made in mig.instances.values() if made.profile.id == profile_id]
+        return _fill(instances, count, [self._pointer((mig, made), pynvml.c_nvmlGpuInstance_t) for made in found])
+
+    def nvmlGpuInstanceGetInfo(self, instance: Any) -> Any:
+        mig, made = self._object(instance)
+        mig.must_exist(made)
+        place = pynvml.c_nvmlGpuInstancePlacement_t(made.start, made.profile.memory_slices)
+        return pynvml.c_nvmlGpuInstanceInfo_t(id=made.id, profileId=made.profile.id, placement=place)
+
+    def nvmlDeviceCreateGpuInstanceWithPlacement(self, handle: Any, profile_id: int, placement: Any) -> Any:
+        _, mig = self._mig(handle)
+        made = mig.create(profile_id, placement._obj.start, placement._obj.size)
+        return self._pointer((mig, made), pynvml.c_nvmlGpuInstance_t)
+
+    def nvmlGpuInstanceDestroy(self, instance: Any) -> int:
+        mig, made = self._object(instance)
+        mig.destroy(made)
+        return int(pynvml.NVML_SUCCESS)
+
+    def nvmlGpuInstanceGetComputeInstanceProfileInfo(
+        self, instance: Any, profile: int, engine_profile: int, version: int = 2
+    ) -> Any:
+        mig, made = self._object(instance)
+        return mig.compute_profile_info(made, profile)
+
+    def nvmlGpuInstanceCreateComputeInstance(self, instance: Any, profile_id: int) -> Any:
+        mig, made = self._object(instance)
+        return self._pointer((mig, made, mig.create_compute(made, profile_id)), pynvml.c_nvmlComputeInstance_t)
+
+    def nvmlGpuInstanceGetComputeInstances(self, instance: Any, profile_id: int, instances: Any, count: Any) -> int:
+        mig, made = self._object(instance)
+        found = [c for c in made.compute.values() if c.profile_id == profile_id]
+        return _fill(instances, count, [self._pointer((mig, made, c), pynvml.c_nvmlComputeInstance_t) for c in found])
+
+    def nvmlComputeInstanceDestroy(self, instance: Any) -> int:
+        mig, made, compute = self._object(instance)
+        mig.destroy_compute(made, compute)
+        return int(pynvml.NVML_SUCCESS)
+
+
+def _memory_of_part(gpu: FakeGpu, compute: FakeCompute) -> Any:
+    total = gpu.mig.instances[compute.instance_id].profile.memory_mib * MIB
+    used = sum(p.memory_mib for p in gpu.processes.values() if p.instance == compute.instance_id) * MIB
+    return pynvml.c_nvmlMemory_t(total=total, free=total - used, used=used)
+
+
+def _fill(array: Any, count: Any, items: Sequence[Any]) -> int:
+    for i, item in enumerate(items):
+        array[i] = item
+    count._obj.value = len(items)
+    return int(pynvml.NVML_SUCCESS)

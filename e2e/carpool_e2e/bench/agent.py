@@ -72,7 +72,7 @@ def measure_mig(tell: Callable[[str], None]) -> MigTimes:
 
 def layouts_of(table: MigTable) -> Layouts:
     """Return every layout of a GPU, by its multiset of profiles."""
-    places = [place for profile in table.profiles for _, place in mig.placements(profile)]
+    places = [place for profile in table.profiles for _, place in profile.placements]
     found: dict[Multiset, list[Sequence[Placement]]] = defaultdict(list)
 
     def extend(at: int, taken: OccupiedSlices, chosen: tuple[Placement, ...]) -> None:
@@ -98,8 +98,7 @@ def _pairs(table: MigTable) -> Iterator[float]:
 
 def _first(found: Layouts) -> Iterator[float]:
     for wanted in found:
-        for remembering in (mig.free_counts, mig.fragmentation, mig.placements, mig.max_contiguous_counts):
-            remembering.cache_clear()
+        mig.free_counts.cache_clear()
         yield _plan_s(A100_40, (), 0, wanted)
 
 
@@ -115,7 +114,7 @@ def _division() -> float:
     pods = [PodUid(f"uid-{number}") for number in range(14)]
     mig_instances = tuple(
         MigInstance(Instance(number, place), True, pods[number], frozenset({pods[number]}), True)
-        for number, (_, place) in enumerate(mig.placements(profile))
+        for number, (_, place) in enumerate(profile.placements)
     )
     wanted = [
         Reservation(
