@@ -82,7 +82,7 @@ def shown(steps) -> list[tuple[str, str, int]]:
         pytest.param([], [], ["1g.5gb"], [("create", "1g.5gb", 6)], id="small-one-where-it-hurts-least"),
     ],
 )
-def test_steps(present, in_use, want, steps) -> None:
+def test_plan_has_the_fewest_steps(present, in_use, want, steps) -> None:
     plan = plan_mig(A100_40, at(A100_40, *present), set(in_use), wanted(A100_40, *want))
     assert isinstance(plan, MigPlan)
     assert shown(plan.steps) == steps
@@ -99,14 +99,14 @@ def test_steps(present, in_use, want, steps) -> None:
         pytest.param([("1g.5gb+me", 0)], [1], ["1g.5gb+me"] * 2, [], "fit on one GPU together", id="one-media-only"),
     ],
 )  # fmt: skip
-def test_refusals_name_what_is_in_the_way(present, in_use, want, blocking, says) -> None:
+def test_refusal_names_blocking_instances(present, in_use, want, blocking, says) -> None:
     found = plan_mig(A100_40, at(A100_40, *present), set(in_use), wanted(A100_40, *want))
     assert isinstance(found, MigRefusal)
     assert [i.id for i in found.blocking] == blocking
     assert re.search(says, found.message)
 
 
-def test_unknown_profile_says_the_choices() -> None:
+def test_unknown_profile_lists_the_profiles() -> None:
     with pytest.raises(UnknownProfileError, match=r"out of 4g.24gb, 2g.12gb.*found '3g.20gb'"):
         A30.find("3g.20gb")
 
@@ -122,7 +122,7 @@ def test_tables_agree_with_the_products() -> None:
     assert TABLES.keys() - {product.name for product in PRODUCTS} == {"NVIDIA A100-PCIE-40GB"}
 
 
-def test_fragmentation_is_none_when_empty_and_all_when_nothing_fits() -> None:
+def test_fragmentation_grows_with_scatter() -> None:
     assert fragmentation(A100_40, OccupiedSlices()) == 0
     full = occupied([Placement(A100_40.find("7g.40gb"), 0)])
     assert fragmentation(A100_40, full) == 0, "nothing is free, so nothing is scattered"
@@ -130,14 +130,6 @@ def test_fragmentation_is_none_when_empty_and_all_when_nothing_fits() -> None:
     scattered = occupied([Placement(A100_40.find("1g.5gb"), 1), Placement(A100_40.find("1g.5gb"), 5)])
     assert fragmentation(A100_40, packed) < fragmentation(A100_40, scattered) <= 1
     assert free_counts(A100_40, packed) > free_counts(A100_40, scattered)
-
-
-def test_overlap_is_no_layout() -> None:
-    with pytest.raises(ValueError, match="do not overlap"):
-        occupied([Placement(A100_40.find("4g.20gb"), 0), Placement(A100_40.find("1g.5gb"), 3)])
-
-
-# A search that knows the placements only as ranges of slices, and tries everything.
 
 
 def every_layout(table: MigTable, *, media: bool) -> list[Layout]:
@@ -216,11 +208,11 @@ def shape(table: MigTable) -> list[tuple]:
 
 
 def test_a100_and_h100_have_one_geometry() -> None:
-    """So that what is exhaustive on one of them is so on the other; names alone differ."""
+    """Exhaustive tests of one are exhaustive for all."""
     assert shape(A100_40) == shape(A100_80) == shape(H100_80) == shape(H200)
 
 
-def test_whatever_is_in_use_and_whatever_is_wanted() -> None:
+def test_plans_beside_any_layout_in_use() -> None:
     """Exhaustive: each layout that may be in use, with each multiset that may be wanted (without media extensions)."""
     search = Exhaustive(A100_40, media=False)
     assert (len(search.layouts), len(search.by_multiset)) == (723, 78)
@@ -230,7 +222,7 @@ def test_whatever_is_in_use_and_whatever_is_wanted() -> None:
 
 
 @pytest.mark.parametrize("table", [A100_40, H100_80, A30], ids=["A100", "H100", "A30"])
-def test_every_pair_of_multisets(table: MigTable) -> None:
+def test_plans_between_all_pairs_of_profiles(table: MigTable) -> None:
     """Every pair of multisets, media extensions too; of the layouts and uses of each, one drawn by chance."""
     search, draw = Exhaustive(table, media=True), random.Random(7)  # noqa: S311  # reproducible, not secret
     slow: list[tuple[Layout, Layout, frozenset]] = []
@@ -244,8 +236,8 @@ def test_every_pair_of_multisets(table: MigTable) -> None:
         assert min(search.check(*case) for _ in range(5)) <= 0.01
 
 
-def test_the_first_plan_of_a_process_takes_no_longer() -> None:
-    """Regression: nothing is remembered yet, and it took 8.5 ms, under load 20."""
+def test_first_plan_of_a_process_is_fast() -> None:
+    """Regression: with empty caches a plan took 8.5 ms."""
     search = Exhaustive(A100_40, media=True)
 
     def first(want: frozenset) -> float:
@@ -276,7 +268,7 @@ def cases(search: Exhaustive) -> Iterator[tuple[Layout, Layout, frozenset]]:
 
 
 @pytest.mark.parametrize("media", [False, True], ids=["without-media", "with-media"])
-def test_from_whatever_is_there_to_whatever_is_wanted(media: bool) -> None:
+def test_plans_from_any_layout_to_any_wish(media: bool) -> None:
     search = Exhaustive(A100_40, media=media)
     done = sum(search.check(*case) >= 0 for case in cases(search))
     everything = sum(2 ** len(layout) for layout in search.layouts) * len(search.by_multiset)
@@ -284,7 +276,7 @@ def test_from_whatever_is_there_to_whatever_is_wanted(media: bool) -> None:
     assert everything == (6_064_000 if media else 904_254)
 
 
-def test_the_fewest_are_named_in_a_refusal() -> None:
+def test_refusal_names_the_fewest_instances() -> None:
     search, draw = Exhaustive(A100_40, media=False), random.Random(3)  # noqa: S311  # reproducible, not secret
     for _ in range(300):
         used, want = draw.choice(search.layouts), draw.choice(list(search.by_multiset))
@@ -320,7 +312,7 @@ def test_plan_prints_and_applies(node: Node) -> None:
     assert node.nvml.gpus[0].mig.instances == {}
 
 
-def test_instances_of_others_are_destroyed_only_where_that_is_said(node: Node) -> None:
+def test_foreign_instances_need_destroy_others(node: Node) -> None:
     run(node, "plan", "--gpu", "0", "--to", "mig:3g.20gb", "--apply")
     dry = run(node, "plan", "--gpu", "0", "--to", "mig:")
     assert "(not created by the agent: takes --destroy-others)" in dry.output
@@ -329,7 +321,7 @@ def test_instances_of_others_are_destroyed_only_where_that_is_said(node: Node) -
     assert "found instances of others: instance 1 (3g.20gb on memory slices 4-7)" in refused.output
 
 
-def test_idle_instances_of_the_agent_go_without_a_word(node: Node) -> None:
+def test_idle_instances_of_the_agent_need_no_flag(node: Node) -> None:
     devices = node.devices()
     profile = node.nvml.gpus[0].mig.table.find("1g.5gb")
     devices.apply(devices.uuids[0], CreateInstance(Placement(profile, 6), None))
@@ -352,17 +344,7 @@ def test_instances_in_use_are_reported_and_kept(node: Node) -> None:
     assert (wanted.exit_code, wanted.output.splitlines()[-1]) == (0, "done")
 
 
-def test_blocking_instances_are_named(node: Node) -> None:
-    run(node, "plan", "--gpu", "0", "--to", "mig:1g.5gb", "--apply")
-    (instance,) = node.nvml.gpus[0].mig.instances
-    node.nvml.start(0, 42, 100, instance=instance)
-    assert (
-        f"found instance {instance} (1g.5gb on memory slice 6) in use"
-        in run(node, "plan", "--gpu", "0", "--to", "mig:7g.40gb", "--apply").output
-    )
-
-
-def test_instance_that_is_promised_to_a_pod_is_in_use(node: Node) -> None:
+def test_instance_of_a_reservation_is_in_use(node: Node) -> None:
     devices = node.devices()
     profile = node.nvml.gpus[0].mig.table.find("1g.5gb")
     devices.apply(devices.uuids[0], CreateInstance(Placement(profile, 6), PodUid("uid-a")))
@@ -371,7 +353,7 @@ def test_instance_that_is_promised_to_a_pod_is_in_use(node: Node) -> None:
     assert len(node.nvml.gpus[0].mig.instances) == 1
 
 
-def test_switched_off_says_how_to_switch_on(node: Node) -> None:
+def test_mig_off_names_the_command(node: Node) -> None:
     node.nvml.gpus[0].mig.is_enabled = node.nvml.gpus[0].mig.is_pending = False
     printed = run(node, "plan", "--gpu", "0", "--to", "mig:7g.40gb").output.splitlines()
     assert [line.split()[0] for line in printed] == ["before:", "note:", "would"]
@@ -397,7 +379,7 @@ FAILING = ["nvmlDeviceCreateGpuInstanceWithPlacement", "nvmlGpuInstanceCreateCom
 
 @pytest.mark.parametrize("function", FAILING)
 @pytest.mark.parametrize("at", range(6))
-def test_step_that_fails_is_undone(node: Node, function: str, at: int) -> None:
+def test_failed_step_is_undone(node: Node, function: str, at: int) -> None:
     devices = node.devices()
     uuid: GpuUuid = devices.uuids[0]
     run(node, "plan", "--gpu", "0", "--to", "mig:1g.5gb,1g.5gb", "--apply")
@@ -420,7 +402,7 @@ def test_step_that_fails_is_undone(node: Node, function: str, at: int) -> None:
         assert len(read_instances(devices.session, uuid, table)) == 2
 
 
-def test_processes_that_started_since_the_plan_are_left_alone(node: Node) -> None:
+def test_processes_that_started_after_the_plan_keep_their_instance(node: Node) -> None:
     devices = node.devices()
     uuid = devices.uuids[0]
     run(node, "plan", "--gpu", "0", "--to", "mig:1g.5gb", "--apply")
@@ -433,7 +415,7 @@ def test_processes_that_started_since_the_plan_are_left_alone(node: Node) -> Non
     assert read_instances(devices.session, uuid, table) == [instance]
 
 
-def test_deadline_holds(node: Node) -> None:
+def test_plan_has_a_deadline(node: Node) -> None:
     devices = node.devices()
     uuid = devices.uuids[0]
     table = read_table(devices.session, uuid)

@@ -54,7 +54,7 @@ from plan_world import EXCLUSIVE, IDLE, MIG, MPS, SHARED, SLICED, TIME_SLICING, 
             replace(SHARED, limits={}),
             [("b", MPS, {})],
             (StopMps(), StartMps(), SetLimits(B, Limits())),
-            id="mps-daemon-of-nobody-knows-whom",
+            id="mps-daemon-without-limits",
         ),
         pytest.param(
             replace(SHARED, mps_daemon=False),
@@ -66,10 +66,11 @@ from plan_world import EXCLUSIVE, IDLE, MIG, MPS, SHARED, SLICED, TIME_SLICING, 
             SHARED,
             [("a", MPS, {"memory_limit_mib": 10_000}), ("b", MPS, {})],
             (SetLimits(B, Limits()),),
-            id="second-mps-tenant-joins-while-nobody-is-there",
+            id="second-mps-tenant-joins-before-the-first-runs",
         ),
         pytest.param(SHARED, [("a", MPS, {"memory_limit_mib": 10_000})], (), id="mps-nothing-to-do"),
         pytest.param(SHARED, [], (StopMps(), SetMode(None)), id="mps-returned"),
+        pytest.param(replace(SHARED, tenants=frozenset({A})), [], (), id="mps-returned-under-its-client"),
         pytest.param(SHARED, [("a", EXCLUSIVE, {})], (StopMps(), SetMode(EXCLUSIVE)), id="mps-to-exclusive"),
         pytest.param(
             replace(SHARED, mps_daemon=False),
@@ -87,7 +88,7 @@ from plan_world import EXCLUSIVE, IDLE, MIG, MPS, SHARED, SLICED, TIME_SLICING, 
             replace(SHARED, mps_hung=True),
             [("a", MPS, {"memory_limit_mib": 10_000})],
             (StopMps(), StartMps(), SetLimits(A, Limits(10_000, None))),
-            id="daemon-hangs-and-nobody-is-there",
+            id="daemon-hangs-without-clients",
         ),
         pytest.param(
             replace(SHARED, mps_hung=True, tenants=frozenset({A})),
@@ -154,7 +155,7 @@ def test_shortest_steps(reserve, actual, wanted, steps) -> None:
             [A],
             A,
             "is TimeSlicing for default/b",
-            id="who-runs-comes-first",
+            id="running-first",
         ),
         pytest.param(
             IDLE,
@@ -200,7 +201,7 @@ def measured(reserve, measured_mib: int | None = 10_000) -> list[Reservation]:
     ]
 
 
-def test_what_was_measured_counts_for_who_comes_in(reserve) -> None:
+def test_measured_peaks_count_for_new_pods(reserve) -> None:
     beside_a = replace(SHARED, limits={A: Limits(30_000, None)}, tenants=frozenset({A}))
     held = frozenset({A})
     assert plan(beside_a, measured(reserve), held, {A: 9_000}).ready == (A, B)
@@ -215,7 +216,7 @@ def test_what_was_measured_counts_for_who_comes_in(reserve) -> None:
 @pytest.mark.parametrize("there", [{A}, {B}, {A, B}, set()], ids=["a", "b", "both", "nobody"])
 @pytest.mark.parametrize("peak_mib", [9_000, 20_000])
 @pytest.mark.parametrize("is_agent_new", [True, False], ids=["next agent", "same agent"])
-def test_who_was_let_in_stays_whoever_else_is_on_the_gpu(reserve, there, peak_mib, is_agent_new) -> None:
+def test_admitted_pods_stay(reserve, there, peak_mib, is_agent_new) -> None:
     """Regression: while A had no process for a moment, B came first, and A's limits did not go beside it."""
     limits = {A: Limits(30_000, None), B: Limits(25_000, None)}
     shared = replace(SHARED, limits=limits, tenants=frozenset(there))
@@ -227,7 +228,7 @@ def test_who_was_let_in_stays_whoever_else_is_on_the_gpu(reserve, there, peak_mi
         assert there <= set(found.ready)
 
 
-def test_who_wants_more_than_it_was_let_in_with_is_asked_again(reserve) -> None:
+def test_higher_limit_is_checked_again(reserve) -> None:
     shared = replace(SHARED, limits={A: Limits(5_000, None), B: Limits(25_000, None)}, tenants=frozenset({B}))
     found = plan(shared, measured(reserve, None), frozenset({A, B}))
     assert (found.ready, list(found.refused)) == ((B,), [A])
@@ -238,21 +239,17 @@ def test_mps_over_several_gpus_is_refused(reserve) -> None:
     assert "expected one GPU with MPS, found 2" in planned.refused[A]
 
 
-def test_sickness_takes_nothing_from_who_is_there(reserve) -> None:
+def test_unhealthy_gpu_keeps_its_pods(reserve) -> None:
     sick = replace(SLICED, problem="it is hot", tenants=frozenset({A}))
     planned = plan(sick, [reserve("a"), reserve("b")])
     assert (planned.ready, list(planned.refused)) == ((A,), [B])
 
 
 @pytest.mark.parametrize("mode", [EXCLUSIVE, TIME_SLICING, MPS])
-def test_newcomer_waits_for_who_is_leaving(reserve, mode) -> None:
+def test_new_pod_waits_for_leaving_pods(reserve, mode) -> None:
     planned = plan(replace(SLICED, tenants=frozenset({A})), [reserve("b", mode=mode)])
     assert (planned.steps, planned.ready) == ((), ())
     assert planned.waiting == {B: "waits for the processes of pod uid-a to leave GPU GPU-1"}
-
-
-def test_nothing_is_returned_while_somebody_is_there(reserve) -> None:
-    assert plan(replace(SHARED, tenants=frozenset({A})), []).steps == ()
 
 
 @pytest.mark.parametrize(
@@ -264,7 +261,7 @@ def test_nothing_is_returned_while_somebody_is_there(reserve) -> None:
         (SLICED, (SetMode(None),)),
     ],
 )
-def test_way_back_ends_where_it_began(before, steps) -> None:
+def test_undo_restores_the_state(before, steps) -> None:
     for count in range(len(steps) + 1):
         now = before
         for step in (*steps[:count], *way_back(steps[:count], before)):
@@ -309,7 +306,7 @@ def cases(draw: st.DrawFn) -> tuple[MigTable, list[MigInstance], list[Reservatio
 
 @settings(max_examples=300, deadline=None)
 @given(cases())
-def test_everybody_gets_one_answer_and_nothing_is_taken_from_anybody(case) -> None:
+def test_mig_division_answers_each_pod_and_takes_no_instance(case) -> None:
     table, mig_instances, granted = case
     actual = GpuActual(GpuUuid("GPU-1"), 1, frozenset(), mig_instances=tuple(mig_instances), mig_table=table)
     found = divide(actual, table, granted)
