@@ -188,6 +188,8 @@ def _ours(directory: Path) -> Iterable[Path]:
 
 
 NVIDIA_GPU = "nvidia.com/gpu"
+CAPS_DIR = "/dev/nvidia-caps/"
+"""Directory of the device files that open MIG instances."""
 FALLBACK_ENV = {"NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
 """Variables that NVIDIA's container runtime needs besides the names of the GPUs."""
 
@@ -251,8 +253,14 @@ class NvidiaCdi:
         """
         for specification in self._specifications():
             for device in specification.devices:
-                if device.name == name or (minor is not None and _gpus_of(device) == {f"/dev/nvidia{minor}"}):
+                if device.name == name or (minor is not None and _is_whole_gpu(device, minor)):
                     return GpuEdits(specification.cdiVersion, device.containerEdits, specification.containerEdits)
+        return None
+
+    def common(self) -> GpuEdits | None:
+        """Return the edits of each container with a GPU; None without a specification. Raises DeviceError."""
+        for specification in self._specifications():
+            return GpuEdits(specification.cdiVersion, {}, specification.containerEdits)
         return None
 
     def _specifications(self) -> list[_Specification]:
@@ -293,6 +301,8 @@ def _decoded(path: Path) -> _Specification | None:
         ) from e
 
 
-def _gpus_of(device: _Device) -> set[str]:
+def _is_whole_gpu(device: _Device, minor: int) -> bool:
+    """Whether the device is this GPU alone; an entry with `nvidia-caps` opens a MIG instance, maybe of another pod."""
     paths = {node.path for node in msgspec.convert(device.containerEdits, _Edits).deviceNodes}
-    return {p for p in paths if p.removeprefix("/dev/nvidia").isdecimal()}
+    gpus = {p for p in paths if p.removeprefix("/dev/nvidia").isdecimal()}
+    return gpus == {f"/dev/nvidia{minor}"} and not any(p.startswith(CAPS_DIR) for p in paths)

@@ -1,4 +1,4 @@
-"""Who is on a GPU: pods, and those that belong to none."""
+"""Processes on a GPU, the pods that they belong to, and failures of MPS clients."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,15 +13,15 @@ from carpool_deviceplugin.processes import Process, ProcTree
 from carpool_deviceplugin.quoting import printable
 
 _HANGS_AFTER_S = 10.0
-"""A daemon that has not answered for so long is none that is merely slow."""
+"""A daemon without an answer for this time counts as hung."""
 _RECENT_S = 0.5
-"""What was seen for the measures serves the health that is looked at right after them."""
+"""The health, which is read right after the measurements, uses their list of processes."""
 _MPS_EVERY_S = 60.0
-"""How often a daemon that lives is asked while the same processes are there and nothing is wrong."""
+"""Interval of asking a healthy daemon while the GPU's processes stay the same."""
 
 
 class GpuProcess(msgspec.Struct, frozen=True):
-    """A process on the GPU, and whose it is."""
+    """A process on the GPU and its owner."""
 
     running: RunningProcess
     process: Process
@@ -29,16 +29,16 @@ class GpuProcess(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class GpuProcesses:
-    """Who is on a GPU."""
+    """Processes on a GPU."""
 
     pods: tuple[GpuProcess, ...] = ()
     foreign_processes: tuple[Process | int, ...] = ()
-    """Processes of no pod; a number where even that cannot be told."""
+    """Processes that belong to no pod; a process ID if /proc does not show the process."""
     instances: frozenset[int] = frozenset()
-    """MIG instances with a process, of whomever."""
+    """MIG instances with any process."""
 
     def pod_uids(self, instance: int | None = None) -> frozenset[PodUid]:
-        """Pods with a process, on one MIG instance or anywhere."""
+        """Return the pods with a process on one MIG instance; on the whole GPU if None."""
         return frozenset(
             p.process.pod_uid
             for p in self.pods
@@ -46,19 +46,19 @@ class GpuProcesses:
         )
 
     def without_instances(self, instances: frozenset[int]) -> "GpuProcesses":
-        """Leave out who is on these MIG instances."""
+        """Return the processes outside of these MIG instances."""
         fine = tuple(p for p in self.pods if p.running.gpu_instance_id not in instances)
         return GpuProcesses(fine, self.foreign_processes, self.instances - instances)
 
 
 class ProcessWatcher:
-    """Looks who is there.
+    """Reads the processes of GPUs.
 
     Args:
         session: The open library.
         processes: The node's processes.
-        mps: The MPS daemons; None where the node cannot run any.
-        monotonic: Seconds.
+        mps: The MPS daemons; None if the node cannot run any.
+        monotonic: Monotonic clock, in seconds.
     """
 
     def __init__(self, session: Session, processes: ProcTree, mps: Mps | None, monotonic: Callable[[], float]) -> None:
@@ -68,51 +68,49 @@ class ProcessWatcher:
         self._last: dict[GpuUuid, tuple[float, tuple[GpuProcesses, MpsStatus]]] = {}
 
     def forget(self, uuid: GpuUuid) -> None:
-        """Ask a GPU's daemon anew at the next look: something happened there."""
+        """Ask the GPU's daemon at the next read, because something has happened."""
         self._asked[uuid] = (-math.inf, frozenset(), MpsStatus())
         self._last.pop(uuid, None)
 
     def is_hung(self, uuid: GpuUuid) -> bool:
-        """Whether a GPU's daemon has not answered for a while, as of the last look."""
+        """Whether the GPU's daemon has not answered for ten seconds, as of the last read."""
         return self._monotonic() - self._silent_since.get(uuid, math.inf) >= _HANGS_AFTER_S
 
     def user(self, uuid: GpuUuid) -> int | None:
-        """Return whose clients a GPU's MPS server had at the last look; None where it had none. Never blocks."""
+        """Return the user ID of the MPS server's clients at the last read; None without clients. Never blocks."""
         status = self._asked.get(uuid, (0.0, frozenset(), MpsStatus()))[2]
         users = {self._processes.user(pid) for pid in status.servers} if status.clients else set()
         return users.pop() if len(users) == 1 else None
 
     def look(self, uuid: GpuUuid, foreign_instances: frozenset[int] = frozenset()) -> tuple[GpuProcesses, MpsStatus]:
-        """Look who is on a GPU, and how its MPS daemon is; raises NvmlError.
+        """Read the processes of a GPU and the state of its MPS daemon; raises NvmlError.
 
-        Each question to a daemon starts a program, so it is asked when it appeared or vanished, when somebody came or
-        went, and when `forget` was called; besides that, rarely.
+        Each question to a daemon starts a program. So it is asked when it or a process has come or gone, after
+        `forget`, and otherwise rarely.
 
         Args:
             uuid: The GPU.
-            foreign_instances: MIG instances of others: whoever is there is none of our business.
+            foreign_instances: MIG instances that the agent did not create; their processes are not foreign.
         """
         found = read_processes(self._session, uuid)
-        whose = {p.pid: self._processes.find(p.pid) for p in found}  # the daemon takes its time, and they may end
+        whose = {p.pid: self._processes.find(p.pid) for p in found}  # before the daemon is asked, because they may end
         if None in whose.values():
-            still = {p.pid for p in read_processes(self._session, uuid)}  # who ended just now is no stranger
+            still = {p.pid for p in read_processes(self._session, uuid)}  # a process that has just ended is not foreign
             found = [p for p in found if whose[p.pid] is not None or p.pid in still]
         status = self._daemon(uuid, frozenset(p.pid for p in found))
         return _sorted(found, whose, status, foreign_instances), status
 
     def now(self, uuid: GpuUuid) -> tuple[GpuProcesses, MpsStatus]:
-        """Look who is on a GPU, and remember it for a moment; raises NvmlError."""
+        """Read the processes of a GPU and keep them for `recent`; raises NvmlError."""
         self._last.pop(uuid, None)
         seen = self.look(uuid)
         self._last[uuid] = (self._monotonic(), seen)
         return seen
 
     def recent(self, uuid: GpuUuid, foreign_instances: frozenset[int] = frozenset()) -> tuple[GpuProcesses, MpsStatus]:
-        """Return who is on a GPU for one who only tells of it, such as its health; raises NvmlError.
+        """Return the processes of a GPU for reports, not for changes; raises NvmlError.
 
-        What `now` saw half a second ago or less is good enough for that, once: whoever asks next gets a look of their
-        own, and so does whoever asks when `forget` was called since, or leaves out others' instances. Whoever is about
-        to change the GPU must not rely on it, and calls `look`.
+        The last result of `now` is returned once, if it is at most half a second old and `forget` was not called since.
         """
         at, seen = self._last.pop(uuid, (-math.inf, None))
         if seen is None or foreign_instances or self._monotonic() - at > _RECENT_S:
@@ -132,26 +130,24 @@ class ProcessWatcher:
                 self._silent_since.pop(uuid, None)
             else:
                 self._silent_since.setdefault(uuid, now)
-            if self._asked.get(uuid) is before:  # otherwise something has happened since
+            if self._asked.get(uuid) is before:  # otherwise `forget` was called meanwhile
                 self._asked[uuid] = (now, pids, status)
         return status
 
 
-def describe_process(stranger: Process | int) -> str:
-    """Such as `process 42 (python)`."""
-    return (
-        f"process {stranger}"
-        if isinstance(stranger, int)
-        else f"process {stranger.pid} ({printable(stranger.name[:32])})"
-    )
+def describe_process(process: Process | int) -> str:
+    """Return a name for messages, such as `process 42 (python)`."""
+    if isinstance(process, int):
+        return f"process {process}"
+    return f"process {process.pid} ({printable(process.name[:32])})"
 
 
 def describe_foreign(found: Sequence[Process | int]) -> str:
-    """Say who is there and belongs to no pod; empty where nobody is."""
+    """Return a message about processes of no pod; empty without any."""
     if not found:
         return ""
-    whom = ", ".join(describe_process(s) for s in found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
-    return f"{whom} on the GPU belong to no pod: end them, or run the agent with the host's PIDs so that it knows them"
+    names = ", ".join(map(describe_process, found[:4])) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+    return f"{names} on the GPU belong to no pod: end them, or run the agent with the host's PIDs so that it knows them"
 
 
 def _sorted(
@@ -179,36 +175,36 @@ def _sorted(
 FAULT = "a client's fatal fault has hit its MPS server"
 DEATH = "its MPS daemon ended under its clients"
 _WITHIN_S = 20.0
-"""Clients that leave so soon after an XID leave because of it: they are told at their next call, and have to end."""
-_TOLD_FOR_S = 600.0
-"""How long it is told of pods that are gone: whoever starts them again looks sooner."""
+"""Clients that end within this time after an XID end because of it: their next CUDA call fails."""
+_REPORTED_FOR_S = 600.0
+"""How long ended pods are reported; the operator reads the status sooner."""
 
 Pids = Mapping[int, PodUid]
 
 
 @dataclass
 class _Gpu:
-    """What is known of one GPU's clients."""
+    """The clients of one GPU."""
 
     were: Pids = field(default_factory=dict)
-    """At the last look."""
+    """Clients at the last read."""
     suspected: Pids = field(default_factory=dict)
-    """Who was there when an XID came."""
+    """Clients at the time of an XID."""
     until: float = 0.0
-    """How long they are suspected."""
-    what: str = ""
-    """The fault that goes on; empty where none does."""
+    """End of the suspicion, in seconds."""
+    fault: str = ""
+    """The current fault; empty without one."""
     hit: Pids = field(default_factory=dict)
-    """Whom it has hit."""
-    told: dict[PodUid, tuple[float, str]] = field(default_factory=dict)
-    """When and what, of pods that are there and that are gone."""
+    """Clients that the current fault ends."""
+    reported: dict[PodUid, tuple[float, str]] = field(default_factory=dict)
+    """Time and message of each pod that a fault has ended or ends."""
 
 
 class MpsFailures:
-    """Remembers what happened to the clients of each GPU's daemon, also to those that left before anybody looked.
+    """Finds the pods that a fault of their MPS daemon ends together, also those that end between two reads.
 
     Args:
-        monotonic: Seconds.
+        monotonic: Monotonic clock, in seconds.
     """
 
     def __init__(self, monotonic: Callable[[], float]) -> None:
@@ -218,14 +214,14 @@ class MpsFailures:
     def see(
         self, uuid: GpuUuid, mps: MpsStatus, present: GpuProcesses, *, is_expected: bool, has_new_xid: bool
     ) -> dict[PodUid, str]:
-        """Take in how a daemon is; return which pods that are there end together, and what happened to them.
+        """Update the state of a GPU; return the present pods that end together, with the message.
 
         Args:
             uuid: The GPU.
-            mps: Its daemon.
-            present: Who is on the GPU.
-            is_expected: Whether there should be a daemon: then whoever is there is its client.
-            has_new_xid: Whether the driver reported an error of the GPU since the last look.
+            mps: State of its daemon.
+            present: Processes on the GPU.
+            is_expected: Whether the GPU is in mode MPS; then each pod is a client of the daemon.
+            has_new_xid: Whether the driver has reported an XID since the last read.
         """
         gpu, now = self._gpus.setdefault(uuid, _Gpu()), self._monotonic()
         there = {p.running.pid: p.process.pod_uid for p in present.pods if p.process.pod_uid is not None}
@@ -234,34 +230,34 @@ class MpsFailures:
             gpu.suspected, gpu.until = {**gpu.suspected, **gpu.were, **there}, now + _WITHIN_S
         elif now > gpu.until:
             gpu.suspected = {}
-        what, hit = _what_happened(mps, there, gone, gpu.suspected, is_expected=is_expected)
+        fault, hit = _find_fault(mps, there, gone, gpu.suspected, is_expected=is_expected)
         gpu.were = there if is_expected else {}
-        if what:
-            gpu.hit = {**gpu.hit, **hit} if what == gpu.what else hit
-            gpu.what = what
+        if fault:
+            gpu.hit = {**gpu.hit, **hit} if fault == gpu.fault else hit
+            gpu.fault = fault
         pods = sorted(set(gpu.hit.values()))
-        why = f"GPU {uuid}: {gpu.what}: pods that it ends together: {', '.join(pods)}"
-        if what:
-            gpu.told.update(dict.fromkeys(pods, (now, why)))
+        why = f"GPU {uuid}: {gpu.fault}: pods that it ends together: {', '.join(pods)}"
+        if fault:
+            gpu.reported.update(dict.fromkeys(pods, (now, why)))
         struck = sorted({there[pid] for pid in gpu.hit.keys() & there.keys()})
         if not struck:
-            gpu.what, gpu.hit = "", {}
+            gpu.fault, gpu.hit = "", {}
         return dict.fromkeys(struck, why)
 
     def ended(self, uuid: GpuUuid) -> dict[PodUid, str]:
-        """Return which pods a fault has ended together lately, and what happened to them."""
+        """Return the pods that a fault has ended in the last ten minutes, with the message."""
         gpu, now = self._gpus.setdefault(uuid, _Gpu()), self._monotonic()
-        gpu.told = {pod: told for pod, told in gpu.told.items() if now - told[0] <= _TOLD_FOR_S}
-        return {pod: why for pod, (_, why) in gpu.told.items()}
+        gpu.reported = {pod: at for pod, at in gpu.reported.items() if now - at[0] <= _REPORTED_FOR_S}
+        return {pod: why for pod, (_, why) in gpu.reported.items()}
 
 
-def _what_happened(mps: MpsStatus, there: Pids, gone: Pids, suspected: Pids, *, is_expected: bool) -> tuple[str, Pids]:
-    """Say what happened since the last look, and to whom; empty where nothing did."""
+def _find_fault(mps: MpsStatus, there: Pids, gone: Pids, suspected: Pids, *, is_expected: bool) -> tuple[str, Pids]:
+    """Return the fault since the last read and the clients that it ends; empty without one."""
     left = {pid: pod for pid, pod in suspected.items() if pid not in there}
     if mps.faulty:
         return FAULT, {**left, **{pid: pod for pid, pod in there.items() if pid in mps.faulty}}
     if is_expected and not mps.is_running and (there or gone):
         return DEATH, {**gone, **there}
-    if len(set(left.values())) > 1:  # one alone is its own affair
+    if len(set(left.values())) > 1:  # a single pod may have failed by itself
         return FAULT, left
     return "", {}

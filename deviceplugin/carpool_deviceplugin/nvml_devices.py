@@ -2,17 +2,16 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import structlog
 from carpool_core.resources.node import Device
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
 
-from carpool_deviceplugin.cdi import FALLBACK_ENV, GpuEdits, NvidiaCdi
+from carpool_deviceplugin.cdi import CAPS_DIR, FALLBACK_ENV, GpuEdits, NvidiaCdi
 from carpool_deviceplugin.dcgm import CounterFeed, CounterSource
 from carpool_deviceplugin.gpu import (
     Access,
@@ -67,6 +66,9 @@ MPS, MIG = SharingMode.MPS, SharingMode.MIG
 CONTAINER_MPS = "/run/carpool/mps"
 CONTAINER_SHM = "/dev/shm"  # noqa: S108  # where CUDA opens it
 MIG_MINORS = Path("/proc/driver/nvidia-caps/mig-minors")
+PROC_DEVICES = Path("/proc/devices")
+_GPU_MAJOR = 195
+"""Registered major number of /dev/nvidiaN."""
 
 
 class ContainerAccess:
@@ -76,10 +78,13 @@ class ContainerAccess:
         cdi: NVIDIA's CDI specifications of this node.
         mps: The MPS daemons; None if the node cannot run any.
         mig_minors: The driver's list of device files of MIG instances.
+        proc_devices: The kernel's list of major numbers.
     """
 
-    def __init__(self, cdi: NvidiaCdi, mps: Mps | None, mig_minors: Path = MIG_MINORS) -> None:
-        self._cdi, self._mps, self._mig_minors = cdi, mps, mig_minors
+    def __init__(
+        self, cdi: NvidiaCdi, mps: Mps | None, mig_minors: Path = MIG_MINORS, proc_devices: Path = PROC_DEVICES
+    ) -> None:
+        self._cdi, self._mps, self._mig_minors, self._proc_devices = cdi, mps, mig_minors, proc_devices
 
     def to_gpu(self, uuid: GpuUuid, known: Identity) -> Access:
         """Return the access to a whole GPU; raises DeviceError."""
@@ -101,13 +106,13 @@ class ContainerAccess:
         )
 
     def to_instance(self, uuid: GpuUuid, known: Identity, device: MigDevice) -> Access:
-        """Return the access to a MIG device: its own specification, or the GPU's with the instance's two device files.
+        """Return the access to a MIG device: its own specification, or the GPU's file with the instance's two files.
 
         `nvidia-ctk` lists the MIG devices of the time when it runs; the agent creates others later.
         """
         edits = self._cdi.find(device.uuid)
         if edits is None:
-            edits = self._composed(self._cdi.find(uuid, known.minor), known, device)
+            edits = self._composed(known, device)
         if edits is None:
             return Access(env=FALLBACK_ENV, mounts=(), needs_runtime_env=True, name=device.uuid)
         return Access(
@@ -119,15 +124,30 @@ class ContainerAccess:
             name=device.uuid,
         )
 
-    def _composed(self, whole: GpuEdits | None, known: Identity, device: MigDevice) -> GpuEdits | None:
-        minors = self._minors()
+    def _composed(self, known: Identity, device: MigDevice) -> GpuEdits | None:
+        """Compose the edits from the driver's numbers alone: no entry of a specification names only this instance.
+
+        Type, major and minor make a device node that need not exist on the node yet.
+        """
+        minors, major, common = self._minors(), self._caps_major(), self._cdi.common()
         instance = f"gpu{known.minor}/gi{device.gpu_instance_id}"
-        files = [minors.get(f"{instance}/access"), minors.get(f"{instance}/ci{device.compute_instance_id}/access")]
-        if whole is None or None in files:
+        caps = [minors.get(f"{instance}/access"), minors.get(f"{instance}/ci{device.compute_instance_id}/access")]
+        if common is None or None in caps:
             return None
-        nodes: list[Mapping[str, Any]] = [*whole.device.get("deviceNodes", [])]
-        nodes += [{"path": f"/dev/nvidia-caps/nvidia-cap{minor}"} for minor in files]
-        return GpuEdits(whole.cdi_version, {**whole.device, "deviceNodes": nodes}, whole.common)
+        gpu = {"path": f"/dev/nvidia{known.minor}", "type": "c", "major": _GPU_MAJOR, "minor": known.minor}
+        numbers = {"type": "c", "major": major} if major is not None else {}
+        nodes = [
+            {"path": f"{CAPS_DIR}nvidia-cap{minor}", **(numbers | {"minor": minor} if numbers else {})}
+            for minor in caps
+        ]
+        return replace(common, device={"deviceNodes": [gpu, *nodes]})
+
+    def _caps_major(self) -> int | None:
+        try:
+            lines = self._proc_devices.read_text().splitlines()
+        except OSError:
+            return None
+        return next((int(line.split()[0]) for line in lines if line.split()[1:] == ["nvidia-caps"]), None)
 
     def _minors(self) -> dict[str, int]:
         try:

@@ -15,12 +15,13 @@ from carpool_core.resources.node import Reservation
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, GpuUuid, NodeName, PartitionState, PodUid, SharingMode
 from carpool_deviceplugin import cdi
+from carpool_deviceplugin.cdi import NvidiaCdi
 from carpool_deviceplugin.device_state import GpuWorker, Outcome
 from carpool_deviceplugin.gpu import DeviceError, NoDevicesError, SetMode
 from carpool_deviceplugin.mig import Create, Placement
-from carpool_deviceplugin.mig_instances import apply_step
+from carpool_deviceplugin.mig_instances import MigDevice, apply_step
 from carpool_deviceplugin.nvlib import linked_gpus
-from carpool_deviceplugin.nvml_devices import NvmlDevices
+from carpool_deviceplugin.nvml_devices import ContainerAccess, NvmlDevices
 from carpool_deviceplugin.partitions import plan
 from carpool_deviceplugin.reconciler import LABEL, MigManager
 from carpool_deviceplugin.settings import AgentSettings
@@ -272,19 +273,39 @@ async def test_runtime_gets_the_mig_device(agent: MigAgent, valid_cdi) -> None:
     assert names["a"] != names["b"]
 
 
-async def test_specification_is_composed_of_the_gpus_and_the_instances_files(agent: MigAgent, valid_cdi) -> None:
+@pytest.mark.parametrize("listed", ["0", "0:0"], ids=["whole-gpu", "mig-device-of-another-pod"])
+async def test_mig_access_is_composed_from_the_drivers_numbers(agent: MigAgent, valid_cdi, listed: str) -> None:
+    """Regression: an entry `0:0` with /dev/nvidia0 counted as the GPU, and opened another pod's instance."""
     (agent.node.root / "cdi").mkdir()
-    shutil.copy(FIXTURES / "host.yaml", agent.node.root / "cdi" / "nvidia.yaml")
+    theirs = [{"path": "/dev/nvidia0"}, {"path": "/dev/dri/card1"}]
+    theirs += [{"path": f"/dev/nvidia-caps/nvidia-cap{minor}"} for minor in (12, 13) if ":" in listed]
+    spec = {
+        "kind": "nvidia.com/gpu",
+        "devices": [{"name": listed, "containerEdits": {"deviceNodes": theirs}}],
+        "containerEdits": {"deviceNodes": [{"path": "/dev/nvidiactl"}]},
+    }
+    (agent.node.root / "cdi" / "nvidia.json").write_text(json.dumps(spec))
     await agent.want(("a", "3g.20gb"))
     (instance,) = agent.instances.values()
     (agent.node.root / "mig-minors").write_text(
         f"config 1\nmonitor 2\ngpu0/gi{instance}/access 30\ngpu0/gi{instance}/ci0/access 31\ngpu0/gi9/access 66\n"
     )
     edits = specification(agent, "a", valid_cdi)
-    nodes = [n["path"] for n in edits["deviceNodes"]]
-    assert {"/dev/nvidia0", "/dev/nvidia-caps/nvidia-cap30", "/dev/nvidia-caps/nvidia-cap31"} <= set(nodes)
-    assert "/dev/nvidia-caps/nvidia-cap66" not in nodes
+    caps = [f"/dev/nvidia-caps/nvidia-cap{minor}" for minor in (30, 31)]
+    assert [n["path"] for n in edits["deviceNodes"]] == ["/dev/nvidiactl", "/dev/nvidia0", *caps]
     assert "NVIDIA_VISIBLE_DEVICES=void" in edits["env"]
+
+
+def test_mig_device_nodes_need_no_file_on_the_node(tmp_path: Path) -> None:
+    """Regression: nodes with only a path failed in the container runtime, because new instances have no file yet."""
+    (tmp_path / "minors").write_text("gpu0/gi1/access 30\ngpu0/gi1/ci0/access 31\n")
+    (tmp_path / "devices").write_text("Character devices:\n195 nvidia-frontend\n236 nvidia-caps\n\nBlock devices:\n")
+    (tmp_path / "nvidia.json").write_text('{"kind": "nvidia.com/gpu", "devices": []}')
+    known = mig_node(tmp_path / "node").devices()
+    identity = known.identity(known.uuids[0])
+    access = ContainerAccess(NvidiaCdi([tmp_path]), None, tmp_path / "minors", tmp_path / "devices")
+    nodes = access.to_instance(known.uuids[0], identity, MigDevice("MIG-1", 1, 0)).edits["deviceNodes"]
+    assert [(n["type"], n["major"], n["minor"]) for n in nodes] == [("c", 195, 0), ("c", 236, 30), ("c", 236, 31)]
 
 
 async def test_specification_of_the_mig_device_itself_comes_first(agent: MigAgent, valid_cdi) -> None:
