@@ -208,19 +208,6 @@ def test_specification_that_was_written_again_or_removed_is_seen(tmp_path: Path)
     assert cdi.find("GPU-1") is None
 
 
-def test_specification_that_is_gone_is_forgotten(tmp_path: Path) -> None:
-    """Regression: one that is written under another name each time was kept under each."""
-    cdi, device = NvidiaCdi([tmp_path]), {"name": "GPU-1", "containerEdits": {"env": ["A=1"]}}
-    content = json.dumps({"kind": "nvidia.com/gpu", "devices": [device]})
-    for number in range(3):
-        file = tmp_path / f"nvidia-{number}.json"
-        file.write_text(content)
-        assert cdi.find("GPU-1") is not None
-        file.unlink()
-    assert cdi.find("GPU-1") is None
-    assert cdi._known == {}
-
-
 @pytest.mark.parametrize("text", ["kind: nvidia.com/gpu\ndevices: 7", "nvidia.com/gpu: [", '"nvidia.com/gpu'])
 def test_damaged_specification_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "nvidia.yaml").write_text(text)

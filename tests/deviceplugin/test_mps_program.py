@@ -103,6 +103,18 @@ def test_daemon_may_print_after_its_start(program: MpsProgram, tmp_path: Path) -
     mps.stop(GPU)
 
 
+def test_daemon_finds_libcuda_as_the_agent(
+    program: MpsProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: without LD_LIBRARY_PATH daemons of driver 580 ended on nodes that need it (GKE COS)."""
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/usr/local/nvidia/lib64")
+    mps = Mps(program, tmp_path / "mps")
+    mps.start(GPU)
+    environment = Path(f"/proc/{pid_of(tmp_path / 'mps')}/environ").read_bytes().split(b"\0")
+    assert b"LD_LIBRARY_PATH=/usr/local/nvidia/lib64" in environment
+    mps.stop(GPU)
+
+
 FLOOD = 'import sys\nwhile True: sys.stdout.write("7" * 4096 + " ")\n'
 
 
