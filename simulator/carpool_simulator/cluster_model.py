@@ -1,85 +1,91 @@
-"""The cluster of a simulation: GpuNodes as their agents would report them, the ledger, and the extender's decisions."""
+"""The cluster of a simulation: GpuNodes as their agents would report them, and the ledger."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 from carpool_core.clock import rfc3339
 from carpool_core.resources.meta import ObjectMeta
 from carpool_core.resources.node import Device, GpuNode, GpuNodeSpec, GpuNodeStatus, Reservation, Tenant
-from carpool_core.values import DeviceHealth, GpuUuid, PodUid
+from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
 from carpool_extender.cache import ledger
 from carpool_extender.cache.cluster import ClusterCache
-from carpool_extender.cache.gpu_table import Bools, GpuTable, Rows
+from carpool_extender.cache.gpu_table import MODES, Bools, GpuTable, Rows, UnavailableReason
+from carpool_extender.cache.health import GpuAvailability
 from carpool_extender.cache.peaks import StablePeak, peaks_of, use_measured_peak
-from carpool_extender.cache.pod_request import PodRequest
-from carpool_extender.framework.evaluation_cache import EvaluationCache
-from carpool_extender.framework.filters import Evaluation, FilterResults, empty_results, run_filters
+from carpool_extender.framework.evaluation_cache import EvaluationCache, FilterRunner
+from carpool_extender.framework.filters import (
+    PASSED,
+    Evaluation,
+    FilterResults,
+    SlowdownCheck,
+    empty_results,
+    run_filters,
+)
 from carpool_extender.framework.scores import SchedulerConfig
-from carpool_extender.framework.selection import Placement, best_place, reservation_of
+from carpool_extender.queue.scheduling_queue import Claim
 
-from carpool_simulator.truth import WorkloadError
+from carpool_simulator.truth import Truth, WorkloadError
 
 MOST_STATES = 50_000
 OF_GPU = ("alive", "device_class", "unavailable", "mode", "prepared", "count", "mig_gb", "mig_slices", "user")
 OF_TENANTS = ("memory_mib", "util", "sm", "dram", "max_slowdown", "namespace", "cluster_tenancy")
-"""What the checks look at; the aggregates follow from it."""
+"""Columns that the checks read; the aggregates follow from them."""
 
 
-class _Known(NamedTuple):
-    """What was found about one demand, by state; shape (states,) each."""
+class _Memo(NamedTuple):
+    """Results of one request by state; shape (states,) each."""
 
     is_known: Bools
-    found: FilterResults
+    results: FilterResults
 
 
-class Alike:
-    """Runs the checks on GPUs of a cluster whose classes of devices and namespaces stay as they are.
+class FilterMemo:
+    """Runs the checks once for GPUs in equal states. Device classes and namespaces of the cluster must not change.
 
     Args:
-        cluster: What is simulated.
+        cluster: The cluster.
         most: States that are remembered; beyond, all are forgotten.
-        looking: Runs the checks on GPUs.
+        run: Runs the checks on GPUs.
     """
 
     def __init__(
         self,
         cluster: ClusterCache,
         most: int = MOST_STATES,
-        looking: Callable[[Evaluation, GpuTable], FilterResults] = run_filters,
+        run: Callable[[Evaluation, GpuTable], FilterResults] = run_filters,
     ) -> None:
-        self._cluster, self._most, self._look = cluster, most, looking
+        self._cluster, self._most, self._run = cluster, most, run
         self._generation = -1
         self._number: dict[tuple[object, ...], int] = {}
         self._state: Rows = np.zeros(0, np.intp)
-        self._known: dict[bytes, _Known] = {}
+        self._memos: dict[bytes, _Memo] = {}
 
-    def __call__(self, asked: Evaluation, rows: Rows | None) -> FilterResults:
-        """Run all checks of a demand on some GPUs; on all where None."""
-        columns = asked.snapshot.gpus
+    def __call__(self, evaluation: Evaluation, rows: Rows | None) -> FilterResults:
+        """Run all checks of a request on some GPUs; on all if None."""
+        columns = evaluation.snapshot.gpus
         self._follow(columns)
         states = self._state if rows is None else self._state[rows]
-        known = self._of(asked)
-        if not known.is_known[states].all():
+        memo = self._memo(evaluation)
+        if not memo.is_known[states].all():
             new, first = np.unique(states, return_index=True)
-            first = first[~known.is_known[new]]
+            first = first[~memo.is_known[new]]
             new = states[first]
-            known.found.put(new, self._look(asked, columns.take(first if rows is None else rows[first])))
-            known.is_known[new] = True
-        return known.found.of(states)
+            memo.results.put(new, self._run(evaluation, columns.take(first if rows is None else rows[first])))
+            memo.is_known[new] = True
+        return memo.results.of(states)
 
-    def _of(self, asked: Evaluation) -> _Known:
-        states = len(self._number)
-        shape = asked.pod_request.shape
-        known = self._known.get(shape)
-        if known is None:
-            known = self._known[shape] = _Known(np.zeros(states, np.bool_), empty_results(states))
-        elif len(known.is_known) < states:
-            more = np.append(known.is_known, np.zeros(2 * states - len(known.is_known), np.bool_))
-            known = self._known[shape] = _Known(more, known.found.resized(2 * states))
-        return known
+    def _memo(self, evaluation: Evaluation) -> _Memo:
+        states, shape = len(self._number), evaluation.pod_request.shape
+        memo = self._memos.get(shape)
+        if memo is None:
+            memo = self._memos[shape] = _Memo(np.zeros(states, np.bool_), empty_results(states))
+        elif len(memo.is_known) < states:
+            more = np.append(memo.is_known, np.zeros(2 * states - len(memo.is_known), np.bool_))
+            memo = self._memos[shape] = _Memo(more, memo.results.resized(2 * states))
+        return memo
 
     def _follow(self, columns: GpuTable) -> None:
         """Number the states of GPUs that changed."""
@@ -87,7 +93,7 @@ class Alike:
         changed = self._cluster.changed_since(self._generation) if len(self._state) == gpus else None
         if len(self._number) > self._most:
             self._number.clear()
-            self._known.clear()
+            self._memos.clear()
             changed = None
         if changed is None:
             self._state, changed = np.zeros(gpus, np.intp), np.arange(gpus)
@@ -99,87 +105,149 @@ class Alike:
         self._generation = generation
 
 
-START = datetime(2026, 1, 1, tzinfo=UTC)
-REMEMBERED = 256
-"""Demands whose assessments are kept; there are few different ones, and clusters are smaller than real ones."""
+class Physics(Protocol):
+    """True slowdowns on a GPU."""
+
+    def slowdowns(self, mode: SharingMode, tenants: list[Truth]) -> list[float]:
+        """Return each tenant's true slowdown."""
+        ...
+
+    def utilization(self, mode: SharingMode, tenants: Sequence[Truth], slowdowns: Sequence[float]) -> float:
+        """Return the share of time in which the GPU is truly busy, 0..1."""
+        ...
 
 
-class Board:
-    """What the scheduler sees, and what it decides.
+SLACK = 1e-6
+"""Tolerance for rounding where a slowdown meets its limit."""
+
+
+class TrueSlowdowns:
+    """Runs the checks, and replaces predicted slowdowns by the truth. Requests must not set a limit themselves.
+
+    Args:
+        run: Runs the checks.
+        physics: The truth.
+        truths: Every job by its name.
+        limit: Slowdown that every job accepts.
+    """
+
+    def __init__(self, run: FilterRunner, physics: Physics, truths: Mapping[str, Truth], limit: float) -> None:
+        self._run, self._physics, self._truths, self._limit = run, physics, truths, limit
+
+    def __call__(self, evaluation: Evaluation, rows: Rows | None) -> FilterResults:
+        """Return the results for some GPUs; for all if None."""
+        found, tenants = self._run(evaluation, rows), evaluation.snapshot.gpus.tenants
+        incoming = self._truths[evaluation.pod_request.demand.job_name]
+        for place in np.flatnonzero(found.failed == PASSED).tolist():
+            mode = MODES[int(found.mode[place])]
+            present = [self._truths[one.job] for one in tenants[place if rows is None else rows[place]] or ()]
+            if mode is None:
+                continue
+            after = self._physics.slowdowns(mode, [incoming, *present])
+            before = self._physics.slowdowns(mode, present) if present else []
+            found.slowdown[place], found.added_slowdown[place] = after[0], sum(after) - sum(before) - 1.0
+            if max(after) > self._limit + SLACK:
+                found.failed[place] = SlowdownCheck.number
+        return found
+
+
+class MonitorDelay(GpuAvailability):
+    """GPUs that take no job until their monitor has seen the newest tenant."""
+
+    def __init__(self) -> None:
+        self.gpus: set[tuple[str, GpuUuid]] = set()
+        """By node and UUID."""
+
+    def record_heartbeat(self, node: str, heartbeat: str | None, ago_s: float = 0.0) -> None:
+        """Simulated agents are never silent."""
+
+    def silent(self) -> dict[str, UnavailableReason]:
+        """Return no node."""
+        return {}
+
+    def resting(self) -> dict[tuple[str, GpuUuid], UnavailableReason]:
+        """Return no GPU: none fails to be prepared."""
+        return {}
+
+    def excluded(self) -> dict[tuple[str, GpuUuid], UnavailableReason]:
+        """Return the GPUs, with a reason."""
+        return dict.fromkeys(self.gpus, UnavailableReason(0, "its monitor has not seen the newest tenant yet"))
+
+
+START = datetime(1970, 1, 1, tzinfo=UTC)
+"""Calendar time at which every simulation starts."""
+CACHED_REQUESTS = 256
+"""Requests whose evaluations are cached."""
+
+
+class ClusterModel:
+    """The cluster of a simulation: GpuNodes as their agents would report them, and the ledger.
 
     Args:
         nodes: Devices of each node.
-        rules: The site's.
+        config: Configuration of the site.
+        filters: Wraps the function that runs the checks.
     """
 
-    def __init__(self, nodes: Mapping[str, Sequence[Device]], rules: SchedulerConfig) -> None:
-        self._rules = rules
-        self._cluster = ClusterCache(rules.slots)
+    def __init__(
+        self,
+        nodes: Mapping[str, Sequence[Device]],
+        config: SchedulerConfig,
+        filters: Callable[[FilterRunner], FilterRunner] = lambda run: run,
+    ) -> None:
+        self._slots = config.slots
+        self.delay = MonitorDelay()
+        self.cluster = ClusterCache(config.slots, self.delay)
+        """GPUs, reservations and claims as the scheduler sees them."""
+        self.evaluations = EvaluationCache(self.cluster, config, CACHED_REQUESTS, filters(FilterMemo(self.cluster)))
+        """Evaluations on it."""
         self._devices = {name: list(devices) for name, devices in nodes.items()}
         self._capacity = {name: self._capacity_of(name) for name in nodes}
         self._metas = {name: ObjectMeta(name=name, uid=name) for name in nodes}
         self._specs = {name: GpuNodeSpec() for name in nodes}
         self._tenants: dict[str, list[Tenant]] = {name: [] for name in nodes}
-        self._evaluation_cache = EvaluationCache(self._cluster, rules, REMEMBERED, Alike(self._cluster))
         for name in nodes:
             self._show(name, START)
-        columns = self._cluster.snapshot().gpus
-        self._rows = {uuid: row for row, uuid in enumerate(columns.uuid) if columns.alive[row]}
 
-    def best(self, pod_request: PodRequest, shut: Iterable[GpuUuid] = ()) -> tuple[str, Placement] | None:
-        """Decide where a worker goes, as kube-scheduler would after filter and prioritize; None where nothing fits.
-
-        Args:
-            pod_request: Who asks.
-            shut: GPUs that it may not have now.
-        """
-        cached_evaluation, among = self._evaluation_cache.of(pod_request), None
-        if shut := list(shut):
-            among = np.ones(len(cached_evaluation.evaluation.snapshot.gpus.alive), np.bool_)
-            among[[self._rows[uuid] for uuid in shut]] = False
-        return best_place(cached_evaluation, among, with_reason=False)
-
-    def reserve(self, node: str, chosen: Placement, pod_request: PodRequest, uid: PodUid, now_s: float) -> None:
-        """Write a place into the ledger, which refuses what would break a promise."""
-        now = moment(now_s)
-        wanted = reservation_of(chosen, pod_request, uid, str(uid), now=now, deadline=now)
+    def reserve(self, claim: Claim, now_s: float) -> None:
+        """Write a claim into the ledger, which refuses what would break a promise."""
+        node, wanted = claim
         spec = ledger.reserve(self._specs[node], wanted, self._capacity[node])
         if isinstance(spec, ledger.Rejected):
             raise AssertionError(f"the ledger refused what was decided on {node}: {spec.reason}")
         self._specs[node] = spec
-        self._show(node, now)
+        self._show(node, moment(now_s))
+        self.cluster.forget(node, wanted.pod_uid)
 
     def release(self, node: str, uid: PodUid, now_s: float, *, is_shown: bool = True) -> None:
-        """Give a pod's reservation back; decisions see it only where it is shown, or with the next report."""
+        """End a pod's reservation; decisions see it at once if it is shown, else with the next report."""
         self._specs[node] = ledger.release(self._specs[node], uid)
         self._tenants[node] = [tenant for tenant in self._tenants[node] if tenant.pod_uid != uid]
         if is_shown:
             self._show(node, moment(now_s))
 
     def report(self, node: str, tenants: list[Tenant], held: Mapping[PodUid, Reservation], now_s: float) -> None:
-        """Take what the node's agent measures, and what a monitor without promises writes into reservations."""
+        """Take in what the node's agent measures, and what a monitor writes into reservations of blind strategies."""
         if held:
             changed = [held.get(r.pod_uid, r) for r in self._specs[node].reservations]
             self._specs[node] = msgspec.structs.replace(self._specs[node], reservations=changed)
         self._tenants[node] = tenants
         self._show(node, moment(now_s))
 
-    def use_measured_peak(self, node: str, uid: PodUid, by: float, now_s: float) -> bool:
-        """Let a pod count with so many times what it is measured to take; say whether that changes anything."""
+    def use_measured_peak(self, node: str, uid: PodUid, by: float, now_s: float) -> None:
+        """Count a pod with so many times its measured memory peak."""
         measured = {(tenant.pod_uid, tenant.gpu_uuid): tenant for tenant in self._tenants[node]}
         held = ledger.held(self._specs[node], uid)
         peaks = None if held is None else peaks_of(held, measured)
         if peaks is None:
-            return False
+            return
         spec = use_measured_peak(self._specs[node], measured, {uid: StablePeak(peaks, by)})
-        if spec is self._specs[node]:
-            return False
-        self._specs[node] = spec
-        self._show(node, moment(now_s))
-        return True
+        if spec is not self._specs[node]:
+            self._specs[node] = spec
+            self._show(node, moment(now_s))
 
     def reservations(self, node: str) -> list[Reservation]:
-        """Return what is reserved on a node."""
+        """Return the reservations on a node."""
         return self._specs[node].reservations
 
     def set_health(self, gpu: GpuUuid, node: str, health: DeviceHealth, now_s: float) -> None:
@@ -192,19 +260,19 @@ class Board:
         self._show(node, moment(now_s))
 
     def _capacity_of(self, node: str) -> ledger.Capacity:
-        return ledger.Capacity({device.uuid: device for device in self._devices[node]}, self._rules.slots)
+        return ledger.Capacity({device.uuid: device for device in self._devices[node]}, self._slots)
 
     def _show(self, name: str, now: datetime) -> None:
         heartbeat = rfc3339(now) if self._tenants[name] else None
         status = GpuNodeStatus(devices=self._devices[name], tenants=self._tenants[name], heartbeat_time=heartbeat)
-        self._cluster.apply(GpuNode(metadata=self._metas[name], spec=self._specs[name], status=status))
+        self.cluster.apply(GpuNode(metadata=self._metas[name], spec=self._specs[name], status=status))
 
 
 def moment(now_s: float) -> datetime:
-    """Return what the calendar of a simulation says, which resources are written with.
+    """Return the calendar time of a moment.
 
     Args:
-        now_s: Seconds since its start.
+        now_s: Seconds since the start.
 
     Raises:
         WorkloadError: The calendar has ended.

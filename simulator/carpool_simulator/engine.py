@@ -1,46 +1,29 @@
-"""The event loop: arrivals, placements by the extender's own decisions, true slowdowns, out-of-memory, recovery."""
+"""The event loop of a simulation: arrivals, the scheduler's queue, true slowdowns, out of memory, recovery."""
 
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import msgspec
-import numpy as np
 from carpool_core.products import find_product
 from carpool_core.resources.job import RunPolicy
 from carpool_core.resources.node import Device, Reservation, Tenant
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
-from carpool_extender.cache.gpu_table import MODES
 from carpool_extender.cache.peaks import margins
-from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.cache.usage import SETTLED_S
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
-from carpool_extender.framework.selection import Placement
+from carpool_extender.queue.scheduling_queue import Admitted, Claim, QueuedJobInfo, SchedulingQueue
 from carpool_predictor.models.slowdown import TenantActivity
 
 from carpool_simulator import truth
-from carpool_simulator.cluster_model import Board
-from carpool_simulator.information import Knower, Run, Stage
+from carpool_simulator.cluster_model import ClusterModel, Physics, TrueSlowdowns, moment
+from carpool_simulator.information import InformationModel, Run, Stage
 from carpool_simulator.power import Power, Spent, power_of
 from carpool_simulator.strategy import Knowledge, Piece, Strategy
-from carpool_simulator.truth import Failure, SimJob, Truth, Workload
-from carpool_simulator.waiting import Entry, Waiting
-
-
-class Physics(Protocol):
-    """What truly happens on a GPU."""
-
-    def slowdowns(self, mode: SharingMode, tenants: list[Truth]) -> list[float]:
-        """Return each tenant's true slowdown."""
-        ...
-
-    def utilization(self, mode: SharingMode, tenants: Sequence[Truth], slowdowns: Sequence[float]) -> float:
-        """Return the share of time in which the GPU is truly busy, 0..1."""
-        ...
+from carpool_simulator.truth import Failure, SimJob, Workload
 
 
 @dataclass(slots=True, eq=False)
@@ -49,31 +32,29 @@ class Running:
 
     job: SimJob
     stage: Stage
-    places: list[tuple[str, Placement]]
-    """Node and place of each worker."""
+    claims: tuple[Claim, ...]
+    """Node and GPUs of each worker."""
     gpus: list["Gpu"]
     started_s: float
     left_s: float
     """Work that is left, in seconds alone."""
     since_s: float
+    predicted_end_s: float
     slowdown: float = 1.0
     version: int = 0
-    """Raised whenever its speed changes; an end that was foreseen under another version is void."""
+    """Raised when its speed changes; an end that was scheduled under another version is void."""
     ended: bool = False
     measured: dict[GpuUuid, tuple[float, PodUid, Tenant | None]] = field(default_factory=dict)
-    """What was measured of it on each GPU last: at which slowdown, of which worker, and what."""
+    """Last measurement on each GPU: its slowdown then, the UID of the worker, and the report."""
 
     def uid_on(self, gpu: GpuUuid) -> PodUid:
         """Return the UID of the worker that has a GPU."""
-        for worker, (_, place) in enumerate(self.places):
-            if gpu in place.gpu_uuids:
-                return uid_of(self.job, self.stage, worker)
-        raise AssertionError(f"{self.job.name} has no worker on {gpu}")
+        return next(held.pod_uid for _, held in self.claims if gpu in held.gpu_uuids)
 
     @property
     def nodes(self) -> set[str]:
         """Names of its nodes."""
-        return {node for node, _ in self.places}
+        return {node for node, _ in self.claims}
 
     def as_run(self) -> Run:
         """Return what is measured of it."""
@@ -81,20 +62,20 @@ class Running:
         others = [one for one in first.tenants if one is not self]
         return Run(
             job=self.job,
-            uid=str(uid_of(self.job, self.stage, 0)),
+            uid=self.claims[0].reservation.pod_uid,
             capacity_mib=min(gpu.device.memory_mib for gpu in self.gpus),
             mode=first.mode,
-            together=[one.seen() for one in (self, *others)],
+            together=[one.activity() for one in (self, *others)],
         )
 
-    def seen(self) -> TenantActivity:
-        """Return what a monitor sees it do."""
+    def activity(self) -> TenantActivity:
+        """Return the activity that a monitor measures."""
         truth = self.job.truth
         return TenantActivity(truth.util / self.slowdown, truth.sm / self.slowdown, truth.dram)
 
-    def had_mib(self) -> int:
-        """Return how much memory there was for it where it had least."""
-        limits = [place.memory_limit_mib for _, place in self.places if place.memory_limit_mib is not None]
+    def available_mib(self) -> int:
+        """Return how much memory it could have on the GPU where it had least."""
+        limits = [held.memory_limit_mib for _, held in self.claims if held.memory_limit_mib is not None]
         left = [
             gpu.device.memory_mib
             - gpu.device.reserved_mib
@@ -106,7 +87,7 @@ class Running:
 
 @dataclass(slots=True, eq=False)
 class Gpu:
-    """One GPU and what it did."""
+    """One GPU and its use so far."""
 
     device: Device
     node: str
@@ -130,12 +111,12 @@ class Gpu:
     """Integral of that over time, in seconds."""
 
     def usable_mib(self, fragmented: float) -> float:
-        """Return how much memory its tenants can truly have together, where so large a share is lost to several."""
+        """Return how much memory its tenants can have together, if several tenants lose this share of it."""
         whole = self.device.memory_mib - self.device.reserved_mib
         return whole * (1.0 - fragmented) if len(self.tenants) > 1 else whole
 
     def account(self, now_s: float) -> None:
-        """Add up what happened since the last change."""
+        """Add the time since the last change to the integrals."""
         span = now_s - self.since_s
         self.util_s += span * self.util
         in_use_s = span if self.used > 0 else 0.0
@@ -145,7 +126,7 @@ class Gpu:
         self.since_s = now_s
 
     def load(self, physics: Physics) -> None:
-        """Work out utilization, SM activity and memory in use from the tenants as they truly are now."""
+        """Compute utilization, SM activity and memory in use from the present tenants."""
         usable_mib = max(1, self.device.memory_mib - self.device.reserved_mib)
         self.used = min(1.0, sum(max(1, t.job.truth.memory_mib) for t in self.tenants) / usable_mib)
         truths, slowdowns = [t.job.truth for t in self.tenants], [t.slowdown for t in self.tenants]
@@ -155,7 +136,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """One job's way."""
+    """A job that succeeded."""
 
     job: SimJob
     start_s: float
@@ -167,7 +148,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one run."""
+    """Result of one run."""
 
     finished: list[Finished]
     gpus: list[Gpu]
@@ -175,19 +156,13 @@ class Outcome:
     killed: int
     """Times that a job died with its GPU."""
     makespan_s: float
-    """When the last job ended."""
+    """End of the last job."""
     span_s: float
-    """How long was watched, over which everything was added up."""
+    """Length of the run, over which the integrals are."""
     unplaced: int
-    """Jobs that no GPU ever took, or that died of memory until they were given up."""
+    """Jobs that no GPU ever took, or that ran out of memory until they were given up."""
     utilization: list[tuple[float, float]]
     """Time in seconds and mean utilization of all GPUs from then on."""
-
-
-def uid_of(job: SimJob, stage: Stage, worker: int) -> PodUid:
-    """Return the UID of one worker's pod."""
-    profile = "-profile" if stage.profiling else ""
-    return PodUid(f"{job.name}-{worker}-{stage.attempt}-{stage.restarts}{profile}")
 
 
 LOADED_S = 60.0
@@ -195,58 +170,59 @@ LOADED_S = 60.0
 
 
 class Monitors:
-    """Reports tenants as a strategy gets to see them.
+    """Reports tenants to the cluster model, as far as a strategy may see them.
 
     Args:
-        knower: What may be seen.
-        board: Where it is written.
+        information: What a strategy may see.
+        model: Receives the reports.
         gpus: All GPUs.
     """
 
-    def __init__(self, knower: Knower, board: Board, gpus: Iterable[Gpu]) -> None:
-        self._knower, self._board = knower, board
+    def __init__(self, information: InformationModel, model: ClusterModel, gpus: Iterable[Gpu]) -> None:
+        self._information, self._model = information, model
         self._on_node: dict[str, list[Gpu]] = {}
         for gpu in gpus:
             self._on_node.setdefault(gpu.node, []).append(gpu)
 
     def report(self, nodes: Iterable[str], now_s: float) -> None:
-        """Write down what is now seen of the tenants of some nodes."""
+        """Report the tenants of some nodes as they are now."""
         for node in nodes:
-            seen, tenants = {}, []
+            running_of, tenants = {}, []
             for gpu in self._on_node[node]:
                 for running in gpu.tenants:
                     uid, tenant = self._measured(running, gpu.device.uuid)
-                    seen[uid] = running
+                    running_of[uid] = running
                     if tenant is not None and now_s >= running.started_s + LOADED_S:
                         tenants.append(tenant)
-            self._board.report(node, tenants, self._as_seen(node, seen), now_s)
+            self._model.report(node, tenants, self._measured_reservations(node, running_of), now_s)
 
     def _measured(self, running: Running, gpu: GpuUuid) -> tuple[PodUid, Tenant | None]:
-        """Return who a tenant of a GPU is and what is measured of it: the same for as long as its speed is."""
+        """Return the UID of a tenant on a GPU and its report, which is the same while its speed is."""
         known = running.measured.get(gpu)
         if known is None or known[0] != running.slowdown:
             uid = running.uid_on(gpu)
-            tenant = self._knower.measured(running.job.truth, uid, gpu, running.slowdown)
+            tenant = self._information.measured(running.job.truth, uid, gpu, running.slowdown)
             known = running.measured[gpu] = (running.slowdown, uid, tenant)
         return known[1:]
 
-    def _as_seen(self, node: str, seen: Mapping[PodUid, Running]) -> dict[PodUid, Reservation]:
-        """Return the reservations of a node as a monitor without promises has them; none where there are promises."""
-        if not self._knower.informers:
+    def _measured_reservations(self, node: str, running_of: Mapping[PodUid, Running]) -> dict[PodUid, Reservation]:
+        """Return the reservations of a node with measured profiles, for strategies without predictions; else none."""
+        if not self._information.is_blind:
             return {}
         return {
-            r.pod_uid: msgspec.structs.replace(r, tenant=self._knower.profile(one.job.truth, r.tenant, one.slowdown))
-            for r in self._board.reservations(node)
-            if (one := seen.get(r.pod_uid)) is not None
+            r.pod_uid: msgspec.structs.replace(
+                r, tenant=self._information.profile(one.job.truth, r.tenant, one.slowdown)
+            )
+            for r in self._model.reservations(node)
+            if (one := running_of.get(r.pod_uid)) is not None
         }
 
 
 SLOTS = 8
 DEATHS = RunPolicy().backoff_limit + 1
-"""Times that a job dies of memory before it is given up, as the operator gives it up: where GPUs differ, it may get one
-that is too small for it again and again."""
-WORTH_TELLING = 0.01
-"""A curve of utilization gets a new point where it moves by this much, or once a minute."""
+"""Times that a job runs out of memory before it is given up, as by the operator."""
+CURVE_STEP = 0.01
+"""The curve of utilization gets a new point when it moves by this much, or once a minute."""
 CURVE_EVERY_S = 60.0
 
 
@@ -259,20 +235,33 @@ class Simulation:
         policy = find_policy(strategy.policy)
         devices = [(name, device) for name, many in workload.nodes.items() for device in many]
         self._largest_mib = max(d.memory_mib - d.reserved_mib for _, d in devices)
-        self._knower = Knower(strategy, self._largest_mib, seed)
-        self._board = board_of(workload, strategy, SchedulerConfig(policy, SLOTS, strategy.conditions), physics)
+        self._information = InformationModel(strategy, self._largest_mib, seed, is_decreasing=policy.decreasing)
+        config = SchedulerConfig(policy, SLOTS, strategy.conditions, spread_workers=True)
+        if Piece.SLOWDOWNS in strategy.told:
+            truths = {job.name: job.truth for job in workload.jobs}
+            oracle = partial(TrueSlowdowns, physics=physics, truths=truths, limit=strategy.max_slowdown)
+            self._model = ClusterModel(workload.nodes, config, oracle)
+        else:
+            self._model = ClusterModel(workload.nodes, config)
+        self._queue = SchedulingQueue(
+            self._model.cluster,
+            self._model.evaluations,
+            config,
+            order=self._information.order,
+            backfill=not strategy.in_order,
+        )
         self._gpus: dict[GpuUuid, Gpu] = {}
         for name, device in devices:
             power = workload.power or power_of(find_product(device.product))
             self._gpus[device.uuid] = Gpu(device, name, power)
-        self._monitors = Monitors(self._knower, self._board, self._gpus.values())
+        self._monitors = Monitors(self._information, self._model, self._gpus.values())
         self._jobs, self._until_s = len(workload.jobs), workload.until_s
         self._fragmented = workload.fragmented
-        self._waiting = Waiting(self._knower.order(is_decreasing=policy.decreasing), in_order=strategy.in_order)
-        self._freed = 0
-        self._closed: set[GpuUuid] = set()
+        self._pending: dict[str, tuple[SimJob, Stage, QueuedJobInfo]] = {}
+        self._running: dict[PodUid, Running] = {}
+        self._learned = 0
+        """Version of the predictions of pending jobs."""
         self._total_util = 0.0
-        self._decreasing = policy.decreasing
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
         self._finished: list[Finished] = []
@@ -288,19 +277,22 @@ class Simulation:
         """Run until every job has ended or nothing can happen any more.
 
         Args:
-            watch: Told how many of the jobs have ended, 0..1, at each hundredth.
+            watch: Receives the share of the jobs that have ended, 0..1, at each hundredth.
         """
-        told = 0
+        shown = 0
         while self._events and not self._is_over() and self._events[0][0] <= self._until_s:
             self._now_s = self._events[0][0]
+            moment(self._now_s)  # refuses times after the calendar's end
             while self._events and self._events[0][0] <= self._now_s:
                 heapq.heappop(self._events)[2]()
-            self._waiting.place(self._freed, self._start)
+            self._update_predictions()
+            for one in self._queue.admit(self._end_of, self._now_s):
+                self._begin(one)
             self._draw_curve()
-            if 100 * len(self._finished) >= (told + 1) * self._jobs:
-                told = 100 * len(self._finished) // self._jobs
-                watch(told / 100)
-        # Beside a job that no GPU can hold, failures and looks are played on after the last job has left: not counted.
+            if 100 * len(self._finished) >= (shown + 1) * self._jobs:
+                shown = 100 * len(self._finished) // self._jobs
+                watch(shown / 100)
+        # Beside a job that no GPU can hold, failures go on after the last job has left; they do not count.
         span_s = self._until_s if self._until_s < math.inf else self._left_s
         for gpu in self._gpus.values():
             gpu.account(span_s)
@@ -311,7 +303,7 @@ class Simulation:
             killed=self._killed,
             makespan_s=max((one.end_s for one in self._finished), default=0.0),
             span_s=span_s,
-            unplaced=len(self._waiting) + self._hopeless,
+            unplaced=len(self._queue) + self._hopeless,
             utilization=[(at_s, mean) for at_s, mean in self._curve if at_s <= span_s],
         )
 
@@ -323,93 +315,97 @@ class Simulation:
 
     def _arrival(self, job: SimJob) -> Callable[[], None]:
         is_too_wide = job.gpus * job.workers > len(self._gpus)
-        is_known_too_large = self._strategy.knowledge is Knowledge.TRUTH and job.truth.memory_mib > self._largest_mib
-        if is_too_wide or is_known_too_large:  # who knows less places it, and lets it die as often as the operator does
-            return self._count_as_hopeless
+        is_too_large = self._strategy.knowledge is Knowledge.TRUTH and job.truth.memory_mib > self._largest_mib
+        if is_too_wide or is_too_large:  # without the truth it is placed, and runs out of memory
+            return self._give_up
         stage = Stage(profiling=self._strategy.profile_s > 0)
         return lambda: self._enqueue(job, stage)
 
-    def _count_as_hopeless(self) -> None:
-        """Keep a job out of the queue that nobody could start, or that died too often: it would never end."""
+    def _give_up(self) -> None:
+        """Count a job that can never start, or that ran out of memory too often, and keep it out of the queue."""
         self._hopeless += 1
 
     def _enqueue(self, job: SimJob, stage: Stage) -> None:
-        urgency = 0 if stage.attempt or stage.restarts else 1
-        ticket = self._knower.ticket(job, urgency, next(self._count), is_decreasing=self._decreasing)
-        self._waiting.add((urgency, self._knower.alike(job, stage)), Entry(ticket, job, stage))
+        info = self._information.queued(job, stage, next(self._count))
+        self._pending[info.name] = (job, stage, info)
+        self._queue.add(info)
 
-    def _start(self, entry: Entry) -> bool:
-        """Place all workers of a job, or none."""
-        job, stage = entry.job, entry.stage
-        pod_request = self._knower.pod_request(job, stage)
-        taken: list[tuple[str, GpuUuid]] = []
-        running = Running(job, stage, [], [], self._now_s, job.work_s, self._now_s)
-        for worker in range(job.workers):
-            found = self._board.best(pod_request, [*self._closed, *(uuid for _, uuid in taken)])
-            if found is None:
-                for number, (node, _) in enumerate(running.places):
-                    self._board.release(node, uid_of(job, stage, number), self._now_s)
-                return False
-            node, place = found
-            self._board.reserve(node, place, pod_request, uid_of(job, stage, worker), self._now_s)
-            running.places.append(found)
-            taken += [(node, uuid) for uuid in place.gpu_uuids]
-        running.gpus = [self._gpus[uuid] for _, uuid in taken]
-        self._begin(running)
-        return True
+    def _update_predictions(self) -> None:
+        """Replace the requests of pending jobs after something was learned."""
+        if self._learned == self._information.version:
+            return
+        self._learned = self._information.version
+        for name, (job, stage, info) in self._pending.items():
+            newer = self._information.queued(job, stage, info.number)
+            if newer.request is not info.request:
+                self._pending[name] = (job, stage, newer)
+                self._queue.add(newer)
 
-    def _begin(self, running: Running) -> None:
-        shut_s = self._strategy.settle_s
-        if running.stage.profiling:
+    def _end_of(self, held: Reservation) -> float:
+        return self._running[held.pod_uid].predicted_end_s
+
+    def _begin(self, one: Admitted) -> None:
+        """Start an admitted job."""
+        job, stage, info = self._pending.pop(one.info.name)
+        self._information.started(job, info.request)
+        gpus = [self._gpus[uuid] for _, held in one.claims for uuid in held.gpu_uuids]
+        running = Running(job, stage, one.claims, gpus, self._now_s, job.work_s, self._now_s, one.end_s)
+        for claim in one.claims:
+            self._running[claim.reservation.pod_uid] = running
+            self._model.reserve(claim, self._now_s)
+        if stage.profiling:
             running.left_s = self._strategy.profile_s
-        mode = running.places[0][1].mode
-        if any(gpu.mode is not mode for gpu in running.gpus):  # those in use are in it already
+        mode = one.claims[0].reservation.mode
+        if any(gpu.mode is not mode for gpu in gpus):  # GPUs in use have the mode already
             running.left_s += self._strategy.mode_change_s
-        for gpu in running.gpus:
+        for gpu in gpus:
             gpu.mode = mode
             gpu.tenants.append(running)
-            if shut_s:
-                gpu.closed_until_s = self._now_s + shut_s
-                self._closed.add(gpu.device.uuid)
-        if shut_s:
-            self._at(self._now_s + shut_s, self._open)
+        if self._strategy.settle_s:
+            self._close(gpus)
         if self._is_short_of_memory(running):
             self._at(self._now_s + LOADED_S, lambda: self._die(running))
         self._update(running.gpus)
         if self._strategy.measure:
             for age_s in (LOADED_S, SETTLED_S):
-                self._at(self._now_s + age_s, partial(self._look, running, age_s))
+                self._at(self._now_s + age_s, partial(self._measure, running, age_s))
             if self._strategy.learns:
                 steady_s = self._strategy.steady_s
-                self._at(self._now_s + steady_s, partial(self._look, running, steady_s))
+                self._at(self._now_s + steady_s, partial(self._measure, running, steady_s))
             if self._strategy.settles:
-                for still_s, by in margins(self._strategy.steady_s):
-                    self._at(self._now_s + LOADED_S + still_s, partial(self._settle, running, by))
-        elif self._knower.informers:
+                for stable_s, by in margins(self._strategy.steady_s):
+                    self._at(self._now_s + LOADED_S + stable_s, partial(self._use_measured_peak, running, by))
+        elif self._information.is_blind:
             self._monitors.report(running.nodes, self._now_s)
 
-    def _open(self) -> None:
-        """Let GPUs take others again whose monitors have seen the newcomer."""
-        self._closed = {uuid for uuid in self._closed if self._gpus[uuid].closed_until_s > self._now_s}
-        self._freed += 1
+    def _close(self, gpus: Iterable[Gpu]) -> None:
+        """Let GPUs take no other job until their monitors have seen the newcomer."""
+        until_s = self._now_s + self._strategy.settle_s
+        for gpu in gpus:
+            gpu.closed_until_s = until_s
+            self._model.delay.gpus.add((gpu.node, gpu.device.uuid))
 
-    def _look(self, running: Running, age_s: float) -> None:
+        def reopen() -> None:
+            open_now = {(gpu.node, gpu.device.uuid) for gpu in gpus if gpu.closed_until_s <= self._now_s}
+            self._model.delay.gpus -= open_now
+
+        self._at(until_s, reopen)
+
+    def _measure(self, running: Running, age_s: float) -> None:
         """Let the agents report a tenant that has all its memory, or is old enough for its measure to count."""
         if not running.ended:
             if self._strategy.learns and age_s >= SETTLED_S:
-                self._knower.saw(running.as_run(), age_s=age_s)
+                self._information.observe(running.as_run(), age_s=age_s)
             self._monitors.report(running.nodes, self._now_s)
-            self._freed += 1
 
-    def _settle(self, running: Running, by: float) -> None:
-        """Let a tenant count with its peak, which was complete after the first minute and has stood still since."""
-        for worker, (node, _) in enumerate(() if running.ended else running.places):
-            uid = uid_of(running.job, running.stage, worker)
-            self._freed += self._board.use_measured_peak(node, uid, by, self._now_s)
+    def _use_measured_peak(self, running: Running, by: float) -> None:
+        """Count a tenant with its measured peak, complete after the first minute and stable since."""
+        for node, held in () if running.ended else running.claims:
+            self._model.use_measured_peak(node, held.pod_uid, by, self._now_s)
 
     def _is_short_of_memory(self, newcomer: Running) -> bool:
-        """Whether it meets its MPS limit, or the end of the GPU's memory; who allocates last dies."""
-        limit = newcomer.places[0][1].memory_limit_mib
+        """Whether it exceeds its MPS limit or the GPU's memory; the job that allocates last dies."""
+        limit = newcomer.claims[0].reservation.memory_limit_mib
         if limit is not None and newcomer.job.truth.memory_mib > limit:
             return True
         return any(
@@ -421,19 +417,19 @@ class Simulation:
         if running.ended:
             return
         self._ooms[running.job.name] = self._ooms.get(running.job.name, 0) + 1
-        self._knower.starved(running.as_run(), running.had_mib())
+        self._information.observe_out_of_memory(running.as_run(), running.available_mib())
         self._leave(running)
         stage = running.stage.raised()
         if stage.attempt < DEATHS:
             self._enqueue(running.job, stage)
         else:
-            self._count_as_hopeless()
+            self._give_up()
 
     def _failure(self, failure: Failure) -> Callable[[], None]:
         def fail() -> None:
             gpu = self._gpus[failure.gpu]
             gpu.failures += 1
-            self._board.set_health(failure.gpu, gpu.node, DeviceHealth.UNHEALTHY, self._now_s)
+            self._model.set_health(failure.gpu, gpu.node, DeviceHealth.UNHEALTHY, self._now_s)
             for running in list(gpu.tenants):
                 self._killed += 1
                 self._leave(running)
@@ -444,8 +440,7 @@ class Simulation:
             gpu = self._gpus[failure.gpu]
             gpu.failures -= 1
             if not gpu.failures:
-                self._board.set_health(failure.gpu, gpu.node, DeviceHealth.HEALTHY, self._now_s)
-                self._freed += 1
+                self._model.set_health(failure.gpu, gpu.node, DeviceHealth.HEALTHY, self._now_s)
 
         return fail
 
@@ -453,19 +448,18 @@ class Simulation:
         running.version += 1
         running.ended = True
         self._left_s = self._now_s
-        self._freed += 1
         for gpu in running.gpus:
             gpu.tenants.remove(running)
         self._update(running.gpus)
-        is_reported = self._strategy.measure or self._knower.informers
-        for worker, (node, _) in enumerate(running.places):
-            uid = uid_of(running.job, running.stage, worker)
-            self._board.release(node, uid, self._now_s, is_shown=not is_reported)
+        is_reported = self._strategy.measure or self._information.is_blind
+        for node, held in running.claims:
+            del self._running[held.pod_uid]
+            self._model.release(node, held.pod_uid, self._now_s, is_shown=not is_reported)
         if is_reported:
             self._monitors.report(running.nodes, self._now_s)
 
     def _update(self, gpus: list[Gpu]) -> None:
-        """Give everybody on these GPUs the speed that is now true."""
+        """Update the speed of all tenants of some GPUs, and the use of every GPU that they have."""
         touched = {id(t): t for gpu in gpus for t in gpu.tenants}
         for running in touched.values():
             running.left_s -= (self._now_s - running.since_s) / running.slowdown
@@ -473,7 +467,7 @@ class Simulation:
         for running in touched.values():
             running.slowdown = max(self._slowdown_on(gpu, running) for gpu in running.gpus)
             running.version += 1
-            self._foresee(running)
+            self._schedule_end(running)
         for gpu in ({id(g): g for t in touched.values() for g in t.gpus} | {id(g): g for g in gpus}).values():
             gpu.account(self._now_s)
             self._total_util -= gpu.util
@@ -486,7 +480,7 @@ class Simulation:
         found = self._physics.slowdowns(gpu.mode, [t.job.truth for t in gpu.tenants])
         return found[gpu.tenants.index(running)]
 
-    def _foresee(self, running: Running) -> None:
+    def _schedule_end(self, running: Running) -> None:
         version = running.version
         end_s = self._now_s + max(0.0, running.left_s) * running.slowdown
         self._at(end_s, lambda: self._finish(running) if running.version == version else None)
@@ -494,7 +488,7 @@ class Simulation:
     def _finish(self, running: Running) -> None:
         running.left_s = 0.0
         if self._strategy.learns:
-            self._knower.saw(running.as_run(), age_s=None)
+            self._information.observe(running.as_run(), age_s=None)
         self._leave(running)
         if running.stage.profiling:
             self._enqueue(running.job, Stage())
@@ -507,54 +501,6 @@ class Simulation:
         mean = self._total_util / len(self._gpus)
         if self._curve:
             then_s, last = self._curve[-1]
-            if abs(mean - last) < WORTH_TELLING and self._now_s - then_s < CURVE_EVERY_S:
+            if abs(mean - last) < CURVE_STEP and self._now_s - then_s < CURVE_EVERY_S:
                 return
         self._curve.append((self._now_s, mean))
-
-
-SLACK = 1e-6
-"""Room for rounding when a slowdown meets its limit."""
-
-
-class Foreseeing(Board):
-    """Decides with true slowdowns. Whoever asks must say no limit of its own, or the predicted ones count as well.
-
-    Args:
-        workload: What is simulated.
-        rules: The site's.
-        physics: The truth.
-        limit: Slowdown that everybody accepts.
-    """
-
-    def __init__(self, workload: Workload, rules: SchedulerConfig, physics: Physics, limit: float) -> None:
-        super().__init__(workload.nodes, rules)
-        self._physics, self._limit = physics, limit
-        self._truths: Mapping[str, Truth] = {job.truth.kind: job.truth for job in workload.jobs}
-
-    def best(self, pod_request: PodRequest, shut: Iterable[GpuUuid] = ()) -> tuple[str, Placement] | None:
-        """Decide where a worker goes; as `Board.best`, among the GPUs on which the least is truly lost."""
-        evaluation, closed = self._evaluation_cache.of(pod_request).evaluation, set(shut)
-        newcomer = self._truths[pod_request.demand.job_uid]
-        lost: dict[GpuUuid, float] = {}
-        for row in np.flatnonzero(evaluation.ok).tolist():
-            uuid, mode = evaluation.snapshot.gpus.uuid[row], MODES[int(evaluation.results.mode[row])]
-            if uuid in closed or mode is None:
-                continue
-            there = self._truly_on(evaluation.snapshot.node_names[int(evaluation.snapshot.gpus.node[row])], uuid)
-            after = self._physics.slowdowns(mode, [*there, newcomer])
-            if max(after) <= self._limit + SLACK:
-                lost[uuid] = sum(after) - sum(self._physics.slowdowns(mode, there)) if there else after[0]
-        if not lost:
-            return None
-        most = min(lost.values()) + self._rules.policy.tolerance
-        return super().best(pod_request, [uuid for uuid in self._rows if lost.get(uuid, np.inf) > most])
-
-    def _truly_on(self, node: str, uuid: GpuUuid) -> list[Truth]:
-        return [self._truths[r.job_uid] for r in self.reservations(node) if uuid in r.gpu_uuids]
-
-
-def board_of(workload: Workload, strategy: Strategy, rules: SchedulerConfig, physics: Physics) -> Board:
-    """Return what a strategy decides on."""
-    if Piece.SLOWDOWNS in strategy.told:
-        return Foreseeing(workload, rules, physics, strategy.max_slowdown)
-    return Board(workload.nodes, rules)

@@ -1,4 +1,4 @@
-"""What a decision is told of simulated jobs: nothing, the shipped prediction, or the truth."""
+"""Information that a strategy has about simulated jobs: nothing, the shipped prediction, or the truth."""
 
 import math
 import random
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 from carpool_core.demand import Demand
-from carpool_core.durations import duration_bucket, duration_s
+from carpool_core.durations import duration_s
 from carpool_core.products import find_product
 from carpool_core.resources.node import Tenant, TenantProfile
 from carpool_core.resources.prediction import (
@@ -19,7 +19,8 @@ from carpool_core.resources.prediction import (
 )
 from carpool_core.values import GpuUuid, JobUid, PodUid, RequestedMode, SharingMode, Tenancy
 from carpool_extender.cache.pod_request import PodRequest
-from carpool_extender.queue.order import QueueKey, QueueOrder
+from carpool_extender.queue.order import QueueOrder
+from carpool_extender.queue.scheduling_queue import PodRef, QueuedJobInfo
 from carpool_predictor.calibration.document import Calibration, RunMeasurement, Stack
 from carpool_predictor.calibration.observe import observe
 from carpool_predictor.models.memory import shipped
@@ -34,21 +35,21 @@ class Learner:
     """Holds the calibration of one simulated cluster.
 
     Args:
-        is_strict: Whether jobs run alone where nothing was measured on such a stack.
-        steady_s: Age at which a peak is taken for the job's, in seconds.
+        is_strict: Whether jobs run alone on a stack of which nothing was measured yet.
+        steady_s: Age at which a measured peak counts as the job's, in seconds.
     """
 
     def __init__(self, *, is_strict: bool, steady_s: float) -> None:
         self._is_strict, self._steady_s = is_strict, steady_s
         self._calibration = Calibration()
-        self._told: dict[str, Prediction] = {}
+        self._predictions: dict[str, Prediction] = {}
         self._shipped: dict[str, ProductAnswer] = {}
         self.version = 0
-        """Grows whenever something was learned."""
+        """Rises when something is learned."""
 
     def predict(self, job: SimJob, asked: PredictionContext) -> Prediction:
-        """Predict a job with all that is known by now."""
-        found = self._told.get(job.truth.kind)
+        """Predict a job with the present calibration."""
+        found = self._predictions.get(job.truth.kind)
         if found is None:
             product = find_product(job.truth.product)
             known = asked.calibrated(self._calibration, product, job.truth.model)
@@ -56,58 +57,36 @@ class Learner:
             if before is None:
                 before = self._shipped[job.truth.kind] = asked.on(product)
             found = summarize(asked, [known.on(product, is_strict=self._is_strict, before=before)])
-            self._told[job.truth.kind] = found
+            self._predictions[job.truth.kind] = found
         return found
 
-    def saw(
-        self,
-        job: SimJob,
-        uid: str,
-        *,
-        counted_mib: int,
-        capacity_mib: int,
-        age_s: float | None,
-        solo_activity: TenantActivity,
-        at_least: bool,
-    ) -> None:
-        """Take in what a job was measured to use.
+    def observe(self, run: "Run", counted_mib: int, age_s: float | None) -> None:
+        """Learn from what a run was measured to use.
 
         Args:
-            job: The job.
-            uid: Names its run.
-            counted_mib: The bound that its placement counted with; 0 where it counted with none.
-            capacity_mib: Memory of its GPU.
-            age_s: For how long it has run, in seconds; None where it has ended.
-            solo_activity: What it would do on a GPU of its own, estimated from what all tenants do together.
-            at_least: Whether that is the least that it would do.
+            run: The run.
+            counted_mib: Memory bound that its placement counted with; 0 if it counted with none.
+            age_s: Time since its start, in seconds; None if it has ended.
         """
+        alone = solo_activity(run.mode, run.together)[0]
         measured = RunMeasurement(
-            peak_mib=job.truth.memory_mib,
-            capacity_mib=capacity_mib,
+            peak_mib=run.job.truth.memory_mib,
+            capacity_mib=run.capacity_mib,
             ended=age_s is None,
             steady=age_s is None or age_s >= self._steady_s,
-            sample=uid,
-            util=solo_activity.util,
-            sm_active=solo_activity.sm,
-            at_least=at_least,
+            sample=run.uid,
+            util=alone.util,
+            sm_active=alone.sm,
+            at_least=is_saturated(run.mode, run.together),
         )
-        self._observe(job, measured, counted_mib)
+        self._observe(run.job, measured, counted_mib)
 
-    def starved(self, job: SimJob, uid: str, *, counted_mib: int, capacity_mib: int, had_mib: int) -> None:
-        """Take in that a job died of memory.
-
-        Args:
-            job: The job.
-            uid: Names its run.
-            counted_mib: The bound that its placement counted with; 0 where it counted with none.
-            capacity_mib: Memory of its GPU.
-            had_mib: What there was for it.
-        """
-        self._observe(
-            job,
-            RunMeasurement(peak_mib=had_mib, capacity_mib=capacity_mib, out_of_memory=True, sample=uid),
-            counted_mib,
+    def observe_out_of_memory(self, run: "Run", counted_mib: int, available_mib: int) -> None:
+        """Learn from a run that ran out of memory, of which so much was available; arguments as in `observe`."""
+        measured = RunMeasurement(
+            peak_mib=available_mib, capacity_mib=run.capacity_mib, out_of_memory=True, sample=run.uid
         )
+        self._observe(run.job, measured, counted_mib)
 
     def _observe(self, job: SimJob, measured: RunMeasurement, counted_mib: int) -> None:
         if job.asked is None:
@@ -118,12 +97,12 @@ class Learner:
         after = observe(self._calibration, stack, expected, measured, shipped())
         if after is not self._calibration:
             self._calibration = after
-            self._told.clear()
+            self._predictions.clear()
             self.version += 1
 
 
 def exactly(truth: Truth, like: Prediction | None, *, by_utilization: bool = False) -> Prediction:
-    """Write the truth as a prediction without an error, for the product that another one is for."""
+    """Return the truth as a prediction without error, for the product of another prediction."""
     product = like.products[0].product if like is not None and like.products else ""
     return prediction_of(
         product or truth.product,
@@ -169,32 +148,32 @@ def prediction_of(
 
 NAMESPACE = "simulation"
 RAISED = 1.5
-"""Factor to the bound of a job that died of memory once where nothing is learned; after two deaths it is alone."""
+"""Factor to the memory bound after a first death where nothing is learned; after two deaths a job runs alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Where a job is on its way."""
+    """Progress of a job."""
 
     attempt: int = 0
-    """Times that it died of memory."""
+    """Times that it ran out of memory."""
     profiling: bool = False
-    """Whether it runs for a minute only, alone, so that it becomes known."""
+    """Whether it runs alone for a short time to be measured."""
     restarts: int = 0
     """Times that its GPU failed."""
 
     def raised(self) -> "Stage":
-        """Return the stage after it died of memory."""
+        """Return the stage after it ran out of memory."""
         return Stage(self.attempt + 1, restarts=self.restarts)
 
     def restarted(self) -> "Stage":
-        """Return the stage after its GPU failed: what it was, from the beginning."""
+        """Return the stage after its GPU failed."""
         return Stage(self.attempt, self.profiling, self.restarts + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of a job, of which something is measured."""
+    """One run of a job, as it is measured."""
 
     job: SimJob
     uid: str
@@ -202,91 +181,108 @@ class Run:
     """Memory of its GPU."""
     mode: SharingMode
     together: Sequence[TenantActivity]
-    """What it is measured to do, and after it its neighbours."""
+    """Its measured activity, followed by that of its co-tenants."""
 
 
-class Knower:
-    """Tells a strategy what it may know.
+class InformationModel:
+    """Returns what a strategy may know of jobs: nothing, predictions, or the truth.
 
     Args:
-        strategy: What it is told.
+        strategy: The strategy.
         usable_mib: Memory of the largest GPU.
         seed: Draws the errors of ablations.
+        is_decreasing: Whether the policy starts the job with the largest predicted utilization first.
     """
 
-    def __init__(self, strategy: Strategy, usable_mib: int, seed: int) -> None:
+    def __init__(self, strategy: Strategy, usable_mib: int, seed: int, *, is_decreasing: bool = False) -> None:
         self._strategy, self._usable_mib, self._seed = strategy, usable_mib, seed
-        self._applicants: dict[object, PodRequest] = {}
+        self._is_decreasing = is_decreasing
+        self._requests: dict[object, PodRequest] = {}
         self._counted: dict[str, int] = {}
+        self._kinds: dict[str, int] = {}
         self._learner = Learner(is_strict=strategy.strict, steady_s=strategy.steady_s) if strategy.learns else None
 
     @property
-    def informers(self) -> bool:
-        """Whether reservations say what a monitor sees, because nothing was promised."""
+    def is_blind(self) -> bool:
+        """Whether reservations contain what a monitor measures, because nothing is predicted."""
         return self._strategy.knowledge is Knowledge.NOTHING
 
-    def saw(self, run: Run, *, age_s: float | None) -> None:
+    @property
+    def version(self) -> int:
+        """Rises when predictions may have changed."""
+        return 0 if self._learner is None else self._learner.version
+
+    def observe(self, run: Run, *, age_s: float | None) -> None:
         """Learn from what a run was measured to use.
 
         Args:
             run: The run.
-            age_s: For how long it has run, in seconds; None where it has ended.
+            age_s: Time since its start, in seconds; None if it has ended.
         """
         if self._learner is not None:
-            counted = self._counted.get(run.job.name, 0)
-            self._learner.saw(
-                run.job,
-                run.uid,
-                counted_mib=counted,
-                capacity_mib=run.capacity_mib,
-                age_s=age_s,
-                solo_activity=solo_activity(run.mode, run.together)[0],
-                at_least=is_saturated(run.mode, run.together),
-            )
+            self._learner.observe(run, self._counted.get(run.job.name, 0), age_s)
 
-    def starved(self, run: Run, had_mib: int) -> None:
-        """Learn from a job that died of memory, of which it had so much."""
+    def observe_out_of_memory(self, run: Run, available_mib: int) -> None:
+        """Learn from a run that ran out of memory, of which so much was available."""
         if self._learner is not None:
-            counted = self._counted.get(run.job.name, 0)
-            self._learner.starved(run.job, run.uid, counted_mib=counted, capacity_mib=run.capacity_mib, had_mib=had_mib)
+            self._learner.observe_out_of_memory(run, self._counted.get(run.job.name, 0), available_mib)
 
-    def alike(self, job: SimJob, stage: Stage) -> object:
-        """Return a key that jobs share for which the same decision would be made."""
-        own = job.name if self._strategy.error else ""
-        return (job.truth.kind, job.gpus, job.workers, stage.attempt, stage.profiling, own)
+    def started(self, job: SimJob, request: PodRequest) -> None:
+        """Remember the memory bound that a job was placed with."""
+        told = request.demand.prediction
+        is_counted = told is not None and told.products[0].memory.trusted
+        self._counted[job.name] = told.products[0].memory.upper_mib if told is not None and is_counted else 0
 
-    def order(self, *, is_decreasing: bool) -> QueueOrder:
-        """Return how the queue is sorted: by `came_s` alone where that is no time of arrival."""
-        has_its_own = is_decreasing or Piece.DURATIONS in self._strategy.told
+    @property
+    def order(self) -> QueueOrder:
+        """Order of the queue: by `arrived_s` alone where that is no time of arrival."""
+        has_its_own = self._is_decreasing or Piece.DURATIONS in self._strategy.told
         return QueueOrder.ARRIVAL if has_its_own else self._strategy.order
 
-    def ticket(self, job: SimJob, urgency: int, number: int, *, is_decreasing: bool) -> QueueKey:
-        """Return what a job is sorted by.
+    def queued(self, job: SimJob, stage: Stage, number: int) -> QueuedJobInfo:
+        """Return a job's entry of the queue.
 
         Args:
             job: The job.
-            urgency: The least comes first.
-            number: Nobody else's.
-            is_decreasing: Whether the policy starts with the job of the largest utilization.
+            stage: Its progress.
+            number: A unique number.
         """
+        arrived_s = job.arrival_s
         if Piece.DURATIONS in self._strategy.told:
-            return QueueKey(urgency, -job.work_s, 0, number)
-        if is_decreasing:
+            arrived_s = -job.work_s
+        elif self._is_decreasing:
             predicted = self._prediction(job)
-            util = 1.0 if predicted is None else predicted.products[0].activity.gpu_util_percent.median
-            return QueueKey(urgency, -util, 0, number)
-        is_sorted = self._strategy.order is not QueueOrder.ARRIVAL
-        return QueueKey(urgency, job.arrival_s, self._rung(job) if is_sorted else 0, number)
+            arrived_s = -(1.0 if predicted is None else predicted.products[0].activity.gpu_util_percent.median)
+        pod = f"{job.name}-{stage.attempt}-{stage.restarts}{'-profile' if stage.profiling else ''}"
+        return QueuedJobInfo(
+            job=JobUid(job.name),
+            name=job.name,
+            priority=1 if stage.attempt or stage.restarts else 0,
+            arrived_s=arrived_s,
+            number=number,
+            request=self.pod_request(job, stage),
+            pods=tuple(PodRef(PodUid(f"{pod}-{n}"), f"{pod}-{n}") for n in range(job.workers)),
+            duration_s=self._duration_s(job, stage),
+        )
 
-    def _rung(self, job: SimJob) -> int:
+    def _duration_s(self, job: SimJob, stage: Stage) -> float | None:
+        """Return the predicted length of a job alone, in seconds; None if it declares no steps."""
+        strategy = self._strategy
+        if stage.profiling:
+            return strategy.profile_s
+        if Piece.DURATIONS in strategy.told:
+            return job.work_s
         steps = self._steps(job)
+        if steps is None:
+            return None
+        if strategy.knowledge is Knowledge.TRUTH:
+            return job.work_s
         # The queue predicts durations also where the placement policy uses no predictions.
-        blind = self._strategy.knowledge is Knowledge.NOTHING
-        prediction = job.prediction if blind else self._prediction(job)
-        return duration_bucket(None if steps is None else duration_s(steps, prediction, lambda _: True))
+        prediction = job.prediction if self.is_blind else self._prediction(job)
+        return duration_s(steps, prediction, lambda _: True)
 
     def _steps(self, job: SimJob) -> int | None:
-        """Return how many steps a job says it has: None where it is silent, others than it has where it errs."""
+        """Return the steps that a job declares; None or a wrong number if the strategy says so."""
         silent, error = self._strategy.silent_share, self._strategy.steps_error
         if job.steps is None or not (silent or error):
             return job.steps
@@ -296,26 +292,24 @@ class Knower:
         return max(1, round(job.steps * math.exp(draw.gauss(0.0, error))))
 
     def pod_request(self, job: SimJob, stage: Stage) -> PodRequest:
-        """Return what asks for a GPU."""
-        version = 0 if self._learner is None else self._learner.version
-        key = (self.alike(job, stage), version)
-        found = self._applicants.get(key)
+        """Return the request of each worker; jobs for which the same decision would be made share it."""
+        own = job.name if self._strategy.error else ""
+        key = (job.truth.kind, job.gpus, job.workers, stage.attempt, stage.profiling, own, self.version)
+        found = self._requests.get(key)
         if found is None:
-            settles = self._strategy.settles and not stage.attempt
-            found = self._applicants[key] = PodRequest(self._demand(job, stage), may_use_measured_peak=settles)
-        told = found.demand.prediction
-        is_counted = told is not None and told.products[0].memory.trusted
-        self._counted[job.name] = told.products[0].memory.upper_mib if told is not None and is_counted else 0
+            may = self._strategy.settles and not stage.attempt
+            demand = self._demand(job, stage)
+            found = self._requests[key] = PodRequest(demand, workers=job.workers, may_use_measured_peak=may)
         return found
 
     def _demand(self, job: SimJob, stage: Stage) -> Demand:
-        blind = self._strategy.knowledge is Knowledge.NOTHING
-        solo_activity = stage.attempt > (0 if blind else 1) or stage.profiling
-        mode = RequestedMode.EXCLUSIVE if solo_activity else RequestedMode.AUTO
-        prediction = None if solo_activity else self._prediction(job)
-        if not self._is_learned(job):  # whoever learns has the death of the last attempt in its next prediction
+        blind = self.is_blind
+        is_alone = stage.attempt > (0 if blind else 1) or stage.profiling
+        mode = RequestedMode.EXCLUSIVE if is_alone else RequestedMode.AUTO
+        prediction = None if is_alone else self._prediction(job)
+        if not self._is_learned(job):  # else the next prediction contains the death
             prediction = self._raised(prediction, stage.attempt)
-        if not solo_activity and self._strategy.mode is SharingMode.TIME_SLICING:
+        if not is_alone and self._strategy.mode is SharingMode.TIME_SLICING:
             mode = RequestedMode.TIME_SLICING if self._may_share(prediction, stage) else RequestedMode.AUTO
         return Demand(
             job_uid=JobUid(job.truth.kind),
@@ -323,17 +317,26 @@ class Knower:
             namespace=NAMESPACE,
             gpus=job.gpus,
             mode=mode,
-            max_slowdown=ANY_SLOWDOWN if Piece.SLOWDOWNS in self._strategy.told else self._strategy.max_slowdown,
+            max_slowdown=self._max_slowdown(job),
             tenancy=Tenancy.NAMESPACE,
             product=None,
             min_memory_mib=0,
             min_compute_capability=None,
-            memory_limit_mib=0 if blind and not solo_activity else None,
+            memory_limit_mib=0 if blind and not is_alone else None,
             prediction=prediction,
         )
 
+    def _max_slowdown(self, job: SimJob) -> float:
+        """Return the limit of a job; none if true slowdowns are known, but another one for each kind of job.
+
+        Evaluations are cached by request, and true slowdowns depend on the kind.
+        """
+        if Piece.SLOWDOWNS not in self._strategy.told:
+            return self._strategy.max_slowdown
+        return ANY_SLOWDOWN + 1e-6 * self._kinds.setdefault(job.truth.kind, len(self._kinds))
+
     def _may_share(self, prediction: Prediction | None, stage: Stage) -> bool:
-        """Whether a job's GPU may have others at any time: what `Auto` answers of a device without MPS."""
+        """Whether `Auto` lets a job share a device without MPS."""
         memory = None if prediction is None else prediction.products[0].memory
         if self._strategy.knowledge is Knowledge.NOTHING or (memory is not None and memory.trusted):
             return True
@@ -343,7 +346,7 @@ class Knower:
         return self._learner is not None and job.asked is not None
 
     def _raised(self, found: Prediction | None, attempt: int) -> Prediction | None:
-        """Raise the floor of a job that died of memory; beyond every GPU it is unknown, and gets one of its own."""
+        """Raise the bound of a job that ran out of memory; beyond every GPU it is unknown, and the job runs alone."""
         if found is None or not attempt:
             return found
         one = found.products[0]
@@ -354,10 +357,10 @@ class Knower:
         return msgspec.structs.replace(found, products=[msgspec.structs.replace(one, memory=memory)])
 
     def _prediction(self, job: SimJob) -> Prediction | None:
-        return self._corrected(job, self._foretold(job))
+        return self._corrected(job, self._base_prediction(job))
 
     def _corrected(self, job: SimJob, found: Prediction | None) -> Prediction | None:
-        """Put the truth in the place of what is to be known as it is."""
+        """Replace parts of a prediction by the truth, as the strategy says."""
         told, truth = self._strategy.told, job.truth
         if found is None and Piece.MEMORY in told:
             found = job.prediction
@@ -370,7 +373,7 @@ class Knower:
             one = msgspec.structs.replace(one, activity=true.activity)
         return msgspec.structs.replace(found, products=[one])
 
-    def _foretold(self, job: SimJob) -> Prediction | None:
+    def _base_prediction(self, job: SimJob) -> Prediction | None:
         strategy = self._strategy
         if strategy.knowledge is Knowledge.NOTHING or strategy.abstain:
             return None
@@ -381,10 +384,10 @@ class Knower:
             found = self._learner.predict(job, job.asked)
         if found is None:
             return None
-        # An error of the predictor's is none any more where the very job was measured; no bound is made to fit by one.
+        # A job that was measured has no error any more, and an error must not make a bound fit.
         memory = found.products[0].memory
-        is_told = memory.learned_runs > 0 or memory.upper_mib > self._usable_mib
-        return found if is_told else self._with_error(job, found)
+        is_exact = memory.learned_runs > 0 or memory.upper_mib > self._usable_mib
+        return found if is_exact else self._with_error(job, found)
 
     def _with_error(self, job: SimJob, found: Prediction) -> Prediction:
         draw = random.Random(f"{self._seed}/{job.name}")  # noqa: S311  # a simulation, no secret
@@ -407,7 +410,7 @@ class Knower:
         )
 
     def profile(self, truth: Truth, promised: TenantProfile, slowdown: float) -> TenantProfile:
-        """Return what the reservation of a running tenant says: where nothing is promised, what a monitor sees."""
+        """Return the profile in a running tenant's reservation: measured, if nothing was predicted."""
         if self._strategy.knowledge is not Knowledge.NOTHING:
             return promised
         active = truth.util if self._strategy.by_utilization else truth.sm
@@ -416,13 +419,13 @@ class Knower:
         )
 
     def measured(self, truth: Truth, uid: PodUid, gpu: GpuUuid, slowdown: float) -> Tenant | None:
-        """Return what the node's agent reports of a tenant, to a strategy that goes by it."""
+        """Return the node agent's report of a tenant; None if the strategy does not use it."""
         if self._strategy.knowledge is not Knowledge.PREDICTED or not self._strategy.measure:
             return None
         active = truth.util if self._strategy.by_utilization else truth.sm
-        seen = Tenant(pod_uid=uid, gpu_uuid=gpu, memory_mib=truth.memory_mib, peak_memory_mib=truth.memory_mib)
+        tenant = Tenant(pod_uid=uid, gpu_uuid=gpu, memory_mib=truth.memory_mib, peak_memory_mib=truth.memory_mib)
         if Piece.ACTIVITY in self._strategy.told:
-            return seen
+            return tenant
         return msgspec.structs.replace(
-            seen, gpu_util_percent=100 * truth.util / slowdown, sm_active_ratio=active / slowdown
+            tenant, gpu_util_percent=100 * truth.util / slowdown, sm_active_ratio=active / slowdown
         )

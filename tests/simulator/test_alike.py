@@ -11,7 +11,7 @@ from carpool_extender.framework.evaluation_cache import filter_rows
 from carpool_extender.framework.filters import Evaluation, empty_results
 from carpool_extender.testing import cluster, device, gpu_node, pod_request, prediction, tenant
 from carpool_simulator import cluster_model
-from carpool_simulator.cluster_model import Alike
+from carpool_simulator.cluster_model import FilterMemo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -58,7 +58,7 @@ def found_by(filter_runner, snapshot, wants, rows):
 @given(st.lists(st.one_of(nodes, questions), max_size=25))
 def test_the_answer_is_what_looking_at_each_gpu_gives(most, steps):
     known = cluster(*(gpu_node(name, 2, [tenant(f"stays-{name}", [f"GPU-{name}-0"])]) for name in NAMES))
-    remembers = Alike(known, most)
+    remembers = FilterMemo(known, most)
     for step in steps:
         if not isinstance(step, tuple):
             known.apply(step)
@@ -74,9 +74,9 @@ def test_the_answer_is_what_looking_at_each_gpu_gives(most, steps):
 def test_alike_gpus_are_looked_at_once():
     known = cluster(*(gpu_node(name, 8, [tenant(name, [f"GPU-{name}-3"])]) for name in NAMES))
     looked = []
-    counting = Alike(
+    counting = FilterMemo(
         known,
-        looking=lambda asked, columns: looked.append(len(columns.alive)) or cluster_model.run_filters(asked, columns),
+        run=lambda asked, columns: looked.append(len(columns.alive)) or cluster_model.run_filters(asked, columns),
     )
     for rows in (np.arange(4), np.arange(32), None):
         found_by(counting, known.snapshot(), pod_request(), rows)

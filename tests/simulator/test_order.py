@@ -6,7 +6,7 @@ import pytest
 from carpool_core.durations import DURATION_BUCKETS, duration_bucket
 from carpool_extender.queue.order import WINDOW_S, QueueEnd, QueueKey, QueueOrder, sort_key
 from carpool_simulator.engine import Simulation
-from carpool_simulator.information import Knower, Stage
+from carpool_simulator.information import InformationModel, Stage
 from carpool_simulator.strategy import Piece
 from carpool_simulator.waiting import Entry, Waiting
 from hypothesis import given
@@ -146,7 +146,7 @@ def test_who_finds_no_room_changes_no_end():
 
 
 def buckets(strategy, jobs, seed=0):
-    knower = Knower(strategy, 8000, seed)
+    knower = InformationModel(strategy, 8000, seed)
     return [knower.ticket(one, 0, number, is_decreasing=False).duration_bucket for number, one in enumerate(jobs)]
 
 

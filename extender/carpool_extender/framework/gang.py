@@ -82,9 +82,10 @@ def _place(
         reason = placement_reason(paper, chosen.tolist(), policy) if with_reason else ""
         found.append(WorkerPlace(names[node], placement_on(paper, chosen.tolist(), policy, reason)))
         if len(found) < wanted:
-            _join(paper, chosen, number=len(found))
             if spread:
                 permitted[chosen] = False
+            else:
+                _join(paper, chosen, number=len(found))
             nodes = np.zeros(len(names), np.bool_)
             nodes[node] = True
             if policy.is_local:

@@ -295,6 +295,8 @@ class SchedulingQueue:
             end_of: Predicts the end of a reservation, in seconds of the caller's clock; None if it is unknown.
             now_s: The time.
         """
+        if not self._jobs:
+            return
         for job in [job for job in self._aside if self._jobs[job].retry_at_s <= now_s]:
             del self._aside[job]
             self._insert(self._jobs[job])

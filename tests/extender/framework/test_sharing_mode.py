@@ -11,7 +11,7 @@ from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.framework.selection import place_on_node
 from carpool_extender.testing import cluster, demand, device, gpu_node, prediction, tenant
-from carpool_simulator.information import Knower, Stage
+from carpool_simulator.information import InformationModel, Stage
 from carpool_simulator.strategy import Knowledge, Strategy
 from msgspec import structs
 from simulated_world import job
@@ -166,7 +166,7 @@ def test_explanation_names_the_first_run_and_the_refusal_the_gpu_that_lacks_leas
 @pytest.mark.parametrize("error", [0.0, 0.1])
 def test_simulated_predictions_keep_the_ratio_of_a_first_run(error):
     strategy = Strategy("x", "least-slowdown", Knowledge.PREDICTED, TURNS, error=error)
-    knower = Knower(strategy, usable_mib=40960, seed=1)
+    knower = InformationModel(strategy, usable_mib=40960, seed=1)
     memory = knower.pod_request(replace(job("a"), prediction=FIRST_RUN), Stage()).demand.prediction.products[0].memory
     assert (memory.upper_mib == 4080) is not bool(error)
     assert memory.upper_unenforced_mib == pytest.approx(memory.upper_mib * 5200 / 4080, rel=0.001)
