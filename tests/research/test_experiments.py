@@ -17,7 +17,7 @@ from carpool_research.experiments.runs import EXPERIMENTS, Results, runs_of
 from carpool_research.slowdown import gavel
 from carpool_simulator import philly
 from carpool_simulator.engine import Simulation
-from carpool_simulator.information import InformationModel
+from carpool_simulator.information import InformationModel, Stage
 from carpool_simulator.power import Power, Spent
 from carpool_simulator.profiles import step_times
 from carpool_simulator.strategy import Strategy
@@ -255,8 +255,8 @@ def test_a_bad_trace_of_alibabas_is_refused(openb, pods, nodes, sentence):
 
 
 def buckets(strategy, jobs, seed=0):
-    knower = InformationModel(strategy, 8000, seed)
-    return [knower.ticket(one, 0, number, is_decreasing=False).duration_bucket for number, one in enumerate(jobs)]
+    information = InformationModel(strategy, 8000, seed)
+    return [information.queued(one, Stage(), number).key().duration_bucket for number, one in enumerate(jobs)]
 
 
 def test_every_strategy_under_carpools_queue_sorts_by_predicted_durations(published):

@@ -3,14 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from carpool_core.durations import DURATION_BUCKETS, duration_bucket
-from carpool_extender.queue.order import WINDOW_S, QueueEnd, QueueKey, QueueOrder, sort_key
+from carpool_core.durations import duration_bucket
+from carpool_extender.queue.order import WINDOW_S, QueueOrder
 from carpool_simulator.engine import Simulation
 from carpool_simulator.information import InformationModel, Stage
 from carpool_simulator.strategy import Piece
-from carpool_simulator.waiting import Entry, Waiting
-from hypothesis import given
-from hypothesis import strategies as st
 from simulated_world import CARPOOL, NoSlowdown, job, truth, workload
 
 FULL = truth(6000)
@@ -79,75 +76,9 @@ def test_true_durations_and_policies_that_start_with_the_largest_sort_the_queue_
     assert order(*jobs, strategy=BY_TURNS) == ["a", "b"]
 
 
-def tickets(rungs):
-    one = st.tuples(st.integers(0, 1), st.integers(0, 3).map(lambda n: 0.4 * n * WINDOW_S), rungs)
-    return st.lists(one, max_size=12).map(lambda many: [QueueKey(*each, n) for n, each in enumerate(many)])
-
-
-def started(found, kinds, order, headroom=()):
-    """Return the numbers of jobs as they start, of which so many have room each time; kinds are decided alike."""
-    waiting, begun = Waiting(order, in_order=False), []
-    for ticket in found:
-        alike = (ticket.urgency, ticket.number % kinds)
-        waiting.add(alike, Entry(ticket, job(f"j{ticket.number}"), Stage()))
-    left = 0
-
-    def start(entry):
-        nonlocal left
-        if not left:
-            return False
-        left -= 1
-        begun.append(entry.ticket.number)
-        return True
-
-    for freed, room in enumerate((*headroom, len(found))):
-        left = room
-        waiting.place(freed, start)
-    assert len(waiting) == 0
-    return begun
-
-
-@given(tickets(st.just(5)), st.integers(1, 4))
-def test_of_equal_lengths_the_order_is_that_of_arrival(found, kinds):
-    assert started(found, kinds, QueueOrder.ALTERNATE) == started(found, kinds, QueueOrder.ARRIVAL)
-
-
-@given(
-    tickets(st.integers(0, DURATION_BUCKETS - 1)),
-    st.integers(1, 4),
-    st.lists(st.integers(0, 4)),
-    st.sampled_from(QueueOrder),
-)
-def test_each_that_starts_is_the_first_of_all_that_wait_at_its_end(found, kinds, headroom, order):
-    left, expected, end = list(found), [], QueueEnd.LONGEST
-    while left:
-        first = min(left, key=lambda one: sort_key(one, order, end))  # called at once
-        left.remove(first)
-        expected.append(first.number)
-        end = end.other
-    assert started(found, kinds, order, headroom) == expected
-
-
-def test_who_finds_no_room_changes_no_end():
-    longest, shortest, middling = (QueueKey(0, 0.0, rung, number) for number, rung in enumerate((9, 1, 5)))
-    waiting, tried = Waiting(QueueOrder.ALTERNATE, in_order=False), []
-    for one in (longest, shortest, middling):
-        waiting.add(one.number, Entry(one, job(f"j{one.number}"), Stage()))
-
-    def start(entry):
-        tried.append(entry.ticket)
-        return entry.ticket is middling
-
-    waiting.place(0, start)
-    assert tried == [longest, middling, shortest], "who was refused is not tried again before something is free"
-    tried.clear()
-    waiting.place(1, start)
-    assert tried == [shortest, longest], "the other end is next"
-
-
 def buckets(strategy, jobs, seed=0):
-    knower = InformationModel(strategy, 8000, seed)
-    return [knower.ticket(one, 0, number, is_decreasing=False).duration_bucket for number, one in enumerate(jobs)]
+    information = InformationModel(strategy, 8000, seed)
+    return [information.queued(one, Stage(), number).key().duration_bucket for number, one in enumerate(jobs)]
 
 
 def test_predictions_that_are_off_have_wrong_step_times_too():

@@ -166,7 +166,9 @@ def test_explanation_names_the_first_run_and_the_refusal_the_gpu_that_lacks_leas
 @pytest.mark.parametrize("error", [0.0, 0.1])
 def test_simulated_predictions_keep_the_ratio_of_a_first_run(error):
     strategy = Strategy("x", "least-slowdown", Knowledge.PREDICTED, TURNS, error=error)
-    knower = InformationModel(strategy, usable_mib=40960, seed=1)
-    memory = knower.pod_request(replace(job("a"), prediction=FIRST_RUN), Stage()).demand.prediction.products[0].memory
+    information = InformationModel(strategy, usable_mib=40960, seed=1)
+    memory = (
+        information.pod_request(replace(job("a"), prediction=FIRST_RUN), Stage()).demand.prediction.products[0].memory
+    )
     assert (memory.upper_mib == 4080) is not bool(error)
     assert memory.upper_unenforced_mib == pytest.approx(memory.upper_mib * 5200 / 4080, rel=0.001)
