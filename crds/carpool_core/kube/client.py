@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
 import msgspec
@@ -33,6 +33,8 @@ _SILENCE_S = 150.0
 """A watch without data for this time is broken: the server sends a bookmark about each minute."""
 _OBJECT = "application/json"
 _METADATA = f"{_OBJECT};as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
+_UNCHECKED = {"fieldValidation": "Ignore"}
+"""Query of writes whose unknown fields are not reported, because looking for them costs the server time."""
 _CONNECTIONS = 32
 """Concurrent calls. Watches have their own connections, so that they cannot starve calls."""
 
@@ -83,7 +85,7 @@ class KubeClient(KubeApi):
 
     async def get(self, kind: ResourceKind, name: str, type_: type[T], *, namespace: str = "") -> T:
         """Return one object; unknown fields are ignored. Raises `Invalid` if it does not fit `type_`."""
-        body = await self._call("GET", kind, name=_required(kind, name), namespace=namespace)
+        body = await self._call("GET", _object(kind, namespace, name))
         try:
             return msgspec.json.decode(body, type=type_)
         except msgspec.ValidationError as error:
@@ -94,7 +96,7 @@ class KubeClient(KubeApi):
     ) -> Page:
         """Return one page. Raises `Gone` if the token has expired."""
         query = {"limit": str(limit), "continue": continue_token} | _query(selector)
-        body = await self._call("GET", kind, namespace=selector.namespace, query=query)
+        body = await self._call("GET", _Target(kind, selector.namespace), query=query)
         found = msgspec.json.decode(body, type=_ObjectList)
         return Page(found.items or [], found.metadata.resource_version, found.metadata.continue_)
 
@@ -106,9 +108,10 @@ class KubeClient(KubeApi):
             "resourceVersion": resource_version,
             "timeoutSeconds": str(_WATCH_LIFETIME_S),
         } | _query(selector)
-        call = describe_call("WATCH", kind, selector.namespace, "")
+        target = _Target(kind, selector.namespace)
+        call = describe_call("WATCH", *target)
         try:
-            async with self._open(self._watches, "GET", kind, namespace=selector.namespace, query=query) as response:
+            async with self._open(self._watches, "GET", target, query) as response:
                 await self._check(response, call)
                 try:
                     async for line in _lines(response.content):
@@ -137,18 +140,11 @@ class KubeClient(KubeApi):
         content = msgspec.to_builtins(body)
         if not subresource:
             content = {"apiVersion": kind.api_version, "kind": kind.kind} | content
+        target = _object(kind, namespace, name, subresource) if subresource else _Target(kind, namespace)
+        # Otherwise the server silently drops a misspelt field of a user's pod template.
+        query = {"fieldValidation": "Strict", "dryRun": "All" if is_dry_run else ""}
         return _decoded(
-            await self._call(
-                "POST",
-                kind,
-                name=name,
-                namespace=namespace,
-                subresource=subresource,
-                # Otherwise the server silently drops a misspelt field of a user's pod template.
-                query={"fieldValidation": "Strict", "dryRun": "All" if is_dry_run else ""},
-                body=content,
-                accept=_OBJECT if wants_object else _METADATA,
-            )
+            await self._call("POST", target, query=query, body=content, accept=_OBJECT if wants_object else _METADATA)
         )
 
     async def patch(
@@ -165,12 +161,8 @@ class KubeClient(KubeApi):
         return _decoded(
             await self._call(
                 "PATCH",
-                kind,
-                name=_required(kind, name),
-                namespace=namespace,
-                subresource=subresource,
-                # Looking for unknown fields costs the server time, and its warnings are not read here.
-                query={"fieldValidation": "Ignore"},
+                _object(kind, namespace, name, subresource),
+                query=_UNCHECKED,
                 body=patch,
                 accept=_OBJECT if wants_object else _METADATA,
                 content_type=f"application/{'json' if isinstance(patch, list) else 'merge'}-patch+json",
@@ -183,46 +175,31 @@ class KubeClient(KubeApi):
         """Replace an object's status; `Conflict` if the object has changed since."""
         metadata = {"name": name, "resourceVersion": resource_version} | ({"namespace": namespace} if namespace else {})
         body = {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": metadata, "status": status}
-        return _decoded(
-            await self._call(
-                "PUT",
-                kind,
-                name=_required(kind, name),
-                namespace=namespace,
-                subresource="status",
-                query={"fieldValidation": "Ignore"},
-                body=body,
-                accept=_METADATA,
-            )
-        )
+        target = _object(kind, namespace, name, "status")
+        return _decoded(await self._call("PUT", target, query=_UNCHECKED, body=body, accept=_METADATA))
 
     async def delete(self, kind: ResourceKind, name: str, *, namespace: str = "", uid: str = "") -> None:
         """Delete an object; its dependents follow in the background. With `uid`, `Conflict` for another one."""
         options: dict[str, Any] = {"propagationPolicy": "Background"}
         if uid:
             options["preconditions"] = {"uid": uid}
-        await self._call("DELETE", kind, name=_required(kind, name), namespace=namespace, body=options)
+        await self._call("DELETE", _object(kind, namespace, name), body=options)
 
     async def _call(
         self,
         method: str,
-        kind: ResourceKind,
+        target: "_Target",
         *,
-        name: str = "",
-        namespace: str = "",
-        subresource: str = "",
         query: Mapping[str, str] | None = None,
         body: Any = None,
-        content_type: str = "application/json",
+        content_type: str = _OBJECT,
         accept: str = _OBJECT,
     ) -> bytes:
-        call = describe_call(method, kind, namespace, name, subresource)
+        call = describe_call(method, *target)
         data = None if body is None else msgspec.json.encode(body)
+        headers = {"Accept": accept} | ({} if data is None else {"Content-Type": content_type})
         try:
-            async with self._open(
-                self._calls, method, kind, name=name, namespace=namespace, subresource=subresource, query=query or {},
-                data=data, content_type=content_type, accept=accept,
-            ) as response:  # fmt: skip
+            async with self._open(self._calls, method, target, query or {}, headers, data) as response:
                 await self._check(response, call)
                 return await response.read()
         except TimeoutError as error:
@@ -235,24 +212,18 @@ class KubeClient(KubeApi):
         self,
         session: aiohttp.ClientSession | None,
         method: str,
-        kind: ResourceKind,
-        *,
-        name: str = "",
-        namespace: str = "",
-        subresource: str = "",
+        target: "_Target",
         query: Mapping[str, str],
+        headers: Mapping[str, str] | None = None,
         data: bytes | None = None,
-        content_type: str = "application/json",
-        accept: str = _OBJECT,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         if session is None:
             raise RuntimeError("the client is closed: use it inside `async with connect(…)`")
-        headers = {"Accept": accept} | ({"Content-Type": content_type} if data is not None else {})
-        if token := await self._token():
-            headers["Authorization"] = f"Bearer {token}"
-        url = self._endpoint.server + url_path(kind, namespace, name, subresource)
+        token = await self._token()
+        authorized = {**(headers or {"Accept": _OBJECT}), **({"Authorization": f"Bearer {token}"} if token else {})}
+        url = self._endpoint.server + url_path(*target)
         params = {key: value for key, value in query.items() if value}
-        async with session.request(method, url, params=params, data=data, headers=headers) as response:
+        async with session.request(method, url, params=params, data=data, headers=authorized) as response:
             yield response
 
     async def _token(self) -> str:
@@ -337,29 +308,35 @@ def url_path(kind: ResourceKind, namespace: str = "", name: str = "", subresourc
     """Return the URL path of a collection, an object or a subresource.
 
     Raises:
-        Invalid: A part would change the path, as a name in a forged owner reference may; or the object's name is
-            missing before a subresource.
+        Invalid: A part would change the path, as a name in a forged owner reference may.
     """
     for what, segment in (("namespace", namespace), ("name", name), ("subresource", subresource)):
         if segment in (".", "..") or not _RESERVED_CHARACTERS.isdisjoint(segment):
             raise Invalid(
                 f"expected a {what} of {kind.plural} without any of / % ? #, and not . or .., found {segment!r}"
             )
-    if subresource:
-        _required(kind, name)
     root = f"/apis/{kind.group}/{kind.version}" if kind.group else f"/api/{kind.version}"
     inside = f"/namespaces/{namespace}" if kind.namespaced and namespace else ""
     return root + inside + "".join(f"/{part}" for part in (kind.plural, name, subresource) if part)
 
 
-def _required(kind: ResourceKind, name: str) -> str:
-    """Return the name of an object. Raises `Invalid` if it is empty, which would address all objects of the kind."""
+class _Target(NamedTuple):
+    """Collection, object or subresource that a call addresses."""
+
+    kind: ResourceKind
+    namespace: str = ""
+    name: str = ""
+    subresource: str = ""
+
+
+def _object(kind: ResourceKind, namespace: str, name: str, subresource: str = "") -> _Target:
+    """Return the target of an object. Raises `Invalid` without a name, which would address all objects of the kind."""
     if not name:
         raise Invalid(f"expected the name of a {kind.kind}, found an empty string")
-    return name
+    return _Target(kind, namespace, name, subresource)
 
 
-def describe_call(method: str, kind: ResourceKind, namespace: str, name: str, subresource: str = "") -> str:
+def describe_call(method: str, kind: ResourceKind, namespace: str, name: str = "", subresource: str = "") -> str:
     """Return a call for messages: `PATCH gpunodes/status n1`."""
     target = f"{namespace}/{name}".strip("/")
     return f"{method} {kind.plural}{'/' if subresource else ''}{subresource} {target}".rstrip()
