@@ -27,10 +27,10 @@ def test_workers_are_told_of_each_other(cluster: Cluster, watcher: Watcher) -> N
     watcher.running("pair")
     told = [cluster.kubectl("exec", f"pair-worker-{worker}-1", "--", "/bin/sh", "-c", "env") for worker in (0, 1)]
     for worker, text in enumerate(told):
-        assert {"MASTER_ADDR=worker-0.pair-workers", f"RANK={worker}", "WORLD_SIZE=2"} <= set(text.splitlines())
+        assert {"MASTER_ADDR=worker-0-1.pair-workers", f"RANK={worker}", "WORLD_SIZE=2"} <= set(text.splitlines())
     slices = watcher.read("endpointslices", "-l", "kubernetes.io/service-name=pair-workers")["items"]
     names = {endpoint["hostname"] for one in slices for endpoint in one["endpoints"]}
-    assert names == {"worker-0", "worker-1"}, "what the cluster's DNS answers from"
+    assert names == {"worker-0-1", "worker-1-1"}, "what the cluster's DNS answers from"
     cluster.kubectl("delete", "gputrainingjob", "pair")
     eventually("the service to go with its job", lambda: watcher.read("service", "pair-workers") is None)
 
