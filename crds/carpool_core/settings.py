@@ -186,7 +186,7 @@ def _option(one: Setting) -> dict[str, Any]:
         "envvar": one.env,
         "help": one.description,
         "callback": lambda ctx, param, value: _checked(one, ctx, param, value),
-        # The help says what an empty setting means.
+        # The help describes an empty setting.
         "show_default": one.default not in (None, ""),
         "show_envvar": True,
     }

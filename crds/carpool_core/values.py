@@ -81,7 +81,7 @@ class PartitionState(StrEnum):
     READY = "Ready"
     """The share exists; the pod may be bound and started."""
     FAILED = "Failed"
-    """The steps failed and were undone; the message says why."""
+    """The steps failed and were undone; the message has the reason."""
 
 
 class DeviceHealth(StrEnum):

@@ -22,7 +22,7 @@ TRANSIENT = frozenset({"TraceTimedOut", "TraceOutOfMemory", "TorchMissing", "Pre
 """Reasons to abstain that come from the moment or this installation, not from the job. They are tried again."""
 
 MAX_REPORTED_POSITION = 10
-"""Positions in the trace queue that a status reports exactly. Farther back it only says "more than", so that a burst of
+"""Positions in the trace queue that a status reports exactly. Farther back it reports "more than", so that a burst of
 jobs does not rewrite every status after every trace."""
 
 _MAX_PRODUCTS = 64

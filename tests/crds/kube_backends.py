@@ -12,7 +12,7 @@ CONTAINERS = [{"name": "c", "image": "i"}]
 
 @dataclass
 class Backend:
-    """An API server and names on it that nobody else uses."""
+    """An API server and names on it for one test only."""
 
     api: KubeApi
     tag: str
@@ -23,7 +23,7 @@ class Backend:
     async def pod(self, text: str, **metadata: Any) -> dict[str, Any]:
         body = {
             "metadata": {"name": self.name(text), "labels": {"tag": self.tag}, **metadata},
-            "spec": {"containers": CONTAINERS, "schedulerName": "nobody", "terminationGracePeriodSeconds": 0},
+            "spec": {"containers": CONTAINERS, "schedulerName": "other", "terminationGracePeriodSeconds": 0},
         }
         return await self.api.create(PODS, body, namespace="default")
 

@@ -1,4 +1,4 @@
-"""A reflector of pods that runs against a fake server, and what it told."""
+"""A reflector of pods that runs against a fake server, and the changes that it reported."""
 
 import asyncio
 from typing import Any
@@ -15,24 +15,24 @@ def pod_body(name: str, node: str = "", **spec: Any) -> dict[str, Any]:
 
 
 async def settle() -> None:
-    """Let every task run until it waits for something that only the test brings."""
+    """Let every task run until it waits for the test."""
     for _ in range(50):
         await asyncio.sleep(0)
 
 
 class World:
-    """A reflector of pods that runs against a fake server, and what it told."""
+    """A reflector of pods that runs against a fake server, and the changes that it reported."""
 
     def __init__(self, api: FakeKube, clock: FakeClock, **options: Any) -> None:
         self.api, self.clock = api, clock
-        self.told: list[tuple[str | None, str | None]] = []
+        self.changes: list[tuple[str | None, str | None]] = []
         self.reflector = Reflector(
             api, PODS, Pod, clock=clock, on_change=self._on_change, sleep=clock.sleep, jitter=lambda: 1.0, **options
         )
         self.task = asyncio.create_task(self.reflector.run())
 
     def _on_change(self, old: Pod | None, new: Pod | None) -> None:
-        self.told.append(tuple(None if p is None else f"{p.metadata.name}@{p.spec.node_name}" for p in (old, new)))  # type: ignore[arg-type]
+        self.changes.append(tuple(None if p is None else f"{p.metadata.name}@{p.spec.node_name}" for p in (old, new)))  # type: ignore[arg-type]
 
     @property
     def names(self) -> set[str]:

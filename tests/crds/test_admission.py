@@ -1,4 +1,4 @@
-"""What the API server itself refuses, and the sentence that it says."""
+"""Manifests that a real API server refuses, with its sentence, and those that it admits."""
 
 import json
 from pathlib import Path

@@ -78,7 +78,7 @@ def test_schema_is_structural(definition: Definition) -> None:
         assert schema.get("type") or schema.get("x-kubernetes-int-or-string"), path
         if schema.get("type") == "array":
             kind = schema.get("x-kubernetes-list-type")
-            assert kind in ("atomic", "map", "set"), f"{path} says no list type"
+            assert kind in ("atomic", "map", "set"), f"{path} has no list type"
             for key in schema.get("x-kubernetes-list-map-keys", []):
                 assert key in schema["items"]["required"], f"{path} merges by {key}, which is not required"
         if schema.get("type") == "integer":

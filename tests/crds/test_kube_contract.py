@@ -1,4 +1,4 @@
-"""One battery over every backend of `KubeApi`: what the fake does, the real API server does. Objects are written."""
+"""One battery over every backend of `KubeApi`: the fake behaves as the real API server does."""
 
 import asyncio
 from collections.abc import Callable
@@ -39,7 +39,7 @@ async def test_missing_object_is_not_found(backend: Backend) -> None:
 
 
 async def test_malformed_object_is_invalid(backend: Backend) -> None:
-    """Regression: the fake raised what the client never does, and nobody saw what becomes of it."""
+    """Regression: the fake raised what the client never does, so error handling was not tested."""
 
     class Odd(msgspec.Struct):
         kind: int
@@ -281,7 +281,7 @@ async def test_list_has_pages(backend: Backend) -> None:
         ("tag={tag},worker!=1", "", ["a", "c"]),
         ("tag={tag},worker", "", ["b", "c"]),
         ("tag={tag}", "spec.nodeName=n1", ["c"]),
-        ("tag={tag}", "spec.nodeName!=n1,spec.schedulerName=nobody", ["a", "b"]),
+        ("tag={tag}", "spec.nodeName!=n1,spec.schedulerName=other", ["a", "b"]),
         ("tag={tag}", "status.phase=Pending,metadata.name=a-{tag}", ["a"]),
     ],
 )
@@ -306,20 +306,20 @@ async def test_watch_reports_entering_and_leaving_objects(backend: Backend) -> N
     pod = await backend.pod("a")
     name = backend.name("a")
     events = backend.api.watch(PODS, Selector("default", f"tag={backend.tag}", "spec.nodeName="), page.resource_version)
-    told: list[tuple[str, str]] = []
+    events_seen: list[tuple[str, str]] = []
 
     async def follow(count: int) -> None:
-        while len(told) < count:
+        while len(events_seen) < count:
             event = await anext(events)
             if event.type != "BOOKMARK":
-                told.append((event.type, msgspec.json.decode(event.object, type=Pod).metadata.name))
+                events_seen.append((event.type, msgspec.json.decode(event.object, type=Pod).metadata.name))
 
     await asyncio.wait_for(follow(1), 10)
     await backend.api.patch(PODS, name, {"metadata": {"annotations": {"a": "b"}}}, namespace="default")
     body = {"metadata": {"name": name, "uid": pod["metadata"]["uid"]}, "target": {"name": "n1"}}
     await backend.api.create(PODS, body, namespace="default", name=name, subresource="binding")
     await asyncio.wait_for(follow(3), 10)
-    assert told == [("ADDED", name), ("MODIFIED", name), ("DELETED", name)]
+    assert events_seen == [("ADDED", name), ("MODIFIED", name), ("DELETED", name)]
     await events.aclose()  # type: ignore[attr-defined]
 
 

@@ -57,7 +57,7 @@ class Asked:
 
 @pytest.mark.parametrize(("environ", "found"), [({}, "here:1"), ({"T_ADDRESS": ""}, ""), ({"T_ADDRESS": "x"}, "x")])
 def test_empty_variable_counts_only_if_allowed(environ: dict[str, str], found: str) -> None:
-    """Regression: `none where empty` could not be said, neither to the agent nor by its chart."""
+    """Regression: neither a flag nor the chart could set the agent's address to empty."""
 
     @click.command()
     @click_options(Asked)
@@ -222,7 +222,7 @@ def test_every_command_has_help(point: EntryPoint) -> None:
 @pytest.mark.parametrize("group", [(), ("node",)], ids=["all", "node"])
 def test_command_lists_have_whole_sentences(group: tuple[str, ...]) -> None:
     listed = CliRunner().invoke(main, [*group, "--help"]).output.partition("Commands:\n")[2]
-    assert all(line[:3].strip() for line in listed.splitlines()), "each stands on one line of 80 characters"
+    assert all(line[:3].strip() for line in listed.splitlines()), "each fits one line of 80 characters"
     assert "..." not in listed
 
 

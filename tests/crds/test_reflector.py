@@ -24,7 +24,7 @@ async def test_list_and_changes_are_reported(api: FakeKube, start: Callable[...,
     await api.patch(PODS, "a", {"spec": {"nodeName": "n1"}}, namespace="d")
     await api.delete(PODS, "b", namespace="d")
     await settle()
-    assert world.told == [(None, "a@"), (None, "b@"), ("a@", "a@n1"), ("b@", None)]
+    assert world.changes == [(None, "a@"), (None, "b@"), ("a@", "a@n1"), ("b@", None)]
     assert world.names == {"d/a"}
     found = world.reflector.store.get("d/a")
     assert found is not None
@@ -45,7 +45,7 @@ async def test_expired_watch_lists_again_and_reports_deletions(api: FakeKube, st
         api.seed(PODS, pod_body(name))
     world = start()
     await settle()
-    world.told.clear()
+    world.changes.clear()
     # The connection breaks, things happen, and the server forgets them before the watch comes back.
     api.end_watches(Unreachable("cut"))
     await settle()
@@ -55,7 +55,7 @@ async def test_expired_watch_lists_again_and_reports_deletions(api: FakeKube, st
     api.compact()
     world.clock.advance(60)
     await settle()
-    assert sorted(world.told, key=str) == [("goes@", None), ("moves@", "moves@n2"), (None, "comes@")]
+    assert sorted(world.changes, key=str) == [("goes@", None), ("moves@", "moves@n2"), (None, "comes@")]
     assert world.names == {"d/stays", "d/moves", "d/comes"}
 
 
@@ -199,32 +199,32 @@ async def test_malformed_update_keeps_the_last_good_state(api: FakeKube, start: 
     assert kept.spec.node_name == "n1"
     await api.delete(PODS, "a", namespace="d")
     await settle()
-    assert world.told == [(None, "a@n1"), ("a@n1", None)]
+    assert world.changes == [(None, "a@n1"), ("a@n1", None)]
 
 
 @pytest.mark.parametrize("is_lost", [False, True], ids=["watched", "found gone by a list"])
 async def test_unreadable_object_is_reported_until_it_is_readable_or_gone(
     api: FakeKube, start: Callable[..., World], is_lost: bool
 ) -> None:
-    told: list[tuple[str, bool]] = []
+    reports: list[tuple[str, bool]] = []
     api.seed(PODS, pod_body("a", "n1"))
     api.seed(PODS, pod_body("b", containers=7))
     with capture_logs():
-        start(on_unreadable=lambda key, why: told.append((key, why is not None)))
+        start(on_unreadable=lambda key, why: reports.append((key, why is not None)))
         await settle()
-        assert told == [("d/b", True)]
+        assert reports == [("d/b", True)]
         await api.patch(PODS, "a", {"spec": {"containers": 7}}, namespace="d")
         await settle()
         await api.patch(PODS, "a", {"spec": {"containers": []}}, namespace="d")
         await settle()
-        assert told == [("d/b", True), ("d/a", True), ("d/a", False)]
+        assert reports == [("d/b", True), ("d/a", True), ("d/a", False)]
         if is_lost:
             api.lose(PODS, "b", "d")
             api.compact()
         else:
             await api.delete(PODS, "b", namespace="d")
         await settle()
-    assert told[-1] == ("d/b", False)
+    assert reports[-1] == ("d/b", False)
 
 
 async def test_object_without_a_name_is_skipped(clock: FakeClock, start: Callable[..., World]) -> None:

@@ -110,11 +110,11 @@ def test_product_is_found_by_an_unambiguous_part(wanted: str, name: str) -> None
 
 
 def test_ambiguous_product_is_refused_with_the_matches() -> None:
-    with pytest.raises(UnknownProductError) as told:
+    with pytest.raises(UnknownProductError) as caught:
         find_product("A100")
-    assert "'A100' is ambiguous" in str(told.value)
-    assert "NVIDIA A100-SXM4-40GB, NVIDIA A100-SXM4-80GB, NVIDIA A100 80GB PCIe; write more" in str(told.value)
-    assert "A10," not in str(told.value)
+    assert "'A100' is ambiguous" in str(caught.value)
+    assert "NVIDIA A100-SXM4-40GB, NVIDIA A100-SXM4-80GB, NVIDIA A100 80GB PCIe; write more" in str(caught.value)
+    assert "A10," not in str(caught.value)
     with pytest.raises(UnknownProductError, match="matches NVIDIA A100-SXM4-40GB, NVIDIA A100-SXM4-80GB;"):
         find_product("A100SXM4")
 
@@ -196,11 +196,11 @@ def test_device_out_of_bounds_is_refused(odd: dict[str, Any]) -> None:
         msgspec.convert(msgspec.to_builtins(A100) | odd, Device)
 
 
-@pytest.mark.parametrize(("spec", "told"), CASES)
-def test_unsuitable_gpu_names_check_and_margin(spec: dict[str, Any], told: str | None) -> None:
+@pytest.mark.parametrize(("spec", "expected"), CASES)
+def test_unsuitable_gpu_names_check_and_margin(spec: dict[str, Any], expected: str | None) -> None:
     body = {"metadata": {"name": "x"}, "spec": {"template": {}, **spec}}
     found = unsuitable_reason(demand_of(msgspec.convert(body, GpuTrainingJob)), device_class(A100))
-    assert found is None if told is None else found is not None and told in found
+    assert found is None if expected is None else found is not None and expected in found
 
 
 @pytest.mark.parametrize(
@@ -247,17 +247,17 @@ def _of(product: str, step_s: float) -> ProductPrediction:
     )
 
 
-_TOLD = Prediction(outcome="Predicted", reason="ByFeatures", products=[_of("A100", 0.1), _of("T4", 0.3)])
+_PREDICTED = Prediction(outcome="Predicted", reason="ByFeatures", products=[_of("A100", 0.1), _of("T4", 0.3)])
 
 
 @pytest.mark.parametrize(
     ("steps", "prediction", "product", "expected"),
     [
-        pytest.param(1000, _TOLD, "A100", 100.0, id="on the product that it asks for"),
-        pytest.param(1000, _TOLD, "", 200.0, id="the mean of those that it may run on"),
-        pytest.param(None, _TOLD, "", None, id="nobody said how many steps"),
+        pytest.param(1000, _PREDICTED, "A100", 100.0, id="on the product that it asks for"),
+        pytest.param(1000, _PREDICTED, "", 200.0, id="the mean of those that it may run on"),
+        pytest.param(None, _PREDICTED, "", None, id="steps unknown"),
         pytest.param(1000, None, "", None, id="nothing predicted"),
-        pytest.param(1000, _TOLD, "H100", None, id="nothing predicted of what it may run on"),
+        pytest.param(1000, _PREDICTED, "H100", None, id="nothing predicted of what it may run on"),
         pytest.param(1000, Prediction(outcome="Abstained", reason="NoModel"), "", None, id="abstained"),
     ],
 )
@@ -270,13 +270,13 @@ def test_duration_is_steps_times_step_time(
 
 
 def test_duration_differs_by_product() -> None:
-    assert durations_s(1000, _TOLD, lambda _: True) == pytest.approx({"A100": 100.0, "T4": 300.0})
-    assert durations_s(1000, _TOLD, lambda name: name == "T4") == pytest.approx({"T4": 300.0})
-    assert durations_s(None, _TOLD, lambda _: True) == {}
+    assert durations_s(1000, _PREDICTED, lambda _: True) == pytest.approx({"A100": 100.0, "T4": 300.0})
+    assert durations_s(1000, _PREDICTED, lambda name: name == "T4") == pytest.approx({"T4": 300.0})
+    assert durations_s(None, _PREDICTED, lambda _: True) == {}
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "expected"),
     [
         (4e-4, "0.4 ms"),
         (0.041, "41 ms"),
@@ -288,8 +288,8 @@ def test_duration_differs_by_product() -> None:
         (1e11, "1,157,407 d"),
     ],
 )
-def test_duration_is_formatted_in_a_readable_unit(seconds: float, said: str) -> None:
-    assert format_duration(seconds) == said
+def test_duration_is_formatted_in_a_readable_unit(seconds: float, expected: str) -> None:
+    assert format_duration(seconds) == expected
 
 
 @pytest.mark.parametrize("number", range(1, DURATION_BUCKETS))
@@ -329,9 +329,9 @@ OWN = held("own", NOW)
 
 
 @pytest.mark.parametrize(
-    ("others", "said"),
+    ("others", "expected"),
     [
-        pytest.param([], "", id="nobody"),
+        pytest.param([], "", id="no other job"),
         pytest.param([held("before", "2026-01-31T11:59:59Z")], "", id="before"),
         pytest.param([held("elsewhere", LATER, "GPU-1")], "", id="on another GPU"),
         pytest.param([held("worker", LATER, job="job-own")], "", id="another worker of the job"),
@@ -347,9 +347,9 @@ OWN = held("own", NOW)
         ),
     ],
 )
-def test_later_tenants_are_named(others: list[Reservation], said: str) -> None:
+def test_later_tenants_are_named(others: list[Reservation], expected: str) -> None:
     node = GpuNode(metadata=ObjectMeta(name="a"), spec=GpuNodeSpec(reservations=[OWN, *others]))
-    assert describe_later_tenants(node, OWN) == said
+    assert describe_later_tenants(node, OWN) == expected
 
 
 OFFSETS = st.integers(-14 * 60, 14 * 60).map(lambda minutes: timezone(timedelta(minutes=minutes)))

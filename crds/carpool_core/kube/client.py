@@ -289,7 +289,7 @@ _ERROR_TYPES: dict[int, type[KubeError]] = {
 
 
 def error_for(status: int, call: str, server_message: str, reason: str = "") -> KubeError:
-    """Return the error of an HTTP status, whose type says whether to retry.
+    """Return the error of an HTTP status, whose type decides whether to retry.
 
     Args:
         status: HTTP status.

@@ -19,7 +19,7 @@ _IMPERSONATION = ("as", "as-uid", "as-groups", "as-user-extra")
 
 
 class KubeConfigError(ValueError):
-    """The configuration gives no usable API server or credentials; the message says what to change."""
+    """The configuration gives no usable API server or credentials; the message names what to change."""
 
 
 class Token:

@@ -25,7 +25,7 @@ class _Counted(msgspec.Struct, frozen=True):
 class EventRecorder:
     """Records events. Events of one object with one reason are one Event with a count, also across restarts.
 
-    Normal events beyond `EVENTS_PER_SECOND` and `BURST` are dropped, and the log says how many. Warnings never are.
+    Normal events beyond `EVENTS_PER_SECOND` and `BURST` are dropped, and the log counts them. Warnings never are.
     """
 
     def __init__(self, api: KubeApi, clock: Clock, component: str) -> None:

@@ -203,7 +203,7 @@ class GpuNodeStatus(Resource, frozen=True, kw_only=True):
             str,
             field(
                 "Time when the agent last wrote, RFC 3339. After a minute the agent counts as dead, and its node gets "
-                "no new pods whatever the condition Ready says."
+                "no new pods whatever the condition Ready reports."
             ),
         ]
         | None

@@ -1,4 +1,4 @@
-"""A clock that moves only when a test says so."""
+"""A clock that only a test advances."""
 
 import asyncio
 from datetime import UTC, datetime, timedelta
@@ -14,11 +14,11 @@ class FakeClock(Clock):
         self._sleepers: list[tuple[float, asyncio.Future[None]]] = []
 
     def now(self) -> datetime:
-        """Return the time that the test set."""
+        """Return the wall-clock time."""
         return self._now
 
     def monotonic(self) -> float:
-        """Seconds that the test let pass, from 1,000."""
+        """Return the monotonic time in seconds."""
         return self._monotonic
 
     def advance(self, seconds: float) -> None:
@@ -31,7 +31,7 @@ class FakeClock(Clock):
         self._sleepers = [(due, sleeper) for due, sleeper in self._sleepers if not sleeper.done()]
 
     async def sleep(self, seconds: float) -> None:
-        """Wait until the test has let so many seconds pass; stands in for `asyncio.sleep`."""
+        """Wait until the test has advanced the clock by so many seconds, as `asyncio.sleep` would."""
         sleeper = asyncio.get_running_loop().create_future()
         self._sleepers.append((self._monotonic + seconds, sleeper))
         if seconds <= 0:
