@@ -3,7 +3,6 @@
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import click
@@ -12,14 +11,8 @@ from carpool_core.settings import KubeSettings
 from rich.console import Console
 
 from carpool_e2e import binaries, processes
+from carpool_e2e.bench.run import SECTIONS
 from carpool_e2e.bench.run import main as measure
-from carpool_e2e.bench.run import (
-    renew_agent,
-    renew_placement,
-    renew_predictions,
-    renew_simulator,
-    renew_throughput,
-)
 from carpool_e2e.binaries import CONTROL_PLANE_TOOLS, NODE_TOOLS
 from carpool_e2e.cluster import FULL, LOGS, PROJECT, Cluster, running, why_no_kubelets
 from carpool_e2e.demo.scenes import SceneError, Stage
@@ -31,16 +24,6 @@ OUT = PROJECT / "out"
 
 WIDTH = 220
 """Columns of what is not shown in a terminal, such as a log of CI."""
-
-
-SECTIONS: Mapping[str, Callable[[Console], None]] = {
-    "predictions": renew_predictions,
-    "agent": renew_agent,
-    "placement": renew_placement,
-    "throughput": renew_throughput,
-    "simulator": renew_simulator,
-}
-"""Sections of the benchmarks that can be renewed alone."""
 
 
 class _Group(click.Group):
@@ -127,14 +110,10 @@ def prepare() -> None:
 
 
 @main.command()
-@click.option("--only", type=click.Choice([*SECTIONS]), help="Renew one section.")
+@click.option("--only", type=click.Choice([*SECTIONS]), help="Measure one section.")
 def bench(only: str | None) -> None:
-    """Measure how long things take, how many go and what each process needs, and write docs/benchmarks.md."""
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    if only:
-        SECTIONS[only](console)
-    else:
-        measure(console)
+    """Measure latency, throughput, memory and predictions, and write docs/benchmarks.md."""
+    measure(Console(width=None if sys.stdout.isatty() else WIDTH), only)
 
 
 if __name__ == "__main__":

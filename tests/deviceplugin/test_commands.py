@@ -33,14 +33,10 @@ from carpool_deviceplugin.mig_instances import read_mig_devices
 from carpool_deviceplugin.plugin import AgentState, KubeletError, Plugin, PodResources, RefusedError, Registration
 from carpool_deviceplugin.protos import podresources_pb2 as pr
 from carpool_deviceplugin.settings import AgentSettings
-from carpool_deviceplugin.testing.gpus import A100_40
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.node import Flow, Node, flowing, running, until
 from carpool_deviceplugin.testing.nvml import FakeNvml
 from carpool_deviceplugin.timeouts import Intervals
-from carpool_e2e.bench import agent as agent_bench
-from carpool_e2e.bench.agent import MigTimes, Slowest, agent_section, layouts_of
-from carpool_e2e.bench.predictions import replaced
 from click.testing import CliRunner, Result
 from node_world import inspectable, run
 from prometheus_client import CollectorRegistry, generate_latest
@@ -697,43 +693,3 @@ async def test_time_of_day_that_jumps_writes_no_storm(devices, tmp_path: Path) -
             clock.offset = timedelta(hours=hours)
             await reporter.once()
         assert reporter.writes == writes
-
-
-def test_daemons_of_the_stand_in_get_ready(tmp_path: Path) -> None:
-    """The benchmark measures how quickly; here the machine may be busy."""
-    took = agent_bench.mps_ready(tmp_path / "daemons")
-    assert len(took) == agent_bench.DAEMONS
-
-
-def test_the_report_shows_kept_and_missed_goals() -> None:
-    cost = agent_bench.Cost(
-        core_percent=0.34,
-        fakes_percent=0.2,
-        resident_mib=81,
-        scrape_p99_ms=50,
-        prestart_p99_ms=9,
-        mps_ready_s=0.03,
-        mig=MigTimes(Slowest(300, 1.0), Slowest(200, 10.5), Slowest(128, 2.0), Slowest(1, 0.5)),
-        load=1.5,
-    )
-    lines = agent_section(cost)
-    rows = [line.split("|") for line in lines if line.endswith(("kept |", "missed |"))]
-    verdicts = {row[1].strip().partition(",")[0]: row[4].strip() for row in rows if "MIG planner" not in row[1]}
-    assert [row[4].strip() for row in rows if "MIG planner" in row[1]] == ["kept", "missed", "kept"]
-    assert verdicts == {
-        "processor time": "kept",
-        "resident memory": "missed",
-        "scrape": "kept",
-        "PreStartContainer": "kept",
-        "MPS daemon ready": "kept",
-        "MIG division with seven instances in use and seven reservations too many": "kept",
-    }
-    assert "load was 1.5" in " ".join(lines)
-    again = replaced(replaced("# Benchmarks\n", lines), agent_section(cost))
-    assert again.count(lines[0]) == 1
-
-
-def test_every_layout_is_planned_for() -> None:
-    """The count equals that of the planner's tests."""
-    found = layouts_of(A100_40)
-    assert (sum(map(len, found.values())), len(found)) == (2319, 128)

@@ -8,7 +8,7 @@ import yaml
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS, KubeApi, Selector
 from carpool_core.kube.client import connect
 from carpool_core.settings import KubeSettings
-from carpool_e2e.bench.memory import populate
+from carpool_e2e.bench.throughput import populate
 from carpool_e2e.cluster import Cluster
 from carpool_e2e.demo.manifests import sleeper
 from typed import carpool

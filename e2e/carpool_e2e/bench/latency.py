@@ -1,4 +1,4 @@
-"""From `kubectl apply` to a running container, split by who had the job in hand."""
+"""From `kubectl apply` to a running container, step by step, and the cost of the agents meanwhile."""
 
 import asyncio
 import time
@@ -9,111 +9,113 @@ from typing import Any
 
 from carpool_core.clock import SystemClock
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS, KubeApi
+from carpool_core.kube.client import connect
 from carpool_core.kube.errors import NotFound
 from carpool_core.kube.pods import Pod
 from carpool_core.kube.reflector import Reflector
-from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import GpuNode
-from carpool_core.values import PartitionState
+from carpool_core.settings import KubeSettings
+from rich.console import Console
 
+from carpool_e2e.bench.measure import Figure, Section, processor_s, resident_mib
+from carpool_e2e.cluster import FULL, Cluster, Shape, running
 from carpool_e2e.demo.manifests import sleeper
 
-MILESTONES = ("applied", "predicted", "pod created", "reserved", "partition ready", "bound", "container started")
-
-STEPS: dict[str, tuple[str, str]] = {
+RUNS = 15
+STARTED_WITHIN_S = 60.0
+STEPS = {
     "operator: predict and create the pod": ("applied", "pod created"),
-    "scheduler: queue, filter, prioritize, decide, reserve": ("pod created", "reserved"),
-    "reservation: agent prepares, extender binds": ("reserved", "bound"),
+    "scheduler: queue, filter, prioritize, reserve": ("pod created", "reserved"),
+    "agent prepares, extender binds": ("reserved", "bound"),
     "kubelet: admission, PreStartContainer, container": ("bound", "container started"),
     "all: apply to container started": ("applied", "container started"),
 }
 """Each step, from one milestone to another."""
 
-_NAMESPACE = "default"
-
 
 @dataclass
 class Timeline:
-    """When each milestone of one job was first seen, in monotonic seconds."""
+    """When each milestone of one job was first observed, in monotonic seconds."""
 
     job: str
     at: dict[str, float] = field(default_factory=dict)
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def mark(self, milestone: str, *, true: bool) -> None:
-        """Note the first time that something is true."""
-        if true and milestone not in self.at:
+    def mark(self, milestone: str, is_reached: bool = True) -> None:
+        """Note the first time of a milestone."""
+        if is_reached and milestone not in self.at:
             self.at[milestone] = time.monotonic()
-            if milestone == MILESTONES[-1]:
+            if milestone == "container started":
                 self.done.set()
 
-    def see_job(self, _: GpuTrainingJob | None, job: GpuTrainingJob | None) -> None:
-        """Look at a job that changed."""
-        if job is not None and job.metadata.name == self.job:
-            self.mark("predicted", true=job.status.prediction is not None)
+    def on_pod(self, _: Pod | None, pod: Pod | None) -> None:
+        """Note what a changed pod shows."""
+        if pod is not None and pod.metadata.name.startswith(f"{self.job}-worker-"):
+            self.mark("pod created")
+            self.mark("bound", bool(pod.spec.node_name))
+            self.mark("container started", any(status.state.running for status in pod.status.container_statuses))
 
-    def see_pod(self, _: Pod | None, pod: Pod | None) -> None:
-        """Look at a pod that changed."""
-        if pod is None or not pod.metadata.name.startswith(f"{self.job}-worker-"):
-            return
-        self.mark("pod created", true=True)
-        self.mark("bound", true=bool(pod.spec.node_name))
-        self.mark("container started", true=any(status.state.running for status in pod.status.container_statuses))
+    def on_node(self, _: GpuNode | None, node: GpuNode | None) -> None:
+        """Note what a changed GpuNode shows."""
+        held = node.spec.reservations if node is not None else []
+        self.mark("reserved", any(one.job_name == self.job for one in held))
 
-    def see_node(self, _: GpuNode | None, node: GpuNode | None) -> None:
-        """Look at a GpuNode that changed."""
-        held = [r for r in node.spec.reservations if r.job_name == self.job] if node is not None else []
-        if node is None or not held:
-            return
-        self.mark("reserved", true=True)
-        ready = {p.pod_uid for p in node.status.partitions if p.state is PartitionState.READY}
-        self.mark("partition ready", true=any(r.pod_uid in ready for r in held))
+    def duration_s(self, step: str) -> float:
+        """Return how long a step took; milestones of different watches may come out of order by milliseconds."""
+        begin, end = STEPS[step]
+        return max(0.0, self.at[end] - self.at[begin])
 
 
-async def measure(api: KubeApi, runs: int, tell: Callable[[str], None], timeout_s: float = 60.0) -> list[Timeline]:
-    """Apply one job after the other to an idle cluster and follow each; the last job is gone before the next comes."""
-    timelines = []
-    for number in range(runs):
-        timeline = Timeline(f"bench-{number}")
-        reflectors: list[Reflector[Any]] = [
-            Reflector(api, GPU_TRAINING_JOBS, GpuTrainingJob, clock=SystemClock(), on_change=timeline.see_job),
-            Reflector(api, PODS, Pod, clock=SystemClock(), on_change=timeline.see_pod),
-            Reflector(api, GPU_NODES, GpuNode, clock=SystemClock(), on_change=timeline.see_node),
-        ]
-        watching = [asyncio.create_task(reflector.run()) for reflector in reflectors]
-        await asyncio.gather(*(reflector.wait_synced() for reflector in reflectors))
-        timeline.mark("applied", true=True)
-        await api.create(GPU_TRAINING_JOBS, sleeper(timeline.job), namespace=_NAMESPACE)
-        await asyncio.wait_for(timeline.done.wait(), timeout_s)
-        for task in watching:
-            task.cancel()
-        await asyncio.gather(*watching, return_exceptions=True)
-        timelines.append(timeline)
-        tell(f"{timeline.job}: {duration(timeline, 'all: apply to container started'):.2f} s")
-        await _remove(api, timeline.job)
-    return timelines
+def measure(report: Callable[[str], None], console: Console) -> Section:
+    """Run one job after another on an idle cluster, and read the agents' memory and processor time."""
+    with running(Shape(kubelet_nodes=FULL.kubelet_nodes), console) as cluster:
+        pids = [cluster[f"agent-{node}"].pid for node in FULL.kubelet_nodes]
+        before, began = [processor_s(pid) for pid in pids], time.monotonic()
+        timelines = asyncio.run(_measure(cluster, report))
+        elapsed_s = time.monotonic() - began
+        core = max(100 * (processor_s(pid) - spent) / elapsed_s for pid, spent in zip(pids, before, strict=True))
+        memory_mib = max(map(resident_mib, pids))
+    figures = [Figure(f"{s}, median", median(one.duration_s(s) for one in timelines), "s") for s in STEPS]
+    figures[-1] = Figure(figures[-1].what, figures[-1].value, "s", at_most=3)
+    figures += [
+        Figure("memory of a node agent with 4 GPUs", memory_mib, "MiB", at_most=80),
+        Figure("processor time of a node agent meanwhile", core, "% of a core"),
+    ]
+    text = (
+        f"{len(timelines)} jobs, one after another, on an idle cluster of two nodes. Features are given; the "
+        "container is busybox. A client that watches the API server takes the times. The larger figure of two agents."
+    )
+    return Section("One job, and the node agents", text, figures)
 
 
-async def _remove(api: KubeApi, job: str) -> None:
-    await api.delete(GPU_TRAINING_JOBS, job, namespace=_NAMESPACE)
+async def _measure(cluster: Cluster, report: Callable[[str], None]) -> list[Timeline]:
+    async with connect(KubeSettings(kubeconfig=str(cluster.kubeconfig))) as api:
+        timelines = []
+        for number in range(RUNS + 1):
+            timeline = await _follow(api, f"bench-{number}")
+            report(f"{timeline.job}: {timeline.duration_s('all: apply to container started'):.2f} s")
+            timelines.append(timeline)
+        return timelines[1:]  # the first warms up
+
+
+async def _follow(api: KubeApi, job: str) -> Timeline:
+    timeline = Timeline(job)
+    watches: list[Reflector[Any]] = [
+        Reflector(api, PODS, Pod, clock=SystemClock(), on_change=timeline.on_pod),
+        Reflector(api, GPU_NODES, GpuNode, clock=SystemClock(), on_change=timeline.on_node),
+    ]
+    tasks = [asyncio.create_task(watch.run()) for watch in watches]
+    await asyncio.gather(*(watch.wait_synced() for watch in watches))
+    timeline.mark("applied")
+    await api.create(GPU_TRAINING_JOBS, sleeper(job), namespace="default")
+    await asyncio.wait_for(timeline.done.wait(), STARTED_WITHIN_S)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await api.delete(GPU_TRAINING_JOBS, job, namespace="default")
     while True:
         try:
-            await api.get(PODS, f"{job}-worker-0-1", Pod, namespace=_NAMESPACE)
+            await api.get(PODS, f"{job}-worker-0-1", Pod, namespace="default")
         except NotFound:
-            return
+            return timeline
         await asyncio.sleep(0.1)
-
-
-def duration(timeline: Timeline, step: str) -> float:
-    """Return how long a step of `STEPS` took, in seconds; milestones may be seen out of order by some milliseconds."""
-    begin, end = STEPS[step]
-    return max(0.0, timeline.at[end] - timeline.at[begin])
-
-
-def table(timelines: list[Timeline]) -> list[tuple[str, float, float, float]]:
-    """Return each step's median, least and greatest duration over all runs, in seconds."""
-    rows = []
-    for step in STEPS:
-        took = [duration(timeline, step) for timeline in timelines]
-        rows.append((step, median(took), min(took), max(took)))
-    return rows

@@ -1,0 +1,110 @@
+"""The benchmarks: small runs of those that need no cluster, and the report."""
+
+import json
+import os
+import random
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from carpool_e2e.bench import placement, simulator
+from carpool_e2e.bench.measure import Figure, Section, percentile, processor_s, replaced
+from carpool_e2e.bench.paper import GPUS, TENANTS, draw_load, paper_cluster
+from carpool_e2e.bench.predictions import write_rows
+from carpool_e2e.errors import HarnessError
+from carpool_predictor.catalog import store
+from carpool_predictor.rows import read_row
+from carpool_simulator.testing import write_lucid
+
+
+def test_extender_is_measured_over_its_own_protocol() -> None:
+    reported: list[str] = []
+    section = placement.measure(reported.append, {40: 20})
+    assert [figure.what.partition(",")[0] for figure in section.figures][:2] == ["filter and prioritize"] * 2
+    assert len(reported) == len(section.figures)
+    assert all(figure.value > 0 for figure in section.figures)
+
+
+def test_paper_cluster_promises_no_memory_twice() -> None:
+    cluster = paper_cluster(20, [draw_load(random.Random(1))] * 3)  # noqa: S311  # no secret
+    assert sum(len(node.spec.reservations) for node in cluster.nodes) == 20 * TENANTS
+    assert (len(cluster.jobs), len(cluster.pods), len(cluster.pending)) == (20 * TENANTS + 3, 20 * TENANTS, 3)
+    for node in cluster.nodes:
+        assert len(node.status.devices) == GPUS
+        for gpu in node.status.devices:
+            here = [held for held in node.spec.reservations if gpu.uuid in held.gpu_uuids]
+            assert len({held.mode for held in here}) <= 1
+            assert sum(held.tenant.memory_mib or 0 for held in here) <= gpu.memory_mib - gpu.reserved_mib
+
+
+def test_one_job_in_some_has_a_new_shape() -> None:
+    jobs = placement.draw_jobs(placement.WARM_UP + 40)
+    new = [number for number, job in enumerate(jobs) if jobs.count(job) == 1]
+    assert [number for number in new if number >= placement.WARM_UP] == [30, 40, 50, 60]
+
+
+def test_rows_cover_every_stored_model(tmp_path: Path) -> None:
+    path, names = tmp_path / "rows.jsonl", store.shipped().names()
+    write_rows(path, 2 * len(names))
+    rows = [read_row(line) for line in path.read_bytes().splitlines()]
+    assert {json.loads(line)["catalog"]["name"] for line in path.read_text().splitlines()} == set(names)
+    assert len({(row.gpu, row.training.batch_size, row.training.optimizer) for row in rows}) > 50
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Measurements and a trace of three jobs."""
+    write_lucid(tmp_path)
+    (tmp_path / simulator.TRACE).parent.mkdir()
+    (tmp_path / simulator.TRACE).write_text("timestamp,duration,num_gpus\n0,60,1\n5,60,16\n9,60,1\n")
+    return tmp_path
+
+
+def test_simulator_runs_as_a_command(data: Path) -> None:
+    (figure,) = simulator.measure(lambda _: None, data).figures
+    assert figure.what == "philly_sia.csv: 3 jobs on 2,490 GPUs"
+    assert figure.value > 0
+
+
+def test_error_of_the_simulator_is_shown(data: Path) -> None:
+    (data / simulator.TRACE).write_text("timestamp,duration\n")
+    with pytest.raises(HarnessError, match="add num_gpus"):
+        simulator.measure(lambda _: None, data)
+
+
+def test_processor_time_counts_work_and_not_waiting() -> None:
+    began, own = processor_s(os.getpid()), time.process_time()
+    while time.process_time() - own < 0.02:
+        pass
+    assert 0.02 <= processor_s(os.getpid()) - began < 1.0
+    with subprocess.Popen(["sleep", "9"]) as asleep:
+        assert processor_s(asleep.pid) < 0.5
+        asleep.kill()
+
+
+@pytest.mark.parametrize(
+    ("figure", "row"),
+    [
+        pytest.param(Figure("time", 120.0, "s", at_most=120), "| time | 120 s | ≤ 120 s | met |", id="met"),
+        pytest.param(Figure("time", 120.1, "s", at_most=120), "| time | 120 s | ≤ 120 s | missed |", id="missed"),
+        pytest.param(Figure("rate", 49.9, "/s", at_least=50), "| rate | 49.9 /s | ≥ 50 /s | missed |", id="too slow"),
+        pytest.param(Figure("rate", 9876.5, "/s"), "| rate | 9,876 /s |  |  |", id="without a target"),
+    ],
+)
+def test_row_shows_the_target_and_whether_it_is_met(figure: Figure, row: str) -> None:
+    assert figure.row() == row
+
+
+def test_section_replaces_the_one_of_its_title_and_leaves_others() -> None:
+    section = Section("Two", "How.", [Figure("time", 1.5, "s")]).lines("today")
+    report = replaced("# Benchmarks\n\nintro\n\n## One\n\na\n\n## Two\n\nstale\n\n## Three\n\nb\n", section)
+    assert "stale" not in report
+    assert report.startswith("# Benchmarks\n\nintro\n\n## One\n\na\n\n## Two\n\nMeasured today, on ")
+    assert report.endswith("| time | 1.5 s |  |  |\n\n## Three\n\nb\n")
+    assert replaced("# Benchmarks\n", section).count("## Two") == 1
+
+
+def test_percentile_is_one_of_the_values() -> None:
+    assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert percentile([1.0] * 99 + [9.0], 0.99) == 9.0
