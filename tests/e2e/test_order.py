@@ -1,13 +1,11 @@
-"""Jobs that wait are served in their order, whichever kube-scheduler asks about first: the extender keeps it."""
+"""Jobs that wait are served in the order of the queue, whichever pod kube-scheduler tries first."""
 
 import random
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from carpool_e2e.chart import Rendered, render
 from carpool_e2e.cluster import Cluster
 from carpool_e2e.demo.manifests import H100, sleeper
 from carpool_e2e.kubectl import Watcher, eventually
@@ -15,27 +13,8 @@ from typed import carpool
 
 pytestmark = pytest.mark.e2e
 
-SCHEDULER = ("Deployment", "carpool-scheduler")
 APART_S = 1.1
 """Between two jobs: the API server tells seconds."""
-
-
-@pytest.fixture
-def longest_first(cluster: Cluster, watcher: Watcher) -> Iterator[None]:
-    """The cluster as if the chart had been upgraded to that order, and back."""
-
-    def start(rendered: Rendered) -> None:
-        for name in ("kube-scheduler", "extender"):
-            cluster[name].kill()
-        replace(cluster.processes, rendered=rendered).start_scheduler()
-
-    rendered = render(cluster.binaries, {"settings.queueOrder": "LongestFirst"})
-    # Rendered anew, the keys would be others than the operator's.
-    others = [one for one in cluster.rendered.manifests if (one["kind"], one["metadata"]["name"]) != SCHEDULER]
-    start(Rendered((*others, rendered.one(*SCHEDULER))))
-    yield
-    watcher.clear()
-    start(cluster.rendered)
 
 
 def whole_node(name: str, command: str = "sleep 600", **training: int) -> dict[str, Any]:
@@ -84,17 +63,6 @@ def turn(cluster: Cluster, job: str, order: str) -> str:
 
 def test_who_came_first_is_served_first(cluster: Cluster, watcher: Watcher) -> None:
     """Regression: the order in which jobs started correlated with that in which they came by 0.47."""
-    names = waiting(cluster, watcher, [whole_node(f"job-{number}", "sleep 1") for number in range(8)])
-    assert [turn(cluster, name, "Arrival") for name in (names[0], names[7])] == ["1st of 8", "8th of 8"]
+    names = waiting(cluster, watcher, [whole_node(f"job-{number}", "sleep 1") for number in range(4)])
+    assert [turn(cluster, name, "Arrival") for name in (names[0], names[3])] == ["1st of 4", "4th of 4"]
     assert served(cluster, watcher, names) == names
-
-
-@pytest.mark.usefixtures("longest_first")
-def test_the_longest_is_served_first_where_the_site_wants_that(cluster: Cluster, watcher: Watcher) -> None:
-    steps = [10**4, 10**7, 10**5, 10**8, 10**6]
-    jobs = [whole_node(f"job-{number}", "sleep 1", steps=one) for number, one in enumerate(steps)]
-    waiting(cluster, watcher, jobs)
-    assert "; 100,000,000 steps take about " in watcher.condition("job-3", "Predicted")["message"]
-    expected = [f"job-{steps.index(one)}" for one in sorted(steps, reverse=True)]
-    assert [turn(cluster, name, "LongestFirst") for name in expected[:3]] == ["1st of 5", "2nd of 5", "3rd of 5"]
-    assert served(cluster, watcher, [job["metadata"]["name"] for job in jobs]) == expected
