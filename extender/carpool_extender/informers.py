@@ -187,6 +187,11 @@ class Informers:
         """Return the pods that name a job as their controller."""
         return self._pods_by_job.get(job_uid, {}).values()
 
+    def workers_with_reservation(self, job_uid: JobUid) -> set[PodUid]:
+        """Return the UIDs of a job's pods that have reservations, without deleted ones: a dead node keeps those."""
+        deleted = {PodUid(p.metadata.uid) for p in self.pods_of(job_uid) if p.metadata.deletion_timestamp is not None}
+        return self.cluster.pods_of_job(job_uid) - deleted
+
     def pods(self) -> Iterable[Pod]:
         """Return every pod of our scheduler."""
         return self._pods_by_uid.values()

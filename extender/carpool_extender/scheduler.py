@@ -81,7 +81,7 @@ class Service:
             return FilterResult(node_names=[node] if node in names else [], failed_nodes=others)
         # 3. Return the node of the claim.
         uid = PodUid(args.pod.metadata.uid)
-        crowd = self._informers.cluster.pods_of_job(pod_request.demand.job_uid)
+        crowd = self._informers.workers_with_reservation(pod_request.demand.job_uid)
         if (crowded := too_many(pod_request, uid, crowd)) is not None:
             return FilterResult(failed_nodes=dict.fromkeys(names, crowded))
         claim = self._admission.claim_of(uid)

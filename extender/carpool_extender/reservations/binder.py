@@ -227,7 +227,7 @@ class Binder:
 
     def _wanted(self, pod_request: PodRequest, args: BindingArgs, node: GpuNode) -> Reservation:
         uid, now = PodUid(args.pod_uid), self._deps.clock.now()
-        holders = self._informers.cluster.pods_of_job(pod_request.demand.job_uid)
+        holders = self._informers.workers_with_reservation(pod_request.demand.job_uid)
         if (reason := too_many(pod_request, uid, holders)) is not None:
             raise Refusal(reason)
         chosen = place_on_node(self._evaluation_cache.of(pod_request), args.node)

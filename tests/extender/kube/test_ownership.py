@@ -8,7 +8,7 @@ from carpool_core.keys import ANNOTATION_GPUS, ANNOTATION_MODE
 from carpool_core.kube.api import GPU_TRAINING_JOBS, PODS
 from carpool_core.kube.errors import Invalid
 from carpool_core.kube.pods import Pod
-from carpool_core.values import SharingMode
+from carpool_core.values import JobUid, SharingMode
 from carpool_extender.extender_api import BindingArgs, ExtenderArgs
 from carpool_extender.testing import (
     gpu_node,
@@ -109,6 +109,23 @@ async def test_a_job_has_no_more_reservations_than_workers(world, workers):
         await world.kube.delete(PODS, "x-worker-0-1", namespace="default")
         await until(lambda: sum(map(len, world.held().values())) == workers - 1)
         assert (await extender.service.bind(asked[-1])).error == ""
+
+
+async def test_worker_replaces_one_on_a_dead_node(world):
+    """The reservation on the dead node stays, because the container may run there."""
+    for name in NAMES:
+        seed_node(world.kube, gpu_node(name))
+    seed_job(world.kube, "x")
+    first, second = seed_attempts(world.kube, 2)
+    async with world.extender() as extender, background(world.agent.serve("a")), background(world.agent.serve("b")):
+        assert (await extender.service.bind(first)).error == ""
+        lost = world.kube.dump(PODS, "x-worker-0-1", "default")
+        lost["status"]["phase"] = "Running"
+        lost["metadata"] |= {"deletionTimestamp": "2026-01-31T12:00:00Z", "finalizers": ["test/dead-node"]}
+        world.kube.seed(PODS, lost)
+        await until(lambda: not extender.informers.workers_with_reservation(JobUid("job-x")))
+        assert (await extender.service.bind(second)).error == ""
+        assert sum(map(len, world.held().values())) == 2
 
 
 async def test_annotations_of_the_pod_change_nothing(world):
