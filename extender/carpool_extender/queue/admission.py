@@ -420,6 +420,8 @@ class AdmissionController:
         for claim in one.claims:
             uid = claim.reservation.pod_uid
             self._claims[uid], self._admitted_at[uid] = claim, now
+            if one.info.duration_s is not None:
+                self._ends[uid] = one.end_s
             self._ungating.add(uid)
         self._dirty.add(one.info.job)
         self._metrics.admissions.labels("admitted").inc()

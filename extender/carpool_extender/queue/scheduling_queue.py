@@ -178,8 +178,8 @@ class _Group:
 def predicted_end(started_s: float, duration_s: float, now_s: float) -> float:
     """Return when a running job ends, in seconds of the caller's clock.
 
-    A job that runs longer than predicted is expected to run on for as long as it ran: lengths of jobs have heavy tails
-    (Harchol-Balter and Downey, Exploiting Process Lifetime Distributions, ACM TOCS 15, 1997).
+    A job that runs longer than predicted is expected to exceed the prediction by twice as much (a correction as in
+    Tsafrir et al., Backfilling Using System-Generated Predictions, IEEE TPDS 18, 2007).
 
     Args:
         started_s: When it started.
@@ -187,7 +187,7 @@ def predicted_end(started_s: float, duration_s: float, now_s: float) -> float:
         now_s: The time.
     """
     end_s = started_s + duration_s
-    return end_s if end_s > now_s else now_s + max(1.0, now_s - started_s)
+    return end_s if end_s > now_s else now_s + max(1.0, now_s - end_s)
 
 
 _Entry: TypeAlias = tuple[tuple[float, ...], int, _Group]

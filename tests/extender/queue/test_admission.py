@@ -2,14 +2,27 @@
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 from carpool_core.keys import CONDITION_ADMITTED, GATE_ADMISSION
 from carpool_core.kube.api import GPU_NODES, LEASES, PODS
 from carpool_core.kube.errors import Overloaded, Unreachable
-from carpool_core.values import PodUid
-from carpool_extender.testing import gpu_node, seed_job, seed_node, seed_pod, until
+from carpool_core.resources.node import Device
+from carpool_core.values import GpuUuid, PodUid, RequestedMode, SharingMode
+from carpool_extender.cache.pod_request import PodRequest
+from carpool_extender.framework.evaluation_cache import EvaluationCache
+from carpool_extender.framework.scores import SchedulerConfig, find_policy
+from carpool_extender.queue.order import QueueOrder
+from carpool_extender.queue.scheduling_queue import PodRef, QueuedJobInfo, SchedulingQueue
+from carpool_extender.testing import cluster as cluster_of
+from carpool_extender.testing import demand, gpu_node, seed_job, seed_node, seed_pod, until
+from carpool_simulator.engine import Simulation
+from carpool_simulator.strategy import Knowledge, Strategy
+from carpool_simulator.truth import Workload
 from extender_world import LEASE, World, args, background, filtering, named
+from simulated_world import A100, NoSlowdown
+from simulated_world import job as sim_job
 
 GATES = [{"name": GATE_ADMISSION}]
 
@@ -194,6 +207,76 @@ async def test_another_gate_keeps_a_job_out_of_the_queue(cluster):
     async with cluster.extender():
         await cluster.settle()
         assert cluster.pod("x")["spec"]["schedulingGates"] == [{"name": "kueue.x-k8s.io/admission"}, *GATES]
+
+
+LENGTHS_S = (2.3, 2.9, 4.1, 5.7, 6.2, 7.6, 8.9, 9.4, 11.3, 13.8, 15.2)
+
+
+def recorded_history(seed):
+    """Return the jobs of one history: name, GPUs of a worker, workers, and length in seconds, such that no ends tie."""
+    draw = random.Random(seed)  # noqa: S311  # a test, no secret
+    shapes = [(1, 1), (1, 1), (1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 5)]
+    return [(f"j{n}", *draw.choice(shapes), length_s) for n, length_s in enumerate(draw.sample(LENGTHS_S, 9))]
+
+
+async def starts_of_the_extender(jobs):
+    cluster, ends = Cluster(), {}
+    for name, gpus in (("a", 4), ("b", 2)):
+        seed_node(cluster.kube, gpu_node(name, gpus))
+    starts, began_s = {}, cluster.clock.monotonic()
+    async with cluster.extender():
+        for number, (name, gpus, workers, length_s) in enumerate(jobs):
+            cluster.queue(name, number, gpus=gpus, workers=workers, training={"steps": round(10 * length_s)})
+        while len(starts) < len(jobs):
+            await cluster.settle(0.1)
+            now_s, gated = cluster.clock.monotonic() - began_s, {pod.partition("-")[0] for pod in cluster.gated()}
+            for name, _, workers, length_s in jobs:
+                if name not in starts and name not in gated:
+                    starts[name], ends[name] = now_s, (now_s + length_s, workers)
+            for name in [name for name, (end_s, _) in ends.items() if end_s <= now_s]:
+                for worker in range(ends.pop(name)[1]):
+                    await cluster.kube.delete(PODS, f"{name}-worker-{worker}-1", namespace="default")
+    return starts
+
+
+def starts_of_the_simulator(jobs):
+    whole = {"product": A100, "memory_mib": 40_960, "modes": [SharingMode.EXCLUSIVE]}
+    devices = {
+        name: [Device(uuid=GpuUuid(f"GPU-{name}-{index}"), index=index, **whole) for index in range(gpus)]
+        for name, gpus in (("a", 4), ("b", 2))
+    }
+    alone = Strategy("alone", "exclusive", Knowledge.TRUTH, SharingMode.EXCLUSIVE, measure=False)
+    simulated = [
+        replace(sim_job(name, float(length_s), workers=workers, steps=1), gpus=gpus)
+        for name, gpus, workers, length_s in jobs
+    ]
+    outcome = Simulation(Workload("replay", "replay", simulated, devices, ()), alone, NoSlowdown()).run()
+    return {one.job.name: one.start_s for one in outcome.finished}
+
+
+def starts_of_the_forecast(jobs):
+    config = SchedulerConfig(find_policy("least-slowdown"), 8)
+    gpus = cluster_of(gpu_node("a", 4), gpu_node("b", 2))
+    queue = SchedulingQueue(gpus, EvaluationCache(gpus, config), config, order=QueueOrder.ARRIVAL)
+    pending = []
+    for number, (name, of_worker, workers, length_s) in enumerate(jobs):
+        wants = demand(name, gpus=of_worker, mode=RequestedMode.EXCLUSIVE)
+        pods = tuple(PodRef(PodUid(f"{name}-{worker}"), f"{name}-{worker}") for worker in range(workers))
+        request = PodRequest(wants, workers=workers)
+        pending.append(QueuedJobInfo(wants.job_uid, name, 0, 0.0, number, request, pods, float(length_s)))
+    found = queue.forecast(pending, lambda _: None, 0.0)
+    return {info.name: found[info.job].start_s for info in pending}
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_extender_simulator_and_forecast_start_the_same_jobs_at_the_same_times(seed):
+    """One recorded history, replayed by all three: they use one queue and one gang placement."""
+    jobs = recorded_history(seed)
+    simulated = starts_of_the_simulator(jobs)
+    assert starts_of_the_forecast(jobs) == pytest.approx(simulated)
+    # A pass of the extender takes a tenth of a second, and so does the end of a job.
+    assert await starts_of_the_extender(jobs) == pytest.approx(simulated, abs=1.5)
+    assert max(simulated.values()) > 0.0
 
 
 @pytest.mark.parametrize("seed", range(12))
