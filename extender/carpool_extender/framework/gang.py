@@ -1,13 +1,12 @@
 """Gang placement: places for all workers of a job at once, as a pure function of a snapshot."""
 
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
-from carpool_core.values import JobUid, PodUid
+from carpool_core.values import PodUid
 from numpy.typing import NDArray
 
-from carpool_extender.cache.cluster import ClusterCache
 from carpool_extender.cache.gpu_table import (
     NO_MODE,
     NO_TENANT,
@@ -19,11 +18,10 @@ from carpool_extender.cache.gpu_table import (
     places,
     update_aggregates,
 )
-from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.diagnosis import PREFIX, placement_reason
-from carpool_extender.framework.evaluation_cache import CachedEvaluation, EvaluationCache
+from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.filters import Evaluation, pluralize, run_filters
-from carpool_extender.framework.scores import BestPerNode, Policy, SchedulerConfig, select
+from carpool_extender.framework.scores import BestPerNode, Policy, select
 from carpool_extender.framework.selection import Placement, best_place, placement_on
 from carpool_extender.framework.sharing_mode import EXCLUSIVE, MIG, MPS
 
@@ -241,40 +239,3 @@ def _max_per_class(evaluation: Evaluation, slots: int) -> NDArray[np.int64]:
     most = np.where(modes.mode == EXCLUSIVE, 1, most)
     result: NDArray[np.int64] = np.where(modes.mode == NO_MODE, 0, most).max(axis=1, initial=0)
     return result
-
-
-class ClusterState(Protocol):
-    """The informers' view that gangs need."""
-
-    @property
-    def cluster(self) -> ClusterCache:
-        """The GPUs."""
-        ...
-
-    def succeeded(self, job_uid: JobUid, pod_uid: PodUid) -> int:
-        """Return how many pods of a job have succeeded in the attempt that a pod belongs to."""
-        ...
-
-
-class Gangs:
-    """Keeps a job from getting some of its places while the others do not fit.
-
-    Args:
-        state: The cluster.
-        evaluation_cache: Evaluations on it.
-        config: Configuration of the site.
-    """
-
-    def __init__(self, state: ClusterState, evaluation_cache: EvaluationCache, config: SchedulerConfig) -> None:
-        self._state, self._evaluation_cache, self._config = state, evaluation_cache, config
-
-    def refusal(self, pod_request: PodRequest, pod_uid: PodUid) -> str | None:
-        """Return why a pod has to wait until all workers of its job fit; None if it need not."""
-        demand = pod_request.demand
-        if pod_request.workers == 1 or self._state.cluster.pods_of_job(demand.job_uid) - {pod_uid}:
-            return None
-        wanted = pod_request.workers - self._state.succeeded(demand.job_uid, pod_uid)
-        cached = self._evaluation_cache.of(pod_request)
-        if max_workers(cached, wanted) >= wanted:
-            return None
-        return gang_refusal(cached, wanted, f"{demand.namespace}/{demand.job_name}")

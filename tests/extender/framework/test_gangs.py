@@ -1,13 +1,14 @@
 """Several workers, and several GPUs of one: all places before the first, and NVLink where there is some."""
 
+from dataclasses import replace
+
 import pytest
-from carpool_core.values import PodUid, RequestedMode, SharingMode
-from carpool_extender.cache.cluster import ClusterCache
+from carpool_core.values import RequestedMode, SharingMode
 from carpool_extender.cache.gpu_table import nvlink_domains
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.admission_limits import AdmissionLimits
 from carpool_extender.framework.evaluation_cache import CachedEvaluation, EvaluationCache
-from carpool_extender.framework.gang import Gangs
+from carpool_extender.framework.gang import gang_refusal, max_workers, place_gang
 from carpool_extender.framework.scores import MAX_SCORE, SchedulerConfig, find_policy
 from carpool_extender.framework.selection import filter_nodes, place_on_node, score_nodes
 from carpool_extender.testing import cluster, demand, device, gpu_node, pod_request, prediction, tenant
@@ -16,19 +17,12 @@ RULES = SchedulerConfig(find_policy("least-slowdown"), slots=8)
 ALONE = RequestedMode.EXCLUSIVE
 
 
-class Known:
-    """What a gang is decided on."""
-
-    def __init__(self, found: ClusterCache, succeeded: int = 0) -> None:
-        self.cluster, self._succeeded = found, succeeded
-
-    def succeeded(self, job_uid, pod_uid):
-        return self._succeeded
-
-
-def refusal(found, workers, *, succeeded=0, **wants):
-    gangs = Gangs(Known(found, succeeded), EvaluationCache(found, RULES), RULES)
-    return gangs.refusal(PodRequest(demand("new", **wants), workers=workers), PodUid("me"))
+def refusal(found, workers, *, rules=RULES, **wants):
+    """Return the message if so many workers do not fit at once; None if they do."""
+    cached = EvaluationCache(found, rules).of(PodRequest(demand("new", **wants), workers=workers))
+    places = place_gang(cached, workers)
+    assert (places is not None) == (max_workers(cached, workers) == workers)
+    return None if places is not None else gang_refusal(cached, workers, "default/new")
 
 
 def linked(node, *groups):
@@ -85,32 +79,26 @@ def test_however_many_workers_there_are_it_is_told_for_how_many_there_truly_is_r
 def test_no_more_jobs_count_on_a_gpu_than_the_site_allows():
     """Regression: memory and slots alone had room for 16, where the site allows two jobs on a GPU."""
     rules = SchedulerConfig(find_policy("least-slowdown"), 8, AdmissionLimits(max_jobs=2))
-    found = cluster(gpu_node("a", 2))
-    gangs = Gangs(Known(found), EvaluationCache(found, rules), rules)
-    many = PodRequest(demand("new", prediction=prediction(memory_mib=100, util=1, sm=0.01)), workers=20)
-    assert "there is room for 4, and for 4 at most if" in gangs.refusal(many, PodUid("me"))
+    small = prediction(memory_mib=100, util=1, sm=0.01)
+    found = refusal(cluster(gpu_node("a", 2)), 20, rules=rules, prediction=small)
+    assert "there is room for 4, and for 4 at most if" in found
 
 
-def test_the_others_take_what_there_is_once_one_has_its_place():
-    held = tenant("new", ["GPU-a-0"], SharingMode.EXCLUSIVE)
-    assert refusal(cluster(gpu_node("a", 1, [held])), 3, mode=ALONE) is None
+def test_workers_that_are_spread_share_no_gpu():
+    spread = replace(RULES, spread_workers=True)
+    small = prediction(memory_mib=100, util=1, sm=0.01)
+    assert refusal(cluster(gpu_node("a", 2)), 2, rules=spread, prediction=small) is None
+    assert "room for 2" in refusal(cluster(gpu_node("a", 2)), 3, rules=spread, prediction=small)
 
 
-def test_workers_that_have_done_their_work_need_no_place():
-    assert refusal(cluster(gpu_node("a", 1)), 3, mode=ALONE, succeeded=2) is None
-    assert refusal(cluster(gpu_node("a", 1)), 3, mode=ALONE, succeeded=1) is not None
-
-
-def test_what_is_about_to_be_written_stands_beside_the_workers_too():
-    """Regression: workers were placed on paper beside what was written only, so a gang began that could not end."""
+def test_claims_count_as_tenants():
+    """Regression: workers were placed beside written reservations only, so a gang began that could not end."""
     found = cluster(gpu_node("a", 2))
     wants = {"prediction": prediction(memory_mib=4000, util=40, sm=0.5)}
-    gangs = Gangs(Known(found), EvaluationCache(found, RULES), RULES)
-    seven, eight = (PodRequest(demand("new", **wants), workers=workers) for workers in (7, 8))
-    assert gangs.refusal(eight, PodUid("me")) is None
+    assert refusal(found, 8, **wants) is None
     found.assume("a", tenant("other", ["GPU-a-0"], **wants))
-    assert gangs.refusal(seven, PodUid("me")) is None
-    assert "there is room for 7" in gangs.refusal(eight, PodUid("me"))
+    assert refusal(found, 7, **wants) is None
+    assert "there is room for 7" in refusal(found, 8, **wants)
 
 
 def test_workers_of_several_gpus_need_them_on_one_node_each():
