@@ -12,8 +12,7 @@ from carpool_core.kube.events import EventRecorder
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
-from carpool_extender.cache.cluster import ClusterCache
-from carpool_extender.cache.health import GpuAvailability
+from carpool_extender.cache.cluster import ClusterCache, GpuAvailability
 from carpool_extender.cache.peaks import PeakTracker
 from carpool_extender.framework.evaluation_cache import EvaluationCache
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
@@ -80,13 +79,13 @@ def build(
     rules = SchedulerConfig(find_policy(settings.policy), settings.slots_per_gpu, settings.conditions.conditions())
     registry = CollectorRegistry()
     telemetry = ExtenderMetrics(registry, clock)
-    standing = GpuAvailability(clock)
-    informers = Informers(api, clock, ClusterCache(settings.slots_per_gpu, standing))
+    availability = GpuAvailability(clock)
+    informers = Informers(api, clock, ClusterCache(settings.slots_per_gpu, availability))
     registry.register(StateCollector(informers))
     workloads = Workloads(api, informers, JobOptions(settings.job_policies, settings.count_peaks))
     writer = ReservationWriter(api, informers, sleep, gather_s)
     events = EventRecorder(api, clock, COMPONENT)
-    tools = BindDeps(api, clock, sleep, events, telemetry, standing)
+    tools = BindDeps(api, clock, sleep, events, telemetry, availability)
     evaluation_cache = EvaluationCache(informers.cluster, rules)
     restorer = Restorer(api, informers, writer, events, settings.slots_per_gpu)
     gc = ReservationGC(api, informers, writer, restorer, clock=clock, sleep=sleep)

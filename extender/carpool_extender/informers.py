@@ -18,7 +18,7 @@ from carpool_core.resources.node import GpuNode
 from carpool_core.resources.prediction import Prediction
 from carpool_core.values import JobState, JobUid, PodUid
 
-from carpool_extender.cache.cluster import ClusterCache, sharing
+from carpool_extender.cache.cluster import ClusterCache, reuse_equal_parts
 
 _NEED_NO_PLACE = frozenset((JobState.STARTING, JobState.RUNNING, JobState.COMPLETE, JobState.FAILED))
 TEMPLATES = 256
@@ -253,7 +253,7 @@ class Informers:
 
     def _shared(self, old: GpuNode, new: GpuNode) -> GpuNode:
         # What an answer brought is known before the watch tells of it.
-        return sharing(self.cluster.node(new.metadata.name) or old, new)
+        return reuse_equal_parts(self.cluster.node(new.metadata.name) or old, new)
 
     def _node_changed(self, old: GpuNode | None, new: GpuNode | None) -> None:
         if old is not None and (new is None or new.metadata.uid != old.metadata.uid):

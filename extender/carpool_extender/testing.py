@@ -151,6 +151,12 @@ def cluster(*nodes: GpuNode, slots: int = 8) -> ClusterCache:
     return found
 
 
+def unavailable_nodes(known: ClusterCache) -> set[str]:
+    """Return the nodes with GPUs that take no job at present."""
+    snapshot = known.snapshot()
+    return {snapshot.node_names[snapshot.gpus.node[row]] for row in snapshot.unavailable}
+
+
 def seed_node(kube: FakeKube, node: GpuNode) -> None:
     """Put a GpuNode and its Node on a server."""
     kube.seed(GPU_NODES, node)

@@ -11,9 +11,8 @@ from carpool_core.resources.meta import ObjectMeta
 from carpool_core.resources.node import Device, GpuNode, GpuNodeSpec, GpuNodeStatus, Reservation, Tenant
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
 from carpool_extender.cache import ledger
-from carpool_extender.cache.cluster import ClusterCache
+from carpool_extender.cache.cluster import ClusterCache, GpuAvailability
 from carpool_extender.cache.gpu_table import MODES, Bools, GpuTable, Rows, UnavailableReason
-from carpool_extender.cache.health import GpuAvailability
 from carpool_extender.cache.peaks import StablePeak, peaks_of, use_measured_peak
 from carpool_extender.framework.evaluation_cache import EvaluationCache, FilterRunner
 from carpool_extender.framework.filters import (
@@ -165,11 +164,7 @@ class MonitorDelay(GpuAvailability):
         """Return no node."""
         return {}
 
-    def resting(self) -> dict[tuple[str, GpuUuid], UnavailableReason]:
-        """Return no GPU: none fails to be prepared."""
-        return {}
-
-    def excluded(self) -> dict[tuple[str, GpuUuid], UnavailableReason]:
+    def in_backoff(self) -> dict[tuple[str, GpuUuid], UnavailableReason]:
         """Return the GPUs, with a reason."""
         return dict.fromkeys(self.gpus, UnavailableReason(0, "its monitor has not seen the newest tenant yet"))
 

@@ -12,8 +12,8 @@ from carpool_core.products import find_product
 from carpool_core.resources.job import RunPolicy
 from carpool_core.resources.node import Device, Reservation, Tenant
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
+from carpool_extender.cache.gpu_table import SETTLED_S
 from carpool_extender.cache.peaks import margins
-from carpool_extender.cache.usage import SETTLED_S
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.queue.scheduling_queue import Admitted, Claim, QueuedJobInfo, SchedulingQueue
 from carpool_predictor.models.slowdown import TenantActivity

@@ -1,93 +1,181 @@
-"""The cluster as the extender knows it: GpuNodes and their arrays, kept up to date node by node."""
+"""The cluster cache: GpuNodes, assumed reservations, and the GPU table that follows them row by row.
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Generic, TypeVar
+```
+              assume                     apply (written)
+ (nothing) ───────────▶ assumed ─────────────────────────▶ reserved ──▶ (nothing) when released
+                           │  forget
+                           └────────▶ (nothing)
+```
+
+A reservation is assumed from the decision until it is written, so that other pods see its GPUs as taken.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from heapq import nsmallest
+from typing import TypeVar
 
 import msgspec
 import numpy as np
+from carpool_core.clock import Clock
 from carpool_core.products import DeviceClass, device_class
 from carpool_core.resources.node import Device, GpuNode, Reservation
-from carpool_core.values import DeviceHealth, GpuUuid, JobUid, PodUid
+from carpool_core.values import DeviceHealth, GpuUuid, JobUid, PodUid, SharingMode
+from numpy.typing import NDArray
 
 from carpool_extender.cache.gpu_table import (
+    GpuReport,
     GpuTable,
     NodeGrid,
     Rows,
     Snapshot,
-    Told,
     UnavailableReason,
     empty_table,
     grid_of,
     nvlink_domains,
-    said_of,
-    told_by,
-    touched,
+    reports_of,
     update_aggregates,
     write_device,
     write_tenants,
 )
-from carpool_extender.cache.health import (
-    DISPUTED,
-    INVALID,
-    GpuAvailability,
-    has_unreserved_usage,
-    listed,
-    shortened,
-    validate_gpu,
-)
 
-K = TypeVar("K", bound=Hashable)
-
-
-class IdPool(Generic[K]):
-    """Numbers things from 0 for as long as somebody holds them; a number that nobody holds goes to the next thing.
-
-    So there are never more numbers than things that were held at the same time.
-    """
-
-    def __init__(self) -> None:
-        self.ids: dict[K, int] = {}
-        """The number of each thing that is held; do not change it."""
-        self.things: list[K] = []
-        """The things by number; what stands at a number that nobody holds means nothing."""
-        self._holders: list[int] = []
-        self._spare: list[int] = []
-
-    def hold(self, things: Iterable[K]) -> None:
-        """Keep the numbers of some things, and give numbers to those that have none."""
-        for thing in things:
-            number = self.ids.get(thing)
-            self._holders[self._new(thing) if number is None else number] += 1
-
-    def let_go(self, things: Iterable[K]) -> None:
-        """Take back what `hold` did once for each of them."""
-        for thing in things:
-            number = self.ids[thing]
-            self._holders[number] -= 1
-            if not self._holders[number]:
-                del self.ids[thing]
-                self._spare.append(number)
-
-    def _new(self, thing: K) -> int:
-        if self._spare:
-            number = self._spare.pop()
-            self.things[number] = thing
-        else:
-            number = len(self.things)
-            self.things.append(thing)
-            self._holders.append(0)
-        self.ids[thing] = number
-        return number
-
+SILENCE_S = 60.0
+"""Time without a heartbeat after which a node's agent counts as gone. It sends one every 25 s, and one may be lost."""
+FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 30.0, 600.0
+"""Backoff of a GPU that could not be prepared: after the first failure, and at most."""
+LEAST_MIB = 256
+"""Memory that any job needs, in MiB: what a process takes before it has stored anything."""
+MOST_NAMED = 3
+"""Pods or nodes that a reason names."""
+LONGEST_MESSAGE = 120
+"""Characters of other processes' messages in a reason, which goes into the conditions of all waiting pods."""
+UNHEALTHY, SILENT, BACKOFF, UNRESERVED_USE, CONTRADICTION, INVALID, DUPLICATE_UUID, NO_MEMORY = range(8)
+"""Kinds of `UnavailableReason`."""
 
 N = TypeVar("N", bound=GpuNode)
 
 
-def sharing(old: GpuNode, new: N) -> N:
-    """Return a state with another's parts where these are equal.
+def shortened(text: str, longest: int = LONGEST_MESSAGE) -> str:
+    """Cut a text that is too long, and mark the cut."""
+    return text if len(text) <= longest else f"{text[: longest - 1].rstrip()}…"
 
-    Most of what agents tell is that they live. Each of these words would hold the whole of its node once more, and
-    everybody who asks what has changed would have to compare it.
+
+def listed(names: Collection[str]) -> str:
+    """Name the first few, and count the others: `a`, `a and b`, `a, b, c and 37 more`."""
+    first, more = nsmallest(MOST_NAMED, names), len(names) - MOST_NAMED
+    *others, last = [*first, f"{more:,} more"] if more > 0 else first
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+@dataclass(frozen=True, slots=True)
+class _Backoff:
+    length_s: float
+    until_s: float
+
+
+class GpuAvailability:
+    """Availability that changes by time alone: silent agents, and GPUs in backoff after failed preparations.
+
+    Silence counts from when this process saw a heartbeat change, not from the heartbeat's own time. Clocks of nodes
+    differ, and after a restart or an outage of the API server every agent has its time to report.
+
+    Args:
+        clock: Present time.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._heartbeats: OrderedDict[str, tuple[str | None, float]] = OrderedDict()
+        """Last heartbeat of each node and when it changed; the longest silent nodes first."""
+        self._backoffs: dict[tuple[str, GpuUuid], _Backoff] = {}
+
+    def record_heartbeat(self, node: str, heartbeat: str | None, ago_s: float = 0.0) -> None:
+        """Record a node's heartbeat. An agent that never sent one is silent since its node was first seen.
+
+        Args:
+            node: Name of the node.
+            heartbeat: Time that the agent wrote.
+            ago_s: Age of the heartbeat if it is known. Nodes must then come in falling order of it.
+        """
+        last = self._heartbeats.get(node)
+        if last is None or (heartbeat and last[0] != heartbeat):
+            self._heartbeats[node] = (heartbeat, self._clock.monotonic() - ago_s)
+            self._heartbeats.move_to_end(node)
+
+    def forget(self, node: str) -> None:
+        """Forget a deleted node."""
+        self._heartbeats.pop(node, None)
+        for key in [key for key in self._backoffs if key[0] == node]:
+            del self._backoffs[key]
+
+    def record_failure(self, node: str, gpus: Sequence[GpuUuid]) -> None:
+        """Begin the backoff of GPUs that could not be prepared; it doubles with each failure in a row."""
+        now = self._clock.monotonic()
+        for gpu in gpus:
+            last = self._backoffs.get((node, gpu))
+            if last is None or now >= last.until_s:  # several that failed together are one failure
+                length = FIRST_BACKOFF_S if last is None else min(LONGEST_BACKOFF_S, 2 * last.length_s)
+                self._backoffs[node, gpu] = _Backoff(length, now + length)
+
+    def record_success(self, node: str, gpus: Sequence[GpuUuid]) -> None:
+        """Forget the failures of GPUs that were prepared."""
+        for gpu in gpus:
+            self._backoffs.pop((node, gpu), None)
+
+    def silent(self) -> dict[str, UnavailableReason]:
+        """Return the nodes with silent agents. The sentence is constant: a change is a write for every waiting pod."""
+        now, found = self._clock.monotonic(), {}
+        for node, (_, at) in self._heartbeats.items():
+            if now - at <= SILENCE_S:
+                break
+            found[node] = UnavailableReason(SILENT, f"its agent has not reported for more than {SILENCE_S:.0f} s")
+        return found
+
+    def in_backoff(self) -> dict[tuple[str, GpuUuid], UnavailableReason]:
+        """Return the GPUs in backoff, by node and UUID."""
+        now, found = self._clock.monotonic(), {}
+        for key, backoff in self._backoffs.items():
+            if now < backoff.until_s:
+                at = self._clock.now() + timedelta(seconds=backoff.until_s - now)
+                text = f"could not be prepared, is tried again at {at:%Y-%m-%dT%H:%M:%SZ}"
+                found[key] = UnavailableReason(BACKOFF, text)
+        return found
+
+
+def validate_gpu(report: GpuReport) -> UnavailableReason | None:
+    """Return why a GPU takes no job by its own report; None if it can."""
+    device, held = report.device, report.held
+    if device.health is not DeviceHealth.HEALTHY:
+        message = shortened(device.health_message)
+        return UnavailableReason(UNHEALTHY, f"unhealthy: {message}" if message else "unhealthy")
+    if report.has_duplicate_uuid:
+        return UnavailableReason(CONTRADICTION, f"its node reports several GPUs with UUID {device.uuid}")
+    if report.has_duplicate_index:
+        return UnavailableReason(CONTRADICTION, f"its node reports several GPUs with index {device.index}")
+    if device.memory_mib - device.reserved_mib < LEAST_MIB:
+        reserved = f", of which {device.reserved_mib:,} are reserved" if device.reserved_mib else ""
+        has = f"reports {device.memory_mib:,} MiB of memory{reserved}"
+        return UnavailableReason(NO_MEMORY, f"{has}: expected at least {LEAST_MIB} MiB to give")
+    modes = sorted({reservation.mode for reservation in held})
+    if len(modes) > 1:
+        return UnavailableReason(CONTRADICTION, f"its reservations contradict each other: {', '.join(modes)}")
+    if len(held) > 1 and modes == [SharingMode.EXCLUSIVE]:
+        return UnavailableReason(CONTRADICTION, f"its reservations contradict each other: {len(held)} are exclusive")
+    reserved_pods = {reservation.pod_uid for reservation in held}
+    others = [tenant for tenant in report.measured if tenant.pod_uid not in reserved_pods and tenant.memory_mib > 0]
+    if others:
+        memory, pods = sum(tenant.memory_mib for tenant in others), {tenant.pod_uid for tenant in others}
+        who = f"{'pod' if len(pods) == 1 else 'pods'} {listed(pods)}"
+        return UnavailableReason(UNRESERVED_USE, f"{memory:,} MiB are used without a reservation, by {who}")
+    return None
+
+
+def reuse_equal_parts(old: GpuNode, new: N) -> N:
+    """Return a GpuNode with the old spec and devices if they are equal.
+
+    Most status reports are heartbeats. Shared parts need no memory of their own, and are compared by identity.
     """
     if new.spec is not old.spec and new.spec == old.spec:
         new = msgspec.structs.replace(new, spec=old.spec)
@@ -96,465 +184,321 @@ def sharing(old: GpuNode, new: N) -> N:
     return new
 
 
-def differ(old: GpuNode, new: GpuNode) -> bool:
-    """Whether anything has changed that decisions look at; with tenants the time of their measures is such a thing."""
-    if old.spec != new.spec or old.status.devices != new.status.devices:
-        return True
-    if old.status.tenants != new.status.tenants:
-        return True
-    return bool(new.status.tenants) and old.status.heartbeat_time != new.status.heartbeat_time
-
-
-def is_older(node: GpuNode, than: GpuNode) -> bool:
-    """Whether a version comes before another of the same object; versions of one kind are ordered integers."""
+def _is_older(node: GpuNode, than: GpuNode) -> bool:
+    """Return whether a version of an object is older than another; versions of one kind are ordered integers."""
     mine, other = node.metadata, than.metadata
     if mine.uid != other.uid or not (mine.resource_version.isdigit() and other.resource_version.isdigit()):
         return False
     return int(mine.resource_version) < int(other.resource_version)
 
 
-class DuplicateUuids:
-    """The GPUs of all nodes by UUID. What a node tells costs as much as it has GPUs, whatever others tell."""
-
-    def __init__(self) -> None:
-        self._rows: dict[str, Mapping[GpuUuid, int]] = {}
-        self._only: dict[GpuUuid, str] = {}
-        """Who tells of a GPU; means nothing where several do."""
-        self._disputed: dict[GpuUuid, set[str]] = {}
-        self._unavailable: dict[int, UnavailableReason] | None = {}
-        """None where it has to be worked out anew."""
-
-    def tell(self, node: str, rows: Mapping[GpuUuid, int]) -> None:
-        """Take in of which GPUs a node tells now, and their rows; what it told before is forgotten."""
-        before = self._rows.get(node, {})
-        if rows == before:
-            return
-        self._rows.pop(node, None)
-        self._unavailable = None
-        if rows:
-            self._rows[node] = rows
-        for uuid in before.keys() - rows.keys():
-            self._discard(uuid, node)
-        for uuid in rows.keys() - before.keys():
-            self._add(uuid, node)
-
-    def nodes(self) -> set[str]:
-        """Names of the nodes that tell of a GPU of which another tells, too."""
-        return set().union(*self._disputed.values())
-
-    def unavailable(self) -> dict[int, UnavailableReason]:
-        """Rows of the GPUs of which several nodes tell, on each of these; whoever asks may change what it gets."""
-        if self._unavailable is None:
-            self._unavailable = self._worked_out()
-        return self._unavailable.copy()
-
-    def _worked_out(self) -> dict[int, UnavailableReason]:
-        found: dict[int, UnavailableReason] = {}
-        for uuid, nodes in self._disputed.items():
-            why = UnavailableReason(DISPUTED, f"several nodes tell of a GPU by the UUID {uuid}: {listed(nodes)}")
-            found.update((self._rows[node][uuid], why) for node in nodes)
-        return found
-
-    def _add(self, uuid: GpuUuid, node: str) -> None:
-        if (nodes := self._disputed.get(uuid)) is not None:
-            nodes.add(node)
-        elif (other := self._only.setdefault(uuid, node)) != node:
-            self._disputed[uuid] = {other, node}
-
-    def _discard(self, uuid: GpuUuid, node: str) -> None:
-        nodes = self._disputed.get(uuid)
-        if nodes is None:
-            del self._only[uuid]
-            return
-        nodes.remove(node)
-        if len(nodes) == 1:
-            (self._only[uuid],) = self._disputed.pop(uuid)
-
-
-LONGEST = 2048
-"""Changes that are remembered; who is further behind looks at everything again."""
-
-
-class ChangeLog:
-    """The latest changes of the rows of a cluster."""
-
-    def __init__(self) -> None:
-        self._changes: list[Sequence[int]] = []
-        self._first = 0
-        self._settled = 0
-
-    @property
-    def generation(self) -> int:
-        """Number of changes until now."""
-        return self._first + len(self._changes)
-
-    def note(self, rows: Sequence[int]) -> None:
-        """Write down that rows have changed."""
-        self._changes.append(rows)
-        if len(self._changes) > 2 * LONGEST:
-            # What is not settled must stay, however much it is: nothing else tells of it.
-            forgotten = min(LONGEST, self._settled - self._first)
-            del self._changes[:forgotten]
-            self._first += forgotten
-
-    def since(self, generation: int) -> Rows | None:
-        """Return the rows that changed after a generation, in rising order; None where that is too long ago."""
-        if generation < self._first or self.generation - generation > LONGEST:
-            return None
-        return _together(self._changes[generation - self._first :])
-
-    def unsettled(self) -> Rows:
-        """Return the rows that changed since this was asked last."""
-        rows = _together(self._changes[self._settled - self._first :])
-        self._settled = self.generation
-        return rows
-
-
-def _together(changes: list[Sequence[int]]) -> Rows:
-    # Changes are of a few rows each, for which a set is several times as quick as arrays are.
-    rows = sorted(set().union(*changes))
-    return np.fromiter(rows, np.intp, len(rows))
-
-
-V = TypeVar("V")
-
-
-class MultiMap(Generic[K, V]):
-    """Things by keys, each once. With one thing each, sets would take several times the memory.
-
-    Adding the n-th thing under a key copies those before it.
-    """
-
-    def __init__(self) -> None:
-        self._found: dict[K, tuple[V, ...]] = {}
-
-    def of(self, key: K) -> tuple[V, ...]:
-        """Return what is found under a key, in the order in which it came."""
-        return self._found.get(key, ())
-
-    def add(self, key: K, thing: V) -> None:
-        """Have a thing found under a key."""
-        found = self.of(key)
-        if thing not in found:
-            self._found[key] = (*found, thing)
-
-    def discard(self, key: K, thing: V) -> None:
-        """Have it found there no more."""
-        left = tuple(one for one in self.of(key) if one != thing)
-        if left:
-            self._found[key] = left
-        else:
-            self._found.pop(key, None)
-
-
-class Assumed:
-    """What is about to be written on nodes, so that whoever asks meanwhile is sent elsewhere."""
-
-    def __init__(self) -> None:
-        self._on: dict[str, dict[PodUid, Reservation]] = {}
-        self._of_job: MultiMap[JobUid, tuple[str, PodUid]] = MultiMap()
-
-    def add(self, name: str, reservation: Reservation) -> None:
-        """Count a reservation on a node."""
-        self._on.setdefault(name, {})[reservation.pod_uid] = reservation
-        self._of_job.add(reservation.job_uid, (name, reservation.pod_uid))
-
-    def discard(self, name: str, pod_uid: PodUid) -> bool:
-        """Count a pod's no more; say whether it did."""
-        on_node = self._on.get(name, {})
-        gone = on_node.pop(pod_uid, None)
-        if not on_node:
-            self._on.pop(name, None)
-        if gone is not None:
-            self._of_job.discard(gone.job_uid, (name, pod_uid))
-        return gone is not None
-
-    def pods_of(self, job_uid: JobUid) -> Iterable[PodUid]:
-        """UIDs of a job's pods for which something is counted."""
-        return (pod for _, pod in self._of_job.of(job_uid))
-
-    def beside(self, node: GpuNode) -> GpuNode:
-        """Return a node with what is about to be written there."""
-        if not (on_node := self._on.get(node.metadata.name)):
-            return node
-        held = {reservation.pod_uid for reservation in node.spec.reservations}
-        more = [reservation for uid, reservation in on_node.items() if uid not in held]
-        spec = msgspec.structs.replace(node.spec, reservations=[*node.spec.reservations, *more])
-        return msgspec.structs.replace(node, spec=spec)
-
-
 class ClusterCache:
-    """All GpuNodes. A change of a node rewrites those of its rows that it is about, and a journal tells which.
+    """All GpuNodes with their assumed reservations, as objects and as a GPU table.
+
+    A change of a node rewrites only the rows of GPUs whose report has changed, and dates them with a generation.
 
     Args:
-        slots: Tenants for which each GPU has room from the start; more make the arrays wider.
-        availability: Which GPUs are hindered, as time goes by; none where left out.
+        slots: Places for tenants of each GPU at first; more tenants make the table wider.
+        availability: Availability that changes by time; every GPU counts as available if None.
     """
 
     def __init__(self, slots: int = 8, availability: GpuAvailability | None = None) -> None:
         self._availability = availability
-        self._columns = empty_table(0, slots)
-        self._shown: GpuTable | None = None
-        self._grid: NodeGrid | None = None
-        self._used = 0
-        self._journal = ChangeLog()
-        self._unavailable: dict[int, UnavailableReason] = {}
-        self._doubts: dict[str, dict[int, UnavailableReason]] = {}
-        self._nonsense: dict[str, UnavailableReason] = {}
-        self._claims = DuplicateUuids()
-        self._written: dict[str, Told] = {}
-        self._blocks: dict[str, slice] = {}
-        self._free: dict[int, list[slice]] = {}
+        # Objects and indices
         self._nodes: dict[str, GpuNode] = {}
-        self._assumed = Assumed()
-        self._holders: MultiMap[PodUid, str] = MultiMap()
-        self._of_job: MultiMap[JobUid, tuple[str, PodUid]] = MultiMap()
-        self._names: IdPool[str] = IdPool()
-        self._classes: IdPool[DeviceClass] = IdPool()
-        self._namespaces: IdPool[str] = IdPool()
-        self._held: dict[str, tuple[frozenset[DeviceClass], frozenset[str]]] = {}
+        self._assumed: dict[str, dict[PodUid, Reservation]] = {}
+        self._nodes_of_pod: dict[PodUid, list[str]] = {}
+        self._pods_of_job: dict[JobUid, Counter[PodUid]] = {}
+        # Rows: each node has a block; blocks of deleted nodes are used again, by their length.
+        self._table = empty_table(0, slots)
+        self._view: GpuTable | None = None
+        self._grid: NodeGrid | None = None
+        self._blocks: dict[str, slice] = {}
+        self._free_blocks: dict[int, list[slice]] = {}
+        self._used_rows = 0
+        self._reports: dict[str, list[GpuReport]] = {}
+        # Changes: the generation in which each row was written last.
+        self.generation = 0
+        """Number of the last change; `snapshot` adds one if availability changed by time."""
         self.freed_at = 0
         """Generation of the last change after which a GPU may hold more."""
+        self._written_in: NDArray[np.int64] = np.zeros(0, np.int64)
+        self._aggregated = 0
+        # Indices in the columns
+        self._node_names: list[str] = []
+        self._node_ids: dict[str, int] = {}
+        self._free_node_ids: list[int] = []
+        self._classes: list[DeviceClass] = []
+        self._class_ids: dict[DeviceClass, int] = {}
+        self._class_sizes: Counter[DeviceClass] = Counter()
+        self._kinds: dict[str, list[DeviceClass]] = {}
+        self._namespaces: dict[str, int] = {}
+        # Reasons why GPUs are unavailable
+        self._unavailable: dict[int, UnavailableReason] = {}
+        self._invalid: dict[int, UnavailableReason] = {}
+        self._unreadable: dict[str, UnavailableReason] = {}
+        self._reporters: dict[GpuUuid, list[str]] = {}
+        self._duplicates: set[GpuUuid] = set()
+
+    # --- Objects ---------------------------------------------------------------------------------------------------
 
     @property
-    def nodes(self) -> dict[str, GpuNode]:
-        """Every GpuNode by name; do not change it."""
+    def nodes(self) -> Mapping[str, GpuNode]:
+        """Every GpuNode by name."""
         return self._nodes
 
     def node(self, name: str) -> GpuNode | None:
-        """Return the newest GpuNode of that name that was seen."""
+        """Return the newest version of a GpuNode."""
         return self._nodes.get(name)
 
     def with_assumed(self, name: str) -> GpuNode | None:
-        """Return the same with what is about to be written there, as `snapshot` counts it."""
+        """Return a GpuNode with its assumed reservations, as `snapshot` counts it."""
         node = self._nodes.get(name)
-        return None if node is None else self._assumed.beside(node)
+        return None if node is None else self._add_assumed(node)
+
+    def _add_assumed(self, node: GpuNode) -> GpuNode:
+        if not (assumed := self._assumed.get(node.metadata.name)):
+            return node
+        written = {reservation.pod_uid for reservation in node.spec.reservations}
+        more = [reservation for uid, reservation in assumed.items() if uid not in written]
+        spec = msgspec.structs.replace(node.spec, reservations=[*node.spec.reservations, *more])
+        return msgspec.structs.replace(node, spec=spec)
 
     def nodes_holding(self, pod_uid: PodUid) -> list[str]:
-        """Names of the nodes on which a pod has a reservation: none, or one; more only if two schedulers raced."""
-        return sorted(self._holders.of(pod_uid))
+        """Return the nodes on which a pod has a written reservation; more than one only if two schedulers raced."""
+        return sorted(self._nodes_of_pod.get(pod_uid, ()))
 
     def pods_of_job(self, job_uid: JobUid) -> set[PodUid]:
-        """UIDs of the pods of a job that have reservations, written or about to be."""
-        return {pod for _, pod in self._of_job.of(job_uid)}.union(self._assumed.pods_of(job_uid))
+        """Return the pods of a job that have reservations, written or assumed."""
+        return set(self._pods_of_job.get(job_uid, ()))
 
-    def snapshot(self) -> Snapshot:
-        """Return the arrays as they are now; they hold until the next change."""
-        self._note_hindrances()
-        if (rows := self._journal.unsettled()).size:
-            update_aggregates(self._columns, rows)
-        if self._shown is None:
-            self._shown = self._columns.shown(self._used)
-        if self._grid is None:
-            self._grid = grid_of(self._shown.alive, self._shown.node)
-        return Snapshot(
-            gpus=self._shown,
-            grid=self._grid,
-            node_names=self._names.things,
-            node_ids=self._names.ids,
-            classes=self._classes.things,
-            class_ids=self._classes.ids,
-            namespaces=self._namespaces.ids,
-            unavailable=self._unavailable,
-        )
-
-    @property
-    def generation(self) -> int:
-        """Number of the last change; a snapshot that was asked for brings hindrances up to date."""
-        return self._journal.generation
-
-    def changed_since(self, generation: int) -> Rows | None:
-        """Return the rows that changed after that generation; None where too much did."""
-        return self._journal.since(generation)
-
-    def unavailable_nodes(self) -> set[str]:
-        """Names of the nodes with GPUs that take nobody at this moment, whatever their health."""
-        found = {*self._doubts, *self._nonsense, *self._claims.nodes()}
-        if self._availability is not None:
-            found.update(self._availability.silent(), (node for node, _ in self._availability.resting()))
-        return found
-
-    def set_unreadable(self, name: str, why: str | None) -> None:
-        """Send nobody to a node whose GpuNode nobody can read; what is known of it is as it was before.
-
-        Args:
-            name: Name of the GpuNode.
-            why: What is wrong with it; None once it can be read again, or is gone.
-        """
-        self._nonsense.pop(name, None)
-        if why is not None:
-            self._nonsense[name] = UnavailableReason(INVALID, f"GpuNode {name} makes no sense: {shortened(why)}")
-
-    def _note_hindrances(self) -> None:
-        """Bring the column up to date: time hinders GPUs and sets them free again, without any change of an object."""
-        found: dict[int, UnavailableReason] = {}
-        resting: dict[tuple[str, GpuUuid], UnavailableReason] = {}
-        if self._availability is not None:
-            resting = self._availability.excluded()
-            # What speaks against single GPUs comes over it: an agent that reports again makes nothing of that good.
-            self._hinder(found, self._availability.silent())
-        found |= self._claims.unavailable()
-        for doubted in self._doubts.values():
-            found |= doubted
-        for (node, uuid), why in resting.items():
-            block = self._blocks.get(node, slice(0, 0))
-            found |= {r: why for r in range(block.start, block.stop) if self._columns.uuid[r] == uuid}
-        self._hinder(found, self._nonsense)
-        changed, lifted = found.keys() ^ self._unavailable.keys(), self._unavailable.keys() - found.keys()
-        self._unavailable = found
-        if changed:
-            rows = sorted(changed)
-            self._columns.unavailable[rows] = [row in found for row in rows]
-            self._journal.note(rows)
-            if lifted:
-                self.freed_at = self.generation
-
-    def _hinder(self, found: dict[int, UnavailableReason], nodes: Mapping[str, UnavailableReason]) -> None:
-        for node, why in nodes.items():
-            block = self._blocks.get(node, slice(0, 0))
-            found |= dict.fromkeys(range(block.start, block.stop), why)
-
-    def apply(self, node: GpuNode) -> bool:
-        """Take in a GpuNode, unless a newer one was seen; say whether anything that decisions look at has changed."""
+    def apply(self, node: GpuNode) -> None:
+        """Take in a GpuNode, unless a newer version is here."""
         name = node.metadata.name
         old = self._nodes.get(name)
-        if old is not None and is_older(node, old):
-            return False
+        if old is not None and _is_older(node, old):
+            return
         self._nodes[name] = node
         if self._availability is not None:
             self._availability.record_heartbeat(name, node.status.heartbeat_time)
-        if old is not None and not differ(old, node):
-            return False
         if old is None or old.spec is not node.spec:
-            self._index_holders(name, old, node)
+            self._index(name, old, node)
         self._write(name, node)
         if old is None or old.status.tenants != node.status.tenants or may_free_capacity(old, node):
             self.freed_at = self.generation
-        return True
+
+    def remove(self, name: str) -> None:
+        """Forget a deleted GpuNode."""
+        if (old := self._nodes.pop(name, None)) is not None:
+            self._index(name, old, None)
+        self._release_block(name)
+        if (number := self._node_ids.pop(name, None)) is not None:
+            self._free_node_ids.append(number)
+        if self._availability is not None:
+            self._availability.forget(name)
 
     def assume(self, name: str, reservation: Reservation) -> None:
-        """Count a reservation that is about to be written, so that whoever asks meanwhile is sent elsewhere."""
-        self._assumed.add(name, reservation)
+        """Count a reservation on a node that is decided and not yet written."""
+        assumed = self._assumed.setdefault(name, {})
+        if (replaced := assumed.get(reservation.pod_uid)) is not None:
+            self._count(replaced, -1)
+        assumed[reservation.pod_uid] = reservation
+        self._count(reservation, 1)
         self._write_again(name)
 
     def forget(self, name: str, pod_uid: PodUid) -> None:
-        """Count only what is written of a pod."""
-        if self._assumed.discard(name, pod_uid) and name not in self._holders.of(pod_uid):
+        """Count only the written reservation of a pod on a node."""
+        assumed = self._assumed.get(name, {})
+        if (gone := assumed.pop(pod_uid, None)) is None:
+            return
+        if not assumed:
+            del self._assumed[name]
+        self._count(gone, -1)
+        if name not in self._nodes_of_pod.get(pod_uid, ()):
             self._write_again(name)
             self.freed_at = self.generation
 
     def _write_again(self, name: str) -> None:
-        node = self._nodes.get(name)
-        if node is not None:
+        if (node := self._nodes.get(name)) is not None:
             self._write(name, node)
 
-    def remove(self, name: str) -> None:
-        """Forget a GpuNode that was deleted."""
-        old = self._nodes.pop(name, None)
-        if old is not None:
-            self._index_holders(name, old, None)
-        self._release_rows(name)
-        self._hold(name, None)
-        if self._availability is not None:
-            self._availability.forget(name)
+    def _index(self, name: str, old: GpuNode | None, new: GpuNode | None) -> None:
+        before, now = ({} if of is None else {r.pod_uid: r for r in of.spec.reservations} for of in (old, new))
+        for uid, reservation in before.items():
+            if uid not in now or now[uid].job_uid != reservation.job_uid:
+                self._nodes_of_pod[uid].remove(name)
+                if not self._nodes_of_pod[uid]:
+                    del self._nodes_of_pod[uid]
+                self._count(reservation, -1)
+        for uid, reservation in now.items():
+            if uid not in before or before[uid].job_uid != reservation.job_uid:
+                self._nodes_of_pod.setdefault(uid, []).append(name)
+                self._count(reservation, 1)
 
-    def _index_holders(self, name: str, old: GpuNode | None, new: GpuNode | None) -> None:
-        before, now = _pods_on(old), _pods_on(new)
-        for pod, job in before - now:
-            self._holders.discard(pod, name)
-            self._of_job.discard(job, (name, pod))
-        for pod, job in now - before:
-            self._holders.add(pod, name)
-            self._of_job.add(job, (name, pod))
+    def _count(self, reservation: Reservation, by: int) -> None:
+        pods = self._pods_of_job.setdefault(reservation.job_uid, Counter())
+        pods[reservation.pod_uid] += by
+        if not pods[reservation.pod_uid]:
+            del pods[reservation.pod_uid]
+        if not pods:
+            del self._pods_of_job[reservation.job_uid]
 
-    def _hold(self, name: str, now: tuple[frozenset[DeviceClass], frozenset[str]] | None) -> None:
-        """Keep numbers for what a node's rows speak of, and no longer for what they spoke of before."""
-        before = self._held.get(name)
-        if now == before:
-            return
-        for held, change in ((now, IdPool.hold), (before, IdPool.let_go)):
-            if held is not None:
-                change(self._names, [name])
-                change(self._classes, held[0])
-                change(self._namespaces, held[1])
-        if now is None:
-            del self._held[name]
-        else:
-            self._held[name] = now
+    # --- The table -------------------------------------------------------------------------------------------------
 
-    def _release_rows(self, name: str) -> None:
-        block = self._blocks.pop(name, None)
-        self._written.pop(name, None)
-        self._doubts.pop(name, None)
-        self._claims.tell(name, {})
-        if block is not None:
-            self._columns.alive[block] = False
-            self._grid = None
-            self._journal.note(range(block.start, block.stop))
-            self._free.setdefault(block.stop - block.start, []).append(block)
+    def snapshot(self) -> Snapshot:
+        """Return the table as it is now; valid until the next change."""
+        self._update_unavailable()
+        if (rows := self.changed_since(self._aggregated)).size:
+            update_aggregates(self._table, rows)
+        self._aggregated = self.generation
+        if self._view is None:
+            self._view = self._table.shown(self._used_rows)
+        if self._grid is None:
+            self._grid = grid_of(self._view.alive, self._view.node)
+        return Snapshot(
+            gpus=self._view,
+            grid=self._grid,
+            node_names=self._node_names,
+            node_ids=self._node_ids,
+            classes=self._classes,
+            present_classes=self._class_sizes.keys(),
+            namespaces=self._namespaces,
+            unavailable=self._unavailable,
+        )
 
-    def _rows(self, name: str, gpus: int, tenants: int) -> slice:
-        """Return rows for a node's GPUs: its own, or free ones, or new ones."""
-        block = self._blocks.get(name)
-        if block is not None and block.stop - block.start != gpus:
-            self._release_rows(name)
-            block = None
-        room, width = self._columns.memory_mib.shape
-        if block is None:
-            spare = self._free.get(gpus)
-            block = spare.pop() if spare else slice(self._used, self._used + gpus)
-            self._used, self._shown = max(self._used, block.stop), None
-            self._blocks[name] = block
-        if block.stop > room or tenants > width:
-            more = max(room, 64, block.stop + block.stop // 2) if block.stop > room else room
-            self._columns, self._shown = self._columns.resized(more, max(width, tenants)), None
-        return block
+    def changed_since(self, generation: int) -> Rows:
+        """Return the rows that changed after a generation, in rising order."""
+        return (self._written_in[: self._used_rows] > generation).nonzero()[0]
+
+    def _mark(self, rows: list[int] | slice) -> None:
+        self.generation += 1
+        self._written_in[rows] = self.generation
 
     def _write(self, name: str, node: GpuNode) -> None:
-        """Write the rows of which the node says something else than what stands there."""
-        node, written = self._assumed.beside(node), self._written.get(name)
-        told = told_by(node)
-        is_new = written is None or len(node.status.devices) != len(written.node.status.devices)
-        only = None if written is None or is_new else touched(written, told)
-        now = different = said_of(told, only)
-        is_changed = is_new
-        if written is not None and not is_new and only is None:
-            before = said_of(written)
-            different = [said for said, was in zip(now, before, strict=True) if said != was]
-            is_changed = any(said.device != was.device for said, was in zip(now, before, strict=True))
-        devices = [said.device for said in now]
-        kinds = [device_class(device) for device in devices] if is_changed else []
-        if is_changed or written is None or written.node.spec is not node.spec:
-            namespaces = frozenset(reservation.pod_namespace for reservation in node.spec.reservations)
-            self._hold(name, (frozenset(kinds) if is_changed else self._held[name][0], namespaces))
-        block = self._rows(name, len(node.status.devices), max((len(said.held) for said in now), default=0))
-        if is_changed:
-            self._describe(name, block, devices, kinds)
-            self._claims.tell(name, {device.uuid: row for row, device in enumerate(devices, start=block.start)})
-        rows = [block.start + said.place for said in different]
-        for row, said in zip(rows, different, strict=True):
-            write_tenants(self._columns, row, said, self._namespaces.ids)
-        self._doubt(name, dict(zip(rows, map(validate_gpu, different), strict=True)))
-        self._journal.note(rows)
-        self._written[name] = told
+        """Write the rows of a node's GPUs whose reports have changed."""
+        now, before = reports_of(self._add_assumed(node)), self._reports.get(name, [])
+        has_new_devices = name not in self._blocks or [one.device for one in now] != [one.device for one in before]
+        if len(now) != len(before):
+            self._release_block(name)
+            before = []
+        self._reports[name] = now
+        block = self._block(name, len(now), max((len(one.held) for one in now), default=0))
+        if has_new_devices:
+            self._write_devices(name, block, [one.device for one in now])
+        changed = [place for place, one in enumerate(now) if not before or one != before[place]]
+        for place in changed:
+            row = block.start + place
+            write_tenants(self._table, row, now[place], self._namespaces)
+            self._invalid.pop(row, None)
+            if (reason := validate_gpu(now[place])) is not None:
+                self._invalid[row] = reason
+        if changed:
+            self._mark([block.start + place for place in changed])
 
-    def _describe(self, name: str, block: slice, devices: list[Device], kinds: list[DeviceClass]) -> None:
-        node, columns, self._grid = self._names.ids[name], self._columns, None
-        columns.nvlink_domain[block] = nvlink_domains(devices)
+    def _write_devices(self, name: str, block: slice, devices: list[Device]) -> None:
+        if name not in self._node_ids:
+            self._node_ids[name] = self._free_node_ids.pop() if self._free_node_ids else len(self._node_names)
+            self._node_names[self._node_ids[name] : self._node_ids[name] + 1] = [name]
+        kinds = [device_class(device) for device in devices]
+        self._set_kinds(name, kinds)
+        self._set_uuids(name, {device.uuid for device in devices}, set(self._table.uuid[block].tolist()))
         for row, (device, kind) in enumerate(zip(devices, kinds, strict=True), start=block.start):
-            write_device(columns, row, device, kind, of=(node, self._classes.ids[kind]))
+            if kind not in self._class_ids:
+                self._class_ids[kind] = len(self._classes)
+                self._classes.append(kind)
+            class_id = self._class_ids[kind]
+            write_device(self._table, row, device, node=self._node_ids[name], kind=kind, class_id=class_id)
+        self._table.nvlink_domain[block] = nvlink_domains(devices)
+        self._grid = None
 
-    def _doubt(self, name: str, found: dict[int, UnavailableReason | None]) -> None:
-        """Keep in mind which rows of a node are in doubt, some of which were looked at again."""
-        doubted = {row: why for row, why in self._doubts.pop(name, {}).items() if row not in found}
-        doubted |= {row: why for row, why in found.items() if why is not None}
-        if doubted:
-            self._doubts[name] = doubted
+    def _set_kinds(self, name: str, kinds: list[DeviceClass]) -> None:
+        self._class_sizes.update(kinds)
+        self._class_sizes.subtract(self._kinds.pop(name, []))
+        self._class_sizes = +self._class_sizes
+        if kinds:
+            self._kinds[name] = kinds
 
+    def _set_uuids(self, name: str, now: set[GpuUuid], before: set[GpuUuid]) -> None:
+        for uuid in before - now:
+            if name in (nodes := self._reporters.get(uuid, [])):
+                nodes.remove(name)
+                if not nodes:
+                    del self._reporters[uuid]
+        for uuid in now:
+            if name not in (nodes := self._reporters.setdefault(uuid, [])):
+                nodes.append(name)
+        changed = before | now
+        self._duplicates -= changed
+        self._duplicates |= {uuid for uuid in changed if len(self._reporters.get(uuid, ())) > 1}
 
-def _pods_on(node: GpuNode | None) -> set[tuple[PodUid, JobUid]]:
-    """Return the pods that have reservations on a node, each with its job."""
-    return {(one.pod_uid, one.job_uid) for one in node.spec.reservations} if node is not None else set()
+    def _block(self, name: str, gpus: int, tenants: int) -> slice:
+        """Return the rows of a node's GPUs: its own, free ones, or new ones."""
+        room, width = self._table.memory_mib.shape
+        block = self._blocks.get(name)
+        if block is None:
+            free = self._free_blocks.get(gpus)
+            block = free.pop() if free else slice(self._used_rows, self._used_rows + gpus)
+            self._used_rows, self._view = max(self._used_rows, block.stop), None
+            self._blocks[name] = block
+        if block.stop > room or tenants > width:
+            room = max(room, 64, block.stop + block.stop // 2) if block.stop > room else room
+            self._table, self._view = self._table.resized(room, max(width, tenants)), None
+            self._written_in = np.append(self._written_in, np.zeros(room - len(self._written_in), np.int64))
+        return block
+
+    def _release_block(self, name: str) -> None:
+        self._reports.pop(name, None)
+        if (block := self._blocks.pop(name, None)) is None:
+            return
+        self._set_kinds(name, [])
+        self._set_uuids(name, set(), set(self._table.uuid[block].tolist()))
+        self._table.alive[block], self._grid = False, None
+        for row in range(block.start, block.stop):
+            self._invalid.pop(row, None)
+        self._mark(block)
+        self._free_blocks.setdefault(block.stop - block.start, []).append(block)
+
+    # --- Availability ----------------------------------------------------------------------------------------------
+
+    def set_unreadable(self, name: str, why: str | None) -> None:
+        """Make the GPUs of a node unavailable whose GpuNode cannot be decoded; its last readable version stays.
+
+        Args:
+            name: Name of the GpuNode.
+            why: The decoding error; None once it can be decoded again, or is deleted.
+        """
+        self._unreadable.pop(name, None)
+        if why is not None:
+            self._unreadable[name] = UnavailableReason(INVALID, f"GpuNode {name} is invalid: {shortened(why)}")
+
+    def _update_unavailable(self) -> None:
+        """Write the column: time makes GPUs available or unavailable without any change of an object."""
+        found: dict[int, UnavailableReason] = {}
+        if self._availability is not None:
+            for name, reason in self._availability.silent().items():
+                found |= dict.fromkeys(self._rows_of(name), reason)
+        for uuid in self._duplicates:
+            nodes = self._reporters[uuid]
+            reason = UnavailableReason(DUPLICATE_UUID, f"several nodes report a GPU with UUID {uuid}: {listed(nodes)}")
+            for name in nodes:
+                found |= dict.fromkeys(self._rows_of(name, uuid), reason)
+        found |= self._invalid
+        if self._availability is not None:
+            for (name, uuid), reason in self._availability.in_backoff().items():
+                found |= dict.fromkeys(self._rows_of(name, uuid), reason)
+        for name, reason in self._unreadable.items():
+            found |= dict.fromkeys(self._rows_of(name), reason)
+        changed = sorted(found.keys() ^ self._unavailable.keys())
+        self._unavailable = found
+        if changed:
+            self._table.unavailable[changed] = [row in found for row in changed]
+            self._mark(changed)
+            if any(row not in found for row in changed):
+                self.freed_at = self.generation
+
+    def _rows_of(self, name: str, uuid: GpuUuid | None = None) -> list[int]:
+        block = self._blocks.get(name, slice(0, 0))
+        return [r for r in range(block.start, block.stop) if uuid is None or self._table.uuid[r] == uuid]
 
 
 def may_free_capacity(old: GpuNode | None, new: GpuNode) -> bool:
@@ -563,16 +507,21 @@ def may_free_capacity(old: GpuNode | None, new: GpuNode) -> bool:
     A reservation that ended or shrank does, and a GPU that appeared or recovered; a GPU that changed its mode for a
     tenant, or failed, does not.
     """
-    if old is None or (has_unreserved_usage(old) and not has_unreserved_usage(new)):
+    if old is None or (_has_unreserved_use(old) and not _has_unreserved_use(new)):
         return True
     if old.spec is not new.spec:
         left = {one.pod_uid: one.tenant for one in new.spec.reservations}
         if any(left.get(one.pod_uid) != one.tenant for one in old.spec.reservations):
             return True
     if old.status.devices is new.status.devices:
-        return False  # as in each sign of life
+        return False
     before = {device.uuid: device for device in old.status.devices}
     return any(_may_hold_more(before.get(device.uuid), device) for device in new.status.devices)
+
+
+def _has_unreserved_use(node: GpuNode) -> bool:
+    reserved = {reservation.pod_uid for reservation in node.spec.reservations}
+    return any(tenant.pod_uid not in reserved and tenant.memory_mib for tenant in node.status.tenants)
 
 
 def _may_hold_more(old: Device | None, new: Device) -> bool:

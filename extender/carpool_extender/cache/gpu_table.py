@@ -1,52 +1,49 @@
-"""What decisions are made on: every GPU of the cluster as one row of arrays, at one moment."""
+"""The GPUs of the cluster as arrays, one row per GPU: values, views, and how rows are written from a GpuNode."""
 
+import re
 from collections import Counter
-from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from itertools import repeat
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from carpool_core.clock import parse_rfc3339
 from carpool_core.products import DeviceClass
-from carpool_core.resources.node import Device, GpuNode, Reservation, Tenant
+from carpool_core.resources.node import Device, GpuNode, Reservation, Tenant, TenantProfile
 from carpool_core.values import GpuUuid, PodUid, SharingMode, Tenancy
-from carpool_predictor.models.slowdown import slowdowns
+from carpool_predictor.models.slowdown import TenantActivity, is_saturated, slowdowns
+from msgspec import structs
 from numpy.typing import NDArray
 
-from carpool_extender.cache.mig import profile_of
-from carpool_extender.cache.usage import counted_tenants, epoch_seconds, usage_of
-
 NOWHERE = -1
-"""In `Grid.rows`: the node has no GPU more."""
+"""In `NodeGrid.rows`: the node has no further GPU."""
 
 
 class NodeGrid(NamedTuple):
-    """The GPUs of some nodes."""
+    """The GPUs of some nodes, side by side."""
 
     rows: NDArray[np.intp]
-    """(places, nodes) The first GPU of each node, then the second, and so on, by their rows; or NOWHERE."""
+    """(places, nodes) Row of the first GPU of each node, then of the second, and so on; NOWHERE if there is none."""
     node: NDArray[np.intp]
     """(nodes,) Index of each node."""
     has_gaps: bool
     """Whether a node has fewer GPUs than another."""
 
     def only(self, nodes: NDArray[np.bool_]) -> "NodeGrid":
-        """Return some of the nodes; those that are not here have no GPUs.
-
-        Args:
-            nodes: Which, by their indices.
-        """
+        """Return the part of the grid for some nodes, given as a mask over the indices of nodes."""
         kept = np.flatnonzero(nodes.take(self.node))
         return NodeGrid(self.rows.take(kept, axis=1), self.node.take(kept), self.has_gaps)
 
 
 def grid_of(alive: NDArray[np.bool_], node: NDArray[np.int32]) -> NodeGrid:
-    """Put the GPUs of all nodes side by side.
+    """Return the GPUs of all nodes side by side.
 
     Args:
-        alive: Whether a GPU has this row, shape (gpus,).
-        node: Index of its node, same shape; rows of one node stand together.
+        alive: Whether a GPU uses the row, shape (gpus,).
+        node: Index of its node, same shape; rows of one node are adjacent.
     """
     rows = np.flatnonzero(alive)
     of = node.take(rows).astype(np.intp)
@@ -64,38 +61,38 @@ MODES: tuple[SharingMode | None, ...] = (None, *SharingMode)
 """Sharing modes by their code in the `mode` columns; code 0 is an idle GPU, or no possible mode."""
 NO_MODE = 0
 CODES: Mapping[SharingMode, int] = {mode: code for code, mode in enumerate(MODES) if mode is not None}
-
+EXCLUSIVE = CODES[SharingMode.EXCLUSIVE]
+SHARED = ((CODES[SharingMode.TIME_SLICING], SharingMode.TIME_SLICING), (CODES[SharingMode.MPS], SharingMode.MPS))
+"""Modes in which tenants slow each other down, by code."""
 NO_TENANT, MIXED = -1, -2
-"""In `GpuTable.landlord`: the GPU is idle; its tenants come from several namespaces."""
+"""In `GpuTable.tenant_namespace`: the GPU is idle; its tenants come from several namespaces."""
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.floating]
 Rows = NDArray[np.intp]
-
-
 Column = TypeVar("Column", bound=np.generic)
 
 
 def some(column: NDArray[Column], rows: Rows | None) -> NDArray[Column]:
-    """Return a column's values in some rows; the column itself, not copied, where None."""
+    """Return a column's values in some rows; the column itself, not copied, if None."""
     return column if rows is None else column.take(rows, axis=0)
 
 
 def places(which: Bools) -> Rows:
-    """Return where a mask of shape (rows,) holds, as `np.flatnonzero` does: of few rows in a third of its time."""
+    """Return the indices where a mask of shape (rows,) is true; a third of the time of `np.flatnonzero`."""
     return which.nonzero()[0]
 
 
 class UnavailableReason(NamedTuple):
-    """Why a GPU takes nobody at present."""
+    """Why a GPU takes no job at present."""
 
     kind: int
-    """Equal for all GPUs whose sentences differ in nothing but numbers."""
+    """Equal for all GPUs whose sentences differ only in numbers and names."""
     reason: str
 
 
 class TenantName(NamedTuple):
-    """Who stands behind one entry of a GPU's tenants, for sentences."""
+    """Name of a tenant, for sentences."""
 
     namespace: str
     job: str
@@ -106,17 +103,192 @@ class TenantName(NamedTuple):
 
 
 def needed_mib(memory_mib: int | None, usable_mib: int) -> int:
-    """Memory that a newcomer must find free on a GPU, in MiB: all of it where nothing is known.
+    """Return the free memory that an incoming pod needs on a GPU, in MiB; all of the GPU's if unknown, at least 1.
 
-    Everybody needs something, so that nobody stands beside a tenant that has the whole GPU. It may be more than the GPU
-    has: then the newcomer does not fit, and the sentence that says so names the amount.
+    It may exceed the GPU's memory: then the pod does not fit, and the refusal names the amount.
     """
     return usable_mib if memory_mib is None else max(1, memory_mib)
 
 
 def counted_mib(memory_mib: int | None, usable_mib: int) -> int:
-    """Memory to count for a tenant that is there, in MiB: the same, but never more than the GPU has."""
+    """Return the memory that counts for a present tenant, in MiB: as `needed_mib`, but at most what the GPU has."""
     return min(needed_mib(memory_mib, usable_mib), usable_mib)
+
+
+# --- MIG profiles ----------------------------------------------------------------------------------------------------
+
+_PROFILE_NAME = re.compile(r"(?P<slices>[1-9][0-9]?)g\.(?P<gb>[1-9][0-9]{0,3})gb")
+MIB_OF_A_GB = 890
+"""Memory that an instance has at least for each GB of its profile's name, in MiB; the least is 896 (H200)."""
+
+
+class MigProfile(NamedTuple):
+    """A kind of MIG instance. Profiles with media engines and of compute instances are never placed."""
+
+    gb: int
+    slices: int
+    name: str
+
+    @property
+    def memory_mib(self) -> int:
+        """Memory that it has at least, in MiB."""
+        return self.gb * MIB_OF_A_GB
+
+
+def mig_profile(name: str | None) -> MigProfile | None:
+    """Parse a profile's name, such as `2g.10gb`; return None for a profile that is never placed."""
+    found = _PROFILE_NAME.fullmatch(name or "")
+    return None if found is None else MigProfile(int(found["gb"]), int(found["slices"]), name or "")
+
+
+def mig_profiles(names: Iterable[str]) -> list[MigProfile]:
+    """Return those of a GPU's profiles that can be placed, the smallest first."""
+    return sorted(found for name in names if (found := mig_profile(name)) is not None)
+
+
+def smallest_mig_profile(names: Iterable[str], need_mib: int | None, sm_active: float) -> MigProfile | None:
+    """Return the smallest profile that holds a job and has enough SMs; the largest of those that hold it otherwise.
+
+    Args:
+        names: The GPU's profiles.
+        need_mib: Upper bound of the job's memory; if None, the largest profile is returned.
+        sm_active: Share of the whole GPU's SMs that the job fills, 0..1.
+    """
+    profiles = mig_profiles(names)
+    if not profiles or need_mib is None:
+        return profiles[-1] if profiles else None
+    most = max(profile.slices for profile in profiles)
+    large = [profile for profile in profiles if profile.memory_mib >= need_mib]
+    wide = [profile for profile in large if profile.slices >= sm_active * most]
+    return next(iter([*wide, *large[-1:]]), None)
+
+
+def mig_capacity(names: Sequence[str]) -> tuple[int, int]:
+    """Return how many GB and slices the instances of a GPU have together."""
+    profiles = mig_profiles(names)
+    return max((p.gb for p in profiles), default=0), max((p.slices for p in profiles), default=0)
+
+
+# --- Memory and activity of tenants ----------------------------------------------------------------------------------
+
+SETTLED_S = 90.0
+"""Age from which a tenant's measured activity counts, in seconds; a younger tenant still loads its data."""
+
+
+@dataclass(frozen=True, slots=True)
+class TenantUsage:
+    """Memory and activity that count for one tenant of one GPU."""
+
+    memory_mib: int | None
+    """The reserved bound, or the measured peak if that is larger or replaces it; None if unknown."""
+    util: float
+    """GPU utilization alone, 0..1."""
+    sm: float
+    """SM activity alone, 0..1."""
+    dram: float
+    """DRAM activity alone, 0..1."""
+
+
+def counted_tenants(node: GpuNode) -> Mapping[tuple[PodUid, GpuUuid], Tenant]:
+    """Return the measurements of a node that count, by pod and GPU: memory at once, activity after `SETTLED_S`."""
+    if not node.status.tenants:
+        return {}
+    now = epoch_seconds(node.status.heartbeat_time or "")
+    since = {r.pod_uid: epoch_seconds(r.reserved_at) for r in node.spec.reservations}
+
+    def is_settled(pod: PodUid) -> bool:
+        return bool(now and since[pod]) and now - since[pod] >= SETTLED_S
+
+    return {
+        (tenant.pod_uid, tenant.gpu_uuid): tenant
+        if is_settled(tenant.pod_uid)
+        else structs.replace(tenant, gpu_util_percent=None, sm_active_ratio=None)
+        for tenant in node.status.tenants
+        if tenant.pod_uid in since
+    }
+
+
+def usage_of(reservations: Sequence[Reservation], measured: Sequence[Tenant | None]) -> list[TenantUsage]:
+    """Combine reservation and measurement for the tenants of one GPU.
+
+    A tenant that shares a GPU is measured below its activity alone, by its slowdown. Measured activity times predicted
+    slowdown is its activity alone. On a saturated GPU each tenant takes what the others leave; there it is at least the
+    predicted activity. Memory beyond the reserved bound counts; less is taken back only in the reservation itself.
+    """
+    expected = [reserved_usage(one.tenant, peak_mib(of)) for one, of in zip(reservations, measured, strict=True)]
+    if not any(measured):
+        return expected
+    stretch = _stretch(reservations[0].mode, tuple((one.util, one.sm, one.dram) for one in expected))
+    together = [_shared_activity(one, tenant, by) for one, tenant, by in zip(expected, measured, stretch, strict=True)]
+    only_raises = is_saturated(reservations[0].mode, together)
+    return [
+        one if tenant is None else _combined(one, tenant, by, only_raises=only_raises)
+        for one, tenant, by in zip(expected, measured, stretch, strict=True)
+    ]
+
+
+@lru_cache(maxsize=4096)
+def _stretch(mode: SharingMode, alone: tuple[tuple[float, float, float], ...]) -> list[float]:
+    """Predict the slowdowns of the tenants of one GPU from utilization, SM and DRAM activity of each alone."""
+    util, sm, dram = np.array(alone, np.float64).T[:, None, :]
+    found: list[float] = slowdowns(mode, util, sm, dram, np.ones(util.shape, np.bool_))[0].tolist()
+    return found
+
+
+def _shared_activity(expected: TenantUsage, tenant: Tenant | None, slowdown: float) -> TenantActivity:
+    """Return a tenant's measured activity beside its co-tenants; the predicted one if it is unknown."""
+    util = None if tenant is None else tenant.gpu_util_percent
+    sm = None if tenant is None else tenant.sm_active_ratio
+    return TenantActivity(
+        expected.util / slowdown if util is None else _share(util / 100),
+        expected.sm / slowdown if sm is None else _share(sm),
+        expected.dram,
+    )
+
+
+def _combined(expected: TenantUsage, tenant: Tenant, slowdown: float, *, only_raises: bool) -> TenantUsage:
+    util, sm = tenant.gpu_util_percent, tenant.sm_active_ratio
+    alone = TenantUsage(
+        memory_mib=expected.memory_mib,
+        util=expected.util if util is None else _share(util / 100 * slowdown),
+        sm=expected.sm if sm is None else _share(sm * slowdown),
+        dram=expected.dram,
+    )
+    if not only_raises:
+        return alone
+    return replace(alone, util=max(alone.util, expected.util), sm=max(alone.sm, expected.sm))
+
+
+def _share(value: float) -> float:
+    """Clip a share of a GPU to 0..1: a negative one would make room for others."""
+    return min(1.0, max(0.0, value))
+
+
+def peak_mib(measured: Tenant | None) -> int:
+    """Return the largest measured memory of a tenant, in MiB; 0 without a measurement."""
+    return 0 if measured is None else max(measured.peak_memory_mib, measured.memory_mib)
+
+
+def reserved_usage(profile: TenantProfile, peak_mib: int = 0) -> TenantUsage:
+    """Return the predicted activity of a tenant, and the memory that counts with this measured peak."""
+    return TenantUsage(
+        memory_mib=profile.counted_mib(peak_mib),
+        util=profile.gpu_util_percent / 100,
+        sm=profile.sm_active_ratio,
+        dram=profile.dram_active_ratio,
+    )
+
+
+@lru_cache(maxsize=4096)
+def epoch_seconds(moment: str) -> float:
+    """Return a time in seconds since 1970; 0 if it is missing or unreadable."""
+    try:
+        return parse_rfc3339(moment).timestamp() if moment else 0.0
+    except ValueError:
+        return 0.0
+
+
+# --- The table -------------------------------------------------------------------------------------------------------
 
 
 def _of(dtype: type, *, each_tenant: bool = False, empty: object = 0) -> dict[str, Any]:
@@ -126,42 +298,42 @@ def _of(dtype: type, *, each_tenant: bool = False, empty: object = 0) -> dict[st
 
 @dataclass(slots=True, eq=False)
 class GpuTable:
-    """The arrays, for G GPUs with room for T tenants each. Rows of one node stand together."""
+    """The arrays, for G GPUs with T places for tenants each. Rows of one node are adjacent."""
 
     alive: Bools = field(metadata=_of(np.bool_))
-    """(G,) False in rows that no GPU uses at present; the rest of such a row means nothing."""
+    """(G,) False in rows that no GPU uses; the rest of such a row is undefined."""
     node: NDArray[np.int32] = field(metadata=_of(np.int32))
     """(G,) Index into `Snapshot.node_names`."""
     gpu_index: NDArray[np.int32] = field(metadata=_of(np.int32))
     """(G,) NVML's index on the node."""
     nvlink_domain: NDArray[np.int32] = field(metadata=_of(np.int32))
-    """(G,) Number of its NVLink island on the node; a GPU without links is alone on one."""
+    """(G,) Number of its NVLink domain on the node; a GPU without links is a domain of its own."""
     device_class: NDArray[np.intp] = field(metadata=_of(np.intp))
     """(G,) Index into `Snapshot.classes`."""
     usable_mib: NDArray[np.int64] = field(metadata=_of(np.int64))
-    """(G,) Total memory less reserve."""
+    """(G,) Total memory minus reserve."""
     unavailable: Bools = field(metadata=_of(np.bool_))
-    """(G,) Whether `Snapshot.hindered` says why it takes nobody at this moment."""
+    """(G,) Whether it takes no job at present; `Snapshot.unavailable` has the reason."""
     mode: NDArray[np.int8] = field(metadata=_of(np.int8))
-    """(G,) Code of the mode that its reservations have; 0 without any."""
+    """(G,) Code of the mode of its reservations; 0 without any."""
     prepared: NDArray[np.int8] = field(metadata=_of(np.int8))
-    """(G,) Code of the mode that its agent has it in at present; 0 where it is in none."""
+    """(G,) Code of the mode that its agent has prepared; 0 if none."""
     count: NDArray[np.int16] = field(metadata=_of(np.int16))
-    """(G,) Number of tenants; they stand in the first places of the (G, T) arrays."""
+    """(G,) Number of tenants; they have the first places of the (G, T) arrays."""
     mig_gb: NDArray[np.int16] = field(metadata=_of(np.int16))
-    """(G,) GB that the MIG instances of its reservations take."""
+    """(G,) GB of the MIG instances of its reservations."""
     mig_slices: NDArray[np.int16] = field(metadata=_of(np.int16))
-    """(G,) Slices that they take."""
+    """(G,) Slices of these instances."""
     reserved_at: NDArray[np.float64] = field(metadata=_of(np.float64))
-    """(G,) When its newest reservation was made, in seconds since 1970; 0 without any, or where none says."""
+    """(G,) Time of its newest reservation, in seconds since 1970; 0 if unknown or without any."""
     uuid: NDArray[np.object_] = field(metadata=_of(np.object_, empty=""))
     """(G,) `GpuUuid`."""
     tenants: NDArray[np.object_] = field(metadata=_of(np.object_, empty=None))
     """(G,) Tuple of `TenantName`, in the order of the (G, T) arrays."""
     user: NDArray[np.int64] = field(metadata=_of(np.int64, empty=NO_TENANT))
-    """(G,) User of its MPS server's clients; NO_TENANT where it has none or none of them says, or MIXED."""
+    """(G,) User of its MPS server's clients; NO_TENANT if there is none or it is unknown; or MIXED."""
     memory_mib: NDArray[np.int64] = field(metadata=_of(np.int64, each_tenant=True))
-    """(G, T) Upper bound of its memory, at most the GPU's usable memory, which also stands for unknown."""
+    """(G, T) Upper bound of its memory, at most the GPU's usable memory; that also means unknown."""
     util: NDArray[np.float32] = field(metadata=_of(np.float32, each_tenant=True))
     """(G, T) GPU utilization alone, 0..1."""
     sm: NDArray[np.float32] = field(metadata=_of(np.float32, each_tenant=True))
@@ -169,29 +341,29 @@ class GpuTable:
     dram: NDArray[np.float32] = field(metadata=_of(np.float32, each_tenant=True))
     """(G, T) DRAM activity alone, 0..1."""
     max_slowdown: NDArray[np.float32] = field(metadata=_of(np.float32, each_tenant=True, empty=np.inf))
-    """(G, T) Slowdown that it accepts; infinite where nobody is."""
+    """(G, T) Slowdown that it accepts; infinite in an empty place."""
     namespace: NDArray[np.int32] = field(metadata=_of(np.int32, each_tenant=True, empty=NO_TENANT))
-    """(G, T) Index of its namespace, as in `Snapshot.namespaces`."""
+    """(G, T) Index of its namespace in `Snapshot.namespaces`."""
     cluster_tenancy: Bools = field(metadata=_of(np.bool_, each_tenant=True))
     """(G, T) Whether it shares with other namespaces."""
 
     class_mode: NDArray[np.intp] = field(metadata=_of(np.intp))
-    """(G,) Aggregate: class and mode in one number, the index of both into an array of shape (classes, modes)."""
+    """(G,) Aggregate: flat index of class and mode into an array of shape (classes, modes)."""
     free_mib: NDArray[np.int64] = field(metadata=_of(np.int64))
-    """(G,) Aggregate: memory that nobody was promised, never negative; none beside an exclusive tenant."""
+    """(G,) Aggregate: unreserved memory, never negative; 0 beside an exclusive tenant."""
     sm_active: NDArray[np.float64] = field(metadata=_of(np.float64))
-    """(G,) Aggregate: SM activity of all tenants together; may exceed 1."""
+    """(G,) Aggregate: sum of the SM activities of all tenants; may exceed 1."""
     dram_active: NDArray[np.float64] = field(metadata=_of(np.float64))
-    """(G,) Aggregate: the same of DRAM activity."""
+    """(G,) Aggregate: sum of the DRAM activities."""
     existing_slowdown: NDArray[np.float64] = field(metadata=_of(np.float64))
-    """(G,) Aggregate: number of its tenants less the sum of their predicted slowdowns; what they lose, negated."""
+    """(G,) Aggregate: number of its tenants minus the sum of their predicted slowdowns; never positive."""
     min_slowdown_limit: NDArray[np.float64] = field(metadata=_of(np.float64, empty=np.inf))
-    """(G,) Aggregate: the least slowdown that one of its tenants accepts; infinite without any."""
+    """(G,) Aggregate: least slowdown that one of its tenants accepts; infinite without any."""
     tenant_namespace: NDArray[np.int32] = field(metadata=_of(np.int32, empty=NO_TENANT))
-    """(G,) Aggregate: the namespace of all tenants; NO_TENANT, or MIXED."""
+    """(G,) Aggregate: namespace of all tenants; NO_TENANT, or MIXED."""
 
     def resized(self, gpus: int, tenants: int) -> "GpuTable":
-        """Return a copy with more rows and more room for tenants; what is new is empty."""
+        """Return a copy with more rows and more places for tenants; the new ones are empty."""
         larger = empty_table(gpus, tenants)
         for name in _NAMES:
             array = getattr(self, name)
@@ -203,7 +375,7 @@ class GpuTable:
         return GpuTable(*[getattr(self, name).take(rows, axis=0) for name in _NAMES])
 
     def shown(self, gpus: int) -> "GpuTable":
-        """Return the first rows, without copying; they cannot be written through what is returned."""
+        """Return a read-only view of the first rows."""
         parts = [getattr(self, name)[:gpus] for name in _NAMES]
         for part in parts:
             part.flags.writeable = False
@@ -214,7 +386,7 @@ _NAMES = tuple(column.name for column in fields(GpuTable))
 
 
 def empty_table(gpus: int, tenants: int) -> GpuTable:
-    """Return columns of G rows, none of them alive, with room for T tenants each."""
+    """Return a table of G rows, none of them alive, with T places for tenants each."""
     made: dict[str, NDArray[Any]] = {}
     for column in fields(GpuTable):
         shape = (gpus, tenants) if column.metadata["each_tenant"] else (gpus,)
@@ -224,29 +396,29 @@ def empty_table(gpus: int, tenants: int) -> GpuTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """The cluster at one moment. It holds until the cluster changes: decide on it without waiting for anything."""
+    """The cluster at one moment; valid until the next `await`."""
 
     gpus: GpuTable
     grid: NodeGrid
     """All GPUs, by their nodes."""
     node_names: Sequence[str]
     node_ids: Mapping[str, int]
-    """Index into `node_names` by name, of nodes that exist; a node that comes may get the index of one that went."""
+    """Index into `node_names` by name, of nodes that exist; the index of a deleted node is used again."""
     classes: Sequence[DeviceClass]
-    """By number; what stands at a number that no GPU has means nothing."""
-    class_ids: Mapping[DeviceClass, int]
-    """Index into `classes` of those of which there are GPUs."""
+    """Every device class that the cluster ever had, by index."""
+    present_classes: Collection[DeviceClass]
+    """Device classes of the GPUs that exist."""
     namespaces: Mapping[str, int]
-    """Index of each namespace that has a tenant."""
+    """Index of each namespace that ever had a tenant."""
     unavailable: Mapping[int, UnavailableReason]
-    """Why GPUs take nobody at this moment, by row: unhealthy, in doubt, silent, or left alone for a while."""
+    """Why GPUs take no job at present, by row."""
 
     def ids(self, names: Sequence[str]) -> Rows:
-        """Return the indices of nodes; -1 for those that never reported GPUs."""
+        """Return the indices of nodes; -1 for those that reported no GPUs."""
         return np.fromiter(map(self.node_ids.get, names, repeat(-1)), np.intp, len(names))
 
     def rows_of(self, ids: Rows) -> Rows:
-        """Return the rows of the GPUs of some nodes, in rising order; none for an index of -1."""
+        """Return the rows of the GPUs of some nodes, in rising order; an index of -1 has none."""
         wanted = np.zeros(len(self.node_names) + 1, np.bool_)
         wanted[ids] = True
         wanted[-1] = False
@@ -257,180 +429,114 @@ class Snapshot:
         return self.classes[int(self.gpus.device_class[row])].product
 
     def place(self, row: int) -> str:
-        """Name one GPU for people: `GPU 0 of node-a`."""
+        """Return a GPU's name for people: `GPU 0 of node-a`."""
         return f"GPU {int(self.gpus.gpu_index[row])} of {self.node_names[int(self.gpus.node[row])]}"
 
 
-INDEX = attrgetter("index")
-N = TypeVar("N", bound=Hashable)
+# --- Writing rows ----------------------------------------------------------------------------------------------------
 
 
 class GpuReport(NamedTuple):
-    """What a GpuNode says of one GPU: two rows that are said alike are written alike."""
+    """Everything in a GpuNode about one GPU: equal reports are equal rows."""
 
-    place: int
-    """The GPU's place among the node's, by their index."""
     device: Device
-    held: list[Reservation]
+    held: tuple[Reservation, ...]
     """Its reservations."""
-    counted: list[Tenant | None]
-    """What counts of what was measured of whoever has each of them."""
-    seen: list[Tenant]
-    """Everybody of whom something was measured there."""
-    is_told_twice: bool
-    """Whether the node tells of several GPUs by this UUID."""
-    shares_index: bool
-    """Whether it tells of several GPUs by this index."""
+    counted: tuple[Tenant | None, ...]
+    """Measurement of each reservation's pod that counts."""
+    measured: tuple[Tenant, ...]
+    """All measurements on this GPU."""
+    has_duplicate_uuid: bool
+    """Whether the node reports several GPUs with this UUID."""
+    has_duplicate_index: bool
+    """Whether the node reports several GPUs with this index."""
 
 
-class Told(NamedTuple):
-    """A GpuNode, with what follows from it as a whole."""
-
-    node: GpuNode
-    counted: Mapping[tuple[PodUid, GpuUuid], Tenant]
-    """What counts of its measures."""
-    twice: frozenset[GpuUuid]
-    """UUIDs by which it tells of several GPUs."""
-    indices: frozenset[int]
-    """Indices by which it tells of several GPUs."""
-
-
-def told_by(node: GpuNode) -> Told:
-    """Work out what follows from a node as a whole."""
-    devices = node.status.devices
-    uuids, indices = _repeated([device.uuid for device in devices]), _repeated([device.index for device in devices])
-    return Told(node, counted_tenants(node), uuids, indices)
-
-
-def _repeated(names: Sequence[N]) -> frozenset[N]:
-    """Return what stands there more than once."""
-    if len(set(names)) == len(names):  # as nearly always, and counting takes several times as long
-        return frozenset()
-    return frozenset(name for name, count in Counter(names).items() if count > 1)
-
-
-def touched(before: Told, now: Told) -> frozenset[GpuUuid] | None:
-    """Return the GPUs of which two states of a node may say different things; None where that may be any."""
-    was, status = before.node.status, now.node.status
-    if was is not status and was.devices != status.devices:
-        return None
-    found: set[GpuUuid] = set()
-    if before.node.spec is not now.node.spec:
-        old, new = ({one.pod_uid: one for one in told.node.spec.reservations} for told in (before, now))
-        different = [one for uid, one in new.items() if old.get(uid) != one]
-        different += [one for uid, one in old.items() if new.get(uid) != one]
-        found.update(*(one.gpu_uuids for one in different))
-    if was is not status:
-        if was.tenants != status.tenants:
-            seen = ({(one.pod_uid, one.gpu_uuid): one for one in of.tenants} for of in (was, status))
-            found |= _apart(*seen)
-        if before.counted != now.counted:
-            found |= _apart(before.counted, now.counted)
-    return frozenset(found)
-
-
-def _apart(
-    one: Mapping[tuple[PodUid, GpuUuid], Tenant], other: Mapping[tuple[PodUid, GpuUuid], Tenant]
-) -> set[GpuUuid]:
-    """Return the GPUs of which two collections of measures differ."""
-    return {gpu for pod, gpu in one.keys() | other.keys() if one.get((pod, gpu)) != other.get((pod, gpu))}
-
-
-def said_of(told: Told, among: Collection[GpuUuid] | None = None) -> list[GpuReport]:
-    """Return what a node says of its GPUs, by their index.
-
-    Args:
-        told: The node.
-        among: The GPUs in question; all when None.
-    """
-    node, measured, twice, indices = told
+def reports_of(node: GpuNode) -> list[GpuReport]:
+    """Return the reports of a node's GPUs, by index."""
     held: dict[GpuUuid, list[Reservation]] = {}
     for reservation in node.spec.reservations:
         for uuid in reservation.gpu_uuids:
-            if among is None or uuid in among:
-                held.setdefault(uuid, []).append(reservation)
-    seen: dict[GpuUuid, list[Tenant]] = {}
+            held.setdefault(uuid, []).append(reservation)
+    measured: dict[GpuUuid, list[Tenant]] = {}
     for tenant in node.status.tenants:
-        if among is None or tenant.gpu_uuid in among:
-            seen.setdefault(tenant.gpu_uuid, []).append(tenant)
-    found = []
-    for place, device in enumerate(sorted(node.status.devices, key=INDEX)):
-        if among is None or device.uuid in among:
-            here = held.get(device.uuid, [])
-            counted: list[Tenant | None] = [None] * len(here)
-            if measured:
-                counted = [measured.get((r.pod_uid, device.uuid)) for r in here]
-            doubles = device.uuid in twice, device.index in indices
-            found.append(GpuReport(place, device, here, counted, seen.get(device.uuid, []), *doubles))
+        measured.setdefault(tenant.gpu_uuid, []).append(tenant)
+    counted, found = counted_tenants(node), []
+    devices = sorted(node.status.devices, key=attrgetter("index"))
+    uuids, indices = Counter(device.uuid for device in devices), Counter(device.index for device in devices)
+    for device in devices:
+        here = held.get(device.uuid, ())
+        found.append(
+            GpuReport(
+                device=device,
+                held=tuple(here),
+                counted=tuple(counted.get((one.pod_uid, device.uuid)) for one in here),
+                measured=tuple(measured.get(device.uuid, ())),
+                has_duplicate_uuid=uuids[device.uuid] > 1,
+                has_duplicate_index=indices[device.index] > 1,
+            )
+        )
     return found
 
 
-def write_device(columns: GpuTable, row: int, device: Device, kind: DeviceClass, *, of: tuple[int, int]) -> None:
-    """Write what a GPU is.
+def write_device(table: GpuTable, row: int, device: Device, *, node: int, kind: DeviceClass, class_id: int) -> None:
+    """Write the columns that describe a device.
 
     Args:
-        columns: They are written.
-        row: Which.
+        table: The table.
+        row: Row of the GPU.
         device: The GPU.
-        kind: Its class.
-        of: Numbers of its node and of its class.
+        node: Index of its node.
+        kind: Its device class.
+        class_id: Index of the class.
     """
-    columns.alive[row] = True
-    columns.node[row], columns.device_class[row] = of
-    columns.gpu_index[row] = device.index
-    columns.usable_mib[row] = kind.usable_mib
-    columns.prepared[row] = NO_MODE if device.mode is None else CODES[device.mode]
-    columns.uuid[row] = device.uuid
+    table.alive[row] = True
+    table.node[row], table.device_class[row] = node, class_id
+    table.gpu_index[row] = device.index
+    table.usable_mib[row] = kind.usable_mib
+    table.prepared[row] = NO_MODE if device.mode is None else CODES[device.mode]
+    table.uuid[row] = device.uuid
 
 
-def write_tenants(columns: GpuTable, row: int, said: GpuReport, namespaces: Mapping[str, int]) -> None:
-    """Write who has a GPU; the row says already what it is.
+def write_tenants(table: GpuTable, row: int, report: GpuReport, namespaces: dict[str, int]) -> None:
+    """Write the tenants of a GPU whose device is written.
 
     Args:
-        columns: They are written.
-        row: Which.
-        said: What the node says of the GPU.
-        namespaces: Number of each namespace.
+        table: The table.
+        row: Row of the GPU.
+        report: The GPU.
+        namespaces: Index of each namespace; new ones are added.
     """
-    usable_mib, held = int(columns.usable_mib[row]), said.held
-    instances = [found for r in held if (found := profile_of(r.mig_profile)) is not None]
-    columns.mig_gb[row] = sum(instance.gb for instance in instances)
-    columns.mig_slices[row] = sum(instance.slices for instance in instances)
-    columns.mode[row] = CODES[held[0].mode] if held else NO_MODE
-    if (before := int(columns.count[row])) > len(held):
-        _empty(columns, row, slice(len(held), before))
-    columns.count[row] = len(held)
-    columns.reserved_at[row] = max((epoch_seconds(r.reserved_at) for r in held), default=0.0)
-    columns.tenants[row] = tuple(TenantName(r.pod_namespace, r.job_name, r.pod_uid) for r in held)
+    usable_mib, held = int(table.usable_mib[row]), report.held
+    instances = [found for r in held if (found := mig_profile(r.mig_profile)) is not None]
+    table.mig_gb[row] = sum(instance.gb for instance in instances)
+    table.mig_slices[row] = sum(instance.slices for instance in instances)
+    table.mode[row] = CODES[held[0].mode] if held else NO_MODE
+    if (before := int(table.count[row])) > len(held):
+        left = slice(len(held), before)
+        for column in (table.memory_mib, table.util, table.sm, table.dram, table.cluster_tenancy):
+            column[row, left] = 0
+        table.namespace[row, left], table.max_slowdown[row, left] = NO_TENANT, np.inf
+    table.count[row] = len(held)
+    table.reserved_at[row] = max((epoch_seconds(r.reserved_at) for r in held), default=0.0)
+    table.tenants[row] = tuple(TenantName(r.pod_namespace, r.job_name, r.pod_uid) for r in held)
     users = {r.run_as_user for r in held if r.mode is SharingMode.MPS and r.run_as_user is not None}
-    columns.user[row] = MIXED if len(users) > 1 else next(iter(users), NO_TENANT)
-    for place, (reservation, of) in enumerate(zip(held, usage_of(held, said.counted), strict=True)):
+    table.user[row] = MIXED if len(users) > 1 else next(iter(users), NO_TENANT)
+    for place, (reservation, of) in enumerate(zip(held, usage_of(held, report.counted), strict=True)):
         tenant = reservation.tenant
-        columns.memory_mib[row, place] = counted_mib(of.memory_mib, usable_mib)
-        columns.util[row, place] = of.util
-        columns.sm[row, place] = of.sm
-        columns.dram[row, place] = of.dram
-        columns.max_slowdown[row, place] = tenant.max_slowdown
-        columns.namespace[row, place] = namespaces[reservation.pod_namespace]
-        columns.cluster_tenancy[row, place] = tenant.tenancy is Tenancy.CLUSTER
-
-
-def _empty(columns: GpuTable, row: int, places: slice) -> None:
-    """Write that nobody has some places of a GPU any more."""
-    for emptied in (columns.memory_mib, columns.util, columns.sm, columns.dram, columns.cluster_tenancy):
-        emptied[row, places] = 0
-    columns.namespace[row, places] = NO_TENANT
-    columns.max_slowdown[row, places] = np.inf
+        table.memory_mib[row, place] = counted_mib(of.memory_mib, usable_mib)
+        table.util[row, place] = of.util
+        table.sm[row, place] = of.sm
+        table.dram[row, place] = of.dram
+        table.max_slowdown[row, place] = tenant.max_slowdown
+        table.namespace[row, place] = namespaces.setdefault(reservation.pod_namespace, len(namespaces))
+        table.cluster_tenancy[row, place] = tenant.tenancy is Tenancy.CLUSTER
 
 
 def nvlink_domains(devices: Sequence[Device]) -> list[int]:
-    """Number the islands: GPUs with equal numbers are linked, directly or by way of others.
+    """Return the NVLink domain of each GPU of one node: equal numbers are linked, directly or through others.
 
-    Args:
-        devices: The GPUs of one node.
-
-    Returns:
-        The island of each, by its first member's place; a GPU without links is an island of its own.
+    The number is the place of the domain's first member.
     """
     place = {device.uuid: number for number, device in enumerate(devices)}
     found = list(range(len(devices)))
@@ -438,22 +544,12 @@ def nvlink_domains(devices: Sequence[Device]) -> list[int]:
         for peer in device.nvlink_peers:
             if peer in place:
                 low, high = sorted((found[number], found[place[peer]]))
-                found = [low if island == high else island for island in found]
+                found = [low if domain == high else domain for domain in found]
     return found
 
 
-EXCLUSIVE = CODES[SharingMode.EXCLUSIVE]
-SHARED = ((CODES[SharingMode.TIME_SLICING], SharingMode.TIME_SLICING), (CODES[SharingMode.MPS], SharingMode.MPS))
-"""Modes in which tenants slow each other down, by code."""
-
-
 def update_aggregates(columns: GpuTable, rows: Rows) -> None:
-    """Fill in the aggregates of some rows.
-
-    Args:
-        columns: They are written.
-        rows: Which, shape (rows,).
-    """
+    """Fill in the aggregates of some rows, shape (rows,)."""
     promised = np.add.reduce(columns.memory_mib.take(rows, axis=0), axis=1)
     how, count, namespace = columns.mode[rows], columns.count[rows], columns.namespace.take(rows, axis=0)
     columns.class_mode[rows] = columns.device_class[rows] * len(MODES) + how
@@ -461,14 +557,14 @@ def update_aggregates(columns: GpuTable, rows: Rows) -> None:
     columns.free_mib[rows] = np.where(how == EXCLUSIVE, 0, free)
     columns.sm_active[rows] = np.add.reduce(columns.sm.take(rows, axis=0), axis=1, dtype=np.float64)
     columns.dram_active[rows] = np.add.reduce(columns.dram.take(rows, axis=0), axis=1, dtype=np.float64)
-    first, nobody = namespace[:, 0], np.arange(namespace.shape[1]) >= count[:, None]
+    first, empty = namespace[:, 0], np.arange(namespace.shape[1]) >= count[:, None]
     columns.min_slowdown_limit[rows] = np.minimum.reduce(columns.max_slowdown.take(rows, axis=0), axis=1)
     columns.tenant_namespace[rows] = np.where(count == 0, NO_TENANT, first)
     columns.existing_slowdown[rows] = 0.0
     several = count > 1
     if not several.any():
         return
-    is_mixed = np.logical_or.reduce((namespace != first[:, None]) & ~nobody, axis=1)
+    is_mixed = np.logical_or.reduce((namespace != first[:, None]) & ~empty, axis=1)
     columns.tenant_namespace[rows[is_mixed]] = MIXED
     for code, mode in SHARED:
         mine = rows[(how == code) & several]

@@ -10,9 +10,7 @@ from carpool_core.clock import parse_rfc3339
 from carpool_core.resources.node import Device, GpuNode, GpuNodeSpec, Reservation
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 
-from carpool_extender.cache.gpu_table import counted_mib, needed_mib
-from carpool_extender.cache.mig import profile_of, whole
-from carpool_extender.cache.usage import peak_mib
+from carpool_extender.cache.gpu_table import counted_mib, mig_capacity, mig_profile, needed_mib, peak_mib
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +155,11 @@ def _refusal(present: list[Reservation], wanted: Reservation, device: Device | N
 
 def _no_instance(present: list[Reservation], wanted: Reservation, device: Device) -> str | None:
     """Say why a MIG instance has no room beside others; None where it has."""
-    asked = profile_of(wanted.mig_profile)
+    asked = mig_profile(wanted.mig_profile)
     if asked is None or wanted.mig_profile not in device.mig_profiles:
         return f"has no MIG profile {wanted.mig_profile}, only {', '.join(device.mig_profiles) or 'none'}"
-    instances = [found for r in present if (found := profile_of(r.mig_profile)) is not None]
-    gb, slices = whole(device.mig_profiles)
+    instances = [found for r in present if (found := mig_profile(r.mig_profile)) is not None]
+    gb, slices = mig_capacity(device.mig_profiles)
     if sum(i.gb for i in instances) + asked.gb > gb or sum(i.slices for i in instances) + asked.slices > slices:
         return f"has no room for MIG instance {asked.name} beside {', '.join(i.name for i in instances)}"
     return None

@@ -11,8 +11,8 @@ from carpool_core.values import GpuUuid, PodUid
 from carpool_predictor.calibration.observe import LOADING_S, STEADY_S
 from carpool_predictor.calibration.run_history import OOM_FACTOR, RUN_TOLERANCE
 
-from carpool_extender.cache.health import SILENCE_S
-from carpool_extender.cache.usage import peak_mib
+from carpool_extender.cache.cluster import SILENCE_S
+from carpool_extender.cache.gpu_table import peak_mib
 
 STILL = 1.01
 """A peak that has risen by less than this factor has stood still; less than that the agents do not tell."""

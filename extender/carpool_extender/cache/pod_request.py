@@ -15,8 +15,7 @@ from carpool_core.resources.prediction import ProductPrediction
 from carpool_core.values import JobUid, RequestedMode, SharingMode
 from numpy.typing import NDArray
 
-from carpool_extender.cache.gpu_table import CODES, needed_mib
-from carpool_extender.cache.mig import Profile, smallest, whole
+from carpool_extender.cache.gpu_table import CODES, MigProfile, mig_capacity, needed_mib, smallest_mig_profile
 
 THREAD_STEP = 5
 """Thread percentages are rounded up to multiples of this; finer than one SM of most GPUs makes no difference."""
@@ -36,7 +35,7 @@ class ClassRequirements:
     profile: TenantProfile
     thread_percentage: int
     """Share of the SMs that the job fills while it computes, rounded up: an MPS limit that does not slow it."""
-    mig: Profile | None
+    mig: MigProfile | None
     """MIG instance that it would get; None where no profile holds it."""
     unenforced_mib: int | None
     """Memory that counts for it where nothing enforces that, as by turns; None where it is unknown."""
@@ -166,7 +165,7 @@ def _facts_on(demand: Demand, kind: DeviceClass, *, settles: bool) -> ClassRequi
     profile = demand.profile_on(kind.product)
     if settles and _is_provisional(demand, kind.product):
         profile = msgspec.structs.replace(profile, provisional=True)
-    instance = smallest(kind.mig_profiles, profile.memory_mib, profile.sm_active_ratio)
+    instance = smallest_mig_profile(kind.mig_profiles, profile.memory_mib, profile.sm_active_ratio)
     without_memory = replace(demand, memory_limit_mib=None, prediction=None)
     too_small = reason is not None and unsuitable_reason(without_memory, kind) is None
     if reason is None and demand.mode is RequestedMode.MIG and instance is None:
@@ -204,7 +203,7 @@ def _is_provisional(demand: Demand, product: str) -> bool:
 
 def _instance(facts: ClassRequirements, kind: DeviceClass) -> tuple[int, int, int, int]:
     taken = (0, 0) if facts.mig is None else (facts.mig.gb, facts.mig.slices)
-    return (*taken, *whole(kind.mig_profiles))
+    return (*taken, *mig_capacity(kind.mig_profiles))
 
 
 def thread_percentage(predicted: ProductPrediction | None) -> int:

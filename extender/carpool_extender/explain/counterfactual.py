@@ -18,9 +18,8 @@ from carpool_core.demand import Demand
 from carpool_core.resources.node import GpuNode
 from carpool_core.values import PodUid, RequestedMode, Tenancy
 
-from carpool_extender.cache.cluster import ClusterCache
+from carpool_extender.cache.cluster import SILENT, ClusterCache
 from carpool_extender.cache.gpu_table import GpuTable, Snapshot, update_aggregates
-from carpool_extender.cache.health import SILENT
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.admission_limits import AdmissionLimits
 from carpool_extender.framework.evaluation_cache import CachedEvaluation, EvaluationCache

@@ -26,10 +26,9 @@ from carpool_core.resources.meta import Condition, ObjectMeta
 from carpool_core.resources.node import GpuNode, Reservation, describe_later_tenants
 from carpool_core.values import GpuUuid, JobState, JobUid, PodUid
 
-from carpool_extender.cache.cluster import ClusterCache
-from carpool_extender.cache.health import GpuAvailability, listed
+from carpool_extender.cache.cluster import ClusterCache, GpuAvailability, listed
+from carpool_extender.cache.gpu_table import epoch_seconds
 from carpool_extender.cache.pod_request import PodRequest
-from carpool_extender.cache.usage import epoch_seconds
 from carpool_extender.explain.counterfactual import without_pods
 from carpool_extender.explain.dry_run import DryRun, step_time_at
 from carpool_extender.explain.queue_forecast import (

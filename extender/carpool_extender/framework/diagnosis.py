@@ -9,9 +9,16 @@ from carpool_core.resources.node import MAX_REASON_LENGTH, GpuNode, Reservation
 from carpool_core.values import GpuUuid, SharingMode
 from carpool_predictor.models.slowdown import shipped
 
-from carpool_extender.cache.gpu_table import MODES, NO_MODE, Rows
-from carpool_extender.cache.health import shortened
-from carpool_extender.cache.usage import TenantUsage, counted_tenants, reserved_usage, usage_of
+from carpool_extender.cache.cluster import shortened
+from carpool_extender.cache.gpu_table import (
+    MODES,
+    NO_MODE,
+    Rows,
+    TenantUsage,
+    counted_tenants,
+    reserved_usage,
+    usage_of,
+)
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.filters import (
     CHECKS,

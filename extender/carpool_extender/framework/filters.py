@@ -23,10 +23,10 @@ from carpool_extender.cache.gpu_table import (
     GpuTable,
     Rows,
     Snapshot,
+    mig_capacity,
     places,
     some,
 )
-from carpool_extender.cache.mig import whole
 from carpool_extender.cache.pod_request import ClassRequirements, ClassTable, PodRequest
 from carpool_extender.framework.admission_limits import AdmissionLimits
 from carpool_extender.framework.colocation import colocation_on, predict_colocations
@@ -409,7 +409,7 @@ class SlotsCheck(Check):
 
     def _taken(self, evaluation: Evaluation, row: int) -> str:
         gpus = evaluation.snapshot.gpus
-        gb, slices = whole(evaluation.snapshot.classes[int(gpus.device_class[row])].mig_profiles)
+        gb, slices = mig_capacity(evaluation.snapshot.classes[int(gpus.device_class[row])].mig_profiles)
         return f"{int(gpus.mig_slices[row])} of {slices} slices and {int(gpus.mig_gb[row])} of {gb} GB"
 
     def qualifier(self, evaluation: Evaluation, rows: Rows, closest: int) -> str:

@@ -256,7 +256,7 @@ class AdmissionController:
         """Run one pass: claim for admitted pods, return those that did not start, admit pending jobs."""
         # 1. Bring the jobs up to date whose pods, status or GPUs have changed.
         now_s = self._clock.now().timestamp()
-        classes = frozenset(self._informers.cluster.snapshot().class_ids)
+        classes = frozenset(self._informers.cluster.snapshot().present_classes)
         if classes != self._classes:
             self._classes = classes
             self._dirty.update(self._gangs)  # predicted lengths depend on the products of the cluster

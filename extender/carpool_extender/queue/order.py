@@ -140,7 +140,9 @@ def duration_in(pod_request: PodRequest, snapshot: Snapshot) -> float | None:
     if pod_request.steps is None:
         return None
     suitable = {
-        hardware_name(kind.product) for kind in snapshot.class_ids if pod_request.requirements(kind).reason is None
+        hardware_name(kind.product)
+        for kind in snapshot.present_classes
+        if pod_request.requirements(kind).reason is None
     }
     return duration_s(pod_request.steps, pod_request.demand.prediction, suitable.__contains__)
 

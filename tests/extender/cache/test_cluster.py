@@ -74,17 +74,13 @@ def test_a_view_cannot_be_written_through():
         snapshot.gpus.count[0] = 3
 
 
-def test_the_journal_tells_the_rows_that_changed_and_forgets_what_is_long_ago():
+def test_rows_that_changed_since_a_generation():
     known = cluster(gpu_node("a", 2), gpu_node("b", 2))
     before = known.generation
     known.snapshot()
     known.apply(gpu_node("b", 2, [tenant("x", ["GPU-b-1"])]))
     assert known.changed_since(before).tolist() == [3]
     assert known.changed_since(known.generation).size == 0
-    for i in range(5000):
-        known.apply(gpu_node("a", 2, [tenant(f"x{i}", ["GPU-a-1"])]))
-    assert known.changed_since(before) is None
-    assert known.snapshot().gpus.count.tolist() == [0, 1, 0, 1]
 
 
 def test_what_no_decision_looks_at_does_not_count_as_a_change():
@@ -92,13 +88,13 @@ def test_what_no_decision_looks_at_does_not_count_as_a_change():
     known = cluster(node)
     before = known.generation
     status = msgspec.structs.replace(node.status, heartbeat_time="2026-01-31T12:00:00Z")
-    assert not known.apply(msgspec.structs.replace(node, status=status))
+    known.apply(msgspec.structs.replace(node, status=status))
     assert known.generation == before
 
 
 def test_an_older_version_is_ignored():
     known = cluster(gpu_node("a", 1, [tenant("x", ["GPU-a-0"])], resource_version="10"))
-    assert not known.apply(gpu_node("a", 1, resource_version="9"))
+    known.apply(gpu_node("a", 1, resource_version="9"))
     assert known.nodes_holding(PodUid("pod-x")) == ["a"]
 
 
@@ -106,7 +102,7 @@ def test_a_new_object_of_the_same_name_begins_anew():
     known = cluster(gpu_node("a", 1, [tenant("x", ["GPU-a-0"])], resource_version="10"))
     known.remove("a")
     assert known.nodes_holding(PodUid("pod-x")) == []
-    assert known.apply(gpu_node("a", 2, resource_version="3"))
+    known.apply(gpu_node("a", 2, resource_version="3"))
     assert len(rows(known.snapshot())) == 2
 
 
@@ -173,8 +169,8 @@ def test_only_the_gpu_that_something_was_said_of_is_written_again():
     assert known.changed_since(before).tolist() == [2, 5, 11, 15]
 
 
-def test_numbers_of_what_is_gone_are_used_again():
-    """Regression: each name, product and namespace that ever was stayed for ever."""
+def test_indices_of_deleted_nodes_are_used_again():
+    """Regression: the arrays of each cached evaluation grew with every node that ever existed."""
     known = cluster(gpu_node("a", 1, [tenant("x", ["GPU-a-0"])]))
     for i in range(50):
         name = f"n{i}"
@@ -183,8 +179,8 @@ def test_numbers_of_what_is_gone_are_used_again():
         known.remove(name)
     snapshot = known.snapshot()
     assert list(snapshot.node_ids) == ["a"]
-    assert list(snapshot.namespaces) == ["default"]
-    assert (len(snapshot.node_names), len(snapshot.classes)) == (2, 3)
+    assert len(snapshot.node_names) == 2
+    assert len(snapshot.present_classes) == 1
 
 
 @pytest.mark.parametrize("gpus", [1, 8])

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from carpool_core.resources.node import Tenant
 from carpool_core.values import GpuUuid, PodUid, SharingMode
-from carpool_extender.cache.usage import usage_of
+from carpool_extender.cache.gpu_table import usage_of
 from carpool_extender.testing import cluster, gpu_node, prediction, tenant
 
 GPU = "GPU-a-0"

@@ -11,7 +11,7 @@ from carpool_core.kube.errors import Forbidden, NotFound
 from carpool_core.resources.node import Tenant
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import PodUid, SharingMode
-from carpool_extender.cache.usage import SETTLED_S
+from carpool_extender.cache.gpu_table import SETTLED_S
 from carpool_extender.explain.explain import NoSuchJobError
 from carpool_extender.explain.queue_forecast import Options
 from carpool_extender.framework.admission_limits import AdmissionLimits

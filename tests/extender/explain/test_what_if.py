@@ -13,7 +13,7 @@ from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.prediction import Prediction
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import Precision, SharingMode
-from carpool_extender.cache.health import SILENCE_S
+from carpool_extender.cache.cluster import SILENCE_S
 from carpool_extender.explain import explain
 from carpool_extender.explain.commands import JobPredictor, job_predictor
 from carpool_extender.explain.dry_run import MAX_LISTED_WORKERS, UNCHECKED

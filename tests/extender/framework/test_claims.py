@@ -10,13 +10,13 @@ from carpool_extender.framework.diagnosis import explain_gpus
 from carpool_extender.framework.evaluation_cache import CachedEvaluation, EvaluationCache
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.framework.selection import filter_nodes
-from carpool_extender.testing import cluster, device, gpu_node, pod_request, tenant
+from carpool_extender.testing import cluster, device, gpu_node, pod_request, tenant, unavailable_nodes
 from hypothesis import given
 from hypothesis import strategies as st
 
 RULES = SchedulerConfig(find_policy("least-slowdown"), slots=8)
 GPU = "GPU-a-0"
-TOLD = f"several nodes tell of a GPU by the UUID {GPU}: "
+TOLD = f"several nodes report a GPU with UUID {GPU}: "
 
 
 def telling(name, *uuids, held=()):
@@ -44,7 +44,7 @@ def test_it_is_left_out_on_both_and_its_neighbours_are_not():
     assert "fits by" in said(known, "a")[0]
     known.apply(telling("b", "GPU-b-0", GPU, held=[tenant("x", [GPU], SharingMode.EXCLUSIVE)]))
     assert unavailable(known) == {("a", 0), ("b", 1)}
-    assert known.unavailable_nodes() == {"a", "b"}
+    assert unavailable_nodes(known) == {"a", "b"}
     assert said(known, "a")[0] == f"{TOLD}a and b"
     assert "fits by" in said(known, "a")[1]
     assert "fits by" in said(known, "b")[0]
@@ -67,7 +67,7 @@ def test_the_doubt_is_lifted_when_nobody_else_tells_of_it(end):
     end(known)
     assert filter_nodes(following.of(pod_request()), ["a"]).fits == ["a"]
     assert 0 in known.changed_since(before).tolist()
-    assert known.unavailable_nodes() == set()
+    assert unavailable_nodes(known) == set()
 
 
 def test_as_many_nodes_as_tell_of_it_are_counted_and_few_are_named():
@@ -129,7 +129,7 @@ def test_the_rows_and_the_journal_follow_whatever_nodes_tell(steps):
             if nodes_of[uuid] > 1 or told.count(uuid) > 1
         }
         assert unavailable(known) == expected
-        assert known.unavailable_nodes() == {name for name, _ in expected}
+        assert unavailable_nodes(known) == {name for name, _ in expected}
         fresh = cluster(*(telling(name, *told) for name, told in last.items()))
         assert [said(known, name) for name in last] == [said(fresh, name) for name in last]
         columns, changed = known.snapshot().gpus, known.changed_since(seen)

@@ -5,7 +5,7 @@ import pytest
 from carpool_core.resources.node import GpuNodeSpec
 from carpool_core.values import RequestedMode, SharingMode, Tenancy
 from carpool_extender.cache import ledger
-from carpool_extender.cache.mig import known, profile_of, smallest, whole
+from carpool_extender.cache.gpu_table import mig_capacity, mig_profile, mig_profiles, smallest_mig_profile
 from carpool_extender.framework.diagnosis import headroom
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
@@ -45,15 +45,15 @@ def wanting(memory_mib=4000, sm=0.1, **more):
     ],
 )
 def test_the_smallest_profile_that_holds_a_job(need_mib, sm, expected):
-    found = smallest(A100, need_mib, sm)
+    found = smallest_mig_profile(A100, need_mib, sm)
     assert (found.name if found else None) == expected
 
 
 def test_only_plain_profiles_are_placed():
-    assert [p.name for p in known(A100)] == ["1g.5gb", "1g.10gb", "2g.10gb", "3g.20gb", "4g.20gb", "7g.40gb"]
-    assert whole(A100) == (40, 7)
-    assert whole([]) == (0, 0)
-    assert profile_of("1c.2g.10gb") is profile_of(None) is profile_of("g.5gb") is None
+    assert [p.name for p in mig_profiles(A100)] == ["1g.5gb", "1g.10gb", "2g.10gb", "3g.20gb", "4g.20gb", "7g.40gb"]
+    assert mig_capacity(A100) == (40, 7)
+    assert mig_capacity([]) == (0, 0)
+    assert mig_profile("1c.2g.10gb") is mig_profile(None) is mig_profile("g.5gb") is None
 
 
 def test_a_place_names_the_profile_and_limits_nothing_else():
@@ -189,7 +189,7 @@ def test_the_ledger_never_promises_more_slices_or_memory_than_there_are(asked):
     for pod, profile in asked:
         found = ledger.reserve(spec, instance(f"p{pod}", profile), capacity)
         spec = spec if isinstance(found, ledger.Rejected) else found
-        held = [profile_of(r.mig_profile) for r in spec.reservations]
+        held = [mig_profile(r.mig_profile) for r in spec.reservations]
         assert None not in held
         assert sum(one.slices for one in held) <= 7
         assert sum(one.gb for one in held) <= 40

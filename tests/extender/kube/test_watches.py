@@ -14,7 +14,7 @@ from carpool_extender.framework.diagnosis import explain_gpus
 from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.informers import Informers, WatchedJob, WatchedPod
-from carpool_extender.testing import device, gpu_node, pod_of, pod_request, seed_node, tenant, until
+from carpool_extender.testing import device, gpu_node, pod_of, pod_request, seed_node, tenant, unavailable_nodes, until
 from structlog.testing import capture_logs
 
 RULES = SchedulerConfig(find_policy("least-slowdown"), slots=8)
@@ -107,14 +107,14 @@ async def test_nobody_is_sent_to_a_node_that_makes_no_sense_and_it_is_said_why(w
     kube, informers = world
     patch = {"spec": {"reservations": [{"podUid": 7}]}}
     await kube.patch(GPU_NODES, "a", patch)
-    await until(lambda: informers.cluster.unavailable_nodes() == {"a"})
+    await until(lambda: unavailable_nodes(informers.cluster) == {"a"})
     [told] = [
         str(one) for one in explain_gpus(CachedEvaluation(pod_request(), RULES, informers.cluster.snapshot()), ["a"])
     ]
-    assert told.startswith("GPU 0 of a (NVIDIA A100-SXM4-40GB): GpuNode a makes no sense: ")
+    assert told.startswith("GPU 0 of a (NVIDIA A100-SXM4-40GB): GpuNode a is invalid: ")
     assert "podUid" in told
     await kube.patch(GPU_NODES, "a", {"spec": {"reservations": []}})
-    await until(lambda: informers.cluster.unavailable_nodes() == set())
+    await until(lambda: unavailable_nodes(informers.cluster) == set())
     assert not informers.cluster.snapshot().gpus.unavailable.any()
 
 

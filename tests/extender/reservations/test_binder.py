@@ -13,7 +13,7 @@ from carpool_core.values import PartitionState
 from carpool_extender.extender_api import BindingArgs
 from carpool_extender.reservations.binder import LATE_S, MAX_CONCURRENT_BINDS
 from carpool_extender.reservations.gc import GRACE_S
-from carpool_extender.testing import FakeAgent, pod_of, seed_job, seed_pod, until
+from carpool_extender.testing import FakeAgent, pod_of, seed_job, seed_pod, unavailable_nodes, until
 from extender_world import NAMES, args, background, filtering, named
 from prometheus_client import generate_latest
 
@@ -309,7 +309,7 @@ async def test_a_gpu_that_fails_while_a_pod_waits_to_be_written_there_takes_it_n
             for _ in range(50):
                 await asyncio.sleep(0)
             await world.agent.report("a", PartitionState.FAILED, "the MPS daemon did not start")
-            await until(lambda: extender.informers.cluster.unavailable_nodes() == {"a"})
+            await until(lambda: unavailable_nodes(extender.informers.cluster) == {"a"})
             assert world.held() == {"a": ["pod-x"]}
             world.clock.advance(4)
             await until(lambda: failing.done() and waiting.done())

@@ -15,9 +15,19 @@ from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, SharingMode
 from carpool_deviceplugin.gpu_processes import describe_foreign
-from carpool_extender.cache.health import SILENCE_S
+from carpool_extender.cache.cluster import SILENCE_S
 from carpool_extender.settings import ConditionSettings
-from carpool_extender.testing import device, gpu_node, pod_of, seed_job, seed_node, seed_pod, tenant, until
+from carpool_extender.testing import (
+    device,
+    gpu_node,
+    pod_of,
+    seed_job,
+    seed_node,
+    seed_pod,
+    tenant,
+    unavailable_nodes,
+    until,
+)
 from carpool_simulator.commands import simulate
 from click.testing import CliRunner
 from http_world import ARGS, BIND, as_client, running
@@ -82,7 +92,7 @@ NODES = [
     ),
     pytest.param(
         a_node(devices=[device(0), device(1, uuid=GPU)]),
-        "1 node: its node tells of several GPUs by the UUID GPU-a-0",
+        "1 node: its node reports several GPUs with UUID GPU-a-0",
         id="two GPUs of one UUID",
     ),
     pytest.param(
@@ -151,7 +161,7 @@ async def test_whose_agent_has_not_reported_for_a_minute_is_left_out_until_it_do
     async def beat(node):
         patch = {"status": {"heartbeatTime": clock.now().isoformat()}}
         await kube.patch(GPU_NODES, node, patch, subresource="status")
-        await until(lambda: node not in parts.informers.cluster.unavailable_nodes())
+        await until(lambda: node not in unavailable_nodes(parts.informers.cluster))
 
     async with running(kube, certificates, clock=clock) as (url, parts), as_client(certificates) as session:
         clock.advance(SILENCE_S)
@@ -174,9 +184,9 @@ async def test_a_node_that_nobody_can_read_is_left_out(certificates, was_known):
         async with running(kube, certificates) as (url, parts), as_client(certificates) as session:
             if was_known:
                 await kube.patch(GPU_NODES, "a", {"spec": odd})
-                await until(lambda: parts.informers.cluster.unavailable_nodes() == {"a"})
+                await until(lambda: unavailable_nodes(parts.informers.cluster) == {"a"})
             *filtered, bound = await refusals(session, url)
-    told = "GpuNode a makes no sense: " if was_known else NO_GPUS
+    told = "GpuNode a is invalid: " if was_known else NO_GPUS
     assert [told in one for one in filtered] == [True, True]
     assert "GET gpunodes a: unexpected object: " in bound
     assert "podUid" in bound
@@ -191,13 +201,13 @@ async def test_a_gpu_that_two_nodes_tell_of_is_left_out_until_one_of_them_is_rig
     kube.seed(PODS, pod_of("t", uid="pod-t", nodeName="c") | {"status": {"phase": "Running"}})
     async with running(kube, certificates) as (url, parts), as_client(certificates) as session:
         for told in await refusals(session, url):
-            assert "1 node: several nodes tell of a GPU by the UUID GPU-a-0: a and c" in told
+            assert "1 node: several nodes report a GPU with UUID GPU-a-0: a and c" in told
         if is_deleted:
             await kube.delete(GPU_NODES, "c")
         else:
             devices = msgspec.to_builtins([device(0, "c")])
             await kube.patch(GPU_NODES, "c", {"status": {"devices": devices}}, subresource="status")
-        await until(lambda: not parts.informers.cluster.unavailable_nodes())
+        await until(lambda: not unavailable_nodes(parts.informers.cluster))
         assert (await post(session, url, "filter", ONLY_A))["NodeNames"] == ["a"]
 
 
