@@ -57,5 +57,6 @@ def hidden_pods(
     shown = list(pods)
     uids = frozenset(attempt.pod_uids) - {pod.metadata.uid for pod in shown}
     shown_names = {pod.metadata.name for pod in shown}
-    names = [pod_name(job.metadata.name, worker, attempt.number) for worker in range(job.spec.workers)]
+    workers = max(job.spec.workers, len(attempt.pod_uids))  # the spec may have changed since
+    names = [pod_name(job.metadata.name, worker, attempt.number) for worker in range(workers)]
     return DeleteHiddenPods(tuple(name for name in names if name not in shown_names), uids, blocks) if uids else None

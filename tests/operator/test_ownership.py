@@ -220,6 +220,19 @@ async def test_hidden_pod_is_deleted_with_its_attempt(run_policy: dict[str, obje
     assert names(world) == []
 
 
+async def test_hidden_pod_of_a_larger_spec_is_deleted() -> None:
+    world = World()
+    world.apply(workers=3)
+    await world.settle()
+    hide(world, "x-worker-2-1")
+    job = world.kube.dump(GPU_TRAINING_JOBS, "x", "default")
+    job["spec"]["workers"] = 1
+    job["metadata"]["generation"] = 2
+    world.kube.seed(GPU_TRAINING_JOBS, job)
+    await world.settle()
+    assert names(world) == ["x-worker-0-2"]
+
+
 async def test_foreign_pod_without_labels_is_kept() -> None:
     world = await running()
     hide(world, "x-worker-0-1", uid="foreign")
