@@ -2,9 +2,12 @@
 
 import importlib
 import re
+import shlex
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 
+import click
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -64,6 +67,30 @@ def test_every_make_target_that_is_named_exists(document: Path) -> None:
     code = [*fences(text), *codes(text)]
     named = {target for piece in code for target in re.findall(r"(?:^|[\s$])make ([a-z][a-z-]*)", piece, re.MULTILINE)}
     assert named - TARGETS == set()
+
+
+def carpool_commands() -> Iterator[tuple[Path, str]]:
+    """Each line in a code block that runs `carpool`, of every document that a person wrote."""
+    for document in HAND_WRITTEN:
+        for body in fences(document.read_text(encoding="utf-8")):
+            for arguments in re.findall(r"^(?:\$ )?carpool ([a-z].*)$", body, re.MULTILINE):
+                yield document, arguments
+
+
+@pytest.mark.parametrize(
+    "arguments", [pytest.param(arguments, id=f"{name_of(doc)}: {arguments}") for doc, arguments in carpool_commands()]
+)
+def test_command_of_a_document_parses(arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its subcommand, options and files exist; test_readme.py runs those that need neither GPU nor cluster."""
+    monkeypatch.chdir(ROOT)
+    name, *rest = shlex.split(arguments, comments=True)
+    (entry,) = entry_points(group="carpool.commands", name=name)
+    command: click.Command = entry.load()
+    while isinstance(command, click.Group):
+        _, found, rest = command.resolve_command(click.Context(command), rest)
+        assert found is not None, rest
+        command = found
+    command.make_context(name, rest)
 
 
 def test_documents_name_make_targets_at_all() -> None:
