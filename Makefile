@@ -12,15 +12,15 @@ UNIT_TESTS = $(BIN)/python -m pytest -m 'not e2e' -n auto --dist loadfile
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
-install: $(STAMP) ## everything into .venv, the `carpool` command among it
+install: $(STAMP) ## everything into .venv, including the `carpool` command
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "expected Python 3.11 or later, found $$($(PYTHON) --version 2>&1); say which with make PYTHON=…"; exit 1; }
+	  { echo "expected Python 3.11 or later, found $$($(PYTHON) --version 2>&1); choose one with make PYTHON=…"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { apt-get -qq update && apt-get -qq install -y python3-venv && $(PYTHON) -m venv $(VENV); } || \
 	  { echo "expected Python's venv module, found none: install the package python3-venv"; exit 1; }
-	@echo "Installing Carpool and what it needs, PyTorch among it, into $(VENV), once: about 3 GB to fetch and 6 GB on the disk."
-	@echo "That takes 2 to 4 minutes where the packages are cached or near; what is being fetched is told below."
+	@echo "Installing Carpool and its dependencies, including PyTorch, into $(VENV), once: about 3 GB to fetch, 6 GB on disk."
+	@echo "That takes 2 to 4 minutes with a fast or cached index; the downloads are shown below."
 	$(BIN)/pip install --quiet --disable-pip-version-check uv
 	$(BIN)/uv pip install --compile-bytecode --python $(BIN)/python -c constraints.txt -e '.[test]'
 	@touch $@

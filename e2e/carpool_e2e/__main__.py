@@ -28,14 +28,14 @@ WIDTH = 220
 
 class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> object:
-        """Show what went wrong on purpose without a traceback."""
+        """Show errors of the harness without a traceback."""
         try:
             return super().invoke(ctx)
         except (HarnessError, SceneError) as error:
             raise click.ClickException(str(error)) from error
 
 
-@click.group(cls=_Group, help="A real Kubernetes cluster on one machine, without Docker and without a GPU.")
+@click.group(cls=_Group, help="A real Kubernetes cluster on one machine, without a GPU.")
 def main() -> None:
     """Collect the commands."""
 
@@ -50,7 +50,7 @@ def demo(keep: bool) -> None:
 
 
 def play_on(cluster: Cluster, console: Console, *, keep: bool) -> None:
-    """Play the scenes; say how to reach a cluster that is kept, whatever becomes of them.
+    """Play the scenes; print how to reach a kept cluster in any case.
 
     Raises:
         ClickException: Something did not go as it should, or containers cannot start there.
@@ -77,7 +77,7 @@ async def _on_stage(cluster: Cluster, console: Console) -> None:
 
 
 def how_to_reach(cluster: Cluster) -> str:
-    """Return what to type to use a cluster that was kept."""
+    """Return the commands to use a kept cluster."""
     folder = Path(cluster.binaries["kubectl"]).parent
     return (
         f"The cluster stays up. To use it:\n"
@@ -91,7 +91,7 @@ def how_to_reach(cluster: Cluster) -> str:
 
 @main.command()
 def clean() -> None:
-    """Remove every cluster that no running process holds: processes, mounts, cgroups, network, state."""
+    """Remove every cluster that no running process holds."""
     removed = len(processes.clean())
     click.echo(f"removed {removed} cluster(s)" if removed else "no cluster to remove")
     folders = {OUT: "logs, manifests and pictures", binaries.cache_root(os.environ): "the cluster's binaries"}

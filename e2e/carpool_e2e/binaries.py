@@ -129,7 +129,7 @@ class Module:
     pinned: str
     """Go module whose required version is stamped into the binaries."""
     ldflags: str = "-s -w"
-    """Linker flags; `{version}`, `{major}` and `{minor}` stand for the pinned version."""
+    """Linker flags; `{version}`, `{major}` and `{minor}` are replaced by the pinned version."""
     tags: str = ""
     cgo: bool = False
 

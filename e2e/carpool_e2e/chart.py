@@ -1,4 +1,4 @@
-"""What the chart renders: objects to apply, and workloads that the harness runs as processes as they are written."""
+"""The rendered chart: objects to apply, and workloads that the harness runs as processes."""
 
 import base64
 import re
@@ -42,7 +42,7 @@ class Rendered:
 
     @property
     def at_rest(self) -> list[Manifest]:
-        """The Deployments without pods: their processes run on this machine, and whoever asks reads their settings."""
+        """The Deployments without pods, for readers of their settings: their processes run on this machine."""
         return [m | {"spec": m["spec"] | {"replicas": 0}} for m in self.manifests if m["kind"] == "Deployment"]
 
     def one(self, kind: str, name: str) -> Manifest:
@@ -65,7 +65,7 @@ class Local:
     environment: dict[str, str]
     service_account: str
     files: dict[Path, str]
-    """What its ConfigMaps and Secrets hold, at the paths where the process finds it."""
+    """Content of its ConfigMaps and Secrets, by the path where the process finds it."""
 
     def write_files(self) -> None:
         """Write the files, readable by this user only."""
@@ -77,7 +77,7 @@ class Local:
 
 @dataclass(frozen=True)
 class Adaptation:
-    """What differs between a pod and a process beside others on one machine."""
+    """Differences between a pod and a process on this machine."""
 
     folder: Path
     """Where its ConfigMaps and Secrets are written."""

@@ -139,7 +139,7 @@ LOGS = PROJECT / "out" / "logs"
 
 @dataclass(frozen=True)
 class Shape:
-    """What a cluster consists of."""
+    """Nodes and processes of a cluster."""
 
     kubelet_nodes: Mapping[str, str] = field(default_factory=dict)
     """Nodes with a kubelet: name → simulated GPUs. Without root they are nodes without a kubelet."""
@@ -219,11 +219,11 @@ class Cluster:
 
 
 class KubectlError(HarnessError):
-    """What kubectl said when it failed."""
+    """kubectl failed; the message is its output."""
 
 
 def why_no_kubelets() -> str:
-    """Return what stands in the way of nodes with a kubelet; empty where nothing does."""
+    """Return why nodes with a kubelet cannot run here; empty if they can."""
     without = "nodes run without a kubelet, and containers do not start"
     if os.getuid() != 0:
         return f"kubelets need root (namespaces, mounts, cgroups); {without}"
@@ -292,7 +292,7 @@ def _start(slot: Slot, shape: Shape, binaries: Binaries, table: ProcessTable) ->
 
 @contextmanager
 def _ending_processes_of(slot: Slot) -> Iterator[None]:
-    """End the processes where the start fails or is interrupted, so that nobody goes on waiting for them."""
+    """End the processes if the start fails or is interrupted, so that no thread waits for them."""
     try:
         yield
     except BaseException:

@@ -56,7 +56,7 @@ def _openssl(command: Sequence[str], folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Api:
-    """An API server and the token of whoever asks."""
+    """An API server and the token of its caller."""
 
     server: str
     ca_file: Path
@@ -99,7 +99,7 @@ class Api:
 
 
 def kubeconfig(server: str, ca_file: Path, token: str) -> str:
-    """Return a kubeconfig file with one user; it stands alone, so that it can be copied into a container."""
+    """Return a kubeconfig file with one user; it needs no other file, so that it can be copied into a container."""
     ca = base64.b64encode(ca_file.read_bytes()).decode()
     config = {
         "apiVersion": "v1",
@@ -215,7 +215,7 @@ def apiserver_arguments(plane: ControlPlane, bind_address: str) -> list[str]:
         f"--tls-cert-file={pki / 'apiserver.crt'}",
         f"--tls-private-key-file={pki / 'apiserver.key'}",
         f"--client-ca-file={plane.ca_file}",
-        # Nothing is aggregated, but whoever serves behind the API server asks for it.
+        # No API is aggregated, but servers behind the API server require it.
         f"--requestheader-client-ca-file={pki / 'front-proxy-ca.crt'}",
         "--requestheader-username-headers=X-Remote-User",
         f"--token-auth-file={pki / 'users.csv'}",

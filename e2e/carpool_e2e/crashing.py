@@ -23,8 +23,8 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--at", required=True, help="MODULE:CLASS.METHOD, an asynchronous method")
     parser.add_argument("--when", choices=("before", "after"), default="before")
-    parser.add_argument("--matching", default="", help="only when this stands in the call's arguments")
-    parser.add_argument("--not-matching", default="", help="only when this does not stand in them")
+    parser.add_argument("--matching", default="", help="only when the call's arguments contain this")
+    parser.add_argument("--not-matching", default="", help="only when they do not contain this")
     parser.add_argument("--once", type=Path, required=True, help="file that is created at the end")
     parser.add_argument("command", nargs="+", help="arguments of `carpool`")
     return parser.parse_args(argv)
@@ -36,9 +36,9 @@ def sabotage(target: str, *, when: str, matching: str, not_matching: str, once: 
     Args:
         target: `MODULE:CLASS.METHOD`.
         when: `before` the call, or `after` it has succeeded.
-        matching: Text that must stand in the call's arguments; any call when empty.
-        not_matching: Text that must not stand there; nothing when empty.
-        once: File that says that it happened already.
+        matching: Text that the call's arguments must contain; any call when empty.
+        not_matching: Text that they must not contain; none when empty.
+        once: File that marks that it happened.
     """
     module, path = target.split(":")
     class_name, method_name = path.split(".")
@@ -49,8 +49,8 @@ def sabotage(target: str, *, when: str, matching: str, not_matching: str, once: 
 
     @functools.wraps(method)
     async def wrapped(*args: Any, **kwargs: Any) -> Any:
-        told = f"{args} {kwargs}"
-        is_other = matching not in told or (not_matching != "" and not_matching in told)
+        call = f"{args} {kwargs}"
+        is_other = matching not in call or (not_matching != "" and not_matching in call)
         is_meant = not is_other and not _happened(once)
         if is_meant and when == "before":
             end(once)
@@ -67,7 +67,7 @@ def _happened(once: Path) -> bool:
 
 
 def end(once: Path) -> None:
-    """End this process as `kill -9` does: nothing is flushed, closed or told."""
+    """End this process as `kill -9` does: nothing is flushed or closed."""
     once.touch()
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -1,10 +1,10 @@
-"""What can go wrong with a cluster on one machine.
+"""Errors of a cluster on one machine.
 
 HarnessError
-├── MissingError      the machine lacks something; the message says what and how to get it
+├── MissingError      the machine lacks something; the message names it and how to get it
 ├── BuildError        a binary did not build
 ├── StartError        a process did not become ready; the message ends with its log
-└── StalledError      what was begun does not come to its end
+└── StalledError      an operation makes no progress
 """
 
 from pathlib import Path
@@ -29,7 +29,7 @@ class StartError(HarnessError):
 
 
 class StalledError(HarnessError):
-    """What was begun does not come to its end."""
+    """An operation makes no progress."""
 
 
 def log_tail(log: Path, lines: int = LOG_LINES) -> str:

@@ -1,4 +1,4 @@
-"""Nodes without a kubelet: what a kubelet would tell the API server of them, and the process that plays them all."""
+"""Nodes without a kubelet: the objects that a kubelet would write, and the process that plays all of them."""
 
 import sys
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ class FleetNode(msgspec.Struct, frozen=True):
 
 
 class FleetPlan(msgspec.Struct, frozen=True):
-    """What the process is told."""
+    """Input of that process."""
 
     nodes: list[FleetNode]
     agents: dict[str, dict[str, str]]
@@ -74,7 +74,7 @@ def node_status(node: FleetNode, now: datetime) -> dict[str, Any]:
 
 
 def lease_patch(node: FleetNode, now: datetime) -> dict[str, Any]:
-    """Return the Lease by which a kubelet says that it lives."""
+    """Return the Lease that a kubelet renews."""
     at = now.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
     spec = {"holderIdentity": node.name, "leaseDurationSeconds": 40, "renewTime": at}
     return {"metadata": {"name": node.name}, "spec": spec}
@@ -84,7 +84,7 @@ def agent_environment(plane: ControlPlane, name: str, gpus: str, common: Mapping
     """Make a token for a node's agent, and return its environment.
 
     Args:
-        plane: The control plane, which knows the Node already.
+        plane: The control plane; the Node exists.
         name: The node.
         gpus: Its simulated GPUs.
         common: What the chart sets for every agent.

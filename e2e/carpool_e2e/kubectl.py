@@ -1,4 +1,4 @@
-"""What the end-to-end tests ask of a running cluster, by kubectl and in words of their own."""
+"""Queries of the end-to-end tests to a running cluster, by kubectl."""
 
 import json
 import time
@@ -17,7 +17,7 @@ def eventually(what: str, look: Callable[[], T | None], timeout_s: float = 60.0)
     """Look until there is something that is true, and return it.
 
     Raises:
-        AssertionError: There was nothing in time; the message says what was expected and what was seen last.
+        AssertionError: There was nothing in time; the message names the expected and the last value.
     """
     deadline = time.monotonic() + timeout_s
     while not (seen := look()):

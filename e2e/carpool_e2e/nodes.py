@@ -274,7 +274,7 @@ class Link:
 
 
 def link_of(slot_name: str, slot: int, index: int) -> Link:
-    """Return the link of a cluster's node: its addresses are of the range for benchmarks, which nobody routes.
+    """Return the link of a cluster's node: its addresses are of the range for benchmarks, which is never routed.
 
     Args:
         slot_name: Prefix of the cluster's names.

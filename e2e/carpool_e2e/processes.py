@@ -25,7 +25,7 @@ MARK = "CARPOOL_E2E_STATE"
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 KUBELET_CONTROLLERS = frozenset({"cpu", "cpuset", "hugetlb", "memory", "pids"})
-"""What a kubelet wants of its cgroup root on cgroup v2."""
+"""Controllers that a kubelet requires of its cgroup root on cgroup v2."""
 
 LINKS = Path("/sys/class/net")
 
@@ -183,7 +183,7 @@ def _kill_all_of(cgroup: Path) -> None:
     try:
         pids = (cgroup / "cgroup.procs").read_text().split()
     except OSError:
-        return  # the cgroup has gone meanwhile, or else cannot be removed, which is told
+        return  # the cgroup is gone, or its removal reports the error
     for pid in pids:
         try:
             os.kill(int(pid), signal.SIGKILL)
@@ -215,7 +215,7 @@ class Process:
         return ["nsenter", "-t", str(self.namespaces_of), "-m", "-p", "-n", "--", *self.command]
 
     def script(self) -> str:
-        """Return a shell script that starts it as `start` does, for whoever uses a cluster that was kept."""
+        """Return a shell script that starts it as `start` does, for users of a kept cluster."""
         environment = (shlex.quote(f"{key}={value}") for key, value in self.environment.items())
         return (
             f"#!/bin/sh\n# Starts {self.name} again, as it was started.\n"
@@ -369,7 +369,7 @@ class ProcessTable:
         return self.processes[name]
 
     def reap(self) -> None:
-        """Wait for the processes, which somebody has killed."""
+        """Wait for the processes, which were killed."""
         for process in self.processes.values():
             if process.popen is not None:
                 process.popen.wait()
@@ -377,7 +377,7 @@ class ProcessTable:
 
 MAX_SLOTS = 64
 KEPT = "kept"
-"""File in a slot's directory that tells the next start to leave it alone."""
+"""File in a slot's directory that makes the next start leave it alone."""
 
 
 def default_root() -> Path:
@@ -417,7 +417,7 @@ class Slot:
         """End everything that belongs to this slot and remove its directory.
 
         Raises:
-            HarnessError: Something stays, and with it the directory, so that nobody takes the slot.
+            HarnessError: Something stays, and with it the directory, so that the slot is not taken.
         """
         removals: list[Callable[[], None]] = [
             partial(end_processes, self.directory),
@@ -442,7 +442,7 @@ class Slot:
 
 
 def lock_file(root: Path, number: int) -> Path:
-    """Return the file whose lock says that a slot is in use."""
+    """Return the file whose lock marks a slot as in use."""
     return root / f"{number}.lock"
 
 
@@ -454,12 +454,12 @@ def slot_name(root: Path, number: int) -> str:
 def acquire(root: Path | None = None, machine: Machine = THIS_MACHINE, console: Console | None = None) -> Slot:
     """Take a free slot, after emptying every slot that a dead harness left behind.
 
-    A slot that cannot be emptied is told of on the console and stays taken.
+    A slot that cannot be emptied is reported on the console and stays taken.
 
     Args:
         root: Where slots live.
         machine: Where the rest of them is.
-        console: Where it is told what cannot be removed.
+        console: Where it is reported what cannot be removed.
 
     Raises:
         HarnessError: All slots are in use.
@@ -497,7 +497,7 @@ def clean(root: Path | None = None, machine: Machine = THIS_MACHINE) -> list[int
 
 
 def _sweep(root: Path, machine: Machine, *, also_kept: bool) -> tuple[list[int], list[str]]:
-    """Return the numbers of the slots that were emptied, and what is told of those that could not be."""
+    """Return the numbers of emptied slots, and the errors of the others."""
     swept, failures = [], []
     for number in sorted(int(entry.name) for entry in root.iterdir() if entry.name.isdigit()):
         slot = _try_lock(root, number, machine)
@@ -531,7 +531,7 @@ def _try_lock(root: Path, number: int, machine: Machine) -> Slot | None:
             return None
         if path.exists() and path.stat().st_ino == os.fstat(lock).st_ino:
             return Slot(root, number, lock, machine)
-        os.close(lock)  # whoever held it removed the file; another one may have made a new one
+        os.close(lock)  # its holder removed the file; another process may have made a new one
 
 
 def _remove_tree(directory: Path) -> None:

@@ -41,7 +41,7 @@ def draw_load(draw: random.Random) -> Load:
 
 @dataclass(frozen=True, slots=True)
 class PaperCluster:
-    """What the API server lists. Objects other than nodes are encoded."""
+    """Objects of the API server; those other than nodes are encoded."""
 
     nodes: list[GpuNode]
     jobs: list[bytes]

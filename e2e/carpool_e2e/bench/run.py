@@ -30,7 +30,7 @@ SECTIONS: Mapping[str, Callable[[Report, Console], Section | None]] = {
     "predictions": lambda report, _: predictions.measure(report),
     "simulator": _simulator,
 }
-"""What can be measured, in the order of the report."""
+"""All sections, in the order of the report."""
 
 
 def main(console: Console, only: str | None = None) -> None:

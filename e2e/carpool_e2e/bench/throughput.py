@@ -141,7 +141,7 @@ async def _register(api: KubeApi) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """What was measured."""
+    """Measurements of one run."""
 
     jobs: int
     elapsed_s: float

@@ -28,7 +28,7 @@ SMALL_FEATURES: dict[str, Any] = {
 
 
 def job(name: str, *use: str, gpu: dict[str, Any] | None = None, **spec: Any) -> dict[str, Any]:
-    """Return the manifest of a job whose container uses its GPU as the arguments `use` say; on an A100 unless told."""
+    """Return the manifest of a job whose container uses its GPU as the arguments `use` say; by default on an A100."""
     return {
         "apiVersion": "carpool.dev/v1alpha1",
         "kind": "GpuTrainingJob",
@@ -63,7 +63,7 @@ def mystery(name: str) -> dict[str, Any]:
 
 
 def wide(name: str, gpus: int) -> dict[str, Any]:
-    """A job whose one worker takes a good part of several H100s; its user knows its memory."""
+    """A job whose one worker takes a good part of several H100s; its memory limit is given."""
     return job(
         name, "--no-loop", "--memory-mib=30000", "--gpu-util=0.9", "--sm-active=0.7",
         gpu={"product": H100}, gpusPerWorker=gpus, memory={"limit": "32Gi"}, sharing={"maxSlowdown": 1.1},
@@ -71,9 +71,9 @@ def wide(name: str, gpus: int) -> dict[str, Any]:
 
 
 def large(name: str) -> dict[str, Any]:
-    """A job that only an H100 can hold, and only one that nobody else has.
+    """A job that only an H100 can hold, and only an idle one.
 
-    It tolerates the nodes without a kubelet, so that what it is told speaks of their GPUs, too; none is large enough.
+    It tolerates the nodes without a kubelet, so that its condition covers their GPUs, too; none is large enough.
     """
     manifest = job(
         name,

@@ -34,7 +34,7 @@ class TooLateError(SceneError):
 
 @dataclass(frozen=True)
 class Stage:
-    """One cluster, and the console on which the scenes are told."""
+    """One cluster, and the console that shows the scenes."""
 
     api: KubeApi
     kubectl: Path
@@ -66,7 +66,7 @@ class Stage:
         return output
 
     def tell(self, arguments: Sequence[str], output: str, *, lines: int = 40) -> None:
-        """Show what kubectl was asked and printed, where `run` was told to show nothing."""
+        """Show a command of kubectl and its output, which `run` did not show."""
         self._say(arguments)
         self._show(output, lines)
 
@@ -173,7 +173,7 @@ async def sharing(stage: Stage) -> None:
     _expect(_gpus(first) == _gpus(second), "both jobs on one GPU", f"{_gpus(first)} and {_gpus(second)}")
     for job in (first, second):
         stage.console.print(f"{job.metadata.name}: {condition(job, 'Placed')}", highlight=False)
-        await _told_its_gpu_and_trains(stage, job)
+        await _shows_its_gpu_and_trains(stage, job)
         stage.run("logs", job.status.placement[0].pod, "--limit-bytes=600")
     stage.console.print(
         "“× alone” is measured on this machine's processors, which play the GPUs: when they are busy, it is more than "
@@ -182,8 +182,8 @@ async def sharing(stage: Stage) -> None:
     )
 
 
-async def _told_its_gpu_and_trains(stage: Stage, job: GpuTrainingJob, within_s: float = 120) -> None:
-    """Wait until a job's container has told its GPU and limits as they were placed, and a loss that falls.
+async def _shows_its_gpu_and_trains(stage: Stage, job: GpuTrainingJob, within_s: float = 120) -> None:
+    """Wait until the log of a job's container shows its GPU and limits as placed, and a falling loss.
 
     The first container of a machine waits for PyTorch to come from the disk.
     """
@@ -195,7 +195,7 @@ async def _told_its_gpu_and_trains(stage: Stage, job: GpuTrainingJob, within_s: 
         log = stage.run("logs", pod, show=False)
         losses = [float(line.split("loss ")[1].split(",")[0]) for line in log.splitlines() if "loss " in line]
         if len(losses) >= 3 and losses[-1] < losses[0]:
-            _expect(given in log, f"a line that tells {given}", log[:500])
+            _expect(given in log, f"a line with {given}", log[:500])
             return
         if time.monotonic() > deadline:
             raise SceneError(f"expected a falling loss in the log of {pod}, found: {log[-500:]}")
@@ -215,7 +215,7 @@ async def protection(stage: Stage) -> None:
 
 
 async def unknown(stage: Stage) -> None:
-    """3. A job of unknown model has a GPU to itself until its peak was measured, and its condition says why."""
+    """3. A job of unknown model has a GPU alone until its peak is measured, and its condition gives the reason."""
     stage.apply(manifests.mystery("mystery"))
     job, _ = await stage.until("running", "mystery", _running)
     stage.console.print(f"Predicted: {condition(job, 'Predicted')}", highlight=False)
@@ -224,12 +224,12 @@ async def unknown(stage: Stage) -> None:
     own = next(one for one in held if one.job_uid == job.metadata.uid)
     _expect(own.tenant.memory_mib is None and own.tenant.provisional, "a reservation of the whole GPU", own.tenant)
     beside = [one.job_name for one in held if one is not own and set(one.gpu_uuids) & set(own.gpu_uuids)]
-    _expect(own.tenant.measured_mib is not None or not beside, "nobody beside it before it was measured", beside)
+    _expect(own.tenant.measured_mib is not None or not beside, "no co-tenant before it was measured", beside)
     _expect("does not say what it trains" in condition(job, "Placed"), "why it is alone", condition(job, "Placed"))
 
 
 async def waiting(stage: Stage) -> None:
-    """4. A job larger than what is free now waits, says what it needs, and starts when another job goes."""
+    """4. A job larger than what is free now waits, shows what it needs, and starts when another job ends."""
     stage.apply(manifests.wide("wide", gpus=4))
     await stage.until("running", "wide", _running, within_s=90)
     stage.apply(manifests.large("large"))
@@ -238,7 +238,7 @@ async def waiting(stage: Stage) -> None:
     )
     for product in sorted({device.product for node in await stage.gpu_nodes() for device in node.status.devices}):
         _expect(product in condition(job, "Placed"), f"what the freest {product} has", condition(job, "Placed"))
-    await _told(stage, "large", "NoGpuFits")
+    await _has_event(stage, "large", "NoGpuFits")
     stage.run("describe", "gtj", "large", lines=8)
     stage.run("delete", "gtj", "wide", "--wait=false")
     # From here on: starting kubectl takes a machine under load longer than all that follows.
@@ -257,7 +257,7 @@ async def waiting(stage: Stage) -> None:
 
 
 async def _reserved(stage: Stage, job: str, within_s: float = 60) -> None:
-    """Wait until a job has its GPU. Its status may tell of that later, together with its start."""
+    """Wait until a job has its GPU. Its status may show that later, together with its start."""
     deadline = time.monotonic() + within_s
     while not any(held.job_name == job for node in await stage.gpu_nodes() for held in node.spec.reservations):
         if time.monotonic() > deadline:
@@ -265,8 +265,8 @@ async def _reserved(stage: Stage, job: str, within_s: float = 60) -> None:
         await asyncio.sleep(0.05)
 
 
-async def _told(stage: Stage, job: str, reason: str, within_s: float = 10) -> None:
-    """Wait until an event of a job tells a reason: events come a moment after the status."""
+async def _has_event(stage: Stage, job: str, reason: str, within_s: float = 10) -> None:
+    """Wait until an event of a job has a reason: events come a moment after the status."""
     deadline = time.monotonic() + within_s
     while reason not in stage.run("get", "events", "--field-selector", f"involvedObject.name={job}", show=False):
         if time.monotonic() > deadline:
@@ -275,10 +275,10 @@ async def _told(stage: Stage, job: str, reason: str, within_s: float = 10) -> No
 
 
 async def impossible(stage: Stage) -> None:
-    """5. A job that no GPU of the cluster can ever hold is told so, and is not tried again and again."""
+    """5. A job that no GPU of the cluster can ever hold says so in its condition, and is not retried."""
     stage.apply(manifests.impossible("impossible"))
     job, _ = await stage.until(
-        "told that it never fits", "impossible", lambda j: condition(j, "Placed").startswith("False ExceedsEveryGpu")
+        "found infeasible", "impossible", lambda j: condition(j, "Placed").startswith("False ExceedsEveryGpu")
     )
     stage.console.print(f"impossible: {condition(job, 'Placed')}", highlight=False)
     pods = stage.run("get", "pods", "-l", "carpool.dev/job=impossible", show=False)
@@ -286,7 +286,7 @@ async def impossible(stage: Stage) -> None:
 
 
 async def refusal(stage: Stage) -> None:
-    """6. A manifest that makes no sense is refused by the API server."""
+    """6. An invalid manifest is refused by the API server."""
     answer = stage.apply(manifests.nonsense("nonsense"), is_refused=True)
     _expect("exactly one of" in answer, "a sentence about the model's sources", answer)
     jobs = stage.run("get", "gtj", "-n", NAMESPACE, "-o", "name", show=False)

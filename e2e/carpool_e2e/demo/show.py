@@ -60,7 +60,7 @@ def _inventory(devices: Sequence[Device]) -> str:
 
 
 class _Row(NamedTuple):
-    """What is told of one GPU."""
+    """Cells of one GPU."""
 
     gpu: str
     mode: str
@@ -89,7 +89,7 @@ def _rows(node: GpuNode, colours: Mapping[str, str]) -> list[_Row]:
 
 
 def _widths(rows: Iterable[_Row]) -> dict[str, int]:
-    """Widths of the columns before and behind the bars, so that those of all nodes stand below each other."""
+    """Widths of the columns before and behind the bars, so that the bars of all nodes align."""
     known = [*rows]
     columns = (("mode", "mode"), ("of GiB", "amount"), ("SM", "activity"))
     return {column: max((len(getattr(row, name)) for row in known), default=0) for column, name in columns}
@@ -125,7 +125,7 @@ class _Bar:
     """A GPU's memory, as wide as there is room for."""
 
     blocks: Sequence[tuple[float, float, str]]
-    """What each tenant reserved and uses, as shares of the memory, and its colour."""
+    """Reserved and used share of the memory of each tenant, and its colour."""
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         return Measurement(_LEAST_BAR_WIDTH, BAR_WIDTH).with_maximum(options.max_width)
@@ -185,7 +185,7 @@ def job_table(items: Iterable[GpuTrainingJob]) -> RenderableType:
 
 @dataclass(frozen=True)
 class _WholeOrParts:
-    """A table, or what stands for it where there is no room for all of it."""
+    """A table, or its parts if the terminal is too narrow for it."""
 
     whole: Table
     parts: RenderableType
@@ -217,7 +217,7 @@ def _placed_on(job: GpuTrainingJob, *, short: bool) -> str:
 
 
 def _cells(job: GpuTrainingJob) -> dict[str, str]:
-    """Return what is told of a job, by column."""
+    """Return the cells of a job, by column."""
     status = job.status
     placed = status.placement[0] if status.placement else None
     products = status.prediction.products if status.prediction else []
@@ -274,7 +274,7 @@ async def play(stage: Stage) -> None:
 
     Raises:
         SceneError: Something did not go as it should, or something was late that no busy machine accounts for; what
-            was late is told at the end.
+            was late is printed at the end.
     """
     late = await play_scenes(stage, SCENES)
     headline(stage.console, "What is there now")
@@ -328,7 +328,7 @@ def headline(console: Console, text: str) -> None:
 
 
 def _as_kubectl_shows_it(stage: Stage) -> None:
-    """Show kubectl's own tables, of fewer columns where its lines would be broken: nobody could read those."""
+    """Show kubectl's own tables, with fewer columns where its lines would be broken."""
     everything = ("get", "gtj,gpn", "-o", "wide")
     output = stage.run(*everything, show=False)
     if max(map(len, output.splitlines()), default=0) <= stage.console.width:

@@ -1,4 +1,4 @@
-"""A training job for simulated GPUs: a real PyTorch loop on the CPU, and the memory and activity of a GPU as told.
+"""A training job for simulated GPUs: a real PyTorch loop on the CPU, with given GPU memory and activity.
 
 The loop is real, so its loss really falls. What a real job would take of the GPU is told on the command line, because
 there is no GPU: `carpool_simulated` takes it from the simulated device, where it meets the neighbours'.
@@ -39,7 +39,7 @@ def _no_loop() -> float:
 
 
 def _training_loop() -> Callable[[], float]:
-    """Make a small network, and return what trains it for one step and tells the loss."""
+    """Make a small network, and return a function that trains one step and returns the loss."""
     import torch
 
     torch.set_num_threads(1)
@@ -82,7 +82,7 @@ def _end(signum: int, frame: FrameType | None) -> None:
 
 
 def main() -> None:
-    """Train until told to end. A full GPU ends the process with PyTorch's words and exit code 1."""
+    """Train until SIGTERM. A full GPU ends the process with PyTorch's words and exit code 1."""
     signal.signal(signal.SIGTERM, _end)
     args = _arguments()
     try:
