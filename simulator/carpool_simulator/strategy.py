@@ -1,4 +1,4 @@
-"""Who decides in a simulation: a policy, what it is told of the jobs, and how its queue works."""
+"""Strategies of a simulation: a placement policy, its information about jobs, and its queue discipline."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -11,74 +11,73 @@ from carpool_predictor.calibration.observe import STEADY_S
 
 
 class Knowledge(StrEnum):
-    """What a decision is told of jobs."""
+    """Information about jobs that decisions use."""
 
     NOTHING = "nothing"
-    """Of the newcomer nothing; of tenants what a monitor sees."""
+    """None about the incoming job; of tenants the measurements of a monitor."""
     PREDICTED = "predicted"
-    """What the shipped predictor says of each; once a tenant is measured, its activity as measured."""
+    """The shipped predictor's output; of a measured tenant its measured activity."""
     TRUTH = "truth"
-    """Everything: an oracle."""
+    """The truth: an oracle."""
 
 
 class Piece(StrEnum):
-    """One piece of the truth, which a decision may be told in the place of what it would know."""
+    """One part of the truth that may replace a prediction."""
 
     MEMORY = "memory"
     ACTIVITY = "activity"
     SLOWDOWNS = "slowdowns"
     DURATIONS = "durations"
-    """How long each job runs alone: the longest of those that wait comes first."""
+    """Length of each job alone: the longest pending job starts first."""
 
 
 ANY_SLOWDOWN = 10.0
-"""The largest limit that a job may say; it asks nothing."""
+"""The largest `maxSlowdown`; it restricts nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """One line of a table."""
+    """A strategy: one line of a table."""
 
     name: str
     policy: str
     knowledge: Knowledge = Knowledge.NOTHING
     mode: SharingMode = SharingMode.MPS
-    """How GPUs are shared where they are."""
+    """Sharing mode of shared GPUs."""
     max_slowdown: float = ANY_SLOWDOWN
-    """What every job accepts."""
+    """Limit of every job."""
     conditions: AdmissionLimits = NO_LIMITS
     settle_s: float = 0.0
-    """After a placement a GPU takes nobody else for so long, in seconds: its monitor must see the newcomer first."""
+    """Time after a placement in which a GPU takes no other job, in seconds: its monitor must see the newcomer."""
     in_order: bool = False
-    """Whether the queue waits for its first job."""
+    """Whether all jobs wait for the first one; otherwise the queue backfills."""
     profile_s: float = 0.0
-    """A newcomer is alone on its GPU for so long, in seconds, before anybody may join: the reactive way to know it."""
+    """Time that each job first runs alone to be measured, in seconds."""
     by_utilization: bool = False
-    """Whether GPU utilization takes the place of SM activity, as where only the former was known."""
+    """Whether GPU utilization replaces SM activity."""
     measure: bool = True
-    """Whether the activity of running tenants is taken as measured rather than as predicted."""
+    """Whether measured activity of tenants replaces predicted activity."""
     learns: bool = False
-    """Whether what ran, or died of memory, calibrates the predictions of later jobs."""
+    """Whether runs and out-of-memory deaths calibrate later predictions."""
     strict: bool = True
-    """Where it learns: whether jobs run alone on a stack of which nothing was measured yet."""
+    """With learning: whether jobs run alone on a stack of which nothing was measured yet."""
     order: QueueOrder = QueueOrder.ARRIVAL
-    """How waiting jobs are sorted, by the lengths that are predicted of them, as with the chart's `queueOrder`. A
-    policy that starts with the largest has its own order, and so has who is told true durations."""
+    """Order of the queue, as the chart's `queueOrder`. Decreasing policies and true durations have their own order."""
     silent_share: float = 0.0
-    """Share of the jobs that do not say how many steps they have, 0..1; of which jobs is drawn, for ablations."""
+    """Share of the jobs that declare no steps, 0..1; for ablations."""
     steps_error: float = 0.0
-    """Factor-wise error of the steps that jobs say (standard deviation of the logarithm), for ablations."""
+    """Error of declared steps (standard deviation of the logarithm of a factor), for ablations."""
     settles: bool = False
-    """Whether a job that never ran counts with its own peak once that was measured, so that others may join it."""
+    """Whether a job that never ran counts with its own memory peak once that was measured."""
     published: str = ""
-    """What the source says of this line."""
+    """Published results of the strategy."""
     error: float = 0.0
-    """Factor-wise error put on top of predictions (standard deviation of the logarithm), for ablations."""
+    """Additional error of predictions (standard deviation of the logarithm of a factor), for ablations."""
     abstain: bool = False
     """Whether the predictor abstains from every job, for ablations."""
     told: frozenset[Piece] = frozenset()
-    """What is known as it truly is, to find out what not knowing it costs."""
+    """Parts of the truth that replace predictions, for ablations."""
     steady_s: float = STEADY_S
-    """How long a peak has stood still when it is taken for the job's, in seconds."""
+    """Time for which a peak must be stable before it counts as the job's, in seconds."""
     mode_change_s: float = 0.0
-    """Time that the first job in another mode loses while its GPU is prepared, in seconds."""
+    """Time that a change of the sharing mode takes, in seconds."""

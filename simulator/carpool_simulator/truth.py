@@ -1,4 +1,4 @@
-"""What is simulated: jobs as they truly are, what is predicted of them, and the GPUs they run on."""
+"""Simulated workloads: true behaviour of jobs, their predictions, and the GPUs."""
 
 import csv
 import itertools
@@ -21,10 +21,10 @@ from carpool_simulator.power import Power
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """What a job does on a GPU of its own, as measured; no deciding model had a part in it."""
+    """Measured behaviour of a job alone on a GPU; it never comes from a model that decides."""
 
     kind: str
-    """What it trains, with its batch size: two jobs of one kind are alike."""
+    """Model, dataset and batch size; jobs of one kind are equal."""
     memory_mib: int
     """Peak memory on each of its GPUs."""
     util: float
@@ -45,20 +45,20 @@ class SimJob:
 
     name: str
     arrival_s: float
-    """When it is submitted, in seconds after the start."""
+    """Time of submission, in seconds after the start."""
     work_s: float
-    """How long it runs alone, in seconds."""
+    """Length alone, in seconds."""
     gpus: int
     """GPUs of one worker."""
     truth: Truth
     prediction: Prediction | None
-    """What the shipped predictor said; None where it abstained."""
+    """Output of the shipped predictor; None if it abstained."""
     workers: int = 1
-    """A gang: all start together or none does."""
+    """Number of workers, which start together."""
     asked: PredictionContext | None = None
-    """What the predictor is asked about, for those who learn; None where nothing can be learned."""
+    """Input of the predictor, for strategies that learn; None if nothing can be learned."""
     steps: int | None = None
-    """Steps of its training, where its user says how many."""
+    """Declared steps of its training; None if it declares none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,14 +66,14 @@ class Pool:
     """Measured slowdowns of pairs, one of each of the two jobs."""
 
     busy: NDArray[np.float64]
-    """(slowdowns, 2) How busy the one that is slowed is alone, and the other, 0..1."""
+    """(slowdowns, 2) Activity alone of the slowed job and of the other one, 0..1."""
     slowdowns: NDArray[np.float64]
     """(slowdowns,) At least 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A GPU that fails, with all that runs on it."""
+    """A failure of a GPU; all jobs on it die."""
 
     gpu: GpuUuid
     at_s: float
@@ -91,20 +91,20 @@ class Workload:
     """Ascending by arrival."""
     nodes: Mapping[str, Sequence[Device]]
     assumptions: Sequence[str]
-    """What the published text leaves open, and what is assumed here."""
+    """Assumptions where the published text is silent."""
     power: Power | None = None
-    """What each GPU draws where that is not what is usual of its product."""
+    """Power of each GPU; that of its product if None."""
     failures: Sequence[Failure] = ()
     fragmented: float = 0.0
-    """Share of a GPU's memory that nobody can have where several share it: pieces that their allocators leave, 0..1."""
+    """Share of a shared GPU's memory that is lost to fragmentation, 0..1."""
     behind_mps: Pool | None = None
-    """Pairs whose slowdowns tenants of MPS have, by SM activity; where None those that were measured by turns."""
+    """Measured pairs for MPS, by SM activity; those measured with time slicing if None."""
     until_s: float = math.inf
-    """When watching ends, whoever runs or waits then, in seconds after the start."""
+    """End of the simulation, in seconds after the start."""
     notes: Sequence[str] = ()
-    """What of the input is odd, and what was made of it; said before anything runs."""
+    """Remarks on the input, printed before anything runs."""
     shown: Sequence[str] = ()
-    """Names of the figures that its table shows; the usual ones where there are none."""
+    """Names of the figures in its table; the default ones if empty."""
 
 
 Draw = Callable[[Path, int], Workload]
@@ -112,7 +112,7 @@ Draw = Callable[[Path, int], Workload]
 
 
 class WorkloadError(ValueError):
-    """A trace, a cluster file or a data folder is unusable; says what was expected, what was found, what to do."""
+    """A trace, a cluster file or a data folder is unusable; the message says what to do."""
 
 
 def utilization(tenants: Sequence[Truth], slowdowns: Sequence[float]) -> float:
