@@ -10,9 +10,9 @@
 ```
 
 The first job in queue order that does not fit gets a reservation in time. GPUs become idle on paper when the predicted
-ends of their tenants have passed; the job starts at the latest when enough of them are idle, and these GPUs are its
-shadow set. A later job passes if it fits outside the shadow set, or ends before the reserved time (Lifka, The ANL/IBM
-SP Scheduling System, JSSPP 1995).
+ends of their tenants have passed; the job starts at the latest when enough of them are idle. These GPUs are its shadow
+set until it starts or the reserved time has passed. A later job passes if it fits outside the shadow set, or ends
+before the reserved time (Lifka, The ANL/IBM SP Scheduling System, JSSPP 1995).
 
 The module has no clock and no I/O. Production, the simulator and `explain` call it with their own clusters.
 """
@@ -244,8 +244,6 @@ class SchedulingQueue:
         self._aside: dict[JobUid, WaitReason] = {}
         """Jobs outside the groups: they back off, or their earlier pods still hold GPUs."""
         self._reserved: TimeReservation | None = None
-        self._reserved_at = -1
-        """Generation of the cluster for which the reservation in time was computed."""
         self._pass = _Pass(lambda _: None, 0.0)
 
     def __len__(self) -> int:
@@ -256,7 +254,7 @@ class SchedulingQueue:
 
     @property
     def reserved(self) -> TimeReservation | None:
-        """Reservation in time that held a job back in the last pass; None if it held none back."""
+        """The reservation in time, which is kept until its job starts or its time has passed; None if there is none."""
         return self._reserved
 
     def add(self, info: QueuedJobInfo) -> None:
@@ -301,8 +299,8 @@ class SchedulingQueue:
             del self._aside[job]
             self._insert(self._jobs[job])
         self._cluster.snapshot()  # brings the availability of GPUs up to date
-        if self._reserved_at < self._cluster.freed_at:
-            self._reserved = None
+        if self._reserved is not None and self._reserved.start_s <= now_s:
+            self._reserved = None  # predicted ends were too early
         self._pass = _Pass(end_of, now_s)
         self._sort()
         while self._pass.line:
@@ -427,7 +425,7 @@ class SchedulingQueue:
         while self._pass.reserved is None and refused and refused[0][0] < key:
             info = heapq.heappop(refused)[2].infos[0]
             if self._reserved is None or self._reserved.info is not info:
-                self._reserved, self._reserved_at = self._earliest(info), self._cluster.generation
+                self._reserved = self._earliest(info)
             self._pass.reserved = self._reserved
         return self._pass.reserved
 

@@ -179,22 +179,21 @@ class TestBackfill:
         assert names(result) == []
         assert reasons(result)["small"] is WaitReason.WOULD_DELAY
 
-    def test_a_large_job_starts_although_small_ones_keep_coming(self):
+    @pytest.mark.parametrize("predicted_s", [200.0, None], ids=["known lengths", "unknown lengths"])
+    def test_a_large_job_starts_although_small_ones_keep_coming(self, predicted_s):
+        """Regression: a 4-GPU job, first in line, had not started after 100 later single-GPU jobs."""
         queued, gpus = queue(gpu_node("a", 4))
-        pending, running, held, now = [], {}, {}, 0.0
-        big_started = None
+        ends_s, held, big_started = {}, {}, None
         for small, now in enumerate(range(0, 4000, 10)):
-            for name, end_s in [*running.items()]:
-                if end_s <= now:
-                    del running[name]
-                    for claim in held.pop(name):
-                        gpus.forget(claim.node, claim.reservation.pod_uid)
-            pending.append(job(f"s{small}", now, number=small, duration_s=200))
+            for uid in [uid for uid, end_s in ends_s.items() if end_s <= now]:
+                del ends_s[uid]
+                for claim in held.pop(uid):
+                    gpus.forget(claim.node, claim.reservation.pod_uid)
+            queued.add(job(f"s{small}", now, number=small, duration_s=predicted_s))
             if now == 100:
-                pending.append(job("big", 105, number=-1, gpus=4, duration_s=100))
-            for one in one_pass(queued, pending, lambda held: running.get(held.job_uid), float(now)).admitted:
-                pending.remove(one.info)
-                running[one.info.job], held[one.info.job] = one.end_s, one.claims
+                queued.add(job("big", 105, number=-1, gpus=4, duration_s=100))
+            for one in queued.admit(lambda held: None if predicted_s is None else ends_s.get(held.job_uid), float(now)):
+                ends_s[one.info.job], held[one.info.job] = now + 200.0, one.claims
                 big_started = now if one.info.name == "default/big" else big_started
         assert big_started is not None
         assert big_started <= 700
