@@ -7,7 +7,7 @@ from socket import gethostname
 from typing import Any
 
 from carpool_core.clock import Clock
-from carpool_core.kube.api import KubeApi
+from carpool_core.kube.api import KubeApi, ServerClock
 from carpool_core.kube.events import EventRecorder
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
@@ -76,6 +76,7 @@ def build(
         UnknownPolicyError: The policy's name is not in the table.
         SettingsError: A precondition is impossible.
     """
+    clock = ServerClock(clock, api)  # deadlines must mean the same to every extender
     rules = SchedulerConfig(find_policy(settings.policy), settings.slots_per_gpu, settings.conditions.conditions())
     registry = CollectorRegistry()
     telemetry = ExtenderMetrics(registry, clock)
@@ -88,7 +89,10 @@ def build(
     tools = BindDeps(api, clock, sleep, events, telemetry, availability)
     evaluation_cache = EvaluationCache(informers.cluster, rules)
     restorer = Restorer(api, informers, writer, events, settings.slots_per_gpu)
-    gc = ReservationGC(api, informers, writer, restorer, clock=clock, sleep=sleep)
+    leadership = Leadership(api, clock, settings.scheduler_lease, settings.scheduler_host or gethostname())
+    gc = ReservationGC(
+        api, informers, writer, restorer, leads=lambda: leadership.leads, clock=clock, sleep=sleep
+    )
     admission = AdmissionController(
         api,
         informers,
@@ -101,7 +105,7 @@ def build(
             default_duration_s=settings.default_duration_seconds,
         ),
         evaluations=evaluation_cache,
-        leadership=Leadership(api, clock, settings.scheduler_lease, settings.scheduler_host or gethostname()),
+        leadership=leadership,
         timeout_s=settings.admission_timeout_seconds,
         clock=clock,
         sleep=sleep,

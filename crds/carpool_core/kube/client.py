@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
@@ -31,6 +32,8 @@ _WATCH_LIFETIME_S = 300
 """The server ends a watch after this time; a new one then goes through authentication again."""
 _SILENCE_S = 150.0
 """A watch without data for this time is broken: the server sends a bookmark about each minute."""
+_DATE_NOISE_S = 1.0
+"""Differences below this are rounding of the `Date` header and the time on the way."""
 _OBJECT = "application/json"
 _METADATA = f"{_OBJECT};as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 _UNCHECKED = {"fieldValidation": "Ignore"}
@@ -58,6 +61,7 @@ class KubeClient(KubeApi):
         self._calls: aiohttp.ClientSession | None = None
         self._watches: aiohttp.ClientSession | None = None
         self._token_lock = asyncio.Lock()
+        self._server_ahead_s = 0.0
 
     async def __aenter__(self) -> "KubeClient":
         self._calls = self._session(_CONNECTIONS, aiohttp.ClientTimeout(total=_CALL_TIMEOUT_S))
@@ -82,6 +86,11 @@ class KubeClient(KubeApi):
     def namespace(self) -> str:
         """Namespace of the kubeconfig's context or of the pod."""
         return self._endpoint.namespace
+
+    @property
+    def server_ahead_s(self) -> float:
+        """Seconds by which the server's clock is ahead of this machine's, by the `Date` of its answers."""
+        return self._server_ahead_s
 
     async def get(self, kind: ResourceKind, name: str, type_: type[T], *, namespace: str = "") -> T:
         """Return one object; unknown fields are ignored. Raises `Invalid` if it does not fit `type_`."""
@@ -224,7 +233,17 @@ class KubeClient(KubeApi):
         url = self._endpoint.server + url_path(*target)
         params = {key: value for key, value in query.items() if value}
         async with session.request(method, url, params=params, data=data, headers=authorized) as response:
+            self._note_date(response.headers.get("Date", ""))
             yield response
+
+    def _note_date(self, date: str) -> None:
+        """Compare the clocks. `Date` has whole seconds, so smaller changes of the difference are noise."""
+        try:
+            ahead_s = (parsedate_to_datetime(date) - self._clock.now()).total_seconds() + 0.5
+        except (ValueError, TypeError):
+            return
+        if abs(ahead_s - self._server_ahead_s) > _DATE_NOISE_S:
+            self._server_ahead_s = ahead_s
 
     async def _token(self) -> str:
         """Return the token; rereads it in a thread, because an exec plugin may block."""

@@ -158,6 +158,11 @@ class FakeKube(KubeApi):
         """Namespace of the context."""
         return "default"
 
+    @property
+    def server_ahead_s(self) -> float:
+        """Return 0: the server has the clock of the test."""
+        return 0.0
+
     async def get(self, kind: ResourceKind, name: str, type_: type[T], *, namespace: str = "") -> T:
         """Return one object."""
         await self._begin("get", kind, name)

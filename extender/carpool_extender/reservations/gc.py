@@ -104,6 +104,7 @@ class ReservationGC:
         informers: Watched pods and nodes.
         writer: Releases reservations.
         restorer: Writes lost reservations again.
+        leads: Returns whether this extender leads; any other changes nothing.
         clock: Present time.
         sleep: Waits between sweeps.
     """
@@ -115,11 +116,12 @@ class ReservationGC:
         writer: ReservationWriter,
         restorer: "Restorer",
         *,
+        leads: Callable[[], bool],
         clock: Clock,
         sleep: Callable[[float], Awaitable[Any]],
     ) -> None:
         self._api, self._informers, self._writer, self._restorer = api, informers, writer, restorer
-        self._clock, self._sleep = clock, sleep
+        self._leads, self._clock, self._sleep = leads, clock, sleep
         self._binding: Container[PodUid] = ()
         self._due: set[str] = set()
         self._wake = asyncio.Event()
@@ -160,6 +162,8 @@ class ReservationGC:
         await self._check(cluster.nodes, self._informers.pods())
 
     async def _check(self, names: Iterable[str], pods: Iterable[Pod]) -> None:
+        if not self._leads():
+            return
         await gather_bounded(self._release_all, await filter_in_chunks(self._expired_on, names))
         await self._restorer.restore(pods, self._binding)
 

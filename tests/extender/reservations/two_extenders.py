@@ -1,0 +1,481 @@
+"""A control plane in virtual time: two schedulers with their extenders, faulty connections, skewed clocks, leader changes.
+
+`play(seed)` runs one random history and returns every violation of a promise. The same seed gives the same history.
+
+The API server, agents, kubelets and jobs are models. The extenders are the real ones. Each talks to the server through a
+`Connection` that delays calls, loses answers, answers 409, 429 and 500, ends watches with 410, and is cut off for a while.
+"""
+
+import asyncio
+import random
+import selectors
+from collections import Counter
+from contextlib import suppress
+from contextvars import ContextVar, copy_context
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+
+import msgspec
+from carpool_core.clock import rfc3339
+from carpool_core.keys import GATE_ADMISSION
+from carpool_core.kube.api import GPU_NODES, LEASES, PODS
+from carpool_core.kube.errors import Conflict, Gone, KubeError, NotFound, Overloaded, Unreachable
+from carpool_core.kube.pods import Pod
+from carpool_core.resources.node import GpuNode, Partition
+from carpool_core.testing.kube import FakeKube
+from carpool_core.values import PartitionState, SharingMode
+from carpool_extender.app import build
+from carpool_extender.extender_api import BindingArgs, ExtenderArgs
+from carpool_extender.settings import ExtenderSettings
+from carpool_extender.testing import gpu_node, pod_of, seed_job, seed_node
+
+START = datetime(2026, 1, 31, 12, tzinfo=UTC)
+LEASE = "carpool-system/carpool-scheduler"
+ACTIVE_S, QUIET_S = 150.0, 180.0
+"""Length of the part with faults, and of the part without, in which everything must settle."""
+HEARTBEAT_S = 20.0
+SHARED = {"sharing": {"mode": "TimeSlicing"}, "memory": {"limit": "15Gi"}}
+EXCLUSIVE = {"sharing": {"mode": "Exclusive"}}
+
+PROCESS: ContextVar[dict[asyncio.Task, None] | None] = ContextVar("process", default=None)
+"""Tasks of the process that is running: killing it cancels them all."""
+
+
+class _Jump(selectors.SelectSelector):
+    """Moves the time forward instead of waiting: nothing in these histories does I/O."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = 0.0
+
+    def select(self, timeout=None):
+        if timeout is None:
+            raise AssertionError("all tasks wait for each other")
+        self.now += max(0.0, timeout)
+        return super().select(0)
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """An event loop whose time passes only while every task sleeps."""
+
+    def __init__(self):
+        self._jump = _Jump()
+        super().__init__(self._jump)
+        self.set_task_factory(_in_process)
+
+    def time(self):
+        return self._jump.now
+
+
+def _in_process(loop, coroutine, **named):
+    task = asyncio.Task(coroutine, loop=loop, **named)
+    if (process := PROCESS.get()) is not None:
+        process[task] = None
+        task.add_done_callback(lambda done: process.pop(done, None))
+    return task
+
+
+class LoopClock:
+    """The loop's time, with the error of one machine's clock."""
+
+    def __init__(self, ahead_s=0.0):
+        self._ahead = timedelta(seconds=ahead_s)
+
+    def now(self):
+        return START + timedelta(seconds=self.monotonic() - 1000.0) + self._ahead
+
+    def monotonic(self):
+        return 1000.0 + asyncio.get_running_loop().time()
+
+
+class Connection:
+    """The way of one host to the API server."""
+
+    def __init__(self, kube, draw, ahead_s):
+        self._kube, self._draw, self._ahead_s = kube, draw, ahead_s
+        self.server_ahead_s = 0.0
+        self.is_cut = self.is_faulty = False
+        self._restored = asyncio.Event()
+
+    namespace = "default"
+
+    def cut(self):
+        self.is_cut = True
+        self._restored.clear()
+
+    def restore(self):
+        self.is_cut = False
+        self._restored.set()
+
+    async def _call(self, work, *, writes=False):
+        await asyncio.sleep(self._latency())
+        await self._check()
+        if self.is_faulty and self._draw.random() < 0.06:
+            errors = [Overloaded("429", status=429), Overloaded("500", status=500), Unreachable("reset")]
+            raise self._draw.choice([*errors, Conflict("409", status=409)] if writes else errors)
+        result = await work()
+        await asyncio.sleep(self._latency())
+        await self._check()
+        self.server_ahead_s = -self._ahead_s  # every answer has a date
+        if self.is_faulty and self._draw.random() < 0.06:
+            raise Unreachable("the answer was lost")
+        return result
+
+    async def _check(self):
+        if self.is_cut:
+            await asyncio.sleep(self._draw.uniform(0.5, 10.0))
+            raise Unreachable("no route")
+
+    def _latency(self):
+        if self.is_faulty and self._draw.random() < 0.05:
+            return self._draw.uniform(1.0, 8.0)
+        return self._draw.uniform(0.001, 0.1)
+
+    async def get(self, *args, **named):
+        return await self._call(lambda: self._kube.get(*args, **named))
+
+    async def list_page(self, *args, **named):
+        return await self._call(lambda: self._kube.list_page(*args, **named))
+
+    async def create(self, *args, **named):
+        return await self._call(lambda: self._kube.create(*args, **named), writes=True)
+
+    async def patch(self, *args, **named):
+        return await self._call(lambda: self._kube.patch(*args, **named), writes=True)
+
+    async def replace_status(self, *args, **named):
+        return await self._call(lambda: self._kube.replace_status(*args, **named), writes=True)
+
+    async def delete(self, *args, **named):
+        return await self._call(lambda: self._kube.delete(*args, **named), writes=True)
+
+    async def watch(self, *args):
+        """Yield changes late; a half-dead watch yields none for a while and then breaks."""
+        await self._check()
+        async for event in self._kube.watch(*args):
+            if self.is_cut:
+                await self._restored.wait()
+                raise Unreachable("watch broken")
+            if self.is_faulty and self._draw.random() < 0.01:
+                await asyncio.sleep(self._draw.uniform(5.0, 40.0))
+                raise self._draw.choice([Unreachable("watch broken"), Gone("410", status=410)])
+            await asyncio.sleep(self._draw.uniform(0.0, 0.05))
+            yield event
+
+
+@dataclass
+class Host:
+    """A kube-scheduler and the extender beside it."""
+
+    name: str
+    clock: LoopClock
+    connection: Connection
+    tasks: dict = field(default_factory=dict)
+    is_leader: bool = False
+    starts: int = 0
+
+
+class History:
+    """One random history."""
+
+    def __init__(self, seed):
+        self.draw = random.Random(seed)  # noqa: S311  # a test, no secret
+        self.kube = FakeKube(LoopClock())
+        self.nodes = [f"n{number}" for number in range(self.draw.randint(1, 3))]
+        for name in self.nodes:
+            seed_node(self.kube, gpu_node(name, self.draw.randint(1, 2)))
+        namespace, name = LEASE.split("/")
+        self.lease = {"metadata": {"name": name, "namespace": namespace}, "spec": {"holderIdentity": "", "renewTime": 0}}
+        self.kube.seed(LEASES, self.lease)
+        self.hosts = []
+        for number in range(2):
+            ahead_s = self.draw.choice([0, 0, -60, 60, self.draw.uniform(-60, 60)])
+            connection = Connection(self.kube, self.draw, ahead_s)
+            self.hosts.append(Host(f"host{number}", LoopClock(ahead_s), connection))
+        self.jobs = 0
+        self.bound = Counter()
+        self.is_active = True
+
+    async def run(self):
+        always = [asyncio.create_task(self._agent(name)) for name in self.nodes]
+        always += [asyncio.create_task(self._kubelets()), asyncio.create_task(self._users())]
+        for host in self.hosts:
+            host.connection.is_faulty = True
+            self._boot(host)
+        faults = asyncio.create_task(self._faults())
+        await asyncio.sleep(ACTIVE_S)
+        self.is_active = False
+        faults.cancel()
+        for host in self.hosts:
+            host.connection.is_faulty = False
+            host.connection.restore()
+            if not host.tasks:
+                self._boot(host)
+        await asyncio.sleep(QUIET_S)
+        for task in [*always, *(task for host in self.hosts for task in host.tasks)]:
+            task.cancel()
+        await asyncio.sleep(0)
+        return self._violations()
+
+    # Hosts
+
+    def _boot(self, host):
+        def start():
+            PROCESS.set(host.tasks)
+            return asyncio.create_task(self._host(host))
+
+        host.starts += 1
+        copy_context().run(start)
+
+    def _kill(self, host):
+        for task in [*host.tasks]:
+            task.cancel()
+        host.tasks.clear()
+        host.is_leader = False
+
+    async def _host(self, host):
+        settings = ExtenderSettings(
+            candidates=self.draw.choice([1, 3]), scheduler_lease=LEASE, scheduler_host=host.name, queue_order="Arrival"
+        )
+        extender = build(settings, host.connection, host.clock)
+        running = asyncio.create_task(extender.run())
+        await extender.informers.wait_synced()
+        electing = asyncio.create_task(self._elect(host))
+        scheduling = asyncio.create_task(self._schedule(host, extender))
+        await asyncio.gather(running, electing, scheduling)
+
+    async def _elect(self, host):
+        """client-go's leader election: renew every 2 s, give up after 10 s, take over after 15 s without a change."""
+        me, renewed, observed = f"{host.name}_{host.starts}", float("-inf"), (None, 0.0)
+        namespace, name = LEASE.split("/")
+        loop = asyncio.get_running_loop()
+        while True:
+            with suppress(KubeError):
+                found = await host.connection.get(LEASES, name, dict, namespace=namespace)
+                spec, version = found["spec"], found["metadata"]["resourceVersion"]
+                if observed[0] != (spec["holderIdentity"], spec["renewTime"]):
+                    observed = ((spec["holderIdentity"], spec["renewTime"]), loop.time())
+                if spec["holderIdentity"] in ("", me) or loop.time() - observed[1] > 15.0:
+                    patch = {
+                        "metadata": {"resourceVersion": version},
+                        "spec": {"holderIdentity": me, "renewTime": loop.time()},
+                    }
+                    await host.connection.patch(LEASES, name, patch, namespace=namespace)
+                    renewed = loop.time()
+            was, host.is_leader = host.is_leader, loop.time() - renewed < 10.0
+            if was and not host.is_leader:  # kube-scheduler exits; its extender goes on with what it has begun
+                await asyncio.sleep(self.draw.uniform(0.0, 3.0))
+            await asyncio.sleep(2.0)
+
+    async def _schedule(self, host, extender):
+        """kube-scheduler: one pod after the other through filter and prioritize, binds at the same time."""
+        flying, retry_at = set(), {}
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self.draw.uniform(0.05, 0.5))
+            if not host.is_leader or host.connection.is_cut:
+                continue
+            for item in self._pods():
+                uid = item["metadata"]["uid"]
+                waits = not item["spec"].get("nodeName") and not item["spec"].get("schedulingGates")
+                if not waits or uid in flying or retry_at.get(uid, 0.0) > loop.time() or not host.is_leader:
+                    continue
+                retry_at[uid] = loop.time() + self.draw.uniform(1.0, 10.0)
+                pod = msgspec.convert(item, Pod)
+                names = [name for name in self.nodes if self.draw.random() < 0.95]
+                fits = (await extender.service.filter(ExtenderArgs(pod=pod, node_names=names))).node_names
+                if not fits:
+                    continue
+                scores = await extender.service.prioritize(ExtenderArgs(pod=pod, node_names=fits))
+                best = max(scores, key=lambda one: one.score).host
+                args = BindingArgs(
+                    pod_name=pod.metadata.name, pod_namespace=pod.metadata.namespace, pod_uid=uid, node=best
+                )
+                flying.add(uid)
+                asyncio.create_task(self._bind(extender, args, flying))  # noqa: RUF006  # the process holds it
+
+    async def _bind(self, extender, args, flying):
+        try:
+            async with asyncio.timeout(5.0):  # httpTimeout: kube-scheduler tries again while the first bind runs on
+                answer = await extender.service.bind(args)
+                self.bound["bound" if not answer.error else "failed"] += 1
+        except TimeoutError:
+            self.bound["unanswered"] += 1
+        finally:
+            flying.discard(args.pod_uid)
+
+    # The rest of the cluster
+
+    def _pods(self):
+        """Return the stored pods themselves: copies of all pods would be most of the work."""
+        return [item for (plural, _, _), item in self.kube._store.objects.items() if plural == PODS.plural]
+
+    async def _agent(self, node):
+        """Prepare what is reserved, late or never."""
+        beaten_s = -1.0
+        while True:
+            await asyncio.sleep(self.draw.choice([0.05, 0.3, 1.0]))
+            if self.is_active and self.draw.random() < 0.03:
+                await asyncio.sleep(self.draw.uniform(5.0, 35.0))
+            found = await self.kube.get(GPU_NODES, node, GpuNode)
+            known = {(one.pod_uid, one.generation): one for one in found.status.partitions}
+            wanted = [
+                known.get((one.pod_uid, one.generation)) or Partition(
+                    pod_uid=one.pod_uid, generation=one.generation,
+                    state=PartitionState.FAILED if self.is_active and self.draw.random() < 0.05 else PartitionState.READY,
+                )
+                for one in found.spec.reservations
+            ]  # fmt: skip
+            beat_s = asyncio.get_running_loop().time() // HEARTBEAT_S
+            if wanted != found.status.partitions or beat_s != beaten_s:
+                beaten_s, now = beat_s, rfc3339(LoopClock().now())
+                status = {"partitions": msgspec.to_builtins(wanted), "heartbeatTime": now}
+                await self.kube.patch(GPU_NODES, node, {"status": status}, subresource="status")
+
+    async def _kubelets(self):
+        """Start bound pods whose GPUs are prepared, and end them."""
+        ends = {}
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(0.5)
+            for item in self._pods():
+                meta, node = item["metadata"], item["spec"].get("nodeName")
+                if not node or item["status"].get("phase") in ("Succeeded", "Failed"):
+                    continue
+                held = {one["podUid"] for one in self.kube._store.find(GPU_NODES, "", node)["spec"].get("reservations", [])}
+                if meta["uid"] not in ends and meta["uid"] in held:
+                    ends[meta["uid"]] = loop.time() + self.draw.uniform(5.0, 90.0)
+                    await self._set_phase(meta["name"], "Running")
+                elif ends.get(meta["uid"], float("inf")) < loop.time():
+                    await self._set_phase(meta["name"], "Succeeded")
+
+    async def _set_phase(self, name, phase):
+        with suppress(KubeError):
+            started = [{"name": "train", "state": {"running": {"startedAt": "2026-01-31T12:00:00Z"}}}]
+            status = {"phase": phase, "containerStatuses": started}
+            await self.kube.patch(PODS, name, {"status": status}, namespace="default", subresource="status")
+
+    async def _users(self):
+        """Create jobs, and delete pods."""
+        while True:
+            await asyncio.sleep(self.draw.uniform(0.5, 6.0))
+            if not self.is_active:
+                continue
+            if self.draw.random() < 0.75:
+                self._create_job()
+            elif pods := self._pods():
+                with suppress(NotFound):
+                    await self.kube.delete(PODS, self.draw.choice(pods)["metadata"]["name"], namespace="default")
+
+    def _create_job(self):
+        self.jobs += 1
+        name, workers = f"j{self.jobs}", self.draw.choice([1, 1, 1, 2])
+        spec = self.draw.choice([EXCLUSIVE, SHARED]) | {"workers": workers, "gpusPerWorker": 1}
+        seed_job(self.kube, name, spec=spec)
+        created = LoopClock().now().strftime("%Y-%m-%dT%H:%M:%SZ")
+        for worker in range(workers):
+            pod = pod_of(name, worker=worker, schedulingGates=[{"name": GATE_ADMISSION}])
+            pod["metadata"]["creationTimestamp"] = created
+            self.kube.seed(PODS, pod)
+
+    async def _faults(self):
+        """Cut hosts off, expire watches, kill processes."""
+        while True:
+            await asyncio.sleep(self.draw.uniform(3.0, 25.0))
+            host = self.draw.choice(self.hosts)
+            what = self.draw.choice(["cut", "cut", "expire", "kill"])
+            if what == "expire":
+                self.kube.end_watches(Gone("too old resource version", status=410))
+            elif what == "kill" and host.tasks:
+                self._kill(host)
+                await asyncio.sleep(self.draw.uniform(0.0, 5.0))
+                self._boot(host)
+            elif what == "cut":
+                host.connection.cut()
+                await asyncio.sleep(self.draw.uniform(1.0, 40.0))
+                host.connection.restore()
+
+    # Promises
+
+    def _violations(self):
+        """Replay every write, and check the promises after each."""
+        found, pods, nodes = [], {}, {}
+        places = {}
+        for change in self.kube._store.changes:
+            item = change.new or change.old
+            name = item["metadata"]["name"]
+            if change.plural == "pods":
+                pods[name] = change.new
+            elif change.plural == "gpunodes":
+                nodes[name] = change.new
+            else:
+                continue
+            found += _unreserved(pods, nodes, change.version) + _moved(pods, nodes, places, change.version)
+            found += _overcommitted(nodes, change.version)
+        found += self._leaks(pods, nodes)
+        return list(dict.fromkeys(found))
+
+    def _leaks(self, pods, nodes):
+        alive = {
+            pod["metadata"]["uid"] for pod in pods.values() if pod and pod["status"].get("phase") not in ("Succeeded", "Failed")
+        }  # fmt: skip
+        return [
+            f"leak: {one['podName']} on {name} at the end"
+            for name, node in nodes.items()
+            for one in (node or {}).get("spec", {}).get("reservations", [])
+            if one["podUid"] not in alive
+        ]
+
+
+def _held(nodes, node):
+    return {one["podUid"]: one for one in (nodes.get(node) or {}).get("spec", {}).get("reservations", [])}
+
+
+def _running(pods):
+    return [
+        pod for pod in pods.values()
+        if pod and pod["spec"].get("nodeName") and pod["status"].get("phase") not in ("Succeeded", "Failed")
+    ]  # fmt: skip
+
+
+def _unreserved(pods, nodes, version):
+    return [
+        f"{pod['metadata']['name']} is bound to {pod['spec']['nodeName']} without a reservation"
+        for pod in _running(pods)
+        if pod["metadata"]["uid"] not in _held(nodes, pod["spec"]["nodeName"])
+    ]
+
+
+def _moved(pods, nodes, places, version):
+    found = []
+    for pod in _running(pods):
+        uid = pod["metadata"]["uid"]
+        held = _held(nodes, pod["spec"]["nodeName"]).get(uid)
+        if held is not None and places.setdefault(uid, held["gpuUuids"]) != held["gpuUuids"]:
+            found.append(f"{pod['metadata']['name']} was moved while it was bound")
+    return found
+
+
+def _overcommitted(nodes, version):
+    found = []
+    for name, node in nodes.items():
+        for device in (node or {}).get("status", {}).get("devices", []):
+            held = [one for one in _held(nodes, name).values() if device["uuid"] in one["gpuUuids"]]
+            usable = device["memoryMib"] - device.get("reservedMib", 0)
+            names = sorted(one["podName"] for one in held)
+            if len(held) > 1 and any(one["mode"] == SharingMode.EXCLUSIVE for one in held):
+                found.append(f"{device['uuid']} is exclusive and has {names}")
+            elif len(held) > 1 and sum(one["tenant"].get("memoryMib") or usable for one in held) > usable:
+                found.append(f"{device['uuid']} has too little memory for {names}")
+    return found
+
+
+def play(seed):
+    """Run one history; return its violations and how its binds ended."""
+    random.seed(seed)  # reflectors spread their tries
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        async def one():
+            history = History(seed)
+            return await history.run(), history.bound
+
+        return runner.run(one())
