@@ -122,6 +122,7 @@ def build(
         timeout_s=settings.bind_timeout_seconds,
     )
     gc.leave_alone(binder.open)
+    leadership.on_change(gc.sweep_soon)
     admission.exempt(binder.open)
     settler = PeakUpdater(informers, writer, PeakTracker(clock)) if settings.count_peaks else None
     service = Service(

@@ -5,7 +5,7 @@ import json
 from contextlib import asynccontextmanager, suppress
 
 import msgspec
-from carpool_core.kube.api import EVENTS, GPU_NODES, PODS
+from carpool_core.kube.api import EVENTS, GPU_NODES, LEASES, PODS
 from carpool_core.kube.pods import Pod
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
@@ -25,16 +25,31 @@ LEASE = "carpool-system/carpool-scheduler"
 NAMES = ["a", "b"]
 
 
-class World:
-    """A server, a clock, agents; extenders come and go."""
+def hold_lease(kube, holder):
+    namespace, name = LEASE.split("/")
+    body = {"metadata": {"name": name, "namespace": namespace}, "spec": {"holderIdentity": holder}}
+    kube.seed(LEASES, body)
 
-    def __init__(self, **settings):
-        # So that a test sees all that fit.
-        # No extender leads, so that filter and bind are tested without claims.
-        self.settings = ExtenderSettings(**{"candidates": 100, "scheduler_lease": LEASE, **settings})
+
+class World:
+    """A server, a clock, agents; extenders come and go.
+
+    Args:
+        leads: Whether the extender leads. If it does not, filter and bind are tested without claims.
+        settings: Settings of the extender; by default filter returns every node that fits.
+    """
+
+    def __init__(self, *, leads=False, **settings):
+        defaults = {"candidates": 100, "scheduler_lease": LEASE, "scheduler_host": "here"}
+        self.settings = ExtenderSettings(**(defaults | settings))
         self.clock = FakeClock()
         self.kube = FakeKube(self.clock)
         self.agent = FakeAgent(self.kube, self.clock)
+        self.hold("here_1" if leads else "elsewhere_1")
+
+    def hold(self, holder):
+        """Give the scheduler's Lease to a holder."""
+        hold_lease(self.kube, holder)
 
     @asynccontextmanager
     async def extender(self, gather_s=0):

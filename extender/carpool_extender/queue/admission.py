@@ -435,7 +435,10 @@ class AdmissionController:
     async def _ungate(self, pod: Pod) -> None:
         """Remove our gate from a pod; an answer that was lost is followed by another try."""
         uid, meta = PodUid(pod.metadata.uid), pod.metadata
-        at = next(n for n, gate in enumerate(pod.spec.scheduling_gates) if gate.name == GATE_ADMISSION)
+        gates = [gate.name for gate in pod.spec.scheduling_gates]
+        if GATE_ADMISSION not in gates:
+            return  # the watch has shown meanwhile that an earlier try arrived
+        at = gates.index(GATE_ADMISSION)
         patch: list[Mapping[str, Any]] = [
             {"op": "test", "path": "/metadata/uid", "value": meta.uid},
             {"op": "test", "path": f"/spec/schedulingGates/{at}/name", "value": GATE_ADMISSION},

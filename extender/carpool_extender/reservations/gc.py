@@ -124,6 +124,7 @@ class ReservationGC:
         self._leads, self._clock, self._sleep = leads, clock, sleep
         self._binding: Container[PodUid] = ()
         self._due: set[str] = set()
+        self._are_all_due = False
         self._wake = asyncio.Event()
         self._unreadable: set[PodUid] = set()
         self._log = structlog.get_logger()
@@ -133,6 +134,11 @@ class ReservationGC:
     def leave_alone(self, pods: Container[PodUid]) -> None:
         """Set the pods that are being bound at present; their reservations are neither released nor restored."""
         self._binding = pods
+
+    def sweep_soon(self) -> None:
+        """Check every node and every pod soon: the leader has changed."""
+        self._are_all_due = True
+        self._wake.set()
 
     async def run(self) -> None:
         """Check nodes forever, once all watches have listed."""
@@ -152,6 +158,9 @@ class ReservationGC:
         while True:
             await self._wake.wait()
             self._wake.clear()
+            if self._are_all_due:
+                self._are_all_due = False
+                await self.sweep()
             due, self._due = self._due, set()
             await self._check(due, [pod for name in due for pod in self._restorer.lost_on(name)])
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from carpool_core.keys import CONDITION_ADMITTED, GATE_ADMISSION
-from carpool_core.kube.api import GPU_NODES, LEASES, PODS
+from carpool_core.kube.api import GPU_NODES, PODS
 from carpool_core.kube.errors import Overloaded, Unreachable
 from carpool_core.resources.node import Device
 from carpool_core.values import GpuUuid, PodUid, RequestedMode, SharingMode
@@ -20,7 +20,7 @@ from carpool_extender.testing import demand, gpu_node, seed_job, seed_node, seed
 from carpool_simulator.engine import Simulation
 from carpool_simulator.strategy import Knowledge, Strategy
 from carpool_simulator.truth import Workload
-from extender_world import LEASE, World, args, background, filtering, named
+from extender_world import World, args, background, filtering, named
 from simulated_world import A100, NoSlowdown
 from simulated_world import job as sim_job
 
@@ -31,13 +31,7 @@ class Cluster(World):
     """A world whose extender leads, unless a test says otherwise."""
 
     def __init__(self, *, leads=True, **chosen):
-        super().__init__(candidates=1, queue_order="Arrival", scheduler_host="here", **chosen)
-        self.hold("here_1" if leads else "elsewhere_1")
-
-    def hold(self, holder):
-        namespace, name = LEASE.split("/")
-        body = {"metadata": {"name": name, "namespace": namespace}, "spec": {"holderIdentity": holder}}
-        self.kube.seed(LEASES, body)
+        super().__init__(leads=leads, candidates=1, queue_order="Arrival", **chosen)
 
     def queue(self, name, second=0, *, workers=1, gpus=1, gates=GATES, **spec):
         created = f"2026-01-31T11:{second // 60:02}:{second % 60:02}Z"

@@ -400,6 +400,7 @@ async def test_a_binding_that_did_not_arrive_is_sent_again(world):
 
 async def test_a_binding_whose_outcome_stays_unknown_keeps_its_reservation_until_it_lapses(world):
     world.add("x")
+    world.hold("here_1")
     for _ in range(3):
         world.kube.fail_next("create", PODS, Unreachable("reset"), subresource="binding")
     async with world.extender() as extender, background(world.agent.serve("a")):
@@ -559,6 +560,7 @@ async def test_killed_after_the_binding(world):
 
 async def test_a_reservation_of_a_node_that_is_not_offered_lapses_and_is_released(world):
     world.add("x")
+    world.hold("here_1")
     async with world.extender() as extender, background(extender.service.bind(args())):
         await until(lambda: world.held() != {})
     async with world.extender() as extender:

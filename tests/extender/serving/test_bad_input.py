@@ -30,6 +30,7 @@ from carpool_extender.testing import (
 )
 from carpool_simulator.commands import simulate
 from click.testing import CliRunner
+from extender_world import hold_lease
 from http_world import ARGS, BIND, as_client, running
 from structlog.testing import capture_logs
 
@@ -214,6 +215,7 @@ async def test_a_gpu_that_two_nodes_tell_of_is_left_out_until_one_of_them_is_rig
 async def test_a_reservation_of_a_pod_that_is_gone_is_given_back(certificates):
     lost = msgspec.structs.replace(tenant("t", [GPU], SharingMode.EXCLUSIVE), deadline="2026-01-31T11:00:00Z")
     kube = a_server(a_node(lost), are_there=False)
+    hold_lease(kube, "here_1")
     async with running(kube, certificates) as (url, parts), as_client(certificates) as session:
         await until(lambda: not parts.informers.cluster.node("a").spec.reservations)
         assert (await post(session, url, "filter", ONLY_A))["NodeNames"] == ["a"]
