@@ -90,9 +90,7 @@ def build(
     evaluation_cache = EvaluationCache(informers.cluster, rules)
     restorer = Restorer(api, informers, writer, events, settings.slots_per_gpu)
     leadership = Leadership(api, clock, settings.scheduler_lease, settings.scheduler_host or gethostname())
-    gc = ReservationGC(
-        api, informers, writer, restorer, leads=lambda: leadership.leads, clock=clock, sleep=sleep
-    )
+    gc = ReservationGC(api, informers, writer, restorer, leads=lambda: leadership.leads, clock=clock, sleep=sleep)
     admission = AdmissionController(
         api,
         informers,

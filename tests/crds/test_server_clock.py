@@ -18,8 +18,12 @@ from carpool_core.testing.clock import FakeClock
     ("date", "ahead_s"),
     [
         pytest.param(format_datetime(datetime(2026, 1, 31, 12, 1, tzinfo=UTC), usegmt=True), 60.5, id="server ahead"),
-        pytest.param(format_datetime(datetime(2026, 1, 31, 11, 59, tzinfo=UTC), usegmt=True), -59.5, id="server behind"),
-        pytest.param(format_datetime(datetime(2026, 1, 31, 12, tzinfo=UTC), usegmt=True), 0.0, id="rounding is no error"),
+        pytest.param(
+            format_datetime(datetime(2026, 1, 31, 11, 59, tzinfo=UTC), usegmt=True), -59.5, id="server behind"
+        ),
+        pytest.param(
+            format_datetime(datetime(2026, 1, 31, 12, tzinfo=UTC), usegmt=True), 0.0, id="rounding is no error"
+        ),
         pytest.param("yesterday", 0.0, id="no date"),
     ],
 )

@@ -59,7 +59,10 @@ async def serving(kube, certificates, *, watching=True):
 async def running(kube, certificates, *, watching=True, clock=None, **settings):
     """The same; yields the parts of the extender too."""
     tls = TlsSettings(certificates / "server.crt", certificates / "server.key", certificates / "ca.crt")
-    settings, clock = ExtenderSettings(scheduler_lease=LEASE, scheduler_host="here", port=0, tls=tls, **settings), clock or FakeClock()
+    settings, clock = (
+        ExtenderSettings(scheduler_lease=LEASE, scheduler_host="here", port=0, tls=tls, **settings),
+        clock or FakeClock(),
+    )
     parts = build(settings, kube, clock, clock.sleep)
     server = create_server(parts.app, settings)
     tasks = [asyncio.create_task(server.serve())]

@@ -1,9 +1,9 @@
-"""A control plane in virtual time: two schedulers with their extenders, faulty connections, skewed clocks, leader changes.
+"""Two schedulers with their extenders in virtual time: faulty connections, skewed clocks, changes of the leader.
 
-`play(seed)` runs one random history and returns every violation of a promise. The same seed gives the same history.
+`play(seed)` runs one random history and returns every violation of a promise.
 
-The API server, agents, kubelets and jobs are models. The extenders are the real ones. Each talks to the server through a
-`Connection` that delays calls, loses answers, answers 409, 429 and 500, ends watches with 410, and is cut off for a while.
+The API server, agents, kubelets and jobs are models. The extenders are the real ones. Each reaches the server through
+a `Connection` that delays calls, loses answers, answers 409, 429 and 500, breaks watches, and is cut off for a while.
 """
 
 import asyncio
@@ -185,7 +185,10 @@ class History:
         for name in self.nodes:
             seed_node(self.kube, gpu_node(name, self.draw.randint(1, 2)))
         namespace, name = LEASE.split("/")
-        self.lease = {"metadata": {"name": name, "namespace": namespace}, "spec": {"holderIdentity": "", "renewTime": 0}}
+        self.lease = {
+            "metadata": {"name": name, "namespace": namespace},
+            "spec": {"holderIdentity": "", "renewTime": 0},
+        }
         self.kube.seed(LEASES, self.lease)
         self.hosts = []
         for number in range(2):
@@ -320,17 +323,18 @@ class History:
             found = await self.kube.get(GPU_NODES, node, GpuNode)
             known = {(one.pod_uid, one.generation): one for one in found.status.partitions}
             wanted = [
-                known.get((one.pod_uid, one.generation)) or Partition(
-                    pod_uid=one.pod_uid, generation=one.generation,
-                    state=PartitionState.FAILED if self.is_active and self.draw.random() < 0.05 else PartitionState.READY,
-                )
-                for one in found.spec.reservations
-            ]  # fmt: skip
+                known.get((one.pod_uid, one.generation)) or self._prepared(one) for one in found.spec.reservations
+            ]
             beat_s = asyncio.get_running_loop().time() // HEARTBEAT_S
             if wanted != found.status.partitions or beat_s != beaten_s:
                 beaten_s, now = beat_s, rfc3339(LoopClock().now())
                 status = {"partitions": msgspec.to_builtins(wanted), "heartbeatTime": now}
                 await self.kube.patch(GPU_NODES, node, {"status": status}, subresource="status")
+
+    def _prepared(self, held):
+        fails = self.is_active and self.draw.random() < 0.05
+        state = PartitionState.FAILED if fails else PartitionState.READY
+        return Partition(pod_uid=held.pod_uid, generation=held.generation, state=state)
 
     async def _kubelets(self):
         """Start bound pods whose GPUs are prepared, and end them."""
@@ -342,7 +346,9 @@ class History:
                 meta, node = item["metadata"], item["spec"].get("nodeName")
                 if not node or item["status"].get("phase") in ("Succeeded", "Failed"):
                     continue
-                held = {one["podUid"] for one in self.kube._store.find(GPU_NODES, "", node)["spec"].get("reservations", [])}
+                held = {
+                    one["podUid"] for one in self.kube._store.find(GPU_NODES, "", node)["spec"].get("reservations", [])
+                }
                 if meta["uid"] not in ends and meta["uid"] in held:
                     ends[meta["uid"]] = loop.time() + self.draw.uniform(5.0, 90.0)
                     await self._set_phase(meta["name"], "Running")
@@ -410,15 +416,13 @@ class History:
                 nodes[name] = change.new
             else:
                 continue
-            found += _unreserved(pods, nodes, change.version) + _moved(pods, nodes, places, change.version)
-            found += _overcommitted(nodes, change.version)
+            found += _unreserved(pods, nodes) + _moved(pods, nodes, places)
+            found += _overcommitted(nodes)
         found += self._leaks(pods, nodes)
         return list(dict.fromkeys(found))
 
     def _leaks(self, pods, nodes):
-        alive = {
-            pod["metadata"]["uid"] for pod in pods.values() if pod and pod["status"].get("phase") not in ("Succeeded", "Failed")
-        }  # fmt: skip
+        alive = {pod["metadata"]["uid"] for pod in pods.values() if pod and not _has_ended(pod)}
         return [
             f"leak: {one['podName']} on {name} at the end"
             for name, node in nodes.items()
@@ -432,13 +436,14 @@ def _held(nodes, node):
 
 
 def _running(pods):
-    return [
-        pod for pod in pods.values()
-        if pod and pod["spec"].get("nodeName") and pod["status"].get("phase") not in ("Succeeded", "Failed")
-    ]  # fmt: skip
+    return [pod for pod in pods.values() if pod and pod["spec"].get("nodeName") and not _has_ended(pod)]
 
 
-def _unreserved(pods, nodes, version):
+def _has_ended(pod):
+    return pod["status"].get("phase") in ("Succeeded", "Failed")
+
+
+def _unreserved(pods, nodes):
     return [
         f"{pod['metadata']['name']} is bound to {pod['spec']['nodeName']} without a reservation"
         for pod in _running(pods)
@@ -446,7 +451,7 @@ def _unreserved(pods, nodes, version):
     ]
 
 
-def _moved(pods, nodes, places, version):
+def _moved(pods, nodes, places):
     found = []
     for pod in _running(pods):
         uid = pod["metadata"]["uid"]
@@ -456,7 +461,7 @@ def _moved(pods, nodes, places, version):
     return found
 
 
-def _overcommitted(nodes, version):
+def _overcommitted(nodes):
     found = []
     for name, node in nodes.items():
         for device in (node or {}).get("status", {}).get("devices", []):
@@ -474,6 +479,7 @@ def play(seed):
     """Run one history; return its violations and how its binds ended."""
     random.seed(seed)  # reflectors spread their tries
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+
         async def one():
             history = History(seed)
             return await history.run(), history.bound

@@ -42,7 +42,6 @@ def world():
     return World(leads=True)
 
 
-
 def later(seconds):
     return NOW + timedelta(seconds=seconds)
 
@@ -219,7 +218,9 @@ class Setup:
         self.informers = Informers(self.kube, self.clock, ClusterCache())
         writer = ReservationWriter(self.kube, self.informers, self.clock.sleep)
         restorer = Restorer(self.kube, self.informers, writer, EventRecorder(self.kube, self.clock, "test"), 8)
-        self.gc = ReservationGC(self.kube, self.informers, writer, restorer, leads=lambda: True, clock=self.clock, sleep=self.clock.sleep)
+        self.gc = ReservationGC(
+            self.kube, self.informers, writer, restorer, leads=lambda: True, clock=self.clock, sleep=self.clock.sleep
+        )
 
     async def sweep(self):
         sweeping = asyncio.create_task(self.gc.sweep())
