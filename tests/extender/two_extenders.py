@@ -171,6 +171,7 @@ class Host:
     clock: LoopClock
     connection: Connection
     tasks: dict = field(default_factory=dict)
+    main: asyncio.Task | None = None
     is_leader: bool = False
     starts: int = 0
 
@@ -215,6 +216,11 @@ class History:
             if not host.tasks:
                 self._boot(host)
         await asyncio.sleep(QUIET_S)
+        dead = [task for task in always if task.done()]
+        dead += [host.main for host in self.hosts if host.main is not None and host.main.done()]
+        if dead:
+            await dead[0]  # raises why it ended
+            raise AssertionError("a process of the history ended by itself")
         for task in [*always, *(task for host in self.hosts for task in host.tasks)]:
             task.cancel()
         await asyncio.sleep(0)
@@ -228,7 +234,7 @@ class History:
             return asyncio.create_task(self._host(host))
 
         host.starts += 1
-        copy_context().run(start)
+        host.main = copy_context().run(start)
 
     def _kill(self, host):
         for task in [*host.tasks]:
@@ -311,7 +317,7 @@ class History:
 
     def _pods(self):
         """Return the stored pods themselves: copies of all pods would be most of the work."""
-        return [item for (plural, _, _), item in self.kube._store.objects.items() if plural == PODS.plural]
+        return [item for (plural, _, _), item in self.kube._objects.items() if plural == PODS.plural]
 
     async def _agent(self, node):
         """Prepare what is reserved, late or never."""
@@ -346,9 +352,7 @@ class History:
                 meta, node = item["metadata"], item["spec"].get("nodeName")
                 if not node or item["status"].get("phase") in ("Succeeded", "Failed"):
                     continue
-                held = {
-                    one["podUid"] for one in self.kube._store.find(GPU_NODES, "", node)["spec"].get("reservations", [])
-                }
+                held = {one["podUid"] for one in self.kube._find(GPU_NODES, "", node)["spec"].get("reservations", [])}
                 if meta["uid"] not in ends and meta["uid"] in held:
                     ends[meta["uid"]] = loop.time() + self.draw.uniform(5.0, 90.0)
                     await self._set_phase(meta["name"], "Running")
@@ -407,7 +411,7 @@ class History:
         """Replay every write, and check the promises after each."""
         found, pods, nodes = [], {}, {}
         places = {}
-        for change in self.kube._store.changes:
+        for change in self.kube._changes:
             item = change.new or change.old
             name = item["metadata"]["name"]
             if change.plural == "pods":
