@@ -24,7 +24,7 @@ from carpool_extender.reservations.binder import BindDeps, Binder
 from carpool_extender.reservations.gc import ReservationGC, Restorer
 from carpool_extender.reservations.peaks import PeakUpdater
 from carpool_extender.reservations.writer import GATHER_S, ReservationWriter
-from carpool_extender.scheduler import Service
+from carpool_extender.scheduler import Scheduler
 from carpool_extender.server import create_app
 from carpool_extender.settings import ExtenderSettings
 from carpool_extender.workloads import JobOptions, Workloads
@@ -37,7 +37,7 @@ class Extender:
     """The parts of a running extender."""
 
     app: FastAPI
-    service: Service
+    service: Scheduler
     informers: Informers
     gc: ReservationGC
     binder: Binder
@@ -123,7 +123,7 @@ def build(
     leadership.on_change(gc.sweep_soon)
     admission.exempt(binder.open)
     settler = PeakUpdater(informers, writer, PeakTracker(clock)) if settings.count_peaks else None
-    service = Service(
+    service = Scheduler(
         informers,
         workloads,
         admission,

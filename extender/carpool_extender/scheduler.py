@@ -39,7 +39,7 @@ class BadRequest(Exception):  # noqa: N818  # an answer about the request
     """A body that this extender cannot work with; `str()` says what was expected, what was found, what to do."""
 
 
-class Service:
+class Scheduler:
     """Answers kube-scheduler.
 
     Args:

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 from carpool_extender.extender_api import BindingArgs, ExtenderArgs, PreemptionArgs
 from carpool_extender.metrics import ExtenderMetrics
-from carpool_extender.scheduler import BadRequest, Service
+from carpool_extender.scheduler import BadRequest, Scheduler
 from carpool_extender.settings import ExtenderSettings
 
 A = TypeVar("A")
@@ -52,11 +52,11 @@ class _Rejected(Exception):  # noqa: N818  # ends a request with an error status
         self.status = status
 
 
-def create_app(service: Service, metrics: ExtenderMetrics, not_ready: Callable[[], str | None]) -> FastAPI:
+def create_app(scheduler: Scheduler, metrics: ExtenderMetrics, not_ready: Callable[[], str | None]) -> FastAPI:
     """Build the application.
 
     Args:
-        service: Decides the verbs.
+        scheduler: Decides the verbs.
         metrics: Measures requests.
         not_ready: Returns None once every verb can answer, otherwise the reason.
     """
@@ -70,10 +70,10 @@ def create_app(service: Service, metrics: ExtenderMetrics, not_ready: Callable[[
     def verb(name: str, arguments: type[A], decide: Callable[[A], Awaitable[Any]]) -> None:
         app.add_route(f"/{name}", _endpoint(name, arguments, decide, metrics, not_ready), methods=["POST"])
 
-    verb("filter", ExtenderArgs, service.filter)
-    verb("prioritize", ExtenderArgs, service.prioritize)
-    verb("bind", BindingArgs, service.bind)
-    verb("preempt", PreemptionArgs, service.preempt)
+    verb("filter", ExtenderArgs, scheduler.filter)
+    verb("prioritize", ExtenderArgs, scheduler.prioritize)
+    verb("bind", BindingArgs, scheduler.bind)
+    verb("preempt", PreemptionArgs, scheduler.preempt)
 
     @app.get("/healthz")
     async def healthz() -> Health:
