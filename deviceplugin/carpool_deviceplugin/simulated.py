@@ -12,7 +12,7 @@ from carpool_core.products import GpuProduct, UnknownProductError, find_product
 from carpool_core.resources.node import Device
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
 from carpool_simulated.device import Device as SimulatedDevice
-from carpool_simulated.state import IDLE, DeviceStateError, Facts, Limit, Mode, SimulatedGpuError
+from carpool_simulated.state import IDLE, Facts, Limit, SimulatedGpuError
 
 from carpool_deviceplugin.gpu import (
     Access,
@@ -105,7 +105,7 @@ class SimulatedDevices:
         self._devices: dict[GpuUuid, SimulatedDevice] = {}
         for index, product in enumerate(products):
             uuid = GpuUuid(f"GPU-{uuids.uuid5(_NAMESPACE, f'{node}/{index}')}")
-            self._facts[uuid] = facts = _facts(uuid, index, product)
+            self._facts[uuid] = facts = _facts(uuid, product)
             self._products[uuid] = product
             self._devices[uuid] = device = SimulatedDevice(state_dir / "simulated" / uuid, monotonic)
             device.create(facts)
@@ -117,24 +117,23 @@ class SimulatedDevices:
 
     def inventory(self) -> list[Device]:
         """Describe every GPU."""
-        return [self.describe(uuid) for uuid in self._facts]
+        return [self.describe(uuid) for uuid in self.uuids]
 
     def describe(self, uuid: GpuUuid) -> Device:
         """Describe one GPU."""
         facts, product = self._facts[uuid], self._products[uuid]
         mode, problem = None, ""
         try:
-            actual = self.actual(uuid)
-            mode, problem = actual.mode, actual.problem
+            mode = self.actual(uuid).mode
         except DeviceError as e:
             problem = str(e)
         return Device(
             uuid=uuid,
-            index=facts.index,
+            index=self.uuids.index(uuid),
             product=facts.product,
             memory_mib=facts.memory_mib,
             reserved_mib=facts.reserved_mib + _FRAGMENTATION_MIB,
-            compute_capability=facts.compute_capability,
+            compute_capability=product.compute_capability,
             mig_profiles=list(product.mig_profiles),
             modes=list(MODES),
             mode=mode,
@@ -147,8 +146,8 @@ class SimulatedDevices:
         device = self._device(uuid)
         with _as_device_error():
             facts = device.facts()
-            held, problems = device.held()
-            mode = _mode_of(device, in_use=bool(held or problems))
+            held, _ = device.held()
+            mode = device.mode()
         return GpuActual(
             uuid=uuid,
             usable_mib=facts.memory_mib - facts.reserved_mib,
@@ -157,18 +156,6 @@ class SimulatedDevices:
             mps_daemon=mode.mps_daemon,
             limits={PodUid(pod): Limits(x.memory_mib, x.thread_percentage) for pod, x in mode.limits.items()},
             tenants=frozenset(PodUid(h.claim.pod_uid) for h in held),
-            problem=self._wrong(uuid, facts),
-        )
-
-    def _wrong(self, uuid: GpuUuid, found: Facts) -> str:
-        """Return an error if the state directory holds another product, left by an earlier setting."""
-        expected = self._facts[uuid]
-        if (found.product, found.memory_mib) == (expected.product, expected.memory_mib):
-            return ""
-        return (
-            f"{self._devices[uuid].directory / 'device.json'}: expected {expected.product} of {expected.memory_mib} "
-            f"MiB, found {found.product} of {found.memory_mib} MiB; remove the file and start the node agent again, or "
-            "set CARPOOL_SIMULATED_GPUS back"
         )
 
     def _device(self, uuid: GpuUuid) -> SimulatedDevice:
@@ -251,26 +238,13 @@ class SimulatedDevices:
         )
 
 
-def _mode_of(device: SimulatedDevice, *, in_use: bool) -> Mode:
-    """Return the mode; on an unused device an unreadable mode counts as idle, and the next step rewrites it."""
-    try:
-        return device.mode()
-    except DeviceStateError:
-        if in_use:
-            raise
-        return Mode()
-
-
-def _facts(uuid: GpuUuid, index: int, product: GpuProduct) -> Facts:
+def _facts(uuid: GpuUuid, product: GpuProduct) -> Facts:
     return Facts(
         uuid=uuid,
-        index=index,
         product=SIMULATED_PREFIX + product.name,
         memory_mib=product.memory_mib,
         reserved_mib=_DRIVER_MIB + round(_DRIVER_SHARE * product.memory_mib),
         context_mib=_CONTEXT_MIB,
-        sm_count=product.sm_count,
-        compute_capability=product.compute_capability,
         power_limit_w=float(product.power_limit_w),
         idle_power_w=float(product.idle_power_w),
     )

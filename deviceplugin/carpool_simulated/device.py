@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from carpool_simulated import state
@@ -16,8 +16,6 @@ from carpool_simulated.state import (
     Limit,
     Mode,
     MpsError,
-    Totals,
-    is_claimed,
     is_held,
     locked,
     read_claim,
@@ -105,20 +103,28 @@ class Reading:
     problems: tuple[str, ...]
     """A message for each unreadable claim of a live process and each file that is not a claim."""
     energy_j: float
-    """Energy since the device was created; never falls."""
+    """Energy since the start of the agent; never falls."""
     power_w: float
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _Claims:
     """Content of the directory of claims."""
 
-    held: list[Held]
-    dead: list[Path]
-    unreadable: list[str]
+    held: list[Held] = field(default_factory=list)
+    dead: list[Path] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
     """Errors of unreadable claims of live processes; they occupy an unknown part of the device."""
-    foreign: list[str]
-    """Errors of files that no process can hold as a claim; they are not counted."""
+    invalid: dict[Path, str] = field(default_factory=dict)
+    """Files that no process can hold as a claim, and the error of each; they are not counted."""
+
+    def energy_of_dead_j(self) -> float:
+        """Return the energy of ended processes; that of an unreadable claim is lost."""
+        energy_j = 0.0
+        for path in self.dead:
+            with suppress(DeviceStateError):
+                energy_j += read_claim(path).energy_j
+        return energy_j
 
 
 class Device:
@@ -133,103 +139,96 @@ class Device:
         self.directory = directory
         self.claims_directory = directory / "claims"
         self._clock = clock
+        self._created_at = clock()
+        self._reaped_j = 0.0
+        """Energy above idle of processes whose claims were removed."""
 
     def create(self, facts: Facts) -> None:
-        """Create the missing files of the device."""
+        """Write the properties of the device, and create the other files if they are missing."""
         self.claims_directory.mkdir(parents=True, exist_ok=True)
         self.directory.chmod(0o755)
         self.claims_directory.chmod(0o777)  # containers run as any user
         if not (self.directory / "lock").exists():
             write_text(self.directory / "lock", "")
-        if not (self.directory / "totals.json").exists():
-            state.write_totals(self.directory, Totals(since=self._clock()))
         if not (self.directory / "mode.json").exists():
             state.write_mode(self.directory, Mode())
-        if not (self.directory / "device.json").exists():
-            write_json(self.directory / "device.json", {name: getattr(facts, name) for name in Facts.__slots__})
+        write_json(self.directory / "device.json", asdict(facts))
 
     def facts(self) -> Facts:
         """Return the properties of the device; raises DeviceStateError."""
         return state.read_facts(self.directory)
 
     def mode(self) -> Mode:
-        """Return the sharing mode; raises DeviceStateError."""
-        return state.read_mode(self.directory)
+        """Return the sharing mode; an unreadable one counts as idle if no process uses the device.
+
+        Raises:
+            DeviceStateError: Processes use the device, and `mode.json` is invalid.
+        """
+        try:
+            return state.read_mode(self.directory)
+        except DeviceStateError:
+            if any(self.held()):
+                raise
+            return Mode()
 
     def held(self) -> tuple[list[Held], list[str]]:
         """Return the claims of live processes, and the errors of unreadable ones."""
-        seen = self._look()
-        return seen.held, seen.unreadable
+        claims = self._claims()
+        return claims.held, claims.unreadable
 
-    def _look(self) -> "_Seen":
-        seen = _Seen([], [], [], [])
+    def _claims(self) -> _Claims:
+        claims = _Claims()
         for path in sorted(self.claims_directory.glob("*.claim")):
             try:
-                is_living = is_held(path)
+                is_alive = is_held(path)
             except DeviceStateError as e:
-                seen.foreign.append(str(e))
+                claims.invalid[path] = str(e)
                 continue
-            if not is_living:
-                seen.dead.append(path)
+            if not is_alive:
+                claims.dead.append(path)
                 continue
             try:
-                seen.held.append(Held(path.stem, read_claim(path)))
+                claims.held.append(Held(path.stem, read_claim(path)))
             except DeviceStateError as e:
                 if path.exists():
-                    seen.unreadable.append(str(e))
-        return seen
+                    claims.unreadable.append(str(e))
+        return claims
 
     def reap(self) -> None:
         """Remove claims of dead processes and invalid files. Only the agent calls this, with the lock held."""
-        for path in self.claims_directory.glob("*.new"):
+        claims = self._claims()
+        self._reaped_j += claims.energy_of_dead_j()
+        for path in (*claims.dead, *claims.invalid, *self._unfinished()):
             with suppress(OSError):  # a directory
-                path.unlink()  # its process died before the rename: claims are made with the lock held
-        energy_j = 0.0
-        for path in sorted(self.claims_directory.glob("*.claim")):
-            with suppress(DeviceStateError):
-                if is_held(path):
-                    continue
-                energy_j += read_claim(path).energy_j  # the energy of an unreadable claim is lost
-            with suppress(OSError):
                 path.unlink()
-        if energy_j:
-            totals = self._totals()
-            state.write_totals(self.directory, replace(totals, energy_j=totals.energy_j + energy_j))
+
+    def _unfinished(self) -> list[Path]:
+        """Return claims whose process died before the rename: claims are made with the lock held."""
+        return list(self.claims_directory.glob("*.new"))
 
     def tidy(self) -> None:
         """Remove claims of dead processes, unless the lock is taken. Only the agent calls this."""
-        if not any(not is_claimed(path) for path in self.claims_directory.iterdir()):
-            return
-        with suppress(DeviceUnavailableError), locked(self.directory, timeout_s=_TIDY_S):
-            self.reap()
-
-    def _totals(self) -> Totals:
-        """Return the totals; an unreadable file restarts the energy counter."""
-        try:
-            totals = state.read_totals(self.directory)
-        except DeviceStateError:
-            return Totals(since=self._clock())
-        return totals if totals.since <= self._clock() else Totals(since=self._clock())  # the machine was restarted
+        claims = self._claims()
+        if claims.dead or claims.invalid or self._unfinished():
+            with suppress(DeviceUnavailableError), locked(self.directory, timeout_s=_TIDY_S):
+                self.reap()
 
     def reading(self) -> Reading:
         """Return the counters; takes no lock. Raises DeviceStateError if `device.json` is corrupt."""
         facts, now = self.facts(), self._clock()
-        totals = self._totals()
-        seen = self._look()
-        dynamic = energy = 0.0
-        for path in seen.dead:  # `reap` adds them to the totals later
-            with suppress(DeviceStateError):
-                energy += read_claim(path).energy_j
-        for claim in (h.claim for h in seen.held):
+        energy, dynamic = self._reaped_j, 0.0
+        claims = self._claims()
+        energy += claims.energy_of_dead_j()
+        for claim in (h.claim for h in claims.held):
             energy += claim.energy_j
             if claim.busy_until > now:
                 activity = Activity(claim.gpu_util, claim.sm_active, claim.dram_active)
                 dynamic += dynamic_power_w(activity, idle_w=facts.idle_power_w, limit_w=facts.power_limit_w)
         return Reading(
             at=now,
-            claims=tuple(seen.held),
-            problems=(*seen.unreadable, *seen.foreign),
-            energy_j=totals.energy_j + energy + facts.idle_power_w * (now - totals.since),
+            claims=tuple(claims.held),
+            problems=(*claims.unreadable, *claims.invalid.values()),
+            energy_j=energy + facts.idle_power_w * (now - self._created_at),
             power_w=min(facts.power_limit_w, facts.idle_power_w + dynamic),
         )
 
@@ -241,23 +240,13 @@ class Device:
         """
         with locked(self.directory):
             self.reap()
-            now = self._mode_or_new()
+            now = self.mode()
             if now.mode == mode:
                 return
             self._refuse_in_use(f"change its mode from {now.mode} to {mode}")
             if now.mps_daemon:
                 raise DeviceUnavailableError(f"{self.directory.name}: expected no MPS daemon, found one; stop it first")
             state.write_mode(self.directory, Mode(mode=mode))
-
-    def _mode_or_new(self) -> Mode:
-        """Return the mode; a corrupt one may be replaced if the device has no processes."""
-        try:
-            return self.mode()
-        except DeviceStateError:
-            held, problems = self.held()
-            if held or problems:
-                raise
-            return Mode(mode="unreadable")
 
     def _refuse_in_use(self, purpose: str) -> None:
         held, problems = self.held()
@@ -284,12 +273,12 @@ class Device:
         with locked(self.directory):
             self.reap()
             self._refuse_in_use("stop its MPS daemon")
-            mode = self._mode_or_new()
+            mode = self.mode()
             state.write_mode(self.directory, replace(mode, mps_daemon=False, limits={}))
             (pipe_directory / MPS_CONTROL).unlink(missing_ok=True)
 
     def set_limit(self, pod_uid: str, limit: Limit | None) -> None:
-        """Set the limits of a pod's processes for later allocations; None removes them."""
+        """Record the limits of a pod, which CDI sets in its containers; None removes them."""
         with locked(self.directory):
             mode = self.mode()
             limits = {pod: kept for pod, kept in mode.limits.items() if pod != pod_uid}

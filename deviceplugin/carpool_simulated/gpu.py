@@ -7,8 +7,7 @@ import re
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -16,10 +15,7 @@ from types import TracebackType
 from carpool_simulated.device import Activity, Device, contention, dynamic_power_w
 from carpool_simulated.state import (
     Claim,
-    DeviceStateError,
     DeviceUnavailableError,
-    Facts,
-    Limit,
     NoDeviceError,
     OutOfMemoryError,
     SimulatedGpuError,
@@ -129,7 +125,6 @@ class Gpu:
         self._clock, self._sleep = clock, sleep
         self._pid = os.getpid()
         self._handle = -1
-        self._set_by_daemon = Limit()
         with locked(device.directory):
             self._facts = device.facts()
             self.mode = device.admit(environment.pod_uid, environment.pipe_directory).mode
@@ -163,11 +158,6 @@ class Gpu:
         os.ftruncate(self._handle, len(line))
 
     @property
-    def facts(self) -> Facts:
-        """Properties of the device."""
-        return self._facts
-
-    @property
     def name(self) -> str:
         """Product name, beginning with `Simulated`."""
         return self._facts.product
@@ -185,26 +175,14 @@ class Gpu:
     @property
     def memory_limit_mib(self) -> int | None:
         """This process's MPS memory limit in MiB, context included; None without one."""
-        return self._limit().memory_mib
+        return self._environment.limits_mib.get(self.index) if self.mode == "MPS" else None
 
     @property
     def allocated_mib(self) -> int:
         """Memory that `allocate` took and `free` did not return, in MiB."""
         return self._claim.memory_mib - self._facts.context_mib
 
-    def _limit(self) -> Limit:
-        """Return the smaller limits of environment and daemon; none without MPS."""
-        if self.mode != "MPS":
-            return Limit()
-        with suppress(DeviceStateError):  # a corrupt file must not end a running step: the last limit holds
-            self._set_by_daemon = self._device.mode().limits.get(self._environment.pod_uid, Limit())
-        by_daemon, by_environment = self._set_by_daemon.memory_mib, self._environment.limits_mib.get(self.index)
-        memory = [limit for limit in (by_daemon, by_environment) if limit is not None]
-        threads = min(self._environment.threads * 100, self._set_by_daemon.thread_percentage or 100)
-        return Limit(min(memory, default=None), max(1, int(threads)))
-
-    @contextmanager
-    def _alive(self) -> Iterator[None]:
+    def _check_open(self) -> None:
         if os.getpid() != self._pid:
             raise SimulatedGpuError(
                 "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, "
@@ -214,7 +192,6 @@ class Gpu:
             raise DeviceUnavailableError(
                 f"GPU {self.index}: expected an open GPU, found it closed; call open_gpus again"
             )
-        yield
 
     def allocate(self, mib: float) -> None:
         """Take memory, rounded up to whole MiB.
@@ -224,7 +201,8 @@ class Gpu:
         """
         if not (math.isfinite(mib) and mib > 0):
             raise ValueError(f"expected a positive number of MiB to allocate, found {mib!r}")
-        with self._alive(), locked(self._device.directory):
+        self._check_open()
+        with locked(self._device.directory):
             self._make_room(math.ceil(mib))
             self._claim.memory_mib += math.ceil(mib)
             self._claim.peak_memory_mib = max(self._claim.peak_memory_mib, self._claim.memory_mib)
@@ -234,7 +212,8 @@ class Gpu:
         """Return memory, rounded up as `allocate` did."""
         if not (mib > 0 and mib <= self.allocated_mib):
             raise ValueError(f"expected at most {self.allocated_mib} MiB to free, which are allocated; found {mib!r}")
-        with self._alive(), locked(self._device.directory):
+        self._check_open()
+        with locked(self._device.directory):
             self._claim.memory_mib -= math.ceil(mib)
             self._write_claim()
 
@@ -243,7 +222,7 @@ class Gpu:
         held, _ = self._device.held()
         used = sum(h.claim.memory_mib for h in held)
         mine = self._claim.memory_mib
-        limit = self._limit().memory_mib
+        limit = self.memory_limit_mib
         free = self.total_mib - used
         if limit is not None:
             free = min(free, limit - mine)
@@ -276,15 +255,15 @@ class Gpu:
         if not (math.isfinite(step_time_s) and step_time_s > 0):
             raise ValueError(f"expected a positive step_time_s in seconds, found {step_time_s!r}")
         activity = Activity(gpu_util, sm_active, dram_active)
-        with self._alive():
-            self._claim.gpu_util, self._claim.sm_active, self._claim.dram_active = gpu_util, sm_active, dram_active
-            started, left = self._clock(), step_time_s
-            while left > 1e-9:
-                left -= self._advance(activity, left, step_time_s)
-            took = self._clock() - started
-            self._claim.steps += 1
-            self._claim.steps_s += took
-            self._write_claim()
+        self._check_open()
+        self._claim.gpu_util, self._claim.sm_active, self._claim.dram_active = gpu_util, sm_active, dram_active
+        started, left = self._clock(), step_time_s
+        while left > 1e-9:
+            left -= self._advance(activity, left, step_time_s)
+        took = self._clock() - started
+        self._claim.steps += 1
+        self._claim.steps_s += took
+        self._write_claim()
         return took
 
     def _advance(self, activity: Activity, left: float, step_time_s: float) -> float:
@@ -316,7 +295,7 @@ class Gpu:
             for h in held
             if h.id != self._path.stem and h.claim.busy_until > now
         ]
-        return contention(self.mode, activity, others, (self._limit().thread_percentage or 100) / 100)
+        return contention(self.mode, activity, others, self._environment.threads)
 
     def close(self) -> None:
         """Release the GPU. The end of the process has the same effect."""
@@ -324,12 +303,6 @@ class Gpu:
             return
         os.close(self._handle)  # unlocks the claim, and the agent removes it
         self._handle = -1
-
-    def __enter__(self) -> "Gpu":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
 
 class Gpus(tuple[Gpu, ...]):

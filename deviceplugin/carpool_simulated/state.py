@@ -18,7 +18,7 @@ import re
 import stat
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
@@ -51,10 +51,6 @@ class DeviceStateError(SimulatedGpuError):
         # A file name may contain bytes that are not valid UTF-8.
         name = os.fsencode(path).decode(errors="backslashreplace")
         super().__init__(f"{name}: expected {expected}, found {found}; {do}")
-        self.path = path
-        self.expected = expected
-        self.found = found
-        self.do = do
 
 
 T = TypeVar("T")
@@ -123,13 +119,7 @@ _LOCK_TIMEOUT_S = 5.0
 
 
 @contextlib.contextmanager
-def locked(
-    directory: Path,
-    *,
-    timeout_s: float = _LOCK_TIMEOUT_S,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> Iterator[None]:
+def locked(directory: Path, *, timeout_s: float = _LOCK_TIMEOUT_S) -> Iterator[None]:
     """Hold the device's lock, so that only one process changes claims.
 
     Raises:
@@ -143,18 +133,18 @@ def locked(
         do = "mount the device's directory; the node agent makes the file when it starts"
         raise DeviceStateError(path, expected="a lock file", found=str(e), do=do) from e
     try:
-        until = clock() + timeout_s
+        until = time.monotonic() + timeout_s
         while True:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if clock() >= until:
+                if time.monotonic() >= until:
                     raise DeviceUnavailableError(
                         f"{path}: expected the lock within {timeout_s:g} s, found it held all the time; "
                         "is a process stopped that uses this GPU? End it"
                     ) from None
-                sleep(0.002)
+                time.sleep(0.002)
         yield
     finally:
         os.close(handle)
@@ -271,14 +261,6 @@ def is_held(path: Path) -> bool:
     return False
 
 
-def is_claimed(path: Path) -> bool:
-    """Whether this is the claim of a live process; False for invalid files."""
-    try:
-        return path.suffix == ".claim" and is_held(path)
-    except DeviceStateError:
-        return False
-
-
 IDLE = "Idle"
 MODES = (IDLE, "Exclusive", "TimeSlicing", "MPS")
 
@@ -288,7 +270,6 @@ class Facts:
     """`device.json`: properties of the device. Memory in MiB, power in W."""
 
     uuid: str
-    index: int
     product: str
     """Begins with `Simulated `."""
     memory_mib: int
@@ -296,8 +277,6 @@ class Facts:
     """Memory that the driver reserves."""
     context_mib: int
     """Memory of a process's CUDA context."""
-    sm_count: int
-    compute_capability: str
     power_limit_w: float
     idle_power_w: float
 
@@ -321,20 +300,10 @@ class Mode:
     """Limits by pod UID."""
 
 
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """`totals.json`: base of the energy counter."""
-
-    since: float
-    """Monotonic time of the device's creation, in seconds."""
-    energy_j: float = 0.0
-    """Energy above idle of ended processes, in J."""
-
-
 def read_facts(directory: Path) -> Facts:
     """Read `device.json`; raises DeviceStateError."""
     path = directory / "device.json"
-    do = "remove it, and the node agent will write it anew when it starts"
+    do = "restart the node agent, which writes it again"
     facts = checked(Facts, read_json(path, do), path, do)
     if facts.uuid != directory.name:
         raise DeviceStateError(path, expected=f"uuid {directory.name!r}, the directory's name", found=facts.uuid, do=do)
@@ -358,14 +327,3 @@ def read_mode(directory: Path) -> Mode:
 def write_mode(directory: Path, mode: Mode) -> None:
     """Write `mode.json`."""
     write_json(directory / "mode.json", asdict(mode))
-
-
-def read_totals(directory: Path) -> Totals:
-    """Read `totals.json`; raises DeviceStateError."""
-    path, do = directory / "totals.json", "remove it: only the energy counter starts again"
-    return checked(Totals, read_json(path, do), path, do)
-
-
-def write_totals(directory: Path, totals: Totals) -> None:
-    """Write `totals.json`."""
-    write_json(directory / "totals.json", asdict(totals))

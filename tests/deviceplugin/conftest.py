@@ -34,13 +34,10 @@ PACKAGES = Path(__file__).parents[2] / "deviceplugin"
 
 A100 = Facts(
     uuid="GPU-1",
-    index=0,
     product="Simulated NVIDIA A100-SXM4-40GB",
     memory_mib=40960,
     reserved_mib=624,
     context_mib=400,
-    sm_count=108,
-    compute_capability="8.0",
     power_limit_w=400.0,
     idle_power_w=50.0,
 )
