@@ -77,8 +77,7 @@ async def measured(of: World, peak_mib: int, name: str = "x", **measures: Any) -
 async def measured_stable(of: World, peak_mib: int, for_s: float, name: str = "x") -> None:
     """Let the agent report, and the peak stand still for so long after."""
     await measured(of, peak_mib, name)
-    of.clock.advance(for_s)
-    await of.settle()
+    await of.settle(after_s=for_s)
 
 
 async def completed(of: World, peak_mib: int, name: str = "x", **spec: Any) -> None:
@@ -86,8 +85,7 @@ async def completed(of: World, peak_mib: int, name: str = "x", **spec: Any) -> N
     of.apply(name, **spec)
     await started(of, name)
     await measured(of, peak_mib, name)
-    of.end_pod(f"{name}-worker-0-1")
-    await of.settle()
+    await of.finish_pod(f"{name}-worker-0-1")
 
 
 class SeenEnoughError(Exception):

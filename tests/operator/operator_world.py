@@ -11,10 +11,12 @@ from carpool_core.kube.errors import KubeError
 from carpool_core.kube.pods import Pod
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import GpuTrainingJob, ModelSource, Training
+from carpool_core.resources.meta import Condition
 from carpool_core.resources.node import GpuNode
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_operator.app import Operator
+from carpool_operator.conditions import find
 from carpool_operator.settings import OperatorSettings
 from carpool_predictor.features import Abstention
 from operator_fixtures import FEATURES, device, job_body, reservation
@@ -127,8 +129,9 @@ class World:
         self._delivered[kind.plural] = now
         return [(before.get(uid), now.get(uid)) for uid in {**before, **now} if before.get(uid) != now.get(uid)]
 
-    async def settle(self, *, pods: bool = True, rounds: int = 50) -> None:
-        """Let the operator do all that it wants to do now."""
+    async def settle(self, *, after_s: float = 0.0, pods: bool = True, rounds: int = 50) -> None:
+        """Let this time pass, and the operator do all that it wants to do then."""
+        self.clock.advance(after_s)
         if not self._is_loaded:
             await self.operator.calibrator.load()
             self._is_loaded = True
@@ -145,6 +148,27 @@ class World:
             finally:
                 self.operator.queue.done(key)
         raise AssertionError(f"the operator does not come to rest in {rounds} looks")
+
+    async def submit(self, name: str = "x", **spec: Any) -> "World":
+        """Apply a job, and let the operator settle; returns this world."""
+        self.apply(name, **spec)
+        await self.settle()
+        return self
+
+    async def start_pods(self, node: str = "n1", name: str = "x") -> None:
+        """Place and start the job's pending pods, and let the operator settle."""
+        self.run_pods(node, name)
+        await self.settle()
+
+    async def finish_pod(self, name: str, exit_code: int = 0, message: str = "") -> None:
+        """End a pod's container, and let the operator settle."""
+        self.end_pod(name, exit_code, message)
+        await self.settle()
+
+    async def reconcile_again(self, name: str = "x") -> None:
+        """Add the job to the queue, and let the operator settle."""
+        self.operator.queue.add(f"default/{name}")
+        await self.settle()
 
     async def _learn(self) -> bool:
         """Let the operator store its observations; return whether there were any and all are stored."""
@@ -198,6 +222,12 @@ class World:
             pod["status"] = {"phase": "Running", "conditions": [bound], "containerStatuses": statuses}
             self.kube.seed(PODS, pod)
 
+    def condition(self, type_: str, name: str = "x") -> Condition:
+        """A condition of the job, which has it."""
+        found = find(self.job(name).status, type_)
+        assert found is not None, f"no condition {type_}"
+        return found
+
     def measure(self, peak_mib: int, name: str = "x", node: str = "n1", **measures: Any) -> None:
         """Let the agent report the memory of a job's pods."""
         home = self.kube.dump(GPU_NODES, node)
@@ -217,3 +247,8 @@ class World:
         phase = "Failed" if exit_code else "Succeeded"
         pod["status"] = {"phase": phase, "containerStatuses": [{"name": "train", "state": ended}]}
         self.kube.seed(PODS, pod)
+
+
+async def submitted(name: str = "x", **spec: Any) -> World:
+    """A world with one job, to which the operator has reacted."""
+    return await World().submit(name, **spec)

@@ -10,7 +10,6 @@ from carpool_core.kube.api import CONFIG_MAPS, EVENTS, GPU_NODES, GPU_TRAINING_J
 from carpool_core.kube.errors import Conflict, Forbidden, Overloaded, Unreachable
 from carpool_core.resources.features import ModelFeatures
 from carpool_operator.calibrator import PAUSE_S, REPAIR_POLL_S
-from carpool_operator.conditions import find
 from carpool_operator.observations import Observation
 from carpool_predictor.calibration.document import MAX_SAMPLES, MIN_JOBS, Calibration, RunMeasurement
 from carpool_predictor.calibration.observe import LOADING_S, STEADY_S
@@ -38,12 +37,6 @@ from operator_fixtures import FEATURES, job
 from operator_world import World
 
 
-def message_of(of: World, name: str, condition: str) -> str:
-    found = find(of.job(name).status, condition)
-    assert found is not None
-    return found.message
-
-
 async def assert_quiet(of: World, name: str) -> None:
     """Reconciliations of a settled job make no calls."""
     before = len(of.kube.calls)
@@ -62,11 +55,10 @@ async def test_measured_peak_calibrates_the_next_prediction() -> None:
     assert of.job().status.attempts[0].peak_memory_mib == 3000
     before = memory(of)
     assert (before.learned_jobs, before.learned_runs) == (0, 0)
-    of.apply("y")
-    await of.settle()
+    await of.submit("y")
     after = memory(of, "y")
     assert (after.median_mib, after.upper_mib, after.learned_runs) == (3000, pytest.approx(3300, abs=1), 1)
-    assert "is calibrated from 1 run of this very one" in message_of(of, "y", keys.CONDITION_PREDICTED)
+    assert "is calibrated from 1 run of this very one" in of.condition(keys.CONDITION_PREDICTED, "y").message
     assert memory(of) == before, "a job that ran keeps its prediction"
 
 
@@ -83,13 +75,11 @@ async def test_activity_is_learned_as_without_co_tenants() -> None:
         await started(of, name)
     for name in ("x", "y"):
         await measured(of, 3000, name, gpuUtilPercent=45.0, smActiveRatio=0.35)
-    of.clock.advance(LOADING_S)
-    await of.settle()
+    await of.settle(after_s=LOADING_S)
     for row in stack(of).rows:
         assert row.sm_active is not None
         assert 0.35 < row.sm_active < 2 * 0.35  # less than twice: two never slow each other down by more
-    of.apply("z")
-    await of.settle()
+    await of.submit("z")
     prediction = of.job("z").status.prediction
     assert prediction is not None
     assert prediction.products[0].activity.sm_active_ratio.median == pytest.approx(
@@ -116,8 +106,7 @@ async def test_killed_at_each_write_each_attempt_counts_once(write: int, happens
     of.end_pod("x-worker-0-1", exit_code=1, message=OOM)
     await of.survive(write, happens=happens)
     await of.settle()
-    of.clock.advance(60)
-    await of.settle()
+    await of.settle(after_s=60)
     await started(of, memoryLimitMib=6000)
     await measured(of, 4000)
     of.end_pod("x-worker-0-2")
@@ -137,16 +126,14 @@ async def test_observation_waits_for_a_transient_failure_of_the_predictor() -> N
     of.tracer.answer = Abstention(reason="TorchMissing", message="no torch here")
     of.start()
     await of.settle()
-    of.end_pod("x-worker-0-1")
-    await of.settle()
+    await of.finish_pod("x-worker-0-1")
     assert of.job().status.state == "Complete"
     assert not of.job().status.attempts[0].learned
     assert writes(of) == 0
     of.tracer.answer = msgspec.convert(FEATURES, ModelFeatures)
     await of.settle()
     assert writes(of) == 0
-    of.clock.advance(600)
-    await of.settle()
+    await of.settle(after_s=600)
     await of.settle()
     assert stack(of).seen == 1
     assert of.job().status.attempts[0].learned
@@ -160,19 +147,15 @@ async def test_running_job_is_observed_once_its_peak_is_stable_and_at_its_end() 
     assert writes(of) == 0
     of.clock.advance(LOADING_S / 2)
     await measured(of, 3400)
-    of.clock.advance(LOADING_S - 1)
-    await of.settle()
+    await of.settle(after_s=LOADING_S - 1)
     assert writes(of) == 0, "its peak has changed"
-    of.clock.advance(1)
-    await of.settle()
+    await of.settle(after_s=1)
     assert [(row.value_mib, row.steady) for row in stack(of).rows] == [(3400, False)]
     assert stack(of).seen == 0
-    of.clock.advance(STEADY_S)
-    await of.settle()
+    await of.settle(after_s=STEADY_S)
     assert [row.steady for row in stack(of).rows] == [True]
     assert writes(of) == 2
-    of.end_pod("x-worker-0-1")
-    await of.settle()
+    await of.finish_pod("x-worker-0-1")
     assert (len(stack(of).rows), stack(of).seen) == (1, 1)
     assert stack(of).outcomes == "0", "it took more than its bound"
 
@@ -197,8 +180,7 @@ async def test_next_prediction_follows_the_peak_of_a_run(
     found = []
     for number, (peak_mib, wait_s) in enumerate(peaks):
         await measured_stable(of, peak_mib, wait_s)
-        of.apply(f"y{number}")
-        await of.settle()
+        await of.submit(f"y{number}")
         found.append(memory(of, f"y{number}").upper_mib)
     assert found == [pytest.approx(upper, rel=0.02) for upper in uppers]
     assert [(row.value_mib, row.steady) for row in stack(of).rows] == [(peaks[-1][0], steady)]
@@ -211,17 +193,13 @@ async def test_waiting_job_is_predicted_again_from_runs_of_its_model() -> None:
     of.apply(runPolicy={"backoffLimit": 3})
     await started(of, memoryLimitMib=7000)
     await measured_stable(of, 5000, LOADING_S)
-    of.apply("y")
-    await of.settle()
+    await of.submit("y")
     uppers = [memory(of, "y").upper_mib]
     await measured_stable(of, 6000, STEADY_S)
-    of.operator.queue.add("default/y")
-    await of.settle()
+    await of.reconcile_again("y")
     uppers.append(memory(of, "y").upper_mib)
-    of.end_pod("x-worker-0-1", exit_code=1, message=OOM)
-    await of.settle()
-    of.operator.queue.add("default/y")
-    await of.settle()
+    await of.finish_pod("x-worker-0-1", exit_code=1, message=OOM)
+    await of.reconcile_again("y")
     uppers.append(memory(of, "y").upper_mib)
     assert uppers == [5500, pytest.approx(6600, abs=1), 10_500]
 
@@ -232,8 +210,7 @@ async def test_crd_without_fingerprints_causes_no_repeated_predictions() -> None
     of.apply()
     await started(of)
     await measured_stable(of, 5000, LOADING_S)
-    of.apply("y")
-    await of.settle()
+    await of.submit("y")
     for _ in range(2):
         stored = of.kube.dump(GPU_TRAINING_JOBS, "y", "default")
         for product in stored["status"]["prediction"]["products"]:
@@ -241,8 +218,7 @@ async def test_crd_without_fingerprints_causes_no_repeated_predictions() -> None
         of.kube.seed(GPU_TRAINING_JOBS, stored)
         await assert_quiet(of, "y")
     await completed(of, 9000, "z")
-    of.operator.queue.add("default/y")
-    await of.settle()
+    await of.reconcile_again("y")
     assert memory(of, "y").upper_mib == pytest.approx(9900, abs=1), "another run still counts"
 
 
@@ -254,8 +230,7 @@ async def test_steady_peak_stays_steady_across_a_restart() -> None:
     await measured_stable(of, 2000, STEADY_S)
     assert [row.steady for row in stack(of).rows] == [True]
     of.start()
-    of.clock.advance(LOADING_S)
-    await of.settle()
+    await of.settle(after_s=LOADING_S)
     assert [row.steady for row in stack(of).rows] == [True]
     await measured_stable(of, 3000, LOADING_S)
     assert [(row.value_mib, row.steady) for row in stack(of).rows] == [(3000, False)]
@@ -267,11 +242,9 @@ async def test_job_that_ran_out_of_memory_gets_more_and_then_a_gpu_alone() -> No
     await started(of, memoryLimitMib=3000)
     uppers = [memory(of).upper_mib]
     for attempt in (1, 2):
-        of.end_pod(f"x-worker-0-{attempt}", exit_code=1, message=OOM)
-        await of.settle()
+        await of.finish_pod(f"x-worker-0-{attempt}", exit_code=1, message=OOM)
         assert of.job().status.attempts[-1].learned
-        of.clock.advance(60)
-        await of.settle()
+        await of.settle(after_s=60)
         assert of.living() == [f"x-worker-0-{attempt + 1}"]
         uppers.append(memory(of).upper_mib)
         if attempt == 1:
@@ -280,7 +253,7 @@ async def test_job_that_ran_out_of_memory_gets_more_and_then_a_gpu_alone() -> No
         await started(of, memoryLimitMib=uppers[-1], **alone)
     assert uppers[1] == 4500
     assert not memory(of).trusted
-    predicted, placed = (message_of(of, "x", kind) for kind in (keys.CONDITION_PREDICTED, keys.CONDITION_PLACED))
+    predicted, placed = (of.condition(kind, "x").message for kind in (keys.CONDITION_PREDICTED, keys.CONDITION_PLACED))
     assert "because earlier runs of this model" in predicted
     why = "ran out of memory on NVIDIA A100-SXM4-40GB, or took nearly all of it: once one has completed"
     assert "(Exclusive), because earlier runs of this model" in placed
@@ -295,17 +268,14 @@ async def test_each_out_of_memory_failure_raises_the_bound(earlier: int, is_seen
     of = world(backoff_s=10.0)
     for number in range(earlier):
         await completed(of, 3000, f"k{number}")
-    of.apply(runPolicy={"backoffLimit": 5})
-    await of.settle()
+    await of.submit(runPolicy={"backoffLimit": 5})
     had = [memory(of).upper_mib]
     for attempt in (1, 2):
         await started(of, memoryLimitMib=had[-1])
         if is_seen:
             await measured_stable(of, 2900, LOADING_S)
-        of.end_pod(f"x-worker-0-{attempt}", exit_code=1, message=OOM)
-        await of.settle()
-        of.clock.advance(400)
-        await of.settle()
+        await of.finish_pod(f"x-worker-0-{attempt}", exit_code=1, message=OOM)
+        await of.settle(after_s=400)
         had.append(memory(of).upper_mib)
         assert memory(of).trusted is (attempt == 1)
     assert had[1] == pytest.approx(1.5 * had[0], abs=1)
@@ -317,13 +287,10 @@ async def test_job_that_failed_with_a_whole_gpu_gets_no_equal_one() -> None:
     of = world(backoff_s=10.0)
     of.apply()
     await started(of, mode="Exclusive", memoryLimitMib=None)
-    of.end_pod("x-worker-0-1", exit_code=1, message=OOM)
-    await of.settle()
-    of.clock.advance(60)
-    await of.settle()
+    await of.finish_pod("x-worker-0-1", exit_code=1, message=OOM)
+    await of.settle(after_s=60)
     assert of.living() == []
-    placed = find(of.job().status, keys.CONDITION_PLACED)
-    assert placed is not None
+    placed = of.condition(keys.CONDITION_PLACED)
     assert (placed.status, placed.reason) == ("False", "ExceedsEveryGpu")
     assert "too small: needs" in placed.message
 
@@ -334,11 +301,9 @@ async def test_next_attempt_waits_30_s_for_the_calibration() -> None:
     await started(of, memoryLimitMib=3000)
     of.kube.fail_next("create", CONFIG_MAPS, Overloaded("busy"))
     of.kube.fail_next("create", CONFIG_MAPS, Overloaded("busy"))
-    of.end_pod("x-worker-0-1", exit_code=1, message=OOM)
-    await of.settle()
+    await of.finish_pod("x-worker-0-1", exit_code=1, message=OOM)
     assert of.living() == []
-    of.clock.advance(31)
-    await of.settle()
+    await of.settle(after_s=31)
     assert of.living() == ["x-worker-0-2"]
 
 
@@ -349,11 +314,10 @@ async def test_jobs_run_alone_until_enough_was_measured() -> None:
         name = f"x{number}"
         await completed(of, 2000 + 500 * number, name, model=model(number + 1))
         assert not memory(of, name).trusted
-    of.apply("y", model=model(9))
-    await of.settle()
+    await of.submit("y", model=model(9))
     assert memory(of, "y").trusted
     assert memory(of, "y").learned_jobs == MIN_JOBS
-    message = message_of(of, "x0", keys.CONDITION_PREDICTED)
+    message = of.condition(keys.CONDITION_PREDICTED, "x0").message
     assert "runs alone on Tesla T4 until enough like it was measured there" in message
 
 
@@ -367,12 +331,10 @@ async def test_observations_of_simulated_gpus_serve_no_hardware() -> None:
     for device in home["status"]["devices"][:1]:
         device["product"] = "Tesla T4"
     of.kube.seed(GPU_NODES, home)
-    of.apply("y", model=model(9))
-    await of.settle()
+    await of.submit("y", model=model(9))
     assert not memory(of, "y").trusted
     assert memory(of, "y").learned_jobs == 0
-    of.apply("z", model=model(1))
-    await of.settle()
+    await of.submit("z", model=model(1))
     assert memory(of, "z").learned_runs == 0
 
 
@@ -380,8 +342,7 @@ async def test_observations_of_simulated_gpus_serve_no_hardware() -> None:
 async def test_waiting_job_is_predicted_again_once_its_stack_is_calibrated(restarted: bool) -> None:
     of = world()
     on_t4(of)
-    of.apply("waits", model=model(9))
-    await of.settle()
+    await of.submit("waits", model=model(9))
     assert not memory(of, "waits").trusted
     for number in range(MIN_JOBS):
         await completed(of, 2000 + 500 * number, f"x{number}", model=model(number + 1))
@@ -389,8 +350,7 @@ async def test_waiting_job_is_predicted_again_once_its_stack_is_calibrated(resta
         untrusted = of.kube.dump(GPU_TRAINING_JOBS, "waits", "default")["status"]["prediction"]
         assert not untrusted["products"][0]["memory"]["trusted"]
         of.start()
-    of.operator.queue.add("default/waits")
-    await of.settle()
+    await of.reconcile_again("waits")
     assert memory(of, "waits").trusted
     await assert_quiet(of, "waits")
 
@@ -399,8 +359,7 @@ async def test_waiting_job_is_predicted_again_once_its_stack_is_calibrated(resta
 async def test_unmeasured_jobs_share_if_set_so_or_without_learning(settings: dict[str, Any]) -> None:
     of = World(**({"calibration": f"{NAMESPACE}/{NAME}"} | settings))
     on_t4(of)
-    of.apply()
-    await of.settle()
+    await of.submit()
     assert memory(of).trusted
 
 
@@ -456,8 +415,7 @@ async def test_dropped_observation_is_submitted_again(
     await completed(of, 3000)
     assert writes(of) == 0
     monkeypatch.setattr("carpool_operator.calibrator.MAX_PENDING", 1)
-    of.operator.queue.add("default/x")
-    await of.settle()
+    await of.reconcile_again()
     assert stack(of).seen == 1
 
 
@@ -500,8 +458,7 @@ async def test_repeated_conflicts_are_tried_again_later() -> None:
     await measured(of, 3500, "y")
     for _ in range(5):
         of.kube.fail_next("patch", CONFIG_MAPS, Conflict("changed"))
-    of.end_pod("y-worker-0-1")
-    await of.settle()
+    await of.finish_pod("y-worker-0-1")
     assert stack(of).seen == 1
     assert not of.operator.calibrator.is_settled
     await of.settle()
@@ -599,8 +556,7 @@ async def test_failed_read_keeps_the_calibration_and_trusts_nothing_more() -> No
     assert of.operator.calibrator.is_on
     of.kube.fail_next("get", CONFIG_MAPS, Overloaded("busy"))
     of.start()
-    of.apply("y", model=model(9))
-    await of.settle()
+    await of.submit("y", model=model(9))
     assert not of.operator.calibrator.is_on
     assert not memory(of, "y").trusted
     running, naps = await run_until_on(of)
@@ -630,8 +586,7 @@ async def test_metrics_report_the_calibration_by_stack() -> None:
     await started(of)
     within = memory(of).upper_mib
     await measured(of, within)
-    of.end_pod("x-worker-0-1")
-    await of.settle()
+    await of.finish_pod("x-worker-0-1")
     labels = {"product": "NVIDIA A100-SXM4-40GB", "precision": "fp32", "driver": "simulated"}
     assert registry.get_sample_value("carpool_operator_calibration_in_use") == 1
     assert registry.get_sample_value("carpool_operator_calibration_jobs", labels) == 1

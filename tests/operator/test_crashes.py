@@ -28,8 +28,7 @@ async def stage(world: World, kills: list[tuple[int, bool]]) -> None:
         one_pod_per_worker(world)
     await world.settle()
     # The expectation of a pod whose creation got no answer ends by then.
-    world.clock.advance(6)
-    await world.settle()
+    await world.settle(after_s=6)
     one_pod_per_worker(world)
 
 

@@ -23,7 +23,6 @@ from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_operator import commands
 from carpool_operator.commands import NotInstalledError, check_installed
-from carpool_operator.conditions import find
 from carpool_operator.expectations import REFUSAL_BACKOFF
 from carpool_operator.handlers import RetryDelays, handle_event, kopf_settings, registry_for
 from carpool_operator.informers import Resync
@@ -34,30 +33,20 @@ from carpool_operator.work_queue import DEBOUNCE_S
 from carpool_predictor.features import Abstention
 from click.testing import CliRunner
 from operator_fixtures import again, condition, created, events, job_body, pod, predicted_job, snapshot, status_of
-from operator_world import FakeTracer, MortalKube, World, status_writes
-
-
-def reason_of(world: World, type_: str) -> str:
-    found = find(world.job().status, type_)
-    assert found is not None, f"no condition {type_}"
-    return found.reason
+from operator_world import FakeTracer, MortalKube, World, status_writes, submitted
 
 
 async def test_job_from_its_application_to_its_end() -> None:
-    world = World()
-    world.apply()
-    await world.settle()
+    world = await submitted()
     job = world.job()
     assert job.status.prediction is not None
     assert [p.product for p in job.status.prediction.products] == ["NVIDIA A100-SXM4-40GB"]
     assert job.status.prediction.input_digest.startswith("sha256:")
     assert world.living() == ["x-worker-0-1"]
-    world.run_pods()
-    await world.settle()
+    await world.start_pods()
     assert world.job().status.state == "Running"
     assert world.job().status.placement[0].node == "n1"
-    world.end_pod("x-worker-0-1")
-    await world.settle()
+    await world.finish_pod("x-worker-0-1")
     assert world.job().status.state == "Complete"
     reasons = {event["reason"] for event in world.kube.dump_all(EVENTS)}
     assert {"Predicted", "Placed", "Complete"} <= reasons
@@ -65,13 +54,10 @@ async def test_job_from_its_application_to_its_end() -> None:
 
 
 async def test_settled_cluster_is_quiet() -> None:
-    world = World()
-    world.apply()
-    await world.settle()
+    world = await submitted()
     before = len(world.kube.calls)
     for _ in range(3):
-        world.operator.queue.add("default/x")
-        await world.settle()
+        await world.reconcile_again()
     assert len(world.kube.calls) == before
 
 
@@ -97,10 +83,8 @@ async def test_status_is_written_before_the_pods_of_each_attempt() -> None:
         writes = [(c.verb, c.plural) for c in world.kube.calls[before:] if c.verb in ("create", "replace")]
         assert writes[:2] == [("replace", "gputrainingjobs"), ("create", "pods")]
         assert world.job().status.prediction is not None
-        world.run_pods()
-        await world.settle()
-        world.end_pod(f"x-worker-0-{attempt}", exit_code=1)
-        await world.settle()
+        await world.start_pods()
+        await world.finish_pod(f"x-worker-0-{attempt}", exit_code=1)
         world.clock.advance(10)
         world.deliver_events()
 
@@ -124,16 +108,13 @@ async def test_equal_models_are_traced_once() -> None:
 )
 async def test_job_without_prediction_runs_alone(answer: Abstention | Exception, reason: str) -> None:
     world = World(FakeTracer(answer))
-    world.apply(model={"catalog": {"name": "timm/resnet50"}})
-    await world.settle()
-    assert reason_of(world, keys.CONDITION_PREDICTED) == reason
+    await world.submit(model={"catalog": {"name": "timm/resnet50"}})
+    assert world.condition(keys.CONDITION_PREDICTED).reason == reason
     assert world.living() == ["x-worker-0-1"]
 
 
 async def test_new_product_in_the_cluster_renews_predictions() -> None:
-    world = World()
-    world.apply()
-    await world.settle()
+    world = await submitted()
     node = world.kube.dump(GPU_NODES, "n1")
     node["metadata"] = {"name": "n2"}
     for device in node["status"]["devices"]:
@@ -146,10 +127,8 @@ async def test_new_product_in_the_cluster_renews_predictions() -> None:
 
 
 async def test_job_that_never_fits_starts_when_a_larger_node_comes() -> None:
-    world = World()
-    world.apply(gpusPerWorker=8)
-    await world.settle()
-    assert reason_of(world, keys.CONDITION_PLACED) == "ExceedsEveryGpu"
+    world = await submitted(gpusPerWorker=8)
+    assert world.condition(keys.CONDITION_PLACED).reason == "ExceedsEveryGpu"
     assert world.operator.queue.release_due() is None, "nothing to retry until the GPUs change"
     world.seed_node("large", gpus=8)
     await world.settle()
@@ -159,29 +138,23 @@ async def test_job_that_never_fits_starts_when_a_larger_node_comes() -> None:
 async def test_foreign_pod_of_the_same_name_is_reported_until_it_is_gone() -> None:
     world = World()
     world.kube.seed(PODS, {"metadata": {"name": "x-worker-0-1"}, "status": {"phase": "Running"}})
-    world.apply()
-    await world.settle()
-    placed = find(world.job().status, keys.CONDITION_PLACED)
-    assert placed is not None
+    await world.submit()
+    placed = world.condition(keys.CONDITION_PLACED)
     assert placed.reason == "PodNameTaken"
     assert "has no controller" in placed.message
     await world.kube.delete(PODS, "x-worker-0-1", namespace="default")
-    world.clock.advance(15)
-    await world.settle()
+    await world.settle(after_s=15)
     assert len(world.pods()) == 1
 
 
 async def test_job_applied_again_while_the_pods_of_its_namesake_go() -> None:
-    world = World()
-    world.apply()
-    await world.settle()
+    world = await submitted()
     pod = world.pods()[0]
     pod["metadata"]["finalizers"] = ["test/slow"]
     world.kube.seed(PODS, pod)
     await world.kube.delete(GPU_TRAINING_JOBS, "x", namespace="default")
-    world.apply()
-    await world.settle()
-    assert reason_of(world, keys.CONDITION_PLACED) == "PodNameTaken"
+    await world.submit()
+    assert world.condition(keys.CONDITION_PLACED).reason == "PodNameTaken"
     await world.kube.patch(PODS, "x-worker-0-1", {"metadata": {"finalizers": None}}, namespace="default")
     await world.settle()
     owner = world.pods()[0]["metadata"]["ownerReferences"][0]["uid"]
@@ -229,18 +202,14 @@ async def test_failed_call_is_repeated_after_a_pause(verb: str, kind: ResourceKi
     world.kube.fail_next(verb, kind, Overloaded("etcd is slow", status=503), after=after)
     await world.settle()
     assert world.operator.queue.release_due() == pytest.approx(0.5)
-    world.clock.advance(0.5)
-    await world.settle()
-    world.clock.advance(DEBOUNCE_S)
-    await world.settle()
+    await world.settle(after_s=0.5)
+    await world.settle(after_s=DEBOUNCE_S)
     assert world.living() == ["x-worker-0-1"]
     assert world.job().status.attempts[0].pod_uids == [pod["metadata"]["uid"] for pod in world.pods()]
 
 
 async def test_deleted_job_is_forgotten_and_its_pods_go_with_it() -> None:
-    world = World()
-    world.apply()
-    await world.settle()
+    world = await submitted()
     await world.kube.delete(GPU_TRAINING_JOBS, "x", namespace="default")
     await world.settle()
     assert world.pods() == []
@@ -262,20 +231,14 @@ async def test_deletion_that_the_watch_missed_is_found(by: str) -> None:
 
 
 async def test_finished_job_is_deleted_after_its_time_to_live() -> None:
-    world = World()
-    world.apply(runPolicy={"ttlSecondsAfterFinished": 60})
-    await world.settle()
-    world.end_pod("x-worker-0-1")
-    await world.settle()
-    world.clock.advance(60)
-    await world.settle()
+    world = await submitted(runPolicy={"ttlSecondsAfterFinished": 60})
+    await world.finish_pod("x-worker-0-1")
+    await world.settle(after_s=60)
     assert world.kube.dump_all(GPU_TRAINING_JOBS) == []
 
 
 async def test_metrics_count_states_and_results() -> None:
-    world = World()
-    world.apply()
-    await world.settle()
+    world = await submitted()
     registry = world.operator.metrics.registry
     assert registry.get_sample_value("carpool_operator_jobs", {"state": "Queued"}) == 1
     assert (registry.get_sample_value("carpool_operator_reconcile_total", {"result": "ok"}) or 0) > 0
@@ -323,7 +286,7 @@ async def test_refused_creation_is_one_event_and_tried_again(
     for number, message in enumerate(messages):
         world.kube.fail_next("create", kind, Forbidden(message, status=403))
         await world.settle()
-        assert (reason_of(world, keys.CONDITION_PLACED), world.living()) == (reason, [])
+        assert (world.condition(keys.CONDITION_PLACED).reason, world.living()) == (reason, [])
         world.clock.advance(REFUSAL_BACKOFF.most_s)
         if number == len(messages) - 2:
             world.start()
@@ -336,24 +299,18 @@ async def test_job_on_a_dead_node_continues_elsewhere() -> None:
     """Regression: a pod that was Terminating on a dead kubelet kept its job Running for a week."""
     world = World()
     world.seed_node("n2")
-    world.apply(workers=2)
-    await world.settle()
-    world.run_pods()
-    await world.settle()
+    await world.submit(workers=2)
+    await world.start_pods()
     dead = world.kube.dump(PODS, "x-worker-0-1", "default")
     dead["metadata"] |= {"deletionTimestamp": rfc3339(world.clock.now()), "finalizers": ["test/dead-node"]}
     world.kube.seed(PODS, dead)
     await world.settle()
-    world.clock.advance(59)
-    await world.settle()
+    await world.settle(after_s=59)
     assert world.job().status.state == "Running", "the node may still confirm the end of its pod"
-    world.clock.advance(1)
-    await world.settle()
+    await world.settle(after_s=1)
     assert sorted(world.living()) == ["x-worker-0-1", "x-worker-0-2", "x-worker-1-2"]
-    world.run_pods("n2")
-    await world.settle()
-    world.clock.advance(DEBOUNCE_S)
-    await world.settle()
+    await world.start_pods("n2")
+    await world.settle(after_s=DEBOUNCE_S)
     status = world.job().status
     assert (status.state, status.restarts) == ("Running", 0)
     assert [attempt.outcome for attempt in status.attempts] == ["NodeLost", "Running"]
@@ -371,9 +328,8 @@ async def test_denial_of_a_webhook_is_tried_again_with_growing_pauses(status: in
     for pause_s in (15, 30, 60, 120, 240, 240):
         world.kube.fail_next("create", PODS, error_for(status, "POST pods", denial))
         await world.settle()
-        assert (reason_of(world, keys.CONDITION_PLACED), world.job().status.state) == ("PodForbidden", "Queued")
-        world.clock.advance(pause_s - 1)
-        await world.settle()
+        assert (world.condition(keys.CONDITION_PLACED).reason, world.job().status.state) == ("PodForbidden", "Queued")
+        await world.settle(after_s=pause_s - 1)
         assert world.living() == [], "not tried again before the pause is over"
         world.clock.advance(1)
     await world.settle()
@@ -395,12 +351,10 @@ async def test_two_gangs_under_one_quota_run_one_after_the_other() -> None:
     world.kube.__class__ = QuotaKube
     for number in range(2):
         world.kube.seed(PODS, {"metadata": {"name": f"other-{number}"}, "status": {"phase": "Running"}})
-    world.apply("x", workers=3)
-    await world.settle()
+    await world.submit("x", workers=3)
     for number in range(2):
         await world.kube.delete(PODS, f"other-{number}", namespace="default")
-    world.apply("y", workers=3)
-    await world.settle()
+    await world.submit("y", workers=3)
     assert (len(world.living("x")), len(world.living("y"))) == (2, 2), "each has half of the quota"
     done: list[str] = []
     for _ in range(600):
@@ -414,8 +368,7 @@ async def test_two_gangs_under_one_quota_run_one_after_the_other() -> None:
                 done.append(name)
                 for pod in world.pods(name):
                     await world.kube.delete(PODS, pod["metadata"]["name"], namespace="default")
-        world.clock.advance(2)
-        await world.settle()
+        await world.settle(after_s=2)
     assert sorted(done) == ["x", "y"]
     assert "GangTimeout" in {attempt.outcome for name in done for attempt in world.job(name).status.attempts}
     assert all(world.job(name).status.restarts == 0 for name in done)

@@ -7,7 +7,6 @@ from carpool_core import keys
 from carpool_core.clock import rfc3339
 from carpool_core.kube.api import EVENTS, GPU_NODES, GPU_TRAINING_JOBS, PODS
 from carpool_core.resources.job import GpuTrainingJob
-from carpool_operator.conditions import find
 from carpool_operator.expectations import REFUSAL_BACKOFF
 from carpool_operator.pods import build_pod
 from carpool_operator.reconcile import reconcile
@@ -26,7 +25,7 @@ from operator_fixtures import (
     status_of,
     terminated,
 )
-from operator_world import World
+from operator_world import World, submitted
 
 
 @pytest.mark.parametrize("number", [1, 999])
@@ -134,8 +133,7 @@ async def test_forged_pod_of_the_workers_name_is_replaced() -> None:
     assert [p["metadata"]["uid"] == forged for p in world.pods()] == [False]
     assert world.pods()[0]["spec"]["containers"][0]["image"] == "train:1"
     assert "ForeignPod" in {event["reason"] for event in world.kube.dump_all(EVENTS)}
-    world.clock.advance(DEBOUNCE_S)
-    await world.settle()
+    await world.settle(after_s=DEBOUNCE_S)
     assert world.job().status.attempts[0].pod_uids == [world.pods()[0]["metadata"]["uid"]]
 
 
@@ -150,10 +148,9 @@ async def test_terminating_pod_of_the_workers_name_is_awaited(image: str) -> Non
     world.kube.seed(PODS, body)
     await world.settle()
     assert [call.verb for call in world.kube.calls if call.plural == "pods"] == ["check", "create", "get"]
-    placed = next(c for c in world.job().status.conditions if c.type == "Placed")
+    placed = world.condition("Placed")
     assert (placed.reason, "x-worker-0-1 has the worker's name" in placed.message) == ("PodNameTaken", True)
-    world.clock.advance(REFUSAL_BACKOFF.most_s)
-    await world.settle()
+    await world.settle(after_s=REFUSAL_BACKOFF.most_s)
     assert [call.verb for call in world.kube.calls if call.plural == "pods"][3:] == ["create", "get"]
     world.kube.lose(PODS, "x-worker-0-1", "default")
     await world.settle()
@@ -161,11 +158,8 @@ async def test_terminating_pod_of_the_workers_name_is_awaited(image: str) -> Non
 
 
 async def running(**spec: object) -> World:
-    world = World()
-    world.apply(**spec)
-    await world.settle()
-    world.run_pods()
-    await world.settle()
+    world = await submitted(**spec)
+    await world.start_pods()
     return world
 
 
@@ -186,8 +180,7 @@ async def test_hidden_pod_does_not_run_beside_the_next_attempt() -> None:
     world = await running()
     hide(world, "x-worker-0-1")
     await world.settle()
-    world.clock.advance(REFUSAL_BACKOFF.most_s)
-    await world.settle()
+    await world.settle(after_s=REFUSAL_BACKOFF.most_s)
     assert names(world) == ["x-worker-0-2"]
     assert [a.outcome for a in world.job().status.attempts] == ["PodDeleted", "Running"]
 
@@ -199,12 +192,11 @@ async def test_next_attempt_waits_for_a_hidden_pod_that_is_slow_to_go() -> None:
         await world.settle()
         world.clock.advance(REFUSAL_BACKOFF.most_s)
     assert names(world) == ["x-worker-0-1"]
-    placed = next(c for c in world.job().status.conditions if c.type == "Placed")
+    placed = world.condition("Placed")
     assert placed.reason == "WaitingForPods"
     assert "waits for pod x-worker-0-1" in placed.message
     world.kube.lose(PODS, "x-worker-0-1", "default")
-    world.clock.advance(REFUSAL_BACKOFF.most_s)
-    await world.settle()
+    await world.settle(after_s=REFUSAL_BACKOFF.most_s)
     assert names(world) == ["x-worker-0-2"]
 
 
@@ -221,9 +213,7 @@ async def test_hidden_pod_is_deleted_with_its_attempt(run_policy: dict[str, obje
 
 
 async def test_hidden_pod_of_a_larger_spec_is_deleted() -> None:
-    world = World()
-    world.apply(workers=3)
-    await world.settle()
+    world = await submitted(workers=3)
     hide(world, "x-worker-2-1")
     job = world.kube.dump(GPU_TRAINING_JOBS, "x", "default")
     job["spec"]["workers"] = 1
@@ -247,65 +237,41 @@ async def bound_without_reservation(world: World, phase: str = "Pending") -> Non
     pod["status"]["phase"] = phase
     world.kube.seed(PODS, pod)
     await world.settle()
-    await debounce(world)
-
-
-async def debounce(world: World) -> None:
-    world.clock.advance(DEBOUNCE_S)
-    await world.settle()
-
-
-def placed(world: World) -> tuple[str, str, str]:
-    found = find(world.job().status, "Placed")
-    assert found is not None
-    return found.status, found.reason, found.message
-
-
-async def start() -> World:
-    world = World()
-    world.apply(runPolicy={"activeDeadlineSeconds": 600})
-    await world.settle()
-    return world
+    await world.settle(after_s=DEBOUNCE_S)
 
 
 async def test_bound_pod_without_reservation_ends_its_attempt() -> None:
     """Regression: such a pod waited for ever, also with activeDeadlineSeconds."""
-    world = await start()
+    world = await submitted(runPolicy={"activeDeadlineSeconds": 600})
     await bound_without_reservation(world)
-    assert placed(world)[:2] == ("False", "NoReservation")
-    world.clock.advance(59)
-    await world.settle()
+    assert world.condition("Placed").reason == "NoReservation"
+    await world.settle(after_s=59)
     assert world.living() == ["x-worker-0-1"]
-    world.clock.advance(1)
-    await world.settle()
+    await world.settle(after_s=1)
     assert world.living() == ["x-worker-0-2"]
-    await debounce(world)
+    await world.settle(after_s=DEBOUNCE_S)
     status = world.job().status
     assert [a.outcome for a in status.attempts] == ["NoReservation", "Running"]
     assert "its GpuNode held no reservation for it for 60 s" in status.attempts[0].message
     assert status.restarts == 0
-    world.run_pods()
-    await world.settle()
+    await world.start_pods()
     assert world.job().status.state == "Running"
 
 
 async def test_running_pod_without_reservation_keeps_running() -> None:
-    world = await start()
-    world.run_pods()
-    await world.settle()
+    world = await submitted(runPolicy={"activeDeadlineSeconds": 600})
+    await world.start_pods()
     node = world.kube.dump(GPU_NODES, "n1")
     node["spec"]["reservations"] = []
     world.kube.seed(GPU_NODES, node)
     await world.settle()
-    assert placed(world)[0] == "True", "a pod that just ended loses its reservation first"
-    world.clock.advance(DEBOUNCE_S)
-    await world.settle()
-    world.clock.advance(60)
-    await world.settle()
-    status, reason, message = placed(world)
-    assert (status, reason) == ("False", "NoReservation")
-    assert "x-worker-0-1 runs on node n1" in message
-    assert "it keeps running" in message
+    assert world.condition("Placed").status == "True", "a pod that just ended loses its reservation first"
+    await world.settle(after_s=DEBOUNCE_S)
+    await world.settle(after_s=60)
+    placed = world.condition("Placed")
+    assert (placed.status, placed.reason) == ("False", "NoReservation")
+    assert "x-worker-0-1 runs on node n1" in placed.message
+    assert "it keeps running" in placed.message
     job = world.job()
     assert (job.status.state, job.status.placement[0].node) == ("Running", "n1")
     assert world.living() == ["x-worker-0-1"]

@@ -9,7 +9,6 @@ from carpool_core import keys
 from carpool_core.kube.api import PODS, SERVICES
 from carpool_core.kube.errors import Invalid
 from carpool_core.kube.pods import Pod
-from carpool_operator.conditions import find
 from carpool_operator.pods import (
     attempt_of,
     build_pod,
@@ -22,7 +21,7 @@ from carpool_operator.pods import (
     worker_of,
 )
 from operator_fixtures import UID, job, template
-from operator_world import World
+from operator_world import World, submitted
 
 
 def container(name: str = "train", **resources: Any) -> dict[str, Any]:
@@ -141,9 +140,7 @@ def test_service_name_is_valid(name: str) -> None:
 
 
 async def test_service_is_created_before_the_workers_and_owned_by_the_job() -> None:
-    world = World()
-    world.apply(workers=2)
-    await world.settle()
+    world = await submitted(workers=2)
     made = [call.plural for call in world.kube.calls if call.verb == "create" and call.plural != "events"]
     assert made == ["services", "pods", "pods"]
     (owner,) = world.kube.dump(SERVICES, "x-workers", "default")["metadata"]["ownerReferences"]
@@ -153,10 +150,8 @@ async def test_service_is_created_before_the_workers_and_owned_by_the_job() -> N
 async def test_service_of_another_owner_is_not_used() -> None:
     world = World()
     world.kube.seed(SERVICES, {"metadata": {"name": "x-workers"}})
-    world.apply(workers=2)
-    await world.settle()
-    placed = find(world.job().status, "Placed")
-    assert placed is not None
+    await world.submit(workers=2)
+    placed = world.condition("Placed")
     assert placed.reason == "ServiceNameTaken"
     assert "service x-workers exists already and has no controller" in placed.message
     assert world.pods() == []
@@ -225,10 +220,8 @@ async def test_invalid_template_fails_each_job_before_its_model_is_traced() -> N
     for name in ("x", "y"):
         refused = Invalid(f"POST pods default: {MISSPELT}", status=400, server_message=MISSPELT)
         world.kube.fail_next("check", PODS, refused)
-        world.apply(name, model={"catalog": {"name": "timm/resnet50"}})
-        await world.settle()
-        failed = find(world.job(name).status, "Failed")
-        assert failed is not None
+        await world.submit(name, model={"catalog": {"name": "timm/resnet50"}})
+        failed = world.condition("Failed", name)
         assert failed.message.startswith("spec.template.spec.containers[0].comand, ")
     assert world.tracer.traced == []
     assert world.pods() == []
@@ -238,18 +231,15 @@ async def test_webhook_without_dry_run_fails_no_job() -> None:
     world = World()
     answer = 'admission webhook "a.example" does not support dry run'
     world.kube.fail_next("check", PODS, Invalid(f"POST pods default: {answer}", status=400, server_message=answer))
-    world.apply()
-    await world.settle()
+    await world.submit()
     assert world.living() == ["x-worker-0-1"]
 
 
 async def test_valid_template_is_checked_once() -> None:
     world = World()
     for name in ("x", "y"):
-        world.apply(name)
-        await world.settle()
+        await world.submit(name)
         assert world.living(name) == [f"{name}-worker-0-1"]
     assert [call.verb for call in world.kube.calls].count("check") == 1
-    world.apply("z", template={"spec": {"containers": [{"name": "train", "image": "train:2"}]}})
-    await world.settle()
+    await world.submit("z", template={"spec": {"containers": [{"name": "train", "image": "train:2"}]}})
     assert [call.verb for call in world.kube.calls].count("check") == 2

@@ -21,7 +21,7 @@ from carpool_predictor.calibration.document import Calibration
 from carpool_predictor.features import Abstention
 from carpool_predictor.predict import model_version
 from operator_fixtures import A100, FEATURES, condition, job, prediction, snapshot
-from operator_world import FakeTracer, World
+from operator_world import FakeTracer, World, submitted
 
 
 def predictions(woken: list[str]) -> PredictionWorker:
@@ -97,16 +97,13 @@ def outcome(world: World) -> tuple[str, str]:
 async def test_transient_abstention_is_tried_again_while_the_job_waits() -> None:
     """Regression: a single trace that timed out made the job run alone for ever."""
     world = World(FakeTracer(TIMED_OUT))
-    world.apply(model=CATALOG, gpusPerWorker=8)
-    await world.settle()
+    await world.submit(model=CATALOG, gpusPerWorker=8)
     assert outcome(world) == ("Abstained", "TraceTimedOut")
     for pause_s, traced in ((599, 1), (1, 2), (1199, 2), (1, 3)):
-        world.clock.advance(pause_s)
-        await world.settle()
+        await world.settle(after_s=pause_s)
         assert len(world.tracer.traced) == traced
     world.tracer.answer = msgspec.convert(FEATURES, ModelFeatures)
-    world.clock.advance(2400)
-    await world.settle()
+    await world.settle(after_s=2400)
     assert outcome(world)[0] == "Predicted"
 
 
@@ -117,21 +114,17 @@ async def test_transient_abstention_is_tried_again_while_the_job_waits() -> None
 )
 async def test_abstention_is_final(answer: Abstention, gpus: int) -> None:
     world = World(FakeTracer(answer))
-    world.apply(model=CATALOG, gpusPerWorker=gpus)
-    await world.settle()
+    await world.submit(model=CATALOG, gpusPerWorker=gpus)
     assert world.living() == (["x-worker-0-1"] if gpus == 1 else [])
     world.clock.advance(86400)
-    world.operator.queue.add("default/x")
-    await world.settle()
+    await world.reconcile_again()
     assert len(world.tracer.traced) == 1
 
 
 async def test_resumed_job_is_tried_again_before_its_first_pod() -> None:
     world = World(FakeTracer(TIMED_OUT))
-    world.apply(model=CATALOG, runPolicy={"suspend": True})
-    await world.settle()
-    world.clock.advance(3600)
-    await world.settle()
+    await world.submit(model=CATALOG, runPolicy={"suspend": True})
+    await world.settle(after_s=3600)
     assert len(world.tracer.traced) == 1, "a suspended job does not wait for it"
     world.tracer.answer = msgspec.convert(FEATURES, ModelFeatures)
     resumed = {"spec": {"runPolicy": {"suspend": False}}}
@@ -143,9 +136,7 @@ async def test_resumed_job_is_tried_again_before_its_first_pod() -> None:
 
 async def test_new_version_of_the_predictor_renews_predictions() -> None:
     """Regression: jobs that waited through an upgrade kept the old model's prediction."""
-    world = World()
-    world.apply(gpusPerWorker=8)
-    await world.settle()
+    world = await submitted(gpusPerWorker=8)
     old = {"status": {"prediction": {"modelVersion": "older"}}}
     await world.kube.patch(GPU_TRAINING_JOBS, "x", old, namespace="default", subresource="status")
     world.start()

@@ -401,8 +401,7 @@ async def test_another_node_of_a_kind_enqueues_only_jobs_that_fit_nowhere() -> N
     """Regression: each new node enqueued every unfinished job."""
     world = World()
     world.apply("fits")
-    world.apply("large", memory={"limit": "88Gi"})
-    await world.settle()
+    await world.submit("large", memory={"limit": "88Gi"})
     world.seed_node("n2")
     world.deliver_events()
     assert [world.operator.queue.take_now(), world.operator.queue.take_now()] == ["default/large", None]

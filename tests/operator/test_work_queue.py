@@ -8,12 +8,11 @@ from carpool_core.kube.api import GPU_NODES
 from carpool_core.kube.pods import Pod
 from carpool_core.resources.node import GpuNode, Reservation
 from carpool_core.testing.clock import FakeClock
-from carpool_operator.conditions import find
 from carpool_operator.informers import NodeCache
 from carpool_operator.work_queue import DEBOUNCE_S, LOW_PRIORITY_EVERY, RATE_LIMIT_PER_S, WorkQueue
 from msgspec.structs import replace
 from operator_fixtures import reservation
-from operator_world import World, status_writes
+from operator_world import status_writes, submitted
 
 
 def test_waiting_key_is_not_added_again() -> None:
@@ -155,12 +154,9 @@ async def test_cancelled_worker_leaves_the_next_key_to_others() -> None:
 
 
 async def test_pod_and_placement_are_reported_with_one_write() -> None:
-    world = World()
-    world.apply()
-    await world.settle()
+    world = await submitted()
     before = status_writes(world)
-    world.run_pods()
-    await world.settle()
+    await world.start_pods()
     assert status_writes(world) == before + 1
     attempt = world.job().status.attempts[-1]
     assert attempt.pod_uids == [pod["metadata"]["uid"] for pod in world.pods()]
@@ -168,13 +164,9 @@ async def test_pod_and_placement_are_reported_with_one_write() -> None:
 
 
 async def test_pod_that_is_not_placed_at_once_is_reported() -> None:
-    world = World()
-    world.apply()
-    await world.settle()
-    world.clock.advance(DEBOUNCE_S)
-    await world.settle()
-    placed = find(world.job().status, CONDITION_PLACED)
-    assert placed is not None
+    world = await submitted()
+    await world.settle(after_s=DEBOUNCE_S)
+    placed = world.condition(CONDITION_PLACED)
     assert placed.reason == "Queued"
     assert len(world.job().status.attempts[-1].pod_uids) == 1
 
@@ -195,9 +187,7 @@ class Recorder(WorkQueue):
 
 async def test_only_changes_of_co_tenants_are_rate_limited() -> None:
     """Regression: a job's own reservation was reported after the measurements of all running jobs."""
-    world = World()
-    world.apply()
-    await world.settle()
+    world = await submitted()
     world.run_pods()
     alone = msgspec.convert(world.kube.dump(GPU_NODES, "n1"), GpuNode)
     other = msgspec.convert(reservation("other-pod", "other-uid", name="other"), Reservation)
