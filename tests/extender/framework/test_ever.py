@@ -31,20 +31,10 @@ NODES = (
         pytest.param(7, ALONE, (7, 6), id="one too many"),
         pytest.param(6, {"prediction": None}, None, id="unknown, so alone"),
         pytest.param(4, {"memory_limit_mib": 39_000}, None, id="by memory"),
-        pytest.param(
-            6,
-            {"memory_limit_mib": 39_000},
-            (6, 5),
-            id="the small one holds none",
-        ),
+        pytest.param(6, {"memory_limit_mib": 39_000}, (6, 5), id="the small one holds none"),
         pytest.param(43, SMALL, None, id="by slots and memory"),
         pytest.param(44, SMALL, (44, 43), id="5 x 8, and 3 of 15 GiB"),
-        pytest.param(
-            3,
-            ALONE | {"gpus": 2},
-            (3, 2),
-            id="whole workers on each node",
-        ),
+        pytest.param(3, ALONE | {"gpus": 2}, (3, 2), id="whole workers on each node"),
     ],
 )
 def test_it_is_said_what_is_lacking(workers, wants, said):

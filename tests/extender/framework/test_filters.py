@@ -39,13 +39,7 @@ def placed(node, config=RULES, **wants):
 CASES = [
     pytest.param(gpu_node(), {}, None, MPS, id="idle"),
     pytest.param(gpu_node(), {"prediction": None}, None, ALONE, id="unknown job"),
-    pytest.param(
-        gpu_node(),
-        {"prediction": prediction(products=[T4])},
-        None,
-        ALONE,
-        id="unknown on this product",
-    ),
+    pytest.param(gpu_node(), {"prediction": prediction(products=[T4])}, None, ALONE, id="unknown on this product"),
     pytest.param(gpu_node(), {"prediction": None, "memory_limit_mib": 9000}, None, MPS, id="limit of the user"),
     pytest.param(gpu_node("a", [device(modes=NO_MPS)]), {}, None, TURNS, id="no MPS"),
     pytest.param(gpu_node("a", [device(modes=[ALONE])]), {}, None, ALONE, id="no sharing"),
@@ -55,11 +49,7 @@ CASES = [
     pytest.param(gpu_node("a", 1, [tenant("x", [GPU], TURNS)]), {}, None, TURNS, id="time-slicing beside time-slicing"),
     pytest.param(gpu_node("a", 1, [tenant("x", [GPU], ALONE)]), {}, MODE, None, id="exclusive tenant"),
     pytest.param(
-        gpu_node("a", 1, [tenant("x", [GPU])]),
-        {"prediction": None},
-        MODE,
-        None,
-        id="unknown job beside a tenant",
+        gpu_node("a", 1, [tenant("x", [GPU])]), {"prediction": None}, MODE, None, id="unknown job beside a tenant"
     ),
     pytest.param(
         gpu_node("a", 1, [tenant("x", [GPU])]),
@@ -107,11 +97,7 @@ CASES = [
         id="one MPS server for two namespaces",
     ),
     pytest.param(
-        gpu_node("a", 1, [tenant(f"t{i}", [GPU], memory_limit_mib=1) for i in range(8)]),
-        {},
-        SLOTS,
-        None,
-        id="slots",
+        gpu_node("a", 1, [tenant(f"t{i}", [GPU], memory_limit_mib=1) for i in range(8)]), {}, SLOTS, None, id="slots"
     ),
     pytest.param(
         gpu_node("a", 1, [tenant("x", [GPU], memory_limit_mib=37000)]), {}, MEMORY, None, id="memory is taken"

@@ -24,9 +24,7 @@ def fit(policy="least-slowdown"):
 
 
 def test_job_that_slows_no_tenant_joins_the_gpu_with_the_least_memory_left():
-    known = cluster(
-        gpu_node("a", 3, [tenant("x", ["GPU-a-1"], memory_limit_mib=8000), tenant("y", ["GPU-a-2"])]),
-    )
+    known = cluster(gpu_node("a", 3, [tenant("x", ["GPU-a-1"], memory_limit_mib=8000), tenant("y", ["GPU-a-2"])]))
     assert place_on_node(CachedEvaluation(pod_request(), fit(), known.snapshot()), "a").gpu_uuids == ["GPU-a-1"]
     assert place_on_node(
         CachedEvaluation(pod_request(), fit("most-available-memory"), known.snapshot()), "a"
@@ -51,8 +49,7 @@ def test_reason_names_the_closest_gpu_that_was_passed_over():
 
 def test_several_gpus_of_one_worker_are_on_one_node_in_one_mode():
     known = cluster(
-        gpu_node("a", 2, [tenant("x", ["GPU-a-0"], ALONE)]),
-        gpu_node("b", 2, [tenant("y", ["GPU-b-1"], TURNS)]),
+        gpu_node("a", 2, [tenant("x", ["GPU-a-0"], ALONE)]), gpu_node("b", 2, [tenant("y", ["GPU-b-1"], TURNS)])
     )
     found = filter_nodes(CachedEvaluation(pod_request(gpus=2), fit(), known.snapshot()), ["a", "b"])
     assert found.fits == ["b"]
