@@ -1,7 +1,7 @@
-"""Wall clock and monotonic clock as an argument, so that tests set the time."""
+"""Wall clock and monotonic clock as an argument, so that tests set the time; times in Kubernetes' form."""
 
 import time
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Protocol
 
 
@@ -27,6 +27,35 @@ class SystemClock:
     def monotonic(self) -> float:
         """Return seconds since the machine started."""
         return time.monotonic()
+
+
+class ServerTime(Protocol):
+    """Source of the difference between two machines' clocks; `KubeApi` is one."""
+
+    @property
+    def server_ahead_s(self) -> float:
+        """Seconds by which the server's clock is ahead of this machine's."""
+        ...
+
+
+class ServerClock:
+    """The API server's clock: what several processes compare must not depend on the clock of one machine.
+
+    Args:
+        clock: This machine's clock.
+        server: Measures the difference.
+    """
+
+    def __init__(self, clock: Clock, server: ServerTime) -> None:
+        self._clock, self._server = clock, server
+
+    def now(self) -> datetime:
+        """Return the server's wall-clock time in UTC, to about a second."""
+        return self._clock.now() + timedelta(seconds=self._server.server_ahead_s)
+
+    def monotonic(self) -> float:
+        """Return seconds since an arbitrary start."""
+        return self._clock.monotonic()
 
 
 def rfc3339(moment: datetime) -> str:

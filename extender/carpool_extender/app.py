@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from socket import gethostname
 from typing import Any
 
-from carpool_core.clock import Clock
-from carpool_core.kube.api import KubeApi, ServerClock
+from carpool_core.clock import Clock, ServerClock
+from carpool_core.kube.api import KubeApi
 from carpool_core.kube.events import EventRecorder
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from carpool_extender.cache.cluster import ClusterCache, GpuAvailability
 from carpool_extender.cache.peaks import PeakTracker
-from carpool_extender.framework.evaluation_cache import EvaluationCache
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
+from carpool_extender.framework.selection import EvaluationCache
 from carpool_extender.informers import Informers
 from carpool_extender.metrics import ExtenderMetrics, StateCollector
 from carpool_extender.queue.admission import AdmissionController, Leadership

@@ -25,9 +25,8 @@ from carpool_extender.extender_api import (
     PreemptionResult,
 )
 from carpool_extender.framework.diagnosis import PREFIX
-from carpool_extender.framework.evaluation_cache import EvaluationCache
 from carpool_extender.framework.scores import MAX_SCORE
-from carpool_extender.framework.selection import FEW, filter_nodes, score_nodes
+from carpool_extender.framework.selection import FEW, EvaluationCache, filter_nodes, score_nodes
 from carpool_extender.informers import Informers
 from carpool_extender.queue.admission import AdmissionController
 from carpool_extender.queue.scheduling_queue import Claim

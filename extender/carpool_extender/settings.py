@@ -14,7 +14,7 @@ from carpool_core.settings import (
     slots_per_gpu,
 )
 
-from carpool_extender.framework.admission_limits import AdmissionLimits, Quantile
+from carpool_extender.framework.filters import AdmissionLimits, Quantile
 from carpool_extender.framework.scores import POLICIES
 from carpool_extender.queue.order import QueueOrder
 

@@ -14,7 +14,6 @@ from carpool_extender.cache import ledger
 from carpool_extender.cache.cluster import ClusterCache, GpuAvailability
 from carpool_extender.cache.gpu_table import MODES, Bools, GpuTable, Rows, UnavailableReason
 from carpool_extender.cache.peaks import StablePeak, peaks_of, use_measured_peak
-from carpool_extender.framework.evaluation_cache import EvaluationCache, FilterRunner
 from carpool_extender.framework.filters import (
     PASSED,
     Evaluation,
@@ -24,6 +23,7 @@ from carpool_extender.framework.filters import (
     run_filters,
 )
 from carpool_extender.framework.scores import SchedulerConfig
+from carpool_extender.framework.selection import EvaluationCache, FilterRunner
 from carpool_extender.queue.scheduling_queue import Claim
 
 from carpool_simulator.truth import Truth, WorkloadError

@@ -8,8 +8,7 @@ from pathlib import Path
 import click
 from carpool_core.clock import SystemClock
 from carpool_core.settings import SettingsError, click_options
-from carpool_extender.framework.admission_limits import AdmissionLimits
-from carpool_extender.framework.filters import NO_LIMITS, pluralize
+from carpool_extender.framework.filters import NO_LIMITS, AdmissionLimits, pluralize
 from carpool_extender.framework.scores import UnknownPolicyError
 from carpool_extender.queue.order import QueueOrder
 from carpool_extender.settings import ConditionSettings

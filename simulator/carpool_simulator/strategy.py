@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from carpool_core.values import SharingMode
-from carpool_extender.framework.admission_limits import AdmissionLimits
-from carpool_extender.framework.filters import NO_LIMITS
+from carpool_extender.framework.filters import NO_LIMITS, AdmissionLimits
 from carpool_extender.queue.order import QueueOrder
 from carpool_predictor.calibration.observe import STEADY_S
 

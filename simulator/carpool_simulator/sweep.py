@@ -6,8 +6,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean, stdev
 
-from carpool_extender.framework.admission_limits import AdmissionLimits
-from carpool_extender.framework.filters import NO_LIMITS
+from carpool_extender.framework.filters import NO_LIMITS, AdmissionLimits
 from carpool_extender.framework.scores import POLICIES, UnknownPolicyError, find_policy
 
 from carpool_simulator.engine import Finished, Outcome, Simulation

@@ -6,7 +6,8 @@ from email.utils import format_datetime
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from carpool_core.kube.api import PODS, ServerClock
+from carpool_core.clock import ServerClock
+from carpool_core.kube.api import PODS
 from carpool_core.kube.client import KubeClient
 from carpool_core.kube.config import Endpoint, Token
 from carpool_core.kube.errors import NotFound

@@ -21,9 +21,8 @@ from carpool_e2e.fleet import TAINT
 from carpool_extender.cache import ledger
 from carpool_extender.explain.commands import JobPredictor
 from carpool_extender.explain.explain import cluster_view
-from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
-from carpool_extender.framework.selection import best_place, reservation_of
+from carpool_extender.framework.selection import CachedEvaluation, best_place, reservation_of
 from carpool_extender.informers import JobRow
 from carpool_extender.workloads import AS_SHIPPED, pod_request_of
 from carpool_predictor.calibration.document import Calibration

@@ -9,7 +9,7 @@ import pytest
 from carpool_core.kube.api import CONFIG_MAPS
 from carpool_core.testing.kube import FakeKube
 from carpool_extender.explain.commands import read_site_settings
-from carpool_extender.framework.admission_limits import Quantile
+from carpool_extender.framework.filters import Quantile
 from carpool_extender.settings import AskSettings, ConditionSettings
 from own_rights import OWN, READ
 

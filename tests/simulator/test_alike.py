@@ -6,9 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 from carpool_core.values import DeviceHealth, RequestedMode, SharingMode
-from carpool_extender.framework.admission_limits import AdmissionLimits
-from carpool_extender.framework.evaluation_cache import filter_rows
-from carpool_extender.framework.filters import Evaluation, empty_results
+from carpool_extender.framework.filters import AdmissionLimits, Evaluation, empty_results
+from carpool_extender.framework.selection import filter_rows
 from carpool_extender.testing import cluster, device, gpu_node, pod_request, prediction, tenant
 from carpool_simulator import cluster_model
 from carpool_simulator.cluster_model import FilterMemo

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from carpool_core.values import SharingMode
-from carpool_extender.framework.admission_limits import AdmissionLimits
+from carpool_extender.framework.filters import AdmissionLimits
 from carpool_extender.framework.scores import POLICIES
 from carpool_simulator.engine import Simulation
 from carpool_simulator.strategy import Knowledge, Strategy

@@ -4,7 +4,7 @@ import os
 from dataclasses import replace
 
 import pytest
-from carpool_extender.framework.admission_limits import AdmissionLimits
+from carpool_extender.framework.filters import AdmissionLimits
 from carpool_extender.framework.scores import POLICIES
 from carpool_simulator import philly, report
 from carpool_simulator.commands import simulate

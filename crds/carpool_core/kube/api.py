@@ -2,12 +2,9 @@
 
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
-from datetime import datetime, timedelta
 from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
-
-from carpool_core.clock import Clock
 
 T = TypeVar("T")
 
@@ -147,23 +144,3 @@ class KubeApi(Protocol):
     async def delete(self, kind: ResourceKind, name: str, *, namespace: str = "", uid: str = "") -> None:
         """Delete an object. With `uid`, raises `Conflict` if another object has the name now."""
         ...
-
-
-class ServerClock(Clock):
-    """The API server's clock: what several processes compare must not depend on the clock of one machine.
-
-    Args:
-        clock: This machine's clock.
-        api: Measures the difference.
-    """
-
-    def __init__(self, clock: Clock, api: KubeApi) -> None:
-        self._clock, self._api = clock, api
-
-    def now(self) -> datetime:
-        """Return the server's wall-clock time in UTC, to about a second."""
-        return self._clock.now() + timedelta(seconds=self._api.server_ahead_s)
-
-    def monotonic(self) -> float:
-        """Return seconds since an arbitrary start."""
-        return self._clock.monotonic()

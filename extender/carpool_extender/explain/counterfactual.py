@@ -21,12 +21,10 @@ from carpool_core.values import PodUid, RequestedMode, Tenancy
 from carpool_extender.cache.cluster import SILENT, ClusterCache
 from carpool_extender.cache.gpu_table import GpuTable, Snapshot, update_aggregates
 from carpool_extender.cache.pod_request import PodRequest
-from carpool_extender.framework.admission_limits import AdmissionLimits
-from carpool_extender.framework.evaluation_cache import CachedEvaluation, EvaluationCache
-from carpool_extender.framework.filters import SLACK, pluralize
+from carpool_extender.framework.filters import SLACK, AdmissionLimits, pluralize
 from carpool_extender.framework.gang import max_workers
 from carpool_extender.framework.scores import SchedulerConfig
-from carpool_extender.framework.selection import Placement, best_place
+from carpool_extender.framework.selection import CachedEvaluation, EvaluationCache, Placement, best_place
 
 MAX_ADVICE = 3
 """Working changes that the advice names."""

@@ -17,11 +17,10 @@ from carpool_extender.cache.gpu_table import NodeGrid
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.explain.counterfactual import Scenario, advice
 from carpool_extender.explain.queue_forecast import no_room
-from carpool_extender.framework.evaluation_cache import CachedEvaluation, EvaluationCache
 from carpool_extender.framework.filters import Evaluation, pluralize
 from carpool_extender.framework.gang import WorkerPlace, infeasible_when_empty, max_workers, place_workers
 from carpool_extender.framework.scores import Policy, SchedulerConfig, best_of, select, ties
-from carpool_extender.framework.selection import Placement
+from carpool_extender.framework.selection import CachedEvaluation, EvaluationCache, Placement
 
 MAX_LISTED_WORKERS = 128
 """Workers whose places are described; describing more takes seconds, and the lines repeat themselves."""

@@ -40,8 +40,8 @@ from carpool_extender.explain.queue_forecast import (
     read_pending_jobs,
 )
 from carpool_extender.framework.diagnosis import explain_gpus, lines, with_measures, with_own
-from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.scores import SchedulerConfig
+from carpool_extender.framework.selection import CachedEvaluation
 from carpool_extender.informers import JobRow, JobSpecRow, JobStatusRow
 from carpool_extender.workloads import ANNOTATION_POLICY, NotOurs, demand_of_row, pod_request_of
 
@@ -326,7 +326,7 @@ def _gpu_lines(
     own: frozenset[GpuUuid] = frozenset(),
 ) -> list[str]:
     """Return a line for each GPU or group of equal GPUs, and for the nodes that report none."""
-    found = explain_gpus(CachedEvaluation(request, config, cluster.snapshot()), sorted(cluster.nodes))
+    found = explain_gpus(CachedEvaluation(request, config, cluster.snapshot()).evaluation, sorted(cluster.nodes))
     gpus = lines(with_own(with_measures(found, cluster.nodes.values()), own), each=options.each_gpu)
     question = "is the node agent running there?"
     if options.each_gpu or len(silent) < 2:

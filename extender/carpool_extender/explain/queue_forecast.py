@@ -18,9 +18,9 @@ from carpool_core.values import JobUid, PodUid
 from carpool_extender.cache.cluster import ClusterCache
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.diagnosis import PREFIX
-from carpool_extender.framework.evaluation_cache import EvaluationCache
 from carpool_extender.framework.filters import pluralize
 from carpool_extender.framework.scores import SchedulerConfig
+from carpool_extender.framework.selection import EvaluationCache
 from carpool_extender.informers import JobRow
 from carpool_extender.queue.order import QueueOrder, duration_in, queue_order, reservation_end_s
 from carpool_extender.queue.scheduling_queue import (

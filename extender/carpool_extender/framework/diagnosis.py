@@ -19,7 +19,7 @@ from carpool_extender.cache.gpu_table import (
     reserved_usage,
     usage_of,
 )
-from carpool_extender.framework.evaluation_cache import CachedEvaluation
+from carpool_extender.cache.pod_request import mode_reason, tenant_profile, unbounded_reason
 from carpool_extender.framework.filters import (
     CHECKS,
     HEALTH,
@@ -38,7 +38,6 @@ from carpool_extender.framework.filters import (
     pluralize,
 )
 from carpool_extender.framework.scores import Policy
-from carpool_extender.framework.sharing_mode import mode_reason, tenant_profile, unbounded_reason
 
 PREFIX = "NoGpuFits: "
 """First words of every summary: the reason in the job's condition Placed."""
@@ -281,9 +280,9 @@ class GpuAnswer:
         return f"GPU {self.index} of {self.node} ({self.product}): {self.text}"
 
 
-def explain_gpus(cached: CachedEvaluation, names: Sequence[str]) -> list[GpuAnswer]:
+def explain_gpus(evaluation: Evaluation, names: Sequence[str]) -> list[GpuAnswer]:
     """Return for each GPU of some nodes whether the pod fits, and if not, which checks fail by how much."""
-    evaluation, snapshot = cached.evaluation, cached.evaluation.snapshot
+    snapshot = evaluation.snapshot
     return [
         GpuAnswer(
             node=snapshot.node_names[int(snapshot.gpus.node[row])],

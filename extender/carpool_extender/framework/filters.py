@@ -1,16 +1,21 @@
 """Filters: whether the incoming pod may have each GPU, evaluated for all GPUs at once.
 
-Each check is one object with its mask, its margin and its message. Refusals, explanations and advice use these.
+Each check is one object with its mask, its margin and its message. Refusals, explanations and advice use these. The
+site's admission limits and the predicted slowdowns of co-located pods are two of them.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
+from functools import reduce
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+from carpool_core.resources.node import MAX_MIB
+from carpool_core.settings import SettingsError
 from carpool_core.values import RequestedMode, SharingMode, Tenancy
-from carpool_predictor.models.slowdown import upper_margin
+from carpool_predictor.models.slowdown import DRAM_SATURATION, SM_SATURATION, slowdowns, upper_margin
 from numpy.typing import NDArray
 
 from carpool_extender.cache.gpu_table import (
@@ -18,6 +23,7 @@ from carpool_extender.cache.gpu_table import (
     MODES,
     NO_MODE,
     NO_TENANT,
+    SHARED,
     Bools,
     Floats,
     GpuTable,
@@ -27,12 +33,18 @@ from carpool_extender.cache.gpu_table import (
     places,
     some,
 )
-from carpool_extender.cache.pod_request import ClassRequirements, ClassTable, PodRequest
-from carpool_extender.framework.admission_limits import AdmissionLimits
-from carpool_extender.framework.colocation import colocation_on, predict_colocations
-from carpool_extender.framework.sharing_mode import EXCLUSIVE, MIG, MPS, TIME_SLICING, choose_modes, unbounded_reason
+from carpool_extender.cache.pod_request import (
+    EXCLUSIVE,
+    MIG,
+    MPS,
+    TIME_SLICING,
+    ClassRequirements,
+    ClassTable,
+    PodRequest,
+    choose_modes,
+    unbounded_reason,
+)
 
-NO_LIMITS = AdmissionLimits()
 SLACK = 1e-6
 """Tolerance for rounding where an amount meets its limit."""
 PASSED, NO_GPU = -1, 100
@@ -41,6 +53,8 @@ _UNDECIDED = 99
 """Above the number of every check."""
 DIGITS = 2
 """Decimals of numbers in messages."""
+MAX_JOBS = 1024
+"""The API server accepts at most this many reservations on one node."""
 MAX_DIGITS = 6
 """Decimals of a slowdown if fewer would show it as equal to its limit."""
 BEST, EXAMPLE = "at best ", "for example "
@@ -50,6 +64,222 @@ BEST, EXAMPLE = "at best ", "for example "
 def pluralize(number: int, noun: str) -> str:
     """Return a number of things: `1 GPU`, `20 nodes`."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+class Quantile(StrEnum):
+    """The predicted slowdown that is compared with the limits of jobs."""
+
+    MEDIAN = "median"
+    """The expected slowdown: about half of all slowdowns exceed it."""
+    UPPER = "upper"
+    """A bound that most slowdowns stay below: fewer jobs share, and fewer exceed their limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionLimits:
+    """Limits of the site on GPUs; None sets no limit. The ledger's promises hold regardless."""
+
+    max_sm_active: float | None = None
+    """SM activity of the present tenants together, 0..1."""
+    max_joint_sm_active: float | None = None
+    """SM activity of the present tenants and the incoming pod together, 0..1; idle GPUs are exempt."""
+    min_free_mib: int | None = None
+    """Unreserved memory before the incoming pod joins, in MiB."""
+    max_jobs: int | None = None
+    """Tenants, the incoming pod included."""
+    exclusive: bool = False
+    """Whether every job gets a GPU of its own."""
+    quantile: Quantile = Quantile.MEDIAN
+    """Predicted slowdown that is compared with the limits of jobs."""
+
+    def __post_init__(self) -> None:
+        """Reject limits that no GPU can meet.
+
+        Raises:
+            SettingsError: A limit is out of range; the message names the expected range.
+        """
+        for which, activity in (("", self.max_sm_active), ("joint ", self.max_joint_sm_active)):
+            if activity is not None and not 0 < activity <= 1:
+                raise SettingsError(f"expected a largest {which}SM activity above 0 and up to 1, found {activity:g}")
+        if self.min_free_mib is not None and not 0 <= self.min_free_mib <= MAX_MIB:
+            raise SettingsError(f"expected a least free memory of 0 to {MAX_MIB:,} MiB, found {self.min_free_mib:,}")
+        if self.max_jobs is not None and not 1 <= self.max_jobs <= MAX_JOBS:
+            raise SettingsError(f"expected 1 to {MAX_JOBS:,} jobs on a GPU at most, found {self.max_jobs:,}")
+
+    def __str__(self) -> str:
+        """Return the limits for people, such as `SM activity ≤ 0.80`; `none` without any."""
+        parts = [f"{limit.label} {'≥' if limit.is_minimum else '≤'} {limit.form(value)}" for limit, value in self.set()]
+        if self.quantile is not Quantile.MEDIAN:
+            parts.append(f"slowdown limits by the {self.quantile} quantile")
+        return ", ".join([*parts, *(["every job on a GPU of its own"] if self.exclusive else [])]) or "none"
+
+    def set(self) -> "list[tuple[Limit, float]]":
+        """Return the numeric limits that the site has set, each with its value."""
+        values = [(limit, getattr(self, limit.field)) for limit in NUMERIC_LIMITS]
+        return [(limit, value) for limit, value in values if value is not None]
+
+    def with_exclusive_gpus(self) -> "AdmissionLimits":
+        """Return these limits for a policy that gives every job a GPU of its own."""
+        return replace(self, max_jobs=1, exclusive=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """One numeric limit: the amount that a GPU has, and its words."""
+
+    field: str
+    """Attribute of `AdmissionLimits`."""
+    label: str
+    form: Callable[[float], str]
+    """Formats an amount."""
+    amount: Callable[[GpuTable, Floats], NDArray[Any]]
+    """Returns the amount of each GPU, given the SM activity of the incoming pod; shape (gpus,)."""
+    is_minimum: bool = False
+    exempts_idle: bool = False
+    """Whether idle GPUs always meet it."""
+
+    def margin(self, value: float, gpus: GpuTable, incoming_sm: Floats) -> NDArray[np.float64]:
+        """Return the distance to the limit as a share of it; negative where it is missed. Shape (gpus,)."""
+        room = (value - self.amount(gpus, incoming_sm)) * (-1 if self.is_minimum else 1) / (value or 1)
+        margin: NDArray[np.float64] = np.where(gpus.count > 0, room, 1.0) if self.exempts_idle else room
+        return margin
+
+    def excess(self, value: float, gpus: GpuTable, incoming_sm: Floats) -> NDArray[Any]:
+        """Return the amount of each GPU that misses the limit, and the limit itself for the others."""
+        amount, clip = self.amount(gpus, incoming_sm), np.minimum if self.is_minimum else np.maximum
+        clipped: NDArray[Any] = clip(amount, value)
+        return np.where(gpus.count > 0, clipped, value) if self.exempts_idle else clipped
+
+    def refusal(self, value: float, amount: float) -> str:
+        """Return why a GPU misses the limit."""
+        return f"{self.label} {self.form(amount)}, the site's limit is {self.form(value)}"
+
+    def headroom(self, value: float, amount: float) -> str:
+        """Return how far a GPU is from the limit."""
+        return f"{self.label} {self.form(amount)} of at {'least' if self.is_minimum else 'most'} {self.form(value)}"
+
+
+NUMERIC_LIMITS = (
+    Limit("max_sm_active", "SM activity", "{:.2f}".format, lambda gpus, _: gpus.sm_active),
+    Limit(
+        "max_joint_sm_active",
+        "joint SM activity",
+        "{:.2f}".format,
+        lambda gpus, incoming: gpus.sm_active + incoming,
+        exempts_idle=True,
+    ),
+    Limit("min_free_mib", "free memory", "{:,.0f} MiB".format, lambda gpus, _: gpus.free_mib, is_minimum=True),
+    Limit("max_jobs", "jobs on a GPU", "{:.0f}".format, lambda gpus, _: gpus.count + 1),
+)
+
+NO_LIMITS = AdmissionLimits()
+
+
+class Colocation(NamedTuple):
+    """The incoming pod and the tenants of some GPUs; shape (tenants + 1, rows) each, the incoming pod first.
+
+    A GPU with fewer tenants than another has empty places: without activity and with an infinite limit.
+    """
+
+    mode: SharingMode | None
+    util: Floats
+    """GPU utilization alone, 0..1."""
+    expected: Floats
+    """Median of the predicted slowdown."""
+    limit: Floats
+    """Largest slowdown that each accepts."""
+
+    def by(self, quantile: Quantile) -> Floats:
+        """Return the slowdowns that are compared with the limits."""
+        if quantile is Quantile.MEDIAN or self.mode is None:
+            return self.expected
+        upper: Floats = self.expected + upper_margin(self.mode, self.util.T).T
+        return upper
+
+
+def colocation_on(gpus: GpuTable, pod_request: PodRequest, table: ClassTable, rows: Rows, mode: int) -> Colocation:
+    """Predict the slowdowns on some GPUs.
+
+    Args:
+        gpus: The GPUs.
+        pod_request: The incoming pod.
+        table: Its requirements per device class.
+        rows: GPUs with tenants; under time-slicing, GPUs with equally many.
+        mode: Code of the mode in which they all share.
+    """
+    name, device_class, tenants = MODES[mode], gpus.device_class.take(rows), int(gpus.count.take(rows).max())
+
+    def joined(incoming: Floats | float, present: Floats) -> Floats:
+        # One contiguous row per member: NumPy is several times slower along a short last axis.
+        both = np.empty((tenants + 1, rows.size), np.float32)
+        both[0], both[1:] = incoming, present.take(rows, axis=0)[:, :tenants].T
+        return both
+
+    util = sm = dram = joined(table.util.take(device_class), gpus.util)
+    if name is not SharingMode.TIME_SLICING:  # under time-slicing the model uses the utilization only
+        sm, dram = joined(table.sm.take(device_class), gpus.sm), joined(table.dram.take(device_class), gpus.dram)
+    limit = joined(pod_request.demand.max_slowdown, gpus.max_slowdown)
+    expected = np.ones(util.shape) if name is None else slowdowns(name, util.T, sm.T, dram.T).T
+    return Colocation(name, util, expected, limit)
+
+
+class ColocationResult(NamedTuple):
+    """Predictions for some GPUs that the incoming pod could join, shape (rows,) each."""
+
+    rows: Rows
+    slowdown: Floats | float
+    """Expected slowdown of the incoming pod."""
+    added_slowdown: Floats
+    """Progress that the incoming pod loses, plus what the tenants lose on top of their present loss."""
+    own_margin: Floats | float
+    """Distance of the incoming pod to its limit; negative beyond."""
+    tenants_margin: Floats
+    """Least distance of a tenant to its limit; negative beyond."""
+
+
+def predict_colocations(
+    gpus: GpuTable,
+    pod_request: PodRequest,
+    table: ClassTable,
+    rows: Rows,
+    mode: NDArray[np.int8],
+    quantile: Quantile,
+) -> Iterator[ColocationResult]:
+    """Predict slowdowns on GPUs that have tenants, in batches of equal mode and number of tenants.
+
+    Args:
+        gpus: All GPUs.
+        pod_request: The incoming pod.
+        table: Its requirements per device class.
+        rows: GPUs that have tenants.
+        mode: Code of the mode in which they all share, shape (rows,).
+        quantile: Slowdown that is compared with the limits.
+    """
+    for code, name in SHARED:
+        mine = rows.take(places(mode == code))
+        if not mine.size:
+            continue
+        if name is SharingMode.MPS and quantile is Quantile.MEDIAN:
+            undisturbed = _is_undisturbed(gpus, table, mine)
+            easy, mine = mine.take(places(undisturbed)), mine.take(places(~undisturbed))
+            own = pod_request.demand.max_slowdown - 1.0
+            existing = gpus.existing_slowdown.take(easy)
+            yield ColocationResult(easy, 1.0, existing, own, gpus.min_slowdown_limit.take(easy) - 1.0)
+        count = gpus.count.take(mine)
+        for tenants in np.bincount(count).nonzero()[0].tolist():
+            batch = mine.take(places(count == tenants))
+            found = colocation_on(gpus, pod_request, table, batch, code)
+            own_margin, *others = found.limit - found.by(quantile)
+            added = (found.expected - 1.0).sum(axis=0) + gpus.existing_slowdown.take(batch)
+            yield ColocationResult(batch, found.expected[0], added, own_margin, reduce(np.minimum, others))
+
+
+def _is_undisturbed(gpus: GpuTable, table: ClassTable, rows: Rows) -> Bools:
+    """Return where the slowdown under MPS is 1 for all, because nothing is saturated; a shortcut for most GPUs."""
+    of = gpus.device_class.take(rows)
+    sm, dram = gpus.sm_active.take(rows) + table.sm.take(of), gpus.dram_active.take(rows) + table.dram.take(of)
+    free: Bools = (sm <= SM_SATURATION) & (dram <= DRAM_SATURATION)
+    return free
 
 
 @dataclass(slots=True, eq=False)

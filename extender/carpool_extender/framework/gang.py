@@ -18,12 +18,11 @@ from carpool_extender.cache.gpu_table import (
     places,
     update_aggregates,
 )
+from carpool_extender.cache.pod_request import EXCLUSIVE, MIG, MPS
 from carpool_extender.framework.diagnosis import PREFIX, placement_reason
-from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.filters import Evaluation, pluralize, run_filters
 from carpool_extender.framework.scores import BestPerNode, Policy, select
-from carpool_extender.framework.selection import Placement, best_place, placement_on
-from carpool_extender.framework.sharing_mode import EXCLUSIVE, MIG, MPS
+from carpool_extender.framework.selection import CachedEvaluation, Placement, best_place, placement_on
 
 
 class WorkerPlace(NamedTuple):

@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 
 from carpool_extender.cache.gpu_table import NO_MODE, NOWHERE, Bools, NodeGrid, Rows, places, some
 from carpool_extender.cache.pod_request import PodRequest
-from carpool_extender.framework.admission_limits import AdmissionLimits
-from carpool_extender.framework.filters import NO_LIMITS, PASSED, Evaluation
+from carpool_extender.framework.filters import NO_LIMITS, PASSED, AdmissionLimits, Evaluation
 
 Cost = NDArray[np.float64]
 

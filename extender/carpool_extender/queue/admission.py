@@ -31,8 +31,8 @@ from carpool_core.values import JobUid, PodUid
 
 from carpool_extender.cache.cluster import may_free_capacity
 from carpool_extender.cache.pod_request import PodRequest
-from carpool_extender.framework.evaluation_cache import EvaluationCache
 from carpool_extender.framework.gang import place_gang
+from carpool_extender.framework.selection import EvaluationCache
 from carpool_extender.informers import Informers, JobRow
 from carpool_extender.metrics import ExtenderMetrics
 from carpool_extender.queue.order import duration_in, reservation_end_s

@@ -37,7 +37,6 @@ from carpool_extender.cache.cluster import ClusterCache
 from carpool_extender.cache.gpu_table import Bools, Snapshot
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.diagnosis import PREFIX, summary
-from carpool_extender.framework.evaluation_cache import EvaluationCache
 from carpool_extender.framework.filters import Evaluation
 from carpool_extender.framework.gang import (
     WorkerPlace,
@@ -47,7 +46,7 @@ from carpool_extender.framework.gang import (
     place_gang,
 )
 from carpool_extender.framework.scores import SchedulerConfig
-from carpool_extender.framework.selection import reservation_of
+from carpool_extender.framework.selection import EvaluationCache, reservation_of
 from carpool_extender.queue.order import QueueEnd, QueueKey, QueueOrder, queue_order, sort_key
 
 EndOf: TypeAlias = Callable[[Reservation], float | None]

@@ -22,8 +22,7 @@ from carpool_extender.cache import ledger
 from carpool_extender.cache.cluster import GpuAvailability
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.extender_api import BindingArgs
-from carpool_extender.framework.evaluation_cache import EvaluationCache
-from carpool_extender.framework.selection import place_on_node, reservation_of
+from carpool_extender.framework.selection import EvaluationCache, place_on_node, reservation_of
 from carpool_extender.informers import Informers
 from carpool_extender.metrics import ExtenderMetrics
 from carpool_extender.reservations.writer import Refusal, ReservationWriter

@@ -9,7 +9,7 @@ from pathlib import Path
 from carpool_core.durations import format_duration
 from carpool_core.resources.node import Device
 from carpool_core.values import GpuUuid, SharingMode
-from carpool_extender.framework.admission_limits import AdmissionLimits
+from carpool_extender.framework.filters import AdmissionLimits
 from carpool_simulator.profiles import PRODUCT, job_of, measured_profiles, prediction_of, step_times
 from carpool_simulator.strategy import Knowledge, Strategy
 from carpool_simulator.truth import Draw, SimJob, Workload

@@ -12,7 +12,7 @@ import numpy as np
 from carpool_core.products import find_product
 from carpool_core.resources.node import Device
 from carpool_core.values import GpuUuid, SharingMode
-from carpool_extender.framework.admission_limits import AdmissionLimits
+from carpool_extender.framework.filters import AdmissionLimits
 from carpool_simulator.philly import read_trace
 from carpool_simulator.power import Power, Spent
 from carpool_simulator.profiles import job_of, prediction_of

@@ -13,7 +13,7 @@ import pandas as pd
 from carpool_core.clock import SystemClock
 from carpool_core.durations import format_duration
 from carpool_core.values import SharingMode
-from carpool_extender.framework.admission_limits import AdmissionLimits, Quantile
+from carpool_extender.framework.filters import AdmissionLimits, Quantile
 from carpool_extender.framework.scores import POLICIES
 from carpool_extender.queue.order import QueueOrder
 from carpool_simulator import philly

@@ -3,8 +3,8 @@
 import numpy as np
 from carpool_extender.cache.cluster import ClusterCache
 from carpool_extender.cache.gpu_table import NOWHERE, grid_of
-from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
+from carpool_extender.framework.selection import CachedEvaluation
 from carpool_extender.testing import device, gpu_node, pod_request
 from hypothesis import given
 from hypothesis import strategies as st

@@ -20,8 +20,8 @@ from carpool_extender.explain.commands import (
     read_site_settings,
     what_if,
 )
-from carpool_extender.framework.admission_limits import Quantile
 from carpool_extender.framework.diagnosis import broken
+from carpool_extender.framework.filters import Quantile
 from carpool_extender.settings import AskSettings, ConditionSettings
 from carpool_extender.testing import seed_job
 from carpool_simulator.commands import simulate

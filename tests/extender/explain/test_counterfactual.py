@@ -12,9 +12,9 @@ from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, RequestedMode, SharingMode, Tenancy
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.explain.counterfactual import NO_ADVICE, Scenario, advice
-from carpool_extender.framework.admission_limits import AdmissionLimits, Quantile
-from carpool_extender.framework.evaluation_cache import CachedEvaluation
+from carpool_extender.framework.filters import AdmissionLimits, Quantile
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
+from carpool_extender.framework.selection import CachedEvaluation
 from carpool_extender.testing import T4, cluster, demand, device, gpu_node, pod_request, prediction, seed_node, tenant
 
 TURNS, ALONE = SharingMode.TIME_SLICING, SharingMode.EXCLUSIVE

@@ -7,9 +7,8 @@ from asking_world import OPTIONS, RULES, job_of, what_if
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import SharingMode
 from carpool_extender.explain.dry_run import MAX_RANKED_LINES, ranking, ranking_lines, step_time_at
-from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.scores import POLICIES, Policy, SchedulerConfig, Score, find_policy
-from carpool_extender.framework.selection import best_place
+from carpool_extender.framework.selection import CachedEvaluation, best_place
 from carpool_extender.testing import (
     A100,
     T4,

@@ -14,7 +14,7 @@ from carpool_core.values import PodUid, SharingMode
 from carpool_extender.cache.gpu_table import SETTLED_S
 from carpool_extender.explain.explain import NoSuchJobError
 from carpool_extender.explain.queue_forecast import Options
-from carpool_extender.framework.admission_limits import AdmissionLimits
+from carpool_extender.framework.filters import AdmissionLimits
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.testing import T4, device, gpu_node, pod_of, prediction, seed_job, seed_node, tenant
 from carpool_extender.workloads import JobOptions

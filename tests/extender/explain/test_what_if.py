@@ -18,7 +18,7 @@ from carpool_extender.explain import explain
 from carpool_extender.explain.commands import JobPredictor, job_predictor
 from carpool_extender.explain.dry_run import MAX_LISTED_WORKERS, UNCHECKED
 from carpool_extender.explain.queue_forecast import Options
-from carpool_extender.framework.admission_limits import AdmissionLimits
+from carpool_extender.framework.filters import AdmissionLimits
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.settings import AskSettings
 from carpool_extender.testing import T4, device, gpu_node, prediction, seed_node, tenant

@@ -5,9 +5,18 @@ import pytest
 from carpool_core.testing.clock import FakeClock
 from carpool_core.values import Tenancy
 from carpool_extender.cache.cluster import SILENCE_S, ClusterCache, GpuAvailability
-from carpool_extender.framework.evaluation_cache import MAX_ENTRIES, CachedEvaluation, EvaluationCache
 from carpool_extender.framework.scores import POLICIES, SchedulerConfig, find_policy
-from carpool_extender.framework.selection import FEW, MAX_CANDIDATES, SPARE, filter_nodes, place_on_node, score_nodes
+from carpool_extender.framework.selection import (
+    FEW,
+    MAX_CANDIDATES,
+    MAX_ENTRIES,
+    SPARE,
+    CachedEvaluation,
+    EvaluationCache,
+    filter_nodes,
+    place_on_node,
+    score_nodes,
+)
 from carpool_extender.testing import cluster, gpu_node, pod_request, prediction, tenant
 from hypothesis import given
 from hypothesis import strategies as st

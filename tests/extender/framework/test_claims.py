@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from carpool_core.values import DeviceHealth, GpuUuid, SharingMode
 from carpool_extender.framework.diagnosis import explain_gpus
-from carpool_extender.framework.evaluation_cache import CachedEvaluation, EvaluationCache
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
-from carpool_extender.framework.selection import filter_nodes
+from carpool_extender.framework.selection import CachedEvaluation, EvaluationCache, filter_nodes
 from carpool_extender.testing import cluster, device, gpu_node, pod_request, tenant, unavailable_nodes
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +25,9 @@ def telling(name, *uuids, held=()):
 
 def said(known, name):
     """What is said of each GPU of a node."""
-    return [one.text for one in explain_gpus(CachedEvaluation(pod_request(), RULES, known.snapshot()), [name])]
+    return [
+        one.text for one in explain_gpus(CachedEvaluation(pod_request(), RULES, known.snapshot()).evaluation, [name])
+    ]
 
 
 def unavailable(known):

@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 from carpool_core.values import SharingMode
-from carpool_extender.framework.admission_limits import AdmissionLimits, Quantile
-from carpool_extender.framework.evaluation_cache import CachedEvaluation
-from carpool_extender.framework.filters import PASSED, SLOWDOWN
+from carpool_extender.framework.filters import PASSED, SLOWDOWN, AdmissionLimits, Quantile
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
+from carpool_extender.framework.selection import CachedEvaluation
 from carpool_extender.testing import cluster, gpu_node, pod_request, prediction, tenant
 from carpool_predictor.models.slowdown import slowdowns, upper_slowdowns
 from hypothesis import given

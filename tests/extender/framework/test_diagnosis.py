@@ -4,7 +4,6 @@ import msgspec
 import pytest
 from carpool_core.resources.node import MAX_REASON_LENGTH, Tenant
 from carpool_core.values import DeviceHealth, RequestedMode, SharingMode
-from carpool_extender.framework.admission_limits import AdmissionLimits, Quantile
 from carpool_extender.framework.diagnosis import (
     MAX_PART,
     MAX_SUMMARY,
@@ -14,11 +13,21 @@ from carpool_extender.framework.diagnosis import (
     other_failures,
     outcome,
 )
-from carpool_extender.framework.evaluation_cache import CachedEvaluation
-from carpool_extender.framework.filters import CHECKS, HEALTH, LIMITS, MEMORY, MODE, SLOTS, SLOWDOWN, SUITABILITY
+from carpool_extender.framework.filters import (
+    CHECKS,
+    HEALTH,
+    LIMITS,
+    MEMORY,
+    MODE,
+    SLOTS,
+    SLOWDOWN,
+    SUITABILITY,
+    AdmissionLimits,
+    Quantile,
+)
 from carpool_extender.framework.gang import infeasible_when_empty
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
-from carpool_extender.framework.selection import filter_nodes, place_on_node
+from carpool_extender.framework.selection import CachedEvaluation, filter_nodes, place_on_node
 from carpool_extender.testing import A100, T4, cluster, device, gpu_node, pod_request, prediction, tenant
 from hypothesis import given
 from hypothesis import strategies as st
@@ -289,7 +298,7 @@ class TestLength:
         assert message.endswith("; 1 node: no GPUs reported; and 1 more reason for 2 GPUs")
         assert len(message) <= MAX_SUMMARY
         names = [node.metadata.name for node in nodes]
-        texts = " ".join(one.text for one in explain_gpus(evaluated(*nodes), names))
+        texts = " ".join(one.text for one in explain_gpus(evaluated(*nodes).evaluation, names))
         assert f"{far}0 and {far}1" in texts
         assert f"GPU-{'m' * 400}" in texts, "explanations are complete"
 
@@ -359,7 +368,7 @@ class TestLength:
 def explained(node, **wants):
     """Evaluation and explanation of the first GPU of a node."""
     cached = evaluated(node, **wants)
-    return cached.evaluation, explain_gpus(cached, ["a"])[0]
+    return cached.evaluation, explain_gpus(cached.evaluation, ["a"])[0]
 
 
 def crowded(**accepts):
@@ -371,7 +380,7 @@ class TestExplanation:
 
     def test_every_gpu_has_its_check_and_its_margin(self):
         has = [{"memory_limit_mib": 40000}, BUSY | {"max_slowdown": 1.1}]
-        assert [str(one) for one in explain_gpus(evaluated(on_gpus(*has, count=3), **BUSY), ["a"])] == [
+        assert [str(one) for one in explain_gpus(evaluated(on_gpus(*has, count=3), **BUSY).evaluation, ["a"])] == [
             f"GPU 0 of a ({A100}): needs 4,000 MiB, has 960 MiB free (3,040 MiB short)",
             f"GPU 1 of a ({A100}): would slow default/y1 to 1.90 of 1.10 (0.80 beyond)",
             f"GPU 2 of a ({A100}): fits by MPS, leaves 36,960 MiB, expected slowdown 1.00; tenant 1 of at most 8",

@@ -5,9 +5,8 @@ import pytest
 from carpool_core.resources.node import Tenant
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
 from carpool_extender.framework.diagnosis import explain_gpus
-from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
-from carpool_extender.framework.selection import filter_nodes
+from carpool_extender.framework.selection import CachedEvaluation, filter_nodes
 from carpool_extender.testing import cluster, device, gpu_node, pod_request, tenant, unavailable_nodes
 
 RULES = SchedulerConfig(find_policy("least-slowdown"), slots=8)
@@ -70,7 +69,7 @@ CASES = [
 @pytest.mark.parametrize(("node", "reason"), CASES)
 def test_the_gpu_is_left_out_and_its_neighbour_is_not(node, reason):
     snapshot = cluster(node).snapshot()
-    told = [str(one) for one in explain_gpus(CachedEvaluation(pod_request(), RULES, snapshot), ["a"])]
+    told = [str(one) for one in explain_gpus(CachedEvaluation(pod_request(), RULES, snapshot).evaluation, ["a"])]
     assert told[0].partition("; besides, ")[0] == f"GPU 0 of a (NVIDIA A100-SXM4-40GB): {reason}"
     assert "fits by" in told[1]
     only = msgspec.structs.replace(node, status=msgspec.structs.replace(node.status, devices=node.status.devices[:1]))
@@ -84,7 +83,9 @@ def test_gpus_that_a_node_tells_of_by_the_same_uuid_are_left_out_until_it_tells_
     known = cluster(a_node(devices=twins))
     for node in (a_node(X, devices=twins), a_node(devices=twins)):  # also where only what is held there changes
         known.apply(node)
-        told = [one.text for one in explain_gpus(CachedEvaluation(pod_request(), RULES, known.snapshot()), ["a"])]
+        told = [
+            one.text for one in explain_gpus(CachedEvaluation(pod_request(), RULES, known.snapshot()).evaluation, ["a"])
+        ]
         assert told[0] == told[2] == "its node reports several GPUs with UUID GPU-a-0"
         assert filter_nodes(CachedEvaluation(asked, RULES, known.snapshot()), ["a"]).fits == []
     known.apply(a_node(devices=3))
@@ -103,13 +104,16 @@ def test_a_gpu_without_memory_is_no_place_for_a_job_of_unknown_memory_either(has
     """Regression: it would have gone there, and 0 of 0 MiB would have been left."""
     odd, unknown = device(1, memory_mib=has[0], reserved_mib=has[1]), pod_request(prediction=None)
     known = cluster(a_node(devices=[device(0), odd]))
-    fits, left_out = explain_gpus(CachedEvaluation(unknown, RULES, known.snapshot()), ["a"])
+    fits, left_out = explain_gpus(CachedEvaluation(unknown, RULES, known.snapshot()).evaluation, ["a"])
     assert (fits.fits, left_out.fits) == (True, False)
     assert left_out.text == f"reports {reason}: expected at least 256 MiB to give"
     found = filter_nodes(CachedEvaluation(unknown, RULES, cluster(a_node(devices=[odd])).snapshot()), ["a"])
     assert found.refused == {"a": f"NoGpuFits: 1 node: {left_out.text}"}
     known.apply(a_node(devices=2))
-    assert [one.fits for one in explain_gpus(CachedEvaluation(unknown, RULES, known.snapshot()), ["a"])] == [True, True]
+    assert [one.fits for one in explain_gpus(CachedEvaluation(unknown, RULES, known.snapshot()).evaluation, ["a"])] == [
+        True,
+        True,
+    ]
 
 
 def test_gpus_that_a_node_tells_of_by_the_same_index_are_left_out_until_it_tells_them_apart():
@@ -118,11 +122,15 @@ def test_gpus_that_a_node_tells_of_by_the_same_index_are_left_out_until_it_tells
     known = cluster(a_node(devices=twins))
     for node in (a_node(X, devices=twins), a_node(devices=twins)):
         known.apply(node)
-        told = [one.text for one in explain_gpus(CachedEvaluation(pod_request(), RULES, known.snapshot()), ["a"])]
+        told = [
+            one.text for one in explain_gpus(CachedEvaluation(pod_request(), RULES, known.snapshot()).evaluation, ["a"])
+        ]
         assert told[0] == told[1] == "its node reports several GPUs with index 0"
         assert "fits by" in told[2]
     known.apply(a_node(devices=3))
-    assert all(one.fits for one in explain_gpus(CachedEvaluation(pod_request(), RULES, known.snapshot()), ["a"]))
+    assert all(
+        one.fits for one in explain_gpus(CachedEvaluation(pod_request(), RULES, known.snapshot()).evaluation, ["a"])
+    )
     assert unavailable_nodes(known) == set()
 
 

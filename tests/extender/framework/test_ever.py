@@ -2,10 +2,10 @@
 
 import pytest
 from carpool_core.values import DeviceHealth, RequestedMode, SharingMode
-from carpool_extender.framework.admission_limits import AdmissionLimits
-from carpool_extender.framework.evaluation_cache import CachedEvaluation
+from carpool_extender.framework.filters import AdmissionLimits
 from carpool_extender.framework.gang import infeasible_when_empty, max_workers_when_empty
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
+from carpool_extender.framework.selection import CachedEvaluation
 from carpool_extender.testing import T4, cluster, device, gpu_node, pod_request, prediction, tenant
 
 RULES = SchedulerConfig(find_policy("least-slowdown"), slots=8)

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 from carpool_core.resources.prediction import Interval
 from carpool_core.values import DeviceHealth, RequestedMode, SharingMode, Tenancy
-from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.filters import (
     CHECKS,
     HEALTH,
@@ -18,7 +17,7 @@ from carpool_extender.framework.filters import (
     TENANCY,
 )
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
-from carpool_extender.framework.selection import place_on_node
+from carpool_extender.framework.selection import CachedEvaluation, place_on_node
 from carpool_extender.testing import T4, cluster, device, gpu_node, pod_request, prediction, tenant
 
 MPS, TURNS, ALONE = SharingMode.MPS, SharingMode.TIME_SLICING, SharingMode.EXCLUSIVE

@@ -6,11 +6,16 @@ import pytest
 from carpool_core.values import RequestedMode, SharingMode
 from carpool_extender.cache.gpu_table import nvlink_domains
 from carpool_extender.cache.pod_request import PodRequest
-from carpool_extender.framework.admission_limits import AdmissionLimits
-from carpool_extender.framework.evaluation_cache import CachedEvaluation, EvaluationCache
+from carpool_extender.framework.filters import AdmissionLimits
 from carpool_extender.framework.gang import gang_refusal, max_workers, place_gang
 from carpool_extender.framework.scores import MAX_SCORE, SchedulerConfig, find_policy
-from carpool_extender.framework.selection import filter_nodes, place_on_node, score_nodes
+from carpool_extender.framework.selection import (
+    CachedEvaluation,
+    EvaluationCache,
+    filter_nodes,
+    place_on_node,
+    score_nodes,
+)
 from carpool_extender.testing import cluster, demand, device, gpu_node, pod_request, prediction, tenant
 
 RULES = SchedulerConfig(find_policy("least-slowdown"), slots=8)

@@ -7,9 +7,8 @@ from carpool_core.values import RequestedMode, SharingMode, Tenancy
 from carpool_extender.cache import ledger
 from carpool_extender.cache.gpu_table import mig_capacity, mig_profile, mig_profiles, smallest_mig_profile
 from carpool_extender.framework.diagnosis import headroom
-from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
-from carpool_extender.framework.selection import best_place, filter_nodes, place_on_node
+from carpool_extender.framework.selection import CachedEvaluation, best_place, filter_nodes, place_on_node
 from carpool_extender.testing import cluster, device, gpu_node, pod_request, prediction, tenant
 from hypothesis import given
 from hypothesis import strategies as st

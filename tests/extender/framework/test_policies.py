@@ -9,10 +9,9 @@ from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import SharingMode
 from carpool_extender.app import build
-from carpool_extender.framework.admission_limits import AdmissionLimits, Quantile
-from carpool_extender.framework.evaluation_cache import CachedEvaluation
+from carpool_extender.framework.filters import AdmissionLimits, Quantile
 from carpool_extender.framework.scores import POLICIES, SchedulerConfig, energy, find_policy
-from carpool_extender.framework.selection import filter_nodes, place_on_node
+from carpool_extender.framework.selection import CachedEvaluation, filter_nodes, place_on_node
 from carpool_extender.informers import JobRow
 from carpool_extender.settings import ConditionSettings, ExtenderSettings
 from carpool_extender.testing import cluster, gpu_node, pod_request, prediction, tenant

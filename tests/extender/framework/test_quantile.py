@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 from carpool_core.settings import SettingsError, load
 from carpool_core.values import RequestedMode, SharingMode
-from carpool_extender.framework.admission_limits import AdmissionLimits, Quantile
 from carpool_extender.framework.diagnosis import explain_gpus
-from carpool_extender.framework.evaluation_cache import CachedEvaluation
+from carpool_extender.framework.filters import AdmissionLimits, Quantile
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
-from carpool_extender.framework.selection import filter_nodes, place_on_node
+from carpool_extender.framework.selection import CachedEvaluation, filter_nodes, place_on_node
 from carpool_extender.settings import ExtenderSettings
 from carpool_extender.testing import cluster, gpu_node, pod_request, prediction, tenant
 from carpool_predictor.models.slowdown import shipped, slowdowns, upper_slowdowns
@@ -46,12 +45,12 @@ def test_both_quantiles_are_named_whichever_decides(rules):
     chosen = place_on_node(CachedEvaluation(asks(max_slowdown=2.0), rules, snapshot), "a")
     assert "expected slowdown 1.00 of 2.00, 90% below 1.78; " in chosen.reason
     assert chosen.expected_slowdown == 1.0
-    (answer,) = explain_gpus(CachedEvaluation(asks(max_slowdown=2.0), rules, snapshot), ["a"])
+    (answer,) = explain_gpus(CachedEvaluation(asks(max_slowdown=2.0), rules, snapshot).evaluation, ["a"])
     assert "expected slowdown 1.00, 90% below 1.78; beside default/x " in answer.text
 
 
 def test_alone_there_is_no_upper_quantile():
-    (answer,) = explain_gpus(CachedEvaluation(asks(), UPPER, cluster(gpu_node("a", 1)).snapshot()), ["a"])
+    (answer,) = explain_gpus(CachedEvaluation(asks(), UPPER, cluster(gpu_node("a", 1)).snapshot()).evaluation, ["a"])
     assert answer.text.endswith("expected slowdown 1.00; tenant 1 of at most 8")
 
 

@@ -3,10 +3,10 @@
 import pytest
 from carpool_core.values import RequestedMode, SharingMode, Tenancy
 from carpool_extender.cache.pod_request import PodRequest
-from carpool_extender.framework.admission_limits import AdmissionLimits
-from carpool_extender.framework.evaluation_cache import CachedEvaluation
+from carpool_extender.framework.filters import AdmissionLimits
 from carpool_extender.framework.gang import infeasible_when_empty, max_workers, max_workers_when_empty, place_workers
 from carpool_extender.framework.scores import POLICIES, SchedulerConfig, find_policy
+from carpool_extender.framework.selection import CachedEvaluation
 from carpool_extender.testing import A100, T4, cluster, demand, device, gpu_node, prediction, tenant
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 from carpool_core.values import SharingMode
-from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.scores import POLICIES, SchedulerConfig, UnknownPolicyError, find_policy
-from carpool_extender.framework.selection import FEW, filter_nodes, place_on_node, score_nodes
+from carpool_extender.framework.selection import FEW, CachedEvaluation, filter_nodes, place_on_node, score_nodes
 from carpool_extender.testing import cluster, device, gpu_node, pod_request, prediction, tenant
 from hypothesis import given
 from hypothesis import strategies as st

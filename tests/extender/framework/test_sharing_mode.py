@@ -7,9 +7,8 @@ import pytest
 from carpool_core.values import RequestedMode, SharingMode, Tenancy
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.diagnosis import explain_gpu, summary
-from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
-from carpool_extender.framework.selection import place_on_node
+from carpool_extender.framework.selection import CachedEvaluation, place_on_node
 from carpool_extender.testing import cluster, demand, device, gpu_node, prediction, tenant
 from carpool_simulator.information import InformationModel, Stage
 from carpool_simulator.strategy import Knowledge, Strategy

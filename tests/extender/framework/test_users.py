@@ -7,10 +7,9 @@ from carpool_core.values import SharingMode
 from carpool_extender.cache import ledger
 from carpool_extender.cache.ledger import capacity_of
 from carpool_extender.framework.diagnosis import explain_gpus
-from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.filters import TENANCY
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
-from carpool_extender.framework.selection import filter_nodes
+from carpool_extender.framework.selection import CachedEvaluation, filter_nodes
 from carpool_extender.testing import cluster, gpu_node, pod_request, seed_job, seed_pod, tenant
 from extender_world import World, args, background, filtering, named
 
@@ -48,11 +47,11 @@ def test_only_pods_of_the_same_user_join_an_mps_server(there, user: int | None, 
 
 def test_refusal_names_the_users() -> None:
     known, newcomer = cluster(one(1000)), pod_request(user=2000)
-    (answer,) = explain_gpus(CachedEvaluation(newcomer, RULES, known.snapshot()), ["a"])
+    (answer,) = explain_gpus(CachedEvaluation(newcomer, RULES, known.snapshot()).evaluation, ["a"])
     assert answer.text == REFUSAL
     (sentence,) = filter_nodes(CachedEvaluation(newcomer, RULES, known.snapshot()), ["a"]).refused.values()
     assert sentence == f"NoGpuFits: 1 GPU: {REFUSAL}"
-    (answer,) = explain_gpus(CachedEvaluation(newcomer, RULES, cluster(one(0, 1000)).snapshot()), ["a"])
+    (answer,) = explain_gpus(CachedEvaluation(newcomer, RULES, cluster(one(0, 1000)).snapshot()).evaluation, ["a"])
     assert answer.text == "its MPS server serves several users, and the job runs as user 2000"
 
 

@@ -11,8 +11,8 @@ from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_extender.cache.cluster import ClusterCache
 from carpool_extender.framework.diagnosis import explain_gpus
-from carpool_extender.framework.evaluation_cache import CachedEvaluation
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
+from carpool_extender.framework.selection import CachedEvaluation
 from carpool_extender.informers import Informers, WatchedJob, WatchedPod
 from carpool_extender.testing import device, gpu_node, pod_of, pod_request, seed_node, tenant, unavailable_nodes, until
 from structlog.testing import capture_logs
@@ -109,7 +109,8 @@ async def test_nobody_is_sent_to_a_node_that_makes_no_sense_and_it_is_said_why(w
     await kube.patch(GPU_NODES, "a", patch)
     await until(lambda: unavailable_nodes(informers.cluster) == {"a"})
     [told] = [
-        str(one) for one in explain_gpus(CachedEvaluation(pod_request(), RULES, informers.cluster.snapshot()), ["a"])
+        str(one)
+        for one in explain_gpus(CachedEvaluation(pod_request(), RULES, informers.cluster.snapshot()).evaluation, ["a"])
     ]
     assert told.startswith("GPU 0 of a (NVIDIA A100-SXM4-40GB): GpuNode a is invalid: ")
     assert "podUid" in told

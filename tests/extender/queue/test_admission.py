@@ -11,8 +11,8 @@ from carpool_core.kube.errors import Overloaded, Unreachable
 from carpool_core.resources.node import Device
 from carpool_core.values import GpuUuid, PodUid, RequestedMode, SharingMode
 from carpool_extender.cache.pod_request import PodRequest
-from carpool_extender.framework.evaluation_cache import EvaluationCache
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
+from carpool_extender.framework.selection import EvaluationCache
 from carpool_extender.queue.order import QueueOrder
 from carpool_extender.queue.scheduling_queue import PodRef, QueuedJobInfo, SchedulingQueue
 from carpool_extender.testing import cluster as cluster_of

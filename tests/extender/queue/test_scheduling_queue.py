@@ -9,9 +9,9 @@ import pytest
 from carpool_core.values import JobUid, PodUid, RequestedMode, SharingMode
 from carpool_extender.cache.gpu_table import CODES
 from carpool_extender.cache.pod_request import PodRequest
-from carpool_extender.framework.evaluation_cache import EvaluationCache
 from carpool_extender.framework.gang import place_gang
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
+from carpool_extender.framework.selection import EvaluationCache
 from carpool_extender.queue.order import QueueOrder, queue_order
 from carpool_extender.queue.scheduling_queue import (
     PodRef,
