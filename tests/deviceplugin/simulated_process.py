@@ -22,10 +22,6 @@ def main() -> None:
             gpu.allocate(int(arguments[0]))
             print("ready", flush=True)
             sys.stdin.read()
-        elif command == "steps":
-            print("ready", flush=True)
-            for _ in range(int(arguments[0])):
-                gpu.run(float(arguments[1]), sm_active=0.9, dram_active=0.3, gpu_util=0.9)
     except SimulatedGpuError as e:
         print(f"{type(e).__name__}: {e}", flush=True)
         sys.exit(1)

@@ -7,7 +7,7 @@ import signal
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
@@ -41,7 +41,7 @@ FREE_MIB = 40960 - 624
 
 
 class Time:
-    """Monotonic seconds that pass only while somebody sleeps."""
+    """Monotonic seconds that pass only in `sleep`."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -67,17 +67,12 @@ def test_full_device_fails_with_pytorchs_words(device: Device, environ) -> None:
     assert device.reading().claims == ()
 
 
-def test_neighbours_memory_counts(device: Device, environ, start) -> None:
-    other = start(environ("pod-b"), "hold", "30000")
-    assert other.stdout.readline() == "ready\n"
-    with open_gpus(environ()) as (gpu,), pytest.raises(OutOfMemoryError, match=r"of which 9\.\d+ GiB is free"):
-        gpu.allocate(10_000)
-
-
 def test_killed_process_gives_everything_back(device: Device, environ, start) -> None:
     other = start(environ("pod-b"), "hold", "30000")
     assert other.stdout.readline() == "ready\n"
     assert [held.claim.pod_uid for held in device.reading().claims] == ["pod-b"]
+    with open_gpus(environ()) as (gpu,), pytest.raises(OutOfMemoryError, match=r"of which 9\.\d+ GiB is free"):
+        gpu.allocate(10_000)
     other.send_signal(signal.SIGKILL)
     other.wait()
     assert device.reading().claims == ()
@@ -117,27 +112,15 @@ def test_race_for_the_last_memory_has_one_winner(device: Device, environ, start)
     assert said == ["OutOfMemoryError:"] * 3 + ["ready"]
 
 
-def test_exclusive_admits_one_pod(device: Device, environ) -> None:
+def test_exclusive_admits_one_pod_and_idle_none(device: Device, environ) -> None:
     device.set_mode("Exclusive")
     refused = pytest.raises(DeviceUnavailableError, match=r"busy or unavailable.*expected to be alone.*pod-a")
     with open_gpus(environ("pod-a")), open_gpus(environ("pod-a")), refused:
         open_gpus(environ("pod-b"))
     open_gpus(environ("pod-b"))[0].close()
-
-
-def test_idle_admits_nobody(device: Device, environ) -> None:
     device.set_mode("Idle")
     with pytest.raises(DeviceUnavailableError, match=r"busy or unavailable.*no reservation"):
         open_gpus(environ())
-
-
-def test_mode_does_not_change_under_a_process(device: Device, environ) -> None:
-    with (
-        open_gpus(environ()),
-        pytest.raises(DeviceUnavailableError, match="expected no process on the GPU, found pod-a"),
-    ):
-        device.set_mode("MPS")
-    device.set_mode("MPS")
 
 
 @pytest.fixture
@@ -168,30 +151,18 @@ def test_mps_without_its_daemon(device: Device, mps, environ) -> None:
         open_gpus(mps())
 
 
-def test_daemon_in_use_is_not_stopped(device: Device, mps) -> None:
-    with open_gpus(mps()), pytest.raises(DeviceUnavailableError, match="stop its MPS daemon"):
-        device.stop_mps(mps.pipe)
-
-
 def test_step_alone_takes_its_time_and_is_accounted(device: Device, environ) -> None:
-    time = Time()
-    device = Device(device.directory, time.clock)
-    with open_gpus(environ(), clock=time.clock, sleep=time.sleep) as (gpu,):
-        assert gpu.run(1.0, sm_active=0.5, dram_active=0.25, gpu_util=0.8) == pytest.approx(1.0)
-        claim = device.reading().claims[0].claim
-    assert (claim.steps, claim.steps_s) == (1, pytest.approx(1.0))
-    assert (claim.busy_s, claim.sm_s, claim.dram_s) == (pytest.approx(0.8), pytest.approx(0.5), pytest.approx(0.25))
-    assert claim.energy_j == pytest.approx((400 - 50) * (0.7 * 0.5 + 0.3 * 0.25))
-
-
-def test_energy_counter_survives_its_processes(device: Device, environ) -> None:
     time = Time()
     device = Device(device.directory, time.clock)
     before = device.reading().energy_j
     with open_gpus(environ(), clock=time.clock, sleep=time.sleep) as (gpu,):
-        gpu.run(2.0)
-        during = device.reading().energy_j
-    assert before < during <= device.reading().energy_j
+        assert gpu.run(1.0, sm_active=0.5, dram_active=0.25, gpu_util=0.8) == pytest.approx(1.0)
+        during = device.reading()
+    assert before < during.energy_j <= device.reading().energy_j, "the GPU's energy never falls"
+    claim = during.claims[0].claim
+    assert (claim.steps, claim.steps_s) == (1, pytest.approx(1.0))
+    assert (claim.busy_s, claim.sm_s, claim.dram_s) == (pytest.approx(0.8), pytest.approx(0.5), pytest.approx(0.25))
+    assert claim.energy_j == pytest.approx((400 - 50) * (0.7 * 0.5 + 0.3 * 0.25))
 
 
 def test_neighbour_slows_a_step_down_only_while_it_works(device: Device, environ) -> None:
@@ -206,30 +177,26 @@ def test_neighbour_slows_a_step_down_only_while_it_works(device: Device, environ
     b.close()
 
 
-def test_two_processes_slow_each_other_down(device: Device, environ, start) -> None:
-    other = start(environ("pod-b"), "steps", "100", "0.05")
-    assert other.stdout.readline() == "ready\n"
-    with open_gpus(environ()) as (gpu,):
-        gpu.run(0.1)
-        assert gpu.run(0.2) > 0.3
-
-
-@pytest.mark.parametrize("cut", [b"", b"{", b"[]", b'{"uuid": "GPU-1"}', b'{"uuid": 7}', b"\xff\xfe"])
-def test_corrupt_device_says_what_to_do(device: Device, environ, cut: bytes) -> None:
-    path = device.directory / "device.json"
-    path.write_bytes(cut)
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"uuid": "GPU-1"}',
+        b'{"uuid": 7}',
+        b"\xff\xfe",
+        b'{"uuid": "GPU-1", "product": "x", "memory_mib": 1, "reserved_mib": 2, "context_mib": 1, '
+        b'"power_limit_w": 1, "idle_power_w": 1}',
+    ],
+)
+def test_corrupt_device_is_named_with_a_remedy(device: Device, environ, content: bytes) -> None:
+    (device.directory / "device.json").write_bytes(content)
     with pytest.raises(DeviceStateError, match=r"device\.json: expected .*, found .*; restart the node agent"):
         open_gpus(environ())
 
 
-def test_absurd_device_is_refused(device: Device, environ) -> None:
-    path = device.directory / "device.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "reserved_mib": 50_000}))
-    with pytest.raises(DeviceStateError, match=r"expected 0 <= reserved_mib < memory_mib, found reserved_mib 50000"):
-        open_gpus(environ())
-
-
-def test_corrupt_files_do_not_disturb_who_runs(device: Device, mps) -> None:
+def test_corrupt_files_do_not_disturb_a_running_process(device: Device, mps) -> None:
     with open_gpus(mps()) as (gpu,):
         (device.directory / "mode.json").write_text("{")
         (device.directory / "device.json").write_text("{")
@@ -240,13 +207,7 @@ def test_corrupt_files_do_not_disturb_who_runs(device: Device, mps) -> None:
             device.set_mode("Exclusive")
 
 
-def test_corrupt_mode_of_an_empty_device_is_prepared_again(device: Device) -> None:
-    (device.directory / "mode.json").write_text("{")
-    device.set_mode("Exclusive")
-    assert device.mode().mode == "Exclusive"
-
-
-def test_unreadable_claim_of_a_living_process_is_told(device: Device, environ) -> None:
+def test_unreadable_claim_of_a_running_process_is_reported(device: Device, environ) -> None:
     with open_gpus(environ()) as (gpu,):
         (claim,) = device.claims_directory.iterdir()
         claim.write_text("nonsense")
@@ -266,7 +227,7 @@ def test_unreadable_claim_of_a_living_process_is_told(device: Device, environ) -
         ({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "0"}, SimulatedGpuError, "more than 0 up to 100"),
     ],
 )
-def test_environment_that_makes_no_sense(environ, variables, error, says) -> None:
+def test_invalid_environment_is_named(environ, variables, error, says) -> None:
     with pytest.raises(error, match=says):
         open_gpus({**environ(), **variables} if variables else {})
 
@@ -277,7 +238,7 @@ def test_memory_limits_are_read_as_mps_reads_them(environ, text: str, mib: int |
 
 
 @pytest.mark.parametrize("bad", [0, -1, float("nan"), float("inf")])
-def test_sizes_and_times_that_make_no_sense(device: Device, environ, bad: float) -> None:
+def test_invalid_sizes_and_times_are_named(device: Device, environ, bad: float) -> None:
     with open_gpus(environ()) as (gpu,):
         with pytest.raises(ValueError, match="expected"):
             gpu.allocate(bad)
@@ -312,7 +273,7 @@ activities = st.builds(Activity, ratios, ratios, ratios)
         ("MPS", HALF, [], 0.5, 1.0, 1.0),
     ],
 )
-def test_table(mode, mine, others, threads, low, high) -> None:
+def test_slowdown_beside_other_tenants(mode, mine, others, threads, low, high) -> None:
     assert low <= round(contention(mode, mine, others, threads), 9) <= high
 
 
@@ -333,11 +294,11 @@ POD = PodUid("uid-a")
 
 @dataclass
 class Ground:
-    """An adapter, and the hands of who tests it."""
+    """An adapter under test."""
 
     devices: Devices
     enter: Callable[[str, str], AbstractContextManager[object]]
-    """Be on a GPU as a process of a pod."""
+    """Run a process of a pod on a GPU."""
     pod_uid: Callable[[str], str]
 
 
@@ -369,6 +330,12 @@ def test_inventory_describes_every_gpu_in_order(ground: Ground) -> None:
         assert 0 < d.reserved_mib < d.memory_mib
         assert d.mode is None
         assert SharingMode.EXCLUSIVE in d.modes
+        assert devices.simulated == d.product.startswith("Simulated ")
+    first, second = (devices.access(uuid) for uuid in devices.uuids)
+    assert first.env == second.env
+    assert {m.container_path for m in first.mounts}.isdisjoint(m.container_path for m in second.mounts)
+    with pytest.raises(DeviceError, match="expected one of GPU-"):
+        devices.apply(GpuUuid("GPU-elsewhere"), SetMode(None))
 
 
 @pytest.mark.parametrize("mode", [SharingMode.EXCLUSIVE, SharingMode.TIME_SLICING, SharingMode.MPS])
@@ -387,6 +354,8 @@ def test_steps_are_read_back_and_idempotent(ground: Ground, mode: SharingMode) -
 def test_mps_comes_with_limits_and_goes_without_them(ground: Ground) -> None:
     devices = ground.devices
     gpu = devices.uuids[0]
+    with pytest.raises(DeviceError, match="expected mode MPS, found Idle"):
+        devices.apply(gpu, StartMps())
     devices.apply(gpu, SetMode(SharingMode.MPS))
     for _ in range(2):
         devices.apply(gpu, StartMps())
@@ -401,7 +370,7 @@ def test_mps_comes_with_limits_and_goes_without_them(ground: Ground) -> None:
     assert (devices.actual(gpu).mps_daemon, devices.actual(gpu).limits) == (False, {})
 
 
-def test_nothing_is_taken_from_who_is_there(ground: Ground) -> None:
+def test_running_processes_keep_mode_and_daemon(ground: Ground) -> None:
     devices = ground.devices
     gpu = devices.uuids[0]
     devices.apply(gpu, SetMode(SharingMode.MPS))
@@ -412,12 +381,6 @@ def test_nothing_is_taken_from_who_is_there(ground: Ground) -> None:
             with pytest.raises(DeviceError, match=f"expected no process on the GPU, found {ground.pod_uid('a')}"):
                 devices.apply(gpu, step)
     assert devices.actual(gpu).tenants == frozenset()
-
-
-def test_daemon_needs_its_mode(ground: Ground) -> None:
-    devices = ground.devices
-    with pytest.raises(DeviceError, match="expected mode MPS, found Idle"):
-        devices.apply(devices.uuids[0], StartMps())
 
 
 def test_reading_tells_processes_apart(devices: Devices, enter) -> None:
@@ -436,37 +399,11 @@ def test_reading_tells_processes_apart(devices: Devices, enter) -> None:
     assert devices.read(gpu).energy_j >= reading.energy_j
 
 
-def test_access_differs_between_gpus(ground: Ground) -> None:
-    devices = ground.devices
-    first, second = (devices.access(uuid) for uuid in devices.uuids)
-    assert first.env == second.env
-    assert {m.container_path for m in first.mounts}.isdisjoint(m.container_path for m in second.mounts)
-
-
-def test_nobody_elses_gpu(ground: Ground) -> None:
-    devices = ground.devices
-    with pytest.raises(DeviceError, match="expected one of GPU-"):
-        devices.apply(GpuUuid("GPU-elsewhere"), SetMode(None))
-
-
-def test_simulated_gpus_say_so(devices: SimulatedDevices) -> None:
-    assert devices.simulated
-    assert all(d.product.startswith("Simulated ") for d in devices.inventory())
-    assert devices.inventory()[0].product == "Simulated NVIDIA A100-SXM4-40GB"
-
-
 def test_simulated_uuids_survive_restarts_and_the_loss_of_all_state(tmp_path: Path) -> None:
     products = parse_inventory("H200:1,Tesla T4:2")
     uuids = {tuple(SimulatedDevices(products, "n", tmp_path / where).uuids) for where in ("one", "one", "two")}
     assert len(uuids) == 1
     assert list(SimulatedDevices(products, "m", tmp_path / "one").uuids) not in [list(u) for u in uuids]
-
-
-def test_mode_survives_a_restart(devices: SimulatedDevices, tmp_path: Path) -> None:
-    gpu = devices.uuids[0]
-    devices.apply(gpu, SetMode(SharingMode.EXCLUSIVE))
-    again = SimulatedDevices(parse_inventory("NVIDIA A100-SXM4-40GB:2"), "node-1", tmp_path / "state")
-    assert again.actual(gpu).mode is SharingMode.EXCLUSIVE
 
 
 def test_corrupt_device_is_unhealthy_alone(devices: SimulatedDevices, tmp_path: Path) -> None:
@@ -481,17 +418,19 @@ def test_corrupt_device_is_unhealthy_alone(devices: SimulatedDevices, tmp_path: 
             call(sick)
 
 
-def test_next_agent_writes_the_products_again(devices: SimulatedDevices, tmp_path: Path) -> None:
+def test_next_agent_keeps_modes_and_writes_the_products_again(devices: SimulatedDevices, tmp_path: Path) -> None:
+    devices.apply(devices.uuids[1], SetMode(SharingMode.EXCLUSIVE))
     (tmp_path / "state" / "simulated" / devices.uuids[0] / "device.json").write_text("{")
     changed = SimulatedDevices(parse_inventory("Tesla T4:2"), "node-1", tmp_path / "state")
     assert [(d.product, d.health) for d in changed.inventory()] == [("Simulated Tesla T4", DeviceHealth.HEALTHY)] * 2
     assert changed.actual(changed.uuids[0]).usable_mib < 15360
+    assert [changed.actual(uuid).mode for uuid in changed.uuids] == [None, SharingMode.EXCLUSIVE]
 
 
 def test_corrupt_mode_of_an_idle_gpu_mends_itself(devices: SimulatedDevices, tmp_path: Path) -> None:
     gpu = devices.uuids[0]
     (tmp_path / "state" / "simulated" / gpu / "mode.json").write_text('{"mode": "Turbo"}')
-    assert replace(devices.actual(gpu), modes=frozenset()).mode is None
+    assert devices.actual(gpu).mode is None
     devices.apply(gpu, SetMode(SharingMode.MPS))
     devices.apply(gpu, StartMps())
     assert devices.actual(gpu).mps_daemon
@@ -507,7 +446,7 @@ def test_corrupt_mode_of_an_idle_gpu_mends_itself(devices: SimulatedDevices, tmp
         ("", "count"),
     ],
 )
-def test_inventory_that_makes_no_sense(text: str, says: str) -> None:
+def test_invalid_inventory_is_named(text: str, says: str) -> None:
     with pytest.raises(NoDevicesError, match=f"CARPOOL_SIMULATED_GPUS.*{says}"):
         parse_inventory(text or ":")
 
@@ -562,10 +501,10 @@ def sees_only_the_neighbour(devices: SimulatedDevices) -> None:
 
 
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
-def test_claim_with_a_right_checksum_and_a_wrong_body_counts_for_nothing(
+def test_invalid_claims_with_a_valid_checksum_are_ignored(
     devices: SimulatedDevices, hold: Claims, enter, body: bytes
 ) -> None:
-    """One such claim ended the agent, or had every write of the status refused."""
+    """Regression: one such claim ended the agent, or made each status invalid."""
     path = hold(body)
     with capture_logs() as logs, enter(devices.uuids[0], "a") as (gpu,):
         gpu.run(0.001)
@@ -594,10 +533,10 @@ def secret(path: Path) -> None:
 
 @pytest.mark.parametrize("make", [fifo, link, folder, secret])
 @pytest.mark.parametrize("name", ["x.claim", "x.new", os.fsdecode(b"\xff.claim")])
-def test_what_is_no_claim_keeps_nobody_waiting(
+def test_invalid_claim_files_block_no_process(
     devices: SimulatedDevices, claims: Path, enter, make: Callable[[Path], None], name: str
 ) -> None:
-    """A FIFO blocked whoever opened it, the agent too; a folder could not be removed, and no mode be changed."""
+    """Regression: a FIFO blocked the agent, and a directory prevented each change of the mode."""
     make(claims / name)
     with enter(devices.uuids[0], "a"):
         sees_only_the_neighbour(devices)
@@ -622,7 +561,7 @@ def test_containers_as_any_user_see_the_device_and_cannot_change_it(devices: Sim
 
 
 def test_links_in_the_place_of_files_are_not_followed(tmp_path: Path) -> None:
-    """Root wrote through them, wherever they led."""
+    """Regression: root wrote through them."""
     victim = tmp_path / "victim"
     victim.write_text("mine")
     (tmp_path / f".mode.json.{os.getpid()}").symlink_to(victim)
@@ -674,11 +613,11 @@ def test_too_many_tenants_do_not_crowd_out_those_with_a_reservation() -> None:
 
 
 @pytest.mark.parametrize(
-    ("memory_mib", "limit_mib", "is_told"), [(2001, 2000, True), (2000, 2000, False), (9, None, False)]
+    ("memory_mib", "limit_mib", "is_reported"), [(2001, 2000, True), (2000, 2000, False), (9, None, False)]
 )
-def test_pod_whose_processes_take_more_than_its_limit_together_is_told(reserve, memory_mib, limit_mib, is_told) -> None:
-    """MPS holds each process to the limit, the ledger counts it once for the pod: nobody noticed the difference."""
+def test_processes_above_the_limit_of_their_pod_are_reported(reserve, memory_mib, limit_mib, is_reported) -> None:
+    """MPS limits each process, and the ledger counts the limit once for the pod."""
     tenant = Tenant(pod_uid=A, gpu_uuid=GPU, memory_mib=memory_mib)
     found = above_limit([tenant], [reserve("a", GPU, mode=SharingMode.MPS, memory_limit_mib=limit_mib)])
-    assert [*found] == ([(A, GPU)] if is_told else [])
+    assert [*found] == ([(A, GPU)] if is_reported else [])
     assert all("default/a to take at most 2,000 MiB together, found 2,001 MiB" in why for why in found.values())
