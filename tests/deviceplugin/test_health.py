@@ -51,7 +51,8 @@ def test_fatal_xid_holds_until_a_reset_and_a_quiet_period(node: Node) -> None:
     assert devices.inventory()[0].health is DeviceHealth.HEALTHY
 
 
-def test_rebooted_node_starts_with_healthy_gpus(node: Node) -> None:
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_after_a_reboot_or_with_a_damaged_file_gpus_start_healthy(node: Node, is_damaged: bool) -> None:
     """A reboot resets the GPUs."""
     devices = node.devices()
     devices.inventory()
@@ -59,7 +60,8 @@ def test_rebooted_node_starts_with_healthy_gpus(node: Node) -> None:
     devices.inventory()
     assert node.devices().inventory()[0].health is DeviceHealth.UNHEALTHY
     file = node.root / "state" / "gpus" / f"{devices.uuids[0]}.health.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "boot": "another"}))
+    rebooted = json.dumps({**json.loads(file.read_text()), "boot": "another"})
+    file.write_text('{"boot": ' if is_damaged else rebooted)
     assert node.devices().inventory()[0].health is DeviceHealth.HEALTHY
 
 
@@ -76,15 +78,6 @@ def test_health_outlives_the_agent_and_a_reset_meanwhile_counts(node: Node) -> N
     assert "XID 95" in later.inventory()[0].health_message
     node.advance(61)
     assert later.inventory()[0].health is DeviceHealth.HEALTHY
-
-
-def test_a_damaged_health_file_is_ignored(node: Node) -> None:
-    devices = node.devices()
-    devices.inventory()
-    node.nvml.raise_xid(0, 95)
-    devices.inventory()
-    (node.root / "state" / "gpus" / f"{devices.uuids[0]}.health.json").write_text('{"boot": ')
-    assert node.devices().inventory()[0].health is DeviceHealth.HEALTHY
 
 
 def test_gpu_that_is_busy_at_idle_power_is_stuck(node: Node) -> None:

@@ -485,13 +485,6 @@ async def test_tenants_have_series_of_their_own(agent, devices, reserve, enter) 
             assert shared.labels["pod"] == "", "a shared GPU belongs to no pod"
 
 
-async def test_an_unhealthy_gpu_has_no_values_but_a_health(agent, devices, tmp_path) -> None:
-    (tmp_path / "state" / "simulated" / devices.uuids[0] / "device.json").write_text("{")
-    registry = await sampled(agent)
-    assert registry.get_sample_value("carpool_agent_gpu_healthy", {"UUID": devices.uuids[0]}) == 0
-    assert len(next(m for m in registry.collect() if m.name == "DCGM_FI_DEV_FB_USED").samples) == 1
-
-
 class Exporter:
     """dcgm-exporter, which exports some of the GPUs and instances."""
 

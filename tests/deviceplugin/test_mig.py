@@ -321,12 +321,15 @@ def test_foreign_instances_need_destroy_others(node: Node) -> None:
     assert "found instances of others: instance 1 (3g.20gb on memory slices 4-7)" in refused.output
 
 
-def test_idle_instances_of_the_agent_need_no_flag(node: Node) -> None:
+def test_instances_of_the_agent_are_in_use_with_a_reservation_and_need_no_flag_without(node: Node) -> None:
     devices = node.devices()
     profile = node.nvml.gpus[0].mig.table.find("1g.5gb")
-    devices.apply(devices.uuids[0], CreateInstance(Placement(profile, 6), None))
-    done = run(node, "plan", "--gpu", "0", "--to", "mig:", "--apply")
-    assert (done.exit_code, node.nvml.gpus[0].mig.instances) == (0, {}), done.output
+    for start, pod in ((6, PodUid("uid-a")), (5, None)):
+        devices.apply(devices.uuids[0], CreateInstance(Placement(profile, start), pod))
+    refused = run(node, "plan", "--gpu", "0", "--to", "mig:7g.40gb", "--apply")
+    assert "(1g.5gb on memory slice 6) in use" in refused.output
+    done = run(node, "plan", "--gpu", "0", "--to", "mig:1g.5gb", "--apply")
+    assert (done.exit_code, [i.start for i in node.nvml.gpus[0].mig.instances.values()]) == (0, [6]), done.output
 
 
 def test_instances_in_use_are_reported_and_kept(node: Node) -> None:
@@ -342,15 +345,6 @@ def test_instances_in_use_are_reported_and_kept(node: Node) -> None:
     assert "done" not in for_nothing.output
     wanted = run(node, "plan", "--gpu", "0", "--to", "mig:3g.20gb", "--apply")
     assert (wanted.exit_code, wanted.output.splitlines()[-1]) == (0, "done")
-
-
-def test_instance_of_a_reservation_is_in_use(node: Node) -> None:
-    devices = node.devices()
-    profile = node.nvml.gpus[0].mig.table.find("1g.5gb")
-    devices.apply(devices.uuids[0], CreateInstance(Placement(profile, 6), PodUid("uid-a")))
-    refused = run(node, "plan", "--gpu", "0", "--to", "mig:7g.40gb", "--apply")
-    assert "(1g.5gb on memory slice 6) in use" in refused.output
-    assert len(node.nvml.gpus[0].mig.instances) == 1
 
 
 def test_mig_off_names_the_command(node: Node) -> None:

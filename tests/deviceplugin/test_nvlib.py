@@ -25,9 +25,7 @@ from carpool_deviceplugin.nvlib import (
     list_gpus,
     load_nvml,
     read_identity,
-    read_processes,
     read_telemetry,
-    read_utilization,
 )
 from carpool_deviceplugin.sampling import DRAM_ACTIVE, SM_ACTIVE, GpmSampler
 from carpool_deviceplugin.testing.gpus import HARDWARE, TABLES
@@ -241,36 +239,10 @@ def test_mig_steps_are_read_back_and_idempotent(kind: str) -> None:
         apply_step(session, uuid, Destroy(instances[1]))
 
 
-def test_an_interrupted_creation_is_continued() -> None:
-    fake, session, uuid = mig_on("A100-40")
-    table = read_table(session, uuid)
-    step = Create(Placement(table.find("3g.20gb"), 4))
-    fake.fail_next("nvmlGpuInstanceCreateComputeInstance", pynvml.NVML_ERROR_UNKNOWN)
-    with pytest.raises(NvmlError):
-        apply_step(session, uuid, step)
-    assert (len(read_instances(session, uuid, table)), read_mig_devices(session, uuid)) == (1, [])
-    apply_step(session, uuid, step)
-    assert len(read_instances(session, uuid, table)) == len(read_mig_devices(session, uuid)) == 1
-
-
 def test_a_gpu_with_mig_off_has_no_instances() -> None:
     _, session, (uuid,) = opened("A100-40")
     assert read_instances(session, uuid, read_table(session, uuid)) == []
     assert read_mig_devices(session, uuid) == []
-
-
-def test_gpm_of_mig_instances() -> None:
-    fake, session, uuid = mig_on("H100")
-    table = read_table(session, uuid)
-    apply_step(session, uuid, Create(Placement(table.find("3g.40gb"), 0)))
-    (instance,) = read_instances(session, uuid, table)
-    fake.start(0, 42, 100, instance=instance.id).sm = 0.8
-    gpm = GpmSampler(session)
-    gpm.sample(uuid, instance.id)
-    fake.advance(1)
-    assert round(gpm.sample(uuid, instance.id)[SM_ACTIVE], 3) == 0.8
-    assert read_utilization(session, uuid, 0) is None, "unsupported under MIG"
-    assert read_processes(session, uuid)[0].gpu_instance_id == instance.id
 
 
 HERE = Path(__file__).parent

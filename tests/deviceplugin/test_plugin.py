@@ -25,7 +25,6 @@ from carpool_core.kube.pods import (
 from carpool_core.resources.node import GpuNode, Partition
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import PartitionState, PodUid, SharingMode
-from carpool_deviceplugin.app import Agent
 from carpool_deviceplugin.metrics import AgentCollector
 from carpool_deviceplugin.plugin import (
     LaterError,
@@ -70,10 +69,6 @@ def settings(tmp_path: Path) -> AgentSettings:
     )
 
 
-def new_agent(settings: AgentSettings, kube: FakeKube) -> Agent:
-    return flowing(settings, kube)
-
-
 @pytest.fixture
 async def kubelet(settings):
     kubelet = Kubelet(settings.device_plugin_dir, settings.pod_resources_socket)
@@ -84,7 +79,7 @@ async def kubelet(settings):
 
 @pytest.fixture
 async def agent(settings, kube, kubelet):
-    async with running(new_agent(settings, kube)) as agent:
+    async with running(flowing(settings, kube)) as agent:
         await kubelet.registered.get()
         await until(lambda: agent.unready() is None)
         await until(lambda: kube.dump_all(GPU_NODES) and status(kube).devices)
@@ -121,13 +116,9 @@ def edits(settings: AgentSettings, slot: str) -> dict[str, Any]:
     }
 
 
-async def test_registration_requires_prestart(agent, kubelet) -> None:
+async def test_allocate_names_slots_and_requires_prestart(agent, kubelet, settings) -> None:
     options = await kubelet.options()
-    assert options.pre_start_required
-    assert not options.get_preferred_allocation_available
-
-
-async def test_allocate_names_slots_and_nothing_else(agent, kubelet, settings) -> None:
+    assert (options.pre_start_required, options.get_preferred_allocation_available) == (True, False)
     assert await kubelet.admit("a", "slot-3", "slot-5") == ["carpool.dev/slot=slot-3", "carpool.dev/slot=slot-5"]
     assert not settings.cdi_dir.exists() or not list(settings.cdi_dir.iterdir())
 
@@ -193,34 +184,14 @@ async def refused(kubelet: Kubelet, pod: str) -> str:
 
 
 async def test_pod_without_reservation_never_starts(agent, kubelet, settings, kube, reserve) -> None:
-    """A pod with spec.nodeName set skips the scheduler and still reaches the kubelet."""
-    await place(kube, reserve("a", agent.devices.uuids[0]))
-    pod(kube, "sneaky")
+    """A pod with spec.nodeName set skips the scheduler and still reaches the kubelet. Annotations give no GPU."""
+    gpu = agent.devices.uuids[0]
+    await place(kube, reserve("a", gpu))
+    metadata = {"name": "sneaky", "uid": "uid-sneaky", "annotations": {"carpool.dev/gpus": gpu}}
+    kube.seed(PODS, {"metadata": metadata, "spec": {"nodeName": "node-1"}})
     await kubelet.admit("sneaky", "slot-0")
     assert "expected a reservation for pod default/sneaky" in await refused(kubelet, "sneaky")
     assert not list(settings.cdi_dir.glob("*.json"))
-
-
-async def test_annotations_give_no_gpu(agent, kubelet, kube, reserve) -> None:
-    gpu = agent.devices.uuids[0]
-    await place(kube, reserve("a", gpu))
-    kube.seed(
-        PODS,
-        {
-            "metadata": {"name": "forger", "uid": "uid-forger", "annotations": {"carpool.dev/gpus": gpu}},
-            "spec": {"nodeName": "node-1"},
-        },
-    )
-    await kubelet.admit("forger", "slot-0")
-    assert "found none" in await refused(kubelet, "forger")
-
-
-async def test_failed_partition_is_refused_with_its_reason(agent, kubelet, kube, reserve) -> None:
-    wanted = reserve("a", agent.devices.uuids[0], mode=SharingMode.MIG)
-    await kube.patch(GPU_NODES, "node-1", {"spec": {"reservations": msgspec.to_builtins([wanted])}})
-    pod(kube, "a")
-    await kubelet.admit("a", "slot-0")
-    assert "to be ready, found: GPU" in await refused(kubelet, "a")
 
 
 async def test_clients_of_one_mps_daemon_run_as_one_user(agent, kubelet, settings, kube, reserve) -> None:
@@ -263,7 +234,7 @@ async def test_kubelet_restart(agent, kubelet, settings, kube, reserve) -> None:
 
 
 async def test_kubelet_that_comes_later(settings, kube) -> None:
-    async with running(new_agent(settings, kube)) as agent:
+    async with running(flowing(settings, kube)) as agent:
         await until(lambda: agent.reconciler.reflector.store.synced)
         assert "is not registered with the kubelet" in agent.unready()
         kubelet = Kubelet(settings.device_plugin_dir, settings.pod_resources_socket)
@@ -273,20 +244,20 @@ async def test_kubelet_that_comes_later(settings, kube) -> None:
 
 
 async def test_agent_killed_between_allocate_and_start(settings, kube, kubelet, reserve) -> None:
-    async with running(new_agent(settings, kube)) as agent:
+    async with running(flowing(settings, kube)) as agent:
         await until(lambda: kube.dump_all(GPU_NODES) and status(kube).devices)
         gpu = agent.devices.uuids[1]
         await place(kube, reserve("a", gpu, mode=MPS))
         await kubelet.admit("a", "slot-6")
     kubelet.registered = asyncio.Queue()
-    async with running(new_agent(settings, kube)):
+    async with running(flowing(settings, kube)):
         await kubelet.registered.get()
         await kubelet.start_container("a")
     assert edits(settings, "slot-6")["env"]["CARPOOL_VISIBLE_GPUS"] == gpu
 
 
 async def test_slots_of_ended_pods_are_removed_also_by_the_next_agent(settings, kube, kubelet, reserve) -> None:
-    async with running(new_agent(settings, kube)) as agent:
+    async with running(flowing(settings, kube)) as agent:
         await until(lambda: kube.dump_all(GPU_NODES) and status(kube).devices)
         first, second = agent.devices.uuids
         await place(kube, reserve("a", first), reserve("b", second))
@@ -294,7 +265,7 @@ async def test_slots_of_ended_pods_are_removed_also_by_the_next_agent(settings, 
             await kubelet.admit(name, f"slot-{number}")
             await kubelet.start_container(name)
     await kube.delete(PODS, "a", namespace="default")
-    async with running(new_agent(settings, kube)):
+    async with running(flowing(settings, kube)):
         await until(lambda: os.listdir(settings.cdi_dir) == ["carpool.dev-slot-1.json"])
         pod(kube, "b", phase="Failed")
         await until(lambda: os.listdir(settings.cdi_dir) == [])
@@ -505,8 +476,5 @@ def _is_version(line: str) -> bool:
 def test_field_numbers_are_the_kubelets(module, message: str, fields: str) -> None:
     found = descriptor_pb2.DescriptorProto()
     module.DESCRIPTOR.message_types_by_name[message].CopyToProto(found)
+    assert module.DESCRIPTOR.package == {deviceplugin_pb2: "v1beta1", podresources_pb2: "v1"}[module]
     assert ", ".join(f"{f.number} {LABELS[f.label]}{f.name}" for f in found.field) == fields
-
-
-def test_packages_are_the_kubelets() -> None:
-    assert (deviceplugin_pb2.DESCRIPTOR.package, podresources_pb2.DESCRIPTOR.package) == ("v1beta1", "v1")

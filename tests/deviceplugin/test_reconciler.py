@@ -67,7 +67,7 @@ def states(kube: FakeKube) -> dict[str, str]:
     return {p.pod_uid: p.state.value for p in status_of(kube).partitions}
 
 
-async def test_creates_its_gpunode_with_the_node_as_owner(kube, agent, devices) -> None:
+async def test_creates_its_gpunode_with_the_node_as_owner_also_after_a_deletion(kube, agent, devices) -> None:
     async with running(agent):
         await until(lambda: exists(kube))
         found = kube.dump(GPU_NODES, "node-1")
@@ -81,6 +81,8 @@ async def test_creates_its_gpunode_with_the_node_as_owner(kube, agent, devices) 
             gpus="2x Simulated NVIDIA A100-SXM4-40GB", healthy=2, tenants=0, memory="40 GiB"
         )
         assert agent.unready() is None
+        await kube.delete(GPU_NODES, "node-1")
+        await until(lambda: exists(kube))
 
 
 async def test_gpunode_has_no_owner_if_the_node_cannot_be_read(kube, agent) -> None:
@@ -88,13 +90,6 @@ async def test_gpunode_has_no_owner_if_the_node_cannot_be_read(kube, agent) -> N
     async with running(agent):
         await until(lambda: exists(kube))
         assert not kube.dump(GPU_NODES, "node-1")["metadata"].get("ownerReferences")
-
-
-async def test_a_deleted_gpunode_is_created_again(kube, agent) -> None:
-    async with running(agent):
-        await until(lambda: exists(kube))
-        await kube.delete(GPU_NODES, "node-1")
-        await until(lambda: exists(kube))
 
 
 async def test_a_reservation_becomes_ready_and_is_released(kube, agent, devices, reserve) -> None:
@@ -113,14 +108,6 @@ async def test_a_reservation_becomes_ready_and_is_released(kube, agent, devices,
         await until(lambda: [d.mode for d in status_of(kube).devices] == [None, None])
 
 
-async def test_gpu_of_another_node_is_refused(kube, agent, reserve) -> None:
-    async with running(agent):
-        await until(lambda: exists(kube))
-        await reserve_on(kube, reserve("a", "GPU-elsewhere"))
-        await until(lambda: states(kube) == {"uid-a": "Failed"})
-        assert "expected a GPU out of GPU-" in status_of(kube).partitions[0].message
-
-
 async def test_status_is_written_on_change_only(kube, agent, devices, reserve) -> None:
     async with running(agent):
         await until(lambda: exists(kube))
@@ -133,7 +120,9 @@ async def test_status_is_written_on_change_only(kube, agent, devices, reserve) -
         assert writes(kube) == count
 
 
-async def test_measures_of_a_tenant_reach_the_status(kube, agent, devices, reserve, enter) -> None:
+async def test_measures_of_a_tenant_reach_the_status_also_without_a_reservation(
+    kube, agent, devices, reserve, enter
+) -> None:
     gpu = devices.uuids[0]
     async with running(agent):
         await until(lambda: exists(kube))
@@ -147,36 +136,15 @@ async def test_measures_of_a_tenant_reach_the_status(kube, agent, devices, reser
             assert (tenant.pod_uid, tenant.gpu_uuid) == (PodUid("uid-a"), gpu)
             assert tenant.memory_mib >= 2000
             assert tenant.step_time_seconds >= 0.02
+            await reserve_on(kube)
+            await until(lambda: not states(kube))
+            await until(lambda: any(t.memory_mib >= 2000 for t in status_of(kube).tenants))
+            await reserve_on(kube, reserve("a", gpu))
+            await until(lambda: states(kube) == {"uid-a": "Ready"})
         await until(lambda: status_of(kube).tenants[0].memory_mib == 0)
         assert status_of(kube).tenants[0].peak_memory_mib >= 2000
         await reserve_on(kube)
         await until(lambda: not status_of(kube).tenants)
-
-
-async def test_a_pod_that_runs_on_without_its_reservation_is_reported(kube, agent, devices, reserve, enter) -> None:
-    gpu = devices.uuids[0]
-    async with running(agent):
-        await until(lambda: exists(kube))
-        await reserve_on(kube, reserve("a", gpu))
-        await until(lambda: states(kube) == {"uid-a": "Ready"})
-        with enter(gpu, "a") as (opened,):
-            opened.allocate(2000)
-            await until(lambda: any(t.memory_mib >= 2000 for t in status_of(kube).tenants))
-            await reserve_on(kube)
-            await until(lambda: not states(kube))
-            await until(lambda: any(t.memory_mib >= 2000 for t in status_of(kube).tenants))
-
-
-async def test_an_unhealthy_gpu_is_reported_until_it_recovers(kube, agent, devices, tmp_path) -> None:
-    path = tmp_path / "state" / "simulated" / devices.uuids[0] / "device.json"
-    good = path.read_bytes()
-    async with running(agent):
-        await until(lambda: exists(kube))
-        path.write_text("{")
-        await until(lambda: status_of(kube).conditions[0].reason == "SomeGpusUnhealthy")
-        assert "expected JSON" in status_of(kube).devices[0].health_message
-        path.write_bytes(good)
-        await until(lambda: status_of(kube).conditions[0].reason == "GpusHealthy")
 
 
 async def test_a_failed_write_is_retried(kube, agent, devices, reserve) -> None:
