@@ -8,7 +8,7 @@ from carpool_core.resources.node import Tenant
 from carpool_core.values import GpuUuid, PodUid
 from msgspec.structs import replace
 
-from carpool_deviceplugin.gpu import ProcessUsage, Reading
+from carpool_deviceplugin.gpu import ProcessUsage, Reading, plus
 
 SMOOTHING_S = 5.0
 """Time constant of the exponential average in metrics."""
@@ -89,11 +89,8 @@ class Meter:
             use = self.usage.get(pod, _UNUSED)
             if was is not None and now is not None and was - {pod} != now - {pod}:
                 use = replace(use, mean_samples=min(use.mean_samples, FORMER_SAMPLES + 1))
-            elapsed = _window_s(before, reading, processes)
-            if elapsed > 0:
-                self.usage[pod] = _advance(use, processes, earlier, elapsed)
-            else:
-                self.usage[pod] = _present(use, processes, is_new=before is not None)
+            elapsed_s = _window_s(before, reading, processes)
+            self.usage[pod] = _advance(use, processes, earlier if before else None, elapsed_s)
         for process in reading.ended:
             self._add_last_energy(process, earlier.get(process.id))
         self.reading, self.is_current = reading, True
@@ -103,7 +100,7 @@ class Meter:
         use = self.usage.get(process.pod_uid)
         if use is not None and before is not None and process.energy_j is not None:
             drawn = max(0.0, process.energy_j - (before.energy_j or 0.0))
-            self.usage[process.pod_uid] = replace(use, energy_j=_plus(use.energy_j, drawn))
+            self.usage[process.pod_uid] = replace(use, energy_j=plus(use.energy_j, drawn))
 
     def running(self) -> Set[PodUid]:
         """Return the pods that have a process on the GPU."""
@@ -158,72 +155,60 @@ def _weight(samples: int, elapsed_s: float, constant_s: float = SMOOTHING_S) -> 
     return 1.0 if samples <= 2 else max(1 - math.exp(-elapsed_s / constant_s), 1 / (samples - 1))
 
 
-def _present(use: PodUsage, processes: Sequence[ProcessUsage], *, is_new: bool) -> PodUsage:
-    """Return the use of a pod without a time window.
+def _advance(
+    use: PodUsage, processes: Sequence[ProcessUsage], earlier: Mapping[str, ProcessUsage] | None, elapsed_s: float
+) -> PodUsage:
+    """Return the use of a pod after a reading.
 
     Args:
         use: Use before.
         processes: Present processes.
-        is_new: Whether they started after the first reading of the GPU; then their energy so far counts.
+        earlier: All processes of the last reading; None at the first one.
+        elapsed_s: Time in which the processes ran since; 0 without one, then there are no new rates.
     """
-    drawn = [p.energy_j for p in processes if p.energy_j is not None] if is_new else []
     memory = sum(p.memory_mib for p in processes)
-    peak = max([use.peak_memory_mib, memory, *(p.peak_memory_mib for p in processes)])
-    return replace(
+    energy = None if earlier is None else _gain(processes, earlier, "energy_j")
+    use = replace(
         use,
         memory_mib=memory,
-        peak_memory_mib=peak,
+        peak_memory_mib=max([use.peak_memory_mib, memory, *(p.peak_memory_mib for p in processes)]),
         is_running=bool(processes),
-        energy_j=_plus(use.energy_j, sum(drawn) if drawn else None),
+        energy_j=plus(use.energy_j, energy),
     )
-
-
-def _advance(
-    use: PodUsage, processes: Sequence[ProcessUsage], earlier: Mapping[str, ProcessUsage], elapsed_s: float
-) -> PodUsage:
-    memory, peak, steps, steps_s = 0, use.peak_memory_mib, 0, 0.0
-    busy = sm = dram = energy = None
-    for p in processes:
-        was = earlier.get(p.id)
-        memory, peak = memory + p.memory_mib, max(peak, p.peak_memory_mib)
-        steps += max(0, p.steps - (was.steps if was else 0))
-        steps_s += max(0.0, p.steps_s - (was.steps_s if was else 0))
-        busy = _plus(busy, _gained(p.busy_s, was.busy_s if was else None))
-        sm = _plus(sm, _gained(p.sm_s, was.sm_s if was else None))
-        dram = _plus(dram, _gained(p.dram_s, was.dram_s if was else None))
-        energy = _plus(energy, _gained(p.energy_j, was.energy_j if was else None))
+    if earlier is None or elapsed_s <= 0:
+        return use
+    busy, sm, dram = (_gain(processes, earlier, counter) for counter in ("busy_s", "sm_s", "dram_s"))
     power_w = None if energy is None else energy / elapsed_s
     rates = Rates(_ratio(busy, elapsed_s), _ratio(sm, elapsed_s), _ratio(dram, elapsed_s), power_w)
     samples = use.samples + bool(busy or use.samples)
     mean_samples = use.mean_samples + bool(busy or use.mean_samples)
     weight = _weight(samples, elapsed_s)
     step_time = use.step_time_s
-    if steps:
-        mean = steps_s / steps
+    if steps := _gain(processes, earlier, "steps"):
+        mean = (_gain(processes, earlier, "steps_s") or 0.0) / steps
         step_time = mean if step_time is None else step_time + weight * (mean - step_time)
-    return PodUsage(
-        memory_mib=memory,
-        peak_memory_mib=max(peak, memory),
+    return replace(
+        use,
         rates=use.rates.towards(rates, weight) if use.rates else rates,
         samples=samples,
         means=use.means.towards(rates, _weight(mean_samples, elapsed_s, STATUS_SMOOTHING_S)) if use.means else rates,
         mean_samples=mean_samples,
-        is_running=bool(processes),
         step_time_s=step_time,
-        energy_j=_plus(use.energy_j, energy),
     )
+
+
+def _gain(processes: Sequence[ProcessUsage], earlier: Mapping[str, ProcessUsage], counter: str) -> float | None:
+    """Return the increase of a counter since the last reading; None if unknown. A counter that fell counts as zero."""
+    gains = [
+        max(0.0, now - (getattr(earlier.get(p.id), counter, None) or 0.0))
+        for p in processes
+        if (now := getattr(p, counter)) is not None
+    ]
+    return sum(gains) if gains else None
 
 
 def _ratio(seconds: float | None, elapsed_s: float) -> float | None:
     return None if seconds is None else min(1.0, seconds / elapsed_s)
-
-
-def _gained(now: float | None, before: float | None) -> float | None:
-    return None if now is None else max(0.0, now - (before or 0.0))
-
-
-def _plus(was: float | None, more: float | None) -> float | None:
-    return was if more is None else (was or 0.0) + more
 
 
 def _tenant(pod: PodUid, uuid: GpuUuid, use: PodUsage, idle_w: float) -> Tenant:

@@ -11,7 +11,7 @@ from carpool_core.values import MIB, GpuUuid
 from msgspec.structs import replace
 
 from carpool_deviceplugin.dcgm import CounterFeed
-from carpool_deviceplugin.gpu import Counters, InstanceReading, ProcessUsage, Reading
+from carpool_deviceplugin.gpu import Counters, InstanceReading, ProcessUsage, Reading, plus
 from carpool_deviceplugin.gpu_processes import GpuProcess, ProcessWatcher
 from carpool_deviceplugin.mig_instances import FoundInstance
 from carpool_deviceplugin.nvlib import (
@@ -122,7 +122,8 @@ class ProcessAccounts:
         above_idle = 0.0 if energy is None else max(0.0, energy - (self.idle_power_w or 0.0) * elapsed)
         weights = {} if energy is None else _energy_weights([*now.present, *accounted], now, busy or {})
         energies = {key: above_idle * weight for key, weight in weights.items()}
-        ended = [_with_energy(self._uses[p.process.key], energies.get(p.process.key)) for p in gone]
+        last = [(self._uses[p.process.key], energies.get(p.process.key)) for p in gone]
+        ended = [replace(use, energy_j=plus(use.energy_j, energy)) for use, energy in last]
         shares = _activity_shares(now, busy or {})
         self._uses = {
             key: self._use(p, now, elapsed, busy, shares[p.running.pid], energies.get(key))
@@ -185,19 +186,11 @@ class ProcessAccounts:
             was,
             memory_mib=memory,
             peak_memory_mib=max(was.peak_memory_mib, memory),
-            busy_s=_plus(was.busy_s, None if busy is None else busy.get(p.running.pid, 0.0)),
-            sm_s=_plus(was.sm_s, None if sm is None else sm * elapsed * share),
-            dram_s=_plus(was.dram_s, None if dram is None else dram * elapsed * share),
-            energy_j=_plus(was.energy_j, energy),
+            busy_s=plus(was.busy_s, None if busy is None else busy.get(p.running.pid, 0.0)),
+            sm_s=plus(was.sm_s, None if sm is None else sm * elapsed * share),
+            dram_s=plus(was.dram_s, None if dram is None else dram * elapsed * share),
+            energy_j=plus(was.energy_j, energy),
         )
-
-
-def _plus(total: float | None, more: float | None) -> float | None:
-    return total if more is None else (total or 0.0) + more
-
-
-def _with_energy(use: ProcessUsage, energy: float | None) -> ProcessUsage:
-    return replace(use, energy_j=_plus(use.energy_j, energy))
 
 
 def _activity_shares(now: GpuSample, busy: Mapping[int, float]) -> dict[int, float]:

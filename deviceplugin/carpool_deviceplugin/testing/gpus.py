@@ -118,6 +118,12 @@ HARDWARE = {
 """By a short name."""
 
 
+def require(is_fulfilled: object, code: int) -> None:
+    """Raise NVML's error with this code unless the condition holds."""
+    if not is_fulfilled:
+        raise pynvml.NVMLError(code)
+
+
 _SLICES_OF_INDEX = {
     pynvml.NVML_GPU_INSTANCE_PROFILE_1_SLICE: (1, 1, False),
     pynvml.NVML_GPU_INSTANCE_PROFILE_2_SLICE: (2, 2, False),
@@ -178,8 +184,7 @@ class FakeMig:
 
     def switch(self, enabled: bool, *, in_use: bool) -> int:
         """Switch the mode; return NVML's activation status."""
-        if self.instances:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_IN_USE)
+        require(not self.instances, pynvml.NVML_ERROR_IN_USE)
         self.is_pending = enabled
         if in_use:
             return int(pynvml.NVML_ERROR_IN_USE)
@@ -217,12 +222,13 @@ class FakeMig:
     def create(self, profile_id: int, start: int, size: int) -> FakeInstance:
         """Create an instance at a place."""
         profile = self.profile(profile_id)
-        if start not in profile.starts or size != profile.memory_slices:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        require(start in profile.starts and size == profile.memory_slices, pynvml.NVML_ERROR_INVALID_ARGUMENT)
         for other in self.instances.values():
             overlaps = start < other.start + other.profile.memory_slices and other.start < start + size
-            if overlaps or (profile.has_media and other.profile.has_media):
-                raise pynvml.NVMLError(pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES)
+            require(
+                not overlaps and not (profile.has_media and other.profile.has_media),
+                pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES,
+            )
         number = _FIRST_ID[profile.compute_slices]
         while number in self.instances:
             number += 1
@@ -231,14 +237,12 @@ class FakeMig:
 
     def must_exist(self, made: FakeInstance) -> None:
         """Refuse an instance that is gone."""
-        if self.instances.get(made.id) is not made:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        require(self.instances.get(made.id) is made, pynvml.NVML_ERROR_INVALID_ARGUMENT)
 
     def destroy(self, made: FakeInstance) -> None:
         """Destroy an instance that has no compute instances."""
         self.must_exist(made)
-        if made.compute:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_IN_USE)
+        require(not made.compute, pynvml.NVML_ERROR_IN_USE)
         del self.instances[made.id]
 
     def compute_profile_info(self, made: FakeInstance, index: int) -> Any:
@@ -255,8 +259,9 @@ class FakeMig:
         """Create a compute instance."""
         self.must_exist(made)
         taken = sum(_COMPUTE_SLICES[c.profile_id] for c in made.compute.values())
-        if taken + _COMPUTE_SLICES[profile_id] > made.profile.compute_slices:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES)
+        require(
+            taken + _COMPUTE_SLICES[profile_id] <= made.profile.compute_slices, pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES
+        )
         self._made += 1
         name = f"MIG-{uuids.uuid5(uuids.NAMESPACE_OID, f'{id(self)}/{self._made}')}"
         number = max(made.compute, default=-1) + 1
@@ -266,15 +271,13 @@ class FakeMig:
     def destroy_compute(self, made: FakeInstance, compute: FakeCompute) -> None:
         """Destroy an idle compute instance."""
         self.must_exist(made)
-        if made.id in self.busy:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_IN_USE)
+        require(made.id not in self.busy, pynvml.NVML_ERROR_IN_USE)
         del made.compute[compute.id]
 
     def device_at(self, index: int) -> FakeCompute:
         """Return the MIG device of an index."""
         devices = [c for made in self.instances.values() for c in made.compute.values()]
-        if index >= len(devices):
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        require(index < len(devices), pynvml.NVML_ERROR_NOT_FOUND)
         return devices[index]
 
 

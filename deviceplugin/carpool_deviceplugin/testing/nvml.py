@@ -14,7 +14,7 @@ from typing import Any
 import pynvml
 from carpool_core.values import MIB
 
-from carpool_deviceplugin.testing.gpus import HARDWARE, FakeCompute, FakeGpu, FakeMig, FakeProcess, Hardware
+from carpool_deviceplugin.testing.gpus import HARDWARE, FakeCompute, FakeGpu, FakeMig, FakeProcess, Hardware, require
 
 
 def key_of(handle: Any) -> int:
@@ -165,8 +165,7 @@ class FakeNvml:
             )
         if not isinstance(found, FakeGpu):
             raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        if found.is_lost:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+        require(not found.is_lost, pynvml.NVML_ERROR_GPU_IS_LOST)
         return found
 
     def _pointer(self, made: Any, type_: Any) -> Any:
@@ -176,8 +175,7 @@ class FakeNvml:
 
     def _object(self, handle: Any) -> Any:
         generation, found = self._objects.get(key_of(handle), (None, None))
-        if generation != self._generation:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        require(generation == self._generation, pynvml.NVML_ERROR_INVALID_ARGUMENT)
         return found
 
     # The library.
@@ -200,17 +198,14 @@ class FakeNvml:
         return len(self.gpus)
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> Any:
-        if not 0 <= index < len(self.gpus):
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        if self.gpus[index].is_lost:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+        require(0 <= index < len(self.gpus), pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        require(not self.gpus[index].is_lost, pynvml.NVML_ERROR_GPU_IS_LOST)
         return self._pointer(self.gpus[index], pynvml.c_nvmlDevice_t)
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Any:
         for gpu in self.gpus:
             if gpu.uuid == uuid:
-                if gpu.is_lost:
-                    raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+                require(not gpu.is_lost, pynvml.NVML_ERROR_GPU_IS_LOST)
                 return self._pointer(gpu, pynvml.c_nvmlDevice_t)
             for made in gpu.mig.instances.values():
                 for compute in made.compute.values():
@@ -220,8 +215,7 @@ class FakeNvml:
 
     def nvmlDeviceGetUUID(self, handle: Any) -> str:
         found = self._object(handle)
-        if isinstance(found, FakeGpu) and found.is_lost:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+        require(not (isinstance(found, FakeGpu) and found.is_lost), pynvml.NVML_ERROR_GPU_IS_LOST)
         return str(found.uuid)
 
     # Readings.
@@ -263,10 +257,8 @@ class FakeNvml:
 
     def nvmlDeviceGetNvLinkState(self, handle: Any, link: int) -> int:
         gpu = self._gpu(handle)
-        if not gpu.hardware.nvlinks:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        if link >= gpu.hardware.nvlinks:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        require(gpu.hardware.nvlinks, pynvml.NVML_ERROR_NOT_SUPPORTED)
+        require(link < gpu.hardware.nvlinks, pynvml.NVML_ERROR_INVALID_ARGUMENT)
         return int(len(self.gpus) > 1)
 
     def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: Any, link: int) -> Any:
@@ -290,18 +282,15 @@ class FakeNvml:
 
     def nvmlDeviceGetProcessUtilization(self, handle: Any, since_us: int) -> list[Any]:
         gpu = self._gpu(handle)
-        if gpu.mig.is_enabled:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        require(not gpu.mig.is_enabled, pynvml.NVML_ERROR_NOT_SUPPORTED)
         found = [s for s in gpu.samples if s.timeStamp > since_us]
-        if not found:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        require(found, pynvml.NVML_ERROR_NOT_FOUND)
         unfilled = pynvml.c_nvmlProcessUtilizationSample_t()
         return [*found, unfilled]
 
     def nvmlDeviceGetUtilizationRates(self, handle: Any) -> Any:
         gpu = self._gpu(handle)
-        if gpu.mig.is_enabled:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        require(not gpu.mig.is_enabled, pynvml.NVML_ERROR_NOT_SUPPORTED)
         busy = min(1.0, sum(p.sm for p in gpu.processes.values()))
         memory = min(1.0, sum(p.dram for p in gpu.processes.values()))
         return pynvml.c_nvmlUtilization_t(gpu=round(100 * busy), memory=round(100 * memory))
@@ -327,14 +316,12 @@ class FakeNvml:
 
     def nvmlDeviceGetTotalEccErrors(self, handle: Any, error: int, counter: int) -> int:
         gpu = self._gpu(handle)
-        if not gpu.hardware.has_ecc:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        require(gpu.hardware.has_ecc, pynvml.NVML_ERROR_NOT_SUPPORTED)
         return gpu.ecc_uncorrectable if error == pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED else 0
 
     def nvmlDeviceGetRemappedRows(self, handle: Any) -> tuple[int, int, int, int]:
         gpu = self._gpu(handle)
-        if not gpu.hardware.has_row_remap:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        require(gpu.hardware.has_row_remap, pynvml.NVML_ERROR_NOT_SUPPORTED)
         return gpu.remap
 
     # GPM samples.
@@ -355,13 +342,11 @@ class FakeNvml:
 
     def nvmlGpmMigSampleGet(self, handle: Any, instance: int, sample: Any) -> Any:
         gpu = self._gpu(handle)
-        if instance not in gpu.mig.instances:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        require(instance in gpu.mig.instances, pynvml.NVML_ERROR_INVALID_ARGUMENT)
         return self._gpm(gpu, instance, sample)
 
     def _gpm(self, gpu: FakeGpu, instance: int | None, sample: Any) -> Any:
-        if not gpu.hardware.has_gpm:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        require(gpu.hardware.has_gpm, pynvml.NVML_ERROR_NOT_SUPPORTED)
         self._object(sample)[:] = gpu.integrals.get(instance, [0.0] * 6)
         return sample
 
@@ -396,8 +381,7 @@ class FakeNvml:
 
     def nvmlEventSetWait(self, events: Any, timeout_ms: int) -> Any:
         waiting = self._object(events).events
-        if not waiting:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_TIMEOUT)
+        require(waiting, pynvml.NVML_ERROR_TIMEOUT)
         gpu, xid, instance = waiting.pop(0)
         return pynvml.c_nvmlEventData_t(
             device=self._pointer(self.gpus[gpu], pynvml.c_nvmlDevice_t),
@@ -411,8 +395,7 @@ class FakeNvml:
 
     def _mig(self, handle: Any, *, enabled: bool = True) -> tuple[FakeGpu, FakeMig]:
         gpu = self._gpu(handle)
-        if gpu.mig.table is None or (enabled and not gpu.mig.is_enabled):
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        require(gpu.mig.table is not None and (gpu.mig.is_enabled or not enabled), pynvml.NVML_ERROR_NOT_SUPPORTED)
         return gpu, gpu.mig
 
     def nvmlDeviceGetMigMode(self, handle: Any) -> list[int]:
