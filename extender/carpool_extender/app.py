@@ -101,6 +101,7 @@ def build(
             rules,
             order=settings.queue_order,
             default_duration_s=settings.default_duration_seconds,
+            holders=informers.workers_with_reservation,
         ),
         evaluations=evaluation_cache,
         leadership=leadership,

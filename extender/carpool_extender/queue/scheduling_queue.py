@@ -223,6 +223,7 @@ class SchedulingQueue:
         default_duration_s: Length of jobs whose length is unknown, in seconds.
         backfill: Whether jobs pass the first one that does not fit. Otherwise all wait for it (first come, first
             served), as published strategies do.
+        holders: Returns the pods of a job whose reservations count as its workers; by default all that have one.
     """
 
     def __init__(
@@ -234,7 +235,9 @@ class SchedulingQueue:
         order: QueueOrder,
         default_duration_s: float = ASSUMED_DURATION_S,
         backfill: bool = True,
+        holders: Callable[[JobUid], set[PodUid]] | None = None,
     ) -> None:
+        self._holders = holders or cluster.pods_of_job
         self._cluster, self._evaluations, self._config = cluster, evaluations, config
         self._order, self._default_duration_s, self._backfill = order, default_duration_s, backfill
         self._end = QueueEnd.LONGEST
@@ -385,7 +388,7 @@ class SchedulingQueue:
         if (found := place_gang(cached, workers)) is None:
             return WaitReason.DOES_NOT_FIT
         own = {pod.uid for pod in info.pods}
-        if len(self._cluster.pods_of_job(info.job) - own) + workers > info.request.workers:
+        if len(self._holders(info.job) - own) + workers > info.request.workers:
             return WaitReason.TOO_MANY_PODS
         reserved = self._ahead(key)
         if reserved is None or self._ends_at(info, found) <= reserved.start_s or not _gpus(found) & reserved.gpus:

@@ -16,7 +16,7 @@ from carpool_extender.framework.selection import EvaluationCache
 from carpool_extender.queue.order import QueueOrder
 from carpool_extender.queue.scheduling_queue import PodRef, QueuedJobInfo, SchedulingQueue
 from carpool_extender.testing import cluster as cluster_of
-from carpool_extender.testing import demand, gpu_node, seed_job, seed_node, seed_pod, until
+from carpool_extender.testing import demand, gpu_node, pod_of, seed_job, seed_node, seed_pod, until
 from carpool_simulator.engine import Simulation
 from carpool_simulator.strategy import Knowledge, Strategy
 from carpool_simulator.truth import Workload
@@ -201,6 +201,23 @@ async def test_another_gate_keeps_a_job_out_of_the_queue(cluster):
     async with cluster.extender():
         await cluster.settle()
         assert cluster.pod("x")["spec"]["schedulingGates"] == [{"name": "kueue.x-k8s.io/admission"}, *GATES]
+
+
+async def test_a_new_attempt_is_admitted_while_its_lost_pod_still_has_a_reservation(cluster):
+    """The node of the lost pod is dead: its reservation stays, because its container may still run."""
+    cluster.queue("x", gates=[])
+    async with cluster.extender() as extender, background(cluster.agent.serve("a")):
+        await cluster.settle()
+        assert (await extender.service.bind(args("x", "a"))).error == ""
+        lost = cluster.pod()
+        lost["metadata"] |= {"deletionTimestamp": "2026-01-31T12:00:00Z", "finalizers": ["test/dead-node"]}
+        cluster.kube.seed(PODS, lost)
+        again = pod_of("x", uid="pod-x-again", schedulingGates=GATES)
+        again["metadata"]["name"] = "x-worker-0-2"
+        cluster.kube.seed(PODS, again)
+        await cluster.settle()
+        assert cluster.gated() == []
+        assert [one["podUid"] for one in cluster.reservations("a")] == ["pod-x"]
 
 
 LENGTHS_S = (2.3, 2.9, 4.1, 5.7, 6.2, 7.6, 8.9, 9.4, 11.3, 13.8, 15.2)
