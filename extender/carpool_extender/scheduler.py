@@ -10,7 +10,6 @@ kube-scheduler calls steps 2 to 5 for admitted pods only. Filter, score and pree
 """
 
 import msgspec
-from carpool_core.kube.errors import KubeError
 from carpool_core.kube.pods import Pod
 from carpool_core.values import PodUid
 
@@ -68,11 +67,9 @@ class Scheduler:
         names = _offered(args)
         # 1. Look up the request.
         try:
-            pod_request = await self._workloads.of(args.pod)
+            pod_request = self._workloads.watched(args.pod)
         except NotOurs as refusal:
             return FilterResult(failed_and_unresolvable_nodes=dict.fromkeys(names, str(refusal)))
-        except KubeError as error:
-            return FilterResult(error=f"the job of pod {args.pod.metadata.name} could not be read: {error}")
         # 2. Return the node of a reservation.
         if (reserved := self._reserved_on(args.pod)) is not None:
             node, why = reserved
@@ -97,11 +94,11 @@ class Scheduler:
         )
 
     async def prioritize(self, args: ExtenderArgs) -> list[HostPriority]:
-        """Score nodes from 0 to 10. A pod whose job could not be read scores 0 everywhere; bind decides again."""
+        """Score nodes from 0 to 10. A pod of an unknown job scores 0 everywhere; bind decides again."""
         names, reserved = _offered(args), self._reserved_on(args.pod)
         try:
-            pod_request = await self._workloads.of(args.pod)
-        except (NotOurs, KubeError):
+            pod_request = self._workloads.watched(args.pod)
+        except NotOurs:
             return [HostPriority(host=name, score=0) for name in names]
         claim = self._admission.claim_of(PodUid(args.pod.metadata.uid))
         own = reserved[0] if reserved is not None else None if claim is None else claim.node

@@ -67,8 +67,28 @@ class Workloads:
             NotOurs: No job controls it, or it does not ask for what its job says.
             KubeError: The job had to be read, and could not be.
         """
+        return self._checked(pod, await self._job(pod, controller_of(pod)))
+
+    def watched(self, pod: Pod) -> PodRequest:
+        """Return the request of a pod from what was watched, or read when its job was admitted; calls no API.
+
+        Raises:
+            NotOurs: No such job is known, or the pod does not ask for what its job says.
+        """
         owner = controller_of(pod)
-        job = await self._job(pod, owner)
+        job = self._informers.job(JobUid(owner.uid))
+        if job is not None and job.status.prediction is not None:
+            return self._checked(pod, job)
+        if (known := self._known.get(JobUid(owner.uid))) is not None:
+            return known[1]
+        raise NotOurs(
+            f"NotAdmitted: expected pod {_name(pod)} to be admitted by Carpool's queue, found no prediction of its job "
+            f"{owner.name}; let the operator create the job's pods"
+        )
+
+    def _checked(self, pod: Pod, job: JobRow) -> PodRequest:
+        if job.metadata.namespace != pod.metadata.namespace:
+            raise _no_such_job(pod, controller_of(pod))
         _check_name(pod, job)
         pod_request = self._request(job, container_uid(pod.spec))
         asked, expected = gpus_asked(pod), pod_request.demand.gpus

@@ -40,21 +40,23 @@ async def test_a_pod_that_names_another_jobs_uid_is_refused(world):
         forged = pod_of("x")
         forged["metadata"]["ownerReferences"][0]["uid"] = "job-of-somebody"
         found = await extender.service.filter(ExtenderArgs(pod=msgspec.convert(forged, Pod), node_names=list(NAMES)))
-    assert "and there is none in its namespace" in found.failed_and_unresolvable_nodes["a"]
+    assert found.failed_and_unresolvable_nodes["a"] == (
+        "NotAdmitted: expected pod default/x-worker-0-1 to be admitted by Carpool's queue, found no prediction of its "
+        "job x; let the operator create the job's pods"
+    )
 
 
 async def test_a_reference_that_leads_to_another_object_is_refused(world):
     """What it leads to is read as if it were a job, so its kind must say that it is one."""
     world.add("x")
     world.kube.seed(GPU_TRAINING_JOBS, {"kind": "Pod", "apiVersion": "v1", "metadata": {"name": "y", "uid": "job-y"}})
+    seed_pod(world.kube, "y")
     async with world.extender() as extender:
-        found = await extender.service.filter(filtering("y"))
-        assert "and there is none in its namespace" in found.failed_and_unresolvable_nodes["a"]
+        assert "and there is none in its namespace" in (await extender.service.bind(args("y"))).error
         world.kube.fail_next("get", GPU_TRAINING_JOBS, Invalid("expected a name without /"))
-        found = await extender.service.filter(filtering("y"))
-    assert found.failed_and_unresolvable_nodes["a"] == (
-        "NotAJob: the job that pod default/y-worker-0-1 names cannot be read: expected a name without /"
-    )
+        assert (await extender.service.bind(args("y"))).error == (
+            "NotAJob: the job that pod default/y-worker-0-1 names cannot be read: expected a name without /"
+        )
 
 
 async def test_a_pod_that_asks_for_more_than_its_job_is_refused(world):
@@ -95,6 +97,7 @@ async def test_a_job_has_no_more_reservations_than_workers(world, workers):
         seed_node(world.kube, gpu_node(name))
     seed_job(world.kube, "x", spec={"workers": workers})
     asked = seed_attempts(world.kube, 4)
+    world.hold("here_1")  # only the leader collects reservations
     async with world.extender() as extender, background(world.agent.serve("a")), background(world.agent.serve("b")):
         answers = await asyncio.gather(*(extender.service.bind(one) for one in asked))
         assert [bool(answer.error) for answer in answers] == [False] * workers + [True] * (4 - workers)
@@ -138,13 +141,29 @@ async def test_annotations_of_the_pod_change_nothing(world):
     assert world.reservations("a")[0]["mode"] == SharingMode.MPS
 
 
-async def test_a_job_that_the_watch_has_not_seen_is_read_once(world):
+def reads(world):
+    return [call for call in world.kube.calls if call.verb == "get" and call.plural == GPU_TRAINING_JOBS.plural]
+
+
+async def test_filter_and_prioritize_call_no_api(world):
+    """Regression: a pod without a predicted job was an error; kube-scheduler retried it forever, each time with a read."""
     world.add("x")
+    world.kube.seed(GPU_TRAINING_JOBS, {"metadata": {"name": "bare", "uid": "job-bare"}, "spec": {"template": {}}})
     async with world.extender() as extender:
+        for job in ("x", "bare", "nobody"):
+            found = await extender.service.filter(filtering(job))
+            assert found.error == ""
+            assert bool(found.failed_and_unresolvable_nodes) is (job != "x")
+            await extender.service.prioritize(filtering(job))
+    assert reads(world) == []
+
+
+async def test_a_job_that_the_watch_has_not_seen_is_read_to_bind_its_pod(world):
+    world.add("x")
+    async with world.extender() as extender, background(world.agent.serve("a")):
         seed_job(world.kube, "late")
-        assert named(await extender.service.filter(filtering("late"))) == NAMES
-        reads = [c for c in world.kube.calls if c.verb == "get" and c.plural == "gputrainingjobs"]
-    assert len(reads) == 1
+        seed_pod(world.kube, "late")
+        assert (await extender.service.bind(args("late"))).error == ""
 
 
 async def test_a_job_seen_before_its_prediction_is_read_again(world):
@@ -153,6 +172,7 @@ async def test_a_job_seen_before_its_prediction_is_read_again(world):
     seed_pod(world.kube, "y", nodeName="a")
     bare = {"metadata": {"name": "x", "uid": "job-x"}, "spec": {"template": {}}}
     world.kube.seed(GPU_TRAINING_JOBS, bare)
-    async with world.extender() as extender:
+    seed_pod(world.kube, "x")
+    async with world.extender() as extender, background(world.agent.serve("a")):
         seed_job(world.kube, "x")
-        assert named(await extender.service.filter(filtering(names=["a"]))) == ["a"]
+        assert (await extender.service.bind(args())).error == ""
