@@ -146,7 +146,7 @@ def reads(world):
 
 
 async def test_filter_and_prioritize_call_no_api(world):
-    """Regression: a pod without a predicted job was an error; kube-scheduler retried it forever, each time with a read."""
+    """Regression: a pod without a predicted job was an error that kube-scheduler retried forever, each with a read."""
     world.add("x")
     world.kube.seed(GPU_TRAINING_JOBS, {"metadata": {"name": "bare", "uid": "job-bare"}, "spec": {"template": {}}})
     async with world.extender() as extender:
