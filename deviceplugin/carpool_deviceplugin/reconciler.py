@@ -29,7 +29,7 @@ from carpool_deviceplugin.status import (
     struck_events,
     struck_of,
 )
-from carpool_deviceplugin.timeouts import CallThreads, Intervals, Poll, TimeLimitedCaller, wait_for_event
+from carpool_deviceplugin.timeouts import Intervals, Poll, TimeLimitedCaller, wait_for_event
 
 LABEL = "nvidia.com/mig.config"
 _UNKNOWN = "the Node's labels could not be read yet"
@@ -97,9 +97,8 @@ class Reconciler:
     ) -> None:
         self._node, self._api, self._clock, self._devices, self._intervals = node, api, clock, devices, intervals
         self._log = structlog.get_logger().bind(node=node)
-        self._threads = CallThreads()
         self.reporter = Reporter(
-            node, api, clock, devices, intervals, self._threads, on_devices=self._see_devices, on_missing=self._create
+            node, api, clock, devices, intervals, on_devices=self._see_devices, on_missing=self._create
         )
         self._on_health = on_health
         self._event_writer = EventWriter(node, api, clock)
@@ -123,12 +122,11 @@ class Reconciler:
                 self._progress,
                 intervals,
                 self._mig.confirm,
-                TimeLimitedCaller(f"GPU {uuid}", intervals.step_deadline_s, self._threads),
-                self.meters[uuid].peaks,
+                peaks=self.meters[uuid].peaks,
             )
             for uuid in devices.uuids
         }
-        self._readings = Poll(devices.read, intervals.step_deadline_s, self._threads)
+        self._readings = Poll(devices.read, intervals.step_deadline_s)
         self.reflector: Reflector[GpuNode] = Reflector(
             api,
             GPU_NODES,
@@ -174,7 +172,7 @@ class Reconciler:
                 self.reporter.look_again()
 
     async def _refresh_counters(self) -> None:
-        caller = TimeLimitedCaller("metrics sources", self._intervals.step_deadline_s, self._threads)
+        caller = TimeLimitedCaller("metrics sources", self._intervals.step_deadline_s)
         while not self._devices.simulated:
             try:
                 await caller.call(self._devices.refresh_counters)

@@ -31,7 +31,7 @@ from msgspec.structs import replace
 from carpool_deviceplugin.device_state import FAILED, PREPARING, READY, Outcome
 from carpool_deviceplugin.gpu import DeviceError, Devices
 from carpool_deviceplugin.metering import damp_changes
-from carpool_deviceplugin.timeouts import CallThreads, Intervals, Poll, wait_for_event
+from carpool_deviceplugin.timeouts import Intervals, Poll, wait_for_event
 
 _MAX_MESSAGE, _MAX_CONDITION_MESSAGE, _MAX_COLUMN, _MAX_UID = 4096, 32_768, 512, 253
 _MAX_TENANTS = 1024
@@ -268,7 +268,6 @@ class Reporter:
         clock: The clock.
         devices: The node's GPUs.
         intervals: Intervals.
-        threads: Threads for calls to the GPUs.
         on_devices: Called with the GPUs after each reading of their health.
         on_missing: Creates the GpuNode; called if there is none.
     """
@@ -280,7 +279,6 @@ class Reporter:
         clock: Clock,
         devices: Devices,
         intervals: Intervals,
-        threads: CallThreads,
         *,
         on_devices: Callable[[Sequence[Device]], None],
         on_missing: Callable[[], Awaitable[None]],
@@ -288,7 +286,7 @@ class Reporter:
         self._node, self._api, self._clock, self._gpus, self._intervals = node, api, clock, devices, intervals
         self._on_devices, self._on_missing = on_devices, on_missing
         self._awake = asyncio.Event()
-        self._poll = Poll(devices.describe, intervals.step_deadline_s, threads)
+        self._poll = Poll(devices.describe, intervals.step_deadline_s)
         self.devices: list[Device] = []
         """The GPUs as last read; one that never answered is missing."""
         self._written: GpuNodeStatus | None = None

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 from carpool_core.values import GpuUuid
@@ -17,8 +16,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Sleep = Callable[[float], Awaitable[None]]
 Work = Callable[[], None]
-
-_IDLE_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,41 +70,9 @@ async def wait_for_event(event: asyncio.Event, seconds: float, sleep: Sleep) -> 
             one.cancel()
 
 
-class CallThreads:
-    """Unbounded pool of daemon threads, so that calls that never return do not block other calls or the exit.
-
-    Args:
-        idle_s: An unused thread ends after this time.
-    """
-
-    def __init__(self, idle_s: float = _IDLE_S) -> None:
-        self._idle_s = idle_s
-        self._lock = threading.Lock()
-        self._idle: list[SimpleQueue[Work]] = []
-
-    def run(self, work: Work) -> None:
-        """Run work, which must not raise, in an idle or a new thread."""
-        with self._lock:
-            thread = self._idle.pop() if self._idle else None
-        if thread is None:
-            threading.Thread(target=self._loop, args=(work,), daemon=True).start()
-        else:
-            thread.put(work)
-
-    def _loop(self, work: Work) -> None:
-        own: SimpleQueue[Work] = SimpleQueue()
-        while True:
-            work()
-            with self._lock:
-                self._idle.append(own)
-            try:
-                work = own.get(timeout=self._idle_s)
-            except Empty:
-                with self._lock:
-                    if own in self._idle:
-                        self._idle.remove(own)
-                        return
-                work = own.get()  # assigned between the timeout and the lock
+def run_in_thread(work: Work) -> None:
+    """Run work, which must not raise, in a daemon thread: if it never returns, it blocks no other work and no exit."""
+    threading.Thread(target=work, daemon=True).start()
 
 
 class Caller(Protocol):
@@ -124,12 +89,11 @@ class TimeLimitedCaller:
     Args:
         what: Subject of the error messages, such as `GPU GPU-1`.
         deadline_s: Deadline of a call.
-        threads: Threads for the calls; None uses threads of its own.
+        start: Starts the work of a call.
     """
 
-    def __init__(self, what: str, deadline_s: float, threads: CallThreads | None = None) -> None:
-        self._what, self._deadline_s = what, deadline_s
-        self._threads = threads or CallThreads()
+    def __init__(self, what: str, deadline_s: float, start: Callable[[Work], None] = run_in_thread) -> None:
+        self._what, self._deadline_s, self._start = what, deadline_s, start
         self._stuck: asyncio.Future[Any] | None = None
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -138,7 +102,7 @@ class TimeLimitedCaller:
             raise DeviceError(f"{self._what}: an earlier call has not come back yet; look at the GPU's driver")
         loop = asyncio.get_running_loop()
         call: asyncio.Future[T] = loop.create_future()
-        self._threads.run(functools.partial(_run, loop, call, functools.partial(function, *args, **kwargs)))
+        self._start(functools.partial(_run, loop, call, functools.partial(function, *args, **kwargs)))
         try:
             done, _ = await asyncio.wait({call}, timeout=self._deadline_s)
         except asyncio.CancelledError:
@@ -171,11 +135,10 @@ class Poll(Generic[T]):
     Args:
         question: Function of a GPU.
         deadline_s: Deadline of an answer, in seconds.
-        threads: Threads to ask in.
     """
 
-    def __init__(self, question: Callable[[GpuUuid], T], deadline_s: float, threads: CallThreads) -> None:
-        self._question, self._deadline_s, self._threads = question, deadline_s, threads
+    def __init__(self, question: Callable[[GpuUuid], T], deadline_s: float) -> None:
+        self._question, self._deadline_s = question, deadline_s
         self._callers: dict[GpuUuid, TimeLimitedCaller] = {}
 
     async def ask(self, uuids: Collection[GpuUuid]) -> Mapping[GpuUuid, T | DeviceError]:
@@ -184,7 +147,7 @@ class Poll(Generic[T]):
 
     async def _ask(self, uuid: GpuUuid) -> T | DeviceError:
         if uuid not in self._callers:
-            self._callers[uuid] = TimeLimitedCaller(f"GPU {uuid}", self._deadline_s, self._threads)
+            self._callers[uuid] = TimeLimitedCaller(f"GPU {uuid}", self._deadline_s)
         try:
             return await self._callers[uuid].call(self._question, uuid)
         except DeviceError as e:

@@ -23,7 +23,7 @@ from carpool_deviceplugin.testing.gpus import FakeGpu
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.node import Node, flowing, running, until
 from carpool_deviceplugin.testing.nvml import FakeNvml
-from carpool_deviceplugin.timeouts import CallThreads, Intervals, TimeLimitedCaller
+from carpool_deviceplugin.timeouts import Intervals, TimeLimitedCaller
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
@@ -366,17 +366,6 @@ async def test_calls_that_never_come_back_take_no_thread_from_others(release) ->
         await stuck[0].call(lambda: 1)
 
 
-class Later(CallThreads):
-    """Collects the work."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.work: list[Callable[[], None]] = []
-
-    def run(self, work: Callable[[], None]) -> None:
-        self.work.append(work)
-
-
 async def test_late_exceptions_without_a_caller_are_ignored() -> None:
     """Regression: an agent that ended during a call left an unretrieved exception."""
     complaints: list[object] = []
@@ -385,13 +374,13 @@ async def test_late_exceptions_without_a_caller_are_ignored() -> None:
     def fail() -> None:
         raise DeviceError("sick")
 
-    later = Later()
-    calling = asyncio.ensure_future(TimeLimitedCaller("GPU 0", 60, later).call(fail))
+    later: list[Callable[[], None]] = []
+    calling = asyncio.ensure_future(TimeLimitedCaller("GPU 0", 60, later.append).call(fail))
     await asyncio.sleep(0)
     calling.cancel()
     with pytest.raises(asyncio.CancelledError):
         await calling
-    later.work.pop()()
+    later.pop()()
     await asyncio.sleep(0)
     gc.collect()
     assert complaints == []

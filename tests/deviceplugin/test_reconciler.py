@@ -27,7 +27,7 @@ from carpool_deviceplugin.status import (
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.node import Node, flowing, running, uid, until
 from carpool_deviceplugin.testing.nvml import FakeNvml
-from carpool_deviceplugin.timeouts import HARDWARE_INTERVALS, CallThreads, Intervals
+from carpool_deviceplugin.timeouts import HARDWARE_INTERVALS, Intervals
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
@@ -207,7 +207,6 @@ class World:
             self.clock,
             self.devices,
             HARDWARE_INTERVALS,
-            CallThreads(),
             on_devices=lambda _: None,
             on_missing=self.nothing,
         )

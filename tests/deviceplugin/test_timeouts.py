@@ -9,7 +9,7 @@ import pytest
 from carpool_core.values import GpuUuid
 from carpool_deviceplugin.gpu import DeviceError
 from carpool_deviceplugin.processes import ProcTree, pod_of
-from carpool_deviceplugin.timeouts import CallThreads, Poll
+from carpool_deviceplugin.timeouts import Poll
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,7 +40,7 @@ def gpus() -> Iterator[Gpus]:
 
 async def test_hanging_gpus_delay_no_others_and_are_not_asked_again(gpus: Gpus) -> None:
     gpus.hanging = {GPUS[0], GPUS[3], GPUS[7]}
-    rounds = Poll(gpus.ask, 1, CallThreads())
+    rounds = Poll(gpus.ask, 1)
     found = await rounds.ask(GPUS)
     assert {uuid for uuid, answer in found.items() if isinstance(answer, DeviceError)} == gpus.hanging
     assert "GPU GPU-3: expected an answer within 1 s, found none" in str(found[GPUS[3]])
@@ -66,26 +66,11 @@ async def test_errors_of_one_gpu_are_its_answer_and_bugs_are_raised(gpus: Gpus) 
             raise ZeroDivisionError
         return 1
 
-    rounds = Poll(ask, 30, CallThreads())
+    rounds = Poll(ask, 30)
     found = await rounds.ask(GPUS[:3])
     assert (found[GPUS[0]], str(found[GPUS[1]]), found[GPUS[2]]) == (1, "GPU-1 is lost", 1)
     with pytest.raises(ZeroDivisionError):
         await rounds.ask(GPUS)
-
-
-def test_idle_thread_ends_and_loses_no_work() -> None:
-    """The thread may be ending at the moment when it gets work."""
-    threads, done = CallThreads(idle_s=0.0005), threading.Semaphore(0)
-    before = threading.active_count()
-    for number in range(300):
-        threads.run(done.release)
-        assert done.acquire(timeout=10)
-        threading.Event().wait(0.0001 * (number % 10))  # lets some threads end, and others not
-    for _ in range(1000):
-        if threading.active_count() <= before:
-            break
-        threading.Event().wait(0.005)
-    assert threading.active_count() <= before
 
 
 UID = "8f2c1b7e-0d3a-4c5b-9e6f-1a2b3c4d5e6f"
