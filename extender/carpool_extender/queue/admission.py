@@ -285,7 +285,10 @@ class AdmissionController:
         try:
             request = await self._workloads.of(pod)
         except NotOurs as refusal:
-            self._refusals[job] = (pod, str(refusal))
+            self._gangs[job], self._refusals[job] = gang, (pod, str(refusal))
+            for admitted in gang.admitted:
+                if (uid := PodUid(admitted.metadata.uid)) not in self._binding:
+                    self.forget_claim(uid)
             return
         except KubeError as error:
             self._log.warning("job not read", pod=pod.metadata.name, error=str(error))
@@ -371,8 +374,8 @@ class AdmissionController:
                 return
             elif uid not in self._claims:
                 unclaimed.append(pod)
-        if unclaimed:
-            self._claim_again(job, unclaimed, self._requests[job], now_s)
+        if unclaimed and (request := self._requests.get(job)) is not None:
+            self._claim_again(job, unclaimed, request, now_s)
 
     def _claim_again(self, job: JobUid, pods: Sequence[Pod], request: PodRequest, now_s: float) -> None:
         """Claim GPUs for pods that are ungated already: after a change of leader, or a bind that failed."""
@@ -593,7 +596,7 @@ class AdmissionController:
     def _job_changed(self, old: JobRow | None, new: JobRow | None) -> None:
         if new is None and old is not None:
             self._jobs.pop(JobUid(old.metadata.uid), None)
-        elif new is not None and (job := JobUid(new.metadata.uid)) in self._gangs.keys() | self._refusals.keys():
+        elif new is not None and (job := JobUid(new.metadata.uid)) in self._gangs:
             self._dirty.add(job)
             self._changed.set()
 

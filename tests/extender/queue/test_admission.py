@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from carpool_core.keys import CONDITION_ADMITTED, GATE_ADMISSION
-from carpool_core.kube.api import GPU_NODES, PODS
+from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS
 from carpool_core.kube.errors import Overloaded, Unreachable
 from carpool_core.resources.node import Device
 from carpool_core.values import GpuUuid, PodUid, RequestedMode, SharingMode
@@ -17,6 +17,7 @@ from carpool_extender.queue.order import QueueOrder
 from carpool_extender.queue.scheduling_queue import PodRef, QueuedJobInfo, SchedulingQueue
 from carpool_extender.testing import cluster as cluster_of
 from carpool_extender.testing import demand, gpu_node, pod_of, seed_job, seed_node, seed_pod, until
+from carpool_extender.workloads import ANNOTATION_POLICY
 from carpool_simulator.engine import Simulation
 from carpool_simulator.strategy import Knowledge, Strategy
 from carpool_simulator.truth import Workload
@@ -218,6 +219,21 @@ async def test_a_new_attempt_is_admitted_while_its_lost_pod_still_has_a_reservat
         await cluster.settle()
         assert cluster.gated() == []
         assert [one["podUid"] for one in cluster.reservations("a")] == ["pod-x"]
+
+
+async def test_a_job_that_becomes_invalid_after_its_admission_gives_its_gpus_back(cluster):
+    cluster.queue("x", gpus=2)
+    async with cluster.extender() as extender:
+        await cluster.settle()
+        assert extender.admission.claim_of(PodUid("pod-x")) is not None
+        invalid = {"metadata": {"annotations": {ANNOTATION_POLICY: "nonsense"}}}
+        await cluster.kube.patch(GPU_TRAINING_JOBS, "x", invalid, namespace="default")
+        cluster.queue("y", 5, gpus=2)
+        await cluster.settle()
+        assert cluster.gated() == []
+        assert extender.admission.claim_of(PodUid("pod-x")) is None
+        await cluster.settle(32)
+        assert "x-worker-0-1" not in {pod["metadata"]["name"] for pod in cluster.kube.dump_all(PODS)}
 
 
 LENGTHS_S = (2.3, 2.9, 4.1, 5.7, 6.2, 7.6, 8.9, 9.4, 11.3, 13.8, 15.2)
