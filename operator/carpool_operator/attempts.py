@@ -3,8 +3,8 @@
     Creating → Running → Complete | reason of the failure
 
 *Creating* is written before the attempt's first pod is created, the pods' UIDs right after, *Running* once all of its
-pods were seen. A pod that is missing while Creating has to be created; its name makes a second creation harmless. A pod
-that is missing while Running was deleted.
+pods were seen. A pod that is missing while Creating has to be created; its name makes a second creation harmless. A
+placed pod that is missing while Running was deleted. One that was never placed is created again.
 """
 
 import hashlib

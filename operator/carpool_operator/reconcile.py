@@ -303,12 +303,9 @@ def _follow(draft: Draft, attempt: Attempt, pods: list[Pod], demand: Demand) -> 
         return
     present = {worker_of(pod) for pod in pods}
     missing = [worker for worker in range(draft.job.spec.workers) if worker not in present]
-    placed_before = {place.worker for place in draft.job.status.placement}
-    has_started = any(pod.has_started for pod in pods)
-    # The scheduler deletes an admitted pod that got no node in time, because its gate cannot be added again.
-    was_never_bound = not has_started and not placed_before.intersection(missing)
-    if missing and attempt.outcome != attempts.CREATING and not was_never_bound:
-        name = pod_name(draft.job.metadata.name, missing[0], attempt.number)
+    deleted = None if attempt.outcome == attempts.CREATING else _deleted(draft, missing)
+    if deleted is not None:
+        name = pod_name(draft.job.metadata.name, deleted, attempt.number)
         _end_attempt(draft, attempt, outcomes.pod_deleted(name))
         return
     draft.put_attempt(attempts.with_pods(attempt, _uids_of(draft, attempt, pods), is_complete=not missing))
@@ -319,6 +316,18 @@ def _follow(draft: Draft, attempt: Attempt, pods: list[Pod], demand: Demand) -> 
         draft.requeue_at(until)
     if missing:
         _create_pods(draft, attempt, missing)
+
+
+def _deleted(draft: Draft, missing: Sequence[int]) -> int | None:
+    """Return the first missing worker that was placed; None if there is none.
+
+    The scheduler deletes an admitted pod that got no node in time, because its gate cannot be added again. Such a
+    worker was never placed, so it is created again, and `_gang_timeout` decides how long the others wait for it.
+    """
+    if conditions.is_true(draft.job.status, keys.CONDITION_PLACED):  # the placement in the status may lack workers
+        return next(iter(missing), None)
+    placed = {place.worker for place in draft.job.status.placement}
+    return next((worker for worker in missing if worker in placed), None)
 
 
 def _uids_of(draft: Draft, attempt: Attempt, pods: list[Pod]) -> list[str]:

@@ -305,8 +305,14 @@ def test_missing_pod_of_a_creating_attempt_is_created() -> None:
     assert created(decision) == ["x-worker-1-3"]
 
 
+def places(*workers: int) -> list[dict[str, Any]]:
+    """Placements of these workers in a status."""
+    held = {"node": "n1", "gpuUuids": ["GPU-0"], "product": A100, "mode": "MPS", "expectedSlowdown": 1.12}
+    return [{"worker": n, "pod": f"x-worker-{n}-1", "podUid": f"pod-{n}-1", **held} for n in workers]
+
+
 def test_deleted_pod_ends_the_attempt_without_charge() -> None:
-    of = predicted_job(workers=2)
+    of = predicted_job(workers=2, status={"placement": places(0, 1)})
     before = snapshot(of, pods=(pod(1, phase="Running"),))
     decision = reconcile(before)
     status = status_of(decision, of)
@@ -317,6 +323,30 @@ def test_deleted_pod_ends_the_attempt_without_charge() -> None:
     deleting = {"deletionTimestamp": "2026-01-31T11:59:30Z"}
     ending = pod(phase="Failed", metadata=deleting, status=terminated(143))
     assert status_of(reconcile(snapshot(of, pods=(ending,))), of).restarts == 0
+
+
+def test_gang_timeout_decides_about_a_worker_that_was_never_placed() -> None:
+    """Regression: after 30 s the scheduler deleted the unbound worker, which ended a gang of which another ran.
+
+    The attempt ended as `PodDeleted`, without the pause that keeps two gangs from blocking each other.
+    """
+    of = predicted_job(workers=2, status={"placement": places(0)})
+    started, held = bound(0, 119), node(reservation("pod-0-1"))
+    before = snapshot(of, pods=(started,), nodes=(held,))
+    decision = reconcile(before)
+    assert (status_of(decision, of).attempts[0].outcome, created(decision)) == ("Creating", ["x-worker-1-1"])
+    again_gated = pod(1, metadata={"uid": "pod-1-1-b"}, status=WAITING)
+    decision = again(before, decision, pods=(started, again_gated), now=NOW + timedelta(seconds=1))
+    assert status_of(decision, of).attempts[0].outcome == "GangTimeout"
+    assert deleted(decision) == ["x-worker-0-1", "x-worker-1-1"]
+
+
+def test_deleted_worker_whose_placement_is_omitted_ends_the_attempt() -> None:
+    placed = [{"type": "Placed", "status": "True", "reason": "Placed"}]
+    status = {"placement": places(0, 1), "omittedPlacements": 1, "conditions": placed}
+    of = predicted_job(workers=3, status=status)
+    decision = reconcile(snapshot(of, pods=(pod(0, phase="Running"), pod(1, phase="Running"))))
+    assert status_of(decision, of).attempts[0].outcome == "PodDeleted"
 
 
 def test_repeated_disruptions_back_off() -> None:
