@@ -3,13 +3,11 @@
 import numpy as np
 from carpool_extender.cache.cluster import ClusterCache
 from carpool_extender.cache.gpu_table import NOWHERE, grid_of
-from carpool_extender.framework.scores import SchedulerConfig, find_policy
-from carpool_extender.framework.selection import CachedEvaluation
 from carpool_extender.testing import device, gpu_node, pod_request
+from evaluations import evaluate
 from hypothesis import given
 from hypothesis import strategies as st
 
-RULES = SchedulerConfig(find_policy("least-slowdown"), slots=8)
 CHANGES = st.lists(st.tuples(st.sampled_from("abcde"), st.integers(0, 4)), min_size=1, max_size=12)
 """Nodes, and how many GPUs each has from now on; none when it goes."""
 
@@ -61,6 +59,6 @@ def test_a_gpu_that_does_not_fit_is_not_taken_for_the_tightest_place():
     known = ClusterCache()
     known.apply(gpu_node("a", [device(0, memory_mib=1000), device(1), device(2, memory_mib=20_000)]))
     known.apply(gpu_node("b", [device(0, "b", memory_mib=1000)]))
-    best = CachedEvaluation(pod_request(memory_limit_mib=30_000), RULES, known.snapshot()).best
+    best = evaluate(known, pod_request(memory_limit_mib=30_000)).best
     assert best.fits.tolist() == [True, False]
     assert best.of(np.array([0])).rows.tolist() == [[1]]

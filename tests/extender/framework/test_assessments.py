@@ -11,13 +11,13 @@ from carpool_extender.framework.selection import (
     MAX_CANDIDATES,
     MAX_ENTRIES,
     SPARE,
-    CachedEvaluation,
     EvaluationCache,
     filter_nodes,
     place_on_node,
     score_nodes,
 )
 from carpool_extender.testing import cluster, gpu_node, pod_request, prediction, tenant
+from evaluations import evaluate
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -59,7 +59,7 @@ def test_following_equals_beginning_anew(policy, steps, gpus):
             known.remove(step)
         else:
             known.apply(step)
-        mine, fresh = following.of(newcomer), CachedEvaluation(newcomer, rules, known.snapshot())
+        mine, fresh = following.of(newcomer), evaluate(known, newcomer, rules)
         assert told(filter_nodes(mine, NAMES)) == told(filter_nodes(fresh, NAMES))
         assert score_nodes(mine, NAMES).tolist() == score_nodes(fresh, NAMES).tolist()
         assert [place_on_node(mine, name) for name in NAMES] == [place_on_node(fresh, name) for name in NAMES]
@@ -92,11 +92,11 @@ def test_silence_reaches_an_assessment_although_no_object_changes():
 def test_of_many_nodes_that_do_not_fit_nothing_is_told_while_others_do():
     full = [gpu_node(f"n{i}", 1, [tenant(f"t{i}", [f"GPU-n{i}-0"], memory_limit_mib=40000)]) for i in range(101)]
     names = ["a", *(node.metadata.name for node in full)]
-    found = filter_nodes(CachedEvaluation(pod_request(), fit(), cluster(gpu_node("a", 1), *full).snapshot()), names)
+    found = filter_nodes(evaluate(cluster(gpu_node("a", 1), *full)), names)
     assert (found.fits, found.refused, found.unsuitable) == (["a"], {}, {})
-    few = filter_nodes(CachedEvaluation(pod_request(), fit(), cluster(gpu_node("a", 1), *full).snapshot()), names[:FEW])
+    few = filter_nodes(evaluate(cluster(gpu_node("a", 1), *full)), names[:FEW])
     assert few.refused.keys() == set(names[1:FEW])
-    told = filter_nodes(CachedEvaluation(pod_request(), fit(), cluster(*full).snapshot()), names[1:])
+    told = filter_nodes(evaluate(cluster(*full)), names[1:])
     assert "960 MiB free" in told.refused["n0"]
 
 
@@ -107,7 +107,7 @@ def test_of_many_nodes_that_fit_the_best_are_named_and_the_best_first(unoffered)
     full = tenant("f", ["GPU-full-0"], memory_limit_mib=40000)
     known = cluster(*empty, gpu_node("used", 3, taken), gpu_node("full", 1, [full]))
     names = ["full", *(node.metadata.name for node in empty[unoffered:]), "used"]
-    found = CachedEvaluation(pod_request(), fit(), known.snapshot())
+    found = evaluate(known)
     all_of_them, fits = score_nodes(found, names).tolist(), filter_nodes(found, names).fits
     assert len(fits) == MAX_CANDIDATES
     assert fits[0] == "used"
@@ -116,10 +116,10 @@ def test_of_many_nodes_that_fit_the_best_are_named_and_the_best_first(unoffered)
 
 
 def test_a_node_that_was_never_heard_of_fits_nobody():
-    found = CachedEvaluation(pod_request(), fit(), cluster(gpu_node("a", 1)).snapshot())
+    found = evaluate(gpu_node("a", 1))
     assert filter_nodes(found, ["z"]).unsuitable.keys() == {"z"}
     assert score_nodes(found, ["z", "a"]).tolist() == [0, 10]
     assert place_on_node(found, "z") == "NoGpuFits: no node offered reports GPUs; is the node agent running there?"
-    empty = CachedEvaluation(pod_request(), fit(), cluster().snapshot())
+    empty = evaluate(cluster())
     assert filter_nodes(empty, ["z"]).fits == []
     assert np.array_equal(score_nodes(empty, []), [])

@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 from carpool_core.values import DeviceHealth, GpuUuid, SharingMode
 from carpool_extender.framework.diagnosis import explain_gpus
-from carpool_extender.framework.scores import SchedulerConfig, find_policy
-from carpool_extender.framework.selection import CachedEvaluation, EvaluationCache, filter_nodes
+from carpool_extender.framework.selection import EvaluationCache, filter_nodes
 from carpool_extender.testing import cluster, device, gpu_node, pod_request, tenant, unavailable_nodes
+from evaluations import RULES, evaluate
 from hypothesis import given
 from hypothesis import strategies as st
 
-RULES = SchedulerConfig(find_policy("least-slowdown"), slots=8)
 GPU = "GPU-a-0"
 TOLD = f"several nodes report a GPU with UUID {GPU}: "
 
@@ -25,9 +24,7 @@ def telling(name, *uuids, held=()):
 
 def said(known, name):
     """What is said of each GPU of a node."""
-    return [
-        one.text for one in explain_gpus(CachedEvaluation(pod_request(), RULES, known.snapshot()).evaluation, [name])
-    ]
+    return [one.text for one in explain_gpus(evaluate(known).evaluation, [name])]
 
 
 def unavailable(known):
@@ -138,5 +135,5 @@ def test_the_rows_and_the_journal_follow_whatever_nodes_tell(steps):
         followed[changed], seen = columns.unavailable[changed], known.generation
         assert followed[columns.alive].tolist() == columns.unavailable[columns.alive].tolist()
         mine = filter_nodes(following.of(pod_request()), NAMES)
-        anew = filter_nodes(CachedEvaluation(pod_request(), RULES, known.snapshot()), NAMES)
+        anew = filter_nodes(evaluate(known), NAMES)
         assert (mine.fits, mine.refused, mine.unsuitable) == (anew.fits, anew.refused, anew.unsuitable)

@@ -27,8 +27,9 @@ from carpool_extender.framework.filters import (
 )
 from carpool_extender.framework.gang import infeasible_when_empty
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
-from carpool_extender.framework.selection import CachedEvaluation, filter_nodes, place_on_node
+from carpool_extender.framework.selection import filter_nodes, place_on_node
 from carpool_extender.testing import A100, T4, cluster, device, gpu_node, pod_request, prediction, tenant
+from evaluations import evaluate
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,7 +44,7 @@ SICK = {"health": DeviceHealth.UNHEALTHY, "health_message": "Xid 79"}
 
 def evaluated(*nodes, slots=8, limits=None, **wants):
     config = SchedulerConfig(find_policy("least-slowdown"), slots, limits or AdmissionLimits())
-    return CachedEvaluation(pod_request(**wants), config, cluster(*nodes).snapshot())
+    return evaluate(cluster(*nodes), pod_request(**wants), config)
 
 
 def refusal(*nodes, offered=(), limits=None, **wants):

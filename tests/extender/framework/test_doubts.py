@@ -5,11 +5,10 @@ import pytest
 from carpool_core.resources.node import Tenant
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
 from carpool_extender.framework.diagnosis import explain_gpus
-from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.framework.selection import CachedEvaluation, filter_nodes
 from carpool_extender.testing import cluster, device, gpu_node, pod_request, tenant, unavailable_nodes
+from evaluations import RULES, evaluate
 
-RULES = SchedulerConfig(find_policy("least-slowdown"), slots=8)
 GPU = "GPU-a-0"
 
 
@@ -73,7 +72,7 @@ def test_the_gpu_is_left_out_and_its_neighbour_is_not(node, reason):
     assert told[0].partition("; besides, ")[0] == f"GPU 0 of a (NVIDIA A100-SXM4-40GB): {reason}"
     assert "fits by" in told[1]
     only = msgspec.structs.replace(node, status=msgspec.structs.replace(node.status, devices=node.status.devices[:1]))
-    found = filter_nodes(CachedEvaluation(pod_request(), RULES, cluster(only).snapshot()), ["a"])
+    found = filter_nodes(evaluate(only), ["a"])
     assert found.refused["a"].endswith(f": {reason}")
 
 
@@ -83,13 +82,11 @@ def test_gpus_that_a_node_tells_of_by_the_same_uuid_are_left_out_until_it_tells_
     known = cluster(a_node(devices=twins))
     for node in (a_node(X, devices=twins), a_node(devices=twins)):  # also where only what is held there changes
         known.apply(node)
-        told = [
-            one.text for one in explain_gpus(CachedEvaluation(pod_request(), RULES, known.snapshot()).evaluation, ["a"])
-        ]
+        told = [one.text for one in explain_gpus(evaluate(known).evaluation, ["a"])]
         assert told[0] == told[2] == "its node reports several GPUs with UUID GPU-a-0"
-        assert filter_nodes(CachedEvaluation(asked, RULES, known.snapshot()), ["a"]).fits == []
+        assert filter_nodes(evaluate(known, asked), ["a"]).fits == []
     known.apply(a_node(devices=3))
-    assert filter_nodes(CachedEvaluation(asked, RULES, known.snapshot()), ["a"]).fits == ["a"]
+    assert filter_nodes(evaluate(known, asked), ["a"]).fits == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -104,16 +101,13 @@ def test_a_gpu_without_memory_is_no_place_for_a_job_of_unknown_memory_either(has
     """Regression: it would have gone there, and 0 of 0 MiB would have been left."""
     odd, unknown = device(1, memory_mib=has[0], reserved_mib=has[1]), pod_request(prediction=None)
     known = cluster(a_node(devices=[device(0), odd]))
-    fits, left_out = explain_gpus(CachedEvaluation(unknown, RULES, known.snapshot()).evaluation, ["a"])
+    fits, left_out = explain_gpus(evaluate(known, unknown).evaluation, ["a"])
     assert (fits.fits, left_out.fits) == (True, False)
     assert left_out.text == f"reports {reason}: expected at least 256 MiB to give"
-    found = filter_nodes(CachedEvaluation(unknown, RULES, cluster(a_node(devices=[odd])).snapshot()), ["a"])
+    found = filter_nodes(evaluate(a_node(devices=[odd]), unknown), ["a"])
     assert found.refused == {"a": f"NoGpuFits: 1 node: {left_out.text}"}
     known.apply(a_node(devices=2))
-    assert [one.fits for one in explain_gpus(CachedEvaluation(unknown, RULES, known.snapshot()).evaluation, ["a"])] == [
-        True,
-        True,
-    ]
+    assert [one.fits for one in explain_gpus(evaluate(known, unknown).evaluation, ["a"])] == [True, True]
 
 
 def test_gpus_that_a_node_tells_of_by_the_same_index_are_left_out_until_it_tells_them_apart():
@@ -122,15 +116,11 @@ def test_gpus_that_a_node_tells_of_by_the_same_index_are_left_out_until_it_tells
     known = cluster(a_node(devices=twins))
     for node in (a_node(X, devices=twins), a_node(devices=twins)):
         known.apply(node)
-        told = [
-            one.text for one in explain_gpus(CachedEvaluation(pod_request(), RULES, known.snapshot()).evaluation, ["a"])
-        ]
+        told = [one.text for one in explain_gpus(evaluate(known).evaluation, ["a"])]
         assert told[0] == told[1] == "its node reports several GPUs with index 0"
         assert "fits by" in told[2]
     known.apply(a_node(devices=3))
-    assert all(
-        one.fits for one in explain_gpus(CachedEvaluation(pod_request(), RULES, known.snapshot()).evaluation, ["a"])
-    )
+    assert all(one.fits for one in explain_gpus(evaluate(known).evaluation, ["a"]))
     assert unavailable_nodes(known) == set()
 
 
@@ -150,11 +140,9 @@ def test_what_means_nothing_here_does_no_harm():
         devices=1,
         heartbeat_time="not a time",
     )
-    assert filter_nodes(CachedEvaluation(pod_request(), RULES, cluster(strange).snapshot()), ["a"]).fits == ["a"]
+    assert filter_nodes(evaluate(strange), ["a"]).fits == ["a"]
     nothing = a_node(devices=[device(0, memory_mib=0, reserved_mib=900)])
-    assert filter_nodes(
-        CachedEvaluation(pod_request(), RULES, cluster(nothing).snapshot()), ["a"]
-    ).unsuitable.keys() == {"a"}
+    assert filter_nodes(evaluate(nothing), ["a"]).unsuitable.keys() == {"a"}
 
 
 X = tenant("x", ["GPU-a-1"])

@@ -5,10 +5,9 @@ from carpool_core.values import DeviceHealth, RequestedMode, SharingMode
 from carpool_extender.framework.filters import AdmissionLimits
 from carpool_extender.framework.gang import infeasible_when_empty, max_workers_when_empty
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
-from carpool_extender.framework.selection import CachedEvaluation
 from carpool_extender.testing import T4, cluster, device, gpu_node, pod_request, prediction, tenant
+from evaluations import RULES, evaluate
 
-RULES = SchedulerConfig(find_policy("least-slowdown"), slots=8)
 SMALL = {"memory_limit_mib": 4000}
 ALONE = {"mode": RequestedMode.EXCLUSIVE}
 FULL = [tenant("y", ["GPU-a-0"], SharingMode.EXCLUSIVE)]
@@ -38,9 +37,7 @@ NODES = (
     ],
 )
 def test_it_is_said_what_is_lacking(workers, wants, said):
-    evaluation = CachedEvaluation(
-        pod_request(**{"prediction": prediction(), **wants}), RULES, cluster(*NODES).snapshot()
-    ).evaluation
+    evaluation = evaluate(cluster(*NODES), pod_request(**{"prediction": prediction(), **wants})).evaluation
     if isinstance(said, tuple):
         said = "needs places for {} workers at once, and empty GPUs would have {} at most".format(*said)
     assert infeasible_when_empty(evaluation, RULES.slots, workers) == said
@@ -65,9 +62,7 @@ WIDE_BY_TURNS = {"prediction": prediction(memory_mib=4000, unenforced_mib=35_000
 def test_each_gpu_takes_as_many_as_the_best_mode_lets_it(modes, wants, most):
     """Regression: only the mode counted that an idle GPU would have, so that jobs with a place could never run."""
     node = gpu_node("a", [device(i, modes=modes, mig_profiles=PROFILES) for i in range(2)])
-    found = CachedEvaluation(
-        pod_request(**{"prediction": prediction(), **wants}), RULES, cluster(node).snapshot()
-    ).evaluation
+    found = evaluate(node, pod_request(**{"prediction": prediction(), **wants})).evaluation
     gpus = wants.get("gpus", 1)
     assert max_workers_when_empty(found, RULES.slots) == most * 2 // gpus
     assert (infeasible_when_empty(found, RULES.slots, 1) is None) == (most > 0)
@@ -76,13 +71,13 @@ def test_each_gpu_takes_as_many_as_the_best_mode_lets_it(modes, wants, most):
 def test_gpus_without_a_mode_for_it_are_not_counted_as_suitable():
     """Regression: one of two GPUs had a mode, and it was said that none would do."""
     node = gpu_node("a", [device(0, modes=[SharingMode.EXCLUSIVE]), device(1, modes=[SharingMode.MPS])])
-    found = CachedEvaluation(pod_request(gpus=2, prediction=prediction()), RULES, cluster(node).snapshot()).evaluation
+    found = evaluate(node, pod_request(gpus=2, prediction=prediction())).evaluation
     assert infeasible_when_empty(found, RULES.slots, 1) == "needs 2 suitable GPUs on one node, the best node has 1"
 
 
 def test_sites_may_allow_fewer():
     few = SchedulerConfig(find_policy("least-slowdown"), 8, AdmissionLimits(max_jobs=2))
-    found = CachedEvaluation(pod_request(**SMALL), few, cluster(gpu_node("a", 2)).snapshot()).evaluation
+    found = evaluate(gpu_node("a", 2), pod_request(**SMALL), few).evaluation
     assert max_workers_when_empty(found, few.slots) == 4
 
 
@@ -91,19 +86,16 @@ def test_sites_may_allow_fewer():
 def test_a_gpu_whose_memory_is_not_known_may_take_one(wants):
     """Regression: a warning of a division by zero, and a job could never run on a GPU that is only sick."""
     sick = gpu_node("a", [device(memory_mib=0, health=DeviceHealth.UNHEALTHY)])
-    found = CachedEvaluation(pod_request(**wants), RULES, cluster(sick).snapshot()).evaluation
+    found = evaluate(sick, pod_request(**wants)).evaluation
     assert max_workers_when_empty(found, RULES.slots) == 1
 
 
 def test_of_no_gpus_none_would_do():
-    evaluation = CachedEvaluation(pod_request(), RULES, cluster().snapshot()).evaluation
+    evaluation = evaluate(cluster()).evaluation
     assert infeasible_when_empty(evaluation, RULES.slots, 1) is not None
 
 
 def test_gpus_of_nodes_that_have_too_few_hold_no_worker():
     found = cluster(*(gpu_node(name, 1) for name in "abc"), gpu_node("d", 3))
     wants = pod_request(gpus=2, prediction=prediction(memory_mib=4000, util=5, sm=0.05))
-    assert (
-        max_workers_when_empty(CachedEvaluation(wants, RULES, found.snapshot()).evaluation, RULES.slots)
-        == 3 * RULES.slots // 2
-    )
+    assert max_workers_when_empty(evaluate(found, wants).evaluation, RULES.slots) == 3 * RULES.slots // 2

@@ -17,18 +17,18 @@ from carpool_extender.framework.filters import (
     TENANCY,
 )
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
-from carpool_extender.framework.selection import CachedEvaluation, place_on_node
+from carpool_extender.framework.selection import place_on_node
 from carpool_extender.testing import T4, cluster, device, gpu_node, pod_request, prediction, tenant
+from evaluations import RULES, evaluate
 
 MPS, TURNS, ALONE = SharingMode.MPS, SharingMode.TIME_SLICING, SharingMode.EXCLUSIVE
-RULES = SchedulerConfig(find_policy("least-slowdown"), slots=8)
 GPU = "GPU-a-0"
 BUSY = {"prediction": prediction(util=100, sm=0.9, dram=0.5)}
 NO_MPS = [ALONE, TURNS]
 
 
 def evaluated(node, config=RULES, **wants):
-    return CachedEvaluation(pod_request(**wants), config, cluster(node).snapshot())
+    return evaluate(node, pod_request(**wants), config)
 
 
 def placed(node, config=RULES, **wants):

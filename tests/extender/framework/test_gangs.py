@@ -9,16 +9,10 @@ from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.filters import AdmissionLimits
 from carpool_extender.framework.gang import gang_refusal, max_workers, place_gang
 from carpool_extender.framework.scores import MAX_SCORE, SchedulerConfig, find_policy
-from carpool_extender.framework.selection import (
-    CachedEvaluation,
-    EvaluationCache,
-    filter_nodes,
-    place_on_node,
-    score_nodes,
-)
+from carpool_extender.framework.selection import EvaluationCache, filter_nodes, place_on_node, score_nodes
 from carpool_extender.testing import cluster, demand, device, gpu_node, pod_request, prediction, tenant
+from evaluations import RULES, evaluate
 
-RULES = SchedulerConfig(find_policy("least-slowdown"), slots=8)
 ALONE = RequestedMode.EXCLUSIVE
 
 
@@ -123,10 +117,7 @@ def test_islands_are_what_is_linked_directly_or_by_way_of_others():
 
 def test_a_worker_gets_gpus_that_are_linked_though_others_are_as_good():
     node = linked("a", [0], [1, 3], [2])
-    assert place_on_node(CachedEvaluation(pod_request(gpus=2), RULES, cluster(node).snapshot()), "a").gpu_uuids == [
-        "GPU-a-1",
-        "GPU-a-3",
-    ]
+    assert place_on_node(evaluate(node, pod_request(gpus=2)), "a").gpu_uuids == ["GPU-a-1", "GPU-a-3"]
 
 
 @pytest.mark.parametrize(
@@ -147,7 +138,7 @@ def test_of_islands_that_are_as_good_one_is_taken_as_of_single_gpus(held, expect
     ]
     node = gpu_node("a", island.status.devices, tenants)
     wants = pod_request(gpus=2, prediction=prediction(util=5, sm=0.01))
-    found = CachedEvaluation(wants, RULES, cluster(node).snapshot())
+    found = evaluate(node, wants)
     assert place_on_node(found, "a").gpu_uuids == [f"GPU-a-{gpu}" for gpu in expected]
     if len(held) == 2:
         assert 0.0 < found.evaluation.results.added_slowdown[2] <= RULES.policy.tolerance
@@ -155,17 +146,13 @@ def test_of_islands_that_are_as_good_one_is_taken_as_of_single_gpus(held, expect
 
 def test_a_node_with_linked_gpus_scores_best_and_others_do_where_there_is_none():
     known = cluster(gpu_node("plain", 2), linked("fast", [0, 1]))
-    found = CachedEvaluation(pod_request(gpus=2), RULES, known.snapshot())
+    found = evaluate(known, pod_request(gpus=2))
     plain, fast = score_nodes(found, ["plain", "fast"]).tolist()
     assert fast == MAX_SCORE > plain
     assert filter_nodes(found, ["plain", "fast"]).fits == ["fast", "plain"]
-    assert score_nodes(
-        CachedEvaluation(pod_request(gpus=2), RULES, cluster(gpu_node("plain", 2)).snapshot()), ["plain"]
-    ) == [MAX_SCORE]
+    assert score_nodes(evaluate(gpu_node("plain", 2), pod_request(gpus=2)), ["plain"]) == [MAX_SCORE]
 
 
 def test_gpus_that_are_not_linked_do_where_an_island_is_too_small():
     node = linked("a", [0, 1], [2, 3])
-    assert (
-        len(place_on_node(CachedEvaluation(pod_request(gpus=3), RULES, cluster(node).snapshot()), "a").gpu_uuids) == 3
-    )
+    assert len(place_on_node(evaluate(node, pod_request(gpus=3)), "a").gpu_uuids) == 3

@@ -7,15 +7,14 @@ from carpool_core.values import RequestedMode, SharingMode, Tenancy
 from carpool_extender.cache import ledger
 from carpool_extender.cache.gpu_table import mig_capacity, mig_profile, mig_profiles, smallest_mig_profile
 from carpool_extender.framework.diagnosis import headroom
-from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.framework.selection import CachedEvaluation, best_place, filter_nodes, place_on_node
 from carpool_extender.testing import cluster, device, gpu_node, pod_request, prediction, tenant
+from evaluations import RULES, evaluate
 from hypothesis import given
 from hypothesis import strategies as st
 
 A100 = ["1g.5gb", "1g.5gb+me", "1g.10gb", "2g.10gb", "3g.20gb", "4g.20gb", "7g.40gb"]
 MODES = [SharingMode.EXCLUSIVE, SharingMode.TIME_SLICING, SharingMode.MPS, SharingMode.MIG]
-RULES = SchedulerConfig(find_policy("least-slowdown"), slots=8)
 GPU = "GPU-a-0"
 
 
@@ -56,7 +55,7 @@ def test_only_plain_profiles_are_placed():
 
 
 def test_a_place_names_the_profile_and_limits_nothing_else():
-    chosen = place_on_node(CachedEvaluation(wanting(), RULES, cluster(divisible()).snapshot()), "a")
+    chosen = place_on_node(evaluate(divisible(), wanting()), "a")
     assert (chosen.mode, chosen.mig_profile) == (SharingMode.MIG, "1g.5gb")
     assert (chosen.memory_limit_mib, chosen.thread_percentage, chosen.expected_slowdown) == (None, None, 1.0)
     assert "MIG as the job asks" in chosen.reason
@@ -64,8 +63,8 @@ def test_a_place_names_the_profile_and_limits_nothing_else():
 
 def test_instances_stand_side_by_side_until_slices_or_memory_end():
     node = divisible(instance("x", "4g.20gb"), instance("y", "2g.10gb"))
-    assert place_on_node(CachedEvaluation(wanting(), RULES, cluster(node).snapshot()), "a").mig_profile == "1g.5gb"
-    refused = filter_nodes(CachedEvaluation(wanting(sm=0.3), RULES, cluster(node).snapshot()), ["a"]).refused
+    assert place_on_node(evaluate(node, wanting()), "a").mig_profile == "1g.5gb"
+    refused = filter_nodes(evaluate(node, wanting(sm=0.3)), ["a"]).refused
     sentence = "its MIG instances take 6 of 7 slices and 30 of 40 GB, beside which 3g.20gb has no room"
     assert refused == {"a": f"NoGpuFits: 1 GPU: {sentence}"}
 
@@ -73,16 +72,12 @@ def test_instances_stand_side_by_side_until_slices_or_memory_end():
 def test_of_several_divided_gpus_one_is_an_example():
     """Regression: the first one was called the best."""
     held = [instance("x", "7g.40gb"), instance("y", "4g.20gb", "GPU-a-1")]
-    found = filter_nodes(
-        CachedEvaluation(wanting(20_000, 1.0), RULES, cluster(divisible(*held, count=2)).snapshot()), ["a"]
-    )
+    found = filter_nodes(evaluate(divisible(*held, count=2), wanting(20_000, 1.0)), ["a"])
     assert found.refused["a"].startswith("NoGpuFits: 2 GPUs: for example its MIG instances take")
 
 
 def test_of_an_instance_it_is_told_what_stands_beside_it():
-    evaluation = CachedEvaluation(
-        wanting(sm=0.25), RULES, cluster(divisible(instance("x", "3g.20gb"))).snapshot()
-    ).evaluation
+    evaluation = evaluate(divisible(instance("x", "3g.20gb")), wanting(sm=0.25)).evaluation
     assert headroom(evaluation, 0) == ["tenant 2 of at most 8", "2g.10gb beside 3 of 7 slices and 20 of 40 GB taken"]
 
 
@@ -102,7 +97,7 @@ def stranger(name, profile):
 
 
 def mode_of(node, wants):
-    found = place_on_node(CachedEvaluation(wants, RULES, cluster(node).snapshot()), "a")
+    found = place_on_node(evaluate(node, wants), "a")
     return found if isinstance(found, str) else (found.mode, found.mig_profile)
 
 
@@ -124,11 +119,9 @@ def test_auto_divides_an_idle_gpu_for_those_who_share_with_other_namespaces(want
 
 
 def test_tenants_of_two_namespaces_meet_in_instances_and_nowhere_else():
-    first = place_on_node(CachedEvaluation(auto(**CLUSTER), RULES, cluster(divisible()).snapshot()), "a")
+    first = place_on_node(evaluate(divisible(), auto(**CLUSTER)), "a")
     assert "MIG as other namespaces may join, each in an instance of its own" in first.reason
-    second = place_on_node(
-        CachedEvaluation(auto(**CLUSTER), RULES, cluster(divisible(stranger("y", "1g.5gb"))).snapshot()), "a"
-    )
+    second = place_on_node(evaluate(divisible(stranger("y", "1g.5gb")), auto(**CLUSTER)), "a")
     assert (second.mode, second.mig_profile, second.expected_slowdown) == (SharingMode.MIG, "1g.5gb", 1.0)
     assert "beside other/y" in second.reason
     assert "MIG as its tenants have it" in second.reason
@@ -174,7 +167,7 @@ def test_changing_a_mode_comes_after_leaving_one_on_every_node():
     ],
 )
 def test_what_can_never_be_is_refused_with_a_sentence(node, wants, expected):
-    found = filter_nodes(CachedEvaluation(wanting(**wants), RULES, cluster(node).snapshot()), ["a"])
+    found = filter_nodes(evaluate(node, wanting(**wants)), ["a"])
     told = {**found.refused, **found.unsuitable}
     assert expected in told["a"]
 

@@ -16,6 +16,7 @@ from carpool_extender.informers import JobRow
 from carpool_extender.settings import ConditionSettings, ExtenderSettings
 from carpool_extender.testing import cluster, gpu_node, pod_request, prediction, tenant
 from carpool_extender.workloads import NotOurs, policy_of
+from evaluations import evaluate
 
 ROW = "GPU-a-{}".format
 
@@ -79,9 +80,7 @@ def test_energy_counts_watts_for_as_long_as_all_tenants_run(mode, expected_w):
     """An A100 draws 50 W asleep, 84 to 332 W with a job; two that are always busy take twice as long in turns."""
     busy = {"prediction": prediction(util=100, sm=0.9, dram=0.5), "max_slowdown": 10.0}
     held = [] if mode is None else [tenant("x", [ROW(0)], mode, **busy)]
-    evaluation = CachedEvaluation(
-        pod_request(**busy), rules("energy"), cluster(gpu_node("a", 1, held)).snapshot()
-    ).evaluation
+    evaluation = evaluate(gpu_node("a", 1, held), pod_request(**busy), rules("energy")).evaluation
     assert energy(evaluation, np.array([0]))[0] == pytest.approx(expected_w)
 
 
@@ -114,9 +113,9 @@ def test_round_robin_forgets_removed_nodes():
 def test_limit_of_joint_activity_exempts_idle_gpus():
     newcomer = pod_request(prediction=prediction(sm=0.7), max_slowdown=3)
     asked = rules(max_joint_sm_active=0.5)
-    assert filter_nodes(CachedEvaluation(newcomer, asked, cluster(gpu_node("a", 1)).snapshot()), ["a"]).fits == ["a"]
+    assert filter_nodes(evaluate(gpu_node("a", 1), newcomer, asked), ["a"]).fits == ["a"]
     used = cluster(gpu_node("a", 1, [tenant("x", [ROW(0)], prediction=prediction(sm=0.1))]))
-    assert filter_nodes(CachedEvaluation(newcomer, asked, used.snapshot()), ["a"]).refused == {
+    assert filter_nodes(evaluate(used, newcomer, asked), ["a"]).refused == {
         "a": "NoGpuFits: 1 GPU: joint SM activity 0.80, the site's limit is 0.50"
     }
 
@@ -132,15 +131,13 @@ def test_limit_of_joint_activity_exempts_idle_gpus():
 def test_admission_limit_refuses_with_its_number(asked, sentence):
     known = cluster(gpu_node("a", 1, [tenant("x", [ROW(0)], prediction=prediction(sm=0.6))]))
     newcomer = pod_request(max_slowdown=3)
-    assert filter_nodes(CachedEvaluation(newcomer, rules(), known.snapshot()), ["a"]).fits == ["a"]
-    assert filter_nodes(CachedEvaluation(newcomer, rules(**asked), known.snapshot()), ["a"]).refused == {
-        "a": f"NoGpuFits: {sentence}"
-    }
+    assert filter_nodes(evaluate(known, newcomer, rules()), ["a"]).fits == ["a"]
+    assert filter_nodes(evaluate(known, newcomer, rules(**asked)), ["a"]).refused == {"a": f"NoGpuFits: {sentence}"}
 
 
 def test_exclusive_refuses_gpus_in_use():
     known = cluster(gpu_node("a", 1, [tenant("x", [ROW(0)])]))
-    found = filter_nodes(CachedEvaluation(pod_request(), rules("exclusive"), known.snapshot()), ["a"])
+    found = filter_nodes(evaluate(known, None, rules("exclusive")), ["a"])
     assert found.refused["a"] == "NoGpuFits: 1 GPU: in use, and the policy gives every job a GPU of its own"
 
 

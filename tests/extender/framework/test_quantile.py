@@ -11,6 +11,7 @@ from carpool_extender.framework.selection import CachedEvaluation, filter_nodes,
 from carpool_extender.settings import ExtenderSettings
 from carpool_extender.testing import cluster, gpu_node, pod_request, prediction, tenant
 from carpool_predictor.models.slowdown import shipped, slowdowns, upper_slowdowns
+from evaluations import evaluate
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,9 +34,7 @@ def test_upper_quantile_lets_fewer_share_and_names_the_expected_slowdown():
     assert filter_nodes(CachedEvaluation(asks(max_slowdown=5.0), MEDIAN, snapshot), ["a"]).fits == ["a"]
     refused = filter_nodes(CachedEvaluation(asks(max_slowdown=5.0), UPPER, snapshot), ["a"]).refused
     assert refused == {"a": "NoGpuFits: 1 GPU: could slow default/x to 1.78 of 1.20, expected 1.00"}
-    refused = filter_nodes(
-        CachedEvaluation(asks(max_slowdown=1.1), UPPER, beside(max_slowdown=9.0).snapshot()), ["a"]
-    ).refused
+    refused = filter_nodes(evaluate(beside(max_slowdown=9.0), asks(max_slowdown=1.1), UPPER), ["a"]).refused
     assert refused == {"a": "NoGpuFits: 1 GPU: could run 1.78 times as long there, expected 1.00, accepts 1.10"}
 
 
@@ -50,7 +49,7 @@ def test_both_quantiles_are_named_whichever_decides(rules):
 
 
 def test_alone_there_is_no_upper_quantile():
-    (answer,) = explain_gpus(CachedEvaluation(asks(), UPPER, cluster(gpu_node("a", 1)).snapshot()).evaluation, ["a"])
+    (answer,) = explain_gpus(evaluate(gpu_node("a", 1), asks(), UPPER).evaluation, ["a"])
     assert answer.text.endswith("expected slowdown 1.00; tenant 1 of at most 8")
 
 

@@ -6,12 +6,11 @@ from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.filters import AdmissionLimits
 from carpool_extender.framework.gang import infeasible_when_empty, max_workers, max_workers_when_empty, place_workers
 from carpool_extender.framework.scores import POLICIES, SchedulerConfig, find_policy
-from carpool_extender.framework.selection import CachedEvaluation
 from carpool_extender.testing import A100, T4, cluster, demand, device, gpu_node, prediction, tenant
+from evaluations import RULES, evaluate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-RULES = SchedulerConfig(find_policy("least-slowdown"), slots=8)
 EXCLUSIVE, TURNS, MPS, MIG = SharingMode.EXCLUSIVE, SharingMode.TIME_SLICING, SharingMode.MPS, SharingMode.MIG
 KINDS = st.sampled_from([(EXCLUSIVE, TURNS, MPS), (EXCLUSIVE, TURNS), (EXCLUSIVE,), (EXCLUSIVE, TURNS, MPS, MIG)])
 PROFILES = ["1g.5gb", "2g.10gb", "3g.20gb", "7g.40gb"]
@@ -81,7 +80,7 @@ def a_case(draw):
 
 
 def room_in(found, rules, pod_request, wanted):
-    cached_evaluation = CachedEvaluation(pod_request, rules, found.snapshot())
+    cached_evaluation = evaluate(found, pod_request, rules)
     return max_workers(cached_evaluation, wanted)
 
 
@@ -89,13 +88,9 @@ def room_in(found, rules, pod_request, wanted):
 @given(case=a_case())
 def test_there_is_room_for_as_many_as_find_a_place_one_after_the_other(case):
     nodes, rules, pod_request = case
-    evaluation = CachedEvaluation(pod_request, rules, cluster(*nodes, slots=rules.slots).snapshot()).evaluation
+    evaluation = evaluate(cluster(*nodes, slots=rules.slots), pod_request, rules).evaluation
     fits = room_in(cluster(*nodes, slots=rules.slots), rules, pod_request, pod_request.workers)
-    found = [
-        *place_workers(
-            CachedEvaluation(pod_request, rules, cluster(*nodes, slots=rules.slots).snapshot()), pod_request.workers
-        )
-    ]
+    found = [*place_workers(evaluate(cluster(*nodes, slots=rules.slots), pod_request, rules), pod_request.workers)]
     assert fits == len(found)
     assert fits <= max_workers_when_empty(evaluation, rules.slots)
     assert fits < pod_request.workers or infeasible_when_empty(evaluation, rules.slots, pod_request.workers) is None
@@ -135,7 +130,7 @@ def test_the_best_places_come_first(gpus):
     rules = SchedulerConfig(find_policy("most-utilized"), 8)
     light = prediction(memory_mib=400, util=5, sm=0.05)
     wants = PodRequest(demand("new", gpus=gpus, mode=RequestedMode.TIME_SLICING, prediction=light))
-    cached_evaluation = CachedEvaluation(wants, rules, found.snapshot())
+    cached_evaluation = evaluate(found, wants, rules)
     places = place_workers(cached_evaluation, 2 // gpus)
     assert [gpu for _, place in places for gpu in place.gpu_uuids] == (
         ["GPU-c-0", "GPU-c-0"] if gpus == 1 else ["GPU-c-0", "GPU-c-1"]

@@ -6,6 +6,7 @@ from carpool_core.values import SharingMode
 from carpool_extender.framework.scores import POLICIES, SchedulerConfig, UnknownPolicyError, find_policy
 from carpool_extender.framework.selection import FEW, CachedEvaluation, filter_nodes, place_on_node, score_nodes
 from carpool_extender.testing import cluster, device, gpu_node, pod_request, prediction, tenant
+from evaluations import evaluate
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,15 +25,13 @@ def fit(policy="least-slowdown"):
 
 def test_job_that_slows_no_tenant_joins_the_gpu_with_the_least_memory_left():
     known = cluster(gpu_node("a", 3, [tenant("x", ["GPU-a-1"], memory_limit_mib=8000), tenant("y", ["GPU-a-2"])]))
-    assert place_on_node(CachedEvaluation(pod_request(), fit(), known.snapshot()), "a").gpu_uuids == ["GPU-a-1"]
-    assert place_on_node(
-        CachedEvaluation(pod_request(), fit("most-available-memory"), known.snapshot()), "a"
-    ).gpu_uuids == ["GPU-a-0"]
+    assert place_on_node(evaluate(known), "a").gpu_uuids == ["GPU-a-1"]
+    assert place_on_node(evaluate(known, None, fit("most-available-memory")), "a").gpu_uuids == ["GPU-a-0"]
 
 
 def test_job_that_would_slow_a_tenant_takes_an_idle_gpu_with_the_reason():
     known = cluster(gpu_node("a", 2, [tenant("x", [GPU], **BUSY, max_slowdown=1.2)]))
-    chosen = place_on_node(CachedEvaluation(pod_request(**BUSY), fit(), known.snapshot()), "a")
+    chosen = place_on_node(evaluate(known, pod_request(**BUSY)), "a")
     assert chosen.gpu_uuids == ["GPU-a-1"]
     assert "passed over 1 GPU that had the memory: GPU 0 of a" in chosen.reason
     assert "would slow default/x to 1.90 of 1.20" in chosen.reason
@@ -40,9 +39,7 @@ def test_job_that_would_slow_a_tenant_takes_an_idle_gpu_with_the_reason():
 
 def test_reason_names_the_closest_gpu_that_was_passed_over():
     busy = [tenant(f"x{i}", [f"GPU-a-{i}"], **BUSY, max_slowdown=1.2 + i / 10) for i in range(2)]
-    chosen = place_on_node(
-        CachedEvaluation(pod_request(**BUSY), fit(), cluster(gpu_node("a", 3, busy)).snapshot()), "a"
-    )
+    chosen = place_on_node(evaluate(gpu_node("a", 3, busy), pod_request(**BUSY)), "a")
     assert "passed over 2 GPUs that had the memory: the closest was GPU 1 of a" in chosen.reason
 
 
@@ -50,16 +47,16 @@ def test_several_gpus_of_one_worker_are_on_one_node_in_one_mode():
     known = cluster(
         gpu_node("a", 2, [tenant("x", ["GPU-a-0"], ALONE)]), gpu_node("b", 2, [tenant("y", ["GPU-b-1"], TURNS)])
     )
-    found = filter_nodes(CachedEvaluation(pod_request(gpus=2), fit(), known.snapshot()), ["a", "b"])
+    found = filter_nodes(evaluate(known, pod_request(gpus=2)), ["a", "b"])
     assert found.fits == ["b"]
-    chosen = place_on_node(CachedEvaluation(pod_request(gpus=2), fit(), known.snapshot()), "b")
+    chosen = place_on_node(evaluate(known, pod_request(gpus=2)), "b")
     assert len(set(chosen.gpu_uuids)) == 2
     assert "GPU-b-1" in chosen.gpu_uuids
 
 
 def test_modes_are_not_mixed_for_one_worker():
     node = gpu_node("a", [device(0, modes=[ALONE]), device(1)])
-    found = filter_nodes(CachedEvaluation(pod_request(gpus=2), fit(), cluster(node).snapshot()), ["a"])
+    found = filter_nodes(evaluate(node, pod_request(gpus=2)), ["a"])
     assert found.fits == []
     assert found.refused["a"] == "NoGpuFits: needs 2 GPUs on one node in one mode, the best node has 1"
 
@@ -72,26 +69,26 @@ def test_scores_are_integers_from_0_to_10_and_the_best_gets_10():
         gpu_node("full", 1, [tenant("z", ["GPU-full-0"], ALONE)]),
     )
     names = ["idle", "used", "busy", "full", "elsewhere"]
-    found = scored(CachedEvaluation(pod_request(), fit(), known.snapshot()), names)
+    found = scored(evaluate(known), names)
     assert found["used"] == 10
     assert 6 <= found["idle"] < 10
     assert found["busy"] < 6
     assert found["full"] == found["elsewhere"] == 0
-    assert scored(CachedEvaluation(pod_request(), fit("most-available-memory"), known.snapshot()), names)["idle"] == 10
+    assert scored(evaluate(known, None, fit("most-available-memory")), names)["idle"] == 10
 
 
 def test_score_falls_with_the_distance_from_the_best():
     used = [tenant(f"t{i}", [f"GPU-n{i}-0"], memory_limit_mib=8000 * i) for i in range(1, 5)]
     nodes = [gpu_node(f"n{i}", 1, [one]) for i, one in enumerate(used, start=1)]
     known, names = cluster(gpu_node("n0", 1), *nodes), [f"n{i}" for i in range(5)]
-    found = scored(CachedEvaluation(pod_request(), fit("best-fit"), known.snapshot()), names)
+    found = scored(evaluate(known, None, fit("best-fit")), names)
     assert [found[name] for name in names] == [0, 1, 2, 3, 10]
 
 
 def test_tie_with_less_memory_left_scores_more():
     held = {"tight": 30000, "loose": 1000, "best": 34000}
     used = [gpu_node(name, 1, [tenant(name, [f"GPU-{name}-0"], memory_limit_mib=mib)]) for name, mib in held.items()]
-    found = scored(CachedEvaluation(pod_request(), fit(), cluster(*used).snapshot()), list(held))
+    found = scored(evaluate(cluster(*used)), list(held))
     assert found == {"tight": 9, "loose": 8, "best": 10}
 
 
@@ -154,7 +151,7 @@ def test_best_node_is_the_first_of_those_that_are_offered(data):
             for name, mib in zip(MANY, busy, strict=True)
         )
     )
-    cached_evaluation = CachedEvaluation(pod_request(), fit(), known.snapshot())
+    cached_evaluation = evaluate(known)
     best = filter_nodes(cached_evaluation, MANY, len(MANY)).fits
     unoffered = data.draw(st.sets(st.sampled_from(best[:3])))
     offered = data.draw(st.permutations([name for name in MANY if name not in unoffered]))

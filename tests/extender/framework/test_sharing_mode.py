@@ -8,14 +8,14 @@ from carpool_core.values import RequestedMode, SharingMode, Tenancy
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.diagnosis import explain_gpu, summary
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
-from carpool_extender.framework.selection import CachedEvaluation, place_on_node
+from carpool_extender.framework.selection import place_on_node
 from carpool_extender.testing import cluster, demand, device, gpu_node, prediction, tenant
 from carpool_simulator.information import InformationModel, Stage
 from carpool_simulator.strategy import Knowledge, Strategy
+from evaluations import RULES, evaluate
 from msgspec import structs
 from simulated_world import job
 
-RULES = SchedulerConfig(find_policy("least-slowdown"), slots=8)
 MPS, TURNS, ALONE, MIG = SharingMode.MPS, SharingMode.TIME_SLICING, SharingMode.EXCLUSIVE, SharingMode.MIG
 UNMEASURED, LOST = prediction(trusted=False), prediction(trusted=False, learned_runs=2)
 FIRST_RUN = prediction(memory_mib=4080, unenforced_mib=5200)
@@ -28,7 +28,7 @@ CLUSTER = {"tenancy": Tenancy.CLUSTER}
 
 def evaluated(*nodes, config=RULES, peaks=True, user=None, **wants):
     request = PodRequest(demand(**wants), may_use_measured_peak=peaks, user=user)
-    return CachedEvaluation(request, config, cluster(*nodes).snapshot())
+    return evaluate(cluster(*nodes), request, config)
 
 
 def placed(node, **wants):

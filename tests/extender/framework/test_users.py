@@ -8,13 +8,12 @@ from carpool_extender.cache import ledger
 from carpool_extender.cache.ledger import capacity_of
 from carpool_extender.framework.diagnosis import explain_gpus
 from carpool_extender.framework.filters import TENANCY
-from carpool_extender.framework.scores import SchedulerConfig, find_policy
-from carpool_extender.framework.selection import CachedEvaluation, filter_nodes
+from carpool_extender.framework.selection import filter_nodes
 from carpool_extender.testing import cluster, gpu_node, pod_request, seed_job, seed_pod, tenant
+from evaluations import evaluate
 from extender_world import World, args, background, filtering, named
 
 GPU = "GPU-a-0"
-RULES = SchedulerConfig(find_policy("least-slowdown"), slots=8)
 TURNS = SharingMode.TIME_SLICING
 REFUSAL = "its MPS server serves user 1000, and the job runs as user 2000"
 
@@ -39,7 +38,7 @@ def one(*users: int | None, mode: SharingMode = SharingMode.MPS, **more):
     ],
 )
 def test_only_pods_of_the_same_user_join_an_mps_server(there, user: int | None, fits: bool) -> None:
-    evaluation = CachedEvaluation(pod_request(user=user), RULES, cluster(there).snapshot()).evaluation
+    evaluation = evaluate(there, pod_request(user=user)).evaluation
     assert bool(evaluation.ok[0]) is fits
     if not fits:
         assert evaluation.results.failed[0] == TENANCY.number
@@ -47,27 +46,27 @@ def test_only_pods_of_the_same_user_join_an_mps_server(there, user: int | None, 
 
 def test_refusal_names_the_users() -> None:
     known, newcomer = cluster(one(1000)), pod_request(user=2000)
-    (answer,) = explain_gpus(CachedEvaluation(newcomer, RULES, known.snapshot()).evaluation, ["a"])
+    (answer,) = explain_gpus(evaluate(known, newcomer).evaluation, ["a"])
     assert answer.text == REFUSAL
-    (sentence,) = filter_nodes(CachedEvaluation(newcomer, RULES, known.snapshot()), ["a"]).refused.values()
+    (sentence,) = filter_nodes(evaluate(known, newcomer), ["a"]).refused.values()
     assert sentence == f"NoGpuFits: 1 GPU: {REFUSAL}"
-    (answer,) = explain_gpus(CachedEvaluation(newcomer, RULES, cluster(one(0, 1000)).snapshot()).evaluation, ["a"])
+    (answer,) = explain_gpus(evaluate(one(0, 1000), newcomer).evaluation, ["a"])
     assert answer.text == "its MPS server serves several users, and the job runs as user 2000"
 
 
 def test_refusal_tells_namespaces_from_users() -> None:
     strangers = tenant("x", ["GPU-b-0"], user=1000, namespace="other")
     known = cluster(one(1000), gpu_node("b", 1, [strangers]))
-    sentences = filter_nodes(CachedEvaluation(pod_request(user=2000), RULES, known.snapshot()), ["a", "b"]).refused
+    sentences = filter_nodes(evaluate(known, pod_request(user=2000)), ["a", "b"]).refused
     assert f"1 GPU: {REFUSAL}" in sentences["a"]
     assert "1 GPU: its MPS server belongs to namespace other" in sentences["a"]
 
 
 def test_gpu_is_open_again_after_the_other_user_has_left() -> None:
     known = cluster(one(1000))
-    assert not CachedEvaluation(pod_request(user=2000), RULES, known.snapshot()).evaluation.ok[0]
+    assert not evaluate(known, pod_request(user=2000)).evaluation.ok[0]
     known.apply(one())
-    assert CachedEvaluation(pod_request(user=2000), RULES, known.snapshot()).evaluation.ok[0]
+    assert evaluate(known, pod_request(user=2000)).evaluation.ok[0]
 
 
 def test_requests_of_two_users_have_two_shapes() -> None:
