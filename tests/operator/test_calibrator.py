@@ -60,11 +60,6 @@ async def test_measured_peak_calibrates_the_next_prediction() -> None:
     assert (after.median_mib, after.upper_mib, after.learned_runs) == (3000, pytest.approx(3300, abs=1), 1)
     assert "is calibrated from 1 run of this very one" in of.condition(keys.CONDITION_PREDICTED, "y").message
     assert memory(of) == before, "a job that ran keeps its prediction"
-
-
-async def test_settled_cluster_that_learns_is_quiet() -> None:
-    of = world()
-    await completed(of, 3000)
     await assert_quiet(of, "x")
 
 

@@ -15,18 +15,12 @@ from operator_fixtures import reservation
 from operator_world import status_writes, submitted
 
 
-def test_waiting_key_is_not_added_again() -> None:
+def test_key_waits_once_and_is_processed_by_one_worker() -> None:
     queue = WorkQueue(FakeClock())
     queue.add("a")
     queue.add("a")
     assert queue.take_now() == "a"
     assert queue.take_now() is None
-
-
-def test_key_added_while_processed_waits_until_done() -> None:
-    queue = WorkQueue(FakeClock())
-    queue.add("a")
-    assert queue.take_now() == "a"
     queue.add("a")
     assert queue.take_now() is None
     queue.done("a")

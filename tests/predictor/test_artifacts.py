@@ -37,20 +37,18 @@ def test_shipped_artifacts_load(folder: Path) -> None:
         assert load(name, len, folder) > 200
 
 
-def test_a_changed_number_is_refused(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"slope": 3.0}, r"expected memory.json as it was shipped .* found it changed .* install carpool"),
+        ({"format": memory.FORMAT + 1}, "upgrade carpool"),
+    ],
+    ids=["changed number", "newer layout"],
+)
+def test_a_changed_artifact_is_refused(folder: Path, change: dict[str, float], message: str) -> None:
     path = folder / "memory.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"slope": 3.0}))
-    memory.read_model(path.read_bytes())  # valid by itself
-    with pytest.raises(
-        MalformedError, match=r"expected memory.json as it was shipped .* found it changed .* install carpool"
-    ):
-        load("memory.json", memory.read_model, folder)
-
-
-def test_a_newer_layout_is_named_before_the_change(folder: Path) -> None:
-    path = folder / "memory.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": memory.FORMAT + 1}))
-    with pytest.raises(MalformedError, match="upgrade carpool"):
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(MalformedError, match=message):
         load("memory.json", memory.read_model, folder)
 
 

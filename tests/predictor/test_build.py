@@ -100,33 +100,24 @@ def test_after_building_pytorch_is_as_before() -> None:
 MIB = 1 << 20
 
 
-def test_small_tensors_share_a_segment_of_two_mib() -> None:
-    assert reserved_after([(1, 100), (2, 500_000), (3, 1_000_000)]) == 2 * MIB
+SEQUENCES = {
+    "small tensors share a segment of 2 MiB": ([(1, 100), (2, 500_000), (3, 1_000_000)], 2),
+    "medium tensors share a segment of 20 MiB": ([(1, 5 * MIB), (2, 5 * MIB), (3, 9 * MIB)], 20),
+    "a large tensor gets a segment rounded to 2 MiB": ([(1, 11 * MIB)], 12),
+    "a released block is used again": ([(1, 40 * MIB), (1, -1), (2, 30 * MIB), (3, 9 * MIB)], 40),
+    "neighbours merge": (
+        [(1, 40 * MIB), (1, -1), (2, 20 * MIB), (3, 20 * MIB), (2, -1), (3, -1), (4, 40 * MIB)], 40,
+    ),
+    "fragments that fit no request stay reserved": (
+        [(1, 30 * MIB), (2, 30 * MIB), (1, -1), (2, -1), (3, 60 * MIB)], 120,
+    ),
+    "empty and unknown tensors take nothing": ([(1, 0), (1, -1), (7, -1)], 0),
+}  # fmt: skip
 
 
-def test_medium_tensors_share_a_segment_of_twenty_mib() -> None:
-    assert reserved_after([(1, 5 * MIB), (2, 5 * MIB), (3, 9 * MIB)]) == 20 * MIB
-
-
-def test_a_large_tensor_gets_a_segment_rounded_to_two_mib() -> None:
-    assert reserved_after([(1, 11 * MIB)]) == 12 * MIB
-
-
-def test_a_released_block_is_used_again() -> None:
-    assert reserved_after([(1, 40 * MIB), (1, -1), (2, 30 * MIB), (3, 9 * MIB)]) == 40 * MIB
-
-
-def test_neighbours_merge() -> None:
-    halves = [(1, 40 * MIB), (1, -1), (2, 20 * MIB), (3, 20 * MIB), (2, -1), (3, -1)]
-    assert reserved_after([*halves, (4, 40 * MIB)]) == 40 * MIB
-
-
-def test_fragments_that_fit_no_request_stay_reserved() -> None:
-    assert reserved_after([(1, 30 * MIB), (2, 30 * MIB), (1, -1), (2, -1), (3, 60 * MIB)]) == 120 * MIB
-
-
-def test_empty_and_unknown_tensors_take_nothing() -> None:
-    assert reserved_after([(1, 0), (1, -1), (7, -1)]) == 0
+@pytest.mark.parametrize(("steps", "reserved_mib"), SEQUENCES.values(), ids=SEQUENCES)
+def test_segments_are_reserved_as_by_pytorch(steps: list[tuple[int, int]], reserved_mib: int) -> None:
+    assert reserved_after(steps) == reserved_mib * MIB
 
 
 @settings(deadline=None)  # wall-clock time varies on a shared machine

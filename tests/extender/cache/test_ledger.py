@@ -1,4 +1,4 @@
-"""The ledger under any order of requests, replays and races."""
+"""The amounts, rejections and deadlines of the ledger; `test_ledger_histories` checks it in any order."""
 
 from datetime import UTC, datetime, timedelta
 
@@ -14,74 +14,6 @@ from msgspec.structs import replace
 GPUS = [GpuUuid(f"GPU-a-{i}") for i in range(3)]
 CAPACITY = ledger.Capacity({d.uuid: d for d in (device(i, memory_mib=10000, reserved_mib=1000) for i in range(3))}, 3)
 EMPTY = GpuNodeSpec()
-
-requests = st.builds(
-    lambda pod, gpus, mode, memory, namespace: replace(
-        tenant(f"p{pod}", [GPUS[g] for g in gpus], mode, namespace=namespace, prediction=None),
-        tenant=TenantProfile(memory_mib=memory),
-    ),
-    st.integers(0, 5),
-    st.lists(st.integers(0, 2), min_size=1, max_size=3),
-    st.sampled_from(SharingMode),
-    st.one_of(st.none(), st.integers(0, 2**62)),
-    st.sampled_from(["default", "other"]),
-)
-operations = st.lists(st.one_of(requests, st.integers(0, 5)), max_size=40)
-
-
-def apply(spec, operation):
-    if isinstance(operation, int):
-        return ledger.release(spec, PodUid(f"pod-p{operation}"))
-    result = ledger.reserve(spec, operation, CAPACITY)
-    return spec if isinstance(result, ledger.Rejected) else result
-
-
-def promises_hold(spec):
-    uids = [r.pod_uid for r in spec.reservations]
-    assert len(uids) == len(set(uids))
-    for uuid in GPUS:
-        here = ledger.on_gpu(spec, uuid)
-        assert len(here) <= CAPACITY.slots
-        assert len({r.mode for r in here}) <= 1
-        assert len(here) <= 1 or here[0].mode is not SharingMode.EXCLUSIVE
-        if here and here[0].mode is SharingMode.MPS:
-            assert len({r.pod_namespace for r in here}) == 1
-        known = [r.tenant.memory_mib for r in here]
-        assert len(known) <= 1 or None not in known
-        assert sum(m or 0 for m in known) <= 9000
-
-
-@given(operations)
-def test_no_order_of_requests_breaks_a_promise(order):
-    spec = EMPTY
-    for operation in order:
-        spec = apply(spec, operation)
-        promises_hold(spec)
-
-
-@given(operations, requests)
-def test_a_replayed_reservation_changes_nothing(order, wanted):
-    spec = EMPTY
-    for operation in order:
-        spec = apply(spec, operation)
-    once = ledger.reserve(spec, wanted, CAPACITY)
-    if not isinstance(once, ledger.Rejected):
-        assert ledger.reserve(once, wanted, CAPACITY) is once
-        elsewhere = replace(wanted, gpu_uuids=[GPUS[0]])
-        assert ledger.reserve(once, elsewhere, CAPACITY) is once
-
-
-@given(operations, requests)
-def test_releasing_undoes_reserving_and_may_be_replayed(order, wanted):
-    spec = EMPTY
-    for operation in order:
-        spec = apply(spec, operation)
-    spec = ledger.release(spec, wanted.pod_uid)
-    reserved = ledger.reserve(spec, wanted, CAPACITY)
-    if not isinstance(reserved, ledger.Rejected):
-        released = ledger.release(reserved, wanted.pod_uid)
-        assert released == spec
-        assert ledger.release(released, wanted.pod_uid) is released
 
 
 @given(st.lists(st.one_of(st.none(), st.integers(0, 2**62)), max_size=8))

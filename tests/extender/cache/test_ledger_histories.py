@@ -73,7 +73,9 @@ class Histories(RuleBasedStateMachine):
         if isinstance(found, ledger.Rejected):
             assert found.reason
             return multiple()
-        assert ledger.reserve(found, wanted, self.capacity) is found
+        elsewhere = msgspec.structs.replace(wanted, gpu_uuids=GPUS[:1])
+        assert ledger.reserve(found, wanted, self.capacity) is ledger.reserve(found, elsewhere, self.capacity) is found
+        assert ledger.release(found, wanted.pod_uid) == ledger.release(spec, wanted.pod_uid)
         if found is not spec:
             for uuid in wanted.gpu_uuids:
                 counted = [_counted(one, uuid, self.peaks) for one in ledger.on_gpu(found, uuid)]

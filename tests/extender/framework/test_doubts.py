@@ -76,17 +76,29 @@ def test_the_gpu_is_left_out_and_its_neighbour_is_not(node, reason):
     assert found.refused["a"].endswith(f": {reason}")
 
 
-def test_gpus_that_a_node_tells_of_by_the_same_uuid_are_left_out_until_it_tells_them_apart():
-    """Regression: a worker of two GPUs was sent to what was one, and refused by the ledger, again and again."""
-    twins, asked = [device(0), device(1), device(2, uuid=GPU)], pod_request(gpus=2)
-    known = cluster(a_node(devices=twins))
-    for node in (a_node(X, devices=twins), a_node(devices=twins)):  # also where only what is held there changes
+X = tenant("x", ["GPU-a-1"])
+
+
+@pytest.mark.parametrize(
+    ("twins", "doubted", "shared"),
+    [
+        pytest.param([device(0), device(1), device(2, uuid=GpuUuid(GPU))], (0, 2), "UUID GPU-a-0", id="UUID"),
+        pytest.param([device(0), device(1), device(0, uuid=GpuUuid("GPU-a-2"))], (0, 1), "index 0", id="index"),
+    ],
+)
+def test_gpus_that_share_a_uuid_or_an_index_are_left_out_until_it_is_corrected(twins, doubted, shared):
+    """Regression: a worker of two GPUs was sent to what was one; both were called GPU 0 in messages."""
+    asked, known = pod_request(gpus=2), cluster(a_node(devices=twins))
+    for node in (a_node(X, devices=twins), a_node(devices=twins)):  # also if only the reservations change
         known.apply(node)
-        told = [one.text for one in explain_gpus(evaluate(known).evaluation, ["a"])]
-        assert told[0] == told[2] == "its node reports several GPUs with UUID GPU-a-0"
+        texts = [one.text for one in explain_gpus(evaluate(known).evaluation, ["a"])]
+        assert [row for row, text in enumerate(texts) if "fits by" not in text] == [*doubted]
+        assert {texts[row] for row in doubted} == {f"its node reports several GPUs with {shared}"}
         assert filter_nodes(evaluate(known, asked), ["a"]).fits == []
     known.apply(a_node(devices=3))
+    assert all(one.fits for one in explain_gpus(evaluate(known).evaluation, ["a"]))
     assert filter_nodes(evaluate(known, asked), ["a"]).fits == ["a"]
+    assert unavailable_nodes(known) == set()
 
 
 @pytest.mark.parametrize(
@@ -110,20 +122,6 @@ def test_a_gpu_without_memory_is_no_place_for_a_job_of_unknown_memory_either(has
     assert [one.fits for one in explain_gpus(evaluate(known, unknown).evaluation, ["a"])] == [True, True]
 
 
-def test_gpus_that_a_node_tells_of_by_the_same_index_are_left_out_until_it_tells_them_apart():
-    """Regression: both were called GPU 0, in what places and refusals say."""
-    twins = [device(0), device(1), device(0, uuid=GpuUuid("GPU-a-2"))]
-    known = cluster(a_node(devices=twins))
-    for node in (a_node(X, devices=twins), a_node(devices=twins)):
-        known.apply(node)
-        told = [one.text for one in explain_gpus(evaluate(known).evaluation, ["a"])]
-        assert told[0] == told[1] == "its node reports several GPUs with index 0"
-        assert "fits by" in told[2]
-    known.apply(a_node(devices=3))
-    assert all(one.fits for one in explain_gpus(evaluate(known).evaluation, ["a"]))
-    assert unavailable_nodes(known) == set()
-
-
 def test_it_is_taken_again_when_the_stranger_has_left():
     known = cluster(a_node(tenants=[seen("stranger", 700)], devices=1))
     assert known.snapshot().gpus.unavailable.tolist() == [True]
@@ -143,6 +141,3 @@ def test_what_means_nothing_here_does_no_harm():
     assert filter_nodes(evaluate(strange), ["a"]).fits == ["a"]
     nothing = a_node(devices=[device(0, memory_mib=0, reserved_mib=900)])
     assert filter_nodes(evaluate(nothing), ["a"]).unsuitable.keys() == {"a"}
-
-
-X = tenant("x", ["GPU-a-1"])
