@@ -9,7 +9,7 @@ import pytest
 from carpool_e2e.cluster import BARE, FULL, Cluster, running, why_no_kubelets
 
 HARDWARE: dict[str, tuple[str, Callable[[], bool]]] = {
-    "gpu": ("an NVIDIA GPU", lambda: Path("/dev/nvidiactl").exists()),
+    "gpu": ("an NVIDIA GPU", lambda: Path("/dev/nvidiactl").exists())
 }
 """Markers of tests that may be skipped in CI: what they need, and whether it is there."""
 

@@ -290,10 +290,7 @@ async def test_selectors_select(backend: Backend, labels: str, fields: str, foun
         own = {"tag": backend.tag} | ({"worker": worker} if worker else {})
         pod = await backend.pod(text, labels=own)
         if node:
-            body = {
-                "metadata": {"name": backend.name(text), "uid": pod["metadata"]["uid"]},
-                "target": {"name": node},
-            }
+            body = {"metadata": {"name": backend.name(text), "uid": pod["metadata"]["uid"]}, "target": {"name": node}}
             await backend.api.create(PODS, body, namespace="default", name=backend.name(text), subresource="binding")
     selector = Selector("default", labels.format(tag=backend.tag), fields.format(tag=backend.tag))
     page = await backend.api.list_page(PODS, selector)

@@ -351,10 +351,7 @@ def test_nothing_is_written_beside_a_living_agent(node: Node, monkeypatch: pytes
 @pytest.mark.parametrize("arguments", [["inspect"], ["plan", "--gpu", "0", "--to", "mig:"], ["check"]])
 def test_variable_of_the_wrong_kind_is_a_sentence(arguments: list[str]) -> None:
     result = CliRunner().invoke(command, arguments, env={"CARPOOL_METRICS_PORT": "many"})
-    assert (result.exit_code, result.output) == (
-        2,
-        "Error: CARPOOL_METRICS_PORT: expected an integer, found 'many'\n",
-    )
+    assert (result.exit_code, result.output) == (2, "Error: CARPOOL_METRICS_PORT: expected an integer, found 'many'\n")
 
 
 def test_state_directory_of_the_host_is_the_agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -584,13 +581,7 @@ async def test_specification_of_others_for_our_devices(ground: Ground, name: str
     await ground.plugin.pre_start(["slot-0"])
 
 
-HOSTILE_ANSWERS = [
-    '"} 1\nDCGM_FI_DEV_GPU_UTIL{pod="x',
-    "../../../etc/passwd",
-    "$(reboot)",
-    "a" * 5000,
-    "\u202e\x00",
-]
+HOSTILE_ANSWERS = ['"} 1\nDCGM_FI_DEV_GPU_UTIL{pod="x', "../../../etc/passwd", "$(reboot)", "a" * 5000, "\u202e\x00"]
 
 
 @pytest.mark.parametrize("name", HOSTILE_ANSWERS)

@@ -209,12 +209,7 @@ def test_rates_stay_ratios(samples) -> None:
 
 
 WRITTEN = Tenant(
-    pod_uid=A,
-    gpu_uuid=GPU,
-    memory_mib=10_000,
-    peak_memory_mib=10_000,
-    gpu_util_percent=50.0,
-    step_time_seconds=0.1,
+    pod_uid=A, gpu_uuid=GPU, memory_mib=10_000, peak_memory_mib=10_000, gpu_util_percent=50.0, step_time_seconds=0.1
 )
 
 

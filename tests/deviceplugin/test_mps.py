@@ -325,10 +325,7 @@ def test_unlisted_server_is_found_by_name_and_control_group(program: MpsProgram,
     mps = Mps(program, tmp_path / "mps")
     mps.start(GPU)
     mps.status(GPU)  # the daemon was seen once
-    with (
-        server() as its_server,
-        subprocess.Popen(["sleep", "20"]) as client,
-    ):
+    with server() as its_server, subprocess.Popen(["sleep", "20"]) as client:
         if how == "hangs":
             (tmp_path / "mps" / GPU / "pipe" / "wedged").touch()
         else:

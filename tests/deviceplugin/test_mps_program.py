@@ -20,16 +20,7 @@ from carpool_core.values import GpuUuid, PartitionState, SharingMode
 from carpool_deviceplugin.app import real_devices
 from carpool_deviceplugin.device_state import GpuWorker
 from carpool_deviceplugin.gpu import SetMode, StartMps
-from carpool_deviceplugin.mps import (
-    PROGRAM,
-    Daemon,
-    HostedMps,
-    Mps,
-    MpsError,
-    MpsProgram,
-    MpsStatus,
-    SharedMemory,
-)
+from carpool_deviceplugin.mps import PROGRAM, Daemon, HostedMps, Mps, MpsError, MpsProgram, MpsStatus, SharedMemory
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.node import Inline, Node
@@ -151,12 +142,7 @@ def test_endless_answer_is_cut(program: MpsProgram, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "says"),
-    [
-        ("hangs", "to start within"),
-        ("refuses", "ended with 1"),
-        ("stays", "expected to write"),
-    ],
+    ("how", "says"), [("hangs", "to start within"), ("refuses", "ended with 1"), ("stays", "expected to write")]
 )
 def test_failed_start_leaves_no_daemon(program: MpsProgram, tmp_path: Path, how: str, says: str) -> None:
     """Regression: an unrecorded daemon stayed, and the next one was started beside it."""

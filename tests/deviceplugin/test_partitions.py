@@ -45,10 +45,7 @@ from plan_world import EXCLUSIVE, IDLE, MIG, MPS, SHARED, SLICED, TIME_SLICING, 
             id="second-mps-tenant-joins",
         ),
         pytest.param(
-            SHARED,
-            [("b", MPS, {})],
-            (StopMps(), StartMps(), SetLimits(B, Limits())),
-            id="mps-tenant-replaced",
+            SHARED, [("b", MPS, {})], (StopMps(), StartMps(), SetLimits(B, Limits())), id="mps-tenant-replaced"
         ),
         pytest.param(
             replace(SHARED, limits={}),

@@ -100,8 +100,7 @@ async def place(kube: FakeKube, *reservations: Any) -> None:
 
 def pod(kube: FakeKube, name: str, **status: Any) -> None:
     kube.seed(
-        PODS,
-        {"metadata": {"name": name, "uid": f"uid-{name}"}, "spec": {"nodeName": "node-1"}, "status": status},
+        PODS, {"metadata": {"name": name, "uid": f"uid-{name}"}, "spec": {"nodeName": "node-1"}, "status": status}
     )
 
 

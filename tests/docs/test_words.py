@@ -24,9 +24,7 @@ FORBIDDEN = {
     **{folder: re.compile(rf"(?<![\w.}})\]*/-]){folder}(?![\w-])") for folder in FOLDERS},
 }
 
-EXCUSED = {
-    ("e2e/carpool_e2e/nodes.py", FOLDERS[1]): "the home that a container image gives to its user root",
-}
+EXCUSED = {("e2e/carpool_e2e/nodes.py", FOLDERS[1]): "the home that a container image gives to its user root"}
 
 
 def tracked() -> Iterator[Path]:

@@ -16,9 +16,7 @@ from typed import carpool
 pytestmark = pytest.mark.e2e
 
 READER = "asker"
-RULES = [
-    {"apiGroups": ["carpool.dev"], "resources": ["gputrainingjobs", "gpunodes"], "verbs": ["get", "list"]},
-]
+RULES = [{"apiGroups": ["carpool.dev"], "resources": ["gputrainingjobs", "gpunodes"], "verbs": ["get", "list"]}]
 
 
 @pytest.fixture

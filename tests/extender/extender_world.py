@@ -12,14 +12,7 @@ from carpool_core.testing.kube import FakeKube
 from carpool_extender.app import build
 from carpool_extender.extender_api import BindingArgs, ExtenderArgs
 from carpool_extender.settings import ExtenderSettings
-from carpool_extender.testing import (
-    FakeAgent,
-    gpu_node,
-    pod_of,
-    seed_job,
-    seed_node,
-    seed_pod,
-)
+from carpool_extender.testing import FakeAgent, gpu_node, pod_of, seed_job, seed_node, seed_pod
 
 LEASE = "carpool-system/carpool-scheduler"
 NAMES = ["a", "b"]

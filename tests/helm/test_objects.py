@@ -119,11 +119,7 @@ def test_extender_and_agents_count_the_same_slots(render: Any) -> None:
     assert [chart.environment(name)["CARPOOL_SLOTS_PER_GPU"] for name in ("extender", "agent")] == ["5", "5"]
 
 
-CONFINED = {
-    "allowPrivilegeEscalation": False,
-    "readOnlyRootFilesystem": True,
-    "capabilities": {"drop": ["ALL"]},
-}
+CONFINED = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
 
 
 @pytest.mark.parametrize("name", ["operator", "kube-scheduler", "extender", "agent"])

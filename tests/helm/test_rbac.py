@@ -131,7 +131,7 @@ def test_whoever_asks_may_read_the_sites_settings_and_what_was_learned_and_nothi
     role = chart.one("Role", "carpool-asker")
     assert role["metadata"]["namespace"] == "carpool-system"
     assert [(rule["resources"], rule["resourceNames"], rule["verbs"]) for rule in role["rules"]] == [
-        (["configmaps"], ["carpool-settings", "carpool-calibration"], ["get"]),
+        (["configmaps"], ["carpool-settings", "carpool-calibration"], ["get"])
     ]
     assert "`carpool-asker`" in SECURITY.read_text()
 

@@ -135,14 +135,7 @@ def test_the_scheduler_may_hold_its_own_lease_only(api: Api) -> None:
     assert not can_i(api, who, "update", leases, namespace="default", name="carpool-scheduler")
 
 
-@pytest.mark.parametrize(
-    ("role", "jobs"),
-    [
-        ("view", READ),
-        ("edit", {*VERBS}),
-        ("admin", {*VERBS}),
-    ],
-)
+@pytest.mark.parametrize(("role", "jobs"), [("view", READ), ("edit", {*VERBS}), ("admin", {*VERBS})])
 def test_users_of_a_namespace_have_its_jobs_but_neither_status_nor_gpunodes(
     api: Api, role: str, jobs: set[str]
 ) -> None:

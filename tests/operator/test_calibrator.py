@@ -401,9 +401,7 @@ async def test_defect_drops_its_observations_and_not_the_operator() -> None:
     assert stack(of).seen == 2, "it was submitted again at the next reconciliation"
 
 
-async def test_dropped_observation_is_submitted_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_dropped_observation_is_submitted_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: a process submitted each observation once, stored or not."""
     monkeypatch.setattr("carpool_operator.calibrator.MAX_PENDING", 0)
     of = world()

@@ -82,11 +82,7 @@ def test_training_without_measurements_is_refused(tmp_path: Path) -> None:
     assert "no such file" in result.stderr
 
 
-TABLES = {
-    gavel.FILE: gavel.COLUMNS,
-    str(lucid.SOLO): lucid.SOLO_COLUMNS,
-    str(lucid.PAIRED): lucid.PAIRED_COLUMNS,
-}
+TABLES = {gavel.FILE: gavel.COLUMNS, str(lucid.SOLO): lucid.SOLO_COLUMNS, str(lucid.PAIRED): lucid.PAIRED_COLUMNS}
 HOLDING = {str(tables.file_of(kind)): f"{','.join(fit.COLUMNS)}\n50,0.4,0.5" for kind in tables.KINDS}
 """Files of the trainings that come first."""
 
@@ -124,10 +120,7 @@ def test_invalid_slowdowns_are_refused(
 
 
 def test_trainings_without_sm_activity_are_refused(tmp_path: Path) -> None:
-    for name, columns in [
-        *TABLES.items(),
-        *((str(tables.file_of(kind)), fit.COLUMNS) for kind in tables.KINDS),
-    ]:
+    for name, columns in [*TABLES.items(), *((str(tables.file_of(kind)), fit.COLUMNS) for kind in tables.KINDS)]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"{','.join(columns)}\n")
     (tmp_path / tables.file_of("mlp")).write_text(f"{','.join(fit.COLUMNS)}\n50,-1,0.5\n")

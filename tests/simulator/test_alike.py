@@ -74,8 +74,7 @@ def test_alike_gpus_are_looked_at_once():
     known = cluster(*(gpu_node(name, 8, [tenant(name, [f"GPU-{name}-3"])]) for name in NAMES))
     looked = []
     counting = FilterMemo(
-        known,
-        run=lambda asked, columns: looked.append(len(columns.alive)) or cluster_model.run_filters(asked, columns),
+        known, run=lambda asked, columns: looked.append(len(columns.alive)) or cluster_model.run_filters(asked, columns)
     )
     for rows in (np.arange(4), np.arange(32), None):
         found_by(counting, known.snapshot(), pod_request(), rows)

@@ -45,9 +45,7 @@ def test_a_gpu_that_fails_takes_its_jobs_with_it_and_comes_back():
 
 
 @pytest.mark.parametrize(
-    "hopeless",
-    [job("gang", workers=3), replace(job("wide"), gpus=2)],
-    ids=["too few GPUs", "too few on each node"],
+    "hopeless", [job("gang", workers=3), replace(job("wide"), gpus=2)], ids=["too few GPUs", "too few on each node"]
 )
 def test_a_job_that_can_never_run_does_not_stretch_the_time_that_is_looked_at(hopeless):
     """Regression: failures after the last job's end counted as time in which the GPUs stood idle."""

@@ -311,11 +311,7 @@ async def test_unreachable_api_server_is_an_error():
 
 @pytest.mark.parametrize(
     ("arguments", "environment", "expected"),
-    [
-        ([], {}, set()),
-        (["--policy", "energy"], {}, {"--policy"}),
-        ([], {"CARPOOL_POLICY": "energy"}, {"--policy"}),
-    ],
+    [([], {}, set()), (["--policy", "energy"], {}, {"--policy"}), ([], {"CARPOOL_POLICY": "energy"}, {"--policy"})],
 )
 def test_flags_and_environment_variables_count_as_given(arguments, environment, expected):
     seen = []

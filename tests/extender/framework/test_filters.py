@@ -35,6 +35,11 @@ def placed(node, config=RULES, **wants):
     return place_on_node(evaluated(node, config, **wants), "a")
 
 
+def used(mode=MPS, **has):
+    """A node of one GPU with a tenant."""
+    return gpu_node("a", 1, [tenant("x", [GPU], mode, **has)])
+
+
 CASES = [
     pytest.param(gpu_node(), {}, None, MPS, id="idle"),
     pytest.param(gpu_node(), {"prediction": None}, None, ALONE, id="unknown job"),
@@ -42,54 +47,36 @@ CASES = [
     pytest.param(gpu_node(), {"prediction": None, "memory_limit_mib": 9000}, None, MPS, id="limit of the user"),
     pytest.param(gpu_node("a", [device(modes=NO_MPS)]), {}, None, TURNS, id="no MPS"),
     pytest.param(gpu_node("a", [device(modes=[ALONE])]), {}, None, ALONE, id="no sharing"),
-    pytest.param(gpu_node("a", 1, [tenant("x", [GPU])]), {}, None, MPS, id="MPS beside MPS"),
+    pytest.param(used(), {}, None, MPS, id="MPS beside MPS"),
     pytest.param(gpu_node("a", 2), {"gpus": 2}, None, TURNS, id="several GPUs: a process reaches one MPS daemon"),
-    pytest.param(gpu_node("a", 1, [tenant("x", [GPU])]), {"gpus": 2}, MODE, None, id="several GPUs beside MPS"),
-    pytest.param(gpu_node("a", 1, [tenant("x", [GPU], TURNS)]), {}, None, TURNS, id="time-slicing beside time-slicing"),
-    pytest.param(gpu_node("a", 1, [tenant("x", [GPU], ALONE)]), {}, MODE, None, id="exclusive tenant"),
-    pytest.param(
-        gpu_node("a", 1, [tenant("x", [GPU])]), {"prediction": None}, MODE, None, id="unknown job beside a tenant"
-    ),
-    pytest.param(
-        gpu_node("a", 1, [tenant("x", [GPU])]),
-        {"mode": RequestedMode.TIME_SLICING},
-        MODE,
-        None,
-        id="time-slicing beside MPS",
-    ),
-    pytest.param(
-        gpu_node("a", 1, [tenant("x", [GPU])]),
-        {"mode": RequestedMode.EXCLUSIVE},
-        MODE,
-        None,
-        id="exclusive beside a tenant",
-    ),
+    pytest.param(used(), {"gpus": 2}, MODE, None, id="several GPUs beside MPS"),
+    pytest.param(used(TURNS), {}, None, TURNS, id="time-slicing beside time-slicing"),
+    pytest.param(used(ALONE), {}, MODE, None, id="exclusive tenant"),
+    pytest.param(used(), {"prediction": None}, MODE, None, id="unknown job beside a tenant"),
+    pytest.param(used(), {"mode": RequestedMode.TIME_SLICING}, MODE, None, id="time-slicing beside MPS"),
+    pytest.param(used(), {"mode": RequestedMode.EXCLUSIVE}, MODE, None, id="exclusive beside a tenant"),
     pytest.param(gpu_node("a", [device(health=DeviceHealth.UNHEALTHY)]), {}, HEALTH, None, id="an unhealthy GPU"),
     pytest.param(gpu_node(), {"product": "T4"}, SUITABILITY, None, id="the wrong product"),
-    pytest.param(gpu_node("a", 1, [tenant("x", [GPU], namespace="other")]), {}, TENANCY, None, id="another namespace"),
+    pytest.param(used(namespace="other"), {}, TENANCY, None, id="another namespace"),
     pytest.param(
-        gpu_node("a", 1, [tenant("x", [GPU], TURNS, namespace="other", tenancy=Tenancy.CLUSTER)]),
-        {},
-        TENANCY,
-        None,
-        id="the pod keeps to its namespace",
+        used(TURNS, namespace="other", tenancy=Tenancy.CLUSTER), {}, TENANCY, None, id="the pod keeps to its namespace"
     ),
     pytest.param(
-        gpu_node("a", 1, [tenant("x", [GPU], TURNS, namespace="other")]),
+        used(TURNS, namespace="other"),
         {"tenancy": Tenancy.CLUSTER},
         TENANCY,
         None,
         id="the tenant keeps to its namespace",
     ),
     pytest.param(
-        gpu_node("a", 1, [tenant("x", [GPU], TURNS, namespace="other", tenancy=Tenancy.CLUSTER)]),
+        used(TURNS, namespace="other", tenancy=Tenancy.CLUSTER),
         {"tenancy": Tenancy.CLUSTER},
         None,
         TURNS,
         id="both share with other namespaces",
     ),
     pytest.param(
-        gpu_node("a", 1, [tenant("x", [GPU], MPS, namespace="other", tenancy=Tenancy.CLUSTER)]),
+        used(MPS, namespace="other", tenancy=Tenancy.CLUSTER),
         {"tenancy": Tenancy.CLUSTER},
         TENANCY,
         None,
@@ -98,12 +85,8 @@ CASES = [
     pytest.param(
         gpu_node("a", 1, [tenant(f"t{i}", [GPU], memory_limit_mib=1) for i in range(8)]), {}, SLOTS, None, id="slots"
     ),
-    pytest.param(
-        gpu_node("a", 1, [tenant("x", [GPU], memory_limit_mib=37000)]), {}, MEMORY, None, id="memory is taken"
-    ),
-    pytest.param(
-        gpu_node("a", 1, [tenant("x", [GPU], memory_limit_mib=36960)]), {}, None, MPS, id="memory fits exactly"
-    ),
+    pytest.param(used(memory_limit_mib=37000), {}, MEMORY, None, id="memory is taken"),
+    pytest.param(used(memory_limit_mib=36960), {}, None, MPS, id="memory fits exactly"),
     pytest.param(
         gpu_node("a", [device(reserved_mib=1)], [tenant("x", [GPU], memory_limit_mib=36960)]),
         {},
@@ -112,27 +95,11 @@ CASES = [
         id="reserved memory",
     ),
     pytest.param(
-        gpu_node("a", 1, [tenant("x", [GPU], TURNS, prediction=None)]),
-        {"mode": RequestedMode.TIME_SLICING},
-        MEMORY,
-        None,
-        id="tenant of unknown memory",
+        used(TURNS, prediction=None), {"mode": RequestedMode.TIME_SLICING}, MEMORY, None, id="tenant of unknown memory"
     ),
-    pytest.param(gpu_node("a", 1, [tenant("x", [GPU], **BUSY)]), BUSY, SLOWDOWN, None, id="both are too busy"),
-    pytest.param(
-        gpu_node("a", 1, [tenant("x", [GPU], **BUSY, max_slowdown=1.1)]),
-        {"max_slowdown": 10.0},
-        SLOWDOWN,
-        None,
-        id="limit of the tenant",
-    ),
-    pytest.param(
-        gpu_node("a", 1, [tenant("x", [GPU], **BUSY, max_slowdown=10.0)]),
-        BUSY | {"max_slowdown": 2.0},
-        None,
-        MPS,
-        id="both accept it",
-    ),
+    pytest.param(used(**BUSY), BUSY, SLOWDOWN, None, id="both are too busy"),
+    pytest.param(used(**BUSY, max_slowdown=1.1), {"max_slowdown": 10.0}, SLOWDOWN, None, id="limit of the tenant"),
+    pytest.param(used(**BUSY, max_slowdown=10.0), BUSY | {"max_slowdown": 2.0}, None, MPS, id="both accept it"),
 ]
 
 
@@ -152,7 +119,7 @@ def test_first_failing_check_or_the_mode(node, wants, failed, mode):
 
 
 def test_first_mps_tenant_gets_all_threads_and_later_ones_their_share():
-    first, later = placed(gpu_node()), placed(gpu_node("a", 1, [tenant("x", [GPU])]))
+    first, later = placed(gpu_node()), placed(used())
     assert (first.memory_limit_mib, first.thread_percentage) == (4000, 100)
     assert (later.memory_limit_mib, later.thread_percentage) == (4000, 60)  # 0.3 of the SMs in half of the time
 
@@ -196,9 +163,7 @@ def test_modes_that_enforce_no_limits_get_none(mode):
             "Exclusive as the policy gives every job a GPU of its own",
             id="policy",
         ),
-        pytest.param(
-            gpu_node("a", 1, [tenant("x", [GPU], TURNS)]), {}, "TimeSlicing as its tenants have it", id="tenants"
-        ),
+        pytest.param(used(TURNS), {}, "TimeSlicing as its tenants have it", id="tenants"),
         pytest.param(
             gpu_node(),
             {"prediction": None},

@@ -10,15 +10,7 @@ from carpool_core.kube.errors import Invalid
 from carpool_core.kube.pods import Pod
 from carpool_core.values import JobUid, SharingMode
 from carpool_extender.extender_api import BindingArgs, ExtenderArgs
-from carpool_extender.testing import (
-    gpu_node,
-    pod_of,
-    seed_job,
-    seed_node,
-    seed_pod,
-    tenant,
-    until,
-)
+from carpool_extender.testing import gpu_node, pod_of, seed_job, seed_node, seed_pod, tenant, until
 from extender_world import NAMES, args, background, filtering, named
 
 

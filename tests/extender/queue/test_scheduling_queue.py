@@ -13,13 +13,7 @@ from carpool_extender.framework.gang import place_gang
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.framework.selection import EvaluationCache
 from carpool_extender.queue.order import QueueOrder, queue_order
-from carpool_extender.queue.scheduling_queue import (
-    PodRef,
-    QueuedJobInfo,
-    SchedulingQueue,
-    WaitReason,
-    refusal_message,
-)
+from carpool_extender.queue.scheduling_queue import PodRef, QueuedJobInfo, SchedulingQueue, WaitReason, refusal_message
 from carpool_extender.testing import T4, cluster, demand, device, gpu_node, tenant
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -34,13 +34,7 @@ async def call(kube, certificates):
 async def test_filter_names_the_node_that_kube_scheduler_would_take_anyway(call):
     assert await call("/filter", ARGS) == (
         200,
-        {
-            "Nodes": None,
-            "NodeNames": ["a"],
-            "FailedNodes": {},
-            "FailedAndUnresolvableNodes": {},
-            "Error": "",
-        },
+        {"Nodes": None, "NodeNames": ["a"], "FailedNodes": {}, "FailedAndUnresolvableNodes": {}, "Error": ""},
     )
 
 
@@ -129,10 +123,7 @@ async def test_a_request_that_makes_no_sense_is_told_what_was_expected(call, pat
 
 @pytest.mark.parametrize(
     ("method", "path", "expected"),
-    [
-        ("GET", "/filter", "expected POST /filter, found GET"),
-        ("POST", "/healthz", "expected GET /healthz, found POST"),
-    ],
+    [("GET", "/filter", "expected POST /filter, found GET"), ("POST", "/healthz", "expected GET /healthz, found POST")],
 )
 async def test_a_wrong_method_is_answered_with_the_right_one(call, method, path, expected):
     assert await call(path, method=method) == (405, {"Error": expected})
