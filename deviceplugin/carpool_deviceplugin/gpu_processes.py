@@ -14,8 +14,6 @@ from carpool_deviceplugin.quoting import printable
 
 _HANGS_AFTER_S = 10.0
 """A daemon without an answer for this time counts as hung."""
-_RECENT_S = 0.5
-"""The health, which is read right after the measurements, uses their list of processes."""
 _MPS_EVERY_S = 60.0
 """Interval of asking a healthy daemon while the GPU's processes stay the same."""
 
@@ -65,12 +63,10 @@ class ProcessWatcher:
         self._session, self._processes, self._mps, self._monotonic = session, processes, mps, monotonic
         self._asked: dict[GpuUuid, tuple[float, frozenset[int], MpsStatus]] = {}
         self._silent_since: dict[GpuUuid, float] = {}
-        self._last: dict[GpuUuid, tuple[float, tuple[GpuProcesses, MpsStatus]]] = {}
 
     def forget(self, uuid: GpuUuid) -> None:
         """Ask the GPU's daemon at the next read, because something has happened."""
         self._asked[uuid] = (-math.inf, frozenset(), MpsStatus())
-        self._last.pop(uuid, None)
 
     def is_hung(self, uuid: GpuUuid) -> bool:
         """Whether the GPU's daemon has not answered for ten seconds, as of the last read."""
@@ -99,23 +95,6 @@ class ProcessWatcher:
             found = [p for p in found if whose[p.pid] is not None or p.pid in still]
         status = self._daemon(uuid, frozenset(p.pid for p in found))
         return _sorted(found, whose, status, foreign_instances), status
-
-    def now(self, uuid: GpuUuid) -> tuple[GpuProcesses, MpsStatus]:
-        """Read the processes of a GPU and keep them for `recent`; raises NvmlError."""
-        self._last.pop(uuid, None)
-        seen = self.look(uuid)
-        self._last[uuid] = (self._monotonic(), seen)
-        return seen
-
-    def recent(self, uuid: GpuUuid, foreign_instances: frozenset[int] = frozenset()) -> tuple[GpuProcesses, MpsStatus]:
-        """Return the processes of a GPU for reports, not for changes; raises NvmlError.
-
-        The last result of `now` is returned once, if it is at most half a second old and `forget` was not called since.
-        """
-        at, seen = self._last.pop(uuid, (-math.inf, None))
-        if seen is None or foreign_instances or self._monotonic() - at > _RECENT_S:
-            return self.look(uuid, foreign_instances)
-        return seen
 
     def _daemon(self, uuid: GpuUuid, pids: frozenset[int]) -> MpsStatus:
         if self._mps is None:

@@ -19,7 +19,7 @@ from carpool_deviceplugin.nvlib import (
     NvmlError,
     Session,
     Telemetry,
-    TelemetryCache,
+    read_telemetry,
 )
 
 _QUIET_S = 60.0
@@ -304,7 +304,6 @@ class HealthMonitor:
     Args:
         session: The open library.
         uuids: The GPUs.
-        telemetry: Their counters.
         directory: Directory of the files.
         monotonic: Returns seconds since the node started.
         may_write: Whether the files are written; otherwise they are only read.
@@ -315,15 +314,13 @@ class HealthMonitor:
         self,
         session: Session,
         uuids: Sequence[GpuUuid],
-        telemetry: TelemetryCache,
         directory: Path,
         monotonic: Callable[[], float],
         *,
         may_write: bool = True,
         boot_id: Path = _BOOT_ID,
     ) -> None:
-        self._session, self._telemetry = session, telemetry
-        self._monotonic, self._directory, self._may_write = monotonic, directory, may_write
+        self._session, self._monotonic, self._directory, self._may_write = session, monotonic, directory, may_write
         self._boot = boot_id.read_text().strip() if boot_id.exists() else ""
         self._gpus = {uuid: self._load(uuid) for uuid in uuids}
         self._xids = XidWatch(session, uuids)
@@ -332,7 +329,7 @@ class HealthMonitor:
     def update(self, uuid: GpuUuid) -> str:
         """Update a GPU's health; return why it gets no new work, or an empty text. Raises NvmlError."""
         try:
-            signals = self._signals(uuid, self._telemetry.recent(uuid))
+            signals = self._signals(uuid, read_telemetry(self._session, uuid))
         except (GpuLostError, DriverGoneError) as e:
             self._advance(uuid, Signals(lost=str(e)))
             raise

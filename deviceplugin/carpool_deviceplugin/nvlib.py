@@ -525,33 +525,3 @@ def list_samples(session: Session, uuid: GpuUuid, since_us: int) -> Sequence[Uti
 
 def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
-
-
-_RECENT_S = 0.5
-
-
-class TelemetryCache:
-    """Telemetry of GPUs. A reading for measurements serves the health check right after it, because NVML is slow.
-
-    Args:
-        session: The open library.
-        monotonic: Returns seconds.
-    """
-
-    def __init__(self, session: Session, monotonic: Callable[[], float]) -> None:
-        self._session, self._monotonic = session, monotonic
-        self._last: dict[GpuUuid, tuple[float, int, Telemetry]] = {}
-
-    def now(self, uuid: GpuUuid) -> Telemetry:
-        """Read a GPU; raises NvmlError."""
-        self._last.pop(uuid, None)
-        found = read_telemetry(self._session, uuid)
-        self._last[uuid] = (self._monotonic(), self._session.generation, found)
-        return found
-
-    def recent(self, uuid: GpuUuid) -> Telemetry:
-        """Return a reading of the last half second, once; otherwise read the GPU. Raises NvmlError."""
-        at, generation, found = self._last.pop(uuid, (0.0, -1, None))
-        if found is None or generation != self._session.generation or self._monotonic() - at > _RECENT_S:
-            return read_telemetry(self._session, uuid)
-        return found

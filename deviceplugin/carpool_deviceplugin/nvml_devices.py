@@ -46,13 +46,12 @@ from carpool_deviceplugin.mig_instances import (
     mig_instances_of,
     possible_modes,
 )
-from carpool_deviceplugin.mps import Mps, MpsStatus
+from carpool_deviceplugin.mps import Mps
 from carpool_deviceplugin.nvlib import (
     ComputeMode,
     Identity,
     NvmlLibrary,
     Session,
-    TelemetryCache,
     find_gpus,
     linked_gpus,
     read_identity,
@@ -162,7 +161,6 @@ _FRAGMENTATION_MIB = 256
 """Kept free beside the driver's memory, because allocators lose some to fragmentation."""
 _IDENTITY_AGE_S = 60.0
 """Power limits and compute modes may change; after a restart of the driver they are read at once."""
-Look = Callable[[GpuUuid, frozenset[int]], tuple[GpuProcesses, MpsStatus]]
 
 
 @dataclass
@@ -229,10 +227,9 @@ class NvmlDevices:
         self._gpus = self._find(directory)
         self._uuids = [*self._gpus]
         self._watcher, self._clients = ProcessWatcher(session, processes, mps, monotonic), MpsFailures(monotonic)
-        telemetry = TelemetryCache(session, monotonic)
-        self._health = HealthMonitor(session, self._uuids, telemetry, directory, monotonic, may_write=may_write)
+        self._health = HealthMonitor(session, self._uuids, directory, monotonic, may_write=may_write)
         self._access, self._feed = ContainerAccess(cdi, mps, mig_minors), CounterFeed(sources, monotonic)
-        self._sampler = Sampler(session, self._uuids, telemetry, self._watcher, self._feed, monotonic, wall)
+        self._sampler = Sampler(session, self._uuids, self._watcher, self._feed, monotonic, wall)
 
     def _find(self, directory: Path) -> dict[GpuUuid, _Gpu]:
         """Identify the GPUs. One that cannot be read does not keep the agent from using the others."""
@@ -296,7 +293,7 @@ class NvmlDevices:
         gpu, mode, problem = self._gpus[uuid], None, ""
         try:
             with gpu.lock:
-                actual = self._actual(uuid, self._watcher.recent)
+                actual = self._actual(uuid)
             mode, problem = actual.mode, actual.problem
             generation, at = gpu.identified
             if generation != self._session.generation or self._monotonic() - at > _IDENTITY_AGE_S:
@@ -323,16 +320,16 @@ class NvmlDevices:
     def actual(self, uuid: GpuUuid) -> GpuActual:
         """Read the actual state of a GPU."""
         with self._gpu(uuid).lock:
-            return self._actual(uuid, self._watcher.look)
+            return self._actual(uuid)
 
-    def _actual(self, uuid: GpuUuid, look: Look) -> GpuActual:
+    def _actual(self, uuid: GpuUuid) -> GpuActual:
         gpu, manager = self._gpus[uuid], self._mig_manager
         known, setting, problem = gpu.identity, gpu.file.read(), self._health.update(uuid)
         is_divided = self._mig.is_enabled(uuid)
         found = self._mig.find(uuid, gpu.file) if is_divided else []
         if has_new_xid := self._health.has_new_xid(uuid):
             self._watcher.forget(uuid)  # an MPS client's fatal fault causes an XID, too
-        present, mps = look(uuid, foreign_instances(found))
+        present, mps = self._watcher.look(uuid, foreign_instances(found))
         struck = self._clients.see(uuid, mps, present, is_expected=setting.mode is MPS, has_new_xid=has_new_xid)
         self._health.clear_xid(uuid)
         possible = possible_modes(

@@ -20,8 +20,8 @@ from carpool_deviceplugin.nvlib import (
     NvmlError,
     Session,
     Telemetry,
-    TelemetryCache,
     UtilizationSample,
+    read_telemetry,
     read_utilization,
 )
 
@@ -317,7 +317,6 @@ class Sampler:
     Args:
         session: The open library.
         uuids: The GPUs.
-        telemetry: NVML's counters.
         watcher: The processes on the GPUs.
         feed: Counters of other programs on the node.
         monotonic: Returns seconds.
@@ -328,14 +327,12 @@ class Sampler:
         self,
         session: Session,
         uuids: Sequence[GpuUuid],
-        telemetry: TelemetryCache,
         watcher: ProcessWatcher,
         feed: CounterFeed,
         monotonic: Callable[[], float],
         wall: Callable[[], float],
     ) -> None:
-        self._session, self._telemetry, self._watcher = session, telemetry, watcher
-        self._monotonic, self._wall = monotonic, wall
+        self._session, self._watcher, self._monotonic, self._wall = session, watcher, monotonic, wall
         self._accounts = {uuid: ProcessAccounts() for uuid in uuids}
         self._gpm, self._feed = GpmSampler(session), feed
         self._instances: dict[GpuUuid, tuple[FoundInstance, ...]] = {}
@@ -353,8 +350,8 @@ class Sampler:
     def read(self, uuid: GpuUuid, known: Identity) -> Reading:
         """Read a GPU's counters; raises NvmlError."""
         accounts, instances = self._accounts[uuid], self._instances.get(uuid, ())
-        telemetry = self._telemetry.now(uuid)
-        present = self._watcher.now(uuid)[0].pods
+        telemetry = read_telemetry(self._session, uuid)
+        present = self._watcher.look(uuid)[0].pods
         samples = None if instances else self._utilization(uuid, accounts)
         counters: dict[int | None, Counters] = {None: self._counters(uuid, None, nvml_counters(known, telemetry))}
         counters |= {f.instance.id: self._counters(uuid, f.instance.id, self._memory(uuid, f)) for f in instances}
