@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from datetime import timedelta
 from itertools import islice
 from typing import Any
 
@@ -295,14 +296,20 @@ async def test_refused_creation_is_one_event_and_tried_again(
     assert len(world.living()) == workers
 
 
-async def test_job_on_a_dead_node_continues_elsewhere() -> None:
-    """Regression: a pod that was Terminating on a dead kubelet kept its job Running for a week."""
+@pytest.mark.parametrize("ahead_s", [0, 90, -90], ids=["same clock", "machine behind", "machine ahead"])
+async def test_job_on_a_dead_node_continues_elsewhere(ahead_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a pod that was Terminating on a dead kubelet kept its job Running for a week.
+
+    Regression: with the machine's clock ahead, a pod that ended gracefully was lost, and a second copy began.
+    """
+    monkeypatch.setattr(FakeKube, "server_ahead_s", ahead_s)
     world = World()
     world.seed_node("n2")
     await world.submit(workers=2)
     await world.start_pods()
     dead = world.kube.dump(PODS, "x-worker-0-1", "default")
-    dead["metadata"] |= {"deletionTimestamp": rfc3339(world.clock.now()), "finalizers": ["test/dead-node"]}
+    deleted_at = rfc3339(world.clock.now() + timedelta(seconds=ahead_s))
+    dead["metadata"] |= {"deletionTimestamp": deleted_at, "finalizers": ["test/dead-node"]}
     world.kube.seed(PODS, dead)
     await world.settle()
     await world.settle(after_s=59)

@@ -276,11 +276,16 @@ class AdmissionController:
 
     async def _update(self, job: JobUid, now_s: float) -> None:
         """Gather the pods of a job, and its entry of the queue."""
-        self._queue.remove(job)
         for known in (self._gangs, self._requests, self._refusals):
             known.pop(job, None)
-        if (gang := self._gang(job)) is None:
-            return
+        info = None if (gang := self._gang(job)) is None else await self._gather(job, gang, now_s)
+        if info is None:
+            self._queue.remove(job)
+        else:
+            self._queue.add(info)
+
+    async def _gather(self, job: JobUid, gang: _Gang, now_s: float) -> QueuedJobInfo | None:
+        """Return a job's entry of the queue; None if it has none, or may not ask for GPUs as it does."""
         pod = (gang.gated or gang.admitted)[0]
         try:
             request = await self._workloads.of(pod)
@@ -289,14 +294,13 @@ class AdmissionController:
             for admitted in gang.admitted:
                 if (uid := PodUid(admitted.metadata.uid)) not in self._binding:
                     self.forget_claim(uid)
-            return
+            return None
         except KubeError as error:
             self._log.warning("job not read", pod=pod.metadata.name, error=str(error))
             self._dirty.add(job)
-            return
+            return None
         self._gangs[job], self._requests[job] = gang, request
-        if gang.gated and (info := self._info(job, gang, request, now_s)) is not None:
-            self._queue.add(info)
+        return self._info(job, gang, request, now_s) if gang.gated else None
 
     def _gang(self, job: JobUid) -> _Gang | None:
         """Return the pods of a job's latest attempt; None if none of them waits."""

@@ -20,7 +20,7 @@ The module has no clock and no I/O. Production, the simulator and `explain` call
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
@@ -63,7 +63,7 @@ class PodRef(NamedTuple):
     name: str
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class QueuedJobInfo:
     """A pending job."""
 
@@ -260,13 +260,18 @@ class SchedulingQueue:
         return self._reserved
 
     def add(self, info: QueuedJobInfo) -> None:
-        """Add a pending job, in place of an entry of the same job."""
+        """Add a pending job, in place of an entry of the same job, whose reservation in time it takes over."""
+        if self._jobs.get(info.job) == info:
+            return
+        reserved = self._reserved
         self.remove(info.job)
         self._jobs[info.job] = info
         if info.retry_at_s:
             self._aside[info.job] = WaitReason.BACKOFF
         else:
             self._insert(info)
+        if reserved is not None and (reserved.info.job, reserved.info.shape) == (info.job, info.shape):
+            self._reserved = replace(reserved, info=info)
 
     def remove(self, job: JobUid) -> None:
         """Remove a job, if it is pending."""
@@ -427,7 +432,9 @@ class SchedulingQueue:
         while self._pass.reserved is None and refused and refused[0][0] < key:
             info = heapq.heappop(refused)[2].infos[0]
             if self._reserved is None or self._reserved.info is not info:
-                self._reserved = self._earliest(info)
+                if (found := self._earliest(info)) is None:
+                    continue  # no GPUs could ever hold it, so it delays no other job
+                self._reserved = found
             self._pass.reserved = self._reserved
         return self._pass.reserved
 
