@@ -252,3 +252,10 @@ class World:
 async def submitted(name: str = "x", **spec: Any) -> World:
     """A world with one job, to which the operator has reacted."""
     return await World().submit(name, **spec)
+
+
+async def running(name: str = "x", **spec: Any) -> World:
+    """A world with one job whose pods run."""
+    world = await submitted(name, **spec)
+    await world.start_pods(name=name)
+    return world

@@ -25,7 +25,7 @@ from operator_fixtures import (
     status_of,
     terminated,
 )
-from operator_world import World, submitted
+from operator_world import World, running, submitted
 
 
 @pytest.mark.parametrize("number", [1, 999])
@@ -157,12 +157,6 @@ async def test_terminating_pod_of_the_workers_name_is_awaited(image: str) -> Non
     assert world.living() == ["x-worker-0-1"], "created as soon as the other is gone"
 
 
-async def running(**spec: object) -> World:
-    world = await submitted(**spec)
-    await world.start_pods()
-    return world
-
-
 def hide(world: World, name: str, **metadata: object) -> None:
     """What `kubectl label pod NAME carpool.dev/job-` does."""
     pod = world.kube.dump(PODS, name, "default")
@@ -259,8 +253,7 @@ async def test_bound_pod_without_reservation_ends_its_attempt() -> None:
 
 
 async def test_running_pod_without_reservation_keeps_running() -> None:
-    world = await submitted(runPolicy={"activeDeadlineSeconds": 600})
-    await world.start_pods()
+    world = await running(runPolicy={"activeDeadlineSeconds": 600})
     node = world.kube.dump(GPU_NODES, "n1")
     node["spec"]["reservations"] = []
     world.kube.seed(GPU_NODES, node)

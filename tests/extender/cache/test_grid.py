@@ -2,7 +2,7 @@
 
 import numpy as np
 from carpool_extender.cache.cluster import ClusterCache
-from carpool_extender.cache.gpu_table import NOWHERE, grid_of
+from carpool_extender.cache.gpu_table import NOWHERE
 from carpool_extender.testing import device, gpu_node, pod_request
 from evaluations import evaluate
 from hypothesis import given
@@ -35,23 +35,6 @@ def test_every_gpu_of_every_node_has_its_place_whatever_came_and_went(changes):
         snapshot = cluster.snapshot()
         assert told(snapshot) == there
         assert snapshot.grid.has_gaps == (len({len(gpus) for gpus in there.values()}) > 1)
-
-
-@given(CHANGES, st.sets(st.sampled_from("abcde")))
-def test_some_nodes_of_a_grid_are_a_grid(changes, wanted):
-    cluster = ClusterCache()
-    for name, gpus in changes:
-        cluster.apply(gpu_node(name, gpus + 1))
-    snapshot = cluster.snapshot()
-    some = snapshot.grid.only(np.array([name in wanted for name in snapshot.node_names], np.bool_))
-    assert {snapshot.node_names[number] for number in some.node.tolist()} == wanted & snapshot.node_ids.keys()
-    kept = [snapshot.node_names[number] in wanted for number in snapshot.grid.node.tolist()]
-    assert (some.rows == snapshot.grid.rows[:, kept]).all()
-
-
-def test_nobody_has_no_place():
-    grid = grid_of(np.zeros(3, np.bool_), np.zeros(3, np.int32))
-    assert (grid.rows.shape, grid.node.size, grid.has_gaps) == ((0, 0), 0, False)
 
 
 def test_a_gpu_that_does_not_fit_is_not_taken_for_the_tightest_place():

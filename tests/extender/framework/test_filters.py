@@ -25,6 +25,7 @@ MPS, TURNS, ALONE = SharingMode.MPS, SharingMode.TIME_SLICING, SharingMode.EXCLU
 GPU = "GPU-a-0"
 BUSY = {"prediction": prediction(util=100, sm=0.9, dram=0.5)}
 NO_MPS = [ALONE, TURNS]
+CLUSTER = {"tenancy": Tenancy.CLUSTER}
 
 
 def evaluated(node, config=RULES, **wants):
@@ -58,29 +59,13 @@ CASES = [
     pytest.param(gpu_node("a", [device(health=DeviceHealth.UNHEALTHY)]), {}, HEALTH, None, id="an unhealthy GPU"),
     pytest.param(gpu_node(), {"product": "T4"}, SUITABILITY, None, id="the wrong product"),
     pytest.param(used(namespace="other"), {}, TENANCY, None, id="another namespace"),
+    pytest.param(used(TURNS, namespace="other", **CLUSTER), {}, TENANCY, None, id="the pod keeps to its namespace"),
+    pytest.param(used(TURNS, namespace="other"), CLUSTER, TENANCY, None, id="the tenant keeps to its namespace"),
     pytest.param(
-        used(TURNS, namespace="other", tenancy=Tenancy.CLUSTER), {}, TENANCY, None, id="the pod keeps to its namespace"
+        used(TURNS, namespace="other", **CLUSTER), CLUSTER, None, TURNS, id="both share with other namespaces"
     ),
     pytest.param(
-        used(TURNS, namespace="other"),
-        {"tenancy": Tenancy.CLUSTER},
-        TENANCY,
-        None,
-        id="the tenant keeps to its namespace",
-    ),
-    pytest.param(
-        used(TURNS, namespace="other", tenancy=Tenancy.CLUSTER),
-        {"tenancy": Tenancy.CLUSTER},
-        None,
-        TURNS,
-        id="both share with other namespaces",
-    ),
-    pytest.param(
-        used(MPS, namespace="other", tenancy=Tenancy.CLUSTER),
-        {"tenancy": Tenancy.CLUSTER},
-        TENANCY,
-        None,
-        id="one MPS server for two namespaces",
+        used(MPS, namespace="other", **CLUSTER), CLUSTER, TENANCY, None, id="one MPS server for two namespaces"
     ),
     pytest.param(
         gpu_node("a", 1, [tenant(f"t{i}", [GPU], memory_limit_mib=1) for i in range(8)]), {}, SLOTS, None, id="slots"
