@@ -24,7 +24,7 @@ from carpool_core.kube.pods import Pod
 from carpool_core.resources.node import GpuNode, Partition
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import PartitionState, SharingMode
-from carpool_extender.app import build
+from carpool_extender.app import Extender, build
 from carpool_extender.extender_api import BindingArgs, ExtenderArgs
 from carpool_extender.settings import ExtenderSettings
 from carpool_extender.testing import gpu_node, pod_of, seed_job, seed_node
@@ -172,6 +172,7 @@ class Host:
     connection: Connection
     tasks: dict = field(default_factory=dict)
     main: asyncio.Task | None = None
+    extender: Extender | None = None
     is_leader: bool = False
     starts: int = 0
 
@@ -221,10 +222,11 @@ class History:
         if dead:
             await dead[0]  # raises why it ended
             raise AssertionError("a process of the history ended by itself")
+        unwritten = [text for host in self.hosts for text in _unwritten(host)]
         for task in [*always, *(task for host in self.hosts for task in host.tasks)]:
             task.cancel()
         await asyncio.sleep(0)
-        return self._violations()
+        return self._violations() + unwritten
 
     # Hosts
 
@@ -246,7 +248,7 @@ class History:
         settings = ExtenderSettings(
             candidates=self.draw.choice([1, 3]), scheduler_lease=LEASE, scheduler_host=host.name, queue_order="Arrival"
         )
-        extender = build(settings, host.connection, host.clock)
+        host.extender = extender = build(settings, host.connection, host.clock)
         running = asyncio.create_task(extender.run())
         await extender.informers.wait_synced()
         electing = asyncio.create_task(self._elect(host))
@@ -433,6 +435,23 @@ class History:
             for one in (node or {}).get("spec", {}).get("reservations", [])
             if one["podUid"] not in alive
         ]
+
+
+def _unwritten(host):
+    """Return what an extender counts though it is neither written nor a claim."""
+    cluster, found = host.extender.informers.cluster, []
+    for name, node in cluster.nodes.items():
+        written = {one.pod_uid for one in node.spec.reservations}
+        for one in cluster.with_assumed(name).spec.reservations:
+            claim = host.extender.admission.claim_of(one.pod_uid)
+            if one.pod_uid not in written and (claim is None or claim.node != name):
+                found.append(f"{host.name} counts {one.pod_name} on {name} without a reservation")
+    jobs = {one.job_uid for node in cluster.nodes.values() for one in node.spec.reservations}
+    for job in jobs:
+        held = {one.pod_uid for node in cluster.nodes.values() for one in node.spec.reservations if one.job_uid == job}
+        if not held <= cluster.pods_of_job(job):
+            found.append(f"{host.name} does not count all reservations of {job}")
+    return found
 
 
 def _held(nodes, node):

@@ -60,36 +60,16 @@ async def test_a_replay_for_the_same_node_joins_the_open_bind(world):
     assert len([call for call in world.kube.calls if call.subresource == "binding"]) == 1
 
 
-async def test_a_replay_for_another_node_is_told_where_the_pod_is_being_bound(world):
-    world.add("x")
-    async with world.extender() as extender, background(extender.service.bind(args())) as binding:
-        await until(lambda: world.held() != {})
-        assert "is being bound to node a at present" in (await extender.service.bind(args(node="b"))).error
-        await world.agent.report("a")
-        await binding
-        answer = await extender.service.bind(args(node="b"))
-    assert "is bound to node a, so it cannot be bound to b" in answer.error or "reservation on node a" in answer.error
-    assert world.held() == {"a": ["pod-x"]}
-
-
-async def test_two_pods_race_for_the_last_place_and_one_gets_it(world):
-    world.add("x", "y", nodes=["a"])
-    for job in ("x", "y"):
-        seed_job(world.kube, job, memory_mib=30000)
-    async with world.extender() as extender, background(world.agent.serve("a")):
-        answers = await asyncio.gather(extender.service.bind(args("x")), extender.service.bind(args("y")))
-    assert sorted(bool(answer.error) for answer in answers) == [False, True]
-    assert "needs 30,000 MiB; freest NVIDIA A100-SXM4-40GB has 10,960 MiB free" in "".join(a.error for a in answers)
-    assert len(world.reservations("a")) == 1
-
-
-async def test_two_extenders_race_for_one_node(world):
+@pytest.mark.parametrize("extenders", [1, 2])
+async def test_two_pods_race_for_the_last_place_and_one_gets_it(world, extenders):
     world.add("x", "y", nodes=["a"])
     for job in ("x", "y"):
         seed_job(world.kube, job, memory_mib=30000)
     async with world.extender() as one, world.extender() as other, background(world.agent.serve("a")):
-        answers = await asyncio.gather(one.service.bind(args("x")), other.service.bind(args("y")))
+        second = other if extenders == 2 else one
+        answers = await asyncio.gather(one.service.bind(args("x")), second.service.bind(args("y")))
     assert sorted(bool(answer.error) for answer in answers) == [False, True]
+    assert "needs 30,000 MiB; freest NVIDIA A100-SXM4-40GB has 10,960 MiB free" in "".join(a.error for a in answers)
     assert len(world.reservations("a")) == 1
 
 
@@ -107,14 +87,6 @@ async def test_two_extenders_race_for_one_pod(world):
         await until(lambda: world.held() == {world.bound_to(): ["pod-x"]})
 
 
-async def test_conflicts_are_decided_again(world):
-    world.add("x")
-    for _ in range(3):
-        world.kube.fail_next("patch", GPU_NODES, Conflict("changed", status=409))
-    async with world.extender() as extender, background(world.agent.serve("a")):
-        assert (await extender.service.bind(args())).error == ""
-
-
 async def test_endless_conflicts_end_in_an_error(world):
     world.add("x")
     for _ in range(50):
@@ -122,21 +94,6 @@ async def test_endless_conflicts_end_in_an_error(world):
     async with world.extender() as extender:
         assert "was not bound to node a: changed" in (await extender.service.bind(args())).error
     assert len([c for c in world.kube.calls if c.verb == "patch" and c.plural == "gpunodes"]) == 8
-
-
-async def test_a_lost_answer_to_the_reservation_is_found_again(world):
-    world.add("x")
-    world.kube.fail_next("patch", GPU_NODES, Unreachable("reset"), after=True)
-    async with (
-        world.extender() as extender,
-        background(world.agent.serve("a")),
-        background(extender.service.bind(args())) as binding,
-    ):
-        await until(lambda: world.clock.sleeping != [])
-        await until(lambda: min(world.clock.sleeping) < 1)
-        world.clock.advance(0.1)
-        assert (await binding).error == ""
-    assert world.held() == {"a": ["pod-x"]}
 
 
 async def test_the_deadline_counts_from_the_write_though_the_bind_waited_for_it(world):
@@ -172,16 +129,36 @@ async def test_a_reason_names_no_neighbour_that_left_while_the_bind_waited_to_be
     assert (held.get("threadPercentage"), held["expectedSlowdown"]) == (100, 1.0)
 
 
-async def test_a_pod_that_is_being_bound_fits_only_where_that_is(world):
-    """Regression: kube-scheduler hung up, tried the pod on another node each time, and was told to try again."""
+async def test_a_pod_that_is_being_bound_fits_only_on_that_node(world):
+    """Regression: kube-scheduler hung up, and tried the pod on another node each time."""
     world.add("x")
-    async with world.extender() as extender, background(extender.service.bind(args())):
+    async with world.extender() as extender, background(extender.service.bind(args())) as binding:
         await asyncio.sleep(0)
         assert not world.held()
         found = await extender.service.filter(filtering())
         assert found.node_names == ["a"]
         assert found.failed_nodes == {"b": "NoGpuFits: this pod is being bound to node a at present"}
         assert [(p.host, p.score) for p in await extender.service.prioritize(filtering())] == [("a", 10), ("b", 0)]
+        assert "is being bound to node a at present" in (await extender.service.bind(args(node="b"))).error
+        await until(lambda: world.held() != {})
+        await world.agent.report("a")
+        await binding
+        answer = await extender.service.bind(args(node="b"))
+    assert "is bound to node a, so it cannot be bound to b" in answer.error or "reservation on node a" in answer.error
+    assert world.held() == {"a": ["pod-x"]}
+
+
+async def test_bind_on_a_node_that_is_deleted_leaves_nothing_that_counts(world):
+    world.add("x")
+    async with world.extender() as extender, background(extender.service.bind(args())) as binding:
+        await until(lambda: world.held() != {})
+        await world.kube.delete(GPU_NODES, "a")
+        assert "is gone" in (await binding).error
+        world.add(nodes=["a"])
+        cluster = extender.informers.cluster
+        await until(lambda: cluster.node("a") is not None)
+        assert cluster.with_assumed("a") == cluster.node("a")
+        assert cluster.pods_of_job("job-x") == set()
 
 
 async def test_binds_beyond_the_limit_wait_without_a_reservation_and_go_on_when_one_ends(world):
@@ -339,17 +316,6 @@ async def test_an_agent_that_no_longer_reports_gets_no_more_jobs(world):
         assert named(await extender.service.filter(filtering())) == ["a"]
 
 
-async def test_a_report_about_another_generation_does_not_count(world):
-    world.add("x")
-    async with world.extender() as extender, background(extender.service.bind(args())) as binding:
-        await until(lambda: world.held() != {})
-        patch = {"status": {"partitions": [{"podUid": "pod-x", "generation": 0, "state": "Ready"}]}}
-        await world.kube.patch(GPU_NODES, "a", patch, subresource="status")
-        for _ in range(50):
-            await asyncio.sleep(0)
-        assert not binding.done()
-
-
 @pytest.mark.parametrize("stale", [PartitionState.FAILED, PartitionState.READY])
 @pytest.mark.parametrize("back_s", [0, 3600])
 async def test_a_report_about_an_earlier_reservation_of_the_pod_does_not_count(world, stale, back_s):
@@ -374,28 +340,21 @@ async def test_a_report_about_an_earlier_reservation_of_the_pod_does_not_count(w
 # The Binding
 
 
+@pytest.mark.parametrize("arrives", [True, False])
 @pytest.mark.parametrize("error", [Unreachable("reset"), Overloaded("504", status=504)])
-async def test_a_lost_answer_to_the_binding_is_read_back(world, error):
+async def test_a_binding_without_answer_is_read_back_and_sent_again_if_it_did_not_arrive(world, error, arrives):
     world.add("x")
-    world.kube.fail_next("create", PODS, error, after=True, subresource="binding")
-    async with world.extender() as extender, background(world.agent.serve("a")):
-        assert (await extender.service.bind(args())).error == ""
-    assert world.bound_to() == "a"
-    assert world.held() == {"a": ["pod-x"]}
-
-
-async def test_a_binding_that_did_not_arrive_is_sent_again(world):
-    world.add("x")
-    world.kube.fail_next("create", PODS, Unreachable("reset"), subresource="binding")
+    world.kube.fail_next("create", PODS, error, after=arrives, subresource="binding")
     async with (
         world.extender() as extender,
         background(world.agent.serve("a")),
         background(extender.service.bind(args())) as binding,
     ):
-        await until(lambda: any(seconds < 1 for seconds in world.clock.sleeping))
+        await until(lambda: binding.done() or any(seconds < 1 for seconds in world.clock.sleeping))
         world.clock.advance(0.5)
         assert (await binding).error == ""
     assert world.bound_to() == "a"
+    assert world.held() == {"a": ["pod-x"]}
 
 
 async def test_a_binding_whose_outcome_stays_unknown_keeps_its_reservation_until_it_lapses(world):
@@ -405,9 +364,10 @@ async def test_a_binding_whose_outcome_stays_unknown_keeps_its_reservation_until
         world.kube.fail_next("create", PODS, Unreachable("reset"), subresource="binding")
     async with world.extender() as extender, background(world.agent.serve("a")):
         async with background(extender.service.bind(args())) as binding:
-            for _ in range(3):
-                await until(lambda: binding.done() or any(seconds < 1 for seconds in world.clock.sleeping))
-                world.clock.advance(1)
+            while not binding.done():
+                for _ in range(50):
+                    await asyncio.sleep(0)
+                world.clock.advance(0.5)
             assert "is not known, because the API server did not answer" in (await binding).error
         assert world.held() == {"a": ["pod-x"]}
         world.clock.advance(31)
@@ -462,26 +422,26 @@ async def test_a_refused_binding_is_given_back(world):
     assert world.held() == {}
 
 
-async def test_a_pod_that_somebody_else_bound_is_left_where_it_is(world):
+@pytest.mark.parametrize(
+    ("is_replaced", "reason"),
+    [
+        pytest.param(False, "is bound to node b already", id="bound by another scheduler"),
+        pytest.param(True, "has UID pod-x-again now, not pod-x", id="deleted and created again"),
+    ],
+)
+async def test_a_pod_that_changed_meanwhile_is_not_bound(world, is_replaced, reason):
     world.add("x")
     async with world.extender() as extender, background(extender.service.bind(args())) as binding:
         await until(lambda: world.held() != {})
-        other = {"metadata": {"name": "x-worker-0-1"}, "target": {"kind": "Node", "name": "b"}}
-        await world.kube.create(PODS, other, namespace="default", name="x-worker-0-1", subresource="binding")
+        if is_replaced:
+            await world.kube.delete(PODS, "x-worker-0-1", namespace="default")
+            world.kube.seed(PODS, pod_of("x", uid="pod-x-again"))
+        else:
+            other = {"metadata": {"name": "x-worker-0-1"}, "target": {"kind": "Node", "name": "b"}}
+            await world.kube.create(PODS, other, namespace="default", name="x-worker-0-1", subresource="binding")
         await world.agent.report("a")
-        assert "is bound to node b already" in (await binding).error
-    assert world.held() == {}
-
-
-async def test_a_pod_that_was_deleted_and_made_again_is_not_bound_in_the_olds_name(world):
-    world.add("x")
-    async with world.extender() as extender, background(extender.service.bind(args())) as binding:
-        await until(lambda: world.held() != {})
-        await world.kube.delete(PODS, "x-worker-0-1", namespace="default")
-        world.kube.seed(PODS, pod_of("x", uid="pod-x-again"))
-        await world.agent.report("a")
-        assert "has UID pod-x-again now, not pod-x" in (await binding).error
-    assert world.bound_to() == ""
+        assert reason in (await binding).error
+    assert world.bound_to() == ("" if is_replaced else "b")
     assert world.held() == {}
 
 
@@ -499,76 +459,27 @@ async def test_a_refused_binding_of_a_pod_that_cannot_be_read_keeps_its_reservat
     assert world.held() == {"a": ["pod-x"]}
 
 
-# A kill between each two steps
+# A kill between two steps
 
 
-async def restarted(world):
-    """A new extender finishes what an earlier one left, through filter and bind as kube-scheduler repeats them."""
-    async with world.extender() as extender, background(world.agent.serve("a")), background(world.agent.serve("b")):
-        for _ in range(100):
-            fits = named(await extender.service.filter(filtering()))
-            if fits:
-                break
-        if world.bound_to() == "":
-            assert (await extender.service.bind(args(node=fits[0]))).error == ""
-        assert world.bound_to() in NAMES
-        await until(lambda: world.held() == {world.bound_to(): ["pod-x"]})
-    return fits
-
-
-async def test_killed_before_the_reservation(world):
+@pytest.mark.parametrize("killed", ["while it prepares", "when it is ready", "after the Binding"])
+async def test_bind_of_a_killed_extender_is_finished_on_its_node(world, killed):
+    """kube-scheduler repeats filter and bind."""
     world.add("x")
-    async with world.extender() as extender:
-        await extender.service.filter(filtering())
-    await restarted(world)
-
-
-async def test_killed_after_the_reservation_the_retry_finishes_there(world):
-    world.add("x")
+    if killed == "after the Binding":
+        world.kube.fail_next("create", PODS, Unreachable("killed here"), after=True, subresource="binding")
     async with world.extender() as extender, background(extender.service.bind(args(node="b"))):
         await until(lambda: world.held() == {"b": ["pod-x"]})
-    async with world.extender() as extender:
+        if killed == "after the Binding":
+            await world.agent.report("b")
+            await until(lambda: world.bound_to() == "b")
+    if killed == "when it is ready":
+        await world.agent.report("b")
+    async with world.extender() as extender, background(world.agent.serve("b")):
         found = await extender.service.filter(filtering())
         assert named(found) == ["b"]
         assert "has a reservation on node b, which lapses at" in found.failed_nodes["a"]
         assert {p.host: p.score for p in await extender.service.prioritize(filtering())} == {"a": 0, "b": 10}
-        answer = await extender.service.bind(args(node="a"))
-        assert "has a reservation on node b, so it cannot be bound to a; retry on b" in answer.error
-    assert await restarted(world) == ["b"]
-    assert world.bound_to() == "b"
-
-
-async def test_killed_after_the_partition_was_ready(world):
-    world.add("x")
-    async with world.extender() as extender, background(extender.service.bind(args())):
-        await until(lambda: world.held() != {})
-    await world.agent.report("a")
-    assert await restarted(world) == ["a"]
-
-
-async def test_killed_after_the_binding(world):
-    world.add("x")
-    world.kube.fail_next("create", PODS, Unreachable("killed here"), after=True, subresource="binding")
-    async with (
-        world.extender() as extender,
-        background(world.agent.serve("a")),
-        background(extender.service.bind(args())),
-    ):
-        await until(lambda: world.bound_to() == "a")
-    await restarted(world)
-
-
-async def test_a_reservation_of_a_node_that_is_not_offered_lapses_and_is_released(world):
-    world.add("x")
-    world.hold("here_1")
-    async with world.extender() as extender, background(extender.service.bind(args())):
-        await until(lambda: world.held() != {})
-    async with world.extender() as extender:
-        assert named(await extender.service.filter(filtering(names=["b"]))) == []
-        world.clock.advance(29)
-        for _ in range(100):
-            await asyncio.sleep(0)
-        assert world.held() != {}
-        world.clock.advance(5)
-        await until(lambda: world.held() == {})
-        assert named(await extender.service.filter(filtering(names=["b"]))) == ["b"]
+        assert "node b, so it cannot be bound to a" in (await extender.service.bind(args(node="a"))).error
+        assert (await extender.service.bind(args(node="b"))).error == ""
+    assert (world.bound_to(), world.held()) == ("b", {"b": ["pod-x"]})

@@ -245,84 +245,22 @@ class Setup:
             yield
 
 
-async def two_running(setup):
-    """Seed a node with two running pods and sweep; nothing is written."""
-    seed_node(setup.kube, gpu_node("a", 1, [tenant("x", ["GPU-a-0"]), tenant("y", ["GPU-a-0"])]))
-    for job in "xy":
-        seed_pod(setup.kube, job, nodeName="a")
-    await until(lambda: {"pod-x", "pod-y"} <= {pod.metadata.uid for pod in setup.informers.pods()})
-    await until(lambda: setup.informers.cluster.nodes_holding("pod-y") == ["a"])
-    await setup.sweep()
-    assert not setup.writes()
-
-
-async def goes(kube):
-    await kube.delete(PODS, POD, namespace="default")
-
-
-async def gives_its_name_to_another(kube):
-    await goes(kube)
-    seed_pod(kube, "x", uid="another")
-
-
-async def ends(kube):
-    await kube.patch(PODS, POD, {"status": {"phase": "Failed"}}, namespace="default", subresource="status")
-
-
-async def is_deleted_on_a_dead_node(kube):
-    found = kube.dump(PODS, POD, "default")
-    long_ago = rfc3339(later(-UNCONFIRMED_S - 1))
-    kube.seed(PODS, found | {"metadata": found["metadata"] | {"deletionTimestamp": long_ago}})
-
-
-@pytest.mark.parametrize("happens", [goes, gives_its_name_to_another, ends, is_deleted_on_a_dead_node])
-async def test_a_sweep_releases_what_is_no_longer_needed(happens):
-    setup = Setup()
-    async with setup.watching():
-        await two_running(setup)
-        was = setup.informers.pod("pod-x")
-        await happens(setup.kube)
-        await until(lambda: setup.informers.pod("pod-x") is not was)
-        await setup.sweep()
-    assert setup.held() == ["pod-y"]
-
-
-async def test_a_lost_node_is_restored_when_its_agent_reports_gpus_again():
-    setup = Setup()
-    async with setup.watching():
-        await two_running(setup)
-        lost = setup.kube.dump(GPU_NODES, "a")
-        await setup.kube.delete(GPU_NODES, "a")
-        await until(lambda: setup.informers.cluster.node("a") is None)
-        await setup.sweep()
-        setup.kube.seed(GPU_NODES, lost | {"metadata": {"name": "a", "uid": "another"}, "spec": {"reservations": []}})
-        await until(lambda: setup.informers.cluster.node("a") is not None)
-        await setup.sweep()
-    assert sorted(setup.held()) == ["pod-x", "pod-y"]
-
-
-async def test_releases_of_one_node_are_written_together():
+@pytest.mark.parametrize("is_restored", [False, True], ids=["released", "restored"])
+async def test_reservations_of_one_node_are_released_or_restored_together(is_restored):
     """Regression: each release waited for the pause after the one before, a tenth of a second each."""
     setup = Setup()
     seed_node(setup.kube, gpu_node("a", 4, [tenant(f"t{i}", [f"GPU-a-{i // 4}"]) for i in range(16)]))
     async with setup.watching():
+        if is_restored:
+            for i in range(16):
+                seed_pod(setup.kube, f"t{i}", nodeName="a")
+            await setup.kube.patch(GPU_NODES, "a", {"spec": {"reservations": []}})
+            await until(lambda: setup.informers.cluster.nodes_holding("pod-t0") == [])
+            await until(lambda: setup.informers.pod("pod-t15") is not None)
+            setup.kube.calls.clear()
         await setup.sweep()
-    assert setup.held() == []
+    assert len(setup.held()) == 16 * is_restored
     assert len(setup.writes()) <= 2
-
-
-async def test_reservations_of_one_node_are_restored_together():
-    setup = Setup()
-    seed_node(setup.kube, gpu_node("a", 4, [tenant(f"t{i}", [f"GPU-a-{i // 4}"]) for i in range(16)]))
-    for i in range(16):
-        seed_pod(setup.kube, f"t{i}", nodeName="a")
-    async with setup.watching():
-        await setup.kube.patch(GPU_NODES, "a", {"spec": {"reservations": []}})
-        await until(lambda: setup.informers.cluster.nodes_holding("pod-t0") == [])
-        before = len(setup.writes())
-        await setup.sweep()
-    assert len(setup.held()) == 16
-    assert len(setup.writes()) - before <= 2
 
 
 class Stuck(FakeKube):

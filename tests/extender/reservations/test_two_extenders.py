@@ -1,4 +1,6 @@
-"""Random histories with two extenders and faults: no bound pod without reservation, no GPU over-committed, no leak."""
+"""Random histories with two extenders and faults: no bound pod without reservation, no GPU over-committed, no leak.
+
+At the end no extender counts a reservation that is neither written nor claimed."""
 
 import os
 
