@@ -1,7 +1,7 @@
 """The job's status: the draft of a decision, the conditions Placed and Running, the columns of `kubectl get`. Pure."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from datetime import datetime
 from typing import Any, Literal
 
@@ -143,7 +143,8 @@ class Draft:
         if is_current:
             self.update(observed_generation=self.job.metadata.generation)
         self.update(summary=summarize(self.status))
-        status = bounded(conditions.with_state(self.status))
+        failed = {pod.metadata.uid for pod in self.snapshot.pods if pod.status.phase == "Failed"}
+        status = bounded(conditions.with_state(self.status), failed)
         write = [WriteStatus(status)] if status != self.job.status else []
         return Decision((*self._before_write, *write, *self._pod_actions, *self._after_write), self._requeue_after_s)
 
@@ -158,12 +159,21 @@ _SHORTER = ((512, 8), (128, 2), (0, 0))
 _SHORT_MESSAGE_CHARS = 256
 
 
-def bounded(status: JobStatus) -> JobStatus:
-    """Return a status of at most 200 KiB for any number of workers: with less detail on each placement and attempt."""
+def bounded(status: JobStatus, failed: Container[str] = ()) -> JobStatus:
+    """Return a status of at most 200 KiB for any number of workers: with less detail on each placement and attempt.
+
+    Args:
+        status: The whole status.
+        failed: UIDs of failed pods, whose placements are kept first.
+    """
     places = status.placement
     if len(places) > _MAX_PLACEMENTS:
-        omitted = len(places) - _MAX_PLACEMENTS
-        status = replace(status, placement=places[:_MAX_PLACEMENTS], omitted_placements=omitted)
+        # Released placements still count, so the number does not fall during an attempt.
+        omitted = max(status.omitted_placements, len(places) - _MAX_PLACEMENTS)
+        # The outcome of a failed worker depends on its placement, also after its reservation is released.
+        listed = sorted(places, key=lambda place: place.pod_uid not in failed)[:_MAX_PLACEMENTS]
+        listed.sort(key=lambda place: place.worker)
+        status = replace(status, placement=listed, omitted_placements=omitted)
     elif not places:
         status = replace(status, omitted_placements=0)
     for chars, neighbours in _SHORTER:
@@ -250,7 +260,7 @@ def report_placed(draft: Draft, demand: Demand, pods: Sequence[Pod]) -> None:
     placed = len(pods) - len(waiting)
     if placed >= workers:
         was_placed = conditions.is_true(draft.status, keys.CONDITION_PLACED)
-        count = [f"{len(places):,} workers are placed"] if len(places) > _DESCRIBED else []
+        count = [f"{workers:,} workers are placed"] if workers > _DESCRIBED else []
         message = "; ".join([*count, *map(placement.describe, places[:_DESCRIBED])])
         alone = why_alone(demand, places)
         detail = message if alone is None else f"{message}; {alone}"
@@ -395,7 +405,19 @@ _MAX_COLUMN_CHARS = 256
 
 
 def summarize(status: JobStatus) -> JobSummary | None:
-    """Return the columns; None if all are empty."""
+    """Return the columns; None if all are empty.
+
+    A status holds only the first placements, and those of other workers are gone once their reservations are released.
+    The columns that depend on all placements then keep their values.
+    """
+    observed = {
+        "observed_memory": _memory([status.observed.peak_memory_mib]) if status.observed else "",
+        "observed_utilization": _observed_utilization(status),
+        "step_time": _step_time(status),
+    }
+    omitted = status.omitted_placements
+    if status.summary is not None and omitted and 0 < len(status.placement) < _MAX_PLACEMENTS + omitted:
+        return replace(status.summary, **observed)
     predictions = _predictions(status)
     summary = JobSummary(
         node=_distinct(place.node for place in status.placement),
@@ -404,10 +426,8 @@ def summarize(status: JobStatus) -> JobSummary | None:
         predicted_memory=_memory([p.memory.median_mib for p in predictions]),
         memory_bound=_memory_bound(status),
         predicted_utilization=_range([p.activity.gpu_util_percent.median for p in predictions], ".0f", "%"),
-        observed_memory=_memory([status.observed.peak_memory_mib]) if status.observed else "",
-        observed_utilization=_observed_utilization(status),
         slowdown=format(max(p.expected_slowdown for p in status.placement), ".2f") if status.placement else "",
-        step_time=_step_time(status),
+        **observed,
     )
     return None if summary == JobSummary() else summary
 

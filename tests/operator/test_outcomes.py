@@ -77,6 +77,12 @@ def with_status(found: GpuNode, **status: Any) -> GpuNode:
     )
 
 
+def with_held(found: GpuNode, *held: dict[str, Any]) -> GpuNode:
+    """The node with more reservations."""
+    body = msgspec.to_builtins(found)
+    return msgspec.convert({**body, "spec": {"reservations": [*body["spec"]["reservations"], *held]}}, GpuNode)
+
+
 def mps_node(*struck: str, **status: Any) -> GpuNode:
     """The node; its agent reports that these pods ended together."""
     return with_status(node(), struck=[{"podUid": uid, "message": FAULT} for uid in struck], **status)
@@ -241,6 +247,21 @@ def test_oom_is_charged_unless_co_tenants_took_the_share(there: GpuNode, place: 
     if expected == TAKEN:
         assert "beside default/lone, which took more than before" in condition(decision, of, "Placed").message
         assert created(again(before, decision)) == ["x-worker-0-2"], "no backoff the first time"
+
+
+def test_oom_is_attributed_beyond_the_placements_that_the_status_lists() -> None:
+    """Regression: worker 64 and later ones were charged if their reservation was released before the agent's report."""
+    running = [pod(n, phase="Running", nodeName="n1") for n in range(69)]
+    last = pod(69, phase="Failed", nodeName="n1", status=terminated(1, message=OOM, at=ENDED))
+    elsewhere = [reservation(one.metadata.uid, gpuUuids=["GPU-1"]) for one in running]
+    own = reservation("pod-69-1", memoryLimitMib=4000)
+    of = predicted_job(workers=70)
+    with_all, released = with_held(UNREPORTED, *elsewhere, own), with_held(shared(37000), *elsewhere)
+    before = snapshot(of, pods=(*running, last), nodes=(with_all,))
+    decision = reconcile(before)
+    assert condition(decision, of, "Running").reason == "WorkerFailed"
+    status = status_of(again(before, decision, nodes=(released,)), of)
+    assert (status.attempts[0].outcome, status.restarts) == TAKEN
 
 
 def test_worker_that_outgrew_its_measured_peak_is_not_charged() -> None:

@@ -432,3 +432,17 @@ def test_status_of_a_large_job_is_bounded() -> None:
     assert [action for action in released.actions if not isinstance(action, WriteStatus)] == []
     of = msgspec.structs.replace(of, status=status)
     assert condition(released, of, "Placed").status == "True", "a worker that has succeeded was placed"
+
+
+def test_columns_of_a_large_job_stay_after_its_reservations_are_released() -> None:
+    """Regression: `100x` GPUs became `64x`, the number of placements in the status."""
+    workers = range(100)
+    running, ended = ([pod(n, phase=phase, nodeName="n1") for n in workers] for phase in ("Running", "Succeeded"))
+    of = predicted_job(workers=len(workers))
+    for left in (100, 99, 80, 64, 0):
+        held = node(*(reservation(one.metadata.uid) for one in running[:left]))
+        status = status_of(reconcile(snapshot(of, pods=(*running[:left], *ended[left:]), nodes=(held,))), of)
+        assert status.summary is not None
+        assert (status.summary.gpu, status.omitted_placements) == (f"100x Simulated {A100}", 36)
+        of = msgspec.structs.replace(of, status=status)
+    assert status.state == "Complete"
