@@ -68,15 +68,12 @@ class FakeNvml:
 
     def start(self, gpu: int, pid: int, memory_mib: int, *, instance: int | None = None) -> FakeProcess:
         """A process opens a context."""
-        process = FakeProcess(pid, memory_mib, instance)
-        self.gpus[gpu].processes[pid] = process
-        self.gpus[gpu].mig.busy = {p.instance for p in self.gpus[gpu].processes.values() if p.instance is not None}
+        self.gpus[gpu].processes[pid] = process = FakeProcess(pid, memory_mib, instance)
         return process
 
     def end(self, gpu: int, pid: int) -> None:
         """A process ends."""
         del self.gpus[gpu].processes[pid]
-        self.gpus[gpu].mig.busy = {p.instance for p in self.gpus[gpu].processes.values() if p.instance is not None}
 
     def advance(self, seconds: float) -> None:
         """Time passes; kernels run, energy flows, the driver samples."""
@@ -474,6 +471,8 @@ class FakeNvml:
 
     def nvmlComputeInstanceDestroy(self, instance: Any) -> int:
         mig, made, compute = self._object(instance)
+        users = [p for gpu in self.gpus if gpu.mig is mig for p in gpu.processes.values() if p.instance == made.id]
+        require(not users, pynvml.NVML_ERROR_IN_USE)
         mig.destroy_compute(made, compute)
         return int(pynvml.NVML_SUCCESS)
 
