@@ -66,6 +66,14 @@ async def started(of: World, name: str = "x", **reserved_with: Any) -> None:
     await of.settle()
 
 
+async def running_world(**spec: Any) -> World:
+    """An operator that learns, and a job whose pods run since a moment ago."""
+    of = world()
+    of.apply(**spec)
+    await started(of)
+    return of
+
+
 async def measured(of: World, peak_mib: int, name: str = "x", **measures: Any) -> None:
     """Let the agent report measurements, and deliver them to the operator."""
     of.measure(peak_mib, name, **measures)

@@ -28,6 +28,7 @@ from learning_world import (
     model,
     on_t4,
     run_until_on,
+    running_world,
     stack,
     started,
     world,
@@ -114,9 +115,7 @@ async def test_killed_at_each_write_each_attempt_counts_once(write: int, happens
 
 
 async def test_observation_waits_for_a_transient_failure_of_the_predictor() -> None:
-    of = world()
-    of.apply(model={"catalog": {"name": "timm/resnet50"}})
-    await started(of)
+    of = await running_world(model={"catalog": {"name": "timm/resnet50"}})
     await measured(of, 3000)
     of.tracer.answer = Abstention(reason="TorchMissing", message="no torch here")
     of.start()
@@ -135,9 +134,7 @@ async def test_observation_waits_for_a_transient_failure_of_the_predictor() -> N
 
 
 async def test_running_job_is_observed_once_its_peak_is_stable_and_at_its_end() -> None:
-    of = world()
-    of.apply()
-    await started(of)
+    of = await running_world()
     await measured(of, 2000)
     assert writes(of) == 0
     of.clock.advance(LOADING_S / 2)
@@ -169,9 +166,7 @@ async def test_next_prediction_follows_the_peak_of_a_run(
     peaks: list[tuple[int, float]], uppers: list[int], steady: bool, write_count: int
 ) -> None:
     """Regression: only the first observation of a run counted until its end, however it grew."""
-    of = world()
-    of.apply()
-    await started(of)
+    of = await running_world()
     found = []
     for number, (peak_mib, wait_s) in enumerate(peaks):
         await measured_stable(of, peak_mib, wait_s)
@@ -201,9 +196,7 @@ async def test_waiting_job_is_predicted_again_from_runs_of_its_model() -> None:
 
 async def test_crd_without_fingerprints_causes_no_repeated_predictions() -> None:
     """Regression: Helm does not upgrade CRDs, and the API server drops fields that an old CRD does not have."""
-    of = world()
-    of.apply()
-    await started(of)
+    of = await running_world()
     await measured_stable(of, 5000, LOADING_S)
     await of.submit("y")
     for _ in range(2):
@@ -219,9 +212,7 @@ async def test_crd_without_fingerprints_causes_no_repeated_predictions() -> None
 
 async def test_steady_peak_stays_steady_across_a_restart() -> None:
     """Regression: a steady peak became a first observation again, which never lowers a bound."""
-    of = world()
-    of.apply()
-    await started(of)
+    of = await running_world()
     await measured_stable(of, 2000, STEADY_S)
     assert [row.steady for row in stack(of).rows] == [True]
     of.start()
@@ -377,9 +368,7 @@ async def test_one_write_holds_no_more_observations_than_the_document_names() ->
 
 
 async def test_defect_drops_its_observations_and_not_the_operator() -> None:
-    of = world()
-    of.apply(model={"catalog": {"name": "timm/resnet50"}})
-    await started(of)
+    of = await running_world(model={"catalog": {"name": "timm/resnet50"}})
     await measured(of, 3000)
     features, of.tracer.answer = of.tracer.answer, ValueError("a defect")
     of.start()  # so that the model has to be traced again
@@ -517,9 +506,7 @@ async def test_without_read_access_nothing_is_learned() -> None:
 
 
 async def test_forbidden_write_is_tried_again_after_a_longer_pause() -> None:
-    of = world()
-    of.apply()
-    await started(of)
+    of = await running_world()
     await measured(of, 3000)
     of.end_pod("x-worker-0-1")
     of.deliver_events()
