@@ -85,6 +85,7 @@ def seed_attempts(kube, attempts):
 
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_a_job_has_no_more_reservations_than_workers(world, workers):
+    world.hold("here_1")
     for name in NAMES:
         seed_node(world.kube, gpu_node(name))
     seed_job(world.kube, "x", spec={"workers": workers})

@@ -73,58 +73,34 @@ class Agent:
         return {pod: still.margin for pod, still in self.tracker.look(node).items()}
 
 
-def test_the_longer_a_peak_is_stable_the_smaller_is_its_margin():
-    agent = Agent()
-    assert agent.report(reserved(), 100, 5000) == {}
-    assert agent.report(reserved(), 25, 5000) == FIRST
-    assert agent.report(reserved(), 475, 5000) == FIRST
-    assert agent.report(reserved(), 25, 5000) == LAST
-    assert agent.report(reserved(), 25, 5000) == LAST
+def phase(for_s, expected, peak=5000, **changes):
+    return for_s, expected, () if peak is None else (peak,), changes
 
 
 @pytest.mark.parametrize(
-    ("before", "changes"),
+    "before",
     [
-        pytest.param((5000,), {"busy": 0.2}, id="it only loaded"),
-        pytest.param((5000,), {"busy": None}, id="nobody knows whether it works"),
-        pytest.param((5000,), {"memory_mib": 0}, id="its process was gone"),
-        pytest.param((), {}, id="it was not measured"),
+        pytest.param([], id="at once"),
+        pytest.param([phase(700, {}, busy=0.2)], id="it only loaded"),
+        pytest.param([phase(700, {}, busy=None)], id="its activity is unknown"),
+        pytest.param([phase(700, {}, memory_mib=0)], id="its process was gone"),
+        pytest.param([phase(700, {}, peak=None)], id="it was not measured"),
+        pytest.param([phase(600, FIRST, peak=4900)], id="it grew"),
     ],
 )
-def test_time_in_which_a_tenant_does_not_work_or_is_not_measured_does_not_count(before, changes):
+def test_the_longer_a_peak_is_stable_while_its_tenant_works_the_smaller_is_its_margin(before):
     agent = Agent()
-    assert agent.report(reserved(), 700, *before, **changes) == {}
-    assert agent.report(reserved(), 100, 5000) == {}
-    assert agent.report(reserved(), 25, 5000) == FIRST
+    for for_s, expected, peaks, changes in [*before, phase(100, {}), phase(25, FIRST), phase(475, FIRST)]:
+        assert agent.report(reserved(), for_s, *peaks, **changes) == expected
+    assert agent.report(reserved(), 25, 5000) == LAST
+    assert agent.report(reserved(), 25, 5040) == LAST  # below the reporting threshold this is no growth
 
 
-@pytest.mark.parametrize(
-    "pausing",
-    [
-        pytest.param({"busy": 0.0}, id="by its mean"),
-        pytest.param({"busy": 40.0, "working": False}, id="whatever its mean still says"),
-    ],
-)
+@pytest.mark.parametrize("pausing", [{"busy": 0.0}, {"busy": 40.0, "working": False}], ids=["by its mean", "reported"])
 def test_a_pause_neither_counts_nor_resets_the_time(pausing):
     agent = Agent()
-    assert agent.report(reserved(), 75, 5000) == {}
-    assert agent.report(reserved(), 300, 5000, **pausing) == {}
-    assert agent.report(reserved(), 50, 5000) == {}
-    assert agent.report(reserved(), 25, 5000) == FIRST
-
-
-def test_growth_resets_the_time():
-    agent = Agent()
-    assert agent.report(reserved(), 600, 4900) == FIRST
-    assert agent.report(reserved(), 100, 5000) == {}
-    assert agent.report(reserved(), 500, 5000) == FIRST
-    assert agent.report(reserved(), 25, 5000) == LAST
-
-
-def test_growth_below_the_reporting_threshold_counts_as_stable():
-    agent = Agent()
-    agent.report(reserved(), 300, 5000)
-    assert agent.report(reserved(), 325, 5040) == LAST
+    for for_s, expected, changes in [(75, {}, {}), (300, {}, pausing), (50, {}, {}), (25, FIRST, {})]:
+        assert agent.report(reserved(), for_s, 5000, **changes) == expected
 
 
 def test_all_gpus_of_a_worker_must_be_stable():
@@ -326,20 +302,6 @@ async def test_a_lone_job_is_joined_once_its_peak_was_measured(world):
     assert world.reservations("a")[0]["generation"] == lone["generation"]  # its agent need not act
 
 
-async def test_a_tenant_that_grew_keeps_its_bound_after_its_agent_restarts(world):
-    a_lone_job(world)
-    async with world.extender() as extender:
-        await place(world, extender)
-        await report(world, 125)
-        await until(lambda: counted(world) == [7500])
-        await report(world, 25, peak_mib=8000)
-        await until(lambda: counted(world) == [None])
-        assert "provisional" not in world.reservations("a")[0]["tenant"]
-        await report(world, 700, peak_mib=5000)
-        assert counted(world) == [None]
-        assert named(await extender.service.filter(filtering("y"))) == []
-
-
 async def test_written_peaks_survive_a_restart_of_the_extender(world):
     a_lone_job(world)
     async with world.extender() as extender:
@@ -385,7 +347,7 @@ def lone_node(name, peak_mib, heartbeat):
 
 
 class SlowWriter:
-    """The ledgers of nodes as they are told of; writing `slow` never ends."""
+    """The watched nodes, and a writer that never finishes `slow`."""
 
     def __init__(self):
         self.cluster, self.nodes, self.callbacks, self.written = self, {}, [], []
@@ -406,36 +368,12 @@ class SlowWriter:
         self.written.append((name, decide(self.nodes[name]).reservations[0].tenant.measured_mib))
 
 
-class Nodes:
-    """Nodes each with a lone job, whose agents tell of it."""
-
-    def __init__(self):
-        self.clock, self.writer = FakeClock(), SlowWriter()
-        self.updater = PeakUpdater(self.writer, self.writer, PeakTracker(self.clock))
-
-    def report(self, for_s, *names, peak_mib=5000):
-        for _ in range(round(for_s / 25)):
-            self.clock.advance(25)
-            for name in names:
-                self.writer.apply(lone_node(name, peak_mib, self.clock.now().isoformat()))
-
-
 async def test_a_node_that_is_slow_to_write_delays_no_other():
-    nodes = Nodes()
-    async with background(nodes.updater.run()):
-        nodes.report(125, "slow")
-        await asyncio.sleep(0)
-        nodes.report(125, "quick")
-        await until(lambda: nodes.writer.written == [("quick", 7500)])
-
-
-async def test_an_outdated_peak_is_not_written():
-    nodes = Nodes()
-    nodes.report(125, "a")
-    nodes.report(25, "a", peak_mib=6000)
-    async with background(nodes.updater.run()):
-        for _ in range(20):
+    clock, writer = FakeClock(), SlowWriter()
+    async with background(PeakUpdater(writer, writer, PeakTracker(clock)).run()):
+        for name in ("slow", "quick"):
+            for _ in range(5):
+                clock.advance(25)
+                writer.apply(lone_node(name, 5000, clock.now().isoformat()))
             await asyncio.sleep(0)
-        assert nodes.writer.written == []
-        nodes.report(100, "a", peak_mib=6000)
-        await until(lambda: nodes.writer.written == [("a", 9000)])
+        await until(lambda: writer.written == [("quick", 7500)])
