@@ -5,7 +5,7 @@ from importlib.metadata import version
 
 import msgspec
 import structlog
-from carpool_core.clock import Clock
+from carpool_core.clock import Clock, ServerClock
 from carpool_core.keys import LABEL_JOB
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS, KubeApi, Selector
 from carpool_core.kube.errors import KubeError
@@ -44,6 +44,7 @@ class Operator:
     """Caches jobs, pods and GpuNodes, and reconciles each job that an event concerns."""
 
     def __init__(self, settings: OperatorSettings, api: KubeApi, clock: Clock, tracer: Tracer) -> None:
+        clock = ServerClock(clock, api)  # deadlines count from times that the API server wrote
         self._settings, self._api, self._clock = settings, api, clock
         self.queue = WorkQueue(clock)
         self.jobs = JobCache(self.queue)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import click
 import msgspec
-from carpool_core.clock import SystemClock
+from carpool_core.clock import ServerClock, SystemClock
 from carpool_core.keys import GROUP_VERSION
 from carpool_core.kube.api import CONFIG_MAPS, GPU_TRAINING_JOBS, KubeApi
 from carpool_core.kube.client import connect
@@ -336,7 +336,8 @@ def _print_answer(settings: AskSettings, each_gpu: bool, question: _Question) ->
             site, note = await read_site_settings(api, settings, flags)
             config = SchedulerConfig(find_policy(site.policy), site.slots_per_gpu, site.conditions.conditions())
             job_options = JobOptions(site.job_policies, site.count_peaks)
-            found = await question(api, site, config, Options(clock, job_options, site.queue_order, each_gpu))
+            options = Options(ServerClock(clock, api), job_options, site.queue_order, each_gpu)
+            found = await question(api, site, config, options)
             return Answer([*found.lines, note], found.is_infeasible)
 
     try:

@@ -305,7 +305,7 @@ def _user(template: dict[str, Any]) -> int | None:
 def cluster_view(nodes: Sequence[GpuNode], config: SchedulerConfig, clock: Clock) -> ClusterCache:
     """Build the cluster cache from GpuNodes.
 
-    An agent is silent by its last heartbeat and the caller's clock. Without a heartbeat the GpuNode's creation counts.
+    An agent is silent by its last heartbeat and `clock`. Without a heartbeat the GpuNode's creation counts.
     """
     availability, now = GpuAvailability(clock), clock.now().timestamp()
     cluster = ClusterCache(config.slots, availability)
