@@ -16,7 +16,7 @@ from carpool_extender.framework.selection import EvaluationCache
 from carpool_extender.queue.order import QueueOrder
 from carpool_extender.queue.scheduling_queue import PodRef, QueuedJobInfo, SchedulingQueue
 from carpool_extender.testing import cluster as cluster_of
-from carpool_extender.testing import demand, gpu_node, pod_of, seed_job, seed_node, seed_pod, until
+from carpool_extender.testing import demand, gpu_node, pod_of, seed_job, seed_node, seed_pod, tenant, until
 from carpool_extender.workloads import ANNOTATION_POLICY
 from carpool_simulator.engine import Simulation
 from carpool_simulator.strategy import Knowledge, Strategy
@@ -32,7 +32,7 @@ class Cluster(World):
     """A world whose extender leads, unless a test says otherwise."""
 
     def __init__(self, *, leads=True, **chosen):
-        super().__init__(leads=leads, candidates=1, queue_order="Arrival", **chosen)
+        super().__init__(leads=leads, candidates=1, queue_order=QueueOrder.ARRIVAL, **chosen)
 
     def queue(self, name, second=0, *, workers=1, gpus=1, gates=GATES, **spec):
         created = f"2026-01-31T11:{second // 60:02}:{second % 60:02}Z"
@@ -234,6 +234,27 @@ async def test_a_job_that_becomes_invalid_after_its_admission_gives_its_gpus_bac
         assert extender.admission.claim_of(PodUid("pod-x")) is None
         await cluster.settle(32)
         assert "x-worker-0-1" not in {pod["metadata"]["name"] for pod in cluster.kube.dump_all(PODS)}
+
+
+async def test_a_status_write_of_the_reserved_job_moves_no_reservation_in_time(cluster):
+    """Regression: the job left the queue for a moment, and its reservation was computed again, on node b."""
+    cluster.queue("p", training={"steps": 10**7})
+    cluster.queue("wide", 5, gpus=2)
+    cluster.queue("long", 10, training={"steps": 10**8})
+    async with cluster.extender() as extender:
+        await cluster.settle()
+        assert cluster.gated() == ["long-worker-0-1", "wide-worker-0-1"]
+        await cluster.kube.delete(PODS, "long-worker-0-1", namespace="default")
+        seed_job(cluster.kube, "q")
+        seed_pod(cluster.kube, "q", nodeName="b")
+        seed_node(cluster.kube, gpu_node("b", 2, [tenant("q", ["GPU-b-0"], SharingMode.EXCLUSIVE)]))
+        await cluster.settle()
+        state = {"status": {"state": "Queued"}}
+        await cluster.kube.patch(GPU_TRAINING_JOBS, "wide", state, namespace="default", subresource="status")
+        await cluster.settle()
+        cluster.queue("late", 15, training={"steps": 10**8})
+        await cluster.settle()
+        assert extender.admission.claim_of(PodUid("pod-late")).node == "b", "GPUs of node a are reserved in time"
 
 
 LENGTHS_S = (2.3, 2.9, 4.1, 5.7, 6.2, 7.6, 8.9, 9.4, 11.3, 13.8, 15.2)

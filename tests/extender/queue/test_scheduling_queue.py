@@ -165,6 +165,30 @@ class TestBackfill:
         assert names(result) == ["small"]
         assert result.reserved is None
 
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            pytest.param({}, id="same entry"),
+            pytest.param({"duration_s": 5.0}, id="another length"),
+        ],
+    )
+    def test_a_reservation_in_time_survives_a_new_entry_of_its_job(self, changes):
+        queued, _ = queue(gpu_node("a", 2, [busy("p", 0)]))
+        wide = job("wide", 1, gpus=2)
+        before = one_pass(queued, [wide, job("small", 2, duration_s=1e6)], ends(p=210.0), 10.0).reserved
+        queued.add(replace(wide, **changes))
+        list(queued.admit(ends(p=900.0), 20.0))
+        assert (queued.reserved.start_s, queued.reserved.gpus) == (before.start_s, before.gpus)
+
+    def test_a_job_ahead_that_no_gpu_could_hold_moves_no_reservation_in_time(self):
+        queued, _ = queue(gpu_node("a", 2, [busy("p", 0)]))
+        small = job("small", 3, duration_s=1e6)
+        before = one_pass(queued, [job("never", 1, gpus=9), job("wide", 2, gpus=2), small], ends(p=210.0), 10.0)
+        queued.remove(small.job)
+        queued.add(small)
+        list(queued.admit(ends(p=900.0), 20.0))
+        assert queued.reserved is before.reserved
+
     def test_more_demands_ahead_than_any_limit(self):
         """Regression: the order ended at eight kinds of demand, so a ninth kind passed a large job forever."""
         queued, _ = queue(gpu_node("a", 4, [busy("p", 0)]))
