@@ -47,9 +47,12 @@ class JobSpecRow(_Wire, frozen=True, kw_only=True):
 
 
 class AttemptRow(_Wire, frozen=True, kw_only=True):
-    """How an attempt ended."""
+    """Number, pods and outcome of an attempt."""
 
+    number: int = 0
     outcome: str = ""
+    pod_uids: list[PodUid] = []
+    """UIDs of its pods, as far as the operator has recorded them; of the latest attempt only."""
 
 
 class JobStatusRow(_Wire, frozen=True, kw_only=True):
@@ -57,6 +60,11 @@ class JobStatusRow(_Wire, frozen=True, kw_only=True):
 
     prediction: Prediction | None = None
     attempts: list[AttemptRow] = []
+
+    @property
+    def latest_attempt(self) -> AttemptRow:
+        """The latest attempt; number 0 before the first."""
+        return self.attempts[-1] if self.attempts else AttemptRow()
 
     @property
     def died_of_memory(self) -> bool:
@@ -92,8 +100,8 @@ class WatchedStatus(JobStatusRow, frozen=True, kw_only=True):
                 times = {intern(p.product): p.step_time_seconds.median for p in self.prediction.products}
                 msgspec.structs.force_setattr(self, "step_times_s", times)
             msgspec.structs.force_setattr(self, "prediction", None)
-        if self.attempts and not self.died_of_memory:
-            msgspec.structs.force_setattr(self, "attempts", [])
+        if len(self.attempts) > 1 and not self.died_of_memory:
+            msgspec.structs.force_setattr(self, "attempts", self.attempts[-1:])
 
 
 class WatchedJob(JobRow, frozen=True, kw_only=True):

@@ -33,7 +33,7 @@ from carpool_extender.cache.cluster import may_free_capacity
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.gang import place_gang
 from carpool_extender.framework.selection import EvaluationCache
-from carpool_extender.informers import Informers, JobRow
+from carpool_extender.informers import AttemptRow, Informers, JobRow
 from carpool_extender.metrics import ExtenderMetrics
 from carpool_extender.queue.order import duration_in, reservation_end_s
 from carpool_extender.queue.scheduling_queue import (
@@ -303,9 +303,19 @@ class AdmissionController:
         return self._info(job, gang, request, now_s) if gang.gated else None
 
     def _gang(self, job: JobUid) -> _Gang | None:
-        """Return the pods of a job's latest attempt; None if none of them waits."""
-        named = [(pod, name) for pod in self._informers.pods_of(job) if (name := parse_worker_name(pod.metadata.name))]
-        latest, gang = max((name.attempt for _, name in named), default=0), _Gang()
+        """Return the pods of a job's latest attempt; None if none of them waits.
+
+        Users can create pods that name the job as controller. The job's status, which they cannot write, has the number
+        of the attempt and the UIDs of its pods. A pod that is not recorded yet waits for the status.
+        """
+        row, pods = self._informers.job(job), self._informers.pods_of(job)
+        attempt = AttemptRow() if row is None else row.status.latest_attempt
+        if row is not None:
+            pods = [pod for pod in pods if pod.metadata.namespace == row.metadata.namespace]
+        if attempt.pod_uids:
+            pods = [pod for pod in pods if pod.metadata.uid in attempt.pod_uids]
+        named = [(pod, name) for pod in pods if (name := parse_worker_name(pod.metadata.name))]
+        latest, gang = attempt.number or max((name.attempt for _, name in named), default=0), _Gang()
         for pod, name in named:
             if name.attempt != latest or pod.status.phase == "Failed":
                 continue
@@ -600,9 +610,11 @@ class AdmissionController:
     def _job_changed(self, old: JobRow | None, new: JobRow | None) -> None:
         if new is None and old is not None:
             self._jobs.pop(JobUid(old.metadata.uid), None)
-        elif new is not None and (job := JobUid(new.metadata.uid)) in self._gangs:
-            self._dirty.add(job)
-            self._changed.set()
+        elif new is not None:
+            job = JobUid(new.metadata.uid)
+            if job in self._gangs or old is None or old.status.latest_attempt != new.status.latest_attempt:
+                self._dirty.add(job)
+                self._changed.set()
 
 
 def _is_same(old: Pod, new: Pod) -> bool:

@@ -257,6 +257,51 @@ async def test_a_status_write_of_the_reserved_job_moves_no_reservation_in_time(c
         assert extender.admission.claim_of(PodUid("pod-late")).node == "b", "GPUs of node a are reserved in time"
 
 
+def named_pod(name, job="x", namespace="default"):
+    pod = pod_of(job, uid=f"uid-{name}", schedulingGates=GATES)
+    pod["metadata"] |= {"name": name, "namespace": namespace}
+    return pod
+
+
+async def record(cluster, number, *uids):
+    status = {"status": {"attempts": [{"number": number, "outcome": "Creating", "podUids": list(uids)}]}}
+    await cluster.kube.patch(GPU_TRAINING_JOBS, "x", status, namespace="default", subresource="status")
+
+
+@pytest.mark.parametrize(
+    ("name", "namespace"),
+    [
+        pytest.param("x-worker-0-999", "default", id="higher attempt"),
+        pytest.param("x-worker-0-1", "other", id="other namespace"),
+    ],
+)
+async def test_a_pod_that_a_user_created_in_a_job_s_name_blocks_nothing(cluster, name, namespace):
+    cluster.queue("x")
+    cluster.kube.seed(PODS, named_pod(name, namespace=namespace))
+    await record(cluster, 1, "pod-x")
+    async with cluster.extender():
+        await cluster.settle()
+        assert cluster.gated() == [name]
+        assert not cluster.pod()["spec"].get("schedulingGates")
+
+
+async def test_a_pod_waits_until_the_status_records_it(cluster):
+    cluster.queue("x", workers=2)
+    await record(cluster, 1, "pod-x")
+    async with cluster.extender():
+        await cluster.settle()
+        assert cluster.gated() == ["x-worker-0-1", "x-worker-1-1"], "one of two pods is recorded"
+        for worker in range(2):
+            await cluster.kube.delete(PODS, f"x-worker-{worker}-1", namespace="default")
+            cluster.kube.seed(PODS, named_pod(f"x-worker-{worker}-2"))
+        await cluster.settle()
+        assert cluster.gated() == ["x-worker-0-2", "x-worker-1-2"], "the status has attempt 1"
+        await record(cluster, 2)
+        await record(cluster, 2, "uid-x-worker-0-2", "uid-x-worker-1-2")
+        await cluster.settle()
+        assert cluster.gated() == []
+
+
 LENGTHS_S = (2.3, 2.9, 4.1, 5.7, 6.2, 7.6, 8.9, 9.4, 11.3, 13.8, 15.2)
 
 
