@@ -161,6 +161,13 @@ def test_a_stable_peak_times_its_margin_counts_but_never_more_than_before(promis
     assert settled.memory_limit_mib == held.memory_limit_mib
 
 
+@pytest.mark.parametrize(("margin", "counted"), [(FIRST, 6000), (LAST, 5500)])
+def test_margins_shrink_only(margin, counted):
+    node = a_node(reserved(replace(POOR, measured_mib=6000)), tenants=measured(5000))
+    [settled] = use_measured_peak(node.spec, measured_tenants(node), after(margin, 5000)).reservations
+    assert settled.tenant.measured_mib == counted
+
+
 @pytest.mark.parametrize(
     ("stood", "found", "counted"),
     [
@@ -174,14 +181,6 @@ def test_a_margin_applies_only_to_the_peaks_that_were_stable(stood, found, count
     node = a_node(reserved(gpus=GPUS[: len(found)], mode=SharingMode.TIME_SLICING), tenants=measured(*found))
     [settled] = use_measured_peak(node.spec, measured_tenants(node), after(LAST, *stood)).reservations
     assert settled.tenant.measured_mib == counted
-
-
-def test_margins_shrink_only():
-    held = reserved(replace(POOR, measured_mib=6000))
-    node = a_node(held, tenants=measured(5000))
-    assert use_measured_peak(node.spec, measured_tenants(node), after(FIRST, 5000)) is node.spec
-    [settled] = use_measured_peak(node.spec, measured_tenants(node), after(LAST, 5000)).reservations
-    assert settled.tenant.measured_mib == 5500
 
 
 @pytest.mark.parametrize(

@@ -71,11 +71,14 @@ async def test_an_invalid_change_fails_alone_and_the_others_of_its_batch_are_wri
     assert setup.held == ["pod-x", "pod-z"]
 
 
-async def test_an_invalid_change_is_tried_once():
-    setup = Setup()
-    with pytest.raises(Invalid):
-        await setup.writer.change("a", adding(UNREADABLE))
-    assert setup.verbs == ["get"]
+@pytest.mark.parametrize(("change", "error"), [(UNREADABLE, Invalid), (X, Forbidden)])
+async def test_a_change_that_cannot_be_written_is_tried_once(change, error):
+    setup = await Setup().read()
+    if error is Forbidden:
+        setup.kube.fail_next("patch", GPU_NODES, Forbidden("no right", status=403))
+    with pytest.raises(error):
+        await setup.writer.change("a", adding(change))
+    assert setup.verbs == ([] if error is Invalid else ["patch"])
 
 
 async def test_of_several_reservations_of_one_pod_only_the_first_counts_and_is_written():
@@ -98,21 +101,18 @@ async def test_a_status_report_is_no_conflict():
     assert setup.verbs == ["patch"]
 
 
-async def test_a_reservation_that_another_extender_wrote_is_kept():
+@pytest.mark.parametrize("is_created_again", [False, True], ids=["written by another extender", "created again"])
+async def test_a_change_is_decided_again_on_a_node_that_has_changed(is_created_again):
     setup = await Setup().read()
-    await setup.patch([Y])
+    if is_created_again:
+        created_again = setup.kube.dump(GPU_NODES, "a") | {"metadata": {"name": "a"}}
+        await setup.kube.delete(GPU_NODES, "a")
+        setup.kube.seed(GPU_NODES, created_again)
+        setup.kube.calls.clear()
+    else:
+        await setup.patch([Y])
     await setup.writer.change("a", adding(X))
-    assert setup.held == ["pod-y", "pod-x"]
-    assert setup.verbs == ["patch", "get", "patch"]
-
-
-async def test_a_node_that_was_deleted_and_created_again_is_another_one():
-    setup = await Setup().read()
-    created_again = setup.kube.dump(GPU_NODES, "a")
-    await setup.kube.delete(GPU_NODES, "a")
-    setup.kube.seed(GPU_NODES, created_again | {"metadata": {"name": "a"}})
-    setup.kube.calls.clear()
-    await setup.writer.change("a", adding(X))
+    assert setup.held == (["pod-x"] if is_created_again else ["pod-y", "pod-x"])
     assert setup.verbs == ["patch", "get", "patch"]
 
 
@@ -182,18 +182,5 @@ async def test_a_reservation_that_is_prolonged_while_its_release_is_written_stay
     setup.kube.patch = prolonged_before
     assert not await setup.writer.release("a", X)
     assert setup.held == ["pod-x"]
-
-
-async def test_a_release_on_a_deleted_node_is_no_error():
-    setup = Setup(X)
-    await setup.read()
     await setup.kube.delete(GPU_NODES, "a")
     assert not await setup.writer.release("a", X)
-
-
-async def test_a_change_that_the_server_forbids_fails():
-    setup = await Setup().read()
-    setup.kube.fail_next("patch", GPU_NODES, Forbidden("no right", status=403))
-    with pytest.raises(Forbidden):
-        await setup.writer.change("a", adding(X))
-    assert setup.held == []
