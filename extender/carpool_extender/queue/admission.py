@@ -129,9 +129,8 @@ class _Job:
     retry_at_s: float = 0.0
     retry_reason: str = ""
     """kube-scheduler's words about the last failure."""
-    written: str = ""
-    """Message of the last condition."""
     written_at_s: float = float("-inf")
+    """Monotonic time at which its condition was last compared or written."""
 
 
 @dataclass(slots=True)
@@ -516,11 +515,11 @@ class AdmissionController:
                 pod, text = self._informers.pod(waiting.info.pods[0].uid), self._explain(waiting, state, texts)
             else:
                 continue
-            is_new = text != state.written
-            state.written, state.written_at_s = text, now
-            if is_new and pod is not None and pod.is_gated:
-                reason, _, message = text.partition(": ")
-                due.append((pod, reason, message[:LONGEST_MESSAGE]))
+            state.written_at_s = now
+            reason, _, message = text.partition(": ")
+            wanted = (reason, message[:LONGEST_MESSAGE])
+            if pod is not None and pod.is_gated and _admitted_condition(pod) != wanted:
+                due.append((pod, *wanted))
             if len(due) == CONDITIONS_A_SECOND:
                 break
         return due
@@ -598,7 +597,7 @@ class AdmissionController:
             owner = job_owner_reference(pod.metadata)
             state = None if owner is None else self._jobs.get(JobUid(owner.uid))
             if state is not None:
-                state.failures, state.retry_at_s, state.retry_reason, state.written = 0, 0.0, "", ""
+                state.failures, state.retry_at_s, state.retry_reason = 0, 0.0, ""
         self._touch(pod)
 
     def _node_changed(self, old: GpuNode | None, new: GpuNode | None) -> None:
@@ -630,6 +629,12 @@ def _is_same(old: Pod, new: Pod) -> bool:
 def _created_s(pod: Pod, now_s: float) -> float:
     created = pod.metadata.creation_timestamp
     return parse_rfc3339(created).timestamp() if created else now_s
+
+
+def _admitted_condition(pod: Pod) -> tuple[str, str] | None:
+    """Return reason and message of the condition that a waiting pod has; None if it has none."""
+    found = (one for one in pod.status.conditions if one.type == CONDITION_ADMITTED and one.status == "False")
+    return next(((one.reason, one.message) for one in found), None)
 
 
 def _scheduler_words(pod: Pod) -> str:

@@ -49,8 +49,8 @@ class Cluster(World):
     def gated(self):
         return sorted(pod["metadata"]["name"] for pod in self.kube.dump_all(PODS) if pod["spec"].get("schedulingGates"))
 
-    def condition(self, job, worker=0):
-        pod = self.kube.dump(PODS, f"{job}-worker-{worker}-1", "default")
+    def condition(self, job, worker=0, attempt=1):
+        pod = self.kube.dump(PODS, f"{job}-worker-{worker}-{attempt}", "default")
         found = [one for one in pod["status"].get("conditions", []) if one["type"] == CONDITION_ADMITTED]
         return (found[0]["reason"], found[0]["message"]) if found else None
 
@@ -183,6 +183,28 @@ async def test_a_job_waits_with_a_reason_written_at_most_once_in_ten_seconds(clu
             await cluster.settle(1)
             await cluster.kube.delete(GPU_NODES, "b")
         assert len(cluster.writes("pods")) <= writes + 1
+
+
+async def test_the_pods_of_a_new_attempt_get_the_reason_too(cluster):
+    cluster.queue("wide", gpus=2, gates=[])
+    cluster.queue("x", 5)
+    async with cluster.extender():
+        await cluster.settle(3)
+        await cluster.kube.delete(PODS, "x-worker-0-1", namespace="default")
+        cluster.kube.seed(PODS, named_pod("x-worker-0-2"))
+        await cluster.settle(12)
+        assert cluster.condition("x", attempt=2) == ("NoGpuFits", "2 GPUs: used exclusively")
+
+
+async def test_a_reason_that_was_not_written_is_written_later(cluster):
+    cluster.queue("wide", gpus=2, gates=[])
+    cluster.queue("x", 5)
+    cluster.kube.fail_next("patch", PODS, Unreachable("u"))
+    async with cluster.extender():
+        await cluster.settle(3)
+        assert cluster.condition("x") is None
+        await cluster.settle(12)
+        assert cluster.condition("x") == ("NoGpuFits", "2 GPUs: used exclusively")
 
 
 async def test_a_pod_whose_job_may_not_run_so_is_told(cluster):
