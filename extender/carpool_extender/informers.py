@@ -105,7 +105,7 @@ class WatchedStatus(JobStatusRow, frozen=True, kw_only=True):
 
 
 class WatchedJob(JobRow, frozen=True, kw_only=True):
-    """A job as it is kept: without its labels, by which nobody decides anything."""
+    """A stored job, without its labels, which no decision reads."""
 
     status: WatchedStatus = WatchedStatus()
 
@@ -217,7 +217,7 @@ class Informers:
         self._on_job.append(callback)
 
     def take(self, node: GpuNode) -> None:
-        """Take in a GpuNode that an answer brought, before the watch does; not one whose end the watch has told."""
+        """Apply a GpuNode that a call returned, before the watch shows it; ignore one whose deletion was watched."""
         if node.metadata.uid in self._deleted:
             return
         self._apply(node)

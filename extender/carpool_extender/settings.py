@@ -58,43 +58,43 @@ class TlsSettings:
 
 @dataclass(frozen=True)
 class ConditionSettings:
-    """What a GPU must be like before the policy looks at it."""
+    """Limits on a GPU that apply before the policy ranks it."""
 
     max_sm_active: float | None = setting(
         None,
         flag="--most-sm-active",
         env="CARPOOL_MOST_SM_ACTIVE",
-        help="Largest SM activity (0..1) of the jobs that a GPU has already; any when left out.",
+        help="Largest SM activity (0..1) of a GPU's present tenants; no limit by default.",
     )
     max_joint_sm_active: float | None = setting(
         None,
         flag="--most-joint-sm-active",
         env="CARPOOL_MOST_JOINT_SM_ACTIVE",
-        help="Largest SM activity (0..1) of a GPU's jobs together with the newcomer's; any when left out.",
+        help="Largest SM activity (0..1) of a GPU's tenants and the new job together; no limit by default.",
     )
     min_free_mib: int | None = setting(
         None,
         flag="--least-free-mib",
         env="CARPOOL_LEAST_FREE_MIB",
-        help="Least memory that is promised to nobody, in MiB, before another job comes; any when left out.",
+        help="Smallest unreserved memory of a GPU before it takes another job, in MiB; no limit by default.",
     )
     max_jobs: int | None = setting(
         None,
         flag="--most-jobs",
         env="CARPOOL_MOST_JOBS",
-        help="Most jobs on one GPU; as many as it has slots when left out.",
+        help="Largest number of jobs on one GPU; by default its number of slots.",
     )
     slowdown_quantile: Quantile = setting(
         Quantile.MEDIAN,
         flag="--slowdown-quantile",
         env="CARPOOL_SLOWDOWN_QUANTILE",
-        help="Which predicted slowdown every job's maxSlowdown is held against. median: the expected one, which many "
-        "cases exceed; upper: one that few exceed, so that fewer jobs share, and behind MPS hardly any at the default "
-        "limit of 1.5.",
+        help="Predicted slowdown that is compared with maxSlowdown. median: the expected one; half of the cases exceed "
+        "it. upper: one that few cases exceed; fewer jobs share a GPU, and with MPS hardly any at the default limit "
+        "of 1.5.",
     )
 
     def conditions(self) -> AdmissionLimits:
-        """Return them as decisions count with them.
+        """Return the limits that the filters apply.
 
         Raises:
             SettingsError: One is impossible.
@@ -109,10 +109,10 @@ class ConditionSettings:
 
 
 _ORDERS = (
-    "Which of the jobs that wait is served first. Arrival: whoever came first. Alternate: the same, but of those that "
-    "came within the same ten minutes the longest and the shortest take turns. LongestFirst: whoever takes longest, "
-    "whenever it came. Lengths are the steps that jobs say, by the predicted time of a step; an hour where nobody said "
-    "how many. Pods of a higher priority always come first."
+    "Order of pending jobs. Arrival: by the time at which they became admissible. Alternate: like Arrival, but the "
+    "longest and the shortest job of each ten minutes alternate. LongestFirst: by length alone. The length is "
+    "spec.training.steps times the predicted step time; an hour if the job declares no steps. Pods of a higher "
+    "priority always come first."
 )
 
 
@@ -121,7 +121,7 @@ def _policy() -> Any:
         "least-slowdown",
         flag="--policy",
         env="CARPOOL_POLICY",
-        help=f"Which of the places that fit is taken: {', '.join(POLICIES)}.",
+        help=f"Policy that ranks the GPUs that fit: {', '.join(POLICIES)}.",
     )
 
 
@@ -130,7 +130,7 @@ def _job_policies() -> Any:
         False,
         flag="--job-policies",
         env="CARPOOL_JOB_POLICIES",
-        help="Whether a job may choose another policy for itself, by its annotation carpool.dev/policy.",
+        help="Whether a job may choose its own policy by the annotation carpool.dev/policy.",
     )
 
 
@@ -139,23 +139,22 @@ def _count_peaks() -> Any:
         True,
         flag="--count-peaks",
         env="CARPOOL_COUNT_PEAKS",
-        help="Whether a job that never ran counts with the peak that it is measured to take, and a margin, once that "
-        "has stood still (for 90 seconds: half as much again; for ten minutes: a tenth), so that others may join it: "
-        "in place of the whole GPU of a job of which nothing was measured, and of the larger bound of a first run. "
-        "Otherwise both stay until it ends.",
+        help="Whether the measured peak of a first run replaces its reserved memory once the peak is stable, so that "
+        "other jobs may join its GPU. A peak that is stable for 90 seconds counts with a margin of 50%, after ten "
+        "minutes with 10%. Otherwise the first run keeps its reserved memory, or the whole GPU, until it ends.",
     )
 
 
 @dataclass(frozen=True)
 class AskSettings:
-    """What decides, for whoever wants to know what the extender would decide: where left out, what the site says."""
+    """Settings of `explain` and `what-if`; by default those of the installation."""
 
     site: str = setting(
         "carpool-system/carpool",
         flag="--site",
         env="CARPOOL_SITE",
-        help="Installation whose settings hold unless a flag or variable sets them, as NAMESPACE/NAME: they are read "
-        "from its ConfigMap NAME-settings; if empty, the defaults hold.",
+        help="Installation whose settings apply unless a flag or variable sets them, as NAMESPACE/NAME. They are read "
+        "from its ConfigMap NAME-settings. If empty, the defaults apply.",
         allow_empty=True,
     )
     policy: str = _policy()
@@ -170,28 +169,28 @@ class AskSettings:
         "carpool-system/carpool-calibration",
         flag="--calibration",
         env="CARPOOL_CALIBRATION",
-        help="ConfigMap, as NAMESPACE/NAME, in which the operator keeps what it learned, for what-if to predict with; "
-        "as shipped where empty, or where it may not be read.",
+        help="ConfigMap with the operator's calibration, as NAMESPACE/NAME, which what-if predicts with. If it is empty "
+        "or you may not read it, the shipped models are used.",
         allow_empty=True,
     )
     share_unmeasured: bool = setting(
         False,
         flag="--share-unmeasured",
         env="CARPOOL_SHARE_UNMEASURED",
-        help="Whether the operator lets jobs share GPUs of which too little was measured.",
+        help="Whether the operator lets jobs share GPUs for which too few runs were measured.",
     )
     kube: KubeSettings = field(default_factory=KubeSettings)
 
 
 @dataclass(frozen=True)
 class ExtenderSettings:
-    """Everything that can be set."""
+    """Settings of the extender."""
 
     host: str = setting(
         "127.0.0.1",
         flag="--host",
         env="CARPOOL_EXTENDER_HOST",
-        help="Address to listen on; kube-scheduler stands beside.",
+        help="Address to listen on; kube-scheduler runs in the same pod.",
     )
     port: int = setting(
         8888,
@@ -213,9 +212,9 @@ class ExtenderSettings:
         flag="--candidates",
         env="CARPOOL_CANDIDATES",
         minimum=1,
-        help="Nodes that filter names at most, the best first: one where kube-scheduler takes the best anyway, as with "
-        "the weight that the chart gives the extender; more where that is small, and the scheduler's own preferences "
-        "shall count, too.",
+        help="Largest number of nodes that filter returns, the best first. One is enough if kube-scheduler takes the "
+        "best node anyway, as with the chart's weight of the extender. Use more with a small weight, so that the "
+        "scheduler's own preferences count.",
     )
     bind_timeout_seconds: float = setting(
         20.0,
@@ -223,14 +222,14 @@ class ExtenderSettings:
         env="CARPOOL_BIND_TIMEOUT_SECONDS",
         minimum=1,
         maximum=3600,
-        help="Seconds that a node's agent has to prepare a reservation; keep the extender's httpTimeout above it.",
+        help="Time that a node's agent has to prepare a reservation, in seconds; keep the extender's httpTimeout above it.",
     )
     default_duration_seconds: float = setting(
         ASSUMED_DURATION_S,
         flag="--default-duration-seconds",
         env="CARPOOL_DEFAULT_DURATION_SECONDS",
         minimum=1,
-        help="Length in seconds that the queue assumes of a job whose spec says no steps.",
+        help="Length that the queue assumes for a job without spec.training.steps, in seconds.",
     )
     admission_timeout_seconds: float = setting(
         30.0,
@@ -238,7 +237,7 @@ class ExtenderSettings:
         env="CARPOOL_ADMISSION_TIMEOUT_SECONDS",
         minimum=1,
         maximum=3600,
-        help="Seconds after which an admitted job that got no node goes back to the queue and backs off.",
+        help="Seconds after which an admitted job without a node returns to the queue and backs off.",
     )
     scheduler_lease: str = setting(
         "",

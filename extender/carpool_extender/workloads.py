@@ -144,9 +144,12 @@ def controller_of(pod: Pod) -> OwnerReference:
 
 
 def _check_name(pod: Pod, job: JobRow) -> None:
-    """NotOurs where a pod has another name than the operator gives: whoever may create pods may name any job as owner.
+    """Check that a pod has the name of a worker: anyone who may create pods can name any job as its owner.
 
-    With the name, of which there is one at a time, goes the number of pods that a job can have.
+    Names are unique, so a job cannot have more such pods than workers in one attempt.
+
+    Raises:
+        NotOurs: The pod has another name.
     """
     named = parse_worker_name(pod.metadata.name)
     if named is None or named.job != job.metadata.name or named.worker >= job.spec.workers:

@@ -110,10 +110,10 @@ def prolong(spec: GpuNodeSpec, pod_uid: PodUid, deadline: str) -> GpuNodeSpec:
 
 
 def has_lapsed(reservation: Reservation, now: datetime, grace_s: float = 0.0) -> bool:
-    """Whether a reservation whose pod is not bound has outlived its deadline by more than a grace, in seconds.
+    """Return whether a reservation is past its deadline by more than a grace period, in seconds.
 
-    Whether the pod is bound, which makes a deadline meaningless, is for the caller to know. One without a deadline,
-    or with one that nobody can read, never lapses.
+    The caller checks that the pod is not bound; a deadline means nothing after that. A reservation without a readable
+    deadline never lapses.
     """
     deadline = deadline_of(reservation)
     # Not `deadline + grace`, which does not exist at the end of the calendar.

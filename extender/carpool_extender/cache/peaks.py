@@ -141,7 +141,7 @@ class PeakTracker:
         if heartbeat == before:
             heard_s = last_s
         if now_s - last_s > SILENCE_S:
-            self._seen.pop(name, None)  # nobody knows what was meanwhile
+            self._seen.pop(name, None)  # a peak in between may have been missed
         self._heard[name] = (heartbeat, heard_s)
         known = self._seen.get(name, {})
         seen = {one.pod_uid: _seen(one, tenants, known.get(one.pod_uid), now_s) for one in waiting}
@@ -162,7 +162,7 @@ class PeakTracker:
 def _seen(
     one: Reservation, tenants: Mapping[tuple[PodUid, GpuUuid], Tenant], before: _Seen | None, now_s: float
 ) -> _Seen:
-    """Say what is seen of a tenant that is measured on all of its GPUs. While it does not work no time passes."""
+    """Return the state of a tenant that is measured on all of its GPUs; time counts only while it works."""
     peaks = peaks_of(one, tenants) or ()
     is_still = before is not None and _stood(peaks, before.peaks)
     works = all(_works(tenants[one.pod_uid, gpu]) for gpu in one.gpu_uuids)
@@ -173,7 +173,7 @@ def _seen(
 
 
 def _works(tenant: Tenant) -> bool:
-    """Say whether a tenant works now; by its mean where nothing else is told, which says so for minutes longer."""
+    """Return whether a tenant works now; without that report its mean utilization decides, which lags by minutes."""
     busy, is_working = tenant.gpu_util_percent, tenant.working
     if is_working is None:
         is_working = busy is not None and busy >= LEAST_BUSY_PERCENT

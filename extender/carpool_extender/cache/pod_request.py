@@ -100,9 +100,9 @@ class PodRequest:
     may_use_measured_peak: bool = False
     """Whether it may count with its own peak once that was measured, where it never ran before."""
     created_at: str = ""
-    """When the job was created, RFC 3339; empty where nobody says."""
+    """When the job was created, RFC 3339; empty if unknown."""
     steps: int | None = None
-    """How many steps its training has; None where nobody says."""
+    """Training steps of the job; None if it declares none."""
     _facts: dict[DeviceClass, ClassRequirements] = field(default_factory=dict)
     _columns: list[tuple[tuple[DeviceClass, ...], ClassTable]] = field(default_factory=list)
 
@@ -202,10 +202,10 @@ def _unenforced_mib(demand: Demand, kind: DeviceClass, bound_mib: int | None) ->
 
 
 def _is_provisional(demand: Demand, product: str) -> bool:
-    """Whether what counts of a job's memory may give way to its own peak: nobody else's word is better than that.
+    """Return whether the measured peak of a job may replace its reserved memory.
 
-    Not the user's own number, which is a promise. Not what earlier runs of it were measured to take, which is as good;
-    and of one that died of memory nothing that it takes is believed to be all.
+    A limit that the user set stays. So does a bound from earlier runs of the job, which is as good as the peak. After
+    an out-of-memory death no measured peak counts.
     """
     if demand.memory_limit_mib is not None:
         return False

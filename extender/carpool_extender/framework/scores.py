@@ -173,7 +173,7 @@ POLICIES: Mapping[str, Policy] = {
         ),
         Policy(
             "most-available-memory",
-            "most memory that nobody was promised",
+            "most unreserved memory",
             taken_memory,
             Score(_mib, "unreserved", -1),
             short="MAGM",

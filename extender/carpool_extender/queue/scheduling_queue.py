@@ -323,7 +323,7 @@ class SchedulingQueue:
                 continue
             yield self._admit(info, found)
             if self._order is QueueOrder.ALTERNATE and self._pass.reserved is None:
-                self._end = self._end.other  # a backfilled job takes nobody's turn
+                self._end = self._end.other  # a backfilled job does not count as a turn
                 self._sort()
             elif group.infos:
                 self._push(self._pass.line, group)

@@ -168,6 +168,7 @@ class ReservationGC:
         """Check every node and every pod."""
         cluster = self._informers.cluster
         self._unreadable = {uid for uid in self._unreadable if cluster.nodes_holding(uid)}
+        self._restorer.forget_ended()
         await self._check(cluster.nodes, self._informers.pods())
 
     async def _check(self, names: Iterable[str], pods: Iterable[Pod]) -> None:
@@ -265,6 +266,14 @@ class Restorer:
         pods = (self._informers.pod(uid) for uid in self._vanished.get(name, ()))
         return [pod for pod in pods if pod is not None and _runs(pod)]
 
+    def forget_ended(self) -> None:
+        """Forget what vanished or was reported about pods that have ended; a standby does this, too."""
+        for name, lost in list(self._vanished.items()):
+            self._vanished[name] = {uid: one for uid, one in lost.items() if _runs(self._informers.pod(uid))}
+            if not self._vanished[name]:
+                del self._vanished[name]
+        self._reported = {uid for uid in self._reported if _runs(self._informers.pod(uid))}
+
     async def restore(self, pods: Iterable[Pod], binding: Container[PodUid]) -> None:
         """Restore the reservations of some pods that run without one.
 
@@ -272,11 +281,6 @@ class Restorer:
             pods: Pods to check.
             binding: Pods that are being bound at present; they are left alone.
         """
-        for name, lost in list(self._vanished.items()):
-            self._vanished[name] = {uid: one for uid, one in lost.items() if _runs(self._informers.pod(uid))}
-            if not self._vanished[name]:
-                del self._vanished[name]
-        self._reported = {uid for uid in self._reported if _runs(self._informers.pod(uid))}
         without = await filter_in_chunks(lambda pod: pod if self._lacks_reservation(pod) else None, pods)
         due = [pod for pod in without if pod.metadata.uid not in binding]
         for begin in range(0, len(due), CHUNK):
