@@ -64,25 +64,25 @@ class ConditionSettings:
         None,
         flag="--most-sm-active",
         env="CARPOOL_MOST_SM_ACTIVE",
-        help="Largest SM activity (0..1) of a GPU's present tenants; no limit by default.",
+        help="Largest SM activity (0..1) of a GPU's present tenants; no limit if empty.",
     )
     max_joint_sm_active: float | None = setting(
         None,
         flag="--most-joint-sm-active",
         env="CARPOOL_MOST_JOINT_SM_ACTIVE",
-        help="Largest SM activity (0..1) of a GPU's tenants and the new job together; no limit by default.",
+        help="Largest SM activity (0..1) of a GPU's tenants and the new job together; no limit if empty.",
     )
     min_free_mib: int | None = setting(
         None,
         flag="--least-free-mib",
         env="CARPOOL_LEAST_FREE_MIB",
-        help="Smallest unreserved memory of a GPU before it takes another job, in MiB; no limit by default.",
+        help="Smallest unreserved memory of a GPU before it takes another job, in MiB; no limit if empty.",
     )
     max_jobs: int | None = setting(
         None,
         flag="--most-jobs",
         env="CARPOOL_MOST_JOBS",
-        help="Largest number of jobs on one GPU; by default its number of slots.",
+        help="Largest number of jobs on one GPU; if empty, its number of slots.",
     )
     slowdown_quantile: Quantile = setting(
         Quantile.MEDIAN,
