@@ -169,8 +169,8 @@ class AskSettings:
         "carpool-system/carpool-calibration",
         flag="--calibration",
         env="CARPOOL_CALIBRATION",
-        help="ConfigMap with the operator's calibration, as NAMESPACE/NAME, which what-if predicts with. If it is empty "
-        "or you may not read it, the shipped models are used.",
+        help="ConfigMap with the operator's calibration, as NAMESPACE/NAME, which what-if predicts with. If empty, or "
+        "if you may not read it, the shipped models are used.",
         allow_empty=True,
     )
     share_unmeasured: bool = setting(
@@ -222,7 +222,8 @@ class ExtenderSettings:
         env="CARPOOL_BIND_TIMEOUT_SECONDS",
         minimum=1,
         maximum=3600,
-        help="Time that a node's agent has to prepare a reservation, in seconds; keep the extender's httpTimeout above it.",
+        help="Time that a node's agent has to prepare a reservation, in seconds; the extender's httpTimeout must be "
+        "longer.",
     )
     default_duration_seconds: float = setting(
         ASSUMED_DURATION_S,
