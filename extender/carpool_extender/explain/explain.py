@@ -34,6 +34,7 @@ from carpool_extender.explain.dry_run import DryRun, step_time_at
 from carpool_extender.explain.queue_forecast import (
     Options,
     QueuePlace,
+    is_of_earlier_attempt,
     list_all,
     place_in_queue,
     pods_of_last_attempts,
@@ -112,12 +113,18 @@ async def explain_job(api: KubeApi, name: str, namespace: str, config: Scheduler
     nodes, invalid = await _read_gpu_nodes(api)
     own = {n.metadata.name: [r for r in n.spec.reservations if r.job_uid == job.metadata.uid] for n in nodes}
     demand, steps = demand_of_row(job), job.spec.training.steps
-    places = [_reserved_line(demand, node, r, steps) for node in nodes for r in own[node.metadata.name]]
+    reserved = [(node, r) for node in nodes for r in own[node.metadata.name]]
+    head += [
+        f"{r.pod_name} of an earlier attempt still holds GPUs of {node.metadata.name}: its container may run there"
+        for node, r in reserved
+        if is_of_earlier_attempt(r, job)
+    ]
+    places = [_reserved_line(demand, node, r, steps) for node, r in reserved if not is_of_earlier_attempt(r, job)]
     try:
         request = pod_request_of(job, _user(job.spec.template), options.job_options)
     except NotOurs as refusal:
         return Answer([*head, *places, str(refusal)])
-    held = {r.pod_uid: r for found in own.values() for r in found}
+    held = {r.pod_uid: r for found in own.values() for r in found if not is_of_earlier_attempt(r, job)}
     # 3. Its workers, some of which may be done or bound without a reservation.
     workers = Workers()
     if len(held) < request.workers and (request.workers > 1 or job.status.placement):

@@ -1,6 +1,6 @@
 """When a pending job is expected to start: the scheduling queue of the extender, run on a copy of the cluster."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
@@ -126,7 +126,13 @@ def place_in_queue(
     mine, order, now_s = request.demand.job_uid, options.order, options.clock.now().timestamp()
     if not is_new and not pending.unread and mine not in pending.pods:
         return QueuePlace()
-    infos = _queued_jobs(pending, cluster, options.job_options, now_s)
+    reserved = [held for node in cluster.nodes.values() for held in node.spec.reservations]
+    earlier = {held.pod_uid for held in reserved if is_of_earlier_attempt(held, pending.jobs.get(held.job_uid))}
+
+    def holders(job: JobUid) -> set[PodUid]:
+        return cluster.pods_of_job(job) - earlier
+
+    infos = _queued_jobs(pending, cluster, holders, options.job_options, now_s)
     unknown = pending.unread
     if is_new and (has_class or any(info.priority for info in infos.values())):
         unknown = unknown or "its priority is known once its pods exist"
@@ -150,7 +156,7 @@ def place_in_queue(
     in_order = [by_number[key.number] for key in queue_order((info.key() for info in infos.values()), order)]
     considered = in_order[: in_order.index(infos[mine]) + 1]
     evaluations = EvaluationCache(cluster, config, len(considered))
-    queue = SchedulingQueue(cluster, evaluations, config, order=order)
+    queue = SchedulingQueue(cluster, evaluations, config, order=order, holders=holders)
     for info in considered:
         queue.add(info)
     admitted = [*queue.admit(end_of, now_s)]
@@ -165,7 +171,7 @@ def place_in_queue(
         return QueuePlace([_describe(considered, len(infos), order, start)], waits)
     for claim in (claim for one in admitted for claim in one.claims):
         cluster.forget(claim.node, claim.reservation.pod_uid)
-    queue = SchedulingQueue(cluster, evaluations, config, order=order)
+    queue = SchedulingQueue(cluster, evaluations, config, order=order, holders=holders)
     start_s = queue.forecast(considered, end_of, now_s, until=mine)[mine].start_s
     start = "it would not fit even after all running jobs have ended"
     if start_s is not None:
@@ -206,8 +212,18 @@ def no_room(request: PodRequest, workers: int, evaluations: EvaluationCache) -> 
     return refusal_message(waiting, evaluations).removeprefix(PREFIX)
 
 
+def is_of_earlier_attempt(held: Reservation, job: JobRow | None) -> bool:
+    """Return whether a reservation is of a pod of an earlier attempt: a dead node keeps it, because the pod may run."""
+    named = parse_worker_name(held.pod_name)
+    return job is not None and named is not None and named.attempt < job.status.latest_attempt.number
+
+
 def _queued_jobs(
-    pending: PendingJobs, cluster: ClusterCache, job_options: JobOptions, now_s: float
+    pending: PendingJobs,
+    cluster: ClusterCache,
+    holders: Callable[[JobUid], set[PodUid]],
+    job_options: JobOptions,
+    now_s: float,
 ) -> dict[JobUid, QueuedJobInfo]:
     """Return the queue's entry for each pending job, as the leader builds it."""
     found, snapshot = list[QueuedJobInfo](), cluster.snapshot()
@@ -221,7 +237,7 @@ def _queued_jobs(
             continue
         created = [pod.metadata.creation_timestamp or job.metadata.creation_timestamp for pod in pods]
         arrived_s = min((parse_rfc3339(at).timestamp() for at in created if at), default=now_s)
-        if cluster.pods_of_job(uid) or not all(pod.is_gated for pod in pods):
+        if holders(uid) or not all(pod.is_gated for pod in pods):
             arrived_s = 0.0  # the rest of a gang, and a job that was admitted a moment ago, come first
         found.append(
             QueuedJobInfo(

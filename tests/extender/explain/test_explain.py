@@ -429,6 +429,19 @@ class TestUnreported:
         assert lines[0] == "x-worker-0-1 runs on b; no GPUs of b are reported now"
         assert lines[1] == "1 of 2 workers has no place: not all of their pods exist yet"
 
+    async def test_reservation_on_a_dead_node_is_of_an_earlier_attempt(self):
+        kube = a_job(1, 2, held(0, "GPU-a-0"))
+        seed_workers(kube, "Pending", attempt=2)
+        seed_job(kube, "y", spec=ALONE)
+        seed_workers(kube, "Pending", job="y")
+        await set_status(kube, attempts=[{"number": 2, "outcome": "Creating", "podUids": ["x-2-0"]}])
+        found = await explained(kube)
+        lost = "x-worker-0-1 of an earlier attempt still holds GPUs of a: its container may run there"
+        assert found[:2] == [lost, "default/x has no place yet"]
+        assert "place in the queue: 1st of 2 pending jobs" in found[2]
+        assert "it can start now" in found[2]
+        assert not any("would have to wait" in line for line in found)
+
     async def test_missing_reservation_is_named(self):
         kube = await self.running()
         seed_node(kube, gpu_node("b", 1))
