@@ -50,6 +50,22 @@ def test_a_young_tenant_counts_as_predicted():
     assert columns(young)[1] == pytest.approx(0.8)
 
 
+@pytest.mark.parametrize(
+    ("heartbeat", "is_freed"),
+    [
+        pytest.param("2026-01-01T00:01:10Z", False, id="still young"),
+        pytest.param("2026-01-01T00:02:00Z", True, id="its measurement counts now"),
+    ],
+)
+def test_capacity_is_freed_when_a_tenant_gets_old_enough_for_its_measurement(heartbeat, is_freed):
+    """Regression: the report of the agent is the same, so that a refused job was not considered again."""
+    mine, measured = tenant("x", [GPU], **PREDICTED), [seen("x", sm_active_ratio=0.1)]
+    gpus = cluster(node(mine, tenants=measured, heartbeat="2026-01-01T00:01:00Z"))
+    before = gpus.freed_at
+    gpus.apply(node(mine, tenants=measured, heartbeat=heartbeat))
+    assert (gpus.freed_at > before) is is_freed
+
+
 def test_memory_that_a_young_tenant_takes_beyond_its_promise_counts_at_once():
     taken = [seen("x", memory_mib=39_000, peak_memory_mib=39_000, sm_active_ratio=0.1)]
     young = node(tenant("x", [GPU], **PREDICTED), tenants=taken, heartbeat="2026-01-01T00:00:05Z")
