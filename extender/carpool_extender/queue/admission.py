@@ -277,11 +277,14 @@ class AdmissionController:
         """Gather the pods of a job, and its entry of the queue."""
         for known in (self._gangs, self._requests, self._refusals):
             known.pop(job, None)
-        info = None if (gang := self._gang(job)) is None else await self._gather(job, gang, now_s)
+        gang = self._gang(job)
+        info = None if gang is None else await self._gather(job, gang, now_s)
         if info is None:
             self._queue.remove(job)
         else:
             self._queue.add(info)
+        if gang is None and self._informers.job(job) is None:
+            self._jobs.pop(job, None)
 
     async def _gather(self, job: JobUid, gang: _Gang, now_s: float) -> QueuedJobInfo | None:
         """Return a job's entry of the queue; None if it has none, or may not ask for GPUs as it does."""
@@ -368,7 +371,7 @@ class AdmissionController:
             cluster = self._informers.cluster
             devices = (d for name in cluster.nodes_holding(held.pod_uid) for d in cluster.nodes[name].status.devices)
             known = reservation_end_s(held, row.spec.training.steps, times, devices)
-            if known is not None:
+            if known is not None and self._informers.pod(held.pod_uid) is not None:
                 self._ends[held.pod_uid] = known
         return known
 
@@ -486,7 +489,8 @@ class AdmissionController:
     def _abandon(self, uid: PodUid) -> None:
         """Count a pod as not admitted."""
         self._ungating.discard(uid)
-        self._admitted_at.pop(uid, None)
+        for by_pod in (self._admitted_at, self._ends):
+            by_pod.pop(uid, None)
         self.forget_claim(uid)
         self._touch(self._informers.pod(uid))
 

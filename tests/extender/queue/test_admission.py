@@ -2,12 +2,13 @@
 
 import asyncio
 import random
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 from carpool_core.keys import CONDITION_ADMITTED, GATE_ADMISSION
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS
-from carpool_core.kube.errors import Overloaded, Unreachable
+from carpool_core.kube.errors import NotFound, Overloaded, Unreachable
 from carpool_core.resources.node import Device
 from carpool_core.values import GpuUuid, PodUid, RequestedMode, SharingMode
 from carpool_extender.cache.pod_request import PodRequest
@@ -322,6 +323,28 @@ async def test_a_pod_waits_until_the_status_records_it(cluster):
         await record(cluster, 2, "uid-x-worker-0-2", "uid-x-worker-1-2")
         await cluster.settle()
         assert cluster.gated() == []
+
+
+async def test_nothing_of_a_deleted_pod_is_kept(cluster):
+    """A reservation outlives its pod for a while, and a pod without a job gets a reason."""
+    cluster.queue("x", training={"steps": 10**7})
+    cluster.worker("ghost")
+    async with cluster.extender() as extender, background(cluster.agent.serve("a")):
+        await cluster.settle(3)
+        assert cluster.condition("ghost")[0] == "NotAJob"
+        assert (await extender.service.bind(args("x", "a"))).error == ""
+        await cluster.kube.delete(PODS, "x-worker-0-1", namespace="default")
+        cluster.queue("wide", 5, gpus=2)
+        cluster.queue("small", 10)
+        await cluster.settle(3)
+        for name in ("x", "wide", "small"):
+            await cluster.kube.delete(GPU_TRAINING_JOBS, name, namespace="default")
+        for name in ("wide", "small", "ghost"):
+            with suppress(NotFound):
+                await cluster.kube.delete(PODS, f"{name}-worker-0-1", namespace="default")
+        await cluster.settle(3)
+        kept = extender.admission
+        assert (kept._jobs, kept._ends, kept._claims, kept._admitted_at) == ({}, {}, {}, {})
 
 
 LENGTHS_S = (2.3, 2.9, 4.1, 5.7, 6.2, 7.6, 8.9, 9.4, 11.3, 13.8, 15.2)
