@@ -443,6 +443,8 @@ def _unwritten(host):
     for name, node in cluster.nodes.items():
         written = {one.pod_uid for one in node.spec.reservations}
         for one in cluster.with_assumed(name).spec.reservations:
+            if one.pod_uid in host.extender.binder.open:
+                continue  # its reservation is being written
             claim = host.extender.admission.claim_of(one.pod_uid)
             if one.pod_uid not in written and (claim is None or claim.node != name):
                 found.append(f"{host.name} counts {one.pod_name} on {name} without a reservation")
