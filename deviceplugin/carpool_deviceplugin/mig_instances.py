@@ -154,8 +154,8 @@ def _destroy(session: Session, uuid: GpuUuid, instance: Instance) -> None:
     found, handle = there
     if found.id != instance.id:
         raise DeviceError(
-            f"GPU {uuid}: expected {instance}, found instance {found.id} in its place; somebody else divides this GPU: "
-            "let one manager do it"
+            f"GPU {uuid}: expected {instance}, found instance {found.id} in its place; another program divides this "
+            "GPU: let one manager do it"
         )
     for compute_profile in _compute_profiles(session, uuid, handle):
         for compute in _compute_instances(session, uuid, handle, compute_profile):
@@ -400,7 +400,7 @@ class MigInstances:
         there = self._find_at(uuid, file, placement)
         if there is not None:
             if there.own is None:
-                raise DeviceError(f"GPU {uuid}: expected {there.instance} to be Carpool's own, found somebody else's")
+                raise DeviceError(f"GPU {uuid}: expected {there.instance} to be Carpool's own, found another program's")
             apply_step(self._session, uuid, Destroy(there.instance))
         file.record(placement, None)
 

@@ -1,4 +1,4 @@
-"""What would have to change for a waiting job to get a place.
+"""Changes with which a waiting job would get a place.
 
 Each attempt changes one thing and places the job again: the request, the site's configuration, or the snapshot of the
 cluster. The scheduler's own filters and gang placement decide.
