@@ -12,23 +12,26 @@ from carpool_e2e.kubectl import Watcher, eventually
 pytestmark = pytest.mark.e2e
 
 
-def exclusive(name: str, gpus: int, steps: int, **spec: Any) -> dict[str, Any]:
-    """A job of whole GPUs of the H100 node."""
-    job = sleeper(name, "sleep 600", gpu={"product": H100}, gpusPerWorker=gpus, sharing={"mode": "Exclusive"}, **spec)
-    job["spec"]["training"] |= {"steps": steps}
-    return job
+def exclusive(name: str, gpus: int) -> dict[str, Any]:
+    """A job of whole GPUs of the H100 node; its length is unknown."""
+    return sleeper(name, "sleep 600", gpu={"product": H100}, gpusPerWorker=gpus, sharing={"mode": "Exclusive"})
 
 
 def test_a_waiting_job_stays_gated_and_a_long_job_does_not_pass_the_first_in_line(
     cluster: Cluster, watcher: Watcher
 ) -> None:
-    """The first that does not fit has GPUs reserved in time, so that a later, long job waits although it would fit."""
-    cluster.apply(exclusive("busy", 2, 10))
+    """The first that does not fit has GPUs reserved in time, so that a later, long job waits although it would fit.
+
+    Jobs of equal length are served by arrival, from whichever end of the queue the next one is taken.
+    """
+    busy = exclusive("busy", 2)
+    busy["spec"]["training"]["steps"] = 10
+    cluster.apply(busy)
     watcher.running("busy")
-    cluster.apply(exclusive("wide", 4, 10))
+    cluster.apply(exclusive("wide", 4))
     eventually("wide to wait", lambda: watcher.condition("wide", "Placed").get("reason") == "NoGpuFits")
     time.sleep(1.1)
-    cluster.apply(exclusive("later", 1, 10**9))
+    cluster.apply(exclusive("later", 1))
     eventually(
         "later to wait for wide",
         lambda: "reserved for job default/wide" in watcher.condition("later", "Placed").get("message", ""),
