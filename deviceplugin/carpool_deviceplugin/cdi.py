@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from carpool_core.resources.node import Reservation
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 
 from carpool_deviceplugin.gpu import Access, DeviceError, Mount
+from carpool_deviceplugin.mig import MigDevice
 
 CDI_VERSION = "0.6.0"
 ANNOTATION_POD_UID = f"{DOMAIN}/pod-uid"
@@ -76,13 +77,13 @@ def specifications(
     version = max([CDI_VERSION, *(one.cdi_version for one in access.values())], key=_numbers)
     specs: dict[str, dict[str, Any]] = {}
     for slot, uuid in zip(slots, reservation.gpu_uuids, strict=True):
-        given = access[uuid]
-        mounts = list(given.mounts)
+        of_gpu = access[uuid]
+        mounts = list(of_gpu.mounts)
         if slot == slots[0] and reservation.mode is SharingMode.MPS:
-            mounts += [mount for mount in (given.mps_pipe, given.mps_shm) if mount is not None]
-        edits = _joined(given.edits, {"mounts": [_mount(m) for m in mounts]})
+            mounts += [mount for mount in (of_gpu.mps_pipe, of_gpu.mps_shm) if mount is not None]
+        edits = _merged(of_gpu.edits, {"mounts": [_mount(m) for m in mounts]})
         if slot == slots[0]:
-            edits = _joined(given.common_edits, edits, {"env": env})
+            edits = _merged(of_gpu.common_edits, edits, {"env": env})
         specs[slot] = {
             "cdiVersion": version,
             "kind": CDI_KIND,
@@ -96,20 +97,20 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".") if part.isdecimal())
 
 
-def _joined(*edits: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(*edits: Mapping[str, Any]) -> dict[str, Any]:
     """Merge container edits in order, without duplicates; later variables override earlier ones."""
-    joined: dict[str, Any] = {}
+    merged: dict[str, Any] = {}
     for one in edits:
         for name, values in one.items():
             if isinstance(values, list):
-                there = joined.setdefault(name, [])
-                there += [value for value in values if value not in there]
+                present = merged.setdefault(name, [])
+                present += [value for value in values if value not in present]
             else:
-                joined[name] = values
-    if "env" in joined:
-        by_name = {entry.partition("=")[0]: entry for entry in joined["env"]}
-        joined["env"] = list(by_name.values())
-    return {name: values for name, values in joined.items() if values}
+                merged[name] = values
+    if "env" in merged:
+        by_name = {entry.partition("=")[0]: entry for entry in merged["env"]}
+        merged["env"] = list(by_name.values())
+    return {name: values for name, values in merged.items() if values}
 
 
 def _mount(mount: Mount) -> dict[str, Any]:
@@ -139,21 +140,21 @@ STATIC_DIR = Path("/etc/cdi")
 """Directory of static specifications, which container runtimes also read."""
 
 
-def of_others(directory: Path) -> list[Path]:
+def foreign_specifications(directory: Path) -> list[Path]:
     """Return the specifications that Carpool did not write, sorted by name; empty if the directory is absent."""
     try:
         with os.scandir(directory) as entries:
             names = [entry.name for entry in entries]
     except OSError:
         return []
-    theirs = (name for name in names if name.endswith((".json", ".yaml")) and not name.startswith(f"{DOMAIN}-slot-"))
-    return [directory / name for name in sorted(theirs)]
+    foreign = (name for name in names if name.endswith((".json", ".yaml")) and not name.startswith(f"{DOMAIN}-slot-"))
+    return [directory / name for name in sorted(foreign)]
 
 
 def claimed_by_others(directory: Path) -> list[Path]:
     """Return foreign files that name our CDI kind; a runtime refuses a device that two files describe."""
     found: list[Path] = []
-    for path in of_others(directory):
+    for path in foreign_specifications(directory):
         try:
             if CDI_KIND.encode() in path.read_bytes():
                 found.append(path)
@@ -190,8 +191,8 @@ def _ours(directory: Path) -> Iterable[Path]:
 NVIDIA_GPU = "nvidia.com/gpu"
 CAPS_DIR = "/dev/nvidia-caps/"
 """Directory of the device files that open MIG instances."""
-FALLBACK_ENV = {"NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
-"""Variables that NVIDIA's container runtime needs besides the names of the GPUs."""
+_BY_RUNTIME = Access(env={"NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}, mounts=(), needs_runtime_env=True)
+"""Without a specification NVIDIA's container runtime injects the device."""
 
 
 class _Node(msgspec.Struct):
@@ -219,15 +220,9 @@ class _Specification(msgspec.Struct):
     containerEdits: dict[str, Any] = {}  # noqa: N815  # as above
 
 
-@dataclass(frozen=True, slots=True)
-class GpuEdits:
-    """Container edits of NVIDIA's specification for one GPU."""
-
-    cdi_version: str
-    device: Mapping[str, Any]
-    """Edits of this GPU."""
-    common: Mapping[str, Any]
-    """Edits once for each container: the driver's libraries, control devices, hooks."""
+MIG_MINORS, PROC_DEVICES = Path("/proc/driver/nvidia-caps/mig-minors"), Path("/proc/devices")
+_GPU_MAJOR = 195
+"""Registered major number of /dev/nvidiaN."""
 
 
 class NvidiaCdi:
@@ -235,14 +230,32 @@ class NvidiaCdi:
 
     Args:
         directories: Directories to search; the first one with the GPU wins.
+        mig_minors: The driver's list of device files of MIG instances.
+        proc_devices: The kernel's list of major numbers.
     """
 
-    def __init__(self, directories: Sequence[Path]) -> None:
-        self._directories = directories
-        self._known: dict[Path, tuple[tuple[int, int, int], _Specification | None]] = {}
+    def __init__(
+        self, directories: Sequence[Path], mig_minors: Path = MIG_MINORS, proc_devices: Path = PROC_DEVICES
+    ) -> None:
+        self._directories, self._mig_minors, self._proc_devices = directories, mig_minors, proc_devices
+        self._parsed: dict[Path, tuple[tuple[int, int, int], _Specification | None]] = {}
 
-    def find(self, name: str, minor: int | None = None) -> GpuEdits | None:
-        """Return the container edits of a GPU or MIG device; None if no specification contains it.
+    def gpu(self, uuid: str, minor: int | None) -> Access:
+        """Return the access to a whole GPU; `minor` is N of /dev/nvidiaN. Raises DeviceError."""
+        return self.find(uuid, minor) or _BY_RUNTIME
+
+    def mig_device(self, gpu_minor: int | None, device: MigDevice) -> Access:
+        """Return the access to a MIG device of /dev/nvidiaN: its own specification, or composed device nodes.
+
+        `nvidia-ctk` lists the MIG devices of the time when it runs; the agent creates others later.
+
+        Raises:
+            DeviceError: A specification cannot be read.
+        """
+        return replace(self.find(device.uuid) or self._composed(gpu_minor, device) or _BY_RUNTIME, name=device.uuid)
+
+    def find(self, name: str, minor: int | None = None) -> Access | None:
+        """Return the access to a GPU or MIG device; None if no specification contains it.
 
         Args:
             name: UUID of the device.
@@ -254,21 +267,30 @@ class NvidiaCdi:
         for specification in self._specifications():
             for device in specification.devices:
                 if device.name == name or (minor is not None and _is_whole_gpu(device, minor)):
-                    return GpuEdits(specification.cdiVersion, device.containerEdits, specification.containerEdits)
+                    return _access(specification, device.containerEdits)
         return None
 
-    def common(self) -> GpuEdits | None:
-        """Return the edits of each container with a GPU; None without a specification. Raises DeviceError."""
-        for specification in self._specifications():
-            return GpuEdits(specification.cdiVersion, {}, specification.containerEdits)
-        return None
+    def _composed(self, gpu_minor: int | None, device: MigDevice) -> Access | None:
+        """Compose the edits from the driver's numbers alone: no entry of a specification names only this instance.
+
+        Type, major and minor make a device node that need not exist on the node yet.
+        """
+        minors = {path: int(minor) for path, minor in _pairs(self._mig_minors) if minor.isdecimal()}
+        major = next((int(major) for major, name in _pairs(self._proc_devices) if name == "nvidia-caps"), None)
+        instance = f"gpu{gpu_minor}/gi{device.gpu_instance_id}"
+        caps = [minors.get(f"{instance}/access"), minors.get(f"{instance}/ci{device.compute_instance_id}/access")]
+        if gpu_minor is None or None in caps:
+            return None
+        nodes = [{"path": f"/dev/nvidia{gpu_minor}", "type": "c", "major": _GPU_MAJOR, "minor": gpu_minor}]
+        for minor in caps:
+            path: dict[str, Any] = {"path": f"{CAPS_DIR}nvidia-cap{minor}"}
+            nodes.append(path if major is None else {**path, "type": "c", "major": major, "minor": minor})
+        return next((_access(found, {"deviceNodes": nodes}) for found in self._specifications()), None)
 
     def _specifications(self) -> list[_Specification]:
-        paths = [path for directory in self._directories for path in of_others(directory)]
-        known = self._known
-        self._known = {path: known[path] for path in paths if path in known}  # forget removed files
-        specifications = map(self._read, paths)
-        return [found for found in specifications if found is not None and found.kind == NVIDIA_GPU]
+        paths = [path for directory in self._directories for path in foreign_specifications(directory)]
+        self._parsed = {path: self._parsed[path] for path in paths if path in self._parsed}  # forget removed files
+        return [found for found in map(self._read, paths) if found is not None and found.kind == NVIDIA_GPU]
 
     def _read(self, path: Path) -> _Specification | None:
         try:
@@ -276,10 +298,14 @@ class NvidiaCdi:
         except OSError:
             return None  # removed meanwhile
         state = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
-        known = self._known.get(path)
-        if known is None or known[0] != state:
-            known = self._known[path] = (state, _decoded(path))
-        return known[1]
+        parsed = self._parsed.get(path)
+        if parsed is None or parsed[0] != state:
+            parsed = self._parsed[path] = (state, _decoded(path))
+        return parsed[1]
+
+
+def _access(found: _Specification, edits: Mapping[str, Any]) -> Access:
+    return Access(env={}, mounts=(), edits=edits, common_edits=found.containerEdits, cdi_version=found.cdiVersion)
 
 
 def _decoded(path: Path) -> _Specification | None:
@@ -306,3 +332,12 @@ def _is_whole_gpu(device: _Device, minor: int) -> bool:
     paths = {node.path for node in msgspec.convert(device.containerEdits, _Edits).deviceNodes}
     gpus = {p for p in paths if p.removeprefix("/dev/nvidia").isdecimal()}
     return gpus == {f"/dev/nvidia{minor}"} and not any(p.startswith(CAPS_DIR) for p in paths)
+
+
+def _pairs(path: Path) -> list[list[str]]:
+    """Return the lines of two words in a file of the kernel or driver; none without the file."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return []
+    return [pair for line in lines if len(pair := line.split()) == 2]

@@ -1,29 +1,23 @@
 """Checks of a node and its GPUs: requirements of the node, NVML's answers, MPS and MIG. Needs no Kubernetes."""
 
-import ctypes
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
-import pynvml
 from carpool_core.resources.node import Reservation
 from carpool_core.values import GpuUuid, JobUid, PodUid, SharingMode
 
 from carpool_deviceplugin.cdi import NvidiaCdi
 from carpool_deviceplugin.gpu import DeviceError
 from carpool_deviceplugin.health import XidWatch
-from carpool_deviceplugin.mig import MigRefusal, Profile, plan_mig
+from carpool_deviceplugin.mig import MigRefusal, plan_mig
 from carpool_deviceplugin.mig_instances import apply_plan, read_instances, read_mig_devices, read_table
 from carpool_deviceplugin.mps import MpsProgram
 from carpool_deviceplugin.nvlib import (
-    Handle,
-    Identity,
     NvmlError,
-    NvmlLibrary,
     Session,
     list_gpus,
     list_samples,
@@ -378,77 +372,11 @@ def run_check(name: str, devices: NvmlDevices, gpu: GpuUuid, *, may_divide: bool
         return Outcome(name=name, verdict=Verdict.FAILED, found=str(e))
 
 
-# The recording of a GPU, with which tests compare the fake of its product.
-
-
-class Recording(msgspec.Struct, frozen=True, kw_only=True):
-    """Answers of one GPU, which the fake of its product must give as well."""
-
-    driver: str
-    identity: Identity
-    mig: list[Profile]
-    codes: dict[str, int]
-    """NVML's return code of each query; 0 is success."""
-
-
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """File that `carpool node check --out` writes."""
 
     carpool: str
+    product: str
+    driver: str
     gpu: GpuUuid
-    nvml: Recording
     outcomes: list[Outcome]
-
-
-def record(session: Session, uuid: GpuUuid) -> Recording:
-    """Record the answers of a GPU. Only reads; raises NvmlError if the GPU cannot be read."""
-    known = read_identity(session, uuid)
-    table = read_table(session, uuid) if known.mig_capable else None
-    return Recording(
-        driver=session.ask("", session.library.nvmlSystemGetDriverVersion) or "",
-        identity=known,
-        mig=list(table.profiles) if table else [],
-        codes={name: _return_code(query) for name, query in _queries(session.library, session.handle(uuid))},
-    )
-
-
-def _return_code(query: Callable[[], Any]) -> int:
-    try:
-        query()
-    except pynvml.NVMLError as e:
-        return int(e.value)
-    return 0
-
-
-def _queries(library: NvmlLibrary, handle: Handle) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield queries that some or all GPUs refuse, each with its name."""
-    absent, uncorrected = 99, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
-    yield "NUMA node", partial(library.nvmlDeviceGetNumaNodeId, handle)
-    yield "MIG mode", partial(library.nvmlDeviceGetMigMode, handle)
-    yield "remapped rows", partial(library.nvmlDeviceGetRemappedRows, handle)
-    yield (
-        "uncorrectable ECC errors",
-        partial(library.nvmlDeviceGetTotalEccErrors, handle, uncorrected, pynvml.NVML_VOLATILE_ECC),
-    )
-    yield "energy", partial(library.nvmlDeviceGetTotalEnergyConsumption, handle)
-    yield "clock reasons", partial(library.nvmlDeviceGetCurrentClocksEventReasons, handle)
-    yield "an absent temperature sensor", partial(library.nvmlDeviceGetTemperature, handle, absent)
-    yield "utilization samples of the future", partial(library.nvmlDeviceGetProcessUtilization, handle, 2**62)
-    yield "the first NVLink", partial(library.nvmlDeviceGetNvLinkState, handle, 0)
-    yield "an absent NVLink", partial(library.nvmlDeviceGetNvLinkState, handle, absent)
-    yield "an unknown UUID", partial(library.nvmlDeviceGetHandleByUUID, UNKNOWN_GPU)
-    yield "an index beyond the last", lambda: library.nvmlDeviceGetHandleByIndex(library.nvmlDeviceGetCount())
-    yield "XIDs without events", partial(_wait_for_events, library)
-    for index in range(pynvml.NVML_GPU_INSTANCE_PROFILE_COUNT):
-        yield f"MIG profile {index}", partial(library.nvmlDeviceGetGpuInstanceProfileInfo, handle, index)
-    placements, count = (pynvml.c_nvmlGpuInstancePlacement_t * 16)(), ctypes.c_uint(16)
-    query = partial(library.nvmlDeviceGetGpuInstancePossiblePlacements, handle, absent, placements, ctypes.byref(count))
-    yield "placements of an unknown MIG profile", query
-
-
-def _wait_for_events(library: NvmlLibrary) -> None:
-    events = library.nvmlEventSetCreate()
-    try:
-        library.nvmlEventSetWait(events, 0)
-    finally:
-        library.nvmlEventSetFree(events)

@@ -28,19 +28,15 @@ from prometheus_client import CollectorRegistry
 
 from carpool_deviceplugin.app import build, find_devices, real_devices
 from carpool_deviceplugin.cdi import NvidiaCdi
-from carpool_deviceplugin.check import CHECKS, Report, Verdict, check_node, record, run_check
+from carpool_deviceplugin.check import CHECKS, Report, Verdict, check_node, run_check
 from carpool_deviceplugin.gpu import Counters, DeviceError, NoDevicesError
 from carpool_deviceplugin.metrics import AgentCollector
 from carpool_deviceplugin.mig import (
-    Create,
-    Destroy,
     Instance,
     MigRefusal,
     MigTable,
     Profile,
     UnknownProfileError,
-    fragmentation,
-    occupied,
     plan_mig,
 )
 from carpool_deviceplugin.mig_instances import apply_plan, read_mig_devices, read_table
@@ -164,8 +160,9 @@ def check(context: click.Context, gpu: str, only: tuple[str, ...], mig: bool, ou
             if actual.tenants or actual.problem:
                 found = actual.problem or f"pods {sorted(actual.tenants)}"
                 raise DeviceError(f"GPU {uuid}: expected a healthy and idle GPU, found {found}; drain it first")
-            report = Report(carpool=version("carpool"), gpu=uuid, nvml=record(devices.session, uuid), outcomes=[])
-            click.echo(f"{report.nvml.identity.product}, driver {report.nvml.driver}  {uuid}")
+            product, driver = devices.identity(uuid).product, _driver(devices)
+            report = Report(carpool=version("carpool"), product=product, driver=driver, gpu=uuid, outcomes=[])
+            click.echo(f"{product}, driver {driver}  {uuid}")
             _write(report, out)  # fails before the first check if the file cannot be written
             rows = check_node(devices, NvidiaCdi((Path("/etc/cdi"), settings.cdi_dir)), mps_host=settings.mps_host)
             checks = (run_check(name, devices, uuid, may_divide=mig) for name in CHECKS if name in (only or CHECKS))
@@ -218,9 +215,8 @@ def inspect(context: click.Context) -> None:
 def inspect_node(devices: NvmlDevices, cdi: NvidiaCdi, proc: Path = Path("/proc"), mps_host: str = "") -> Iterator[str]:
     """Describe a node, line by line; the arguments are those of `check_node`."""
     session = devices.session
-    driver = session.ask("", session.library.nvmlSystemGetDriverVersion) or "unknown"
     cuda = session.ask("", session.library.nvmlSystemGetCudaDriverVersion)
-    yield f"driver {driver}, CUDA {f'{cuda // 1000}.{cuda % 1000 // 10}' if cuda else 'unknown'}"
+    yield f"driver {_driver(devices)}, CUDA {f'{cuda // 1000}.{cuda % 1000 // 10}' if cuda else 'unknown'}"
     devices.refresh_counters()
     for device in devices.inventory():
         yield ""
@@ -230,6 +226,10 @@ def inspect_node(devices: NvmlDevices, cdi: NvidiaCdi, proc: Path = Path("/proc"
     yield from (f"missing: {row}" for row in missing)
     if not missing:
         yield "nothing is missing"
+
+
+def _driver(devices: NvmlDevices) -> str:
+    return devices.session.ask("", devices.session.library.nvmlSystemGetDriverVersion) or "unknown"
 
 
 def _describe_gpu(devices: NvmlDevices, device: Device) -> Iterator[str]:
@@ -283,8 +283,6 @@ def _describe_mig(devices: NvmlDevices, known: Identity) -> Iterator[str]:
         owner = f"made for pod {one.pod_uid}" if one.pod_uid else creator
         device = names.get(one.instance.id, "no compute instance")
         yield f"    {one.instance}  {device}  {owner}, {'in use' if one.is_used else 'idle'}"
-    scattered = fragmentation(table, occupied(p.instance.placement for p in mig_instances))
-    yield f"    fragmentation of what is free: {scattered:.2f}"
 
 
 _UNASSIGNED_NOTE = (
@@ -382,7 +380,7 @@ def _plan(devices: NvmlDevices, uuid: GpuUuid, target: str, *, is_applied: bool,
     found = plan_mig(table, [p.instance for p in mig_instances], in_use, wanted)
     if isinstance(found, MigRefusal):
         raise DeviceError(f"GPU {uuid}: {found.message}")
-    if found.steps and not known.mig_enabled:
+    if not found.is_empty and not known.mig_enabled:
         note = (
             f"MIG is switched off. Switching it on needs an idle GPU, and on Ampere a reset: nvidia-smi -i "
             f"{known.index} -mig 1"
@@ -391,7 +389,7 @@ def _plan(devices: NvmlDevices, uuid: GpuUuid, target: str, *, is_applied: bool,
             raise DeviceError(f"GPU {uuid}: expected MIG to be switched on, found: {note}")
         click.echo(f"before: {note}")
     others = {p.instance.id for p in mig_instances if not p.is_managed}
-    lost = [s.instance for s in found.steps if isinstance(s, Destroy) and s.instance.id in others]
+    lost = [instance for instance in found.destroyed if instance.id in others]
     if is_applied and lost and not may_destroy:
         raise DeviceError(
             f"GPU {uuid}: expected to destroy only instances of Carpool's agent, found instances of others: "
@@ -399,19 +397,21 @@ def _plan(devices: NvmlDevices, uuid: GpuUuid, target: str, *, is_applied: bool,
         )
     for instance in found.kept:
         click.echo(f"stays: {instance}, {'in use' if instance.id in in_use else 'as wanted'}")
-    if any(isinstance(step, Create) for step in found.steps):
+    if found.created:
         click.echo(_UNASSIGNED_NOTE)
-    if not found.steps:
+    if found.is_empty:
         click.echo("nothing to do" if known.mig_enabled else "nothing to do: MIG is switched off")
     elif is_applied:
         try:
-            apply_plan(session, uuid, found, time.monotonic, taken=lambda step: click.echo(str(step)))
+            apply_plan(session, uuid, found, time.monotonic, taken=click.echo)
         except DeviceError as e:
             raise click.ClickException(str(e)) from e  # exit code 1: the GPU refused a step
     else:
-        for step in found.steps:
-            is_lost = isinstance(step, Destroy) and step.instance in lost
-            click.echo(f"would {step}{' (not created by the agent: takes --destroy-others)' if is_lost else ''}")
+        for instance in found.destroyed:
+            note = " (not created by the agent: takes --destroy-others)" if instance in lost else ""
+            click.echo(f"would destroy {instance}{note}")
+        for placement in found.created:
+            click.echo(f"would create {placement}")
     if not is_applied:
         return
     if more := _surplus(found.kept, wanted):

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import combinations
 
 from carpool_deviceplugin.quoting import quoted
@@ -100,6 +100,16 @@ class Instance:
 
 
 @dataclass(frozen=True, slots=True)
+class MigDevice:
+    """The MIG device of a GPU instance, which a container uses."""
+
+    uuid: str
+    """`MIG-…`."""
+    gpu_instance_id: int
+    compute_instance_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class OccupiedSlices:
     """The part of a GPU that instances occupy."""
 
@@ -127,7 +137,6 @@ def occupied(placements: Iterable[Placement]) -> OccupiedSlices:
     return taken
 
 
-@lru_cache(maxsize=8192)
 def free_counts(table: MigTable, taken: OccupiedSlices) -> tuple[int, ...]:
     """Return for each profile, largest first, how many instances can still be created side by side."""
     return tuple(_count_free(profile, taken) for profile in table.profiles)
@@ -142,53 +151,21 @@ def _count_free(profile: Profile, taken: OccupiedSlices) -> int:
     return min(count, int(not taken.media)) if profile.has_media else count
 
 
-def fragmentation(table: MigTable, taken: OccupiedSlices) -> float:
-    """Return the share of the free slices that cannot be used because they are scattered, 0..1.
-
-    It is the mean over the profiles, weighted by their size, of the share of instances that cannot be created, compared
-    with a GPU that has as many free slices at one end, the better one.
-    """
-    free, every = table.memory_slices - taken.mask.bit_count(), (1 << table.memory_slices) - 1
-    ends = ((1 << free) - 1, every ^ ((1 << table.memory_slices - free) - 1))  # placements are not symmetric
-    best = [free_counts(table, OccupiedSlices(every ^ end, taken.media)) for end in ends]
-    lost = weight = 0.0
-    for profile, count, *most in zip(table.profiles, free_counts(table, taken), *best, strict=True):
-        if max(most):
-            weight += profile.memory_slices
-            lost += profile.memory_slices * max(0.0, 1 - count / max(most))
-    return lost / weight if weight else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Destroy:
-    """Destroy an idle instance, its compute instances first."""
-
-    instance: Instance
-
-    def __str__(self) -> str:
-        return f"destroy {self.instance}"
-
-
-@dataclass(frozen=True, slots=True)
-class Create:
-    """Create an instance, and one compute instance that takes all of it."""
-
-    placement: Placement
-
-    def __str__(self) -> str:
-        return f"create {self.placement}"
-
-
-MigStep = Destroy | Create
-
-
 @dataclass(frozen=True, slots=True)
 class MigPlan:
-    """Steps to the wanted instances. In this order they never overlap, with explicit placements and without."""
+    """Changes that lead to the wanted instances. In this order they never overlap."""
 
-    steps: tuple[MigStep, ...]
+    destroyed: tuple[Instance, ...]
+    """Idle instances to destroy first."""
+    created: tuple[Placement, ...]
+    """Instances to create then, each with one compute instance that takes all of it."""
     kept: tuple[Instance, ...]
     """Instances that stay: those in use, and idle ones that are wanted where they are."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.destroyed or self.created)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,9 +213,9 @@ def plan_mig(
         return _refuse(table, used, wanted)
     # Largest first: so they also fit where an old driver chooses the placements itself.
     created = sorted(set(layout) - idle.keys(), key=lambda p: (table.profiles.index(p.profile), p.start))
-    destroyed = [i for placement, i in idle.items() if placement not in layout]
+    destroyed = tuple(i for placement, i in idle.items() if placement not in layout)
     kept = tuple(i for i in present if i not in destroyed)
-    return MigPlan((*map(Destroy, destroyed), *map(Create, created)), kept)
+    return MigPlan(destroyed, tuple(created), kept)
 
 
 def _layouts(table: MigTable, taken: OccupiedSlices, missing: Mapping[Profile, int]) -> Iterator[tuple[Placement, ...]]:

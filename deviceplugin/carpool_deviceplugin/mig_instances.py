@@ -13,23 +13,13 @@ from carpool_core.values import GpuUuid, PodUid, SharingMode
 
 from carpool_deviceplugin.gpu import DeviceError, Limits, MigInstance
 from carpool_deviceplugin.gpu_processes import GpuProcesses
-from carpool_deviceplugin.mig import Create, Destroy, Instance, MigPlan, MigStep, MigTable, Placement, Profile
+from carpool_deviceplugin.mig import Instance, MigDevice, MigPlan, MigTable, Placement, Profile
 from carpool_deviceplugin.nvlib import Handle, Session, read_processes
 
 _MAX = 16
 """Length of arrays for the driver; no GPU has more instances, or placements of a profile."""
 _UNKNOWN_PROFILE = pynvml.NVML_ERROR_INVALID_ARGUMENT
 """A driver's error for profiles that are newer than itself; the error for those that a GPU lacks is NOT_SUPPORTED."""
-
-
-@dataclass(frozen=True, slots=True)
-class MigDevice:
-    """The MIG device of a GPU instance, which a container uses."""
-
-    uuid: str
-    """`MIG-…`."""
-    gpu_instance_id: int
-    compute_instance_id: int
 
 
 def _listed(session: Session, uuid: GpuUuid, function: Callable[..., Any], kind: Any, *args: Any) -> list[Any]:
@@ -113,18 +103,20 @@ def read_mig_devices(session: Session, uuid: GpuUuid) -> list[MigDevice]:
     return devices
 
 
-def apply_step(session: Session, uuid: GpuUuid, step: MigStep) -> None:
-    """Take one step and read it back; idempotent. Raises NvmlError or DeviceError."""
-    if isinstance(step, Create):
-        placement = step.placement
-        _create(session, uuid, placement)
-    else:
-        placement = step.instance.placement
-        _destroy(session, uuid, step.instance)
-    is_there = _at(session, uuid, placement) is not None
-    if is_there != isinstance(step, Create):
-        wanted, found = ("gone", "still there") if is_there else ("there", "not")
-        raise DeviceError(f"GPU {uuid}: expected {placement} to be {wanted}, read back it is {found}; look at dmesg")
+def create_instance(session: Session, uuid: GpuUuid, placement: Placement) -> None:
+    """Create an instance and read it back; idempotent. Raises NvmlError or DeviceError."""
+    _create(session, uuid, placement)
+    if _at(session, uuid, placement) is None:
+        raise DeviceError(f"GPU {uuid}: expected {placement} to be there, read back it is not; look at dmesg")
+
+
+def destroy_instance(session: Session, uuid: GpuUuid, instance: Instance) -> None:
+    """Destroy an instance and read it back; idempotent. Raises NvmlError or DeviceError."""
+    _destroy(session, uuid, instance)
+    if _at(session, uuid, instance.placement) is not None:
+        raise DeviceError(
+            f"GPU {uuid}: expected {instance.placement} to be gone, read back it is still there; look at dmesg"
+        )
 
 
 def _create(session: Session, uuid: GpuUuid, placement: Placement) -> None:
@@ -190,49 +182,50 @@ def apply_plan(
     uuid: GpuUuid,
     plan: MigPlan,
     monotonic: Callable[[], float],
-    taken: Callable[[MigStep], None] = lambda _: None,
+    taken: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Take the steps of a plan, and undo all of them if one fails.
+    """Apply a plan, and undo all of it if one step fails.
 
     Args:
         session: The open library.
         uuid: The GPU.
         plan: The plan, made from the state a moment ago.
         monotonic: Monotonic clock, in seconds.
-        taken: Called after each step.
+        taken: Called after each step with its text.
 
     Raises:
         DeviceError: A step failed; the message contains whether the steps were undone.
     """
     until = monotonic() + DEADLINE_S
-    done: list[MigStep] = []
-    failing = ""
+    done: list[Placement] = []
+    step = ""
     try:
-        for step in plan.steps:
-            failing = str(step)
+        changes: tuple[Instance | Placement, ...] = (*plan.destroyed, *plan.created)
+        for change in changes:
+            step = f"{'destroy' if isinstance(change, Instance) else 'create'} {change}"
             if monotonic() >= until:
                 raise DeviceError(f"expected all steps within {DEADLINE_S:g} s, found {step} still to do")
-            if isinstance(step, Destroy) and step.instance.id in _used_instances(session, uuid):
-                raise DeviceError(f"expected {step.instance} to be idle, found a process on it; make a new plan")
-            done.append(step)
-            apply_step(session, uuid, step)
+            if isinstance(change, Placement):
+                done.append(change)
+                create_instance(session, uuid, change)
+            elif change.id in {p.gpu_instance_id for p in read_processes(session, uuid)}:
+                raise DeviceError(f"expected {change} to be idle, found a process on it; make a new plan")
+            else:
+                destroy_instance(session, uuid, change)
             taken(step)
     except DeviceError as e:
         why = str(e).removeprefix(f"GPU {uuid}: ")
-        raise DeviceError(f"GPU {uuid}: {failing} failed: {why}; {_undo(session, uuid, done)}") from e
+        raise DeviceError(f"GPU {uuid}: {step} failed: {why}; {_undo(session, uuid, plan, done)}") from e
 
 
-def _used_instances(session: Session, uuid: GpuUuid) -> set[int | None]:
-    return {p.gpu_instance_id for p in read_processes(session, uuid)}
-
-
-def _undo(session: Session, uuid: GpuUuid, done: Sequence[MigStep]) -> str:
+def _undo(session: Session, uuid: GpuUuid, plan: MigPlan, created: Sequence[Placement]) -> str:
+    """Return the instances of a plan to their state before; created ones first, because the others need their place."""
     try:
-        for step in reversed(done):
-            if isinstance(step, Destroy):
-                apply_step(session, uuid, Create(step.instance.placement))
-            elif (there := _at(session, uuid, step.placement)) is not None:
-                apply_step(session, uuid, Destroy(there[0]))
+        for placement in created:
+            if (there := _at(session, uuid, placement)) is not None:
+                destroy_instance(session, uuid, there[0])
+        for instance in plan.destroyed:
+            create_instance(session, uuid, instance.placement)
     except DeviceError as e:
         return f"undoing it failed as well: {e}"
     return "it was undone"
@@ -385,7 +378,7 @@ class MigInstances:
         if there is None or there.device is None:
             file.record(placement, own)
             try:
-                apply_step(self._session, uuid, Create(placement))
+                create_instance(self._session, uuid, placement)
             except DeviceError:
                 if there is None and _at(self._session, uuid, placement) is None:
                     file.record(placement, None)
@@ -401,7 +394,7 @@ class MigInstances:
         if there is not None:
             if there.own is None:
                 raise DeviceError(f"GPU {uuid}: expected {there.instance} to be Carpool's own, found another program's")
-            apply_step(self._session, uuid, Destroy(there.instance))
+            destroy_instance(self._session, uuid, there.instance)
         file.record(placement, None)
 
     def switch(self, uuid: GpuUuid, *, on: bool) -> None:

@@ -11,7 +11,7 @@ import structlog
 from carpool_core.resources.node import Device
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
 
-from carpool_deviceplugin.cdi import CAPS_DIR, FALLBACK_ENV, GpuEdits, NvidiaCdi
+from carpool_deviceplugin.cdi import NvidiaCdi
 from carpool_deviceplugin.dcgm import CounterFeed, CounterSource
 from carpool_deviceplugin.gpu import (
     Access,
@@ -40,7 +40,6 @@ from carpool_deviceplugin.health import HealthMonitor
 from carpool_deviceplugin.mig_instances import (
     CheckpointFile,
     FoundInstance,
-    MigDevice,
     MigInstances,
     foreign_instances,
     mig_instances_of,
@@ -61,102 +60,8 @@ from carpool_deviceplugin.sampling import NVML, Sampler
 
 MPS, MIG = SharingMode.MPS, SharingMode.MIG
 
-
 CONTAINER_MPS = "/run/carpool/mps"
 CONTAINER_SHM = "/dev/shm"  # noqa: S108  # where CUDA opens it
-MIG_MINORS = Path("/proc/driver/nvidia-caps/mig-minors")
-PROC_DEVICES = Path("/proc/devices")
-_GPU_MAJOR = 195
-"""Registered major number of /dev/nvidiaN."""
-
-
-class ContainerAccess:
-    """Access of containers to GPUs, by NVIDIA's CDI specifications or NVIDIA's container runtime.
-
-    Args:
-        cdi: NVIDIA's CDI specifications of this node.
-        mps: The MPS daemons; None if the node cannot run any.
-        mig_minors: The driver's list of device files of MIG instances.
-        proc_devices: The kernel's list of major numbers.
-    """
-
-    def __init__(
-        self, cdi: NvidiaCdi, mps: Mps | None, mig_minors: Path = MIG_MINORS, proc_devices: Path = PROC_DEVICES
-    ) -> None:
-        self._cdi, self._mps, self._mig_minors, self._proc_devices = cdi, mps, mig_minors, proc_devices
-
-    def to_gpu(self, uuid: GpuUuid, known: Identity) -> Access:
-        """Return the access to a whole GPU; raises DeviceError."""
-        pipe = shm = None
-        if self._mps is not None:
-            daemon = self._mps.daemon(uuid)
-            pipe, shm = Mount(str(daemon.pipe), CONTAINER_MPS), Mount(str(daemon.shm), CONTAINER_SHM)
-        edits = self._cdi.find(uuid, known.minor)
-        if edits is None:
-            return Access(env=FALLBACK_ENV, mounts=(), mps_pipe=pipe, mps_shm=shm, needs_runtime_env=True)
-        return Access(
-            env={},
-            mounts=(),
-            mps_pipe=pipe,
-            mps_shm=shm,
-            edits=edits.device,
-            common_edits=edits.common,
-            cdi_version=edits.cdi_version,
-        )
-
-    def to_instance(self, uuid: GpuUuid, known: Identity, device: MigDevice) -> Access:
-        """Return the access to a MIG device: its own specification, or the GPU's file with the instance's two files.
-
-        `nvidia-ctk` lists the MIG devices of the time when it runs; the agent creates others later.
-        """
-        edits = self._cdi.find(device.uuid)
-        if edits is None:
-            edits = self._composed(known, device)
-        if edits is None:
-            return Access(env=FALLBACK_ENV, mounts=(), needs_runtime_env=True, name=device.uuid)
-        return Access(
-            env={},
-            mounts=(),
-            edits=edits.device,
-            common_edits=edits.common,
-            cdi_version=edits.cdi_version,
-            name=device.uuid,
-        )
-
-    def _composed(self, known: Identity, device: MigDevice) -> GpuEdits | None:
-        """Compose the edits from the driver's numbers alone: no entry of a specification names only this instance.
-
-        Type, major and minor make a device node that need not exist on the node yet.
-        """
-        minors, major, common = self._minors(), self._caps_major(), self._cdi.common()
-        instance = f"gpu{known.minor}/gi{device.gpu_instance_id}"
-        caps = [minors.get(f"{instance}/access"), minors.get(f"{instance}/ci{device.compute_instance_id}/access")]
-        if common is None or None in caps:
-            return None
-        gpu = {"path": f"/dev/nvidia{known.minor}", "type": "c", "major": _GPU_MAJOR, "minor": known.minor}
-        numbers = {"type": "c", "major": major} if major is not None else {}
-        nodes = [
-            {"path": f"{CAPS_DIR}nvidia-cap{minor}", **(numbers | {"minor": minor} if numbers else {})}
-            for minor in caps
-        ]
-        return replace(common, device={"deviceNodes": [gpu, *nodes]})
-
-    def _caps_major(self) -> int | None:
-        try:
-            lines = self._proc_devices.read_text().splitlines()
-        except OSError:
-            return None
-        return next((int(line.split()[0]) for line in lines if line.split()[1:] == ["nvidia-caps"]), None)
-
-    def _minors(self) -> dict[str, int]:
-        try:
-            lines = self._mig_minors.read_text().splitlines()
-        except OSError:
-            return {}
-        pairs = [line.split() for line in lines]
-        return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
-
-
 _FRAGMENTATION_MIB = 256
 """Kept free beside the driver's memory, because allocators lose some to fragmentation."""
 _IDENTITY_AGE_S = 60.0
@@ -190,7 +95,6 @@ class NvmlDevices:
         processes: The node's processes.
         may_switch_mig: Whether the agent may switch MIG on and off on an idle GPU.
         may_write: Whether health is saved; not beside an agent that does so.
-        mig_minors: The driver's list of device files of MIG instances.
         sources: Other programs that measure the GPUs; a field comes from the first one that has it.
         monotonic: Returns seconds.
         wall: Returns seconds since 1970.
@@ -211,7 +115,6 @@ class NvmlDevices:
         processes: ProcTree,
         may_switch_mig: bool = False,
         may_write: bool = True,
-        mig_minors: Path = MIG_MINORS,
         sources: Sequence[CounterSource] = (),
         monotonic: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
@@ -228,7 +131,7 @@ class NvmlDevices:
         self._uuids = [*self._gpus]
         self._watcher, self._clients = ProcessWatcher(session, processes, mps, monotonic), MpsFailures(monotonic)
         self._health = HealthMonitor(session, self._uuids, directory, monotonic, may_write=may_write)
-        self._access, self._feed = ContainerAccess(cdi, mps, mig_minors), CounterFeed(sources, monotonic)
+        self._cdi, self._feed = cdi, CounterFeed(sources, monotonic)
         self._sampler = Sampler(session, self._uuids, self._watcher, self._feed, monotonic, wall)
 
     def _find(self, directory: Path) -> dict[GpuUuid, _Gpu]:
@@ -455,10 +358,19 @@ class NvmlDevices:
         """Return what a container needs for the GPU, or for the pod's MIG instance of it. Calls no driver."""
         gpu = self._gpu(uuid)
         if gpu.file.read().mode is not MIG:
-            return replace(self._access.to_gpu(uuid, gpu.identity), mps_user=self._watcher.user(uuid))
+            access = self._cdi.gpu(uuid, gpu.identity.minor)
+            if self._mps is None:
+                return access
+            daemon = self._mps.daemon(uuid)
+            return replace(
+                access,
+                mps_pipe=Mount(str(daemon.pipe), CONTAINER_MPS),
+                mps_shm=Mount(str(daemon.shm), CONTAINER_SHM),
+                mps_user=self._watcher.user(uuid),
+            )
         device = next((f.device for f in gpu.instances if f.own is not None and f.own.pod_uid == pod_uid), None)
         if device is None:
             raise DeviceError(
                 f"GPU {uuid}: expected a MIG instance of pod {pod_uid}, found none; the agent tries again"
             )
-        return self._access.to_instance(uuid, gpu.identity, device)
+        return self._cdi.mig_device(gpu.identity.minor, device)

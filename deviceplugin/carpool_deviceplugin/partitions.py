@@ -20,8 +20,6 @@ from carpool_deviceplugin.gpu import (
     StopMps,
 )
 from carpool_deviceplugin.mig import (
-    Create,
-    Destroy,
     MigPlan,
     MigRefusal,
     MigTable,
@@ -112,7 +110,7 @@ def _steps(
 ) -> tuple[Step, ...]:
     """Give the free instances, idle ones first, to the accepted pods; record again what was lost."""
     free = [i.placement for i in found.kept if i.id not in staying]
-    free += [s.placement for s in found.steps if isinstance(s, Create)]
+    free += found.created
     created = list[CreateInstance]()
     for placement in free:
         pod = next(
@@ -122,7 +120,7 @@ def _steps(
         )
         created.append(CreateInstance(placement, pod))
     lost = [CreateInstance(p.instance.placement, uid) for uid, p in settled.items() if p.pod_uid != uid]
-    return (*(DestroyInstance(s.instance.placement) for s in found.steps if isinstance(s, Destroy)), *lost, *created)
+    return (*(DestroyInstance(i.placement) for i in found.destroyed), *lost, *created)
 
 
 def plan(

@@ -170,8 +170,8 @@ def test_driver_container_and_mig_device() -> None:
     found = NvidiaCdi([FIXTURES])
     gpu = found.find("GPU-22222222-2222-4222-8222-222222222222")
     mig = found.find("MIG-33333333-3333-4333-8333-333333333333")
-    assert (gpu.cdi_version, gpu.device["additionalGids"]) == ("0.7.0", [44])
-    assert [n["path"] for n in mig.device["deviceNodes"]][1:] == [
+    assert (gpu.cdi_version, gpu.edits["additionalGids"]) == ("0.7.0", [44])
+    assert [n["path"] for n in mig.edits["deviceNodes"]][1:] == [
         "/dev/nvidia-caps/nvidia-cap12",
         "/dev/nvidia-caps/nvidia-cap13",
     ]
@@ -191,7 +191,7 @@ def test_gpus_before_those_of_another_directory(tmp_path: Path) -> None:
     (tmp_path / "first" / "nvidia.json").write_text(
         '{"kind": "nvidia.com/gpu", "devices": [{"name": "GPU-1", "containerEdits": {"env": ["FIRST=1"]}}]}'
     )
-    assert NvidiaCdi([tmp_path / "first", FIXTURES]).find("GPU-1").device == {"env": ["FIRST=1"]}
+    assert NvidiaCdi([tmp_path / "first", FIXTURES]).find("GPU-1").edits == {"env": ["FIRST=1"]}
     assert NvidiaCdi([tmp_path / "absent"]).find("GPU-1") is None
 
 
@@ -201,7 +201,7 @@ def test_specification_that_was_written_again_or_removed_is_seen(tmp_path: Path)
     for driver in ("1", "22"):
         device = {"name": "GPU-1", "containerEdits": {"env": [f"DRIVER={driver}"]}}
         file.write_text(json.dumps({"kind": "nvidia.com/gpu", "devices": [device]}))
-        found = [cdi.find("GPU-1").device for _ in range(2)]
+        found = [cdi.find("GPU-1").edits for _ in range(2)]
         assert found == [{"env": [f"DRIVER={driver}"]}] * 2
         assert found[0] is found[1], "it was read once"
     file.unlink()

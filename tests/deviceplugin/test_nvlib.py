@@ -14,8 +14,14 @@ from carpool_core.products import find_product
 from carpool_deviceplugin.check import CONTRACT, Rule
 from carpool_deviceplugin.gpu import NoDevicesError
 from carpool_deviceplugin.health import XidWatch
-from carpool_deviceplugin.mig import Create, Destroy, Placement
-from carpool_deviceplugin.mig_instances import apply_step, read_instances, read_mig_devices, read_table
+from carpool_deviceplugin.mig import Placement
+from carpool_deviceplugin.mig_instances import (
+    create_instance,
+    destroy_instance,
+    read_instances,
+    read_mig_devices,
+    read_table,
+)
 from carpool_deviceplugin.nvlib import (
     DriverGoneError,
     GpuLostError,
@@ -225,18 +231,18 @@ def test_mig_steps_are_read_back_and_idempotent(kind: str) -> None:
     whole, small = table.profiles[0], table.find(table.profiles[-1].name.removesuffix("+me"))
     for start in (0, 2):
         for _ in range(2):
-            apply_step(session, uuid, Create(Placement(small, start)))
+            create_instance(session, uuid, Placement(small, start))
     instances = read_instances(session, uuid, table)
     assert [i.placement for i in instances] == [Placement(small, 0), Placement(small, 2)]
     assert len({d.uuid for d in read_mig_devices(session, uuid)}) == 2
     with pytest.raises(NvmlError, match=r"nvmlDeviceCreateGpuInstanceWithPlacement failed.*no room"):
-        apply_step(session, uuid, Create(Placement(whole, 0)))
+        create_instance(session, uuid, Placement(whole, 0))
     for _ in range(2):
-        apply_step(session, uuid, Destroy(instances[0]))
+        destroy_instance(session, uuid, instances[0])
     assert read_instances(session, uuid, table) == instances[1:]
     fake.start(0, 42, 100, instance=instances[1].id)
     with pytest.raises(NvmlError, match=r"nvmlComputeInstanceDestroy failed.*something still uses it"):
-        apply_step(session, uuid, Destroy(instances[1]))
+        destroy_instance(session, uuid, instances[1])
 
 
 def test_a_gpu_with_mig_off_has_no_instances() -> None:
@@ -411,9 +417,7 @@ def test_check_runs_through_the_real_bindings(divided: dict[str, str], tmp_path:
     rows = {line.split()[1]: line.split()[0] for line in printed.splitlines()[1:10]}
     assert (rows["contract"], rows["mps"], rows["mig"]) == ("passed", "skipped", "passed"), printed
     assert "1g.10gb and 2g.20gb created, read back and destroyed" in printed
-    recorded = json.loads(out.read_text())["nvml"]
-    assert (recorded["identity"]["product"], len(recorded["mig"])) == ("NVIDIA H100 80GB HBM3", 7)
-    assert recorded["codes"]["an index beyond the last"] == 2
+    assert json.loads(out.read_text())["product"] == "NVIDIA H100 80GB HBM3"
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,10 @@ from carpool_deviceplugin import cdi
 from carpool_deviceplugin.cdi import NvidiaCdi
 from carpool_deviceplugin.device_state import GpuWorker, Outcome
 from carpool_deviceplugin.gpu import DeviceError, NoDevicesError, SetMode
-from carpool_deviceplugin.mig import Create, Placement
-from carpool_deviceplugin.mig_instances import MigDevice, apply_step
+from carpool_deviceplugin.mig import MigDevice, Placement
+from carpool_deviceplugin.mig_instances import create_instance
 from carpool_deviceplugin.nvlib import linked_gpus
-from carpool_deviceplugin.nvml_devices import ContainerAccess, NvmlDevices
+from carpool_deviceplugin.nvml_devices import NvmlDevices
 from carpool_deviceplugin.partitions import plan
 from carpool_deviceplugin.reconciler import LABEL, MigManager
 from carpool_deviceplugin.settings import AgentSettings
@@ -297,10 +297,8 @@ def test_mig_device_nodes_need_no_file_on_the_node(tmp_path: Path) -> None:
     (tmp_path / "minors").write_text("gpu0/gi1/access 30\ngpu0/gi1/ci0/access 31\n")
     (tmp_path / "devices").write_text("Character devices:\n195 nvidia-frontend\n236 nvidia-caps\n\nBlock devices:\n")
     (tmp_path / "nvidia.json").write_text('{"kind": "nvidia.com/gpu", "devices": []}')
-    known = mig_node(tmp_path / "node").devices()
-    identity = known.identity(known.uuids[0])
-    access = ContainerAccess(NvidiaCdi([tmp_path]), None, tmp_path / "minors", tmp_path / "devices")
-    nodes = access.to_instance(known.uuids[0], identity, MigDevice("MIG-1", 1, 0)).edits["deviceNodes"]
+    cdi = NvidiaCdi([tmp_path], tmp_path / "minors", tmp_path / "devices")
+    nodes = cdi.mig_device(0, MigDevice("MIG-1", 1, 0)).edits["deviceNodes"]
     assert [(n["type"], n["major"], n["minor"]) for n in nodes] == [("c", 195, 0), ("c", 236, 30), ("c", 236, 31)]
 
 
@@ -365,7 +363,7 @@ async def test_virtual_machine_cannot_reset_and_is_left_as_it_was(tmp_path: Path
 async def test_gpu_with_instances_of_others_is_never_switched(tmp_path: Path, reserve) -> None:
     agent = MigAgent(mig_node(tmp_path, may_switch=True), reserve)
     table = agent.node.nvml.gpus[0].mig.table
-    apply_step(agent.devices.session, agent.gpu, Create(Placement(table.find("1g.5gb"), 0)))
+    create_instance(agent.devices.session, agent.gpu, Placement(table.find("1g.5gb"), 0))
     found = (await agent.want(("a", EXCLUSIVE)))["a"]
     assert found.state is FAILED
     assert "expected a mode out of MIG, found Exclusive" in found.message
@@ -489,7 +487,7 @@ async def test_a_profile_that_does_not_fit_fails_alone(agent: MigAgent, wanted, 
 
 async def test_instances_of_others_are_neither_given_out_nor_touched(agent: MigAgent) -> None:
     session, table = agent.devices.session, agent.node.nvml.gpus[0].mig.table
-    apply_step(session, agent.gpu, Create(Placement(table.find("3g.20gb"), 0)))
+    create_instance(session, agent.gpu, Placement(table.find("3g.20gb"), 0))
     theirs = agent.instances["3g.20gb@0"]
     agent.node.start(0, 99, "stranger", instance=theirs)
     agent.node.start(0, 98, None, instance=theirs)
@@ -509,7 +507,7 @@ async def test_replaced_instance_belongs_to_its_creator(agent: MigAgent) -> None
     await agent.want(("a", "3g.20gb"))
     mig = agent.node.nvml.gpus[0].mig
     mig.instances.clear()
-    apply_step(agent.devices.session, agent.gpu, Create(Placement(mig.table.find("3g.20gb"), 4)))
+    create_instance(agent.devices.session, agent.gpu, Placement(mig.table.find("3g.20gb"), 4))
     await agent.want()
     assert set(agent.instances) == {"3g.20gb@4"}
 

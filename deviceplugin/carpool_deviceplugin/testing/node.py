@@ -55,12 +55,11 @@ class Node:
             mps=HostedMps(self.mps, directory, self.mps_host, within_s=long_s, clean_within_s=long_s)
             if self.mps_host
             else Mps(self.mps, directory, clean_within_s=long_s),
-            cdi=NvidiaCdi([self.root / "etc-cdi", self.root / "cdi"]),
+            cdi=NvidiaCdi([self.root / "etc-cdi", self.root / "cdi"], self.root / "mig-minors"),
             state_dir=self.root / "state",
             processes=ProcTree(self.root / "proc"),
             may_switch_mig=self.may_switch_mig,
             sources=self.sources,
-            mig_minors=self.root / "mig-minors",
             monotonic=lambda: self.seconds,
             wall=lambda: self.nvml.now_us / 1e6,
         )
