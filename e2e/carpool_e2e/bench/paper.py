@@ -13,7 +13,7 @@ from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS
 from carpool_core.kube.client import url_path
 from carpool_core.products import PRODUCTS
 from carpool_core.resources.node import GpuNode, Reservation
-from carpool_core.values import SharingMode
+from carpool_core.values import JobState, SharingMode
 from carpool_extender.testing import device, gpu_node, pod_of, prediction, tenant
 
 GPUS, TENANTS = 8, 6
@@ -58,10 +58,10 @@ def paper_cluster(nodes: int, pending: Sequence[Load], seed: int = 1) -> PaperCl
         node, loads = _node(number, draw)
         made.append(node)
         for held, load in zip(node.spec.reservations, loads, strict=True):
-            jobs.append(_job(held.job_name, held.pod_namespace, load))
+            jobs.append(_job(held.job_name, held.pod_namespace, load, JobState.RUNNING))
             pods.append(_pod(held.job_name, held.pod_namespace, node.metadata.name))
     names = [f"pending-{number}" for number in range(len(pending))]
-    jobs += [_job(name, "default", load) for name, load in zip(names, pending, strict=True)]
+    jobs += [_job(name, "default", load, JobState.QUEUED) for name, load in zip(names, pending, strict=True)]
     return PaperCluster(made, jobs, pods, [_pod(name, "default") for name in names])
 
 
@@ -99,10 +99,10 @@ def with_tenant(node: GpuNode, job: str, draw: random.Random) -> GpuNode:
     return msgspec.structs.replace(node, spec=spec)
 
 
-def _job(name: str, namespace: str, load: Load) -> bytes:
+def _job(name: str, namespace: str, load: Load, state: JobState) -> bytes:
     metadata = {"name": name, "namespace": namespace, "uid": f"job-{name}", "resourceVersion": "1"}
     predicted = prediction(**load, products=[product.name for product in PRODUCTS])  # type: ignore[arg-type]
-    status = {"prediction": predicted}
+    status = {"state": state, "prediction": predicted}
     return msgspec.json.encode({"metadata": metadata, "spec": {"template": {}}, "status": status})
 
 

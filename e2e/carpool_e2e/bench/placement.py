@@ -11,8 +11,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -63,48 +65,36 @@ class Placement:
 
 
 class Client:
-    """Plays kube-scheduler: asks about one pod after another over one connection."""
+    """Plays kube-scheduler: asks about one pod after another over one connection.
 
-    def __init__(self, port: int, ready_url: str, tls: ssl.SSLContext) -> None:
-        self._ready_url = ready_url
+    Args:
+        folder: Certificates.
+        port: Port of the extender.
+        nodes: Names of all nodes, which are offered in random order.
+    """
+
+    def __init__(self, folder: Path, port: int, nodes: Sequence[str]) -> None:
+        tls = ssl.create_default_context(cafile=str(folder / "ca.crt"))
+        tls.load_cert_chain(folder / "client.crt", folder / "client.key")
         self._connection = http.client.HTTPSConnection("127.0.0.1", port, context=tls)
-        self._draw = random.Random(3)  # noqa: S311  # reproducible, not secret
+        self._draw, self._nodes = random.Random(3), nodes  # noqa: S311  # reproducible, not secret
 
-    def wait(self) -> None:
-        """Wait until the extender has listed everything.
-
-        Raises:
-            HarnessError: It is not ready in time.
-        """
-        deadline = time.monotonic() + READY_S
-        while time.monotonic() < deadline:
-            try:
-                with urlopen(self._ready_url):  # noqa: S310  # our own URL
-                    return
-            except OSError:
-                time.sleep(0.2)
-        raise HarnessError(f"expected the extender to be ready within {READY_S:.0f} s, it was not")
-
-    def decide(self, pod: bytes, nodes: Sequence[str]) -> float:
+    def decide(self, pod: bytes) -> float:
         """Filter, then prioritize what fits; return the time of both, in seconds.
 
         Raises:
             HarnessError: No node fits.
         """
-        filter_s, feasible = self.filter(pod, nodes)
+        filter_s, feasible = self.filter(pod)
         if not feasible:
             raise HarnessError("expected a node that fits, found none")
         prioritize_s, _ = self._post("/prioritize", pod, feasible)
         return filter_s + prioritize_s
 
-    def filter(self, pod: bytes, nodes: Sequence[str]) -> tuple[float, list[str]]:
-        """Return the time, in seconds, and the feasible nodes. The nodes are offered in random order."""
-        took_s, found = self._post("/filter", pod, self._draw.sample(nodes, len(nodes)))
+    def filter(self, pod: bytes) -> tuple[float, list[str]]:
+        """Return the time, in seconds, and the feasible nodes."""
+        took_s, found = self._post("/filter", pod, self._draw.sample(self._nodes, len(self._nodes)))
         return took_s, found["NodeNames"] or []
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._connection.close()
 
     def _post(self, path: str, pod: bytes, nodes: list[str]) -> tuple[float, Any]:
         body = b'{"Pod":' + pod + b',"Nodes":null,"NodeNames":' + msgspec.json.encode(nodes) + b"}"
@@ -118,9 +108,61 @@ class Client:
         return took_s, msgspec.json.decode(text)
 
 
+class ClientProcess:
+    """A client in a process of its own, which neither the API server's heartbeats nor its garbage delay."""
+
+    _client: Client
+
+    def __init__(self, folder: Path, port: int, nodes: Sequence[str]) -> None:
+        self._pool = ProcessPoolExecutor(
+            1, get_context("spawn"), initializer=self._connect, initargs=(folder, port, nodes)
+        )
+
+    @classmethod
+    def _connect(cls, folder: Path, port: int, nodes: Sequence[str]) -> None:
+        gc.disable()
+        cls._client = Client(folder, port, nodes)
+
+    @classmethod
+    def _decide(cls, pod: bytes) -> float:
+        return cls._client.decide(pod)
+
+    @classmethod
+    def _filter(cls, pod: bytes) -> tuple[float, list[str]]:
+        return cls._client.filter(pod)
+
+    async def decide(self, pod: bytes) -> float:
+        """Do as `Client.decide`."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._decide, pod)
+
+    async def filter(self, pod: bytes) -> tuple[float, list[str]]:
+        """Do as `Client.filter`."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._filter, pod)
+
+    def close(self) -> None:
+        """End the process."""
+        self._pool.shutdown()
+
+
+def wait_ready(url: str) -> None:
+    """Wait until the extender has listed everything.
+
+    Raises:
+        HarnessError: It is not ready in time.
+    """
+    deadline = time.monotonic() + READY_S
+    while time.monotonic() < deadline:
+        try:
+            with urlopen(url):  # noqa: S310  # our own URL
+                return
+        except OSError:
+            time.sleep(0.2)
+    raise HarnessError(f"expected the extender to be ready within {READY_S:.0f} s, it was not")
+
+
 @contextmanager
-def extender(folder: Path, api_port: int) -> Iterator[tuple[int, Client]]:
-    """Run `carpool extender` against an API server without TLS; the values are its process ID and a client."""
+def extender(folder: Path, api_port: int) -> Iterator[tuple[int, int, str]]:
+    """Run `carpool extender` against an API server without TLS; yield its process ID, its port and its ready URL."""
     controlplane.make(folder, "ca", "/CN=ca")
     controlplane.make(folder, "server", "/CN=extender", ["IP:127.0.0.1"], "ca")
     controlplane.make(folder, "client", "/CN=scheduler", ["DNS:scheduler"], "ca")
@@ -135,16 +177,12 @@ def extender(folder: Path, api_port: int) -> Iterator[tuple[int, Client]]:
         "CARPOOL_EXTENDER_CLIENT_CA": str(folder / "ca.crt"),
         "CARPOOL_SCHEDULER_LEASE": "default/of-another",  # a leader would claim GPUs for every pending pod
     }
-    tls = ssl.create_default_context(cafile=str(folder / "ca.crt"))
-    tls.load_cert_chain(folder / "client.crt", folder / "client.key")
     with (folder / "log").open("wb") as log:
         command = [sys.executable, "-m", "carpool_extender"]
         with subprocess.Popen(command, env={**os.environ, **environment}, stdout=log, stderr=log) as process:
-            client = Client(ports.extender, f"http://127.0.0.1:{ports.extender_metrics}/readyz", tls)
             try:
-                yield process.pid, client
+                yield process.pid, ports.extender, f"http://127.0.0.1:{ports.extender_metrics}/readyz"
             finally:
-                client.close()
                 process.terminate()
 
 
@@ -178,19 +216,18 @@ async def _measure(nodes: int, decisions: int) -> Placement:
     cluster = paper_cluster(nodes, [*jobs, {"memory_mib": 10**6, "util": 50.0, "sm": 0.5, "dram": 0.5}])
     names, api, draw = [node.metadata.name for node in cluster.nodes], PaperApi(cluster), random.Random(5)  # noqa: S311
     *pods, huge = cluster.pending
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         async with api.serve() as port:
-            with extender(Path(folder), port) as (pid, client):
-                await asyncio.to_thread(client.wait)
-                gc.collect()
-                gc.freeze()  # a collection of this process would count as the extender's time
-                decision_s = list[float]()
+            with extender(folder, port) as (pid, extender_port, ready_url):
+                await asyncio.to_thread(wait_ready, ready_url)
+                client, decision_s = ClientProcess(folder, extender_port, names), list[float]()
                 for number, pod in enumerate(pods):
-                    decision_s.append(await asyncio.to_thread(client.decide, pod, names))
+                    decision_s.append(await client.decide(pod))
                     api.change(with_tenant(draw.choice(cluster.nodes), f"pending-{number}", draw))
-                refusals = [await asyncio.to_thread(client.filter, huge, names) for _ in range(REFUSALS)]
+                refusals = [await client.filter(huge) for _ in range(REFUSALS)]
                 memory_mib = resident_mib(pid)
-    gc.unfreeze()
+                client.close()
     if any(feasible for _, feasible in refusals):
         raise HarnessError("expected that no node fits a job of 1,000,000 MiB, found some that do")
     return Placement(nodes, decision_s[WARM_UP:], [took_s for took_s, _ in refusals], memory_mib)

@@ -156,19 +156,21 @@ def _memory(evaluation: Evaluation, rows: Rows) -> list[str]:
     """Return the memory needed, and for each product the GPU that lacks the least; empty if no GPU lacks memory."""
     if evaluation.pod_request.demand.is_unknown:
         return []
-    gpus = evaluation.snapshot.gpus
-    names = np.array([kind.product for kind in evaluation.snapshot.classes])[gpus.device_class[rows]]
+    gpus, classes = evaluation.snapshot.gpus, evaluation.snapshot.classes
+    products = sorted({kind.product for kind in classes})
+    number = np.array([products.index(kind.product) for kind in classes])[gpus.device_class[rows]]
     failed, too_small = evaluation.results.failed[rows], evaluation.too_small(rows)
+    lacks = (failed == MEMORY.number) | too_small
     short = list[tuple[int, int, str]]()
-    for product in np.unique(names[(failed == MEMORY.number) | too_small]).tolist():
-        mine = names == product
-        lacking = rows[mine & ((failed == MEMORY.number) | too_small)]
+    for which in np.flatnonzero(np.bincount(number[lacks], minlength=1)).tolist():
+        product, mine = products[which], number == which
+        lacking = rows[mine & lacks]
         row = lacking[[np.argmax(evaluation.left_mib(lacking))]]
         others = rows[mine & ((failed != SUITABILITY.number) | too_small)]
-        which = "freest" if gpus.free_mib[row[0]] >= gpus.free_mib[others].max() else "another"
+        rank = "freest" if gpus.free_mib[row[0]] >= gpus.free_mib[others].max() else "another"
         is_too_small = evaluation.too_small(row)[0]  # an empty one does not suffice either
         has_mib = int((gpus.usable_mib if is_too_small else gpus.free_mib)[row[0]])
-        text = f"{which} {product} has {has_mib:,} MiB {'total' if is_too_small else 'free'}"
+        text = f"{rank} {product} has {has_mib:,} MiB {'total' if is_too_small else 'free'}"
         short.append((has_mib, int(evaluation.need_mib(row)[0]), text))
     if not short:
         return []
