@@ -143,15 +143,17 @@ def plus(total: float | None, more: float | None) -> float | None:
 
 
 class ProcessUsage(msgspec.Struct, frozen=True):
-    """Use of a GPU by one process since its start. Counters never fall; None if the GPU does not measure one."""
+    """Use of a GPU by one process since the last reading; None if the GPU does not measure a value."""
 
     id: str
     """Identifies the process; never reused."""
     pod_uid: PodUid
-    started: float
-    """Monotonic time, in seconds."""
     memory_mib: int
+    """Memory now."""
     peak_memory_mib: int
+    """Highest memory since its start, as far as known."""
+    elapsed_s: float
+    """Time of these measurements; 0 if its start or the last reading is unknown."""
     busy_s: float | None
     """Time in which its kernels ran."""
     sm_s: float | None
@@ -160,9 +162,9 @@ class ProcessUsage(msgspec.Struct, frozen=True):
     """DRAM activity, integrated over time."""
     energy_j: float | None
     """Energy above idle."""
-    steps: int
+    steps: int = 0
     """Training steps, if the process reports them."""
-    steps_s: float
+    steps_s: float = 0.0
     """Total time of these steps."""
 
 
@@ -209,8 +211,8 @@ class Reading:
     power_limit_w: float | None
     energy_j: float | None
     """Energy of the whole GPU since its driver was loaded."""
-    ended: tuple[ProcessUsage, ...] = ()
-    """Processes that ended since the last reading, with their total use."""
+    energy_of_ended_j: Mapping[PodUid, float] = field(default_factory=dict)
+    """Energy above idle, since the last reading, of processes that have ended since, by pod."""
     counters: Counters | None = None
     """None if the counters are computed from the processes."""
     pci_bus_id: str = ""

@@ -1,7 +1,7 @@
-"""Use of each GPU by each pod: from the counters of processes to smoothed rates."""
+"""Use of each GPU by each pod: smoothed rates from the measurements of its processes."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 
 import msgspec
 from carpool_core.resources.node import Tenant
@@ -79,28 +79,19 @@ class Meter:
 
     def sample(self, reading: Reading) -> None:
         """Add a reading."""
-        before = self.reading
-        earlier = {p.id: p for p in before.processes} if before else {}
+        before = None if self.reading is None else _pods(self.reading)
+        now = _pods(reading)
         of_pods: dict[PodUid, list[ProcessUsage]] = {pod: [] for pod in self.usage}
         for process in reading.processes:
             of_pods.setdefault(process.pod_uid, []).append(process)
-        was, now = (None if one is None else _pods(one) for one in (before, reading))
         for pod, processes in of_pods.items():
             use = self.usage.get(pod, _UNUSED)
-            if was is not None and now is not None and was - {pod} != now - {pod}:
+            if before is not None and before - {pod} != now - {pod}:
                 use = replace(use, mean_samples=min(use.mean_samples, FORMER_SAMPLES + 1))
-            elapsed_s = _window_s(before, reading, processes)
-            self.usage[pod] = _advance(use, processes, earlier if before else None, elapsed_s)
-        for process in reading.ended:
-            self._add_last_energy(process, earlier.get(process.id))
+            use = _advance(use, processes)
+            energy_j = plus(use.energy_j, reading.energy_of_ended_j.get(pod))
+            self.usage[pod] = replace(use, energy_j=energy_j)
         self.reading, self.is_current = reading, True
-
-    def _add_last_energy(self, process: ProcessUsage, before: ProcessUsage | None) -> None:
-        """Add the energy of a process between the last reading and its end."""
-        use = self.usage.get(process.pod_uid)
-        if use is not None and before is not None and process.energy_j is not None:
-            drawn = max(0.0, process.energy_j - (before.energy_j or 0.0))
-            self.usage[process.pod_uid] = replace(use, energy_j=plus(use.energy_j, drawn))
 
     def running(self) -> Set[PodUid]:
         """Return the pods that have a process on the GPU."""
@@ -140,13 +131,6 @@ def _pods(reading: Reading) -> set[PodUid]:
     return {process.pod_uid for process in reading.processes}
 
 
-def _window_s(before: Reading | None, now: Reading, processes: Sequence[ProcessUsage]) -> float:
-    """Return the seconds that a pod's processes ran since the last reading; 0 without processes or a last reading."""
-    if before is None or not processes:
-        return 0.0
-    return min(now.at - before.at, now.at - min(p.started for p in processes))
-
-
 def _weight(samples: int, elapsed_s: float, constant_s: float = SMOOTHING_S) -> float:
     """Return the weight of a sample in the average: a plain mean at first, an exponential one later.
 
@@ -155,19 +139,11 @@ def _weight(samples: int, elapsed_s: float, constant_s: float = SMOOTHING_S) -> 
     return 1.0 if samples <= 2 else max(1 - math.exp(-elapsed_s / constant_s), 1 / (samples - 1))
 
 
-def _advance(
-    use: PodUsage, processes: Sequence[ProcessUsage], earlier: Mapping[str, ProcessUsage] | None, elapsed_s: float
-) -> PodUsage:
-    """Return the use of a pod after a reading.
-
-    Args:
-        use: Use before.
-        processes: Present processes.
-        earlier: All processes of the last reading; None at the first one.
-        elapsed_s: Time in which the processes ran since; 0 without one, then there are no new rates.
-    """
+def _advance(use: PodUsage, processes: Sequence[ProcessUsage]) -> PodUsage:
+    """Return the use of a pod after a reading of its present processes; there are no rates without elapsed time."""
     memory = sum(p.memory_mib for p in processes)
-    energy = None if earlier is None else _gain(processes, earlier, "energy_j")
+    elapsed_s = max((p.elapsed_s for p in processes), default=0.0)
+    energy = _total(p.energy_j for p in processes)
     use = replace(
         use,
         memory_mib=memory,
@@ -175,17 +151,18 @@ def _advance(
         is_running=bool(processes),
         energy_j=plus(use.energy_j, energy),
     )
-    if earlier is None or elapsed_s <= 0:
+    if elapsed_s <= 0:
         return use
-    busy, sm, dram = (_gain(processes, earlier, counter) for counter in ("busy_s", "sm_s", "dram_s"))
+    busy = _total(p.busy_s for p in processes)
+    sm, dram = _total(p.sm_s for p in processes), _total(p.dram_s for p in processes)
     power_w = None if energy is None else energy / elapsed_s
     rates = Rates(_ratio(busy, elapsed_s), _ratio(sm, elapsed_s), _ratio(dram, elapsed_s), power_w)
     samples = use.samples + bool(busy or use.samples)
     mean_samples = use.mean_samples + bool(busy or use.mean_samples)
     weight = _weight(samples, elapsed_s)
     step_time = use.step_time_s
-    if steps := _gain(processes, earlier, "steps"):
-        mean = (_gain(processes, earlier, "steps_s") or 0.0) / steps
+    if steps := sum(p.steps for p in processes):
+        mean = sum(p.steps_s for p in processes) / steps
         step_time = mean if step_time is None else step_time + weight * (mean - step_time)
     return replace(
         use,
@@ -197,14 +174,10 @@ def _advance(
     )
 
 
-def _gain(processes: Sequence[ProcessUsage], earlier: Mapping[str, ProcessUsage], counter: str) -> float | None:
-    """Return the increase of a counter since the last reading; None if unknown. A counter that fell counts as zero."""
-    gains = [
-        max(0.0, now - (getattr(earlier.get(p.id), counter, None) or 0.0))
-        for p in processes
-        if (now := getattr(p, counter)) is not None
-    ]
-    return sum(gains) if gains else None
+def _total(values: Iterable[float | None]) -> float | None:
+    """Return the sum of the known values; None if none is known."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
 
 
 def _ratio(seconds: float | None, elapsed_s: float) -> float | None:

@@ -1,4 +1,4 @@
-"""Reads the counters of GPUs and MIG instances from all sources, and accounts the use of each process."""
+"""Reads the counters of GPUs and MIG instances from all sources, and the use by each process between two readings."""
 
 import math
 from collections import Counter
@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 
 import pynvml
-from carpool_core.values import MIB, GpuUuid
-from msgspec.structs import replace
+from carpool_core.values import MIB, GpuUuid, PodUid
 
 from carpool_deviceplugin.dcgm import CounterFeed
-from carpool_deviceplugin.gpu import Counters, InstanceReading, ProcessUsage, Reading, plus
+from carpool_deviceplugin.gpu import Counters, InstanceReading, ProcessUsage, Reading
 from carpool_deviceplugin.gpu_processes import GpuProcess, ProcessWatcher
 from carpool_deviceplugin.mig_instances import FoundInstance
 from carpool_deviceplugin.nvlib import (
@@ -84,10 +83,9 @@ class GpuSample:
 
 
 class ProcessAccounts:
-    """Accumulated use of each process of one GPU."""
+    """Use of one GPU by each process between two readings."""
 
     def __init__(self) -> None:
-        self._uses: dict[str, ProcessUsage] = {}
         self._present: Mapping[str, GpuProcess] = {}
         self._last_us: dict[int, int] = {}
         """Stamp of the last utilization sample of each process."""
@@ -104,11 +102,11 @@ class ProcessAccounts:
             self.since_us = 0
             self._last_us.clear()
 
-    def add(self, now: GpuSample) -> tuple[list[ProcessUsage], list[ProcessUsage]]:
+    def add(self, now: GpuSample) -> tuple[list[ProcessUsage], dict[PodUid, float]]:
         """Add a reading.
 
         Returns:
-            The accumulated use of the present processes, and of those that ended since the last reading.
+            The use of the present processes since the last reading, and the energy of ended processes by pod, in J.
         """
         elapsed = 0.0 if self._at is None else now.at - self._at
         energy = self._energy_since_last(now.energy_j)
@@ -122,16 +120,20 @@ class ProcessAccounts:
         above_idle = 0.0 if energy is None else max(0.0, energy - (self.idle_power_w or 0.0) * elapsed)
         weights = {} if energy is None else _energy_weights([*now.present, *accounted], now, busy or {})
         energies = {key: above_idle * weight for key, weight in weights.items()}
-        last = [(self._uses[p.process.key], energies.get(p.process.key)) for p in gone]
-        ended = [replace(use, energy_j=plus(use.energy_j, energy)) for use, energy in last]
+        ended = dict[PodUid, float]()
+        for p in gone:
+            if p.process.pod_uid is not None:
+                ended[p.process.pod_uid] = ended.get(p.process.pod_uid, 0.0) + energies.get(p.process.key, 0.0)
         shares = _activity_shares(now, busy or {})
-        self._uses = {
-            key: self._use(p, now, elapsed, busy, shares[p.running.pid], energies.get(key))
-            for key, p in present.items()
-        }
+        uses = []
+        for key, p in present.items():
+            is_new = key not in self._present  # it started at an unknown time since the last reading
+            own = None if busy is None else 0.0 if is_new else busy.get(p.running.pid, 0.0)
+            share = shares[p.running.pid] * (0.0 if is_new else elapsed)
+            uses.append(_usage(p, now, 0.0 if is_new else elapsed, own, share, energies.get(key)))
         self._last_us = {p.running.pid: self._last_us.get(p.running.pid, self.since_us) for p in now.present}
         self._at, self._present = now.at, present
-        return list(self._uses.values()), ended
+        return uses, ended
 
     def _energy_since_last(self, counter_j: float | None) -> float | None:
         before, self._energy_j = self._energy_j, counter_j
@@ -155,42 +157,24 @@ class ProcessAccounts:
             self.since_us = max(self.since_us, _BY_TIME(ordered[-1]))
         return {pid: min(percent_us / 1e8, max(0.0, elapsed)) for pid, percent_us in busy.items()}
 
-    def _use(
-        self,
-        p: GpuProcess,
-        now: GpuSample,
-        elapsed: float,
-        busy: Mapping[int, float] | None,
-        share: float,
-        energy: float | None,
-    ) -> ProcessUsage:
-        memory, before = p.running.memory_mib or 0, self._uses.get(p.process.key)
-        if before is None:  # it started at an unknown time since the last reading
-            elapsed, busy = 0.0, None if busy is None else {}
-        was = before or ProcessUsage(
-            id=p.process.key,
-            pod_uid=p.process.pod_uid,  # type: ignore[arg-type]  # the caller passes processes of pods only
-            started=now.at,
-            memory_mib=memory,
-            peak_memory_mib=memory,
-            busy_s=None,
-            sm_s=None,
-            dram_s=None,
-            energy_j=None,
-            steps=0,
-            steps_s=0.0,
-        )
-        activity = now.activity.get(p.running.gpu_instance_id, {})
-        sm, dram = activity.get(SM_ACTIVE), activity.get(DRAM_ACTIVE)
-        return replace(
-            was,
-            memory_mib=memory,
-            peak_memory_mib=max(was.peak_memory_mib, memory),
-            busy_s=plus(was.busy_s, None if busy is None else busy.get(p.running.pid, 0.0)),
-            sm_s=plus(was.sm_s, None if sm is None else sm * elapsed * share),
-            dram_s=plus(was.dram_s, None if dram is None else dram * elapsed * share),
-            energy_j=plus(was.energy_j, energy),
-        )
+
+def _usage(
+    p: GpuProcess, now: GpuSample, elapsed_s: float, busy_s: float | None, active_s: float, energy_j: float | None
+) -> ProcessUsage:
+    """Return the use by a process that was active in `active_s` seconds of the activity of its GPU or MIG instance."""
+    memory, activity = p.running.memory_mib or 0, now.activity.get(p.running.gpu_instance_id, {})
+    sm, dram = activity.get(SM_ACTIVE), activity.get(DRAM_ACTIVE)
+    return ProcessUsage(
+        id=p.process.key,
+        pod_uid=p.process.pod_uid,  # type: ignore[arg-type]  # the caller passes processes of pods only
+        memory_mib=memory,
+        peak_memory_mib=memory,
+        elapsed_s=elapsed_s,
+        busy_s=busy_s,
+        sm_s=None if sm is None else sm * active_s,
+        dram_s=None if dram is None else dram * active_s,
+        energy_j=energy_j,
+    )
 
 
 def _activity_shares(now: GpuSample, busy: Mapping[int, float]) -> dict[int, float]:
@@ -362,7 +346,7 @@ class Sampler:
         return Reading(
             at=at,
             processes=tuple(processes),
-            ended=tuple(ended),
+            energy_of_ended_j=ended,
             power_w=telemetry.power_w,
             idle_power_w=accounts.idle_power_w,
             power_limit_w=known.power_limit_w,

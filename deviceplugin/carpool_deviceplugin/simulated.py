@@ -12,7 +12,8 @@ from carpool_core.products import GpuProduct, UnknownProductError, find_product
 from carpool_core.resources.node import Device
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
 from carpool_simulated.device import Device as SimulatedDevice
-from carpool_simulated.state import IDLE, Facts, Limit, SimulatedGpuError
+from carpool_simulated.device import Reading as SimulatedReading
+from carpool_simulated.state import IDLE, Claim, Facts, Limit, SimulatedGpuError
 
 from carpool_deviceplugin.gpu import (
     Access,
@@ -100,6 +101,7 @@ class SimulatedDevices:
         self._mps = state_dir / "mps"
         self._log = structlog.get_logger().bind(node=node)
         self._logged: dict[GpuUuid, tuple[str, ...]] = {}
+        self._readings: dict[GpuUuid, SimulatedReading] = {}
         self._facts: dict[GpuUuid, Facts] = {}
         self._products: dict[GpuUuid, GpuProduct] = {}
         self._devices: dict[GpuUuid, SimulatedDevice] = {}
@@ -190,28 +192,40 @@ class SimulatedDevices:
         self._log_problems(uuid, reading.problems)
         return Reading(
             at=reading.at,
-            processes=tuple(
-                ProcessUsage(
-                    id=held.id,
-                    pod_uid=PodUid(held.claim.pod_uid),
-                    started=held.claim.started,
-                    memory_mib=held.claim.memory_mib,
-                    peak_memory_mib=held.claim.peak_memory_mib,
-                    busy_s=held.claim.busy_s,
-                    sm_s=held.claim.sm_s,
-                    dram_s=held.claim.dram_s,
-                    energy_j=held.claim.energy_j,
-                    steps=held.claim.steps,
-                    steps_s=held.claim.steps_s,
-                )
-                for held in reading.claims
-            ),
+            processes=self._usage(uuid, reading),
             power_w=reading.power_w,
             idle_power_w=facts.idle_power_w,
             power_limit_w=facts.power_limit_w,
             energy_j=reading.energy_j,
             sources=("simulated",),
         )
+
+    def _usage(self, uuid: GpuUuid, now: SimulatedReading) -> tuple[ProcessUsage, ...]:
+        """Return the use by each process since the last reading; claims contain its total use."""
+        before, self._readings[uuid] = self._readings.get(uuid), now
+        earlier = {held.id: held.claim for held in before.claims} if before else {}
+        uses = []
+        for held in now.claims:
+            claim = held.claim
+            was = earlier.get(held.id) or Claim(claim.pod_uid, claim.pid, claim.started, 0, 0)
+            if before is None:  # its use before the start of the agent counts for nothing
+                was = claim
+            uses.append(
+                ProcessUsage(
+                    id=held.id,
+                    pod_uid=PodUid(claim.pod_uid),
+                    memory_mib=claim.memory_mib,
+                    peak_memory_mib=claim.peak_memory_mib,
+                    elapsed_s=min(now.at - before.at, now.at - claim.started) if before else 0.0,
+                    busy_s=max(0.0, claim.busy_s - was.busy_s),  # a container may have written anything
+                    sm_s=max(0.0, claim.sm_s - was.sm_s),
+                    dram_s=max(0.0, claim.dram_s - was.dram_s),
+                    energy_j=max(0.0, claim.energy_j - was.energy_j),
+                    steps=max(0, claim.steps - was.steps),
+                    steps_s=max(0.0, claim.steps_s - was.steps_s),
+                )
+            )
+        return tuple(uses)
 
     def _log_problems(self, uuid: GpuUuid, problems: tuple[str, ...]) -> None:
         """Log invalid claims once; they do not change the GPU's health."""

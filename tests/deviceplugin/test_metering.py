@@ -29,14 +29,13 @@ GPU, A, B = GpuUuid("GPU-1"), PodUid("uid-a"), PodUid("uid-b")
 
 
 def process(pod: PodUid = A, name: str = "p1", **more) -> ProcessUsage:
-    zero = {"busy_s": 0.0, "sm_s": 0.0, "dram_s": 0.0, "energy_j": 0.0, "steps": 0, "steps_s": 0.0}
-    return ProcessUsage(
-        **{"id": name, "pod_uid": pod, "started": 0.0, "memory_mib": 100, "peak_memory_mib": 100, **zero, **more}
-    )
+    """A process that did nothing in the last second, unless said otherwise."""
+    idle = {"elapsed_s": 1.0, "busy_s": 0.0, "sm_s": 0.0, "dram_s": 0.0, "energy_j": 0.0}
+    return ProcessUsage(**{"id": name, "pod_uid": pod, "memory_mib": 100, "peak_memory_mib": 100, **idle, **more})
 
 
-def reading(at: float, *processes: ProcessUsage) -> Reading:
-    return Reading(at, processes, power_w=100.0, idle_power_w=50.0, power_limit_w=400.0, energy_j=0.0)
+def reading(*processes: ProcessUsage) -> Reading:
+    return Reading(0.0, processes, power_w=100.0, idle_power_w=50.0, power_limit_w=400.0, energy_j=0.0)
 
 
 def metered(*readings: Reading) -> Meter:
@@ -46,16 +45,17 @@ def metered(*readings: Reading) -> Meter:
     return meter
 
 
-USED = process(busy_s=5.8, sm_s=0.4, dram_s=0.2, energy_j=100, steps=5, steps_s=2, peak_memory_mib=700)
+NEW = process(elapsed_s=0.0)
+USED = process(busy_s=0.8, sm_s=0.4, dram_s=0.2, energy_j=100, steps=2, steps_s=1, peak_memory_mib=700)
 LARGE = process(name="p2", memory_mib=300, peak_memory_mib=300)
 
 
 @pytest.mark.parametrize(
     ("readings", "expected"),
     [
-        pytest.param([reading(10, process(busy_s=5))], {"gpu_util_percent": None}, id="one-reading-gives-no-rate"),
+        pytest.param([reading(NEW)], {"gpu_util_percent": None}, id="one-reading-gives-no-rate"),
         pytest.param(
-            [reading(10, process(busy_s=5, steps=3, steps_s=1)), reading(11, USED)],
+            [reading(NEW), reading(USED)],
             {
                 "gpu_util_percent": 80,
                 "sm_active_ratio": 0.4,
@@ -67,24 +67,19 @@ LARGE = process(name="p2", memory_mib=300, peak_memory_mib=300)
             id="rates-over-a-window",
         ),
         pytest.param(
-            [reading(10), reading(11, process(started=10.5, busy_s=0.4))],
+            [reading(), reading(process(elapsed_s=0.5, busy_s=0.4))],
             {"gpu_util_percent": 80},
             id="a-process-counts-since-its-start",
         ),
         pytest.param(
-            [reading(0, process(), LARGE), reading(1, process())],
+            [reading(NEW, LARGE), reading(process())],
             {"memory_mib": 100, "peak_memory_mib": 400},
             id="processes-add-up-and-the-peak-stays",
         ),
         pytest.param(
-            [reading(0, process()), reading(1, process(busy_s=0.8)), reading(2)],
+            [reading(NEW), reading(process(busy_s=0.8)), reading()],
             {"memory_mib": 0, "gpu_util_percent": 80},
             id="measurements-of-an-ended-process-stay",
-        ),
-        pytest.param(
-            [reading(0, process(busy_s=5, energy_j=100, steps=5, steps_s=5)), reading(1, process())],
-            {"gpu_util_percent": 0, "power_w": 50, "step_time_seconds": None},
-            id="counters-that-fall-count-as-zero",
         ),
     ],
 )
@@ -100,38 +95,35 @@ def test_only_pods_with_a_reservation_or_a_process_are_kept() -> None:
         return [tenant.pod_uid for tenant in meter.tenants()]
 
     both = (process(A), process(B, "p2"))
-    meter = metered(reading(0, *both))
+    meter = metered(reading(*both))
     meter.keep(set())
     assert pods() == [A, B]
     meter.discard({A})
     assert pods() == [B]
-    meter.sample(reading(1, *both))
+    meter.sample(reading(*both))
     assert pods() == [A, B]
-    meter.sample(reading(2, process(A)))
+    meter.sample(reading(process(A)))
     meter.keep({A})
     assert pods() == [A]
-    meter.sample(reading(3))
+    meter.sample(reading())
     assert meter.total(is_concurrent=True).busy == 0, "an ended process counts no more"
+
+
+def after(*phases: tuple[int, list[ProcessUsage]]) -> Meter:
+    """A meter after phases of so many seconds with these processes."""
+    return metered(*(reading(*processes) for seconds, processes in phases for _ in range(seconds)))
 
 
 def test_work_shows_in_full_soon_after_it_begins() -> None:
     """Regression: the window before the work halved the utilization of a short job."""
-    meter = Meter(GPU)
-    meter.sample(reading(0, process()))
-    meter.sample(reading(1, process()))
-    meter.sample(reading(2, process(busy_s=0.1)))
-    for second in range(3, 6):
-        meter.sample(reading(second, process(busy_s=0.1 + 0.8 * (second - 2))))
+    for seconds in range(1, 4):
+        meter = after((2, [process()]), (1, [process(busy_s=0.1)]), (seconds, [process(busy_s=0.8)]))
         assert meter.tenants()[0].gpu_util_percent == pytest.approx(80)
 
 
 def test_others_are_admitted_by_a_mean_over_a_minute_and_a_half() -> None:
     """An evaluation or a checkpoint of some seconds does not make room on a GPU."""
-    meter = Meter(GPU)
-    for second in range(121):
-        meter.sample(reading(second, process(busy_s=0.8 * second, sm_s=0.5 * second)))
-    for second in range(121, 136):  # nothing for 15 s
-        meter.sample(reading(second, process(busy_s=96, sm_s=60)))
+    meter = after((120, [process(busy_s=0.8, sm_s=0.5)]), (15, [process()]))
     (tenant,) = meter.tenants()
     assert tenant.gpu_util_percent == pytest.approx(80 * math.exp(-15 / 90), rel=0.02)
     assert tenant.sm_active_ratio == pytest.approx(0.5 * math.exp(-15 / 90), rel=0.02)
@@ -140,49 +132,30 @@ def test_others_are_admitted_by_a_mean_over_a_minute_and_a_half() -> None:
     assert rates.busy == pytest.approx(0.8 * math.exp(-15 / 5), rel=0.02), "metrics follow at once"
 
 
-def test_what_was_done_beside_former_neighbours_is_soon_forgotten() -> None:
-    meter, worked = Meter(GPU), 0.0
-    for second in range(200):
-        worked += 0.4 if second < 150 else 0.8
-        beside = [process(B, "p2", busy_s=0.4 * second)] if second < 150 else []
-        meter.sample(reading(second, process(busy_s=worked), *beside))
-    a, _ = meter.tenants()
+def test_activity_beside_former_neighbours_counts_little() -> None:
+    beside = [process(busy_s=0.4), process(B, "p2", busy_s=0.4)]
+    a, _ = after((150, beside), (50, [process(busy_s=0.8)])).tenants()
     assert a.gpu_util_percent == pytest.approx(80, rel=0.06), "and not 56, as 50 s into the exponential average"
 
 
 def test_a_pause_when_a_neighbour_leaves_is_not_taken_for_idleness() -> None:
-    meter = Meter(GPU)
-    for second in range(150):
-        meter.sample(reading(second, process(busy_s=0.8 * second), process(B, "p2")))
-    for second in range(150, 153):
-        meter.sample(reading(second, process(busy_s=0.8 * 149)))
-    a, _ = meter.tenants()
+    a, _ = after((150, [process(busy_s=0.8), process(B, "p2")]), (3, [process()])).tenants()
     assert a.gpu_util_percent is not None
     assert a.gpu_util_percent > 40
 
 
 def test_a_restarted_process_is_not_its_own_neighbour() -> None:
     """Regression: an evaluation in another process looked like room on the GPU."""
-    meter = Meter(GPU)
-    for second in range(121):
-        meter.sample(reading(second, process(busy_s=0.8 * second)))
-    meter.sample(reading(121))
-    for second in range(122, 132):
-        meter.sample(reading(second, process(name="p2", started=121.5)))
-    (tenant,) = meter.tenants()
-    assert tenant.gpu_util_percent == pytest.approx(80 * math.exp(-9.5 / 90), rel=0.02)
+    (tenant,) = after((120, [process(busy_s=0.8)]), (1, []), (10, [process(name="p2")])).tenants()
+    assert tenant.gpu_util_percent == pytest.approx(80 * math.exp(-10 / 90), rel=0.02)
 
 
 @pytest.mark.parametrize("step_s", [1, 5])
 def test_a_paused_pod_is_reported_idle_before_its_mean_drops(step_s: int) -> None:
     """Regression: a peak from loading counted as stable during a pause, and others were admitted by it."""
-    meter = Meter(GPU)
-    for second in range(0, 61, step_s):
-        meter.sample(reading(second, process(busy_s=0.8 * second)))
-    assert [one.working for one in meter.tenants()] == [True]
-    for second in range(60 + step_s, 91, step_s):
-        meter.sample(reading(second, process(busy_s=0.8 * 60)))
-    (tenant,) = meter.tenants()
+    works, pauses = process(elapsed_s=step_s, busy_s=0.8 * step_s), process(elapsed_s=step_s)
+    assert [one.working for one in after((60 // step_s, [works])).tenants()] == [True]
+    (tenant,) = after((60 // step_s, [works]), (30 // step_s, [pauses])).tenants()
     assert tenant.working is False
     assert tenant.gpu_util_percent is not None
     assert tenant.gpu_util_percent > 40
@@ -190,9 +163,7 @@ def test_a_paused_pod_is_reported_idle_before_its_mean_drops(step_s: int) -> Non
 
 
 def test_total_is_not_additive() -> None:
-    meter = Meter(GPU)
-    meter.sample(reading(0, process(A), process(B, "p2")))
-    meter.sample(reading(1, process(A, busy_s=0.6, sm_s=0.3), process(B, "p2", busy_s=0.5, sm_s=0.3)))
+    meter = after((1, [process(busy_s=0.6, sm_s=0.3), process(B, "p2", busy_s=0.5, sm_s=0.3)]))
     assert meter.total(is_concurrent=True).busy == pytest.approx(0.8)
     assert meter.total(is_concurrent=False).busy == 1.0
     assert meter.total(is_concurrent=True).sm == pytest.approx(0.6)
@@ -200,10 +171,9 @@ def test_total_is_not_additive() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 2), st.floats(0, 10)), max_size=20))
 def test_rates_stay_ratios(samples) -> None:
-    meter, now, busy = Meter(GPU), 0.0, 0.0
-    for elapsed, worked in samples:
-        now, busy = now + elapsed, busy + worked
-        meter.sample(reading(now, process(busy_s=busy, sm_s=busy)))
+    meter = Meter(GPU)
+    for elapsed_s, worked_s in samples:
+        meter.sample(reading(process(elapsed_s=elapsed_s, busy_s=worked_s, sm_s=worked_s)))
         for tenant in meter.tenants():
             assert tenant.gpu_util_percent is None or 0 <= tenant.gpu_util_percent <= 100
 
@@ -350,14 +320,16 @@ def test_energy_of_mig_instances_without_known_activity_is_unknown(tmp_path: Pat
 
 def test_restarted_counter_takes_no_energy_back(node: Node) -> None:
     devices = node.devices()
-    gpu = devices.uuids[0]
+    meter = Meter(devices.uuids[0])
     node.start(0, 42, "a", sm=0.6)
     for _ in range(3):
         node.advance(1)
-        before = devices.read(gpu)
+        meter.sample(devices.read(meter.uuid))
+    (before,) = meter.usage.values()
     node.nvml.gpus[0].energy_mj = 0
-    after = devices.read(gpu)
-    assert after.processes[0].energy_j == before.processes[0].energy_j
+    meter.sample(devices.read(meter.uuid))
+    (after_restart,) = meter.usage.values()
+    assert after_restart.energy_j == before.energy_j > 0
 
 
 def test_process_id_used_again_is_another_process(node: Node) -> None:

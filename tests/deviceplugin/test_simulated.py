@@ -386,10 +386,13 @@ def test_running_processes_keep_mode_and_daemon(ground: Ground) -> None:
 def test_reading_tells_processes_apart(devices: Devices, enter) -> None:
     gpu = devices.uuids[0]
     devices.apply(gpu, SetMode(SharingMode.TIME_SLICING))
+    devices.read(gpu)
     with enter(gpu, "a") as (first,), enter(gpu, "b"):
         first.allocate(1000)
         first.run(0.001)
         reading = devices.read(gpu)
+        later = {p.pod_uid: p for p in devices.read(gpu).processes}[POD]
+        assert (later.steps, later.energy_j) == (0, 0), "a reading has the use since the last one"
     assert len({p.id for p in reading.processes}) == 2
     used = {p.pod_uid: p for p in reading.processes}
     assert used[POD].memory_mib == 1000 + used[PodUid("uid-b")].memory_mib
