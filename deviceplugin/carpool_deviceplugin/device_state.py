@@ -1,4 +1,4 @@
-"""Reconciles one GPU with its reservations: steps with deadlines, undone if one fails."""
+"""Reconciles one GPU with its reservations: reads, plans, applies steps with deadlines and reads back."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -9,7 +9,7 @@ from carpool_core.resources.node import Reservation
 from carpool_core.values import GpuUuid, PartitionState, PodUid
 
 from carpool_deviceplugin.gpu import DeviceError, Devices, GpuActual, Step, changes_mig
-from carpool_deviceplugin.partitions import Plan, plan, way_back
+from carpool_deviceplugin.partitions import Plan, plan
 from carpool_deviceplugin.timeouts import Caller, Intervals, TimeLimitedCaller, wait_for_event
 
 READY, PREPARING, FAILED = PartitionState.READY, PartitionState.PREPARING, PartitionState.FAILED
@@ -97,7 +97,7 @@ class GpuWorker:
         except (DeviceError, OSError) as e:
             self._report({r.pod_uid: self._kept(r) or _outcome(r, FAILED, str(e)) for r in wanted})
             return False
-        failure = await self._act(planned, actual, wanted)
+        failure = await self._act(planned, wanted)
         self._report(_outcomes(planned, wanted, held, failure, actual.struck))
         self._promised &= {r.pod_uid for r in wanted}
         is_leaving = not wanted and bool(actual.tenants)
@@ -118,36 +118,29 @@ class GpuWorker:
             return known
         return _outcome(reservation, READY) if reservation.pod_uid in self._promised else None
 
-    async def _act(self, planned: Plan, actual: GpuActual, wanted: Sequence[Reservation]) -> str:
-        """Apply the steps; return the error message, empty on success."""
+    async def _act(self, planned: Plan, wanted: Sequence[Reservation]) -> str:
+        """Apply the steps; return the error message, empty on success.
+
+        After a failed step, the next reconciliation plans from the state that the GPU has then.
+        """
         if not planned.steps:
             return ""
         preparing = {r.pod_uid: self._kept(r) or _outcome(r, PREPARING) for r in wanted}
         slow = asyncio.get_running_loop().call_later(self._intervals.progress_after_s, self._report, preparing)
-        done: list[Step] = []
+        step: Step | None = None
         try:
             for step in planned.steps:
-                done.append(step)  # a partly applied step is undone too
                 await self._caller.call(self._devices.apply, self.uuid, step)
             found = await self._caller.call(self._devices.actual, self.uuid)
             if left := plan(found, wanted, frozenset(planned.ready), self._peaks()).steps:
                 raise DeviceError(f"read back, the GPU still needs {', '.join(map(str, left))}")
-            self._log.info("gpu prepared", steps=[str(step) for step in done])
+            self._log.info("gpu prepared", steps=[str(step) for step in planned.steps])
         except (DeviceError, OSError) as e:
-            back = await self._undo(done, actual)
-            self._log.warning("gpu not prepared", failed=str(done[-1]), error=str(e), way_back=back)
-            return f"{done[-1]} failed: {e}; {back}"
+            self._log.warning("gpu not prepared", failed=str(step), error=str(e))
+            return f"{step} failed: {e}"
         finally:
             slow.cancel()
         return ""
-
-    async def _undo(self, done: Sequence[Step], before: GpuActual) -> str:
-        try:
-            for step in way_back(done, before):
-                await self._caller.call(self._devices.apply, self.uuid, step)
-        except (DeviceError, OSError) as e:
-            return f"undoing it failed as well: {e}"
-        return "it was undone"
 
     def _see_ended(self, ended: Mapping[PodUid, str]) -> None:
         if ended != self.ended:

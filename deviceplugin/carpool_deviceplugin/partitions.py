@@ -177,29 +177,6 @@ def _tidied(actual: GpuActual) -> tuple[Step, ...]:
     return divide(actual, actual.mig_table, ()).steps
 
 
-def way_back(done: Sequence[Step], before: GpuActual) -> tuple[Step, ...]:
-    """Return the steps that undo `done`; `before` is the state before them."""
-    return tuple(step for taken in reversed(done) for step in _undo(taken, before))
-
-
-def _undo(step: Step, before: GpuActual) -> tuple[Step, ...]:
-    match step:
-        case SetMode():
-            return (SetMode(before.mode),)
-        case StartMps():
-            return () if before.mps_daemon else (StopMps(),)
-        case StopMps():
-            limits = tuple(SetLimits(pod, limits) for pod, limits in before.limits.items())
-            return (StartMps(), *limits) if before.mps_daemon else ()
-        case SetLimits(pod_uid):
-            return (SetLimits(pod_uid, before.limits.get(pod_uid)),)
-        case CreateInstance(placement) | DestroyInstance(placement):
-            there = next((p for p in before.mig_instances if p.instance.placement == placement), None)
-            if there is None:
-                return (DestroyInstance(placement),)
-            return (CreateInstance(placement, there.pod_uid),) if there.is_managed else ()
-
-
 def _grant(
     actual: GpuActual, reservations: Iterable[Reservation], held: Set[PodUid], peaks: Mapping[PodUid, int]
 ) -> tuple[list[Reservation], dict[PodUid, str]]:

@@ -1,9 +1,8 @@
 """Processes of the node and the pods that they belong to, from /proc."""
 
-import os
 import re
-from collections import OrderedDict
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +15,6 @@ _POD = re.compile(
 """cgroupfs writes `/kubepods/burstable/pod<uid>/…`, systemd `kubepods-burstable-pod<uid with _>.slice/…`; static pods
 have a digest without dashes."""
 _CACHED = 4096
-_CHUNK = 1 << 16
 
 
 class Stat(NamedTuple):
@@ -31,26 +29,15 @@ class Stat(NamedTuple):
     """Ticks since boot."""
 
 
-def read_stat(proc: Path | str, pid: int) -> Stat | None:
+def read_stat(proc: Path, pid: int) -> Stat | None:
     """Read /proc/PID/stat; None if the process has ended or is not visible."""
     try:
-        name, _, rest = _read(f"{proc}/{int(pid)}/stat").partition(b"(")[2].rpartition(b")")  # a name may contain both
+        content = (proc / str(int(pid)) / "stat").read_bytes()
+        name, _, rest = content.partition(b"(")[2].rpartition(b")")  # a name may contain both
         fields = rest.split(None, 20)
         return Stat(name.decode(errors="replace"), fields[0].decode(), int(fields[1]), int(fields[19]))
     except (OSError, ValueError, IndexError):
         return None
-
-
-def _read(path: str) -> bytes:
-    # Called for each process of each GPU at each sample: os.open is several times faster than Path.read_bytes.
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        found = os.read(file, _CHUNK)
-        while piece := os.read(file, _CHUNK):  # the kernel may return less than the whole file
-            found += piece
-        return found
-    finally:
-        os.close(file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,30 +71,25 @@ class ProcTree:
     """
 
     def __init__(self, root: Path = Path("/proc")) -> None:
-        self._root = str(root)
-        self._cache: OrderedDict[int, Process] = OrderedDict()
+        self._root = root
+        self._identified = lru_cache(_CACHED)(self._identify)  # the pod of a process never changes
 
     def find(self, pid: int) -> Process | None:
-        """Return a process; None if it has ended or the agent does not see the host's processes.
-
-        The pod of a process never changes, so its cgroup is read once.
-        """
-        stat, cached = read_stat(self._root, pid), self._cache.get(pid)
-        if stat is None or (cached is not None and cached.started == stat.started):
-            return cached if stat is not None else None
+        """Return a process; None if it has ended or the agent does not see the host's processes."""
+        stat = read_stat(self._root, pid)
         try:
-            cgroup = _read(f"{self._root}/{int(pid)}/cgroup").decode(errors="replace")
+            return None if stat is None else self._identified(int(pid), stat.started, stat.name)
         except OSError:
             return None
-        found = self._cache[pid] = Process(int(pid), stat.started, stat.name, pod_of(cgroup))
-        while len(self._cache) > _CACHED:
-            self._cache.popitem(last=False)
-        return found
+
+    def _identify(self, pid: int, started: int, name: str) -> Process:
+        cgroup = (self._root / str(pid) / "cgroup").read_text(errors="replace")
+        return Process(pid, started, name, pod_of(cgroup))
 
     def user(self, pid: int) -> int | None:
         """Return the user ID of a process; None if it has ended."""
         try:
-            lines = _read(f"{self._root}/{int(pid)}/status").decode(errors="replace").splitlines()
+            lines = (self._root / str(int(pid)) / "status").read_text(errors="replace").splitlines()
         except OSError:
             return None
         user = next((line.split()[1] for line in lines if line.startswith("Uid:")), "")

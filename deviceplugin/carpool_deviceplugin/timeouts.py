@@ -99,7 +99,7 @@ class TimeLimitedCaller:
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return the function's result; raises DeviceError after the deadline, and whatever the function raises."""
         if self._stuck is not None and not self._stuck.done():
-            raise DeviceError(f"{self._what}: an earlier call has not come back yet; look at the GPU's driver")
+            raise DeviceError(f"{self._what}: an earlier call has not come back yet; check the GPU's driver")
         loop = asyncio.get_running_loop()
         call: asyncio.Future[T] = loop.create_future()
         self._start(functools.partial(_run, loop, call, functools.partial(function, *args, **kwargs)))
@@ -116,17 +116,13 @@ class TimeLimitedCaller:
 
 
 def _run(loop: asyncio.AbstractEventLoop, call: "asyncio.Future[T]", work: Callable[[], T]) -> None:
+    settle: Work
     try:
-        settle = functools.partial(_settle, call, call.set_result, work())
+        settle = functools.partial(call.set_result, work())
     except Exception as e:  # raised again in the event loop
-        settle = functools.partial(_settle, call, call.set_exception, e)
+        settle = functools.partial(call.set_exception, e)
     with suppress(RuntimeError):  # the event loop has ended
-        loop.call_soon_threadsafe(settle)
-
-
-def _settle(call: "asyncio.Future[T]", setter: Callable[[Any], None], answer: Any) -> None:
-    if not call.done():
-        setter(answer)
+        loop.call_soon_threadsafe(lambda: None if call.done() else settle())
 
 
 class Poll(Generic[T]):

@@ -64,20 +64,22 @@ async def test_prepares_and_returns(worker, flaky, devices, reserve) -> None:
     assert len(flaky.steps) == count, "nothing is done twice"
 
 
-async def test_step_that_did_nothing_is_noticed_and_undone(worker, flaky, devices, reserve) -> None:
+async def test_step_that_did_nothing_is_noticed(worker, flaky, reserve) -> None:
     """The state read from the GPU counts."""
     flaky.idle = [StartMps()]
     worker.want([reserve("a", mode=MPS, memory_limit_mib=1000)])
     assert not await worker.once()
     assert worker.outcomes[A].state is FAILED
     assert "read back, the GPU still needs start MPS" in worker.outcomes[A].message
-    assert devices.actual(worker.uuid).mode is None
     flaky.idle = []
     assert await worker.once()
     assert worker.outcomes == {A: Outcome(1, READY)}
 
 
-async def test_a_failed_step_is_undone_and_reported(worker, flaky, devices, reserve) -> None:
+@pytest.mark.parametrize("is_wanted", [True, False])
+async def test_a_failed_step_is_reported_and_the_next_plan_goes_on_or_returns(
+    worker, flaky, devices, reserve, is_wanted: bool
+) -> None:
     def fail(step: Step) -> None:
         if step == StartMps():
             raise DeviceError("the daemon does not start")
@@ -85,12 +87,12 @@ async def test_a_failed_step_is_undone_and_reported(worker, flaky, devices, rese
     flaky.before = fail
     worker.want([reserve("a", mode=MPS)])
     assert not await worker.once()
-    assert worker.outcomes[A].state is FAILED
-    assert "the daemon does not start; it was undone" in worker.outcomes[A].message
-    assert devices.actual(worker.uuid).mode is None
+    assert worker.outcomes == {A: Outcome(1, FAILED, "start MPS failed: the daemon does not start")}
     flaky.before = lambda _: None
+    worker.want([reserve("a", mode=MPS)] if is_wanted else [])
     assert await worker.once()
-    assert worker.outcomes[A].state is READY
+    assert worker.outcomes == ({A: Outcome(1, READY)} if is_wanted else {})
+    assert (devices.actual(worker.uuid).mode is MPS) is is_wanted
 
 
 async def test_a_failure_does_not_affect_ready_pods(worker, flaky, devices, reserve, enter) -> None:

@@ -133,7 +133,7 @@ def test_every_kind_of_gpu_is_described_and_unsupported_counters_are_absent(tmp_
     assert ("DCGM_FI_DEV_ROW_REMAP_FAILURE" in reading.counters.values) == HARDWARE[kind].has_row_remap
     (process,) = reading.processes
     assert (process.sm_s is not None) == HARDWARE[kind].has_gpm
-    assert process.busy_s == pytest.approx(0.5 * 2, rel=0.1)
+    assert process.busy_s == pytest.approx(0.5, rel=0.1)
 
 
 def test_links_and_numa_nodes_are_reported(tmp_path: Path) -> None:
@@ -355,7 +355,6 @@ async def test_virtual_machine_cannot_reset_and_is_left_as_it_was(tmp_path: Path
     found = (await agent.want(("a", "1g.5gb")))["a"]
     assert found.state is FAILED
     assert "takes a reset that cannot be made from here" in found.message
-    assert "it was undone" in found.message
     mig = agent.node.nvml.gpus[0].mig
     assert (mig.is_enabled, mig.is_pending) == (False, False), "no later reset switches it by surprise"
 
@@ -562,7 +561,7 @@ class KilledError(BaseException):
 
 
 @pytest.mark.parametrize("kind", ["A100-40", "H100"])
-async def test_agent_killed_at_each_call_goes_on_or_undoes(tmp_path: Path, reserve, kind: str) -> None:
+async def test_agent_killed_at_each_call_is_continued(tmp_path: Path, reserve, kind: str) -> None:
     """At every call of the driver in turn; the next agent ends with what is wanted, and leaves nothing behind."""
     small, large = ("1g.5gb", "4g.20gb") if kind == "A100-40" else ("1g.10gb", "4g.40gb")
     at = 0
@@ -603,12 +602,12 @@ def direct(agent: MigAgent, profiles: tuple[str, str]) -> None:
 @pytest.mark.parametrize(
     "function", ["nvmlDeviceCreateGpuInstanceWithPlacement", "nvmlGpuInstanceCreateComputeInstance"]
 )
-async def test_a_failed_creation_is_reported_and_undone(agent: MigAgent, function: str) -> None:
+async def test_a_failed_creation_is_reported_and_leaves_nothing_behind(agent: MigAgent, function: str) -> None:
     agent.node.nvml.fail_next(function, pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES)
     found = (await agent.want(("a", "3g.20gb")))["a"]
     assert found.state is FAILED
     assert f"{function} failed" in found.message
-    assert "it was undone" in found.message
+    await agent.want()
     assert agent.instances == {}
     assert states(await agent.want(("a", "3g.20gb"))) == {"a": READY}
 

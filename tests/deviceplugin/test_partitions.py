@@ -17,11 +17,11 @@ from carpool_deviceplugin.gpu import (
     StopMps,
 )
 from carpool_deviceplugin.mig import Instance, MigTable, OccupiedSlices, Placement, occupied
-from carpool_deviceplugin.partitions import divide, plan, way_back
+from carpool_deviceplugin.partitions import divide, plan
 from carpool_deviceplugin.testing.gpus import A30, A100_40
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_world import EXCLUSIVE, IDLE, MIG, MPS, SHARED, SLICED, TIME_SLICING, A, B, apply
+from plan_world import EXCLUSIVE, IDLE, MIG, MPS, SHARED, SLICED, TIME_SLICING, A, B
 
 
 @pytest.mark.parametrize(
@@ -247,23 +247,6 @@ def test_new_pod_waits_for_leaving_pods(reserve, mode) -> None:
     planned = plan(replace(SLICED, tenants=frozenset({A})), [reserve("b", mode=mode)])
     assert (planned.steps, planned.ready) == ((), ())
     assert planned.waiting == {B: "waits for the processes of pod uid-a to leave GPU GPU-1"}
-
-
-@pytest.mark.parametrize(
-    ("before", "steps"),
-    [
-        (IDLE, (SetMode(MPS), StartMps(), SetLimits(A, Limits(1, 1)))),
-        (SHARED, (SetLimits(A, Limits(5, None)), SetLimits(B, Limits(1, None)))),
-        (SHARED, (StopMps(), SetMode(EXCLUSIVE))),
-        (SLICED, (SetMode(None),)),
-    ],
-)
-def test_undo_restores_the_state(before, steps) -> None:
-    for count in range(len(steps) + 1):
-        now = before
-        for step in (*steps[:count], *way_back(steps[:count], before)):
-            now = apply(now, step)
-        assert now == before
 
 
 PODS = [PodUid(f"uid-{name}") for name in "abcde"]
