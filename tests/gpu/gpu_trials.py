@@ -162,14 +162,13 @@ def energy_adds_up(trial: Trial) -> str:
     wanted = [reservation(trial, name, SharingMode.TIME_SLICING) for name in ("p0", "p1")]
     with running(trial, Kind.TRAIN, wanted):
         first = machine.devices.read(gpu)
-        power_j, last = 0.0, first
+        power_j, pods_j, last = 0.0, 0.0, first
         while last.at - first.at < BUSY_S:
             machine.wait(LOOK_EVERY_S)
             now = machine.devices.read(gpu)
             power_j += ((now.power_w or 0.0) + (last.power_w or 0.0)) / 2 * (now.at - last.at)
+            pods_j += sum(p.energy_j or 0.0 for p in now.processes) + sum(now.energy_of_ended_j.values())
             last = now
-    before = {p.pod_uid: p.energy_j or 0.0 for p in first.processes}
-    pods_j = sum((p.energy_j or 0.0) - before.get(p.pod_uid, 0.0) for p in last.processes)
     idle_j = (last.idle_power_w or 0.0) * (last.at - first.at)
     counter_j = (last.energy_j or 0.0) - (first.energy_j or 0.0)
     measured = f"pods {pods_j:,.0f} J + idle {idle_j:,.0f} J beside {counter_j:,.0f} J of the counter"
