@@ -33,15 +33,14 @@ SMALL = document.SMALL
 ALONE = Strategy("alone", "exclusive", measure=False)
 
 
-def drawn(name, data, seed=1):
-    """Return the workload of each case of an experiment, and the one as assumed."""
+def drawn(name, data, *cases):
+    """Return the workload of an experiment as assumed, and those of other cases."""
     draws = {one.case: one.draw for one in runs_of(EXPERIMENTS[name])}
-    return {case: draw(data, seed) for case, draw in draws.items()}
+    return [draws[case](data, 1) for case in (runs.AS_ASSUMED, *cases)]
 
 
 def test_hotclouds_jobs_come_evenly_and_are_the_same(published):
-    draws = drawn("hotcloud", published)
-    before, after = draws[runs.AS_ASSUMED], draws["jobs come over 10 min"]
+    before, after = drawn("hotcloud", published, "jobs come over 10 min")
     assert [one.arrival_s for one in after.jobs] == pytest.approx([600.0 * i / 99 for i in range(100)])
     assert [replace(one, arrival_s=0.0) for one in after.jobs] == list(before.jobs)
 
@@ -55,10 +54,9 @@ def test_hotclouds_durations_may_be_uniform(published):
 
 
 def test_rad_rms_tasks_keep_the_sms_more_or_less_busy_and_are_the_same_otherwise(published):
-    draws = drawn("radrm-90", published)
-    before = draws[runs.AS_ASSUMED].jobs
-    for scale in (0.75, 1.25, 1.5):
-        after = draws[f"SM activity × {scale:g}"].jobs
+    scales = (0.75, 1.25, 1.5)
+    before, *others = (one.jobs for one in drawn("radrm-90", published, *(f"SM activity × {s:g}" for s in scales)))
+    for scale, after in zip(scales, others, strict=True):
         assert [one.truth.sm for one in after] == pytest.approx([min(1.0, scale * one.truth.sm) for one in before])
         assert [(one.name, one.arrival_s, one.work_s, one.prediction) for one in after] == [
             (one.name, one.arrival_s, one.work_s, one.prediction) for one in before
@@ -66,18 +64,16 @@ def test_rad_rms_tasks_keep_the_sms_more_or_less_busy_and_are_the_same_otherwise
 
 
 def test_memory_is_lost_in_pieces_in_every_experiment_and_jobs_are_the_same(published):
+    shares = (0.05, 0.1)
     for name in SMALL:
-        draws = drawn(name, published)
-        before = draws[runs.AS_ASSUMED]
-        for share in (0.05, 0.1):
-            after = draws[f"{share:.0%} of shared memory fragmented"]
+        before, *others = drawn(name, published, *(f"{share:.0%} of shared memory fragmented" for share in shares))
+        for share, after in zip(shares, others, strict=True):
             assert replace(after, fragmented=before.fragmented, assumptions=before.assumptions) == before
             assert after.fragmented == share
 
 
 def test_rad_rms_tasks_may_lose_behind_mps_what_gavels_pairs_did(published):
-    draws = drawn("radrm-60", published)
-    before, after = draws[runs.AS_ASSUMED], draws[radrm.BEHIND_MPS]
+    before, after = drawn("radrm-60", published, radrm.BEHIND_MPS)
     assert replace(after, behind_mps=None, assumptions=before.assumptions) == before
     (told,) = set(after.assumptions) - set(before.assumptions)
     assert told == radrm.ASSUMED

@@ -19,6 +19,7 @@ from carpool_research.step_time.fit import (
     choose,
     ends,
     fit,
+    fit_as,
     gpus_held_out,
     model_of,
     roofline_s,
@@ -136,7 +137,10 @@ def test_invalid_rows_are_refused(tmp_path: Path) -> None:
 
 def test_the_suite_writes_the_same_card_twice(tmp_path: Path) -> None:
     data = with_epochs(synthetic(tmp_path))
-    reports = [run(data, tmp_path / name) for name in ("one", "two")]
+    reports = []
+    for name in ("one", "two"):
+        fit_as.cache_clear()
+        reports.append(run(data, tmp_path / name))
     one, two = ([path.read_bytes() for path in report.files] for report in reports)
     assert one == two
     assert all(figure.met for figure in reports[0].metrics if figure.met is not None)
@@ -200,6 +204,7 @@ def traced_transformer(build: str, shape: Shape, length: int, batch_size: int) -
 
 def test_training_writes_the_fitted_model_with_the_same_bytes(tmp_path: Path) -> None:
     synthetic(tmp_path)
-    one, two = (train_step_time(tmp_path, tmp_path / name).read_bytes() for name in ("one", "two"))
-    assert one == two
+    one = train_step_time(tmp_path, tmp_path / "one").read_bytes()
+    fit_as.cache_clear()
+    assert train_step_time(tmp_path, tmp_path / "two").read_bytes() == one
     assert read_model(one) == model_of(read_models(tmp_path)[0])

@@ -32,6 +32,9 @@ ASSUMED = (
 )
 
 
+_trace = cache(read_trace)
+
+
 @cache
 def read(data: Path) -> Pool:
     """Read the pairs of jobs that were measured alone at several batch sizes, too.
@@ -194,7 +197,7 @@ def radrm(data: Path, seed: int, tasks: int, scale: float = 1.0) -> Workload:
     chosen = draw.choices(light, k=amounts[0]) + draw.choices(medium, k=amounts[1])
     chosen += draw.choices(large, k=tasks - sum(amounts))
     draw.shuffle(chosen)
-    submissions = read_trace(data / "traces" / "philly_sia.csv").jobs
+    submissions = _trace(data / "traces" / "philly_sia.csv").jobs
     begin = draw.randrange(len(submissions) - tasks)
     window = submissions[begin : begin + tasks]
     jobs = []

@@ -7,6 +7,7 @@ chosen by holding each of those out too. Needs the extra `train`.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,8 +56,12 @@ def seconds(model: Utilization, gpu_name: str, cost: StepCost) -> float:
     return model.seconds(cost, gpu.fp32_tflops * 1e12 * model.matrix, gpu.memory_bandwidth_gb_s * 1e9)
 
 
-def fit_as(rows: Sequence[ModelRow], choice: Choice) -> Utilization:
-    """Fit measured steps by robust least squares of logarithms."""
+@cache
+def fit_as(rows: tuple[ModelRow, ...], choice: Choice) -> Utilization:
+    """Fit measured steps by robust least squares of logarithms.
+
+    The evaluation fits the same rows several times: for a table, for a choice of the form and for the model.
+    """
 
     def model(logs: Matrix) -> Utilization:
         found = [min(float(value), 2.0) for value in np.exp(logs)]
@@ -92,7 +97,7 @@ def choose(rows: Sequence[ModelRow], statistic: Callable[[Matrix], Any] = np.mea
 
 def fit(rows: Sequence[ModelRow]) -> Utilization:
     """Choose a form, and fit its utilizations."""
-    return fit_as(rows, choose(rows))
+    return fit_as(tuple(rows), choose(rows))
 
 
 def _predicted(model: Utilization, rows: Sequence[ModelRow]) -> Matrix:
@@ -109,12 +114,12 @@ Predictor = Callable[[Sequence[ModelRow], Sequence[ModelRow]], Matrix]
 
 def by_form(choice: Choice) -> Predictor:
     """Return a predictor by utilization in a given form."""
-    return lambda train, test: _predicted(fit_as(train, choice), test)
+    return lambda train, test: _predicted(fit_as(tuple(train), choice), test)
 
 
 def by_noisy_choice(train: Sequence[ModelRow], test: Sequence[ModelRow]) -> Matrix:
     """Predict by utilization in the form with the smallest median error on the training rows."""
-    return _predicted(fit_as(train, choose(train, np.median)), test)
+    return _predicted(fit_as(tuple(train), choose(train, np.median)), test)
 
 
 def by_utilization(train: Sequence[ModelRow], test: Sequence[ModelRow]) -> Matrix:
