@@ -64,8 +64,13 @@ class CarpoolProcesses:
         """
         name = f"agent-{node.name}"
         token = self.plane.api.token_of(NAMESPACE, "carpool-node-agent", node.name)
-        kubeconfig = self.plane.write_kubeconfig(name, token, node.link.host_address)
-        environment = {"KUBECONFIG": str(kubeconfig), "CARPOOL_SIMULATED_GPUS": gpus}
+        (node.files.service_account / "token").write_text(token)
+        (node.files.service_account / "ca.crt").write_bytes(self.plane.ca_file.read_bytes())
+        environment = {
+            "KUBERNETES_SERVICE_HOST": node.link.host_address,
+            "KUBERNETES_SERVICE_PORT": str(self.plane.ports.apiserver),
+            "CARPOOL_SIMULATED_GPUS": gpus,
+        }
         workload = self.rendered.one("DaemonSet", "carpool-node-agent")
         adaptation = Adaptation(node.files.folder, node.name, node.link.node_address, environment=environment)
         agent = self._start(name, localize(self.rendered, workload, "agent", adaptation), first)

@@ -64,6 +64,11 @@ class NodeFiles:
         return self.folder / "init.sh"
 
     @property
+    def service_account(self) -> Path:
+        """Credentials of the node's agent."""
+        return self.folder / "serviceaccount"
+
+    @property
     def ready(self) -> Path:
         """Exists once the namespaces are prepared."""
         return self.folder / "prepared"
@@ -164,7 +169,7 @@ def init_script(files: NodeFiles) -> str:
             f"mkdir -p {upper} {work}",
             f"mount -t overlay carpool -o lowerdir={target},upperdir={upper},workdir={work} {target}",
         ]
-    for path in ("/var/lib/kubelet", "/var/lib/carpool"):
+    for path in ("/var/lib/kubelet", "/var/lib/carpool", SERVICE_ACCOUNT):
         real = f"{folder}/{Path(path).name}"
         lines += [f"mkdir -p {path} {real}", f"mount --bind {real} {path}"]
     # The node agent may start before the kubelet has made its directories.
@@ -259,6 +264,8 @@ def write(file: Path, busybox: Path) -> None:
     file.write_bytes(archive(layer(busybox.read_bytes()), images))
 
 
+SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
+"""Where the agent finds its credentials, as in a pod."""
 MANAGED_LABELS = {LABEL_MANAGED: "managed"}
 
 _MAX_NODES = 16
