@@ -12,6 +12,7 @@ from carpool_core.keys import CDI_KIND, DOMAIN
 from carpool_core.resources.node import Reservation
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 
+from carpool_deviceplugin.files import write_file
 from carpool_deviceplugin.gpu import Access, DeviceError, Mount
 from carpool_deviceplugin.mig import MigDevice
 
@@ -123,17 +124,8 @@ def _mount(mount: Mount) -> dict[str, Any]:
 
 def write(directory: Path, specs: Mapping[str, Mapping[str, Any]]) -> None:
     """Write the slots' specifications, each atomically; raises OSError."""
-    directory.mkdir(parents=True, exist_ok=True)
     for slot, spec in specs.items():
-        path = path_of(directory, slot)
-        # Runtimes read every *.json and *.yaml file here, so the temporary file has another suffix.
-        temporary = directory / f".{path.name}.{os.getpid()}.new"
-        try:
-            temporary.write_bytes(msgspec.json.format(msgspec.json.encode(spec)) + b"\n")
-            temporary.replace(path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
+        write_file(path_of(directory, slot), msgspec.json.format(msgspec.json.encode(spec)) + b"\n")
 
 
 STATIC_DIR = Path("/etc/cdi")

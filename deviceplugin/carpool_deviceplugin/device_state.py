@@ -2,10 +2,9 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import structlog
-from carpool_core.resources.node import Reservation
+from carpool_core.resources.node import Partition, Reservation
 from carpool_core.values import GpuUuid, PartitionState, PodUid
 
 from carpool_deviceplugin.gpu import DeviceError, Devices, GpuActual, Step, changes_mig
@@ -13,16 +12,6 @@ from carpool_deviceplugin.partitions import Plan, plan
 from carpool_deviceplugin.timeouts import Caller, Intervals, TimeLimitedCaller, wait_for_event
 
 READY, PREPARING, FAILED = PartitionState.READY, PartitionState.PREPARING, PartitionState.FAILED
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """State of one reservation on one GPU."""
-
-    generation: int
-    """Generation of the reservation."""
-    state: PartitionState
-    message: str = ""
 
 
 async def _unchanged() -> bool:
@@ -35,7 +24,7 @@ class GpuWorker:
     Args:
         uuid: The GPU.
         devices: The node's GPUs.
-        changed: Called when outcomes have changed.
+        changed: Called when `partitions` has changed.
         intervals: Deadlines and intervals.
         confirm: Called before MIG changes; returns whether the agent's permission to partition has changed.
         caller: Makes the calls to the GPU; None uses threads.
@@ -53,7 +42,7 @@ class GpuWorker:
         peaks: Callable[[], Mapping[PodUid, int]] = dict,
     ) -> None:
         self.uuid = uuid
-        self.outcomes: Mapping[PodUid, Outcome] = {}
+        self.partitions: Mapping[PodUid, Partition] = {}
         self.ended: Mapping[PodUid, str] = {}
         """Pods that a fault of their MPS daemon has ended in the last minutes, with the reason."""
         self._devices, self._changed, self._intervals = devices, changed, intervals
@@ -89,16 +78,16 @@ class GpuWorker:
     async def once(self) -> bool:
         """Read, plan, apply and verify; return False if a step failed or a pod must wait."""
         wanted = self._wanted
-        ready = {pod for pod, outcome in self.outcomes.items() if outcome.state is READY}
+        ready = {pod for pod, partition in self.partitions.items() if partition.state is READY}
         held = self._promised | ready
         try:
             actual, planned = await self._look(wanted, held)
             self._see_ended(actual.ended)
         except (DeviceError, OSError) as e:
-            self._report({r.pod_uid: self._kept(r) or _outcome(r, FAILED, str(e)) for r in wanted})
+            self._report({r.pod_uid: self._kept(r) or _partition(r, FAILED, str(e)) for r in wanted})
             return False
         failure = await self._act(planned, wanted)
-        self._report(_outcomes(planned, wanted, held, failure, actual.struck))
+        self._report(_partitions(planned, wanted, held, failure, actual.struck))
         self._promised &= {r.pod_uid for r in wanted}
         is_leaving = not wanted and bool(actual.tenants)
         return not (failure or planned.waiting or is_leaving)
@@ -111,12 +100,12 @@ class GpuWorker:
             planned = plan(actual, wanted, held, self._peaks())
         return actual, planned
 
-    def _kept(self, reservation: Reservation) -> Outcome | None:
+    def _kept(self, reservation: Reservation) -> Partition | None:
         """Return READY for a pod that was ready before: it keeps running while its GPU cannot be read."""
-        known = self.outcomes.get(reservation.pod_uid)
+        known = self.partitions.get(reservation.pod_uid)
         if known and known.state is READY:
             return known
-        return _outcome(reservation, READY) if reservation.pod_uid in self._promised else None
+        return _partition(reservation, READY) if reservation.pod_uid in self._promised else None
 
     async def _act(self, planned: Plan, wanted: Sequence[Reservation]) -> str:
         """Apply the steps; return the error message, empty on success.
@@ -125,7 +114,7 @@ class GpuWorker:
         """
         if not planned.steps:
             return ""
-        preparing = {r.pod_uid: self._kept(r) or _outcome(r, PREPARING) for r in wanted}
+        preparing = {r.pod_uid: self._kept(r) or _partition(r, PREPARING) for r in wanted}
         slow = asyncio.get_running_loop().call_later(self._intervals.progress_after_s, self._report, preparing)
         step: Step | None = None
         try:
@@ -147,31 +136,31 @@ class GpuWorker:
             self.ended = ended
             self._changed()
 
-    def _report(self, outcomes: Mapping[PodUid, Outcome]) -> None:
-        if outcomes != self.outcomes:
-            self.outcomes = outcomes
+    def _report(self, partitions: Mapping[PodUid, Partition]) -> None:
+        if partitions != self.partitions:
+            self.partitions = partitions
             self._changed()
 
 
-def _outcome(reservation: Reservation, state: PartitionState, message: str = "") -> Outcome:
-    return Outcome(reservation.generation, state, message)
+def _partition(reservation: Reservation, state: PartitionState, message: str = "") -> Partition:
+    return Partition(pod_uid=reservation.pod_uid, generation=reservation.generation, state=state, message=message)
 
 
-def _outcomes(
+def _partitions(
     planned: Plan,
     wanted: Sequence[Reservation],
     held: frozenset[PodUid],
     failure: str,
     struck: Mapping[PodUid, str],
-) -> dict[PodUid, Outcome]:
-    outcomes: dict[PodUid, Outcome] = {}
+) -> dict[PodUid, Partition]:
+    partitions: dict[PodUid, Partition] = {}
     for r in wanted:
         if r.pod_uid in planned.refused:
-            outcomes[r.pod_uid] = _outcome(r, FAILED, planned.refused[r.pod_uid])
+            partitions[r.pod_uid] = _partition(r, FAILED, planned.refused[r.pod_uid])
         elif r.pod_uid in planned.waiting:
-            outcomes[r.pod_uid] = _outcome(r, PREPARING, planned.waiting[r.pod_uid])
+            partitions[r.pod_uid] = _partition(r, PREPARING, planned.waiting[r.pod_uid])
         elif failure and r.pod_uid not in held:
-            outcomes[r.pod_uid] = _outcome(r, FAILED, failure)
+            partitions[r.pod_uid] = _partition(r, FAILED, failure)
         else:
-            outcomes[r.pod_uid] = _outcome(r, READY, struck.get(r.pod_uid, ""))
-    return outcomes
+            partitions[r.pod_uid] = _partition(r, READY, struck.get(r.pod_uid, ""))
+    return partitions

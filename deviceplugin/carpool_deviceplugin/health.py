@@ -1,6 +1,5 @@
 """Health of GPUs: from XIDs, counters and failed calls to whether a GPU gets new work."""
 
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,6 +11,7 @@ import pynvml
 import structlog
 from carpool_core.values import GpuUuid
 
+from carpool_deviceplugin.files import write_file
 from carpool_deviceplugin.nvlib import (
     DriverGoneError,
     GpuLostError,
@@ -405,13 +405,9 @@ class HealthMonitor:
         return gpu
 
     def _save(self, uuid: GpuUuid, gpu: _Gpu) -> None:
-        path = self._path(uuid)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
         saved = _Saved(boot=self._boot, health=gpu.health, energy_mj=gpu.energy_mj)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_bytes(msgspec.json.encode(saved))
-            temporary.replace(path)
+            write_file(self._path(uuid), msgspec.json.encode(saved))
             gpu.written = gpu.health
         except OSError as e:
             self._log.warning("health not saved", gpu=uuid, error=str(e))

@@ -1,7 +1,6 @@
 """MIG through NVML: profiles, instances, steps with read-back, and the record of the agent's own instances."""
 
 import ctypes
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ import msgspec
 import pynvml
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 
+from carpool_deviceplugin.files import write_file
 from carpool_deviceplugin.gpu import DeviceError, Limits, MigInstance
 from carpool_deviceplugin.gpu_processes import GpuProcesses
 from carpool_deviceplugin.mig import Instance, MigDevice, MigPlan, MigTable, Placement, Profile
@@ -280,13 +280,9 @@ class CheckpointFile:
 
     def write(self, setting: Checkpoint) -> None:
         """Write the checkpoint; raises DeviceError, for example on a full disk."""
-        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}.new")
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_bytes(msgspec.json.encode(setting))
-            temporary.replace(self._path)
+            write_file(self._path, msgspec.json.encode(setting))
         except OSError as e:
-            temporary.unlink(missing_ok=True)
             raise DeviceError(f"{self._path}: expected to keep the GPU's mode there, found {e}; free some space") from e
 
     def record(self, placement: Placement, created: CreatedInstance | None) -> None:

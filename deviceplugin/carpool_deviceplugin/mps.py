@@ -46,6 +46,7 @@ import msgspec
 import structlog
 from carpool_core.values import GpuUuid
 
+from carpool_deviceplugin.files import write_file
 from carpool_deviceplugin.gpu import DeviceError
 from carpool_deviceplugin.processes import Stat, pod_of, read_stat
 from carpool_deviceplugin.quoting import printable, quoted
@@ -585,7 +586,7 @@ class MpsProgram:
     def _keep(self, file: Path, text: str) -> None:
         if self._may_write:
             with suppress(OSError):  # on a full disk the daemon's own answer still counts
-                _replace(file, text)
+                write_file(file, text.encode())
 
     def _other_daemons(self, daemon: Daemon) -> set[int]:
         """Return the process IDs of the other GPUs' daemons."""
@@ -612,7 +613,7 @@ class MpsProgram:
             self._processes.sleep(_POLL_EVERY_S)
         pid = min(found, key=lambda one: (found[one], one))
         try:
-            _replace(daemon.record, f"{pid} {found[pid]}")
+            write_file(daemon.record, f"{pid} {found[pid]}".encode())
         except OSError as e:
             raise MpsError(f"expected to write {daemon.record}, found {e}; free some space") from e
 
@@ -676,12 +677,6 @@ def _talk(process: "subprocess.Popen[bytes]", text: str, within_s: float) -> str
             raise MpsError(f"expected an answer of {PROGRAM} of at most {LONGEST_ANSWER:,} bytes, found more")
     process.wait(max(0.0, end - time.monotonic()))
     return answer.decode(errors="replace")
-
-
-def _replace(file: Path, text: str) -> None:
-    temporary = file.with_name(f".{file.name}.new")
-    temporary.write_text(text)
-    temporary.replace(file)
 
 
 def _read_record(record: Path) -> tuple[int, int] | None:

@@ -146,9 +146,9 @@ class Reconciler:
     def partitions(self) -> Sequence[Partition]:
         """The present state of each reservation."""
         if self._partitions is None:
-            outcomes = {uuid: worker.outcomes for uuid, worker in self._workers.items()}
+            of_gpus = {uuid: worker.partitions for uuid, worker in self._workers.items()}
             ordered = sorted(self.reservations, key=lambda r: r.pod_uid)
-            self._partitions = [partition_of(r, outcomes) for r in ordered]
+            self._partitions = [partition_of(r, of_gpus) for r in ordered]
         return self._partitions
 
     async def run(self) -> None:

@@ -28,7 +28,7 @@ from carpool_core.resources.node import (
 from carpool_core.values import DeviceHealth, GpuUuid, NodeName, PartitionState, PodUid
 from msgspec.structs import replace
 
-from carpool_deviceplugin.device_state import FAILED, PREPARING, READY, Outcome
+from carpool_deviceplugin.device_state import FAILED, PREPARING, READY
 from carpool_deviceplugin.gpu import DeviceError, Devices
 from carpool_deviceplugin.metering import damp_changes
 from carpool_deviceplugin.timeouts import Intervals, Poll, wait_for_event
@@ -41,12 +41,12 @@ _MAX_QUEUED_EVENTS = 256
 """More events are dropped, because the status contains the same information."""
 
 
-def partition_of(reservation: Reservation, outcomes: Mapping[GpuUuid, Mapping[PodUid, Outcome]]) -> Partition:
+def partition_of(reservation: Reservation, of_gpus: Mapping[GpuUuid, Mapping[PodUid, Partition]]) -> Partition:
     """Combine the states of a reservation's GPUs: ready if all are ready, failed if one failed.
 
     Args:
         reservation: The reservation.
-        outcomes: Outcomes of each GPU of the node, by pod.
+        of_gpus: Partitions of each GPU of the node, by pod.
     """
 
     def partition(state: PartitionState, messages: Iterable[str]) -> Partition:
@@ -57,11 +57,11 @@ def partition_of(reservation: Reservation, outcomes: Mapping[GpuUuid, Mapping[Po
             message="; ".join(dict.fromkeys(filter(None, messages)))[:_MAX_MESSAGE],
         )
 
-    absent = [uuid for uuid in reservation.gpu_uuids if uuid not in outcomes]
+    absent = [uuid for uuid in reservation.gpu_uuids if uuid not in of_gpus]
     if absent:
-        expected = ", ".join(outcomes) or "none"
+        expected = ", ".join(of_gpus) or "none"
         return partition(FAILED, [f"expected a GPU out of {expected}, found {', '.join(absent)}"])
-    found = [outcomes[uuid].get(reservation.pod_uid) for uuid in reservation.gpu_uuids]
+    found = [of_gpus[uuid].get(reservation.pod_uid) for uuid in reservation.gpu_uuids]
     current = [o for o in found if o is not None and o.generation == reservation.generation]
     if failed := [o.message for o in current if o.state is FAILED]:
         return partition(FAILED, failed)

@@ -124,7 +124,7 @@ class History:
         self.worker.remember(frozenset(ready))
 
     def ready(self) -> set[PodUid]:
-        return {pod for pod, outcome in self.worker.outcomes.items() if outcome.state is READY}
+        return {pod for pod, partition in self.worker.partitions.items() if partition.state is READY}
 
     def reserve(self) -> None:
         pod = self.draw.choice(PODS)
@@ -279,7 +279,9 @@ class History:
         worker = GpuWorker(devices.uuids[0], devices, lambda: None, Intervals(), caller=Inline())
         worker.want(list(self.wanted.values()))
         await worker.once()
-        return self.foreign_instances is None and all(outcome.state is READY for outcome in worker.outcomes.values())
+        return self.foreign_instances is None and all(
+            partition.state is READY for partition in worker.partitions.values()
+        )
 
     async def settle(self) -> None:
         """The faults have ended; a lost GPU or a fatal state takes a minute of quiet."""

@@ -4,8 +4,9 @@ import threading
 from collections.abc import Callable
 
 import pytest
+from carpool_core.resources.node import Partition
 from carpool_core.values import PartitionState, PodUid, SharingMode
-from carpool_deviceplugin.device_state import GpuWorker, Outcome
+from carpool_deviceplugin.device_state import GpuWorker
 from carpool_deviceplugin.gpu import DeviceError, GpuActual, SetMode, StartMps, Step
 from carpool_deviceplugin.simulated import SimulatedDevices
 from carpool_deviceplugin.timeouts import Intervals
@@ -13,6 +14,10 @@ from carpool_deviceplugin.timeouts import Intervals
 A, B = PodUid("uid-a"), PodUid("uid-b")
 READY, PREPARING, FAILED = PartitionState.READY, PartitionState.PREPARING, PartitionState.FAILED
 MPS = SharingMode.MPS
+
+
+def partition(pod: PodUid, state: PartitionState, message: str = "") -> Partition:
+    return Partition(pod_uid=pod, generation=1, state=state, message=message)
 
 
 class Flaky:
@@ -53,11 +58,11 @@ async def worker(flaky, devices, changes) -> GpuWorker:
 async def test_prepares_and_returns(worker, flaky, devices, reserve) -> None:
     worker.want([reserve("a", mode=MPS, memory_limit_mib=1000)])
     assert await worker.once()
-    assert worker.outcomes == {A: Outcome(1, READY)}
+    assert worker.partitions == {A: partition(A, READY)}
     assert devices.actual(worker.uuid).mps_daemon
     worker.want([])
     assert await worker.once()
-    assert worker.outcomes == {}
+    assert worker.partitions == {}
     assert devices.actual(worker.uuid).mode is None
     count = len(flaky.steps)
     assert await worker.once()
@@ -69,11 +74,11 @@ async def test_step_that_did_nothing_is_noticed(worker, flaky, reserve) -> None:
     flaky.idle = [StartMps()]
     worker.want([reserve("a", mode=MPS, memory_limit_mib=1000)])
     assert not await worker.once()
-    assert worker.outcomes[A].state is FAILED
-    assert "read back, the GPU still needs start MPS" in worker.outcomes[A].message
+    assert worker.partitions[A].state is FAILED
+    assert "read back, the GPU still needs start MPS" in worker.partitions[A].message
     flaky.idle = []
     assert await worker.once()
-    assert worker.outcomes == {A: Outcome(1, READY)}
+    assert worker.partitions == {A: partition(A, READY)}
 
 
 @pytest.mark.parametrize("is_wanted", [True, False])
@@ -87,11 +92,11 @@ async def test_a_failed_step_is_reported_and_the_next_plan_goes_on_or_returns(
     flaky.before = fail
     worker.want([reserve("a", mode=MPS)])
     assert not await worker.once()
-    assert worker.outcomes == {A: Outcome(1, FAILED, "start MPS failed: the daemon does not start")}
+    assert worker.partitions == {A: partition(A, FAILED, "start MPS failed: the daemon does not start")}
     flaky.before = lambda _: None
     worker.want([reserve("a", mode=MPS)] if is_wanted else [])
     assert await worker.once()
-    assert worker.outcomes == ({A: Outcome(1, READY)} if is_wanted else {})
+    assert worker.partitions == ({A: partition(A, READY)} if is_wanted else {})
     assert (devices.actual(worker.uuid).mode is MPS) is is_wanted
 
 
@@ -106,7 +111,7 @@ async def test_a_failure_does_not_affect_ready_pods(worker, flaky, devices, rese
     with enter(worker.uuid, "a"):
         worker.want([reserve("a", mode=MPS), reserve("b", mode=MPS)])
         await worker.once()
-        assert (worker.outcomes[A].state, worker.outcomes[B].state) == (READY, FAILED)
+        assert (worker.partitions[A].state, worker.partitions[B].state) == (READY, FAILED)
         assert devices.actual(worker.uuid).mps_daemon
 
 
@@ -117,20 +122,20 @@ async def test_step_that_never_ends_fails_by_its_deadline(flaky, devices, change
     flaky.before = lambda _: release.wait(10) and None
     worker.want([reserve("a")])
     assert not await worker.once()
-    assert "expected an answer within 0.5 s, found none" in worker.outcomes[A].message
+    assert "expected an answer within 0.5 s, found none" in worker.partitions[A].message
     assert len(changes) == 2, "it was reported as Preparing in the meantime"
     assert not await worker.once()
-    assert "an earlier call has not come back yet" in worker.outcomes[A].message
+    assert "an earlier call has not come back yet" in worker.partitions[A].message
     release.set()
 
 
 async def test_reservations_of_an_earlier_agent_have_priority(worker, devices, reserve) -> None:
     worker.remember(frozenset({A}))
     worker.want([reserve("a", mode=SharingMode.EXCLUSIVE), reserve("0", mode=SharingMode.EXCLUSIVE)])
-    assert worker.outcomes == {}
+    assert worker.partitions == {}
     await worker.once()
-    assert worker.outcomes[A].state is READY, "though the other one sorts first"
-    assert worker.outcomes[PodUid("uid-0")].state is FAILED
+    assert worker.partitions[A].state is READY, "though the other one sorts first"
+    assert worker.partitions[PodUid("uid-0")].state is FAILED
 
 
 async def test_an_unreadable_gpu_fails_new_reservations_only(worker, devices, reserve, tmp_path) -> None:
@@ -139,8 +144,8 @@ async def test_an_unreadable_gpu_fails_new_reservations_only(worker, devices, re
     (tmp_path / "state" / "simulated" / worker.uuid / "device.json").write_text("{")
     worker.want([reserve("a"), reserve("b")])
     assert not await worker.once()
-    assert worker.outcomes[A].state is READY
-    assert "expected JSON" in worker.outcomes[B].message
+    assert worker.partitions[A].state is READY
+    assert "expected JSON" in worker.partitions[B].message
 
 
 async def test_a_pod_waits_for_leaving_processes(worker, devices, reserve, enter) -> None:
@@ -148,11 +153,11 @@ async def test_a_pod_waits_for_leaving_processes(worker, devices, reserve, enter
     with enter(worker.uuid, "a"):
         worker.want([reserve("b", mode=SharingMode.EXCLUSIVE)])
         assert not await worker.once(), "so that it is looked at again soon"
-        assert worker.outcomes[B] == Outcome(
-            1, PREPARING, f"waits for the processes of pod uid-a to leave GPU {worker.uuid}"
+        assert worker.partitions[B] == partition(
+            B, PREPARING, f"waits for the processes of pod uid-a to leave GPU {worker.uuid}"
         )
     assert await worker.once()
-    assert worker.outcomes[B].state is READY
+    assert worker.partitions[B].state is READY
 
 
 async def test_a_system_error_does_not_stop_the_agent(worker, flaky, reserve) -> None:
@@ -164,5 +169,5 @@ async def test_a_system_error_does_not_stop_the_agent(worker, flaky, reserve) ->
     flaky.before = fail
     worker.want([reserve("a", mode=MPS)])
     assert not await worker.once()
-    assert worker.outcomes[A].state is FAILED
-    assert "Operation not permitted" in worker.outcomes[A].message
+    assert worker.partitions[A].state is FAILED
+    assert "Operation not permitted" in worker.partitions[A].message

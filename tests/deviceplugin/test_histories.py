@@ -49,8 +49,8 @@ async def test_every_history_ends_well(tmp_path: Path, part: int) -> None:
             history.safe()
             history.check()
         await history.settle()
-        for pod, outcome in history.worker.outcomes.items():
-            assert outcome.state is READY or outcome.message, (seed, pod)
+        for pod, partition in history.worker.partitions.items():
+            assert partition.state is READY or partition.message, (seed, pod)
         for pod in list(history.running):
             history.end(pod)
         if history.takes_reset:
@@ -58,10 +58,10 @@ async def test_every_history_ends_well(tmp_path: Path, part: int) -> None:
         is_possible = await history.is_ready_afresh(tmp_path / f"{number}-fresh")
         await history.settle()
         for pod in history.wanted:
-            outcome = history.worker.outcomes[PodUid(uid(pod))]
-            assert outcome.state in (READY, PartitionState.FAILED), (seed, pod, "nobody is waited for any more")
-            assert outcome.state is READY or not is_possible, (seed, pod, outcome.message)
-            if outcome.state is READY and history.wanted[pod].mode is MPS:
+            partition = history.worker.partitions[PodUid(uid(pod))]
+            assert partition.state in (READY, PartitionState.FAILED), (seed, pod, "nobody is waited for any more")
+            assert partition.state is READY or not is_possible, (seed, pod, partition.message)
+            if partition.state is READY and history.wanted[pod].mode is MPS:
                 assert not any(d.is_wedged for d in history.mps.daemons.values()), (seed, pod, "cannot connect")
                 assert history.mps.daemons, (seed, pod, "cannot connect")
         history.wanted.clear()
@@ -211,7 +211,7 @@ async def test_at_every_call(tmp_path: Path, reserve) -> None:
         for wanted, mode, has_daemon in (([a, b], MPS, True), ([c], EXCLUSIVE, False), ([], None, False)):
             worker.want(wanted)
             await worker.once()
-            assert {o.state for o in worker.outcomes.values()} <= {PartitionState.READY}, at
+            assert {o.state for o in worker.partitions.values()} <= {PartitionState.READY}, at
             actual = worker._devices.actual(gpu)
             assert (actual.mode, actual.mps_daemon, bool(mps.daemons)) == (mode, has_daemon, has_daemon), at
             assert actual.limits.keys() == {r.pod_uid for r in wanted if mode is MPS}, at

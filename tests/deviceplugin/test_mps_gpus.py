@@ -111,8 +111,8 @@ class Shared:
     async def look(self) -> PartitionState:
         self.worker.want(self.wanted)
         await self.worker.once()
-        (outcome,) = self.worker.outcomes.values()
-        return outcome.state
+        (partition,) = self.worker.partitions.values()
+        return partition.state
 
     def serve(self, pid: int, pod: str) -> int:
         """Return the server's process ID."""

@@ -529,15 +529,15 @@ async def test_refused_cleanup_is_reported_and_retried(tmp_path: Path, reserve) 
         with ask(path, f"end {gpu}") as earlier:
             assert commands.is_ending.wait(10)
             assert not await worker.once()
-            (outcome,) = worker.outcomes.values()
-            assert outcome.state is PartitionState.FAILED
-            assert "expected what the clients of its MPS daemon left to be removed" in outcome.message
-            assert "an earlier request goes on" in outcome.message
+            (partition,) = worker.partitions.values()
+            assert partition.state is PartitionState.FAILED
+            assert "expected what the clients of its MPS daemon left to be removed" in partition.message
+            assert "an earlier request goes on" in partition.message
             commands.may_end.set()
             assert earlier.recv(4096) == DONE
         assert await worker.once()
-        (outcome,) = worker.outcomes.values()
-        assert (outcome.state, commands.daemons) == (PartitionState.READY, {})
+        (partition,) = worker.partitions.values()
+        assert (partition.state, commands.daemons) == (PartitionState.READY, {})
         assert list((tmp_path / "mps" / gpu / "memory").iterdir()) == []
 
 
@@ -557,14 +557,14 @@ async def test_refused_kill_is_reported_and_retried(commands: FakeMpsCommands, t
         commands.refuse_kill = f"expected to end process {server} of MPS, found Operation not permitted"
         worker.want([reserve("b", gpu, mode=SharingMode.EXCLUSIVE)])
         assert not await worker.once()
-        (outcome,) = worker.outcomes.values()
-        assert outcome.state is PartitionState.FAILED
-        assert f"stop MPS failed: expected to end process {server}" in outcome.message
+        (partition,) = worker.partitions.values()
+        assert partition.state is PartitionState.FAILED
+        assert f"stop MPS failed: expected to end process {server}" in partition.message
         assert commands.has_server(server)
         commands.refuse_kill = ""
         assert await worker.once()
-        (outcome,) = worker.outcomes.values()
-        assert (outcome.state, commands.has_server(server)) == (PartitionState.READY, False)
+        (partition,) = worker.partitions.values()
+        assert (partition.state, commands.has_server(server)) == (PartitionState.READY, False)
 
 
 async def test_refused_cleanup_is_retried_without_reservations(tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ import pynvml
 import pytest
 from carpool_core.kube.api import GPU_NODES, NODES
 from carpool_core.kube.errors import Overloaded
-from carpool_core.resources.node import Reservation
+from carpool_core.resources.node import Partition, Reservation
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, GpuUuid, NodeName, PartitionState, PodUid, SharingMode
 from carpool_deviceplugin import cdi
 from carpool_deviceplugin.cdi import NvidiaCdi
-from carpool_deviceplugin.device_state import GpuWorker, Outcome
+from carpool_deviceplugin.device_state import GpuWorker
 from carpool_deviceplugin.gpu import DeviceError, NoDevicesError, SetMode
 from carpool_deviceplugin.mig import MigDevice, Placement
 from carpool_deviceplugin.mig_instances import create_instance
@@ -57,7 +57,7 @@ class MigAgent:
 
     def begin(self) -> None:
         """A restarted agent on the same node, which has only the status."""
-        promised = frozenset(pod for pod, outcome in self.worker.outcomes.items() if outcome.state is READY)
+        promised = frozenset(pod for pod, outcome in self.worker.partitions.items() if outcome.state is READY)
         self.devices = self.node.devices()
         self.worker = self._worker()
         self.worker.remember(promised)
@@ -78,11 +78,11 @@ class MigAgent:
             for pod, what in wanted
         ]
 
-    async def want(self, *wanted: tuple[str, str | SharingMode]) -> dict[str, Outcome]:
-        """Reserve profiles, or other modes, for pods; return the outcomes."""
+    async def want(self, *wanted: tuple[str, str | SharingMode]) -> dict[str, Partition]:
+        """Reserve profiles, or other modes, for pods; return the partitions."""
         self.worker.want(self.reservations(*wanted))
         await self.worker.once()
-        return {pod: self.worker.outcomes[PodUid(uid(pod))] for pod, _ in wanted}
+        return {pod: self.worker.partitions[PodUid(uid(pod))] for pod, _ in wanted}
 
     @property
     def instances(self) -> dict[str, int]:
@@ -104,9 +104,9 @@ def mig_node(directory: Path, kind: str = "A100-40", *, on: bool = True, may_swi
     return node
 
 
-def states(outcomes: dict[str, Outcome]) -> dict[str, PartitionState]:
+def states(partitions: dict[str, Partition]) -> dict[str, PartitionState]:
     """Return how far each pod's share is."""
-    return {pod: outcome.state for pod, outcome in outcomes.items()}
+    return {pod: outcome.state for pod, outcome in partitions.items()}
 
 
 @pytest.fixture
