@@ -45,23 +45,24 @@ def metrics_sources(settings: AgentSettings) -> list[CounterSource]:
     return found
 
 
-def mps_daemons(settings: AgentSettings, *, may_write: bool = True) -> Mps | None:
-    """Return the node's MPS daemons; None if a requirement is missing."""
+def mps_daemons(settings: AgentSettings, *, may_write: bool = True) -> tuple[Mps | None, str]:
+    """Return the node's MPS daemons; None and the reason if a requirement is missing."""
     program, directory = MpsProgram(may_write=may_write), settings.state_dir / "mps"
-    if settings.mps_host:
-        host = Path(settings.mps_host)
-        return HostedMps(program, directory, host) if program.is_installed() else None
-    return None if program.missing() else Mps(program, directory)
+    problem = program.problem()
+    if settings.mps_host and program.is_installed():
+        return HostedMps(program, directory, Path(settings.mps_host)), ""
+    return (None, problem) if problem else (Mps(program, directory), "")
 
 
 def real_devices(settings: AgentSettings, nvml: NvmlLibrary, *, may_write: bool = True) -> NvmlDevices:
     """Open the node's GPUs, read-only unless `may_write`; raises NoDevicesError."""
-    mps = mps_daemons(settings, may_write=may_write)
+    mps, mps_problem = mps_daemons(settings, may_write=may_write)
     if mps is not None and may_write:
         mps.sweep()
     return NvmlDevices(
         nvml,
         mps=mps,
+        mps_problem=mps_problem,
         cdi=NvidiaCdi((cdi.STATIC_DIR, settings.cdi_dir)),
         state_dir=settings.state_dir,
         processes=ProcTree(),

@@ -15,7 +15,6 @@ from carpool_deviceplugin.gpu import DeviceError
 from carpool_deviceplugin.health import XidWatch
 from carpool_deviceplugin.mig import MigRefusal, plan_mig
 from carpool_deviceplugin.mig_instances import apply_plan, read_instances, read_mig_devices, read_table
-from carpool_deviceplugin.mps import MpsProgram
 from carpool_deviceplugin.nvlib import (
     NvmlError,
     Session,
@@ -84,11 +83,11 @@ def check_node(
         "the host's PIDs, to assign processes to pods",
         "run with hostPID: true",
     )
-    absent, _, advice = MpsProgram.missing().partition("; ")
-    if mps_host and MpsProgram.is_installed():
-        absent = "" if Path(mps_host).is_socket() else f"a socket at {quoted(Path(mps_host))}"
-        advice = "look at the pod carpool-mps"
-    yield _row("mps-program", absent and "none", f"{absent or 'MPS daemons'}, for mode MPS", advice)
+    problem = devices.mps_problem
+    if mps_host and not problem and not Path(mps_host).is_socket():
+        problem = f"expected a socket at {quoted(Path(mps_host))}, found none; check the pod carpool-mps"
+    verdict = Verdict.MISSING if problem else Verdict.PASSED
+    yield Outcome(name="mps-program", verdict=verdict, found=problem or "MPS daemons")
     cdi_advice = "write it: nvidia-ctk cdi generate --output=/var/run/cdi/nvidia.yaml"
     try:
         without = [uuid for uuid in devices.uuids if cdi.find(uuid, devices.identity(uuid).minor) is None]

@@ -160,7 +160,7 @@ def check(context: click.Context, gpu: str, only: tuple[str, ...], mig: bool, ou
             if actual.tenants or actual.problem:
                 found = actual.problem or f"pods {sorted(actual.tenants)}"
                 raise DeviceError(f"GPU {uuid}: expected a healthy and idle GPU, found {found}; drain it first")
-            product, driver = devices.identity(uuid).product, _driver(devices)
+            product, driver = devices.identity(uuid).product, devices.driver
             report = Report(carpool=version("carpool"), product=product, driver=driver, gpu=uuid, outcomes=[])
             click.echo(f"{product}, driver {driver}  {uuid}")
             _write(report, out)  # fails before the first check if the file cannot be written
@@ -216,7 +216,7 @@ def inspect_node(devices: NvmlDevices, cdi: NvidiaCdi, proc: Path = Path("/proc"
     """Describe a node, line by line; the arguments are those of `check_node`."""
     session = devices.session
     cuda = session.ask("", session.library.nvmlSystemGetCudaDriverVersion)
-    yield f"driver {_driver(devices)}, CUDA {f'{cuda // 1000}.{cuda % 1000 // 10}' if cuda else 'unknown'}"
+    yield f"driver {devices.driver}, CUDA {f'{cuda // 1000}.{cuda % 1000 // 10}' if cuda else 'unknown'}"
     devices.refresh_counters()
     for device in devices.inventory():
         yield ""
@@ -226,10 +226,6 @@ def inspect_node(devices: NvmlDevices, cdi: NvidiaCdi, proc: Path = Path("/proc"
     yield from (f"missing: {row}" for row in missing)
     if not missing:
         yield "nothing is missing"
-
-
-def _driver(devices: NvmlDevices) -> str:
-    return devices.session.ask("", devices.session.library.nvmlSystemGetDriverVersion) or "unknown"
 
 
 def _describe_gpu(devices: NvmlDevices, device: Device) -> Iterator[str]:
@@ -333,8 +329,8 @@ def mps_host(socket: Path, state_dir: Path, shm_dir: Path | None, shm_dir_on_nod
     if (shm_dir is None) != (shm_dir_on_node is None):
         raise InputError("expected both --shm-dir and --shm-dir-on-node, or none of them, found one; add the other")
     shared = SharedMemory(shm_dir, shm_dir_on_node) if shm_dir and shm_dir_on_node else None
-    if lacking := MpsProgram.missing():
-        raise InputError(f"expected what MPS takes, found missing: {lacking}")
+    if problem := MpsProgram.problem():
+        raise InputError(problem)
     with listening(socket, state_dir, shared) as host:
         host.serve_forever()
 

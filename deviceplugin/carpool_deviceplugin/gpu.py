@@ -277,6 +277,11 @@ class Devices(Protocol):
         """A reason for each GPU of the node that is not among `uuids` because it could not be read at the start."""
         ...
 
+    @property
+    def mps_problem(self) -> str:
+        """Why the node offers no mode MPS and what to do; empty if it offers it."""
+        ...
+
     def inventory(self) -> list[Device]:
         """Describe every GPU, with its mode and health now. A GPU that cannot be read is unhealthy, not absent."""
         ...

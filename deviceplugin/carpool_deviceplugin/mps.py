@@ -104,6 +104,21 @@ class Daemon:
         }
 
 
+MIN_DRIVER = 550
+"""Daemons of older drivers do not answer `get_server_status`, so that a client's fatal fault is never seen."""
+
+
+def driver_problem(driver: str) -> str:
+    """Return why daemons of this driver version are not started; empty if they are, or the version is unknown."""
+    major = driver.partition(".")[0]
+    if not major.isdecimal() or int(major) >= MIN_DRIVER:
+        return ""
+    return (
+        f"expected driver {MIN_DRIVER} or newer for MPS, found {driver}, whose daemons report no faults of clients; "
+        "update the driver, or use TimeSlicing"
+    )
+
+
 class MpsCommands(Protocol):
     """The program `nvidia-cuda-mps-control` and its processes. `start`, `ask` and `kill` raise MpsError."""
 
@@ -269,7 +284,7 @@ class Mps:
         for server in sorted(listed & servers):
             try:
                 own = _process_ids(self._commands.ask(daemon, f"get_client_list {server}"))
-                state = self._commands.ask(daemon, f"get_server_status {server}")  # unknown before 550
+                state = self._commands.ask(daemon, f"get_server_status {server}")
             except MpsError as e:
                 problems.append(f"MPS server {server} does not answer: {e}")
                 is_silent = True
@@ -473,16 +488,18 @@ class MpsProgram:
         return shutil.which(PROGRAM) is not None
 
     @staticmethod
-    def missing(status: Path = Path("/proc/self/status")) -> str:
-        """Return the missing requirement of mode MPS and how to provide it; empty if there is none."""
+    def problem(status: Path = Path("/proc/self/status")) -> str:
+        """Return why this process cannot run daemons and what to do; empty if it can."""
         if not MpsProgram.is_installed():
-            return f"{PROGRAM} on PATH; it comes with the driver: mount it, or install cuda-mps"
+            return f"expected {PROGRAM} on PATH, found none; it comes with the driver: mount it, or install cuda-mps"
         for program, package in (("unshare", "util-linux"), ("find", "findutils")):
             if shutil.which(program) is None:
-                return f"{program} on PATH; install {package}"
+                return f"expected {program} on PATH, found none; install {package}"
         held = next((line for line in status.read_text().splitlines() if line.startswith("CapEff:")), "CapEff: 0")
         lacking = [name for name, bit in _CAPABILITIES.items() if not int(held.split()[1], 16) >> bit & 1]
-        return f"the capabilities {', '.join(lacking)}; add them to the pod carpool-mps" if lacking else ""
+        if not lacking:
+            return ""
+        return f"expected the capabilities {', '.join(lacking)}, found none of them; add them to the pod carpool-mps"
 
     def start(self, daemon: Daemon, shm: Path) -> None:
         """Start a daemon; unrecorded processes of an interrupted or failed start are ended."""

@@ -45,7 +45,7 @@ from carpool_deviceplugin.mig_instances import (
     mig_instances_of,
     possible_modes,
 )
-from carpool_deviceplugin.mps import Mps
+from carpool_deviceplugin.mps import Mps, driver_problem
 from carpool_deviceplugin.nvlib import (
     ComputeMode,
     Identity,
@@ -90,6 +90,7 @@ class NvmlDevices:
     Args:
         library: NVML.
         mps: The MPS daemons; None if the node cannot run any.
+        mps_problem: Why the node cannot run any; empty otherwise.
         cdi: NVIDIA's CDI specifications of this node.
         state_dir: Directory of the agent's state of each GPU.
         processes: The node's processes.
@@ -110,6 +111,7 @@ class NvmlDevices:
         library: NvmlLibrary,
         *,
         mps: Mps | None,
+        mps_problem: str = "",
         cdi: NvidiaCdi,
         state_dir: Path,
         processes: ProcTree,
@@ -121,6 +123,9 @@ class NvmlDevices:
     ) -> None:
         self._session = session = Session(library)
         session.open()
+        self._mps_missing = mps_problem
+        self.driver = self._read_driver()
+        """Version of the driver as last read."""
         self._mps, self._may_switch, self._monotonic = mps, may_switch_mig, monotonic
         self._mig_manager = ""
         self._mig = MigInstances(session)
@@ -165,6 +170,14 @@ class NvmlDevices:
         return self._uuids
 
     @property
+    def mps_problem(self) -> str:
+        """Why no GPU of the node offers mode MPS, empty if they do; a running daemon is still read and stopped."""
+        return self._mps_missing or driver_problem(self.driver)
+
+    def _read_driver(self) -> str:
+        return self._session.ask("", self._session.library.nvmlSystemGetDriverVersion) or "unknown"
+
+    @property
     def session(self) -> Session:
         """The open library, for the commands of `carpool node`."""
         return self._session
@@ -184,7 +197,7 @@ class NvmlDevices:
 
     def _identify(self, uuid: GpuUuid) -> None:
         gpu = self._gpus[uuid]
-        gpu.identity = read_identity(self._session, uuid)
+        gpu.identity, self.driver = read_identity(self._session, uuid), self._read_driver()
         gpu.identified = (self._session.generation, self._monotonic())
 
     def inventory(self) -> list[Device]:
@@ -236,7 +249,7 @@ class NvmlDevices:
         struck = self._clients.see(uuid, mps, present, is_expected=setting.mode is MPS, has_new_xid=has_new_xid)
         self._health.clear_xid(uuid)
         possible = possible_modes(
-            has_mps=self._mps is not None,
+            has_mps=self._mps is not None and not self.mps_problem,
             has_mig=self._mig.table(uuid) is not None,
             is_divided=is_divided,
             may_divide=not manager,
@@ -278,8 +291,8 @@ class NvmlDevices:
                 mode = file.read().mode
                 if mode is not MPS:
                     raise DeviceError(f"GPU {uuid}: expected mode MPS, found {mode or 'Idle'}; set it first")
-                if self._mps is None:
-                    raise DeviceError(f"GPU {uuid}: expected nvidia-cuda-mps-control on this node, found none")
+                if self._mps is None or self.mps_problem:
+                    raise DeviceError(f"GPU {uuid}: {self.mps_problem or 'expected MPS daemons, found none'}")
                 if not self._mps.is_running(uuid) and (pods := sorted(self._present(uuid).pod_uids())):
                     # They may be clients of a server that outlived its daemon, and a new daemon would end it.
                     raise DeviceError(

@@ -90,6 +90,7 @@ class SimulatedDevices:
 
     simulated = True
     unreadable: Sequence[str] = ()
+    mps_problem = ""
 
     def __init__(
         self,

@@ -69,31 +69,36 @@ def partition_of(reservation: Reservation, of_gpus: Mapping[GpuUuid, Mapping[Pod
     return partition(READY if is_ready else PREPARING, (o.message for o in current))
 
 
-def ready_condition(
-    devices: Sequence[Device], unreadable: Sequence[str], before: Iterable[Condition], now: datetime
-) -> Condition:
-    """Return the condition Ready: whether a GPU is healthy.
+def node_conditions(
+    devices: Sequence[Device], unreadable: Sequence[str], mps_problem: str, before: Iterable[Condition], now: datetime
+) -> list[Condition]:
+    """Return the conditions Ready (whether a GPU is healthy) and MpsAvailable (whether the node offers mode MPS).
 
     Args:
         devices: The GPUs.
         unreadable: Reasons of further GPUs that could not be read at the start of the agent.
-        before: Conditions before; the time of Ready is that of its last change.
+        mps_problem: Why the node offers no mode MPS; empty if it does.
+        before: Conditions before; a condition's time is that of the last change of its status.
         now: Present time.
     """
+    earlier = {c.type: c for c in before}
+
+    def condition(kind: str, is_true: bool, reason: str, message: str) -> Condition:
+        status: Literal["True", "False"] = "True" if is_true else "False"
+        old = earlier.get(kind)
+        since = old.last_transition_time if old and old.status == status else rfc3339(now)
+        message = message[:_MAX_CONDITION_MESSAGE]
+        return Condition(type=kind, status=status, reason=reason, message=message, last_transition_time=since)
+
     problems = [d.health_message for d in devices if d.health is DeviceHealth.UNHEALTHY] + [*unreadable]
     count = len(devices) + len(unreadable)
-    status: Literal["True", "False"] = "True" if len(problems) < count else "False"
-    reason = "GpusHealthy" if not problems else "SomeGpusUnhealthy" if status == "True" else "NoHealthyGpu"
+    is_ready = len(problems) < count
+    reason = "GpusHealthy" if not problems else "SomeGpusUnhealthy" if is_ready else "NoHealthyGpu"
     message = f"{count - len(problems)} of {count} GPUs are healthy" + (": " if problems else "") + "; ".join(problems)
-    old = next((c for c in before if c.type == "Ready"), None)
-    since = old.last_transition_time if old and old.status == status else rfc3339(now)
-    return Condition(
-        type="Ready",
-        status=status,
-        reason=reason,
-        message=message[:_MAX_CONDITION_MESSAGE],
-        last_transition_time=since,
-    )
+    return [
+        condition("Ready", is_ready, reason, message),
+        condition("MpsAvailable", not mps_problem, "RequirementMissing" if mps_problem else "Available", mps_problem),
+    ]
 
 
 def struck_of(ended: Iterable[Mapping[PodUid, str]]) -> list[Struck]:
@@ -381,7 +386,9 @@ class Reporter:
             partitions=list(self._partitions),
             tenants=damp_changes(written.tenants, self._tenants),
             struck=list(self._struck),
-            conditions=[ready_condition(devices, self._gpus.unreadable, written.conditions, self._clock.now())],
+            conditions=node_conditions(
+                devices, self._gpus.unreadable, self._gpus.mps_problem, written.conditions, self._clock.now()
+            ),
             summary=summarise(devices, self._partitions),
         )
 

@@ -251,7 +251,7 @@ def test_names_of_processes_are_quoted(node: Node) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "found missing: nvidia-cuda-mps-control on PATH"),
+        ([], "expected nvidia-cuda-mps-control on PATH, found none"),
         (
             ["--shm-dir", "shm"],
             "Error: expected both --shm-dir and --shm-dir-on-node, or none of them, found one; add the other\n",
@@ -459,11 +459,11 @@ def test_inspect_checks_the_host_of_daemons_if_one_is_set(
     monkeypatch.setenv("CARPOOL_MPS_HOST", str(there))
     monkeypatch.setenv("CARPOOL_STATE_DIR", str(tmp_path / "state"))
     printed = CliRunner().invoke(command, ["inspect"], obj=node.nvml).output
-    assert f"expected a socket at '{there}', for mode MPS, found none; look at the pod carpool-mps" in printed
+    assert f"expected a socket at '{there}', found none; check the pod carpool-mps" in printed
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(there))
         printed = CliRunner().invoke(command, ["inspect"], obj=node.nvml).output
-    assert "for mode MPS" not in printed
+    assert "carpool-mps" not in printed
     monkeypatch.delenv("CARPOOL_MPS_HOST")
     assert "unshare on PATH" in CliRunner().invoke(command, ["inspect"], obj=node.nvml).output
 

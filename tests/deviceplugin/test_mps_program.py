@@ -43,13 +43,13 @@ def test_daemon_starts_answers_and_stops(program: MpsProgram, tmp_path: Path) ->
     ("effective", "says"),
     [
         ("000001ffffffffff", ""),
-        ("0000000000200000", "the capabilities SETGID, SETUID; add them"),
-        ("0000000000000000", "the capabilities SETGID, SETUID, SYS_ADMIN; add them"),
+        ("0000000000200000", "expected the capabilities SETGID, SETUID, found none of them; add them"),
+        ("0000000000000000", "expected the capabilities SETGID, SETUID, SYS_ADMIN, found none of them; add them"),
     ],
 )
 def test_missing_capabilities_are_named(program: MpsProgram, tmp_path: Path, effective: str, says: str) -> None:
     (tmp_path / "status").write_text(f"Name:\tpython\nCapEff:\t{effective}\n")
-    found = program.missing(tmp_path / "status")
+    found = program.problem(tmp_path / "status")
     assert found.startswith(says)
     assert bool(found) == bool(says)
 
@@ -61,7 +61,7 @@ def test_output_of_a_failed_start_is_quoted(program: MpsProgram, tmp_path: Path)
 
 def test_absent_program_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert f"{PROGRAM} on PATH" in MpsProgram.missing()
+    assert f"expected {PROGRAM} on PATH, found none" in MpsProgram.problem()
     with pytest.raises(MpsError, match=f"expected {PROGRAM} on PATH, found none"):
         Mps(MpsProgram(), tmp_path / "mps").start(GPU)
 

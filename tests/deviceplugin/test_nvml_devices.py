@@ -218,10 +218,29 @@ async def test_one_unusable_gpu_of_eight_is_reported_and_the_others_are_used(
     assert len(devices.uuids) == 7
     async with running(flowing(AgentSettings(node_name="n", kubelet=False, state_dir=tmp_path), kube, devices)):
         await until(lambda: kube.dump_all(GPU_NODES) and kube.dump_all(GPU_NODES)[0].get("status"))
-        (condition,) = kube.dump_all(GPU_NODES)[0]["status"]["conditions"]
+        condition, _ = kube.dump_all(GPU_NODES)[0]["status"]["conditions"]
     assert (condition["status"], condition["reason"]) == ("True", "SomeGpusUnhealthy")
     assert condition["message"].startswith("7 of 8 GPUs are healthy: ")
     assert reason in condition["message"]
+
+
+@pytest.mark.parametrize(
+    ("driver", "is_offered"), [("470.256.02", False), ("535.288.01", False), ("550.54.14", True), ("", True)]
+)
+async def test_mps_is_offered_from_driver_550_on(tmp_path: Path, driver: str, is_offered: bool, reserve) -> None:
+    """Regression: older daemons do not know `get_server_status`, so that pods with a fatal fault looked healthy."""
+    node, kube = Node(FakeNvml(["T4"]), FakeMpsCommands(), tmp_path), FakeKube()
+    node.nvml.driver_version = driver
+    devices = node.devices()
+    assert (MPS in devices.describe(devices.uuids[0]).modes) == is_offered
+    async with running(flowing(AgentSettings(node_name="n", kubelet=False, state_dir=tmp_path), kube, devices)):
+        await until(lambda: kube.dump_all(GPU_NODES) and kube.dump_all(GPU_NODES)[0].get("status"))
+        _, condition = kube.dump_all(GPU_NODES)[0]["status"]["conditions"]
+    assert (condition["type"], condition["status"]) == ("MpsAvailable", str(is_offered))
+    if not is_offered:
+        assert f"expected driver 550 or newer for MPS, found {driver}" in condition["message"]
+        refused = plan(devices.actual(devices.uuids[0]), [reserve("a", devices.uuids[0], mode=MPS)]).refused
+        assert "expected a mode out of Exclusive, TimeSlicing, found MPS" in "".join(refused.values())
 
 
 @pytest.mark.parametrize(

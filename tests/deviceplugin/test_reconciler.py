@@ -20,8 +20,8 @@ from carpool_deviceplugin.status import (
     NodeEvent,
     Reporter,
     device_events,
+    node_conditions,
     partition_events,
-    ready_condition,
     struck_events,
 )
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
@@ -76,7 +76,10 @@ async def test_creates_its_gpunode_with_the_node_as_owner_also_after_a_deletion(
         assert [d.uuid for d in status.devices] == list(devices.uuids)
         assert status.simulated
         assert status.heartbeat_time
-        assert [(c.type, c.status, c.reason) for c in status.conditions] == [("Ready", "True", "GpusHealthy")]
+        assert [(c.type, c.status, c.reason) for c in status.conditions] == [
+            ("Ready", "True", "GpusHealthy"),
+            ("MpsAvailable", "True", "Available"),
+        ]
         assert status.summary == NodeSummary(
             gpus="2x Simulated NVIDIA A100-SXM4-40GB", healthy=2, tenants=0, memory="40 GiB"
         )
@@ -183,7 +186,7 @@ async def test_several_agents_share_an_event_loop(kube, tmp_path) -> None:
 class Counted:
     """Simulated GPUs that count their descriptions."""
 
-    simulated, unreadable = True, ()
+    simulated, unreadable, mps_problem = True, (), ""
 
     def __init__(self, devices: SimulatedDevices) -> None:
         self._devices, self.uuids, self.described = devices, devices.uuids, 0
@@ -284,8 +287,8 @@ async def test_long_health_messages_are_cut_and_the_status_is_written(world: Wor
     await world.reporter.once()
     status = world.kube.dump(GPU_NODES, "n")["status"]
     assert [len(device["healthMessage"]) for device in status["devices"]] == [4096] * len(world.devices.uuids)
-    assert [len(c["message"]) for c in status["conditions"]] == [len("0 of 2 GPUs are healthy: ; ") + 2 * 4096]
-    many = ready_condition(world.reporter.devices * 8, (), (), world.clock.now())
+    assert len(status["conditions"][0]["message"]) == len("0 of 2 GPUs are healthy: ; ") + 2 * 4096
+    many, _ = node_conditions(world.reporter.devices * 8, (), "", (), world.clock.now())
     assert len(many.message) == 32_768
 
 

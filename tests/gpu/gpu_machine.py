@@ -189,7 +189,7 @@ class RealMachine:
         cgroups: Path = _CGROUPS,
     ) -> None:
         self._python, self._directory, self._cgroups = python, directory, cgroups
-        self._is_private = not MpsProgram.missing()
+        self._is_private = not MpsProgram.problem()
         mps = Mps(MpsProgram(private_shm=self._is_private), directory / "mps") if MpsProgram.is_installed() else None
         self._mps, self._processes = mps, Attributed()
         self._cgroup_of: dict[int, str] = {}

@@ -221,7 +221,10 @@ class GpuNodeStatus(Resource, frozen=True, kw_only=True):
     ] = []
     conditions: Annotated[
         list[Condition],
-        field("Ready, as the agent last reported; it stays True if the agent dies.", schema=ATOMIC),
+        field(
+            "Ready and MpsAvailable, as the agent last reported; they stay if the agent dies.",
+            schema=ATOMIC,
+        ),
     ] = []
     summary: Annotated[NodeSummary, field("Columns of `kubectl get`.")] | None = None
 
