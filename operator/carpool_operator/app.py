@@ -59,7 +59,7 @@ class Operator:
             observe_seconds=self.metrics.prediction_seconds.observe,
             traces=settings.traces,
             source=CalibrationSource(
-                calibration=lambda: self.calibrator.usable,
+                calibration=lambda namespace: self.calibrator.usable(namespace),
                 keys=lambda *job: self.calibrator.keys(*job),
                 is_strict=place is not None and not settings.share_unmeasured,
             ),
@@ -67,6 +67,7 @@ class Operator:
         events = EventRecorder(api, clock, "carpool-operator")
         self.calibrator = Calibrator(
             None if place is None else CalibrationStore(api, *place),
+            clock,
             prepare=self.predictions.prepare,
             enqueue=self.queue.add,
             simulated=lambda: self.nodes.simulated,
@@ -197,7 +198,7 @@ class Operator:
         nodes = tuple(node for name in names if (node := self.nodes.get(name)) is not None)
         digest = input_digest(job.spec.model, job.spec.training)
         products = products_of(job, self.nodes.products)
-        keys = self.predictions.calibration_keys(job.spec, digest, products)
+        keys = self.predictions.calibration_keys(key, job.spec, digest, products)
         calibration = CalibrationState()
         if self.calibrator.is_on:
             latest = job.status.attempts[-1:]
@@ -218,7 +219,8 @@ class Operator:
             prediction=self.predictions.get(key, digest, products, keys),
             model_version=model_version(),
             retry_in_s=self.predictions.retry_in_s(digest),
-            traces_ahead=self.predictions.ahead(digest),
+            traces_ahead=self.predictions.ahead(key, digest),
+            trace_waited_s=self.predictions.trace_waited_s(key),
             pods=pods,
             created=self._expectations.created(uid),
             expected=self._expectations.expected(uid, now) - {pod.metadata.name for pod in pods},

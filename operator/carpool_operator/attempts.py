@@ -56,6 +56,11 @@ def latest(status: JobStatus) -> Attempt | None:
     return status.attempts[-1] if status.attempts else None
 
 
+def latest_before(status: JobStatus) -> Attempt | None:
+    """Return the attempt before the latest one; None without one."""
+    return status.attempts[-2] if len(status.attempts) > 1 else None
+
+
 def with_pods(attempt: Attempt, uids: Iterable[str], *, is_complete: bool) -> Attempt:
     """Record the UIDs of the attempt's pods. It runs once all of them were seen."""
     recorded = sorted({PodUid(uid) for uid in uids})

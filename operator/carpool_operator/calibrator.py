@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import structlog
 from cachetools import LRUCache
+from carpool_core.clock import Clock
 from carpool_core.kube.api import CONFIG_MAPS
 from carpool_core.kube.errors import Conflict, KubeError, NotFound, Refused
 from carpool_core.kube.events import EventRecorder
@@ -15,7 +16,7 @@ from carpool_core.resources.job import GpuTrainingJob, JobSpec
 from carpool_core.values import Precision
 from carpool_predictor.calibration.document import MAX_SAMPLES, SIMULATED, Calibration, Stack
 from carpool_predictor.calibration.observe import observe
-from carpool_predictor.calibration.run_history import find_history, model_key
+from carpool_predictor.calibration.run_history import find_history, model_key, retry_before
 from carpool_predictor.calibration.store import CalibrationStore, StoredCalibration, UnreadableCalibrationError
 from carpool_predictor.features import Abstention
 from carpool_predictor.models.memory import shipped
@@ -23,7 +24,7 @@ from carpool_predictor.predict import PredictionContext, run_prediction_of
 
 from carpool_operator.observations import Observation
 from carpool_operator.pods import key_of
-from carpool_operator.prediction import TRANSIENT
+from carpool_operator.prediction import TRANSIENT, known_products
 from carpool_operator.snapshot import CalibrationKey
 
 PAUSE_S = 5.0
@@ -38,7 +39,7 @@ MAX_PER_WRITE = MAX_SAMPLES // 2
 """Observations of one write. After a crash they are submitted again, and the document must still name all of them."""
 _MAX_CONFLICTS = 5
 
-Prepare = Callable[[JobSpec], Awaitable[PredictionContext | Abstention]]
+Prepare = Callable[[GpuTrainingJob], Awaitable[PredictionContext | Abstention]]
 """Returns the predictor's input for a job."""
 
 
@@ -47,6 +48,7 @@ class Calibrator:
 
     Args:
         store: The ConfigMap; None if learning is off.
+        clock: The clock, by which old deaths are doubted.
         prepare: Returns the predictor's input for a job.
         enqueue: Receives the key of a job whose ended attempt is stored.
         simulated: Returns the products of which all GPUs are simulated; their observations serve no hardware.
@@ -56,14 +58,15 @@ class Calibrator:
     def __init__(
         self,
         store: CalibrationStore | None,
+        clock: Clock,
         *,
         prepare: Prepare,
         enqueue: Callable[[str], None],
         simulated: Callable[[], Collection[str]],
         events: EventRecorder,
     ) -> None:
-        self._store, self._prepare, self._enqueue, self._events = store, prepare, enqueue, events
-        self._simulated = simulated
+        self._store, self._clock, self._prepare, self._enqueue = store, clock, prepare, enqueue
+        self._simulated, self._events = simulated, events
         self._kept: StoredCalibration | None = None
         self._pending: OrderedDict[str, tuple[GpuTrainingJob, Observation]] = OrderedDict()
         self._stored: LRUCache[str, None] = LRUCache(_MAX_STORED)
@@ -83,34 +86,41 @@ class Calibrator:
         """The calibration; None if learning is off or the ConfigMap cannot be read."""
         return None if self._kept is None else self._kept.calibration
 
-    @property
-    def usable(self) -> Calibration | None:
-        """The part of the calibration that predictions for the cluster's GPUs use."""
-        return None if self._kept is None else self._kept.calibration.for_gpus(self._simulated())
+    def usable(self, namespace: str) -> Calibration | None:
+        """Return the part of the calibration that predictions of a namespace's jobs use."""
+        if self._kept is None:
+            return None
+        return self._kept.calibration.for_gpus(self._simulated()).for_namespace(namespace)
 
     @property
     def is_settled(self) -> bool:
         """Whether no observation is pending."""
         return not self._pending
 
-    def keys(self, spec: JobSpec, products: tuple[str, ...], size_mib: float | None) -> dict[str, CalibrationKey]:
+    def keys(
+        self, namespace: str, spec: JobSpec, products: tuple[str, ...], size_mib: float | None
+    ) -> dict[str, CalibrationKey]:
         """Return the calibration key of a prediction of a job, by product; empty if its size is unknown.
 
         Args:
+            namespace: Namespace of the job.
             spec: The job.
             products: The products.
             size_mib: Simulated allocator size in MiB; None if unknown.
         """
-        calibration = self.usable
+        calibration = self.usable(namespace)
         if calibration is None or size_mib is None:
             return {}
         precision, name = spec.training.precision, model_key(spec.model)
+        gpus, now = known_products(products), self._clock.now().timestamp()
         return {
-            product: CalibrationKey(
-                _jobs(calibration, product, precision).bit_length(),
-                find_history(calibration, product, precision, name, size_mib),
+            gpu.name: CalibrationKey(
+                _jobs(calibration, gpu.name, precision).bit_length(),
+                find_history(
+                    calibration, gpu.name, precision, name, size_mib, retry_before=retry_before(gpu, gpus, now)
+                ),
             )
-            for product in products
+            for gpu in gpus
         }
 
     def has_learned(self, sample: str) -> bool:
@@ -204,7 +214,7 @@ class Calibrator:
         comparable: list[tuple[GpuTrainingJob, Observation, PredictionContext]] = []
         postponed: set[str] = set()
         for key, (job, observation) in batch:
-            expected = await self._prepare(job.spec)
+            expected = await self._prepare(job)
             if isinstance(expected, PredictionContext):
                 comparable.append((job, observation, expected))
             elif expected.reason in TRANSIENT:

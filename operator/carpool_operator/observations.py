@@ -25,6 +25,10 @@ from carpool_operator.outcomes import GPU_OUT_OF_MEMORY
 from carpool_operator.pods import started_at
 from carpool_operator.snapshot import Snapshot
 
+_BELIEVED_SHARE = 0.5
+"""Least share of the available memory that an agent must have measured to believe that a worker ran out of it. Larger
+single allocations are rare, and a message alone proves nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class Observation:
@@ -154,9 +158,24 @@ def _measured_at_end(snapshot: Snapshot, status: JobStatus, attempt: Attempt) ->
     if attempt.outcome == attempts.COMPLETE and attempt.peak_memory_mib:
         return RunMeasurement(peak_mib=attempt.peak_memory_mib, capacity_mib=capacity_mib)
     available_mib = _available_mib(snapshot, status.placement) if attempt.outcome == GPU_OUT_OF_MEMORY else None
-    if available_mib is None:
+    if available_mib is None or attempt.ended_at is None or attempt.peak_memory_mib < _BELIEVED_SHARE * available_mib:
         return None
-    return RunMeasurement(peak_mib=available_mib, capacity_mib=max(capacity_mib, available_mib), out_of_memory=True)
+    return RunMeasurement(
+        peak_mib=available_mib,
+        capacity_mib=max(capacity_mib, available_mib),
+        out_of_memory=True,
+        namespace=snapshot.job.metadata.namespace,
+        ended_at=int(parse_rfc3339(attempt.ended_at).timestamp()),
+    )
+
+
+def doubt_oom(snapshot: Snapshot, places: Sequence[WorkerPlacement], attempt: Attempt) -> str | None:
+    """Return why an attempt's message about GPU memory is not believed; None if the measurements support it."""
+    available_mib, peak_mib = _available_mib(snapshot, places), attempt.peak_memory_mib
+    if available_mib is None or peak_mib >= _BELIEVED_SHARE * available_mib:
+        return None
+    measured = f"at most {peak_mib:,} MiB" if peak_mib else "none"
+    return f"the node's agent measured {measured} of the {available_mib:,} MiB that it could use, so nothing is learned"
 
 
 def _available_mib(snapshot: Snapshot, places: Sequence[WorkerPlacement]) -> int | None:

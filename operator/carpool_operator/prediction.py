@@ -7,9 +7,10 @@ import msgspec
 from carpool_core import keys
 from carpool_core.demand import Demand, demand_of, prediction_message, unsuitable_reason
 from carpool_core.durations import durations_s, format_duration
-from carpool_core.products import hardware_name
+from carpool_core.products import GpuProduct, UnknownProductError, find_product, hardware_name
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.prediction import Prediction
+from carpool_core.values import JobState
 
 from carpool_operator import attempts, conditions
 from carpool_operator.actions import Predict
@@ -18,7 +19,11 @@ from carpool_operator.outcomes import GPU_OUT_OF_MEMORY
 from carpool_operator.snapshot import Snapshot
 from carpool_operator.status import Draft
 
-TRANSIENT = frozenset({"TraceTimedOut", "TraceOutOfMemory", "TorchMissing", "PredictorFailed"})
+TRACE_WAIT_S = 60.0
+"""Seconds after which a job no longer waits for its trace to begin, and starts unpredicted."""
+_TRACE_QUEUE_FULL = "TraceQueueFull"
+
+TRANSIENT = frozenset({"TraceTimedOut", "TraceOutOfMemory", "TorchMissing", "PredictorFailed", _TRACE_QUEUE_FULL})
 """Reasons to abstain that come from the moment or this installation, not from the job. They are tried again."""
 
 MAX_REPORTED_POSITION = 10
@@ -38,6 +43,17 @@ def products_of(job: GpuTrainingJob, present: Iterable[str]) -> tuple[str, ...]:
     before = () if known is None else tuple(product.product for product in known.products)
     wanted = list(dict.fromkeys((*present, *before)))[:_MAX_PRODUCTS]
     return tuple(sorted(wanted))
+
+
+def known_products(names: Iterable[str]) -> list[GpuProduct]:
+    """Return the products that the predictor supports; for others the scheduler assumes the worst case."""
+    found = []
+    for name in names:
+        try:
+            found.append(find_product(name))
+        except UnknownProductError:
+            continue
+    return found
 
 
 def predict(draft: Draft) -> bool:
@@ -60,14 +76,22 @@ def predict(draft: Draft) -> bool:
     if is_known and snapshot.retry_in_s > 0:
         draft.requeue_after(snapshot.retry_in_s)
         return True
+    model = draft.job.spec.model
+    is_traced = model is not None and model.features is None
+    has_older = not is_known and known is not None and known.input_digest == snapshot.digest
+    if snapshot.trace_waited_s >= TRACE_WAIT_S and not has_older:
+        if not is_known:
+            _store(draft, _unpredicted(snapshot))
+        return True
     draft.after_write(Predict(snapshot.digest, snapshot.products))
+    if is_traced and snapshot.trace_waited_s < TRACE_WAIT_S:
+        draft.requeue_after(TRACE_WAIT_S - snapshot.trace_waited_s)
     if is_known:
         return False  # the result decides whether the first pod may share a GPU
-    model = draft.job.spec.model
-    if known is None and model is not None and model.features is None:
+    if known is None and model is not None and is_traced:
         name = model.catalog.name if model.catalog is not None else "the model's layers"
         draft.set_condition(keys.CONDITION_PREDICTED, "Unknown", *_tracing(name, snapshot.traces_ahead))
-    return known is not None and known.input_digest == snapshot.digest
+    return has_older
 
 
 def is_current(prediction: Prediction | None, snapshot: Snapshot) -> bool:
@@ -89,9 +113,10 @@ def _is_outdated(prediction: Prediction | None, snapshot: Snapshot) -> bool:
         return False
     if calibration.is_on and not calibration.keys:
         # After a restart the job's calibration keys are unknown until it is predicted. That is worth it if its last
-        # attempt ran out of memory, or if it may share by now.
+        # attempt ran out of memory, if no GPU was large enough, or if it may share by now.
         ran_out = last is not None and last.outcome == GPU_OUT_OF_MEMORY
-        return ran_out or any(not product.memory.trusted for product in prediction.products)
+        is_excluded = status.state is JobState.UNPLACEABLE
+        return ran_out or is_excluded or any(not product.memory.trusted for product in prediction.products)
     found = ((calibration.keys.get(product.product), product.memory) for product in prediction.products)
     return any(key is not None and not key.is_reflected_in(memory) for key, memory in found)
 
@@ -112,6 +137,15 @@ def _renew(draft: Draft) -> bool:
         return False
     _store(draft, snapshot.prediction)
     return True
+
+
+def distrust(prediction: Prediction) -> Prediction:
+    """Return a prediction with which the job runs alone, although its numbers stay."""
+    products = [
+        msgspec.structs.replace(product, memory=msgspec.structs.replace(product.memory, trusted=False))
+        for product in prediction.products
+    ]
+    return msgspec.structs.replace(prediction, products=products)
 
 
 def _store(draft: Draft, prediction: Prediction) -> None:
@@ -139,6 +173,21 @@ def _update_message(draft: Draft, prediction: Prediction) -> None:
     before = conditions.find(draft.status, keys.CONDITION_PREDICTED)
     if before is not None and before.observed_generation < draft.job.metadata.generation:
         _set_predicted(draft, prediction)
+
+
+def _unpredicted(snapshot: Snapshot) -> Prediction:
+    """Return the abstention of a job whose trace has waited too long."""
+    message = (
+        f"the model was not traced, because its trace has waited for {TRACE_WAIT_S:.0f} s behind others: give "
+        "spec.model.features (`carpool graph` prints them) to need no trace"
+    )
+    return Prediction(
+        outcome="Abstained",
+        reason=_TRACE_QUEUE_FULL,
+        message=message,
+        input_digest=snapshot.digest,
+        model_version=snapshot.model_version,
+    )
 
 
 def _tracing(name: str, ahead: int) -> tuple[str, str]:

@@ -6,6 +6,7 @@ condition that the job has not changed since it was read.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta
 
 import msgspec
@@ -18,7 +19,7 @@ from carpool_core.resources.job import Attempt
 from carpool_operator import attempts, conditions, outcomes, placement, status
 from carpool_operator.actions import CheckTemplate, CreatePod, CreateService, Decision, DeleteJob, Learn
 from carpool_operator.inventory import infeasible_reason, infeasible_when_empty
-from carpool_operator.observations import observe, peak_of, sample_of
+from carpool_operator.observations import doubt_oom, observe, peak_of, sample_of
 from carpool_operator.outcomes import GPU_OUT_OF_MEMORY, Outcome
 from carpool_operator.ownership import POD_HIDDEN, foreign_message, hidden_pods, split_pods
 from carpool_operator.pods import (
@@ -30,7 +31,7 @@ from carpool_operator.pods import (
     template_error,
     worker_of,
 )
-from carpool_operator.prediction import predict
+from carpool_operator.prediction import distrust, predict
 from carpool_operator.snapshot import Snapshot
 from carpool_operator.status import Draft
 
@@ -40,6 +41,8 @@ EXPECTATION_TIMEOUT_S = 5.0
 _CALIBRATION_TIMEOUT_S = 30.0
 """Seconds that the next attempt waits until the calibration holds the last one's GPU out-of-memory failure."""
 _CALIBRATION_POLL_S = 1.0
+_EXCLUSION_POLL_S = 600.0
+"""Seconds between reconciliations of a job that no GPU can hold because of earlier runs, which lose force in a day."""
 
 _FINAL = "this ended the job: delete it, and apply the corrected one"
 
@@ -263,6 +266,8 @@ def _begin_attempt(draft: Draft, demand: Demand) -> None:
         draft.set_condition(keys.CONDITION_PLACED, "False", reason, infeasible)
         if known is None or known.reason != reason:
             draft.event("Warning", reason, infeasible)
+        if any(key.history is not None and key.history.deaths for key in snapshot.calibration.keys.values()):
+            draft.requeue_after(_EXCLUSION_POLL_S)
         return
     hidden = hidden_pods(draft.job, last, snapshot.pods, blocks=True)
     if hidden is not None:
@@ -413,6 +418,8 @@ def _create_pods(draft: Draft, attempt: Attempt, missing: list[int]) -> None:
 
 def _end_attempt(draft: Draft, attempt: Attempt, outcome: Outcome) -> None:
     """End a failed attempt. The next begins after the backoff, unless the restarts are used up."""
+    if outcome.reason == GPU_OUT_OF_MEMORY:
+        outcome = _verified(draft, attempt, outcome)
     limit = draft.job.spec.run_policy.backoff_limit
     charged = attempts.charge(draft.status, outcome, limit)
     if charged is None:
@@ -430,6 +437,16 @@ def _end_attempt(draft: Draft, attempt: Attempt, outcome: Outcome) -> None:
     draft.delete_pods()
     draft.event("Warning", "Restarting", message)
     draft.requeue_at(due)
+
+
+def _verified(draft: Draft, attempt: Attempt, outcome: Outcome) -> Outcome:
+    """Return the outcome of an attempt that ran out of GPU memory; without proof, the next one runs alone."""
+    doubt = doubt_oom(draft.snapshot, draft.status.placement, attempt)
+    if doubt is None:
+        return outcome
+    if draft.status.prediction is not None:
+        draft.update(prediction=distrust(draft.status.prediction))
+    return replace(outcome, message=f"{outcome.message}; {doubt}")
 
 
 # Calibration

@@ -77,6 +77,8 @@ class Snapshot:
     """Seconds until a transient abstention for this digest may be tried again."""
     traces_ahead: int = 0
     """Number of other models that are traced before this job's; see `TraceQueue.ahead`."""
+    trace_waited_s: float = 0.0
+    """Seconds for which the job has waited for its trace to begin; 0 if it waits for none."""
     pods: tuple[Pod, ...] = ()
     """Pods that name the job as their controller, from the cache."""
     created: Mapping[str, str] = field(default_factory=dict)

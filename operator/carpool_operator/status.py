@@ -262,7 +262,7 @@ def report_placed(draft: Draft, demand: Demand, pods: Sequence[Pod]) -> None:
         was_placed = conditions.is_true(draft.status, keys.CONDITION_PLACED)
         count = [f"{workers:,} workers are placed"] if workers > _DESCRIBED else []
         message = "; ".join([*count, *map(placement.describe, places[:_DESCRIBED])])
-        alone = why_alone(demand, places)
+        alone = why_alone(demand, places, attempts.latest_before(draft.status))
         detail = message if alone is None else f"{message}; {alone}"
         draft.set_condition(keys.CONDITION_PLACED, "True", "Placed", detail)
         if not was_placed:
@@ -292,8 +292,14 @@ def report_refused(draft: Draft, refusal: Refusal) -> None:
         draft.event("Warning", refusal.reason, refusal.message)
 
 
-def why_alone(demand: Demand, places: Sequence[WorkerPlacement]) -> str | None:
-    """Return why a job gets a GPU of its own although it did not ask for one; None if it does not."""
+def why_alone(demand: Demand, places: Sequence[WorkerPlacement], before: Attempt | None) -> str | None:
+    """Return why a job gets a GPU of its own although it did not ask for one; None if it does not.
+
+    Args:
+        demand: The job's demand.
+        places: Its placement.
+        before: Its previous attempt.
+    """
     if demand.prediction is None or demand.memory_limit_mib is not None:
         return None
     how = _how_alone(places)
@@ -313,6 +319,11 @@ def why_alone(demand: Demand, places: Sequence[WorkerPlacement]) -> str | None:
             "give spec.memory.limit to let it share such a GPU, or spec.gpu.product to choose another"
         )
     untrusted = sorted(name for name in alone if demand.profile_on(name).memory_mib is None)
+    if untrusted and before is not None and before.outcome == outcomes.GPU_OUT_OF_MEMORY and not before.learned:
+        return (
+            f"{how}, because attempt {before.number} reported that GPU memory ran out, which its measurements do not "
+            "explain; give spec.memory.limit to let it share"
+        )
     return _why_untrusted(demand, untrusted, how) if untrusted else None
 
 

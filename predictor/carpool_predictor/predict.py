@@ -69,13 +69,16 @@ class PredictionContext:
         """Memory that the simulated allocator holds."""
         return max(self.cost.reserved_bytes / MIB, 1.0)
 
-    def calibrated(self, calibration: Calibration | None, product: GpuProduct, name: str = "") -> "PredictionContext":
+    def calibrated(
+        self, calibration: Calibration | None, product: GpuProduct, name: str = "", *, retry_before: float = -1.0
+    ) -> "PredictionContext":
         """Return the context calibrated for the stack of a product, or itself where the stack has no observations.
 
         Args:
             calibration: Observations of finished jobs.
             product: The GPU product.
             name: Key of the model, under which its runs were observed.
+            retry_before: Time before which deaths are doubted; see `run_history.find_history`.
         """
         precision = self.training.precision
         state = None if calibration is None else calibration.best(product.name, precision)
@@ -86,7 +89,9 @@ class PredictionContext:
             # The stack has its own line and bound; trees, hull and strata stay those of the shipped model.
             ratio = model.factors[correction.stratum] / self.model.factors[correction.stratum]
             correction = replace(correction, bound_factor=correction.bound_factor * ratio)
-        history = run_history.find_history(calibration, product.name, precision, name, self.reserved_mib)
+        history = run_history.find_history(
+            calibration, product.name, precision, name, self.reserved_mib, retry_before=retry_before
+        )
         return replace(
             self,
             model=model,
@@ -208,6 +213,7 @@ def predict(
     name: str = "",
     *,
     is_strict: bool = False,
+    now: float | None = None,
 ) -> Prediction:
     """Predict a job on each GPU product, or abstain.
 
@@ -218,6 +224,7 @@ def predict(
         calibration: Observations of finished jobs.
         name: Key of the model, under which its runs were observed.
         is_strict: Trust memory only on a stack where jobs were measured; give first runs there extra room.
+        now: Seconds since 1970, by which old deaths are doubted; None: never.
 
     Returns:
         The prediction, without `input_digest`.
@@ -225,7 +232,12 @@ def predict(
     context = prepare(features, training)
     if isinstance(context, Abstention):
         return abstain(context)
-    answers = [context.calibrated(calibration, gpu, name).on(gpu, is_strict=is_strict) for gpu in gpus]
+    answers = [
+        context.calibrated(calibration, gpu, name, retry_before=run_history.retry_before(gpu, gpus, now)).on(
+            gpu, is_strict=is_strict
+        )
+        for gpu in gpus
+    ]
     return summarize(context, answers)
 
 
@@ -268,7 +280,7 @@ def _message(context: PredictionContext, answers: Sequence[ProductAnswer]) -> st
     if refused:
         clauses.append(
             f"does not fit {', '.join(refused)}, where a run of this model (maybe another job's) died of memory with "
-            "all that such a GPU has"
+            "all that such a GPU has; a day after that it may try the largest GPU again, alone"
         )
     untrusted = [p for p in products if not p.memory.trusted]
     if lost := [p.product for p in untrusted if p.memory.is_refuted]:

@@ -33,6 +33,7 @@ class FakeTracer:
 
     def __init__(self, answer: ModelFeatures | Abstention | Exception | None = None) -> None:
         self.answer = answer or msgspec.convert(FEATURES, ModelFeatures)
+        self.stored: ModelFeatures | None = None
         self.traced: list[ModelSource] = []
 
     async def trace(self, model: ModelSource, training: Training) -> ModelFeatures | Abstention:
@@ -40,6 +41,9 @@ class FakeTracer:
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
+
+    async def lookup(self, model: ModelSource, training: Training) -> ModelFeatures | Abstention | None:
+        return self.stored
 
 
 class MortalKube(FakeKube):

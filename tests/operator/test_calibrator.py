@@ -9,6 +9,7 @@ from carpool_core import keys
 from carpool_core.kube.api import CONFIG_MAPS, EVENTS, GPU_NODES, GPU_TRAINING_JOBS
 from carpool_core.kube.errors import Conflict, Forbidden, Overloaded, Unreachable
 from carpool_core.resources.features import ModelFeatures
+from carpool_core.resources.job import GpuTrainingJob
 from carpool_operator.calibrator import PAUSE_S, REPAIR_POLL_S
 from carpool_operator.observations import Observation
 from carpool_predictor.calibration.document import MAX_SAMPLES, MIN_JOBS, Calibration, RunMeasurement
@@ -34,7 +35,7 @@ from learning_world import (
     world,
     writes,
 )
-from operator_fixtures import FEATURES, job
+from operator_fixtures import FEATURES, job, job_body
 from operator_world import World
 
 
@@ -228,6 +229,7 @@ async def test_job_that_ran_out_of_memory_gets_more_and_then_a_gpu_alone() -> No
     await started(of, memoryLimitMib=3000)
     uppers = [memory(of).upper_mib]
     for attempt in (1, 2):
+        await measured(of, uppers[-1] - 100)
         await of.finish_pod(f"x-worker-0-{attempt}", exit_code=1, message=OOM)
         assert of.job().status.attempts[-1].learned
         await of.settle(after_s=60)
@@ -247,9 +249,9 @@ async def test_job_that_ran_out_of_memory_gets_more_and_then_a_gpu_alone() -> No
     assert stack(of).seen == 2
 
 
-@pytest.mark.parametrize("is_seen", [False, True], ids=["at once", "after an observation"])
+@pytest.mark.parametrize("wait_s", [0.0, LOADING_S], ids=["at once", "after an observation"])
 @pytest.mark.parametrize("earlier", range(4))
-async def test_each_out_of_memory_failure_raises_the_bound(earlier: int, is_seen: bool) -> None:
+async def test_each_out_of_memory_failure_raises_the_bound(earlier: int, wait_s: float) -> None:
     """Regression: with earlier runs, or an observation of its own, it got the same memory again, or less."""
     of = world(backoff_s=10.0)
     for number in range(earlier):
@@ -258,8 +260,7 @@ async def test_each_out_of_memory_failure_raises_the_bound(earlier: int, is_seen
     had = [memory(of).upper_mib]
     for attempt in (1, 2):
         await started(of, memoryLimitMib=had[-1])
-        if is_seen:
-            await measured_stable(of, 2900, LOADING_S)
+        await measured_stable(of, 2900, wait_s)
         await of.finish_pod(f"x-worker-0-{attempt}", exit_code=1, message=OOM)
         await of.settle(after_s=400)
         had.append(memory(of).upper_mib)
@@ -273,6 +274,7 @@ async def test_job_that_failed_with_a_whole_gpu_gets_no_equal_one() -> None:
     of = world(backoff_s=10.0)
     of.apply()
     await started(of, mode="Exclusive", memoryLimitMib=None)
+    await measured(of, 39_000)
     await of.finish_pod("x-worker-0-1", exit_code=1, message=OOM)
     await of.settle(after_s=60)
     assert of.living() == []
@@ -281,10 +283,72 @@ async def test_job_that_failed_with_a_whole_gpu_gets_no_equal_one() -> None:
     assert "too small: needs" in placed.message
 
 
+@pytest.mark.parametrize(("peak_mib", "words"), [(300, "at most 300 MiB"), (0, "none")])
+async def test_message_that_measurements_do_not_support_teaches_nothing(peak_mib: int, words: str) -> None:
+    """Regression: a job that printed the message with 300 MiB in use raised the bound of its model for all jobs."""
+    of = world(backoff_s=10.0)
+    of.apply(runPolicy={"backoffLimit": 3})
+    await started(of, memoryLimitMib=10_240)
+    before = memory(of)
+    await measured(of, peak_mib)
+    await of.finish_pod("x-worker-0-1", exit_code=1, message=OOM)
+    doubt = f"the node's agent measured {words} of the 10,240 MiB that it could use, so nothing is learned"
+    assert doubt in of.condition(keys.CONDITION_PLACED).message
+    assert any(e["reason"] == "Restarting" and doubt in e["message"] for e in of.kube.dump_all(EVENTS))
+    assert writes(of) == 0
+    await of.submit("y")
+    assert memory(of, "y") == before
+    await of.settle(after_s=60)
+    assert of.living() == ["x-worker-0-2"]
+    assert not memory(of).trusted, "it runs alone, where a peak shows what it needs"
+    await started(of, mode="Exclusive", memoryLimitMib=None)
+    assert "which its measurements do not explain" in of.condition(keys.CONDITION_PLACED).message
+
+
+async def test_job_excluded_from_each_gpu_is_tried_alone_after_a_day() -> None:
+    """Regression: one failure with a whole GPU made a model unplaceable for ever."""
+    of = world(backoff_s=10.0)
+    of.apply()
+    await started(of, mode="Exclusive", memoryLimitMib=None)
+    await measured(of, 39_000)
+    await of.finish_pod("x-worker-0-1", exit_code=1, message=OOM)
+    await of.settle(after_s=86_000)
+    assert (of.job().status.state, of.living()) == ("Unplaceable", [])
+    of.start()
+    await of.settle(after_s=1000)
+    assert of.living() == ["x-worker-0-2"]
+    assert not memory(of).trusted
+    await started(of, mode="Exclusive", memoryLimitMib=None)
+    await measured(of, 3000)
+    await of.finish_pod("x-worker-0-2")
+    await of.submit("y")
+    assert of.living("y") == ["y-worker-0-1"], "a completed run disproves the failure"
+
+
+async def test_exclusion_counts_only_in_its_own_namespace() -> None:
+    """Regression: one job's failure with a whole GPU made its model unplaceable in every namespace."""
+    of = world(backoff_s=10.0)
+    of.apply()
+    await started(of, mode="Exclusive", memoryLimitMib=None)
+    before = memory(of)
+    await measured(of, 39_000)
+    await of.finish_pod("x-worker-0-1", exit_code=1, message=OOM)
+    other = job_body("z")
+    other["metadata"]["namespace"] = "other"
+    of.kube.seed(GPU_TRAINING_JOBS, other)
+    await of.submit("y")
+    assert of.living("y") == []
+    assert of.living("z") == ["z-worker-0-1"]
+    prediction = msgspec.convert(of.kube.dump(GPU_TRAINING_JOBS, "z", "other"), GpuTrainingJob).status.prediction
+    assert prediction is not None
+    assert prediction.products[0].memory.upper_mib == before.upper_mib
+
+
 async def test_next_attempt_waits_30_s_for_the_calibration() -> None:
     of = world(backoff_s=0.0)
     of.apply()
     await started(of, memoryLimitMib=3000)
+    await measured(of, 2900)
     of.kube.fail_next("create", CONFIG_MAPS, Overloaded("busy"))
     of.kube.fail_next("create", CONFIG_MAPS, Overloaded("busy"))
     await of.finish_pod("x-worker-0-1", exit_code=1, message=OOM)

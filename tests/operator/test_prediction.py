@@ -6,8 +6,9 @@ import msgspec
 import pytest
 from carpool_core.kube.api import GPU_TRAINING_JOBS
 from carpool_core.resources.features import ModelFeatures
-from carpool_core.resources.job import CatalogModel, JobSpec, ModelSource, Training
+from carpool_core.resources.job import CatalogModel, GpuTrainingJob, ModelSource, Training
 from carpool_core.testing.clock import FakeClock
+from carpool_operator.actions import Predict
 from carpool_operator.prediction import MAX_REPORTED_POSITION, describe
 from carpool_operator.prediction_worker import (
     CalibrationKeys,
@@ -20,7 +21,19 @@ from carpool_operator.reconcile import reconcile
 from carpool_predictor.calibration.document import Calibration
 from carpool_predictor.features import Abstention
 from carpool_predictor.predict import model_version
-from operator_fixtures import A100, FEATURES, condition, job, prediction, snapshot
+from operator_fixtures import (
+    A100,
+    FEATURES,
+    again,
+    condition,
+    created,
+    job,
+    node,
+    pod,
+    prediction,
+    reservation,
+    snapshot,
+)
 from operator_world import FakeTracer, World, submitted
 
 
@@ -61,7 +74,7 @@ async def test_prediction_is_stored_under_the_keys_that_it_was_made_from() -> No
     """Regression: it was stored under the keys at its end, so that no better one was requested."""
     runs = 0
 
-    def calibration() -> Calibration:
+    def calibration(_namespace: str) -> Calibration:
         asyncio.get_running_loop().call_soon(learn)
         return Calibration()
 
@@ -69,7 +82,7 @@ async def test_prediction_is_stored_under_the_keys_that_it_was_made_from() -> No
         nonlocal runs
         runs = 1
 
-    def marks(_spec: JobSpec, _products: tuple[str, ...], _size: float | None) -> CalibrationKeys:
+    def marks(*_: object) -> CalibrationKeys:
         return {A100: (0, runs)}
 
     learned = CalibrationSource(calibration, marks)
@@ -166,10 +179,15 @@ class SlowTracer(FakeTracer):
     def __init__(self) -> None:
         super().__init__()
         self.turn = asyncio.Semaphore(0)
+        self.cancelled: list[ModelSource] = []
 
     async def trace(self, model: ModelSource, training: Training) -> ModelFeatures:
         self.traced.append(model)
-        await self.turn.acquire()
+        try:
+            await self.turn.acquire()
+        except asyncio.CancelledError:
+            self.cancelled.append(model)
+            raise
         return msgspec.convert(FEATURES, ModelFeatures)
 
 
@@ -202,10 +220,10 @@ async def test_trace_queue_reports_positions_near_its_head(traces: int, waiting:
     tracer = SlowTracer()
     queue = TraceQueue(tracer, traces, moved.append)
     names = [f"digest-{number}" for number in range(waiting)]
-    tasks = [asyncio.create_task(queue.trace(name, RESNET, Training())) for name in names]
+    tasks = [asyncio.create_task(queue.trace("default", name, RESNET, Training())) for name in names]
     await until_idle()
     most = MAX_REPORTED_POSITION + 1
-    assert [queue.ahead(name) for name in [*names, "new"]] == [
+    assert [queue.ahead("default", name) for name in [*names, "new"]] == [
         min(most, max(0, n - traces + 1)) for n in range(waiting + 1)
     ]
     tracer.turn.release()
@@ -213,6 +231,103 @@ async def test_trace_queue_reports_positions_near_its_head(traces: int, waiting:
     assert moved == [names[1 : 1 + traces + MAX_REPORTED_POSITION]]
     await queue.close()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def catalog_job(name: str) -> GpuTrainingJob:
+    return job(model={"catalog": {"name": f"timm/{name}"}})
+
+
+def names(models: list[ModelSource]) -> list[str]:
+    return [model.catalog.name.removeprefix("timm/") for model in models if model.catalog is not None]
+
+
+async def requested(*keys: str) -> tuple[PredictionWorker, SlowTracer]:
+    """A worker that traces one model at a time, and jobs that each wait for a model of their own."""
+    tracer = SlowTracer()
+    worker = PredictionWorker(tracer, FakeClock(), enqueue=lambda _: None, observe_seconds=lambda _: None)
+    for key in keys:
+        name = key.replace("/", "")
+        worker.request(key, catalog_job(name).spec, name, (A100,))
+    await until_idle()
+    return worker, tracer
+
+
+async def test_namespaces_take_turns_for_traces() -> None:
+    """Regression: one queue for all tenants, so that 40 jobs of one delayed the jobs of all others."""
+    worker, tracer = await requested("a/0", "a/1", "a/2", "b/0", "a/3", "c/0", "b/1")
+    assert [worker.ahead(key, key.replace("/", "")) for key in ("b/0", "c/0", "a/3", "d/0")] == [2, 3, 6, 4]
+    for _ in range(7):
+        tracer.turn.release()
+        await until_idle()
+    assert names(tracer.traced) == ["a0", "a1", "b0", "c0", "a2", "b1", "a3"]
+    await worker.close()
+
+
+async def test_deleted_or_changed_job_cancels_its_trace() -> None:
+    """Regression: 40 deleted jobs delayed the next prediction by 37 time limits of a trace."""
+    worker, tracer = await requested(*(f"a/{number}" for number in range(40)), "a/40")
+    worker.request("a/40", catalog_job("changed").spec, "changed", (A100,))
+    for number in range(40):
+        worker.forget(f"a/{number}")
+    await until_idle()
+    assert names(tracer.traced) == ["a0", "changed"]
+    assert names(tracer.cancelled) == ["a0"]
+    tracer.turn.release()
+    await worker.idle()
+    assert worker.get("a/40", "changed", (A100,)) is not None
+    await worker.close()
+
+
+async def test_trace_goes_on_while_another_job_waits_for_it() -> None:
+    worker, tracer = await requested("a/0")
+    worker.request("b/0", catalog_job("a0").spec, "a0", (A100,))
+    await until_idle()
+    worker.forget("a/0")
+    await until_idle()
+    tracer.turn.release()
+    await worker.idle()
+    assert worker.get("b/0", "a0", (A100,)) is not None
+    assert (names(tracer.traced), tracer.cancelled) == (["a0"], [])
+    await worker.close()
+
+
+async def test_stored_features_do_not_wait_for_traces() -> None:
+    worker, tracer = await requested("a/0")
+    tracer.stored = msgspec.convert(FEATURES, ModelFeatures)
+    worker.request("a/1", catalog_job("a1").spec, "a1", (A100,))
+    await until_idle()
+    assert worker.get("a/1", "a1", (A100,)) is not None
+    await worker.close()
+
+
+async def test_time_that_a_trace_has_waited_ends_with_its_turn() -> None:
+    tracer, clock = SlowTracer(), FakeClock()
+    worker = PredictionWorker(tracer, clock, enqueue=lambda _: None, observe_seconds=lambda _: None)
+    for key in ("a/0", "a/1"):
+        worker.request(key, catalog_job(key).spec, key, (A100,))
+    await until_idle()
+    clock.advance(61)
+    assert [worker.trace_waited_s(key) for key in ("a/0", "a/1", "a/2")] == [0, 61, 0]
+    tracer.turn.release()
+    await until_idle()
+    assert worker.trace_waited_s("a/1") == 0
+    await worker.close()
+
+
+def test_job_whose_trace_waits_too_long_starts_unpredicted_and_says_so() -> None:
+    of = catalog_job("resnet50")
+    waiting = reconcile(snapshot(of, traces_ahead=9, trace_waited_s=59))
+    assert created(waiting) == []
+    assert waiting.requeue_after_s == 1
+    before = snapshot(of, traces_ahead=9, trace_waited_s=60)
+    decision = reconcile(before)
+    found = condition(decision, of, "Predicted")
+    assert (found.status, found.reason) == ("False", "TraceQueueFull")
+    assert "its trace has waited for 60 s behind others" in found.message
+    assert created(decision) == ["x-worker-0-1"]
+    assert not any(isinstance(action, Predict) for action in decision.actions), "which cancels the trace"
+    placed = again(before, decision, pods=(pod(nodeName="n1"),), nodes=(node(reservation("pod-0-1")),))
+    assert "because its memory is unknown: the model was not traced" in condition(placed, of, "Placed").message
 
 
 def test_job_that_waits_for_its_trace_reports_its_position() -> None:

@@ -5,9 +5,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from carpool_core.products import find_product
+from carpool_core.products import GpuProduct, find_product
 from carpool_core.resources.job import CatalogModel, Training
-from carpool_core.resources.prediction import Prediction
+from carpool_core.resources.prediction import MemoryPrediction, Prediction
 from carpool_core.values import Optimizer, Precision
 from carpool_predictor.calibration.activity_scale import MAX_SCALE, MIN_SCALE, activity_scale
 from carpool_predictor.calibration.document import MIN_JOBS, Calibration, RunMeasurement, Stack
@@ -23,6 +23,7 @@ from carpool_predictor.calibration.run_history import (
     fingerprint,
     first_run_bound,
     is_equivalent,
+    is_refused,
     runs_alone,
 )
 from carpool_predictor.catalog import store
@@ -149,6 +150,63 @@ def test_a_death_with_a_whole_gpu_excludes_the_product(is_strict: bool) -> None:
     elsewhere = answer.products[1].memory
     assert elsewhere.upper_mib < gpus[1].memory_mib
     assert elsewhere.learned_runs == 0
+
+
+DAY = 86_400.0
+WHOLE = 0.96 * T4.memory_mib
+
+
+def deaths(*namespaces: str, before: Calibration | None = None) -> Calibration:
+    for namespace in namespaces:
+        before = runs(WHOLE, before=before, out_of_memory=True, namespace=namespace, ended_at=1000)
+    return before or Calibration()
+
+
+@pytest.mark.parametrize(
+    ("calibration", "excluded", "open_"),
+    [
+        pytest.param(deaths("a"), "a", "b", id="one namespace"),
+        pytest.param(deaths("a", "a", "a"), "a", "b", id="one namespace three times"),
+        pytest.param(deaths("a", "b"), "b", "c", id="two namespaces"),
+        pytest.param(deaths("a", "b", "c"), "d", None, id="three namespaces agree"),
+        pytest.param(runs(5000, before=deaths("a", "b", "c")), None, "a", id="a completed run there"),
+        pytest.param(
+            runs(0.5 * T4.memory_mib, out_of_memory=True, namespace="a"), None, "a", id="a death with half of a GPU"
+        ),
+    ],
+)
+def test_a_death_with_a_whole_gpu_excludes_its_namespace_until_three_agree(
+    calibration: Calibration, excluded: str | None, open_: str | None
+) -> None:
+    for namespace, is_excluded in ((excluded, True), (open_, False)):
+        if namespace is not None:
+            memory = predict_on_t4(calibration.for_namespace(namespace)).memory
+            assert is_refused(memory, T4) is is_excluded
+
+
+def test_after_a_day_the_job_may_run_alone_on_the_largest_gpu() -> None:
+    a100 = find_product("A100-SXM4-40GB")
+    calibration = deaths("a")
+
+    def found(now: float, *gpus: GpuProduct) -> MemoryPrediction:
+        answer = predict(features(), Training(batch_size=64), gpus, calibration.for_namespace("a"), NAME, now=now)
+        return answer.products[0].memory
+
+    assert is_refused(found(1000 + DAY - 1, T4), T4)
+    assert not is_refused(found(1000 + DAY, T4), T4)
+    assert not found(1000 + DAY, T4).trusted, "it runs alone"
+    assert is_refused(found(1000 + DAY, T4, a100), T4), "a larger GPU is tried first"
+
+
+def test_a_smaller_peak_on_another_product_disproves_an_exclusion() -> None:
+    a100 = find_product("A100-SXM4-40GB")
+    expected = run_prediction_of(asked(), NAME, a100.memory_mib, a100)
+    measured = RunMeasurement(peak_mib=9000, capacity_mib=a100.memory_mib)
+    stack = Stack(product=a100.name, precision=Precision.FP32)
+    calibration = observe(deaths("a"), stack, expected, measured, shipped()).for_namespace("a")
+    memory = predict_on_t4(calibration).memory
+    assert not is_refused(memory, T4)
+    assert not memory.trusted
 
 
 def test_a_job_that_fitted_once_is_not_excluded_by_a_death() -> None:

@@ -132,8 +132,18 @@ class JobPredictor:
         features = await features_of(spec.model, spec.training, SubprocessTracer())
         names = set(map(hardware_name, products))
         present = [product for product in PRODUCTS if product.name in names]
-        learned = None if self.calibration is None else self.calibration.for_gpus(names.difference(products))
-        prediction = predict(features, spec.training, present, learned, model_key(spec.model), is_strict=self.is_strict)
+        learned = self.calibration
+        if learned is not None:
+            learned = learned.for_gpus(names.difference(products)).for_namespace(job.metadata.namespace)
+        prediction = predict(
+            features,
+            spec.training,
+            present,
+            learned,
+            model_key(spec.model),
+            is_strict=self.is_strict,
+            now=SystemClock().now().timestamp(),
+        )
         return msgspec.structs.replace(job, status=msgspec.structs.replace(job.status, prediction=prediction))
 
 

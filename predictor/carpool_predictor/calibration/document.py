@@ -5,6 +5,7 @@ writes it; `model_for` and `run_history` predict with it.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Collection
 from typing import Annotated
 
@@ -36,6 +37,8 @@ MAX_WIDENING = math.log(2.0)
 """Largest logarithm of the factor by which missed bounds widen the next ones."""
 WINDOW = 100
 """Last outcomes over which coverage is computed."""
+AGREEING_NAMESPACES = 3
+"""Namespaces in which a model has to run out of all memory of a GPU before this excludes the product for all others."""
 
 _MEBIBYTES = Annotated[float, Meta(ge=0, le=2**30)]
 _POSITIVE = Annotated[float, Meta(gt=0, le=2**40)]
@@ -97,6 +100,10 @@ class RunMeasurement(msgspec.Struct, frozen=True, kw_only=True):
     """Share of SMs with its work, likewise."""
     at_least: bool = False
     """Whether both activities are lower limits, because the run shared a saturated GPU."""
+    namespace: _NAME = ""
+    """Namespace of its job; empty if there is only one tenant."""
+    ended_at: Annotated[int, Meta(ge=0)] = 0
+    """Time of its end, in seconds since 1970; 0 if unknown."""
 
 
 class RunRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -117,6 +124,10 @@ class RunRecord(msgspec.Struct, frozen=True, array_like=True):
     sm_factor: _FACTOR | None = None
     stratum: _STRATUM = 0
     """Stratum of its step; see `memory.Risk`."""
+    namespace: _NAME = ""
+    """Namespace of a run that died of memory with all of a GPU; empty for all other runs."""
+    ended_at: Annotated[int, Meta(ge=0)] = 0
+    """Time of a death of memory, in seconds since 1970; 0 if unknown."""
 
 
 class StackState(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,6 +198,29 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
         """
         stacks = [state for state in self.stacks if not state.is_simulated or state.stack.product in simulated]
         return self if len(stacks) == len(self.stacks) else msgspec.structs.replace(self, stacks=stacks)
+
+    def for_namespace(self, namespace: str) -> "Calibration":
+        """Return the calibration without deaths that exclude a product for other namespaces only.
+
+        A death with all memory of a GPU counts in its own namespace. It counts in every namespace once the same job has
+        died so in `AGREEING_NAMESPACES` of them.
+        """
+        return msgspec.structs.replace(self, stacks=[_for_namespace(state, namespace) for state in self.stacks])
+
+
+def _for_namespace(state: StackState, namespace: str) -> StackState:
+    agreeing = defaultdict[tuple[str, int], set[str]](set)
+    for row in state.rows:
+        if row.namespace:
+            agreeing[row.model, round(row.reserved_mib)].add(row.namespace)
+
+    def applies(row: RunRecord) -> bool:
+        return row.namespace in ("", namespace) or (
+            len(agreeing[row.model, round(row.reserved_mib)]) >= AGREEING_NAMESPACES
+        )
+
+    rows = [row for row in state.rows if applies(row)]
+    return state if len(rows) == len(state.rows) else msgspec.structs.replace(state, rows=rows)
 
 
 class _Version(msgspec.Struct, frozen=True):

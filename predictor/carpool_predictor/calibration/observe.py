@@ -38,7 +38,7 @@ from carpool_predictor.calibration.document import (
     Stack,
     StackState,
 )
-from carpool_predictor.calibration.run_history import RUN_TOLERANCE, is_of
+from carpool_predictor.calibration.run_history import RUN_TOLERANCE, USABLE_SHARE, is_of
 from carpool_predictor.models.memory import MemoryModel, Pair, context_mib, fit_line
 
 OUTLIER = math.log(1.5)
@@ -195,6 +195,8 @@ def _with_row(state: StackState, expected: RunPrediction, measured: RunMeasureme
         _factor(measured.util, expected.util),
         _factor(measured.sm_active, expected.sm_active),
         expected.stratum,
+        measured.namespace if _had_whole_gpu(state.stack, measured) else "",
+        measured.ended_at if measured.out_of_memory else 0,
     )
     before = next((one for one in state.rows if row.sample and one.sample == row.sample), None)
     if before is not None:
@@ -206,6 +208,11 @@ def _with_row(state: StackState, expected: RunPrediction, measured: RunMeasureme
         after = msgspec.structs.replace(state, rows=rows, slope=slope, intercept_mib=intercept)
         after = msgspec.structs.replace(after, reaches=bound_reaches(after, len(model.factors)))
     return _judged(after, row, expected, measured) if measured.ended else after
+
+
+def _had_whole_gpu(stack: Stack, measured: RunMeasurement) -> bool:
+    """Return whether a run died of memory with all that a GPU has; see `run_history.exceeded_whole_gpu`."""
+    return measured.out_of_memory and measured.peak_mib >= USABLE_SHARE * find_product(stack.product).memory_mib
 
 
 def _without_lower_activity(state: StackState, expected: RunPrediction, measured: RunMeasurement) -> RunMeasurement:

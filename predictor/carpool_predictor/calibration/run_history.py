@@ -7,7 +7,7 @@ memory raises the bound; after `MAX_OOM_DEATHS` deaths the next run gets a GPU a
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean
 
 import msgspec
@@ -35,6 +35,9 @@ FIRST_RUN_FACTOR_UNENFORCED = 1.3
 """The same factor under time-slicing, where nothing enforces the bound and an excess takes memory from co-tenants.
 
 It holds 95% of the rows in nineteen of twenty families."""
+RETRY_AFTER_S = 86_400.0
+"""Age in seconds from which a death with a whole GPU no longer keeps the job from the largest product: it may be tried
+alone there once more."""
 USABLE_SHARE = 0.95
 """Least share of a GPU's memory that drivers leave to jobs; a bound beyond it leaves no room for a co-tenant."""
 
@@ -58,6 +61,8 @@ class RunHistory(msgspec.Struct, frozen=True, kw_only=True):
     """Mean share of time in which a kernel runs alone, 0..1."""
     sm_active: float | None = None
     """Mean share of SMs with work alone, 0..1."""
+    is_doubted: bool = False
+    """Whether a death with a whole GPU excludes the product no longer; see `find_history`."""
 
     @property
     def is_lost(self) -> bool:
@@ -66,9 +71,18 @@ class RunHistory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_history(
-    calibration: Calibration, product: str, precision: Precision, model: str, reserved_mib: float
+    calibration: Calibration,
+    product: str,
+    precision: Precision,
+    model: str,
+    reserved_mib: float,
+    *,
+    retry_before: float = -1.0,
 ) -> RunHistory | None:
     """Return the observations of a job's earlier runs, or None if there are none.
+
+    A death is doubted if it is older than `retry_before`, or if a run on another product took less memory than the dead
+    run had.
 
     Args:
         calibration: The document.
@@ -76,13 +90,23 @@ def find_history(
         precision: The job's precision.
         model: Key of its model.
         reserved_mib: Memory that the simulated allocator holds.
+        retry_before: Time before which deaths are doubted, in seconds since 1970; never if negative.
     """
     rows = _rows(calibration, product, precision, model, reserved_mib)
     if not rows:
         return None
     measured = [row for row in rows if not row.censored]
     peak = max((row.value_mib for row in measured if row.steady), default=0.0)
-    deaths = [row.value_mib for row in rows if row.censored and row.value_mib >= peak]
+    dead = [row for row in rows if row.censored and row.value_mib >= peak]
+    deaths = [row.value_mib for row in dead]
+    elsewhere = [
+        row.value_mib
+        for state in calibration.stacks
+        if state.stack.precision is precision
+        for row in state.rows
+        if is_of(row, model, reserved_mib) and row.steady and not row.censored
+    ]
+    is_old = max((row.ended_at for row in dead), default=0) <= retry_before
     return RunHistory(
         observed=len(rows),
         runs=len(measured),
@@ -92,7 +116,20 @@ def find_history(
         least_mib=max(deaths, default=0.0),
         util=_mean([row.util for row in rows]),
         sm_active=_mean([row.sm_active for row in rows]),
+        is_doubted=bool(dead) and (is_old or min(elsewhere, default=math.inf) < max(deaths)),
     )
+
+
+def retry_before(product: GpuProduct, products: Iterable[GpuProduct], now: float | None) -> float:
+    """Return the time before which deaths on a product are doubted: a day ago on the largest one, else never.
+
+    Args:
+        product: The product.
+        products: Products that the job is predicted for.
+        now: Seconds since 1970; None if deaths never become old.
+    """
+    is_largest = all(other.memory_mib <= product.memory_mib for other in products)
+    return now - RETRY_AFTER_S if now is not None and is_largest else -1.0
 
 
 def _rows(
@@ -110,12 +147,14 @@ def memory_step(mib: float) -> int:
 def fingerprint(history: RunHistory | None) -> str:
     """Return a summary of a run history; empty without runs.
 
-    It joins runs, deaths, whether a peak was steady, the largest peak, and the largest memory of a death, in MiB.
+    It joins runs, deaths, whether a peak was steady, whether the deaths are doubted, the largest peak, and the largest
+    memory of a death, in MiB.
     """
     if history is None:
         return ""
     largest_mib = max(history.peak_mib, history.so_far_mib)
-    numbers = history.observed, history.deaths, history.peak_mib > 0, largest_mib, history.least_mib
+    flags = history.peak_mib > 0, history.is_doubted
+    numbers = history.observed, history.deaths, *flags, largest_mib, history.least_mib
     return "/".join(f"{number:.0f}" for number in numbers)
 
 
@@ -210,14 +249,16 @@ def runs_alone(memory: MemoryPrediction, product: GpuProduct, history: RunHistor
 
 
 def exceeded_whole_gpu(history: RunHistory | None, product: GpuProduct, correction: float) -> bool:
-    """Whether a run died of memory with a whole GPU of the product, and no other run had a steady peak there.
+    """Whether a run died of memory with a whole GPU of the product, and no other run speaks against that.
+
+    A steady peak on the product does, and so does whatever makes the death doubted.
 
     Args:
         history: Earlier runs there, if any.
         product: The GPU product.
         correction: Correction of the model's trees, by which the history is divided.
     """
-    if history is None or history.peak_mib:
+    if history is None or history.peak_mib or history.is_doubted:
         return False
     return history.least_mib * correction >= USABLE_SHARE * product.memory_mib
 

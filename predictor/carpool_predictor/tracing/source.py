@@ -24,6 +24,10 @@ class Tracer(Protocol):
         """Return the features of `model.catalog` or `model.graph` at the job's batch size and one other."""
         ...
 
+    async def lookup(self, model: ModelSource, training: Training) -> ModelFeatures | Abstention | None:
+        """Return the answer that needs no trace; None if the model has to be traced."""
+        ...
+
 
 class StartedTrace(Protocol):
     """A process that traces one model."""
@@ -95,20 +99,23 @@ class SubprocessTracer:
         found, _ = await self.timed(request)
         return found
 
+    async def lookup(self, model: ModelSource | None, training: Training) -> ModelFeatures | Abstention | None:
+        """Return stored features, or why the model cannot be traced; None if it has to be traced."""
+        catalog = None if model is None else model.catalog
+        if catalog is not None:
+            features = store.features(catalog, training)
+            if features is not None and reason_to_abstain(features, training) is None:
+                return features
+        if importlib.util.find_spec("torch") is None:
+            return untraceable(catalog)
+        return None if catalog is None else await asyncio.to_thread(refusal_of, catalog)  # reads the library's files
+
     async def timed(self, request: TraceRequest) -> tuple[ModelFeatures | Abstention, float]:
         """Return the result and its duration in seconds, without the wait for other traces."""
         begin = self._seconds()
-        catalog = None if request.model is None else request.model.catalog
-        if catalog is not None:
-            features = store.features(catalog, request.training)
-            if features is not None and reason_to_abstain(features, request.training) is None:
-                return features, self._seconds() - begin
-        if importlib.util.find_spec("torch") is None:
-            return untraceable(catalog), self._seconds() - begin
-        if catalog is not None:
-            refusal = await asyncio.to_thread(refusal_of, catalog)  # reads the library's files
-            if refusal is not None:
-                return refusal, self._seconds() - begin
+        found = await self.lookup(request.model, request.training)
+        if found is not None:
+            return found, self._seconds() - begin
         async with self._slots:
             begin = self._seconds()
             process = self._start(request, self._limits)
