@@ -29,7 +29,17 @@ from carpool_extender.queue.scheduling_queue import Claim
 from carpool_simulator.truth import Truth, WorkloadError
 
 MOST_STATES = 50_000
-OF_GPU = ("alive", "device_class", "unavailable", "mode", "prepared", "count", "mig_gb", "mig_slices", "user")
+OF_GPU = (
+    "alive",
+    "device_class",
+    "unavailable",
+    "mode",
+    "prepared",
+    "count",
+    "mig_memory_slices",
+    "mig_compute_slices",
+    "user",
+)
 OF_TENANTS = ("memory_mib", "util", "sm", "dram", "max_slowdown", "namespace", "cluster_tenancy")
 """Columns that the checks read; the aggregates follow from them."""
 

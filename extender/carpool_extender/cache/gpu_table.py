@@ -163,10 +163,21 @@ def smallest_mig_profile(names: Iterable[str], need_mib: int | None, sm_active: 
     return next(iter([*wide, *large[-1:]]), None)
 
 
-def mig_capacity(names: Sequence[str]) -> tuple[int, int]:
-    """Return how many GB and slices the instances of a GPU have together."""
-    profiles = mig_profiles(names)
-    return max((p.gb for p in profiles), default=0), max((p.slices for p in profiles), default=0)
+def mig_capacity(names: Iterable[str]) -> tuple[int, int]:
+    """Return how many memory slices and compute slices a GPU with these profiles has; (0, 0) without any."""
+    slices = max((p.slices for p in mig_profiles(names)), default=0)
+    return (8 if slices == 7 else slices), slices
+
+
+def mig_slices(profile: MigProfile, names: Iterable[str]) -> tuple[int, int]:
+    """Return how many memory slices and compute slices an instance takes of a GPU with these profiles.
+
+    The GB of names are rounded: four times `1g.24gb` have more of them than the GPU's `7g.94gb`, and take its 8 slices.
+    """
+    names = list(names)
+    memory_slices, _ = mig_capacity(names)
+    most_gb = max((p.gb for p in mig_profiles(names)), default=profile.gb)
+    return max(1, round(profile.gb * memory_slices / most_gb)), profile.slices
 
 
 # --- Memory and activity of tenants ----------------------------------------------------------------------------------
@@ -320,10 +331,10 @@ class GpuTable:
     """(G,) Code of the mode that its agent has prepared; 0 if none."""
     count: NDArray[np.int16] = field(metadata=_of(np.int16))
     """(G,) Number of tenants; they have the first places of the (G, T) arrays."""
-    mig_gb: NDArray[np.int16] = field(metadata=_of(np.int16))
-    """(G,) GB of the MIG instances of its reservations."""
-    mig_slices: NDArray[np.int16] = field(metadata=_of(np.int16))
-    """(G,) Slices of these instances."""
+    mig_memory_slices: NDArray[np.int16] = field(metadata=_of(np.int16))
+    """(G,) Memory slices of the MIG instances of its reservations."""
+    mig_compute_slices: NDArray[np.int16] = field(metadata=_of(np.int16))
+    """(G,) Compute slices of these instances."""
     reserved_at: NDArray[np.float64] = field(metadata=_of(np.float64))
     """(G,) Time of its newest reservation, in seconds since 1970; 0 if unknown or without any."""
     uuid: NDArray[np.object_] = field(metadata=_of(np.object_, empty=""))
@@ -508,9 +519,10 @@ def write_tenants(table: GpuTable, row: int, report: GpuReport, namespaces: dict
         namespaces: Index of each namespace; new ones are added.
     """
     usable_mib, held = int(table.usable_mib[row]), report.held
-    instances = [found for r in held if (found := mig_profile(r.mig_profile)) is not None]
-    table.mig_gb[row] = sum(instance.gb for instance in instances)
-    table.mig_slices[row] = sum(instance.slices for instance in instances)
+    names = report.device.mig_profiles
+    slices = [mig_slices(found, names) for r in held if (found := mig_profile(r.mig_profile)) is not None]
+    table.mig_memory_slices[row] = sum(memory for memory, _ in slices)
+    table.mig_compute_slices[row] = sum(compute for _, compute in slices)
     table.mode[row] = CODES[held[0].mode] if held else NO_MODE
     if (before := int(table.count[row])) > len(held):
         left = slice(len(held), before)

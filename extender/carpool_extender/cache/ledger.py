@@ -10,7 +10,7 @@ from carpool_core.clock import parse_rfc3339
 from carpool_core.resources.node import Device, GpuNode, GpuNodeSpec, Reservation
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 
-from carpool_extender.cache.gpu_table import counted_mib, mig_capacity, mig_profile, needed_mib, peak_mib
+from carpool_extender.cache.gpu_table import counted_mib, mig_capacity, mig_profile, mig_slices, needed_mib, peak_mib
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,8 @@ def _no_instance(present: list[Reservation], wanted: Reservation, device: Device
     if asked is None or wanted.mig_profile not in device.mig_profiles:
         return f"has no MIG profile {wanted.mig_profile}, only {', '.join(device.mig_profiles) or 'none'}"
     instances = [found for r in present if (found := mig_profile(r.mig_profile)) is not None]
-    gb, slices = mig_capacity(device.mig_profiles)
-    if sum(i.gb for i in instances) + asked.gb > gb or sum(i.slices for i in instances) + asked.slices > slices:
+    taken = [mig_slices(one, device.mig_profiles) for one in (*instances, asked)]
+    memory, compute = mig_capacity(device.mig_profiles)
+    if sum(slices for slices, _ in taken) > memory or sum(slices for _, slices in taken) > compute:
         return f"has no room for MIG instance {asked.name} beside {', '.join(i.name for i in instances)}"
     return None

@@ -21,6 +21,7 @@ from carpool_extender.cache.gpu_table import (
     NO_MODE,
     MigProfile,
     mig_capacity,
+    mig_slices,
     needed_mib,
     smallest_mig_profile,
 )
@@ -76,7 +77,7 @@ class ClassTable:
     """(classes, modes) Whether the agent can prepare a mode for such a job, by the mode's code; MIG where an instance
     would hold it."""
     mig: NDArray[np.int16]
-    """(classes, 4) GB and slices of its MIG instance, and of the whole GPU's; zeros where there is none."""
+    """(classes, 4) Memory and compute slices of its MIG instance, and of the whole GPU; zeros where there is none."""
     need_mib: NDArray[np.int64]
     """Upper bound of the job's memory; the GPU's usable memory where unknown."""
     unenforced_mib: NDArray[np.int64]
@@ -214,7 +215,7 @@ def _is_provisional(demand: Demand, product: str) -> bool:
 
 
 def _instance(facts: ClassRequirements, kind: DeviceClass) -> tuple[int, int, int, int]:
-    taken = (0, 0) if facts.mig is None else (facts.mig.gb, facts.mig.slices)
+    taken = (0, 0) if facts.mig is None else mig_slices(facts.mig, kind.mig_profiles)
     return (*taken, *mig_capacity(kind.mig_profiles))
 
 

@@ -612,8 +612,9 @@ class SlotsCheck(Check):
         fails: Bools = gpus.count >= evaluation.slots
         if (of_mig := mode == MIG).any():  # the agent checks the placement of instances, too
             asked = evaluation.class_table.mig[gpus.device_class]
-            full = (gpus.mig_gb + asked[:, 0] > asked[:, 2]) | (gpus.mig_slices + asked[:, 1] > asked[:, 3])
-            fails |= of_mig & full
+            has_memory = gpus.mig_memory_slices + asked[:, 0] <= asked[:, 2]
+            has_compute = gpus.mig_compute_slices + asked[:, 1] <= asked[:, 3]
+            fails |= of_mig & ~(has_memory & has_compute)
         return fails
 
     def margin(self, evaluation: Evaluation, rows: Rows) -> Floats:
@@ -639,12 +640,13 @@ class SlotsCheck(Check):
 
     def _taken(self, evaluation: Evaluation, row: int) -> str:
         gpus = evaluation.snapshot.gpus
-        gb, slices = mig_capacity(evaluation.snapshot.classes[int(gpus.device_class[row])].mig_profiles)
-        return f"{int(gpus.mig_slices[row])} of {slices} slices and {int(gpus.mig_gb[row])} of {gb} GB"
+        memory, compute = mig_capacity(evaluation.snapshot.classes[int(gpus.device_class[row])].mig_profiles)
+        taken, memory_taken = int(gpus.mig_compute_slices[row]), int(gpus.mig_memory_slices[row])
+        return f"{taken} of {compute} compute slices and {memory_taken} of {memory} memory slices"
 
     def qualifier(self, evaluation: Evaluation, rows: Rows, closest: int) -> str:
         gpus = evaluation.snapshot.gpus
-        if _differ(gpus.mig_slices[rows]) or _differ(gpus.mig_gb[rows]):
+        if _differ(gpus.mig_compute_slices[rows]) or _differ(gpus.mig_memory_slices[rows]):
             return EXAMPLE
         return BEST if _differ(gpus.count[rows]) else ""
 

@@ -180,8 +180,8 @@ def _join(paper: Evaluation, rows: Rows, number: int) -> None:
     gpus.util[rows, slot], gpus.sm[rows, slot], gpus.dram[rows, slot] = table.util[of], table.sm[of], table.dram[of]
     gpus.max_slowdown[rows, slot] = demand.max_slowdown
     gpus.namespace[rows, slot] = paper.snapshot.namespaces.get(demand.namespace, NO_TENANT)
-    gpus.mig_gb[rows] += np.where(mode == MIG, table.mig[of, 0], 0).astype(np.int16)
-    gpus.mig_slices[rows] += np.where(mode == MIG, table.mig[of, 1], 0).astype(np.int16)
+    gpus.mig_memory_slices[rows] += np.where(mode == MIG, table.mig[of, 0], 0).astype(np.int16)
+    gpus.mig_compute_slices[rows] += np.where(mode == MIG, table.mig[of, 1], 0).astype(np.int16)
     gpus.mode[rows] = mode
     gpus.count[rows] += 1
     gpus.reserved_at[rows] = gpus.reserved_at.max() + 1

@@ -5,7 +5,7 @@ import pytest
 from carpool_core.resources.node import GpuNodeSpec
 from carpool_core.values import RequestedMode, SharingMode, Tenancy
 from carpool_extender.cache import ledger
-from carpool_extender.cache.gpu_table import mig_capacity, mig_profile, mig_profiles, smallest_mig_profile
+from carpool_extender.cache.gpu_table import mig_capacity, mig_profile, mig_profiles, mig_slices, smallest_mig_profile
 from carpool_extender.framework.diagnosis import headroom
 from carpool_extender.framework.selection import CachedEvaluation, best_place, filter_nodes, place_on_node
 from carpool_extender.testing import cluster, device, gpu_node, pod_request, prediction, tenant
@@ -49,9 +49,34 @@ def test_the_smallest_profile_that_holds_a_job(need_mib, sm, expected):
 
 def test_only_plain_profiles_are_placed():
     assert [p.name for p in mig_profiles(A100)] == ["1g.5gb", "1g.10gb", "2g.10gb", "3g.20gb", "4g.20gb", "7g.40gb"]
-    assert mig_capacity(A100) == (40, 7)
+    assert mig_capacity(A100) == (8, 7)
     assert mig_capacity([]) == (0, 0)
     assert mig_profile("1c.2g.10gb") is mig_profile(None) is mig_profile("g.5gb") is None
+
+
+PROFILES_OF = {
+    "A30": ("1g.6gb", "2g.12gb", "4g.24gb"),
+    "A100-SXM4-40GB": ("1g.5gb", "1g.10gb", "2g.10gb", "3g.20gb", "4g.20gb", "7g.40gb"),
+    "H100 NVL": ("1g.12gb", "1g.24gb", "2g.24gb", "3g.47gb", "4g.47gb", "7g.94gb"),
+    "H200": ("1g.18gb", "1g.35gb", "2g.35gb", "3g.71gb", "4g.71gb", "7g.141gb"),
+    "GB200": ("1g.23gb", "1g.47gb", "2g.47gb", "3g.93gb", "4g.93gb", "7g.186gb"),
+    "GB300": ("1g.35gb", "1g.70gb", "2g.70gb", "3g.139gb", "4g.139gb", "7g.278gb"),
+}
+
+
+@pytest.mark.parametrize("product", PROFILES_OF)
+def test_instances_take_memory_slices_and_not_the_gigabytes_of_their_names(product):
+    """Regression: the fourth 1g.24gb of an H100 NVL, 1g.47gb of a GB200 and 1g.70gb of a GB300 were refused."""
+    names = PROFILES_OF[product]
+    expected = [1, 2, 4] if product == "A30" else [1, 2, 2, 4, 4, 8]
+    assert [mig_slices(profile, names)[0] for profile in mig_profiles(names)] == expected
+    node = gpu_node("a", [device(0, modes=MODES, mig_profiles=list(names))], [])
+    capacity, spec = ledger.capacity_of(node, 8), GpuNodeSpec()
+    count = 2 if product == "A30" else 4
+    for number in range(count + 1):
+        found = ledger.reserve(spec, instance(f"p{number}", names[1]), capacity)
+        assert isinstance(found, ledger.Rejected) == (number == count), number
+        spec = spec if number == count else found
 
 
 def test_a_place_names_the_profile_and_limits_nothing_else():
@@ -65,7 +90,7 @@ def test_instances_stand_side_by_side_until_slices_or_memory_end():
     node = divisible(instance("x", "4g.20gb"), instance("y", "2g.10gb"))
     assert place_on_node(evaluate(node, wanting()), "a").mig_profile == "1g.5gb"
     refused = filter_nodes(evaluate(node, wanting(sm=0.3)), ["a"]).refused
-    sentence = "its MIG instances take 6 of 7 slices and 30 of 40 GB, beside which 3g.20gb has no room"
+    sentence = "its MIG instances take 6 of 7 compute slices and 6 of 8 memory slices, beside which 3g.20gb has no room"
     assert refused == {"a": f"NoGpuFits: 1 GPU: {sentence}"}
 
 
@@ -78,7 +103,10 @@ def test_of_several_divided_gpus_one_is_an_example():
 
 def test_of_an_instance_it_is_told_what_stands_beside_it():
     evaluation = evaluate(divisible(instance("x", "3g.20gb")), wanting(sm=0.25)).evaluation
-    assert headroom(evaluation, 0) == ["tenant 2 of at most 8", "2g.10gb beside 3 of 7 slices and 20 of 40 GB taken"]
+    assert headroom(evaluation, 0) == [
+        "tenant 2 of at most 8",
+        "2g.10gb beside 3 of 7 compute slices and 4 of 8 memory slices taken",
+    ]
 
 
 def test_a_shared_gpu_is_not_divided():
@@ -184,4 +212,4 @@ def test_the_ledger_never_promises_more_slices_or_memory_than_there_are(asked):
         held = [mig_profile(r.mig_profile) for r in spec.reservations]
         assert None not in held
         assert sum(one.slices for one in held) <= 7
-        assert sum(one.gb for one in held) <= 40
+        assert sum(mig_slices(one, A100)[0] for one in held) <= 8
