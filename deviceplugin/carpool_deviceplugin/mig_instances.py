@@ -342,7 +342,7 @@ class MigInstances:
 
     def is_enabled(self, uuid: GpuUuid) -> bool:
         """Whether MIG is on; raises NvmlError."""
-        if self.table(uuid) is None:
+        if uuid not in self._tables:
             return False
         session = self._session
         mode = session.ask(uuid, session.library.nvmlDeviceGetMigMode, session.handle(uuid))

@@ -340,8 +340,11 @@ def _put_away(directory: Path) -> None:
 
 
 def _process_ids(answer: str) -> frozenset[int]:
-    """Parse process IDs of at most seven digits; other words are ignored, because a client can forge the answer."""
-    return frozenset(int(word) for word in answer.split() if _PID.fullmatch(word))
+    """Parse lines that are a process ID of at most seven digits; others, such as `Server 7 not found`, are ignored.
+
+    A client can forge the answer.
+    """
+    return frozenset(int(line) for line in map(str.strip, answer.splitlines()) if _PID.fullmatch(line))
 
 
 _COMM = PROGRAM[:15]

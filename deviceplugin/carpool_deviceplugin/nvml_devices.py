@@ -259,7 +259,12 @@ class NvmlDevices:
         problems = [problem, mps.problem, *set(struck.values()), describe_foreign(present.foreign_processes)]
         if known.compute_mode is ComputeMode.PROHIBITED:
             problems.append(f"its compute mode is Prohibited: allow programs with nvidia-smi -i {known.index} -c 0")
-        if is_divided and manager:
+        if is_divided and self._mig.table(uuid) is None:
+            problems.append(
+                "MIG is on, but the driver lists no MIG profile: switch it off "
+                f"(nvidia-smi -i {known.index} -mig 0), or update the driver"
+            )
+        elif is_divided and manager:
             problems.append(f"MIG is switched on, and {manager}: leave the GPU to that, or remove the label")
         self._sampler.set_instances(uuid, found)
         return GpuActual(

@@ -112,11 +112,12 @@ FLOOD = 'import sys\nwhile True: sys.stdout.write("7" * 4096 + " ")\n'
 @pytest.mark.parametrize(
     "answer",
     [
-        'sys.stdout.write("9" * 5000 + " SERVER")',
-        'sys.stdout.buffer.write(b"\\xff\\x00 SERVER")',
-        'sys.stdout.buffer.write("\u0967 \u00b2 12345678 -1 SERVER".encode())',
+        'sys.stdout.write("9" * 5000 + "\\nSERVER")',
+        'sys.stdout.buffer.write(b"\\xff\\x00\\nSERVER")',
+        'sys.stdout.buffer.write("\u0967\\n\u00b2\\n12345678\\n-1\\nSERVER".encode())',
+        'sys.stdout.write("Server 42 not found\\nSERVER")',
     ],
-    ids=["long", "bytes", "digits"],
+    ids=["long", "bytes", "digits", "a-sentence"],
 )
 def test_forged_answer_is_parsed(program: MpsProgram, tmp_path: Path, answer: str) -> None:
     """Regression: a client can forge the answer; a number of 5,000 digits or a byte 0xff ended the agent."""

@@ -18,7 +18,7 @@ from carpool_deviceplugin import cdi
 from carpool_deviceplugin.cdi import NvidiaCdi
 from carpool_deviceplugin.device_state import GpuWorker
 from carpool_deviceplugin.gpu import DeviceError, NoDevicesError, SetMode
-from carpool_deviceplugin.mig import MigDevice, Placement
+from carpool_deviceplugin.mig import MigDevice, MigTable, Placement
 from carpool_deviceplugin.mig_instances import create_instance
 from carpool_deviceplugin.nvlib import linked_gpus
 from carpool_deviceplugin.nvml_devices import NvmlDevices
@@ -357,6 +357,19 @@ async def test_xids_are_reported_after_a_reset_in_place(tmp_path: Path, reserve)
     await agent.want(("a", "1g.5gb"))
     agent.node.nvml.raise_xid(0, 95)
     assert "XID 95" in agent.devices.describe(agent.gpu).health_message
+
+
+@pytest.mark.parametrize(("may_switch", "modes"), [(False, []), (True, [EXCLUSIVE, TIME_SLICING, MPS])])
+def test_mig_without_profiles_is_unhealthy(tmp_path: Path, may_switch: bool, modes: list[SharingMode]) -> None:
+    """Regression: such a GPU was offered as a whole one, healthy, and its pods found no device."""
+    node = mig_node(tmp_path, may_switch=may_switch)
+    node.nvml.gpus[0].mig.table = MigTable(8, ())
+    devices = node.devices()
+    found = devices.describe(devices.uuids[0])
+    assert (found.health, found.modes) == (DeviceHealth.UNHEALTHY, modes)
+    assert "MIG is on, but the driver lists no MIG profile: switch it off (nvidia-smi -i 0 -mig 0)" in (
+        found.health_message
+    )
 
 
 async def test_mode_is_not_switched_where_not_allowed(tmp_path: Path, reserve) -> None:
