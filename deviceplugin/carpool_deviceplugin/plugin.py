@@ -298,11 +298,16 @@ class Plugin:
             self._changes.discard(change)
 
     async def Allocate(self, request: dp.AllocateRequest, _: Any) -> dp.AllocateResponse:
-        """Return the slots' CDI devices at once: the kubelet admits pods one after the other."""
+        """Return the slots' CDI devices at once: the kubelet admits pods one after the other.
+
+        A container runtime without CDI ignores the devices. The variable keeps NVIDIA's runtime from then adding every
+        GPU to an image that asks for `all`. With CDI, the specification's own variables override it.
+        """
         return dp.AllocateResponse(
             container_responses=[
                 dp.ContainerAllocateResponse(
-                    cdi_devices=[dp.CDIDevice(name=cdi.device_name(slot)) for slot in container.devices_ids]
+                    cdi_devices=[dp.CDIDevice(name=cdi.device_name(slot)) for slot in container.devices_ids],
+                    envs={"NVIDIA_VISIBLE_DEVICES": "void"},
                 )
                 for container in request.container_requests
             ]

@@ -119,6 +119,7 @@ async def test_allocate_names_slots_and_requires_prestart(agent, kubelet, settin
     options = await kubelet.options()
     assert (options.pre_start_required, options.get_preferred_allocation_available) == (True, False)
     assert await kubelet.admit("a", "slot-3", "slot-5") == ["carpool.dev/slot=slot-3", "carpool.dev/slot=slot-5"]
+    assert kubelet.environment == {"NVIDIA_VISIBLE_DEVICES": "void"}, "for a container runtime that ignores CDI devices"
     assert not settings.cdi_dir.exists() or not list(settings.cdi_dir.iterdir())
 
 
@@ -463,7 +464,7 @@ def _is_version(line: str) -> bool:
         (deviceplugin_pb2, "AllocateRequest", "1 repeated container_requests"),
         (deviceplugin_pb2, "ContainerAllocateRequest", "1 repeated devices_ids"),
         (deviceplugin_pb2, "AllocateResponse", "1 repeated container_responses"),
-        (deviceplugin_pb2, "ContainerAllocateResponse", "5 repeated cdi_devices"),
+        (deviceplugin_pb2, "ContainerAllocateResponse", "1 repeated envs, 5 repeated cdi_devices"),
         (deviceplugin_pb2, "CDIDevice", "1 name"),
         (deviceplugin_pb2, "PreStartContainerRequest", "1 repeated devices_ids"),
         (podresources_pb2, "ListPodResourcesResponse", "1 repeated pod_resources"),

@@ -44,6 +44,8 @@ class Kubelet:
         """Registrations, in order."""
         self.held: dict[tuple[str, str, str], list[str]] = {}
         """Slots by namespace, pod and container."""
+        self.environment: dict[str, str] = {}
+        """Variables that the last Allocate added to its container."""
         self._server = grpc.aio.server()
 
     async def start(self) -> None:
@@ -97,6 +99,7 @@ class Kubelet:
         async with self._plugin() as plugin:
             answer: dp.AllocateResponse = await plugin.Allocate(request, timeout=10)
         self.held[namespace, pod, container] = list(slots)
+        self.environment = dict(answer.container_responses[0].envs)
         return [device.name for device in answer.container_responses[0].cdi_devices]
 
     @contextlib.asynccontextmanager
