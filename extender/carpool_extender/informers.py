@@ -148,6 +148,13 @@ DELETED_REMEMBERED = 1024
 """UIDs of deleted GpuNodes that are remembered: more than can be deleted while one answer is on its way."""
 
 
+def may_run(pod: Pod) -> bool:
+    """Return whether a bound pod runs or may still start; one that is deleted before it started never will."""
+    if not pod.spec.node_name or pod.is_finished:
+        return False
+    return pod.has_started or pod.metadata.deletion_timestamp is None
+
+
 class Informers:
     """Keeps GpuNodes, jobs, and the pods of our scheduler.
 
@@ -175,6 +182,8 @@ class Informers:
         self._jobs_by_uid: dict[JobUid, JobRow] = {}
         self._pods_by_uid: dict[PodUid, Pod] = {}
         self._pods_by_job: dict[JobUid, dict[PodUid, Pod]] = {}
+        self._bound_pods: dict[str, dict[PodUid, Pod]] = {}
+        """Workers that are bound to each node and may run."""
         self._stirred: dict[str, asyncio.Event] = {}
         self._deleted: dict[str, None] = {}
         self._odd: set[str] = set()
@@ -271,6 +280,8 @@ class Informers:
         some = new or old
         if some is not None:
             self._stir(some.metadata.name)
+            if old is None or new is None or old.spec is not new.spec:
+                self._find_unreserved(some.metadata.name)
         if self._nodes.store.synced:
             for callback in self._on_node:
                 callback(old, new)
@@ -307,6 +318,10 @@ class Informers:
             self._jobs_by_uid.pop(JobUid(old.metadata.uid), None)
         if new is not None:
             self._jobs_by_uid[JobUid(new.metadata.uid)] = new
+        changed = new or old
+        if changed is not None and (new is None or old is None or old.status.attempts != new.status.attempts):
+            for name in {pod.spec.node_name for pod in self.pods_of(JobUid(changed.metadata.uid))} - {""}:
+                self._find_unreserved(name)
         for callback in self._on_job:
             callback(old, new)
 
@@ -317,15 +332,38 @@ class Informers:
         if new is not None:
             self._pods_by_uid[PodUid(new.metadata.uid)] = new
             self._index(new, new)
+        for name in {pod.spec.node_name for pod in (old, new) if pod is not None} - {""}:
+            self._find_unreserved(name)
         for callback in self._on_pod:
             callback(old, new)
 
+    def _find_unreserved(self, node: str) -> None:
+        """Find the workers that run on a node without a reservation, as after its GpuNode was deleted."""
+        unreserved = [
+            f"{pod.metadata.namespace}/{pod.metadata.name}"
+            for uid, pod in self._bound_pods.get(node, {}).items()
+            if node not in self.cluster.nodes_holding(uid) and self._is_recorded(pod)
+        ]
+        self.cluster.set_unreserved(node, unreserved)
+
+    def _is_recorded(self, pod: Pod) -> bool:
+        """Whether the operator recorded the pod as a worker; users can create pods that name a job as their owner."""
+        owner = job_owner_reference(pod.metadata)
+        job = None if owner is None else self.job(JobUid(owner.uid))
+        return job is not None and pod.metadata.uid in job.status.latest_attempt.pod_uids
+
     def _index(self, pod: Pod, now: Pod | None) -> None:
-        """Keep the pods of each job."""
+        """Keep the pods of each job and of each node."""
         owner = job_owner_reference(pod.metadata)
         if owner is None:
             return
-        job, uid = JobUid(owner.uid), PodUid(pod.metadata.uid)
+        job, uid, node = JobUid(owner.uid), PodUid(pod.metadata.uid), pod.spec.node_name
+        if now is not None and may_run(now):
+            self._bound_pods.setdefault(node, {})[uid] = now
+        elif (here := self._bound_pods.get(node)) is not None:
+            here.pop(uid, None)
+            if not here:
+                del self._bound_pods[node]
         if now is not None:
             self._pods_by_job.setdefault(job, {})[uid] = now
         elif (known := self._pods_by_job.get(job)) is not None:

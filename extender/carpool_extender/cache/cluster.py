@@ -51,7 +51,7 @@ MOST_NAMED = 3
 """Pods or nodes that a reason names."""
 LONGEST_MESSAGE = 120
 """Characters of other processes' messages in a reason, which goes into the conditions of all waiting pods."""
-UNHEALTHY, SILENT, BACKOFF, UNRESERVED_USE, CONTRADICTION, INVALID, DUPLICATE_UUID, NO_MEMORY = range(8)
+UNHEALTHY, SILENT, BACKOFF, UNRESERVED_USE, CONTRADICTION, INVALID, DUPLICATE_UUID, NO_MEMORY, UNRESERVED_POD = range(9)
 """Kinds of `UnavailableReason`."""
 
 N = TypeVar("N", bound=GpuNode)
@@ -237,6 +237,7 @@ class ClusterCache:
         self._unavailable: dict[int, UnavailableReason] = {}
         self._invalid: dict[int, UnavailableReason] = {}
         self._unreadable: dict[str, UnavailableReason] = {}
+        self._unreserved: dict[str, UnavailableReason] = {}
         self._reporters: dict[GpuUuid, list[str]] = {}
         self._duplicates: set[GpuUuid] = set()
 
@@ -472,6 +473,18 @@ class ClusterCache:
         if why is not None:
             self._unreadable[name] = UnavailableReason(INVALID, f"GpuNode {name} is invalid: {shortened(why)}")
 
+    def set_unreserved(self, name: str, pods: Collection[str]) -> None:
+        """Make the GPUs of a node unavailable on which workers run without a reservation: they may use any of them.
+
+        Args:
+            name: Name of the GpuNode.
+            pods: These workers, as `namespace/name`; empty once each has ended or has its reservation.
+        """
+        self._unreserved.pop(name, None)
+        if pods:
+            text = f"{listed(pods)} {'runs' if len(pods) == 1 else 'run'} on its node without a reservation"
+            self._unreserved[name] = UnavailableReason(UNRESERVED_POD, text)
+
     def _update_unavailable(self) -> None:
         """Write the column: time makes GPUs available or unavailable without any change of an object."""
         found: dict[int, UnavailableReason] = {}
@@ -487,7 +500,7 @@ class ClusterCache:
         if self._availability is not None:
             for (name, uuid), reason in self._availability.in_backoff().items():
                 found |= dict.fromkeys(self._rows_of(name, uuid), reason)
-        for name, reason in self._unreadable.items():
+        for name, reason in (*self._unreserved.items(), *self._unreadable.items()):
             found |= dict.fromkeys(self._rows_of(name), reason)
         changed = sorted(found.keys() ^ self._unavailable.keys())
         self._unavailable = found

@@ -15,7 +15,7 @@ from carpool_core.resources.node import GpuNode, GpuNodeSpec, Reservation
 from carpool_core.values import PodUid
 
 from carpool_extender.cache import ledger
-from carpool_extender.informers import Informers
+from carpool_extender.informers import Informers, may_run
 from carpool_extender.reservations.writer import Refusal, ReservationWriter
 from carpool_extender.workloads import gpus_asked
 
@@ -63,13 +63,6 @@ def _never_started(pod: Pod, now: datetime) -> bool:
         return False
     # The API server stores the end of the grace period there, not its beginning.
     return now - parse_rfc3339(pod.metadata.deletion_timestamp) > timedelta(seconds=UNCONFIRMED_S)
-
-
-def _runs(pod: Pod | None) -> bool:
-    """Return whether a bound pod runs or may still start; one that is deleted before it started never will."""
-    if pod is None or not pod.spec.node_name or pod.is_finished:
-        return False
-    return pod.has_started or pod.metadata.deletion_timestamp is None
 
 
 async def filter_in_chunks(check: Callable[[T], R | None], items: Iterable[T]) -> list[R]:
@@ -264,15 +257,19 @@ class Restorer:
     def lost_on(self, name: str) -> list[Pod]:
         """Return the running pods whose reservations vanished from a watched GpuNode."""
         pods = (self._informers.pod(uid) for uid in self._vanished.get(name, ()))
-        return [pod for pod in pods if pod is not None and _runs(pod)]
+        return [pod for pod in pods if pod is not None and may_run(pod)]
 
     def forget_ended(self) -> None:
         """Forget what vanished or was reported about pods that have ended; a standby does this, too."""
         for name, lost in list(self._vanished.items()):
-            self._vanished[name] = {uid: one for uid, one in lost.items() if _runs(self._informers.pod(uid))}
+            self._vanished[name] = {uid: one for uid, one in lost.items() if self._runs(uid)}
             if not self._vanished[name]:
                 del self._vanished[name]
-        self._reported = {uid for uid in self._reported if _runs(self._informers.pod(uid))}
+        self._reported = {uid for uid in self._reported if self._runs(uid)}
+
+    def _runs(self, uid: PodUid) -> bool:
+        pod = self._informers.pod(uid)
+        return pod is not None and may_run(pod)
 
     async def restore(self, pods: Iterable[Pod], binding: Container[PodUid]) -> None:
         """Restore the reservations of some pods that run without one.
@@ -304,7 +301,7 @@ class Restorer:
         A node without GPUs has to wait: its agent has not reported yet.
         """
         uid, name = PodUid(pod.metadata.uid), pod.spec.node_name
-        if not _runs(pod) or name in self._informers.cluster.nodes_holding(uid):
+        if not may_run(pod) or name in self._informers.cluster.nodes_holding(uid):
             return False
         if uid in self._reported and uid not in self._vanished.get(name, {}):
             return False
@@ -339,7 +336,7 @@ class Restorer:
             found = await self._api.get(PODS, pod.metadata.name, Pod, namespace=pod.metadata.namespace)
         except NotFound:
             return False
-        return found.metadata.uid == pod.metadata.uid and _runs(found)
+        return found.metadata.uid == pod.metadata.uid and may_run(found)
 
     async def _report(self, pod: Pod, reason: str) -> None:
         """Record once that a running pod has no reservation."""

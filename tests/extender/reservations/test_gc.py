@@ -27,7 +27,7 @@ from carpool_extender.reservations.gc import (
 )
 from carpool_extender.reservations.writer import ReservationWriter
 from carpool_extender.testing import device, gpu_node, pod_of, seed_node, seed_pod, tenant, until
-from extender_world import World, args, background
+from extender_world import World, args, background, filtering
 from msgspec.structs import replace
 
 NOW = FakeClock().now()
@@ -187,6 +187,26 @@ async def test_a_pod_whose_lost_reservation_is_unknown_is_reported_once(world):
     assert message.startswith(f"pod default/{POD} runs on node a without a reservation, so nothing is kept for it")
     assert "nothing is known of the reservation that it had" in message
     assert world.kube.dump_all(EVENTS)[0]["count"] == 1
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["a worker", "a pod that the operator did not create"])
+async def test_a_node_created_again_is_not_offered_while_a_worker_runs_there_without_a_reservation(world, recorded):
+    """Regression: its GPUs were given away. The extender started later, so it does not know the reservation."""
+    world.add("x", "y")
+    attempt = {"number": 1, "podUids": ["pod-x"] if recorded else ["another"]}
+    await world.kube.patch(
+        GPU_TRAINING_JOBS, "x", {"status": {"attempts": [attempt]}}, namespace="default", subresource="status"
+    )
+    seed_pod(world.kube, "x", nodeName="a")
+    async with world.extender() as extender:
+        found = await extender.service.filter(filtering("y"))
+        assert found.node_names == (["b"] if recorded else ["a", "b"])
+        if recorded:
+            message = f"default/{POD} runs on its node without a reservation"
+            assert message in extender.informers.cluster.snapshot().unavailable[0].reason
+        await world.kube.patch(PODS, POD, {"status": {"phase": "Succeeded"}}, namespace="default", subresource="status")
+        await until(lambda: extender.informers.pod("pod-x").is_finished)
+        assert sorted((await extender.service.filter(filtering("y"))).node_names) == ["a", "b"]
 
 
 async def test_a_reservation_whose_place_was_given_away_is_reported_once_and_restored_when_the_place_is_free(world):
