@@ -84,12 +84,6 @@ def test_the_bars_of_all_nodes_stand_below_each_other(width: int) -> None:
     assert len({line.index("/40.0") for line in bars}) == 1
 
 
-def test_two_tenants_never_draw_more_than_the_gpu() -> None:
-    drawn = rendered(show.gpu_bars([node("n1", ("a", 20480, 20480), ("b", 20480, 0))]))
-    assert drawn.count("█") + drawn.count("▒") == show.BAR_WIDTH
-    assert "·" not in drawn
-
-
 @pytest.mark.parametrize("width", range(60, 160, 7))
 def test_at_no_width_do_tenants_draw_more_than_the_gpu(width: int) -> None:
     third = 40960 // 3
@@ -102,25 +96,6 @@ def test_at_no_width_do_tenants_draw_more_than_the_gpu(width: int) -> None:
 def test_idle_nodes_of_one_kind_share_a_line() -> None:
     drawn = rendered(show.gpu_bars([node("n1"), node("n2"), node("n3")]))
     assert drawn.strip() == "3 idle nodes with 1 × Simulated NVIDIA A100-SXM4-40GB"
-
-
-def test_a_job_shows_what_was_seen_beside_what_was_predicted() -> None:
-    placed = WorkerPlacement(
-        worker=0, pod="p", pod_uid=PodUid("u"), node=NodeName("n1"), gpu_uuids=[GPU],
-        product="Simulated NVIDIA A100-SXM4-40GB", mode=SharingMode.MPS, expected_slowdown=1.25,
-    )  # fmt: skip
-    job = GpuTrainingJob(
-        metadata=ObjectMeta(name="resnet"),
-        spec=JobSpec(template={}),
-        status=JobStatus(
-            state=JobState.RUNNING,
-            placement=[placed],
-            observed=Observed(peak_memory_mib=9876, step_time_seconds=0.0524, step_time_ratio=1.31),
-        ),
-    )
-    drawn = rendered(show.job_table([job]))
-    for expected in ("resnet", "Running", "n1", "MPS", "9,876", "1.25", "52", "1.31"):
-        assert expected in drawn
 
 
 PRODUCTS = {"a100": "Simulated NVIDIA A100-SXM4-40GB", "h100": "Simulated NVIDIA H100 80GB HBM3"}

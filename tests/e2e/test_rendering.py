@@ -1,36 +1,17 @@
 """What the harness renders, without starting anything."""
 
-import io
 import json
 import re
-import tarfile
-import tomllib
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 import yaml
 from carpool_e2e import binaries, chart, controlplane, fleet, nodes, processes
-from carpool_e2e.cluster import scheduler_config
 from carpool_e2e.errors import HarnessError, MissingError
 from carpool_e2e.nodes import NodeFiles
 
 FILES = NodeFiles(Path("/state/n0"), "a100", "cp0-a100")
 TOOLS = [(module, tool) for module in binaries.MODULES for tool in module.tools]
-
-
-@pytest.mark.parametrize(
-    ("printed", "version"),
-    [
-        ("Kubernetes v1.36.3", (1, 36, 3)),
-        ("etcd Version: 3.7.3\nGit SHA: Not provided", (3, 7, 3)),
-        ("containerd github.com/containerd/containerd/v2 2.4.2+unknown", (2, 4, 2)),
-        ('version.BuildInfo{Version:"v4.3", GitCommit:""}', (4, 3)),
-        ("usage: nothing of the kind", None),
-    ],
-)
-def test_a_version_is_read_from_what_a_tool_prints(printed: str, version: tuple[int, ...] | None) -> None:
-    assert binaries.parse_version(printed) == version
 
 
 @pytest.mark.parametrize(("module", "tool"), TOOLS, ids=lambda each: each.name)
@@ -76,52 +57,12 @@ def test_a_binary_of_another_version_on_the_path_is_passed_over(tmp_path: Path) 
     assert binaries.find(kubectl, module, environ) == found
 
 
-def test_containerd_offers_cdi_and_our_own_pause() -> None:
-    config = tomllib.loads(nodes.containerd_config(FILES, "/bin/runc"))
-    runtime = config["plugins"]["io.containerd.cri.v1.runtime"]
-    assert config["version"] == 3
-    assert runtime["enable_cdi"]
-    assert runtime["containerd"]["runtimes"]["runc"]["options"]["BinaryName"] == "/bin/runc"
-    assert config["plugins"]["io.containerd.cri.v1.images"]["pinned_images"]["sandbox"] == nodes.PAUSE_IMAGE
-
-
-def test_the_kubelet_keeps_to_its_cgroup_and_leaves_iptables_alone() -> None:
-    config = nodes.kubelet_config(FILES, Path("/ca.crt"), "198.18.0.1")
-    assert config["cgroupRoot"] == "/cp0-a100"
-    assert config["makeIPTablesUtilChains"] is False
-    assert config["authentication"]["anonymous"] == {"enabled": False}
-
-
 def test_links_of_different_clusters_and_nodes_share_no_address() -> None:
     links = [nodes.link_of(f"cp{slot}", slot, index) for slot in range(64) for index in range(16)]
     assert len({link.host_address for link in links} | {link.node_address for link in links}) == 2 * len(links)
     assert max(len(link.name) for link in links) <= 15, "the kernel takes no longer names"
     with pytest.raises(HarnessError, match="at most 16"):
         nodes.link_of("cp0", 0, 16)
-
-
-def test_the_archive_holds_each_image_with_its_own_configuration() -> None:
-    archive = nodes.archive(nodes.layer(b"busybox"), {"a:1": ["/bin/sh"], "b:1": ["/bin/sh"]})
-    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-        manifest = json.load(tar.extractfile("manifest.json") or io.BytesIO())
-        configs = {
-            entry["RepoTags"][0]: json.load(tar.extractfile(entry["Config"]) or io.BytesIO()) for entry in manifest
-        }
-    assert set(configs) == {"a:1", "b:1"}
-    assert configs["a:1"]["rootfs"] == configs["b:1"]["rootfs"]
-
-
-def test_an_image_has_a_writable_tmp() -> None:
-    with tarfile.open(fileobj=io.BytesIO(nodes.layer(b"x"))) as tar:
-        assert tar.getmember("tmp").mode == 0o1777
-        assert tar.getmember("bin/sh").linkname == "busybox"
-
-
-def test_a_fleet_node_is_ready_and_offers_its_slots() -> None:
-    node = fleet.FleetNode("t4-00", fleet.slots_of("Tesla T4:4,NVIDIA L4:2", 8))
-    status = fleet.node_status(node, datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC))["status"]
-    assert status["allocatable"]["carpool.dev/gpu"] == "48"
-    assert [c["status"] for c in status["conditions"] if c["type"] == "Ready"] == ["True"]
 
 
 def test_a_fleet_node_keeps_pods_away_that_would_never_start_there() -> None:
@@ -138,11 +79,6 @@ def test_every_image_is_built_from_the_constraints() -> None:
     assert len(commands) == 3
     assert all(" -c constraints.txt " in command for command in commands)
     assert "!constraints.txt" in (root / ".dockerignore").read_text().splitlines()
-
-
-def test_leaf_certificates_are_no_authorities() -> None:
-    assert "CA:TRUE" in controlplane.extensions([])
-    assert "CA:FALSE" in controlplane.extensions(["IP:127.0.0.1"])
 
 
 WORKLOAD = """
@@ -191,17 +127,6 @@ def test_a_container_becomes_a_process_with_the_charts_own_arguments(tmp_path: P
     }
     local.write_files()
     assert (tls / "tls.crt").stat().st_mode & 0o777 == 0o600
-
-
-def test_a_variable_from_somewhere_unknown_is_an_error(tmp_path: Path) -> None:
-    workload = yaml.safe_load(WORKLOAD.replace("spec.nodeName", "status.podIP"))
-    with pytest.raises(HarnessError, match="NODE"):
-        chart.localize(chart.Rendered(tuple(yaml.safe_load_all(OBJECTS))), workload, "c", chart.Adaptation(tmp_path))
-
-
-def test_the_schedulers_configuration_keeps_everything_and_gets_a_kubeconfig() -> None:
-    config = yaml.safe_load(scheduler_config("{kind: K, extenders: [1]}", Path("/k")))
-    assert config == {"kind": "K", "extenders": [1], "clientConnection": {"kubeconfig": "/k"}}
 
 
 def test_a_kubeconfig_that_is_being_read_stays_whole(tmp_path: Path) -> None:
