@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from carpool_core.resources.node import Tenant
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
-from carpool_extender.cache.gpu_table import CODES, NO_TENANT
+from carpool_extender.cache.gpu_table import NO_TENANT
 from carpool_extender.testing import T4, cluster, device, gpu_node, tenant
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,53 +34,10 @@ def rows(snapshot):
     }
 
 
-def test_a_node_becomes_rows():
-    held = tenant("x", ["GPU-a-1"])
-    sick = device(0, reserved_mib=960, health=DeviceHealth.UNHEALTHY)
-    found = rows(cluster(gpu_node("a", [sick, device(1, product=T4)], [held])).snapshot())
-    assert found == {
-        "GPU-a-0": ("a", "NVIDIA A100-SXM4-40GB", 40000, False, 0, (), (), 40000, 0.0, 0.0, True, 0, "unhealthy"),
-        "GPU-a-1": (
-            "a",
-            "Tesla T4",
-            15360,
-            True,
-            CODES[SharingMode.MPS],
-            ("default/x",),
-            (4000,),
-            11360,
-            0.3,
-            1.0,
-            False,
-            0,
-            "",
-        ),
-    }
-
-
-def test_unknown_memory_counts_as_the_whole_gpu():
-    snapshot = cluster(gpu_node("a", 1, [tenant("x", ["GPU-a-0"], prediction=None)])).snapshot()
-    assert snapshot.gpus.memory_mib[0, 0] == 40960
-
-
-def test_of_a_gpu_that_somebody_has_alone_nothing_is_free():
-    held = tenant("x", ["GPU-a-0"], SharingMode.EXCLUSIVE, memory_limit_mib=4000)
-    assert cluster(gpu_node("a", 1, [held])).snapshot().gpus.free_mib.tolist() == [0]
-
-
 def test_a_view_cannot_be_written_through():
     snapshot = cluster(gpu_node("a", 1)).snapshot()
     with pytest.raises(ValueError, match="read-only"):
         snapshot.gpus.count[0] = 3
-
-
-def test_rows_that_changed_since_a_generation():
-    known = cluster(gpu_node("a", 2), gpu_node("b", 2))
-    before = known.generation
-    known.snapshot()
-    known.apply(gpu_node("b", 2, [tenant("x", ["GPU-b-1"])]))
-    assert known.changed_since(before).tolist() == [3]
-    assert known.changed_since(known.generation).size == 0
 
 
 def test_what_no_decision_looks_at_does_not_count_as_a_change():
@@ -104,12 +61,6 @@ def test_a_new_object_of_the_same_name_begins_anew():
     assert known.nodes_holding(PodUid("pod-x")) == []
     known.apply(gpu_node("a", 2, resource_version="3"))
     assert len(rows(known.snapshot())) == 2
-
-
-def test_more_tenants_than_expected_make_the_arrays_wider():
-    tenants = [tenant(f"t{i}", ["GPU-a-0"], memory_limit_mib=10) for i in range(5)]
-    snapshot = cluster(gpu_node("a", 1, tenants), slots=2).snapshot()
-    assert snapshot.gpus.count.tolist() == [5]
 
 
 def made(name, gpus, held, seen, heartbeat):

@@ -3,8 +3,6 @@
 import msgspec
 import numpy as np
 import pytest
-from asking_world import OPTIONS, RULES, job_of, what_if
-from carpool_core.testing.kube import FakeKube
 from carpool_core.values import SharingMode
 from carpool_extender.explain.dry_run import MAX_RANKED_LINES, ranking, ranking_lines, step_time_at
 from carpool_extender.framework.scores import POLICIES, Policy, SchedulerConfig, Score, find_policy
@@ -18,7 +16,6 @@ from carpool_extender.testing import (
     gpu_node,
     pod_request,
     prediction,
-    seed_node,
     tenant,
 )
 from hypothesis import given
@@ -61,23 +58,6 @@ def test_step_time_is_that_of_the_slowest_product_times_the_slowdown(products, g
     devices = [*(device(i, product=product) for i, product in enumerate(products)), device(7, product=T4)]
     text = step_time_at(demand(prediction=by_product()), place, devices, steps)
     assert text == (expected and f" (a step takes {expected})")
-
-
-async def test_step_time_counts_the_slowdown_by_a_co_tenant():
-    async def predicted(wanted, products):
-        return msgspec.structs.replace(wanted, status=msgspec.structs.replace(wanted.status, prediction=by_product()))
-
-    busy, kube = (
-        tenant("y", ["GPU-a-0"], prediction=prediction(util=90, sm=0.9, dram=0.9), max_slowdown=9.0),
-        FakeKube(),
-    )
-    seed_node(kube, gpu_node("a", 1, [busy]))
-    wanted = job_of({"training": {"steps": 1000}, "sharing": {"maxSlowdown": 9.0}})
-    line = (await what_if(kube, wanted, RULES, predicted, OPTIONS)).lines[1]
-    slowdown = float(line.partition("expected slowdown ")[2].partition(" of 9.00")[0])
-    step_ms = float(line.partition("about ")[2].partition(" ms there")[0])
-    assert slowdown > 1.1
-    assert step_ms == pytest.approx(41 * slowdown, abs=1)
 
 
 def evaluated(found, policy="least-slowdown", **wants):

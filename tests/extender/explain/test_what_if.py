@@ -1,11 +1,8 @@
 """`carpool what-if`: where a job would go that does not exist, by the prediction that the operator would write."""
 
-from datetime import timedelta
-
 import msgspec
 import pytest
 from asking_world import CLOCK, OPTIONS, RULES, job_of, predicted
-from carpool_core.clock import rfc3339
 from carpool_core.keys import SIMULATED_PREFIX
 from carpool_core.kube.api import CONFIG_MAPS, GPU_NODES, PODS
 from carpool_core.kube.errors import Forbidden
@@ -13,7 +10,6 @@ from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.prediction import Prediction
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import Precision, SharingMode
-from carpool_extender.cache.cluster import SILENCE_S
 from carpool_extender.explain import explain
 from carpool_extender.explain.commands import JobPredictor, job_predictor
 from carpool_extender.explain.dry_run import MAX_LISTED_WORKERS, UNCHECKED
@@ -139,29 +135,6 @@ async def test_places_of_very_many_workers_are_not_all_listed():
     lines = (await answer(nodes(gpu_node("a", 9), gpu_node("b", 9)), {"workers": workers}, predictor=light)).lines
     assert lines[1] == f"all {workers} workers would get places now"
     assert "  the places of 2 more workers are not listed" in lines
-
-
-async def test_agent_is_silent_by_its_last_heartbeat():
-    def ago(seconds):
-        return rfc3339(CLOCK.now() - timedelta(seconds=seconds))
-
-    kube = FakeKube()
-    for name, heard, made in (
-        ("a", ago(20), None),
-        ("b", ago(SILENCE_S + 10), None),
-        ("c", ago(0), ago(10 * SILENCE_S)),
-        ("d", ago(4 * SILENCE_S), None),
-        ("e", None, ago(SILENCE_S + 1)),
-        ("f", None, ago(5)),
-    ):
-        node = gpu_node(name, 1, creation_timestamp=made)
-        status = msgspec.structs.replace(node.status, heartbeat_time=heard)
-        seed_node(kube, msgspec.structs.replace(node, status=status))
-    lines = (await answer(kube, options=Options(CLOCK, each_gpu=True))).lines
-    gpus = [line for line in lines if line.startswith("  GPU ")]
-    assert ["fits" in line for line in gpus] == [True, False, True, False, False, True]
-    for silent in (gpus[1], gpus[3], gpus[4]):
-        assert f"its agent has not reported for more than {SILENCE_S:.0f} s" in silent
 
 
 async def test_gpus_with_equal_explanations_share_a_line():

@@ -76,16 +76,6 @@ def test_as_many_nodes_as_tell_of_it_are_counted_and_few_are_named():
     assert said(known, "e") == said(known, "b") == [f"{TOLD}b and e"]
 
 
-def test_a_gpu_that_is_told_of_twice_here_and_once_elsewhere():
-    known = cluster(telling("a", GPU, GPU), telling("b", GPU))
-    assert unavailable(known) == {("a", 0), ("a", 1), ("b", 0)}
-    known.remove("b")
-    assert unavailable(known) == {("a", 0), ("a", 1)}
-    known.apply(telling("b", GPU))
-    known.apply(telling("a", GPU, "GPU-a-1"))
-    assert unavailable(known) == {("a", 0), ("b", 0)}
-
-
 def test_what_a_node_says_of_its_own_gpu_comes_first():
     sick = device(uuid=GpuUuid(GPU), health=DeviceHealth.UNHEALTHY, health_message="Xid 79")
     known = cluster(gpu_node("a", [sick]), telling("b", GPU))

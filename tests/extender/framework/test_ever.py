@@ -2,9 +2,7 @@
 
 import pytest
 from carpool_core.values import DeviceHealth, RequestedMode, SharingMode
-from carpool_extender.framework.filters import AdmissionLimits
 from carpool_extender.framework.gang import infeasible_when_empty, max_workers_when_empty
-from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.testing import T4, cluster, device, gpu_node, pod_request, prediction, tenant
 from evaluations import RULES, evaluate
 
@@ -73,12 +71,6 @@ def test_gpus_without_a_mode_for_it_are_not_counted_as_suitable():
     node = gpu_node("a", [device(0, modes=[SharingMode.EXCLUSIVE]), device(1, modes=[SharingMode.MPS])])
     found = evaluate(node, pod_request(gpus=2, prediction=prediction())).evaluation
     assert infeasible_when_empty(found, RULES.slots, 1) == "needs 2 suitable GPUs on one node, the best node has 1"
-
-
-def test_sites_may_allow_fewer():
-    few = SchedulerConfig(find_policy("least-slowdown"), 8, AdmissionLimits(max_jobs=2))
-    found = evaluate(gpu_node("a", 2), pod_request(**SMALL), few).evaluation
-    assert max_workers_when_empty(found, few.slots) == 4
 
 
 @pytest.mark.filterwarnings("error")

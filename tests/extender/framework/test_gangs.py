@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 from carpool_core.values import RequestedMode, SharingMode
-from carpool_extender.cache.gpu_table import nvlink_domains
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.filters import AdmissionLimits
 from carpool_extender.framework.gang import gang_refusal, max_workers, place_gang
@@ -106,13 +105,6 @@ def test_workers_of_several_gpus_need_them_on_one_node_each():
     assert "3 workers of 2 GPUs at once, there is room for 2, and" in refusal(apart, 3, gpus=2, mode=ALONE)
     single = cluster(*(gpu_node(name, 1) for name in "abcdef"))
     assert "2 workers of 2 GPUs at once, there is room for 0, and" in refusal(single, 2, gpus=2, mode=ALONE)
-
-
-def test_islands_are_what_is_linked_directly_or_by_way_of_others():
-    devices = linked("a", [0, 1], [2], [3, 4]).status.devices
-    assert nvlink_domains(devices) == [0, 0, 2, 3, 3]
-    chain = [device(i, nvlink_peers=[f"GPU-a-{i + 1}"]) for i in range(3)]
-    assert nvlink_domains(chain) == [0, 0, 0]
 
 
 def test_a_worker_gets_gpus_that_are_linked_though_others_are_as_good():

@@ -94,13 +94,6 @@ def test_instances_stand_side_by_side_until_slices_or_memory_end():
     assert refused == {"a": f"NoGpuFits: 1 GPU: {sentence}"}
 
 
-def test_of_several_divided_gpus_one_is_an_example():
-    """Regression: the first one was called the best."""
-    held = [instance("x", "7g.40gb"), instance("y", "4g.20gb", "GPU-a-1")]
-    found = filter_nodes(evaluate(divisible(*held, count=2), wanting(20_000, 1.0)), ["a"])
-    assert found.refused["a"].startswith("NoGpuFits: 2 GPUs: for example its MIG instances take")
-
-
 def test_of_an_instance_it_is_told_what_stands_beside_it():
     evaluation = evaluate(divisible(instance("x", "3g.20gb")), wanting(sm=0.25)).evaluation
     assert headroom(evaluation, 0) == [

@@ -4,16 +4,12 @@ import msgspec
 import numpy as np
 import pytest
 from carpool_core.clock import rfc3339
-from carpool_core.settings import SettingsError
 from carpool_core.testing.clock import FakeClock
-from carpool_core.testing.kube import FakeKube
 from carpool_core.values import SharingMode
-from carpool_extender.app import build
 from carpool_extender.framework.filters import AdmissionLimits, Quantile
 from carpool_extender.framework.scores import POLICIES, SchedulerConfig, energy, find_policy
 from carpool_extender.framework.selection import CachedEvaluation, filter_nodes, place_on_node
 from carpool_extender.informers import JobRow
-from carpool_extender.settings import ConditionSettings, ExtenderSettings
 from carpool_extender.testing import cluster, gpu_node, pod_request, prediction, tenant
 from carpool_extender.workloads import NotOurs, policy_of
 from evaluations import evaluate
@@ -120,43 +116,10 @@ def test_limit_of_joint_activity_exempts_idle_gpus():
     }
 
 
-@pytest.mark.parametrize(
-    ("asked", "sentence"),
-    [
-        ({"max_sm_active": 0.5}, "1 GPU: SM activity 0.60, the site's limit is 0.50"),
-        ({"min_free_mib": 38000}, "1 GPU: free memory 36,960 MiB, the site's limit is 38,000 MiB"),
-        ({"max_jobs": 1}, "1 GPU: jobs on a GPU 2, the site's limit is 1"),
-    ],
-)
-def test_admission_limit_refuses_with_its_number(asked, sentence):
-    known = cluster(gpu_node("a", 1, [tenant("x", [ROW(0)], prediction=prediction(sm=0.6))]))
-    newcomer = pod_request(max_slowdown=3)
-    assert filter_nodes(evaluate(known, newcomer, rules()), ["a"]).fits == ["a"]
-    assert filter_nodes(evaluate(known, newcomer, rules(**asked)), ["a"]).refused == {"a": f"NoGpuFits: {sentence}"}
-
-
 def test_exclusive_refuses_gpus_in_use():
     known = cluster(gpu_node("a", 1, [tenant("x", [ROW(0)])]))
     found = filter_nodes(evaluate(known, None, rules("exclusive")), ["a"])
     assert found.refused["a"] == "NoGpuFits: 1 GPU: in use, and the policy gives every job a GPU of its own"
-
-
-@pytest.mark.parametrize(
-    ("impossible", "sentence"),
-    [
-        ({"max_sm_active": 0.0}, "expected a largest SM activity above 0 and up to 1, found 0"),
-        ({"max_joint_sm_active": 1.5}, "expected a largest joint SM activity above 0 and up to 1, found 1.5"),
-        ({"max_sm_active": 80.0}, "above 0 and up to 1, found 80"),
-        ({"min_free_mib": -1}, "expected a least free memory of 0 to 1,073,741,824 MiB, found -1"),
-        ({"min_free_mib": 2**30 + 1}, "expected a least free memory of 0 to 1,073,741,824 MiB, found 1,073,741,825"),
-        ({"max_jobs": 0}, "expected 1 to 1,024 jobs on a GPU at most, found 0"),
-        ({"max_jobs": 1025}, "expected 1 to 1,024 jobs on a GPU at most, found 1,025"),
-    ],
-)
-def test_impossible_admission_limit_ends_the_start(impossible, sentence):
-    settings = ExtenderSettings(conditions=ConditionSettings(**impossible))
-    with pytest.raises(SettingsError, match=sentence):
-        build(settings, FakeKube(), FakeClock())
 
 
 def test_admission_limits_are_printed_in_words():

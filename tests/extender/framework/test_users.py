@@ -1,11 +1,7 @@
 """One MPS server serves one user at a time: pods that run as another user are placed elsewhere."""
 
-import msgspec
 import pytest
-from carpool_core.resources.node import Reservation
 from carpool_core.values import SharingMode
-from carpool_extender.cache import ledger
-from carpool_extender.cache.ledger import capacity_of
 from carpool_extender.framework.diagnosis import explain_gpus
 from carpool_extender.framework.filters import TENANCY
 from carpool_extender.framework.selection import filter_nodes
@@ -54,37 +50,6 @@ def test_refusal_names_the_users() -> None:
     assert answer.text == "its MPS server serves several users, and the job runs as user 2000"
 
 
-def test_refusal_tells_namespaces_from_users() -> None:
-    strangers = tenant("x", ["GPU-b-0"], user=1000, namespace="other")
-    known = cluster(one(1000), gpu_node("b", 1, [strangers]))
-    sentences = filter_nodes(evaluate(known, pod_request(user=2000)), ["a", "b"]).refused
-    assert f"1 GPU: {REFUSAL}" in sentences["a"]
-    assert "1 GPU: its MPS server belongs to namespace other" in sentences["a"]
-
-
-def test_gpu_is_open_again_after_the_other_user_has_left() -> None:
-    known = cluster(one(1000))
-    assert not evaluate(known, pod_request(user=2000)).evaluation.ok[0]
-    known.apply(one())
-    assert evaluate(known, pod_request(user=2000)).evaluation.ok[0]
-
-
-def test_requests_of_two_users_have_two_shapes() -> None:
-    """Evaluations are cached by shape."""
-    shapes = {pod_request(user=user).shape for user in (None, 0, 1000)}
-    assert len(shapes) == 3
-    assert not pod_request(user=1).is_as(pod_request(user=2))
-
-
-def test_ledger_rejects_another_user() -> None:
-    node = one(1000)
-    capacity = capacity_of(node, 8)
-    found = ledger.reserve(node.spec, tenant("n", [GPU], user=2000), capacity)
-    assert isinstance(found, ledger.Rejected)
-    for user in (1000, None):
-        assert not isinstance(ledger.reserve(node.spec, tenant("n", [GPU], user=user), capacity), ledger.Rejected)
-
-
 async def test_pods_of_two_users_get_two_gpus_and_a_third_user_waits() -> None:
     world = World()
     world.add(nodes=["a", "b"])
@@ -102,9 +67,3 @@ async def test_pods_of_two_users_get_two_gpus_and_a_third_user_waits() -> None:
         third = await parts.service.filter(filtering("z", securityContext={"runAsUser": 3000}))
         assert named(third) == []
         assert named(await parts.service.filter(filtering("z"))) == ["a", "b"], "its user is unknown"
-
-
-def test_reservation_of_an_older_version_has_no_user() -> None:
-    old = msgspec.to_builtins(tenant("x", [GPU]))
-    assert "runAsUser" not in old
-    assert msgspec.convert(old, Reservation).run_as_user is None

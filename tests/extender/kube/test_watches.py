@@ -5,7 +5,6 @@ import asyncio
 import msgspec
 import pytest
 from carpool_core.kube.api import GPU_NODES
-from carpool_core.kube.pods import Container
 from carpool_core.resources.node import GpuNode
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
@@ -13,8 +12,8 @@ from carpool_extender.cache.cluster import ClusterCache
 from carpool_extender.framework.diagnosis import explain_gpus
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.framework.selection import CachedEvaluation
-from carpool_extender.informers import Informers, WatchedJob, WatchedPod
-from carpool_extender.testing import device, gpu_node, pod_of, pod_request, seed_node, tenant, unavailable_nodes, until
+from carpool_extender.informers import Informers
+from carpool_extender.testing import device, gpu_node, pod_request, seed_node, tenant, unavailable_nodes, until
 from structlog.testing import capture_logs
 
 RULES = SchedulerConfig(find_policy("least-slowdown"), slots=8)
@@ -119,17 +118,6 @@ async def test_nobody_is_sent_to_a_node_that_makes_no_sense_and_it_is_said_why(w
     assert not informers.cluster.snapshot().gpus.unavailable.any()
 
 
-async def test_signs_of_life_hold_nothing_of_a_node_twice(world):
-    """With each heartbeat of 5,000 nodes the extender kept their reservations and GPUs once more: 90 MiB."""
-    kube, informers = world
-    before = informers.cluster.node("a")
-    await kube.patch(GPU_NODES, "a", {"status": {"heartbeatTime": "2026-01-31T13:00:00Z"}}, subresource="status")
-    await until(lambda: informers.cluster.node("a").status.heartbeat_time == "2026-01-31T13:00:00Z")
-    node = informers.cluster.node("a")
-    assert node.spec is before.spec
-    assert node.status.devices is before.status.devices
-
-
 async def test_what_has_changed_is_taken_from_the_new_state(world):
     kube, informers = world
     before = informers.cluster.node("a")
@@ -142,31 +130,3 @@ async def test_what_has_changed_is_taken_from_the_new_state(world):
     await kube.patch(GPU_NODES, "a", {"status": {"devices": sick}}, subresource="status")
     await until(lambda: len(informers.cluster.node("a").status.devices) == 1)
     assert informers.cluster.snapshot().gpus.alive.sum() == 1
-
-
-def test_of_pods_and_jobs_no_labels_are_kept_and_the_rest_is():
-    """Nobody decides by them, and of 30,000 tenants they were 11 MiB."""
-    pod = pod_of("x")
-    pod["metadata"] |= {"labels": {"a": "b"}, "annotations": {"c": "d"}}
-    bound = msgspec.convert(pod | {"spec": pod["spec"] | {"nodeName": "a"}}, WatchedPod)
-    assert (bound.metadata.labels, bound.metadata.annotations) == ({}, {"c": "d"})
-    assert bound.metadata.owner_references != []
-    job = msgspec.convert({"metadata": {"name": "x", "labels": {"a": "b"}, "annotations": {"c": "d"}}}, WatchedJob)
-    assert (job.metadata.name, job.metadata.labels, job.metadata.annotations) == ("x", {}, {"c": "d"})
-
-
-def test_what_pods_have_in_common_is_kept_once():
-    """A pod took twice the memory that it takes now, and there are 30,000 of them."""
-    one, other = (
-        msgspec.json.decode(
-            msgspec.json.encode(pod_of(job, nodeName="a") | {"status": {"phase": "Running"}}), type=WatchedPod
-        )
-        for job in ("x", "y")
-    )
-    assert one.spec.containers == msgspec.convert(pod_of("x")["spec"]["containers"], list[Container])
-    assert one.spec.containers is other.spec.containers
-    assert one.spec.node_name is other.spec.node_name
-    assert one.metadata.name != other.metadata.name
-    assert [owner.uid for owner in one.metadata.owner_references] == ["job-x"]
-    wide = msgspec.convert(pod_of("z", gpus=2), WatchedPod)
-    assert wide.spec.containers != one.spec.containers

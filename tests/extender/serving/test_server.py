@@ -8,10 +8,8 @@ import aiohttp
 import pytest
 from carpool_core.kube.api import PODS
 from carpool_core.kube.errors import Unreachable
-from carpool_core.settings import SettingsError, load
 from carpool_extender.commands import extender
-from carpool_extender.settings import ExtenderSettings, TlsSettings
-from carpool_extender.testing import gpu_node, pod_of, seed_job, seed_node, tenant
+from carpool_extender.testing import seed_job
 from click.testing import CliRunner
 from http_world import ARGS, BIND, POD, as_client, running, serving
 from prometheus_client import generate_latest
@@ -36,19 +34,6 @@ async def test_filter_names_the_node_that_kube_scheduler_would_take_anyway(call)
         200,
         {"Nodes": None, "NodeNames": ["a"], "FailedNodes": {}, "FailedAndUnresolvableNodes": {}, "Error": ""},
     )
-
-
-async def test_filter_says_why_a_node_does_not_fit(kube, certificates):
-    seed_node(kube, gpu_node("a", 1, [tenant("t", ["GPU-a-0"], memory_limit_mib=40000)]))
-    kube.seed(PODS, pod_of("t", nodeName="a") | {"metadata": {"name": "t", "uid": "pod-t"}})
-    async with (
-        serving(kube, certificates) as url,
-        as_client(certificates) as session,
-        session.post(f"{url}/filter", data=ARGS) as answer,
-    ):
-        found = await answer.json()
-    assert found["NodeNames"] == ["b"]
-    assert found["FailedNodes"] == {"a": "NoGpuFits: needs 4,000 MiB; freest NVIDIA A100-SXM4-40GB has 960 MiB free"}
 
 
 async def test_an_empty_list_of_nodes_is_answered_with_one(call):
@@ -200,19 +185,6 @@ async def test_metrics(call):
         'carpool_build_info{process="extender",version=',
     ):
         assert line in text
-
-
-def test_the_environment_is_read():
-    environ = {"CARPOOL_EXTENDER_PORT": "1", "CARPOOL_POLICY": "most-available-memory", "CARPOOL_EXTENDER_TLS_KEY": "k"}
-    found = load(ExtenderSettings, environ)
-    assert (found.port, found.policy, str(found.tls.key), found.host) == (1, "most-available-memory", "k", "127.0.0.1")
-
-
-def test_tls_is_not_optional(tmp_path):
-    with pytest.raises(SettingsError, match="CARPOOL_EXTENDER_TLS_CERT: expected a PEM file, found nothing"):
-        TlsSettings().files()
-    with pytest.raises(SettingsError, match="found no file at"):
-        TlsSettings(cert=tmp_path / "c").files()
 
 
 KUBECONFIG = (
