@@ -159,12 +159,6 @@ def test_examples_cover_each_model_source() -> None:
     assert {key for model in models if model for key in model} == {"features", "catalog", "graph"}
 
 
-def test_bad_manifests_name_their_error() -> None:
-    assert len(BAD) > 50
-    for file in BAD:
-        assert file.read_text().startswith("# expect: "), file.name
-
-
 def test_types_without_a_crd_schema_are_refused() -> None:
     class Choice(Resource, frozen=True, kw_only=True):
         value: Annotated[int | float, field("One of two.")] = 0

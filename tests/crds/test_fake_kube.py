@@ -3,11 +3,9 @@
 import asyncio
 
 import pytest
-from carpool_core.kube.api import EVENTS, GPU_NODES, GPU_TRAINING_JOBS, PODS, Selector
-from carpool_core.kube.errors import Conflict, Gone, Invalid, NotFound, Overloaded, Unreachable
+from carpool_core.kube.api import EVENTS, GPU_TRAINING_JOBS, PODS, Selector
+from carpool_core.kube.errors import Gone, Overloaded, Unreachable
 from carpool_core.kube.events import BURST, EVENTS_PER_SECOND, EventRecorder
-from carpool_core.resources.meta import ObjectMeta
-from carpool_core.resources.node import GpuNode, GpuNodeStatus
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from structlog.testing import capture_logs
@@ -16,18 +14,6 @@ from structlog.testing import capture_logs
 @pytest.fixture
 def api() -> FakeKube:
     return FakeKube()
-
-
-async def test_seeded_objects_keep_their_status_and_are_announced(api: FakeKube) -> None:
-    api.seed(GPU_NODES, GpuNode(metadata=ObjectMeta(name="n1"), status=GpuNodeStatus(simulated=True)))
-    watch = api.watch(GPU_NODES, Selector(), "0")
-    api.seed(GPU_NODES, GpuNode(metadata=ObjectMeta(name="n1")))
-    assert [(await anext(watch)).type for _ in range(2)] == ["ADDED", "MODIFIED"]
-    api.seed(GPU_NODES, GpuNode(metadata=ObjectMeta(name="n1"), status=GpuNodeStatus(simulated=True)))
-    assert (await api.get(GPU_NODES, "n1", GpuNode)).status.simulated
-    api.dump(GPU_NODES, "n1")["status"]["simulated"] = False
-    api.dump_all(GPU_NODES)[0]["status"]["simulated"] = False
-    assert api.dump(GPU_NODES, "n1")["status"] == {"simulated": True}, "tests get copies"
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before the write", "after the write"])
@@ -68,32 +54,6 @@ async def test_deleted_owner_takes_its_dependents_along(api: FakeKube) -> None:
         await api.create(PODS, {"metadata": {"name": name, "ownerReferences": owners}}, namespace="d")
     await api.delete(GPU_TRAINING_JOBS, "j", namespace="d")
     assert [pod["metadata"]["name"] for pod in api.dump_all(PODS)] == ["free", "shared"]
-
-
-async def test_impossible_calls_are_refused(api: FakeKube) -> None:
-    api.seed(PODS, {"metadata": {"name": "a", "namespace": "d"}})
-    with pytest.raises(NotFound):
-        await api.create(PODS, {}, namespace="d", name="a", subresource="ephemeralcontainers")
-    with pytest.raises(NotFound):
-        await api.patch(EVENTS, "a", {}, namespace="d", subresource="status")
-    with pytest.raises(Invalid, match="the name of the object does not match"):
-        await api.patch(PODS, "a", {"metadata": {"name": "b"}}, namespace="d")
-    with pytest.raises(Conflict):
-        await api.patch(PODS, "a", {"metadata": {"uid": "b"}}, namespace="d")
-    with pytest.raises(Invalid, match="name is required"):
-        await api.create(PODS, {"metadata": {}}, namespace="d")
-
-
-async def test_sleepers_wake_when_their_time_has_come() -> None:
-    clock = FakeClock()
-    tasks = [asyncio.create_task(clock.sleep(seconds)) for seconds in (5, 1, 0)]
-    await asyncio.sleep(0)
-    assert clock.sleeping == [1, 5]
-    clock.advance(2)
-    await asyncio.sleep(0)
-    assert [task.done() for task in tasks] == [False, True, True]
-    clock.advance(3)
-    await asyncio.gather(*tasks)
 
 
 # Events

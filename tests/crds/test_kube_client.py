@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from carpool_core.kube.api import GPU_NODES, PODS, Selector
-from carpool_core.kube.client import KubeClient, url_path
+from carpool_core.kube.client import KubeClient
 from carpool_core.kube.config import Endpoint, Token
 from carpool_core.kube.errors import (
     Conflict,
@@ -100,12 +100,6 @@ async def test_closed_client_names_its_context_manager() -> None:
     client = KubeClient(Endpoint("http://127.0.0.1:9", None, Token()), clock=FakeClock())
     with pytest.raises(RuntimeError, match="async with connect"):
         await client.get(PODS, "a", Pod)
-
-
-def test_url_paths() -> None:
-    assert url_path(PODS) == "/api/v1/pods"
-    assert url_path(PODS, "ns", "a", "binding") == "/api/v1/namespaces/ns/pods/a/binding"
-    assert url_path(GPU_NODES, "ignored", "n1") == "/apis/carpool.dev/v1alpha1/gpunodes/n1"
 
 
 @pytest.mark.parametrize("segment", ["../x", "..", ".", "a/b", "a%2fb", "a?watch=1", "a#b"])

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 from carpool_core.clock import SystemClock
-from carpool_core.kube.api import EVENTS, GPU_NODES, GPU_TRAINING_JOBS, NODES, PODS, Selector
+from carpool_core.kube.api import EVENTS, GPU_NODES, GPU_TRAINING_JOBS, PODS, Selector
 from carpool_core.kube.errors import PATCH_DOES_NOT_APPLY, Conflict, Invalid, NotFound
 from carpool_core.kube.events import EventRecorder
 from carpool_core.kube.pods import Pod
@@ -252,14 +252,6 @@ async def test_events_of_cluster_scoped_objects_go_to_default(backend: Backend) 
     (event,) = (msgspec.json.decode(raw) for raw in page.items)
     assert len(event["message"]) == 1024
     assert event["involvedObject"]["apiVersion"] == "carpool.dev/v1alpha1"
-
-
-async def test_node_annotations_can_be_patched(backend: Backend) -> None:
-    await backend.api.create(NODES, {"metadata": {"name": backend.name("n")}})
-    patch = {"metadata": {"annotations": {"carpool.dev/capacity-freed-at": "now"}}}
-    node = await backend.api.patch(NODES, backend.name("n"), patch)
-    assert node["metadata"]["annotations"]["carpool.dev/capacity-freed-at"] == "now"
-    await backend.api.delete(NODES, backend.name("n"))
 
 
 async def test_list_has_pages(backend: Backend) -> None:

@@ -59,16 +59,6 @@ async def test_expired_watch_lists_again_and_reports_deletions(api: FakeKube, st
     assert world.names == {"d/stays", "d/moves", "d/comes"}
 
 
-async def test_expired_list_begins_again(api: FakeKube, start: Callable[..., World]) -> None:
-    for i in range(600):
-        api.seed(PODS, pod_body(f"p{i}"))
-    api.fail_next("list", PODS, Gone("continue token expired"))
-    world = start()
-    await settle()
-    assert world.reflector.store.synced
-    assert len(world.names) == 600
-
-
 async def test_repeated_expiry_backs_off(api: FakeKube, clock: FakeClock, start: Callable[..., World]) -> None:
     for _ in range(5):
         api.fail_next("list", PODS, Gone("expired"))
@@ -98,18 +88,6 @@ async def test_watch_continues_from_the_last_bookmark(api: FakeKube, start: Call
     await settle()
     assert versions == ["5"]
     assert world.names == set()
-
-
-async def test_ended_watch_loses_nothing(api: FakeKube, start: Callable[..., World]) -> None:
-    world = start()
-    await settle()
-    world.clock.advance(300)
-    api.end_watches()
-    await api.create(PODS, pod_body("meanwhile"))
-    world.clock.advance(1)
-    await settle()
-    assert world.names == {"d/meanwhile"}
-    assert [call.verb for call in api.calls].count("list") == 1
 
 
 async def test_silent_watch_continues_where_it_was(

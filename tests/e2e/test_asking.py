@@ -1,5 +1,6 @@
 """`carpool explain` and `carpool what-if` against a real API server, with no more rights than reading."""
 
+import asyncio
 from pathlib import Path
 
 import msgspec
@@ -54,11 +55,13 @@ async def test_both_tell_every_gpu_of_the_live_cluster_and_create_nothing(
         before = await _names(api)
         await populate(api, 2, 2)
         await api.create(GPU_TRAINING_JOBS, sleeper("waiting"), namespace="default")
-        explained = carpool(asker, "explain", "waiting", "-n", "default")
-        asked = carpool(asker, "what-if", str(manifest), "-n", "default", "--all")
-        refused = carpool(admin, "what-if", str(misspelt))
-        elsewhere = carpool(admin, "what-if", str(manifest))
-        missing = carpool(asker, "explain", "nobody", "-n", "default")
+        explained, asked, refused, elsewhere, missing = await asyncio.gather(
+            asyncio.to_thread(carpool, asker, "explain", "waiting", "-n", "default"),
+            asyncio.to_thread(carpool, asker, "what-if", str(manifest), "-n", "default", "--all"),
+            asyncio.to_thread(carpool, admin, "what-if", str(misspelt)),
+            asyncio.to_thread(carpool, admin, "what-if", str(manifest)),
+            asyncio.to_thread(carpool, asker, "explain", "nobody", "-n", "default"),
+        )
         created = await _names(api) - before
         await api.delete(GPU_TRAINING_JOBS, "waiting", namespace="default")
         for number in range(2):

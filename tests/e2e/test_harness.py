@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from carpool_e2e import processes
-from carpool_e2e.cluster import BARE, Cluster, running
+from carpool_e2e.cluster import Cluster
 from carpool_e2e.kubectl import eventually
 
 pytestmark = pytest.mark.e2e
@@ -56,14 +56,6 @@ def held() -> Iterator[Held]:
         held.end(signal.SIGINT)
 
 
-def test_two_control_planes_do_not_disturb_each_other(control_plane: Cluster) -> None:
-    with running(BARE) as other:
-        other.kubectl("create", "configmap", "only-here")
-        assert "only-here" not in control_plane.kubectl("get", "configmaps", "-o", "name")
-        assert other.kubeconfig.read_text() != control_plane.kubeconfig.read_text()
-    assert control_plane.plane.api.answers("/readyz")
-
-
 def test_what_kill_9_leaves_the_next_start_removes(control_plane: Cluster, held: Held) -> None:
     held.end(signal.SIGKILL)
     assert {"processes", "cgroups", "files"} <= set(held.left()), "a killed harness cannot clean up"
@@ -78,10 +70,19 @@ def test_what_kill_9_leaves_the_next_start_removes(control_plane: Cluster, held:
     assert control_plane.plane.api.answers("/readyz"), "a cluster that somebody holds is left alone"
 
 
-def test_a_cluster_whose_harness_is_interrupted_leaves_nothing(held: Held) -> None:
+def test_two_clusters_do_not_disturb_each_other_and_an_interrupted_one_leaves_nothing(
+    control_plane: Cluster, held: Held
+) -> None:
+    theirs = held.directory / control_plane.kubeconfig.relative_to(control_plane.slot.directory)
+    assert theirs.read_text() != control_plane.kubeconfig.read_text()
+    control_plane.kubectl("create", "configmap", "only-here")
+    configmaps = control_plane.kubectl("get", "configmaps", "-o", "name", f"--kubeconfig={theirs}")
+    assert "kube-root-ca.crt" in configmaps
+    assert "only-here" not in configmaps
     held.end(signal.SIGTERM)  # other signals are handled alike: test_ending.py
     assert held.process.returncode != 0
     assert held.left() == {}
+    assert control_plane.plane.api.answers("/readyz")
 
 
 @pytest.mark.parametrize(

@@ -231,13 +231,6 @@ async def test_deletion_that_the_watch_missed_is_found(by: str) -> None:
     assert world.pods() == []
 
 
-async def test_finished_job_is_deleted_after_its_time_to_live() -> None:
-    world = await submitted(runPolicy={"ttlSecondsAfterFinished": 60})
-    await world.finish_pod("x-worker-0-1")
-    await world.settle(after_s=60)
-    assert world.kube.dump_all(GPU_TRAINING_JOBS) == []
-
-
 async def test_metrics_count_states_and_results() -> None:
     world = await submitted()
     registry = world.operator.metrics.registry

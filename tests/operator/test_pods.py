@@ -86,12 +86,6 @@ def test_valid_template() -> None:
     assert template_error(job(template=template() | printed)) is None
 
 
-def test_controller_of_another_api_group_does_not_count() -> None:
-    owner = {"apiVersion": "evil.dev/v1", "kind": "GpuTrainingJob", "name": "x", "uid": "job-uid", "controller": True}
-    read = msgspec.convert({"metadata": {"name": "p", "ownerReferences": [owner]}}, Pod)
-    assert controller_of(read.metadata) is None
-
-
 def variables(pod: dict[str, Any], container: int = 0) -> dict[str, str]:
     return {one["name"]: one["value"] for one in pod["spec"]["containers"][container].get("env", [])}
 

@@ -299,12 +299,6 @@ def test_refusal_fails_the_job_or_is_tried_again(refusal: Refusal, condition_typ
         assert created(again(snapshot(of), decision)) == ["x-worker-0-1"]
 
 
-def test_missing_pod_of_a_creating_attempt_is_created() -> None:
-    of = predicted_job(attempts=[{"number": 3, "outcome": "Creating"}], workers=2)
-    decision = reconcile(snapshot(of, pods=(pod(attempt=3),)))
-    assert created(decision) == ["x-worker-1-3"]
-
-
 def places(*workers: int) -> list[dict[str, Any]]:
     """Placements of these workers in a status."""
     held = {"node": "n1", "gpuUuids": ["GPU-0"], "product": A100, "mode": "MPS", "expectedSlowdown": 1.12}
@@ -374,13 +368,6 @@ def test_failed_worker_ends_the_attempt_of_all() -> None:
     assert events(decision) == ["Restarting"]
     later = again(before, decision, now=snapshot(of, after_s=11).now, pods=pods[:1])
     assert created(later) == ["x-worker-0-2", "x-worker-1-2"]
-
-
-def test_pods_of_an_ended_attempt_are_deleted_after_a_crash() -> None:
-    """Regression: the operator was killed after it wrote the failure and before it deleted the other workers."""
-    of = predicted_job(attempts=[{"number": 1, "outcome": "ContainerFailed", "endedAt": rfc3339(NOW)}], workers=2)
-    pods = (pod(0, phase="Failed", status=terminated(1)), pod(1, phase="Running"))
-    assert deleted(reconcile(snapshot(of, pods=pods))) == ["x-worker-1-1"]
 
 
 def test_first_to_end_is_the_cause() -> None:
@@ -480,14 +467,6 @@ def test_stray_and_old_pods_are_deleted() -> None:
     odd = pod(metadata={"name": "odd", "labels": {}}, phase="Running")
     decision = reconcile(snapshot(of, pods=(pod(0, 4, phase="Running"), *strays, odd)))
     assert deleted(decision) == ["odd", "x-worker-0-3", "x-worker-0-2"]
-
-
-def test_attempt_runs_and_records_its_pods_once_all_of_them_exist() -> None:
-    of = predicted_job(attempts=[{"number": 1, "outcome": "Creating"}], workers=2)
-    first, both = (reconcile(snapshot(of, pods=pods)) for pods in ((pod(0),), (pod(0), pod(1))))
-    one, all_ = (status_of(decision, of).attempts[0] for decision in (first, both))
-    assert (one.outcome, one.pod_uids) == ("Creating", ["pod-0-1"])
-    assert (all_.outcome, all_.pod_uids) == ("Running", ["pod-0-1", "pod-1-1"])
 
 
 def test_only_the_latest_attempt_keeps_its_pods() -> None:

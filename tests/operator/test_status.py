@@ -20,7 +20,6 @@ from carpool_core.values import GpuUuid, NodeName, PodUid, SharingMode
 from carpool_operator.actions import RecordEvent, WriteStatus
 from carpool_operator.attempts import spec_digest
 from carpool_operator.performer import status_body
-from carpool_operator.prediction import describe_duration
 from carpool_operator.reconcile import reconcile
 from carpool_operator.status import summarize
 from operator_fixtures import (
@@ -356,20 +355,6 @@ def test_duration_is_reported_for_the_products_that_the_job_may_have(gpu: dict[s
     assert condition(decision, of, keys.CONDITION_PREDICTED).message == f"estimated{expected}"
     (event,) = [a.message for a in decision.actions if isinstance(a, RecordEvent) and a.reason == "Predicted"]
     assert event.endswith(f"and 1 more product{expected}")
-
-
-@pytest.mark.parametrize(
-    ("steps", "durations", "expected"),
-    [
-        (1, {A100: 0.25}, "1 step takes about 250 ms alone"),
-        (1000, {A100: 100.0}, "1,000 steps take about 1.7 min alone"),
-        (9, {A100: 3132.0, "Tesla T4": 24_480.0, H100: 1440.0}, f"about 24 min ({H100}) to 6.8 h (Tesla T4) alone"),
-        (9, {A100: 3600.0, H100: 3900.0}, "9 steps take about 62 min alone"),
-        (9, {A100: 4000.0, H100: 3600.0}, f"9 steps take about 60 min ({H100}) to 67 min ({A100}) alone"),
-    ],
-)
-def test_duration_names_the_fastest_and_slowest_product(steps: int, durations: dict[str, float], expected: str) -> None:
-    assert describe_duration(steps, durations).endswith(expected)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import msgspec
 import numpy as np
 import pytest
 from calibration_world import CAPACITY, INTERCEPT, SLOPE, STACK, T4, job, learn, state_of
-from carpool_core.products import find_product
 from carpool_core.values import Precision
 from carpool_predictor.calibration.document import (
     MAX_RUNS,
@@ -32,7 +31,7 @@ from carpool_predictor.cli import predict as command
 from carpool_predictor.cli import write_features
 from carpool_predictor.features import MalformedError
 from carpool_predictor.models.memory import shipped
-from carpool_predictor.predict import PredictionContext, predict, prepare, run_prediction_of
+from carpool_predictor.predict import PredictionContext, prepare
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -399,25 +398,6 @@ def test_a_stack_with_too_few_jobs_keeps_the_shipped_model() -> None:
     few = learn(job(i, rng) for i in range(MIN_JOBS - 1))
     assert model_for(few, T4, Precision.FP32, shipped()) is shipped()
     assert model_for(few, T4, Precision.BF16_MIXED, shipped()) is shipped()
-
-
-def test_a_run_prediction_holds_memory_and_bound() -> None:
-    context = asked()
-    found = run_prediction_of(context, "mine", 4000, T4)
-    assert found.live_mib == pytest.approx(400 + 50 * 64)
-    assert found.upper_mib == 4000
-
-
-def test_a_calibration_is_used_by_predict() -> None:
-    rng = np.random.default_rng(8)
-    context = asked()
-    learned = learn(job(i, rng) for i in range(20))
-    plain = predict(context.features, context.training, [T4])
-    found = predict(context.features, context.training, [T4, find_product("A30")], learned)
-    assert [plain.reason, found.reason] == ["Uncalibrated", "Uncalibrated"]
-    assert predict(context.features, context.training, [T4], learned).reason != "Uncalibrated"
-    assert found.products[0].memory.median_mib > plain.products[0].memory.median_mib
-    assert found.products[0].activity == plain.products[0].activity
 
 
 def test_the_command_reads_a_calibration(tmp_path: Path) -> None:

@@ -9,41 +9,22 @@ import msgspec
 import pytest
 from carpool_core.durations import format_duration
 from carpool_core.products import PRODUCTS
-from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
-from carpool_predictor.cli import InputError, graph, parse_shape, predict, read_features, waiting, write_features
+from carpool_predictor.cli import InputError, graph, predict, read_features, waiting, write_features
 from click.testing import CliRunner
+from job_runs import features
 from rich.console import Console
-
-FEATURES = ModelFeatures(
-    name="mine",
-    parameters=25_000_000,
-    trainable_parameters=25_000_000,
-    parameter_bytes=100_000_000,
-    layers=LayerCounts(convolution=53, linear=1),
-    steps=[
-        TracedStep(
-            batch_size=b,
-            peak_bytes=10**8 * (b + 4),
-            activation_bytes=10**8 * b,
-            flops=2e10 * b,
-            bytes_moved=1e9 * b,
-            kernels=500,
-        )
-        for b in (32, 64)
-    ],
-)
 
 
 @pytest.fixture
 def block(tmp_path: Path) -> str:
     path = tmp_path / "features.yaml"
-    path.write_text(write_features(FEATURES))
+    path.write_text(write_features(features()))
     return str(path)
 
 
 def test_a_written_block_reads_back(block: str) -> None:
     assert Path(block).read_text().startswith("features:\n")
-    assert read_features(Path(block)) == FEATURES
+    assert read_features(Path(block)) == features()
 
 
 def test_table_names_every_product(block: str) -> None:
@@ -84,6 +65,9 @@ def test_json_has_units_in_its_names(block: str) -> None:
     assert {"gpu_util_percent", "sm_active_ratio", "sm_occupancy_ratio", "dram_active_ratio"} == set(
         product["activity"]
     )
+    assert {"1g.5gb", "7g.40gb"} <= set(product["mig"])
+    parts = {f"{name}_mib" for name in ("weights", "gradients", "optimizer", "activations", "workspace", "context")}
+    assert set(product["memory"]["parts"]) == parts
     assert product["memory"]["median_mib"] < product["memory"]["upper_mib"] <= product["memory"]["class"]["upper_mib"]
 
 
@@ -169,11 +153,6 @@ def test_broken_features_files_are_refused(text: str, word: str, tmp_path: Path)
     path.write_text(text)
     with pytest.raises(InputError, match=word):
         read_features(path)
-
-
-def test_shapes_are_parsed() -> None:
-    assert parse_shape(None) is None
-    assert parse_shape("3,224,224") == [3, 224, 224]
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

@@ -8,7 +8,6 @@ from carpool_core.products import PRODUCTS, GpuProduct, find_product
 from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
 from carpool_core.resources.job import Training
 from carpool_core.values import MIB, Optimizer
-from carpool_predictor.features import Abstention
 from carpool_predictor.predict import (
     BatchFinder,
     PredictionContext,
@@ -145,24 +144,6 @@ def test_the_message_names_a_job_that_fits_nowhere() -> None:
 def test_usable_memory_of_a_mig_instance_is_not_overestimated(gpu: str, profile: str, listed_mib: int) -> None:
     usable = usable_of_profile_mib(find_product(gpu), profile)
     assert 0.9 * listed_mib < usable <= listed_mib
-
-
-def test_json_holds_parts_batches_and_training_ranges() -> None:
-    (product,) = as_json(report_on("m", job(), [A100]))["products"]
-    assert set(product) == {
-        "gpu", "memory", "activity", "step_time_s", "inside_training", "largest_batch", "mig"
-    }  # fmt: skip
-    assert set(product["mig"]) == set(A100.mig_profiles)
-    assert set(product["inside_training"]) == {"memory", "activity", "step_time"}
-    assert set(product["memory"]["parts"]) == {
-        f"{name}_mib" for name in ("weights", "gradients", "optimizer", "activations", "workspace", "context")
-    }
-
-
-def test_an_abstention_has_no_products() -> None:
-    report = report_on("m", Abstention(reason="X", message="why"), PRODUCTS)
-    assert as_json(report)["products"] == []
-    assert as_json(report)["status"] == "abstained"
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from carpool_predictor.cli import predict
 from carpool_predictor.features import Abstention
 from carpool_predictor.models.memory import shipped
 from carpool_predictor.predict import predict as predict_on
-from carpool_predictor.rows import MAX_SINGLE_PROCESS, Answerer, WorkerDied, chunks, predict_rows
+from carpool_predictor.rows import MAX_SINGLE_PROCESS, Answerer, WorkerDied, predict_rows
 from carpool_predictor.tracing.process import TraceLimits, TraceRequest
 from carpool_predictor.tracing.source import SubprocessTracer
 from click.testing import CliRunner
@@ -161,14 +161,6 @@ def test_a_batch_beyond_the_store_is_traced() -> None:
 def test_any_line_gets_an_answer(line: bytes) -> None:
     (answer,) = ask(line)
     assert set(answer) == KEYS
-
-
-@settings(deadline=None)  # wall-clock time varies on a shared machine
-@given(st.lists(st.sampled_from([b"a\n", b"\n", b"  \n"])), st.integers(1, 4))
-def test_chunks_keep_every_row_in_order(lines: list[bytes], size: int) -> None:
-    cut = list(chunks(iter(lines), size))
-    assert [line for chunk in cut for line in chunk] == [line for line in lines if line.strip()]
-    assert all(0 < len(chunk) <= size for chunk in cut)
 
 
 def test_several_processes_answer_in_order() -> None:
