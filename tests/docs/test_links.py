@@ -120,17 +120,6 @@ def exists(path: str) -> bool:
     return any(ROOT.glob(path.rstrip("/"))) or is_promised(ROOT / path)
 
 
-@pytest.mark.parametrize(
-    ("piece", "found"),
-    [
-        ("crds/carpool_core, helm/*/rbac.yaml", ["crds/carpool_core", "helm/*/rbac.yaml"]),
-        ("carpool.dev/gpu nvidia.com/gpu /var/lib/carpool timm/NAME $HOME/x a | b", []),
-    ],
-)
-def test_paths_are_told_from_other_words(piece: str, found: list[str]) -> None:
-    assert list(paths_in(piece)) == found
-
-
 def resolves(dotted: str) -> bool:
     """Whether a dotted name is a module of ours, or something inside one."""
     parts = dotted.split(".")
@@ -152,9 +141,3 @@ def test_every_module_that_is_named_exists(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     named = {m for piece in codes(text) for m in re.findall(r"\bcarpool_[a-z0-9_]+(?:\.\w+)+", piece)}
     assert [dotted for dotted in sorted(named) if not resolves(dotted.removesuffix(".py"))] == []
-
-
-def test_a_dotted_name_resolves_or_does_not() -> None:
-    assert resolves("carpool_core.settings.Setting.flag")
-    assert not resolves("carpool_core.settings.Nonsense")
-    assert not resolves("carpool_nothing.at.all")

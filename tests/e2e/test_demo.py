@@ -11,8 +11,8 @@ from carpool_e2e.binaries import Binaries
 from carpool_e2e.chart import Rendered
 from carpool_e2e.cluster import Cluster, Shape
 from carpool_e2e.controlplane import ControlPlane
-from carpool_e2e.demo.scenes import SCENES, SceneError, Stage, TooLateError
-from carpool_e2e.demo.show import headline, play_scenes
+from carpool_e2e.demo.scenes import SceneError, Stage, TooLateError
+from carpool_e2e.demo.show import play_scenes
 from carpool_e2e.processes import ProcessTable
 from rich.console import Console
 
@@ -59,17 +59,6 @@ def test_after_something_wrong_nothing_more_is_played(stage: Stage) -> None:
     with pytest.raises(SceneError, match="expected two GPUs, found one"):
         asyncio.run(play_scenes(stage, [wrong, right]))
     assert "as it should be" not in shown(stage)
-
-
-@pytest.mark.parametrize("width", [80, 120])
-def test_a_headline_is_whole_at_every_width(width: int) -> None:
-    console = Console(file=StringIO(), width=width)
-    for scene in SCENES:
-        with console.capture() as captured:
-            headline(console, str(scene.__doc__))
-        shown = captured.get()
-        assert [word for word in shown.split() if set(word) != {"─"}] == str(scene.__doc__).split()
-        assert max(map(len, shown.splitlines())) <= width
 
 
 def test_a_kept_cluster_without_kubelets_says_how_it_is_reached(tmp_path: Path) -> None:

@@ -170,12 +170,8 @@ def test_skip_is_an_error_in_ci_unless_the_test_needs_a_gpu(
         sys.executable,
         "-m",
         "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--continue-on-collection-errors",
+        *["-q", "-p", "no:cacheprovider", "--continue-on-collection-errors"],
         *options,
-        ".",
     ]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     environment["CARPOOL_CI"] = ci
@@ -184,14 +180,6 @@ def test_skip_is_an_error_in_ci_unless_the_test_needs_a_gpu(
     assert done.returncode == status
     assert "1 skipped, which need an NVIDIA GPU" in done.stdout
     assert "\ntest_gpu.py::test_x\n" in done.stdout
-
-
-def test_controllers_are_handed_down_on_cgroup_v2(tmp_path: Path) -> None:
-    (tmp_path / "cgroup.controllers").write_text("cpu memory pids rdma\n")
-    (tmp_path / "cgroup.subtree_control").write_text("cpu pids\n")
-    processes.create_cgroups("cp0-a", tmp_path)
-    assert (tmp_path / "cp0-a").is_dir()
-    assert (tmp_path / "cgroup.subtree_control").read_text() == "+memory"
 
 
 def test_cgroups_that_stay_are_told_of(tmp_path: Path) -> None:

@@ -3,8 +3,8 @@
 import pytest
 from carpool_simulator.commands import simulate
 from carpool_simulator.engine import Finished
-from carpool_simulator.pictures import MOST_TOGETHER, completion, draw, gantt, lanes, remove, style, utilization
-from carpool_simulator.sweep import DEFAULT, named, sweep
+from carpool_simulator.pictures import MOST_TOGETHER, completion, draw, gantt, lanes, remove, utilization
+from carpool_simulator.sweep import named, sweep
 from click.testing import CliRunner
 from simulated_world import CARPOOL, job, workload
 
@@ -22,24 +22,6 @@ def simulated(data, *arguments):
     return CliRunner().invoke(simulate, ["--data", str(data), "--out", str(data / "out"), "--seeds", "1", *arguments])
 
 
-def test_lines_differ_in_colour_or_dash():
-    """Regression: the eleventh had the first one's colour."""
-    assert len({style(number) for number in range(80)}) == 80
-    assert len({style(number).colour for number in range(20)}) == 20
-
-
-@pytest.mark.parametrize("picture", [utilization, completion])
-def test_the_first_line_and_carpools_lie_on_top_of_the_others_and_are_thicker(line, picture):
-    shown = [(name, line.example) for name in ("slot-based", "other", DEFAULT, "best-fit", "least-slowdown")]
-    drawn = {one.get_label(): one for one in picture("x", shown).axes[0].get_lines()}
-    own = {"slot-based", DEFAULT, "least-slowdown"}
-    others = [drawn[name] for name in drawn.keys() - own]
-    assert len(others) == 2
-    for name in own:
-        assert drawn[name].get_linewidth() > max(one.get_linewidth() for one in others)
-        assert drawn[name].get_zorder() > max(one.get_zorder() for one in others)
-
-
 @pytest.mark.parametrize("picture", [utilization, completion])
 def test_of_many_strategies_each_has_a_chart_with_the_first_and_all_others_behind(line, picture):
     """Regression: eleven policies lay on top of each other."""
@@ -53,32 +35,6 @@ def test_of_many_strategies_each_has_a_chart_with_the_first_and_all_others_behin
         assert own.get_linewidth() > first.get_linewidth()
         assert first.get_color() != own.get_color()
         assert len({one.get_color() for one in behind} - {first.get_color(), own.get_color()}) == 1
-
-
-@pytest.mark.parametrize(("longest_s", "scale"), [(400.0, "linear"), (40_000.0, "log")])
-def test_times_that_lie_far_apart_are_told_by_their_logarithms(data, longest_s, scale):
-    jobs = [*(job(f"short-{i}") for i in range(3)), job("long", longest_s)]
-    found = sweep(lambda _: workload(*jobs, gpus=4), named("exclusive", CARPOOL), 1, data, lambda _: None)[0]
-    assert completion("x", [("exclusive", found.example)]).axes[0].get_xscale() == scale
-
-
-def test_titles_say_of_which_workload_strategy_and_seed_a_picture_is(line):
-    shown = [("exclusive", line.example)]
-    both = [picture("x", shown).get_suptitle() for picture in (utilization, completion)]
-    assert [gantt("x", *shown[0]).axes[0].get_title(), *both] == [
-        "x, exclusive, seed 0: the attempts that succeeded",
-        "x: how busy the GPUs are, seed 0",
-        "x: how long jobs take, seed 0",
-    ]
-
-
-def test_bars_have_an_edge_of_another_colour(line):
-    """Regression: jobs of one kind that followed each other looked like one."""
-    bars = gantt("x", "exclusive", line.example).axes[0].collections
-    assert len(bars) == 2
-    for bar in bars:
-        assert bar.get_linewidth()[0] > 0
-        assert bar.get_edgecolor().tolist() != bar.get_facecolor().tolist()
 
 
 def ran_kinds(number, data):
