@@ -17,7 +17,6 @@ from carpool_research.memory.fit import (
     family_level,
     fit_bound,
     held,
-    ranks_in_strata,
 )
 
 COVERAGE = 0.95
@@ -71,13 +70,6 @@ def test_without_risky_steps_all_factors_are_one() -> None:
     assert bound.risk.weights == [0.0, 0.0]
 
 
-def test_a_row_is_ranked_among_other_families_of_its_stratum() -> None:
-    scores = np.array([0.1, 0.2, 0.9, 0.15, 5.0])
-    families = np.array(["a", "b", "c", "d", "a"])
-    ranks = ranks_in_strata(scores, np.array([0, 0, 0, 0, 1]), families)
-    assert ranks.tolist() == [0, 2 / 4, 3 / 4, 1 / 4, 0]
-
-
 def test_families_have_equal_weights_in_the_level() -> None:
     """A family of a hundred rows weighs as much as one of a single row; half of two families and a new one is 0.75."""
     families = np.array(["large"] * 100 + ["small"])
@@ -105,24 +97,6 @@ def test_the_conformal_quantile_at_its_ends() -> None:
 def family_rows(name: str, rows: int, largest: float) -> tuple[list[str], list[float]]:
     """Return rows of one family, evenly up to its largest ratio."""
     return [name] * rows, np.linspace(0.5, largest, rows).tolist()
-
-
-def test_the_factor_is_a_rank_of_ranks() -> None:
-    # Of 39 rows the 38th counts, ⌈0.95 · 40⌉; of 19 families the 18th and the 19th, ⌈0.9 · 20⌉ and ⌈0.95 · 20⌉.
-    names, ratios = [], []
-    for number in range(19):
-        name, values = family_rows(f"family-{number:02}", 39, 1.0 + number / 10)
-        names += name
-        ratios += values
-    families = families_of(names, np.array(ratios))
-    second_largest = [sorted(family.ratios)[-2] for family in families]
-    assert factor(families, 0.9) == pytest.approx(second_largest[17])
-    assert factor(families, 0.95) == pytest.approx(second_largest[18])
-
-
-def test_the_largest_of_few_rows_counts() -> None:
-    families = families_of(["small"] * FEWEST_ROWS, np.linspace(0.5, 1.7, FEWEST_ROWS))
-    assert factor(families, 0.9) == 1.7
 
 
 def test_families_with_too_few_rows_are_omitted() -> None:

@@ -50,11 +50,6 @@ def test_equal_jobs_keep_their_order_of_arrival(order: QueueOrder, end: QueueEnd
     assert sorted((third, second, first), key=lambda one: sort_key(one, order, end)) == [first, second, third]
 
 
-def test_ends_alternate() -> None:
-    assert QueueEnd.LONGEST.other is QueueEnd.SHORTEST
-    assert QueueEnd.SHORTEST.other is QueueEnd.LONGEST
-
-
 TWO_MORE = (QueueKey(0, 5.0, 7, 4), QueueKey(0, 6.0, 4, 5))
 
 
@@ -69,10 +64,6 @@ TWO_MORE = (QueueKey(0, 5.0, 7, 4), QueueKey(0, 6.0, 4, 5))
 )
 def test_queue_order(order: QueueOrder, end: QueueEnd, expected: list[int]) -> None:
     assert [one.number for one in queue_order((*ALL, *TWO_MORE), order, end)] == expected
-
-
-def test_an_empty_queue_has_no_order() -> None:
-    assert queue_order((), QueueOrder.ALTERNATE) == []
 
 
 def lasting(**step_s):
