@@ -60,6 +60,13 @@ class DeleteHiddenPods:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadWarnings:
+    """Read the newest warning about a pod; the job is reconciled again with it."""
+
+    uid: str
+
+
+@dataclass(frozen=True, slots=True)
 class DeleteJob:
     """Delete the job after its time to live."""
 
@@ -95,6 +102,7 @@ Action = (
     | CreatePod
     | DeletePod
     | DeleteHiddenPods
+    | ReadWarnings
     | DeleteJob
     | RecordEvent
     | Predict

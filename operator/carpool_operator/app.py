@@ -226,6 +226,7 @@ class Operator:
             expected=self._expectations.expected(uid, now) - {pod.metadata.name for pod in pods},
             is_template_checked=self._expectations.is_checked(uid, job.metadata.generation),
             refusal=self._expectations.refusal(uid, now),
+            warnings=self._expectations.warnings(uid),
             unreserved_s=self._expectations.unreserved_s(uid, unreserved, now),
             nodes=nodes,
             inventory=self.nodes.inventory,

@@ -12,7 +12,7 @@ from carpool_core.kube.pods import Pod
 from carpool_operator.attempts import Backoff
 from carpool_operator.pods import controller_of
 from carpool_operator.reconcile import EXPECTATION_TIMEOUT_S
-from carpool_operator.snapshot import Refusal
+from carpool_operator.snapshot import PodWarning, Refusal
 
 REFUSAL_BACKOFF = Backoff(first_s=15.0, most_s=240.0)
 """Pauses after which a creation is tried again that was refused for a reason outside of the job."""
@@ -32,6 +32,8 @@ class _JobMemory:
     refused_at: float = 0.0
     refusals: int = 0
     """Refused creations in a row."""
+    warnings: dict[str, PodWarning | None] = field(default_factory=dict)
+    """Newest warning about each pod for which it was read, by pod UID."""
     unreserved_since: dict[str, float] = field(default_factory=dict)
     """Time since which each bound pod has had no reservation, by pod UID."""
     peak: object = None
@@ -61,6 +63,7 @@ class Expectations:
             return
         job.unseen_since.pop(pod.metadata.name, None)
         if new is None:
+            job.warnings.pop(pod.metadata.uid, None)
             del job.created[pod.metadata.name]
 
     def created(self, job_uid: str) -> Mapping[str, str]:
@@ -97,6 +100,14 @@ class Expectations:
         if job.refusal is not None and retry_in_s <= 0 and not job.refusal.is_final:
             job.refusal = None
         return None if job.refusal is None else replace(job.refusal, retry_in_s=retry_in_s)
+
+    def warning_read(self, job_uid: str, pod_uid: str, warning: PodWarning | None) -> None:
+        """Record the newest warning about a pod; None if there is none."""
+        self._of(job_uid).warnings[pod_uid] = warning
+
+    def warnings(self, job_uid: str) -> Mapping[str, PodWarning | None]:
+        """Return the warnings that were read, by pod UID."""
+        return dict(self._of(job_uid).warnings)
 
     def unreserved_s(self, job_uid: str, pod_uids: Iterable[str], now: float) -> dict[str, float]:
         """Record which pods are bound without a reservation; return for how many seconds each has been so."""

@@ -3,11 +3,19 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import NamedTuple
 
 from carpool_core.clock import parse_rfc3339
 from carpool_core.keys import OUTCOME_GPU_OUT_OF_MEMORY
 from carpool_core.kube.pods import ContainerTerminated, Pod
-from carpool_core.resources.job import JobStatus, WorkerPlacement
+from carpool_core.resources.job import (
+    GpuTrainingJob,
+    JobStatus,
+    OnExitCodes,
+    OnPodCondition,
+    PodFailurePolicy,
+    WorkerPlacement,
+)
 from carpool_core.resources.node import Device, GpuNode, Reservation
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 
@@ -58,6 +66,11 @@ class Outcome:
     message: str
     charged: bool
     """Whether it counts against `backoffLimit`: only if the job's own container ran and failed."""
+
+    @property
+    def is_of_others(self) -> bool:
+        """Whether a container failed, but Carpool or a co-tenant is the cause."""
+        return not self.charged and self.reason in {GPU_OUT_OF_MEMORY, GPU_MEMORY_TAKEN, MPS_CLIENTS_ENDED}
 
 
 # One pod
@@ -192,7 +205,7 @@ def attempt_outcome(
         nodes: GpuNodes of the job's pods.
         now: The current time.
     """
-    first = min(failed, key=_ended_at)
+    first = first_to_end(failed)
     place = _placement(first, status)
     node = next((node for node in nodes if place is not None and node.metadata.name == place.node), None)
     outcome = outcome_of(first)
@@ -213,7 +226,7 @@ def attempt_outcome(
 
 def pending_message(failed: Sequence[Pod]) -> str:
     """Return the message for failed pods while `attempt_outcome` returns None."""
-    message = outcome_of(min(failed, key=_ended_at)).message
+    message = outcome_of(first_to_end(failed)).message
     return f"{message}; waits for the node agent's report on whether others ended with it"
 
 
@@ -239,6 +252,11 @@ def _is_report_pending(pod: Pod, node: GpuNode | None, now: datetime) -> bool:
     if written_at is not None and (parse_rfc3339(written_at) - ended).total_seconds() >= _REPORT_COMPLETE_S:
         return False
     return abs((now - ended).total_seconds()) < MPS_REPORT_TIMEOUT_S
+
+
+def first_to_end(failed: Sequence[Pod]) -> Pod:
+    """Return the failed pod of an attempt that ended first, which is the cause."""
+    return min(failed, key=_ended_at)
 
 
 def _ended_at(pod: Pod) -> str:
@@ -336,3 +354,58 @@ def _counted_mib(one: Reservation) -> int:
 def _peak_mib(node: GpuNode, pod: PodUid, gpu: GpuUuid) -> int:
     tenants = [tenant for tenant in node.status.tenants if tenant.pod_uid == pod and tenant.gpu_uuid == gpu]
     return max((max(tenant.memory_mib, tenant.peak_memory_mib) for tenant in tenants), default=0)
+
+
+# runPolicy.podFailurePolicy: rules of batch/v1 Jobs
+
+FAIL_JOB = "FailJob"
+COUNT = "Count"
+
+
+class PolicyMatch(NamedTuple):
+    """The rule that decides about a failed pod."""
+
+    action: str
+    message: str
+    """Why it matches."""
+
+
+def policy_match(policy: PodFailurePolicy | None, pod: Pod) -> PolicyMatch | None:
+    """Return the first rule that matches a failed pod; None without one."""
+    for index, rule in enumerate(() if policy is None else policy.in_order):
+        found = (
+            _matching_exit_code(rule.on_exit_codes, pod)
+            if rule.on_exit_codes
+            else _matching_condition(rule.on_pod_conditions, pod)
+        )
+        if found is not None:
+            where = f"rule {index} of runPolicy.podFailurePolicy ({rule.action})"
+            return PolicyMatch(rule.action, f"{found} matches {where}")
+    return None
+
+
+def _matching_exit_code(wanted: OnExitCodes, pod: Pod) -> str | None:
+    for status in (*pod.status.container_statuses, *pod.status.init_container_statuses):
+        ended = status.state.terminated
+        if ended is None or not ended.exit_code or wanted.container_name not in (None, status.name):
+            continue
+        if (ended.exit_code in wanted.values) == (wanted.operator == "In"):
+            return f"exit code {ended.exit_code} of container {status.name}"
+    return None
+
+
+def _matching_condition(wanted: list[OnPodCondition], pod: Pod) -> str | None:
+    present = {(condition.type, condition.status) for condition in pod.status.conditions}
+    return next((f"condition {one.type}={one.status}" for one in wanted if (one.type, one.status) in present), None)
+
+
+def unknown_container(job: GpuTrainingJob) -> str | None:
+    """Return which rule names a container that the template does not have; None if there is none."""
+    policy, spec = job.spec.run_policy.pod_failure_policy, job.spec.template.get("spec") or {}
+    names = {c.get("name") for part in ("containers", "initContainers") for c in spec.get(part) or []}
+    for index, rule in enumerate(() if policy is None else policy.in_order):
+        name = None if rule.on_exit_codes is None else rule.on_exit_codes.container_name
+        if name is not None and name not in names:
+            field = f"spec.runPolicy.podFailurePolicy.rules[{index}].onExitCodes.containerName"
+            return f"{field}: the template has no container {name}"
+    return None

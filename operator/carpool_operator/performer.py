@@ -8,7 +8,7 @@ import structlog
 from cachetools import LRUCache
 from carpool_core.clock import Clock
 from carpool_core.keys import LABEL_JOB
-from carpool_core.kube.api import GPU_TRAINING_JOBS, PODS, SERVICES, KubeApi, ResourceKind
+from carpool_core.kube.api import EVENTS, GPU_TRAINING_JOBS, PODS, SERVICES, KubeApi, ResourceKind, Selector
 from carpool_core.kube.errors import Conflict, Forbidden, Invalid, NotFound
 from carpool_core.kube.events import EventRecorder
 from carpool_core.kube.pods import Pod, PodMeta
@@ -26,6 +26,7 @@ from carpool_operator.actions import (
     DeletePod,
     Learn,
     Predict,
+    ReadWarnings,
     RecordEvent,
     WriteStatus,
 )
@@ -35,7 +36,7 @@ from carpool_operator.informers import JobCache
 from carpool_operator.ownership import POD_HIDDEN, foreign_message
 from carpool_operator.pods import controller_of, is_about_the_pod, key_of, template_message
 from carpool_operator.prediction_worker import PredictionWorker
-from carpool_operator.snapshot import Refusal
+from carpool_operator.snapshot import PodWarning, Refusal
 
 _MAX_TEMPLATES = 256
 """Valid templates that are not checked again; most jobs differ in their model, not in their pods."""
@@ -49,6 +50,13 @@ class _Owned(msgspec.Struct, frozen=True):
     """Any object with its owners."""
 
     metadata: PodMeta
+
+
+class _Event(msgspec.Struct, frozen=True, rename="camel"):
+    reason: str = ""
+    message: str = ""
+    last_timestamp: str | None = None
+    event_time: str | None = None
 
 
 def status_body(status: JobStatus) -> dict[str, Any]:
@@ -123,6 +131,8 @@ class Performer:
                 await self._delete_pod(job, name, uid)
             case DeleteHiddenPods():
                 await self._delete_hidden_pods(job, action)
+            case ReadWarnings(uid):
+                await self._read_warnings(job, uid)
             case DeleteJob():
                 await self._delete_job(job)
             case RecordEvent():
@@ -184,6 +194,29 @@ class Performer:
             reason=event.reason,
             message=event.message,
         )
+
+    async def _read_warnings(self, job: GpuTrainingJob, uid: str) -> None:
+        """Read the newest warning about a pod, other than those of schedulers.
+
+        Raises:
+            Superseded: Always; the job has to be reconciled with the warning.
+        """
+        selector = Selector(namespace=job.metadata.namespace, fields=f"involvedObject.uid={uid},type=Warning")
+        try:
+            page = await self._api.list_page(EVENTS, selector)
+        except Forbidden as error:
+            self._log.warning("events not read", job=key_of(job), error=str(error))
+            found = []
+        else:
+            found = [msgspec.json.decode(raw, type=_Event) for raw in page.items]
+        newest = max(
+            (event for event in found if event.reason not in ("", "FailedScheduling")),
+            key=lambda event: event.last_timestamp or event.event_time or "",
+            default=None,
+        )
+        warning = None if newest is None else PodWarning(newest.reason, newest.message)
+        self._expectations.warning_read(job.metadata.uid, uid, warning)
+        raise Superseded("the warnings of a pod were read")
 
     # Creation
 

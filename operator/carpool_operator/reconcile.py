@@ -17,7 +17,7 @@ from carpool_core.kube.pods import Pod
 from carpool_core.resources.job import Attempt
 
 from carpool_operator import attempts, conditions, outcomes, placement, status
-from carpool_operator.actions import CheckTemplate, CreatePod, CreateService, Decision, DeleteJob, Learn
+from carpool_operator.actions import CheckTemplate, CreatePod, CreateService, Decision, DeleteJob, Learn, ReadWarnings
 from carpool_operator.inventory import infeasible_reason, infeasible_when_empty
 from carpool_operator.observations import doubt_oom, observe, peak_of, sample_of
 from carpool_operator.outcomes import GPU_OUT_OF_MEMORY, Outcome
@@ -104,6 +104,10 @@ def _has_invalid_template(draft: Draft, attempt: Attempt | None) -> bool:
     error, refusal = template_error(draft.job), draft.snapshot.refusal
     if error is not None:
         draft.fail("InvalidTemplate", f"{error}; {_FINAL}")
+        return True
+    unknown = outcomes.unknown_container(draft.job) if attempt is None else None
+    if unknown is not None:
+        draft.fail("InvalidSpec", f"{unknown}; {_FINAL}")
         return True
     if refusal is not None and refusal.is_final:
         draft.fail(refusal.reason, f"{refusal.message}; {_FINAL}", attempt)
@@ -284,7 +288,7 @@ def _follow(draft: Draft, attempt: Attempt, pods: list[Pod], demand: Demand) -> 
     if failed:
         outcome = outcomes.attempt_outcome(failed, draft.status, draft.snapshot.nodes, draft.snapshot.now)
         if outcome is not None:
-            _end_attempt(draft, attempt, outcome)
+            _end_failed(draft, attempt, outcome, outcomes.first_to_end(failed))
         else:
             draft.set_condition(keys.CONDITION_RUNNING, "False", "WorkerFailed", outcomes.pending_message(failed))
             draft.requeue_after(outcomes.AGENT_POLL_S)
@@ -303,8 +307,7 @@ def _follow(draft: Draft, attempt: Attempt, pods: list[Pod], demand: Demand) -> 
         return
     late = _not_started_in_time(draft, pods)
     if late is not None:
-        limit_s = draft.job.spec.run_policy.start_deadline_seconds
-        draft.fail(*status.start_deadline_exceeded(late, limit_s), attempt)
+        _end_late(draft, attempt, late)
         return
     present = {worker_of(pod) for pod in pods}
     missing = [worker for worker in range(draft.job.spec.workers) if worker not in present]
@@ -395,6 +398,25 @@ def _not_started_in_time(draft: Draft, pods: list[Pod]) -> Pod | None:
     return idle[0] if until <= draft.snapshot.now else None
 
 
+def _end_late(draft: Draft, attempt: Attempt, pod: Pod) -> None:
+    """Fail the job with the kubelet's words, or restart it if the kubelet gives no reason."""
+    failure = status.start_failure(pod)
+    if failure is None and pod.metadata.uid not in draft.snapshot.warnings:
+        draft.after_write(ReadWarnings(pod.metadata.uid))  # the kubelet reports a missing volume in events only
+        return
+    limit_s = draft.job.spec.run_policy.start_deadline_seconds
+    limit = f"not started {limit_s:,} s after every worker was bound (runPolicy.startDeadlineSeconds)"
+    warning = draft.snapshot.warnings.get(pod.metadata.uid)
+    if failure is None and warning is not None:
+        failure = warning.reason, f"pod {pod.metadata.name}: {warning.message}"
+    if failure is not None:
+        reason, message = failure
+        draft.fail(reason, f"{message}; {limit}", attempt)
+        return
+    message = f"{status.why_not_started(pod)[1]}; {limit}, and node {pod.spec.node_name} gives no reason"
+    _end_attempt(draft, attempt, Outcome("StartDeadlineExceeded", message, charged=True))
+
+
 def _create_pods(draft: Draft, attempt: Attempt, missing: list[int]) -> None:
     """Create the missing pods of an attempt, unless a creation was refused a moment ago."""
     refusal = draft.snapshot.refusal
@@ -414,6 +436,20 @@ def _create_pods(draft: Draft, attempt: Attempt, missing: list[int]) -> None:
     first = pod_name(name, wanted[0], attempt.number)
     names = first if len(wanted) == 1 else f"{first} and {len(wanted) - 1} more"
     draft.event("Normal", "PodCreated", f"{names}: attempt {attempt.number}, {len(wanted)} of {workers} workers")
+
+
+def _end_failed(draft: Draft, attempt: Attempt, outcome: Outcome, first: Pod) -> None:
+    """End an attempt with a failed pod, as `runPolicy.podFailurePolicy` decides."""
+    match = outcomes.policy_match(draft.job.spec.run_policy.pod_failure_policy, first)
+    if match is None or outcome.is_of_others:
+        _end_attempt(draft, attempt, outcome)
+        return
+    message = f"{outcome.message}; {match.message}"
+    if match.action == outcomes.FAIL_JOB:
+        draft.put_attempt(attempts.ended(attempt, outcome.reason, message, draft.snapshot.now))
+        draft.fail("PodFailurePolicy", f"attempt {attempt.number}: {message}")
+        return
+    _end_attempt(draft, attempt, Outcome(outcome.reason, message, match.action == outcomes.COUNT))
 
 
 def _end_attempt(draft: Draft, attempt: Attempt, outcome: Outcome) -> None:

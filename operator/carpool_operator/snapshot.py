@@ -27,6 +27,13 @@ class Refusal:
     """Seconds after which the creation is tried again."""
 
 
+class PodWarning(NamedTuple):
+    """An event of a pod's node that explains why the pod does not start."""
+
+    reason: str
+    message: str
+
+
 class CalibrationKey(NamedTuple):
     """Calibration data behind a prediction of a job on a product; the prediction can differ only if the key does."""
 
@@ -89,6 +96,8 @@ class Snapshot:
     """Whether the API server has validated the pod of this generation of the job."""
     refusal: Refusal | None = None
     """Why the last creation or check was refused."""
+    warnings: Mapping[str, PodWarning | None] = field(default_factory=dict)
+    """Newest warning about each pod for which it was read, by pod UID; None if there is none."""
     unreserved_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds for which each bound, unfinished pod has had no reservation, by pod UID."""
     nodes: tuple[GpuNode, ...] = ()

@@ -383,13 +383,10 @@ def why_not_started(pod: Pod) -> tuple[str, str]:
     return wait.reason or _STARTING, f"container {name} of pod {pod.metadata.name} waits{detail}"
 
 
-def start_deadline_exceeded(pod: Pod, limit_s: int) -> tuple[str, str]:
-    """Return (reason, message) of a job whose pod has not started in time."""
+def start_failure(pod: Pod) -> tuple[str, str] | None:
+    """Return (reason, message) if the kubelet says why a pod does not start; None if it says nothing."""
     reason, message = why_not_started(pod)
-    limit = f"not started {limit_s:,} s after every worker was bound (runPolicy.startDeadlineSeconds)"
-    if reason in _ORDINARY_WAITS:
-        return "StartDeadlineExceeded", f"{message}; {limit}; `kubectl describe pod` shows what its node waited for"
-    return reason, f"{message}; {limit}"
+    return None if reason in _ORDINARY_WAITS else (reason, message)
 
 
 def _training_ended(pod: Pod) -> list[str]:

@@ -9,7 +9,7 @@ OWN = {
         "carpool.dev/gpunodes": READ,
         "pods": READ | {"create", "delete"},
         "services": {"create", "get"},
-        "events": {"create", "get", "patch"},
+        "events": {"create", "get", "list", "patch"},
     },
     "carpool-scheduler": {
         "carpool.dev/gputrainingjobs": READ,

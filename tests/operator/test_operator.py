@@ -54,6 +54,35 @@ async def test_job_from_its_application_to_its_end() -> None:
     assert status_writes(world) <= 5
 
 
+@pytest.mark.parametrize(
+    ("error", "state", "reason"),
+    [(None, "Failed", "FailedMount"), (Forbidden("may not list"), "BackingOff", "BackingOff")],
+    ids=["with the right to list events", "without it"],
+)
+async def test_missing_volume_fails_the_job_with_the_kubelets_words(
+    error: Forbidden | None, state: str, reason: str
+) -> None:
+    """Regression: the job failed with StartDeadlineExceeded, and only `kubectl describe pod` said why."""
+    world = await submitted()
+    world.run_pods()
+    [waiting] = world.pods()
+    waiting["status"] |= {"phase": "Pending", "containerStatuses": []}
+    world.kube.seed(PODS, waiting)
+    await world.settle()
+    for number, (why, at) in enumerate([("FailedMount", "01"), ("FailedScheduling", "03"), ("FailedMount", "02")]):
+        event = {"type": "Warning", "reason": why, "message": f'secret "data-{number}" not found'}
+        event |= {"lastTimestamp": f"2026-01-31T12:00:{at}Z", "involvedObject": {"uid": waiting["metadata"]["uid"]}}
+        world.kube.seed(EVENTS, {"metadata": {"name": f"e{number}", "namespace": "default"}} | event)
+    if error is not None:
+        world.kube.fail_next("list", EVENTS, error)
+    await world.settle(after_s=600)
+    assert world.job().status.state == state
+    found = world.condition(keys.CONDITION_FAILED if error is None else keys.CONDITION_PLACED)
+    assert found.reason == reason
+    assert ('secret "data-2" not found' in found.message) is (error is None)
+    assert "runPolicy.startDeadlineSeconds" in found.message
+
+
 async def test_settled_cluster_is_quiet() -> None:
     world = await submitted()
     before = len(world.kube.calls)

@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 from carpool_core.clock import rfc3339
+from carpool_core.resources.job import RunPolicy
 from carpool_core.resources.node import GpuNode
 from carpool_operator.outcomes import outcome_of
 from carpool_operator.placement import placements
@@ -247,6 +248,17 @@ def test_oom_is_charged_unless_co_tenants_took_the_share(there: GpuNode, place: 
     if expected == TAKEN:
         assert "beside default/lone, which took more than before" in condition(decision, of, "Placed").message
         assert created(again(before, decision)) == ["x-worker-0-2"], "no backoff the first time"
+
+
+def test_failure_that_a_co_tenant_caused_matches_no_rule() -> None:
+    rules = [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": [1]}}]
+    of = beside()
+    spec = msgspec.convert({"podFailurePolicy": {"rules": rules}}, RunPolicy)
+    of = msgspec.structs.replace(of, spec=msgspec.structs.replace(of.spec, run_policy=spec))
+    for peak_mib, outcome, has_failed in ((37000, "GpuMemoryTaken", False), (5500, "GpuOutOfMemory", True)):
+        decision = reconcile(snapshot(of, pods=(failed(message=OOM),), nodes=(shared(peak_mib),)))
+        status = status_of(decision, of)
+        assert (status.attempts[0].outcome, status.state == "Failed") == (outcome, has_failed)
 
 
 def test_oom_is_attributed_beyond_the_placements_that_the_status_lists() -> None:

@@ -1,5 +1,6 @@
 """Decisions: each case is a snapshot and the actions that follow."""
 
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -8,10 +9,10 @@ import pytest
 from carpool_core.clock import rfc3339
 from carpool_core.kube.pods import Pod
 from carpool_core.resources.job import GpuTrainingJob
-from carpool_operator.actions import CheckTemplate, Decision, DeleteJob, Predict, WriteStatus
+from carpool_operator.actions import CheckTemplate, Decision, DeleteJob, Predict, ReadWarnings, WriteStatus
 from carpool_operator.attempts import spec_digest
 from carpool_operator.reconcile import reconcile
-from carpool_operator.snapshot import Refusal
+from carpool_operator.snapshot import PodWarning, Refusal
 from operator_fixtures import (
     A100,
     DIGEST,
@@ -164,7 +165,7 @@ INIT_RUNS = {"initContainerStatuses": [{"name": "fetch", "state": {"running": {}
     [
         pytest.param(bound(1, 600, IMAGE), "ImagePullBackOff", 'pulling image "train:typo"', id="wrong image"),
         pytest.param(bound(1, 600, SECRET), "CreateContainerConfigError", 'secret "token" not found', id="no secret"),
-        pytest.param(bound(1, 600, CREATING), "StartDeadlineExceeded", "kubectl describe pod", id="no volume"),
+        pytest.param(bound(1, 600, CREATING), "FailedMount", 'secret "data" not found', id="no volume"),
         pytest.param(
             bound(1, 600, {"reason": "PodInitializing"}, **INIT_IMAGE), "ImagePullBackOff", "fetch", id="init image"
         ),
@@ -178,7 +179,8 @@ def test_job_fails_if_a_container_does_not_start_in_time(second: Pod, reason: st
     """Regression: a wrong image held an H100 past every deadline."""
     of = predicted_job(workers=2)
     held = node(reservation("pod-0-1"), reservation("pod-1-1"))
-    decision = reconcile(snapshot(of, pods=(bound(0, 610), second), nodes=(held,)))
+    warnings = {"pod-1-1": PodWarning("FailedMount", 'MountVolume.SetUp failed: secret "data" not found')}
+    decision = reconcile(snapshot(of, pods=(bound(0, 610), second), nodes=(held,), warnings=warnings))
     status = status_of(decision, of)
     assert (status.state == "Failed") is (reason is not None)
     if reason is not None:
@@ -187,6 +189,81 @@ def test_job_fails_if_a_container_does_not_start_in_time(second: Pod, reason: st
         assert words in failed.message
         assert "startDeadlineSeconds" in failed.message
         assert deleted(decision) == ["x-worker-0-1", "x-worker-1-1"]
+
+
+def test_job_restarts_if_the_kubelet_gives_no_reason() -> None:
+    of = predicted_job()
+    before = snapshot(of, pods=(bound(0, 600, CREATING),), nodes=(node(reservation("pod-0-1")),))
+    decision = reconcile(before)
+    assert [action for action in decision.actions if not isinstance(action, WriteStatus)] == [ReadWarnings("pod-0-1")]
+    decision = reconcile(replace(before, warnings={"pod-0-1": None}))
+    status = status_of(decision, of)
+    assert (status.restarts, status.attempts[0].outcome) == (1, "StartDeadlineExceeded")
+    assert "node n1 gives no reason" in condition(decision, of, "Placed").message
+    assert deleted(decision) == ["x-worker-0-1"]
+
+
+def policy(*rules: dict[str, Any]) -> dict[str, Any]:
+    return {"podFailurePolicy": {"rules": list(rules)}, "backoffLimit": 1}
+
+
+def on_exit(action: str, operator: str, *values: int, **container: str) -> dict[str, Any]:
+    return {"action": action, "onExitCodes": {"operator": operator, "values": list(values), **container}}
+
+
+def on_condition(action: str, **wanted: str) -> dict[str, Any]:
+    return {"action": action, "onPodConditions": [{"type": "Other"}, wanted]}
+
+
+PREEMPTED = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}
+
+
+@pytest.mark.parametrize(
+    ("rules", "status", "expected"),
+    [
+        pytest.param([on_exit("FailJob", "In", 3, 42)], terminated(42), (True, 0), id="the job fails"),
+        pytest.param([on_exit("FailJob", "In", 3)], terminated(42), (False, 1), id="no match"),
+        pytest.param([on_exit("FailJob", "NotIn", 3)], terminated(42), (True, 0), id="NotIn"),
+        pytest.param([on_exit("FailJob", "NotIn", 42)], terminated(42), (False, 1), id="NotIn without match"),
+        pytest.param([on_exit("Ignore", "In", 42)], terminated(42), (False, 0), id="ignored"),
+        pytest.param(
+            [on_exit("Ignore", "In", 42), on_exit("FailJob", "In", 42)], terminated(42), (False, 0), id="order"
+        ),
+        pytest.param([on_exit("FailJob", "In", 42, containerName="train")], terminated(42), (True, 0), id="container"),
+        pytest.param(
+            [on_exit("FailJob", "NotIn", 1)],
+            {"containerStatuses": [{"name": "side", "state": {"terminated": {"exitCode": 0}}}]},
+            (False, 1),
+            id="a container that ended with 0",
+        ),
+        pytest.param(
+            [on_condition("Count", type="DisruptionTarget")], {"conditions": [PREEMPTED]}, (False, 1), id="count"
+        ),
+        pytest.param(
+            [on_condition("FailJob", type="DisruptionTarget", status="False")],
+            {"conditions": [PREEMPTED]},
+            (False, 0),
+            id="another status of the condition",
+        ),
+    ],
+)
+def test_pod_failure_policy_decides_as_in_a_job(rules: list[Any], status: dict[str, Any], expected) -> None:
+    of = predicted_job(runPolicy=policy(*rules))
+    decision = reconcile(snapshot(of, pods=(pod(phase="Failed", status=status),)))
+    after = status_of(decision, of)
+    assert (after.state == "Failed", after.restarts) == expected
+    if after.state == "Failed":
+        found = condition(decision, of, "Failed")
+        assert found.reason == "PodFailurePolicy"
+        assert "exit code 42 of container train matches rule 0 of runPolicy.podFailurePolicy" in found.message
+        assert after.attempts[0].outcome == "ContainerFailed"
+
+
+def test_rule_about_an_unknown_container_fails_the_job_before_its_first_pod() -> None:
+    of = job(runPolicy=policy(on_exit("FailJob", "In", 42, containerName="trian")))
+    found = condition(reconcile(snapshot(of)), of, "Failed")
+    assert found.reason == "InvalidSpec"
+    assert "rules[0].onExitCodes.containerName: the template has no container trian" in found.message
 
 
 WAITING = {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no GPU"}]}

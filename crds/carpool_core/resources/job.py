@@ -1,9 +1,10 @@
 """`GpuTrainingJob`: users write its spec, the operator its status."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
+from msgspec import Meta
 
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.meta import Condition, ObjectMeta
@@ -396,6 +397,87 @@ class GpuSelector(Resource, frozen=True, kw_only=True):
 _MAX_S = 2**31 - 1
 
 
+class OnExitCodes(Resource, frozen=True, kw_only=True):
+    """Exit codes of a failed pod's containers."""
+
+    container_name: (
+        Annotated[
+            str,
+            field(
+                "Container whose exit code is compared; any container and init container when left out.",
+                min_length=1,
+                max_length=63,
+            ),
+        ]
+        | None
+    ) = None
+    operator: Annotated[
+        Literal["In", "NotIn"],
+        field(
+            "In: some exit code is one of the values. NotIn: some exit code is none of them. Containers that ended "
+            "with 0 are left out of both."
+        ),
+    ]
+    values: Annotated[
+        list[Annotated[int, Meta(ge=0, le=2**31 - 1)]],
+        field("Exit codes.", schema=ATOMIC, min_length=1, max_length=255),
+    ]
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "self.operator == 'NotIn' || !(0 in self.values)",
+            "exit code 0 is no failure: remove it from the values of operator In",
+            field_path=".values",
+        ),
+    )
+
+
+class OnPodCondition(Resource, frozen=True, kw_only=True):
+    """A condition of a failed pod, such as DisruptionTarget."""
+
+    type: Annotated[str, field("Type of the condition.", min_length=1, max_length=316)]
+    status: Annotated[Literal["True", "False", "Unknown"], field("Status that it must have.")] = "True"
+
+
+class PodFailureRule(Resource, frozen=True, kw_only=True):
+    """A rule about a failed worker; it matches by exit codes or by conditions."""
+
+    action: Annotated[
+        Literal["FailJob", "Ignore", "Count"],
+        field(
+            "FailJob: the job fails. Ignore: the next attempt does not count as a restart. Count: it counts against "
+            "backoffLimit."
+        ),
+    ]
+    on_exit_codes: Annotated[OnExitCodes, field("Matches exit codes.")] | None = None
+    on_pod_conditions: Annotated[
+        list[OnPodCondition],
+        field("Matches a pod that has at least one of these conditions.", schema=ATOMIC, max_length=20),
+    ] = []
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "has(self.onExitCodes) != (has(self.onPodConditions) && self.onPodConditions.size() > 0)",
+            "a rule needs either onExitCodes or onPodConditions, not both",
+        ),
+    )
+
+
+class PodFailurePolicy(Resource, frozen=True, kw_only=True):
+    """What failures of workers mean, as in a Job of batch/v1."""
+
+    in_order: Annotated[
+        list[PodFailureRule],
+        field(
+            "Rules in order; the first that matches the worker that failed first decides. Without a match, failures of "
+            "its containers count and disruptions do not. A failure that a co-tenant caused matches no rule.",
+            schema=ATOMIC,
+            min_length=1,
+            max_length=20,
+        ),
+    ] = msgspec.field(name="rules")
+
+
 class RunPolicy(Resource, frozen=True, kw_only=True):
     """Retries and time limits."""
 
@@ -414,7 +496,8 @@ class RunPolicy(Resource, frozen=True, kw_only=True):
         int,
         field(
             "Seconds from the binding of the last worker until every container must have started. Then the job fails "
-            "with the kubelet's reason, such as ImagePullBackOff, and its GPUs are free.",
+            "with the kubelet's reason, such as ImagePullBackOff or FailedMount, and its GPUs are free. If the kubelet "
+            "gives no reason, the job restarts, which counts against backoffLimit.",
             ge=1,
             le=_MAX_S,
         ),
@@ -427,6 +510,13 @@ class RunPolicy(Resource, frozen=True, kw_only=True):
                 ge=1,
                 le=_MAX_S,
             ),
+        ]
+        | None
+    ) = None
+    pod_failure_policy: (
+        Annotated[
+            PodFailurePolicy,
+            field("What failures of workers mean, by exit code or pod condition.", schema=ATOMIC_MAP),
         ]
         | None
     ) = None
@@ -497,6 +587,7 @@ _OF_ATTEMPTS = {
     "runPolicy.gangTimeoutSeconds": False,
     "runPolicy.startDeadlineSeconds": False,
     "runPolicy.activeDeadlineSeconds": True,
+    "runPolicy.podFailurePolicy": True,
 }
 """Fields that control attempts, and whether each may be absent; an ended job makes no attempts."""
 
