@@ -54,6 +54,11 @@ def mps_daemons(settings: AgentSettings, *, may_write: bool = True) -> tuple[Mps
     return (None, problem) if problem else (Mps(program, directory), "")
 
 
+def nvidia_cdi(settings: AgentSettings) -> NvidiaCdi:
+    """Return NVIDIA's CDI specifications of this node."""
+    return NvidiaCdi((settings.cdi_static_dir, settings.cdi_dir))
+
+
 def real_devices(settings: AgentSettings, nvml: NvmlLibrary, *, may_write: bool = True) -> NvmlDevices:
     """Open the node's GPUs, read-only unless `may_write`; raises NoDevicesError."""
     mps, mps_problem = mps_daemons(settings, may_write=may_write)
@@ -63,7 +68,7 @@ def real_devices(settings: AgentSettings, nvml: NvmlLibrary, *, may_write: bool 
         nvml,
         mps=mps,
         mps_problem=mps_problem,
-        cdi=NvidiaCdi((cdi.STATIC_DIR, settings.cdi_dir)),
+        cdi=nvidia_cdi(settings),
         state_dir=settings.state_dir,
         processes=ProcTree(),
         may_switch_mig=settings.mig_switch,
@@ -222,7 +227,7 @@ def build(
     plugin = Plugin(
         state,
         settings.cdi_dir,
-        also_read=(cdi.STATIC_DIR,),
+        also_read=(settings.cdi_static_dir,),
         gpus=len(devices.uuids),
         slots_per_gpu=settings.slots_per_gpu,
         clock=clock,

@@ -128,10 +128,6 @@ def write(directory: Path, specs: Mapping[str, Mapping[str, Any]]) -> None:
         write_file(path_of(directory, slot), msgspec.json.format(msgspec.json.encode(spec)) + b"\n")
 
 
-STATIC_DIR = Path("/etc/cdi")
-"""Directory of static specifications, which container runtimes also read."""
-
-
 def foreign_specifications(directory: Path) -> list[Path]:
     """Return the specifications that Carpool did not write, sorted by name; empty if the directory is absent."""
     try:

@@ -26,7 +26,7 @@ from carpool_core.settings import MisconfiguredError, SettingsError, click_optio
 from carpool_core.values import DeviceHealth, GpuUuid
 from prometheus_client import CollectorRegistry
 
-from carpool_deviceplugin.app import build, find_devices, real_devices
+from carpool_deviceplugin.app import build, find_devices, nvidia_cdi, real_devices
 from carpool_deviceplugin.cdi import NvidiaCdi
 from carpool_deviceplugin.check import CHECKS, Report, Verdict, check_node, run_check
 from carpool_deviceplugin.gpu import Counters, DeviceError, NoDevicesError
@@ -164,7 +164,7 @@ def check(context: click.Context, gpu: str, only: tuple[str, ...], mig: bool, ou
             report = Report(carpool=version("carpool"), product=product, driver=driver, gpu=uuid, outcomes=[])
             click.echo(f"{product}, driver {driver}  {uuid}")
             _write(report, out)  # fails before the first check if the file cannot be written
-            rows = check_node(devices, NvidiaCdi((Path("/etc/cdi"), settings.cdi_dir)), mps_host=settings.mps_host)
+            rows = check_node(devices, nvidia_cdi(settings), mps_host=settings.mps_host)
             checks = (run_check(name, devices, uuid, may_divide=mig) for name in CHECKS if name in (only or CHECKS))
             for outcome in itertools.chain(() if only else rows, checks):
                 click.echo(f"{outcome.verdict:<8} {outcome.name:<12} {outcome}")
@@ -205,7 +205,7 @@ def inspect(context: click.Context) -> None:
     settings = node_settings()
     devices = _open_devices(context, settings)
     try:
-        cdi = NvidiaCdi((Path("/etc/cdi"), settings.cdi_dir))
+        cdi = nvidia_cdi(settings)
         for line in inspect_node(devices, cdi, mps_host=settings.mps_host):
             click.echo(line)
     except DeviceError as e:

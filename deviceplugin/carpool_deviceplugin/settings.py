@@ -46,6 +46,12 @@ class AgentSettings:
         env="CARPOOL_CDI_DIR",
         help="Directory from which the container runtime reads CDI specifications.",
     )
+    cdi_static_dir: Path = setting(
+        Path("/etc/cdi"),
+        flag="--cdi-static-dir",
+        env="CARPOOL_CDI_STATIC_DIR",
+        help="Second directory of CDI specifications, which the agent only reads; it may be absent.",
+    )
     state_dir: Path = setting(
         Path("/var/lib/carpool"),
         flag="--state-dir",

@@ -219,6 +219,17 @@ def test_only_they_see_their_node_and_at_the_nodes_own_paths(chart: Any) -> None
     assert where["CARPOOL_STATE_DIR"] == "/var/lib/carpool"
 
 
+def test_cdi_directories_are_values(render: Any) -> None:
+    """Regression: neither /etc/cdi nor /var/run/cdi can be created on Talos."""
+    chart = render(nodeAgent={"cdiDir": "/var/cdi/dynamic", "cdiStaticDir": ""})
+    for container in ("agent", "mps"):
+        mounts = {m["name"]: m["mountPath"] for m in chart.containers[container]["volumeMounts"]}
+        assert (mounts["cdi"], mounts.get("etc-cdi")) == ("/var/cdi/dynamic", None)
+        assert chart.environment(container)["CARPOOL_CDI_DIR"] == "/var/cdi/dynamic"
+    paths = {v["name"]: v["hostPath"]["path"] for v in agent_pod(chart)["volumes"] if "hostPath" in v}
+    assert (paths["cdi"], paths.get("etc-cdi")) == ("/var/cdi/dynamic", None)
+
+
 def test_the_traces_memory_fits_into_the_operators_container(chart: Any) -> None:
     limit = re.fullmatch(r"(\d+)Gi", chart.containers["operator"]["resources"]["limits"]["memory"])
     assert limit
