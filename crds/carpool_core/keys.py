@@ -17,6 +17,8 @@ LABEL_WORKER: Final = f"{DOMAIN}/worker"
 LABEL_ATTEMPT: Final = f"{DOMAIN}/attempt"
 LABEL_MANAGED: Final = f"{DOMAIN}/node"
 """Set to `managed` on nodes with GPUs for Carpool; the chart's DaemonSet runs there."""
+LABEL_RELEASE_GPUS: Final = f"{DOMAIN}/release-gpus"
+"""Set to `true` on a node whose GPUs the agent must not hold open: for a driver upgrade or a reset."""
 
 ANNOTATION_GPUS: Final = f"{DOMAIN}/gpus"
 ANNOTATION_MODE: Final = f"{DOMAIN}/mode"

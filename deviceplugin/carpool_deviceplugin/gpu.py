@@ -310,6 +310,10 @@ class Devices(Protocol):
         """Read the other programs on the node that measure the GPUs, for later calls of `read`. May block."""
         ...
 
+    def release(self, reason: str) -> None:
+        """Give the GPUs no new work while there is a reason, and hold none open once no pod uses one. May block."""
+        ...
+
     def set_mig_manager(self, manager: str) -> None:
         """Set the name of another MIG manager, which keeps the agent from partitioning; empty if there is none."""
         ...

@@ -142,7 +142,8 @@ class NvmlError(DeviceError):
 
     NvmlError
     ├── GpuLostError
-    └── DriverGoneError
+    ├── DriverGoneError
+    └── SuspendedError
     """
 
     def __init__(self, message: str, code: int) -> None:
@@ -156,6 +157,10 @@ class GpuLostError(NvmlError):
 
 class DriverGoneError(NvmlError):
     """The driver does not answer any more, or was restarted."""
+
+
+class SuspendedError(NvmlError):
+    """The agent keeps the driver closed for now."""
 
 
 _GONE = {
@@ -182,6 +187,8 @@ class Session:
         self._is_open = False
         self.generation = 0
         """Number of times that the driver was opened. Registrations are valid for one generation."""
+        self.suspended = ""
+        """Why the driver stays closed; empty if it is opened when needed."""
 
     def open(self) -> None:
         """Open the driver; raises NoDevicesError with what to do."""
@@ -193,6 +200,8 @@ class Session:
 
     def _reopen(self) -> None:
         with self._lock:
+            if self.suspended:
+                raise SuspendedError(self.suspended, pynvml.NVML_ERROR_UNINITIALIZED)
             if not self._is_open:
                 self._handles.clear()
                 self.library.nvmlInit()
@@ -207,6 +216,12 @@ class Session:
             if was_open:
                 with suppress(pynvml.NVMLError):
                     self.library.nvmlShutdown()
+
+    def suspend(self, reason: str) -> None:
+        """Close the driver, and keep it closed while there is a reason; an empty one lets the next call open it."""
+        self.suspended = reason
+        if reason:
+            self.close()
 
     def call(self, gpu: str, function: Callable[..., T], *args: Any) -> T:
         """Call a function of the library.

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -127,7 +127,7 @@ class NvmlDevices:
         self.driver = self._read_driver()
         """Version of the driver as last read."""
         self._mps, self._may_switch, self._monotonic = mps, may_switch_mig, monotonic
-        self._mig_manager = ""
+        self._mig_manager = self._released = ""
         self._mig = MigInstances(session)
         self.unreadable: Sequence[str] = ()
         """Reasons why GPUs of the node are not among `uuids`; they are read once, at the start."""
@@ -189,6 +189,27 @@ class NvmlDevices:
     def set_mig_manager(self, manager: str) -> None:
         """Set the name of another MIG manager of the node; empty if there is none."""
         self._mig_manager = manager
+
+    def release(self, reason: str) -> None:
+        """Give the GPUs no new work while there is a reason; without processes and MPS daemons, close the driver."""
+        self._released = reason
+        if not reason:
+            self._session.suspend("")
+        elif not self._session.suspended:
+            with ExitStack() as locks:  # no other call loses its handle
+                for gpu in self._gpus.values():
+                    locks.enter_context(gpu.lock)
+                if not any(map(self._is_used, self._uuids)):
+                    self._session.suspend(f"{reason}: the agent holds no handle of the GPUs; remove it to use them")
+
+    def _is_used(self, uuid: GpuUuid) -> bool:
+        """Whether a pod's process or an MPS daemon is on the GPU; a GPU that cannot be read counts as unused."""
+        if self._mps is not None and self._mps.is_running(uuid):
+            return True
+        try:
+            return bool(self._present(uuid).pods)
+        except DeviceError:
+            return False
 
     def _gpu(self, uuid: GpuUuid) -> _Gpu:
         if uuid not in self._gpus:
@@ -257,6 +278,8 @@ class NvmlDevices:
         )
         gpu.instances, gpu.modes = found, possible - known.compute_mode.withdrawn_modes
         problems = [problem, mps.problem, *set(struck.values()), describe_foreign(present.foreign_processes)]
+        if self._released:
+            problems.append(f"{self._released}: the agent closes its handles when pods and MPS daemons have ended")
         if known.compute_mode is ComputeMode.PROHIBITED:
             problems.append(f"its compute mode is Prohibited: allow programs with nvidia-smi -i {known.index} -c 0")
         if is_divided and self._mig.table(uuid) is None:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import structlog
 from carpool_core.clock import Clock
+from carpool_core.keys import LABEL_RELEASE_GPUS
 from carpool_core.kube.api import GPU_NODES, NODES, KubeApi, Selector
 from carpool_core.kube.errors import Conflict, KubeError, Refused
 from carpool_core.kube.reflector import Reflector
@@ -31,7 +32,8 @@ from carpool_deviceplugin.status import (
 )
 from carpool_deviceplugin.timeouts import Intervals, Poll, TimeLimitedCaller, wait_for_event
 
-LABEL = "nvidia.com/mig.config"
+MIG_CONFIG = "nvidia.com/mig.config"
+"""Label of NVIDIA's MIG manager."""
 _UNKNOWN = "the Node's labels could not be read yet"
 _STRUCK_FOR_S = 600.0
 """How long pods in an earlier agent's `status.struck` stay in the status, in seconds."""
@@ -43,24 +45,28 @@ class _Node(msgspec.Struct, frozen=True):
     metadata: ObjectMeta
 
 
-class MigManager:
-    """Reads the Node's label of another MIG manager. Until it was read, the agent partitions no GPU.
+class NodeLabels:
+    """Reads two labels of the Node: another MIG manager's, and the request to release the GPUs.
+
+    Until they were read, the agent partitions no GPU.
 
     Args:
         node: Name of the Node.
         api: Client of the API server.
-        devices: The node's GPUs; for simulated ones the label is not read.
+        devices: The node's GPUs; for simulated ones the labels are not read.
     """
 
     def __init__(self, node: NodeName, api: KubeApi, devices: Devices) -> None:
         self._node, self._api, self._devices = node, api, devices
-        self._known = _UNKNOWN
+        self._mig_manager = _UNKNOWN
+        self.release_reason = ""
+        """Why the agent must release the GPUs; empty if it must not."""
         self._log = structlog.get_logger().bind(node=node)
         if not devices.simulated:
             devices.set_mig_manager(_UNKNOWN)
 
-    async def confirm(self) -> bool:
-        """Read the label; return whether it changed. On an error the last value stays."""
+    async def read(self) -> bool:
+        """Read the labels; return whether one changed. On an error the last values stay."""
         if self._devices.simulated:
             return False
         try:
@@ -68,10 +74,12 @@ class MigManager:
         except KubeError as e:
             self._log.info("node not read", error=str(e))
             return False
-        value, before = found.metadata.labels.get(LABEL, ""), self._known
-        self._known = f"the Node's label {LABEL} is {value}" if value else ""
-        self._devices.set_mig_manager(self._known)
-        return self._known != before
+        labels, before = found.metadata.labels, (self._mig_manager, self.release_reason)
+        config, is_released = labels.get(MIG_CONFIG, ""), labels.get(LABEL_RELEASE_GPUS) == "true"
+        self._mig_manager = f"the Node's label {MIG_CONFIG} is {config}" if config else ""
+        self.release_reason = f"the Node's label {LABEL_RELEASE_GPUS} is true" if is_released else ""
+        self._devices.set_mig_manager(self._mig_manager)
+        return (self._mig_manager, self.release_reason) != before
 
 
 class Reconciler:
@@ -114,14 +122,14 @@ class Reconciler:
         self._measure_again = asyncio.Event()
         self._partitions: list[Partition] | None = None
         """Cached partitions; None after a change of reservations or GPUs."""
-        self._mig = MigManager(node, api, devices)
+        self._labels = NodeLabels(node, api, devices)
         self._workers = {
             uuid: GpuWorker(
                 uuid,
                 devices,
                 self._progress,
                 intervals,
-                self._mig.confirm,
+                self._labels.read,
                 peaks=self.meters[uuid].peaks,
             )
             for uuid in devices.uuids
@@ -153,10 +161,10 @@ class Reconciler:
 
     async def run(self) -> None:
         """Manage the node until cancelled."""
-        await self._mig.confirm()
+        await self._labels.read()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.reflector.run())
-            tasks.create_task(self._watch_mig_label())
+            tasks.create_task(self._watch_labels())
             tasks.create_task(self._refresh_counters())
             await self.reflector.wait_synced()
             for worker in self._workers.values():
@@ -165,11 +173,21 @@ class Reconciler:
             tasks.create_task(self.reporter.run())
             tasks.create_task(self._event_writer.run())
 
-    async def _watch_mig_label(self) -> None:
+    async def _watch_labels(self) -> None:
+        caller = TimeLimitedCaller("release of the GPUs", self._intervals.step_deadline_s)
+        applied, is_changed = "", False
         while True:
-            await self._intervals.sleep(self._intervals.labels_s)
-            if await self._mig.confirm():
+            reason = self._labels.release_reason
+            if reason or applied:  # pods may have ended since
+                try:
+                    await caller.call(self._devices.release, reason)
+                    applied = reason
+                except DeviceError as e:
+                    self._log.warning("gpus not released", error=str(e))
+            if reason or is_changed:
                 self.reporter.look_again()
+            await self._intervals.sleep(self._intervals.labels_s)
+            is_changed = await self._labels.read() or reason != self._labels.release_reason
 
     async def _refresh_counters(self) -> None:
         caller = TimeLimitedCaller("metrics sources", self._intervals.step_deadline_s)

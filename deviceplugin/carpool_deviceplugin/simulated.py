@@ -237,6 +237,9 @@ class SimulatedDevices:
     def refresh_counters(self) -> None:
         """Do nothing: simulated GPUs have no other source."""
 
+    def release(self, reason: str) -> None:
+        """Do nothing: simulated GPUs have no driver."""
+
     def set_mig_manager(self, manager: str) -> None:
         """Do nothing: simulated GPUs have no MIG."""
 

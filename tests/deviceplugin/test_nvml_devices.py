@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pynvml
 import pytest
+from agent_world import World
 from carpool_core.kube.api import GPU_NODES, NODES
 from carpool_core.kube.errors import Overloaded
 from carpool_core.resources.node import Partition, Reservation
@@ -23,7 +24,7 @@ from carpool_deviceplugin.mig_instances import create_instance
 from carpool_deviceplugin.nvlib import linked_gpus
 from carpool_deviceplugin.nvml_devices import NvmlDevices
 from carpool_deviceplugin.partitions import plan
-from carpool_deviceplugin.reconciler import LABEL, MigManager
+from carpool_deviceplugin.reconciler import MIG_CONFIG, NodeLabels
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.testing.gpus import HARDWARE
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
@@ -422,25 +423,25 @@ class Labels:
         self.kube.seed(NODES, {"metadata": {"name": "n"}})
 
     async def set(self, value: str | None) -> None:
-        await self.kube.patch(NODES, "n", {"metadata": {"labels": {LABEL: value}}})
+        await self.kube.patch(NODES, "n", {"metadata": {"labels": {MIG_CONFIG: value}}})
 
-    def manager(self, devices: NvmlDevices) -> MigManager:
-        return MigManager(NodeName("n"), self.kube, devices)
+    def manager(self, devices: NvmlDevices) -> NodeLabels:
+        return NodeLabels(NodeName("n"), self.kube, devices)
 
 
 async def test_label_keeps_the_agent_off_and_running_pods_stay(tmp_path: Path, reserve) -> None:
     labels = Labels()
-    asked: list[MigManager] = []
-    agent = MigAgent(mig_node(tmp_path), reserve, lambda: asked[0].confirm())
+    asked: list[NodeLabels] = []
+    agent = MigAgent(mig_node(tmp_path), reserve, lambda: asked[0].read())
     asked.append(labels.manager(agent.devices))
     assert agent.devices.describe(agent.gpu).modes == [], "the label was not read yet"
-    await asked[0].confirm()
+    await asked[0].read()
     assert states(await agent.want(("a", "3g.20gb"))) == {"a": READY}
     agent.node.start(0, 42, "a", instance=next(iter(agent.instances.values())))
     await labels.set("all-1g.5gb")
     found = await agent.want(("a", "3g.20gb"), ("b", "1g.5gb"))
     assert states(found) == {"a": READY, "b": FAILED}, "the label is read before each change"
-    assert f"the Node's label {LABEL} is all-1g.5gb" in found["b"].message
+    assert f"the Node's label {MIG_CONFIG} is all-1g.5gb" in found["b"].message
     described = agent.devices.describe(agent.gpu)
     assert (described.modes, described.health) == ([], DeviceHealth.UNHEALTHY)
     agent.node.end(0, 42)
@@ -449,8 +450,37 @@ async def test_label_keeps_the_agent_off_and_running_pods_stay(tmp_path: Path, r
     with pytest.raises(DeviceError, match="expected no other MIG manager"):
         agent.devices.apply(agent.gpu, SetMode(EXCLUSIVE))
     await labels.set(None)
-    await asked[0].confirm()
+    await asked[0].read()
     assert states(await agent.want(("c", "7g.40gb"))) == {"c": READY}
+
+
+async def test_label_releases_the_gpus_when_pods_have_ended_and_takes_them_back(tmp_path: Path, reserve) -> None:
+    """For a driver upgrade or a reset: until then, open handles keep the kernel module loaded."""
+    world = World(tmp_path)
+    nvml, mps = world.node.nvml, world.node.mps
+
+    def pod(name: str) -> Reservation:
+        return msgspec.structs.replace(reserve(name, world.gpu, mode=MPS), pod_uid=uid(name))
+
+    async def label(value: str | None) -> None:
+        await world.kube.patch(NODES, "n", {"metadata": {"labels": {"carpool.dev/release-gpus": value}}})
+
+    async with running(world.agent):
+        await world.hold(pod("a"))
+        world.node.start(0, 42, "a")
+        mps.connect(str(world.pipe), 42)
+        await label("true")
+        await until(lambda: "closes its handles when pods and MPS" in world.status.devices[0].health_message)
+        assert (nvml.is_open, len(mps.daemons)) == (True, 1), "its pod goes on"
+        world.node.end(0, 42)
+        await world.hold()
+        await until(lambda: not nvml.is_open)
+        await until(lambda: "the agent holds no handle of the GPUs" in world.status.devices[0].health_message)
+        assert mps.daemons == {}
+        nvml.restart_driver()
+        await label(None)
+        await world.hold(pod("b"))
+        assert world.status.devices[0].health is DeviceHealth.HEALTHY
 
 
 async def test_label_that_cannot_be_read_stays_as_it_was(tmp_path: Path) -> None:
@@ -458,11 +488,11 @@ async def test_label_that_cannot_be_read_stays_as_it_was(tmp_path: Path) -> None
     devices = mig_node(tmp_path).devices()
     manager = labels.manager(devices)
     labels.kube.fail_next("get", NODES, Overloaded("busy", status=500))
-    assert not await manager.confirm()
+    assert not await manager.read()
     assert devices.describe(devices.uuids[0]).modes == []
-    assert await manager.confirm()
+    assert await manager.read()
     labels.kube.fail_next("get", NODES, Overloaded("busy", status=500))
-    assert not await manager.confirm()
+    assert not await manager.read()
     assert devices.describe(devices.uuids[0]).modes == [MIG]
 
 

@@ -64,6 +64,11 @@ class FakeNvml:
         uuid = f"GPU-{uuids.uuid5(uuids.NAMESPACE_OID, f'{index}/{hardware.product}')}"
         return FakeGpu(hardware, uuid, index, FakeMig(hardware))
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a program holds handles of the driver."""
+        return self._open_generation is not None
+
     # What tests do.
 
     def start(self, gpu: int, pid: int, memory_mib: int, *, instance: int | None = None) -> FakeProcess:
