@@ -190,7 +190,7 @@ def _passing(seen: Signals, ecc_before: int | None, health: Health, now: float) 
     if seen.remap_pending:
         return "a row of its memory waits to be remapped: drain the GPU and reset it (nvidia-smi --gpu-reset)"
     if health.hot_since is not None and now - health.hot_since >= _HOT_S:
-        return f"it has slowed down for heat for more than {_HOT_S:.0f} s: look at its cooling"
+        return f"it has slowed down for heat for more than {_HOT_S:.0f} s: check its cooling"
     if health.motionless_since is not None and now - health.motionless_since >= _STUCK_S:
         return (
             f"it is stuck: it reports full utilization, but has drawn idle power for more than {_STUCK_S:.0f} s: end "

@@ -107,7 +107,7 @@ def create_instance(session: Session, uuid: GpuUuid, placement: Placement) -> No
     """Create an instance and read it back; idempotent. Raises NvmlError or DeviceError."""
     _create(session, uuid, placement)
     if _at(session, uuid, placement) is None:
-        raise DeviceError(f"GPU {uuid}: expected {placement} to be there, read back it is not; look at dmesg")
+        raise DeviceError(f"GPU {uuid}: expected {placement} to be there, read back it is not; check dmesg")
 
 
 def destroy_instance(session: Session, uuid: GpuUuid, instance: Instance) -> None:
@@ -115,7 +115,7 @@ def destroy_instance(session: Session, uuid: GpuUuid, instance: Instance) -> Non
     _destroy(session, uuid, instance)
     if _at(session, uuid, instance.placement) is not None:
         raise DeviceError(
-            f"GPU {uuid}: expected {instance.placement} to be gone, read back it is still there; look at dmesg"
+            f"GPU {uuid}: expected {instance.placement} to be gone, read back it is still there; check dmesg"
         )
 
 
@@ -381,7 +381,7 @@ class MigInstances:
                 raise
             there = self._find_at(uuid, file, placement)
         if there is None or there.device is None:
-            raise DeviceError(f"GPU {uuid}: expected a MIG device of {placement}, read back none; look at dmesg")
+            raise DeviceError(f"GPU {uuid}: expected a MIG device of {placement}, read back none; check dmesg")
         file.record(placement, replace(own, device=there.device.uuid))
 
     def destroy(self, uuid: GpuUuid, file: CheckpointFile, placement: Placement) -> None:

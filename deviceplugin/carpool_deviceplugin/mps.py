@@ -449,7 +449,7 @@ class MpsProcesses:
         if left := find():
             raise MpsError(
                 f"expected MPS processes to end when they are killed, found {', '.join(map(str, sorted(left)))} still "
-                "there; the driver holds them: look at dmesg, and restart the node"
+                "there; the driver holds them: check dmesg, and restart the node"
             )
 
 
@@ -789,7 +789,7 @@ class HostedMps(Mps):
         except (OSError, msgspec.MsgspecError) as e:
             is_away = isinstance(e, FileNotFoundError | ConnectionRefusedError)
             raise (_NoHostError if is_away else MpsError)(
-                f"GPU {uuid}: expected the MPS daemons' host at {self._host}, found {e}; look at the pod carpool-mps"
+                f"GPU {uuid}: expected the MPS daemons' host at {self._host}, found {e}; check the pod carpool-mps"
             ) from e
         if error := answer.get("error"):
             raise MpsError(str(error))
@@ -874,7 +874,7 @@ class MpsHost(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
             self._mps.daemon(uuid)  # raises for an invalid UUID, so that only GPUs get locks
             lock = self._locks.setdefault(uuid, threading.Lock())
             if not lock.acquire(timeout=self._within_s):
-                raise MpsError(f"GPU {uuid}: an earlier request goes on; look at its daemon on the node")
+                raise MpsError(f"GPU {uuid}: an earlier request goes on; check its daemon on the node")
             try:
                 if _has_hung_up(connection):
                     self._log.info("mps request dropped: the client has disconnected", gpu=uuid, wanted=done)

@@ -93,7 +93,7 @@ def load_nvml() -> NvmlLibrary:
 
 
 _ADVICE = {
-    pynvml.NVML_ERROR_GPU_IS_LOST: "it has fallen off the bus: look at dmesg for its last XID and reset or replace it",
+    pynvml.NVML_ERROR_GPU_IS_LOST: "it has fallen off the bus: check dmesg for its last XID, and reset or replace it",
     pynvml.NVML_ERROR_RESET_REQUIRED: "drain it and run nvidia-smi --gpu-reset",
     pynvml.NVML_ERROR_UNINITIALIZED: "the agent opens the driver again at its next read",
     pynvml.NVML_ERROR_DRIVER_NOT_LOADED: "load the driver (modprobe nvidia); the agent tries again",
@@ -101,9 +101,9 @@ _ADVICE = {
     pynvml.NVML_ERROR_IN_USE: "something still uses it: end its processes, DCGM and nvidia-persistenced among them",
     pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: "library and kernel module are of different versions: restart the node",
     pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES: "no room for it at its placement: plan again",
-    pynvml.NVML_ERROR_INSUFFICIENT_POWER: "look at its power cables",
+    pynvml.NVML_ERROR_INSUFFICIENT_POWER: "check its power cables",
     pynvml.NVML_ERROR_CORRUPTED_INFOROM: "its flash memory is damaged: have it flashed anew or replaced",
-    pynvml.NVML_ERROR_IRQ_ISSUE: "its interrupts do not arrive: look at dmesg, the firmware's settings and its slot",
+    pynvml.NVML_ERROR_IRQ_ISSUE: "its interrupts do not arrive: check dmesg, the firmware's settings and its slot",
     pynvml.NVML_ERROR_OPERATING_SYSTEM: "the node's kernel or a cgroup forbids it: give the agent /dev/nvidia*",
     pynvml.NVML_ERROR_MEMORY: "the node has no memory left: free some",
     pynvml.NVML_ERROR_GPU_NOT_FOUND: "check that lspci still lists it; reset it, or restart the node",
@@ -128,7 +128,7 @@ def _advice(code: int) -> str:
     """Return what to do after an error, also for codes that the bindings do not know."""
     if code in _ADVICE:
         return _ADVICE[code]
-    where = "look at dmesg and nvidia-smi -q on the node"
+    where = "check dmesg and nvidia-smi -q on the node"
     if code not in _KNOWN_CODES:
         return f"this code is newer than the agent, nvmlReturn_t in nvml.h names it: update the agent, and {where}"
     return f"{where}; if it stays so, restart the node, and report both"

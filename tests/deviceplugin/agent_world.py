@@ -35,7 +35,7 @@ class World:
         return {p.pod_uid: p.state.value for p in self.status.partitions}
 
     async def hold(self, *reservations: Reservation, **states: str) -> None:
-        """Make these the node's reservations, and wait until they are ready, or as told of each pod."""
+        """Make these the node's reservations, and wait until each pod is ready or in its given state."""
         await until(lambda: self.kube.dump_all(GPU_NODES))
         await self.kube.patch(GPU_NODES, "n", {"spec": {"reservations": msgspec.to_builtins(reservations)}})
         wanted = {r.pod_uid: states.get(r.pod_name, "Ready") for r in reservations}

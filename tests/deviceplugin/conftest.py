@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from mps_world import LONG_S, STAND_IN
 
-# How long examples take says how busy the machine is; what has a time limit of its own measures processor time.
+# The duration of examples depends on the load of the machine; tests with a time limit measure processor time.
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
 
@@ -183,7 +183,7 @@ def mps(commands: FakeMpsCommands, tmp_path: Path) -> Mps:
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MpsProgram:
-    """A program that stands in for NVIDIA's."""
+    """A substitute for NVIDIA's program."""
     (tmp_path / "bin").mkdir()
     file = tmp_path / "bin" / PROGRAM
     file.write_text(STAND_IN)

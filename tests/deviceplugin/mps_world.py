@@ -1,4 +1,4 @@
-"""A program that stands in for NVIDIA's, processes that pass for its servers, and the daemons' host in a thread."""
+"""A substitute for NVIDIA's program, processes that look like its servers, and the daemons' host in a thread."""
 
 import os
 import subprocess
@@ -56,7 +56,7 @@ elif command.startswith("quit"):
 else:
     sys.exit(f"Unrecognized command {{command}}")
 """
-"""A file `how` beside the pipe says what goes wrong at its start; such a daemon outlives its pipe.
+"""A file `how` beside the pipe names what fails at its start; such a daemon outlives its pipe.
 
 None outlives for long a test run that was killed."""
 
@@ -98,7 +98,7 @@ def pid_of(directory: Path, gpu: GpuUuid = GPU) -> int:
 
 
 def lives(pid: int) -> bool:
-    """Whether a process is there, and has not ended; as the kernel says, whatever the agent thinks of it."""
+    """Whether a process lives, according to the kernel."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except OSError:

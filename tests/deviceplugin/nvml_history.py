@@ -35,7 +35,7 @@ CHANGES = ("Create", "Destroy", "SetMigMode", "GpuInstances", "ComputeInstances"
 
 
 class KilledError(BaseException):
-    """The agent is gone at once, wherever it stands."""
+    """The agent is killed."""
 
 
 class FlakyMps(FakeMpsCommands):
@@ -78,7 +78,7 @@ class History:
         self.kind = kind = self.draw.choice(["A100-40", "A100-40", "H100", "H100", "T4"])
         self.mps = FlakyMps(self.draw)
         self.nvml = FakeNvml([kind])
-        self.nvml.gpus[0].energy_mj = 1e9  # it has been on for days: a counter that begins anew says so to a new agent
+        self.nvml.gpus[0].energy_mj = 1e9  # it has been on for days: a new agent sees that the counter was reset
         self.mig = self.nvml.gpus[0].mig
         self.profiles = [p.name for p in self.mig.table.profiles] if self.mig.table else ["1g.5gb"]
         self.foreign_instances: FakeInstance | None = None
@@ -154,7 +154,7 @@ class History:
             case "release":
                 self.wanted.pop(pod, None)  # it may run on for a while
             case "replace":
-                self.wanted.clear()  # at one stroke with whoever comes
+                self.wanted.clear()  # together with the new reservation
                 self.reserve()
             case "start" if self.may_start(pod):
                 pid = next(self.pids)
@@ -260,7 +260,7 @@ class History:
         self.fault = self.mps.fault = self.death = self.mps.death = 0.0
 
     def check(self) -> None:
-        """Who runs on what it was promised keeps it, and nobody else's instance is touched."""
+        """Running pods keep their instances, and foreign instances stay."""
         for pod, (_, instance) in self.running.items():
             assert instance is None or instance in self.mig.instances, "the instance was destroyed under a tenant"
             assert self.mig.is_enabled == (instance is not None), "MIG was switched under a tenant"
@@ -272,7 +272,7 @@ class History:
             assert self.mig.instances.get(self.foreign_instances.id) is self.foreign_instances
 
     async def is_ready_afresh(self, root: Path) -> bool:
-        """Whether all who are wanted are ready where nothing ever happened, and nobody else made an instance."""
+        """Whether all wanted pods are ready if nothing failed and there is no foreign instance."""
         nvml = FakeNvml([self.kind])
         nvml.gpus[0].mig.is_enabled = nvml.gpus[0].mig.is_pending = self.mig.is_enabled
         devices = Node(nvml, FakeMpsCommands(), root, may_switch_mig=self.node.may_switch_mig).devices()

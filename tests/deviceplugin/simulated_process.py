@@ -1,4 +1,4 @@
-"""What the other process of a test does: `python simulated_process.py COMMAND ARGUMENTS`, talking on its pipes.
+"""The second process of a test: `python simulated_process.py COMMAND ARGUMENTS`, talking on its pipes.
 
 It runs with nothing but the standard library and carpool_simulated, as in a container.
 """

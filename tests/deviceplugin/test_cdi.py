@@ -1,4 +1,4 @@
-"""What a slot brings into a container."""
+"""CDI specifications of slots, and NVIDIA's."""
 
 import json
 import shutil
@@ -217,7 +217,7 @@ def test_damaged_specification_is_named(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("edits", "says"),
+    ("edits", "message"),
     [
         ({"deviceNodes": [3]}, "Expected `object`, got `int`"),
         ({"deviceNodes": None}, "Expected `array`, got `null`"),
@@ -228,7 +228,7 @@ def test_damaged_specification_is_named(tmp_path: Path, text: str) -> None:
     ],
 )
 @pytest.mark.parametrize("where", ["device", "all"])
-def test_odd_edits_are_a_sentence(tmp_path: Path, edits: dict, says: str, where: str) -> None:
+def test_odd_edits_are_a_sentence(tmp_path: Path, edits: dict, message: str, where: str) -> None:
     of_device, of_all = (edits, {}) if where == "device" else ({}, edits)
     content = {
         "kind": "nvidia.com/gpu",
@@ -238,7 +238,7 @@ def test_odd_edits_are_a_sentence(tmp_path: Path, edits: dict, says: str, where:
     (tmp_path / "odd.json").write_text(json.dumps(content))
     with pytest.raises(DeviceError, match=r"odd\.json: expected a CDI specification, found ") as raised:
         NvidiaCdi([tmp_path]).find("GPU-1", 0)
-    assert says in str(raised.value)
+    assert message in str(raised.value)
 
 
 EXCLUSIVE, TIME_SLICING, MPS, _ = SharingMode

@@ -59,7 +59,7 @@ async def test_every_history_ends_well(tmp_path: Path, part: int) -> None:
         await history.settle()
         for pod in history.wanted:
             partition = history.worker.partitions[PodUid(uid(pod))]
-            assert partition.state in (READY, PartitionState.FAILED), (seed, pod, "nobody is waited for any more")
+            assert partition.state in (READY, PartitionState.FAILED), (seed, pod, "no pod waits at the end")
             assert partition.state is READY or not is_possible, (seed, pod, partition.message)
             if partition.state is READY and history.wanted[pod].mode is MPS:
                 assert not any(d.is_wedged for d in history.mps.daemons.values()), (seed, pod, "cannot connect")
@@ -70,7 +70,7 @@ async def test_every_history_ends_well(tmp_path: Path, part: int) -> None:
         actual = history.devices.actual(history.devices.uuids[0])
         assert (actual.mode, actual.mps_daemon, actual.limits, actual.problem) == (None, False, {}, ""), seed
         left = [i for i in history.mig.instances.values() if i is not history.foreign_instances]
-        assert left == [], (seed, "instances of nobody")
+        assert left == [], (seed, "instances without a pod")
         assert not any(history.mps.servers_of.values()), (seed, "servers of no daemon")
 
 
@@ -128,8 +128,8 @@ def test_any_history_converges_without_disturbing_running_pods(history) -> None:
         for step in planned.steps:
             actual = apply(actual, step)
             behind = behind if actual.mps_daemon else set()
-        told = {*planned.ready, *planned.waiting, *planned.refused}
-        assert told == wanted.keys(), "every reservation gets one answer"
+        answered = {*planned.ready, *planned.waiting, *planned.refused}
+        assert answered == wanted.keys(), "every reservation gets one answer"
         in_use = {uid for uid in actual.tenants & wanted.keys() if promises.get(uid) == wanted[uid]}
         assert in_use <= set(planned.ready), "who runs on what it was promised keeps it"
         again = plan(actual, wanted.values(), frozenset(planned.ready))
@@ -141,7 +141,7 @@ def test_any_history_converges_without_disturbing_running_pods(history) -> None:
         if promised and promised[0].mode is EXCLUSIVE:
             assert len(promised) == 1
         if promised and promised[0].mode is MPS:
-            assert actual.mps_daemon or actual.tenants, "who can connect, has somebody to connect to"
+            assert actual.mps_daemon or actual.tenants, "clients need a daemon"
             assert actual.tenants or not actual.mps_hung
             behind |= {r.pod_namespace for r in promised}
             assert len(behind) == 1, "a daemon serves one namespace all its life"
@@ -182,7 +182,7 @@ class Deadly(FakeMpsCommands):
 
 
 def live(devices: NvmlDevices, wanted: list, then: list) -> None:
-    """Prepare a GPU, use it, prepare it for somebody else, and return it."""
+    """Prepare a GPU, use it, prepare it for another pod, and return it."""
     gpu = devices.uuids[0]
     for reservations in (wanted, then, []):
         for step in plan(devices.actual(gpu), reservations).steps:
@@ -220,7 +220,7 @@ async def test_at_every_call(tmp_path: Path, reserve) -> None:
 
 @pytest.mark.parametrize("where", ["state", "cdi"])
 def test_half_written_files_of_a_killed_agent_are_no_files(tmp_path: Path, where: str) -> None:
-    """What is written becomes visible whole; the rest of a write that was cut off is never read."""
+    """Files are replaced atomically; the rest of an interrupted write is never read."""
     node = Node(FakeNvml(["T4"]), FakeMpsCommands(), tmp_path)
     devices = node.devices()
     gpu = devices.uuids[0]

@@ -75,7 +75,7 @@ def test_plan_has_the_fewest_steps(present, in_use, want, steps) -> None:
 
 
 @pytest.mark.parametrize(
-    ("present", "in_use", "want", "blocking", "says"),
+    ("present", "in_use", "want", "blocking", "message"),
     [
         pytest.param([("1g.5gb", 0), ("1g.5gb", 1)], [2], ["7g.40gb"], [2], r"instance 2 \(1g.5gb on memory slice 1\)",
                      id="one-in-use"),
@@ -85,11 +85,11 @@ def test_plan_has_the_fewest_steps(present, in_use, want, steps) -> None:
         pytest.param([("1g.5gb+me", 0)], [1], ["1g.5gb+me"] * 2, [], "fit on one GPU together", id="one-media-only"),
     ],
 )  # fmt: skip
-def test_refusal_names_blocking_instances(present, in_use, want, blocking, says) -> None:
+def test_refusal_names_blocking_instances(present, in_use, want, blocking, message) -> None:
     found = plan_mig(A100_40, at(A100_40, *present), set(in_use), wanted(A100_40, *want))
     assert isinstance(found, MigRefusal)
     assert [i.id for i in found.blocking] == blocking
-    assert re.search(says, found.message)
+    assert re.search(message, found.message)
 
 
 def test_unknown_profile_lists_the_profiles() -> None:

@@ -292,8 +292,8 @@ def test_failed_read_loses_no_fault(shared: Shared) -> None:
 async def test_failures_survive_a_restart_of_the_agent(tmp_path: Path) -> None:
     """Regression: the first status of a new agent removed them before the operator had read them."""
     world = World(tmp_path, Intervals(resync_s=1e9, sample_s=100, measures_s=100, heartbeat_s=100))
-    told = [{"podUid": uid("a"), "message": "hit"}, {"podUid": uid("b"), "message": "hit"}]
-    world.kube.seed(GPU_NODES, {"metadata": {"name": "n"}, "spec": {"reservations": []}, "status": {"struck": told}})
+    struck = [{"podUid": uid("a"), "message": "hit"}, {"podUid": uid("b"), "message": "hit"}]
+    world.kube.seed(GPU_NODES, {"metadata": {"name": "n"}, "spec": {"reservations": []}, "status": {"struck": struck}})
     async with running(world.agent):
         await until(lambda: world.status.devices)
         began = world.agent.clock.monotonic()

@@ -40,18 +40,18 @@ def test_daemon_starts_answers_and_stops(program: MpsProgram, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("effective", "says"),
+    ("effective", "message"),
     [
         ("000001ffffffffff", ""),
         ("0000000000200000", "expected the capabilities SETGID, SETUID, found none of them; add them"),
         ("0000000000000000", "expected the capabilities SETGID, SETUID, SYS_ADMIN, found none of them; add them"),
     ],
 )
-def test_missing_capabilities_are_named(program: MpsProgram, tmp_path: Path, effective: str, says: str) -> None:
+def test_missing_capabilities_are_named(program: MpsProgram, tmp_path: Path, effective: str, message: str) -> None:
     (tmp_path / "status").write_text(f"Name:\tpython\nCapEff:\t{effective}\n")
     found = program.problem(tmp_path / "status")
-    assert found.startswith(says)
-    assert bool(found) == bool(says)
+    assert found.startswith(message)
+    assert bool(found) == bool(message)
 
 
 def test_output_of_a_failed_start_is_quoted(program: MpsProgram, tmp_path: Path) -> None:
@@ -125,8 +125,8 @@ def test_forged_answer_is_parsed(program: MpsProgram, tmp_path: Path, answer: st
     mps.start(GPU)
     server = server_of(mps.daemon(GPU).pipe)
     file = tmp_path / "bin" / PROGRAM
-    told = answer.replace("SERVER", str(server))
-    file.write_text(f"#!{sys.executable}\nimport sys\nsys.stdin.read()\n{told}\n")
+    printed = answer.replace("SERVER", str(server))
+    file.write_text(f"#!{sys.executable}\nimport sys\nsys.stdin.read()\n{printed}\n")
     found = mps.status(GPU)
     assert found == MpsStatus(True, frozenset({server}), frozenset({server}))
     mps.end(GPU)
@@ -143,16 +143,16 @@ def test_endless_answer_is_cut(program: MpsProgram, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "says"), [("hangs", "to start within"), ("refuses", "ended with 1"), ("stays", "expected to write")]
+    ("how", "message"), [("hangs", "to start within"), ("refuses", "ended with 1"), ("stays", "expected to write")]
 )
-def test_failed_start_leaves_no_daemon(program: MpsProgram, tmp_path: Path, how: str, says: str) -> None:
+def test_failed_start_leaves_no_daemon(program: MpsProgram, tmp_path: Path, how: str, message: str) -> None:
     """Regression: an unrecorded daemon stayed, and the next one was started beside it."""
     mps = Mps(MpsProgram(private_shm=False, within_s=4), tmp_path / "mps")
     (there := mps.daemon(GPU).directory).mkdir(parents=True)
     (there / "how").write_text(how)
     if how == "stays":
         (there / "daemon" / "in").mkdir(parents=True)  # nothing can be written in its place
-    with pytest.raises(MpsError, match=says):
+    with pytest.raises(MpsError, match=message):
         mps.start(GPU)
     assert not lives(int((there / "began").read_text()))
 
@@ -327,7 +327,7 @@ def test_next_daemon_starts_in_an_empty_pipe_directory(
             make_deep(pipe)
     commands.die(str(pipe))
     mps.start(GPU)
-    assert [path.name for path in pipe.iterdir()] == ["control"], "the new one's"
+    assert [path.name for path in pipe.iterdir()] == ["control"], "that of the new daemon"
     assert (pipe / "control").is_file()
     assert kept.read_text() == "foreign"
     assert not list(pipe.parent.glob(".old.*"))
@@ -430,7 +430,7 @@ def test_errors_of_the_host_are_quoted(hosted: HostedMps, tmp_path: Path) -> Non
 
 
 def test_absent_host_is_named(program: MpsProgram, tmp_path: Path) -> None:
-    with pytest.raises(MpsError, match=r"expected the MPS daemons' host at .*; look at the pod carpool-mps"):
+    with pytest.raises(MpsError, match=r"expected the MPS daemons' host at .*; check the pod carpool-mps"):
         HostedMps(program, tmp_path / "mps", tmp_path / "nowhere.sock").start(GPU)
 
 

@@ -116,7 +116,7 @@ def test_mig_profiles_of_the_fake_are_those_of_the_product(kind: str) -> None:
         (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, "found it not loaded: run modprobe nvidia"),
         (pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, "found different ones"),
         (pynvml.NVML_ERROR_NO_PERMISSION, "found no permission: give the container /dev/nvidiactl"),
-        (pynvml.NVML_ERROR_UNKNOWN, "expected NVML to start, found: Unknown Error; look at dmesg and nvidia-smi -q"),
+        (pynvml.NVML_ERROR_UNKNOWN, "expected NVML to start, found: Unknown Error; check dmesg and nvidia-smi -q"),
         (777, "found: NVML Error with code 777; this code is newer than the agent"),
     ],
 )
@@ -133,9 +133,9 @@ def test_a_driver_that_does_not_start_is_an_error_with_advice(code: int, message
         (pynvml.NVML_ERROR_NO_PERMISSION, NvmlError, "Insufficient Permissions; run the agent as root"),
         (pynvml.NVML_ERROR_GPU_IS_LOST, GpuLostError, "GPU is lost; it has fallen off the bus"),
         (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, DriverGoneError, "Driver Not Loaded; load the driver"),
-        (pynvml.NVML_ERROR_INSUFFICIENT_POWER, NvmlError, "; look at its power cables"),
-        (pynvml.NVML_ERROR_UNKNOWN, NvmlError, "Unknown Error; look at dmesg .*; if it stays so, restart the node"),
-        (777, NvmlError, "code 777; this code is newer than the agent, .*: update the agent, and look at dmesg"),
+        (pynvml.NVML_ERROR_INSUFFICIENT_POWER, NvmlError, "; check its power cables"),
+        (pynvml.NVML_ERROR_UNKNOWN, NvmlError, "Unknown Error; check dmesg .*; if it stays so, restart the node"),
+        (777, NvmlError, "code 777; this code is newer than the agent, .*: update the agent, and check dmesg"),
     ],
 )
 def test_errors_name_the_call_the_gpu_and_what_to_do(code: int, kind: type[NvmlError], advice: str) -> None:

@@ -132,7 +132,7 @@ def test_shortest_steps(reserve, actual, wanted, steps) -> None:
 
 
 @pytest.mark.parametrize(
-    ("actual", "wanted", "held", "refused", "says"),
+    ("actual", "wanted", "held", "refused", "message"),
     [
         pytest.param(
             IDLE, [("a", EXCLUSIVE, {}), ("b", EXCLUSIVE, {})], [], B, "is Exclusive for default/a", id="two-exclusive"
@@ -190,10 +190,10 @@ def test_shortest_steps(reserve, actual, wanted, steps) -> None:
         pytest.param(replace(IDLE, problem="it is hot"), [("a", MPS, {})], [], A, "it is hot", id="unhealthy"),
     ],
 )
-def test_refusals(reserve, actual, wanted, held, refused, says) -> None:
+def test_refusals(reserve, actual, wanted, held, refused, message) -> None:
     planned = plan(actual, [reserve(pod, mode=mode, **more) for pod, mode, more in wanted], frozenset(held))
     assert list(planned.refused) == [refused]
-    assert says in planned.refused[refused]
+    assert message in planned.refused[refused]
     assert len(planned.ready) == len(wanted) - 1
 
 
@@ -218,7 +218,7 @@ def test_measured_peaks_count_for_new_pods(reserve) -> None:
         assert "has 10,000 of 40,000 MiB that are not promised, found a limit of 25,000" in found.refused[B]
 
 
-@pytest.mark.parametrize("there", [{A}, {B}, {A, B}, set()], ids=["a", "b", "both", "nobody"])
+@pytest.mark.parametrize("there", [{A}, {B}, {A, B}, set()], ids=["a", "b", "both", "none"])
 @pytest.mark.parametrize("peak_mib", [9_000, 20_000])
 @pytest.mark.parametrize("is_agent_new", [True, False], ids=["next agent", "same agent"])
 def test_admitted_pods_stay(reserve, there, peak_mib, is_agent_new) -> None:

@@ -91,7 +91,7 @@ def status(kube: FakeKube) -> Any:
 
 
 async def place(kube: FakeKube, *reservations: Any) -> None:
-    """What the scheduler does: reserve, wait until ready, bind."""
+    """Reserve, wait until ready and bind, as the scheduler does."""
     await kube.patch(GPU_NODES, "node-1", {"spec": {"reservations": msgspec.to_builtins(list(reservations))}})
     await until(lambda: [p.state.value for p in status(kube).partitions] == ["Ready"] * len(reservations))
     for reservation in reservations:

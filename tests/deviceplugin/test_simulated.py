@@ -84,22 +84,22 @@ def test_killed_process_gives_everything_back(device: Device, environ, start) ->
 
 def test_forked_child_does_not_keep_the_claim_alive(device: Device, environ) -> None:
     (gpu,) = open_gpus(environ())
-    told, tell = os.pipe()
+    reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             gpu.allocate(1)
         except SimulatedGpuError as e:
-            os.write(tell, str(e)[:40].encode())
-        os.read(told, 0)
+            os.write(writer, str(e)[:40].encode())
+        os.read(reader, 0)
         signal.pause()
-    assert os.read(told, 100) == b"Cannot re-initialize CUDA in forked subp"
+    assert os.read(reader, 100) == b"Cannot re-initialize CUDA in forked subp"
     gpu.close()
     assert device.reading().claims == ()
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    os.close(told)
-    os.close(tell)
+    os.close(reader)
+    os.close(writer)
 
 
 def test_race_for_the_last_memory_has_one_winner(device: Device, environ, start) -> None:
@@ -218,7 +218,7 @@ def test_unreadable_claim_of_a_running_process_is_reported(device: Device, envir
 
 
 @pytest.mark.parametrize(
-    ("variables", "error", "says"),
+    ("variables", "error", "message"),
     [
         ({}, NoDeviceError, "no CUDA-capable device"),
         ({"CARPOOL_VISIBLE_GPUS": "GPU-9"}, NoDeviceError, "expected GPU GPU-9 in"),
@@ -227,8 +227,8 @@ def test_unreadable_claim_of_a_running_process_is_reported(device: Device, envir
         ({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "0"}, SimulatedGpuError, "more than 0 up to 100"),
     ],
 )
-def test_invalid_environment_is_named(environ, variables, error, says) -> None:
-    with pytest.raises(error, match=says):
+def test_invalid_environment_is_named(environ, variables, error, message) -> None:
+    with pytest.raises(error, match=message):
         open_gpus({**environ(), **variables} if variables else {})
 
 
@@ -440,7 +440,7 @@ def test_corrupt_mode_of_an_idle_gpu_mends_itself(devices: SimulatedDevices, tmp
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("NVIDIA A100-SXM4-40GB:0", "count from 1"),
         ("NVIDIA A100-SXM4-40GB:many", "count from 1"),
@@ -449,8 +449,8 @@ def test_corrupt_mode_of_an_idle_gpu_mends_itself(devices: SimulatedDevices, tmp
         ("", "count"),
     ],
 )
-def test_invalid_inventory_is_named(text: str, says: str) -> None:
-    with pytest.raises(NoDevicesError, match=f"CARPOOL_SIMULATED_GPUS.*{says}"):
+def test_invalid_inventory_is_named(text: str, message: str) -> None:
+    with pytest.raises(NoDevicesError, match=f"CARPOOL_SIMULATED_GPUS.*{message}"):
         parse_inventory(text or ":")
 
 

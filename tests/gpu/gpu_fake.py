@@ -20,14 +20,14 @@ _LINGER_S = 2.0
 
 @dataclass
 class Faithless:
-    """What a machine may do otherwise than it should, so that trials can be seen to fail."""
+    """Deviations of a machine, with which trials must fail."""
 
     ignores_limits: bool = False
     ignores_threads: bool = False
     kills_neighbours: bool = False
     """One client's lack of memory ends the others, too."""
     hides_fate: bool = False
-    """The daemon says nothing of a fault, and goes on living when it is killed."""
+    """The daemon does not report a fault, and survives a kill."""
     energy_leaks: bool = False
     has_no_torch: bool = False
     has_no_cgroups: bool = False

@@ -33,7 +33,7 @@ from carpool_deviceplugin.processes import Process, ProcTree
 
 
 class Kind(StrEnum):
-    """What a process does on the GPU."""
+    """Work of a process on the GPU."""
 
     TRAIN = "train"
     """Trains a small network, step after step."""
@@ -144,7 +144,7 @@ class ProcessLoad:
 
     def _tell(self, word: str) -> None:
         if self._process.stdin is not None:
-            with suppress(OSError):  # it has ended, and `ended` says how
+            with suppress(OSError):  # it has ended; `ended` has the reason
                 self._process.stdin.write(f"{word}\n".encode())
                 self._process.stdin.flush()
 

@@ -153,7 +153,7 @@ def activity_of_known_kernels(trial: Trial) -> str:
 
 
 def energy_adds_up(trial: Trial) -> str:
-    """What the pods and the idle GPU take together is what the GPU's counter says, and its power over the time."""
+    """The energy of pods and the idle GPU adds up to the GPU's counter, and so does its power over time."""
     machine, gpu = trial.machine, trial.gpu
     machine.devices.read(gpu)
     machine.wait(IDLE_S)
@@ -199,7 +199,7 @@ def processes_belong_to_pods(trial: Trial) -> str:
 
 
 def cost_beside_dmon(trial: Trial) -> str:
-    """What the agent's own readings take of a core, beside `nvidia-smi dmon`."""
+    """Share of a core that the agent's readings take, compared with `nvidia-smi dmon`."""
     machine = trial.machine
     began, spent = machine.monotonic(), machine.cpu_s()
     while machine.monotonic() - began < COST_S:

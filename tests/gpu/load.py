@@ -1,6 +1,6 @@
 """A process that computes on the GPU: `python load.py KIND [DEVICE]`. Needs nothing of Carpool, only PyTorch with CUDA.
 
-It says a line for each thing that happens, as JSON: `{"steps": 12}`, and at its end `{"ended": "out of memory"}`. What
+It prints a line of JSON for each event: `{"steps": 12}`, and at its end `{"ended": "out of memory"}`. What
 it reads, a line each: `take MIB`, `fault`, `stop`.
 """
 
@@ -64,13 +64,13 @@ def work_of(kind: str, device: str, torch: Any) -> Callable[[], None]:
 
 
 def listen(words: "queue.SimpleQueue[list[str]]") -> None:
-    """Hand on what the parent says."""
+    """Pass on the commands of the parent."""
     for line in sys.stdin:
         words.put(line.split() or [""])
 
 
 def main() -> None:
-    """Work until told to stop, or until the GPU says no."""
+    """Work until a command to stop or an error of the GPU."""
     import torch
 
     words: queue.SimpleQueue[list[str]] = queue.SimpleQueue()

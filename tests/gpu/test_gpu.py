@@ -121,7 +121,7 @@ def test_a_process_reports_its_steps_and_its_end(load: ProcessLoad) -> None:
     has_begun(load)
     load.take(1)
     assert (has_ended(load), load.steps()) == ("out of memory", 4)
-    load.take(1)  # nobody hears it any more
+    load.take(1)  # no process reads it any more
 
 
 def test_a_process_that_dies_is_quoted(load: ProcessLoad) -> None:

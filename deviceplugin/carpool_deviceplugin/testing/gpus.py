@@ -304,7 +304,7 @@ class FakeGpu:
     compute_mode: int = 0
     """NVML's compute mode; 0 is Default."""
     is_stuck: bool = False
-    """It says that it computes, and draws idle power."""
+    """It reports full utilization, and draws idle power."""
     ecc_uncorrectable: int = 0
     remap: tuple[int, int, int, int] = (0, 0, 0, 0)
     clock_reasons: int = 0

@@ -52,7 +52,7 @@ class FakeNvml:
         self.calls: list[str] = []
         self.init_error: int | None = None
         self._generation = 0
-        """Of the driver; handles of earlier ones are dead."""
+        """Number of restarts of the driver; handles of earlier ones are invalid."""
         self._open_generation: int | None = None
         self._objects: dict[int, tuple[int, Any]] = {}
         self._next_key = 0x1000
