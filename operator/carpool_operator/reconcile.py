@@ -17,7 +17,18 @@ from carpool_core.kube.pods import Pod
 from carpool_core.resources.job import Attempt
 
 from carpool_operator import attempts, conditions, outcomes, placement, status
-from carpool_operator.actions import CheckTemplate, CreatePod, CreateService, Decision, DeleteJob, Learn, ReadWarnings
+from carpool_operator.actions import (
+    Action,
+    CheckTemplate,
+    CreatePod,
+    CreateService,
+    Decision,
+    DeleteJob,
+    DeletePod,
+    Learn,
+    ReadWarnings,
+    RecordEvent,
+)
 from carpool_operator.inventory import infeasible_reason, infeasible_when_empty
 from carpool_operator.observations import doubt_oom, observe, peak_of, sample_of
 from carpool_operator.outcomes import GPU_OUT_OF_MEMORY, Outcome
@@ -44,13 +55,16 @@ _CALIBRATION_POLL_S = 1.0
 _EXCLUSION_POLL_S = 600.0
 """Seconds between reconciliations of a job that no GPU can hold because of earlier runs, which lose force in a day."""
 
+_ORPHAN = "orphan"
+"""Finalizer with which the API server marks a job that is deleted without its dependents."""
+
 _FINAL = "this ended the job: delete it, and apply the corrected one"
 
 
 def reconcile(snapshot: Snapshot) -> Decision:
     """Return what to do about a job."""
     if snapshot.job.metadata.deletion_timestamp is not None:
-        return Decision()
+        return _delete_orphans(snapshot) if _ORPHAN in snapshot.job.metadata.finalizers else Decision()
     # 1. Keep the job's own pods and delete those that only claim to belong to it.
     own, foreign = split_pods(snapshot)
     draft = Draft(own)
@@ -75,6 +89,20 @@ def reconcile(snapshot: Snapshot) -> Decision:
     # 7. Add the attempt's measurements to the calibration.
     _learn(draft, attempt, pods)
     return draft.decision(is_current=is_predicted)
+
+
+def _delete_orphans(snapshot: Snapshot) -> Decision:
+    """Delete the pods of a job that is deleted with `--cascade=orphan`, which would hold GPUs without any deadline."""
+    own, _ = split_pods(snapshot)
+    living = [pod for pod in own.pods if not pod.is_finished and pod.metadata.deletion_timestamp is None]
+    actions: list[Action] = [DeletePod(pod.metadata.name, pod.metadata.uid) for pod in living]
+    hidden = hidden_pods(snapshot.job, attempts.latest(snapshot.job.status), own.pods, blocks=False)
+    if hidden is not None:
+        actions.append(hidden)
+    if living:
+        message = "a deleted job holds no GPU, so its pods are deleted with it"
+        actions.append(RecordEvent("Warning", "OrphansDeleted", message))
+    return Decision(tuple(actions))
 
 
 def _delete_foreign(draft: Draft, foreign: Sequence[Pod]) -> None:

@@ -9,7 +9,16 @@ import pytest
 from carpool_core.clock import rfc3339
 from carpool_core.kube.pods import Pod
 from carpool_core.resources.job import GpuTrainingJob
-from carpool_operator.actions import CheckTemplate, Decision, DeleteJob, Predict, ReadWarnings, WriteStatus
+from carpool_operator.actions import (
+    CheckTemplate,
+    Decision,
+    DeleteHiddenPods,
+    DeleteJob,
+    DeletePod,
+    Predict,
+    ReadWarnings,
+    WriteStatus,
+)
 from carpool_operator.attempts import spec_digest
 from carpool_operator.reconcile import reconcile
 from carpool_operator.snapshot import PodWarning, Refusal
@@ -335,6 +344,20 @@ def test_job_being_deleted_is_left_to_the_garbage_collector() -> None:
     of = job()
     going = msgspec.structs.replace(of.metadata, deletion_timestamp=rfc3339(NOW))
     assert reconcile(snapshot(msgspec.structs.replace(of, metadata=going))) == Decision()
+
+
+def test_job_deleted_without_its_pods_holds_no_gpu() -> None:
+    """Regression: after `kubectl delete --cascade=orphan` pods held GPUs that no deadline of the job ended."""
+    attempt = {"number": 1, "outcome": "Running", "podUids": ["pod-0-1", "pod-1-1"]}
+    of = predicted_job([attempt], workers=2)
+    going = msgspec.structs.replace(of.metadata, deletion_timestamp=rfc3339(NOW), finalizers=["orphan"])
+    of = msgspec.structs.replace(of, metadata=going)
+    decision = reconcile(snapshot(of, pods=(pod(0, phase="Running"),)))
+    assert decision.actions[:2] == (
+        DeletePod("x-worker-0-1", "pod-0-1"),
+        DeleteHiddenPods(("x-worker-1-1",), frozenset({"pod-1-1"}), blocks=False),
+    ), "the garbage collector has removed the controller of the other pod already"
+    assert events(decision) == ["OrphansDeleted"]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ class ObjectMeta(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit
     generation: int = 0
     creation_timestamp: str | None = None
     deletion_timestamp: str | None = None
+    finalizers: list[str] = []
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}
 
