@@ -106,6 +106,10 @@ def metrics_port(default: int) -> Any:
     )
 
 
+MPS_CLIENTS = 48
+"""Clients that an MPS server accepts on a GPU since Volta (NVIDIA's MPS guide); some newer drivers accept more."""
+
+
 def slots_per_gpu() -> Any:
     """Return the field for the number of tenants of a GPU, on which scheduler and agents must agree."""
     return setting(
@@ -113,7 +117,7 @@ def slots_per_gpu() -> Any:
         flag="--slots-per-gpu",
         env="CARPOOL_SLOTS_PER_GPU",
         minimum=1,
-        maximum=128,
+        maximum=MPS_CLIENTS,
         help="Most pods that may share one GPU; set the same for the scheduler and all agents.",
     )
 

@@ -31,9 +31,6 @@ from carpool_deviceplugin.mig import (
 )
 from carpool_deviceplugin.quoting import quoted
 
-MPS_CLIENTS = 48
-"""Clients that an MPS server accepts on a GPU since Volta (NVIDIA's MPS guide); some newer drivers accept more."""
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -256,11 +253,6 @@ def _conflict(actual: GpuActual, wanted: Reservation, granted: Sequence[Reservat
         )
     if first.mode is not SharingMode.MPS:
         return ""
-    if len(granted) >= MPS_CLIENTS:
-        return (
-            f"GPU {actual.uuid}: expected at most {MPS_CLIENTS} pods, as many clients as an MPS server accepts, found "
-            f"{len(granted) + 1}; reserve another GPU, and set slotsPerGpu to {MPS_CLIENTS} or less"
-        )
     if first.pod_namespace != wanted.pod_namespace:
         return (
             f"GPU {actual.uuid}: its MPS daemon serves namespace {first.pod_namespace}, found {wanted.pod_namespace}; "

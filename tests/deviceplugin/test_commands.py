@@ -114,7 +114,7 @@ def test_a_port_that_cannot_be_had_is_a_sentence(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "value", "bounds"), [("metrics-port", "99999", "0 to 65535"), ("slots-per-gpu", "0", "1 to 128")]
+    ("setting", "value", "bounds"), [("metrics-port", "99999", "0 to 65535"), ("slots-per-gpu", "49", "1 to 48")]
 )
 def test_a_number_out_of_bounds_is_a_sentence(tmp_path: Path, setting: str, value: str, bounds: str) -> None:
     found = begin(tmp_path, f"--{setting}", value)

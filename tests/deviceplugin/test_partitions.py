@@ -170,14 +170,6 @@ def test_shortest_steps(reserve, actual, wanted, steps) -> None:
             "has 10,000 of 40,000 MiB",
             id="mps-overcommitted",
         ),
-        pytest.param(
-            IDLE,
-            [(f"{number:02}", MPS, {"memory_limit_mib": 1}) for number in range(49)],
-            [],
-            PodUid("uid-48"),
-            "expected at most 48 pods, as many clients as an MPS server accepts, found 49",
-            id="more-than-an-mps-server-accepts",
-        ),
         pytest.param(IDLE, [("a", MIG, {"mig_profile": "1g.5gb"})], [], A, "expected a mode out of", id="mig"),
         pytest.param(
             IDLE,

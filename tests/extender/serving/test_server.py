@@ -204,7 +204,7 @@ KUBECONFIG = (
         (["--least-free-mib", "-1"], "expected a least free memory of 0 to 1,073,741,824 MiB, found -1"),
         (["--least-free-mib", "9" * 23], "expected a least free memory of 0 to 1,073,741,824 MiB, found 99,999,9"),
         (["--most-jobs", "0"], "expected 1 to 1,024 jobs on a GPU at most, found 0"),
-        (["--slots-per-gpu", "0"], "expected a number from 1 to 128, found 0"),
+        (["--slots-per-gpu", "0"], "expected a number from 1 to 48, found 0"),
         (["--candidates", "0"], "expected a number from 1 on, found 0"),
         (["--bind-timeout-seconds", "nan"], "expected a number from 1 to 3600, found nan"),
         (["--metrics-port", "65536"], "expected a number from 0 to 65535, found 65536"),
