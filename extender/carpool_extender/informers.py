@@ -58,6 +58,7 @@ class AttemptRow(_Wire, frozen=True, kw_only=True):
 class JobStatusRow(_Wire, frozen=True, kw_only=True):
     """Of a job's status, what its demand depends on."""
 
+    state: str = ""
     prediction: Prediction | None = None
     attempts: list[AttemptRow] = []
 
@@ -89,7 +90,6 @@ class WatchedStatus(JobStatusRow, frozen=True, kw_only=True):
     If it is needed after all, because a pod was replaced before the job's state changed, the job is read.
     """
 
-    state: str = ""
     step_times_s: dict[str, float] = {}
     """Predicted step time by GPU product, in seconds; kept while the job runs, because its end is predicted by it."""
 

@@ -167,11 +167,16 @@ def seed_node(kube: FakeKube, node: GpuNode) -> None:
 def seed_job(
     kube: FakeKube, name: str, *, spec: Mapping[str, Any] | None = None, created: str | None = None, **predicted: Any
 ) -> str:
-    """Put a job with a prediction on a server; return its UID."""
+    """Put a job with a prediction and recorded pods on a server; return its UID."""
     body = {
         "metadata": {"name": name, "uid": f"job-{name}", "creationTimestamp": created},
         "spec": {"template": {}} | dict(spec or {}),
-        "status": {"prediction": msgspec.to_builtins(prediction(**predicted))},
+        "status": {
+            "prediction": msgspec.to_builtins(prediction(**predicted)),
+            "attempts": [
+                {"number": 1, "podUids": [f"pod-{name}", *(f"pod-{name}-{worker}" for worker in range(1, 8))]}
+            ],
+        },
     }
     kube.seed(GPU_TRAINING_JOBS, body)
     return f"job-{name}"

@@ -18,7 +18,7 @@ from carpool_core.kube.pods import (
     parse_worker_name,
 )
 from carpool_core.resources.job import GpuTrainingJob
-from carpool_core.values import JobUid, PodUid
+from carpool_core.values import JobState, JobUid, PodUid
 
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.scores import UnknownPolicyError, find_policy
@@ -79,7 +79,8 @@ class Workloads:
         job = self._informers.job(JobUid(owner.uid))
         if job is not None and job.status.prediction is not None:
             return self._checked(pod, job)
-        if (known := self._known.get(JobUid(owner.uid))) is not None:
+        if job is not None and (known := self._known.get(JobUid(owner.uid))) is not None:
+            _check_recorded(pod, job)
             return known[1]
         raise NotOurs(
             f"NotAdmitted: expected pod {_name(pod)} to be admitted by Carpool's queue, found no prediction of its job "
@@ -90,6 +91,7 @@ class Workloads:
         if job.metadata.namespace != pod.metadata.namespace:
             raise _no_such_job(pod, controller_of(pod))
         _check_name(pod, job)
+        _check_recorded(pod, job)
         pod_request = self._request(job, container_uid(pod.spec))
         asked, expected = gpus_asked(pod), pod_request.demand.gpus
         if asked != expected:
@@ -157,6 +159,27 @@ def _check_name(pod: Pod, job: JobRow) -> None:
             f"NotAWorker: expected a pod of job {job.metadata.name} to be called "
             f"{job.metadata.name}-worker-INDEX-ATTEMPT with an index below {job.spec.workers}, found {_name(pod)}; "
             "let the operator create the job's pods"
+        )
+
+
+_INACTIVE = frozenset((JobState.SUSPENDED, JobState.COMPLETE, JobState.FAILED))
+
+
+def _check_recorded(pod: Pod, job: JobRow) -> None:
+    """Check that a job may have pods, and that the operator created this one: it records their UIDs in the status.
+
+    Raises:
+        NotOurs: The job is suspended or has ended, or the UID is not in its latest attempt.
+    """
+    if job.status.state in _INACTIVE:
+        raise NotOurs(
+            f"JobNotActive: expected job {job.metadata.namespace}/{job.metadata.name} to run, found state "
+            f"{job.status.state}; pod {_name(pod)} gets no GPU"
+        )
+    if pod.metadata.uid not in job.status.latest_attempt.pod_uids:
+        raise NotOurs(
+            f"NotRecorded: expected pod {_name(pod)} among the pods of the latest attempt of job {job.metadata.name}, "
+            "found another UID in its status; let the operator create the job's pods"
         )
 
 

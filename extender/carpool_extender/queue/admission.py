@@ -313,9 +313,8 @@ class AdmissionController:
         row, pods = self._informers.job(job), self._informers.pods_of(job)
         attempt = AttemptRow() if row is None else row.status.latest_attempt
         if row is not None:
-            pods = [pod for pod in pods if pod.metadata.namespace == row.metadata.namespace]
-        if attempt.pod_uids:
-            pods = [pod for pod in pods if pod.metadata.uid in attempt.pod_uids]
+            own = row.metadata.namespace
+            pods = [p for p in pods if p.metadata.namespace == own and p.metadata.uid in attempt.pod_uids]
         named = [(pod, name) for pod in pods if (name := parse_worker_name(pod.metadata.name))]
         latest, gang = attempt.number or max((name.attempt for _, name in named), default=0), _Gang()
         for pod, name in named:

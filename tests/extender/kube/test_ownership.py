@@ -71,8 +71,36 @@ async def test_a_pod_that_is_not_called_as_a_worker_of_its_job_is_refused(world,
     )
 
 
+@pytest.mark.parametrize(
+    ("status", "found"),
+    [
+        pytest.param(
+            {"attempts": [{"number": 1, "podUids": ["pod-of-the-operator"]}]}, "NotRecorded: expected", id="UID"
+        ),
+        pytest.param({"attempts": []}, "NotRecorded: expected", id="no attempt yet"),
+        pytest.param(
+            {"state": "Suspended"}, "JobNotActive: expected job default/x to run, found state S", id="suspended"
+        ),
+        pytest.param(
+            {"state": "Failed"}, "JobNotActive: expected job default/x to run, found state Failed", id="failed"
+        ),
+    ],
+)
+async def test_a_pod_that_the_operator_did_not_record_for_an_active_job_gets_no_gpu(world, status, found):
+    """Regression: a pod with a worker's name held the GPUs of a suspended job for two days."""
+    world.add("x")
+    job = world.kube.dump(GPU_TRAINING_JOBS, "x", "")
+    world.kube.seed(GPU_TRAINING_JOBS, job | {"status": job["status"] | status})
+    async with world.extender() as extender:
+        refused = (await extender.service.filter(filtering())).failed_and_unresolvable_nodes
+        answer = await extender.service.bind(args())
+    assert world.held() == {}
+    assert answer.error.startswith(found)
+    assert refused["a"].startswith(found if status != {"state": "Failed"} else "NotAdmitted")
+
+
 def seed_attempts(kube, attempts):
-    """Pods that carry the names of attempts of one worker, as anybody who may create pods can."""
+    """Pods that carry the names of attempts of one worker."""
     for attempt in range(1, attempts + 1):
         pod = pod_of("x", uid=f"pod-x-{attempt}")
         pod["metadata"]["name"] = f"x-worker-0-{attempt}"

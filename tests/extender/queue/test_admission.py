@@ -162,6 +162,7 @@ async def test_a_job_that_gets_no_node_returns_to_the_queue_with_the_scheduler_s
         assert not [pod for pod in cluster.kube.dump_all(PODS) if pod["metadata"]["uid"] == "pod-x"]
         assert extender.informers.cluster.pods_of_job("job-x") == set()
         cluster.worker("x", uid="pod-x-again")
+        await record(cluster, 1, "pod-x-again")
         cluster.queue("other", 30)
         await cluster.settle(3)
         assert cluster.gated() == ["x-worker-0-1"], "it backs off, and another one passes"
@@ -193,6 +194,7 @@ async def test_the_pods_of_a_new_attempt_get_the_reason_too(cluster):
         await cluster.settle(3)
         await cluster.kube.delete(PODS, "x-worker-0-1", namespace="default")
         cluster.kube.seed(PODS, named_pod("x-worker-0-2"))
+        await record(cluster, 2, "uid-x-worker-0-2")
         await cluster.settle(12)
         assert cluster.condition("x", attempt=2) == ("NoGpuFits", "2 GPUs: used exclusively")
 
@@ -239,6 +241,7 @@ async def test_a_new_attempt_is_admitted_while_its_lost_pod_still_has_a_reservat
         again = pod_of("x", uid="pod-x-again", schedulingGates=GATES)
         again["metadata"]["name"] = "x-worker-0-2"
         cluster.kube.seed(PODS, again)
+        await record(cluster, 2, "pod-x-again")
         await cluster.settle()
         assert cluster.gated() == []
         assert [one["podUid"] for one in cluster.reservations("a")] == ["pod-x"]

@@ -120,6 +120,7 @@ async def test_a_reason_names_no_neighbour_that_left_while_the_bind_waited_to_be
         async with background(extender.service.bind(args("y"))) as binding:
             for _ in range(50):
                 await asyncio.sleep(0)
+            await world.kube.delete(PODS, "x-worker-0-1", namespace="default")
             await world.kube.patch(GPU_NODES, "a", {"spec": {"reservations": []}})
             await until(lambda: not extender.informers.cluster.node("a").spec.reservations)
             world.clock.advance(4)

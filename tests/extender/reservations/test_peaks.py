@@ -257,8 +257,9 @@ def test_explain_says_what_counts(profile, peak, said):
 def a_lone_job(world, **predicted):
     """A job that is alone because nothing was measured, and one that waits, for one GPU."""
     world.add("x", "y", nodes=["a"])
-    told = {"prediction": msgspec.to_builtins(prediction(trusted=False, **predicted))}
-    world.kube.seed(GPU_TRAINING_JOBS, world.kube.dump(GPU_TRAINING_JOBS, "x", "") | {"status": told})
+    job = world.kube.dump(GPU_TRAINING_JOBS, "x", "")
+    status = job["status"] | {"prediction": msgspec.to_builtins(prediction(trusted=False, **predicted))}
+    world.kube.seed(GPU_TRAINING_JOBS, job | {"status": status})
 
 
 async def place(world, extender, job="x"):
@@ -330,7 +331,9 @@ async def test_a_failed_write_is_repeated_at_the_next_report(world):
 async def test_a_job_that_died_of_memory_stays_alone(world, outcome):
     a_lone_job(world)
     job = world.kube.dump(GPU_TRAINING_JOBS, "x", "")
-    world.kube.seed(GPU_TRAINING_JOBS, job | {"status": job["status"] | {"attempts": [{"outcome": outcome}]}})
+    world.kube.seed(
+        GPU_TRAINING_JOBS, job | {"status": job["status"] | {"attempts": [{"outcome": outcome, "podUids": ["pod-x"]}]}}
+    )
     async with world.extender() as extender:
         await place(world, extender)
     [lone] = world.reservations("a")
