@@ -18,7 +18,7 @@ def leaves(of: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
             yield f"{path}.{name}", value
 
 
-def test_every_setting_of_the_chart_is_told_with_its_default() -> None:
+def test_every_setting_of_the_chart_is_documented_with_its_default() -> None:
     told = {one.path: yaml.safe_load(one.default) for one in values(TEXT) if one.default}
     assert told == dict(leaves(yaml.safe_load(TEXT)[BLOCK], BLOCK))
 

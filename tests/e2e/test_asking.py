@@ -43,7 +43,7 @@ async def _names(api: KubeApi) -> set[str]:
     return {msgspec.json.decode(item)["metadata"]["name"] for page in pages for item in page.items}
 
 
-async def test_both_tell_every_gpu_of_the_live_cluster_and_create_nothing(
+async def test_explain_and_what_if_list_every_gpu_and_create_nothing(
     control_plane: Cluster, asker: Path, tmp_path: Path
 ) -> None:
     manifest = tmp_path / "job.yaml"

@@ -101,12 +101,13 @@ def test_the_extender_dies_while_it_waits_for_the_agent(cluster: Cluster, watche
 
 
 def test_a_job_goes_on_while_everything_of_carpool_is_down(cluster: Cluster, watcher: Watcher) -> None:
-    cluster.apply(sleeper("steady", "sleep 4"))
+    cluster.apply(sleeper("steady", "until [ -e /tmp/end ]; do sleep 0.1; done"))
     watcher.running("steady")
     names = ("operator", "extender", "agent-a100")
     for name in names:
         cluster[name].kill()
     pod = watcher.pods("steady")[0]["metadata"]["name"]
+    cluster.kubectl("exec", pod, "--", "touch", "/tmp/end")  # noqa: S108  # in a container
     eventually("the container to finish", lambda: watcher.read("pod", pod)["status"]["phase"] == "Succeeded")
     for name in names:
         cluster[name].start()

@@ -12,7 +12,7 @@ from carpool_e2e.kubectl import Watcher, eventually
 pytestmark = pytest.mark.e2e
 
 
-def test_a_misspelt_field_of_the_template_is_named(cluster: Cluster, watcher: Watcher) -> None:
+def test_misspelt_field_of_the_template_is_named(cluster: Cluster, watcher: Watcher) -> None:
     job = sleeper("misspelt", model={"catalog": {"name": "timm/resnet50"}})
     job["spec"]["template"]["spec"]["containers"][0]["comand"] = ["train"]
     cluster.kubectl("apply", "--validate=false", "-f", "-", stdin=yaml.safe_dump(job))
@@ -22,37 +22,45 @@ def test_a_misspelt_field_of_the_template_is_named(cluster: Cluster, watcher: Wa
     assert watcher.pods("misspelt") == []
 
 
-def test_workers_are_told_of_each_other(cluster: Cluster, watcher: Watcher) -> None:
+def test_workers_know_each_other(cluster: Cluster, watcher: Watcher) -> None:
     cluster.apply(sleeper("pair", workers=2))
     watcher.running("pair")
     told = [cluster.kubectl("exec", f"pair-worker-{worker}-1", "--", "/bin/sh", "-c", "env") for worker in (0, 1)]
     for worker, text in enumerate(told):
         assert {"MASTER_ADDR=worker-0-1.pair-workers", f"RANK={worker}", "WORLD_SIZE=2"} <= set(text.splitlines())
-    slices = watcher.read("endpointslices", "-l", "kubernetes.io/service-name=pair-workers")["items"]
-    names = {endpoint["hostname"] for one in slices for endpoint in one["endpoints"]}
-    assert names == {"worker-0-1", "worker-1-1"}, "what the cluster's DNS answers from"
+
+    def hostnames() -> set[str]:
+        """Names that the cluster's DNS resolves."""
+        slices = watcher.read("endpointslices", "-l", "kubernetes.io/service-name=pair-workers")["items"]
+        return {endpoint["hostname"] for one in slices for endpoint in one["endpoints"] or ()}
+
+    eventually("an address of each worker", lambda: hostnames() == {"worker-0-1", "worker-1-1"})
     cluster.kubectl("delete", "gputrainingjob", "pair")
     eventually("the service to go with its job", lambda: watcher.read("service", "pair-workers") is None)
 
 
-def test_a_job_without_a_wish_lands_where_containers_start(cluster: Cluster, watcher: Watcher) -> None:
+def test_job_without_a_product_runs_where_containers_start(cluster: Cluster, watcher: Watcher) -> None:
     cluster.apply(sleeper("anywhere", gpu={}))
     watcher.placed_once("anywhere")
 
 
-def test_a_waiting_job_says_what_both_the_extender_and_the_scheduler_lack(cluster: Cluster, watcher: Watcher) -> None:
+def test_waiting_job_has_the_reasons_of_extender_and_scheduler(cluster: Cluster, watcher: Watcher) -> None:
     job = sleeper("both", gpu={}, memory={"limit": "30Gi"})
     spec = job["spec"]["template"]["spec"]
     spec["tolerations"] = [TOLERATION]
     spec["containers"][0]["resources"] = {"requests": {"cpu": "30"}}
     cluster.apply(job)
-    eventually("NoGpuFits", lambda: watcher.condition("both", "Placed").get("reason") == "NoGpuFits")
-    message = watcher.condition("both", "Placed")["message"]
+
+    def refusal() -> str | None:
+        placed = watcher.condition("both", "Placed")
+        return placed["message"] if placed.get("reason") == "NoGpuFits" else None
+
+    message = eventually("NoGpuFits", refusal)
     assert message.startswith("needs 30,720 MiB; freest Simulated Tesla T4 has"), message
     assert message.endswith("; other nodes: 2 Insufficient cpu"), message
 
 
-def test_a_pod_of_a_workers_name_does_not_stand_in_for_it(cluster: Cluster, watcher: Watcher) -> None:
+def test_pod_of_a_workers_name_does_not_replace_it(cluster: Cluster, watcher: Watcher) -> None:
     cluster.apply(sleeper("real"))
     job = watcher.running("real")
     worker = watcher.pods("real")[0]

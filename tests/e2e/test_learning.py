@@ -73,11 +73,11 @@ def test_the_second_job_of_a_kind_is_predicted_with_what_the_first_showed(cluste
 def test_an_operator_killed_after_writing_it_and_before_the_status_counts_nothing_twice(
     cluster: Cluster, watcher: Watcher, once: Path
 ) -> None:
-    exists = watcher.read("configmap", CALIBRATION, "-n", NAMESPACE) is not None
-    before = calibration(watcher).get("seen", 0)
     operator = cluster["operator"]
     healthy = operator.command
-    operator.kill()
+    operator.kill()  # first, so that it writes no observation of an earlier job after the count
+    exists = watcher.read("configmap", CALIBRATION, "-n", NAMESPACE) is not None
+    before = calibration(watcher).get("seen", 0)
     operator.command = [
         sys.executable, "-m", "carpool_e2e.crashing",
         "--at", f"carpool_core.kube.client:KubeClient.{'patch' if exists else 'create'}", "--when", "after",

@@ -65,7 +65,7 @@ def test_a_kept_slot_is_left_alone_until_clean(tmp_path: Path) -> None:
     other.release()
 
 
-def test_a_slot_that_cannot_be_emptied_stays_taken_and_stops_nobody(tmp_path: Path) -> None:
+def test_slot_that_cannot_be_emptied_stays_taken_and_stops_no_start(tmp_path: Path) -> None:
     """Regression: one network link that could not be removed stopped every start, in free slots too."""
     machine = Machine(tmp_path / "net", tmp_path / "cgroup")
     root, group, console = tmp_path / "slots", machine.cgroups / "cpu" / "cq0-a", Console(file=StringIO())
@@ -89,7 +89,7 @@ def test_a_slot_that_cannot_be_emptied_stays_taken_and_stops_nobody(tmp_path: Pa
     assert processes.clean(root, machine) == [0]
 
 
-def test_a_directory_of_somebody_else_is_refused(tmp_path: Path) -> None:
+def test_directory_of_another_user_is_refused(tmp_path: Path) -> None:
     target = tmp_path / "elsewhere"
     target.mkdir()
     root = tmp_path / "root"
@@ -182,7 +182,7 @@ def test_skip_is_an_error_in_ci_unless_the_test_needs_a_gpu(
     assert "\ntest_gpu.py::test_x\n" in done.stdout
 
 
-def test_cgroups_that_stay_are_told_of(tmp_path: Path) -> None:
+def test_cgroups_that_cannot_be_removed_are_named(tmp_path: Path) -> None:
     """Regression: after 5 s the next one was tried, and nobody heard that this one stayed."""
     (tmp_path / "cpu" / "cp0-a" / "kubepods").mkdir(parents=True)
     (tmp_path / "cpu" / "cp1-b").mkdir()

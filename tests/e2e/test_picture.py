@@ -72,7 +72,7 @@ def test_a_block_is_what_decisions_count_where_a_peak_was_measured() -> None:
 
 
 @pytest.mark.parametrize("width", [80, 200])
-def test_the_bars_of_all_nodes_stand_below_each_other(width: int) -> None:
+def test_bars_of_all_nodes_are_aligned(width: int) -> None:
     """Regression: the names of modes are not equally long, and each node's bars began elsewhere."""
     alone = node("n1", ("a", 20480, 20480))
     (held,) = alone.spec.reservations

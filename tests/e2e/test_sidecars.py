@@ -29,9 +29,7 @@ def followed(name: str, *, is_sidecar: bool) -> dict[str, Any]:
     return job
 
 
-def test_a_sidecar_ends_with_the_training_and_the_ended_job_is_told_and_kept(
-    cluster: Cluster, watcher: Watcher
-) -> None:
+def test_sidecar_ends_with_the_training_and_the_ended_job_is_fixed(cluster: Cluster, watcher: Watcher) -> None:
     cluster.apply(followed("escorted", is_sidecar=True))
     eventually("Complete", lambda: watcher.state("escorted") == "Complete", timeout_s=90)
     assert "1 of 1 workers succeeded" in watcher.condition("escorted", "Running")["message"]

@@ -41,7 +41,7 @@ def written(account: str) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_the_page_on_security_tells_of_these_rights_and_no_others(chart: Any, name: str) -> None:
+def test_security_page_lists_exactly_the_rights(chart: Any, name: str) -> None:
     assert written(name) == rights(chart.one("ClusterRole", name))
 
 
@@ -85,7 +85,7 @@ def test_there_are_no_other_roles(chart: Any) -> None:
     ]
 
 
-def test_whoever_asks_may_read_the_sites_settings_and_what_was_learned_and_nothing_else(chart: Any) -> None:
+def test_role_for_explain_reads_settings_and_calibration_only(chart: Any) -> None:
     """What `carpool explain` and `what-if` read of the chart's own namespace; the chart binds it to nobody."""
     role = chart.one("Role", "carpool-asker")
     assert role["metadata"]["namespace"] == "carpool-system"

@@ -112,7 +112,7 @@ def test_each_side_is_given_its_own_key_and_finds_every_file(chart: Any) -> None
     assert variables["CARPOOL_EXTENDER_CLIENT_CA"] == "/etc/carpool/tls/ca.crt"
 
 
-def test_the_two_sides_accept_each_other_and_nobody_without_a_certificate(chart: Any, tmp_path: Path) -> None:
+def test_mutual_tls_refuses_clients_without_a_certificate(chart: Any, tmp_path: Path) -> None:
     for name, content in files(chart).items():
         (tmp_path / name).write_bytes(content)
     server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=tmp_path / "ca.crt")
@@ -147,7 +147,7 @@ def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext) -> ssl.SSLError 
     raise AssertionError("the handshake never ended")
 
 
-def test_ones_own_certificates_take_the_place_of_the_charts(render: Any) -> None:
+def test_certificates_of_the_user_replace_those_of_the_chart(render: Any) -> None:
     chart = render(scheduler={"tls": {"existingSecret": "mine"}})
     assert chart.all("Secret") == []
     volumes = chart.one("Deployment", "carpool-scheduler")["spec"]["template"]["spec"]["volumes"]

@@ -118,9 +118,7 @@ def test_the_schema_knows_the_orders_of_the_extender() -> None:
         ),
     ],
 )
-def test_a_value_that_makes_no_sense_is_refused_with_a_sentence(
-    render: Any, values: dict[str, Any], sentence: str
-) -> None:
+def test_invalid_value_is_refused_with_a_sentence(render: Any, values: dict[str, Any], sentence: str) -> None:
     assert sentence in render(**values).error
 
 

@@ -98,7 +98,7 @@ def test_each_of_gavels_jobs_has_its_own_activity_and_slowdown(published):
     assert pool.slowdowns[2 * number : 2 * number + 2].tolist() == list(pair.slowdowns)
 
 
-def test_tenants_of_mps_have_the_slowdowns_of_other_pairs_and_those_by_turns_do_not(published):
+def test_only_mps_tenants_have_the_slowdowns_of_other_pairs(published):
     pool = Pool(np.array([[0.2, 0.7]] * 8 + [[0.7, 0.2]] * 8), np.array([1.25] * 8 + [1.75] * 8))
     lucids = MeasuredPairs(published / "lucid")
     pairs = MeasuredPairs(published / "lucid", behind_mps=pool)
@@ -158,7 +158,7 @@ def test_what_a_run_took_is_found_again_from_its_energy(asleep_w, idle_w, more_w
 
 
 @given(idle_w=WATTS, more_w=WATTS)
-def test_energies_tell_what_gpus_draw(idle_w, more_w):
+def test_power_is_fitted_to_energies(idle_w, more_w):
     true = Power(idle_w, idle_w, idle_w + more_w)
     runs = {
         "alone": Spent(1000.0, 1000.0, 500.0),

@@ -10,7 +10,7 @@ from carpool_simulator.truth import Workload
 CLUSTER = "nodes: [{count: 1, product: NVIDIA A100-SXM4-40GB, gpus: 2}]"
 
 
-def test_who_learns_from_crowds_does_not_crowd_ever_more(published: Path, tmp_path: Path) -> None:
+def test_learning_from_co_located_jobs_does_not_increase_co_location(published: Path, tmp_path: Path) -> None:
     """Regression: of these jobs 94% came to take longer than they accept, on average 3 times as long as alone."""
     draw = random.Random(1)  # noqa: S311  # a simulation, no secret
     rows = [f"{60 * i},{draw.randint(300, 7200)},1" for i in range(80)]

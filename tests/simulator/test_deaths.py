@@ -19,14 +19,14 @@ def test_a_job_beyond_its_limit_dies_is_raised_and_succeeds():
     assert ends(outcome) == {"a": LOADED_S + 100.0}
 
 
-def test_whoever_allocates_last_dies_where_nothing_limits_memory_and_recovers_alone():
+def test_last_to_allocate_dies_without_memory_limits_and_recovers_alone():
     blind = Strategy("blind", "round-robin")
     outcome = Simulation(workload(job("a", of=truth(6000)), job("b", of=truth(6000))), blind, NoSlowdown()).run()
     assert outcome.ooms == 1
     assert ends(outcome) == {"a": 100.0, "b": 200.0}
 
 
-def test_memory_in_pieces_kills_who_would_have_fitted_beside_others_and_nobody_alone():
+def test_fragmented_memory_kills_co_tenants_and_no_job_alone():
     jobs = workload(job("a", of=truth(4900)), job("b", of=truth(4900)))
     assert Simulation(jobs, CARPOOL, NoSlowdown()).run().ooms == 0
     pieces = Simulation(replace(jobs, fragmented=0.05), CARPOOL, NoSlowdown()).run()

@@ -22,7 +22,7 @@ def traced(name, over=1.0, at_s=0.0, work_s=1000.0, kind=RESNET, product=A100, *
     return SimJob(name, at_s, work_s, 1, of, prediction, asked=job_of(kind), **changes)
 
 
-def test_what_ran_tells_of_the_next_of_its_kind():
+def test_a_run_improves_the_prediction_of_the_next_job_of_its_kind():
     jobs = workload(*(traced(f"j{i}", 1.2, 2000.0 * i) for i in range(3)))
     assert Simulation(jobs, CARPOOL, NoSlowdown()).run().ooms == 3
     assert Simulation(jobs, LEARNS, NoSlowdown()).run().ooms == 1

@@ -42,7 +42,7 @@ def test_jobs_of_about_the_same_length_keep_the_order_of_their_arrival():
     assert order(*jobs) == ["first", "second", "third"]
 
 
-def test_who_does_not_say_how_many_steps_there_are_counts_as_an_hour():
+def test_job_without_steps_counts_as_an_hour():
     jobs = [job("minutes", of=FULL, steps=300), job("unknown", of=FULL), job("day", of=FULL, steps=86_400)]
     assert order(*jobs) == ["day", "unknown", "minutes"]
 
@@ -55,7 +55,7 @@ def test_of_those_that_came_together_the_longest_and_the_shortest_take_turns():
     assert order(*apart, strategy=BY_TURNS) == ["e", "a", "d", "b", "c"], "of kinds that are decided one by one, too"
 
 
-def test_who_came_ten_minutes_later_waits_for_all_before_and_takes_turns_with_its_own():
+def test_windows_of_arrival_are_served_one_after_the_other():
     jobs = [
         job("running", 2 * WINDOW_S, of=FULL, steps=60),
         job("short", of=FULL, arrival_s=1.0, steps=60),

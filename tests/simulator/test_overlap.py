@@ -94,7 +94,7 @@ def test_a_machines_own_power_comes_before_what_is_usual():
     assert figures_of(own.run()).energy_mj * 1e6 == pytest.approx(100 * 10 + 100 * (20 + 100 * 0.2))
 
 
-def test_who_decides_never_sees_how_busy_gpus_truly_are_or_what_they_draw():
+def test_decisions_never_read_true_activity_or_power():
     """The same decisions, whatever the truth about the GPU as a whole is."""
 
     class Busier(Halved):

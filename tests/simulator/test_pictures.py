@@ -43,7 +43,7 @@ def ran_kinds(number, data):
     return gantt("x", "exclusive", run.example)
 
 
-def test_who_ran_where_has_a_legend_of_the_kinds_in_their_colours(data):
+def test_gantt_chart_has_a_legend_of_kinds(data):
     """Regression: nobody could tell which colour was which kind."""
     figure = ran_kinds(20, data)
     (legend,) = figure.legends
@@ -110,7 +110,7 @@ def test_a_strategy_that_never_placed_anything_is_not_drawn(data, tmp_path):
     assert draw(tmp_path, "x", lines) == []
 
 
-def test_whoever_has_a_gpu_at_the_same_time_has_another_lane():
+def test_co_tenants_have_different_lanes():
     def ran(name, start_s, end_s, *gpus):
         return Finished(job(name), start_s, end_s, gpus, 0)
 
@@ -123,7 +123,7 @@ def test_whoever_has_a_gpu_at_the_same_time_has_another_lane():
     ]
 
 
-def test_who_ran_where_is_drawn_of_the_first_line_and_of_carpools(data, tmp_path):
+def test_gantt_charts_cover_the_baseline_and_the_default_policy(data, tmp_path):
     """Regression: the last line was drawn, an oracle's in most tables."""
     lines = sweep(lambda _: workload(job("a")), named("exclusive,least-slowdown,energy", CARPOOL), 1, data, print)
     drawn = draw(tmp_path, "x", lines)

@@ -28,7 +28,7 @@ def test_in_a_terminal_one_line_changes():
     assert console.file.getvalue().count("1% of the jobs have ended") == 1
 
 
-def test_a_commit_is_told_of_a_checkout_and_of_nothing_else(tmp_path):
+def test_only_a_checkout_has_a_commit(tmp_path):
     assert commit_of(tmp_path / "x.py") == ""
     assert commit_of(Path("/nowhere/x.py")) == ""
     git = shutil.which("git")
@@ -50,7 +50,7 @@ def test_a_commit_is_told_of_a_checkout_and_of_nothing_else(tmp_path):
     assert commit_of(tmp_path / "x.py") == f"{commit}-dirty"
 
 
-def test_a_checkout_of_which_git_tells_nothing_counts_as_unknown_not_as_clean(tmp_path, monkeypatch):
+def test_checkout_without_an_answer_of_git_is_unknown_and_not_clean(tmp_path, monkeypatch):
     """Regression: where `git status` failed or took too long a dirty tree was told to be clean."""
     (tmp_path / ".git").mkdir()
     fake = tmp_path / "bin" / "git"

@@ -79,7 +79,7 @@ def test_wrong_and_missing_predictions_change_what_is_decided(data):
     assert len(Simulation(jobs, off, NoSlowdown(), seed=1).run().finished) == 4
 
 
-def test_pairs_meet_their_own_measurement_and_nobody_exceeds_the_gpu(data):
+def test_pairs_have_their_measured_slowdowns_and_no_gpu_is_exceeded(data):
     pairs = MeasuredPairs(data / "lucid")
     one, two = truth(util=0.4, kind="lucid/ResNet18/32/0"), truth(util=0.6, kind="lucid/MobileNetV2/32/0")
     assert pairs.slowdowns(SharingMode.TIME_SLICING, [one, two]) == pytest.approx([1.25, 2.0])

@@ -59,7 +59,7 @@ def test_a_job_beyond_the_whole_cluster_is_counted_and_never_tried(data):
     assert (outcome.unplaced, ends(outcome)) == (1, {"job-1": 61.0})
 
 
-def test_jobs_that_no_gpu_of_the_cluster_holds_are_told_of(data):
+def test_jobs_that_no_gpu_of_the_cluster_holds_are_counted(data):
     solo = data / "lucid" / "solo_rtx3090.csv"
     solo.write_text(solo.read_text().replace("2000", "20000"))
     (data / "t.csv").write_text(TRACE)
@@ -115,7 +115,7 @@ def test_the_command_writes_tables_and_pictures(data):
     assert "- Conditions: jobs on a GPU ≤ 2." in table
 
 
-def test_a_trace_of_ones_own_is_run_once_unless_more_is_asked_for(data):
+def test_own_trace_is_run_once_by_default(data):
     (data / "t.csv").write_text(TRACE)
     result = run(data, "--trace", str(data / "t.csv"), "--policy", "exclusive")
     assert result.exit_code == 0, result.output

@@ -46,7 +46,7 @@ def test_the_truth_about_durations_puts_the_longest_first():
     assert ends(Simulation(jobs, known, NoSlowdown()).run()) == {"j2": 300.0, "j1": 500.0, "j0": 600.0}
 
 
-def test_whoever_comes_in_another_mode_waits_for_it_once():
+def test_job_of_another_mode_waits_for_the_change_once():
     slow = replace(CARPOOL, mode_change_s=7.0)
     jobs = workload(job("a"), job("b", arrival_s=10.0), job("c", arrival_s=500.0))
     assert ends(Simulation(jobs, slow, NoSlowdown()).run()) == {"a": 107.0, "b": 110.0, "c": 600.0}

@@ -40,7 +40,7 @@ def test_a_view_cannot_be_written_through():
         snapshot.gpus.count[0] = 3
 
 
-def test_what_no_decision_looks_at_does_not_count_as_a_change():
+def test_heartbeat_is_no_change():
     node = gpu_node("a", 1)
     known = cluster(node)
     before = known.generation

@@ -89,7 +89,7 @@ def test_silence_reaches_an_assessment_although_no_object_changes():
     assert place_on_node(following.of(pod_request()), "a").startswith("NoGpuFits: 1 node: its agent has not reported")
 
 
-def test_of_many_nodes_that_do_not_fit_nothing_is_told_while_others_do():
+def test_many_nodes_that_do_not_fit_get_no_reason_if_another_fits():
     full = [gpu_node(f"n{i}", 1, [tenant(f"t{i}", [f"GPU-n{i}-0"], memory_limit_mib=40000)]) for i in range(101)]
     names = ["a", *(node.metadata.name for node in full)]
     found = filter_nodes(evaluate(cluster(gpu_node("a", 1), *full)), names)
@@ -101,7 +101,7 @@ def test_of_many_nodes_that_do_not_fit_nothing_is_told_while_others_do():
 
 
 @pytest.mark.parametrize("unoffered", [0, 5, SPARE + MAX_CANDIDATES // 2])
-def test_of_many_nodes_that_fit_the_best_are_named_and_the_best_first(unoffered):
+def test_best_of_many_nodes_that_fit_are_returned_best_first(unoffered):
     empty = [gpu_node(f"n{i}", 1) for i in range(4 * MAX_CANDIDATES)]
     taken = [tenant("t", [f"GPU-used-{i}"], memory_limit_mib=4000 * i) for i in (1, 2)]
     full = tenant("f", ["GPU-full-0"], memory_limit_mib=40000)
@@ -115,7 +115,7 @@ def test_of_many_nodes_that_fit_the_best_are_named_and_the_best_first(unoffered)
     assert score_nodes(found, fits).tolist()[0] == all_of_them[names.index("used")] == 10
 
 
-def test_a_node_that_was_never_heard_of_fits_nobody():
+def test_unknown_node_fits_no_pod():
     found = evaluate(gpu_node("a", 1))
     assert filter_nodes(found, ["z"]).unsuitable.keys() == {"z"}
     assert score_nodes(found, ["z", "a"]).tolist() == [0, 10]

@@ -36,7 +36,7 @@ def unavailable(known):
     return {(snapshot.node_names[columns.node[row]], int(columns.gpu_index[row])) for row in rows}
 
 
-def test_it_is_left_out_on_both_and_its_neighbours_are_not():
+def test_gpu_of_two_nodes_is_left_out_on_both_and_its_neighbours_are_not():
     """Regression: a GPU that one node's tenant has alone was given away on the other."""
     known = cluster(telling("a", GPU, "GPU-a-1"))
     assert "fits by" in said(known, "a")[0]
@@ -57,7 +57,7 @@ def test_it_is_left_out_on_both_and_its_neighbours_are_not():
         pytest.param(lambda known: known.apply(telling("b")), id="of none"),
     ],
 )
-def test_the_doubt_is_lifted_when_nobody_else_tells_of_it(end):
+def test_gpu_is_available_again_when_only_one_node_reports_it(end):
     known = cluster(telling("a", GPU), telling("b", GPU))
     following = EvaluationCache(known, RULES)
     assert filter_nodes(following.of(pod_request()), ["a", "b"]).fits == []
@@ -68,7 +68,7 @@ def test_the_doubt_is_lifted_when_nobody_else_tells_of_it(end):
     assert unavailable_nodes(known) == set()
 
 
-def test_as_many_nodes_as_tell_of_it_are_counted_and_few_are_named():
+def test_nodes_that_report_it_are_counted_and_three_are_named():
     known = cluster(*(telling(name, GPU) for name in "edcba"))
     assert said(known, "e") == [f"{TOLD}a, b, c and 2 more"]
     for name in "cad":
@@ -76,13 +76,13 @@ def test_as_many_nodes_as_tell_of_it_are_counted_and_few_are_named():
     assert said(known, "e") == said(known, "b") == [f"{TOLD}b and e"]
 
 
-def test_what_a_node_says_of_its_own_gpu_comes_first():
+def test_health_message_of_the_node_comes_first():
     sick = device(uuid=GpuUuid(GPU), health=DeviceHealth.UNHEALTHY, health_message="Xid 79")
     known = cluster(gpu_node("a", [sick]), telling("b", GPU))
     assert (said(known, "a"), said(known, "b")) == (["unhealthy: Xid 79"], [f"{TOLD}a and b"])
 
 
-def test_what_is_reserved_there_changes_nothing_in_it():
+def test_reservations_do_not_make_a_duplicate_gpu_available():
     known = cluster(telling("a", GPU), telling("b", GPU))
     before, held = known.generation, tenant("x", [GPU])
     known.apply(telling("b", GPU, held=[held]))
@@ -97,7 +97,7 @@ steps = st.lists(st.tuples(st.sampled_from(NAMES), st.none() | uuids, st.boolean
 
 
 @given(steps)
-def test_the_rows_and_the_journal_follow_whatever_nodes_tell(steps):
+def test_rows_and_change_log_follow_any_reports_of_nodes(steps):
     known, last, followed, seen = cluster(), {}, np.zeros(0, np.bool_), 0
     following = EvaluationCache(known, RULES)
     for name, told, is_looked_at in steps:

@@ -75,7 +75,7 @@ def test_gpus_without_a_mode_for_it_are_not_counted_as_suitable():
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("wants", [{"prediction": None}, {"prediction": None, "mode": RequestedMode.EXCLUSIVE}])
-def test_a_gpu_whose_memory_is_not_known_may_take_one(wants):
+def test_gpu_of_unknown_memory_takes_one_job(wants):
     """Regression: a warning of a division by zero, and a job could never run on a GPU that is only sick."""
     sick = gpu_node("a", [device(memory_mib=0, health=DeviceHealth.UNHEALTHY)])
     found = evaluate(sick, pod_request(**wants)).evaluation

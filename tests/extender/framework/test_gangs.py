@@ -60,7 +60,7 @@ def test_workers_of_a_job_may_share_a_gpu():
     )
 
 
-def test_however_many_workers_there_are_it_is_told_for_how_many_there_truly_is_room():
+def test_refusal_of_a_large_gang_names_the_exact_number_of_places():
     """Regression: beyond 128 workers memory and slots were counted, so that jobs began of which most could not."""
     wide = cluster(gpu_node("a", 16))
     light = prediction(memory_mib=100, util=1, sm=0.01)

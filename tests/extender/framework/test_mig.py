@@ -86,7 +86,7 @@ def test_a_place_names_the_profile_and_limits_nothing_else():
     assert "MIG as the job asks" in chosen.reason
 
 
-def test_instances_stand_side_by_side_until_slices_or_memory_end():
+def test_instances_share_a_gpu_until_slices_or_memory_run_out():
     node = divisible(instance("x", "4g.20gb"), instance("y", "2g.10gb"))
     assert place_on_node(evaluate(node, wanting()), "a").mig_profile == "1g.5gb"
     refused = filter_nodes(evaluate(node, wanting(sm=0.3)), ["a"]).refused
@@ -94,7 +94,7 @@ def test_instances_stand_side_by_side_until_slices_or_memory_end():
     assert refused == {"a": f"NoGpuFits: 1 GPU: {sentence}"}
 
 
-def test_of_an_instance_it_is_told_what_stands_beside_it():
+def test_headroom_of_an_instance_names_taken_slices_and_memory():
     evaluation = evaluate(divisible(instance("x", "3g.20gb")), wanting(sm=0.25)).evaluation
     assert headroom(evaluation, 0) == [
         "tenant 2 of at most 8",
@@ -135,7 +135,7 @@ CLUSTER = {"tenancy": Tenancy.CLUSTER}
         pytest.param(pod_request(prediction=None, **CLUSTER), (SharingMode.EXCLUSIVE, None), id="nothing is known"),
     ],
 )
-def test_auto_divides_an_idle_gpu_for_those_who_share_with_other_namespaces(wants, expected):
+def test_auto_divides_an_idle_gpu_for_jobs_that_share_with_other_namespaces(wants, expected):
     assert mode_of(divisible(count=2), wants) == expected
 
 
@@ -158,7 +158,7 @@ def test_tenants_of_two_namespaces_meet_in_instances_and_nowhere_else():
         pytest.param({"gpus": 2}, "shared by MIG, and a process of several GPUs reaches only one MIG instance", id="2"),
     ],
 )
-def test_a_divided_gpu_takes_whoever_an_instance_holds(wants, reason):
+def test_a_divided_gpu_takes_each_job_that_an_instance_holds(wants, reason):
     node = divisible(instance("x", "1g.5gb"), instance("y", "1g.5gb", "GPU-a-1"), count=2)
     found = mode_of(node, auto(**wants))
     assert found == ((SharingMode.MIG, "1g.5gb") if reason is None else f"NoGpuFits: 2 GPUs: {reason}")

@@ -101,7 +101,7 @@ async def test_a_node_that_the_types_refuse_ends_no_watch(world):
     assert informers.cluster.node("odd") is None
 
 
-async def test_nobody_is_sent_to_a_node_that_makes_no_sense_and_it_is_said_why(world):
+async def test_invalid_node_gets_no_pods_and_has_a_reason(world):
     """Regression: a GpuNode edited by hand blocked its ledger, and only the log told of it."""
     kube, informers = world
     patch = {"spec": {"reservations": [{"podUid": 7}]}}

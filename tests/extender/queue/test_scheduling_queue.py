@@ -159,7 +159,7 @@ class TestBackfill:
         assert names(result) == ["long"]
         assert result.admitted[0].claims[0].node == "b"
 
-    def test_a_job_that_no_gpu_could_hold_blocks_nobody(self):
+    def test_a_job_that_no_gpu_could_hold_blocks_no_other(self):
         queued, _ = queue(gpu_node("a", 1, [busy("p", 0)]), gpu_node("b", 1))
         result = one_pass(queued, [job("wide", 1, gpus=2), job("small", 2, duration_s=1e6)], ends(), 10.0)
         assert names(result) == ["small"]

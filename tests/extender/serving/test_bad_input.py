@@ -106,7 +106,7 @@ async def refusals(session, url):
 
 
 @pytest.mark.parametrize(("node", "words"), NODES)
-async def test_that_gpu_is_left_out_and_it_is_said_why(certificates, node, words):
+async def test_gpu_of_an_invalid_node_is_left_out_with_a_reason(certificates, node, words):
     kube = a_server(node)
     async with running(kube, certificates) as (url, _), as_client(certificates) as session:
         *filtered, bound = await refusals(session, url)
@@ -115,7 +115,7 @@ async def test_that_gpu_is_left_out_and_it_is_said_why(certificates, node, words
 
 
 @pytest.mark.parametrize("heartbeat", ["2036-01-31T12:00:00Z", "soon", None])
-async def test_whose_agent_has_not_reported_for_a_minute_is_left_out_until_it_does(certificates, heartbeat):
+async def test_node_of_a_silent_agent_is_left_out_until_it_reports(certificates, heartbeat):
     kube, clock = a_server(a_node(heartbeat_time=heartbeat)), FakeClock()
 
     async def beat(node):
@@ -135,7 +135,7 @@ async def test_whose_agent_has_not_reported_for_a_minute_is_left_out_until_it_do
 
 
 @pytest.mark.parametrize("was_known", [True, False])
-async def test_a_node_that_nobody_can_read_is_left_out(certificates, was_known):
+async def test_unreadable_node_is_left_out(certificates, was_known):
     kube = a_server(a_node() if was_known else None)
     odd = {"reservations": [{"podUid": 7}]}
     with capture_logs() as logs:
@@ -154,7 +154,7 @@ async def test_a_node_that_nobody_can_read_is_left_out(certificates, was_known):
 
 
 @pytest.mark.parametrize("is_deleted", [True, False])
-async def test_a_gpu_that_two_nodes_tell_of_is_left_out_until_one_of_them_is_right(certificates, is_deleted):
+async def test_gpu_that_two_nodes_report_is_left_out_until_one_is_corrected(certificates, is_deleted):
     """Regression: both nodes offered it, though on one of them somebody has it alone."""
     kube = a_server(a_node())
     seed_node(kube, gpu_node("c", [device(0, uuid=GPU)], [tenant("t", [GPU], SharingMode.EXCLUSIVE)]))

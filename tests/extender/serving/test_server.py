@@ -59,7 +59,7 @@ async def test_bind_and_its_replay_and_another_node(call, kube):
     assert "cannot be bound to b" in found["Error"]
 
 
-async def test_preempt_evicts_nobody(call):
+async def test_preempt_evicts_no_pod(call):
     meta = '{"a":{"Pods":[{"UID":"u"}],"NumPDBViolations":0}}'
     body = f'{{"Pod":{POD},"NodeNameToVictims":null,"NodeNameToMetaVictims":{meta}}}'
     assert await call("/preempt", body) == (200, {"NodeNameToMetaVictims": {}})
@@ -100,7 +100,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("path", "body", "status", "expected"), BAD)
-async def test_a_request_that_makes_no_sense_is_told_what_was_expected(call, path, body, status, expected):
+async def test_invalid_request_is_answered_with_what_was_expected(call, path, body, status, expected):
     found_status, found = await call(path, body)
     assert found_status == status
     assert expected in found["Error"]
