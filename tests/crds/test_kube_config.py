@@ -74,11 +74,6 @@ def test_kubeconfig_gives_server_namespace_and_token(kubeconfig: Write) -> None:
     assert endpoint.token.at(0) == "secret"
 
 
-def test_named_context_is_used(kubeconfig: Write) -> None:
-    endpoint = load_endpoint(KubeSettings(kubeconfig().kubeconfig, context="there"))
-    assert (endpoint.server, endpoint.namespace) == ("http://other", "ops")
-
-
 def test_named_context_wins_over_the_service_account(kubeconfig: Write, tmp_path: Path) -> None:
     kubeconfig()
     (tmp_path / ".kube").mkdir()

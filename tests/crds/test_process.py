@@ -15,7 +15,6 @@ import structlog
 from carpool_core import logs, metrics
 from carpool_core.cli import GROUP, load_command, main
 from carpool_core.settings import (
-    KubeSettings,
     LogFormat,
     LogLevel,
     LogSettings,
@@ -23,7 +22,6 @@ from carpool_core.settings import (
     click_options,
     load,
     setting,
-    settings_of,
 )
 from carpool_core.values import GpuUuid
 from click.testing import CliRunner
@@ -43,11 +41,6 @@ class Settings:
     node: str | None = setting(None, flag="--node", env="T_NODE", help="Name of the node; the host's where empty.")
     inner: Inner = field(default_factory=Inner)
     log: LogSettings = field(default_factory=LogSettings)
-
-
-def test_settings_have_defaults() -> None:
-    assert load(Settings, {}) == Settings()
-    assert load(KubeSettings, {"KUBECONFIG": ""}) == KubeSettings(None)
 
 
 @dataclass(frozen=True)
@@ -94,15 +87,6 @@ def test_invalid_value_names_the_variable(variable: str, value: str, sentence: s
     with pytest.raises(SettingsError) as caught:
         load(Settings, {variable: value})
     assert str(caught.value) == sentence
-
-
-def test_plain_field_is_no_setting() -> None:
-    @dataclass(frozen=True)
-    class Broken:
-        plain: int = 3
-
-    with pytest.raises(TypeError, match="plain: expected a `setting"):
-        list(settings_of(Broken))
 
 
 def _run(*arguments: str, env: dict[str, str] | None = None) -> tuple[str, list[Settings]]:

@@ -74,10 +74,6 @@ def test_every_command_below_another_is_documented(name: str, below: str) -> Non
     assert f"### carpool {name} {below}\n\n```\nUsage: carpool {name} {below} " in read("commands.md")
 
 
-def test_there_are_commands_below_others() -> None:
-    assert ("node", "inspect") in NESTED
-
-
 SETTINGS = [(process, one) for process, cls in settings.PROCESSES.items() for one in settings_of(cls)]
 
 
@@ -130,22 +126,6 @@ def test_every_metric_has_a_type_a_unit_and_a_meaning(process: str) -> None:
     assert [f.name for f in found if not (f.type and f.unit and f.help.endswith("."))] == []
 
 
-@pytest.mark.parametrize(
-    ("name", "help_", "unit"),
-    [
-        ("carpool_x_bytes", "Memory.", "bytes"),
-        ("carpool_x_joules_total", "Energy.", "J"),
-        ("carpool_x_ratio", "A share (0..1).", "0..1"),
-        ("DCGM_X", "Power (in W).", "W"),
-        ("DCGM_Y", "A share (0..1).", "0..1"),
-        ("carpool_x_ready", "1 where it is.", "0 or 1"),
-        ("carpool_x_total", "Looks, by result: ok, error (a defect).", "count"),
-    ],
-)
-def test_the_unit_of_a_metric(name: str, help_: str, unit: str) -> None:
-    assert metrics.Family(name, "gauge", (), help_).unit == unit
-
-
 CRDS = sorted((ROOT / "crds").glob("carpool.dev_*.yaml"))
 
 
@@ -172,10 +152,3 @@ def test_every_field_and_every_rule_of_a_crd_is_documented(file: Path) -> None:
     assert len(fields) > 10
     assert [path for path in fields if f"\n| `{path}` |" not in told] == []
     assert [rule for rule in _sentences(schema) if rule not in told] == []
-
-
-def test_every_field_has_a_description() -> None:
-    rows = [
-        line.split(" | ") for line in read("resources.md").splitlines() if line.startswith(("| `spec", "| `status"))
-    ]
-    assert [row[0] for row in rows if not row[-1].strip(" |")] == []

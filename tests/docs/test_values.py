@@ -26,14 +26,3 @@ def test_every_setting_of_the_chart_is_documented_with_its_default() -> None:
 @pytest.mark.parametrize("one", [*values(TEXT)], ids=lambda one: one.path)
 def test_a_setting_of_the_chart_is_explained(one: Value) -> None:
     assert one.meaning, "write a comment above it"
-
-
-def test_comments_of_several_lines_belong_to_what_follows_and_groups_have_no_default() -> None:
-    text = "a: 1\nsettings:\n  # One\n  # two.\n  x: 3\n  y:\n    # Three.\n    z: []\n\n# Four.\nb: 5\n"
-    assert [*values(text)] == [Value("settings.x", "3", "One two."), Value("settings.y.z", "[]", "Three.")]
-
-
-@pytest.mark.parametrize("text", ["other: 1\n", "settings:\n  - x\n"])
-def test_what_cannot_be_read_is_no_table(text: str) -> None:
-    with pytest.raises(ValueError, match="expected"):
-        list(values(text))

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from carpool_deviceplugin.check import FailedError, SkippedError
 from carpool_deviceplugin.testing.node import uid
-from carpool_deviceplugin.testing.nvml import FakeNvml
 from gpu_fake import fake
-from gpu_machine import LOAD, Attributed, Kind, ProcessLoad, RealMachine, Trial
+from gpu_machine import LOAD, ProcessLoad, Trial
 from gpu_trials import TRIALS
 
 
@@ -127,33 +126,6 @@ def test_a_process_reports_its_steps_and_its_end(load: ProcessLoad) -> None:
 def test_a_process_that_dies_is_quoted(load: ProcessLoad) -> None:
     load.fault()
     assert has_ended(load) == "code 1: CUDA error: an illegal memory access"
-
-
-def real(tmp_path: Path, python: str = sys.executable) -> RealMachine:
-    return RealMachine(FakeNvml(["H100"]), tmp_path, python=python, cgroups=tmp_path / "cgroup")
-
-
-def test_an_interpreter_that_does_not_do_is_named(tmp_path: Path) -> None:
-    there = real(tmp_path, python=str(tmp_path / "python"))
-    with pytest.raises(SkippedError, match=r"it takes PyTorch with CUDA in .*python"):
-        there.start(there.devices.uuids[0], Kind.TRAIN, "a", {})
-
-
-def test_a_process_is_put_into_its_pods_cgroup(tmp_path: Path, load: ProcessLoad) -> None:
-    there = real(tmp_path)
-    assert there.in_cgroup(load) == "it was not moved there"
-    (tmp_path / "cgroup" / "carpool-gpu-tests").mkdir(parents=True)
-    assert there._moved(load) == ""
-    assert (tmp_path / "cgroup/carpool-gpu-tests" / f"pod{uid('a')}" / "cgroup.procs").read_text() == f"{load.pid}\n"
-    nowhere = RealMachine(FakeNvml(["H100"]), tmp_path / "x", cgroups=Path("/proc/nowhere"))
-    assert "run it as root on a node with cgroups of version 2" in nowhere._moved(load)
-
-
-def test_processes_of_the_tests_belong_to_their_pods(load: ProcessLoad) -> None:
-    processes = Attributed()
-    assert processes.find(load.pid).pod_uid is None
-    processes.pods[load.pid] = uid("a")
-    assert processes.find(load.pid).pod_uid == uid("a")
 
 
 def test_the_program_trains_takes_memory_and_dies_alone() -> None:

@@ -41,14 +41,6 @@ def test_activity_follows_the_work() -> None:
     assert light.sm_active_ratio.median < heavy.sm_active_ratio.median
 
 
-def test_another_product_has_other_activity() -> None:
-    own, other = (ask(features(), find_product(n)) for n in ("SXM4-40GB", "A30"))
-    assert own.inside
-    assert other.inside
-    assert other.activity.sm_active_ratio.upper - other.activity.sm_active_ratio.lower > 0
-    assert own != other
-
-
 def test_outside_the_training_data_the_roofline_predicts() -> None:
     strange = features(flops=1e17, moved=1e14, kernels=10**6)
     plain = roofline.activity_on(cost_at(strange, 32), A100, Precision.FP32, convolutional=True)

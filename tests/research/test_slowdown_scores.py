@@ -68,18 +68,3 @@ def test_limits_and_rules_are_scored_by_pairs():
     assert fit.admitted(fit.within(predicted, 9.0), measured, 9.0) == fit.Admitted(100.0, 0.0, 0.0)
     rule = fit.admitted(np.array([False, True, True, True]), measured, 1.2)
     assert rule == fit.Admitted(75.0, pytest.approx(200 / 3), 50.0)
-
-
-def test_published_rules_admit_pairs_by_utilization_or_score():
-    busy = np.repeat([(0.3, 0.5), (0.4, 0.5), (0.6, 0.5)], 2, axis=0)
-    scores = np.repeat([(1, 2), (1, 1), (2, 0)], 2, axis=0)
-    none = np.zeros((6, 2))
-    pairs = lucid.Pairs(busy, none, none, scores, np.ones(6), np.ones(6), [], [])
-    assert {name: rule(pairs).tolist() for name, rule in fit.RULES.items()} == {
-        "joint utilization ≤ 100% (HotCloud '20)": [True, True, False],
-        "joint utilization ≤ 80% (RAD-RM, of SM activity)": [True, False, False],
-        "sharing scores ≤ 2 (Lucid)": [False, True, True],
-    }
-    table = fit.limits_table(np.ones(6), {}, {"a rule": np.array([True, True, False])})
-    assert list(table[0].values()) == ["1.1", "a rule", "66.7%", "0.0%", "33.3%"]
-    assert len(table) == len(fit.LIMITS)
