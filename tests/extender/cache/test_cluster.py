@@ -34,6 +34,11 @@ def rows(snapshot):
     }
 
 
+def test_exclusive_gpu_has_no_free_memory():
+    held = tenant("x", ["GPU-a-0"], SharingMode.EXCLUSIVE, memory_limit_mib=4000)
+    assert cluster(gpu_node("a", 1, [held])).snapshot().gpus.free_mib.tolist() == [0]
+
+
 def test_a_view_cannot_be_written_through():
     snapshot = cluster(gpu_node("a", 1)).snapshot()
     with pytest.raises(ValueError, match="read-only"):
