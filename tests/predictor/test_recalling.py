@@ -21,6 +21,7 @@ from carpool_predictor.calibration.run_history import (
     RunHistory,
     find_history,
     fingerprint,
+    first_run_bound,
     is_equivalent,
     is_refused,
     runs_alone,
@@ -272,6 +273,24 @@ def test_a_first_run_has_more_room_than_later_runs() -> None:
     assert f"with {FIRST_RUN_FACTOR_UNENFORCED:g} times under time-slicing" in on_a100(is_strict=True).message
     assert "first run" not in on_a100().message
     assert predict_on_t4(runs(5000), is_strict=True).memory == predict_on_t4(runs(5000)).memory
+
+
+@pytest.mark.parametrize(
+    ("predicted", "expected"),
+    [
+        pytest.param((9000, 10_000), (10_200, True), id="more fits"),
+        pytest.param((9000, 14_500), (14_500, False), id="alone where more does not fit"),
+        pytest.param((15_000, 16_000), (16_000, True), id="refused as ever where the median does not fit"),
+    ],
+)
+def test_a_first_run_whose_room_exceeds_the_gpu_runs_alone(
+    predicted: tuple[int, int], expected: tuple[int, bool]
+) -> None:
+    assert T4.memory_mib == 15_360
+    median, upper = predicted
+    memory = msgspec.structs.replace(predict_on_t4(Calibration()).memory, median_mib=median, upper_mib=upper)
+    found = first_run_bound(memory, T4)
+    assert (found.upper_mib, found.trusted) == expected
 
 
 @pytest.mark.parametrize("is_strict", [True, False])

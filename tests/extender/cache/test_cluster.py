@@ -4,7 +4,9 @@ import msgspec
 import numpy as np
 import pytest
 from carpool_core.resources.node import Tenant
+from carpool_core.testing.clock import FakeClock
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
+from carpool_extender.cache.cluster import LONGEST_BACKOFF_S, GpuAvailability
 from carpool_extender.cache.gpu_table import NO_TENANT
 from carpool_extender.testing import T4, cluster, device, gpu_node, tenant
 from hypothesis import given
@@ -147,3 +149,27 @@ def test_rows_of_a_removed_node_are_used_again(gpus):
         known.remove("a" if i == 0 else f"n{i - 1}")
         known.apply(gpu_node(f"n{i}", gpus))
     assert len(known.snapshot().gpus.alive) == before
+
+
+def test_backoff_of_a_gpu_doubles_up_to_a_limit_and_ends_with_a_success():
+    clock = FakeClock()
+    availability = GpuAvailability(clock)
+
+    def fail():
+        availability.record_failure("a", ["g0"])
+        return availability.in_backoff()["a", "g0"].reason
+
+    assert fail() == "could not be prepared, is tried again at 2026-01-31T12:00:30Z"
+    clock.advance(30)
+    assert availability.in_backoff() == {}
+    assert fail().endswith("12:01:30Z")
+    availability.record_success("a", ["g0"])
+    assert availability.in_backoff() == {}
+    assert fail().endswith("12:01:00Z")
+    for _ in range(9):
+        clock.advance(LONGEST_BACKOFF_S)
+        fail()
+    clock.advance(LONGEST_BACKOFF_S - 1)
+    assert availability.in_backoff().keys() == {("a", "g0")}
+    clock.advance(1)
+    assert availability.in_backoff() == {}
