@@ -282,12 +282,8 @@ class Devices(Protocol):
         """Why the node offers no mode MPS and what to do; empty if it offers it."""
         ...
 
-    def inventory(self) -> list[Device]:
-        """Describe every GPU, with its mode and health now. A GPU that cannot be read is unhealthy, not absent."""
-        ...
-
     def describe(self, uuid: GpuUuid) -> Device:
-        """Describe one GPU, as `inventory` does."""
+        """Describe a GPU, with its mode and health now. One that cannot be read is unhealthy, not absent."""
         ...
 
     def actual(self, uuid: GpuUuid) -> GpuActual:

@@ -559,9 +559,7 @@ class MpsProgram:
 
     def kill(self, daemon: Daemon) -> None:
         """Kill the daemon and its recorded servers, unless their process IDs were reused."""
-        wanted = self._find_servers(daemon)
-        if (recorded := _read_record(daemon.record)) is not None:
-            wanted[recorded[0]] = recorded[1]
+        wanted = self._find_servers(daemon) | _read_processes(daemon.record)
         self._processes.end(lambda: {pid: at for pid, at in wanted.items() if self._processes.started(pid) == at})
 
     def servers(self, daemon: Daemon, present: Iterable[int] = (), listed: Iterable[int] = ()) -> frozenset[int]:
@@ -574,7 +572,7 @@ class MpsProgram:
     def _find_servers(
         self, daemon: Daemon, present: frozenset[int] = frozenset(), listed: frozenset[int] = frozenset()
     ) -> dict[int, int]:
-        recorded = _read_servers(daemon)
+        recorded = _read_processes(daemon.directory / "servers")
         unknown = present.union(listed) - recorded.keys()
         found, own = dict[int, int](), self._pid(daemon)
         home = self._home(daemon, own) if unknown else None
@@ -611,15 +609,15 @@ class MpsProgram:
     def _other_daemons(self, daemon: Daemon) -> set[int]:
         """Return the process IDs of the other GPUs' daemons."""
         records = [record for record in daemon.directory.parent.glob("*/daemon") if record != daemon.record]
-        return {pid for record in records if (pid := self._living(record)) is not None}
+        return {pid for record in records for pid in self._living(record)}
 
     def _pid(self, daemon: Daemon) -> int | None:
         """Return the process ID of the daemon; None if it has ended or its ID was reused."""
-        return self._living(daemon.record)
+        return next(iter(self._living(daemon.record)), None)
 
-    def _living(self, record: Path) -> int | None:
-        recorded = _read_record(record)
-        return recorded[0] if recorded is not None and self._processes.started(recorded[0]) == recorded[1] else None
+    def _living(self, file: Path) -> set[int]:
+        """Return the recorded processes that live; one with a reused ID is another process."""
+        return {pid for pid, started in _read_processes(file).items() if self._processes.started(pid) == started}
 
     def _record(self, daemon: Daemon) -> None:
         """Record the daemon's process ID and start time before clients can connect.
@@ -699,18 +697,10 @@ def _talk(process: "subprocess.Popen[bytes]", text: str, within_s: float) -> str
     return answer.decode(errors="replace")
 
 
-def _read_record(record: Path) -> tuple[int, int] | None:
+def _read_processes(file: Path) -> dict[int, int]:
+    """Return recorded processes, as start time by process ID; none if the file is absent or damaged."""
     try:
-        pid, started = record.read_text().split()
-        return int(pid), int(started)
-    except (OSError, ValueError):
-        return None
-
-
-def _read_servers(daemon: Daemon) -> dict[int, int]:
-    try:
-        lines = (daemon.directory / "servers").read_text().splitlines()
-        return {int(pid): int(started) for pid, started in map(str.split, lines)}
+        return {int(pid): int(started) for pid, started in map(str.split, file.read_text().splitlines())}
     except (OSError, ValueError):
         return {}
 

@@ -448,12 +448,8 @@ def _nvlink_peers(session: Session, uuid: GpuUuid) -> tuple[str, ...]:
     library, handle = session.library, session.handle(uuid)
     peers: dict[str, None] = {}
     for link in range(_MAX_LINKS):
-        try:
-            state = session.ask(uuid, library.nvmlDeviceGetNvLinkState, handle, link)
-        except NvmlError as e:
-            if e.code == pynvml.NVML_ERROR_INVALID_ARGUMENT:
-                break  # no such link: the GPU has fewer
-            raise
+        absent = pynvml.NVML_ERROR_INVALID_ARGUMENT  # the GPU has fewer links
+        state = session.ask(uuid, library.nvmlDeviceGetNvLinkState, handle, link, absent=absent)
         if state is None:
             break
         if state == pynvml.NVML_FEATURE_ENABLED:

@@ -16,7 +16,6 @@ from carpool_deviceplugin.mig_instances import FoundInstance
 from carpool_deviceplugin.nvlib import (
     Handle,
     Identity,
-    NvmlError,
     Session,
     Telemetry,
     UtilizationSample,
@@ -263,15 +262,11 @@ class GpmSampler:
             samples = (session.call(uuid, library.nvmlGpmSampleAlloc), session.call(uuid, library.nvmlGpmSampleAlloc))
             pair = self._pairs[key] = _Pair(samples, session.generation)
         before, now = pair.samples
-        try:
-            if instance is None:
-                taken = session.ask(uuid, library.nvmlGpmSampleGet, handle, now)
-            else:
-                taken = session.ask(uuid, library.nvmlGpmMigSampleGet, handle, instance, now)
-        except NvmlError as e:
-            if instance is not None and e.code == pynvml.NVML_ERROR_INVALID_ARGUMENT:
-                return {}  # the instance was destroyed a moment ago
-            raise
+        if instance is None:
+            taken = session.ask(uuid, library.nvmlGpmSampleGet, handle, now)
+        else:
+            absent = pynvml.NVML_ERROR_INVALID_ARGUMENT  # the instance was destroyed a moment ago
+            taken = session.ask(uuid, library.nvmlGpmMigSampleGet, handle, instance, now, absent=absent)
         if taken is None:
             return {}
         pair.samples, pair.filled = (now, before), pair.filled + 1

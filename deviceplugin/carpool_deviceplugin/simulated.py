@@ -118,10 +118,6 @@ class SimulatedDevices:
         """The GPUs by index."""
         return list(self._facts)
 
-    def inventory(self) -> list[Device]:
-        """Describe every GPU."""
-        return [self.describe(uuid) for uuid in self.uuids]
-
     def describe(self, uuid: GpuUuid) -> Device:
         """Describe one GPU."""
         facts, product = self._facts[uuid], self._products[uuid]

@@ -322,7 +322,7 @@ def ground(request, tmp_path, devices: SimulatedDevices, enter) -> Ground:
 
 def test_inventory_describes_every_gpu_in_order(ground: Ground) -> None:
     devices = ground.devices
-    found = devices.inventory()
+    found = [devices.describe(uuid) for uuid in devices.uuids]
     assert [d.uuid for d in found] == list(devices.uuids)
     assert [d.index for d in found] == [0, 1]
     for d in found:
@@ -412,7 +412,7 @@ def test_simulated_uuids_survive_restarts_and_the_loss_of_all_state(tmp_path: Pa
 def test_corrupt_device_is_unhealthy_alone(devices: SimulatedDevices, tmp_path: Path) -> None:
     sick, well = devices.uuids
     (tmp_path / "state" / "simulated" / sick / "device.json").write_text("{")
-    found = {d.uuid: d for d in devices.inventory()}
+    found = {d.uuid: d for d in map(devices.describe, devices.uuids)}
     assert found[sick].health is DeviceHealth.UNHEALTHY
     assert "device.json: expected JSON, found" in found[sick].health_message
     assert found[well].health is DeviceHealth.HEALTHY
@@ -425,7 +425,9 @@ def test_next_agent_keeps_modes_and_writes_the_products_again(devices: Simulated
     devices.apply(devices.uuids[1], SetMode(SharingMode.EXCLUSIVE))
     (tmp_path / "state" / "simulated" / devices.uuids[0] / "device.json").write_text("{")
     changed = SimulatedDevices(parse_inventory("Tesla T4:2"), "node-1", tmp_path / "state")
-    assert [(d.product, d.health) for d in changed.inventory()] == [("Simulated Tesla T4", DeviceHealth.HEALTHY)] * 2
+    assert [(d.product, d.health) for d in map(changed.describe, changed.uuids)] == [
+        ("Simulated Tesla T4", DeviceHealth.HEALTHY)
+    ] * 2
     assert changed.actual(changed.uuids[0]).usable_mib < 15360
     assert [changed.actual(uuid).mode for uuid in changed.uuids] == [None, SharingMode.EXCLUSIVE]
 
@@ -500,7 +502,7 @@ def sees_only_the_neighbour(devices: SimulatedDevices) -> None:
     gpu = devices.uuids[0]
     assert [p.pod_uid for p in devices.read(gpu).processes] == ["uid-a"]
     assert devices.actual(gpu).tenants == {"uid-a"}
-    assert devices.inventory()[0].health is DeviceHealth.HEALTHY
+    assert devices.describe(devices.uuids[0]).health is DeviceHealth.HEALTHY
 
 
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)

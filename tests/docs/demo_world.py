@@ -58,7 +58,8 @@ async def after_the_demo(clock: Clock, folder: Path) -> FakeKube:
     """
     kube = FakeKube(clock)
     for name, gpus in {**FULL.kubelet_nodes, **FULL.fleet}.items():
-        devices = SimulatedDevices(parse_inventory(gpus), name, folder / name).inventory()
+        gpus_of_node = SimulatedDevices(parse_inventory(gpus), name, folder / name)
+        devices = [gpus_of_node.describe(uuid) for uuid in gpus_of_node.uuids]
         status = GpuNodeStatus(devices=devices, heartbeat_time=rfc3339(clock.now()))
         kube.seed(GPU_NODES, GpuNode(metadata=ObjectMeta(name=name, uid=name), status=status))
         spec = {"taints": [TAINT]} if name in FULL.fleet else {}
