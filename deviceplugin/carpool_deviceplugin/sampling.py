@@ -121,8 +121,8 @@ class ProcessAccounts:
         energies = {key: above_idle * weight for key, weight in weights.items()}
         ended = dict[PodUid, float]()
         for p in gone:
-            if p.process.pod_uid is not None:
-                ended[p.process.pod_uid] = ended.get(p.process.pod_uid, 0.0) + energies.get(p.process.key, 0.0)
+            if p.process.pod_uid is not None and p.process.key in energies:
+                ended[p.process.pod_uid] = ended.get(p.process.pod_uid, 0.0) + energies[p.process.key]
         shares = _activity_shares(now, busy or {})
         uses = []
         for key, p in present.items():

@@ -316,6 +316,9 @@ def test_energy_of_mig_instances_without_known_activity_is_unknown(tmp_path: Pat
         node.advance(5)
         reading = devices.read(devices.uuids[0])
     assert [p.energy_j for p in reading.processes] == [None]
+    node.end(0, 42)
+    node.advance(5)
+    assert devices.read(devices.uuids[0]).energy_of_ended_j == {}
 
 
 def test_restarted_counter_takes_no_energy_back(node: Node) -> None:
