@@ -184,6 +184,16 @@ def test_a_death_with_a_whole_gpu_excludes_its_namespace_until_three_agree(
             assert is_refused(memory, T4) is is_excluded
 
 
+def test_deaths_of_one_namespace_change_nothing_for_others() -> None:
+    """Regression: three of them displaced the measured peaks of all other tenants, and moved the line."""
+    measured = runs(2000, batch=16, before=runs(3000, batch=32, before=runs(5000)))
+    (before,), (after,) = measured.stacks, deaths("a", "a", "a", before=measured).stacks
+    assert (after.slope, after.intercept_mib, after.reaches) == (before.slope, before.intercept_mib, before.reaches)
+    assert [row for row in after.rows if not row.namespace] == before.rows
+    calibration = deaths("a", "a", "a", before=measured).for_namespace("b")
+    assert predict_on_t4(calibration).memory.median_mib == predict_on_t4(measured).memory.median_mib
+
+
 def test_after_a_day_the_job_may_run_alone_on_the_largest_gpu() -> None:
     a100 = find_product("A100-SXM4-40GB")
     calibration = deaths("a")

@@ -270,11 +270,14 @@ def _judged(state: StackState, row: RunRecord, expected: RunPrediction, measured
 
 
 def _kept(rows: Sequence[RunRecord]) -> list[RunRecord]:
-    """Return the newest rows, with limits per model and per size of a model."""
+    """Return the newest rows, with limits per model and per size of a model.
+
+    Deaths that exclude a product count by namespace, so that those of one tenant displace no measurement of others.
+    """
     kept: list[RunRecord] = []
-    models, sizes = Counter[str](), Counter[tuple[str, int]]()
+    models, sizes = Counter[str](), Counter[tuple[str, int, str]]()
     for row in reversed(rows):
-        size = (row.model, round(row.reserved_mib))
+        size = (row.model, round(row.reserved_mib), row.namespace)
         if models[row.model] < SIZES and sizes[size] < PER_MODEL and len(kept) < MAX_RUNS:
             models[row.model] += 1
             sizes[size] += 1
@@ -283,10 +286,15 @@ def _kept(rows: Sequence[RunRecord]) -> list[RunRecord]:
 
 
 def _rows_for_line(rows: Sequence[RunRecord]) -> list[RunRecord]:
-    """Return the newest `PER_MODEL` rows of each model, on which the line is fitted."""
+    """Return the newest `PER_MODEL` rows of each model, on which the line of all namespaces is fitted.
+
+    Deaths that exclude a product for one namespace are left out.
+    """
     counts = Counter[str]()
     found = []
     for row in reversed(rows):
+        if row.namespace:
+            continue
         counts[row.model] += 1
         if counts[row.model] <= PER_MODEL:
             found.append(row)
