@@ -1,0 +1,75 @@
+"""Recognise from the end of a container's log whether its program ran out of GPU memory. Pure.
+
+The rules were written for the development half of `tests/data/oom`; `tests/operator/test_oom.py` measures them on
+messages that were not used to write them.
+"""
+
+import re
+
+_RULES: tuple[tuple[str, str], ...] = (
+    ("PyTorch", r"(?:CUDA|HIP) out of memory"),
+    ("PyTorch", r"torch\.(?:cuda\.)?OutOfMemoryError"),
+    ("PyTorch", r"Tried to allocate [\d.]+ \w+\.? \(?GPU \d"),
+    ("PyTorch", r"cuda runtime error \(2\)|\.cu line=\d+ error=2 : out of memory"),
+    ("Caffe", r"error == cudaSuccess\.? \(?2 vs\.? 0"),
+    ("JAX", r"Out of memory (?:while )?(?:trying to allocate|allocating) [\d.]+ ?\w*"),
+    ("JAX", r"RESOURCE_EXHAUSTED: (?:Out of memory|Failed to allocate|\w+: Out of memory)"),
+    ("TensorFlow", r"OOM when allocating tensor(?![^\n]*device:CPU)"),
+    ("TensorFlow", r"Ran out of GPU memory|ran out of memory trying to allocate"),
+    ("TensorFlow", r"device:GPU:\d+\W+failed to allocate memory"),
+    ("TensorFlow", r"Dst tensor is not initialized"),
+    ("Paddle", r"Out of memory error on GPU \d"),
+    ("MXNet", r"pooled_storage_manager[^\n]*(?:out of memory|Memory allocation failed)"),
+    ("ONNX Runtime", r"^(?![^\n]*_nchwc)[^\n]*BFCArena::AllocateRawInternal[^\n]* Failed to alloc"),
+    ("TensorRT", r"Error Code 2: OutOfMemory|OutOfMemory Error in|Cuda Error in \S*allocate: 2"),
+    ("vLLM", r"No available memory for the cache blocks"),
+    ("vLLM", r"Free memory on device [^\n]* is less than desired GPU memory utilization"),
+    ("llama.cpp", r"(?:failed|unable) to allocate (?:CUDA|ROCm)\d+ buffer"),
+    ("RMM", r"RMM_ERROR_OUT_OF_MEMORY|std::bad_alloc: (?:out_of_memory: )?(?:CUDA|RMM)|rmm::out_of_memory"),
+    ("XGBoost", r"Memory allocation error on worker \d"),
+    ("CuPy", r"out of memory (?:to allocate|allocating) [\d,]+ bytes"),
+    ("Thrust", r"parallel_for failed: [^\n]*out of memory|thrust::\S*bad_alloc"),
+    ("CUDA library", r"CU[A-Z]+_(?:STATUS_)?(?:INTERNAL_ERROR_DEVICE_)?ALLOC(?:ATION)?_FAILED"),
+    ("NCCL", r"NCCL WARN [^\n]*(?:out of memory|Failed to CUDA [mc]alloc)"),
+    ("CUDA driver", r"CUDA_ERROR_OUT_OF_MEMORY|CUresult error\s+result=2\b|CudaException: ErrorOutOfMemory"),
+    ("CUDA runtime", r"cudaErrorMemoryAllocation"),
+    ("CUDA runtime", r"(?:cuda|gpu)[^\n]{0,120}?\bout[ _]?of[ _]?memory"),
+    ("CUDA runtime", r"out[ _]?of[ _]?memory (?:error )?(?:on|in|from) (?:the )?(?:cuda|gpu)"),
+)
+"""Name of a framework and the message by which it reports that GPU memory is exhausted; specific messages first."""
+
+_MESSAGES = tuple((name, re.compile(pattern, re.IGNORECASE | re.MULTILINE)) for name, pattern in _RULES)
+
+_NO_FAILURE = re.compile(
+    # TensorFlow and ONNX Runtime try again with less memory, and log each try.
+    r"ran out of memory\s+trying to allocate\s[^\n]*\n?[^\n]*not a failure"
+    r"|^[^\n]* I [^\n]*failed to alloc[^\n]*$"
+    # Advice for the case that memory is exhausted.
+    r"|\bif you (?:encounter|get|see|run|face|still)[^\n]*"
+    r"|\b(?:to avoid|to prevent) [^\n]{0,40}out of memory[^\n]*"
+    # fairseq logs an error that it handles.
+    r"|\| WARNING \|[^\n]*ran out of memory[^\n]*",
+    re.IGNORECASE | re.MULTILINE,
+)
+"""Texts that name exhausted memory without a failure."""
+
+_HANDLED = re.compile(
+    r"(?<!try )(?<!consider )(?<!by )"
+    r"\b(?:skipp(?:ing|ed)|retry(?:ing)?|retried|reduc(?:ing|ed)|halv(?:ing|ed)|decreas(?:ing|ed)|lower(?:ing|ed)"
+    r"|fall(?:ing|s)? back|fell back|recover(?:ing|ed))\b",
+    re.IGNORECASE,
+)
+"""Words of a program that handled the error and went on."""
+
+
+def framework_out_of_gpu_memory(log_end: str) -> str | None:
+    """Return which framework reported at the end of a log that GPU memory was exhausted; None if none did.
+
+    A report after which the program announces that it goes on, for example with a smaller batch, does not count.
+    """
+    text = _NO_FAILURE.sub("", log_end)
+    found = [(name, match) for name, pattern in _MESSAGES for match in pattern.finditer(text)]
+    if not found:
+        return None
+    last = max(match.end() for _, match in found)
+    return None if _HANDLED.search(text, last) else found[0][0]
