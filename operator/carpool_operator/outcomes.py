@@ -19,8 +19,7 @@ from carpool_core.resources.job import (
 from carpool_core.resources.node import Device, GpuNode, Reservation
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 
-_GPU_OOM_MESSAGES = ("CUDA out of memory", "torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError")
-"""PyTorch's messages when GPU memory is exhausted; the newest exception name first."""
+from carpool_operator.oom import framework_out_of_gpu_memory
 
 _DISRUPTIONS = frozenset(
     {"PreemptionByScheduler", "DeletionByTaintManager", "EvictionByEvictionAPI", "DeletionByPodGC"}
@@ -113,7 +112,7 @@ def _container_failed(pod: Pod) -> Outcome | None:
     name, ended = found
     where = f"container {name} of pod {pod.metadata.name}"
     detail = f": {_tail(ended.message)}" if ended.message.strip() else ""
-    if any(words in ended.message for words in _GPU_OOM_MESSAGES):
+    if framework_out_of_gpu_memory(ended.message) is not None:
         return Outcome(GPU_OUT_OF_MEMORY, f"{where} ran out of GPU memory (exit code {ended.exit_code}){detail}", True)
     if ended.reason == "OOMKilled":
         message = f"{where} was killed: it exceeded its limit of host memory, not of GPU memory; raise limits.memory"
