@@ -1,0 +1,86 @@
+"""Recognising GPU out-of-memory from the end of a container's log."""
+
+import hashlib
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from carpool_operator.oom import framework_out_of_gpu_memory
+from carpool_operator.outcomes import outcome_of
+from operator_fixtures import pod, terminated
+
+CORPUS = Path(__file__).parents[1] / "data" / "oom"
+LOG_TAIL_BYTES = 2048
+"""The kubelet's limit for a termination message that it takes from the log."""
+
+
+def messages(collection: str) -> list[dict[str, Any]]:
+    return yaml.safe_load((CORPUS / f"{collection}.yaml").read_text())
+
+
+def half(source: str) -> str:
+    """Return the half of the first collection that a source belongs to: rules were written from `development` only."""
+    return "held out" if hashlib.sha256(source.encode()).digest()[0] % 2 else "development"
+
+
+COLLECTIONS = {name: messages(name) for name in ("messages", "later")}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pytest.param(one, id=f"{half(one['source']) if name == 'messages' else name}: {one['kind']}: {one['id']}")
+        for name, collection in COLLECTIONS.items()
+        for one in collection
+    ],
+)
+def test_message(message: dict[str, Any]) -> None:
+    assert (framework_out_of_gpu_memory(message["text"]) is not None) == message["gpu_oom"]
+
+
+def test_corpus_is_large_and_each_message_has_its_source() -> None:
+    every = [one for collection in COLLECTIONS.values() for one in collection]
+    count = Counter(one["gpu_oom"] for one in every)
+    assert (count[True] >= 150, count[False] >= 100) == (True, True)
+    assert len({one["id"] for one in every}) == len(every)
+    assert all(one["source"].startswith("https://") and one["text"] for one in every)
+    first = {one["source"] for one in COLLECTIONS["messages"]}
+    assert not first & {one["source"] for one in COLLECTIONS["later"]}, "a later collection has new sources only"
+
+
+SCRIPT = """
+import torch
+from torch.distributed.elastic.multiprocessing.errors import record
+
+def main():
+    raise torch.cuda.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 39.49 GiB of which 1.00 GiB is "
+        "free. Including non-PyTorch memory, this process has 38.48 GiB memory in use."
+    )
+
+{main}()
+"""
+
+
+@pytest.mark.parametrize(
+    ("main", "reason"),
+    [
+        pytest.param("main", "ContainerFailed", id="the summary hides the error of the script"),
+        pytest.param("record(main)", "GpuOutOfMemory", id="with @record, the summary ends with the error"),
+    ],
+)
+def test_torchrun(main: str, reason: str, tmp_path: Path) -> None:
+    """The launcher's real output: its summary after the script's error is longer than the kubelet's log tail."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("{main}", main))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(script)]
+    done = subprocess.run(launcher, capture_output=True, text=True, check=False, cwd=tmp_path)
+    log = done.stdout + done.stderr
+    assert done.returncode == 1
+    assert framework_out_of_gpu_memory(log) == "PyTorch"
+    ended = terminated(done.returncode, message=log[-LOG_TAIL_BYTES:])
+    assert outcome_of(pod(phase="Failed", status=ended)).reason == reason
