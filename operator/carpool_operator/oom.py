@@ -45,7 +45,7 @@ _RULES: tuple[tuple[str, str], ...] = (
     ("Vulkan", r"(?:VK_ERROR_|Error)Out_?Of_?Device_?Memory"),
     ("ROCm", r"hipError(?:OutOfMemory|MemoryAllocation)"),
     ("CUDA driver", r"CUDA_ERROR_OUT_OF_MEMORY|CUresult error\s+result=2\b|CudaException: ErrorOutOfMemory"),
-    ("CUDA runtime", r"cudaErrorMemoryAllocation"),
+    ("CUDA runtime", r"cudaErrorMemoryAllocation|failed to cuda ?malloc\b|cuda ?malloc failed(?!:)"),
     ("CUDA runtime", r"(?:cuda|gpu|hip)[^\n]{0,120}?\bout[ _]?of[ _]?(?:device |video )?memory"),
     ("CUDA runtime", r"out[ _]?of[ _]?(?:device |video )?memory (?:error )?(?:on|in|from) (?:the )?(?:cuda|gpu)"),
 )
