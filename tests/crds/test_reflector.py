@@ -90,6 +90,18 @@ async def test_watch_continues_from_the_last_bookmark(api: FakeKube, start: Call
     assert world.names == set()
 
 
+async def test_ended_watch_loses_nothing(api: FakeKube, start: Callable[..., World]) -> None:
+    world = start()
+    await settle()
+    world.clock.advance(300)
+    api.end_watches()
+    await api.create(PODS, pod_body("meanwhile"))
+    world.clock.advance(1)
+    await settle()
+    assert world.names == {"d/meanwhile"}
+    assert [call.verb for call in api.calls].count("list") == 1
+
+
 async def test_silent_watch_continues_where_it_was(
     api: FakeKube, clock: FakeClock, start: Callable[..., World]
 ) -> None:
