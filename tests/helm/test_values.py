@@ -74,26 +74,15 @@ def test_the_schema_knows_the_orders_of_the_extender() -> None:
             id="unknown policy",
         ),
         pytest.param(
-            {"settings": {"preconditions": {"mostSmActive": 1.5}}},
-            "at '/settings/preconditions/mostSmActive': maximum: got 1.5, want 1",
-            id="an impossible precondition",
-        ),
-        pytest.param(
             {"settings": {"queueOrder": "ShortestFirst"}},
             "at '/settings/queueOrder': value must be one of 'Alternate', 'Arrival', 'LongestFirst'",
             id="an unknown order",
-        ),
-        pytest.param(
-            {"settings": {"bindTimeoutSeconds": 0}},
-            "at '/settings/bindTimeoutSeconds': minimum: got 0, want 1",
-            id="no time to bind",
         ),
         pytest.param(
             {"nodeAgent": {"simulatedGpu": "x"}},
             "at '/nodeAgent': additional properties 'simulatedGpu' not allowed",
             id="misspelt key",
         ),
-        pytest.param({"operator": {"replicas": 2}}, "additional properties 'replicas' not allowed", id="two operators"),
         pytest.param(
             {"extender": {"image": {"tag": 1.1}}},
             "at '/extender/image/tag': got number, want string",

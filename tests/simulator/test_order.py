@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from carpool_core.durations import duration_bucket
-from carpool_extender.queue.order import WINDOW_S, QueueOrder
+from carpool_extender.queue.order import QueueOrder
 from carpool_simulator.engine import Simulation
 from carpool_simulator.information import InformationModel, Stage
 from carpool_simulator.strategy import Piece
@@ -33,39 +33,12 @@ def test_of_those_that_wait_the_one_of_the_most_steps_starts_first_whatever_it_t
     assert order(*jobs, strategy=CARPOOL) == ["running", "short", "long", "middling"]
 
 
-def test_jobs_of_about_the_same_length_keep_the_order_of_their_arrival():
-    jobs = [
-        job("first", of=FULL, steps=10_000),
-        job("second", of=FULL, steps=10_100),
-        job("third", of=FULL, steps=9990),
-    ]
-    assert order(*jobs) == ["first", "second", "third"]
-
-
-def test_job_without_steps_counts_as_an_hour():
-    jobs = [job("minutes", of=FULL, steps=300), job("unknown", of=FULL), job("day", of=FULL, steps=86_400)]
-    assert order(*jobs) == ["day", "unknown", "minutes"]
-
-
 def test_of_those_that_came_together_the_longest_and_the_shortest_take_turns():
     told = {"c": 3600, "a": 60, "e": DAY, "b": 600, "d": 10 * 3600}
     jobs = [job(name, of=FULL, steps=steps) for name, steps in told.items()]
     assert order(*jobs, strategy=BY_TURNS) == ["e", "a", "d", "b", "c"]
     apart = [job(one.name, of=truth(6000, kind=one.name), steps=one.steps) for one in jobs]
     assert order(*apart, strategy=BY_TURNS) == ["e", "a", "d", "b", "c"], "of kinds that are decided one by one, too"
-
-
-def test_windows_of_arrival_are_served_one_after_the_other():
-    jobs = [
-        job("running", 2 * WINDOW_S, of=FULL, steps=60),
-        job("short", of=FULL, arrival_s=1.0, steps=60),
-        job("long", of=FULL, arrival_s=WINDOW_S - 1, steps=3600),
-        job("later, short", of=FULL, arrival_s=WINDOW_S, steps=60),
-        job("later, middling", of=FULL, arrival_s=WINDOW_S + 1, steps=3600),
-        job("later, long", of=FULL, arrival_s=WINDOW_S + 2, steps=DAY),
-    ]
-    expected = ["running", "short", "long", "later, short", "later, long", "later, middling"]
-    assert order(*jobs, strategy=BY_TURNS) == expected, "the end changes with everybody who starts"
 
 
 def test_true_durations_and_policies_that_start_with_the_largest_sort_the_queue_alone():

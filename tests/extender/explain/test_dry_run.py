@@ -47,7 +47,6 @@ def by_product():
         pytest.param([A100], [0], MPS, 1.0, 1, "about 41 ms there, 1 step 41 ms", id="one step"),
         pytest.param([A100], [0], MPS, 1.0, None, "about 41 ms there", id="unknown steps"),
         pytest.param([T4], [0], MPS, 1.0, 35_000, "about 700 ms there, 35,000 steps 6.8 h", id="another product"),
-        pytest.param(["NVIDIA L4"], [0], MPS, 1.0, 35_000, "", id="product without prediction"),
         pytest.param([A100], [0], SharingMode.MIG, 1.0, 35_000, "", id="an instance: predictions are for whole GPUs"),
         pytest.param([A100, T4], [0, 1], MPS, 1.0, None, "about 700 ms there", id="the slowest of two"),
         pytest.param([A100, "NVIDIA L4"], [0, 1], MPS, 1.0, None, "", id="one of two without prediction"),
@@ -163,16 +162,6 @@ def test_several_gpus_are_ranked_by_node_and_linked_ones_come_first():
                 f"GPU 0 of n: 0.00 lost; {FIRST} is in use, and idle GPUs stay free",
             ],
             id="the costlier one, which ties",
-        ),
-        pytest.param(
-            {"GPU-m-0": 0.0, "GPU-n-0": 0.01, "GPU-n-1": 0.03},
-            {},
-            [
-                "GPU 0 of m: 0.00 lost",
-                f"GPU 0 of n: 0.01 lost; {FIRST} is in use, and idle GPUs stay free",
-                "GPU 1 of n: 0.03 lost; 0.03 more",
-            ],
-            id="the costlier one, which does not tie",
         ),
         pytest.param(
             {"GPU-m-0": 0.0, "GPU-n-0": 0.01, "GPU-n-1": 0.03},

@@ -86,11 +86,6 @@ class TestState:
                 ],
                 id="no pods",
             ),
-            pytest.param(
-                ("Running", "False", "Starting", "the image is pulled"),
-                ["Queued: Running is False (Starting) the image is pulled"],
-                id="starting",
-            ),
         ],
     )
     async def test_condition_that_explains_the_state_comes_first(self, condition, expected):

@@ -96,18 +96,6 @@ class TestRefusal:
                 id="wrong product",
             ),
             pytest.param(
-                [gpu_node("a", 2)],
-                {"min_memory_mib": 81920},
-                "1 node: smaller than gpu.minMemory: wants a GPU of 81,920 MiB, has 40,960 MiB",
-                id="smaller than gpu.minMemory",
-            ),
-            pytest.param(
-                [gpu_node("a", 1)],
-                {"min_compute_capability": "9.0"},
-                "1 node: compute capability 8.0, wants 9.0",
-                id="compute capability",
-            ),
-            pytest.param(
                 [gpu_node("a", 1, [tenant("x", [GPU], ALONE)])],
                 {"prediction": None},
                 "1 GPU: used exclusively by default/x",
@@ -127,24 +115,11 @@ class TestRefusal:
                 id="it died of memory",
             ),
             pytest.param(
-                [gpu_node("a", 1, [tenant("x", [GPU], namespace="other")])],
-                {},
-                "1 GPU: its MPS server belongs to namespace other",
-                id="MPS server",
-            ),
-            pytest.param(
-                [gpu_node("a", 1, [tenant(f"t{i}", [GPU], memory_limit_mib=1) for i in range(8)])],
-                {},
-                "1 GPU: has 8 tenants, the most allowed is 8",
-                id="slots",
-            ),
-            pytest.param(
                 [gpu_node("a", [device(modes=[ALONE, TURNS])], [tenant("x", [GPU])])],
                 {},
                 "1 GPU: shared by MPS, which its agent does not offer to other jobs",
                 id="mode that is no longer offered",
             ),
-            pytest.param([gpu_node("a", [device(**SICK)])], {}, "1 node: unhealthy: Xid 79", id="unhealthy"),
             pytest.param(
                 [gpu_node("a", 2, [tenant("x", [GPU], ALONE), tenant("z", [OTHER], **BUSY)])],
                 {"mode": RequestedMode.EXCLUSIVE},
@@ -193,18 +168,6 @@ class TestRefusal:
                 id="others are worse",
             ),
             pytest.param(
-                2 * [{"prediction": prediction(util=40, sm=0.3)}],
-                SM,
-                "2 GPUs: SM activity 0.30, the site's limit is 0.20",
-                id="all are equal",
-            ),
-            pytest.param(
-                [{"memory_limit_mib": mib} for mib in (1000, 2000)],
-                AdmissionLimits(min_free_mib=40000),
-                f"2 GPUs: at best {FREE}",
-                id="others have less",
-            ),
-            pytest.param(
                 [{"prediction": prediction(util=40, sm=sm)} for sm in (0.5, 0.05)],
                 AdmissionLimits(max_sm_active=0.2, max_jobs=1),
                 "2 GPUs: for example jobs on a GPU 2, the site's limit is 1",
@@ -240,9 +203,6 @@ class TestRefusal:
                 None,
                 "2 GPUs: for example its MPS server belongs to namespace alpha",
                 id="different namespaces",
-            ),
-            pytest.param(
-                2 * [{"namespace": "alpha"}], None, "2 GPUs: its MPS server belongs to namespace alpha", id="namespace"
             ),
         ],
     )

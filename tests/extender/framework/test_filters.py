@@ -47,7 +47,6 @@ CASES = [
     pytest.param(gpu_node(), {"prediction": prediction(products=[T4])}, None, ALONE, id="unknown on this product"),
     pytest.param(gpu_node(), {"prediction": None, "memory_limit_mib": 9000}, None, MPS, id="limit of the user"),
     pytest.param(gpu_node("a", [device(modes=NO_MPS)]), {}, None, TURNS, id="no MPS"),
-    pytest.param(gpu_node("a", [device(modes=[ALONE])]), {}, None, ALONE, id="no sharing"),
     pytest.param(used(), {}, None, MPS, id="MPS beside MPS"),
     pytest.param(gpu_node("a", 2), {"gpus": 2}, None, TURNS, id="several GPUs: a process reaches one MPS daemon"),
     pytest.param(used(), {"gpus": 2}, MODE, None, id="several GPUs beside MPS"),
@@ -154,13 +153,6 @@ def test_modes_that_enforce_no_limits_get_none(mode):
             {"prediction": None},
             "Exclusive as nothing is known of its memory, so it counts with the whole GPU",
             id="unknown",
-        ),
-        pytest.param(
-            gpu_node(),
-            {"prediction": prediction(trusted=False)},
-            "Exclusive as too little was measured on such GPUs to rely on its prediction, so it counts with the whole "
-            "GPU",
-            id="untrusted",
         ),
         pytest.param(
             gpu_node(),

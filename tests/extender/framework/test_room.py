@@ -107,12 +107,6 @@ def test_counting_changes_nothing_of_the_cluster(gpus):
     assert found.snapshot().gpus.memory_mib is before.memory_mib
 
 
-def test_no_more_are_counted_than_are_wanted():
-    found = cluster(gpu_node("a", 2))
-    wants = PodRequest(demand("new", prediction=prediction(memory_mib=400, util=5, sm=0.05)))
-    assert [room_in(found, RULES, wants, wanted) for wanted in (1, 2, 3, 100)] == [1, 2, 3, 16]
-
-
 def test_instances_take_slices_and_memory():
     node = gpu_node("a", [device(modes=[EXCLUSIVE, MIG], mig_profiles=PROFILES)])
     small = {"mode": RequestedMode.MIG, "prediction": prediction(memory_mib=1000, sm=0.05)}
@@ -135,7 +129,3 @@ def test_the_best_places_come_first(gpus):
     assert [gpu for _, place in places for gpu in place.gpu_uuids] == (
         ["GPU-c-0", "GPU-c-0"] if gpus == 1 else ["GPU-c-0", "GPU-c-1"]
     )
-
-
-def test_nothing_has_room_where_nothing_fits():
-    assert room_in(cluster(), RULES, PodRequest(demand("new")), 3) == 0
