@@ -93,11 +93,6 @@ def test_at_no_width_do_tenants_draw_more_than_the_gpu(width: int) -> None:
     assert all(name in drawn for name in "abc")
 
 
-def test_idle_nodes_of_one_kind_share_a_line() -> None:
-    drawn = rendered(show.gpu_bars([node("n1"), node("n2"), node("n3")]))
-    assert drawn.strip() == "3 idle nodes with 1 × Simulated NVIDIA A100-SXM4-40GB"
-
-
 PRODUCTS = {"a100": "Simulated NVIDIA A100-SXM4-40GB", "h100": "Simulated NVIDIA H100 80GB HBM3"}
 JOBS = {
     "impossible": ("a100", SharingMode.EXCLUSIVE),
@@ -174,7 +169,3 @@ def test_nothing_is_cut_in_a_terminal(width: int) -> None:
         assert table.split().count(figure) == len(JOBS), figure
     for index in range(4):
         assert len(re.findall(rf"^ *{index} .*[█▒·]{{12,}} ", bars, re.MULTILINE)) == len(PRODUCTS), index
-
-
-def test_the_picture_is_an_svg_document() -> None:
-    assert show.to_svg(show.gpu_bars([node("n1", ("a", 1024, 512))]), title="GPUs").startswith("<svg")

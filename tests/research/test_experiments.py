@@ -280,14 +280,6 @@ def test_published_strategies_run_under_their_own_queue_and_under_carpools(name)
         assert not POLICIES[other.policy].decreasing
 
 
-def test_carpools_variants_have_names_of_their_own_and_differ_from_the_default():
-    base = HOTCLOUD.default
-    for group in (runs.variants, runs.with_less_information, runs.with_true, runs.with_errors):
-        found = group(base)
-        assert len({one.name for one in found}) == len(found)
-        assert all(replace(one, name="") != replace(base, name="") for one in found if one.name != DEFAULT)
-
-
 def test_what_philly_runs_as_the_default_differs_from_what_ships_only_in_learning_nothing():
     """Regression: it used predictions of running jobs, where Carpool uses what is measured."""
     assert philly.STRATEGIES[-1] == replace(HOTCLOUD.default, learns=False)

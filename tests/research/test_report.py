@@ -7,17 +7,10 @@ from string import Template
 import carpool_research
 import pytest
 from carpool_research.__main__ import show_progress
-from carpool_research.report import counted, markdown, write_card
+from carpool_research.report import write_card
 from rich.console import Console
 
 CARDS = sorted(Path(str(carpool_research.__file__)).parent.glob("*/card.md.template"))
-
-
-def test_items_are_counted_and_named() -> None:
-    heard: list[str] = []
-    assert list(counted([7, 8], "families held out, fold", heard.append)) == [7, 8]
-    assert list(counted(["XGBoost"], "split", heard.append)) == ["XGBoost"]
-    assert heard == ["families held out, fold 1 of 2", "families held out, fold 2 of 2", "split: XGBoost (1 of 1)"]
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -28,10 +21,6 @@ def test_progress_is_a_changing_line_on_a_terminal_and_a_line_per_item_elsewhere
         show("x" * 200)
     lines = f"  baseline [constant], fold 1 of 5\n  {'x' * 200}\n"
     assert (file.getvalue() == lines) is not is_terminal
-
-
-def test_tables_are_markdown_and_missing_cells_are_empty() -> None:
-    assert markdown([{"a": "1", "b": "2"}, {"a": "3"}]) == "|a|b|\n|---|---|\n|1|2|\n|3||"
 
 
 @pytest.mark.parametrize("template", CARDS, ids=lambda path: path.parent.name)

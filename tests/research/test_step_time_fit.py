@@ -17,7 +17,6 @@ from carpool_research.step_time.fit import (
     by_roofline,
     by_utilization,
     choose,
-    ends,
     fit,
     fit_as,
     gpus_held_out,
@@ -150,11 +149,6 @@ def test_the_shipped_model_is_evaluated_without_fitting(tmp_path: Path) -> None:
     found = {figure.name: figure.value for figure in frozen(synthetic(tmp_path)).metrics}
     assert found["rows"] == 16
     assert 0 < found["median error, %"] < 60
-
-
-def test_the_interval_reaches_outwards_and_holds_its_center() -> None:
-    assert ends(np.linspace(0.8, 1.3, 101)) == pytest.approx((0.82, 1.28), abs=0.02)
-    assert ends(np.array([1.2, 1.3])) == (1.0, 1.3)
 
 
 @pytest.mark.parametrize(("name", "build"), [("bert_large", "bert"), ("gpt2_large", "gpt")])

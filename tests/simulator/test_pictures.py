@@ -105,11 +105,6 @@ def test_a_line_says_how_many_were_never_placed_of_how_many(data):
     assert lines[0].has_placed
 
 
-def test_a_strategy_that_never_placed_anything_is_not_drawn(data, tmp_path):
-    lines = sweep(lambda _: workload(job("a", workers=9)), named("exclusive", CARPOOL), 1, data, lambda _: None)
-    assert draw(tmp_path, "x", lines) == []
-
-
 def test_co_tenants_have_different_lanes():
     def ran(name, start_s, end_s, *gpus):
         return Finished(job(name), start_s, end_s, gpus, 0)
