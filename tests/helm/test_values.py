@@ -142,6 +142,13 @@ def test_a_digest_and_a_components_own_registry_win(render: Any) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.parametrize("order", list(QueueOrder))
+def test_the_order_reaches_the_extender(render: Any, order: QueueOrder) -> None:
+    assert render().environment("extender")["CARPOOL_QUEUE_ORDER"] == QueueOrder.ALTERNATE
+    assert render(settings={"queueOrder": str(order)}).environment("extender")["CARPOOL_QUEUE_ORDER"] == order
+
+
+@pytest.mark.e2e
 def test_nothing_is_simulated_by_default(chart: Any) -> None:
     assert "imulated" not in json.dumps([o for o in chart.objects if o["kind"] != "CustomResourceDefinition"])
     assert "CARPOOL_SIMULATED_GPUS" not in chart.environment("agent")

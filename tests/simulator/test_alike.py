@@ -2,7 +2,6 @@
 
 from dataclasses import fields
 
-import msgspec
 import numpy as np
 import pytest
 from carpool_core.values import DeviceHealth, RequestedMode, SharingMode
@@ -68,18 +67,3 @@ def test_the_answer_is_what_looking_at_each_gpu_gives(most, steps):
             one, other = (found_by(filter_runner, snapshot, wants, some) for filter_runner in (remembers, filter_rows))
             for column in fields(one):
                 assert getattr(one, column.name).tolist() == getattr(other, column.name).tolist(), column.name
-
-
-def test_alike_gpus_are_looked_at_once():
-    known = cluster(*(gpu_node(name, 8, [tenant(name, [f"GPU-{name}-3"])]) for name in NAMES))
-    looked = []
-    counting = FilterMemo(
-        known, run=lambda asked, columns: looked.append(len(columns.alive)) or cluster_model.run_filters(asked, columns)
-    )
-    for rows in (np.arange(4), np.arange(32), None):
-        found_by(counting, known.snapshot(), pod_request(), rows)
-    assert looked == [2]
-    renamed = [msgspec.structs.replace(known.node("a").spec.reservations[0], pod_uid="other", job_name="other")]
-    known.apply(gpu_node("a", 8, renamed))
-    found_by(counting, known.snapshot(), pod_request(), None)
-    assert looked == [2]

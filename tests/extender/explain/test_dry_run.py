@@ -18,6 +18,7 @@ from carpool_extender.testing import (
     prediction,
     tenant,
 )
+from evaluations import LAYOUTS, nodes_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -184,27 +185,11 @@ def test_ties_are_those_between_the_offers_of_nodes(costs, large, lines):
     assert ranking_lines(cached)[1 : 1 + len(lines)] == expected
 
 
-gpus = st.lists(
-    st.tuples(st.lists(st.integers(0, 30000), max_size=3), st.sampled_from([MPS, TURNS])), min_size=1, max_size=4
-)
-
-
 @pytest.mark.parametrize("policy", POLICIES)
-@given(layout=st.lists(gpus, min_size=1, max_size=3), wanted=st.integers(1, 3), util=st.integers(1, 100))
+@given(layout=LAYOUTS, wanted=st.integers(1, 3), util=st.integers(1, 100))
 def test_first_place_is_the_one_that_the_extender_takes_and_others_follow_by_score(policy, layout, wanted, util):
     busy = prediction(util=util, sm=util / 100, dram=util / 200)
-    nodes = [
-        gpu_node(
-            f"n{n}",
-            len(row),
-            [
-                tenant(f"{n}-{g}-{t}", [f"GPU-n{n}-{g}"], mode, memory_limit_mib=m, prediction=busy, max_slowdown=9)
-                for g, (tenants, mode) in enumerate(row)
-                for t, m in enumerate(tenants)
-            ],
-        )
-        for n, row in enumerate(layout)
-    ]
+    nodes = nodes_of(layout, prediction=busy, max_slowdown=9)
     cached = evaluated(cluster(*nodes), policy, gpus=wanted, prediction=busy, max_slowdown=9)
     found, taken, lines = ranking(cached), best_place(cached, with_reason=False), ranking_lines(cached)
     assert (taken is None) == (not found) == (not lines)

@@ -2,9 +2,7 @@
 
 import numpy as np
 import pytest
-from carpool_core.testing.clock import FakeClock
 from carpool_core.values import Tenancy
-from carpool_extender.cache.cluster import SILENCE_S, ClusterCache, GpuAvailability
 from carpool_extender.framework.scores import POLICIES, SchedulerConfig, find_policy
 from carpool_extender.framework.selection import (
     FEW,
@@ -73,20 +71,6 @@ def test_jobs_of_the_same_shape_share_an_assessment_and_others_do_not():
     for i in range(MAX_ENTRIES):
         following.of(pod_request("x", min_memory_mib=i + 1))
     assert following.of(pod_request("one")) is not first
-
-
-def test_silence_reaches_an_assessment_although_no_object_changes():
-    clock = FakeClock()
-    known = ClusterCache(8, GpuAvailability(clock))
-    node = gpu_node("a", 1)
-    known.apply(
-        type(node)(metadata=node.metadata, status=type(node.status)(devices=node.status.devices, heartbeat_time="1"))
-    )
-    following = EvaluationCache(known, fit())
-    assert filter_nodes(following.of(pod_request()), ["a"]).fits == ["a"]
-    clock.advance(SILENCE_S + 1)
-    assert "has not reported" in filter_nodes(following.of(pod_request()), ["a"]).refused["a"]
-    assert place_on_node(following.of(pod_request()), "a").startswith("NoGpuFits: 1 node: its agent has not reported")
 
 
 def test_many_nodes_that_do_not_fit_get_no_reason_if_another_fits():

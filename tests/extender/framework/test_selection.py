@@ -6,7 +6,7 @@ from carpool_core.values import SharingMode
 from carpool_extender.framework.scores import POLICIES, SchedulerConfig, UnknownPolicyError, find_policy
 from carpool_extender.framework.selection import FEW, CachedEvaluation, filter_nodes, place_on_node, score_nodes
 from carpool_extender.testing import cluster, device, gpu_node, pod_request, prediction, tenant
-from evaluations import evaluate
+from evaluations import LAYOUTS, evaluate, nodes_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -97,26 +97,10 @@ def test_an_unknown_policy_names_the_choices():
         find_policy("best")
 
 
-gpus = st.lists(
-    st.tuples(st.lists(st.integers(0, 30000), max_size=3), st.sampled_from([MPS, TURNS])), min_size=1, max_size=4
-)
-
-
 @pytest.mark.parametrize("policy", POLICIES)
-@given(layout=st.lists(gpus, min_size=1, max_size=3), wanted=st.integers(1, 3), memory=st.integers(1, 50000))
+@given(layout=LAYOUTS, wanted=st.integers(1, 3), memory=st.integers(1, 50000))
 def test_every_policy_returns_places_that_fit(policy, layout, wanted, memory):
-    nodes = [
-        gpu_node(
-            f"n{n}",
-            len(row),
-            [
-                tenant(f"{n}-{g}-{t}", [f"GPU-n{n}-{g}"], mode, memory_limit_mib=m)
-                for g, (tenants, mode) in enumerate(row)
-                for t, m in enumerate(tenants)
-            ],
-        )
-        for n, row in enumerate(layout)
-    ]
+    nodes = nodes_of(layout)
     snapshot, names = cluster(*nodes).snapshot(), [node.metadata.name for node in nodes]
     newcomer = pod_request(gpus=wanted, prediction=prediction(memory_mib=memory))
     found = filter_nodes(CachedEvaluation(newcomer, fit(policy), snapshot), names)
