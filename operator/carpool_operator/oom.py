@@ -7,14 +7,15 @@ messages that were not used to write them.
 import re
 
 _RULES: tuple[tuple[str, str], ...] = (
-    ("PyTorch", r"(?:CUDA|HIP) out of memory"),
+    ("PyTorch", r"(?:CUDA|HIP) out of (?:the )?memory"),
     ("PyTorch", r"torch\.(?:cuda\.)?OutOfMemoryError"),
+    ("PyTorch", r"(?<!ray\.exceptions\.)(?<!java\.lang\.)\bOutOfMemoryError\b(?!: Java)"),
     ("PyTorch", r"Tried to allocate [\d.]+ \w+\.? \(?GPU \d"),
     ("PyTorch", r"cuda runtime error \(2\)|\.cu line=\d+ error=2 : out of memory"),
-    ("Ray", r"RayTaskError\(OutOfMemoryError\)"),
+    ("accelerate", r"No executable batch size found"),
     ("Caffe", r"error == cudaSuccess\.? \(?2 vs\.? 0"),
     ("JAX", r"Out of memory (?:while )?(?:trying to allocate|allocating) [\d.]+ ?\w*"),
-    ("JAX", r"RESOURCE_EXHAUSTED: (?:Out of memory|Failed to allocate|\w+: Out of memory)"),
+    ("JAX", r"RESOURCE[_ ]EXHAUSTED:\s+(?:\w+: )?(?:Out of memory|Failed to allocate)"),
     ("TensorFlow", r"OOM when allocating tensor(?![^\n]*device:CPU)"),
     ("TensorFlow", r"Ran out of GPU memory|ran out of memory trying to allocate"),
     ("TensorFlow", r"device:GPU:\d+\W+failed to allocate memory"),
@@ -47,6 +48,13 @@ _RULES: tuple[tuple[str, str], ...] = (
     ("CUDA driver", r"CUDA_ERROR_OUT_OF_MEMORY|CUresult error\s+result=2\b|CudaException: ErrorOutOfMemory"),
     ("CUDA runtime", r"cudaErrorMemoryAllocation|failed to cuda ?malloc\b|cuda ?malloc failed(?!:)"),
     ("CUDA runtime", r"(?:cuda|gpu|hip)[^\n]{0,120}?\bout[ _]?of[ _]?(?:device |video )?memory"),
+    ("CUDA runtime", r"\bcuda\w* error(?: code)?[ :=(]{1,3}2\b"),
+    ("CUDA runtime", r"(?:cuda|gpu|device) memory alloc\w* (?:failed|failure|error)"),
+    ("CUDA runtime", r"failed to alloc\w*[^\n]{0,80}? (?:on|from|in) (?:the )?(?:gpu|cuda|device)\b"),
+    (
+        "CUDA runtime",
+        r"(?:not enough|insufficient|out of|no more) (?:free )?(?:(?:gpu|cuda|video|device) memory|vram)\b",
+    ),
     ("CUDA runtime", r"out[ _]?of[ _]?(?:device |video )?memory (?:error )?(?:on|in|from) (?:the )?(?:cuda|gpu)"),
 )
 """Name of a framework and the message by which it reports that GPU memory is exhausted; specific messages first."""
@@ -57,6 +65,10 @@ _NO_FAILURE = re.compile(
     # TensorFlow and ONNX Runtime try again with less memory, and log each try.
     r"ran out of memory\s+trying to allocate\s[^\n]*\n?[^\n]*not a failure"
     r"|^[^\n]* I [^\n]*failed to alloc[^\n]*$"
+    # Pinned memory of the host.
+    r"|failed to alloc\w* [^\n]* on host:[^\n]*"
+    # A warning of Python is no exception.
+    r"|\b\w+Warning: [^\n]*"
     # Advice for the case that memory is exhausted.
     r"|\bif you (?:encounter|get|see|run|face|still)[^\n]*"
     r"|\b(?:to avoid|to prevent) [^\n]{0,40}out of memory[^\n]*"
@@ -66,13 +78,20 @@ _NO_FAILURE = re.compile(
 )
 """Texts that name exhausted memory without a failure."""
 
+_ADVICE = re.compile(r"\b(?:try|consider|please|should|can|could|may|might)\b[^\n]*", re.IGNORECASE)
+
 _HANDLED = re.compile(
-    r"(?<!try )(?<!consider )(?<!by )"
-    r"\b(?:skipp(?:ing|ed)|retry(?:ing)?|retried|reduc(?:ing|ed)|halv(?:ing|ed)|decreas(?:ing|ed)|lower(?:ing|ed)"
-    r"|fall(?:ing|s)? back|fell back|recover(?:ing|ed))\b",
+    r"(?<!by )\b(?:skipp(?:ing|ed)|retry(?:ing)?|retried|reduc(?:ing|ed)|halv(?:ing|ed)|decreas(?:ing|ed)"
+    r"|lower(?:ing|ed)|fall(?:ing|s)? back|fell back|recover(?:ing|ed)|offloading|attempting to free)\b",
     re.IGNORECASE,
 )
 """Words of a program that handled the error and went on."""
+
+_ERROR = re.compile(r"^.*?\b[\w.]*(?:Error|Exception)\b", re.MULTILINE)
+
+_LAUNCHER_ERROR = re.compile(r"ChildFailedError|CalledProcessError|ProcessRaisedException|failed \(exitcode: \d+\)")
+
+_KILLED = re.compile(r"(?:exitcode *: *|return code = |status )-\d|\bSIGKILL\b")
 
 
 def framework_out_of_gpu_memory(log_end: str) -> str | None:
@@ -85,4 +104,18 @@ def framework_out_of_gpu_memory(log_end: str) -> str | None:
     if not found:
         return None
     last = max(match.end() for _, match in found)
-    return None if _HANDLED.search(text, last) else found[0][0]
+    after = _ADVICE.sub("", text[last:])
+    return None if _HANDLED.search(after) else found[0][0]
+
+
+def names_no_cause(log_end: str) -> bool:
+    """Return whether the end of a log is empty, or holds no error but a launcher's report that its process failed.
+
+    Launchers (torchrun, accelerate, DeepSpeed) print so much after the error of the program that the kubelet cuts it
+    off. A report that the process was killed by a signal is a cause.
+    """
+    if _KILLED.search(log_end):
+        return False
+    errors = [match.group() for match in _ERROR.finditer(log_end)]
+    is_deepspeed = not errors and "exits with return code" in log_end
+    return not log_end.strip() or is_deepspeed or (bool(errors) and all(map(_LAUNCHER_ERROR.search, errors)))

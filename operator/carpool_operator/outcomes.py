@@ -19,7 +19,7 @@ from carpool_core.resources.job import (
 from carpool_core.resources.node import Device, GpuNode, Reservation
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 
-from carpool_operator.oom import framework_out_of_gpu_memory
+from carpool_operator.oom import framework_out_of_gpu_memory, names_no_cause
 
 _DISRUPTIONS = frozenset(
     {"PreemptionByScheduler", "DeletionByTaintManager", "EvictionByEvictionAPI", "DeletionByPodGC"}
@@ -220,7 +220,10 @@ def attempt_outcome(
             return _mps_failure(pod, why, sum(a.outcome == MPS_CLIENTS_ENDED for a in status.attempts))
     is_behind_mps = place is not None and place.mode is SharingMode.MPS
     has_faults = node is not None and not node.status.simulated
-    return None if is_behind_mps and has_faults and _is_report_pending(first, node, now) else outcome
+    if is_behind_mps and has_faults and _is_report_pending(first, node, now):
+        return None
+    measured = _out_of_memory_by_measurement(outcome, first, place, status, node)
+    return outcome if measured is None else attribute_oom(measured, place, status, nodes)
 
 
 def pending_message(failed: Sequence[Pod]) -> str:
@@ -270,6 +273,37 @@ def _ended_at(pod: Pod) -> str:
 # others join it. If it grows after all, the next tenant that allocates runs out of memory: the job or a co-tenant.
 # Neither is charged, because Carpool's estimate was wrong. Under time-slicing no limit is enforced, so a worker is not
 # charged for memory that others took beyond their share. A worker that had its whole share is charged.
+
+
+_AT_LIMIT = 0.98
+"""Share of a memory limit from which a worker that ended without a known cause counts as out of memory."""
+
+_KILLED_EXIT_CODES = frozenset({137, 143})
+"""Exit codes after SIGKILL and SIGTERM, which no program sends to itself when GPU memory is exhausted."""
+
+
+def _out_of_memory_by_measurement(
+    outcome: Outcome, pod: Pod, place: WorkerPlacement | None, status: JobStatus, node: GpuNode | None
+) -> Outcome | None:
+    """Return the outcome of a worker whose log names no cause and whose memory was at its limit; None for others."""
+    found = _failed_container(pod)
+    if found is None or place is None or node is None:
+        return None
+    ended = found[1]
+    if ended.exit_code in _KILLED_EXIT_CODES or not names_no_cause(ended.message):
+        return None
+    # A job's peak is that of its largest worker, so only the peak of a single worker is the pod's own.
+    known_mib = status.attempts[-1].peak_memory_mib if status.attempts and len(status.placement) == 1 else 0
+    for device in node.status.devices:
+        if device.uuid not in place.gpu_uuids:
+            continue
+        others_mib = sum(_peak_mib(node, one.pod_uid, device.uuid) for one in _co_tenants(place, node, device.uuid))
+        limit_mib = place.memory_limit_mib or device.memory_mib - device.reserved_mib - others_mib
+        peak_mib = max(_peak_mib(node, place.pod_uid, device.uuid), known_mib)
+        if peak_mib >= _AT_LIMIT * limit_mib:
+            why = f"its log names no cause, and it had {peak_mib:,} of {limit_mib:,} MiB of GPU memory"
+            return Outcome(GPU_OUT_OF_MEMORY, f"{outcome.message}; {why}", charged=True)
+    return None
 
 
 def attribute_oom(

@@ -250,6 +250,34 @@ def test_oom_is_charged_unless_co_tenants_took_the_share(there: GpuNode, place: 
         assert created(again(before, decision)) == ["x-worker-0-2"], "no backoff the first time"
 
 
+TORCHRUN = """torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+train.py FAILED
+Root Cause (first observed failure):
+  exitcode  : 1 (pid: 30435)
+"""
+
+
+@pytest.mark.parametrize(
+    ("message", "exit_code", "own_mib", "expected"),
+    [
+        pytest.param("", 1, 3960, "GpuOutOfMemory", id="no log, at the limit"),
+        pytest.param(TORCHRUN, 1, 3960, "GpuOutOfMemory", id="only torchrun's summary, at the limit"),
+        pytest.param(TORCHRUN, 1, 3900, "ContainerFailed", id="only torchrun's summary, below the limit"),
+        pytest.param("", 1, 0, "ContainerFailed", id="no log, not measured"),
+        pytest.param("", 137, 3960, "ContainerFailed", id="killed"),
+        pytest.param(TORCHRUN.replace("1 (pid", "-9 (pid"), 1, 3960, "ContainerFailed", id="torchrun's child killed"),
+        pytest.param("KeyError: 'losses'", 1, 3960, "ContainerFailed", id="the log names a cause"),
+    ],
+)
+def test_memory_at_the_limit_is_the_cause_if_the_log_names_none(
+    message: str, exit_code: int, own_mib: int, expected: str
+) -> None:
+    of = beside(mode="TimeSlicing")
+    status = terminated(exit_code, message=message, at=ENDED)
+    worker = pod(phase="Failed", nodeName="n1", status=status)
+    assert ended(of, worker, shared(5000, own_mib=own_mib)) == (expected, 1)
+
+
 def test_failure_that_a_co_tenant_caused_matches_no_rule() -> None:
     rules = [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": [1]}}]
     of = beside()
