@@ -27,6 +27,26 @@ def published() -> Path:
     return Path(folder)
 
 
+LUCID_SOLO = "model,dataset,batchsize,amp,speed,gpu_util,gmem_util,gmem,label\n" + "".join(
+    f"{model},D,32,0,100,{util},10,2000,0\n"
+    for model, util in (("ResNet18", 40), ("MobileNetV2", 60), ("EfficientNet", 20))
+)
+LUCID_PAIRS = (
+    "model1,dataset1,gpu_num1,batchsize1,amp1,speed1,model2,dataset2,gpu_num2,batchsize2,amp2,speed2,gpu_util,gmem_util,"
+    "gmem\n" + 5 * "ResNet18,D,1,32,0,0.8,MobileNetV2,D,1,32,0,0.5,90,20,4000\n"
+)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """A folder of measurements in the form of Lucid's, with synthetic numbers: three models and one pair of them."""
+    folder = tmp_path / "lucid"
+    folder.mkdir()
+    (folder / "solo_rtx3090.csv").write_text(LUCID_SOLO)
+    (folder / "colocate_rtx3090.csv").write_text(LUCID_PAIRS)
+    return tmp_path
+
+
 @pytest.fixture
 def taken() -> Iterator[int]:
     """A port on which something listens already."""

@@ -3,21 +3,33 @@
 import asyncio
 import os
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import click
+from carpool_core.clock import SystemClock
 from carpool_core.kube.client import connect
 from carpool_core.settings import KubeSettings
+from carpool_simulator.progress import provenance
 from rich.console import Console
 
 from carpool_e2e import binaries, processes
-from carpool_e2e.bench.run import SECTIONS
-from carpool_e2e.bench.run import main as measure
+from carpool_e2e.bench import latency, placement, predictions, throughput
+from carpool_e2e.bench.measure import Section, replaced
 from carpool_e2e.binaries import CONTROL_PLANE_TOOLS, NODE_TOOLS
 from carpool_e2e.cluster import FULL, LOGS, PROJECT, Cluster, running, why_no_kubelets
 from carpool_e2e.demo.scenes import SceneError, Stage
 from carpool_e2e.demo.show import play
 from carpool_e2e.errors import HarnessError
+
+REPORT = PROJECT / "docs" / "benchmarks.md"
+SECTIONS: Mapping[str, Callable[[Callable[[str], None], Console], Section]] = {
+    "latency": latency.measure,
+    "throughput": throughput.measure,
+    "placement": lambda report, _: placement.measure(report),
+    "predictions": lambda report, _: predictions.measure(report),
+}
+"""Benchmarks by name, in the order of the report."""
 
 OUT = PROJECT / "out"
 """Where manifests and pictures are left."""
@@ -113,7 +125,13 @@ def prepare() -> None:
 @click.option("--only", type=click.Choice([*SECTIONS]), help="Measure one section.")
 def bench(only: str | None) -> None:
     """Measure latency, throughput, memory and predictions, and write docs/benchmarks.md."""
-    measure(Console(width=None if sys.stdout.isatty() else WIDTH), only)
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    for name in [only] if only else SECTIONS:
+        console.rule(name)
+        made = provenance(SystemClock())
+        section = SECTIONS[name](lambda line: console.print(line, highlight=False), console)
+        lines = section.lines(f"on {made.when} UTC, version {made.version}")
+        REPORT.write_text(replaced(REPORT.read_text(encoding="utf-8"), lines), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -134,7 +134,7 @@ def simulate(
         for note in workload.notes:
             console.print(note)
         console.rule("trace")
-        with progress.shown(console, "trace") as show:
+        with progress.progress(console, "trace") as show:
             results = sweep(draw, strategies, seeds, data, console.print, show)
         report.write(out, "trace", workload, results, progress.provenance(SystemClock()))
         shared = () if chosen == PUBLISHED else _in_common(strategies[0], conditions)

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 from carpool_e2e.cluster import Cluster
-from carpool_e2e.kubectl import Watcher
 
 # --import-mode=importlib gives test folders no import path of their own; the machine is for these files only.
 sys.path.insert(0, str(Path(__file__).parent))
+
+from kubectl import Watcher
 
 
 @pytest.fixture

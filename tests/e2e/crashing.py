@@ -1,6 +1,6 @@
 """Runs a Carpool process that ends as by `kill -9` at a chosen call, once.
 
-    python -m carpool_e2e.crashing --at carpool_core.kube.client:KubeClient.create --when after --matching Pod \
+    python tests/e2e/crashing.py --at carpool_core.kube.client:KubeClient.create --when after --matching Pod \
         --not-matching "'is_dry_run': True" --once FILE -- operator
 
 The process is the real one; only the one method is wrapped. FILE is created just before the end, so that the process,

@@ -8,14 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
-from carpool_e2e.bench import placement, simulator
+from carpool_e2e.bench import placement
 from carpool_e2e.bench.measure import Figure, Section, percentile, processor_s, replaced
 from carpool_e2e.bench.paper import GPUS, TENANTS, draw_load, paper_cluster
 from carpool_e2e.bench.predictions import write_rows
-from carpool_e2e.errors import HarnessError
 from carpool_predictor.catalog import store
 from carpool_predictor.rows import read_row
-from carpool_simulator.testing import write_lucid
 
 
 def test_extender_is_measured_over_its_own_protocol() -> None:
@@ -50,27 +48,6 @@ def test_rows_cover_every_stored_model(tmp_path: Path) -> None:
     rows = [read_row(line) for line in path.read_bytes().splitlines()]
     assert {json.loads(line)["catalog"]["name"] for line in path.read_text().splitlines()} == set(names)
     assert len({(row.gpu, row.training.batch_size, row.training.optimizer) for row in rows}) > 50
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    """Measurements and a trace of three jobs."""
-    write_lucid(tmp_path)
-    (tmp_path / simulator.TRACE).parent.mkdir()
-    (tmp_path / simulator.TRACE).write_text("timestamp,duration,num_gpus\n0,60,1\n5,60,16\n9,60,1\n")
-    return tmp_path
-
-
-def test_simulator_runs_as_a_command(data: Path) -> None:
-    (figure,) = simulator.measure(lambda _: None, data).figures
-    assert figure.what == "philly_sia.csv: 3 jobs on 2,490 GPUs"
-    assert figure.value > 0
-
-
-def test_error_of_the_simulator_is_shown(data: Path) -> None:
-    (data / simulator.TRACE).write_text("timestamp,duration\n")
-    with pytest.raises(HarnessError, match="add num_gpus"):
-        simulator.measure(lambda _: None, data)
 
 
 def test_processor_time_counts_work_and_not_waiting() -> None:

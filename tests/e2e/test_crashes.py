@@ -8,7 +8,9 @@ from typing import NamedTuple
 import pytest
 from carpool_e2e.cluster import Cluster
 from carpool_e2e.demo.manifests import sleeper
-from carpool_e2e.kubectl import Watcher, eventually
+from kubectl import Watcher, eventually
+
+CRASHING = str(Path(__file__).with_name("crashing.py"))
 
 pytestmark = pytest.mark.e2e
 
@@ -73,7 +75,7 @@ def test_a_process_ends_between_two_steps(cluster: Cluster, watcher: Watcher, on
     healthy = process.command
     process.kill()
     process.command = [
-        sys.executable, "-m", "carpool_e2e.crashing", "--at", crash.at, "--when", crash.when,
+        sys.executable, CRASHING, "--at", crash.at, "--when", crash.when,
         "--matching", crash.matching, "--not-matching", DRY_RUN, "--once", str(once), "--", *healthy[1:],
     ]  # fmt: skip
     try:

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from carpool_e2e.cluster import Cluster, KubectlError
 from carpool_e2e.demo.manifests import sleeper
-from carpool_e2e.kubectl import Watcher, eventually
 from carpool_e2e.nodes import BUSYBOX_IMAGE
+from kubectl import Watcher, eventually
 
 pytestmark = pytest.mark.e2e
 

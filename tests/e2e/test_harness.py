@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from carpool_e2e import processes
 from carpool_e2e.cluster import Cluster
-from carpool_e2e.kubectl import eventually
+from kubectl import eventually
 
 pytestmark = pytest.mark.e2e
 

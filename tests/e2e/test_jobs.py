@@ -7,7 +7,7 @@ import yaml
 from carpool_e2e.cluster import Cluster
 from carpool_e2e.demo.manifests import sleeper
 from carpool_e2e.fleet import TOLERATION
-from carpool_e2e.kubectl import Watcher, eventually
+from kubectl import Watcher, eventually
 
 pytestmark = pytest.mark.e2e
 

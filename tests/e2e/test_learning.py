@@ -9,7 +9,9 @@ import pytest
 from carpool_e2e.chart import NAMESPACE
 from carpool_e2e.cluster import Cluster
 from carpool_e2e.demo import manifests
-from carpool_e2e.kubectl import Watcher, eventually
+from kubectl import Watcher, eventually
+
+CRASHING = str(Path(__file__).with_name("crashing.py"))
 
 pytestmark = pytest.mark.e2e
 
@@ -79,7 +81,7 @@ def test_an_operator_killed_after_writing_it_and_before_the_status_counts_nothin
     exists = watcher.read("configmap", CALIBRATION, "-n", NAMESPACE) is not None
     before = calibration(watcher).get("seen", 0)
     operator.command = [
-        sys.executable, "-m", "carpool_e2e.crashing",
+        sys.executable, CRASHING,
         "--at", f"carpool_core.kube.client:KubeClient.{'patch' if exists else 'create'}", "--when", "after",
         "--matching", "calibration.json", "--once", str(once), "--", *healthy[1:],
     ]  # fmt: skip

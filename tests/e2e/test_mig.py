@@ -14,8 +14,8 @@ from carpool_core.clock import SystemClock, rfc3339
 from carpool_e2e.cluster import Cluster, KubectlError
 from carpool_e2e.demo.manifests import sleeper
 from carpool_e2e.fleet import FleetNode, node_status
-from carpool_e2e.kubectl import Watcher, eventually
 from carpool_e2e.nodes import MANAGED_LABELS
+from kubectl import Watcher, eventually
 
 pytestmark = pytest.mark.e2e
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from carpool_e2e import chart
 from carpool_e2e.cluster import Cluster
-from carpool_e2e.kubectl import eventually
 from carpool_e2e.nodes import BUSYBOX_IMAGE
+from kubectl import eventually
 
 pytestmark = pytest.mark.e2e
 

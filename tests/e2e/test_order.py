@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from carpool_e2e.cluster import Cluster
 from carpool_e2e.demo.manifests import H100, sleeper
-from carpool_e2e.kubectl import Watcher, eventually
+from kubectl import Watcher, eventually
 from typed import carpool
 
 pytestmark = pytest.mark.e2e

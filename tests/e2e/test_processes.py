@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from carpool_e2e import processes
-from carpool_e2e.kubectl import eventually
 from carpool_e2e.processes import ProcessTable
+from kubectl import eventually
 
 TELL_AND_STAY = """echo "$GREETING from $1, marked $CARPOOL_E2E_STATE, home $NOT_HANDED_ON"; exec sleep 600"""
 

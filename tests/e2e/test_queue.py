@@ -7,7 +7,7 @@ import pytest
 from carpool_core.keys import GATE_ADMISSION
 from carpool_e2e.cluster import Cluster
 from carpool_e2e.demo.manifests import H100, sleeper
-from carpool_e2e.kubectl import Watcher, eventually
+from kubectl import Watcher, eventually
 
 pytestmark = pytest.mark.e2e
 

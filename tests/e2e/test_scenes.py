@@ -10,7 +10,7 @@ from carpool_core.kube.client import connect
 from carpool_core.settings import KubeSettings
 from carpool_e2e.cluster import Cluster
 from carpool_e2e.demo.scenes import SCENES, Scene, Stage, TooLateError
-from carpool_e2e.kubectl import Watcher
+from kubectl import Watcher
 from rich.console import Console
 
 pytestmark = pytest.mark.e2e

@@ -2,7 +2,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from carpool_simulator.testing import write_lucid
 from hypothesis import settings
 
 # --import-mode=importlib gives test folders no import path of their own; the world is shared by these files only.
@@ -14,13 +13,6 @@ from http_world import a_server, make_certificates
 # How long an example takes says more about the machine than about the code.
 settings.register_profile("carpool", deadline=None)
 settings.load_profile("carpool")
-
-
-@pytest.fixture
-def data(tmp_path):
-    """A folder of measurements like Lucid's, made up."""
-    write_lucid(tmp_path)
-    return tmp_path
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import pytest
 import yaml
 from carpool_e2e.binaries import ensure
 
-# --import-mode=importlib gives test folders no import path of their own; the table is shared by these files only.
-sys.path.insert(0, str(Path(__file__).parent))
+# --import-mode=importlib gives test folders no import path of their own.
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "e2e")]
 
 OPTIONS = ["--namespace=carpool-system", "--include-crds", "--values=-"]
 CHART = Path(__file__).parents[2] / "helm" / "carpool"

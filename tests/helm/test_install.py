@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from carpool_e2e.cluster import Cluster
-from carpool_e2e.kubectl import eventually
+from kubectl import eventually
 
 pytestmark = pytest.mark.e2e
 

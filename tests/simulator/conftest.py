@@ -1,8 +1,6 @@
 import sys
 from pathlib import Path
 
-import pytest
-from carpool_simulator.testing import write_lucid
 from hypothesis import settings
 
 # --import-mode=importlib gives test folders no import path of their own.
@@ -11,10 +9,3 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "
 # How long an example takes says more about the machine than about the code.
 settings.register_profile("carpool", deadline=None)
 settings.load_profile("carpool")
-
-
-@pytest.fixture
-def data(tmp_path):
-    """A folder of measurements in the form of Lucid's, with made-up numbers."""
-    write_lucid(tmp_path)
-    return tmp_path

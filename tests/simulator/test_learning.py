@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from carpool_core.resources.node import Device
 from carpool_core.values import GpuUuid, SharingMode
+from carpool_research.experiments.trace_features import input_of
 from carpool_simulator.engine import Simulation
 from carpool_simulator.profiles import job_of, prediction_of
-from carpool_simulator.trace_features import input_of
 from carpool_simulator.truth import SimJob
 from simulated_world import A100, CARPOOL, LEARNS, NoSlowdown, ends, truth, workload
 

@@ -1,6 +1,6 @@
-"""Traces the simulated models again, without a GPU: `python -m carpool_simulator.trace_features`.
+"""Traces the simulated models again, without a GPU: `python -m carpool_research.experiments.trace_features`.
 
-Writes `features.json` beside this module. To be run whenever what the predictor wants to know of a step changes.
+Writes the simulator's `features.json`. Run it when the traced features of a step change.
 """
 
 import asyncio
@@ -15,8 +15,9 @@ from carpool_predictor.cli import Target, parse_shape, target_of
 from carpool_predictor.features import Abstention
 from carpool_predictor.tracing.process import TraceLimits
 from carpool_predictor.tracing.source import SubprocessTracer
+from carpool_simulator import profiles
 
-FILE = Path(__file__).with_name("features.json")
+FILE = Path(profiles.__file__).with_name("features.json")
 CIFAR_CLASSES = {"cifar100": 100}
 LARGE_INPUTS = ("inception", "xception")
 """Architectures that are trained on 299 x 299."""
@@ -27,8 +28,8 @@ TRANSFORMERS = {
     "radrm/xlnet_large/Wiki/4": ("transformers/xlnet-large-cased", 512),
     "radrm/gpt2_large/Wiki/8": ("transformers/gpt2-large", 512),
 }
-"""Hub names and tokens of a sample; the lengths are not published: 512, the most that BERT takes, for all of
-them. AdamW, as their published training scripts have it; every GPU has the published batch."""
+"""Hub name and tokens of a sample. The lengths are not published; 512 is BERT's limit. The optimizer is AdamW, as in
+the published training scripts, and every GPU has the published batch size."""
 LIMITS = TraceLimits(timeout_s=1800, memory_mib=8192)
 
 
@@ -44,14 +45,14 @@ def input_of(kind: str) -> tuple[str, int]:
 
 
 def text_target(kind: str) -> Target:
-    """Return what to trace for a transformer of `TRANSFORMERS`."""
+    """Return the trace request of a transformer of `TRANSFORMERS`."""
     name, tokens = TRANSFORMERS[kind]
     training = Training(batch_size=int(kind.rpartition("/")[2]), optimizer=Optimizer.ADAMW, precision=Precision.FP32)
     return target_of(name, [tokens], None, training)
 
 
 def image_target(kind: str, known: ModelFeatures) -> Target:
-    """Return what to trace for a CNN: the training that its features are of."""
+    """Return the trace request of a CNN, with the training of its present features."""
     shape, classes = input_of(kind)
     batch = known.steps[-1].batch_size
     training = Training(batch_size=batch, optimizer=known.optimizer, precision=known.precision)
@@ -59,14 +60,14 @@ def image_target(kind: str, known: ModelFeatures) -> Target:
 
 
 async def traced(target: Target) -> ModelFeatures | Abstention:
-    """Trace, but where the store has the answer."""
+    """Return the features; traces the model unless the store has them."""
     return target if isinstance(target, ModelFeatures) else await SubprocessTracer(LIMITS).run(target)
 
 
 @click.command(help=__doc__)
-@click.option("--only", default="", help="Only kinds that begin so.")
+@click.option("--only", default="", help="Only kinds that begin with this text.")
 def main(only: str) -> None:
-    """Trace every kind that the file has, and write it again after each."""
+    """Trace every kind in the file, and write the file after each."""
     found = msgspec.json.decode(FILE.read_bytes(), type=dict[str, ModelFeatures])
     for kind in [*found, *(TRANSFORMERS.keys() - found.keys())]:
         if not kind.startswith(only):
