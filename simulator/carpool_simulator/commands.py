@@ -16,9 +16,9 @@ from click.core import ParameterSource
 from rich.console import Console
 
 from carpool_simulator import philly, pictures, progress, report
-from carpool_simulator.strategy import Knowledge, Strategy
-from carpool_simulator.sweep import ARRIVAL, LONGEST_FIRST, PUBLISHED, PolicyResult, named, sweep
-from carpool_simulator.truth import Workload, WorkloadError, in_pieces
+from carpool_simulator.strategy import Strategy
+from carpool_simulator.sweep import ARRIVAL, LONGEST_FIRST, PUBLISHED, named, sweep
+from carpool_simulator.truth import Workload, WorkloadError, with_fragmentation
 
 
 class NothingPlacedError(click.ClickException):
@@ -85,7 +85,7 @@ class BadInputError(click.ClickException):
     type=click.Path(file_okay=False, path_type=Path),
     envvar="CARPOOL_DATA",
     show_envvar=True,
-    help="Folder of published measurements; needs lucid.",
+    help="Folder of Lucid's measurements, which jobs then behave like; otherwise they behave as predicted.",
 )
 @click_options(ConditionSettings)
 def simulate(
@@ -113,21 +113,15 @@ def simulate(
     try:
         if math.isnan(fragmentation):  # click's range accepts it
             raise WorkloadError("expected a --fragmentation from 0 to below 1, found nan")
-        if data is None:
-            raise WorkloadError("expected a folder of measurements, found none; set CARPOOL_DATA, or --data")
         if drawn and importlib.util.find_spec("matplotlib") is None:
             raise WorkloadError("pictures need matplotlib: pip install 'carpool[simulate]', or --no-pictures")
         conditions, chosen = settings.conditions(), _policies(policies, policy)
         strategies = _strategies(chosen, conditions, QueueOrder(queue_order), learn=learn)
         nodes = philly.default_cluster() if cluster is None else philly.read_cluster(cluster)
 
-        whole = in_pieces(
-            lambda folder, seed: philly.from_trace(folder, trace, nodes, seed, is_learned=learn, says_steps=steps),
-            fragmentation,
-        )
-
         def draw(seed: int) -> Workload:
-            return whole(data, seed)
+            workload = philly.from_trace(data, trace, nodes, seed, is_learned=learn, has_steps=steps)
+            return with_fragmentation(workload, fragmentation)
 
         workload = draw(0)
         out.mkdir(parents=True, exist_ok=True)
@@ -139,9 +133,6 @@ def simulate(
         report.write(out, "trace", workload, results, progress.provenance(SystemClock()))
         shared = () if chosen == PUBLISHED else _in_common(strategies[0], conditions)
         text = report.section(workload, (*workload.assumptions, *shared), results)
-        if any(_could_learn(one) for one in results):
-            console.print(report.UNLEARNED)
-            text += [report.UNLEARNED, ""]
         target = out / "trace.md"
         target.write_text("\n".join(text) + "\n", encoding="utf-8")
         pictures.remove(out, "trace")
@@ -149,7 +140,7 @@ def simulate(
             raise NothingPlacedError(_nothing_placed(len(workload.jobs), conditions))
         if drawn and not any("gantt" in path.name for path in pictures.draw(out, "trace", results)):
             ended = any(one.example is not None and one.example.finished for one in results)
-            why = f"there are more than {pictures.MOST_GPUS} GPUs" if ended else "no job ended"
+            why = f"there are more than {pictures.MAX_GPUS} GPUs" if ended else "no job ended"
             console.print(f"no Gantt chart: {why}")
         console.print(f"written: {target}")
     except (WorkloadError, UnknownPolicyError, SettingsError) as error:
@@ -188,12 +179,6 @@ def _in_common(strategy: Strategy, conditions: AdmissionLimits) -> tuple[str, ..
     """Return sentences on what the named policies share."""
     text = f"Every policy uses Carpool's predictions, and every job accepts a slowdown of {strategy.max_slowdown:g}."
     return (text, *([f"Conditions: {conditions}."] if conditions != NO_LIMITS else []))
-
-
-def _could_learn(result: PolicyResult) -> bool:
-    """Return whether jobs were slowed by a strategy that predicts but does not learn, as a cluster would."""
-    strategy = result.strategy
-    return strategy.knowledge is Knowledge.PREDICTED and not strategy.learns and result.mean("slowed_percent") > 0
 
 
 def _nothing_placed(jobs: int, conditions: AdmissionLimits) -> str:

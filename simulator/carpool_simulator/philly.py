@@ -1,11 +1,10 @@
-"""Any trace of times, durations and GPUs on any cluster; Microsoft's Philly by default."""
+"""Workloads from a trace of times, durations and GPUs on any cluster; Microsoft's Philly by default."""
 
 import csv
 import math
 import random
-import re
-from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import accumulate
@@ -21,13 +20,13 @@ from carpool_extender.framework.filters import pluralize
 from carpool_extender.queue.order import QueueOrder
 from msgspec import Meta
 
-from carpool_simulator.profiles import PRODUCT, job_of, measured_profiles, prediction_of, step_times
+from carpool_simulator.profiles import PRODUCT, job_of, measured_profiles, predicted_profiles, prediction_of, step_times
 from carpool_simulator.strategy import Knowledge, Strategy
 from carpool_simulator.truth import SimJob, Workload, WorkloadError
 
 COLUMNS = ("timestamp", "duration", "num_gpus")
-_SEPARATORS = {";": "semicolons", "\t": "tabs"}
-"""What programs put between columns in the place of commas."""
+LONGEST_S = 1e9
+"""Longest job, thirty years: the simulation's clock is a calendar, which ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,41 +34,38 @@ class Submission:
     """One job of a trace."""
 
     at_s: float
-    """Seconds after the first."""
+    """Time after the first submission, in seconds."""
     duration_s: float
     gpus: int
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What a file says."""
+    """Content of a trace file."""
 
     jobs: Sequence[Submission]
     """Ascending by time."""
     unsorted: int
-    """How many lines came after a line of a later time."""
+    """Number of lines after a line with a later time."""
 
 
 def read_trace(path: Path) -> Trace:
     """Read a trace with the columns `timestamp`, `duration` and `num_gpus`.
 
-    Times are ISO 8601, UTC where they say nothing else, or seconds; durations are seconds.
+    Times are ISO 8601, UTC without a time zone, or seconds; durations are seconds.
 
     Raises:
-        WorkloadError: There is no such file, a column is missing or there twice, or a value makes no sense; the line is
-            named.
+        WorkloadError: The file is missing or unreadable, a column is missing, or a value is invalid; the message names
+            the line.
     """
-    if not path.is_file():
-        found_instead = "a folder" if path.is_dir() else "what is no regular file" if path.exists() else "no file"
-        raise WorkloadError(
-            f"expected a trace at {path}, found {found_instead}; look at the path that --trace names, or, for a "
-            "published workload, --data (CARPOOL_DATA)"
-        )
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            found = _submissions(path, csv.DictReader(file))
+            found = list(_submissions(path, csv.DictReader(file)))
     except OSError as error:
-        raise WorkloadError(f"expected to read the trace {path}: {error.strerror}; look at its permissions") from error
+        raise WorkloadError(
+            f"expected a trace at {path}, found: {error.strerror}; check the path of --trace, or, for a published "
+            "workload, --data (CARPOOL_DATA)"
+        ) from error
     except (csv.Error, UnicodeDecodeError) as error:
         raise WorkloadError(f"{path}: expected CSV in UTF-8, found {error}; save it as that") from error
     if not found:
@@ -81,55 +77,25 @@ def read_trace(path: Path) -> Trace:
     return Trace([Submission(one.at_s - first, one.duration_s, one.gpus) for one in found], unsorted)
 
 
-def _submissions(path: Path, reader: "csv.DictReader[str]") -> list[Submission]:
-    given = Counter(reader.fieldnames or ())
-    has = ", ".join(reader.fieldnames or ["none"])
-    if missing := [column for column in COLUMNS if not given[column]]:
+def _submissions(path: Path, reader: "csv.DictReader[str]") -> Iterator[Submission]:
+    names = reader.fieldnames or ()
+    if missing := [column for column in COLUMNS if column not in names]:
         raise WorkloadError(
-            f"{path}: expected the columns {', '.join(COLUMNS)}, found {has}; {_remedy(tuple(given), missing)}"
+            f"{path}: expected the columns {', '.join(COLUMNS)} separated by commas, found "
+            f"{', '.join(names) or 'none'}; add or rename {', '.join(missing)}"
         )
-    if repeated := [column for column in COLUMNS if given[column] > 1]:
-        raise WorkloadError(
-            f"{path}: expected each of the columns {', '.join(COLUMNS)} once, found {has}; keep one {repeated[0]}, and "
-            "rename or remove the others"
-        )
-    found, first_line = list[Submission](), 0
-    in_seconds = False
+    in_seconds = None
     for row in reader:
-        found.append(_submission(path, reader.line_num, row))
+        yield _submission(path, reader.line_num, row)
         timestamp = row[COLUMNS[0]] or ""
-        is_number = _is_number(timestamp)
-        if not first_line:
-            first_line, in_seconds = reader.line_num, is_number
-        if is_number is not in_seconds:
+        if in_seconds is None:
+            in_seconds = _is_number(timestamp)
+        if _is_number(timestamp) is not in_seconds:
             kind = "seconds" if in_seconds else "a time in ISO 8601"
             raise WorkloadError(
-                f"{path}, line {reader.line_num}: expected {kind} as on line {first_line}, found {timestamp}; write "
-                "all times alike"
+                f"{path}, line {reader.line_num}: expected {kind} as on the lines before, found {timestamp}; use one "
+                "format for all times"
             )
-    return found
-
-
-def _remedy(given: Sequence[str], missing: Sequence[str]) -> str:
-    """Say what to do about columns that are missing: they may stand there in other letters, or not apart."""
-    for separator, name in _SEPARATORS.items():
-        if any(separator in one and _plain(part) in missing for one in given for part in one.split(separator)):
-            return f"separate by commas what {name} separate"
-    like = {_plain(one): one for one in given}
-    renamed = [f'"{like[column]}" to {column}' for column in missing if column in like]
-    told = [f"rename {', '.join(renamed)}"] if renamed else []
-    if added := [column for column in missing if column not in like]:
-        told.append(f"add {', '.join(added)}")
-    return ", and ".join(told)
-
-
-def _plain(name: str) -> str:
-    """Write a column's name as ours are written."""
-    return "_".join(re.findall(r"[a-z0-9]+", name.lower()))
-
-
-LONGEST_S = 1e9
-"""Longest job, thirty years: the clock of a simulation is a calendar, which ends."""
 
 
 def _submission(path: Path, line: int, row: Mapping[str, str | None]) -> Submission:
@@ -159,19 +125,17 @@ def _is_number(text: str) -> bool:
 
 
 def _seconds(text: str) -> float:
-    """Read a moment as seconds since some beginning."""
-    if _is_number(text):
-        found = float(text)
-    else:
+    """Return a time in seconds since an arbitrary start."""
+    if not _is_number(text):
         moment = datetime.fromisoformat(text)
         return (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).timestamp()
-    if not math.isfinite(found):
+    if not math.isfinite(found := float(text)):
         raise ValueError(f"{text} is no time")
     return found
 
 
 GPUS, PER_NODE = 2490, 8
-MOST_NODES = 100_000
+MAX_NODES = 100_000
 SHOWN = (
     "makespan_min",
     "waiting_min",
@@ -184,41 +148,34 @@ SHOWN = (
 )
 
 EXAMPLE = "`nodes: [{count: 1, product: NVIDIA A100-SXM4-40GB, gpus: 8}]`"
-_WORDS = {
-    ", got ": ", found ",
-    r"\barray$": "a list",
-    r"\barray,": "a list,",
-    r"\bnull$": "nothing",
-    r"object contains unknown field (\w+)": r"expected only the fields that are known, found \1",
-    r"object missing required field (\w+)": r"expected the field \1, found none",
-}
-"""Of what the decoder says, in these words."""
-_LINE = re.compile(r"line (\d+), column \d+")
-_STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
-
-ASSUMPTIONS = (
-    "The trace says when, for how long and on how many GPUs; not what was trained. Each job gets one of the 18 "
-    "measured profiles of the HotCloud workload at random: small networks on small images, which take little memory.",
-    "Durations are those alone. What was measured on an RTX 3090 is taken for what happens on any product.",
-    "A GPU without a job draws an RTX 3090's idle power, one with a job what Zeus measured of an A40.",
-    "GPUs are shared by time slicing, as the measured pairs were, also where MPS could be had.",
+MEASURED = (
+    "The trace contains times, durations and numbers of GPUs, but no models. Each job gets one of the 18 measured "
+    "profiles of the HotCloud workload at random: small networks on small images, which need little memory.",
+    "Durations are those of jobs alone. Measurements on an RTX 3090 stand for every product.",
+    "GPUs are shared by time-slicing, as the measured pairs were, also where MPS would be possible.",
+)
+PREDICTED = (
+    "The trace contains times, durations and numbers of GPUs, but no models. Each job gets one of the package's traced "
+    "models that fit the GPU, at random: convolutional networks and transformers.",
+    "Durations are those of jobs alone. Memory, activity and slowdowns are exactly as the shipped models predict, so "
+    "that no prediction is wrong. With --data they are measurements instead.",
+    "GPUs are shared by time-slicing, also where MPS would be possible.",
+)
+POWER = (
+    "A GPU without a job draws its idle power; a GPU with jobs draws the share of its power limit that Zeus measured."
 )
 UNLEARNED = (
-    "Running jobs are measured, but nothing is learned of jobs to come, because the trace does not say what could come "
-    "again. So every newcomer counts with what is predicted of it, and how busy such networks keep a GPU is predicted "
-    "badly: where many share, jobs are slowed beyond what they accept more often than on a cluster, which learns."
+    "Running jobs are measured, but later jobs are predicted without that, so that more jobs are slowed beyond their "
+    "limit than on a cluster. With --learn the simulation learns as a cluster does; it takes longer."
 )
-LEARNED = (
-    "Carpool learns from what ran. There are only 18 profiles, which come again and again: a cluster knows its jobs "
-    "less well."
-)
+LEARNED = "Carpool learns from finished jobs. The few profiles recur often: a real cluster knows its jobs less well."
 SILENT = (
-    "Jobs do not say how many steps they have, so that all count as equally long: whatever sorts the queue, they come "
-    "in order of arrival. Of an own trace they say it with --steps."
+    "Jobs declare no steps, so that all count as equally long, and every queue order is that of arrival. With --steps "
+    "they declare them."
 )
-TELLING = (
-    "Jobs say how many steps they have: their duration over the measured time of a step. How long they are to the "
-    "queue is these steps by the predicted time of one, and an hour where that is not predicted."
+DECLARED = (
+    "Jobs declare their steps: the duration over the time of a step. The queue predicts a duration as these steps "
+    "times the predicted step time, or as one hour without a prediction."
 )
 
 STRATEGIES = (
@@ -236,9 +193,9 @@ STRATEGIES = (
 
 
 class NodeGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="camel"):
-    """Nodes that are alike, in a cluster file."""
+    """Equal nodes in a cluster file."""
 
-    count: Annotated[int, Meta(ge=1, le=MOST_NODES)] = 1
+    count: Annotated[int, Meta(ge=1, le=MAX_NODES)] = 1
     product: str
     gpus: Annotated[int, Meta(ge=1, le=MAX_GPUS)] = 8
 
@@ -255,35 +212,40 @@ def philly(data: Path, seed: int) -> Workload:
 
 
 def learning(strategies: Sequence[Strategy]) -> list[Strategy]:
-    """Return the same strategies, of which those learn that predict."""
+    """Return the strategies with learning for those that predict."""
     return [replace(one, learns=one.knowledge is Knowledge.PREDICTED) for one in strategies]
 
 
 def from_trace(
-    data: Path,
+    data: Path | None,
     trace: Path,
     nodes: Mapping[str, Sequence[Device]],
     seed: int,
     *,
     is_learned: bool = False,
-    says_steps: bool = False,
+    has_steps: bool = False,
 ) -> Workload:
-    """Build a workload out of a trace and a cluster.
+    """Build a workload from a trace and a cluster.
 
     Args:
-        data: Folder of measurements.
-        trace: The trace's file.
+        data: Folder of measurements; None to let all jobs behave as predicted.
+        trace: File of the trace.
         nodes: GPUs by the node's name.
-        seed: Of what the jobs train.
-        is_learned: Whether strategies learn on it; it is only told here.
-        says_steps: Whether jobs say how many steps they have.
+        seed: Draws the models of the jobs.
+        is_learned: Whether strategies learn, for the list of assumptions.
+        has_steps: Whether jobs declare their steps.
     """
     draw = random.Random(f"trace/{seed}")  # noqa: S311  # a simulation, no secret
     most, all_gpus = max(map(len, nodes.values())), sum(map(len, nodes.values()))
-    product = _commonest(nodes)
-    kinds = [replace(kind, product=product) for kind in measured_profiles(data)]
-    steps_s = step_times(data)
-    read, jobs = read_trace(trace), deque[SimJob]()
+    product = _most_common_product(nodes)
+    if data is None:
+        steps_s = predicted_profiles(product)
+        kinds = list(steps_s)
+    else:
+        measured_s = step_times(data)
+        kinds = [replace(kind, product=product) for kind in measured_profiles(data)]
+        steps_s = {kind: measured_s[kind.kind] for kind in kinds}
+    read, jobs = read_trace(trace), list[SimJob]()
     for number, one in enumerate(read.jobs):
         truth = draw.choice(kinds)
         gpus = min(one.gpus, most)
@@ -298,37 +260,42 @@ def from_trace(
                 prediction,
                 workers=-(-one.gpus // gpus),
                 asked=job_of(truth.kind),
-                steps=max(1, round(one.duration_s / steps_s[truth.kind])) if says_steps else None,
+                steps=max(1, round(one.duration_s / steps_s[truth])) if has_steps else None,
             )
         )
-    told = [f"{pluralize(read.unsorted, 'line')} came after a later one; all were sorted."] if read.unsorted else []
+    notes = [f"{pluralize(read.unsorted, 'line')} came after a later one; all were sorted."] if read.unsorted else []
     if large := sum(one.gpus > all_gpus for one in read.jobs):
-        told.append(f"Never placed: {pluralize(large, 'job')} of more GPUs than the {all_gpus:,} that there are.")
+        notes.append(f"Never placed: {pluralize(large, 'job')} of more GPUs than the {all_gpus:,} that there are.")
     largest_mib = max(device.memory_mib - device.reserved_mib for devices in nodes.values() for device in devices)
     if fat := sum(one.truth.memory_mib > largest_mib for one in jobs):
-        told.append(
-            f"Die of memory until they are given up: {pluralize(fat, 'job')} that need more than the "
-            f"{largest_mib:,} MiB of any GPU."
+        notes.append(
+            f"Out of memory until abandoned: {pluralize(fat, 'job')} that need more than the {largest_mib:,} MiB of "
+            "any GPU."
         )
     title = f"{trace.name}: {len(jobs):,} jobs, {all_gpus:,} GPUs"
     if others := {device.product for devices in nodes.values() for device in devices} - {product}:
-        told.append(f"Predictions are for {product}; on {', '.join(sorted(others))} every job runs alone.")
-    learned, steps = LEARNED if is_learned else UNLEARNED, TELLING if says_steps else SILENT
-    assumptions = (*ASSUMPTIONS, learned, steps, *_cluster_of(nodes), *told)
-    return Workload("trace", title, list(jobs), nodes, assumptions, notes=told, shown=SHOWN)
+        notes.append(f"Predictions are for {product}; on {', '.join(sorted(others))} every job runs alone.")
+    assumptions = (
+        *(PREDICTED if data is None else MEASURED),
+        POWER,
+        LEARNED if is_learned else UNLEARNED,
+        DECLARED if has_steps else SILENT,
+        _describe(nodes),
+        *notes,
+    )
+    return Workload("trace", title, jobs, nodes, assumptions, notes=notes, shown=SHOWN)
 
 
-def _commonest(nodes: Mapping[str, Sequence[Device]]) -> str:
-    """Return the product of which there are the most GPUs."""
-    pluralize = Counter(device.product for devices in nodes.values() for device in devices)
-    return pluralize.most_common(1)[0][0]
+def _most_common_product(nodes: Mapping[str, Sequence[Device]]) -> str:
+    products = Counter(device.product for devices in nodes.values() for device in devices)
+    return products.most_common(1)[0][0]
 
 
-def _cluster_of(nodes: Mapping[str, Sequence[Device]]) -> list[str]:
-    """Say what a cluster consists of."""
+def _describe(nodes: Mapping[str, Sequence[Device]]) -> str:
+    """Return a sentence about the nodes of a cluster."""
     kinds = Counter((device.product, len(devices)) for devices in nodes.values() for device in devices[:1])
     parts = [f"{count:,} of {gpus} {product}" for (product, gpus), count in kinds.items()]
-    return [f"Nodes: {', '.join(parts)}; more GPUs than a node has make a gang of workers that start together."]
+    return f"Nodes: {', '.join(parts)}; a job of more GPUs than a node has is a gang of workers that start together."
 
 
 def default_cluster() -> dict[str, list[Device]]:
@@ -343,16 +310,22 @@ def read_cluster(path: Path) -> dict[str, list[Device]]:
     """Read a cluster file.
 
     Raises:
-        WorkloadError: It cannot be read, says something twice, or names an unknown product.
+        WorkloadError: The file is missing, is no YAML, has an invalid field, or names an unknown product.
     """
-    given = _decoded(path)
     try:
-        found = msgspec.convert(given, ClusterFile)
+        found = msgspec.yaml.decode(path.read_bytes(), type=ClusterFile)
         groups = [(group, find_product(group.product).name) for group in found.nodes]
-    except msgspec.ValidationError as error:
-        raise WorkloadError(f"{path}: {_complaint(str(error), given)}; write {EXAMPLE}") from error
+    except OSError as error:
+        raise WorkloadError(
+            f"expected a cluster file at {path}, found: {error.strerror}; check the path of --cluster"
+        ) from error
     except UnknownProductError as error:
         raise WorkloadError(f"{path}: {error}") from error
+    except msgspec.ValidationError as error:
+        raise WorkloadError(f"{path}: {describe_decode_error(str(error))}; write {EXAMPLE}") from error
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        found_instead = " ".join(str(error).split())
+        raise WorkloadError(f"{path}: expected YAML in UTF-8, found: {found_instead}; write {EXAMPLE}") from error
     nodes: dict[str, list[Device]] = {}
     for group, product in groups:
         for _ in range(group.count):
@@ -361,67 +334,6 @@ def read_cluster(path: Path) -> dict[str, list[Device]]:
     if not nodes:
         raise WorkloadError(f"{path}: expected at least one node, found none")
     return nodes
-
-
-def _decoded(path: Path) -> object:
-    try:
-        text = path.read_bytes()
-        given: object = msgspec.yaml.decode(text)
-        repeated = _repeated(text)
-    except FileNotFoundError as error:
-        raise WorkloadError(
-            f"expected a cluster file at {path}, found no file; look at the path that --cluster names"
-        ) from error
-    except OSError as error:
-        raise WorkloadError(
-            f"expected to read the cluster file {path}, found: {error.strerror}; look at the path that --cluster names"
-        ) from error
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        places = _LINE.findall(str(error))  # the last is where reading stopped, others say what it is part of
-        found = f"what is none near line {places[-1]}" if places else "something else"
-        raise WorkloadError(f"{path}: expected YAML in UTF-8, found {found}; write {EXAMPLE}") from error
-    if repeated:
-        raise WorkloadError(f"{path}: expected each field once, found {repeated}; keep one of them, as in {EXAMPLE}")
-    return given
-
-
-def _repeated(text: bytes) -> str:
-    """Name a field that stands twice in a mapping, of which the decoder takes the last in silence; empty without."""
-    import yaml  # half a megabyte that no other workload needs
-
-    waiting, seen = [yaml.compose(text, yaml.SafeLoader)], set[int]()
-    while waiting:
-        node = waiting.pop()
-        if id(node) in seen:  # an alias may stand inside of what it means
-            continue
-        seen.add(id(node))
-        if isinstance(node, yaml.SequenceNode):
-            waiting += node.value
-        elif isinstance(node, yaml.MappingNode):
-            lines = dict[str, int]()
-            for key, value in node.value:
-                line = key.start_mark.line + 1
-                if isinstance(key, yaml.ScalarNode):  # any other is no field, which is told elsewhere
-                    if key.value in lines:
-                        return f"{key.value} on line {lines[key.value]} and again on line {line}"
-                    lines[key.value] = line
-                waiting.append(value)
-    return ""
-
-
-def _complaint(said: str, given: object) -> str:
-    """Say what is wrong with a cluster file, and what stands there."""
-    told = describe_decode_error(said)
-    for theirs, ours in _WORDS.items():
-        told = re.sub(theirs, ours, told)
-    if "found " in told:
-        return told
-    for name, index in _STEP.findall(said.rpartition("`$")[2]):
-        if isinstance(given, dict):
-            given = given[name]
-        elif isinstance(given, list):
-            given = given[int(index)]
-    return f"{told}, found {given}"
 
 
 def devices_of(node: str, product: str, count: int) -> list[Device]:

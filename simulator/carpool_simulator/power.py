@@ -1,9 +1,6 @@
-"""What GPUs draw, what runs took of them, and RAD-RM's two constants, fitted to published energies. Pure.
+"""Power of GPUs, and the energy of a run.
 
-A GPU without a job sleeps; one with a job draws awake + (full - awake) · SM activity. Of a DGX Station A100 nothing is
-published but the energy of whole runs. Of each policy the simulator knows for how long it took and how much it kept the
-SMs busy, so that published energies tell two constants by least squares: they cannot tell GPUs that sleep from those
-that have a job and do nothing. Carpool's own runs take no part in that.
+A GPU without a job draws its idle power. A GPU with jobs draws awake + (full - awake) · SM activity.
 """
 
 from typing import NamedTuple
@@ -12,14 +9,14 @@ from carpool_core.products import GpuProduct
 
 
 class Power(NamedTuple):
-    """What a GPU draws, in W."""
+    """Power of a GPU, in W."""
 
     asleep_w: float
-    """Without any job."""
+    """Without a job."""
     awake_w: float
-    """With a job, and no SM active."""
+    """With a job, at SM activity 0."""
     full_w: float
-    """With all SMs active."""
+    """At SM activity 1."""
 
     def __str__(self) -> str:
         awake = f"{self.awake_w:g}-{self.full_w:g} W"
@@ -27,17 +24,17 @@ class Power(NamedTuple):
 
 
 class Spent(NamedTuple):
-    """What a run took of GPUs."""
+    """GPU time of a run."""
 
     gpu_s: float
     """Time of all GPUs together, in seconds."""
     in_use_s: float
-    """The part of it in which they had jobs."""
+    """Part of it with jobs."""
     active_s: float
-    """Integral of their SM activity over it, in seconds."""
+    """Integral of SM activity over it, in seconds."""
 
     def energy_j(self, power: Power) -> float:
-        """Return the energy of the run where each GPU draws so much."""
+        """Return the energy of the run if each GPU has this power."""
         asleep_s = self.gpu_s - self.in_use_s
         return (
             power.asleep_w * asleep_s + power.awake_w * self.in_use_s + (power.full_w - power.awake_w) * self.active_s
@@ -48,12 +45,12 @@ class Shares(NamedTuple):
     """Shares of a GPU's power limit."""
 
     awake: float
-    """With a job that does nothing at the time."""
+    """With a job, at SM activity 0."""
     full: float
-    """With all SMs active."""
+    """At SM activity 1."""
 
     def of(self, limit_w: float, asleep_w: float) -> Power:
-        """Return what a GPU draws whose limit is so many W, and which draws so many without a job."""
+        """Return the power of a GPU with this power limit and this idle power, in W."""
         return Power(asleep_w, round(self.awake * limit_w, 1), round(self.full * limit_w, 1))
 
 
@@ -63,12 +60,12 @@ ZEUS = {
     "7.5": Shares(awake=0.25, full=0.93),
     "8.6": Shares(awake=0.28, full=0.86),
 }
-"""As `carpool_research.gpu_power` finds them, by compute capability: P100, V100, RTX 6000, A40."""
+"""Shares by compute capability (P100, V100, RTX 6000, A40), computed by `carpool_research.gpu_power`."""
 MEAN = Shares(awake=0.23, full=0.84)
-"""Of the four, for GPUs of other capabilities."""
+"""Mean of the four, for other compute capabilities."""
 
 
 def power_of(product: GpuProduct) -> Power:
-    """Return what a GPU draws where nothing is known of it but its product; its idle power is the datasheet's."""
+    """Return the power of a product; its idle power is the datasheet's."""
     shares = ZEUS.get(product.compute_capability, MEAN)
     return shares.of(product.power_limit_w, product.idle_power_w)

@@ -11,6 +11,7 @@ from carpool_core.products import find_product
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import Training
 from carpool_core.resources.prediction import Prediction
+from carpool_predictor.calibration.run_history import exceeds_gpu
 from carpool_predictor.predict import PredictionContext, prepare, summarize
 
 from carpool_simulator.truth import Truth, WorkloadError
@@ -29,7 +30,7 @@ def _traced() -> dict[str, ModelFeatures]:
 
 @cache
 def job_of(kind: str) -> PredictionContext | None:
-    """Return what the predictor is asked of a kind of job (`radrm/resnet50/ImageNet/64`); None: it abstains."""
+    """Return the prediction context of a kind of job (`radrm/resnet50/ImageNet/64`); None if the predictor abstains."""
     features = _traced().get(kind)
     if features is None:
         return None
@@ -42,13 +43,33 @@ def job_of(kind: str) -> PredictionContext | None:
 
 @cache
 def prediction_of(kind: str, product: str) -> Prediction | None:
-    """Return what the shipped predictor says of a kind of job; None: it abstains."""
+    """Return the shipped prediction for a kind of job; None if the predictor abstains."""
     job = job_of(kind)
     return None if job is None else summarize(job, [job.on(find_product(product))])
 
 
+def predicted_profiles(product: str) -> dict[Truth, float]:
+    """Return the predicted profile and step time, in seconds, of each traced kind of job that fits a product."""
+    found = {}
+    for kind in _traced():
+        prediction = prediction_of(kind, product)
+        if prediction is not None and not exceeds_gpu(prediction.products[0].memory, find_product(product)):
+            one = prediction.products[0]
+            profile = Truth(
+                kind=kind,
+                memory_mib=one.memory.median_mib,
+                util=one.activity.gpu_util_percent.median / 100,
+                sm=one.activity.sm_active_ratio.median,
+                dram=one.activity.dram_active_ratio.median,
+                product=product,
+                model=kind.rpartition("/")[0],
+            )
+            found[profile] = one.step_time_seconds.median
+    return found
+
+
 def measured_profiles(data: Path) -> list[Truth]:
-    """Return the solo profiles that Lucid measured of `MODELS`: 18 combinations of model, batch size and AMP."""
+    """Return Lucid's solo profiles of `MODELS`: 18 combinations of model, batch size and AMP."""
     return [
         Truth(
             kind=_kind(row),

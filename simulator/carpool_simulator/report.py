@@ -31,11 +31,6 @@ HEADS = {
 SHOWN = ("makespan_min", "utilization_percent", "completion_min", "running_s", "slowed_percent", "oom", "energy_mj")
 COMPARED = {*SHOWN[:3], "energy_mj", "waiting_min", "gpus_in_use", "memory_percent"}
 """Figures with a column for the change against the first line."""
-UNLEARNED = (
-    "Carpool learned nothing from the jobs that ran. With --learn it learns as on a cluster: usually fewer jobs are "
-    "slowed, and the simulation takes longer."
-)
-"""Note on a trace whose jobs were slowed while nothing was learned."""
 _SILENT = " A job that declares no steps counts as one hour."
 _ORDERS = {
     QueueOrder.ALTERNATE: "Carpool's queue orders jobs by arrival; among jobs that arrived within the same ten minutes "

@@ -11,7 +11,7 @@ from carpool_extender.framework.scores import POLICIES, UnknownPolicyError, find
 
 from carpool_simulator.engine import Finished, Outcome, Simulation
 from carpool_simulator.strategy import Strategy
-from carpool_simulator.truth import MeasuredPairs, Workload
+from carpool_simulator.truth import MeasuredPairs, PredictedSlowdowns, Workload
 
 ALL, PUBLISHED = "all", "published"
 """Values of `--policies`: every policy; or whole GPUs beside Carpool's default."""
@@ -136,7 +136,7 @@ def sweep(
     draw: Callable[[int], Workload],
     strategies: Sequence[Strategy],
     seeds: int,
-    data: Path,
+    data: Path | None,
     tell: Callable[[str], None],
     watch: Callable[[str], None] = lambda _: None,
     cpu: Callable[[], float] = time.process_time,
@@ -147,13 +147,16 @@ def sweep(
         draw: Returns the workload of a seed.
         strategies: Strategies to run.
         seeds: Number of seeds.
-        data: Folder of measurements.
+        data: Folder of measurements; None to let jobs behave as predicted.
         tell: Receives a summary of each finished strategy.
         watch: Receives the progress of a run.
         cpu: Processor time in seconds.
     """
     drawn = [draw(seed) for seed in range(seeds)]
-    truths = [MeasuredPairs(data / "lucid", seed, one.behind_mps) for seed, one in enumerate(drawn)]
+    truths = [
+        PredictedSlowdowns() if data is None else MeasuredPairs(data / "lucid", seed, one.behind_mps)
+        for seed, one in enumerate(drawn)
+    ]
     lines = []
     for strategy in strategies:
         begin_s = cpu()

@@ -13,6 +13,7 @@ import numpy as np
 from carpool_core.resources.node import Device
 from carpool_core.resources.prediction import Prediction
 from carpool_core.values import GpuUuid, SharingMode
+from carpool_predictor.models import slowdown
 from carpool_predictor.predict import PredictionContext
 from numpy.typing import NDArray
 
@@ -118,42 +119,56 @@ class WorkloadError(ValueError):
 def utilization(tenants: Sequence[Truth], slowdowns: Sequence[float]) -> float:
     """Return the share of time in which some tenant's kernel runs, 0..1.
 
-    A GPU rests where all rest, each as it would alone: slowed down, a job's kernels take longer, not its pauses. More
-    than the work that is done, which their slowdowns tell, nobody is credited with.
+    The GPU idles while all tenants idle, independently and as often as alone: slowdown stretches kernels, not pauses.
+    Utilization is at most the work that is done, the sum of utilization over slowdown.
     """
-    resting = math.prod(1.0 - one.util for one in tenants)
-    done = sum(one.util / slowdown for one, slowdown in zip(tenants, slowdowns, strict=True))
-    return min(1.0 - resting, done)
+    idle = math.prod(1.0 - one.util for one in tenants)
+    done = sum(one.util / factor for one, factor in zip(tenants, slowdowns, strict=True))
+    return min(1.0 - idle, done)
 
 
 def sm_activity(mode: SharingMode, tenants: Sequence[Truth], slowdowns: Sequence[float], busy: float) -> float:
     """Return the share of SMs with work, 0..1.
 
-    Where tenants take turns, one kernel at a time has SMs, so that the time that is busy counts, with as many SMs as
-    its owners use while they are. Otherwise their kernels run at once, and what each does adds up.
+    Under time-slicing one kernel runs at a time: the busy time counts, with the SMs that its owner uses meanwhile.
+    Otherwise kernels run at the same time, and their activities add up.
 
     Args:
-        mode: How they share the GPU.
-        tenants: What each does alone.
-        slowdowns: Of each.
+        mode: Sharing mode of the GPU.
+        tenants: Behaviour of each tenant alone.
+        slowdowns: Slowdown of each tenant.
         busy: Utilization of the GPU, 0..1.
     """
-    active = sum(one.sm / slowdown for one, slowdown in zip(tenants, slowdowns, strict=True))
+    active = sum(one.sm / factor for one, factor in zip(tenants, slowdowns, strict=True))
     if mode is SharingMode.TIME_SLICING and active:
-        active *= busy / sum(one.util / slowdown for one, slowdown in zip(tenants, slowdowns, strict=True))
+        active *= busy / sum(one.util / factor for one, factor in zip(tenants, slowdowns, strict=True))
     return min(1.0, active)
+
+
+class PredictedSlowdowns:
+    """Slowdowns exactly as the shipped model predicts them, for simulations without measured pairs."""
+
+    def slowdowns(self, mode: SharingMode, tenants: Sequence[Truth]) -> list[float]:
+        """Return each tenant's slowdown, at least 1."""
+        util, sm, dram = np.array([[(one.util, one.sm, one.dram)] for one in tenants]).T
+        found: list[float] = slowdown.slowdowns(mode, util, sm, dram)[0].tolist()
+        return found
+
+    def utilization(self, _: SharingMode, tenants: Sequence[Truth], slowdowns: Sequence[float]) -> float:
+        """Return the share of time in which the GPU is busy, 0..1."""
+        return utilization(tenants, slowdowns)
 
 
 NEIGHBOURS = 8
 
 
 class MeasuredPairs:
-    """Slowdowns of tenants of one GPU, and how busy they keep it.
+    """Slowdowns of the tenants of one GPU and its utilization, from measured pairs.
 
     Args:
-        folder: Where `solo_rtx3090.csv` and `colocate_rtx3090.csv` of Lucid lie.
+        folder: Folder with `solo_rtx3090.csv` and `colocate_rtx3090.csv` of Lucid.
         seed: Draws among equally near pairs.
-        behind_mps: Pairs that MPS tenants answer to; Lucid's where None.
+        behind_mps: Measured pairs for MPS; Lucid's if None.
     """
 
     def __init__(self, folder: Path, seed: int = 0, behind_mps: Pool | None = None) -> None:
@@ -166,39 +181,39 @@ class MeasuredPairs:
             if one not in solo or two not in solo:
                 continue
             for mine, other, speed in ((one, two, row["speed1"]), (two, one, row["speed2"])):
-                slowdown = max(1.0, 1.0 / max(0.05, float(speed)))
-                self._exact[mine, other] = slowdown
+                factor = max(1.0, 1.0 / max(0.05, float(speed)))
+                self._exact[mine, other] = factor
                 self._busy[mine, other] = float(row["gpu_util"]) / 100
                 points.append((solo[mine], solo[other]))
-                found.append(slowdown)
-        self._by_turns, self._seed = Pool(np.array(points), np.array(found)), seed
-        self._behind_mps = behind_mps or self._by_turns
-        self._known: dict[tuple[str, str, bool], float] = {}
+                found.append(factor)
+        self._time_sliced, self._seed = Pool(np.array(points), np.array(found)), seed
+        self._behind_mps = behind_mps or self._time_sliced
+        self._slowdown_of: dict[tuple[str, str, bool], float] = {}
 
     def slowdowns(self, mode: SharingMode, tenants: Sequence[Truth]) -> list[float]:
         """Return each tenant's true slowdown, at least 1."""
         if len(tenants) == 1 or mode in (SharingMode.EXCLUSIVE, SharingMode.MIG):
             return [1.0] * len(tenants)
-        wait_for = mode is SharingMode.TIME_SLICING
-        busy = [t.util if wait_for else t.sm for t in tenants]
+        is_sliced = mode is SharingMode.TIME_SLICING
+        busy = [t.util if is_sliced else t.sm for t in tenants]
         pair = {
-            (i, j): self._pair(one, other, wait_for)
+            (i, j): self._pair(one, other, is_sliced)
             for (i, one), (j, other) in itertools.permutations(enumerate(tenants), 2)
         }
         added = [1.0 + sum(pair[i, j] - 1.0 for j in range(len(tenants)) if j != i) for i in range(len(tenants))]
         load = sum(b / s for b, s in zip(busy, added, strict=True))
         most = max(
             busy[i] / pair[i, j] + busy[j] / pair[j, i]
-            if wait_for and (tenants[i].kind, tenants[j].kind) in self._exact
+            if is_sliced and (tenants[i].kind, tenants[j].kind) in self._exact
             else 1.0
             for i, j in pair
         )
         return [s * max(1.0, load / max(1.0, most)) for s in added]
 
     def utilization(self, mode: SharingMode, tenants: Sequence[Truth], slowdowns: Sequence[float]) -> float:
-        """Return the share of time in which the GPU is busy, 0..1: as measured of a pair, else as composed.
+        """Return the share of time in which the GPU is busy, 0..1: measured for a pair, otherwise composed.
 
-        A worker that waits for others of its gang on another GPU is slower than its pair was.
+        A pair is composed too if a worker waits for its gang on another GPU, because it is then slower than measured.
         """
         if len(tenants) == 2 and mode is SharingMode.TIME_SLICING:
             found = self._busy.get((tenants[0].kind, tenants[1].kind))
@@ -206,18 +221,18 @@ class MeasuredPairs:
                 return found
         return utilization(tenants, slowdowns)
 
-    def _pair(self, one: Truth, other: Truth, wait_for: bool) -> float:
-        key = (one.kind, other.kind, wait_for)
-        found = self._known.get(key)
+    def _pair(self, one: Truth, other: Truth, is_sliced: bool) -> float:
+        key = (one.kind, other.kind, is_sliced)
+        found = self._slowdown_of.get(key)
         if found is None:
-            found = self._known[key] = self._look_up(one, other, wait_for)
+            found = self._slowdown_of[key] = self._look_up(one, other, is_sliced)
         return found
 
-    def _look_up(self, one: Truth, other: Truth, wait_for: bool) -> float:
-        if wait_for and (one.kind, other.kind) in self._exact:
+    def _look_up(self, one: Truth, other: Truth, is_sliced: bool) -> float:
+        if is_sliced and (one.kind, other.kind) in self._exact:
             return self._exact[one.kind, other.kind]
-        wanted = (one.util, other.util) if wait_for else (one.sm, other.sm)
-        pool = self._by_turns if wait_for else self._behind_mps
+        wanted = (one.util, other.util) if is_sliced else (one.sm, other.sm)
+        pool = self._time_sliced if is_sliced else self._behind_mps
         distance = ((pool.busy - wanted) ** 2).sum(axis=1)
         near = np.argpartition(distance, NEIGHBOURS)[:NEIGHBOURS]
         draw = zlib.crc32(f"{self._seed}/{one.kind}/{other.kind}".encode()) % NEIGHBOURS
@@ -243,9 +258,9 @@ def with_failures(workload: Workload, mean_hours: float, seed: int) -> Workload:
     """Let the GPUs of a workload fail.
 
     Args:
-        workload: What is simulated.
+        workload: The workload.
         mean_hours: Mean time between two failures of one GPU, in hours; exponentially distributed.
-        seed: Draws them.
+        seed: Draws the failures.
     """
     draw = random.Random(f"failures/{seed}")  # noqa: S311  # a simulation, no secret
     span_s = _span_s(workload)
@@ -256,9 +271,9 @@ def with_failures(workload: Workload, mean_hours: float, seed: int) -> Workload:
             lasts_s = draw.expovariate(1 / REPAIR_S)
             failures.append(Failure(device, at_s, lasts_s))
             at_s += lasts_s + draw.expovariate(1 / (3600 * mean_hours))
-    told = f"Each GPU fails every {mean_hours:g} hours on average, and is back after one; its jobs begin again."
+    text = f"Each GPU fails every {mean_hours:g} hours on average and recovers after one; its jobs start again."
     return replace(
-        workload, failures=sorted(failures, key=lambda one: one.at_s), assumptions=(*workload.assumptions, told)
+        workload, failures=sorted(failures, key=lambda one: one.at_s), assumptions=(*workload.assumptions, text)
     )
 
 
@@ -267,20 +282,15 @@ def _devices(workload: Workload) -> list[GpuUuid]:
 
 
 def _span_s(workload: Workload) -> float:
-    """A time by which everything has ended, even one job after the other on half of the GPUs."""
+    """Return a time, in seconds, by which all jobs have ended, even one after another on half of the GPUs."""
     work_s = sum(job.work_s * job.gpus * job.workers for job in workload.jobs)
     gpus = sum(len(devices) for devices in workload.nodes.values())
     return max(job.arrival_s for job in workload.jobs) + 4 * work_s / gpus
 
 
-def in_pieces(draw: Draw, share: float) -> Draw:
-    """Let several tenants of a GPU lose a share of its memory, 0..1; what draws workloads stays as it is at 0."""
+def with_fragmentation(workload: Workload, share: float) -> Workload:
+    """Return a workload in which GPUs with several tenants lose a share of their memory, 0..1."""
     if not share:
-        return draw
-
-    def drawn(data: Path, seed: int) -> Workload:
-        found = draw(data, seed)
-        told = f"Several tenants of a GPU lose {share:.0%} of its memory in pieces, which no decision knows."
-        return replace(found, fragmented=share, assumptions=(*found.assumptions, told))
-
-    return drawn
+        return workload
+    text = f"GPUs with several tenants lose {share:.0%} of their memory to fragmentation, which no decision expects."
+    return replace(workload, fragmented=share, assumptions=(*workload.assumptions, text))

@@ -21,7 +21,7 @@ from carpool_simulator.engine import Simulation
 from carpool_simulator.progress import Provenance, provenance
 from carpool_simulator.strategy import Knowledge, Piece, Strategy
 from carpool_simulator.sweep import ARRIVAL, DEFAULT, LONGEST_FIRST, figures_of
-from carpool_simulator.truth import Draw, MeasuredPairs, WorkloadError, in_pieces, with_failures
+from carpool_simulator.truth import Draw, MeasuredPairs, WorkloadError, with_failures, with_fragmentation
 
 from carpool_research.experiments import alibaba, hotcloud, radrm
 
@@ -199,13 +199,17 @@ def runs_of(experiment: Experiment, groups: Sequence[str] = tuple(GROUPS)) -> It
     yield from (Run(group, one, draw) for group, found in of_group.items() if group in groups for one in found)
     first = experiment.published[0]
     if CASES in groups:
-        pieces = {f"{share:.0%} of shared memory fragmented": in_pieces(draw, share) for share in PIECES}
+        pieces = {f"{share:.0%} of shared memory fragmented": _fragmented(draw, share) for share in PIECES}
         beside = [one for one in experiment.published if one is first or one.name in experiment.beside]
         for case, drawn in {**experiment.cases, **pieces}.items():
             yield from (Run(CASES, one, drawn, case) for one in (*beside, base))
     if FAILURES in groups:
         case = f"each GPU fails every {format_duration(3600 * FAILS_EVERY_H)}"
         yield from (Run(FAILURES, one, _failing(draw), case) for one in (first, base))
+
+
+def _fragmented(draw: Draw, share: float) -> Draw:
+    return lambda data, seed: with_fragmentation(draw(data, seed), share)
 
 
 def _failing(draw: Draw) -> Draw:
