@@ -3,7 +3,7 @@
 import pytest
 from carpool_simulator.commands import simulate
 from carpool_simulator.engine import Finished
-from carpool_simulator.pictures import completion, draw, gantt, lanes, remove, utilization
+from carpool_simulator.pictures import draw, gantt, lanes, remove
 from carpool_simulator.sweep import named, sweep
 from click.testing import CliRunner
 from simulated_world import CARPOOL, job, workload
@@ -20,8 +20,6 @@ def line(data):
 
 def simulated(data, *arguments):
     return CliRunner().invoke(simulate, ["--data", str(data), "--out", str(data / "out"), "--seeds", "1", *arguments])
-
-
 
 
 def ran_kinds(number, data):
