@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from carpool_simulator.engine import Finished, Outcome
 from carpool_simulator.sweep import DEFAULT, DEFAULT_POLICY, PolicyResult
@@ -132,7 +132,7 @@ def gantt(name: str, title: str, outcome: Outcome) -> "Figure":
     rows = {str(gpu.device.uuid): row for row, gpu in enumerate(outcome.gpus)}
     kinds = {kind: number for number, kind in enumerate(sorted({one.job.truth.kind for one in outcome.finished}))}
     # An edge separates jobs of one kind that follow each other.
-    edge = {"edgecolor": "black", "linewidth": 0.4}
+    edge: dict[str, Any] = {"edgecolor": "black", "linewidth": 0.4}
     bars = list(lanes(outcome.finished))
     height = 0.8 / (1 + max(bar.lane for bar in bars))
     for one, gpu, lane in bars:
