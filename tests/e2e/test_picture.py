@@ -101,7 +101,7 @@ JOBS = {
     "large": ("h100", SharingMode.TIME_SLICING),
 }
 HEADERS = (
-    "job state placed on mode memory MiB bound peak seen GPU util % seen slowdown step ms seen/ predicted restarts "
+    "job state placed on mode slowdown restarts job memory MiB bound peak seen GPU util % seen step ms seen/ predicted "
     "GPU mode memory: reserved, and in use of GiB SM tenants"
 )
 

@@ -4,7 +4,7 @@ import asyncio
 import os
 import subprocess
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -51,8 +51,9 @@ class Stage:
             show: Whether command and output are shown.
             lines: How much of the output is shown, from its end.
         """
-        if show:
-            self._say(arguments)
+        if show:  # soft wrap, so that the copied command is one line
+            command = f"$ kubectl {' '.join(arguments)}"
+            self.console.print(command, style="bold", highlight=False, markup=False, soft_wrap=True)
         done = subprocess.run(
             [str(self.kubectl), *arguments],
             capture_output=True,
@@ -61,24 +62,9 @@ class Stage:
             env={**os.environ, "KUBECONFIG": str(self.kubeconfig)},
         )
         output = (done.stdout + done.stderr).strip()
-        if show:
-            self._show(output, lines)
-        return output
-
-    def tell(self, arguments: Sequence[str], output: str, *, lines: int = 40) -> None:
-        """Show a command of kubectl and its output, which `run` did not show."""
-        self._say(arguments)
-        self._show(output, lines)
-
-    def _say(self, arguments: Sequence[str]) -> None:
-        # The terminal may break the line, so that what is copied from there is still one command.
-        self.console.print(
-            f"$ kubectl {' '.join(arguments)}", style="bold", highlight=False, markup=False, soft_wrap=True
-        )
-
-    def _show(self, output: str, lines: int) -> None:
-        if output:
+        if show and output:
             self.console.print("\n".join(output.splitlines()[-lines:]), highlight=False, markup=False)
+        return output
 
     def apply(self, *manifests: Mapping[str, Any], is_refused: bool = False) -> str:
         """Write manifests into files, apply them, show and return what was said of them.
