@@ -272,7 +272,7 @@ def _predict_one(
     elif prediction.outcome == "Predicted":
         console = Console()
         title = f"{request.model}, batch {training.batch_size}, {training.optimizer}, {training.precision}"
-        console.print(as_text(title, report, width=console.width))
+        console.print(as_text(title, report))
     if prediction.outcome == "Abstained":
         raise InputError(f"no prediction ({prediction.reason}): {prediction.message}")
 

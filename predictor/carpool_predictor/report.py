@@ -165,20 +165,16 @@ def interval_json(interval: Interval) -> dict[str, float]:
     return {"median": interval.median, "lower": interval.lower, "upper": interval.upper}
 
 
-_WIDTH_OF_INTERVALS = 190
-"""Terminal width from which the tables show the intervals of several GPUs."""
 _SHORTENED = 1_000_000
 """Numbers from here on are rounded to two digits, to keep the columns narrow."""
-_MARGIN = 6
-"""Width of the space around and between the two columns of a table."""
 
 
-def as_text(title: str, report: Report, *, width: int) -> RenderableType:
-    """Return the tables of a report; intervals of several GPUs appear only on wide terminals."""
-    return Group(*_tables(title, report, width, with_intervals=width >= _WIDTH_OF_INTERVALS))
+def as_text(title: str, report: Report) -> RenderableType:
+    """Return the tables of a report; intervals are shown for a single GPU."""
+    return Group(*_tables(title, report))
 
 
-def _tables(title: str, report: Report, width: int, *, with_intervals: bool) -> Iterator[RenderableType]:
+def _tables(title: str, report: Report) -> Iterator[RenderableType]:
     if len(report.products) == 1:
         (product,) = report.products
         # The table's own title would be wrapped to the width of the table.
@@ -186,10 +182,10 @@ def _tables(title: str, report: Report, width: int, *, with_intervals: bool) -> 
         yield _one(report, product)
     else:
         yield _memory(title, report)
-        yield _speed(report, with_intervals=with_intervals)
+        yield _speed(report)
         yield _parts(report)
         if any(product.mig for product in report.products):
-            yield _mig(report, width)
+            yield _mig(report)
     yield Text(f"{report.prediction.reason}: {report.prediction.message}", style="dim")
 
 
@@ -215,11 +211,12 @@ def _batch(found: LargestBatch) -> str:
     return f"{'≥' if found.limited_by_trace else ''}{found.batch_size:,}"
 
 
-def _span(interval: Interval | None, scale: float = 1.0, digits: int = 0, *, with_ends: bool = True) -> str:
+def _span(interval: Interval | None, scale: float = 1.0, digits: int = 0) -> str:
+    """Format a median with its interval."""
     if interval is None:
         return ""
     median, lower, upper = (_number(x * scale, digits) for x in (interval.median, interval.lower, interval.upper))
-    return f"{median} [dim]({lower} - {upper})[/dim]" if with_ends else median
+    return f"{median} [dim]({lower} - {upper})[/dim]"
 
 
 def _one(report: Report, product: ProductReport) -> Table:
@@ -269,21 +266,21 @@ def _class(memory: MemoryPrediction) -> str:
     return f"{lower // 1024}-{upper // 1024}" if upper < _SHORTENED else f">{_SHORTENED // 1024}"
 
 
-def _speed(report: Report, *, with_intervals: bool) -> Table:
-    title, columns = "How busy it is, alone", ["GPU", "util %", "SM %", "occ %", "DRAM %", "step ms"]
+def _speed(report: Report) -> Table:
+    title, columns = "Activity alone", ["GPU", "util %", "SM %", "occ %", "DRAM %", "step ms"]
     if report.steps is not None:
-        title, columns = f"{title}, and how long {_steps(report.steps)} take", [*columns, "takes"]
+        title, columns = f"{title}, and the duration of {_steps(report.steps)}", [*columns, "takes"]
     table = _table(title, *columns, "learned")
     for product in report.products:
         found = product.answer.prediction
         activity = found.activity
         table.add_row(
             _short(found.product),
-            _span(activity.gpu_util_percent, with_ends=with_intervals),
-            _span(activity.sm_active_ratio, 100, with_ends=with_intervals),
-            _span(activity.sm_occupancy_ratio, 100, with_ends=with_intervals),
-            _span(activity.dram_active_ratio, 100, with_ends=with_intervals),
-            _span(found.step_time_seconds, 1000, 1, with_ends=with_intervals),
+            _number(activity.gpu_util_percent.median),
+            _number(100 * activity.sm_active_ratio.median),
+            _number(100 * activity.sm_occupancy_ratio.median) if activity.sm_occupancy_ratio else "",
+            _number(100 * activity.dram_active_ratio.median),
+            _number(1000 * found.step_time_seconds.median, 1),
             *([] if report.steps is None else [_length(report.steps * found.step_time_seconds.median)]),
             _named(_speed_learned(product)),
         )
@@ -327,9 +324,7 @@ def _names() -> list[str]:
 
 def _parts(report: Report) -> Table:
     names = [name.removesuffix("_mib") for name in _names()]
-    table = _table(
-        "What the memory consists of at its peak, MiB", "GPU", *(_SHORT_PARTS.get(name, name) for name in names)
-    )
+    table = _table("Parts of the memory peak, MiB", "GPU", *(_SHORT_PARTS.get(name, name) for name in names))
     for product in report.products:
         table.add_row(
             _short(product.answer.prediction.product), *(_number(getattr(product.parts, name)) for name in _names())
@@ -337,23 +332,11 @@ def _parts(report: Report) -> Table:
     return table
 
 
-def _mig(report: Report, width: int) -> Table:
-    table = _table("Largest batch on a MIG instance", "GPU", "profile: batch")
-    products = [product for product in report.products if product.mig]
-    names = [_short(product.answer.prediction.product) for product in products]
-    for name, product in zip(names, products, strict=True):
-        batches = [f"{profile}: {_batch(found)}" for profile, found in product.mig.items()]
-        table.add_row(name, "\n".join(_packed(batches, width - max(map(len, names)) - _MARGIN)))
+def _mig(report: Report) -> Table:
+    table = _table("Largest batch on a MIG instance", "GPU")
+    table.add_column("profile=batch")
+    for product in report.products:
+        if product.mig:
+            batches = ", ".join(f"{profile}={_batch(found)}" for profile, found in product.mig.items())
+            table.add_row(_short(product.answer.prediction.product), batches)
     return table
-
-
-def _packed(items: Sequence[str], width: int) -> Iterator[str]:
-    """Yield lines of as many whole items as fit."""
-    line = items[0]
-    for item in items[1:]:
-        if len(line) + len(item) + 2 > width:
-            yield f"{line},"
-            line = item
-        else:
-            line = f"{line}, {item}"
-    yield line

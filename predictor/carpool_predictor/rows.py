@@ -3,16 +3,13 @@
 import asyncio
 import multiprocessing
 import os
-import re
 import signal
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from difflib import get_close_matches
-from enum import StrEnum
 from itertools import chain, islice
 from typing import IO, Any
 
@@ -20,7 +17,7 @@ import msgspec
 from carpool_core.products import GpuProduct, UnknownProductError, find_product
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import CatalogModel, ModelSource, Training
-from carpool_core.values import Optimizer, Precision
+from carpool_core.resources.schema import describe_decode_error
 from msgspec import UNSET, UnsetType
 
 from carpool_predictor.calibration.document import Calibration
@@ -33,57 +30,11 @@ from carpool_predictor.tracing.source import SubprocessTracer
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Errors of decoding a row; RecursionError for brackets that nest too deep."""
-_AT = re.compile(r"(?P<what>.*) - at `\$\.?(?P<path>[^`]*)`", re.DOTALL)
-_UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>.*)`", re.DOTALL)
-_STEP = re.compile(r"\[(\d+)\]|([^.\[\]]+)")
-_CHOICES: Mapping[str, type[StrEnum]] = {"training.optimizer": Optimizer, "training.precision": Precision}
-_MAX_FOUND = 200
-"""Characters of the found value in a message."""
-
-
-def describe_error(error: Exception, line: bytes, fields: Mapping[str, tuple[str, ...]]) -> str:
-    """Return what is wrong with a row.
-
-    Args:
-        error: The decoder's error.
-        line: The row.
-        fields: Names of the fields by path; "" is the row itself.
-    """
-    located = _AT.fullmatch(str(error))
-    what, path = (located["what"], located["path"]) if located else (str(error), "")
-    if unknown := _UNKNOWN.fullmatch(what):
-        return _unknown(unknown["field"], path, fields.get(path, ()))
-    if not located or what.startswith("Object missing"):
-        return str(error)
-    choices = f", expected one of {', '.join(_CHOICES[path])}" if path in _CHOICES else ""
-    return f"{what[0].lower()}{what[1:]} in {path}{choices}{_found(line, path)}"
 
 
 def in_row_terms(message: str) -> str:
     """Return a message about a GpuTrainingJob with the paths of a row's fields."""
     return message.replace("spec.model.", "").replace("spec.training", "training")
-
-
-def _unknown(field: str, path: str, names: tuple[str, ...]) -> str:
-    near = get_close_matches(_folded(field), [_folded(name) for name in names], n=1)
-    meant = [name for name in names if _folded(name) in near]
-    advice = f"did you mean {meant[0]}?" if meant else f"known fields are {', '.join(names)}"
-    return f"unknown field {field!r} in {path or 'the row'}; {advice}"
-
-
-def _folded(name: str) -> str:
-    return name.replace("_", "").casefold()
-
-
-def _found(line: bytes, path: str) -> str:
-    try:
-        found: Any = msgspec.json.decode(line)
-        for index, name in _STEP.findall(path):
-            found = found[int(index) if index else name]
-    except (*UNREADABLE, LookupError, TypeError):
-        return ""  # the line is no JSON after the error, or repeats a key
-    text = msgspec.json.encode(found).decode()
-    return f", found {text if len(text) <= _MAX_FOUND else f'{text[:_MAX_FOUND]} and more'}"
 
 
 INVALID = frozenset(
@@ -126,10 +77,6 @@ class RowError(ValueError):
     """A row is invalid; the message gives the reason."""
 
 
-_FIELDS = {
-    path: tuple(field.encode_name for field in msgspec.structs.fields(part))
-    for path, part in (("", Row), ("training", _Training), ("catalog", _Catalog), ("features", _Features))
-}
 _ROWS = msgspec.json.Decoder(Row)
 _IDS = msgspec.json.Decoder(_OnlyId)
 _ENCODER = msgspec.json.Encoder()
@@ -144,7 +91,7 @@ def read_row(line: bytes) -> Row:
     try:
         row = _ROWS.decode(line)
     except UNREADABLE as e:
-        raise RowError(f"BadRow: {describe_error(e, line, _FIELDS)}") from e
+        raise RowError(f"BadRow: {describe_decode_error(str(e))}") from e
     if (row.catalog is UNSET) == (row.features is UNSET):
         raise RowError(f"BadRow: expected exactly one of catalog and features, found {_which(row)}")
     return row

@@ -33,8 +33,7 @@ def test_table_names_every_product(block: str) -> None:
     for product in PRODUCTS:
         assert product.name.removeprefix("NVIDIA ").removeprefix("GeForce ") in result.output
     assert all(
-        word in result.output
-        for word in ("util %", "worksp", "at its peak", "largest batch", "profile: batch", "1g.5gb")
+        word in result.output for word in ("util %", "worksp", "at most", "largest batch", "profile=batch", "1g.5gb")
     )
 
 
@@ -46,13 +45,6 @@ def test_one_product_is_shown_line_by_line_with_intervals(block: str) -> None:
     assert re.search(r"GPU utilization +\d+ \(\d+ - \d+\) %", result.output)
     wide = CliRunner().invoke(predict, [block, "--batch-size", "64", "--gpu", "A30"], env={"COLUMNS": "300"})
     assert wide.output.splitlines()[0] == f"{block}, batch 64, adamw, fp32, on NVIDIA A30"
-
-
-@pytest.mark.parametrize(("columns", "intervals"), [("220", True), ("100", False)])
-def test_wide_terminals_show_intervals_of_several_products(columns: str, intervals: bool, block: str) -> None:
-    result = CliRunner().invoke(predict, [block, "--batch-size", "64"], env={"COLUMNS": columns})
-    assert (re.search(r"\d+ \(\d+ - \d+\)", result.output) is not None) is intervals
-    assert "Tesla T4" in result.output
 
 
 def test_json_has_units_in_its_names(block: str) -> None:
@@ -80,7 +72,7 @@ def test_steps_give_a_duration_with_its_interval(block: str) -> None:
     ends = f"({format_duration(length_s['lower'])} - {format_duration(length_s['upper'])})"
     assert re.search(rf"35,000 steps +{format_duration(length_s['median'])} {re.escape(ends)}", one.output)
     several = CliRunner().invoke(predict, [*arguments, "all"], env={"COLUMNS": "80"}).output
-    assert "how long 35,000 steps take" in several
+    assert "duration of 35,000 steps" in several
     row = next(line for line in several.partition("takes")[2].splitlines() if line.strip().startswith("A30 "))
     assert f" {format_duration(length_s['median'])} " in row
     without = [block, "--batch-size", "64", "--gpu", "A30"]
