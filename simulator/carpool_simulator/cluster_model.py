@@ -12,13 +12,11 @@ from carpool_core.resources.node import Device, GpuNode, GpuNodeSpec, GpuNodeSta
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
 from carpool_extender.cache import ledger
 from carpool_extender.cache.cluster import ClusterCache, GpuAvailability
-from carpool_extender.cache.gpu_table import MODES, Bools, GpuTable, Rows, UnavailableReason
+from carpool_extender.cache.gpu_table import Bools, GpuTable, Rows, UnavailableReason
 from carpool_extender.cache.peaks import StablePeak, peaks_of, use_measured_peak
 from carpool_extender.framework.filters import (
-    PASSED,
     Evaluation,
     FilterResults,
-    SlowdownCheck,
     empty_results,
     run_filters,
 )
@@ -124,40 +122,6 @@ class Physics(Protocol):
     def utilization(self, mode: SharingMode, tenants: Sequence[Truth], slowdowns: Sequence[float]) -> float:
         """Return the share of time in which the GPU is truly busy, 0..1."""
         ...
-
-
-SLACK = 1e-6
-"""Tolerance for rounding where a slowdown meets its limit."""
-
-
-class TrueSlowdowns:
-    """Runs the checks, and replaces predicted slowdowns by the truth. Requests must not set a limit themselves.
-
-    Args:
-        run: Runs the checks.
-        physics: The truth.
-        truths: Every job by its name.
-        limit: Slowdown that every job accepts.
-    """
-
-    def __init__(self, run: FilterRunner, physics: Physics, truths: Mapping[str, Truth], limit: float) -> None:
-        self._run, self._physics, self._truths, self._limit = run, physics, truths, limit
-
-    def __call__(self, evaluation: Evaluation, rows: Rows | None) -> FilterResults:
-        """Return the results for some GPUs; for all if None."""
-        found, tenants = self._run(evaluation, rows), evaluation.snapshot.gpus.tenants
-        incoming = self._truths[evaluation.pod_request.demand.job_name]
-        for place in np.flatnonzero(found.failed == PASSED).tolist():
-            mode = MODES[int(found.mode[place])]
-            present = [self._truths[one.job] for one in tenants[place if rows is None else rows[place]] or ()]
-            if mode is None:
-                continue
-            after = self._physics.slowdowns(mode, [incoming, *present])
-            before = self._physics.slowdowns(mode, present) if present else []
-            found.slowdown[place], found.added_slowdown[place] = after[0], sum(after) - sum(before) - 1.0
-            if max(after) > self._limit + SLACK:
-                found.failed[place] = SlowdownCheck.number
-        return found
 
 
 class MonitorDelay(GpuAvailability):

@@ -15,14 +15,15 @@ from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
 from carpool_extender.cache.gpu_table import SETTLED_S
 from carpool_extender.cache.peaks import margins
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
+from carpool_extender.framework.selection import FilterRunner
 from carpool_extender.queue.scheduling_queue import Admitted, Claim, QueuedJobInfo, SchedulingQueue
 from carpool_predictor.models.slowdown import TenantActivity
 
 from carpool_simulator import truth
-from carpool_simulator.cluster_model import ClusterModel, Physics, TrueSlowdowns, moment
+from carpool_simulator.cluster_model import ClusterModel, Physics, moment
 from carpool_simulator.information import InformationModel, Run, Stage
 from carpool_simulator.power import Power, Spent, power_of
-from carpool_simulator.strategy import Knowledge, Piece, Strategy
+from carpool_simulator.strategy import Knowledge, Strategy
 from carpool_simulator.truth import Failure, SimJob, Workload
 
 
@@ -227,22 +228,32 @@ CURVE_EVERY_S = 60.0
 
 
 class Simulation:
-    """One run of one strategy on one workload; `run` may be called once."""
+    """One run of one strategy on one workload; `run` may be called once.
 
-    def __init__(self, workload: Workload, strategy: Strategy, physics: Physics, seed: int = 0) -> None:
+    Args:
+        workload: Jobs and GPUs.
+        strategy: The strategy.
+        physics: True slowdowns.
+        information: Makes the information model.
+        filters: Wraps the function that runs the checks.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        strategy: Strategy,
+        physics: Physics,
+        information: Callable[..., InformationModel] = InformationModel,
+        filters: Callable[[FilterRunner], FilterRunner] = lambda run: run,
+    ) -> None:
         self._strategy, self._physics = strategy, physics
         self._now_s = self._left_s = 0.0
         policy = find_policy(strategy.policy)
         devices = [(name, device) for name, many in workload.nodes.items() for device in many]
         self._largest_mib = max(d.memory_mib - d.reserved_mib for _, d in devices)
-        self._information = InformationModel(strategy, self._largest_mib, seed, is_decreasing=policy.decreasing)
+        self._information = information(strategy, self._largest_mib, is_decreasing=policy.decreasing)
         config = SchedulerConfig(policy, SLOTS, strategy.conditions, spread_workers=True)
-        if Piece.SLOWDOWNS in strategy.told:
-            truths = {job.name: job.truth for job in workload.jobs}
-            oracle = partial(TrueSlowdowns, physics=physics, truths=truths, limit=strategy.max_slowdown)
-            self._model = ClusterModel(workload.nodes, config, oracle)
-        else:
-            self._model = ClusterModel(workload.nodes, config)
+        self._model = ClusterModel(workload.nodes, config, filters)
         self._queue = SchedulingQueue(
             self._model.cluster,
             self._model.evaluations,

@@ -1,7 +1,5 @@
 """Information that a strategy has about simulated jobs: nothing, the shipped prediction, or the truth."""
 
-import math
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,7 +25,7 @@ from carpool_predictor.models.memory import shipped
 from carpool_predictor.models.slowdown import TenantActivity, is_saturated, solo_activity
 from carpool_predictor.predict import PredictionContext, ProductAnswer, run_prediction_of, summarize
 
-from carpool_simulator.strategy import ANY_SLOWDOWN, Knowledge, Piece, Strategy
+from carpool_simulator.strategy import Knowledge, Strategy
 from carpool_simulator.truth import SimJob, Truth
 
 
@@ -190,16 +188,14 @@ class InformationModel:
     Args:
         strategy: The strategy.
         usable_mib: Memory of the largest GPU.
-        seed: Draws the errors of ablations.
         is_decreasing: Whether the policy starts the job with the largest predicted utilization first.
     """
 
-    def __init__(self, strategy: Strategy, usable_mib: int, seed: int, *, is_decreasing: bool = False) -> None:
-        self._strategy, self._usable_mib, self._seed = strategy, usable_mib, seed
+    def __init__(self, strategy: Strategy, usable_mib: int, *, is_decreasing: bool = False) -> None:
+        self._strategy, self._usable_mib = strategy, usable_mib
         self._is_decreasing = is_decreasing
         self._requests: dict[object, PodRequest] = {}
         self._counted: dict[str, int] = {}
-        self._kinds: dict[str, int] = {}
         self._learner = Learner(is_strict=strategy.strict, steady_s=strategy.steady_s) if strategy.learns else None
 
     @property
@@ -229,15 +225,14 @@ class InformationModel:
 
     def started(self, job: SimJob, request: PodRequest) -> None:
         """Remember the memory bound that a job was placed with."""
-        told = request.demand.prediction
-        is_counted = told is not None and told.products[0].memory.trusted
-        self._counted[job.name] = told.products[0].memory.upper_mib if told is not None and is_counted else 0
+        found = request.demand.prediction
+        is_counted = found is not None and found.products[0].memory.trusted
+        self._counted[job.name] = found.products[0].memory.upper_mib if found is not None and is_counted else 0
 
     @property
     def order(self) -> QueueOrder:
         """Order of the queue: by `arrived_s` alone where that is no time of arrival."""
-        has_its_own = self._is_decreasing or Piece.DURATIONS in self._strategy.told
-        return QueueOrder.ARRIVAL if has_its_own else self._strategy.order
+        return QueueOrder.ARRIVAL if self._is_decreasing else self._strategy.order
 
     def queued(self, job: SimJob, stage: Stage, number: int) -> QueuedJobInfo:
         """Return a job's entry of the queue.
@@ -248,9 +243,7 @@ class InformationModel:
             number: A unique number.
         """
         arrived_s = job.arrival_s
-        if Piece.DURATIONS in self._strategy.told:
-            arrived_s = -job.work_s
-        elif self._is_decreasing:
+        if self._is_decreasing:
             predicted = self._prediction(job)
             arrived_s = -(1.0 if predicted is None else predicted.products[0].activity.gpu_util_percent.median)
         pod = f"{job.name}-{stage.attempt}-{stage.restarts}{'-profile' if stage.profiling else ''}"
@@ -270,37 +263,27 @@ class InformationModel:
         strategy = self._strategy
         if stage.profiling:
             return strategy.profile_s
-        if Piece.DURATIONS in strategy.told:
-            return job.work_s
-        steps = self._steps(job)
-        if steps is None:
+        if job.steps is None:
             return None
         if strategy.knowledge is Knowledge.TRUTH:
             return job.work_s
         # The queue predicts durations also where the placement policy uses no predictions.
         prediction = job.prediction if self.is_blind else self._prediction(job)
-        return duration_s(steps, prediction, lambda _: True)
-
-    def _steps(self, job: SimJob) -> int | None:
-        """Return the steps that a job declares; None or a wrong number if the strategy says so."""
-        silent, error = self._strategy.silent_share, self._strategy.steps_error
-        if job.steps is None or not (silent or error):
-            return job.steps
-        draw = random.Random(f"{self._seed}/{job.name}/steps")  # noqa: S311  # a simulation, no secret
-        if draw.random() < silent:
-            return None
-        return max(1, round(job.steps * math.exp(draw.gauss(0.0, error))))
+        return duration_s(job.steps, prediction, lambda _: True)
 
     def pod_request(self, job: SimJob, stage: Stage) -> PodRequest:
         """Return the request of each worker; jobs for which the same decision would be made share it."""
-        own = job.name if self._strategy.error else ""
-        key = (job.truth.kind, job.gpus, job.workers, stage.attempt, stage.profiling, own, self.version)
+        key = (self._kind(job), job.gpus, job.workers, stage.attempt, stage.profiling, self.version)
         found = self._requests.get(key)
         if found is None:
             may = self._strategy.settles and not stage.attempt
             demand = self._demand(job, stage)
             found = self._requests[key] = PodRequest(demand, workers=job.workers, may_use_measured_peak=may)
         return found
+
+    def _kind(self, job: SimJob) -> str:
+        """Return a key; jobs with one key have one prediction."""
+        return job.truth.kind
 
     def _demand(self, job: SimJob, stage: Stage) -> Demand:
         blind = self.is_blind
@@ -317,7 +300,7 @@ class InformationModel:
             namespace=NAMESPACE,
             gpus=job.gpus,
             mode=mode,
-            max_slowdown=self._max_slowdown(job),
+            max_slowdown=self._strategy.max_slowdown,
             tenancy=Tenancy.NAMESPACE,
             product=None,
             min_memory_mib=0,
@@ -325,15 +308,6 @@ class InformationModel:
             memory_limit_mib=0 if blind and not is_alone else None,
             prediction=prediction,
         )
-
-    def _max_slowdown(self, job: SimJob) -> float:
-        """Return the limit of a job; none if true slowdowns are known, but another one for each kind of job.
-
-        Evaluations are cached by request, and true slowdowns depend on the kind.
-        """
-        if Piece.SLOWDOWNS not in self._strategy.told:
-            return self._strategy.max_slowdown
-        return ANY_SLOWDOWN + 1e-6 * self._kinds.setdefault(job.truth.kind, len(self._kinds))
 
     def _may_share(self, prediction: Prediction | None, stage: Stage) -> bool:
         """Whether `Auto` lets a job share a device without MPS."""
@@ -357,57 +331,35 @@ class InformationModel:
         return msgspec.structs.replace(found, products=[msgspec.structs.replace(one, memory=memory)])
 
     def _prediction(self, job: SimJob) -> Prediction | None:
-        return self._corrected(job, self._base_prediction(job))
-
-    def _corrected(self, job: SimJob, found: Prediction | None) -> Prediction | None:
-        """Replace parts of a prediction by the truth, as the strategy says."""
-        told, truth = self._strategy.told, job.truth
-        if found is None and Piece.MEMORY in told:
-            found = job.prediction
-        if found is None or not told & {Piece.MEMORY, Piece.ACTIVITY}:
-            return found
-        one, true = found.products[0], exactly(truth, found, by_utilization=self._strategy.by_utilization).products[0]
-        if Piece.MEMORY in told:
-            one = msgspec.structs.replace(one, memory=true.memory)
-        if Piece.ACTIVITY in told:
-            one = msgspec.structs.replace(one, activity=true.activity)
-        return msgspec.structs.replace(found, products=[one])
-
-    def _base_prediction(self, job: SimJob) -> Prediction | None:
-        strategy = self._strategy
-        if strategy.knowledge is Knowledge.NOTHING or strategy.abstain:
+        """Return the prediction that decisions use; None if there is none."""
+        if self._strategy.knowledge is Knowledge.NOTHING:
             return None
-        if strategy.knowledge is Knowledge.TRUTH:
-            return exactly(job.truth, job.prediction, by_utilization=strategy.by_utilization)
+        if self._strategy.knowledge is Knowledge.TRUTH:
+            return exactly(job.truth, job.prediction, by_utilization=self._strategy.by_utilization)
         found = job.prediction
         if self._learner is not None and job.asked is not None:
             found = self._learner.predict(job, job.asked)
         if found is None:
             return None
-        # A job that was measured has no error any more, and an error must not make a bound fit.
-        memory = found.products[0].memory
-        is_exact = memory.learned_runs > 0 or memory.upper_mib > self._usable_mib
-        return found if is_exact else self._with_error(job, found)
-
-    def _with_error(self, job: SimJob, found: Prediction) -> Prediction:
-        draw = random.Random(f"{self._seed}/{job.name}")  # noqa: S311  # a simulation, no secret
-        error = self._strategy.error
-        memory, busy, pace = (math.exp(draw.gauss(0.0, error)) for _ in range(3))
         one = found.products[0]
-        activity = one.activity
-        sm = (
-            activity.gpu_util_percent.median / 100 if self._strategy.by_utilization else activity.sm_active_ratio.median
-        )
+        if one.memory.learned_runs > 0 or one.memory.upper_mib > self._usable_mib:
+            return found  # measured, or larger than every GPU, which no error may change
+        memory, busy, pace = self._errors(job)
+        activity, util = one.activity, one.activity.gpu_util_percent.median / 100
         return prediction_of(
             one.product,
             upper_mib=min(self._usable_mib, round(one.memory.upper_mib * memory)),
             unenforced_mib=min(self._usable_mib, round(one.memory.upper_unenforced_mib * memory)),
             trusted=one.memory.trusted,
-            util=min(1.0, busy * activity.gpu_util_percent.median / 100),
-            sm=min(1.0, busy * sm),
+            util=min(1.0, busy * util),
+            sm=min(1.0, busy * (util if self._strategy.by_utilization else activity.sm_active_ratio.median)),
             dram=min(1.0, busy * activity.dram_active_ratio.median),
             step_s=pace * one.step_time_seconds.median,
         )
+
+    def _errors(self, job: SimJob) -> tuple[float, float, float]:
+        """Return the factors of memory, activity and step time by which a prediction is wrong."""
+        return 1.0, 1.0, 1.0
 
     def profile(self, truth: Truth, promised: TenantProfile, slowdown: float) -> TenantProfile:
         """Return the profile in a running tenant's reservation: measured, if nothing was predicted."""
@@ -424,8 +376,6 @@ class InformationModel:
             return None
         active = truth.util if self._strategy.by_utilization else truth.sm
         tenant = Tenant(pod_uid=uid, gpu_uuid=gpu, memory_mib=truth.memory_mib, peak_memory_mib=truth.memory_mib)
-        if Piece.ACTIVITY in self._strategy.told:
-            return tenant
         return msgspec.structs.replace(
             tenant, gpu_util_percent=100 * truth.util / slowdown, sm_active_ratio=active / slowdown
         )

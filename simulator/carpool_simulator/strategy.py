@@ -20,21 +20,11 @@ class Knowledge(StrEnum):
     """The truth: an oracle."""
 
 
-class Piece(StrEnum):
-    """One part of the truth that may replace a prediction."""
-
-    MEMORY = "memory"
-    ACTIVITY = "activity"
-    SLOWDOWNS = "slowdowns"
-    DURATIONS = "durations"
-    """Length of each job alone: the longest pending job starts first."""
-
-
 ANY_SLOWDOWN = 10.0
 """The largest `maxSlowdown`; it restricts nothing."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Strategy:
     """A strategy: one line of a table."""
 
@@ -61,21 +51,11 @@ class Strategy:
     strict: bool = True
     """With learning: whether jobs run alone on a stack of which nothing was measured yet."""
     order: QueueOrder = QueueOrder.ARRIVAL
-    """Order of the queue, as the chart's `queueOrder`. Decreasing policies and true durations have their own order."""
-    silent_share: float = 0.0
-    """Share of the jobs that declare no steps, 0..1; for ablations."""
-    steps_error: float = 0.0
-    """Error of declared steps (standard deviation of the logarithm of a factor), for ablations."""
+    """Order of the queue, as the chart's `queueOrder`. Decreasing policies have their own order."""
     settles: bool = False
     """Whether a job that never ran counts with its own memory peak once that was measured."""
     published: str = ""
     """Published results of the strategy."""
-    error: float = 0.0
-    """Additional error of predictions (standard deviation of the logarithm of a factor), for ablations."""
-    abstain: bool = False
-    """Whether the predictor abstains from every job, for ablations."""
-    told: frozenset[Piece] = frozenset()
-    """Parts of the truth that replace predictions, for ablations."""
     steady_s: float = STEADY_S
     """Time for which a peak must be stable before it counts as the job's, in seconds."""
     mode_change_s: float = 0.0

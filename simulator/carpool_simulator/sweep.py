@@ -162,7 +162,7 @@ def sweep(
         begin_s = cpu()
         runs, example = [], None
         for seed, (workload, truth) in enumerate(zip(drawn, truths, strict=True)):
-            outcome = Simulation(workload, strategy, truth, seed).run(
+            outcome = Simulation(workload, strategy, truth).run(
                 _watched(watch, f"{strategy.name}, run {seed + 1} of {seeds}")
             )
             runs.append(figures_of(outcome))

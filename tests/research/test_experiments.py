@@ -250,8 +250,8 @@ def test_a_bad_trace_of_alibabas_is_refused(openb, pods, nodes, sentence):
         alibaba.alibaba(openb, 0)
 
 
-def buckets(strategy, jobs, seed=0):
-    information = InformationModel(strategy, 8000, seed)
+def buckets(strategy, jobs):
+    information = InformationModel(strategy, 8000)
     return [information.queued(one, Stage(), number).key().duration_bucket for number, one in enumerate(jobs)]
 
 

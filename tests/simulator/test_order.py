@@ -2,12 +2,8 @@
 
 from dataclasses import replace
 
-import pytest
-from carpool_core.durations import duration_bucket
-from carpool_extender.queue.order import QueueOrder
+from carpool_extender.queue.order import WINDOW_S, QueueOrder
 from carpool_simulator.engine import Simulation
-from carpool_simulator.information import InformationModel, Stage
-from carpool_simulator.strategy import Piece
 from simulated_world import CARPOOL, NoSlowdown, job, truth, workload
 
 FULL = truth(6000)
@@ -33,6 +29,20 @@ def test_of_those_that_wait_the_one_of_the_most_steps_starts_first_whatever_it_t
     assert order(*jobs, strategy=CARPOOL) == ["running", "short", "long", "middling"]
 
 
+def test_jobs_of_about_the_same_length_keep_the_order_of_their_arrival():
+    jobs = [
+        job("first", of=FULL, steps=10_000),
+        job("second", of=FULL, steps=10_100),
+        job("third", of=FULL, steps=9990),
+    ]
+    assert order(*jobs) == ["first", "second", "third"]
+
+
+def test_job_without_steps_counts_as_an_hour():
+    jobs = [job("minutes", of=FULL, steps=300), job("unknown", of=FULL), job("day", of=FULL, steps=86_400)]
+    assert order(*jobs) == ["day", "unknown", "minutes"]
+
+
 def test_of_those_that_came_together_the_longest_and_the_shortest_take_turns():
     told = {"c": 3600, "a": 60, "e": DAY, "b": 600, "d": 10 * 3600}
     jobs = [job(name, of=FULL, steps=steps) for name, steps in told.items()]
@@ -41,45 +51,20 @@ def test_of_those_that_came_together_the_longest_and_the_shortest_take_turns():
     assert order(*apart, strategy=BY_TURNS) == ["e", "a", "d", "b", "c"], "of kinds that are decided one by one, too"
 
 
-def test_true_durations_and_policies_that_start_with_the_largest_sort_the_queue_alone():
-    jobs = [job("a", 10.0, of=FULL, steps=DAY), job("b", 30.0, of=FULL, steps=60), job("c", 20.0, of=FULL)]
-    assert order(*jobs, strategy=replace(BY_TURNS, told=frozenset({Piece.DURATIONS}))) == ["b", "c", "a"]
+def test_windows_of_arrival_are_served_one_after_the_other():
+    jobs = [
+        job("running", 2 * WINDOW_S, of=FULL, steps=60),
+        job("short", of=FULL, arrival_s=1.0, steps=60),
+        job("long", of=FULL, arrival_s=WINDOW_S - 1, steps=3600),
+        job("later, short", of=FULL, arrival_s=WINDOW_S, steps=60),
+        job("later, middling", of=FULL, arrival_s=WINDOW_S + 1, steps=3600),
+        job("later, long", of=FULL, arrival_s=WINDOW_S + 2, steps=DAY),
+    ]
+    expected = ["running", "short", "long", "later, short", "later, long", "later, middling"]
+    assert order(*jobs, strategy=BY_TURNS) == expected, "the end changes with everybody who starts"
+
+
+def test_policies_that_start_with_the_largest_sort_the_queue_alone():
     jobs = [job(name, of=truth(6000, util), steps=steps) for name, util, steps in (("a", 0.2, DAY), ("b", 0.9, 10))]
     assert order(*jobs, strategy=replace(BY_TURNS, policy="first-fit-decreasing")) == ["b", "a"]
     assert order(*jobs, strategy=BY_TURNS) == ["a", "b"]
-
-
-def buckets(strategy, jobs, seed=0):
-    information = InformationModel(strategy, 8000, seed)
-    return [information.queued(one, Stage(), number).key().duration_bucket for number, one in enumerate(jobs)]
-
-
-def test_predictions_that_are_off_have_wrong_step_times_too():
-    jobs = [job(f"j{i}", steps=3600) for i in range(200)]
-    assert set(buckets(BY_TURNS, jobs)) == {duration_bucket(3600.0)}
-    found = {error: buckets(replace(BY_TURNS, error=error), jobs) for error in (0.1, 0.5)}
-    small, large = (sum(abs(one - duration_bucket(3600.0)) for one in found[error]) for error in (0.1, 0.5))
-    assert 0 < small < large
-
-
-def test_a_share_of_the_jobs_says_no_steps_and_counts_as_an_hour():
-    jobs = [job(f"j{i}", steps=60) for i in range(400)]
-    found = buckets(replace(BY_TURNS, silent_share=0.5), jobs)
-    assert set(found) == {duration_bucket(60.0), duration_bucket(None)}
-    assert 160 < found.count(duration_bucket(None)) < 240
-    assert found == buckets(replace(BY_TURNS, silent_share=0.5), jobs)
-    assert found != buckets(replace(BY_TURNS, silent_share=0.5), jobs, seed=1)
-    assert set(buckets(replace(BY_TURNS, silent_share=1.0), jobs)) == {duration_bucket(None)}
-
-
-def test_steps_that_jobs_say_are_off_by_factors_around_one():
-    jobs = [job(f"j{i}", steps=3600) for i in range(400)]
-    off = replace(BY_TURNS, steps_error=0.7)
-    found = sorted(buckets(off, jobs))
-    assert found == sorted(buckets(off, jobs)) != sorted(buckets(off, jobs, seed=1))
-    assert found[200] == pytest.approx(duration_bucket(3600.0), abs=1)
-    assert found[64] <= duration_bucket(3600.0) - 1 <= duration_bucket(3600.0) + 1 <= found[-64], (
-        "one in six is off by a factor of two"
-    )
-    assert buckets(off, [job("no steps")]) == [duration_bucket(None)]
-    assert buckets(off, [job("one step", steps=1)]) == [duration_bucket(1.0)], "never none at all"

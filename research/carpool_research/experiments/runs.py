@@ -17,13 +17,13 @@ from carpool_extender.framework.filters import AdmissionLimits, Quantile
 from carpool_extender.framework.scores import POLICIES
 from carpool_extender.queue.order import QueueOrder
 from carpool_simulator import philly
-from carpool_simulator.engine import Simulation
 from carpool_simulator.progress import Provenance, provenance
-from carpool_simulator.strategy import Knowledge, Piece, Strategy
+from carpool_simulator.strategy import Knowledge, Strategy
 from carpool_simulator.sweep import ARRIVAL, DEFAULT, LONGEST_FIRST, figures_of
 from carpool_simulator.truth import Draw, MeasuredPairs, WorkloadError, with_failures, with_fragmentation
 
 from carpool_research.experiments import alibaba, hotcloud, radrm
+from carpool_research.experiments.ablations import Piece, ablate, simulate
 
 SEEDS = 10
 TRACE_SEEDS = 1
@@ -149,9 +149,9 @@ def with_less_information(base: Strategy) -> list[Strategy]:
     """Return Carpool where jobs do not declare their steps, or wrong ones."""
     wrong = f"declared steps wrong by a factor of about {math.exp(STEPS_ERROR):.0f}"
     return [
-        replace(base, name=f"{SILENT_SHARE:.0%} of the jobs declare no steps", silent_share=SILENT_SHARE),
-        replace(base, name="no job declares its steps", silent_share=1.0),
-        replace(base, name=wrong, steps_error=STEPS_ERROR),
+        ablate(base, name=f"{SILENT_SHARE:.0%} of the jobs declare no steps", silent_share=SILENT_SHARE),
+        ablate(base, name="no job declares its steps", silent_share=1.0),
+        ablate(base, name=wrong, steps_error=STEPS_ERROR),
     ]
 
 
@@ -165,15 +165,15 @@ def with_true(base: Strategy) -> list[Strategy]:
         "memory and activity": {Piece.MEMORY, Piece.ACTIVITY},
         EVERYTHING: set(Piece),
     }
-    return [replace(base, name=name, told=frozenset(pieces)) for name, pieces in known.items()]
+    return [ablate(base, name=name, oracle=frozenset(pieces)) for name, pieces in known.items()]
 
 
 def with_errors(base: Strategy) -> list[Strategy]:
     """Return Carpool with wrong predictions, with and without learning, and without predictions."""
-    off = [replace(base, name=f"wrong by {error:.0%}, learning", error=error) for error in ERRORS]
+    off = [ablate(base, name=f"wrong by {error:.0%}, learning", error=error) for error in ERRORS]
     unlearned = replace(base, learns=False, settles=False)
-    off += [replace(unlearned, name=f"wrong by {error:.0%}, not learning", error=error) for error in ERRORS]
-    silent = replace(unlearned, name="no prediction", abstain=True)
+    off += [ablate(unlearned, name=f"wrong by {error:.0%}, not learning", error=error) for error in ERRORS]
+    silent = ablate(unlearned, name="no prediction", abstain=True)
     return [*off, silent, replace(silent, name="no prediction, own peaks counted", settles=True)]
 
 
@@ -326,7 +326,7 @@ class _Worker:
         for seed in range(cls.seeds):
             workload = one.draw(cls.data, seed)
             truth = MeasuredPairs(cls.data / "lucid", seed, workload.behind_mps)
-            figures = figures_of(Simulation(workload, one.strategy, truth, seed).run())
+            figures = figures_of(simulate(workload, one.strategy, truth, seed))
             key = {"group": one.group, "case": one.case, "strategy": one.strategy.name, "seed": seed}
             rows.append({**key, **asdict(figures)})
         return rows, time.process_time() - begin_s
