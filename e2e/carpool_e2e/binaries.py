@@ -7,14 +7,12 @@ import re
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from carpool_e2e.errors import BuildError, MissingError
 
@@ -109,8 +107,6 @@ class Tool:
     name: str
     package: str
     """Go package that it is built from."""
-    build_s: int
-    """About how long a cold build takes on two cores after the ones before it, in seconds."""
     at_least: Version
     """Least version that is accepted from PATH."""
     below: Version = (1_000_000,)
@@ -157,44 +153,44 @@ _COMPONENT = "k8s.io/component-base/version"
 _CONTAINERD = "github.com/containerd/containerd/v2"
 
 
-def _kubernetes(name: str, build_s: int, ask: tuple[str, ...] = ("--version",)) -> Tool:
+def _kubernetes(name: str, ask: tuple[str, ...] = ("--version",)) -> Tool:
     # Kubernetes changes from minor to minor what the harness configures.
-    return Tool(name, f"k8s.io/kubernetes/cmd/{name}", build_s, (1, 36), (1, 37), ask)
+    return Tool(name, f"k8s.io/kubernetes/cmd/{name}", (1, 36), (1, 37), ask)
 
 
 MODULES = (
     Module(
         "kubernetes",
         (
-            _kubernetes("kube-apiserver", 213),
-            _kubernetes("kube-controller-manager", 47),
-            _kubernetes("kube-scheduler", 4),
-            _kubernetes("kubelet", 13),
-            _kubernetes("kubectl", 18, ("version", "--client")),
+            _kubernetes("kube-apiserver"),
+            _kubernetes("kube-controller-manager"),
+            _kubernetes("kube-scheduler"),
+            _kubernetes("kubelet"),
+            _kubernetes("kubectl", ("version", "--client")),
         ),
         "k8s.io/kubernetes",
         f"-s -w -X {_COMPONENT}.gitVersion={{version}} -X {_COMPONENT}.gitMajor={{major}} "
         f"-X {_COMPONENT}.gitMinor={{minor}}",
     ),
-    Module("etcd", (Tool("etcd", "go.etcd.io/etcd/server/v3", 23, (3, 5)),), "go.etcd.io/etcd/server/v3"),
+    Module("etcd", (Tool("etcd", "go.etcd.io/etcd/server/v3", (3, 5)),), "go.etcd.io/etcd/server/v3"),
     Module(
         "containerd",
         (
-            Tool("containerd", f"{_CONTAINERD}/cmd/containerd", 40, (2, 0)),
-            Tool("containerd-shim-runc-v2", f"{_CONTAINERD}/cmd/containerd-shim-runc-v2", 7, (2, 0), ask=("-v",)),
-            Tool("ctr", f"{_CONTAINERD}/cmd/ctr", 7, (2, 0)),
+            Tool("containerd", f"{_CONTAINERD}/cmd/containerd", (2, 0)),
+            Tool("containerd-shim-runc-v2", f"{_CONTAINERD}/cmd/containerd-shim-runc-v2", (2, 0), ask=("-v",)),
+            Tool("ctr", f"{_CONTAINERD}/cmd/ctr", (2, 0)),
         ),
         _CONTAINERD,
         f"-s -w -X {_CONTAINERD}/version.Version={{version}}",
     ),
     Module(
         "runc",
-        (Tool("runc", "github.com/opencontainers/runc", 13, (1, 1)),),
+        (Tool("runc", "github.com/opencontainers/runc", (1, 1)),),
         "github.com/opencontainers/runc",
         tags="seccomp",
         cgo=True,
     ),
-    Module("helm", (Tool("helm", "helm.sh/helm/v4/cmd/helm", 84, (3, 14), ask=("version",)),), "helm.sh/helm/v4"),
+    Module("helm", (Tool("helm", "helm.sh/helm/v4/cmd/helm", (3, 14), ask=("version",)),), "helm.sh/helm/v4"),
 )
 
 CONTROL_PLANE_TOOLS = frozenset(
@@ -309,27 +305,10 @@ def _build_all(missing: list[tuple[Module, Tool]], environ: Mapping[str, str], c
         )
     if any(module.cgo for module, _ in missing):
         install_packages(FOR_RUNC, console)
-    total = sum(tool.build_s for _, tool in missing)
-    console.print(
-        f"Building {len(missing)} binaries from source, once, into {cache_root(environ)}: "
-        f"about {_minutes(total)} on two cores with nothing cached, less otherwise."
-    )
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[left]}"), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=total, left="")
-        for number, (module, tool) in enumerate(missing, 1):
-            left = sum(t.build_s for _, t in missing[number - 1 :])
-            label = f"{tool.name} ({number}/{len(missing)})"
-            progress.update(task, description=label, completed=total - left, left=f"≤ {_minutes(left)} left")
-            if not console.is_terminal:
-                console.print(f"  {label}: at most about {_minutes(left)} left")
-            for spent in _build(module, tool, environ):
-                progress.update(task, completed=total - left + min(spent, tool.build_s * 0.95))
-        progress.update(task, completed=total, left="")
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+    console.print(f"Building {len(missing)} binaries from source, once, into {cache_root(environ)}: up to ten minutes")
+    for number, (module, tool) in enumerate(missing, 1):
+        console.print(f"  {tool.name} ({number}/{len(missing)})")
+        _build(module, tool, environ)
 
 
 def build_command(module: Module, tool: Tool, target: Path) -> list[str]:
@@ -338,32 +317,24 @@ def build_command(module: Module, tool: Tool, target: Path) -> list[str]:
     return ["go", "build", "-trimpath", *tags, "-ldflags", module.stamped_ldflags, "-o", str(target), tool.package]
 
 
-def _build(module: Module, tool: Tool, environ: Mapping[str, str]) -> Iterator[float]:
-    """Build one binary into the cache; yields the seconds spent so far, now and then."""
+def _build(module: Module, tool: Tool, environ: Mapping[str, str]) -> None:
+    """Build one binary into the cache."""
     folder = cache_folder(module, environ)
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder.with_suffix(".lock")), tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as scratch:
         if (folder / tool.name).exists():
             return  # another process built it while this one waited for the lock
-        started = time.monotonic()
-        target, log = Path(scratch) / tool.name, Path(scratch) / "log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                build_command(module, tool, target),
-                cwd=module.folder,
-                env={**environ, "CGO_ENABLED": "1" if module.cgo else "0", "GOFLAGS": "-mod=readonly"},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-            try:
-                while process.poll() is None:
-                    yield time.monotonic() - started
-                    time.sleep(0.2)
-            finally:
-                process.kill()
-                process.wait()
-        if process.returncode != 0:
-            raise BuildError(f"{tool.name} did not build in {module.folder}:\n{log.read_text()[-4000:]}")
+        target = Path(scratch) / tool.name
+        done = subprocess.run(
+            build_command(module, tool, target),
+            cwd=module.folder,
+            env={**environ, "CGO_ENABLED": "1" if module.cgo else "0", "GOFLAGS": "-mod=readonly"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise BuildError(f"{tool.name} did not build in {module.folder}:\n{(done.stdout + done.stderr)[-4000:]}")
         target.replace(folder / tool.name)
 
 

@@ -131,8 +131,6 @@ def _table(report: Report) -> Table:
 @click.option("--out", required=True, type=click.Path(path_type=Path, file_okay=False), help="Folder of the artifacts.")
 def train(data: Path, out: Path) -> None:
     """Fit the shipped models to the measurements; the same data give the same bytes."""
-    from carpool_predictor.models.artifacts import write_sums
-
     from carpool_research.activity.fit import train_activity
     from carpool_research.memory.fit import train_memory
     from carpool_research.slowdown.fit import train_slowdown
@@ -143,7 +141,7 @@ def train(data: Path, out: Path) -> None:
         paths = [build(data, out) for build in (train_memory, train_activity, train_step_time, train_slowdown)]
     except DataError as e:
         raise InputError(str(e)) from e
-    for path in [*paths, write_sums(paths)]:
+    for path in paths:
         click.echo(f"wrote {path} ({path.stat().st_size:,} bytes)")
 
 

@@ -12,7 +12,6 @@ from carpool_extender.framework.filters import NO_LIMITS, AdmissionLimits, plura
 from carpool_extender.framework.scores import UnknownPolicyError
 from carpool_extender.queue.order import QueueOrder
 from carpool_extender.settings import ConditionSettings
-from click.core import ParameterSource
 from rich.console import Console
 
 from carpool_simulator import philly, pictures, progress, report
@@ -41,11 +40,12 @@ class BadInputError(click.ClickException):
 @click.option("--cluster", type=click.Path(path_type=Path), help="The cluster, YAML; Philly's when left out.")
 @click.option(
     "--policies",
+    "--policy",
+    "policies",
     default=PUBLISHED,
     show_default=True,
     help="published: whole GPUs, and Carpool's default; all, or names: policies, compared with the same predictions.",
 )
-@click.option("--policy", help="The same as --policies.")
 @click.option(
     "--fragmentation",
     type=click.FloatRange(0, 1, max_open=True),
@@ -93,7 +93,6 @@ def simulate(
     trace: Path,
     cluster: Path | None,
     policies: str,
-    policy: str | None,
     *,
     fragmentation: float,
     seeds: int,
@@ -115,8 +114,8 @@ def simulate(
             raise WorkloadError("expected a --fragmentation from 0 to below 1, found nan")
         if drawn and importlib.util.find_spec("matplotlib") is None:
             raise WorkloadError("pictures need matplotlib: pip install 'carpool[simulate]', or --no-pictures")
-        conditions, chosen = settings.conditions(), _policies(policies, policy)
-        strategies = _strategies(chosen, conditions, QueueOrder(queue_order), learn=learn)
+        conditions = settings.conditions()
+        strategies = _strategies(policies, conditions, QueueOrder(queue_order), learn=learn)
         nodes = philly.default_cluster() if cluster is None else philly.read_cluster(cluster)
 
         def draw(seed: int) -> Workload:
@@ -131,7 +130,7 @@ def simulate(
         with progress.progress(console, "trace") as show:
             results = sweep(draw, strategies, seeds, data, console.print, show)
         report.write(out, "trace", workload, results, progress.provenance(SystemClock()))
-        shared = () if chosen == PUBLISHED else _in_common(strategies[0], conditions)
+        shared = () if policies == PUBLISHED else _in_common(strategies[0], conditions)
         text = report.section(workload, (*workload.assumptions, *shared), results)
         target = out / "trace.md"
         target.write_text("\n".join(text) + "\n", encoding="utf-8")
@@ -147,15 +146,6 @@ def simulate(
         raise BadInputError(str(error)) from error
     except OSError as error:
         raise BadInputError(f"expected to read and write files: {error}; check --out") from error
-
-
-def _policies(policies: str, policy: str | None) -> str:
-    """Return the value of the one option or the other."""
-    if policy is None:
-        return policies
-    if click.get_current_context().get_parameter_source("policies") is not ParameterSource.DEFAULT:
-        raise WorkloadError("expected --policies or --policy, which mean the same, found both; leave one of them out")
-    return policy
 
 
 def _strategies(policies: str, conditions: AdmissionLimits, order: QueueOrder, *, learn: bool) -> list[Strategy]:

@@ -1,7 +1,5 @@
 """Profiles of the jobs of simulated workloads: traced features, their predictions, Lucid's measurements."""
 
-import csv
-from collections.abc import Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -14,7 +12,7 @@ from carpool_core.resources.prediction import Prediction
 from carpool_predictor.calibration.run_history import exceeds_gpu
 from carpool_predictor.predict import PredictionContext, prepare, summarize
 
-from carpool_simulator.truth import Truth, WorkloadError
+from carpool_simulator.truth import Truth, lucid_kind, read_lucid
 
 PRODUCT = "NVIDIA GeForce RTX 3090"
 """GPU that Lucid measured."""
@@ -72,7 +70,7 @@ def measured_profiles(data: Path) -> list[Truth]:
     """Return Lucid's solo profiles of `MODELS`: 18 combinations of model, batch size and AMP."""
     return [
         Truth(
-            kind=_kind(row),
+            kind=lucid_kind(row),
             memory_mib=round(float(row["gmem"])),
             util=float(row["gpu_util"]) / 100,
             sm=float(row["gpu_util"]) / 100,
@@ -80,22 +78,12 @@ def measured_profiles(data: Path) -> list[Truth]:
             product=PRODUCT,
             model=f"lucid/{row['model']}",
         )
-        for row in _rows(data)
+        for row in read_lucid(data / "lucid" / "solo_rtx3090.csv")
+        if row["model"] in MODELS
     ]
 
 
 def step_times(data: Path) -> dict[str, float]:
     """Return the measured solo step time of each kind of job in seconds, loading of its input included."""
-    return {_kind(row): float(row["batchsize"]) / float(row["speed"]) for row in _rows(data)}
-
-
-def _kind(row: Mapping[str, str]) -> str:
-    return f"lucid/{row['model']}/{row['batchsize']}/{row['amp']}"
-
-
-def _rows(data: Path) -> list[dict[str, str]]:
-    path = data / "lucid" / "solo_rtx3090.csv"
-    if not path.is_file():
-        raise WorkloadError(f"expected Lucid's measurements at {path}, found no file; set CARPOOL_DATA")
-    with path.open(newline="", encoding="utf-8") as file:
-        return [row for row in csv.DictReader(file) if row["model"] in MODELS]
+    rows = read_lucid(data / "lucid" / "solo_rtx3090.csv")
+    return {lucid_kind(row): float(row["batchsize"]) / float(row["speed"]) for row in rows}

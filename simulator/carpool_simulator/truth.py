@@ -3,7 +3,6 @@
 import csv
 import itertools
 import math
-import random
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -172,12 +171,12 @@ class MeasuredPairs:
     """
 
     def __init__(self, folder: Path, seed: int = 0, behind_mps: Pool | None = None) -> None:
-        solo = {_key(row, ""): float(row["gpu_util"]) / 100 for row in _read(folder / "solo_rtx3090.csv")}
+        solo = {lucid_kind(row): float(row["gpu_util"]) / 100 for row in read_lucid(folder / "solo_rtx3090.csv")}
         points, found = [], []
         self._exact: dict[tuple[str, str], float] = {}
         self._busy: dict[tuple[str, str], float] = {}
-        for row in _read(folder / "colocate_rtx3090.csv"):
-            one, two = _key(row, "1"), _key(row, "2")
+        for row in read_lucid(folder / "colocate_rtx3090.csv"):
+            one, two = lucid_kind(row, "1"), lucid_kind(row, "2")
             if one not in solo or two not in solo:
                 continue
             for mine, other, speed in ((one, two, row["speed1"]), (two, one, row["speed2"])):
@@ -239,53 +238,17 @@ class MeasuredPairs:
         return float(np.sort(pool.slowdowns[near])[draw])
 
 
-def _key(row: dict[str, str], which: str) -> str:
+def lucid_kind(row: Mapping[str, str], which: str = "") -> str:
+    """Return the kind of job in a row of Lucid's; of a row with a pair that of job 1 or 2."""
     return f"lucid/{row['model' + which]}/{row['batchsize' + which]}/{row['amp' + which]}"
 
 
-def _read(path: Path) -> list[dict[str, str]]:
+def read_lucid(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a file of Lucid's measurements."""
     if not path.is_file():
         raise WorkloadError(f"expected Lucid's measurements at {path}, found no file; set CARPOOL_DATA")
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
-
-
-REPAIR_S = 3600.0
-"""Mean time until a GPU that failed takes jobs again, in seconds; an assumption: a reset, or another node."""
-
-
-def with_failures(workload: Workload, mean_hours: float, seed: int) -> Workload:
-    """Let the GPUs of a workload fail.
-
-    Args:
-        workload: The workload.
-        mean_hours: Mean time between two failures of one GPU, in hours; exponentially distributed.
-        seed: Draws the failures.
-    """
-    draw = random.Random(f"failures/{seed}")  # noqa: S311  # a simulation, no secret
-    span_s = _span_s(workload)
-    failures = []
-    for device in _devices(workload):
-        at_s = draw.expovariate(1 / (3600 * mean_hours))
-        while at_s < span_s:
-            lasts_s = draw.expovariate(1 / REPAIR_S)
-            failures.append(Failure(device, at_s, lasts_s))
-            at_s += lasts_s + draw.expovariate(1 / (3600 * mean_hours))
-    text = f"Each GPU fails every {mean_hours:g} hours on average and recovers after one; its jobs start again."
-    return replace(
-        workload, failures=sorted(failures, key=lambda one: one.at_s), assumptions=(*workload.assumptions, text)
-    )
-
-
-def _devices(workload: Workload) -> list[GpuUuid]:
-    return [device.uuid for devices in workload.nodes.values() for device in devices]
-
-
-def _span_s(workload: Workload) -> float:
-    """Return a time, in seconds, by which all jobs have ended, even one after another on half of the GPUs."""
-    work_s = sum(job.work_s * job.gpus * job.workers for job in workload.jobs)
-    gpus = sum(len(devices) for devices in workload.nodes.values())
-    return max(job.arrival_s for job in workload.jobs) + 4 * work_s / gpus
 
 
 def with_fragmentation(workload: Workload, share: float) -> Workload:

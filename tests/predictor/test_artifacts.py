@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -17,59 +16,14 @@ from asked_rows import row
 from carpool_core.values import Precision
 from carpool_predictor.catalog import store
 from carpool_predictor.features import MalformedError
-from carpool_predictor.models import activity, memory, step_time
-from carpool_predictor.models.artifacts import SUMS, load, write_sums
+from carpool_predictor.models import activity, memory, slowdown, step_time
 
-MODELS = ("activity.json", "memory.json", "slowdown.json", "step_time.json")
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    shipped = resources.files("carpool_predictor").joinpath("artifacts")
-    for name in (*MODELS, SUMS):
-        (tmp_path / name).write_bytes(shipped.joinpath(name).read_bytes())
-    return tmp_path
+MODELS = (activity, memory, slowdown, step_time)
 
 
-def test_shipped_artifacts_load(folder: Path) -> None:
-    assert load("memory.json", memory.read_model, folder) == memory.shipped()
-    for name in MODELS:
-        assert load(name, len, folder) > 200
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"slope": 3.0}, r"expected memory.json as it was shipped .* found it changed .* install carpool"),
-        ({"format": memory.FORMAT + 1}, "upgrade carpool"),
-    ],
-    ids=["changed number", "newer layout"],
-)
-def test_a_changed_artifact_is_refused(folder: Path, change: dict[str, float], message: str) -> None:
-    path = folder / "memory.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(MalformedError, match=message):
-        load("memory.json", memory.read_model, folder)
-
-
-@pytest.mark.parametrize("name", ["memory.json", SUMS])
-def test_a_missing_file_is_named(folder: Path, name: str) -> None:
-    (folder / name).unlink()
-    with pytest.raises(MalformedError, match=f"expected memory.json and {SUMS} in .*{name}.*install carpool again"):
-        load("memory.json", memory.read_model, folder)
-
-
-def test_a_model_without_a_digest_is_refused(folder: Path) -> None:
-    shutil.copy(folder / "memory.json", folder / "other.json")
-    with pytest.raises(MalformedError, match="SHA-256 none"):
-        load("other.json", memory.read_model, folder)
-
-
-def test_digests_are_those_of_the_files(folder: Path) -> None:
-    before = (folder / SUMS).read_bytes()
-    assert write_sums(folder / name for name in reversed(MODELS)).read_bytes() == before
-    (folder / "memory.json").write_text("{}")
-    assert write_sums([folder / name for name in MODELS]).read_bytes() != before
+def test_shipped_artifacts_load() -> None:
+    for module in MODELS:
+        assert module.shipped().version
 
 
 def changed(module: Any, **fields: object) -> bytes:
@@ -115,8 +69,6 @@ MEMORY = "artifacts/memory.json"
 CASES = [
     *(pytest.param(file, lambda content: content[: len(content) // 2], rows, "", id=f"{file}, cut, rows: {rows}")
       for file, rows in zip(FILES, (False, True, True, True), strict=True)),
-    pytest.param(MEMORY, lambda c: json.dumps(json.loads(c) | {"slope": 3.0}).encode(), False, "found it changed",
-                 id="changed"),
     pytest.param(MEMORY, lambda c: json.dumps(json.loads(c) | {"format": 99}).encode(), True, "upgrade carpool",
                  id="newer"),
 ]  # fmt: skip

@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 from carpool_core.values import GpuUuid
+from carpool_research.experiments.ablations import with_failures
 from carpool_simulator.engine import DEATHS, LOADED_S, Simulation
 from carpool_simulator.strategy import Knowledge, Strategy
 from carpool_simulator.sweep import figures_of
-from carpool_simulator.truth import Failure, with_failures
+from carpool_simulator.truth import Failure
 from msgspec import structs
 from simulated_world import ALONE, CARPOOL, LEARNS, NoSlowdown, ends, job, truth, workload
 

@@ -139,7 +139,6 @@ def test_a_trace_beyond_the_calendar_is_refused_in_a_sentence(data, lines):
 
 REFUSED = [
     ([], 2, "Missing option '--trace'"),
-    (["--policy", "energy", "--policies", "all"], 2, "which mean the same, found both"),
     (["--trace", "/nowhere/t.csv"], 2, "found: No such file or directory; check the path of --trace"),
     (["--policy", "fast"], 2, "policy 'fast' is unknown; choose one of"),
     (["--policies", "MAGM"], 2, "most-available-memory (MAGM)"),

@@ -1,4 +1,4 @@
-"""Ablations: strategies whose predictions have errors, are missing, or are replaced by the truth."""
+"""Ablations: predictions with errors, without values, or replaced by the truth; and failing GPUs."""
 
 import math
 import random
@@ -22,7 +22,7 @@ from carpool_simulator.cluster_model import Physics
 from carpool_simulator.engine import Outcome, Simulation
 from carpool_simulator.information import InformationModel, Stage, exactly
 from carpool_simulator.strategy import ANY_SLOWDOWN, Strategy
-from carpool_simulator.truth import SimJob, Truth, Workload
+from carpool_simulator.truth import Failure, SimJob, Truth, Workload
 
 
 class Piece(StrEnum):
@@ -189,3 +189,37 @@ class TrueSlowdowns:
             if max(after) > self._limit + SLACK:
                 found.failed[place] = SlowdownCheck.number
         return found
+
+
+REPAIR_S = 3600.0
+"""Mean time until a GPU that failed takes jobs again, in seconds; an assumption: a reset, or another node."""
+
+
+def with_failures(workload: Workload, mean_hours: float, seed: int) -> Workload:
+    """Let the GPUs of a workload fail.
+
+    Args:
+        workload: The workload.
+        mean_hours: Mean time between two failures of one GPU, in hours; exponentially distributed.
+        seed: Draws the failures.
+    """
+    draw = random.Random(f"failures/{seed}")  # noqa: S311  # a simulation, no secret
+    span_s = _span_s(workload)
+    failures = []
+    for device in [device.uuid for devices in workload.nodes.values() for device in devices]:
+        at_s = draw.expovariate(1 / (3600 * mean_hours))
+        while at_s < span_s:
+            lasts_s = draw.expovariate(1 / REPAIR_S)
+            failures.append(Failure(device, at_s, lasts_s))
+            at_s += lasts_s + draw.expovariate(1 / (3600 * mean_hours))
+    text = f"Each GPU fails every {mean_hours:g} hours on average and recovers after one; its jobs start again."
+    return replace(
+        workload, failures=sorted(failures, key=lambda one: one.at_s), assumptions=(*workload.assumptions, text)
+    )
+
+
+def _span_s(workload: Workload) -> float:
+    """Return a time, in seconds, by which all jobs have ended, even one after another on half of the GPUs."""
+    work_s = sum(job.work_s * job.gpus * job.workers for job in workload.jobs)
+    gpus = sum(len(devices) for devices in workload.nodes.values())
+    return max(job.arrival_s for job in workload.jobs) + 4 * work_s / gpus

@@ -20,10 +20,10 @@ from carpool_simulator import philly
 from carpool_simulator.progress import Provenance, provenance
 from carpool_simulator.strategy import Knowledge, Strategy
 from carpool_simulator.sweep import ARRIVAL, DEFAULT, LONGEST_FIRST, figures_of
-from carpool_simulator.truth import Draw, MeasuredPairs, WorkloadError, with_failures, with_fragmentation
+from carpool_simulator.truth import Draw, MeasuredPairs, WorkloadError, with_fragmentation
 
 from carpool_research.experiments import alibaba, hotcloud, radrm
-from carpool_research.experiments.ablations import Piece, ablate, simulate
+from carpool_research.experiments.ablations import Piece, ablate, simulate, with_failures
 
 SEEDS = 10
 TRACE_SEEDS = 1
