@@ -1,4 +1,4 @@
-"""Page of the commands: what each says of itself."""
+"""Page of the commands, with the help of each."""
 
 from importlib.metadata import entry_points
 
@@ -10,10 +10,10 @@ from carpool_docs.markdown import code, fence
 from carpool_docs.markdown import page as page_of
 
 WIDTH = 100
-"""Columns of the help, whatever terminal runs this."""
+"""Columns of the help."""
 
-_INTRODUCTION = """Every package brings its own commands. One whose dependencies are not installed is listed all the
-same, and says which extra brings them."""
+_INTRODUCTION = """Every package brings its own commands. A command without its dependencies is listed too, and its help
+names the extra to install."""
 
 
 def names() -> list[str]:
@@ -22,17 +22,17 @@ def names() -> list[str]:
 
 
 def subcommands(name: str) -> list[str]:
-    """Return the names of what stands below a command."""
+    """Return the names of a command's subcommands."""
     (point,) = entry_points(group=GROUP, name=name)
     command = load_command(point)
     return sorted(command.commands) if isinstance(command, click.Group) else []
 
 
 def help_of(*command: str) -> str:
-    """Return what `carpool COMMAND --help` prints.
+    """Return the output of `carpool COMMAND --help`.
 
     Raises:
-        RuntimeError: It failed; the message is what it said.
+        RuntimeError: The command failed; the message has its output.
     """
     done = CliRunner(env={"COLUMNS": str(WIDTH)}).invoke(
         main, [*command, "--help"], prog_name="carpool", terminal_width=WIDTH
@@ -43,7 +43,7 @@ def help_of(*command: str) -> str:
 
 
 def page() -> str:
-    """Write the page."""
+    """Return the page."""
     parts = [_INTRODUCTION, fence(help_of())]
     for name in names():
         extras = ",".join(next(iter(entry_points(group=GROUP, name=name))).extras)

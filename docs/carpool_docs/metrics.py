@@ -1,4 +1,4 @@
-"""Page of the metrics, read from each process's own registry; nothing is started for it."""
+"""Page of the metrics, read from the registry of each process; no process is started."""
 
 import re
 import tempfile
@@ -23,15 +23,15 @@ from carpool_docs.markdown import code, table
 from carpool_docs.markdown import page as page_of
 
 _INTRODUCTION = """Every process answers `/metrics` in the formats of Prometheus and OpenMetrics, `/healthz`, and
-`/readyz`, which answers with status 503 and the reason where the process is not ready. The chart serves all three on
-port 9400, which it calls `metrics`.
+`/readyz`, which answers with status 503 and the reason if the process is not ready. With the chart all three are on
+port 9400, named `metrics`.
 
 A histogram has the series `NAME_bucket`, `NAME_sum` and `NAME_count`."""
 
 _NOTES = {
-    "agent": """GPUs stand under DCGM's names with DCGM's units and labels, so that dashboards made for `dcgm-exporter`
-show them. Labels that say nothing here (`pci_bus_id`, `GPU_I_PROFILE`, `GPU_I_ID`, `container`) are empty; `pod` and
-`namespace` are set where a GPU has one tenant only. What each tenant uses stands in `carpool_gpu_tenant_…`.""",
+    "agent": """GPUs have DCGM's metrics with DCGM's units and labels, so that dashboards for `dcgm-exporter` show them.
+The labels `pci_bus_id`, `GPU_I_PROFILE`, `GPU_I_ID` and `container` are empty; `pod` and `namespace` are set if a GPU
+has exactly one tenant. `carpool_gpu_tenant_…` has the use of each tenant.""",
 }
 
 _SUFFIXES = {"_bytes": "bytes", "_seconds": "s", "_joules": "J", "_ratio": "0..1"}
@@ -43,14 +43,14 @@ class Family:
     """One metric."""
 
     name: str
-    """As it is exposed: a counter's ends in `_total`."""
+    """Exposed name; that of a counter ends in `_total`."""
     type: str
     labels: tuple[str, ...]
     help: str
 
     @property
     def unit(self) -> str:
-        """Unit by the end of the name, or by what the help says of it; `count` for numbers of things."""
+        """Unit by the suffix of the name or by the help; `count` otherwise."""
         name = self.name.removesuffix("_total")
         by_name = next((unit for end, unit in _SUFFIXES.items() if name.endswith(end)), "")
         stated = re.search(r"\((?:in (\S+)|(0\.\.1))\)\.$", self.help)
@@ -74,14 +74,14 @@ def _agent() -> CollectorRegistry:
     with tempfile.TemporaryDirectory() as state:
         settings = AgentSettings(node_name="node", simulated_gpus="Tesla T4:1", state_dir=Path(state))
         collector = AgentCollector(agent.build(settings, FakeKube(), FakeClock()))
-        # The device's files go with the folder, so everything is read now.
-        registry.register(_Kept(list(collector.collect())))
+        # The device's files are removed with the folder, so that everything is read now.
+        registry.register(_Read(list(collector.collect())))
     build_info(registry, "agent", "")
     return registry
 
 
-class _Kept:
-    """Shows again what was read."""
+class _Read:
+    """Collector of families that were read before."""
 
     def __init__(self, families: list[Any]) -> None:
         self._families = families
@@ -104,7 +104,7 @@ PROCESSES: Mapping[str, _Process] = {
 
 
 def families(process: str) -> Iterator[Family]:
-    """Yield what a process exposes, by name."""
+    """Yield the metrics of a process, by name."""
     found: dict[str, Family] = {}
     # prometheus_client has labels only in samples, and there are none yet.
     registry: Any = PROCESSES[process].registry()
@@ -117,10 +117,10 @@ def families(process: str) -> Iterator[Family]:
 
 
 def page() -> str:
-    """Write the page."""
+    """Return the page."""
     parts = [_INTRODUCTION]
     for process, how in PROCESSES.items():
-        parts += [f"## carpool {process}", f"Port {how.port} where `--metrics-port` does not say otherwise."]
+        parts += [f"## carpool {process}", f"Default port: {how.port} (`--metrics-port`)."]
         parts += [_NOTES[process]] if process in _NOTES else []
         parts.append(table(_HEADER, [_row(family) for family in families(process)]))
     return page_of("Metrics", *parts)

@@ -1,4 +1,4 @@
-"""The pages of docs/reference/: what each is called, and who makes it."""
+"""The pages of docs/reference/ by file name, with the functions that make them."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Page of the custom resources: every field and every rule, read from the schemas that the API server is given."""
+"""Page of the custom resources: every field and every rule, read from the schemas of the CRDs."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -8,15 +8,15 @@ from carpool_core.crdgen import DEFINITIONS, Column, Definition, Schema, root_sc
 from carpool_docs.markdown import code, table
 from carpool_docs.markdown import page as page_of
 
-_INTRODUCTION = """The API server refuses what does not fit these types, bounds and rules, and fills in the defaults of
-`spec`. `[]` means each item of a list, `{}` each value of a map. `kubectl explain gtj.spec.sharing` shows
+_INTRODUCTION = """The API server refuses objects that violate these types, bounds and rules, and fills in the
+defaults of `spec`. `[]` means each item of a list, `{}` each value of a map. `kubectl explain gtj.spec.sharing` shows
 the same."""
 
 _NOTES = {
-    "GpuTrainingJob": """Users write `spec`; the operator alone writes `status`. Of `spec.template` those fields are
-listed that the API server looks at; every other field that a Pod has is allowed there, and handed on.""",
-    "GpuNode": """One for each node with GPUs, of the same name, made by the node's agent. The extender alone writes
-`spec`, the agent alone writes `status`.""",
+    "GpuTrainingJob": """Users write `spec`; the operator alone writes `status`. The list has the fields of
+`spec.template` that the API server checks; every other field of a Pod template is allowed and passed on.""",
+    "GpuNode": """One for each node with GPUs, with the node's name, created by the node's agent. The extender alone
+writes `spec`, the agent alone writes `status`.""",
 }
 
 
@@ -29,7 +29,7 @@ class Field(NamedTuple):
 
 
 def fields(schema: Schema, path: str = "", is_required: bool = True) -> Iterator[Field]:
-    """Yield a schema's field and all below it; items of lists and maps only where they have more to tell."""
+    """Yield a schema's field and all fields below; items of lists and maps only if they have fields or rules."""
     if path:
         yield Field(path, schema, is_required)
     needed = schema.get("required", ())
@@ -41,7 +41,7 @@ def fields(schema: Schema, path: str = "", is_required: bool = True) -> Iterator
 
 
 def rules(schema: Schema, path: str = "") -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield every CEL rule with the path of the value that it looks at."""
+    """Yield every CEL rule with the path of its value."""
     yield from ((path, rule) for rule in schema.get("x-kubernetes-validations", ()))
     for name, inner in schema.get("properties", {}).items():
         yield from rules(inner, f"{path}.{name}" if path else name)
@@ -51,7 +51,7 @@ def rules(schema: Schema, path: str = "") -> Iterator[tuple[str, dict[str, str]]
 
 
 def page() -> str:
-    """Write the page."""
+    """Return the page."""
     parts = [_INTRODUCTION]
     for definition in DEFINITIONS:
         parts += _resource(definition)
@@ -60,7 +60,7 @@ def page() -> str:
 
 def _resource(definition: Definition) -> list[str]:
     kind, schema = definition.kind, root_schema(definition.type)
-    scope = "namespaced" if kind.namespaced else "of the whole cluster"
+    scope = "namespaced" if kind.namespaced else "cluster-scoped"
     known_as = ", ".join(code(name) for name in (kind.plural, *definition.short_names))
     every = list(fields(schema))
     parts = [
@@ -73,7 +73,7 @@ def _resource(definition: Definition) -> list[str]:
         parts += [f"### {kind.kind}: {top}", _field_table(below)]
     stated = list(rules(schema))
     if stated:
-        header = ("At", "Must hold", "Otherwise")
+        header = ("Path", "Rule", "Message")
         rows = [(code(path) if path else "the object", code(rule["rule"]), rule["message"]) for path, rule in stated]
         parts += [f"### {kind.kind}: rules", table(header, rows)]
     return [*parts, f"### {kind.kind}: columns of kubectl get", _column_table(definition.columns)]
@@ -116,8 +116,8 @@ def _limits(schema: Schema, least: str, most: str, of: str = "") -> str:
 
 
 def _lengths(schema: Schema) -> str:
-    told = _limits(schema, "minItems", "maxItems", " of them").removeprefix(", ")
-    return f" ({told})" if told else ""
+    limits = _limits(schema, "minItems", "maxItems", " items").removeprefix(", ")
+    return f" ({limits})" if limits else ""
 
 
 def _number(value: float) -> str:
@@ -128,17 +128,17 @@ def _default(schema: Schema) -> str:
     value: Any = schema.get("default")
     if value is None or value == {}:
         return ""
-    return code(_spoken(value))
+    return code(_text(value))
 
 
-def _spoken(value: Any) -> str:
+def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _description(schema: Schema) -> str:
-    """Description without the default, which `kubectl explain` needs there and this page has in a column."""
+    """Return the description without the default, which has its own column here."""
     text = str(schema.get("description") or "")
-    return text.removesuffix(f" Default: {_spoken(schema.get('default'))}.")
+    return text.removesuffix(f" Default: {_text(schema.get('default'))}.")
 
 
 def _column_table(columns: Sequence[Column]) -> str:

@@ -15,21 +15,21 @@ from carpool_docs.markdown import code, table
 from carpool_docs.markdown import page as page_of
 
 PROCESSES: dict[str, type[Any]] = {"operator": OperatorSettings, "extender": ExtenderSettings, "agent": AgentSettings}
-"""The processes and what each can be told."""
+"""Settings of each process."""
 
-_INTRODUCTION = """Each process takes its settings as flags or as environment variables; where both are given, the flag
-counts. An empty variable is the same as none. What an empty setting means stands in its description.
+_INTRODUCTION = """Each process takes its settings as flags or as environment variables; a flag overrides its variable.
+An empty variable counts as unset. The description of a setting says what an empty value means.
 
 The chart sets the variables of its workloads: from `settings` and `nodeAgent` in
 [values.yaml](../../helm/carpool/values.yaml), and metrics on port 9400 for each of them."""
 
 _KINDS = {bool: "true or false", int: "integer", float: "number", str: "text", Path: "path"}
 _UNITS = {"_s": "s", "_seconds": "s", "_mib": "MiB", "port": "TCP port"}
-"""Unit of a number, by the end of its field's name."""
+"""Unit of a number by the suffix of its field's name."""
 
 
 def page() -> str:
-    """Write the page."""
+    """Return the page."""
     parts = [_INTRODUCTION, *values.section()]
     for process, cls in PROCESSES.items():
         parts.append(f"## carpool {process}")
@@ -37,12 +37,12 @@ def page() -> str:
         if process == "extender":
             parts += [
                 "### Policies",
-                table(("Policy", "Chooses"), [(code(p.name), _chooses(p)) for p in POLICIES.values()]),
+                table(("Policy", "Meaning"), [(code(p.name), _meaning(p)) for p in POLICIES.values()]),
             ]
     return page_of("Settings", *parts)
 
 
-def _chooses(policy: Policy) -> str:
+def _meaning(policy: Policy) -> str:
     return f"{policy.meaning} ({policy.short})" if policy.short else policy.meaning
 
 
@@ -59,7 +59,7 @@ def _kind(one: Setting) -> str:
 
 
 def unit_of(one: Setting) -> str:
-    """Return the unit of a number; empty for everything else."""
+    """Return the unit of a number; empty for other types."""
     if one.type not in (int, float):
         return ""
     if "(0..1)" in one.help:

@@ -1,4 +1,4 @@
-"""What the chart's `settings` are, read from its values.yaml."""
+"""Section of the chart's `settings`, read from its values.yaml."""
 
 import re
 from collections.abc import Iterator
@@ -12,27 +12,27 @@ BLOCK = "settings"
 _LINE = re.compile(r"(?P<indent> *)(?:# ?(?P<comment>.*)|(?P<key>\w+):(?: (?P<default>.*))?)")
 _INDENT = 2
 
-_INTRODUCTION = f"""Whoever installs the chart sets these, with `--set {BLOCK}.queueOrder=LongestFirst` or in a file of
-values; the chart hands each to the process that it is for."""
+_INTRODUCTION = f"""Set these at the installation of the chart, with `--set {BLOCK}.queueOrder=LongestFirst` or in a
+values file. The chart passes each one to its process."""
 
 
 class Value(NamedTuple):
-    """One of the chart's values."""
+    """One value of the chart."""
 
     path: str
     default: str
-    """As it stands there; empty for a group of others."""
+    """Its text in the file; empty for a group of values."""
     meaning: str
 
 
 def values(text: str) -> Iterator[Value]:
-    """Yield the values of the chart's `settings` with the comments above them, in the order in which they stand.
+    """Yield the values of the chart's `settings` with the comments above them, in the order of the file.
 
     Args:
-        text: What values.yaml holds.
+        text: Content of values.yaml.
 
     Raises:
-        ValueError: There are none, or a line of them is neither a comment nor a value.
+        ValueError: The block is missing, or a line is neither a comment nor a value.
     """
     block = re.search(rf"^{BLOCK}:\n((?: .*\n)*)", text, re.MULTILINE)
     if block is None:
@@ -53,7 +53,7 @@ def values(text: str) -> Iterator[Value]:
 
 
 def section() -> list[str]:
-    """Write the section about them."""
+    """Return the section about them."""
     rows = [(code(one.path), code(one.default), one.meaning) for one in values(FILE.read_text(encoding="utf-8"))]
     return [
         f"## The chart's {code(BLOCK)}",
