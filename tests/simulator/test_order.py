@@ -29,15 +29,6 @@ def test_of_those_that_wait_the_one_of_the_most_steps_starts_first_whatever_it_t
     assert order(*jobs, strategy=CARPOOL) == ["running", "short", "long", "middling"]
 
 
-def test_jobs_of_about_the_same_length_keep_the_order_of_their_arrival():
-    jobs = [
-        job("first", of=FULL, steps=10_000),
-        job("second", of=FULL, steps=10_100),
-        job("third", of=FULL, steps=9990),
-    ]
-    assert order(*jobs) == ["first", "second", "third"]
-
-
 def test_job_without_steps_counts_as_an_hour():
     jobs = [job("minutes", of=FULL, steps=300), job("unknown", of=FULL), job("day", of=FULL, steps=86_400)]
     assert order(*jobs) == ["day", "unknown", "minutes"]

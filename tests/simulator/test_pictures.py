@@ -85,11 +85,6 @@ def test_progress_counts_jobs_that_were_never_placed(data):
     assert lines[0].has_placed
 
 
-def test_strategy_that_placed_nothing_is_not_drawn(data, tmp_path):
-    lines = sweep(lambda _: workload(job("a", workers=9)), named("exclusive", CARPOOL), 1, data, lambda _: None)
-    assert draw(tmp_path, "x", lines) == []
-
-
 def test_jobs_that_share_a_gpu_have_different_lanes():
     def ran(name, start_s, end_s, *gpus):
         return Finished(job(name), start_s, end_s, gpus, 0)
