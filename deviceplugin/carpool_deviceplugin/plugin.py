@@ -279,23 +279,34 @@ class Plugin:
         """Yield the slots now and after each change of a GPU's health.
 
         A slot is not bound to a GPU. The share of healthy slots equals that of healthy GPUs, so an unhealthy GPU lowers
-        the number of new pods and does not affect running ones.
+        the number of new pods and does not affect running ones: after a reboot the kubelet admits a pod again only if
+        its slots are healthy, so slots that pods hold come first.
         """
         change = asyncio.Event()
         self._changes.add(change)
         try:
             while True:
                 change.clear()
-                healthy = self._healthy * self._slots_per_gpu
+                held = await self._held_slots()
+                slots = [f"slot-{i}" for i in range(self._gpus * self._slots_per_gpu)]
+                used = [slot for slot in slots if slot in held]
+                free = [slot for slot in slots if slot not in held]
+                healthy = {*used, *free[: max(0, self._healthy * self._slots_per_gpu - len(used))]}
                 yield dp.ListAndWatchResponse(
-                    devices=[
-                        dp.Device(ID=f"slot-{i}", health="Healthy" if i < healthy else "Unhealthy")
-                        for i in range(self._gpus * self._slots_per_gpu)
-                    ]
+                    devices=[dp.Device(ID=s, health="Healthy" if s in healthy else "Unhealthy") for s in slots]
                 )
                 await change.wait()
         finally:
             self._changes.discard(change)
+
+    async def _held_slots(self) -> set[str]:
+        """Return the slots that pods hold; none if the kubelet does not answer."""
+        try:
+            held = await self._state.held()
+        except KubeletError:
+            return set()
+        devices = (d for pod in held for container in pod.containers for d in container.devices)
+        return {slot for d in devices if d.resource_name == RESOURCE_GPU for slot in d.device_ids}
 
     async def Allocate(self, request: dp.AllocateRequest, _: Any) -> dp.AllocateResponse:
         """Return the slots' CDI devices at once: the kubelet admits pods one after the other.

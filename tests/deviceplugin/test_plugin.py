@@ -284,6 +284,18 @@ async def test_health_changes_reach_the_kubelet(agent, kubelet, settings) -> Non
     await stream.aclose()
 
 
+async def test_slots_that_pods_hold_stay_healthy(agent, kubelet, settings) -> None:
+    """Regression: after a reboot with a sick GPU the kubelet did not admit the pods with the last slots again."""
+    await kubelet.admit("a", "slot-6", "slot-7")
+    path = settings.state_dir / "simulated" / agent.devices.uuids[0] / "device.json"
+    stream = kubelet.lists()
+    assert set((await anext(stream)).values()) == {"Healthy"}
+    path.write_text("{")
+    health = await asyncio.wait_for(anext(stream), 5)
+    assert [slot for slot, state in health.items() if state == "Healthy"] == ["slot-0", "slot-1", "slot-6", "slot-7"]
+    await stream.aclose()
+
+
 OWNER = Owner("default", "a", "train", ("slot-2",))
 
 
