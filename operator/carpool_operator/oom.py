@@ -20,7 +20,7 @@ _RULES: tuple[tuple[str, str], ...] = (
     ("TensorFlow", r"Ran out of GPU memory|ran out of memory trying to allocate"),
     ("TensorFlow", r"device:GPU:\d+\W+failed to allocate memory"),
     ("TensorFlow", r"Dst tensor is not initialized"),
-    ("Paddle", r"Out of memory error on GPU \d"),
+    ("Paddle", r"Out of memory error on GPU \d|enforce allocating <= available failed"),
     ("MXNet", r"pooled_storage_manager[^\n]*(?:out of memory|Memory allocation failed)"),
     ("ONNX Runtime", r"^(?![^\n]*_nchwc)[^\n]*BFCArena::AllocateRawInternal[^\n]* Failed to alloc"),
     ("TensorRT", r"Error Code 2: OutOfMemory|OutOfMemory Error in|Cuda Error in \S*allocate: 2"),

@@ -27,7 +27,7 @@ def half(source: str) -> str:
     return "held out" if hashlib.sha256(source.encode()).digest()[0] % 2 else "development"
 
 
-COLLECTIONS = {name: messages(name) for name in ("first", "second", "third", "fourth", "fifth")}
+COLLECTIONS = {name: messages(name) for name in ("first", "second", "third", "fourth", "fifth", "sixth")}
 """Each was collected after the rules had been corrected for the one before it."""
 
 
