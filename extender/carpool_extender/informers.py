@@ -21,6 +21,7 @@ from carpool_core.values import JobState, JobUid, PodUid
 from carpool_extender.cache.cluster import ClusterCache, reuse_equal_parts
 
 _NEED_NO_PLACE = frozenset((JobState.STARTING, JobState.RUNNING, JobState.COMPLETE, JobState.FAILED))
+_NO_PODS = frozenset((JobState.SUSPENDED, JobState.COMPLETE, JobState.FAILED))
 TEMPLATES = 256
 """Pods' containers that are remembered, so that pods of one template have one copy of them."""
 
@@ -35,6 +36,12 @@ class TrainingRow(_Wire, frozen=True, kw_only=True):
     steps: int | None = None
 
 
+class RunPolicyRow(_Wire, frozen=True, kw_only=True):
+    """Whether the job may have pods."""
+
+    suspend: bool = False
+
+
 class JobSpecRow(_Wire, frozen=True, kw_only=True):
     """Of a job's spec, what its demand depends on; templates and features are not kept."""
 
@@ -44,6 +51,7 @@ class JobSpecRow(_Wire, frozen=True, kw_only=True):
     sharing: Sharing = Sharing()
     memory: MemoryOverride = MemoryOverride()
     gpu: GpuSelector = GpuSelector()
+    run_policy: RunPolicyRow = RunPolicyRow()
 
 
 class AttemptRow(_Wire, frozen=True, kw_only=True):
@@ -82,6 +90,15 @@ class JobRow(_Wire, frozen=True, kw_only=True):
     metadata: ObjectMeta
     spec: JobSpecRow = JobSpecRow()
     status: JobStatusRow = JobStatusRow()
+
+    @property
+    def inactive_because(self) -> str | None:
+        """Why its pods get no GPUs; None while it is active."""
+        if self.metadata.deletion_timestamp is not None:
+            return "is being deleted"
+        if self.spec.run_policy.suspend:
+            return "is suspended"
+        return f"is {self.status.state}" if self.status.state in _NO_PODS else None
 
 
 class WatchedStatus(JobStatusRow, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ from carpool_core.kube.pods import (
     parse_worker_name,
 )
 from carpool_core.resources.job import GpuTrainingJob
-from carpool_core.values import JobState, JobUid, PodUid
+from carpool_core.values import JobUid, PodUid
 
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.scores import UnknownPolicyError, find_policy
@@ -77,21 +77,19 @@ class Workloads:
         """
         owner = controller_of(pod)
         job = self._informers.job(JobUid(owner.uid))
-        if job is not None and job.status.prediction is not None:
-            return self._checked(pod, job)
-        if job is not None and (known := self._known.get(JobUid(owner.uid))) is not None:
-            _check_recorded(pod, job)
-            return known[1]
+        if job is not None:
+            _check_worker(pod, job)
+            if job.status.prediction is not None:
+                return self._checked(pod, job)
+            if (known := self._known.get(JobUid(owner.uid))) is not None:
+                return known[1]
         raise NotOurs(
             f"NotAdmitted: expected pod {_name(pod)} to be admitted by Carpool's queue, found no prediction of its job "
             f"{owner.name}; let the operator create the job's pods"
         )
 
     def _checked(self, pod: Pod, job: JobRow) -> PodRequest:
-        if job.metadata.namespace != pod.metadata.namespace:
-            raise _no_such_job(pod, controller_of(pod))
-        _check_name(pod, job)
-        _check_recorded(pod, job)
+        _check_worker(pod, job)
         pod_request = self._request(job, container_uid(pod.spec))
         asked, expected = gpus_asked(pod), pod_request.demand.gpus
         if asked != expected:
@@ -102,9 +100,9 @@ class Workloads:
         return pod_request
 
     async def _job(self, pod: Pod, owner: OwnerReference) -> JobRow:
-        """Read the job again if the watch may be behind: it was not seen yet, or without its prediction."""
+        """Read the job again if the watch may be behind: it lacks the job, its prediction or the pod's UID."""
         job = self._informers.job(JobUid(owner.uid))
-        if job is None or job.status.prediction is None:
+        if job is None or job.status.prediction is None or not _is_recorded(pod, job):
             try:
                 job = await self._api.get(GPU_TRAINING_JOBS, owner.name, JobRow, namespace=pod.metadata.namespace)
             except NotFound as error:
@@ -145,14 +143,14 @@ def controller_of(pod: Pod) -> OwnerReference:
     )
 
 
-def _check_name(pod: Pod, job: JobRow) -> None:
-    """Check that a pod has the name of a worker: anyone who may create pods can name any job as its owner.
-
-    Names are unique, so a job cannot have more such pods than workers in one attempt.
+def _check_worker(pod: Pod, job: JobRow) -> None:
+    """Check that a pod is a worker of an active job: anyone who may create pods can name any job as its owner.
 
     Raises:
-        NotOurs: The pod has another name.
+        NotOurs: The pod is in another namespace, has no worker's name, is not recorded, or the job is not active.
     """
+    if job.metadata.namespace != pod.metadata.namespace:
+        raise _no_such_job(pod, controller_of(pod))
     named = parse_worker_name(pod.metadata.name)
     if named is None or named.job != job.metadata.name or named.worker >= job.spec.workers:
         raise NotOurs(
@@ -160,27 +158,22 @@ def _check_name(pod: Pod, job: JobRow) -> None:
             f"{job.metadata.name}-worker-INDEX-ATTEMPT with an index below {job.spec.workers}, found {_name(pod)}; "
             "let the operator create the job's pods"
         )
-
-
-_INACTIVE = frozenset((JobState.SUSPENDED, JobState.COMPLETE, JobState.FAILED))
-
-
-def _check_recorded(pod: Pod, job: JobRow) -> None:
-    """Check that a job may have pods, and that the operator created this one: it records their UIDs in the status.
-
-    Raises:
-        NotOurs: The job is suspended or has ended, or the UID is not in its latest attempt.
-    """
-    if job.status.state in _INACTIVE:
+    if (why := job.inactive_because) is not None:
         raise NotOurs(
-            f"JobNotActive: expected job {job.metadata.namespace}/{job.metadata.name} to run, found state "
-            f"{job.status.state}; pod {_name(pod)} gets no GPU"
+            f"JobNotActive: expected job {job.metadata.name} of pod {_name(pod)} to be active, but it {why}; "
+            "the operator deletes the pod"
         )
-    if pod.metadata.uid not in job.status.latest_attempt.pod_uids:
+    if not _is_recorded(pod, job):
         raise NotOurs(
-            f"NotRecorded: expected pod {_name(pod)} among the pods of the latest attempt of job {job.metadata.name}, "
-            "found another UID in its status; let the operator create the job's pods"
+            f"NotRecorded: expected UID {pod.metadata.uid} of pod {_name(pod)} in the latest attempt of job "
+            f"{job.metadata.name}, found other pods; it is tried again once the operator has recorded it, and deleted "
+            "if the operator did not create it"
         )
+
+
+def _is_recorded(pod: Pod, job: JobRow) -> bool:
+    """Return whether the operator recorded a pod's UID in the job's status, which users cannot write."""
+    return pod.metadata.uid in job.status.latest_attempt.pod_uids
 
 
 def too_many(pod_request: PodRequest, pod_uid: PodUid, holders: set[PodUid]) -> str | None:

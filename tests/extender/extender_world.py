@@ -5,7 +5,7 @@ import json
 from contextlib import asynccontextmanager, suppress
 
 import msgspec
-from carpool_core.kube.api import EVENTS, GPU_NODES, LEASES, PODS
+from carpool_core.kube.api import EVENTS, GPU_NODES, GPU_TRAINING_JOBS, LEASES, PODS
 from carpool_core.kube.pods import Pod
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
@@ -22,6 +22,12 @@ def hold_lease(kube, holder):
     namespace, name = LEASE.split("/")
     body = {"metadata": {"name": name, "namespace": namespace}, "spec": {"holderIdentity": holder}}
     kube.seed(LEASES, body)
+
+
+async def record(kube, job, number, *uids):
+    """Write the pods of a job's latest attempt into its status, as the operator does."""
+    status = {"status": {"attempts": [{"number": number, "outcome": "Creating", "podUids": list(uids)}]}}
+    await kube.patch(GPU_TRAINING_JOBS, job, status, namespace="default", subresource="status")
 
 
 class World:

@@ -57,7 +57,6 @@ class _Spec(JobSpecRow, frozen=True, kw_only=True):
 
 
 class _Status(JobStatusRow, frozen=True, kw_only=True):
-    state: str = ""
     conditions: list[Condition] = msgspec.field(default_factory=list)
     placement: list[WorkerPlacement] = msgspec.field(default_factory=list)
 

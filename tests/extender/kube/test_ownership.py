@@ -11,7 +11,7 @@ from carpool_core.kube.pods import Pod
 from carpool_core.values import JobUid, SharingMode
 from carpool_extender.extender_api import BindingArgs, ExtenderArgs
 from carpool_extender.testing import gpu_node, pod_of, seed_job, seed_node, seed_pod, tenant, until
-from extender_world import NAMES, args, background, filtering, named
+from extender_world import NAMES, args, background, filtering, named, record
 
 
 async def test_a_pod_without_a_job_is_refused_with_a_sentence(world):
@@ -71,44 +71,72 @@ async def test_a_pod_that_is_not_called_as_a_worker_of_its_job_is_refused(world,
     )
 
 
-@pytest.mark.parametrize(
-    ("status", "found"),
-    [
-        pytest.param(
-            {"attempts": [{"number": 1, "podUids": ["pod-of-the-operator"]}]}, "NotRecorded: expected", id="UID"
-        ),
-        pytest.param({"attempts": []}, "NotRecorded: expected", id="no attempt yet"),
-        pytest.param(
-            {"state": "Suspended"}, "JobNotActive: expected job default/x to run, found state S", id="suspended"
-        ),
-        pytest.param(
-            {"state": "Failed"}, "JobNotActive: expected job default/x to run, found state Failed", id="failed"
-        ),
-    ],
-)
-async def test_a_pod_that_the_operator_did_not_record_for_an_active_job_gets_no_gpu(world, status, found):
-    """Regression: a pod with a worker's name held the GPUs of a suspended job for two days."""
-    world.add("x")
-    job = world.kube.dump(GPU_TRAINING_JOBS, "x", "")
-    world.kube.seed(GPU_TRAINING_JOBS, job | {"status": job["status"] | status})
-    async with world.extender() as extender:
-        refused = (await extender.service.filter(filtering())).failed_and_unresolvable_nodes
-        answer = await extender.service.bind(args())
-    assert world.held() == {}
-    assert answer.error.startswith(found)
-    assert refused["a"].startswith(found if status != {"state": "Failed"} else "NotAdmitted")
-
-
-def seed_attempts(kube, attempts):
-    """Pods that carry the names of attempts of one worker."""
+async def seed_attempts(kube, attempts):
+    """Pods with the names of attempts of one worker, all of them recorded."""
     for attempt in range(1, attempts + 1):
         pod = pod_of("x", uid=f"pod-x-{attempt}")
         pod["metadata"]["name"] = f"x-worker-0-{attempt}"
         kube.seed(PODS, pod)
+    await record(kube, "x", 1, *(f"pod-x-{attempt}" for attempt in range(1, attempts + 1)))
     return [
         BindingArgs(pod_name=f"x-worker-0-{n}", pod_namespace="default", pod_uid=f"pod-x-{n}", node=NAMES[n % 2])
         for n in range(1, attempts + 1)
     ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        pytest.param({"status": {"attempts": []}}, "NotRecorded: ", id="not recorded"),
+        pytest.param({"status": {"attempts": [{"number": 1, "podUids": ["other"]}]}}, "NotRecorded: ", id="a stranger"),
+        pytest.param({"spec": {"runPolicy": {"suspend": True}}}, "but it is suspended", id="to be suspended"),
+        pytest.param({"status": {"state": "Suspended"}}, "but it is Suspended", id="suspended"),
+        pytest.param({"status": {"state": "Failed"}}, "but it is Failed", id="failed"),
+        pytest.param({"status": {"state": "Complete"}}, "but it is Complete", id="complete"),
+        pytest.param(
+            {"metadata": {"deletionTimestamp": "2026-01-31T12:00:00Z", "finalizers": ["test/keep"]}},
+            "but it is being deleted",
+            id="being deleted",
+        ),
+    ],
+)
+async def test_only_recorded_pods_of_an_active_job_get_a_gpu(world, changes, expected):
+    """Regression: a pod with a worker's name, created by a user, held GPUs of a suspended or failed job for days."""
+    world.add("x")
+    job = world.kube.dump(GPU_TRAINING_JOBS, "x", "")
+    world.kube.seed(GPU_TRAINING_JOBS, job | {part: job[part] | change for part, change in changes.items()})
+    async with world.extender() as extender:
+        found = await extender.service.filter(filtering())
+        assert expected in found.failed_and_unresolvable_nodes["a"]
+        assert expected in (await extender.service.bind(args())).error
+        if expected == "NotRecorded: ":
+            await record(world.kube, "x", 1, "pod-x")
+            await until(lambda: extender.informers.job(JobUid("job-x")).status.latest_attempt.pod_uids == ["pod-x"])
+            assert named(await extender.service.filter(filtering())) == NAMES
+    assert world.held() == {}
+
+
+async def test_filter_refuses_a_job_that_became_inactive_after_its_prediction_was_read(world):
+    """The watch drops the prediction of a job that runs or has ended; filter uses the request that it remembers."""
+    world.add("x")
+    async with world.extender() as extender:
+        assert named(await extender.service.filter(filtering())) == NAMES
+        failed = {"status": {"state": "Failed"}}
+        await world.kube.patch(GPU_TRAINING_JOBS, "x", failed, namespace="default", subresource="status")
+        await until(lambda: extender.informers.job(JobUid("job-x")).status.state == "Failed")
+        found = await extender.service.filter(filtering())
+    assert "but it is Failed" in found.failed_and_unresolvable_nodes["a"]
+
+
+async def test_a_pod_that_the_watched_status_lacks_is_read_to_bind_it(world):
+    """The operator records a pod before it is scheduled, so a status without it is old."""
+    world.add("x")
+    await record(world.kube, "x", 1)
+    async with world.extender() as extender, background(world.agent.serve("a")):
+        await until(lambda: extender.informers.job(JobUid("job-x")) is not None)
+        world.kube.end_watches()
+        await record(world.kube, "x", 1, "pod-x")
+        assert (await extender.service.bind(args())).error == ""
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -117,7 +145,7 @@ async def test_a_job_has_no_more_reservations_than_workers(world, workers):
     for name in NAMES:
         seed_node(world.kube, gpu_node(name))
     seed_job(world.kube, "x", spec={"workers": workers})
-    asked = seed_attempts(world.kube, 4)
+    asked = await seed_attempts(world.kube, 4)
     world.hold("here_1")  # only the leader collects reservations
     async with world.extender() as extender, background(world.agent.serve("a")), background(world.agent.serve("b")):
         answers = await asyncio.gather(*(extender.service.bind(one) for one in asked))
@@ -140,7 +168,7 @@ async def test_worker_replaces_one_on_a_dead_node(world):
     for name in NAMES:
         seed_node(world.kube, gpu_node(name))
     seed_job(world.kube, "x")
-    first, second = seed_attempts(world.kube, 2)
+    first, second = await seed_attempts(world.kube, 2)
     async with world.extender() as extender, background(world.agent.serve("a")), background(world.agent.serve("b")):
         assert (await extender.service.bind(first)).error == ""
         lost = world.kube.dump(PODS, "x-worker-0-1", "default")

@@ -22,7 +22,7 @@ from carpool_extender.workloads import ANNOTATION_POLICY
 from carpool_simulator.engine import Simulation
 from carpool_simulator.strategy import Knowledge, Strategy
 from carpool_simulator.truth import Workload
-from extender_world import World, args, background, filtering, named
+from extender_world import World, args, background, filtering, named, record
 from simulated_world import A100, NoSlowdown
 from simulated_world import job as sim_job
 
@@ -162,7 +162,7 @@ async def test_a_job_that_gets_no_node_returns_to_the_queue_with_the_scheduler_s
         assert not [pod for pod in cluster.kube.dump_all(PODS) if pod["metadata"]["uid"] == "pod-x"]
         assert extender.informers.cluster.pods_of_job("job-x") == set()
         cluster.worker("x", uid="pod-x-again")
-        await record(cluster, 1, "pod-x-again")
+        await record(cluster.kube, "x", 1, "pod-x-again")
         cluster.queue("other", 30)
         await cluster.settle(3)
         assert cluster.gated() == ["x-worker-0-1"], "it backs off, and another one passes"
@@ -194,7 +194,7 @@ async def test_the_pods_of_a_new_attempt_get_the_reason_too(cluster):
         await cluster.settle(3)
         await cluster.kube.delete(PODS, "x-worker-0-1", namespace="default")
         cluster.kube.seed(PODS, named_pod("x-worker-0-2"))
-        await record(cluster, 2, "uid-x-worker-0-2")
+        await record(cluster.kube, "x", 2, "uid-x-worker-0-2")
         await cluster.settle(12)
         assert cluster.condition("x", attempt=2) == ("NoGpuFits", "2 GPUs: used exclusively")
 
@@ -241,7 +241,7 @@ async def test_a_new_attempt_is_admitted_while_its_lost_pod_still_has_a_reservat
         again = pod_of("x", uid="pod-x-again", schedulingGates=GATES)
         again["metadata"]["name"] = "x-worker-0-2"
         cluster.kube.seed(PODS, again)
-        await record(cluster, 2, "pod-x-again")
+        await record(cluster.kube, "x", 2, "pod-x-again")
         await cluster.settle()
         assert cluster.gated() == []
         assert [one["podUid"] for one in cluster.reservations("a")] == ["pod-x"]
@@ -289,11 +289,6 @@ def named_pod(name, job="x", namespace="default"):
     return pod
 
 
-async def record(cluster, number, *uids):
-    status = {"status": {"attempts": [{"number": number, "outcome": "Creating", "podUids": list(uids)}]}}
-    await cluster.kube.patch(GPU_TRAINING_JOBS, "x", status, namespace="default", subresource="status")
-
-
 @pytest.mark.parametrize(
     ("name", "namespace"),
     [
@@ -304,7 +299,7 @@ async def record(cluster, number, *uids):
 async def test_a_pod_that_a_user_created_in_a_job_s_name_blocks_nothing(cluster, name, namespace):
     cluster.queue("x")
     cluster.kube.seed(PODS, named_pod(name, namespace=namespace))
-    await record(cluster, 1, "pod-x")
+    await record(cluster.kube, "x", 1, "pod-x")
     async with cluster.extender():
         await cluster.settle()
         assert cluster.gated() == [name]
@@ -313,7 +308,7 @@ async def test_a_pod_that_a_user_created_in_a_job_s_name_blocks_nothing(cluster,
 
 async def test_a_pod_waits_until_the_status_records_it(cluster):
     cluster.queue("x", workers=2)
-    await record(cluster, 1, "pod-x")
+    await record(cluster.kube, "x", 1, "pod-x")
     async with cluster.extender():
         await cluster.settle()
         assert cluster.gated() == ["x-worker-0-1", "x-worker-1-1"], "one of two pods is recorded"
@@ -322,8 +317,8 @@ async def test_a_pod_waits_until_the_status_records_it(cluster):
             cluster.kube.seed(PODS, named_pod(f"x-worker-{worker}-2"))
         await cluster.settle()
         assert cluster.gated() == ["x-worker-0-2", "x-worker-1-2"], "the status has attempt 1"
-        await record(cluster, 2)
-        await record(cluster, 2, "uid-x-worker-0-2", "uid-x-worker-1-2")
+        await record(cluster.kube, "x", 2)
+        await record(cluster.kube, "x", 2, "uid-x-worker-0-2", "uid-x-worker-1-2")
         await cluster.settle()
         assert cluster.gated() == []
 
