@@ -372,6 +372,13 @@ def test_a_pod_without_a_ready_reservation_is_refused(reserve, reservations, par
         ready_reservation(OWNER, starting_pod(), [reserve(*one) for one in reservations], partitions)
 
 
+def test_the_reservation_of_an_earlier_pod_with_the_same_name_is_refused(reserve) -> None:
+    """Reservations are written for verified pods only, so the agent compares the UID and reads no job."""
+    earlier = msgspec.structs.replace(reserve("a"), pod_uid=PodUid("uid-earlier"))
+    with pytest.raises(LaterError, match="expected a reservation for pod default/a"):
+        ready_reservation(OWNER, starting_pod(), [earlier], [partition("earlier")])
+
+
 def test_the_ready_reservation_is_that_of_the_pod_and_its_generation(reserve) -> None:
     both = [partition("b"), partition()]
     assert ready_reservation(OWNER, starting_pod(), [reserve("b"), reserve("a")], both) == reserve("a")

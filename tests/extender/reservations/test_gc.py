@@ -27,7 +27,7 @@ from carpool_extender.reservations.gc import (
 )
 from carpool_extender.reservations.writer import ReservationWriter
 from carpool_extender.testing import device, gpu_node, pod_of, seed_node, seed_pod, tenant, until
-from extender_world import World, args, background, filtering
+from extender_world import NAMES, World, args, background, filtering, named
 from msgspec.structs import replace
 
 NOW = FakeClock().now()
@@ -174,6 +174,52 @@ async def test_a_running_pod_gets_the_reservation_back_that_its_node_lost(world,
             seed_node(world.kube, another("a", devices=2))
         await until(lambda: world.reservations("a") == before)
     assert world.events() == []
+
+
+async def test_a_pod_that_the_operator_did_not_record_takes_no_node_away(world):
+    """A user can create a pod with spec.nodeName; the agent gives it no GPU."""
+    world.add("x", "y")
+    forged = pod_of("x", uid="forged", nodeName="a")
+    forged["metadata"]["name"] = "x-worker-0-2"
+    world.kube.seed(PODS, forged)
+    async with world.extender() as extender:
+        assert named(await extender.service.filter(filtering("y"))) == NAMES
+
+
+async def test_a_lost_reservation_is_restored_after_refusals(world):
+    """Regression: the first refusal was the last attempt. The agent reports one of two GPUs at first."""
+    world.add("x", nodes=["a"], gpus=2)
+    async with world.extender() as extender:
+        async with background(world.agent.serve("a")):
+            assert (await extender.service.bind(args())).error == ""
+        before = world.reservations("a")
+        await world.kube.delete(GPU_NODES, "a")
+        await until(lambda: extender.informers.cluster.node("a") is None)
+        seed_node(world.kube, another("a", [device(1)]))
+        await until(lambda: world.events() != [])
+        await extender.gc.sweep()
+        assert world.reservations("a") == []
+        seed_node(world.kube, another("a", devices=2))
+        await until(lambda: len(extender.informers.cluster.node("a").status.devices) == 2)
+        await extender.gc.sweep()
+    assert world.reservations("a") == before
+
+
+async def test_the_reservation_of_a_suspended_jobs_pod_lapses_although_its_bind_is_repeated(world):
+    """Until its deadline a Binding may be under way, so it is not released before."""
+    world.add("x")
+    held = replace(tenant("x", ["GPU-a-0"]), pod_name=POD, deadline=rfc3339(later(20)))
+    seed_node(world.kube, gpu_node("a", 1, [held]))
+    suspend = {"spec": {"runPolicy": {"suspend": True}}}
+    await world.kube.patch(GPU_TRAINING_JOBS, "x", suspend, namespace="default")
+    async with world.extender() as extender:
+        for _ in range(6):
+            assert "but it is suspended" in (await extender.service.bind(args())).error
+            assert world.held() == {"a": ["pod-x"]}
+            world.clock.advance(5)
+        world.clock.advance(5)
+        await extender.gc.sweep()
+    assert world.held() == {}
 
 
 async def test_a_pod_whose_lost_reservation_is_unknown_is_reported_once(world):
