@@ -4,6 +4,7 @@
 
 The API server, agents, kubelets and jobs are models. The extenders are the real ones. Each reaches the server through
 a `Connection` that delays calls, loses answers, answers 409, 429 and 500, breaks watches, and is cut off for a while.
+GpuNodes are deleted and created again, jobs are suspended, and users create pods with the names of workers.
 """
 
 import asyncio
@@ -18,22 +19,28 @@ from datetime import UTC, datetime, timedelta
 import msgspec
 from carpool_core.clock import rfc3339
 from carpool_core.keys import GATE_ADMISSION
-from carpool_core.kube.api import GPU_NODES, LEASES, PODS
+from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, LEASES, PODS
 from carpool_core.kube.errors import Conflict, Gone, KubeError, NotFound, Overloaded, Unreachable
 from carpool_core.kube.pods import Pod
-from carpool_core.resources.node import GpuNode, Partition
+from carpool_core.resources.node import GpuNode, Partition, Tenant
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import PartitionState, SharingMode
 from carpool_extender.app import Extender, build
 from carpool_extender.extender_api import BindingArgs, ExtenderArgs
 from carpool_extender.settings import ExtenderSettings
 from carpool_extender.testing import gpu_node, pod_of, seed_job, seed_node
+from extender_world import record
+from msgspec import structs
 
 START = datetime(2026, 1, 31, 12, tzinfo=UTC)
 LEASE = "carpool-system/carpool-scheduler"
 ACTIVE_S, QUIET_S = 150.0, 180.0
 """Length of the part with faults, and of the part without, in which everything must settle."""
 HEARTBEAT_S = 20.0
+START_DEADLINE_S = 60.0
+"""Time from the binding of a pod to its start, after which the operator deletes it."""
+STRANGER = "stranger"
+"""Begin of the UIDs of pods that the operator did not create."""
 SHARED = {"sharing": {"mode": "TimeSlicing"}, "memory": {"limit": "15Gi"}}
 EXCLUSIVE = {"sharing": {"mode": "Exclusive"}}
 
@@ -184,8 +191,11 @@ class History:
         self.draw = random.Random(seed)  # noqa: S311  # a test, no secret
         self.kube = FakeKube(LoopClock())
         self.nodes = [f"n{number}" for number in range(self.draw.randint(1, 3))]
-        for name in self.nodes:
-            seed_node(self.kube, gpu_node(name, self.draw.randint(1, 2)))
+        self.devices = {name: gpu_node(name, self.draw.randint(1, 2)).status.devices for name in self.nodes}
+        for name, devices in self.devices.items():
+            seed_node(self.kube, gpu_node(name, devices))
+        self.started = {}
+        """Node and GPUs of each pod that a kubelet started, by UID."""
         namespace, name = LEASE.split("/")
         self.lease = {
             "metadata": {"name": name, "namespace": namespace},
@@ -197,7 +207,7 @@ class History:
             ahead_s = self.draw.choice([0, 0, -60, 60, self.draw.uniform(-60, 60)])
             connection = Connection(self.kube, self.draw, ahead_s)
             self.hosts.append(Host(f"host{number}", LoopClock(ahead_s), connection))
-        self.jobs = 0
+        self.jobs = self.strangers = self.lost_nodes = 0
         self.bound = Counter()
         self.is_active = True
 
@@ -328,16 +338,33 @@ class History:
             await asyncio.sleep(self.draw.choice([0.05, 0.3, 1.0]))
             if self.is_active and self.draw.random() < 0.03:
                 await asyncio.sleep(self.draw.uniform(5.0, 35.0))
-            found = await self.kube.get(GPU_NODES, node, GpuNode)
+            try:
+                found = await self.kube.get(GPU_NODES, node, GpuNode)
+            except NotFound:
+                continue
             known = {(one.pod_uid, one.generation): one for one in found.status.partitions}
             wanted = [
                 known.get((one.pod_uid, one.generation)) or self._prepared(one) for one in found.spec.reservations
             ]
+            tenants = self._unreserved_tenants(node, found)
+            is_new = not found.status.devices or tenants != found.status.tenants
             beat_s = asyncio.get_running_loop().time() // HEARTBEAT_S
-            if wanted != found.status.partitions or beat_s != beaten_s:
+            if wanted != found.status.partitions or beat_s != beaten_s or is_new:
                 beaten_s, now = beat_s, rfc3339(LoopClock().now())
-                status = {"partitions": msgspec.to_builtins(wanted), "heartbeatTime": now}
-                await self.kube.patch(GPU_NODES, node, {"status": status}, subresource="status")
+                status = {"partitions": wanted, "devices": self.devices[node], "tenants": tenants, "heartbeatTime": now}
+                patch = {"status": msgspec.to_builtins(status)}
+                await self.kube.patch(GPU_NODES, node, patch, subresource="status")
+
+    def _unreserved_tenants(self, node, found):
+        """Return what the agent measures of running pods whose reservation is lost."""
+        held = {one.pod_uid for one in found.spec.reservations}
+        alive = {pod["metadata"]["uid"] for pod in self._pods() if not _has_ended(pod)}
+        return [
+            Tenant(pod_uid=uid, gpu_uuid=gpu, memory_mib=900)
+            for uid, (place, gpus) in self.started.items()
+            if place == node and uid in alive and uid not in held
+            for gpu in gpus
+        ]
 
     def _prepared(self, held):
         fails = self.is_active and self.draw.random() < 0.05
@@ -345,8 +372,8 @@ class History:
         return Partition(pod_uid=held.pod_uid, generation=held.generation, state=state)
 
     async def _kubelets(self):
-        """Start bound pods whose GPUs are prepared, and end them."""
-        ends = {}
+        """Start bound pods whose GPUs are prepared, and end them; delete those that do not start in time."""
+        ends, late = {}, {}
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(0.5)
@@ -354,10 +381,17 @@ class History:
                 meta, node = item["metadata"], item["spec"].get("nodeName")
                 if not node or item["status"].get("phase") in ("Succeeded", "Failed"):
                     continue
-                held = {one["podUid"] for one in self.kube._find(GPU_NODES, "", node)["spec"].get("reservations", [])}
+                held = {}
+                with suppress(NotFound):
+                    stored = self.kube._find(GPU_NODES, "", node)["spec"].get("reservations", [])
+                    held = {one["podUid"]: one["gpuUuids"] for one in stored}
                 if meta["uid"] not in ends and meta["uid"] in held:
                     ends[meta["uid"]] = loop.time() + self.draw.uniform(5.0, 90.0)
+                    self.started[meta["uid"]] = node, held[meta["uid"]]
                     await self._set_phase(meta["name"], "Running")
+                elif meta["uid"] not in ends:
+                    if late.setdefault(meta["uid"], loop.time() + START_DEADLINE_S) < loop.time():
+                        await self._delete_pod(meta["name"])
                 elif ends.get(meta["uid"], float("inf")) < loop.time():
                     await self._set_phase(meta["name"], "Succeeded")
 
@@ -368,36 +402,71 @@ class History:
             await self.kube.patch(PODS, name, {"status": status}, namespace="default", subresource="status")
 
     async def _users(self):
-        """Create jobs, and delete pods."""
-        while True:
-            await asyncio.sleep(self.draw.uniform(0.5, 6.0))
-            if not self.is_active:
-                continue
-            if self.draw.random() < 0.75:
-                self._create_job()
-            elif pods := self._pods():
-                with suppress(NotFound):
-                    await self.kube.delete(PODS, self.draw.choice(pods)["metadata"]["name"], namespace="default")
+        """Create and suspend jobs, and create and delete pods."""
+        async with asyncio.TaskGroup() as operator:
+            while True:
+                await asyncio.sleep(self.draw.uniform(0.5, 6.0))
+                if not self.is_active:
+                    continue
+                what = self.draw.random()
+                if what < 0.7 or not self.jobs:
+                    operator.create_task(self._create_job())
+                elif what < 0.78:
+                    self._create_stranger()
+                elif what < 0.84:
+                    operator.create_task(self._suspend(f"j{self.draw.randint(1, self.jobs)}"))
+                elif pods := self._pods():
+                    await self._delete_pod(self.draw.choice(pods)["metadata"]["name"])
 
-    def _create_job(self):
+    async def _delete_pod(self, name):
+        with suppress(NotFound):
+            await self.kube.delete(PODS, name, namespace="default")
+
+    def _create_stranger(self):
+        """Create a pod with the name of a job's worker, on a node or for the scheduler."""
+        self.strangers += 1
+        spec = {"nodeName": self.draw.choice(self.nodes)} if self.draw.random() < 0.3 else {}
+        job = f"j{self.draw.randint(1, self.jobs)}"
+        pod = pod_of(job, uid=f"{STRANGER}-{self.strangers}", **spec)
+        pod["metadata"]["name"] = f"{job}-worker-0-{1 + self.strangers}"
+        self.kube.seed(PODS, pod)
+
+    async def _suspend(self, name):
+        """Suspend a job; the operator deletes its recorded pods later."""
+        patch = {"spec": {"runPolicy": {"suspend": True}}}
+        await self.kube.patch(GPU_TRAINING_JOBS, name, patch, namespace="default")
+        await asyncio.sleep(self.draw.uniform(0.0, 20.0))
+        for pod in list(self._pods()):
+            if pod["metadata"]["ownerReferences"][0]["name"] == name and not _is_stranger(pod["metadata"]["uid"]):
+                await self._delete_pod(pod["metadata"]["name"])
+
+    async def _create_job(self):
+        """Create a job with its pods, and record them as late as the operator may."""
         self.jobs += 1
         name, workers = f"j{self.jobs}", self.draw.choice([1, 1, 1, 2])
         spec = self.draw.choice([EXCLUSIVE, SHARED]) | {"workers": workers, "gpusPerWorker": 1}
         seed_job(self.kube, name, spec=spec)
+        await record(self.kube, name, 1)
+        uids = []
         created = LoopClock().now().strftime("%Y-%m-%dT%H:%M:%SZ")
         for worker in range(workers):
             pod = pod_of(name, worker=worker, schedulingGates=[{"name": GATE_ADMISSION}])
             pod["metadata"]["creationTimestamp"] = created
+            uids.append(pod["metadata"]["uid"])
             self.kube.seed(PODS, pod)
+        await asyncio.sleep(self.draw.choice([0.0, 0.0, self.draw.uniform(0.0, 10.0)]))
+        await record(self.kube, name, 1, *uids)
 
     async def _faults(self):
-        """Cut hosts off, expire watches, kill processes."""
+        """Cut hosts off, expire watches, kill processes, lose GpuNodes."""
         while True:
             await asyncio.sleep(self.draw.uniform(3.0, 25.0))
             host = self.draw.choice(self.hosts)
-            what = self.draw.choice(["cut", "cut", "expire", "kill"])
+            what = self.draw.choice(["cut", "cut", "expire", "kill", "lose"])
             if what == "expire":
                 self.kube.end_watches(Gone("too old resource version", status=410))
+            elif what == "lose":
+                await self._lose_node(self.draw.choice(self.nodes))
             elif what == "kill" and host.tasks:
                 self._kill(host)
                 await asyncio.sleep(self.draw.uniform(0.0, 5.0))
@@ -407,23 +476,38 @@ class History:
                 await asyncio.sleep(self.draw.uniform(1.0, 40.0))
                 host.connection.restore()
 
+    async def _lose_node(self, name):
+        """Delete a GpuNode; its agent creates it again, and reports afterwards."""
+        await self.kube.delete(GPU_NODES, name)
+        try:
+            await asyncio.sleep(self.draw.choice([0.0, self.draw.uniform(0.0, 10.0)]))
+        finally:
+            self.lost_nodes += 1
+            node = gpu_node(name, [])
+            uid = f"{node.metadata.uid}-{self.lost_nodes}"
+            self.kube.seed(GPU_NODES, structs.replace(node, metadata=structs.replace(node.metadata, uid=uid)))
+
     # Promises
 
     def _violations(self):
         """Replay every write, and check the promises after each."""
         found, pods, nodes = [], {}, {}
-        places = {}
+        places, lost = {}, {}
         for change in self.kube._changes:
             item = change.new or change.old
             name = item["metadata"]["name"]
             if change.plural == "pods":
                 pods[name] = change.new
             elif change.plural == "gpunodes":
+                if change.new is None:
+                    lost |= _held(nodes, name)
                 nodes[name] = change.new
+                for uid in _held(nodes, name):
+                    lost.pop(uid, None)
             else:
                 continue
-            found += _unreserved(pods, nodes) + _moved(pods, nodes, places)
-            found += _overcommitted(nodes)
+            found += _unreserved(pods, nodes, lost) + _moved(pods, nodes, places)
+            found += _overcommitted(nodes, _started(pods, lost)) + _strange(nodes)
         found += self._leaks(pods, nodes)
         return list(dict.fromkeys(found))
 
@@ -468,11 +552,29 @@ def _has_ended(pod):
     return pod["status"].get("phase") in ("Succeeded", "Failed")
 
 
-def _unreserved(pods, nodes):
+def _is_stranger(uid):
+    return uid.startswith(STRANGER)
+
+
+def _strange(nodes):
+    held = [one for name in nodes for one in _held(nodes, name).values()]
+    return [f"{one['podName']} is a stranger with a reservation" for one in held if _is_stranger(one["podUid"])]
+
+
+def _started(pods, lost):
+    """Return the lost reservations of pods that use their GPUs nevertheless."""
+    running = {pod["metadata"]["uid"] for pod in _running(pods) if pod["status"].get("phase") == "Running"}
+    return [one for uid, one in lost.items() if uid in running]
+
+
+def _unreserved(pods, nodes, lost):
+    """Return the bound pods without reservation, except for those that lost it with their GpuNode."""
     return [
         f"{pod['metadata']['name']} is bound to {pod['spec']['nodeName']} without a reservation"
         for pod in _running(pods)
-        if pod["metadata"]["uid"] not in _held(nodes, pod["spec"]["nodeName"])
+        if (uid := pod["metadata"]["uid"]) not in _held(nodes, pod["spec"]["nodeName"])
+        and uid not in lost
+        and not _is_stranger(uid)
     ]
 
 
@@ -486,11 +588,12 @@ def _moved(pods, nodes, places):
     return found
 
 
-def _overcommitted(nodes):
+def _overcommitted(nodes, started):
     found = []
     for name, node in nodes.items():
         for device in (node or {}).get("status", {}).get("devices", []):
-            held = [one for one in _held(nodes, name).values() if device["uuid"] in one["gpuUuids"]]
+            counted = [*_held(nodes, name).values(), *started]
+            held = [one for one in counted if device["uuid"] in one["gpuUuids"]]
             usable = device["memoryMib"] - device.get("reservedMib", 0)
             names = sorted(one["podName"] for one in held)
             if len(held) > 1 and any(one["mode"] == SharingMode.EXCLUSIVE for one in held):
