@@ -1,7 +1,6 @@
 """Slots, processes and what is left of them; the machine's own processes stand in for a cluster's."""
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -98,30 +97,10 @@ def test_directory_of_another_user_is_refused(tmp_path: Path) -> None:
         processes.acquire(root)
 
 
-def test_a_descendant_is_found_by_its_environment(table: ProcessTable, tmp_path: Path) -> None:
-    table.start("parent", ["sh", "-c", "sleep 600 & sleep 600 & wait"])
-    table["parent"].wait_until(lambda: len(processes.marked_processes(tmp_path)) == 3)
-    processes.end_processes(tmp_path)
-    assert processes.marked_processes(tmp_path) == []
-
-
 def test_a_process_that_ends_early_fails_with_its_log(table: ProcessTable) -> None:
     process = table.start("hasty", ["sh", "-c", "echo the reason; exit 3"])
     with pytest.raises(StartError, match=r"hasty ended with 3 before it was ready(?s:.*)the reason"):
         process.wait_until(lambda: False)
-
-
-def test_a_process_is_killed_restarted_paused_and_resumed(table: ProcessTable) -> None:
-    process = table.start("p", FOREVER)
-    first = process.pid
-    process.pause()
-    process.resume()
-    process.restart(signal.SIGTERM)
-    assert process.running
-    assert process.pid != first
-    process.kill()
-    assert not process.running
-    process.resume()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="entering namespaces needs root")

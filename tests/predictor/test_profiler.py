@@ -53,12 +53,6 @@ def test_without_memory_by_process_the_rise_of_used_memory_counts() -> None:
     assert row.peak_process_mib == 2000 + CONTEXT_MIB
 
 
-def test_without_gpm_activity_stays_empty() -> None:
-    row = Session(FakeMachine(has_gpm=False)).measure(Point(work()))
-    assert row.status == "ok"
-    assert row.sm_active_ratio is row.tensor_active_ratio is row.dram_active_ratio is None
-
-
 @pytest.mark.parametrize(
     ("behaviour", "status", "word"),
     [
@@ -119,11 +113,6 @@ def test_any_beginning_of_the_sweep_is_a_fair_sample() -> None:
     assert {p.workload.precision for p in solos[:20]} == {Precision.FP32, Precision.BF16_MIXED}
     assert {p.mode for p in pairs[:2]} == {"time-slicing", "mps"}
     assert pairs[0].workload == pairs[1].workload
-
-
-def test_a_sweep_can_be_limited_to_one_kind() -> None:
-    assert all(point.partner is None for point in points("solo"))
-    assert all(point.partner is not None for point in points("pairs"))
 
 
 def read(path: Path) -> list[dict[str, str]]:

@@ -56,18 +56,6 @@ def test_arithmetic_agrees_with_the_tracer(
     assert work.layers.normalization == traced.layers.normalization
 
 
-def test_a_dense_layer_reads_a_concatenation() -> None:
-    first, second = ("conv2d", 32 * 100, 32 * (3 * 9 + 1)), ("conv2d", 32 * 100, 32 * (35 * 9 + 1))
-    alone, both = work_of([first], 1, (3, 10, 10)), work_of([first, second], 1, (3, 10, 10))
-    assert both.flops - alone.flops == 3 * 2 * 32 * 35 * 9 * 100
-
-
-def test_a_shortcut_reads_the_input_of_the_parallel_convolution() -> None:
-    shortcut, parallel = ("conv2d", 8 * 25, 8 * (3 + 1)), ("conv2d", 8 * 25, 8 * (3 * 9 + 1))
-    work = work_of([shortcut, parallel], 1, (3, 5, 5))
-    assert work.flops == 2 * 2 * 8 * 3 * 25 + 3 * 2 * 8 * 27 * 25
-
-
 @pytest.mark.parametrize(
     ("layers", "message"),
     [([("lstm", 5, 5)], "layer 0 .*expected one of"), ([("conv2d", 7, 11)], "no number of channels fits")],

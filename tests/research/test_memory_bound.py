@@ -8,15 +8,12 @@ import pytest
 from carpool_research.memory.fit import (
     FEWEST_ROWS,
     FIRST_RUN_FACTORS,
-    SHARES,
     Bound,
     Floats,
     conformal_quantile,
     factor,
     families_of,
-    family_level,
     fit_bound,
-    held,
 )
 
 COVERAGE = 0.95
@@ -58,24 +55,11 @@ def test_the_bound_holds_for_new_families(bound: Bound) -> None:
     assert np.median(factors) == bound.factors[0]
 
 
-def test_strata_hold_their_shares_of_the_rows(bound: Bound) -> None:
-    found = np.bincount(bound.strata) / (FAMILIES * ROWS)
-    assert np.cumsum(found)[:-1] == pytest.approx(SHARES, abs=0.01)
-
-
 def test_without_risky_steps_all_factors_are_one() -> None:
     rows, _, families = risky_and_calm(3)
     bound = fit_bound(rows, np.zeros(len(rows)), families, folds(), COVERAGE)
     assert set(bound.factors) == {1.0}
     assert bound.risk.weights == [0.0, 0.0]
-
-
-def test_families_have_equal_weights_in_the_level() -> None:
-    """A family of a hundred rows weighs as much as one of a single row; half of two families and a new one is 0.75."""
-    families = np.array(["large"] * 100 + ["small"])
-    ranks = np.array([i / 100 for i in range(100)] + [0.05])
-    assert family_level(ranks, families, 0.5) == 0.49
-    assert family_level(ranks, families, 0.99) == 0.99
 
 
 def test_the_conformal_quantile_counts_the_unseen_score() -> None:
@@ -105,12 +89,6 @@ def test_families_with_too_few_rows_are_omitted() -> None:
     assert [family.name for family in families] == ["large"]
     with pytest.raises(ValueError, match="expected at least one family of 10 rows or more, found none"):
         factor([], 0.9)
-
-
-def test_a_family_is_held_if_95_percent_of_its_rows_are() -> None:
-    first, second = family_rows("first", 20, 1.0), family_rows("second", 20, 2.0)
-    families = families_of(first[0] + second[0], np.array(first[1] + second[1]))
-    assert (held(families, 0.9), held(families, 1.0), held(families, 1.93)) == (0, 1, 2)
 
 
 def test_shipped_first_run_factors_are_those_of_the_card() -> None:
