@@ -102,7 +102,8 @@ def with_tenant(node: GpuNode, job: str, draw: random.Random) -> GpuNode:
 def _job(name: str, namespace: str, load: Load, state: JobState) -> bytes:
     metadata = {"name": name, "namespace": namespace, "uid": f"job-{name}", "resourceVersion": "1"}
     predicted = prediction(**load, products=[product.name for product in PRODUCTS])  # type: ignore[arg-type]
-    status = {"state": state, "prediction": predicted}
+    attempts = [{"number": 1, "podUids": [f"pod-{name}"]}]  # the extender accepts recorded pods only
+    status = {"state": state, "prediction": predicted, "attempts": attempts}
     return msgspec.json.encode({"metadata": metadata, "spec": {"template": {}}, "status": status})
 
 
