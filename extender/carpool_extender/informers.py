@@ -76,6 +76,12 @@ class JobStatusRow(_Wire, frozen=True, kw_only=True):
         return self.attempts[-1] if self.attempts else AttemptRow()
 
     @property
+    def predicted_step_times_s(self) -> dict[str, float]:
+        """Predicted step time by GPU product, in seconds."""
+        products = [] if self.prediction is None else self.prediction.products
+        return {product.product: product.step_time_seconds.median for product in products}
+
+    @property
     def died_of_memory(self) -> bool:
         """Whether an attempt that is remembered used its GPU's memory up."""
         return any(attempt.outcome == OUTCOME_GPU_OUT_OF_MEMORY for attempt in self.attempts)
@@ -110,11 +116,16 @@ class WatchedStatus(JobStatusRow, frozen=True, kw_only=True):
     step_times_s: dict[str, float] = {}
     """Predicted step time by GPU product, in seconds; kept while the job runs, because its end is predicted by it."""
 
+    @property
+    def predicted_step_times_s(self) -> dict[str, float]:
+        """Predicted step time by GPU product, in seconds; kept while the job runs."""
+        return self.step_times_s or super().predicted_step_times_s
+
     def __post_init__(self) -> None:
         """Delete the parts that no decision needs."""
         if self.state in _NEED_NO_PLACE and self.prediction is not None:
             if self.state not in (JobState.COMPLETE, JobState.FAILED):
-                times = {intern(p.product): p.step_time_seconds.median for p in self.prediction.products}
+                times = {intern(product): step_s for product, step_s in super().predicted_step_times_s.items()}
                 msgspec.structs.force_setattr(self, "step_times_s", times)
             msgspec.structs.force_setattr(self, "prediction", None)
         if len(self.attempts) > 1 and not self.died_of_memory:
@@ -159,6 +170,18 @@ def _keep_once(of: msgspec.Struct, *names: str) -> None:
 @lru_cache(maxsize=TEMPLATES)
 def _containers(encoded: bytes) -> list[Container]:
     return msgspec.json.decode(encoded, type=list[Container])
+
+
+def workers_with_reservation(cluster: ClusterCache, job_uid: JobUid, pods: Iterable[Pod]) -> set[PodUid]:
+    """Return the UIDs of a job's pods that have reservations, without deleted ones: a dead node keeps those.
+
+    Args:
+        cluster: The cluster.
+        job_uid: The job.
+        pods: Pods that name it as their controller.
+    """
+    deleted = {PodUid(pod.metadata.uid) for pod in pods if pod.metadata.deletion_timestamp is not None}
+    return cluster.pods_of_job(job_uid) - deleted
 
 
 DELETED_REMEMBERED = 1024
@@ -222,9 +245,8 @@ class Informers:
         return self._pods_by_job.get(job_uid, {}).values()
 
     def workers_with_reservation(self, job_uid: JobUid) -> set[PodUid]:
-        """Return the UIDs of a job's pods that have reservations, without deleted ones: a dead node keeps those."""
-        deleted = {PodUid(p.metadata.uid) for p in self.pods_of(job_uid) if p.metadata.deletion_timestamp is not None}
-        return self.cluster.pods_of_job(job_uid) - deleted
+        """Return the pods of a job that hold GPUs; see the function of this name."""
+        return workers_with_reservation(self.cluster, job_uid, self.pods_of(job_uid))
 
     def pods(self) -> Iterable[Pod]:
         """Return every pod of our scheduler."""

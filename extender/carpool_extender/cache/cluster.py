@@ -269,6 +269,10 @@ class ClusterCache:
         """Return the nodes on which a pod has a written reservation; more than one only if two schedulers raced."""
         return sorted(self._nodes_of_pod.get(pod_uid, ()))
 
+    def nodes_assuming(self, pod_uid: PodUid) -> list[str]:
+        """Return the nodes on which a pod has an assumed reservation."""
+        return sorted(name for name, assumed in self._assumed.items() if pod_uid in assumed)
+
     def pods_of_job(self, job_uid: JobUid) -> set[PodUid]:
         """Return the pods of a job that have reservations, written or assumed."""
         return set(self._pods_of_job.get(job_uid, ()))

@@ -11,18 +11,19 @@ reservation. Nothing else is stored: a new leader finds ungated pods without res
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Container, Iterable, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 import structlog
-from carpool_core.clock import Clock, parse_rfc3339, rfc3339
+from carpool_core.clock import Clock, rfc3339
 from carpool_core.keys import CONDITION_ADMITTED, GATE_ADMISSION
 from carpool_core.kube.api import LEASES, PODS, KubeApi, Selector
 from carpool_core.kube.errors import KubeError, NotFound, Refused, Retryable
-from carpool_core.kube.pods import Pod, job_owner_reference, parse_worker_name
+from carpool_core.kube.pods import Pod, job_owner_reference
 from carpool_core.kube.reflector import Reflector
 from carpool_core.products import DeviceClass
 from carpool_core.resources.meta import ObjectMeta
@@ -31,20 +32,17 @@ from carpool_core.values import JobUid, PodUid
 
 from carpool_extender.cache.cluster import may_free_capacity
 from carpool_extender.cache.pod_request import PodRequest
-from carpool_extender.framework.gang import place_gang
 from carpool_extender.framework.selection import EvaluationCache
-from carpool_extender.informers import AttemptRow, Informers, JobRow
+from carpool_extender.informers import Informers, JobRow
 from carpool_extender.metrics import ExtenderMetrics
-from carpool_extender.queue.order import duration_in, reservation_end_s
+from carpool_extender.queue.entries import Gang, claims_of_admitted, entry_of, gang_of, predicted_end_of
 from carpool_extender.queue.scheduling_queue import (
     Admitted,
     Claim,
-    PodRef,
     QueuedJobInfo,
     SchedulingQueue,
     Waiting,
     WaitReason,
-    claims_of,
     refusal_message,
 )
 from carpool_extender.workloads import NotOurs, Workloads
@@ -120,10 +118,6 @@ class Leadership:
 class _Job:
     """Queue state of a job that exists."""
 
-    number: int
-    arrived_s: float = 0.0
-    """When the present attempt became admissible: its oldest pod's creation, in seconds since 1970."""
-    attempt: int = 0
     failures: int = 0
     """Admissions in a row after which no pod was bound."""
     retry_at_s: float = 0.0
@@ -131,22 +125,6 @@ class _Job:
     """kube-scheduler's words about the last failure."""
     written_at_s: float = float("-inf")
     """Monotonic time at which its condition was last compared or written."""
-
-
-@dataclass(slots=True)
-class _Gang:
-    """Unfinished pods of a job's latest attempt."""
-
-    gated: list[Pod] = field(default_factory=list)
-    admitted: list[Pod] = field(default_factory=list)
-    """Ungated, not bound."""
-    bound: int = 0
-    """Bound, or finished successfully."""
-
-    @property
-    def size(self) -> int:
-        """Number of workers that exist."""
-        return len(self.gated) + len(self.admitted) + self.bound
 
 
 class AdmissionController:
@@ -183,17 +161,16 @@ class AdmissionController:
         self._evaluations, self._leadership, self._timeout_s = evaluations, leadership, timeout_s
         self._clock, self._sleep, self._metrics = clock, sleep, metrics
         self._binding: Container[PodUid] = ()
-        self._jobs: dict[JobUid, _Job] = {}
-        self._arrivals = 0
+        self._jobs: defaultdict[JobUid, _Job] = defaultdict(_Job)
         self._claims: dict[PodUid, Claim] = {}
         self._admitted_at: dict[PodUid, float] = {}
         """Monotonic time at which a pod was first seen without its gate, or its gate was removed."""
         self._ungating: set[PodUid] = set()
         """Pods whose gate is being removed, or was removed and the watch has not shown it yet."""
-        self._ends: dict[PodUid, float] = {}
-        """Predicted ends of reservations, in seconds since 1970."""
+        self._ends: dict[PodUid, tuple[Reservation, float]] = {}
+        """Reservations with their predicted ends, in seconds since 1970."""
         self._dirty: set[JobUid] = set()
-        self._gangs: dict[JobUid, _Gang] = {}
+        self._gangs: dict[JobUid, Gang] = {}
         self._requests: dict[JobUid, PodRequest] = {}
         self._refusals: dict[JobUid, tuple[Pod, str]] = {}
         """Jobs that may not ask for GPUs as they do, with a pod and the reason."""
@@ -261,7 +238,7 @@ class AdmissionController:
             self._dirty.update(self._gangs)  # predicted lengths depend on the products of the cluster
         dirty, self._dirty = self._dirty, set()
         for job in dirty:
-            await self._update(job, now_s)
+            await self._update(job)
         # 2. Claim GPUs for admitted pods that have none, and return those that were not reserved in time.
         for job in [job for job, gang in self._gangs.items() if gang.admitted]:
             self._follow_admitted(job, self._gangs[job], now_s)
@@ -273,12 +250,12 @@ class AdmissionController:
 
     # --- gathering -------------------------------------------------------------------------------------------------
 
-    async def _update(self, job: JobUid, now_s: float) -> None:
+    async def _update(self, job: JobUid) -> None:
         """Gather the pods of a job, and its entry of the queue."""
         for known in (self._gangs, self._requests, self._refusals):
             known.pop(job, None)
-        gang = self._gang(job)
-        info = None if gang is None else await self._gather(job, gang, now_s)
+        gang = gang_of(self._informers.job(job), self._informers.pods_of(job), self._ungating)
+        info = None if gang is None else await self._gather(job, gang)
         if info is None:
             self._queue.remove(job)
         else:
@@ -286,7 +263,7 @@ class AdmissionController:
         if gang is None and self._informers.job(job) is None:
             self._jobs.pop(job, None)
 
-    async def _gather(self, job: JobUid, gang: _Gang, now_s: float) -> QueuedJobInfo | None:
+    async def _gather(self, job: JobUid, gang: Gang) -> QueuedJobInfo | None:
         """Return a job's entry of the queue; None if it has none, or may not ask for GPUs as it does."""
         pod = (gang.gated or gang.admitted)[0]
         try:
@@ -302,81 +279,21 @@ class AdmissionController:
             self._dirty.add(job)
             return None
         self._gangs[job], self._requests[job] = gang, request
-        return self._info(job, gang, request, now_s) if gang.gated else None
-
-    def _gang(self, job: JobUid) -> _Gang | None:
-        """Return the pods of a job's latest attempt; None if none of them waits.
-
-        Users can create pods that name the job as controller. The job's status, which they cannot write, has the number
-        of the attempt and the UIDs of its pods. A pod that is not recorded yet waits for the status.
-        """
-        row, pods = self._informers.job(job), self._informers.pods_of(job)
-        attempt = AttemptRow() if row is None else row.status.latest_attempt
-        if row is not None:
-            own = row.metadata.namespace
-            pods = [p for p in pods if p.metadata.namespace == own and p.metadata.uid in attempt.pod_uids]
-        named = [(pod, name) for pod in pods if (name := parse_worker_name(pod.metadata.name))]
-        latest, gang = attempt.number or max((name.attempt for _, name in named), default=0), _Gang()
-        for pod, name in named:
-            if name.attempt != latest or pod.status.phase == "Failed":
-                continue
-            if pod.spec.node_name or pod.is_finished:
-                gang.bound += 1
-            elif pod.metadata.deletion_timestamp is not None:
-                continue
-            elif pod.is_gated and PodUid(pod.metadata.uid) not in self._ungating:
-                gang.gated.append(pod)
-            else:
-                gang.admitted.append(pod)
-        return gang if gang.gated or gang.admitted else None
-
-    def _state(self, job: JobUid) -> _Job:
-        known = self._jobs.get(job)
-        if known is None:
-            self._arrivals += 1
-            known = self._jobs[job] = _Job(self._arrivals)
-        return known
-
-    def _info(self, job: JobUid, gang: _Gang, request: PodRequest, now_s: float) -> QueuedJobInfo | None:
-        """Return a job's entry of the queue; None if it is not admissible: a worker is missing, or has another gate."""
-        others = any(gate.name != GATE_ADMISSION for pod in gang.gated for gate in pod.spec.scheduling_gates)
-        if gang.size < request.workers or others:
-            return None
-        state, named = self._state(job), parse_worker_name(gang.gated[0].metadata.name)
-        attempt = 0 if named is None else named.attempt
-        if state.attempt != attempt:
-            state.attempt, state.arrived_s = attempt, min(_created_s(pod, now_s) for pod in gang.gated)
-        pods = sorted(gang.gated, key=lambda pod: pod.metadata.name)
-        is_begun = bool(gang.admitted or gang.bound)  # the rest of a gang comes first
-        return QueuedJobInfo(
-            job=job,
-            name=f"{request.demand.namespace}/{request.demand.job_name}",
-            priority=max(pod.spec.priority for pod in pods),
-            arrived_s=0.0 if is_begun else state.arrived_s,
-            number=state.number,
-            request=request,
-            pods=tuple(PodRef(PodUid(pod.metadata.uid), pod.metadata.name) for pod in pods),
-            duration_s=duration_in(request, self._informers.cluster.snapshot()),
-            retry_at_s=state.retry_at_s,
-        )
+        return entry_of(gang, request, self._informers.cluster.snapshot(), self._jobs[job].retry_at_s)
 
     def _end_of(self, held: Reservation) -> float | None:
-        """Predict the end of a reservation: its start, and the job's steps on that GPU at the expected slowdown."""
+        """Predict the end of a reservation; the result is kept as long as the reservation is the same."""
         known = self._ends.get(held.pod_uid)
-        if known is None and (row := self._informers.job(held.job_uid)) is not None:
-            times: Mapping[str, float] = getattr(row.status, "step_times_s", {})
-            if not times and row.status.prediction is not None:
-                times = {p.product: p.step_time_seconds.median for p in row.status.prediction.products}
-            cluster = self._informers.cluster
-            devices = (d for name in cluster.nodes_holding(held.pod_uid) for d in cluster.nodes[name].status.devices)
-            known = reservation_end_s(held, row.spec.training.steps, times, devices)
-            if known is not None and self._informers.pod(held.pod_uid) is not None:
-                self._ends[held.pod_uid] = known
-        return known
+        if known is not None and known[0] is held:
+            return known[1]
+        end_s = predicted_end_of(held, self._informers.job(held.job_uid), self._informers.cluster)
+        if end_s is not None and self._informers.pod(held.pod_uid) is not None:
+            self._ends[held.pod_uid] = held, end_s
+        return end_s
 
     # --- admitted pods ---------------------------------------------------------------------------------------------
 
-    def _follow_admitted(self, job: JobUid, gang: _Gang, now_s: float) -> None:
+    def _follow_admitted(self, job: JobUid, gang: Gang, now_s: float) -> None:
         now, unclaimed = self._clock.monotonic(), list[Pod]()
         for pod in gang.admitted:
             uid = PodUid(pod.metadata.uid)
@@ -390,24 +307,16 @@ class AdmissionController:
             elif uid not in self._claims:
                 unclaimed.append(pod)
         if unclaimed and (request := self._requests.get(job)) is not None:
-            self._claim_again(job, unclaimed, request, now_s)
-
-    def _claim_again(self, job: JobUid, pods: Sequence[Pod], request: PodRequest, now_s: float) -> None:
-        """Claim GPUs for pods that are ungated already: after a change of leader, or a bind that failed."""
-        refs = tuple(PodRef(PodUid(pod.metadata.uid), pod.metadata.name) for pod in pods)
-        if (found := place_gang(self._evaluations.of(request), len(refs))) is None:
-            return
-        info = QueuedJobInfo(job, "", 0, 0.0, 0, request, refs)
-        self._count(claims_of(info, found, now_s))
+            self._count(claims_of_admitted(unclaimed, request, self._evaluations, now_s))
 
     def _count(self, claims: Iterable[Claim]) -> None:
         for claim in claims:
             self._informers.cluster.assume(claim.node, claim.reservation)
             self._claims[claim.reservation.pod_uid] = claim
 
-    def _give_up(self, job: JobUid, gang: _Gang, now_s: float) -> None:
+    def _give_up(self, job: JobUid, gang: Gang, now_s: float) -> None:
         """Return a job to the queue: delete its pods that were never bound, whose gates cannot be added again."""
-        state = self._state(job)
+        state = self._jobs[job]
         state.failures += 1
         delay_s = min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(state.failures - 1, 16))
         words = [_scheduler_words(self._informers.pod(PodUid(pod.metadata.uid)) or pod) for pod in gang.admitted]
@@ -438,8 +347,6 @@ class AdmissionController:
         for claim in one.claims:
             uid = claim.reservation.pod_uid
             self._claims[uid], self._admitted_at[uid] = claim, now
-            if one.info.duration_s is not None:
-                self._ends[uid] = one.end_s
             self._ungating.add(uid)
         self._dirty.add(one.info.job)
         self._metrics.admissions.labels("admitted").inc()
@@ -505,11 +412,11 @@ class AdmissionController:
     def _due_conditions(self) -> list[tuple[Pod, str, str]]:
         now, due, texts = self._clock.monotonic(), [], dict[tuple[object, ...], str]()
         late = [
-            (state.written_at_s, state.number, job)
+            (state.written_at_s, job)
             for job in (*self._queue, *self._refusals)
-            if now - (state := self._state(job)).written_at_s >= CONDITION_EVERY_S
+            if now - (state := self._jobs[job]).written_at_s >= CONDITION_EVERY_S
         ]
-        for _, _, job in sorted(late)[: 4 * CONDITIONS_A_SECOND]:
+        for _, job in sorted(late)[: 4 * CONDITIONS_A_SECOND]:
             state = self._jobs[job]
             waiting, refusal = self._queue.waiting(job), self._refusals.get(job)
             if refusal is not None:
@@ -627,11 +534,6 @@ def _is_same(old: Pod, new: Pod) -> bool:
         new.is_finished,
         new.metadata.deletion_timestamp,
     )
-
-
-def _created_s(pod: Pod, now_s: float) -> float:
-    created = pod.metadata.creation_timestamp
-    return parse_rfc3339(created).timestamp() if created else now_s
 
 
 def _admitted_condition(pod: Pod) -> tuple[str, str] | None:

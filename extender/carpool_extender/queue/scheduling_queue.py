@@ -84,9 +84,10 @@ class QueuedJobInfo:
     retry_at_s: float = 0.0
     """The job is not admitted before this time: it backs off."""
 
-    def key(self) -> QueueKey:
-        """Return the sort key."""
-        return QueueKey(-self.priority, self.arrived_s, duration_bucket(self.duration_s), self.number)
+    def key(self, default_duration_s: float = ASSUMED_DURATION_S) -> QueueKey:
+        """Return the sort key; `default_duration_s` is the length of jobs whose length is unknown."""
+        length_s = default_duration_s if self.duration_s is None else self.duration_s
+        return QueueKey(-self.priority, self.arrived_s, duration_bucket(length_s), self.number)
 
     @property
     def shape(self) -> tuple[bytes, int]:
@@ -279,6 +280,12 @@ class SchedulingQueue:
         if info is not None and self._aside.pop(job, None) is None:
             self._take_out(info)
 
+    def in_order(self) -> list[QueuedJobInfo]:
+        """Return all pending jobs in queue order."""
+        of_number = {info.number: info for info in self._jobs.values()}
+        keys = (info.key(self._default_duration_s) for info in of_number.values())
+        return [of_number[key.number] for key in queue_order(keys, self._order, self._end)]
+
     def waiting(self, job: JobUid) -> Waiting | None:
         """Return why a job waits since the last pass; None if it is not pending or was not considered."""
         info = self._jobs.get(job)
@@ -352,9 +359,7 @@ class SchedulingQueue:
         self._pass = _Pass(end_of, now_s)
         for held in (one for node in self._cluster.nodes.values() for one in node.spec.reservations):
             until_s[held.job_uid] = self._expected_end(held)
-        of_number = {info.number: info.job for info in self._jobs.values()}
-        in_order = queue_order((info.key() for info in self._jobs.values()), self._order, self._end)
-        found = {of_number[key.number]: Forecast(position, None) for position, key in enumerate(in_order, start=1)}
+        found = {info.job: Forecast(position, None) for position, info in enumerate(self.in_order(), start=1)}
         while True:
             for one in self.admit(lambda held: until_s.get(held.job_uid), now_s):
                 job = one.info.job
@@ -483,7 +488,7 @@ class SchedulingQueue:
         return predicted_end(started_s, length_s, now_s)
 
     def _sort_key(self, info: QueuedJobInfo) -> tuple[float, ...]:
-        return sort_key(info.key(), self._order, self._end)
+        return sort_key(info.key(self._default_duration_s), self._order, self._end)
 
     def _insert(self, info: QueuedJobInfo) -> None:
         group = self._groups.setdefault(_group_key(info), _Group())
