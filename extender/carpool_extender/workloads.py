@@ -78,7 +78,7 @@ class Workloads:
         owner = controller_of(pod)
         job = self._informers.job(JobUid(owner.uid))
         if job is not None:
-            _check_worker(pod, job)
+            check_worker(pod, job)
             if job.status.prediction is not None:
                 return self._checked(pod, job)
             if (known := self._known.get(JobUid(owner.uid))) is not None:
@@ -89,15 +89,8 @@ class Workloads:
         )
 
     def _checked(self, pod: Pod, job: JobRow) -> PodRequest:
-        _check_worker(pod, job)
-        pod_request = self._request(job, container_uid(pod.spec))
-        asked, expected = gpus_asked(pod), pod_request.demand.gpus
-        if asked != expected:
-            raise NotOurs(
-                f"WrongRequest: pod {_name(pod)} asks for {asked} {RESOURCE_GPU}, its job's gpusPerWorker is "
-                f"{expected}; let the operator create the job's pods"
-            )
-        return pod_request
+        check_worker(pod, job)
+        return self._request(job, container_uid(pod.spec))
 
     async def _job(self, pod: Pod, owner: OwnerReference) -> JobRow:
         """Read the job again if the watch may be behind: it lacks the job, its prediction or the pod's UID."""
@@ -143,11 +136,12 @@ def controller_of(pod: Pod) -> OwnerReference:
     )
 
 
-def _check_worker(pod: Pod, job: JobRow) -> None:
+def check_worker(pod: Pod, job: JobRow) -> None:
     """Check that a pod is a worker of an active job: anyone who may create pods can name any job as its owner.
 
     Raises:
-        NotOurs: The pod is in another namespace, has no worker's name, is not recorded, or the job is not active.
+        NotOurs: The pod is in another namespace, has no worker's name, is not recorded, asks for other GPUs than its
+            job, or the job is not active.
     """
     if job.metadata.namespace != pod.metadata.namespace:
         raise _no_such_job(pod, controller_of(pod))
@@ -168,6 +162,12 @@ def _check_worker(pod: Pod, job: JobRow) -> None:
             f"NotRecorded: expected UID {pod.metadata.uid} of pod {_name(pod)} in the latest attempt of job "
             f"{job.metadata.name}, found other pods; it is tried again once the operator has recorded it, and deleted "
             "if the operator did not create it"
+        )
+    asked, expected = gpus_asked(pod), job.spec.gpus_per_worker
+    if asked != expected:
+        raise NotOurs(
+            f"WrongRequest: pod {_name(pod)} asks for {asked} {RESOURCE_GPU}, its job's gpusPerWorker is "
+            f"{expected}; let the operator create the job's pods"
         )
 
 

@@ -14,7 +14,6 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -35,7 +34,14 @@ from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.selection import EvaluationCache
 from carpool_extender.informers import Informers, JobRow
 from carpool_extender.metrics import ExtenderMetrics
-from carpool_extender.queue.entries import Gang, claims_of_admitted, entry_of, gang_of, predicted_end_of
+from carpool_extender.queue.entries import (
+    Gang,
+    backoff_message,
+    claims_of_admitted,
+    entry_of,
+    gang_of,
+    predicted_end_of,
+)
 from carpool_extender.queue.scheduling_queue import (
     Admitted,
     Claim,
@@ -437,9 +443,7 @@ class AdmissionController:
     def _explain(self, waiting: Waiting, state: _Job, texts: dict[tuple[object, ...], str]) -> str:
         """Return `Reason: sentence` for a waiting job; equal requests share one text."""
         if waiting.reason is WaitReason.BACKOFF:
-            words = state.retry_reason or "kube-scheduler found no node for its pods in time"
-            at = rfc3339(datetime.fromtimestamp(state.retry_at_s, UTC))
-            return f"Unschedulable: {words}; admitted again after {at}"
+            return f"Unschedulable: {backoff_message(state.retry_reason, state.retry_at_s)}"
         is_own = waiting.info.request.workers > 1 or waiting.reason is WaitReason.TOO_MANY_PODS
         key = (waiting.reason, waiting.info.name if is_own else waiting.behind, *waiting.info.shape)
         if key not in texts:

@@ -1,10 +1,12 @@
 """Entries of the queue, built from jobs and their pods. Pure: the admission controller and `explain` use it."""
 
 from collections.abc import Container, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 
-from carpool_core.clock import parse_rfc3339
-from carpool_core.keys import GATE_ADMISSION
+from carpool_core.clock import parse_rfc3339, rfc3339
+from carpool_core.keys import CONDITION_ADMITTED, GATE_ADMISSION
 from carpool_core.kube.pods import Pod, parse_worker_name
 from carpool_core.resources.node import Reservation
 from carpool_core.values import PodUid
@@ -17,6 +19,9 @@ from carpool_extender.framework.selection import EvaluationCache
 from carpool_extender.informers import AttemptRow, JobRow
 from carpool_extender.queue.order import duration_in, reservation_end_s
 from carpool_extender.queue.scheduling_queue import Claim, PodRef, QueuedJobInfo, claims_of
+
+_RETRY = "; admitted again after "
+"""Text before the time in the message of a job that backs off."""
 
 
 @dataclass(slots=True)
@@ -139,6 +144,33 @@ def predicted_end_of(held: Reservation, job: JobRow | None, cluster: ClusterCach
     names = cluster.nodes_holding(held.pod_uid) or cluster.nodes_assuming(held.pod_uid)
     devices = (device for name in names for device in cluster.nodes[name].status.devices)
     return reservation_end_s(held, job.spec.training.steps, job.status.predicted_step_times_s, devices)
+
+
+def backoff_message(words: str, retry_at_s: float) -> str:
+    """Return the message of a job that backs off.
+
+    Args:
+        words: kube-scheduler's message about the last failure; may be empty.
+        retry_at_s: When the job is admitted again, in seconds since 1970.
+    """
+    words = words or "kube-scheduler found no node for its pods in time"
+    return f"{words}{_RETRY}{rfc3339(datetime.fromtimestamp(retry_at_s, UTC))}"
+
+
+def backoff_of(pods: Iterable[Pod]) -> tuple[float, str]:
+    """Return until when a job backs off, in seconds since 1970, and the message that the leader wrote about it.
+
+    Args:
+        pods: Its gated pods.
+
+    Returns:
+        0 and an empty message if the leader wrote no such message.
+    """
+    for message in (one.message for pod in pods for one in pod.status.conditions if one.type == CONDITION_ADMITTED):
+        with suppress(ValueError):
+            if retry_at := message.partition(_RETRY)[2]:
+                return parse_rfc3339(retry_at).timestamp(), message
+    return 0.0, ""
 
 
 def _created_s(pod: Pod) -> float:

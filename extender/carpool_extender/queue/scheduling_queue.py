@@ -355,16 +355,16 @@ class SchedulingQueue:
         """
         for info in pending:
             self.add(info)
-        until_s, claims = dict[JobUid, float](), dict[JobUid, tuple[Claim, ...]]()
+        until_s = dict[JobUid, float]()
         self._pass = _Pass(end_of, now_s)
-        for held in (one for node in self._cluster.nodes.values() for one in node.spec.reservations):
-            until_s[held.job_uid] = self._expected_end(held)
+        for node in map(self._cluster.with_assumed, self._cluster.nodes):
+            for held in () if node is None else node.spec.reservations:
+                until_s[held.job_uid] = max(until_s.get(held.job_uid, now_s), self._expected_end(held))
         found = {info.job: Forecast(position, None) for position, info in enumerate(self.in_order(), start=1)}
         while True:
             for one in self.admit(lambda held: until_s.get(held.job_uid), now_s):
-                job = one.info.job
-                found[job] = Forecast(found[job].position, now_s)
-                until_s[job], claims[job] = one.end_s, one.claims
+                found[one.info.job] = replace(found[one.info.job], start_s=now_s)
+                until_s[one.info.job] = one.end_s
             retries = [info.retry_at_s for info in self._jobs.values() if info.retry_at_s > now_s]
             times = [*until_s.values(), *retries]
             if not self._jobs or not times or (until is not None and until not in self._jobs):
@@ -373,8 +373,6 @@ class SchedulingQueue:
             for job in [job for job, end_s in until_s.items() if end_s <= now_s]:
                 del until_s[job]
                 _release(self._cluster, job)
-                for node, claimed in claims.pop(job, ()):
-                    self._cluster.forget(node, claimed.pod_uid)
 
     def _sort(self) -> None:
         """Sort the groups by the present end of the queue."""
@@ -524,11 +522,15 @@ def claims_of(info: QueuedJobInfo, found: Sequence[WorkerPlace], now_s: float) -
 
 
 def _release(cluster: ClusterCache, job: JobUid) -> None:
-    """Delete the written reservations of a job from a copy of a cluster."""
-    for name in {name for uid in cluster.pods_of_job(job) for name in cluster.nodes_holding(uid)}:
+    """Delete the reservations of a job, written or assumed, from a copy of a cluster."""
+    pods = cluster.pods_of_job(job)
+    for name in {name for uid in pods for name in cluster.nodes_holding(uid)}:
         node = cluster.nodes[name]
         left = [one for one in node.spec.reservations if one.job_uid != job]
         cluster.apply(msgspec.structs.replace(node, spec=msgspec.structs.replace(node.spec, reservations=left)))
+    for uid in pods:
+        for name in cluster.nodes_assuming(uid):
+            cluster.forget(name, uid)
 
 
 def refusal_message(waiting: Waiting, evaluations: EvaluationCache) -> str:
