@@ -111,7 +111,7 @@ class ConditionSettings:
 _ORDERS = (
     "Order of pending jobs. Arrival: by the time at which they became admissible. Alternate: like Arrival, but the "
     "longest and the shortest job of each ten minutes alternate. LongestFirst: by length alone. The length is "
-    "spec.training.steps times the predicted step time; an hour if the job declares no steps. Pods of a higher "
+    "spec.training.steps times the predicted step time; --default-duration-seconds if it is unknown. Pods of a higher "
     "priority always come first."
 )
 
@@ -145,6 +145,16 @@ def _count_peaks() -> Any:
     )
 
 
+def _default_duration_seconds() -> Any:
+    return setting(
+        ASSUMED_DURATION_S,
+        flag="--default-duration-seconds",
+        env="CARPOOL_DEFAULT_DURATION_SECONDS",
+        minimum=1,
+        help="Length that the queue assumes for a job without spec.training.steps, in seconds.",
+    )
+
+
 @dataclass(frozen=True)
 class AskSettings:
     """Settings of `explain` and `what-if`; by default those of the installation."""
@@ -164,6 +174,7 @@ class AskSettings:
     queue_order: QueueOrder = setting(
         QueueOrder.ALTERNATE, flag="--queue-order", env="CARPOOL_QUEUE_ORDER", help=_ORDERS
     )
+    default_duration_seconds: float = _default_duration_seconds()
     conditions: ConditionSettings = field(default_factory=ConditionSettings)
     calibration: str = setting(
         "carpool-system/carpool-calibration",
@@ -225,13 +236,7 @@ class ExtenderSettings:
         help="Time that a node's agent has to prepare a reservation, in seconds; the extender's httpTimeout must be "
         "longer.",
     )
-    default_duration_seconds: float = setting(
-        ASSUMED_DURATION_S,
-        flag="--default-duration-seconds",
-        env="CARPOOL_DEFAULT_DURATION_SECONDS",
-        minimum=1,
-        help="Length that the queue assumes for a job without spec.training.steps, in seconds.",
-    )
+    default_duration_seconds: float = _default_duration_seconds()
     admission_timeout_seconds: float = setting(
         30.0,
         flag="--admission-timeout-seconds",

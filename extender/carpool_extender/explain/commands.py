@@ -276,10 +276,10 @@ def explain_command(settings: AskSettings, job: str, namespace: str | None, each
     """Explain where JOB is, why not elsewhere, and by how much each GPU fits or misses.
 
     For a job without a place it prints its place in the queue with its expected start, and what would have to change
-    for a place now. The forecast counts jobs of unknown length with 60 minutes.
+    for a place now.
 
     The decision uses the site's settings where you may read them. Only the extender remembers which GPUs could not be
-    prepared a moment ago, which jobs back off, and from which end the order Alternate goes on.
+    prepared a moment ago, and from which end the order Alternate goes on.
     """
 
     async def answer(api: KubeApi, _: AskSettings, config: SchedulerConfig, options: Options) -> Answer:
@@ -302,7 +302,7 @@ def what_if(settings: AskSettings, manifest: Path, namespace: str | None, each_g
     no GPU of the cluster could ever run it. Exit code 2: the question could not be answered.
 
     The decision uses the site's settings where you may read them. Only the extender remembers which GPUs could not be
-    prepared a moment ago, which jobs back off, and from which end the order Alternate goes on.
+    prepared a moment ago, and from which end the order Alternate goes on.
     """
     try:
         wanted = read_manifest(manifest, namespace)
@@ -346,7 +346,9 @@ def _print_answer(settings: AskSettings, each_gpu: bool, question: _Question) ->
             site, note = await read_site_settings(api, settings, flags)
             config = SchedulerConfig(find_policy(site.policy), site.slots_per_gpu, site.conditions.conditions())
             job_options = JobOptions(site.job_policies, site.count_peaks)
-            options = Options(ServerClock(clock, api), job_options, site.queue_order, each_gpu)
+            options = Options(
+                ServerClock(clock, api), job_options, site.queue_order, site.default_duration_seconds, each_gpu
+            )
             found = await question(api, site, config, options)
             return Answer([*found.lines, note], found.is_infeasible)
 

@@ -47,6 +47,7 @@ class DryRun:
 
     Attributes:
         unchecked: Sentences on everything that was not checked.
+        fits: Whether all of them would get places now.
     """
 
     def __init__(
@@ -61,16 +62,24 @@ class DryRun:
         self._cluster, self._request, self._config = cluster, request, config
         self._wanted, self._steps = wanted, steps
         self._evaluated = CachedEvaluation(request, config, cluster.snapshot())
-        self._fits = max_workers(self._evaluated, wanted) >= wanted
+        self.fits = max_workers(self._evaluated, wanted) >= wanted
         self.unchecked = [*notes, UNCHECKED]
 
-    def infeasible(self) -> str | None:
-        """Return why the workers could not run even on empty GPUs; None if they could."""
-        return infeasible_when_empty(self._evaluated.evaluation, self._config.slots, self._wanted)
+    def never(self, *, is_complete: bool) -> list[str] | None:
+        """Return why the workers could not run even on empty GPUs, and what would help; None if they could.
+
+        Args:
+            is_complete: Whether all GPUs are known: a node that cannot be read may have suitable ones.
+        """
+        reason = infeasible_when_empty(self._evaluated.evaluation, self._config.slots, self._wanted)
+        if reason is None:
+            return None
+        where = "here" if is_complete else "on the GPUs that are known"
+        return [f"could never run {where}: {reason}", *self.unchecked, *self.hints()]
 
     def hints(self) -> list[str]:
         """Return the best places if all workers fit, and what would have to change otherwise."""
-        if self._fits:
+        if self.fits:
             return ranking_lines(self._evaluated)
         return advice(Scenario(self._request, self._config, self._cluster, self._wanted))
 
@@ -80,7 +89,7 @@ class DryRun:
         Args:
             waits: Why the queue would not admit the job now, although there may be room; None if it would.
         """
-        if waits is None and not self._fits:
+        if waits is None and not self.fits:
             waits = self._no_room()
         decided = self._would_go() if waits is None else [f"would have to wait now: {waits}"]
         return [*decided, *self.unchecked, *self.hints()]
@@ -96,7 +105,7 @@ class DryRun:
             had, needed = pluralize(len(own), "place"), pluralize(self._wanted, "worker")
             line = f"it has {had} for {needed} until an ended worker's reservation is released; not compared"
             return [line, *self.unchecked]
-        if not self._fits:
+        if not self.fits:
             return [f"{it} have to wait: {self._no_room()}", *self.unchecked]
         first, *others = self._would_go()
         if Counter(own) == Counter(frozenset(one.placement.gpu_uuids) for one in self._places()):

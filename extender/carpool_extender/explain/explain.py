@@ -15,16 +15,18 @@ from carpool_core.keys import (
     CONDITION_RUNNING,
     CONDITION_SUSPENDED,
     LABEL_MANAGED,
+    REASON_EXCEEDS_EVERY_GPU,
+    REASON_NO_SUCH_GPU,
     REASONS_PODS_REFUSED,
     SCHEDULER_NAME,
 )
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, NODES, PODS, KubeApi, Selector
 from carpool_core.kube.errors import Forbidden, NotFound
-from carpool_core.kube.pods import Pod, PodSpec, container_uid
+from carpool_core.kube.pods import Pod, PodSpec, container_uid, job_owner_reference
 from carpool_core.resources.job import GpuTrainingJob, WorkerPlacement
 from carpool_core.resources.meta import Condition, ObjectMeta
 from carpool_core.resources.node import GpuNode, Reservation, describe_later_tenants
-from carpool_core.values import GpuUuid, JobState, JobUid, PodUid
+from carpool_core.values import GpuUuid, JobState, PodUid
 
 from carpool_extender.cache.cluster import ClusterCache, GpuAvailability, listed
 from carpool_extender.cache.gpu_table import epoch_seconds
@@ -37,16 +39,17 @@ from carpool_extender.explain.queue_forecast import (
     is_of_earlier_attempt,
     list_all,
     place_in_queue,
-    pods_of_last_attempts,
     read_pending_jobs,
 )
-from carpool_extender.framework.diagnosis import explain_gpus, lines, with_measures, with_own
+from carpool_extender.framework.diagnosis import PREFIX, explain_gpus, lines, with_measures, with_own
 from carpool_extender.framework.scores import SchedulerConfig
 from carpool_extender.framework.selection import CachedEvaluation
 from carpool_extender.informers import JobRow, JobSpecRow, JobStatusRow
+from carpool_extender.queue.entries import pods_of_latest_attempt
 from carpool_extender.workloads import ANNOTATION_POLICY, NotOurs, demand_of_row, pod_request_of
 
 _NOT_QUEUED = frozenset((JobState.SUSPENDED, JobState.UNPLACEABLE, JobState.BACKING_OFF))
+_NO_GPU = frozenset((PREFIX.rstrip(": "), "Unschedulable", REASON_EXCEEDS_EVERY_GPU, REASON_NO_SUCH_GPU))
 _NO_REASON = "no reason was written"
 Predictor = Callable[[GpuTrainingJob, list[str]], Awaitable[GpuTrainingJob]]
 """Returns a job with its prediction on some GPU products."""
@@ -64,6 +67,12 @@ class _Status(JobStatusRow, frozen=True, kw_only=True):
     def is_finished(self) -> bool:
         """Whether the job is Complete or Failed."""
         return any(c.type in (CONDITION_COMPLETE, CONDITION_FAILED) and c.status == "True" for c in self.conditions)
+
+    @property
+    def has_no_gpu(self) -> bool:
+        """Whether the condition Placed names a lack of GPUs."""
+        placed = next((c for c in self.conditions if c.type == CONDITION_PLACED), None)
+        return placed is not None and placed.status == "False" and placed.reason in _NO_GPU
 
 
 class _Job(JobRow, frozen=True, kw_only=True):
@@ -127,7 +136,7 @@ async def explain_job(api: KubeApi, name: str, namespace: str, config: Scheduler
     # 3. Its workers, some of which may be done or bound without a reservation.
     workers = Workers()
     if len(held) < request.workers and (request.workers > 1 or job.status.placement):
-        workers = await _read_workers(api, JobUid(job.metadata.uid), namespace, held)
+        workers = await _read_workers(api, job, namespace, held)
     unreserved = _unreserved_workers(job.status.placement, workers, own, held)
     done, places = workers.done.union(unreserved), [*places, *unreserved.values()]
     lacking = max(0, request.workers - len(done.union(held)))
@@ -143,17 +152,26 @@ async def explain_job(api: KubeApi, name: str, namespace: str, config: Scheduler
     silent = await _nodes_without_gpus(api, nodes, invalid)
     gpus = _gpu_lines(cluster, request, config, options, silent, own_gpus)
     # 5. Its place in the queue, and what it waits for.
-    if lacking:
+    is_complete = not invalid and not silent
+    may_be_fewer = bool(places or workers.unread)  # than the workers that a decision for all of them counts with
+    if lacking and not may_be_fewer and (never := dry_run.never(is_complete=is_complete)) is not None:
+        places = never
+    elif lacking:
         place = QueuePlace()
         if job.status.state not in _NOT_QUEUED:
-            pending = await read_pending_jobs(api, nodes)
+            pending = await read_pending_jobs(api)
             place = place_in_queue(pending, request, cluster_view(nodes, config, options.clock), config, options)
         if places:
             places.append(_missing_workers(workers, lacking, request.workers))
         else:
             places.append(f"{namespace}/{name} has no place yet")
             places += [f"some workers may have succeeded already ({workers.unread})"] if workers.unread else []
-        places += [*place.lines, *dry_run.outcome(place.waits)]
+        decided = dry_run.outcome(place.waits)
+        if place.is_admitted and dry_run.fits:
+            decided = [f"by the GPUs alone, it {decided[0]}", *decided[1:]]
+        elif head and dry_run.fits and place.waits is None and job.status.has_no_gpu:
+            head[0] += "; that was written before GPUs became free for it"
+        places += [*place.lines, *decided]
     elif held:
         places += dry_run.again([frozenset(r.gpu_uuids) for r in held.values() if r.pod_uid not in done])
     elif not places:
@@ -188,14 +206,12 @@ async def what_if(
     dry_run = DryRun(cluster, request, config, request.workers, job.spec.training.steps, options.unchecked)
     silent = await _nodes_without_gpus(api, nodes, invalid)
     gpus = [*_gpu_lines(cluster, request, config, options, silent), *invalid.values()]
-    if (reason := dry_run.infeasible()) is not None:
-        # A node that cannot be read, or reports no GPUs yet, may have suitable ones.
-        is_complete = not invalid and not silent
-        head.append(f"could never run {'here' if is_complete else 'on the GPUs that are known'}: {reason}")
-        return Answer([*head, *dry_run.unchecked, *dry_run.hints(), *gpus], is_infeasible=is_complete)
+    is_complete = not invalid and not silent
+    if (never := dry_run.never(is_complete=is_complete)) is not None:
+        return Answer([*head, *never, *gpus], is_infeasible=is_complete)
     spec = job.spec.template.get("spec")
     has_class = isinstance(spec, dict) and bool(spec.get("priorityClassName"))
-    pending, copy = await read_pending_jobs(api, nodes), cluster_view(nodes, config, options.clock)
+    pending, copy = await read_pending_jobs(api), cluster_view(nodes, config, options.clock)
     place = place_in_queue(pending, request, copy, config, options, is_new=True, has_class=has_class)
     return Answer([*head, *place.lines, *dry_run.outcome(place.waits), *gpus])
 
@@ -245,13 +261,15 @@ class Workers:
     """Why the pods could not be read; empty if they were."""
 
 
-async def _read_workers(api: KubeApi, job_uid: JobUid, namespace: str, held: Container[PodUid]) -> Workers:
+async def _read_workers(api: KubeApi, job: JobRow, namespace: str, held: Container[PodUid]) -> Workers:
     """Read the pods of a job's last attempt; `held` are the pods that have reservations."""
     ours = Selector(namespace=namespace, fields=f"spec.schedulerName={SCHEDULER_NAME}")
     try:
-        pods = pods_of_last_attempts(await list_all(api, PODS, Pod, ours)).get(job_uid, [])
+        found = await list_all(api, PODS, Pod, ours)
     except Forbidden:
         return Workers(unread=f"you may not list pods in namespace {namespace}")
+    owned = [pod for pod in found if (o := job_owner_reference(pod.metadata)) and o.uid == job.metadata.uid]
+    pods = pods_of_latest_attempt(job, owned)
     waiting = [
         pod.metadata.name
         for pod in pods

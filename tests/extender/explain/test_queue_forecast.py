@@ -1,17 +1,20 @@
 """The place of a job in the queue and its expected start: `SchedulingQueue` on a copy of the cluster."""
 
+from datetime import timedelta
+
 import msgspec
 import pytest
 from asking_world import CLOCK, RULES, explain_job, job_of, predicted, what_if
 from carpool_core.clock import rfc3339
+from carpool_core.keys import CONDITION_ADMITTED
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS
 from carpool_core.kube.errors import Forbidden, Invalid
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import JobUid, PodUid
 from carpool_extender.explain import queue_forecast
-from carpool_extender.explain.queue_forecast import Options
+from carpool_extender.explain.queue_forecast import ADMITTED, Options
 from carpool_extender.queue.order import QueueOrder
-from carpool_extender.testing import gpu_node, pod_of, seed_job, seed_node, seed_pod, tenant
+from carpool_extender.testing import device, gpu_node, pod_of, seed_job, seed_node, seed_pod, tenant
 from carpool_extender.workloads import ANNOTATION_POLICY
 
 ARRIVAL = QueueOrder.ARRIVAL
@@ -37,7 +40,7 @@ def add(kube, name, minute=0, steps=None, *, spec=EXCLUSIVE, workers=1, **pod):
     """A job whose gated pods were created in a minute."""
     seed_job(kube, name, spec={"training": {"steps": steps}, "workers": workers, **spec})
     for worker in range(workers):
-        body = pod_of(name, worker=worker, **(GATED | pod))
+        body = pod_of(name, worker=worker, gpus=spec.get("gpusPerWorker", 1), **(GATED | pod))
         body["metadata"]["creationTimestamp"] = f"2026-01-01T00:{minute:02}:00Z"
         kube.seed(PODS, body)
 
@@ -127,7 +130,8 @@ async def test_reason_is_the_one_that_the_queue_writes():
 
 async def test_job_that_fits_at_no_predicted_end_has_no_expected_start():
     kube = a_queue()
-    add(kube, "wide", spec={"gpusPerWorker": 4})
+    seed_node(kube, gpu_node("b", [device(0, health="Unhealthy")]))
+    add(kube, "wide", workers=2)
     (line,) = await place(kube, "wide")
     assert line.endswith("; it would not fit even after all running jobs have ended")
 
@@ -143,8 +147,9 @@ async def test_start_far_behind_is_not_forecast(monkeypatch):
 
 async def test_higher_priority_comes_first_by_the_highest_of_its_pods():
     kube = a_queue(a=(0, 10))
-    add(kube, "urgent", 59, workers=2)
+    add(kube, "urgent", 59, spec=EXCLUSIVE, workers=2)
     kube.seed(PODS, pod_of("urgent", worker=1, priority=10, **GATED))
+    seed_node(kube, gpu_node("b", 1, [tenant("stranger", ["GPU-b-0"])]))
     assert "2nd of 2 pending jobs" in (await place(kube, "a"))[0]
     assert "1st of 2 pending jobs" in (await place(kube, "urgent"))[0]
 
@@ -172,15 +177,66 @@ async def test_rest_of_a_gang_comes_first():
     """Regression: it was left out, and a younger job was the first."""
     kube = a_queue(b=(0, 10))
     add(kube, "gang", 30, workers=2)
+    kube.seed(PODS, pod_of("gang"))
     first = msgspec.structs.replace(tenant("gang", ["GPU-b-0"]), job_uid=JobUid("job-gang"), pod_uid=PodUid("pod-gang"))
     seed_node(kube, gpu_node("b", 1, [first]))
     assert "2nd of 2 pending jobs by the order Arrival, behind default/gang" in (await place(kube, "b"))[0]
 
 
-async def test_job_that_was_admitted_a_moment_ago_comes_first():
+async def test_job_that_was_admitted_a_moment_ago_has_its_gpu():
     kube = a_queue(a=(0, 10))
-    add(kube, "admitted", 30, schedulingGates=[])
-    assert "2nd of 2 pending jobs by the order Arrival, behind default/admitted" in (await place(kube, "a"))[0]
+    seed_node(kube, gpu_node("b", 1))
+    add(kube, "admitted", 30, steps=1200, schedulingGates=[])
+    (line,) = await place(kube, "a")
+    assert line.endswith("1st of 1 pending job by the order Arrival; expected start in about 2 min")
+    lines = (await explain_job(kube, "admitted", "default", RULES, Options(CLOCK, order=ARRIVAL))).lines
+    assert lines[:2] == ["default/admitted has no place yet", ADMITTED]
+    assert lines[2].startswith("by the GPUs alone, it would go to b ")
+
+
+@pytest.mark.parametrize(
+    ("workers", "gates", "expected"),
+    [
+        pytest.param(2, ["carpool.dev/admission"], " yet: 1 of its 2 workers exist", id="worker missing"),
+        pytest.param(
+            1,
+            ["carpool.dev/admission", "kueue.x-k8s.io/admission"],
+            ": its pods have the scheduling gate kueue.x-k8s.io/admission",
+            id="other gate",
+        ),
+    ],
+)
+async def test_job_outside_the_queue_has_the_reason(workers, gates, expected):
+    kube = a_queue()
+    seed_job(kube, "x", spec={"workers": workers, **EXCLUSIVE})
+    seed_node(kube, gpu_node("b", 1))
+    kube.seed(PODS, pod_of("x", schedulingGates=[{"name": gate} for gate in gates]))
+    assert await place(kube, "x") == [f"it is not in the queue{expected}"]
+
+
+async def test_backoff_is_the_reason_and_delays_the_expected_start():
+    kube = a_queue(a=(0, 10))
+    seed_node(kube, gpu_node("b", 1))
+    retry_at = rfc3339(CLOCK.now() + timedelta(seconds=60))
+    words = f"0/2 nodes are available: 2 Insufficient cpu; admitted again after {retry_at}"
+    pod = kube.dump(PODS, "a-worker-0-1", "default")
+    pod["status"]["conditions"] = [{"type": CONDITION_ADMITTED, "status": "False", "message": words}]
+    kube.seed(PODS, pod)
+    lines = (await explain_job(kube, "a", "default", RULES, Options(CLOCK, order=ARRIVAL))).lines
+    assert lines[1].endswith("expected start in about 60 s")
+    assert lines[2] == f"would have to wait now: {words}"
+
+
+async def test_condition_that_names_a_lack_of_gpus_agrees_with_the_queue():
+    """Regression: a job could start now beneath a condition that found no GPU for it."""
+    kube = a_queue(a=(0, 10))
+    seed_node(kube, gpu_node("b", 1))
+    placed = {"type": "Placed", "status": "False", "reason": "NoGpuFits", "message": "1 GPU: in use"}
+    status = {"status": {"state": "Queued", "conditions": [placed]}}
+    await kube.patch(GPU_TRAINING_JOBS, "a", status, namespace="default", subresource="status")
+    lines = (await explain_job(kube, "a", "default", RULES, Options(CLOCK, order=ARRIVAL))).lines
+    assert lines[0].endswith("1 GPU: in use; that was written before GPUs became free for it")
+    assert lines[2].startswith("would go to b ")
 
 
 async def test_only_admissible_pods_without_a_place_are_in_the_queue():

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 from contextlib import suppress
 from dataclasses import replace
 
@@ -10,14 +11,12 @@ from carpool_core.keys import CONDITION_ADMITTED, GATE_ADMISSION
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS
 from carpool_core.kube.errors import NotFound, Overloaded, Unreachable
 from carpool_core.resources.node import Device
-from carpool_core.values import GpuUuid, PodUid, RequestedMode, SharingMode
-from carpool_extender.cache.pod_request import PodRequest
+from carpool_core.values import GpuUuid, PodUid, SharingMode
+from carpool_extender.explain.explain import explain_job
+from carpool_extender.explain.queue_forecast import Options
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
-from carpool_extender.framework.selection import EvaluationCache
 from carpool_extender.queue.order import QueueOrder
-from carpool_extender.queue.scheduling_queue import PodRef, QueuedJobInfo, SchedulingQueue
-from carpool_extender.testing import cluster as cluster_of
-from carpool_extender.testing import demand, gpu_node, pod_of, seed_job, seed_node, seed_pod, tenant, until
+from carpool_extender.testing import gpu_node, pod_of, seed_job, seed_node, seed_pod, tenant, until
 from carpool_extender.workloads import ANNOTATION_POLICY
 from carpool_simulator.engine import Simulation
 from carpool_simulator.strategy import Knowledge, Strategy
@@ -345,6 +344,7 @@ async def test_nothing_of_a_deleted_pod_is_kept(cluster):
         assert (kept._jobs, kept._ends, kept._claims, kept._admitted_at) == ({}, {}, {}, {})
 
 
+GPUS = {"a": 4, "b": 2}
 LENGTHS_S = (2.3, 2.9, 4.1, 5.7, 6.2, 7.6, 8.9, 9.4, 11.3, 13.8, 15.2)
 
 
@@ -355,31 +355,78 @@ def recorded_history(seed):
     return [(f"j{n}", *draw.choice(shapes), length_s) for n, length_s in enumerate(draw.sample(LENGTHS_S, 9))]
 
 
-async def starts_of_the_extender(jobs):
-    cluster, ends = Cluster(), {}
-    for name, gpus in (("a", 4), ("b", 2)):
+def replayed(jobs):
+    """Return the cluster with the jobs of a history. The length of the last one is the site's default."""
+    cluster = Cluster(default_duration_seconds=jobs[-1][3])
+    for name, gpus in GPUS.items():
         seed_node(cluster.kube, gpu_node(name, gpus))
-    starts, began_s = {}, cluster.clock.monotonic()
-    async with cluster.extender():
-        for number, (name, gpus, workers, length_s) in enumerate(jobs):
-            cluster.queue(name, number, gpus=gpus, workers=workers, training={"steps": round(10 * length_s)})
+    for number, (name, gpus, workers, length_s) in enumerate(jobs):
+        steps = {} if number == len(jobs) - 1 else {"steps": round(10 * length_s)}
+        cluster.queue(name, number, gpus=gpus, workers=workers, training=steps)
+    return cluster
+
+
+async def forged(cluster, job):
+    """Add a pod of a later attempt that a user created in the name of a job."""
+    pods = [pod for pod in cluster.kube.dump_all(PODS) if pod["metadata"]["name"].startswith(f"{job}-")]
+    attempt = {"number": 1, "outcome": "Creating", "podUids": [pod["metadata"]["uid"] for pod in pods]}
+    status = {"status": {"attempts": [attempt]}}
+    await cluster.kube.patch(GPU_TRAINING_JOBS, job, status, namespace="default", subresource="status")
+    cluster.kube.seed(PODS, named_pod(f"{job}-worker-0-999", job) | {"spec": pods[0]["spec"] | {"schedulingGates": []}})
+
+
+async def starts_by_explain(cluster, jobs, default_s):
+    """Return in how many seconds `carpool explain` expects each job to start."""
+    options = Options(cluster.clock, order=QueueOrder.ARRIVAL, default_duration_s=default_s)
+    config, found = SchedulerConfig(find_policy("least-slowdown"), 8), {}
+    for name in jobs:
+        lines = (await explain_job(cluster.kube, name, "default", config, options)).lines
+        (line,) = [line for line in lines if "place in the queue" in line] or [""]
+        start = re.search(r"expected start in about ([0-9.]+) (ms|s|min)", line)
+        found[name] = float(start[1]) * {"ms": 1e-3, "s": 1, "min": 60}[start[2]] if start else 0.0
+        assert start or "it can start now" in line or any("would go to" in one for one in lines), lines
+    return found
+
+
+async def starts_of_the_extender(jobs, midway_s):
+    """Return when each job starts, and what explain expects at the begin and midway, in seconds from the begin."""
+    cluster, ends, starts, default_s = replayed(jobs), {}, {}, jobs[-1][3]
+    await forged(cluster, jobs[0][0])
+    names = [name for name, *_ in jobs]
+    expected, later, began_s = await starts_by_explain(cluster, names, default_s), {}, cluster.clock.monotonic()
+    held = {node: {} for node in GPUS}
+    async with cluster.extender() as extender:
         while len(starts) < len(jobs):
             await cluster.settle(0.1)
             now_s, gated = cluster.clock.monotonic() - began_s, {pod.partition("-")[0] for pod in cluster.gated()}
             for name, _, workers, length_s in jobs:
                 if name not in starts and name not in gated:
                     starts[name], ends[name] = now_s, (now_s + length_s, workers)
+                    for worker in range(workers):  # bind
+                        pod = cluster.kube.dump(PODS, f"{name}-worker-{worker}-1", "default")
+                        claim = extender.admission.claim_of(PodUid(pod["metadata"]["uid"]))
+                        held[claim.node][pod["metadata"]["name"]] = claim.reservation
+                        cluster.kube.seed(PODS, pod | {"spec": pod["spec"] | {"nodeName": claim.node}})
             for name in [name for name, (end_s, _) in ends.items() if end_s <= now_s]:
-                for worker in range(ends.pop(name)[1]):
-                    await cluster.kube.delete(PODS, f"{name}-worker-{worker}-1", namespace="default")
-    return starts
+                for pod in [f"{name}-worker-{worker}-1" for worker in range(ends.pop(name)[1])]:
+                    await cluster.kube.delete(PODS, pod, namespace="default")
+                    for reservations in held.values():
+                        reservations.pop(pod, None)
+            for node, gpus in GPUS.items():
+                if [*held[node].values()] != cluster.reservations(node):
+                    seed_node(cluster.kube, gpu_node(node, gpus, held[node].values()))
+            if not later and now_s >= midway_s:
+                await cluster.settle(0.1)
+                waiting = [name for name in names if name not in starts]
+                later = {n: now_s + s for n, s in (await starts_by_explain(cluster, waiting, default_s)).items()}
+    return starts, expected, later
 
 
 def starts_of_the_simulator(jobs):
     whole = {"product": A100, "memory_mib": 40_960, "modes": [SharingMode.EXCLUSIVE]}
     devices = {
         name: [Device(uuid=GpuUuid(f"GPU-{name}-{index}"), index=index, **whole) for index in range(gpus)]
-        for name, gpus in (("a", 4), ("b", 2))
+        for name, gpus in GPUS.items()
     }
     alone = Strategy("alone", "exclusive", Knowledge.TRUTH, SharingMode.EXCLUSIVE, measure=False)
     simulated = [
@@ -390,29 +437,18 @@ def starts_of_the_simulator(jobs):
     return {one.job.name: one.start_s for one in outcome.finished}
 
 
-def starts_of_the_forecast(jobs):
-    config = SchedulerConfig(find_policy("least-slowdown"), 8)
-    gpus = cluster_of(gpu_node("a", 4), gpu_node("b", 2))
-    queue = SchedulingQueue(gpus, EvaluationCache(gpus, config), config, order=QueueOrder.ARRIVAL)
-    pending = []
-    for number, (name, of_worker, workers, length_s) in enumerate(jobs):
-        wants = demand(name, gpus=of_worker, mode=RequestedMode.EXCLUSIVE)
-        pods = tuple(PodRef(PodUid(f"{name}-{worker}"), f"{name}-{worker}") for worker in range(workers))
-        request = PodRequest(wants, workers=workers)
-        pending.append(QueuedJobInfo(wants.job_uid, name, 0, 0.0, number, request, pods, float(length_s)))
-    found = queue.forecast(pending, lambda _: None, 0.0)
-    return {info.name: found[info.job].start_s for info in pending}
-
-
 @pytest.mark.parametrize("seed", range(6))
-async def test_extender_simulator_and_forecast_start_the_same_jobs_at_the_same_times(seed):
-    """One recorded history, replayed by all three: they use one queue and one gang placement."""
+async def test_extender_simulator_and_explain_start_the_same_jobs_at_the_same_times(seed):
+    """One recorded history, replayed by all three: they use one queue, one builder of entries, one gang placement."""
     jobs = recorded_history(seed)
     simulated = starts_of_the_simulator(jobs)
-    assert starts_of_the_forecast(jobs) == pytest.approx(simulated)
-    # A pass of the extender takes a tenth of a second, and so does the end of a job.
-    assert await starts_of_the_extender(jobs) == pytest.approx(simulated, abs=1.5)
     assert max(simulated.values()) > 0.0
+    # A pass of the extender takes a tenth of a second, and so does the end of a job; explain rounds to seconds.
+    starts, expected, later = await starts_of_the_extender(jobs, midway_s=sorted(simulated.values())[5] + 0.5)
+    assert starts == pytest.approx(simulated, abs=1.5)
+    assert expected == pytest.approx(simulated, abs=0.6)
+    assert later
+    assert later == pytest.approx({name: starts[name] for name in later}, abs=1.5)
 
 
 @pytest.mark.parametrize("seed", range(12))
