@@ -58,6 +58,11 @@ DEFINITIONS = (
             Column("Node", ".status.summary.node", "Nodes of the workers."),
             Column("GPU", ".status.summary.gpu", "Product of the GPUs."),
             Column("Mode", ".status.summary.mode", "How the GPUs are shared."),
+            Column(
+                "Prediction",
+                '.status.conditions[?(@.type=="Predicted")].reason',
+                "Predicted, or why there is no prediction.",
+            ),
             Column("PredMem", ".status.summary.predictedMemory", "Predicted GPU memory, median."),
             Column("PredUtil", ".status.summary.predictedUtilization", "Predicted GPU utilization, median."),
             Column("Restarts", ".status.restarts", "Failures charged to backoffLimit.", "integer"),

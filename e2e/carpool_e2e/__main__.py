@@ -105,8 +105,9 @@ def how_to_reach(cluster: Cluster) -> str:
 def clean() -> None:
     """Remove every cluster that no running process holds."""
     removed = len(processes.clean())
-    click.echo(f"removed {removed} cluster(s)" if removed else "no cluster to remove")
-    folders = {OUT: "logs, manifests and pictures", binaries.cache_root(os.environ): "the cluster's binaries"}
+    click.echo(f"removed {removed} cluster(s) and their logs" if removed else "no cluster to remove")
+    kept = ["manifests and pictures", *(["logs of clusters that ended by themselves"] if LOGS.exists() else [])]
+    folders = {OUT: ", ".join(kept), binaries.cache_root(os.environ): "the cluster's binaries"}
     for folder, what in folders.items():
         if folder.exists():
             click.echo(f"kept {folder}: {what}")

@@ -228,6 +228,9 @@ def _state_lines(state: str, conditions: Sequence[Condition]) -> list[str]:
     if chosen is None:
         return []
     found = [f"{state or 'its state'}: {chosen.type} is {chosen.status} ({chosen.reason}) {chosen.message}".rstrip()]
+    predicted = by_type.get(CONDITION_PREDICTED)
+    if predicted is not None and predicted is not chosen and predicted.status == "False":
+        found.append(f"it has no prediction ({predicted.reason}): {predicted.message}")
     if chosen.reason == "SchedulerError" or "SchedulerError" in chosen.message:
         found.append(
             "kube-scheduler got no answer from Carpool's extender, and the job waits until it runs again; ask an "

@@ -74,6 +74,10 @@ def _value(text: str) -> Value:
     return text
 
 
+CORRECT = "correct the name, because a job of an unknown model has a GPU of its own until its memory is measured"
+"""What to do about an unknown name."""
+
+
 def unknown_to_the_hub(name: str) -> TraceError:
     """Return the error for an unknown name, with the nearest names."""
     folded = {short.casefold(): short for short in _full_names()}
@@ -81,7 +85,7 @@ def unknown_to_the_hub(name: str) -> TraceError:
     near = ", ".join(f"transformers/{folded[short]}" for short in found)
     return TraceError(
         "UnknownCatalogModel",
-        f"the catalog has no model {name!r} of the hub, nor has transformers a configuration class of that name; "
-        f"{f'the nearest names are {near}' if near else 'no name is near'}; name any other by class and values, such "
-        "as transformers/LlamaConfig@hidden_size=1024",
+        f"the catalog has no model {name!r} of the hub, nor has transformers a configuration class of that name, "
+        f"{f'the nearest names are {near}' if near else 'no name is near'}; {CORRECT}, or name any other model by "
+        "class and values, such as transformers/LlamaConfig@hidden_size=1024",
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 from carpool_core.resources.job import CatalogModel
 
 from carpool_predictor.catalog import store
-from carpool_predictor.catalog.hub import published, split_name, unknown_to_the_hub
+from carpool_predictor.catalog.hub import CORRECT, published, split_name, unknown_to_the_hub
 from carpool_predictor.features import Abstention, TraceError
 
 LIBRARIES = ("timm", "torchvision", "transformers")
@@ -32,7 +32,7 @@ def unknown(library: str, name: str, near: Sequence[str]) -> TraceError:
         near: The nearest full names.
     """
     hint = f"the nearest names are {', '.join(near)}" if near else "no name is near"
-    return TraceError("UnknownCatalogModel", f"{library} has no model {name!r}; {hint}")
+    return TraceError("UnknownCatalogModel", f"{library} has no model {name!r}, {hint}; {CORRECT}")
 
 
 _CONFIGURATION = "Config"

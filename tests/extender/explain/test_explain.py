@@ -64,6 +64,16 @@ def seed_workers(kube, *phases, job="x", attempt=1):
         pod = pod_of(job, uid=uid, **(GATED if phase == "Pending" else {"nodeName": "a"} if phase == "Running" else {}))
         pod["metadata"]["name"] = f"{job}-worker-{number}-{attempt}"
         kube.seed(PODS, pod | {"status": {"phase": phase}})
+    record(kube, job, attempt)
+
+
+def record(kube, job="x", attempt=1):
+    """Record the UIDs of the pods in the status of their job, as the operator does."""
+    pods = [pod["metadata"] for pod in kube.dump_all(PODS)]
+    uids = [meta["uid"] for meta in pods if meta["name"].startswith(f"{job}-") and meta["name"].endswith(f"-{attempt}")]
+    for body in (body for body in kube.dump_all(GPU_TRAINING_JOBS) if body["metadata"]["name"] == job):
+        attempts = [{"number": attempt, "podUids": uids}]
+        kube.seed(GPU_TRAINING_JOBS, body | {"status": body["status"] | {"attempts": attempts}})
 
 
 class TestState:
@@ -379,6 +389,7 @@ class TestUnreported:
         kube = a_job(workers, 1, spec={"memory": {"limit": "200Gi"}})
         if pod:
             kube.seed(PODS, pod_of("x", uid="u", nodeName="b") | {"status": {"phase": pod}})
+            record(kube)
         place = {"worker": 0, "pod": "x-worker-0-1", "podUid": "u", "node": "b", "gpuUuids": ["GPU-b-0"], "product": T4}
         place |= {"mode": "MPS", "reason": "alone"}
         await set_status(kube, state="Running", placement=[place] * is_placed)
