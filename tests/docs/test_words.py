@@ -29,7 +29,8 @@ EXCUSED = {("e2e/carpool_e2e/nodes.py", FOLDERS[1]): "the home that a container 
 
 def tracked() -> Iterator[Path]:
     # Messages of other programs are quoted as they were published, with the paths of other people's machines.
-    done = subprocess.run(["git", "ls-files", "-z", ":!tests/data/oom"], cwd=ROOT, capture_output=True, text=True, check=True)
+    command = ["git", "ls-files", "-z", ":!tests/data/oom"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     for name in done.stdout.split("\0"):
         path = ROOT / name
         if name and path.is_file() and not path.is_symlink():
