@@ -98,7 +98,6 @@ def build(
         SchedulingQueue(
             informers.cluster,
             evaluation_cache,
-            rules,
             order=settings.queue_order,
             default_duration_s=settings.default_duration_seconds,
             holders=informers.workers_with_reservation,

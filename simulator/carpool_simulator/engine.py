@@ -252,12 +252,11 @@ class Simulation:
         devices = [(name, device) for name, many in workload.nodes.items() for device in many]
         self._largest_mib = max(d.memory_mib - d.reserved_mib for _, d in devices)
         self._information = information(strategy, self._largest_mib, is_decreasing=policy.decreasing)
-        config = SchedulerConfig(policy, SLOTS, strategy.conditions, spread_workers=True)
+        config = SchedulerConfig(policy, SLOTS, strategy.conditions)
         self._model = ClusterModel(workload.nodes, config, filters)
         self._queue = SchedulingQueue(
             self._model.cluster,
             self._model.evaluations,
-            config,
             order=self._information.order,
             backfill=not strategy.in_order,
         )

@@ -80,7 +80,7 @@ class Scenario:
         """Return the placement of the first worker if all workers fit after a change; None otherwise."""
         snapshot = self.snapshot if table is None else replace(self.snapshot, gpus=table)
         cached = CachedEvaluation(request or self.request, config or self.config, snapshot)
-        if max_workers(cached, self.workers) < self.workers:
+        if max_workers(cached) < self.workers:
             return None
         found = best_place(cached, with_reason=False)
         return None if found is None else found[1]
@@ -201,7 +201,7 @@ def _freed_gpus(scenario: Scenario) -> Iterator[str]:
         changed = [cluster.nodes[name] for pod in gone for name in cluster.nodes_holding(pod)]
         for node in changed:
             cluster.apply(without_pods(node, gone))
-        fits = max_workers(evaluations.of(scenario.request), scenario.workers) >= scenario.workers
+        fits = max_workers(evaluations.of(scenario.request)) >= scenario.workers
         for node in changed:
             cluster.apply(node)
         return fits
@@ -261,7 +261,7 @@ def _name_gpus(scenario: Scenario, rows: list[int]) -> str:
 
 def _fewer_workers(scenario: Scenario) -> Iterator[str]:
     """Try as many workers as fit at once."""
-    fitting = max_workers(scenario.now, scenario.workers)
+    fitting = max_workers(scenario.now)
     if 0 < fitting < scenario.workers:
         yield f"with {pluralize(scenario.workers - fitting, 'worker')} less (spec.workers)"
 

@@ -62,7 +62,7 @@ class DryRun:
         self._cluster, self._request, self._config = cluster, request, config
         self._wanted, self._steps = wanted, steps
         self._evaluated = CachedEvaluation(request, config, cluster.snapshot())
-        self.fits = max_workers(self._evaluated, wanted) >= wanted
+        self.fits = max_workers(self._evaluated) >= wanted
         self.unchecked = [*notes, UNCHECKED]
 
     def never(self, *, is_complete: bool) -> list[str] | None:
@@ -71,7 +71,7 @@ class DryRun:
         Args:
             is_complete: Whether all GPUs are known: a node that cannot be read may have suitable ones.
         """
-        reason = infeasible_when_empty(self._evaluated.evaluation, self._config.slots, self._wanted)
+        reason = infeasible_when_empty(self._evaluated.evaluation, self._wanted)
         if reason is None:
             return None
         where = "here" if is_complete else "on the GPUs that are known"

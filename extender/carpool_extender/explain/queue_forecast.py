@@ -168,7 +168,6 @@ def place_in_queue(
         queue = SchedulingQueue(
             cluster,
             evaluations,
-            config,
             order=options.order,
             default_duration_s=options.default_duration_s,
             holders=lambda uid: workers_with_reservation(cluster, uid, pending.pods.get(uid, ())),

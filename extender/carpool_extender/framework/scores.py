@@ -239,8 +239,6 @@ class SchedulerConfig:
     slots: int
     """Most tenants of one GPU."""
     limits: AdmissionLimits = NO_LIMITS
-    spread_workers: bool = False
-    """Whether no two workers of a job share a GPU."""
 
     def policy_for(self, pod_request: PodRequest) -> Policy:
         """Return the job's own policy, or the site's if it has none."""

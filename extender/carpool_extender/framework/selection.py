@@ -3,7 +3,7 @@
 The evaluation of a request shape is kept in an LRU cache, and updated incrementally when GPUs change.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import compress
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from carpool_extender.cache.cluster import ClusterCache
 from carpool_extender.cache.gpu_table import Bools, Rows, Snapshot
 from carpool_extender.cache.pod_request import PodRequest, memory_limit_mib, tenant_profile, thread_limit
-from carpool_extender.framework.diagnosis import mode_on, placement_reason, summary
+from carpool_extender.framework.diagnosis import PREFIX, mode_on, placement_reason, summary
 from carpool_extender.framework.filters import Evaluation, FilterResults, empty_results, run_filters
 from carpool_extender.framework.scores import (
     MAX_SCORE,
@@ -248,16 +248,33 @@ def score_nodes(cached: CachedEvaluation, names: Sequence[str]) -> NDArray[np.in
     return result
 
 
-def place_on_node(cached: CachedEvaluation, name: str, *, with_reason: bool = True) -> Placement | str:
-    """Return the GPUs that a pod gets on one node, or why none fits; `with_reason` as in `best_place`."""
-    evaluation = cached.evaluation
-    ids = evaluation.snapshot.ids([name])
-    if ids[0] >= 0 and cached.best.fits[ids[0]]:
-        rows = cached.best.of(ids).rows[0].tolist()
-        reason = placement_reason(evaluation, rows, cached.policy) if with_reason else ""
-        return placement_on(evaluation, rows, cached.policy, reason)
+def place_on_node(
+    cached: CachedEvaluation, name: str, avoid: Collection[PodUid] = (), *, with_reason: bool = True
+) -> Placement | str:
+    """Return the GPUs that a pod gets on one node, or why none fits.
+
+    Args:
+        cached: Evaluation of the pod.
+        name: Name of the node.
+        avoid: Other workers of its job: it gets no GPU that one of them has.
+        with_reason: As in `best_place`.
+    """
+    evaluation, ids = cached.evaluation, cached.evaluation.snapshot.ids([name])
     rows = evaluation.snapshot.rows_of(ids)
-    return summary(evaluation, rows, int(not rows.size))
+    if not avoid and ids[0] >= 0 and cached.best.fits[ids[0]]:
+        chosen = cached.best.of(ids).rows
+    else:
+        tenants = evaluation.snapshot.gpus.tenants
+        own = [row for row in rows.tolist() if not any(one.pod_uid in avoid for one in tenants[row] or ())]
+        among = np.zeros(len(evaluation.ok), np.bool_)
+        among[own] = True
+        chosen = select(evaluation, cached.policy, among=among).rows
+        if len(own) < rows.size and not len(chosen) and evaluation.ok[rows].any():
+            return f"{PREFIX}other workers of its job have the GPUs of node {name} that would do"
+    if not len(chosen):
+        return summary(evaluation, rows, int(not rows.size))
+    reason = placement_reason(evaluation, chosen[0].tolist(), cached.policy) if with_reason else ""
+    return placement_on(evaluation, chosen[0].tolist(), cached.policy, reason)
 
 
 def best_place(

@@ -40,12 +40,10 @@ from carpool_extender.framework.diagnosis import PREFIX, summary
 from carpool_extender.framework.filters import Evaluation
 from carpool_extender.framework.gang import (
     WorkerPlace,
-    fits_when_empty,
     gang_refusal,
     infeasible_when_empty,
     place_gang,
 )
-from carpool_extender.framework.scores import SchedulerConfig
 from carpool_extender.framework.selection import EvaluationCache, reservation_of
 from carpool_extender.queue.order import QueueEnd, QueueKey, QueueOrder, queue_order, sort_key
 
@@ -219,7 +217,6 @@ class SchedulingQueue:
     Args:
         cluster: GPUs, reservations, and claims of admitted jobs.
         evaluations: Evaluations on this cluster.
-        config: Policy and limits of the site.
         order: How pending jobs are sorted.
         default_duration_s: Length of jobs whose length is unknown, in seconds.
         backfill: Whether jobs pass the first one that does not fit. Otherwise all wait for it (first come, first
@@ -231,7 +228,6 @@ class SchedulingQueue:
         self,
         cluster: ClusterCache,
         evaluations: EvaluationCache,
-        config: SchedulerConfig,
         *,
         order: QueueOrder,
         default_duration_s: float = ASSUMED_DURATION_S,
@@ -239,7 +235,7 @@ class SchedulingQueue:
         holders: Callable[[JobUid], set[PodUid]] | None = None,
     ) -> None:
         self._holders = holders or cluster.pods_of_job
-        self._cluster, self._evaluations, self._config = cluster, evaluations, config
+        self._cluster, self._evaluations = cluster, evaluations
         self._order, self._default_duration_s, self._backfill = order, default_duration_s, backfill
         self._end = QueueEnd.LONGEST
         self._jobs: dict[JobUid, QueuedJobInfo] = {}
@@ -445,7 +441,7 @@ class SchedulingQueue:
         """Return when enough GPUs are idle for a job, and which; None if it would not fit on idle GPUs either."""
         cached, workers, wanted = self._evaluations.of(info.request), len(info.pods), info.request.demand.gpus
         evaluation, now_s = cached.evaluation, self._pass.now_s
-        if infeasible_when_empty(evaluation, self._config.slots, workers) is not None:
+        if infeasible_when_empty(evaluation, workers) is not None:
             return None
         table, names, idle_s = evaluation.snapshot.gpus, evaluation.snapshot.node_names, self._idle_times(evaluation)
         able = evaluation.could_ever() & ~table.unavailable & ((idle_s > now_s) | evaluation.ok)
@@ -456,10 +452,9 @@ class SchedulingQueue:
         rows, group = rows[order], group[order]
         last = np.flatnonzero((np.arange(rows.size) - np.searchsorted(group, group)) % wanted == wanted - 1)
         first = last[np.argsort(idle_s[rows[last]], kind="stable")[:workers]]
-        if first.size == workers:
-            rows = rows[(first[:, None] - np.arange(wanted)).ravel()]
-        elif not (idle_s[rows] > now_s).any() or not fits_when_empty(cached, workers, able):
-            return None  # else its workers share GPUs with each other, and it needs all of them
+        if first.size < workers:
+            return None
+        rows = rows[(first[:, None] - np.arange(wanted)).ravel()]
         start_s = max(now_s, float(idle_s[rows].max()))
         return TimeReservation(info, start_s, frozenset((names[int(table.node[row])], table.uuid[row]) for row in rows))
 

@@ -229,7 +229,7 @@ class TestRefusal:
     def test_limit_that_no_empty_gpu_meets_is_final(self, least_mib, may_fit_later):
         """Regression: a job had to wait for more free memory than any GPU has."""
         cached = evaluated(gpu_node("a", 1, [tenant("x", [GPU])]), limits=AdmissionLimits(min_free_mib=least_mib))
-        assert (infeasible_when_empty(cached.evaluation, 8, 1) is None) is may_fit_later
+        assert (infeasible_when_empty(cached.evaluation, 1) is None) is may_fit_later
         found = filter_nodes(cached, ["a"])
         assert (bool(found.refused), bool(found.unsuitable)) == (may_fit_later, not may_fit_later)
 

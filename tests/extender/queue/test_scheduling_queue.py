@@ -33,7 +33,7 @@ def job(
 
 def queue(*nodes, order=QueueOrder.ARRIVAL, backfill=True):
     gpus = cluster(*nodes)
-    return SchedulingQueue(gpus, EvaluationCache(gpus, CONFIG), CONFIG, order=order, backfill=backfill), gpus
+    return SchedulingQueue(gpus, EvaluationCache(gpus, CONFIG), order=order, backfill=backfill), gpus
 
 
 def ends(**times):
