@@ -8,7 +8,7 @@ from carpool_simulator.truth import WorkloadError
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("timestamp,duration\n1,2\n", "expected the columns timestamp, duration, num_gpus, found timestamp, duration"),
+        ("timestamp,duration\n1,2\n", "expected the columns timestamp, duration, num_gpus separated by commas, found timestamp, duration"),
         ("timestamp,duration,num_gpus\n1,-2,1\n", "line 2: expected a duration from 0 to .*, found -2 s"),
         ("timestamp,duration,num_gpus\n1,nan,1\n", "line 2: expected a duration from 0"),
         ("timestamp,duration,num_gpus\n1,1e300,1\n", "line 2: expected a duration from 0 to 1e.09 s"),
@@ -56,8 +56,8 @@ def test_a_bad_trace_is_refused_with_its_line(tmp_path, text, sentence):
         ("nodes: [{product: Tesla T4, gpus: x}]", r"nodes\[0\].gpus: expected a whole number, got a text"),
         ("nodes: 3", "nodes: expected array, got a whole number"),
         ("", "expected a mapping, got null"),
-        ("nodes: [{gpus: 3}]", r"nodes\[0\]: a mapping missing required field product"),
-        ("nodes: [{product: Tesla T4, cpus: 3}]", r"nodes\[0\]: a mapping contains unknown field cpus"),
+        ("nodes: [{gpus: 3}]", r"nodes\[0\]: object missing required field product"),
+        ("nodes: [{product: Tesla T4, cpus: 3}]", r"nodes\[0\]: object contains unknown field cpus"),
         ("nodes: []", "expected at least one node, found none"),
         ("gpus: 3", "contains unknown field gpus; write `nodes: "),
         ("a:\n  b: c: d", "expected YAML in UTF-8, found: .* line 2, .*; write `nodes: "),

@@ -223,16 +223,7 @@ FOUR = [gpu_node(name, 2, [tenant(name, [f"GPU-{name}-0", f"GPU-{name}-1"], ALON
 
 
 GANGS = {
-    "fewer workers, or shared": (
-        (3, 1, gpu_node("a", 2)),
-        EXCLUSIVE,
-        "with 1 worker less (spec.workers), or by MPS with spec.sharing.mode Auto",
-    ),
-    "less memory": (
-        (3, 1, gpu_node("a", 2)),
-        {"memory_limit_mib": 30720},
-        "with 10,240 MiB less (spec.memory.limit is 30,720 MiB), or with 1 worker less (spec.workers)",
-    ),
+    "fewer workers": ((3, 1, gpu_node("a", 2)), EXCLUSIVE, "with 1 worker less (spec.workers)"),
     "one GPU": ((3, 1, *TWO_NODES), EXCLUSIVE, "once GPU 0 of a is free (default/a0-0 is there)"),
     "two GPUs": ((4, 1, *TWO_NODES), EXCLUSIVE, "once GPU 0 of a and GPU 0 of b are free (2 jobs"),
     "pairs": ((2, 2, *TWO_NODES), EXCLUSIVE, "once GPU 0 of a and GPU 0 of b are free (2 jobs"),

@@ -132,7 +132,7 @@ async def test_places_of_very_many_workers_are_not_all_listed():
         return msgspec.structs.replace(wanted, status=msgspec.structs.replace(wanted.status, prediction=found))
 
     workers = MAX_LISTED_WORKERS + 2
-    lines = (await answer(nodes(gpu_node("a", 9), gpu_node("b", 9)), {"workers": workers}, predictor=light)).lines
+    lines = (await answer(nodes(gpu_node("a", 80), gpu_node("b", 80)), {"workers": workers}, predictor=light)).lines
     assert lines[1] == f"all {workers} workers would get places now"
     assert "  the places of 2 more workers are not listed" in lines
 

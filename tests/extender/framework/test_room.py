@@ -7,7 +7,7 @@ from carpool_extender.framework.filters import AdmissionLimits
 from carpool_extender.framework.gang import infeasible_when_empty, max_workers, max_workers_when_empty, place_workers
 from carpool_extender.framework.scores import POLICIES, SchedulerConfig, find_policy
 from carpool_extender.testing import A100, T4, cluster, demand, device, gpu_node, prediction, tenant
-from evaluations import RULES, evaluate
+from evaluations import evaluate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
