@@ -8,7 +8,7 @@ from carpool_simulator.truth import WorkloadError
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("timestamp,duration\n1,2\n", "expected the columns timestamp, duration, num_gpus separated by commas, found timestamp, duration"),
+        ("timestamp,duration\n1,2\n", "num_gpus separated by commas, found timestamp, duration"),
         ("timestamp,duration,num_gpus\n1,-2,1\n", "line 2: expected a duration from 0 to .*, found -2 s"),
         ("timestamp,duration,num_gpus\n1,nan,1\n", "line 2: expected a duration from 0"),
         ("timestamp,duration,num_gpus\n1,1e300,1\n", "line 2: expected a duration from 0 to 1e.09 s"),
