@@ -58,5 +58,8 @@ REASON_EXCEEDS_EVERY_GPU: Final = "ExceedsEveryGpu"
 REASON_NO_SUCH_GPU: Final = "NoSuchGpu"
 """Reason of condition Placed: the cluster has no GPU of the requested product."""
 
-REASONS_PODS_REFUSED: Final = frozenset(("PodForbidden", "PodNameTaken", "ServiceForbidden", "ServiceNameTaken"))
-"""Reasons of condition Placed: the job's pods or Service cannot be created, for a reason outside of the job."""
+REASONS_PODS_REFUSED: Final = frozenset(
+    f"{kind}{reason}" for kind in ("Pod", "Service", "PodDisruptionBudget") for reason in ("Forbidden", "NameTaken")
+)
+"""Reasons of condition Placed: the job's pods, Service or PodDisruptionBudget cannot be created, for a reason outside
+of the job."""

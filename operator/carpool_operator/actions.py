@@ -23,8 +23,8 @@ class CheckTemplate:
 
 
 @dataclass(frozen=True, slots=True)
-class CreateService:
-    """Create the headless Service of the workers; an existing one that the job controls is as good."""
+class CreateCompanion:
+    """Create the workers' Service or PodDisruptionBudget; an existing one that the job controls is as good."""
 
     body: dict[str, Any]
 
@@ -98,7 +98,7 @@ class Learn:
 Action = (
     CheckTemplate
     | WriteStatus
-    | CreateService
+    | CreateCompanion
     | CreatePod
     | DeletePod
     | DeleteHiddenPods

@@ -8,7 +8,16 @@ import structlog
 from cachetools import LRUCache
 from carpool_core.clock import Clock
 from carpool_core.keys import LABEL_JOB
-from carpool_core.kube.api import EVENTS, GPU_TRAINING_JOBS, PODS, SERVICES, KubeApi, ResourceKind, Selector
+from carpool_core.kube.api import (
+    EVENTS,
+    GPU_TRAINING_JOBS,
+    POD_DISRUPTION_BUDGETS,
+    PODS,
+    SERVICES,
+    KubeApi,
+    ResourceKind,
+    Selector,
+)
 from carpool_core.kube.errors import Conflict, Forbidden, Invalid, NotFound
 from carpool_core.kube.events import EventRecorder
 from carpool_core.kube.pods import Pod, PodMeta
@@ -18,8 +27,8 @@ from carpool_core.resources.meta import ObjectMeta
 from carpool_operator.actions import (
     Action,
     CheckTemplate,
+    CreateCompanion,
     CreatePod,
-    CreateService,
     Decision,
     DeleteHiddenPods,
     DeleteJob,
@@ -37,6 +46,8 @@ from carpool_operator.ownership import POD_HIDDEN, foreign_message
 from carpool_operator.pods import controller_of, is_about_the_pod, key_of, template_message
 from carpool_operator.prediction_worker import PredictionWorker
 from carpool_operator.snapshot import PodWarning, Refusal
+
+_COMPANIONS = {kind.kind: kind for kind in (SERVICES, POD_DISRUPTION_BUDGETS)}
 
 _MAX_TEMPLATES = 256
 """Valid templates that are not checked again; most jobs differ in their model, not in their pods."""
@@ -123,8 +134,8 @@ class Performer:
                 await self._check_template(job, body)
             case WriteStatus(status):
                 await self._write_status(job, status)
-            case CreateService(body):
-                await self._create_service(job, body)
+            case CreateCompanion(body):
+                await self._create_companion(job, body)
             case CreatePod():
                 await self._create_pod(job, action)
             case DeletePod(name, uid):
@@ -237,17 +248,18 @@ class Performer:
                 self._valid_templates[digest] = None
         self._expectations.template_checked(job.metadata.uid, job.metadata.generation)
 
-    async def _create_service(self, job: GpuTrainingJob, body: dict[str, Any]) -> None:
+    async def _create_companion(self, job: GpuTrainingJob, body: dict[str, Any]) -> None:
+        kind = _COMPANIONS[body["kind"]]
         name = str(body["metadata"]["name"])
         try:
-            await self._api.create(SERVICES, body, namespace=job.metadata.namespace)
+            await self._api.create(kind, body, namespace=job.metadata.namespace)
         except Conflict as error:
-            found = msgspec.convert(await self._read_existing(SERVICES, name, job, error), _Owned)
+            found = msgspec.convert(await self._read_existing(kind, name, job, error), _Owned)
             if controller_of(found.metadata) != job.metadata.uid:
-                message = _name_taken("service", name, found, job)
-                self._refuse(job, Refusal("ServiceNameTaken", message, is_final=False), error)
+                message = _name_taken(kind.kind, name, found, job)
+                self._refuse(job, Refusal(f"{kind.kind}NameTaken", message, is_final=False), error)
         except (Forbidden, Invalid) as error:
-            self._refuse(job, Refusal("ServiceForbidden", str(error), is_final=False), error)
+            self._refuse(job, Refusal(f"{kind.kind}Forbidden", str(error), is_final=False), error)
 
     async def _create_pod(self, job: GpuTrainingJob, action: CreatePod) -> None:
         now = self._clock.monotonic()

@@ -1,4 +1,4 @@
-"""A job's worker pods and their Service: built from the template, validated, and recognised again. Pure."""
+"""A job's worker pods, Service and disruption budget: built from the template, validated and recognised. Pure."""
 
 import copy
 import hashlib
@@ -9,7 +9,7 @@ from typing import Any
 from carpool_core import keys
 from carpool_core.kube.errors import Invalid
 from carpool_core.kube.pods import Pod, PodMeta, WorkerName, job_owner_reference, parse_worker_name
-from carpool_core.resources.job import GpuTrainingJob
+from carpool_core.resources.job import MAX_WORKERS, GpuTrainingJob
 from carpool_core.values import JobUid
 
 # Names and owners
@@ -77,6 +77,12 @@ _TEMPLATE_FIELDS = frozenset({"metadata", "spec"})
 _METADATA_FIELDS = frozenset({"labels", "annotations", "name", "namespace", "creationTimestamp"})
 """The pod takes the first two. Tools print the others, which a template ignores, as in batch/v1 Job."""
 
+KEPT_BY_AUTOSCALERS = {
+    "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+    "karpenter.sh/do-not-disrupt": "true",
+}
+"""Annotations by which cluster-autoscaler and Karpenter keep the node of a running pod; the template's values win."""
+
 _TOLERATION = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
 
 
@@ -129,7 +135,7 @@ def build_pod(job: GpuTrainingJob, worker: int, attempt: int) -> dict[str, Any]:
     _set_gpus(next((c for c in containers if _requests_gpus(c)), containers[0]), job.spec.gpus_per_worker)
     for container in containers:
         container.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
-    if needs_service(job):
+    if is_gang(job):
         _set_rendezvous(spec, job, worker, attempt)
     tolerations = list(spec.get("tolerations") or [])
     if _TOLERATION not in tolerations:
@@ -152,7 +158,7 @@ def build_pod(job: GpuTrainingJob, worker: int, attempt: int) -> dict[str, Any]:
             "name": pod_name(job.metadata.name, worker, attempt),
             "namespace": job.metadata.namespace,
             "labels": labels,
-            "annotations": metadata.get("annotations") or {},
+            "annotations": KEPT_BY_AUTOSCALERS | (metadata.get("annotations") or {}),
             "ownerReferences": [owner_reference(job)],
         },
         "spec": spec,
@@ -174,7 +180,7 @@ _SERVICE_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _SUFFIX = "-workers"
 
 
-def needs_service(job: GpuTrainingJob) -> bool:
+def is_gang(job: GpuTrainingJob) -> bool:
     """Return whether the job has several workers, which have to find each other."""
     return job.spec.workers > 1
 
@@ -207,6 +213,18 @@ def build_service(job: GpuTrainingJob) -> dict[str, Any]:
             "ports": [{"name": "rendezvous", "port": MASTER_PORT}],
         },
     }
+
+
+def build_disruption_budget(job: GpuTrainingJob) -> dict[str, Any]:
+    """Build the PodDisruptionBudget that forbids the eviction of each running worker of a gang.
+
+    `minAvailable` is the largest number of workers, because the job's own number may change while it is suspended.
+    """
+    # A GpuTrainingJob has no scale subresource. Without one only an integer `minAvailable` works, no `maxUnavailable`.
+    # Source: https://kubernetes.io/docs/tasks/run-application/configure-pdb/#arbitrary-controllers-and-selectors
+    service = build_service(job)
+    spec = {"minAvailable": MAX_WORKERS, "selector": {"matchLabels": service["spec"]["selector"]}}
+    return {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": service["metadata"], "spec": spec}
 
 
 def _set_rendezvous(spec: dict[str, Any], job: GpuTrainingJob, worker: int, attempt: int) -> None:

@@ -20,8 +20,8 @@ from carpool_operator import attempts, conditions, outcomes, placement, status
 from carpool_operator.actions import (
     Action,
     CheckTemplate,
+    CreateCompanion,
     CreatePod,
-    CreateService,
     Decision,
     DeleteJob,
     DeletePod,
@@ -35,9 +35,10 @@ from carpool_operator.outcomes import GPU_OUT_OF_MEMORY, Outcome
 from carpool_operator.ownership import POD_HIDDEN, foreign_message, hidden_pods, split_pods
 from carpool_operator.pods import (
     attempt_of,
+    build_disruption_budget,
     build_pod,
     build_service,
-    needs_service,
+    is_gang,
     pod_name,
     template_error,
     worker_of,
@@ -457,8 +458,9 @@ def _create_pods(draft: Draft, attempt: Attempt, missing: list[int]) -> None:
     wanted = [w for w in missing if pod_name(name, w, attempt.number) not in draft.snapshot.expected]
     if not wanted:
         return
-    if needs_service(draft.job):
-        draft.create(CreateService(build_service(draft.job)))
+    if is_gang(draft.job):
+        draft.create(CreateCompanion(build_service(draft.job)))
+        draft.create(CreateCompanion(build_disruption_budget(draft.job)))
     for worker in wanted:
         draft.create(CreatePod(build_pod(draft.job, worker, attempt.number)))
     first = pod_name(name, wanted[0], attempt.number)

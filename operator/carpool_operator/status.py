@@ -20,8 +20,8 @@ from msgspec.structs import replace
 from carpool_operator import attempts, conditions, outcomes, placement
 from carpool_operator.actions import (
     Action,
+    CreateCompanion,
     CreatePod,
-    CreateService,
     Decision,
     DeletePod,
     RecordEvent,
@@ -82,7 +82,7 @@ class Draft:
         """Record an event after the status is written."""
         self._after_write.append(RecordEvent(type_, reason, message))
 
-    def create(self, action: CreatePod | CreateService) -> None:
+    def create(self, action: CreatePod | CreateCompanion) -> None:
         """Create an object after the status is written."""
         self._pod_actions.append(action)
 

@@ -9,6 +9,7 @@ OWN = {
         "carpool.dev/gpunodes": READ,
         "pods": READ | {"create", "delete"},
         "services": {"create", "get"},
+        "policy/poddisruptionbudgets": {"create", "get"},
         "events": {"create", "get", "list", "patch"},
     },
     "carpool-scheduler": {

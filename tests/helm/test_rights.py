@@ -40,6 +40,7 @@ RESOURCES = (
     "serviceaccounts/token",
     "namespaces",
     "apps/deployments",
+    "policy/poddisruptionbudgets",
     "coordination.k8s.io/leases",
     "rbac.authorization.k8s.io/clusterroles",
     "rbac.authorization.k8s.io/clusterrolebindings",
@@ -72,7 +73,7 @@ def account(name: str) -> tuple[str, list[str]]:
 def split(resource: str) -> dict[str, str]:
     """Split GROUP/PLURAL/SUBRESOURCE, of which the first and the last may be missing."""
     head, _, rest = resource.partition("/")
-    group, rest = (head, rest) if "." in head or head == "apps" else ("", resource)
+    group, rest = (head, rest) if "." in head or head in ("apps", "policy") else ("", resource)
     plural, _, subresource = rest.partition("/")
     return {"group": group, "resource": plural, "subresource": subresource}
 

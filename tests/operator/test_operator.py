@@ -15,7 +15,17 @@ import msgspec
 import pytest
 from carpool_core import keys
 from carpool_core.clock import rfc3339
-from carpool_core.kube.api import EVENTS, GPU_NODES, GPU_TRAINING_JOBS, PODS, SERVICES, Page, ResourceKind, Selector
+from carpool_core.kube.api import (
+    EVENTS,
+    GPU_NODES,
+    GPU_TRAINING_JOBS,
+    POD_DISRUPTION_BUDGETS,
+    PODS,
+    SERVICES,
+    Page,
+    ResourceKind,
+    Selector,
+)
 from carpool_core.kube.client import error_for
 from carpool_core.kube.errors import Forbidden, Invalid, NotFound, Overloaded
 from carpool_core.resources.job import GpuTrainingJob
@@ -297,8 +307,12 @@ def warnings(world: World) -> list[tuple[str, str, int]]:
 )
 @pytest.mark.parametrize(
     ("kind", "workers", "reason"),
-    [(PODS, 1, "PodForbidden"), (SERVICES, 2, "ServiceForbidden")],
-    ids=["pod", "service"],
+    [
+        (PODS, 1, "PodForbidden"),
+        (SERVICES, 2, "ServiceForbidden"),
+        (POD_DISRUPTION_BUDGETS, 2, "PodDisruptionBudgetForbidden"),
+    ],
+    ids=["pod", "service", "disruption budget"],
 )
 async def test_refused_creation_is_one_event_and_tried_again(
     messages: list[str], expected: tuple[str, int], kind: ResourceKind, workers: int, reason: str

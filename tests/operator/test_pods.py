@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 from carpool_core import keys
-from carpool_core.kube.api import PODS, SERVICES
+from carpool_core.kube.api import POD_DISRUPTION_BUDGETS, PODS, SERVICES
 from carpool_core.kube.errors import Invalid
 from carpool_core.kube.pods import Pod
 from carpool_operator.pods import (
@@ -22,6 +22,8 @@ from carpool_operator.pods import (
 )
 from operator_fixtures import UID, job, template
 from operator_world import World, submitted
+
+SAFE_TO_EVICT, DO_NOT_DISRUPT = "cluster-autoscaler.kubernetes.io/safe-to-evict", "karpenter.sh/do-not-disrupt"
 
 
 def container(name: str = "train", **resources: Any) -> dict[str, Any]:
@@ -64,8 +66,22 @@ def test_labels_annotations_and_tolerations_of_the_template_stay() -> None:
     own["metadata"] = {"labels": {"team": "a"}, "annotations": {"note": "b"}}
     body = build_pod(job(template=own), 0, 1)
     assert body["metadata"]["labels"]["team"] == "a"
-    assert body["metadata"]["annotations"] == {"note": "b"}
+    assert body["metadata"]["annotations"]["note"] == "b"
     assert len(body["spec"]["tolerations"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("annotations", "expected"),
+    [
+        pytest.param(None, ("false", "true"), id="by default"),
+        pytest.param({SAFE_TO_EVICT: "true"}, ("true", "true"), id="the template allows evictions"),
+        pytest.param({DO_NOT_DISRUPT: "false"}, ("false", "false"), id="the template allows disruptions"),
+    ],
+)
+def test_autoscalers_keep_the_nodes_of_workers(annotations: dict[str, str] | None, expected: tuple[str, str]) -> None:
+    body = build_pod(job(template=template() | {"metadata": {"annotations": annotations}}), 0, 1)
+    found = body["metadata"]["annotations"]
+    assert (found[SAFE_TO_EVICT], found[DO_NOT_DISRUPT]) == expected
 
 
 @pytest.mark.parametrize(
@@ -133,10 +149,25 @@ def test_service_name_is_valid(name: str) -> None:
     assert len(found) <= 63
 
 
+async def test_no_running_worker_of_a_gang_may_be_evicted() -> None:
+    world = await submitted(workers=3)
+    budget = world.kube.dump(POD_DISRUPTION_BUDGETS, "x-workers", "default")
+    job_uid = world.job().metadata.uid
+    assert budget["metadata"]["ownerReferences"][0]["uid"] == job_uid, "it is deleted with the job"
+    assert budget["spec"]["selector"] == {"matchLabels": {keys.LABEL_JOB_UID: job_uid}}
+    assert budget["spec"]["minAvailable"] >= 1024, "more than any job has, also after it was resized"
+    assert "maxUnavailable" not in budget["spec"], "it needs a scale subresource"
+
+
+async def test_single_worker_has_no_disruption_budget() -> None:
+    world = await submitted()
+    assert "poddisruptionbudgets" not in {call.plural for call in world.kube.calls}
+
+
 async def test_service_is_created_before_the_workers_and_owned_by_the_job() -> None:
     world = await submitted(workers=2)
     made = [call.plural for call in world.kube.calls if call.verb == "create" and call.plural != "events"]
-    assert made == ["services", "pods", "pods"]
+    assert made == ["services", "poddisruptionbudgets", "pods", "pods"]
     (owner,) = world.kube.dump(SERVICES, "x-workers", "default")["metadata"]["ownerReferences"]
     assert owner["uid"] == world.job().metadata.uid
 
@@ -147,7 +178,7 @@ async def test_service_of_another_owner_is_not_used() -> None:
     await world.submit(workers=2)
     placed = world.condition("Placed")
     assert placed.reason == "ServiceNameTaken"
-    assert "service x-workers exists already and has no controller" in placed.message
+    assert "Service x-workers exists already and has no controller" in placed.message
     assert world.pods() == []
 
 

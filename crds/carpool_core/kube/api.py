@@ -31,6 +31,7 @@ class ResourceKind:
 PODS = ResourceKind("", "v1", "pods", "Pod")
 NODES = ResourceKind("", "v1", "nodes", "Node", namespaced=False)
 SERVICES = ResourceKind("", "v1", "services", "Service")
+POD_DISRUPTION_BUDGETS = ResourceKind("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget")
 CONFIG_MAPS = ResourceKind("", "v1", "configmaps", "ConfigMap")
 DEPLOYMENTS = ResourceKind("apps", "v1", "deployments", "Deployment")
 LEASES = ResourceKind("coordination.k8s.io", "v1", "leases", "Lease")

@@ -394,6 +394,9 @@ class GpuSelector(Resource, frozen=True, kw_only=True):
     ) = None
 
 
+MAX_WORKERS = 1024
+"""Largest number of workers of a job."""
+
 _MAX_S = 2**31 - 1
 
 
@@ -552,7 +555,7 @@ class JobSpec(Resource, frozen=True, kw_only=True):
         | None
     ) = None
     training: Annotated[Training, field("Properties of the training.", schema=ATOMIC_MAP)] = Training()
-    workers: Annotated[int, field("Number of pods that train together.", ge=1, le=1024)] = 1
+    workers: Annotated[int, field("Number of pods that train together.", ge=1, le=MAX_WORKERS)] = 1
     gpus_per_worker: Annotated[
         int, field("Number of GPUs (or shares of a GPU) of each worker, all on one node.", ge=1, le=16)
     ] = 1
