@@ -238,17 +238,30 @@ def test_the_command_writes_answers_and_counts_errors(tmp_path: Path) -> None:
     assert (result.exit_code, json.loads(result.stdout)["id"]) == (0, "a")
 
 
+ROWS, CHECKPOINTS = ["--rows", "rows.jsonl"], ["--activation-checkpointing"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
         pytest.param([], "found neither", id="nothing"),
-        pytest.param(["timm/resnet50", "--rows", "rows.jsonl"], "found both", id="both"),
+        pytest.param(["timm/resnet50", *ROWS], "found both", id="both"),
         pytest.param(["--rows", "absent.jsonl"], "cannot read", id="no such file"),
+        pytest.param([*ROWS, "--calibration", "broken.json"], "expected a calibration", id="malformed calibration"),
+        *(
+            pytest.param([*ROWS, *of_a_row], f"expected no {of_a_row[0]} with --rows", id=of_a_row[0])
+            for of_a_row in (["--gpu", "T4"], ["--json"], ["--batch-size", "32"], ["--input", "3,224,224"], CHECKPOINTS)
+        ),
     ],
 )
-def test_wrong_arguments_are_a_sentence_and_exit_code_2(arguments: list[str], word: str) -> None:
+def test_wrong_arguments_are_a_sentence_and_exit_code_2(
+    arguments: list[str], word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text(json.dumps(row("a")))
+    Path("broken.json").write_text("{")
     result = CliRunner().invoke(predict, arguments)
-    assert result.exit_code == 2
+    assert (result.exit_code, result.stdout) == (2, "")
     assert word in result.stderr
 
 
@@ -276,30 +289,3 @@ def test_a_file_without_rows_is_refused(content: str, tmp_path: Path) -> None:
     assert out.read_text() == "earlier answers"
     assert result.exit_code == 2
     assert result.stderr == f"Error: expected rows in {rows}, one JSON object a line, found none\n"
-
-
-@pytest.mark.parametrize(
-    "ignored",
-    [
-        pytest.param(["--gpu", "T4"], id="GPU"),
-        pytest.param(["--json"], id="JSON"),
-        pytest.param(["--batch-size", "32"], id="batch size, even the default"),
-        pytest.param(["--input", "3,224,224"], id="shape"),
-        pytest.param(["--activation-checkpointing"], id="checkpointing"),
-    ],
-)
-def test_options_that_rows_contain_are_refused(ignored: list[str], tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps(row("a")))
-    result = CliRunner().invoke(predict, ["--rows", str(rows), *ignored])
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert f"expected no {ignored[0]} with --rows" in result.stderr
-
-
-def test_a_malformed_calibration_is_refused_before_any_row(tmp_path: Path) -> None:
-    rows, learned = tmp_path / "rows.jsonl", tmp_path / "learned.json"
-    rows.write_text(json.dumps(row("a")))
-    learned.write_text("{")
-    result = CliRunner().invoke(predict, ["--rows", str(rows), "--calibration", str(learned)])
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "expected a calibration" in result.stderr

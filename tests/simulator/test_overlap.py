@@ -1,6 +1,7 @@
-"""How busy a GPU is with several tenants: the rule, what was measured, and what comes of it."""
+"""Utilization, SM activity and power of shared GPUs: formulas, measured pairs, and energy."""
 
 import csv
+from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
 
@@ -19,29 +20,29 @@ from simulated_world import ALONE, CARPOOL, Halved, NoSlowdown, job, truth, work
     [
         pytest.param([0.4], [1.0], 0.4, id="alone"),
         pytest.param([0.4], [2.0], 0.2, id="it waits for its gang elsewhere"),
-        pytest.param([0.5, 0.5], [1.2, 1.2], 0.75, id="a quarter of the time both rest"),
+        pytest.param([0.5, 0.5], [1.2, 1.2], 0.75, id="both are idle a quarter of the time"),
         pytest.param([0.5, 0.5, 0.5], [1.5, 1.5, 1.5], 0.875, id="three"),
-        pytest.param([0.5, 0.5], [2.0, 2.0], 0.5, id="no more than the work that is done"),
+        pytest.param([0.5, 0.5], [2.0, 2.0], 0.5, id="at most the work that is done"),
     ],
 )
-def test_a_gpu_rests_where_all_rest(util, slowdowns, expected):
+def test_a_gpu_is_idle_only_while_all_tenants_are_idle(util, slowdowns, expected):
     assert truths.utilization([truth(util=one) for one in util], slowdowns) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
     ("mode", "expected"),
     [
-        pytest.param(SharingMode.MPS, 0.5 + 0.1, id="side by side they add up"),
-        pytest.param(SharingMode.TIME_SLICING, 0.75 * 0.6, id="in turns, of the time that is busy"),
+        pytest.param(SharingMode.MPS, 0.5 + 0.1, id="concurrent tenants add up"),
+        pytest.param(SharingMode.TIME_SLICING, 0.75 * 0.6, id="a weighted mean of the busy time"),
     ],
 )
-def test_sms_have_work_by_how_tenants_share_them(mode, expected):
+def test_sm_activity_depends_on_the_sharing_mode(mode, expected):
     tenants = [truth(util=0.5, sm=0.5), truth(util=0.5, sm=0.1)]
     assert truths.sm_activity(mode, tenants, [1.0, 1.0], 0.75) == pytest.approx(expected)
     assert truths.sm_activity(mode, [], [], 0.0) == 0.0
 
 
-def test_a_measured_pair_is_as_busy_as_measured_in_its_mode_and_at_its_speed(data):
+def test_utilization_of_a_measured_pair_is_the_measured_one_in_its_mode_and_at_its_speed(data):
     pairs = MeasuredPairs(data / "lucid")
     one, two = truth(util=0.4, kind="lucid/ResNet18/32/0"), truth(util=0.6, kind="lucid/MobileNetV2/32/0")
     for tenants in ([one, two], [two, one]):
@@ -54,8 +55,8 @@ def test_a_measured_pair_is_as_busy_as_measured_in_its_mode_and_at_its_speed(dat
     assert pairs.utilization(SharingMode.TIME_SLICING, three, slowdowns) == truths.utilization(three, slowdowns)
 
 
-def test_the_rule_says_of_lucids_pairs_what_lucid_measured(published):
-    """Nothing was fitted, so that all 676 are held out; what it replaced was 5.5 points too high, 6.1 on CIFAR-10."""
+def test_estimated_utilization_agrees_with_all_pairs_of_lucid(published):
+    """No parameter was fitted to the 676 pairs."""
     pairs = MeasuredPairs(published / "lucid")
     with (published / "lucid" / "solo_rtx3090.csv").open(encoding="utf-8") as file:
         alone = {_kind(row, ""): float(row["gpu_util"]) / 100 for row in csv.DictReader(file)}
@@ -80,34 +81,34 @@ def _kind(row, which):
     return f"lucid/{row['model' + which]}/{row['batchsize' + which]}/{row['amp' + which]}"
 
 
-def test_a_gpu_sleeps_without_jobs_and_draws_more_with_them():
-    """One of two GPUs has a job for 100 of 200 seconds, which keeps 0.2 of its SMs busy; a job on the other lasts."""
-    jobs = workload(job("a", 100.0), job("b", 200.0), gpus=2)
+@pytest.mark.parametrize(
+    ("power", "idle_w", "busy_w"),
+    [
+        pytest.param(None, 50, 92 + (336 - 92) * 0.2, id="default power"),
+        pytest.param(Power(10, 20, 120), 10, 20 + 100 * 0.2, id="power of the workload's machine"),
+    ],
+)
+def test_energy_is_that_of_busy_and_idle_gpus(power, idle_w, busy_w):
+    """One of two GPUs has a job for 100 of 200 s, which keeps 0.2 of its SMs busy; a job on the other lasts."""
+    jobs = replace(workload(job("a", 100.0), job("b", 200.0), gpus=2), power=power)
     outcome = Simulation(jobs, ALONE, NoSlowdown()).run()
-    awake_w = 92 + (336 - 92) * 0.2
-    assert figures_of(outcome).energy_mj * 1e6 == pytest.approx(300 * awake_w + 100 * 50)
-
-
-def test_a_machines_own_power_comes_before_what_is_usual():
-    jobs = workload(job("a", 100.0), gpus=2)
-    own = Simulation(type(jobs)(jobs.name, "", jobs.jobs, jobs.nodes, (), Power(10, 20, 120)), ALONE, NoSlowdown())
-    assert figures_of(own.run()).energy_mj * 1e6 == pytest.approx(100 * 10 + 100 * (20 + 100 * 0.2))
+    assert figures_of(outcome).energy_mj * 1e6 == pytest.approx(300 * busy_w + 100 * idle_w)
 
 
 def test_decisions_never_read_true_activity_or_power():
-    """The same decisions, whatever the truth about the GPU as a whole is."""
+    """Decisions are equal for different true utilization and power of whole GPUs."""
 
     class Busier(Halved):
         def utilization(self, mode, tenants, slowdowns):
             return 1.0
 
     jobs = workload(*(job(f"j{i}", 100.0 + 10 * i, of=truth(util=0.3)) for i in range(9)), gpus=2)
-    ways = []
+    runs = []
     for physics, power in ((Halved(), None), (Busier(), Power(300, 500, 900))):
         world = type(jobs)(jobs.name, "", jobs.jobs, jobs.nodes, (), power)
         for policy in ("energy", "least-slowdown"):
             strategy = type(CARPOOL)(policy, policy, CARPOOL.knowledge, max_slowdown=3.0)
             outcome = Simulation(world, strategy, physics).run()
-            ways.append([(one.job.name, one.start_s, one.end_s, one.gpus) for one in outcome.finished])
-    assert all(one == two for one, two in pairwise(ways[::2]))
-    assert all(one == two for one, two in pairwise(ways[1::2]))
+            runs.append([(one.job.name, one.start_s, one.end_s, one.gpus) for one in outcome.finished])
+    assert all(one == two for one, two in pairwise(runs[::2]))
+    assert all(one == two for one, two in pairwise(runs[1::2]))

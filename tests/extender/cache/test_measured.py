@@ -27,27 +27,26 @@ def columns(*nodes):
 
 
 PREDICTED = {"prediction": prediction(memory_mib=4000, util=90, sm=0.8)}
+YOUNG, AGELESS = {"heartbeat": "2026-01-01T00:01:00Z"}, {"heartbeat": None}
 
 
 @pytest.mark.parametrize(
-    ("measure", "expected"),
+    ("measure", "changes", "expected"),
     [
-        pytest.param({"gpu_util_percent": 30.0, "sm_active_ratio": 0.2}, (0.3, 0.2, 4000), id="activity as measured"),
-        pytest.param({"gpu_util_percent": -1e308, "sm_active_ratio": -3.0}, (0.0, 0.0, 4000), id="less than nothing"),
-        pytest.param({"gpu_util_percent": 1e308, "sm_active_ratio": 3.0}, (1.0, 1.0, 4000), id="more than all"),
-        pytest.param({"memory_mib": 100, "peak_memory_mib": 200}, (0.9, 0.8, 4000), id="less memory than was promised"),
-        pytest.param({"peak_memory_mib": 6000}, (0.9, 0.8, 6000), id="more memory than was promised"),
+        pytest.param({"gpu_util_percent": 30.0, "sm_active_ratio": 0.2}, {}, (0.3, 0.2, 4000), id="activity"),
+        pytest.param({"gpu_util_percent": -1e308, "sm_active_ratio": -3.0}, {}, (0, 0, 4000), id="negative activity"),
+        pytest.param({"gpu_util_percent": 1e308, "sm_active_ratio": 3.0}, {}, (1, 1, 4000), id="activity above one"),
+        pytest.param({"memory_mib": 100, "peak_memory_mib": 200}, {}, (0.9, 0.8, 4000), id="less memory than promised"),
+        pytest.param({"peak_memory_mib": 6000}, {}, (0.9, 0.8, 6000), id="more memory than promised"),
+        pytest.param({"sm_active_ratio": 0.1}, YOUNG, (0.9, 0.8, 4000), id="activity of a young tenant"),
+        pytest.param({"peak_memory_mib": 39_000}, YOUNG, (0.9, 0.8, 39_000), id="memory of a young tenant"),
+        pytest.param({"peak_memory_mib": 39_000}, AGELESS, (0.9, 0.8, 39_000), id="memory of a tenant of unknown age"),
+        pytest.param({"sm_active_ratio": 0.1, "name": "other"}, {}, (0.9, 0.8, 4000), id="of no reservation"),
     ],
 )
-def test_a_measure_beats_the_prediction(measure, expected):
-    assert columns(node(tenant("x", [GPU], **PREDICTED), tenants=[seen("x", **measure)])) == pytest.approx(expected)
-
-
-def test_a_young_tenant_counts_as_predicted():
-    young = node(
-        tenant("x", [GPU], **PREDICTED), tenants=[seen("x", sm_active_ratio=0.1)], heartbeat="2026-01-01T00:01:00Z"
-    )
-    assert columns(young)[1] == pytest.approx(0.8)
+def test_a_measure_beats_the_prediction(measure, changes, expected):
+    reported = node(tenant("x", [GPU], **PREDICTED), tenants=[seen(**{"name": "x", **measure})], **changes)
+    assert columns(reported) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -64,14 +63,6 @@ def test_capacity_is_freed_when_a_tenant_gets_old_enough_for_its_measurement(hea
     before = gpus.freed_at
     gpus.apply(node(mine, tenants=measured, heartbeat=heartbeat))
     assert (gpus.freed_at > before) is is_freed
-
-
-def test_memory_that_a_young_tenant_takes_beyond_its_promise_counts_at_once():
-    taken = [seen("x", memory_mib=39_000, peak_memory_mib=39_000, sm_active_ratio=0.1)]
-    young = node(tenant("x", [GPU], **PREDICTED), tenants=taken, heartbeat="2026-01-01T00:00:05Z")
-    assert columns(young) == pytest.approx((0.9, 0.8, 39_000))
-    ageless = node(tenant("x", [GPU], **PREDICTED), tenants=taken, heartbeat=None)
-    assert columns(ageless) == pytest.approx((0.9, 0.8, 39_000))
 
 
 def test_a_measure_beside_neighbours_is_stretched_to_what_it_would_be_alone():
@@ -116,9 +107,3 @@ def test_where_a_gpu_is_used_up_a_measure_still_raises():
     for one in usage_of(both, measured):
         assert one.util >= 0.5
         assert one.sm >= 0.3
-
-
-def test_what_no_pod_owns_counts_for_nothing():
-    assert columns(node(tenant("x", [GPU], **PREDICTED), tenants=[seen("stranger", sm_active_ratio=0.1)]))[1] == (
-        pytest.approx(0.8)
-    )
