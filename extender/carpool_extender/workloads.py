@@ -239,8 +239,7 @@ def pod_request_of(job: JobRow, user: int | None, choices: JobOptions) -> PodReq
         NotOurs: It chose a policy that does not exist, or that it may not choose.
     """
     policy, settles = policy_of(job, allowed=choices.policies), choices.peaks and not job.status.died_of_memory
-    created_at, steps = job.metadata.creation_timestamp or "", job.spec.training.steps
-    return PodRequest(demand_of_row(job), policy, job.spec.workers, user, settles, created_at, steps)
+    return PodRequest(demand_of_row(job), policy, job.spec.workers, user, settles, job.spec.training.steps)
 
 
 def demand_of_row(job: JobRow) -> Demand:

@@ -50,16 +50,6 @@ class DeletePod:
 
 
 @dataclass(frozen=True, slots=True)
-class DeleteHiddenPods:
-    """Delete those of an attempt's recorded pods that exist although the cache does not show them."""
-
-    names: tuple[str, ...]
-    uids: frozenset[str]
-    blocks: bool
-    """Whether the following actions wait until all of them are gone."""
-
-
-@dataclass(frozen=True, slots=True)
 class ReadWarnings:
     """Read the newest warning about a pod; the job is reconciled again with it."""
 
@@ -101,7 +91,6 @@ Action = (
     | CreateCompanion
     | CreatePod
     | DeletePod
-    | DeleteHiddenPods
     | ReadWarnings
     | DeleteJob
     | RecordEvent

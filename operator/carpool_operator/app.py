@@ -6,7 +6,7 @@ from importlib.metadata import version
 import msgspec
 import structlog
 from carpool_core.clock import Clock, ServerClock
-from carpool_core.keys import LABEL_JOB
+from carpool_core.keys import SCHEDULER_NAME
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS, KubeApi, Selector
 from carpool_core.kube.errors import KubeError
 from carpool_core.kube.events import EventRecorder
@@ -88,7 +88,7 @@ class Operator:
                 api,
                 PODS,
                 Pod,
-                selector=Selector(namespace=namespace, labels=LABEL_JOB),
+                selector=Selector(namespace=namespace, fields=f"spec.schedulerName={SCHEDULER_NAME}"),
                 clock=clock,
                 on_change=self.pod_changed,
             )
@@ -193,7 +193,7 @@ class Operator:
         """Return everything that the reconciliation of a job reads."""
         now = self._clock.monotonic()
         key, uid = key_of(job), JobUid(job.metadata.uid)
-        pods = self.pods.of(uid)
+        pods = self.pods.of(key)
         names = sorted({pod.spec.node_name for pod in pods if pod.spec.node_name})
         nodes = tuple(node for name in names if (node := self.nodes.get(name)) is not None)
         digest = input_digest(job.spec.model, job.spec.training)

@@ -13,11 +13,11 @@ from carpool_core.kube.pods import Pod
 from carpool_core.products import PRODUCTS, hardware_name
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import GpuNode
-from carpool_core.values import JobState, JobUid
+from carpool_core.values import JobState
 
 from carpool_operator import conditions
 from carpool_operator.inventory import Inventory, NodeKind, node_kind
-from carpool_operator.pods import controller_of, job_key, key_of, key_of_pod
+from carpool_operator.pods import job_key, key_of, key_of_pod
 from carpool_operator.work_queue import WorkQueue
 
 
@@ -62,16 +62,16 @@ class JobCache:
 
 
 class PodCache:
-    """Pods by the UID of the job that controls them, and keys of jobs by node."""
+    """Pods by the key of their job, and keys of jobs by node."""
 
     def __init__(self, queue: WorkQueue) -> None:
         self._queue = queue
-        self._by_job: dict[JobUid, dict[str, Pod]] = {}
+        self._by_job: dict[str, dict[str, Pod]] = {}
         self._by_node: dict[str, dict[str, str]] = {}
 
-    def of(self, uid: JobUid) -> tuple[Pod, ...]:
-        """Return the pods that name a job as their controller."""
-        return tuple(self._by_job.get(uid, {}).values())
+    def of(self, key: str) -> tuple[Pod, ...]:
+        """Return the pods that a job may have; see `ownership` for whether they are its own."""
+        return tuple(self._by_job.get(key, {}).values())
 
     def jobs_on(self, node: str) -> set[str]:
         """Return the keys of jobs with pods on a node."""
@@ -87,11 +87,11 @@ class PodCache:
                 (self._queue.add_debounced if _only_advanced(old, new) else self._queue.add)(key)
 
     def _index(self, pod: Pod, *, is_known: bool) -> None:
-        job, key, name = controller_of(pod.metadata), key_of_pod(pod), pod.metadata.name
-        if job is not None:
-            _set(self._by_job, job, f"{pod.metadata.namespace}/{name}", pod if is_known else None)
-        if key is not None and pod.spec.node_name:
-            _set(self._by_node, pod.spec.node_name, pod.metadata.uid, key if is_known else None)
+        key = key_of_pod(pod)
+        if key is not None:
+            _set(self._by_job, key, pod.metadata.name, pod if is_known else None)
+            if pod.spec.node_name:
+                _set(self._by_node, pod.spec.node_name, pod.metadata.uid, key if is_known else None)
 
 
 def _only_advanced(old: Pod | None, new: Pod | None) -> bool:
@@ -103,7 +103,7 @@ def _only_advanced(old: Pod | None, new: Pod | None) -> bool:
     return old is None and all(condition.type != "PodScheduled" for condition in new.status.conditions)
 
 
-def _set(index: dict[Any, dict[str, Any]], group: Any, key: str, value: Any) -> None:
+def _set(index: dict[str, dict[str, Any]], group: str, key: str, value: Any) -> None:
     """Set a value in a group of an index; remove it if it is None, and empty groups with it."""
     if value is not None:
         index.setdefault(group, {})[key] = value

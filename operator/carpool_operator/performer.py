@@ -7,7 +7,6 @@ import msgspec
 import structlog
 from cachetools import LRUCache
 from carpool_core.clock import Clock
-from carpool_core.keys import LABEL_JOB
 from carpool_core.kube.api import (
     EVENTS,
     GPU_TRAINING_JOBS,
@@ -20,7 +19,7 @@ from carpool_core.kube.api import (
 )
 from carpool_core.kube.errors import Conflict, Forbidden, Invalid, NotFound
 from carpool_core.kube.events import EventRecorder
-from carpool_core.kube.pods import Pod, PodMeta
+from carpool_core.kube.pods import PodMeta
 from carpool_core.resources.job import GpuTrainingJob, JobStatus
 from carpool_core.resources.meta import ObjectMeta
 
@@ -30,7 +29,6 @@ from carpool_operator.actions import (
     CreateCompanion,
     CreatePod,
     Decision,
-    DeleteHiddenPods,
     DeleteJob,
     DeletePod,
     Learn,
@@ -42,7 +40,7 @@ from carpool_operator.actions import (
 from carpool_operator.calibrator import Calibrator
 from carpool_operator.expectations import Expectations
 from carpool_operator.informers import JobCache
-from carpool_operator.ownership import POD_HIDDEN, foreign_message
+from carpool_operator.ownership import foreign_message
 from carpool_operator.pods import controller_of, is_about_the_pod, key_of, template_message
 from carpool_operator.prediction_worker import PredictionWorker
 from carpool_operator.snapshot import PodWarning, Refusal
@@ -140,8 +138,6 @@ class Performer:
                 await self._create_pod(job, action)
             case DeletePod(name, uid):
                 await self._delete_pod(job, name, uid)
-            case DeleteHiddenPods():
-                await self._delete_hidden_pods(job, action)
             case ReadWarnings(uid):
                 await self._read_warnings(job, uid)
             case DeleteJob():
@@ -330,18 +326,3 @@ class Performer:
         except (NotFound, Conflict):
             return  # deleted already, also if another pod has its name now
         self._log.info("pod deleted", job=key_of(job), pod=name)
-
-    async def _delete_hidden_pods(self, job: GpuTrainingJob, action: DeleteHiddenPods) -> None:
-        living = []
-        for name in action.names:
-            try:
-                pod = await self._api.get(PODS, name, Pod, namespace=job.metadata.namespace)
-            except NotFound:
-                continue
-            if pod.metadata.uid in action.uids and not pod.is_finished:
-                living.append(name)
-                if pod.metadata.deletion_timestamp is None:
-                    await self._delete_pod(job, name, pod.metadata.uid)
-        if living and action.blocks:
-            message = f"waits for pod {living[0]} of an earlier attempt to end, which lost its label {LABEL_JOB}"
-            self._refuse(job, Refusal(POD_HIDDEN, message, is_final=False))

@@ -26,9 +26,14 @@ def key_of(job: GpuTrainingJob) -> str:
 
 
 def key_of_pod(pod: Pod) -> str | None:
-    """Return the key of the job that a pod's label names. The label is only used to enqueue that job."""
-    name = pod.metadata.labels.get(keys.LABEL_JOB)
-    return None if name is None else job_key(pod.metadata.namespace, name)
+    """Return the key of the job of which a pod has a worker's name, or which it names as controller; None without one.
+
+    A name cannot be changed, unlike labels and owners.
+    """
+    named, owner = parse_worker_name(pod.metadata.name), job_owner_reference(pod.metadata)
+    if named is not None:
+        return job_key(pod.metadata.namespace, named.job)
+    return None if owner is None else job_key(pod.metadata.namespace, owner.name)
 
 
 def pod_name(job_name: str, worker: int, attempt: int) -> str:

@@ -32,7 +32,7 @@ from carpool_operator.actions import (
 from carpool_operator.inventory import infeasible_reason, infeasible_when_empty
 from carpool_operator.observations import doubt_oom, observe, peak_of, sample_of
 from carpool_operator.outcomes import GPU_OUT_OF_MEMORY, Outcome
-from carpool_operator.ownership import POD_HIDDEN, foreign_message, hidden_pods, split_pods
+from carpool_operator.ownership import foreign_message, split_pods
 from carpool_operator.pods import (
     attempt_of,
     build_disruption_budget,
@@ -97,9 +97,6 @@ def _delete_orphans(snapshot: Snapshot) -> Decision:
     own, _ = split_pods(snapshot)
     living = [pod for pod in own.pods if not pod.is_finished and pod.metadata.deletion_timestamp is None]
     actions: list[Action] = [DeletePod(pod.metadata.name, pod.metadata.uid) for pod in living]
-    hidden = hidden_pods(snapshot.job, attempts.latest(snapshot.job.status), own.pods, blocks=False)
-    if hidden is not None:
-        actions.append(hidden)
     if living:
         message = "a deleted job holds no GPU, so its pods are deleted with it"
         actions.append(RecordEvent("Warning", "OrphansDeleted", message))
@@ -117,7 +114,7 @@ def _delete_foreign(draft: Draft, foreign: Sequence[Pod]) -> None:
 
 def _after_end(draft: Draft) -> Decision:
     """Delete what still runs of a finished job, and the job itself after its time to live."""
-    draft.delete_unfinished()
+    draft.delete_pods()
     keep_s = draft.job.spec.run_policy.ttl_seconds_after_finished
     if keep_s is not None and draft.status.completion_time is not None:
         until = parse_rfc3339(draft.status.completion_time) + timedelta(seconds=keep_s)
@@ -285,10 +282,6 @@ def _begin_attempt(draft: Draft, demand: Demand) -> None:
         draft.set_condition(keys.CONDITION_PLACED, "False", "WaitingForPods", message)
         draft.requeue_after(EXPECTATION_TIMEOUT_S)
         return
-    if snapshot.refusal is not None and snapshot.refusal.reason == POD_HIDDEN:
-        draft.set_condition(keys.CONDITION_PLACED, "False", "WaitingForPods", snapshot.refusal.message)
-        draft.requeue_after(snapshot.refusal.retry_in_s)
-        return
     if _is_calibration_pending(draft, last):
         draft.requeue_after(_CALIBRATION_POLL_S)
         return
@@ -302,9 +295,6 @@ def _begin_attempt(draft: Draft, demand: Demand) -> None:
         if any(key.history is not None and key.history.deaths for key in snapshot.calibration.keys.values()):
             draft.requeue_after(_EXCLUSION_POLL_S)
         return
-    hidden = hidden_pods(draft.job, last, snapshot.pods, blocks=True)
-    if hidden is not None:
-        draft.before_write(hidden)
     attempt = attempts.begun(last, draft.job.spec, snapshot.now)
     draft.put_attempt(attempt)
     draft.update(placement=[])

@@ -28,7 +28,6 @@ from carpool_operator.actions import (
     WriteStatus,
 )
 from carpool_operator.conditions import ConditionStatus
-from carpool_operator.ownership import hidden_pods
 from carpool_operator.snapshot import Refusal, Snapshot
 
 _MAX_MESSAGE_CHARS = 4096
@@ -92,18 +91,11 @@ class Draft:
         if pod.metadata.deletion_timestamp is None and action not in self._pod_actions:
             self._pod_actions.append(action)
 
-    def delete_unfinished(self) -> None:
+    def delete_pods(self) -> None:
         """Delete every pod of the job that has not finished; finished pods keep their logs."""
         for pod in self.snapshot.pods:
             if not pod.is_finished:
                 self.delete_pod(pod)
-
-    def delete_pods(self) -> None:
-        """Delete every pod of the job that has not finished, hidden pods of the attempt included."""
-        self.delete_unfinished()
-        hidden = hidden_pods(self.job, attempts.latest(self.status), self.snapshot.pods, blocks=False)
-        if hidden is not None:
-            self._pod_actions.append(hidden)
 
     def requeue_after(self, seconds: float) -> None:
         """Reconcile again after so many seconds at the latest."""

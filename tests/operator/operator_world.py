@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from carpool_core.clock import rfc3339
-from carpool_core.keys import LABEL_JOB
+from carpool_core.keys import SCHEDULER_NAME
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS, ResourceKind
 from carpool_core.kube.errors import KubeError
 from carpool_core.kube.pods import Pod
@@ -128,7 +128,7 @@ class World:
         before = self._delivered[kind.plural]
         items = self.kube.dump_all(kind)
         if kind is PODS:
-            items = [item for item in items if LABEL_JOB in item["metadata"].get("labels", {})]
+            items = [item for item in items if item.get("spec", {}).get("schedulerName") == SCHEDULER_NAME]
         now = {item["metadata"]["uid"]: msgspec.convert(item, type_) for item in items}
         self._delivered[kind.plural] = now
         return [(before.get(uid), now.get(uid)) for uid in {**before, **now} if before.get(uid) != now.get(uid)]
@@ -198,7 +198,7 @@ class World:
     # Other actors
 
     def pods(self, name: str = "x") -> list[dict[str, Any]]:
-        return [pod for pod in self.kube.dump_all(PODS) if pod["metadata"]["labels"].get("carpool.dev/job") == name]
+        return [pod for pod in self.kube.dump_all(PODS) if pod["metadata"]["name"].startswith(f"{name}-worker-")]
 
     def living(self, name: str = "x") -> list[str]:
         """Names of pods that have not finished."""

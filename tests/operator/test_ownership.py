@@ -1,4 +1,4 @@
-"""Which pods are a job's own; hidden pods; pods without a reservation."""
+"""Which pods are a job's own; pods without a reservation."""
 
 from typing import Any
 
@@ -157,71 +157,42 @@ async def test_terminating_pod_of_the_workers_name_is_awaited(image: str) -> Non
     assert world.living() == ["x-worker-0-1"], "created as soon as the other is gone"
 
 
-def hide(world: World, name: str, **metadata: object) -> None:
-    """What `kubectl label pod NAME carpool.dev/job-` does."""
+def strip(world: World, name: str) -> None:
+    """Take its labels and its controller from a pod, as a user may."""
     pod = world.kube.dump(PODS, name, "default")
-    del pod["metadata"]["labels"][keys.LABEL_JOB]
-    pod["metadata"] |= metadata
+    pod["metadata"] |= {"labels": {}, "ownerReferences": []}
     world.kube.seed(PODS, pod)
 
 
-def names(world: World) -> list[str]:
-    return [pod["metadata"]["name"] for pod in world.kube.dump_all(PODS)]
-
-
-async def test_hidden_pod_does_not_run_beside_the_next_attempt() -> None:
-    """Regression: the pod counted as deleted, attempt 2 began, and the first pod ran on."""
+async def test_pod_without_labels_and_controller_stays_the_jobs_own() -> None:
+    """Regression: `kubectl label pod NAME carpool.dev/job-` hid the pod, and it ran on beside the next attempt."""
     world = await running()
-    hide(world, "x-worker-0-1")
+    strip(world, "x-worker-0-1")
     await world.settle()
-    await world.settle(after_s=REFUSAL_BACKOFF.most_s)
-    assert names(world) == ["x-worker-0-2"]
-    assert [a.outcome for a in world.job().status.attempts] == ["PodDeleted", "Running"]
-
-
-async def test_next_attempt_waits_for_a_hidden_pod_that_is_slow_to_go() -> None:
-    world = await running()
-    hide(world, "x-worker-0-1", finalizers=["test/slow"], deletionTimestamp=rfc3339(NOW))
-    for _ in range(3):
-        await world.settle()
-        world.clock.advance(REFUSAL_BACKOFF.most_s)
-    assert names(world) == ["x-worker-0-1"]
-    placed = world.condition("Placed")
-    assert placed.reason == "WaitingForPods"
-    assert "waits for pod x-worker-0-1" in placed.message
-    world.kube.lose(PODS, "x-worker-0-1", "default")
-    await world.settle(after_s=REFUSAL_BACKOFF.most_s)
-    assert names(world) == ["x-worker-0-2"]
+    await world.settle(after_s=DEBOUNCE_S)
+    assert world.living() == ["x-worker-0-1"]
+    assert [a.outcome for a in world.job().status.attempts] == ["Running"]
 
 
 @pytest.mark.parametrize("run_policy", [{"suspend": True}, {"activeDeadlineSeconds": 60}])
-async def test_hidden_pod_is_deleted_with_its_attempt(run_policy: dict[str, object]) -> None:
+async def test_pod_without_labels_and_controller_ends_with_its_attempt(run_policy: dict[str, object]) -> None:
     world = await running()
-    hide(world, "x-worker-0-1")
+    strip(world, "x-worker-0-1")
     world.clock.advance(3600)
     job = world.kube.dump(GPU_TRAINING_JOBS, "x", "default")
     job["spec"]["runPolicy"] = run_policy
     world.kube.seed(GPU_TRAINING_JOBS, job)
     await world.settle()
-    assert names(world) == []
+    assert world.living() == []
 
 
-async def test_hidden_pod_of_a_larger_spec_is_deleted() -> None:
-    world = await submitted(workers=3)
-    hide(world, "x-worker-2-1")
-    job = world.kube.dump(GPU_TRAINING_JOBS, "x", "default")
-    job["spec"]["workers"] = 1
-    job["metadata"]["generation"] = 2
-    world.kube.seed(GPU_TRAINING_JOBS, job)
-    await world.settle()
-    assert names(world) == ["x-worker-0-2"]
-
-
-async def test_foreign_pod_without_labels_is_kept() -> None:
+async def test_pod_of_the_workers_name_that_names_no_job_is_kept() -> None:
     world = await running()
-    hide(world, "x-worker-0-1", uid="foreign")
+    pod = world.kube.dump(PODS, "x-worker-0-1", "default")
+    pod["metadata"] |= {"uid": "foreign", "ownerReferences": []}
+    world.kube.seed(PODS, pod)
     await world.settle()
-    assert names(world) == ["x-worker-0-1", "x-worker-0-2"]
+    assert world.living() == ["x-worker-0-1", "x-worker-0-2"]
 
 
 async def bound_without_reservation(world: World, phase: str = "Pending") -> None:

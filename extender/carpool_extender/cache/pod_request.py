@@ -100,8 +100,6 @@ class PodRequest:
     """User of the node that the worker runs as; None where its spec does not say."""
     may_use_measured_peak: bool = False
     """Whether it may count with its own peak once that was measured, where it never ran before."""
-    created_at: str = ""
-    """When the job was created, RFC 3339; empty if unknown."""
     steps: int | None = None
     """Training steps of the job; None if it declares none."""
     _facts: dict[DeviceClass, ClassRequirements] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from carpool_core.clock import parse_rfc3339
-from carpool_core.durations import duration_bucket, duration_s
+from carpool_core.durations import duration_s
 from carpool_core.products import hardware_name
 from carpool_core.resources.node import Device, Reservation
 
@@ -73,42 +73,6 @@ def sort_key(key: QueueKey, order: QueueOrder, end: QueueEnd = QueueEnd.LONGEST)
     return (urgency, arrived_s // WINDOW_S, -bucket if end is QueueEnd.LONGEST else bucket, arrived_s, number)
 
 
-class QueueCursor:
-    """Walks through pending jobs in queue order, each once.
-
-    Args:
-        keys: Keys of all pending jobs, with unique numbers.
-        order: How the queue is sorted.
-        end: End from which `Alternate` takes the first job.
-    """
-
-    def __init__(self, keys: Iterable[QueueKey], order: QueueOrder, end: QueueEnd = QueueEnd.LONGEST) -> None:
-        self.end = end
-        """End from which the next job is taken."""
-        pending = [*keys]
-        self._alternates = order is QueueOrder.ALTERNATE
-        self._at = {
-            of: sorted(pending, key=lambda key: sort_key(key, order, of), reverse=True)
-            for of in (QueueEnd if self._alternates else (end,))
-        }
-        self._taken = set[int]()
-
-    def next(self) -> QueueKey | None:
-        """Return the next job from the present end; None after the last."""
-        left = self._at[self.end]
-        while left:
-            key = left.pop()
-            if key.number not in self._taken:
-                self._taken.add(key.number)
-                return key
-        return None
-
-    def started(self) -> None:
-        """Record that the last job started: `Alternate` takes the next one from the other end."""
-        if self._alternates:
-            self.end = self.end.other
-
-
 def queue_order(keys: Iterable[QueueKey], order: QueueOrder, end: QueueEnd = QueueEnd.LONGEST) -> list[QueueKey]:
     """Return pending jobs in the order in which they start, if each fits when it is its turn.
 
@@ -117,19 +81,15 @@ def queue_order(keys: Iterable[QueueKey], order: QueueOrder, end: QueueEnd = Que
         order: How the queue is sorted.
         end: End from which `Alternate` takes the first job.
     """
-    cursor, found = QueueCursor(keys, order, end), list[QueueKey]()
-    while (key := cursor.next()) is not None:
-        found.append(key)
-        cursor.started()
-    return found
-
-
-def created_s(pod_request: PodRequest, now_s: float) -> float:
-    """Return when a job was created, in seconds since 1970; now if that is unknown."""
-    try:
-        return parse_rfc3339(pod_request.created_at).timestamp()
-    except ValueError:
-        return now_s
+    pending = [*keys]
+    if order is not QueueOrder.ALTERNATE:
+        return sorted(pending, key=lambda key: sort_key(key, order))
+    ends = (end, end.other)
+    left = [iter(sorted(pending, key=lambda key: sort_key(key, order, of))) for of in ends]
+    found = dict[QueueKey, None]()
+    while len(found) < len(pending):
+        found[next(key for key in left[len(found) % 2] if key not in found)] = None
+    return [*found]
 
 
 def duration_in(pod_request: PodRequest, snapshot: Snapshot) -> float | None:
@@ -145,11 +105,6 @@ def duration_in(pod_request: PodRequest, snapshot: Snapshot) -> float | None:
         if pod_request.requirements(kind).reason is None
     }
     return duration_s(pod_request.steps, pod_request.demand.prediction, suitable.__contains__)
-
-
-def duration_bucket_in(pod_request: PodRequest, snapshot: Snapshot, order: QueueOrder) -> int:
-    """Return the bucket of that length; `Arrival` does not use lengths, so all jobs share one bucket there."""
-    return duration_bucket(None if order is QueueOrder.ARRIVAL else duration_in(pod_request, snapshot))
 
 
 def reservation_end_s(

@@ -9,7 +9,6 @@ from carpool_extender.queue.order import (
     QueueEnd,
     QueueKey,
     QueueOrder,
-    duration_bucket_in,
     duration_in,
     queue_order,
     sort_key,
@@ -85,6 +84,3 @@ def test_the_length_of_a_job_depends_on_present_gpu_products_only():
     both.remove("fast")
     assert duration_in(job, both.snapshot()) == duration_in(job, cluster(slow).snapshot()) == pytest.approx(36_000)
     assert at_first < 36_000
-    assert duration_bucket_in(job, both.snapshot(), QueueOrder.LONGEST_FIRST) == duration_bucket_in(
-        job, cluster(slow).snapshot(), QueueOrder.LONGEST_FIRST
-    )
