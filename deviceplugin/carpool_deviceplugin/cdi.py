@@ -214,7 +214,7 @@ _GPU_MAJOR = 195
 
 
 class NvidiaCdi:
-    """NVIDIA's CDI specifications; a file is parsed again when it changes.
+    """NVIDIA's CDI specifications.
 
     Args:
         directories: Directories to search; the first one with the GPU wins.
@@ -226,7 +226,6 @@ class NvidiaCdi:
         self, directories: Sequence[Path], mig_minors: Path = MIG_MINORS, proc_devices: Path = PROC_DEVICES
     ) -> None:
         self._directories, self._mig_minors, self._proc_devices = directories, mig_minors, proc_devices
-        self._parsed: dict[Path, tuple[tuple[int, int, int], _Specification | None]] = {}
 
     def gpu(self, uuid: str, minor: int | None) -> Access:
         """Return the access to a whole GPU; `minor` is N of /dev/nvidiaN. Raises DeviceError."""
@@ -277,19 +276,7 @@ class NvidiaCdi:
 
     def _specifications(self) -> list[_Specification]:
         paths = [path for directory in self._directories for path in foreign_specifications(directory)]
-        self._parsed = {path: self._parsed[path] for path in paths if path in self._parsed}  # forget removed files
-        return [found for found in map(self._read, paths) if found is not None and found.kind == NVIDIA_GPU]
-
-    def _read(self, path: Path) -> _Specification | None:
-        try:
-            stat = path.stat()
-        except OSError:
-            return None  # removed meanwhile
-        state = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
-        parsed = self._parsed.get(path)
-        if parsed is None or parsed[0] != state:
-            parsed = self._parsed[path] = (state, _decoded(path))
-        return parsed[1]
+        return [found for found in map(_decoded, paths) if found is not None and found.kind == NVIDIA_GPU]
 
 
 def _access(found: _Specification, edits: Mapping[str, Any]) -> Access:
@@ -307,7 +294,7 @@ def _decoded(path: Path) -> _Specification | None:
             msgspec.convert(edits, _Edits)
         return found
     except FileNotFoundError:
-        return None
+        return None  # removed meanwhile
     except (msgspec.MsgspecError, OSError, ValueError) as e:
         why = " ".join(str(e).split())
         raise DeviceError(

@@ -137,11 +137,6 @@ def changes_mig(step: Step) -> bool:
     return isinstance(step, CreateInstance | DestroyInstance) or (isinstance(step, SetMode) and step.mode is not None)
 
 
-def plus(total: float | None, more: float | None) -> float | None:
-    """Add to a counter; an unknown value (None) changes nothing."""
-    return total if more is None else (total or 0.0) + more
-
-
 class ProcessUsage(msgspec.Struct, frozen=True):
     """Use of a GPU by one process since the last reading; None if the GPU does not measure a value."""
 

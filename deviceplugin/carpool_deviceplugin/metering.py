@@ -8,7 +8,7 @@ from carpool_core.resources.node import Tenant
 from carpool_core.values import GpuUuid, PodUid
 from msgspec.structs import replace
 
-from carpool_deviceplugin.gpu import ProcessUsage, Reading, plus
+from carpool_deviceplugin.gpu import ProcessUsage, Reading
 
 SMOOTHING_S = 5.0
 """Time constant of the exponential average in metrics."""
@@ -89,7 +89,7 @@ class Meter:
             if before is not None and before - {pod} != now - {pod}:
                 use = replace(use, mean_samples=min(use.mean_samples, FORMER_SAMPLES + 1))
             use = _advance(use, processes)
-            energy_j = plus(use.energy_j, reading.energy_of_ended_j.get(pod))
+            energy_j = _total((use.energy_j, reading.energy_of_ended_j.get(pod)))
             self.usage[pod] = replace(use, energy_j=energy_j)
         self.reading, self.is_current = reading, True
 
@@ -149,7 +149,7 @@ def _advance(use: PodUsage, processes: Sequence[ProcessUsage]) -> PodUsage:
         memory_mib=memory,
         peak_memory_mib=max([use.peak_memory_mib, memory, *(p.peak_memory_mib for p in processes)]),
         is_running=bool(processes),
-        energy_j=plus(use.energy_j, energy),
+        energy_j=_total((use.energy_j, energy)),
     )
     if elapsed_s <= 0:
         return use

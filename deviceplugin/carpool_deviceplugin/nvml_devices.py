@@ -121,7 +121,8 @@ class NvmlDevices:
         monotonic: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self._session = session = Session(library)
+        self.session = session = Session(library)
+        """The open library."""
         session.open()
         self._mps_missing = mps_problem
         self.driver = self._read_driver()
@@ -133,28 +134,29 @@ class NvmlDevices:
         """Reasons why GPUs of the node are not among `uuids`; they are read once, at the start."""
         directory = state_dir / "gpus"
         self._gpus = self._find(directory)
-        self._uuids = [*self._gpus]
+        self.uuids: Sequence[GpuUuid] = [*self._gpus]
+        """The GPUs by index."""
         self._watcher, self._clients = ProcessWatcher(session, processes, mps, monotonic), MpsFailures(monotonic)
-        self._health = HealthMonitor(session, self._uuids, directory, monotonic, may_write=may_write)
+        self._health = HealthMonitor(session, self.uuids, directory, monotonic, may_write=may_write)
         self._cdi, self._feed = cdi, CounterFeed(sources, monotonic)
-        self._sampler = Sampler(session, self._uuids, self._watcher, self._feed, monotonic, wall)
+        self._sampler = Sampler(session, self.uuids, self._watcher, self._feed, monotonic, wall)
 
     def _find(self, directory: Path) -> dict[GpuUuid, _Gpu]:
         """Identify the GPUs. One that cannot be read does not keep the agent from using the others."""
         gpus: dict[GpuUuid, _Gpu] = {}
         try:
-            uuids, unreadable = find_gpus(self._session)
+            uuids, unreadable = find_gpus(self.session)
         except DeviceError as e:
             raise NoDevicesError(str(e)) from e
         for uuid in uuids:
             try:
-                identity = read_identity(self._session, uuid)
+                identity = read_identity(self.session, uuid)
                 if identity.mig_capable:
                     self._mig.learn(uuid)
             except DeviceError as e:
                 unreadable.append(str(e))
                 continue
-            identified = (self._session.generation, self._monotonic())
+            identified = (self.session.generation, self._monotonic())
             gpus[uuid] = _Gpu(identity, identified, CheckpointFile(directory / f"{uuid}.json"))
         if not gpus:
             found = "; ".join(unreadable) or "a driver and none; give the container /dev/nvidia*"
@@ -165,22 +167,12 @@ class NvmlDevices:
         return gpus
 
     @property
-    def uuids(self) -> Sequence[GpuUuid]:
-        """The GPUs by index."""
-        return self._uuids
-
-    @property
     def mps_problem(self) -> str:
         """Why no GPU of the node offers mode MPS, empty if they do; a running daemon is still read and stopped."""
         return self._mps_missing or driver_problem(self.driver)
 
     def _read_driver(self) -> str:
-        return self._session.ask("", self._session.library.nvmlSystemGetDriverVersion) or "unknown"
-
-    @property
-    def session(self) -> Session:
-        """The open library, for the commands of `carpool node`."""
-        return self._session
+        return self.session.ask("", self.session.library.nvmlSystemGetDriverVersion) or "unknown"
 
     def identity(self, uuid: GpuUuid) -> Identity:
         """Return a GPU's identity as last read."""
@@ -194,13 +186,13 @@ class NvmlDevices:
         """Give the GPUs no new work while there is a reason; without processes and MPS daemons, close the driver."""
         self._released = reason
         if not reason:
-            self._session.suspend("")
-        elif not self._session.suspended:
+            self.session.suspend("")
+        elif not self.session.suspended:
             with ExitStack() as locks:  # no other call loses its handle
                 for gpu in self._gpus.values():
                     locks.enter_context(gpu.lock)
-                if not any(map(self._is_used, self._uuids)):
-                    self._session.suspend(f"{reason}: the agent holds no handle of the GPUs; remove it to use them")
+                if not any(map(self._is_used, self.uuids)):
+                    self.session.suspend(f"{reason}: the agent holds no handle of the GPUs; remove it to use them")
 
     def _is_used(self, uuid: GpuUuid) -> bool:
         """Whether a pod's process or an MPS daemon is on the GPU; a GPU that cannot be read counts as unused."""
@@ -213,17 +205,17 @@ class NvmlDevices:
 
     def _gpu(self, uuid: GpuUuid) -> _Gpu:
         if uuid not in self._gpus:
-            raise DeviceError(f"GPU {uuid}: expected one of {', '.join(self._uuids)}; other GPUs cannot be changed")
+            raise DeviceError(f"GPU {uuid}: expected one of {', '.join(self.uuids)}; other GPUs cannot be changed")
         return self._gpus[uuid]
 
     def _identify(self, uuid: GpuUuid) -> None:
         gpu = self._gpus[uuid]
-        gpu.identity, self.driver = read_identity(self._session, uuid), self._read_driver()
-        gpu.identified = (self._session.generation, self._monotonic())
+        gpu.identity, self.driver = read_identity(self.session, uuid), self._read_driver()
+        gpu.identified = (self.session.generation, self._monotonic())
 
     def inventory(self) -> list[Device]:
         """Describe every GPU."""
-        return [self.describe(uuid) for uuid in self._uuids]
+        return [self.describe(uuid) for uuid in self.uuids]
 
     def describe(self, uuid: GpuUuid) -> Device:
         """Describe one GPU."""
@@ -233,7 +225,7 @@ class NvmlDevices:
                 actual = self._actual(uuid)
             mode, problem = actual.mode, actual.problem
             generation, at = gpu.identified
-            if generation != self._session.generation or self._monotonic() - at > _IDENTITY_AGE_S:
+            if generation != self.session.generation or self._monotonic() - at > _IDENTITY_AGE_S:
                 self._identify(uuid)
         except DeviceError as e:
             problem = str(e)

@@ -32,11 +32,6 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Errors of decoding a row; RecursionError for brackets that nest too deep."""
 
 
-def in_row_terms(message: str) -> str:
-    """Return a message about a GpuTrainingJob with the paths of a row's fields."""
-    return message.replace("spec.model.", "").replace("spec.training", "training")
-
-
 INVALID = frozenset(
     {
         "UnknownCatalogModel", "CatalogUnsupported", "InputShapeInvalid", "FeaturesAbsurd",
@@ -73,32 +68,9 @@ class _OnlyId(msgspec.Struct, frozen=True):
     id: str | int | None = None
 
 
-class RowError(ValueError):
-    """A row is invalid; the message gives the reason."""
-
-
 _ROWS = msgspec.json.Decoder(Row)
 _IDS = msgspec.json.Decoder(_OnlyId)
 _ENCODER = msgspec.json.Encoder()
-
-
-def read_row(line: bytes) -> Row:
-    """Decode one line.
-
-    Raises:
-        RowError: The line is not a valid row.
-    """
-    try:
-        row = _ROWS.decode(line)
-    except UNREADABLE as e:
-        raise RowError(f"BadRow: {describe_decode_error(str(e))}") from e
-    if (row.catalog is UNSET) == (row.features is UNSET):
-        raise RowError(f"BadRow: expected exactly one of catalog and features, found {_which(row)}")
-    return row
-
-
-def _which(row: Row) -> str:
-    return "neither" if row.catalog is UNSET else "both"
 
 
 _Key = tuple[Any, ...]
@@ -182,7 +154,8 @@ class Answerer:
         job, prepared_s = self._job(row)
         if isinstance(job, Abstention):
             status = "error" if job.reason in INVALID else "abstained"
-            reason = f"{job.reason}: {in_row_terms(job.message)}"
+            message = job.message.replace("spec.model.", "").replace("spec.training", "training")  # a row's paths
+            reason = f"{job.reason}: {message}"
             return _empty(row.id, status, reason, prepared_s + time.perf_counter() - begin)
         return _ENCODER.encode(_ok(row, job.calibrated(self._calibration, product), product, begin - prepared_s))
 
@@ -201,9 +174,13 @@ class Answerer:
 def _read(line: bytes) -> Row | bytes:
     """Return the row, or the answer to an invalid one."""
     try:
-        return read_row(line)
-    except RowError as e:
-        return _empty(_id_of(line), "error", str(e))
+        row = _ROWS.decode(line)
+    except UNREADABLE as e:
+        return _empty(_id_of(line), "error", f"BadRow: {describe_decode_error(str(e))}")
+    if (row.catalog is UNSET) != (row.features is UNSET):
+        return row
+    found = "neither" if row.catalog is UNSET else "both"
+    return _empty(row.id, "error", f"BadRow: expected exactly one of catalog and features, found {found}")
 
 
 def _ok(row: Row, job: PredictionContext, product: GpuProduct, begin: float) -> dict[str, Any]:
@@ -243,19 +220,6 @@ def _id_of(line: bytes) -> str | int | None:
         return _IDS.decode(line).id
     except UNREADABLE:
         return None
-
-
-def chunks(lines: Iterator[bytes], size: int) -> Iterator[list[bytes]]:
-    """Split lines into lists of at most `size`, without blank lines."""
-    chunk: list[bytes] = []
-    for line in lines:
-        if line.strip():
-            chunk.append(line)
-        if len(chunk) == size:
-            yield chunk
-            chunk = []
-    if chunk:
-        yield chunk
 
 
 MAX_SINGLE_PROCESS = 1500
@@ -342,7 +306,8 @@ def _answered(
 ) -> Iterator[tuple[list[bytes], list[bytes]]]:
     """Yield rows with their answers, in order."""
     first = list(islice(rows, MAX_SINGLE_PROCESS + 1))
-    lines = chunks(chain(first, rows), CHUNK)
+    not_blank = filter(bytes.strip, chain(first, rows))
+    lines = iter(lambda: list(islice(not_blank, CHUNK)), [])
     if workers == 1 or len(first) <= MAX_SINGLE_PROCESS:
         answerer = Answerer(limits, calibration=calibration)
         yield from ((chunk, answerer.answers(chunk)) for chunk in lines)

@@ -6,7 +6,6 @@ from carpool_predictor.profiler.machine import (
     Activity,
     Description,
     Failed,
-    OutOfMemory,
     Ready,
     Reply,
     Sample,
@@ -101,11 +100,11 @@ class FakeMachine:
 
     def start(self, workload: Workload, *, mps: bool) -> FakeProcess:
         """Build and warm up, which takes two seconds."""
+        if mps and not self._has_mps:
+            raise OSError("expected nvidia-cuda-mps-control to start")
         behaviour = self._behaviours.get(workload.model, Behaviour())
         process = FakeProcess(self, workload, 1000 + len(self.processes), mps, behaviour, ready_at=self._now + 2.0)
         self.processes.append(process)
-        if mps and not self._has_mps:
-            process.replies.append(Failed("expected nvidia-cuda-mps-control to start"))
         return process
 
     def memory_of(self, process: FakeProcess) -> float:
@@ -176,7 +175,7 @@ class FakeMachine:
         if process.behaviour.failure:
             return Failed(process.behaviour.failure)
         if sum(map(self.memory_of, self.alive)) > self._memory_mib:
-            return OutOfMemory()
+            return Failed(status="out_of_memory")
         return Ready()
 
     def monotonic(self) -> float:

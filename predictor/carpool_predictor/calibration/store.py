@@ -11,8 +11,6 @@ from carpool_predictor.calibration.document import Calibration, read_calibration
 from carpool_predictor.features import MalformedError
 
 KEY = "calibration.json"
-LARGEST = 900_000
-"""Largest document in bytes; the API server accepts a MiB, and the document's own limits keep it below half of this."""
 
 
 class _Meta(msgspec.Struct, frozen=True, rename="camel"):
@@ -108,11 +106,8 @@ class CalibrationStore:
             NotFound: The ConfigMap is gone.
             KubeError: It cannot be written, or the outcome is unknown.
         """
-        text = write_calibration(calibration).decode()
-        if len(text) > LARGEST:
-            raise ValueError(f"expected a calibration of at most {LARGEST:,} bytes, found {len(text):,}: a defect")
         metadata: dict[str, object] = {"name": self.name, "labels": {"app.kubernetes.io/managed-by": "carpool"}}
-        data = {KEY: text}
+        data = {KEY: write_calibration(calibration).decode()}
         if not kept.version:
             body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
             written = await self._api.create(CONFIG_MAPS, body, namespace=self.namespace)

@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from carpool_predictor.features import MalformedError, StepCost
 from carpool_predictor.models.artifacts import load
-from carpool_predictor.models.roofline import TENSOR, TF32_SHARE
+from carpool_predictor.models.roofline import tensor_tflops
 
 FORMAT = 1
 """Version of the artifact's layout."""
@@ -111,7 +111,7 @@ def step_time_on(cost: StepCost, product: GpuProduct, precision: Precision, *, c
     """
     model = shipped()
     vector = product.fp32_tflops * model.learned.matrix
-    tensor = _tensor_tflops(product, precision, convolutional=convolutional)
+    tensor = tensor_tflops(product, precision, convolutional=convolutional)
     rate, bandwidth = 1e12 * max(vector, tensor), product.memory_bandwidth_gb_s * 1e9
     median = model.learned.seconds(cost, rate, bandwidth)
     inside = tensor <= vector
@@ -124,16 +124,6 @@ def step_time_on(cost: StepCost, product: GpuProduct, precision: Precision, *, c
         ),
         inside,
     )
-
-
-def _tensor_tflops(product: GpuProduct, precision: Precision, *, convolutional: bool) -> float:
-    """Return the rate of tensor cores in a precision, in TFLOP/s; 0 if they are not used."""
-    major = int(product.compute_capability.split(".")[0])
-    reached = product.tensor_tflops * TENSOR
-    if precision is Precision.FP32:
-        return reached * TF32_SHARE if convolutional and major >= 8 else 0.0
-    # Before Ampere there is no BF16 arithmetic: it goes through FP32.
-    return reached if major >= 8 or precision is Precision.FP16_MIXED else 0.0
 
 
 def _short(seconds: float) -> float:

@@ -77,25 +77,6 @@ class WorkerProcess:
         self._connection.close()
 
 
-class Refused:
-    """A process that could not be started."""
-
-    pid = 0
-
-    def __init__(self, reason: str) -> None:
-        self._reason = reason
-
-    def run(self, seconds: float) -> None:
-        """Do nothing."""
-
-    def reply(self) -> Reply | None:
-        """Return the reason."""
-        return Failed(self._reason)
-
-    def stop(self) -> None:
-        """Do nothing."""
-
-
 class MpsDaemon:
     """The profiler's MPS daemon.
 
@@ -209,14 +190,11 @@ class NvmlMachine:
         )
 
     def start(self, workload: Workload, *, mps: bool) -> Process:
-        """Give the task to the process in reserve, and start another one."""
+        """Give the task to the process in reserve, and start another one; raises OSError without an MPS daemon."""
         # A client without its own daemon must not connect to a foreign one.
         environment = {"CUDA_VISIBLE_DEVICES": self._uuid, "CUDA_MPS_PIPE_DIRECTORY": f"{self._directory.name}/none"}
         if mps:
-            try:
-                environment |= self._mps.environment()
-            except OSError as e:
-                return Refused(str(e))
+            environment |= self._mps.environment()
         process, self._spare = self._spare, self._worker()
         process.give(workload, environment)
         return process

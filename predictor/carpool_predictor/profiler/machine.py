@@ -1,7 +1,7 @@
 """The interface of a machine with a GPU, and the values that it measures. `hardware` implements it."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 from carpool_core.values import Optimizer, Precision
@@ -60,15 +60,11 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class OutOfMemory:
-    """The GPU's memory did not suffice."""
-
-
-@dataclass(frozen=True, slots=True)
 class Failed:
-    """Any other failure."""
+    """The job failed."""
 
-    reason: str
+    reason: str = ""
+    status: Literal["failed", "out_of_memory"] = "failed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +79,7 @@ class Window:
     peak_reserved_mib: float
 
 
-Reply = Ready | OutOfMemory | Failed | Window
+Reply = Ready | Failed | Window
 
 
 class Process(Protocol):
@@ -115,7 +111,7 @@ class Machine(Protocol):
         ...
 
     def start(self, workload: Workload, *, mps: bool) -> Process:
-        """Start a job behind an MPS daemon, or without; two without time-slice."""
+        """Start a job behind an MPS daemon, or without; two without time-slice. Raises OSError without a daemon."""
         ...
 
     def sample(self) -> Sample:

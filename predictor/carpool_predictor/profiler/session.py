@@ -22,10 +22,8 @@ from carpool_predictor.profiler.machine import (
     Activity,
     Failed,
     Machine,
-    OutOfMemory,
     Process,
     Ready,
-    Reply,
     Sample,
     Window,
     Workload,
@@ -192,11 +190,11 @@ ANSWER_TIMEOUT_S = 60.0
 """Seconds that building, warm-up or a run may take beyond the requested time."""
 
 
-class _Ended(Exception):  # noqa: N818 (a reply, not an error)
-    """A process answered with an unexpected reply."""
+class _JobError(Exception):
+    """A job of the point failed."""
 
-    def __init__(self, reply: Reply) -> None:
-        self.reply = reply
+    def __init__(self, failed: Failed) -> None:
+        self.failed = failed
 
 
 class Session:
@@ -212,8 +210,8 @@ class Session:
         processes: list[Process] = []
         try:
             found = self._solo(point, processes) if point.partner is None else self._pair(point, processes)
-        except _Ended as ended:
-            found = _status(ended.reply)
+        except _JobError as e:
+            found = asdict(e.failed)
         finally:
             for process in processes:
                 process.stop()
@@ -256,11 +254,12 @@ class Session:
         }
 
     def _ready(self, workload: Workload, processes: list[Process], *, mps: bool) -> Process:
-        process = self._machine.start(workload, mps=mps)
+        try:
+            process = self._machine.start(workload, mps=mps)
+        except OSError as e:
+            raise _JobError(Failed(str(e))) from e
         processes.append(process)
-        reply = self._wait(process)
-        if not isinstance(reply, Ready):
-            raise _Ended(reply)
+        self._wait(process)
         return process
 
     def _run(self, jobs: list[Process], seconds: float) -> tuple[list[Sample], Activity | None, list[Window]]:
@@ -274,20 +273,16 @@ class Session:
             self._machine.sleep(POLL_S)
             samples.append(self._machine.sample())
         activity = self._machine.end_activity()
-        windows = []
-        for job in jobs:
-            reply = self._wait(job)
-            if not isinstance(reply, Window):
-                raise _Ended(reply)
-            windows.append(reply)
-        return samples, activity, windows
+        return samples, activity, [window for job in jobs if isinstance(window := self._wait(job), Window)]
 
-    def _wait(self, process: Process) -> Reply:
+    def _wait(self, process: Process) -> Ready | Window:
         end = self._machine.monotonic() + ANSWER_TIMEOUT_S
         while (reply := process.reply()) is None:
             if self._machine.monotonic() >= end:
-                return Failed(f"no answer within {ANSWER_TIMEOUT_S:g} s")
+                raise _JobError(Failed(f"no answer within {ANSWER_TIMEOUT_S:g} s"))
             self._machine.sleep(POLL_S)
+        if isinstance(reply, Failed):
+            raise _JobError(reply)
         return reply
 
     def _row(self, point: Point, found: dict[str, Any], elapsed_s: float) -> MeasuredRow:
@@ -320,13 +315,6 @@ def _means(samples: Sequence[Sample], activity: Activity | None) -> dict[str, fl
         "power_w": fmean(s.power_w for s in samples),
         **({} if activity is None else asdict(activity)),
     }
-
-
-def _status(reply: Reply) -> dict[str, Any]:
-    if isinstance(reply, OutOfMemory):
-        return {"status": "out_of_memory"}
-    reason = reply.reason if isinstance(reply, Failed) else f"unexpected answer {type(reply).__name__}"
-    return {"status": "failed", "reason": reason}
 
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}

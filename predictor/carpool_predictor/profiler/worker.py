@@ -1,7 +1,7 @@
 """A training job of the profiler, in a process of its own. Imports PyTorch and needs a GPU.
 
 The process receives the workload with environment variables, then the seconds of each run. It sends `Ready` after the
-warm-up and a `Window` after each run; `OutOfMemory` or `Failed` ends the job.
+warm-up and a `Window` after each run; `Failed` ends the job.
 """
 
 import os
@@ -21,7 +21,7 @@ from carpool_core.values import MIB, Precision
 from torch import nn
 
 from carpool_predictor.catalog.recipes import recipe_of
-from carpool_predictor.profiler.machine import Failed, OutOfMemory, Ready, Reply, Window, Workload
+from carpool_predictor.profiler.machine import Failed, Ready, Reply, Window, Workload
 from carpool_predictor.tracing.step import AUTOCAST, OPTIMIZERS, losses, weight_dtype
 
 WARM_UP_STEPS = 5
@@ -101,7 +101,7 @@ def replies(workload: Workload, runs: Iterator[float]) -> Iterator[Reply]:
     except EOFError:
         return  # the profiler ended
     except torch.OutOfMemoryError:
-        yield OutOfMemory()
+        yield Failed(status="out_of_memory")
     except Exception as e:
         # Any error of the model or the driver is recorded in the row.
         yield Failed(f"{type(e).__name__}: {(str(e).strip() or 'no message').splitlines()[0][:300]}")

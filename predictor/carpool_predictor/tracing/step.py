@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -131,8 +131,6 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 AUTOCAST = {Precision.BF16_MIXED: torch.bfloat16, Precision.FP16_MIXED: torch.float16}
 """Precisions whose step runs under autocast, with the type of its matrix products."""
 
-Phase = Literal["backward", "update"]
-
 OPTIMIZERS: dict[Optimizer, Callable[..., torch.optim.Optimizer]] = {
     Optimizer.SGD: torch.optim.SGD,
     Optimizer.SGD_MOMENTUM: partial(torch.optim.SGD, momentum=0.9),
@@ -196,8 +194,8 @@ class FakeTraining:
         with self.mode:
             return torch.empty((batch_size, *self.input_shape), dtype=dtype)
 
-    def step(self, inputs: Tensor, on_phase: Callable[[Phase], None] = lambda _: None) -> None:
-        """Run one step inside the fake mode; `on_phase` is called at the beginning of backward and update."""
+    def step(self, inputs: Tensor, on_backward: Callable[[], None] = lambda: None) -> None:
+        """Run one step inside the fake mode; `on_backward` is called at the beginning of the backward pass."""
         dtype = AUTOCAST.get(self.precision)
         with ExitStack() as stack:
             stack.enter_context(CudaRules(autocast=dtype is not None))
@@ -210,9 +208,8 @@ class FakeTraining:
             loss = sum(losses(self.model(inputs)), start=torch.zeros(()))
         if not loss.requires_grad:
             raise TraceError("TraceFailed", "the model's output holds no floating-point tensor that needs gradients")
-        on_phase("backward")
+        on_backward()
         loss.backward()  # type: ignore[no-untyped-call]
-        on_phase("update")
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -276,7 +273,7 @@ def trace_step(
         if parameter.grad is not None:
             storages.reclassify(parameter.grad, Kind.GRADIENT)
 
-    def begin(_: Phase) -> None:
+    def begin_backward() -> None:
         tracker.kind = Kind.TEMPORARY
 
     with ExitStack() as stack:
@@ -284,5 +281,5 @@ def trace_step(
             if parameter.requires_grad:
                 stack.callback(parameter.register_post_accumulate_grad_hook(gradient).remove)  # type: ignore[no-untyped-call]
         with training.mode, tracker:
-            training.step(inputs, begin)
+            training.step(inputs, begin_backward)
     return tracker.traced(batch_size), tracker
