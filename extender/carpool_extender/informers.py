@@ -2,15 +2,14 @@
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable
-from functools import lru_cache
-from sys import intern
+from typing import TypeVar
 
 import msgspec
 import structlog
 from carpool_core.clock import Clock
 from carpool_core.keys import OUTCOME_GPU_OUT_OF_MEMORY, SCHEDULER_NAME
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS, KubeApi, Selector
-from carpool_core.kube.pods import Container, Pod, job_owner_reference
+from carpool_core.kube.pods import Pod, job_owner_reference
 from carpool_core.kube.reflector import Reflector
 from carpool_core.resources.job import GpuSelector, MemoryOverride, Sharing
 from carpool_core.resources.meta import ObjectMeta
@@ -20,10 +19,9 @@ from carpool_core.values import JobState, JobUid, PodUid
 
 from carpool_extender.cache.cluster import ClusterCache, reuse_equal_parts
 
+K = TypeVar("K")
 _NEED_NO_PLACE = frozenset((JobState.STARTING, JobState.RUNNING, JobState.COMPLETE, JobState.FAILED))
 _NO_PODS = frozenset((JobState.SUSPENDED, JobState.COMPLETE, JobState.FAILED))
-TEMPLATES = 256
-"""Pods' containers that are remembered, so that pods of one template have one copy of them."""
 
 
 class _Wire(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
@@ -125,51 +123,16 @@ class WatchedStatus(JobStatusRow, frozen=True, kw_only=True):
         """Delete the parts that no decision needs."""
         if self.state in _NEED_NO_PLACE and self.prediction is not None:
             if self.state not in (JobState.COMPLETE, JobState.FAILED):
-                times = {intern(product): step_s for product, step_s in super().predicted_step_times_s.items()}
-                msgspec.structs.force_setattr(self, "step_times_s", times)
+                msgspec.structs.force_setattr(self, "step_times_s", super().predicted_step_times_s)
             msgspec.structs.force_setattr(self, "prediction", None)
         if len(self.attempts) > 1 and not self.died_of_memory:
             msgspec.structs.force_setattr(self, "attempts", self.attempts[-1:])
 
 
 class WatchedJob(JobRow, frozen=True, kw_only=True):
-    """A stored job, without its labels, which no decision reads."""
+    """A stored job."""
 
     status: WatchedStatus = WatchedStatus()
-
-    def __post_init__(self) -> None:
-        """Forget what no decision needs, and keep once what all jobs say."""
-        if self.metadata.labels:
-            msgspec.structs.force_setattr(self, "metadata", msgspec.structs.replace(self.metadata, labels={}))
-        _keep_once(self, "api_version", "kind")
-        _keep_once(self.metadata, "namespace")
-        _keep_once(self.status, "state")
-
-
-class WatchedPod(Pod, frozen=True, kw_only=True):
-    """A pod as it is kept: without its labels."""
-
-    def __post_init__(self) -> None:
-        """Delete what no decision needs, and share what pods have in common: there are thousands of bound pods."""
-        if self.metadata.labels:
-            msgspec.structs.force_setattr(self, "metadata", msgspec.structs.replace(self.metadata, labels={}))
-        _keep_once(self.metadata, "namespace")
-        _keep_once(self.status, "phase")
-        _keep_once(self.spec, "node_name", "scheduler_name")
-        for owner in self.metadata.owner_references:
-            _keep_once(owner, "api_version", "kind")
-        msgspec.structs.force_setattr(self.spec, "containers", _containers(msgspec.json.encode(self.spec.containers)))
-
-
-def _keep_once(of: msgspec.Struct, *names: str) -> None:
-    """Have an object share strings that others say as well."""
-    for name in names:
-        msgspec.structs.force_setattr(of, name, intern(getattr(of, name)))
-
-
-@lru_cache(maxsize=TEMPLATES)
-def _containers(encoded: bytes) -> list[Container]:
-    return msgspec.json.decode(encoded, type=list[Container])
 
 
 def workers_with_reservation(cluster: ClusterCache, job_uid: JobUid, pods: Iterable[Pod]) -> set[PodUid]:
@@ -218,7 +181,7 @@ class Informers:
         )
         self._jobs = Reflector(api, GPU_TRAINING_JOBS, WatchedJob, clock=clock, on_change=self._job_changed)
         ours = Selector(fields=f"spec.schedulerName={SCHEDULER_NAME}")
-        self._pods = Reflector(api, PODS, WatchedPod, selector=ours, clock=clock, on_change=self._pod_changed)
+        self._pods = Reflector(api, PODS, Pod, selector=ours, clock=clock, on_change=self._pod_changed)
         self._jobs_by_uid: dict[JobUid, JobRow] = {}
         self._pods_by_uid: dict[PodUid, Pod] = {}
         self._pods_by_job: dict[JobUid, dict[PodUid, Pod]] = {}
@@ -397,15 +360,15 @@ class Informers:
         if owner is None:
             return
         job, uid, node = JobUid(owner.uid), PodUid(pod.metadata.uid), pod.spec.node_name
-        if now is not None and may_run(now):
-            self._bound_pods.setdefault(node, {})[uid] = now
-        elif (here := self._bound_pods.get(node)) is not None:
-            here.pop(uid, None)
-            if not here:
-                del self._bound_pods[node]
-        if now is not None:
-            self._pods_by_job.setdefault(job, {})[uid] = now
-        elif (known := self._pods_by_job.get(job)) is not None:
-            known.pop(uid, None)
-            if not known:
-                del self._pods_by_job[job]
+        _put(self._bound_pods, node, uid, now if now is not None and may_run(now) else None)
+        _put(self._pods_by_job, job, uid, now)
+
+
+def _put(index: dict[K, dict[PodUid, Pod]], group: K, uid: PodUid, pod: Pod | None) -> None:
+    """Set a pod in a group of an index; remove it if it is None, and empty groups with it."""
+    if pod is not None:
+        index.setdefault(group, {})[uid] = pod
+    elif group in index:
+        index[group].pop(uid, None)
+        if not index[group]:
+            del index[group]

@@ -17,9 +17,15 @@ can take status writes."""
 
 
 class DelayQueue:
-    """Keys with a due time each, the earliest that was asked for; a heap."""
+    """Keys with a due time each, the earliest that was asked for; a heap. A dropped key leaves no gap.
 
-    def __init__(self) -> None:
+    Args:
+        every_s: Least time in seconds between two keys.
+    """
+
+    def __init__(self, every_s: float = 0.0) -> None:
+        self._every_s = every_s
+        self._next = float("-inf")
         self._at: dict[str, float] = {}
         self._heap: list[tuple[float, str]] = []
         """Also holds entries of keys that were dropped or got an earlier time, which `next_at` skips."""
@@ -43,7 +49,7 @@ class DelayQueue:
         """Return when the next key is due; None if empty."""
         while self._heap and self._at.get(self._heap[0][1]) != self._heap[0][0]:
             heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else None
+        return max(self._heap[0][0], self._next) if self._heap else None
 
     def take(self, now: float) -> str | None:
         """Remove and return the first key that is due; None without any."""
@@ -52,41 +58,6 @@ class DelayQueue:
             return None
         _, key = heapq.heappop(self._heap)
         del self._at[key]
-        return key
-
-
-class RateLimiter:
-    """Keys in the order of their arrival, at a minimum distance. A dropped key leaves no gap.
-
-    Args:
-        every_s: The distance in seconds.
-    """
-
-    def __init__(self, every_s: float) -> None:
-        self._every_s = every_s
-        self._earliest: dict[str, float] = {}
-        self._next = float("-inf")
-
-    def put(self, key: str, at: float) -> None:
-        """Add a key that is due at that time at the earliest; a key that waits keeps its place."""
-        self._earliest.setdefault(key, at)
-
-    def drop(self, key: str) -> None:
-        """Remove a key."""
-        self._earliest.pop(key, None)
-
-    def next_at(self) -> float | None:
-        """Return when the next key is due; None if empty."""
-        first = next(iter(self._earliest.values()), None)
-        return None if first is None else max(first, self._next)
-
-    def take(self, now: float) -> str | None:
-        """Remove and return the first key if it is due; None otherwise."""
-        at = self.next_at()
-        if at is None or at > now:
-            return None
-        key = next(iter(self._earliest))
-        del self._earliest[key]
         self._next = at + self._every_s
         return key
 
@@ -105,7 +76,7 @@ class WorkQueue:
         self._processing: set[str] = set()
         self._again: set[str] = set()
         self._delayed, self._debounced = DelayQueue(), DelayQueue()
-        self._rate_limited = RateLimiter(1 / RATE_LIMIT_PER_S)
+        self._rate_limited = DelayQueue(1 / RATE_LIMIT_PER_S)
         self._taken = 0
         self._changed = asyncio.Event()
         self._waiting = asyncio.Lock()

@@ -115,17 +115,12 @@ def has_lapsed(reservation: Reservation, now: datetime, grace_s: float = 0.0) ->
     The caller checks that the pod is not bound; a deadline means nothing after that. A reservation without a readable
     deadline never lapses.
     """
-    deadline = deadline_of(reservation)
-    # Not `deadline + grace`, which does not exist at the end of the calendar.
-    return deadline is not None and now - deadline > timedelta(seconds=grace_s)
-
-
-def deadline_of(reservation: Reservation) -> datetime | None:
-    """Return when a reservation lapses; None where it says nothing, or nothing that can be read."""
     try:
-        return parse_rfc3339(reservation.deadline) if reservation.deadline else None
+        deadline = parse_rfc3339(reservation.deadline)
     except ValueError:
-        return None
+        return False
+    # Not `deadline + grace`, which does not exist at the end of the calendar.
+    return now - deadline > timedelta(seconds=grace_s)
 
 
 def _refusal(present: list[Reservation], wanted: Reservation, device: Device | None, capacity: Capacity) -> str | None:

@@ -203,7 +203,7 @@ def place_in_queue(
         return QueuePlace([f"{place}; {start}"], waits)
     for one in admitted:
         _forget(cluster, one)
-    start_s = queue_of(considered).forecast((), end_of, now_s, until=mine)[mine].start_s
+    start_s = queue_of(considered).forecast(end_of, now_s, until=mine)
     start = "it would not fit even after all running jobs have ended"
     if start_s is not None:
         start = f"expected start in about {format_duration(start_s - now_s)}"

@@ -19,7 +19,7 @@ The module has no clock and no I/O. Production, the simulator and `explain` call
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -141,16 +141,6 @@ class TimeReservation:
     info: QueuedJobInfo
     start_s: float
     gpus: frozenset[Gpu]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Forecast:
-    """Expected start of a pending job."""
-
-    position: int
-    """Place in line, from 1."""
-    start_s: float | None
-    """None if the job does not fit even after every running job has ended."""
 
 
 @dataclass(slots=True, eq=False)
@@ -331,40 +321,31 @@ class SchedulingQueue:
             elif group.infos:
                 self._push(self._pass.line, group)
 
-    def forecast(
-        self,
-        pending: Iterable[QueuedJobInfo],
-        end_of: EndOf,
-        now_s: float,
-        until: JobUid | None = None,
-    ) -> dict[JobUid, Forecast]:
+    def forecast(self, end_of: EndOf, now_s: float, until: JobUid) -> float | None:
         """Replay passes over predicted ends. This changes the cluster and the queue: call it on copies.
 
         Args:
-            pending: Jobs to add first.
             end_of: Predicts the end of a reservation; None if it is unknown.
             now_s: The time.
-            until: Stop when this job has started; None replays until all jobs have started or none can.
+            until: A pending job.
 
         Returns:
-            Place in line and expected start of each pending job; the start is None after a stop as well.
+            When that job starts; None if it does not fit even after every running job has ended.
         """
-        for info in pending:
-            self.add(info)
         until_s = dict[JobUid, float]()
         self._pass = _Pass(end_of, now_s)
         for node in map(self._cluster.with_assumed, self._cluster.nodes):
             for held in () if node is None else node.spec.reservations:
                 until_s[held.job_uid] = max(until_s.get(held.job_uid, now_s), self._expected_end(held))
-        found = {info.job: Forecast(position, None) for position, info in enumerate(self.in_order(), start=1)}
         while True:
             for one in self.admit(lambda held: until_s.get(held.job_uid), now_s):
-                found[one.info.job] = replace(found[one.info.job], start_s=now_s)
+                if one.info.job == until:
+                    return now_s
                 until_s[one.info.job] = one.end_s
             retries = [info.retry_at_s for info in self._jobs.values() if info.retry_at_s > now_s]
             times = [*until_s.values(), *retries]
-            if not self._jobs or not times or (until is not None and until not in self._jobs):
-                return found
+            if not times:
+                return None
             now_s = max(now_s, min(times))
             for job in [job for job, end_s in until_s.items() if end_s <= now_s]:
                 del until_s[job]

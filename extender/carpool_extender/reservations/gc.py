@@ -119,7 +119,6 @@ class ReservationGC:
         self._due: set[str] = set()
         self._are_all_due = False
         self._wake = asyncio.Event()
-        self._unreadable: set[PodUid] = set()
         self._log = structlog.get_logger()
         informers.on_pod(self._pod_changed)
         informers.on_node(self._node_changed)
@@ -159,10 +158,8 @@ class ReservationGC:
 
     async def sweep(self) -> None:
         """Check every node and every pod."""
-        cluster = self._informers.cluster
-        self._unreadable = {uid for uid in self._unreadable if cluster.nodes_holding(uid)}
         self._restorer.forget_ended()
-        await self._check(cluster.nodes, self._informers.pods())
+        await self._check(self._informers.cluster.nodes, self._informers.pods())
 
     async def _check(self, names: Iterable[str], pods: Iterable[Pod]) -> None:
         if not self._leads():
@@ -175,7 +172,6 @@ class ReservationGC:
         node = self._informers.cluster.node(name)
         if node is None:
             return None
-        self._log_unreadable(node)
         expired = [one for one in node.spec.reservations if self._watched_reason(name, one) is not None]
         return (name, expired) if expired else None
 
@@ -206,14 +202,6 @@ class ReservationGC:
             return await self._api.get(PODS, reservation.pod_name, Pod, namespace=reservation.pod_namespace)
         except NotFound:
             return None
-
-    def _log_unreadable(self, node: GpuNode) -> None:
-        """Log once each deadline that cannot be parsed; such a reservation never lapses."""
-        for one in node.spec.reservations:
-            if one.deadline and one.pod_uid not in self._unreadable and ledger.deadline_of(one) is None:
-                self._unreadable.add(one.pod_uid)
-                name, found = node.metadata.name, one.deadline[:64]
-                self._log.warning("deadline unreadable", node=name, pod=one.pod_name, found=found)
 
     def _check_soon(self, *names: str) -> None:
         self._due.update(names)
@@ -279,9 +267,7 @@ class Restorer:
             binding: Pods that are being bound at present; they are left alone.
         """
         without = await filter_in_chunks(lambda pod: pod if self._lacks_reservation(pod) else None, pods)
-        due = [pod for pod in without if pod.metadata.uid not in binding]
-        for begin in range(0, len(due), CHUNK):
-            await asyncio.gather(*(self._try(pod) for pod in due[begin : begin + CHUNK]))
+        await gather_bounded(self._try, [pod for pod in without if pod.metadata.uid not in binding])
 
     async def _try(self, pod: Pod) -> None:
         try:

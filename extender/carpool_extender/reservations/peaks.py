@@ -28,7 +28,6 @@ class PeakUpdater:
     def __init__(self, informers: Informers, writer: ReservationWriter, tracker: PeakTracker) -> None:
         self._informers, self._writer, self._tracker = informers, writer, tracker
         self._due: dict[str, Mapping[PodUid, StablePeak]] = {}
-        self._writing: set[str] = set()
         self._semaphore = asyncio.Semaphore(CONCURRENT)
         self._wake = asyncio.Event()
         self._log = structlog.get_logger()
@@ -40,9 +39,9 @@ class PeakUpdater:
             while True:
                 await self._wake.wait()
                 self._wake.clear()
-                for name in self._due.keys() - self._writing:
-                    self._writing.add(name)
-                    group.create_task(self._write_due(name))
+                due, self._due = self._due, {}
+                for name, pods in due.items():
+                    group.create_task(self._write(name, pods))
 
     def _node_changed(self, old: GpuNode | None, new: GpuNode | None) -> None:
         if old is not None and (new is None or new.metadata.uid != old.metadata.uid):
@@ -57,23 +56,16 @@ class PeakUpdater:
         else:
             self._due.pop(new.metadata.name, None)
 
-    async def _write_due(self, name: str) -> None:
-        async with self._semaphore:
-            if (pods := self._due.pop(name, None)) is not None:
-                await self._write(name, pods)
-        self._writing.discard(name)
-        if name in self._due:  # reported during the write
-            self._wake.set()
-
     async def _write(self, name: str, pods: Mapping[PodUid, StablePeak]) -> None:
         def decide(node: GpuNode) -> GpuNodeSpec:
             return use_measured_peak(node.spec, measured_tenants(node), pods)
 
-        watched = self._informers.cluster.node(name)
-        if watched is None or decide(watched) is watched.spec:  # changed meanwhile
-            return
         try:
-            await self._writer.change(name, decide)
+            async with self._semaphore:
+                watched = self._informers.cluster.node(name)
+                if watched is None or decide(watched) is watched.spec:  # changed meanwhile
+                    return
+                await self._writer.change(name, decide)
         except KubeError as error:
             self._log.warning("measured peaks not written", node=name, error=str(error))
             return

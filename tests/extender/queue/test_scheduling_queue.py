@@ -317,17 +317,12 @@ class TestProperties:
 
 
 class TestForecast:
-    def test_expected_starts_follow_predicted_ends(self):
+    @pytest.mark.parametrize(("name", "start_s"), [("x", 200.0), ("y", 300.0), ("wide", None)])
+    def test_expected_starts_follow_predicted_ends(self, name, start_s):
         queued, _ = queue(gpu_node("a", 1, [busy("p", 0)]))
-        pending = [job("x", 1, duration_s=100), job("y", 2, duration_s=50), job("wide", 3, gpus=2)]
-        found = queued.forecast(pending, ends(p=200.0), 10.0)
-        starts = {uid.removeprefix("job-"): (one.position, one.start_s) for uid, one in found.items()}
-        assert starts == {"x": (1, 200.0), "y": (2, 300.0), "wide": (3, None)}
-
-    def test_a_forecast_may_stop_at_one_job(self):
-        queued, _ = queue(gpu_node("a", 1))
-        found = queued.forecast([job("x", 1, duration_s=100), job("y", 2)], ends(), 10.0, until=JobUid("job-x"))
-        assert [one.start_s for one in found.values()] == [10.0, None]
+        for one in (job("x", 1, duration_s=100), job("y", 2, duration_s=50), job("wide", 3, gpus=2)):
+            queued.add(one)
+        assert queued.forecast(ends(p=200.0), 10.0, until=JobUid(f"job-{name}")) == start_s
 
 
 class TestMessages:
