@@ -51,9 +51,11 @@ class DeletePod:
 
 @dataclass(frozen=True, slots=True)
 class ReadWarnings:
-    """Read the newest warning about a pod; the job is reconciled again with it."""
+    """Read the newest warning about a pod's volumes; the job is reconciled again with it."""
 
     uid: str
+    bound_at: str
+    """When the pod was bound, RFC 3339; older warnings do not count."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,7 @@ class Expectations:
         return None if job.refusal is None else replace(job.refusal, retry_in_s=retry_in_s)
 
     def warning_read(self, job_uid: str, pod_uid: str, warning: PodWarning | None) -> None:
-        """Record the newest warning about a pod; None if there is none."""
+        """Record the newest warning about a pod's volumes; None if there is none."""
         self._of(job_uid).warnings[pod_uid] = warning
 
     def warnings(self, job_uid: str) -> Mapping[str, PodWarning | None]:

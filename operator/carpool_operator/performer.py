@@ -1,12 +1,13 @@
 """Performer: executes the actions of a decision in order, and stops where the cluster has changed since."""
 
+from datetime import datetime
 from hashlib import blake2b
 from typing import Any, NoReturn
 
 import msgspec
 import structlog
 from cachetools import LRUCache
-from carpool_core.clock import Clock
+from carpool_core.clock import Clock, parse_rfc3339
 from carpool_core.kube.api import (
     EVENTS,
     GPU_TRAINING_JOBS,
@@ -47,6 +48,10 @@ from carpool_operator.snapshot import PodWarning, Refusal
 
 _COMPANIONS = {kind.kind: kind for kind in (SERVICES, POD_DISRUPTION_BUDGETS)}
 
+_VOLUME_FAILURES = frozenset({"FailedMount", "FailedAttachVolume"})
+_VOLUME_COMPONENTS = frozenset({"kubelet", "attachdetach-controller"})
+"""Components of Kubernetes that report failures of a pod's volumes."""
+
 _MAX_TEMPLATES = 256
 """Valid templates that are not checked again; most jobs differ in their model, not in their pods."""
 
@@ -61,11 +66,28 @@ class _Owned(msgspec.Struct, frozen=True):
     metadata: PodMeta
 
 
+class _EventSource(msgspec.Struct, frozen=True):
+    component: str = ""
+
+
 class _Event(msgspec.Struct, frozen=True, rename="camel"):
     reason: str = ""
     message: str = ""
     last_timestamp: str | None = None
     event_time: str | None = None
+    source: _EventSource = _EventSource()
+    reporting_component: str = ""
+
+    @property
+    def at(self) -> str:
+        """When it occurred last, RFC 3339; empty if that is unknown."""
+        return self.last_timestamp or self.event_time or ""
+
+    def is_volume_failure(self, since: datetime) -> bool:
+        """Return whether a volume could not be attached or mounted at this time or later."""
+        component = self.reporting_component or self.source.component
+        is_failure = self.reason in _VOLUME_FAILURES and component in _VOLUME_COMPONENTS
+        return is_failure and bool(self.at) and parse_rfc3339(self.at) >= since
 
 
 def status_body(status: JobStatus) -> dict[str, Any]:
@@ -138,8 +160,8 @@ class Performer:
                 await self._create_pod(job, action)
             case DeletePod(name, uid):
                 await self._delete_pod(job, name, uid)
-            case ReadWarnings(uid):
-                await self._read_warnings(job, uid)
+            case ReadWarnings(uid, bound_at):
+                await self._read_warnings(job, uid, bound_at)
             case DeleteJob():
                 await self._delete_job(job)
             case RecordEvent():
@@ -202,8 +224,8 @@ class Performer:
             message=event.message,
         )
 
-    async def _read_warnings(self, job: GpuTrainingJob, uid: str) -> None:
-        """Read the newest warning about a pod, other than those of schedulers.
+    async def _read_warnings(self, job: GpuTrainingJob, uid: str, bound_at: str) -> None:
+        """Read the newest warning about a pod's volumes since its binding.
 
         Raises:
             Superseded: Always; the job has to be reconciled with the warning.
@@ -216,9 +238,10 @@ class Performer:
             found = []
         else:
             found = [msgspec.json.decode(raw, type=_Event) for raw in page.items]
+        since = parse_rfc3339(bound_at)
         newest = max(
-            (event for event in found if event.reason not in ("", "FailedScheduling")),
-            key=lambda event: event.last_timestamp or event.event_time or "",
+            (event for event in found if event.is_volume_failure(since)),
+            key=lambda event: parse_rfc3339(event.at),
             default=None,
         )
         warning = None if newest is None else PodWarning(newest.reason, newest.message)

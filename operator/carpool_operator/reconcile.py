@@ -418,10 +418,11 @@ def _not_started_in_time(draft: Draft, pods: list[Pod]) -> Pod | None:
 
 
 def _end_late(draft: Draft, attempt: Attempt, pod: Pod) -> None:
-    """Fail the job with the kubelet's words, or restart it if the kubelet gives no reason."""
+    """Fail the job if its container or volume cannot start, or restart it without such a reason."""
     failure = status.start_failure(pod)
-    if failure is None and pod.metadata.uid not in draft.snapshot.warnings:
-        draft.after_write(ReadWarnings(pod.metadata.uid))  # the kubelet reports a missing volume in events only
+    if failure is None and pod.bound_at is not None and pod.metadata.uid not in draft.snapshot.warnings:
+        # Kubernetes reports a missing volume in events only.
+        draft.after_write(ReadWarnings(pod.metadata.uid, pod.bound_at))
         return
     limit_s = draft.job.spec.run_policy.start_deadline_seconds
     limit = f"not started {limit_s:,} s after every worker was bound (runPolicy.startDeadlineSeconds)"

@@ -28,7 +28,7 @@ class Refusal:
 
 
 class PodWarning(NamedTuple):
-    """An event of a pod's node that explains why the pod does not start."""
+    """An event about a volume of a pod that explains why the pod does not start."""
 
     reason: str
     message: str

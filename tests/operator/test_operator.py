@@ -14,7 +14,7 @@ import kopf
 import msgspec
 import pytest
 from carpool_core import keys
-from carpool_core.clock import rfc3339
+from carpool_core.clock import parse_rfc3339, rfc3339
 from carpool_core.kube.api import (
     EVENTS,
     GPU_NODES,
@@ -64,32 +64,49 @@ async def test_job_from_its_application_to_its_end() -> None:
     assert status_writes(world) <= 5
 
 
+MOUNT = ("FailedMount", "kubelet", 2)
+
+
 @pytest.mark.parametrize(
-    ("error", "state", "reason"),
-    [(None, "Failed", "FailedMount"), (Forbidden("may not list"), "BackingOff", "BackingOff")],
-    ids=["with the right to list events", "without it"],
+    ("events", "reason"),
+    [
+        pytest.param([("FailedMount", "kubelet", 1), MOUNT], "FailedMount", id="the newest failed mount"),
+        pytest.param([("FailedAttachVolume", "attachdetach-controller", 2)], "FailedAttachVolume", id="failed attach"),
+        pytest.param([MOUNT, ("FailedScheduling", "carpool-scheduler", 3)], "FailedMount", id="scheduler's warning"),
+        pytest.param([MOUNT, ("NodeNotReady", "node-controller", 3)], "FailedMount", id="a newer node warning"),
+        pytest.param([("NodeNotReady", "node-controller", 2)], None, id="node is not ready"),
+        pytest.param([("FailedCreatePodSandBox", "kubelet", 2)], None, id="no sandbox"),
+        pytest.param([("PartitionFailed", "carpool-node-agent", 2)], None, id="partition failed"),
+        pytest.param([("ReservationLost", "carpool-extender", 2)], None, id="reservation lost"),
+        pytest.param([("FailedMount", "another-controller", 2)], None, id="another component"),
+        pytest.param([("FailedMount", "kubelet", -7200)], None, id="before the binding"),
+        pytest.param(Forbidden("may not list"), None, id="no right to list events"),
+    ],
 )
-async def test_missing_volume_fails_the_job_with_the_kubelets_words(
-    error: Forbidden | None, state: str, reason: str
+async def test_late_start_fails_the_job_only_because_of_a_volume(
+    events: list[tuple[str, str, int]] | Forbidden, reason: str | None
 ) -> None:
-    """Regression: the job failed with StartDeadlineExceeded, and only `kubectl describe pod` said why."""
+    """Regression: any warning about the pod, also one of Carpool or of a dead node, failed the job for good."""
     world = await submitted()
     world.run_pods()
     [waiting] = world.pods()
     waiting["status"] |= {"phase": "Pending", "containerStatuses": []}
     world.kube.seed(PODS, waiting)
     await world.settle()
-    for number, (why, at) in enumerate([("FailedMount", "01"), ("FailedScheduling", "03"), ("FailedMount", "02")]):
-        event = {"type": "Warning", "reason": why, "message": f'secret "data-{number}" not found'}
-        event |= {"lastTimestamp": f"2026-01-31T12:00:{at}Z", "involvedObject": {"uid": waiting["metadata"]["uid"]}}
-        world.kube.seed(EVENTS, {"metadata": {"name": f"e{number}", "namespace": "default"}} | event)
-    if error is not None:
-        world.kube.fail_next("list", EVENTS, error)
+    [bound_at] = [one["lastTransitionTime"] for one in waiting["status"]["conditions"] if one["type"] == "PodScheduled"]
+    for why, component, after_s in [] if isinstance(events, Forbidden) else events:
+        event = {"type": "Warning", "reason": why, "message": f"{why} of {component}, {after_s} s after the binding"}
+        event |= {"lastTimestamp": rfc3339(parse_rfc3339(bound_at) + timedelta(seconds=after_s))}
+        event |= {"source": {"component": component}, "involvedObject": {"uid": waiting["metadata"]["uid"]}}
+        world.kube.seed(EVENTS, {"metadata": {"name": f"{why}{after_s}".lower(), "namespace": "default"}} | event)
+    if isinstance(events, Forbidden):
+        world.kube.fail_next("list", EVENTS, events)
     await world.settle(after_s=600)
-    assert world.job().status.state == state
-    found = world.condition(keys.CONDITION_FAILED if error is None else keys.CONDITION_PLACED)
-    assert found.reason == reason
-    assert ('secret "data-2" not found' in found.message) is (error is None)
+    assert world.job().status.state == ("BackingOff" if reason is None else "Failed")
+    found = world.condition(keys.CONDITION_PLACED if reason is None else keys.CONDITION_FAILED)
+    assert found.reason == (reason or "BackingOff")
+    assert reason is None or f"{reason} of " in found.message
+    assert reason is None or "2 s after the binding" in found.message
     assert "runPolicy.startDeadlineSeconds" in found.message
 
 

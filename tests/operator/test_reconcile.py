@@ -202,7 +202,11 @@ def test_job_restarts_if_the_kubelet_gives_no_reason() -> None:
     of = predicted_job()
     before = snapshot(of, pods=(bound(0, 600, CREATING),), nodes=(node(reservation("pod-0-1")),))
     decision = reconcile(before)
-    assert [action for action in decision.actions if not isinstance(action, WriteStatus)] == [ReadWarnings("pod-0-1")]
+    bound_at = before.pods[0].bound_at
+    assert bound_at is not None
+    assert [action for action in decision.actions if not isinstance(action, WriteStatus)] == [
+        ReadWarnings("pod-0-1", bound_at)
+    ]
     decision = reconcile(replace(before, warnings={"pod-0-1": None}))
     status = status_of(decision, of)
     assert (status.restarts, status.attempts[0].outcome) == (1, "StartDeadlineExceeded")
