@@ -110,10 +110,6 @@ def edits_of(spec: dict) -> dict:
     return spec["devices"][0]["containerEdits"]
 
 
-def nvidia_env_of(spec: dict) -> dict[str, str]:
-    return dict(entry.split("=", 1) for entry in edits_of(spec).get("env", []))
-
-
 @pytest.mark.parametrize("name", ["host.yaml", "driver-container.json"])
 def test_the_fixtures_are_sound(valid_cdi, name: str) -> None:
     valid_cdi(yaml.safe_load((FIXTURES / name).read_text()))
@@ -136,7 +132,7 @@ def test_by_index_where_uuids_are_not_named(valid_cdi, node: Node, reserve) -> N
     assert [m["containerPath"] for m in first["mounts"]][-1] == "/usr/bin/nvidia-smi"
     assert len(first["hooks"]) == 2
     assert "hooks" not in second, "what each container needs once is given once"
-    assert nvidia_env_of(specs["slot-0"])["NVIDIA_VISIBLE_DEVICES"] == "void"
+    assert env_of(specs["slot-0"])["NVIDIA_VISIBLE_DEVICES"] == "void"
     assert specs["slot-0"]["cdiVersion"] == "0.6.0"
 
 
@@ -147,7 +143,7 @@ def test_mps_on_a_real_gpu(valid_cdi, node: Node, reserve) -> None:
     reservation = reserve("a", gpu, mode=SharingMode.MPS, memory_limit_mib=9216, thread_percentage=40)
     spec = cdi.specifications(reservation, ["slot-0"], {gpu: devices.access(gpu)})["slot-0"]
     valid_cdi(spec)
-    env = nvidia_env_of(spec)
+    env = env_of(spec)
     assert env["CUDA_MPS_PIPE_DIRECTORY"] == "/run/carpool/mps"
     assert env["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=9216M"
     assert env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "40"
@@ -162,8 +158,8 @@ def test_without_a_specification_the_runtime_is_told(node: Node, reserve) -> Non
     specs = cdi.specifications(
         reserve("a", *gpus, mode=SharingMode.EXCLUSIVE), ["slot-0", "slot-1"], {u: devices.access(u) for u in gpus}
     )
-    assert nvidia_env_of(specs["slot-0"])["NVIDIA_VISIBLE_DEVICES"] == ",".join(gpus)
-    assert nvidia_env_of(specs["slot-0"])["NVIDIA_DRIVER_CAPABILITIES"] == "compute,utility"
+    assert env_of(specs["slot-0"])["NVIDIA_VISIBLE_DEVICES"] == ",".join(gpus)
+    assert env_of(specs["slot-0"])["NVIDIA_DRIVER_CAPABILITIES"] == "compute,utility"
 
 
 def test_driver_container_and_mig_device() -> None:
@@ -236,6 +232,3 @@ def test_odd_edits_are_a_sentence(tmp_path: Path, edits: dict, message: str, whe
     with pytest.raises(DeviceError, match=r"odd\.json: expected a CDI specification, found ") as raised:
         NvidiaCdi([tmp_path]).find("GPU-1", 0)
     assert message in str(raised.value)
-
-
-EXCLUSIVE, TIME_SLICING, MPS, _ = SharingMode

@@ -168,8 +168,7 @@ def test_clients_that_end_for_another_reason_are_not_reported(shared: Shared, pa
     assert shared.ended() == set()
 
 
-def test_two_processes_of_one_pod_count_as_one(tmp_path: Path) -> None:
-    shared = Shared(tmp_path, "a")
+def test_two_processes_of_one_pod_count_as_one(shared: Shared) -> None:
     shared.node.start(0, 99, "a")
     shared.look()
     shared.node.nvml.raise_xid(0, 31)
@@ -303,6 +302,13 @@ async def test_failures_survive_a_restart_of_the_agent(tmp_path: Path) -> None:
         assert world.agent.clock.monotonic() - began > 500
 
 
+def kill_daemon(mps: Mps, directory: Path, gpu: GpuUuid = GPU) -> None:
+    """Kill a daemon, and wait until it has ended."""
+    os.kill(pid_of(directory, gpu), signal.SIGKILL)
+    while mps.is_running(gpu):
+        time.sleep(0.01)
+
+
 def test_server_that_outlives_its_daemon_is_found_and_ended(program: MpsProgram, tmp_path: Path) -> None:
     script = (tmp_path / "bin" / PROGRAM).read_text()
     with server() as its_server:
@@ -311,9 +317,7 @@ def test_server_that_outlives_its_daemon_is_found_and_ended(program: MpsProgram,
         mps.start(GPU)
         assert mps.status(GPU) == MpsStatus(True), "a listed process alone is no proof"
         assert mps.status(GPU, [its_server.pid]) == MpsStatus(True, frozenset({its_server.pid}), frozenset({42}))
-        os.kill(pid_of(tmp_path / "mps"), signal.SIGKILL)
-        while mps.is_running(GPU):
-            time.sleep(0.01)
+        kill_daemon(mps, tmp_path / "mps")
         assert Mps(program, tmp_path / "mps").status(GPU) == MpsStatus(servers=frozenset({its_server.pid}))
         mps.stop(GPU)
         assert its_server.wait(5) == -signal.SIGTERM
@@ -329,9 +333,7 @@ def test_unlisted_server_is_found_by_name_and_control_group(program: MpsProgram,
         if how == "hangs":
             (tmp_path / "mps" / GPU / "pipe" / "wedged").touch()
         else:
-            os.kill(pid_of(tmp_path / "mps"), signal.SIGKILL)
-            while mps.is_running(GPU):
-                time.sleep(0.01)
+            kill_daemon(mps, tmp_path / "mps")
         quick = Mps(MpsProgram(private_shm=False, within_s=0.2), tmp_path / "mps")
         assert quick.status(GPU, [its_server.pid, client.pid]).servers == {its_server.pid}
         quick.stop(GPU)
@@ -374,9 +376,7 @@ def test_process_of_another_control_group_is_no_server(program: MpsProgram, tmp_
     mps.status(GPU)
     home = tmp_path / "mps" / GPU / "home"
     assert home.read_text()
-    os.kill(pid_of(tmp_path / "mps"), signal.SIGKILL)
-    while mps.is_running(GPU):
-        time.sleep(0.01)
+    kill_daemon(mps, tmp_path / "mps")
     home.write_text("00000000-0000-4000-8000-000000000001 cri-containerd-1.scope")
     with server() as named:
         assert mps.status(GPU, [named.pid]).servers == set()
@@ -393,9 +393,7 @@ def test_daemon_and_servers_of_another_gpu_are_not_ours(program: MpsProgram, tmp
     daemon = pid_of(tmp_path / "mps", other)
     (mps.daemon(GPU).pipe / "listed").write_text(f"{daemon}\n{theirs}\n{own}\n")
     if not is_alive:
-        os.kill(daemon, signal.SIGKILL)
-        while mps.is_running(other):
-            time.sleep(0.01)
+        kill_daemon(mps, tmp_path / "mps", other)
     assert mps.status(GPU).servers == {own}
     assert mps.status(GPU, [own]).servers == {own}
     if is_alive:

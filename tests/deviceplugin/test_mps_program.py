@@ -21,22 +21,13 @@ from carpool_deviceplugin.app import real_devices
 from carpool_deviceplugin.device_state import GpuWorker
 from carpool_deviceplugin.gpu import SetMode, StartMps
 from carpool_deviceplugin.mps import PROGRAM, Daemon, HostedMps, Mps, MpsError, MpsProgram, MpsStatus, SharedMemory
+from carpool_deviceplugin.nvml_devices import NvmlDevices
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.node import Inline, Node
 from carpool_deviceplugin.testing.nvml import FakeNvml
 from carpool_deviceplugin.timeouts import Intervals
 from mps_world import GPU, LONG_S, hosting, lives, make_deep, pid_of, server_of
-
-
-def test_daemon_starts_answers_and_stops(program: MpsProgram, tmp_path: Path) -> None:
-    """The stand-in writes no file with its process ID, as drivers before 550."""
-    mps = Mps(program, tmp_path / "mps")
-    assert not mps.status(GPU).is_running
-    mps.start(GPU)
-    assert mps.status(GPU) == MpsStatus(True), "a listed server that does not exist is ignored"
-    mps.stop(GPU)
-    assert not mps.status(GPU).is_running
 
 
 @pytest.mark.parametrize(
@@ -516,13 +507,18 @@ def test_clean_stop_kills_no_process(tmp_path: Path) -> None:
     assert (commands.starts, commands.ends) == (2, 0)
 
 
+def hosted_gpu(commands: FakeMpsCommands, directory: Path) -> tuple[Node, NvmlDevices, GpuWorker]:
+    """A GPU whose MPS daemon runs in the daemons' host."""
+    node = Node(FakeNvml(["H100"]), commands, directory, mps_host=directory / "host.sock")
+    devices = node.devices()
+    return node, devices, GpuWorker(devices.uuids[0], devices, lambda: None, Intervals(), caller=Inline())
+
+
 async def test_refused_cleanup_is_reported_and_retried(tmp_path: Path, reserve) -> None:
     """Regression: it counted as done, though an earlier request might still start a daemon."""
     commands, path = Slow(), tmp_path / "host.sock"
-    node = Node(FakeNvml(["H100"]), commands, tmp_path, mps_host=path)
-    devices = node.devices()
-    gpu = devices.uuids[0]
-    worker = GpuWorker(gpu, devices, lambda: None, Intervals(), caller=Inline())
+    worker = hosted_gpu(commands, tmp_path)[2]
+    gpu = worker.uuid
     with hosting(path, Mps(commands, tmp_path / "mps", clean_within_s=LONG_S), within_s=0.05):
         worker.want([reserve("a", gpu, mode=SharingMode.MPS, memory_limit_mib=5000)])
         assert await worker.once()
@@ -544,10 +540,8 @@ async def test_refused_cleanup_is_reported_and_retried(tmp_path: Path, reserve) 
 
 async def test_refused_kill_is_reported_and_retried(commands: FakeMpsCommands, tmp_path: Path, reserve) -> None:
     """No pod gets the GPU beside a server of a dead daemon."""
-    node = Node(FakeNvml(["H100"]), commands, tmp_path, mps_host=tmp_path / "host.sock")
-    devices = node.devices()
-    gpu = devices.uuids[0]
-    worker = GpuWorker(gpu, devices, lambda: None, Intervals(), caller=Inline())
+    node, devices, worker = hosted_gpu(commands, tmp_path)
+    gpu = worker.uuid
     with hosting(tmp_path / "host.sock", Mps(commands, tmp_path / "mps", clean_within_s=LONG_S)):
         worker.want([reserve("a", gpu, mode=SharingMode.MPS, memory_limit_mib=5000)])
         assert await worker.once()
@@ -573,10 +567,8 @@ async def test_refused_cleanup_is_retried_without_reservations(tmp_path: Path) -
     commands, path = Slow(), tmp_path / "host.sock"
     commands.refuse_kill = "it may not be ended"
     shared = SharedMemory(tmp_path / "here", Path("/var/lib/kubelet/pods/uid/volumes/kubernetes.io~empty-dir/shm"))
-    node = Node(FakeNvml(["H100"]), commands, tmp_path, mps_host=path)
-    devices = node.devices()
-    gpu = devices.uuids[0]
-    worker = GpuWorker(gpu, devices, lambda: None, Intervals(), caller=Inline())
+    _, devices, worker = hosted_gpu(commands, tmp_path)
+    gpu = worker.uuid
     host = Mps(commands, tmp_path / "mps", shared, clean_within_s=LONG_S)
     with hosting(path, host, within_s=0.05):
         for step in (SetMode(SharingMode.MPS), StartMps()):  # the agent dies before it sets limits

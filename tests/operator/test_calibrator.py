@@ -12,7 +12,7 @@ from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_operator.calibrator import PAUSE_S, REPAIR_POLL_S
 from carpool_operator.observations import Observation
-from carpool_predictor.calibration.document import MAX_SAMPLES, MIN_JOBS, Calibration, RunMeasurement
+from carpool_predictor.calibration.document import MAX_SAMPLES, MIN_JOBS, RunMeasurement
 from carpool_predictor.calibration.observe import LOADING_S, STEADY_S
 from carpool_predictor.calibration.store import KEY
 from carpool_predictor.features import Abstention
@@ -53,6 +53,8 @@ async def test_measured_peak_calibrates_the_next_prediction() -> None:
     await completed(of, 3000)
     assert [(row.value_mib, row.steady) for row in stack(of).rows] == [(3000, True)]
     assert (stack(of).seen, stack(of).stack.driver) == (1, "simulated")
+    document = json.loads(of.kube.dump(CONFIG_MAPS, NAME, NAMESPACE)["data"][KEY])
+    assert document["stacks"][0]["stack"]["product"] == "NVIDIA A100-SXM4-40GB"
     assert of.job().status.attempts[0].learned
     assert of.job().status.attempts[0].peak_memory_mib == 3000
     before = memory(of)
@@ -357,20 +359,6 @@ async def test_next_attempt_waits_30_s_for_the_calibration() -> None:
     assert of.living() == ["x-worker-0-2"]
 
 
-async def test_jobs_run_alone_until_enough_was_measured() -> None:
-    of = world()
-    on_t4(of)
-    for number in range(MIN_JOBS):
-        name = f"x{number}"
-        await completed(of, 2000 + 500 * number, name, model=model(number + 1))
-        assert not memory(of, name).trusted
-    await of.submit("y", model=model(9))
-    assert memory(of, "y").trusted
-    assert memory(of, "y").learned_jobs == MIN_JOBS
-    message = of.condition(keys.CONDITION_PREDICTED, "x0").message
-    assert "runs alone on Tesla T4 until enough like it was measured there" in message
-
-
 async def test_observations_of_simulated_gpus_serve_no_hardware() -> None:
     """Regression: three jobs on simulated GPUs were enough to share real ones of that product."""
     of = world()
@@ -394,14 +382,16 @@ async def test_waiting_job_is_predicted_again_once_its_stack_is_calibrated(resta
     on_t4(of)
     await of.submit("waits", model=model(9))
     assert not memory(of, "waits").trusted
+    assert "runs alone on Tesla T4 until enough" in of.condition(keys.CONDITION_PREDICTED, "waits").message
     for number in range(MIN_JOBS):
         await completed(of, 2000 + 500 * number, f"x{number}", model=model(number + 1))
+        assert not memory(of, f"x{number}").trusted
     if restarted:  # the new process does not know the job's calibration keys
         untrusted = of.kube.dump(GPU_TRAINING_JOBS, "waits", "default")["status"]["prediction"]
         assert not untrusted["products"][0]["memory"]["trusted"]
         of.start()
     await of.reconcile_again("waits")
-    assert memory(of, "waits").trusted
+    assert (memory(of, "waits").trusted, memory(of, "waits").learned_jobs) == (True, MIN_JOBS)
     await assert_quiet(of, "waits")
 
 
@@ -612,14 +602,6 @@ async def test_without_learning_no_configmap_is_read() -> None:
     of = World()
     await completed(of, 3000)
     assert not any(call.plural == "configmaps" for call in of.kube.calls)
-
-
-async def test_document_is_readable_json() -> None:
-    of = world()
-    await completed(of, 3000)
-    text = of.kube.dump(CONFIG_MAPS, NAME, NAMESPACE)["data"][KEY]
-    assert json.loads(text)["stacks"][0]["stack"]["product"] == "NVIDIA A100-SXM4-40GB"
-    assert msgspec.json.decode(text, type=Calibration) == kept(of)
 
 
 async def test_metrics_report_the_calibration_by_stack() -> None:

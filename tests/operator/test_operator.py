@@ -146,16 +146,6 @@ async def test_status_is_written_before_the_pods_of_each_attempt() -> None:
         world.deliver_events()
 
 
-async def test_equal_models_are_traced_once() -> None:
-    world = World()
-    for steps, name in enumerate(("x", "y", "z"), start=100):
-        world.apply(name, model={"catalog": {"name": "timm/resnet50"}}, training={"steps": steps})
-    await world.settle(rounds=100)
-    assert len(world.tracer.traced) == 1
-    assert all(world.living(name) for name in ("x", "y", "z"))
-    assert len({str(world.job(name).status.prediction) for name in ("x", "y", "z")}) == 1
-
-
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
@@ -265,21 +255,15 @@ async def test_failed_call_is_repeated_after_a_pause(verb: str, kind: ResourceKi
     assert world.job().status.attempts[0].pod_uids == [pod["metadata"]["uid"] for pod in world.pods()]
 
 
-async def test_deleted_job_is_forgotten_and_its_pods_go_with_it() -> None:
-    world = await submitted()
-    await world.kube.delete(GPU_TRAINING_JOBS, "x", namespace="default")
-    await world.settle()
-    assert world.pods() == []
-    assert len(world.operator.jobs) == 0
-
-
-@pytest.mark.parametrize("by", ["resync", "write"])
-async def test_deletion_that_the_watch_missed_is_found(by: str) -> None:
+@pytest.mark.parametrize("by", ["watch", "resync", "write"])
+async def test_deletion_is_found_also_if_the_watch_missed_it(by: str) -> None:
     world = World()
     world.apply()
     world.deliver_events()
     await world.kube.delete(GPU_TRAINING_JOBS, "x", namespace="default")
-    if by == "resync":
+    if by == "watch":
+        await world.settle()
+    elif by == "resync":
         await world.operator.resync()
     else:
         await process_without_events(world, 3)

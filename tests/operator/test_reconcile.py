@@ -140,16 +140,6 @@ def test_job_suspended_from_the_start_is_predicted_but_has_no_pods() -> None:
     assert status_of(decision, of).state == "Suspended"
 
 
-def test_deadline_fails_the_job() -> None:
-    started = {"startTime": rfc3339(NOW)}
-    of = predicted_job(runPolicy={"activeDeadlineSeconds": 60}, status=started)
-    pods = (pod(phase="Running"),)
-    assert reconcile(snapshot(of, pods=pods, after_s=20)).requeue_after_s == 40
-    decision = reconcile(snapshot(of, pods=pods, after_s=60))
-    assert condition(decision, of, "Failed").reason == "DeadlineExceeded"
-    assert deleted(decision) == ["x-worker-0-1"]
-
-
 def bound(worker: int, before_s: float, waiting: dict[str, str] | None = None, **status: Any) -> Pod:
     """A pod that was bound so many seconds before NOW; it runs unless its container waits."""
     at = rfc3339(NOW - timedelta(seconds=before_s))
@@ -318,6 +308,7 @@ def test_active_deadline_counts_from_the_first_binding() -> None:
     assert decision.requeue_after_s == 40
     decision = reconcile(snapshot(of, pods=(bound(0, 60, IMAGE),), nodes=(node(reservation("pod-0-1")),)))
     assert condition(decision, of, "Failed").reason == "DeadlineExceeded"
+    assert deleted(decision) == ["x-worker-0-1"]
 
 
 FINISHED = {

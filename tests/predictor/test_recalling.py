@@ -65,36 +65,34 @@ def test_other_sizes_and_models_are_other_jobs() -> None:
     assert find_history(runs(5000), T4.name, Precision.BF16_MIXED, NAME, size) is None
 
 
+RUN = runs(5000)
+
+
 @pytest.mark.parametrize(
-    ("later", "is_another"),
+    ("earlier", "later", "is_another"),
     [
-        pytest.param(runs(5000), False, id="the same"),
-        pytest.param(runs(5010), False, id="as good as the same"),
-        pytest.param(runs(5000, 5010), True, id="one more run"),
-        pytest.param(runs(5600), True, id="more memory"),
-        pytest.param(runs(4400), True, id="less"),
-        pytest.param(runs(5000, out_of_memory=True), True, id="as much was not enough"),
-        pytest.param(runs(5000, ended=False, steady=False), True, id="as much so far"),
-        pytest.param(runs(5001, before=runs(5000), ended=False, steady=False), True, id="one more that goes on"),
-        pytest.param(Calibration(), True, id="none"),
+        pytest.param(RUN, runs(5000), False, id="the same"),
+        pytest.param(RUN, runs(5010), False, id="as good as the same"),
+        pytest.param(RUN, runs(5000, 5010), True, id="one more run"),
+        pytest.param(RUN, runs(5600), True, id="more memory"),
+        pytest.param(RUN, runs(4400), True, id="less"),
+        pytest.param(RUN, runs(5000, out_of_memory=True), True, id="as much was not enough"),
+        pytest.param(RUN, runs(5000, ended=False, steady=False), True, id="as much so far"),
+        pytest.param(RUN, runs(5001, before=runs(5000), ended=False, steady=False), True, id="one more that goes on"),
+        pytest.param(RUN, Calibration(), True, id="none"),
+        pytest.param(runs(5000, out_of_memory=True), runs(5010, out_of_memory=True), False, id="a death"),
+        pytest.param(runs(5000, out_of_memory=True), runs(5600, out_of_memory=True), True, id="a larger death"),
     ],
 )
-def test_the_fingerprint_changes_with_the_run_history(later: Calibration, is_another: bool) -> None:
+def test_the_fingerprint_changes_with_the_run_history(
+    earlier: Calibration, later: Calibration, is_another: bool
+) -> None:
     def fingerprint_of(calibration: Calibration) -> str:
         found = fingerprint(find_history(calibration, T4.name, Precision.FP32, NAME, asked().reserved_mib))
         assert predict_on_t4(calibration).memory.learned_gist == found, "a prediction holds its fingerprint"
         return found
 
-    assert is_equivalent(fingerprint_of(later), fingerprint_of(runs(5000))) is not is_another
-
-
-def test_the_fingerprint_changes_with_the_memory_of_a_death() -> None:
-    def fingerprint_of(calibration: Calibration) -> str:
-        return fingerprint(find_history(calibration, T4.name, Precision.FP32, NAME, asked().reserved_mib))
-
-    died = fingerprint_of(runs(5000, out_of_memory=True))
-    assert is_equivalent(fingerprint_of(runs(5010, out_of_memory=True)), died)
-    assert not is_equivalent(fingerprint_of(runs(5600, out_of_memory=True)), died)
+    assert is_equivalent(fingerprint_of(later), fingerprint_of(earlier)) is not is_another
 
 
 @given(st.lists(st.floats(0.98, 1.02), min_size=6, max_size=30), st.floats(1000.0, 40_000.0))

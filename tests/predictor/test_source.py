@@ -38,25 +38,22 @@ class KnownTracer:
         return FEATURES
 
 
-@pytest.mark.parametrize("model", [None, ModelSource()])
-async def test_an_unknown_model_is_abstained_from(model: ModelSource | None) -> None:
+@pytest.mark.parametrize(
+    ("model", "is_known", "traced"),
+    [
+        pytest.param(None, False, [], id="no model"),
+        pytest.param(ModelSource(), False, [], id="empty"),
+        pytest.param(ModelSource(features=FEATURES), True, [], id="features are given"),
+        pytest.param(CATALOG, True, [CATALOG], id="catalog"),
+    ],
+)
+async def test_only_catalog_models_are_traced(
+    model: ModelSource | None, is_known: bool, traced: list[ModelSource]
+) -> None:
     tracer = KnownTracer()
     found = await features_of(model, Training(), tracer)
-    assert isinstance(found, Abstention)
-    assert found.reason == "UnknownModel"
-    assert tracer.asked == []
-
-
-async def test_given_features_are_not_traced() -> None:
-    tracer = KnownTracer()
-    assert await features_of(ModelSource(features=FEATURES), Training(), tracer) is FEATURES
-    assert tracer.asked == []
-
-
-async def test_a_catalog_model_is_traced() -> None:
-    tracer = KnownTracer()
-    assert await features_of(CATALOG, Training(), tracer) is FEATURES
-    assert tracer.asked == [CATALOG]
+    assert found is FEATURES if is_known else isinstance(found, Abstention) and found.reason == "UnknownModel"
+    assert tracer.asked == traced
 
 
 def test_the_digest_changes_with_model_and_training() -> None:
