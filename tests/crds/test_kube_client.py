@@ -218,24 +218,22 @@ async def test_watch_requests_bookmarks_and_a_timeout(start: Start) -> None:
     assert seen[0][1].endswith("?watch=1&allowWatchBookmarks=true&resourceVersion=5&timeoutSeconds=300")
 
 
-async def test_malformed_event_ends_the_watch(start: Start) -> None:
-    client = await start(_streams(b"surprise\n"))
-    with pytest.raises(Unreachable, match="expected one JSON event on each line"):
-        await anext(client.watch(PODS, Selector(), "5"))
+EXPIRED = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old resource version: 5 (9)"}
 
 
-async def test_error_event_raises_its_type(start: Start) -> None:
-    status = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old resource version: 5 (9)"}
-    client = await start(_streams(_line("ADDED", {}), _line("ERROR", status)))
-    watch = client.watch(PODS, Selector(), "5")
-    assert (await anext(watch)).type == "ADDED"
-    with pytest.raises(Gone, match="WATCH pods: too old resource version"):
-        await anext(watch)
-
-
-async def test_refused_watch_raises_its_type(start: Start) -> None:
-    client = await start(_answers(403, {"message": "pods is forbidden"}))
-    with pytest.raises(Forbidden, match="WATCH pods: pods is forbidden"):
+@pytest.mark.parametrize(
+    ("handler", "kind", "message"),
+    [
+        pytest.param(_streams(b"surprise\n"), Unreachable, "expected one JSON event on each line", id="malformed"),
+        pytest.param(_streams(_line("ERROR", EXPIRED)), Gone, "WATCH pods: too old resource version", id="error event"),
+        pytest.param(_answers(403, {"message": "pods is forbidden"}), Forbidden, "pods is forbidden", id="refused"),
+    ],
+)
+async def test_watch_that_fails_raises_its_type(
+    start: Start, handler: Handler, kind: type[KubeError], message: str
+) -> None:
+    client = await start(handler)
+    with pytest.raises(kind, match=message):
         await anext(client.watch(PODS, Selector(), "5"))
 
 

@@ -90,7 +90,7 @@ def test_token_file_is_reread_each_minute(kubeconfig: Write, tmp_path: Path) -> 
     assert [token.at(59), token.at(60)] == ["one", "two"]
 
 
-def test_server_certificate_is_verified(kubeconfig: Write) -> None:
+def test_server_certificate_is_verified_unless_turned_off(kubeconfig: Write) -> None:
     data = base64.b64encode(Path(CA).read_bytes()).decode()
     for cluster in ({"certificate-authority": CA}, {"certificate-authority-data": data}):
         tls = load_endpoint(kubeconfig({"server": "https://api", **cluster})).tls
@@ -98,9 +98,6 @@ def test_server_certificate_is_verified(kubeconfig: Write) -> None:
         assert tls.verify_mode is ssl.CERT_REQUIRED
         assert tls.check_hostname
         assert tls.get_ca_certs()
-
-
-def test_verification_can_be_turned_off(kubeconfig: Write) -> None:
     tls = load_endpoint(kubeconfig({"server": "https://api", "insecure-skip-tls-verify": True})).tls
     assert tls is not None
     assert tls.verify_mode is ssl.CERT_NONE

@@ -3,7 +3,8 @@
 import io
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -241,39 +242,40 @@ async def _get(port: int, path: str) -> tuple[int, str]:
         return response.status, await response.text()
 
 
+@asynccontextmanager
+async def _served(
+    registry: CollectorRegistry, not_ready: Callable[[], str | None] = lambda: None
+) -> AsyncIterator[int]:
+    """Serve a registry; yield the port."""
+    server = await metrics.serve(registry, 0, "127.0.0.1", not_ready)
+    yield server.port
+    await server.close()
+
+
 async def test_metrics_are_read_at_scrape_time() -> None:
     registry = CollectorRegistry()
     metrics.build_info(registry, "agent", "1.2.3")
     gauge = Gauge("carpool_things_total", "Things.", registry=registry)
-    server = await metrics.serve(registry, 0, "127.0.0.1")
-    try:
+    async with _served(registry) as port:
         gauge.set(7)
-        status, text = await _get(server.port, "/metrics")
+        status, text = await _get(port, "/metrics")
         assert status == 200
         assert "carpool_things_total 7.0" in text
         assert 'carpool_build_info{process="agent",version="1.2.3"} 1.0' in text
-        assert (await _get(server.port, "/healthz"))[0] == 200
-        assert (await _get(server.port, "/readyz")) == (200, "ok\n")
-    finally:
-        await server.close()
+        assert (await _get(port, "/healthz"))[0] == 200
+        assert (await _get(port, "/readyz")) == (200, "ok\n")
 
 
 async def test_readiness_names_its_reason() -> None:
     waiting_for: list[str] = ["the first list of GpuNodes"]
-    server = await metrics.serve(CollectorRegistry(), 0, "127.0.0.1", lambda: waiting_for[0] if waiting_for else None)
-    try:
-        assert (await _get(server.port, "/readyz")) == (503, "the first list of GpuNodes\n")
+    async with _served(CollectorRegistry(), lambda: waiting_for[0] if waiting_for else None) as port:
+        assert (await _get(port, "/readyz")) == (503, "the first list of GpuNodes\n")
         waiting_for.clear()
-        assert (await _get(server.port, "/readyz"))[0] == 200
-    finally:
-        await server.close()
+        assert (await _get(port, "/readyz"))[0] == 200
 
 
 async def test_taken_port_is_a_settings_error() -> None:
     """Regression: operator and extender ended with a traceback."""
-    server = await metrics.serve(CollectorRegistry(), 0, "127.0.0.1")
-    try:
+    async with _served(CollectorRegistry()) as port:
         with pytest.raises(SettingsError, match=r"expected a free port at 127.0.0.1, found \d+: .*; set another$"):
-            await metrics.serve(CollectorRegistry(), server.port, "127.0.0.1")
-    finally:
-        await server.close()
+            await metrics.serve(CollectorRegistry(), port, "127.0.0.1")

@@ -305,20 +305,9 @@ def test_the_document_is_written_from_results_alone_and_the_same_each_time(tmp_p
     for name, results in frame(changes).items():
         results.write(tmp_path, name)
     texts = []
+    arguments = ["experiments", "--data", "/nowhere", "--no-run", "--results", str(tmp_path)]
     for _ in range(2):
-        result = CliRunner().invoke(
-            main,
-            [
-                "experiments",
-                "--data",
-                "/nowhere",
-                "--no-run",
-                "--results",
-                str(tmp_path),
-                "--document",
-                str(tmp_path / "x.md"),
-            ],
-        )
+        result = CliRunner().invoke(main, [*arguments, "--document", str(tmp_path / "x.md")])
         assert result.exit_code == 0, result.output
         texts.append(((tmp_path / "x.md").read_text(), (tmp_path / "images" / "experiments.svg").read_bytes()))
     assert texts[0] == texts[1]

@@ -17,6 +17,13 @@ from carpool_extender.testing import FakeAgent, pod_of, seed_job, seed_pod, unav
 from extender_world import NAMES, args, background, filtering, named
 from prometheus_client import generate_latest
 
+
+async def turns():
+    """Let other tasks run."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
 # The whole path, replays and races
 
 
@@ -102,8 +109,7 @@ async def test_the_deadline_counts_from_the_write_though_the_bind_waited_for_it(
     async with world.extender(gather_s=4) as extender, background(extender.service.bind(args("x"))):
         await until(lambda: world.held() == {"a": ["pod-x"]})
         async with background(extender.service.bind(args("y"))):
-            for _ in range(50):
-                await asyncio.sleep(0)
+            await turns()
             assert world.held() == {"a": ["pod-x"]}
             world.clock.advance(4)
             await until(lambda: world.held() == {"a": ["pod-x", "pod-y"]})
@@ -118,8 +124,7 @@ async def test_a_reason_names_no_neighbour_that_left_while_the_bind_waited_to_be
         assert (await extender.service.bind(args("x"))).error == ""
         await until(lambda: 4 in world.clock.sleeping)
         async with background(extender.service.bind(args("y"))) as binding:
-            for _ in range(50):
-                await asyncio.sleep(0)
+            await turns()
             await world.kube.delete(PODS, "x-worker-0-1", namespace="default")
             await world.kube.patch(GPU_NODES, "a", {"spec": {"reservations": []}})
             await until(lambda: not extender.informers.cluster.node("a").spec.reservations)
@@ -173,8 +178,7 @@ async def test_binds_beyond_the_limit_wait_without_a_reservation_and_go_on_when_
         binds = [asyncio.create_task(extender.service.bind(args(name))) for name in names[:-1]]
         await until(lambda: len(world.reservations("a")) == MAX_CONCURRENT_BINDS)
         last = asyncio.create_task(extender.service.bind(args(names[-1], "b")))
-        for _ in range(50):
-            await asyncio.sleep(0)
+        await turns()
         assert world.reservations("b") == []
         world.clock.advance(3)
         await world.agent.report("a")
@@ -284,8 +288,7 @@ async def test_a_gpu_that_fails_while_a_pod_waits_to_be_written_there_takes_it_n
     async with world.extender(gather_s=4) as extender, background(extender.service.bind(args("x"))) as failing:
         await until(lambda: world.held() == {"a": ["pod-x"]} and 4 in world.clock.sleeping)
         async with background(extender.service.bind(args("y"))) as waiting:
-            for _ in range(50):
-                await asyncio.sleep(0)
+            await turns()
             await world.agent.report("a", PartitionState.FAILED, "the MPS daemon did not start")
             await until(lambda: unavailable_nodes(extender.informers.cluster) == {"a"})
             assert world.held() == {"a": ["pod-x"]}
@@ -331,8 +334,7 @@ async def test_a_report_about_an_earlier_reservation_of_the_pod_does_not_count(w
     async with world.extender() as extender, background(extender.service.bind(args())) as binding:
         await until(lambda: world.held() != {})
         assert world.reservations("a")[0]["generation"] > first
-        for _ in range(50):
-            await asyncio.sleep(0)
+        await turns()
         assert not binding.done()
         await world.agent.report("a")
         assert (await binding).error == ""
@@ -366,8 +368,7 @@ async def test_a_binding_whose_outcome_stays_unknown_keeps_its_reservation_until
     async with world.extender() as extender, background(world.agent.serve("a")):
         async with background(extender.service.bind(args())) as binding:
             while not binding.done():
-                for _ in range(50):
-                    await asyncio.sleep(0)
+                await turns()
                 world.clock.advance(0.5)
             assert "is not known, because the API server did not answer" in (await binding).error
         assert world.held() == {"a": ["pod-x"]}

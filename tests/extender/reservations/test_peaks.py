@@ -46,10 +46,10 @@ def after(pods, *peaks):
     return {pod: StablePeak(peaks, by) for pod, by in pods.items()}
 
 
-def a_node(*held, tenants=(), heartbeat="2026-01-31T12:00:00Z"):
+def a_node(*held, tenants=(), heartbeat="2026-01-31T12:00:00Z", name="a"):
     devices = [device(index) for index in range(2)]
     status = GpuNodeStatus(devices=devices, tenants=list(tenants), heartbeat_time=heartbeat)
-    return replace(gpu_node("a", devices, held), status=status)
+    return replace(gpu_node(name, devices, held), status=status)
 
 
 class Agent:
@@ -341,13 +341,6 @@ async def test_a_job_that_died_of_memory_stays_alone(world, outcome):
     assert (lone["mode"], lone["tenant"].get("provisional", False)) == expected
 
 
-def lone_node(name, peak_mib, heartbeat):
-    held = replace(tenant("x", GPUS[:1], SharingMode.MPS, prediction=None), tenant=TenantProfile(provisional=True))
-    seen = Tenant(pod_uid="pod-x", gpu_uuid=GPUS[0], memory_mib=peak_mib, peak_memory_mib=peak_mib, gpu_util_percent=80)
-    status = GpuNodeStatus(devices=[device(0)], tenants=[seen], heartbeat_time=heartbeat)
-    return replace(gpu_node(name, [device(0)], [held]), status=status)
-
-
 class SlowWriter:
     """The watched nodes, and a writer that never finishes `slow`."""
 
@@ -376,6 +369,7 @@ async def test_a_node_that_is_slow_to_write_delays_no_other():
         for name in ("slow", "quick"):
             for _ in range(5):
                 clock.advance(25)
-                writer.apply(lone_node(name, 5000, clock.now().isoformat()))
+                heartbeat = clock.now().isoformat()
+                writer.apply(a_node(reserved(), tenants=measured(5000), heartbeat=heartbeat, name=name))
             await asyncio.sleep(0)
         await until(lambda: writer.written == [("quick", 7500)])
