@@ -7,7 +7,7 @@ import msgspec
 import structlog
 from carpool_core.clock import Clock, ServerClock
 from carpool_core.keys import SCHEDULER_NAME
-from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS, KubeApi, Selector
+from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS, KubeApi, Selector, list_all
 from carpool_core.kube.errors import KubeError
 from carpool_core.kube.events import EventRecorder
 from carpool_core.kube.pods import Pod
@@ -30,7 +30,7 @@ from carpool_operator.performer import Performer, Superseded
 from carpool_operator.placement import pods_without_reservation
 from carpool_operator.pods import key_of, key_of_pod
 from carpool_operator.prediction import products_of
-from carpool_operator.prediction_worker import CalibrationSource, PredictionWorker
+from carpool_operator.prediction_worker import PredictionWorker
 from carpool_operator.reconcile import reconcile
 from carpool_operator.settings import OperatorSettings
 from carpool_operator.snapshot import CalibrationState, Snapshot
@@ -58,11 +58,9 @@ class Operator:
             enqueue=self.queue.add,
             observe_seconds=self.metrics.prediction_seconds.observe,
             traces=settings.traces,
-            source=CalibrationSource(
-                calibration=lambda namespace: self.calibrator.usable(namespace),
-                keys=lambda *job: self.calibrator.keys(*job),
-                is_strict=place is not None and not settings.share_unmeasured,
-            ),
+            calibration=lambda namespace: self.calibrator.usable(namespace),
+            calibration_keys=lambda *job: self.calibrator.keys(*job),
+            is_strict=place is not None and not settings.share_unmeasured,
         )
         events = EventRecorder(api, clock, "carpool-operator")
         self.calibrator = Calibrator(
@@ -132,14 +130,8 @@ class Operator:
         """List all jobs, and remove those that kopf's watch did not report as deleted."""
         known = {job.metadata.uid: key_of(job) for job in self.jobs}
         for namespace in self._settings.namespace_list or ("",):
-            token = ""
-            while True:
-                page = await self._api.list_page(GPU_TRAINING_JOBS, Selector(namespace=namespace), continue_token=token)
-                for raw in page.items:
-                    known.pop(self._put_listed(raw), None)
-                token = page.continue_token
-                if not token:
-                    break
+            for raw in await list_all(self._api, GPU_TRAINING_JOBS, msgspec.Raw, Selector(namespace=namespace)):
+                known.pop(self._put_listed(raw), None)
         for uid, key in known.items():
             self.jobs.remove(key, uid)
 

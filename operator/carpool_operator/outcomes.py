@@ -1,6 +1,6 @@
 """How a worker or an attempt ended: a reason in one CamelCase word, a sentence, and whether it counts. Pure."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import NamedTuple
@@ -88,29 +88,8 @@ def _failed_container(pod: Pod) -> tuple[str, ContainerTerminated] | None:
     return None
 
 
-def _disrupted(pod: Pod) -> Outcome | None:
-    for one in pod.status.conditions:
-        if one.type == "DisruptionTarget" and one.status == "True" and one.reason in _DISRUPTIONS:
-            return Outcome(one.reason, f"pod {pod.metadata.name} was taken away: {one.message}", charged=False)
-    return None
-
-
-def _deleted(pod: Pod) -> Outcome | None:
-    return pod_deleted(pod.metadata.name) if pod.metadata.deletion_timestamp is not None else None
-
-
-def _evicted(pod: Pod) -> Outcome | None:
-    if pod.status.reason != "Evicted":
-        return None
-    return Outcome("Evicted", f"pod {pod.metadata.name} was evicted by its node: {pod.status.message}", charged=True)
-
-
-def _container_failed(pod: Pod) -> Outcome | None:
-    found = _failed_container(pod)
-    if found is None:
-        return None
-    name, ended = found
-    where = f"container {name} of pod {pod.metadata.name}"
+def _container_failed(pod: str, name: str, ended: ContainerTerminated) -> Outcome:
+    where = f"container {name} of pod {pod}"
     detail = f": {_tail(ended.message)}" if ended.message.strip() else ""
     if framework_out_of_gpu_memory(ended.message) is not None:
         return Outcome(GPU_OUT_OF_MEMORY, f"{where} ran out of GPU memory (exit code {ended.exit_code}){detail}", True)
@@ -120,29 +99,22 @@ def _container_failed(pod: Pod) -> Outcome | None:
     return Outcome(CONTAINER_FAILED, f"{where} ended with exit code {ended.exit_code}{detail}", charged=True)
 
 
-def _rejected_by_node(pod: Pod) -> Outcome | None:
-    if not pod.status.reason:
-        return None
-    message = f"node {pod.spec.node_name} refused pod {pod.metadata.name}: {pod.status.message}"
-    return Outcome(pod.status.reason, message, charged=False)
-
-
-_RULES: tuple[Callable[[Pod], Outcome | None], ...] = (
-    _disrupted,
-    _deleted,
-    _evicted,
-    _container_failed,
-    _rejected_by_node,
-)
-
-
 def outcome_of(pod: Pod) -> Outcome:
     """Return why a pod in phase Failed failed; the first rule that applies wins."""
-    for rule in _RULES:
-        outcome = rule(pod)
-        if outcome is not None:
-            return outcome
-    return Outcome("PodFailed", f"pod {pod.metadata.name} failed: {pod.status.message or 'no reason given'}", True)
+    name, status = pod.metadata.name, pod.status
+    for one in status.conditions:
+        if one.type == "DisruptionTarget" and one.status == "True" and one.reason in _DISRUPTIONS:
+            return Outcome(one.reason, f"pod {name} was taken away: {one.message}", charged=False)
+    if pod.metadata.deletion_timestamp is not None:
+        return pod_deleted(name)
+    if status.reason == "Evicted":
+        return Outcome("Evicted", f"pod {name} was evicted by its node: {status.message}", charged=True)
+    if (failed := _failed_container(pod)) is not None:
+        return _container_failed(name, *failed)
+    if status.reason:
+        message = f"node {pod.spec.node_name} refused pod {name}: {status.message}"
+        return Outcome(status.reason, message, charged=False)
+    return Outcome("PodFailed", f"pod {name} failed: {status.message or 'no reason given'}", charged=True)
 
 
 def pod_deleted(name: str) -> Outcome:

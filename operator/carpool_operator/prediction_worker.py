@@ -38,18 +38,6 @@ _Input = tuple[str, str, tuple[str, ...], tuple[tuple[str, CalibrationKey], ...]
 """Namespace, digest of model and training, products, and calibration keys."""
 
 
-@dataclass(frozen=True, slots=True)
-class CalibrationSource:
-    """Access to the calibration."""
-
-    calibration: Callable[[str], Calibration | None] = lambda _namespace: None
-    """Returns the calibration for a namespace; None: predictions are uncalibrated."""
-    keys: Callable[[str, JobSpec, tuple[str, ...], float | None], CalibrationKeys] = lambda *_: {}
-    """Returns the calibration keys of a job in a namespace, with that simulated allocator size in MiB."""
-    is_strict: bool = False
-    """Whether jobs run alone on products without measurements, even while the calibration cannot be read."""
-
-
 class _Failure(NamedTuple):
     """Transient failures of an input."""
 
@@ -220,7 +208,10 @@ class PredictionWorker:
         enqueue: Receives the key of a job whose prediction or position has changed.
         observe_seconds: Receives the duration of each prediction.
         traces: Models that are traced at the same time.
-        source: Access to the calibration.
+        calibration: Returns the calibration for a namespace; None: predictions are uncalibrated.
+        calibration_keys: Returns the calibration keys of a job in a namespace, with that simulated allocator size in
+            MiB.
+        is_strict: Whether jobs run alone on products without measurements, even while the calibration cannot be read.
     """
 
     def __init__(
@@ -231,11 +222,13 @@ class PredictionWorker:
         enqueue: Callable[[str], None],
         observe_seconds: Callable[[float], None],
         traces: int = 1,
-        source: CalibrationSource | None = None,
+        calibration: Callable[[str], Calibration | None] = lambda _namespace: None,
+        calibration_keys: Callable[[str, JobSpec, tuple[str, ...], float | None], CalibrationKeys] = lambda *_: {},
+        is_strict: bool = False,
     ) -> None:
         self._tracer, self._clock = tracer, clock
         self._enqueue, self._observe_seconds = enqueue, observe_seconds
-        self._source = source or CalibrationSource()
+        self._calibration, self._keys, self._is_strict = calibration, calibration_keys, is_strict
         self._trace_queue = TraceQueue(tracer, traces, self._moved)
         self._results: LRUCache[_Input, Prediction] = LRUCache(_CACHE_SIZE)
         self._features: LRUCache[str, ModelFeatures | Abstention] = LRUCache(_CACHE_SIZE)
@@ -249,7 +242,7 @@ class PredictionWorker:
 
     def calibration_keys(self, key: str, spec: JobSpec, digest: str, products: tuple[str, ...]) -> CalibrationKeys:
         """Return the calibration keys of a prediction made now; empty before the job's size is known."""
-        return self._source.keys(_namespace(key), spec, products, self._sizes_mib.get(digest))
+        return self._keys(_namespace(key), spec, products, self._sizes_mib.get(digest))
 
     def get(
         self, key: str, digest: str, products: tuple[str, ...], keys: CalibrationKeys | None = None
@@ -345,7 +338,7 @@ class PredictionWorker:
             self._log.exception("prediction failed", digest=digest)
             message = f"the predictor failed with {type(error).__name__}: {error}; this is a defect, please report it"
             result = Prediction(outcome="Abstained", reason="PredictorFailed", message=message[:4096])
-            keys = self._source.keys(namespace, spec, products, self._sizes_mib.get(digest))
+            keys = self._keys(namespace, spec, products, self._sizes_mib.get(digest))
         self._observe_seconds(self._clock.monotonic() - began)
         version = result.model_version or model_version()
         result = msgspec.structs.replace(result, input_digest=digest, model_version=version)
@@ -372,8 +365,8 @@ class PredictionWorker:
         if isinstance(job := prepare(features, spec.training), PredictionContext):
             self._sizes_mib[digest] = job.reserved_mib
         # Both at the same time: the calibration may change while the prediction waits for the thread.
-        calibration = self._source.calibration(namespace)
-        keys = self._source.keys(namespace, spec, products, self._sizes_mib.get(digest))
+        calibration = self._calibration(namespace)
+        keys = self._keys(namespace, spec, products, self._sizes_mib.get(digest))
         now = self._clock.now().timestamp()
 
         def compute() -> Prediction:
@@ -383,7 +376,7 @@ class PredictionWorker:
                 known_products(products),
                 calibration,
                 model_key(spec.model),
-                is_strict=self._source.is_strict,
+                is_strict=self._is_strict,
                 now=now,
             )
 

@@ -12,7 +12,6 @@ from carpool_operator.actions import Predict
 from carpool_operator.prediction import MAX_REPORTED_POSITION, describe
 from carpool_operator.prediction_worker import (
     CalibrationKeys,
-    CalibrationSource,
     PredictionWorker,
     TraceQueue,
     known_products,
@@ -85,9 +84,13 @@ async def test_prediction_is_stored_under_the_keys_that_it_was_made_from() -> No
     def marks(*_: object) -> CalibrationKeys:
         return {A100: (0, runs)}
 
-    learned = CalibrationSource(calibration, marks)
     service = PredictionWorker(
-        FakeTracer(), FakeClock(), enqueue=lambda _: None, observe_seconds=lambda _: None, source=learned
+        FakeTracer(),
+        FakeClock(),
+        enqueue=lambda _: None,
+        observe_seconds=lambda _: None,
+        calibration=calibration,
+        calibration_keys=marks,
     )
     service.request("a", job().spec, "digest", (A100,))
     await service.idle()

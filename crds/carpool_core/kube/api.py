@@ -145,3 +145,18 @@ class KubeApi(Protocol):
     async def delete(self, kind: ResourceKind, name: str, *, namespace: str = "", uid: str = "") -> None:
         """Delete an object. With `uid`, raises `Conflict` if another object has the name now."""
         ...
+
+
+async def list_all(api: KubeApi, kind: ResourceKind, type_: type[T], selector: Selector | None = None) -> list[T]:
+    """Read all selected objects of a kind, page by page.
+
+    Raises:
+        KubeError: They could not be read.
+    """
+    found, token = list[T](), ""
+    while True:
+        page = await api.list_page(kind, selector or Selector(), continue_token=token)
+        found += [msgspec.json.decode(item, type=type_) for item in page.items]
+        token = page.continue_token
+        if not token:
+            return found

@@ -20,7 +20,7 @@ from carpool_core.keys import (
     REASONS_PODS_REFUSED,
     SCHEDULER_NAME,
 )
-from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, NODES, PODS, KubeApi, Selector
+from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, NODES, PODS, KubeApi, Selector, list_all
 from carpool_core.kube.errors import Forbidden, NotFound
 from carpool_core.kube.pods import Pod, PodSpec, container_uid, job_owner_reference
 from carpool_core.resources.job import GpuTrainingJob, WorkerPlacement
@@ -37,7 +37,6 @@ from carpool_extender.explain.queue_forecast import (
     Options,
     QueuePlace,
     is_of_earlier_attempt,
-    list_all,
     place_in_queue,
     read_pending_jobs,
 )

@@ -9,7 +9,7 @@ import msgspec
 from carpool_core.clock import Clock
 from carpool_core.durations import ASSUMED_DURATION_S, format_duration
 from carpool_core.keys import GATE_ADMISSION, SCHEDULER_NAME
-from carpool_core.kube.api import GPU_TRAINING_JOBS, PODS, KubeApi, ResourceKind, Selector
+from carpool_core.kube.api import GPU_TRAINING_JOBS, PODS, KubeApi, ResourceKind, Selector, list_all
 from carpool_core.kube.errors import Forbidden, KubeError
 from carpool_core.kube.pods import Pod, container_uid, job_owner_reference, parse_worker_name
 from carpool_core.resources.node import Reservation
@@ -47,7 +47,6 @@ MAX_NAMED_AHEAD = 3
 """Jobs ahead that are named."""
 MAX_FORECAST = 200
 """Places in the queue for which a start is forecast: each end of a running job is a pass of the queue."""
-_EVERYTHING = Selector()
 _NOT_FAILED = Selector(fields=f"spec.schedulerName={SCHEDULER_NAME},status.phase!=Failed")
 ADMITTED = "the queue has admitted it, and kube-scheduler has not bound its pods yet"
 
@@ -97,7 +96,7 @@ async def read_pending_jobs(api: KubeApi) -> PendingJobs:
     try:
         pods = await _list_valid(api, PODS, Pod, _NOT_FAILED)
         what = "jobs"
-        jobs = await _list_valid(api, GPU_TRAINING_JOBS, JobRow, _EVERYTHING)
+        jobs = await _list_valid(api, GPU_TRAINING_JOBS, JobRow)
     except Forbidden:
         return PendingJobs(unread=f"you may not list {what} of all namespaces")
     except KubeError as error:
@@ -277,22 +276,7 @@ def _ordinal(number: int) -> str:
     return f"{number:,}{suffix}"
 
 
-async def list_all(api: KubeApi, kind: ResourceKind, type_: type[T], selector: Selector = _EVERYTHING) -> list[T]:
-    """Read all selected objects of a kind, page by page.
-
-    Raises:
-        KubeError: They could not be read.
-    """
-    found, token = [], ""
-    while True:
-        page = await api.list_page(kind, selector, continue_token=token)
-        found += [msgspec.json.decode(item, type=type_) for item in page.items]
-        token = page.continue_token
-        if not token:
-            return found
-
-
-async def _list_valid(api: KubeApi, kind: ResourceKind, type_: type[T], selector: Selector) -> list[T]:
+async def _list_valid(api: KubeApi, kind: ResourceKind, type_: type[T], selector: Selector | None = None) -> list[T]:
     """Read all objects of a kind without the invalid ones, for which the extender decides nothing either."""
     found = []
     for raw in await list_all(api, kind, msgspec.Raw, selector):
