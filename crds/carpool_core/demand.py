@@ -7,7 +7,7 @@ from carpool_core.products import DeviceClass, hardware_name, product_matches
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import TenantProfile
 from carpool_core.resources.prediction import Prediction, ProductPrediction
-from carpool_core.values import JobUid, RequestedMode, Tenancy, parse_memory_mib
+from carpool_core.values import JobUid, RequestedMode, Tenancy, parse_memory_mib, tenancy_domain
 
 _CAPABILITY = re.compile(r"[0-9]{1,3}(\.[0-9]{1,3})?", re.ASCII)
 
@@ -31,6 +31,13 @@ class Demand:
     memory_limit_mib: int | None
     """`spec.memory.limit`, which overrides the prediction."""
     prediction: Prediction | None
+    tenancy_group: str = ""
+    """Group of namespaces that trust each other; empty if the namespace is in none."""
+
+    @property
+    def tenancy_domain(self) -> str:
+        """The tenancy group or else the namespace: its jobs share GPUs and MPS servers."""
+        return tenancy_domain(self.namespace, self.tenancy_group)
 
     @property
     def is_unknown(self) -> bool:

@@ -18,7 +18,7 @@ Files in a GPU's directory. Clients can write in `pipe` and `shm` only, so the c
     servers   process ID and start time of the servers, one a line
     .old.*    what waits for deletion
 
-The plan lets pods of only one namespace use a daemon. The daemon itself serves one user at a time.
+The plan lets pods of only one namespace or tenancy group use a daemon. The daemon itself serves one user at a time.
 """
 
 import errno

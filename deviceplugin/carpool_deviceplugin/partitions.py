@@ -253,10 +253,10 @@ def _conflict(actual: GpuActual, wanted: Reservation, granted: Sequence[Reservat
         )
     if first.mode is not SharingMode.MPS:
         return ""
-    if first.pod_namespace != wanted.pod_namespace:
+    if first.tenancy_domain != wanted.tenancy_domain:
         return (
-            f"GPU {actual.uuid}: its MPS daemon serves namespace {first.pod_namespace}, found {wanted.pod_namespace}; "
-            "namespaces never share a daemon: reserve another GPU"
+            f"GPU {actual.uuid}: its MPS daemon serves {first.tenancy_domain}, found {wanted.tenancy_domain}; "
+            "they never share a daemon: reserve another GPU"
         )
     return ""
 

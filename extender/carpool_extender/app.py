@@ -26,7 +26,7 @@ from carpool_extender.reservations.peaks import PeakUpdater
 from carpool_extender.reservations.writer import GATHER_S, ReservationWriter
 from carpool_extender.scheduler import Scheduler
 from carpool_extender.server import create_app
-from carpool_extender.settings import ExtenderSettings
+from carpool_extender.settings import ExtenderSettings, parse_tenancy_groups
 from carpool_extender.workloads import JobOptions, Workloads
 
 COMPONENT = "carpool-extender"
@@ -83,7 +83,9 @@ def build(
     availability = GpuAvailability(clock)
     informers = Informers(api, clock, ClusterCache(settings.slots_per_gpu, availability))
     registry.register(StateCollector(informers))
-    workloads = Workloads(api, informers, JobOptions(settings.job_policies, settings.count_peaks))
+    groups = parse_tenancy_groups(settings.tenancy_groups)
+    options = JobOptions(settings.job_policies, settings.count_peaks, groups)
+    workloads = Workloads(api, informers, options)
     writer = ReservationWriter(api, informers, sleep, gather_s)
     events = EventRecorder(api, clock, COMPONENT)
     tools = BindDeps(api, clock, sleep, events, telemetry, availability)

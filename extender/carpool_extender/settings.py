@@ -1,5 +1,6 @@
 """Settings of the extender."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,42 @@ def _default_duration_seconds() -> Any:
     )
 
 
+def _tenancy_groups() -> Any:
+    return setting(
+        "",
+        flag="--tenancy-groups",
+        env="CARPOOL_TENANCY_GROUPS",
+        help="Namespaces that trust each other, as GROUP=NAMESPACE,NAMESPACE;GROUP=*. Jobs of one group share GPUs and "
+        "MPS servers as those of one namespace do. * means all namespaces without a group. If empty, each namespace is "
+        "alone.",
+        allow_empty=True,
+    )
+
+
+_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", re.ASCII)
+"""Name of a namespace; that of a group has the same form."""
+
+
+def parse_tenancy_groups(text: str) -> dict[str, str]:
+    """Return the tenancy group by namespace.
+
+    Raises:
+        SettingsError: The text has another form, or a namespace is in two groups.
+    """
+    found: dict[str, str] = {}
+    for part in filter(None, text.split(";")):
+        group, _, namespaces = part.partition("=")
+        for namespace in namespaces.split(","):
+            if not _LABEL.fullmatch(group) or (namespace != "*" and not _LABEL.fullmatch(namespace)):
+                raise SettingsError(f"CARPOOL_TENANCY_GROUPS: expected GROUP=NAMESPACE,NAMESPACE, found {part!r}")
+            if found.setdefault(namespace, group) != group:
+                raise SettingsError(
+                    f"CARPOOL_TENANCY_GROUPS: expected one group for namespace {namespace}, found {found[namespace]} "
+                    f"and {group}"
+                )
+    return found
+
+
 @dataclass(frozen=True)
 class AskSettings:
     """Settings of `explain` and `what-if`; by default those of the installation."""
@@ -170,6 +207,7 @@ class AskSettings:
     policy: str = _policy()
     job_policies: bool = _job_policies()
     count_peaks: bool = _count_peaks()
+    tenancy_groups: str = _tenancy_groups()
     slots_per_gpu: int = slots_per_gpu()
     queue_order: QueueOrder = setting(
         QueueOrder.ALTERNATE, flag="--queue-order", env="CARPOOL_QUEUE_ORDER", help=_ORDERS
@@ -214,6 +252,7 @@ class ExtenderSettings:
     policy: str = _policy()
     job_policies: bool = _job_policies()
     count_peaks: bool = _count_peaks()
+    tenancy_groups: str = _tenancy_groups()
     slots_per_gpu: int = slots_per_gpu()
     queue_order: QueueOrder = setting(
         QueueOrder.ALTERNATE, flag="--queue-order", env="CARPOOL_QUEUE_ORDER", help=_ORDERS

@@ -133,6 +133,7 @@ def tenant(
     return Reservation(
         pod_uid=PodUid(f"pod-{name}"),
         pod_namespace=wants.namespace,
+        tenancy_group=wants.tenancy_group,
         pod_name=name,
         job_uid=wants.job_uid,
         job_name=name,

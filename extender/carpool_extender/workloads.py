@@ -1,6 +1,7 @@
 """From a pod to its request, through the job that controls it, whose status no user can write."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from cachetools import LRUCache
@@ -42,6 +43,12 @@ class JobOptions:
     """Whether a job may choose its own policy."""
     peaks: bool = True
     """Whether a job that never ran may count with its own peak once that was measured."""
+    tenancy_groups: Mapping[str, str] = field(default_factory=dict)
+    """Tenancy group by namespace; that of `*` holds for all namespaces without an own entry."""
+
+    def tenancy_group(self, namespace: str) -> str:
+        """Return the tenancy group of a namespace; empty if it is in none."""
+        return self.tenancy_groups.get(namespace, self.tenancy_groups.get("*", ""))
 
 
 AS_SHIPPED = JobOptions()
@@ -239,7 +246,8 @@ def pod_request_of(job: JobRow, user: int | None, choices: JobOptions) -> PodReq
         NotOurs: It chose a policy that does not exist, or that it may not choose.
     """
     policy, settles = policy_of(job, allowed=choices.policies), choices.peaks and not job.status.died_of_memory
-    return PodRequest(demand_of_row(job), policy, job.spec.workers, user, settles, job.spec.training.steps)
+    demand = replace(demand_of_row(job), tenancy_group=choices.tenancy_group(job.metadata.namespace))
+    return PodRequest(demand, policy, job.spec.workers, user, settles, job.spec.training.steps)
 
 
 def demand_of_row(job: JobRow) -> Demand:

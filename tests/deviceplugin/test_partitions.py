@@ -159,8 +159,20 @@ def test_shortest_steps(reserve, actual, wanted, steps) -> None:
             [("a", MPS, {}), ("b", MPS, {"pod_namespace": "other"})],
             [],
             B,
-            "serves namespace default, found other",
+            "serves namespace default, found namespace other",
             id="mps-across-namespaces",
+        ),
+        pytest.param(
+            IDLE,
+            [
+                ("a", MPS, {"tenancy_group": "research"}),
+                ("b", MPS, {"pod_namespace": "other", "tenancy_group": "research"}),
+                ("c", MPS, {"tenancy_group": "default"}),
+            ],
+            [],
+            PodUid("uid-c"),
+            "serves tenancy group research, found tenancy group default",
+            id="mps-across-tenancy-groups",
         ),
         pytest.param(
             IDLE,

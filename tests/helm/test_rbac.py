@@ -102,9 +102,10 @@ def test_role_for_explain_reads_settings_and_calibration_only(chart: Any) -> Non
         pytest.param({"learning": False}, {"calibration": ""}, id="learns nothing"),
         pytest.param(
             {"policy": "energy", "jobPolicies": True, "countPeaks": False, "slotsPerGpu": 4, "shareUnmeasured": True,
-             "slowdownQuantile": "upper", "preconditions": {"mostJobs": 2}},
+             "slowdownQuantile": "upper", "preconditions": {"mostJobs": 2},
+             "tenancyGroups": {"research": ["vision", "speech"], "others": ["*"]}},
             {"policy": "energy", "job_policies": True, "count_peaks": False, "slots_per_gpu": 4,
-             "share_unmeasured": True,
+             "share_unmeasured": True, "tenancy_groups": "others=*;research=vision,speech",
              "conditions": ConditionSettings(max_jobs=2, slowdown_quantile=Quantile.UPPER)},
             id="everything that decides",
         ),

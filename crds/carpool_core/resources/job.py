@@ -332,8 +332,9 @@ class Sharing(Resource, frozen=True, kw_only=True):
     tenancy: Annotated[
         Tenancy,
         field(
-            "Jobs with which it may share a GPU. Namespace: jobs of its own namespace. Cluster: any job with tenancy "
-            "Cluster, but never one MPS daemon across namespaces; Auto takes a MIG instance where GPUs support it."
+            "Jobs with which it may share a GPU. Namespace: jobs of its own namespace or tenancy group. Cluster: also "
+            "any other job with tenancy Cluster, but without a common MPS daemon; Auto takes a MIG instance where GPUs "
+            "support it."
         ),
     ] = Tenancy.NAMESPACE
 

@@ -6,7 +6,16 @@ import msgspec
 
 from carpool_core.resources.meta import Condition, ObjectMeta
 from carpool_core.resources.schema import ATOMIC, ATOMIC_MAP, Resource, field
-from carpool_core.values import DeviceHealth, GpuUuid, JobUid, PartitionState, PodUid, SharingMode, Tenancy
+from carpool_core.values import (
+    DeviceHealth,
+    GpuUuid,
+    JobUid,
+    PartitionState,
+    PodUid,
+    SharingMode,
+    Tenancy,
+    tenancy_domain,
+)
 
 MAX_MIB = 1024 * 1024 * 1024
 """Largest amount of memory, in MiB: 1 PiB, as for a job's own numbers."""
@@ -75,6 +84,13 @@ class Reservation(Resource, frozen=True, kw_only=True):
     memory_limit_mib: Annotated[int, field("Memory limit on each GPU, in MiB; none when left out.", ge=1)] | None = None
     thread_percentage: Annotated[int, field("MPS active thread percentage.", ge=1, le=100)] | None = None
     mig_profile: Annotated[str, field("MIG profile, such as 1g.5gb.")] | None = None
+    tenancy_group: Annotated[
+        str,
+        field(
+            "Tenancy group of the pod's namespace; empty if it is in none. Jobs of one group share MPS servers.",
+            max_length=63,
+        ),
+    ] = ""
     run_as_user: (
         Annotated[
             int,
@@ -100,6 +116,11 @@ class Reservation(Resource, frozen=True, kw_only=True):
     ] = 1.0
     policy: Annotated[str, field("Policy that chose the GPUs.")] = ""
     reason: Annotated[str, field("Why these GPUs.", max_length=MAX_REASON_LENGTH)] = ""
+
+    @property
+    def tenancy_domain(self) -> str:
+        """The tenancy group or else the namespace: its pods share MPS servers."""
+        return tenancy_domain(self.pod_namespace, self.tenancy_group)
 
 
 class GpuNodeSpec(Resource, frozen=True, kw_only=True):

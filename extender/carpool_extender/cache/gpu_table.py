@@ -65,7 +65,7 @@ EXCLUSIVE = CODES[SharingMode.EXCLUSIVE]
 SHARED = ((CODES[SharingMode.TIME_SLICING], SharingMode.TIME_SLICING), (CODES[SharingMode.MPS], SharingMode.MPS))
 """Modes in which tenants slow each other down, by code."""
 NO_TENANT, MIXED = -1, -2
-"""In `GpuTable.tenant_namespace`: the GPU is idle; its tenants come from several namespaces."""
+"""In `GpuTable.tenant_namespace`: the GPU is idle; its tenants come from several tenancy domains."""
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.floating]
@@ -354,7 +354,7 @@ class GpuTable:
     max_slowdown: NDArray[np.float32] = field(metadata=_of(np.float32, each_tenant=True, empty=np.inf))
     """(G, T) Slowdown that it accepts; infinite in an empty place."""
     namespace: NDArray[np.int32] = field(metadata=_of(np.int32, each_tenant=True, empty=NO_TENANT))
-    """(G, T) Index of its namespace in `Snapshot.namespaces`."""
+    """(G, T) Index of its tenancy domain in `Snapshot.namespaces`."""
     cluster_tenancy: Bools = field(metadata=_of(np.bool_, each_tenant=True))
     """(G, T) Whether it shares with other namespaces."""
 
@@ -371,7 +371,7 @@ class GpuTable:
     min_slowdown_limit: NDArray[np.float64] = field(metadata=_of(np.float64, empty=np.inf))
     """(G,) Aggregate: least slowdown that one of its tenants accepts; infinite without any."""
     tenant_namespace: NDArray[np.int32] = field(metadata=_of(np.int32, empty=NO_TENANT))
-    """(G,) Aggregate: namespace of all tenants; NO_TENANT, or MIXED."""
+    """(G,) Aggregate: tenancy domain of all tenants; NO_TENANT, or MIXED."""
 
     def resized(self, gpus: int, tenants: int) -> "GpuTable":
         """Return a copy with more rows and more places for tenants; the new ones are empty."""
@@ -420,7 +420,7 @@ class Snapshot:
     present_classes: Collection[DeviceClass]
     """Device classes of the GPUs that exist."""
     namespaces: Mapping[str, int]
-    """Index of each namespace that ever had a tenant."""
+    """Index of each tenancy domain that ever had a tenant."""
     unavailable: Mapping[int, UnavailableReason]
     """Why GPUs take no job at present, by row."""
 
@@ -509,14 +509,14 @@ def write_device(table: GpuTable, row: int, device: Device, *, node: int, kind: 
     table.uuid[row] = device.uuid
 
 
-def write_tenants(table: GpuTable, row: int, report: GpuReport, namespaces: dict[str, int]) -> None:
+def write_tenants(table: GpuTable, row: int, report: GpuReport, domains: dict[str, int]) -> None:
     """Write the tenants of a GPU whose device is written.
 
     Args:
         table: The table.
         row: Row of the GPU.
         report: The GPU.
-        namespaces: Index of each namespace; new ones are added.
+        domains: Index of each tenancy domain; new ones are added.
     """
     usable_mib, held = int(table.usable_mib[row]), report.held
     names = report.device.mig_profiles
@@ -541,7 +541,7 @@ def write_tenants(table: GpuTable, row: int, report: GpuReport, namespaces: dict
         table.sm[row, place] = of.sm
         table.dram[row, place] = of.dram
         table.max_slowdown[row, place] = tenant.max_slowdown
-        table.namespace[row, place] = namespaces.setdefault(reservation.pod_namespace, len(namespaces))
+        table.namespace[row, place] = domains.setdefault(reservation.tenancy_domain, len(domains))
         table.cluster_tenancy[row, place] = tenant.tenancy is Tenancy.CLUSTER
 
 

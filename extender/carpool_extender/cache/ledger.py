@@ -130,8 +130,9 @@ def _refusal(present: list[Reservation], wanted: Reservation, device: Device | N
     modes = {r.mode for r in present}
     if present and (modes != {wanted.mode} or wanted.mode is SharingMode.EXCLUSIVE):
         return f"wants it by {wanted.mode}, it is used by {', '.join(sorted(modes))}"
-    if wanted.mode is SharingMode.MPS and {r.pod_namespace for r in present} - {wanted.pod_namespace}:
-        return "its MPS server belongs to another namespace"
+    others = {r.tenancy_domain for r in present} - {wanted.tenancy_domain}
+    if wanted.mode is SharingMode.MPS and others:
+        return f"its MPS server belongs to {', '.join(sorted(others))}"
     users = {r.run_as_user for r in present} - {None, wanted.run_as_user}
     if wanted.mode is SharingMode.MPS and wanted.run_as_user is not None and users:
         return f"its MPS server serves user {', '.join(map(str, sorted(users, key=str)))}, not {wanted.run_as_user}"

@@ -33,7 +33,7 @@ from carpool_extender.explain.explain import what_if as answer_what_if
 from carpool_extender.explain.queue_forecast import Options
 from carpool_extender.framework.diagnosis import broken
 from carpool_extender.framework.scores import SchedulerConfig, UnknownPolicyError, find_policy
-from carpool_extender.settings import AskSettings
+from carpool_extender.settings import AskSettings, parse_tenancy_groups
 from carpool_extender.workloads import JobOptions
 
 STDIN = Path("-")
@@ -206,6 +206,7 @@ async def read_site_settings(api: KubeApi, asked: AskSettings, flags: frozenset[
             merged = replace(load(AskSettings, {**found.data, **ours}), site=asked.site, kube=asked.kube)
             find_policy(merged.policy)
             merged.conditions.conditions()
+            parse_tenancy_groups(merged.tenancy_groups)
             settings = merged
         except Forbidden:
             unread = f"you may not read {where}"
@@ -345,7 +346,7 @@ def _print_answer(settings: AskSettings, each_gpu: bool, question: _Question) ->
         async with connect(settings.kube, clock=clock) as api:
             site, note = await read_site_settings(api, settings, flags)
             config = SchedulerConfig(find_policy(site.policy), site.slots_per_gpu, site.conditions.conditions())
-            job_options = JobOptions(site.job_policies, site.count_peaks)
+            job_options = JobOptions(site.job_policies, site.count_peaks, parse_tenancy_groups(site.tenancy_groups))
             options = Options(
                 ServerClock(clock, api), job_options, site.queue_order, site.default_duration_seconds, each_gpu
             )

@@ -559,7 +559,7 @@ class ModeCheck(Check):
 
 
 class TenancyCheck(Check):
-    """Both sides accept the other's namespace, and the MPS server serves the pod's namespace and user."""
+    """Both sides accept the other's tenancy domain, and the MPS server serves the pod's domain and user."""
 
     number = 3
 
@@ -573,7 +573,7 @@ class TenancyCheck(Check):
 
     def _strangers(self, evaluation: Evaluation, gpus: GpuTable, mode: NDArray[np.int8]) -> Bools:
         demand = evaluation.pod_request.demand
-        own = evaluation.snapshot.namespaces.get(demand.namespace, NO_TENANT)
+        own = evaluation.snapshot.namespaces.get(demand.tenancy_domain, NO_TENANT)
         fails: Bools = (gpus.count > 0) & (gpus.tenant_namespace != own)
         if demand.tenancy is not Tenancy.CLUSTER:
             return fails
@@ -584,18 +584,20 @@ class TenancyCheck(Check):
         return fails
 
     def message(self, evaluation: Evaluation, row: int) -> str:
-        gpus, namespace = evaluation.snapshot.gpus, evaluation.pod_request.demand.namespace
-        others = sorted({tenant.namespace for tenant in gpus.tenants[row]} - {namespace})
+        gpus, indices = evaluation.snapshot.gpus, evaluation.snapshot.namespaces
+        present = set(gpus.namespace[row].tolist())
+        own = evaluation.pod_request.demand.tenancy_domain
+        others = sorted(domain for domain, index in indices.items() if index in present and domain != own)
         if not others:
             user = int(gpus.user[row])
             served = "several users" if user == MIXED else f"user {user}"
             return f"its MPS server serves {served}, and the job runs as user {evaluation.pod_request.user}"
         if MODES[int(evaluation.results.mode[row])] is SharingMode.MPS:
-            return f"its MPS server belongs to namespace {', '.join(others)}"
-        return f"used from namespace {', '.join(others)}, and not all are willing to share across namespaces"
+            return f"its MPS server belongs to {', '.join(others)}"
+        return f"used from {', '.join(others)}, and not all are willing to share across namespaces"
 
     def group_keys(self, evaluation: Evaluation, rows: Rows) -> NDArray[Any]:
-        own = evaluation.snapshot.namespaces.get(evaluation.pod_request.demand.namespace, NO_TENANT)
+        own = evaluation.snapshot.namespaces.get(evaluation.pod_request.demand.tenancy_domain, NO_TENANT)
         same: Bools = evaluation.snapshot.gpus.tenant_namespace[rows] == own
         return same
 

@@ -327,6 +327,7 @@ def reservation_of(
     return Reservation(
         pod_uid=pod_uid,
         pod_namespace=demand.namespace,
+        tenancy_group=demand.tenancy_group,
         pod_name=pod_name,
         job_uid=demand.job_uid,
         job_name=demand.job_name,

@@ -129,3 +129,12 @@ affinity:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end -}}
+
+{{- /* The tenancy groups as GROUP=NAMESPACE,NAMESPACE;GROUP=*. */ -}}
+{{- define "carpool.tenancyGroups" -}}
+{{- $groups := list -}}
+{{- range $group, $namespaces := .Values.settings.tenancyGroups -}}
+{{- $groups = append $groups (printf "%s=%s" $group (join "," $namespaces)) -}}
+{{- end -}}
+{{- join ";" $groups -}}
+{{- end -}}

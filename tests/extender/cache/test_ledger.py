@@ -39,7 +39,9 @@ def full(name="x", mode=SharingMode.MPS, **changes):
             "wants it by TimeSlicing, it is used by MPS",
             id="mode",
         ),
-        pytest.param(full(), tenant("n", GPUS[:1], namespace="o"), "its MPS server belongs to another", id="namespace"),
+        pytest.param(
+            full(), tenant("n", GPUS[:1], namespace="o"), "its MPS server belongs to namespace default", id="namespace"
+        ),
         pytest.param(
             full(user=1), tenant("n", GPUS[:1], user=2), "its MPS server serves user 1, not 2", id="another user"
         ),

@@ -204,6 +204,12 @@ class TestRefusal:
                 "2 GPUs: for example its MPS server belongs to namespace alpha",
                 id="different namespaces",
             ),
+            pytest.param(
+                2 * [{"namespace": "alpha", "tenancy_group": "g"}],
+                None,
+                "2 GPUs: its MPS server belongs to tenancy group g",
+                id="tenancy group",
+            ),
         ],
     )
     def test_message_of_a_group_says_whether_it_holds_for_all(self, tenants, limits, expected):

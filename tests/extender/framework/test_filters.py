@@ -66,6 +66,10 @@ CASES = [
     pytest.param(
         used(MPS, namespace="other", **CLUSTER), CLUSTER, TENANCY, None, id="one MPS server for two namespaces"
     ),
+    pytest.param(used(namespace="other", tenancy_group="g"), {"tenancy_group": "g"}, None, MPS, id="one tenancy group"),
+    pytest.param(used(namespace="other", tenancy_group="g"), {}, TENANCY, None, id="only the tenant has a group"),
+    pytest.param(used(tenancy_group="g"), {"tenancy_group": "h"}, TENANCY, None, id="another tenancy group"),
+    pytest.param(used(namespace="g"), {"tenancy_group": "g"}, TENANCY, None, id="a namespace called like a group"),
     pytest.param(
         gpu_node("a", 1, [tenant(f"t{i}", [GPU], memory_limit_mib=1) for i in range(8)]), {}, SLOTS, None, id="slots"
     ),
