@@ -24,10 +24,14 @@ class SettingsError(ValueError):
     """The value of a setting is invalid; the message names the variable."""
 
 
-class MisconfiguredError(click.ClickException):
-    """The settings of a process do not work together. It exits with 2, as click does on invalid options."""
+class InputError(click.ClickException):
+    """The input of a command is invalid. It exits with 2, as click does on invalid options."""
 
     exit_code = 2
+
+
+class MisconfiguredError(InputError):
+    """The settings of a process do not work together."""
 
 
 @dataclass(frozen=True, slots=True)

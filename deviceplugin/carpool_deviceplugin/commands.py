@@ -22,7 +22,7 @@ from carpool_core.clock import SystemClock
 from carpool_core.kube.client import connect
 from carpool_core.kube.config import KubeConfigError
 from carpool_core.resources.node import Device
-from carpool_core.settings import MisconfiguredError, SettingsError, click_options, load
+from carpool_core.settings import InputError, MisconfiguredError, SettingsError, click_options, load
 from carpool_core.values import DeviceHealth, GpuUuid
 from prometheus_client import CollectorRegistry
 
@@ -81,12 +81,6 @@ def agent(settings: AgentSettings) -> None:
         asyncio.run(serve(settings))
     except (NoDevicesError, KubeConfigError, SettingsError) as e:
         raise MisconfiguredError(str(e)) from e
-
-
-class InputError(click.ClickException):
-    """The request is not possible on this node; nothing was changed."""
-
-    exit_code = 2
 
 
 def node_settings() -> AgentSettings:

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +13,6 @@ _POD = re.compile(
 )
 """cgroupfs writes `/kubepods/burstable/pod<uid>/…`, systemd `kubepods-burstable-pod<uid with _>.slice/…`; static pods
 have a digest without dashes."""
-_CACHED = 4096
 
 
 class Stat(NamedTuple):
@@ -72,19 +70,17 @@ class ProcTree:
 
     def __init__(self, root: Path = Path("/proc")) -> None:
         self._root = root
-        self._identified = lru_cache(_CACHED)(self._identify)  # the pod of a process never changes
 
     def find(self, pid: int) -> Process | None:
         """Return a process; None if it has ended or the agent does not see the host's processes."""
         stat = read_stat(self._root, pid)
+        if stat is None:
+            return None
         try:
-            return None if stat is None else self._identified(int(pid), stat.started, stat.name)
+            cgroup = (self._root / str(int(pid)) / "cgroup").read_text(errors="replace")
         except OSError:
             return None
-
-    def _identify(self, pid: int, started: int, name: str) -> Process:
-        cgroup = (self._root / str(pid) / "cgroup").read_text(errors="replace")
-        return Process(pid, started, name, pod_of(cgroup))
+        return Process(int(pid), stat.started, stat.name, pod_of(cgroup))
 
     def user(self, pid: int) -> int | None:
         """Return the user ID of a process; None if it has ended."""

@@ -15,6 +15,7 @@ import msgspec
 from carpool_core.products import PRODUCTS, GpuProduct, UnknownProductError, find_product
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import CatalogModel, ModelSource, Training
+from carpool_core.settings import InputError
 from carpool_core.values import Optimizer, Precision
 from click.core import ParameterSource
 from rich.console import Console
@@ -33,12 +34,6 @@ from carpool_predictor.tracing.process import FactoryModel, TraceLimits, TraceRe
 from carpool_predictor.tracing.source import SubprocessTracer
 
 Target = ModelFeatures | TraceRequest
-
-
-class InputError(click.ClickException):
-    """The input is invalid, or there is no prediction for it."""
-
-    exit_code = 2
 
 
 def parse_shape(text: str | None) -> list[int] | None:

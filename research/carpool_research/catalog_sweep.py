@@ -155,7 +155,7 @@ def sweep(records: Path, data: Path | None, precision: str, missing: bool, only_
             sys.exit(2)
     known = {r.name for r in read_records(records)} if records.exists() else set()
     if missing and Precision(precision) in store.FILES:
-        known |= set(store.shipped(Precision(precision)).names())
+        known |= set(store.shipped(Precision(precision)).document.entries)
     names = catalog_names()
     from carpool_predictor.tracing.operators import OperatorCache
 
@@ -247,14 +247,16 @@ def extended(records: list[ModelRecord], known: store.Store, versions: dict[str,
     Raises:
         DataError: The store's models were traced with other versions.
     """
-    if known.names() and _releases(versions) != _releases(known.versions):
+    if known.document.entries and _releases(versions) != _releases(known.document.versions):
         raise DataError(
-            f"expected the versions that the store was traced with ({_joined(known.versions)}), found "
+            f"expected the versions that the store was traced with ({_joined(known.document.versions)}), found "
             f"{_joined(versions)}; install those, or sweep all models again without --extend"
         )
     new = {r.name for r in records}
-    kept = [stored_record(known, name) for name in known.names() if name not in new]
-    failed = [ModelRecord(name=name, failure=failure) for name, failure in known.failures().items() if name not in new]
+    kept = [stored_record(known, name) for name in known.document.entries if name not in new]
+    failed = [
+        ModelRecord(name=name, failure=failure) for name, failure in known.document.failures.items() if name not in new
+    ]
     return [*records, *kept, *failed]
 
 

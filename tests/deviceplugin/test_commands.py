@@ -18,13 +18,14 @@ from carpool_core.keys import CDI_KIND
 from carpool_core.kube.api import GPU_NODES
 from carpool_core.kube.pods import Pod
 from carpool_core.resources.node import GpuNode, Partition
+from carpool_core.settings import InputError
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import PartitionState, PodUid, SharingMode
 from carpool_deviceplugin import cdi
 from carpool_deviceplugin.app import build, find_devices
 from carpool_deviceplugin.cdi import NvidiaCdi
-from carpool_deviceplugin.commands import InputError, agent, inspect_node, listening, mps_host
+from carpool_deviceplugin.commands import agent, inspect_node, listening, mps_host
 from carpool_deviceplugin.commands import node as command
 from carpool_deviceplugin.gpu import Access, CreateInstance, NoDevicesError
 from carpool_deviceplugin.metrics import AgentCollector

@@ -36,9 +36,9 @@ NEGATIVE = {"form": "sum", "matrix": -1.0, "bandwidth": 1.0, "kernel_s": 0.0}
 @pytest.mark.parametrize(
     ("module", "content", "message"),
     [
-        pytest.param(activity, changed(activity)[:-100], "cannot be read", id="activity, truncated"),
-        pytest.param(activity, b"\x80\x04\x95", "cannot be read", id="activity, pickle"),
-        pytest.param(activity, changed(activity, format=3), "format 3, expected 2", id="activity, newer"),
+        pytest.param(activity, changed(activity)[:-100], "expected an activity model", id="activity, truncated"),
+        pytest.param(activity, b"\x80\x04\x95", "expected an activity model", id="activity, pickle"),
+        pytest.param(activity, changed(activity, format=3), "format 2, found 3; upgrade carpool", id="activity, newer"),
         pytest.param(activity, changed(activity, features=["a"]), "this version's features", id="activity, features"),
         pytest.param(activity, changed(activity, low=[0.0]), "hull lacks features", id="activity, hull"),
         pytest.param(step_time, changed(step_time)[:-9], "expected a step-time model", id="step time, truncated"),

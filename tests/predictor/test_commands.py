@@ -9,7 +9,8 @@ import msgspec
 import pytest
 from carpool_core.durations import format_duration
 from carpool_core.products import PRODUCTS
-from carpool_predictor.cli import InputError, graph, predict, read_features, waiting, write_features
+from carpool_core.settings import InputError
+from carpool_predictor.cli import graph, predict, read_features, waiting, write_features
 from click.testing import CliRunner
 from job_runs import features
 from rich.console import Console

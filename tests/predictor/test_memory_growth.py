@@ -60,7 +60,7 @@ def test_the_bound_grows_with_the_batch(
     growth: float, every: int, most_fall: float, falling_share: float, precision: Precision
 ) -> None:
     falls = total = 0
-    for name in sorted(store.shipped(precision).names())[::every]:
+    for name in sorted(store.shipped(precision).document.entries)[::every]:
         for one, larger in pairwise(bounds(features_of(name, precision), growth)):
             assert larger.stratum >= one.stratum, (name, one, larger)
             assert larger.upper_mib >= (1 - most_fall) * one.upper_mib, (name, one, larger)

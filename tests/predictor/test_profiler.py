@@ -7,13 +7,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+from carpool_core.settings import InputError
 from carpool_core.values import Precision
 from carpool_deviceplugin.testing.nvml import FakeNvml
 from carpool_predictor.profiler.hardware import HardwareError, MpsDaemon, NvmlMachine, WorkerProcess
 from carpool_predictor.profiler.machine import Failed, Process, Ready, Reply, Window, Workload
 from carpool_predictor.profiler.session import (
     COLUMNS,
-    InputError,
     Point,
     Session,
     measure,
@@ -233,7 +233,7 @@ def test_nvml_values_are_read() -> None:
     with NvmlMachine(0, nvml, stub) as machine:
         known = machine.describe()
         assert "H100" in known.product
-        assert known.memory_mib > 80_000
+        assert known.capacity_mib > 80_000
         before = machine.sample()
         job = machine.start(work(), mps=False)
         assert wait(job) == Ready()

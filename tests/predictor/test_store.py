@@ -43,8 +43,8 @@ def test_a_packed_record_reads_back_equal() -> None:
     found = store.unpack(content)
     assert stored_record(found, "timm/x") == record()
     assert found.traced("timm/y") is None
-    assert found.failures() == {"timm/y": "TraceFailed: for a reason"}
-    assert found.names() == ["timm/x"]
+    assert found.document.failures == {"timm/y": "TraceFailed: for a reason"}
+    assert list(found.document.entries) == ["timm/x"]
     assert catalog_sweep.pack([record(), failed], {"timm": "1"}) == content
 
 
@@ -77,7 +77,7 @@ def test_a_store_can_be_extended() -> None:
     again = with_first(record("timm/z"), parameters=26)
     found = store.unpack(catalog_sweep.pack(catalog_sweep.extended([record("timm/y"), again], known, {}), {}))
     assert [stored_record(found, f"timm/{name}") for name in "xyz"] == [record(), record("timm/y"), again]
-    assert found.failures() == {}
+    assert found.document.failures == {}
 
 
 def test_a_store_with_fewer_optimizers_can_be_extended() -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -101,17 +101,6 @@ class Kubelet:
         self.held[namespace, pod, container] = list(slots)
         self.environment = dict(answer.container_responses[0].envs)
         return [device.name for device in answer.container_responses[0].cdi_devices]
-
-    @contextlib.asynccontextmanager
-    async def starting(self) -> AsyncIterator[Callable[[str], Awaitable[None]]]:
-        """Start containers of pods over one connection, as the real one does."""
-        async with self._plugin() as plugin:
-
-            async def start(pod: str) -> None:
-                request = dp.PreStartContainerRequest(devices_ids=self.held["default", pod, "train"])
-                await plugin.PreStartContainer(request, timeout=10)
-
-            yield start
 
     async def start_container(self, pod: str, container: str = "train", namespace: str = "default") -> None:
         """Call PreStartContainer; raises AioRpcError if the plugin refuses."""

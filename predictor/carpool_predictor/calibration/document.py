@@ -14,7 +14,7 @@ from carpool_core.products import GpuProduct
 from carpool_core.values import Precision
 from msgspec import Meta
 
-from carpool_predictor.features import MalformedError
+from carpool_predictor.models.artifacts import decode
 from carpool_predictor.models.memory import ELSEWHERE_FACTOR, STRATA, MemoryModel, is_calibrated
 
 FORMAT = 3
@@ -223,12 +223,6 @@ def _for_namespace(state: StackState, namespace: str) -> StackState:
     return state if len(rows) == len(state.rows) else msgspec.structs.replace(state, rows=rows)
 
 
-class _Version(msgspec.Struct, frozen=True):
-    """The part of a document that decides whether the rest can be read."""
-
-    format: int = FORMAT
-
-
 def model_for(calibration: Calibration, product: GpuProduct, precision: Precision, model: MemoryModel) -> MemoryModel:
     """Return the memory model of a stack: the shipped one with the stack's own line, from `MIN_JOBS` jobs on.
 
@@ -261,14 +255,7 @@ def read_calibration(content: bytes) -> Calibration:
     Raises:
         MalformedError: The content is truncated, changed, or of another version.
     """
-    try:
-        version = msgspec.json.decode(content, type=_Version).format
-        if version != FORMAT:
-            advice = "upgrade carpool" if version > FORMAT else "remove it; it will be learned again"
-            raise MalformedError(f"expected a calibration of format {FORMAT}, found {version}; {advice}")
-        return msgspec.json.decode(content, type=Calibration)
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
-        raise MalformedError(f"expected a calibration document: {e}") from e
+    return decode(content, Calibration, "a calibration document", FORMAT, "remove it; it will be learned again")
 
 
 def write_calibration(calibration: Calibration) -> bytes:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import msgspec
 from carpool_core.kube.api import CONFIG_MAPS, KubeApi
 from carpool_core.kube.errors import NotFound
+from carpool_core.resources.meta import ObjectMeta
 from carpool_core.settings import SettingsError
 
 from carpool_predictor.calibration.document import Calibration, read_calibration, write_calibration
@@ -13,13 +14,8 @@ from carpool_predictor.features import MalformedError
 KEY = "calibration.json"
 
 
-class _Meta(msgspec.Struct, frozen=True, rename="camel"):
-    resource_version: str = ""
-    uid: str = ""
-
-
 class _ConfigMap(msgspec.Struct, frozen=True):
-    metadata: _Meta = _Meta()
+    metadata: ObjectMeta = ObjectMeta()
     data: dict[str, str] = {}
 
 

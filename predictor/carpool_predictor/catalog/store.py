@@ -59,12 +59,14 @@ class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     format: int
     versions: dict[str, str]
+    """Versions of the libraries that defined the models."""
     optimizer: Optimizer
     others: list[Optimizer]
     precision: Precision
     entries: dict[str, msgspec.Raw]
-    """By name."""
+    """Traced models by name."""
     failures: dict[str, str]
+    """Reasons of the models that could not be traced, by name."""
 
 
 _ENTRY = msgspec.json.Decoder(Entry)
@@ -74,24 +76,11 @@ class Store:
     """Records of one precision by catalog name."""
 
     def __init__(self, document: Document) -> None:
-        self._document = document
-
-    @property
-    def versions(self) -> dict[str, str]:
-        """Versions of the libraries that defined the models."""
-        return self._document.versions
-
-    def names(self) -> list[str]:
-        """Return the names of all traced models."""
-        return list(self._document.entries)
-
-    def failures(self) -> dict[str, str]:
-        """Return the reasons of the models that could not be traced."""
-        return self._document.failures
+        self.document = document
 
     def nearest(self, name: str) -> list[str]:
         """Return the nearest names."""
-        return difflib.get_close_matches(name, self._document.entries, n=3, cutoff=0.5)
+        return difflib.get_close_matches(name, self.document.entries, n=3, cutoff=0.5)
 
     def family(self, name: str) -> str | None:
         """Return the library's Python module that defines a model, or None if it was not traced."""
@@ -110,7 +99,7 @@ class Store:
             name: Catalog name.
             optimizer: One of those that were traced; the document's first by default.
         """
-        entry, optimizer = self._entry(name), optimizer or self._document.optimizer
+        entry, optimizer = self._entry(name), optimizer or self.document.optimizer
         steps = [] if entry is None else [self._step(step, optimizer) for step in entry.steps]
         found = [step for step in steps if step is not None]
         if entry is None or len(found) < len(steps):
@@ -123,7 +112,7 @@ class Store:
             parameter_bytes=parameter_bytes,
             layers=LayerCounts(**dict(zip(LayerCounts.__struct_fields__, entry.layers, strict=True))),
             optimizer=optimizer,
-            precision=self._document.precision,
+            precision=self.document.precision,
             steps=found,
         )
 
@@ -131,8 +120,8 @@ class Store:
         """Return a step under an optimizer, or None if it was not traced with it."""
         batch_size, peak, activations, reserved, unfolded, largest, kernels = step.plain
         bytes_moved = step.bytes_moved
-        if optimizer is not self._document.optimizer:
-            update = dict(zip(self._document.others, step.updates, strict=False)).get(optimizer)
+        if optimizer is not self.document.optimizer:
+            update = dict(zip(self.document.others, step.updates, strict=False)).get(optimizer)
             if update is None:
                 return None
             peak, activations, reserved, kernels, bytes_moved = update
@@ -166,7 +155,7 @@ class Store:
         Raises:
             MalformedError: The entry is invalid.
         """
-        entries = self._document.entries
+        entries = self.document.entries
         text = entries.get(name)
         if text is None and name.startswith(_HUB):
             text = entries.get(_HUB + full_name(name.removeprefix(_HUB)))

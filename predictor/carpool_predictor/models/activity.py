@@ -19,7 +19,7 @@ from carpool_core.values import Precision
 
 from carpool_predictor.features import MalformedError, StepCost, StepWork
 from carpool_predictor.models import roofline
-from carpool_predictor.models.artifacts import load
+from carpool_predictor.models.artifacts import decode, load
 from carpool_predictor.models.roofline import BANDWIDTH, KERNEL_S, LAUNCH_S, STEP_GAP_S, matrix_rate
 from carpool_predictor.models.trees import Forest
 
@@ -156,15 +156,9 @@ def read_model(content: bytes) -> ActivityModel:
     Raises:
         MalformedError: The content is truncated, changed, or of another version.
     """
-    try:
-        model = msgspec.json.decode(content, type=ActivityModel)
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
-        raise MalformedError(f"the activity model cannot be read: {e}; install carpool again") from e
-    if model.format != FORMAT or tuple(model.features) != NAMES:
-        raise MalformedError(
-            f"the activity model has format {model.format}, expected {FORMAT} with this version's features; "
-            "install carpool again"
-        )
+    model = decode(content, ActivityModel, "an activity model", FORMAT)
+    if tuple(model.features) != NAMES:
+        raise MalformedError("expected an activity model with this version's features; install carpool again")
     if not len(model.low) == len(model.high) == len(NAMES):
         raise MalformedError("the activity model's hull lacks features; install carpool again")
     for target in model.targets:

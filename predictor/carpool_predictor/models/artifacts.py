@@ -1,12 +1,43 @@
-"""Reads the shipped models."""
+"""Reads the shipped models and other versioned documents."""
 
 from collections.abc import Callable
 from importlib import resources
 from typing import TypeVar
 
+import msgspec
+
 from carpool_predictor.features import MalformedError
 
 Model = TypeVar("Model")
+
+
+class _Version(msgspec.Struct, frozen=True):
+    """The part of a document that decides whether the rest can be read."""
+
+    format: int | None = None
+
+
+def decode(content: bytes, kind: type[Model], name: str, version: int, repair: str = "install carpool again") -> Model:
+    """Return the document in a file's content.
+
+    Args:
+        content: JSON with the field `format`.
+        kind: Type of the document.
+        name: Its name in messages, such as "an activity model".
+        version: The format that this version of Carpool reads.
+        repair: What to do about an older format.
+
+    Raises:
+        MalformedError: The content is truncated, changed, or of another format.
+    """
+    try:
+        found = msgspec.json.decode(content, type=_Version).format
+        if found is not None and found != version:
+            advice = "upgrade carpool" if found > version else repair
+            raise MalformedError(f"expected {name} of format {version}, found {found}; {advice}")
+        return msgspec.json.decode(content, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise MalformedError(f"expected {name}: {e}") from e
 
 
 def load(name: str, read: Callable[[bytes], Model]) -> Model:

@@ -26,7 +26,7 @@ from carpool_core.values import MIB, Precision
 from msgspec import Meta
 
 from carpool_predictor.features import MalformedError, StepCost
-from carpool_predictor.models.artifacts import load
+from carpool_predictor.models.artifacts import decode, load
 from carpool_predictor.models.trees import Forest
 
 COLUMNS = (
@@ -163,26 +163,13 @@ class MemoryModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         self.residual.check(len(COLUMNS))
 
 
-class _Format(msgspec.Struct, frozen=True):
-    """The part of an artifact that decides whether the rest can be read."""
-
-    format: int
-
-
 def read_model(content: bytes) -> MemoryModel:
     """Return the model of an artifact's content.
 
     Raises:
         MalformedError: The content is truncated, changed, or of another version.
     """
-    try:
-        found = msgspec.json.decode(content, type=_Format).format
-        if found != FORMAT:
-            advice = "upgrade carpool" if found > FORMAT else "install carpool again"
-            raise MalformedError(f"expected a memory model of format {FORMAT}, found {found}; {advice}")
-        model = msgspec.json.decode(content, type=MemoryModel)
-    except msgspec.DecodeError as e:
-        raise MalformedError(f"expected a memory model: {e}") from e
+    model = decode(content, MemoryModel, "a memory model", FORMAT)
     model.check()
     return model
 

@@ -21,7 +21,7 @@ from carpool_core.values import Precision
 from msgspec import Meta
 
 from carpool_predictor.features import MalformedError, StepCost
-from carpool_predictor.models.artifacts import load
+from carpool_predictor.models.artifacts import decode, load
 from carpool_predictor.models.roofline import tensor_tflops
 
 FORMAT = 1
@@ -74,12 +74,7 @@ def read_model(content: bytes) -> StepTimeModel:
     Raises:
         MalformedError: The content is truncated, changed, or of another version.
     """
-    try:
-        model = msgspec.json.decode(content, type=StepTimeModel)
-    except msgspec.DecodeError as e:
-        raise MalformedError(f"expected a step-time model: {e}") from e
-    if model.format != FORMAT:
-        raise MalformedError(f"expected a step-time model of format {FORMAT}, found {model.format}; upgrade carpool")
+    model = decode(content, StepTimeModel, "a step-time model", FORMAT)
     if not model.lower <= 1 <= model.upper:
         raise MalformedError(f"expected an interval around the prediction, found {model.lower} to {model.upper} of it")
     return model

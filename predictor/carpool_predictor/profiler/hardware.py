@@ -183,7 +183,7 @@ class NvmlMachine:
         cuda = int(self._nvml.nvmlSystemGetCudaDriverVersion())
         return Description(
             product=str(self._nvml.nvmlDeviceGetName(self._handle)),
-            memory_mib=int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).total) // MIB,
+            capacity_mib=int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).total) // MIB,
             driver=str(self._nvml.nvmlSystemGetDriverVersion()),
             cuda=f"{cuda // 1000}.{cuda % 1000 // 10}",
             torch=importlib.metadata.version("torch"),

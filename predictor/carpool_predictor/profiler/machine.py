@@ -27,7 +27,7 @@ class Description:
     """Hardware and software of the measurements."""
 
     product: str
-    memory_mib: int
+    capacity_mib: int
     driver: str
     cuda: str
     torch: str

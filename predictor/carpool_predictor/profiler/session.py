@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import click
 import msgspec
+from carpool_core.settings import InputError
 from carpool_core.values import Optimizer, Precision
 from rich.console import Console
 
@@ -28,12 +29,6 @@ from carpool_predictor.profiler.machine import (
     Window,
     Workload,
 )
-
-
-class InputError(click.ClickException):
-    """The input is invalid, or there is no GPU."""
-
-    exit_code = 2
 
 
 class MeasuredRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -286,24 +281,15 @@ class Session:
         return reply
 
     def _row(self, point: Point, found: dict[str, Any], elapsed_s: float) -> MeasuredRow:
-        machine, partner = self.description, point.partner
-        names = ("model", "batch_size", "optimizer", "precision")
-        together = {} if partner is None else {f"partner_{name}": getattr(partner, name) for name in names}
+        partner = {} if point.partner is None else msgspec.structs.asdict(point.partner)
         return MeasuredRow(
             key=point.key,
-            kind="solo" if partner is None else "pair",
+            kind="pair" if partner else "solo",
             mode=point.mode or "exclusive",
-            model=point.workload.model,
-            batch_size=point.workload.batch_size,
-            optimizer=point.workload.optimizer,
-            precision=point.workload.precision,
-            capacity_mib=machine.memory_mib,
-            product=machine.product,
-            driver=machine.driver,
-            cuda=machine.cuda,
-            torch=machine.torch,
             elapsed_s=elapsed_s,
-            **together,
+            **msgspec.structs.asdict(point.workload),
+            **{f"partner_{name}": value for name, value in partner.items()},
+            **asdict(self.description),
             **found,
         )
 

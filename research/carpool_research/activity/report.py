@@ -60,7 +60,7 @@ def reach() -> float:
     """Return the share of stored models, at two batch sizes, whose activity is learned and not the roofline's."""
     product = find_product(MEASURED)
     inside = []
-    for name in store.shipped().names():
+    for name in store.shipped().document.entries:
         for batch_size in _BATCHES:
             training = Training(batch_size=batch_size, optimizer=Optimizer.ADAM)
             features = store.shipped().features(CatalogModel(name=name), training)

@@ -482,7 +482,7 @@ def memory_model(data: Path) -> MemoryModel:
         "families": len({s.family for s in samples}),
         "seed": SEED,
         "scikit_learn": sklearn.__version__,
-        **store.shipped().versions,
+        **store.shipped().document.versions,
         **model.provenance,
     }
     return msgspec.structs.replace(model, provenance=provenance)

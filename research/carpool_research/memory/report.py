@@ -257,13 +257,13 @@ def _write(
     model, by_family = shipped(), next(iter(splits.values()))
     figures = {name: judged.figures() for name, judged in splits.items()}
     names = {row.model for row in rows}
-    versions = sorted(store.shipped().versions.items())
+    versions, measured = sorted(store.shipped().document.versions.items()), store.measured().document
     facts = {
         "data": "GPUMemNet's timm measurements (`itu-rad/GPUMemNet`): A100-SXM4-40GB, FP32, batch 8 to 128",
         "rows, before and after cleaning": f"{len(rows):,} and {len(clean(rows)):,}",
         "measured models in the feature store": f"{len(traced_models(names))} of {len(names)}",
         "traced with": ", ".join(f"{name} {version}" for name, version in versions),
-        "assumed, because not published": f"timm {store.measured().versions['timm']}, SGD with momentum, default input",
+        "assumed, because not published": f"timm {measured.versions['timm']}, SGD with momentum, default input",
         "line": "least absolute relative error",
         "trees": "gradient boosting, depth 3, Huber loss, on the logarithm of measured over line",
         "strata": f"by a logistic regression of exceeding the median by {100 * (math.exp(EXCEEDS) - 1):g}%: the lowest "
@@ -283,8 +283,8 @@ def _write(
         "share": str(model.class_share),
         "trees": str(len(model.residual.roots)),
         "spikes": str(int(np.sum(by_family.measured > SPIKE * by_family.median))),
-        "release": store.measured().versions["timm"],
-        "otherwise": str(len(store.measured().names())),
+        "release": measured.versions["timm"],
+        "otherwise": str(len(measured.entries)),
         "outside": str(OUTSIDE_FACTOR),
         "elsewhere": str(ELSEWHERE_FACTOR),
         "facts": markdown([{"fact": name, "value": value} for name, value in facts.items()]),
