@@ -9,7 +9,7 @@ from carpool_core.values import GpuUuid, PartitionState, PodUid
 
 from carpool_deviceplugin.gpu import DeviceError, Devices, GpuActual, Step, changes_mig
 from carpool_deviceplugin.partitions import Plan, plan
-from carpool_deviceplugin.timeouts import Caller, Intervals, TimeLimitedCaller, wait_for_event
+from carpool_deviceplugin.timeouts import Intervals, TimeLimitedCaller, wait_for_event
 
 READY, PREPARING, FAILED = PartitionState.READY, PartitionState.PREPARING, PartitionState.FAILED
 
@@ -38,7 +38,7 @@ class GpuWorker:
         changed: Callable[[], None],
         intervals: Intervals,
         confirm: Callable[[], Awaitable[bool]] = _unchanged,
-        caller: Caller | None = None,
+        caller: TimeLimitedCaller | None = None,
         peaks: Callable[[], Mapping[PodUid, int]] = dict,
     ) -> None:
         self.uuid = uuid

@@ -10,6 +10,11 @@ from carpool_core.values import GpuUuid, PodUid, SharingMode
 
 from carpool_deviceplugin.mig import Instance, MigTable, Placement
 
+CONTAINER_MPS = "/run/carpool/mps"
+"""Where containers see the pipes of their GPU's MPS daemon."""
+FRAGMENTATION_MIB = 256
+"""Kept free beside the driver's memory, because allocators lose some to fragmentation."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:

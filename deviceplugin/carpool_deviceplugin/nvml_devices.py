@@ -14,6 +14,8 @@ from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
 from carpool_deviceplugin.cdi import NvidiaCdi
 from carpool_deviceplugin.dcgm import CounterFeed, CounterSource
 from carpool_deviceplugin.gpu import (
+    CONTAINER_MPS,
+    FRAGMENTATION_MIB,
     Access,
     Counters,
     CreateInstance,
@@ -60,10 +62,7 @@ from carpool_deviceplugin.sampling import NVML, Sampler
 
 MPS, MIG = SharingMode.MPS, SharingMode.MIG
 
-CONTAINER_MPS = "/run/carpool/mps"
 CONTAINER_SHM = "/dev/shm"  # noqa: S108  # where CUDA opens it
-_FRAGMENTATION_MIB = 256
-"""Kept free beside the driver's memory, because allocators lose some to fragmentation."""
 _IDENTITY_AGE_S = 60.0
 """Power limits and compute modes may change; after a restart of the driver they are read at once."""
 
@@ -235,7 +234,7 @@ class NvmlDevices:
             index=known.index,
             product=known.product,
             memory_mib=known.memory_mib,
-            reserved_mib=known.reserved_mib + _FRAGMENTATION_MIB,
+            reserved_mib=known.reserved_mib + FRAGMENTATION_MIB,
             compute_capability=known.compute_capability,
             mig_profiles=[p.name for p in reversed(table.profiles)] if table else [],
             modes=sorted(gpu.modes, key=list(SharingMode).index),

@@ -16,6 +16,8 @@ from carpool_simulated.device import Reading as SimulatedReading
 from carpool_simulated.state import IDLE, Claim, Facts, Limit, SimulatedGpuError
 
 from carpool_deviceplugin.gpu import (
+    CONTAINER_MPS,
+    FRAGMENTATION_MIB,
     Access,
     DeviceError,
     GpuActual,
@@ -33,7 +35,6 @@ from carpool_deviceplugin.gpu import (
 from carpool_deviceplugin.quoting import quoted
 
 CONTAINER_GPUS = "/run/carpool/gpus"
-CONTAINER_MPS = "/run/carpool/mps"
 MODES = (SharingMode.EXCLUSIVE, SharingMode.TIME_SLICING, SharingMode.MPS)
 
 _NAMESPACE = uuids.UUID("6d2f9d0e-3c1d-5f0e-9d0a-6b1f4d2a7c11")
@@ -41,8 +42,6 @@ _DRIVER_MIB, _DRIVER_SHARE = 300, 0.008
 """Memory that the driver reserves: a constant and a share of the total. An A100-40GB shows PyTorch's 39.39 GiB."""
 _CONTEXT_MIB = 420
 """A CUDA context with cuDNN and cuBLAS loaded takes 400 to 500 MiB."""
-_FRAGMENTATION_MIB = 256
-"""Memory kept free for the fragmentation of allocators, in MiB."""
 
 
 def parse_inventory(text: str) -> list[GpuProduct]:
@@ -131,7 +130,7 @@ class SimulatedDevices:
             index=self.uuids.index(uuid),
             product=facts.product,
             memory_mib=facts.memory_mib,
-            reserved_mib=facts.reserved_mib + _FRAGMENTATION_MIB,
+            reserved_mib=facts.reserved_mib + FRAGMENTATION_MIB,
             compute_capability=product.compute_capability,
             mig_profiles=list(product.mig_profiles),
             modes=list(MODES),

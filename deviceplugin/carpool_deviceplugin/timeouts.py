@@ -6,7 +6,7 @@ import threading
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Generic, ParamSpec, Protocol, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from carpool_core.values import GpuUuid
 
@@ -73,14 +73,6 @@ async def wait_for_event(event: asyncio.Event, seconds: float, sleep: Sleep) -> 
 def run_in_thread(work: Work) -> None:
     """Run work, which must not raise, in a daemon thread: if it never returns, it blocks no other work and no exit."""
     threading.Thread(target=work, daemon=True).start()
-
-
-class Caller(Protocol):
-    """Makes blocking calls."""
-
-    async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return the function's result; raises DeviceError after the deadline, and whatever the function raises."""
-        ...
 
 
 class TimeLimitedCaller:

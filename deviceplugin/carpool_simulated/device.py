@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from carpool_simulated import state
@@ -19,7 +19,6 @@ from carpool_simulated.state import (
     is_held,
     locked,
     read_claim,
-    write_json,
     write_text,
 )
 
@@ -151,8 +150,8 @@ class Device:
         if not (self.directory / "lock").exists():
             write_text(self.directory / "lock", "")
         if not (self.directory / "mode.json").exists():
-            state.write_mode(self.directory, Mode())
-        write_json(self.directory / "device.json", asdict(facts))
+            state.write(self.directory, Mode())
+        state.write(self.directory, facts)
 
     def facts(self) -> Facts:
         """Return the properties of the device; raises DeviceStateError."""
@@ -246,7 +245,7 @@ class Device:
             self._refuse_in_use(f"change its mode from {now.mode} to {mode}")
             if now.mps_daemon:
                 raise DeviceUnavailableError(f"{self.directory.name}: expected no MPS daemon, found one; stop it first")
-            state.write_mode(self.directory, Mode(mode=mode))
+            state.write(self.directory, Mode(mode=mode))
 
     def _refuse_in_use(self, purpose: str) -> None:
         held, problems = self.held()
@@ -266,7 +265,7 @@ class Device:
             pipe_directory.mkdir(parents=True, exist_ok=True)
             pipe_directory.chmod(0o755)
             write_text(pipe_directory / MPS_CONTROL, self.directory.name + "\n")
-            state.write_mode(self.directory, replace(mode, mps_daemon=True))
+            state.write(self.directory, replace(mode, mps_daemon=True))
 
     def stop_mps(self, pipe_directory: Path) -> None:
         """Stop the MPS daemon, unless processes use it (DeviceUnavailableError)."""
@@ -274,7 +273,7 @@ class Device:
             self.reap()
             self._refuse_in_use("stop its MPS daemon")
             mode = self.mode()
-            state.write_mode(self.directory, replace(mode, mps_daemon=False, limits={}))
+            state.write(self.directory, replace(mode, mps_daemon=False, limits={}))
             (pipe_directory / MPS_CONTROL).unlink(missing_ok=True)
 
     def set_limit(self, pod_uid: str, limit: Limit | None) -> None:
@@ -284,7 +283,7 @@ class Device:
             limits = {pod: kept for pod, kept in mode.limits.items() if pod != pod_uid}
             if limit is not None:
                 limits[pod_uid] = limit
-            state.write_mode(self.directory, replace(mode, limits=limits))
+            state.write(self.directory, replace(mode, limits=limits))
 
     def admit(self, pod_uid: str, pipe_directory: Path | None) -> Mode:
         """Check that a new process of a pod may use the device now. The caller holds the lock.

@@ -99,11 +99,6 @@ def parsed(text: bytes, path: Path, do: str) -> object:
         raise DeviceStateError(path, expected="JSON", found=repr(text[:60]), do=do) from e
 
 
-def write_json(path: Path, value: object) -> None:
-    """Replace a JSON file atomically."""
-    write_text(path, json.dumps(value, indent=1) + "\n")
-
-
 def write_text(path: Path, text: str) -> None:
     """Replace a file atomically; links at its place are not followed."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -200,7 +195,8 @@ def read_claim(path: Path) -> Claim:
     do = "end its process; other processes are not affected"
     for _ in range(_READS):
         try:
-            line = _read_regular(path).partition(b"\n")[0]
+            with os.fdopen(_open_regular(path), "rb") as file:
+                line = file.read(_LARGEST_CLAIM).partition(b"\n")[0]
         except FileNotFoundError as e:
             raise DeviceStateError(path, expected="a claim", found="nothing: its process has ended", do=do) from e
         except OSError as e:
@@ -232,11 +228,6 @@ def _open_regular(path: Path) -> int:
         return handle
     os.close(handle)
     raise OSError(errno.EINVAL, "it is no regular file")
-
-
-def _read_regular(path: Path) -> bytes:
-    with os.fdopen(_open_regular(path), "rb") as file:
-        return file.read(_LARGEST_CLAIM)
 
 
 def is_held(path: Path) -> bool:
@@ -324,6 +315,7 @@ def read_mode(directory: Path) -> Mode:
     return Mode(mode.mode, mode.mps_daemon, limits)
 
 
-def write_mode(directory: Path, mode: Mode) -> None:
-    """Write `mode.json`."""
-    write_json(directory / "mode.json", asdict(mode))
+def write(directory: Path, value: Facts | Mode) -> None:
+    """Write `device.json` or `mode.json` atomically."""
+    name = "device.json" if isinstance(value, Facts) else "mode.json"
+    write_text(directory / name, json.dumps(asdict(value), indent=1) + "\n")

@@ -66,7 +66,8 @@ def report_on(
         here = job.calibrated(calibration, product)
         products.append(_on(here, common if here is job else BatchFinder(here), product))
     prediction = summarize(job, [product.answer for product in products])
-    if not any(_fits(product, gpu) for product, gpu in zip(products, gpus, strict=True)):
+    uppers = [answer.memory.upper_mib for answer in prediction.products]
+    if not any(upper_mib <= usable_mib(gpu) for upper_mib, gpu in zip(uppers, gpus, strict=True)):
         where = f"does not fit {gpus[0].name}" if len(gpus) == 1 else "fits none of these GPU products"
         message = f"by its bound, batch {job.training.batch_size:,} {where}; {prediction.message}"
         prediction = msgspec.structs.replace(prediction, message=message)
@@ -76,10 +77,6 @@ def report_on(
 def length_of(steps: int, step_time_s: Interval) -> Interval:
     """Return the duration of a training alone, in seconds; each step has the same error."""
     return Interval(**{end: steps * value for end, value in interval_json(step_time_s).items()})
-
-
-def _fits(product: ProductReport, gpu: GpuProduct) -> bool:
-    return product.answer.prediction.memory.upper_mib <= usable_mib(gpu)
 
 
 def _on(job: PredictionContext, finder: BatchFinder, product: GpuProduct) -> ProductReport:

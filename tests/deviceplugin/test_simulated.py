@@ -571,7 +571,7 @@ def test_links_in_the_place_of_files_are_not_followed(tmp_path: Path) -> None:
     victim.write_text("mine")
     (tmp_path / f".mode.json.{os.getpid()}").symlink_to(victim)
     (tmp_path / "mode.json").symlink_to(victim)
-    state.write_mode(tmp_path, state.Mode("MPS"))
+    state.write(tmp_path, state.Mode("MPS"))
     assert victim.read_text() == "mine"
     assert state.read_mode(tmp_path).mode == "MPS"
 

@@ -67,18 +67,6 @@ A30 = MigTable(
     ),
 )
 
-TABLES: Mapping[str, MigTable] = {
-    "NVIDIA A100-SXM4-40GB": A100_40,
-    "NVIDIA A100-PCIE-40GB": A100_40,
-    "NVIDIA A100-SXM4-80GB": A100_80,
-    "NVIDIA A100 80GB PCIe": A100_80,
-    "NVIDIA A30": A30,
-    "NVIDIA H100 80GB HBM3": H100_80,
-    "NVIDIA H100 PCIe": H100_PCIE,
-    "NVIDIA H200": H200,
-}
-"""By product, as NVML names it."""
-
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
@@ -116,6 +104,13 @@ HARDWARE = {
     "RTX4090": Hardware("NVIDIA GeForce RTX 4090", 24564, 412, (8, 9), 450, 20, has_ecc=False, has_row_remap=False),
 }
 """By a short name."""
+
+TABLES: Mapping[str, MigTable] = {kind.product: kind.mig for kind in HARDWARE.values() if kind.mig is not None} | {
+    "NVIDIA A100-PCIE-40GB": A100_40,
+    "NVIDIA A100 80GB PCIe": A100_80,
+    "NVIDIA H100 PCIe": H100_PCIE,
+}
+"""By product, as NVML names it."""
 
 
 def require(is_fulfilled: object, code: int) -> None:
@@ -208,8 +203,7 @@ class FakeMig:
         """Describe a profile by NVML's index."""
         slices = _SLICES_OF_INDEX.get(index)
         for p in self.table.profiles if self.table else ():
-            whole = p.compute_slices == 4 and p.memory_slices == 4
-            if slices == (p.compute_slices, p.memory_slices, p.has_media) or (whole and slices == (4, 4, False)):
+            if slices == (p.compute_slices, p.memory_slices, p.has_media):
                 info = pynvml.c_nvmlGpuInstanceProfileInfo_v2_t()
                 info.id, info.sliceCount, info.instanceCount = p.id, p.compute_slices, len(p.starts)
                 info.multiprocessorCount, info.memorySizeMB = p.sm_count, p.memory_mib

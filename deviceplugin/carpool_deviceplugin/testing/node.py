@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
 from carpool_core.kube.api import KubeApi
 from carpool_core.testing.clock import FakeClock
@@ -22,7 +22,7 @@ from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.testing.gpus import FakeProcess
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.nvml import FakeNvml
-from carpool_deviceplugin.timeouts import Intervals
+from carpool_deviceplugin.timeouts import Intervals, TimeLimitedCaller
 
 
 def uid(pod: str) -> str:
@@ -108,16 +108,14 @@ class Node:
         (self.root / "proc" / str(pid)).rmdir()
 
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Inline:
+class Inline(TimeLimitedCaller):
     """Runs calls inline, without threads."""
 
-    async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call."""
-        return function(*args, **kwargs)
+    def __init__(self) -> None:
+        super().__init__("GPU", 60.0, start=lambda work: work())
 
 
 _STEP_S, _PER_STEP_S = 0.1, 0.001

@@ -85,7 +85,7 @@ def _rows_a_second() -> float:
 def write_rows(path: Path, count: int) -> None:
     """Write rows of every stored model, with changing batch sizes, optimizers and products."""
     combinations = product((p.name for p in PRODUCTS), (8, 16, 32, 64, 128), ("sgd", "sgd-momentum", "adam", "adamw"))
-    cases = zip(cycle(store.shipped().names()), cycle([*combinations]), strict=False)
+    cases = zip(cycle(store.shipped().document.entries), cycle([*combinations]), strict=False)
     with path.open("w") as file:
         for number, (name, (gpu, batch_size, optimizer)) in enumerate(islice(cases, count)):
             training = {"batchSize": batch_size, "optimizer": optimizer}

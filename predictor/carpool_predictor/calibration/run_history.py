@@ -92,7 +92,8 @@ def find_history(
         reserved_mib: Memory that the simulated allocator holds.
         retry_before: Time before which deaths are doubted, in seconds since 1970; never if negative.
     """
-    rows = _rows(calibration, product, precision, model, reserved_mib)
+    state = calibration.best(product, precision)
+    rows = [] if state is None else [row for row in state.rows if is_of(row, model, reserved_mib)]
     if not rows:
         return None
     measured = [row for row in rows if not row.censored]
@@ -130,13 +131,6 @@ def retry_before(product: GpuProduct, products: Iterable[GpuProduct], now: float
     """
     is_largest = all(other.memory_mib <= product.memory_mib for other in products)
     return now - RETRY_AFTER_S if now is not None and is_largest else -1.0
-
-
-def _rows(
-    calibration: Calibration, product: str, precision: Precision, model: str, reserved_mib: float
-) -> list[RunRecord]:
-    state = calibration.best(product, precision)
-    return [] if state is None else [row for row in state.rows if is_of(row, model, reserved_mib)]
 
 
 def memory_step(mib: float) -> int:

@@ -17,11 +17,13 @@ class _Version(msgspec.Struct, frozen=True):
     format: int | None = None
 
 
-def decode(content: bytes, kind: type[Model], name: str, version: int, repair: str = "install carpool again") -> Model:
+def decode(
+    content: bytes, kind: type[Model], name: str, version: int = 1, repair: str = "install carpool again"
+) -> Model:
     """Return the document in a file's content.
 
     Args:
-        content: JSON with the field `format`.
+        content: JSON; its field `format` may be absent.
         kind: Type of the document.
         name: Its name in messages, such as "an activity model".
         version: The format that this version of Carpool reads.

@@ -35,8 +35,7 @@ from carpool_core.values import SharingMode
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from carpool_predictor.features import MalformedError
-from carpool_predictor.models.artifacts import load
+from carpool_predictor.models.artifacts import decode, load
 
 SM_SATURATION = 0.8
 """Joint SM activity up to which jobs under MPS do not contend (ITU 2025: "SMACT <= 80%")."""
@@ -67,22 +66,10 @@ class SlowdownModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Training data."""
 
 
-def read_model(content: bytes) -> SlowdownModel:
-    """Return the model of an artifact's content.
-
-    Raises:
-        MalformedError: The content is truncated, changed, or of another version.
-    """
-    try:
-        return msgspec.json.decode(content, type=SlowdownModel)
-    except msgspec.DecodeError as e:
-        raise MalformedError(f"expected a slowdown model: {e}") from e
-
-
 @cache
 def shipped() -> SlowdownModel:
     """Return the model in the package."""
-    return load("slowdown.json", read_model)
+    return load("slowdown.json", lambda content: decode(content, SlowdownModel, "a slowdown model"))
 
 
 def slowdowns(
@@ -107,13 +94,6 @@ def slowdowns(
         dram_excess = _excess(_masked(dram, present), DRAM_SATURATION)
         return 1.0 + _masked(util, present) * np.maximum(sm_excess, dram_excess)
     return np.ones(np.shape(util))
-
-
-def upper_slowdowns(
-    mode: SharingMode, util: Ratios, sm: Ratios, dram: Ratios, present: NDArray[np.bool_] | None = None
-) -> Slowdowns:
-    """Return the upper quantile of each tenant's slowdown, at the model's `level`."""
-    return slowdowns(mode, util, sm, dram, present) + upper_margin(mode, util, present)
 
 
 def upper_margin(mode: SharingMode, util: Ratios, present: NDArray[np.bool_] | None = None) -> Slowdowns:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 from carpool_core.values import SharingMode
-from carpool_predictor.models.slowdown import MeanValueAnalysis, slowdowns, upper_slowdowns
+from carpool_predictor.models.slowdown import MeanValueAnalysis, slowdowns, upper_margin
 from numpy.typing import NDArray
 
 from carpool_research.tables import number, read_table
@@ -151,7 +151,8 @@ def shipped_median(pairs: Pairs) -> Numbers:
 def shipped_upper(pairs: Pairs) -> Numbers:
     """Predict the upper quantile."""
     every = np.ones(pairs.busy.shape, np.bool_)
-    return upper_slowdowns(SharingMode.TIME_SLICING, pairs.busy, pairs.busy, pairs.memory, every)[:, 0]
+    median = slowdowns(SharingMode.TIME_SLICING, pairs.busy, pairs.busy, pairs.memory, every)
+    return (median + upper_margin(SharingMode.TIME_SLICING, pairs.busy, every))[:, 0]
 
 
 def bard(pairs: Pairs) -> Numbers:
