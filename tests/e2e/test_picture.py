@@ -27,30 +27,24 @@ def rendered(drawn: RenderableType, width: int = 200) -> str:
     return captured.get()
 
 
-def node(name: str, *tenants: tuple[str, int, int]) -> GpuNode:
+def reserved(name: str, gpu: GpuUuid, memory_mib: int, mode: SharingMode = SharingMode.MPS) -> Reservation:
+    return Reservation(
+        pod_uid=PodUid(name), pod_namespace="default", pod_name=name, job_uid=JobUid(name), job_name=name,
+        gpu_uuids=[gpu], mode=mode, tenant=TenantProfile(memory_mib=memory_mib),
+    )  # fmt: skip
+
+
+def gpu_node(name: str, devices: list[Device], held: list[Reservation], tenants: list[Tenant]) -> GpuNode:
+    status = GpuNodeStatus(devices=devices, tenants=tenants)
+    return GpuNode(metadata=ObjectMeta(name=name), spec=GpuNodeSpec(reservations=held), status=status)
+
+
+def node(name: str, *tenants: tuple[str, int, int], mode: SharingMode = SharingMode.MPS) -> GpuNode:
     """A node with one GPU of 40 GiB; each tenant is (name, reserved MiB, measured MiB)."""
-    return GpuNode(
-        metadata=ObjectMeta(name=name),
-        spec=GpuNodeSpec(
-            reservations=[
-                Reservation(
-                    pod_uid=PodUid(who),
-                    pod_namespace="default",
-                    pod_name=who,
-                    job_uid=JobUid(who),
-                    job_name=who,
-                    gpu_uuids=[GPU],
-                    mode=SharingMode.MPS,
-                    tenant=TenantProfile(memory_mib=reserved),
-                )
-                for who, reserved, _ in tenants
-            ]
-        ),
-        status=GpuNodeStatus(
-            devices=[Device(uuid=GPU, index=0, product="Simulated NVIDIA A100-SXM4-40GB", memory_mib=40960)],
-            tenants=[Tenant(pod_uid=PodUid(who), gpu_uuid=GPU, memory_mib=used) for who, _, used in tenants],
-        ),
-    )
+    device = Device(uuid=GPU, index=0, product="Simulated NVIDIA A100-SXM4-40GB", memory_mib=40960)
+    held = [reserved(job, GPU, memory_mib, mode) for job, memory_mib, _ in tenants]
+    used = [Tenant(pod_uid=PodUid(job), gpu_uuid=GPU, memory_mib=mib) for job, _, mib in tenants]
+    return gpu_node(name, [device], held, used)
 
 
 def test_a_tenants_block_is_as_wide_as_its_reservation_and_dark_as_far_as_it_is_used() -> None:
@@ -74,10 +68,7 @@ def test_a_block_is_what_decisions_count_where_a_peak_was_measured() -> None:
 @pytest.mark.parametrize("width", [80, 200])
 def test_bars_of_all_nodes_are_aligned(width: int) -> None:
     """Regression: the names of modes are not equally long, and each node's bars began elsewhere."""
-    alone = node("n1", ("a", 20480, 20480))
-    (held,) = alone.spec.reservations
-    held = msgspec.structs.replace(held, mode=SharingMode.EXCLUSIVE)
-    alone = msgspec.structs.replace(alone, spec=GpuNodeSpec(reservations=[held]))
+    alone = node("n1", ("a", 20480, 20480), mode=SharingMode.EXCLUSIVE)
     drawn = rendered(show.gpu_bars([alone, node("n2", ("b", 2048, 2048))]), width)
     bars = [line for line in drawn.splitlines() if "█" in line]
     assert len({line.index("█") for line in bars}) == 1
@@ -131,24 +122,14 @@ def running(name: str) -> GpuTrainingJob:
 
 def four_gpus(name: str) -> GpuNode:
     """A node with four GPUs, all its jobs on the first."""
-    held = [
-        Reservation(
-            pod_uid=PodUid(job), pod_namespace="default", pod_name=job, job_uid=JobUid(job), job_name=job,
-            gpu_uuids=[GpuUuid(f"{name}-0")], mode=mode, tenant=TenantProfile(memory_mib=9_000),
-        )
-        for job, (on, mode) in JOBS.items()
-        if on == name
-    ]  # fmt: skip
+    first = GpuUuid(f"{name}-0")
+    held = [reserved(job, first, 9_000, mode) for job, (on, mode) in JOBS.items() if on == name]
     devices = [
         Device(uuid=GpuUuid(f"{name}-{index}"), index=index, product=PRODUCTS[name], memory_mib=81_559)
         for index in range(4)
     ]
     tenants = [Tenant(pod_uid=r.pod_uid, gpu_uuid=r.gpu_uuids[0], memory_mib=5_000, sm_active_ratio=0.9) for r in held]
-    return GpuNode(
-        metadata=ObjectMeta(name=name),
-        spec=GpuNodeSpec(reservations=held),
-        status=GpuNodeStatus(devices=devices, tenants=tenants),
-    )
+    return gpu_node(name, devices, held, tenants)
 
 
 @pytest.mark.parametrize("width", [80, 120, 200])

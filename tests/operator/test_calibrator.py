@@ -10,6 +10,7 @@ from carpool_core.kube.api import CONFIG_MAPS, EVENTS, GPU_NODES, GPU_TRAINING_J
 from carpool_core.kube.errors import Conflict, Forbidden, Overloaded, Unreachable
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import GpuTrainingJob
+from carpool_core.resources.prediction import MemoryPrediction
 from carpool_operator.calibrator import PAUSE_S, REPAIR_POLL_S
 from carpool_operator.observations import Observation
 from carpool_predictor.calibration.document import MAX_SAMPLES, MIN_JOBS, RunMeasurement
@@ -225,32 +226,6 @@ async def test_steady_peak_stays_steady_across_a_restart() -> None:
     assert [(row.value_mib, row.steady) for row in stack(of).rows] == [(3000, False)]
 
 
-async def test_job_that_ran_out_of_memory_gets_more_and_then_a_gpu_alone() -> None:
-    of = world(backoff_s=10.0)
-    of.apply(runPolicy={"backoffLimit": 3})
-    await started(of, memoryLimitMib=3000)
-    uppers = [memory(of).upper_mib]
-    for attempt in (1, 2):
-        await measured(of, uppers[-1] - 100)
-        await of.finish_pod(f"x-worker-0-{attempt}", exit_code=1, message=OOM)
-        assert of.job().status.attempts[-1].learned
-        await of.settle(after_s=60)
-        assert of.living() == [f"x-worker-0-{attempt + 1}"]
-        uppers.append(memory(of).upper_mib)
-        if attempt == 1:
-            assert memory(of).trusted
-        alone = {} if memory(of).trusted else {"mode": "Exclusive"}
-        await started(of, memoryLimitMib=uppers[-1], **alone)
-    assert uppers[1] == 4500
-    assert not memory(of).trusted
-    predicted, placed = (of.condition(kind, "x").message for kind in (keys.CONDITION_PREDICTED, keys.CONDITION_PLACED))
-    assert "because earlier runs of this model" in predicted
-    why = "ran out of memory on NVIDIA A100-SXM4-40GB, or took nearly all of it: once one has completed"
-    assert "(Exclusive), because earlier runs of this model" in placed
-    assert why in placed
-    assert stack(of).seen == 2
-
-
 @pytest.mark.parametrize("wait_s", [0.0, LOADING_S], ids=["at once", "after an observation"])
 @pytest.mark.parametrize("earlier", range(4))
 async def test_each_out_of_memory_failure_raises_the_bound(earlier: int, wait_s: float) -> None:
@@ -267,17 +242,32 @@ async def test_each_out_of_memory_failure_raises_the_bound(earlier: int, wait_s:
         await of.settle(after_s=400)
         had.append(memory(of).upper_mib)
         assert memory(of).trusted is (attempt == 1)
+        assert of.living() == [f"x-worker-0-{attempt + 1}"]
     assert had[1] == pytest.approx(1.5 * had[0], abs=1)
     assert had[2] > had[1]
+    assert stack(of).seen == earlier + 2
+    await started(of, mode="Exclusive", memoryLimitMib=None)
+    predicted, placed = (of.condition(kind, "x").message for kind in (keys.CONDITION_PREDICTED, keys.CONDITION_PLACED))
+    why = "ran out of memory on NVIDIA A100-SXM4-40GB, or took nearly all of it: once one has completed"
+    assert "because earlier runs of this model" in predicted
+    assert "(Exclusive), because earlier runs of this model" in placed
+    assert why in placed
+
+
+async def failed_with_a_whole_gpu() -> tuple[World, MemoryPrediction]:
+    """Job x has run out of memory with a GPU alone; return its former prediction."""
+    of = world(backoff_s=10.0)
+    of.apply()
+    await started(of, mode="Exclusive", memoryLimitMib=None)
+    before = memory(of)
+    await measured(of, 39_000)
+    await of.finish_pod("x-worker-0-1", exit_code=1, message=OOM)
+    return of, before
 
 
 async def test_job_that_failed_with_a_whole_gpu_gets_no_equal_one() -> None:
     """Regression: it ran alone on such a GPU again, up to `backoffLimit`."""
-    of = world(backoff_s=10.0)
-    of.apply()
-    await started(of, mode="Exclusive", memoryLimitMib=None)
-    await measured(of, 39_000)
-    await of.finish_pod("x-worker-0-1", exit_code=1, message=OOM)
+    of, _ = await failed_with_a_whole_gpu()
     await of.settle(after_s=60)
     assert of.living() == []
     placed = of.condition(keys.CONDITION_PLACED)
@@ -309,11 +299,7 @@ async def test_message_that_measurements_do_not_support_teaches_nothing(peak_mib
 
 async def test_job_excluded_from_each_gpu_is_tried_alone_after_a_day() -> None:
     """Regression: one failure with a whole GPU made a model unplaceable for ever."""
-    of = world(backoff_s=10.0)
-    of.apply()
-    await started(of, mode="Exclusive", memoryLimitMib=None)
-    await measured(of, 39_000)
-    await of.finish_pod("x-worker-0-1", exit_code=1, message=OOM)
+    of, _ = await failed_with_a_whole_gpu()
     await of.settle(after_s=86_000)
     assert (of.job().status.state, of.living()) == ("Unplaceable", [])
     of.start()
@@ -329,12 +315,7 @@ async def test_job_excluded_from_each_gpu_is_tried_alone_after_a_day() -> None:
 
 async def test_exclusion_counts_only_in_its_own_namespace() -> None:
     """Regression: one job's failure with a whole GPU made its model unplaceable in every namespace."""
-    of = world(backoff_s=10.0)
-    of.apply()
-    await started(of, mode="Exclusive", memoryLimitMib=None)
-    before = memory(of)
-    await measured(of, 39_000)
-    await of.finish_pod("x-worker-0-1", exit_code=1, message=OOM)
+    of, before = await failed_with_a_whole_gpu()
     other = job_body("z")
     other["metadata"]["namespace"] = "other"
     of.kube.seed(GPU_TRAINING_JOBS, other)

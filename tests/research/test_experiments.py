@@ -45,14 +45,6 @@ def test_hotclouds_jobs_come_evenly_and_are_the_same(published):
     assert [replace(one, arrival_s=0.0) for one in after.jobs] == list(before.jobs)
 
 
-def test_hotclouds_durations_may_be_uniform(published):
-    jobs = [one for seed in range(5) for one in hotcloud.OTHERWISE["durations are uniform"](published, seed).jobs]
-    durations = [one.work_s for one in jobs]
-    assert 120.0 <= min(durations) < 240.0
-    assert 7080.0 < max(durations) <= 7200.0
-    assert sum(durations) / len(durations) == pytest.approx(3660.0, rel=0.1)
-
-
 def test_rad_rms_tasks_keep_the_sms_more_or_less_busy_and_are_the_same_otherwise(published):
     scales = (0.75, 1.25, 1.5)
     before, *others = (one.jobs for one in drawn("radrm-90", published, *(f"SM activity × {s:g}" for s in scales)))
@@ -130,12 +122,6 @@ def test_steps_come_from_measured_step_times_and_lengths_from_predicted_ones(pub
 )
 def test_steps_of_rad_rm_come_from_the_sizes_of_datasets(kind, epochs, steps):
     assert steps_of(kind, epochs) == steps
-
-
-def test_tasks_on_images_say_how_many_steps_they_have(published):
-    jobs = radrm.radrm(published, 0, 60).jobs
-    assert {one.steps is None for one in jobs if "/Wiki/" in one.truth.kind} == {True}
-    assert {one.steps is None for one in jobs if "/Wiki/" not in one.truth.kind} == {False}
 
 
 WATTS = st.floats(min_value=1.0, max_value=900.0)

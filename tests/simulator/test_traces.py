@@ -21,15 +21,20 @@ A100 = "NVIDIA A100-SXM4-40GB"
 ALONE = Strategy("alone", "exclusive", measure=False)
 
 
-TRACE = "timestamp,duration,num_gpus\n2017-10-09 07:00:10,60,1\n2017-10-09 07:00:00,30,3\n"
+HEAD = "timestamp,duration,num_gpus\n"
+TRACE = f"{HEAD}2017-10-09 07:00:10,60,1\n2017-10-09 07:00:00,30,3\n"
+
+
+def loaded(data, lines, nodes, **options):
+    """The workload of a trace with these lines, on a cluster of these nodes."""
+    (data / "t.csv").write_text(lines)
+    (data / "c.yaml").write_text(f"nodes: [{nodes}]")
+    return from_trace(data, data / "t.csv", read_cluster(data / "c.yaml"), 0, **options)
 
 
 def test_a_trace_is_sorted_which_is_said_and_large_jobs_become_gangs(data):
-    path = data / "t.csv"
-    path.write_text(TRACE)
-    assert [one.at_s for one in read_trace(path).jobs] == [0.0, 10.0]
-    (data / "c.yaml").write_text(f"nodes: [{{count: 2, product: {A100}, gpus: 2}}]")
-    found = from_trace(data, path, read_cluster(data / "c.yaml"), 0)
+    found = loaded(data, TRACE, f"{{count: 2, product: {A100}, gpus: 2}}")
+    assert [one.at_s for one in read_trace(data / "t.csv").jobs] == [0.0, 10.0]
     assert [(one.gpus, one.workers) for one in found.jobs] == [(2, 2), (1, 1)]
     assert found.notes == ["1 line came after a later one; all were sorted."]
 
@@ -50,10 +55,7 @@ def test_times_without_a_zone_are_utc_wherever_it_runs(data, monkeypatch):
 
 
 def test_a_job_beyond_the_whole_cluster_is_counted_and_never_tried(data):
-    path = data / "t.csv"
-    path.write_text("timestamp,duration,num_gpus\n0,60,5\n1,60,1\n")
-    (data / "c.yaml").write_text(f"nodes: [{{count: 2, product: {A100}, gpus: 2}}]")
-    found = from_trace(data, path, read_cluster(data / "c.yaml"), 0)
+    found = loaded(data, f"{HEAD}0,60,5\n1,60,1\n", f"{{count: 2, product: {A100}, gpus: 2}}")
     assert found.notes == ["Never placed: 1 job of more GPUs than the 4 that there are."]
     outcome = Simulation(found, replace(ALONE, in_order=True), NoSlowdown()).run()
     assert (outcome.unplaced, ends(outcome)) == (1, {"job-1": 61.0})
@@ -62,9 +64,7 @@ def test_a_job_beyond_the_whole_cluster_is_counted_and_never_tried(data):
 def test_jobs_that_no_gpu_of_the_cluster_holds_are_counted(data):
     solo = data / "lucid" / "solo_rtx3090.csv"
     solo.write_text(solo.read_text().replace("2000", "20000"))
-    (data / "t.csv").write_text(TRACE)
-    (data / "c.yaml").write_text("nodes: [{count: 2, product: Tesla T4, gpus: 2}]")
-    found = from_trace(data, data / "t.csv", read_cluster(data / "c.yaml"), 0)
+    found = loaded(data, TRACE, "{count: 2, product: Tesla T4, gpus: 2}")
     assert found.notes[1] == ("Out of memory until abandoned: 2 jobs that need more than the 15,104 MiB of any GPU.")
     found = replace(found, jobs=[replace(one, work_s=600.0) for one in found.jobs])
     outcome = Simulation(found, ALONE, NoSlowdown()).run()
@@ -72,19 +72,16 @@ def test_jobs_that_no_gpu_of_the_cluster_holds_are_counted(data):
 
 
 def test_predictions_are_for_the_commonest_product_and_it_is_said_of_the_others(data):
-    (data / "t.csv").write_text("timestamp,duration,num_gpus\n0,60,1\n")
-    (data / "c.yaml").write_text("nodes: [{count: 2, product: Tesla T4, gpus: 2}, {product: NVIDIA A10, gpus: 1}]")
-    found = from_trace(data, data / "t.csv", read_cluster(data / "c.yaml"), 0)
+    nodes = "{count: 2, product: Tesla T4, gpus: 2}, {product: NVIDIA A10, gpus: 1}"
+    found = loaded(data, f"{HEAD}0,60,1\n", nodes)
     assert found.jobs[0].prediction.products[0].product == "Tesla T4"
     assert found.notes == ["Predictions are for Tesla T4; on NVIDIA A10 every job runs alone."]
     assert "Nodes: 2 of 2 Tesla T4, 1 of 1 NVIDIA A10" in found.assumptions[-2]
 
 
 def test_strategies_that_predict_learn_from_a_trace_where_that_is_asked_for(data):
-    (data / "t.csv").write_text("timestamp,duration,num_gpus\n0,60,1\n")
-    (data / "c.yaml").write_text("nodes: [{product: Tesla T4, gpus: 1}]")
-    nodes = read_cluster(data / "c.yaml")
-    usual, learned = (from_trace(data, data / "t.csv", nodes, 0, is_learned=one) for one in (False, True))
+    nodes = "{product: Tesla T4, gpus: 1}"
+    usual, learned = (loaded(data, f"{HEAD}0,60,1\n", nodes, is_learned=one) for one in (False, True))
     assert [one.learns for one in philly.learning(philly.STRATEGIES)] == [False, True]
     assert philly.UNLEARNED in usual.assumptions
     assert philly.LEARNED in learned.assumptions

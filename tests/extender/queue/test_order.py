@@ -22,19 +22,6 @@ LATE_SHORT = QueueKey(0, WINDOW_S + 1, 1, 3)
 ALL = (LATE_LONG, EARLY_LONG, LATE_SHORT, EARLY_SHORT)
 
 
-@pytest.mark.parametrize(
-    ("order", "end", "expected"),
-    [
-        (QueueOrder.ARRIVAL, QueueEnd.LONGEST, [EARLY_SHORT, EARLY_LONG, LATE_LONG, LATE_SHORT]),
-        (QueueOrder.LONGEST_FIRST, QueueEnd.LONGEST, [EARLY_LONG, LATE_LONG, EARLY_SHORT, LATE_SHORT]),
-        (QueueOrder.ALTERNATE, QueueEnd.LONGEST, [EARLY_LONG, EARLY_SHORT, LATE_LONG, LATE_SHORT]),
-        (QueueOrder.ALTERNATE, QueueEnd.SHORTEST, [EARLY_SHORT, EARLY_LONG, LATE_SHORT, LATE_LONG]),
-    ],
-)
-def test_sort_key(order: QueueOrder, end: QueueEnd, expected: list[QueueKey]) -> None:
-    assert sorted(ALL, key=lambda one: sort_key(one, order, end)) == expected
-
-
 @pytest.mark.parametrize("order", list(QueueOrder))
 @pytest.mark.parametrize("end", list(QueueEnd))
 def test_priority_comes_before_everything(order: QueueOrder, end: QueueEnd) -> None:
