@@ -85,7 +85,8 @@ class Scheduler:
         if len(claimed) == self._candidates and len(names) > FEW:
             return FilterResult(node_names=claimed)
         # 4. Return the best other nodes.
-        found = filter_nodes(self._evaluation_cache.of(pod_request), names, self._candidates)
+        among = self._informers.cluster.without_workers(pod_request.demand.job_uid, [uid])
+        found = filter_nodes(self._evaluation_cache.of(pod_request), names, self._candidates, among)
         others_first = [name for name in found.fits if name not in claimed]
         return FilterResult(
             node_names=[*claimed, *others_first][: self._candidates],

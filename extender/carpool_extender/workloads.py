@@ -106,13 +106,13 @@ class Workloads:
             try:
                 job = await self._api.get(GPU_TRAINING_JOBS, owner.name, JobRow, namespace=pod.metadata.namespace)
             except NotFound as error:
-                raise _no_such_job(pod, owner) from error
+                raise no_such_job(pod, owner) from error
             except Invalid as error:
                 raise NotOurs(f"NotAJob: the job that pod {_name(pod)} names cannot be read: {error}") from error
             if not is_training_job(job.api_version, job.kind):
-                raise _no_such_job(pod, owner)
+                raise no_such_job(pod, owner)
         if job.metadata.uid != owner.uid or job.metadata.namespace != pod.metadata.namespace:
-            raise _no_such_job(pod, owner)
+            raise no_such_job(pod, owner)
         return job
 
     def _request(self, job: JobRow, user: int | None) -> PodRequest:
@@ -151,7 +151,7 @@ def check_worker(pod: Pod, job: JobRow) -> None:
             job, or the job is not active.
     """
     if job.metadata.namespace != pod.metadata.namespace:
-        raise _no_such_job(pod, controller_of(pod))
+        raise no_such_job(pod, controller_of(pod))
     named = parse_worker_name(pod.metadata.name)
     if named is None or named.job != job.metadata.name or named.worker >= job.spec.workers:
         raise NotOurs(
@@ -256,7 +256,8 @@ def demand_of_row(job: JobRow) -> Demand:
     return demand_of(cast("GpuTrainingJob", job))
 
 
-def _no_such_job(pod: Pod, owner: OwnerReference) -> NotOurs:
+def no_such_job(pod: Pod, owner: OwnerReference) -> NotOurs:
+    """Return the refusal of a pod that names a job which does not exist."""
     return NotOurs(
         f"NotAJob: pod {_name(pod)} names GpuTrainingJob {owner.name} with UID {owner.uid} as its controller, "
         f"and there is none in its namespace; create the job, its pods are made for it"

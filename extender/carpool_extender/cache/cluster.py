@@ -26,6 +26,7 @@ from carpool_core.values import DeviceHealth, GpuUuid, JobUid, PodUid, SharingMo
 from numpy.typing import NDArray
 
 from carpool_extender.cache.gpu_table import (
+    Bools,
     GpuReport,
     GpuTable,
     NodeGrid,
@@ -276,6 +277,23 @@ class ClusterCache:
     def pods_of_job(self, job_uid: JobUid) -> set[PodUid]:
         """Return the pods of a job that have reservations, written or assumed."""
         return set(self._pods_of_job.get(job_uid, ()))
+
+    def without_workers(self, job_uid: JobUid, own: Collection[PodUid]) -> Bools | None:
+        """Return the mask of the GPUs that no other worker of a job has, shape (gpus,); None if it has no other worker.
+
+        Args:
+            job_uid: UID of the job.
+            own: Workers whose GPUs may be used.
+        """
+        others = self.pods_of_job(job_uid).difference(own)
+        if not others:
+            return None
+        gpus = self.snapshot().gpus
+        permitted = np.ones(len(gpus.alive), np.bool_)
+        names = {name for uid in others for name in (*self.nodes_holding(uid), *self.nodes_assuming(uid))}
+        for row in (row for name in names for row in self._rows_of(name)):
+            permitted[row] = not any(tenant.pod_uid in others for tenant in gpus.tenants[row])
+        return permitted
 
     def apply(self, node: GpuNode) -> None:
         """Take in a GpuNode, unless a newer version is here."""

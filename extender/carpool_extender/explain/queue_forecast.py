@@ -145,7 +145,7 @@ def place_in_queue(
         except NotOurs:  # the extender refuses it
             continue
         unclaimed = [pod for pod in gang.admitted if not cluster.nodes_holding(PodUid(pod.metadata.uid))]
-        for claim in claims_of_admitted(unclaimed, wanted, evaluations, now_s) if unclaimed else ():
+        for claim in claims_of_admitted(unclaimed, wanted, cluster, evaluations, now_s) if unclaimed else ():
             cluster.assume(claim.node, claim.reservation)
         retry_at_s, words = backoff_of(gang.gated)
         entry = entry_of(gang, wanted, cluster.snapshot(), retry_at_s)

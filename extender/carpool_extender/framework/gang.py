@@ -68,15 +68,10 @@ def place_gang(cached: CachedEvaluation, workers: int, among: Bools | None = Non
     return found if len(found) == workers else None
 
 
-def max_workers(cached: CachedEvaluation, among: Bools | None = None) -> int:
-    """Return how many workers fit at once; arguments as in `place_workers`."""
+def max_workers(cached: CachedEvaluation) -> int:
+    """Return how many workers fit at once, each on GPUs of its own of one node in one mode."""
     evaluation = cached.evaluation
-    return _disjoint_sets(evaluation, evaluation.ok if among is None else evaluation.ok & among)
-
-
-def _disjoint_sets(evaluation: Evaluation, able: Bools) -> int:
-    """Return how many workers can have GPUs of their own among some GPUs, each worker on one node in one mode."""
-    rows, gpus = places(able), evaluation.pod_request.demand.gpus
+    rows, gpus = places(evaluation.ok), evaluation.pod_request.demand.gpus
     if gpus == 1:
         return int(rows.size)
     return int((np.unique(evaluation.node_and_mode(rows), return_counts=True)[1] // gpus).sum())

@@ -3,7 +3,7 @@
 The evaluation of a request shape is kept in an LRU cache, and updated incrementally when GPUs change.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import compress
@@ -41,6 +41,7 @@ FEW = 100
 """Up to this many offered nodes, rejected nodes get a message even if others fit. Above, kube-scheduler drops it."""
 
 
+OTHER_WORKERS = f"{PREFIX}each GPU that would do has another worker of the job"
 MAX_ENTRIES = 24
 """Request shapes that are cached: 1.3 MiB each with 40,000 GPUs."""
 MAX_INCREMENTAL = 0.25
@@ -177,7 +178,9 @@ class Placement:
     reason: str
 
 
-def filter_nodes(cached: CachedEvaluation, names: Sequence[str], most: int = MAX_CANDIDATES) -> FilteredNodes:
+def filter_nodes(
+    cached: CachedEvaluation, names: Sequence[str], most: int = MAX_CANDIDATES, among: Bools | None = None
+) -> FilteredNodes:
     """Return the best nodes that fit, and one message for all others.
 
     There is one message because kube-scheduler lists each distinct one in the pod's condition.
@@ -186,7 +189,15 @@ def filter_nodes(cached: CachedEvaluation, names: Sequence[str], most: int = MAX
         cached: Evaluation of the pod.
         names: Offered nodes.
         most: Most nodes to return.
+        among: GPUs that no other worker of the job has, shape (gpus,); None if it has no other worker.
     """
+    if among is not None and cached.best.fits.any():
+        found, offered = select(cached.evaluation, cached.policy, among=among), set(names)
+        node_names = [cached.evaluation.snapshot.node_names[node] for node in found.node.tolist()]
+        found = found.only(np.flatnonzero([name in offered for name in node_names]))
+        best = found.node[top_k(found, cached.policy, most)].tolist()
+        fits = [cached.evaluation.snapshot.node_names[node] for node in best]
+        return FilteredNodes(fits, {} if fits else dict.fromkeys(names, OTHER_WORKERS), {})
     if len(names) > FEW and (usual := _best_of_all(cached, names, most)):
         return FilteredNodes(usual, {}, {})
     evaluation, snapshot = cached.evaluation, cached.evaluation.snapshot
@@ -249,30 +260,21 @@ def score_nodes(cached: CachedEvaluation, names: Sequence[str]) -> NDArray[np.in
 
 
 def place_on_node(
-    cached: CachedEvaluation, name: str, avoid: Collection[PodUid] = (), *, with_reason: bool = True
+    cached: CachedEvaluation, name: str, among: Bools | None = None, *, with_reason: bool = True
 ) -> Placement | str:
-    """Return the GPUs that a pod gets on one node, or why none fits.
-
-    Args:
-        cached: Evaluation of the pod.
-        name: Name of the node.
-        avoid: Other workers of its job: it gets no GPU that one of them has.
-        with_reason: As in `best_place`.
-    """
+    """Return the GPUs that a pod gets on one node, or why none fits; other arguments as in `best_place`."""
     evaluation, ids = cached.evaluation, cached.evaluation.snapshot.ids([name])
-    rows = evaluation.snapshot.rows_of(ids)
-    if not avoid and ids[0] >= 0 and cached.best.fits[ids[0]]:
+    if ids[0] < 0 or not cached.best.fits[ids[0]]:
+        rows = evaluation.snapshot.rows_of(ids)
+        return summary(evaluation, rows, int(not rows.size))
+    if among is None:
         chosen = cached.best.of(ids).rows
     else:
-        tenants = evaluation.snapshot.gpus.tenants
-        own = [row for row in rows.tolist() if not any(one.pod_uid in avoid for one in tenants[row] or ())]
-        among = np.zeros(len(evaluation.ok), np.bool_)
-        among[own] = True
-        chosen = select(evaluation, cached.policy, among=among).rows
-        if len(own) < rows.size and not len(chosen) and evaluation.ok[rows].any():
-            return f"{PREFIX}other workers of its job have the GPUs of node {name} that would do"
+        node = np.zeros(len(evaluation.snapshot.node_names), np.bool_)
+        node[ids] = True
+        chosen = select(evaluation, cached.policy, evaluation.snapshot.grid.only(node), among).rows
     if not len(chosen):
-        return summary(evaluation, rows, int(not rows.size))
+        return OTHER_WORKERS
     reason = placement_reason(evaluation, chosen[0].tolist(), cached.policy) if with_reason else ""
     return placement_on(evaluation, chosen[0].tolist(), cached.policy, reason)
 

@@ -51,7 +51,7 @@ from carpool_extender.queue.scheduling_queue import (
     WaitReason,
     refusal_message,
 )
-from carpool_extender.workloads import NotOurs, Workloads
+from carpool_extender.workloads import NotOurs, Workloads, controller_of, no_such_job
 
 BATCH_S = 0.1
 """Shortest time from the start of one pass to the next; changes in between are looked at together."""
@@ -273,6 +273,8 @@ class AdmissionController:
         """Return a job's entry of the queue; None if it has none, or may not ask for GPUs as it does."""
         pod = (gang.gated or gang.admitted)[0]
         try:
+            if self._informers.job(job) is None:  # not read: users can name any number of jobs; a new one is watched
+                raise no_such_job(pod, controller_of(pod))
             request = await self._workloads.of(pod)
         except NotOurs as refusal:
             self._gangs[job], self._refusals[job] = gang, (pod, str(refusal))
@@ -313,7 +315,7 @@ class AdmissionController:
             elif uid not in self._claims:
                 unclaimed.append(pod)
         if unclaimed and (request := self._requests.get(job)) is not None:
-            self._count(claims_of_admitted(unclaimed, request, self._evaluations, now_s))
+            self._count(claims_of_admitted(unclaimed, request, self._informers.cluster, self._evaluations, now_s))
 
     def _count(self, claims: Iterable[Claim]) -> None:
         for claim in claims:

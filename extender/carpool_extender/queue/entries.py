@@ -115,7 +115,7 @@ def pod_refs(pods: Iterable[Pod]) -> tuple[PodRef, ...]:
 
 
 def claims_of_admitted(
-    pods: Sequence[Pod], request: PodRequest, evaluations: EvaluationCache, now_s: float
+    pods: Sequence[Pod], request: PodRequest, cluster: ClusterCache, evaluations: EvaluationCache, now_s: float
 ) -> tuple[Claim, ...]:
     """Return claims for ungated pods that have none: after a change of leader, or a bind that failed.
 
@@ -123,7 +123,8 @@ def claims_of_admitted(
         No claims if the pods do not fit at present.
     """
     refs = pod_refs(pods)
-    if (found := place_gang(evaluations.of(request), len(refs))) is None:
+    among = cluster.without_workers(request.demand.job_uid, [ref.uid for ref in refs])
+    if (found := place_gang(evaluations.of(request), len(refs), among)) is None:
         return ()
     return claims_of(QueuedJobInfo(request.demand.job_uid, "", 0, 0.0, 0, request, refs), found, now_s)
 

@@ -370,15 +370,17 @@ class SchedulingQueue:
     def _try(self, key: tuple[float, ...], info: QueuedJobInfo) -> Sequence[WorkerPlace] | WaitReason:
         """Return the places of a job's workers, or why it waits."""
         cached, workers = self._evaluations.of(info.request), len(info.pods)
-        if (found := place_gang(cached, workers)) is None:
-            return WaitReason.DOES_NOT_FIT
         own = {pod.uid for pod in info.pods}
+        among = self._cluster.without_workers(info.job, own)
+        if (found := place_gang(cached, workers, among)) is None:
+            return WaitReason.DOES_NOT_FIT
         if len(self._holders(info.job) - own) + workers > info.request.workers:
             return WaitReason.TOO_MANY_PODS
         reserved = self._ahead(key)
         if reserved is None or self._ends_at(info, found) <= reserved.start_s or not _gpus(found) & reserved.gpus:
             return found
-        outside = place_gang(cached, workers, _outside(self._cluster.snapshot(), reserved.gpus))
+        others = _outside(self._cluster.snapshot(), reserved.gpus)
+        outside = place_gang(cached, workers, others if among is None else others & among)
         return WaitReason.WOULD_DELAY if outside is None else outside
 
     def _refuse(self, key: tuple[float, ...], group: _Group, reason: WaitReason) -> None:
@@ -481,7 +483,8 @@ class SchedulingQueue:
 
 
 def _group_key(info: QueuedJobInfo) -> object:
-    return *info.shape, info.duration_s
+    rest_of = info.job if len(info.pods) < info.request.workers else None  # its other workers' GPUs are not for it
+    return *info.shape, info.duration_s, rest_of
 
 
 def _rank(info: QueuedJobInfo) -> tuple[float, ...]:

@@ -229,8 +229,8 @@ class Binder:
         holders = self._informers.workers_with_reservation(pod_request.demand.job_uid)
         if (reason := too_many(pod_request, uid, holders)) is not None:
             raise Refusal(reason)
-        workers = self._informers.cluster.pods_of_job(pod_request.demand.job_uid) - {uid}
-        chosen = place_on_node(self._evaluation_cache.of(pod_request), args.node, workers)
+        among = self._informers.cluster.without_workers(pod_request.demand.job_uid, [uid])
+        chosen = place_on_node(self._evaluation_cache.of(pod_request), args.node, among)
         if isinstance(chosen, str):
             raise Refusal(chosen)
         wanted = reservation_of(chosen, pod_request, uid, args.pod_name, now=now, deadline=self._deadline())

@@ -8,6 +8,7 @@ from carpool_extender.framework.scores import MAX_SCORE
 from carpool_extender.framework.selection import EvaluationCache, filter_nodes, place_on_node, score_nodes
 from carpool_extender.testing import cluster, demand, device, gpu_node, pod_request, prediction, tenant
 from evaluations import RULES, evaluate
+from msgspec.structs import replace
 
 ALONE = RequestedMode.EXCLUSIVE
 
@@ -57,14 +58,20 @@ def test_each_worker_has_a_gpu_of_its_own():
     assert refusal(wider, 136, prediction=small) is None
 
 
-def test_a_worker_is_bound_to_no_gpu_of_another_worker():
+def test_a_worker_gets_no_gpu_of_another_worker_from_filter_bind_and_queue():
     small = prediction(memory_mib=100, util=1, sm=0.01)
     found = cluster(gpu_node("a", 2, [tenant("x", ["GPU-a-0"], prediction=small)]), gpu_node("b", 1))
     cached = evaluate(found, pod_request(prediction=small))
-    assert place_on_node(cached, "a", {"pod-x"}).gpu_uuids == ["GPU-a-1"]
-    found.assume("b", tenant("y", ["GPU-b-0"], prediction=small))
-    refused = place_on_node(evaluate(found, pod_request(prediction=small)), "b", {"pod-y"})
-    assert refused == "NoGpuFits: other workers of its job have the GPUs of node b that would do"
+    among = found.without_workers("job-x", ["pod-other"])
+    assert place_on_node(cached, "a", among).gpu_uuids == ["GPU-a-1"]
+    found.assume("b", replace(tenant("x", ["GPU-b-0"], prediction=small), pod_uid="pod-x-1"))
+    cached, among = evaluate(found, pod_request(prediction=small)), found.without_workers("job-x", ["pod-other"])
+    refused = "NoGpuFits: each GPU that would do has another worker of the job"
+    assert place_on_node(cached, "b", among) == refused
+    assert filter_nodes(cached, ["a", "b"], among=among).fits == ["a"]
+    assert filter_nodes(cached, ["b"], among=among).refused == {"b": refused}
+    assert [place.placement.gpu_uuids for place in place_gang(cached, 1, among)] == [["GPU-a-1"]]
+    assert place_gang(cached, 2, among) is None
 
 
 def test_claims_count_as_tenants():
