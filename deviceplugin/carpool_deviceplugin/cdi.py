@@ -1,7 +1,7 @@
 """CDI specifications (version 0.6.0): writes those of slots, and reads NVIDIA's."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -158,7 +158,7 @@ class _Annotated(msgspec.Struct):
 def remove_stale(directory: Path, living: Set[PodUid]) -> list[str]:
     """Remove the specifications of ended pods and unreadable ones; return the names of the removed files."""
     removed: list[str] = []
-    for path in _ours(directory):
+    for path in sorted([*directory.glob(f"{DOMAIN}-slot-*.json"), *directory.glob(f".{DOMAIN}-slot-*.new")]):
         try:
             owner = msgspec.json.decode(path.read_bytes(), type=_Annotated).annotations.get(ANNOTATION_POD_UID, "")
         except msgspec.DecodeError:
@@ -170,10 +170,6 @@ def remove_stale(directory: Path, living: Set[PodUid]) -> list[str]:
                 path.unlink()
                 removed.append(path.name)
     return removed
-
-
-def _ours(directory: Path) -> Iterable[Path]:
-    return sorted([*directory.glob(f"{DOMAIN}-slot-*.json"), *directory.glob(f".{DOMAIN}-slot-*.new")])
 
 
 NVIDIA_GPU = "nvidia.com/gpu"

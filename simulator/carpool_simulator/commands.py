@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 from carpool_core.clock import SystemClock
-from carpool_core.settings import SettingsError, click_options
+from carpool_core.settings import InputError, SettingsError, click_options
 from carpool_extender.framework.filters import NO_LIMITS, AdmissionLimits, pluralize
 from carpool_extender.framework.scores import UnknownPolicyError
 from carpool_extender.queue.order import QueueOrder
@@ -22,12 +22,6 @@ from carpool_simulator.truth import Workload, WorkloadError, with_fragmentation
 
 class NothingPlacedError(click.ClickException):
     """No strategy ever placed a job; exit code 1."""
-
-
-class BadInputError(click.ClickException):
-    """The input cannot be simulated; exit code 2, as click's own for wrong options."""
-
-    exit_code = 2
 
 
 @click.command(short_help="Run a trace of jobs under several policies on a virtual clock.")
@@ -143,9 +137,9 @@ def simulate(
             console.print(f"no Gantt chart: {why}")
         console.print(f"written: {target}")
     except (WorkloadError, UnknownPolicyError, SettingsError) as error:
-        raise BadInputError(str(error)) from error
+        raise InputError(str(error)) from error
     except OSError as error:
-        raise BadInputError(f"expected to read and write files: {error}; check --out") from error
+        raise InputError(f"expected to read and write files: {error}; check --out") from error
 
 
 def _strategies(policies: str, conditions: AdmissionLimits, order: QueueOrder, *, learn: bool) -> list[Strategy]:

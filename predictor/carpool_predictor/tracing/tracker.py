@@ -58,16 +58,6 @@ class LiveStorages:
         self.events: list[tuple[int, int]] = []
         """(number, bytes) of each allocation and (number, -1) of each release, for `allocator`."""
 
-    @property
-    def total_bytes(self) -> int:
-        """Bytes alive now."""
-        return self._total
-
-    @property
-    def now(self) -> Peak:
-        """Live bytes now."""
-        return Peak(self._total, tuple(self._by_kind))
-
     def adopt(self, tensors: Iterable[Tensor], kind: Kind) -> None:
         """Count the tensors' storages unless they are counted already, and note the peak."""
         for tensor in tensors:
@@ -82,7 +72,7 @@ class LiveStorages:
             self._by_kind[kind] += size
             self._total += size
         if self._total > self.peak.total_bytes:
-            self.peak = self.now
+            self.peak = Peak(self._total, tuple(self._by_kind))
 
     def reclassify(self, tensor: Tensor, kind: Kind) -> None:
         """Count a live storage as another kind, such as a gradient once it has accumulated."""
