@@ -40,6 +40,13 @@ from operator_fixtures import FEATURES, job, job_body
 from operator_world import World
 
 
+async def ended_and_processed(of: World) -> None:
+    """End the pod of job x, and reconcile the job once."""
+    of.end_pod("x-worker-0-1")
+    of.deliver_events()
+    await of.operator.process("default/x")
+
+
 async def assert_quiet(of: World, name: str) -> None:
     """Reconciliations of a settled job make no calls."""
     before = len(of.kube.calls)
@@ -408,9 +415,7 @@ async def test_defect_drops_its_observations_and_not_the_operator() -> None:
     features, of.tracer.answer = of.tracer.answer, ValueError("a defect")
     of.start()  # so that the model has to be traced again
     await of.settle()
-    of.end_pod("x-worker-0-1")
-    of.deliver_events()
-    await of.operator.process("default/x")
+    await ended_and_processed(of)
     assert not of.operator.calibrator.is_settled
 
     async def sleep(_seconds: float) -> None:
@@ -524,9 +529,7 @@ async def test_repaired_configmap_is_used_without_a_restart() -> None:
     of.apply()
     await started(of)
     await measured(of, 3000)
-    of.end_pod("x-worker-0-1")
-    of.deliver_events()
-    await of.operator.process("default/x")
+    await ended_and_processed(of)
     with pytest.raises(SeenEnoughError):
         await running
     assert stack(of).seen == 1
@@ -543,9 +546,7 @@ async def test_without_read_access_nothing_is_learned() -> None:
 async def test_forbidden_write_is_tried_again_after_a_longer_pause() -> None:
     of = await running_world()
     await measured(of, 3000)
-    of.end_pod("x-worker-0-1")
-    of.deliver_events()
-    await of.operator.process("default/x")
+    await ended_and_processed(of)
     naps: list[float] = []
 
     async def sleep(seconds: float) -> None:

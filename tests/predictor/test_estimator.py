@@ -162,11 +162,6 @@ def test_on_another_stack_the_bound_is_wider_with_a_reason(training: Training, g
     assert memory.coverage < here.coverage
 
 
-def test_products_keep_their_order() -> None:
-    prediction = predict(features(), Training(batch_size=64), PRODUCTS[::-1])
-    assert [p.product for p in prediction.products] == [p.name for p in PRODUCTS[::-1]]
-
-
 def test_a_faster_gpu_takes_less_time() -> None:
     prediction = predict(features(), Training(batch_size=64), [find_product("T4"), find_product("H100 80GB HBM3")])
     t4, h100 = (p.step_time_seconds.median for p in prediction.products)

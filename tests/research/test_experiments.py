@@ -196,15 +196,6 @@ def test_jobs_that_share_for_long_count_as_slowed(openb):
     assert figures_of(Simulation(found, whole, Halved()).run()).slowed_percent == 0
 
 
-def test_the_same_pods_come_to_few_of_the_nodes(openb):
-    lines = "".join(f"n{number},{1 + number % 2}\n" for number in range(2 * alibaba.EVERY))
-    (openb / "traces" / alibaba.NODES).write_text(f"sn,gpu\n{lines}")
-    one, other = alibaba.alibaba(openb, 0), alibaba.few(openb, 0)
-    assert list(other.nodes) == ["n0", f"n{alibaba.EVERY}"]
-    assert other.jobs == one.jobs
-    assert "Every 200th node only: 2 GPUs, of which 0.9 are asked for on average." in other.assumptions
-
-
 def test_more_than_there_is_is_drawn_by_the_seed_and_never_ends(openb):
     drawn = [alibaba.full(openb, seed) for seed in (0, 0, 1)]
     kinds = [[(job.name, job.truth.kind) for job in one.jobs] for one in drawn]

@@ -1,26 +1,13 @@
-"""Tables, model cards and progress of the suites."""
+"""Model cards of the suites."""
 
-import io
 from pathlib import Path
 from string import Template
 
 import carpool_research
 import pytest
-from carpool_research.__main__ import show_progress
 from carpool_research.report import write_card
-from rich.console import Console
 
 CARDS = sorted(Path(str(carpool_research.__file__)).parent.glob("*/card.md.template"))
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_progress_is_a_changing_line_on_a_terminal_and_a_line_per_item_elsewhere(is_terminal: bool) -> None:
-    file = io.StringIO()
-    with show_progress(Console(file=file, force_terminal=is_terminal, width=100)) as show:
-        show("baseline [constant], fold 1 of 5")
-        show("x" * 200)
-    lines = f"  baseline [constant], fold 1 of 5\n  {'x' * 200}\n"
-    assert (file.getvalue() == lines) is not is_terminal
 
 
 @pytest.mark.parametrize("template", CARDS, ids=lambda path: path.parent.name)

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 from carpool_core.values import GpuUuid
-from carpool_research.experiments.ablations import with_failures
 from carpool_simulator.engine import DEATHS, LOADED_S, Simulation
 from carpool_simulator.strategy import Knowledge, Strategy
 from carpool_simulator.sweep import figures_of
@@ -109,10 +108,3 @@ def test_failures_overlap_without_reviving_a_gpu_too_early():
     failures = [Failure(GpuUuid("GPU-0"), 50.0, 100.0), Failure(GpuUuid("GPU-0"), 60.0, 10.0)]
     outcome = Simulation(replace(workload(job("a")), failures=failures), CARPOOL, NoSlowdown()).run()
     assert ends(outcome) == {"a": 250.0}
-
-
-def test_failures_are_drawn_by_the_seed():
-    jobs = workload(job("a", 36_000.0))
-    assert with_failures(jobs, 1.0, 3).failures == with_failures(jobs, 1.0, 3).failures
-    assert with_failures(jobs, 1.0, 3).failures != with_failures(jobs, 1.0, 4).failures
-    assert "fails every 1 hours" in with_failures(jobs, 1.0, 3).assumptions[-1]

@@ -2,10 +2,8 @@
 
 from dataclasses import replace
 
-import pytest
 from carpool_core.resources.node import Device
 from carpool_core.values import GpuUuid, SharingMode
-from carpool_research.experiments.trace_features import input_of
 from carpool_simulator.engine import Simulation
 from carpool_simulator.profiles import job_of, prediction_of
 from carpool_simulator.truth import SimJob
@@ -56,16 +54,3 @@ def t4_nodes(gpus):
             for i in range(gpus)
         ]
     }
-
-
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ("radrm/Xception/ImageNet/64", ("3,299,299", 1000)),
-        ("radrm/vgg16/ImageNet/64", ("3,224,224", 1000)),
-        ("radrm/resnet18/cifar100/32", ("3,32,32", 100)),
-        ("lucid/ResNet18/64/1", ("3,32,32", 10)),
-    ],
-)
-def test_models_are_traced_on_the_samples_of_their_data(kind, expected):
-    assert input_of(kind) == expected

@@ -18,14 +18,6 @@ def test_without_a_terminal_a_line_is_printed_now_and_then():
     assert console.file.getvalue() == "20% of the jobs have ended\n"
 
 
-def test_in_a_terminal_one_line_changes():
-    console = Console(file=StringIO(), width=100, force_terminal=True)
-    with progress(console, "philly") as show:
-        show("1% of the jobs have ended")
-    assert isinstance(console.file, StringIO)
-    assert console.file.getvalue().count("1% of the jobs have ended") == 1
-
-
 def test_commit_is_that_of_the_checkout_that_tracks_the_file(tmp_path):
     (tmp_path / "x.py").write_text("")
     assert commit_of(tmp_path / "x.py") == "", "no checkout"
