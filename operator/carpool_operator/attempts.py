@@ -56,6 +56,11 @@ def latest(status: JobStatus) -> Attempt | None:
     return status.attempts[-1] if status.attempts else None
 
 
+def latest_ended(status: JobStatus) -> Attempt | None:
+    """Return the latest attempt that has ended; None without one."""
+    return next((attempt for attempt in reversed(status.attempts) if attempt.ended_at is not None), None)
+
+
 def latest_before(status: JobStatus) -> Attempt | None:
     """Return the attempt before the latest one; None without one."""
     return status.attempts[-2] if len(status.attempts) > 1 else None

@@ -21,7 +21,7 @@ from carpool_predictor.calibration.run_history import memory_step
 from carpool_predictor.models.slowdown import TenantActivity, is_saturated, solo_activity
 
 from carpool_operator import attempts
-from carpool_operator.outcomes import GPU_OUT_OF_MEMORY
+from carpool_operator.outcomes import GPU_OUT_OF_MEMORY, Outcome
 from carpool_operator.pods import started_at
 from carpool_operator.snapshot import Snapshot
 
@@ -157,7 +157,8 @@ def _measured_at_end(snapshot: Snapshot, status: JobStatus, attempt: Attempt) ->
     capacity_mib = attempt.peak_memory_mib if found is None else found[1].memory_mib
     if attempt.outcome == attempts.COMPLETE and attempt.peak_memory_mib:
         return RunMeasurement(peak_mib=attempt.peak_memory_mib, capacity_mib=capacity_mib)
-    available_mib = _available_mib(snapshot, status.placement) if attempt.outcome == GPU_OUT_OF_MEMORY else None
+    is_believed = attempt.outcome == GPU_OUT_OF_MEMORY and not attempt.doubted
+    available_mib = _available_mib(snapshot, status.placement) if is_believed else None
     if available_mib is None or attempt.ended_at is None or attempt.peak_memory_mib < _BELIEVED_SHARE * available_mib:
         return None
     return RunMeasurement(
@@ -169,8 +170,11 @@ def _measured_at_end(snapshot: Snapshot, status: JobStatus, attempt: Attempt) ->
     )
 
 
-def doubt_oom(snapshot: Snapshot, places: Sequence[WorkerPlacement], attempt: Attempt) -> str | None:
-    """Return why an attempt's message about GPU memory is not believed; None if the measurements support it."""
+def doubt_oom(snapshot: Snapshot, places: Sequence[WorkerPlacement], attempt: Attempt, outcome: Outcome) -> str | None:
+    """Return why nothing is learned from an attempt that ran out of GPU memory; None if log and measurements agree."""
+    if outcome.is_unreported:
+        # Some frameworks reserve nearly all memory in advance, so a peak at the limit alone proves nothing.
+        return "only its measured memory shows that, so nothing is learned"
     available_mib, peak_mib = _available_mib(snapshot, places), attempt.peak_memory_mib
     if available_mib is None or peak_mib >= _BELIEVED_SHARE * available_mib:
         return None

@@ -1,7 +1,7 @@
 """How a worker or an attempt ended: a reason in one CamelCase word, a sentence, and whether it counts. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import NamedTuple
 
@@ -65,6 +65,8 @@ class Outcome:
     message: str
     charged: bool
     """Whether it counts against `backoffLimit`: only if the job's own container ran and failed."""
+    is_unreported: bool = False
+    """Whether only the measured memory shows that GPU memory ran out, and no message of the program does."""
 
     @property
     def is_of_others(self) -> bool:
@@ -272,9 +274,10 @@ def _out_of_memory_by_measurement(
         others_mib = sum(_peak_mib(node, one.pod_uid, device.uuid) for one in _co_tenants(place, node, device.uuid))
         limit_mib = place.memory_limit_mib or device.memory_mib - device.reserved_mib - others_mib
         peak_mib = max(_peak_mib(node, place.pod_uid, device.uuid), known_mib)
-        if peak_mib >= _AT_LIMIT * limit_mib:
+        # Peaks of co-tenants at different times may add up to more than the GPU has; then the limit is unknown.
+        if limit_mib > 0 and peak_mib >= _AT_LIMIT * limit_mib:
             why = f"its log names no cause, and it had {peak_mib:,} of {limit_mib:,} MiB of GPU memory"
-            return Outcome(GPU_OUT_OF_MEMORY, f"{outcome.message}; {why}", charged=True)
+            return Outcome(GPU_OUT_OF_MEMORY, f"{outcome.message}; {why}", charged=True, is_unreported=True)
     return None
 
 
@@ -296,7 +299,7 @@ def attribute_oom(
             f"it counted with its measured {place.measured_mib:,} MiB, less than its bound, and others had joined it; "
             "its next attempts count with the bound"
         )
-        return Outcome(outcome.reason, f"{outcome.message}; {why}", charged=False)
+        return replace(outcome, message=f"{outcome.message}; {why}", charged=False)
     takers = _takers(place, status, nodes)
     if not takers:
         return outcome
@@ -305,7 +308,7 @@ def attribute_oom(
     if sum(attempt.outcome == GPU_MEMORY_TAKEN for attempt in status.attempts) < _MAX_UNCHARGED:
         return Outcome(GPU_MEMORY_TAKEN, message, charged=False)
     often = f"this counts because {_MAX_UNCHARGED} attempts ended so before"
-    return Outcome(GPU_OUT_OF_MEMORY, f"{message}; {often}", charged=True)
+    return replace(outcome, message=f"{message}; {often}", charged=True)
 
 
 def _may_have_grown(place: WorkerPlacement, nodes: Sequence[GpuNode]) -> bool:

@@ -106,7 +106,9 @@ def is_current(prediction: Prediction | None, snapshot: Snapshot) -> bool:
 def _is_outdated(prediction: Prediction | None, snapshot: Snapshot) -> bool:
     """Return whether the calibration has changed much since a prediction; a placed attempt keeps its prediction."""
     status, calibration = snapshot.job.status, snapshot.calibration
-    if prediction is None or prediction.outcome == "Abstained" or prediction == snapshot.prediction:
+    if prediction is None or prediction.outcome == "Abstained":
+        return False
+    if snapshot.prediction is not None and prediction in (snapshot.prediction, distrust(snapshot.prediction)):
         return False
     last = attempts.latest(status)
     if last is not None and last.ended_at is None and status.placement:
@@ -149,6 +151,9 @@ def distrust(prediction: Prediction) -> Prediction:
 
 
 def _store(draft: Draft, prediction: Prediction) -> None:
+    last = attempts.latest_ended(draft.status)
+    if last is not None and last.doubted:
+        prediction = distrust(prediction)
     draft.update(prediction=prediction)
     message = _set_predicted(draft, prediction)
     if prediction.outcome == "Predicted":

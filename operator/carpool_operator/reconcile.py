@@ -461,6 +461,8 @@ def _create_pods(draft: Draft, attempt: Attempt, missing: list[int]) -> None:
 
 def _end_failed(draft: Draft, attempt: Attempt, outcome: Outcome, first: Pod) -> None:
     """End an attempt with a failed pod, as `runPolicy.podFailurePolicy` decides."""
+    if outcome.reason == GPU_OUT_OF_MEMORY:
+        attempt, outcome = _verified(draft, attempt, outcome)
     match = outcomes.policy_match(draft.job.spec.run_policy.pod_failure_policy, first)
     if match is None or outcome.is_of_others:
         _end_attempt(draft, attempt, outcome)
@@ -470,13 +472,11 @@ def _end_failed(draft: Draft, attempt: Attempt, outcome: Outcome, first: Pod) ->
         draft.put_attempt(attempts.ended(attempt, outcome.reason, message, draft.snapshot.now))
         draft.fail("PodFailurePolicy", f"attempt {attempt.number}: {message}")
         return
-    _end_attempt(draft, attempt, Outcome(outcome.reason, message, match.action == outcomes.COUNT))
+    _end_attempt(draft, attempt, replace(outcome, message=message, charged=match.action == outcomes.COUNT))
 
 
 def _end_attempt(draft: Draft, attempt: Attempt, outcome: Outcome) -> None:
     """End a failed attempt. The next begins after the backoff, unless the restarts are used up."""
-    if outcome.reason == GPU_OUT_OF_MEMORY:
-        outcome = _verified(draft, attempt, outcome)
     limit = draft.job.spec.run_policy.backoff_limit
     charged = attempts.charge(draft.status, outcome, limit)
     if charged is None:
@@ -496,14 +496,15 @@ def _end_attempt(draft: Draft, attempt: Attempt, outcome: Outcome) -> None:
     draft.requeue_at(due)
 
 
-def _verified(draft: Draft, attempt: Attempt, outcome: Outcome) -> Outcome:
-    """Return the outcome of an attempt that ran out of GPU memory; without proof, the next one runs alone."""
-    doubt = doubt_oom(draft.snapshot, draft.status.placement, attempt)
+def _verified(draft: Draft, attempt: Attempt, outcome: Outcome) -> tuple[Attempt, Outcome]:
+    """Return an attempt that ran out of GPU memory, and its outcome; without proof, the next one runs alone."""
+    doubt = doubt_oom(draft.snapshot, draft.status.placement, attempt, outcome)
     if doubt is None:
-        return outcome
+        return attempt, outcome
     if draft.status.prediction is not None:
         draft.update(prediction=distrust(draft.status.prediction))
-    return replace(outcome, message=f"{outcome.message}; {doubt}")
+    doubted = msgspec.structs.replace(attempt, doubted=True)
+    return doubted, replace(outcome, message=f"{outcome.message}; {doubt}")
 
 
 # Calibration

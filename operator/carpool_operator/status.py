@@ -311,10 +311,10 @@ def why_alone(demand: Demand, places: Sequence[WorkerPlacement], before: Attempt
             "give spec.memory.limit to let it share such a GPU, or spec.gpu.product to choose another"
         )
     untrusted = sorted(name for name in alone if demand.profile_on(name).memory_mib is None)
-    if untrusted and before is not None and before.outcome == outcomes.GPU_OUT_OF_MEMORY and not before.learned:
+    if untrusted and before is not None and before.doubted:
         return (
-            f"{how}, because attempt {before.number} reported that GPU memory ran out, which its measurements do not "
-            "explain; give spec.memory.limit to let it share"
+            f"{how}, because log and measurements of attempt {before.number} do not both show that GPU memory ran "
+            "out; give spec.memory.limit to let it share"
         )
     return _why_untrusted(demand, untrusted, how) if untrusted else None
 

@@ -282,16 +282,31 @@ async def test_job_that_failed_with_a_whole_gpu_gets_no_equal_one() -> None:
     assert "too small: needs" in placed.message
 
 
-@pytest.mark.parametrize(("peak_mib", "words"), [(300, "at most 300 MiB"), (0, "none")])
-async def test_message_that_measurements_do_not_support_teaches_nothing(peak_mib: int, words: str) -> None:
+AVAILABLE = "of the 10,240 MiB that it could use, so nothing is learned"
+
+
+@pytest.mark.parametrize(
+    ("peak_mib", "log", "doubt", "restarted"),
+    [
+        pytest.param(300, OOM, f"the node's agent measured at most 300 MiB {AVAILABLE}", False, id="measured little"),
+        pytest.param(300, OOM, f"the node's agent measured at most 300 MiB {AVAILABLE}", True, id="operator restarts"),
+        pytest.param(0, OOM, f"the node's agent measured none {AVAILABLE}", False, id="not measured"),
+        pytest.param(10_200, "", "only its measured memory shows that, so nothing is learned", False, id="no log"),
+    ],
+)
+async def test_out_of_memory_without_both_log_and_measurement_teaches_nothing(
+    peak_mib: int, log: str, doubt: str, restarted: bool
+) -> None:
     """Regression: a job that printed the message with 300 MiB in use raised the bound of its model for all jobs."""
     of = world(backoff_s=10.0)
     of.apply(runPolicy={"backoffLimit": 3})
     await started(of, memoryLimitMib=10_240)
     before = memory(of)
     await measured(of, peak_mib)
-    await of.finish_pod("x-worker-0-1", exit_code=1, message=OOM)
-    doubt = f"the node's agent measured {words} of the 10,240 MiB that it could use, so nothing is learned"
+    await of.finish_pod("x-worker-0-1", exit_code=1, message=log)
+    if restarted:
+        of.start()
+        await of.settle()
     assert doubt in of.condition(keys.CONDITION_PLACED).message
     assert any(e["reason"] == "Restarting" and doubt in e["message"] for e in of.kube.dump_all(EVENTS))
     assert writes(of) == 0
@@ -301,7 +316,7 @@ async def test_message_that_measurements_do_not_support_teaches_nothing(peak_mib
     assert of.living() == ["x-worker-0-2"]
     assert not memory(of).trusted, "it runs alone, where a peak shows what it needs"
     await started(of, mode="Exclusive", memoryLimitMib=None)
-    assert "which its measurements do not explain" in of.condition(keys.CONDITION_PLACED).message
+    assert "log and measurements of attempt 1 do not both show" in of.condition(keys.CONDITION_PLACED).message
 
 
 async def test_job_excluded_from_each_gpu_is_tried_alone_after_a_day() -> None:

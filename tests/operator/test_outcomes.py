@@ -278,6 +278,12 @@ def test_memory_at_the_limit_is_the_cause_if_the_log_names_none(
     assert ended(of, worker, shared(5000, own_mib=own_mib)) == (expected, 1)
 
 
+def test_peaks_of_co_tenants_beyond_the_gpu_leave_the_limit_unknown() -> None:
+    """Regression: any exit without a log counted as out of memory, since no memory exceeded a negative limit."""
+    of = beside(**SLICED)
+    assert ended(of, failed(message=""), shared(41_000, **SLICED)) == ("ContainerFailed", 1)
+
+
 def test_failure_that_a_co_tenant_caused_matches_no_rule() -> None:
     rules = [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": [1]}}]
     of = beside()

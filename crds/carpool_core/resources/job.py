@@ -225,6 +225,13 @@ class Attempt(Resource, frozen=True, kw_only=True):
     learned: Annotated[
         bool, field("Whether what it showed was taken into the cluster's calibration; it counts once.")
     ] = False
+    doubted: Annotated[
+        bool,
+        field(
+            "Whether its log and its measurements do not both show that GPU memory ran out. Then nothing is learned "
+            "from it, and the next attempt runs alone."
+        ),
+    ] = False
 
 
 class Observed(Resource, frozen=True, kw_only=True):
