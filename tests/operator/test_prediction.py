@@ -4,12 +4,13 @@ import asyncio
 
 import msgspec
 import pytest
+from carpool_core.clock import rfc3339
 from carpool_core.kube.api import GPU_TRAINING_JOBS
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import CatalogModel, GpuTrainingJob, ModelSource, Training
 from carpool_core.testing.clock import FakeClock
 from carpool_operator.actions import Predict
-from carpool_operator.prediction import MAX_REPORTED_POSITION, describe
+from carpool_operator.prediction import MAX_REPORTED_POSITION, describe, distrust
 from carpool_operator.prediction_worker import (
     CalibrationKeys,
     PredictionWorker,
@@ -17,21 +18,25 @@ from carpool_operator.prediction_worker import (
     known_products,
 )
 from carpool_operator.reconcile import reconcile
+from carpool_operator.snapshot import CalibrationState
 from carpool_predictor.calibration.document import Calibration
 from carpool_predictor.features import Abstention
 from carpool_predictor.predict import model_version
 from operator_fixtures import (
     A100,
     FEATURES,
+    NOW,
     again,
     condition,
     created,
     job,
     node,
     pod,
+    predicted_job,
     prediction,
     reservation,
     snapshot,
+    status_of,
 )
 from operator_world import FakeTracer, World, submitted
 
@@ -331,6 +336,21 @@ def test_job_whose_trace_waits_too_long_starts_unpredicted_and_says_so() -> None
     assert not any(isinstance(action, Predict) for action in decision.actions), "which cancels the trace"
     placed = again(before, decision, pods=(pod(nodeName="n1"),), nodes=(node(reservation("pod-0-1")),))
     assert "because its memory is unknown: the model was not traced" in condition(placed, of, "Placed").message
+
+
+@pytest.mark.parametrize("upper_mib", [3000, 3300], ids=["the same prediction", "another calibration"])
+def test_prediction_after_a_doubted_attempt_is_renewed_without_trust(upper_mib: int) -> None:
+    """Regression: an operator that had restarted predicted anew, and the job shared a GPU after all."""
+    doubted = {"number": 1, "outcome": "GpuOutOfMemory", "endedAt": rfc3339(NOW), "doubted": True}
+    of = predicted_job(attempts=[doubted, {"number": 2, "outcome": "Creating"}])
+    assert of.status.prediction is not None
+    [product] = of.status.prediction.products
+    renewed = msgspec.structs.replace(product, memory=msgspec.structs.replace(product.memory, upper_mib=upper_mib))
+    fresh = msgspec.structs.replace(of.status.prediction, products=[renewed])
+    status = msgspec.structs.replace(of.status, prediction=distrust(of.status.prediction))
+    of = msgspec.structs.replace(of, status=status)
+    restarted = snapshot(of, prediction=fresh, calibration=CalibrationState(is_on=True))
+    assert status_of(reconcile(restarted), of).prediction == distrust(fresh)
 
 
 def test_job_that_waits_for_its_trace_reports_its_position() -> None:

@@ -154,9 +154,9 @@ DAY = 86_400.0
 WHOLE = 0.96 * T4.memory_mib
 
 
-def deaths(*namespaces: str, before: Calibration | None = None) -> Calibration:
+def deaths(*namespaces: str, before: Calibration | None = None, peak_mib: float = WHOLE) -> Calibration:
     for namespace in namespaces:
-        before = runs(WHOLE, before=before, out_of_memory=True, namespace=namespace, ended_at=1000)
+        before = runs(peak_mib, before=before, out_of_memory=True, namespace=namespace, ended_at=1000)
     return before or Calibration()
 
 
@@ -182,13 +182,36 @@ def test_a_death_with_a_whole_gpu_excludes_its_namespace_until_three_agree(
             assert is_refused(memory, T4) is is_excluded
 
 
-def test_deaths_of_one_namespace_change_nothing_for_others() -> None:
+@pytest.mark.parametrize(
+    ("calibration", "raised", "plain"),
+    [
+        pytest.param(deaths("a", peak_mib=6000), "a", "b", id="one namespace"),
+        pytest.param(deaths("a", "b", peak_mib=6000), "b", "c", id="two namespaces"),
+        pytest.param(deaths("a", "b", "c", peak_mib=6000), "d", None, id="three namespaces agree"),
+        pytest.param(
+            deaths("a", before=deaths("b", "c", peak_mib=1000), peak_mib=6000), "a", "d", id="two died with less"
+        ),
+    ],
+)
+def test_a_death_raises_the_bound_of_its_namespace_until_three_agree(
+    calibration: Calibration, raised: str, plain: str | None
+) -> None:
+    """Regression: one tenant's job that only printed the message raised the bound of its model for all tenants."""
+    upper_mib = predict_on_t4(Calibration()).memory.upper_mib
+    for namespace, is_raised in ((raised, True), (plain, False)):
+        if namespace is not None:
+            memory = predict_on_t4(calibration.for_namespace(namespace)).memory
+            assert (memory.upper_mib >= OOM_FACTOR * 6000 > upper_mib) is is_raised
+
+
+@pytest.mark.parametrize("peak_mib", [6000, WHOLE], ids=["part of a GPU", "a whole GPU"])
+def test_deaths_of_one_namespace_change_nothing_for_others(peak_mib: float) -> None:
     """Regression: three of them displaced the measured peaks of all other tenants, and moved the line."""
     measured = runs(2000, batch=16, before=runs(3000, batch=32, before=runs(5000)))
-    (before,), (after,) = measured.stacks, deaths("a", "a", "a", before=measured).stacks
+    (before,), (after,) = measured.stacks, deaths("a", "a", "a", before=measured, peak_mib=peak_mib).stacks
     assert (after.slope, after.intercept_mib, after.reaches) == (before.slope, before.intercept_mib, before.reaches)
     assert [row for row in after.rows if not row.namespace] == before.rows
-    calibration = deaths("a", "a", "a", before=measured).for_namespace("b")
+    calibration = deaths("a", "a", "a", before=measured, peak_mib=peak_mib).for_namespace("b")
     assert predict_on_t4(calibration).memory.median_mib == predict_on_t4(measured).memory.median_mib
 
 

@@ -125,7 +125,7 @@ class RunRecord(msgspec.Struct, frozen=True, array_like=True):
     stratum: _STRATUM = 0
     """Stratum of its step; see `memory.Risk`."""
     namespace: _NAME = ""
-    """Namespace of a run that died of memory with all of a GPU; empty for all other runs."""
+    """Namespace of a run that died of memory; empty for all other runs."""
     ended_at: Annotated[int, Meta(ge=0)] = 0
     """Time of a death of memory, in seconds since 1970; 0 if unknown."""
 
@@ -200,24 +200,25 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
         return self if len(stacks) == len(self.stacks) else msgspec.structs.replace(self, stacks=stacks)
 
     def for_namespace(self, namespace: str) -> "Calibration":
-        """Return the calibration without deaths that exclude a product for other namespaces only.
+        """Return the calibration without deaths of memory that count for other namespaces only.
 
-        A death with all memory of a GPU counts in its own namespace. It counts in every namespace once the same job has
-        died so in `AGREEING_NAMESPACES` of them.
+        A death counts in its own namespace. It counts in every namespace once the same job has died with at least as
+        much memory in `AGREEING_NAMESPACES` of them.
         """
         return msgspec.structs.replace(self, stacks=[_for_namespace(state, namespace) for state in self.stacks])
 
 
 def _for_namespace(state: StackState, namespace: str) -> StackState:
-    agreeing = defaultdict[tuple[str, int], set[str]](set)
+    deaths = defaultdict[tuple[str, int], list[RunRecord]](list)
     for row in state.rows:
         if row.namespace:
-            agreeing[row.model, round(row.reserved_mib)].add(row.namespace)
+            deaths[row.model, round(row.reserved_mib)].append(row)
 
     def applies(row: RunRecord) -> bool:
-        return row.namespace in ("", namespace) or (
-            len(agreeing[row.model, round(row.reserved_mib)]) >= AGREEING_NAMESPACES
-        )
+        if row.namespace in ("", namespace):
+            return True
+        of_job = deaths[row.model, round(row.reserved_mib)]
+        return len({one.namespace for one in of_job if one.value_mib >= row.value_mib}) >= AGREEING_NAMESPACES
 
     rows = [row for row in state.rows if applies(row)]
     return state if len(rows) == len(state.rows) else msgspec.structs.replace(state, rows=rows)

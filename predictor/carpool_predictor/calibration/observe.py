@@ -38,7 +38,7 @@ from carpool_predictor.calibration.document import (
     Stack,
     StackState,
 )
-from carpool_predictor.calibration.run_history import RUN_TOLERANCE, USABLE_SHARE, is_of
+from carpool_predictor.calibration.run_history import RUN_TOLERANCE, is_of
 from carpool_predictor.models.memory import MemoryModel, Pair, context_mib, fit_line
 
 OUTLIER = math.log(1.5)
@@ -195,7 +195,7 @@ def _with_row(state: StackState, expected: RunPrediction, measured: RunMeasureme
         _factor(measured.util, expected.util),
         _factor(measured.sm_active, expected.sm_active),
         expected.stratum,
-        measured.namespace if _had_whole_gpu(state.stack, measured) else "",
+        measured.namespace if measured.out_of_memory else "",
         measured.ended_at if measured.out_of_memory else 0,
     )
     before = next((one for one in state.rows if row.sample and one.sample == row.sample), None)
@@ -208,11 +208,6 @@ def _with_row(state: StackState, expected: RunPrediction, measured: RunMeasureme
         after = msgspec.structs.replace(state, rows=rows, slope=slope, intercept_mib=intercept)
         after = msgspec.structs.replace(after, reaches=bound_reaches(after, len(model.factors)))
     return _judged(after, row, expected, measured) if measured.ended else after
-
-
-def _had_whole_gpu(stack: Stack, measured: RunMeasurement) -> bool:
-    """Return whether a run died of memory with all that a GPU has; see `run_history.exceeded_whole_gpu`."""
-    return measured.out_of_memory and measured.peak_mib >= USABLE_SHARE * find_product(stack.product).memory_mib
 
 
 def _without_lower_activity(state: StackState, expected: RunPrediction, measured: RunMeasurement) -> RunMeasurement:
@@ -272,14 +267,15 @@ def _judged(state: StackState, row: RunRecord, expected: RunPrediction, measured
 def _kept(rows: Sequence[RunRecord]) -> list[RunRecord]:
     """Return the newest rows, with limits per model and per size of a model.
 
-    Deaths that exclude a product count by namespace, so that those of one tenant displace no measurement of others.
+    Deaths of memory count by namespace, so that those of one tenant displace no measurement of others.
     """
     kept: list[RunRecord] = []
-    models, sizes = Counter[str](), Counter[tuple[str, int, str]]()
+    models, sizes = Counter[tuple[str, str]](), Counter[tuple[str, int, str]]()
     for row in reversed(rows):
         size = (row.model, round(row.reserved_mib), row.namespace)
-        if models[row.model] < SIZES and sizes[size] < PER_MODEL and len(kept) < MAX_RUNS:
-            models[row.model] += 1
+        model = row.model, row.namespace
+        if models[model] < SIZES and sizes[size] < PER_MODEL and len(kept) < MAX_RUNS:
+            models[model] += 1
             sizes[size] += 1
             kept.append(row)
     return kept[::-1]
@@ -288,7 +284,7 @@ def _kept(rows: Sequence[RunRecord]) -> list[RunRecord]:
 def _rows_for_line(rows: Sequence[RunRecord]) -> list[RunRecord]:
     """Return the newest `PER_MODEL` rows of each model, on which the line of all namespaces is fitted.
 
-    Deaths that exclude a product for one namespace are left out.
+    Deaths of memory count for single namespaces, so they are left out.
     """
     counts = Counter[str]()
     found = []
