@@ -4,13 +4,14 @@ import json
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
 from carpool_e2e.bench import placement
 from carpool_e2e.bench.measure import Figure, Section, replaced
 from carpool_e2e.bench.paper import GPUS, TENANTS, draw_load, paper_cluster
 from carpool_e2e.bench.predictions import write_rows
 from carpool_predictor.catalog import store
-from carpool_predictor.rows import read_row
+from carpool_predictor.rows import Row
 
 
 def test_extender_is_measured_over_its_own_protocol() -> None:
@@ -36,7 +37,7 @@ def test_paper_cluster_promises_no_memory_twice() -> None:
 def test_rows_cover_every_stored_model(tmp_path: Path) -> None:
     path, names = tmp_path / "rows.jsonl", store.shipped().names()
     write_rows(path, 2 * len(names))
-    rows = [read_row(line) for line in path.read_bytes().splitlines()]
+    rows = [msgspec.json.decode(line, type=Row) for line in path.read_bytes().splitlines()]
     assert {json.loads(line)["catalog"]["name"] for line in path.read_text().splitlines()} == set(names)
     assert len({(row.gpu, row.training.batch_size, row.training.optimizer) for row in rows}) > 50
 
