@@ -39,8 +39,8 @@ from carpool_deviceplugin.plugin import (
 from carpool_deviceplugin.protos import deviceplugin_pb2, podresources_pb2
 from carpool_deviceplugin.protos.podresources_pb2 import ContainerDevices, ContainerResources, PodResources
 from carpool_deviceplugin.settings import AgentSettings
-from carpool_deviceplugin.testing.kubelet import Kubelet
 from carpool_deviceplugin.testing.node import flowing, running, until
+from fake_kubelet import Kubelet
 from google.protobuf import descriptor_pb2
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry

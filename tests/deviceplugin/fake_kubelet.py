@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
-
 from carpool_deviceplugin.protos import deviceplugin_pb2 as dp
 from carpool_deviceplugin.protos import deviceplugin_pb2_grpc, podresources_pb2_grpc
 from carpool_deviceplugin.protos import podresources_pb2 as pr
