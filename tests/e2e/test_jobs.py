@@ -4,6 +4,7 @@ import json
 
 import pytest
 import yaml
+from carpool_core.keys import SCHEDULER_NAME
 from carpool_e2e.cluster import Cluster
 from carpool_e2e.demo.manifests import sleeper
 from carpool_e2e.fleet import TOLERATION
@@ -67,7 +68,8 @@ def test_pod_of_a_workers_name_does_not_replace_it(cluster: Cluster, watcher: Wa
     assert job["status"]["attempts"][0]["podUids"] == [worker["metadata"]["uid"]]
     forged = {key: worker["metadata"][key] for key in ("name", "namespace", "labels", "ownerReferences")}
     container = {"name": "train", "image": "localhost/busybox:dev", "imagePullPolicy": "Never", "command": ["true"]}
-    manifest = {"apiVersion": "v1", "kind": "Pod", "metadata": forged, "spec": {"containers": [container]}}
+    spec = {"schedulerName": SCHEDULER_NAME, "containers": [container]}
+    manifest = {"apiVersion": "v1", "kind": "Pod", "metadata": forged, "spec": spec}
     cluster["operator"].kill()
     cluster.kubectl("delete", "pod", "real-worker-0-1", "--force")
     cluster.kubectl("create", "-f", "-", stdin=json.dumps(manifest))

@@ -56,6 +56,7 @@ STOCK = {
     "events": {"update"},
     "namespaces": READ,
     "coordination.k8s.io/leases": {"create"},
+    "policy/poddisruptionbudgets": READ,
 }
 """What the stock scheduler's own roles give beside."""
 
