@@ -78,4 +78,8 @@ def test_pod_of_a_workers_name_does_not_replace_it(cluster: Cluster, watcher: Wa
     watcher.running("real")
     first, second = watcher.job("real")["status"]["attempts"]
     assert (first["outcome"], second["outcome"]) == ("PodDeleted", "Running")
-    assert [pod["metadata"]["name"] for pod in watcher.pods("real")] == ["real-worker-0-2"]
+
+    def names() -> list[str]:
+        return [pod["metadata"]["name"] for pod in watcher.pods("real")]
+
+    eventually("the other pod to be deleted", lambda: names() == ["real-worker-0-2"])
