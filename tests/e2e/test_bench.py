@@ -35,7 +35,7 @@ def test_paper_cluster_promises_no_memory_twice() -> None:
 
 
 def test_rows_cover_every_stored_model(tmp_path: Path) -> None:
-    path, names = tmp_path / "rows.jsonl", store.shipped().names()
+    path, names = tmp_path / "rows.jsonl", [*store.shipped().document.entries]
     write_rows(path, 2 * len(names))
     rows = [msgspec.json.decode(line, type=Row) for line in path.read_bytes().splitlines()]
     assert {json.loads(line)["catalog"]["name"] for line in path.read_text().splitlines()} == set(names)

@@ -108,7 +108,7 @@ def test_steps_come_from_measured_step_times_and_lengths_from_predicted_ones(pub
         [one.work_s for one in jobs], rel=0.02
     )
     told = {one.truth.kind: one.prediction.products[0].step_time_seconds.median for one in jobs if one.prediction}
-    assert len(told) == len(measured_s) == 18
+    assert len(told) == 18
     assert all(2 < measured_s[kind] / step_s < 8 for kind, step_s in told.items())
 
 
