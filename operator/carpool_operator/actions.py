@@ -13,6 +13,8 @@ class WriteStatus:
     """Replace the job's status, provided that the job has not changed since it was read."""
 
     status: JobStatus
+    pod: str = ""
+    """Name of the latest attempt's only pod, which was created just before: the status gets its UID."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,7 +168,7 @@ class Operator:
         if decision.requeue_after_s is not None:
             self.queue.add_after(key, decision.requeue_after_s)
         await self._performer.perform(job, decision)
-        if any(isinstance(action, CreatePod) for action in decision.actions):
+        if job.spec.workers > 1 and any(isinstance(action, CreatePod) for action in decision.actions):
             self.queue.add(key)  # the status records the UIDs at once: no other process serves a pod before that
         if not any(isinstance(action, Predict) for action in decision.actions):
             self.predictions.forget(key)

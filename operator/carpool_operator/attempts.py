@@ -72,6 +72,11 @@ def with_pods(attempt: Attempt, uids: Iterable[str], *, is_complete: bool) -> At
     return msgspec.structs.replace(attempt, outcome=RUNNING if is_complete else CREATING, pod_uids=recorded)
 
 
+def with_only_pod(status: JobStatus, uid: str) -> JobStatus:
+    """Record the UID of the latest attempt's only pod."""
+    return with_attempt(status, with_pods(status.attempts[-1], [uid], is_complete=True))
+
+
 def with_peak(attempt: Attempt, peak_mib: int) -> Attempt:
     """Record the largest memory that was measured in an attempt, in MiB; it never falls."""
     return msgspec.structs.replace(attempt, peak_memory_mib=max(attempt.peak_memory_mib, peak_mib))

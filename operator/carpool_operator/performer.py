@@ -24,6 +24,7 @@ from carpool_core.kube.pods import PodMeta
 from carpool_core.resources.job import GpuTrainingJob, JobStatus
 from carpool_core.resources.meta import ObjectMeta
 
+from carpool_operator import attempts
 from carpool_operator.actions import (
     Action,
     CheckTemplate,
@@ -152,8 +153,9 @@ class Performer:
         match action:
             case CheckTemplate(body):
                 await self._check_template(job, body)
-            case WriteStatus(status):
-                await self._write_status(job, status)
+            case WriteStatus(status, pod):
+                created = self._expectations.created(job.metadata.uid)
+                await self._write_status(job, attempts.with_only_pod(status, created[pod]) if pod else status)
             case CreateCompanion(body):
                 await self._create_companion(job, body)
             case CreatePod():

@@ -1,8 +1,9 @@
 """Decides what to do about a job. Pure: a crash between any two actions only causes another reconciliation.
 
-State that has to survive a crash is written into the status before it is acted upon: the prediction and the attempt
-before the attempt's pods, the restart before the pods of the failed attempt are deleted. Each status is written on the
-condition that the job has not changed since it was read.
+State that has to survive a crash is written into the status before it is acted upon: the attempt before the pods of a
+gang, the restart before the pods of the failed attempt are deleted. A single pod is created first, so that one write
+records the prediction, the attempt and its UID; until then it has a scheduling gate and counts as a foreign pod. Each
+status is written on the condition that the job has not changed since it was read.
 """
 
 from collections.abc import Sequence
@@ -330,12 +331,16 @@ def _follow(draft: Draft, attempt: Attempt, pods: list[Pod], demand: Demand) -> 
         return
     present = {worker_of(pod) for pod in pods}
     missing = [worker for worker in range(draft.job.spec.workers) if worker not in present]
-    deleted = None if attempt.outcome == attempts.CREATING else _deleted(draft, missing)
+    expected = {worker for worker in missing if _name_of(draft, worker, attempt) in draft.snapshot.expected}
+    is_created = len(expected) == len(missing)
+    deleted = None if attempt.outcome == attempts.CREATING or is_created else _deleted(draft, missing)
     if deleted is not None:
-        name = pod_name(draft.job.metadata.name, deleted, attempt.number)
-        _end_attempt(draft, attempt, outcomes.pod_deleted(name))
+        _end_attempt(draft, attempt, outcomes.pod_deleted(_name_of(draft, deleted, attempt)))
         return
-    draft.put_attempt(attempts.with_pods(attempt, _uids_of(draft, attempt, pods), is_complete=not missing))
+    draft.put_attempt(attempts.with_pods(attempt, _uids_of(draft, attempt, pods), is_complete=is_created))
+    if expected and is_created:
+        draft.requeue_after(EXPECTATION_TIMEOUT_S)
+        return
     status.report_placed(draft, demand, pods)
     status.report_running(draft, pods)
     until = _deadline(draft)
@@ -357,10 +362,14 @@ def _deleted(draft: Draft, missing: Sequence[int]) -> int | None:
     return next((worker for worker in missing if worker in placed), None)
 
 
+def _name_of(draft: Draft, worker: int, attempt: Attempt) -> str:
+    return pod_name(draft.job.metadata.name, worker, attempt.number)
+
+
 def _uids_of(draft: Draft, attempt: Attempt, pods: list[Pod]) -> list[str]:
     """Return the UIDs of an attempt's pods, also of those that the cache does not show yet."""
     shown = {pod.metadata.name: pod.metadata.uid for pod in pods}
-    names = (pod_name(draft.job.metadata.name, worker, attempt.number) for worker in range(draft.job.spec.workers))
+    names = (_name_of(draft, worker, attempt) for worker in range(draft.job.spec.workers))
     known = {**draft.snapshot.created, **shown}
     return [known[name] for name in names if name in known]
 
@@ -445,16 +454,18 @@ def _create_pods(draft: Draft, attempt: Attempt, missing: list[int]) -> None:
         draft.requeue_after(refusal.retry_in_s)
         return
     draft.requeue_after(EXPECTATION_TIMEOUT_S)
-    name, workers = draft.job.metadata.name, draft.job.spec.workers
-    wanted = [w for w in missing if pod_name(name, w, attempt.number) not in draft.snapshot.expected]
-    if not wanted:
-        return
+    workers = draft.job.spec.workers
+    wanted = [w for w in missing if _name_of(draft, w, attempt) not in draft.snapshot.expected]
+    first = _name_of(draft, wanted[0], attempt)
     if is_gang(draft.job):
         draft.create(CreateCompanion(build_service(draft.job)))
         draft.create(CreateCompanion(build_disruption_budget(draft.job)))
-    for worker in wanted:
-        draft.create(CreatePod(build_pod(draft.job, worker, attempt.number)))
-    first = pod_name(name, wanted[0], attempt.number)
+    if workers == 1:
+        draft.before_write(CreatePod(build_pod(draft.job, 0, attempt.number)))
+        draft.set_condition(keys.CONDITION_PLACED, "False", status.QUEUED, status.queued_message(first))
+    else:
+        for worker in wanted:
+            draft.create(CreatePod(build_pod(draft.job, worker, attempt.number)))
     names = first if len(wanted) == 1 else f"{first} and {len(wanted) - 1} more"
     draft.event("Normal", "PodCreated", f"{names}: attempt {attempt.number}, {len(wanted)} of {workers} workers")
 

@@ -137,7 +137,8 @@ class Draft:
         self.update(summary=summarize(self.status))
         failed = {pod.metadata.uid for pod in self.snapshot.pods if pod.status.phase == "Failed"}
         status = bounded(conditions.with_state(self.status), failed)
-        write = [WriteStatus(status)] if status != self.job.status else []
+        pod = next((action.name for action in self._before_write if isinstance(action, CreatePod)), "")
+        write = [WriteStatus(status, pod)] if pod or status != self.job.status else []
         return Decision((*self._before_write, *write, *self._pod_actions, *self._after_write), self._requeue_after_s)
 
 
@@ -217,6 +218,11 @@ def unschedulable(message: str) -> tuple[str, str]:
     return _NO_GPU_FITS, f"{sentence}; other nodes: {', '.join(others).rstrip('.')}" if others else sentence
 
 
+def queued_message(pod: str) -> str:
+    """Return the message of Placed for a pod that the queue has not looked at yet."""
+    return f"pod {pod} waits in the queue of {keys.SCHEDULER_NAME}"
+
+
 def why_unplaced(draft: Draft, pod: Pod) -> tuple[str, str] | None:
     """Return (reason, message) for a pod without placement; None if it has one."""
     if pod.status.phase == "Succeeded":
@@ -234,7 +240,7 @@ def why_unplaced(draft: Draft, pod: Pod) -> tuple[str, str] | None:
     if pod.is_gated:
         waits = next((c for c in pod.status.conditions if c.type == keys.CONDITION_ADMITTED), None)
         if waits is None:
-            return QUEUED, f"pod {pod.metadata.name} waits in the queue of {keys.SCHEDULER_NAME}"
+            return QUEUED, queued_message(pod.metadata.name)
         return unschedulable(waits.message) if waits.reason == "Unschedulable" else (waits.reason, waits.message)
     scheduled = next((c for c in pod.status.conditions if c.type == "PodScheduled"), None)
     if scheduled is None or scheduled.status != "False":

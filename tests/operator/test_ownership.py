@@ -109,7 +109,7 @@ async def test_uids_are_recorded_before_the_cache_shows_the_pods() -> None:
     world.apply(workers=2)
     await world.settle(pods=False)
     assert world.job().status.attempts[0].pod_uids == sorted(pod["metadata"]["uid"] for pod in world.pods())
-    assert world.job().status.attempts[0].outcome == "Creating"
+    assert world.job().status.attempts[0].outcome == "Running"
 
 
 def test_pod_of_an_attempt_without_uids_is_own() -> None:
