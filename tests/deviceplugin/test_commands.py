@@ -2,37 +2,29 @@
 
 import os
 import re
-import resource
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
 
 import msgspec
 import pynvml
 import pytest
-from carpool_core.keys import CDI_KIND
 from carpool_core.kube.api import GPU_NODES
-from carpool_core.kube.pods import Pod
-from carpool_core.resources.node import GpuNode, Partition
+from carpool_core.resources.node import GpuNode
 from carpool_core.settings import InputError
-from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
-from carpool_core.values import PartitionState, PodUid, SharingMode
+from carpool_core.values import PodUid, SharingMode
 from carpool_deviceplugin import cdi
 from carpool_deviceplugin.app import build, find_devices
 from carpool_deviceplugin.cdi import NvidiaCdi
-from carpool_deviceplugin.commands import agent, inspect_node, listening, mps_host
+from carpool_deviceplugin.commands import agent, inspect_node, listening
 from carpool_deviceplugin.commands import node as command
 from carpool_deviceplugin.gpu import Access, CreateInstance, NoDevicesError
 from carpool_deviceplugin.metrics import AgentCollector
 from carpool_deviceplugin.mig import Placement
 from carpool_deviceplugin.mig_instances import read_mig_devices
-from carpool_deviceplugin.plugin import AgentState, KubeletError, Plugin, PodResources, RefusedError, Registration
-from carpool_deviceplugin.protos import podresources_pb2 as pr
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.node import Flow, Node, flowing, running, until
@@ -42,12 +34,6 @@ from click.testing import CliRunner, Result
 from node_world import inspectable, run
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-
-
-def test_help_names_every_variable() -> None:
-    shown = CliRunner().invoke(agent, ["--help"]).output
-    for name in ("NODE_NAME", "SIMULATED_GPUS", "KUBELET", "DEVICE_PLUGIN_DIR", "POD_RESOURCES_SOCKET", "CDI_DIR"):
-        assert f"CARPOOL_{name}" in shown
 
 
 @pytest.mark.parametrize(
@@ -349,12 +335,6 @@ def test_variable_of_the_wrong_kind_is_a_sentence(arguments: list[str]) -> None:
     assert (result.exit_code, result.output) == (2, "Error: CARPOOL_METRICS_PORT: expected an integer, found 'many'\n")
 
 
-def test_state_directory_of_the_host_is_the_agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CARPOOL_STATE_DIR", str(tmp_path))
-    with mps_host.make_context("mps-host", ["--socket", "s"]) as context:
-        assert context.params["state_dir"] == tmp_path
-
-
 def inspection(node: Node) -> str:
     return "\n".join(inspect_node(node.devices(), NvidiaCdi([]), node.root))
 
@@ -461,115 +441,6 @@ def test_inspect_checks_the_host_of_daemons_if_one_is_set(
     assert "carpool-mps" not in printed
     monkeypatch.delenv("CARPOOL_MPS_HOST")
     assert "unshare on PATH" in CliRunner().invoke(command, ["inspect"], obj=node.nvml).output
-
-
-class Ground:
-    """A plugin whose pod `a` holds slot 0 and is promised a GPU."""
-
-    def __init__(self, directory: Path, reservation) -> None:
-        self.directory, self.clock, self.failures, self.asked = directory, FakeClock(), 0, 0
-        pod = {"metadata": {"name": "a", "namespace": "default", "uid": reservation.pod_uid}}
-        ready = Partition(pod_uid=reservation.pod_uid, generation=1, state=PartitionState.READY)
-        self.plugin = Plugin(
-            AgentState(
-                pod=lambda _: msgspec.convert(pod, Pod),
-                reservations=lambda: [reservation],
-                partitions=lambda: [ready],
-                access=lambda uuid, pod_uid: Access(env={"A": "b"}, mounts=()),
-                held=self._held,
-            ),
-            directory,
-            also_read=(directory.with_name("etc"),),
-            gpus=1,
-            slots_per_gpu=8,
-            clock=self.clock,
-            sleep=self._sleep,
-        )
-
-    async def _sleep(self, seconds: float) -> None:
-        self.clock.advance(seconds)
-
-    async def _held(self) -> list[pr.PodResources]:
-        self.asked += 1
-        if self.failures:
-            self.failures -= 1
-            raise KubeletError("kubelet.sock: expected an answer, found DEADLINE_EXCEEDED: Deadline Exceeded")
-        devices = [pr.ContainerDevices(resource_name="carpool.dev/gpu", device_ids=["slot-0"])]
-        containers = [pr.ContainerResources(name="train", devices=devices)]
-        return [pr.PodResources(namespace="default", name="a", containers=containers)]
-
-
-@pytest.fixture
-def ground(tmp_path: Path, reserve) -> Ground:
-    return Ground(tmp_path / "cdi", reserve("a", "GPU-1"))
-
-
-async def test_podresources_are_waited_for_and_refused_in_time(ground: Ground) -> None:
-    """The kubelet gives PreStartContainer 30 s, and tries again."""
-    ground.failures = 10**6
-    began = ground.clock.monotonic()
-    expected = r"expected the kubelet's PodResources to name the holder of slot-0.*DEADLINE"
-    with pytest.raises(RefusedError, match=expected):
-        await ground.plugin.pre_start(["slot-0"])
-    assert 5 <= ground.clock.monotonic() - began < 6
-    ground.failures, ground.asked = 3, 0
-    await ground.plugin.pre_start(["slot-0"])
-    assert (ground.asked, cdi.path_of(ground.directory, "slot-0").exists()) == (4, True)
-
-
-async def test_podresources_without_an_answer_times_out(tmp_path: Path) -> None:
-    """A kubelet that hangs takes its socket's calls, and is silent."""
-    with socket.socket(socket.AF_UNIX) as silent:
-        silent.bind(str(tmp_path / "kubelet.sock"))
-        silent.listen()
-        resources = PodResources(tmp_path / "kubelet.sock", within_s=0.1)
-        for _ in range(2):
-            with pytest.raises(KubeletError, match=r"kubelet.sock: expected an answer, found DEADLINE_EXCEEDED"):
-                await resources.list()
-
-
-async def test_a_missing_kubelet_directory_is_an_error(ground: Ground, tmp_path: Path, capfd) -> None:
-    """Regression: gRPC wrote a line of its own each second."""
-    with pytest.raises(KubeletError, match=r"nowhere: expected the kubelet's device plugin directory, found none"):
-        await Registration(tmp_path / "nowhere", ground.plugin).serve()
-    assert capfd.readouterr() == ("", "")
-
-
-@contextmanager
-def full_disk() -> Iterator[None]:
-    """No file of this process may grow."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-async def test_cdi_specification_is_replaced_or_left_as_it_was_if_the_disk_is_full(ground: Ground) -> None:
-    ground.directory.mkdir()
-    path = cdi.path_of(ground.directory, "slot-0")
-    path.write_text("a file of others with this name")
-    await ground.plugin.pre_start(["slot-0"])
-    before = path.read_bytes()
-    assert b'"CARPOOL_POD_UID=uid-a"' in before
-    with full_disk(), pytest.raises(RefusedError, match=r"expected to write the CDI specification of pod default/a: "):
-        await ground.plugin.pre_start(["slot-0"])
-    assert [p.name for p in ground.directory.iterdir()] == [path.name], "nothing half-written is left"
-    assert path.read_bytes() == before
-
-
-@pytest.mark.parametrize("name", ["theirs.json", "nvidia.yaml", "../etc/theirs.yaml"])
-async def test_specification_of_others_for_our_devices(ground: Ground, name: str) -> None:
-    """The runtime refuses a device that two files describe, without a reason in the pod's events."""
-    ground.directory.mkdir()
-    ground.directory.with_name("etc").mkdir()
-    theirs = (ground.directory / name).resolve()
-    theirs.write_text(f'{{"cdiVersion": "0.6.0", "kind": "{CDI_KIND}", "devices": [{{"name": "slot-0"}}]}}')
-    with pytest.raises(RefusedError, match=rf"expected Carpool alone to describe.*found {theirs}; remove it"):
-        await ground.plugin.pre_start(["slot-0"])
-    theirs.write_text('{"kind": "vendor.com/net", "devices": []}')
-    await ground.plugin.pre_start(["slot-0"])
 
 
 HOSTILE_ANSWERS = ['"} 1\nDCGM_FI_DEV_GPU_UTIL{pod="x', "../../../etc/passwd", "$(reboot)", "a" * 5000, "\u202e\x00"]

@@ -17,6 +17,7 @@ import pytest
 from agent_world import World
 from carpool_core.kube.api import GPU_NODES
 from carpool_core.resources.node import Reservation, TenantProfile
+from carpool_core.testing.clock import FakeClock
 from carpool_core.values import GpuUuid, SharingMode
 from carpool_deviceplugin.gpu import SetMode, StartMps, StopMps
 from carpool_deviceplugin.mps import PROGRAM, Daemon, Mps, MpsError, MpsProcesses, MpsProgram, MpsStatus
@@ -512,19 +513,6 @@ def test_found_process_counts_until_it_has_ended(show: Callable[[int, str], Path
         assert not look()
 
 
-class Seconds:
-    """A clock that passes only in sleep."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
 @pytest.fixture
 def gone() -> int:
     """ID of a process that has ended."""
@@ -534,10 +522,11 @@ def gone() -> int:
 
 
 def test_process_that_the_driver_holds_is_named(gone: int) -> None:
-    seconds = Seconds()
+    clock = FakeClock()
+    began = clock.monotonic()
     with pytest.raises(MpsError, match=f"expected MPS processes to end when they are killed, found {gone} still there"):
-        MpsProcesses(monotonic=seconds.monotonic, sleep=seconds.sleep).end(lambda: {gone: 1})
-    assert 4 <= seconds.now < 4.3, "one second for the first signal, three for the second"
+        MpsProcesses(monotonic=clock.monotonic, sleep=clock.advance).end(lambda: {gone: 1})
+    assert 4 <= clock.monotonic() - began < 4.3, "one second for the first signal, three for the second"
 
 
 def test_failed_start_names_the_daemon_that_it_leaves(
@@ -552,8 +541,8 @@ def test_failed_start_names_the_daemon_that_it_leaves(
     (its / "environ").write_text(f"A=b\0CUDA_MPS_PIPE_DIRECTORY={pipe}\0")
     proc.mkdir()
     (tmp_path / "bin" / PROGRAM).write_text(f"#!/bin/sh\nmv {tmp_path}/later/* {proc}\necho no such device\nexit 1\n")
-    seconds = Seconds()
-    processes = MpsProcesses(proc, seconds.monotonic, seconds.sleep)
+    clock = FakeClock()
+    processes = MpsProcesses(proc, clock.monotonic, clock.advance)
     for directory in (pipe, shm):
         directory.mkdir(parents=True)
     daemon = Daemon(GPU, tmp_path / GPU)

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+import resource
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import grpc
 import msgspec
 import pytest
+from carpool_core.keys import CDI_KIND
 from carpool_core.kube.api import GPU_NODES, NODES, PODS
 from carpool_core.kube.pods import (
     Container,
@@ -22,20 +25,28 @@ from carpool_core.kube.pods import (
     SecurityContext,
     container_uid,
 )
-from carpool_core.resources.node import GpuNode, Partition
+from carpool_core.resources.node import GpuNode, Partition, Reservation
+from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import PartitionState, PodUid, SharingMode
+from carpool_deviceplugin import cdi
+from carpool_deviceplugin.gpu import Access
 from carpool_deviceplugin.metrics import AgentCollector
 from carpool_deviceplugin.plugin import (
+    AgentState,
+    KubeletError,
     LaterError,
     Owner,
+    Plugin,
     RefusedError,
+    Registration,
     check_same_user,
     earlier_reservations,
     living_pod,
     owner_of,
     ready_reservation,
 )
+from carpool_deviceplugin.plugin import PodResources as PodResourcesClient
 from carpool_deviceplugin.protos import deviceplugin_pb2, podresources_pb2
 from carpool_deviceplugin.protos.podresources_pb2 import ContainerDevices, ContainerResources, PodResources
 from carpool_deviceplugin.settings import AgentSettings
@@ -430,6 +441,105 @@ def test_the_first_reservation_waits_for_no_other(reserve) -> None:
     reservations = [second, elsewhere, first]
     assert earlier_reservations(first, reservations) == []
     assert earlier_reservations(second, reservations) == [first]
+
+
+class Prestart:
+    """A plugin whose pod `a` holds slot 0 and has a ready reservation; PodResources fails as often as `failures`."""
+
+    def __init__(self, directory: Path, reservation: Reservation) -> None:
+        self.directory, self.clock, self.failures, self.asked = directory, FakeClock(), 0, 0
+        state = AgentState(
+            pod=lambda _: starting_pod(),
+            reservations=lambda: [reservation],
+            partitions=lambda: [partition()],
+            access=lambda uuid, pod_uid: Access(env={"A": "b"}, mounts=()),
+            held=self._held,
+        )
+        self.plugin = Plugin(
+            state,
+            directory,
+            also_read=(directory.with_name("etc"),),
+            gpus=1,
+            slots_per_gpu=8,
+            clock=self.clock,
+            sleep=self._sleep,
+        )
+
+    async def _sleep(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    async def _held(self) -> list[PodResources]:
+        self.asked += 1
+        if self.failures:
+            self.failures -= 1
+            raise KubeletError("kubelet.sock: expected an answer, found DEADLINE_EXCEEDED: Deadline Exceeded")
+        return [holds("a", "slot-0")]
+
+
+@pytest.fixture
+def prestart(tmp_path: Path, reserve) -> Prestart:
+    return Prestart(tmp_path / "cdi", reserve("a", "GPU-1"))
+
+
+async def test_podresources_are_waited_for_and_refused_in_time(prestart: Prestart) -> None:
+    """The kubelet gives PreStartContainer 30 s, and tries again."""
+    prestart.failures = 10**6
+    began = prestart.clock.monotonic()
+    expected = r"expected the kubelet's PodResources to name the holder of slot-0.*DEADLINE"
+    with pytest.raises(RefusedError, match=expected):
+        await prestart.plugin.pre_start(["slot-0"])
+    assert 5 <= prestart.clock.monotonic() - began < 6
+    prestart.failures, prestart.asked = 3, 0
+    await prestart.plugin.pre_start(["slot-0"])
+    assert (prestart.asked, cdi.path_of(prestart.directory, "slot-0").exists()) == (4, True)
+
+
+async def test_podresources_without_an_answer_times_out(tmp_path: Path) -> None:
+    """A kubelet that hangs accepts its socket's calls, and never answers."""
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(tmp_path / "kubelet.sock"))
+        silent.listen()
+        client = PodResourcesClient(tmp_path / "kubelet.sock", within_s=0.1)
+        for _ in range(2):
+            with pytest.raises(KubeletError, match=r"kubelet.sock: expected an answer, found DEADLINE_EXCEEDED"):
+                await client.list()
+
+
+async def test_a_missing_kubelet_directory_is_an_error(prestart: Prestart, tmp_path: Path, capfd) -> None:
+    """Regression: gRPC wrote a line of its own each second."""
+    with pytest.raises(KubeletError, match=r"nowhere: expected the kubelet's device plugin directory, found none"):
+        await Registration(tmp_path / "nowhere", prestart.plugin).serve()
+    assert capfd.readouterr() == ("", "")
+
+
+async def test_cdi_specification_is_replaced_or_left_as_it_was_if_the_disk_is_full(prestart: Prestart) -> None:
+    prestart.directory.mkdir()
+    path = cdi.path_of(prestart.directory, "slot-0")
+    path.write_text("a file of others with this name")
+    await prestart.plugin.pre_start(["slot-0"])
+    written, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    assert b'"CARPOOL_POD_UID=uid-a"' in written
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # no file of this process may grow
+    try:
+        with pytest.raises(RefusedError, match=r"expected to write the CDI specification of pod default/a: "):
+            await prestart.plugin.pre_start(["slot-0"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [p.name for p in prestart.directory.iterdir()] == [path.name], "nothing half-written is left"
+    assert path.read_bytes() == written
+
+
+@pytest.mark.parametrize("name", ["theirs.json", "nvidia.yaml", "../etc/theirs.yaml"])
+async def test_specification_of_others_for_our_devices(prestart: Prestart, name: str) -> None:
+    """The runtime refuses a device that two files describe, without a reason in the pod's events."""
+    prestart.directory.mkdir()
+    prestart.directory.with_name("etc").mkdir()
+    theirs = (prestart.directory / name).resolve()
+    theirs.write_text(f'{{"cdiVersion": "0.6.0", "kind": "{CDI_KIND}", "devices": [{{"name": "slot-0"}}]}}')
+    with pytest.raises(RefusedError, match=rf"expected Carpool alone to describe.*found {theirs}; remove it"):
+        await prestart.plugin.pre_start(["slot-0"])
+    theirs.write_text('{"kind": "vendor.com/net", "devices": []}')
+    await prestart.plugin.pre_start(["slot-0"])
 
 
 FOLDER = Path(__file__).parents[2] / "deviceplugin"

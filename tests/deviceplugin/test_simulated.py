@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from carpool_core.resources.node import Tenant
+from carpool_core.testing.clock import FakeClock
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
 from carpool_deviceplugin.gpu import DeviceError, Devices, Limits, NoDevicesError, SetLimits, SetMode, StartMps, StopMps
 from carpool_deviceplugin.simulated import SimulatedDevices, parse_inventory
@@ -38,19 +39,6 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 FREE_MIB = 40960 - 624
-
-
-class Time:
-    """Monotonic seconds that pass only in `sleep`."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def clock(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 def test_full_device_fails_with_pytorchs_words(device: Device, environ) -> None:
@@ -152,10 +140,10 @@ def test_mps_without_its_daemon(device: Device, mps, environ) -> None:
 
 
 def test_step_alone_takes_its_time_and_is_accounted(device: Device, environ) -> None:
-    time = Time()
-    device = Device(device.directory, time.clock)
+    time = FakeClock()
+    device = Device(device.directory, time.monotonic)
     before = device.reading().energy_j
-    with open_gpus(environ(), clock=time.clock, sleep=time.sleep) as (gpu,):
+    with open_gpus(environ(), clock=time.monotonic, sleep=time.advance) as (gpu,):
         assert gpu.run(1.0, sm_active=0.5, dram_active=0.25, gpu_util=0.8) == pytest.approx(1.0)
         during = device.reading()
     assert before < during.energy_j <= device.reading().energy_j, "the GPU's energy never falls"
@@ -166,12 +154,11 @@ def test_step_alone_takes_its_time_and_is_accounted(device: Device, environ) -> 
 
 
 def test_neighbour_slows_a_step_down_only_while_it_works(device: Device, environ) -> None:
-    time = Time()
-    a = open_gpus(environ("pod-a"), clock=time.clock, sleep=time.sleep)[0]
-    b = open_gpus(environ("pod-b"), clock=time.clock, sleep=time.sleep)[0]
+    time = FakeClock()
+    (a,), (b,) = (open_gpus(environ(pod), clock=time.monotonic, sleep=time.advance) for pod in ("pod-a", "pod-b"))
     b.run(1.0)
     assert a.run(0.5) > 0.75, "the neighbour is between two steps"
-    time.now += 60
+    time.advance(60)
     assert a.run(1.0) == pytest.approx(1.0), "the neighbour is idle"
     a.close()
     b.close()
@@ -518,25 +505,20 @@ def test_invalid_claims_with_a_valid_checksum_are_ignored(
     assert path.exists(), "a living process holds it"
 
 
-def fifo(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def link(path: Path) -> None:
-    path.symlink_to(path.parents[1] / "device.json")
-
-
 def folder(path: Path) -> None:
     path.mkdir()
     (path / "inside").touch()
 
 
-def secret(path: Path) -> None:
-    path.touch()
-    path.chmod(0)
+FILES = {
+    "fifo": os.mkfifo,
+    "link": lambda path: path.symlink_to(path.parents[1] / "device.json"),
+    "folder": folder,
+    "unreadable": lambda path: path.touch(mode=0),
+}
 
 
-@pytest.mark.parametrize("make", [fifo, link, folder, secret])
+@pytest.mark.parametrize("make", FILES.values(), ids=FILES)
 @pytest.mark.parametrize("name", ["x.claim", "x.new", os.fsdecode(b"\xff.claim")])
 def test_invalid_claim_files_block_no_process(
     devices: SimulatedDevices, claims: Path, enter, make: Callable[[Path], None], name: str

@@ -29,8 +29,6 @@ class Faithless:
     hides_fate: bool = False
     """The daemon does not report a fault, and survives a kill."""
     energy_leaks: bool = False
-    has_no_torch: bool = False
-    has_no_cgroups: bool = False
     wastes_s: float = 0.0
     """Processor time that each second of waiting costs."""
 
@@ -105,8 +103,6 @@ class FakeMachine:
 
     def start(self, gpu: GpuUuid, kind: Kind, pod: str, environment: Mapping[str, str]) -> FakeLoad:
         """Start a process."""
-        if self.faithless.has_no_torch:
-            raise SkippedError("it takes PyTorch with CUDA")
         assert environment["CUDA_VISIBLE_DEVICES"] == gpu  # otherwise the trial proves nothing
         pid, pipe = 100 + len(self.loads), environment.get("CUDA_MPS_PIPE_DIRECTORY", "")
         limit = environment.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "")
@@ -151,8 +147,8 @@ class FakeMachine:
                 load.doomed_at = self.node.seconds + _LINGER_S
 
     def in_cgroup(self, load: object) -> str:
-        """Say why a process is not in a pod's cgroup."""
-        return "no cgroups here" if self.faithless.has_no_cgroups else ""
+        """Return why a process is not in a pod's cgroup; empty if it is."""
+        return ""
 
     def kill_daemon(self, gpu: GpuUuid) -> None:
         """End a daemon, and its server with it."""

@@ -1,6 +1,7 @@
 """Trials of the agent on a GPU: each returns what it measured, and raises FailedError or SkippedError."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from carpool_core.products import UnknownProductError, find_product
@@ -25,17 +26,8 @@ SHARES = (100, 50, 25)
 DIES_WITHIN_S = 30.0
 
 
-def two_processes_share(trial: Trial) -> str:
-    """Two training processes behind one daemon; the one that asks for too much dies alone."""
-    return _share(trial, 2)
-
-
-def three_processes_share(trial: Trial) -> str:
-    """The same with three."""
-    return _share(trial, 3)
-
-
-def _share(trial: Trial, count: int) -> str:
+def processes_share(trial: Trial, count: int) -> str:
+    """Train so many processes behind one daemon; the one that asks for too much dies alone."""
     wanted = [reservation(trial, f"p{i}", MPS, mib=LIMIT_MIB, percent=100 // count) for i in range(count)]
     with running(trial, Kind.TRAIN, wanted) as loads:
         actual = trial.machine.devices.actual(trial.gpu)
@@ -223,8 +215,8 @@ TRIALS: Mapping[str, Callable[[Trial], str]] = {
     "activity": activity_of_known_kernels,
     "energy": energy_adds_up,
     "attribution": processes_belong_to_pods,
-    "mps-two": two_processes_share,
-    "mps-three": three_processes_share,
+    "mps-two": partial(processes_share, count=2),
+    "mps-three": partial(processes_share, count=3),
     "mps-threads": thread_percentage_limits_sm_activity,
     "mps-fault": fault_names_all_clients,
     "mps-killed": dead_daemon_names_all_clients,

@@ -69,18 +69,9 @@ def test_a_machine_that_breaks_a_promise_fails(tmp_path: Path, faithless, trial:
     assert there.machine.living() == [], "a failed trial cleans up"
 
 
-@pytest.mark.parametrize(
-    ("kind", "faithless", "trial", "message"),
-    [
-        ("H100", {"has_no_torch": True}, "mps-two", "it takes PyTorch with CUDA"),
-        ("H100", {"has_no_cgroups": True}, "attribution", "it takes a cgroup of the pod: no cgroups here"),
-        ("A100-40", {}, "activity", "SM activity is measured on Hopper and newer, or where DCGM's host engine runs"),
-    ],
-)
-def test_a_missing_requirement_is_named(tmp_path: Path, kind: str, faithless, trial: str, message: str) -> None:
-    with pytest.raises(SkippedError) as skipped:
-        TRIALS[trial](fake(tmp_path, kind, **faithless))
-    assert message in str(skipped.value)
+def test_a_missing_requirement_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SkippedError, match="SM activity is measured on Hopper and newer, or where DCGM's host engine"):
+        TRIALS["activity"](fake(tmp_path, "A100-40"))
 
 
 def test_the_program_trains_takes_memory_and_dies_alone() -> None:

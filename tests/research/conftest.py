@@ -2,4 +2,4 @@ import sys
 from pathlib import Path
 
 # --import-mode=importlib gives test folders no import path of their own.
-sys.path[:0] = [str(Path(__file__).parent.parent / "extender")]
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "extender")]

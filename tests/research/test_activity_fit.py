@@ -31,12 +31,12 @@ from carpool_research.tables import DataError
 COLUMNS = ["Filename", "Activations-Params", "Batch Size", "Avg GPUTL", "Avg SMACT", "Avg SMOCC", "Status"]
 
 
-def write(data: Path, kind: str, rows: list[list[object]], columns: list[str] = COLUMNS) -> Path:
+def write(data: Path, kind: str, rows: list[list[object]]) -> Path:
     folder = data / "gpumemnet"
     folder.mkdir(exist_ok=True)
     with (folder / f"{kind}_a100_40gb.csv").open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(columns)
+        writer.writerow(COLUMNS)
         writer.writerows(rows)
     return data
 
@@ -103,11 +103,7 @@ def test_dead_runs_are_dropped(tmp_path: Path) -> None:
     assert len(clean(read_rows(write(tmp_path, "mlp", rows), "mlp"))) == 1
 
 
-def test_invalid_rows_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="found no such file"):
-        read_rows(tmp_path, "mlp")
-    with pytest.raises(DataError, match="lacks the columns Avg SMACT, Avg SMOCC"):
-        read_rows(write(tmp_path, "mlp", [], COLUMNS[:4]), "mlp")
+def test_an_unreadable_row_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"\.csv:2: cannot read the row"):
         read_rows(write(tmp_path, "cnn", [mlp(64, 8, "wide", 50)]), "cnn")
 

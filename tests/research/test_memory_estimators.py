@@ -5,36 +5,12 @@ import random
 import numpy as np
 import pytest
 import torch
-from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
-from carpool_core.values import MIB
-from carpool_predictor.features import cost_at
 from carpool_research.memory import baselines
 from carpool_research.memory.baselines import ESTIMATORS, Classifier, Estimator
 from carpool_research.memory.fit import Sample
+from memory_samples import sample
 
 LARGEST_MIB = 10 * 40960
-
-
-def sample(number: int, batch: int, noise: random.Random) -> Sample:
-    size = 4 + 3 * number
-    step = TracedStep(
-        batch_size=batch,
-        peak_bytes=(size * batch + 9 * size) * MIB,
-        activation_bytes=size * batch * MIB,
-        reserved_bytes=int(1.1 * (size * batch + 9 * size) * MIB),
-        flops=1e9 * size * batch,
-        bytes_moved=1e8 * batch * (1 + number % 7),
-        kernels=100 + number,
-    )
-    features = ModelFeatures(
-        parameters=size * MIB,
-        trainable_parameters=size * MIB,
-        parameter_bytes=3 * size * MIB,
-        steps=[step],
-        layers=LayerCounts(convolution=number % 5, linear=1 + number % 3),
-    )
-    measured = 1500 + (1.2 * size * batch + 10 * size) * noise.gauss(1, 0.02)
-    return Sample(f"m{number}", f"f{number % 8}", batch, measured, measured / 2, features, cost_at(features, batch))
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
-from carpool_core.values import MIB
-from carpool_predictor.features import MalformedError, cost_at
+from carpool_predictor.features import MalformedError
 from carpool_predictor.models.memory import Pair, correction_of, fit_line, read_model, shipped
 from carpool_research.memory.fit import (
     FILE,
@@ -25,7 +23,7 @@ from carpool_research.memory.fit import (
     out_of_fold,
     read_rows,
 )
-from carpool_research.tables import DataError
+from memory_samples import sample
 
 
 def test_line_is_found_through_outliers() -> None:
@@ -54,35 +52,6 @@ def runs(model: str, *peaks: float) -> list[Row]:
 )
 def test_cleaning_drops_dead_runs(peaks: tuple[float, ...], kept: int) -> None:
     assert clean(runs("m", *peaks)) == runs("m", *peaks)[:kept]
-
-
-def test_a_missing_column_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "rows.csv"
-    file.write_text("timm_model,batch_size\nresnet50,8\n")
-    with pytest.raises(DataError, match="max_gpu_memory_mib, timm_module"):
-        read_rows(file)
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"absent\.csv"):
-        read_rows(tmp_path / "absent.csv")
-
-
-def sample(number: int, batch: int, rng: random.Random) -> Sample:
-    size = 10 + 9 * number
-    step = TracedStep(
-        batch_size=batch,
-        peak_bytes=size * batch * MIB,
-        activation_bytes=0,
-        reserved_bytes=int(1.05 * size * batch * MIB),
-        flops=1e9 * size * batch,
-        bytes_moved=1e8 * batch * (1 + number % 7),
-        kernels=100 + number,
-    )
-    layers = LayerCounts(convolution=number % 5, linear=number % 3)
-    features = ModelFeatures(parameters=1, trainable_parameters=1, parameter_bytes=4, steps=[step], layers=layers)
-    measured = (1.2 * 1.05 * size * batch + 1500) * rng.gauss(1, 0.03)
-    return Sample(f"m{number}", f"family{number % 10}", batch, measured, 0.0, features, cost_at(features, batch))
 
 
 @pytest.fixture(scope="module")

@@ -5,17 +5,9 @@ import numpy as np
 import pytest
 from carpool_core.values import SharingMode
 from carpool_predictor.models.slowdown import SlowdownModel, shipped, slowdowns
-from carpool_research.slowdown import fit, gavel, lucid
+from carpool_research.slowdown import fit, gavel
 from carpool_research.slowdown.fit import train_slowdown
 from carpool_research.slowdown.gavel import LeftOutErrors
-from carpool_research.tables import DataError
-
-
-def of(mode, profiles, present=None):
-    """Slowdowns of one GPU's tenants, given as (util, sm, dram)."""
-    columns = np.array(profiles, dtype=float).reshape(len(profiles), 3).T[:, None, :]
-    mask = np.ones((1, len(profiles)), dtype=bool) if present is None else np.array([present])
-    return slowdowns(mode, *columns, mask)[0]
 
 
 def write_gavel(tmp_path):
@@ -81,7 +73,8 @@ def test_pairs_are_predicted_by_the_shipped_formulas(tmp_path):
     assert found.weighted == pytest.approx(found.measured, rel=0.02)  # weights and corrections explain the rest
     shares = np.array([0.3, 0.9])
     equal = gavel.Weights(shares, np.array([[0, 1]]), k).predict(np.zeros(4))
-    assert equal[0] == pytest.approx(of(SharingMode.TIME_SLICING, [(0.3, 0, 0), (0.9, 0, 0)]))
+    nothing = np.zeros((1, 2))
+    assert equal[0] == pytest.approx(slowdowns(SharingMode.TIME_SLICING, shares[None], nothing, nothing)[0])
 
 
 def test_each_kind_of_training_has_its_own_exponent(tmp_path):
@@ -107,9 +100,3 @@ def test_a_difference_of_exponents_has_a_standard_error_over_jobs():
 def test_the_smallest_exponent_within_one_standard_error_is_taken(errors, expected):
     of_jobs = {exponent: LeftOutErrors(dict(zip("AB", one, strict=True))) for exponent, one in errors.items()}
     assert gavel.most_cautious(of_jobs) == expected
-
-
-@pytest.mark.parametrize(("read", "name"), [(gavel.read, "gavel"), (lucid.read, "lucid"), (fit.read, "gpumemnet")])
-def test_missing_measurements_are_named(tmp_path, read, name):
-    with pytest.raises(DataError, match=f"expected .*{name}"):
-        read(tmp_path)
