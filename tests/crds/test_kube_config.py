@@ -74,14 +74,6 @@ def test_kubeconfig_gives_server_namespace_and_token(kubeconfig: Write) -> None:
     assert endpoint.token.at(0) == "secret"
 
 
-def test_named_context_wins_over_the_service_account(kubeconfig: Write, tmp_path: Path) -> None:
-    kubeconfig()
-    (tmp_path / ".kube").mkdir()
-    (tmp_path / "config").rename(tmp_path / ".kube" / "config")
-    environ = {"HOME": str(tmp_path), "KUBERNETES_SERVICE_HOST": "10.0.0.1"}
-    assert load_endpoint(KubeSettings(context="there"), environ).server == "http://other"
-
-
 def test_token_file_is_reread_each_minute(kubeconfig: Write, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("one\n")
     token = load_endpoint(kubeconfig(user={"tokenFile": "token"})).token
@@ -158,12 +150,21 @@ def test_official_client_is_imported_only_for_kubeconfigs() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_default_kubeconfig_is_used(kubeconfig: Write, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("context", "pod", "server"),
+    [
+        pytest.param(None, {}, "http://api:1234", id="as kubectl does outside of pods"),
+        pytest.param("there", {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "http://other", id="in a pod, a named context"),
+    ],
+)
+def test_default_kubeconfig_is_used(
+    kubeconfig: Write, tmp_path: Path, context: str | None, pod: dict[str, str], server: str
+) -> None:
     """Regression: where kubectl works without KUBECONFIG, `carpool explain` found no cluster."""
-    kubeconfig(user={"token": "default"})
+    kubeconfig()
     (tmp_path / ".kube").mkdir()
     (tmp_path / "config").rename(tmp_path / ".kube" / "config")
-    assert load_endpoint(KubeSettings(), {"HOME": str(tmp_path)}).token.at(0) == "default"
+    assert load_endpoint(KubeSettings(context=context), {"HOME": str(tmp_path), **pod}).server == server
 
 
 @pytest.mark.parametrize("environ", [{}, {"HOME": "/nonexistent"}, {"HOME": "/" + "h" * 300}])

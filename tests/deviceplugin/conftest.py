@@ -10,7 +10,9 @@ from typing import Any
 
 import jsonschema
 import pytest
+from carpool_core.kube.api import NODES
 from carpool_core.resources.node import Reservation
+from carpool_core.testing.kube import FakeKube
 from carpool_core.values import GpuUuid, JobUid, PodUid, SharingMode
 from carpool_deviceplugin.mps import PROGRAM, Mps, MpsProgram
 from carpool_deviceplugin.simulated import SimulatedDevices, parse_inventory
@@ -143,6 +145,14 @@ def valid_cdi() -> Callable[[dict[str, Any]], None]:
         assert not early, f"expected a newer cdiVersion than {spec['cdiVersion']} for {early}"
 
     return check
+
+
+@pytest.fixture
+def kube() -> FakeKube:
+    """An API server with the Node `node-1`."""
+    kube = FakeKube()
+    kube.seed(NODES, {"metadata": {"name": "node-1"}})
+    return kube
 
 
 @pytest.fixture

@@ -95,6 +95,13 @@ def edits_of(spec: dict) -> dict:
     return spec["devices"][0]["containerEdits"]
 
 
+def of_both_gpus(node: Node, reserve) -> dict[str, dict]:
+    """Return the specifications of a container with both GPUs, by slot."""
+    devices = node.devices()
+    wanted = reserve("a", *devices.uuids, mode=SharingMode.EXCLUSIVE)
+    return cdi.specifications(wanted, ["slot-0", "slot-1"], {u: devices.access(u) for u in devices.uuids})
+
+
 @pytest.mark.parametrize("name", ["host.yaml", "driver-container.json"])
 def test_the_fixtures_are_sound(valid_cdi, name: str) -> None:
     valid_cdi(yaml.safe_load((FIXTURES / name).read_text()))
@@ -102,11 +109,7 @@ def test_the_fixtures_are_sound(valid_cdi, name: str) -> None:
 
 def test_by_index_where_uuids_are_not_named(valid_cdi, node: Node, reserve) -> None:
     shutil.copy(FIXTURES / "host.yaml", node.root / "cdi" / "nvidia.yaml")
-    devices = node.devices()
-    gpus = devices.uuids
-    specs = cdi.specifications(
-        reserve("a", *gpus, mode=SharingMode.EXCLUSIVE), ["slot-0", "slot-1"], {u: devices.access(u) for u in gpus}
-    )
+    specs = of_both_gpus(node, reserve)
     for spec in specs.values():
         valid_cdi(spec)
     first, second = edits_of(specs["slot-0"]), edits_of(specs["slot-1"])
@@ -139,12 +142,8 @@ def test_mps_on_a_real_gpu(valid_cdi, node: Node, reserve) -> None:
 
 
 def test_without_a_specification_the_runtime_is_told(node: Node, reserve) -> None:
-    devices = node.devices()
-    gpus = devices.uuids
-    specs = cdi.specifications(
-        reserve("a", *gpus, mode=SharingMode.EXCLUSIVE), ["slot-0", "slot-1"], {u: devices.access(u) for u in gpus}
-    )
-    assert env_of(specs["slot-0"])["NVIDIA_VISIBLE_DEVICES"] == ",".join(gpus)
+    specs = of_both_gpus(node, reserve)
+    assert env_of(specs["slot-0"])["NVIDIA_VISIBLE_DEVICES"] == ",".join(node.devices().uuids)
     assert env_of(specs["slot-0"])["NVIDIA_DRIVER_CAPABILITIES"] == "compute,utility"
 
 

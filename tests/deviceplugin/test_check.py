@@ -140,6 +140,12 @@ def test_thousands_of_deviations_are_counted(tmp_path: Path) -> None:
     assert len(message) < 2000
 
 
+def opened(library: FakeNvml) -> Session:
+    session = Session(library)
+    session.open()
+    return session
+
+
 NOW_S = 1_700_000_000.0
 
 
@@ -180,9 +186,7 @@ class Sampled(FakeNvml):
     ],
 )  # fmt: skip
 def test_the_contract_checks_utilization_samples(samples: list[tuple[int, int, int]] | None, expected: str) -> None:
-    session = Session(Sampled(samples))
-    session.open()
-    found = list(check_utilization(session, lambda: NOW_S))
+    found = list(check_utilization(opened(Sampled(samples)), lambda: NOW_S))
     assert [expected in one for one in found] == [True] * bool(expected), found
 
 
@@ -193,9 +197,7 @@ def test_the_contract_checks_utilization_samples(samples: list[tuple[int, int, i
 def test_the_contract_checks_processes(pid: int, memory_mib: int, instance: int | None, expected: str) -> None:
     fake = FakeNvml(["T4"])
     fake.start(0, pid, memory_mib, instance=instance)
-    session = Session(fake)
-    session.open()
-    (found,) = check_processes(session)
+    (found,) = check_processes(opened(fake))
     assert f"expected {expected}" in found
 
 
@@ -208,8 +210,6 @@ class Repeating(FakeNvml):
 
 def test_the_contract_finds_duplicate_processes() -> None:
     fake = Repeating(["T4"])
-    session = Session(fake)
-    session.open()
     fake.start(0, 42, 1)
-    (found,) = check_processes(session)
+    (found,) = check_processes(opened(fake))
     assert found.endswith("expected each process once, found 1 duplicates, such as (42, None)")

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pynvml
 import pytest
+from agent_world import registry_of, reserve_on
 from carpool_core.kube.api import GPU_NODES
 from carpool_core.resources.node import GpuNode
 from carpool_core.settings import InputError
@@ -22,7 +23,6 @@ from carpool_deviceplugin.cdi import NvidiaCdi
 from carpool_deviceplugin.commands import agent, inspect_node, listening
 from carpool_deviceplugin.commands import node as command
 from carpool_deviceplugin.gpu import Access, CreateInstance, NoDevicesError
-from carpool_deviceplugin.metrics import AgentCollector
 from carpool_deviceplugin.mig import Placement
 from carpool_deviceplugin.mig_instances import read_mig_devices
 from carpool_deviceplugin.settings import AgentSettings
@@ -32,7 +32,7 @@ from carpool_deviceplugin.testing.nvml import FakeNvml
 from carpool_deviceplugin.timeouts import Intervals
 from click.testing import CliRunner, Result
 from node_world import inspectable, run
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 
@@ -450,12 +450,10 @@ HOSTILE_ANSWERS = ['"} 1\nDCGM_FI_DEV_GPU_UTIL{pod="x', "../../../etc/passwd", "
 async def test_hostile_names_stay_names(devices, tmp_path: Path, reserve, enter, name: str) -> None:
     """The API server refuses such names; the agent does not rely on that."""
     agent = flowing(AgentSettings(node_name="n", kubelet=False, state_dir=tmp_path), FakeKube(), devices)
-    registry, kube, gpu = CollectorRegistry(), agent.reconciler._api, devices.uuids[0]
-    registry.register(AgentCollector(agent))
+    registry, gpu = registry_of(agent), devices.uuids[0]
     hostile = msgspec.structs.replace(reserve("a", gpu), pod_name=name, job_name=name, pod_namespace=name)
     async with running(agent):
-        await until(lambda: kube.dump_all(GPU_NODES))
-        await kube.patch(GPU_NODES, "n", {"spec": {"reservations": [msgspec.to_builtins(hostile)]}})
+        await reserve_on(agent.reconciler._api, hostile, name="n")
         await until(lambda: [p.state.value for p in agent.reconciler.partitions] == ["Ready"])
         with enter(gpu, "a"):
             await until(lambda: agent.reconciler.meters[gpu].usage)
@@ -475,11 +473,8 @@ async def test_hostile_names_stay_names(devices, tmp_path: Path, reserve, enter,
 @pytest.mark.parametrize("uuid", ["GPU-elsewhere", "GPU-1/../../x", "", "GPU-$(id)", "x" * 10_000])
 async def test_a_foreign_or_hostile_gpu_uuid_fails_its_reservation(devices, tmp_path: Path, reserve, uuid: str) -> None:
     agent = flowing(AgentSettings(node_name="n", kubelet=False, state_dir=tmp_path), FakeKube(), devices)
-    kube = agent.reconciler._api
     async with running(agent):
-        await until(lambda: kube.dump_all(GPU_NODES))
-        wanted = reserve("a", uuid, mode=SharingMode.MPS)
-        await kube.patch(GPU_NODES, "n", {"spec": {"reservations": [msgspec.to_builtins(wanted)]}})
+        await reserve_on(agent.reconciler._api, reserve("a", uuid, mode=SharingMode.MPS), name="n")
         await until(lambda: [p.state.value for p in agent.reconciler.partitions] == ["Failed"])
     assert len(agent.reconciler.partitions[0].message) <= 4096
     assert "expected a GPU out of GPU-" in agent.reconciler.partitions[0].message

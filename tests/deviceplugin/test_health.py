@@ -7,26 +7,22 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
 import pynvml
 import pytest
-from carpool_core.kube.api import GPU_NODES
-from carpool_core.resources.node import Device, GpuNode, GpuNodeStatus
+from agent_world import registry_of, reserve_on, status_of
+from carpool_core.resources.node import Device, GpuNodeStatus
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, GpuUuid, SharingMode
 from carpool_deviceplugin.gpu import DeviceError, GpuActual, Reading
 from carpool_deviceplugin.health import Health, Signals, next_health
-from carpool_deviceplugin.metrics import AgentCollector
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.simulated import SimulatedDevices, parse_inventory
-from carpool_deviceplugin.testing.gpus import FakeGpu
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.node import Node, flowing, running, until
 from carpool_deviceplugin.testing.nvml import FakeNvml
 from carpool_deviceplugin.timeouts import Intervals, TimeLimitedCaller
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry
 
 
 @pytest.fixture
@@ -99,36 +95,26 @@ def test_gpu_that_is_busy_at_idle_power_is_stuck(node: Node) -> None:
     assert devices.inventory()[0].health is DeviceHealth.HEALTHY
 
 
-def errors(gpu: FakeGpu) -> None:
-    gpu.ecc_uncorrectable += 2
-
-
-def waiting_row(gpu: FakeGpu) -> None:
-    gpu.remap = (0, 1, 1, 0)
-
-
-def no_spare_row(gpu: FakeGpu) -> None:
-    gpu.remap = (0, 1, 0, 1)
-
-
-def heat(gpu: FakeGpu) -> None:
-    gpu.clock_reasons = pynvml.nvmlClocksEventReasonHwThermalSlowdown
-
-
 @pytest.mark.parametrize(
-    ("happens", "message", "heals"),
+    ("counters", "message", "heals"),
     [
-        (errors, "2 uncorrectable ECC errors", True),
-        (waiting_row, "a row of its memory waits to be remapped: drain the GPU and reset it", False),
-        (no_spare_row, "a row of its memory could not be remapped: replace the GPU", False),
-        (heat, "it has slowed down for heat for more than 30 s", False),
+        ({"ecc_uncorrectable": 2}, "2 uncorrectable ECC errors", True),
+        ({"remap": (0, 1, 1, 0)}, "a row of its memory waits to be remapped: drain the GPU and reset it", False),
+        ({"remap": (0, 1, 0, 1)}, "a row of its memory could not be remapped: replace the GPU", False),
+        (
+            {"clock_reasons": pynvml.nvmlClocksEventReasonHwThermalSlowdown},
+            "it has slowed down for heat for more than 30 s",
+            False,
+        ),
     ],
+    ids=["errors", "waiting-row", "no-spare-row", "heat"],
 )
-def test_counters_of_the_driver_make_a_gpu_unhealthy(node: Node, happens, message: str, heals: bool) -> None:
+def test_counters_of_the_driver_make_a_gpu_unhealthy(node: Node, counters: dict, message: str, heals: bool) -> None:
     """It is healthy again after a quiet minute."""
     devices = node.devices()
     devices.inventory()
-    happens(node.nvml.gpus[0])
+    for name, value in counters.items():
+        setattr(node.nvml.gpus[0], name, value)
     devices.inventory()
     node.advance(31)
     first, second = devices.inventory()
@@ -316,18 +302,13 @@ def release() -> Iterator[threading.Event]:
     event.set()
 
 
-def status_of(kube: FakeKube) -> GpuNodeStatus:
-    found = kube.dump_all(GPU_NODES)
-    return msgspec.convert(found[0], GpuNode).status if found else GpuNodeStatus()
-
-
 async def test_hung_gpu_is_unhealthy_alone(tmp_path, release, reserve) -> None:
     """Regression: every GPU of the node became unhealthy, and a scrape blocked the event loop."""
-    devices, kube, registry = Hanging(tmp_path, release), FakeKube(), CollectorRegistry()
+    devices, kube = Hanging(tmp_path, release), FakeKube()
     settings = AgentSettings(node_name="node-1", kubelet=False, state_dir=tmp_path)
     # Real seconds: on a busy machine a GPU that is well takes some of them, too.
     agent = flowing(settings, kube, devices, Intervals(step_deadline_s=0.4))
-    registry.register(AgentCollector(agent))
+    registry = registry_of(agent)
     hung, well = devices.uuids
     async with running(agent):
         await until(lambda: len(status_of(kube).devices) == 2)
@@ -336,8 +317,7 @@ async def test_hung_gpu_is_unhealthy_alone(tmp_path, release, reserve) -> None:
         await until(lambda: not agent.reconciler.meters[hung].is_current)
         assert [d.health.value for d in status_of(kube).devices] == ["Unhealthy", "Healthy"]
         assert hung in status_of(kube).devices[0].health_message
-        reservation = reserve("a", well, mode=SharingMode.EXCLUSIVE)
-        await kube.patch(GPU_NODES, "node-1", {"spec": {"reservations": [msgspec.to_builtins(reservation)]}})
+        await reserve_on(kube, reserve("a", well, mode=SharingMode.EXCLUSIVE))
         await until(lambda: [p.state.value for p in status_of(kube).partitions] == ["Ready"])
         used = next(m for m in registry.collect() if m.name == "DCGM_FI_DEV_FB_USED")
         assert [s.labels["UUID"] for s in used.samples] == [well]
@@ -350,8 +330,7 @@ async def test_hung_gpu_is_unhealthy_alone(tmp_path, release, reserve) -> None:
 def test_scrape_calls_no_gpu(tmp_path, release) -> None:
     devices = Hanging(tmp_path, release)
     settings = AgentSettings(node_name="node-1", kubelet=False, state_dir=tmp_path)
-    registry = CollectorRegistry()
-    registry.register(AgentCollector(flowing(settings, FakeKube(), devices)))
+    registry = registry_of(flowing(settings, FakeKube(), devices))
     devices.hang = True
     assert [m for m in registry.collect() if m.name == "carpool_agent_gpu_healthy"]
 

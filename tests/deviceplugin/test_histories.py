@@ -11,20 +11,17 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
-import msgspec
 import pytest
+from agent_world import GpuAgent, states
 from carpool_core.resources.node import Reservation
-from carpool_core.values import JobUid, PartitionState, PodUid
-from carpool_deviceplugin.device_state import GpuWorker
-from carpool_deviceplugin.nvml_devices import NvmlDevices
+from carpool_core.values import JobUid, PartitionState, PodUid, SharingMode
 from carpool_deviceplugin.partitions import plan
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
-from carpool_deviceplugin.testing.node import Inline, Node, uid
+from carpool_deviceplugin.testing.node import Node, uid
 from carpool_deviceplugin.testing.nvml import FakeNvml
-from carpool_deviceplugin.timeouts import Intervals
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nvml_history import MPS, READY, History
+from nvml_history import MPS, READY, History, KilledError
 from plan_world import EXCLUSIVE, IDLE, TIME_SLICING, apply
 from structlog.testing import capture_logs
 
@@ -154,10 +151,6 @@ def test_any_history_converges_without_disturbing_running_pods(history) -> None:
     assert actual == IDLE, "everything is returned in the end"
 
 
-class KilledError(BaseException):
-    """The agent is gone at once."""
-
-
 class Deadly(FakeMpsCommands):
     """Programs in whose calls the agent may die: before they do anything, and after they did."""
 
@@ -181,40 +174,38 @@ class Deadly(FakeMpsCommands):
         return answer
 
 
-def live(devices: NvmlDevices, wanted: list, then: list) -> None:
-    """Prepare a GPU, use it, prepare it for another pod, and return it."""
-    gpu = devices.uuids[0]
-    for reservations in (wanted, then, []):
-        for step in plan(devices.actual(gpu), reservations).steps:
-            devices.apply(gpu, step)
+KILLED = {
+    "MPS": ("T4", [("a", MPS), ("b", MPS)], [("c", EXCLUSIVE)]),
+    "MIG on Ampere": ("A100-40", [("a", "1g.5gb"), ("b", "4g.20gb")], [("c", EXCLUSIVE)]),
+    "MIG on Hopper": ("H100", [("a", "1g.10gb"), ("b", "4g.40gb")], []),
+}
 
 
-async def test_at_every_call(tmp_path: Path, reserve) -> None:
+@pytest.mark.parametrize(("kind", "first", "then"), KILLED.values(), ids=KILLED)
+async def test_agent_killed_at_each_call_is_continued(tmp_path: Path, reserve, kind: str, first, then) -> None:
+    """At every call of the driver and of MPS; the next agent prepares what is wanted, and leaves nothing behind."""
     for at in count():
         mps = Deadly()
-        node = Node(FakeNvml(["T4"]), mps, tmp_path / str(at))
-        devices = node.devices()
-        gpu = devices.uuids[0]
-        a, b, c = (
-            msgspec.structs.replace(reserve(pod, gpu, mode=mode, memory_limit_mib=1000), pod_uid=PodUid(uid(pod)))
-            for pod, mode in (("a", MPS), ("b", MPS), ("c", EXCLUSIVE))
-        )
+        agent = GpuAgent(Node(FakeNvml([kind]), mps, tmp_path / str(at), may_switch_mig=True), reserve)
         mps.left = iter(range(at))
-        node.nvml.before_each(lambda _, mps=mps: mps.step())
+        agent.node.nvml.before_each(lambda _, mps=mps: mps.step())
         try:
-            live(devices, [a, b], [c])
+            for wanted in (first, then, []):
+                await agent.want(*wanted)
         except KilledError:
             mps.left = count()
         else:
             break
-        worker = GpuWorker(gpu, node.devices(), lambda: None, Intervals(), caller=Inline())
-        for wanted, mode, has_daemon in (([a, b], MPS, True), ([c], EXCLUSIVE, False), ([], None, False)):
-            worker.want(wanted)
-            await worker.once()
-            assert {o.state for o in worker.partitions.values()} <= {PartitionState.READY}, at
-            actual = worker._devices.actual(gpu)
-            assert (actual.mode, actual.mps_daemon, bool(mps.daemons)) == (mode, has_daemon, has_daemon), at
-            assert actual.limits.keys() == {r.pod_uid for r in wanted if mode is MPS}, at
+        agent.restart()
+        for wanted in (first, then, []):
+            found = await agent.want(*wanted)
+            assert set(states(found).values()) <= {READY}, at
+            actual, modes = agent.devices.actual(agent.gpu), {r.mode for r in agent.reservations(*wanted)}
+            has_daemon = modes == {MPS}
+            assert ({actual.mode} - {None}, actual.mps_daemon, bool(mps.daemons)) == (modes, has_daemon, has_daemon), at
+            assert actual.limits.keys() == {uid(pod) for pod, _ in wanted if has_daemon}, at
+            profiles = sorted(what for _, what in wanted if not isinstance(what, SharingMode))
+            assert sorted(name.partition("@")[0] for name in agent.instances) == profiles, at
     assert at > 40
 
 

@@ -7,14 +7,15 @@ from typing import Any
 
 import msgspec
 import pytest
-from carpool_core.kube.api import GPU_NODES, NODES
+from agent_world import registry_of, reserve_on
+from carpool_core.kube.api import NODES
 from carpool_core.resources.node import Reservation, Tenant
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
 from carpool_deviceplugin.app import Agent
 from carpool_deviceplugin.gpu import DeviceError, ProcessUsage, Reading, SetMode
 from carpool_deviceplugin.metering import Meter, damp_changes
-from carpool_deviceplugin.metrics import DEVICE_GAUGES, ENERGY, AgentCollector
+from carpool_deviceplugin.metrics import DEVICE_GAUGES, ENERGY
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.node import Node, flowing, running, uid, until
@@ -386,16 +387,8 @@ def agent(devices, tmp_path) -> Agent:
 
 async def hold(agent: Agent, *reservations: Reservation) -> None:
     """Make these the node's reservations, and wait until all are ready."""
-    kube = agent.reconciler._api
-    await until(lambda: kube.dump_all(GPU_NODES))
-    await kube.patch(GPU_NODES, "node-1", {"spec": {"reservations": msgspec.to_builtins(reservations)}})
+    await reserve_on(agent.reconciler._api, *reservations)
     await until(lambda: [p.state.value for p in agent.reconciler.partitions] == ["Ready"] * len(reservations))
-
-
-def registry_of(agent: Agent) -> CollectorRegistry:
-    registry = CollectorRegistry()
-    registry.register(AgentCollector(agent))
-    return registry
 
 
 async def sampled(agent: Agent) -> CollectorRegistry:

@@ -2,22 +2,21 @@
 
 import json
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pynvml
 import pytest
-from agent_world import World
-from carpool_core.kube.api import GPU_NODES, NODES
+from agent_world import GpuAgent, World, mig_node, reserve_on, states, status_of
+from carpool_core.kube.api import NODES
 from carpool_core.kube.errors import Overloaded
-from carpool_core.resources.node import Partition, Reservation
+from carpool_core.resources.node import Reservation
 from carpool_core.testing.kube import FakeKube
-from carpool_core.values import DeviceHealth, GpuUuid, NodeName, PartitionState, PodUid, SharingMode
+from carpool_core.values import DeviceHealth, NodeName, PartitionState, PodUid, SharingMode
 from carpool_deviceplugin import cdi
 from carpool_deviceplugin.cdi import NvidiaCdi
-from carpool_deviceplugin.device_state import GpuWorker
 from carpool_deviceplugin.gpu import DeviceError, NoDevicesError, SetMode
 from carpool_deviceplugin.mig import MigDevice, MigTable, Placement
 from carpool_deviceplugin.mig_instances import create_instance
@@ -28,86 +27,12 @@ from carpool_deviceplugin.reconciler import MIG_CONFIG, NodeLabels
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.testing.gpus import HARDWARE
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
-from carpool_deviceplugin.testing.node import Inline, Node, flowing, running, uid, until
+from carpool_deviceplugin.testing.node import Node, flowing, running, uid, until
 from carpool_deviceplugin.testing.nvml import FakeNvml
-from carpool_deviceplugin.timeouts import Intervals
 
 EXCLUSIVE, TIME_SLICING, MPS, MIG = SharingMode
 READY, PREPARING, FAILED = PartitionState.READY, PartitionState.PREPARING, PartitionState.FAILED
 Reserve = Callable[..., Reservation]
-
-
-class MigAgent:
-    """Looks after the node's first GPU.
-
-    Args:
-        node: With the GPU.
-        reserve: Makes a reservation for a pod and a GPU.
-        confirm: Says whether what the agent may do has changed.
-    """
-
-    def __init__(self, node: Node, reserve: Reserve, confirm: Callable[[], Awaitable[bool]] | None = None) -> None:
-        self.node, self._reserve, self._confirm = node, reserve, confirm
-        self.devices = node.devices()
-        self.worker = self._worker()
-
-    def _worker(self) -> GpuWorker:
-        if self._confirm is None:
-            return GpuWorker(self.gpu, self.devices, lambda: None, Intervals(), caller=Inline())
-        return GpuWorker(self.gpu, self.devices, lambda: None, Intervals(), self._confirm, Inline())
-
-    def begin(self) -> None:
-        """A restarted agent on the same node, which has only the status."""
-        promised = frozenset(pod for pod, outcome in self.worker.partitions.items() if outcome.state is READY)
-        self.devices = self.node.devices()
-        self.worker = self._worker()
-        self.worker.remember(promised)
-
-    @property
-    def gpu(self) -> GpuUuid:
-        """The GPU."""
-        return self.devices.uuids[0]
-
-    def reservations(self, *wanted: tuple[str, str | SharingMode]) -> list[Reservation]:
-        """Make reservations of profiles, or of other modes, for pods."""
-        return [
-            msgspec.structs.replace(
-                self._reserve(pod, self.gpu, mode=what if isinstance(what, SharingMode) else SharingMode.MIG),
-                pod_uid=PodUid(uid(pod)),
-                mig_profile=None if isinstance(what, SharingMode) else what,
-            )
-            for pod, what in wanted
-        ]
-
-    async def want(self, *wanted: tuple[str, str | SharingMode]) -> dict[str, Partition]:
-        """Reserve profiles, or other modes, for pods; return the partitions."""
-        self.worker.want(self.reservations(*wanted))
-        await self.worker.once()
-        return {pod: self.worker.partitions[PodUid(uid(pod))] for pod, _ in wanted}
-
-    @property
-    def instances(self) -> dict[str, int]:
-        """Instances on the hardware: ID by profile and position."""
-        return {f"{i.profile.name}@{i.start}": i.id for i in self.node.nvml.gpus[0].mig.instances.values()}
-
-
-def mig_node(directory: Path, kind: str = "A100-40", *, on: bool = True, may_switch: bool = False) -> Node:
-    """Make a node with one GPU that has MIG.
-
-    Args:
-        directory: Of the node's files.
-        kind: The GPU's short name.
-        on: Whether MIG is switched on.
-        may_switch: Whether agents may switch it.
-    """
-    node = Node(FakeNvml([kind]), FakeMpsCommands(), directory, may_switch_mig=may_switch)
-    node.nvml.gpus[0].mig.is_enabled = node.nvml.gpus[0].mig.is_pending = on
-    return node
-
-
-def states(partitions: dict[str, Partition]) -> dict[str, PartitionState]:
-    """Return how far each pod's share is."""
-    return {pod: outcome.state for pod, outcome in partitions.items()}
 
 
 @pytest.fixture
@@ -210,36 +135,34 @@ def test_a_node_without_readable_gpus_is_an_error(tmp_path: Path, kinds: list[st
     ids=["lost", "no-uuid", "reset-required", "unknown-error", "unified-memory"],
 )
 async def test_one_unusable_gpu_of_eight_is_reported_and_the_others_are_used(
-    tmp_path: Path, function: str, code: int, reason: str
+    tmp_path: Path, kube: FakeKube, function: str, code: int, reason: str
 ) -> None:
     """Regression: the agent did not start."""
-    node, kube = Node(FakeNvml(["H100"] * 8), FakeMpsCommands(), tmp_path), FakeKube()
+    node = Node(FakeNvml(["H100"] * 8), FakeMpsCommands(), tmp_path)
     node.nvml.fail_next(function, code)
     devices = node.devices()
     assert len(devices.uuids) == 7
-    async with running(flowing(AgentSettings(node_name="n", kubelet=False, state_dir=tmp_path), kube, devices)):
-        await until(lambda: kube.dump_all(GPU_NODES) and kube.dump_all(GPU_NODES)[0].get("status"))
-        condition, _ = kube.dump_all(GPU_NODES)[0]["status"]["conditions"]
-    assert (condition["status"], condition["reason"]) == ("True", "SomeGpusUnhealthy")
-    assert condition["message"].startswith("7 of 8 GPUs are healthy: ")
-    assert reason in condition["message"]
+    async with running(flowing(AgentSettings(node_name="node-1", kubelet=False, state_dir=tmp_path), kube, devices)):
+        condition, _ = await until(lambda: status_of(kube).conditions)
+    assert (condition.status, condition.reason) == ("True", "SomeGpusUnhealthy")
+    assert condition.message.startswith("7 of 8 GPUs are healthy: ")
+    assert reason in condition.message
 
 
 @pytest.mark.parametrize(
     ("driver", "is_offered"), [("470.256.02", False), ("535.288.01", False), ("550.54.14", True), ("", True)]
 )
-async def test_mps_is_offered_from_driver_550_on(tmp_path: Path, driver: str, is_offered: bool, reserve) -> None:
+async def test_mps_is_offered_from_driver_550_on(tmp_path: Path, kube, driver: str, is_offered: bool, reserve) -> None:
     """Regression: older daemons do not know `get_server_status`, so that pods with a fatal fault looked healthy."""
-    node, kube = Node(FakeNvml(["T4"]), FakeMpsCommands(), tmp_path), FakeKube()
+    node = Node(FakeNvml(["T4"]), FakeMpsCommands(), tmp_path)
     node.nvml.driver_version = driver
     devices = node.devices()
     assert (MPS in devices.describe(devices.uuids[0]).modes) == is_offered
-    async with running(flowing(AgentSettings(node_name="n", kubelet=False, state_dir=tmp_path), kube, devices)):
-        await until(lambda: kube.dump_all(GPU_NODES) and kube.dump_all(GPU_NODES)[0].get("status"))
-        _, condition = kube.dump_all(GPU_NODES)[0]["status"]["conditions"]
-    assert (condition["type"], condition["status"]) == ("MpsAvailable", str(is_offered))
+    async with running(flowing(AgentSettings(node_name="node-1", kubelet=False, state_dir=tmp_path), kube, devices)):
+        _, condition = await until(lambda: status_of(kube).conditions)
+    assert (condition.type, condition.status) == ("MpsAvailable", str(is_offered))
     if not is_offered:
-        assert f"expected driver 550 or newer for MPS, found {driver}" in condition["message"]
+        assert f"expected driver 550 or newer for MPS, found {driver}" in condition.message
         refused = plan(devices.actual(devices.uuids[0]), [reserve("a", devices.uuids[0], mode=MPS)]).refused
         assert "expected a mode out of Exclusive, TimeSlicing, found MPS" in "".join(refused.values())
 
@@ -266,11 +189,11 @@ FIXTURES = Path(__file__).parent / "cdi"
 
 
 @pytest.fixture
-def agent(tmp_path: Path, reserve) -> MigAgent:
-    return MigAgent(mig_node(tmp_path), reserve)
+def agent(tmp_path: Path, reserve) -> GpuAgent:
+    return GpuAgent(mig_node(tmp_path), reserve)
 
 
-def specification(agent: MigAgent, pod: str, check: Callable[[dict], None] = lambda _: None) -> dict:
+def specification(agent: GpuAgent, pod: str, check: Callable[[dict], None] = lambda _: None) -> dict:
     reservation = next(r for r in agent.worker._wanted if r.pod_uid == uid(pod))
     access = {agent.gpu: agent.devices.access(agent.gpu, reservation.pod_uid)}
     spec = cdi.specifications(reservation, ["slot-0"], access)["slot-0"]
@@ -278,7 +201,7 @@ def specification(agent: MigAgent, pod: str, check: Callable[[dict], None] = lam
     return spec["devices"][0]["containerEdits"]
 
 
-async def test_runtime_gets_the_mig_device(agent: MigAgent, valid_cdi) -> None:
+async def test_runtime_gets_the_mig_device(agent: GpuAgent, valid_cdi) -> None:
     await agent.want(("a", "3g.20gb"), ("b", "1g.5gb"))
     names = {}
     for pod in "ab":
@@ -290,7 +213,7 @@ async def test_runtime_gets_the_mig_device(agent: MigAgent, valid_cdi) -> None:
 
 
 @pytest.mark.parametrize("listed", ["0", "0:0"], ids=["whole-gpu", "mig-device-of-another-pod"])
-async def test_mig_access_is_composed_from_the_drivers_numbers(agent: MigAgent, valid_cdi, listed: str) -> None:
+async def test_mig_access_is_composed_from_the_drivers_numbers(agent: GpuAgent, valid_cdi, listed: str) -> None:
     """Regression: an entry `0:0` with /dev/nvidia0 counted as the GPU, and opened another pod's instance."""
     (agent.node.root / "cdi").mkdir()
     theirs = [{"path": "/dev/nvidia0"}, {"path": "/dev/dri/card1"}]
@@ -322,7 +245,7 @@ def test_mig_device_nodes_need_no_file_on_the_node(tmp_path: Path) -> None:
     assert [(n["type"], n["major"], n["minor"]) for n in nodes] == [("c", 195, 0), ("c", 236, 30), ("c", 236, 31)]
 
 
-async def test_specification_of_the_mig_device_itself_comes_first(agent: MigAgent, valid_cdi) -> None:
+async def test_specification_of_the_mig_device_itself_comes_first(agent: GpuAgent, valid_cdi) -> None:
     await agent.want(("a", "3g.20gb"))
     device = next(iter(agent.node.nvml.gpus[0].mig.instances.values())).compute[0].uuid
     (agent.node.root / "cdi").mkdir()
@@ -331,7 +254,7 @@ async def test_specification_of_the_mig_device_itself_comes_first(agent: MigAgen
     assert "THEIRS=1" in specification(agent, "a", valid_cdi)["env"]
 
 
-async def test_pod_without_an_instance_gets_none(agent: MigAgent) -> None:
+async def test_pod_without_an_instance_gets_none(agent: GpuAgent) -> None:
     await agent.want(("a", "3g.20gb"))
     with pytest.raises(DeviceError, match="expected a MIG instance of pod other, found none"):
         agent.devices.access(agent.gpu, PodUid("other"))
@@ -339,7 +262,7 @@ async def test_pod_without_an_instance_gets_none(agent: MigAgent) -> None:
 
 @pytest.mark.parametrize("kind", ["A100-40", "H100"])
 async def test_mode_is_switched_only_if_allowed_and_idle(tmp_path: Path, reserve, kind: str) -> None:
-    agent = MigAgent(mig_node(tmp_path, kind, on=False, may_switch=True), reserve)
+    agent = GpuAgent(mig_node(tmp_path, kind, on=False, may_switch=True), reserve)
     profile = "1g.5gb" if kind == "A100-40" else "1g.10gb"
     assert agent.devices.describe(agent.gpu).modes == [EXCLUSIVE, TIME_SLICING, MPS, MIG]
     assert states(await agent.want(("a", EXCLUSIVE))) == {"a": READY}
@@ -354,7 +277,7 @@ async def test_mode_is_switched_only_if_allowed_and_idle(tmp_path: Path, reserve
 
 
 async def test_xids_are_reported_after_a_reset_in_place(tmp_path: Path, reserve) -> None:
-    agent = MigAgent(mig_node(tmp_path, on=False, may_switch=True), reserve)
+    agent = GpuAgent(mig_node(tmp_path, on=False, may_switch=True), reserve)
     await agent.want(("a", "1g.5gb"))
     agent.node.nvml.raise_xid(0, 95)
     assert "XID 95" in agent.devices.describe(agent.gpu).health_message
@@ -374,7 +297,7 @@ def test_mig_without_profiles_is_unhealthy(tmp_path: Path, may_switch: bool, mod
 
 
 async def test_mode_is_not_switched_where_not_allowed(tmp_path: Path, reserve) -> None:
-    agent = MigAgent(mig_node(tmp_path, on=False), reserve)
+    agent = GpuAgent(mig_node(tmp_path, on=False), reserve)
     found = (await agent.want(("a", "1g.5gb")))["a"]
     assert (found.state, agent.node.nvml.gpus[0].mig.is_enabled) == (FAILED, False)
     assert "expected a mode out of Exclusive, MPS, TimeSlicing, found MIG" in found.message
@@ -383,7 +306,7 @@ async def test_mode_is_not_switched_where_not_allowed(tmp_path: Path, reserve) -
 
 
 async def test_virtual_machine_cannot_reset_and_is_left_as_it_was(tmp_path: Path, reserve) -> None:
-    agent = MigAgent(mig_node(tmp_path, on=False, may_switch=True), reserve)
+    agent = GpuAgent(mig_node(tmp_path, on=False, may_switch=True), reserve)
     agent.node.nvml.gpus[0].mig.can_reset = False
     found = (await agent.want(("a", "1g.5gb")))["a"]
     assert found.state is FAILED
@@ -393,7 +316,7 @@ async def test_virtual_machine_cannot_reset_and_is_left_as_it_was(tmp_path: Path
 
 
 async def test_gpu_with_instances_of_others_is_never_switched(tmp_path: Path, reserve) -> None:
-    agent = MigAgent(mig_node(tmp_path, may_switch=True), reserve)
+    agent = GpuAgent(mig_node(tmp_path, may_switch=True), reserve)
     table = agent.node.nvml.gpus[0].mig.table
     create_instance(agent.devices.session, agent.gpu, Placement(table.find("1g.5gb"), 0))
     found = (await agent.want(("a", EXCLUSIVE)))["a"]
@@ -402,7 +325,7 @@ async def test_gpu_with_instances_of_others_is_never_switched(tmp_path: Path, re
 
 
 async def test_hopper_forgets_its_mode_with_the_driver_and_is_divided_again(tmp_path: Path, reserve) -> None:
-    agent = MigAgent(mig_node(tmp_path, "H100", on=False, may_switch=True), reserve)
+    agent = GpuAgent(mig_node(tmp_path, "H100", on=False, may_switch=True), reserve)
     await agent.want(("a", "3g.40gb"))
     agent.node.nvml.restart_driver()
     assert not agent.node.nvml.gpus[0].mig.is_enabled
@@ -432,7 +355,7 @@ class Labels:
 async def test_label_keeps_the_agent_off_and_running_pods_stay(tmp_path: Path, reserve) -> None:
     labels = Labels()
     asked: list[NodeLabels] = []
-    agent = MigAgent(mig_node(tmp_path), reserve, lambda: asked[0].read())
+    agent = GpuAgent(mig_node(tmp_path), reserve, lambda: asked[0].read())
     asked.append(labels.manager(agent.devices))
     assert agent.devices.describe(agent.gpu).modes == [], "the label was not read yet"
     await asked[0].read()
@@ -496,7 +419,7 @@ async def test_label_that_cannot_be_read_stays_as_it_was(tmp_path: Path) -> None
     assert devices.describe(devices.uuids[0]).modes == [MIG]
 
 
-async def test_instances_come_and_go_with_reservations(agent: MigAgent) -> None:
+async def test_instances_come_and_go_with_reservations(agent: GpuAgent) -> None:
     assert agent.devices.describe(agent.gpu).modes == [MIG]
     assert states(await agent.want(("a", "3g.20gb"), ("b", "1g.5gb"))) == {"a": READY, "b": READY}
     assert {name.partition("@")[0] for name in agent.instances} == {"3g.20gb", "1g.5gb"}
@@ -510,7 +433,7 @@ async def test_instances_come_and_go_with_reservations(agent: MigAgent) -> None:
     assert agent.devices.actual(agent.gpu).mode is None
 
 
-async def test_running_pods_keep_their_instances_and_others_wait(agent: MigAgent) -> None:
+async def test_running_pods_keep_their_instances_and_others_wait(agent: GpuAgent) -> None:
     await agent.want(("a", "7g.40gb"))
     (instance,) = agent.instances.values()
     agent.node.start(0, 42, "a", instance=instance)
@@ -522,7 +445,7 @@ async def test_running_pods_keep_their_instances_and_others_wait(agent: MigAgent
     assert set(agent.instances) == {"3g.20gb@4"}
 
 
-async def test_idle_instance_is_used_again(agent: MigAgent) -> None:
+async def test_idle_instance_is_used_again(agent: GpuAgent) -> None:
     await agent.want(("a", "3g.20gb"), ("b", "3g.20gb"))
     before = agent.instances
     assert states(await agent.want(("b", "3g.20gb"), ("c", "3g.20gb"))) == {"b": READY, "c": READY}
@@ -539,14 +462,14 @@ async def test_idle_instance_is_used_again(agent: MigAgent) -> None:
         ([("a", "1g.5gb"), ("b", TIME_SLICING)], "expected a mode out of MIG, found TimeSlicing"),
     ],
 )
-async def test_a_profile_that_does_not_fit_fails_alone(agent: MigAgent, wanted, message: str) -> None:
+async def test_a_profile_that_does_not_fit_fails_alone(agent: GpuAgent, wanted, message: str) -> None:
     found = await agent.want(*wanted)
     assert states(found) == {"a": READY, "b": FAILED}
     assert message in found["b"].message
     assert len(found["b"].message) < 400, "hostile names are cut"
 
 
-async def test_instances_of_others_are_neither_given_out_nor_touched(agent: MigAgent) -> None:
+async def test_instances_of_others_are_neither_given_out_nor_touched(agent: GpuAgent) -> None:
     session, table = agent.devices.session, agent.node.nvml.gpus[0].mig.table
     create_instance(session, agent.gpu, Placement(table.find("3g.20gb"), 0))
     theirs = agent.instances["3g.20gb@0"]
@@ -564,7 +487,7 @@ async def test_instances_of_others_are_neither_given_out_nor_touched(agent: MigA
     assert agent.devices.actual(agent.gpu).mode is None
 
 
-async def test_replaced_instance_belongs_to_its_creator(agent: MigAgent) -> None:
+async def test_replaced_instance_belongs_to_its_creator(agent: GpuAgent) -> None:
     await agent.want(("a", "3g.20gb"))
     mig = agent.node.nvml.gpus[0].mig
     mig.instances.clear()
@@ -576,41 +499,34 @@ async def test_replaced_instance_belongs_to_its_creator(agent: MigAgent) -> None
 # The whole agent.
 
 
-async def test_from_the_api_server_to_the_instance_and_back(tmp_path: Path, reserve) -> None:
-    kube, node = FakeKube(), mig_node(tmp_path)
-    kube.seed(NODES, {"metadata": {"name": "node-1"}})
+async def test_from_the_api_server_to_the_instance_and_back(tmp_path: Path, kube: FakeKube, reserve) -> None:
+    node = mig_node(tmp_path)
     devices = node.devices()
     settings = AgentSettings(node_name="node-1", kubelet=False, state_dir=tmp_path)
     wanted = msgspec.structs.replace(reserve("a", devices.uuids[0], mode=MIG), mig_profile="2g.10gb")
-
-    def status() -> dict:
-        found = kube.dump_all(GPU_NODES)
-        return found[0].get("status", {}) if found else {}
-
     async with running(flowing(settings, kube, devices)):
-        await until(lambda: status().get("devices"))
-        await kube.patch(GPU_NODES, "node-1", {"spec": {"reservations": [msgspec.to_builtins(wanted)]}})
-        await until(lambda: [p["state"] for p in status()["partitions"]] == ["Ready"])
+        await reserve_on(kube, wanted)
+        await until(lambda: [p.state for p in status_of(kube).partitions] == [READY])
         assert [i.profile.name for i in node.nvml.gpus[0].mig.instances.values()] == ["2g.10gb"]
-        await until(lambda: status()["devices"][0].get("mode") == "MIG")
-        await kube.patch(GPU_NODES, "node-1", {"spec": {"reservations": []}})
+        await until(lambda: status_of(kube).devices[0].mode is MIG)
+        await reserve_on(kube)
         await until(lambda: not node.nvml.gpus[0].mig.instances)
 
 
-async def test_a_new_agent_continues(agent: MigAgent) -> None:
+async def test_a_new_agent_continues(agent: GpuAgent) -> None:
     await agent.want(("a", "3g.20gb"), ("b", "1g.5gb"))
     before = agent.instances
-    agent.begin()
+    agent.restart()
     assert states(await agent.want(("a", "3g.20gb"), ("b", "1g.5gb"))) == {"a": READY, "b": READY}
     assert agent.instances == before
 
 
-async def test_running_pods_are_recognised_after_all_state_is_lost(agent: MigAgent) -> None:
+async def test_running_pods_are_recognised_after_all_state_is_lost(agent: GpuAgent) -> None:
     await agent.want(("a", "3g.20gb"), ("b", "1g.5gb"))
     before = agent.instances
     agent.node.start(0, 42, "a", instance=before["3g.20gb@4"])
     shutil.rmtree(agent.node.root / "state")
-    agent.begin()
+    agent.restart()
     assert states(await agent.want(("a", "3g.20gb"))) == {"a": READY}
     assert agent.instances == before, "an idle instance without a known creator stays"
     agent.node.end(0, 42)
@@ -618,53 +534,10 @@ async def test_running_pods_are_recognised_after_all_state_is_lost(agent: MigAge
     assert set(agent.instances) == {n for n in before if n.startswith("1g")}
 
 
-class KilledError(BaseException):
-    """The agent is gone at once."""
-
-
-@pytest.mark.parametrize("kind", ["A100-40", "H100"])
-async def test_agent_killed_at_each_call_is_continued(tmp_path: Path, reserve, kind: str) -> None:
-    """At every call of the driver in turn; the next agent ends with what is wanted, and leaves nothing behind."""
-    small, large = ("1g.5gb", "4g.20gb") if kind == "A100-40" else ("1g.10gb", "4g.40gb")
-    at = 0
-    while True:
-        agent = MigAgent(mig_node(tmp_path / str(at), kind, on=False, may_switch=True), reserve)
-        calls = iter(range(at + 1))
-
-        def kill(_: str, calls=calls) -> None:
-            if next(calls, None) is None:
-                raise KilledError
-
-        agent.node.nvml.before_each(kill)
-        try:
-            direct(agent, (small, large))
-        except KilledError:
-            agent.node.nvml.before_each(lambda _: None)
-        else:
-            break
-        agent.begin()
-        found = await agent.want(("a", small), ("b", large))
-        assert states(found) == {"a": READY, "b": READY}, at
-        assert sorted(n.partition("@")[0] for n in agent.instances) == [small, large], at
-        await agent.want()
-        assert agent.instances == {}, at
-        at += 1
-    assert at > 100
-
-
-def direct(agent: MigAgent, profiles: tuple[str, str]) -> None:
-    """Apply the steps of a worker without threads, so that a kill stops at the call."""
-    wanted = agent.reservations(*zip("ab", profiles, strict=True))
-    for step in plan(agent.devices.actual(agent.gpu), wanted).steps:
-        agent.devices.apply(agent.gpu, step)
-    for step in plan(agent.devices.actual(agent.gpu), []).steps:
-        agent.devices.apply(agent.gpu, step)
-
-
 @pytest.mark.parametrize(
     "function", ["nvmlDeviceCreateGpuInstanceWithPlacement", "nvmlGpuInstanceCreateComputeInstance"]
 )
-async def test_a_failed_creation_is_reported_and_leaves_nothing_behind(agent: MigAgent, function: str) -> None:
+async def test_a_failed_creation_is_reported_and_leaves_nothing_behind(agent: GpuAgent, function: str) -> None:
     agent.node.nvml.fail_next(function, pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES)
     found = (await agent.want(("a", "3g.20gb")))["a"]
     assert found.state is FAILED
@@ -674,7 +547,7 @@ async def test_a_failed_creation_is_reported_and_leaves_nothing_behind(agent: Mi
     assert states(await agent.want(("a", "3g.20gb"))) == {"a": READY}
 
 
-async def test_gpu_that_vanishes_during_a_plan(agent: MigAgent) -> None:
+async def test_gpu_that_vanishes_during_a_plan(agent: GpuAgent) -> None:
     def vanish(name: str) -> None:
         if name == "nvmlGpuInstanceCreateComputeInstance":
             agent.node.nvml.gpus[0].is_lost = True

@@ -13,8 +13,9 @@ from typing import Any
 import grpc
 import msgspec
 import pytest
+from agent_world import registry_of, reserve_on, status_of
 from carpool_core.keys import CDI_KIND
-from carpool_core.kube.api import GPU_NODES, NODES, PODS
+from carpool_core.kube.api import PODS
 from carpool_core.kube.pods import (
     Container,
     Pod,
@@ -25,13 +26,12 @@ from carpool_core.kube.pods import (
     SecurityContext,
     container_uid,
 )
-from carpool_core.resources.node import GpuNode, Partition, Reservation
+from carpool_core.resources.node import Partition, Reservation
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import PartitionState, PodUid, SharingMode
 from carpool_deviceplugin import cdi
 from carpool_deviceplugin.gpu import Access
-from carpool_deviceplugin.metrics import AgentCollector
 from carpool_deviceplugin.plugin import (
     AgentState,
     KubeletError,
@@ -54,16 +54,8 @@ from carpool_deviceplugin.testing.node import flowing, running, until
 from fake_kubelet import Kubelet
 from google.protobuf import descriptor_pb2
 from msgspec.structs import replace
-from prometheus_client import CollectorRegistry
 
 EXCLUSIVE, TIME_SLICING, MPS, _ = SharingMode
-
-
-@pytest.fixture
-def kube() -> FakeKube:
-    kube = FakeKube()
-    kube.seed(NODES, {"metadata": {"name": "node-1"}})
-    return kube
 
 
 @pytest.fixture
@@ -93,18 +85,14 @@ async def agent(settings, kube, kubelet):
     async with running(flowing(settings, kube)) as agent:
         await kubelet.registered.get()
         await until(lambda: agent.unready() is None)
-        await until(lambda: kube.dump_all(GPU_NODES) and status(kube).devices)
+        await until(lambda: status_of(kube).devices)
         yield agent
-
-
-def status(kube: FakeKube) -> Any:
-    return msgspec.convert(kube.dump(GPU_NODES, "node-1"), GpuNode).status
 
 
 async def place(kube: FakeKube, *reservations: Any) -> None:
     """Reserve, wait until ready and bind, as the scheduler does."""
-    await kube.patch(GPU_NODES, "node-1", {"spec": {"reservations": msgspec.to_builtins(list(reservations))}})
-    await until(lambda: [p.state.value for p in status(kube).partitions] == ["Ready"] * len(reservations))
+    await reserve_on(kube, *reservations)
+    await until(lambda: [p.state.value for p in status_of(kube).partitions] == ["Ready"] * len(reservations))
     for reservation in reservations:
         pod(kube, reservation.pod_name)
 
@@ -151,8 +139,7 @@ async def test_metrics_name_the_container_that_holds_the_gpu(agent, kubelet, kub
     gpu = agent.devices.uuids[0]
     await place(kube, reserve("a", gpu, mode=EXCLUSIVE))
     await kubelet.admit("a", "slot-0", container="learn")
-    registry = CollectorRegistry()
-    registry.register(AgentCollector(agent))
+    registry = registry_of(agent)
 
     def owners() -> set[tuple[str, str]]:
         samples = [s for m in registry.collect() if m.name == "DCGM_FI_DEV_FB_USED" for s in m.samples]
@@ -246,7 +233,7 @@ async def test_kubelet_that_comes_later(settings, kube) -> None:
 
 async def test_agent_killed_between_allocate_and_start(settings, kube, kubelet, reserve) -> None:
     async with running(flowing(settings, kube)) as agent:
-        await until(lambda: kube.dump_all(GPU_NODES) and status(kube).devices)
+        await until(lambda: status_of(kube).devices)
         gpu = agent.devices.uuids[1]
         await place(kube, reserve("a", gpu, mode=MPS))
         await kubelet.admit("a", "slot-6")
@@ -259,7 +246,7 @@ async def test_agent_killed_between_allocate_and_start(settings, kube, kubelet, 
 
 async def test_slots_of_ended_pods_are_removed_also_by_the_next_agent(settings, kube, kubelet, reserve) -> None:
     async with running(flowing(settings, kube)) as agent:
-        await until(lambda: kube.dump_all(GPU_NODES) and status(kube).devices)
+        await until(lambda: status_of(kube).devices)
         first, second = agent.devices.uuids
         await place(kube, reserve("a", first), reserve("b", second))
         for number, name in enumerate("ab"):

@@ -6,9 +6,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from agent_world import reserve_on, status_of
 from carpool_core.kube.api import EVENTS, GPU_NODES, NODES
-from carpool_core.kube.errors import Forbidden, Invalid, NotFound, Overloaded
-from carpool_core.resources.node import Device, GpuNode, GpuNodeStatus, NodeSummary, Partition, Tenant
+from carpool_core.kube.errors import Forbidden, Invalid, Overloaded
+from carpool_core.resources.node import Device, GpuNodeStatus, NodeSummary, Partition, Tenant
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, GpuUuid, NodeName, PartitionState, PodUid, SharingMode
@@ -33,34 +34,16 @@ from structlog.testing import capture_logs
 
 
 @pytest.fixture
-def kube() -> FakeKube:
-    kube = FakeKube()
-    kube.seed(NODES, {"metadata": {"name": "node-1"}})
-    return kube
-
-
-@pytest.fixture
 def agent(kube, devices, tmp_path) -> Agent:
     return flowing(AgentSettings(node_name="node-1", kubelet=False, state_dir=tmp_path), kube, devices)
 
 
-def status_of(kube: FakeKube, name: str = "node-1") -> Any:
-    return msgspec.convert(kube.dump(GPU_NODES, name), GpuNode).status
-
-
 def exists(kube: FakeKube) -> bool:
-    try:
-        return bool(status_of(kube).devices)
-    except NotFound:
-        return False
+    return bool(status_of(kube).devices)
 
 
 def writes(kube: FakeKube) -> int:
     return sum(call.subresource == "status" for call in kube.calls)
-
-
-async def reserve_on(kube: FakeKube, *reservations: Any) -> None:
-    await kube.patch(GPU_NODES, "node-1", {"spec": {"reservations": msgspec.to_builtins(list(reservations))}})
 
 
 def states(kube: FakeKube) -> dict[str, str]:

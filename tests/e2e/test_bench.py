@@ -1,17 +1,11 @@
 """The benchmarks: small runs of those that need no cluster, and the report."""
 
-import json
 import random
-from pathlib import Path
 
-import msgspec
 import pytest
 from carpool_e2e.bench import placement
 from carpool_e2e.bench.measure import Figure, Section, replaced
 from carpool_e2e.bench.paper import GPUS, TENANTS, draw_load, paper_cluster
-from carpool_e2e.bench.predictions import write_rows
-from carpool_predictor.catalog import store
-from carpool_predictor.rows import Row
 
 
 def test_extender_is_measured_over_its_own_protocol() -> None:
@@ -32,14 +26,6 @@ def test_paper_cluster_promises_no_memory_twice() -> None:
             here = [held for held in node.spec.reservations if gpu.uuid in held.gpu_uuids]
             assert len({held.mode for held in here}) <= 1
             assert sum(held.tenant.memory_mib or 0 for held in here) <= gpu.memory_mib - gpu.reserved_mib
-
-
-def test_rows_cover_every_stored_model(tmp_path: Path) -> None:
-    path, names = tmp_path / "rows.jsonl", [*store.shipped().document.entries]
-    write_rows(path, 2 * len(names))
-    rows = [msgspec.json.decode(line, type=Row) for line in path.read_bytes().splitlines()]
-    assert {json.loads(line)["catalog"]["name"] for line in path.read_text().splitlines()} == set(names)
-    assert len({(row.gpu, row.training.batch_size, row.training.optimizer) for row in rows}) > 50
 
 
 @pytest.mark.parametrize(

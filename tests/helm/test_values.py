@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -50,18 +51,21 @@ def test_every_default_is_described_by_the_schema(path: tuple[str, ...]) -> None
     assert described(path)
 
 
-def test_the_schema_knows_the_logs_that_every_process_knows() -> None:
-    log = SCHEMA["properties"]["settings"]["properties"]["log"]["properties"]
-    assert log["level"]["enum"] == [*LogLevel]
-    assert log["format"]["enum"] == [*LogFormat]
-
-
-def test_the_schema_knows_the_policies_of_the_extender() -> None:
-    assert SCHEMA["properties"]["settings"]["properties"]["policy"]["enum"] == [*POLICIES]
-
-
-def test_the_schema_knows_the_orders_of_the_extender() -> None:
-    assert SCHEMA["properties"]["settings"]["properties"]["queueOrder"]["enum"] == [*QueueOrder]
+@pytest.mark.parametrize(
+    ("path", "choices"),
+    [
+        (("log", "level"), LogLevel),
+        (("log", "format"), LogFormat),
+        (("policy",), POLICIES),
+        (("queueOrder",), QueueOrder),
+    ],
+    ids=["log level", "log format", "policy", "queue order"],
+)
+def test_the_schema_has_the_choices_of_each_setting(path: tuple[str, ...], choices: Iterable[str]) -> None:
+    schema = SCHEMA["properties"]["settings"]
+    for part in path:
+        schema = schema["properties"][part]
+    assert schema["enum"] == [*choices]
 
 
 @pytest.mark.e2e

@@ -14,6 +14,7 @@ from carpool_predictor.profiler.hardware import HardwareError, MpsDaemon, NvmlMa
 from carpool_predictor.profiler.machine import Failed, Process, Ready, Reply, Window, Workload
 from carpool_predictor.profiler.session import (
     COLUMNS,
+    Mode,
     Point,
     Session,
     measure,
@@ -53,21 +54,37 @@ def test_without_memory_by_process_the_rise_of_used_memory_counts() -> None:
     assert row.peak_process_mib == 2000 + CONTEXT_MIB
 
 
+LARGE = {name: Behaviour(memory_mib=25_000) for name in ("timm/resnet50", "timm/vgg16")}
+
+
 @pytest.mark.parametrize(
-    ("behaviour", "status", "word"),
+    ("machine", "mode", "status", "word"),
     [
-        pytest.param(Behaviour(memory_mib=50_000), "out_of_memory", "", id="out of memory"),
-        pytest.param(Behaviour(failure="RuntimeError: no such model"), "failed", "no such model", id="broken model"),
-        pytest.param(Behaviour(is_mute=True), "failed", "no answer within", id="hangs"),
+        pytest.param(FakeMachine(LARGE, memory_mib=20_000), None, "out_of_memory", "", id="out of memory"),
+        pytest.param(
+            FakeMachine({"timm/resnet50": Behaviour(failure="RuntimeError: no such model")}),
+            None,
+            "failed",
+            "no such model",
+            id="broken model",
+        ),
+        pytest.param(
+            FakeMachine({"timm/resnet50": Behaviour(is_mute=True)}), None, "failed", "no answer within", id="hangs"
+        ),
+        pytest.param(FakeMachine(LARGE), "time-slicing", "out_of_memory", "", id="a pair that does not fit together"),
+        pytest.param(
+            FakeMachine(has_mps=False), "mps", "failed", "nvidia-cuda-mps-control", id="a pair without an MPS daemon"
+        ),
     ],
 )
-def test_a_failure_is_a_row_and_ends_all_processes(behaviour: Behaviour, status: str, word: str) -> None:
-    machine = FakeMachine({"timm/resnet50": behaviour})
-    row = Session(machine).measure(Point(work()))
+def test_a_failure_is_a_row_and_ends_all_processes(
+    machine: FakeMachine, mode: Mode | None, status: str, word: str
+) -> None:
+    row = Session(machine).measure(Point(work(), work("timm/vgg16") if mode else None, mode))
     assert row.status == status
     assert word in row.reason
-    assert row.step_time_s is row.peak_process_mib is None
-    assert row.capacity_mib == 40960
+    assert row.step_time_s is row.peak_process_mib is row.slowdown is None
+    assert row.capacity_mib == machine.describe().capacity_mib
     assert not machine.alive
 
 
@@ -83,19 +100,6 @@ def test_a_pair_is_measured_alone_and_together(mode: str, slowdown: float) -> No
     assert row.step_time_s == row.partner_step_time_s == 0.05
     assert (row.slowdown, row.partner_slowdown) == pytest.approx((slowdown, slowdown))
     assert {process.mps for process in machine.processes} == {mode == "mps"}
-
-
-def test_a_pair_that_does_not_fit_together_is_out_of_memory() -> None:
-    machine = FakeMachine({name: Behaviour(memory_mib=25_000) for name in ("timm/resnet50", "timm/vgg16")})
-    row = Session(machine).measure(Point(work(), work("timm/vgg16"), "time-slicing"))
-    assert (row.status, row.slowdown) == ("out_of_memory", None)
-    assert not machine.alive
-
-
-def test_without_mps_the_row_of_a_pair_gives_the_reason() -> None:
-    row = Session(FakeMachine(has_mps=False)).measure(Point(work(), work("timm/vgg16"), "mps"))
-    assert row.status == "failed"
-    assert "nvidia-cuda-mps-control" in row.reason
 
 
 def test_the_sweep_is_deterministic_without_duplicates() -> None:
