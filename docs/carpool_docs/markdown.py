@@ -17,9 +17,9 @@ def code(text: str) -> str:
     return f"`` {text} ``" if "`" in text else f"`{text}`"
 
 
-def fence(text: str, language: str = "") -> str:
+def fence(text: str) -> str:
     """Return lines as a block of code."""
-    return f"```{language}\n{text.rstrip()}\n```"
+    return f"```\n{text.rstrip()}\n```"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

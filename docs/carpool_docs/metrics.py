@@ -16,11 +16,11 @@ from carpool_deviceplugin.settings import AgentSettings
 from carpool_extender import app as extender
 from carpool_extender.settings import ExtenderSettings
 from carpool_operator.metrics import Metrics
-from carpool_operator.settings import OperatorSettings
 from prometheus_client import CollectorRegistry
 
 from carpool_docs.markdown import code, table
 from carpool_docs.markdown import page as page_of
+from carpool_docs.settings import PROCESSES
 
 _INTRODUCTION = """Every process answers `/metrics` in the formats of Prometheus and OpenMetrics, `/healthz`, and
 `/readyz`, which answers with status 503 and the reason if the process is not ready. With the chart all three are on
@@ -61,14 +61,6 @@ class Family:
         return "0 or 1" if self.help.startswith("1 where") else "count"
 
 
-def _operator() -> CollectorRegistry:
-    return Metrics("", list).registry
-
-
-def _extender() -> CollectorRegistry:
-    return extender.build(ExtenderSettings(), FakeKube(), FakeClock()).registry
-
-
 def _agent() -> CollectorRegistry:
     registry = CollectorRegistry()
     with tempfile.TemporaryDirectory() as state:
@@ -90,24 +82,19 @@ class _Read:
         return self._families
 
 
-@dataclass(frozen=True)
-class _Process:
-    registry: Callable[[], CollectorRegistry]
-    port: int
-
-
-PROCESSES: Mapping[str, _Process] = {
-    "operator": _Process(_operator, OperatorSettings().metrics_port),
-    "extender": _Process(_extender, ExtenderSettings().metrics_port),
-    "agent": _Process(_agent, AgentSettings().metrics_port),
+REGISTRIES: Mapping[str, Callable[[], CollectorRegistry]] = {
+    "operator": lambda: Metrics("", list).registry,
+    "extender": lambda: extender.build(ExtenderSettings(), FakeKube(), FakeClock()).registry,
+    "agent": _agent,
 }
+"""Registry of each process."""
 
 
 def families(process: str) -> Iterator[Family]:
     """Yield the metrics of a process, by name."""
     found: dict[str, Family] = {}
     # prometheus_client has labels only in samples, and there are none yet.
-    registry: Any = PROCESSES[process].registry()
+    registry: Any = REGISTRIES[process]()
     for collector in registry._collector_to_names:
         for family in collector.collect():
             labels: tuple[str, ...] = getattr(collector, "_labelnames", ()) or getattr(family, "_labelnames", ())
@@ -119,8 +106,8 @@ def families(process: str) -> Iterator[Family]:
 def page() -> str:
     """Return the page."""
     parts = [_INTRODUCTION]
-    for process, how in PROCESSES.items():
-        parts += [f"## carpool {process}", f"Default port: {how.port} (`--metrics-port`)."]
+    for process in REGISTRIES:
+        parts += [f"## carpool {process}", f"Default port: {PROCESSES[process]().metrics_port} (`--metrics-port`)."]
         parts += [_NOTES[process]] if process in _NOTES else []
         parts.append(table(_HEADER, [_row(family) for family in families(process)]))
     return page_of("Metrics", *parts)

@@ -17,24 +17,120 @@ from rich.console import Console
 
 from carpool_e2e import binaries, chart, controlplane, fleet, nodes, processes
 from carpool_e2e.binaries import CONTROL_PLANE_TOOLS, NODE_TOOLS, Binaries
-from carpool_e2e.chart import NAMESPACE, Adaptation, Local, Rendered, localize
+from carpool_e2e.chart import NAMESPACE, Adaptation, Local, localize
 from carpool_e2e.controlplane import ControlPlane
-from carpool_e2e.errors import HarnessError, MissingError, StartError
-from carpool_e2e.nodes import KubeletNode
+from carpool_e2e.errors import HarnessError
+from carpool_e2e.nodes import KubeletNode, NodeFiles
 from carpool_e2e.processes import Process, ProcessTable, Slot
 
 AGENT_PORT = 9400
 READY_S = 60.0
 
 
-@dataclass(frozen=True)
-class CarpoolProcesses:
-    """Starts operator, scheduler, extender and agents."""
+def carpool_command() -> str:
+    """Return the `carpool` command of the environment that the harness runs in."""
+    return str(Path(sys.executable).with_name("carpool"))
 
-    rendered: Rendered
+
+def scheduler_config(text: str, kubeconfig: Path) -> str:
+    """Return the scheduler's configuration with a kubeconfig, which a pod does not need."""
+    config = yaml.safe_load(text)
+    config["clientConnection"] = {"kubeconfig": str(kubeconfig), **config.get("clientConnection", {})}
+    return yaml.safe_dump(config)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2):  # noqa: S310 - the URL is our own process's
+            return True
+    except OSError:
+        return False
+
+
+PROJECT = chart.PROJECT
+LOGS = PROJECT / "out" / "logs"
+"""Where the logs of the last clusters are left."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Nodes and processes of a cluster."""
+
+    kubelet_nodes: Mapping[str, str] = field(default_factory=dict)
+    """Nodes with a kubelet: name → simulated GPUs. Without root they are nodes without a kubelet."""
+    fleet: Mapping[str, str] = field(default_factory=dict)
+    """Nodes without a kubelet: name → simulated GPUs."""
+    carpool: bool = True
+    """Whether operator, scheduler and agents run."""
+
+
+FULL = Shape(
+    kubelet_nodes={"a100": "NVIDIA A100-SXM4-40GB:4", "h100": "NVIDIA H100 80GB HBM3:4"},
+    fleet={f"t4-{i:02}": "Tesla T4:4" for i in range(20)},
+)
+BARE = Shape(carpool=False)
+
+
+@dataclass
+class Cluster:
+    """A running cluster."""
+
+    slot: Slot
+    shape: Shape
     plane: ControlPlane
     binaries: Binaries
     table: ProcessTable
+    rendered: chart.Rendered
+    kubelets: dict[str, KubeletNode] = field(default_factory=dict)
+    """Nodes with a kubelet."""
+    namespaces: dict[str, int] = field(default_factory=dict)
+    """First process of each such node's namespaces."""
+
+    @property
+    def kubeconfig(self) -> Path:
+        """The administrator's kubeconfig."""
+        return self.plane.state / "admin.kubeconfig"
+
+    @property
+    def processes(self) -> "Cluster":
+        """The cluster, which starts Carpool's processes itself."""
+        return self
+
+    def __getitem__(self, name: str) -> Process:
+        """Return a process: `operator`, `extender`, `kube-scheduler`, `agent-NODE`, `kubelet-NODE`, `fleet`, …."""
+        return self.table[name]
+
+    def kubectl(self, *arguments: str, stdin: str | None = None, timeout_s: float = 60.0) -> str:
+        """Run kubectl as administrator and return what it prints.
+
+        Raises:
+            KubectlError: It failed; the message is its output.
+        """
+        done = subprocess.run(
+            [self.binaries["kubectl"], *arguments],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            env={**os.environ, "KUBECONFIG": str(self.kubeconfig)},
+            check=False,
+        )
+        if done.returncode != 0:
+            raise KubectlError(f"kubectl {' '.join(arguments)}: {done.stderr.strip() or done.stdout.strip()}")
+        return done.stdout
+
+    def apply(self, *manifests: chart.Manifest) -> str:
+        """Apply manifests."""
+        text = yaml.dump_all(manifests, Dumper=yaml.CSafeDumper)
+        return self.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=text)
+
+    def wait_for_nodes(self) -> None:
+        """Wait until every node is Ready and, where agents run, offers GPUs: a job before that waits with a warning."""
+        conditions = ["--for=condition=Ready"]
+        if self.shape.carpool:
+            conditions.append(r"--for=jsonpath={.status.allocatable.carpool\.dev/gpu}")
+        for condition in conditions:
+            self.kubectl("wait", "node", "--all", condition, "--timeout=60s", timeout_s=69)
 
     def start_operator(self) -> None:
         """Start the operator and wait until it is ready."""
@@ -117,112 +213,6 @@ class CarpoolProcesses:
         return self.table.start(name, command, {"PYTHONUNBUFFERED": "1", **local.environment}, namespaces_of)
 
 
-def carpool_command() -> str:
-    """Return the `carpool` command of the environment that the harness runs in."""
-    return str(Path(sys.executable).with_name("carpool"))
-
-
-def scheduler_config(text: str, kubeconfig: Path) -> str:
-    """Return the scheduler's configuration with a kubeconfig, which a pod has no need of."""
-    config = yaml.safe_load(text)
-    config["clientConnection"] = {"kubeconfig": str(kubeconfig), **config.get("clientConnection", {})}
-    return yaml.safe_dump(config)
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=2):  # noqa: S310 - the URL is our own process's
-            return True
-    except OSError:
-        return False
-
-
-PROJECT = chart.PROJECT
-LOGS = PROJECT / "out" / "logs"
-"""Where the logs of the last clusters are left."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Nodes and processes of a cluster."""
-
-    kubelet_nodes: Mapping[str, str] = field(default_factory=dict)
-    """Nodes with a kubelet: name → simulated GPUs. Without root they are nodes without a kubelet."""
-    fleet: Mapping[str, str] = field(default_factory=dict)
-    """Nodes without a kubelet: name → simulated GPUs."""
-    carpool: bool = True
-    """Whether operator, scheduler and agents run."""
-
-
-FULL = Shape(
-    kubelet_nodes={"a100": "NVIDIA A100-SXM4-40GB:4", "h100": "NVIDIA H100 80GB HBM3:4"},
-    fleet={f"t4-{i:02}": "Tesla T4:4" for i in range(20)},
-)
-BARE = Shape(carpool=False)
-
-
-@dataclass
-class Cluster:
-    """A running cluster."""
-
-    slot: Slot
-    shape: Shape
-    plane: ControlPlane
-    binaries: Binaries
-    table: ProcessTable
-    rendered: chart.Rendered
-    kubelets: dict[str, KubeletNode] = field(default_factory=dict)
-    """Nodes with a kubelet."""
-    namespaces: dict[str, int] = field(default_factory=dict)
-    """First process of each such node's namespaces."""
-
-    @property
-    def kubeconfig(self) -> Path:
-        """The administrator's kubeconfig."""
-        return self.plane.state / "admin.kubeconfig"
-
-    @property
-    def processes(self) -> CarpoolProcesses:
-        """Starts Carpool's processes."""
-        return CarpoolProcesses(self.rendered, self.plane, self.binaries, self.table)
-
-    def __getitem__(self, name: str) -> Process:
-        """Return a process: `operator`, `extender`, `kube-scheduler`, `agent-NODE`, `kubelet-NODE`, `fleet`, …."""
-        return self.table[name]
-
-    def kubectl(self, *arguments: str, stdin: str | None = None, timeout_s: float = 60.0) -> str:
-        """Run kubectl as administrator and return what it prints.
-
-        Raises:
-            KubectlError: It failed; the message is what it said.
-        """
-        done = subprocess.run(
-            [self.binaries["kubectl"], *arguments],
-            input=stdin,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            env={**os.environ, "KUBECONFIG": str(self.kubeconfig)},
-            check=False,
-        )
-        if done.returncode != 0:
-            raise KubectlError(f"kubectl {' '.join(arguments)}: {done.stderr.strip() or done.stdout.strip()}")
-        return done.stdout
-
-    def apply(self, *manifests: chart.Manifest) -> str:
-        """Apply manifests."""
-        text = yaml.dump_all(manifests, Dumper=yaml.CSafeDumper)
-        return self.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=text)
-
-    def wait_for_nodes(self, timeout_s: int = 60) -> None:
-        """Wait until every node is Ready and, where agents run, offers GPUs: a job before that waits with a warning."""
-        conditions = ["--for=condition=Ready"]
-        if self.shape.carpool:
-            conditions.append(r"--for=jsonpath={.status.allocatable.carpool\.dev/gpu}")
-        for condition in conditions:
-            self.kubectl("wait", "node", "--all", condition, f"--timeout={timeout_s}s", timeout_s=timeout_s + 9)
-
-
 class KubectlError(HarnessError):
     """kubectl failed; the message is its output."""
 
@@ -272,22 +262,24 @@ def running(shape: Shape, console: Console | None = None) -> Iterator[Cluster]:
 
 def _start(slot: Slot, shape: Shape, binaries: Binaries, table: ProcessTable) -> Cluster:
     names, state = list(shape.kubelet_nodes), slot.directory
-    hosts = [nodes.link_of(slot.name, slot.number, index).host_address for index in range(len(names))]
-    plane = controlplane.prepare(state, processes.choose(slot.number), names, hosts)
+    links = [nodes.link_of(slot.name, slot.number, index) for index in range(len(names))]
+    plane = controlplane.prepare(state, processes.choose(slot.number), names, [link.host_address for link in links])
     cluster = Cluster(slot, shape, plane, binaries, table, chart.render(binaries))
-    made = nodes.make(names, state, (slot.name, slot.number), plane, binaries, table)
-    cluster.kubelets = {node.name: node for node in made}
+    for index, (name, link) in enumerate(zip(names, links, strict=True)):
+        files = NodeFiles(state / f"n{index}", name, f"{slot.name}-{name}")
+        cluster.kubelets[name] = KubeletNode(files, link, plane, binaries, table)
     with ThreadPoolExecutor(max_workers=8) as pool, _ending_processes_of(slot):
-        runtimes = {node.name: pool.submit(node.start_runtime) for node in made}
+        runtimes = {node.name: pool.submit(node.start_runtime) for node in cluster.kubelets.values()}
         # Links exist on the machine's side only after the runtimes have begun, so the server listens everywhere.
         controlplane.start(plane, binaries, table, "0.0.0.0" if names else "127.0.0.1")
         install(cluster)
         controlplane.start_controllers(plane, binaries, table)
         work = [pool.submit(_start_node, cluster, name, runtime) for name, runtime in runtimes.items()]
         if shape.fleet:
-            work.append(pool.submit(fleet.start, plane, table, shape.fleet, _fleet_environment(cluster)))
+            environment = cluster.agent_environment() if shape.carpool else None
+            work.append(pool.submit(fleet.start, plane, table, shape.fleet, environment))
         if shape.carpool:
-            work += [pool.submit(cluster.processes.start_operator), pool.submit(cluster.processes.start_scheduler)]
+            work += [pool.submit(cluster.start_operator), pool.submit(cluster.start_scheduler)]
         for each in work:
             each.result()
     if names or shape.fleet:
@@ -322,11 +314,7 @@ def _start_node(cluster: Cluster, name: str, runtime: Future[int]) -> None:
     cluster.namespaces[name] = first
     node.start_kubelet(first)
     if cluster.shape.carpool:
-        cluster.processes.start_agent(node, first, cluster.shape.kubelet_nodes[name])
-
-
-def _fleet_environment(cluster: Cluster) -> dict[str, str] | None:
-    return cluster.processes.agent_environment() if cluster.shape.carpool else None
+        cluster.start_agent(node, first, cluster.shape.kubelet_nodes[name])
 
 
 def _save_logs(slot: Slot) -> None:
@@ -335,6 +323,3 @@ def _save_logs(slot: Slot) -> None:
         target = LOGS / slot.name
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(source, target)
-
-
-__all__ = ["BARE", "FULL", "Cluster", "KubectlError", "MissingError", "Shape", "StartError", "running"]

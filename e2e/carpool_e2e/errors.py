@@ -9,8 +9,6 @@ HarnessError
 
 from pathlib import Path
 
-LOG_LINES = 25
-
 
 class HarnessError(Exception):
     """Root of everything that the harness raises on purpose."""
@@ -32,9 +30,9 @@ class StalledError(HarnessError):
     """An operation makes no progress."""
 
 
-def log_tail(log: Path, lines: int = LOG_LINES) -> str:
+def log_tail(log: Path) -> str:
     """Return the last lines of a log, to be put under an error message."""
     if not log.exists():
         return f"(no log at {log})"
     text = log.read_text(errors="replace").splitlines()
-    return "\n".join([f"--- the last lines of {log}", *text[-lines:]])
+    return "\n".join([f"--- the last lines of {log}", *text[-25:]])

@@ -23,7 +23,7 @@ TAINT = {**NO_KUBELET, "effect": "NoSchedule"}
 """Keeps pods away from nodes on which no container would ever start."""
 
 TOLERATION = {**NO_KUBELET, "operator": "Equal", "effect": "NoSchedule"}
-"""Lets the scheduler consider such nodes, and speak of their GPUs, all the same."""
+"""With it the scheduler considers such nodes too, and reports about their GPUs."""
 
 
 class FleetNode(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import structlog
 from carpool_core.clock import SystemClock
-from carpool_core.kube.api import NODES, KubeApi, ResourceKind
+from carpool_core.kube.api import LEASES, NODES, KubeApi
 from carpool_core.kube.client import connect
 from carpool_core.kube.errors import KubeError
 from carpool_core.logs import configure
@@ -20,8 +20,6 @@ from carpool_deviceplugin import app
 from carpool_deviceplugin.settings import AgentSettings
 
 from carpool_e2e.fleet import HEARTBEAT_S, FleetNode, FleetPlan, lease_patch, node_status
-
-LEASES = ResourceKind("coordination.k8s.io", "v1", "leases", "Lease")
 
 
 async def beat(api: KubeApi, node: FleetNode) -> None:

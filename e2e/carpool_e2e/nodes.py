@@ -92,7 +92,7 @@ def kubelet_config(files: NodeFiles, ca_file: Path, dns: str) -> dict[str, Any]:
         "failCgroupV1": False,
         "failSwapOn": False,
         "makeIPTablesUtilChains": False,
-        # Nobody serves DNS there; without an address every pod would get a warning.
+        # No server answers there; without an address every pod would get a warning.
         "clusterDNS": [dns],
         "clusterDomain": "cluster.local",
         "evictionHard": {"memory.available": "10Mi", "nodefs.available": "0%", "imagefs.available": "0%"},
@@ -384,20 +384,3 @@ def _ip(*arguments: str) -> None:
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise StartError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
-
-
-def make(
-    names: list[str], state: Path, slot: tuple[str, int], plane: ControlPlane, binaries: Binaries, table: ProcessTable
-) -> list[KubeletNode]:
-    """Describe the nodes of a cluster; nothing is started yet."""
-    slot_name, number = slot
-    return [
-        KubeletNode(
-            NodeFiles(state / f"n{index}", name, f"{slot_name}-{name}"),
-            link_of(slot_name, number, index),
-            plane,
-            binaries,
-            table,
-        )
-        for index, name in enumerate(names)
-    ]

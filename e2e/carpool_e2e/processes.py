@@ -30,22 +30,11 @@ KUBELET_CONTROLLERS = frozenset({"cpu", "cpuset", "hugetlb", "memory", "pids"})
 LINKS = Path("/sys/class/net")
 
 
-@dataclass(frozen=True)
-class Machine:
-    """Where the kernel shows what clusters have outside of their directories."""
-
-    links: Path = LINKS
-    cgroups: Path = CGROUP_ROOT
-
-
-THIS_MACHINE = Machine()
-
-
-def marked_processes(state: Path, proc: Path = Path("/proc")) -> list[int]:
+def marked_processes(state: Path) -> list[int]:
     """Return the processes that belong to a state directory, and their descendants that kept the environment."""
     wanted = f"{MARK}={state}".encode()
     found = []
-    for entry in proc.iterdir():
+    for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         try:
@@ -91,13 +80,13 @@ def link_name(prefix: str, index: int) -> str:
     return f"{prefix}-n{index}"
 
 
-def remove_links(prefix: str, links: Path = LINKS) -> None:
+def remove_links(prefix: str) -> None:
     """Remove the network links whose name begins with `PREFIX-`.
 
     Raises:
         HarnessError: A link stays.
     """
-    for link in sorted(links.glob(f"{prefix}-n*")):
+    for link in sorted(LINKS.glob(f"{prefix}-n*")):
         try:
             done = subprocess.run(["ip", "link", "delete", link.name], check=False, capture_output=True, text=True)
         except OSError as error:
@@ -107,23 +96,23 @@ def remove_links(prefix: str, links: Path = LINKS) -> None:
             raise HarnessError(f"the network link {link.name} cannot be removed: {done.stderr.strip()}")
 
 
-def hierarchies(root: Path = CGROUP_ROOT) -> list[Path]:
+def hierarchies() -> list[Path]:
     """Return the mounted cgroup hierarchies that a kubelet uses: one on cgroup v2, one for each controller on v1."""
-    if (root / "cgroup.controllers").exists():
-        return [root]
-    if not root.exists():
+    if (CGROUP_ROOT / "cgroup.controllers").exists():
+        return [CGROUP_ROOT]
+    if not CGROUP_ROOT.exists():
         return []
     # `unified` carries no controllers on a hybrid machine.
-    return [d for d in sorted(root.iterdir()) if d.is_dir() and not d.is_symlink() and d.name != "unified"]
+    return [d for d in sorted(CGROUP_ROOT.iterdir()) if d.is_dir() and not d.is_symlink() and d.name != "unified"]
 
 
-def create_cgroups(name: str, root: Path = CGROUP_ROOT) -> None:
+def create_cgroups(name: str) -> None:
     """Create a cgroup of that name in every hierarchy, with the root's CPUs and memory nodes on cgroup v1.
 
     Raises:
         HarnessError: On cgroup v2 a controller that a kubelet insists on cannot be handed down.
     """
-    for hierarchy in hierarchies(root):
+    for hierarchy in hierarchies():
         _hand_down_controllers(hierarchy)
         group = hierarchy / name
         group.mkdir(exist_ok=True)
@@ -147,16 +136,13 @@ def _hand_down_controllers(unified: Path) -> None:
             ) from error
 
 
-def remove_cgroups(prefix: str, root: Path = CGROUP_ROOT, *, within_s: float = 5.0) -> None:
+def remove_cgroups(prefix: str, within_s: float = 5.0) -> None:
     """Remove the cgroups whose name begins with `PREFIX-`, and kill what is still in them.
 
     Raises:
         HarnessError: A cgroup stays.
     """
-    if not root.exists():
-        return
-    roots = {*hierarchies(root), *[d for d in (root / "unified",) if d.exists()]}
-    for group in [g for found in roots for g in found.glob(f"{prefix}-*")]:
+    for group in [g for root in {*hierarchies(), CGROUP_ROOT / "unified"} for g in root.glob(f"{prefix}-*")]:
         for directory in [*sorted(group.rglob("*/"), key=lambda d: -len(d.parts)), group]:
             _remove_cgroup(directory, within_s)
 
@@ -275,9 +261,9 @@ class Process:
         os.kill(self.pid, signal.SIGCONT)
         os.kill(self.popen.pid, signal.SIGCONT)
 
-    def restart(self, number: int = signal.SIGKILL) -> None:
-        """End it with a signal and start it again."""
-        self.kill(number)
+    def restart(self) -> None:
+        """Kill it and start it again."""
+        self.kill()
         self.start()
 
     def wait_until(self, ready: Callable[[], bool], timeout_s: float = 60.0) -> None:
@@ -343,7 +329,7 @@ class ProcessTable:
         return self.scripts / name
 
     def environment(self, extra: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of a process: little of the harness's own, so that runs are alike."""
+        """Return the environment of a process: little of the harness's own, so that runs are equal."""
         kept = {key: os.environ[key] for key in ("HOME", "LANG", "LD_LIBRARY_PATH") if key in os.environ}
         return {**kept, "PATH": self.search_path, MARK: str(self.state), **extra}
 
@@ -392,7 +378,6 @@ class Slot:
     root: Path
     number: int
     lock_fd: int
-    machine: Machine = THIS_MACHINE
 
     @property
     def directory(self) -> Path:
@@ -421,8 +406,8 @@ class Slot:
         """
         removals: list[Callable[[], None]] = [
             partial(end_processes, self.directory),
-            partial(remove_links, self.name, self.machine.links),
-            partial(remove_cgroups, self.name, self.machine.cgroups),
+            partial(remove_links, self.name),
+            partial(remove_cgroups, self.name),
         ]
         failures = []
         for remove in removals:
@@ -435,7 +420,7 @@ class Slot:
         _remove_tree(self.directory)
 
     def release(self) -> None:
-        """Let go of the lock; its file goes too, unless the slot is still in use."""
+        """Release the lock, and remove its file unless the slot is still in use."""
         if not self.directory.exists():
             lock_file(self.root, self.number).unlink(missing_ok=True)
         os.close(self.lock_fd)
@@ -451,14 +436,13 @@ def slot_name(root: Path, number: int) -> str:
     return f"cp{number}" if root == default_root() else f"cq{number}"
 
 
-def acquire(root: Path | None = None, machine: Machine = THIS_MACHINE, console: Console | None = None) -> Slot:
+def acquire(root: Path | None = None, console: Console | None = None) -> Slot:
     """Take a free slot, after emptying every slot that a dead harness left behind.
 
     A slot that cannot be emptied is reported on the console and stays taken.
 
     Args:
         root: Where slots live.
-        machine: Where the rest of them is.
         console: Where it is reported what cannot be removed.
 
     Raises:
@@ -466,11 +450,11 @@ def acquire(root: Path | None = None, machine: Machine = THIS_MACHINE, console: 
     """
     root = root or default_root()
     _prepare(root)
-    _, failures = _sweep(root, machine, also_kept=False)
+    _, failures = _sweep(root, also_kept=False)
     for failure in failures:
         (console or Console(stderr=True)).print(f"Another slot is used: {failure}", highlight=False, soft_wrap=True)
     for number in range(MAX_SLOTS):
-        slot = _try_lock(root, number, machine)
+        slot = _try_lock(root, number)
         if slot is None:
             continue
         if not slot.directory.exists():
@@ -480,7 +464,7 @@ def acquire(root: Path | None = None, machine: Machine = THIS_MACHINE, console: 
     raise HarnessError(f"all {MAX_SLOTS} clusters under {root} are in use; stop one, or run `make demo-clean`")
 
 
-def clean(root: Path | None = None, machine: Machine = THIS_MACHINE) -> list[int]:
+def clean(root: Path | None = None) -> list[int]:
     """Empty every slot whose harness has ended, the kept ones too, and return their numbers.
 
     Raises:
@@ -490,17 +474,17 @@ def clean(root: Path | None = None, machine: Machine = THIS_MACHINE) -> list[int
     if not root.exists():
         return []
     _prepare(root)
-    swept, failures = _sweep(root, machine, also_kept=True)
+    swept, failures = _sweep(root, also_kept=True)
     if failures:
         raise HarnessError("\n".join(failures))
     return swept
 
 
-def _sweep(root: Path, machine: Machine, *, also_kept: bool) -> tuple[list[int], list[str]]:
+def _sweep(root: Path, *, also_kept: bool) -> tuple[list[int], list[str]]:
     """Return the numbers of emptied slots, and the errors of the others."""
     swept, failures = [], []
     for number in sorted(int(entry.name) for entry in root.iterdir() if entry.name.isdigit()):
-        slot = _try_lock(root, number, machine)
+        slot = _try_lock(root, number)
         if slot is None:
             continue
         if also_kept or not slot.kept:
@@ -517,10 +501,10 @@ def _prepare(root: Path) -> None:
     root.mkdir(mode=0o700, exist_ok=True)
     found = root.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise HarnessError(f"{root} must be a directory of user {os.getuid()}; it is somebody else's: remove it")
+        raise HarnessError(f"{root} must be a directory of user {os.getuid()}, found something else there: remove it")
 
 
-def _try_lock(root: Path, number: int, machine: Machine) -> Slot | None:
+def _try_lock(root: Path, number: int) -> Slot | None:
     path = lock_file(root, number)
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -530,7 +514,7 @@ def _try_lock(root: Path, number: int, machine: Machine) -> Slot | None:
             os.close(lock)
             return None
         if path.exists() and path.stat().st_ino == os.fstat(lock).st_ino:
-            return Slot(root, number, lock, machine)
+            return Slot(root, number, lock)
         os.close(lock)  # its holder removed the file; another process may have made a new one
 
 
@@ -577,7 +561,7 @@ def is_free(port: int) -> bool:
 
 
 def choose(slot: int) -> Ports:
-    """Choose the free ports of a slot's range; below the ephemeral ports, which the kernel hands out to anybody."""
+    """Choose the free ports of a slot's range; below the ephemeral ports, which the kernel gives to any program."""
     first = _FIRST + slot * _PER_SLOT
     free = (port for port in range(first, first + _PER_SLOT) if is_free(port))
     return Ports(*(next(free) for _ in fields(Ports)))
@@ -612,6 +596,6 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _already(number: int, frame: FrameType | None) -> None:
-    """Do nothing: the cluster is being taken down. Whoever presses Ctrl-C a second time means it."""
+    """Do nothing: the cluster is being taken down. A second Ctrl-C ends the harness at once."""
     if number == signal.SIGINT:
         signal.signal(number, signal.default_int_handler)

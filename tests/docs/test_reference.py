@@ -16,7 +16,7 @@ import yaml
 from carpool_core.cli import GROUP
 from carpool_core.settings import Setting, settings_of
 from carpool_docs import commands, metrics, settings
-from carpool_docs.pages import FOLDER, PAGES, write
+from carpool_docs.__main__ import FOLDER, PAGES, write
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,7 +42,7 @@ def section(page: str, heading: str) -> str:
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_is_as_the_code_has_it(name: str) -> None:
     # In a process of its own: click remembers how a command was first called, and shows its help accordingly.
-    code = f"import sys; from carpool_docs.pages import PAGES; sys.stdout.write(PAGES[{name!r}]())"
+    code = f"import sys; from carpool_docs.__main__ import PAGES; sys.stdout.write(PAGES[{name!r}]())"
     fresh = subprocess.run(
         [sys.executable, "-c", code],
         check=True,
@@ -119,7 +119,7 @@ def test_every_metric_of_the_code_is_documented() -> None:
     assert [name for name in sorted(found) if f"`{name}`" not in page and f"`{name}_total`" not in page] == []
 
 
-@pytest.mark.parametrize("process", metrics.PROCESSES)
+@pytest.mark.parametrize("process", metrics.REGISTRIES)
 def test_every_metric_has_a_type_a_unit_and_a_meaning(process: str) -> None:
     found = list(metrics.families(process))
     assert {"carpool_build_info"} < {family.name for family in found}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from carpool_e2e import processes
 from carpool_e2e.errors import HarnessError, StartError
-from carpool_e2e.processes import Machine, Process, ProcessTable
+from carpool_e2e.processes import Process, ProcessTable
 from rich.console import Console
 
 FOREVER = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -39,9 +39,7 @@ def test_a_slot_whose_lock_is_free_is_emptied_by_the_next_start(tmp_path: Path) 
     stale = processes.acquire(tmp_path)
     (stale.directory / "etcd").mkdir()
     orphan = ProcessTable(stale.directory, os.environ["PATH"]).start("orphan", FOREVER)
-    orphan.wait_until(
-        lambda: processes.marked_processes(stale.directory)
-    )  # its environment is there a moment after exec
+    orphan.wait_until(lambda: processes.marked_processes(stale.directory))  # there a moment after exec
     os.close(stale.lock_fd)  # as the kernel does when the harness is killed
     again = processes.acquire(tmp_path)
     assert again.number == stale.number
@@ -59,22 +57,26 @@ def test_a_kept_slot_is_left_alone_until_clean(tmp_path: Path) -> None:
     other = processes.acquire(tmp_path)
     assert other.number != kept.number
     assert processes.clean(tmp_path) == [kept.number]
-    assert other.directory.exists(), "clean leaves clusters alone that somebody holds"
+    assert other.directory.exists(), "clean leaves clusters alone that a process holds"
     other.empty()
     other.release()
 
 
-def test_slot_that_cannot_be_emptied_stays_taken_and_stops_no_start(tmp_path: Path) -> None:
+def test_slot_that_cannot_be_emptied_stays_taken_and_stops_no_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Regression: one network link that could not be removed stopped every start, in free slots too."""
-    machine = Machine(tmp_path / "net", tmp_path / "cgroup")
-    root, group, console = tmp_path / "slots", machine.cgroups / "cpu" / "cq0-a", Console(file=StringIO())
-    broken, sound = processes.acquire(root, machine), processes.acquire(root, machine)
+    links, group = tmp_path / "net", tmp_path / "cgroup" / "cpu" / "cq0-a"
+    monkeypatch.setattr(processes, "LINKS", links)
+    monkeypatch.setattr(processes, "CGROUP_ROOT", tmp_path / "cgroup")
+    root, console = tmp_path / "slots", Console(file=StringIO())
+    broken, sound = processes.acquire(root), processes.acquire(root)
     assert (broken.number, sound.number) == (0, 1)
-    (machine.links / f"{broken.name}-n0").mkdir(parents=True)  # no link of the machine, so that `ip` cannot delete it
+    (links / f"{broken.name}-n0").mkdir(parents=True)  # no link of the machine, so that `ip` cannot delete it
     group.mkdir(parents=True)
     for stale in (broken, sound):
         os.close(stale.lock_fd)
-    fresh = processes.acquire(root, machine, console)
+    fresh = processes.acquire(root, console)
     assert fresh.number == 1
     assert isinstance(console.file, StringIO)
     assert f"{broken.directory} cannot be emptied: the network link cq0-n0 cannot be removed" in console.file.getvalue()
@@ -82,10 +84,10 @@ def test_slot_that_cannot_be_emptied_stays_taken_and_stops_no_start(tmp_path: Pa
     assert not group.exists(), "what can be removed is"
     fresh.release()
     with pytest.raises(HarnessError, match="cq0-n0 cannot be removed"):
-        processes.clean(root, machine)
+        processes.clean(root)
     assert not fresh.directory.exists()
-    (machine.links / "cq0-n0").rmdir()
-    assert processes.clean(root, machine) == [0]
+    (links / "cq0-n0").rmdir()
+    assert processes.clean(root) == [0]
 
 
 def test_directory_of_another_user_is_refused(tmp_path: Path) -> None:
@@ -93,7 +95,7 @@ def test_directory_of_another_user_is_refused(tmp_path: Path) -> None:
     target.mkdir()
     root = tmp_path / "root"
     root.symlink_to(target)
-    with pytest.raises(HarnessError, match="somebody else's"):
+    with pytest.raises(HarnessError, match="found something else"):
         processes.acquire(root)
 
 
@@ -145,13 +147,8 @@ def test_skip_is_an_error_in_ci_unless_the_test_needs_a_gpu(
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
     for name, content in SKIPPING.items():
         (tmp_path / f"test_{name}.py").write_text(f"import pytest\n{content}\n")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        *["-q", "-p", "no:cacheprovider", "--continue-on-collection-errors"],
-        *options,
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
+    command += options
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     environment["CARPOOL_CI"] = ci
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
@@ -161,12 +158,13 @@ def test_skip_is_an_error_in_ci_unless_the_test_needs_a_gpu(
     assert "\ntest_gpu.py::test_x\n" in done.stdout
 
 
-def test_cgroups_that_cannot_be_removed_are_named(tmp_path: Path) -> None:
-    """Regression: after 5 s the next one was tried, and nobody heard that this one stayed."""
+def test_cgroups_that_cannot_be_removed_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: after 5 s the next one was tried, and there was no message that this one stayed."""
+    monkeypatch.setattr(processes, "CGROUP_ROOT", tmp_path)
     (tmp_path / "cpu" / "cp0-a" / "kubepods").mkdir(parents=True)
     (tmp_path / "cpu" / "cp1-b").mkdir()
-    processes.remove_cgroups("cp0", tmp_path)
+    processes.remove_cgroups("cp0")
     assert [group.name for group in (tmp_path / "cpu").iterdir()] == ["cp1-b"]
     (tmp_path / "cpu" / "cp1-b" / "busy").touch()
     with pytest.raises(HarnessError, match="cp1-b cannot be removed"):
-        processes.remove_cgroups("cp1", tmp_path, within_s=0)
+        processes.remove_cgroups("cp1", within_s=0)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.request import urlopen
 
 import msgspec
@@ -26,6 +26,8 @@ from carpool_e2e.bench.measure import Figure, Section, percentile, resident_mib
 from carpool_e2e.bench.paper import GPUS, TENANTS, Load, PaperApi, draw_load, paper_cluster, with_tenant
 from carpool_e2e.errors import HarnessError
 from carpool_e2e.processes import choose
+
+T = TypeVar("T")
 
 SIZES = {5_000: 1_000, 20_000: 300}
 """Nodes of each cluster, and decisions measured there."""
@@ -124,20 +126,12 @@ class ClientProcess:
         cls._client = Client(folder, port, nodes)
 
     @classmethod
-    def _decide(cls, pod: bytes) -> float:
-        return cls._client.decide(pod)
+    def _ask(cls, method: Callable[[Client, bytes], T], pod: bytes) -> T:
+        return method(cls._client, pod)
 
-    @classmethod
-    def _filter(cls, pod: bytes) -> tuple[float, list[str]]:
-        return cls._client.filter(pod)
-
-    async def decide(self, pod: bytes) -> float:
-        """Do as `Client.decide`."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._decide, pod)
-
-    async def filter(self, pod: bytes) -> tuple[float, list[str]]:
-        """Do as `Client.filter`."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._filter, pod)
+    async def ask(self, method: Callable[[Client, bytes], T], pod: bytes) -> T:
+        """Return the answer of `Client.decide` or `Client.filter`."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._ask, method, pod)
 
     def close(self) -> None:
         """End the process."""
@@ -223,9 +217,9 @@ async def _measure(nodes: int, decisions: int) -> Placement:
                 await asyncio.to_thread(wait_ready, ready_url)
                 client, decision_s = ClientProcess(folder, extender_port, names), list[float]()
                 for number, pod in enumerate(pods):
-                    decision_s.append(await client.decide(pod))
+                    decision_s.append(await client.ask(Client.decide, pod))
                     api.change(with_tenant(draw.choice(cluster.nodes), f"pending-{number}", draw))
-                refusals = [await client.filter(huge) for _ in range(REFUSALS)]
+                refusals = [await client.ask(Client.filter, huge) for _ in range(REFUSALS)]
                 memory_mib = resident_mib(pid)
                 client.close()
     if any(feasible for _, feasible in refusals):

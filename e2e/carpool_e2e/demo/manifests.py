@@ -28,12 +28,17 @@ SMALL_FEATURES: dict[str, Any] = {
 
 
 def job(name: str, *use: str, gpu: dict[str, Any] | None = None, **spec: Any) -> dict[str, Any]:
-    """Return the manifest of a job whose container uses its GPU as the arguments `use` say; by default on an A100."""
+    """Return the manifest of a job whose container uses its GPU as the arguments `use` describe, by default an A100."""
+    product = {"product": A100} if gpu is None else gpu
+    return _manifest(name, {"gpu": product, "template": training_template(use), **spec})
+
+
+def _manifest(name: str, spec: dict[str, Any]) -> dict[str, Any]:
     return {
         "apiVersion": "carpool.dev/v1alpha1",
         "kind": "GpuTrainingJob",
         "metadata": {"name": name, "namespace": "default"},
-        "spec": {"gpu": {"product": A100} if gpu is None else gpu, "template": training_template(use), **spec},
+        "spec": spec,
     }
 
 
@@ -58,7 +63,7 @@ def busy(name: str, *, max_slowdown: float) -> dict[str, Any]:
 
 
 def mystery(name: str) -> dict[str, Any]:
-    """A job of whose model nothing is said."""
+    """A job whose model is not given."""
     return job(name, "--no-loop", "--memory-mib=9000", "--gpu-util=0.6", "--sm-active=0.4")
 
 
@@ -76,12 +81,7 @@ def large(name: str) -> dict[str, Any]:
     It tolerates the nodes without a kubelet, so that its condition covers their GPUs, too; none is large enough.
     """
     manifest = job(
-        name,
-        "--no-loop",
-        "--memory-mib=58000",
-        gpu={},
-        memory={"limit": "60Gi"},
-        sharing={"maxSlowdown": 3},
+        name, "--no-loop", "--memory-mib=58000", gpu={}, memory={"limit": "60Gi"}, sharing={"maxSlowdown": 3}
     )
     manifest["spec"]["template"]["spec"]["tolerations"] = [TOLERATION]
     return manifest
@@ -115,15 +115,13 @@ def sleeper(name: str, command: str = "sleep 600", **spec: Any) -> dict[str, Any
         "imagePullPolicy": "Never",
         "command": ["/bin/sh", "-c", f"trap 'exit 143' TERM; {command} & wait $!"],
     }
-    return {
-        "apiVersion": "carpool.dev/v1alpha1",
-        "kind": "GpuTrainingJob",
-        "metadata": {"name": name, "namespace": "default"},
-        "spec": {
+    return _manifest(
+        name,
+        {
             "model": {"features": SMALL_FEATURES},
             "training": {"batchSize": 128, "optimizer": "sgd-momentum", "precision": "fp32"},
             "gpu": {"product": A100},
             "template": {"spec": {"terminationGracePeriodSeconds": 1, "containers": [container]}},
             **spec,
         },
-    }
+    )

@@ -21,7 +21,7 @@ from carpool_e2e.demo import manifests
 T = TypeVar("T")
 
 NAMESPACE = "default"
-_LOOK_EVERY_S = 0.05
+_CHECK_EVERY_S = 0.1
 
 
 class SceneError(Exception):
@@ -67,7 +67,7 @@ class Stage:
         return output
 
     def apply(self, *manifests: Mapping[str, Any], is_refused: bool = False) -> str:
-        """Write manifests into files, apply them, show and return what was said of them.
+        """Write manifests into files, apply them, show and return what kubectl printed.
 
         Raises:
             SceneError: They were refused and should not be, or the other way round.
@@ -102,28 +102,36 @@ class Stage:
 
     async def until(
         self, what: str, name: str, true: Callable[[GpuTrainingJob], bool], *, within_s: float = 60
-    ) -> tuple[GpuTrainingJob, float]:
-        """Wait until something is true of a job.
-
-        Returns:
-            The job as it was then, and how long it took, in seconds.
+    ) -> GpuTrainingJob:
+        """Wait until something is true of a job; return the job as it was then.
 
         Raises:
             SceneError: It was not so in time.
         """
-        started = time.monotonic()
-        while True:
+
+        async def check() -> GpuTrainingJob:
             job = await self.job(name)
-            took = time.monotonic() - started
-            if true(job):
-                return job, took
-            if took > within_s:
-                conditions = "; ".join(f"{c.type}={c.status} {c.reason}: {c.message}" for c in job.status.conditions)
-                raise SceneError(
-                    f"expected job {name} to be {what} within {within_s:.0f} s, "
-                    f"found state {job.status.state}: {conditions}"
-                )
-            await asyncio.sleep(_LOOK_EVERY_S)
+            conditions = "; ".join(f"{c.type}={c.status} {c.reason}: {c.message}" for c in job.status.conditions)
+            _expect(true(job), f"job {name} to be {what}", f"state {job.status.state}: {conditions}")
+            return job
+
+        return await eventually(check, within_s)
+
+
+async def eventually(check: Callable[[], Awaitable[T]], within_s: float) -> T:
+    """Repeat a check until it succeeds, and return its result.
+
+    Raises:
+        SceneError: It still fails when the time is over; this is its last error.
+    """
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            return await check()
+        except SceneError as error:
+            if time.monotonic() > deadline:
+                raise SceneError(f"within {within_s:.0f} s: {error}") from error
+        await asyncio.sleep(_CHECK_EVERY_S)
 
 
 START_WITHIN_S = 4.0
@@ -155,8 +163,8 @@ def _expect(true: bool, expected: str, found: object) -> None:
 async def sharing(stage: Stage) -> None:
     """1. Two small jobs share one GPU, because they are predicted to fit and to get along."""
     stage.apply(manifests.small("small-a"), manifests.small("small-b"))
-    first, _ = await stage.until("running", "small-a", _running)
-    second, _ = await stage.until("running", "small-b", _running)
+    first = await stage.until("running", "small-a", _running)
+    second = await stage.until("running", "small-b", _running)
     _expect(_gpus(first) == _gpus(second), "both jobs on one GPU", f"{_gpus(first)} and {_gpus(second)}")
     for job in (first, second):
         stage.console.print(f"{job.metadata.name}: {condition(job, 'Placed')}", highlight=False)
@@ -169,42 +177,37 @@ async def sharing(stage: Stage) -> None:
     )
 
 
-async def _shows_its_gpu_and_trains(stage: Stage, job: GpuTrainingJob, within_s: float = 120) -> None:
-    """Wait until the log of a job's container shows its GPU and limits as placed, and a falling loss.
-
-    The first container of a machine waits for PyTorch to come from the disk.
-    """
-    deadline = time.monotonic() + within_s
+async def _shows_its_gpu_and_trains(stage: Stage, job: GpuTrainingJob) -> None:
+    """Wait until the log of a job's container shows its GPU and limits as placed, and a falling loss."""
     placed = job.status.placement[0]
     given = f"{placed.product} {placed.gpu_uuids[0]}, {placed.mode}, memory limit {placed.memory_limit_mib} MiB"
-    pod = placed.pod
-    while True:
-        log = stage.run("logs", pod, show=False)
+
+    async def check() -> None:
+        log = stage.run("logs", placed.pod, show=False)
         losses = [float(line.split("loss ")[1].split(",")[0]) for line in log.splitlines() if "loss " in line]
-        if len(losses) >= 3 and losses[-1] < losses[0]:
-            _expect(given in log, f"a line with {given}", log[:500])
-            return
-        if time.monotonic() > deadline:
-            raise SceneError(f"expected a falling loss in the log of {pod}, found: {log[-500:]}")
-        await asyncio.sleep(0.3)
+        _expect(len(losses) >= 3 and losses[-1] < losses[0], f"a falling loss in the log of {placed.pod}", log[-500:])
+        _expect(given in log, f"a line with {given}", log[:500])
+
+    # The first container of a machine waits for PyTorch to come from the disk.
+    await eventually(check, within_s=120)
 
 
 async def protection(stage: Stage) -> None:
     """2. A job that would fit by memory, but would slow its neighbour too much, goes elsewhere."""
     stage.apply(manifests.busy("busy", max_slowdown=1.1))
-    first, _ = await stage.until("running", "busy", _running, within_s=120)
+    first = await stage.until("running", "busy", _running, within_s=120)
     stage.apply(manifests.busy("eager", max_slowdown=3))
-    second, _ = await stage.until("running", "eager", _running, within_s=120)
+    second = await stage.until("running", "eager", _running, within_s=120)
     _expect(_gpus(first).isdisjoint(_gpus(second)), "two GPUs", f"both on {_gpus(first)}")
     stage.console.print(f"eager: {condition(second, 'Placed')}", highlight=False)
     reason = condition(second, "Placed")
-    _expect("passed over" in reason and "would slow default/busy to" in reason, "whom it would have slowed", reason)
+    _expect("passed over" in reason and "would slow default/busy to" in reason, "the job it would have slowed", reason)
 
 
 async def unknown(stage: Stage) -> None:
     """3. A job of unknown model has a GPU alone until its peak is measured, and its condition gives the reason."""
     stage.apply(manifests.mystery("mystery"))
-    job, _ = await stage.until("running", "mystery", _running)
+    job = await stage.until("running", "mystery", _running)
     stage.console.print(f"Predicted: {condition(job, 'Predicted')}", highlight=False)
     stage.console.print(f"Placed: {condition(job, 'Placed')}", highlight=False)
     held = [one for node in await stage.gpu_nodes() for one in node.spec.reservations]
@@ -220,7 +223,7 @@ async def waiting(stage: Stage) -> None:
     stage.apply(manifests.wide("wide", gpus=4))
     await stage.until("running", "wide", _running, within_s=90)
     stage.apply(manifests.large("large"))
-    job, _ = await stage.until(
+    job = await stage.until(
         "refused for now", "large", lambda j: condition(j, "Placed").startswith("False NoGpuFits"), within_s=15
     )
     for product in sorted({device.product for node in await stage.gpu_nodes() for device in node.status.devices}):
@@ -243,28 +246,30 @@ async def waiting(stage: Stage) -> None:
         raise TooLateError(f"expected large to run within {START_WITHIN_S:.0f} s, found that it ran {took}")
 
 
-async def _reserved(stage: Stage, job: str, within_s: float = 60) -> None:
+async def _reserved(stage: Stage, job: str) -> None:
     """Wait until a job has its GPU. Its status may show that later, together with its start."""
-    deadline = time.monotonic() + within_s
-    while not any(held.job_name == job for node in await stage.gpu_nodes() for held in node.spec.reservations):
-        if time.monotonic() > deadline:
-            raise SceneError(f"expected a reservation of job {job} within {within_s:.0f} s, found none")
-        await asyncio.sleep(0.05)
+
+    async def check() -> None:
+        held = {one.job_name for node in await stage.gpu_nodes() for one in node.spec.reservations}
+        _expect(job in held, f"a reservation of job {job}", f"those of {', '.join(sorted(held))}")
+
+    await eventually(check, within_s=60)
 
 
-async def _has_event(stage: Stage, job: str, reason: str, within_s: float = 10) -> None:
+async def _has_event(stage: Stage, job: str, reason: str) -> None:
     """Wait until an event of a job has a reason: events come a moment after the status."""
-    deadline = time.monotonic() + within_s
-    while reason not in stage.run("get", "events", "--field-selector", f"involvedObject.name={job}", show=False):
-        if time.monotonic() > deadline:
-            raise SceneError(f"expected an event {reason} of job {job} within {within_s:.0f} s, found none")
-        await asyncio.sleep(0.2)
+
+    async def check() -> None:
+        events = stage.run("get", "events", "--field-selector", f"involvedObject.name={job}", show=False)
+        _expect(reason in events, f"an event {reason} of job {job}", events)
+
+    await eventually(check, within_s=10)
 
 
 async def impossible(stage: Stage) -> None:
     """5. A job that no GPU of the cluster can ever hold says so in its condition, and is not retried."""
     stage.apply(manifests.impossible("impossible"))
-    job, _ = await stage.until(
+    job = await stage.until(
         "found infeasible", "impossible", lambda j: condition(j, "Placed").startswith("False ExceedsEveryGpu")
     )
     stage.console.print(f"impossible: {condition(job, 'Placed')}", highlight=False)

@@ -176,9 +176,9 @@ def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-def to_svg(picture: RenderableType, *, title: str, width: int = 190) -> str:
+def to_svg(picture: RenderableType, *, title: str) -> str:
     """Draw a picture as an SVG document."""
-    console = Console(record=True, width=width, file=StringIO(), force_terminal=True)
+    console = Console(record=True, width=190, file=StringIO(), force_terminal=True)
     console.print(picture)
     return console.export_svg(title=title)
 
@@ -261,10 +261,8 @@ def _draw(stage: Stage, jobs: list[GpuTrainingJob], nodes: list[GpuNode]) -> Non
     stage.console.print(f"picture: {os.path.relpath(path)}")
 
 
-async def _measured(stage: Stage, within_s: float = 15) -> None:
+async def _measured(stage: Stage) -> None:
     """Wait for a measurement of every running job: agents measure each second and smooth the values."""
     for job in await stage.jobs():
         if job.status.state is JobState.RUNNING:
-            await stage.until(
-                "measured", job.metadata.name, lambda seen: seen.status.observed is not None, within_s=within_s
-            )
+            await stage.until("measured", job.metadata.name, lambda j: j.status.observed is not None, within_s=15)

@@ -1,6 +1,6 @@
 """The pod template of a training job in the demo: this machine's Python environment, mounted read-only.
 
-PyTorch with what it needs is 5 GB; no image carries that here. The container sees the interpreter, the libraries and
+PyTorch with what it needs is 5 GB; no image holds that here. The container sees the interpreter, the libraries and
 this project at the paths where they are on the machine.
 """
 
@@ -30,7 +30,7 @@ def outermost(paths: Iterable[Path]) -> Iterable[Path]:
     return kept
 
 
-def training_template(arguments: Sequence[str], *, container: str = "train") -> dict[str, Any]:
+def training_template(arguments: Sequence[str]) -> dict[str, Any]:
     """Return the `spec.template` of a job that runs `carpool_e2e.workloads.train` with these arguments."""
     paths = environment_paths()
     return {
@@ -38,7 +38,7 @@ def training_template(arguments: Sequence[str], *, container: str = "train") -> 
             "terminationGracePeriodSeconds": 1,
             "containers": [
                 {
-                    "name": container,
+                    "name": "train",
                     "image": IMAGE,
                     "imagePullPolicy": "Never",
                     "command": [sys.executable, "-m", "carpool_e2e.workloads.train", *arguments],

@@ -1,7 +1,7 @@
 """A training job for simulated GPUs: a real PyTorch loop on the CPU, with given GPU memory and activity.
 
-The loop is real, so its loss really falls. What a real job would take of the GPU is told on the command line, because
-there is no GPU: `carpool_simulated` takes it from the simulated device, where it meets the neighbours'.
+The loop is real, so its loss really falls. There is no GPU: options give the memory and activity that a real job
+would have, and `carpool_simulated` takes both from the simulated device, which its neighbours use, too.
 """
 
 import argparse
@@ -25,17 +25,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--gpu-util", type=float, default=0.5, help="share of the step in which a kernel runs, 0..1")
     parser.add_argument("--sm-active", type=float, default=0.3, help="share of SMs with work, 0..1")
     parser.add_argument("--dram-active", type=float, default=0.2, help="share of memory bandwidth in use, 0..1")
-    parser.add_argument("--steps", type=int, default=0, help="steps to train; 0 goes on until the pod is ended")
+    parser.add_argument("--steps", type=int, default=sys.maxsize, help="steps to train; by default until the pod ends")
     parser.add_argument("--no-loop", action="store_true", help="take the GPU but train nothing")
     return parser.parse_args()
 
 
 def _say(text: str) -> None:
     print(text, flush=True)
-
-
-def _no_loop() -> float:
-    return float("nan")
 
 
 def _training_loop() -> Callable[[], float]:
@@ -65,16 +61,15 @@ def _train(gpus: list[Gpu], args: argparse.Namespace) -> None:
         threads = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100")
         _say(f"GPU {gpu.index}: {gpu.name} {gpu.uuid}, {gpu.mode}, memory limit {limit}, threads {threads}%")
         gpu.allocate(args.memory_mib)
-    step = _no_loop if args.no_loop else _training_loop()
-    number, reported = 0, -math.inf
-    while args.steps == 0 or number < args.steps:
+    step: Callable[[], float] = (lambda: math.nan) if args.no_loop else _training_loop()
+    reported = -math.inf
+    for number in range(args.steps):
         took = max(gpu.run(args.step_seconds, args.sm_active, args.dram_active, args.gpu_util) for gpu in gpus)
         loss = step()
         if time.monotonic() - reported > _REPORT_EVERY_S:
             reported = time.monotonic()
             _say(f"step {number}: loss {loss:.4f}, {took:.3f} s ({took / args.step_seconds:.2f} × alone)")
-        number += 1
-    _say(f"finished after {number} steps")
+    _say(f"finished after {args.steps} steps")
 
 
 def _end(signum: int, frame: FrameType | None) -> None:
