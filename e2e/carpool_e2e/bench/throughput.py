@@ -20,6 +20,7 @@ from carpool_core.kube.reflector import Reflector
 from carpool_core.resources.node import GpuNode, Partition
 from carpool_core.settings import KubeSettings
 from carpool_core.values import PartitionState
+from carpool_deviceplugin.timeouts import Intervals
 from carpool_extender.testing import A100, device
 from rich.console import Console
 
@@ -34,8 +35,8 @@ PROCESSES = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-schedule
 BOUND_WITHIN_S = 600.0
 AT_ONCE = 16
 """Calls to the API server at once."""
-ROUND_S = 20.0
-"""Time in which each node's lease and agent heartbeat are renewed once: the node controller waits for 40 s."""
+LEASE_S = 20.0
+"""Time between two renewals of a node's lease: the node controller waits for 40 s."""
 
 
 def node_name(number: int) -> str:
@@ -69,13 +70,20 @@ async def populate(api: KubeApi, nodes: int, gpus: int) -> None:
 
 
 class Agents:
-    """Plays the agents of all nodes: reports each reservation as prepared, and renews heartbeats and leases."""
+    """Plays the agents of all nodes: reports each reservation as prepared, and renews heartbeats and leases.
 
-    def __init__(self, api: KubeApi) -> None:
-        self._api = api
+    Args:
+        reports: Connections for reports.
+        renewals: Connections for heartbeats and leases, which do not delay reports.
+    """
+
+    def __init__(self, reports: KubeApi, renewals: KubeApi) -> None:
+        self._reports, self._renewals = reports, renewals
         self._nodes: dict[str, GpuNode] = {}
         self._reported: dict[str, set[tuple[str, int]]] = {}
         self._busy: set[str] = set()
+        now, every_s = time.monotonic(), Intervals().heartbeat_s
+        self._written_at = {node_name(n): now - every_s * n / NODE_COUNT for n in range(NODE_COUNT)}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def on_change(self, _: GpuNode | None, node: GpuNode | None) -> None:
@@ -97,26 +105,38 @@ class Agents:
                 Partition(pod_uid=r.pod_uid, generation=r.generation, state=PartitionState.READY) for r in reservations
             ]
             try:
-                await self._write(name, {"partitions": msgspec.to_builtins(partitions)})
+                await self._write(self._reports, name, {"partitions": msgspec.to_builtins(partitions)})
                 self._reported[name] = wanted
             except KubeError:
                 await asyncio.sleep(1)
         self._busy.discard(name)
 
-    async def _write(self, name: str, status: dict[str, object]) -> None:
-        patch = {"status": {**status, "heartbeatTime": rfc3339(SystemClock().now())}}
-        await self._api.patch(GPU_NODES, name, patch, subresource="status", wants_object=False)
-
     async def renew(self) -> None:
-        """Renew leases and heartbeats of all nodes, for ever."""
+        """Renew all leases, and the heartbeats of agents that have written nothing for so long, for ever."""
+        renewed_at = float("-inf")
         while True:
-            for number in range(NODE_COUNT):
-                await asyncio.sleep(ROUND_S / NODE_COUNT)
-                name = node_name(number)
-                lease = lease_patch(FleetNode(name, SLOTS), datetime.now(UTC))
-                with suppress(KubeError):  # the next round tries again
-                    await self._api.patch(LEASES, name, lease, namespace="kube-node-lease", wants_object=False)
-                    await self._write(name, {})
+            now = time.monotonic()
+            names = list(map(node_name, range(NODE_COUNT)))
+            if now - renewed_at >= LEASE_S:
+                renewed_at = now
+                await at_once(map(self._renew_lease, names))
+            late = [name for name in names if now - self._written_at[name] >= Intervals().heartbeat_s]
+            await at_once(self._beat(name) for name in late)
+            await asyncio.sleep(1)
+
+    async def _renew_lease(self, name: str) -> None:
+        lease = lease_patch(FleetNode(name, SLOTS), datetime.now(UTC))
+        with suppress(KubeError):  # the next round tries again
+            await self._renewals.patch(LEASES, name, lease, namespace="kube-node-lease", wants_object=False)
+
+    async def _beat(self, name: str) -> None:
+        with suppress(KubeError):  # it is tried again in a second
+            await self._write(self._renewals, name, {})
+
+    async def _write(self, api: KubeApi, name: str, status: dict[str, object]) -> None:
+        patch = {"status": {**status, "heartbeatTime": rfc3339(SystemClock().now())}}
+        await api.patch(GPU_NODES, name, patch, subresource="status", wants_object=False)
+        self._written_at[name] = time.monotonic()
 
 
 def _keys(node: GpuNode) -> set[tuple[str, int]]:
@@ -188,9 +208,9 @@ async def _measure(cluster: Cluster, report: Callable[[str], None], jobs: int) -
                 done.set()
 
     # Agents have connections of their own: a report does not wait behind the jobs that are created.
-    async with connect(settings) as api, connect(settings) as agents_api:
+    async with connect(settings) as api, connect(settings) as agents_api, connect(settings) as renewals:
         await populate(api, NODE_COUNT, GPUS)
-        agents = Agents(agents_api)
+        agents = Agents(agents_api, renewals)
         has_node = Selector(fields="spec.nodeName!=")
         watches: list[Reflector[Any]] = [
             Reflector(agents_api, GPU_NODES, GpuNode, clock=SystemClock(), on_change=agents.on_change),
