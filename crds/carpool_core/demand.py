@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from carpool_core.products import DeviceClass, hardware_name, product_matches
 from carpool_core.resources.job import GpuTrainingJob
-from carpool_core.resources.node import TenantProfile
+from carpool_core.resources.node import TenantProfile, tenancy_domain
 from carpool_core.resources.prediction import Prediction, ProductPrediction
-from carpool_core.values import JobUid, RequestedMode, Tenancy, parse_memory_mib, tenancy_domain
+from carpool_core.values import JobUid, RequestedMode, Tenancy, parse_memory_mib
 
 _CAPABILITY = re.compile(r"[0-9]{1,3}(\.[0-9]{1,3})?", re.ASCII)
 

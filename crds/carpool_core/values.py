@@ -17,12 +17,6 @@ GpuUuid = NewType("GpuUuid", str)
 NodeName = NewType("NodeName", str)
 """`metadata.name` of a Node and of its GpuNode."""
 
-
-def tenancy_domain(namespace: str, group: str) -> str:
-    """Return the tenancy group by name, or the namespace that belongs to none, as a message names it."""
-    return f"tenancy group {group}" if group else f"namespace {namespace}"
-
-
 MIB = 1024 * 1024
 """Bytes in a mebibyte, NVML-based tools' unit of GPU memory."""
 

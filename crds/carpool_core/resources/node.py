@@ -14,7 +14,6 @@ from carpool_core.values import (
     PodUid,
     SharingMode,
     Tenancy,
-    tenancy_domain,
 )
 
 MAX_MIB = 1024 * 1024 * 1024
@@ -66,6 +65,11 @@ class TenantProfile(Resource, frozen=True, kw_only=True):
         if self.measured_mib is not None and peak_mib <= self.measured_mib:
             return self.measured_mib
         return None if self.memory_mib is None else max(self.memory_mib, peak_mib)
+
+
+def tenancy_domain(namespace: str, group: str) -> str:
+    """Return the tenancy group by name, or the namespace that belongs to none, as a message names it."""
+    return f"tenancy group {group}" if group else f"namespace {namespace}"
 
 
 class Reservation(Resource, frozen=True, kw_only=True):

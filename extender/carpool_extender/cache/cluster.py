@@ -554,7 +554,7 @@ def may_free_capacity(old: GpuNode | None, new: GpuNode) -> bool:
         left = {one.pod_uid: one.tenant for one in new.spec.reservations}
         if any(left.get(one.pod_uid) != one.tenant for one in old.spec.reservations):
             return True
-    if old.status.devices is new.status.devices:
+    if old.status.devices == new.status.devices:
         return False
     before = {device.uuid: device for device in old.status.devices}
     return any(_may_hold_more(before.get(device.uuid), device) for device in new.status.devices)
