@@ -3,9 +3,10 @@
 import asyncio
 import itertools
 import uuid
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping
-from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -59,6 +60,11 @@ class _Change:
     old: Object | None
     new: Object | None
 
+    @cached_property
+    def encoded(self) -> msgspec.Raw:
+        """The object as watches send it."""
+        return _encoded(self.new or self.old or {})
+
 
 @dataclass(eq=False)
 class _Watch:
@@ -74,22 +80,21 @@ class _Watch:
             return
         was = change.old is not None and _selects(self.selector, change.old)
         is_ = change.new is not None and _selects(self.selector, change.new)
-        kinds: dict[tuple[bool, bool], EventType] = {
-            (False, True): "ADDED", (True, True): "MODIFIED", (True, False): "DELETED",
-        }  # fmt: skip
-        if (was, is_) in kinds:
-            item = deepcopy(change.new or change.old or {})
-            if not is_:
-                item["metadata"]["resourceVersion"] = str(change.version)
-            self.queue.put_nowait(WatchEvent(kinds[was, is_], _encoded(item)))
+        if was or is_:
+            type_: EventType = "DELETED" if not is_ else "MODIFIED" if was else "ADDED"
+            self.queue.put_nowait(WatchEvent(type_, change.encoded))
 
 
 class FakeKube(KubeApi):
-    """Objects in memory. Every call gives way to other tasks once and then acts atomically, as a real server does."""
+    """Objects in memory. Every call gives way to other tasks once and then acts atomically, as a real server does.
+
+    A stored object never changes: a write stores a new one, which shares its unchanged parts.
+    """
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or FakeClock()
-        self._objects: dict[tuple[str, str, str], Object] = {}
+        self._objects: defaultdict[str, dict[tuple[str, str], Object]] = defaultdict(dict)
+        """Objects by plural, and by namespace and name."""
         self._changes: list[_Change] = []
         self._watches: list[_Watch] = []
         self._version = self._compacted = 0
@@ -103,20 +108,20 @@ class FakeKube(KubeApi):
 
     def seed(self, kind: ResourceKind, item: Mapping[str, Any] | msgspec.Struct) -> Object:
         """Store an object with its status, as if it had been created and reported on before."""
-        body: Object = deepcopy(msgspec.to_builtins(item))
+        body: Object = msgspec.to_builtins(item)
         metadata = body.setdefault("metadata", {})
         if kind.namespaced:
             metadata.setdefault("namespace", "default")
-        old = self._objects.get(_key(kind, metadata.get("namespace", ""), metadata["name"]))
-        return deepcopy(self._put(kind, old, self._completed(kind, body)))
+        old = self._objects[kind.plural].get(_key(kind, metadata.get("namespace", ""), metadata["name"]))
+        return _copied(self._put(kind, old, self._completed(kind, body)))
 
     def dump(self, kind: ResourceKind, name: str, namespace: str = "") -> Object:
         """Return a copy of a stored object. Raises `NotFound`."""
-        return deepcopy(self._find(kind, namespace, name))
+        return _copied(self._find(kind, namespace, name))
 
     def dump_all(self, kind: ResourceKind) -> list[Object]:
         """Return copies of all objects of a kind, by namespace and name."""
-        return [deepcopy(item) for key, item in sorted(self._objects.items()) if key[0] == kind.plural]
+        return [_copied(item) for item in self._all(kind)]
 
     def fail_next(
         self, verb: Verb, kind: ResourceKind, error: KubeError, *, after: bool = False, subresource: str | None = None
@@ -126,7 +131,7 @@ class FakeKube(KubeApi):
 
     def lose(self, kind: ResourceKind, name: str, namespace: str = "") -> None:
         """Remove an object without an event, as if its deletion had been compacted before anyone watched."""
-        del self._objects[_key(kind, namespace, name)]
+        del self._objects[kind.plural][_key(kind, namespace, name)]
 
     def compact(self) -> None:
         """Drop all history: open watches, continue tokens and older resourceVersions answer `Gone`."""
@@ -176,7 +181,7 @@ class FakeKube(KubeApi):
     ) -> Page:
         """Return one page; a token continues the snapshot that its list began with."""
         await self._begin("list", kind, "")
-        version, rest = str(self._version), [item for item in self.dump_all(kind) if _selects(selector, item)]
+        version, rest = str(self._version), [item for item in self._all(kind) if _selects(selector, item)]
         if continue_token:
             if continue_token not in self._pages:
                 raise Gone("The provided continue parameter is too old", status=410, reason="Expired")
@@ -219,7 +224,7 @@ class FakeKube(KubeApi):
     ) -> Object:
         """Create an object, or bind a pod."""
         failure = await self._begin("check" if is_dry_run else "create", kind, name, subresource)
-        content: Object = deepcopy(msgspec.to_builtins(body))
+        content: Object = msgspec.to_builtins(body)
         if not subresource:
             result = self._create(kind, namespace, content, is_dry_run=is_dry_run)
         elif subresource == "binding":
@@ -245,7 +250,8 @@ class FakeKube(KubeApi):
         old = self._find(kind, namespace, name)
         wire = msgspec.to_builtins(patch)
         try:
-            new: Object = apply_patch(old, wire) if isinstance(wire, list) else _merged(old, wire)
+            is_json_patch = isinstance(wire, list)
+            new: Object = apply_patch(_copied(old), wire, in_place=True) if is_json_patch else _merged(old, wire)
         except (JsonPatchException, JsonPointerException) as error:
             raise Invalid(f"{PATCH_DOES_NOT_APPLY}: {error}", status=422, reason="Invalid") from error
         _check_preconditions(kind, old, new)
@@ -253,7 +259,7 @@ class FakeKube(KubeApi):
             # The status changes through its subresource only, and nothing else does.
             base, other = (old, new) if subresource else (new, old)
             status = {"status": other["status"]} if "status" in other else {}
-            new = deepcopy({key: value for key, value in base.items() if key != "status"} | status)
+            new = {key: value for key, value in base.items() if key != "status"} | status
         return _answer(self._update(kind, old, new), failure, wants_object=wants_object)
 
     async def replace_status(
@@ -262,8 +268,7 @@ class FakeKube(KubeApi):
         """Replace an object's status."""
         failure = await self._begin("replace", kind, name, "status")
         old = self._find(kind, namespace, name)
-        new = deepcopy({**old, "status": msgspec.to_builtins(status)})
-        new["metadata"]["resourceVersion"] = resource_version
+        new = _with_metadata(old, resourceVersion=resource_version) | {"status": msgspec.to_builtins(status)}
         _check_preconditions(kind, old, new)
         return _answer(self._update(kind, old, new), failure, wants_object=False)
 
@@ -292,10 +297,14 @@ class FakeKube(KubeApi):
 
     def _find(self, kind: ResourceKind, namespace: str, name: str) -> Object:
         """Return an object itself, not a copy. Raises `NotFound`."""
-        found = self._objects.get(_key(kind, namespace, name))
+        found = self._objects[kind.plural].get(_key(kind, namespace, name))
         if found is None:
             raise NotFound(f'{_dotted(kind)} "{name}" not found', status=404, reason="NotFound")
         return found
+
+    def _all(self, kind: ResourceKind) -> list[Object]:
+        """Return the objects of a kind, not copies, by namespace and name."""
+        return [item for _, item in sorted(self._objects[kind.plural].items())]
 
     def _completed(self, kind: ResourceKind, body: Object) -> Object:
         """Fill in the fields that the server sets."""
@@ -323,7 +332,7 @@ class FakeKube(KubeApi):
         if kind.plural == "pods":
             body["status"] = {"phase": "Pending"}
         body = self._completed(kind, body)
-        if _key(kind, metadata.get("namespace", ""), metadata["name"]) in self._objects:
+        if _key(kind, metadata.get("namespace", ""), metadata["name"]) in self._objects[kind.plural]:
             raise Conflict(f'{kind.plural} "{metadata["name"]}" already exists', status=409, reason="AlreadyExists")
         return body if is_dry_run else self._put(kind, None, body)
 
@@ -332,7 +341,7 @@ class FakeKube(KubeApi):
         if new == old:
             return old
         if _desired(new) != _desired(old):
-            new["metadata"]["generation"] = old["metadata"].get("generation", 0) + 1
+            new = _with_metadata(new, generation=old["metadata"].get("generation", 0) + 1)
         stored = self._put(kind, old, new)
         if new["metadata"].get("deletionTimestamp") and not new["metadata"].get("finalizers"):
             self._remove(kind, stored)
@@ -341,9 +350,9 @@ class FakeKube(KubeApi):
     def _put(self, kind: ResourceKind, old: Object | None, new: Object) -> Object:
         """Store an object under a new resourceVersion, and send the change to the watches."""
         self._version += 1
-        new["metadata"]["resourceVersion"] = str(self._version)
-        self._objects[_key(kind, new["metadata"].get("namespace", ""), new["metadata"]["name"])] = new
-        self._announce(_Change(self._version, kind.plural, old, deepcopy(new)))
+        new = _with_metadata(new, resourceVersion=str(self._version))
+        self._objects[kind.plural][_key(kind, new["metadata"].get("namespace", ""), new["metadata"]["name"])] = new
+        self._announce(_Change(self._version, kind.plural, old, new))
         return new
 
     def _announce(self, change: _Change) -> None:
@@ -354,25 +363,24 @@ class FakeKube(KubeApi):
     def _delete(self, kind: ResourceKind, item: Object) -> None:
         """Delete an object, or mark it as being deleted while finalizers hold it."""
         if item["metadata"].get("finalizers"):
-            marked = deepcopy(item)
-            marked["metadata"].setdefault("deletionTimestamp", self._timestamp())
-            self._update(kind, item, marked)
+            since = item["metadata"].get("deletionTimestamp", self._timestamp())
+            self._update(kind, item, _with_metadata(item, deletionTimestamp=since))
         else:
             self._remove(kind, item)
 
     def _remove(self, kind: ResourceKind, item: Object) -> None:
         """Remove an object, and delete those that only it owns."""
         metadata = item["metadata"]
-        del self._objects[_key(kind, metadata.get("namespace", ""), metadata["name"])]
+        del self._objects[kind.plural][_key(kind, metadata.get("namespace", ""), metadata["name"])]
         self._version += 1
-        last = deepcopy(item)
-        last["metadata"]["resourceVersion"] = str(self._version)
+        last = _with_metadata(item, resourceVersion=str(self._version))
         self._announce(_Change(self._version, kind.plural, last, None))
-        for key, other in list(self._objects.items()):
+        everything = [(plural, *one) for plural, objects in self._objects.items() for one in objects.items()]
+        for plural, key, other in everything:
             owners = other["metadata"].get("ownerReferences") or []
-            if owners and all(owner.get("uid") == metadata["uid"] for owner in owners) and key in self._objects:
+            if owners and all(owner.get("uid") == metadata["uid"] for owner in owners) and key in self._objects[plural]:
                 group, _, version = other["apiVersion"].rpartition("/")
-                self._delete(ResourceKind(group, version, key[0], other["kind"], namespaced=bool(key[1])), other)
+                self._delete(ResourceKind(group, version, plural, other["kind"], namespaced=bool(key[0])), other)
 
     def _bind(self, kind: ResourceKind, name: str, namespace: str, binding: Object) -> Object:
         """Bind a pod to a node, unless it is bound or a precondition fails."""
@@ -386,7 +394,7 @@ class FakeKube(KubeApi):
             raise _conflict(kind, name, f"pod {name} is being deleted, cannot be assigned to a host")
         if bound := (old.get("spec") or {}).get("nodeName"):
             raise _conflict(kind, name, f'pod {name} is already assigned to node "{bound}"')
-        new = deepcopy(old)
+        new = _copied(old)
         new.setdefault("spec", {})["nodeName"] = binding["target"]["name"]
         for key in ("annotations", "labels"):
             if wanted.get(key):
@@ -399,8 +407,8 @@ class FakeKube(KubeApi):
         return {"kind": "Status", "apiVersion": "v1", "status": "Success", "code": 201}
 
 
-def _key(kind: ResourceKind, namespace: str, name: str) -> tuple[str, str, str]:
-    return kind.plural, (namespace or "default") if kind.namespaced else "", name
+def _key(kind: ResourceKind, namespace: str, name: str) -> tuple[str, str]:
+    return (namespace or "default") if kind.namespaced else "", name
 
 
 def _dotted(kind: ResourceKind) -> str:
@@ -409,6 +417,17 @@ def _dotted(kind: ResourceKind) -> str:
 
 def _encoded(item: Object) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(item))
+
+
+def _copied(item: Object) -> Object:
+    """Return a deep copy; much faster than `copy.deepcopy`."""
+    copy: Object = msgspec.to_builtins(item)
+    return copy
+
+
+def _with_metadata(item: Object, **fields: Any) -> Object:
+    """Return an object with other metadata; the object itself stays as it is."""
+    return {**item, "metadata": {**item["metadata"], **fields}}
 
 
 def _desired(item: Object) -> Object:
@@ -421,16 +440,16 @@ def _answer(result: Object, failure: _Failure | None, *, wants_object: bool = Tr
     if failure is not None:
         raise failure.error
     if wants_object:
-        return deepcopy(result)
-    metadata = deepcopy(result.get("metadata", {}))
+        return _copied(result)
+    metadata = _copied(result.get("metadata", {}))
     return {"kind": "PartialObjectMetadata", "apiVersion": "meta.k8s.io/v1", "metadata": metadata}
 
 
 def _merged(target: Any, patch: Any) -> Any:
     """Apply a merge patch: null removes a key, objects merge, all else replaces."""
-    if not isinstance(patch, Mapping):
-        return deepcopy(patch)
-    result = dict(target) if isinstance(target, Mapping) else {}
+    if not isinstance(patch, dict):
+        return patch
+    result = dict(target) if isinstance(target, dict) else {}
     for key, value in patch.items():
         if value is None:
             result.pop(key, None)
