@@ -36,17 +36,21 @@ COMPONENT = "carpool-extender"
 class Extender:
     """The parts of a running extender."""
 
-    app: FastAPI
     service: Scheduler
     informers: Informers
     gc: ReservationGC
     binder: Binder
     settler: PeakUpdater | None
     admission: AdmissionController
+    metrics: ExtenderMetrics
     registry: CollectorRegistry
 
+    def app(self) -> FastAPI:
+        """Return the HTTP application that answers kube-scheduler."""
+        return create_app(self.service, self.metrics, self.informers.not_ready)
+
     async def run(self) -> None:
-        """Watch and sweep for ever; serving `app` is the caller's."""
+        """Watch and sweep for ever; serving `app()` is the caller's."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.informers.run())
             group.create_task(self.gc.run())
@@ -133,5 +137,4 @@ def build(
         evaluation_cache=evaluation_cache,
         candidates=settings.candidates,
     )
-    app = create_app(service, telemetry, informers.not_ready)
-    return Extender(app, service, informers, gc, binder, settler, admission, registry)
+    return Extender(service, informers, gc, binder, settler, admission, telemetry, registry)

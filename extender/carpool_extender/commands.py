@@ -39,7 +39,7 @@ async def run(settings: ExtenderSettings) -> None:
     clock = SystemClock()
     async with connect(settings.kube, clock=clock) as api:
         parts = build(settings, api, clock)
-        server = create_server(parts.app, settings)
+        server = create_server(parts.app(), settings)
         scraped = await metrics.serve(parts.registry, settings.metrics_port, readiness=parts.informers.not_ready)
         try:
             await _until_served(server.serve(), parts.run(), _freeze_listed(parts.informers))

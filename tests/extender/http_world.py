@@ -64,7 +64,7 @@ async def running(kube, certificates, *, watching=True, clock=None, **settings):
         clock or FakeClock(),
     )
     parts = build(settings, kube, clock, clock.sleep)
-    server = create_server(parts.app, settings)
+    server = create_server(parts.app(), settings)
     tasks = [asyncio.create_task(server.serve())]
     if watching:
         tasks.append(asyncio.create_task(parts.run()))

@@ -392,6 +392,8 @@ class ClusterCache:
 
     def changed_since(self, generation: int) -> Rows:
         """Return the rows that changed after a generation, in rising order."""
+        if generation == self.generation:
+            return np.zeros(0, np.intp)
         return (self._written_in[: self._used_rows] > generation).nonzero()[0]
 
     def _mark(self, rows: list[int] | slice) -> None:

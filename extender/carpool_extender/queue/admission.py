@@ -243,7 +243,7 @@ class AdmissionController:
             self._classes = classes
             self._dirty.update(self._gangs)  # predicted lengths depend on the products of the cluster
         dirty, self._dirty = self._dirty, set()
-        for job in dirty:
+        for job in sorted(dirty):
             await self._update(job)
         # 2. Claim GPUs for admitted pods that have none, and return those that were not reserved in time.
         for job in [job for job, gang in self._gangs.items() if gang.admitted]:

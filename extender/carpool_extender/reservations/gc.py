@@ -153,7 +153,7 @@ class ReservationGC:
             if self._are_all_due:
                 self._are_all_due = False
                 await self.sweep()
-            due, self._due = self._due, set()
+            due, self._due = sorted(self._due), set()
             await self._check(due, [pod for name in due for pod in self._restorer.lost_on(name)])
 
     async def sweep(self) -> None:
