@@ -126,6 +126,17 @@ def slots_per_gpu() -> Any:
     )
 
 
+def autoscaling() -> Any:
+    """Return the field for the support of cluster autoscalers, on which all processes must agree."""
+    return setting(
+        False,
+        flag="--autoscaling",
+        env="CARPOOL_AUTOSCALING",
+        help="Whether cluster autoscalers see the jobs that wait for GPUs, also those that no present GPU can hold, "
+        "and see GPUs that one pod uses alone as full; set the same for operator, extender and all agents.",
+    )
+
+
 def settings_of(cls: type[Any], _path: tuple[str, ...] = ()) -> Iterator[Setting]:
     """Yield every setting of a settings dataclass and of its nested groups."""
     hints = typing.get_type_hints(cls)

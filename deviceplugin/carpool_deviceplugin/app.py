@@ -228,12 +228,14 @@ def build(
         state,
         settings.cdi_dir,
         also_read=(settings.cdi_static_dir,),
-        gpus=len(devices.uuids),
+        gpus=devices.uuids,
         slots_per_gpu=settings.slots_per_gpu,
+        autoscaling=settings.autoscaling,
         clock=clock,
         reservation_wait_s=intervals.reservation_wait_s,
         sleep=intervals.sleep,
     )
-    agent = Agent(settings, devices, Reconciler(node, api, clock, devices, intervals, plugin.set_healthy), clock)
+    reconciler = Reconciler(node, api, clock, devices, intervals, plugin.set_healthy, plugin.look_again)
+    agent = Agent(settings, devices, reconciler, clock)
     agent.kubelet = KubeletPart(settings, plugin, pods, pod_resources, intervals)
     return agent

@@ -1,7 +1,8 @@
 """Device plugin of the kubelet: Allocate assigns anonymous slots, PreStartContainer the pod's reserved GPUs."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Container, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -223,11 +224,24 @@ class AgentState:
 
     pod: Callable[[str], Pod | None]
     """Returns a pod by `namespace/name`, from the watch; None if unknown."""
-    reservations: Callable[[], Iterable[Reservation]]
+    reservations: Callable[[], Collection[Reservation]]
     partitions: Callable[[], Iterable[Partition]]
     access: Callable[[GpuUuid, PodUid], Access]
     held: Callable[[], Awaitable[Sequence[pr.PodResources]]]
     """Returns the pods that hold slots, from PodResources."""
+
+
+def full_gpus(reservations: Collection[Reservation], holding: Container[str]) -> set[GpuUuid]:
+    """Return the GPUs that one pod has for itself; none while a reserved pod holds no slot, because it may need any.
+
+    Args:
+        reservations: The node's reservations.
+        holding: Pods that hold slots, as `namespace/name`.
+    """
+    if any(f"{one.pod_namespace}/{one.pod_name}" not in holding for one in reservations):
+        return set()
+    alone = (r for r in reservations if r.mode is SharingMode.EXCLUSIVE or r.tenant.counted_mib(0) is None)
+    return {uuid for one in alone for uuid in one.gpu_uuids}
 
 
 class Plugin:
@@ -237,8 +251,9 @@ class Plugin:
         state: State of the agent.
         cdi_dir: Directory for CDI specifications.
         also_read: Other directories from which the container runtime reads specifications.
-        gpus: Number of GPUs.
+        gpus: All GPUs.
         slots_per_gpu: Maximum number of pods on a GPU.
+        autoscaling: Whether a GPU that one pod uses alone offers no free slots, so that autoscalers see it as full.
         clock: Clock for the timeout.
         reservation_wait_s: How long PreStartContainer waits for a reservation; the kubelet's timeout is 30 s.
         sleep: Waits for the given number of seconds.
@@ -250,8 +265,9 @@ class Plugin:
         cdi_dir: Path,
         *,
         also_read: Sequence[Path] = (),
-        gpus: int,
+        gpus: Collection[GpuUuid],
         slots_per_gpu: int,
+        autoscaling: bool = False,
         clock: Clock,
         reservation_wait_s: float = 5.0,
         sleep: Sleep = asyncio.sleep,
@@ -259,54 +275,55 @@ class Plugin:
         self._reservation_wait_s, self._sleep = reservation_wait_s, sleep
         self._state, self._cdi_dir, self._clock = state, cdi_dir, clock
         self._also_read = also_read
-        self._gpus, self._slots_per_gpu = gpus, slots_per_gpu
-        self._healthy = gpus
+        self._slots = [f"slot-{number}" for number in range(len(gpus) * slots_per_gpu)]
+        self._slots_per_gpu, self._autoscaling, self._healthy = slots_per_gpu, autoscaling, gpus
         self._changes: set[asyncio.Event] = set()
         self._log = structlog.get_logger()
 
-    def set_healthy(self, healthy: int) -> None:
-        """Set the number of healthy GPUs."""
-        if healthy != self._healthy:
-            self._healthy = healthy
-            for change in self._changes:
-                change.set()
+    def set_healthy(self, healthy: Collection[GpuUuid]) -> None:
+        """Set the healthy GPUs."""
+        self._healthy = healthy
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Send the slots again if they have changed."""
+        for change in self._changes:
+            change.set()
 
     async def GetDevicePluginOptions(self, _: dp.Empty, __: Any) -> dp.DevicePluginOptions:
         """Require PreStartContainer."""
         return OPTIONS
 
     async def ListAndWatch(self, _: dp.Empty, __: Any) -> AsyncIterator[dp.ListAndWatchResponse]:
-        """Yield the slots now and after each change of a GPU's health.
+        """Yield the slots now and after each change of their health.
 
-        A slot is not bound to a GPU. The share of healthy slots equals that of healthy GPUs, so an unhealthy GPU lowers
-        the number of new pods and does not affect running ones: after a reboot the kubelet admits a pod again only if
-        its slots are healthy, so slots that pods hold come first.
+        A slot is not bound to a GPU. The healthy slots are those that pods hold and as many others as the GPUs have
+        room for, so an unhealthy or full GPU lowers the number of new pods and does not affect running ones: after a
+        reboot the kubelet admits a pod again only if its slots are healthy.
         """
-        change = asyncio.Event()
+        change, held, last = asyncio.Event(), list[pr.PodResources](), dict[str, str]()
         self._changes.add(change)
         try:
             while True:
                 change.clear()
-                held = await self._held_slots()
-                slots = [f"slot-{i}" for i in range(self._gpus * self._slots_per_gpu)]
-                used = [slot for slot in slots if slot in held]
-                free = [slot for slot in slots if slot not in held]
-                healthy = {*used, *free[: max(0, self._healthy * self._slots_per_gpu - len(used))]}
-                yield dp.ListAndWatchResponse(
-                    devices=[dp.Device(ID=s, health="Healthy" if s in healthy else "Unhealthy") for s in slots]
-                )
+                with suppress(KubeletError):  # its last answer counts
+                    held = [*await self._state.held()]
+                healthy = self._healthy_slots(held)
+                health = {slot: "Healthy" if slot in healthy else "Unhealthy" for slot in self._slots}
+                if health != last:
+                    yield dp.ListAndWatchResponse(devices=[dp.Device(ID=s, health=h) for s, h in health.items()])
+                last = health
                 await change.wait()
         finally:
             self._changes.discard(change)
 
-    async def _held_slots(self) -> set[str]:
-        """Return the slots that pods hold; none if the kubelet does not answer."""
-        try:
-            held = await self._state.held()
-        except KubeletError:
-            return set()
+    def _healthy_slots(self, held: Sequence[pr.PodResources]) -> set[str]:
         devices = (d for pod in held for container in pod.containers for d in container.devices)
-        return {slot for d in devices if d.resource_name == RESOURCE_GPU for slot in d.device_ids}
+        used = {slot for d in devices if d.resource_name == RESOURCE_GPU for slot in d.device_ids}
+        full = full_gpus(self._state.reservations(), holders(held)) if self._autoscaling else set[GpuUuid]()
+        taken = len(used) + len(full.intersection(self._healthy)) * (self._slots_per_gpu - 1)
+        free = [slot for slot in self._slots if slot not in used]
+        return used.union(free[: max(0, len(self._healthy) * self._slots_per_gpu - taken)])
 
     async def Allocate(self, request: dp.AllocateRequest, _: Any) -> dp.AllocateResponse:
         """Return the slots' CDI devices at once: the kubelet admits pods one after the other.

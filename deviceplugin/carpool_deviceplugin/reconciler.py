@@ -91,7 +91,8 @@ class Reconciler:
         clock: The clock.
         devices: The node's GPUs.
         intervals: Deadlines and intervals.
-        on_health: Called with the number of healthy GPUs after each reading of their health.
+        on_health: Called with the healthy GPUs after each reading of their health.
+        on_progress: Called after each change of reservations or their state.
     """
 
     def __init__(
@@ -101,14 +102,15 @@ class Reconciler:
         clock: Clock,
         devices: Devices,
         intervals: Intervals,
-        on_health: Callable[[int], None] = lambda _: None,
+        on_health: Callable[[Collection[GpuUuid]], None] = lambda _: None,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         self._node, self._api, self._clock, self._devices, self._intervals = node, api, clock, devices, intervals
         self._log = structlog.get_logger().bind(node=node)
         self.reporter = Reporter(
             node, api, clock, devices, intervals, on_devices=self._see_devices, on_missing=self._create
         )
-        self._on_health = on_health
+        self._on_health, self._on_progress = on_health, on_progress
         self._event_writer = EventWriter(node, api, clock)
         self._seen_devices: dict[GpuUuid, Device] = {}
         self._seen_partitions: dict[PodUid, Partition] = {}
@@ -228,7 +230,7 @@ class Reconciler:
         self._seen_partitions = {p.pod_uid: p for p in node.status.partitions}
 
     def _see_devices(self, devices: Sequence[Device]) -> None:
-        self._on_health(sum(d.health is DeviceHealth.HEALTHY for d in devices))
+        self._on_health({d.uuid for d in devices if d.health is DeviceHealth.HEALTHY})
         found = device_events(self._seen_devices, devices)
         self._record_events(found)
         if found:
@@ -255,6 +257,7 @@ class Reconciler:
     def _progress(self) -> None:
         """Report a change of reservations or their state."""
         self._partitions = None
+        self._on_progress()
         self._report()
 
     def _report(self) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from carpool_core.settings import KubeSettings, LogSettings, metrics_port, setting, slots_per_gpu
+from carpool_core.settings import KubeSettings, LogSettings, autoscaling, metrics_port, setting, slots_per_gpu
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class AgentSettings:
         help="Socket of `carpool node mps-host`, which starts the MPS daemons; the agent starts them if empty.",
     )
     slots_per_gpu: int = slots_per_gpu()
+    autoscaling: bool = autoscaling()
     mig_switch: bool = setting(
         False,
         flag="--mig-switch",

@@ -111,6 +111,7 @@ def build(
         evaluations=evaluation_cache,
         leadership=leadership,
         timeout_s=settings.admission_timeout_seconds,
+        autoscaling=settings.autoscaling,
         clock=clock,
         sleep=sleep,
         metrics=telemetry,

@@ -10,6 +10,7 @@ from carpool_core.settings import (
     KubeSettings,
     LogSettings,
     SettingsError,
+    autoscaling,
     metrics_port,
     setting,
     slots_per_gpu,
@@ -299,6 +300,7 @@ class ExtenderSettings:
         help="Host name that the kube-scheduler beside this extender writes into its Lease; this host's if empty.",
         allow_empty=True,
     )
+    autoscaling: bool = autoscaling()
     metrics_port: int = metrics_port(9400)
     conditions: ConditionSettings = field(default_factory=ConditionSettings)
     tls: TlsSettings = field(default_factory=TlsSettings)

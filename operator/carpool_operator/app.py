@@ -223,6 +223,7 @@ class Operator:
             nodes=nodes,
             inventory=self.nodes.inventory,
             backoff=self._settings.backoff,
+            autoscaling=self._settings.autoscaling,
             calibration=calibration,
         )
 

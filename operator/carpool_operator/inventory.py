@@ -33,6 +33,13 @@ def infeasible_reason(demand: Demand, inventory: Inventory) -> str:
     return keys.REASON_NO_SUCH_GPU
 
 
+def unsuitable_products(demand: Demand, inventory: Inventory) -> list[str]:
+    """Return the present GPU products that could not hold a worker, sorted."""
+    kinds = {kind for node in inventory for kind, _ in node}
+    suitable = {kind.product for kind in kinds if unsuitable_reason(demand, kind) is None}
+    return sorted({kind.product for kind in kinds} - suitable)
+
+
 def infeasible_when_empty(demand: Demand, inventory: Inventory) -> str | None:
     """Return why no node could run a worker even if all its GPUs were empty; None if one could.
 

@@ -3,7 +3,7 @@
 import copy
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from carpool_core import keys
@@ -90,6 +90,10 @@ KEPT_BY_AUTOSCALERS = {
 
 _TOLERATION = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
 
+_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+_PRODUCT_LABEL = "nvidia.com/gpu.product"
+"""Label of NVIDIA's GPU feature discovery; its values have hyphens instead of spaces."""
+
 
 def template_error(job: GpuTrainingJob) -> str | None:
     """Return which field of the pod template the pods would lose; None if there is none.
@@ -132,8 +136,28 @@ def _set_gpus(container: dict[str, Any], gpus: int) -> None:
     container["resources"] = resources
 
 
-def build_pod(job: GpuTrainingJob, worker: int, attempt: int) -> dict[str, Any]:
-    """Build a worker's pod of an attempt."""
+def _avoid_products(spec: dict[str, Any], products: Iterable[str]) -> None:
+    """Exclude the nodes of some products from each of the template's node selector terms, of which one must match."""
+    values = [product.replace(" ", "-") for product in products]
+    if not values:
+        return
+    affinity = spec.get("affinity") or {}
+    of_nodes = affinity.get("nodeAffinity") or {}
+    terms = (of_nodes.get(_REQUIRED) or {"nodeSelectorTerms": [{}]})["nodeSelectorTerms"]
+    avoid = {"key": _PRODUCT_LABEL, "operator": "NotIn", "values": values}
+    terms = [{**term, "matchExpressions": [*(term.get("matchExpressions") or []), avoid]} for term in terms]
+    spec["affinity"] = {**affinity, "nodeAffinity": {**of_nodes, _REQUIRED: {"nodeSelectorTerms": terms}}}
+
+
+def build_pod(job: GpuTrainingJob, worker: int, attempt: int, avoided: Iterable[str] = ()) -> dict[str, Any]:
+    """Build a worker's pod of an attempt.
+
+    Args:
+        job: The job.
+        worker: Index of the worker.
+        attempt: Number of the attempt.
+        avoided: GPU products that cannot hold it. Autoscalers do not know GPU memory, so the pod excludes their nodes.
+    """
     template = copy.deepcopy(job.spec.template)
     metadata, spec = template.get("metadata") or {}, template["spec"]
     containers: list[dict[str, Any]] = spec["containers"]
@@ -142,6 +166,7 @@ def build_pod(job: GpuTrainingJob, worker: int, attempt: int) -> dict[str, Any]:
         container.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
     if is_gang(job):
         _set_rendezvous(spec, job, worker, attempt)
+    _avoid_products(spec, avoided)
     tolerations = list(spec.get("tolerations") or [])
     if _TOLERATION not in tolerations:
         tolerations.append(_TOLERATION)

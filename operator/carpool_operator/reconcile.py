@@ -30,7 +30,7 @@ from carpool_operator.actions import (
     ReadWarnings,
     RecordEvent,
 )
-from carpool_operator.inventory import infeasible_reason, infeasible_when_empty
+from carpool_operator.inventory import infeasible_reason, infeasible_when_empty, unsuitable_products
 from carpool_operator.observations import doubt_oom, observe, peak_of, sample_of
 from carpool_operator.outcomes import GPU_OUT_OF_MEMORY, Outcome
 from carpool_operator.ownership import foreign_message, split_pods
@@ -287,7 +287,7 @@ def _begin_attempt(draft: Draft, demand: Demand) -> None:
         draft.requeue_after(_CALIBRATION_POLL_S)
         return
     infeasible = infeasible_when_empty(demand, snapshot.inventory)
-    if infeasible is not None:
+    if infeasible is not None and not snapshot.autoscaling:
         reason = infeasible_reason(demand, snapshot.inventory)
         known = conditions.find(draft.status, keys.CONDITION_PLACED)
         draft.set_condition(keys.CONDITION_PLACED, "False", reason, infeasible)
@@ -347,7 +347,7 @@ def _follow(draft: Draft, attempt: Attempt, pods: list[Pod], demand: Demand) -> 
     if until is not None:
         draft.requeue_at(until)
     if missing:
-        _create_pods(draft, attempt, missing)
+        _create_pods(draft, attempt, missing, demand)
 
 
 def _deleted(draft: Draft, missing: Sequence[int]) -> int | None:
@@ -446,7 +446,7 @@ def _end_late(draft: Draft, attempt: Attempt, pod: Pod) -> None:
     _end_attempt(draft, attempt, Outcome("StartDeadlineExceeded", message, charged=True))
 
 
-def _create_pods(draft: Draft, attempt: Attempt, missing: list[int]) -> None:
+def _create_pods(draft: Draft, attempt: Attempt, missing: list[int], demand: Demand) -> None:
     """Create the missing pods of an attempt, unless a creation was refused a moment ago."""
     refusal = draft.snapshot.refusal
     if refusal is not None:
@@ -455,17 +455,18 @@ def _create_pods(draft: Draft, attempt: Attempt, missing: list[int]) -> None:
         return
     draft.requeue_after(EXPECTATION_TIMEOUT_S)
     workers = draft.job.spec.workers
+    avoided = unsuitable_products(demand, draft.snapshot.inventory) if draft.snapshot.autoscaling else ()
     wanted = [w for w in missing if _name_of(draft, w, attempt) not in draft.snapshot.expected]
     first = _name_of(draft, wanted[0], attempt)
     if is_gang(draft.job):
         draft.create(CreateCompanion(build_service(draft.job)))
         draft.create(CreateCompanion(build_disruption_budget(draft.job)))
     if workers == 1:
-        draft.before_write(CreatePod(build_pod(draft.job, 0, attempt.number)))
+        draft.before_write(CreatePod(build_pod(draft.job, 0, attempt.number, avoided)))
         draft.set_condition(keys.CONDITION_PLACED, "False", status.QUEUED, status.queued_message(first))
     else:
         for worker in wanted:
-            draft.create(CreatePod(build_pod(draft.job, worker, attempt.number)))
+            draft.create(CreatePod(build_pod(draft.job, worker, attempt.number, avoided)))
     names = first if len(wanted) == 1 else f"{first} and {len(wanted) - 1} more"
     draft.event("Normal", "PodCreated", f"{names}: attempt {attempt.number}, {len(wanted)} of {workers} workers")
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from carpool_core.settings import KubeSettings, LogSettings, metrics_port, setting
+from carpool_core.settings import KubeSettings, LogSettings, autoscaling, metrics_port, setting
 from carpool_predictor.calibration.store import parse_config_map_name
 from carpool_predictor.tracing.process import TraceLimits
 
@@ -66,6 +66,7 @@ class OperatorSettings:
         help="Longest wait before a restart, in seconds.",
     )
 
+    autoscaling: bool = autoscaling()
     calibration: str = setting(
         "",
         flag="--calibration",

@@ -105,4 +105,6 @@ class Snapshot:
     inventory: Inventory = field(default_factory=dict)
     """Nodes of the cluster, by kind."""
     backoff: Backoff = field(default_factory=Backoff)
+    autoscaling: bool = False
+    """Whether a job that no present GPU can hold gets pods, for which an autoscaler may add a node."""
     calibration: CalibrationState = field(default_factory=CalibrationState)

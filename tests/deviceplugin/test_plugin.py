@@ -1,6 +1,7 @@
 """The device plugin and a kubelet, over real gRPC on real sockets."""
 
 import asyncio
+import dataclasses
 import json
 import os
 import resource
@@ -26,7 +27,7 @@ from carpool_core.kube.pods import (
     SecurityContext,
     container_uid,
 )
-from carpool_core.resources.node import Partition, Reservation
+from carpool_core.resources.node import Partition, Reservation, TenantProfile
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import PartitionState, PodUid, SharingMode
@@ -42,6 +43,7 @@ from carpool_deviceplugin.plugin import (
     Registration,
     check_same_user,
     earlier_reservations,
+    full_gpus,
     living_pod,
     owner_of,
     ready_reservation,
@@ -284,6 +286,69 @@ async def test_slots_that_pods_hold_stay_healthy(agent, kubelet, settings) -> No
     await stream.aclose()
 
 
+class TestAutoscaling:
+    @pytest.fixture
+    def settings(self, settings):
+        return dataclasses.replace(settings, autoscaling=True)
+
+    async def test_a_gpu_that_one_pod_has_alone_offers_no_slot_until_the_pod_ends(self, agent, kubelet, kube, reserve):
+        async def offered():
+            health = await asyncio.wait_for(anext(stream), 5)
+            return [int(slot.removeprefix("slot-")) for slot, state in health.items() if state == "Healthy"]
+
+        every = list(range(8))
+        first, second = agent.devices.uuids
+        shared = reserve("b", second, tenant=TenantProfile(memory_mib=8192))
+        stream = kubelet.lists()
+        assert await offered() == every
+        await place(kube, reserve("a", first, mode=EXCLUSIVE))
+        await kubelet.admit("a", "slot-5")
+        assert await offered() == [0, 1, 2, 3, 5]
+        await place(kube, reserve("a", first, mode=EXCLUSIVE), shared)
+        assert await offered() == every, "the next reserved pod may need any slot"
+        await kubelet.admit("b", "slot-7")
+        assert await offered() == [0, 1, 2, 5, 7]
+        del kubelet.held["default", "a", "train"]
+        await place(kube, shared)
+        assert await offered() == every
+        await stream.aclose()
+
+    async def test_a_kubelet_that_does_not_answer_changes_no_slot(self, agent, kubelet, kube, reserve):
+        await place(kube, reserve("a", agent.devices.uuids[0], mode=EXCLUSIVE))
+        await kubelet.admit("a", "slot-5")
+        plugin = agent.kubelet.registration._plugin
+        answers = plugin.ListAndWatch(None, None)
+        assert sum(device.health == "Healthy" for device in (await anext(answers)).devices) == 5
+        await kubelet.stop()
+        again = asyncio.ensure_future(anext(answers))
+        for _ in range(3):
+            plugin.look_again()
+            await asyncio.sleep(0)
+        assert not again.done()
+        again.cancel()
+        await asyncio.gather(again, return_exceptions=True)
+
+
+UNKNOWN, KNOWN = TenantProfile(), TenantProfile(memory_mib=8192)
+
+
+@pytest.mark.parametrize(
+    ("mode", "tenant", "holding", "full"),
+    [
+        pytest.param(EXCLUSIVE, KNOWN, {"default/a"}, ["GPU-1", "GPU-2"], id="exclusive"),
+        pytest.param(TIME_SLICING, UNKNOWN, {"default/a"}, ["GPU-1", "GPU-2"], id="alone until measured"),
+        pytest.param(TIME_SLICING, replace(UNKNOWN, measured_mib=900), {"default/a"}, [], id="measured"),
+        pytest.param(MPS, KNOWN, {"default/a"}, [], id="shared"),
+        pytest.param(EXCLUSIVE, KNOWN, set(), [], id="not started, or after a reboot"),
+        pytest.param(EXCLUSIVE, KNOWN, {"default/b", "other/a"}, [], id="only others have started"),
+    ],
+)
+def test_gpus_are_full_if_a_started_pod_has_them_alone(reserve, mode, tenant, holding, full) -> None:
+    reservations = [reserve("a", "GPU-1", "GPU-2", mode=mode, tenant=tenant)]
+    assert sorted(full_gpus(reservations, holding)) == full
+    assert full_gpus([*reservations, reserve("late", "GPU-3")], holding) == set(), "the late pod may need any slot"
+
+
 OWNER = Owner("default", "a", "train", ("slot-2",))
 
 
@@ -446,7 +511,7 @@ class Prestart:
             state,
             directory,
             also_read=(directory.with_name("etc"),),
-            gpus=1,
+            gpus=("GPU-1",),
             slots_per_gpu=8,
             clock=self.clock,
             sleep=self._sleep,

@@ -52,6 +52,14 @@ def test_container_that_requests_gpus_gets_them() -> None:
     assert containers[0]["resources"]["limits"]["cpu"] == "1"
 
 
+def affinity(*terms: list[str], also: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+    """A node affinity whose terms want these labels to exist."""
+    found = [
+        {"matchExpressions": [*({"key": key, "operator": "Exists"} for key in term), *(also or [])]} for term in terms
+    ]
+    return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": found}}}
+
+
 @pytest.mark.parametrize(
     "own",
     [{"priorityClassName": "urgent"}, {"priority": 0}, {"preemptionPolicy": "PreemptLowerPriority"}],
@@ -82,6 +90,22 @@ def test_autoscalers_keep_the_nodes_of_workers(annotations: dict[str, str] | Non
     body = build_pod(job(template=template() | {"metadata": {"annotations": annotations}}), 0, 1)
     found = body["metadata"]["annotations"]
     assert (found[SAFE_TO_EVICT], found[DO_NOT_DISRUPT]) == expected
+
+
+@pytest.mark.parametrize(
+    ("own", "terms"),
+    [
+        pytest.param({}, [[]], id="no affinity"),
+        pytest.param({"affinity": None}, [[]], id="null"),
+        pytest.param({"affinity": {"podAffinity": {}}}, [[]], id="other affinity"),
+        pytest.param({"affinity": affinity(["zone"], ["pool", "rack"])}, [["zone"], ["pool", "rack"]], id="two terms"),
+    ],
+)
+def test_autoscalers_see_that_unsuitable_products_do_not_help(own: dict[str, Any], terms: list[list[str]]) -> None:
+    body = build_pod(job(template=template(**own)), 0, 1, ["NVIDIA A10", "Tesla T4"])
+    avoid = {"key": "nvidia.com/gpu.product", "operator": "NotIn", "values": ["NVIDIA-A10", "Tesla-T4"]}
+    assert body["spec"]["affinity"] == (own.get("affinity") or {}) | affinity(*terms, also=[avoid])
+    assert build_pod(job(template=template(**own)), 0, 1)["spec"].get("affinity") == own.get("affinity")
 
 
 @pytest.mark.parametrize(

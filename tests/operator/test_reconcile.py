@@ -1,5 +1,6 @@
 """Decisions: each case is a snapshot and the actions that follow."""
 
+import re
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -11,6 +12,7 @@ from carpool_core.kube.pods import Pod
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_operator.actions import (
     CheckTemplate,
+    CreatePod,
     Decision,
     DeleteJob,
     Predict,
@@ -130,6 +132,30 @@ def test_infeasible_job_gets_no_pods_and_no_retry(
     assert reason in events(decision)
     assert status_of(decision, of).state == ("Queued" if reason == "NoGpuNodes" else "Unplaceable")
     assert again(before, decision).actions == ()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "spec", "avoided"),
+    [
+        pytest.param((), {}, None, id="no GPUs"),
+        pytest.param(
+            (node(gpus=4),), {"memory": {"limit": "88Gi"}}, ["Simulated-NVIDIA-A100-SXM4-40GB"], id="too large"
+        ),
+        pytest.param((node(),), {"gpusPerWorker": 2}, None, id="too many GPUs of a suitable product"),
+    ],
+)
+def test_infeasible_job_gets_pods_if_a_node_may_be_added(
+    nodes: tuple[Any, ...], spec: dict[str, Any], avoided: list[str] | None
+) -> None:
+    of = job(**spec)
+    before = snapshot(of, prediction=prediction(), nodes=nodes, autoscaling=True)
+    decision = reconcile(before)
+    (body,) = [action.body["spec"] for action in decision.actions if isinstance(action, CreatePod)]
+    assert body["schedulingGates"] == [{"name": "carpool.dev/admission"}]
+    assert re.findall(r"'values': (\[.*?\])", str(body.get("affinity"))) == ([str(avoided)] if avoided else [])
+    waiting = again(before, decision, pods=(pod(schedulingGates=body["schedulingGates"]),))
+    assert created(waiting) == deleted(waiting) == []
+    assert condition(waiting, of, "Placed").reason == "Queued"
 
 
 def test_job_suspended_from_the_start_is_predicted_but_has_no_pods() -> None:

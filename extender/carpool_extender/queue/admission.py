@@ -12,7 +12,7 @@ reservation. Nothing else is stored: a new leader finds ungated pods without res
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Container, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,8 @@ CONDITION_EVERY_S = 10.0
 """Shortest time between two status writes about one waiting job."""
 CONDITIONS_A_SECOND = 20
 LONGEST_MESSAGE = 1000
+_LACKS_GPUS = (WaitReason.DOES_NOT_FIT, WaitReason.BACKOFF)
+"""Reasons to wait that a new node may remove."""
 
 
 class _LeaseSpec(msgspec.Struct, frozen=True, rename="camel"):
@@ -144,6 +146,7 @@ class AdmissionController:
         evaluations: Evaluations on the cluster cache.
         leadership: Whether this extender admits jobs.
         timeout_s: Time from ungating to the reservation, in seconds, after which a job goes back to the queue.
+        autoscaling: Whether pods that wait for GPUs are marked for cluster autoscalers.
         clock: The time.
         sleep: Waits.
         metrics: Counts admissions.
@@ -159,12 +162,14 @@ class AdmissionController:
         evaluations: EvaluationCache,
         leadership: Leadership,
         timeout_s: float,
+        autoscaling: bool,
         clock: Clock,
         sleep: Callable[[float], Awaitable[Any]],
         metrics: ExtenderMetrics,
     ) -> None:
         self._api, self._informers, self._workloads, self._queue = api, informers, workloads, queue
         self._evaluations, self._leadership, self._timeout_s = evaluations, leadership, timeout_s
+        self._autoscaling = autoscaling
         self._clock, self._sleep, self._metrics = clock, sleep, metrics
         self._binding: Container[PodUid] = ()
         self._jobs: defaultdict[JobUid, _Job] = defaultdict(_Job)
@@ -417,7 +422,8 @@ class AdmissionController:
             if self._leadership.leads:
                 await asyncio.gather(*(self._write_condition(*one) for one in self._due_conditions()))
 
-    def _due_conditions(self) -> list[tuple[Pod, str, str]]:
+    def _due_conditions(self) -> list[tuple[Pod, list[Mapping[str, Any]]]]:
+        """Return pods of waiting jobs with the changes of their conditions, as JSON patch operations."""
         now, due, texts = self._clock.monotonic(), [], dict[tuple[object, ...], str]()
         late = [
             (state.written_at_s, job)
@@ -428,17 +434,22 @@ class AdmissionController:
             state = self._jobs[job]
             waiting, refusal = self._queue.waiting(job), self._refusals.get(job)
             if refusal is not None:
-                pod, text = self._informers.pod(PodUid(refusal[0].metadata.uid)), refusal[1]
+                uids, text = [PodUid(refusal[0].metadata.uid)], refusal[1]
             elif waiting is not None:
-                pod, text = self._informers.pod(waiting.info.pods[0].uid), self._explain(waiting, state, texts)
+                uids, text = [ref.uid for ref in waiting.info.pods], self._explain(waiting, state, texts)
             else:
                 continue
             state.written_at_s = now
-            reason, _, message = text.partition(": ")
-            wanted = (reason, message[:LONGEST_MESSAGE])
-            if pod is not None and pod.is_gated and _admitted_condition(pod) != wanted:
-                due.append((pod, *wanted))
-            if len(due) == CONDITIONS_A_SECOND:
+            lacks_gpus = self._autoscaling and waiting is not None and waiting.reason in _LACKS_GPUS
+            for uid in uids:
+                if (pod := self._informers.pod(uid)) is None or not pod.is_gated:
+                    continue
+                changes = _scheduled_changes(pod, text if lacks_gpus else "")
+                if uid == uids[0]:
+                    changes += _admitted_changes(pod, text, rfc3339(self._clock.now()))
+                if changes:
+                    due.append((pod, changes))
+            if len(due) >= CONDITIONS_A_SECOND:
                 break
         return due
 
@@ -452,33 +463,18 @@ class AdmissionController:
             texts[key] = refusal_message(waiting, self._evaluations)
         return texts[key]
 
-    async def _write_condition(self, pod: Pod, reason: str, message: str) -> None:
-        condition = {
-            "type": CONDITION_ADMITTED,
-            "status": "False",
-            "reason": reason,
-            "message": message,
-            "lastTransitionTime": rfc3339(self._clock.now()),
-        }
-        patch: list[Mapping[str, Any]] = [{"op": "test", "path": "/metadata/uid", "value": pod.metadata.uid}]
-        known = [one.type for one in pod.status.conditions]
-        if not known:
-            patch.append({"op": "add", "path": "/status/conditions", "value": [condition]})
-        elif CONDITION_ADMITTED not in known:
-            patch.append({"op": "add", "path": "/status/conditions/-", "value": condition})
-        else:
-            at = f"/status/conditions/{known.index(CONDITION_ADMITTED)}"
-            patch.append({"op": "test", "path": f"{at}/type", "value": CONDITION_ADMITTED})
-            patch.append({"op": "replace", "path": at, "value": condition})
+    async def _write_condition(self, pod: Pod, changes: Sequence[Mapping[str, Any]]) -> None:
+        patch = [{"op": "test", "path": "/metadata/uid", "value": pod.metadata.uid}, *changes]
         try:
-            await self._api.patch(
-                PODS,
-                pod.metadata.name,
-                patch,
-                namespace=pod.metadata.namespace,
-                subresource="status",
-                wants_object=False,
-            )
+            async with self._patches:
+                await self._api.patch(
+                    PODS,
+                    pod.metadata.name,
+                    patch,
+                    namespace=pod.metadata.namespace,
+                    subresource="status",
+                    wants_object=False,
+                )
         except KubeError as error:
             self._log.info("reason not written", pod=pod.metadata.name, error=str(error))
 
@@ -542,10 +538,47 @@ def _is_same(old: Pod, new: Pod) -> bool:
     )
 
 
-def _admitted_condition(pod: Pod) -> tuple[str, str] | None:
-    """Return reason and message of the condition that a waiting pod has; None if it has none."""
-    found = (one for one in pod.status.conditions if one.type == CONDITION_ADMITTED and one.status == "False")
-    return next(((one.reason, one.message) for one in found), None)
+def _admitted_changes(pod: Pod, text: str, now: str) -> list[Mapping[str, Any]]:
+    """Return the changes after which a waiting pod has a condition `Reason: message`; none if it has it already."""
+    reason, _, message = text.partition(": ")
+    message = message[:LONGEST_MESSAGE]
+    condition = {
+        "type": CONDITION_ADMITTED,
+        "status": "False",
+        "reason": reason,
+        "message": message,
+        "lastTransitionTime": now,
+    }
+    known = [one.type for one in pod.status.conditions]
+    if not known:
+        return [{"op": "add", "path": "/status/conditions", "value": [condition]}]
+    if CONDITION_ADMITTED not in known:
+        return [{"op": "add", "path": "/status/conditions/-", "value": condition}]
+    found = pod.status.conditions[number := known.index(CONDITION_ADMITTED)]
+    if (found.status, found.reason, found.message) == ("False", reason, message):
+        return []
+    at = f"/status/conditions/{number}"
+    test: Mapping[str, Any] = {"op": "test", "path": f"{at}/type", "value": CONDITION_ADMITTED}
+    return [test, {"op": "replace", "path": at, "value": condition}]
+
+
+def _scheduled_changes(pod: Pod, text: str) -> list[Mapping[str, Any]]:
+    """Return the changes of a gated pod's PodScheduled by which autoscalers count it; they ignore SchedulingGated.
+
+    Args:
+        pod: The pod.
+        text: Why it needs a new node; empty if it does not need one.
+    """
+    reason = "Unschedulable" if text else "SchedulingGated"
+    for number, one in enumerate(pod.status.conditions):
+        if one.type == "PodScheduled" and one.status == "False" and one.reason != reason:
+            at = f"/status/conditions/{number}"
+            return [
+                {"op": "test", "path": f"{at}/type", "value": "PodScheduled"},
+                {"op": "add", "path": f"{at}/reason", "value": reason},
+                {"op": "add", "path": f"{at}/message", "value": text[:LONGEST_MESSAGE]},
+            ]
+    return []
 
 
 def _scheduler_words(pod: Pod) -> str:

@@ -82,6 +82,8 @@ labels:
   value: {{ .Values.settings.log.level }}
 - name: CARPOOL_LOG_FORMAT
   value: {{ .Values.settings.log.format }}
+- name: CARPOOL_AUTOSCALING
+  value: {{ .Values.settings.autoscaling | quote }}
 {{- end -}}
 
 {{/* Port and probes that every one of Carpool's processes has. */}}

@@ -44,10 +44,27 @@ class Cluster(World):
     def worker(self, name, worker=0, created="2026-01-31T11:00:00Z", *, gpus=1, gates=GATES, uid=""):
         pod = seed_pod(self.kube, name, worker=worker, gpus=gpus, schedulingGates=gates, uid=uid)
         pod["metadata"]["creationTimestamp"] = created
+        if gates:  # as the API server sets it at creation
+            gated = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated"}
+            pod.setdefault("status", {})["conditions"] = [gated]
         self.kube.seed(PODS, pod)
 
     def gated(self):
         return sorted(pod["metadata"]["name"] for pod in self.kube.dump_all(PODS) if pod["spec"].get("schedulingGates"))
+
+    def seen_by_autoscalers(self):
+        """Pods that cluster-autoscaler and Karpenter count.
+
+        Both read the condition, not the gates. Sources: ArrangePodsBySchedulability in pkg/utils/kubernetes/listers.go
+        of kubernetes-sigs/cluster-autoscaler; IsProvisionable in pkg/utils/pod/scheduling.go of karpenter.
+        """
+        return sorted(
+            pod["metadata"]["name"]
+            for pod in self.kube.dump_all(PODS)
+            if not pod["spec"].get("nodeName") and "nominatedNodeName" not in pod["status"]
+            for one in pod["status"].get("conditions", [])
+            if (one["type"], one["status"], one["reason"]) == ("PodScheduled", "False", "Unschedulable")
+        )
 
     def condition(self, job, worker=0, attempt=1):
         pod = self.kube.dump(PODS, f"{job}-worker-{worker}-{attempt}", "default")
@@ -184,6 +201,63 @@ async def test_a_job_waits_with_a_reason_written_at_most_once_in_ten_seconds(clu
             await cluster.settle(1)
             await cluster.kube.delete(GPU_NODES, "b")
         assert len(cluster.writes("pods")) <= writes + 1
+
+
+class TestAutoscaling:
+    async def test_jobs_that_lack_gpus_are_seen_until_they_start(self):
+        cluster = Cluster(autoscaling=True)
+        seed_node(cluster.kube, gpu_node("a", 2))
+        cluster.queue("small", training={"steps": 10**7})
+        cluster.queue("gang", 5, workers=2)
+        cluster.queue("long", 10, training={"steps": 10**8})
+        cluster.queue("never-here", 15, gpu={"product": "B200"})
+        gang = ["gang-worker-0-1", "gang-worker-1-1"]
+        async with cluster.extender():
+            await cluster.settle(3)
+            assert cluster.gated() == [*gang, "long-worker-0-1", "never-here-worker-0-1"]
+            assert cluster.seen_by_autoscalers() == [*gang, "never-here-worker-0-1"], (
+                "long waits only because a free GPU is reserved in time for the gang"
+            )
+            writes = len(cluster.writes("pods"))
+            await cluster.settle(12)
+            assert len(cluster.writes("pods")) == writes, "pods that are marked already are not written again"
+            seed_node(cluster.kube, gpu_node("b", 1))
+            await cluster.settle(3)
+            assert cluster.gated() == ["long-worker-0-1", "never-here-worker-0-1"]
+
+    async def test_a_job_that_backs_off_is_seen(self):
+        """A pod may select nodes that do not exist yet: the queue does not read selectors, kube-scheduler does."""
+        cluster = Cluster(autoscaling=True)
+        seed_node(cluster.kube, gpu_node("a", 2))
+        cluster.queue("x")
+        async with cluster.extender():
+            await cluster.settle(33)
+            cluster.worker("x", uid="pod-x-again")
+            await record(cluster.kube, "x", 1, "pod-x-again")
+            await cluster.settle(3)
+            assert cluster.gated() == cluster.seen_by_autoscalers() == ["x-worker-0-1"]
+
+    async def test_nothing_is_seen_once_the_setting_is_off_again(self):
+        cluster = Cluster(autoscaling=True)
+        seed_node(cluster.kube, gpu_node("a", 1))
+        cluster.queue("wide", 0, gpus=2)
+        cluster.queue("x", 5)
+        cluster.queue("running", 0, gates=[])
+        async with cluster.extender():
+            await cluster.settle(3)
+            assert cluster.seen_by_autoscalers() == ["wide-worker-0-1", "x-worker-0-1"]
+        cluster.settings = replace(cluster.settings, autoscaling=False)
+        async with cluster.extender():
+            await cluster.settle(3)
+            assert cluster.gated() == ["wide-worker-0-1", "x-worker-0-1"]
+            assert cluster.seen_by_autoscalers() == []
+
+    async def test_without_the_setting_no_waiting_job_is_seen(self, cluster):
+        cluster.queue("wide", gpus=4)
+        async with cluster.extender():
+            await cluster.settle(3)
+            assert cluster.condition("wide") is not None
+            assert cluster.seen_by_autoscalers() == []
 
 
 async def test_the_pods_of_a_new_attempt_get_the_reason_too(cluster):
