@@ -1,11 +1,12 @@
 """GPU products with NVIDIA's published figures, and the classes of GPUs that a cluster has."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
 from carpool_core.keys import SIMULATED_PREFIX
-from carpool_core.resources.node import Device
+from carpool_core.resources.node import NO_FIGURES, Device, NvmlFigures
 from carpool_core.values import SharingMode
 
 
@@ -31,6 +32,8 @@ class GpuProduct:
     """Typical idle power, in W."""
     mig_profiles: tuple[str, ...] = ()
     """MIG profiles, smallest first; empty without MIG."""
+    is_derived: bool = False
+    """Whether the figures were computed from what NVML reports, because the name is not in the table."""
 
 
 _A100_40_MIG = ("1g.5gb", "2g.10gb", "3g.20gb", "4g.20gb", "7g.40gb")
@@ -131,6 +134,7 @@ class DeviceClass:
     compute_capability: str
     modes: tuple[SharingMode, ...]
     mig_profiles: tuple[str, ...] = ()
+    figures: NvmlFigures = NO_FIGURES
 
     @property
     def usable_mib(self) -> int:
@@ -147,4 +151,61 @@ def device_class(device: Device) -> DeviceClass:
         compute_capability=device.compute_capability,
         modes=tuple(device.modes),
         mig_profiles=tuple(device.mig_profiles),
+        figures=device.figures,
     )
+
+
+UNIFIED_MEMORY = frozenset({"5.3", "6.2", "7.2", "8.7", "10.1", "11.0", "12.1"})
+"""Compute capabilities of GPUs that share the CPU's memory: Jetson, and GB10 of DGX Spark (NVIDIA, "CUDA GPUs")."""
+_GENERATIONS = {
+    (6, 0): (64, 0), (6, 1): (128, 0), (7, 0): (64, 1024), (7, 5): (64, 1024), (8, 0): (64, 2048), (8, 6): (128, 1024),
+    (8, 9): (128, 1024), (9, 0): (128, 4096), (10, 0): (128, 8192), (10, 3): (128, 8192), (12, 0): (128, 1024),
+}  # fmt: skip
+"""FP32 cores per SM, and dense 16-bit tensor FLOPs per clock and SM with FP32 accumulation, by compute capability.
+
+Of NVIDIA's white papers of Pascal to Blackwell. A newer capability counts as the last one before it."""
+_HALVED = frozenset({(7, 5), (8, 6), (8, 9), (12, 0)})
+"""Capabilities of which GeForce products have half the tensor rate with FP32 accumulation."""
+_IDLE_SHARE = 0.1
+"""Idle power over the power limit; 0.06 to 0.22 in the table."""
+
+
+@lru_cache(maxsize=1024)
+def product_of(kind: DeviceClass) -> GpuProduct | None:
+    """Return the product with the GPU's name, or one derived from NVML's figures; None if a figure is missing.
+
+    A transfer of DRAM takes half of the clock that NVML reports.
+    """
+    name, figures = hardware_name(kind.product), kind.figures
+    named = next((product for product in PRODUCTS if product.name == name), None)
+    generation = max((one for one in _GENERATIONS if one <= _version(kind.compute_capability)), default=None)
+    if named is not None or generation is None or not figures.is_complete:
+        return named
+    cores_per_sm, tensor_flops = _GENERATIONS[generation]
+    if generation in _HALVED and "GeForce" in name:
+        tensor_flops //= 2
+    sm_count = max(figures.cuda_cores // cores_per_sm, 1)
+    return GpuProduct(
+        name=name,
+        memory_mib=kind.memory_mib,
+        compute_capability=kind.compute_capability,
+        sm_count=sm_count,
+        memory_bandwidth_gb_s=2 * figures.memory_clock_mhz * figures.memory_bus_bits / 8 / 1e3,
+        fp32_tflops=2 * figures.cuda_cores * figures.sm_clock_mhz / 1e6,
+        tensor_tflops=sm_count * tensor_flops * figures.sm_clock_mhz / 1e6,
+        power_limit_w=figures.power_limit_w,
+        idle_power_w=_IDLE_SHARE * figures.power_limit_w,
+        mig_profiles=kind.mig_profiles,
+        is_derived=True,
+    )
+
+
+def _version(capability: str) -> tuple[int, ...]:
+    return tuple(map(int, capability.split("."))) if capability else ()
+
+
+def products_of(kinds: Iterable[DeviceClass]) -> list[GpuProduct]:
+    """Return the products of GPUs that can be described, each once: those of the table, then others by name."""
+    found = {product.name: product for kind in sorted(kinds, reverse=True) if (product := product_of(kind))}
+    derived = [product for product in found.values() if product.is_derived]
+    return [product for product in PRODUCTS if product.name in found] + sorted(derived, key=lambda one: one.name)

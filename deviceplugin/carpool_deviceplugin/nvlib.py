@@ -10,6 +10,8 @@ from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 import pynvml
+from carpool_core.products import UNIFIED_MEMORY
+from carpool_core.resources.node import NO_FIGURES, NvmlFigures
 from carpool_core.values import MIB, GpuUuid, SharingMode
 
 from carpool_deviceplugin.gpu import DeviceError, NoDevicesError
@@ -37,6 +39,10 @@ class NvmlLibrary(Protocol):
     def nvmlDeviceGetName(self, handle: Handle) -> str: ...
     def nvmlDeviceGetMemoryInfo(self, handle: Handle, version: int | None = None) -> Any: ...
     def nvmlDeviceGetCudaComputeCapability(self, handle: Handle) -> tuple[int, int]: ...
+    def nvmlDeviceGetNumGpuCores(self, handle: Handle) -> int: ...
+    def nvmlDeviceGetMaxClockInfo(self, handle: Handle, type_: int) -> int: ...
+    def nvmlDeviceGetMemoryBusWidth(self, handle: Handle) -> int: ...
+    def nvmlDeviceGetPowerManagementDefaultLimit(self, handle: Handle) -> int: ...
     def nvmlDeviceGetPciInfo(self, handle: Handle) -> Any: ...
     def nvmlDeviceGetComputeMode(self, handle: Handle) -> int: ...
     def nvmlDeviceGetNumaNodeId(self, handle: Handle) -> int: ...
@@ -326,6 +332,7 @@ class Identity:
     """MIG mode after the next reset."""
     power_limit_w: float | None
     compute_mode: ComputeMode = ComputeMode.DEFAULT
+    figures: NvmlFigures = NO_FIGURES
 
 
 def linked_gpus(known: Identity, everyone: Mapping[GpuUuid, Identity]) -> list[GpuUuid]:
@@ -412,14 +419,14 @@ def read_identity(session: Session, uuid: GpuUuid) -> Identity:
     library, handle = session.library, session.handle(uuid)
     product = session.call(uuid, library.nvmlDeviceGetName, handle)
     memory = session.ask(uuid, library.nvmlDeviceGetMemoryInfo, handle)
-    if memory is None:
+    major, minor = session.call(uuid, library.nvmlDeviceGetCudaComputeCapability, handle)
+    if memory is None or f"{major}.{minor}" in UNIFIED_MEMORY:
         raise NvmlError(
             f"GPU {uuid}: expected memory of its own, found a {product} that shares the CPU's memory; Carpool does not "
             "support such GPUs",
             pynvml.NVML_ERROR_NOT_SUPPORTED,
         )
     detailed = session.ask(uuid, library.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2)
-    major, minor = session.call(uuid, library.nvmlDeviceGetCudaComputeCapability, handle)
     numa = session.ask(uuid, library.nvmlDeviceGetNumaNodeId, handle)
     mig = session.ask(uuid, library.nvmlDeviceGetMigMode, handle)
     limit_mw = session.ask(uuid, library.nvmlDeviceGetEnforcedPowerLimit, handle)
@@ -441,6 +448,18 @@ def read_identity(session: Session, uuid: GpuUuid) -> Identity:
         compute_mode=_COMPUTE_MODES.get(
             session.ask(uuid, library.nvmlDeviceGetComputeMode, handle) or 0, ComputeMode.DEFAULT
         ),
+        figures=_read_figures(session, uuid),
+    )
+
+
+def _read_figures(session: Session, uuid: GpuUuid) -> NvmlFigures:
+    library, handle = session.library, session.handle(uuid)
+    return NvmlFigures(
+        cuda_cores=session.ask(uuid, library.nvmlDeviceGetNumGpuCores, handle) or 0,
+        sm_clock_mhz=session.ask(uuid, library.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM) or 0,
+        memory_clock_mhz=session.ask(uuid, library.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_MEM) or 0,
+        memory_bus_bits=session.ask(uuid, library.nvmlDeviceGetMemoryBusWidth, handle) or 0,
+        power_limit_w=(session.ask(uuid, library.nvmlDeviceGetPowerManagementDefaultLimit, handle) or 0) // 1000,
     )
 
 

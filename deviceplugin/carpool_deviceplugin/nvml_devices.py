@@ -236,6 +236,7 @@ class NvmlDevices:
             memory_mib=known.memory_mib,
             reserved_mib=known.reserved_mib + FRAGMENTATION_MIB,
             compute_capability=known.compute_capability,
+            figures=known.figures,
             mig_profiles=[p.name for p in reversed(table.profiles)] if table else [],
             modes=sorted(gpu.modes, key=list(SharingMode).index),
             mode=mode,

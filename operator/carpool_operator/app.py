@@ -60,6 +60,7 @@ class Operator:
             traces=settings.traces,
             calibration=lambda namespace: self.calibrator.usable(namespace),
             calibration_keys=lambda *job: self.calibrator.keys(*job),
+            find_products=self.nodes.find_products,
             is_strict=place is not None and not settings.share_unmeasured,
         )
         events = EventRecorder(api, clock, "carpool-operator")
@@ -69,6 +70,7 @@ class Operator:
             prepare=self.predictions.prepare,
             enqueue=self.queue.add,
             simulated=lambda: self.nodes.simulated,
+            find_products=self.nodes.find_products,
             events=events,
         )
         self._expectations = Expectations()

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import structlog
@@ -11,7 +11,7 @@ from carpool_core.clock import Clock
 from carpool_core.kube.api import CONFIG_MAPS
 from carpool_core.kube.errors import Conflict, KubeError, NotFound, Refused
 from carpool_core.kube.events import EventRecorder
-from carpool_core.products import UnknownProductError, find_product
+from carpool_core.products import GpuProduct
 from carpool_core.resources.job import GpuTrainingJob, JobSpec
 from carpool_core.values import Precision
 from carpool_predictor.calibration.document import MAX_SAMPLES, SIMULATED, Calibration, Stack
@@ -24,7 +24,7 @@ from carpool_predictor.predict import PredictionContext, run_prediction_of
 
 from carpool_operator.observations import Observation
 from carpool_operator.pods import key_of
-from carpool_operator.prediction import TRANSIENT, known_products
+from carpool_operator.prediction import TRANSIENT
 from carpool_operator.snapshot import CalibrationKey
 
 PAUSE_S = 5.0
@@ -39,6 +39,9 @@ MAX_PER_WRITE = MAX_SAMPLES // 2
 """Observations of one write. After a crash they are submitted again, and the document must still name all of them."""
 _MAX_CONFLICTS = 5
 
+_Comparable = tuple[GpuTrainingJob, Observation, PredictionContext, GpuProduct]
+"""An ended or running attempt, its measurement, its prediction's input, and the product that it ran on."""
+
 Prepare = Callable[[GpuTrainingJob], Awaitable[PredictionContext | Abstention]]
 """Returns the predictor's input for a job."""
 
@@ -52,6 +55,7 @@ class Calibrator:
         prepare: Returns the predictor's input for a job.
         enqueue: Receives the key of a job whose ended attempt is stored.
         simulated: Returns the products of which all GPUs are simulated; their observations serve no hardware.
+        find_products: Returns the products with these names; those that cannot be described are left out.
         events: Records what is wrong with the ConfigMap.
     """
 
@@ -63,10 +67,11 @@ class Calibrator:
         prepare: Prepare,
         enqueue: Callable[[str], None],
         simulated: Callable[[], Collection[str]],
+        find_products: Callable[[Iterable[str]], list[GpuProduct]],
         events: EventRecorder,
     ) -> None:
         self._store, self._clock, self._prepare, self._enqueue = store, clock, prepare, enqueue
-        self._simulated, self._events = simulated, events
+        self._simulated, self._find_products, self._events = simulated, find_products, events
         self._kept: StoredCalibration | None = None
         self._pending: OrderedDict[str, tuple[GpuTrainingJob, Observation]] = OrderedDict()
         self._stored: LRUCache[str, None] = LRUCache(_MAX_STORED)
@@ -112,7 +117,7 @@ class Calibrator:
         if calibration is None or size_mib is None:
             return {}
         precision, name = spec.training.precision, model_key(spec.model)
-        gpus, now = known_products(products), self._clock.now().timestamp()
+        gpus, now = self._find_products(products), self._clock.now().timestamp()
         return {
             gpu.name: CalibrationKey(
                 _jobs(calibration, gpu.name, precision).bit_length(),
@@ -211,19 +216,21 @@ class Calibrator:
         if self._kept is None:
             return
         batch = list(self._pending.items())[:MAX_PER_WRITE]
-        comparable: list[tuple[GpuTrainingJob, Observation, PredictionContext]] = []
+        comparable: list[_Comparable] = []
         postponed: set[str] = set()
         for key, (job, observation) in batch:
             expected = await self._prepare(job)
             if isinstance(expected, PredictionContext):
-                comparable.append((job, observation, expected))
+                # Without a prediction for this product there is nothing to correct.
+                products = self._find_products([observation.product])
+                comparable += [(job, observation, expected, product) for product in products]
             elif expected.reason in TRANSIENT:
                 postponed.add(key)
             else:
                 self._log.debug("observation without prediction", job=job.metadata.name, why=expected.reason)
         if not await self._write(comparable):
             return
-        learned = {observation.key for _, observation, _ in comparable}
+        learned = {observation.key for _, observation, *_ in comparable}
         for key, (job, observation) in batch:
             if key in postponed and key in self._pending:
                 self._pending.move_to_end(key)
@@ -235,7 +242,7 @@ class Calibrator:
             if observation.measured.ended:
                 self._enqueue(key_of(job))
 
-    async def _write(self, observations: list[tuple[GpuTrainingJob, Observation, PredictionContext]]) -> bool:
+    async def _write(self, observations: list[_Comparable]) -> bool:
         """Write the calibration with these observations; return False if it has become unreadable."""
         loop = asyncio.get_running_loop()
         for _ in range(_MAX_CONFLICTS):
@@ -265,20 +272,14 @@ def _jobs(calibration: Calibration, product: str, precision: Precision) -> int:
     return 0 if state is None else state.learned_from
 
 
-def with_observations(
-    calibration: Calibration, observations: list[tuple[GpuTrainingJob, Observation, PredictionContext]]
-) -> Calibration:
+def with_observations(calibration: Calibration, observations: list[_Comparable]) -> Calibration:
     """Return the calibration with these observations; the same object if none of them is new."""
-    for job, observation, expected_input in observations:
+    for job, observation, expected_input, product in observations:
         stack = Stack(
             product=observation.product,
             precision=job.spec.training.precision,
             driver=SIMULATED if observation.simulated else "",
         )
-        try:
-            product = find_product(observation.product)
-        except UnknownProductError:
-            continue  # without a prediction for this product there is nothing to correct
         expected = run_prediction_of(expected_input, model_key(job.spec.model), observation.counted_mib, product)
         calibration = observe(calibration, stack, expected, observation.with_activity(), shipped())
     return calibration

@@ -3,14 +3,14 @@
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
 import structlog
 from carpool_core.keys import CONDITION_PLACED, SIMULATED_PREFIX
 from carpool_core.kube.errors import KubeError
 from carpool_core.kube.pods import Pod
-from carpool_core.products import PRODUCTS, hardware_name
+from carpool_core.products import PRODUCTS, GpuProduct, hardware_name, products_of
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import GpuNode
 from carpool_core.values import JobState
@@ -120,6 +120,7 @@ class NodeCache:
         self._queue, self._pods, self._jobs = queue, pods, jobs
         self._nodes: dict[str, GpuNode] = {}
         self._kinds: Counter[NodeKind] = Counter()
+        self._described: dict[str, GpuProduct] = {}
 
     def get(self, name: str) -> GpuNode | None:
         """Return a GpuNode, None if it does not exist."""
@@ -132,10 +133,13 @@ class NodeCache:
 
     @property
     def products(self) -> tuple[str, ...]:
-        """Products of the cluster's GPUs that can be predicted; all known products before there is a GPU."""
-        present = {hardware_name(kind.product) for node in self._kinds for kind, _ in node}
-        known = tuple(product.name for product in PRODUCTS)
-        return tuple(name for name in known if name in present) or known
+        """Names of the products of the cluster's GPUs that can be predicted; the table's before there is a GPU."""
+        return tuple(product.name for product in self._described.values() or PRODUCTS)
+
+    def find_products(self, names: Iterable[str]) -> list[GpuProduct]:
+        """Return the products with these names that the table has or the cluster's GPUs give."""
+        known = {product.name: product for product in PRODUCTS} | self._described
+        return [known[name] for name in names if name in known]
 
     @property
     def simulated(self) -> frozenset[str]:
@@ -178,6 +182,7 @@ class NodeCache:
             self._kinds[after] += 1
         self._kinds = +self._kinds
         is_new = known != set(self._kinds)
+        self._described = {one.name: one for one in products_of({kind for node in self._kinds for kind, _ in node})}
         for job in self._jobs:
             if (is_new and not conditions.is_finished(job.status)) or job.status.state is JobState.UNPLACEABLE:
                 self._queue.add(key_of(job))

@@ -13,6 +13,7 @@ import msgspec
 import structlog
 from cachetools import LRUCache
 from carpool_core.clock import Clock
+from carpool_core.products import GpuProduct
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import GpuTrainingJob, JobSpec, ModelSource, Training
 from carpool_core.resources.prediction import Prediction
@@ -211,6 +212,7 @@ class PredictionWorker:
         calibration: Returns the calibration for a namespace; None: predictions are uncalibrated.
         calibration_keys: Returns the calibration keys of a job in a namespace, with that simulated allocator size in
             MiB.
+        find_products: Returns the products with these names; those that cannot be described are left out.
         is_strict: Whether jobs run alone on products without measurements, even while the calibration cannot be read.
     """
 
@@ -224,11 +226,13 @@ class PredictionWorker:
         traces: int = 1,
         calibration: Callable[[str], Calibration | None] = lambda _namespace: None,
         calibration_keys: Callable[[str, JobSpec, tuple[str, ...], float | None], CalibrationKeys] = lambda *_: {},
+        find_products: Callable[[Iterable[str]], list[GpuProduct]] = known_products,
         is_strict: bool = False,
     ) -> None:
         self._tracer, self._clock = tracer, clock
         self._enqueue, self._observe_seconds = enqueue, observe_seconds
         self._calibration, self._keys, self._is_strict = calibration, calibration_keys, is_strict
+        self._find_products = find_products
         self._trace_queue = TraceQueue(tracer, traces, self._moved)
         self._results: LRUCache[_Input, Prediction] = LRUCache(_CACHE_SIZE)
         self._features: LRUCache[str, ModelFeatures | Abstention] = LRUCache(_CACHE_SIZE)
@@ -367,19 +371,16 @@ class PredictionWorker:
         # Both at the same time: the calibration may change while the prediction waits for the thread.
         calibration = self._calibration(namespace)
         keys = self._keys(namespace, spec, products, self._sizes_mib.get(digest))
-        now = self._clock.now().timestamp()
-
-        def compute() -> Prediction:
-            return predict(
-                features,
-                spec.training,
-                known_products(products),
-                calibration,
-                model_key(spec.model),
-                is_strict=self._is_strict,
-                now=now,
-            )
-
+        compute = partial(
+            predict,
+            features,
+            spec.training,
+            self._find_products(products),
+            calibration,
+            model_key(spec.model),
+            is_strict=self._is_strict,
+            now=self._clock.now().timestamp(),
+        )
         return await asyncio.get_running_loop().run_in_executor(self._thread, compute), keys
 
     async def prepare(self, job: GpuTrainingJob) -> PredictionContext | Abstention:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
 import msgspec
 from carpool_core.products import GpuProduct, find_product
@@ -34,6 +33,7 @@ _MAX_PEAK_BYTES = 2.0**50
 class ProductAnswer:
     """The prediction for one GPU product, and which parts of it rest on measurements."""
 
+    product: GpuProduct
     prediction: ProductPrediction
     memory_calibrated: bool
     """Whether memory was measured on this product in this precision."""
@@ -110,7 +110,8 @@ class PredictionContext:
             self.model,
             self.correction,
             calibrated=is_calibrated(self.model, product, self.training.precision),
-            context_difference_mib=context_mib(product) - _context_mib(self.model.product),
+            context_difference_mib=_context_difference_mib(product, self.model),
+            is_derived=product.is_derived,
         )
         memory = msgspec.structs.replace(memory, learned_jobs=self.jobs, learned_gist=run_history.fingerprint(history))
         if history is not None:
@@ -165,13 +166,13 @@ class PredictionContext:
             step_time_seconds=time.seconds,
         )
         return ProductAnswer(
-            prediction, is_calibrated(self.model, product, precision), busy.inside, busy.measured, time.inside
+            product, prediction, is_calibrated(self.model, product, precision), busy.inside, busy.measured, time.inside
         )
 
 
-@cache
-def _context_mib(product: str) -> float:
-    return context_mib(find_product(product))
+def _context_difference_mib(product: GpuProduct, model: MemoryModel) -> float:
+    """Return the CUDA context on a product less that in a model's line, which may be of that product."""
+    return 0.0 if product.name == model.product else context_mib(product) - context_mib(find_product(model.product))
 
 
 def model_version(model: MemoryModel | None = None) -> str:
@@ -253,7 +254,9 @@ def summarize(context: PredictionContext, answers: Sequence[ProductAnswer]) -> P
 
 
 def calibration_reason(context: PredictionContext, answers: Sequence[ProductAnswer]) -> str:
-    """Return the basis of the memory bound: Calibrated, Uncalibrated or OutsideTraining."""
+    """Return the basis of the memory bound: Calibrated, DerivedProduct, Uncalibrated or OutsideTraining."""
+    if any(answer.product.is_derived and not answer.memory_calibrated for answer in answers):
+        return "DerivedProduct"
     if not all(answer.memory_calibrated for answer in answers):
         return "Uncalibrated"
     return "Calibrated" if context.correction.inside else "OutsideTraining"
@@ -273,24 +276,24 @@ def _message(context: PredictionContext, answers: Sequence[ProductAnswer]) -> st
     clauses = [f"from training steps traced at batch sizes {batches}"]
     clauses += filter(None, map(run_history.calibration_source, products))
     refused = [
-        p.product
-        for p in products
-        if p.memory.learned_runs and run_history.is_refused(p.memory, find_product(p.product))
+        answer.product.name
+        for answer, p in zip(answers, products, strict=True)
+        if p.memory.learned_runs and run_history.is_refused(p.memory, answer.product)
     ]
     if refused:
         clauses.append(
             f"does not fit {', '.join(refused)}, where a run of this model (maybe another job's) died of memory with "
             "all that such a GPU has; a day after that it may try the largest GPU again, alone"
         )
-    untrusted = [p for p in products if not p.memory.trusted]
-    if lost := [p.product for p in untrusted if p.memory.is_refuted]:
+    untrusted = [answer for answer in answers if not answer.prediction.memory.trusted]
+    if lost := [answer.product.name for answer in untrusted if answer.prediction.memory.is_refuted]:
         clauses.append(
             f"runs alone on {', '.join(lost)}, because earlier runs of this model (other jobs' too) died of memory "
             "there, or took nearly all"
         )
-    unproven = [p for p in untrusted if not p.memory.is_refuted]
-    large = [p.product for p in unproven if run_history.exceeds_gpu(p.memory, find_product(p.product))]
-    if alone := [p.product for p in unproven if p.product not in large]:
+    unproven = [answer for answer in untrusted if not answer.prediction.memory.is_refuted]
+    large = [a.product.name for a in unproven if run_history.exceeds_gpu(a.prediction.memory, a.product)]
+    if alone := [answer.product.name for answer in unproven if answer.product.name not in large]:
         clauses.append(f"runs alone on {', '.join(alone)} until enough like it was measured there")
     if large:
         clauses.append(
@@ -308,6 +311,8 @@ def _message(context: PredictionContext, answers: Sequence[ProductAnswer]) -> st
             f"memory is calibrated on {context.model.product} in {context.model.precision} only, so the bound is wider "
             "on other GPU products and precisions"
         )
+    if derived := [a.product.name for a in answers if a.product.is_derived and not a.memory_calibrated]:
+        clauses.append(f"{', '.join(derived)} is described from what NVML reports, so the bound there is wider still")
     if outside := [a.prediction.product for a in answers if not a.activity_inside]:
         where = "" if len(outside) == len(answers) else f" on {', '.join(outside)}"
         clauses.append(f"activity{where} is a roofline estimate, because no step like this was measured")
@@ -336,6 +341,7 @@ def run_prediction_of(context: PredictionContext, name: str, counted_mib: float,
         model=name,
         reserved_mib=context.reserved_mib,
         live_mib=context.cost.peak_bytes / MIB,
+        context_difference_mib=_context_difference_mib(product, context.model),
         correction=context.correction.line_factor,
         stratum=context.correction.stratum,
         upper_mib=counted_mib,

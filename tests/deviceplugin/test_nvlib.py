@@ -2,15 +2,20 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pynvml
 import pytest
-from carpool_core.products import find_product
+from carpool_core.products import PRODUCTS, DeviceClass, find_product, product_of
+from carpool_core.resources.node import NvmlFigures
 from carpool_deviceplugin.check import CONTRACT, Rule
 from carpool_deviceplugin.gpu import NoDevicesError
 from carpool_deviceplugin.health import XidWatch
@@ -34,7 +39,7 @@ from carpool_deviceplugin.nvlib import (
     read_telemetry,
 )
 from carpool_deviceplugin.sampling import DRAM_ACTIVE, SM_ACTIVE, GpmSampler
-from carpool_deviceplugin.testing.gpus import HARDWARE, TABLES
+from carpool_deviceplugin.testing.gpus import HARDWARE, TABLES, Hardware
 from carpool_deviceplugin.testing.nvml import FakeNvml
 
 
@@ -150,6 +155,39 @@ def test_a_function_that_an_old_driver_lacks_is_an_absent_value() -> None:
     fake, session, (uuid,) = opened("H100")
     fake.fail_next("nvmlDeviceGetNumaNodeId", pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
     assert read_identity(session, uuid).numa_node is None
+
+
+PUBLISHED = json.loads((Path(__file__).parents[1] / "crds" / "nvidia_gpus.json").read_text())
+CAPPED = {"NVIDIA A10G", "NVIDIA L20", "NVIDIA L40", "NVIDIA H20", "NVIDIA H20-3e"}
+"""Products with less tensor throughput than their chip, which NVML does not report."""
+
+
+@pytest.mark.parametrize("gpu", PUBLISHED["gpus"], ids=lambda gpu: gpu["name"])
+def test_every_product_is_described_from_what_nvml_reports(gpu: dict[str, Any]) -> None:
+    """As published, or faster where the clock may exceed the published boost clock; a renamed GPU is in no table."""
+    fake, session, (uuid,) = opened("T4")
+    figures, published = msgspec.convert(gpu["figures"], NvmlFigures), gpu["published"]
+    capability, memory_mib = tuple(map(int, gpu["capability"].split("."))), gpu["memoryMib"]
+    fake.gpus[0].hardware = Hardware(f"New {gpu['name']}", memory_mib, 0, capability, 0, 0, figures=figures)
+    found = read_identity(session, uuid)
+    kind = DeviceClass(found.product, found.memory_mib, 0, found.compute_capability, (), figures=found.figures)
+    derived, named = product_of(kind), product_of(replace(kind, product=gpu["name"]))
+    assert derived.is_derived
+    assert named.is_derived != (gpu["name"] in {product.name for product in PRODUCTS})
+    assert (derived.memory_mib, derived.power_limit_w) == (named.memory_mib, named.power_limit_w)
+    assert derived.sm_count == named.sm_count
+    assert derived.memory_bandwidth_gb_s == pytest.approx(published["bandwidthGbS"], rel=0.03)
+    assert 0.89 * published["fp32Tflops"] < derived.fp32_tflops < 1.36 * published["fp32Tflops"]
+    assert 0.89 * published["tensorTflops"] <= derived.tensor_tflops
+    assert derived.tensor_tflops <= 1.36 * published["tensorTflops"] or gpu["name"] in CAPPED
+
+
+@pytest.mark.parametrize(("name", "capability"), PUBLISHED["unified"].items())
+def test_a_gpu_that_shares_the_cpus_memory_is_refused(name: str, capability: str) -> None:
+    fake, session, (uuid,) = opened("T4")
+    fake.gpus[0].hardware = Hardware(name, 122_880, 0, tuple(map(int, capability.split("."))), 0, 0)
+    with pytest.raises(NvmlError, match=f"expected memory of its own, found a {re.escape(name)} that shares the CPU's"):
+        read_identity(session, uuid)
 
 
 def test_a_lost_gpu_does_not_affect_the_others() -> None:

@@ -75,6 +75,30 @@ async def test_measured_peak_calibrates_the_next_prediction() -> None:
     await assert_quiet(of, "x")
 
 
+async def test_gpu_in_no_table_is_predicted_from_its_figures_and_learned() -> None:
+    of = world()
+    home = of.kube.dump(GPU_NODES, "n1")
+    figures = {"smClockMhz": 2062, "memoryClockMhz": 3996, "memoryBusBits": 8192, "powerLimitW": 1200}
+    for device in home["status"]["devices"]:
+        device |= {"product": "NVIDIA GB200", "computeCapability": "10.0", "figures": figures}
+    of.kube.seed(GPU_NODES, home)
+    await of.submit("before")
+    unknown = of.job("before").status.prediction
+    assert unknown is not None
+    assert "NVIDIA GB200" not in [product.product for product in unknown.products], "the number of cores is missing"
+    for device in home["status"]["devices"]:
+        device["figures"]["cudaCores"] = 19456
+    of.kube.seed(GPU_NODES, home)
+    await completed(of, 3000)
+    prediction = of.job().status.prediction
+    assert prediction is not None
+    assert (prediction.reason, prediction.products[0].product) == ("DerivedProduct", "NVIDIA GB200")
+    assert "NVIDIA GB200 is described from what NVML reports" in prediction.message
+    assert [row.value_mib for row in stack(of).rows] == [3000]
+    await of.submit("y")
+    assert (memory(of, "y").upper_mib, memory(of, "y").learned_runs) == (pytest.approx(3300, abs=1), 1)
+
+
 async def test_activity_is_learned_as_without_co_tenants() -> None:
     of = world()
     for name in ("x", "y"):

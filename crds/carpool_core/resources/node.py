@@ -145,6 +145,24 @@ class GpuNodeSpec(Resource, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, "reservations", kept)
 
 
+class NvmlFigures(Resource, frozen=True, kw_only=True, order=True):
+    """What NVML reports of a GPU's speed; 0 if unknown. It describes products that Carpool has no table of."""
+
+    cuda_cores: Annotated[int, field("FP32 cores.", ge=0, le=MAX_MIB)] = 0
+    sm_clock_mhz: Annotated[int, field("Largest SM clock, in MHz.", ge=0, le=MAX_MIB)] = 0
+    memory_clock_mhz: Annotated[int, field("Largest memory clock, in MHz.", ge=0, le=MAX_MIB)] = 0
+    memory_bus_bits: Annotated[int, field("Width of the memory bus, in bits.", ge=0, le=MAX_MIB)] = 0
+    power_limit_w: Annotated[int, field("Default power limit, in W.", ge=0, le=MAX_MIB)] = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every figure is known."""
+        return all(msgspec.structs.astuple(self))
+
+
+NO_FIGURES = NvmlFigures()
+
+
 class Device(Resource, frozen=True, kw_only=True):
     """One GPU."""
 
@@ -162,6 +180,7 @@ class Device(Resource, frozen=True, kw_only=True):
         str,
         field("CUDA compute capability, such as 8.0; empty if unknown.", pattern=r"^([0-9]{1,3}\.[0-9]{1,3})?$"),
     ] = ""
+    figures: Annotated[NvmlFigures, field("What NVML reports of its speed.")] = NO_FIGURES
     mig_profiles: Annotated[list[str], field("MIG profiles that it supports; empty without MIG.", schema=ATOMIC)] = []
     modes: Annotated[list[SharingMode], field("Sharing modes that the agent can prepare.", schema=ATOMIC)] = []
     mode: Annotated[SharingMode, field("Present sharing mode; absent when idle.")] | None = None

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pynvml
+from carpool_core.resources.node import NO_FIGURES, NvmlFigures
 
 from carpool_deviceplugin.mig import MigTable, Profile
 
@@ -86,6 +87,8 @@ class Hardware:
     has_row_remap: bool = True
     """Ampere's data-centre GPUs and newer."""
     nvlinks: int = 0
+    figures: NvmlFigures = NO_FIGURES
+    """What NVML reports of its speed; 0 is unsupported."""
 
 
 HARDWARE = {

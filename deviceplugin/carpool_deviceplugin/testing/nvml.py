@@ -247,6 +247,23 @@ class FakeNvml:
     def nvmlDeviceGetCudaComputeCapability(self, handle: Any) -> tuple[int, int]:
         return self._gpu(handle).hardware.compute_capability
 
+    def _figure(self, handle: Any, name: str) -> int:
+        found: int = getattr(self._gpu(handle).hardware.figures, name)
+        require(found, pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return found
+
+    def nvmlDeviceGetNumGpuCores(self, handle: Any) -> int:
+        return self._figure(handle, "cuda_cores")
+
+    def nvmlDeviceGetMaxClockInfo(self, handle: Any, type_: int) -> int:
+        return self._figure(handle, "sm_clock_mhz" if type_ == pynvml.NVML_CLOCK_SM else "memory_clock_mhz")
+
+    def nvmlDeviceGetMemoryBusWidth(self, handle: Any) -> int:
+        return self._figure(handle, "memory_bus_bits")
+
+    def nvmlDeviceGetPowerManagementDefaultLimit(self, handle: Any) -> int:
+        return 1000 * self._figure(handle, "power_limit_w")
+
     def nvmlDeviceGetPciInfo(self, handle: Any) -> Any:
         gpu = self._gpu(handle)
         return pynvml.nvmlPciInfo_t(busId=f"00000000:{0x10 + gpu.index:02X}:00.0".encode(), bus=0x10 + gpu.index)

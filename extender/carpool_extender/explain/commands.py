@@ -4,7 +4,7 @@ import asyncio
 import re
 import shutil
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from carpool_core.kube.api import CONFIG_MAPS, GPU_TRAINING_JOBS, KubeApi
 from carpool_core.kube.client import connect
 from carpool_core.kube.config import KubeConfigError
 from carpool_core.kube.errors import Conflict, Forbidden, Invalid, KubeError, NotFound, Refused
-from carpool_core.products import PRODUCTS, hardware_name
+from carpool_core.products import DeviceClass, hardware_name, products_of
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.schema import describe_decode_error
 from carpool_core.settings import Setting, SettingsError, click_options, load, settings_of
@@ -126,19 +126,19 @@ class JobPredictor:
     notes: tuple[str, ...] = ()
     """Sentences on the calibration for the user."""
 
-    async def predict(self, job: GpuTrainingJob, products: list[str]) -> GpuTrainingJob:
-        """Return the job with its prediction on GPU products; simulated GPUs use no learned calibration."""
+    async def predict(self, job: GpuTrainingJob, kinds: Collection[DeviceClass]) -> GpuTrainingJob:
+        """Return the job with its prediction on these GPUs; simulated GPUs use no learned calibration."""
         spec = job.spec
         features = await features_of(spec.model, spec.training, SubprocessTracer())
-        names = set(map(hardware_name, products))
-        present = [product for product in PRODUCTS if product.name in names]
+        products = {kind.product for kind in kinds}
         learned = self.calibration
         if learned is not None:
-            learned = learned.for_gpus(names.difference(products)).for_namespace(job.metadata.namespace)
+            simulated = set(map(hardware_name, products)) - products
+            learned = learned.for_gpus(simulated).for_namespace(job.metadata.namespace)
         prediction = predict(
             features,
             spec.training,
-            present,
+            products_of(kinds),
             learned,
             model_key(spec.model),
             is_strict=self.is_strict,

@@ -1,6 +1,6 @@
 """`carpool explain` and `carpool what-if`: the scheduler's own decision on a live cluster, with the caller's rights."""
 
-from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from carpool_core.keys import (
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, NODES, PODS, KubeApi, Selector, list_all
 from carpool_core.kube.errors import Forbidden, NotFound
 from carpool_core.kube.pods import Pod, PodSpec, container_uid, job_owner_reference
+from carpool_core.products import DeviceClass, device_class
 from carpool_core.resources.job import GpuTrainingJob, WorkerPlacement
 from carpool_core.resources.meta import Condition, ObjectMeta
 from carpool_core.resources.node import GpuNode, Reservation, describe_later_tenants
@@ -50,8 +51,8 @@ from carpool_extender.workloads import ANNOTATION_POLICY, NotOurs, demand_of_row
 _NOT_QUEUED = frozenset((JobState.SUSPENDED, JobState.UNPLACEABLE, JobState.BACKING_OFF))
 _NO_GPU = frozenset((PREFIX.rstrip(": "), "Unschedulable", REASON_EXCEEDS_EVERY_GPU, REASON_NO_SUCH_GPU))
 _NO_REASON = "no reason was written"
-Predictor = Callable[[GpuTrainingJob, list[str]], Awaitable[GpuTrainingJob]]
-"""Returns a job with its prediction on some GPU products."""
+Predictor = Callable[[GpuTrainingJob, Collection[DeviceClass]], Awaitable[GpuTrainingJob]]
+"""Returns a job with its prediction on the products of some GPUs."""
 
 
 class _Spec(JobSpecRow, frozen=True, kw_only=True):
@@ -189,7 +190,7 @@ async def what_if(
     """
     # 1. Its prediction on the products of the cluster.
     nodes, invalid = await _read_gpu_nodes(api)
-    predicted = await predictor(job, sorted({device.product for node in nodes for device in node.status.devices}))
+    predicted = await predictor(job, {device_class(device) for node in nodes for device in node.status.devices})
     prediction, head = predicted.status.prediction, list[str]()
     if prediction is not None:
         message = prediction_message(prediction, predicted.spec.sharing.mode, predicted.spec.memory.limit)

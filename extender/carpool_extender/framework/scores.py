@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 
 import numpy as np
-from carpool_core.products import UnknownProductError, find_product
+from carpool_core.products import DeviceClass, product_of
 from numpy.typing import NDArray
 
 from carpool_extender.cache.gpu_table import NO_MODE, NOWHERE, Bools, NodeGrid, Rows, places, some
@@ -82,7 +82,7 @@ def energy(evaluation: Evaluation, rows: Rows) -> Cost:
     the incoming pod and of the tenants that it slows.
     """
     classes = evaluation.snapshot.classes
-    table = np.array([_powers(kind.product) for kind in classes]).reshape(-1, 2)
+    table = np.array([_powers(kind) for kind in classes]).reshape(-1, 2)
     of = evaluation.snapshot.gpus.device_class[rows]
     limit, idle = table[of, 0], table[of, 1]
     awake, full = AWAKE_SHARE * limit, FULL_SHARE * limit
@@ -94,12 +94,9 @@ def energy(evaluation: Evaluation, rows: Rows) -> Cost:
     return result
 
 
-def _powers(product: str) -> tuple[float, float]:
-    try:
-        found = find_product(product)
-    except UnknownProductError:
-        return UNKNOWN_POWER_W
-    return found.power_limit_w, found.idle_power_w
+def _powers(kind: DeviceClass) -> tuple[float, float]:
+    found = product_of(kind)
+    return UNKNOWN_POWER_W if found is None else (found.power_limit_w, found.idle_power_w)
 
 
 def _mib(amount: float) -> str:

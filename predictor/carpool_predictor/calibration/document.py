@@ -66,6 +66,8 @@ class RunPrediction(msgspec.Struct, frozen=True, kw_only=True):
     """Memory that the simulated allocator holds."""
     live_mib: _MEBIBYTES
     """Peak of live tensors in a step; no run that finished a step takes less."""
+    context_difference_mib: float = 0.0
+    """CUDA context on the stack's product less that on the shipped model's."""
     correction: Annotated[float, Meta(gt=0, le=100)] = 1.0
     """Factor of the model's trees to the line."""
     stratum: _STRATUM = 0

@@ -22,7 +22,6 @@ from statistics import median
 from typing import Literal
 
 import msgspec
-from carpool_core.products import find_product
 
 from carpool_predictor.calibration.document import (
     MAX_RUNS,
@@ -39,7 +38,7 @@ from carpool_predictor.calibration.document import (
     StackState,
 )
 from carpool_predictor.calibration.run_history import RUN_TOLERANCE, is_of
-from carpool_predictor.models.memory import MemoryModel, Pair, context_mib, fit_line
+from carpool_predictor.models.memory import MemoryModel, Pair, fit_line
 
 OUTLIER = math.log(1.5)
 """Smallest logarithmic distance from the line at which an observation can be an outlier."""
@@ -158,7 +157,7 @@ def observe(
     if is_refused and not measured.ended:
         return calibration
     before = calibration.state(stack)
-    state = before or _fresh(stack, model)
+    state = before or _fresh(stack, expected, model)
     if is_refused:
         state = msgspec.structs.replace(state, refused=state.refused + 1)
     else:
@@ -170,14 +169,13 @@ def observe(
     return msgspec.structs.replace(calibration, stacks=[*others, state][-MAX_STACKS:], counted=counted[-MAX_SAMPLES:])
 
 
-def _fresh(stack: Stack, model: MemoryModel) -> StackState:
-    slope, intercept = _shipped_line(stack, model)
+def _fresh(stack: Stack, expected: RunPrediction, model: MemoryModel) -> StackState:
+    slope, intercept = _shipped_line(expected, model)
     return StackState(stack=stack, slope=slope, intercept_mib=intercept)
 
 
-def _shipped_line(stack: Stack, model: MemoryModel) -> tuple[float, float]:
-    difference = context_mib(find_product(stack.product)) - context_mib(find_product(model.product))
-    return model.slope, max(model.intercept_mib + difference, 0.0)
+def _shipped_line(expected: RunPrediction, model: MemoryModel) -> tuple[float, float]:
+    return model.slope, max(model.intercept_mib + expected.context_difference_mib, 0.0)
 
 
 def _with_row(state: StackState, expected: RunPrediction, measured: RunMeasurement, model: MemoryModel) -> StackState:
@@ -204,7 +202,7 @@ def _with_row(state: StackState, expected: RunPrediction, measured: RunMeasureme
     after = state
     if row != before:
         rows = _kept([*(one for one in state.rows if one is not before), row])
-        slope, intercept = _fitted(_rows_for_line(rows), _shipped_line(state.stack, model))
+        slope, intercept = _fitted(_rows_for_line(rows), _shipped_line(expected, model))
         after = msgspec.structs.replace(state, rows=rows, slope=slope, intercept_mib=intercept)
         after = msgspec.structs.replace(after, reaches=bound_reaches(after, len(model.factors)))
     return _judged(after, row, expected, measured) if measured.ended else after

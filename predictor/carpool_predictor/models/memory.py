@@ -87,6 +87,8 @@ STRATA = 16
 """Most strata that a model may have and that the calibration keeps."""
 ELSEWHERE_FACTOR = 1.25
 """Factor to the bound on an uncalibrated stack: another product or precision."""
+DERIVED_FACTOR = 1.25
+"""Further factor to the bound and to the step time's interval on a product that is derived from NVML. Assumed."""
 ELSEWHERE_COVERAGE = 0.9
 """Coverage claimed on an uncalibrated stack and outside the training data. Assumed."""
 OUTSIDE_FACTOR = 1.15
@@ -224,6 +226,7 @@ def predict_memory(
     *,
     calibrated: bool,
     context_difference_mib: float,
+    is_derived: bool = False,
 ) -> MemoryPrediction:
     """Predict the peak memory of the process.
 
@@ -234,10 +237,13 @@ def predict_memory(
         correction: The step's correction.
         calibrated: Whether the model was fitted on this stack.
         context_difference_mib: CUDA context on this product less that on the calibrated one.
+        is_derived: Whether the product is derived from NVML.
     """
     line = model.slope * cost.reserved_bytes / MIB + model.intercept_mib
     median = max(line * correction.line_factor + context_difference_mib, cost.peak_bytes / MIB)
-    factor = correction.bound_factor * (1 if calibrated else ELSEWHERE_FACTOR)
+    factor = correction.bound_factor
+    if not calibrated:
+        factor *= ELSEWHERE_FACTOR * (DERIVED_FACTOR if is_derived else 1)
     upper = math.ceil(median * factor)
     width = class_width_mib(layers)
     lower_edge = (math.ceil(median * factor**model.class_share) - 1) // width * width

@@ -22,6 +22,7 @@ from msgspec import Meta
 
 from carpool_predictor.features import MalformedError, StepCost
 from carpool_predictor.models.artifacts import decode, load
+from carpool_predictor.models.memory import DERIVED_FACTOR
 from carpool_predictor.models.roofline import tensor_tflops
 
 FORMAT = 1
@@ -110,7 +111,7 @@ def step_time_on(cost: StepCost, product: GpuProduct, precision: Precision, *, c
     rate, bandwidth = 1e12 * max(vector, tensor), product.memory_bandwidth_gb_s * 1e9
     median = model.learned.seconds(cost, rate, bandwidth)
     inside = tensor <= vector
-    wider = 1.0 if inside else UNMEASURED
+    wider = (1.0 if inside else UNMEASURED) * (DERIVED_FACTOR if product.is_derived else 1)
     return StepTime(
         Interval(
             median=_short(median),

@@ -6,6 +6,7 @@ from asking_world import CLOCK, OPTIONS, RULES, job_of, predicted
 from carpool_core.keys import SIMULATED_PREFIX
 from carpool_core.kube.api import CONFIG_MAPS, GPU_NODES, PODS
 from carpool_core.kube.errors import Forbidden
+from carpool_core.products import device_class
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.prediction import Prediction
 from carpool_core.testing.kube import FakeKube
@@ -216,7 +217,7 @@ async def test_prediction_uses_the_calibration_of_the_operator(kept, settings, t
     found = await job_predictor(kube, settings)
     assert note in " ".join(found.notes)
     assert bool(note) == bool(found.notes)
-    (product,) = (await found.predict(job_with_features(), [T4])).status.prediction.products
+    (product,) = (await found.predict(job_with_features(), [device_class(device(product=T4))])).status.prediction.products
     assert product.memory.trusted is trusted
     assert product.memory.learned_jobs == (3 if found.calibration and found.calibration.stacks else 0)
 
@@ -234,5 +235,6 @@ async def test_observations_of_simulated_gpus_serve_only_simulated_ones(present,
     simulated = msgspec.structs.replace(calibrated().stacks[0].stack, driver=SIMULATED)
     state = msgspec.structs.replace(calibrated().stacks[0], stack=simulated)
     predictor = JobPredictor(Calibration(stacks=[state]), is_strict=True)
-    product = (await predictor.predict(job_with_features(), present)).status.prediction.products[0]
+    kinds = [device_class(msgspec.structs.replace(device(product=T4), product=name)) for name in present]
+    product = (await predictor.predict(job_with_features(), kinds)).status.prediction.products[0]
     assert (product.memory.trusted, product.memory.learned_jobs) == (learned, 3 if learned else 0)
