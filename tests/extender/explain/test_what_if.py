@@ -217,7 +217,8 @@ async def test_prediction_uses_the_calibration_of_the_operator(kept, settings, t
     found = await job_predictor(kube, settings)
     assert note in " ".join(found.notes)
     assert bool(note) == bool(found.notes)
-    (product,) = (await found.predict(job_with_features(), [device_class(device(product=T4))])).status.prediction.products
+    job = await found.predict(job_with_features(), [device_class(device(product=T4))])
+    (product,) = job.status.prediction.products
     assert product.memory.trusted is trusted
     assert product.memory.learned_jobs == (3 if found.calibration and found.calibration.stacks else 0)
 
