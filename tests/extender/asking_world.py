@@ -15,7 +15,8 @@ CLOCK = FakeClock()
 RULES, OPTIONS = SchedulerConfig(find_policy("least-slowdown"), 8), Options(CLOCK)
 
 
-async def predicted(wanted, products):
+async def predicted(wanted, kinds):
+    products = sorted({kind.product for kind in kinds})
     status = msgspec.structs.replace(wanted.status, prediction=prediction(products=products))
     return msgspec.structs.replace(wanted, status=status)
 

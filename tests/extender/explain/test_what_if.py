@@ -128,7 +128,8 @@ async def test_job_may_choose_its_policy_only_if_the_site_allows_it():
 
 
 async def test_places_of_very_many_workers_are_not_all_listed():
-    async def light(wanted, products):
+    async def light(wanted, kinds):
+        products = [kind.product for kind in kinds]
         found = prediction(memory_mib=100, util=1, sm=0.01, dram=0.01, products=products)
         return msgspec.structs.replace(wanted, status=msgspec.structs.replace(wanted.status, prediction=found))
 
@@ -161,7 +162,7 @@ NO_MODEL = "nothing is known of it; give spec.memory.limit to let it share"
     ],
 )
 async def test_message_of_the_prediction_fits_the_job(spec, expected):
-    async def abstaining(wanted, products):
+    async def abstaining(wanted, kinds):
         abstained = Prediction(outcome="Abstained", reason="NoModel", message=NO_MODEL)
         return msgspec.structs.replace(wanted, status=msgspec.structs.replace(wanted.status, prediction=abstained))
 
