@@ -71,30 +71,21 @@ def test_a_failed_check_exits_with_1(tmp_path: Path) -> None:
     assert (found.exit_code, "FAILED   contract" in found.output) == (1, True)
 
 
-def in_use(node: Node) -> None:
-    node.start(0, 42, "x")
-
-
-def unreadable(node: Node) -> None:
-    node.nvml.gpus[0].hardware = replace(node.nvml.gpus[0].hardware)
-    node.start(0, 43, None, 10)
-
-
 @pytest.mark.parametrize(
-    ("arguments", "spoil", "expected"),
+    ("arguments", "pod", "expected"),
     [
-        ([], in_use, f"expected a healthy and idle GPU, found pods ['{uid('x')}']; drain it first"),
-        ([], unreadable, "expected a healthy and idle GPU, found process 43"),
-        (["--gpu", "3"], None, "expected a GPU from 0 to 0, its UUID, or that of a MIG device on it, found '3'"),
-        (["--only", "x"], None, "'x' is not one of 'contract', 'mps', 'mig'"),
-        (["--out", "/nowhere/x.json"], None, "found No such file or directory; name a file in an existing directory"),
-        (["--out", "/dev/full"], None, "--out: expected to write to '/dev/full', found No space left on device; free"),
+        ([], "x", f"expected a healthy and idle GPU, found pods ['{uid('x')}']; drain it first"),
+        ([], None, "expected a healthy and idle GPU, found process 42"),
+        (["--gpu", "3"], "", "expected a GPU from 0 to 0, its UUID, or that of a MIG device on it, found '3'"),
+        (["--only", "x"], "", "'x' is not one of 'contract', 'mps', 'mig'"),
+        (["--out", "/nowhere/x.json"], "", "found No such file or directory; name a file in an existing directory"),
+        (["--out", "/dev/full"], "", "--out: expected to write to '/dev/full', found No space left on device; free"),
     ],
 )
-def test_unusable_input_is_one_sentence(tmp_path: Path, arguments: list[str], spoil, expected: str) -> None:
+def test_unusable_input_is_one_sentence(tmp_path: Path, arguments: list[str], pod: str | None, expected: str) -> None:
     node = make_node(tmp_path)
-    if spoil is not None:
-        spoil(node)
+    if pod != "":
+        node.start(0, 42, pod)
     found = run(node, *arguments)
     assert (found.exit_code, expected in found.output) == (2, True), found.output
 
@@ -201,15 +192,9 @@ def test_the_contract_checks_processes(pid: int, memory_mib: int, instance: int 
     assert f"expected {expected}" in found
 
 
-class Repeating(FakeNvml):
-    """Lists each process twice."""
-
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: object) -> list:  # noqa: N802  # NVIDIA's name
-        return 2 * super().nvmlDeviceGetComputeRunningProcesses(handle)
-
-
 def test_the_contract_finds_duplicate_processes() -> None:
-    fake = Repeating(["T4"])
+    fake = FakeNvml(["T4"])
     fake.start(0, 42, 1)
+    fake.gpus[0].processes[43] = fake.gpus[0].processes[42]
     (found,) = check_processes(opened(fake))
     assert found.endswith("expected each process once, found 1 duplicates, such as (42, None)")

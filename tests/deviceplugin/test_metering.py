@@ -391,17 +391,11 @@ async def hold(agent: Agent, *reservations: Reservation) -> None:
     await until(lambda: [p.state.value for p in agent.reconciler.partitions] == ["Ready"] * len(reservations))
 
 
-async def sampled(agent: Agent) -> CollectorRegistry:
-    """Run the agent until it has read its GPUs."""
+async def test_idle_gpus_under_dcgms_names(agent, devices) -> None:
+    registry = registry_of(agent)
     async with running(agent):
         await until(lambda: agent.reconciler.reporter.devices)
-        healthy = [d.uuid for d in agent.reconciler.reporter.devices if d.health is DeviceHealth.HEALTHY]
-        await until(lambda: all(agent.reconciler.meters[uuid].is_current for uuid in healthy))
-    return registry_of(agent)
-
-
-async def test_idle_gpus_under_dcgms_names(agent, devices) -> None:
-    registry = await sampled(agent)
+        await until(lambda: all(meter.is_current for meter in agent.reconciler.meters.values()))
     found = {m.name: m for m in registry.collect()}
     names = {name for name in found if name.startswith("DCGM_")}
     assert {"DCGM_FI_DEV_FB_USED", "DCGM_FI_DEV_GPU_UTIL", "DCGM_FI_PROF_SM_ACTIVE", ENERGY} <= names

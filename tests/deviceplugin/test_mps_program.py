@@ -45,11 +45,6 @@ def test_missing_capabilities_are_named(program: MpsProgram, tmp_path: Path, eff
     assert bool(found) == bool(message)
 
 
-def test_output_of_a_failed_start_is_quoted(program: MpsProgram, tmp_path: Path) -> None:
-    with pytest.raises(MpsError, match=f"{PROGRAM} ended with 1: no such device"):
-        Mps(program, tmp_path / "mps").start(GpuUuid(GPU.replace("8f", "9f")))
-
-
 def test_absent_program_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert f"expected {PROGRAM} on PATH, found none" in MpsProgram.problem()
@@ -246,13 +241,9 @@ def test_next_host_uses_its_own_shared_file_system(
     commands: FakeMpsCommands, tmp_path: Path, shared: SharedMemory
 ) -> None:
     mps = tmp_path / "mps"
-    hosts = [
-        Mps(commands, mps),
-        Mps(commands, mps, shared),
-        Mps(commands, mps, replace(shared, on_node=Path("/other"))),
-    ]
     found = []
-    for host in (*hosts, hosts[0]):
+    for memory in (None, shared, replace(shared, on_node=Path("/other")), None):
+        host = Mps(commands, mps, memory)
         host.start(GPU)
         found.append(host.daemon(GPU).shm.parent)
         commands.die(str(host.daemon(GPU).pipe))
@@ -551,11 +542,10 @@ async def test_refused_kill_is_reported_and_retried(commands: FakeMpsCommands, t
         assert (partition.state, commands.has_server(server)) == (PartitionState.READY, False)
 
 
-async def test_refused_cleanup_is_retried_without_reservations(tmp_path: Path) -> None:
+async def test_refused_cleanup_is_retried_without_reservations(tmp_path: Path, shared: SharedMemory) -> None:
     """Regression: without limits in the GPU's file no later reconciliation continued the stop."""
     commands, path = Slow(), tmp_path / "host.sock"
     commands.refuse_kill = "it may not be ended"
-    shared = SharedMemory(tmp_path / "here", Path("/var/lib/kubelet/pods/uid/volumes/kubernetes.io~empty-dir/shm"))
     _, devices, worker = hosted_gpu(commands, tmp_path)
     gpu = worker.uuid
     host = Mps(commands, tmp_path / "mps", shared, clean_within_s=LONG_S)

@@ -47,11 +47,9 @@ class FakeLoad:
     doomed_at: float | None = None
 
     def steps(self) -> int:
-        """How many steps it has made."""
         return int(self.made)
 
     def ended(self) -> str | None:
-        """How it ended."""
         return self.end
 
     def take(self, mib: int) -> None:
@@ -74,7 +72,6 @@ class FakeLoad:
         self.machine.doom(self.pipe)
 
     def stop(self) -> None:
-        """End it."""
         if self.end is None:
             self.machine.die(self, "stopped")
 
@@ -94,15 +91,12 @@ class FakeMachine:
     spent_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Open the GPUs as the agent does."""
         self.devices = self.node.devices()
 
     def pod(self, name: str) -> PodUid:
-        """Return the UID of a made-up pod."""
         return PodUid(uid(name))
 
     def start(self, gpu: GpuUuid, kind: Kind, pod: str, environment: Mapping[str, str]) -> FakeLoad:
-        """Start a process."""
         assert environment["CUDA_VISIBLE_DEVICES"] == gpu  # otherwise the trial proves nothing
         pid, pipe = 100 + len(self.loads), environment.get("CUDA_MPS_PIPE_DIRECTORY", "")
         limit = environment.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "")
@@ -122,11 +116,9 @@ class FakeMachine:
         return load
 
     def living(self) -> list[FakeLoad]:
-        """Those that run."""
         return [load for load in self.loads if load.end is None]
 
     def daemon(self, pipe: str) -> FakeDaemon | None:
-        """The daemon of a pipe directory."""
         return self.node.mps.daemons.get(pipe)
 
     def die(self, load: FakeLoad, how: str) -> None:
@@ -147,7 +139,6 @@ class FakeMachine:
                 load.doomed_at = self.node.seconds + _LINGER_S
 
     def in_cgroup(self, load: object) -> str:
-        """Return why a process is not in a pod's cgroup; empty if it is."""
         return ""
 
     def kill_daemon(self, gpu: GpuUuid) -> None:
@@ -161,11 +152,9 @@ class FakeMachine:
         self.doom(pipe)
 
     def cpu_s(self) -> float:
-        """Processor time."""
         return self.spent_s
 
     def dmon_cpu_s(self, seconds: float) -> float:
-        """There is no nvidia-smi here."""
         raise SkippedError("nvidia-smi is not on PATH")
 
     def wait(self, seconds: float) -> None:
@@ -180,7 +169,6 @@ class FakeMachine:
                 self.die(load, "RuntimeError: CUDA error")
 
     def monotonic(self) -> float:
-        """Seconds."""
         return self.node.seconds
 
 

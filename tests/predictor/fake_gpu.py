@@ -2,16 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from carpool_predictor.profiler.machine import (
-    Activity,
-    Description,
-    Failed,
-    Ready,
-    Reply,
-    Sample,
-    Window,
-    Workload,
-)
+from carpool_predictor.profiler.machine import Activity, Description, Failed, Ready, Reply, Sample, Window, Workload
 
 CONTEXT_MIB = 400.0
 IDLE_W = 60.0
@@ -48,17 +39,14 @@ class FakeProcess:
     slowest: float = 1.0
 
     def run(self, seconds: float) -> None:
-        """Train for some seconds of the clock."""
         if self.is_stopped:
             raise AssertionError("run was called on a stopped process")
         self.until, self.seconds, self.slowest = self.machine.monotonic() + seconds, seconds, 1.0
 
     def reply(self) -> Reply | None:
-        """Return the next reply that is due."""
         return self.replies.pop(0) if self.replies else None
 
     def stop(self) -> None:
-        """Free the memory."""
         self.is_stopped = True
 
     @property
@@ -73,7 +61,6 @@ class FakeMachine:
     Args:
         behaviours: Load of each model at batch 32; `Behaviour()` for others. Memory grows with the batch.
         memory_mib: Memory of the GPU.
-        has_gpm: Whether it reports activity.
         reports_processes: Whether NVML reports memory by process.
         has_mps: Whether an MPS daemon can be started.
     """
@@ -83,19 +70,16 @@ class FakeMachine:
         behaviours: dict[str, Behaviour] | None = None,
         *,
         memory_mib: int = 40960,
-        has_gpm: bool = True,
         reports_processes: bool = True,
         has_mps: bool = True,
     ) -> None:
         self._behaviours = behaviours or {}
-        self._memory_mib = memory_mib
-        self._has_gpm, self._reports_processes, self._has_mps = has_gpm, reports_processes, has_mps
+        self._memory_mib, self._reports_processes, self._has_mps = memory_mib, reports_processes, has_mps
         self._now = 100.0
         self._activity: list[float] | None = None
         self.processes: list[FakeProcess] = []
 
     def describe(self) -> Description:
-        """Return a simulated description."""
         return Description("Simulated GPU", self._memory_mib, "0.0", "0.0", "0.0")
 
     def start(self, workload: Workload, *, mps: bool) -> FakeProcess:
@@ -117,21 +101,18 @@ class FakeMachine:
         return [p for p in self.processes if not p.is_stopped and p.ready_at <= self._now]
 
     def sample(self) -> Sample:
-        """Return the current values."""
         running = [p for p in self.alive if p.is_running]
         busy = min(1.0, sum(p.behaviour.gpu_util for p in running))
         held = {p.pid: self.memory_of(p) for p in self.alive}
         return Sample(100 * busy, sum(held.values()), IDLE_W + 300 * busy, held if self._reports_processes else {})
 
     def begin_activity(self) -> None:
-        """Start averaging activity."""
         self._activity = []
 
     def end_activity(self) -> Activity | None:
-        """Return mean activity."""
         values, self._activity = self._activity or [0.0], None
         mean = sum(values) / len(values)
-        return Activity(mean, mean / 2, mean / 3, mean / 4) if self._has_gpm else None
+        return Activity(mean, mean / 2, mean / 3, mean / 4)
 
     def sleep(self, seconds: float) -> None:
         """Advance the clock; jobs become ready, interfere, and finish runs."""
@@ -179,5 +160,4 @@ class FakeMachine:
         return Ready()
 
     def monotonic(self) -> float:
-        """Return 100 plus the seconds slept."""
         return self._now

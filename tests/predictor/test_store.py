@@ -72,24 +72,17 @@ def test_records_of_two_precisions_are_refused() -> None:
 
 
 def test_a_store_can_be_extended() -> None:
+    """New records replace older ones and failures. The shipped FP32 store lacks some optimizers, which once failed."""
+    adagrad = Training(optimizer=Optimizer.ADAGRAD)
     failed = ModelRecord(name="timm/y", failure="TraceTimedOut: on an earlier day")
     known = store.unpack(catalog_sweep.pack([record(), record("timm/z"), failed], {}))
-    again = with_first(record("timm/z"), parameters=26)
-    found = store.unpack(catalog_sweep.pack(catalog_sweep.extended([record("timm/y"), again], known, {}), {}))
-    assert [stored_record(found, f"timm/{name}") for name in "xyz"] == [record(), record("timm/y"), again]
-    assert found.document.failures == {}
-
-
-def test_a_store_with_fewer_optimizers_can_be_extended() -> None:
-    """Regression: the shipped FP32 store lacks optimizers that a sweep traces today, which raised a KeyError."""
-    adagrad = Training(optimizer=Optimizer.ADAGRAD)
-    known = store.unpack(catalog_sweep.pack([record()], {}))
-    new = record("timm/new")
+    new, again = record("timm/y"), with_first(record("timm/z"), parameters=26)
     under = msgspec.structs.replace(new.features[FIRST], optimizer=Optimizer.ADAGRAD)
     new = msgspec.structs.replace(new, features={**new.features, Optimizer.ADAGRAD: under})
-    found = store.unpack(catalog_sweep.pack(catalog_sweep.extended([new], known, {}), {}))
-    assert [stored_record(found, name) for name in ("timm/new", "timm/x")] == [new, record()]
-    assert found.features(CatalogModel(name="timm/new"), adagrad) == under
+    found = store.unpack(catalog_sweep.pack(catalog_sweep.extended([new, again], known, {}), {}))
+    assert [stored_record(found, f"timm/{name}") for name in "xyz"] == [record(), new, again]
+    assert found.document.failures == {}
+    assert found.features(CatalogModel(name="timm/y"), adagrad) == under
     assert found.features(CatalogModel(name="timm/x"), adagrad) is None, "left to the tracer"
 
 
