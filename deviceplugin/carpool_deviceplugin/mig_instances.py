@@ -411,7 +411,7 @@ class MigInstances:
         elif status == pynvml.NVML_ERROR_RESET_REQUIRED:
             why = "it takes a reset that cannot be made from here (a virtual machine, say): restart the node for it"
         else:
-            why = f"the driver said {pynvml.NVMLError(status)}" if status else "read back, it is as before"
+            why = f"the driver returned {pynvml.NVMLError(status)}" if status else "read back, it is as before"
         raise DeviceError(f"GPU {uuid}: expected to switch MIG {word}, found that {why}")
 
 

@@ -150,8 +150,8 @@ def plan(
         return _divided(actual, granted, refused)
     if leaving or (is_changing and actual.tenants):
         staying = {r.pod_uid for r in granted if not is_changing and r.pod_uid in held | actual.tenants}
-        whom = ", ".join(sorted(leaving or actual.tenants))
-        reason = f"waits for the processes of pod {whom} to leave GPU {actual.uuid}"
+        pods = ", ".join(sorted(leaving or actual.tenants))
+        reason = f"waits for the processes of pod {pods} to leave GPU {actual.uuid}"
         return Plan(
             steps=_limits(actual, [r for r in granted if r.pod_uid in staying]) if mode is SharingMode.MPS else (),
             ready=tuple(r.pod_uid for r in granted if r.pod_uid in staying),

@@ -5,9 +5,9 @@ from pathlib import Path
 _LONGEST, _LONGEST_PATH = 64, 200
 
 
-def quoted(said: str | Path) -> str:
+def quoted(value: str | Path) -> str:
     """Return the text quoted, with escape sequences written out, and cut after 64 characters (paths: 200)."""
-    text, longest = str(said), _LONGEST_PATH if isinstance(said, Path) else _LONGEST
+    text, longest = str(value), _LONGEST_PATH if isinstance(value, Path) else _LONGEST
     return repr(text) if len(text) <= longest else f"{text[:longest]!r}… ({len(text):,} characters)"
 
 

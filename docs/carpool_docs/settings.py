@@ -18,7 +18,7 @@ PROCESSES: dict[str, type[Any]] = {"operator": OperatorSettings, "extender": Ext
 """Settings of each process."""
 
 _INTRODUCTION = """Each process takes its settings as flags or as environment variables; a flag overrides its variable.
-An empty variable counts as unset. The description of a setting says what an empty value means.
+An empty variable counts as unset. The description of a setting states the meaning of an empty value.
 
 The chart sets the variables of its workloads: from `settings` and `nodeAgent` in
 [values.yaml](../../helm/carpool/values.yaml), and metrics on port 9400 for each of them."""

@@ -275,7 +275,7 @@ def ensure(names: Iterable[str], environ: Mapping[str, str] | None = None, conso
 
     Raises:
         MissingError: Something has to be built, and there is no Go or C compiler.
-        BuildError: A build failed; the message ends with what the compiler said.
+        BuildError: A build failed; the message ends with the output of the compiler.
     """
     environ = os.environ if environ is None else environ
     wanted = frozenset(names)

@@ -23,7 +23,7 @@ from carpool_e2e.fleet import HEARTBEAT_S, FleetNode, FleetPlan, lease_patch, no
 
 
 async def beat(api: KubeApi, node: FleetNode) -> None:
-    """Report a node as ready, for ever."""
+    """Report a node as ready, until cancelled."""
     log = structlog.get_logger().bind(node=node.name)
     while True:
         now = datetime.now(UTC)
@@ -44,15 +44,15 @@ async def run_agents(environments: Sequence[Mapping[str, str]]) -> None:
             tasks.create_task(app.build(settings, api, clock).run())
 
 
-async def main(plan: FleetPlan, say_ready: Callable[[], None]) -> None:
-    """Bring the nodes up, say so, and keep them up."""
+async def main(plan: FleetPlan, report_ready: Callable[[], None]) -> None:
+    """Start the nodes, report that they are ready, and keep them running."""
     async with connect(KubeSettings(kubeconfig=os.environ["KUBECONFIG"])) as api, asyncio.TaskGroup() as tasks:
         for node in plan.nodes:
             await api.patch(NODES, node.name, node_status(node, datetime.now(UTC)), subresource="status")
             await api.create(LEASES, lease_patch(node, datetime.now(UTC)), namespace="kube-node-lease")
             tasks.create_task(beat(api, node))
         tasks.create_task(run_agents(list(plan.agents.values())))
-        say_ready()
+        report_ready()
 
 
 if __name__ == "__main__":

@@ -251,11 +251,11 @@ class Process:
                 raise subprocess.TimeoutExpired(self.full_command, timeout_s)
 
     def pause(self) -> None:
-        """Stop it in its tracks, to be continued by `resume`."""
+        """Stop it with SIGSTOP; `resume` continues it."""
         os.kill(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let it go on, where it was paused."""
+        """Continue it after `pause`."""
         if self.popen is None or not self.running:
             return
         os.kill(self.pid, signal.SIGCONT)

@@ -1,1 +1,1 @@
-"""The kube-scheduler extender that decides which GPU a job shares with whom."""
+"""The kube-scheduler extender that decides which job shares a GPU with which other jobs."""

@@ -50,7 +50,7 @@ class Extender:
         return create_app(self.service, self.metrics, self.informers.not_ready)
 
     async def run(self) -> None:
-        """Watch and sweep for ever; serving `app()` is the caller's."""
+        """Watch and sweep until cancelled; the caller serves `app()`."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.informers.run())
             group.create_task(self.gc.run())
@@ -70,9 +70,9 @@ def build(
     """Put the process together.
 
     Args:
-        settings: What the site has chosen.
+        settings: Settings of the process.
         api: The Kubernetes API.
-        clock: Tells the time.
+        clock: The clock.
         sleep: Waits.
         gather_s: Seconds from one write of a GpuNode to the next.
 

@@ -1,4 +1,4 @@
-"""What the extender knows of the cluster: three watches, the indices that decisions ask, and who waits for changes."""
+"""The extender's view of the cluster: three watches, the indices that decisions read, and subscribers to changes."""
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable
@@ -29,7 +29,7 @@ class _Wire(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class TrainingRow(_Wire, frozen=True, kw_only=True):
-    """What is trained, as far as it tells how long that takes."""
+    """The part of a job's training that its duration depends on."""
 
     steps: int | None = None
 
@@ -41,7 +41,7 @@ class RunPolicyRow(_Wire, frozen=True, kw_only=True):
 
 
 class JobSpecRow(_Wire, frozen=True, kw_only=True):
-    """Of a job's spec, what its demand depends on; templates and features are not kept."""
+    """The part of a job's spec that its demand depends on, without template and features."""
 
     workers: int = 1
     gpus_per_worker: int = 1
@@ -62,7 +62,7 @@ class AttemptRow(_Wire, frozen=True, kw_only=True):
 
 
 class JobStatusRow(_Wire, frozen=True, kw_only=True):
-    """Of a job's status, what its demand depends on."""
+    """The part of a job's status that its demand depends on."""
 
     state: str = ""
     prediction: Prediction | None = None
@@ -239,7 +239,7 @@ class Informers:
         await self._stirred.setdefault(name, asyncio.Event()).wait()
 
     async def run(self) -> None:
-        """Watch for ever."""
+        """Watch until cancelled."""
         async with asyncio.TaskGroup() as group:
             for reflector in (self._nodes, self._jobs, self._pods):
                 group.create_task(reflector.run())
@@ -271,7 +271,7 @@ class Informers:
         }
 
     def _shared(self, old: GpuNode, new: GpuNode) -> GpuNode:
-        # What an answer brought is known before the watch tells of it.
+        # The answer to a write is stored before the watch reports the change.
         return reuse_equal_parts(self.cluster.node(new.metadata.name) or old, new)
 
     def _node_changed(self, old: GpuNode | None, new: GpuNode | None) -> None:

@@ -94,7 +94,7 @@ class ExtenderMetrics:
 
 
 class StateCollector(Collector):
-    """What the extender knows, read at scrape time."""
+    """The extender's state, read at scrape time."""
 
     def __init__(self, informers: Informers) -> None:
         self._informers = informers

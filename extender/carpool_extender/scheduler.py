@@ -34,7 +34,7 @@ from carpool_extender.workloads import NotOurs, Workloads, too_many
 
 
 class BadRequest(Exception):  # noqa: N818  # an answer about the request
-    """A body that this extender cannot work with; `str()` says what was expected, what was found, what to do."""
+    """An invalid body; `str()` states what was expected, what was found and what to do."""
 
 
 class Scheduler:

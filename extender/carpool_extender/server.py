@@ -135,7 +135,7 @@ async def _wrong_method(request: Request, _: Exception) -> Response:
 
 
 async def _body(request: Request) -> bytes:
-    """Read the body; reject it as soon as it exceeds `MAX_BODY`, whatever its Content-Length says."""
+    """Read the body; reject it as soon as it exceeds `MAX_BODY`, also if its Content-Length is smaller."""
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > MAX_BODY:
         raise _too_large(int(declared))

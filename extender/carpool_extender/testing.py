@@ -1,4 +1,4 @@
-"""Builders of GPUs, jobs and pods for tests, and a node agent that reports what a test tells it."""
+"""Builders of GPUs, jobs and pods for tests, and a node agent that a test controls."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -218,7 +218,7 @@ def seed_pod(kube: FakeKube, job: str, **changes: Any) -> dict[str, Any]:
 
 
 class FakeAgent:
-    """The agents of all nodes: reports reservations as a test says."""
+    """The agents of all nodes: reports reservations as a test wants."""
 
     def __init__(self, kube: FakeKube, clock: Clock) -> None:
         self._kube, self._clock = kube, clock
@@ -233,7 +233,7 @@ class FakeAgent:
         await self._write(node, {"partitions": msgspec.to_builtins(partitions)})
 
     async def beat(self, *nodes: str) -> None:
-        """Tell that the agents of some nodes live."""
+        """Write heartbeats of the agents of some nodes."""
         for node in nodes:
             await self._write(node, {})
 
@@ -242,7 +242,7 @@ class FakeAgent:
         await self._kube.patch(GPU_NODES, node, patch, subresource="status")
 
     async def serve(self, node: str) -> None:
-        """Report whatever is reserved as ready, for ever."""
+        """Report all reservations as ready, until cancelled."""
         seen: list[Reservation] = []
         while True:
             found = await self._kube.get(GPU_NODES, node, GpuNode)

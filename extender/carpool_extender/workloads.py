@@ -32,12 +32,12 @@ REMEMBERED = 4096
 
 
 class NotOurs(Exception):  # noqa: N818  # an answer about the pod, not a failure of ours
-    """A pod that no GpuTrainingJob stands behind; `str()` says what was expected, what was found, what to do."""
+    """A pod without a GpuTrainingJob; `str()` states what was expected, what was found and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobOptions:
-    """What the site allows jobs."""
+    """The site's settings for jobs."""
 
     policies: bool = False
     """Whether a job may choose its own policy."""
@@ -60,7 +60,7 @@ class Workloads:
     Args:
         api: The Kubernetes API.
         informers: Jobs as last seen.
-        choices: What the site allows jobs.
+        choices: The site's settings for jobs.
     """
 
     def __init__(self, api: KubeApi, informers: Informers, choices: JobOptions) -> None:
@@ -71,7 +71,7 @@ class Workloads:
         """Return the request of a pod.
 
         Raises:
-            NotOurs: No job controls it, or it does not ask for what its job says.
+            NotOurs: No job controls it, or its request differs from its job.
             KubeError: The job had to be read, and could not be.
         """
         return self._checked(pod, await self._job(pod, controller_of(pod)))
@@ -80,7 +80,7 @@ class Workloads:
         """Return the request of a pod from what was watched, or read when its job was admitted; calls no API.
 
         Raises:
-            NotOurs: No such job is known, or the pod does not ask for what its job says.
+            NotOurs: No such job is known, or the pod's request differs from its job.
         """
         owner = controller_of(pod)
         job = self._informers.job(JobUid(owner.uid))
@@ -187,7 +187,7 @@ def too_many(pod_request: PodRequest, pod_uid: PodUid, holders: set[PodUid]) -> 
     """Say why a pod gets no reservation while others of its job have theirs; None where it may have one.
 
     Args:
-        pod_request: What the pod demands.
+        pod_request: The pod's demand.
         pod_uid: UID of the pod.
         holders: UIDs of the pods of its job that have reservations.
     """
@@ -239,8 +239,8 @@ def pod_request_of(job: JobRow, user: int | None, choices: JobOptions) -> PodReq
 
     Args:
         job: The job.
-        user: That its workers run as; None where their spec does not say.
-        choices: What the site allows. One that died of memory never counts with what it was measured to take.
+        user: User that its workers run as; None if their spec sets none.
+        choices: The site's settings. A job that died of memory never counts with its measured peak.
 
     Raises:
         NotOurs: It chose a policy that does not exist, or that it may not choose.

@@ -181,7 +181,7 @@ class Calibrator:
             )
 
     async def run(self, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
-        """Store observations for ever; poll an unreadable ConfigMap for its repair."""
+        """Store observations until cancelled; poll an unreadable ConfigMap for its repair."""
         while self._store is not None:
             if self._kept is None:
                 await sleep(self._pause_s)

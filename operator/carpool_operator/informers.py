@@ -225,7 +225,7 @@ class Resync:
         return self._requested.is_set()
 
     async def run(self) -> None:
-        """Resync for ever."""
+        """Resync until cancelled."""
         pause_s = _RESYNC_DELAY_S
         while True:
             with contextlib.suppress(TimeoutError):

@@ -382,7 +382,7 @@ def why_not_started(pod: Pod) -> tuple[str, str]:
 
 
 def start_failure(pod: Pod) -> tuple[str, str] | None:
-    """Return (reason, message) if the kubelet says why a pod does not start; None if it says nothing."""
+    """Return (reason, message) of the kubelet for a pod that does not start; None without one."""
     reason, message = why_not_started(pod)
     return None if reason in _ORDINARY_WAITS else (reason, message)
 

@@ -138,7 +138,7 @@ class KubeApi(Protocol):
     ) -> dict[str, Any]:
         """Replace an object's whole status and return the metadata; `Conflict` if the object has changed since.
 
-        This costs the server less than a patch, for which it encodes and decodes the object once more.
+        This costs the server less than a patch, for which it encodes and decodes the object another time.
         """
         ...
 

@@ -141,7 +141,7 @@ class _KubeConfig:
             merged = KubeConfigMerger(self._names)
             if merged.config is None:
                 raise KubeConfigError(f"expected a kubeconfig at {names}, found none")
-            # kubectl takes the first file's current context, the client the last one's.
+            # kubectl takes the current context of the first file, the client that of the last.
             current = (read.get("current-context") for read in merged.config_files.values())
             self._context = context or next(filter(None, current), None)
             if not self._context:

@@ -182,7 +182,7 @@ class WorkerPlacement(Resource, frozen=True, kw_only=True):
     ) = None
     expected_slowdown: Annotated[float, field("Predicted step time on these GPUs over step time alone.", ge=1)] = 1.0
     neighbours: Annotated[list[Neighbour], field("Jobs that share its GPUs.", schema=ATOMIC)] = []
-    reason: Annotated[str, field("Why these GPUs, this mode and these limits.", max_length=4096)] = ""
+    reason: Annotated[str, field("Reason for these GPUs, this mode and these limits.", max_length=4096)] = ""
 
     def bound_mib(self, predicted: MemoryPrediction | None) -> int | None:
         """Return the memory on each GPU that placement counted before the first measurement, in MiB; None if unknown.
@@ -475,7 +475,7 @@ class PodFailureRule(Resource, frozen=True, kw_only=True):
 
 
 class PodFailurePolicy(Resource, frozen=True, kw_only=True):
-    """What failures of workers mean, as in a Job of batch/v1."""
+    """Rules for failures of workers, as in a Job of batch/v1."""
 
     in_order: Annotated[
         list[PodFailureRule],
@@ -527,7 +527,7 @@ class RunPolicy(Resource, frozen=True, kw_only=True):
     pod_failure_policy: (
         Annotated[
             PodFailurePolicy,
-            field("What failures of workers mean, by exit code or pod condition.", schema=ATOMIC_MAP),
+            field("Rules for failures of workers, by exit code or pod condition.", schema=ATOMIC_MAP),
         ]
         | None
     ) = None

@@ -119,7 +119,7 @@ class Reservation(Resource, frozen=True, kw_only=True):
         float, field("Predicted slowdown of this tenant at the time of the decision.", ge=1)
     ] = 1.0
     policy: Annotated[str, field("Policy that chose the GPUs.")] = ""
-    reason: Annotated[str, field("Why these GPUs.", max_length=MAX_REASON_LENGTH)] = ""
+    reason: Annotated[str, field("Reason for these GPUs.", max_length=MAX_REASON_LENGTH)] = ""
 
     @property
     def tenancy_domain(self) -> str:
@@ -185,7 +185,7 @@ class Device(Resource, frozen=True, kw_only=True):
     modes: Annotated[list[SharingMode], field("Sharing modes that the agent can prepare.", schema=ATOMIC)] = []
     mode: Annotated[SharingMode, field("Present sharing mode; absent when idle.")] | None = None
     health: Annotated[DeviceHealth, field("Whether the GPU takes new pods.")] = DeviceHealth.HEALTHY
-    health_message: Annotated[str, field("Why it is unhealthy.")] = ""
+    health_message: Annotated[str, field("Reason why it is unhealthy; empty if it is healthy.")] = ""
     numa_node: Annotated[int, field("NUMA node.")] | None = None
     nvlink_peers: Annotated[
         list[GpuUuid],

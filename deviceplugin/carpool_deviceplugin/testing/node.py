@@ -126,7 +126,7 @@ class Flow(FakeClock):
     """Clock of agents that runs a hundred times faster than real time."""
 
     async def run(self) -> None:
-        """Let time pass, for ever."""
+        """Let time pass, until cancelled."""
         while True:
             self.advance(_STEP_S)
             await asyncio.sleep(_PER_STEP_S)

@@ -1,4 +1,4 @@
-"""The ledger of reservations of one GpuNode, as pure functions. What it accepts never promises more than there is."""
+"""The ledger of reservations of one GpuNode, as pure functions. Accepted reservations never exceed the capacity."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,12 +18,12 @@ class Rejected:
     """The ledger did not take a reservation; nothing has changed."""
 
     reason: str
-    """What was asked, what is there."""
+    """The wanted and the free amount."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What a node's GPUs can hold."""
+    """Capacity of a node's GPUs."""
 
     devices: Mapping[GpuUuid, Device]
     slots: int
@@ -55,11 +55,11 @@ def on_gpu(spec: GpuNodeSpec, uuid: GpuUuid) -> list[Reservation]:
 def promised_mib(
     reservations: list[Reservation], usable_mib: int, peaks: Mapping[PodUid, int] = MappingProxyType({})
 ) -> int:
-    """Memory promised on one GPU, in MiB; saturates at what the GPU has, which also stands for an unknown amount.
+    """Memory promised on one GPU, in MiB; at most the usable memory, which an unknown amount counts as.
 
     Args:
-        reservations: Of the GPU.
-        usable_mib: What it has.
+        reservations: Reservations of the GPU.
+        usable_mib: Its usable memory, in MiB.
         peaks: The most that their pods were measured to take there. It counts only where a promise had given way to a
             measure that no longer holds: what exceeds other promises is for the decision to look at.
     """

@@ -15,9 +15,9 @@ from carpool_extender.cache.cluster import SILENCE_S
 from carpool_extender.cache.gpu_table import peak_mib
 
 STILL = 1.01
-"""A peak that has risen by less than this factor has stood still; less than that the agents do not tell."""
+"""A peak that has risen by less than this factor is stable; agents do not report smaller changes."""
 LEAST_MARGIN = 1 + RUN_TOLERANCE
-"""Of all margins: what two runs of a job differ by that count as agreeing."""
+"""Smallest margin: the difference of two runs of a job that count as equal."""
 LEAST_BUSY_PERCENT = 1.0
 """GPU utilization below which a tenant does not work: it loads, or waits, and will take its memory later."""
 
@@ -26,13 +26,13 @@ class StablePeak(NamedTuple):
     """Peaks that have stood still for some time."""
 
     peaks: tuple[int, ...]
-    """Those on each of a pod's GPUs, in MiB."""
+    """Peaks on each of a pod's GPUs, in MiB."""
     margin: float
     """How many times as much counts after that time, of these peaks and of no larger ones."""
 
 
 class _Seen(NamedTuple):
-    """What was seen of a tenant."""
+    """Observations of a tenant."""
 
     peaks: tuple[int, ...]
     """On each of its GPUs, in MiB, when they last moved."""
@@ -64,8 +64,8 @@ def use_measured_peak(
     for good. That is written, too, because an agent that starts anew knows nothing of earlier peaks.
 
     Args:
-        spec: Of a node.
-        tenants: What was measured there, by pod and GPU.
+        spec: Spec of a node.
+        tenants: Measurements there, by pod and GPU.
         pods: Those whose peaks have stood still. One that has risen meanwhile has earned nothing.
 
     Returns:
@@ -102,7 +102,7 @@ def _proven_mib(one: Reservation, tenants: Mapping[tuple[PodUid, GpuUuid], Tenan
 
 
 def peaks_of(one: Reservation, tenants: Mapping[tuple[PodUid, GpuUuid], Tenant]) -> tuple[int, ...] | None:
-    """Return what a pod was measured to take of each of its GPUs, in MiB; None where one of them says nothing."""
+    """Return what a pod was measured to take of each of its GPUs, in MiB; None if one of them is unknown."""
     peaks = tuple(peak_mib(tenants.get((one.pod_uid, gpu))) for gpu in one.gpu_uuids)
     return peaks if all(peaks) else None
 
@@ -120,7 +120,7 @@ class PeakTracker:
     Time counts from when this process saw it. A restart loses no more than that, because what was found is written.
 
     Args:
-        clock: Tells for how long.
+        clock: The clock.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -129,7 +129,7 @@ class PeakTracker:
         self._heard: dict[str, tuple[str | None, float]] = {}
 
     def look(self, node: GpuNode) -> dict[PodUid, StablePeak]:
-        """Take in what a node tells; return the pods whose peaks have stood still for long enough."""
+        """Add a node's report; return the pods whose peaks have been stable for long enough."""
         name, now_s = node.metadata.name, self._clock.monotonic()
         tenants = measured_tenants(node)
         waiting = [one for one in node.spec.reservations if _proven_mib(one, tenants, LEAST_MARGIN) is not None]

@@ -39,10 +39,10 @@ REMEMBERED = 8
 
 @dataclass(frozen=True, slots=True)
 class ClassRequirements:
-    """What a demand means on one class of devices."""
+    """Requirements of a demand on one class of devices."""
 
     reason: str | None
-    """Why even an empty GPU of this class would not do; None where it would."""
+    """Reason why even an empty GPU of this class is unsuitable; None if it is suitable."""
     too_small: bool
     """Whether that reason is only that the job's memory does not fit."""
     profile: TenantProfile
@@ -51,7 +51,7 @@ class ClassRequirements:
     mig: MigProfile | None
     """MIG instance that it would get; None where no profile holds it."""
     unenforced_mib: int | None
-    """Memory that counts for it where nothing enforces that, as by turns; None where it is unknown."""
+    """Memory that counts for it if no limit is enforced, as with time-slicing; None if it is unknown."""
 
     @property
     def needs_more_unenforced(self) -> bool:
@@ -97,7 +97,7 @@ class PodRequest:
     workers: int = 1
     """Workers of the job, and so the most of its pods that may have reservations at a time."""
     user: int | None = None
-    """User of the node that the worker runs as; None where its spec does not say."""
+    """User of the node that the worker runs as; None if its spec does not set one."""
     may_use_measured_peak: bool = False
     """Whether it may count with its own peak once that was measured, where it never ran before."""
     steps: int | None = None
@@ -115,13 +115,13 @@ class PodRequest:
     @cached_property
     def shape(self) -> bytes:
         """Digest of all that a decision depends on, but not who asks: demands of equal shape fit the same places."""
-        anybody = replace(self.demand, job_uid=JobUid(""), job_name="")
+        anonymous = replace(self.demand, job_uid=JobUid(""), job_name="")
         return blake2b(
-            msgspec.json.encode((anybody, self.policy, self.user, self.may_use_measured_peak)), digest_size=16
+            msgspec.json.encode((anonymous, self.policy, self.user, self.may_use_measured_peak)), digest_size=16
         ).digest()
 
     def requirements(self, kind: DeviceClass) -> ClassRequirements:
-        """Say what the demand means on a class of devices."""
+        """Return the requirements on a class of devices."""
         found = self._facts.get(kind)
         if found is None:
             found = self._facts[kind] = _facts_on(self.demand, kind, settles=self.may_use_measured_peak)
@@ -131,7 +131,7 @@ class PodRequest:
         """Collect the facts about several classes as arrays."""
         key = tuple(classes)
         for known, found in self._columns:
-            if known == key:  # as mostly the first: a few objects compared, where a hash goes through all that they say
+            if known == key:  # mostly the first; comparing a few objects is cheaper than a hash of their fields
                 return found
         if len(self._columns) >= REMEMBERED:  # kinds of GPUs come and go
             self._columns.clear()

@@ -41,7 +41,7 @@ STDIN = Path("-")
 _UNCHECKED_RULES = re.compile(
     r"\s*(?:, |\* )?<nil>: Invalid value: \"?null\"?: some validation rules were not checked[^,\]\n]*"
 )
-"""What the API server appends to a refusal when CEL rules could not run."""
+"""Text that the API server appends to a refusal if CEL rules could not run."""
 
 
 class ManifestError(ValueError):
@@ -120,7 +120,7 @@ class JobPredictor:
     """Predicts jobs that were never submitted, as the operator would."""
 
     calibration: Calibration | None = None
-    """What the operator learned; None: as shipped."""
+    """The operator's calibration; None for predictions as shipped."""
     is_strict: bool = False
     """Whether jobs run alone where too little was measured."""
     notes: tuple[str, ...] = ()
@@ -289,13 +289,13 @@ def explain_command(settings: AskSettings, job: str, namespace: str | None, each
     _print_answer(settings, each_gpu, answer)
 
 
-@click.command("what-if", short_help="Print where a job would go now, and beside whom; nothing is created.")
+@click.command("what-if", short_help="Print where a job would be placed now; nothing is created.")
 @click.argument("manifest", type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path))
 @_NAMESPACE
 @_ALL
 @click_options(AskSettings)
 def what_if(settings: AskSettings, manifest: Path, namespace: str | None, each_gpu: bool) -> None:
-    """Print where the job in MANIFEST would go now, beside whom and how fast; nothing is created.
+    """Print where the job in MANIFEST would be placed now, with which tenants and how fast; nothing is created.
 
     MANIFEST is a file, or - for standard input. If it names a namespace, -n may name no other.
 

@@ -57,7 +57,7 @@ class Options:
 
     clock: Clock
     job_options: JobOptions = AS_SHIPPED
-    """What the site allows jobs."""
+    """The site's settings for jobs."""
     order: QueueOrder = QueueOrder.ALTERNATE
     """The site's queue order."""
     default_duration_s: float = ASSUMED_DURATION_S

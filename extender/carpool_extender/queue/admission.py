@@ -106,7 +106,7 @@ class Leadership:
         self._on_change.append(callback)
 
     async def run(self) -> None:
-        """Watch the Lease for ever."""
+        """Watch the Lease until cancelled."""
         if self._reflector is None:
             await asyncio.Event().wait()
         else:
@@ -209,7 +209,7 @@ class AdmissionController:
             self._informers.cluster.forget(claim.node, uid)
 
     async def run(self) -> None:
-        """Admit jobs for ever, once all watches have listed."""
+        """Admit jobs until cancelled, once all watches have listed."""
         await self._informers.wait_synced()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._leadership.run())
@@ -486,7 +486,7 @@ class AdmissionController:
         task.add_done_callback(self._tasks.discard)
 
     def _touch(self, pod: Pod | None) -> None:
-        """Look at the job of a pod in the next pass."""
+        """Check the job of a pod in the next pass."""
         owner = None if pod is None else job_owner_reference(pod.metadata)
         if owner is not None:
             self._dirty.add(JobUid(owner.uid))
@@ -582,7 +582,7 @@ def _scheduled_changes(pod: Pod, text: str) -> list[Mapping[str, Any]]:
 
 
 def _scheduler_words(pod: Pod) -> str:
-    """Return what kube-scheduler says of a pod that it cannot place; empty if it says nothing."""
+    """Return kube-scheduler's message about a pod that it cannot place; empty without one."""
     for condition in pod.status.conditions:
         if condition.type == "PodScheduled" and condition.status == "False":
             return condition.message.rstrip(".")

@@ -44,7 +44,7 @@ def pods_of_latest_attempt(job: JobRow | None, pods: Iterable[Pod]) -> list[Pod]
     """Return the pods of a job's latest attempt that have not failed.
 
     Users can create pods that name the job as controller. The job's status, which they cannot write, has the number
-    of the attempt and the UIDs of its pods. A pod that is not recorded yet waits for the status.
+    of the attempt and the UIDs of its pods. The queue considers a pod once the status contains its UID.
 
     Args:
         job: The job; None if it was not read.

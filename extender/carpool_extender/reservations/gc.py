@@ -90,7 +90,7 @@ async def gather_bounded(work: Callable[[T], Awaitable[None]], items: Iterable[T
 class ReservationGC:
     """Checks a node when one of its pods ends or it lost a reservation, and all nodes every `PERIOD_S` seconds.
 
-    A reservation is released only if the watched pods *and* the API server say that it is no longer needed.
+    A reservation is released only if the watched pods *and* the API server show that it is no longer needed.
 
     Args:
         api: Reads pods.

@@ -75,7 +75,7 @@ def _value(text: str) -> Value:
 
 
 CORRECT = "correct the name, because a job of an unknown model has a GPU of its own until its memory is measured"
-"""What to do about an unknown name."""
+"""Advice in the errors about unknown names."""
 
 
 def unknown_to_the_hub(name: str) -> TraceError:

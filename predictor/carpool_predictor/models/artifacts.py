@@ -27,7 +27,7 @@ def decode(
         kind: Type of the document.
         name: Its name in messages, such as "an activity model".
         version: The format that this version of Carpool reads.
-        repair: What to do about an older format.
+        repair: Advice in the error about an older format.
 
     Raises:
         MalformedError: The content is truncated, changed, or of another format.
