@@ -1,123 +1,121 @@
 """Recognise from the end of a container's log whether its program ran out of GPU memory. Pure.
 
-The rules were written for the messages of `tests/data/oom`.
+A line reports exhausted GPU memory if it names exhausted memory and a GPU, but not the host's memory. The words are
+those of frameworks and allocators in `tests/data/oom`.
 
-Logs come from tenants, and the operator searches them in its event loop. So each pattern takes linear time: a gap
-before a text that may be missing has a bound, or is atomic.
+Logs come from tenants, and the operator searches them in its event loop. So each gap in a pattern has a bound.
 """
 
 import re
 
-_RULES: tuple[tuple[str, str], ...] = (
-    ("PyTorch", r"(?:CUDA|HIP) out of (?:the )?memory"),
-    ("PyTorch", r"torch\.(?:cuda\.)?OutOfMemoryError"),
-    ("PyTorch", r"(?<!ray\.exceptions\.)(?<!java\.lang\.)\bOutOfMemoryError\b(?!: Java)"),
-    ("PyTorch", r"Tried to allocate [\d.]+ \w+\.? \(?GPU \d"),
-    ("PyTorch", r"cuda runtime error \(2\)|\.cu line=\d+ error=2 : out of memory"),
-    ("accelerate", r"No executable batch size found"),
-    ("Caffe", r"error == cudaSuccess\.? \(?2 vs\.? 0"),
-    ("JAX", r"Out of memory (?:while )?(?:trying to allocate|allocating) [\d.]+ ?\w*"),
-    ("JAX", r"RESOURCE[_ ]EXHAUSTED:\s+(?:\w+: )?(?:Out of memory|Failed to allocate)"),
-    ("TensorFlow", r"OOM when allocating tensor(?![^\n]{0,400}device:CPU)"),
-    ("TensorFlow", r"Ran out of GPU memory|ran out of memory trying to allocate"),
-    ("TensorFlow", r"device:GPU:\d+\W+failed to allocate memory"),
-    ("TensorFlow", r"Dst tensor is not initialized"),
-    ("Paddle", r"Out of memory error on GPU \d|enforce allocating <= available failed"),
-    ("MXNet", r"pooled_storage_manager[^\n]{0,200}(?:out of memory|Memory allocation failed)"),
-    ("ONNX Runtime", r"^(?![^\n]*_nchwc)(?>[^\n]*?BFCArena::AllocateRawInternal)[^\n]* Failed to alloc"),
-    ("TensorRT", r"Error Code 2: OutOfMemory|OutOfMemory Error in|Cuda Error in \S*allocate: 2"),
-    ("vLLM", r"No available memory for the cache blocks|larger than the available KV cache memory"),
-    ("vLLM", r"larger than the maximum number of tokens that can be stored in KV cache"),
-    ("vLLM", r"Free memory on device [^\n]{0,200} is less than desired GPU memory utilization"),
-    ("SGLang", r"Not enough memory\. Please try (?:to increase|increasing) --mem-fraction-static"),
-    ("TGI", r"Not enough memory to handle \S+ (?:total|prefill) tokens"),
-    ("llama.cpp", r"(?:failed|unable) to allocate (?:CUDA|ROCm)\d+ buffer"),
-    ("RMM", r"RMM_ERROR_OUT_OF_MEMORY|std::bad_alloc: (?:out_of_memory: )?(?:CUDA|RMM)|rmm::out_of_memory"),
-    ("XGBoost", r"Memory allocation error on worker \d"),
-    ("Spark RAPIDS", r"Gpu(?:SplitAnd)?RetryOOM|GpuOOM\b"),
-    ("CatBoost", r"NCudaLib::TOutOfMemoryError"),
-    ("Julia", r"OutOfGPUMemoryError|Out of GPU memory"),
-    ("Theano", r"Error allocating \d+ bytes of device memory"),
-    ("CuPy", r"out of memory (?:to allocate|allocating) [\d,]+ bytes"),
-    ("Thrust", r"parallel_for failed: [^\n]{0,200}out of memory|thrust::\S{0,80}bad_alloc"),
-    ("CUDA library", r"CU[A-Z]{1,12}_(?:STATUS_)?(?:INTERNAL_ERROR_DEVICE_)?ALLOC(?:ATION)?_FAILED"),
-    ("NCCL", r"NCCL WARN [^\n]{0,200}(?:out of memory|Failed to CUDA [mc]alloc)"),
-    ("CUDA library", r"cu(?:FFT|BLAS|SOLVER|SPARSE) failed to allocate|NVJPEG_STATUS_ALLOCATOR_FAILURE"),
-    ("PyCUDA", r"cuMem\w{1,40} failed: out of memory"),
-    ("OpenCL", r"CL_MEM_OBJECT_ALLOCATION_FAILURE"),
-    ("Vulkan", r"(?:VK_ERROR_|Error)Out_?Of_?Device_?Memory"),
-    ("ROCm", r"hipError(?:OutOfMemory|MemoryAllocation)"),
-    ("CUDA driver", r"CUDA_ERROR_OUT_OF_MEMORY|CUresult error\s+result=2\b|CudaException: ErrorOutOfMemory"),
-    ("CUDA runtime", r"cudaErrorMemoryAllocation|failed to cuda ?malloc\b|cuda ?malloc failed(?!:)"),
-    ("CUDA runtime", r"(?:cuda|gpu|hip)[^\n]{0,120}?\bout[ _]?of[ _]?(?:device |video )?memory"),
-    ("CUDA runtime", r"\bcuda\w* error(?: code)?[ :=(]{1,3}2\b"),
-    ("CUDA runtime", r"(?:cuda|gpu|device) memory alloc\w* (?:failed|failure|error)"),
-    ("CUDA runtime", r"failed to alloc\w*[^\n]{0,80}? (?:on|from|in) (?:the )?(?:gpu|cuda|device)\b"),
-    (
-        "CUDA runtime",
-        r"(?:not enough|insufficient|out of|no more) (?:free )?(?:(?:gpu|cuda|video|device) memory|vram)\b",
-    ),
-    ("CUDA runtime", r"out[ _]?of[ _]?(?:device |video )?memory (?:error )?(?:on|in|from) (?:the )?(?:cuda|gpu)"),
+
+def _either(*patterns: str) -> re.Pattern[str]:
+    """Return the pattern that finds any of the given ones in a line, in upper or lower case."""
+    return re.compile("|".join(patterns), re.IGNORECASE | re.MULTILINE)
+
+
+_MEMORY = (
+    r"(?:(?:the|free|available|allocatable|gpu|cuda|device|video|graphics|dedicated|global)[ _]?){0,4}"
+    r"(?:memory|mem\b|v?ram)"
 )
-"""Name of a framework and the message by which it reports that GPU memory is exhausted; specific messages first."""
 
-_MESSAGES = tuple((name, re.compile(pattern, re.IGNORECASE | re.MULTILINE)) for name, pattern in _RULES)
+_EXHAUSTED = _either(
+    rf"out[ _-]?of[ _-]?{_MEMORY}|tried to allocate [\d.]+ [KMG]i?B",
+    r"(?:\b|_)OOM\b(?![=-])|\bGpu\w{0,20}OOM\b",
+    rf"(?:not enough|insufficient|no (?:more|free|available)|lack of|too little) {_MEMORY}\b",
+    rf"(?:larger|greater|more|less|smaller|lower) than .{{0,40}}{_MEMORY}\b|exceed\w{{0,3}} .{{0,40}}{_MEMORY}\b",
+    rf"(?:more|less) {_MEMORY} than|{_MEMORY} .{{0,20}}(?:exhausted|insufficient)|exhausted .{{0,20}}{_MEMORY}",
+    r"(?:fail\w{0,3}|unable|can ?not|can't|could ?n[o']t|error)(?: to|:)?(?: \w{1,20}){0,2} \w{0,20}alloc(?!ator)",
+    r"alloc\w{0,40}(?:\W{1,3}\w{1,20}){0,3}[ _](?:failed|failure|error)(?!_)|allocator_failure",
+    r"bad_?alloc|memory_?allocation|pool size exceeded",
+    # Error 2 of the CUDA and HIP runtimes and drivers.
+    r"\b(?:cuda|cudnn|cuMem|cuCtx|CUresult|hip)\w{0,40}\W.{0,20}?(?:error|fail\w{3,4}|result)(?: code)?[ :=([]{1,3}2\b",
+    r"cudaSuccess\.? \(?2 vs|error=2 :",
+    r"no executable batch size|dst tensor is not init|allocating <= available|tokens that can be stored in kv cache",
+)
+"""Phrases for exhausted memory."""
 
-_NO_FAILURE = re.compile(
+_GPU = _either(
+    r"cuda|cu(?:blas|dnn|fft|mem|rand|result|solver|sparse|tensor|vid)|gpu|nccl|nvidia|nvenc|nvjpeg|optix|tensorrt",
+    r"\bTRT\b|thrust|\bRMM|\bhip|rocm|opencl|\bcl_|vulkan|\bvk_|\bxpu|mps backend|xla|jax|vram|video memory|\bHBM\b",
+    r"torch\.\w*\.?OutOf|TaskError\(OutOf|kv[ _]cache|cache blocks|mem-fraction-static|(?:prefill|total) tokens",
+    r"BFCArena|bfc_|pooled_storage|\bdevice[ _](?:memory|ordinal|\d|out)|(?:on|from) device\b|outofdevice|error code 2",
+    r"resource[ _]?exhausted|of memory (?:trying |while |to )*allocat|executable batch|dst tensor|allocating <=",
+)
+"""Words for a GPU, its memory, or a library that allocates only there."""
+
+_NOT_GPU = _either(
+    r"\bhost\b|host[ _-]?(?:alloc|memory|bfc)|pinned|page-locked|mlock|shared memory|/dev/shm|\bshm\b|\b[sv]mem\b",
+    r"system (?:memory|ram)|low on memory|java\.lang|java runtime|heap (?:space|limit|out)|cgroup|kill(?:ed)? process",
+    r"oom-?kill|slurm|srun:|ray\.exceptions\.Out|device:CPU|CPUAllocator|alloc_cpu|allocator \(?\w{0,5}cpu|_nchwc",
+    r"err(?:no|or)\W{0,3}(?:code )?12\b|\(12\)|mmap|memalign|\bfork|for an array|arraymemory|memoryerror: unable",
+    r"swap space|\bdisk|space left|quota|message larger|busy or unavailable|invalid|illegal|unsupported|not supported",
+    r"driver version|cuda_error_(?!out_of)|compiler error|ptxas|std::bad_alloc(?!:)|^memory allocation of.*failed$",
+    r"cannot allocate memory(?! (?:on|from|in|for))",
+)
+"""Words for the host's memory, the memory of a core, other resources and other errors."""
+
+_UNCLEAR = _either(r"CU\w{2,9}_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR)|valid cuDNN algorithm|unhandled cuda error")
+"""Errors that exhausted GPU memory causes, and other things too."""
+
+_NO_FAILURE = _either(
     # TensorFlow and ONNX Runtime try again with less memory, and log each try.
-    r"ran out of memory\s{1,9}trying to allocate\s(?:[^\n]{0,200}\n)?[^\n]{0,200}not a failure"
-    r"|^(?>[^\n]*? I )[^\n]*failed to alloc[^\n]*$"
-    # Pinned memory of the host.
-    r"|failed to alloc\w* [^\n]{0,200} on host:[^\n]*"
-    # A warning of Python is no exception.
-    r"|\b\w+Warning: [^\n]*"
-    # Advice for the case that memory is exhausted.
-    r"|\bif you (?:encounter|get|see|run|face|still)[^\n]*"
-    r"|\b(?:to avoid|to prevent) [^\n]{0,40}out of memory[^\n]*"
-    # fairseq logs an error that it handles.
-    r"|\| WARNING \|[^\n]{0,200}ran out of memory[^\n]*",
-    re.IGNORECASE | re.MULTILINE,
+    r"ran out of memory\s{1,9}trying to allocate\s(?:[^\n]{0,200}\n)?[^\n]{0,200}not a failure",
+    r"^(?>[^\n]*? I )[^\n]*failed to alloc[^\n]*$",
+    # A warning of Python is no exception, and fairseq logs an error that it handles.
+    r"\b\w{1,40}Warning: [^\n]*|\| WARNING \|[^\n]{0,200}ran out of memory[^\n]*",
+    # Advice, conditions and source code.
+    r"\b(?:except|catch)\b[^\n]*",
+    r"\b(?:if|avoid|prevent|when|may|might|could)\b(?! not)[^\n:]{0,60}(?:out[ _]?of[ _]?memory|OOM\b)[^\n]*",
 )
 """Texts that name exhausted memory without a failure."""
 
 _ADVICE = re.compile(r"\b(?:try|consider|please|should|can|could|may|might)\b[^\n]*", re.IGNORECASE)
 
-_HANDLED = re.compile(
-    r"(?<!by )\b(?:skipp(?:ing|ed)|retry(?:ing)?|retried|reduc(?:ing|ed)|halv(?:ing|ed)|decreas(?:ing|ed)"
-    r"|lower(?:ing|ed)|fall(?:ing|s)? back|fell back|recover(?:ing|ed)|offloading|attempting to free)\b",
-    re.IGNORECASE,
+_HANDLED = _either(
+    r"(?<!by )\b(?:skipp(?:ing|ed)|retrying|retried|reduc(?:ing|ed)|halv(?:ing|ed)|decreas(?:ing|ed)|lower(?:ing|ed)",
+    r"will retry|fall(?:ing|s) back|fell back|recover(?:ing|ed)|offloading|attempting to free|ignoring|continuing",
+    r"switching to|trying again)\b",
 )
 """Words of a program that handled the error and went on."""
 
+_NOT_CPU = re.compile("(?i)^(?!.*cpu)")
+
 _ERROR = re.compile(r"^.*?(?:Error|Exception)\b", re.MULTILINE)
-
 _LAUNCHER_ERROR = re.compile(r"ChildFailedError|CalledProcessError|ProcessRaisedException|failed \(exitcode: \d+\)")
-
 _KILLED = re.compile(r"(?:exitcode *: *|return code = |status )-\d|\bSIGKILL\b")
 
 
-def framework_out_of_gpu_memory(log_end: str) -> str | None:
-    """Return which framework reported at the end of a log that GPU memory was exhausted; None if none did.
+def _from_last_report(text: str, gpu: re.Pattern[str] = _GPU) -> str:
+    """Return the text from the last line that reports exhausted memory of what `gpu` names; empty if there is none."""
+    lines = re.split(r"\n|\\n", text)
+    is_gpu_named = bool(gpu.search(text))
+    for number, line in reversed([*enumerate(lines)]):
+        # A line that names neither a GPU nor the host is about the GPU if the rest of the text is.
+        is_gpu = gpu.search(line) or ("cpu" not in line.lower() and is_gpu_named)
+        if is_gpu and _EXHAUSTED.search(line) and not _NOT_GPU.search(line):
+            return "\n".join(lines[number:])
+    return ""
 
-    A report after which the program announces that it goes on, for example with a smaller batch, does not count.
-    """
-    text = _NO_FAILURE.sub("", log_end)
-    found = [(name, match) for name, pattern in _MESSAGES for match in pattern.finditer(text)]
-    if not found:
-        return None
-    last = max(match.end() for _, match in found)
-    after = _ADVICE.sub("", text[last:])
-    return None if _HANDLED.search(after) else found[0][0]
+
+def reports_gpu_out_of_memory(log_end: str) -> bool:
+    """Return whether a log ends with a report of exhausted GPU memory that the program did not handle."""
+    report = _from_last_report(_NO_FAILURE.sub("", log_end))
+    return bool(report) and not _HANDLED.search(_ADVICE.sub("", report))
 
 
 def names_no_cause(log_end: str) -> bool:
-    """Return whether the end of a log is empty, or holds no error but a launcher's report that its process failed.
+    """Return whether the end of a log leaves open why the program failed.
 
-    Launchers (torchrun, accelerate, DeepSpeed) print so much after the error of the program that the kubelet cuts it
-    off. A report that the process was killed by a signal is a cause.
+    It is empty, holds only a launcher's report that its process failed, or an error that exhausted GPU memory may have
+    caused. Launchers (torchrun, accelerate, DeepSpeed) print so much after the error of the program that the kubelet
+    cuts it off. A report that the process was killed by a signal is a cause.
     """
     if _KILLED.search(log_end):
         return False
+    text = _NO_FAILURE.sub("", log_end)
+    if _UNCLEAR.search(text) or (not _from_last_report(text) and _from_last_report(text, _NOT_CPU)):
+        return True
     errors = [match.group() for match in _ERROR.finditer(log_end)]
     is_deepspeed = not errors and "exits with return code" in log_end
     return not log_end.strip() or is_deepspeed or (bool(errors) and all(map(_LAUNCHER_ERROR.search, errors)))

@@ -19,7 +19,7 @@ from carpool_core.resources.job import (
 from carpool_core.resources.node import Device, GpuNode, Reservation
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 
-from carpool_operator.oom import framework_out_of_gpu_memory, names_no_cause
+from carpool_operator.oom import names_no_cause, reports_gpu_out_of_memory
 
 _DISRUPTIONS = frozenset(
     {"PreemptionByScheduler", "DeletionByTaintManager", "EvictionByEvictionAPI", "DeletionByPodGC"}
@@ -93,7 +93,7 @@ def _failed_container(pod: Pod) -> tuple[str, ContainerTerminated] | None:
 def _container_failed(pod: str, name: str, ended: ContainerTerminated) -> Outcome:
     where = f"container {name} of pod {pod}"
     detail = f": {_tail(ended.message)}" if ended.message.strip() else ""
-    if framework_out_of_gpu_memory(ended.message) is not None:
+    if reports_gpu_out_of_memory(ended.message):
         return Outcome(GPU_OUT_OF_MEMORY, f"{where} ran out of GPU memory (exit code {ended.exit_code}){detail}", True)
     if ended.reason == "OOMKilled":
         message = f"{where} was killed: it exceeded its limit of host memory, not of GPU memory; raise limits.memory"

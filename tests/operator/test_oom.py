@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from carpool_operator.oom import framework_out_of_gpu_memory
+from carpool_operator.oom import reports_gpu_out_of_memory
 from carpool_operator.outcomes import outcome_of
 from operator_fixtures import pod, terminated
 
@@ -34,7 +34,7 @@ COLLECTIONS = {name: messages(name) for name in ("first", "second", "third", "fo
     ],
 )
 def test_message(message: dict[str, Any]) -> None:
-    assert (framework_out_of_gpu_memory(message["text"]) is not None) == message["gpu_oom"]
+    assert reports_gpu_out_of_memory(message["text"]) is message["gpu_oom"]
 
 
 def test_corpus_is_large_and_each_message_has_its_source() -> None:
@@ -76,6 +76,6 @@ def test_torchrun(main: str, reason: str, tmp_path: Path) -> None:
     done = subprocess.run(launcher, capture_output=True, text=True, check=False, cwd=tmp_path)
     log = done.stdout + done.stderr
     assert done.returncode == 1
-    assert framework_out_of_gpu_memory(log) == "PyTorch"
+    assert reports_gpu_out_of_memory(log)
     ended = terminated(done.returncode, message=log[-LOG_TAIL_BYTES:])
     assert outcome_of(pod(phase="Failed", status=ended)).reason == reason
