@@ -20,14 +20,14 @@ _MEMORY = (
 )
 
 _EXHAUSTED = _either(
-    rf"out[ _-]?of[ _-]?{_MEMORY}|tried to allocate [\d.]+ [KMG]i?B",
+    rf"(?:out[ _-]?of|exhausted)[ _-]?{_MEMORY}|out of gpu\b|tried to allocate [\d.]+ [KMG]i?B",
     r"(?:\b|_)OOM\b(?![=-])|\bGpu\w{0,20}OOM\b",
     rf"(?:not enough|insufficient|no (?:more|free|available)|lack of|too little) {_MEMORY}\b",
     rf"(?:larger|greater|more|less|smaller|lower) than .{{0,40}}{_MEMORY}\b|exceed\w{{0,3}} .{{0,40}}{_MEMORY}\b",
-    rf"(?:more|less) {_MEMORY} than|{_MEMORY} .{{0,20}}(?:exhausted|insufficient)|exhausted .{{0,20}}{_MEMORY}",
-    r"(?:fail\w{0,3}|unable|can ?not|can't|could ?n[o']t|error)(?: to|:)?(?: \w{1,20}){0,2} \w{0,20}alloc(?!ator)",
+    rf"(?:more|less) {_MEMORY} than|{_MEMORY} .{{0,20}}(?:exhausted|insufficient|overflow)",
+    r"(?:fail\w{0,3}|unable|can ?not|can't|could ?n[o']t)(?: to|:)?(?: \w{1,20}){0,2} \w{0,20}alloc(?!ator)",
     r"alloc\w{0,40}(?:\W{1,3}\w{1,20}){0,3}[ _](?:failed|failure|error)(?!_)|allocator_failure",
-    r"bad_?alloc|memory_?allocation|pool size exceeded",
+    r"bad_?alloc|error allocating|memory_?allocation|pool size exceeded",
     # Error 2 of the CUDA and HIP runtimes and drivers.
     r"\b(?:cuda|cudnn|cuMem|cuCtx|CUresult|hip)\w{0,40}\W.{0,20}?(?:error|fail\w{3,4}|result)(?: code)?[ :=([]{1,3}2\b",
     r"cudaSuccess\.? \(?2 vs|error=2 :",
@@ -38,24 +38,27 @@ _EXHAUSTED = _either(
 _GPU = _either(
     r"cuda|cu(?:blas|dnn|fft|mem|rand|result|solver|sparse|tensor|vid)|gpu|nccl|nvidia|nvenc|nvjpeg|optix|tensorrt",
     r"\bTRT\b|thrust|\bRMM|\bhip|rocm|opencl|\bcl_|vulkan|\bvk_|\bxpu|mps backend|xla|jax|vram|video memory|\bHBM\b",
-    r"torch\.\w*\.?OutOf|TaskError\(OutOf|kv[ _]cache|cache blocks|mem-fraction-static|(?:prefill|total) tokens",
-    r"BFCArena|bfc_|pooled_storage|\bdevice[ _](?:memory|ordinal|\d|out)|(?:on|from) device\b|outofdevice|error code 2",
-    r"resource[ _]?exhausted|of memory (?:trying |while |to )*allocat|executable batch|dst tensor|allocating <=",
+    r"torch\.\w*\.?OutOf|TaskError\(OutOf|(?:available|stored in) kv cache|cache blocks|mem-fraction-static",
+    r"(?:prefill|total) tokens|BFCArena|bfc_|pooled_storage|allocating tensor|resource[ _]?exhausted",
+    r"\bdevice[ _](?:memory|ordinal|\d|out)|(?:on|from) device\b|outofdevice|error code 2",
+    r"of memory (?:trying |while |to )*allocat|executable batch|dst tensor|allocating <=",
 )
 """Words for a GPU, its memory, or a library that allocates only there."""
 
 _NOT_GPU = _either(
-    r"\bhost\b|host[ _-]?(?:alloc|memory|bfc)|pinned|page-locked|mlock|shared memory|/dev/shm|\bshm\b|\b[sv]mem\b",
-    r"system (?:memory|ram)|low on memory|java\.lang|java runtime|heap (?:space|limit|out)|cgroup|kill(?:ed)? process",
-    r"oom-?kill|slurm|srun:|ray\.exceptions\.Out|device:CPU|CPUAllocator|alloc_cpu|allocator \(?\w{0,5}cpu|_nchwc",
+    r"(?<!gpu and shared )(?<!gpu or )\bhost\b|host_?alloc|host_bfc|pinned|page-locked|mlock|shared memory|/dev/shm",
+    r"\bshm\b|\b[sv]mem\b|system (?:memory|ram)|low on memory|java\.lang|java runtime|heap (?:space|limit|out)|cgroup",
+    r"kill(?:ed)? process|oom-?kill|slurm|srun:|ray\.exceptions\.Out|CPUAllocator|alloc_cpu|allocator \(?\w{0,5}cpu",
     r"err(?:no|or)\W{0,3}(?:code )?12\b|\(12\)|mmap|memalign|\bfork|for an array|arraymemory|memoryerror: unable",
     r"swap space|\bdisk|space left|quota|message larger|busy or unavailable|invalid|illegal|unsupported|not supported",
-    r"driver version|cuda_error_(?!out_of)|compiler error|ptxas|std::bad_alloc(?!:)|^memory allocation of.*failed$",
-    r"cannot allocate memory(?! (?:on|from|in|for))",
+    r"driver version|cuda_error_(?!out_)|unknown error|compiler error|ptxas|_nchwc|std::bad_alloc(?!:)",
+    r"^memory allocation of.*failed$|cannot allocate memory(?! (?:on|from|in|for))",
 )
 """Words for the host's memory, the memory of a core, other resources and other errors."""
 
-_UNCLEAR = _either(r"CU\w{2,9}_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR)|valid cuDNN algorithm|unhandled cuda error")
+_UNCLEAR = _either(
+    r"_STATUS_(?:NOT_INIT|INTERNAL_)|cuDNN.{0,20}algo|algo.{0,30}cuDNN|unhandled cuda error|cuda context for"
+)
 """Errors that exhausted GPU memory causes, and other things too."""
 
 _NO_FAILURE = _either(
@@ -73,9 +76,8 @@ _NO_FAILURE = _either(
 _ADVICE = re.compile(r"\b(?:try|consider|please|should|can|could|may|might)\b[^\n]*", re.IGNORECASE)
 
 _HANDLED = _either(
-    r"(?<!by )\b(?:skipp(?:ing|ed)|retrying|retried|reduc(?:ing|ed)|halv(?:ing|ed)|decreas(?:ing|ed)|lower(?:ing|ed)",
-    r"will retry|fall(?:ing|s) back|fell back|recover(?:ing|ed)|offloading|attempting to free|ignoring|continuing",
-    r"switching to|trying again)\b",
+    r"(?<![-/_.])(?<!by )\b(?:skipping|retrying|reducing|halving|decreasing|lowering|falling back|fell back|recovering"
+    r"|will retry|offloading|attempting to free|ignoring|continuing|switching to|trying again)\b",
 )
 """Words of a program that handled the error and went on."""
 
@@ -83,6 +85,7 @@ _NOT_CPU = re.compile("(?i)^(?!.*cpu)")
 
 _ERROR = re.compile(r"^.*?(?:Error|Exception)\b", re.MULTILINE)
 _LAUNCHER_ERROR = re.compile(r"ChildFailedError|CalledProcessError|ProcessRaisedException|failed \(exitcode: \d+\)")
+_LAUNCHER_END = re.compile("exits with return code|first observed failure")
 _KILLED = re.compile(r"(?:exitcode *: *|return code = |status )-\d|\bSIGKILL\b")
 
 
@@ -117,5 +120,5 @@ def names_no_cause(log_end: str) -> bool:
     if _UNCLEAR.search(text) or (not _from_last_report(text) and _from_last_report(text, _NOT_CPU)):
         return True
     errors = [match.group() for match in _ERROR.finditer(log_end)]
-    is_deepspeed = not errors and "exits with return code" in log_end
-    return not log_end.strip() or is_deepspeed or (bool(errors) and all(map(_LAUNCHER_ERROR.search, errors)))
+    is_launcher = all(map(_LAUNCHER_ERROR.search, errors)) if errors else _LAUNCHER_END.search(log_end) is not None
+    return not log_end.strip() or is_launcher
