@@ -28,19 +28,18 @@ _EXHAUSTED = _either(
     r"(?:fail\w{0,3}|unable|can ?not|can't|could ?n[o']t)(?: to|:)?(?: \w{1,20}){0,2} \w{0,20}alloc(?!ator)",
     r"alloc\w{0,40}(?:\W{1,3}\w{1,20}){0,3}[ _](?:failed|failure|error)(?!_)|allocator_failure",
     r"bad_?alloc|error allocating|memory_?allocation|pool size exceeded",
-    # Error 2 of the CUDA and HIP runtimes and drivers.
     r"\b(?:cuda|cudnn|cuMem|cuCtx|CUresult|hip)\w{0,40}\W.{0,20}?(?:error|fail\w{3,4}|result)(?: code)?[ :=([]{1,3}2\b",
     r"cudaSuccess\.? \(?2 vs|error=2 :",
     r"no executable batch size|dst tensor is not init|allocating <= available|tokens that can be stored in kv cache",
 )
-"""Phrases for exhausted memory."""
+"""Phrases for exhausted memory, and error 2 of the CUDA and HIP runtimes and drivers."""
 
 _GPU = _either(
     r"cuda|cu(?:blas|dnn|fft|mem|rand|result|solver|sparse|tensor|vid)|gpu|nccl|nvidia|nvenc|nvjpeg|optix|tensorrt",
-    r"\bTRT\b|thrust|\bRMM|\bhip|rocm|opencl|\bcl_|vulkan|\bvk_|\bxpu|mps backend|xla|jax|vram|video memory|\bHBM\b",
+    r"\bTRT\b|thrust|\bRMM|\bTHC|\.cu:\d|\bhip|rocm|opencl|vulkan|\bxpu|mps backend|xla|jax|vram|video memory",
     r"torch\.\w*\.?OutOf|TaskError\(OutOf|(?:available|stored in) kv cache|cache blocks|mem-fraction-static",
-    r"(?:prefill|total) tokens|BFCArena|bfc_|pooled_storage|allocating tensor|resource[ _]?exhausted",
-    r"\bdevice[ _](?:memory|ordinal|\d|out)|(?:on|from) device\b|outofdevice|error code 2",
+    r"(?:prefill|total) tokens|BFCArena|bfc_|pooled_storage|allocating tensor|resource[ _]?exhausted|\bHBM\b",
+    r"\bdevice[ _](?:memory|ordinal|\d|out)|(?:on|from) device\b|outofdevice|error code 2|\b(?:cl|vk)_",
     r"of memory (?:trying |while |to )*allocat|executable batch|dst tensor|allocating <=",
 )
 """Words for a GPU, its memory, or a library that allocates only there."""
@@ -48,7 +47,7 @@ _GPU = _either(
 _NOT_GPU = _either(
     r"(?<!gpu and shared )(?<!gpu or )\bhost\b|host_?alloc|host_bfc|pinned|page-locked|mlock|shared memory|/dev/shm",
     r"\bshm\b|\b[sv]mem\b|system (?:memory|ram)|low on memory|java\.lang|java runtime|heap (?:space|limit|out)|cgroup",
-    r"kill(?:ed)? process|oom-?kill|slurm|srun:|ray\.exceptions\.Out|CPUAllocator|alloc_cpu|allocator \(?\w{0,5}cpu",
+    r"kill(?:ed)? process|oom[- ]?kill|slurm|srun:|ray\.exceptions\.Out|CPUAllocator|alloc_cpu|allocator \(?\w{0,5}cpu",
     r"err(?:no|or)\W{0,3}(?:code )?12\b|\(12\)|mmap|memalign|\bfork|for an array|arraymemory|memoryerror: unable",
     r"swap space|\bdisk|space left|quota|message larger|busy or unavailable|invalid|illegal|unsupported|not supported",
     r"driver version|cuda_error_(?!out_)|unknown error|compiler error|ptxas|_nchwc|std::bad_alloc(?!:)",
@@ -57,18 +56,19 @@ _NOT_GPU = _either(
 """Words for the host's memory, the memory of a core, other resources and other errors."""
 
 _UNCLEAR = _either(
-    r"_STATUS_(?:NOT_INIT|INTERNAL_)|cuDNN.{0,20}algo|algo.{0,30}cuDNN|unhandled cuda error|cuda context for"
+    r"_STATUS_(?:NOT_INIT|INTERNAL_)|cuDNN.{0,20}algo|algo.{0,30}cuDNN|unhandled cuda error|cuda context for",
+    r"(?:\A|Traceback \(most recent call last\):)\s*\Z",
 )
-"""Errors that exhausted GPU memory causes, and other things too."""
+"""Ends of logs that exhausted GPU memory causes, and other things too."""
 
 _NO_FAILURE = _either(
     # TensorFlow and ONNX Runtime try again with less memory, and log each try.
     r"ran out of memory\s{1,9}trying to allocate\s(?:[^\n]{0,200}\n)?[^\n]{0,200}not a failure",
     r"^(?>[^\n]*? I )[^\n]*failed to alloc[^\n]*$",
-    # A warning of Python is no exception, and fairseq logs an error that it handles.
+    # A warning of Python is no exception, and programs log errors that they handle.
     r"\b\w{1,40}Warning: [^\n]*|\| WARNING \|[^\n]{0,200}ran out of memory[^\n]*",
-    # Advice, conditions and source code.
-    r"\b(?:except|catch)\b[^\n]*",
+    # Advice, conditions, source code and skipped items.
+    r"\b(?:except|catch)\b[^\n]*|^skip[^\n]{0,200} due to [^\n]*\n[^\n]*",
     r"\b(?:if|avoid|prevent|when|may|might|could)\b(?! not)[^\n:]{0,60}(?:out[ _]?of[ _]?memory|OOM\b)[^\n]*",
 )
 """Texts that name exhausted memory without a failure."""
@@ -76,8 +76,8 @@ _NO_FAILURE = _either(
 _ADVICE = re.compile(r"\b(?:try|consider|please|should|can|could|may|might)\b[^\n]*", re.IGNORECASE)
 
 _HANDLED = _either(
-    r"(?<![-/_.])(?<!by )\b(?:skipping|retrying|reducing|halving|decreasing|lowering|falling back|fell back|recovering"
-    r"|will retry|offloading|attempting to free|ignoring|continuing|switching to|trying again)\b",
+    r"(?<![-/_.])(?<!by )\b(?:skipping(?! tactic[^\0]{0,600}internal error)|(?:reduc|halv|decreas|lower|recover|offload"
+    r"|ignor|continu|retry)ing|falling back|fell back|will retry|attempting to free|switching to|trying again)\b",
 )
 """Words of a program that handled the error and went on."""
 
@@ -120,5 +120,4 @@ def names_no_cause(log_end: str) -> bool:
     if _UNCLEAR.search(text) or (not _from_last_report(text) and _from_last_report(text, _NOT_CPU)):
         return True
     errors = [match.group() for match in _ERROR.finditer(log_end)]
-    is_launcher = all(map(_LAUNCHER_ERROR.search, errors)) if errors else _LAUNCHER_END.search(log_end) is not None
-    return not log_end.strip() or is_launcher
+    return all(map(_LAUNCHER_ERROR.search, errors)) if errors else _LAUNCHER_END.search(log_end) is not None
