@@ -307,7 +307,6 @@ class HealthMonitor:
         directory: Directory of the files.
         monotonic: Returns seconds since the node started.
         may_write: Whether the files are written; otherwise they are only read.
-        boot_id: File with the node's boot ID.
     """
 
     def __init__(
@@ -318,10 +317,9 @@ class HealthMonitor:
         monotonic: Callable[[], float],
         *,
         may_write: bool = True,
-        boot_id: Path = _BOOT_ID,
     ) -> None:
         self._session, self._monotonic, self._directory, self._may_write = session, monotonic, directory, may_write
-        self._boot = boot_id.read_text().strip() if boot_id.exists() else ""
+        self._boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
         self._gpus = {uuid: self._load(uuid) for uuid in uuids}
         self._xids = XidWatch(session, uuids)
         self._log = structlog.get_logger()

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 
 from carpool_core.resources.node import Device, Reservation
-from carpool_core.values import DeviceHealth, PartitionState, SharingMode
+from carpool_core.values import MIB, DeviceHealth, PartitionState, SharingMode
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, Sample, UnknownMetricFamily
 from prometheus_client.registry import Collector
 
@@ -11,7 +11,6 @@ from carpool_deviceplugin.app import Agent
 from carpool_deviceplugin.gpu import Counters, InstanceReading, Reading
 from carpool_deviceplugin.metering import Meter, PodUsage, Rates
 
-_MIB = 1024 * 1024
 _DEVICE_LABELS = (
     "gpu", "UUID", "pci_bus_id", "device", "modelName", "GPU_I_PROFILE", "GPU_I_ID", "Hostname", "hostname", "pod",
     "namespace", "container",
@@ -110,19 +109,17 @@ class AgentCollector(Collector):
         """Return the labels of a GPU. A shared GPU belongs to no pod: its pods have series of their own."""
         there = [r for r in self._agent.reconciler.reservations if device.uuid in r.gpu_uuids]
         owner = there[0] if len(there) == 1 and there[0].mode is not SharingMode.MIG else None
-        values = (
-            str(device.index),
-            device.uuid,
-            pci_bus_id,
-            f"nvidia{device.index}",
-            device.product,
-            "",
-            "",
-            self._agent.settings.node_name,
-            self._agent.settings.node_name,
-            *self._owner(owner).values(),
-        )
-        return dict(zip(_DEVICE_LABELS, values, strict=True))
+        node = self._agent.settings.node_name
+        return dict.fromkeys(_DEVICE_LABELS, "") | {
+            "gpu": str(device.index),
+            "UUID": device.uuid,
+            "pci_bus_id": pci_bus_id,
+            "device": f"nvidia{device.index}",
+            "modelName": device.product,
+            "Hostname": node,
+            "hostname": node,
+            **self._owner(owner),
+        }
 
     def _tenants(self) -> Iterator[Metric]:
         families = [GaugeMetricFamily(name, text, labels=_TENANT_LABELS) for name, text in TENANT_GAUGES.items()]
@@ -136,8 +133,8 @@ class AgentCollector(Collector):
                 named = (uuid, reserved.pod_namespace, reserved.pod_name, reserved.job_name)
                 labels = dict(zip(_TENANT_LABELS, named, strict=True))
                 rates = _now(use)
-                limit = reserved.memory_limit_mib and reserved.memory_limit_mib * _MIB
-                values = [use.memory_mib * _MIB, limit, rates.busy, rates.sm, use.step_time_s]
+                limit = reserved.memory_limit_mib and reserved.memory_limit_mib * MIB
+                values = [use.memory_mib * MIB, limit, rates.busy, rates.sm, use.step_time_s]
                 if use.energy_j is not None:
                     energy.samples.append(Sample(f"{TENANT_ENERGY}_total", labels, use.energy_j))
                 for family, value in zip(families, values, strict=True):

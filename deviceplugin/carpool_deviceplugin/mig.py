@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import combinations
 
 from carpool_deviceplugin.quoting import quoted
@@ -201,10 +201,7 @@ def plan_mig(
     taken = occupied(i.placement for i in used)
 
     def rank(layout: Sequence[Placement]) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-        mask, media = taken.mask, taken.media
-        for placement in layout:
-            mask, media = mask | placement.mask, media or placement.profile.has_media
-        room = tuple(-count for count in free_counts(table, OccupiedSlices(mask, media)))
+        room = tuple(-count for count in free_counts(table, reduce(OccupiedSlices.plus, layout, taken)))
         return sum(p not in idle for p in layout), room, tuple(p.start for p in layout)
 
     missing = Counter(wanted) - Counter(i.placement.profile for i in used)
@@ -264,16 +261,13 @@ def find_blocking(
         missing: How many instances of each profile are wanted besides `used`; negative if fewer are wanted.
         are_replaced: Whether an instance that leaves counted for a wanted profile, so that another one is needed.
     """
-    masks = {i.id: i.placement.mask for i in used}
     for count in range(1, len(may_leave) + 1):
         for leaving in combinations(may_leave, count):
-            gone = {i.id for i in leaving}
-            mask = sum(bits for id_, bits in masks.items() if id_ not in gone)
-            media = any(i.placement.profile.has_media and i.id not in gone for i in used)
+            taken = occupied(i.placement for i in used if i not in leaving)
             needed = dict(missing)
             for instance in leaving if are_replaced else ():
                 needed[instance.placement.profile] = needed.get(instance.placement.profile, 0) + 1
-            if fits_together(table, OccupiedSlices(mask, media), needed):
+            if fits_together(table, taken, needed):
                 return leaving
     return ()
 

@@ -506,9 +506,8 @@ class MpsProgram:
 
     def start(self, daemon: Daemon, shm: Path) -> None:
         """Start a daemon; unrecorded processes of an interrupted or failed start are ended."""
-        program = shutil.which(PROGRAM)
-        if program is None:
-            raise MpsError(f"expected {PROGRAM} on PATH, found none; it comes with NVIDIA's driver, mount it")
+        if (program := shutil.which(PROGRAM)) is None:
+            raise MpsError(self.problem())
         command = [program, "-d"]
         if self._private_shm:
             command = ["unshare", "--mount", "sh", "-c", _PRIVATE_SHM, "mps", str(shm), program]

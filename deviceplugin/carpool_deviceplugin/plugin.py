@@ -1,9 +1,18 @@
 """Device plugin of the kubelet: Allocate assigns anonymous slots, PreStartContainer the pod's reserved GPUs."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Container,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +98,7 @@ class Owner:
     pod: str
     container: str
     slots: tuple[str, ...]
-    """All slots of the container, in order."""
+    """All slots of the container."""
 
     @property
     def key(self) -> str:
@@ -105,6 +114,14 @@ def slot_number(slot: str) -> int:
     return int(number)
 
 
+def owners_of(held: Iterable[pr.PodResources]) -> Iterable[Owner]:
+    """Yield the containers that hold slots, according to PodResources."""
+    for pod in held:
+        for container in pod.containers:
+            if slots := [i for d in container.devices if d.resource_name == RESOURCE_GPU for i in d.device_ids]:
+                yield Owner(pod.namespace, pod.name, container.name, tuple(slots))
+
+
 def owner_of(slots: Iterable[str], held: Iterable[pr.PodResources]) -> Owner:
     """Return the container that holds the slots, according to PodResources.
 
@@ -113,36 +130,26 @@ def owner_of(slots: Iterable[str], held: Iterable[pr.PodResources]) -> Owner:
         RefusedError: They belong to several containers.
     """
     asked = sorted(set(slots), key=slot_number)
-    owners: dict[tuple[str, str, str], list[str]] = {}
-    for pod in held:
-        for container in pod.containers:
-            mine = [i for d in container.devices if d.resource_name == RESOURCE_GPU for i in d.device_ids]
-            if set(mine) & set(asked):
-                owners[pod.namespace, pod.name, container.name] = mine
+    owners = [one for one in owners_of(held) if not set(asked).isdisjoint(one.slots)]
     if not owners:
         raise LaterError(
             f"expected a container that holds {', '.join(asked)}, found none in the kubelet's PodResources"
         )
     if len(owners) > 1:
-        names = ", ".join("/".join(owner) for owner in owners)
+        names = ", ".join(f"{owner.key}/{owner.container}" for owner in owners)
         raise RefusedError(f"expected one container to hold {', '.join(asked)}, found {names}; delete one of the pods")
-    ((namespace, pod_name, container_name), all_slots) = owners.popitem()
-    if set(all_slots) != set(asked):
+    (owner,) = owners
+    if set(owner.slots) != set(asked):
         raise RefusedError(
-            f"expected {namespace}/{pod_name} to start with {', '.join(sorted(all_slots, key=slot_number))}, which it "
+            f"expected {owner.key} to start with {', '.join(sorted(owner.slots, key=slot_number))}, which it "
             f"holds, found {', '.join(asked)}; delete the pod"
         )
-    return Owner(namespace, pod_name, container_name, tuple(asked))
+    return replace(owner, slots=tuple(asked))
 
 
 def holders(held: Iterable[pr.PodResources]) -> dict[str, str]:
     """Return the container that holds slots, by `namespace/name` of its pod."""
-    return {
-        f"{pod.namespace}/{pod.name}": container.name
-        for pod in held
-        for container in pod.containers
-        if any(d.resource_name == RESOURCE_GPU for d in container.devices)
-    }
+    return {owner.key: owner.container for owner in owners_of(held)}
 
 
 def living_pod(owner: Owner, pod: Pod | None) -> Pod:
@@ -318,8 +325,7 @@ class Plugin:
             self._changes.discard(change)
 
     def _healthy_slots(self, held: Sequence[pr.PodResources]) -> set[str]:
-        devices = (d for pod in held for container in pod.containers for d in container.devices)
-        used = {slot for d in devices if d.resource_name == RESOURCE_GPU for slot in d.device_ids}
+        used = {slot for owner in owners_of(held) for slot in owner.slots}
         full = full_gpus(self._state.reservations(), holders(held)) if self._autoscaling else set[GpuUuid]()
         taken = len(used) + len(full.intersection(self._healthy)) * (self._slots_per_gpu - 1)
         free = [slot for slot in self._slots if slot not in used]

@@ -1,8 +1,7 @@
 """Simulated GPUs of the agent; only `CARPOOL_SIMULATED_GPUS` enables them."""
 
-import time
 import uuid as uuids
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -84,20 +83,13 @@ class SimulatedDevices:
         products: Product of each GPU.
         node: Name of the node.
         state_dir: Directory of the devices; containers see them through bind mounts.
-        monotonic: Monotonic seconds, the same for all processes of the machine.
     """
 
     simulated = True
     unreadable: Sequence[str] = ()
     mps_problem = ""
 
-    def __init__(
-        self,
-        products: Sequence[GpuProduct],
-        node: str,
-        state_dir: Path,
-        monotonic: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, products: Sequence[GpuProduct], node: str, state_dir: Path) -> None:
         self._mps = state_dir / "mps"
         self._log = structlog.get_logger().bind(node=node)
         self._logged: dict[GpuUuid, tuple[str, ...]] = {}
@@ -109,7 +101,7 @@ class SimulatedDevices:
             uuid = GpuUuid(f"GPU-{uuids.uuid5(_NAMESPACE, f'{node}/{index}')}")
             self._facts[uuid] = facts = _facts(uuid, product)
             self._products[uuid] = product
-            self._devices[uuid] = device = SimulatedDevice(state_dir / "simulated" / uuid, monotonic)
+            self._devices[uuid] = device = SimulatedDevice(state_dir / "simulated" / uuid)
             device.create(facts)
 
     @property

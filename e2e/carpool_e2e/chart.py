@@ -3,7 +3,7 @@
 import base64
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,6 @@ class Local:
 
     command: list[str]
     environment: dict[str, str]
-    service_account: str
     files: dict[Path, str]
     """Content of its ConfigMaps and Secrets, by the path where the process finds it."""
 
@@ -128,17 +127,10 @@ def localize(rendered: Rendered, workload: Manifest, container_name: str, adapta
         contents.update({local / name: text for name, text in files.items()})
     environment = {e["name"]: _value(e, adaptation) for e in container.get("env", [])}
     return Local(
-        command=[_replace(part, replacements) for part in _command(container)],
+        command=[_replace(part, replacements) for part in [*container["command"], *container.get("args", [])]],
         environment={k: _replace(v, replacements) for k, v in environment.items()} | dict(adaptation.environment),
-        service_account=spec["serviceAccountName"],
         files={path: _replace(text, replacements) for path, text in contents.items()},
     )
-
-
-def _command(container: Manifest) -> Sequence[str]:
-    if "command" not in container:
-        raise HarnessError(f"container {container['name']}: expected a command in the chart, found none")
-    return [*container["command"], *container.get("args", [])]
 
 
 def _value(entry: Manifest, adaptation: Adaptation) -> str:

@@ -192,7 +192,7 @@ class Cluster:
                  for path, content in local.files.items()}  # fmt: skip
         outside = [f"--{what}-kubeconfig={kubeconfig}" for what in ("authentication", "authorization")]
         command = [self.binaries["kube-scheduler"], *local.command[1:], *outside, "--bind-address=127.0.0.1"]
-        return Local(command, local.environment, local.service_account, files)
+        return Local(command, local.environment, files)
 
     def _localize(
         self, workload: str, container: str, environment: dict[str, str], text: dict[str, str] | None = None

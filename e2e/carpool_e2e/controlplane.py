@@ -5,7 +5,6 @@ import json
 import secrets
 import ssl
 import subprocess
-import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,11 +40,6 @@ def make(folder: Path, name: str, subject: str, names: Sequence[str] = (), autho
     signed = ["-CA", f"{authority}.crt", "-CAkey", f"{authority}.key"] if authority else []
     command = ["openssl", "req", "-x509", *_KEY, "-config", config.name, "-subj", subject, "-days", _DAYS, *signed]
     _openssl([*command, "-keyout", f"{name}.key", "-out", f"{name}.crt"], folder)
-
-
-def make_key(file: Path) -> None:
-    """Write a private key that signs tokens."""
-    _openssl(["openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", file.name], file.parent)
 
 
 def _openssl(command: Sequence[str], folder: Path) -> None:
@@ -177,7 +171,7 @@ def prepare(state: Path, ports: Ports, node_names: list[str], addresses: list[st
     names = ["DNS:localhost", "DNS:kubernetes.default.svc", *(f"IP:{a}" for a in ("127.0.0.1", "10.0.0.1", *addresses))]
     make(plane.pki, "apiserver", "/CN=kube-apiserver", names, "ca")
     make(plane.pki, "kubelet-client", "/O=system:masters/CN=kube-apiserver", ["DNS:none"], "ca")
-    make_key(plane.pki / "tokens.key")
+    _openssl(["openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", "tokens.key"], plane.pki)
     lines = [f'{plane.tokens[name]},{user},{name},"{group}"' for name, (user, group) in users.items()]
     (plane.pki / "users.csv").write_text("\n".join(lines) + "\n")
     for name in ("admin", "controller-manager", "fleet"):
@@ -261,12 +255,3 @@ def start_controllers(plane: ControlPlane, binaries: Binaries, table: ProcessTab
     arguments = controller_manager_arguments(plane)
     process = table.start("kube-controller-manager", [binaries["kube-controller-manager"], *arguments])
     process.wait_until(lambda: plane.api.answers("/api/v1/namespaces/default/serviceaccounts/default"))
-
-
-def create(api: Api, path: str, body: object) -> None:
-    """Create an object unless it is there."""
-    try:
-        api.call("POST", path, body)
-    except urllib.error.HTTPError as error:
-        if error.code != 409:
-            raise

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from carpool_e2e.chart import NAMESPACE
-from carpool_e2e.controlplane import ControlPlane, create
+from carpool_e2e.controlplane import ControlPlane
 from carpool_e2e.nodes import MANAGED_LABELS
 from carpool_e2e.processes import ProcessTable
 
@@ -40,11 +40,6 @@ class FleetPlan(msgspec.Struct, frozen=True):
     nodes: list[FleetNode]
     agents: dict[str, dict[str, str]]
     """Environment of each node's agent; empty to run none."""
-
-
-def slots_of(gpus: str, slots_per_gpu: int) -> int:
-    """Return how many slots a node offers, from a list such as `Tesla T4:4,NVIDIA L4:2`."""
-    return sum(int(part.rsplit(":", 1)[1]) for part in gpus.split(",")) * slots_per_gpu
 
 
 def node_object(node: FleetNode) -> dict[str, Any]:
@@ -80,40 +75,31 @@ def lease_patch(node: FleetNode, now: datetime) -> dict[str, Any]:
     return {"metadata": {"name": node.name}, "spec": spec}
 
 
-def agent_environment(plane: ControlPlane, name: str, gpus: str, common: Mapping[str, str]) -> dict[str, str]:
-    """Make a token for a node's agent, and return its environment.
-
-    Args:
-        plane: The control plane; the Node exists.
-        name: The node.
-        gpus: Its simulated GPUs.
-        common: What the chart sets for every agent.
-    """
-    token = plane.api.token_of(NAMESPACE, "carpool-node-agent", name)
-    return {
-        **common,
-        "KUBECONFIG": str(plane.write_kubeconfig(f"agent-{name}", token)),
-        "CARPOOL_NODE_NAME": name,
-        "CARPOOL_SIMULATED_GPUS": gpus,
-        "CARPOOL_KUBELET": "false",
-        "CARPOOL_STATE_DIR": str(plane.state / "fleet" / name),
-    }
-
-
 def start(plane: ControlPlane, table: ProcessTable, gpus: Mapping[str, str], common: Mapping[str, str] | None) -> None:
     """Register the nodes, and start the process that plays them.
 
     Args:
         plane: The control plane.
         table: Where the process is recorded.
-        gpus: Name → simulated GPUs.
+        gpus: Name → simulated GPUs, such as `Tesla T4:4,NVIDIA L4:2`.
         common: What the chart sets for every agent; None to run no agents.
     """
     per_gpu = int((common or {}).get("CARPOOL_SLOTS_PER_GPU", "8"))
-    fleet = [FleetNode(name, slots_of(list_, per_gpu)) for name, list_ in gpus.items()]
-    for node in fleet:
-        create(plane.api, "/api/v1/nodes", node_object(node))
-    agents = {n: agent_environment(plane, n, g, common) for n, g in gpus.items()} if common is not None else {}
+    fleet, agents = list[FleetNode](), dict[str, dict[str, str]]()
+    for name, inventory in gpus.items():
+        node = FleetNode(name, per_gpu * sum(int(part.rsplit(":", 1)[1]) for part in inventory.split(",")))
+        plane.api.call("POST", "/api/v1/nodes", node_object(node))
+        fleet.append(node)
+        if common is not None:
+            token = plane.api.token_of(NAMESPACE, "carpool-node-agent", name)
+            agents[name] = {
+                **common,
+                "KUBECONFIG": str(plane.write_kubeconfig(f"agent-{name}", token)),
+                "CARPOOL_NODE_NAME": name,
+                "CARPOOL_SIMULATED_GPUS": inventory,
+                "CARPOOL_KUBELET": "false",
+                "CARPOOL_STATE_DIR": str(plane.state / "fleet" / name),
+            }
     plan, ready = plane.state / "fleet.json", plane.state / "fleet.ready"
     plan.write_bytes(msgspec.json.encode(FleetPlan(fleet, agents)))
     process = table.start(

@@ -54,16 +54,6 @@ class NodeFiles:
         return self.folder / "kubelet.json"
 
     @property
-    def containerd_config(self) -> Path:
-        """Containerd's configuration."""
-        return self.folder / "containerd.toml"
-
-    @property
-    def script(self) -> Path:
-        """The first process of its namespaces."""
-        return self.folder / "init.sh"
-
-    @property
     def service_account(self) -> Path:
         """Credentials of the node's agent."""
         return self.folder / "serviceaccount"
@@ -234,7 +224,7 @@ def archive(layer_tar: bytes, entrypoints: Mapping[str, Sequence[str]]) -> bytes
     for name, entrypoint in entrypoints.items():
         config = json.dumps(
             {
-                "architecture": _architecture(),
+                "architecture": {"x86_64": "amd64", "aarch64": "arm64"}[platform.machine()],
                 "os": "linux",
                 "config": {"Entrypoint": list(entrypoint), "Env": ["PATH=/bin:/usr/bin:/usr/local/bin"]},
                 "rootfs": {"type": "layers", "diff_ids": [f"sha256:{digest}"]},
@@ -251,17 +241,6 @@ def archive(layer_tar: bytes, entrypoints: Mapping[str, Sequence[str]]) -> bytes
         for path, content in files.items():
             _add(tar, path, content)
     return buffer.getvalue()
-
-
-def _architecture() -> str:
-    return {"x86_64": "amd64", "aarch64": "arm64"}[platform.machine()]
-
-
-def write(file: Path, busybox: Path) -> None:
-    """Write the archive of all images that the cluster uses."""
-    shell = ["/bin/sh"]
-    images = {PAUSE_IMAGE: ["/bin/sleep", "inf"], BUSYBOX_IMAGE: shell, ENVIRONMENT_IMAGE: shell}
-    file.write_bytes(archive(layer(busybox.read_bytes()), images))
 
 
 SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
@@ -315,7 +294,7 @@ class KubeletNode:
         create_cgroups(self.files.cgroup)
         first = self._start_namespaces()
         self._connect(first)
-        containerd = self._start(first, "containerd", ["--config", str(self.files.containerd_config)])
+        containerd = self._start(first, "containerd", ["--config", str(self.files.folder / "containerd.toml")])
         ctr = [self.binaries["ctr"], "-a", CONTAINERD_SOCKET]
         containerd.wait_until(lambda: self._inside(first, [*ctr, "version"]).returncode == 0)
         archive = str(self.files.folder / "images.tar")
@@ -347,15 +326,16 @@ class KubeletNode:
         (folder / "cni" / "10-pods.conflist").write_text(json.dumps(cni_config()))
         config = kubelet_config(files, self.plane.ca_file, self.link.host_address)
         files.kubelet_config.write_text(json.dumps(config))
-        files.containerd_config.write_text(containerd_config(files, self.binaries["runc"]))
-        files.script.write_text(init_script(files))
-        write(folder / "images.tar", busybox)
+        (folder / "containerd.toml").write_text(containerd_config(files, self.binaries["runc"]))
+        (folder / "init.sh").write_text(init_script(files))
+        images = {PAUSE_IMAGE: ["/bin/sleep", "inf"], BUSYBOX_IMAGE: ["/bin/sh"], ENVIRONMENT_IMAGE: ["/bin/sh"]}
+        (folder / "images.tar").write_bytes(archive(layer(busybox.read_bytes()), images))
 
     def _start_namespaces(self) -> int:
         shell = shutil.which("sh") or "/bin/sh"
         unshare = ["unshare", "--mount", "--pid", "--net", "--fork", "--kill-child", "--mount-proc"]
         outer = self.table.start(
-            f"namespaces-{self.name}", [*unshare, "--propagation", "private", shell, str(self.files.script)]
+            f"namespaces-{self.name}", [*unshare, "--propagation", "private", shell, str(self.files.folder / "init.sh")]
         )
         outer.wait_until(self.files.ready.exists, 20)
         pid = outer.popen.pid if outer.popen else 0

@@ -57,22 +57,13 @@ def end_processes(state: Path, timeout_s: float = 20.0) -> None:
     deadline = time.monotonic() + timeout_s
     while pids := marked_processes(state):
         for pid in pids:
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        _reap(pids)
+            with suppress(ChildProcessError):  # a descendant, or of an earlier harness: its own parent reaps it
+                os.waitpid(pid, os.WNOHANG)
         if time.monotonic() > deadline:
             raise HarnessError(f"processes {pids} of {state} did not end within {timeout_s:.0f} s of SIGKILL")
         time.sleep(0.05)
-
-
-def _reap(pids: list[int]) -> None:
-    for pid in pids:
-        try:
-            os.waitpid(pid, os.WNOHANG)
-        except ChildProcessError:
-            continue  # a descendant, or of an earlier harness: its own parent reaps it
 
 
 def link_name(prefix: str, index: int) -> str:
@@ -171,10 +162,8 @@ def _kill_all_of(cgroup: Path) -> None:
     except OSError:
         return  # the cgroup is gone, or its removal reports the error
     for pid in pids:
-        try:
+        with suppress(ProcessLookupError):  # it has ended meanwhile
             os.kill(int(pid), signal.SIGKILL)
-        except ProcessLookupError:
-            continue  # it has ended meanwhile
 
 
 _POLL_S = 0.05

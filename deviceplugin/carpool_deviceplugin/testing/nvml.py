@@ -30,7 +30,7 @@ class EventSet:
     """A registered event set and its pending events."""
 
     gpus: set[int] = field(default_factory=set)
-    events: list[tuple[int, int, int]] = field(default_factory=list)
+    events: list[tuple[int, int]] = field(default_factory=list)
 
 
 _SAMPLING_S = 1 / 6
@@ -107,11 +107,11 @@ class FakeNvml:
                 )
         del gpu.samples[:-100]
 
-    def raise_xid(self, gpu: int, xid: int, instance: int | None = None) -> None:
+    def raise_xid(self, gpu: int, xid: int) -> None:
         """The driver reports an XID to registered event sets."""
         for _, made in self._objects.values():
             if isinstance(made, EventSet) and gpu in made.gpus:
-                made.events.append((gpu, xid, NONE if instance is None else instance))
+                made.events.append((gpu, xid))
 
     def _reset(self, gpu: FakeGpu) -> None:
         """A GPU is reset in place: its event registrations end."""
@@ -401,12 +401,12 @@ class FakeNvml:
     def nvmlEventSetWait(self, events: Any, timeout_ms: int) -> Any:
         waiting = self._object(events).events
         require(waiting, pynvml.NVML_ERROR_TIMEOUT)
-        gpu, xid, instance = waiting.pop(0)
+        gpu, xid = waiting.pop(0)
         return pynvml.c_nvmlEventData_t(
             device=self._pointer(self.gpus[gpu], pynvml.c_nvmlDevice_t),
             eventType=pynvml.nvmlEventTypeXidCriticalError,
             eventData=xid,
-            gpuInstanceId=instance,
+            gpuInstanceId=NONE,
             computeInstanceId=NONE,
         )
 

@@ -20,14 +20,13 @@ class Figure:
 
     def row(self) -> str:
         """Return the row in Markdown, with the target and whether it is met."""
-        target = outcome = ""
         if self.at_most is not None:
             target, is_met = f"≤ {self.at_most:,g} {self.unit}", self.value <= self.at_most
-            outcome = "met" if is_met else "missed"
         elif self.at_least is not None:
             target, is_met = f"≥ {self.at_least:,g} {self.unit}", self.value >= self.at_least
-            outcome = "met" if is_met else "missed"
-        return f"| {self.what} | {self} | {target} | {outcome} |"
+        else:
+            return f"| {self.what} | {self} |  |  |"
+        return f"| {self.what} | {self} | {target} | {'met' if is_met else 'missed'} |"
 
     def __str__(self) -> str:
         amount = f"{self.value:,.0f}" if self.value >= 100 else f"{self.value:.3g}"
