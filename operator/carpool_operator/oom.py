@@ -21,25 +21,25 @@ _MEMORY = (
 
 _EXHAUSTED = _either(
     rf"(?:out[ _-]?of|exhausted)[ _-]?{_MEMORY}|out of gpu\b|tried to allocate [\d.]+ [KMG]i?B",
-    r"(?:\b|_)OOM\b(?![=-])|\bGpu\w{0,20}OOM\b",
-    rf"(?:not enough|insufficient|no (?:more|free|available)|lack of|too little) {_MEMORY}\b",
-    rf"(?:larger|greater|more|less|smaller|lower) than .{{0,40}}{_MEMORY}\b|exceed\w{{0,3}} .{{0,40}}{_MEMORY}\b",
-    rf"(?:more|less) {_MEMORY} than|{_MEMORY} .{{0,20}}(?:exhausted|insufficient|overflow)",
+    r"(?:\b|_)OOM\b(?![=(-])|\bGpu\w{0,20}OOM\b",
+    rf"(?:(?:not|n't)(?: have)? enough|[iu]nsufficient|no (?:more|free|available)|lack of|too little) {_MEMORY}\b",
+    rf"(?:(?:larger|greater|more|less|smaller|lower) than|exceed\w{{0,3}}|too large|not fit) .{{0,40}}{_MEMORY}\b",
+    rf"(?:more|less) {_MEMORY} than|{_MEMORY} .{{0,20}}(?:exhausted|exceeded|insufficient|overflow)",
     r"(?:fail\w{0,3}|unable|can ?not|can't|could ?n[o']t)(?: to|:)?(?: \w{1,20}){0,2} \w{0,20}alloc(?!ator)",
     r"alloc\w{0,40}(?:\W{1,3}\w{1,20}){0,3}[ _](?:failed|failure|error)(?!_)|allocator_failure",
-    r"bad_?alloc|error allocating|memory_?allocation|pool size exceeded",
-    r"\b(?:cuda|cudnn|cuMem|cuCtx|CUresult|hip)\w{0,40}\W.{0,20}?(?:error|fail\w{3,4}|result)(?: code)?[ :=([]{1,3}2\b",
+    r"bad_?alloc|allocfail|error allocating|memory_?allocation|pool size exceeded|allocation on device",
+    r"\b(?:cuda|cudnn|cuMem|cuCtx|CUresult|hip)\w{0,40}\W.{0,30}?(?:error|fail\w{3,4}|result)(?: code)?[ :=([]{1,3}2\b",
     r"cudaSuccess\.? \(?2 vs|error=2 :",
     r"no executable batch size|dst tensor is not init|allocating <= available|tokens that can be stored in kv cache",
 )
 """Phrases for exhausted memory, and error 2 of the CUDA and HIP runtimes and drivers."""
 
 _GPU = _either(
-    r"cuda|cu(?:blas|dnn|fft|mem|rand|result|solver|sparse|tensor|vid)|gpu|nccl|nvidia|nvenc|nvjpeg|optix|tensorrt",
+    r"cuda|cu(?:blas|dnn|fft|mem|rand|result|solver|sparse|tensor|vid)|gpu|nccl|nvidia|nv_?enc|nvjpeg|optix|tensorrt",
     r"\bTRT\b|thrust|\bRMM|\bTHC|\.cu:\d|\bhip|rocm|opencl|vulkan|\bxpu|mps backend|xla|jax|vram|video memory",
     r"torch\.\w*\.?OutOf|TaskError\(OutOf|(?:available|stored in) kv cache|cache blocks|mem-fraction-static",
     r"(?:prefill|total) tokens|BFCArena|bfc_|pooled_storage|allocating tensor|resource[ _]?exhausted|\bHBM\b",
-    r"\bdevice[ _](?:memory|ordinal|\d|out)|(?:on|from) device\b|outofdevice|error code 2|\b(?:cl|vk)_",
+    r"\bdevice[ _](?:mem|ordinal|\d|out|ran)|(?:on|from) device\b|out_?of_?device|error code 2|\b(?:cl|vk)_",
     r"of memory (?:trying |while |to )*allocat|executable batch|dst tensor|allocating <=",
 )
 """Words for a GPU, its memory, or a library that allocates only there."""
@@ -51,13 +51,13 @@ _NOT_GPU = _either(
     r"err(?:no|or)\W{0,3}(?:code )?12\b|\(12\)|mmap|memalign|\bfork|for an array|arraymemory|memoryerror: unable",
     r"swap space|\bdisk|space left|quota|message larger|busy or unavailable|invalid|illegal|unsupported|not supported",
     r"driver version|cuda_error_(?!out_)|unknown error|compiler error|ptxas|_nchwc|std::bad_alloc(?!:)",
-    r"^memory allocation of.*failed$|cannot allocate memory(?! (?:on|from|in|for))",
+    r"^memory allocation of.*failed$|after a total of|cannot allocate memory(?! (?:on|from|in|for))",
 )
 """Words for the host's memory, the memory of a core, other resources and other errors."""
 
 _UNCLEAR = _either(
-    r"_STATUS_(?:NOT_INIT|INTERNAL_)|cuDNN.{0,20}algo|algo.{0,30}cuDNN|unhandled cuda error|cuda context for",
-    r"(?:\A|Traceback \(most recent call last\):)\s*\Z",
+    r"_STATUS_(?:NOT_INIT|INTERNAL_)|cuDNN.{0,20}algo|algo.{0,40}cuDNN|unhandled ?cuda ?error|cuda context for",
+    r"unable to find an engine|GEMM launch|DNN library|(?<!launch_)out_of_resources|(?:\A|recent call last\):)\s*\Z",
 )
 """Ends of logs that exhausted GPU memory causes, and other things too."""
 

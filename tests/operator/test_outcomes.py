@@ -266,6 +266,8 @@ Root Cause (first observed failure):
         pytest.param("", 1, 0, "ContainerFailed", id="no log, not measured"),
         pytest.param("", 137, 3960, "ContainerFailed", id="killed"),
         pytest.param(TORCHRUN.replace("1 (pid", "-9 (pid"), 1, 3960, "ContainerFailed", id="torchrun's child killed"),
+        pytest.param("CUBLAS_STATUS_NOT_INITIALIZED", 1, 3960, "GpuOutOfMemory", id="many causes, at the limit"),
+        pytest.param("CUBLAS_STATUS_NOT_INITIALIZED", 1, 3900, "ContainerFailed", id="many causes, below the limit"),
         pytest.param("KeyError: 'losses'", 1, 3960, "ContainerFailed", id="the log names a cause"),
     ],
 )
