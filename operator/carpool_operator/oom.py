@@ -16,20 +16,20 @@ def _either(*patterns: str) -> re.Pattern[str]:
 
 _MEMORY = (
     r"(?:(?:the|free|available|allocatable|gpu|cuda|device|video|graphics|dedicated|global)[ _]?){0,4}"
-    r"(?:memory|mem\b|v?ram)"
+    r"(?:memory|mem(?:\b|_alloc)|v?ram)"
 )
 
 _EXHAUSTED = _either(
     rf"(?:out[ _-]?of|exhausted)[ _-]?{_MEMORY}|out of gpu\b|tried to allocate [\d.]+ [KMG]i?B",
     r"(?:\b|_)OOM\b(?![=(-])|\bGpu\w{0,20}OOM\b",
     rf"(?:(?:not|n't)(?: have)? enough|[iu]nsufficient|no (?:more|free|available)|lack of|too little) {_MEMORY}\b",
-    rf"(?:(?:larger|greater|more|less|smaller|lower) than|exceed\w{{0,3}}|too large|not fit) .{{0,40}}{_MEMORY}\b",
+    rf"(?:(?:(?:larg|great|small|low)er|more|less) than|exceed\w{{0,3}}|too (?:large|big)|not fit) .{{0,80}}{_MEMORY}",
     rf"(?:more|less) {_MEMORY} than|{_MEMORY} .{{0,20}}(?:exhausted|exceeded|insufficient|overflow)",
     r"(?:fail\w{0,3}|unable|can ?not|can't|could ?n[o']t)(?: to|:)?(?: \w{1,20}){0,2} \w{0,20}alloc(?!ator)",
     r"alloc\w{0,40}(?:\W{1,3}\w{1,20}){0,3}[ _](?:failed|failure|error)(?!_)|allocator_failure",
     r"bad_?alloc|allocfail|error allocating|memory_?allocation|pool size exceeded|allocation on device",
     r"\b(?:cuda|cudnn|cuMem|cuCtx|CUresult|hip)\w{0,40}\W.{0,30}?(?:error|fail\w{3,4}|result)(?: code)?[ :=([]{1,3}2\b",
-    r"cudaSuccess\.? \(?2 vs|error=2 :",
+    rf"cudaSuccess\.? \(?2 vs|error=2 :|no .{{1,20}} with sufficient {_MEMORY}",
     r"no executable batch size|dst tensor is not init|allocating <= available|tokens that can be stored in kv cache",
 )
 """Phrases for exhausted memory, and error 2 of the CUDA and HIP runtimes and drivers."""
@@ -39,7 +39,7 @@ _GPU = _either(
     r"\bTRT\b|thrust|\bRMM|\bTHC|\.cu:\d|\bhip|rocm|opencl|vulkan|\bxpu|mps backend|xla|jax|vram|video memory",
     r"torch\.\w*\.?OutOf|TaskError\(OutOf|(?:available|stored in) kv cache|cache blocks|mem-fraction-static",
     r"(?:prefill|total) tokens|BFCArena|bfc_|pooled_storage|allocating tensor|resource[ _]?exhausted|\bHBM\b",
-    r"\bdevice[ _](?:mem|ordinal|\d|out|ran)|(?:on|from) device\b|out_?of_?device|error code 2|\b(?:cl|vk)_",
+    r"\bdevice[ _](?:mem|ordinal|\d|out|ran)|(?:on|from) device\b|out_?of_?device|error code 2|\bcl_|\bvk\w",
     r"of memory (?:trying |while |to )*allocat|executable batch|dst tensor|allocating <=",
 )
 """Words for a GPU, its memory, or a library that allocates only there."""
@@ -57,7 +57,7 @@ _NOT_GPU = _either(
 
 _UNCLEAR = _either(
     r"_STATUS_(?:NOT_INIT|INTERNAL_)|cuDNN.{0,20}algo|algo.{0,40}cuDNN|unhandled ?cuda ?error|cuda context for",
-    r"unable to find an engine|GEMM launch|DNN library|(?<!launch_)out_of_resources|(?:\A|recent call last\):)\s*\Z",
+    r"find an engine|GEMM launch|DNN lib|native memory|(?<!launch_)out_of_resources|(?:\A|recent call last\):)\s*\Z",
 )
 """Ends of logs that exhausted GPU memory causes, and other things too."""
 
