@@ -18,7 +18,7 @@ _DEVICE_LABELS = (
 """dcgm-exporter writes Hostname with a capital, and its dashboards select by it."""
 SOURCE = "carpool_agent_gpu_metrics_source"
 TENANT_ENERGY = "carpool_gpu_tenant_energy_joules"
-_TENANT_LABELS = ("UUID", "namespace", "pod", "job")
+_TENANT_LABELS = ("UUID", "namespace", "pod", "training_job")
 
 DEVICE_GAUGES = {
     "DCGM_FI_DEV_GPU_UTIL": "Share of time in which a kernel ran (in %).",

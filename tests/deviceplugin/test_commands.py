@@ -459,7 +459,7 @@ async def test_hostile_names_stay_names(devices, tmp_path: Path, reserve, enter,
             await until(lambda: agent.reconciler.meters[gpu].usage)
             page = generate_latest(registry).decode()
     used = {
-        (s.labels["namespace"], s.labels["pod"], s.labels["job"])
+        (s.labels["namespace"], s.labels["pod"], s.labels["training_job"])
         for family in text_string_to_metric_families(page)
         for s in family.samples
         if s.name == "carpool_gpu_tenant_memory_bytes"

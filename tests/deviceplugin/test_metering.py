@@ -421,7 +421,7 @@ async def test_tenants_have_series_of_their_own(agent, devices, reserve, enter) 
         await hold(agent, *wanted[:1])
         with enter(gpu, "a") as (opened,):
             opened.allocate(1000)
-            labels = {"UUID": gpu, "namespace": "default", "pod": "a", "job": "job-a"}
+            labels = {"UUID": gpu, "namespace": "default", "pod": "a", "training_job": "job-a"}
             value = registry.get_sample_value
             working = asyncio.ensure_future(asyncio.to_thread(opened.run, 0.4, 0.5))
             active = await until(lambda: value("carpool_gpu_tenant_sm_active_ratio", labels))
@@ -536,7 +536,7 @@ async def test_mig_instances_have_series_and_gone_ones_have_none(tmp_path, reser
         energy = next(m for m in registry.collect() if m.name == ENERGY)
         assert [s.labels["GPU_I_ID"] for s in energy.samples] == [""], "the counter is the whole GPU's"
         assert "DCGM_FI_DEV_POWER_USAGE" not in names, "the power of an instance is unknown"
-        labels = {"UUID": devices.uuids[0], "namespace": "default", "pod": "a", "job": "job-a"}
+        labels = {"UUID": devices.uuids[0], "namespace": "default", "pod": "a", "training_job": "job-a"}
         await until(
             lambda: node.advance(0.1) or registry.get_sample_value("carpool_gpu_tenant_sm_active_ratio", labels)
         )
