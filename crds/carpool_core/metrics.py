@@ -3,14 +3,15 @@
 from collections.abc import Callable
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from carpool_core.settings import SettingsError
 
 
 def build_info(registry: CollectorRegistry, process: str, version: str) -> None:
-    """Register `carpool_build_info`."""
+    """Register `carpool_build_info` and the process's own `process_*` metrics."""
+    ProcessCollector(registry=registry)
     gauge = Gauge("carpool_build_info", "Version of this process; always 1.", ["process", "version"], registry=registry)
     gauge.labels(process, version).set(1)
 

@@ -12,8 +12,8 @@ from carpool_deviceplugin.gpu import Counters, InstanceReading, Reading
 from carpool_deviceplugin.metering import Meter, PodUsage, Rates
 
 _DEVICE_LABELS = (
-    "gpu", "UUID", "pci_bus_id", "device", "modelName", "GPU_I_PROFILE", "GPU_I_ID", "Hostname", "hostname", "pod",
-    "namespace", "container",
+    "gpu", "UUID", "pci_bus_id", "device", "modelName", "GPU_I_PROFILE", "GPU_I_ID", "Hostname", "pod", "namespace",
+    "container",
 )  # fmt: skip
 """dcgm-exporter writes Hostname with a capital, and its dashboards select by it."""
 SOURCE = "carpool_agent_gpu_metrics_source"
@@ -48,6 +48,13 @@ TENANT_GAUGES = {
     "carpool_gpu_tenant_sm_active_ratio": "Share of SM-time with a pod's work (0..1).",
     "carpool_gpu_tenant_step_seconds": "Mean time of a pod's training step.",
 }
+RESERVATION_GAUGES = {
+    "carpool_gpu_tenant_memory_reserved_bytes": "GPU memory that placement counts for a pod; without a bound, all.",
+    "carpool_gpu_tenant_predicted_utilization_ratio": "Predicted share of time with kernels of a pod alone (0..1).",
+    "carpool_gpu_tenant_predicted_sm_active_ratio": "Predicted share of SM-time with work of a pod alone (0..1).",
+    "carpool_gpu_tenant_expected_slowdown_ratio": "Predicted step time of a pod beside its co-tenants over that alone.",
+}
+"""What the reservation of a pod states, on each of its GPUs."""
 
 
 class AgentCollector(Collector):
@@ -63,6 +70,7 @@ class AgentCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the series of the GPUs, their tenants and the agent."""
         yield from self._devices()
+        yield from self._reservations()
         yield from self._tenants()
         yield from self._own()
 
@@ -109,17 +117,34 @@ class AgentCollector(Collector):
         """Return the labels of a GPU. A shared GPU belongs to no pod: its pods have series of their own."""
         there = [r for r in self._agent.reconciler.reservations if device.uuid in r.gpu_uuids]
         owner = there[0] if len(there) == 1 and there[0].mode is not SharingMode.MIG else None
-        node = self._agent.settings.node_name
         return dict.fromkeys(_DEVICE_LABELS, "") | {
             "gpu": str(device.index),
             "UUID": device.uuid,
             "pci_bus_id": pci_bus_id,
             "device": f"nvidia{device.index}",
             "modelName": device.product,
-            "Hostname": node,
-            "hostname": node,
+            "Hostname": self._agent.settings.node_name,
             **self._owner(owner),
         }
+
+    def _reservations(self) -> Iterator[Metric]:
+        families = [GaugeMetricFamily(name, text, labels=_TENANT_LABELS) for name, text in RESERVATION_GAUGES.items()]
+        devices = {device.uuid: device for device in self._agent.reconciler.reporter.devices}
+        for held in self._agent.reconciler.reservations:
+            for uuid in held.gpu_uuids:
+                if (device := devices.get(uuid)) is None:
+                    continue
+                use, tenant = self._agent.reconciler.meters[uuid].usage.get(held.pod_uid, PodUsage()), held.tenant
+                counted_mib = tenant.counted_mib(use.peak_memory_mib)
+                values = (
+                    MIB * (device.memory_mib if counted_mib is None else counted_mib),
+                    tenant.gpu_util_percent / 100,
+                    tenant.sm_active_ratio,
+                    held.expected_slowdown,
+                )
+                for family, value in zip(families, values, strict=True):
+                    family.add_metric([uuid, held.pod_namespace, held.pod_name, held.job_name], value)
+        yield from families
 
     def _tenants(self) -> Iterator[Metric]:
         families = [GaugeMetricFamily(name, text, labels=_TENANT_LABELS) for name, text in TENANT_GAUGES.items()]

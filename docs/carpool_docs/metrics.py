@@ -22,9 +22,9 @@ from carpool_docs.markdown import code, table
 from carpool_docs.markdown import page as page_of
 from carpool_docs.settings import PROCESSES
 
-_INTRODUCTION = """Every process answers `/metrics` in the formats of Prometheus and OpenMetrics, `/healthz`, and
-`/readyz`, which answers with status 503 and the reason if the process is not ready. With the chart all three are on
-port 9400, named `metrics`.
+_INTRODUCTION = """Every process answers `/metrics` in the text format of Prometheus, `/healthz`, and `/readyz`, which
+answers with status 503 and the reason if the process is not ready. With the chart all three are on port 9400, named
+`metrics`.
 
 A histogram has the series `NAME_bucket`, `NAME_sum` and `NAME_count`."""
 
@@ -34,7 +34,10 @@ The labels `pci_bus_id`, `GPU_I_PROFILE`, `GPU_I_ID` and `container` are empty; 
 has exactly one tenant. `carpool_gpu_tenant_…` has the use of each tenant.""",
 }
 
-_SUFFIXES = {"_bytes": "bytes", "_seconds": "s", "_joules": "J", "_ratio": "0..1"}
+_SUFFIXES = {"_bytes": "bytes", "_seconds": "s", "_joules": "J"} | {
+    **dict.fromkeys(("_slowdown_ratio", "_peak_ratio", "_time_ratio"), "1"),
+    "_ratio": "0..1",
+}
 _HEADER = ("Metric", "Type", "Unit", "Labels", "Meaning")
 
 

@@ -86,7 +86,6 @@ def build(
     telemetry = ExtenderMetrics(registry, clock)
     availability = GpuAvailability(clock)
     informers = Informers(api, clock, ClusterCache(settings.slots_per_gpu, availability))
-    registry.register(StateCollector(informers))
     groups = parse_tenancy_groups(settings.tenancy_groups)
     options = JobOptions(settings.job_policies, settings.count_peaks, groups)
     workloads = Workloads(api, informers, options)
@@ -97,17 +96,19 @@ def build(
     restorer = Restorer(api, informers, writer, events, settings.slots_per_gpu)
     leadership = Leadership(api, clock, settings.scheduler_lease, settings.scheduler_host or gethostname())
     gc = ReservationGC(api, informers, writer, restorer, leads=lambda: leadership.leads, clock=clock, sleep=sleep)
+    queue = SchedulingQueue(
+        informers.cluster,
+        evaluation_cache,
+        order=settings.queue_order,
+        default_duration_s=settings.default_duration_seconds,
+        holders=informers.workers_with_reservation,
+    )
+    registry.register(StateCollector(informers, queue.reasons))
     admission = AdmissionController(
         api,
         informers,
         workloads,
-        SchedulingQueue(
-            informers.cluster,
-            evaluation_cache,
-            order=settings.queue_order,
-            default_duration_s=settings.default_duration_seconds,
-            holders=informers.workers_with_reservation,
-        ),
+        queue,
         evaluations=evaluation_cache,
         leadership=leadership,
         timeout_s=settings.admission_timeout_seconds,

@@ -1,18 +1,22 @@
 """Metrics of the extender."""
 
 import asyncio
+from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib.metadata import version
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 from carpool_core.clock import Clock
 from carpool_core.metrics import build_info
+from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from carpool_extender.framework.filters import CHECKS
 from carpool_extender.informers import Informers
 
 _FAST = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
@@ -50,6 +54,20 @@ class ExtenderMetrics:
         for outcome in ("admitted", "returned"):
             self.admissions.labels(outcome)
         self.pending_jobs = Gauge("carpool_extender_pending_jobs", "Jobs that wait in the queue.", registry=registry)
+        self.queue_wait = Histogram(
+            "carpool_extender_queue_wait_seconds",
+            "Time from the creation of a job's pods until the queue admitted the job.",
+            buckets=(1, 5, 15, 60, 300, 900, 3600, 14400, 86400, 604800),
+            registry=registry,
+        )
+        self._refusals = Counter(
+            "carpool_extender_refusals_total",
+            "GPUs that a check refused to waiting jobs, counted each time that a reason is written.",
+            ["check"],
+            registry=registry,
+        )
+        for check in CHECKS:
+            self._refusals.labels(check.name)
         self._passes = Histogram(
             "carpool_extender_admission_pass_seconds",
             "Time of one pass over the pending jobs.",
@@ -58,6 +76,11 @@ class ExtenderMetrics:
         )
         self._waited: WeakKeyDictionary[asyncio.Task[Any], float] = WeakKeyDictionary()
         build_info(registry, "extender", version("carpool"))
+
+    def refused(self, failed: NDArray[np.int8]) -> None:
+        """Count the first checks that failed, as `FilterResults.failed` has them."""
+        for check in CHECKS:
+            self._refusals.labels(check.name).inc(int((failed == check.number).sum()))
 
     def request(self, verb: str) -> AbstractContextManager[None]:
         """Measure a request."""
@@ -96,8 +119,8 @@ class ExtenderMetrics:
 class StateCollector(Collector):
     """The extender's state, read at scrape time."""
 
-    def __init__(self, informers: Informers) -> None:
-        self._informers = informers
+    def __init__(self, informers: Informers, reasons: Callable[[], Iterable[str]]) -> None:
+        self._informers, self._reasons = informers, reasons
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         """Yield the gauges."""
@@ -107,6 +130,10 @@ class StateCollector(Collector):
             "Reservations of all nodes.",
             value=sum(len(node.spec.reservations) for node in nodes),
         )
+        waiting = GaugeMetricFamily("carpool_extender_waiting_jobs", "Jobs in the queue, by reason.", labels=["reason"])
+        for reason, number in Counts(self._reasons()).items():
+            waiting.add_metric([reason], number)
+        yield waiting
         ages = GaugeMetricFamily(
             "carpool_extender_watch_age_seconds", "Time since the API server's last word.", labels=["kind"]
         )

@@ -82,6 +82,7 @@ class Operator:
             expectations=self._expectations,
             predictions=self.predictions,
             calibrator=self.calibrator,
+            on_status=self.metrics.status_written,
         )
         self.pod_reflectors = [
             Reflector(

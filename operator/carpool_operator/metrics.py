@@ -4,12 +4,28 @@ from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator
 
 from carpool_core.metrics import build_info
-from carpool_core.resources.job import GpuTrainingJob
-from carpool_core.values import JobState
+from carpool_core.products import hardware_name
+from carpool_core.resources.job import GpuTrainingJob, JobStatus
+from carpool_core.resources.prediction import ProductPrediction
+from carpool_core.values import MIB, JobState
 from carpool_predictor.calibration.document import Calibration
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from carpool_operator.attempts import COMPLETE, SPEC_CHANGED, SUSPENDED
+from carpool_operator.outcomes import CONTAINER_FAILED, DISRUPTED, GANG_TIMEOUT, GPU_OUT_OF_MEMORY
+
+_OUTCOMES = (COMPLETE, SUSPENDED, SPEC_CHANGED, GPU_OUT_OF_MEMORY, GANG_TIMEOUT, CONTAINER_FAILED, *sorted(DISRUPTED))
+_OTHER = "Other"
+"""Outcome of attempts that ended for the kubelet's own reasons, of which there may be any number."""
+_JOB_GAUGES = {
+    "carpool_job_predicted_step_seconds": "Predicted median of the step time of a job alone.",
+    "carpool_job_observed_memory_peak_bytes": "Largest GPU memory that a worker of a job took on one GPU.",
+    "carpool_job_step_time_ratio": "Measured step time of a job over the predicted one alone.",
+    "carpool_job_max_slowdown_ratio": "Largest slowdown that a job accepts.",
+    "carpool_job_restarts": "Failures of a job that count against its backoffLimit.",
+}
 
 
 class _JobStates(Collector):
@@ -24,6 +40,51 @@ class _JobStates(Collector):
         for state in JobState:
             family.add_metric([state], tally[state])
         yield family
+
+
+class _PlacedJobs(Collector):
+    """Reports prediction and measurements of each placed job when it is scraped; ended jobs have no series."""
+
+    def __init__(self, jobs: Callable[[], Iterable[GpuTrainingJob]]) -> None:
+        self._jobs = jobs
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ["namespace", "training_job"]
+        memory = GaugeMetricFamily(
+            "carpool_job_predicted_memory_bytes",
+            "Predicted GPU memory of a job on each GPU: its median, and the bound that placement counts at first.",
+            labels=[*labels, "quantile"],
+        )
+        families = [GaugeMetricFamily(name, text, labels=labels) for name, text in _JOB_GAUGES.items()]
+        for job in self._jobs():
+            status = job.status
+            if not status.placement or status.completion_time is not None:
+                continue
+            of = [job.metadata.namespace, job.metadata.name]
+            predicted, place = _prediction(status), status.placement[0]
+            bound_mib = place.bound_mib(predicted.memory if predicted else None)
+            for quantile, mib in (("median", predicted.memory.median_mib if predicted else None), ("bound", bound_mib)):
+                if mib is not None:
+                    memory.add_metric([*of, quantile], mib * MIB)
+            values = (
+                predicted.step_time_seconds.median if predicted else None,
+                status.observed.peak_memory_mib * MIB if status.observed else None,
+                status.observed.step_time_ratio if status.observed else None,
+                job.spec.sharing.max_slowdown,
+                status.restarts,
+            )
+            for family, value in zip(families, values, strict=True):
+                if value is not None:
+                    family.add_metric(of, value)
+        yield from (memory, *families)
+
+
+def _prediction(status: JobStatus) -> ProductPrediction | None:
+    """Return the prediction for the product of the first worker; None without one."""
+    if not status.placement or status.prediction is None:
+        return None
+    placed = hardware_name(status.placement[0].product)
+    return next((found for found in status.prediction.products if found.product == placed), None)
 
 
 class _Calibration(Collector):
@@ -94,5 +155,53 @@ class Metrics:
             registry=self.registry,
             buckets=(0.001, 0.01, 0.1, 1, 2.5, 5, 10, 30, 60, 120),
         )
+        self.predictions_total = Counter(
+            "carpool_operator_predictions_total",
+            "Predictions of jobs by outcome: Predicted, or Abstained.",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self.attempts_total = Counter(
+            "carpool_operator_attempts_total",
+            "Ended attempts by outcome, such as Complete, GpuOutOfMemory or NodeLost.",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self.finished_jobs_total = Counter(
+            "carpool_operator_finished_jobs_total",
+            "Jobs that ended, by end: Complete or Failed.",
+            ["end"],
+            registry=self.registry,
+        )
+        self.memory_peak_ratio = Histogram(
+            "carpool_operator_memory_peak_ratio",
+            "Measured memory peak of complete attempts over their predicted median.",
+            ["product"],
+            buckets=(0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.2, 1.5, 2, 4),
+            registry=self.registry,
+        )
+        for outcome in (*_OUTCOMES, _OTHER):
+            self.attempts_total.labels(outcome)
+        for outcome in ("Predicted", "Abstained"):
+            self.predictions_total.labels(outcome)
+        for end in (JobState.COMPLETE, JobState.FAILED):
+            self.finished_jobs_total.labels(end)
         self.registry.register(_JobStates(jobs))
+        self.registry.register(_PlacedJobs(jobs))
         self.registry.register(_Calibration(calibration))
+
+    def status_written(self, before: JobStatus, after: JobStatus) -> None:
+        """Count what a written status of a job has that the one before had not."""
+        if after.prediction is not None and after.prediction != before.prediction:
+            self.predictions_total.labels(after.prediction.outcome).inc()
+        if after.completion_time is not None and before.completion_time is None:
+            self.finished_jobs_total.labels(after.state).inc()
+        ended = {attempt.number for attempt in before.attempts if attempt.ended_at is not None}
+        for attempt in after.attempts:
+            if attempt.ended_at is None or attempt.number in ended:
+                continue
+            self.attempts_total.labels(attempt.outcome if attempt.outcome in _OUTCOMES else _OTHER).inc()
+            predicted = _prediction(before)
+            if attempt.outcome == COMPLETE and attempt.peak_memory_mib and predicted is not None:
+                ratio = attempt.peak_memory_mib / predicted.memory.median_mib
+                self.memory_peak_ratio.labels(predicted.product).observe(ratio)

@@ -1,5 +1,6 @@
 """Performer: executes the actions of a decision in order, and stops where the cluster has changed since."""
 
+from collections.abc import Callable
 from datetime import datetime
 from hashlib import blake2b
 from typing import Any, NoReturn
@@ -133,9 +134,11 @@ class Performer:
         expectations: Expectations,
         predictions: PredictionWorker,
         calibrator: Calibrator,
+        on_status: Callable[[JobStatus, JobStatus], None],
     ) -> None:
         self._api, self._clock, self._events, self._jobs = api, clock, events, jobs
         self._expectations, self._predictions, self._calibrator = expectations, predictions, calibrator
+        self._on_status = on_status
         self._valid_templates: LRUCache[bytes, None] = LRUCache(_MAX_TEMPLATES)
         self._log = structlog.get_logger()
 
@@ -194,6 +197,7 @@ class Performer:
         # The write applied to this very version of the job, so the rest of the new version is known.
         metadata = msgspec.convert(answer["metadata"], ObjectMeta)
         self._jobs.put(msgspec.structs.replace(job, metadata=metadata, status=status))
+        self._on_status(job.status, status)
         self._log.info("status written", job=key_of(job), state=str(status.state))
 
     async def _read_again(self, job: GpuTrainingJob) -> None:

@@ -374,8 +374,8 @@ def test_planning_sees_processes_that_started_since_the_measurement(node: Node) 
 
 
 DCGM_LABELS = {
-    "gpu", "UUID", "pci_bus_id", "device", "modelName", "GPU_I_PROFILE", "GPU_I_ID", "Hostname", "hostname", "pod",
-    "namespace", "container",
+    "gpu", "UUID", "pci_bus_id", "device", "modelName", "GPU_I_PROFILE", "GPU_I_ID", "Hostname", "pod", "namespace",
+    "container",
 }  # fmt: skip
 
 
@@ -405,12 +405,16 @@ async def test_idle_gpus_under_dcgms_names(agent, devices) -> None:
         assert {s.name for s in found[name].samples} == {name}
     (used, *_) = found["DCGM_FI_DEV_FB_USED"].samples
     assert (used.value, used.labels["gpu"], used.labels["Hostname"]) == (0, "0", "node-1")
-    assert used.labels["hostname"] == "node-1"
     assert used.labels["modelName"] == "Simulated NVIDIA A100-SXM4-40GB"
     free, reserved = (found[f"DCGM_FI_DEV_FB_{what}"].samples[0].value for what in ("FREE", "RESERVED"))
     assert free + reserved == 40960
     assert generate_latest(registry)
     assert generate_openmetrics(registry)
+
+
+OF_RESERVATIONS = (
+    "memory_reserved_bytes", "predicted_utilization_ratio", "predicted_sm_active_ratio", "expected_slowdown_ratio",
+)  # fmt: skip
 
 
 async def test_tenants_have_series_of_their_own(agent, devices, reserve, enter) -> None:
@@ -430,6 +434,8 @@ async def test_tenants_have_series_of_their_own(agent, devices, reserve, enter) 
             assert value("carpool_gpu_tenant_memory_bytes", labels) >= 1000 * 1024 * 1024
             assert value("carpool_gpu_tenant_memory_limit_bytes", labels) == 9000 * 1024 * 1024
             assert value("carpool_gpu_tenant_energy_joules_total", labels) > 0
+            reserved = [value(f"carpool_gpu_tenant_{name}", labels) for name in OF_RESERVATIONS]
+            assert reserved == [40960 * 1024 * 1024, 1, 1, 1], "a pod without a prediction counts as the whole GPU"
             assert value("carpool_agent_partitions", {"state": "Ready"}) == 1
             assert value("carpool_agent_gpu_healthy", {"UUID": gpu}) == 1
             assert value("carpool_agent_status_writes_total") > 0

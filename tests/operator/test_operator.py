@@ -44,7 +44,7 @@ from carpool_operator.work_queue import DEBOUNCE_S
 from carpool_predictor.features import Abstention
 from click.testing import CliRunner
 from operator_fixtures import again, condition, created, events, job_body, pod, predicted_job, snapshot, status_of
-from operator_world import FakeTracer, MortalKube, World, status_writes, submitted
+from operator_world import FakeTracer, MortalKube, World, running, status_writes, submitted
 
 
 async def test_job_from_its_application_to_its_end() -> None:
@@ -285,6 +285,51 @@ async def test_metrics_count_states_and_results() -> None:
     assert registry.get_sample_value("carpool_operator_jobs", {"state": "Queued"}) == 1
     assert (registry.get_sample_value("carpool_operator_reconcile_total", {"result": "ok"}) or 0) > 0
     assert registry.get_sample_value("carpool_operator_prediction_seconds_count") == 1
+
+
+async def test_metrics_show_placed_jobs_until_they_end() -> None:
+    world = await running(sharing={"maxSlowdown": 2})
+    world.measure(2900)
+    await world.settle(after_s=60)
+    value, job = world.operator.metrics.registry.get_sample_value, {"namespace": "default", "training_job": "x"}
+    status = world.job().status
+    assert status.prediction is not None
+    predicted = {product.product: product for product in status.prediction.products}["NVIDIA A100-SXM4-40GB"]
+    expected = {
+        "max_slowdown_ratio": 2,
+        "observed_memory_peak_bytes": 2900 * 2**20,
+        "predicted_step_seconds": predicted.step_time_seconds.median,
+        "restarts": 0,
+    }
+    assert {name: value(f"carpool_job_{name}", job) for name in expected} == expected
+    for quantile, mib in (
+        ("median", predicted.memory.median_mib),
+        ("bound", status.placement[0].memory_limit_mib or 0),
+    ):
+        assert value("carpool_job_predicted_memory_bytes", job | {"quantile": quantile}) == mib * 2**20
+    assert value("carpool_operator_predictions_total", {"outcome": "Predicted"}) == 1
+    assert value("carpool_operator_attempts_total", {"outcome": "Complete"}) == 0
+    await world.finish_pod("x-worker-0-1")
+    assert {value(f"carpool_job_{name}", job) for name in expected} == {None}
+    assert value("carpool_operator_attempts_total", {"outcome": "Complete"}) == 1
+    assert value("carpool_operator_finished_jobs_total", {"end": "Complete"}) == 1
+    ratio = value("carpool_operator_memory_peak_ratio_sum", {"product": predicted.product})
+    assert ratio == pytest.approx(2900 / predicted.memory.median_mib)
+
+
+@pytest.mark.parametrize(
+    ("message", "outcome"),
+    [
+        pytest.param("torch.OutOfMemoryError: CUDA out of memory.", "GpuOutOfMemory", id="memory"),
+        pytest.param("", "ContainerFailed", id="other"),
+    ],
+)
+async def test_metrics_count_restarts_by_cause(message: str, outcome: str) -> None:
+    world = await running()
+    await world.finish_pod("x-worker-0-1", exit_code=1, message=message)
+    value = world.operator.metrics.registry.get_sample_value
+    assert value("carpool_operator_attempts_total", {"outcome": outcome}) == 1
+    assert value("carpool_operator_finished_jobs_total", {"end": "Failed"}) == 0
 
 
 def test_operator_process_never_imports_torch() -> None:

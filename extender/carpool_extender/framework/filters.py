@@ -428,6 +428,11 @@ class Check(ABC):
     needs_mode = False
     """Whether the check does not apply to a GPU that is unsuitable or has no possible mode."""
 
+    @property
+    def name(self) -> str:
+        """Name in metrics, such as `memory`."""
+        return type(self).__name__.removesuffix("Check").lower()
+
     @abstractmethod
     def mask(self, evaluation: Evaluation, gpus: GpuTable, mode: NDArray[np.int8]) -> Bools | None:
         """Return where the check fails, shape (gpus,); None where it fails nowhere.

@@ -363,6 +363,8 @@ class AdmissionController:
             self._ungating.add(uid)
         self._dirty.add(one.info.job)
         self._metrics.admissions.labels("admitted").inc()
+        if one.info.arrived_s:  # 0 for the rest of a gang
+            self._metrics.queue_wait.observe(max(0.0, self._clock.now().timestamp() - one.info.arrived_s))
         self._log.info("admitted", job=one.info.name, nodes=sorted({claim.node for claim in one.claims}))
         for ref in one.info.pods:
             if (pod := self._informers.pod(ref.uid)) is not None:
@@ -461,6 +463,9 @@ class AdmissionController:
         key = (waiting.reason, waiting.info.name if is_own else waiting.behind, *waiting.info.shape)
         if key not in texts:
             texts[key] = refusal_message(waiting, self._evaluations)
+            if waiting.reason is WaitReason.DOES_NOT_FIT:
+                failed = self._evaluations.of(waiting.info.request).evaluation.results.failed
+                self._metrics.refused(failed)
         return texts[key]
 
     async def _write_condition(self, pod: Pod, changes: Sequence[Mapping[str, Any]]) -> None:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import StrEnum
+from itertools import repeat
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -282,6 +283,13 @@ class SchedulingQueue:
         group = self._groups[_group_key(info)]
         behind = "" if group.behind is None else group.behind.info.name
         return None if group.reason is None else Waiting(info, group.reason, behind)
+
+    def reasons(self) -> Iterator[WaitReason]:
+        """Yield the reason of each pending job that was considered."""
+        yield from self._aside.values()
+        for group in self._groups.values():
+            if group.reason is not None:
+                yield from repeat(group.reason, len(group.infos))
 
     def admit(self, end_of: EndOf, now_s: float) -> Iterator[Admitted]:
         """Go once through the pending jobs, and yield those that start, each before the next one is considered.

@@ -203,6 +203,21 @@ async def test_a_job_waits_with_a_reason_written_at_most_once_in_ten_seconds(clu
         assert len(cluster.writes("pods")) <= writes + 1
 
 
+async def test_metrics_count_waits_reasons_and_refusals(cluster):
+    for name in "xyz":
+        cluster.queue(name)
+    async with cluster.extender() as extender:
+        await cluster.settle(3)
+        value = extender.registry.get_sample_value
+        assert value("carpool_extender_queue_wait_seconds_count") == 2
+        assert value("carpool_extender_queue_wait_seconds_sum") > 7000
+        assert value("carpool_extender_waiting_jobs", {"reason": "DoesNotFit"}) == 1
+        assert value("carpool_extender_refusals_total", {"check": "mode"}) == 2
+        await cluster.kube.delete(PODS, "z-worker-0-1", namespace="default")
+        await cluster.settle()
+        assert value("carpool_extender_waiting_jobs", {"reason": "DoesNotFit"}) is None
+
+
 class TestAutoscaling:
     async def test_jobs_that_lack_gpus_are_seen_until_they_start(self):
         cluster = Cluster(autoscaling=True)
