@@ -1,9 +1,9 @@
-"""`python -m carpool_docs`: write docs/reference/."""
+"""`python -m carpool_docs`: write docs/reference/, and the dashboards of the chart."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from carpool_docs import commands, metrics, resources, settings
+from carpool_docs import commands, dashboards, metrics, resources, settings
 
 FOLDER = Path(__file__).parents[1] / "reference"
 
@@ -26,5 +26,8 @@ def write(folder: Path = FOLDER) -> list[Path]:
 
 
 if __name__ == "__main__":
-    for file in write():
+    for path, text in dashboards.documents():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    for file in [*write(), dashboards.FOLDER]:
         print(f"wrote {file}")  # a command's answer

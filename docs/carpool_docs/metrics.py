@@ -24,7 +24,7 @@ from carpool_docs.settings import PROCESSES
 
 _INTRODUCTION = """Every process answers `/metrics` in the text format of Prometheus, `/healthz`, and `/readyz`, which
 answers with status 503 and the reason if the process is not ready. With the chart all three are on port 9400, named
-`metrics`.
+`metrics`. [Monitoring](../monitoring.md) describes the dashboards.
 
 A histogram has the series `NAME_bucket`, `NAME_sum` and `NAME_count`."""
 

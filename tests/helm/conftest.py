@@ -65,12 +65,20 @@ def render(helm: str, tmp_path_factory: pytest.TempPathFactory) -> Render:
     home = str(tmp_path_factory.mktemp("helm-home"))
     environment = {"HOME": home, "PATH": os.environ["PATH"]}
 
-    def call(release: str = "carpool", kube_version: str = "v1.36.3", **values: Any) -> Chart:
+    def call(release: str = "carpool", kube_version: str = "v1.36.3", apis: str = "", **values: Any) -> Chart:
         values = {"global": {"imageRegistry": "localhost"}, **values}
-        key = json.dumps([release, kube_version, values], sort_keys=True)
+        key = json.dumps([release, kube_version, apis, values], sort_keys=True)
         if key not in cache:
             done = subprocess.run(
-                [helm, "template", release, str(CHART), f"--kube-version={kube_version}", *OPTIONS],
+                [
+                    helm,
+                    "template",
+                    release,
+                    str(CHART),
+                    f"--kube-version={kube_version}",
+                    f"--api-versions={apis}",
+                    *OPTIONS,
+                ],
                 input=json.dumps(values),
                 capture_output=True,
                 text=True,

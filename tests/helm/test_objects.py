@@ -1,6 +1,7 @@
 """What is installed: names, labels, containers and their settings."""
 
 import importlib
+import json
 import re
 from typing import Any
 
@@ -234,3 +235,42 @@ def test_the_traces_memory_fits_into_the_operators_container(chart: Any) -> None
     limit = re.fullmatch(r"(\d+)Gi", chart.containers["operator"]["resources"]["limits"]["memory"])
     assert limit
     assert int(limit[1]) * 1024 >= int(chart.environment("operator")["CARPOOL_TRACE_MEMORY_MIB"]) + 256
+
+
+OPERATED = "monitoring.coreos.com/v1/PodMonitor"
+
+
+@pytest.mark.parametrize(
+    ("apis", "monitoring", "expected"),
+    [
+        pytest.param("", {}, (0, 0), id="without Prometheus Operator"),
+        pytest.param(OPERATED, {}, (3, 5), id="with Prometheus Operator"),
+        pytest.param(OPERATED, {"podMonitors": False, "dashboards": False}, (0, 0), id="not wanted"),
+        pytest.param("", {"podMonitors": True}, (3, 0), id="monitors requested"),
+        pytest.param("", {"dashboards": True}, (0, 5), id="dashboards requested"),
+    ],
+)
+def test_monitors_and_dashboards_need_prometheus_operator_or_a_request(
+    render: Any, apis: str, monitoring: dict[str, Any], expected: tuple[int, int]
+) -> None:
+    found = render(apis=apis, monitoring=monitoring)
+    dashboards = [one for one in found.all("ConfigMap") if one["metadata"]["labels"].get("grafana_dashboard") == "1"]
+    assert (len(found.all("PodMonitor")), len(dashboards)) == expected
+    assert all(json.loads(text)["panels"] for one in dashboards for text in one["data"].values())
+
+
+def test_a_monitor_selects_the_pods_of_one_workload(render: Any) -> None:
+    chart = render(apis=OPERATED, monitoring={"labels": {"release": "prometheus"}})
+    test_every_object_has_the_common_labels_and_its_namespace(chart)
+    monitored = []
+    for monitor in chart.all("PodMonitor"):
+        assert monitor["metadata"]["labels"]["release"] == "prometheus"
+        (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+        wanted = monitor["spec"]["selector"]["matchLabels"].items()
+        for workload in chart.workloads:
+            template = workload["spec"]["template"]
+            if wanted <= template["metadata"]["labels"].items():
+                ports = [port["name"] for one in template["spec"]["containers"] for port in one.get("ports", ())]
+                assert ports.count(endpoint["port"]) == 1
+                monitored.append(workload["metadata"]["name"])
+    assert sorted(monitored) == ["carpool-node-agent", "carpool-operator", "carpool-scheduler"]
