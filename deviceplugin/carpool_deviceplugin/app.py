@@ -78,11 +78,7 @@ def real_devices(settings: AgentSettings, nvml: NvmlLibrary, *, may_write: bool 
 
 
 def find_devices(settings: AgentSettings, nvml: NvmlLibrary | None = None) -> Devices:
-    """Return the real or simulated GPUs of the settings.
-
-    Args:
-        settings: Settings of this node's agent.
-        nvml: NVIDIA's library; None loads the installed one.
+    """Return the real or simulated GPUs of the settings; without `nvml` the installed library is loaded.
 
     Raises:
         NoDevicesError: There are none; the message names the setting to change.
@@ -195,14 +191,7 @@ def build(
     devices: Devices | None = None,
     intervals: Intervals | None = None,
 ) -> Agent:
-    """Build an agent.
-
-    Args:
-        settings: Settings of this node's agent.
-        api: Client of the API server; agents of several nodes may share it.
-        clock: The clock.
-        devices: The GPUs; None finds those of the settings.
-        intervals: Deadlines and intervals; None uses the defaults.
+    """Build an agent, by default with the GPUs of the settings; agents of several nodes may share the client.
 
     Raises:
         NoDevicesError: There are no GPUs, or the CDI directory is not writable.

@@ -35,10 +35,6 @@ def environment(reservation: Reservation, access: Mapping[GpuUuid, Access]) -> d
     """Return the container's environment variables, which override those of the pod's spec.
 
     NVIDIA_VISIBLE_DEVICES=void keeps NVIDIA's container runtime from adding all GPUs to an image that asks for `all`.
-
-    Args:
-        reservation: Reservation of the container's pod.
-        access: Access to each GPU of the reservation.
     """
     is_named = any(one.needs_runtime_env for one in access.values())
     names = [access[uuid].name or uuid for uuid in reservation.gpu_uuids]
@@ -69,10 +65,7 @@ def specifications(
 ) -> dict[str, dict[str, Any]]:
     """Return a CDI specification for each slot: slot k adds the k-th GPU, and the first slot the environment.
 
-    Args:
-        reservation: Reservation of the container's pod.
-        slots: The container's slots in order, as many as the reservation has GPUs.
-        access: Access to each GPU of the reservation.
+    The container's slots are in order, as many as the reservation has GPUs.
     """
     env = [f"{name}={value}" for name, value in environment(reservation, access).items()]
     version = max([CDI_VERSION, *(one.cdi_version for one in access.values())], key=_numbers)
@@ -210,12 +203,10 @@ _GPU_MAJOR = 195
 
 
 class NvidiaCdi:
-    """NVIDIA's CDI specifications.
+    """NVIDIA's CDI specifications; the first directory with the GPU wins.
 
-    Args:
-        directories: Directories to search; the first one with the GPU wins.
-        mig_minors: The driver's list of device files of MIG instances.
-        proc_devices: The kernel's list of major numbers.
+    `mig_minors` is the driver's list of device files of MIG instances, `proc_devices` the kernel's list of major
+    numbers.
     """
 
     def __init__(
@@ -238,11 +229,9 @@ class NvidiaCdi:
         return replace(self.find(device.uuid) or self._composed(gpu_minor, device) or _BY_RUNTIME, name=device.uuid)
 
     def find(self, name: str, minor: int | None = None) -> Access | None:
-        """Return the access to a GPU or MIG device; None if no specification contains it.
+        """Return the access to a GPU or MIG device by its UUID; None if no specification contains it.
 
-        Args:
-            name: UUID of the device.
-            minor: N of /dev/nvidiaN, for specifications that name GPUs by index only.
+        `minor` is N of /dev/nvidiaN, for specifications that name GPUs by index only.
 
         Raises:
             DeviceError: A specification cannot be read.

@@ -71,11 +71,7 @@ def check_node(
 ) -> Iterator[Outcome]:
     """Check what the agent needs of the node.
 
-    Args:
-        devices: The node's GPUs.
-        cdi: NVIDIA's CDI specifications.
-        proc: Path of /proc.
-        mps_host: Socket of the process that starts MPS daemons; empty if the agent starts them.
+    `mps_host` is the socket of the process that starts MPS daemons; it is empty if the agent starts them.
     """
     yield _row(
         "host-pids",

@@ -51,12 +51,7 @@ class CounterSource(Protocol):
 
 
 class CounterFeed:
-    """The latest answers of all sources, merged per field.
-
-    Args:
-        sources: The sources; a field comes from the first one that has it.
-        monotonic: Returns the time in seconds.
-    """
+    """The latest answers of all sources, merged per field: a field comes from the first source that has it."""
 
     def __init__(self, sources: Sequence[CounterSource], monotonic: Callable[[], float]) -> None:
         self._sources, self._monotonic = sources, monotonic
@@ -123,11 +118,7 @@ _PREFIX = "DCGM_FI_"
 
 
 class Exporter:
-    """dcgm-exporter.
-
-    Args:
-        url: URL of its metrics on this node.
-    """
+    """dcgm-exporter, by the URL of its metrics on this node."""
 
     name = "dcgm-exporter"
     is_scraped = True
@@ -232,11 +223,9 @@ _Key = tuple[int, int]
 
 
 class HostEngine:
-    """DCGM's host engine. Each read after a failure connects again.
+    """DCGM's host engine at HOST:PORT or unix:///PATH. Each read after a failure connects again.
 
-    Args:
-        address: HOST:PORT, or unix:///PATH.
-        libraries: Names of the library; the first one that can be loaded is used.
+    The first of the libraries that can be loaded is used.
     """
 
     name = "dcgm"

@@ -21,14 +21,9 @@ async def _unchanged() -> bool:
 class GpuWorker:
     """Reconciles one GPU. Each GPU has its own worker, so that a stuck GPU does not block others.
 
-    Args:
-        uuid: The GPU.
-        devices: The node's GPUs.
-        changed: Called when `partitions` has changed.
-        intervals: Deadlines and intervals.
-        confirm: Called before MIG changes; returns whether the agent's permission to partition has changed.
-        caller: Makes the calls to the GPU; None uses threads.
-        peaks: Returns the measured peak memory of each pod on the GPU, in MiB.
+    `changed` is called when `partitions` has changed. `confirm` is called before MIG changes and returns whether the
+    agent's permission to partition has changed. `peaks` returns the measured peak memory of each pod on the GPU, in
+    MiB.
     """
 
     def __init__(

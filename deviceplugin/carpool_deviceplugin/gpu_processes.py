@@ -50,14 +50,7 @@ class GpuProcesses:
 
 
 class ProcessWatcher:
-    """Reads the processes of GPUs.
-
-    Args:
-        session: The open library.
-        processes: The node's processes.
-        mps: The MPS daemons; None if the node cannot run any.
-        monotonic: Monotonic clock, in seconds.
-    """
+    """Reads the processes of GPUs; without `mps` the node cannot run MPS daemons."""
 
     def __init__(self, session: Session, processes: ProcTree, mps: Mps | None, monotonic: Callable[[], float]) -> None:
         self._session, self._processes, self._mps, self._monotonic = session, processes, mps, monotonic
@@ -82,11 +75,8 @@ class ProcessWatcher:
         """Read the processes of a GPU and the state of its MPS daemon; raises NvmlError.
 
         Each question to a daemon starts a program. So it is asked when it or a process has come or gone, after
-        `forget`, and otherwise rarely.
-
-        Args:
-            uuid: The GPU.
-            foreign_instances: MIG instances that the agent did not create; their processes are not foreign.
+        `forget`, and otherwise rarely. Processes on foreign MIG instances, which the agent did not create, are not
+        foreign.
         """
         found = read_processes(self._session, uuid)
         whose = {p.pid: self._processes.find(p.pid) for p in found}  # before the daemon is asked, because they may end
@@ -180,11 +170,7 @@ class _Gpu:
 
 
 class MpsFailures:
-    """Finds the pods that a fault of their MPS daemon ends together, also those that end between two reads.
-
-    Args:
-        monotonic: Monotonic clock, in seconds.
-    """
+    """Finds the pods that a fault of their MPS daemon ends together, also those that end between two reads."""
 
     def __init__(self, monotonic: Callable[[], float]) -> None:
         self._monotonic = monotonic
@@ -195,12 +181,8 @@ class MpsFailures:
     ) -> dict[PodUid, str]:
         """Update the state of a GPU; return the present pods that end together, with the message.
 
-        Args:
-            uuid: The GPU.
-            mps: State of its daemon.
-            present: Processes on the GPU.
-            is_expected: Whether the GPU is in mode MPS; then each pod is a client of the daemon.
-            has_new_xid: Whether the driver has reported an XID since the last read.
+        `is_expected` is whether the GPU is in mode MPS: then each pod is a client of the daemon. `has_new_xid` is
+        whether the driver has reported an XID since the last read.
         """
         gpu, now = self._gpus.setdefault(uuid, _Gpu()), self._monotonic()
         there = {p.running.pid: p.process.pod_uid for p in present.pods if p.process.pod_uid is not None}

@@ -131,13 +131,7 @@ class Health:
 
 
 def next_health(health: Health, seen: Signals, now: float) -> Health:
-    """Return the health after an update.
-
-    Args:
-        health: Health before.
-        seen: Observations since then.
-        now: Monotonic time, in seconds.
-    """
+    """Return the health after what was seen since; `now` is monotonic, in seconds."""
     before, was_reset = health, seen.was_reset or health.is_lost
     health = replace(
         health,
@@ -299,14 +293,9 @@ class _Gpu:
 
 
 class HealthMonitor:
-    """Health of a node's GPUs, saved in files so that it outlives the agent.
+    """Health of a node's GPUs, saved in files so that it outlives the agent; it only reads them without `may_write`.
 
-    Args:
-        session: The open library.
-        uuids: The GPUs.
-        directory: Directory of the files.
-        monotonic: Returns seconds since the node started.
-        may_write: Whether the files are written; otherwise they are only read.
+    `monotonic` returns seconds since the node started.
     """
 
     def __init__(

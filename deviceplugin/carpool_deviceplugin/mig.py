@@ -186,14 +186,9 @@ def plan_mig(
 ) -> MigPlan | MigRefusal:
     """Plan the instances of a GPU with the fewest steps.
 
-    Instances in use stay and count for a wanted profile of their kind. Idle instances that are not wanted are
-    destroyed. Of the plans with the fewest steps the one is chosen that keeps room for the largest profiles.
-
-    Args:
-        table: MIG profiles of the GPU.
-        present: Its instances.
-        in_use: IDs of the instances with a process or a reservation.
-        wanted: Profile of each wanted instance.
+    Instances in use, with a process or a reservation, stay and count for a wanted profile of their kind. Idle instances
+    that are not wanted are destroyed. Of the plans with the fewest steps the one is chosen that keeps room for the
+    largest profiles.
     """
     wanted = list(wanted)
     used = [i for i in present if i.id in in_use]

@@ -184,14 +184,9 @@ def apply_plan(
     monotonic: Callable[[], float],
     taken: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Apply a plan, and undo all of it if one step fails.
+    """Apply a plan, made from the state a moment ago, and undo all of it if one step fails.
 
-    Args:
-        session: The open library.
-        uuid: The GPU.
-        plan: The plan, made from the state a moment ago.
-        monotonic: Monotonic clock, in seconds.
-        taken: Called after each step with its text.
+    `taken` is called after each step with its text.
 
     Raises:
         DeviceError: A step failed; the message contains whether the steps were undone.
@@ -298,12 +293,8 @@ def possible_modes(
 ) -> frozenset[SharingMode]:
     """Return the modes that a GPU can be prepared for.
 
-    Args:
-        has_mps: Whether the node can run MPS daemons.
-        has_mig: Whether the GPU has MIG.
-        is_divided: Whether MIG is on.
-        may_divide: Whether the agent is the node's only MIG manager.
-        may_switch: Whether MIG may be switched, and no foreign instance would be lost.
+    `is_divided` is whether MIG is on, and `may_divide` whether the agent is the node's only MIG manager. `may_switch`
+    is whether MIG may be switched, and no foreign instance would be lost.
     """
     whole = {SharingMode.EXCLUSIVE, SharingMode.TIME_SLICING} | ({SharingMode.MPS} if has_mps else set())
     divided = {SharingMode.MIG} if has_mig and may_divide and (is_divided or may_switch) else set()
@@ -322,11 +313,7 @@ class FoundInstance:
 
 
 class MigInstances:
-    """The instances of a node's GPUs.
-
-    Args:
-        session: The open library.
-    """
+    """The instances of a node's GPUs."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

@@ -144,10 +144,8 @@ class MpsCommands(Protocol):
     def servers(self, daemon: Daemon, present: Iterable[int] = (), listed: Iterable[int] = ()) -> frozenset[int]:
         """Return the process IDs of the daemon's living servers, and record them; they may outlive the daemon.
 
-        Args:
-            daemon: The daemon.
-            present: Process IDs on the GPU, from the driver.
-            listed: Process IDs from the daemon's answer; untrusted.
+        `present` are the process IDs on the GPU, from the driver. `listed` are those of the daemon's answer, which is
+        untrusted.
         """
         ...
 
@@ -180,13 +178,9 @@ class MpsStatus:
 
 
 class Mps:
-    """The MPS daemons of a node.
+    """The MPS daemons of a node, each in its GPU's directory below `directory`.
 
-    Args:
-        commands: NVIDIA's program.
-        directory: Parent of the GPUs' directories.
-        shared: File system for shared memory; None uses `directory`.
-        clean_within_s: Time limit of one cleanup, in seconds.
+    `shared` is a file system for shared memory; None uses `directory`. `clean_within_s` limits the time of one cleanup.
     """
 
     def __init__(
@@ -265,9 +259,7 @@ class Mps:
     def status(self, uuid: GpuUuid, present: Iterable[int] = ()) -> MpsStatus:
         """Return the state of a GPU's daemon; never raises for a daemon that is dead or hangs.
 
-        Args:
-            uuid: The GPU.
-            present: Process IDs on the GPU; servers of a daemon that does not answer may be among them.
+        Servers of a daemon that does not answer may be among `present`, the process IDs on the GPU.
         """
         daemon, problem, listed = self.daemon(uuid), "", frozenset[int]()
         is_running = self._commands.is_alive(daemon)
@@ -355,13 +347,7 @@ _END_WITHIN_S = {signal.SIGTERM: 1.0, signal.SIGKILL: 3.0}
 
 
 class MpsProcesses:
-    """MPS processes in this process's PID namespace.
-
-    Args:
-        proc: Path of /proc.
-        monotonic: Monotonic clock, in seconds.
-        sleep: Waits for the given number of seconds.
-    """
+    """MPS processes in this process's PID namespace."""
 
     def __init__(
         self,
@@ -426,8 +412,7 @@ class MpsProcesses:
     def end(self, find: Callable[[], Mapping[int, int]]) -> None:
         """End processes by SIGTERM, then SIGKILL, including those that appear meanwhile.
 
-        Args:
-            find: Returns the remaining processes, as start time by process ID.
+        `find` returns the remaining processes, as start time by process ID.
 
         Raises:
             MpsError: A process does not end, or the right to signal it is missing.
@@ -465,13 +450,10 @@ _PASSED_ON = ("PATH", "LD_LIBRARY_PATH")
 
 
 class MpsProgram:
-    """Runs `nvidia-cuda-mps-control` from PATH.
+    """Runs `nvidia-cuda-mps-control` from PATH, and waits `within_s` seconds for an answer.
 
-    Args:
-        private_shm: Whether each daemon gets its own /dev/shm; needs CAP_SYS_ADMIN.
-        within_s: Timeout of an answer, in seconds.
-        may_write: Whether to record servers; False beside an agent that does.
-        processes: The node's processes; None reads /proc.
+    With `private_shm` each daemon gets its own /dev/shm, which needs CAP_SYS_ADMIN. `may_write` is whether to record
+    servers; it is False beside an agent that does.
     """
 
     def __init__(
@@ -715,17 +697,10 @@ class _NoHostError(MpsError):
 
 
 class HostedMps(Mps):
-    """Daemons that the process `carpool node mps-host` starts.
+    """Daemons that the process `carpool node mps-host` starts; `host` is its socket.
 
     A request is one line: a GPU's UUID starts its daemon, after `end ` kills it, and after `tidy ` deletes what its
     clients left. The answer is a line of JSON with the field `error`.
-
-    Args:
-        commands: See Mps.
-        directory: See Mps.
-        host: Socket of that process.
-        within_s: Timeout of an answer, in seconds.
-        clean_within_s: See Mps.
     """
 
     def __init__(
@@ -825,10 +800,7 @@ def _remove_stale_socket(path: Path) -> None:
 class MpsHost(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     """Starts daemons on request; only root can open its socket.
 
-    Args:
-        path: Path of the socket.
-        mps: The daemons.
-        within_s: How long a request waits for another one of the same GPU, in seconds.
+    A request waits `within_s` seconds for another one of the same GPU.
 
     Raises:
         OSError: The socket cannot be made, or another file or a running host is there.

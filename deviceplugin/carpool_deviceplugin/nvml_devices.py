@@ -86,18 +86,10 @@ class _Gpu:
 class NvmlDevices:
     """The NVIDIA GPUs of this node.
 
-    Args:
-        library: NVML.
-        mps: The MPS daemons; None if the node cannot run any.
-        mps_problem: Why the node cannot run any; empty otherwise.
-        cdi: NVIDIA's CDI specifications of this node.
-        state_dir: Directory of the agent's state of each GPU.
-        processes: The node's processes.
-        may_switch_mig: Whether the agent may switch MIG on and off on an idle GPU.
-        may_write: Whether health is saved; not beside an agent that does so.
-        sources: Other programs that measure the GPUs; a field comes from the first one that has it.
-        monotonic: Returns seconds.
-        wall: Returns seconds since 1970.
+    Without `mps` the node cannot run MPS daemons, because of `mps_problem`. `state_dir` holds the agent's state of each
+    GPU. `may_switch_mig` allows switching MIG on and off on an idle GPU. `may_write` is whether health is saved, and
+    false beside an agent that does so. A counter comes from the first of the `sources` that has it. `monotonic` returns
+    seconds, and `wall` seconds since 1970.
 
     Raises:
         NoDevicesError: There is no driver or no usable GPU.

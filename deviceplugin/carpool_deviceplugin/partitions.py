@@ -49,12 +49,7 @@ def divide(actual: GpuActual, table: MigTable, granted: Sequence[Reservation]) -
     """Plan the MIG instances of a GPU.
 
     Foreign instances, instances with processes and instances of pods with a reservation stay. The agent's other idle
-    instances are reused or destroyed.
-
-    Args:
-        actual: State of the GPU.
-        table: MIG profiles of the GPU.
-        granted: Reservations in mode MIG by priority; each names a profile of the table.
+    instances are reused or destroyed. The granted reservations, by priority, each name a profile of the table.
     """
     settled = _settled(actual.mig_instances, granted)
     staying = [p for p in actual.mig_instances if not p.is_managed or p.is_used or p in settled.values()]
@@ -131,14 +126,9 @@ def plan(
 ) -> Plan:
     """Plan the steps for one GPU.
 
-    Pods on the GPU and pods reported ready come first and lose nothing; then the earlier reservation wins. The mode
-    changes only while no process is on the GPU. MIG instances change independently of each other.
-
-    Args:
-        actual: State of the GPU.
-        reservations: Reservations that name this GPU.
-        held: Pods that were reported ready.
-        peaks: Measured peak memory of each pod on the GPU, in MiB.
+    Pods on the GPU and `held` ones, which were reported ready, come first and lose nothing; then the earlier
+    reservation wins. The mode changes only while no process is on the GPU. MIG instances change independently of each
+    other. `peaks` has the measured peak memory of each pod on the GPU, in MiB.
     """
     granted, refused = _grant(actual, reservations, held, peaks or {})
     leaving = actual.tenants - {r.pod_uid for r in granted}

@@ -62,11 +62,7 @@ def pod_of(cgroup: str) -> PodUid | None:
 
 
 class ProcTree:
-    """The node's processes.
-
-    Args:
-        root: /proc of the host's PID namespace.
-    """
+    """The node's processes, from /proc of the host's PID namespace."""
 
     def __init__(self, root: Path = Path("/proc")) -> None:
         self._root = root

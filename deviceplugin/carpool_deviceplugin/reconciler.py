@@ -48,12 +48,7 @@ class _Node(msgspec.Struct, frozen=True):
 class NodeLabels:
     """Reads two labels of the Node: another MIG manager's, and the request to release the GPUs.
 
-    Until they were read, the agent partitions no GPU.
-
-    Args:
-        node: Name of the Node.
-        api: Client of the API server.
-        devices: The node's GPUs; for simulated ones the labels are not read.
+    Until they were read, the agent partitions no GPU. For simulated GPUs they are not read.
     """
 
     def __init__(self, node: NodeName, api: KubeApi, devices: Devices) -> None:
@@ -85,14 +80,8 @@ class NodeLabels:
 class Reconciler:
     """Manages one node.
 
-    Args:
-        node: Name of the Node and its GpuNode.
-        api: Client of the API server.
-        clock: The clock.
-        devices: The node's GPUs.
-        intervals: Deadlines and intervals.
-        on_health: Called with the healthy GPUs after each reading of their health.
-        on_progress: Called after each change of reservations or their state.
+    `on_health` is called with the healthy GPUs after each reading of their health, `on_progress` after each change of
+    reservations or their state.
     """
 
     def __init__(

@@ -242,17 +242,9 @@ class GpmSampler:
         return self._supported[uuid]
 
     def sample(self, uuid: GpuUuid, instance: int | None = None) -> dict[str, float]:
-        """Take a sample, and return the activity since the last one.
+        """Take a sample of a GPU or MIG instance; return the activity since the last one, by DCGM's field names.
 
-        Args:
-            uuid: The GPU.
-            instance: A GPU instance ID; None for the whole GPU.
-
-        Returns:
-            Activity by DCGM's field names; empty after the first sample, and where unsupported.
-
-        Raises:
-            NvmlError: The GPU cannot be read.
+        It is empty after the first sample, and where unsupported. Raises NvmlError.
         """
         if not self.is_supported(uuid):
             return {}
@@ -291,15 +283,9 @@ class GpmSampler:
 
 
 class Sampler:
-    """Reads the counters of a node's GPUs.
+    """Reads the counters of a node's GPUs; `feed` has those of other programs on the node.
 
-    Args:
-        session: The open library.
-        uuids: The GPUs.
-        watcher: The processes on the GPUs.
-        feed: Counters of other programs on the node.
-        monotonic: Returns seconds.
-        wall: Returns seconds since 1970, the clock of the driver's stamps.
+    `monotonic` returns seconds, and `wall` seconds since 1970, the clock of the driver's stamps.
     """
 
     def __init__(

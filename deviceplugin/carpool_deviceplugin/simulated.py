@@ -75,14 +75,9 @@ def _as_device_error() -> Iterator[None]:
 
 
 class SimulatedDevices:
-    """The simulated GPUs of a node.
+    """The simulated GPUs of a node. Containers see their directories through bind mounts.
 
     A GPU's UUID is derived from the node's name and its index, so it survives the loss of the state directory.
-
-    Args:
-        products: Product of each GPU.
-        node: Name of the node.
-        state_dir: Directory of the devices; containers see them through bind mounts.
     """
 
     simulated = True

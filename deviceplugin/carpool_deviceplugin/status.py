@@ -44,9 +44,7 @@ _MAX_QUEUED_EVENTS = 256
 def partition_of(reservation: Reservation, of_gpus: Mapping[GpuUuid, Mapping[PodUid, Partition]]) -> Partition:
     """Combine the states of a reservation's GPUs: ready if all are ready, failed if one failed.
 
-    Args:
-        reservation: The reservation.
-        of_gpus: Partitions of each GPU of the node, by pod.
+    `of_gpus` has the partitions of each GPU of the node, by pod.
     """
 
     def partition(state: PartitionState, messages: Iterable[str]) -> Partition:
@@ -74,12 +72,8 @@ def node_conditions(
 ) -> list[Condition]:
     """Return the conditions Ready (whether a GPU is healthy) and MpsAvailable (whether the node offers mode MPS).
 
-    Args:
-        devices: The GPUs.
-        unreadable: Reasons of further GPUs that could not be read at the start of the agent.
-        mps_problem: Why the node offers no mode MPS; empty if it does.
-        before: Conditions before; a condition's time is that of the last change of its status.
-        now: Present time.
+    `unreadable` has the reasons of further GPUs that could not be read at the start of the agent. `mps_problem` is why
+    the node offers no mode MPS; empty if it does. A condition's time is that of the last change of its status.
     """
     earlier = {c.type: c for c in before}
 
@@ -120,14 +114,10 @@ def summarise(devices: Sequence[Device], partitions: Iterable[Partition]) -> Nod
 
 
 def presentable(tenants: Iterable[Tenant], reserved: Set[PodUid]) -> tuple[list[Tenant], list[str]]:
-    """Remove tenants with invalid values, so that one tenant cannot block the status of the others.
+    """Return the tenants with valid values, and a message for each other one, which must not block the whole status.
 
-    Args:
-        tenants: As measured; processes on simulated GPUs write their own measurements.
-        reserved: Pods with a reservation; they have priority over the limit on the number of tenants.
-
-    Returns:
-        The valid tenants, and a message for each removed one.
+    Processes on simulated GPUs write their own measurements. Pods with a reservation have priority over the limit on
+    the number of tenants.
     """
     valid: list[Tenant] = []
     removed: list[str] = []
@@ -227,13 +217,7 @@ def struck_events(
 
 
 class EventWriter:
-    """Writes events through a bounded queue.
-
-    Args:
-        node: Name of the GpuNode.
-        api: Client of the API server.
-        clock: The clock.
-    """
+    """Writes events of a GpuNode through a bounded queue."""
 
     def __init__(self, node: NodeName, api: KubeApi, clock: Clock) -> None:
         self._node, self._events = node, EventRecorder(api, clock, "carpool-agent")
@@ -267,14 +251,8 @@ class EventWriter:
 class Reporter:
     """The only writer of one GpuNode's status.
 
-    Args:
-        node: Name of the GpuNode.
-        api: Client of the API server.
-        clock: The clock.
-        devices: The node's GPUs.
-        intervals: Intervals.
-        on_devices: Called with the GPUs after each reading of their health.
-        on_missing: Creates the GpuNode; called if there is none.
+    `on_devices` is called with the GPUs after each reading of their health. `on_missing` creates the GpuNode; it is
+    called if there is none.
     """
 
     def __init__(

@@ -78,10 +78,7 @@ def run_in_thread(work: Work) -> None:
 class TimeLimitedCaller:
     """Makes blocking calls in threads, with a deadline. While a call has not returned, all others fail at once.
 
-    Args:
-        what: Subject of the error messages, such as `GPU GPU-1`.
-        deadline_s: Deadline of a call.
-        start: Starts the work of a call.
+    `what` is the subject of the error messages, such as `GPU GPU-1`. `start` starts the work of a call.
     """
 
     def __init__(self, what: str, deadline_s: float, start: Callable[[Work], None] = run_in_thread) -> None:
@@ -118,12 +115,7 @@ def _run(loop: asyncio.AbstractEventLoop, call: "asyncio.Future[T]", work: Calla
 
 
 class Poll(Generic[T]):
-    """Asks GPUs at the same time; a GPU that does not answer delays no other one.
-
-    Args:
-        question: Function of a GPU.
-        deadline_s: Deadline of an answer, in seconds.
-    """
+    """Asks GPUs at the same time; a GPU that does not answer in time delays no other one."""
 
     def __init__(self, question: Callable[[GpuUuid], T], deadline_s: float) -> None:
         self._question, self._deadline_s = question, deadline_s

@@ -74,11 +74,8 @@ class PredictionContext:
     ) -> "PredictionContext":
         """Return the context calibrated for the stack of a product, or itself where the stack has no observations.
 
-        Args:
-            calibration: Observations of finished jobs.
-            product: The GPU product.
-            name: Key of the model, under which its runs were observed.
-            retry_before: Time before which deaths are doubted; see `run_history.find_history`.
+        `name` is the key of the model, under which its runs were observed; `retry_before` is that of
+        `run_history.find_history`.
         """
         precision = self.training.precision
         state = None if calibration is None else calibration.best(product.name, precision)
@@ -186,10 +183,8 @@ def prepare(
 ) -> PredictionContext | Abstention:
     """Compute everything that does not depend on the GPU product, or return the reason for no prediction.
 
-    Args:
-        features: Traced features, or the reason why there are none.
-        training: The job's training. Features must have been traced with its optimizer, precision and checkpointing.
-        model: The memory model; the shipped one by default.
+    Features must have been traced with the optimizer, precision and checkpointing of the training. The default is the
+    shipped memory model.
     """
     if isinstance(features, Abstention):
         return features
@@ -330,11 +325,8 @@ def _message(context: PredictionContext, answers: Sequence[ProductAnswer]) -> st
 def run_prediction_of(context: PredictionContext, name: str, counted_mib: float, product: GpuProduct) -> RunPrediction:
     """Return the part of a prediction that calibration compares with the measured run.
 
-    Args:
-        context: The job, not calibrated.
-        name: Key of its model.
-        counted_mib: The bound that placement used; 0 if placement did not rely on it.
-        product: The GPU product that it ran on.
+    The context is not calibrated, and `name` is the key of its model. `counted_mib` is the bound that placement used; 0
+    if placement did not rely on it.
     """
     busy = activity.activity_on(context.features, context.cost, context.training, product).activity
     return RunPrediction(

@@ -84,13 +84,7 @@ def _key(model: CatalogModel, training: Training) -> _Key:
 
 
 class Answerer:
-    """Answers rows, and caches looked up, traced and prepared models.
-
-    Args:
-        limits: What one trace may take.
-        tracer: Traces models that the store lacks.
-        calibration: Observations of finished jobs.
-    """
+    """Answers rows, and caches looked up, traced and prepared models; the tracer gets those that the store lacks."""
 
     def __init__(
         self,
@@ -267,15 +261,10 @@ def predict_rows(
     *,
     calibration: Calibration | None = None,
 ) -> Tally:
-    """Write one answer line for each row.
+    """Write one answer line for each row, in order, as soon as it is ready; blank lines are skipped.
 
-    Args:
-        rows: One row a line, such as an open file; blank lines are skipped.
-        out: Receives one answer per line, in order, as soon as it is ready.
-        limits: What one trace may take.
-        on_progress: Called with the counts so far and the bytes read since the last call.
-        workers: Number of processes; 0 for the number of processors.
-        calibration: Observations of finished jobs.
+    `on_progress` is called with the counts so far and the bytes read since the last call. `workers` is the number of
+    processes; 0 is one for each processor.
     """
     tally = Tally()
     for lines, answers in _answered(rows, limits, calibration, workers or len(os.sched_getaffinity(0))):

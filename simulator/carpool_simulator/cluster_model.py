@@ -238,14 +238,7 @@ class ClusterModel:
 
 
 def moment(now_s: float) -> datetime:
-    """Return the calendar time of a moment.
-
-    Args:
-        now_s: Seconds since the start.
-
-    Raises:
-        WorkloadError: The calendar has ended.
-    """
+    """Return the calendar time so many seconds after the start; raises WorkloadError after the calendar's end."""
     try:
         return START + timedelta(seconds=now_s)
     except OverflowError as error:

@@ -171,13 +171,7 @@ LOADED_S = 60.0
 
 
 class Monitors:
-    """Reports tenants to the cluster model, as far as a strategy may see them.
-
-    Args:
-        information: What a strategy may see.
-        model: Receives the reports.
-        gpus: All GPUs.
-    """
+    """Reports tenants to the cluster model, as far as a strategy may see them."""
 
     def __init__(self, information: InformationModel, model: ClusterModel, gpus: Iterable[Gpu]) -> None:
         self._information, self._model = information, model
@@ -230,12 +224,7 @@ CURVE_EVERY_S = 60.0
 class Simulation:
     """One run of one strategy on one workload; `run` may be called once.
 
-    Args:
-        workload: Jobs and GPUs.
-        strategy: The strategy.
-        physics: True slowdowns.
-        information: Makes the information model.
-        filters: Wraps the function that runs the checks.
+    `information` makes the information model, and `filters` wraps the function that runs the checks.
     """
 
     def __init__(
@@ -286,8 +275,7 @@ class Simulation:
     def run(self, watch: Callable[[float], None] = lambda _: None) -> Outcome:
         """Run until every job has ended or nothing can happen any more.
 
-        Args:
-            watch: Receives the share of the jobs that have ended, 0..1, at each hundredth.
+        `watch` receives the share of the jobs that have ended, 0..1, at each hundredth.
         """
         shown = 0
         while self._events and not self._is_over() and self._events[0][0] <= self._until_s:

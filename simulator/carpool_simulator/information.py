@@ -32,9 +32,8 @@ from carpool_simulator.truth import SimJob, Truth
 class Learner:
     """Holds the calibration of one simulated cluster.
 
-    Args:
-        is_strict: Whether jobs run alone on a stack of which nothing was measured yet.
-        steady_s: Age at which a measured peak counts as the job's, in seconds.
+    If `is_strict`, jobs run alone on a stack of which nothing was measured yet. A measured peak counts as the job's
+    from the age of `steady_s` seconds on.
     """
 
     def __init__(self, *, is_strict: bool, steady_s: float) -> None:
@@ -61,10 +60,8 @@ class Learner:
     def observe(self, run: "Run", counted_mib: int, age_s: float | None) -> None:
         """Learn from what a run was measured to use.
 
-        Args:
-            run: The run.
-            counted_mib: Memory bound that its placement counted with; 0 if it counted with none.
-            age_s: Time since its start, in seconds; None if it has ended.
+        Its placement counted with the bound `counted_mib`; 0 if with none. `age_s` is the time since its start in
+        seconds; None if it has ended.
         """
         alone = solo_activity(run.mode, run.together)[0]
         measured = RunMeasurement(
@@ -185,10 +182,8 @@ class Run:
 class InformationModel:
     """Returns what a strategy may know of jobs: nothing, predictions, or the truth.
 
-    Args:
-        strategy: The strategy.
-        usable_mib: Memory of the largest GPU.
-        is_decreasing: Whether the policy starts the job with the largest predicted utilization first.
+    `usable_mib` is the memory of the largest GPU. If `is_decreasing`, the policy starts the job with the largest
+    predicted utilization first.
     """
 
     def __init__(self, strategy: Strategy, usable_mib: int, *, is_decreasing: bool = False) -> None:
@@ -209,12 +204,7 @@ class InformationModel:
         return 0 if self._learner is None else self._learner.version
 
     def observe(self, run: Run, *, age_s: float | None) -> None:
-        """Learn from what a run was measured to use.
-
-        Args:
-            run: The run.
-            age_s: Time since its start, in seconds; None if it has ended.
-        """
+        """Learn from what a run was measured to use, so many seconds after its start; None after its end."""
         if self._learner is not None:
             self._learner.observe(run, self._counted.get(run.job.name, 0), age_s)
 
@@ -235,13 +225,7 @@ class InformationModel:
         return QueueOrder.ARRIVAL if self._is_decreasing else self._strategy.order
 
     def queued(self, job: SimJob, stage: Stage, number: int) -> QueuedJobInfo:
-        """Return a job's entry of the queue.
-
-        Args:
-            job: The job.
-            stage: Its progress.
-            number: A unique number.
-        """
+        """Return a job's entry of the queue, with a unique number."""
         arrived_s = job.arrival_s
         if self._is_decreasing:
             predicted = self._prediction(job)

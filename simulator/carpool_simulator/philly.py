@@ -225,15 +225,10 @@ def from_trace(
     is_learned: bool = False,
     has_steps: bool = False,
 ) -> Workload:
-    """Build a workload from a trace and a cluster.
+    """Build a workload from a trace and the GPUs of each node; the seed draws the models of the jobs.
 
-    Args:
-        data: Folder of measurements; None to let all jobs behave as predicted.
-        trace: File of the trace.
-        nodes: GPUs by the node's name.
-        seed: Draws the models of the jobs.
-        is_learned: Whether strategies learn, for the list of assumptions.
-        has_steps: Whether jobs declare their steps.
+    `data` is the folder of measurements; if it is None, all jobs behave as predicted. `is_learned` is whether
+    strategies learn, for the list of assumptions, and `has_steps` whether jobs declare their steps.
     """
     draw = random.Random(f"trace/{seed}")  # noqa: S311  # a simulation, no secret
     most, all_gpus = max(map(len, nodes.values())), sum(map(len, nodes.values()))

@@ -19,10 +19,7 @@ EVERY_S = 15.0
 def progress(console: Console, name: str, now: Callable[[], float] = time.monotonic) -> Iterator[Callable[[str], None]]:
     """Show the progress of a run: a changing line on a terminal, otherwise a line from time to time.
 
-    Args:
-        console: The output.
-        name: Name of the run, shown until the first progress.
-        now: Clock, in seconds.
+    The name of the run is shown until the first progress. `now` is a clock, in seconds.
     """
     if console.is_terminal:
         with console.status(name) as status:

@@ -97,11 +97,9 @@ def section(workload: Workload, assumptions: Sequence[str], results: Sequence[Po
 
 
 def markdown(results: Sequence[PolicyResult], shown: Sequence[str] = ()) -> list[str]:
-    """Return a Markdown table: mean, standard deviation of several seeds, and the change against the first line.
+    """Return a Markdown table of these figures, the usual ones if empty, with a line for each strategy.
 
-    Args:
-        results: One for each strategy.
-        shown: Names of the figures; the usual ones if empty.
+    It has the mean, the standard deviation of several seeds, and the change against the first line.
     """
     names = list(shown or SHOWN)
     names += [one for one in ("killed", "unplaced") if one not in names and any(line.mean(one) for line in results)]

@@ -87,10 +87,7 @@ LONGEST_FIRST = "Carpool, longest first"
 def named(policies: str, base: Strategy, conditions: AdmissionLimits = NO_LIMITS) -> list[Strategy]:
     """Return a strategy for each policy; they differ in nothing else.
 
-    Args:
-        policies: Names separated by commas, or `all`.
-        base: Strategy that they share.
-        conditions: Limits that a GPU must meet before a policy scores it.
+    `policies` are names separated by commas, or `all`. A GPU must meet `conditions` before a policy scores it.
 
     Raises:
         UnknownPolicyError: A policy is unknown, or `all` or `published` is combined with names.
@@ -141,16 +138,10 @@ def sweep(
     watch: Callable[[str], None] = lambda _: None,
     cpu: Callable[[], float] = time.process_time,
 ) -> list[PolicyResult]:
-    """Run every strategy on the workload of every seed.
+    """Run every strategy on the workload that `draw` returns for each seed.
 
-    Args:
-        draw: Returns the workload of a seed.
-        strategies: Strategies to run.
-        seeds: Number of seeds.
-        data: Folder of measurements; None to let jobs behave as predicted.
-        tell: Receives a summary of each finished strategy.
-        watch: Receives the progress of a run.
-        cpu: Processor time in seconds.
+    `data` is the folder of measurements; if it is None, jobs behave as predicted. `tell` receives a summary of each
+    finished strategy, and `watch` the progress of a run. `cpu` returns processor time in seconds.
     """
     drawn = [draw(seed) for seed in range(seeds)]
     truths = [

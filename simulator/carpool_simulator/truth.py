@@ -127,16 +127,10 @@ def utilization(tenants: Sequence[Truth], slowdowns: Sequence[float]) -> float:
 
 
 def sm_activity(mode: SharingMode, tenants: Sequence[Truth], slowdowns: Sequence[float], busy: float) -> float:
-    """Return the share of SMs with work, 0..1.
+    """Return the share of SMs with work, 0..1; `busy` is the utilization of the GPU, 0..1.
 
     Under time-slicing one kernel runs at a time: the busy time counts, with the SMs that its owner uses meanwhile.
     Otherwise kernels run at the same time, and their activities add up.
-
-    Args:
-        mode: Sharing mode of the GPU.
-        tenants: Behaviour of each tenant alone.
-        slowdowns: Slowdown of each tenant.
-        busy: Utilization of the GPU, 0..1.
     """
     active = sum(one.sm / factor for one, factor in zip(tenants, slowdowns, strict=True))
     if mode is SharingMode.TIME_SLICING and active:
@@ -162,12 +156,9 @@ NEIGHBOURS = 8
 
 
 class MeasuredPairs:
-    """Slowdowns of the tenants of one GPU and its utilization, from measured pairs.
+    """Slowdowns of the tenants of one GPU and its utilization, from Lucid's measurements in a folder.
 
-    Args:
-        folder: Folder with `solo_rtx3090.csv` and `colocate_rtx3090.csv` of Lucid.
-        seed: Draws among equally near pairs.
-        behind_mps: Measured pairs for MPS; Lucid's if None.
+    The seed draws among equally near pairs. `behind_mps` are measured pairs for MPS; Lucid's if None.
     """
 
     def __init__(self, folder: Path, seed: int = 0, behind_mps: Pool | None = None) -> None:

@@ -59,11 +59,9 @@ class CheckedManifest(NamedTuple):
 
 
 def read_manifest(path: Path, namespace: str | None) -> dict[str, Any]:
-    """Read a manifest.
+    """Read a manifest: a YAML file with one GpuTrainingJob, or `-` for standard input.
 
-    Args:
-        path: A YAML file with one GpuTrainingJob; `-` is standard input.
-        namespace: The namespace that the user named, or None; the manifest may name no other.
+    The user may have named a namespace; the manifest may then name no other.
 
     Raises:
         ManifestError: It is no GpuTrainingJob of this version, has no name, or names another namespace.
@@ -186,10 +184,7 @@ class SiteSettings(NamedTuple):
 async def read_site_settings(api: KubeApi, asked: AskSettings, flags: frozenset[str]) -> SiteSettings:
     """Return the caller's settings, and for all that the caller did not set, those in the chart's ConfigMap.
 
-    Args:
-        api: The Kubernetes API, with the caller's rights.
-        asked: The caller's settings and defaults.
-        flags: Flags that the caller set; these win.
+    The flags that the caller set win over the ConfigMap, which is read with the caller's rights.
 
     Raises:
         SettingsError: `asked.site` is not a NAMESPACE/NAME.

@@ -35,15 +35,10 @@ UNCHECKED = (
 
 
 class DryRun:
-    """Places the workers of one job on a snapshot, which stays as it is.
+    """Places the wanted workers of one job on a snapshot, which stays as it is.
 
-    Args:
-        cluster: The cluster.
-        request: Request of each worker.
-        config: The site's configuration.
-        wanted: Workers that need a place.
-        steps: Training steps of the job; None if it does not name them.
-        notes: Sentences on parts of the job that could not be checked.
+    `steps` are the training steps of the job; None if it does not name them. `notes` are sentences on parts of the job
+    that could not be checked.
 
     Attributes:
         unchecked: Sentences on everything that was not checked.
@@ -68,8 +63,7 @@ class DryRun:
     def never(self, *, is_complete: bool) -> list[str] | None:
         """Return why the workers could not run even on empty GPUs, and what would help; None if they could.
 
-        Args:
-            is_complete: Whether all GPUs are known: a node that cannot be read may have suitable ones.
+        `is_complete` is whether all GPUs are known: a node that cannot be read may have suitable ones.
         """
         reason = infeasible_when_empty(self._evaluated.evaluation, self._wanted)
         if reason is None:
@@ -86,8 +80,7 @@ class DryRun:
     def outcome(self, waits: str | None = None) -> list[str]:
         """Return where the workers would go now and how the place was chosen, or why they would wait.
 
-        Args:
-            waits: Why the queue would not admit the job now, although there may be room; None if it would.
+        `waits` is why the queue would not admit the job now, although there may be room; None if it would.
         """
         if waits is None and not self.fits:
             waits = self._no_room()
@@ -97,8 +90,7 @@ class DryRun:
     def again(self, own: Collection[frozenset[GpuUuid]]) -> list[str]:
         """Return how a decision made now compares with the places that the job has, on a cluster without the job.
 
-        Args:
-            own: GPUs of each of its places.
+        `own` has the GPUs of each of its places.
         """
         it = f"it keeps its place; decided now with policy {self._evaluated.policy.name} it would"
         if len(own) != self._wanted:
@@ -156,14 +148,8 @@ def _grouped(lines: Sequence[str]) -> Iterator[str]:
 def step_time_at(demand: Demand, place: Placement | Reservation, devices: Iterable[Device], steps: int | None) -> str:
     """Return the predicted step time at a place in brackets, with the duration of the training if steps are known.
 
-    Args:
-        demand: The job's demand.
-        place: GPUs of one node. The slowest product counts, because the others wait for it.
-        devices: The node's GPUs.
-        steps: Training steps of the job, or None.
-
-    Returns:
-        An empty string if no step time is predicted, and for MIG: predictions are for whole GPUs.
+    The slowest product counts, because the others wait for it. The text is empty if no step time is predicted, and for
+    MIG: predictions are for whole GPUs.
     """
     products = {device.product for device in devices if device.uuid in place.gpu_uuids}
     times = [p.step_time_seconds.median for p in map(demand.prediction_on, products) if p is not None]

@@ -120,16 +120,9 @@ def place_in_queue(
 ) -> QueuePlace:
     """Return the place of a job in the queue and its expected start.
 
-    The end from which the order `Alternate` goes on is in the leader's memory only.
-
-    Args:
-        pending: The pending jobs.
-        request: Request of each worker of the job.
-        cluster: The cluster, with the reservations of the job. The forecast changes it.
-        config: Policy and limits of the site.
-        options: Clock, queue order, and what the site allows jobs.
-        is_new: Whether the job does not exist yet.
-        has_class: Whether its template has a PriorityClass.
+    The cluster has the reservations of the job, and the forecast changes it. `is_new` is whether the job does not exist
+    yet, and `has_class` whether its template has a PriorityClass. The end from which the order `Alternate` goes on is
+    in the leader's memory only.
     """
     # 1. The entries of the queue, and the claims of jobs that it has admitted, as a new leader builds them.
     mine, now_s = request.demand.job_uid, options.clock.now().timestamp()

@@ -30,13 +30,7 @@ class ActivityScale(msgspec.Struct, frozen=True, kw_only=True):
 def activity_scale(calibration: Calibration, product: str, precision: Precision, model: str) -> ActivityScale:
     """Return the median of measured over predicted activity of the model's sizes, or of all jobs from `MIN_JOBS` on.
 
-    A run outside `MIN_SCALE` to `MAX_SCALE` counts, clipped, only if its job has no other run.
-
-    Args:
-        calibration: The document.
-        product: Name of the GPU product.
-        precision: The job's precision.
-        model: Key of its model.
+    A run outside `MIN_SCALE` to `MAX_SCALE` counts, clipped, only if its job has no other run. `model` is its key.
     """
     state = calibration.best(product, precision)
     rows = [] if state is None else state.rows

@@ -193,11 +193,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
         return max(found, key=lambda state: (not state.is_simulated, len(state.rows), state.seen), default=None)
 
     def for_gpus(self, simulated: Collection[str]) -> "Calibration":
-        """Return the calibration without stacks of simulated GPUs, except of the given products.
-
-        Args:
-            simulated: Products whose GPUs are all simulated.
-        """
+        """Return the calibration without stacks of simulated GPUs, except of these products."""
         stacks = [state for state in self.stacks if not state.is_simulated or state.stack.product in simulated]
         return self if len(stacks) == len(self.stacks) else msgspec.structs.replace(self, stacks=stacks)
 

@@ -52,10 +52,6 @@ def bound_reaches(state: StackState, strata: int) -> list[float]:
     It is the ⌈(n + 1)(1 - `MISS_RATE`)⌉-th of n jobs' distances, or the largest: the rank of split conformal prediction
     (Lei et al., JASA 2018). Its guarantee does not hold, because the line is fitted on the same rows; misses widen the
     bound further. A row counts for its own stratum and for riskier ones.
-
-    Args:
-        state: The stack.
-        strata: Number of strata.
     """
     limit = _outlier_distance(state)
     rows = [row for row in state.rows if not row.censored]
@@ -142,15 +138,7 @@ def refusal_of(expected: RunPrediction, measured: RunMeasurement) -> Refusal | N
 def observe(
     calibration: Calibration, stack: Stack, expected: RunPrediction, measured: RunMeasurement, model: MemoryModel
 ) -> Calibration:
-    """Return the calibration with one more observation.
-
-    Args:
-        calibration: The document.
-        stack: The stack that the job ran on.
-        expected: The job's prediction.
-        measured: The job's measurement.
-        model: The shipped memory model; a new stack starts with its line.
-    """
+    """Return the calibration with one more observation; a new stack starts with the line of the shipped model."""
     if measured.sample and measured.sample in calibration.counted:
         return calibration
     is_refused = refusal_of(expected, measured) is not None

@@ -81,16 +81,9 @@ def find_history(
 ) -> RunHistory | None:
     """Return the observations of a job's earlier runs, or None if there are none.
 
-    A death is doubted if it is older than `retry_before`, or if a run on another product took less memory than the dead
-    run had.
-
-    Args:
-        calibration: The document.
-        product: Name of the GPU product.
-        precision: The job's precision.
-        model: Key of its model.
-        reserved_mib: Memory that the simulated allocator holds.
-        retry_before: Time before which deaths are doubted, in seconds since 1970; never if negative.
+    A death is doubted if a run on another product took less memory than the dead run had, or if it is older than
+    `retry_before`, in seconds since 1970; negative: never. `model` is the key of the model, and `reserved_mib` what the
+    simulated allocator holds.
     """
     state = calibration.best(product, precision)
     rows = [] if state is None else [row for row in state.rows if is_of(row, model, reserved_mib)]
@@ -124,10 +117,8 @@ def find_history(
 def retry_before(product: GpuProduct, products: Iterable[GpuProduct], now: float | None) -> float:
     """Return the time before which deaths on a product are doubted: a day ago on the largest one, else never.
 
-    Args:
-        product: The product.
-        products: Products that the job is predicted for.
-        now: Seconds since 1970; None if deaths never become old.
+    `products` are those that the job is predicted for. `now` is in seconds since 1970; if it is None, deaths never
+    become old.
     """
     is_largest = all(other.memory_mib <= product.memory_mib for other in products)
     return now - RETRY_AFTER_S if now is not None and is_largest else -1.0
@@ -180,10 +171,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 def apply_peak(memory: MemoryPrediction, history: RunHistory, correction: float) -> MemoryPrediction:
     """Return the prediction with measured peaks in place of the model's; the class keeps its width.
 
-    Args:
-        memory: The model's prediction.
-        history: Earlier runs.
-        correction: Correction of the model's trees, by which the history is divided.
+    The history is divided by `correction`, that of the model's trees.
     """
     median, upper = memory.median_mib, memory.upper_mib
     if history.peak_mib:
@@ -231,11 +219,6 @@ def runs_alone(memory: MemoryPrediction, product: GpuProduct, history: RunHistor
 
     The GPU is refused instead if the median exceeds it as well and no run of the job was observed there. Placement and
     the simulator have no other rule for this.
-
-    Args:
-        memory: The prediction.
-        product: The GPU product.
-        history: Earlier runs there, if any.
     """
     return exceeds_gpu(memory, product) and (
         history is not None or memory.median_mib <= USABLE_SHARE * product.memory_mib
@@ -245,12 +228,8 @@ def runs_alone(memory: MemoryPrediction, product: GpuProduct, history: RunHistor
 def exceeded_whole_gpu(history: RunHistory | None, product: GpuProduct, correction: float) -> bool:
     """Whether a run died of memory with a whole GPU of the product, and no other run speaks against that.
 
-    A steady peak on the product does, and so does whatever makes the death doubted.
-
-    Args:
-        history: Earlier runs there, if any.
-        product: The GPU product.
-        correction: Correction of the model's trees, by which the history is divided.
+    A steady peak on the product does, and so does whatever makes the death doubted. The history is divided by
+    `correction`, that of the model's trees.
     """
     if history is None or history.peak_mib or history.is_doubted:
         return False

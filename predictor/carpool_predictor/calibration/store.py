@@ -25,12 +25,7 @@ _EXPECTED = "CARPOOL_CALIBRATION: expected NAMESPACE/NAME of a ConfigMap, or not
 def parse_config_map_name(text: str, expected: str = _EXPECTED) -> tuple[str, str] | None:
     """Return namespace and name from `NAMESPACE/NAME`, or None for an empty text.
 
-    Args:
-        text: The setting's value.
-        expected: Beginning of the error message.
-
-    Raises:
-        SettingsError: The text has another form.
+    Another form raises SettingsError, whose message begins with `expected`.
     """
     if not text:
         return None
@@ -59,13 +54,7 @@ class UnreadableCalibrationError(Exception):
 
 
 class CalibrationStore:
-    """Reads and writes the calibration in one ConfigMap.
-
-    Args:
-        api: The Kubernetes API.
-        namespace: Its namespace.
-        name: Its name.
-    """
+    """Reads and writes the calibration in one ConfigMap."""
 
     def __init__(self, api: KubeApi, namespace: str, name: str) -> None:
         self._api, self.namespace, self.name = api, namespace, name

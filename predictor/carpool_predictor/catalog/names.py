@@ -24,13 +24,7 @@ def unsupported(name: str) -> TraceError:
 
 
 def unknown(library: str, name: str, near: Sequence[str]) -> TraceError:
-    """Return the error for a model that its library does not have.
-
-    Args:
-        library: The library.
-        name: The name in it.
-        near: The nearest full names.
-    """
+    """Return the error for a model that its library does not have, with the nearest full names."""
     hint = f"the nearest names are {', '.join(near)}" if near else "no name is near"
     return TraceError("UnknownCatalogModel", f"{library} has no model {name!r}, {hint}; {CORRECT}")
 

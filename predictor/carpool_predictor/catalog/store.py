@@ -95,9 +95,7 @@ class Store:
     def traced(self, name: str, optimizer: Optimizer | None = None) -> ModelFeatures | None:
         """Return a model's features at its default input, or None if it was not traced with the optimizer.
 
-        Args:
-            name: Catalog name.
-            optimizer: One of those that were traced; the document's first by default.
+        The default is the document's first optimizer.
         """
         entry, optimizer = self._entry(name), optimizer or self.document.optimizer
         steps = [] if entry is None else [self._step(step, optimizer) for step in entry.steps]

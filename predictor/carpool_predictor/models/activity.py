@@ -191,15 +191,9 @@ class Answer:
 
 
 def activity_on(features: ModelFeatures, cost: StepCost, training: Training, product: GpuProduct) -> Answer:
-    """Predict the activity of a job alone on a GPU.
+    """Predict the activity of a job alone on a GPU; `cost` is its step at the training's batch size.
 
     DRAM activity is the roofline's everywhere, scaled by the predicted utilization, because no data has it.
-
-    Args:
-        features: The model's layers and sizes.
-        cost: Its step at the job's batch size.
-        training: The job's batch size and precision.
-        product: The GPU product.
     """
     layers = features.layers
     plain = roofline.activity_on(cost, product, training.precision, convolutional=layers.convolution > layers.linear)

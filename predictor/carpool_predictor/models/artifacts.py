@@ -20,14 +20,9 @@ class _Version(msgspec.Struct, frozen=True):
 def decode(
     content: bytes, kind: type[Model], name: str, version: int = 1, repair: str = "install carpool again"
 ) -> Model:
-    """Return the document in a file's content.
+    """Return the document in a file's content, JSON whose field `format` may be absent.
 
-    Args:
-        content: JSON; its field `format` may be absent.
-        kind: Type of the document.
-        name: Its name in messages, such as "an activity model".
-        version: The format that this version of Carpool reads.
-        repair: Advice in the error about an older format.
+    Messages contain its name, such as "an activity model", and for an older format the advice `repair`.
 
     Raises:
         MalformedError: The content is truncated, changed, or of another format.
@@ -43,15 +38,7 @@ def decode(
 
 
 def load(name: str, read: Callable[[bytes], Model]) -> Model:
-    """Return a shipped model.
-
-    Args:
-        name: Name of its file.
-        read: Decodes the file's content.
-
-    Raises:
-        MalformedError: The file is missing or invalid.
-    """
+    """Return the shipped model in a file; raises MalformedError if it is missing or invalid."""
     file = resources.files("carpool_predictor").joinpath("artifacts", name)
     try:
         content = file.read_bytes()

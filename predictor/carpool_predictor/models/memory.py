@@ -230,14 +230,8 @@ def predict_memory(
 ) -> MemoryPrediction:
     """Predict the peak memory of the process.
 
-    Args:
-        cost: The simulated step.
-        layers: Layers of the model, which decide the width of the memory class.
-        model: Line and coverage.
-        correction: The step's correction.
-        calibrated: Whether the model was fitted on this stack.
-        context_difference_mib: CUDA context on this product less that on the calibrated one.
-        is_derived: Whether the product is derived from NVML.
+    The layers decide the width of the memory class. `calibrated` is whether the model was fitted on this stack, and
+    `context_difference_mib` the CUDA context on this product less that on the calibrated one.
     """
     line = model.slope * cost.reserved_bytes / MIB + model.intercept_mib
     median = max(line * correction.line_factor + context_difference_mib, cost.peak_bytes / MIB)

@@ -99,10 +99,7 @@ def slowdowns(
 def upper_margin(mode: SharingMode, util: Ratios, present: NDArray[np.bool_] | None = None) -> Slowdowns:
     """Return the upper quantile less the median, shape (gpus, tenants); 0 where the mask is false.
 
-    Args:
-        mode: Sharing mode of all these GPUs.
-        util: Share of time in which a kernel of the tenant runs alone, 0..1, shape (gpus, tenants).
-        present: Mask of the entries that are tenants, same shape; all entries by default.
+    The arguments are those of `slowdowns`.
     """
     if mode not in (SharingMode.TIME_SLICING, SharingMode.MPS):
         return np.zeros(np.shape(util))
@@ -174,10 +171,8 @@ def _levels(tenants: int, depth: int) -> tuple[_Level, ...]:
 class MeanValueAnalysis:
     """Mean-value analysis of GPUs with equally many tenants, after Reiser and Lavenberg (1980).
 
-    Args:
-        busy: Share of time in which a kernel of the tenant runs alone, 0..1, shape (gpus, tenants).
-        exponent: k.
-        depth: Levels of smaller groups.
+    `busy` is the share of time in which a kernel of the tenant runs alone, 0..1, shape (gpus, tenants), and `exponent`
+    is k.
     """
 
     def __init__(self, busy: Slowdowns, exponent: float, depth: int = DEPTH) -> None:
@@ -235,14 +230,10 @@ class TenantActivity(NamedTuple):
 
 
 def solo_activity(mode: SharingMode, together: Sequence[TenantActivity]) -> list[TenantActivity]:
-    """Estimate the activity of each tenant alone from the measured activity together.
+    """Estimate the activity of each tenant alone from the activity measured together, over the same time.
 
     Fixed-point iteration: alone = min(1, measured · slowdown(alone)). On a saturated GPU many solutions exist and the
     iteration ends at the smallest, so that callers may use it there only to raise an estimate.
-
-    Args:
-        mode: Sharing mode of the GPU.
-        together: Measured activity of each tenant over the same time.
     """
     measured = np.array(together, np.float64).reshape(-1, 3)
     found = measured.copy()
@@ -255,11 +246,6 @@ def solo_activity(mode: SharingMode, together: Sequence[TenantActivity]) -> list
 
 
 def is_saturated(mode: SharingMode, together: Sequence[TenantActivity]) -> bool:
-    """Whether a tenant gets only what the others leave: of time under time-slicing, of SMs under MPS.
-
-    Args:
-        mode: Sharing mode of the GPU.
-        together: Measured activity of each tenant.
-    """
+    """Whether a tenant gets only what the others leave: of time under time-slicing, of SMs under MPS."""
     used = {SharingMode.TIME_SLICING: (one.util for one in together), SharingMode.MPS: (one.sm for one in together)}
     return len(together) > 1 and sum(used.get(mode, ())) >= SATURATION

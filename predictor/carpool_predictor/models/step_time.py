@@ -99,11 +99,8 @@ class StepTime:
 def step_time_on(cost: StepCost, product: GpuProduct, precision: Precision, *, convolutional: bool) -> StepTime:
     """Predict the time of a step.
 
-    Args:
-        cost: FLOPs, bytes and kernels of the step.
-        product: The GPU.
-        precision: Decides whether tensor cores compute.
-        convolutional: Whether most work is in convolutions, for which PyTorch uses TF32 by default.
+    The precision decides whether tensor cores compute. `convolutional` is whether most work is in convolutions, for
+    which PyTorch uses TF32 by default.
     """
     model = shipped()
     vector = product.fp32_tflops * model.learned.matrix

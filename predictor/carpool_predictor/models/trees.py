@@ -42,10 +42,7 @@ class Forest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self.base + total
 
     def check(self, features: int) -> None:
-        """Refuse a forest that could fail or never end.
-
-        Args:
-            features: Number of features in a row.
+        """Refuse a forest that could fail or never end; a row has this number of features.
 
         Raises:
             MalformedError: The lists differ in length, an index is out of range or points backwards, or a number is not

@@ -32,11 +32,7 @@ def _work(connection: Connection) -> None:
 
 
 class WorkerProcess:
-    """One worker process, started early so that it has imported PyTorch when its task comes.
-
-    Args:
-        target: Function that serves the worker's end of the pipe.
-    """
+    """One worker process, started early so that it has imported PyTorch when its task comes."""
 
     def __init__(self, target: Callable[[Connection], None] = _work) -> None:
         self._connection, theirs = _CONTEXT.Pipe()
@@ -78,13 +74,7 @@ class WorkerProcess:
 
 
 class MpsDaemon:
-    """The profiler's MPS daemon.
-
-    Args:
-        directory: Directory of its pipe and log.
-        gpu: UUID of the GPU.
-        program: Path of nvidia-cuda-mps-control.
-    """
+    """The profiler's MPS daemon of one GPU; the directory receives its pipe and log."""
 
     def __init__(self, directory: Path, gpu: str, program: str = MPS_CONTROL) -> None:
         self._program, self._gpu = program, gpu
@@ -138,16 +128,7 @@ class HardwareError(RuntimeError):
 
 
 class NvmlMachine:
-    """One GPU of this machine.
-
-    Args:
-        index: Its NVML index.
-        library: NVIDIA's bindings of NVML.
-        worker: Starts a process that waits for a task.
-
-    Raises:
-        HardwareError: NVML or the GPU is missing.
-    """
+    """One GPU of this machine, by its NVML index; raises HardwareError without NVML or the GPU."""
 
     def __init__(self, index: int, library: Any = pynvml, worker: Callable[[], WorkerProcess] = WorkerProcess) -> None:
         self._nvml, self._worker = library, worker

@@ -86,12 +86,7 @@ class Training:
 
 
 def replies(workload: Workload, runs: Iterator[float]) -> Iterator[Reply]:
-    """Train, and yield replies until the runs end or one fails.
-
-    Args:
-        workload: The job.
-        runs: Seconds of each run.
-    """
+    """Train for the seconds of each run, and yield replies until the runs end or one fails."""
     try:
         training = Training(workload)
         training.warm_up()

@@ -41,12 +41,7 @@ class CachingAllocator:
         self._order = 0
 
     def allocate(self, key: int, size: int) -> None:
-        """Allocate a block for a tensor.
-
-        Args:
-            key: Key of the tensor.
-            size: Size in bytes; 0 allocates nothing.
-        """
+        """Allocate a block for the tensor with this key; a size of 0 bytes allocates nothing."""
         if size <= 0:
             return
         size = -(-size // GRANULE) * GRANULE

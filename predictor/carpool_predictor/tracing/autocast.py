@@ -42,11 +42,7 @@ _PRODUCTS = frozenset(
 
 
 class MetaAutocast(TorchFunctionMode):
-    """Casts the arguments of functions above autograd, so that gradients are cast back.
-
-    Args:
-        dtype: The lower precision.
-    """
+    """Casts the arguments of functions to the lower precision above autograd, so that gradients are cast back."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

@@ -38,15 +38,9 @@ T = TypeVar("T")
 
 
 def explained(what: str, run: Callable[[], T], file: Path | None = None) -> T:
-    """Run code of a model, and turn its errors into a `TraceError`.
+    """Run code of a model, and turn its errors into a TraceError whose message begins with `what`.
 
-    Args:
-        what: Beginning of the message, such as "its constructor failed".
-        run: The code.
-        file: The user's file, whose lines the message names; None for catalog models.
-
-    Raises:
-        TraceError: The code failed.
+    The message names the line of the user's file; catalog models have none.
     """
     try:
         return run()
@@ -319,13 +313,9 @@ def build(recipe: Recipe, training: Training, mode: TensorMode) -> tuple[nn.Modu
 def trace_recipe(
     recipe: Recipe, training: Training, sizes: Sequence[int] = (), operators: OperatorCache | None = None
 ) -> ModelFeatures:
-    """Build a model with fake weights and trace its training step.
+    """Build a model with fake weights and trace its training step at ascending batch sizes, by default `batch_sizes`.
 
-    Args:
-        recipe: The model.
-        training: The training.
-        sizes: Batch sizes, ascending; those of `batch_sizes` by default.
-        operators: Cache of operator results, shared by several traces.
+    Several traces may share a cache of operator results.
 
     Raises:
         TraceError: The model cannot be built or trained without data.

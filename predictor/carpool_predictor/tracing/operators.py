@@ -85,10 +85,7 @@ def bytes_moved(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
 def attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> int:
     """Return the FLOPs of attention: two products of (queries × keys), over the heads' widths.
 
-    Args:
-        query: Shape (batch, heads, queries, width).
-        key: Shape (batch, heads, keys, width).
-        value: Shape (batch, heads, keys, value width).
+    Shapes are (batch, heads, queries or keys, width).
     """
     batch, heads, queries, width = query
     return 2 * batch * heads * queries * key[2] * (width + value[3])

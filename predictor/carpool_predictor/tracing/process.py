@@ -99,12 +99,7 @@ def _out_of_memory(memory_mib: int) -> Abstention:
 
 
 def answer(request: TraceRequest, memory_mib: int = 0) -> TraceReply:
-    """Trace the requested model in this process; each expected failure is an abstention.
-
-    Args:
-        request: The model.
-        memory_mib: The memory limit of this process, for the message.
-    """
+    """Trace the requested model in this process, with its memory limit; each expected failure is an abstention."""
     try:
         from carpool_predictor.tracing.models import factory_recipe, model_recipe, trace_recipe
 

@@ -71,13 +71,7 @@ def untraceable(model: CatalogModel | None) -> Abstention:
 
 
 class SubprocessTracer:
-    """Answers from the feature store, or traces in a process that is killed at its limits.
-
-    Args:
-        limits: Limits of one trace.
-        start: Makes the process of one trace.
-        seconds: Clock, for the duration of a trace.
-    """
+    """Answers from the feature store, or traces in a process that is killed at its limits."""
 
     def __init__(
         self,

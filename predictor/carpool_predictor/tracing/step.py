@@ -59,9 +59,7 @@ def _replace_data(parameter: Tensor, converted: Tensor) -> None:
 def fake_weights(mode: TensorMode, dtype: torch.dtype | None = None) -> Iterator[None]:
     """Make every parameter and buffer registered inside the block fake, and initialisers do nothing.
 
-    Args:
-        mode: Mode of the weights.
-        dtype: Type of floating-point weights; unchanged if None.
+    Floating-point weights get the type `dtype`; without it they keep theirs.
     """
     twins = WeakIdKeyDictionary()
 
@@ -251,16 +249,7 @@ def _count_on_the_host(optimizer: torch.optim.Optimizer) -> None:
 def trace_step(
     training: FakeTraining, batch_size: int, operators: OperatorCache | None = None
 ) -> tuple[TracedStep, StepTracker]:
-    """Trace one step at a batch size.
-
-    Args:
-        training: The model and its optimizer.
-        batch_size: Samples of the step.
-        operators: Cache of operator results, shared by several traces.
-
-    Returns:
-        The step, and the tracker with its storages.
-    """
+    """Trace one step at a batch size; return it, and the tracker with its storages."""
     tracker = StepTracker(operators)
     inputs = training.inputs(batch_size)
     storages = tracker.storages

@@ -91,11 +91,7 @@ class LiveStorages:
 
 
 class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves it unannotated
-    """Intercepts every operator of a step below autograd and autocast, and counts it.
-
-    Args:
-        cache: Cache of operator results.
-    """
+    """Intercepts every operator of a step below autograd and autocast, and counts it."""
 
     def __init__(self, cache: OperatorCache | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
