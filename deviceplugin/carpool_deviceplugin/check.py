@@ -1,10 +1,10 @@
 """Checks of a node and its GPUs: requirements of the node, NVML's answers, MPS and MIG. Needs no Kubernetes."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 from carpool_core.resources.node import Reservation
@@ -28,8 +28,6 @@ from carpool_deviceplugin.nvml_devices import NvmlDevices
 from carpool_deviceplugin.partitions import plan
 from carpool_deviceplugin.quoting import quoted
 from carpool_deviceplugin.sampling import AHEAD_US, SM_ACTIVE, GpmSampler
-
-T = TypeVar("T")
 
 
 class Verdict(StrEnum):
@@ -145,11 +143,9 @@ def _deviations(rules: Mapping[str, bool], found: object) -> Iterator[str]:
     yield from (f"expected {rule}, found {found}" for rule, holds in rules.items() if not holds)
 
 
-def _duplicates(keys: Sequence[T]) -> list[T]:
-    seen, again = set[T](), list[T]()
-    for key in keys:
-        (again.append if key in seen else seen.add)(key)
-    return again
+def _duplicates(keys: Iterable[object]) -> list[object]:
+    counts = Counter(keys)
+    return [*(counts - Counter(counts.keys())).elements()]
 
 
 def check_identity(session: Session) -> Iterator[str]:

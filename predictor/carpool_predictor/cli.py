@@ -3,6 +3,7 @@
 import asyncio
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from carpool_predictor.features import Abstention, MalformedError
 from carpool_predictor.models import activity, memory, step_time
 from carpool_predictor.predict import prepare
 from carpool_predictor.report import as_json, as_text, report_on
-from carpool_predictor.rows import Tally, WorkerDied, predict_rows
+from carpool_predictor.rows import WorkerDied, predict_rows
 from carpool_predictor.tracing.process import FactoryModel, TraceLimits, TraceRequest
 from carpool_predictor.tracing.source import SubprocessTracer
 
@@ -297,8 +298,8 @@ def _predict_rows(rows: Path, out: Path, limits: TraceLimits, calibration: Path 
         raise InputError(f"cannot read {rows} or write {out}: {e}") from e
     except WorkerDied as e:
         raise click.ClickException(str(e)) from e
-    if errors := tally.statuses["error"]:
-        raise InputError(f"{errors:,} of {tally.rows:,} rows of {rows} were refused; their answers give the reasons")
+    if errors := tally["error"]:
+        raise InputError(f"{errors:,} of {tally.total():,} rows of {rows} were refused; their answers give the reasons")
 
 
 def _is_same(rows: Path, out: Path) -> bool:
@@ -332,18 +333,20 @@ def waiting(what: str, console: Console | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def row_progress(rows: Path) -> Iterator[Callable[[Tally, int], None]]:
+def row_progress(rows: Path) -> Iterator[Callable[[Counter[str], int], None]]:
     """Show the progress through a file; yields the callback for each answered chunk."""
-    console, begin, last = Console(stderr=True), time.monotonic(), Tally()
+    console, begin, last = Console(stderr=True), time.monotonic(), ""
     columns = (BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=rows.stat().st_size)
 
-        def on_progress(tally: Tally, read_bytes: int) -> None:
+        def on_progress(tally: Counter[str], read_bytes: int) -> None:
             nonlocal last
-            last = tally
-            bar.update(task, advance=read_bytes, description=tally.rate(time.monotonic() - begin))
+            counts = ", ".join(f"{count:,} {status}" for status, count in sorted(tally.items()))
+            rate = tally.total() / max(time.monotonic() - begin, 1e-6)
+            last = f"{tally.total():,} rows ({counts}), {rate:,.0f} a second"
+            bar.update(task, advance=read_bytes, description=last)
 
         yield on_progress
-    if last.rows:
-        console.print(last.rate(time.monotonic() - begin), highlight=False)
+    if last:
+        console.print(last, highlight=False)

@@ -129,7 +129,7 @@ def cost_at(features: ModelFeatures, batch_size: int) -> StepCost:
     steps = features.steps
     if len(steps) == 1:
         return _scaled(steps[0], batch_size / steps[0].batch_size)
-    costs = list(accumulate(map(_cost, steps), lambda one, other: StepCost(*map(max, one, other))))
+    costs = list(accumulate(map(_scaled, steps), lambda one, other: StepCost(*map(max, one, other))))
     upper = max(next((i for i, step in enumerate(steps) if step.batch_size >= batch_size), len(steps) - 1), 1)
     low, high = steps[upper - 1].batch_size, steps[upper].batch_size
     along = (batch_size - low) / (high - low)
@@ -142,38 +142,18 @@ def cost_at(features: ModelFeatures, batch_size: int) -> StepCost:
     )
 
 
-def _cost(step: TracedStep) -> StepCost:
-    return StepCost(
-        step.peak_bytes,
-        _reserved(step),
-        step.flops,
-        step.bytes_moved,
-        step.kernels,
-        step.activation_bytes,
-        step.unfolded_bytes,
-        _largest(step),
-    )
-
-
-def _largest(step: TracedStep) -> float:
-    return step.largest_bytes or step.peak_bytes * LARGEST_SHARE
-
-
-def _reserved(step: TracedStep) -> float:
-    return max(step.reserved_bytes or step.peak_bytes * RESERVED_PER_LIVE, step.peak_bytes)
-
-
-def _scaled(step: TracedStep, ratio: float) -> StepCost:
+def _scaled(step: TracedStep, ratio: float = 1.0) -> StepCost:
     constant = step.peak_bytes - step.activation_bytes
+    reserved = max(step.reserved_bytes or step.peak_bytes * RESERVED_PER_LIVE, step.peak_bytes)
     return StepCost(
         peak_bytes=constant + step.activation_bytes * ratio,
-        reserved_bytes=constant + (_reserved(step) - constant) * ratio,
+        reserved_bytes=constant + (reserved - constant) * ratio,
         flops=step.flops * ratio,
         bytes_moved=step.bytes_moved * ratio,
         kernels=step.kernels,
         activation_bytes=step.activation_bytes * ratio,
         unfolded_bytes=step.unfolded_bytes * ratio,
-        largest_bytes=_largest(step) * ratio,
+        largest_bytes=(step.largest_bytes or step.peak_bytes * LARGEST_SHARE) * ratio,
     )
 
 

@@ -118,16 +118,8 @@ def _product(report: Report, product: ProductReport) -> dict[str, Any]:
             "activity": product.answer.activity_measured,
             "step_time": product.answer.step_time_inside,
         },
-        "largest_batch": _largest(product.largest),
-        "mig": {profile: {"largest_batch": _largest(found)} for profile, found in product.mig.items()},
-    }
-
-
-def _largest(found: LargestBatch) -> dict[str, Any]:
-    return {
-        "batch_size": found.batch_size,
-        "limited_by_trace": found.limited_by_trace,
-        "fewer_than": found.fewer_than,
+        "largest_batch": asdict(product.largest),
+        "mig": {profile: {"largest_batch": asdict(found)} for profile, found in product.mig.items()},
     }
 
 

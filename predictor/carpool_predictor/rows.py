@@ -9,7 +9,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import IO, Any
 
@@ -228,23 +227,6 @@ class WorkerDied(RuntimeError):  # noqa: N818  (the event)
     """A worker process was killed."""
 
 
-@dataclass
-class Tally:
-    """Counts of answered rows by status."""
-
-    statuses: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def rows(self) -> int:
-        """Number of answered rows."""
-        return self.statuses.total()
-
-    def rate(self, took_s: float) -> str:
-        """Return the counts and the rows per second, for people."""
-        counts = ", ".join(f"{count:,} {status}" for status, count in sorted(self.statuses.items()))
-        return f"{self.rows:,} rows ({counts}), {self.rows / max(took_s, 1e-6):,.0f} a second"
-
-
 class _Status(msgspec.Struct, frozen=True):
     status: str
 
@@ -256,21 +238,24 @@ def predict_rows(
     rows: Iterator[bytes],
     out: IO[bytes],
     limits: TraceLimits,
-    on_progress: Callable[[Tally, int], None],
+    on_progress: Callable[[Counter[str], int], None],
     workers: int = 0,
     *,
     calibration: Calibration | None = None,
-) -> Tally:
+) -> Counter[str]:
     """Write one answer line for each row, in order, as soon as it is ready; blank lines are skipped.
 
     `on_progress` is called with the counts so far and the bytes read since the last call. `workers` is the number of
     processes; 0 is one for each processor.
+
+    Returns:
+        The number of rows by status.
     """
-    tally = Tally()
+    tally = Counter[str]()
     for lines, answers in _answered(rows, limits, calibration, workers or len(os.sched_getaffinity(0))):
         out.write(b"\n".join(answers) + b"\n")
         out.flush()
-        tally.statuses.update(_STATUS.decode(answer).status for answer in answers)
+        tally.update(_STATUS.decode(answer).status for answer in answers)
         on_progress(tally, sum(map(len, lines)))
     return tally
 

@@ -1,115 +1,23 @@
 """The cluster of a simulation: GpuNodes as their agents would report them, and the ledger."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import msgspec
-import numpy as np
 from carpool_core.clock import rfc3339
 from carpool_core.resources.meta import ObjectMeta
 from carpool_core.resources.node import Device, GpuNode, GpuNodeSpec, GpuNodeStatus, Reservation, Tenant
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
 from carpool_extender.cache import ledger
 from carpool_extender.cache.cluster import ClusterCache, GpuAvailability
-from carpool_extender.cache.gpu_table import Bools, GpuTable, Rows, UnavailableReason
+from carpool_extender.cache.gpu_table import UnavailableReason
 from carpool_extender.cache.peaks import StablePeak, peaks_of, use_measured_peak
-from carpool_extender.framework.filters import (
-    Evaluation,
-    FilterResults,
-    empty_results,
-    run_filters,
-)
 from carpool_extender.framework.scores import SchedulerConfig
-from carpool_extender.framework.selection import EvaluationCache, FilterRunner
+from carpool_extender.framework.selection import EvaluationCache, FilterRunner, filter_rows
 from carpool_extender.queue.scheduling_queue import Claim
 
 from carpool_simulator.truth import Truth, WorkloadError
-
-MOST_STATES = 50_000
-OF_GPU = (
-    "alive",
-    "device_class",
-    "unavailable",
-    "mode",
-    "prepared",
-    "count",
-    "mig_memory_slices",
-    "mig_compute_slices",
-    "user",
-)
-OF_TENANTS = ("memory_mib", "util", "sm", "dram", "max_slowdown", "namespace", "cluster_tenancy")
-"""Columns that the checks read; the aggregates follow from them."""
-
-
-class _Memo(NamedTuple):
-    """Results of one request by state; shape (states,) each."""
-
-    is_known: Bools
-    results: FilterResults
-
-
-class FilterMemo:
-    """Runs the checks once for GPUs in equal states. Device classes and namespaces of the cluster must not change.
-
-    Args:
-        cluster: The cluster.
-        most: States that are remembered; beyond, all are forgotten.
-        run: Runs the checks on GPUs.
-    """
-
-    def __init__(
-        self,
-        cluster: ClusterCache,
-        most: int = MOST_STATES,
-        run: Callable[[Evaluation, GpuTable], FilterResults] = run_filters,
-    ) -> None:
-        self._cluster, self._most, self._run = cluster, most, run
-        self._generation = -1
-        self._number: dict[tuple[object, ...], int] = {}
-        self._state: Rows = np.zeros(0, np.intp)
-        self._memos: dict[bytes, _Memo] = {}
-
-    def __call__(self, evaluation: Evaluation, rows: Rows | None) -> FilterResults:
-        """Run all checks of a request on some GPUs; on all if None."""
-        columns = evaluation.snapshot.gpus
-        self._follow(columns)
-        states = self._state if rows is None else self._state[rows]
-        memo = self._memo(evaluation)
-        if not memo.is_known[states].all():
-            new, first = np.unique(states, return_index=True)
-            first = first[~memo.is_known[new]]
-            new = states[first]
-            memo.results.put(new, self._run(evaluation, columns.take(first if rows is None else rows[first])))
-            memo.is_known[new] = True
-        return memo.results.of(states)
-
-    def _memo(self, evaluation: Evaluation) -> _Memo:
-        states, shape = len(self._number), evaluation.pod_request.shape
-        memo = self._memos.get(shape)
-        if memo is None:
-            memo = self._memos[shape] = _Memo(np.zeros(states, np.bool_), empty_results(states))
-        elif len(memo.is_known) < states:
-            more = np.append(memo.is_known, np.zeros(2 * states - len(memo.is_known), np.bool_))
-            memo = self._memos[shape] = _Memo(more, memo.results.resized(2 * states))
-        return memo
-
-    def _follow(self, columns: GpuTable) -> None:
-        """Number the states of GPUs that changed."""
-        gpus, generation = len(columns.alive), self._cluster.generation
-        changed = self._cluster.changed_since(self._generation) if len(self._state) == gpus else None
-        if len(self._number) > self._most:
-            self._number.clear()
-            self._memos.clear()
-            changed = None
-        if changed is None:
-            self._state, changed = np.zeros(gpus, np.intp), np.arange(gpus)
-        of_gpus = zip(*[getattr(columns, name)[changed].tolist() for name in OF_GPU], strict=True)
-        of_tenants = [getattr(columns, name) for name in OF_TENANTS]
-        for row, of_gpu, count in zip(changed.tolist(), of_gpus, columns.count[changed].tolist(), strict=True):
-            state = (*of_gpu, *[array[row, :count].tobytes() for array in of_tenants]) if count else of_gpu
-            self._state[row] = self._number.setdefault(state, len(self._number))
-        self._generation = generation
 
 
 class Physics(Protocol):
@@ -155,20 +63,20 @@ class ClusterModel:
     Args:
         nodes: Devices of each node.
         config: Configuration of the site.
-        filters: Wraps the function that runs the checks.
+        filter_runner: Runs the checks.
     """
 
     def __init__(
         self,
         nodes: Mapping[str, Sequence[Device]],
         config: SchedulerConfig,
-        filters: Callable[[FilterRunner], FilterRunner] = lambda run: run,
+        filter_runner: FilterRunner = filter_rows,
     ) -> None:
         self._slots = config.slots
         self.delay = MonitorDelay()
         self.cluster = ClusterCache(config.slots, self.delay)
         """GPUs, reservations and claims as the scheduler sees them."""
-        self.evaluations = EvaluationCache(self.cluster, config, CACHED_REQUESTS, filters(FilterMemo(self.cluster)))
+        self.evaluations = EvaluationCache(self.cluster, config, CACHED_REQUESTS, filter_runner)
         """Evaluations on it."""
         self._devices = {name: list(devices) for name, devices in nodes.items()}
         self._capacity = {name: self._capacity_of(name) for name in nodes}

@@ -10,12 +10,12 @@ from functools import partial
 import msgspec
 from carpool_core.products import find_product
 from carpool_core.resources.job import RunPolicy
-from carpool_core.resources.node import Device, Reservation, Tenant
+from carpool_core.resources.node import Device, Reservation
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
 from carpool_extender.cache.gpu_table import SETTLED_S
 from carpool_extender.cache.peaks import margins
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
-from carpool_extender.framework.selection import FilterRunner
+from carpool_extender.framework.selection import FilterRunner, filter_rows
 from carpool_extender.queue.scheduling_queue import Admitted, Claim, QueuedJobInfo, SchedulingQueue
 from carpool_predictor.models.slowdown import TenantActivity
 
@@ -45,8 +45,6 @@ class Running:
     version: int = 0
     """Raised when its speed changes; an end that was scheduled under another version is void."""
     ended: bool = False
-    measured: dict[GpuUuid, tuple[float, PodUid, Tenant | None]] = field(default_factory=dict)
-    """Last measurement on each GPU: its slowdown then, the UID of the worker, and the report."""
 
     def uid_on(self, gpu: GpuUuid) -> PodUid:
         """Return the UID of the worker that has a GPU."""
@@ -185,20 +183,12 @@ class Monitors:
             running_of, tenants = {}, []
             for gpu in self._on_node[node]:
                 for running in gpu.tenants:
-                    uid, tenant = self._measured(running, gpu.device.uuid)
+                    uid = running.uid_on(gpu.device.uuid)
                     running_of[uid] = running
+                    tenant = self._information.measured(running.job.truth, uid, gpu.device.uuid, running.slowdown)
                     if tenant is not None and now_s >= running.started_s + LOADED_S:
                         tenants.append(tenant)
             self._model.report(node, tenants, self._measured_reservations(node, running_of), now_s)
-
-    def _measured(self, running: Running, gpu: GpuUuid) -> tuple[PodUid, Tenant | None]:
-        """Return the UID of a tenant on a GPU and its report, which is the same while its speed is."""
-        known = running.measured.get(gpu)
-        if known is None or known[0] != running.slowdown:
-            uid = running.uid_on(gpu)
-            tenant = self._information.measured(running.job.truth, uid, gpu, running.slowdown)
-            known = running.measured[gpu] = (running.slowdown, uid, tenant)
-        return known[1:]
 
     def _measured_reservations(self, node: str, running_of: Mapping[PodUid, Running]) -> dict[PodUid, Reservation]:
         """Return the reservations of a node with measured profiles, for strategies without predictions; else none."""
@@ -224,7 +214,7 @@ CURVE_EVERY_S = 60.0
 class Simulation:
     """One run of one strategy on one workload; `run` may be called once.
 
-    `information` makes the information model, and `filters` wraps the function that runs the checks.
+    `information` makes the information model.
     """
 
     def __init__(
@@ -233,7 +223,7 @@ class Simulation:
         strategy: Strategy,
         physics: Physics,
         information: Callable[..., InformationModel] = InformationModel,
-        filters: Callable[[FilterRunner], FilterRunner] = lambda run: run,
+        filter_runner: FilterRunner = filter_rows,
     ) -> None:
         self._strategy, self._physics = strategy, physics
         self._now_s = self._left_s = 0.0
@@ -242,7 +232,7 @@ class Simulation:
         self._largest_mib = max(d.memory_mib - d.reserved_mib for _, d in devices)
         self._information = information(strategy, self._largest_mib, is_decreasing=policy.decreasing)
         config = SchedulerConfig(policy, SLOTS, strategy.conditions)
-        self._model = ClusterModel(workload.nodes, config, filters)
+        self._model = ClusterModel(workload.nodes, config, filter_runner)
         self._queue = SchedulingQueue(
             self._model.cluster,
             self._model.evaluations,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from carpool_core.resources.job import GraphLayer, GraphModel
 from carpool_predictor.features import TraceError
-from carpool_predictor.tracing.allocator import CachingAllocator, reserved_after
+from carpool_predictor.tracing.allocator import CachingAllocator
 from carpool_predictor.tracing.models import build_inline, count_layers
 from carpool_predictor.tracing.step import fake_mode, fake_weights
 from hypothesis import given, settings
@@ -117,7 +117,9 @@ SEQUENCES = {
 
 @pytest.mark.parametrize(("steps", "reserved_mib"), SEQUENCES.values(), ids=SEQUENCES)
 def test_segments_are_reserved_as_by_pytorch(steps: list[tuple[int, int]], reserved_mib: int) -> None:
-    assert reserved_after(steps) == reserved_mib * MIB
+    allocator = CachingAllocator()
+    allocator.replay(steps)
+    assert allocator.reserved_bytes == reserved_mib * MIB
 
 
 @settings(deadline=None)  # wall-clock time varies on a shared machine

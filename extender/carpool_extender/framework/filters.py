@@ -304,10 +304,6 @@ class FilterResults:
         for column in fields(self):
             getattr(self, column.name)[rows] = getattr(others, column.name)
 
-    def of(self, rows: Rows) -> "FilterResults":
-        """Return copies of some rows."""
-        return FilterResults(*[getattr(self, column.name)[rows] for column in fields(self)])
-
     def resized(self, gpus: int) -> "FilterResults":
         """Return a copy with more rows; the new ones have to be evaluated."""
         return FilterResults(*[np.resize(getattr(self, column.name), gpus) for column in fields(self)])

@@ -3,11 +3,10 @@
 The evaluation of a request shape is kept in an LRU cache, and updated incrementally when GPUs change.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import compress
-from typing import Protocol
 
 import numpy as np
 from cachetools import LRUCache
@@ -48,12 +47,8 @@ MAX_INCREMENTAL = 0.25
 """Share of changed rows above which all rows are evaluated again."""
 
 
-class FilterRunner(Protocol):
-    """Runs all checks; the simulator passes one with a memo."""
-
-    def __call__(self, evaluation: Evaluation, rows: Rows | None, /) -> FilterResults:
-        """Return the results for some GPUs; for all if None."""
-        ...
+FilterRunner = Callable[[Evaluation, Rows | None], FilterResults]
+"""Runs all checks on some GPUs; on all if None."""
 
 
 def filter_rows(evaluation: Evaluation, rows: Rows | None) -> FilterResults:

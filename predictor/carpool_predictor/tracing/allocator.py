@@ -40,6 +40,14 @@ class CachingAllocator:
         self._live: dict[int, _Block] = {}
         self._order = 0
 
+    def replay(self, events: Iterable[tuple[int, int]]) -> None:
+        """Repeat events: (key, size) allocates, (key, -1) frees."""
+        for key, size in events:
+            if size < 0:
+                self.free(key)
+            else:
+                self.allocate(key, size)
+
     def allocate(self, key: int, size: int) -> None:
         """Allocate a block for the tensor with this key; a size of 0 bytes allocates nothing."""
         if size <= 0:
@@ -106,26 +114,11 @@ class CachingAllocator:
         del pool[bisect_left(pool, (block.size, block.order))]
 
 
-def reserved_after(events: Iterable[tuple[int, int]], allocator: CachingAllocator | None = None) -> int:
-    """Replay events and return the reserved bytes.
-
-    Args:
-        events: (key, size) for an allocation, (key, -1) for a release, in order.
-        allocator: The allocator to continue with; a new one by default.
-    """
-    allocator = allocator or CachingAllocator()
-    for key, size in events:
-        if size < 0:
-            allocator.free(key)
-        else:
-            allocator.allocate(key, size)
-    return allocator.reserved_bytes
-
-
 def reserved_by_repeated(events: Sequence[tuple[int, int]]) -> int:
     """Return the reserved bytes after the events of a step ran twice; the second run reuses the blocks of the first."""
     allocator = CachingAllocator()
-    reserved_after(events, allocator)
+    allocator.replay(events)
     freed = {key for key, size in events if size < 0}
     # Weights and optimizer state outlive the step and exist when it runs again.
-    return reserved_after([event for event in events if event[0] in freed], allocator)
+    allocator.replay(event for event in events if event[0] in freed)
+    return allocator.reserved_bytes

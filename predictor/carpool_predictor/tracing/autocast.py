@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from carpool_predictor.features import TraceError
+from carpool_predictor.tracing.operators import full_precision
 
 _LOWER: frozenset[Callable[..., Any]] = frozenset(
     {
@@ -52,7 +53,7 @@ class MetaAutocast(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Cast the arguments of the listed functions, then call them."""
         kwargs = kwargs or {}
-        cast = self._lowered if func in _LOWER else _raised if func in _LOSSES else None
+        cast = self._lowered if func in _LOWER else full_precision if func in _LOSSES else None
         if cast is not None:
             args = [_each(value, cast) for value in args]
             kwargs = {name: _each(value, cast) for name, value in kwargs.items()}
@@ -92,10 +93,6 @@ class NoProductMissed(TorchDispatchMode):  # type: ignore[no-untyped-call]  # Py
                 f"{func} is not in the list of operators that autocast casts on tensors without data",
             )
         return func(*args, **(kwargs or {}))
-
-
-def _raised(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def _each(value: Any, cast: Callable[[Tensor], Tensor]) -> Any:

@@ -152,8 +152,8 @@ class CudaRules(TorchFunctionMode):
             if _is_fusable(*args, **kwargs):
                 return _fused_attention(*args, **kwargs)
         elif self._autocast and func in _FULL_PRECISION:
-            args = tuple(map(_full, args))
-            kwargs = {name: _full(value) for name, value in kwargs.items()}
+            args = tuple(map(full_precision, args))
+            kwargs = {name: full_precision(value) for name, value in kwargs.items()}
         return func(*args, **kwargs)
 
 
@@ -207,7 +207,8 @@ def _fused_attention(
     return passed
 
 
-def _full(value: Any) -> Any:
+def full_precision(value: Any) -> Any:
+    """Return a 16-bit tensor in FP32; other values unchanged."""
     narrow = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
     return value.float() if narrow else value
 
@@ -233,7 +234,7 @@ class OperatorCache:
             candidate = self._candidates[func] = not func.is_view and func.namespace == "aten"
         if not candidate or not _is_on_meta(args):
             return func(*args, **kwargs)
-        is_coarse = func in _PER_CHANNEL and all(tensor.is_contiguous() for tensor in _tensors(args))
+        is_coarse = func in _PER_CHANNEL and all(tensor.is_contiguous() for tensor in tensors_in(*args))
         look = _channels_of if is_coarse else _layout_of
         key = (func, *map(look, args), *((name, _layout_of(value)) for name, value in kwargs.items()))
         if key not in self._outputs:
@@ -262,19 +263,11 @@ class OperatorCache:
 
 def _is_on_meta(args: Sequence[Any]) -> bool:
     found = False
-    for tensor in _tensors(args):
+    for tensor in tensors_in(*args):
         if not tensor.is_meta:
             return False
         found = True
     return found
-
-
-def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
 
 
 def _is_new(out: Any, args: Sequence[Any]) -> bool:
@@ -287,7 +280,7 @@ def _is_new(out: Any, args: Sequence[Any]) -> bool:
     memory = {storage._cdata for storage in made}
     return (
         len(memory) == len(made)
-        and memory.isdisjoint(tensor.untyped_storage()._cdata for tensor in _tensors(args))
+        and memory.isdisjoint(tensor.untyped_storage()._cdata for tensor in tensors_in(*args))
         and [storage.nbytes() for storage in made] == [storage.nbytes() for storage in alike]
     )
 

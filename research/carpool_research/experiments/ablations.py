@@ -15,7 +15,7 @@ from carpool_core.resources.prediction import Prediction
 from carpool_core.values import GpuUuid, PodUid
 from carpool_extender.cache.gpu_table import MODES, Rows
 from carpool_extender.framework.filters import PASSED, Evaluation, FilterResults, SlowdownCheck
-from carpool_extender.framework.selection import FilterRunner
+from carpool_extender.framework.selection import filter_rows
 from carpool_extender.queue.order import QueueOrder
 from carpool_extender.queue.scheduling_queue import QueuedJobInfo
 from carpool_simulator.cluster_model import Physics
@@ -72,8 +72,8 @@ def simulate(workload: Workload, strategy: Strategy, physics: Physics, seed: int
     if Piece.SLOWDOWNS not in strategy.oracle:
         return Simulation(workload, strategy, physics, information).run()
     truths = {job.name: job.truth for job in workload.jobs}
-    filters = partial(TrueSlowdowns, physics=physics, truths=truths, limit=strategy.max_slowdown)
-    return Simulation(workload, strategy, physics, information, filters).run()
+    checks = TrueSlowdowns(physics, truths, strategy.max_slowdown)
+    return Simulation(workload, strategy, physics, information, checks).run()
 
 
 def steps_of(job: SimJob, strategy: Ablation, seed: int) -> int | None:
@@ -165,18 +165,17 @@ class TrueSlowdowns:
     """Runs the checks, and replaces predicted slowdowns by the truth. Requests must not set a limit themselves.
 
     Args:
-        run: Runs the checks.
         physics: The truth.
         truths: Every job by its name.
         limit: Slowdown that every job accepts.
     """
 
-    def __init__(self, run: FilterRunner, physics: Physics, truths: Mapping[str, Truth], limit: float) -> None:
-        self._run, self._physics, self._truths, self._limit = run, physics, truths, limit
+    def __init__(self, physics: Physics, truths: Mapping[str, Truth], limit: float) -> None:
+        self._physics, self._truths, self._limit = physics, truths, limit
 
     def __call__(self, evaluation: Evaluation, rows: Rows | None) -> FilterResults:
         """Return the results for some GPUs; for all if None."""
-        found, tenants = self._run(evaluation, rows), evaluation.snapshot.gpus.tenants
+        found, tenants = filter_rows(evaluation, rows), evaluation.snapshot.gpus.tenants
         incoming = self._truths[evaluation.pod_request.demand.job_name]
         for place in np.flatnonzero(found.failed == PASSED).tolist():
             mode = MODES[int(found.mode[place])]
