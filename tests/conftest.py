@@ -72,6 +72,14 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests of NVIDIA's programs, which need a network, unless they are asked for."""
+    if "vendor" not in config.option.markexpr:
+        fetched = [item for item in items if item.get_closest_marker("vendor")]
+        config.hook.pytest_deselected(items=fetched)
+        items[:] = [item for item in items if item not in fetched]
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker, (needed, present) in HARDWARE.items():
         if item.get_closest_marker(marker) and not present():

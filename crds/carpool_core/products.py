@@ -4,6 +4,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
+
+import msgspec
 
 from carpool_core.keys import SIMULATED_PREFIX
 from carpool_core.resources.node import NO_FIGURES, Device, NvmlFigures
@@ -36,38 +39,8 @@ class GpuProduct:
     """Whether the figures were computed from what NVML reports, because the name is not in the table."""
 
 
-_A100_40_MIG = ("1g.5gb", "2g.10gb", "3g.20gb", "4g.20gb", "7g.40gb")
-_80GB_MIG = ("1g.10gb", "2g.20gb", "3g.40gb", "4g.40gb", "7g.80gb")
-
-PRODUCTS: tuple[GpuProduct, ...] = (
-    GpuProduct("NVIDIA A100-SXM4-40GB", 40960, "8.0", 108, 1555, 19.5, 312, 400, 50, _A100_40_MIG),
-    GpuProduct("NVIDIA A100-SXM4-80GB", 81920, "8.0", 108, 2039, 19.5, 312, 400, 55, _80GB_MIG),
-    GpuProduct("NVIDIA A100 80GB PCIe", 81920, "8.0", 108, 1935, 19.5, 312, 300, 45, _80GB_MIG),
-    GpuProduct("NVIDIA A30", 24576, "8.0", 56, 933, 10.3, 165, 165, 30, ("1g.6gb", "2g.12gb", "4g.24gb")),
-    GpuProduct("NVIDIA A10", 23028, "8.6", 72, 600, 31.2, 125, 150, 20),
-    GpuProduct("NVIDIA H100 80GB HBM3", 81559, "9.0", 132, 3352, 66.9, 989, 700, 70, _80GB_MIG),
-    GpuProduct("NVIDIA H100 PCIe", 81559, "9.0", 114, 2039, 51.2, 756, 350, 50, _80GB_MIG),
-    GpuProduct(
-        "NVIDIA H200",
-        143771,
-        "9.0",
-        132,
-        4800,
-        66.9,
-        989,
-        700,
-        75,
-        ("1g.18gb", "2g.35gb", "3g.71gb", "4g.71gb", "7g.141gb"),
-    ),
-    GpuProduct("NVIDIA L4", 23034, "8.9", 58, 300, 30.3, 121, 72, 16),
-    GpuProduct("NVIDIA L40S", 46068, "8.9", 142, 864, 91.6, 362, 350, 35),
-    GpuProduct("NVIDIA RTX A6000", 49140, "8.6", 84, 768, 38.7, 155, 300, 20),
-    GpuProduct("Tesla T4", 15360, "7.5", 40, 320, 8.1, 65, 70, 10),
-    GpuProduct("Tesla V100-SXM2-16GB", 16384, "7.0", 80, 900, 15.7, 125, 300, 40),
-    GpuProduct("NVIDIA GeForce RTX 2080", 8192, "7.5", 46, 448, 10.1, 40, 215, 10),
-    GpuProduct("NVIDIA GeForce RTX 3090", 24576, "8.6", 82, 936, 35.6, 71, 350, 20),
-    GpuProduct("NVIDIA GeForce RTX 4090", 24564, "8.9", 128, 1008, 82.6, 165, 450, 20),
-)
+PRODUCTS = msgspec.json.decode(Path(__file__).with_name("products.json").read_bytes(), type=tuple[GpuProduct, ...])
+"""The products with published figures."""
 
 
 class UnknownProductError(ValueError):

@@ -114,12 +114,14 @@ def clean() -> None:
 
 
 @main.command()
-def prepare() -> None:
+@click.option("--vendor", is_flag=True, help="Get NVIDIA's programs for `pytest -m vendor`, too.")
+def prepare(vendor: bool) -> None:
     """Get everything that the tests need: system packages and binaries."""
     console = Console()
     kubelets = not why_no_kubelets()
     binaries.install_packages(binaries.FOR_CONTROL_PLANE + (binaries.FOR_NODES if kubelets else ()), console)
-    binaries.ensure(CONTROL_PLANE_TOOLS | (NODE_TOOLS if kubelets else set()), console=console)
+    wanted = CONTROL_PLANE_TOOLS | (NODE_TOOLS if kubelets else set()) | ({"nvidia-ctk"} if vendor else set())
+    binaries.ensure(wanted, console=console)
 
 
 @main.command()

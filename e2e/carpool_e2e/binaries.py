@@ -190,6 +190,13 @@ MODULES = (
         tags="seccomp",
         cgo=True,
     ),
+    Module(
+        "nvidia",
+        (Tool("nvidia-ctk", "github.com/NVIDIA/nvidia-container-toolkit/cmd/nvidia-ctk", (1, 20)),),
+        "github.com/NVIDIA/nvidia-container-toolkit",
+        "-s -w -X github.com/NVIDIA/nvidia-container-toolkit/internal/info.version={version}",
+        cgo=True,
+    ),
     Module("helm", (Tool("helm", "helm.sh/helm/v4/cmd/helm", (3, 14), ask=("version",)),), "helm.sh/helm/v4"),
 )
 

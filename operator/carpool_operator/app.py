@@ -29,7 +29,7 @@ from carpool_operator.observations import peak_of, sample_of
 from carpool_operator.performer import Performer, Superseded
 from carpool_operator.placement import pods_without_reservation
 from carpool_operator.pods import key_of, key_of_pod
-from carpool_operator.prediction import products_of
+from carpool_operator.prediction import known_products, products_of
 from carpool_operator.prediction_worker import PredictionWorker
 from carpool_operator.reconcile import reconcile
 from carpool_operator.settings import OperatorSettings
@@ -60,7 +60,7 @@ class Operator:
             traces=settings.traces,
             calibration=lambda namespace: self.calibrator.usable(namespace),
             calibration_keys=lambda *job: self.calibrator.keys(*job),
-            find_products=self.nodes.find_products,
+            find_products=lambda names: known_products(names, self.nodes.described),
             is_strict=place is not None and not settings.share_unmeasured,
         )
         events = EventRecorder(api, clock, "carpool-operator")
@@ -70,7 +70,7 @@ class Operator:
             prepare=self.predictions.prepare,
             enqueue=self.queue.add,
             simulated=lambda: self.nodes.simulated,
-            find_products=self.nodes.find_products,
+            find_products=lambda names: known_products(names, self.nodes.described),
             events=events,
         )
         self._expectations = Expectations()

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import structlog
@@ -120,7 +120,8 @@ class NodeCache:
         self._queue, self._pods, self._jobs = queue, pods, jobs
         self._nodes: dict[str, GpuNode] = {}
         self._kinds: Counter[NodeKind] = Counter()
-        self._described: dict[str, GpuProduct] = {}
+        self.described: list[GpuProduct] = []
+        """The products of the cluster's GPUs that can be predicted."""
 
     def get(self, name: str) -> GpuNode | None:
         """Return a GpuNode, None if it does not exist."""
@@ -134,12 +135,7 @@ class NodeCache:
     @property
     def products(self) -> tuple[str, ...]:
         """Names of the products of the cluster's GPUs that can be predicted; the table's before there is a GPU."""
-        return tuple(product.name for product in self._described.values() or PRODUCTS)
-
-    def find_products(self, names: Iterable[str]) -> list[GpuProduct]:
-        """Return the products with these names that the table has or the cluster's GPUs give."""
-        known = {product.name: product for product in PRODUCTS} | self._described
-        return [known[name] for name in names if name in known]
+        return tuple(product.name for product in self.described or PRODUCTS)
 
     @property
     def simulated(self) -> frozenset[str]:
@@ -182,7 +178,7 @@ class NodeCache:
             self._kinds[after] += 1
         self._kinds = +self._kinds
         is_new = known != set(self._kinds)
-        self._described = {one.name: one for one in products_of({kind for node in self._kinds for kind, _ in node})}
+        self.described = products_of({kind for node in self._kinds for kind, _ in node})
         for job in self._jobs:
             if (is_new and not conditions.is_finished(job.status)) or job.status.state is JobState.UNPLACEABLE:
                 self._queue.add(key_of(job))

@@ -7,7 +7,7 @@ import msgspec
 from carpool_core import keys
 from carpool_core.demand import Demand, demand_of, prediction_message, unsuitable_reason
 from carpool_core.durations import durations_s, format_duration
-from carpool_core.products import GpuProduct, UnknownProductError, find_product, hardware_name
+from carpool_core.products import PRODUCTS, GpuProduct, hardware_name
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.prediction import Prediction
 from carpool_core.values import JobState
@@ -45,15 +45,10 @@ def products_of(job: GpuTrainingJob, present: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(wanted))
 
 
-def known_products(names: Iterable[str]) -> list[GpuProduct]:
-    """Return the products that the predictor supports; for others the scheduler assumes the worst case."""
-    found = []
-    for name in names:
-        try:
-            found.append(find_product(name))
-        except UnknownProductError:
-            continue
-    return found
+def known_products(names: Iterable[str], described: Iterable[GpuProduct] = ()) -> list[GpuProduct]:
+    """Return the products of the table, or described ones; for others the scheduler assumes the worst case."""
+    known = {product.name: product for product in (*PRODUCTS, *described)}
+    return [known[name] for name in names if name in known]
 
 
 def predict(draft: Draft) -> bool:

@@ -17,6 +17,7 @@ from carpool_core.values import GpuUuid, JobUid, PodUid, SharingMode
 from carpool_deviceplugin.mps import PROGRAM, Mps, MpsProgram
 from carpool_deviceplugin.simulated import SimulatedDevices, parse_inventory
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
+from carpool_e2e.binaries import ensure
 from carpool_simulated.device import Device
 from carpool_simulated.gpu import Gpus, open_gpus
 from carpool_simulated.state import Facts
@@ -134,9 +135,17 @@ def _fields(value: Any, place: str = "") -> Iterator[str]:
             yield from _fields(inner, place)
 
 
-@pytest.fixture(scope="session")
-def valid_cdi() -> Callable[[dict[str, Any]], None]:
-    """Check a CDI specification against the schema, and its fields against its version."""
+@pytest.fixture(params=["schema", pytest.param("nvidia-ctk", marks=pytest.mark.vendor)])
+def valid_cdi(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[dict[str, Any]], None]:
+    """Check a CDI specification by NVIDIA's toolkit, or against the schema, and its fields against its version."""
+
+    def load(spec: dict[str, Any]) -> None:
+        (tmp_path / "checked").mkdir(exist_ok=True)
+        (tmp_path / "checked" / "spec.json").write_text(json.dumps(spec))
+        command = [ensure(["nvidia-ctk"])["nvidia-ctk"], "cdi", "list", "--spec-dir", str(tmp_path / "checked")]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert "errors" not in done.stderr, done.stderr
+        assert done.stdout.split() == [f"{spec['kind']}={device['name']}" for device in spec["devices"]]
 
     def check(spec: dict[str, Any]) -> None:
         jsonschema.validate(spec, CDI)
@@ -144,7 +153,7 @@ def valid_cdi() -> Callable[[dict[str, Any]], None]:
         early = {name for name in _fields(spec) if CDI_SINCE.get(name, 0) > minor}
         assert not early, f"expected a newer cdiVersion than {spec['cdiVersion']} for {early}"
 
-    return check
+    return load if request.param == "nvidia-ctk" else check
 
 
 @pytest.fixture

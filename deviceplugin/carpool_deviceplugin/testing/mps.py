@@ -61,12 +61,16 @@ class FakeMpsCommands:
         found = self.daemons.get(pipe)
         if found is None:
             raise MpsError(f"Cannot find MPS control daemon process in {pipe}")
-        verb = command.split()[0]
+        verb, _, server = command.partition(" ")
         if found.is_wedged or (found.is_server_wedged and verb not in ("get_server_list", "quit")):
             raise MpsError(_NO_ANSWER)
         match verb:
             case "get_server_list":
                 return f"{found.server}\n" if found.server else ""
+            case "get_server_status" if not server:
+                return "A server PID is required\n"
+            case "get_client_list" | "get_server_status" if server != str(found.server):
+                return f"Server {server or 0} not found\n"
             case "get_client_list":
                 return "".join(f"{pid}\n" for pid in sorted(found.clients))
             case "get_server_status":
@@ -74,7 +78,7 @@ class FakeMpsCommands:
             case "quit":
                 self._end(pipe, self.servers_of.get(pipe, set()))
                 return ""
-        raise MpsError(f"Unrecognized command {command}")
+        return f'Unknown command "{command}"\n'
 
     def is_alive(self, daemon: Daemon) -> bool:
         """Whether there is a daemon."""

@@ -1,0 +1,73 @@
+"""One battery over NVIDIA's MPS control daemon and its fake."""
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from carpool_deviceplugin.mps import PROGRAM, Mps, MpsCommands, MpsError, MpsProgram, MpsStatus
+from carpool_deviceplugin.testing.mps import FakeMpsCommands
+from carpool_e2e.binaries import cache_root
+from mps_world import GPU
+
+ANSWERS = {
+    "get_server_list": "",
+    "get_client_list 99": "Server 99 not found\n",
+    "get_server_status 99": "Server 99 not found\n",
+    "get_server_status": "A server PID is required\n",
+    "bogus": 'Unknown command "bogus"\n',
+}
+"""Answers of a daemon that has had no client."""
+
+
+def download(folder: Path) -> None:
+    """Unpack Debian's package of NVIDIA's program, from the mirror that the machine is set up with."""
+    targets = subprocess.run(["apt-get", "indextargets", "--format", "$(REPO_URI)"], capture_output=True, check=True)
+    mirror = next(uri for uri in targets.stdout.decode().split() if uri.rstrip("/").endswith("/debian"))
+    with tempfile.TemporaryDirectory() as scratch:
+        keys = "/usr/share/keyrings/debian-archive-keyring.gpg"
+        (Path(scratch) / "sources.list").write_text(f"deb [signed-by={keys}] {mirror} trixie non-free\n")
+        (Path(scratch) / "lists" / "partial").mkdir(parents=True)
+        places = f"-oDir::Etc::SourceList={scratch}/sources.list -oDir::Etc::SourceParts=- -oDir::Cache={scratch}"
+        for verb in ("update", "download nvidia-cuda-mps"):
+            command = f"apt-get -qq -oAPT::Sandbox::User=root -oDir::State::Lists={scratch}/lists {places} {verb}"
+            subprocess.run(command.split(), cwd=scratch, check=True)
+        (package,) = Path(scratch).glob("nvidia-cuda-mps_*.deb")
+        subprocess.run(["dpkg", "-x", package, folder], check=True)
+
+
+@pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.vendor)])
+def commands(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> MpsCommands:
+    if request.param == "fake":
+        return FakeMpsCommands()
+    if not (folder := cache_root(os.environ) / "nvidia-cuda-mps").exists():
+        download(folder)
+    monkeypatch.setenv("PATH", f"{folder / 'usr' / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    assert shutil.which(PROGRAM)
+    return MpsProgram()
+
+
+@pytest.fixture
+def mps(commands: MpsCommands) -> Iterator[Mps]:
+    with tempfile.TemporaryDirectory() as directory:  # a short path: the daemon's sockets are in it
+        yield (mps := Mps(commands, Path(directory)))
+        mps.end(GPU)
+
+
+def test_a_control_daemon_answers_as_the_agent_expects(mps: Mps, commands: MpsCommands) -> None:
+    daemon = mps.daemon(GPU)
+    mps.start(GPU)
+    assert mps.is_running(GPU)
+    assert {command: commands.ask(daemon, command) for command in ANSWERS} == ANSWERS
+    assert mps.status(GPU) == MpsStatus(True, frozenset())
+    mps.start(GPU)  # adopts the running one
+    mps.stop(GPU)
+    assert not mps.is_running(GPU)
+    with pytest.raises(MpsError):
+        commands.ask(daemon, "get_server_list")
+    mps.start(GPU)
+    commands.kill(daemon)
+    assert mps.status(GPU) == MpsStatus(False, frozenset())
