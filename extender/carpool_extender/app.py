@@ -103,7 +103,7 @@ def build(
         default_duration_s=settings.default_duration_seconds,
         holders=informers.workers_with_reservation,
     )
-    registry.register(StateCollector(informers, queue.reasons))
+    registry.register(StateCollector(informers, queue.reasons, lambda: gc.orphaned))
     admission = AdmissionController(
         api,
         informers,

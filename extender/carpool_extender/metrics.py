@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from carpool_extender.cache.cluster import KINDS
 from carpool_extender.framework.filters import CHECKS
 from carpool_extender.informers import Informers
 
@@ -119,8 +120,8 @@ class ExtenderMetrics:
 class StateCollector(Collector):
     """The extender's state, read at scrape time."""
 
-    def __init__(self, informers: Informers, reasons: Callable[[], Iterable[str]]) -> None:
-        self._informers, self._reasons = informers, reasons
+    def __init__(self, informers: Informers, reasons: Callable[[], Iterable[str]], orphaned: Callable[[], int]) -> None:
+        self._informers, self._reasons, self._orphaned = informers, reasons, orphaned
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         """Yield the gauges."""
@@ -134,6 +135,18 @@ class StateCollector(Collector):
         for reason, number in Counts(self._reasons()).items():
             waiting.add_metric([reason], number)
         yield waiting
+        unreleased = "Reservations that no pod needs and that could not be released."
+        yield GaugeMetricFamily("carpool_extender_orphaned_reservations", unreleased, self._orphaned())
+        snapshot = self._informers.cluster.snapshot()
+        gpus = snapshot.gpus
+        free = int((gpus.alive & ~gpus.unavailable & (gpus.count == 0)).sum())
+        yield GaugeMetricFamily("carpool_extender_free_gpus", "Available GPUs without a reservation.", free)
+        no_work = "GPUs of a node that get no new work, by reason."
+        unavailable = GaugeMetricFamily("carpool_extender_unavailable_gpus", no_work, labels=["node", "reason"])
+        kinds = Counts((gpus.node[row], why.kind) for row, why in snapshot.unavailable.items())
+        for (node, cause), number in kinds.items():
+            unavailable.add_metric([snapshot.node_names[node], KINDS[cause]], number)
+        yield unavailable
         ages = GaugeMetricFamily(
             "carpool_extender_watch_age_seconds", "Time since the API server's last word.", labels=["kind"]
         )

@@ -54,6 +54,11 @@ LONGEST_MESSAGE = 120
 """Characters of other processes' messages in a reason, which goes into the conditions of all waiting pods."""
 UNHEALTHY, SILENT, BACKOFF, UNRESERVED_USE, CONTRADICTION, INVALID, DUPLICATE_UUID, NO_MEMORY, UNRESERVED_POD = range(9)
 """Kinds of `UnavailableReason`."""
+KINDS = (
+    "unhealthy", "silent", "backoff", "unreserved_use", "contradiction", "invalid", "duplicate_uuid", "no_memory",
+    "unreserved_pod",
+)  # fmt: skip
+"""Name of each kind in metrics."""
 
 N = TypeVar("N", bound=GpuNode)
 

@@ -115,6 +115,8 @@ class ReservationGC:
     ) -> None:
         self._api, self._informers, self._writer, self._restorer = api, informers, writer, restorer
         self._leads, self._clock, self._sleep = leads, clock, sleep
+        self.orphaned = 0
+        """Reservations that no pod needs and that the last sweep could not release; 0 on a standby."""
         self._binding: Container[PodUid] = ()
         self._due: set[str] = set()
         self._are_all_due = False
@@ -159,13 +161,17 @@ class ReservationGC:
     async def sweep(self) -> None:
         """Check every node and every pod."""
         self._restorer.forget_ended()
-        await self._check(self._informers.cluster.nodes, self._informers.pods())
+        self.orphaned = await self._check(self._informers.cluster.nodes, self._informers.pods())
 
-    async def _check(self, names: Iterable[str], pods: Iterable[Pod]) -> None:
+    async def _check(self, names: Iterable[str], pods: Iterable[Pod]) -> int:
+        """Release and restore reservations; return how many that no pod needs are left on these nodes."""
         if not self._leads():
-            return
-        await gather_bounded(self._release_all, await filter_in_chunks(self._expired_on, names))
+            return 0
+        expired = await filter_in_chunks(self._expired_on, names)
+        await gather_bounded(self._release_all, expired)
+        left = [still[1] for name, _ in expired if (still := self._expired_on(name)) is not None]
         await self._restorer.restore(pods, self._binding)
+        return sum(map(len, left))
 
     def _expired_on(self, name: str) -> tuple[str, list[Reservation]] | None:
         """Return the reservations of a node that its watched pods no longer need; None if there are none."""

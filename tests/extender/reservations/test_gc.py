@@ -29,6 +29,7 @@ from carpool_extender.reservations.writer import ReservationWriter
 from carpool_extender.testing import device, gpu_node, pod_of, seed_node, seed_pod, tenant, until
 from extender_world import NAMES, World, args, background, filtering, named
 from msgspec.structs import replace
+from prometheus_client import generate_latest
 
 NOW = FakeClock().now()
 POD = "x-worker-0-1"
@@ -136,13 +137,13 @@ async def test_a_failing_release_is_tried_again(world):
     world.add("x")
     seed_node(world.kube, gpu_node("a", 1, [tenant("gone", ["GPU-a-0"])]))
     world.kube.fail_next("patch", GPU_NODES, Forbidden("not now", status=403))
-    async with world.extender():
-        await until(lambda: world.writes(GPU_NODES.plural) != [])
+    async with world.extender() as extender:
+        await until(lambda: extender.gc.orphaned == 1)
         for _ in range(3):
             world.clock.advance(5)
             for _ in range(50):
                 await asyncio.sleep(0)
-        assert world.held() == {}
+        assert (world.held(), extender.gc.orphaned) == ({}, 0)
     assert len([call for call in world.writes(GPU_NODES.plural) if not call.subresource]) == 2
 
 
@@ -250,6 +251,8 @@ async def test_a_node_created_again_is_not_offered_while_a_worker_runs_there_wit
         if recorded:
             message = f"default/{POD} runs on its node without a reservation"
             assert message in extender.informers.cluster.snapshot().unavailable[0].reason
+            metrics = generate_latest(extender.registry).decode()
+            assert 'carpool_extender_unavailable_gpus{node="a",reason="unreserved_pod"} 1.0' in metrics
         await world.kube.patch(PODS, POD, {"status": {"phase": "Succeeded"}}, namespace="default", subresource="status")
         await until(lambda: extender.informers.pod("pod-x").is_finished)
         assert sorted((await extender.service.filter(filtering("y"))).node_names) == ["a", "b"]

@@ -181,6 +181,8 @@ async def test_metrics(call):
         'carpool_extender_bind_seconds_count{step="prepare"} 1.0',
         'carpool_extender_bind_seconds_count{step="bind"} 1.0',
         "carpool_extender_reservations 1.0",
+        "carpool_extender_orphaned_reservations 0.0",
+        "carpool_extender_free_gpus 1.0",
         'carpool_extender_watch_age_seconds{kind="GpuNode"} 0.0',
         'carpool_build_info{process="extender",version=',
     ):
