@@ -151,11 +151,16 @@ class Module:
 
 _COMPONENT = "k8s.io/component-base/version"
 _CONTAINERD = "github.com/containerd/containerd/v2"
+_PROMETHEUS = "github.com/prometheus/prometheus"
 
 
 def _kubernetes(name: str, ask: tuple[str, ...] = ("--version",)) -> Tool:
     # Kubernetes changes from minor to minor what the harness configures.
     return Tool(name, f"k8s.io/kubernetes/cmd/{name}", (1, 36), (1, 37), ask)
+
+
+def _prometheus(name: str) -> Tool:
+    return Tool(name, f"{_PROMETHEUS}/cmd/{name}", (3, 0))
 
 
 MODULES = (
@@ -198,6 +203,13 @@ MODULES = (
         cgo=True,
     ),
     Module("helm", (Tool("helm", "helm.sh/helm/v4/cmd/helm", (3, 14), ask=("version",)),), "helm.sh/helm/v4"),
+    Module(
+        "prometheus",
+        (_prometheus("prometheus"), _prometheus("promtool")),
+        _PROMETHEUS,
+        "-s -w -X github.com/prometheus/common/version.Version={version}",
+        tags="remove_all_sd",
+    ),
 )
 
 CONTROL_PLANE_TOOLS = frozenset(
