@@ -238,6 +238,7 @@ class AdmissionController:
         for uid in [*self._claims]:
             self.forget_claim(uid)
         self._admitted_at.clear()
+        self._metrics.pending_jobs.set(0)
 
     async def run_once(self) -> None:
         """Run one pass: claim for admitted pods, return those that did not start, admit pending jobs."""

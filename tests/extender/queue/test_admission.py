@@ -140,9 +140,11 @@ async def test_only_the_leader_admits_and_a_new_leader_rebuilds_claims():
         await cluster.settle()
         assert extender.admission.claim_of(PodUid("pod-running")).node == "a"
         assert cluster.gated() == ["next-worker-0-1"], "the GPU belongs to the pod that another leader admitted"
+        assert extender.registry.get_sample_value("carpool_extender_pending_jobs") == 1
         cluster.hold("elsewhere_3")
         await cluster.settle()
         assert extender.admission.claim_of(PodUid("pod-running")) is None
+        assert extender.registry.get_sample_value("carpool_extender_pending_jobs") == 0
 
 
 @pytest.mark.parametrize("is_lost", [True, False])
