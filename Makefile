@@ -60,7 +60,7 @@ crds: install ## generate the CRDs from the Python types
 protos: install ## generate the gRPC stubs of the kubelet's APIs
 	sh deviceplugin/protos.sh $(CURDIR)/$(BIN)/python
 
-docs: install ## write docs/reference/ from the code
+docs: install ## write docs/reference/ from the code, and the dashboards of the chart
 	PYTHONPATH=docs $(BIN)/python -m carpool_docs
 
 clean: ## remove what was built here

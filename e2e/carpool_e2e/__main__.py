@@ -121,7 +121,7 @@ def prepare(vendor: bool) -> None:
     kubelets = not why_no_kubelets()
     binaries.install_packages(binaries.FOR_CONTROL_PLANE + (binaries.FOR_NODES if kubelets else ()), console)
     wanted = CONTROL_PLANE_TOOLS | (NODE_TOOLS if kubelets else set()) | ({"nvidia-ctk"} if vendor else set())
-    binaries.ensure(wanted | {"promtool"}, console=console)
+    binaries.ensure(wanted | {"prometheus", "promtool"}, console=console)
 
 
 @main.command()
