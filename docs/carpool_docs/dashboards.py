@@ -15,7 +15,8 @@ from grafana_foundation_sdk.models.dashboard import DataSourceRef, VariableRefre
 
 FOLDER = Path(__file__).parents[2] / "helm" / "carpool" / "dashboards"
 _SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
-_STAT_SPAN, _SPAN, _HEIGHT = 4, 12, 8
+_WIDTH = 24
+"""Columns of a dashboard."""
 _SERIES = re.compile(
     r"(?P<function>\b(?:rate|increase|last_over_time)\()?"
     r"\b(?P<metric>carpool_(?:gpu_tenant|job)_\w+)(?:\{(?P<selector>[^}]*)\})?(?P<window>\[[^\]]+\]\))?"
@@ -82,17 +83,17 @@ def _portable(found: re.Match[str]) -> str:
     return f"({exported} or {own})"
 
 
-def _panel(panel: Panel) -> stat.Panel | timeseries.Panel:
+def _panel(panel: Panel, stat_span: int) -> stat.Panel | timeseries.Panel:
     drawn: stat.Panel | timeseries.Panel
     if panel.kind == "stat":
-        drawn = stat.Panel().span(_STAT_SPAN)
+        drawn = stat.Panel().span(stat_span).height(4)
     else:
         tooltip = common.VizTooltipOptions().mode(TooltipDisplayMode.MULTI)
         legend = common.VizLegendOptions().show_legend(show_legend=True)
-        drawn = timeseries.Panel().span(_SPAN).tooltip(tooltip).legend(legend)
+        drawn = timeseries.Panel().span(_WIDTH // 2).height(8).tooltip(tooltip).legend(legend)
         if panel.kind == "stack":
             drawn = drawn.stacking(common.StackingConfig().mode(StackingMode.NORMAL)).fill_opacity(40).min(0)
-    drawn = drawn.title(panel.title).description(panel.description).unit(panel.unit).height(_HEIGHT).datasource(_SOURCE)
+    drawn = drawn.title(panel.title).description(panel.description).unit(panel.unit).datasource(_SOURCE)
     for number, (name, query) in enumerate(panel.queries.items()):
         target = prometheus.Dataquery().expr(portable(query)).legend_format(name or panel.title).datasource(_SOURCE)
         drawn = drawn.with_target(target.ref_id(chr(ord("A") + number)))
@@ -108,8 +109,9 @@ def document(name: str, dashboard: Dashboard) -> str:
         chosen = builders.QueryVariable(variable_name).query(portable(variable.query)).regex(variable.regex)
         chosen = chosen.datasource(_SOURCE).refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
         drawn = drawn.with_variable(chosen.multi(multi=True).include_all(include_all=True).all_value(".*"))
+    stats = sum(panel.kind == "stat" for panel in dashboard.panels)
     for panel in dashboard.panels:
-        drawn = drawn.with_panel(_panel(panel))
+        drawn = drawn.with_panel(_panel(panel, _WIDTH // max(1, stats)))
     return json.dumps(drawn.build(), cls=JSONEncoder, indent=1, sort_keys=True) + "\n"
 
 
