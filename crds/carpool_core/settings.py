@@ -179,14 +179,11 @@ def click_options(cls: type[Any]) -> Callable[[F], F]:
         call.__name__, call.__doc__ = function.__name__, function.__doc__
         call.__dict__.update(function.__dict__)
         for one in reversed(fields):
-            call = click.option(one.flag + _negated(one), _parameter(one), **_option(one))(call)
+            off = f"/--no-{one.flag.removeprefix('--')}" if one.type is bool else ""
+            call = click.option(one.flag + off, _parameter(one), **_option(one))(call)
         return typing.cast("F", call)
 
     return decorate
-
-
-def _negated(one: Setting) -> str:
-    return f"/--no-{one.flag.removeprefix('--')}" if one.type is bool else ""
 
 
 def _parameter(one: Setting) -> str:

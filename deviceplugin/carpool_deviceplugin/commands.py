@@ -31,14 +31,7 @@ from carpool_deviceplugin.cdi import NvidiaCdi
 from carpool_deviceplugin.check import CHECKS, Report, Verdict, check_node, run_check
 from carpool_deviceplugin.gpu import Counters, DeviceError, NoDevicesError
 from carpool_deviceplugin.metrics import AgentCollector
-from carpool_deviceplugin.mig import (
-    Instance,
-    MigRefusal,
-    MigTable,
-    Profile,
-    UnknownProfileError,
-    plan_mig,
-)
+from carpool_deviceplugin.mig import Instance, MigRefusal, MigTable, Profile, UnknownProfileError, plan_mig
 from carpool_deviceplugin.mig_instances import apply_plan, read_mig_devices, read_table
 from carpool_deviceplugin.mps import Mps, MpsHost, MpsProgram, SharedMemory
 from carpool_deviceplugin.nvlib import Identity, load_nvml

@@ -142,11 +142,7 @@ def _partition(reservation: Reservation, state: PartitionState, message: str = "
 
 
 def _partitions(
-    planned: Plan,
-    wanted: Sequence[Reservation],
-    held: frozenset[PodUid],
-    failure: str,
-    struck: Mapping[PodUid, str],
+    planned: Plan, wanted: Sequence[Reservation], held: frozenset[PodUid], failure: str, struck: Mapping[PodUid, str]
 ) -> dict[PodUid, Partition]:
     partitions: dict[PodUid, Partition] = {}
     for r in wanted:

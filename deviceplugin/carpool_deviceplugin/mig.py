@@ -35,9 +35,9 @@ class Profile:
         return hash(self.name)
 
     @cached_property
-    def placements(self) -> tuple[tuple[int, "Placement"], ...]:
-        """The possible placements in ascending order, each with its memory slices as bits."""
-        return tuple((((1 << self.memory_slices) - 1) << start, Placement(self, start)) for start in self.starts)
+    def placements(self) -> tuple["Placement", ...]:
+        """The possible placements in ascending order."""
+        return tuple(Placement(self, start) for start in self.starts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,11 +144,11 @@ def free_counts(table: MigTable, taken: OccupiedSlices) -> tuple[int, ...]:
 
 def _count_free(profile: Profile, taken: OccupiedSlices) -> int:
     # All placements of a profile have one size, so the first ones that fit are the most.
-    count, mask = 0, taken.mask
-    for bits, _ in profile.placements:
-        if not mask & bits:
-            mask, count = mask | bits, count + 1
-    return min(count, int(not taken.media)) if profile.has_media else count
+    count = 0
+    for placement in profile.placements:
+        if taken.fits(placement):
+            taken, count = taken.plus(placement), count + 1
+    return count
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,23 +215,22 @@ def _layouts(table: MigTable, taken: OccupiedSlices, missing: Mapping[Profile, i
     counts = [(p, missing[p]) for p in table.profiles if missing.get(p, 0) > 0]
     if sum(p.memory_slices * count for p, count in counts) > table.memory_slices - taken.mask.bit_count():
         return iter(())
-    return _place(counts, taken.mask, taken.media)
+    return _place(counts, taken)
 
 
-def _place(counts: Sequence[tuple[Profile, int]], taken: int, media: bool) -> Iterator[tuple[Placement, ...]]:
+def _place(counts: Sequence[tuple[Profile, int]], taken: OccupiedSlices) -> Iterator[tuple[Placement, ...]]:
     if not counts:
         yield ()
         return
     profile, count = counts[0]
-    if profile.has_media and (media or count > 1):
-        return
-    free = [place for place in profile.placements if not taken & place[0]]
-    for chosen in combinations(free, count):
-        mask = sum(bits for bits, _ in chosen)
-        if mask.bit_count() != profile.memory_slices * count:
-            continue  # two of them overlap
-        for others in _place(counts[1:], taken | mask, media or profile.has_media):
-            yield (*(placement for _, placement in chosen), *others)
+    for chosen in combinations(filter(taken.fits, profile.placements), count):
+        room = taken
+        for placement in chosen:
+            if not room.fits(placement):
+                break
+            room = room.plus(placement)
+        else:
+            yield from ((*chosen, *others) for others in _place(counts[1:], room))
 
 
 def fits_together(table: MigTable, taken: OccupiedSlices, missing: Mapping[Profile, int]) -> bool:

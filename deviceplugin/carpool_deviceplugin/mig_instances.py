@@ -104,23 +104,7 @@ def read_mig_devices(session: Session, uuid: GpuUuid) -> list[MigDevice]:
 
 
 def create_instance(session: Session, uuid: GpuUuid, placement: Placement) -> None:
-    """Create an instance and read it back; idempotent. Raises NvmlError or DeviceError."""
-    _create(session, uuid, placement)
-    if _at(session, uuid, placement) is None:
-        raise DeviceError(f"GPU {uuid}: expected {placement} to be there, read back it is not; check dmesg")
-
-
-def destroy_instance(session: Session, uuid: GpuUuid, instance: Instance) -> None:
-    """Destroy an instance and read it back; idempotent. Raises NvmlError or DeviceError."""
-    _destroy(session, uuid, instance)
-    if _at(session, uuid, instance.placement) is not None:
-        raise DeviceError(
-            f"GPU {uuid}: expected {instance.placement} to be gone, read back it is still there; check dmesg"
-        )
-
-
-def _create(session: Session, uuid: GpuUuid, placement: Placement) -> None:
-    """Create an instance, or complete one without a compute instance."""
+    """Create an instance, or complete one without a compute instance, and read it back. Raises DeviceError."""
     library, profile = session.library, placement.profile
     there = _at(session, uuid, placement)
     if there is None:
@@ -137,9 +121,12 @@ def _create(session: Session, uuid: GpuUuid, placement: Placement) -> None:
         )
     if not _compute_instances(session, uuid, made, whole):
         session.call(uuid, library.nvmlGpuInstanceCreateComputeInstance, made, whole)
+    if _at(session, uuid, placement) is None:
+        raise DeviceError(f"GPU {uuid}: expected {placement} to be there, read back it is not; check dmesg")
 
 
-def _destroy(session: Session, uuid: GpuUuid, instance: Instance) -> None:
+def destroy_instance(session: Session, uuid: GpuUuid, instance: Instance) -> None:
+    """Destroy an instance and read it back; one that is absent is ignored. Raises DeviceError."""
     there = _at(session, uuid, instance.placement)
     if there is None:
         return
@@ -153,6 +140,10 @@ def _destroy(session: Session, uuid: GpuUuid, instance: Instance) -> None:
         for compute in _compute_instances(session, uuid, handle, compute_profile):
             session.call(uuid, session.library.nvmlComputeInstanceDestroy, compute)
     session.call(uuid, session.library.nvmlGpuInstanceDestroy, handle)
+    if _at(session, uuid, instance.placement) is not None:
+        raise DeviceError(
+            f"GPU {uuid}: expected {instance.placement} to be gone, read back it is still there; check dmesg"
+        )
 
 
 def _compute_profiles(session: Session, uuid: GpuUuid, instance: Handle) -> dict[int, int]:

@@ -508,7 +508,7 @@ class MpsProgram:
         """Send a command to a daemon and return its answer."""
         try:
             mode = (daemon.pipe / "control").lstat().st_mode
-        except OSError as e:  # without the pipe the program would wait for ever
+        except OSError as e:  # without the pipe the program would never end
             raise MpsError(f"expected an MPS daemon, found no control pipe: {e}") from e
         if stat.S_ISLNK(mode):  # the program would follow a link that a client made
             raise MpsError("expected an MPS daemon's control pipe, found a link that a client has put there; end it")

@@ -115,14 +115,7 @@ class Reconciler:
         """Cached partitions; None after a change of reservations or GPUs."""
         self._labels = NodeLabels(node, api, devices)
         self._workers = {
-            uuid: GpuWorker(
-                uuid,
-                devices,
-                self._progress,
-                intervals,
-                self._labels.read,
-                peaks=self.meters[uuid].peaks,
-            )
+            uuid: GpuWorker(uuid, devices, self._progress, intervals, self._labels.read, peaks=self.meters[uuid].peaks)
             for uuid in devices.uuids
         }
         self._readings = Poll(devices.read, intervals.step_deadline_s)

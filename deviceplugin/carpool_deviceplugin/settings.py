@@ -11,10 +11,7 @@ class AgentSettings:
     """Flags and environment variables of the node agent."""
 
     node_name: str = setting(
-        "",
-        flag="--node-name",
-        env="CARPOOL_NODE_NAME",
-        help="Name of the Node whose GPUs the agent manages; required.",
+        "", flag="--node-name", env="CARPOOL_NODE_NAME", help="Name of the Node whose GPUs the agent manages; required."
     )
     simulated_gpus: str | None = setting(
         None,

@@ -55,8 +55,4 @@ def values(text: str) -> Iterator[Value]:
 def section() -> list[str]:
     """Return the section about them."""
     rows = [(code(one.path), code(one.default), one.meaning) for one in values(FILE.read_text(encoding="utf-8"))]
-    return [
-        f"## The chart's {code(BLOCK)}",
-        _INTRODUCTION,
-        table(("Value", "Default", "Meaning"), rows),
-    ]
+    return [f"## The chart's {code(BLOCK)}", _INTRODUCTION, table(("Value", "Default", "Meaning"), rows)]

@@ -137,11 +137,7 @@ def _value(entry: Manifest, adaptation: Adaptation) -> str:
     if "value" in entry:
         return str(entry["value"])
     path = entry.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
-    known = {
-        "spec.nodeName": adaptation.node,
-        "status.hostIP": adaptation.address,
-        "metadata.namespace": NAMESPACE,
-    }
+    known = {"spec.nodeName": adaptation.node, "status.hostIP": adaptation.address, "metadata.namespace": NAMESPACE}
     if path not in known:
         raise HarnessError(
             f"environment variable {entry['name']}: expected a value or one of {[*known]}, found {entry}"

@@ -91,11 +91,6 @@ class Cluster:
         """The administrator's kubeconfig."""
         return self.plane.state / "admin.kubeconfig"
 
-    @property
-    def processes(self) -> "Cluster":
-        """The cluster, which starts Carpool's processes itself."""
-        return self
-
     def __getitem__(self, name: str) -> Process:
         """Return a process: `operator`, `extender`, `kube-scheduler`, `agent-NODE`, `kubelet-NODE`, `fleet`, …."""
         return self.table[name]

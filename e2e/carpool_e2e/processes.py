@@ -573,9 +573,9 @@ def as_by_ctrl_c() -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    # `timeout` signals the whole group, make hands on what it got, and CI sends SIGTERM some seconds after SIGINT:
-    # the second must not disturb the taking down.
-    # A function and not SIG_IGN, which what is started meanwhile would inherit.
+    # `timeout` signals the whole group, make passes signals on, and CI sends SIGTERM some seconds after SIGINT: the
+    # second signal must not disturb the removal of the cluster.
+    # A function and not SIG_IGN, because new processes would inherit that.
     for each in _HANDLED:
         if signal.getsignal(each) is _interrupt:
             signal.signal(each, _already)
@@ -585,6 +585,6 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _already(number: int, frame: FrameType | None) -> None:
-    """Do nothing: the cluster is being taken down. A second Ctrl-C ends the harness at once."""
+    """Do nothing: the cluster is being removed. A second Ctrl-C ends the harness at once."""
     if number == signal.SIGINT:
         signal.signal(number, signal.default_int_handler)

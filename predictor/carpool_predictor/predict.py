@@ -145,10 +145,7 @@ class PredictionContext:
         if is_strict and measured and not memory.learned_runs:
             memory = run_history.first_run_bound(memory, product)
         prediction = ProductPrediction(
-            product=product.name,
-            memory=memory,
-            activity=busy,
-            step_time_seconds=answer.prediction.step_time_seconds,
+            product=product.name, memory=memory, activity=busy, step_time_seconds=answer.prediction.step_time_seconds
         )
         return replace(answer, prediction=prediction, memory_calibrated=measured, is_first=memory.upper_mib > upper_mib)
 
@@ -157,10 +154,7 @@ class PredictionContext:
         busy = activity.activity_on(self.features, self.cost, self.training, product)
         time = step_time.step_time_on(self.cost, product, precision, convolutional=layers.convolution > layers.linear)
         prediction = ProductPrediction(
-            product=product.name,
-            memory=self.memory_on(product),
-            activity=busy.activity,
-            step_time_seconds=time.seconds,
+            product=product.name, memory=self.memory_on(product), activity=busy.activity, step_time_seconds=time.seconds
         )
         return ProductAnswer(
             product, prediction, is_calibrated(self.model, product, precision), busy.inside, busy.measured, time.inside

@@ -234,10 +234,7 @@ class Simulation:
         config = SchedulerConfig(policy, SLOTS, strategy.conditions)
         self._model = ClusterModel(workload.nodes, config, filter_runner)
         self._queue = SchedulingQueue(
-            self._model.cluster,
-            self._model.evaluations,
-            order=self._information.order,
-            backfill=not strategy.in_order,
+            self._model.cluster, self._model.evaluations, order=self._information.order, backfill=not strategy.in_order
         )
         self._gpus: dict[GpuUuid, Gpu] = {}
         for name, device in devices:
@@ -367,7 +364,7 @@ class Simulation:
             self._monitors.report(running.nodes, self._now_s)
 
     def _close(self, gpus: Iterable[Gpu]) -> None:
-        """Let GPUs take no other job until their monitors have seen the newcomer."""
+        """Let GPUs take no other job until their monitors have measured the new job."""
         until_s = self._now_s + self._strategy.settle_s
         for gpu in gpus:
             gpu.closed_until_s = until_s

@@ -37,7 +37,7 @@ class Strategy:
     """Limit of every job."""
     conditions: AdmissionLimits = NO_LIMITS
     settle_s: float = 0.0
-    """Time after a placement in which a GPU takes no other job, in seconds: its monitor must see the newcomer."""
+    """Time after a placement in which a GPU takes no other job, in seconds: its monitor must measure the new job."""
     in_order: bool = False
     """Whether all jobs wait for the first one; otherwise the queue backfills."""
     profile_s: float = 0.0

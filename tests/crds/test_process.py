@@ -15,15 +15,7 @@ import pytest
 import structlog
 from carpool_core import logs, metrics
 from carpool_core.cli import GROUP, load_command, main
-from carpool_core.settings import (
-    LogFormat,
-    LogLevel,
-    LogSettings,
-    SettingsError,
-    click_options,
-    load,
-    setting,
-)
+from carpool_core.settings import LogFormat, LogLevel, LogSettings, SettingsError, click_options, load, setting
 from carpool_core.values import GpuUuid
 from click.testing import CliRunner
 from prometheus_client import CollectorRegistry, Gauge

@@ -7,14 +7,7 @@ from pathlib import Path
 import msgspec
 import pynvml
 import pytest
-from carpool_deviceplugin.check import (
-    CONTRACT,
-    FailedError,
-    Report,
-    check_contract,
-    check_processes,
-    check_utilization,
-)
+from carpool_deviceplugin.check import CONTRACT, FailedError, Report, check_contract, check_processes, check_utilization
 from carpool_deviceplugin.commands import node as command
 from carpool_deviceplugin.nvlib import Session
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
@@ -31,10 +24,6 @@ def run(node: Node, *arguments: str) -> Result:
     return CliRunner().invoke(command, ["check", *arguments], obj=node.devices())
 
 
-def read_report(path: Path) -> Report:
-    return msgspec.json.decode(path.read_bytes(), type=Report)
-
-
 def test_check_reports_node_and_gpu_and_leaves_the_gpu_as_it_was(tmp_path: Path) -> None:
     node, out = make_node(tmp_path), tmp_path / "h100.json"
     found = run(node, "--out", str(out))
@@ -46,7 +35,7 @@ def test_check_reports_node_and_gpu_and_leaves_the_gpu_as_it_was(tmp_path: Path)
     assert [rows[name] for name in ("sm-activity", "contract", "mps", "mig")] == ["passed"] * 3 + ["skipped"]
     assert "nvidia-ctk cdi generate" in found.output
     assert node.mps.daemons == {}
-    written = read_report(out)
+    written = msgspec.json.decode(out.read_bytes(), type=Report)
     assert [o.name for o in written.outcomes][-3:] == ["contract", "mps", "mig"]
     assert (written.product, written.driver) == ("NVIDIA H100 80GB HBM3", "580.95.05")
 

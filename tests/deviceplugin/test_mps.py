@@ -90,7 +90,7 @@ class SlowMps(FakeMpsCommands):
 
     def __init__(self) -> None:
         super().__init__()
-        self.during: Callable[[], None] = lambda: None
+        self.during: Callable[[], object] = lambda: None
 
     def ask(self, daemon: Daemon, command: str) -> str:
         during, self.during = self.during, lambda: None
@@ -263,29 +263,20 @@ def test_process_that_ends_before_its_lookup_is_not_foreign(shared: Shared) -> N
     assert "process 43 on the GPU belong to no pod" in shared.look().problem
 
 
-def test_concurrent_reads_lose_no_fault(shared: Shared) -> None:
+@pytest.mark.parametrize("is_concurrent", [True, False], ids=["concurrent", "failed"])
+def test_concurrent_or_failed_read_loses_no_fault(shared: Shared, is_concurrent: bool) -> None:
     """Regression: one read took the XID, the other one the ended clients, and no pod was reported."""
-    others: list[threading.Thread] = []
-
-    def look_too() -> None:
-        others.append(threading.Thread(target=shared.look))
-        others[0].start()
-        others[0].join(0.2)
-
     shared.node.nvml.raise_xid(0, 31)
     shared.leave("a", "b")
-    shared.mps.during = look_too
-    shared.look()
-    others[0].join()
-    assert shared.ended() == {"a", "b"}
-
-
-def test_failed_read_loses_no_fault(shared: Shared) -> None:
-    shared.node.nvml.raise_xid(0, 31)
-    shared.leave("a", "b")
-    shared.node.nvml.fail_next("nvmlDeviceGetComputeRunningProcesses", pynvml.NVML_ERROR_UNKNOWN)
-    with pytest.raises(NvmlError):
+    if is_concurrent:
+        other = threading.Thread(target=shared.look)
+        shared.mps.during = lambda: (other.start(), other.join(0.2))
         shared.look()
+        other.join()
+    else:
+        shared.node.nvml.fail_next("nvmlDeviceGetComputeRunningProcesses", pynvml.NVML_ERROR_UNKNOWN)
+        with pytest.raises(NvmlError):
+            shared.look()
     assert shared.ended() == {"a", "b"}
 
 

@@ -134,7 +134,7 @@ async def test_container_gets_its_reservation(agent, kubelet, settings, kube, re
     assert found["env"]["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=9216M"
     device = settings.state_dir / "simulated" / first
     assert found["mounts"] == [str(device), str(device / "claims"), str(settings.state_dir / "mps" / first)]
-    assert all_exist(found["mounts"])
+    assert all(map(os.path.exists, found["mounts"]))
 
 
 async def test_metrics_name_the_container_that_holds_the_gpu(agent, kubelet, kube, reserve) -> None:
@@ -160,10 +160,6 @@ async def test_two_pods_of_one_size_each_get_their_own(agent, kubelet, settings,
     await asyncio.gather(kubelet.start_container("b"), kubelet.start_container("a"))
     assert edits(settings, "slot-0")["env"]["CARPOOL_VISIBLE_GPUS"] == second
     assert edits(settings, "slot-1")["env"]["CARPOOL_VISIBLE_GPUS"] == first
-
-
-def all_exist(paths: list[str]) -> bool:
-    return all(os.path.exists(path) for path in paths)
 
 
 async def refused(kubelet: Kubelet, pod: str) -> str:

@@ -6,7 +6,8 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from logging import Handler, LogRecord, getLogger
+from logging import LogRecord, getLogger
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -203,14 +204,17 @@ class _KubeConfig:
                 raise KubeConfigError(self._without_credentials(logged))
             return found
 
-    def _without_credentials(self, logged: list[str]) -> str:
+    def _without_credentials(self, logged: list[LogRecord]) -> str:
         plugin = self._user.safe_get("exec")
         if plugin is None:
             return (
                 f"the kubeconfig {self._names} has no credentials that Carpool supports: "
                 "use a token, a tokenFile, client certificates or an `exec` plugin"
             )
-        reason = "; ".join(logged) or "it returned neither a token nor a certificate with its key"
+        reason = (
+            "; ".join(record.getMessage() for record in logged)
+            or "it returned neither a token nor a certificate with its key"
+        )
         hint = str(self._user["exec"].safe_get("installHint") or "").strip()
         command = self._user["exec"].safe_get("command")
         return (
@@ -236,22 +240,13 @@ class _KubeConfig:
         return Token(read)
 
 
-class _ErrorList(Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
 @contextmanager
-def _logged_errors() -> Iterator[list[str]]:
+def _logged_errors() -> Iterator[list[LogRecord]]:
     """Collect what is logged meanwhile: the client logs why an exec plugin failed instead of raising it."""
-    handler, root = _ErrorList(), getLogger()
+    handler, root = BufferingHandler(1000), getLogger()
     root.addHandler(handler)
     try:
-        yield handler.messages
+        yield handler.buffer
     finally:
         root.removeHandler(handler)
 

@@ -9,15 +9,7 @@ from msgspec import Meta
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.meta import Condition, ObjectMeta
 from carpool_core.resources.prediction import MemoryPrediction, Prediction
-from carpool_core.resources.schema import (
-    ATOMIC,
-    ATOMIC_MAP,
-    MEMORY_RULES,
-    QUANTITY,
-    Resource,
-    Rule,
-    field,
-)
+from carpool_core.resources.schema import ATOMIC, ATOMIC_MAP, MEMORY_RULES, QUANTITY, Resource, Rule, field
 from carpool_core.resources.template import GPU_AMOUNT_RULE, TEMPLATE
 from carpool_core.values import (
     GpuUuid,

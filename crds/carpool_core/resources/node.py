@@ -6,15 +6,7 @@ import msgspec
 
 from carpool_core.resources.meta import Condition, ObjectMeta
 from carpool_core.resources.schema import ATOMIC, ATOMIC_MAP, Resource, field
-from carpool_core.values import (
-    DeviceHealth,
-    GpuUuid,
-    JobUid,
-    PartitionState,
-    PodUid,
-    SharingMode,
-    Tenancy,
-)
+from carpool_core.values import DeviceHealth, GpuUuid, JobUid, PartitionState, PodUid, SharingMode, Tenancy
 
 MAX_MIB = 1024 * 1024 * 1024
 """Largest amount of memory, in MiB: 1 PiB, as for a job's own numbers."""
@@ -173,12 +165,10 @@ class Device(Resource, frozen=True, kw_only=True):
     ]
     memory_mib: Annotated[int, field("Total memory, in MiB.", ge=0, le=MAX_MIB)]
     reserved_mib: Annotated[
-        int,
-        field("Memory for no tenant, in MiB: the driver's, and a margin for fragmentation.", ge=0, le=MAX_MIB),
+        int, field("Memory for no tenant, in MiB: the driver's, and a margin for fragmentation.", ge=0, le=MAX_MIB)
     ] = 0
     compute_capability: Annotated[
-        str,
-        field("CUDA compute capability, such as 8.0; empty if unknown.", pattern=r"^([0-9]{1,3}\.[0-9]{1,3})?$"),
+        str, field("CUDA compute capability, such as 8.0; empty if unknown.", pattern=r"^([0-9]{1,3}\.[0-9]{1,3})?$")
     ] = ""
     figures: Annotated[NvmlFigures, field("What NVML reports of its speed.")] = NO_FIGURES
     mig_profiles: Annotated[list[str], field("MIG profiles that it supports; empty without MIG.", schema=ATOMIC)] = []
@@ -265,10 +255,7 @@ class GpuNodeStatus(Resource, frozen=True, kw_only=True):
     ] = []
     conditions: Annotated[
         list[Condition],
-        field(
-            "Ready and MpsAvailable, as the agent last reported; they stay if the agent dies.",
-            schema=ATOMIC,
-        ),
+        field("Ready and MpsAvailable, as the agent last reported; they stay if the agent dies.", schema=ATOMIC),
     ] = []
     summary: Annotated[NodeSummary, field("Columns of `kubectl get`.")] | None = None
 

@@ -107,6 +107,5 @@ class Prediction(Resource, frozen=True, kw_only=True):
         str, field("Digest of the prediction's input; the job is predicted again when it changes.", max_length=128)
     ] = ""
     products: Annotated[
-        list[ProductPrediction],
-        field("Prediction for each GPU product.", schema=ATOMIC, max_length=64),
+        list[ProductPrediction], field("Prediction for each GPU product.", schema=ATOMIC, max_length=64)
     ] = []

@@ -77,10 +77,7 @@ _CONTAINER: dict[str, Any] = {
         "resources": {
             "type": "object",
             "description": f"Requests and limits. Carpool adds {RESOURCE_GPU} where it is left out.",
-            "properties": {
-                "limits": _amounts("Limits by resource."),
-                "requests": _amounts("Requests by resource."),
-            },
+            "properties": {"limits": _amounts("Limits by resource."), "requests": _amounts("Requests by resource.")},
             **_PRESERVE,
         },
     },
@@ -125,13 +122,7 @@ def _text(description: str, *rules: Rule) -> dict[str, Any]:
 
 
 def _part(description: str, **properties: Any) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "description": description,
-        "nullable": True,
-        "properties": properties,
-        **_PRESERVE,
-    }
+    return {"type": "object", "description": description, "nullable": True, "properties": properties, **_PRESERVE}
 
 
 def _list_of(description: str, item: dict[str, Any]) -> dict[str, Any]:

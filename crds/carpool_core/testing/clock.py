@@ -9,8 +9,8 @@ from carpool_core.clock import Clock
 class FakeClock(Clock):
     """Starts at noon of 2026-01-31, UTC, and at 1,000 s monotonic."""
 
-    def __init__(self, start: datetime = datetime(2026, 1, 31, 12, tzinfo=UTC)) -> None:
-        self._now, self._monotonic = start, 1000.0
+    def __init__(self) -> None:
+        self._now, self._monotonic = datetime(2026, 1, 31, 12, tzinfo=UTC), 1000.0
         self._sleepers: list[tuple[float, asyncio.Future[None]]] = []
 
     def now(self) -> datetime:

@@ -112,7 +112,7 @@ class Agents:
         self._busy.discard(name)
 
     async def renew(self) -> None:
-        """Renew all leases, and the heartbeats of agents that have written nothing for so long, for ever."""
+        """Renew all leases, and the heartbeats of agents that have written nothing for that time, until cancelled."""
         renewed_at = float("-inf")
         while True:
             now = time.monotonic()
@@ -218,8 +218,8 @@ async def _measure(cluster: Cluster, report: Callable[[str], None], jobs: int) -
         ]
         tasks = [asyncio.create_task(work) for work in (*(watch.run() for watch in watches), agents.renew())]
         await _register(api)
-        await asyncio.to_thread(cluster.processes.start_scheduler)
-        await asyncio.to_thread(cluster.processes.start_operator)
+        await asyncio.to_thread(cluster.start_scheduler)
+        await asyncio.to_thread(cluster.start_operator)
         report(f"{NODE_COUNT} nodes are ready")
         before, began = _processor_times(cluster), time.monotonic()
         creates = (api.create(GPU_TRAINING_JOBS, sleeper(node_name(n)), namespace="default") for n in range(jobs))

@@ -19,38 +19,38 @@ STILL = 1.01
 LEAST_MARGIN = 1 + RUN_TOLERANCE
 """Smallest margin: the difference of two runs of a job that count as equal."""
 LEAST_BUSY_PERCENT = 1.0
-"""GPU utilization below which a tenant does not work: it loads, or waits, and will take its memory later."""
+"""GPU utilization below which a tenant does not work: it loads data or waits, and allocates its memory later."""
 
 
 class StablePeak(NamedTuple):
-    """Peaks that have stood still for some time."""
+    """Stable peaks of a pod."""
 
     peaks: tuple[int, ...]
     """Peaks on each of a pod's GPUs, in MiB."""
     margin: float
-    """How many times as much counts after that time, of these peaks and of no larger ones."""
+    """Factor from these peaks to the memory that counts; larger peaks are not covered."""
 
 
 class _Seen(NamedTuple):
     """Observations of a tenant."""
 
     peaks: tuple[int, ...]
-    """On each of its GPUs, in MiB, when they last moved."""
+    """Peaks on each of its GPUs at their last change, in MiB."""
     still_s: float
-    """For how long it has worked since, in seconds."""
+    """Its working time since then, in seconds."""
     at_s: float
-    """When that was reckoned."""
+    """Time of this observation, in monotonic seconds."""
     works: bool
     """Whether it worked then."""
 
 
 def margins(steady_s: float = STEADY_S) -> tuple[tuple[float, float], ...]:
-    """Return after how many seconds of work in which it stood still a peak counts, and how many times.
+    """Return pairs of a stable working time, in seconds, and the margin with which a peak counts from then on.
 
-    At first it may still grow: the margin is that by which the bound of a job is raised that died of memory.
+    An early peak may still grow, so that its margin is the factor after a death of memory.
 
     Args:
-        steady_s: Time after which a peak is taken for the job's.
+        steady_s: Time after which a peak counts as the job's.
     """
     return (LOADING_S, OOM_FACTOR), (steady_s, LEAST_MARGIN)
 
@@ -58,18 +58,18 @@ def margins(steady_s: float = STEADY_S) -> tuple[tuple[float, float], ...]:
 def use_measured_peak(
     spec: GpuNodeSpec, tenants: Mapping[tuple[PodUid, GpuUuid], Tenant], pods: Mapping[PodUid, StablePeak]
 ) -> GpuNodeSpec:
-    """Let reservations count with so many times what their pods were measured to take.
+    """Let reservations count with the measured peaks of their pods, times a margin.
 
-    Never does one count with more than before, but for a pod that takes more than what counts: it has its promise again
-    for good. That is written, too, because an agent that starts anew knows nothing of earlier peaks.
+    A reservation never counts with more than before, with one exception: a pod that exceeds its measured peak counts
+    with its full promise for good. That is written, too, because a new agent has no earlier peaks.
 
     Args:
         spec: Spec of a node.
         tenants: Measurements there, by pod and GPU.
-        pods: Those whose peaks have stood still. One that has risen meanwhile has earned nothing.
+        pods: Pods with stable peaks. A pod whose peak has risen since then stays as before.
 
     Returns:
-        The new spec; the same one where nothing changes.
+        The new spec; the same object if nothing changes.
     """
     after = [_settled(one, tenants, pods.get(one.pod_uid)) for one in spec.reservations]
     if all(new is old for new, old in zip(after, spec.reservations, strict=True)):
@@ -108,16 +108,16 @@ def peaks_of(one: Reservation, tenants: Mapping[tuple[PodUid, GpuUuid], Tenant])
 
 
 def _stood(now: tuple[int, ...] | None, was: tuple[int, ...]) -> bool:
-    """Whether peaks on all of a pod's GPUs are still those that they were."""
+    """Whether the peaks on all of a pod's GPUs are stable."""
     return (
         now is not None and len(now) == len(was) and all(peak <= STILL * of for peak, of in zip(now, was, strict=True))
     )
 
 
 class PeakTracker:
-    """Remembers since when peaks have stood still: of tenants that work, on nodes whose agents are heard.
+    """Remembers since when the peaks of working tenants are stable, on nodes whose agents report.
 
-    Time counts from when this process saw it. A restart loses no more than that, because what was found is written.
+    Time counts from the first observation by this process. A restart loses only this time, because results are written.
 
     Args:
         clock: The clock.

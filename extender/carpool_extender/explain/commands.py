@@ -275,7 +275,7 @@ def explain_command(settings: AskSettings, job: str, namespace: str | None, each
     for a place now.
 
     The decision uses the site's settings where you may read them. Only the extender remembers which GPUs could not be
-    prepared a moment ago, and from which end the order Alternate goes on.
+    prepared a moment ago, and at which end the order Alternate continues.
     """
 
     async def answer(api: KubeApi, _: AskSettings, config: SchedulerConfig, options: Options) -> Answer:
@@ -298,7 +298,7 @@ def what_if(settings: AskSettings, manifest: Path, namespace: str | None, each_g
     no GPU of the cluster could ever run it. Exit code 2: the question could not be answered.
 
     The decision uses the site's settings where you may read them. Only the extender remembers which GPUs could not be
-    prepared a moment ago, and from which end the order Alternate goes on.
+    prepared a moment ago, and at which end the order Alternate continues.
     """
     try:
         wanted = read_manifest(manifest, namespace)

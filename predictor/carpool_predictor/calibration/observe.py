@@ -244,9 +244,7 @@ def _judged(state: StackState, row: RunRecord, expected: RunPrediction, measured
         return after
     widening = state.widening + STEP * ((not held) - MISS_RATE)
     return msgspec.structs.replace(
-        after,
-        widening=min(max(widening, 0.0), MAX_WIDENING),
-        outcomes=(state.outcomes + str(int(held)))[-WINDOW:],
+        after, widening=min(max(widening, 0.0), MAX_WIDENING), outcomes=(state.outcomes + str(int(held)))[-WINDOW:]
     )
 
 

@@ -68,7 +68,7 @@ def configure(name: str, num_classes: int | None) -> Any:
     unknown = sorted(key for key in given if not hasattr(kind(), key))
     if unknown:
         raise TraceError("UnknownCatalogModel", f"{kind.__name__} has no value named {', '.join(unknown)}")
-    labels = num_classes or (1000 if _takes_images(kind()) else None)
+    labels = num_classes or (1000 if takes_images(kind()) else None)
     try:
         config = kind(**values, **({} if labels is None else {"num_labels": labels}))
     except Exception as e:  # a configuration's own checks may raise anything
@@ -93,13 +93,14 @@ def _package_of(model_type: str) -> Any:
     return import_module(f"transformers.models.{configuration_auto.model_type_to_module_name(model_type)}")
 
 
-def _takes_images(config: Any) -> bool:
+def takes_images(config: Any) -> bool:
+    """Whether samples are images rather than token ids."""
     return config.model_type in auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
 
 def sample_shape(config: Any) -> tuple[int, ...]:
     """Return the default shape of one sample: (channels, height, width) of images, (tokens,) of text."""
-    if _takes_images(config):
+    if takes_images(config):
         size = getattr(config, "image_size", None) or 224
         return (getattr(config, "num_channels", 3), size, size)
     longest = [n for name in _LENGTHS if isinstance(n := getattr(config, name, None), int) and n > 0]
@@ -112,7 +113,7 @@ def build(config: Any, num_classes: int | None) -> nn.Module:
     Raises:
         TraceError: `transformers` has no such model for the configuration.
     """
-    images = _takes_images(config)
+    images = takes_images(config)
     heads = (
         [auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES]
         if images
@@ -137,8 +138,3 @@ def build(config: Any, num_classes: int | None) -> nn.Module:
         for dropout in filter(partial(hasattr, config), _ATTENTION_DROPOUT):
             setattr(config, dropout, 0.0)
     return HubModel(kind(config), config, images=images)
-
-
-def takes_tokens(config: Any) -> bool:
-    """Whether samples are token ids rather than images."""
-    return not _takes_images(config)

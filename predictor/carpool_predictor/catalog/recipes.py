@@ -111,8 +111,8 @@ def _transformers(model: CatalogModel, name: str) -> Recipe:
     except ImportError as e:
         raise _missing("transformers", e) from e
     shape = tuple(model.input or hub_models.sample_shape(config))
-    tokens = hub_models.takes_tokens(config)
-    return Recipe(model.name, lambda: hub_models.build(config, model.num_classes), shape, tokens)
+    is_text = not hub_models.takes_images(config)
+    return Recipe(model.name, lambda: hub_models.build(config, model.num_classes), shape, is_text)
 
 
 def _checked_module(module: Any) -> nn.Module:

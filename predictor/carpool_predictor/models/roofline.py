@@ -79,11 +79,7 @@ def activity_on(cost: StepCost, product: GpuProduct, precision: Precision, *, co
     busy = gpu_s / step_s
     per_kernel = cost.bytes_moved / cost.kernels
     fill = per_kernel / (per_kernel + FILL_BYTES_PER_SM * product.sm_count)
-    return Activity(
-        gpu_util=busy,
-        sm_active=busy * fill,
-        dram_active=cost.bytes_moved / bandwidth / step_s,
-    )
+    return Activity(gpu_util=busy, sm_active=busy * fill, dram_active=cost.bytes_moved / bandwidth / step_s)
 
 
 def intervals(activity: Activity) -> ActivityPrediction:

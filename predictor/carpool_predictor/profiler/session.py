@@ -19,16 +19,7 @@ from carpool_core.settings import InputError
 from carpool_core.values import Optimizer, Precision
 from rich.console import Console
 
-from carpool_predictor.profiler.machine import (
-    Activity,
-    Failed,
-    Machine,
-    Process,
-    Ready,
-    Sample,
-    Window,
-    Workload,
-)
+from carpool_predictor.profiler.machine import Activity, Failed, Machine, Process, Ready, Sample, Window, Workload
 
 
 class MeasuredRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -248,8 +248,7 @@ def factory_recipe(file: str, name: str, input_shape: Sequence[int]) -> Recipe:
         model = function()
         if not isinstance(model, nn.Module):
             raise TraceError(
-                "FactoryFailed",
-                f"{name} in {file} returned {type(model).__name__}; expected an nn.Module",
+                "FactoryFailed", f"{name} in {file} returned {type(model).__name__}; expected an nn.Module"
             )
         return model
 
@@ -332,11 +331,7 @@ def trace_recipe(
 
 
 def trace_under(
-    mode: TensorMode,
-    recipe: Recipe,
-    training: Training,
-    sizes: Sequence[int],
-    operators: OperatorCache | None = None,
+    mode: TensorMode, recipe: Recipe, training: Training, sizes: Sequence[int], operators: OperatorCache | None = None
 ) -> ModelFeatures:
     """Trace a training step at some batch sizes, with one kind of tensors without data; see `trace_recipe`."""
     module, fake = build(recipe, training, mode)

@@ -21,7 +21,7 @@ extenders:
     # One point of the extender outweighs all of the scheduler's own plugins together, which only break ties.
     weight: 1000
     nodeCacheCapable: true
-    # Longer than a bind may take: a scheduler that gave up would bind again elsewhere while the first bind goes on.
+    # Longer than the longest bind: after a timeout the scheduler would bind elsewhere while the first bind continues.
     httpTimeout: {{ add .Values.settings.bindTimeoutSeconds 10 }}s
     ignorable: false
     managedResources:
