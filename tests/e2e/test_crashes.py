@@ -27,15 +27,15 @@ def unpredicted(watcher: Watcher) -> bool:
     return not watcher.job("crash").get("status") and not watcher.pods("crash")
 
 
-def begun(watcher: Watcher) -> bool:
-    """Whether the status has the first attempt, whose pod does not exist yet."""
-    return len(watcher.job("crash")["status"]["attempts"]) == 1 and not watcher.pods("crash")
+def unrecorded(watcher: Watcher) -> bool:
+    """Whether the first attempt's pod exists, and the status does not have it yet."""
+    return len(watcher.pods("crash")) == 1 and not watcher.job("crash").get("status")
 
 
-def made(watcher: Watcher) -> bool:
-    """Whether the first attempt's pod exists, and the status does not place it."""
-    status = watcher.job("crash")["status"]
-    return len(watcher.pods("crash")) == 1 and not status.get("placement")
+def recorded(watcher: Watcher) -> bool:
+    """Whether the status has the first attempt with the UID of its pod, and no placement."""
+    status, uids = watcher.job("crash")["status"], [pod["metadata"]["uid"] for pod in watcher.pods("crash")]
+    return [attempt["podUids"] for attempt in status["attempts"]] == [uids] and not status.get("placement")
 
 
 def reserved(watcher: Watcher) -> bool:
@@ -54,9 +54,10 @@ class Crash(NamedTuple):
 
 
 CRASHES = {
-    "operator, after creating the pod, before writing the status": Crash("operator", CREATE, "after", "'Pod'", made),
-    "operator, before creating the pod": Crash("operator", CREATE, "before", "'Pod'", begun),
-    "operator, before the first status": Crash("operator", REPLACE_STATUS, "before", "", unpredicted),
+    "operator, before creating the pod": Crash("operator", CREATE, "before", "'Pod'", unpredicted),
+    "operator, after creating the pod": Crash("operator", CREATE, "after", "'Pod'", unrecorded),
+    "operator, before the first status": Crash("operator", REPLACE_STATUS, "before", "", unrecorded),
+    "operator, after the first status": Crash("operator", REPLACE_STATUS, "after", "", recorded),
     "extender, after the reservation, before the Binding": Crash("extender", PATCH, "after", "reservations", reserved),
     "extender, just before the Binding": Crash("extender", CREATE, "before", "binding", reserved),
     "extender, after the Binding, before its answer": Crash("extender", CREATE, "after", "binding", reserved),
