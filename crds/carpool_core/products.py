@@ -136,7 +136,7 @@ _GENERATIONS = {
 }  # fmt: skip
 """FP32 cores per SM, and dense 16-bit tensor FLOPs per clock and SM with FP32 accumulation, by compute capability.
 
-Of NVIDIA's white papers of Pascal to Blackwell. A newer capability counts as the last one before it."""
+Source: NVIDIA's white papers of Pascal to Blackwell. A newer capability counts as the last one before it."""
 _HALVED = frozenset({(7, 5), (8, 6), (8, 9), (12, 0)})
 """Capabilities of which GeForce products have half the tensor rate with FP32 accumulation."""
 _IDLE_SHARE = 0.1

@@ -54,7 +54,7 @@ RESERVATION_GAUGES = {
     "carpool_gpu_tenant_predicted_sm_active_ratio": "Predicted share of SM-time with work of a pod alone (0..1).",
     "carpool_gpu_tenant_expected_slowdown_ratio": "Predicted step time of a pod beside its co-tenants over that alone.",
 }
-"""What the reservation of a pod states, on each of its GPUs."""
+"""Facts of a pod's reservation, on each of its GPUs."""
 
 
 class AgentCollector(Collector):

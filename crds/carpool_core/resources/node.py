@@ -138,7 +138,7 @@ class GpuNodeSpec(Resource, frozen=True, kw_only=True):
 
 
 class NvmlFigures(Resource, frozen=True, kw_only=True, order=True):
-    """What NVML reports of a GPU's speed; 0 if unknown. It describes products that Carpool has no table of."""
+    """Speed of a GPU as NVML reports it; 0 if unknown. It describes products that Carpool has no table of."""
 
     cuda_cores: Annotated[int, field("FP32 cores.", ge=0, le=MAX_MIB)] = 0
     sm_clock_mhz: Annotated[int, field("Largest SM clock, in MHz.", ge=0, le=MAX_MIB)] = 0
@@ -170,7 +170,7 @@ class Device(Resource, frozen=True, kw_only=True):
     compute_capability: Annotated[
         str, field("CUDA compute capability, such as 8.0; empty if unknown.", pattern=r"^([0-9]{1,3}\.[0-9]{1,3})?$")
     ] = ""
-    figures: Annotated[NvmlFigures, field("What NVML reports of its speed.")] = NO_FIGURES
+    figures: Annotated[NvmlFigures, field("Its speed as NVML reports it.")] = NO_FIGURES
     mig_profiles: Annotated[list[str], field("MIG profiles that it supports; empty without MIG.", schema=ATOMIC)] = []
     modes: Annotated[list[SharingMode], field("Sharing modes that the agent can prepare.", schema=ATOMIC)] = []
     mode: Annotated[SharingMode, field("Present sharing mode; absent when idle.")] | None = None

@@ -88,7 +88,7 @@ class Hardware:
     """Ampere's data-centre GPUs and newer."""
     nvlinks: int = 0
     figures: NvmlFigures = NO_FIGURES
-    """What NVML reports of its speed; 0 is unsupported."""
+    """Its speed as NVML reports it; 0 is unsupported."""
 
 
 HARDWARE = {
