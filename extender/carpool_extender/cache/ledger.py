@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 from types import MappingProxyType
 
 import msgspec
-from carpool_core.clock import parse_rfc3339
+from carpool_core.clock import parse_rfc3339, rfc3339
 from carpool_core.resources.node import Device, GpuNode, GpuNodeSpec, Reservation
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 
@@ -103,10 +103,22 @@ def release(spec: GpuNodeSpec, pod_uid: PodUid) -> GpuNodeSpec:
     return spec if len(left) == len(spec.reservations) else msgspec.structs.replace(spec, reservations=left)
 
 
-def prolong(spec: GpuNodeSpec, pod_uid: PodUid, deadline: str) -> GpuNodeSpec:
-    """Give a pod's reservation a later deadline; the agent need not act, so its generation stays."""
-    changed = [msgspec.structs.replace(r, deadline=deadline) if r.pod_uid == pod_uid else r for r in spec.reservations]
-    return msgspec.structs.replace(spec, reservations=changed)
+def take_over(spec: GpuNodeSpec, pod_uid: PodUid, timeout_s: float) -> GpuNodeSpec:
+    """Move a reservation's deadline to twice the timeout after it was made: a later bind goes on with it.
+
+    The bind that made it does not release it then. Its deadline moves once, so that no retry keeps it forever. The
+    agent need not act, so its generation stays.
+    """
+    held = [_taken_over(r, timeout_s) if r.pod_uid == pod_uid else r for r in spec.reservations]
+    return spec if held == spec.reservations else msgspec.structs.replace(spec, reservations=held)
+
+
+def _taken_over(reservation: Reservation, timeout_s: float) -> Reservation:
+    try:
+        made = parse_rfc3339(reservation.reserved_at)
+    except ValueError:
+        return reservation
+    return msgspec.structs.replace(reservation, deadline=rfc3339(made + timedelta(seconds=2 * timeout_s)))
 
 
 def has_lapsed(reservation: Reservation, now: datetime, grace_s: float = 0.0) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import structlog
-from carpool_core.clock import Clock, parse_rfc3339, rfc3339
+from carpool_core.clock import Clock, parse_rfc3339
 from carpool_core.keys import ANNOTATION_GPUS, ANNOTATION_MEMORY, ANNOTATION_MODE, ANNOTATION_REASON
 from carpool_core.kube.api import PODS, KubeApi
 from carpool_core.kube.errors import Conflict, KubeError, NotFound, Refused, Retryable, Unreachable
@@ -156,7 +156,7 @@ class Binder:
         async with self._limited():
             # 2. Decide on the GPUs with the newest state, and write the reservation.
             with step("reserve"):
-                reserved = await self._reserve(await self._workloads.of(pod), args)
+                reserved, is_found = await self._reserve(await self._workloads.of(pod), args)
             try:
                 # 3. Wait until the node's agent reports the share Ready.
                 with step("prepare"):
@@ -165,8 +165,11 @@ class Binder:
                 with step("bind"):
                     await self._post_binding(args, reserved)
             except AbandonedError as error:
-                # 5. Give the reservation back if the pod was certainly not bound.
-                await self._give_back(args, reserved, error)
+                # 5. Give back a reservation that this bind has written: the pod was certainly not bound. The bind that
+                #    wrote any other may be bound by an extender that led before: `ReservationGC` releases it.
+                if not is_found:
+                    await self._give_back(args, reserved, error)
+                await self._report(args, error)
                 raise
 
     @asynccontextmanager
@@ -184,20 +187,26 @@ class Binder:
 
     # Step 2: reserve
 
-    async def _reserve(self, pod_request: PodRequest, args: BindingArgs) -> Reservation:
-        """Write the reservation, or take over the one that an earlier bind left.
+    async def _reserve(self, pod_request: PodRequest, args: BindingArgs) -> tuple[Reservation, bool]:
+        """Write the reservation, or take over the one that an earlier bind left; return it, and whether it was found.
 
-        The decision counts in the cluster cache until it is written, so that other pods see its GPUs as taken.
+        The decision counts in the cluster cache until it is written, so that other pods see its GPUs as taken. A
+        reservation that was taken over has another deadline, so that the earlier bind, perhaps of another extender,
+        does not release it.
         """
         uid, cluster = PodUid(args.pod_uid), self._informers.cluster
         for other in cluster.nodes_holding(uid):
             if other != args.node:
                 await self._check_not_held_on(other, args)
 
+        is_found = False
+
         def decide(node: GpuNode) -> GpuNodeSpec:
+            nonlocal is_found
             cluster.forget(args.node, uid)
-            if ledger.held(node.spec, uid) is not None:
-                return ledger.prolong(node.spec, uid, rfc3339(self._deadline()))
+            is_found = ledger.held(node.spec, uid) is not None
+            if is_found:
+                return ledger.take_over(node.spec, uid, self._timeout_s)
             wanted = self._assume(pod_request, args, node)
             spec = ledger.reserve(node.spec, wanted, ledger.capacity_of(node, self._slots))
             if isinstance(spec, ledger.Rejected):
@@ -206,7 +215,9 @@ class Binder:
 
         self._forget_claim(uid)
         watched = cluster.node(args.node)
-        if watched is not None and ledger.held(watched.spec, uid) is None:
+        if watched is not None and ledger.held(watched.spec, uid) is not None:
+            await self._writer.read(args.node)  # `decide` may find nothing to write
+        elif watched is not None:
             with suppress(Refusal):  # `decide` refuses it, too
                 self._assume(pod_request, args, watched)
         try:
@@ -216,7 +227,7 @@ class Binder:
         reserved = ledger.held(node.spec, uid)
         if reserved is None:
             raise BindError(f"the reservation of {_name(args)} on node {args.node} was taken away at once; try again")
-        return reserved
+        return reserved, is_found
 
     def _assume(self, pod_request: PodRequest, args: BindingArgs, node: GpuNode) -> Reservation:
         """Decide on a reservation by the cluster cache, and count it there. Raises Refusal."""
@@ -350,13 +361,16 @@ class Binder:
     # Step 5: give back
 
     async def _give_back(self, args: BindingArgs, reserved: Reservation, why: AbandonedError) -> None:
-        """Release the reservation and record an Event. `ReservationGC` repeats a release that fails here."""
+        """Release the reservation. `ReservationGC` repeats a release that fails here."""
         if why.reason in UNPREPARED:
             self._deps.availability.record_failure(args.node, reserved.gpu_uuids)
         try:
             await self._writer.release(args.node, reserved)
         except KubeError as error:
             self._log.warning("release failed", pod=_name(args), node=args.node, error=str(error))
+
+    async def _report(self, args: BindingArgs, why: AbandonedError) -> None:
+        """Record an Event of the pod."""
         if why.reason != "PodGone":
             await self._deps.events.record(
                 kind=PODS,

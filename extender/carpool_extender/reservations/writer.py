@@ -95,7 +95,7 @@ class ReservationWriter:
     async def release(self, name: str, judged: Reservation) -> bool:
         """Remove a reservation, unless it has changed since it was judged.
 
-        A later reservation of the same pod has another generation; one that a later bind prolonged, another deadline.
+        A later reservation of the same pod has another generation; one that a later bind took over, another deadline.
 
         Args:
             name: Name of the GpuNode.

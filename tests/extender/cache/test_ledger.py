@@ -4,7 +4,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from carpool_core.resources.node import GpuNodeSpec, TenantProfile
-from carpool_core.values import GpuUuid, PodUid, SharingMode
+from carpool_core.values import GpuUuid, SharingMode
 from carpool_extender.cache import ledger
 from carpool_extender.testing import cluster, device, gpu_node, tenant
 from hypothesis import given
@@ -54,9 +54,12 @@ def test_rejections_say_what_is_there(spec, wanted, reason):
     assert reason in found.reason
 
 
-def test_a_deadline_is_prolonged_without_a_new_generation():
-    spec = ledger.prolong(full(), PodUid("pod-x"), "2026-01-31T12:00:20.000000Z")
+def test_a_reservation_is_taken_over_once_and_keeps_its_generation():
+    held = replace(full().reservations[0], reserved_at="2026-01-31T12:00:00Z")
+    spec = ledger.take_over(replace(EMPTY, reservations=[held]), held.pod_uid, timeout_s=10)
     assert [(r.deadline, r.generation) for r in spec.reservations] == [("2026-01-31T12:00:20.000000Z", 1)]
+    assert ledger.take_over(spec, held.pod_uid, timeout_s=10) is spec
+    assert ledger.take_over(full(), held.pod_uid, timeout_s=10) == full()
     [reservation] = spec.reservations
     deadline = datetime(2026, 1, 31, 12, 0, 20, tzinfo=UTC)
     assert not ledger.has_lapsed(reservation, deadline)

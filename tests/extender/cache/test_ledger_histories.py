@@ -92,9 +92,9 @@ class Histories(RuleBasedStateMachine):
         return version, found
 
     @rule(target=decided, seen=read, pod=st.integers(0, 6))
-    def prolong(self, seen: tuple[int, GpuNodeSpec], pod: int) -> tuple[int, GpuNodeSpec]:
+    def take_over(self, seen: tuple[int, GpuNodeSpec], pod: int) -> tuple[int, GpuNodeSpec]:
         version, spec = seen
-        found = ledger.prolong(spec, PodUid(f"pod-p{pod}"), "2026-01-31T12:00:20Z")
+        found = ledger.take_over(spec, PodUid(f"pod-p{pod}"), 20)
         assert [r.gpu_uuids for r in found.reservations] == [r.gpu_uuids for r in spec.reservations]
         return version, found
 

@@ -485,3 +485,20 @@ async def test_bind_of_a_killed_extender_is_finished_on_its_node(world, killed):
         assert "node b, so it cannot be bound to a" in (await extender.service.bind(args(node="a"))).error
         assert (await extender.service.bind(args(node="b"))).error == ""
     assert (world.bound_to(), world.held()) == ("b", {"b": ["pod-x"]})
+
+
+async def test_a_reservation_that_an_earlier_bind_wrote_is_not_released_by_a_later_one(world):
+    """Regression: the pod was bound by the extender that had led before, while the later bind waited for the agent."""
+    world.add("x")
+    async with world.extender() as first, background(first.service.bind(args())) as of_first:
+        await until(lambda: world.held() != {})
+        [written] = world.reservations("a")
+        async with world.extender() as second, background(second.service.bind(args())) as of_second:
+            await until(lambda: world.reservations("a")[0]["deadline"] > written["deadline"])
+            world.clock.advance(40)
+            await until(lambda: of_first.done() and of_second.done())
+            for answer in (await of_first, await of_second):
+                assert "did not prepare the GPU for pod default/x-worker-0-1" in answer.error
+            assert world.held() == {"a": ["pod-x"]}
+            assert (await second.service.bind(args())).error
+            assert world.reservations("a")[0]["deadline"] <= rfc3339(world.clock.now()), "no retry keeps it longer"
