@@ -31,8 +31,6 @@ GATE_ADMISSION: Final = f"{DOMAIN}/admission"
 CONDITION_ADMITTED: Final = f"{DOMAIN}/Admitted"
 """Condition of a gated pod: False, with the reason for which the queue does not admit its job yet."""
 
-FINALIZER: Final = f"{DOMAIN}/operator"
-
 CONDITION_PREDICTED: Final = "Predicted"
 CONDITION_PLACED: Final = "Placed"
 CONDITION_RUNNING: Final = "Running"

@@ -2,12 +2,12 @@
 
 import asyncio
 from importlib.metadata import version
+from typing import Any
 
-import msgspec
 import structlog
 from carpool_core.clock import Clock, ServerClock
 from carpool_core.keys import SCHEDULER_NAME
-from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS, KubeApi, Selector, list_all
+from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS, KubeApi, Selector
 from carpool_core.kube.errors import KubeError
 from carpool_core.kube.events import EventRecorder
 from carpool_core.kube.pods import Pod
@@ -23,7 +23,7 @@ from carpool_operator.actions import CreatePod, Predict
 from carpool_operator.attempts import Backoff
 from carpool_operator.calibrator import Calibrator
 from carpool_operator.expectations import Expectations
-from carpool_operator.informers import JobCache, NodeCache, PodCache, Resync
+from carpool_operator.informers import JobCache, NodeCache, PodCache
 from carpool_operator.metrics import Metrics
 from carpool_operator.observations import peak_of, sample_of
 from carpool_operator.performer import Performer, Superseded
@@ -84,22 +84,27 @@ class Operator:
             calibrator=self.calibrator,
             on_status=self.metrics.status_written,
         )
-        self.pod_reflectors = [
-            Reflector(
-                api,
-                PODS,
-                Pod,
-                selector=Selector(namespace=namespace, fields=f"spec.schedulerName={SCHEDULER_NAME}"),
-                clock=clock,
-                on_change=self.pod_changed,
-            )
-            for namespace in settings.namespace_list or ("",)
+        self._reflectors: list[Reflector[Any]] = [
+            Reflector(api, GPU_NODES, GpuNode, clock=clock, on_change=self.nodes.changed)
         ]
-        self.node_reflector = Reflector(api, GPU_NODES, GpuNode, clock=clock, on_change=self.nodes.changed)
+        for namespace in settings.namespace_list or ("",):
+            jobs = Selector(namespace=namespace)
+            pods = Selector(namespace=namespace, fields=f"spec.schedulerName={SCHEDULER_NAME}")
+            self._reflectors += [
+                Reflector(
+                    api,
+                    GPU_TRAINING_JOBS,
+                    GpuTrainingJob,
+                    selector=jobs,
+                    clock=clock,
+                    on_change=self.jobs.changed,
+                    share=self.jobs.share,
+                ),
+                Reflector(api, PODS, Pod, selector=pods, clock=clock, on_change=self.pod_changed),
+            ]
         self._reconciled: dict[str, str] = {}
         """UID of the job that was last reconciled, by key."""
         self._failures: dict[str, int] = {}
-        self._resync = Resync(self.resync)
         self._log = structlog.get_logger()
 
     # Events
@@ -111,50 +116,10 @@ class Operator:
             self._expectations.retry_creation(job.metadata.uid)  # the pod's name is free again
         self.pods.changed(old, new)
 
-    def job_changed(self, job: GpuTrainingJob, *, is_deleted: bool) -> None:
-        """Handle an event of a job."""
-        if is_deleted:
-            self.jobs.remove(key_of(job), job.metadata.uid)
-        else:
-            self.jobs.put(job)
-
-    def job_listed(self, job: GpuTrainingJob) -> None:
-        """Handle a job that kopf listed. If it is known, kopf's watch was interrupted and may have lost deletions."""
-        if self.jobs.get(key_of(job)) is not None:
-            self._resync.request()
-        self.jobs.put(job)
-
-    @property
-    def is_resync_requested(self) -> bool:
-        """Whether all jobs will be listed soon."""
-        return self._resync.is_requested
-
-    async def resync(self) -> None:
-        """List all jobs, and remove those that kopf's watch did not report as deleted."""
-        known = {job.metadata.uid: key_of(job) for job in self.jobs}
-        for namespace in self._settings.namespace_list or ("",):
-            for raw in await list_all(self._api, GPU_TRAINING_JOBS, msgspec.Raw, Selector(namespace=namespace)):
-                known.pop(self._put_listed(raw), None)
-        for uid, key in known.items():
-            self.jobs.remove(key, uid)
-
-    def _put_listed(self, raw: msgspec.Raw) -> str:
-        """Store a listed job; return its UID."""
-        try:
-            job = msgspec.json.decode(raw, type=GpuTrainingJob)
-        except msgspec.ValidationError as error:
-            self._log.error("malformed job skipped", error=str(error))
-            return msgspec.json.decode(raw, type=_Identity).metadata.uid
-        self.jobs.put(job)
-        return job.metadata.uid
-
     def unready(self) -> str | None:
         """Return why the operator does not reconcile yet; None if it does."""
-        if not all(reflector.store.synced for reflector in self.pod_reflectors):
-            return "the pods are not listed yet"
-        if not self.node_reflector.store.synced:
-            return "the GpuNodes are not listed yet"
-        return None
+        missing = (r.kind.kind for r in self._reflectors if not r.store.synced)
+        return next((f"the {kind}s are not listed yet" for kind in missing), None)
 
     # Reconciliation
 
@@ -260,28 +225,19 @@ class Operator:
 
     # The process
 
-    async def run(self, started: asyncio.Event | None = None) -> None:
-        """Run until cancelled.
-
-        Args:
-            started: Set once every task of the operator exists.
-        """
+    async def run(self) -> None:
+        """Run until cancelled."""
         await self.calibrator.load()
         async with asyncio.TaskGroup() as group:
             group.create_task(self.calibrator.run(), name="calibrator")
-            for reflector in self.pod_reflectors:
-                group.create_task(reflector.run(), name="pods")
-            group.create_task(self.node_reflector.run(), name="gpunodes")
-            group.create_task(self._resync.run(), name="resync")
+            for reflector in self._reflectors:
+                group.create_task(reflector.run(), name=reflector.kind.plural)
             for number in range(self._settings.workers):
                 group.create_task(self._work(), name=f"worker {number}")
-            if started is not None:
-                started.set()
 
     async def _work(self) -> None:
-        for reflector in self.pod_reflectors:
+        for reflector in self._reflectors:
             await reflector.wait_synced()
-        await self.node_reflector.wait_synced()
         while True:
             key = await self.queue.take()
             try:
@@ -293,11 +249,3 @@ class Operator:
         """Stop what runs in the background."""
         await self.predictions.close()
         self.calibrator.close()
-
-
-class _Meta(msgspec.Struct, frozen=True):
-    uid: str = ""
-
-
-class _Identity(msgspec.Struct, frozen=True):
-    metadata: _Meta = _Meta()

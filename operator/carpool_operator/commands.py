@@ -1,12 +1,11 @@
-"""`carpool operator`: the process, with its API client, metrics server and kopf."""
+"""`carpool operator`: the process, with its API client and metrics server."""
 
 import asyncio
 import gc
-import logging
+import signal
 from collections.abc import Sequence
 
 import click
-import kopf
 import structlog
 import uvloop
 from carpool_core import logs
@@ -20,7 +19,6 @@ from carpool_core.settings import MisconfiguredError, SettingsError, click_optio
 from carpool_predictor.tracing.source import SubprocessTracer
 
 from carpool_operator.app import Operator
-from carpool_operator.handlers import kopf_settings, registry_for
 from carpool_operator.settings import OperatorSettings
 
 _GC_THRESHOLDS = (10_000, 10, 100)
@@ -32,7 +30,7 @@ class NotInstalledError(Exception):
 
 
 async def check_installed(api: KubeApi, namespaces: Sequence[str]) -> None:
-    """Check that the cluster has our CRDs; kopf looks for them only once.
+    """Check that the cluster has our CRDs.
 
     Args:
         api: The cluster.
@@ -57,33 +55,22 @@ async def serve(settings: OperatorSettings) -> None:
     async with connect(settings.kube) as api:
         await check_installed(api, settings.namespace_list)
         operator = Operator(settings, api, clock, SubprocessTracer(settings.trace_limits))
-        stop, started = asyncio.Event(), asyncio.Event()
         server = await serve_metrics(
             operator.metrics.registry, settings.metrics_port, settings.metrics_host, operator.unready
         )
         log.info("serving metrics", port=server.port)
-        running = asyncio.create_task(operator.run(started), name="operator")
-        running.add_done_callback(lambda _: stop.set())
-        # At its end kopf cancels every task that is younger than itself, so ours have to exist first.
-        await started.wait()
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
+        running = asyncio.ensure_future(operator.run())
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, running.cancel)
         try:
-            await kopf.operator(
-                registry=registry_for(operator, settings.kube, clock, stop),
-                settings=kopf_settings(),
-                standalone=True,
-                clusterwide=not settings.namespace_list,
-                namespaces=settings.namespace_list,
-                stop_flag=stop,
-            )
+            await running
+        except asyncio.CancelledError:
+            log.info("operator stopped")
         finally:
-            running.cancel()
-            await asyncio.wait([running])
             await operator.close()
             await server.close()
-        if not running.cancelled():
-            running.result()
 
 
 @click.command(short_help="Run the operator, which carries jobs from admission to their end.")
@@ -91,8 +78,6 @@ async def serve(settings: OperatorSettings) -> None:
 def operator(settings: OperatorSettings) -> None:
     """Run the operator: it predicts GpuTrainingJobs, creates and follows their pods, and writes their status."""
     logs.configure(settings.log, "operator")
-    # kopf logs each event that it delivers; the operator logs the result itself.
-    logging.getLogger("kopf.objects").setLevel(logging.WARNING)
     try:
         uvloop.run(serve(settings))
     except (KubeConfigError, SettingsError) as error:

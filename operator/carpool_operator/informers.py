@@ -1,14 +1,10 @@
-"""Caches of jobs, pods and GpuNodes, which enqueue the jobs that an event concerns, and the periodic resync."""
+"""Caches of jobs, pods and GpuNodes, which enqueue the jobs that an event concerns."""
 
-import asyncio
-import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import structlog
 from carpool_core.keys import CONDITION_PLACED, SIMULATED_PREFIX
-from carpool_core.kube.errors import KubeError
 from carpool_core.kube.pods import Pod
 from carpool_core.products import PRODUCTS, GpuProduct, hardware_name, products_of
 from carpool_core.resources.job import GpuTrainingJob
@@ -43,15 +39,29 @@ class JobCache:
         """Return a job, None if it does not exist."""
         return self._jobs.get(key)
 
+    def changed(self, old: GpuTrainingJob | None, new: GpuTrainingJob | None) -> None:
+        """Handle a reflector's event."""
+        if new is not None:
+            self.put(new)
+        elif old is not None:
+            self.remove(key_of(old), old.metadata.uid)
+
+    def share(self, _: GpuTrainingJob, new: GpuTrainingJob) -> GpuTrainingJob:
+        """Return the cached job unless `new` is newer, so that the reflector's store holds no second copy."""
+        return self._jobs[key_of(new)] if self._is_cached(new) else new
+
     def put(self, job: GpuTrainingJob) -> None:
         """Store a job as the API server returned it."""
-        key = key_of(job)
-        known = self._jobs.get(key)
-        is_same = known is not None and known.metadata.uid == job.metadata.uid
-        if known is not None and is_same and _resource_version(job) <= _resource_version(known):
-            return
-        self._jobs[key] = job
-        self._queue.add(key)
+        if not self._is_cached(job):
+            key = key_of(job)
+            self._jobs[key] = job
+            self._queue.add(key)
+
+    def _is_cached(self, job: GpuTrainingJob) -> bool:
+        """Return whether this version of the job or a newer one is stored."""
+        cached = self._jobs.get(key_of(job))
+        is_same = cached is not None and cached.metadata.uid == job.metadata.uid
+        return cached is not None and is_same and _resource_version(job) <= _resource_version(cached)
 
     def remove(self, key: str, uid: str) -> None:
         """Remove a deleted job; a newer job of the same name stays."""
@@ -190,50 +200,3 @@ def _jobs_with_changed_reservations(old: GpuNode | None, new: GpuNode | None) ->
     pairs = ((before, after), (after, before))
     changed = [r for some, others in pairs for uid, r in some.items() if others.get(uid) != r]
     return {job_key(r.pod_namespace, r.job_name) for r in changed}
-
-
-_RESYNC_EVERY_S = 600.0
-_RESYNC_DELAY_S = 1.0
-"""Seconds after a relist of kopf during which it delivers the rest of its list."""
-_MAX_RETRY_S = 60.0
-
-
-class Resync:
-    """Lists all jobs on request and every ten minutes, because kopf's watch loses deletions during an outage.
-
-    A failed resync is repeated after pauses that double.
-    """
-
-    def __init__(
-        self, resync: Callable[[], Awaitable[None]], sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
-    ) -> None:
-        self._resync, self._sleep = resync, sleep
-        self._requested = asyncio.Event()
-        self._log = structlog.get_logger()
-
-    def request(self) -> None:
-        """Request a resync soon."""
-        self._requested.set()
-
-    @property
-    def is_requested(self) -> bool:
-        """Whether a resync is requested."""
-        return self._requested.is_set()
-
-    async def run(self) -> None:
-        """Resync until cancelled."""
-        pause_s = _RESYNC_DELAY_S
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_RESYNC_EVERY_S):
-                    await self._requested.wait()
-            await self._sleep(pause_s)
-            self._requested.clear()
-            try:
-                await self._resync()
-            except KubeError as error:
-                pause_s = min(_MAX_RETRY_S, 2 * pause_s)
-                self._log.warning("resync failed", error=str(error), retry_in_s=pause_s)
-                self._requested.set()
-            else:
-                pause_s = _RESYNC_DELAY_S

@@ -156,7 +156,6 @@ class WorkQueue:
         async with self._waiting:
             while (key := self.take_now()) is None:
                 self._changed.clear()
-                # Not wait_for: it creates a task, which kopf would report as one of its own that does not end.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self.release_due()):
                         await self._changed.wait()

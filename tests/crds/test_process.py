@@ -143,12 +143,12 @@ def _lines(settings: LogSettings) -> tuple[io.StringIO, object]:
 def test_json_log_is_one_object_per_line() -> None:
     stream, log = _lines(LogSettings(format=LogFormat.JSON))
     log.info("gpu prepared", gpu=GpuUuid("GPU-1"), steps={"a": 1}, path=io)  # type: ignore[attr-defined]
-    logging.getLogger("kopf").warning("peering %s", "off")
+    logging.getLogger("uvicorn").warning("reload %s", "off")
     first, second = map(json.loads, stream.getvalue().splitlines())
     assert first["event"] == "gpu prepared"
     assert first["process"] == second["process"] == "agent"
     assert (first["gpu"], first["steps"], first["level"]) == ("GPU-1", {"a": 1}, "info")
-    assert (second["event"], second["level"]) == ("peering off", "warning")
+    assert (second["event"], second["level"]) == ("reload off", "warning")
 
 
 def test_json_log_holds_the_exception() -> None:

@@ -120,9 +120,7 @@ class World:
             for old_pod, new_pod in self._changes(PODS, Pod):
                 operator.pod_changed(old_pod, new_pod)
         for old_job, new_job in self._changes(GPU_TRAINING_JOBS, GpuTrainingJob):
-            last = new_job or old_job
-            assert last is not None
-            operator.job_changed(last, is_deleted=new_job is None)
+            operator.jobs.changed(old_job, new_job)
 
     def _changes(self, kind: ResourceKind, type_: type[T]) -> list[tuple[T | None, T | None]]:
         before = self._delivered[kind.plural]

@@ -2,15 +2,14 @@
 
 import asyncio
 import contextlib
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import timedelta
-from itertools import islice
 from typing import Any
 
-import kopf
 import msgspec
 import pytest
 from carpool_core import keys
@@ -30,15 +29,13 @@ from carpool_core.kube.client import error_for
 from carpool_core.kube.errors import Forbidden, Invalid, NotFound, Overloaded
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.settings import KubeSettings
-from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_operator import commands
 from carpool_operator.commands import NotInstalledError, check_installed
 from carpool_operator.expectations import REFUSAL_BACKOFF
-from carpool_operator.handlers import RetryDelays, handle_event, kopf_settings, registry_for
-from carpool_operator.informers import Resync
 from carpool_operator.performer import Superseded
 from carpool_operator.reconcile import reconcile
+from carpool_operator.settings import OperatorSettings
 from carpool_operator.snapshot import Refusal
 from carpool_operator.work_queue import DEBOUNCE_S
 from carpool_predictor.features import Abstention
@@ -263,16 +260,14 @@ async def test_failed_call_is_repeated_after_a_pause(verb: str, kind: ResourceKi
     assert world.job().status.attempts[0].pod_uids == [pod["metadata"]["uid"] for pod in world.pods()]
 
 
-@pytest.mark.parametrize("by", ["watch", "resync", "write"])
-async def test_deletion_is_found_also_if_the_watch_missed_it(by: str) -> None:
+@pytest.mark.parametrize("by", ["watch", "write"])
+async def test_deleted_job_is_forgotten(by: str) -> None:
     world = World()
     world.apply()
     world.deliver_events()
     await world.kube.delete(GPU_TRAINING_JOBS, "x", namespace="default")
     if by == "watch":
         await world.settle()
-    elif by == "resync":
-        await world.operator.resync()
     else:
         await process_without_events(world, 3)
     assert len(world.operator.jobs) == 0
@@ -482,7 +477,7 @@ async def test_recreated_job_inherits_nothing() -> None:
         await world.operator.reconcile("default/x")
     await world.kube.delete(GPU_TRAINING_JOBS, "x", namespace="default")
     world.apply()
-    world.operator.job_changed(world.job(), is_deleted=False)  # kopf may deliver the addition without the deletion
+    world.operator.jobs.put(world.job())  # a conflict may show the new job before the watch reports the deletion
     await world.settle()
     assert world.job().status.state == "Queued"
     assert world.job().status.attempts[0].pod_uids == [pod["metadata"]["uid"] for pod in world.pods()]
@@ -506,81 +501,23 @@ def test_refusal_of_one_worker_stays_until_its_pod_exists() -> None:
     assert condition(both, still, "Placed").reason == "Scheduling"
 
 
-def event(kind: str | None, **metadata: str) -> kopf.RawEvent:
+def version_of_job(version: str, uid: str = "u1") -> GpuTrainingJob:
     body = job_body()
-    body["metadata"] |= {"uid": "u1", "resourceVersion": "5", **metadata}
-    return kopf.RawEvent(type=kind, object=body)  # type: ignore[typeddict-item]
+    body["metadata"] |= {"uid": uid, "resourceVersion": version}
+    return msgspec.convert(body, GpuTrainingJob)
 
 
 def test_events_update_the_cache() -> None:
-    operator = World().operator
-    for kind, version in ((None, "5"), ("ADDED", "6"), ("MODIFIED", "10"), ("MODIFIED", "9")):
-        handle_event(operator, event(kind, resourceVersion=version))
-    assert [job.metadata.resource_version for job in operator.jobs] == ["10"], "older versions are ignored"
-    handle_event(operator, event("DELETED", uid="of-a-namesake"))
-    assert len(operator.jobs) == 1
-    handle_event(operator, event("DELETED"))
-    assert len(operator.jobs) == 0
-
-
-def test_relist_requests_a_resync() -> None:
-    operator = World().operator
-    handle_event(operator, event(None))
-    assert not operator.is_resync_requested, "the first list is complete"
-    handle_event(operator, event(None))
-    assert operator.is_resync_requested
-
-
-def test_malformed_job_is_skipped() -> None:
-    operator = World().operator
-    odd = event("ADDED")
-    odd["object"]["spec"]["workers"] = "many"  # type: ignore[typeddict-item]
-    handle_event(operator, odd)
-    assert len(operator.jobs) == 0
-
-
-def test_kopf_writes_nothing_into_objects() -> None:
-    settings = kopf_settings()
-    assert settings.persistence.finalizer == "carpool.dev/operator"
-    assert not settings.posting.enabled
-    assert settings.peering.standalone
-    registry = registry_for(World().operator, KubeSettings(), World().clock, asyncio.Event())
-    assert not registry._changing.get_all_handlers(), "a handler of changes would write annotations"
-    assert not registry._spawning.get_all_handlers(), "a daemon would add a finalizer"
-
-
-def test_retry_delays_grow_and_never_end() -> None:
-    pauses = kopf_settings().networking.error_backoffs
-    assert isinstance(pauses, RetryDelays)
-    for _ in range(2):
-        assert [*islice(pauses, 6)] == [0.5, 1, 2, 3, 5, 5], "each call begins anew"
-
-
-async def test_failed_resync_is_repeated_after_growing_pauses() -> None:
-    """Regression: it was repeated each second for as long as the API server could not answer."""
-    clock, failures = FakeClock(), [Overloaded("etcd has no leader") for _ in range(8)]
-
-    async def list_jobs() -> None:
-        if failures:
-            raise failures.pop()
-
-    resync = Resync(list_jobs, clock.sleep)
-    running = asyncio.create_task(resync.run())
-    resync.request()
-    pauses = []
-    for number in range(10):
-        if number == 9:
-            assert not resync.is_requested
-            resync.request()
-        for _ in range(5):
-            await asyncio.sleep(0)
-        pauses.extend(clock.sleeping)
-        clock.advance(pauses[-1])
-        for _ in range(5):
-            await asyncio.sleep(0)
-    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60, 1]
-    running.cancel()
-    await asyncio.wait([running])
+    jobs = World().operator.jobs
+    first, newest, older = map(version_of_job, ("5", "10", "9"))
+    for job in (first, newest, older):
+        jobs.changed(None, job)
+    assert [*jobs] == [newest], "older versions are ignored"
+    assert jobs.share(first, version_of_job("10")) is newest, "the reflector's store holds no second copy"
+    jobs.changed(version_of_job("11", uid="of-a-namesake"), None)
+    assert len(jobs) == 1
+    jobs.changed(newest, None)
+    assert len(jobs) == 0
 
 
 async def until(is_true: Callable[[], bool], turns: int = 5000) -> None:
@@ -592,9 +529,8 @@ async def until(is_true: Callable[[], bool], turns: int = 5000) -> None:
     raise AssertionError("it never came to that")
 
 
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    world = World()
+@asynccontextmanager
+async def running_operator(world: World) -> AsyncIterator[World]:
     running = asyncio.create_task(world.operator.run())
     yield world
     running.cancel()
@@ -602,16 +538,15 @@ async def world() -> AsyncIterator[World]:
     await world.operator.close()
 
 
-def deliver_jobs(world: World) -> None:
-    """Deliver the jobs as kopf does."""
-    for item in world.kube.dump_all(GPU_TRAINING_JOBS):
-        world.operator.job_changed(msgspec.convert(item, GpuTrainingJob), is_deleted=False)
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    async with running_operator(World()) as world:
+        yield world
 
 
 async def test_job_runs_through(world: World) -> None:
-    assert world.operator.unready() == "the pods are not listed yet"
+    assert world.operator.unready() == "the GpuNodes are not listed yet"
     world.apply()
-    deliver_jobs(world)
     await until(lambda: world.living() == ["x-worker-0-1"])
     assert world.operator.unready() is None
     world.run_pods()
@@ -620,12 +555,37 @@ async def test_job_runs_through(world: World) -> None:
     await until(lambda: world.job().status.state == "Complete")
 
 
+async def test_unlisted_jobs_make_the_operator_unready(world: World) -> None:
+    world.kube.fail_next("list", GPU_TRAINING_JOBS, Overloaded("etcd is slow", status=503))
+    world.apply()
+    await until(lambda: world.operator.unready() == "the GpuTrainingJobs are not listed yet")
+    await until(lambda: world.living() == ["x-worker-0-1"])
+
+
+async def test_malformed_job_is_skipped(world: World) -> None:
+    world.apply("odd", workers="many")
+    world.apply()
+    await until(lambda: world.living() == ["x-worker-0-1"])
+    assert [job.metadata.name for job in world.operator.jobs] == ["x"]
+
+
+async def submit_and_wait(world: World) -> None:
+    """Apply a job, and wait until its attempt is recorded and nothing else is written."""
+    world.apply()
+    await until(lambda: world.job().status.attempts != [] and world.job().status.attempts[0].outcome == "Running")
+    await until(lambda: world.operator.queue.is_idle)
+
+
+async def test_job_deleted_during_an_expired_watch_is_forgotten(world: World) -> None:
+    await submit_and_wait(world)
+    world.kube.lose(GPU_TRAINING_JOBS, "x", "default")
+    world.kube.compact()
+    await until(lambda: len(world.operator.jobs) == 0)
+
+
 async def test_pod_deleted_during_an_expired_watch_is_replaced(world: World) -> None:
     """Regression for informers that list again without a diff: the job would wait for its pod for ever."""
-    world.apply()
-    deliver_jobs(world)
-    await until(lambda: world.job().status.attempts != [] and world.job().status.attempts[0].outcome == "Running")
-    world.kube.end_watches()
+    await submit_and_wait(world)
     world.kube.lose(PODS, "x-worker-0-1", "default")
     world.kube.compact()
     await until(lambda: world.living() == ["x-worker-0-1"])
@@ -633,7 +593,7 @@ async def test_pod_deleted_during_an_expired_watch_is_replaced(world: World) -> 
     assert len(world.job().status.attempts) == 1, "a pod that was never bound is created again"
 
 
-class Confined(FakeKube):
+class Confined(MortalKube):
     """Lets jobs be read in one namespace only."""
 
     async def list_page(
@@ -646,7 +606,14 @@ class Confined(FakeKube):
 
 async def test_rights_in_its_own_namespaces_are_enough() -> None:
     """Regression: it listed the jobs of the whole cluster once, whatever its namespaces."""
-    await check_installed(Confined(), ("team-a", "team-b"))
+    world = World(namespaces="team-a")
+    world.kube.__class__ = Confined
+    await check_installed(world.kube, world.settings.namespace_list)
+    body = job_body()
+    body["metadata"]["namespace"] = "team-a"
+    world.kube.seed(GPU_TRAINING_JOBS, body)
+    async with running_operator(world):
+        await until(lambda: [job.metadata.namespace for job in world.operator.jobs] == ["team-a"])
 
 
 async def test_cluster_without_the_crds_is_reported() -> None:
@@ -654,6 +621,30 @@ async def test_cluster_without_the_crds_is_reported() -> None:
     kube.fail_next("list", GPU_TRAINING_JOBS, NotFound("the server could not find the requested resource", status=404))
     with pytest.raises(NotInstalledError, match="install the chart"):
         await check_installed(kube, ())
+
+
+def connect_to(kube: FakeKube, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the process this cluster."""
+
+    @asynccontextmanager
+    async def connect(_: KubeSettings) -> AsyncIterator[FakeKube]:
+        yield kube
+
+    monkeypatch.setattr(commands, "connect", connect)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_signal_ends_the_process(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    kube = FakeKube()
+    connect_to(kube, monkeypatch)
+    for name in ("freeze", "set_threshold"):
+        monkeypatch.setattr(commands.gc, name, lambda *_: None)  # they would apply to the other tests, too
+    serving = asyncio.create_task(commands.serve(OperatorSettings(metrics_port=0)))
+    await until(lambda: kube.open_watches == 3)
+    signal.raise_signal(number)
+    await until(serving.done)
+    assert serving.exception() is None
+    assert kube.open_watches == 0
 
 
 @pytest.mark.parametrize(
@@ -674,12 +665,7 @@ def test_invalid_settings_are_refused(
     monkeypatch: pytest.MonkeyPatch, taken: int, arguments: list[str], expected: str
 ) -> None:
     """Regression: a port in use and invalid numbers caused tracebacks."""
-
-    @asynccontextmanager
-    async def connect(_: KubeSettings) -> AsyncIterator[FakeKube]:
-        yield FakeKube()
-
-    monkeypatch.setattr(commands, "connect", connect)
+    connect_to(FakeKube(), monkeypatch)
     given = [part.format(taken=taken) for part in arguments]
     result = CliRunner().invoke(commands.operator, ["--metrics-port", "0", *given])
     assert result.exit_code == 2, result.output

@@ -118,7 +118,8 @@ class Reflector(Generic[T]):
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        self._api, self._kind, self._selector, self._clock = api, kind, selector or Selector(), clock
+        self.kind = kind
+        self._api, self._selector, self._clock = api, selector or Selector(), clock
         self._decoder = msgspec.json.Decoder(type_)
         self._on_change, self._on_unreadable, self._share = on_change, on_unreadable, share
         self._unreadable: set[str] = set()
@@ -155,7 +156,7 @@ class Reflector(Generic[T]):
         seen: dict[str, T | None] = {}
         token = ""
         while True:
-            page = await self._api.list_page(self._kind, self._selector, continue_token=token)
+            page = await self._api.list_page(self.kind, self._selector, continue_token=token)
             self._note_contact()
             for raw in page.items:
                 key, item, _ = self._decode(raw)
@@ -175,7 +176,7 @@ class Reflector(Generic[T]):
 
     async def _watch(self) -> None:
         started_at, is_silent = self._clock.monotonic(), True
-        async for event in self._api.watch(self._kind, self._selector, self._version):
+        async for event in self._api.watch(self.kind, self._selector, self._version):
             self._failures, self._expiries, is_silent = 0, 0, False
             self._note_contact()
             self._apply(event)
