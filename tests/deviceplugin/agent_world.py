@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from carpool_core.kube.api import GPU_NODES, NODES
@@ -10,6 +11,7 @@ from carpool_core.testing.kube import FakeKube
 from carpool_core.values import GpuUuid, PartitionState, PodUid, SharingMode
 from carpool_deviceplugin.app import Agent
 from carpool_deviceplugin.device_state import GpuWorker
+from carpool_deviceplugin.gpu import Devices
 from carpool_deviceplugin.metrics import AgentCollector
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
@@ -17,6 +19,34 @@ from carpool_deviceplugin.testing.node import Inline, Node, flowing, uid, until
 from carpool_deviceplugin.testing.nvml import FakeNvml
 from carpool_deviceplugin.timeouts import Intervals
 from prometheus_client import CollectorRegistry
+
+
+def reservation(pod: str = "a", *gpus: str, mode: SharingMode = SharingMode.TIME_SLICING, **more: Any) -> Reservation:
+    """Return a reservation out of what matters to a test."""
+    fields = {
+        "pod_uid": f"uid-{pod}",
+        "pod_namespace": "default",
+        "pod_name": pod,
+        "job_uid": f"job-uid-{pod}",
+        "job_name": f"job-{pod}",
+        "gpu_uuids": list(gpus or ("GPU-1",)),
+        "mode": mode,
+        "reserved_at": f"2026-01-31T12:00:00.{pod}Z",
+    }
+    return Reservation(**fields | more)
+
+
+def agent_on(
+    devices: Devices | None,
+    directory: Path,
+    kube: FakeKube,
+    intervals: Intervals | None = None,
+    *,
+    name: str = "node-1",
+) -> Agent:
+    """Return an agent without a kubelet."""
+    settings = AgentSettings(node_name=name, kubelet=False, state_dir=directory)
+    return flowing(settings, kube, devices, intervals or Intervals(labels_s=30.0))
 
 
 def status_of(kube: FakeKube, name: str = "node-1") -> GpuNodeStatus:
@@ -47,8 +77,7 @@ class World:
         self.devices = self.node.devices()
         (self.gpu,) = self.devices.uuids
         self.pipe = root / "mps" / self.gpu / "pipe"
-        settings = AgentSettings(node_name="n", kubelet=False, state_dir=root)
-        self.agent = flowing(settings, self.kube, self.devices, intervals or Intervals(labels_s=30.0))
+        self.agent = agent_on(self.devices, root, self.kube, intervals, name="n")
 
     @property
     def status(self) -> GpuNodeStatus:
@@ -66,9 +95,6 @@ class World:
         await until(lambda: self.states == wanted)
 
 
-Reserve = Callable[..., Reservation]
-
-
 async def unchanged() -> bool:
     return False
 
@@ -78,12 +104,11 @@ class GpuAgent:
 
     Args:
         node: The node.
-        reserve: Makes a reservation for a pod and a GPU.
         confirm: Returns whether the agent's permission to partition has changed.
     """
 
-    def __init__(self, node: Node, reserve: Reserve, confirm: Callable[[], Awaitable[bool]] = unchanged) -> None:
-        self.node, self._reserve, self._confirm = node, reserve, confirm
+    def __init__(self, node: Node, confirm: Callable[[], Awaitable[bool]] = unchanged) -> None:
+        self.node, self._confirm = node, confirm
         self.begin(frozenset())
 
     def begin(self, promised: frozenset[PodUid]) -> None:
@@ -105,11 +130,9 @@ class GpuAgent:
     def reservations(self, *wanted: tuple[str, str | SharingMode]) -> list[Reservation]:
         """Return reservations of MIG profiles, or of other modes, for pods."""
         return [
-            msgspec.structs.replace(
-                self._reserve(pod, self.gpu, mode=what if isinstance(what, SharingMode) else SharingMode.MIG),
-                pod_uid=PodUid(uid(pod)),
-                mig_profile=None if isinstance(what, SharingMode) else what,
-            )
+            reservation(pod, self.gpu, mode=what, pod_uid=uid(pod))
+            if isinstance(what, SharingMode)
+            else reservation(pod, self.gpu, mode=SharingMode.MIG, pod_uid=uid(pod), mig_profile=what)
             for pod, what in wanted
         ]
 

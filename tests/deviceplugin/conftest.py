@@ -13,10 +13,12 @@ import pytest
 from carpool_core.kube.api import NODES
 from carpool_core.resources.node import Reservation
 from carpool_core.testing.kube import FakeKube
-from carpool_core.values import GpuUuid, JobUid, PodUid, SharingMode
+from carpool_core.values import GpuUuid
 from carpool_deviceplugin.mps import PROGRAM, Mps, MpsProgram
 from carpool_deviceplugin.simulated import SimulatedDevices, parse_inventory
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
+from carpool_deviceplugin.testing.node import Node
+from carpool_deviceplugin.testing.nvml import FakeNvml
 from carpool_e2e.binaries import ensure
 from carpool_simulated.device import Device
 from carpool_simulated.gpu import Gpus, open_gpus
@@ -26,6 +28,7 @@ from hypothesis import HealthCheck, settings
 # --import-mode=importlib gives test folders no import path of their own; the world is shared by these files only.
 sys.path.insert(0, str(Path(__file__).parent))
 
+from agent_world import reservation
 from mps_world import LONG_S, STAND_IN
 
 # The duration of examples depends on the load of the machine; tests with a time limit measure processor time.
@@ -98,25 +101,15 @@ def start() -> Iterator[Start]:
         process.communicate()
 
 
-Reserve = Callable[..., Reservation]
+@pytest.fixture
+def reserve() -> Callable[..., Reservation]:
+    return reservation
 
 
 @pytest.fixture
-def reserve() -> Reserve:
-    """Make a reservation out of what matters to a test."""
-
-    def of(pod: str = "a", *gpus: str, mode: SharingMode = SharingMode.TIME_SLICING, **more: Any) -> Reservation:
-        fields = {"pod_namespace": "default", "pod_name": pod, "reserved_at": f"2026-01-31T12:00:00.{pod}Z", **more}
-        return Reservation(
-            pod_uid=PodUid(f"uid-{pod}"),
-            job_uid=JobUid(f"job-uid-{pod}"),
-            job_name=f"job-{pod}",
-            gpu_uuids=[GpuUuid(gpu) for gpu in gpus or ("GPU-1",)],
-            mode=mode,
-            **fields,
-        )
-
-    return of
+def node(tmp_path: Path) -> Node:
+    """Two H100 behind NVML."""
+    return Node(FakeNvml(["H100", "H100"]), FakeMpsCommands(), tmp_path)
 
 
 CDI = json.loads((Path(__file__).parent / "cdi" / "schema.json").read_text())

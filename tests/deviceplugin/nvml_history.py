@@ -4,8 +4,9 @@ import random
 from pathlib import Path
 
 import pynvml
+from agent_world import reservation
 from carpool_core.resources.node import Reservation
-from carpool_core.values import JobUid, PartitionState, PodUid, SharingMode
+from carpool_core.values import PartitionState, PodUid, SharingMode
 from carpool_deviceplugin.device_state import GpuWorker
 from carpool_deviceplugin.mps import MpsError
 from carpool_deviceplugin.testing.gpus import FakeInstance
@@ -131,13 +132,11 @@ class History:
         if pod in self.wanted or pod in self.running:
             return
         mode = self.draw.choice([EXCLUSIVE, TIME_SLICING, MPS, MPS, MIG, MIG, MIG])
-        self.wanted[pod] = Reservation(
-            pod_uid=PodUid(uid(pod)),
+        self.wanted[pod] = reservation(
+            pod,
+            *self.devices.uuids,
+            pod_uid=uid(pod),
             pod_namespace=NAMESPACES[pod],
-            pod_name=pod,
-            job_uid=JobUid(pod),
-            job_name=pod,
-            gpu_uuids=list(self.devices.uuids),
             mode=mode,
             mig_profile=self.draw.choice(self.profiles) if mode is MIG else None,
             memory_limit_mib=None if mode is MIG else self.draw.choice([None, 3_000, 30_000]),

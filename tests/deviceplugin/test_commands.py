@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pynvml
 import pytest
-from agent_world import registry_of, reserve_on
+from agent_world import agent_on, registry_of, reserve_on
 from carpool_core.kube.api import GPU_NODES
 from carpool_core.resources.node import GpuNode
 from carpool_core.settings import InputError
@@ -27,7 +27,7 @@ from carpool_deviceplugin.mig import Placement
 from carpool_deviceplugin.mig_instances import read_mig_devices
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
-from carpool_deviceplugin.testing.node import Flow, Node, flowing, running, until
+from carpool_deviceplugin.testing.node import Flow, Node, running, until
 from carpool_deviceplugin.testing.nvml import FakeNvml
 from carpool_deviceplugin.timeouts import Intervals
 from click.testing import CliRunner, Result
@@ -127,14 +127,9 @@ def test_an_unusable_setting_is_a_sentence(
 def test_agent_waits_for_an_absent_api_server(tmp_path: Path) -> None:
     """Each warning and /readyz report it; a restart would not help."""
     (tmp_path / "kubeconfig").write_text(KUBECONFIG)
-    variables = {
-        "NODE_NAME": "n",
-        "SIMULATED_GPUS": "Tesla T4:1",
-        "STATE_DIR": str(tmp_path / "state"),
-        "KUBELET": "false",
-        "METRICS_PORT": "0",
-    }
+    variables = {"NODE_NAME": "n", "SIMULATED_GPUS": "Tesla T4:1", "KUBELET": "false", "METRICS_PORT": "0"}
     environment = {f"CARPOOL_{name}": value for name, value in variables.items()}
+    environment["CARPOOL_STATE_DIR"] = str(tmp_path / "state")
     with subprocess.Popen(
         [sys.executable, "-m", "carpool_deviceplugin"],
         env={**os.environ, **environment, "KUBECONFIG": str(tmp_path / "kubeconfig")},
@@ -233,10 +228,7 @@ def test_names_of_processes_are_quoted(node: Node) -> None:
     ("arguments", "message"),
     [
         ([], "expected nvidia-cuda-mps-control on PATH, found none"),
-        (
-            ["--shm-dir", "shm"],
-            "Error: expected both --shm-dir and --shm-dir-on-node, or none of them, found one; add the other\n",
-        ),
+        (["--shm-dir", "shm"], "Error: expected both --shm-dir and --shm-dir-on-node, or none of them, found one; add"),
     ],
 )
 def test_host_of_daemons_names_a_missing_requirement(
@@ -396,23 +388,13 @@ def exclusive_process(node: Node) -> None:
 @pytest.mark.parametrize(
     ("kind", "change", "requirement", "is_missing"),
     [
-        (
-            "T4",
-            None,
-            "the host's PIDs, to assign processes to pods, found another PID namespace; run with hostPID",
-            True,
-        ),
+        ("T4", None, "the host's PIDs, to assign processes to pods, found another PID namespace; run with host", True),
         ("T4", host_pids, "the host's PIDs", False),
         ("T4", None, "NVIDIA's CDI specification of each GPU, found none of GPU-", True),
         ("T4", None, "a source of SM activity for each GPU, found GPU-", True),
         ("H100", None, "a source of SM activity", False),
         ("T4", None, "compute mode Default", False),
-        (
-            "T4",
-            exclusive_process,
-            "compute mode Default, without which modes of sharing are not offered, found Ex",
-            True,
-        ),
+        ("T4", exclusive_process, "compute mode Default, without which modes of sharing are not offered, found", True),
     ],
 )
 def test_inspect_prints_what_the_node_lacks(
@@ -449,9 +431,9 @@ HOSTILE_ANSWERS = ['"} 1\nDCGM_FI_DEV_GPU_UTIL{pod="x', "../../../etc/passwd", "
 @pytest.mark.parametrize("name", HOSTILE_ANSWERS)
 async def test_hostile_names_stay_names(devices, tmp_path: Path, reserve, enter, name: str) -> None:
     """The API server refuses such names; the agent does not rely on that."""
-    agent = flowing(AgentSettings(node_name="n", kubelet=False, state_dir=tmp_path), FakeKube(), devices)
+    agent = agent_on(devices, tmp_path, FakeKube(), name="n")
     registry, gpu = registry_of(agent), devices.uuids[0]
-    hostile = msgspec.structs.replace(reserve("a", gpu), pod_name=name, job_name=name, pod_namespace=name)
+    hostile = reserve("a", gpu, pod_name=name, job_name=name, pod_namespace=name)
     async with running(agent):
         await reserve_on(agent.reconciler._api, hostile, name="n")
         await until(lambda: [p.state.value for p in agent.reconciler.partitions] == ["Ready"])
@@ -472,7 +454,7 @@ async def test_hostile_names_stay_names(devices, tmp_path: Path, reserve, enter,
 
 @pytest.mark.parametrize("uuid", ["GPU-elsewhere", "GPU-1/../../x", "", "GPU-$(id)", "x" * 10_000])
 async def test_a_foreign_or_hostile_gpu_uuid_fails_its_reservation(devices, tmp_path: Path, reserve, uuid: str) -> None:
-    agent = flowing(AgentSettings(node_name="n", kubelet=False, state_dir=tmp_path), FakeKube(), devices)
+    agent = agent_on(devices, tmp_path, FakeKube(), name="n")
     async with running(agent):
         await reserve_on(agent.reconciler._api, reserve("a", uuid, mode=SharingMode.MPS), name="n")
         await until(lambda: [p.state.value for p in agent.reconciler.partitions] == ["Failed"])

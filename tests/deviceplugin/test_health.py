@@ -9,25 +9,17 @@ from pathlib import Path
 
 import pynvml
 import pytest
-from agent_world import registry_of, reserve_on, status_of
+from agent_world import agent_on, registry_of, reserve_on, status_of
 from carpool_core.resources.node import Device, GpuNodeStatus
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, GpuUuid, SharingMode
 from carpool_deviceplugin.gpu import DeviceError, GpuActual, Reading
 from carpool_deviceplugin.health import Health, Signals, next_health
-from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.simulated import SimulatedDevices, parse_inventory
-from carpool_deviceplugin.testing.mps import FakeMpsCommands
-from carpool_deviceplugin.testing.node import Node, flowing, running, until
-from carpool_deviceplugin.testing.nvml import FakeNvml
+from carpool_deviceplugin.testing.node import Node, running, until
 from carpool_deviceplugin.timeouts import Intervals, TimeLimitedCaller
 from hypothesis import given
 from hypothesis import strategies as st
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Node:
-    return Node(FakeNvml(["H100", "H100"]), FakeMpsCommands(), tmp_path)
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
@@ -121,15 +113,23 @@ def test_lost_gpu_is_unhealthy_alone_and_comes_back_by_rule(node: Node) -> None:
     assert devices.inventory()[0].health is DeviceHealth.HEALTHY
 
 
-def test_a_driver_updated_under_the_agent_is_reported_until_it_fits(node: Node) -> None:
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, "library and kernel module are of different versions: restart the"),
+        (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, "load the driver"),
+    ],
+    ids=["updated", "unloaded"],
+)
+def test_a_driver_that_does_not_restart_is_reported_until_it_does(node: Node, code: int, message: str) -> None:
     devices = node.devices()
     devices.inventory()
     node.nvml.restart_driver()
-    node.nvml.init_error = pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH
+    node.nvml.init_error = code
     devices.inventory()
     for device in devices.inventory():
         assert device.health is DeviceHealth.UNHEALTHY
-        assert "library and kernel module are of different versions: restart the node" in device.health_message
+        assert message in device.health_message
     node.nvml.init_error = None
     devices.inventory()
     node.advance(61)
@@ -167,58 +167,41 @@ LOST = Signals(lost="fallen off the bus")
 HOT, COOL = Signals(is_hot=True), Signals(is_hot=False)
 STILL, MOVING = Signals(is_motionless=True), Signals(is_motionless=False)
 NOTHING, RESET = Signals(), Signals(was_reset=True)
+FATAL = (46, 79, 109, 144, 150, 155, 156, 158)
+HEAT = [(0, HOT, ""), (10, COOL, ""), (40, HOT, ""), (71, HOT, "slowed down for heat"), (132, COOL, "")]
+STUCK = [(0, STILL, ""), (300, MOVING, ""), (601, STILL, ""), (1201, STILL, "it is stuck"), (1262, MOVING, "")]
+ANSWERS_AGAIN = [(0, LOST, "fallen"), (5000, LOST, "fallen"), (5001, NOTHING, "fallen"), (5061, NOTHING, "")]
+
+
+def xid(*codes: int) -> Signals:
+    return Signals(xids=[*codes])
+
+
+FATAL_UNTIL_RESET = [
+    (0, xid(79), XID_79), (10, xid(90), XID_79), (1e6, NOTHING, XID_79), (1e6 + 1, RESET, XID_79),
+    (1e6 + 61, NOTHING, ""),
+]  # fmt: skip
+TWICE = [(0, xid(90), XID_90), (30, xid(90), XID_90), (89, NOTHING, XID_90), (151, NOTHING, "")]
 
 
 @pytest.mark.parametrize(
     "history",
     [
-        pytest.param([(0, Signals(xids=[13, 31, 94, 126]), "")], id="restart-app"),
-        pytest.param([(0, Signals(xids=[43, 63, 92, 121, 154]), "")], id="ignore"),
-        pytest.param([(0, Signals(xids=[4711]), "XID 4711: no new work"), (60, NOTHING, "")], id="unknown-xid"),
-        pytest.param(
-            [(0, Signals(xids=[90]), XID_90), (59, NOTHING, XID_90), (60, NOTHING, "")], id="recoverable-after-a-minute"
-        ),
-        pytest.param(
-            [
-                (0, Signals(xids=[90]), XID_90),
-                (30, Signals(xids=[90]), XID_90),
-                (89, NOTHING, XID_90),
-                (151, NOTHING, ""),
-            ],
-            id="a-second-xid-restarts-the-minute",
-        ),
-        pytest.param(
-            [
-                (0, Signals(xids=[79]), XID_79),
-                (10, Signals(xids=[90]), XID_79),
-                (1e6, NOTHING, XID_79),
-                (1e6 + 1, RESET, XID_79),
-                (1e6 + 61, NOTHING, ""),
-            ],
-            id="fatal-until-a-minute-after-a-reset",
-        ),
-        *(
-            pytest.param([(0, Signals(xids=[xid]), f"XID {xid} "), (1e6, NOTHING, f"XID {xid} ")], id=f"fatal-{xid}")
-            for xid in (46, 79, 109, 144, 150, 155, 156, 158)
-        ),
-        pytest.param(
-            [(0, Signals(xids=[95, 154]), "XID 95"), (61, NOTHING, "XID 95")], id="recovery-action-of-a-fatal"
-        ),
+        pytest.param([(0, xid(13, 31, 94, 126), "")], id="restart-app"),
+        pytest.param([(0, xid(43, 63, 92, 121, 154), "")], id="ignore"),
+        pytest.param([(0, xid(4711), "XID 4711: no new work"), (60, NOTHING, "")], id="unknown-xid"),
+        pytest.param([(0, xid(90), XID_90), (59, NOTHING, XID_90), (60, NOTHING, "")], id="recoverable"),
+        pytest.param(TWICE, id="a-second-xid-restarts-the-minute"),
+        pytest.param(FATAL_UNTIL_RESET, id="fatal-until-a-minute-after-a-reset"),
+        *(pytest.param([(0, xid(n), f"XID {n} "), (1e6, NOTHING, f"XID {n} ")], id=f"fatal-{n}") for n in FATAL),
+        pytest.param([(0, xid(95, 154), "XID 95"), (61, NOTHING, "XID 95")], id="recovery-action-of-a-fatal"),
         pytest.param(
             [(0, Signals(remap_failed=True), "replace the GPU"), (1e6, NOTHING, "replace")], id="no-spare-row"
         ),
         pytest.param([(0, Signals(ecc_uncorrectable=7), "")], id="ecc-errors-before-the-agent"),
-        pytest.param(
-            [(0, HOT, ""), (10, COOL, ""), (40, HOT, ""), (71, HOT, "slowed down for heat"), (132, COOL, "")], id="heat"
-        ),
-        pytest.param(
-            [(0, STILL, ""), (300, MOVING, ""), (601, STILL, ""), (1201, STILL, "it is stuck"), (1262, MOVING, "")],
-            id="full-utilization-at-idle-power",
-        ),
-        pytest.param(
-            [(0, LOST, "fallen"), (5000, LOST, "fallen"), (5001, NOTHING, "fallen"), (5061, NOTHING, "")],
-            id="lost-gpu-that-answers-again-counts-as-reset",
-        ),
+        pytest.param(HEAT, id="heat"),
+        pytest.param(STUCK, id="full-utilization-at-idle-power"),
+        pytest.param(ANSWERS_AGAIN, id="lost-gpu-that-answers-again-counts-as-reset"),
     ],
 )
 def test_health_follows_from_what_happened(history: list[tuple[float, Signals, str]]) -> None:
@@ -289,9 +272,8 @@ def release() -> Iterator[threading.Event]:
 async def test_hung_gpu_is_unhealthy_alone(tmp_path, release, reserve) -> None:
     """Regression: every GPU of the node became unhealthy, and a scrape blocked the event loop."""
     devices, kube = Hanging(tmp_path, release), FakeKube()
-    settings = AgentSettings(node_name="node-1", kubelet=False, state_dir=tmp_path)
     # Real seconds: on a busy machine a GPU that is well takes some of them, too.
-    agent = flowing(settings, kube, devices, Intervals(step_deadline_s=0.4))
+    agent = agent_on(devices, tmp_path, kube, Intervals(step_deadline_s=0.4))
     registry = registry_of(agent)
     hung, well = devices.uuids
     async with running(agent):
@@ -313,8 +295,7 @@ async def test_hung_gpu_is_unhealthy_alone(tmp_path, release, reserve) -> None:
 
 def test_scrape_calls_no_gpu(tmp_path, release) -> None:
     devices = Hanging(tmp_path, release)
-    settings = AgentSettings(node_name="node-1", kubelet=False, state_dir=tmp_path)
-    registry = registry_of(flowing(settings, FakeKube(), devices))
+    registry = registry_of(agent_on(devices, tmp_path, FakeKube()))
     devices.hang = True
     assert [m for m in registry.collect() if m.name == "carpool_agent_gpu_healthy"]
 
@@ -351,9 +332,8 @@ async def test_late_exceptions_without_a_caller_are_ignored() -> None:
 
 async def test_a_gpunode_deleted_during_a_reading_does_not_stop_the_agent(tmp_path, release) -> None:
     """Regression: the missing status was compared, which ended the agent."""
-    devices, kube = Hanging(tmp_path, release), FakeKube()
-    settings = AgentSettings(node_name="node-1", kubelet=False, state_dir=tmp_path)
-    reporter = flowing(settings, kube, devices).reconciler.reporter
+    devices = Hanging(tmp_path, release)
+    reporter = agent_on(devices, tmp_path, FakeKube()).reconciler.reporter
     reporter.appeared(GpuNodeStatus())
     devices.hang = True
     looking = asyncio.ensure_future(reporter.once())

@@ -12,9 +12,8 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from agent_world import GpuAgent, states
-from carpool_core.resources.node import Reservation
-from carpool_core.values import JobUid, PartitionState, PodUid, SharingMode
+from agent_world import GpuAgent, reservation, states
+from carpool_core.values import PartitionState, PodUid, SharingMode
 from carpool_deviceplugin.partitions import plan
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.node import Node, uid
@@ -96,16 +95,9 @@ def test_any_history_converges_without_disturbing_running_pods(history) -> None:
             wanted.clear()
         if what in ("reserve", "replace") and uid not in wanted:
             mode, memory = args
-            wanted[uid] = Reservation(
-                pod_uid=uid,
-                pod_namespace="one" if pod in "ab" else "another",
-                pod_name=pod,
-                job_uid=JobUid(pod),
-                job_name=pod,
-                gpu_uuids=[IDLE.uuid],
-                mode=mode,
-                memory_limit_mib=memory,
-                reserved_at=f"{len(wanted)}",
+            namespace, at = "one" if pod in "ab" else "another", f"{len(wanted)}"
+            wanted[uid] = reservation(
+                pod, IDLE.uuid, pod_namespace=namespace, mode=mode, memory_limit_mib=memory, reserved_at=at
             )
         elif what == "release":
             wanted.pop(uid, None)
@@ -182,11 +174,11 @@ KILLED = {
 
 
 @pytest.mark.parametrize(("kind", "first", "then"), KILLED.values(), ids=KILLED)
-async def test_agent_killed_at_each_call_is_continued(tmp_path: Path, reserve, kind: str, first, then) -> None:
+async def test_agent_killed_at_each_call_is_continued(tmp_path: Path, kind: str, first, then) -> None:
     """At every call of the driver and of MPS; the next agent prepares what is wanted, and leaves nothing behind."""
     for at in count():
         mps = Deadly()
-        agent = GpuAgent(Node(FakeNvml([kind]), mps, tmp_path / str(at), may_switch_mig=True), reserve)
+        agent = GpuAgent(Node(FakeNvml([kind]), mps, tmp_path / str(at), may_switch_mig=True))
         mps.left = iter(range(at))
         agent.node.nvml.before_each(lambda _, mps=mps: mps.step())
         try:

@@ -5,10 +5,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-from agent_world import registry_of, reserve_on
-from carpool_core.kube.api import NODES
+from agent_world import agent_on, registry_of, reserve_on
 from carpool_core.resources.node import Reservation, Tenant
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
@@ -16,9 +14,8 @@ from carpool_deviceplugin.app import Agent
 from carpool_deviceplugin.gpu import DeviceError, ProcessUsage, Reading, SetMode
 from carpool_deviceplugin.metering import Meter, damp_changes
 from carpool_deviceplugin.metrics import DEVICE_GAUGES, ENERGY
-from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
-from carpool_deviceplugin.testing.node import Node, flowing, running, uid, until
+from carpool_deviceplugin.testing.node import Node, running, uid, until
 from carpool_deviceplugin.testing.nvml import FakeNvml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -207,11 +204,6 @@ def test_only_what_moved_by_a_tenth_is_written(change, is_written) -> None:
     assert damp_changes([WRITTEN], [other]) == [other], "new tenants are written, and ended ones dropped"
 
 
-@pytest.fixture
-def node(tmp_path: Path) -> Node:
-    return Node(FakeNvml(["H100", "H100"]), FakeMpsCommands(), tmp_path)
-
-
 def test_measures_of_two_tenants(node: Node) -> None:
     devices = node.devices()
     gpu = devices.uuids[0]
@@ -381,8 +373,7 @@ DCGM_LABELS = {
 
 @pytest.fixture
 def agent(devices, tmp_path) -> Agent:
-    settings = AgentSettings(node_name="node-1", kubelet=False, state_dir=tmp_path)
-    return flowing(settings, FakeKube(), devices)
+    return agent_on(devices, tmp_path, FakeKube())
 
 
 async def hold(agent: Agent, *reservations: Reservation) -> None:
@@ -470,7 +461,7 @@ async def test_series_of_dcgm_exporter_are_not_exported_twice(tmp_path) -> None:
     devices = Node(FakeNvml(["H100", "A100-40"]), FakeMpsCommands(), tmp_path, sources=(exporter,)).devices()
     shown, other = devices.uuids
     exporter.shows = {(shown, None)}
-    agent = flowing(AgentSettings(node_name="n", kubelet=False, state_dir=tmp_path), FakeKube(), devices)
+    agent = agent_on(devices, tmp_path, FakeKube())
     registry = registry_of(agent)
     value = registry.get_sample_value
     async with running(agent):
@@ -491,7 +482,7 @@ async def test_each_place_is_shown_once_where_dcgm_exporter_shows_instances_only
     shown, other = (mig.create(mig.table.profiles[-2].id, at, 1).id for at in (0, 1))
     devices = node.devices()
     exporter.shows = {(devices.uuids[0], shown)}
-    agent = flowing(AgentSettings(node_name="n", kubelet=False, state_dir=tmp_path), FakeKube(), devices)
+    agent = agent_on(devices, tmp_path, FakeKube())
     registry = registry_of(agent)
     source = {"UUID": devices.uuids[0], "source": "dcgm-exporter"}
 
@@ -507,17 +498,14 @@ async def test_each_place_is_shown_once_where_dcgm_exporter_shows_instances_only
         await until(lambda: node.advance(0.1) or places() == {str(shown), str(other)})
 
 
-async def test_mig_instances_have_series_and_gone_ones_have_none(tmp_path, reserve) -> None:
+async def test_mig_instances_have_series_and_gone_ones_have_none(tmp_path, kube, reserve) -> None:
     node = Node(FakeNvml(["H100"]), FakeMpsCommands(), tmp_path)
     node.nvml.gpus[0].mig.is_enabled = node.nvml.gpus[0].mig.is_pending = True
-    devices, kube = node.devices(), FakeKube()
-    kube.seed(NODES, {"metadata": {"name": "node-1"}})
-    agent = flowing(AgentSettings(node_name="node-1", kubelet=False, state_dir=tmp_path), kube, devices)
+    devices = node.devices()
+    agent = agent_on(devices, tmp_path, kube)
     registry = registry_of(agent)
     wanted = [
-        msgspec.structs.replace(
-            reserve(pod, devices.uuids[0], mode=SharingMode.MIG), mig_profile=profile, pod_uid=uid(pod)
-        )
+        reserve(pod, devices.uuids[0], mode=SharingMode.MIG, mig_profile=profile, pod_uid=uid(pod))
         for pod, profile in (("a", "3g.40gb"), ("b", "1g.10gb"))
     ]
 

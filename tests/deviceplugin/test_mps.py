@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
 import pynvml
 import pytest
 from agent_world import World
@@ -178,11 +177,15 @@ def test_two_processes_of_one_pod_count_as_one(shared: Shared) -> None:
     assert shared.ended() == set()
 
 
-def test_clients_that_end_with_their_daemon_are_reported(shared: Shared) -> None:
+def test_clients_that_end_with_their_daemon_are_reported_for_ten_minutes(shared: Shared) -> None:
     shared.node.mps.die(shared.pipe)
     shared.leave("a", "b", "c")
     assert shared.ended() == {"a", "b", "c"}
     assert "its MPS daemon ended under its clients" in shared.look().ended[uid("c")]
+    shared.node.seconds += 599
+    assert shared.ended() == {"a", "b", "c"}
+    shared.node.seconds += 2
+    assert shared.ended() == set()
 
 
 def test_stopped_daemon_is_no_failure(shared: Shared) -> None:
@@ -204,22 +207,12 @@ def test_faulty_server_names_present_and_ended_clients(shared: Shared) -> None:
     assert (shared.look().struck, shared.look().problem, shared.ended()) == ({}, "", {"a", "b", "c"})
 
 
-def test_failures_are_reported_for_ten_minutes(shared: Shared) -> None:
-    shared.node.mps.die(shared.pipe)
-    shared.leave("a", "b", "c")
-    shared.look()
-    shared.node.seconds += 599
-    assert shared.ended() == {"a", "b", "c"}
-    shared.node.seconds += 2
-    assert shared.ended() == set()
-
-
 @pytest.mark.parametrize("is_released", [True, False])
 async def test_status_names_ended_pods(tmp_path: Path, reserve, is_released: bool) -> None:
     """With and without their reservations: the operator needs the reason to restart their jobs."""
     world = World(tmp_path, Intervals(resync_s=1e9))
     node, agent = world.node, world.agent
-    wanted = [msgspec.structs.replace(reserve(pod, world.gpu, mode=MPS), pod_uid=uid(pod)) for pod in "ab"]
+    wanted = [reserve(pod, world.gpu, mode=MPS, pod_uid=uid(pod)) for pod in "ab"]
     async with running(agent):
         await world.hold(*wanted)
         for pid, pod in ((42, "a"), (43, "b")):
@@ -443,15 +436,15 @@ async def test_measured_peak_admits_another_pod(tmp_path: Path, reserve, takes_m
     """Pod a has a limit of 60,000 MiB and a measured peak of 10,000; b's 60,000 fit only beside the latter."""
     world = World(tmp_path)
     tenant = TenantProfile(memory_mib=60_000, measured_mib=10_000)
-    first = reserve("a", world.gpu, mode=SharingMode.MPS, memory_limit_mib=60_000, tenant=tenant)
-    wanted = [first, reserve("b", world.gpu, mode=SharingMode.MPS, memory_limit_mib=60_000)]
-    wanted = [msgspec.structs.replace(r, pod_uid=uid(r.pod_name)) for r in wanted]
+    limited = {"mode": MPS, "memory_limit_mib": 60_000}
+    first = reserve("a", world.gpu, tenant=tenant, pod_uid=uid("a"), **limited)
+    second = reserve("b", world.gpu, pod_uid=uid("b"), **limited)
     async with running(world.agent):
-        await world.hold(wanted[0])
+        await world.hold(first)
         world.node.start(0, 42, "a", takes_mib)
         world.node.mps.connect(str(world.pipe), 42)
         await until(lambda: [t.peak_memory_mib for t in world.status.tenants] == [takes_mib])
-        await world.hold(*wanted, b=state)
+        await world.hold(first, second, b=state)
         if state == "Failed":
             assert "MiB that are not promised, found a limit of 60,000 MiB" in world.status.partitions[1].message
 

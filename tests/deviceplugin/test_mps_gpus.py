@@ -1,25 +1,14 @@
 """MPS daemons of NVML GPUs: adopted, watched, replaced; over the fake of NVML and daemons in memory."""
 
-from pathlib import Path
-
-import msgspec
 import pytest
 from carpool_core.values import GpuUuid, PartitionState, PodUid, SharingMode
 from carpool_deviceplugin.device_state import GpuWorker
 from carpool_deviceplugin.gpu import DeviceError, Limits, SetLimits, SetMode, StartMps, StopMps
 from carpool_deviceplugin.nvml_devices import NvmlDevices
-from carpool_deviceplugin.partitions import plan
-from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.node import Inline, Node, uid
-from carpool_deviceplugin.testing.nvml import FakeNvml
 from carpool_deviceplugin.timeouts import Intervals
 
 MPS, READY = SharingMode.MPS, PartitionState.READY
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Node:
-    return Node(FakeNvml(["H100", "H100"]), FakeMpsCommands(), tmp_path)
 
 
 def pipe(node: Node, gpu: str) -> str:
@@ -42,18 +31,6 @@ def behind_a_daemon(node: Node) -> tuple[NvmlDevices, GpuUuid]:
     return devices, gpu
 
 
-def test_daemon_that_died_is_started_again(node: Node, reserve) -> None:
-    devices = node.devices()
-    gpu = devices.uuids[0]
-    wanted = [reserve("a", gpu, mode=MPS, memory_limit_mib=5000)]
-    for step in plan(devices.actual(gpu), wanted).steps:
-        devices.apply(gpu, step)
-    assert node.mps.daemons[pipe(node, gpu)].files.uuid == gpu
-    assert plan(devices.actual(gpu), wanted).steps == ()
-    node.mps.die(pipe(node, gpu))
-    assert plan(devices.actual(gpu), wanted).steps == (StartMps(),)
-
-
 def test_next_agent_adopts_the_daemon(node: Node) -> None:
     gpu = node.devices().uuids[0]
     for _ in range(2):
@@ -63,17 +40,6 @@ def test_next_agent_adopts_the_daemon(node: Node) -> None:
         devices.apply(gpu, SetLimits(PodUid("p"), Limits(10, 20)))
     assert node.mps.starts == 1
     assert node.devices().actual(gpu).limits == {PodUid("p"): Limits(10, 20)}
-
-
-def test_mps_server_belongs_to_no_pod(node: Node) -> None:
-    devices, gpu = behind_a_daemon(node)
-    node.start(0, 42, "a")
-    server = node.mps.connect(pipe(node, gpu), 42)
-    node.start(0, server, None)
-    actual = devices.actual(gpu)
-    assert (actual.problem, actual.tenants) == ("", {uid("a")})
-    with pytest.raises(DeviceError, match="expected no process"):
-        devices.apply(gpu, StopMps())
 
 
 @pytest.mark.parametrize("how", ["wedged", "killed"])
@@ -105,8 +71,7 @@ class Shared:
         self.node, self.devices = node, node.devices()
         self.gpu = self.devices.uuids[0]
         self.worker = GpuWorker(self.gpu, self.devices, lambda: None, Intervals(), caller=Inline())
-        reservation = reserve("a", self.gpu, mode=MPS, memory_limit_mib=5000)
-        self.wanted = [msgspec.structs.replace(reservation, pod_uid=uid("a"))]
+        self.wanted = [reserve("a", self.gpu, mode=MPS, memory_limit_mib=5000, pod_uid=uid("a"))]
 
     async def look(self) -> PartitionState:
         self.worker.want(self.wanted)

@@ -304,7 +304,7 @@ def test_next_daemon_starts_in_an_empty_pipe_directory(
     assert not list(pipe.parent.glob(".old.*"))
 
 
-def test_host_deletes_the_shared_memory_of_a_stopped_daemon(
+def test_host_deletes_the_shared_memory_of_a_stopped_daemon_and_an_absent_one_is_logged(
     program: MpsProgram, tmp_path: Path, shared: SharedMemory
 ) -> None:
     """The agent does not see the shared memory."""
@@ -315,8 +315,10 @@ def test_host_deletes_the_shared_memory_of_a_stopped_daemon(
         agent.stop(GPU)
         assert list((shared.here / GPU).iterdir()) == []
         agent.start(GPU)
-    agent.stop(GPU)  # a host that is gone has taken the memory with it
+    with structlog.testing.capture_logs() as logs:
+        agent.stop(GPU)  # a host that is gone has taken the memory with it
     assert not agent.is_running(GPU)
+    assert [line["event"] for line in logs] == ["files of mps clients stay until the next daemon starts"]
 
 
 def test_cleanup_has_a_time_limit(program: MpsProgram, tmp_path: Path) -> None:
@@ -563,14 +565,3 @@ async def test_refused_cleanup_is_retried_without_reservations(tmp_path: Path, s
         assert await worker.once()
     assert list((shared.here / gpu).iterdir()) == []
     assert devices.actual(gpu).mode is None
-
-
-def test_absent_host_after_a_stop_is_logged(commands: FakeMpsCommands, tmp_path: Path) -> None:
-    """Its daemons ended with it, and the next host has its own shared memory."""
-    Mps(commands, tmp_path / "mps").start(GPU)
-    with structlog.testing.capture_logs() as said:
-        HostedMps(commands, tmp_path / "mps", tmp_path / "host.sock").stop(GPU)
-    assert commands.daemons == {}
-    assert [(line["event"], line["gpu"]) for line in said] == [
-        ("files of mps clients stay until the next daemon starts", GPU)
-    ]

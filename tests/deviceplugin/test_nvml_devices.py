@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pynvml
 import pytest
-from agent_world import GpuAgent, World, mig_node, reserve_on, states, status_of
+from agent_world import GpuAgent, World, agent_on, mig_node, states, status_of
 from carpool_core.kube.api import NODES
 from carpool_core.kube.errors import Overloaded
 from carpool_core.resources.node import Reservation
@@ -24,20 +23,13 @@ from carpool_deviceplugin.nvlib import linked_gpus
 from carpool_deviceplugin.nvml_devices import NvmlDevices
 from carpool_deviceplugin.partitions import plan
 from carpool_deviceplugin.reconciler import MIG_CONFIG, NodeLabels
-from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.testing.gpus import HARDWARE
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
-from carpool_deviceplugin.testing.node import Node, flowing, running, uid, until
+from carpool_deviceplugin.testing.node import Node, running, uid, until
 from carpool_deviceplugin.testing.nvml import FakeNvml
 
 EXCLUSIVE, TIME_SLICING, MPS, MIG = SharingMode
 READY, PREPARING, FAILED = PartitionState.READY, PartitionState.PREPARING, PartitionState.FAILED
-Reserve = Callable[..., Reservation]
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Node:
-    return Node(FakeNvml(["H100", "H100"]), FakeMpsCommands(), tmp_path)
 
 
 @pytest.mark.parametrize("kind", list(HARDWARE))
@@ -142,7 +134,7 @@ async def test_one_unusable_gpu_of_eight_is_reported_and_the_others_are_used(
     node.nvml.fail_next(function, code)
     devices = node.devices()
     assert len(devices.uuids) == 7
-    async with running(flowing(AgentSettings(node_name="node-1", kubelet=False, state_dir=tmp_path), kube, devices)):
+    async with running(agent_on(devices, tmp_path, kube)):
         condition, _ = await until(lambda: status_of(kube).conditions)
     assert (condition.status, condition.reason) == ("True", "SomeGpusUnhealthy")
     assert condition.message.startswith("7 of 8 GPUs are healthy: ")
@@ -158,7 +150,7 @@ async def test_mps_is_offered_from_driver_550_on(tmp_path: Path, kube, driver: s
     node.nvml.driver_version = driver
     devices = node.devices()
     assert (MPS in devices.describe(devices.uuids[0]).modes) == is_offered
-    async with running(flowing(AgentSettings(node_name="node-1", kubelet=False, state_dir=tmp_path), kube, devices)):
+    async with running(agent_on(devices, tmp_path, kube)):
         _, condition = await until(lambda: status_of(kube).conditions)
     assert (condition.type, condition.status) == ("MpsAvailable", str(is_offered))
     if not is_offered:
@@ -189,8 +181,8 @@ FIXTURES = Path(__file__).parent / "cdi"
 
 
 @pytest.fixture
-def agent(tmp_path: Path, reserve) -> GpuAgent:
-    return GpuAgent(mig_node(tmp_path), reserve)
+def agent(tmp_path: Path) -> GpuAgent:
+    return GpuAgent(mig_node(tmp_path))
 
 
 def specification(agent: GpuAgent, pod: str, check: Callable[[dict], None] = lambda _: None) -> dict:
@@ -261,8 +253,8 @@ async def test_pod_without_an_instance_gets_none(agent: GpuAgent) -> None:
 
 
 @pytest.mark.parametrize("kind", ["A100-40", "H100"])
-async def test_mode_is_switched_only_if_allowed_and_idle(tmp_path: Path, reserve, kind: str) -> None:
-    agent = GpuAgent(mig_node(tmp_path, kind, on=False, may_switch=True), reserve)
+async def test_mode_is_switched_only_if_allowed_and_idle(tmp_path: Path, kind: str) -> None:
+    agent = GpuAgent(mig_node(tmp_path, kind, on=False, may_switch=True))
     profile = "1g.5gb" if kind == "A100-40" else "1g.10gb"
     assert agent.devices.describe(agent.gpu).modes == [EXCLUSIVE, TIME_SLICING, MPS, MIG]
     assert states(await agent.want(("a", EXCLUSIVE))) == {"a": READY}
@@ -276,8 +268,8 @@ async def test_mode_is_switched_only_if_allowed_and_idle(tmp_path: Path, reserve
     assert not agent.node.nvml.gpus[0].mig.is_enabled
 
 
-async def test_xids_are_reported_after_a_reset_in_place(tmp_path: Path, reserve) -> None:
-    agent = GpuAgent(mig_node(tmp_path, on=False, may_switch=True), reserve)
+async def test_xids_are_reported_after_a_reset_in_place(tmp_path: Path) -> None:
+    agent = GpuAgent(mig_node(tmp_path, on=False, may_switch=True))
     await agent.want(("a", "1g.5gb"))
     agent.node.nvml.raise_xid(0, 95)
     assert "XID 95" in agent.devices.describe(agent.gpu).health_message
@@ -296,8 +288,8 @@ def test_mig_without_profiles_is_unhealthy(tmp_path: Path, may_switch: bool, mod
     )
 
 
-async def test_mode_is_not_switched_where_not_allowed(tmp_path: Path, reserve) -> None:
-    agent = GpuAgent(mig_node(tmp_path, on=False), reserve)
+async def test_mode_is_not_switched_where_not_allowed(tmp_path: Path) -> None:
+    agent = GpuAgent(mig_node(tmp_path, on=False))
     found = (await agent.want(("a", "1g.5gb")))["a"]
     assert (found.state, agent.node.nvml.gpus[0].mig.is_enabled) == (FAILED, False)
     assert "expected a mode out of Exclusive, MPS, TimeSlicing, found MIG" in found.message
@@ -305,8 +297,8 @@ async def test_mode_is_not_switched_where_not_allowed(tmp_path: Path, reserve) -
         agent.devices.apply(agent.gpu, SetMode(MIG))
 
 
-async def test_virtual_machine_cannot_reset_and_is_left_as_it_was(tmp_path: Path, reserve) -> None:
-    agent = GpuAgent(mig_node(tmp_path, on=False, may_switch=True), reserve)
+async def test_virtual_machine_cannot_reset_and_is_left_as_it_was(tmp_path: Path) -> None:
+    agent = GpuAgent(mig_node(tmp_path, on=False, may_switch=True))
     agent.node.nvml.gpus[0].mig.can_reset = False
     found = (await agent.want(("a", "1g.5gb")))["a"]
     assert found.state is FAILED
@@ -315,8 +307,8 @@ async def test_virtual_machine_cannot_reset_and_is_left_as_it_was(tmp_path: Path
     assert (mig.is_enabled, mig.is_pending) == (False, False), "no later reset switches it by surprise"
 
 
-async def test_gpu_with_instances_of_others_is_never_switched(tmp_path: Path, reserve) -> None:
-    agent = GpuAgent(mig_node(tmp_path, may_switch=True), reserve)
+async def test_gpu_with_instances_of_others_is_never_switched(tmp_path: Path) -> None:
+    agent = GpuAgent(mig_node(tmp_path, may_switch=True))
     table = agent.node.nvml.gpus[0].mig.table
     create_instance(agent.devices.session, agent.gpu, Placement(table.find("1g.5gb"), 0))
     found = (await agent.want(("a", EXCLUSIVE)))["a"]
@@ -324,8 +316,8 @@ async def test_gpu_with_instances_of_others_is_never_switched(tmp_path: Path, re
     assert "expected a mode out of MIG, found Exclusive" in found.message
 
 
-async def test_hopper_forgets_its_mode_with_the_driver_and_is_divided_again(tmp_path: Path, reserve) -> None:
-    agent = GpuAgent(mig_node(tmp_path, "H100", on=False, may_switch=True), reserve)
+async def test_hopper_forgets_its_mode_with_the_driver_and_is_divided_again(tmp_path: Path) -> None:
+    agent = GpuAgent(mig_node(tmp_path, "H100", on=False, may_switch=True))
     await agent.want(("a", "3g.40gb"))
     agent.node.nvml.restart_driver()
     assert not agent.node.nvml.gpus[0].mig.is_enabled
@@ -352,10 +344,10 @@ class Labels:
         return NodeLabels(NodeName("n"), self.kube, devices)
 
 
-async def test_label_keeps_the_agent_off_and_running_pods_stay(tmp_path: Path, reserve) -> None:
+async def test_label_keeps_the_agent_off_and_running_pods_stay(tmp_path: Path) -> None:
     labels = Labels()
     asked: list[NodeLabels] = []
-    agent = GpuAgent(mig_node(tmp_path), reserve, lambda: asked[0].read())
+    agent = GpuAgent(mig_node(tmp_path), lambda: asked[0].read())
     asked.append(labels.manager(agent.devices))
     assert agent.devices.describe(agent.gpu).modes == [], "the label was not read yet"
     await asked[0].read()
@@ -383,7 +375,7 @@ async def test_label_releases_the_gpus_when_pods_have_ended_and_takes_them_back(
     nvml, mps = world.node.nvml, world.node.mps
 
     def pod(name: str) -> Reservation:
-        return msgspec.structs.replace(reserve(name, world.gpu, mode=MPS), pod_uid=uid(name))
+        return reserve(name, world.gpu, mode=MPS, pod_uid=uid(name))
 
     async def label(value: str | None) -> None:
         await world.kube.patch(NODES, "n", {"metadata": {"labels": {"carpool.dev/release-gpus": value}}})
@@ -494,23 +486,6 @@ async def test_replaced_instance_belongs_to_its_creator(agent: GpuAgent) -> None
     create_instance(agent.devices.session, agent.gpu, Placement(mig.table.find("3g.20gb"), 4))
     await agent.want()
     assert set(agent.instances) == {"3g.20gb@4"}
-
-
-# The whole agent.
-
-
-async def test_from_the_api_server_to_the_instance_and_back(tmp_path: Path, kube: FakeKube, reserve) -> None:
-    node = mig_node(tmp_path)
-    devices = node.devices()
-    settings = AgentSettings(node_name="node-1", kubelet=False, state_dir=tmp_path)
-    wanted = msgspec.structs.replace(reserve("a", devices.uuids[0], mode=MIG), mig_profile="2g.10gb")
-    async with running(flowing(settings, kube, devices)):
-        await reserve_on(kube, wanted)
-        await until(lambda: [p.state for p in status_of(kube).partitions] == [READY])
-        assert [i.profile.name for i in node.nvml.gpus[0].mig.instances.values()] == ["2g.10gb"]
-        await until(lambda: status_of(kube).devices[0].mode is MIG)
-        await reserve_on(kube)
-        await until(lambda: not node.nvml.gpus[0].mig.instances)
 
 
 async def test_a_new_agent_continues(agent: GpuAgent) -> None:

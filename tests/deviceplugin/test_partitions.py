@@ -1,10 +1,12 @@
 """Planning the steps of one GPU."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from agent_world import reservation
 from carpool_core.resources.node import Reservation, TenantProfile
-from carpool_core.values import GpuUuid, JobUid, PodUid, SharingMode
+from carpool_core.values import GpuUuid, PodUid
 from carpool_deviceplugin.gpu import (
     CreateInstance,
     DestroyInstance,
@@ -23,103 +25,64 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_world import EXCLUSIVE, IDLE, MIG, MPS, SHARED, SLICED, TIME_SLICING, A, B
 
+ALONE, SLICE = [("a", EXCLUSIVE, {})], [("a", TIME_SLICING, {})]
+OF_A, OF_B = ("a", MPS, {"memory_limit_mib": 10_000}), ("b", MPS, {})
+HALF = ("a", MPS, {"memory_limit_mib": 10_000, "thread_percentage": 50})
+NEW_DAEMON = (StopMps(), StartMps(), SetLimits(B, Limits()))
+
+
+def shared(**changes: Any) -> GpuActual:
+    """A GPU in mode MPS on which pod A has limits."""
+    return replace(SHARED, **changes)
+
+
+def used(**changes: Any) -> GpuActual:
+    """The same with a process of pod A."""
+    return shared(tenants=frozenset({A}), **changes)
+
 
 @pytest.mark.parametrize(
     ("actual", "wanted", "steps"),
     [
         pytest.param(IDLE, [], (), id="idle-stays-idle"),
-        pytest.param(IDLE, [("a", EXCLUSIVE, {})], (SetMode(EXCLUSIVE),), id="first-tenant"),
-        pytest.param(SLICED, [("a", TIME_SLICING, {})], (), id="nothing-to-do"),
+        pytest.param(IDLE, ALONE, (SetMode(EXCLUSIVE),), id="first-tenant"),
+        pytest.param(SLICED, SLICE, (), id="nothing-to-do"),
         pytest.param(SLICED, [], (SetMode(None),), id="returned"),
-        pytest.param(SLICED, [("a", EXCLUSIVE, {})], (SetMode(EXCLUSIVE),), id="empty-changes-mode"),
+        pytest.param(SLICED, ALONE, (SetMode(EXCLUSIVE),), id="empty-changes-mode"),
+        pytest.param(IDLE, [HALF], (SetMode(MPS), StartMps(), SetLimits(A, Limits(10_000, 50))), id="mps-from-idle"),
+        pytest.param(used(), [OF_A, OF_B], (SetLimits(B, Limits()),), id="second-mps-tenant-joins"),
+        pytest.param(shared(), [OF_B], NEW_DAEMON, id="mps-tenant-replaced"),
+        pytest.param(shared(limits={}), [OF_B], NEW_DAEMON, id="mps-daemon-without-limits"),
+        pytest.param(shared(mps_daemon=False), [OF_B], NEW_DAEMON, id="tenant-replaced-behind-a-daemon-that-died"),
+        pytest.param(shared(), [OF_A, OF_B], (SetLimits(B, Limits()),), id="second-joins-before-the-first-runs"),
+        pytest.param(shared(), [OF_A], (), id="mps-nothing-to-do"),
+        pytest.param(shared(), [], (StopMps(), SetMode(None)), id="mps-returned"),
+        pytest.param(used(), [], (), id="mps-returned-under-its-client"),
+        pytest.param(shared(), ALONE, (StopMps(), SetMode(EXCLUSIVE)), id="mps-to-exclusive"),
+        pytest.param(shared(mps_daemon=False), [OF_A], (StartMps(),), id="daemon-died"),
+        pytest.param(used(mps_daemon=False, mps_servers_left=True), [OF_A], (), id="daemon-died-under-its-clients"),
         pytest.param(
-            IDLE,
-            [("a", MPS, {"memory_limit_mib": 10_000, "thread_percentage": 50})],
-            (SetMode(MPS), StartMps(), SetLimits(A, Limits(10_000, 50))),
-            id="mps-from-idle",
-        ),
-        pytest.param(
-            replace(SHARED, tenants=frozenset({A})),
-            [("a", MPS, {"memory_limit_mib": 10_000}), ("b", MPS, {"memory_limit_mib": 5_000})],
-            (SetLimits(B, Limits(5_000, None)),),
-            id="second-mps-tenant-joins",
-        ),
-        pytest.param(
-            SHARED, [("b", MPS, {})], (StopMps(), StartMps(), SetLimits(B, Limits())), id="mps-tenant-replaced"
-        ),
-        pytest.param(
-            replace(SHARED, limits={}),
-            [("b", MPS, {})],
-            (StopMps(), StartMps(), SetLimits(B, Limits())),
-            id="mps-daemon-without-limits",
-        ),
-        pytest.param(
-            replace(SHARED, mps_daemon=False),
-            [("b", MPS, {})],
-            (StopMps(), StartMps(), SetLimits(B, Limits())),
-            id="mps-tenant-replaced-behind-a-daemon-that-died",
-        ),
-        pytest.param(
-            SHARED,
-            [("a", MPS, {"memory_limit_mib": 10_000}), ("b", MPS, {})],
-            (SetLimits(B, Limits()),),
-            id="second-mps-tenant-joins-before-the-first-runs",
-        ),
-        pytest.param(SHARED, [("a", MPS, {"memory_limit_mib": 10_000})], (), id="mps-nothing-to-do"),
-        pytest.param(SHARED, [], (StopMps(), SetMode(None)), id="mps-returned"),
-        pytest.param(replace(SHARED, tenants=frozenset({A})), [], (), id="mps-returned-under-its-client"),
-        pytest.param(SHARED, [("a", EXCLUSIVE, {})], (StopMps(), SetMode(EXCLUSIVE)), id="mps-to-exclusive"),
-        pytest.param(
-            replace(SHARED, mps_daemon=False),
-            [("a", MPS, {"memory_limit_mib": 10_000})],
-            (StartMps(),),
-            id="daemon-died",
-        ),
-        pytest.param(
-            replace(SHARED, mps_daemon=False, mps_servers_left=True, tenants=frozenset({A})),
-            [("a", MPS, {"memory_limit_mib": 10_000})],
-            (),
-            id="daemon-died-under-its-clients",
-        ),
-        pytest.param(
-            replace(SHARED, mps_hung=True),
-            [("a", MPS, {"memory_limit_mib": 10_000})],
+            shared(mps_hung=True),
+            [OF_A],
             (StopMps(), StartMps(), SetLimits(A, Limits(10_000, None))),
             id="daemon-hangs-without-clients",
         ),
-        pytest.param(
-            replace(SHARED, mps_hung=True, tenants=frozenset({A})),
-            [("a", MPS, {"memory_limit_mib": 10_000})],
-            (),
-            id="daemon-hangs-under-its-clients",
-        ),
+        pytest.param(used(mps_hung=True), [OF_A], (), id="daemon-hangs-under-its-clients"),
         pytest.param(
             replace(IDLE, mode=MPS, mps_servers_left=True),
-            [("a", EXCLUSIVE, {})],
+            ALONE,
             (StopMps(), SetMode(EXCLUSIVE)),
             id="daemon-died-and-its-server-did-not",
         ),
-        pytest.param(
-            replace(SLICED, mps_servers_left=True),
-            [("a", TIME_SLICING, {})],
-            (StopMps(),),
-            id="server-of-an-earlier-mode",
-        ),
-        pytest.param(
-            replace(IDLE, mps_servers_left=True), [], (StopMps(),), id="server-of-an-earlier-mode-on-an-idle-gpu"
-        ),
+        pytest.param(replace(SLICED, mps_servers_left=True), SLICE, (StopMps(),), id="server-of-an-earlier-mode"),
+        pytest.param(replace(IDLE, mps_servers_left=True), [], (StopMps(),), id="server-on-an-idle-gpu"),
         pytest.param(
             replace(IDLE, mode=MPS, mps_cleanup_pending=True),
             [],
             (StopMps(), SetMode(None)),
             id="stop-of-mps-begun-and-not-ended",
         ),
-        pytest.param(
-            replace(SLICED, mps_cleanup_pending=True),
-            [("a", TIME_SLICING, {})],
-            (StopMps(),),
-            id="stop-of-mps-begun-before-this-mode",
-        ),
+        pytest.param(replace(SLICED, mps_cleanup_pending=True), SLICE, (StopMps(),), id="stop-begun-before-this-mode"),
     ],
 )
 def test_shortest_steps(reserve, actual, wanted, steps) -> None:
@@ -131,66 +94,33 @@ def test_shortest_steps(reserve, actual, wanted, steps) -> None:
     assert not planned.waiting
 
 
+TWO = [("a", EXCLUSIVE, {}), ("b", EXCLUSIVE, {})]
+TWO_MODES = [("a", MPS, {}), ("b", TIME_SLICING, {})]
+NAMESPACES = [("a", MPS, {}), ("b", MPS, {"pod_namespace": "other"})]
+GROUPS = [
+    ("a", MPS, {"tenancy_group": "research"}),
+    ("b", MPS, {"pod_namespace": "other", "tenancy_group": "research"}),
+    ("c", MPS, {"tenancy_group": "default"}),
+]
+TOO_MUCH = [("a", MPS, {"memory_limit_mib": 30_000}), ("b", MPS, {"memory_limit_mib": 10_001})]
+LARGE = [("a", MPS, {"memory_limit_mib": 40_001})]
+USED_BY_B = replace(SLICED, tenants=frozenset({B}))
+
+
 @pytest.mark.parametrize(
     ("actual", "wanted", "held", "refused", "message"),
     [
+        pytest.param(IDLE, TWO, [], B, "is Exclusive for default/a", id="two-exclusive"),
+        pytest.param(IDLE, TWO_MODES, [], B, "is MPS for default/a", id="two-modes"),
+        pytest.param(IDLE, TWO, [B], A, "is Exclusive for default/b", id="promised-first"),
         pytest.param(
-            IDLE, [("a", EXCLUSIVE, {}), ("b", EXCLUSIVE, {})], [], B, "is Exclusive for default/a", id="two-exclusive"
+            USED_BY_B, [*ALONE, ("b", TIME_SLICING, {})], [A], A, "is TimeSlicing for default/b", id="running-first"
         ),
-        pytest.param(IDLE, [("a", MPS, {}), ("b", TIME_SLICING, {})], [], B, "is MPS for default/a", id="two-modes"),
-        pytest.param(
-            IDLE,
-            [("a", EXCLUSIVE, {}), ("b", EXCLUSIVE, {})],
-            [B],
-            A,
-            "is Exclusive for default/b",
-            id="promised-first",
-        ),
-        pytest.param(
-            replace(SLICED, tenants=frozenset({B})),
-            [("a", EXCLUSIVE, {}), ("b", TIME_SLICING, {})],
-            [A],
-            A,
-            "is TimeSlicing for default/b",
-            id="running-first",
-        ),
-        pytest.param(
-            IDLE,
-            [("a", MPS, {}), ("b", MPS, {"pod_namespace": "other"})],
-            [],
-            B,
-            "serves namespace default, found namespace other",
-            id="mps-across-namespaces",
-        ),
-        pytest.param(
-            IDLE,
-            [
-                ("a", MPS, {"tenancy_group": "research"}),
-                ("b", MPS, {"pod_namespace": "other", "tenancy_group": "research"}),
-                ("c", MPS, {"tenancy_group": "default"}),
-            ],
-            [],
-            PodUid("uid-c"),
-            "serves tenancy group research, found tenancy group default",
-            id="mps-across-tenancy-groups",
-        ),
-        pytest.param(
-            IDLE,
-            [("a", MPS, {"memory_limit_mib": 30_000}), ("b", MPS, {"memory_limit_mib": 10_001})],
-            [],
-            B,
-            "has 10,000 of 40,000 MiB",
-            id="mps-overcommitted",
-        ),
+        pytest.param(IDLE, NAMESPACES, [], B, "serves namespace default, found namespace other", id="mps-namespaces"),
+        pytest.param(IDLE, GROUPS, [], "uid-c", "group research, found tenancy group default", id="mps-tenancy-groups"),
+        pytest.param(IDLE, TOO_MUCH, [], B, "has 10,000 of 40,000 MiB", id="mps-overcommitted"),
         pytest.param(IDLE, [("a", MIG, {"mig_profile": "1g.5gb"})], [], A, "expected a mode out of", id="mig"),
-        pytest.param(
-            IDLE,
-            [("a", MPS, {"memory_limit_mib": 40_001})],
-            [],
-            A,
-            "expected a limit of at most 40,000",
-            id="too-large",
-        ),
+        pytest.param(IDLE, LARGE, [], A, "expected a limit of at most 40,000", id="too-large"),
         pytest.param(replace(IDLE, problem="it is hot"), [("a", MPS, {})], [], A, "it is hot", id="unhealthy"),
     ],
 )
@@ -211,7 +141,7 @@ def measured(reserve, measured_mib: int | None = 10_000) -> list[Reservation]:
 
 
 def test_measured_peaks_count_for_new_pods(reserve) -> None:
-    beside_a = replace(SHARED, limits={A: Limits(30_000, None)}, tenants=frozenset({A}))
+    beside_a = used(limits={A: Limits(30_000, None)})
     held = frozenset({A})
     assert plan(beside_a, measured(reserve), held, {A: 9_000}).ready == (A, B)
     for found in (
@@ -228,9 +158,9 @@ def test_measured_peaks_count_for_new_pods(reserve) -> None:
 def test_admitted_pods_stay(reserve, there, peak_mib, is_agent_new) -> None:
     """Regression: while A had no process for a moment, B came first, and A's limits did not go beside it."""
     limits = {A: Limits(30_000, None), B: Limits(25_000, None)}
-    shared = replace(SHARED, limits=limits, tenants=frozenset(there))
+    before = shared(limits=limits, tenants=frozenset(there))
     held = frozenset(there if is_agent_new else limits)
-    found = plan(shared, measured(reserve), held, {A: peak_mib})
+    found = plan(before, measured(reserve), held, {A: peak_mib})
     if held == limits.keys():
         assert (set(found.ready), found.steps, found.refused) == ({A, B}, (), {})
     else:
@@ -238,8 +168,8 @@ def test_admitted_pods_stay(reserve, there, peak_mib, is_agent_new) -> None:
 
 
 def test_higher_limit_is_checked_again(reserve) -> None:
-    shared = replace(SHARED, limits={A: Limits(5_000, None), B: Limits(25_000, None)}, tenants=frozenset({B}))
-    found = plan(shared, measured(reserve, None), frozenset({A, B}))
+    before = shared(limits={A: Limits(5_000, None), B: Limits(25_000, None)}, tenants=frozenset({B}))
+    found = plan(before, measured(reserve, None), frozenset({A, B}))
     assert (found.ready, list(found.refused)) == ((B,), [A])
 
 
@@ -264,19 +194,6 @@ def test_new_pod_waits_for_leaving_pods(reserve, mode) -> None:
 PODS = [PodUid(f"uid-{name}") for name in "abcde"]
 
 
-def wanted(pod: PodUid, profile: str) -> Reservation:
-    return Reservation(
-        pod_uid=pod,
-        pod_namespace="default",
-        pod_name=pod,
-        job_uid=JobUid(pod),
-        job_name=pod,
-        gpu_uuids=[GpuUuid("GPU-1")],
-        mode=SharingMode.MIG,
-        mig_profile=profile,
-    )
-
-
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[MigTable, list[MigInstance], list[Reservation]]:
     """A GPU with some instances, and reservations in the order in which they count."""
@@ -293,7 +210,7 @@ def cases(draw: st.DrawFn) -> tuple[MigTable, list[MigInstance], list[Reservatio
         mig_instances.append(MigInstance(Instance(number, place), is_managed, pod, users, is_used))
     pods = draw(st.lists(st.sampled_from(PODS), unique=True, max_size=5))
     names = st.sampled_from([p.name for p in table.profiles])
-    return table, mig_instances, [wanted(pod, draw(names)) for pod in pods]
+    return table, mig_instances, [reservation(pod[4:], mode=MIG, mig_profile=draw(names)) for pod in pods]
 
 
 @settings(max_examples=300, deadline=None)

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import msgspec
 import pytest
-from agent_world import registry_of, reserve_on, status_of
+from agent_world import registry_of, reservation, reserve_on, status_of
 from carpool_core.keys import CDI_KIND
 from carpool_core.kube.api import PODS
 from carpool_core.kube.pods import (
@@ -95,8 +94,8 @@ async def place(kube: FakeKube, *reservations: Any) -> None:
     """Reserve, wait until ready and bind, as the scheduler does."""
     await reserve_on(kube, *reservations)
     await until(lambda: [p.state.value for p in status_of(kube).partitions] == ["Ready"] * len(reservations))
-    for reservation in reservations:
-        pod(kube, reservation.pod_name)
+    for one in reservations:
+        pod(kube, one.pod_name)
 
 
 def pod(kube: FakeKube, name: str, **status: Any) -> None:
@@ -360,19 +359,18 @@ def test_owner_is_the_container_that_holds_the_slots() -> None:
     assert found == Owner("default", "a", "train", ("slot-2", "slot-10"))
 
 
+HELD = holds("a", "slot-1")
+
+
 @pytest.mark.parametrize(
     ("slot", "held", "error", "message"),
     [
         ("slot-1", [], LaterError, "expected a container that holds slot-1, found none"),
-        (
-            "slot-1",
-            [holds("a", "slot-1"), holds("b", "slot-1")],
-            RefusedError,
-            "found default/a/train, default/b/train",
-        ),
+        ("slot-1", [HELD, holds("b", "slot-1")], RefusedError, "found default/a/train, default/b/train"),
         ("slot-1", [holds("a", "slot-1", "slot-2")], RefusedError, "expected default/a to start with slot-1, slot-2"),
         ("GPU-1", [], RefusedError, "expected a slot such as slot-3, found 'GPU-1'"),
     ],
+    ids=["no-owner", "two-owners", "other-slots-too", "no-slot"],
 )
 def test_slots_without_one_owner_are_refused(slot: str, held, error, message: str) -> None:
     with pytest.raises(error, match=message):
@@ -387,35 +385,31 @@ def test_a_pod_that_is_unknown_or_ending_is_refused_for_now(found: Pod | None) -
 
 FAILED = partition(state=PartitionState.FAILED, message="no MIG")
 WAITING = partition(state=PartitionState.PREPARING, message="waits for b")
+EARLIER = reservation("a", pod_uid="uid-earlier")
 
 
 @pytest.mark.parametrize(
     ("reservations", "partitions", "error", "message"),
     [
         ([], [], LaterError, "expected a reservation for pod default/a .uid-a.*submit a GpuTrainingJob"),
-        ([("b",)], [partition("b")], LaterError, "expected a reservation for pod default/a"),
-        ([("a",)], [], LaterError, "found them being prepared"),
-        ([("a",)], [WAITING], LaterError, "prepared .waits for b"),
-        ([("a",)], [FAILED], RefusedError, "to be ready, found: no MIG"),
+        ([reservation("b")], [partition("b")], LaterError, "expected a reservation for pod default/a"),
+        ([EARLIER], [partition("earlier")], LaterError, "expected a reservation for pod default/a"),
+        ([reservation("a")], [], LaterError, "found them being prepared"),
+        ([reservation("a")], [WAITING], LaterError, "prepared .waits for b"),
+        ([reservation("a")], [FAILED], RefusedError, "to be ready, found: no MIG"),
         (
-            [("a", "GPU-1", "GPU-2")],
+            [reservation("a", "GPU-1", "GPU-2")],
             [partition()],
             RefusedError,
-            r"to hold 2 of carpool\.dev/gpu, as reserved, found 1",
+            "as reserved, found 1",
         ),
     ],
-    ids=["none", "another-pods", "new", "preparing", "failed", "two-containers"],
+    ids=["none", "another-pods", "earlier-pod-of-the-name", "new", "preparing", "failed", "two-containers"],
 )
-def test_a_pod_without_a_ready_reservation_is_refused(reserve, reservations, partitions, error, message) -> None:
-    with pytest.raises(error, match=message):
-        ready_reservation(OWNER, starting_pod(), [reserve(*one) for one in reservations], partitions)
-
-
-def test_the_reservation_of_an_earlier_pod_with_the_same_name_is_refused(reserve) -> None:
+def test_a_pod_without_a_ready_reservation_is_refused(reservations, partitions, error, message) -> None:
     """Reservations are written for verified pods only, so the agent compares the UID and reads no job."""
-    earlier = msgspec.structs.replace(reserve("a"), pod_uid=PodUid("uid-earlier"))
-    with pytest.raises(LaterError, match="expected a reservation for pod default/a"):
-        ready_reservation(OWNER, starting_pod(), [earlier], [partition("earlier")])
+    with pytest.raises(error, match=message):
+        ready_reservation(OWNER, starting_pod(), reservations, partitions)
 
 
 def test_the_ready_reservation_is_that_of_the_pod_and_its_generation(reserve) -> None:
@@ -592,19 +586,13 @@ def test_generated_messages_are_those_of_the_protos(tmp_path: Path) -> None:
     for path in generated:
         committed = FOLDER / "carpool_deviceplugin" / "protos" / path.name
 
-        def meaning(text: str) -> list[str]:
-            return [
-                line
-                for line in text.splitlines()
-                if not any(word in line for word in VERSIONS) and not _is_version(line)
-            ]
-
-        assert meaning(path.read_text()) == meaning(committed.read_text()), "run deviceplugin/protos.sh"
+        assert without_versions(path) == without_versions(committed), "run deviceplugin/protos.sh"
 
 
-def _is_version(line: str) -> bool:
-    """The generator's version is three numbers on lines of their own."""
-    return line.strip().rstrip(",").isdecimal()
+def without_versions(path: Path) -> list[str]:
+    """Return the lines of a module without the generator's version: three numbers on lines of their own."""
+    lines = [line for line in path.read_text().splitlines() if not any(word in line for word in VERSIONS)]
+    return [line for line in lines if not line.strip().rstrip(",").isdecimal()]
 
 
 @pytest.mark.parametrize(

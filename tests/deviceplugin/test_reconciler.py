@@ -1,12 +1,10 @@
 """One node's GpuNode, its status and its events, against an API server in memory."""
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-from agent_world import reserve_on, status_of
+from agent_world import agent_on, reserve_on, status_of
 from carpool_core.kube.api import EVENTS, GPU_NODES, NODES
 from carpool_core.kube.errors import Forbidden, Invalid, Overloaded
 from carpool_core.resources.node import Device, GpuNodeStatus, NodeSummary, Partition, Tenant
@@ -25,9 +23,7 @@ from carpool_deviceplugin.status import (
     partition_events,
     struck_events,
 )
-from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.node import Node, flowing, running, uid, until
-from carpool_deviceplugin.testing.nvml import FakeNvml
 from carpool_deviceplugin.timeouts import HARDWARE_INTERVALS, Intervals
 from msgspec.structs import replace
 from structlog.testing import capture_logs
@@ -35,7 +31,7 @@ from structlog.testing import capture_logs
 
 @pytest.fixture
 def agent(kube, devices, tmp_path) -> Agent:
-    return flowing(AgentSettings(node_name="node-1", kubelet=False, state_dir=tmp_path), kube, devices)
+    return agent_on(devices, tmp_path, kube)
 
 
 def exists(kube: FakeKube) -> bool:
@@ -149,8 +145,7 @@ async def test_a_new_agent_keeps_ready_reservations(kube, agent, devices, reserv
         await reserve_on(kube, reserve("b", gpu, mode=SharingMode.EXCLUSIVE))
         await until(lambda: states(kube) == {"uid-b": "Ready"})
     await reserve_on(kube, reserve("a", gpu, mode=SharingMode.MPS), reserve("b", gpu, mode=SharingMode.EXCLUSIVE))
-    settings = AgentSettings(node_name="node-1", kubelet=False, state_dir=tmp_path)
-    async with running(flowing(settings, kube, devices)):
+    async with running(agent_on(devices, tmp_path, kube)):
         await until(lambda: states(kube) == {"uid-a": "Failed", "uid-b": "Ready"})
 
 
@@ -277,8 +272,8 @@ async def test_long_health_messages_are_cut_and_the_status_is_written(world: Wor
 
 GPU = GpuUuid("GPU-1")
 HEALTHY = Device(uuid=GPU, index=0, product="x", memory_mib=1)
-XID = msgspec.structs.replace(HEALTHY, health=DeviceHealth.UNHEALTHY, health_message="XID 79")
-HOT = msgspec.structs.replace(XID, health_message="it is hot")
+XID = replace(HEALTHY, health=DeviceHealth.UNHEALTHY, health_message="XID 79")
+HOT = replace(XID, health_message="it is hot")
 A, B = PodUid("uid-a"), PodUid("uid-b")
 
 
@@ -344,13 +339,8 @@ def health(kube: FakeKube) -> tuple[str, str]:
     return (devices[0].get("health", "Healthy"), devices[0].get("healthMessage", "")) if devices else ("", "")
 
 
-@pytest.fixture
-def node(tmp_path: Path) -> Node:
-    return Node(FakeNvml(["H100"]), FakeMpsCommands(), tmp_path)
-
-
 def agent_of(node: Node, kube: FakeKube) -> Agent:
-    return flowing(AgentSettings(node_name="node-1", kubelet=False, state_dir=node.root), kube, node.devices())
+    return agent_on(node.devices(), node.root, kube)
 
 
 async def test_an_unhealthy_gpu_is_one_event_also_after_a_restart_of_the_agent(node: Node, kube: FakeKube) -> None:
@@ -377,12 +367,7 @@ async def test_pods_of_a_faulty_mps_daemon_get_an_event_and_keep_their_shares(
 ) -> None:
     agent = agent_of(node, kube)
     gpu = agent.devices.uuids[0]
-    wanted = [
-        msgspec.structs.replace(
-            reserve(pod, gpu, mode=SharingMode.MPS, memory_limit_mib=1000), pod_uid=PodUid(uid(pod))
-        )
-        for pod in "ab"
-    ]
+    wanted = [reserve(pod, gpu, mode=SharingMode.MPS, memory_limit_mib=1000, pod_uid=uid(pod)) for pod in "ab"]
     pipe = str(node.root / "mps" / gpu / "pipe")
 
     def partitions() -> list[dict[str, Any]]:
