@@ -35,7 +35,18 @@ def one_gpu(**has):
     return [gpu_node("a", 1, [tenant("y", [GPU], **has)])]
 
 
-FULL = one_gpu(memory_limit_mib=40000)
+def busy(accepts):
+    """A GPU with a busy tenant that accepts such a slowdown."""
+    return one_gpu(**BUSY, max_slowdown=accepts)
+
+
+def asks(accepts):
+    """A busy job that accepts such a slowdown."""
+    return BUSY | {"max_slowdown": accepts}
+
+
+FULL, IDLE, LIMIT = one_gpu(memory_limit_mib=40000), [gpu_node("a", 1)], {"memory_limit_mib": 4000}
+FOUR_GPUS = [gpu_node("a", 4, [tenant("y", [GPU], ALONE)])]
 TWO = [gpu_node("a", 2, [tenant("y", [GPU], memory_limit_mib=39000), tenant("z", [OTHER], memory_limit_mib=38000)])]
 TWO_ALONE = [gpu_node("a", 2, [tenant("y", [GPU], ALONE), tenant("z", [OTHER], ALONE)])]
 ONE_T4 = [gpu_node("a", [device(0, product=T4)])]
@@ -48,19 +59,11 @@ EACH = "for each worker (spec.gpusPerWorker)"
 NOTHING = {"prediction": None}
 ACCEPTED = "accepted 2.80 instead of 2.50"
 CASES = {
-    "its own limit of memory": (
-        FULL,
-        {"memory_limit_mib": 4000},
-        f"{LESS('3,040')} (spec.memory.limit is 4,000 MiB), or {ONCE}",
-    ),
+    "its own limit of memory": (FULL, LIMIT, f"{LESS('3,040')} (spec.memory.limit is 4,000 MiB), or {ONCE}"),
     "predicted memory": (FULL, {}, f"{LESS('3,040')} (its predicted bound is 4,000 MiB), or {ONCE}"),
     "memory of a first run": (BY_TURNS, WIDER, f"{LESS('4,240')} ({FIRST_RUN}), or {ONCE}"),
     "GPU that lacks least": (TWO, {}, f"{LESS('1,040')} (its predicted bound is 4,000 MiB), or {ONCE}"),
-    "no prediction": (
-        one_gpu(),
-        {"prediction": None},
-        f"with a spec.memory.limit of 36,960 MiB or less ({WHOLE}), or {ONCE}",
-    ),
+    "no prediction": (one_gpu(), NOTHING, f"with a spec.memory.limit of 36,960 MiB or less ({WHOLE}), or {ONCE}"),
     "untrusted prediction": (
         one_gpu(),
         {"prediction": prediction(memory_mib=36_000, trusted=False)},
@@ -68,60 +71,32 @@ CASES = {
     ),
     "limit below the prediction": (one_gpu(), {"prediction": prediction(memory_mib=37_000, trusted=False)}, ONCE),
     "larger than every GPU": (
-        [gpu_node("a", 2)],
-        {"memory_limit_mib": 204800},
-        f"{LESS('163,840')} (spec.memory.limit is 204,800 MiB)",
+        IDLE, {"memory_limit_mib": 204800}, f"{LESS('163,840')} (spec.memory.limit is 204,800 MiB)",
     ),
     "used alone": (one_gpu(mode=ALONE), {}, ONCE),
-    "limit of a co-tenant": (
-        one_gpu(**BUSY, max_slowdown=1.1),
-        BUSY | {"max_slowdown": 2},
-        f"if default/y accepted 1.90 instead of 1.10, or {ONCE}",
-    ),
+    "limit of a co-tenant": (busy(1.1), asks(2), f"if default/y accepted 1.90 instead of 1.10, or {ONCE}"),
     "its own slowdown limit": (
-        one_gpu(**BUSY, max_slowdown=3),
-        BUSY | {"max_slowdown": 1.1},
-        f"if it accepted 1.90 instead of 1.10 (spec.sharing.maxSlowdown), or {ONCE}",
+        busy(3), asks(1.1), f"if it accepted 1.90 instead of 1.10 (spec.sharing.maxSlowdown), or {ONCE}",
     ),
-    "both slowdown limits": (one_gpu(**BUSY, max_slowdown=1.1), BUSY | {"max_slowdown": 1.1}, ONCE),
+    "both slowdown limits": (busy(1.1), asks(1.1), ONCE),
     "limits of two co-tenants": (
-        TWO_BUSY,
-        BUSY | {"max_slowdown": 5},
+        TWO_BUSY, asks(5),
         f"if default/y0 {ACCEPTED} and default/y1 {ACCEPTED}, or once GPU 0 of a is free (2 jobs are there)",
     ),
-    "one GPU of four": (
-        [gpu_node("a", 4, [tenant("y", [GPU], ALONE)])],
-        {"gpus": 4},
-        f"{ONCE}, or with 1 GPU less for each worker (spec.gpusPerWorker)",
-    ),
-    "more GPUs than a node has": (
-        [gpu_node("a", 4)],
-        {"gpus": 9},
-        "with 5 GPUs less for each worker (spec.gpusPerWorker)",
-    ),
+    "one GPU of four": (FOUR_GPUS, {"gpus": 4}, f"{ONCE}, or with 1 GPU less {EACH}"),
+    "more GPUs than a node has": ([gpu_node("a", 4)], {"gpus": 9}, f"with 5 GPUs less {EACH}"),
     "two GPUs of two": (TWO_ALONE, {"gpus": 2}, "once GPUs 0, 1 of a are free (2 jobs are there)"),
-    "another product": (
-        [gpu_node("a", [device(0, product=T4)])],
-        {"product": "A100"},
-        f"without spec.gpu.product, on {T4}",
-    ),
-    "a smaller GPU": ([gpu_node("a", 1)], {"min_memory_mib": 81920}, f"without spec.gpu.minMemory, on {A100}"),
-    "an older GPU": (
-        [gpu_node("a", 1)],
-        {"min_compute_capability": "9.0"},
-        f"without spec.gpu.minComputeCapability, on {A100}",
-    ),
+    "another product": (ONE_T4, {"product": "A100"}, f"without spec.gpu.product, on {T4}"),
+    "a smaller GPU": (IDLE, {"min_memory_mib": 81920}, f"without spec.gpu.minMemory, on {A100}"),
+    "an older GPU": (IDLE, {"min_compute_capability": "9.0"}, f"without spec.gpu.minComputeCapability, on {A100}"),
     "mode of the tenants": (
-        one_gpu(),
-        {"mode": RequestedMode.TIME_SLICING},
-        f"{ONCE}, or by MPS with spec.sharing.mode Auto",
+        one_gpu(), {"mode": RequestedMode.TIME_SLICING}, f"{ONCE}, or by MPS with spec.sharing.mode Auto",
     ),
     "another namespace that shares": (
-        one_gpu(mode=TURNS, namespace="other", tenancy=Tenancy.CLUSTER),
-        {},
+        one_gpu(mode=TURNS, namespace="other", tenancy=Tenancy.CLUSTER), {},
         "once GPU 0 of a is free (other/y is there), or with spec.sharing.tenancy Cluster",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("nodes", "wants", "expected"), CASES.values(), ids=CASES)

@@ -39,6 +39,7 @@ BUSY = {"prediction": prediction(util=100, sm=0.9, dram=0.5)}
 HARD = {"prediction": prediction(util=100, sm=1.0), "max_slowdown": 5}
 LARGE = {"prediction": prediction(memory_mib=15_500, util=100, sm=0.9)}
 HALF = {"prediction": prediction(util=60, sm=0.5)}
+NOTHING, GROUP = {"prediction": None}, {"namespace": "alpha", "tenancy_group": "g"}
 SICK = {"health": DeviceHealth.UNHEALTHY, "health_message": "Xid 79"}
 
 
@@ -62,6 +63,16 @@ def on_gpus(*tenants, node="a", count=None):
     return gpu_node(node, count or max(1, len(held)), held)
 
 
+def having(name, *values):
+    """Tenants that differ in one field."""
+    return [{name: value} for value in values]
+
+
+def active(*ratios):
+    """Tenants with these SM activities."""
+    return having("prediction", *(prediction(util=40, sm=sm) for sm in ratios))
+
+
 class TestRefusal:
     """One message for all nodes says what is missing, with numbers."""
 
@@ -82,63 +93,33 @@ class TestRefusal:
         assert found.unsuitable == dict.fromkeys("cd", message)
 
     FULL = gpu_node("a", 2, [tenant(f"x{i}", [f"GPU-a-{i}"], memory_limit_mib=31840 + i) for i in range(2)])
+    USED, TAKEN = gpu_node("a", 1, [tenant("x", [GPU])]), gpu_node("a", 1, [tenant("x", [GPU], ALONE)])
+    BOTH_USED = gpu_node("a", 2, [tenant("x", [GPU], ALONE), tenant("z", [OTHER], **BUSY)])
+    WITHOUT_MPS = gpu_node("a", [device(modes=[ALONE, TURNS])], [tenant("x", [GPU])])
+    QUIET = gpu_node("a", 1, [tenant("x", [GPU], prediction=prediction(util=10, sm=0.05))])
+    ONE_T4, *MANY_T4 = (gpu_node(f"n{i}", [device(0, f"n{i}", product=T4)]) for i in range(21))
     UNKNOWN = "1 GPU: in use, and the job must be alone: {}, so it counts with the whole GPU".format
-    USED = gpu_node("a", 1, [tenant("x", [GPU])])
+    UNMEASURED = "too little was measured on such GPUs to rely on its prediction"
+    DIED = "earlier runs of this model (other jobs' too) died of memory on such GPUs, or took nearly all"
+    WITHDRAWN = "1 GPU: shared by MPS, which its agent does not offer to other jobs"
+    IN_USE = "1 GPU: used exclusively by default/x; 1 GPU: in use, and the job wants a GPU of its own"
+    FREEST = "needs 16,000 MiB; freest Tesla T4 has 15,360 MiB total, freest NVIDIA A100-SXM4-40GB has 9,120 MiB free"
 
     @pytest.mark.parametrize(
         ("nodes", "wants", "expected"),
         [
             pytest.param([], {}, "no node offered reports GPUs; is the node agent running there?", id="no GPUs"),
+            pytest.param(MANY_T4, {"product": "A100"}, "20 nodes: wrong product", id="wrong product"),
+            pytest.param([TAKEN], NOTHING, "1 GPU: used exclusively by default/x", id="exclusive"),
+            pytest.param([USED], NOTHING, UNKNOWN("nothing is known of its memory"), id="unknown memory"),
+            pytest.param([USED], {"prediction": prediction(trusted=False)}, UNKNOWN(UNMEASURED), id="untrusted"),
             pytest.param(
-                [gpu_node(f"n{i}", [device(0, f"n{i}", product=T4)]) for i in range(20)],
-                {"product": "A100"},
-                "20 nodes: wrong product",
-                id="wrong product",
+                [USED], {"prediction": prediction(trusted=False, learned_runs=2)}, UNKNOWN(DIED), id="it died of memory"
             ),
-            pytest.param(
-                [gpu_node("a", 1, [tenant("x", [GPU], ALONE)])],
-                {"prediction": None},
-                "1 GPU: used exclusively by default/x",
-                id="exclusive",
-            ),
-            pytest.param([USED], {"prediction": None}, UNKNOWN("nothing is known of its memory"), id="unknown memory"),
-            pytest.param(
-                [USED],
-                {"prediction": prediction(trusted=False)},
-                UNKNOWN("too little was measured on such GPUs to rely on its prediction"),
-                id="untrusted prediction",
-            ),
-            pytest.param(
-                [USED],
-                {"prediction": prediction(trusted=False, learned_runs=2)},
-                UNKNOWN("earlier runs of this model (other jobs' too) died of memory on such GPUs, or took nearly all"),
-                id="it died of memory",
-            ),
-            pytest.param(
-                [gpu_node("a", [device(modes=[ALONE, TURNS])], [tenant("x", [GPU])])],
-                {},
-                "1 GPU: shared by MPS, which its agent does not offer to other jobs",
-                id="mode that is no longer offered",
-            ),
-            pytest.param(
-                [gpu_node("a", 2, [tenant("x", [GPU], ALONE), tenant("z", [OTHER], **BUSY)])],
-                {"mode": RequestedMode.EXCLUSIVE},
-                "1 GPU: used exclusively by default/x; 1 GPU: in use, and the job wants a GPU of its own",
-                id="memory is not what is missing",
-            ),
-            pytest.param(
-                [gpu_node("a", 1, [tenant("x", [GPU], prediction=prediction(util=10, sm=0.05))])],
-                {"max_slowdown": 1.1, "prediction": prediction(util=100, sm=1.0)},
-                None,
-                id="it fits",
-            ),
-            pytest.param(
-                [FULL, gpu_node("c", [device(0, "c", product=T4)])],
-                {"prediction": prediction(memory_mib=16000)},
-                "needs 16,000 MiB; freest Tesla T4 has 15,360 MiB total, "
-                "freest NVIDIA A100-SXM4-40GB has 9,120 MiB free",
-                id="freest GPU of each product",
-            ),
+            pytest.param([WITHOUT_MPS], {}, WITHDRAWN, id="mode that is no longer offered"),
+            pytest.param([BOTH_USED], {"mode": RequestedMode.EXCLUSIVE}, IN_USE, id="memory is not what is missing"),
+            pytest.param([QUIET], {"max_slowdown": 1.1, "prediction": prediction(util=100, sm=1)}, None, id="it fits"),
+            pytest.param([FULL, ONE_T4], {"prediction": prediction(memory_mib=16000)}, FREEST, id="each product"),
         ],
     )
     def test_names_the_check(self, nodes, wants, expected):
@@ -154,40 +135,28 @@ class TestRefusal:
             f"freest {T4} has 15,360 MiB total, needs 15,500"
         )
 
-    SM = AdmissionLimits(max_sm_active=0.2)
+    SM, SM_OR_JOBS = AdmissionLimits(max_sm_active=0.2), AdmissionLimits(max_sm_active=0.2, max_jobs=1)
+    FREE_OR_JOBS = AdmissionLimits(min_free_mib=10000, max_jobs=1)
     STRICT = AdmissionLimits(max_sm_active=0.2, min_free_mib=40000, max_jobs=1)
+    SM_ACTIVITY = "SM activity 0.30, the site's limit is 0.20"
     FREE = "free memory 39,960 MiB, the site's limit is 40,000 MiB"
+    TWO_JOBS = "jobs on a GPU 2, the site's limit is 1"
+    SERVER = "its MPS server belongs to"
 
     @pytest.mark.parametrize(
         ("tenants", "limits", "expected"),
         [
+            pytest.param(active(0.6, 0.3, 0.9), SM, f"3 GPUs: at best {SM_ACTIVITY}", id="others are worse"),
+            pytest.param(active(0.5, 0.05), SM_OR_JOBS, f"2 GPUs: for example {TWO_JOBS}", id="another limit"),
+            pytest.param(having("memory_limit_mib", 1000, 2000), FREE_OR_JOBS, f"2 GPUs: {TWO_JOBS}", id="one limit"),
             pytest.param(
-                [{"prediction": prediction(util=40, sm=sm)} for sm in (0.6, 0.3, 0.9)],
-                SM,
-                "3 GPUs: at best SM activity 0.30, the site's limit is 0.20",
-                id="others are worse",
-            ),
-            pytest.param(
-                [{"prediction": prediction(util=40, sm=sm)} for sm in (0.5, 0.05)],
-                AdmissionLimits(max_sm_active=0.2, max_jobs=1),
-                "2 GPUs: for example jobs on a GPU 2, the site's limit is 1",
-                id="others fail another limit",
-            ),
-            pytest.param(
-                [{"memory_limit_mib": mib} for mib in (1000, 2000)],
-                AdmissionLimits(min_free_mib=10000, max_jobs=1),
-                "2 GPUs: jobs on a GPU 2, the site's limit is 1",
-                id="they differ within a limit",
-            ),
-            pytest.param(
-                [{"memory_limit_mib": 1000, "prediction": prediction(util=40, sm=0.3)}],
+                [active(0.3)[0] | {"memory_limit_mib": 1000}],
                 STRICT,
-                f"1 GPU: SM activity 0.30, the site's limit is 0.20 and {FREE} and jobs on a GPU 2, the site's limit "
-                "is 1",
+                f"1 GPU: {SM_ACTIVITY} and {FREE} and {TWO_JOBS}",
                 id="one GPU fails several limits",
             ),
             pytest.param(
-                [BUSY | {"max_slowdown": limit} for limit in (1.1, 1.8, 1.2)],
+                [BUSY | limit for limit in having("max_slowdown", 1.1, 1.8, 1.2)],
                 None,
                 "3 GPUs: at best would slow default/y1 to 2.00 of 1.80",
                 id="the closest slowdown",
@@ -199,17 +168,9 @@ class TestRefusal:
                 id="equal slowdowns of different jobs",
             ),
             pytest.param(
-                [{"namespace": name} for name in ("alpha", "beta")],
-                None,
-                "2 GPUs: for example its MPS server belongs to namespace alpha",
-                id="different namespaces",
+                having("namespace", "alpha", "beta"), None, f"2 GPUs: for example {SERVER} namespace alpha", id="spaces"
             ),
-            pytest.param(
-                2 * [{"namespace": "alpha", "tenancy_group": "g"}],
-                None,
-                "2 GPUs: its MPS server belongs to tenancy group g",
-                id="tenancy group",
-            ),
+            pytest.param(2 * [GROUP], None, f"2 GPUs: {SERVER} tenancy group g", id="tenancy group"),
         ],
     )
     def test_message_of_a_group_says_whether_it_holds_for_all(self, tenants, limits, expected):
@@ -275,13 +236,8 @@ class TestLength:
         names = [f"{'abcdefg'[i % 7]}{'0' * (length - 2)}{i // 7}" for i in range(56)]
         small = prediction(100, util=1, sm=0.01, dram=0.01)
         crowd = [tenant(name, [f"GPU-a-{i % 8}"], TURNS, prediction=small) for i, name in enumerate(names)]
-        wants = {
-            "gpus": 8,
-            "mode": RequestedMode.TIME_SLICING,
-            "max_slowdown": 9,
-            "prediction": prediction(100, util=1),
-        }
-        found = place_on_node(evaluated(gpu_node("a", 8, crowd), **wants), "a")
+        wants = {"gpus": 8, "max_slowdown": 9, "prediction": prediction(100, util=1)}
+        found = place_on_node(evaluated(gpu_node("a", 8, crowd), mode=RequestedMode.TIME_SLICING, **wants), "a")
         assert expected in found.reason
         assert len(found.reason) <= MAX_REASON_LENGTH
 
@@ -422,11 +378,8 @@ class TestExplanation:
         evaluation, one = explained(node, slots=slots, **wants)
         assert one.fits
         assert headroom(evaluation, 0) == expected
-        assert (
-            one.text
-            == all_failures(evaluation, 0)
-            == "; ".join([outcome(evaluation, 0), *([", ".join(expected)] if expected else [])])
-        )
+        parts = [outcome(evaluation, 0), ", ".join(expected)]
+        assert one.text == all_failures(evaluation, 0) == "; ".join(part for part in parts if part)
 
     UPPER = AdmissionLimits(quantile=Quantile.UPPER)
 
@@ -437,7 +390,7 @@ class TestExplanation:
             pytest.param([1.5], None, "beside default/y0 1.12 of 1.50", id="one"),
             pytest.param([1.5, 4], None, "beside default/y0 1.42 of 1.50, default/y1 1.42 of 4.00", id="two"),
             pytest.param(
-                [5, 4, 3, 6], None, "beside default/y2 2.02 of 3.00, 3 others further from their limits", id="many"
+                [5, 4, 3, 6], None, "beside default/y2 2.02 of 3.00, 3 others further from their limits", id="4"
             ),
             pytest.param([4], UPPER, "beside default/y0 2.05 of 4.00 (expected 1.12)", id="upper quantile"),
         ],
