@@ -64,23 +64,14 @@ LARGE = process(name="p2", memory_mib=300, peak_memory_mib=300)
             },
             id="rates-over-a-window",
         ),
-        pytest.param(
-            [reading(), reading(process(elapsed_s=0.5, busy_s=0.4))],
-            {"gpu_util_percent": 80},
-            id="a-process-counts-since-its-start",
-        ),
-        pytest.param(
-            [reading(NEW, LARGE), reading(process())],
-            {"memory_mib": 100, "peak_memory_mib": 400},
-            id="processes-add-up-and-the-peak-stays",
-        ),
-        pytest.param(
-            [reading(NEW), reading(process(busy_s=0.8)), reading()],
-            {"memory_mib": 0, "gpu_util_percent": 80},
-            id="measurements-of-an-ended-process-stay",
-        ),
+        pytest.param([reading(), reading(process(elapsed_s=0.5, busy_s=0.4))], {"gpu_util_percent": 80},
+                     id="a-process-counts-since-its-start"),
+        pytest.param([reading(NEW, LARGE), reading(process())], {"memory_mib": 100, "peak_memory_mib": 400},
+                     id="processes-add-up-and-the-peak-stays"),
+        pytest.param([reading(NEW), reading(process(busy_s=0.8)), reading()],
+                     {"memory_mib": 0, "gpu_util_percent": 80}, id="measurements-of-an-ended-process-stay"),
     ],
-)
+)  # fmt: skip
 def test_readings_become_measurements_of_a_pod(readings: list[Reading], expected: dict[str, float | None]) -> None:
     (tenant,) = metered(*readings).tenants()
     assert {name: getattr(tenant, name) for name in expected} == pytest.approx(expected)

@@ -49,25 +49,15 @@ def shown(plan: MigPlan) -> list[tuple[str, str, int]]:
         pytest.param([], [], [], [], id="nothing"),
         pytest.param([("1g.5gb", 2)], [], ["1g.5gb"], [], id="idle-is-kept-where-it-is"),
         pytest.param([("7g.40gb", 0)], [], [], [("destroy", "7g.40gb", 0)], id="returned"),
-        pytest.param(
-            [],
-            [],
-            ["3g.20gb", "2g.10gb"],
-            [("create", "3g.20gb", 4), ("create", "2g.10gb", 0)],
-            id="3g-where-no-4g-could-be",
-        ),
+        pytest.param([], [], ["3g.20gb", "2g.10gb"], [("create", "3g.20gb", 4), ("create", "2g.10gb", 0)],
+                     id="3g-where-no-4g-could-be"),
         pytest.param([("2g.10gb", 0)], [1], ["2g.10gb", "3g.20gb"], [("create", "3g.20gb", 4)], id="beside-in-use"),
-        pytest.param(
-            [("1g.5gb", 0), ("1g.5gb", 4)],
-            [1],
-            ["1g.5gb", "3g.20gb"],
-            [("destroy", "1g.5gb", 4), ("create", "3g.20gb", 4)],
-            id="idle-moves-away",
-        ),
+        pytest.param([("1g.5gb", 0), ("1g.5gb", 4)], [1], ["1g.5gb", "3g.20gb"],
+                     [("destroy", "1g.5gb", 4), ("create", "3g.20gb", 4)], id="idle-moves-away"),
         pytest.param([("1g.5gb", 3)], [1], ["3g.20gb"], [("create", "3g.20gb", 4)], id="not-wanted-but-in-use-stays"),
         pytest.param([], [], ["1g.5gb"], [("create", "1g.5gb", 6)], id="small-one-where-it-hurts-least"),
     ],
-)
+)  # fmt: skip
 def test_plan_has_the_fewest_steps(present, in_use, want, steps) -> None:
     plan = plan_mig(A100_40, at(A100_40, *present), set(in_use), wanted(A100_40, *want))
     assert isinstance(plan, MigPlan)

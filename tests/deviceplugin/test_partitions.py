@@ -61,30 +61,18 @@ def used(**changes: Any) -> GpuActual:
         pytest.param(shared(), ALONE, (StopMps(), SetMode(EXCLUSIVE)), id="mps-to-exclusive"),
         pytest.param(shared(mps_daemon=False), [OF_A], (StartMps(),), id="daemon-died"),
         pytest.param(used(mps_daemon=False, mps_servers_left=True), [OF_A], (), id="daemon-died-under-its-clients"),
-        pytest.param(
-            shared(mps_hung=True),
-            [OF_A],
-            (StopMps(), StartMps(), SetLimits(A, Limits(10_000, None))),
-            id="daemon-hangs-without-clients",
-        ),
+        pytest.param(shared(mps_hung=True), [OF_A], (StopMps(), StartMps(), SetLimits(A, Limits(10_000, None))),
+                     id="daemon-hangs-without-clients"),
         pytest.param(used(mps_hung=True), [OF_A], (), id="daemon-hangs-under-its-clients"),
-        pytest.param(
-            replace(IDLE, mode=MPS, mps_servers_left=True),
-            ALONE,
-            (StopMps(), SetMode(EXCLUSIVE)),
-            id="daemon-died-and-its-server-did-not",
-        ),
+        pytest.param(replace(IDLE, mode=MPS, mps_servers_left=True), ALONE, (StopMps(), SetMode(EXCLUSIVE)),
+                     id="daemon-died-and-its-server-did-not"),
         pytest.param(replace(SLICED, mps_servers_left=True), SLICE, (StopMps(),), id="server-of-an-earlier-mode"),
         pytest.param(replace(IDLE, mps_servers_left=True), [], (StopMps(),), id="server-on-an-idle-gpu"),
-        pytest.param(
-            replace(IDLE, mode=MPS, mps_cleanup_pending=True),
-            [],
-            (StopMps(), SetMode(None)),
-            id="stop-of-mps-begun-and-not-ended",
-        ),
+        pytest.param(replace(IDLE, mode=MPS, mps_cleanup_pending=True), [], (StopMps(), SetMode(None)),
+                     id="stop-of-mps-begun-and-not-ended"),
         pytest.param(replace(SLICED, mps_cleanup_pending=True), SLICE, (StopMps(),), id="stop-begun-before-this-mode"),
     ],
-)
+)  # fmt: skip
 def test_shortest_steps(reserve, actual, wanted, steps) -> None:
     reservations = [reserve(pod, mode=mode, **more) for pod, mode, more in wanted]
     planned = plan(actual, reservations)

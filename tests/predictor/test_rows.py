@@ -109,39 +109,23 @@ def test_features_answer_like_the_catalog() -> None:
         pytest.param(row("x", features={}), "x", "BadRow", id="broken features"),
         pytest.param(row("x", gpu="Voodoo2"), "x", "known products", id="unknown GPU"),
         pytest.param(row("x", gpu="A100"), "x", "ambiguous", id="ambiguous GPU"),
-        pytest.param(
-            row("x", training={"batchSize": 0}),
-            "x",
-            "training.batchSize: expected a whole number >= 1",
-            id="batch of 0",
-        ),
+        pytest.param(row("x", training={"batchSize": 0}), "x", "training.batchSize: expected a whole number >= 1",
+                     id="batch of 0"),
         pytest.param(row("x", training={"batchSize": 10**9}), "x", "<= 1000000", id="batch of a billion"),
-        pytest.param(
-            row("x", training={"optimizer": "magic"}),
-            "x",
-            "training.optimizer: invalid enum value 'magic'",
-            id="unknown optimizer",
-        ),
+        pytest.param(row("x", training={"optimizer": "magic"}), "x", "training.optimizer: invalid enum value 'magic'",
+                     id="unknown optimizer"),
         pytest.param(row("x", "timm/nonsense"), "x", "UnknownCatalogModel", id="unknown model"),
         pytest.param(row("x", surprise=1), "x", "unknown field surprise", id="unknown field"),
-        pytest.param(
-            row("x", training={"batch_size": 16}),
-            "x",
-            "training: object contains unknown field batch_size",
-            id="unknown field of training",
-        ),
+        pytest.param(row("x", training={"batch_size": 16}), "x", "training: object contains unknown field batch_size",
+                     id="unknown field of training"),
         pytest.param(b'{"training": {"batchSize": 0}, no', None, "training.batchSize: expected", id="then no JSON"),
         pytest.param(b'{"id": "x", "training": {"batchSize": 0}, "training": {}}', "x", ">= 1", id="repeated key"),
         pytest.param(b'{"id": "x", "y": ' + 99_999 * b"[", None, "unknown field y", id="nested without end"),
         pytest.param(row("x", training=7), "x", "training: expected a mapping, got a whole number", id="no object"),
-        pytest.param(
-            row("x", catalog={"name": "timm/a", "input": [3, -1]}),
-            "x",
-            "catalog.input[1]: expected a whole number >= 1",
-            id="in a list",
-        ),
+        pytest.param(row("x", catalog={"name": "timm/a", "input": [3, -1]}), "x",
+                     "catalog.input[1]: expected a whole number >= 1", id="in a list"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_row_is_an_error_line_and_others_go_on(bad: Any, id_: str | None, word: str) -> None:
     before, answer, after = ask(row("before"), bad, row("after"))
     assert (before["id"], before["status"], after["id"], after["status"]) == ("before", "ok", "after", "ok")

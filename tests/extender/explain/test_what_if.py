@@ -56,31 +56,21 @@ async def test_place_is_named_with_its_reason_and_nothing_is_created():
     assert sum(call.plural == PODS.plural for call in kube.calls) == 1
 
 
+def used(gpus, mode="Exclusive"):
+    """A node on which job y has the first GPU."""
+    return gpu_node("a", gpus, [tenant("y", ["GPU-a-0"], SharingMode(mode))])
+
+
+FOUR = "needs 4 GPUs on one node in one mode, the best node has 3; 1 GPU: used exclusively by default/y"
+GANG = "job default/new needs places for 2 workers of 1 GPU at once, there is room for 1; none starts before all can"
+
+
 @pytest.mark.parametrize(
     ("node", "spec", "limits", "reason"),
     [
-        pytest.param(
-            gpu_node("a", 1, [tenant("y", ["GPU-a-0"])]),
-            {},
-            {"max_jobs": 1},
-            "1 GPU: jobs on a GPU 2, the site's limit is 1",
-            id="limit of the site",
-        ),
-        pytest.param(
-            gpu_node("a", 4, [tenant("y", ["GPU-a-0"], SharingMode.EXCLUSIVE)]),
-            {"gpusPerWorker": 4},
-            {},
-            "needs 4 GPUs on one node in one mode, the best node has 3; 1 GPU: used exclusively by default/y",
-            id="GPUs of one node",
-        ),
-        pytest.param(
-            gpu_node("a", 2, [tenant("y", ["GPU-a-1"], SharingMode.EXCLUSIVE)]),
-            {"workers": 2, "sharing": {"mode": "Exclusive"}},
-            {},
-            "job default/new needs places for 2 workers of 1 GPU at once, there is room for 1; none starts before all "
-            "can",
-            id="gang",
-        ),
+        pytest.param(used(1, "MPS"), {}, {"max_jobs": 1}, "1 GPU: jobs on a GPU 2, the site's limit is 1", id="limit"),
+        pytest.param(used(4), {"gpusPerWorker": 4}, {}, FOUR, id="GPUs of one node"),
+        pytest.param(used(2), {"workers": 2, "sharing": {"mode": "Exclusive"}}, {}, GANG, id="gang"),
     ],
 )
 async def test_reason_to_wait_is_the_refusal_of_the_extender(node, spec, limits, reason):

@@ -149,18 +149,10 @@ class TestRefusal:
             pytest.param(active(0.6, 0.3, 0.9), SM, f"3 GPUs: at best {SM_ACTIVITY}", id="others are worse"),
             pytest.param(active(0.5, 0.05), SM_OR_JOBS, f"2 GPUs: for example {TWO_JOBS}", id="another limit"),
             pytest.param(having("memory_limit_mib", 1000, 2000), FREE_OR_JOBS, f"2 GPUs: {TWO_JOBS}", id="one limit"),
-            pytest.param(
-                [active(0.3)[0] | {"memory_limit_mib": 1000}],
-                STRICT,
-                f"1 GPU: {SM_ACTIVITY} and {FREE} and {TWO_JOBS}",
-                id="one GPU fails several limits",
-            ),
-            pytest.param(
-                [BUSY | limit for limit in having("max_slowdown", 1.1, 1.8, 1.2)],
-                None,
-                "3 GPUs: at best would slow default/y1 to 2.00 of 1.80",
-                id="the closest slowdown",
-            ),
+            pytest.param([active(0.3)[0] | {"memory_limit_mib": 1000}], STRICT,
+                         f"1 GPU: {SM_ACTIVITY} and {FREE} and {TWO_JOBS}", id="one GPU fails several limits"),
+            pytest.param([BUSY | limit for limit in having("max_slowdown", 1.1, 1.8, 1.2)], None,
+                         "3 GPUs: at best would slow default/y1 to 2.00 of 1.80", id="the closest slowdown"),
             pytest.param(
                 2 * [HARD | {"max_slowdown": 1.1}],
                 None,
@@ -172,7 +164,7 @@ class TestRefusal:
             ),
             pytest.param(2 * [GROUP], None, f"2 GPUs: {SERVER} tenancy group g", id="tenancy group"),
         ],
-    )
+    )  # fmt: skip
     def test_message_of_a_group_says_whether_it_holds_for_all(self, tenants, limits, expected):
         """Regression: the number of the closest GPU was given for all GPUs of the group."""
         assert refusal(on_gpus(*tenants), limits=limits, **HARD) == expected

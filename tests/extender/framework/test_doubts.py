@@ -22,47 +22,29 @@ def a_node(*reservations, tenants=(), devices=2, **status):
 
 
 CASES = [
-    pytest.param(
-        a_node(tenants=[seen("stranger", 700)]),
-        "700 MiB are used without a reservation, by pod stranger",
-        id="stranger",
-    ),
+    pytest.param(a_node(tenants=[seen("stranger", 700)]), "700 MiB are used without a reservation, by pod stranger",
+                 id="stranger"),
     pytest.param(
         a_node(tenant("x", ["GPU-a-1"]), tenants=[seen("pod-x", 9)]),
         "9 MiB are used without a reservation, by pod pod-x",
         id="a pod that strayed to another GPU than its own",
     ),
-    pytest.param(
-        a_node(tenant("x", [GPU]), tenant("y", [GPU], SharingMode.TIME_SLICING)),
-        "its reservations contradict each other: MPS, TimeSlicing",
-        id="two modes at once",
-    ),
-    pytest.param(
-        a_node(tenant("x", [GPU], SharingMode.EXCLUSIVE), tenant("y", [GPU], SharingMode.EXCLUSIVE)),
-        "its reservations contradict each other: 2 are exclusive",
-        id="alone twice",
-    ),
-    pytest.param(
-        a_node(devices=[device(0, health=DeviceHealth.UNHEALTHY, health_message="Xid 79"), device(1)]),
-        "unhealthy: Xid 79",
-        id="sick, and why",
-    ),
-    pytest.param(
-        a_node(devices=[device(0, health=DeviceHealth.UNHEALTHY, health_message="x" * 121), device(1)]),
-        f"unhealthy: {'x' * 119}…",
-        id="sick, and too long why",
-    ),
-    pytest.param(
-        a_node(tenants=[seen("q", 5), seen("p", 4)]),
-        "9 MiB are used without a reservation, by pods p and q",
-        id="two strangers",
-    ),
+    pytest.param(a_node(tenant("x", [GPU]), tenant("y", [GPU], SharingMode.TIME_SLICING)),
+                 "its reservations contradict each other: MPS, TimeSlicing", id="two modes at once"),
+    pytest.param(a_node(tenant("x", [GPU], SharingMode.EXCLUSIVE), tenant("y", [GPU], SharingMode.EXCLUSIVE)),
+                 "its reservations contradict each other: 2 are exclusive", id="alone twice"),
+    pytest.param(a_node(devices=[device(0, health=DeviceHealth.UNHEALTHY, health_message="Xid 79"), device(1)]),
+                 "unhealthy: Xid 79", id="sick, and why"),
+    pytest.param(a_node(devices=[device(0, health=DeviceHealth.UNHEALTHY, health_message="x" * 121), device(1)]),
+                 f"unhealthy: {'x' * 119}…", id="sick, and too long why"),
+    pytest.param(a_node(tenants=[seen("q", 5), seen("p", 4)]),
+                 "9 MiB are used without a reservation, by pods p and q", id="two strangers"),
     pytest.param(
         a_node(tenants=[seen(f"p{i}", 1) for i in range(1004)]),
         "1,004 MiB are used without a reservation, by pods p0, p1, p10 and 1,001 more",
         id="a crowd of strangers",
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("node", "reason"), CASES)

@@ -75,20 +75,15 @@ CASES = [
     ),
     pytest.param(used(memory_limit_mib=37000), {}, MEMORY, None, id="memory is taken"),
     pytest.param(used(memory_limit_mib=36960), {}, None, MPS, id="memory fits exactly"),
-    pytest.param(
-        gpu_node("a", [device(reserved_mib=1)], [tenant("x", [GPU], memory_limit_mib=36960)]),
-        {},
-        MEMORY,
-        None,
-        id="reserved memory",
-    ),
+    pytest.param(gpu_node("a", [device(reserved_mib=1)], [tenant("x", [GPU], memory_limit_mib=36960)]), {}, MEMORY,
+                 None, id="reserved memory"),
     pytest.param(
         used(TURNS, prediction=None), {"mode": RequestedMode.TIME_SLICING}, MEMORY, None, id="tenant of unknown memory"
     ),
     pytest.param(used(**BUSY), BUSY, SLOWDOWN, None, id="both are too busy"),
     pytest.param(used(**BUSY, max_slowdown=1.1), {"max_slowdown": 10.0}, SLOWDOWN, None, id="limit of the tenant"),
     pytest.param(used(**BUSY, max_slowdown=10.0), BUSY | {"max_slowdown": 2.0}, None, MPS, id="both accept it"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("node", "wants", "failed", "mode"), CASES)
@@ -145,19 +140,11 @@ def test_modes_that_enforce_no_limits_get_none(mode):
     [
         pytest.param(gpu_node(), {}, "MPS as memory is limited and kernels run side by side", id="MPS"),
         pytest.param(gpu_node(), {"mode": RequestedMode.TIME_SLICING}, "TimeSlicing as the job asks", id="asked for"),
-        pytest.param(
-            gpu_node(),
-            {"config": SchedulerConfig(find_policy("exclusive"), slots=8)},
-            "Exclusive as the policy gives every job a GPU of its own",
-            id="policy",
-        ),
+        pytest.param(gpu_node(), {"config": SchedulerConfig(find_policy("exclusive"), slots=8)},
+                     "Exclusive as the policy gives every job a GPU of its own", id="policy"),
         pytest.param(used(TURNS), {}, "TimeSlicing as its tenants have it", id="tenants"),
-        pytest.param(
-            gpu_node(),
-            {"prediction": None},
-            "Exclusive as nothing is known of its memory, so it counts with the whole GPU",
-            id="unknown",
-        ),
+        pytest.param(gpu_node(), {"prediction": None},
+                     "Exclusive as nothing is known of its memory, so it counts with the whole GPU", id="unknown"),
         pytest.param(
             gpu_node(),
             {"prediction": prediction(trusted=False), "mode": RequestedMode.TIME_SLICING},
@@ -168,14 +155,10 @@ def test_modes_that_enforce_no_limits_get_none(mode):
         pytest.param(
             gpu_node("a", [device(modes=[ALONE])]), {}, "Exclusive as the device supports no sharing", id="no sharing"
         ),
-        pytest.param(
-            gpu_node("a", 2),
-            {"gpus": 2},
-            "TimeSlicing as a process of several GPUs reaches only one MPS daemon",
-            id="several GPUs",
-        ),
+        pytest.param(gpu_node("a", 2), {"gpus": 2},
+                     "TimeSlicing as a process of several GPUs reaches only one MPS daemon", id="several GPUs"),
     ],
-)
+)  # fmt: skip
 def test_reason_names_the_cause_of_the_mode(node, wants, expected):
     assert expected in placed(node, **wants).reason.split("; ")
 

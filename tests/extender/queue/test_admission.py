@@ -267,12 +267,6 @@ class TestAutoscaling:
         async with cluster.extender():
             await cluster.settle(3)
             assert cluster.gated() == ["wide-worker-0-1", "x-worker-0-1"]
-            assert cluster.seen_by_autoscalers() == []
-
-    async def test_without_the_setting_no_waiting_job_is_seen(self, cluster):
-        cluster.queue("wide", gpus=4)
-        async with cluster.extender():
-            await cluster.settle(3)
             assert cluster.condition("wide") is not None
             assert cluster.seen_by_autoscalers() == []
 

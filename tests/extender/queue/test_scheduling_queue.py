@@ -119,18 +119,6 @@ class TestGangs:
         assert reasons(result) == {"wide": WaitReason.DOES_NOT_FIT}
         assert len(gpus.pods_of_job(JobUid("job-gang"))) == 3
 
-    def test_workers_of_several_gpus(self):
-        queued, _ = queue(gpu_node("a", 4), gpu_node("b", 3))
-        result = one_pass(queued, [job("gang", 1, workers=3, gpus=2)], ends(), 10.0)
-        assert sorted(claim.node for claim in result.admitted[0].claims) == ["a", "a", "b"]
-        gpus = [gpu for claim in result.admitted[0].claims for gpu in claim.reservation.gpu_uuids]
-        assert len(set(gpus)) == len(gpus) == 6
-
-    def test_claims_count_for_the_next_job(self):
-        queued, _ = queue(gpu_node("a", 1))
-        assert names(one_pass(queued, [job("first", 1), job("second", 2)], ends(), 10.0)) == ["first"]
-        assert names(one_pass(queued, [job("second", 2)], ends(), 11.0)) == []
-
     def test_a_job_whose_earlier_pods_still_hold_gpus_waits(self):
         queued, _ = queue(gpu_node("a", 2, [msgspec.structs.replace(busy("x", 0), pod_uid=PodUid("old"))]))
         assert reasons(one_pass(queued, [job("x", 1)], ends(), 10.0)) == {"x": WaitReason.TOO_MANY_PODS}
@@ -332,14 +320,6 @@ class TestMessages:
         found = refusal_message(result.waiting[0], EvaluationCache(gpus, CONFIG))
         assert found.startswith("NoGpuFits: ")
         assert "30,000" in found
-
-    def test_a_gang_message_counts_places(self):
-        queued, gpus = queue(gpu_node("a", 2))
-        result = one_pass(queued, [job("x", 1, workers=3)], ends(), 0.0)
-        assert refusal_message(result.waiting[0], EvaluationCache(gpus, CONFIG)) == (
-            "NoGpuFits: job default/x needs places for 3 workers of 1 GPU at once, there is room for 2, and for 2 at "
-            "most if all GPUs were empty; none starts before all can"
-        )
 
     def test_a_held_back_job_names_the_job_ahead(self):
         queued, gpus = queue(gpu_node("a", 2, [busy("p", 0)]))

@@ -9,7 +9,7 @@ from carpool_core.kube.api import GPU_NODES, PODS
 from carpool_core.resources.node import Tenant
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
-from carpool_core.values import DeviceHealth, SharingMode
+from carpool_core.values import DeviceHealth
 from carpool_deviceplugin.gpu_processes import describe_foreign
 from carpool_extender.cache.cluster import SILENCE_S
 from carpool_extender.testing import (
@@ -23,7 +23,6 @@ from carpool_extender.testing import (
     unavailable_nodes,
     until,
 )
-from extender_world import hold_lease
 from http_world import ARGS, BIND, as_client, running
 from structlog.testing import capture_logs
 
@@ -55,31 +54,16 @@ NODES = [
         "1 node: unhealthy: process 4711 on the GPU belong to no pod: end them",
         id="memory of a process that no pod owns, as the agent reports it",
     ),
-    pytest.param(
-        a_node(tenant("t", [GPU], memory_limit_mib=30000), tenant("u", [GPU], memory_limit_mib=30000)),
-        "needs 4,000 MiB; freest NVIDIA A100-SXM4-40GB has 0 MiB free",
-        id="more reserved than there is",
-    ),
-    pytest.param(
-        a_node(devices=[device(memory_mib=900, reserved_mib=5000)]),
-        "needs 4,000 MiB; freest NVIDIA A100-SXM4-40GB has 0 MiB total",
-        id="more kept by the driver than there is",
-    ),
-    pytest.param(
-        a_node(devices=[device(0, modes=[])]),
-        "1 node: its agent can prepare no sharing mode for this job",
-        id="no mode",
-    ),
 ]
 
 
-def a_server(node, *, are_there=True):
+def a_server(node):
     """A server with that node and its tenants, a good one, and a pod that asks for a place."""
     kube = FakeKube(FakeClock())
     for one in (node, gpu_node("b")):
         if one is not None:
             seed_node(kube, one)
-    for held in node.spec.reservations if node is not None and are_there else []:
+    for held in node.spec.reservations if node is not None else []:
         kube.seed(PODS, pod_of(held.job_name, uid=held.pod_uid, nodeName="a") | {"status": {"phase": "Running"}})
     seed_job(kube, "x")
     seed_pod(kube, "x")
@@ -151,30 +135,3 @@ async def test_unreadable_node_is_left_out(certificates, was_known):
     assert "GET gpunodes a: unexpected object: " in bound
     assert "podUid" in bound
     assert [log["object"] for log in logs if log["event"] == "malformed object skipped"] == ["a"]
-
-
-@pytest.mark.parametrize("is_deleted", [True, False])
-async def test_gpu_that_two_nodes_report_is_left_out_until_one_is_corrected(certificates, is_deleted):
-    """Regression: both nodes offered it, though on one of them somebody has it alone."""
-    kube = a_server(a_node())
-    seed_node(kube, gpu_node("c", [device(0, uuid=GPU)], [tenant("t", [GPU], SharingMode.EXCLUSIVE)]))
-    kube.seed(PODS, pod_of("t", uid="pod-t", nodeName="c") | {"status": {"phase": "Running"}})
-    async with running(kube, certificates) as (url, parts), as_client(certificates) as session:
-        for told in await refusals(session, url):
-            assert "1 node: several nodes report a GPU with UUID GPU-a-0: a and c" in told
-        if is_deleted:
-            await kube.delete(GPU_NODES, "c")
-        else:
-            devices = msgspec.to_builtins([device(0, "c")])
-            await kube.patch(GPU_NODES, "c", {"status": {"devices": devices}}, subresource="status")
-        await until(lambda: not unavailable_nodes(parts.informers.cluster))
-        assert (await post(session, url, "filter", ONLY_A))["NodeNames"] == ["a"]
-
-
-async def test_a_reservation_of_a_pod_that_is_gone_is_given_back(certificates):
-    lost = msgspec.structs.replace(tenant("t", [GPU], SharingMode.EXCLUSIVE), deadline="2026-01-31T11:00:00Z")
-    kube = a_server(a_node(lost), are_there=False)
-    hold_lease(kube, "here_1")
-    async with running(kube, certificates) as (url, parts), as_client(certificates) as session:
-        await until(lambda: not parts.informers.cluster.node("a").spec.reservations)
-        assert (await post(session, url, "filter", ONLY_A))["NodeNames"] == ["a"]

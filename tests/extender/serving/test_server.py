@@ -70,20 +70,10 @@ BAD = [
     pytest.param("/filter", "", 400, "found ''", id="no body"),
     pytest.param("/filter", "[]", 400, "expected the arguments of filter", id="an array"),
     pytest.param("/filter", '{"NodeNames":["a"]}', 400, "missing required field `Pod`", id="no pod"),
-    pytest.param(
-        "/filter",
-        f'{{"Pod":{POD},"NodeNames":[1]}}',
-        400,
-        "Expected `str`, got `int` - at `$.NodeNames[0]`",
-        id="a number, no name",
-    ),
-    pytest.param(
-        "/filter",
-        f'{{"Pod":{POD},"Nodes":{{"items":[]}},"NodeNames":null}}',
-        400,
-        "expected NodeNames, found null or nothing; set nodeCacheCapable: true",
-        id="whole nodes",
-    ),
+    pytest.param("/filter", f'{{"Pod":{POD},"NodeNames":[1]}}', 400,
+                 "Expected `str`, got `int` - at `$.NodeNames[0]`", id="a number, no name"),
+    pytest.param("/filter", f'{{"Pod":{POD},"Nodes":{{"items":[]}},"NodeNames":null}}', 400,
+                 "expected NodeNames, found null or nothing; set nodeCacheCapable: true", id="whole nodes"),
     pytest.param("/prioritize", "nonsense", 400, "expected JSON with the arguments of prioritize", id="words"),
     pytest.param("/bind", '{"PodName":"x"}', 400, "missing required field `PodNamespace`", id="half a binding"),
     pytest.param("/bind", BIND.replace("pod-x", ""), 400, "expected pod_uid of the pod to bind, found an", id="no uid"),
@@ -96,7 +86,7 @@ BAD = [
         "/score", ARGS, 404, "expected a POST to /filter, /prioritize, /bind, /preempt, found /score", id="verb"
     ),
     pytest.param("/", ARGS, 404, "check urlPrefix", id="no verb"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("path", "body", "status", "expected"), BAD)
