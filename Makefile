@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # A process for each core. The tests of a file stay together, because they share fixtures.
 UNIT_TESTS = $(BIN)/python -m pytest -m 'not e2e' -n auto --dist loadfile
+# Two processes with a cluster each, even on two cores: these tests mostly wait. Long files come first.
+CLUSTER_TESTS = $(BIN)/python -m pytest -m e2e -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo demo-clean test test-unit lint bench experiments crds protos docs clean
@@ -34,10 +36,10 @@ LEFT := $(wildcard /tmp/carpool-$(shell id -u)/*)
 demo-clean: $(if $(LEFT),$(if $(wildcard $(STAMP)),,install)) ## take down every cluster that a demo or a test left
 	@if [ -e $(STAMP) ]; then $(BIN)/python -m carpool_e2e clean; else echo "no cluster to remove"; fi
 
-test: install ## all tests: first those without a cluster, then those on the real cluster, one after the other
+test: install ## all tests: first those without a cluster, then those on real clusters
 	$(BIN)/python -m carpool_e2e prepare
 	$(UNIT_TESTS)
-	$(BIN)/python -m pytest -m e2e
+	$(CLUSTER_TESTS)
 
 test-unit: install ## the tests that need no cluster
 	$(UNIT_TESTS)

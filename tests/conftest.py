@@ -72,6 +72,14 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m e2e`, leave out folders that have no such test: importing them takes longer than a cluster's start."""
+    is_folder_of_tests = collection_path.is_dir() and collection_path.parent == Path(__file__).parent
+    if config.option.markexpr == "e2e" and is_folder_of_tests:
+        return not any("mark.e2e" in file.read_text() for file in collection_path.rglob("*.py")) or None
+    return None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the tests of NVIDIA's programs, which need a network, unless they are asked for."""
     if "vendor" not in config.option.markexpr:

@@ -25,6 +25,9 @@ CONTAINERD_SOCKET = "/run/containerd/containerd.sock"
 POD_SUBNET = "198.19.0.0/24"
 """Addresses of pods, the same on every node: each has a network namespace, and pods of different nodes never meet."""
 
+REPORT_INTERVAL_S = 2
+"""Interval of a kubelet's reports about its Node."""
+
 OVERLAID = ("/var/lib", "/var/log", "/run")
 """Directories of the machine over which a node sees an overlay of its own; it writes nothing to the machine's."""
 
@@ -89,6 +92,8 @@ def kubelet_config(files: NodeFiles, ca_file: Path, dns: str) -> dict[str, Any]:
         "imageGCHighThresholdPercent": 100,
         "imageGCLowThresholdPercent": 99,
         "serializeImagePulls": False,
+        # Tests wait for changes of allocatable resources.
+        "nodeStatusUpdateFrequency": f"{REPORT_INTERVAL_S}s",
         # A small machine runs two of these.
         "housekeepingInterval": "10s",
         "volumeStatsAggPeriod": "0s",

@@ -14,9 +14,8 @@ from kubectl import Watcher
 
 @pytest.fixture
 def watcher(cluster: Cluster) -> Iterator[Watcher]:
-    """A cluster in which nothing runs before and after the test."""
+    """A cluster in which nothing runs before the test, because each test removes what it made."""
     watcher = Watcher(cluster)
-    watcher.clear()
     yield watcher
     for name in ("operator", "extender", "kube-scheduler", "agent-a100", "agent-h100", "kubelet-a100"):
         with suppress(ProcessLookupError):

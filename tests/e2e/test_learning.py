@@ -24,7 +24,7 @@ TOOK_MIB = 2300
 def trains(name: str, model: str) -> dict[str, Any]:
     """A job of some seconds; jobs that name the same model are alike."""
     return manifests.job(
-        name, f"--memory-mib={TOOK_MIB}", "--step-seconds=0.2", "--steps=60",
+        name, "--no-loop", f"--memory-mib={TOOK_MIB}", "--step-seconds=0.2", "--steps=60",
         model={"features": manifests.SMALL_FEATURES | {"name": model}},
         training={"batchSize": 128, "optimizer": "sgd-momentum", "precision": "fp32"},
     )  # fmt: skip
