@@ -21,7 +21,7 @@ from carpool_docs.__main__ import FOLDER, PAGES, write
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def no_collection_amid_a_parse() -> Iterator[None]:
     """What is collected amid `ast.parse` may parse itself, and CPython then loses count (python/cpython#106905)."""
     gc.collect()

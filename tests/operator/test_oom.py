@@ -75,7 +75,7 @@ def test_torchrun(main: str, reason: str, tmp_path: Path) -> None:
     """The launcher's real output: its summary after the script's error is longer than the kubelet's log tail."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.replace("{main}", main))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(script)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     done = subprocess.run(launcher, capture_output=True, text=True, check=False, cwd=tmp_path)
     log = done.stdout + done.stderr
     assert done.returncode == 1
