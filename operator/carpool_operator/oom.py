@@ -26,7 +26,7 @@ _EXHAUSTED = _either(
     rf"(?:(?:(?:larg|great|small|low)er|more|less) than|exceed\w{{0,3}}|too (?:large|big)|not fit) .{{0,80}}{_MEMORY}",
     rf"(?:more|less) {_MEMORY} than|{_MEMORY} .{{0,20}}(?:exhausted|exceeded|insufficient|overflow)",
     r"(?:fail\w{0,3}|unable|can ?not|can't|could ?n[o']t)(?: to|:)?(?: \w{1,20}){0,2} \w{0,20}alloc(?!ator)",
-    r"alloc\w{0,40}(?:\W{1,3}\w{1,20}){0,3}[ _](?:failed|failure|error)(?!_)|allocator_failure",
+    r"alloc\w{0,40}(?:[^\w.]{1,3}\w{1,20}){0,3}[ _](?:failed|failure|error)(?!_)|allocator_failure",
     r"bad_?alloc|allocfail|error allocating|memory_?allocation|pool size exceeded|allocation on device",
     r"\b(?:cuda|cudnn|cuMem|cuCtx|CUresult|hip)\w{0,40}\W.{0,30}?(?:error|fail\w{3,4}|result)(?: code)?[ :=([]{1,3}2\b",
     rf"cudaSuccess\.? \(?2 vs|error=2 :|no .{{1,20}} with sufficient {_MEMORY}",
@@ -36,7 +36,7 @@ _EXHAUSTED = _either(
 
 _GPU = _either(
     r"cuda|cu(?:blas|dnn|fft|mem|rand|result|solver|sparse|tensor|vid)|gpu|nccl|nvidia|nv_?enc|nvjpeg|optix|tensorrt",
-    r"\bTRT\b|thrust|\bRMM|\bTHC|\.cu:\d|\bhip|rocm|opencl|vulkan|\bxpu|mps backend|xla|jax|vram|video memory",
+    r"\bTRT\b|thrust|\bRMM|\bTHC|\.cuh?\b|\bhip|rocm|opencl|vulkan|\bxpu|mps backend|xla|jax|vram|video memory",
     r"torch\.\w*\.?OutOf|TaskError\(OutOf|(?:available|stored in) kv cache|cache blocks|mem-fraction-static",
     r"(?:prefill|total) tokens|BFCArena|bfc_|pooled_storage|allocating tensor|resource[ _]?exhausted|\bHBM\b",
     r"\bdevice[ _](?:mem|ordinal|\d|out|ran)|(?:on|from) device\b|out_?of_?device|error code 2|\bcl_|\bvk\w",
@@ -46,11 +46,12 @@ _GPU = _either(
 
 _NOT_GPU = _either(
     r"(?<!gpu and shared )(?<!gpu or )\bhost\b|host_?alloc|host_bfc|pinned|page-locked|mlock|shared memory|/dev/shm",
-    r"\bshm\b|\b[sv]mem\b|system (?:memory|ram)|low on memory|java\.lang|java runtime|heap (?:space|limit|out)|cgroup",
-    r"kill(?:ed)? process|oom[- ]?kill|slurm|srun:|ray\.exceptions\.Out|CPUAllocator|alloc_cpu|allocator \(?\w{0,5}cpu",
-    r"err(?:no|or)\W{0,3}(?:code )?12\b|\(12\)|mmap|memalign|\bfork|for an array|arraymemory|memoryerror: unable",
+    r"\bshm\b|\b[sv]mem\b|(?:system|virtual) (?:memory|ram)|low on memory|java\.lang|java runtime",
+    r"heap (?:space|limit|out)|cgroup|kill(?:ed)? process|oom[- ]?kill|slurm|srun:|ray\.exceptions\.Out|CPUAllocator",
+    r"alloc_cpu|allocator \(?\w{0,5}cpu|err(?:no|or)\W{0,3}(?:code )?12\b|\(12\)|mmap|memalign|\bfork|for an array",
+    r"arraymemory|memoryerror: unable",
     r"swap space|\bdisk|space left|quota|message larger|busy or unavailable|invalid|illegal|unsupported|not supported",
-    r"driver version|cuda_error_(?!out_)|unknown error|compiler error|ptxas|_nchwc|std::bad_alloc(?!:)",
+    r"driver version|cuda_error_(?!out_)|unknown error|than 1EB memory|compiler error|ptxas|_nchwc|std::bad_alloc(?!:)",
     r"^memory allocation of.*failed$|after a total of|cannot allocate memory(?! (?:on|from|in|for))",
 )
 """Words for the host's memory, the memory of a core, other resources and other errors."""
@@ -69,7 +70,7 @@ _NO_FAILURE = _either(
     r"\b\w{1,40}Warning: [^\n]*|\| WARNING \|[^\n]{0,200}ran out of memory[^\n]*",
     # Advice, conditions, source code and skipped items.
     r"\b(?:except|catch)\b[^\n]*|^skip[^\n]{0,200} due to [^\n]*\n[^\n]*",
-    r"\b(?:if|avoid|prevent|when|may|might|could)\b(?! not)[^\n:]{0,60}(?:out[ _]?of[ _]?memory|OOM\b)[^\n]*",
+    r"\b(?:if|avoid|prevent|when|may|might|could)\b(?! not)[^\n:)]{0,60}(?:out[ _]?of[ _]?memory|OOM\b)[^\n]*",
 )
 """Texts that name exhausted memory without a failure."""
 
@@ -85,7 +86,7 @@ _NOT_CPU = re.compile("(?i)^(?!.*cpu)")
 
 _ERROR = re.compile(r"^.*?(?:Error|Exception)\b", re.MULTILINE)
 _LAUNCHER_ERROR = re.compile(r"ChildFailedError|CalledProcessError|ProcessRaisedException|failed \(exitcode: \d+\)")
-_LAUNCHER_END = re.compile("exits with return code|first observed failure")
+_LAUNCHER_END = re.compile("exits with return code|first observed failure|non-zero exit status|Killing subprocess")
 _KILLED = re.compile(r"(?:exitcode *: *|return code = |status )-\d|\bSIGKILL\b")
 
 
