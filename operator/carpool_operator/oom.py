@@ -40,16 +40,16 @@ _GPU = _either(
     r"torch\.\w*\.?OutOf|TaskError\(OutOf|(?:available|stored in) kv cache|cache blocks|mem-fraction-static",
     r"(?:prefill|total) tokens|BFCArena|bfc_|pooled_storage|allocating tensor|resource[ _]?exhausted|\bHBM\b",
     r"\bdevice[ _](?:mem|ordinal|\d|out|ran)|(?:on|from) device\b|out_?of_?device|error code 2|\bcl_|\bvk\w",
-    r"of memory (?:trying |while |to )*allocat|executable batch|dst tensor|allocating <=",
+    r"of memory (?:trying |while |to )*allocat|executable batch|parallel_for failed|dst tensor|allocating <=",
 )
 """Words for a GPU, its memory, or a library that allocates only there."""
 
 _NOT_GPU = _either(
-    r"(?<!gpu and shared )(?<!gpu or )\bhost\b|host_?alloc|host_bfc|pinned|page-locked|mlock|shared memory|/dev/shm",
+    r"(?<!gpu and shared )(?<!gpu or )\bhost\b|host_?(?:alloc|bfc|mem)|pinned|page-locked|mlock|shared memory|/dev/shm",
     r"\bshm\b|\b[sv]mem\b|(?:system|virtual) (?:memory|ram)|low on memory|java\.lang|java runtime",
     r"heap (?:space|limit|out)|cgroup|kill(?:ed)? process|oom[- ]?kill|slurm|srun:|ray\.exceptions\.Out|CPUAllocator",
-    r"alloc_cpu|allocator \(?\w{0,5}cpu|err(?:no|or)\W{0,3}(?:code )?12\b|\(12\)|mmap|memalign|\bfork|for an array",
-    r"arraymemory|memoryerror: unable",
+    r"alloc_cpu|allocator \(?\w{0,5}cpu|err(?:no|or)\W{0,3}(?:code )?(?:is )?12\b|\(12\)|mmap|memalign|\bfork",
+    r"for an array|arraymemory|memoryerror: unable|fail to alloc memory of",
     r"swap space|\bdisk|space left|quota|message larger|busy or unavailable|invalid|illegal|unsupported|not supported",
     r"driver version|cuda_error_(?!out_)|unknown error|than 1EB memory|compiler error|ptxas|_nchwc|std::bad_alloc(?!:)",
     r"^memory allocation of.*failed$|after a total of|cannot allocate memory(?! (?:on|from|in|for))",
