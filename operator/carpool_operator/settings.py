@@ -82,6 +82,19 @@ class OperatorSettings:
         "there until enough were measured. Without learning they always share, with a wider memory bound.",
     )
 
+    lease: str = setting(
+        "",
+        flag="--lease",
+        env="CARPOOL_OPERATOR_LEASE",
+        help="Lease, as NAMESPACE/NAME, by which several operators elect a leader. If empty, only one may run.",
+    )
+    identity: str = setting(
+        "",
+        flag="--identity",
+        env="CARPOOL_OPERATOR_IDENTITY",
+        help="Name of this operator in the Lease; this host's name if empty.",
+    )
+
     @property
     def calibration_place(self) -> tuple[str, str] | None:
         """Namespace and name of the ConfigMap; None if learning is off.

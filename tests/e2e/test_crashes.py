@@ -1,6 +1,8 @@
 """Each process is ended as by `kill -9` between two steps of a job's way: the job ends up placed once, and runs."""
 
+import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -117,3 +119,25 @@ def test_a_job_goes_on_while_everything_of_carpool_is_down(cluster: Cluster, wat
     eventually("Complete", lambda: watcher.state("steady") == "Complete")
     assert watcher.job("steady")["status"].get("restarts", 0) == 0
     eventually("the reservation released", lambda: not watcher.reserved("steady"))
+
+
+def test_a_standby_goes_on_when_the_leading_operator_freezes(cluster: Cluster, watcher: Watcher) -> None:
+    first = cluster["operator"]
+    command = [*first.command, "--identity", "standby", "--metrics-port", "0"]
+    standby = cluster.table.start("standby", command, first.environment)
+    try:
+        eventually("the standby to wait", lambda: "waits to lead" in standby.log.read_text())
+        first.pause()
+        began = time.monotonic()
+        cluster.apply(sleeper("survivor"))
+        eventually("a reservation", lambda: watcher.reserved("survivor"))
+        assert time.monotonic() - began < 20
+        first.resume()
+        eventually("the first operator to end", lambda: not first.running)
+        watcher.placed_once("survivor")
+        assert [attempt["number"] for attempt in watcher.job("survivor")["status"]["attempts"]] == [1]
+    finally:
+        standby.kill(signal.SIGTERM)  # it gives up the Lease
+        del cluster.table.processes["standby"]
+        first.kill()
+        first.start()

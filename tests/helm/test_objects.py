@@ -49,9 +49,13 @@ def test_names_follow_the_release_and_the_schedulers_name_does_not(render: Any) 
     }
 
 
-def test_a_new_operator_starts_after_the_old_one_ended(chart: Any) -> None:
-    spec = chart.one("Deployment", "carpool-operator")["spec"]
-    assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
+def test_operators_elect_a_leader_by_the_lease_of_the_chart(render: Any) -> None:
+    chart = render(operator={"replicas": 2})
+    spec, lease = chart.one("Deployment", "carpool-operator")["spec"], chart.one("Lease", "carpool-operator")
+    [container] = spec["template"]["spec"]["containers"]
+    name = f"{lease['metadata']['namespace']}/{lease['metadata']['name']}"
+    assert {"name": "CARPOOL_OPERATOR_LEASE", "value": name} in container["env"]
+    assert spec["replicas"] == 2
 
 
 def test_agents_run_on_tainted_gpu_nodes_that_were_given_to_carpool(chart: Any) -> None:

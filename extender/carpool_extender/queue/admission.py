@@ -16,16 +16,15 @@ from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, S
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import structlog
 from carpool_core.clock import Clock, rfc3339
 from carpool_core.keys import CONDITION_ADMITTED, GATE_ADMISSION
 from carpool_core.kube.api import LEASES, PODS, KubeApi, Selector
 from carpool_core.kube.errors import KubeError, NotFound, Refused, Retryable
+from carpool_core.kube.leader import Lease
 from carpool_core.kube.pods import Pod, job_owner_reference
 from carpool_core.kube.reflector import Reflector
 from carpool_core.products import DeviceClass
-from carpool_core.resources.meta import ObjectMeta
 from carpool_core.resources.node import GpuNode, Reservation
 from carpool_core.values import JobUid, PodUid
 
@@ -71,15 +70,6 @@ _LACKS_GPUS = (WaitReason.DOES_NOT_FIT, WaitReason.BACKOFF)
 """Reasons to wait that a new node may remove."""
 
 
-class _LeaseSpec(msgspec.Struct, frozen=True, rename="camel"):
-    holder_identity: str | None = None
-
-
-class _Lease(msgspec.Struct, frozen=True):
-    metadata: ObjectMeta
-    spec: _LeaseSpec = _LeaseSpec()
-
-
 class Leadership:
     """Whether this extender admits jobs: it does while the kube-scheduler beside it holds that scheduler's Lease.
 
@@ -96,10 +86,10 @@ class Leadership:
         self._on_change: list[Callable[[], None]] = []
         self.leads = not lease
         """Whether this extender admits jobs at present."""
-        self._reflector: Reflector[_Lease] | None = None
+        self._reflector: Reflector[Lease] | None = None
         if lease:
             selector = Selector(namespace=namespace, fields=f"metadata.name={name}")
-            self._reflector = Reflector(api, LEASES, _Lease, selector=selector, clock=clock, on_change=self._changed)
+            self._reflector = Reflector(api, LEASES, Lease, selector=selector, clock=clock, on_change=self._changed)
 
     def on_change(self, callback: Callable[[], None]) -> None:
         """Call back when the leader changes."""
@@ -112,7 +102,7 @@ class Leadership:
         else:
             await self._reflector.run()
 
-    def _changed(self, _: _Lease | None, new: _Lease | None) -> None:
+    def _changed(self, _: Lease | None, new: Lease | None) -> None:
         holder = "" if new is None else new.spec.holder_identity or ""
         leads = holder.startswith(self._prefix)
         if leads != self.leads:

@@ -1,0 +1,146 @@
+"""Leader election by a Lease, with the rules and times of client-go's `tools/leaderelection`."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import structlog
+
+from carpool_core.clock import Clock, rfc3339
+from carpool_core.kube.api import LEASES, KubeApi
+from carpool_core.kube.errors import Conflict, KubeError, NotFound
+from carpool_core.resources.meta import ObjectMeta
+
+LEASE_S = 15.0
+"""Time without a renewal after which another process may take the Lease."""
+RENEW_DEADLINE_S = 10.0
+"""Time without a successful renewal after which the holder stops; less than `LEASE_S`."""
+RETRY_S = 2.0
+"""Time between two tries."""
+TRY_S = 3.0
+"""Longest time of one try: the last ends before the Lease expires."""
+
+
+class LeadershipLostError(Exception):
+    """Another process may lead now."""
+
+
+class LeaseSpec(msgspec.Struct, frozen=True, rename="camel"):
+    """Holder of a Lease, and when it was renewed."""
+
+    holder_identity: str | None = None
+    renew_time: str | None = None
+    lease_transitions: int | None = None
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """A Lease of `coordination.k8s.io`."""
+
+    metadata: ObjectMeta
+    spec: LeaseSpec = LeaseSpec()
+
+
+class LeaderElector:
+    """Acquires and renews one Lease.
+
+    A Lease of another holder expires `LEASE_S` after this process saw it change, by its own monotonic clock, so that
+    the clocks of two machines need not agree.
+
+    Args:
+        api: The Kubernetes API.
+        clock: For renewal times and expiry.
+        sleep: Waits.
+        namespace: Namespace of the Lease.
+        name: Name of the Lease.
+        identity: Unique name of this process. A restarted process with the same identity leads again at once.
+    """
+
+    def __init__(
+        self,
+        api: KubeApi,
+        clock: Clock,
+        *,
+        namespace: str,
+        name: str,
+        identity: str,
+        sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
+    ) -> None:
+        self._api, self._clock, self._sleep = api, clock, sleep
+        self._namespace, self._name, self._identity = namespace, name, identity
+        self._observed, self._observed_at = LeaseSpec(), float("-inf")
+        self._log = structlog.get_logger()
+
+    async def acquire(self) -> None:
+        """Wait until this process holds the Lease."""
+        holder: str | None = None
+        while not await self._renewed():
+            if self._observed.holder_identity != holder:
+                holder = self._observed.holder_identity
+                self._log.info("waits to lead", leader=holder)
+            await self._sleep(RETRY_S)
+        self._log.info("leads", identity=self._identity)
+
+    async def renew(self) -> None:
+        """Renew the Lease until cancelled.
+
+        Raises:
+            LeadershipLostError: Another process took it, or it was not renewed for `RENEW_DEADLINE_S`.
+        """
+        renewed_at = self._clock.monotonic()
+        while True:
+            await self._sleep(RETRY_S)
+            if await self._renewed():
+                renewed_at = self._clock.monotonic()
+            elif self._observed.holder_identity not in {self._identity, None}:
+                raise LeadershipLostError(f"{self._observed.holder_identity} leads now")
+            elif self._clock.monotonic() - renewed_at >= RENEW_DEADLINE_S:
+                raise LeadershipLostError(
+                    f"the Lease {self._namespace}/{self._name} was not renewed for {RENEW_DEADLINE_S:g} s"
+                )
+
+    async def release(self) -> None:
+        """Give up the Lease, so that another process need not wait until it expires."""
+        try:
+            await self._api.patch(LEASES, self._name, {"spec": {"holderIdentity": None}}, namespace=self._namespace)
+        except KubeError as error:
+            self._log.warning("the lease was not released", error=str(error))
+
+    async def _renewed(self) -> bool:
+        """Acquire or renew the Lease once; return whether this process holds it now."""
+        try:
+            async with asyncio.timeout(TRY_S):
+                return await self._write()
+        except (KubeError, TimeoutError) as error:
+            if not isinstance(error, Conflict):
+                self._log.warning("the lease was not renewed", error=str(error) or "no answer")
+            return False
+
+    async def _write(self) -> bool:
+        try:
+            lease = await self._api.get(LEASES, self._name, Lease, namespace=self._namespace)
+        except NotFound:
+            body = {"metadata": {"name": self._name}, "spec": self._spec(LeaseSpec())}
+            await self._api.create(LEASES, body, namespace=self._namespace)
+            return True
+        if lease.spec != self._observed:
+            self._observed, self._observed_at = lease.spec, self._clock.monotonic()
+        is_free = lease.spec.holder_identity in {self._identity, None, ""}
+        if not is_free and self._clock.monotonic() - self._observed_at < LEASE_S:
+            return False
+        await self._api.patch(
+            LEASES,
+            self._name,
+            {"metadata": {"resourceVersion": lease.metadata.resource_version}, "spec": self._spec(lease.spec)},
+            namespace=self._namespace,
+        )
+        return True
+
+    def _spec(self, before: LeaseSpec) -> dict[str, object]:
+        now, spec = self._now(), {"holderIdentity": self._identity, "leaseDurationSeconds": int(LEASE_S)}
+        if before.holder_identity == self._identity:
+            return {**spec, "renewTime": now}
+        return {**spec, "renewTime": now, "acquireTime": now, "leaseTransitions": (before.lease_transitions or 0) + 1}
+
+    def _now(self) -> str:
+        return rfc3339(self._clock.now())
