@@ -8,6 +8,9 @@ UNIT_TESTS = $(BIN)/python -m pytest -m 'not e2e' -n auto --dist loadfile
 # Two processes with a cluster each, even on two cores: these tests mostly wait. Long files come first.
 CLUSTER_TESTS = $(BIN)/python -m pytest -m e2e -n 2 --dist loadfile --no-loadscope-reorder
 
+# Tests start hundreds of Python processes, which start sooner with their bytecode.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help install demo demo-clean test test-unit lint bench experiments crds protos docs clean
 
