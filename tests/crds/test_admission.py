@@ -16,14 +16,8 @@ pytestmark = pytest.mark.e2e
 
 def _job(name: str, **spec: Any) -> str:
     template = {"spec": {"containers": [{"name": "c", "image": "i", "command": ["a"]}]}}
-    return json.dumps(
-        {
-            "apiVersion": "carpool.dev/v1alpha1",
-            "kind": "GpuTrainingJob",
-            "metadata": {"name": name},
-            "spec": {"template": template} | spec,
-        }
-    )
+    head = {"apiVersion": "carpool.dev/v1alpha1", "kind": "GpuTrainingJob", "metadata": {"name": name}}
+    return json.dumps(head | {"spec": {"template": template} | spec})
 
 
 @pytest.mark.parametrize("file", BAD, ids=lambda f: f.stem)
@@ -46,14 +40,9 @@ def test_memory_amounts_are_admitted(control_plane: Cluster, limit: int | str) -
 
 
 def test_null_counts_as_absent(control_plane: Cluster) -> None:
-    manifest = _job(
-        "nulls",
-        model=None,
-        training={"steps": None},
-        memory={"limit": None},
-        gpu={"product": None, "minMemory": None, "minComputeCapability": None},
-        runPolicy={"activeDeadlineSeconds": None, "ttlSecondsAfterFinished": None},
-    )
+    gpu = dict.fromkeys(("product", "minMemory", "minComputeCapability"))
+    policy = dict.fromkeys(("activeDeadlineSeconds", "ttlSecondsAfterFinished"))
+    manifest = _job("nulls", model=None, training={"steps": None}, memory={"limit": None}, gpu=gpu, runPolicy=policy)
     control_plane.kubectl("create", "--validate=strict", "--dry-run=server", "-f", "-", stdin=manifest)
 
 

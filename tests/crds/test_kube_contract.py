@@ -88,15 +88,9 @@ async def test_json_patch_is_atomic(backend: Backend) -> None:
     name = backend.name("a")
 
     def patch(expected: str) -> Any:
-        return backend.api.patch(
-            PODS,
-            name,
-            [
-                {"op": "add", "path": "/metadata/annotations/new~1key", "value": "2"},
-                {"op": "test", "path": "/metadata/annotations/x", "value": expected},
-            ],
-            namespace="default",
-        )
+        add = {"op": "add", "path": "/metadata/annotations/new~1key", "value": "2"}
+        test = {"op": "test", "path": "/metadata/annotations/x", "value": expected}
+        return backend.api.patch(PODS, name, [add, test], namespace="default")
 
     await refused(Invalid, patch("other"), PATCH_DOES_NOT_APPLY)
     assert "new/key" not in (await backend.api.get(PODS, name, Pod, namespace="default")).metadata.annotations

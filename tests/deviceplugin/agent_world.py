@@ -13,6 +13,7 @@ from carpool_deviceplugin.app import Agent
 from carpool_deviceplugin.device_state import GpuWorker
 from carpool_deviceplugin.gpu import Devices
 from carpool_deviceplugin.metrics import AgentCollector
+from carpool_deviceplugin.nvml_devices import NvmlDevices
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.node import Inline, Node, flowing, uid, until
@@ -146,6 +147,12 @@ class GpuAgent:
     def instances(self) -> dict[str, int]:
         """IDs of the MIG instances, by profile and position."""
         return {f"{i.profile.name}@{i.start}": i.id for i in self.node.nvml.gpus[0].mig.instances.values()}
+
+
+def first_gpu(node: Node) -> tuple[NvmlDevices, GpuUuid]:
+    """Return the GPUs of a node, as a new agent finds them, and the UUID of the first."""
+    devices = node.devices()
+    return devices, devices.uuids[0]
 
 
 def mig_node(directory: Path, kind: str = "A100-40", *, on: bool = True, may_switch: bool = False) -> Node:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from agent_world import first_gpu
 from carpool_core.values import GpuUuid, PodUid, SharingMode
 from carpool_deviceplugin import cdi
 from carpool_deviceplugin.cdi import NvidiaCdi
@@ -126,8 +127,7 @@ def test_by_index_where_uuids_are_not_named(valid_cdi, node: Node, reserve) -> N
 
 def test_mps_on_a_real_gpu(valid_cdi, node: Node, reserve) -> None:
     shutil.copy(FIXTURES / "host.yaml", node.root / "cdi" / "nvidia.yaml")
-    devices = node.devices()
-    gpu = devices.uuids[0]
+    devices, gpu = first_gpu(node)
     reservation = reserve("a", gpu, mode=SharingMode.MPS, memory_limit_mib=9216, thread_percentage=40)
     spec = cdi.specifications(reservation, ["slot-0"], {gpu: devices.access(gpu)})["slot-0"]
     valid_cdi(spec)

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pynvml
 import pytest
-from agent_world import agent_on, registry_of, reserve_on
+from agent_world import agent_on, first_gpu, registry_of, reserve_on
 from carpool_core.kube.api import GPU_NODES
 from carpool_core.resources.node import GpuNode
 from carpool_core.settings import InputError
@@ -466,8 +466,7 @@ async def test_a_foreign_or_hostile_gpu_uuid_fails_its_reservation(devices, tmp_
 def test_nodes_clock_that_jumps_loses_no_work(tmp_path: Path, hours: int) -> None:
     """The driver stamps its samples with the node's clock; after it was set back, all samples looked old."""
     node = Node(FakeNvml(["A100-40"]), FakeMpsCommands(), tmp_path)
-    devices = node.devices()
-    gpu = devices.uuids[0]
+    devices, gpu = first_gpu(node)
     node.start(0, 42, "a", sm=0.5)
     busy_s = 0.0
     for second in range(21):

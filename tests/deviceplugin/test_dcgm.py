@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from agent_world import first_gpu
 from carpool_core.values import GpuUuid
 from carpool_deviceplugin.app import metrics_sources
 from carpool_deviceplugin.dcgm import CounterFeed, Exporter, HostEngine, SourceError, Values, parse
@@ -191,8 +192,7 @@ def node(tmp_path: Path, source: FakeSource) -> Node:
 
 
 def test_readings_name_the_source_of_each_field(node: Node, source: FakeSource) -> None:
-    devices = node.devices()
-    gpu = devices.uuids[0]
+    devices, gpu = first_gpu(node)
     assert devices.read(gpu).sources == ("nvml",)
     source.answer = {(gpu, None): {SM: 0.4, TEMPERATURE: 77.0}}
     devices.refresh_counters()
@@ -209,8 +209,7 @@ def test_readings_name_the_source_of_each_field(node: Node, source: FakeSource) 
 
 
 def test_pods_on_an_a100_get_their_sm_activity_from_dcgm_by_kernel_time(node: Node, source: FakeSource) -> None:
-    devices = node.devices()
-    gpu = devices.uuids[0]
+    devices, gpu = first_gpu(node)
     node.start(0, 42, "a", sm=0.6)
     node.start(0, 43, "b", sm=0.2)
     source.answer = {(gpu, None): {SM: 0.4, DRAM: 0.1}}

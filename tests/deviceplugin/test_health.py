@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pynvml
 import pytest
-from agent_world import agent_on, registry_of, reserve_on, status_of
+from agent_world import agent_on, first_gpu, registry_of, reserve_on, status_of
 from carpool_core.resources.node import Device, GpuNodeStatus
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, GpuUuid, SharingMode
@@ -53,8 +53,7 @@ def test_health_outlives_the_agent_and_a_reset_meanwhile_counts(node: Node) -> N
 
 
 def test_gpu_that_is_busy_at_idle_power_is_stuck(node: Node) -> None:
-    devices = node.devices()
-    gpu = devices.uuids[0]
+    devices, gpu = first_gpu(node)
     for _ in range(3):
         devices.read(gpu)
         node.advance(1)

@@ -205,8 +205,7 @@ async def test_agent_killed_at_each_call_is_continued(tmp_path: Path, kind: str,
 def test_half_written_files_of_a_killed_agent_are_no_files(tmp_path: Path, where: str) -> None:
     """Files are replaced atomically; the rest of an interrupted write is never read."""
     node = Node(FakeNvml(["T4"]), FakeMpsCommands(), tmp_path)
-    devices = node.devices()
-    gpu = devices.uuids[0]
+    gpu = node.devices().uuids[0]
     directory = tmp_path / ("state/gpus" if where == "state" else "cdi")
     directory.mkdir(parents=True, exist_ok=True)
     (directory / f".{gpu}.json.77.new").write_text('{"mode": "MP')

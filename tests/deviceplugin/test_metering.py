@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_world import agent_on, registry_of, reserve_on
+from agent_world import agent_on, first_gpu, registry_of, reserve_on
 from carpool_core.resources.node import Reservation, Tenant
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
@@ -195,23 +195,6 @@ def test_only_what_moved_by_a_tenth_is_written(change, is_written) -> None:
     assert damp_changes([WRITTEN], [other]) == [other], "new tenants are written, and ended ones dropped"
 
 
-def test_measures_of_two_tenants(node: Node) -> None:
-    devices = node.devices()
-    gpu = devices.uuids[0]
-    node.start(0, 42, "a", 2000, sm=0.6, dram=0.3)
-    node.start(0, 43, "b", 1000, sm=0.2, dram=0.1)
-    meter = Meter(gpu)
-    for _ in range(30):
-        meter.sample(devices.read(gpu))
-        node.advance(1)
-    a, b = meter.tenants()
-    assert (a.pod_uid, b.pod_uid) == (uid("a"), uid("b"))
-    assert (a.memory_mib, b.memory_mib) == (2000, 1000)
-    assert a.gpu_util_percent == pytest.approx(60, abs=2)
-    assert b.gpu_util_percent == pytest.approx(20, abs=2)
-    assert a.sm_active_ratio == pytest.approx(0.6, abs=0.02)
-
-
 class WithoutNumbers(FakeNvml):
     """The driver reports success for a metric that it could not compute."""
 
@@ -329,8 +312,7 @@ def test_process_id_used_again_is_another_process(node: Node) -> None:
 
 
 def test_health_right_after_a_measurement_contains_later_events(node: Node) -> None:
-    devices = node.devices()
-    gpu = devices.uuids[0]
+    devices, gpu = first_gpu(node)
     devices.inventory()
     devices.read(gpu)
     node.nvml.raise_xid(0, 95)
@@ -344,8 +326,7 @@ def test_health_right_after_a_measurement_contains_later_events(node: Node) -> N
 
 
 def test_planning_sees_processes_that_started_since_the_measurement(node: Node) -> None:
-    devices = node.devices()
-    gpu = devices.uuids[0]
+    devices, gpu = first_gpu(node)
     devices.read(gpu)
     node.start(0, 42, "a")
     assert devices.actual(gpu).tenants == {uid("a")}

@@ -47,14 +47,6 @@ def test_daemons_of_two_gpus_share_nothing(mps: Mps, commands: FakeMpsCommands) 
     assert first.isdisjoint(second)
 
 
-def test_status_lists_servers_and_clients(mps: Mps, commands: FakeMpsCommands, tmp_path: Path) -> None:
-    mps.start(GPU)
-    server = commands.connect(str(tmp_path / GPU / "pipe"), 42)
-    assert mps.status(GPU) == MpsStatus(True, frozenset({server}), frozenset({42}))
-    commands.daemons[str(tmp_path / GPU / "pipe")].is_faulty = True
-    assert mps.status(GPU).faulty == {42}
-
-
 def test_silent_daemon_is_reported_never_doubled_and_killed_by_stop(mps: Mps, commands, tmp_path: Path) -> None:
     """Regression: a slow daemon was taken for dead; a second one removed its pipes and ended its clients."""
     mps.start(GPU)

@@ -1,6 +1,7 @@
 """MPS daemons of NVML GPUs: adopted, watched, replaced; over the fake of NVML and daemons in memory."""
 
 import pytest
+from agent_world import first_gpu
 from carpool_core.values import GpuUuid, PartitionState, PodUid, SharingMode
 from carpool_deviceplugin.device_state import GpuWorker
 from carpool_deviceplugin.gpu import DeviceError, Limits, SetLimits, SetMode, StartMps, StopMps
@@ -24,8 +25,7 @@ def end_daemon(node: Node, gpu: str, how: str) -> None:
 
 def behind_a_daemon(node: Node) -> tuple[NvmlDevices, GpuUuid]:
     """A GPU that has a daemon."""
-    devices = node.devices()
-    gpu = devices.uuids[0]
+    devices, gpu = first_gpu(node)
     devices.apply(gpu, SetMode(MPS))
     devices.apply(gpu, StartMps())
     return devices, gpu

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pynvml
 import pytest
-from agent_world import GpuAgent, World, agent_on, mig_node, states, status_of
+from agent_world import GpuAgent, World, agent_on, first_gpu, mig_node, states, status_of
 from carpool_core.kube.api import NODES
 from carpool_core.kube.errors import Overloaded
 from carpool_core.resources.node import Reservation
@@ -97,8 +97,7 @@ def test_a_full_disk_is_an_error(node: Node) -> None:
 
 
 def test_damaged_mode_is_idle(node: Node) -> None:
-    devices = node.devices()
-    gpu = devices.uuids[0]
+    devices, gpu = first_gpu(node)
     devices.apply(gpu, SetMode(TIME_SLICING))
     (node.root / "state" / "gpus" / f"{gpu}.json").write_text('{"mode": "Tur')
     assert devices.actual(gpu).mode is None

@@ -168,23 +168,10 @@ class Connection:
             return self._draw.uniform(1.0, 8.0)
         return self._draw.uniform(0.001, 0.1)
 
-    async def get(self, *args, **named):
-        return await self._call(lambda: self._kube.get(*args, **named))
-
-    async def list_page(self, *args, **named):
-        return await self._call(lambda: self._kube.list_page(*args, **named))
-
-    async def create(self, *args, **named):
-        return await self._call(lambda: self._kube.create(*args, **named), writes=True)
-
-    async def patch(self, *args, **named):
-        return await self._call(lambda: self._kube.patch(*args, **named), writes=True)
-
-    async def replace_status(self, *args, **named):
-        return await self._call(lambda: self._kube.replace_status(*args, **named), writes=True)
-
-    async def delete(self, *args, **named):
-        return await self._call(lambda: self._kube.delete(*args, **named), writes=True)
+    def __getattr__(self, verb):
+        """Return the call of the API server with this name, with the faults of the connection."""
+        call, writes = getattr(self._kube, verb), verb not in ("get", "list_page")
+        return lambda *args, **named: self._call(lambda: call(*args, **named), writes=writes)
 
     async def watch(self, *args):
         """Yield changes late; a half-dead watch yields none for a while and then breaks."""

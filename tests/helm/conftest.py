@@ -69,21 +69,10 @@ def render(helm: str, tmp_path_factory: pytest.TempPathFactory) -> Render:
         values = {"global": {"imageRegistry": "localhost"}, **values}
         key = json.dumps([release, kube_version, apis, values], sort_keys=True)
         if key not in cache:
+            asked = [f"--kube-version={kube_version}", f"--api-versions={apis}", *OPTIONS]
+            command = [helm, "template", release, str(CHART), *asked]
             done = subprocess.run(
-                [
-                    helm,
-                    "template",
-                    release,
-                    str(CHART),
-                    f"--kube-version={kube_version}",
-                    f"--api-versions={apis}",
-                    *OPTIONS,
-                ],
-                input=json.dumps(values),
-                capture_output=True,
-                text=True,
-                check=False,
-                env=environment,
+                command, input=json.dumps(values), capture_output=True, text=True, check=False, env=environment
             )
             objects = tuple(o for o in yaml.load_all(done.stdout, Loader=yaml.CSafeLoader) if o)
             cache[key] = Chart(objects if done.returncode == 0 else (), done.stderr if done.returncode else "")

@@ -19,12 +19,8 @@ COMMANDS = {
 
 
 def test_every_object_has_the_common_labels_and_its_namespace(chart: Any) -> None:
-    cluster_scoped = (
-        "ClusterRole",
-        "ClusterRoleBinding",
-        "ValidatingAdmissionPolicy",
-        "ValidatingAdmissionPolicyBinding",
-    )
+    policies = ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
+    cluster_scoped = ("ClusterRole", "ClusterRoleBinding", *policies)
     for one in chart.objects:
         if one["kind"] == "CustomResourceDefinition":
             continue

@@ -33,32 +33,18 @@ def test_it_is_a_second_scheduler_that_sees_every_node(chart: Any) -> None:
     assert (found["apiVersion"], found["kind"]) == ("kubescheduler.config.k8s.io/v1", "KubeSchedulerConfiguration")
     assert [profile["schedulerName"] for profile in found["profiles"]] == [SCHEDULER_NAME]
     assert found["percentageOfNodesToScore"] == 100
-    assert found["leaderElection"] == {
-        "leaderElect": True,
-        "resourceNamespace": "carpool-system",
-        "resourceName": "carpool-scheduler",
-    }
+    lease = {"resourceNamespace": "carpool-system", "resourceName": "carpool-scheduler"}
+    assert found["leaderElection"] == {"leaderElect": True, **lease}
 
 
 def test_preconditions_reach_the_extender_only_where_they_are_set(render: Any) -> None:
-    def environment(**settings: Any) -> dict[str, str]:
-        rendered = render(settings=settings)
-        (container,) = [
-            c
-            for c in rendered.one("Deployment", "carpool-scheduler")["spec"]["template"]["spec"]["containers"]
-            if c["name"] == "extender"
-        ]
-        return {entry["name"]: entry.get("value", "") for entry in container["env"]}
-
     asked = {"CARPOOL_MOST_SM_ACTIVE", "CARPOOL_MOST_JOINT_SM_ACTIVE", "CARPOOL_LEAST_FREE_MIB", "CARPOOL_MOST_JOBS"}
-    assert asked.isdisjoint(environment())
-    assert environment()["CARPOOL_SLOWDOWN_QUANTILE"] == "median"
-    found = environment(
-        jobPolicies=True,
-        countPeaks=False,
-        slowdownQuantile="upper",
-        preconditions={"mostSmActive": 0.8, "leastFreeMib": 5120, "mostJobs": 2},
-    )
+    shipped = render().environment("extender")
+    assert asked.isdisjoint(shipped)
+    assert shipped["CARPOOL_SLOWDOWN_QUANTILE"] == "median"
+    limits = {"mostSmActive": 0.8, "leastFreeMib": 5120, "mostJobs": 2}
+    settings = {"jobPolicies": True, "countPeaks": False, "slowdownQuantile": "upper", "preconditions": limits}
+    found = render(settings=settings).environment("extender")
     assert found["CARPOOL_SLOWDOWN_QUANTILE"] == "upper"
     assert {name: found[name] for name in asked & found.keys()} == {
         "CARPOOL_MOST_SM_ACTIVE": "0.8",

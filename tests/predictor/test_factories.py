@@ -54,6 +54,9 @@ def line_of(text: str) -> int:
     return next(number for number, line in enumerate(SOURCE.splitlines(), start=1) if text in line)
 
 
+RAISES, FORWARD, DYNAMIC = line_of("no such"), line_of("return self[0]"), line_of("x[x > 0]")
+
+
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     path = tmp_path / "my_train.py"
@@ -78,28 +81,11 @@ def ask(source: Path, function: str, shape: list[int]) -> TraceRequest:
 @pytest.mark.parametrize(
     ("function", "reason", "words"),
     [
-        pytest.param(
-            "raises",
-            "TraceFailed",
-            [f"failed at my_train.py, line {line_of('no such')}, in raises: RuntimeError: no such checkpoint"],
-            id="raises",
-        ),
-        pytest.param(
-            "misfit",
-            "TraceFailed",
-            ["[2, 8] failed at", f"line {line_of('return self[0]')}, in forward: RuntimeError"],
-            id="its forward raises",
-        ),
-        pytest.param(
-            "needs_arguments", "FactoryFailed", ["without arguments, found needs_arguments(width)"], id="arguments"
-        ),
+        pytest.param("raises", "TraceFailed", [f"line {RAISES}, in raises: RuntimeError: no such"], id="raises"),
+        pytest.param("misfit", "TraceFailed", ["[2, 8] failed at", f"line {FORWARD}, in forward: Runt"], id="misfit"),
+        pytest.param("needs_arguments", "FactoryFailed", ["found needs_arguments(width)"], id="arguments"),
         pytest.param("returns_none", "FactoryFailed", ["returned NoneType", "expected an nn.Module"], id="no module"),
-        pytest.param(
-            "dynamic",
-            "DataDependentGraph",
-            ["depends on the data", f"line {line_of('x[x > 0]')}, in forward"],
-            id="dynamic shapes",
-        ),
+        pytest.param("dynamic", "DataDependentGraph", ["on the data", f"line {DYNAMIC}, in forward"], id="shapes"),
         pytest.param("model", "FactoryFailed", ["found model in", "name a function that builds it"], id="a model"),
         pytest.param("not_a_function", "FactoryFailed", ["no function 'not_a_function'"], id="not callable"),
     ],

@@ -55,26 +55,17 @@ def test_without_memory_by_process_the_rise_of_used_memory_counts() -> None:
 
 
 LARGE = {name: Behaviour(memory_mib=25_000) for name in ("timm/resnet50", "timm/vgg16")}
+BROKEN, MUTE = Behaviour(failure="RuntimeError: no such model"), Behaviour(is_mute=True)
 
 
 @pytest.mark.parametrize(
     ("machine", "mode", "status", "word"),
     [
         pytest.param(FakeMachine(LARGE, memory_mib=20_000), None, "out_of_memory", "", id="out of memory"),
-        pytest.param(
-            FakeMachine({"timm/resnet50": Behaviour(failure="RuntimeError: no such model")}),
-            None,
-            "failed",
-            "no such model",
-            id="broken model",
-        ),
-        pytest.param(
-            FakeMachine({"timm/resnet50": Behaviour(is_mute=True)}), None, "failed", "no answer within", id="hangs"
-        ),
+        pytest.param(FakeMachine({"timm/resnet50": BROKEN}), None, "failed", "no such model", id="broken model"),
+        pytest.param(FakeMachine({"timm/resnet50": MUTE}), None, "failed", "no answer within", id="hangs"),
         pytest.param(FakeMachine(LARGE), "time-slicing", "out_of_memory", "", id="a pair that does not fit together"),
-        pytest.param(
-            FakeMachine(has_mps=False), "mps", "failed", "nvidia-cuda-mps-control", id="a pair without an MPS daemon"
-        ),
+        pytest.param(FakeMachine(has_mps=False), "mps", "failed", "nvidia-cuda-mps-control", id="a pair without MPS"),
     ],
 )
 def test_a_failure_is_a_row_and_ends_all_processes(

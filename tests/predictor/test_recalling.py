@@ -329,11 +329,7 @@ def test_a_first_run_whose_room_exceeds_the_gpu_runs_alone(
     ("runs_before", "expected"),
     [
         pytest.param([], (0, False), id="never ran"),
-        pytest.param(
-            [{"steady": False, "ended": False}],
-            (0, False),
-            id="ran too short to show its peak: no run would ever correct it",
-        ),
+        pytest.param([{"steady": False, "ended": False}], (0, False), id="too short to show its peak or correct it"),
         pytest.param([{}], (1, True), id="has shown its peak"),
     ],
 )

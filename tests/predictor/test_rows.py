@@ -31,6 +31,15 @@ from hypothesis import strategies as st
 KEYS = {"id", "status", "reason", "memory", "activity", "step_time_s", "model_version", "elapsed_s"}
 
 
+TRAINING = Training(batch_size=64, optimizer=Optimizer.SGD_MOMENTUM)
+
+
+def vgg11() -> ModelFeatures:
+    found = store.shipped().features(CatalogModel(name="timm/vgg11_bn"), TRAINING)
+    assert found is not None
+    return found
+
+
 class FakeTracer(SubprocessTracer):
     """Traces one model that the store lacks, and records requests."""
 
@@ -49,9 +58,7 @@ class FakeTracer(SubprocessTracer):
             return Abstention(reason="UnknownCatalogModel", message="timm has no model 'nonsense'")
         if request.model.catalog.name == "timm/slow":
             return Abstention(reason="TraceTimedOut", message="took longer than 120 s; give spec.model.features")
-        found = store.shipped().features(CatalogModel(name="timm/vgg11_bn"), Training(optimizer=Optimizer.SGD_MOMENTUM))
-        assert found is not None
-        return msgspec.structs.replace(found, optimizer=request.training.optimizer)
+        return msgspec.structs.replace(vgg11(), optimizer=request.training.optimizer)
 
 
 def ask(*rows: Any, tracer: FakeTracer | None = None) -> list[dict[str, Any]]:
@@ -61,10 +68,7 @@ def ask(*rows: Any, tracer: FakeTracer | None = None) -> list[dict[str, Any]]:
 
 def test_an_answer_equals_predict() -> None:
     (answer,) = ask(row())
-    features = store.shipped().features(CatalogModel(name="timm/vgg11_bn"), Training(optimizer=Optimizer.SGD_MOMENTUM))
-    assert features is not None
-    training = Training(batch_size=64, optimizer=Optimizer.SGD_MOMENTUM)
-    prediction = predict_on(features, training, [find_product("A100-SXM4-40GB")])
+    prediction = predict_on(vgg11(), TRAINING, [find_product("A100-SXM4-40GB")])
     memory = prediction.products[0].memory
     assert set(answer) == KEYS
     assert (answer["id"], answer["status"], answer["reason"]) == ("a", "ok", prediction.reason)
@@ -91,8 +95,7 @@ def test_rows_with_steps_have_durations() -> None:
 
 
 def test_features_answer_like_the_catalog() -> None:
-    known = store.shipped().features(CatalogModel(name="timm/vgg11_bn"), Training(optimizer=Optimizer.SGD_MOMENTUM))
-    given = {"id": 7, "features": msgspec.to_builtins(known), "training": SGD, "gpu": "A100-SXM4-40GB"}
+    given = {"id": 7, "features": msgspec.to_builtins(vgg11()), "training": SGD, "gpu": "A100-SXM4-40GB"}
     one, other = ask(row(), given)
     assert other["id"] == 7
     assert {**one, "id": 0, "elapsed_s": 0} == {**other, "id": 0, "elapsed_s": 0}
@@ -201,10 +204,7 @@ def test_rows_use_the_calibration(workers: int) -> None:
     out = io.BytesIO()
     predict_rows(io.BytesIO(asked), out, TraceLimits(), lambda *_: None, workers, calibration=learned)
     (plain,), answer = ask(row(gpu="T4")), json.loads(out.getvalue().splitlines()[-1])
-    features = store.shipped().features(CatalogModel(name="timm/vgg11_bn"), Training(optimizer=Optimizer.SGD_MOMENTUM))
-    assert features is not None
-    training = Training(batch_size=64, optimizer=Optimizer.SGD_MOMENTUM)
-    memory = predict_on(features, training, [find_product("T4")], learned).products[0].memory
+    memory = predict_on(vgg11(), TRAINING, [find_product("T4")], learned).products[0].memory
     assert (answer["memory"]["median_mib"], answer["memory"]["upper_mib"]) == (memory.median_mib, memory.upper_mib)
     assert answer["memory"] != plain["memory"]
 

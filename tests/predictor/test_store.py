@@ -118,14 +118,6 @@ def test_other_inputs_are_left_to_the_tracer(model: CatalogModel, training: Trai
     assert store.features(model, training) is None
 
 
-def test_an_untraced_optimizer_is_left_to_the_tracer() -> None:
-    found = store.unpack(catalog_sweep.pack([record()], {}))
-    model = CatalogModel(name="timm/x")
-    adam = found.features(model, Training(optimizer=Optimizer.ADAM))
-    assert adam == record().features[Optimizer.ADAM]
-    assert found.features(model, Training(optimizer=Optimizer.ADAGRAD)) is None
-
-
 @pytest.mark.parametrize("name", ["timm/test_resnet", "timm/test_vit"])
 def test_both_mixed_precisions_have_equal_steps(name: str) -> None:
     """Which is why they share a file."""

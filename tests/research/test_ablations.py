@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-import msgspec
 import pytest
 from carpool_core.durations import duration_bucket
+from carpool_extender.testing import prediction
 from carpool_research.experiments.ablations import AblatedInformation, Piece, ablate, simulate, steps_of
 from carpool_simulator.information import Stage
 from carpool_simulator.sweep import figures_of
@@ -59,12 +59,7 @@ def test_wrong_and_missing_predictions_change_decisions():
 
 
 def test_errors_keep_the_ratio_of_the_bounds():
-    one = job("a")
-    (found,) = one.prediction.products
-    found = msgspec.structs.replace(
-        found, memory=msgspec.structs.replace(found.memory, upper_mib=4080, upper_unenforced_mib=5200)
-    )
-    one = replace(one, prediction=msgspec.structs.replace(one.prediction, products=[found]))
+    one = replace(job("a"), prediction=prediction(memory_mib=4080, unenforced_mib=5200))
     information = AblatedInformation(ablate(CARPOOL, error=0.1), 40960, seed=1)
     memory = information.pod_request(one, Stage()).demand.prediction.products[0].memory
     assert memory.upper_mib != 4080

@@ -118,33 +118,30 @@ def test_other_numbers_have_another_version() -> None:
     assert (shipped().version, hashlib.sha256(numbers).hexdigest()[:16]) == (VERSION, "145baf9488048987")
 
 
+def replaced(old: str, new: str) -> Callable[[bytes], bytes]:
+    return lambda text: text.replace(old.encode(), new.encode())
+
+
+def with_stratum(edge: float, factor: float) -> Callable[[bytes], bytes]:
+    """Put another stratum before the first."""
+    return lambda text: replaced('"factors":[', f'"factors":[{factor},')(
+        replaced('"edges":[', f'"edges":[{edge},')(text)
+    )
+
+
 @pytest.mark.parametrize(
     ("change", "word"),
     [
         pytest.param(lambda text: text[: len(text) // 2], "expected a memory model", id="cut short"),
-        pytest.param(lambda text: text.replace(b'"format":5', b'"format":6,"more":1'), "upgrade carpool", id="newer"),
+        pytest.param(replaced('"format":5', '"format":6,"more":1'), "upgrade carpool", id="newer"),
         pytest.param(lambda _: b'{"format":3,"factors":{"matrix":1.1}}', "found 3; install carpool", id="older"),
-        pytest.param(lambda text: text.replace(b"log kernels", b"kernels"), "other columns", id="other columns"),
-        pytest.param(lambda text: text.replace(b'"edges":[', b'"edges":[-9.5,'), "strata", id="a stratum too many"),
-        pytest.param(
-            lambda text: text.replace(b'"edges":[', b'"edges":[9.5,').replace(b'"factors":[', b'"factors":[1.0,'),
-            "edges of strata to ascend",
-            id="edges that fall",
-        ),
-        pytest.param(
-            lambda text: text.replace(b'"factors":[', b'"factors":[9.5,').replace(b'"edges":[', b'"edges":[-9.5,'),
-            "than that of calmer steps",
-            id="factors that fall",
-        ),
-        pytest.param(
-            lambda text: text.replace(b'"factors":[1.', b'"factors":[0.'), "factors", id="a bound below the median"
-        ),
-        pytest.param(
-            lambda text: text.replace(b'"hull":[[', b'"hull":[[99,0],['), "other columns", id="a column too many"
-        ),
-        pytest.param(
-            lambda text: text.replace(b'"hull":[[', b'"hull":[[9'), "ends before it begins", id="a hull inside out"
-        ),
+        pytest.param(replaced("log kernels", "kernels"), "other columns", id="other columns"),
+        pytest.param(replaced('"edges":[', '"edges":[-9.5,'), "strata", id="a stratum too many"),
+        pytest.param(with_stratum(9.5, 1.0), "edges of strata to ascend", id="edges that fall"),
+        pytest.param(with_stratum(-9.5, 9.5), "than that of calmer steps", id="factors that fall"),
+        pytest.param(replaced('"factors":[1.', '"factors":[0.'), "factors", id="a bound below the median"),
+        pytest.param(replaced('"hull":[[', '"hull":[[99,0],['), "other columns", id="a column too many"),
+        pytest.param(replaced('"hull":[[', '"hull":[[9'), "ends before it begins", id="a hull inside out"),
         pytest.param(lambda text: b"{}", "missing required field", id="empty"),
     ],
 )

@@ -149,11 +149,8 @@ def test_namespace_is_that_of_the_context_by_default(arguments, namespace, monke
 
 
 def manifest_of(**spec):
-    return {
-        "kind": "GpuTrainingJob",
-        "metadata": {"name": "new", "namespace": "default"},
-        "spec": {"template": {}} | spec,
-    }
+    metadata = {"name": "new", "namespace": "default"}
+    return {"kind": "GpuTrainingJob", "metadata": metadata, "spec": {"template": {}} | spec}
 
 
 async def test_api_server_validates_the_manifest_and_creates_nothing():
@@ -204,17 +201,14 @@ def test_namespace_of_the_manifest_must_match(own, flag, found, tmp_path):
         assert read_manifest(path, flag)["metadata"]["namespace"] == found
 
 
+KIND, EXPECTED = "kind: GpuTrainingJob", "expected apiVersion carpool.dev/v1alpha1"
+
+
 @pytest.mark.parametrize(
     ("head", "sentence"),
     [
-        pytest.param(
-            "apiVersion: carpool.dev/v9\nkind: GpuTrainingJob",
-            "expected apiVersion carpool.dev/v1alpha1, found carpool.dev/v9",
-            id="another version",
-        ),
-        pytest.param(
-            "apiVersion:\nkind: GpuTrainingJob", "expected apiVersion carpool.dev/v1alpha1, found none", id="no version"
-        ),
+        pytest.param(f"apiVersion: carpool.dev/v9\n{KIND}", f"{EXPECTED}, found carpool.dev/v9", id="another version"),
+        pytest.param(f"apiVersion:\n{KIND}", f"{EXPECTED}, found none", id="no version"),
         pytest.param("apiVersion: batch/v1\nkind: Job", "expected kind GpuTrainingJob, found Job", id="another kind"),
         pytest.param("apiVersion: carpool.dev/v1alpha1", "expected kind GpuTrainingJob, found none", id="no kind"),
     ],

@@ -1,26 +1,16 @@
 """Step times at a place, and the ranking of places by the functions that the extender chooses with."""
 
-import msgspec
 import numpy as np
 import pytest
 from carpool_core.values import SharingMode
 from carpool_extender.explain.dry_run import MAX_RANKED_LINES, ranking, ranking_lines, step_time_at
 from carpool_extender.framework.scores import POLICIES, Policy, SchedulerConfig, Score, find_policy
 from carpool_extender.framework.selection import CachedEvaluation, best_place
-from carpool_extender.testing import (
-    A100,
-    T4,
-    cluster,
-    demand,
-    device,
-    gpu_node,
-    pod_request,
-    prediction,
-    tenant,
-)
+from carpool_extender.testing import A100, T4, cluster, demand, device, gpu_node, pod_request, prediction, tenant
 from evaluations import LAYOUTS, nodes_of
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 MPS, TURNS = SharingMode.MPS, SharingMode.TIME_SLICING
 BUSY = {"prediction": prediction(util=100, sm=0.9, dram=0.5), "max_slowdown": 9.0}
@@ -31,13 +21,8 @@ STEPS_S = {A100: 0.041, T4: 0.7}
 def by_product():
     """A prediction whose step times differ between products."""
     found = prediction()
-    products = [
-        msgspec.structs.replace(
-            p, step_time_seconds=msgspec.structs.replace(p.step_time_seconds, median=STEPS_S[p.product])
-        )
-        for p in found.products
-    ]
-    return msgspec.structs.replace(found, products=products)
+    times = {p.product: replace(p.step_time_seconds, median=STEPS_S[p.product]) for p in found.products}
+    return replace(found, products=[replace(p, step_time_seconds=times[p.product]) for p in found.products])
 
 
 @pytest.mark.parametrize(
@@ -54,7 +39,7 @@ def by_product():
     ],
 )
 def test_step_time_is_that_of_the_slowest_product_times_the_slowdown(products, gpus, mode, slowdown, steps, expected):
-    place = msgspec.structs.replace(tenant("x", [f"GPU-a-{i}" for i in gpus], mode), expected_slowdown=slowdown)
+    place = replace(tenant("x", [f"GPU-a-{i}" for i in gpus], mode), expected_slowdown=slowdown)
     devices = [*(device(i, product=product) for i, product in enumerate(products)), device(7, product=T4)]
     text = step_time_at(demand(prediction=by_product()), place, devices, steps)
     assert text == (expected and f" (a step takes {expected})")

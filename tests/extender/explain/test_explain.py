@@ -79,34 +79,21 @@ def record(kube, job="x", attempt=1):
 class TestState:
     """The first lines are the state of the job."""
 
+    ASSUMED = "not all of its pods can be created; the rest of this answer assumes that they can"
+
     @pytest.mark.parametrize(
-        ("condition", "expected"),
+        ("reason", "message", "advice"),
         [
-            pytest.param(
-                ("Placed", "False", "Unschedulable", "0/2 nodes: 2 Insufficient cpu"),
-                ["Queued: Placed is False (Unschedulable) 0/2 nodes: 2 Insufficient cpu"],
-                id="unschedulable",
-            ),
-            pytest.param(
-                ("Placed", "False", "SchedulerError", "Post: connection refused"),
-                ["Queued: Placed is False (SchedulerError) Post: connection refused", "kube-scheduler got no answer"],
-                id="no answer",
-            ),
-            pytest.param(
-                ("Placed", "False", "PodForbidden", "no PriorityClass with name nope was found"),
-                [
-                    "Queued: Placed is False (PodForbidden) no PriorityClass with name nope was found",
-                    "not all of its pods can be created; the rest of this answer assumes that they can",
-                ],
-                id="no pods",
-            ),
+            pytest.param("Unschedulable", "0/2 nodes: 2 Insufficient cpu", [], id="unschedulable"),
+            pytest.param("SchedulerError", "connection refused", ["kube-scheduler got no answer"], id="no answer"),
+            pytest.param("PodForbidden", "no PriorityClass with name nope was found", [ASSUMED], id="no pods"),
         ],
     )
-    async def test_condition_that_explains_the_state_comes_first(self, condition, expected):
+    async def test_condition_that_explains_the_state_comes_first(self, reason, message, advice):
         kube = a_job()
-        fields = dict(zip(("type", "status", "reason", "message"), condition, strict=True))
-        await set_status(kube, state="Queued", conditions=[fields])
-        lines = await explained(kube)
+        placed = {"type": "Placed", "status": "False", "reason": reason, "message": message}
+        await set_status(kube, state="Queued", conditions=[placed])
+        lines, expected = await explained(kube), [f"Queued: Placed is False ({reason}) {message}", *advice]
         assert all(line.startswith(start) for line, start in zip(lines, expected, strict=False))
         assert lines[len(expected)] == "default/x has no place yet"
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from asking_world import CLOCK, RULES, explain_job, job_of, predicted, what_if
 from carpool_core.clock import rfc3339
-from carpool_core.keys import CONDITION_ADMITTED
+from carpool_core.keys import CONDITION_ADMITTED, GATE_ADMISSION
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS
 from carpool_core.kube.errors import Forbidden, Invalid
 from carpool_core.testing.kube import FakeKube
@@ -19,7 +19,7 @@ from carpool_extender.workloads import ANNOTATION_POLICY
 
 ARRIVAL = QueueOrder.ARRIVAL
 EXCLUSIVE = {"sharing": {"mode": "Exclusive"}}
-UNKNOWN = "place in the queue unknown: "
+UNKNOWN, KUEUE = "place in the queue unknown: ", "kueue.x-k8s.io/admission"
 
 
 def a_queue(**lengths):
@@ -33,7 +33,7 @@ def a_queue(**lengths):
     return kube
 
 
-GATED = {"schedulingGates": [{"name": "carpool.dev/admission"}]}
+GATED = {"schedulingGates": [{"name": GATE_ADMISSION}]}
 
 
 def add(kube, name, minute=0, steps=None, *, spec=EXCLUSIVE, workers=1, **pod):
@@ -197,13 +197,8 @@ async def test_job_that_was_admitted_a_moment_ago_has_its_gpu():
 @pytest.mark.parametrize(
     ("workers", "gates", "expected"),
     [
-        pytest.param(2, ["carpool.dev/admission"], " yet: 1 of its 2 workers exist", id="worker missing"),
-        pytest.param(
-            1,
-            ["carpool.dev/admission", "kueue.x-k8s.io/admission"],
-            ": its pods have the scheduling gate kueue.x-k8s.io/admission",
-            id="other gate",
-        ),
+        pytest.param(2, [GATE_ADMISSION], " yet: 1 of its 2 workers exist", id="worker missing"),
+        pytest.param(1, [GATE_ADMISSION, KUEUE], f": its pods have the scheduling gate {KUEUE}", id="other gate"),
     ],
 )
 async def test_job_outside_the_queue_has_the_reason(workers, gates, expected):

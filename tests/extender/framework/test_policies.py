@@ -28,16 +28,11 @@ def chosen(snapshot, policy, **wants):
 
 def a_busy_node():
     """GPU 0: little memory left, little activity. GPU 1: idle. GPU 2: more memory left, busy."""
-    return cluster(
-        gpu_node(
-            "a",
-            3,
-            [
-                tenant("x", [ROW(0)], memory_limit_mib=30000, prediction=prediction(sm=0.1, util=20)),
-                tenant("y", [ROW(2)], memory_limit_mib=9000, prediction=prediction(sm=0.6, util=90)),
-            ],
-        )
-    ).snapshot()
+    tenants = [
+        tenant("x", [ROW(0)], memory_limit_mib=30000, prediction=prediction(sm=0.1, util=20)),
+        tenant("y", [ROW(2)], memory_limit_mib=9000, prediction=prediction(sm=0.6, util=90)),
+    ]
+    return cluster(gpu_node("a", 3, tenants)).snapshot()
 
 
 @pytest.mark.parametrize(

@@ -153,13 +153,7 @@ class TestBackfill:
         assert names(result) == ["small"]
         assert result.reserved is None
 
-    @pytest.mark.parametrize(
-        "changes",
-        [
-            pytest.param({}, id="same entry"),
-            pytest.param({"duration_s": 5.0}, id="another length"),
-        ],
-    )
+    @pytest.mark.parametrize("changes", [{}, {"duration_s": 5.0}], ids=["same entry", "another length"])
     def test_a_reservation_in_time_survives_a_new_entry_of_its_job(self, changes):
         queued, _ = queue(gpu_node("a", 2, [busy("p", 0)]))
         wide = job("wide", 1, gpus=2)
