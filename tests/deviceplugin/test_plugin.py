@@ -397,12 +397,7 @@ EARLIER = reservation("a", pod_uid="uid-earlier")
         ([reservation("a")], [], LaterError, "found them being prepared"),
         ([reservation("a")], [WAITING], LaterError, "prepared .waits for b"),
         ([reservation("a")], [FAILED], RefusedError, "to be ready, found: no MIG"),
-        (
-            [reservation("a", "GPU-1", "GPU-2")],
-            [partition()],
-            RefusedError,
-            "as reserved, found 1",
-        ),
+        ([reservation("a", "GPU-1", "GPU-2")], [partition()], RefusedError, "as reserved, found 1"),
     ],
     ids=["none", "another-pods", "earlier-pod-of-the-name", "new", "preparing", "failed", "two-containers"],
 )

@@ -47,19 +47,15 @@ def features(*steps: TracedStep, **changes: object) -> ModelFeatures:
 def any_features(draw: st.DrawFn) -> ModelFeatures:
     parameter_bytes = draw(st.integers(1, 2**36))
     batches = sorted(draw(st.sets(st.integers(1, 4096), min_size=1, max_size=4)))
-    steps = []
-    for batch in batches:
-        activation = draw(st.integers(0, 2**40))
-        steps.append(
-            TracedStep(
-                batch_size=batch,
-                peak_bytes=parameter_bytes + activation,
-                activation_bytes=activation,
-                flops=draw(st.floats(0, 1e18)),
-                bytes_moved=draw(st.floats(0, 1e15)),
-                kernels=draw(st.integers(1, 10**6)),
-            )
+    activations = [draw(st.integers(0, 2**40)) for _ in batches]
+    work = [(draw(st.floats(0, 1e18)), draw(st.floats(0, 1e15)), draw(st.integers(1, 10**6))) for _ in batches]
+    steps = [
+        TracedStep(
+            batch_size=batch, peak_bytes=parameter_bytes + activation, activation_bytes=activation, flops=flops,
+            bytes_moved=moved, kernels=kernels,
         )
+        for batch, activation, (flops, moved, kernels) in zip(batches, activations, work, strict=True)
+    ]  # fmt: skip
     count = parameter_bytes // 4
     return ModelFeatures(
         parameters=count, trainable_parameters=count, parameter_bytes=parameter_bytes, steps=steps,

@@ -43,15 +43,8 @@ def write(data: Path, kind: str, rows: list[list[object]]) -> Path:
 
 def mlp(width: int, batch: int, arch: str, util: float, status: str = "SUCCESSFUL") -> list[object]:
     layers = [("linear", width, width * (width + 1)), ("ReLU", width, 0), ("linear", 10, 10 * (width + 1))]
-    return [
-        f"input:{width}_output:10_arch:{arch}_batch:{batch}.out",
-        layers,
-        batch,
-        util,
-        util / 120,
-        util / 300,
-        status,
-    ]
+    name = f"input:{width}_output:10_arch:{arch}_batch:{batch}.out"
+    return [name, layers, batch, util, util / 120, util / 300, status]
 
 
 def synthetic(data: Path) -> list[ActivityRow]:

@@ -4,15 +4,7 @@ import msgspec
 import pytest
 from carpool_core.resources.prediction import Interval
 from carpool_extender.cache.pod_request import PodRequest
-from carpool_extender.queue.order import (
-    WINDOW_S,
-    QueueEnd,
-    QueueKey,
-    QueueOrder,
-    duration_in,
-    queue_order,
-    sort_key,
-)
+from carpool_extender.queue.order import WINDOW_S, QueueEnd, QueueKey, QueueOrder, duration_in, queue_order, sort_key
 from carpool_extender.testing import A100, T4, cluster, demand, device, gpu_node, prediction
 
 EARLY_SHORT = QueueKey(0, 0.0, 3, 0)
