@@ -91,12 +91,6 @@ DEFINITIONS = (
                 '.status.conditions[?(@.type=="Ready")].status',
                 "Whether the node takes new pods, as the agent last reported; stays True if the agent dies.",
             ),
-            Column(
-                "Heartbeat",
-                ".status.heartbeatTime",
-                "Time since the agent last wrote. After a minute the node gets no new pods.",
-                "date",
-            ),
             _AGE,
             Column("Agent", ".status.agentVersion", "Version of the node agent.", wide=True),
         ),

@@ -4,7 +4,7 @@ import asyncio
 import errno
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import structlog
@@ -31,8 +31,8 @@ from carpool_deviceplugin.timeouts import HARDWARE_INTERVALS, Intervals
 
 _NAME, _LONGEST_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"), 253
 """Valid names of a Node."""
-_STALE_S = 300.0
-"""The agent is not ready after this time without an answer from the API server, in seconds."""
+_STALE_S = 180.0
+"""After this time without an answer from the API server the agent offers no GPUs, in seconds. Watches end after 150 s."""
 
 
 def metrics_sources(settings: AgentSettings) -> list[CounterSource]:
@@ -123,13 +123,16 @@ class KubeletPart:
         pods: Reflector[Pod],
         pod_resources: PodResources,
         intervals: Intervals,
+        may_serve: Callable[[], bool],
     ) -> None:
         self._pod_resources = pod_resources
         self.containers: Mapping[str, str] = {}
         """Name of the container that holds GPUs, by `namespace/name` of its pod; the kubelet's last answer."""
         self._cdi_dir = settings.cdi_dir
         self._pods, self._every_s, self._sleep = pods, intervals.holders_s, intervals.sleep
-        self.registration = Registration(settings.device_plugin_dir, plugin, intervals.kubelet_s, intervals.sleep)
+        self.registration = Registration(
+            settings.device_plugin_dir, plugin, intervals.kubelet_s, intervals.sleep, may_serve
+        )
         self._log = structlog.get_logger().bind(node=settings.node_name)
 
     async def run(self) -> None:
@@ -172,13 +175,19 @@ class Agent:
             if self.kubelet is not None:
                 tasks.create_task(self.kubelet.run())
 
-    def unready(self) -> str | None:
-        """Return why the agent is not ready; None if it is ready."""
+    def disconnected(self) -> str | None:
+        """Return why the agent does not know its reservations; None if it does."""
         store = self.reconciler.reflector.store
         if not store.synced:
             return "has not received its GpuNode from the API server yet"
         if store.age(self.clock.monotonic()) > _STALE_S:
             return f"has received no answer from the API server for {_STALE_S:g} s"
+        return None
+
+    def unready(self) -> str | None:
+        """Return why the agent is not ready; None if it is ready."""
+        if (reason := self.disconnected()) is not None:
+            return reason
         if self.kubelet is not None and not self.kubelet.registration.is_registered:
             return f"is not registered with the kubelet in {self.settings.device_plugin_dir}"
         return None
@@ -226,5 +235,5 @@ def build(
     )
     reconciler = Reconciler(node, api, clock, devices, intervals, plugin.set_healthy, plugin.look_again)
     agent = Agent(settings, devices, reconciler, clock)
-    agent.kubelet = KubeletPart(settings, plugin, pods, pod_resources, intervals)
+    agent.kubelet = KubeletPart(settings, plugin, pods, pod_resources, intervals, lambda: agent.disconnected() is None)
     return agent

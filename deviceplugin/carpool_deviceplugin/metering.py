@@ -57,6 +57,8 @@ class PodUsage(msgspec.Struct, frozen=True):
     """Averages over `STATUS_SMOOTHING_S`, mostly since the last change of co-tenants."""
     mean_samples: int = 0
     """Readings with work in `means`."""
+    measured_s: float = 0.0
+    """Time for which its processes were measured."""
     is_running: bool = False
     """Whether it has a process on the GPU."""
     step_time_s: float | None = None
@@ -170,6 +172,7 @@ def _advance(use: PodUsage, processes: Sequence[ProcessUsage]) -> PodUsage:
         samples=samples,
         means=use.means.towards(rates, _weight(mean_samples, elapsed_s, STATUS_SMOOTHING_S)) if use.means else rates,
         mean_samples=mean_samples,
+        measured_s=use.measured_s + elapsed_s,
         step_time_s=step_time,
     )
 
@@ -194,6 +197,7 @@ def _tenant(pod: PodUid, uuid: GpuUuid, use: PodUsage, idle_w: float) -> Tenant:
         gpu_util_percent=None if means is None or means.busy is None else round(100 * means.busy, 1),
         sm_active_ratio=None if means is None or means.sm is None else round(means.sm, 4),
         working=None if rates is None or rates.busy is None else use.is_running and rates.busy >= MIN_BUSY,
+        settled=use.measured_s >= STATUS_SMOOTHING_S,
         power_w=None if rates is None or rates.power_w is None else round(rates.power_w + idle_w, 1),
         step_time_seconds=None if use.step_time_s is None else round(use.step_time_s, 6),
     )
@@ -206,7 +210,7 @@ def damp_changes(written: Iterable[Tenant], measured: Iterable[Tenant]) -> list[
 
 
 def _kept(old: Tenant | None, new: Tenant) -> Tenant:
-    if old is None or old.working != new.working:
+    if old is None or (old.working, old.settled) != (new.working, new.settled):
         return new
     least = {"memory_mib": 16, "peak_memory_mib": 16, "gpu_util_percent": 1, "sm_active_ratio": 0.01, "power_w": 2}
     for name in (*least, "step_time_seconds"):

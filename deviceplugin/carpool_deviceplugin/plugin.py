@@ -408,17 +408,26 @@ class Plugin:
 class Registration:
     """Serves the plugin and registers it again after each restart of the kubelet.
 
-    A restarted kubelet deletes all sockets in its directory and creates its own again.
+    A restarted kubelet deletes all sockets in its directory and creates its own again. While the plugin does not serve,
+    the kubelet offers none of its GPUs, and no new pod comes.
 
     Args:
         directory: The kubelet's device plugin directory.
         plugin: The plugin to serve.
         every_s: Interval of the checks, in seconds.
         sleep: Waits for the given number of seconds.
+        may_serve: Whether the agent is able to prepare pods.
     """
 
-    def __init__(self, directory: Path, plugin: Plugin, every_s: float = 1.0, sleep: Sleep = asyncio.sleep) -> None:
-        self._plugin, self._every_s, self._sleep = plugin, every_s, sleep
+    def __init__(
+        self,
+        directory: Path,
+        plugin: Plugin,
+        every_s: float = 1.0,
+        sleep: Sleep = asyncio.sleep,
+        may_serve: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._plugin, self._every_s, self._sleep, self._may_serve = plugin, every_s, sleep, may_serve
         self._socket, self._kubelet = directory / ENDPOINT, directory / KUBELET_SOCKET
         self._server: Any = None
         self._registered_with: tuple[int, int] | None = None
@@ -442,6 +451,10 @@ class Registration:
 
     async def once(self) -> None:
         """Check both sockets; serve and register if needed."""
+        if not self._may_serve():
+            self._registered_with = None
+            await self.close()
+            return
         own, kubelet = _identity(self._socket), _identity(self._kubelet)
         if kubelet is None or kubelet != self._registered_with:
             self._registered_with = None

@@ -274,7 +274,7 @@ class Reporter:
         """The GPUs as last read; one that never answered is missing."""
         self._written: GpuNodeStatus | None = None
         """Status as last written or watched; None if there is no GpuNode."""
-        self._written_at = self._read_at = self._compared_at = float("-inf")
+        self._written_at = self._compared_at = float("-inf")
         self._partitions: Sequence[Partition] = ()
         self._tenants: Sequence[Tenant] = ()
         self._struck: Sequence[Struck] = ()
@@ -338,21 +338,22 @@ class Reporter:
         """Write the status if it is due; return the seconds until the next check."""
         if self._written is None:
             await self._on_missing()
-            return self._intervals.heartbeat_s  # the watch wakes the reporter
+            return self._intervals.resync_s  # the watch wakes the reporter
         status = await self._desired(self._written)
         if self._written is None:  # deleted while the GPUs were read
             return 0.0
-        since_s = self._clock.monotonic() - self._written_at
-        has_new_measures = status.tenants != self._written.tenants
-        is_changed = replace(status, tenants=[]) != replace(self._written, tenants=[])
-        due_s = self._intervals.measures_s if has_new_measures else self._intervals.heartbeat_s
-        if is_changed or since_s >= due_s:
-            return await self._write(status)
-        return max(0.01, due_s - since_s)
+        if status == self._written:
+            return self._intervals.resync_s
+        due_s = self._written_at + self._intervals.measures_s - self._clock.monotonic()
+        has_new_measures_only = replace(status, tenants=[]) == replace(self._written, tenants=[])
+        if has_new_measures_only and due_s > 0:
+            return max(0.01, due_s)
+        await self._write(status)
+        return self._intervals.resync_s
 
     async def _desired(self, written: GpuNodeStatus) -> GpuNodeStatus:
-        """Return the desired status, with the heartbeat of the last write."""
-        if self._is_stale or self._clock.monotonic() - self._read_at >= self._intervals.heartbeat_s:
+        """Return the desired status."""
+        if self._is_stale:
             await self._read_devices(written)
         devices = self.devices
         self._has_measures, self._compared_at = False, self._clock.monotonic()
@@ -371,7 +372,7 @@ class Reporter:
         )
 
     async def _read_devices(self, written: GpuNodeStatus) -> None:
-        self._is_stale, self._read_at = False, self._clock.monotonic()
+        self._is_stale = False
         known = {d.uuid: d for d in (*written.devices, *self.devices)}
         devices: list[Device] = []
         for uuid, found in (await self._poll.ask(self._gpus.uuids)).items():
@@ -382,8 +383,7 @@ class Reporter:
         self.devices = [replace(d, health_message=d.health_message[:_MAX_MESSAGE]) for d in devices]
         self._on_devices(self.devices)
 
-    async def _write(self, status: GpuNodeStatus) -> float:
-        status = replace(status, heartbeat_time=rfc3339(self._clock.now()))
+    async def _write(self, status: GpuNodeStatus) -> None:
         # A merge patch replaces only what it contains, and msgspec omits defaults.
         body: dict[str, object] = {"simulated": False}
         body |= {name: [] for name in ("devices", "partitions", "tenants", "struck", "conditions")}
@@ -397,4 +397,3 @@ class Reporter:
             self._written = status
         self._written_at = self._clock.monotonic()
         self.writes += 1
-        return self._intervals.heartbeat_s

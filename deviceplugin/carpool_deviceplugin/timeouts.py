@@ -40,8 +40,6 @@ class Intervals:
     """GPUs without pods are read at every Nth sample only."""
     measures_s: float = 3.0
     """Minimum time between two status writes that contain new measurements only."""
-    heartbeat_s: float = 25.0
-    """The status is written at least this often. The scheduler excludes a node after a minute without a write."""
     labels_s: float = 30.0
     """Interval of reading the Node's labels. They are also read before each MIG change."""
     kubelet_s: float = 1.0

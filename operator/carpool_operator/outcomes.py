@@ -46,10 +46,8 @@ _MAX_UNCHARGED = 3
 """Attempts of a job that do not count because of MPS failures; the same number for grown co-tenants."""
 
 MPS_REPORT_TIMEOUT_S = 20.0
-"""Seconds after a worker's end within which its node's agent may report others that ended with it."""
-_REPORT_COMPLETE_S = 12.0
-"""Seconds after a worker's end from which any status that the agent writes is complete: agents look every 10 s,
-Kubernetes truncates the end to seconds, and a look takes a moment."""
+"""Seconds after a worker's end within which its node's agent may report others that ended with it. Agents look every
+10 s, and write at most every 10 s."""
 AGENT_POLL_S = 2.0
 """Seconds between reconciliations of a job that waits for the agent's report."""
 
@@ -220,14 +218,11 @@ def _mps_failure(pod: Pod, why: str, earlier: int) -> Outcome:
 
 
 def _is_report_pending(pod: Pod, node: GpuNode | None, now: datetime) -> bool:
-    """Return whether the agent of a worker's node has not looked since the worker's end, and still may."""
+    """Return whether the agent of a worker's node may still report the cause of the worker's end."""
     ended_at = _ended_at(pod)
     if node is None or not ended_at:
         return False
-    ended, written_at = parse_rfc3339(ended_at), node.status.heartbeat_time
-    if written_at is not None and (parse_rfc3339(written_at) - ended).total_seconds() >= _REPORT_COMPLETE_S:
-        return False
-    return abs((now - ended).total_seconds()) < MPS_REPORT_TIMEOUT_S
+    return abs((now - parse_rfc3339(ended_at)).total_seconds()) < MPS_REPORT_TIMEOUT_S
 
 
 def first_to_end(failed: Sequence[Pod]) -> Pod:

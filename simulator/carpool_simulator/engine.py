@@ -12,7 +12,6 @@ from carpool_core.products import find_product
 from carpool_core.resources.job import RunPolicy
 from carpool_core.resources.node import Device, Reservation
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
-from carpool_extender.cache.gpu_table import SETTLED_S
 from carpool_extender.cache.peaks import margins
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.framework.selection import FilterRunner, filter_rows
@@ -166,6 +165,8 @@ class Outcome:
 
 LOADED_S = 60.0
 """Time until a job has taken its memory, in seconds: it loads, and allocates in its first step."""
+SETTLED_S = 90.0
+"""Time after which a job's measured activity counts, in seconds: the averaging time of the node agent."""
 
 
 class Monitors:
@@ -187,7 +188,8 @@ class Monitors:
                     running_of[uid] = running
                     tenant = self._information.measured(running.job.truth, uid, gpu.device.uuid, running.slowdown)
                     if tenant is not None and now_s >= running.started_s + LOADED_S:
-                        tenants.append(tenant)
+                        settled = now_s >= running.started_s + SETTLED_S
+                        tenants.append(msgspec.structs.replace(tenant, settled=settled))
             self._model.report(node, tenants, self._measured_reservations(node, running_of), now_s)
 
     def _measured_reservations(self, node: str, running_of: Mapping[PodUid, Running]) -> dict[PodUid, Reservation]:

@@ -121,6 +121,14 @@ def test_others_are_admitted_by_a_mean_over_a_minute_and_a_half() -> None:
     assert rates.busy == pytest.approx(0.8 * math.exp(-15 / 5), rel=0.02), "metrics follow at once"
 
 
+@pytest.mark.parametrize(("seconds", "is_settled"), [(89, False), (90, True)])
+def test_activity_settles_after_the_averaging_time_and_that_is_written(seconds, is_settled) -> None:
+    (tenant,) = after((seconds, [process(busy_s=0.8)])).tenants()
+    assert tenant.settled is is_settled
+    written = replace(tenant, settled=not is_settled)
+    assert damp_changes([written], [tenant]) == [tenant]
+
+
 def test_activity_beside_former_neighbours_counts_little() -> None:
     beside = [process(busy_s=0.4), process(B, "p2", busy_s=0.4)]
     a, _ = after((150, beside), (50, [process(busy_s=0.8)])).tenants()

@@ -267,7 +267,7 @@ def test_concurrent_or_failed_read_loses_no_fault(shared: Shared, is_concurrent:
 
 async def test_failures_survive_a_restart_of_the_agent(tmp_path: Path) -> None:
     """Regression: the first status of a new agent removed them before the operator had read them."""
-    world = World(tmp_path, Intervals(resync_s=1e9, sample_s=100, measures_s=100, heartbeat_s=100))
+    world = World(tmp_path, Intervals(resync_s=1e9, sample_s=100, measures_s=100))
     struck = [{"podUid": uid("a"), "message": "hit"}, {"podUid": uid("b"), "message": "hit"}]
     world.kube.seed(GPU_NODES, {"metadata": {"name": "n"}, "spec": {"reservations": []}, "status": {"struck": struck}})
     async with running(world.agent):

@@ -228,6 +228,19 @@ async def test_kubelet_that_comes_later(settings, kube) -> None:
         await kubelet.stop()
 
 
+async def test_agent_without_contact_to_the_api_server_offers_no_gpus(settings, kube, kubelet) -> None:
+    """The kubelet then offers none of its GPUs, so that no pod comes for which the agent knows no reservation."""
+    socket = settings.device_plugin_dir / "carpool.sock"
+    async with running(flowing(settings, kube)) as agent:
+        await kubelet.registered.get()
+        agent.reconciler.reflector.store.contact_at = -1e9
+        await until(lambda: not socket.exists())
+        assert "has received no answer from the API server" in agent.unready()
+        agent.reconciler.reflector.store.contact_at = agent.clock.monotonic()
+        await kubelet.registered.get()
+        assert socket.exists()
+
+
 async def test_agent_killed_between_allocate_and_start(settings, kube, kubelet, reserve) -> None:
     async with running(flowing(settings, kube)) as agent:
         await until(lambda: status_of(kube).devices)

@@ -207,6 +207,9 @@ class Tenant(Resource, frozen=True, kw_only=True):
         Annotated[float, field("Share of SMs with its work, 0..1, mean of 90 s; absent if unknown.")] | None
     ) = None
     working: Annotated[bool, field("Whether its kernels ran in the last seconds; absent if unknown.")] | None = None
+    settled: Annotated[
+        bool, field("Whether it was measured for 90 s. Before that its activity does not count for co-tenants.")
+    ] = False
     power_w: Annotated[float, field("Its share of the GPU's power, in W; absent if unknown.")] | None = None
     step_time_seconds: Annotated[float, field("Mean step time, if the process reports it, in seconds.")] | None = None
 
@@ -232,16 +235,6 @@ class GpuNodeStatus(Resource, frozen=True, kw_only=True):
 
     agent_version: Annotated[str, field("Version of the agent.")] = ""
     simulated: Annotated[bool, field("True if the GPUs are simulated.")] = False
-    heartbeat_time: (
-        Annotated[
-            str,
-            field(
-                "Time when the agent last wrote, RFC 3339. After a minute the agent counts as dead, and its node gets "
-                "no new pods whatever the condition Ready reports."
-            ),
-        ]
-        | None
-    ) = None
     devices: Annotated[list[Device], field("GPUs of the node.", schema=ATOMIC, max_length=MAX_GPUS)] = []
     partitions: Annotated[list[Partition], field("Progress of the agent with each reservation.", schema=ATOMIC)] = []
     tenants: Annotated[list[Tenant], field("Measured use of each GPU by each pod, smoothed.", schema=ATOMIC)] = []

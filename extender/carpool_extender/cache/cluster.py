@@ -11,7 +11,7 @@ A reservation is assumed from the decision until it is written, so that other po
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from heapq import nsmallest
@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 from carpool_core.clock import Clock
 from carpool_core.products import DeviceClass, device_class
-from carpool_core.resources.node import Device, GpuNode, Reservation, Tenant
+from carpool_core.resources.node import Device, GpuNode, Reservation
 from carpool_core.values import DeviceHealth, GpuUuid, JobUid, PodUid, SharingMode
 from numpy.typing import NDArray
 
@@ -311,9 +311,9 @@ class ClusterCache:
             self._availability.record_heartbeat(name, node.status.heartbeat_time)
         if old is None or old.spec is not node.spec:
             self._index(name, old, node)
-        before = _measurements(self._reports.get(name, ()))
+        before = [one.measured for one in self._reports.get(name, ())]
         self._write(name, node)
-        if old is None or before != _measurements(self._reports[name]) or may_free_capacity(old, node):
+        if old is None or before != [one.measured for one in self._reports[name]] or may_free_capacity(old, node):
             self.freed_at = self.generation
 
     def remove(self, name: str) -> None:
@@ -542,11 +542,6 @@ class ClusterCache:
     def _rows_of(self, name: str, uuid: GpuUuid | None = None) -> list[int]:
         block = self._blocks.get(name, slice(0, 0))
         return [r for r in range(block.start, block.stop) if uuid is None or self._table.uuid[r] == uuid]
-
-
-def _measurements(reports: Iterable[GpuReport]) -> list[tuple[list[Tenant], tuple[Tenant, ...]]]:
-    """Return for each GPU the measurements that count, which may change by a tenant's age alone, and all of them."""
-    return [([tenant for tenant in one.counted if tenant is not None], one.measured) for one in reports]
 
 
 def may_free_capacity(old: GpuNode | None, new: GpuNode) -> bool:

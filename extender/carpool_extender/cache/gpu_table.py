@@ -182,9 +182,6 @@ def mig_slices(profile: MigProfile, names: Iterable[str]) -> tuple[int, int]:
 
 # --- Memory and activity of tenants ----------------------------------------------------------------------------------
 
-SETTLED_S = 90.0
-"""Age from which a tenant's measured activity counts, in seconds; a younger tenant still loads its data."""
-
 
 @dataclass(frozen=True, slots=True)
 class TenantUsage:
@@ -201,21 +198,16 @@ class TenantUsage:
 
 
 def counted_tenants(node: GpuNode) -> Mapping[tuple[PodUid, GpuUuid], Tenant]:
-    """Return the measurements of a node that count, by pod and GPU: memory at once, activity after `SETTLED_S`."""
+    """Return the measurements of a node that count, by pod and GPU: memory at once, activity once settled."""
     if not node.status.tenants:
         return {}
-    now = epoch_seconds(node.status.heartbeat_time or "")
-    since = {r.pod_uid: epoch_seconds(r.reserved_at) for r in node.spec.reservations}
-
-    def is_settled(pod: PodUid) -> bool:
-        return bool(now and since[pod]) and now - since[pod] >= SETTLED_S
-
+    reserved = {reservation.pod_uid for reservation in node.spec.reservations}
     return {
         (tenant.pod_uid, tenant.gpu_uuid): tenant
-        if is_settled(tenant.pod_uid)
+        if tenant.settled
         else structs.replace(tenant, gpu_util_percent=None, sm_active_ratio=None)
         for tenant in node.status.tenants
-        if tenant.pod_uid in since
+        if tenant.pod_uid in reserved
     }
 
 

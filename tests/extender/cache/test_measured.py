@@ -11,14 +11,12 @@ GPU = "GPU-a-0"
 
 
 def seen(name, **measures):
-    return Tenant(pod_uid=PodUid(f"pod-{name}"), gpu_uuid=GpuUuid(GPU), **measures)
+    return Tenant(**({"pod_uid": PodUid(f"pod-{name}"), "gpu_uuid": GpuUuid(GPU), "settled": True} | measures))
 
 
-def node(*reservations, tenants=(), heartbeat="2026-01-01T00:10:00Z"):
-    since = [msgspec.structs.replace(r, reserved_at="2026-01-01T00:00:00Z") for r in reservations]
-    made = gpu_node("a", 1, since)
-    status = msgspec.structs.replace(made.status, tenants=list(tenants), heartbeat_time=heartbeat)
-    return msgspec.structs.replace(made, status=status)
+def node(*reservations, tenants=()):
+    made = gpu_node("a", 1, reservations)
+    return msgspec.structs.replace(made, status=msgspec.structs.replace(made.status, tenants=list(tenants)))
 
 
 def columns(*nodes):
@@ -27,42 +25,32 @@ def columns(*nodes):
 
 
 PREDICTED = {"prediction": prediction(memory_mib=4000, util=90, sm=0.8)}
-YOUNG, AGELESS = {"heartbeat": "2026-01-01T00:01:00Z"}, {"heartbeat": None}
 
 
 @pytest.mark.parametrize(
-    ("measure", "changes", "expected"),
+    ("measure", "expected"),
     [
-        pytest.param({"gpu_util_percent": 30.0, "sm_active_ratio": 0.2}, {}, (0.3, 0.2, 4000), id="activity"),
-        pytest.param({"gpu_util_percent": -1e308, "sm_active_ratio": -3.0}, {}, (0, 0, 4000), id="negative activity"),
-        pytest.param({"gpu_util_percent": 1e308, "sm_active_ratio": 3.0}, {}, (1, 1, 4000), id="activity above one"),
-        pytest.param({"memory_mib": 100, "peak_memory_mib": 200}, {}, (0.9, 0.8, 4000), id="less memory than promised"),
-        pytest.param({"peak_memory_mib": 6000}, {}, (0.9, 0.8, 6000), id="more memory than promised"),
-        pytest.param({"sm_active_ratio": 0.1}, YOUNG, (0.9, 0.8, 4000), id="activity of a young tenant"),
-        pytest.param({"peak_memory_mib": 39_000}, YOUNG, (0.9, 0.8, 39_000), id="memory of a young tenant"),
-        pytest.param({"peak_memory_mib": 39_000}, AGELESS, (0.9, 0.8, 39_000), id="memory of a tenant of unknown age"),
-        pytest.param({"sm_active_ratio": 0.1, "name": "other"}, {}, (0.9, 0.8, 4000), id="of no reservation"),
+        pytest.param({"gpu_util_percent": 30.0, "sm_active_ratio": 0.2}, (0.3, 0.2, 4000), id="activity"),
+        pytest.param({"gpu_util_percent": -1e308, "sm_active_ratio": -3.0}, (0, 0, 4000), id="negative activity"),
+        pytest.param({"gpu_util_percent": 1e308, "sm_active_ratio": 3.0}, (1, 1, 4000), id="activity above one"),
+        pytest.param({"memory_mib": 100, "peak_memory_mib": 200}, (0.9, 0.8, 4000), id="less memory than promised"),
+        pytest.param({"peak_memory_mib": 6000}, (0.9, 0.8, 6000), id="more memory than promised"),
+        pytest.param({"sm_active_ratio": 0.1, "settled": False}, (0.9, 0.8, 4000), id="activity of a young tenant"),
+        pytest.param({"peak_memory_mib": 39_000, "settled": False}, (0.9, 0.8, 39_000), id="memory of a young tenant"),
+        pytest.param({"sm_active_ratio": 0.1, "name": "other"}, (0.9, 0.8, 4000), id="of no reservation"),
     ],
 )
-def test_a_measure_beats_the_prediction(measure, changes, expected):
-    reported = node(tenant("x", [GPU], **PREDICTED), tenants=[seen(**{"name": "x", **measure})], **changes)
+def test_a_measure_beats_the_prediction(measure, expected):
+    reported = node(tenant("x", [GPU], **PREDICTED), tenants=[seen(**{"name": "x", **measure})])
     assert columns(reported) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("heartbeat", "is_freed"),
-    [
-        pytest.param("2026-01-01T00:01:10Z", False, id="still young"),
-        pytest.param("2026-01-01T00:02:00Z", True, id="its measurement counts now"),
-    ],
-)
-def test_capacity_is_freed_when_a_tenant_gets_old_enough_for_its_measurement(heartbeat, is_freed):
-    """Regression: the report of the agent is the same, so that a refused job was not considered again."""
-    mine, measured = tenant("x", [GPU], **PREDICTED), [seen("x", sm_active_ratio=0.1)]
-    gpus = cluster(node(mine, tenants=measured, heartbeat="2026-01-01T00:01:00Z"))
+def test_capacity_is_freed_when_a_measurement_settles():
+    mine, young = tenant("x", [GPU], **PREDICTED), seen("x", sm_active_ratio=0.1, settled=False)
+    gpus = cluster(node(mine, tenants=[young]))
     before = gpus.freed_at
-    gpus.apply(node(mine, tenants=measured, heartbeat=heartbeat))
-    assert (gpus.freed_at > before) is is_freed
+    gpus.apply(node(mine, tenants=[seen("x", sm_active_ratio=0.1)]))
+    assert gpus.freed_at > before
 
 
 def test_a_measure_beside_neighbours_is_stretched_to_what_it_would_be_alone():

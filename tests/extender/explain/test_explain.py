@@ -12,7 +12,6 @@ from carpool_core.kube.errors import Forbidden, NotFound
 from carpool_core.resources.node import Tenant
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import PodUid, SharingMode
-from carpool_extender.cache.gpu_table import SETTLED_S
 from carpool_extender.explain.explain import NoSuchJobError
 from carpool_extender.explain.queue_forecast import Options
 from carpool_extender.framework.filters import AdmissionLimits
@@ -231,11 +230,10 @@ class TestPlacedJob:
         kube = a_job(spec={})
         busy = tenant("y", ["GPU-a-0"], prediction=prediction(util=90, sm=0.76))
         usage = {"memory_mib": 100, "gpu_util_percent": 90.0, "sm_active_ratio": 0.68}
-        seen = Tenant(pod_uid=busy.pod_uid, gpu_uuid="GPU-a-0", **usage)
-        for after_s, counts in ((SETTLED_S - 1, False), (SETTLED_S + 1, True)):
-            reserved_at = rfc3339(CLOCK.now() - timedelta(seconds=after_s))
-            node = gpu_node("a", 2, [msgspec.structs.replace(busy, reserved_at=reserved_at)])
-            status = msgspec.structs.replace(node.status, tenants=[seen], heartbeat_time=rfc3339(CLOCK.now()))
+        for counts in (False, True):
+            seen = Tenant(pod_uid=busy.pod_uid, gpu_uuid="GPU-a-0", settled=counts, **usage)
+            node = gpu_node("a", 2, [busy])
+            status = msgspec.structs.replace(node.status, tenants=[seen])
             seed_node(kube, msgspec.structs.replace(node, status=status))
             lines = [line for line in await explained(kube) if line.startswith("  GPU")]
             assert lines[0].endswith("; counts as measured: default/y (measured SM 68%, predicted 76%)") is counts
