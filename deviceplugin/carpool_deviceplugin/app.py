@@ -32,7 +32,7 @@ from carpool_deviceplugin.timeouts import HARDWARE_INTERVALS, Intervals
 _NAME, _LONGEST_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"), 253
 """Valid names of a Node."""
 _STALE_S = 180.0
-"""After this time without an answer from the API server the agent offers no GPUs, in seconds. Watches end after 150 s."""
+"""After this time without an answer from the API server the agent offers no GPUs. A watch ends after 150 s."""
 
 
 def metrics_sources(settings: AgentSettings) -> list[CounterSource]:

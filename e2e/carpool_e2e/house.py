@@ -113,7 +113,7 @@ async def hops() -> dict[str, Trace]:
     """Measure a warm filter that fits, one that is refused, and a warm bind beside a tenant."""
     clock = FakeClock()
     kube = FakeKube(clock)
-    agent = FakeAgent(kube, clock)
+    agent = FakeAgent(kube)
     for node in NODES:
         seed_node(kube, gpu_node(node, 1))
     for job in ("fits", "again", "refused"):

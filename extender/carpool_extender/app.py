@@ -12,7 +12,7 @@ from carpool_core.kube.events import EventRecorder
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
-from carpool_extender.cache.cluster import ClusterCache, GpuAvailability
+from carpool_extender.cache.cluster import ClusterCache, GpuBackoff
 from carpool_extender.cache.peaks import PeakTracker
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.framework.selection import EvaluationCache
@@ -84,14 +84,14 @@ def build(
     rules = SchedulerConfig(find_policy(settings.policy), settings.slots_per_gpu, settings.conditions.conditions())
     registry = CollectorRegistry()
     telemetry = ExtenderMetrics(registry, clock)
-    availability = GpuAvailability(clock)
-    informers = Informers(api, clock, ClusterCache(settings.slots_per_gpu, availability))
+    backoff = GpuBackoff(clock)
+    informers = Informers(api, clock, ClusterCache(settings.slots_per_gpu, backoff))
     groups = parse_tenancy_groups(settings.tenancy_groups)
     options = JobOptions(settings.job_policies, settings.count_peaks, groups)
     workloads = Workloads(api, informers, options)
     writer = ReservationWriter(api, informers, sleep, gather_s)
     events = EventRecorder(api, clock, COMPONENT)
-    tools = BindDeps(api, clock, sleep, events, telemetry, availability)
+    tools = BindDeps(api, clock, sleep, events, telemetry, backoff)
     evaluation_cache = EvaluationCache(informers.cluster, rules)
     restorer = Restorer(api, informers, writer, events, settings.slots_per_gpu)
     leadership = Leadership(api, clock, settings.scheduler_lease, settings.scheduler_host or gethostname())
@@ -130,7 +130,7 @@ def build(
     gc.leave_alone(binder.open)
     leadership.on_change(gc.sweep_soon)
     admission.exempt(binder.open)
-    settler = PeakUpdater(informers, writer, PeakTracker(clock)) if settings.count_peaks else None
+    settler = PeakUpdater(informers.cluster, writer, PeakTracker(clock), sleep) if settings.count_peaks else None
     service = Scheduler(
         informers,
         workloads,

@@ -1,4 +1,4 @@
-"""The extender's view of the cluster: three watches, the indices that decisions read, and subscribers to changes."""
+"""The extender's view of the cluster: four watches, the indices that decisions read, and subscribers to changes."""
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable
@@ -7,8 +7,8 @@ from typing import TypeVar
 import msgspec
 import structlog
 from carpool_core.clock import Clock
-from carpool_core.keys import OUTCOME_GPU_OUT_OF_MEMORY, SCHEDULER_NAME
-from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS, KubeApi, Selector
+from carpool_core.keys import OUTCOME_GPU_OUT_OF_MEMORY, RESOURCE_GPU, SCHEDULER_NAME
+from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, NODES, PODS, KubeApi, Selector
 from carpool_core.kube.pods import Pod, job_owner_reference
 from carpool_core.kube.reflector import Reflector
 from carpool_core.resources.job import GpuSelector, MemoryOverride, Sharing
@@ -135,6 +135,54 @@ class WatchedJob(JobRow, frozen=True, kw_only=True):
     status: WatchedStatus = WatchedStatus()
 
 
+class NameRow(_Wire, frozen=True, kw_only=True):
+    """Name of a cluster-scoped object."""
+
+    name: str
+    namespace: str = ""
+
+
+class OfferRow(_Wire, frozen=True, kw_only=True):
+    """The slots that the device plugin of a node offers."""
+
+    slots: str = msgspec.field(name=RESOURCE_GPU, default="0")
+
+
+class ConditionRow(_Wire, frozen=True, kw_only=True):
+    """A condition of a Node."""
+
+    type: str
+    status: str
+
+
+class NodeStatusRow(_Wire, frozen=True, kw_only=True):
+    """The part of a Node's status that shows whether its agent can prepare GPUs."""
+
+    allocatable: OfferRow = OfferRow()
+    conditions: list[ConditionRow] = []
+
+
+class NodeRow(_Wire, frozen=True, kw_only=True):
+    """A Node."""
+
+    metadata: NameRow
+    status: NodeStatusRow = NodeStatusRow()
+
+
+def agent_down_reason(node: NodeStatusRow | None) -> str | None:
+    """Return why no agent can prepare the GPUs of a node; None if its agent serves the kubelet.
+
+    A dead agent, and one without contact to the API server, offers no slots. A full node offers those in use.
+    """
+    if node is None:
+        return "its Node does not exist"
+    if ConditionRow(type="Ready", status="True") not in node.conditions:
+        return "its Node is not ready"
+    if node.allocatable.slots == "0":
+        return f"its Node offers no {RESOURCE_GPU}: is the node agent running there?"
+    return None
+
+
 def workers_with_reservation(cluster: ClusterCache, job_uid: JobUid, pods: Iterable[Pod]) -> set[PodUid]:
     """Return the UIDs of a job's pods that have reservations, without deleted ones: a dead node keeps those.
 
@@ -179,6 +227,7 @@ class Informers:
             on_unreadable=cluster.set_unreadable,
             share=self._shared,
         )
+        self._kube_nodes = Reflector(api, NODES, NodeRow, clock=clock, on_change=self._kube_node_changed)
         self._jobs = Reflector(api, GPU_TRAINING_JOBS, WatchedJob, clock=clock, on_change=self._job_changed)
         ours = Selector(fields=f"spec.schedulerName={SCHEDULER_NAME}")
         self._pods = Reflector(api, PODS, Pod, selector=ours, clock=clock, on_change=self._pod_changed)
@@ -241,12 +290,13 @@ class Informers:
     async def run(self) -> None:
         """Watch until cancelled."""
         async with asyncio.TaskGroup() as group:
-            for reflector in (self._nodes, self._jobs, self._pods):
+            for reflector in (self._nodes, self._kube_nodes, self._jobs, self._pods):
                 group.create_task(reflector.run())
 
     async def wait_synced(self) -> None:
         """Wait until every watch has listed."""
-        await asyncio.gather(self._nodes.wait_synced(), self._jobs.wait_synced(), self._pods.wait_synced())
+        watches = (self._nodes, self._kube_nodes, self._jobs, self._pods)
+        await asyncio.gather(*(watch.wait_synced() for watch in watches))
 
     def not_ready(self) -> str | None:
         """Say which watches have not listed yet; None once all have."""
@@ -254,6 +304,7 @@ class Informers:
             kind
             for kind, store in (
                 ("GpuNodes", self._nodes.store),
+                ("Nodes", self._kube_nodes.store),
                 ("GpuTrainingJobs", self._jobs.store),
                 ("pods", self._pods.store),
             )
@@ -266,6 +317,7 @@ class Informers:
         now = self._clock.monotonic()
         return {
             "GpuNode": self._nodes.store.age(now),
+            "Node": self._kube_nodes.store.age(now),
             "GpuTrainingJob": self._jobs.store.age(now),
             "Pod": self._pods.store.age(now),
         }
@@ -284,9 +336,22 @@ class Informers:
             self._stir(some.metadata.name)
             if old is None or new is None or old.spec is not new.spec:
                 self._find_unreserved(some.metadata.name)
+            if old is None or new is None:
+                self._check_agent(some.metadata.name)
         if self._nodes.store.synced:
             for callback in self._on_node:
                 callback(old, new)
+
+    def _kube_node_changed(self, old: NodeRow | None, new: NodeRow | None) -> None:
+        if (some := new or old) is not None:
+            self._check_agent(some.metadata.name)
+
+    def _check_agent(self, name: str) -> None:
+        """Update whether the agent of a node with a GpuNode is down."""
+        node, reason = self._kube_nodes.store.get(name), None
+        if self._nodes.store.get(name) is not None:
+            reason = agent_down_reason(None if node is None else node.status)
+        self.cluster.set_agent_down(name, reason)
 
     def _apply(self, node: GpuNode) -> None:
         """Take in a GpuNode; one whose GPUs cannot be reckoned with counts as having none, and ends nothing."""

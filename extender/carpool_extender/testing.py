@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
-from carpool_core.clock import Clock, rfc3339
 from carpool_core.demand import Demand
 from carpool_core.keys import RESOURCE_GPU, SCHEDULER_NAME
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, NODES, PODS
@@ -161,8 +160,14 @@ def unavailable_nodes(known: ClusterCache) -> set[str]:
 def seed_node(kube: FakeKube, node: GpuNode) -> None:
     """Put a GpuNode and its Node on a server."""
     kube.seed(GPU_NODES, node)
-    allocatable = {"cpu": "64", "memory": "512Gi", "pods": "110"}
-    kube.seed(NODES, {"metadata": {"name": node.metadata.name}, "status": {"allocatable": allocatable}})
+    kube.seed(NODES, node_of(node.metadata.name))
+
+
+def node_of(name: str, *, slots: int = 64, is_ready: bool = True) -> dict[str, Any]:
+    """Build a Node; without slots its agent does not run."""
+    allocatable = {"cpu": "64", "memory": "512Gi", "pods": "110", RESOURCE_GPU: str(slots)}
+    conditions = [{"type": "Ready", "status": "True" if is_ready else "Unknown"}]
+    return {"metadata": {"name": name}, "status": {"allocatable": allocatable, "conditions": conditions}}
 
 
 def seed_job(
@@ -220,8 +225,8 @@ def seed_pod(kube: FakeKube, job: str, **changes: Any) -> dict[str, Any]:
 class FakeAgent:
     """The agents of all nodes: reports reservations as a test wants."""
 
-    def __init__(self, kube: FakeKube, clock: Clock) -> None:
-        self._kube, self._clock = kube, clock
+    def __init__(self, kube: FakeKube) -> None:
+        self._kube = kube
 
     async def report(self, node: str, state: PartitionState = PartitionState.READY, message: str = "") -> None:
         """Report every reservation of a node in the same state."""
@@ -230,15 +235,7 @@ class FakeAgent:
             Partition(pod_uid=r.pod_uid, generation=r.generation, state=state, message=message)
             for r in found.spec.reservations
         ]
-        await self._write(node, {"partitions": msgspec.to_builtins(partitions)})
-
-    async def beat(self, *nodes: str) -> None:
-        """Write heartbeats of the agents of some nodes."""
-        for node in nodes:
-            await self._write(node, {})
-
-    async def _write(self, node: str, changes: Mapping[str, Any]) -> None:
-        patch = {"status": {**changes, "heartbeatTime": rfc3339(self._clock.now())}}
+        patch = {"status": {"partitions": msgspec.to_builtins(partitions)}}
         await self._kube.patch(GPU_NODES, node, patch, subresource="status")
 
     async def serve(self, node: str) -> None:

@@ -5,12 +5,11 @@ from datetime import UTC, datetime, timedelta
 from typing import Protocol
 
 import msgspec
-from carpool_core.clock import rfc3339
 from carpool_core.resources.meta import ObjectMeta
 from carpool_core.resources.node import Device, GpuNode, GpuNodeSpec, GpuNodeStatus, Reservation, Tenant
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
 from carpool_extender.cache import ledger
-from carpool_extender.cache.cluster import ClusterCache, GpuAvailability
+from carpool_extender.cache.cluster import ClusterCache, GpuBackoff
 from carpool_extender.cache.gpu_table import UnavailableReason
 from carpool_extender.cache.peaks import StablePeak, peaks_of, use_measured_peak
 from carpool_extender.framework.scores import SchedulerConfig
@@ -32,19 +31,12 @@ class Physics(Protocol):
         ...
 
 
-class MonitorDelay(GpuAvailability):
+class MonitorDelay(GpuBackoff):
     """GPUs that take no job until their monitor has seen the newest tenant."""
 
     def __init__(self) -> None:
         self.gpus: set[tuple[str, GpuUuid]] = set()
         """By node and UUID."""
-
-    def record_heartbeat(self, node: str, heartbeat: str | None, ago_s: float = 0.0) -> None:
-        """Simulated agents are never silent."""
-
-    def silent(self) -> dict[str, UnavailableReason]:
-        """Return no node."""
-        return {}
 
     def in_backoff(self) -> dict[tuple[str, GpuUuid], UnavailableReason]:
         """Return the GPUs, with a reason."""
@@ -84,34 +76,34 @@ class ClusterModel:
         self._specs = {name: GpuNodeSpec() for name in nodes}
         self._tenants: dict[str, list[Tenant]] = {name: [] for name in nodes}
         for name in nodes:
-            self._show(name, START)
+            self._show(name)
 
-    def reserve(self, claim: Claim, now_s: float) -> None:
+    def reserve(self, claim: Claim) -> None:
         """Write a claim into the ledger, which refuses what would break a promise."""
         node, wanted = claim
         spec = ledger.reserve(self._specs[node], wanted, self._capacity[node])
         if isinstance(spec, ledger.Rejected):
             raise AssertionError(f"the ledger refused what was decided on {node}: {spec.reason}")
         self._specs[node] = spec
-        self._show(node, moment(now_s))
+        self._show(node)
         self.cluster.forget(node, wanted.pod_uid)
 
-    def release(self, node: str, uid: PodUid, now_s: float, *, is_shown: bool = True) -> None:
+    def release(self, node: str, uid: PodUid, *, is_shown: bool = True) -> None:
         """End a pod's reservation; decisions see it at once if it is shown, else with the next report."""
         self._specs[node] = ledger.release(self._specs[node], uid)
         self._tenants[node] = [tenant for tenant in self._tenants[node] if tenant.pod_uid != uid]
         if is_shown:
-            self._show(node, moment(now_s))
+            self._show(node)
 
-    def report(self, node: str, tenants: list[Tenant], held: Mapping[PodUid, Reservation], now_s: float) -> None:
+    def report(self, node: str, tenants: list[Tenant], held: Mapping[PodUid, Reservation]) -> None:
         """Take in what the node's agent measures, and what a monitor writes into reservations of blind strategies."""
         if held:
             changed = [held.get(r.pod_uid, r) for r in self._specs[node].reservations]
             self._specs[node] = msgspec.structs.replace(self._specs[node], reservations=changed)
         self._tenants[node] = tenants
-        self._show(node, moment(now_s))
+        self._show(node)
 
-    def use_measured_peak(self, node: str, uid: PodUid, by: float, now_s: float) -> None:
+    def use_measured_peak(self, node: str, uid: PodUid, by: float) -> None:
         """Count a pod with so many times its measured memory peak."""
         measured = {(tenant.pod_uid, tenant.gpu_uuid): tenant for tenant in self._tenants[node]}
         held = ledger.held(self._specs[node], uid)
@@ -121,27 +113,26 @@ class ClusterModel:
         spec = use_measured_peak(self._specs[node], measured, {uid: StablePeak(peaks, by)})
         if spec is not self._specs[node]:
             self._specs[node] = spec
-            self._show(node, moment(now_s))
+            self._show(node)
 
     def reservations(self, node: str) -> list[Reservation]:
         """Return the reservations on a node."""
         return self._specs[node].reservations
 
-    def set_health(self, gpu: GpuUuid, node: str, health: DeviceHealth, now_s: float) -> None:
+    def set_health(self, gpu: GpuUuid, node: str, health: DeviceHealth) -> None:
         """Let a GPU fail, or recover."""
         self._devices[node] = [
             msgspec.structs.replace(device, health=health) if device.uuid == gpu else device
             for device in self._devices[node]
         ]
         self._capacity[node] = self._capacity_of(node)
-        self._show(node, moment(now_s))
+        self._show(node)
 
     def _capacity_of(self, node: str) -> ledger.Capacity:
         return ledger.Capacity({device.uuid: device for device in self._devices[node]}, self._slots)
 
-    def _show(self, name: str, now: datetime) -> None:
-        heartbeat = rfc3339(now) if self._tenants[name] else None
-        status = GpuNodeStatus(devices=self._devices[name], tenants=self._tenants[name], heartbeat_time=heartbeat)
+    def _show(self, name: str) -> None:
+        status = GpuNodeStatus(devices=self._devices[name], tenants=self._tenants[name])
         self.cluster.apply(GpuNode(metadata=self._metas[name], spec=self._specs[name], status=status))
 
 

@@ -190,7 +190,7 @@ class Monitors:
                     if tenant is not None and now_s >= running.started_s + LOADED_S:
                         settled = now_s >= running.started_s + SETTLED_S
                         tenants.append(msgspec.structs.replace(tenant, settled=settled))
-            self._model.report(node, tenants, self._measured_reservations(node, running_of), now_s)
+            self._model.report(node, tenants, self._measured_reservations(node, running_of))
 
     def _measured_reservations(self, node: str, running_of: Mapping[PodUid, Running]) -> dict[PodUid, Reservation]:
         """Return the reservations of a node with measured profiles, for strategies without predictions; else none."""
@@ -339,7 +339,7 @@ class Simulation:
         running = Running(job, stage, one.claims, gpus, self._now_s, job.work_s, self._now_s, one.end_s)
         for claim in one.claims:
             self._running[claim.reservation.pod_uid] = running
-            self._model.reserve(claim, self._now_s)
+            self._model.reserve(claim)
         if stage.profiling:
             running.left_s = self._strategy.profile_s
         mode = one.claims[0].reservation.mode
@@ -388,7 +388,7 @@ class Simulation:
     def _use_measured_peak(self, running: Running, by: float) -> None:
         """Count a tenant with its measured peak, complete after the first minute and stable since."""
         for node, held in () if running.ended else running.claims:
-            self._model.use_measured_peak(node, held.pod_uid, by, self._now_s)
+            self._model.use_measured_peak(node, held.pod_uid, by)
 
     def _is_short_of_memory(self, newcomer: Running) -> bool:
         """Whether it exceeds its MPS limit or the GPU's memory; the job that allocates last dies."""
@@ -416,7 +416,7 @@ class Simulation:
         def fail() -> None:
             gpu = self._gpus[failure.gpu]
             gpu.failures += 1
-            self._model.set_health(failure.gpu, gpu.node, DeviceHealth.UNHEALTHY, self._now_s)
+            self._model.set_health(failure.gpu, gpu.node, DeviceHealth.UNHEALTHY)
             for running in list(gpu.tenants):
                 self._killed += 1
                 self._leave(running)
@@ -427,7 +427,7 @@ class Simulation:
             gpu = self._gpus[failure.gpu]
             gpu.failures -= 1
             if not gpu.failures:
-                self._model.set_health(failure.gpu, gpu.node, DeviceHealth.HEALTHY, self._now_s)
+                self._model.set_health(failure.gpu, gpu.node, DeviceHealth.HEALTHY)
 
         return fail
 
@@ -441,7 +441,7 @@ class Simulation:
         is_reported = self._strategy.measure or self._information.is_blind
         for node, held in running.claims:
             del self._running[held.pod_uid]
-            self._model.release(node, held.pod_uid, self._now_s, is_shown=not is_reported)
+            self._model.release(node, held.pod_uid, is_shown=not is_reported)
         if is_reported:
             self._monitors.report(running.nodes, self._now_s)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from carpool_core.clock import Clock, rfc3339
+from carpool_core.clock import Clock
 from carpool_core.kube.api import CONFIG_MAPS, GPU_NODES, GPU_TRAINING_JOBS, NODES, Selector
 from carpool_core.products import device_class
 from carpool_core.resources.job import GpuTrainingJob
@@ -25,6 +25,7 @@ from carpool_extender.explain.explain import cluster_view
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.framework.selection import CachedEvaluation, best_place, reservation_of
 from carpool_extender.informers import JobRow
+from carpool_extender.testing import node_of
 from carpool_extender.workloads import AS_SHIPPED, pod_request_of
 from carpool_predictor.calibration.document import Calibration
 from carpool_predictor.calibration.store import CalibrationStore, StoredCalibration
@@ -43,7 +44,6 @@ JOBS = (
 CALIBRATION = "carpool-calibration"
 LEARNS = {"CARPOOL_CALIBRATION": f"{NAMESPACE}/{CALIBRATION}"}
 """What the chart tells the operator that matters to whoever asks."""
-ROOM = {"cpu": "8", "memory": "64Gi", "pods": "110"}
 RUNNING = [
     {"type": "Placed", "status": "True", "reason": "Bound", "message": ""},
     {"type": "Running", "status": "True", "reason": "Running", "message": "1 of 1 workers run, attempt 1"},
@@ -61,10 +61,9 @@ async def after_the_demo(clock: Clock, folder: Path) -> FakeKube:
     for name, gpus in {**FULL.kubelet_nodes, **FULL.fleet}.items():
         gpus_of_node = SimulatedDevices(parse_inventory(gpus), name, folder / name)
         devices = [gpus_of_node.describe(uuid) for uuid in gpus_of_node.uuids]
-        status = GpuNodeStatus(devices=devices, heartbeat_time=rfc3339(clock.now()))
-        kube.seed(GPU_NODES, GpuNode(metadata=ObjectMeta(name=name, uid=name), status=status))
+        kube.seed(GPU_NODES, GpuNode(metadata=ObjectMeta(name=name, uid=name), status=GpuNodeStatus(devices=devices)))
         spec = {"taints": [TAINT]} if name in FULL.fleet else {}
-        kube.seed(NODES, {"metadata": {"name": name}, "spec": spec, "status": {"allocatable": ROOM}})
+        kube.seed(NODES, {**node_of(name), "spec": spec})
     await CalibrationStore(kube, NAMESPACE, CALIBRATION).write(StoredCalibration(), Calibration())
     metadata = {"name": f"{RELEASE}-settings", "namespace": NAMESPACE}
     kube.seed(CONFIG_MAPS, {"metadata": metadata, "data": LEARNS})
@@ -83,7 +82,7 @@ async def run(kube: FakeKube, manifest: dict[str, Any], clock: Clock) -> None:
     body = msgspec.to_builtins(await JobPredictor(is_strict=True).predict(job, kinds))
     pod_request = pod_request_of(msgspec.convert(body, JobRow), None, AS_SHIPPED)
     offered = [node for node in nodes.values() if node.metadata.name in FULL.kubelet_nodes]
-    found = best_place(CachedEvaluation(pod_request, RULES, cluster_view(offered, RULES, clock).snapshot()))
+    found = best_place(CachedEvaluation(pod_request, RULES, cluster_view(offered, RULES, None).snapshot()))
     assert found is not None, name
     node, now = nodes[found[0]], clock.now()
     held = reservation_of(found[1], pod_request, PodUid(f"pod-{name}"), f"{name}-worker-0-1", now=now, deadline=now)

@@ -43,7 +43,7 @@ class World:
         self.settings = ExtenderSettings(**(defaults | settings))
         self.clock = FakeClock()
         self.kube = FakeKube(self.clock)
-        self.agent = FakeAgent(self.kube, self.clock)
+        self.agent = FakeAgent(self.kube)
         self.hold("here_1" if leads else "elsewhere_1")
 
     def hold(self, holder):

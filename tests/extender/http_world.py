@@ -68,7 +68,7 @@ async def running(kube, certificates, *, watching=True, clock=None, **settings):
     tasks = [asyncio.create_task(server.serve())]
     if watching:
         tasks.append(asyncio.create_task(parts.run()))
-        tasks.append(asyncio.create_task(FakeAgent(kube, clock).serve("a")))
+        tasks.append(asyncio.create_task(FakeAgent(kube).serve("a")))
         await parts.informers.wait_synced()
     await until(lambda: server.started)
     try:

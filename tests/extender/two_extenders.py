@@ -19,7 +19,6 @@ from datetime import UTC, datetime, timedelta
 from heapq import heappop, heappush
 
 import msgspec
-from carpool_core.clock import rfc3339
 from carpool_core.keys import GATE_ADMISSION
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, LEASES, PODS
 from carpool_core.kube.errors import Conflict, Gone, KubeError, NotFound, Overloaded, Unreachable
@@ -38,7 +37,6 @@ START = datetime(2026, 1, 31, 12, tzinfo=UTC)
 LEASE = "carpool-system/carpool-scheduler"
 ACTIVE_S, QUIET_S = 150.0, 180.0
 """Length of the part with faults, and of the part without, in which everything must settle."""
-HEARTBEAT_S = 20.0
 START_DEADLINE_S = 60.0
 """Time from the binding of a pod to its start, after which the operator deletes it."""
 STRANGER = "stranger"
@@ -351,7 +349,7 @@ class History:
 
     async def _agent(self, node):
         """Prepare what is reserved, late or never."""
-        beaten_s, read = -1.0, None
+        read = None
         while True:
             await sleep(self.draw.choice([0.05, 0.3, 1.0]))
             if self.is_active and self.draw.random() < 0.03:
@@ -368,10 +366,8 @@ class History:
             ]
             tenants = self._unreserved_tenants(node, found)
             is_new = not found.status.devices or tenants != found.status.tenants
-            beat_s = asyncio.get_running_loop().time() // HEARTBEAT_S
-            if wanted != found.status.partitions or beat_s != beaten_s or is_new:
-                beaten_s, now = beat_s, rfc3339(LoopClock().now())
-                status = {"partitions": wanted, "devices": self.devices[node], "tenants": tenants, "heartbeatTime": now}
+            if wanted != found.status.partitions or is_new:
+                status = {"partitions": wanted, "devices": self.devices[node], "tenants": tenants}
                 patch = {"status": msgspec.to_builtins(status)}
                 await self.kube.patch(GPU_NODES, node, patch, subresource="status")
 

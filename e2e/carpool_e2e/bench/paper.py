@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 import msgspec
 from aiohttp import web
-from carpool_core.clock import SystemClock, rfc3339
-from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS
+from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, NODES, PODS
 from carpool_core.kube.client import url_path
 from carpool_core.products import PRODUCTS
 from carpool_core.resources.node import GpuNode, Reservation
 from carpool_core.values import JobState, SharingMode
-from carpool_extender.testing import device, gpu_node, pod_of, prediction, tenant
+from carpool_extender.testing import device, gpu_node, node_of, pod_of, prediction, tenant
 
 GPUS, TENANTS = 8, 6
 """GPUs and tenants of each node."""
@@ -22,8 +21,6 @@ KINDS = [product.name for product in PRODUCTS if product.memory_mib >= 16_000][:
 """Products of the nodes, in turn."""
 MODES = (SharingMode.MPS, SharingMode.MPS, SharingMode.TIME_SLICING)
 """Modes of the GPUs in use, drawn for each."""
-HEARTBEAT_S = 25.0
-"""Time between two heartbeats of an agent. The extender leaves a node out after a minute without."""
 
 Load = dict[str, float]
 """Memory in MiB and activity of a job, as arguments of `prediction`."""
@@ -116,12 +113,13 @@ def _pod(job: str, namespace: str, node: str = "") -> bytes:
 
 
 class PaperApi:
-    """An API server that lists a cluster, reports changed nodes to watches, and plays the agents' heartbeats."""
+    """An API server that lists a cluster and reports changed GpuNodes to watches."""
 
     def __init__(self, cluster: PaperCluster) -> None:
         self._nodes = {node.metadata.name: node for node in cluster.nodes}
         self._objects = {
             url_path(GPU_NODES): [msgspec.json.encode(node) for node in cluster.nodes],
+            url_path(NODES): [msgspec.json.encode(node_of(name)) for name in self._nodes],
             url_path(GPU_TRAINING_JOBS): cluster.jobs,
             url_path(PODS): [*cluster.pods, *cluster.pending],
         }
@@ -130,17 +128,15 @@ class PaperApi:
 
     @asynccontextmanager
     async def serve(self) -> AsyncIterator[int]:
-        """Listen on a free port for the duration of a block, with heartbeats; the port is the value."""
+        """Listen on a free port for the duration of a block; the port is the value."""
         app = web.Application()
         app.router.add_get("/{path:.*}", self._handle)
         runner = web.AppRunner(app, shutdown_timeout=1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        heartbeats = asyncio.create_task(self._heartbeats())
         try:
             yield int(runner.addresses[0][1])
         finally:
-            heartbeats.cancel()
             await runner.cleanup()
 
     def change(self, node: GpuNode) -> None:
@@ -151,14 +147,6 @@ class PaperApi:
         line = msgspec.json.encode({"type": "MODIFIED", "object": msgspec.structs.replace(node, metadata=metadata)})
         for watch in self._watches:
             watch.put_nowait(line + b"\n")
-
-    async def _heartbeats(self) -> None:
-        while True:
-            for name in self._nodes:
-                await asyncio.sleep(HEARTBEAT_S / len(self._nodes))
-                node = self._nodes[name]
-                status = msgspec.structs.replace(node.status, heartbeat_time=rfc3339(SystemClock().now()))
-                self.change(msgspec.structs.replace(node, status=status))
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         if "watch" in request.query:

@@ -111,7 +111,7 @@ class Client:
 
 
 class ClientProcess:
-    """A client in a process of its own, which neither the API server's heartbeats nor its garbage delay."""
+    """A client in a process of its own, which neither the API server's work nor its garbage delay."""
 
     _client: Client
 
@@ -199,8 +199,8 @@ def measure(report: Callable[[str], None], sizes: dict[int, int] = SIZES) -> Sec
     text = (
         f"kube-scheduler's requests over HTTP with mutual TLS, one pod after another. Each node has {TENANTS} tenants. "
         "All nodes are offered each time, in another order. "
-        f"After each pod one GpuNode changes; agents write a heartbeat each 25 s. One job in {NEW_EVERY} has a new "
-        "shape. The pods have no claim of the queue, so that filter evaluates all nodes: the slow path."
+        f"After each pod one GpuNode changes. One job in {NEW_EVERY} has a new shape. The pods have no claim of the "
+        "queue, so that filter evaluates all nodes: the slow path."
     )
     return Section("Placement", text, figures)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import uvloop
-from carpool_core.clock import SystemClock, rfc3339
+from carpool_core.clock import SystemClock
 from carpool_core.keys import SIMULATED_PREFIX
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, LEASES, NODES, PODS, KubeApi, Selector
 from carpool_core.kube.client import connect
@@ -20,7 +20,6 @@ from carpool_core.kube.reflector import Reflector
 from carpool_core.resources.node import GpuNode, Partition
 from carpool_core.settings import KubeSettings
 from carpool_core.values import PartitionState
-from carpool_deviceplugin.timeouts import Intervals
 from carpool_extender.testing import A100, device
 from rich.console import Console
 
@@ -60,8 +59,7 @@ async def populate(api: KubeApi, nodes: int, gpus: int) -> None:
 
     async def one(name: str) -> None:
         devices = [device(index, name, f"{SIMULATED_PREFIX}{A100}", reserved_mib=512) for index in range(gpus)]
-        now = rfc3339(SystemClock().now())
-        status = {"agentVersion": "bench", "heartbeatTime": now, "devices": msgspec.to_builtins(devices)}
+        status = {"agentVersion": "bench", "devices": msgspec.to_builtins(devices)}
         await api.create(NODES, {"metadata": {"name": name}})
         await api.create(GPU_NODES, {"metadata": {"name": name}, "spec": {}})
         await api.patch(GPU_NODES, name, {"status": status}, subresource="status")
@@ -70,11 +68,11 @@ async def populate(api: KubeApi, nodes: int, gpus: int) -> None:
 
 
 class Agents:
-    """Plays the agents of all nodes: reports each reservation as prepared, and renews heartbeats and leases.
+    """Plays the agents and kubelets of all nodes: reports each reservation as prepared, and renews leases.
 
     Args:
         reports: Connections for reports.
-        renewals: Connections for heartbeats and leases, which do not delay reports.
+        renewals: Connections for leases, which do not delay reports.
     """
 
     def __init__(self, reports: KubeApi, renewals: KubeApi) -> None:
@@ -82,8 +80,6 @@ class Agents:
         self._nodes: dict[str, GpuNode] = {}
         self._reported: dict[str, set[tuple[str, int]]] = {}
         self._busy: set[str] = set()
-        now, every_s = time.monotonic(), Intervals().heartbeat_s
-        self._written_at = {node_name(n): now - every_s * n / NODE_COUNT for n in range(NODE_COUNT)}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def on_change(self, _: GpuNode | None, node: GpuNode | None) -> None:
@@ -104,39 +100,25 @@ class Agents:
             partitions = [
                 Partition(pod_uid=r.pod_uid, generation=r.generation, state=PartitionState.READY) for r in reservations
             ]
+            patch = {"status": {"partitions": msgspec.to_builtins(partitions)}}
             try:
-                await self._write(self._reports, name, {"partitions": msgspec.to_builtins(partitions)})
+                await self._reports.patch(GPU_NODES, name, patch, subresource="status", wants_object=False)
                 self._reported[name] = wanted
             except KubeError:
                 await asyncio.sleep(1)
         self._busy.discard(name)
 
     async def renew(self) -> None:
-        """Renew all leases, and the heartbeats of agents that have written nothing for that time, until cancelled."""
-        renewed_at = float("-inf")
+        """Renew all leases until cancelled."""
         while True:
-            now = time.monotonic()
-            names = list(map(node_name, range(NODE_COUNT)))
-            if now - renewed_at >= LEASE_S:
-                renewed_at = now
-                await at_once(map(self._renew_lease, names))
-            late = [name for name in names if now - self._written_at[name] >= Intervals().heartbeat_s]
-            await at_once(self._beat(name) for name in late)
-            await asyncio.sleep(1)
+            began = time.monotonic()
+            await at_once(self._renew_lease(node_name(number)) for number in range(NODE_COUNT))
+            await asyncio.sleep(LEASE_S - (time.monotonic() - began))
 
     async def _renew_lease(self, name: str) -> None:
         lease = lease_patch(FleetNode(name, SLOTS), datetime.now(UTC))
         with suppress(KubeError):  # the next round tries again
             await self._renewals.patch(LEASES, name, lease, namespace="kube-node-lease", wants_object=False)
-
-    async def _beat(self, name: str) -> None:
-        with suppress(KubeError):  # it is tried again in a second
-            await self._write(self._renewals, name, {})
-
-    async def _write(self, api: KubeApi, name: str, status: dict[str, object]) -> None:
-        patch = {"status": {**status, "heartbeatTime": rfc3339(SystemClock().now())}}
-        await api.patch(GPU_NODES, name, patch, subresource="status", wants_object=False)
-        self._written_at[name] = time.monotonic()
 
 
 def _keys(node: GpuNode) -> set[tuple[str, int]]:

@@ -10,7 +10,7 @@
 A reservation is assumed from the decision until it is written, so that other pods see its GPUs as taken.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -42,8 +42,6 @@ from carpool_extender.cache.gpu_table import (
     write_tenants,
 )
 
-SILENCE_S = 60.0
-"""Time without a heartbeat after which a node's agent counts as gone. It sends one every 25 s, and one may be lost."""
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 30.0, 600.0
 """Backoff of a GPU that could not be prepared: after the first failure, and at most."""
 LEAST_MIB = 256
@@ -52,10 +50,12 @@ MOST_NAMED = 3
 """Pods or nodes that a reason names."""
 LONGEST_MESSAGE = 120
 """Characters of other processes' messages in a reason, which goes into the conditions of all waiting pods."""
-UNHEALTHY, SILENT, BACKOFF, UNRESERVED_USE, CONTRADICTION, INVALID, DUPLICATE_UUID, NO_MEMORY, UNRESERVED_POD = range(9)
+UNHEALTHY, AGENT_DOWN, BACKOFF, UNRESERVED_USE, CONTRADICTION, INVALID, DUPLICATE_UUID, NO_MEMORY, UNRESERVED_POD = (
+    range(9)
+)
 """Kinds of `UnavailableReason`."""
 KINDS = (
-    "unhealthy", "silent", "backoff", "unreserved_use", "contradiction", "invalid", "duplicate_uuid", "no_memory",
+    "unhealthy", "agent_down", "backoff", "unreserved_use", "contradiction", "invalid", "duplicate_uuid", "no_memory",
     "unreserved_pod",
 )  # fmt: skip
 """Name of each kind in metrics."""
@@ -81,11 +81,8 @@ class _Backoff:
     until_s: float
 
 
-class GpuAvailability:
-    """Availability that changes by time alone: silent agents, and GPUs in backoff after failed preparations.
-
-    Silence counts from when this process saw a heartbeat change, not from the heartbeat's own time. Clocks of nodes
-    differ, and after a restart or an outage of the API server every agent has its time to report.
+class GpuBackoff:
+    """GPUs in backoff after failed preparations.
 
     Args:
         clock: Present time.
@@ -93,26 +90,10 @@ class GpuAvailability:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._heartbeats: OrderedDict[str, tuple[str | None, float]] = OrderedDict()
-        """Last heartbeat of each node and when it changed; the longest silent nodes first."""
         self._backoffs: dict[tuple[str, GpuUuid], _Backoff] = {}
-
-    def record_heartbeat(self, node: str, heartbeat: str | None, ago_s: float = 0.0) -> None:
-        """Record a node's heartbeat. An agent that never sent one is silent since its node was first seen.
-
-        Args:
-            node: Name of the node.
-            heartbeat: Time that the agent wrote.
-            ago_s: Age of the heartbeat if it is known. Nodes must then come in falling order of it.
-        """
-        last = self._heartbeats.get(node)
-        if last is None or (heartbeat and last[0] != heartbeat):
-            self._heartbeats[node] = (heartbeat, self._clock.monotonic() - ago_s)
-            self._heartbeats.move_to_end(node)
 
     def forget(self, node: str) -> None:
         """Forget a deleted node."""
-        self._heartbeats.pop(node, None)
         for key in [key for key in self._backoffs if key[0] == node]:
             del self._backoffs[key]
 
@@ -129,15 +110,6 @@ class GpuAvailability:
         """Forget the failures of GPUs that were prepared."""
         for gpu in gpus:
             self._backoffs.pop((node, gpu), None)
-
-    def silent(self) -> dict[str, UnavailableReason]:
-        """Return the nodes with silent agents. The sentence is constant: a change is a write for every waiting pod."""
-        now, found = self._clock.monotonic(), {}
-        for node, (_, at) in self._heartbeats.items():
-            if now - at <= SILENCE_S:
-                break
-            found[node] = UnavailableReason(SILENT, f"its agent has not reported for more than {SILENCE_S:.0f} s")
-        return found
 
     def in_backoff(self) -> dict[tuple[str, GpuUuid], UnavailableReason]:
         """Return the GPUs in backoff, by node and UUID."""
@@ -181,7 +153,7 @@ def validate_gpu(report: GpuReport) -> UnavailableReason | None:
 def reuse_equal_parts(old: GpuNode, new: N) -> N:
     """Return a GpuNode with the old spec and devices if they are equal.
 
-    Most status reports are heartbeats. Shared parts need no memory of their own, and are compared by identity.
+    Shared parts need no memory of their own, and are compared by identity.
     """
     if new.spec is not old.spec and new.spec == old.spec:
         new = msgspec.structs.replace(new, spec=old.spec)
@@ -205,11 +177,11 @@ class ClusterCache:
 
     Args:
         slots: Places for tenants of each GPU at first; more tenants make the table wider.
-        availability: Availability that changes by time; every GPU counts as available if None.
+        backoff: GPUs in backoff; none are if None.
     """
 
-    def __init__(self, slots: int = 8, availability: GpuAvailability | None = None) -> None:
-        self._availability = availability
+    def __init__(self, slots: int = 8, backoff: GpuBackoff | None = None) -> None:
+        self._backoff = backoff
         # Objects and indices
         self._nodes: dict[str, GpuNode] = {}
         self._assumed: dict[str, dict[PodUid, Reservation]] = {}
@@ -244,6 +216,7 @@ class ClusterCache:
         self._invalid: dict[int, UnavailableReason] = {}
         self._unreadable: dict[str, UnavailableReason] = {}
         self._unreserved: dict[str, UnavailableReason] = {}
+        self._agents_down: dict[str, UnavailableReason] = {}
         self._reporters: dict[GpuUuid, list[str]] = {}
         self._duplicates: set[GpuUuid] = set()
 
@@ -307,8 +280,6 @@ class ClusterCache:
         if old is not None and _is_older(node, old):
             return
         self._nodes[name] = node
-        if self._availability is not None:
-            self._availability.record_heartbeat(name, node.status.heartbeat_time)
         if old is None or old.spec is not node.spec:
             self._index(name, old, node)
         before = [one.measured for one in self._reports.get(name, ())]
@@ -323,8 +294,8 @@ class ClusterCache:
         self._release_block(name)
         if (number := self._node_ids.pop(name, None)) is not None:
             self._free_node_ids.append(number)
-        if self._availability is not None:
-            self._availability.forget(name)
+        if self._backoff is not None:
+            self._backoff.forget(name)
 
     def assume(self, name: str, reservation: Reservation) -> None:
         """Count a reservation on a node that is decided and not yet written."""
@@ -502,6 +473,21 @@ class ClusterCache:
         if why is not None:
             self._unreadable[name] = UnavailableReason(INVALID, f"GpuNode {name} is invalid: {shortened(why)}")
 
+    def set_agent_down(self, name: str, why: str | None) -> None:
+        """Make the GPUs of a node unavailable that no agent can prepare.
+
+        Args:
+            name: Name of the node.
+            why: The reason; None if its agent serves the kubelet.
+        """
+        self._agents_down.pop(name, None)
+        if why is not None:
+            self._agents_down[name] = UnavailableReason(AGENT_DOWN, why)
+
+    def is_agent_down(self, name: str) -> bool:
+        """Return whether no agent serves the kubelet of a node."""
+        return name in self._agents_down
+
     def set_unreserved(self, name: str, pods: Collection[str]) -> None:
         """Make the GPUs of a node unavailable on which workers run without a reservation: they may use any of them.
 
@@ -517,17 +503,16 @@ class ClusterCache:
     def _update_unavailable(self) -> None:
         """Write the column: time makes GPUs available or unavailable without any change of an object."""
         found: dict[int, UnavailableReason] = {}
-        if self._availability is not None:
-            for name, reason in self._availability.silent().items():
-                found |= dict.fromkeys(self._rows_of(name), reason)
+        for name, reason in self._agents_down.items():
+            found |= dict.fromkeys(self._rows_of(name), reason)
         for uuid in self._duplicates:
             nodes = self._reporters[uuid]
             reason = UnavailableReason(DUPLICATE_UUID, f"several nodes report a GPU with UUID {uuid}: {listed(nodes)}")
             for name in nodes:
                 found |= dict.fromkeys(self._rows_of(name, uuid), reason)
         found |= self._invalid
-        if self._availability is not None:
-            for (name, uuid), reason in self._availability.in_backoff().items():
+        if self._backoff is not None:
+            for (name, uuid), reason in self._backoff.in_backoff().items():
                 found |= dict.fromkeys(self._rows_of(name, uuid), reason)
         for name, reason in (*self._unreserved.items(), *self._unreadable.items()):
             found |= dict.fromkeys(self._rows_of(name), reason)

@@ -1,7 +1,7 @@
 """The measured memory peak of a running tenant, and when it replaces the reserved bound. Pure, but for the clock."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -11,7 +11,6 @@ from carpool_core.values import GpuUuid, PodUid
 from carpool_predictor.calibration.observe import LOADING_S, STEADY_S
 from carpool_predictor.calibration.run_history import OOM_FACTOR, RUN_TOLERANCE
 
-from carpool_extender.cache.cluster import SILENCE_S
 from carpool_extender.cache.gpu_table import peak_mib
 
 STILL = 1.01
@@ -115,7 +114,7 @@ def _stood(now: tuple[int, ...] | None, was: tuple[int, ...]) -> bool:
 
 
 class PeakTracker:
-    """Remembers since when the peaks of working tenants are stable, on nodes whose agents report.
+    """Remembers since when the peaks of working tenants are stable.
 
     Time counts from the first observation by this process. A restart loses only this time, because results are written.
 
@@ -126,23 +125,15 @@ class PeakTracker:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._seen: dict[str, dict[PodUid, _Seen]] = {}
-        self._heard: dict[str, tuple[str | None, float]] = {}
 
     def look(self, node: GpuNode) -> dict[PodUid, StablePeak]:
-        """Add a node's report; return the pods whose peaks have been stable for long enough."""
+        """Add an observation of a node; return the pods whose peaks have been stable for long enough."""
         name, now_s = node.metadata.name, self._clock.monotonic()
         tenants = measured_tenants(node)
         waiting = [one for one in node.spec.reservations if _proven_mib(one, tenants, LEAST_MARGIN) is not None]
         if not waiting:
             self.forget(name)
             return {}
-        heartbeat, heard_s = node.status.heartbeat_time, now_s
-        before, last_s = self._heard.get(name, (None, now_s))
-        if heartbeat == before:
-            heard_s = last_s
-        if now_s - last_s > SILENCE_S:
-            self._seen.pop(name, None)  # a peak in between may have been missed
-        self._heard[name] = (heartbeat, heard_s)
         known = self._seen.get(name, {})
         seen = {one.pod_uid: _seen(one, tenants, known.get(one.pod_uid), now_s) for one in waiting}
         self._seen[name] = seen
@@ -156,7 +147,10 @@ class PeakTracker:
     def forget(self, name: str) -> None:
         """Forget a node."""
         self._seen.pop(name, None)
-        self._heard.pop(name, None)
+
+    def keep(self, names: Container[str]) -> None:
+        """Forget all nodes but these."""
+        self._seen = {name: seen for name, seen in self._seen.items() if name in names}
 
 
 def _seen(

@@ -18,7 +18,7 @@ from carpool_core.demand import Demand
 from carpool_core.resources.node import GpuNode
 from carpool_core.values import PodUid, RequestedMode, Tenancy
 
-from carpool_extender.cache.cluster import SILENT, ClusterCache
+from carpool_extender.cache.cluster import AGENT_DOWN, ClusterCache
 from carpool_extender.cache.gpu_table import GpuTable, Snapshot, update_aggregates
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.filters import SLACK, AdmissionLimits, pluralize
@@ -181,14 +181,14 @@ def _larger_limits_of_tenants(scenario: Scenario) -> Iterator[str]:
 
 
 def _reporting_agent(scenario: Scenario) -> Iterator[str]:
-    """Try the GPUs whose agents are silent."""
-    silent = [row for row, why in scenario.snapshot.unavailable.items() if why.kind == SILENT]
-    if silent:
+    """Try the GPUs whose agents are down."""
+    down = [row for row, why in scenario.snapshot.unavailable.items() if why.kind == AGENT_DOWN]
+    if down:
         table = scenario.snapshot.gpus.take(np.arange(len(scenario.snapshot.gpus.alive)))
-        table.unavailable[silent] = False
+        table.unavailable[down] = False
         if (place := scenario.place(table=table)) is not None:
             node = scenario.snapshot.node_names[int(table.node[scenario.row(place)])]
-            yield f"if the agent of {node} reported again"
+            yield f"if the agent of {node} ran again"
 
 
 def _freed_gpus(scenario: Scenario) -> Iterator[str]:

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
-from carpool_core.clock import Clock
 from carpool_core.demand import Demand, prediction_message
 from carpool_core.keys import (
     CONDITION_COMPLETE,
@@ -29,8 +28,7 @@ from carpool_core.resources.meta import Condition, ObjectMeta
 from carpool_core.resources.node import GpuNode, Reservation, describe_later_tenants
 from carpool_core.values import GpuUuid, JobState, PodUid
 
-from carpool_extender.cache.cluster import ClusterCache, GpuAvailability, listed
-from carpool_extender.cache.gpu_table import epoch_seconds
+from carpool_extender.cache.cluster import ClusterCache, listed
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.explain.counterfactual import without_pods
 from carpool_extender.explain.dry_run import DryRun, step_time_at
@@ -44,7 +42,7 @@ from carpool_extender.explain.queue_forecast import (
 from carpool_extender.framework.diagnosis import PREFIX, explain_gpus, lines, with_measures, with_own
 from carpool_extender.framework.scores import SchedulerConfig
 from carpool_extender.framework.selection import CachedEvaluation
-from carpool_extender.informers import JobRow, JobSpecRow, JobStatusRow
+from carpool_extender.informers import JobRow, JobSpecRow, JobStatusRow, NodeStatusRow, agent_down_reason
 from carpool_extender.queue.entries import pods_of_latest_attempt
 from carpool_extender.workloads import ANNOTATION_POLICY, NotOurs, demand_of_row, pod_request_of
 
@@ -84,6 +82,10 @@ class _Job(JobRow, frozen=True, kw_only=True):
 
 class _Named(msgspec.Struct, frozen=True):
     metadata: ObjectMeta
+
+
+class _Node(_Named, frozen=True):
+    status: NodeStatusRow = NodeStatusRow()
 
 
 class NoSuchJobError(LookupError):
@@ -144,15 +146,16 @@ async def explain_job(api: KubeApi, name: str, namespace: str, config: Scheduler
     remaining, compares = nodes, not lacking or not held
     if compares:
         remaining = [without_pods(node, held.keys()) for node in nodes]
-    cluster = cluster_view(remaining, config, options.clock)
+    kube_nodes = await _read_nodes(api)
+    cluster = cluster_view(remaining, config, kube_nodes)
     dry_run = DryRun(cluster, request, config, lacking or max(0, request.workers - len(done)), steps)
     if job.status.prediction is None:
         head.append("its status has no prediction yet: the answer is that for a job of which nothing is known")
     own_gpus = frozenset(uuid for r in held.values() for uuid in r.gpu_uuids) if compares else frozenset()
-    silent = await _nodes_without_gpus(api, nodes, invalid)
-    gpus = _gpu_lines(cluster, request, config, options, silent, own_gpus)
+    without_gpus = _nodes_without_gpus(nodes, kube_nodes, invalid)
+    gpus = _gpu_lines(cluster, request, config, options, without_gpus, own_gpus)
     # 5. Its place in the queue, and what it waits for.
-    is_complete = not invalid and not silent
+    is_complete = not invalid and not without_gpus
     may_be_fewer = bool(places or workers.unread)  # than the workers that a decision for all of them counts with
     if lacking and not may_be_fewer and (never := dry_run.never(is_complete=is_complete)) is not None:
         places = never
@@ -160,7 +163,7 @@ async def explain_job(api: KubeApi, name: str, namespace: str, config: Scheduler
         place = QueuePlace()
         if job.status.state not in _NOT_QUEUED:
             pending = await read_pending_jobs(api)
-            place = place_in_queue(pending, request, cluster_view(nodes, config, options.clock), config, options)
+            place = place_in_queue(pending, request, cluster_view(nodes, config, kube_nodes), config, options)
         if places:
             places.append(_missing_workers(workers, lacking, request.workers))
         else:
@@ -177,7 +180,7 @@ async def explain_job(api: KubeApi, name: str, namespace: str, config: Scheduler
     elif not places:
         all_ = "its worker has" if request.workers == 1 else f"all of its {request.workers} workers have"
         places = [f"{namespace}/{name} has no place yet", f"{all_} succeeded"]
-    return Answer([*head, *places, *gpus, *invalid.values()])
+    return Answer([*head, *places, *gpus, *invalid.values(), *_unread(kube_nodes)])
 
 
 async def what_if(
@@ -202,16 +205,17 @@ async def what_if(
     except NotOurs as refusal:
         return Answer([*head, str(refusal), *options.unchecked], is_infeasible=True)
     # 3. The decision.
-    cluster = cluster_view(nodes, config, options.clock)
+    kube_nodes = await _read_nodes(api)
+    cluster = cluster_view(nodes, config, kube_nodes)
     dry_run = DryRun(cluster, request, config, request.workers, job.spec.training.steps, options.unchecked)
-    silent = await _nodes_without_gpus(api, nodes, invalid)
-    gpus = [*_gpu_lines(cluster, request, config, options, silent), *invalid.values()]
-    is_complete = not invalid and not silent
+    without_gpus = _nodes_without_gpus(nodes, kube_nodes, invalid)
+    gpus = [*_gpu_lines(cluster, request, config, options, without_gpus), *invalid.values(), *_unread(kube_nodes)]
+    is_complete = not invalid and not without_gpus
     if (never := dry_run.never(is_complete=is_complete)) is not None:
         return Answer([*head, *never, *gpus], is_infeasible=is_complete)
     spec = job.spec.template.get("spec")
     has_class = isinstance(spec, dict) and bool(spec.get("priorityClassName"))
-    pending, copy = await read_pending_jobs(api), cluster_view(nodes, config, options.clock)
+    pending, copy = await read_pending_jobs(api), cluster_view(nodes, config, kube_nodes)
     place = place_in_queue(pending, request, copy, config, options, is_new=True, has_class=has_class)
     return Answer([*head, *place.lines, *dry_run.outcome(place.waits), *gpus])
 
@@ -329,18 +333,16 @@ def _user(template: dict[str, Any]) -> int | None:
         return None
 
 
-def cluster_view(nodes: Sequence[GpuNode], config: SchedulerConfig, clock: Clock) -> ClusterCache:
-    """Build the cluster cache from GpuNodes.
-
-    An agent is silent by its last heartbeat and `clock`. Without a heartbeat the GpuNode's creation counts.
-    """
-    availability, now = GpuAvailability(clock), clock.now().timestamp()
-    cluster = ClusterCache(config.slots, availability)
-    heard = [(epoch_seconds(n.status.heartbeat_time or n.metadata.creation_timestamp or "") or now, n) for n in nodes]
-    for at, node in sorted(heard, key=lambda one: one[0]):
-        availability.record_heartbeat(node.metadata.name, node.status.heartbeat_time, max(0.0, now - at))
+def cluster_view(
+    nodes: Sequence[GpuNode], config: SchedulerConfig, kube_nodes: Mapping[str, _Node] | None
+) -> ClusterCache:
+    """Build the cluster cache from GpuNodes and Nodes; without Nodes, every agent counts as running."""
+    cluster = ClusterCache(config.slots)
     for node in nodes:
         cluster.apply(node)
+        if kube_nodes is not None:
+            found = kube_nodes.get(node.metadata.name)
+            cluster.set_agent_down(node.metadata.name, agent_down_reason(None if found is None else found.status))
     return cluster
 
 
@@ -349,34 +351,48 @@ def _gpu_lines(
     request: PodRequest,
     config: SchedulerConfig,
     options: Options,
-    silent: Sequence[str],
+    without_gpus: Sequence[str],
     own: frozenset[GpuUuid] = frozenset(),
 ) -> list[str]:
     """Return a line for each GPU or group of equal GPUs, and for the nodes that report none."""
     found = explain_gpus(CachedEvaluation(request, config, cluster.snapshot()).evaluation, sorted(cluster.nodes))
     gpus = lines(with_own(with_measures(found, cluster.nodes.values()), own), each=options.each_gpu)
     question = "is the node agent running there?"
-    if options.each_gpu or len(silent) < 2:
-        gpus += [f"{name} reports no GPUs: {question}" for name in silent]
+    if options.each_gpu or len(without_gpus) < 2:
+        gpus += [f"{name} reports no GPUs: {question}" for name in without_gpus]
     else:
-        gpus.append(f"{len(silent):,} nodes report no GPUs ({listed(silent)}): {question}")
+        gpus.append(f"{len(without_gpus):,} nodes report no GPUs ({listed(without_gpus)}): {question}")
     policy = []
     if request.policy not in (None, config.policy.name):
         policy = [f"its annotation {ANNOTATION_POLICY} selects policy {request.policy} instead of {config.policy.name}"]
     return [*policy, *(f"  {line}" for line in gpus or ["no node reports GPUs; is the node agent running?"])]
 
 
-async def _nodes_without_gpus(api: KubeApi, nodes: Iterable[GpuNode], invalid: Container[str]) -> list[str]:
+async def _read_nodes(api: KubeApi) -> dict[str, _Node] | None:
+    """Read all Nodes by name; None if the caller may not list them."""
+    try:
+        return {node.metadata.name: node for node in await list_all(api, NODES, _Node)}
+    except Forbidden:
+        return None
+
+
+def _unread(kube_nodes: Mapping[str, _Node] | None) -> list[str]:
+    """Return what is missing in an answer without Nodes."""
+    return [] if kube_nodes is not None else ["you may not list Nodes: GPUs of nodes that are down count as usable"]
+
+
+def _nodes_without_gpus(
+    nodes: Iterable[GpuNode], kube_nodes: Mapping[str, _Node] | None, invalid: Container[str]
+) -> list[str]:
     """Return the names of the nodes that should report GPUs and report none, sorted.
 
-    If the caller may not list Nodes, only those with a GpuNode are known. Invalid GpuNodes have lines of their own.
+    Without Nodes, only those with a GpuNode are known. Invalid GpuNodes have lines of their own.
     """
-    try:
-        labelled = await list_all(api, NODES, _Named, Selector(labels=f"{LABEL_MANAGED}=managed"))
-    except Forbidden:
-        labelled = []
+    managed = [
+        name for name, node in (kube_nodes or {}).items() if node.metadata.labels.get(LABEL_MANAGED) == "managed"
+    ]
     reporting = {node.metadata.name: bool(node.status.devices) for node in nodes}
-    names = {*reporting, *(node.metadata.name for node in labelled)}
+    names = {*reporting, *managed}
     return sorted(name for name in names if not reporting.get(name, False) and name not in invalid)
 
 

@@ -19,7 +19,7 @@ from carpool_core.resources.node import GpuNode, GpuNodeSpec, Reservation
 from carpool_core.values import PartitionState, PodUid
 
 from carpool_extender.cache import ledger
-from carpool_extender.cache.cluster import GpuAvailability
+from carpool_extender.cache.cluster import GpuBackoff
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.extender_api import BindingArgs
 from carpool_extender.framework.selection import EvaluationCache, place_on_node, reservation_of
@@ -63,7 +63,7 @@ class BindDeps:
     sleep: Callable[[float], Awaitable[Any]]
     events: EventRecorder
     telemetry: ExtenderMetrics
-    availability: GpuAvailability
+    backoff: GpuBackoff
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +271,7 @@ class Binder:
                 f"the agent of node {args.node} did not prepare the GPU for {_name(args)} within "
                 f"{self._timeout_s:g} s; see the node agent's log and `kubectl describe gpunode {args.node}`",
             ) from error
-        self._deps.availability.record_success(args.node, reserved.gpu_uuids)
+        self._deps.backoff.record_success(args.node, reserved.gpu_uuids)
 
     async def _ready(self, args: BindingArgs, reserved: Reservation) -> None:
         while True:
@@ -363,7 +363,7 @@ class Binder:
     async def _give_back(self, args: BindingArgs, reserved: Reservation, why: AbandonedError) -> None:
         """Release the reservation. `ReservationGC` repeats a release that fails here."""
         if why.reason in UNPREPARED:
-            self._deps.availability.record_failure(args.node, reserved.gpu_uuids)
+            self._deps.backoff.record_failure(args.node, reserved.gpu_uuids)
         try:
             await self._writer.release(args.node, reserved)
         except KubeError as error:

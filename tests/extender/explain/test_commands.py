@@ -2,19 +2,14 @@
 
 import contextlib
 import dataclasses
-from datetime import timedelta
 
 import click
-import msgspec
 import pytest
 from asking_world import HEAD
-from carpool_core.clock import rfc3339
 from carpool_core.kube.api import CONFIG_MAPS, GPU_NODES, GPU_TRAINING_JOBS
 from carpool_core.kube.errors import Forbidden, Invalid, Unreachable
 from carpool_core.settings import SettingsError, click_options
-from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
-from carpool_extender.cache.cluster import SILENCE_S
 from carpool_extender.explain import commands
 from carpool_extender.explain.commands import (
     ManifestError,
@@ -28,7 +23,7 @@ from carpool_extender.explain.commands import (
 from carpool_extender.framework.diagnosis import broken
 from carpool_extender.framework.filters import Quantile
 from carpool_extender.settings import AskSettings, ConditionSettings
-from carpool_extender.testing import gpu_node, seed_job, seed_node
+from carpool_extender.testing import seed_job
 from carpool_simulator.commands import simulate
 from click.testing import CliRunner
 
@@ -86,20 +81,6 @@ def test_manifest_may_come_from_standard_input(monkeypatch):
         refused = CliRunner().invoke(what_if, ["-", "-n", "default"], input=manifest)
     assert refused.exit_code == 2
     assert "the namespace of the manifest, b, is not default" in refused.output
-
-
-def test_agents_are_silent_by_the_clock_of_the_api_server(monkeypatch):
-    """Regression: every agent counted as silent on a machine whose clock was ahead."""
-    kube, of_machine, ahead_s = FakeKube(), FakeClock(), 2 * SILENCE_S
-    monkeypatch.setattr(FakeKube, "server_ahead_s", -ahead_s)
-    monkeypatch.setattr(commands, "SystemClock", lambda: of_machine)
-    node = gpu_node()
-    heard = rfc3339(of_machine.now() - timedelta(seconds=ahead_s))
-    seed_node(kube, msgspec.structs.replace(node, status=msgspec.structs.replace(node.status, heartbeat_time=heard)))
-    manifest = f"{{{HEAD}, metadata: {{name: x}}, spec: {{template: {{}}}}}}"
-    with served(kube, monkeypatch):
-        result = CliRunner().invoke(what_if, ["-", "--all"], input=manifest)
-    assert (result.exit_code, "has not reported" in result.output) == (0, False), result.output
 
 
 @pytest.mark.parametrize("command", [[explain_command, "busy"], [simulate, "--trace", "t.csv"]])

@@ -1,13 +1,11 @@
 """What would have to change for a job to have a place: each change in the advice was tried and works."""
 
 import re
-from datetime import timedelta
 
-import msgspec
 import numpy as np
 import pytest
-from asking_world import CLOCK, OPTIONS, RULES, job_of, predicted, what_if
-from carpool_core.clock import rfc3339
+from asking_world import OPTIONS, RULES, job_of, predicted, what_if
+from carpool_core.kube.api import NODES
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, RequestedMode, SharingMode, Tenancy
 from carpool_extender.cache.pod_request import PodRequest
@@ -15,7 +13,18 @@ from carpool_extender.explain.counterfactual import NO_ADVICE, Scenario, advice
 from carpool_extender.framework.filters import AdmissionLimits, Quantile
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.framework.selection import CachedEvaluation
-from carpool_extender.testing import T4, cluster, demand, device, gpu_node, pod_request, prediction, seed_node, tenant
+from carpool_extender.testing import (
+    T4,
+    cluster,
+    demand,
+    device,
+    gpu_node,
+    node_of,
+    pod_request,
+    prediction,
+    seed_node,
+    tenant,
+)
 
 TURNS, ALONE = SharingMode.TIME_SLICING, SharingMode.EXCLUSIVE
 GPU, OTHER = "GPU-a-0", "GPU-a-1"
@@ -144,19 +153,18 @@ def test_gpu_of_another_worker_of_the_job_is_not_freed():
 @pytest.mark.parametrize(
     ("changes", "helps"),
     [
-        pytest.param({}, True, id="only the report is missing"),
+        pytest.param({}, True, id="only the agent is missing"),
         pytest.param({"health": "Unhealthy", "health_message": "Xid 79"}, False, id="unhealthy"),
         pytest.param({"product": T4}, False, id="too small"),
     ],
 )
-async def test_agent_that_reports_again_is_advice_if_its_gpus_would_do(changes, helps):
+async def test_agent_that_runs_again_is_advice_if_its_gpus_would_do(changes, helps):
     kube = FakeKube()
-    heard = rfc3339(CLOCK.now() - timedelta(seconds=600))
-    node = gpu_node("b", [device(0, "b", **changes)])
-    seed_node(kube, msgspec.structs.replace(node, status=msgspec.structs.replace(node.status, heartbeat_time=heard)))
+    seed_node(kube, gpu_node("b", [device(0, "b", **changes)]))
+    kube.seed(NODES, node_of("b", slots=0))
     seed_node(kube, gpu_node("a", [device(0, product=T4)]))
     lines = (await what_if(kube, job_of({"memory": {"limit": "30Gi"}}), RULES, predicted, OPTIONS)).lines
-    assert any(line.startswith(PREFIX) and "if the agent of b reported again" in line for line in lines) is helps
+    assert any(line.startswith(PREFIX) and "if the agent of b ran again" in line for line in lines) is helps
 
 
 def test_attempts_change_nothing_that_decisions_depend_on():

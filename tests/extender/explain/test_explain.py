@@ -444,7 +444,9 @@ class TestUnreported:
         kube = a_job()
         seed_node(kube, gpu_node("b", 0))
         kube.fail_next("list", NODES, Forbidden("no", status=403))
-        assert (await explained(kube))[-1].startswith("  b reports no GPUs")
+        *_, without_gpus, unread = await explained(kube)
+        assert without_gpus.startswith("  b reports no GPUs")
+        assert unread.startswith("you may not list Nodes: ")
 
     async def test_invalid_gpu_node_is_left_out_and_named(self):
         kube = a_job()

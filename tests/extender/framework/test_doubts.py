@@ -118,7 +118,6 @@ def test_what_means_nothing_here_does_no_harm():
         tenant("x", ["GPU-elsewhere"]),
         tenants=[seen("pod-x", 5, "GPU-elsewhere")],
         devices=1,
-        heartbeat_time="not a time",
     )
     assert filter_nodes(evaluate(strange), ["a"]).fits == ["a"]
     nothing = a_node(devices=[device(0, memory_mib=0, reserved_mib=900)])

@@ -4,7 +4,7 @@ import asyncio
 
 import msgspec
 import pytest
-from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS
+from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, NODES
 from carpool_core.kube.errors import Unreachable
 from carpool_core.resources.node import GpuNodeStatus, Tenant, TenantProfile
 from carpool_core.testing.clock import FakeClock
@@ -12,9 +12,10 @@ from carpool_core.values import SharingMode
 from carpool_extender.cache import ledger
 from carpool_extender.cache.peaks import PeakTracker, StablePeak, measured_tenants, use_measured_peak
 from carpool_extender.framework.diagnosis import measured_differences
-from carpool_extender.reservations.peaks import PeakUpdater
+from carpool_extender.reservations.peaks import CHECK_EVERY_S, PeakUpdater
 from carpool_extender.reservations.writer import ATTEMPTS
-from carpool_extender.testing import cluster, device, gpu_node, prediction, tenant, until
+from carpool_extender.testing import cluster, device, gpu_node, node_of, prediction, tenant, until
+from carpool_predictor.calibration.observe import LOADING_S, STEADY_S
 from extender_world import args, background, filtering, named
 from msgspec.structs import replace
 
@@ -36,6 +37,7 @@ def measured(*peaks, busy=80.0, working=None, memory_mib=None, name="x"):
             peak_memory_mib=peak,
             gpu_util_percent=busy,
             working=working,
+            settled=True,
         )
         for gpu, peak in zip(GPUS, peaks, strict=False)
     ]
@@ -46,19 +48,18 @@ def after(pods, *peaks):
     return {pod: StablePeak(peaks, by) for pod, by in pods.items()}
 
 
-def a_node(*held, tenants=(), heartbeat="2026-01-31T12:00:00Z", name="a"):
+def a_node(*held, tenants=(), name="a"):
     devices = [device(index) for index in range(2)]
-    status = GpuNodeStatus(devices=devices, tenants=list(tenants), heartbeat_time=heartbeat)
+    status = GpuNodeStatus(devices=devices, tenants=list(tenants))
     return replace(gpu_node(name, devices, held), status=status)
 
 
 class Agent:
-    """Writes twice a minute."""
+    """An agent whose GpuNode is observed every 25 s."""
 
     def __init__(self):
         self.clock = FakeClock()
         self.tracker = PeakTracker(self.clock)
-        self.beats = 0
 
     def report(self, held, for_s, *peaks, **changes):
         found = {}
@@ -68,8 +69,7 @@ class Agent:
         return found
 
     def look(self, held, *peaks, **changes):
-        self.beats += 1
-        node = a_node(held, tenants=measured(*peaks, **changes), heartbeat=f"beat {self.beats}")
+        node = a_node(held, tenants=measured(*peaks, **changes))
         return {pod: still.margin for pod, still in self.tracker.look(node).items()}
 
 
@@ -108,25 +108,6 @@ def test_all_gpus_of_a_worker_must_be_stable():
     agent.report(held, 700, 5000)
     assert agent.report(held, 100, 5000, 6000) == {}
     assert agent.report(held, 25, 5000, 6000) == FIRST
-
-
-def test_silence_of_the_agent_resets_the_time():
-    agent = Agent()
-    agent.report(reserved(), 500, 5000)
-    agent.clock.advance(100)
-    assert agent.look(reserved(), 5000) == {}
-    assert agent.report(reserved(), 75, 5000) == {}
-    assert agent.report(reserved(), 25, 5000) == FIRST
-
-
-def test_a_write_by_others_does_not_count_as_a_report():
-    agent = Agent()
-    agent.report(reserved(), 100, 5000)
-    for _ in range(4):  # another pod's reservation is written meanwhile, and the agent says nothing
-        agent.clock.advance(25)
-        agent.beats -= 1
-        found = agent.look(reserved(), 5000)
-    assert found == {}
 
 
 @pytest.mark.parametrize(
@@ -217,7 +198,7 @@ def test_a_tenant_that_exceeds_what_counts_gets_its_bound_back_for_good(promised
     ],
 )
 def test_gpu_table_and_ledger_count_a_measured_tenant_alike(promised, peak, counted):
-    held = replace(reserved(replace(POOR, memory_mib=promised, measured_mib=5500)), reserved_at="2026-01-31T11:00:00Z")
+    held = reserved(replace(POOR, memory_mib=promised, measured_mib=5500))
     node = a_node(held, tenants=measured(peak))
     assert 40960 - cluster(node).snapshot().gpus.free_mib[0] == counted
     newcomer = replace(tenant("n", GPUS[:1]), tenant=TenantProfile(memory_mib=40960 - counted + 1))
@@ -246,8 +227,7 @@ def test_gpu_table_and_ledger_count_a_measured_tenant_alike(promised, peak, coun
     ],
 )  # fmt: skip
 def test_explain_says_what_counts(profile, peak, said):
-    held = replace(reserved(profile), reserved_at="2026-01-31T11:00:00Z")
-    [told] = measured_differences(a_node(held, tenants=measured(peak))).values()
+    [told] = measured_differences(a_node(reserved(profile), tenants=measured(peak))).values()
     assert said in told
 
 
@@ -268,13 +248,17 @@ async def place(world, extender, job="x"):
     assert answer.error == ""
 
 
-async def report(world, for_s, *, peak_mib=5000, busy=80.0):
-    """Let the agent report x twice a minute."""
-    for _ in range(round(for_s / 25)):
-        world.clock.advance(25)
-        tenant = {"podUid": "pod-x", "gpuUuid": GPUS[0], "memoryMib": peak_mib, "peakMemoryMib": peak_mib}
-        status = {"tenants": [tenant | {"gpuUtilPercent": busy}], "heartbeatTime": world.clock.now().isoformat()}
-        await world.kube.patch(GPU_NODES, "a", {"status": status}, subresource="status")
+async def report(world):
+    """Let the agent report x, and the extender observe it."""
+    tenant = {"podUid": "pod-x", "gpuUuid": GPUS[0], "memoryMib": 5000, "peakMemoryMib": 5000, "gpuUtilPercent": 80.0}
+    await world.kube.patch(GPU_NODES, "a", {"status": {"tenants": [tenant]}}, subresource="status")
+    await passes(world, CHECK_EVERY_S)
+
+
+async def passes(world, for_s):
+    """Let time pass, in which the agent has nothing new to report."""
+    for _ in range(round(for_s / CHECK_EVERY_S)):
+        world.clock.advance(CHECK_EVERY_S)
         for _ in range(20):
             await asyncio.sleep(0)
 
@@ -291,13 +275,14 @@ async def test_a_lone_job_is_joined_once_its_peak_was_measured(world):
         assert (lone["mode"], lone.get("memoryLimitMib"), lone["tenant"].get("memoryMib")) == ("MPS", None, None)
         assert "counts with the whole GPU until its own peak was measured" in lone["reason"]
         assert named(await extender.service.filter(filtering("y"))) == []
-        await report(world, 100)
+        await report(world)
+        await passes(world, LOADING_S - CHECK_EVERY_S)
         assert counted(world) == [None]
-        await report(world, 25)
+        await passes(world, CHECK_EVERY_S)
         await until(lambda: counted(world) == [7500])
         assert named(await extender.service.filter(filtering("y"))) == ["a"]
         await place(world, extender, "y")
-        await report(world, 500)
+        await passes(world, STEADY_S - LOADING_S)
         await until(lambda: counted(world) == [5500, None])
     assert world.reservations("a")[0]["generation"] == lone["generation"]  # its agent need not act
 
@@ -306,24 +291,42 @@ async def test_written_peaks_survive_a_restart_of_the_extender(world):
     a_lone_job(world)
     async with world.extender() as extender:
         await place(world, extender)
-        await report(world, 100)
+        await report(world)
+        await passes(world, LOADING_S - CHECK_EVERY_S)
     async with world.extender() as extender:
-        await report(world, 100)
+        await passes(world, LOADING_S)
         assert counted(world) == [None]
-        await report(world, 25)
+        await passes(world, CHECK_EVERY_S)
         await until(lambda: counted(world) == [7500])
     async with world.extender() as extender:
         assert named(await extender.service.filter(filtering("y"))) == ["a"]
 
 
-async def test_a_failed_write_is_repeated_at_the_next_report(world):
+async def test_a_dead_agent_resets_the_time(world):
+    """A peak may be missed, and the next agent begins with its own."""
     a_lone_job(world)
     async with world.extender() as extender:
         await place(world, extender)
-        await report(world, 100)
+        await report(world)
+        await passes(world, LOADING_S - CHECK_EVERY_S)
+        for slots in (0, 8):
+            world.kube.seed(NODES, node_of("a", slots=slots))
+            await passes(world, CHECK_EVERY_S)
+        await passes(world, LOADING_S - CHECK_EVERY_S)
+        assert counted(world) == [None]
+        await passes(world, CHECK_EVERY_S)
+        await until(lambda: counted(world) == [7500])
+
+
+async def test_a_failed_write_is_repeated_at_the_next_observation(world):
+    a_lone_job(world)
+    async with world.extender() as extender:
+        await place(world, extender)
+        await report(world)
+        await passes(world, LOADING_S - CHECK_EVERY_S)
         for _ in range(ATTEMPTS):
             world.kube.fail_next("patch", GPU_NODES, Unreachable("gone"), subresource="")
-        await report(world, 400)
+        await passes(world, 20 * CHECK_EVERY_S)
         await until(lambda: counted(world) == [7500])
 
 
@@ -342,34 +345,25 @@ async def test_a_job_that_died_of_memory_stays_alone(world, outcome):
 
 
 class SlowWriter:
-    """The watched nodes, and a writer that never finishes `slow`."""
+    """A writer that never finishes the node `slow`."""
 
     def __init__(self):
-        self.cluster, self.nodes, self.callbacks, self.written = self, {}, [], []
-        self.node = self.nodes.get
-
-    def on_node(self, callback):
-        self.callbacks.append(callback)
-
-    def apply(self, node):
-        name = node.metadata.name
-        old, self.nodes[name] = self.nodes.get(name), node
-        for callback in self.callbacks:
-            callback(old, node)
+        self.begun, self.written = [], []
 
     async def change(self, name, decide):
+        self.begun.append(name)
         if name == "slow":
             await asyncio.Event().wait()
-        self.written.append((name, decide(self.nodes[name]).reservations[0].tenant.measured_mib))
+        self.written.append(name)
 
 
-async def test_a_node_that_is_slow_to_write_delays_no_other():
+async def test_a_node_that_is_slow_to_write_delays_no_other_and_is_not_written_twice():
     clock, writer = FakeClock(), SlowWriter()
-    async with background(PeakUpdater(writer, writer, PeakTracker(clock)).run()):
-        for name in ("slow", "quick"):
-            for _ in range(5):
-                clock.advance(25)
-                heartbeat = clock.now().isoformat()
-                writer.apply(a_node(reserved(), tenants=measured(5000), heartbeat=heartbeat, name=name))
-            await asyncio.sleep(0)
-        await until(lambda: writer.written == [("quick", 7500)])
+    names = ("slow", "quick")
+    nodes = cluster(*(a_node(reserved(), tenants=measured(5000), name=name) for name in names))
+    async with background(PeakUpdater(nodes, writer, PeakTracker(clock), clock.sleep).run()):
+        for _ in range(round(LOADING_S / CHECK_EVERY_S) + 1):
+            await until(lambda: CHECK_EVERY_S in clock.sleeping)
+            clock.advance(CHECK_EVERY_S)
+        await until(lambda: writer.begun.count("quick") == 2)  # its reservation stays as it was here
+    assert (writer.begun.count("slow"), set(writer.written)) == (1, {"quick"})

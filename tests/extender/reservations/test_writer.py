@@ -94,10 +94,10 @@ async def test_of_several_reservations_of_one_pod_only_the_first_counts_and_is_w
 async def test_a_status_report_is_no_conflict():
     """Regression: each reservation was written at about the time of a report on the one before, and was refused."""
     setup = await Setup().read()
-    await setup.kube.patch(GPU_NODES, "a", {"status": {"heartbeatTime": "2026-01-31T12:00:00Z"}}, subresource="status")
+    await setup.kube.patch(GPU_NODES, "a", {"status": {"agentVersion": "1.2"}}, subresource="status")
     setup.kube.calls.clear()
     written = await setup.writer.change("a", adding(X))
-    assert written.status.heartbeat_time == "2026-01-31T12:00:00Z"
+    assert written.status.agent_version == "1.2"
     assert setup.verbs == ["patch"]
 
 

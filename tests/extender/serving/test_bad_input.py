@@ -5,16 +5,16 @@ import json
 import aiohttp
 import msgspec
 import pytest
-from carpool_core.kube.api import GPU_NODES, PODS
+from carpool_core.kube.api import GPU_NODES, NODES, PODS
 from carpool_core.resources.node import Tenant
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth
 from carpool_deviceplugin.gpu_processes import describe_foreign
-from carpool_extender.cache.cluster import SILENCE_S
 from carpool_extender.testing import (
     device,
     gpu_node,
+    node_of,
     pod_of,
     seed_job,
     seed_node,
@@ -41,7 +41,7 @@ def seen(pod, memory_mib):
 
 
 NO_GPUS = "no node offered reports GPUs; is the node agent running there?"
-NODES = [
+INVALID = [
     pytest.param(None, NO_GPUS, id="missing"),
     pytest.param(a_node(devices=0), NO_GPUS, id="without GPUs"),
     pytest.param(
@@ -89,7 +89,7 @@ async def refusals(session, url):
     return [*(one["a"] for one in told), bound["Error"]]
 
 
-@pytest.mark.parametrize(("node", "words"), NODES)
+@pytest.mark.parametrize(("node", "words"), INVALID)
 async def test_gpu_of_an_invalid_node_is_left_out_with_a_reason(certificates, node, words):
     kube = a_server(node)
     async with running(kube, certificates) as (url, _), as_client(certificates) as session:
@@ -98,23 +98,26 @@ async def test_gpu_of_an_invalid_node_is_left_out_with_a_reason(certificates, no
     assert 'gpunodes.carpool.dev "a" not found' in bound if node is None else words in bound
 
 
-@pytest.mark.parametrize("heartbeat", ["2036-01-31T12:00:00Z", "soon", None])
-async def test_node_of_a_silent_agent_is_left_out_until_it_reports(certificates, heartbeat):
-    kube, clock = a_server(a_node(heartbeat_time=heartbeat)), FakeClock()
-
-    async def beat(node):
-        patch = {"status": {"heartbeatTime": clock.now().isoformat()}}
-        await kube.patch(GPU_NODES, node, patch, subresource="status")
-        await until(lambda: node not in unavailable_nodes(parts.informers.cluster))
-
-    async with running(kube, certificates, clock=clock) as (url, parts), as_client(certificates) as session:
-        clock.advance(SILENCE_S)
-        assert (await post(session, url, "filter", ONLY_A))["NodeNames"] == ["a"]
-        clock.advance(1)
-        await beat("b")
-        for told in await refusals(session, url):
-            assert "NoGpuFits: 1 node: its agent has not reported for more than 60 s" in told
-        await beat("a")
+@pytest.mark.parametrize(
+    ("node", "reason"),
+    [
+        pytest.param({"slots": 0}, "its Node offers no carpool.dev/gpu: is the node agent running there?", id="agent"),
+        pytest.param({"is_ready": False}, "its Node is not ready", id="kubelet"),
+        pytest.param(None, "its Node does not exist", id="Node"),
+    ],
+)
+async def test_node_without_a_running_agent_is_left_out_until_it_runs(certificates, node, reason):
+    kube = a_server(a_node())
+    async with running(kube, certificates) as (url, parts), as_client(certificates) as session:
+        if node is None:
+            await kube.delete(NODES, "a")
+        else:
+            kube.seed(NODES, node_of("a", **node))
+        await until(lambda: unavailable_nodes(parts.informers.cluster) == {"a"})
+        for refusal in await refusals(session, url):
+            assert f"NoGpuFits: 1 node: {reason}" in refusal
+        kube.seed(NODES, node_of("a", slots=1))
+        await until(lambda: unavailable_nodes(parts.informers.cluster) == set())
         assert (await post(session, url, "filter", ONLY_A))["NodeNames"] == ["a"]
 
 
