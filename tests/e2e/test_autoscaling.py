@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from carpool_core.clock import SystemClock, rfc3339
 from carpool_core.keys import GATE_ADMISSION
 from carpool_e2e.cluster import Cluster
 from carpool_e2e.demo.manifests import H100, sleeper
@@ -91,7 +90,7 @@ def report(watcher: Watcher) -> list[dict[str, Any]]:
     """Report the reservations of the added node as prepared, and return them."""
     reservations = watcher.read("gpunode", ADDED)["spec"].get("reservations", [])
     ready = [{"podUid": r["podUid"], "generation": r["generation"], "state": "Ready"} for r in reservations]
-    status = {"agentVersion": "played", "heartbeatTime": rfc3339(SystemClock().now()), "devices": B200S}
+    status = {"agentVersion": "played", "devices": B200S}
     patch = json.dumps({"status": status | {"partitions": ready}})
     watcher.cluster.kubectl("patch", "gpunode", ADDED, "--subresource=status", "--type=merge", "-p", patch)
     return list(reservations)

@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from carpool_core.clock import SystemClock, rfc3339
 from carpool_e2e.cluster import Cluster, KubectlError
 from carpool_e2e.demo.manifests import sleeper
 from carpool_e2e.fleet import FleetNode, node_status
@@ -44,8 +43,7 @@ class PlayedAgent:
     def report(self, reservations: list[dict[str, Any]]) -> None:
         """Say that the GPU is there, and that these reservations are prepared."""
         ready = [{"podUid": r["podUid"], "generation": r["generation"], "state": "Ready"} for r in reservations]
-        heartbeat = rfc3339(SystemClock().now())
-        status = {"agentVersion": "played", "heartbeatTime": heartbeat, "devices": [DEVICE], "partitions": ready}
+        status = {"agentVersion": "played", "devices": [DEVICE], "partitions": ready}
         patch = json.dumps({"status": status})
         self._cluster.kubectl("patch", "gpunode", NODE, "--subresource=status", "--type=merge", "-p", patch)
 

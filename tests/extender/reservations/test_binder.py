@@ -4,7 +4,7 @@ import asyncio
 from datetime import timedelta
 
 import pytest
-from carpool_core.clock import parse_rfc3339
+from carpool_core.clock import parse_rfc3339, rfc3339
 from carpool_core.keys import ANNOTATION_GPUS, ANNOTATION_MODE
 from carpool_core.kube.api import GPU_NODES, PODS
 from carpool_core.kube.errors import Conflict, Forbidden, Overloaded, Unreachable
