@@ -2,14 +2,14 @@
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import structlog
 from carpool_core.clock import Clock
 from carpool_core.keys import OUTCOME_GPU_OUT_OF_MEMORY, RESOURCE_GPU, SCHEDULER_NAME
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, NODES, PODS, KubeApi, Selector
-from carpool_core.kube.pods import Pod, job_owner_reference
+from carpool_core.kube.pods import Pod, PodCondition, job_owner_reference
 from carpool_core.kube.reflector import Reflector
 from carpool_core.resources.job import GpuSelector, MemoryOverride, Sharing
 from carpool_core.resources.meta import ObjectMeta
@@ -135,50 +135,30 @@ class WatchedJob(JobRow, frozen=True, kw_only=True):
     status: WatchedStatus = WatchedStatus()
 
 
-class NameRow(_Wire, frozen=True, kw_only=True):
-    """Name of a cluster-scoped object."""
-
-    name: str
-    namespace: str = ""
-
-
-class OfferRow(_Wire, frozen=True, kw_only=True):
-    """The slots that the device plugin of a node offers."""
-
-    slots: str = msgspec.field(name=RESOURCE_GPU, default="0")
-
-
-class ConditionRow(_Wire, frozen=True, kw_only=True):
-    """A condition of a Node."""
-
-    type: str
-    status: str
-
-
 class NodeStatusRow(_Wire, frozen=True, kw_only=True):
     """The part of a Node's status that shows whether its agent can prepare GPUs."""
 
-    allocatable: OfferRow = OfferRow()
-    conditions: list[ConditionRow] = []
+    allocatable: dict[str, str] = {}
+    conditions: list[PodCondition] = []
 
 
 class NodeRow(_Wire, frozen=True, kw_only=True):
     """A Node."""
 
-    metadata: NameRow
+    metadata: ObjectMeta
     status: NodeStatusRow = NodeStatusRow()
 
 
-def agent_down_reason(node: NodeStatusRow | None) -> str | None:
+def agent_down_reason(node: NodeRow | None) -> str | None:
     """Return why no agent can prepare the GPUs of a node; None if its agent serves the kubelet.
 
     A dead agent, and one without contact to the API server, offers no slots. A full node offers those in use.
     """
     if node is None:
         return "its Node does not exist"
-    if ConditionRow(type="Ready", status="True") not in node.conditions:
+    if not any(one.type == "Ready" and one.status == "True" for one in node.status.conditions):
         return "its Node is not ready"
-    if node.allocatable.slots == "0":
+    if node.status.allocatable.get(RESOURCE_GPU, "0") == "0":
         return f"its Node offers no {RESOURCE_GPU}: is the node agent running there?"
     return None
 
@@ -231,6 +211,9 @@ class Informers:
         self._jobs = Reflector(api, GPU_TRAINING_JOBS, WatchedJob, clock=clock, on_change=self._job_changed)
         ours = Selector(fields=f"spec.schedulerName={SCHEDULER_NAME}")
         self._pods = Reflector(api, PODS, Pod, selector=ours, clock=clock, on_change=self._pod_changed)
+        self._watches: dict[str, Reflector[Any]] = {
+            "GpuNode": self._nodes, "Node": self._kube_nodes, "GpuTrainingJob": self._jobs, "Pod": self._pods
+        }  # fmt: skip
         self._jobs_by_uid: dict[JobUid, JobRow] = {}
         self._pods_by_uid: dict[PodUid, Pod] = {}
         self._pods_by_job: dict[JobUid, dict[PodUid, Pod]] = {}
@@ -290,37 +273,22 @@ class Informers:
     async def run(self) -> None:
         """Watch until cancelled."""
         async with asyncio.TaskGroup() as group:
-            for reflector in (self._nodes, self._kube_nodes, self._jobs, self._pods):
+            for reflector in self._watches.values():
                 group.create_task(reflector.run())
 
     async def wait_synced(self) -> None:
         """Wait until every watch has listed."""
-        watches = (self._nodes, self._kube_nodes, self._jobs, self._pods)
-        await asyncio.gather(*(watch.wait_synced() for watch in watches))
+        await asyncio.gather(*(reflector.wait_synced() for reflector in self._watches.values()))
 
     def not_ready(self) -> str | None:
         """Say which watches have not listed yet; None once all have."""
-        missing = [
-            kind
-            for kind, store in (
-                ("GpuNodes", self._nodes.store),
-                ("Nodes", self._kube_nodes.store),
-                ("GpuTrainingJobs", self._jobs.store),
-                ("pods", self._pods.store),
-            )
-            if not store.synced
-        ]
+        missing = [f"{kind}s" for kind, reflector in self._watches.items() if not reflector.store.synced]
         return f"the first list of {', '.join(missing)} is not complete; try again shortly" if missing else None
 
     def ages(self) -> dict[str, float]:
         """Seconds since the server's last word, by kind; infinite before the first."""
         now = self._clock.monotonic()
-        return {
-            "GpuNode": self._nodes.store.age(now),
-            "Node": self._kube_nodes.store.age(now),
-            "GpuTrainingJob": self._jobs.store.age(now),
-            "Pod": self._pods.store.age(now),
-        }
+        return {kind: reflector.store.age(now) for kind, reflector in self._watches.items()}
 
     def _shared(self, old: GpuNode, new: GpuNode) -> GpuNode:
         # The answer to a write is stored before the watch reports the change.
@@ -348,10 +316,8 @@ class Informers:
 
     def _check_agent(self, name: str) -> None:
         """Update whether the agent of a node with a GpuNode is down."""
-        node, reason = self._kube_nodes.store.get(name), None
-        if self._nodes.store.get(name) is not None:
-            reason = agent_down_reason(None if node is None else node.status)
-        self.cluster.set_agent_down(name, reason)
+        has_gpus = self._nodes.store.get(name) is not None
+        self.cluster.set_agent_down(name, agent_down_reason(self._kube_nodes.store.get(name)) if has_gpus else None)
 
     def _apply(self, node: GpuNode) -> None:
         """Take in a GpuNode; one whose GPUs cannot be reckoned with counts as having none, and ends nothing."""

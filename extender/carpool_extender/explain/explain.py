@@ -42,7 +42,7 @@ from carpool_extender.explain.queue_forecast import (
 from carpool_extender.framework.diagnosis import PREFIX, explain_gpus, lines, with_measures, with_own
 from carpool_extender.framework.scores import SchedulerConfig
 from carpool_extender.framework.selection import CachedEvaluation
-from carpool_extender.informers import JobRow, JobSpecRow, JobStatusRow, NodeStatusRow, agent_down_reason
+from carpool_extender.informers import JobRow, JobSpecRow, JobStatusRow, NodeRow, agent_down_reason
 from carpool_extender.queue.entries import pods_of_latest_attempt
 from carpool_extender.workloads import ANNOTATION_POLICY, NotOurs, demand_of_row, pod_request_of
 
@@ -82,10 +82,6 @@ class _Job(JobRow, frozen=True, kw_only=True):
 
 class _Named(msgspec.Struct, frozen=True):
     metadata: ObjectMeta
-
-
-class _Node(_Named, frozen=True):
-    status: NodeStatusRow = NodeStatusRow()
 
 
 class NoSuchJobError(LookupError):
@@ -334,15 +330,14 @@ def _user(template: dict[str, Any]) -> int | None:
 
 
 def cluster_view(
-    nodes: Sequence[GpuNode], config: SchedulerConfig, kube_nodes: Mapping[str, _Node] | None
+    nodes: Sequence[GpuNode], config: SchedulerConfig, kube_nodes: Mapping[str, NodeRow] | None
 ) -> ClusterCache:
     """Build the cluster cache from GpuNodes and Nodes; without Nodes, every agent counts as running."""
     cluster = ClusterCache(config.slots)
     for node in nodes:
         cluster.apply(node)
         if kube_nodes is not None:
-            found = kube_nodes.get(node.metadata.name)
-            cluster.set_agent_down(node.metadata.name, agent_down_reason(None if found is None else found.status))
+            cluster.set_agent_down(node.metadata.name, agent_down_reason(kube_nodes.get(node.metadata.name)))
     return cluster
 
 
@@ -368,21 +363,21 @@ def _gpu_lines(
     return [*policy, *(f"  {line}" for line in gpus or ["no node reports GPUs; is the node agent running?"])]
 
 
-async def _read_nodes(api: KubeApi) -> dict[str, _Node] | None:
+async def _read_nodes(api: KubeApi) -> dict[str, NodeRow] | None:
     """Read all Nodes by name; None if the caller may not list them."""
     try:
-        return {node.metadata.name: node for node in await list_all(api, NODES, _Node)}
+        return {node.metadata.name: node for node in await list_all(api, NODES, NodeRow)}
     except Forbidden:
         return None
 
 
-def _unread(kube_nodes: Mapping[str, _Node] | None) -> list[str]:
+def _unread(kube_nodes: Mapping[str, NodeRow] | None) -> list[str]:
     """Return what is missing in an answer without Nodes."""
     return [] if kube_nodes is not None else ["you may not list Nodes: GPUs of nodes that are down count as usable"]
 
 
 def _nodes_without_gpus(
-    nodes: Iterable[GpuNode], kube_nodes: Mapping[str, _Node] | None, invalid: Container[str]
+    nodes: Iterable[GpuNode], kube_nodes: Mapping[str, NodeRow] | None, invalid: Container[str]
 ) -> list[str]:
     """Return the names of the nodes that should report GPUs and report none, sorted.
 

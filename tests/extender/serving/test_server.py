@@ -143,7 +143,7 @@ async def test_a_server_that_cannot_be_reached_is_an_error_and_not_a_refusal(cal
 
 
 async def test_nothing_is_answered_before_all_watches_have_listed(kube, certificates):
-    expected = "the first list of GpuNodes, Nodes, GpuTrainingJobs, pods is not complete"
+    expected = "the first list of GpuNodes, Nodes, GpuTrainingJobs, Pods is not complete"
     async with serving(kube, certificates, watching=False) as url, as_client(certificates) as session:
         for path in ("/filter", "/prioritize", "/bind", "/preempt"):
             async with session.post(url + path, data=ARGS) as answer:
