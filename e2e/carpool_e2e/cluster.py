@@ -130,8 +130,8 @@ class Cluster:
     def start_operator(self) -> None:
         """Start the operator and wait until it is ready."""
         port = self.plane.ports.operator_metrics
-        local = self._localize("operator", "operator", {"CARPOOL_METRICS_PORT": str(port)})
-        self._start("operator", local).wait_until(lambda: _answers(f"http://127.0.0.1:{port}/readyz"), READY_S)
+        operator = self._start_pod("operator", "operator", {"CARPOOL_METRICS_PORT": str(port)})
+        operator.wait_until(lambda: _answers(f"http://127.0.0.1:{port}/readyz"), READY_S)
 
     def start_scheduler(self) -> None:
         """Start the extender and the kube-scheduler that asks it, and wait until both are ready."""
@@ -140,7 +140,7 @@ class Cluster:
             "CARPOOL_METRICS_PORT": str(ports.extender_metrics),
             "CARPOOL_EXTENDER_PORT": str(ports.extender),
         }
-        extender = self._start("extender", self._localize("scheduler", "extender", environment))
+        extender = self._start_pod("scheduler", "extender", environment)
         scheduler = self._start("kube-scheduler", self._scheduler())
         extender.wait_until(lambda: _answers(f"http://127.0.0.1:{ports.extender_metrics}/readyz"), READY_S)
         scheduler.wait_until(self._scheduler_leads, READY_S)
@@ -182,30 +182,40 @@ class Cluster:
         ports = self.plane.ports
         kubeconfig = self._kubeconfig("carpool-scheduler")
         text = {"127.0.0.1:8888": f"127.0.0.1:{ports.extender}", "=10259": f"={ports.scheduler}"}
-        local = self._localize("scheduler", "kube-scheduler", {}, text)
+        deployment = self.rendered.one("Deployment", "carpool-scheduler")
+        local = localize(self.rendered, deployment, "kube-scheduler", Adaptation(self.plane.state, text=text))
         files = {path: scheduler_config(content, kubeconfig) if path.name == "config.yaml" else content
                  for path, content in local.files.items()}  # fmt: skip
         outside = [f"--{what}-kubeconfig={kubeconfig}" for what in ("authentication", "authorization")]
         command = [self.binaries["kube-scheduler"], *local.command[1:], *outside, "--bind-address=127.0.0.1"]
         return Local(command, local.environment, files)
 
-    def _localize(
-        self, workload: str, container: str, environment: dict[str, str], text: dict[str, str] | None = None
-    ) -> Local:
+    def _start_pod(self, workload: str, container: str, environment: dict[str, str]) -> Process:
+        """Start a container of a Deployment with the credentials that its pod would have; a kubeconfig without root."""
         deployment = self.rendered.one("Deployment", f"carpool-{workload}")
-        kubeconfig = self._kubeconfig(deployment["spec"]["template"]["spec"]["serviceAccountName"])
-        adapted = {"KUBECONFIG": str(kubeconfig), **environment}
-        return localize(
-            self.rendered, deployment, container, Adaptation(self.plane.state, text=text or {}, environment=adapted)
-        )
+        account = deployment["spec"]["template"]["spec"]["serviceAccountName"]
+        credentials = None
+        if os.getuid() == 0:
+            credentials = self.plane.write_credentials(account, self.plane.api.token_of(NAMESPACE, account))
+            port = str(self.plane.ports.apiserver)
+            environment = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": port, **environment}
+        else:
+            environment = {"KUBECONFIG": str(self._kubeconfig(account)), **environment}
+        adaptation = Adaptation(self.plane.state, environment=environment)
+        local = localize(self.rendered, deployment, container, adaptation)
+        return self._start(container, local, credentials=credentials)
 
     def _kubeconfig(self, service_account: str) -> Path:
         return self.plane.write_kubeconfig(service_account, self.plane.api.token_of(NAMESPACE, service_account))
 
-    def _start(self, name: str, local: Local, namespaces_of: int | None = None) -> Process:
+    def _start(
+        self, name: str, local: Local, namespaces_of: int | None = None, credentials: Path | None = None
+    ) -> Process:
         local.write_files()
         command = [carpool_command() if local.command[0] == "carpool" else local.command[0], *local.command[1:]]
-        return self.table.start(name, command, {"PYTHONUNBUFFERED": "1", **local.environment}, namespaces_of)
+        return self.table.start(
+            name, command, {"PYTHONUNBUFFERED": "1", **local.environment}, namespaces_of, credentials
+        )
 
 
 class KubectlError(HarnessError):

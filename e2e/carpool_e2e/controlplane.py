@@ -152,6 +152,14 @@ class ControlPlane:
         new.write_text(kubeconfig(self.server(host), self.ca_file, token))
         return new.replace(file)
 
+    def write_credentials(self, account: str, token: str) -> Path:
+        """Write what a pod of a ServiceAccount finds in its file system, and return the folder."""
+        folder = self.state / f"{account}.serviceaccount"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        (folder / "token").write_text(token)
+        (folder / "ca.crt").write_bytes(self.ca_file.read_bytes())
+        return folder
+
 
 def prepare(state: Path, ports: Ports, node_names: list[str], addresses: list[str]) -> ControlPlane:
     """Make certificates, tokens and kubeconfigs.

@@ -17,7 +17,15 @@ from carpool_core.keys import LABEL_MANAGED
 from carpool_e2e.binaries import CNI_FOLDERS, Binaries, static_busybox
 from carpool_e2e.controlplane import ControlPlane
 from carpool_e2e.errors import HarnessError, StartError
-from carpool_e2e.processes import Process, ProcessTable, create_cgroups, first_child, link_name, wait_for
+from carpool_e2e.processes import (
+    SERVICE_ACCOUNT,
+    Process,
+    ProcessTable,
+    create_cgroups,
+    first_child,
+    link_name,
+    wait_for,
+)
 from carpool_e2e.workloads.pod import IMAGE as ENVIRONMENT_IMAGE
 
 PAUSE_IMAGE = "localhost/pause:3.10"
@@ -248,7 +256,6 @@ def archive(layer_tar: bytes, entrypoints: Mapping[str, Sequence[str]]) -> bytes
     return buffer.getvalue()
 
 
-SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 """Where the agent finds its credentials, as in a pod."""
 MANAGED_LABELS = {LABEL_MANAGED: "managed"}
 

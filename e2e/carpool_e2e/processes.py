@@ -29,6 +29,11 @@ KUBELET_CONTROLLERS = frozenset({"cpu", "cpuset", "hugetlb", "memory", "pids"})
 
 LINKS = Path("/sys/class/net")
 
+SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
+"""Folder in which a pod finds the credentials of its ServiceAccount."""
+
+_WITH_CREDENTIALS = 'mkdir -p "$2" && mount --bind "$1" "$2" && shift 2 && exec "$@"'
+
 
 def marked_processes(state: Path) -> list[int]:
     """Return the processes that belong to a state directory, and their descendants that kept the environment."""
@@ -180,11 +185,16 @@ class Process:
     log: Path
     namespaces_of: int | None = None
     """Process whose mount, PID and network namespaces it enters; None to stay in the harness's own."""
+    credentials: Path | None = None
+    """Folder that it finds at `SERVICE_ACCOUNT`, in a mount namespace of its own; None for no such folder."""
     popen: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     @property
     def full_command(self) -> list[str]:
-        """Its command, by way of nsenter where it lives in namespaces of its own."""
+        """Its command, by way of nsenter or unshare where it lives in namespaces of its own."""
+        if self.credentials is not None:
+            mounting = ["unshare", "--mount", "sh", "-c", _WITH_CREDENTIALS, "sh"]
+            return [*mounting, str(self.credentials), SERVICE_ACCOUNT, *self.command]
         if self.namespaces_of is None:
             return [*self.command]
         return ["nsenter", "-t", str(self.namespaces_of), "-m", "-p", "-n", "--", *self.command]
@@ -328,10 +338,12 @@ class ProcessTable:
         command: Sequence[str],
         environment: Mapping[str, str] | None = None,
         namespaces_of: int | None = None,
+        credentials: Path | None = None,
     ) -> Process:
         """Start a process under a name of its own."""
         self.logs.mkdir(exist_ok=True)
-        process = Process(name, command, self.environment(environment or {}), self.logs / f"{name}.log", namespaces_of)
+        log, whole = self.logs / f"{name}.log", self.environment(environment or {})
+        process = Process(name, command, whole, log, namespaces_of, credentials)
         self.scripts.mkdir(exist_ok=True)
         self.script(name).write_text(process.script())
         self.script(name).chmod(0o700)
