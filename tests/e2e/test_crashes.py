@@ -124,7 +124,7 @@ def test_a_job_goes_on_while_everything_of_carpool_is_down(cluster: Cluster, wat
 def test_a_standby_goes_on_when_the_leading_operator_freezes(cluster: Cluster, watcher: Watcher) -> None:
     first = cluster["operator"]
     command = [*first.command, "--identity", "standby", "--metrics-port", "0"]
-    standby = cluster.table.start("standby", command, first.environment)
+    standby = cluster.table.start("standby", command, first.environment, credentials=first.credentials)
     try:
         eventually("the standby to wait", lambda: "waits to lead" in standby.log.read_text())
         first.pause()
