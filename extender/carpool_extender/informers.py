@@ -17,7 +17,15 @@ from carpool_core.resources.node import GpuNode
 from carpool_core.resources.prediction import Prediction
 from carpool_core.values import JobState, JobUid, PodUid
 
-from carpool_extender.cache.cluster import ClusterCache, reuse_equal_parts
+from carpool_extender.cache.cluster import (
+    AGENT_DOWN,
+    INVALID,
+    UNRESERVED_POD,
+    ClusterCache,
+    listed,
+    reuse_equal_parts,
+    shortened,
+)
 
 K = TypeVar("K")
 _NEED_NO_PLACE = frozenset((JobState.STARTING, JobState.RUNNING, JobState.COMPLETE, JobState.FAILED))
@@ -204,7 +212,7 @@ class Informers:
             GpuNode,
             clock=clock,
             on_change=self._node_changed,
-            on_unreadable=cluster.set_unreadable,
+            on_unreadable=self._set_unreadable,
             share=self._shared,
         )
         self._kube_nodes = Reflector(api, NODES, NodeRow, clock=clock, on_change=self._kube_node_changed)
@@ -317,7 +325,13 @@ class Informers:
     def _check_agent(self, name: str) -> None:
         """Update whether the agent of a node with a GpuNode is down."""
         has_gpus = self._nodes.store.get(name) is not None
-        self.cluster.set_agent_down(name, agent_down_reason(self._kube_nodes.store.get(name)) if has_gpus else None)
+        reason = agent_down_reason(self._kube_nodes.store.get(name)) if has_gpus else None
+        self.cluster.set_unavailable(name, AGENT_DOWN, reason)
+
+    def _set_unreadable(self, name: str, why: str | None) -> None:
+        """Leave out a GpuNode that cannot be decoded, whose last readable version stays; `why` None: it can again."""
+        reason = None if why is None else f"GpuNode {name} is invalid: {shortened(why)}"
+        self.cluster.set_unavailable(name, INVALID, reason)
 
     def _apply(self, node: GpuNode) -> None:
         """Take in a GpuNode; one whose GPUs cannot be reckoned with counts as having none, and ends nothing."""
@@ -377,7 +391,9 @@ class Informers:
             for uid, pod in self._bound_pods.get(node, {}).items()
             if node not in self.cluster.nodes_holding(uid) and self._is_recorded(pod)
         ]
-        self.cluster.set_unreserved(node, unreserved)
+        runs = "runs" if len(unreserved) == 1 else "run"
+        reason = f"{listed(unreserved)} {runs} on its node without a reservation" if unreserved else None
+        self.cluster.set_unavailable(node, UNRESERVED_POD, reason)
 
     def _is_recorded(self, pod: Pod) -> bool:
         """Whether the operator recorded the pod as a worker; users can create pods that name a job as their owner."""

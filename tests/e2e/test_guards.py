@@ -126,6 +126,18 @@ def test_the_agent_registers_again_after_the_kubelet_was_restarted(cluster: Clus
     watcher.placed_once("before")
 
 
+def test_a_node_whose_agent_died_gets_no_job_until_it_runs_again(cluster: Cluster, watcher: Watcher) -> None:
+    cluster["agent-a100"].kill()
+    eventually("no slots", lambda: watcher.read("node", "a100")["status"]["allocatable"]["carpool.dev/gpu"] == "0")
+    cluster.apply(sleeper("early"))
+    eventually(
+        "a reason", lambda: "offers no carpool.dev/gpu" in watcher.condition("early", "Placed").get("message", "")
+    )
+    assert not watcher.reserved("early")
+    cluster["agent-a100"].start()
+    watcher.placed_once("early", timeout_s=90)
+
+
 def test_a_job_whose_container_fails_is_tried_again_and_then_has_failed(cluster: Cluster, watcher: Watcher) -> None:
     cluster.apply(sleeper("stubborn", "exit 3", runPolicy={"backoffLimit": 1}))
     eventually("Failed", lambda: watcher.state("stubborn") == "Failed", timeout_s=90)

@@ -214,9 +214,7 @@ class ClusterCache:
         # Reasons why GPUs are unavailable
         self._unavailable: dict[int, UnavailableReason] = {}
         self._invalid: dict[int, UnavailableReason] = {}
-        self._unreadable: dict[str, UnavailableReason] = {}
-        self._unreserved: dict[str, UnavailableReason] = {}
-        self._agents_down: dict[str, UnavailableReason] = {}
+        self._of_nodes: dict[int, dict[str, UnavailableReason]] = {AGENT_DOWN: {}, UNRESERVED_POD: {}, INVALID: {}}
         self._reporters: dict[GpuUuid, list[str]] = {}
         self._duplicates: set[GpuUuid] = set()
 
@@ -462,48 +460,26 @@ class ClusterCache:
 
     # --- Availability ----------------------------------------------------------------------------------------------
 
-    def set_unreadable(self, name: str, why: str | None) -> None:
-        """Make the GPUs of a node unavailable whose GpuNode cannot be decoded; its last readable version stays.
-
-        Args:
-            name: Name of the GpuNode.
-            why: The decoding error; None once it can be decoded again, or is deleted.
-        """
-        self._unreadable.pop(name, None)
-        if why is not None:
-            self._unreadable[name] = UnavailableReason(INVALID, f"GpuNode {name} is invalid: {shortened(why)}")
-
-    def set_agent_down(self, name: str, why: str | None) -> None:
-        """Make the GPUs of a node unavailable that no agent can prepare.
+    def set_unavailable(self, name: str, kind: int, why: str | None) -> None:
+        """Make all GPUs of a node unavailable for a reason of a kind; None ends it.
 
         Args:
             name: Name of the node.
-            why: The reason; None if its agent serves the kubelet.
+            kind: AGENT_DOWN, UNRESERVED_POD or INVALID.
+            why: The reason.
         """
-        self._agents_down.pop(name, None)
+        self._of_nodes[kind].pop(name, None)
         if why is not None:
-            self._agents_down[name] = UnavailableReason(AGENT_DOWN, why)
+            self._of_nodes[kind][name] = UnavailableReason(kind, why)
 
     def is_agent_down(self, name: str) -> bool:
         """Return whether no agent serves the kubelet of a node."""
-        return name in self._agents_down
-
-    def set_unreserved(self, name: str, pods: Collection[str]) -> None:
-        """Make the GPUs of a node unavailable on which workers run without a reservation: they may use any of them.
-
-        Args:
-            name: Name of the GpuNode.
-            pods: These workers, as `namespace/name`; empty once each has ended or has its reservation.
-        """
-        self._unreserved.pop(name, None)
-        if pods:
-            text = f"{listed(pods)} {'runs' if len(pods) == 1 else 'run'} on its node without a reservation"
-            self._unreserved[name] = UnavailableReason(UNRESERVED_POD, text)
+        return name in self._of_nodes[AGENT_DOWN]
 
     def _update_unavailable(self) -> None:
         """Write the column: time makes GPUs available or unavailable without any change of an object."""
         found: dict[int, UnavailableReason] = {}
-        for name, reason in self._agents_down.items():
+        for name, reason in self._of_nodes[AGENT_DOWN].items():
             found |= dict.fromkeys(self._rows_of(name), reason)
         for uuid in self._duplicates:
             nodes = self._reporters[uuid]
@@ -514,7 +490,7 @@ class ClusterCache:
         if self._backoff is not None:
             for (name, uuid), reason in self._backoff.in_backoff().items():
                 found |= dict.fromkeys(self._rows_of(name, uuid), reason)
-        for name, reason in (*self._unreserved.items(), *self._unreadable.items()):
+        for name, reason in (*self._of_nodes[UNRESERVED_POD].items(), *self._of_nodes[INVALID].items()):
             found |= dict.fromkeys(self._rows_of(name), reason)
         changed = sorted(found.keys() ^ self._unavailable.keys())
         self._unavailable = found

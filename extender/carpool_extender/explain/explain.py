@@ -28,7 +28,7 @@ from carpool_core.resources.meta import Condition, ObjectMeta
 from carpool_core.resources.node import GpuNode, Reservation, describe_later_tenants
 from carpool_core.values import GpuUuid, JobState, PodUid
 
-from carpool_extender.cache.cluster import ClusterCache, listed
+from carpool_extender.cache.cluster import AGENT_DOWN, ClusterCache, listed
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.explain.counterfactual import without_pods
 from carpool_extender.explain.dry_run import DryRun, step_time_at
@@ -337,7 +337,8 @@ def cluster_view(
     for node in nodes:
         cluster.apply(node)
         if kube_nodes is not None:
-            cluster.set_agent_down(node.metadata.name, agent_down_reason(kube_nodes.get(node.metadata.name)))
+            reason = agent_down_reason(kube_nodes.get(node.metadata.name))
+            cluster.set_unavailable(node.metadata.name, AGENT_DOWN, reason)
     return cluster
 
 
