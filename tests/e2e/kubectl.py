@@ -1,12 +1,15 @@
 """Queries of the end-to-end tests to a running cluster, by kubectl."""
 
 import json
+import os
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
-from carpool_e2e.cluster import Cluster, KubectlError
+from carpool_e2e.cluster import Cluster, KubectlError, carpool_command
 
 T = TypeVar("T")
 
@@ -96,3 +99,15 @@ class Watcher:
         """Delete all jobs and pods of the default namespace, and wait until no reservation is left."""
         self.cluster.kubectl("delete", "gputrainingjobs,pods", "--all", "--grace-period=1", timeout_s=120)
         eventually("no reservation left", lambda: not self.reservations())
+
+
+def carpool(kubeconfig: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Run the `carpool` command as a user of the cluster types it."""
+    return subprocess.run(
+        [carpool_command(), *arguments],
+        env={**os.environ, "KUBECONFIG": str(kubeconfig)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )

@@ -12,7 +12,7 @@ from carpool_core.settings import KubeSettings
 from carpool_e2e.bench.throughput import populate
 from carpool_e2e.cluster import Cluster
 from carpool_e2e.demo.manifests import sleeper
-from typed import carpool
+from kubectl import carpool
 
 pytestmark = pytest.mark.e2e
 

@@ -101,3 +101,10 @@ def test_a_demo_that_is_ended_while_it_starts_leaves_nothing(first: signal.Signa
     demo.communicate(timeout=180)
     assert demo.returncode == 1
     assert cluster.left() == {}
+
+
+def test_the_charts_accounts_and_policies_are_there(control_plane: Cluster) -> None:
+    accounts = control_plane.kubectl("get", "serviceaccounts", "-n", "carpool-system", "-o", "name").split()
+    policies = control_plane.kubectl("get", "validatingadmissionpolicies", "-o", "name")
+    assert {f"serviceaccount/carpool-{name}" for name in ("operator", "scheduler", "node-agent")} <= set(accounts)
+    assert "carpool-pods" in policies

@@ -1,6 +1,7 @@
 """Slots, processes and what is left of them; the machine's own processes stand in for a cluster's."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from carpool_e2e import processes
 from carpool_e2e.errors import HarnessError, StartError
 from carpool_e2e.processes import Process, ProcessTable
+from kubectl import eventually
 from rich.console import Console
 
 FOREVER = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -19,9 +21,10 @@ FOREVER = [sys.executable, "-c", "import time; time.sleep(600)"]
 
 @pytest.fixture
 def table(tmp_path: Path) -> Iterator[ProcessTable]:
-    table = ProcessTable(tmp_path, os.environ["PATH"])
+    table = ProcessTable(tmp_path / "a state", os.environ["PATH"])
+    table.state.mkdir()
     yield table
-    processes.end_processes(tmp_path)
+    processes.end_processes(table.state)
     table.reap()
 
 
@@ -168,3 +171,59 @@ def test_cgroups_that_cannot_be_removed_are_named(tmp_path: Path, monkeypatch: p
     (tmp_path / "cpu" / "cp1-b" / "busy").touch()
     with pytest.raises(HarnessError, match="cp1-b cannot be removed"):
         processes.remove_cgroups("cp1", within_s=0)
+
+
+TELL_AND_STAY = """echo "$GREETING from $1, marked $CARPOOL_E2E_STATE, home $NOT_HANDED_ON"; exec sleep 600"""
+
+
+def test_a_killed_process_is_started_again_by_its_script(table: ProcessTable, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ["/bin/sh", "-c", TELL_AND_STAY, "sh", "it's me"]
+    first = table.start("greeter", command, {"GREETING": 'a $HOME "quoted"'})
+    line = f'a $HOME "quoted" from it\'s me, marked {table.state}, home \n'
+    eventually("a line in its log", lambda: first.log.read_text() == line)
+    first.kill(signal.SIGKILL)
+    assert processes.marked_processes(table.state) == []
+    monkeypatch.setenv("NOT_HANDED_ON", "something")
+    subprocess.run([table.script("greeter")], check=True, timeout=60)
+    eventually("the same line once more", lambda: first.log.read_text() == 2 * line)
+    assert len(processes.marked_processes(table.state)) == 1
+
+
+def test_the_script_of_a_process_in_namespaces_enters_them(table: ProcessTable) -> None:
+    inside = table.start("inside", ["true"], namespaces_of=4_000_000)
+    assert " setsid nsenter -t 4000000 -m -p -n -- true " in inside.script()
+
+
+RAISING = """
+import signal, sys
+from carpool_e2e import processes
+processes.as_by_ctrl_c()
+first, *others = (signal.Signals[name] for name in sys.argv[1:])
+try:
+    signal.raise_signal(first)
+except KeyboardInterrupt:
+    for other in others:
+        signal.raise_signal(other)
+    print("taken down")
+"""
+
+
+@pytest.mark.parametrize(
+    ("numbers", "taken_down"),
+    [
+        ("INT TERM", True),
+        ("INT HUP TERM TERM", True),
+        ("TERM TERM", True),
+        ("TERM HUP INT", True),
+        ("HUP TERM", True),
+        ("INT INT", False),
+        ("TERM INT INT", False),
+    ],
+)
+def test_what_follows_the_first_signal(numbers: str, taken_down: bool) -> None:
+    """The first interrupts, others leave the clean-up alone, and only a second Ctrl-C ends it."""
+    command = ["env", "--default-signal=HUP,INT,TERM", sys.executable, "-c", RAISING]
+    names = [f"SIG{number}" for number in numbers.split()]
+    ended = subprocess.run([*command, *names], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.stdout == "taken down\n") is taken_down, ended.stderr
+    assert (ended.returncode == 0) is taken_down

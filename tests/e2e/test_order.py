@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from carpool_e2e.cluster import Cluster
 from carpool_e2e.demo.manifests import H100, sleeper
-from kubectl import Watcher, eventually
-from typed import carpool
+from kubectl import Watcher, carpool, eventually
 
 pytestmark = pytest.mark.e2e
 

@@ -20,33 +20,16 @@ JSON_MERGE = "application/merge-patch+json"
 VERBS = ("get", "list", "watch", "create", "update", "patch", "delete", "deletecollection")
 
 RESOURCES = (
-    "carpool.dev/gputrainingjobs",
-    "carpool.dev/gputrainingjobs/status",
-    "carpool.dev/gputrainingjobs/finalizers",
-    "carpool.dev/gpunodes",
-    "carpool.dev/gpunodes/status",
-    "pods",
-    "pods/status",
-    "pods/binding",
-    "pods/eviction",
-    "pods/exec",
-    "services",
-    "nodes",
-    "nodes/status",
-    "events",
-    "secrets",
-    "configmaps",
-    "serviceaccounts",
-    "serviceaccounts/token",
-    "namespaces",
-    "apps/deployments",
-    "policy/poddisruptionbudgets",
-    "coordination.k8s.io/leases",
-    "rbac.authorization.k8s.io/clusterroles",
-    "rbac.authorization.k8s.io/clusterrolebindings",
-    "apiextensions.k8s.io/customresourcedefinitions",
+    "carpool.dev/gputrainingjobs", "carpool.dev/gputrainingjobs/status", "carpool.dev/gputrainingjobs/finalizers",
+    "carpool.dev/gpunodes", "carpool.dev/gpunodes/status", "pods",
+    "pods/status", "pods/binding", "pods/eviction", "pods/exec",
+    "services", "nodes", "nodes/status", "events",
+    "secrets", "configmaps", "serviceaccounts", "serviceaccounts/token", "namespaces",
+    "apps/deployments", "policy/poddisruptionbudgets",
+    "coordination.k8s.io/leases", "rbac.authorization.k8s.io/clusterroles",
+    "rbac.authorization.k8s.io/clusterrolebindings", "apiextensions.k8s.io/customresourcedefinitions",
     "admissionregistration.k8s.io/validatingadmissionpolicies",
-)
+)  # fmt: skip
 
 STOCK = {
     "pods": {"delete"},
