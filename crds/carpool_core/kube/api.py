@@ -142,6 +142,12 @@ class KubeApi(Protocol):
         """
         ...
 
+    def logs(
+        self, pod: str, *, namespace: str, container: str, is_followed: bool = False, tail_lines: int | None = None
+    ) -> AsyncIterator[str]:
+        """Yield the lines of a container's log; with `is_followed` until it ends. Raises `Invalid` before it starts."""
+        ...
+
     async def delete(self, kind: ResourceKind, name: str, *, namespace: str = "", uid: str = "") -> None:
         """Delete an object. With `uid`, raises `Conflict` if another object has the name now."""
         ...

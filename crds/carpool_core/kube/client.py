@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 
 from carpool_core.clock import Clock, SystemClock
-from carpool_core.kube.api import EventType, KubeApi, Page, ResourceKind, Selector, WatchEvent
+from carpool_core.kube.api import PODS, EventType, KubeApi, Page, ResourceKind, Selector, WatchEvent
 from carpool_core.kube.config import Endpoint, load_endpoint
 from carpool_core.kube.errors import (
     Conflict,
@@ -187,6 +187,27 @@ class KubeClient(KubeApi):
         target = _object(kind, namespace, name, "status")
         return _decoded(await self._call("PUT", target, query=_UNCHECKED, body=body, accept=_METADATA))
 
+    async def logs(
+        self, pod: str, *, namespace: str, container: str, is_followed: bool = False, tail_lines: int | None = None
+    ) -> AsyncIterator[str]:
+        """Yield the lines of a container's log; with `is_followed` until it ends. Raises `Invalid` before it starts."""
+        target, rest = _object(PODS, namespace, pod, "log"), b""
+        call = describe_call("GET", *target)
+        tail = "" if tail_lines is None else str(tail_lines)
+        query = {"container": container, "follow": "true" if is_followed else "", "tailLines": tail}
+        quiet = aiohttp.ClientTimeout(total=None, sock_connect=10)  # a training may write nothing for hours
+        try:
+            async with self._open(self._watches, "GET", target, query, {"Accept": "*/*"}, limits=quiet) as response:
+                await self._check(response, call)
+                async for chunk in response.content.iter_any():
+                    *whole, rest = (rest + chunk).split(b"\n")
+                    for line in whole:
+                        yield line.decode(errors="replace")
+                if rest:
+                    yield rest.decode(errors="replace")
+        except (aiohttp.ClientError, OSError) as error:
+            raise Unreachable(f"{call}: the connection broke: {error}") from error
+
     async def delete(self, kind: ResourceKind, name: str, *, namespace: str = "", uid: str = "") -> None:
         """Delete an object; its dependents follow in the background. With `uid`, `Conflict` for another one."""
         options: dict[str, Any] = {"propagationPolicy": "Background"}
@@ -225,6 +246,7 @@ class KubeClient(KubeApi):
         query: Mapping[str, str],
         headers: Mapping[str, str] | None = None,
         data: bytes | None = None,
+        limits: aiohttp.ClientTimeout | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         if session is None:
             raise RuntimeError("the client is closed: use it inside `async with connect(…)`")
@@ -232,7 +254,8 @@ class KubeClient(KubeApi):
         authorized = {**(headers or {"Accept": _OBJECT}), **({"Authorization": f"Bearer {token}"} if token else {})}
         url = self._endpoint.server + url_path(*target)
         params = {key: value for key, value in query.items() if value}
-        async with session.request(method, url, params=params, data=data, headers=authorized) as response:
+        times = limits or session.timeout
+        async with session.request(method, url, params=params, data=data, headers=authorized, timeout=times) as response:
             self._note_date(response.headers.get("Date", ""))
             yield response
 

@@ -14,7 +14,7 @@ from jsonpatch import JsonPatchException, apply_patch
 from jsonpointer import JsonPointerException
 
 from carpool_core.clock import Clock
-from carpool_core.kube.api import EventType, KubeApi, Page, ResourceKind, Selector, WatchEvent
+from carpool_core.kube.api import PODS, EventType, KubeApi, Page, ResourceKind, Selector, WatchEvent
 from carpool_core.kube.client import describe_call
 from carpool_core.kube.errors import PATCH_DOES_NOT_APPLY, Conflict, Gone, Invalid, KubeError, NotFound
 from carpool_core.testing.clock import FakeClock
@@ -103,6 +103,8 @@ class FakeKube(KubeApi):
         self._failures: list[_Failure] = []
         self.calls: list[Call] = []
         """Every call so far, in order."""
+        self.written_logs: dict[str, list[str]] = {}
+        """Lines of each pod's log, by the pod's name."""
 
     # For tests
 
@@ -271,6 +273,19 @@ class FakeKube(KubeApi):
         new = _with_metadata(old, resourceVersion=resource_version) | {"status": msgspec.to_builtins(status)}
         _check_preconditions(kind, old, new)
         return _answer(self._update(kind, old, new), failure, wants_object=False)
+
+    async def logs(
+        self, pod: str, *, namespace: str, container: str, is_followed: bool = False, tail_lines: int | None = None
+    ) -> AsyncIterator[str]:
+        """Yield the lines in `written_logs`. Raises `Invalid` for a container without a log."""
+        self._find(PODS, namespace, pod)
+        await asyncio.sleep(0)
+        if pod not in self.written_logs:
+            message = f'container "{container}" in pod "{pod}" is waiting to start: ContainerCreating'
+            raise Invalid(message, status=400, reason="BadRequest")
+        lines = self.written_logs[pod]
+        for line in lines if tail_lines is None else lines[max(0, len(lines) - tail_lines) :]:
+            yield line
 
     async def delete(self, kind: ResourceKind, name: str, *, namespace: str = "", uid: str = "") -> None:
         """Delete an object and, unless finalizers hold it, its dependents."""

@@ -1,9 +1,9 @@
 """When a pending job is expected to start: the scheduling queue of the extender, run on a copy of the cluster."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 import msgspec
 from carpool_core.clock import Clock
@@ -13,6 +13,8 @@ from carpool_core.kube.api import GPU_TRAINING_JOBS, PODS, KubeApi, ResourceKind
 from carpool_core.kube.errors import Forbidden, KubeError
 from carpool_core.kube.pods import Pod, container_uid, job_owner_reference, parse_worker_name
 from carpool_core.resources.node import Reservation
+from carpool_core.resources.schema import Resource
+from carpool_core.resources.schema import field as described
 from carpool_core.values import JobUid, PodUid
 
 from carpool_extender.cache.cluster import ClusterCache
@@ -90,6 +92,32 @@ class QueuePlace(NamedTuple):
     """Whether the queue has admitted the job, and kube-scheduler has not found a node yet."""
 
 
+class QueuedJobView(Resource, frozen=True, kw_only=True):
+    """One pending job, as `carpool queue` prints it."""
+
+    position: Annotated[int | None, described("Place in the queue, from 1; absent if the job is outside of it.")] = None
+    namespace: Annotated[str, described("Namespace of the job.")]
+    name: Annotated[str, described("Name of the job.")]
+    priority: Annotated[int, described("Highest priority of its pods.")] = 0
+    workers: Annotated[int, described("Workers that wait.")] = 1
+    expected_seconds: Annotated[float | None, described("Predicted duration, in seconds; absent if unknown.")] = None
+    reason: Annotated[
+        str, described("DoesNotFit, WouldDelay, Backoff or TooManyPods; empty if the job can start now or is outside.")
+    ] = ""
+    message: Annotated[str, described("Why it waits, as the queue writes it on its pods.")] = ""
+    starts_in_seconds: Annotated[
+        float | None, described("Forecast of the time until its start, in seconds; absent if there is none.")
+    ] = None
+
+
+class QueueView(Resource, frozen=True, kw_only=True, omit_defaults=False):
+    """Answer of `carpool queue`."""
+
+    kind: Annotated[Literal["QueueForecast"], described("Kind of the document.")] = "QueueForecast"
+    order: Annotated[QueueOrder, described("Order of the queue.")]
+    items: Annotated[list[QueuedJobView], described("Pending jobs in the order of the queue.")]
+
+
 async def read_pending_jobs(api: KubeApi) -> PendingJobs:
     """Read the jobs of all namespaces and their pods with the caller's rights."""
     what = "pods"
@@ -124,28 +152,18 @@ def place_in_queue(
     yet, and `has_class` whether its template has a PriorityClass. The end from which the order `Alternate` goes on is
     in the leader's memory only.
     """
-    # 1. The entries of the queue, and the claims of jobs that it has admitted, as a new leader builds them.
-    mine, now_s = request.demand.job_uid, options.clock.now().timestamp()
-    evaluations, infos, outside, backoff = EvaluationCache(cluster, config), list[QueuedJobInfo](), "", ""
-    for uid, pods in pending.pods.items():
-        job, gang = pending.jobs.get(uid), gang_of(pending.jobs.get(uid), pods)
-        if job is None or gang is None:
-            continue
-        first = (gang.gated or gang.admitted)[0]
-        try:
-            check_worker(first, job)
-            wanted = pod_request_of(job, container_uid(first.spec), options.job_options)
-        except NotOurs:  # the extender refuses it
-            continue
-        unclaimed = [pod for pod in gang.admitted if not cluster.nodes_holding(PodUid(pod.metadata.uid))]
-        for claim in claims_of_admitted(unclaimed, wanted, cluster, evaluations, now_s) if unclaimed else ():
-            cluster.assume(claim.node, claim.reservation)
-        retry_at_s, words = backoff_of(gang.gated)
-        entry = entry_of(gang, wanted, cluster.snapshot(), retry_at_s)
-        if entry is not None:
-            infos.append(entry)
-        if uid == mine:
-            backoff, outside = words, "" if entry is not None else _why_outside(gang, wanted.workers)
+    # 1. The entries of the queue.
+    mine, now_s, replay = (
+        request.demand.job_uid,
+        options.clock.now().timestamp(),
+        _Replay(pending, cluster, config, options),
+    )
+    infos, outside, backoff = list[QueuedJobInfo](), "", ""
+    for one in replay.gangs():
+        if one.info is not None:
+            infos.append(one.info)
+        if one.job == mine:
+            backoff, outside = one.backoff, "" if one.info is not None else _why_outside(one.gang, one.workers)
     if outside:
         return QueuePlace([outside], is_admitted=outside is ADMITTED)
     unknown = pending.unread
@@ -155,51 +173,144 @@ def place_in_queue(
         return QueuePlace([f"place in the queue unknown: {unknown}"])
     if is_new:
         infos.append(unqueued_job(request, request.workers, now_s, cluster))
-
-    def queue_of(entries: Iterable[QueuedJobInfo]) -> SchedulingQueue:
-        queue = SchedulingQueue(
-            cluster,
-            evaluations,
-            order=options.order,
-            default_duration_s=options.default_duration_s,
-            holders=lambda uid: workers_with_reservation(cluster, uid, pending.pods.get(uid, ())),
-        )
-        for entry in entries:
-            queue.add(entry)
-        return queue
-
-    def end_of(held: Reservation) -> float | None:
-        return predicted_end_of(held, pending.jobs.get(held.job_uid), cluster)
-
-    in_order = queue_of(infos).in_order()
+    in_order = replay.queue_of(infos).in_order()
     position = next((number for number, info in enumerate(in_order, start=1) if info.job == mine), 0)
     if not position:
         return QueuePlace()
     place = _describe_place(in_order[:position], len(in_order), options)
     # 2. The decision now.
     considered = in_order[: max(position, MAX_FORECAST)]
-    queue = queue_of(considered)
+    queue = replay.queue_of(considered)
     admitted = list[Admitted]()
-    for one in queue.admit(end_of, now_s):
-        admitted.append(one)
+    for start in queue.admit(replay.end_of, now_s):
+        admitted.append(start)
         if queue.waiting(mine) is not None:  # this one comes later, and is no reason
-            _forget(cluster, one)
+            _forget(cluster, start)
             break
     if (waiting := queue.waiting(mine)) is None:
         return QueuePlace([f"{place}; it can start now"] if len(in_order) > 1 else [])
-    is_backoff = waiting.reason is WaitReason.BACKOFF
-    waits = backoff if is_backoff else refusal_message(waiting, evaluations).removeprefix(PREFIX)
+    waits = replay.why(waiting, backoff)
     # 3. The forecast, from the cluster without the claims of this decision.
     if position > MAX_FORECAST:
         start = f"its start is not forecast, because {MAX_FORECAST} jobs or more are ahead"
         return QueuePlace([f"{place}; {start}"], waits)
-    for one in admitted:
-        _forget(cluster, one)
-    start_s = queue_of(considered).forecast(end_of, now_s, until=mine)
-    start = "it would not fit even after all running jobs have ended"
+    for start in admitted:
+        _forget(cluster, start)
+    starts = replay.queue_of(considered).forecast(replay.end_of, now_s)
+    start_s = next((start_s for job, start_s in starts if job == mine), None)
+    expected = "it would not fit even after all running jobs have ended"
     if start_s is not None:
-        start = f"expected start in about {format_duration(start_s - now_s)}"
-    return QueuePlace([f"{place}; {start}"], waits)
+        expected = f"expected start in about {format_duration(start_s - now_s)}"
+    return QueuePlace([f"{place}; {expected}"], waits)
+
+
+def forecast_queue(
+    pending: PendingJobs, cluster: ClusterCache, config: SchedulerConfig, options: Options
+) -> list[QueuedJobView]:
+    """Return the pending jobs in the order of the queue, and those that are outside of it last.
+
+    The forecast changes the cluster.
+    """
+    now_s, replay = options.clock.now().timestamp(), _Replay(pending, cluster, config, options)
+    gangs = {one.job: one for one in replay.gangs()}
+    in_order = replay.queue_of(one.info for one in gangs.values() if one.info is not None).in_order()
+    considered = in_order[:MAX_FORECAST]
+    queue = replay.queue_of(considered)
+    admitted = list(queue.admit(replay.end_of, now_s))
+    waits = {info.job: queue.waiting(info.job) for info in considered}
+    reasons = {job: (one.reason.value, replay.why(one, gangs[job].backoff)) for job, one in waits.items() if one}
+    for start in admitted:
+        _forget(cluster, start)
+    starts = dict(replay.queue_of(considered).forecast(replay.end_of, now_s))
+    found = []
+    for position, info in enumerate(in_order, start=1):
+        namespace, _, name = info.name.partition("/")
+        reason, message = reasons.get(info.job, ("", ""))
+        start_s = starts.get(info.job)
+        found.append(
+            QueuedJobView(
+                position=position,
+                namespace=namespace,
+                name=name,
+                priority=info.priority,
+                workers=len(info.pods),
+                expected_seconds=info.duration_s,
+                reason=reason,
+                message=message,
+                starts_in_seconds=None if start_s is None else start_s - now_s,
+            )
+        )
+    for one in gangs.values():
+        if one.info is None and (one.gang.gated or one.gang.admitted):
+            message = _why_outside(one.gang, one.workers)
+            found.append(QueuedJobView(namespace=one.namespace, name=one.name, workers=one.workers, message=message))
+    return found
+
+
+class _PendingGang(NamedTuple):
+    """A job with pods that have not failed."""
+
+    job: JobUid
+    namespace: str
+    name: str
+    workers: int
+    gang: Gang
+    info: QueuedJobInfo | None
+    """Its entry in the queue; None if it is outside."""
+    backoff: str
+    """Why it backs off; empty if it does not."""
+
+
+class _Replay:
+    """The queue as a new leader of the extender builds it, on a copy of the cluster."""
+
+    def __init__(self, pending: PendingJobs, cluster: ClusterCache, config: SchedulerConfig, options: Options) -> None:
+        self._pending, self._cluster, self._options = pending, cluster, options
+        self._evaluations = EvaluationCache(cluster, config)
+
+    def gangs(self) -> Iterator[_PendingGang]:
+        """Yield the jobs with pods, and count the claims of those that the queue has admitted in the cluster."""
+        cluster, now_s = self._cluster, self._options.clock.now().timestamp()
+        for uid, pods in self._pending.pods.items():
+            job, gang = self._pending.jobs.get(uid), gang_of(self._pending.jobs.get(uid), pods)
+            if job is None or gang is None:
+                continue
+            first = (gang.gated or gang.admitted)[0]
+            try:
+                check_worker(first, job)
+                wanted = pod_request_of(job, container_uid(first.spec), self._options.job_options)
+            except NotOurs:  # the extender refuses it
+                continue
+            unclaimed = [pod for pod in gang.admitted if not cluster.nodes_holding(PodUid(pod.metadata.uid))]
+            if unclaimed:
+                for claim in claims_of_admitted(unclaimed, wanted, cluster, self._evaluations, now_s):
+                    cluster.assume(claim.node, claim.reservation)
+            retry_at_s, words = backoff_of(gang.gated)
+            info = entry_of(gang, wanted, cluster.snapshot(), retry_at_s)
+            meta = job.metadata
+            yield _PendingGang(uid, meta.namespace, meta.name, wanted.workers, gang, info, words)
+
+    def queue_of(self, entries: Iterable[QueuedJobInfo]) -> SchedulingQueue:
+        """Return a queue with these entries."""
+        queue = SchedulingQueue(
+            self._cluster,
+            self._evaluations,
+            order=self._options.order,
+            default_duration_s=self._options.default_duration_s,
+            holders=lambda uid: workers_with_reservation(self._cluster, uid, self._pending.pods.get(uid, ())),
+        )
+        for entry in entries:
+            queue.add(entry)
+        return queue
+
+    def end_of(self, held: Reservation) -> float | None:
+        """Return the predicted end of a reservation; None if it is unknown."""
+        return predicted_end_of(held, self._pending.jobs.get(held.job_uid), self._cluster)
+
+    def why(self, waiting: Waiting, backoff: str) -> str:
+        """Return why a job waits, as the queue writes it."""
+        is_backoff = waiting.reason is WaitReason.BACKOFF
+        return backoff if is_backoff else refusal_message(waiting, self._evaluations).removeprefix(PREFIX)
 
 
 def _forget(cluster: ClusterCache, one: Admitted) -> None:

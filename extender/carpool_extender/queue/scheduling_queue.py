@@ -329,16 +329,15 @@ class SchedulingQueue:
             elif group.infos:
                 self._push(self._pass.line, group)
 
-    def forecast(self, end_of: EndOf, now_s: float, until: JobUid) -> float | None:
-        """Replay passes over predicted ends. This changes the cluster and the queue: call it on copies.
+    def forecast(self, end_of: EndOf, now_s: float) -> Iterator[tuple[JobUid, float]]:
+        """Yield each pending job with its expected start, in the order of the starts.
+
+        It replays passes over predicted ends, and changes the cluster and the queue: call it on copies. Jobs that do
+        not fit even after every running job has ended are left out.
 
         Args:
             end_of: Predicts the end of a reservation; None if it is unknown.
             now_s: The time.
-            until: A pending job.
-
-        Returns:
-            When that job starts; None if it does not fit even after every running job has ended.
         """
         until_s = dict[JobUid, float]()
         self._pass = _Pass(end_of, now_s)
@@ -347,13 +346,12 @@ class SchedulingQueue:
                 until_s[held.job_uid] = max(until_s.get(held.job_uid, now_s), self._expected_end(held))
         while True:
             for one in self.admit(lambda held: until_s.get(held.job_uid), now_s):
-                if one.info.job == until:
-                    return now_s
+                yield one.info.job, now_s
                 until_s[one.info.job] = one.end_s
             retries = [info.retry_at_s for info in self._jobs.values() if info.retry_at_s > now_s]
             times = [*until_s.values(), *retries]
             if not times:
-                return None
+                return
             now_s = max(now_s, min(times))
             for job in [job for job, end_s in until_s.items() if end_s <= now_s]:
                 del until_s[job]

@@ -1,0 +1,1 @@
+"""Commands that people run against a cluster, with their own rights: `kubectl carpool status` and others."""

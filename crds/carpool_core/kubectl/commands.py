@@ -1,0 +1,333 @@
+"""`carpool status`, `top`, `logs` and `diagnose`."""
+
+import asyncio
+from collections.abc import Sequence
+
+import click
+import msgspec
+from rich.live import Live
+from rich.table import Table
+
+from carpool_core.clock import ServerClock, SystemClock
+from carpool_core.durations import format_duration
+from carpool_core.keys import LABEL_JOB
+from carpool_core.kube.api import EVENTS, GPU_NODES, GPU_TRAINING_JOBS, PODS, KubeApi, Selector, list_all
+from carpool_core.kube.errors import Invalid, NotFound
+from carpool_core.kube.pods import Pod, WorkerName, parse_worker_name
+from carpool_core.kubectl.output import (
+    ALL_NAMESPACES,
+    FORMAT,
+    NAMESPACE,
+    Format,
+    UnansweredError,
+    ask,
+    console,
+    job_argument,
+    print_document,
+    table,
+)
+from carpool_core.kubectl.views import (
+    Diagnosis,
+    EventView,
+    GpuView,
+    GpuViewList,
+    JobView,
+    JobViewList,
+    Progress,
+    gpu_views,
+    job_view,
+)
+from carpool_core.kubectl.views import (
+    diagnose as diagnosis_of,
+)
+from carpool_core.resources.job import GpuTrainingJob
+from carpool_core.resources.node import GpuNode
+from carpool_core.settings import KubeSettings, click_options
+from carpool_core.values import DeviceHealth
+
+MAX_EVENTS = 10
+"""Events that `diagnose` prints."""
+
+
+async def _job(api: KubeApi, name: str, namespace: str | None) -> GpuTrainingJob:
+    namespace = namespace or api.namespace
+    try:
+        return await api.get(GPU_TRAINING_JOBS, name, GpuTrainingJob, namespace=namespace)
+    except NotFound as error:
+        if error.reason != "NotFound":  # the resource type itself is missing
+            raise
+        raise UnansweredError(f"no GpuTrainingJob {name} in namespace {namespace}") from error
+
+
+@click.command(short_help="Print jobs: state, prediction, place, co-tenants, progress.")
+@job_argument(required=False)
+@NAMESPACE
+@ALL_NAMESPACES
+@FORMAT
+@click_options(KubeSettings)
+def status(settings: KubeSettings, job: str | None, namespace: str | None, all_namespaces: bool, form: Format) -> None:
+    """Print JOB, or all jobs of a namespace: state, prediction, place, co-tenants and progress.
+
+    Progress is the time since the start over the expected duration, spec.training.steps times the step time.
+    """
+    if job is not None and all_namespaces:
+        raise UnansweredError("a job is in one namespace: leave out -A, or name no job")
+
+    async def question(api: KubeApi) -> list[JobView]:
+        now = ServerClock(SystemClock(), api)
+        if job is not None:
+            found = [await _job(api, job, namespace)]
+        else:
+            selector = Selector("" if all_namespaces else namespace or api.namespace)
+            found = await list_all(api, GPU_TRAINING_JOBS, GpuTrainingJob, selector)
+        return [job_view(one, now.now()) for one in found]
+
+    jobs = sorted(ask(settings, question), key=lambda one: (one.namespace, one.name))
+    if form.is_document:
+        print_document(JobViewList(items=jobs), form)
+        return
+    if not jobs:
+        click.echo("no jobs found" if all_namespaces else "no jobs found; -A prints those of all namespaces", err=True)
+        return
+    console().print(_job_table(jobs, is_wide=form is Format.WIDE, with_namespace=all_namespaces))
+
+
+def _job_table(jobs: Sequence[JobView], *, is_wide: bool, with_namespace: bool) -> Table:
+    columns = ["NAME", "STATE", "PREDICTED", "WHERE", "CO-TENANTS", "PROGRESS"]
+    columns += ["MODE", "MEASURED", "SLOWDOWN", "STEP", "RESTARTS", "REASON"] if is_wide else []
+    rows = []
+    for one in jobs:
+        seen, modes = one.observed, ", ".join(one.modes)
+        cells = [
+            one.name,
+            one.state.value,
+            _prediction_text(one) or one.prediction,
+            _place_text(one),
+            ", ".join(one.cotenants),
+            _progress_text(one.progress),
+        ]
+        if is_wide:
+            measured = "" if seen is None else f"{seen.peak_memory_mib:,} MiB{_percent(seen.gpu_util_percent, ', ')}"
+            step = "" if seen is None or seen.step_time_seconds is None else format_duration(seen.step_time_seconds)
+            slowdown = "" if one.expected_slowdown is None else f"{one.expected_slowdown:.2f}"
+            cells += [modes, measured, slowdown, step, str(one.restarts), one.reason]
+        rows.append([one.namespace, *cells] if with_namespace else cells)
+    return table(["NAMESPACE", *columns] if with_namespace else columns, rows)
+
+
+def _prediction_text(one: JobView) -> str:
+    if one.predicted_memory_mib is None:
+        return ""
+    bound = "" if one.memory_bound_mib is None else f" (at most {one.memory_bound_mib:,})"
+    return f"{one.predicted_memory_mib:,} MiB{bound}{_percent(one.predicted_util_percent, ', ')}"
+
+
+def _percent(value: float | None, prefix: str = "") -> str:
+    return "" if value is None else f"{prefix}{value:.0f}%"
+
+
+def _place_text(one: JobView) -> str:
+    return f"{', '.join(one.nodes)} ({', '.join(one.products)})" if one.nodes else ""
+
+
+def _progress_text(progress: Progress | None) -> str:
+    if progress is None:
+        return ""
+    elapsed = format_duration(progress.elapsed_seconds)
+    if progress.ratio is None or progress.expected_seconds is None:
+        return f"{elapsed}, length unknown"
+    return f"{progress.ratio:.0%} ({elapsed} of {format_duration(progress.expected_seconds)})"
+
+
+@click.command(short_help="Print GPUs with their tenants and use, refreshing.")
+@click.option("--once", is_flag=True, help="Print once and exit, as without a terminal.")
+@click.option(
+    "--interval", default=2.0, show_default=True, type=click.FloatRange(min=0.5), help="Seconds between reads."
+)
+@FORMAT
+@click_options(KubeSettings)
+def top(settings: KubeSettings, once: bool, interval: float, form: Format) -> None:
+    """Print every GPU with its tenants, measured beside counted memory, and utilization; refreshes until Ctrl-C.
+
+    GpuNodes belong to the cluster: you need the right to read them.
+    """
+
+    async def question(api: KubeApi) -> list[GpuView]:
+        return gpu_views(await list_all(api, GPU_NODES, GpuNode))
+
+    gpus = ask(settings, question)
+    if form.is_document:
+        print_document(GpuViewList(items=gpus), form)
+        return
+    if not gpus:
+        raise UnansweredError("no node reports GPUs; is the node agent running?")
+    out, is_wide = console(), form is Format.WIDE
+    if once or not out.is_terminal:
+        out.print(_gpu_table(gpus, is_wide=is_wide))
+        return
+
+    async def refresh(api: KubeApi) -> None:
+        with Live(_gpu_table(gpus, is_wide=is_wide), console=out, screen=True, auto_refresh=False) as live:
+            while True:
+                await asyncio.sleep(interval)
+                live.update(_gpu_table(await question(api), is_wide=is_wide), refresh=True)
+
+    try:
+        ask(settings, refresh)
+    except KeyboardInterrupt:
+        return
+
+
+def _gpu_table(gpus: Sequence[GpuView], *, is_wide: bool) -> Table:
+    columns = ["NODE", "GPU", "PRODUCT", "MODE", "TENANT", "MEMORY", "COUNTED", "UTIL", "SM"]
+    columns += ["SLOWDOWN", "PARTITION", "UUID"] if is_wide else []
+    rows = []
+    for one in gpus:
+        used = sum(tenant.memory_mib for tenant in one.tenants)
+        healthy = one.health is DeviceHealth.HEALTHY
+        state = f"{len(one.tenants)} tenants" if healthy else f"{one.health.value}: {one.health_message}"
+        total = f"{used:,} / {one.memory_mib:,} MiB"
+        mode = "" if one.mode is None else one.mode.value
+        rows.append([one.node, str(one.index), one.product, mode, state, total, "", "", "", "", "", one.uuid])
+        for tenant in one.tenants:
+            counted = "whole GPU" if tenant.counted_mib is None else f"{tenant.counted_mib:,} MiB"
+            util = _percent(tenant.gpu_util_percent)
+            active = "" if tenant.sm_active_ratio is None else f"{tenant.sm_active_ratio:.0%}"
+            partition = "" if tenant.partition is None else tenant.partition.value
+            cells = [f"  {tenant.namespace}/{tenant.job}", f"{tenant.memory_mib:,} MiB", counted, util, active]
+            rows.append([" ", " ", " ", " ", *cells, f"{tenant.expected_slowdown:.2f}", partition, " "])
+    return table(columns, [row[: len(columns)] for row in rows])
+
+
+class _EventObject(msgspec.Struct, frozen=True):
+    kind: str = ""
+    name: str = ""
+
+
+class _Event(msgspec.Struct, frozen=True, rename="camel"):
+    involved_object: _EventObject = _EventObject()
+    type: str = ""
+    reason: str = ""
+    message: str = ""
+    last_timestamp: str | None = None
+    event_time: str | None = None
+
+
+@click.command(short_help="Print all that is known of a job's use of its GPUs.")
+@job_argument()
+@NAMESPACE
+@FORMAT
+@click_options(KubeSettings)
+def diagnose(settings: KubeSettings, job: str, namespace: str | None, form: Format) -> None:
+    """Print what is known of the use that JOB makes of its GPUs.
+
+    Predicted beside measured quantities, attempts, the latest events, and findings with their usual causes.
+    """
+
+    async def question(api: KubeApi) -> Diagnosis:
+        found = await _job(api, job, namespace)
+        return diagnosis_of(found, await _events(api, found), ServerClock(SystemClock(), api).now())
+
+    answer = ask(settings, question)
+    if form.is_document:
+        print_document(answer, form)
+        return
+    out, one = console(), answer.job
+    out.print(f"{one.namespace}/{one.name}: {one.state.value} ({one.reason}) {one.message}".rstrip())
+    where = f"{_place_text(one)}, {', '.join(one.modes)}" if one.nodes else "no GPU"
+    beside = f" beside {', '.join(one.cotenants)}" if one.cotenants else ""
+    out.print(f"place: {where}{beside}; progress: {_progress_text(one.progress) or 'not started'}\n")
+    if answer.comparisons:
+        rows = [
+            [c.quantity, c.product, f"{c.median:,.4g}", "" if c.lower is None else f"{c.lower:,.4g}", f"{c.upper:,.4g}",
+             "" if c.measured is None else f"{c.measured:,.4g}"] for c in answer.comparisons
+        ]  # fmt: skip
+        out.print(table(["QUANTITY", "PRODUCT", "PREDICTED", "AT LEAST", "AT MOST", "MEASURED"], rows))
+        out.print()
+    attempts = [[str(a.number), a.outcome, f"{a.peak_memory_mib:,} MiB", a.message] for a in answer.attempts]
+    if attempts:
+        out.print(table(["ATTEMPT", "OUTCOME", "PEAK", "MESSAGE"], attempts))
+        out.print()
+    for event in answer.events:
+        out.print(f"event: {event.time} {event.reason} ({event.object}): {event.message}")
+    for finding in answer.findings or ["nothing unusual"]:
+        out.print(f"finding: {finding}")
+
+
+async def _events(api: KubeApi, job: GpuTrainingJob) -> list[EventView]:
+    """Return the latest events of a job and of its pods, the latest last."""
+    found = await list_all(api, EVENTS, _Event, Selector(job.metadata.namespace))
+    views = []
+    for event in found:
+        of, named = event.involved_object, parse_worker_name(event.involved_object.name)
+        is_pod = of.kind == "Pod" and named is not None and named.job == job.metadata.name
+        if is_pod or (of.kind, of.name) == ("GpuTrainingJob", job.metadata.name):
+            moment = event.last_timestamp or event.event_time or ""
+            views.append(
+                EventView(
+                    type=event.type,
+                    reason=event.reason,
+                    object=f"{of.kind} {of.name}",
+                    message=event.message,
+                    time=moment,
+                )
+            )
+    return sorted(views, key=lambda one: one.time)[-MAX_EVENTS:]
+
+
+@click.command(short_help="Print the logs of a job's workers.")
+@job_argument()
+@NAMESPACE
+@click.option("-f", "--follow", is_flag=True, help="Print new lines until the workers end.")
+@click.option("--tail", type=click.IntRange(min=0), help="Lines of each worker; all when left out.")
+@click.option("-w", "--worker", type=click.IntRange(min=0), help="Index of one worker; all when left out.")
+@click.option("-c", "--container", help="Container; the template's first when left out.")
+@click_options(KubeSettings)
+def logs(
+    settings: KubeSettings,
+    job: str,
+    namespace: str | None,
+    follow: bool,
+    tail: int | None,
+    worker: int | None,
+    container: str | None,
+) -> None:
+    """Print the logs of the workers of JOB in its latest attempt; with several workers each line names its own."""
+
+    async def question(api: KubeApi) -> bool:
+        found = await _job(api, job, namespace)
+        where = Selector(found.metadata.namespace, labels=f"{LABEL_JOB}={job}")
+        named = [(parse_worker_name(pod.metadata.name), pod) for pod in await list_all(api, PODS, Pod, where)]
+        workers = [(name, pod) for name, pod in named if name is not None and name.job == job]
+        latest = max((name.attempt for name, _ in workers), default=0)
+        chosen = [(n, p) for n, p in workers if n.attempt == latest and worker in (None, n.worker)]
+        if not chosen:
+            which = "pods" if worker is None else f"worker {worker}"
+            raise UnansweredError(f"{found.metadata.namespace}/{job} has no {which}; it is {found.status.state.value}")
+        calls = [_print_log(api, name, pod, found.spec.workers > 1) for name, pod in sorted(chosen, key=lambda w: w[0])]
+        return any(await asyncio.gather(*calls))
+
+    async def _print_log(api: KubeApi, name: WorkerName, pod: Pod, is_prefixed: bool) -> bool:
+        """Print one worker's log; return whether there is one."""
+        prefix = f"[worker-{name.worker}] " if is_prefixed else ""
+        first = pod.spec.containers[0].name if pod.spec.containers else ""
+        lines = api.logs(
+            pod.metadata.name,
+            namespace=pod.metadata.namespace,
+            container=container or first,
+            is_followed=follow,
+            tail_lines=tail,
+        )
+        try:
+            async for line in lines:
+                click.echo(f"{prefix}{line}")
+        except (Invalid, NotFound) as error:  # such as a container that waits for its image
+            click.echo(f"{prefix}no log: {error.server_message}", err=True)
+            return False
+        return True
+
+    try:
+        if not ask(settings, question):
+            raise click.exceptions.Exit(2)
+    except KeyboardInterrupt:
+        return

@@ -1,0 +1,155 @@
+"""What the commands of people have in common: options, forms of output, errors and exit codes."""
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from enum import StrEnum
+from typing import TypeVar
+
+import click
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from carpool_core.clock import Clock
+from carpool_core.kube.api import GPU_TRAINING_JOBS, KubeApi, Selector, list_all
+from carpool_core.kube.client import connect
+from carpool_core.kube.config import KubeConfigError
+from carpool_core.kube.errors import Forbidden, KubeError
+from carpool_core.resources.meta import ObjectMeta
+from carpool_core.settings import InputError, KubeSettings
+
+T = TypeVar("T")
+
+
+class Format(StrEnum):
+    """Form of an answer."""
+
+    TABLE = "table"
+    WIDE = "wide"
+    """A table with more columns."""
+    JSON = "json"
+    YAML = "yaml"
+
+    @property
+    def is_document(self) -> bool:
+        """Whether programs read it: docs/reference/output.md describes its fields."""
+        return self in (Format.JSON, Format.YAML)
+
+
+FORMAT = click.option(
+    "-o",
+    "--output",
+    "form",
+    type=click.Choice([form.value for form in Format]),
+    default=Format.TABLE.value,
+    show_default=True,
+    callback=lambda _, __, value: Format(value),
+    help="Form of the answer; wide has more columns, and docs/reference/output.md describes json and yaml.",
+)
+
+
+class UnansweredError(InputError):
+    """The question cannot be answered: exit code 2, as for invalid options. A negative answer exits with 1."""
+
+
+_NAME = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?")
+
+
+def _valid_name(_: click.Context, parameter: click.Parameter, name: str | None) -> str | None:
+    if name is None or _NAME.fullmatch(name):
+        return name
+    what = "a job" if parameter.name == "job" else "a namespace"
+    first, slash, last = name.partition("/")
+    hint = f"; did you mean {last} -n {first}?" if slash and what == "a job" else ""
+    raise click.BadParameter(f"expected the name of {what}, of small letters, digits, - and ., found {name!r}{hint}")
+
+
+class _Named(msgspec.Struct, frozen=True):
+    metadata: ObjectMeta
+
+
+def _job_names(context: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
+    """Return the names that a shell offers; none if the cluster cannot be read, because a shell shows no errors."""
+    given = context.params
+
+    async def names() -> list[_Named]:
+        kube = KubeSettings(given.get("setting__kubeconfig"), given.get("setting__context"))
+        async with connect(kube) as api:
+            return await list_all(api, GPU_TRAINING_JOBS, _Named, Selector(given.get("namespace") or api.namespace))
+
+    try:
+        found = asyncio.run(asyncio.wait_for(names(), timeout=3))
+    except (KubeError, KubeConfigError, TimeoutError):
+        return []
+    return [one.metadata.name for one in found if one.metadata.name.startswith(incomplete)]
+
+
+def job_argument(*, required: bool = True) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Return the argument JOB, which shells complete."""
+    return click.argument("job", required=required, callback=_valid_name, shell_complete=_job_names)
+
+
+NAMESPACE = click.option(
+    "-n",
+    "--namespace",
+    callback=_valid_name,
+    help="The job's namespace; that of the kubeconfig's context when left out.",
+)
+ALL_NAMESPACES = click.option("-A", "--all-namespaces", is_flag=True, help="Jobs of all namespaces.")
+
+
+def ask(
+    settings: KubeSettings,
+    question: Callable[[KubeApi], Awaitable[T]],
+    *,
+    clock: Clock | None = None,
+    missing_rights: str = "",
+) -> T:
+    """Return the answer of the cluster.
+
+    Args:
+        settings: The API server.
+        question: Reads the answer.
+        clock: Clock that is compared with the server's; the system's when None.
+        missing_rights: Remedy for a missing right, added to its message.
+
+    Raises:
+        UnansweredError: The cluster cannot be reached, or the caller lacks a right.
+    """
+
+    async def run() -> T:
+        async with connect(settings, clock=clock) as api:
+            return await question(api)
+
+    try:
+        return asyncio.run(run())
+    except Forbidden as error:
+        raise UnansweredError(f"{error}{f'; {missing_rights}' if missing_rights else ''}") from error
+    except KubeError as error:
+        raise UnansweredError(f"the cluster could not be reached: {error}") from error
+    except KubeConfigError as error:
+        raise UnansweredError(str(error)) from error
+
+
+def print_document(document: msgspec.Struct, form: Format) -> None:
+    """Print a document as JSON or YAML."""
+    if form is Format.JSON:
+        click.echo(msgspec.json.format(msgspec.json.encode(document)).decode())
+    else:
+        click.echo(msgspec.yaml.encode(document).decode(), nl=False)
+
+
+def console() -> Console:
+    """Return the terminal. rich writes no colour with NO_COLOR set, or if the output is no terminal."""
+    return Console(highlight=False, soft_wrap=True)
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Return a table without lines, as kubectl prints it."""
+    drawn = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
+    for column in columns:
+        drawn.add_column(column, no_wrap=True)
+    for row in rows:
+        drawn.add_row(*(cell or "-" for cell in row))
+    return drawn

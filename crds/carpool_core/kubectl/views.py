@@ -1,0 +1,340 @@
+"""Documents of the commands `status`, `top` and `diagnose`, computed from jobs and GpuNodes. Pure."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Annotated, Literal
+
+from carpool_core.clock import parse_rfc3339
+from carpool_core.keys import (
+    CONDITION_COMPLETE,
+    CONDITION_FAILED,
+    CONDITION_PLACED,
+    CONDITION_PREDICTED,
+    CONDITION_RUNNING,
+    CONDITION_SUSPENDED,
+    OUTCOME_GPU_OUT_OF_MEMORY,
+)
+from carpool_core.products import hardware_name
+from carpool_core.resources.job import Attempt, GpuTrainingJob, Observed, WorkerPlacement
+from carpool_core.resources.meta import Condition
+from carpool_core.resources.node import GpuNode
+from carpool_core.resources.prediction import ProductPrediction
+from carpool_core.resources.schema import Resource, field
+from carpool_core.values import DeviceHealth, JobState, PartitionState, SharingMode
+
+LOW_UTILIZATION_PERCENT = 50.0
+"""GPU utilization below which `diagnose` names the usual causes. Jobs below it are what Gao et al. (ICSE '24) study."""
+
+
+class Progress(Resource, frozen=True, kw_only=True):
+    """Estimate from time: Carpool reads no job's step counter."""
+
+    elapsed_seconds: Annotated[float, field("Time since all workers run, in seconds.")]
+    expected_seconds: Annotated[
+        float | None,
+        field(
+            "spec.training.steps times the measured step time, or else times the predicted one and the expected "
+            "slowdown, in seconds; absent if either is unknown."
+        ),
+    ] = None
+
+    @property
+    def ratio(self) -> float | None:
+        """Share that is done, 0..1; None if the length is unknown."""
+        return None if not self.expected_seconds else min(1.0, self.elapsed_seconds / self.expected_seconds)
+
+
+class JobView(Resource, frozen=True, kw_only=True):
+    """One job, as `carpool status` prints it."""
+
+    namespace: Annotated[str, field("Namespace of the job.")]
+    name: Annotated[str, field("Name of the job.")]
+    state: Annotated[JobState, field("State of the job.")]
+    reason: Annotated[str, field("Reason of the condition that explains the state.")] = ""
+    message: Annotated[str, field("Message of that condition.")] = ""
+    prediction: Annotated[str, field("Predicted, or why there is no prediction.")] = ""
+    predicted_memory_mib: Annotated[int | None, field("Predicted median of memory on each GPU, in MiB.")] = None
+    memory_bound_mib: Annotated[int | None, field("Memory on each GPU that placement counts with, in MiB.")] = None
+    predicted_util_percent: Annotated[float | None, field("Predicted median of GPU utilization, 0..100.")] = None
+    observed: Annotated[Observed | None, field("Measurements, as in the job's status.")] = None
+    expected_slowdown: Annotated[float | None, field("Predicted slowdown by the co-tenants; absent if unplaced.")] = (
+        None
+    )
+    nodes: Annotated[list[str], field("Nodes of its workers.")] = []
+    products: Annotated[list[str], field("Products of its GPUs.")] = []
+    modes: Annotated[list[SharingMode], field("How its GPUs are shared.")] = []
+    workers: Annotated[int, field("Number of its workers.")] = 1
+    cotenants: Annotated[list[str], field("Jobs that share its GPUs, as NAMESPACE/NAME.")] = []
+    progress: Annotated[Progress | None, field("How far it is; absent before it runs.")] = None
+    restarts: Annotated[int, field("Failures charged to backoffLimit.")] = 0
+
+
+class JobViewList(Resource, frozen=True, kw_only=True, omit_defaults=False):
+    """Answer of `carpool status`."""
+
+    kind: Annotated[Literal["JobStatusList"], field("Kind of the document.")] = "JobStatusList"
+    items: Annotated[list[JobView], field("Jobs by namespace and name.")]
+
+
+class TenantView(Resource, frozen=True, kw_only=True):
+    """One tenant of a GPU."""
+
+    namespace: Annotated[str, field("Namespace of the pod.")]
+    job: Annotated[str, field("Name of the job.")]
+    pod: Annotated[str, field("Name of the pod.")]
+    partition: Annotated[PartitionState | None, field("Whether the agent has prepared its share.")] = None
+    counted_mib: Annotated[int | None, field("Memory that placement counts, in MiB; absent: the whole GPU.")] = None
+    memory_mib: Annotated[int, field("Memory in use, in MiB.")] = 0
+    peak_memory_mib: Annotated[int, field("Largest memory measured, in MiB.")] = 0
+    gpu_util_percent: Annotated[float | None, field("Share of time in which its kernels ran, 0..100.")] = None
+    sm_active_ratio: Annotated[float | None, field("Share of SMs with its work, 0..1.")] = None
+    expected_slowdown: Annotated[float, field("Predicted slowdown when it was placed.")] = 1.0
+
+
+class GpuView(Resource, frozen=True, kw_only=True):
+    """One GPU, as `carpool top` prints it."""
+
+    node: Annotated[str, field("Node of the GPU.")]
+    index: Annotated[int, field("NVML's index on the node.")]
+    uuid: Annotated[str, field("NVML's UUID.")]
+    product: Annotated[str, field("Product by NVML's name.")]
+    memory_mib: Annotated[int, field("Total memory, in MiB.")]
+    mode: Annotated[SharingMode | None, field("How it is shared; absent when idle.")] = None
+    health: Annotated[DeviceHealth, field("Whether it takes new pods.")] = DeviceHealth.HEALTHY
+    health_message: Annotated[str, field("Reason why it is unhealthy.")] = ""
+    tenants: Annotated[list[TenantView], field("Pods with a reservation for it.")] = []
+
+
+class GpuViewList(Resource, frozen=True, kw_only=True, omit_defaults=False):
+    """Answer of `carpool top`."""
+
+    kind: Annotated[Literal["GpuUseList"], field("Kind of the document.")] = "GpuUseList"
+    items: Annotated[list[GpuView], field("GPUs by node and index.")]
+
+
+class Comparison(Resource, frozen=True, kw_only=True):
+    """A quantity of a job, predicted and measured."""
+
+    quantity: Annotated[str, field("Name of the quantity, with its unit.")]
+    product: Annotated[str, field("GPU product of the prediction.")]
+    median: Annotated[float, field("Predicted median.")]
+    lower: Annotated[float | None, field("Predicted lower bound; absent for memory.")] = None
+    upper: Annotated[float, field("Predicted upper bound.")]
+    measured: Annotated[float | None, field("Measured value; absent before it was measured.")] = None
+
+
+class EventView(Resource, frozen=True, kw_only=True):
+    """An event of a job or of one of its pods."""
+
+    type: Annotated[str, field("Normal or Warning.")] = ""
+    reason: Annotated[str, field("One CamelCase word.")] = ""
+    object: Annotated[str, field("Kind and name of its object.")] = ""
+    message: Annotated[str, field("A sentence.")] = ""
+    time: Annotated[str, field("When it happened last, RFC 3339.")] = ""
+
+
+class Diagnosis(Resource, frozen=True, kw_only=True, omit_defaults=False):
+    """Answer of `carpool diagnose`."""
+
+    kind: Annotated[Literal["JobDiagnosis"], field("Kind of the document.")] = "JobDiagnosis"
+    job: Annotated[JobView, field("The job.")]
+    comparisons: Annotated[list[Comparison], field("Predicted beside measured quantities.")]
+    attempts: Annotated[list[Attempt], field("Attempts, the latest last, as in the job's status.")]
+    findings: Annotated[list[str], field("What is unusual, with its usual cause.")]
+    events: Annotated[list[EventView], field("Its latest events and those of its pods, the latest last.")]
+
+
+# Jobs
+
+
+def job_view(job: GpuTrainingJob, now: datetime) -> JobView:
+    """Return one job."""
+    status, places = job.status, job.status.placement
+    explains = _explaining(status.conditions)
+    by_type = {condition.type: condition for condition in status.conditions}
+    predicted = by_type.get(CONDITION_PREDICTED)
+    products = [one for _, one in _relevant(job)]
+    bounds = [one.memory.upper_mib if place is None else place.bound_mib(one.memory) for place, one in _relevant(job)]
+    return JobView(
+        namespace=job.metadata.namespace,
+        name=job.metadata.name,
+        state=status.state,
+        reason="" if explains is None else explains.reason,
+        message="" if explains is None else explains.message,
+        prediction="" if predicted is None else predicted.reason,
+        predicted_memory_mib=max((one.memory.median_mib for one in products), default=None),
+        memory_bound_mib=max(filter(None, bounds), default=None),
+        predicted_util_percent=max((one.activity.gpu_util_percent.median for one in products), default=None),
+        observed=status.observed,
+        expected_slowdown=max((place.expected_slowdown for place in places), default=None),
+        nodes=sorted({place.node for place in places}),
+        products=sorted({place.product for place in places}),
+        modes=sorted({place.mode for place in places}),
+        workers=job.spec.workers,
+        cotenants=sorted({f"{n.namespace}/{n.job}" for place in places for n in place.neighbours}),
+        progress=_progress(job, by_type, now),
+        restarts=status.restarts,
+    )
+
+
+def _explaining(conditions: Sequence[Condition]) -> Condition | None:
+    """Return the condition that explains the state: the end, else the first step that is not done."""
+    by_type = {condition.type: condition for condition in conditions}
+    for type_ in (CONDITION_FAILED, CONDITION_COMPLETE, CONDITION_SUSPENDED):
+        if type_ in by_type and by_type[type_].status == "True":
+            return by_type[type_]
+    steps = [by_type[t] for t in (CONDITION_PLACED, CONDITION_RUNNING) if t in by_type]
+    open_ = [condition for condition in steps if condition.status != "True"]
+    return open_[0] if open_ else steps[-1] if steps else by_type.get(CONDITION_PREDICTED)
+
+
+def _progress(job: GpuTrainingJob, by_type: Mapping[str, Condition], now: datetime) -> Progress | None:
+    running, status = by_type.get(CONDITION_RUNNING), job.status
+    if status.completion_time and status.start_time:
+        took = (parse_rfc3339(status.completion_time) - parse_rfc3339(status.start_time)).total_seconds()
+        return Progress(elapsed_seconds=took, expected_seconds=took if status.state is JobState.COMPLETE else None)
+    if running is None or running.status != "True" or not running.last_transition_time:
+        return None
+    elapsed = (now - parse_rfc3339(running.last_transition_time)).total_seconds()
+    return Progress(elapsed_seconds=max(0.0, elapsed), expected_seconds=_expected_seconds(job))
+
+
+def _expected_seconds(job: GpuTrainingJob) -> float | None:
+    steps, observed = job.spec.training.steps, job.status.observed
+    if steps is None:
+        return None
+    if observed is not None and observed.step_time_seconds is not None:
+        return steps * observed.step_time_seconds
+    slowest = [one.step_time_seconds.median * place.expected_slowdown for place, one in _relevant(job) if place]
+    return steps * max(slowest) if slowest else None
+
+
+def _relevant(job: GpuTrainingJob) -> list[tuple[WorkerPlacement | None, ProductPrediction]]:
+    """Return the predictions for the products of the placement, once each; for all products before there is one."""
+    known = {one.product: one for one in job.status.prediction.products} if job.status.prediction else {}
+    places = {hardware_name(place.product): place for place in job.status.placement}
+    if not places:
+        return [(None, one) for one in known.values()]
+    return [(place, known[product]) for product, place in places.items() if product in known]
+
+
+# GPUs
+
+
+def gpu_views(nodes: Iterable[GpuNode]) -> list[GpuView]:
+    """Return all GPUs by node and index, with their tenants."""
+    found = []
+    for node in sorted(nodes, key=lambda one: one.metadata.name):
+        used = {(tenant.pod_uid, tenant.gpu_uuid): tenant for tenant in node.status.tenants}
+        states = {partition.pod_uid: partition.state for partition in node.status.partitions}
+        for device in sorted(node.status.devices, key=lambda one: one.index):
+            tenants = []
+            for held in node.spec.reservations:
+                if device.uuid not in held.gpu_uuids:
+                    continue
+                use = used.get((held.pod_uid, device.uuid))
+                peak_mib = 0 if use is None else use.peak_memory_mib
+                tenants.append(
+                    TenantView(
+                        namespace=held.pod_namespace,
+                        job=held.job_name,
+                        pod=held.pod_name,
+                        partition=states.get(held.pod_uid),
+                        counted_mib=held.tenant.counted_mib(peak_mib),
+                        memory_mib=0 if use is None else use.memory_mib,
+                        peak_memory_mib=peak_mib,
+                        gpu_util_percent=None if use is None else use.gpu_util_percent,
+                        sm_active_ratio=None if use is None else use.sm_active_ratio,
+                        expected_slowdown=held.expected_slowdown,
+                    )
+                )
+            found.append(
+                GpuView(
+                    node=node.metadata.name,
+                    index=device.index,
+                    uuid=device.uuid,
+                    product=device.product,
+                    memory_mib=device.memory_mib,
+                    mode=device.mode,
+                    health=device.health,
+                    health_message=device.health_message,
+                    tenants=tenants,
+                )
+            )
+    return found
+
+
+# Diagnosis
+
+
+def diagnose(job: GpuTrainingJob, events: Sequence[EventView], now: datetime) -> Diagnosis:
+    """Return what is known of a job's use of its GPUs."""
+    return Diagnosis(
+        job=job_view(job, now),
+        comparisons=list(_comparisons(job)),
+        attempts=job.status.attempts,
+        findings=list(_findings(job, now)),
+        events=list(events),
+    )
+
+
+def _comparisons(job: GpuTrainingJob) -> Iterator[Comparison]:
+    """Yield memory, utilization and step time for each product of the placement, or of the prediction before one."""
+    seen = job.status.observed or Observed()
+    for place, one in _relevant(job):
+        product, peak = one.product, seen.peak_memory_mib or None
+        bound = one.memory.upper_mib if place is None else place.bound_mib(one.memory) or one.memory.upper_mib
+        yield Comparison(
+            quantity="memory (MiB)", product=product, median=one.memory.median_mib, upper=bound, measured=peak
+        )
+        for quantity, interval, value in (
+            ("GPU utilization (%)", one.activity.gpu_util_percent, seen.gpu_util_percent),
+            ("SM activity (0..1)", one.activity.sm_active_ratio, seen.sm_active_ratio),
+            ("step time (s)", one.step_time_seconds, seen.step_time_seconds),
+        ):
+            yield Comparison(
+                quantity=quantity,
+                product=product,
+                median=interval.median,
+                lower=interval.lower,
+                upper=interval.upper,
+                measured=value,
+            )
+
+
+def _findings(job: GpuTrainingJob, now: datetime) -> Iterator[str]:
+    status, observed = job.status, job.status.observed
+    if status.prediction is None or status.prediction.outcome != "Predicted":
+        message = status.prediction.message if status.prediction is not None else "its prediction is being computed"
+        yield f"no prediction: {message}"
+    ends = [attempt for attempt in status.attempts if attempt.outcome == OUTCOME_GPU_OUT_OF_MEMORY]
+    if ends:
+        yield f"ran out of GPU memory in {len(ends)} of {len(status.attempts)} attempts: {ends[-1].message}"
+    if observed is None or not observed.peak_memory_mib:
+        if status.state in (JobState.RUNNING, JobState.COMPLETE, JobState.FAILED):
+            yield "no use of a GPU was measured: its processes took no GPU memory, or the node's agent did not see them"
+        return
+    for place, predicted in _relevant(job):
+        bound = None if place is None else place.bound_mib(predicted.memory)
+        if place is not None and bound is not None and observed.peak_memory_mib > bound:
+            yield (
+                f"took {observed.peak_memory_mib:,} MiB, more than the bound of {bound:,} MiB on {place.product}: "
+                "co-tenants may run out of memory; give its limit in spec.memory.limit"
+            )
+            break
+    utilization = observed.gpu_util_percent
+    if utilization is not None and utilization < LOW_UTILIZATION_PERCENT and status.state is JobState.RUNNING:
+        yield (
+            f"its kernels run {utilization:.0f}% of the time: mostly the GPU waits for input data, for synchronisation "
+            "with the CPU, or the batch is small (Gao et al., ICSE '24)"
+        )
+    ratio, expected = observed.step_time_ratio, max((p.expected_slowdown for p in status.placement), default=1.0)
+    if ratio is not None and ratio > max(expected, job.spec.sharing.max_slowdown):
+        cotenants = ", ".join(job_view(job, now).cotenants)
+        beside = (
+            f"its co-tenants ({cotenants}) or an error of the prediction" if cotenants else "the prediction's error"
+        )
+        yield (
+            f"a step takes {ratio:.2f} times the one predicted alone, more than spec.sharing.maxSlowdown "
+            f"({job.spec.sharing.max_slowdown:g}): the cause is {beside}"
+        )
