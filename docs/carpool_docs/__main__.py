@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from carpool_docs import commands, dashboards, metrics, resources, settings
+from carpool_docs import commands, dashboards, metrics, output, resources, settings
 
 FOLDER = Path(__file__).parents[1] / "reference"
 
@@ -12,6 +12,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "metrics.md": metrics.page,
     "commands.md": commands.page,
     "resources.md": resources.page,
+    "output.md": output.page,
 }
 """The pages by file name, with the functions that make them."""
 

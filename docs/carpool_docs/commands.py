@@ -1,9 +1,7 @@
 """Page of the commands, with the help of each."""
 
-from importlib.metadata import entry_points
-
 import click
-from carpool_core.cli import GROUP, load_command, main
+from carpool_core.cli import SUBCOMMANDS, load_command, main
 from click.testing import CliRunner
 
 from carpool_docs.markdown import code, fence
@@ -12,19 +10,14 @@ from carpool_docs.markdown import page as page_of
 WIDTH = 100
 """Columns of the help."""
 
-_INTRODUCTION = """Every package brings its own commands. A command without its dependencies is listed too, and its help
-names the extra to install."""
-
-
-def names() -> list[str]:
-    """Return the names of all commands."""
-    return sorted(point.name for point in entry_points(group=GROUP))
+_INTRODUCTION = """kubectl runs the same program as `kubectl carpool`: see [kubectl](../kubectl.md). A command without
+its dependencies is listed too, and its help names the extra to install. Exit codes: 0 success; 1 a negative answer,
+such as a job that could never run; 2 invalid input, or a question that could not be answered (a missing right)."""
 
 
 def subcommands(name: str) -> list[str]:
     """Return the names of a command's subcommands."""
-    (point,) = entry_points(group=GROUP, name=name)
-    command = load_command(point)
+    command = load_command(name, SUBCOMMANDS[name])
     return sorted(command.commands) if isinstance(command, click.Group) else []
 
 
@@ -45,9 +38,8 @@ def help_of(*command: str) -> str:
 def page() -> str:
     """Return the page."""
     parts = [_INTRODUCTION, fence(help_of())]
-    for name in names():
-        extras = ",".join(next(iter(entry_points(group=GROUP, name=name))).extras)
-        parts += [f"## carpool {name}", *([f"Needs {code(f'carpool[{extras}]')}."] if extras else [])]
+    for name, place in SUBCOMMANDS.items():
+        parts += [f"## carpool {name}", *([f"Needs {code(f'carpool[{place.extra}]')}."] if place.extra else [])]
         parts.append(fence(help_of(name)))
         for below in subcommands(name):
             parts += [f"### carpool {name} {below}", fence(help_of(name, below))]

@@ -22,6 +22,7 @@ from carpool_core.kube.api import (
 from carpool_core.kube.errors import Conflict, Forbidden, Invalid, NotFound
 from carpool_core.kube.events import EventRecorder
 from carpool_core.kube.pods import PodMeta
+from carpool_core.pod_template import is_about_the_pod, template_message
 from carpool_core.resources.job import GpuTrainingJob, JobStatus
 from carpool_core.resources.meta import ObjectMeta
 
@@ -44,7 +45,7 @@ from carpool_operator.calibrator import Calibrator
 from carpool_operator.expectations import Expectations
 from carpool_operator.informers import JobCache
 from carpool_operator.ownership import foreign_message
-from carpool_operator.pods import controller_of, is_about_the_pod, key_of, template_message
+from carpool_operator.pods import controller_of, key_of
 from carpool_operator.prediction_worker import PredictionWorker
 from carpool_operator.snapshot import PodWarning, Refusal
 

@@ -15,6 +15,7 @@ from carpool_core import keys
 from carpool_core.clock import parse_rfc3339, rfc3339
 from carpool_core.demand import Demand, demand_of
 from carpool_core.kube.pods import Pod
+from carpool_core.pod_template import template_error
 from carpool_core.resources.job import Attempt
 
 from carpool_operator import attempts, conditions, outcomes, placement, status
@@ -41,7 +42,6 @@ from carpool_operator.pods import (
     build_service,
     is_gang,
     pod_name,
-    template_error,
     worker_of,
 )
 from carpool_operator.prediction import distrust, predict

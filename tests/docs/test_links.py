@@ -4,11 +4,11 @@ import importlib
 import re
 import shlex
 from collections.abc import Iterator
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import click
 import pytest
+from carpool_core.cli import SUBCOMMANDS, load_command
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -73,7 +73,7 @@ def carpool_commands() -> Iterator[tuple[Path, str]]:
     """Each line in a code block that runs `carpool`, of every document that a person wrote."""
     for document in HAND_WRITTEN:
         for body in fences(document.read_text(encoding="utf-8")):
-            for arguments in re.findall(r"^(?:\$ )?carpool ([a-z].*)$", body, re.MULTILINE):
+            for arguments in re.findall(r"^(?:\$ )?(?:kubectl )?carpool ([a-z].*)$", body, re.MULTILINE):
                 yield document, arguments
 
 
@@ -84,8 +84,7 @@ def test_command_of_a_document_parses(arguments: str, monkeypatch: pytest.Monkey
     """Its subcommand, options and files exist; test_readme.py runs those that need neither GPU nor cluster."""
     monkeypatch.chdir(ROOT)
     name, *rest = shlex.split(arguments, comments=True)
-    (entry,) = entry_points(group="carpool.commands", name=name)
-    command: click.Command = entry.load()
+    command = load_command(name, SUBCOMMANDS[name])
     while isinstance(command, click.Group):
         _, found, rest = command.resolve_command(click.Context(command), rest)
         assert found is not None, rest

@@ -50,17 +50,22 @@ async def test_explain_and_what_if_list_every_gpu_and_create_nothing(
     manifest.write_text(yaml.safe_dump(sleeper("asked")))
     misspelt = tmp_path / "misspelt.yaml"
     misspelt.write_text(yaml.safe_dump(sleeper("misspelt", priority=3)))
+    comand = tmp_path / "comand.yaml"
+    wrong = sleeper("comand")
+    wrong["spec"]["template"]["spec"]["containers"][0]["comand"] = ["sleep"]
+    comand.write_text(yaml.safe_dump(wrong))
     admin = control_plane.kubeconfig
     async with connect(KubeSettings(kubeconfig=str(control_plane.kubeconfig))) as api:
         before = await _names(api)
         await populate(api, 2, 2)
         await api.create(GPU_TRAINING_JOBS, sleeper("waiting"), namespace="default")
-        explained, asked, refused, elsewhere, missing = await asyncio.gather(
+        explained, asked, refused, elsewhere, missing, mistyped = await asyncio.gather(
             asyncio.to_thread(carpool, asker, "explain", "waiting", "-n", "default"),
             asyncio.to_thread(carpool, asker, "what-if", str(manifest), "-n", "default", "--all"),
             asyncio.to_thread(carpool, admin, "what-if", str(misspelt)),
             asyncio.to_thread(carpool, admin, "what-if", str(manifest)),
             asyncio.to_thread(carpool, asker, "explain", "nobody", "-n", "default"),
+            asyncio.to_thread(carpool, admin, "what-if", str(comand)),
         )
         created = await _names(api) - before
         await api.delete(GPU_TRAINING_JOBS, "waiting", namespace="default")
@@ -84,6 +89,8 @@ async def test_explain_and_what_if_list_every_gpu_and_create_nothing(
     assert "would go to bench-000" in elsewhere.stdout
     assert "settings: " in elsewhere.stdout
     assert "may differ" not in elsewhere.stdout
+    assert mistyped.returncode == 1
+    assert "spec.template.spec.containers[0].comand: a pod has no such field" in mistyped.stderr
     assert missing.returncode == 2
     assert "Error: no GpuTrainingJob nobody in namespace default" in missing.stderr
     assert created == {"waiting"}

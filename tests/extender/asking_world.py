@@ -1,6 +1,9 @@
 """Builders for the tests of `carpool explain` and `what-if`."""
 
+import contextlib
+
 import msgspec
+from carpool_core.kubectl import output
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.testing.clock import FakeClock
 from carpool_extender.explain import explain as explained
@@ -37,3 +40,16 @@ async def what_if(*arguments):
 
 async def explain_job(*arguments):
     return _checked(await explained.explain_job(*arguments))
+
+
+@contextlib.contextmanager
+def served(kube, monkeypatch):
+    """Connect the commands to a server in memory."""
+
+    @contextlib.asynccontextmanager
+    async def connected(*_, **__):
+        yield kube
+
+    with monkeypatch.context() as patched:
+        patched.setattr(output, "connect", connected)
+        yield

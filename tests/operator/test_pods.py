@@ -9,15 +9,13 @@ from carpool_core import keys
 from carpool_core.kube.api import POD_DISRUPTION_BUDGETS, PODS, SERVICES
 from carpool_core.kube.errors import Invalid
 from carpool_core.kube.pods import Pod
+from carpool_core.pod_template import is_about_the_pod, template_error, template_message
 from carpool_operator.pods import (
     attempt_of,
     build_pod,
     build_service,
     controller_of,
-    is_about_the_pod,
     service_name,
-    template_error,
-    template_message,
     worker_of,
 )
 from operator_fixtures import UID, job, template

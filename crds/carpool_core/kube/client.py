@@ -254,8 +254,9 @@ class KubeClient(KubeApi):
         authorized = {**(headers or {"Accept": _OBJECT}), **({"Authorization": f"Bearer {token}"} if token else {})}
         url = self._endpoint.server + url_path(*target)
         params = {key: value for key, value in query.items() if value}
-        times = limits or session.timeout
-        async with session.request(method, url, params=params, data=data, headers=authorized, timeout=times) as response:
+        timeout = limits or session.timeout
+        call = session.request(method, url, params=params, data=data, headers=authorized, timeout=timeout)
+        async with call as response:
             self._note_date(response.headers.get("Date", ""))
             yield response
 

@@ -1,25 +1,36 @@
-"""`carpool explain` and `carpool what-if`."""
+"""`carpool explain`, `carpool what-if` and `carpool queue`."""
 
-import asyncio
 import re
 import shutil
 import sys
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import click
 import msgspec
 from carpool_core.clock import ServerClock, SystemClock
-from carpool_core.keys import GROUP_VERSION
-from carpool_core.kube.api import CONFIG_MAPS, GPU_TRAINING_JOBS, KubeApi
-from carpool_core.kube.client import connect
-from carpool_core.kube.config import KubeConfigError
-from carpool_core.kube.errors import Conflict, Forbidden, Invalid, KubeError, NotFound, Refused
+from carpool_core.durations import format_duration
+from carpool_core.keys import GROUP_VERSION, SCHEDULER_NAME
+from carpool_core.kube.api import CONFIG_MAPS, GPU_TRAINING_JOBS, PODS, KubeApi
+from carpool_core.kube.errors import Conflict, Forbidden, Invalid, NotFound, Refused
+from carpool_core.kube.pods import WorkerName
+from carpool_core.kubectl.output import (
+    FORMAT,
+    NAMESPACE,
+    Format,
+    UnansweredError,
+    ask,
+    console,
+    job_argument,
+    print_document,
+    table,
+)
+from carpool_core.pod_template import is_about_the_pod, template_error, template_message
 from carpool_core.products import DeviceClass, hardware_name, products_of
 from carpool_core.resources.job import GpuTrainingJob
-from carpool_core.resources.schema import describe_decode_error
+from carpool_core.resources.schema import Resource, describe_decode_error, field
 from carpool_core.settings import Setting, SettingsError, click_options, load, settings_of
 from carpool_predictor.calibration.document import Calibration
 from carpool_predictor.calibration.run_history import model_key
@@ -28,13 +39,16 @@ from carpool_predictor.predict import predict
 from carpool_predictor.tracing.source import SubprocessTracer, features_of
 from click.core import ParameterSource
 
-from carpool_extender.explain.explain import Answer, NoSuchJobError, explain_job
+from carpool_extender.explain.explain import Answer, NoSuchJobError, cluster_view, explain_job, read_gpu_nodes
 from carpool_extender.explain.explain import what_if as answer_what_if
-from carpool_extender.explain.queue_forecast import Options
+from carpool_extender.explain.queue_forecast import Options, QueueView, forecast_queue, read_pending_jobs
 from carpool_extender.framework.diagnosis import broken
 from carpool_extender.framework.scores import SchedulerConfig, UnknownPolicyError, find_policy
 from carpool_extender.settings import AskSettings, parse_tenancy_groups
 from carpool_extender.workloads import JobOptions
+
+T = TypeVar("T")
+_Question = Callable[[KubeApi, AskSettings, SchedulerConfig, Options], Awaitable[T]]
 
 STDIN = Path("-")
 """The path of standard input."""
@@ -42,6 +56,10 @@ _UNCHECKED_RULES = re.compile(
     r"\s*(?:, |\* )?<nil>: Invalid value: \"?null\"?: some validation rules were not checked[^,\]\n]*"
 )
 """Text that the API server appends to a refusal if CEL rules could not run."""
+
+
+_POD_METADATA = ("labels", "annotations")
+"""Fields of the template's metadata that a pod takes."""
 
 
 class ManifestError(ValueError):
@@ -72,9 +90,9 @@ def read_manifest(path: Path, namespace: str | None) -> dict[str, Any]:
         message = " ".join(str(error).split())
         raise ManifestError(f"{path}: expected a GpuTrainingJob in one YAML document: {message}") from error
     found = found if isinstance(found, dict) else {}
-    for field, expected in (("kind", "GpuTrainingJob"), ("apiVersion", GROUP_VERSION)):
-        if found.get(field) != expected:
-            raise ManifestError(f"{path}: expected {field} {expected}, found {found.get(field) or 'none'}")
+    for key, expected in (("kind", "GpuTrainingJob"), ("apiVersion", GROUP_VERSION)):
+        if found.get(key) != expected:
+            raise ManifestError(f"{path}: expected {key} {expected}, found {found.get(key) or 'none'}")
     metadata = found.get("metadata")
     if not isinstance(metadata, dict) or not metadata.get("name"):
         raise ManifestError(f"{path}: expected metadata.name, found none; give the job a name")
@@ -108,9 +126,36 @@ async def check_manifest(api: KubeApi, manifest: dict[str, Any]) -> CheckedManif
             f"namespace {metadata['namespace']})"
         )
     try:
-        return CheckedManifest(msgspec.convert({**body, "status": {}}, GpuTrainingJob), notes, unchecked)
+        job = msgspec.convert({**body, "status": {}}, GpuTrainingJob)
     except msgspec.ValidationError as error:
         raise ManifestError(describe_decode_error(str(error))) from error
+    unchecked += await _check_template(api, job)
+    return CheckedManifest(job, notes, unchecked)
+
+
+async def _check_template(api: KubeApi, job: GpuTrainingJob) -> list[str]:
+    """Have the API server validate a pod of the template in a dry run; return what could not be checked.
+
+    Raises:
+        ManifestError: The template has unknown or invalid fields.
+        KubeError: The API server could not be reached.
+    """
+    if lost := template_error(job):
+        raise ManifestError(f"the job would fail: {lost}")
+    template, namespace = job.spec.template, job.metadata.namespace
+    metadata = {key: value for key, value in (template.get("metadata") or {}).items() if key in _POD_METADATA}
+    spec = {**(template.get("spec") or {}), "schedulerName": SCHEDULER_NAME, "restartPolicy": "Never"}
+    body = {"metadata": {**metadata, "name": WorkerName(job.metadata.name, 0, 1).pod}, "spec": spec}
+    try:
+        await api.create(PODS, body, namespace=namespace, is_dry_run=True)
+    except Invalid as error:
+        why = template_message(error, body) if is_about_the_pod(error) else error.server_message
+        raise ManifestError(f"the job would fail: {why}") from error
+    except Conflict:
+        return []  # a job of this name has pods: the API server compares names last
+    except Forbidden as error:
+        return [f"not checked: whether the API server would accept a pod of spec.template ({error.server_message})"]
+    return []
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,39 +281,24 @@ def _flag(settings: AskSettings, one: Setting) -> str:
     return f"{one.flag} {value}" if value else f"{one.flag} ''"
 
 
-class UnansweredError(click.ClickException):
-    """The question cannot be answered: exit code 2, as for wrong options. A negative answer exits with 1."""
+class AnswerView(Resource, frozen=True, kw_only=True, omit_defaults=False):
+    """Answer of `carpool explain` and `carpool what-if`."""
 
-    exit_code = 2
-
-
-_ALL = click.option("--all", "each_gpu", is_flag=True, help="Print every GPU on a line of its own.")
-_NAME = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?")
+    kind: Annotated[Literal["Answer"], field("Kind of the document.")] = "Answer"
+    infeasible: Annotated[bool, field("Whether the job could never run on this cluster; exit code 1 then.")]
+    lines: Annotated[list[str], field("Statements, one each.")]
 
 
-def _valid_name(_: click.Context, parameter: click.Parameter, name: str | None) -> str | None:
-    if name is None or _NAME.fullmatch(name):
-        return name
-    what = "a job" if parameter.name == "job" else "a namespace"
-    first, slash, last = name.partition("/")
-    hint = f"; did you mean {last} -n {first}?" if slash and what == "a job" else ""
-    raise click.BadParameter(f"expected the name of {what}, of small letters, digits, - and ., found {name!r}{hint}")
-
-
-_NAMESPACE = click.option(
-    "-n",
-    "--namespace",
-    callback=_valid_name,
-    help="The job's namespace; that of the kubeconfig's context when left out.",
-)
+_ALL = click.option("--all", "each_gpu", is_flag=True, help="Print every GPU on a line of its own, as -o wide does.")
 
 
 @click.command("explain", short_help="Explain where a job is, and why not elsewhere.")
-@click.argument("job", callback=_valid_name)
-@_NAMESPACE
+@job_argument()
+@NAMESPACE
 @_ALL
+@FORMAT
 @click_options(AskSettings)
-def explain_command(settings: AskSettings, job: str, namespace: str | None, each_gpu: bool) -> None:
+def explain_command(settings: AskSettings, job: str, namespace: str | None, each_gpu: bool, form: Format) -> None:
     """Explain where JOB is, why not elsewhere, and by how much each GPU fits or misses.
 
     For a job without a place it prints its place in the queue with its expected start, and what would have to change
@@ -281,18 +311,20 @@ def explain_command(settings: AskSettings, job: str, namespace: str | None, each
     async def answer(api: KubeApi, _: AskSettings, config: SchedulerConfig, options: Options) -> Answer:
         return await explain_job(api, job, namespace or api.namespace, config, options)
 
-    _print_answer(settings, each_gpu, answer)
+    _print_answer(settings, each_gpu, form, answer)
 
 
 @click.command("what-if", short_help="Print where a job would be placed now; nothing is created.")
 @click.argument("manifest", type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path))
-@_NAMESPACE
+@NAMESPACE
 @_ALL
+@FORMAT
 @click_options(AskSettings)
-def what_if(settings: AskSettings, manifest: Path, namespace: str | None, each_gpu: bool) -> None:
+def what_if(settings: AskSettings, manifest: Path, namespace: str | None, each_gpu: bool, form: Format) -> None:
     """Print where the job in MANIFEST would be placed now, with which tenants and how fast; nothing is created.
 
-    MANIFEST is a file, or - for standard input. If it names a namespace, -n may name no other.
+    MANIFEST is a file, or - for standard input. If it names a namespace, -n may name no other. The API server checks
+    the job and a pod of its template in dry runs, so that misspelt fields are found.
 
     Exit code 1: the API server would refuse the manifest, the site does not allow the policy that the job selects, or
     no GPU of the cluster could ever run it. Exit code 2: the question could not be answered.
@@ -312,7 +344,50 @@ def what_if(settings: AskSettings, manifest: Path, namespace: str | None, each_g
         found = await answer_what_if(api, checked.job, config, predictor.predict, options)
         return Answer([*checked.notes, *predictor.notes, *found.lines], found.is_infeasible)
 
-    _print_answer(settings, each_gpu, answer)
+    _print_answer(settings, each_gpu, form, answer)
+
+
+@click.command("queue", short_help="Print the pending jobs in order, with expected starts.")
+@click.option("-n", "--namespace", help="Only jobs of this namespace; their places count all jobs.")
+@FORMAT
+@click_options(AskSettings)
+def queue(settings: AskSettings, namespace: str | None, form: Format) -> None:
+    """Print the pending jobs of all namespaces in the order of the queue: why each waits, and when it may start.
+
+    The forecast replays the extender's queue over the predicted ends of running jobs.
+    """
+
+    async def question(api: KubeApi, _: AskSettings, config: SchedulerConfig, options: Options) -> QueueView:
+        pending = await read_pending_jobs(api)
+        if pending.unread:
+            raise UnansweredError(f"{pending.unread}; {_missing_rights(settings)}")
+        nodes, _invalid = await read_gpu_nodes(api)
+        found = forecast_queue(pending, cluster_view(nodes, config, options.clock), config, options)
+        chosen = [one for one in found if namespace in (None, one.namespace)]
+        return QueueView(order=options.order, items=chosen)
+
+    answer, _ = _ask(settings, False, question)
+    if form.is_document:
+        print_document(answer, form)
+        return
+    if not answer.items:
+        click.echo("no job waits", err=True)
+        return
+    columns = ["PLACE", "NAMESPACE", "NAME", "WORKERS", "LENGTH", "STARTS IN", "REASON", "MESSAGE"]
+    rows = [
+        [
+            "" if one.position is None else str(one.position),
+            one.namespace,
+            one.name,
+            str(one.workers),
+            "unknown" if one.expected_seconds is None else format_duration(one.expected_seconds),
+            "" if one.starts_in_seconds is None else format_duration(one.starts_in_seconds),
+            one.reason,
+            one.message if form is Format.WIDE else one.message.partition(";")[0],
+        ]
+        for one in answer.items
+    ]
+    console().print(table(columns, rows))
 
 
 def _missing_rights(settings: AskSettings) -> str:
@@ -329,37 +404,37 @@ def flags_given(context: click.Context) -> frozenset[str]:
     return frozenset(p.opts[0] for p in context.command.params if context.get_parameter_source(p.name or "") in sources)
 
 
-_Question = Callable[[KubeApi, AskSettings, SchedulerConfig, Options], Awaitable[Answer]]
-
-
-def _print_answer(settings: AskSettings, each_gpu: bool, question: _Question) -> None:
+def _ask(settings: AskSettings, each_gpu: bool, question: _Question[T]) -> tuple[T, str]:
+    """Return an answer by the site's settings, and a sentence on these."""
     clock, flags = SystemClock(), flags_given(click.get_current_context())
 
-    async def run() -> Answer:
-        find_policy(settings.policy)  # wrong flags are reported even if the cluster cannot be reached
-        settings.conditions.conditions()
-        async with connect(settings.kube, clock=clock) as api:
-            site, note = await read_site_settings(api, settings, flags)
-            config = SchedulerConfig(find_policy(site.policy), site.slots_per_gpu, site.conditions.conditions())
-            job_options = JobOptions(site.job_policies, site.count_peaks, parse_tenancy_groups(site.tenancy_groups))
-            options = Options(
-                ServerClock(clock, api), job_options, site.queue_order, site.default_duration_seconds, each_gpu
-            )
-            found = await question(api, site, config, options)
-            return Answer([*found.lines, note], found.is_infeasible)
+    async def run(api: KubeApi) -> tuple[T, str]:
+        site, note = await read_site_settings(api, settings, flags)
+        config = SchedulerConfig(find_policy(site.policy), site.slots_per_gpu, site.conditions.conditions())
+        job_options = JobOptions(site.job_policies, site.count_peaks, parse_tenancy_groups(site.tenancy_groups))
+        options = Options(
+            ServerClock(clock, api), job_options, site.queue_order, site.default_duration_seconds, each_gpu
+        )
+        return await question(api, site, config, options), note
 
     try:
-        answer = asyncio.run(run())
-    except Forbidden as error:
-        raise UnansweredError(f"{error}; {_missing_rights(settings)}") from error
-    except KubeError as error:
-        raise UnansweredError(f"the cluster could not be reached: {error}") from error
+        find_policy(settings.policy)  # wrong flags are reported even if the cluster cannot be reached
+        settings.conditions.conditions()
+        return ask(settings.kube, run, clock=clock, missing_rights=_missing_rights(settings))
     except ManifestError as error:
         raise click.ClickException(str(error)) from error
-    except (NoSuchJobError, KubeConfigError, SettingsError, UnknownPolicyError) as error:
+    except (NoSuchJobError, SettingsError, UnknownPolicyError) as error:
         raise UnansweredError(str(error)) from error
-    # Output for another program keeps each statement on one line.
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    click.echo("\n".join(answer.lines if width is None else [broken(line, width) for line in answer.lines]))
+
+
+def _print_answer(settings: AskSettings, each_gpu: bool, form: Format, question: _Question[Answer]) -> None:
+    answer, note = _ask(settings, each_gpu or form is not Format.TABLE, question)
+    lines = [*answer.lines, note]
+    if form.is_document:
+        print_document(AnswerView(infeasible=answer.is_infeasible, lines=lines), form)
+    else:
+        # Output for another program keeps each statement on one line.
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        click.echo("\n".join(lines if width is None else [broken(line, width) for line in lines]))
     if answer.is_infeasible:
         raise click.exceptions.Exit(1)

@@ -192,8 +192,8 @@ def place_in_queue(
     waits = replay.why(waiting, backoff)
     # 3. The forecast, from the cluster without the claims of this decision.
     if position > MAX_FORECAST:
-        start = f"its start is not forecast, because {MAX_FORECAST} jobs or more are ahead"
-        return QueuePlace([f"{place}; {start}"], waits)
+        expected = f"its start is not forecast, because {MAX_FORECAST} jobs or more are ahead"
+        return QueuePlace([f"{place}; {expected}"], waits)
     for start in admitted:
         _forget(cluster, start)
     starts = replay.queue_of(considered).forecast(replay.end_of, now_s)

@@ -1,12 +1,12 @@
 """The commands `explain` and `what-if`: their input, the settings that count, and how they refuse."""
 
-import contextlib
 import dataclasses
+import json
 
 import click
 import pytest
-from asking_world import HEAD
-from carpool_core.kube.api import CONFIG_MAPS, GPU_NODES, GPU_TRAINING_JOBS
+from asking_world import HEAD, served
+from carpool_core.kube.api import CONFIG_MAPS, GPU_NODES, GPU_TRAINING_JOBS, PODS
 from carpool_core.kube.errors import Forbidden, Invalid, Unreachable
 from carpool_core.settings import SettingsError, click_options
 from carpool_core.testing.kube import FakeKube
@@ -59,25 +59,14 @@ def test_invalid_name_is_refused_before_the_cluster_is_read(argv, expected):
     assert result.output.strip().endswith(expected)
 
 
-@contextlib.contextmanager
-def served(kube, monkeypatch):
-    """Connect the commands to a server in memory."""
-
-    @contextlib.asynccontextmanager
-    async def connected(*_, **__):
-        yield kube
-
-    with monkeypatch.context() as patched:
-        patched.setattr(commands, "connect", connected)
-        yield
-
-
 def test_manifest_may_come_from_standard_input(monkeypatch):
     manifest = "{" + HEAD + ", metadata: {name: x, namespace: b}, spec: {template: {}}}"
     with served(FakeKube(), monkeypatch):
         result = CliRunner().invoke(what_if, ["-"], input=manifest)
         assert "could never run here" in result.output
         assert result.exit_code == 1
+        document = CliRunner().invoke(what_if, ["-", "-o", "json"], input=manifest)
+        assert (document.exit_code, json.loads(document.output)["infeasible"]) == (1, True)
         refused = CliRunner().invoke(what_if, ["-", "-n", "default"], input=manifest)
     assert refused.exit_code == 2
     assert "the namespace of the manifest, b, is not default" in refused.output
@@ -138,7 +127,7 @@ async def test_api_server_validates_the_manifest_and_creates_nothing():
     kube = FakeKube()
     assert (await check_manifest(kube, manifest_of()))[1:] == ([], [])
     assert kube.dump_all(GPU_TRAINING_JOBS) == []
-    assert [call.verb for call in kube.calls] == ["check"]
+    assert [(call.verb, call.plural) for call in kube.calls] == [("check", "gputrainingjobs"), ("check", "pods")]
     noise = ", <nil>: Invalid value: null: some validation rules were not checked because of x"
     kube.fail_next(
         "check", GPU_TRAINING_JOBS, Invalid("no", status=422, server_message=f"spec.lables: unknown field{noise}")
@@ -149,13 +138,45 @@ async def test_api_server_validates_the_manifest_and_creates_nothing():
     assert "exists already" in (await check_manifest(kube, manifest_of())).notes[0]
 
 
+COMAND = (
+    'Pod in version "v1" cannot be handled as a Pod: strict decoding error: unknown field "spec.containers[0].comand"'
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "sentence"),
+    [
+        pytest.param(
+            {"spec": {"containers": [{"comand": ["x"]}]}},
+            COMAND,
+            "spec.template.spec.containers[0].comand: a pod has no such field; correct its spelling or remove it",
+            id="of a pod",
+        ),
+        pytest.param(
+            {"spce": {}},
+            None,
+            "spec.template.spce: a template has no such field; correct its spelling or remove it",
+            id="of the template",
+        ),
+        pytest.param({}, "a webhook denied it", "a webhook denied it", id="webhook"),
+    ],
+)
+async def test_misspelt_field_of_the_template_is_found(template, answer, sentence):
+    kube = FakeKube()
+    if answer is not None:
+        kube.fail_next("check", PODS, Invalid("no", status=422, server_message=answer))
+    with pytest.raises(ManifestError) as refused:
+        await check_manifest(kube, manifest_of(template=template))
+    assert str(refused.value) == f"the job would fail: {sentence}"
+
+
 async def test_manifest_is_read_without_the_right_to_create():
     kube = FakeKube()
-    for _ in range(2):
-        kube.fail_next("check", GPU_TRAINING_JOBS, Forbidden("no", status=403))
+    for kind in (GPU_TRAINING_JOBS, PODS, GPU_TRAINING_JOBS):
+        kube.fail_next("check", kind, Forbidden("no", status=403))
     found = await check_manifest(kube, manifest_of())
     assert found.notes == []
-    assert "not checked: whether the API server" in found.unchecked[0]
+    assert [text.startswith("not checked: whether the API server") for text in found.unchecked] == [True, True]
     with pytest.raises(ManifestError, match=r"^spec.sharing.maxSlowdown: expected a number >= 1.0$"):
         await check_manifest(kube, manifest_of(sharing={"maxSlowdown": 0.5}))
 

@@ -1,21 +1,24 @@
 """The place of a job in the queue and its expected start: `SchedulingQueue` on a copy of the cluster."""
 
+import json
 from datetime import timedelta
 
 import msgspec
 import pytest
-from asking_world import CLOCK, RULES, explain_job, job_of, predicted, what_if
+from asking_world import CLOCK, RULES, explain_job, job_of, predicted, served, what_if
 from carpool_core.clock import rfc3339
 from carpool_core.keys import CONDITION_ADMITTED, GATE_ADMISSION
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS
 from carpool_core.kube.errors import Forbidden, Invalid
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import JobUid, PodUid
-from carpool_extender.explain import queue_forecast
+from carpool_extender.explain import commands, queue_forecast
+from carpool_extender.explain.commands import queue
 from carpool_extender.explain.queue_forecast import ADMITTED, Options
 from carpool_extender.queue.order import QueueOrder
 from carpool_extender.testing import device, gpu_node, pod_of, seed_job, seed_node, seed_pod, tenant
 from carpool_extender.workloads import ANNOTATION_POLICY
+from click.testing import CliRunner
 
 ARRIVAL = QueueOrder.ARRIVAL
 EXCLUSIVE = {"sharing": {"mode": "Exclusive"}}
@@ -294,3 +297,22 @@ async def test_forecast_changes_nothing_on_the_server():
     await place(kube, "e")
     assert kube.dump_all(GPU_NODES) == before
     assert {call.verb for call in kube.calls} <= {"get", "list"}
+
+
+def test_queue_lists_pending_jobs_in_order_with_reasons_and_expected_starts(monkeypatch):
+    kube = a_queue(a=(0, 600), b=(1, 1200))
+    add(kube, "held", 2, schedulingGates=[{"name": "carpool.dev/admission"}, {"name": "kueue.x-k8s.io/admission"}])
+    monkeypatch.setattr(commands, "SystemClock", lambda: CLOCK)
+    with served(kube, monkeypatch):
+        document = CliRunner().invoke(queue, ["--queue-order", "Arrival", "-o", "json"])
+        table = CliRunner().invoke(queue, ["-n", "other"])
+    first, second, outside = json.loads(document.output)["items"]
+    assert (first["position"], first["name"], first["reason"]) == (1, "a", "DoesNotFit")
+    assert second["startsInSeconds"] - first["startsInSeconds"] == pytest.approx(60, abs=1)  # a: 600 steps of 0.1 s
+    assert outside["message"].endswith("its pods have the scheduling gate kueue.x-k8s.io/admission")
+    assert "position" not in outside
+    assert (table.exit_code, table.stdout) == (0, "")
+    kube.fail_next("list", PODS, Forbidden("no", status=403))
+    with served(kube, monkeypatch):
+        refused = CliRunner().invoke(queue, [])
+    assert (refused.exit_code, "you may not list pods of all namespaces; " in refused.output) == (2, True)

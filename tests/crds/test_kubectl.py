@@ -1,0 +1,201 @@
+"""`carpool status`, `top`, `logs` and `diagnose` against an API server in memory."""
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import yaml
+from carpool_core import cli
+from carpool_core.cli import main
+from carpool_core.kube.api import EVENTS, GPU_NODES, GPU_TRAINING_JOBS, PODS
+from carpool_core.kube.errors import Forbidden
+from carpool_core.kubectl import output
+from carpool_core.testing.kube import FakeKube
+from click.testing import CliRunner, Result
+
+A100 = "NVIDIA A100-SXM4-40GB"
+
+
+def interval(median: float) -> dict[str, float]:
+    return {"median": median, "lower": median / 2, "upper": median * 2}
+
+
+PREDICTION = {
+    "outcome": "Predicted", "reason": "Predicted", "products": [{
+        "product": A100, "stepTimeSeconds": interval(0.1),
+        "memory": {"medianMib": 8000, "upperMib": 12000, "coverage": 0.9},
+        "activity": {"gpuUtilPercent": interval(40), "smActiveRatio": interval(0.3), "dramActiveRatio": interval(0.2)},
+    }],
+}  # fmt: skip
+
+
+def place(node: str = "a", **fields: Any) -> dict[str, Any]:
+    neighbours = [{"namespace": "other", "job": "beside", "gpuUuid": "GPU-0"}]
+    return {
+        "worker": 0, "pod": "train-worker-0-1", "podUid": "p", "node": node, "gpuUuids": ["GPU-0"], "product": A100,
+        "mode": "MPS", "memoryLimitMib": 12000, "expectedSlowdown": 1.25, "neighbours": neighbours, **fields,
+    }  # fmt: skip
+
+
+def condition(type_: str, status: str = "True", reason: str = "Because", message: str = "") -> dict[str, str]:
+    moment = "2026-01-01T00:00:00Z"
+    return {"type": type_, "status": status, "reason": reason, "message": message, "lastTransitionTime": moment}
+
+
+def seed_job(kube: FakeKube, name: str = "train", namespace: str = "default", **status: Any) -> None:
+    running = {
+        "state": "Running", "prediction": PREDICTION, "placement": [place()],
+        "conditions": [condition("Predicted", reason="Predicted"), condition("Placed"), condition("Running")],
+        "observed": {"peakMemoryMib": 9000, "gpuUtilPercent": 35.0},
+    }  # fmt: skip
+    spec = {"training": {"steps": 1000}, "template": {"spec": {"containers": [{"name": "train"}]}}}
+    kube.seed(
+        GPU_TRAINING_JOBS,
+        {"metadata": {"name": name, "namespace": namespace}, "spec": spec, "status": running | status},
+    )
+
+
+@pytest.fixture
+def kube(monkeypatch: pytest.MonkeyPatch) -> FakeKube:
+    kube = FakeKube()
+
+    @contextlib.asynccontextmanager
+    async def connected(*_: object, **__: object) -> AsyncIterator[FakeKube]:
+        yield kube
+
+    monkeypatch.setattr(output, "connect", connected)
+    return kube
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments, env={"COLUMNS": "250"})
+
+
+def test_status_has_state_prediction_place_cotenants_and_progress(kube: FakeKube) -> None:
+    seed_job(kube)
+    (row,) = run("status").output.splitlines()[1:]
+    cells = [cell.strip() for cell in row.split("   ") if cell.strip()]
+    # It began in January, and 1,000 steps of 0.1 s, slowed to 1.25, take 125 s.
+    assert cells[:5] == ["train", "Running", "8,000 MiB (at most 12,000), 40%", f"a ({A100})", "other/beside"]
+    assert cells[5].startswith("100% (") or "of 2.1 min" in cells[5]
+
+
+def test_status_of_a_waiting_job_has_the_reason(kube: FakeKube) -> None:
+    waits = condition("Placed", "False", "NoGpuFits", "needs 12,000 MiB")
+    seed_job(kube, state="Queued", placement=[], observed=None, conditions=[condition("Predicted"), waits])
+    (item,) = json.loads(run("status", "train", "-o", "json").output)["items"]
+    assert (item["state"], item["reason"], item["message"]) == ("Queued", "NoGpuFits", "needs 12,000 MiB")
+    assert "progress" not in item
+
+
+def test_namespaces_select_jobs(kube: FakeKube) -> None:
+    seed_job(kube)
+    seed_job(kube, "far", namespace="other")
+    assert [item["name"] for item in json.loads(run("status", "-o", "json").output)["items"]] == ["train"]
+    everything = yaml.safe_load(run("status", "-A", "-o", "yaml").output)["items"]
+    assert [(item["namespace"], item["name"]) for item in everything] == [("default", "train"), ("other", "far")]
+    assert "far" in run("status", "-n", "other", "-o", "wide").output
+    assert run("status", "-n", "empty").exit_code == 0
+
+
+def seed_node(kube: FakeKube) -> None:
+    devices = [{"uuid": f"GPU-{i}", "index": i, "product": A100, "memoryMib": 40960} for i in (1, 0)]
+    held = {
+        "podUid": "p", "podNamespace": "default", "podName": "train-worker-0-1", "jobUid": "j", "jobName": "train",
+        "gpuUuids": ["GPU-0"], "mode": "MPS", "expectedSlowdown": 1.25, "tenant": {"memoryMib": 12000},
+    }  # fmt: skip
+    status = {
+        "devices": devices,
+        "partitions": [{"podUid": "p", "generation": 1, "state": "Ready"}],
+        "tenants": [
+            {"podUid": "p", "gpuUuid": "GPU-0", "memoryMib": 8500, "peakMemoryMib": 9000, "gpuUtilPercent": 35}
+        ],
+    }
+    kube.seed(GPU_NODES, {"metadata": {"name": "a"}, "spec": {"reservations": [held]}, "status": status})
+
+
+def test_top_has_each_gpu_with_its_tenants(kube: FakeKube) -> None:
+    seed_node(kube)
+    lines = run("top", "-o", "wide").output.splitlines()
+    assert [line.split()[:2] for line in (lines[1], lines[3])] == [["a", "0"], ["a", "1"]]
+    assert "8,500 / 40,960 MiB" in lines[1]
+    assert lines[2].split() == ["default/train", "8,500", "MiB", "12,000", "MiB", "35%", "-", "1.25", "Ready"]
+    (tenant,) = json.loads(run("top", "-o", "json").output)["items"][0]["tenants"]
+    assert (tenant["countedMib"], tenant["peakMemoryMib"]) == (12000, 9000)
+
+
+def test_logs_are_those_of_the_latest_attempt_and_name_the_worker(kube: FakeKube) -> None:
+    seed_job(kube)
+    job = kube.dump(GPU_TRAINING_JOBS, "train", "default")
+    kube.seed(GPU_TRAINING_JOBS, job | {"spec": job["spec"] | {"workers": 2}})
+    for name in ("train-worker-0-1", "train-worker-0-2", "train-worker-1-2"):
+        metadata = {"name": name, "namespace": "default", "labels": {"carpool.dev/job": "train"}}
+        kube.seed(PODS, {"metadata": metadata, "spec": {"containers": [{"name": "train"}]}})
+    kube.written_logs = {"train-worker-0-1": ["old"], "train-worker-0-2": ["step 1", "step 2"]}
+    result = run("logs", "train", "--tail", "1")
+    assert (result.exit_code, result.stdout) == (0, "[worker-0] step 2\n")
+    assert 'container "train" in pod "train-worker-1-2" is waiting to start' in result.stderr
+    assert run("logs", "train", "-w", "1").exit_code == 2
+    assert "has no worker 7" in run("logs", "train", "-w", "7").output
+
+
+def test_diagnosis_compares_and_names_what_is_unusual(kube: FakeKube) -> None:
+    peak = {"peakMemoryMib": 13000, "gpuUtilPercent": 35.0, "stepTimeSeconds": 0.3, "stepTimeRatio": 3.0}
+    oom = {"number": 1, "outcome": "GpuOutOfMemory", "message": "CUDA out of memory"}
+    seed_job(kube, observed=peak, attempts=[oom, {"number": 2}])
+    for name, moment in (("train", "2026-01-01T00:00:02Z"), ("other", "2026-01-01T00:00:03Z")):
+        about = {"kind": "GpuTrainingJob", "name": name}
+        event = {"involvedObject": about, "reason": "Restarted", "message": "again", "lastTimestamp": moment}
+        kube.seed(EVENTS, {"metadata": {"name": f"e-{name}", "namespace": "default"}, **event})
+    found = json.loads(run("diagnose", "train", "-o", "json").output)
+    assert [c["measured"] for c in found["comparisons"] if "measured" in c] == [13000, 35.0, 0.3]
+    assert [event["object"] for event in found["events"]] == ["GpuTrainingJob train"]
+    begins = ["ran out of GPU memory in 1 of 2", "took 13,000 MiB, more than the bound of 12,000 MiB",
+              "its kernels run 35% of the time", "a step takes 3.00 times the one predicted alone"]  # fmt: skip
+    assert len(found["findings"]) == len(begins)
+    assert all(text.startswith(begin) for text, begin in zip(found["findings"], begins, strict=True))
+    assert "finding: its kernels run 35%" in run("diagnose", "train").output
+
+
+@pytest.mark.parametrize("command", ["status", "logs", "diagnose"])
+def test_missing_job_and_missing_right_exit_with_2(kube: FakeKube, command: str) -> None:
+    missing = run(command, "nothing")
+    assert (missing.exit_code, missing.output) == (2, "Error: no GpuTrainingJob nothing in namespace default\n")
+    kube.fail_next("get", GPU_TRAINING_JOBS, Forbidden("you may not get gputrainingjobs", status=403))
+    refused = run(command, "nothing")
+    assert (refused.exit_code, refused.output) == (2, "Error: you may not get gputrainingjobs\n")
+
+
+@pytest.mark.parametrize(("no_color", "is_coloured"), [("1", False), ("", True)], ids=["NO_COLOR", "default"])
+def test_colours_respect_no_color(
+    kube: FakeKube, monkeypatch: pytest.MonkeyPatch, no_color: str, is_coloured: bool
+) -> None:
+    seed_job(kube)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as in a terminal
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setattr(output, "table", lambda *_: "[red]train[/]")
+    monkeypatch.setattr("carpool_core.kubectl.commands.table", lambda *_: "[red]train[/]")
+    assert ("\x1b[31m" in CliRunner().invoke(main, ["status"], color=True).output) is is_coloured
+
+
+def test_shells_complete_commands_and_jobs(
+    kube: FakeKube, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seed_job(kube)
+    for words, expected in ((["st"], "status\t"), (["status", "tr"], "train\n"), (["status", "-n", "none", ""], ":4")):
+        monkeypatch.setattr(sys, "argv", ["kubectl_complete-carpool", *words])
+        cli.complete_for_kubectl()
+        printed = capsys.readouterr().out
+        assert printed.startswith(expected)
+        assert printed.endswith(":4\n")
+    assert "_CARPOOL_COMPLETE=bash_complete" in run("completion", "bash").output
+
+
+def test_version_names_the_commit() -> None:
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout[:12]
+    assert f"(commit {commit}" in run("--version").output
