@@ -106,7 +106,6 @@ def _print_version(context: click.Context, _: click.Parameter, is_given: bool) -
 @click.group(
     cls=LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
-    epilog="Exit codes: 0 success; 1 a negative answer; 2 invalid input, or no answer.",
 )
 @click.option(
     "--version",
@@ -117,7 +116,10 @@ def _print_version(context: click.Context, _: click.Parameter, is_given: bool) -
     help="Show the version with its commit and exit.",
 )
 def main() -> None:
-    """Carpool: deep-learning jobs that share GPUs, placed by prediction."""
+    """Carpool: deep-learning jobs that share GPUs, placed by prediction.
+
+    Exit codes: 0 success; 1 a negative answer; 2 invalid input, or no answer.
+    """
 
 
 @click.command()
