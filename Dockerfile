@@ -4,6 +4,8 @@ ARG PYTHON=3.11
 FROM python:${PYTHON}-slim AS wheel
 WORKDIR /source
 COPY . .
+# The commit that `carpool --version` names, such as $(git rev-parse --short=12 HEAD): the context has no repository.
+ARG CARPOOL_COMMIT
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM wheel AS operator-environment
