@@ -60,7 +60,7 @@ experiments: install ## run published workloads in the simulator, and write docs
 	$(BIN)/python -m carpool_research experiments
 
 crds: install ## generate the CRDs from the Python types
-	$(BIN)/carpool crds --out crds --out helm/carpool/crds
+	$(BIN)/carpool crds --out crds --out helm/carpool/definitions
 
 protos: install ## generate the gRPC stubs of the kubelet's APIs
 	sh deviceplugin/protos.sh $(CURDIR)/$(BIN)/python

@@ -146,6 +146,8 @@ def crd_of(definition: Definition) -> Schema:
         "metadata": {
             "name": f"{kind.plural}.{kind.group}",
             "labels": {"app.kubernetes.io/name": "carpool", "app.kubernetes.io/part-of": "carpool"},
+            # Helm deletes neither the definition nor, with it, all jobs.
+            "annotations": {"helm.sh/resource-policy": "keep"},
         },
         "spec": {
             "group": keys.DOMAIN,

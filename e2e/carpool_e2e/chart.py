@@ -99,7 +99,7 @@ def render(binaries: Binaries, values: Mapping[str, str] | None = None) -> Rende
         [binaries["kube-apiserver"], "--version"], capture_output=True, text=True, check=True
     ).stdout.split()[-1]
     sets = [part for key, value in (values or {}).items() for part in ("--set", f"{key}={value}")]
-    command = [binaries["helm"], "template", RELEASE, str(CHART), "--namespace", NAMESPACE, "--include-crds"]
+    command = [binaries["helm"], "template", RELEASE, str(CHART), "--namespace", NAMESPACE]
     done = subprocess.run(
         [*command, "--kube-version", version, "--set", "global.imageRegistry=localhost", *sets],
         capture_output=True,

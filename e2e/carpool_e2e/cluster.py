@@ -62,6 +62,8 @@ class Shape:
     """Nodes without a kubelet: name → simulated GPUs."""
     carpool: bool = True
     """Whether operator, scheduler and agents run."""
+    chart: bool = True
+    """Whether the chart's other objects are applied."""
 
 
 FULL = Shape(
@@ -69,6 +71,7 @@ FULL = Shape(
     fleet={f"t4-{i:02}": "Tesla T4:4" for i in range(20)},
 )
 BARE = Shape(carpool=False)
+EMPTY = Shape(carpool=False, chart=False)
 
 
 @dataclass
@@ -277,7 +280,8 @@ def _start(slot: Slot, shape: Shape, binaries: Binaries, table: ProcessTable) ->
         runtimes = {node.name: pool.submit(node.start_runtime) for node in cluster.kubelets.values()}
         # Links exist on the machine's side only after the runtimes have begun, so the server listens everywhere.
         controlplane.start(plane, binaries, table, "0.0.0.0" if names else "127.0.0.1")
-        install(cluster)
+        if shape.chart:
+            install(cluster)
         controlplane.start_controllers(plane, binaries, table)
         work = [pool.submit(_start_node, cluster, name, runtime) for name, runtime in runtimes.items()]
         if shape.fleet:

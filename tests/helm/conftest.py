@@ -16,7 +16,7 @@ from carpool_e2e.binaries import ensure
 # --import-mode=importlib gives test folders no import path of their own.
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "e2e")]
 
-OPTIONS = ["--namespace=carpool-system", "--include-crds", "--values=-"]
+OPTIONS = ["--namespace=carpool-system", "--values=-"]
 CHART = Path(__file__).parents[2] / "helm" / "carpool"
 
 Manifest = dict[str, Any]

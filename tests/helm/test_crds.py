@@ -3,8 +3,10 @@
 import subprocess
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 FILES = ["carpool.dev_gpunodes.yaml", "carpool.dev_gputrainingjobs.yaml"]
@@ -12,12 +14,12 @@ FILES = ["carpool.dev_gpunodes.yaml", "carpool.dev_gputrainingjobs.yaml"]
 
 @pytest.mark.parametrize("name", FILES)
 def test_they_are_links_to_the_repositorys_own(name: str) -> None:
-    assert (ROOT / "helm/carpool/crds" / name).resolve(strict=True) == ROOT / "crds" / name
+    assert (ROOT / "helm/carpool/definitions" / name).resolve(strict=True) == ROOT / "crds" / name
 
 
 def test_none_is_missing() -> None:
     assert sorted(f.name for f in (ROOT / "crds").glob("*.yaml")) == FILES
-    assert sorted(f.name for f in (ROOT / "helm/carpool/crds").iterdir()) == FILES
+    assert sorted(f.name for f in (ROOT / "helm/carpool/definitions").iterdir()) == FILES
 
 
 @pytest.mark.e2e
@@ -26,6 +28,14 @@ def test_a_packaged_chart_holds_them(helm: str, tmp_path: Path) -> None:
     (package,) = tmp_path.glob("*.tgz")
     with tarfile.open(package) as archive:
         for name in FILES:
-            held = archive.extractfile(f"carpool/crds/{name}")
+            held = archive.extractfile(f"carpool/definitions/{name}")
             assert held is not None
             assert held.read() == (ROOT / "crds" / name).read_bytes()
+
+
+@pytest.mark.e2e
+def test_they_are_installed_and_kept_unless_they_are_left_out(render: Any) -> None:
+    found = render().all("CustomResourceDefinition")
+    assert found == [yaml.safe_load((ROOT / "crds" / name).read_text()) for name in FILES]
+    assert all(one["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep" for one in found)
+    assert render(crds={"enabled": False}).all("CustomResourceDefinition") == []

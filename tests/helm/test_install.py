@@ -1,88 +1,177 @@
-"""Install, upgrade and uninstall with the real helm on a real API server."""
+"""The chart's life with the real helm on a real API server."""
 
 import json
 import os
+import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from carpool_e2e.cluster import Cluster
+from carpool_e2e.cluster import EMPTY, Cluster, running
 from kubectl import eventually
 
 pytestmark = pytest.mark.e2e
 
 CHART = Path(__file__).parents[2] / "helm" / "carpool"
-RELEASE, NAMESPACE = "second", "second-carpool"
+RELEASE, NAMESPACE = "carpool", "carpool-system"
 KINDS = (
     "clusterroles,clusterrolebindings,roles,rolebindings,serviceaccounts,secrets,configmaps,deployments,daemonsets,"
-    "leases,validatingadmissionpolicies,validatingadmissionpolicybindings"
+    "leases,validatingadmissionpolicies,validatingadmissionpolicybindings,networkpolicies,poddisruptionbudgets"
 )
+VALUES = ("--set=global.imageRegistry=localhost", "--set=nodeAgent.runtimeClassName=")
+
+
+@pytest.fixture(scope="module")
+def empty() -> Iterator[Cluster]:
+    """A control plane without anything of the chart."""
+    with running(EMPTY) as cluster:
+        cluster.kubectl("create", "namespace", NAMESPACE)
+        yield cluster
+
+
+Helm = Callable[..., str]
 
 
 @pytest.fixture
-def release(control_plane: Cluster, helm: str, tmp_path: Path) -> Callable[..., str]:
-    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "KUBECONFIG": str(control_plane.kubeconfig)}
+def release(empty: Cluster, helm: str, tmp_path: Path) -> Iterator[Helm]:
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "KUBECONFIG": str(empty.kubeconfig)}
 
-    def call(*arguments: str, namespace: str = NAMESPACE) -> str:
+    def call(*arguments: str, namespace: str = NAMESPACE, fails: bool = False) -> str:
+        """Return the output of helm; with `fails`, its error."""
         command = [helm, *arguments, f"--namespace={namespace}"]
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        assert (done.returncode != 0) is fails, done.stderr
+        return done.stderr if fails else done.stdout
 
-    return call
+    yield call
+    call("uninstall", RELEASE, "--ignore-not-found")
 
 
-def test_the_api_server_accepts_every_object(control_plane: Cluster, chart: Any) -> None:
-    text = yaml.dump_all(chart.objects, Dumper=yaml.CSafeDumper)
-    said = control_plane.kubectl(
+def test_the_api_server_accepts_every_object(empty: Cluster, render: Any) -> None:
+    everything = render(networkPolicies={"enabled": True, "from": [{"podSelector": {}}]}, scheduler={"replicas": 2})
+    text = yaml.dump_all(everything.objects, Dumper=yaml.CSafeDumper)
+    said = empty.kubectl(
         "apply", "--server-side", "--force-conflicts", "--dry-run=server", "--validate=strict", "-f", "-", stdin=text
     )
-    assert len(said.splitlines()) == len(chart.objects)
+    assert len(said.splitlines()) == len(everything.objects)
 
 
-def test_an_upgrade_keeps_the_certificates_and_uninstalling_leaves_nothing(
-    control_plane: Cluster, release: Callable[..., str]
+CRD, NEW_FIELD = "gputrainingjobs.carpool.dev", "restarts"
+
+
+def previous_chart(folder: Path) -> Path:
+    """The chart of a version before, whose CRD lacks a field."""
+    chart = folder / "previous"
+    shutil.copytree(CHART, chart)
+    about = yaml.safe_load((chart / "Chart.yaml").read_text())
+    (chart / "Chart.yaml").write_text(yaml.safe_dump({**about, "version": "0.0.9", "appVersion": "0.0.9"}))
+    file = chart / "definitions" / "carpool.dev_gputrainingjobs.yaml"
+    crd = yaml.load(file.read_text(), Loader=yaml.CSafeLoader)
+    del crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"][NEW_FIELD]
+    file.write_text(yaml.dump(crd, Dumper=yaml.CSafeDumper))
+    return chart
+
+
+JOB = {
+    "apiVersion": "carpool.dev/v1alpha1",
+    "kind": "GpuTrainingJob",
+    "metadata": {"name": "running", "namespace": "default"},
+    "spec": {"template": {"spec": {"containers": [{"name": "train", "image": "localhost/train"}]}}},
+}
+POD = {
+    "apiVersion": "v1",
+    "kind": "Pod",
+    "metadata": {"name": "running-worker-0-1", "namespace": "default"},
+    "spec": {"containers": [{"name": "train", "image": "localhost/train"}]},
+}
+
+
+def test_the_chart_lives_through_upgrade_rollback_uninstallation_and_another_installation(
+    empty: Cluster, release: Helm, tmp_path: Path
 ) -> None:
+    """Regression: an installation after an upgrade and an uninstallation ended in `conflict with "kubectl"`."""
+
+    def has_new_field() -> bool:
+        crd = json.loads(empty.kubectl("get", "crd", CRD, "-o", "json", "--show-managed-fields"))
+        managers = {entry["manager"] for entry in crd["metadata"]["managedFields"]}
+        assert managers == {"helm", "kube-apiserver"}, "the CRD has one owner"
+        return (
+            NEW_FIELD in crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"]
+        )
+
+    def untouched() -> list[tuple[str, str]]:
+        found = json.loads(empty.kubectl("get", "gtj/running", "pod/running-worker-0-1", "-o", "json"))["items"]
+        return [(one["metadata"]["uid"], one["metadata"]["resourceVersion"]) for one in found]
+
+    previous, chart = str(previous_chart(tmp_path)), str(CHART)
+    release("install", RELEASE, previous, *VALUES)
+    empty.kubectl("wait", f"crd/{CRD}", "--for=condition=Established", "--timeout=30s")
+    assert not has_new_field()
+    empty.apply(JOB, POD)
+    status = json.dumps({"status": {"state": "Running", "observedGeneration": 1, "conditions": []}})
+    empty.kubectl("patch", "gtj", "running", "--subresource=status", "--type=merge", "-p", status)
+    before = untouched()
+    notes = release("upgrade", RELEASE, chart, *VALUES)
+    assert "pod-security.kubernetes.io/enforce=privileged" in notes
+    assert has_new_field()
+    release("rollback", RELEASE, "1")
+    assert not has_new_field()
+    release("upgrade", RELEASE, chart, *VALUES, "--set=nodeAgent.simulatedGpus=Tesla T4:1")
+    release("uninstall", RELEASE)
+    assert has_new_field()
+    left = empty.kubectl("get", KINDS, "-A", "-l", f"app.kubernetes.io/instance={RELEASE}", "-o", "name")
+    # Pods' ReplicaSets and what else follows its owner is the garbage collector's.
+    assert left == ""
+    notes = release("install", RELEASE, chart, *VALUES)
+    assert "kubectl label node NODE carpool.dev/node=managed" in notes
+    assert "SIMULATED" not in notes
+    assert has_new_field()
+    assert untouched() == before
+    empty.kubectl("delete", "gtj/running", "pod/running-worker-0-1", "--now")
+
+
+def test_a_second_installation_is_refused_with_a_sentence(empty: Cluster, release: Helm) -> None:
+    release("install", RELEASE, str(CHART), *VALUES)
+    refused = release(
+        "install", "another", str(CHART), *VALUES, "--create-namespace", namespace="elsewhere", fails=True
+    )
+    assert "expected no other installation of Carpool in this cluster, found release carpool in namespace" in refused
+    assert release("list", "-q", namespace="elsewhere") == ""
+
+
+def test_resource_definitions_of_kubectl_are_handed_over(empty: Cluster, release: Helm) -> None:
+    """As versions did that left them to kubectl."""
+    empty.kubectl("delete", "crd", CRD, "gpunodes.carpool.dev", "--ignore-not-found")
+    empty.kubectl("apply", "--server-side", "-f", str(CHART / "definitions"))
+    assert "cannot be imported into the current release" in release("install", RELEASE, str(CHART), *VALUES, fails=True)
+    release("install", RELEASE, str(CHART), *VALUES, "--take-ownership", "--force-conflicts")
+    release("upgrade", RELEASE, str(CHART), *VALUES)
+
+
+def test_an_upgrade_keeps_the_certificates(empty: Cluster, release: Helm) -> None:
     def certificates() -> Any:
-        secret = control_plane.kubectl("get", "secret", f"{RELEASE}-carpool-scheduler", "-n", NAMESPACE, "-o", "json")
+        secret = empty.kubectl("get", "secret", f"{RELEASE}-scheduler", "-n", NAMESPACE, "-o", "json")
         return json.loads(secret)["data"]
 
-    values = ("--skip-crds", "--set", "global.imageRegistry=localhost")
-    control_plane.kubectl("create", "namespace", NAMESPACE)
-    try:
-        notes = release("install", RELEASE, str(CHART), *values)
-        assert "kubectl label node NODE carpool.dev/node=managed" in notes
-        assert "SIMULATED" not in notes
-        assert "resource definitions as they were first installed" not in notes
-        before = certificates()
-        notes = release("upgrade", RELEASE, str(CHART), *values, "--set", "nodeAgent.simulatedGpus=Tesla T4:1")
-        assert "the node agents offer SIMULATED GPUs (Tesla T4:1)" in notes
-        assert "kubectl apply --server-side --force-conflicts -f crds/" in notes
-        assert certificates() == before
-        release("uninstall", RELEASE)
-        left = control_plane.kubectl("get", KINDS, "-A", "-l", f"app.kubernetes.io/instance={RELEASE}", "-o", "name")
-        # Pods' ReplicaSets and what else follows its owner is the garbage collector's.
-        assert left == ""
-    finally:
-        control_plane.kubectl("delete", "namespace", NAMESPACE, "--wait=false")
+    release("install", RELEASE, str(CHART), *VALUES)
+    before = certificates()
+    notes = release("upgrade", RELEASE, str(CHART), *VALUES, "--set=nodeAgent.simulatedGpus=Tesla T4:1")
+    assert "the node agents offer SIMULATED GPUs (Tesla T4:1)" in notes
+    assert certificates() == before
 
 
 NODE = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "gpus", "labels": {"carpool.dev/node": "managed"}}}
 
 
-def test_an_upgrade_renews_the_agents_and_leaves_their_mps_daemons_alone(
-    control_plane: Cluster, release: Callable[..., str]
-) -> None:
+def test_an_upgrade_renews_the_agents_and_leaves_their_mps_daemons_alone(empty: Cluster, release: Helm) -> None:
     """The daemons were in the agent's pod: each upgrade ended every job that used them."""
-    namespace, values = "upgraded", ["--skip-crds", "--set=global.imageRegistry=localhost"]
-    values.append("--set=nodeAgent.runtimeClassName=")  # there is none in this cluster, so its pods would be refused
 
     def pods() -> dict[str, tuple[str, str]]:
         """UID and image of the node's pods, by component."""
-        found = json.loads(control_plane.kubectl("get", "pods", "-n", namespace, "-o", "json"))["items"]
+        found = json.loads(empty.kubectl("get", "pods", "-n", NAMESPACE, "-o", "json"))["items"]
         labels = {p["metadata"]["uid"]: p["metadata"]["labels"]["app.kubernetes.io/component"] for p in found}
         living = {p["metadata"]["uid"]: p for p in found if not p["metadata"].get("deletionTimestamp")}
         return {
@@ -91,12 +180,11 @@ def test_an_upgrade_renews_the_agents_and_leaves_their_mps_daemons_alone(
             if labels[uid] in ("node-agent", "mps")
         }
 
-    control_plane.kubectl("create", "namespace", namespace)
-    control_plane.apply(NODE)
+    empty.apply(NODE)
     try:
-        release("install", "third", str(CHART), *values, namespace=namespace)
+        release("install", RELEASE, str(CHART), *VALUES)
         before = eventually("pods of agent and daemons", lambda: found if len(found := pods()) == 2 else None)
-        release("upgrade", "third", str(CHART), *values, "--set=nodeAgent.image.tag=next", namespace=namespace)
+        release("upgrade", RELEASE, str(CHART), *VALUES, "--set=nodeAgent.image.tag=next")
 
         def renewed() -> dict[str, tuple[str, str]] | None:
             found = pods()
@@ -105,10 +193,8 @@ def test_an_upgrade_renews_the_agents_and_leaves_their_mps_daemons_alone(
         after = eventually("a new agent", renewed)
         assert after["mps"] == before["mps"]
         assert after["node-agent"][0] != before["node-agent"][0]
-        control_plane.kubectl("delete", "pod", "-n", namespace, "-l", "app.kubernetes.io/component=mps")
+        empty.kubectl("delete", "pod", "-n", NAMESPACE, "-l", "app.kubernetes.io/component=mps")
         anew = eventually("new daemons", lambda: found if "mps" in (found := pods()) else None)
         assert anew["mps"][1].endswith(":next")
     finally:
-        release("uninstall", "third", "--ignore-not-found", namespace=namespace)
-        control_plane.kubectl("delete", "node", NODE["metadata"]["name"])
-        control_plane.kubectl("delete", "namespace", namespace, "--wait=false")
+        empty.kubectl("delete", "node", NODE["metadata"]["name"])

@@ -54,6 +54,55 @@ def test_operators_elect_a_leader_by_the_lease_of_the_chart(render: Any) -> None
     assert spec["replicas"] == 2
 
 
+OF_PODS = {"podLabels": {"team": "ml", "app.kubernetes.io/name": "stolen"}, "podAnnotations": {"a": "b"}}
+ROLE = {"serviceAccount": {"annotations": {"role": "x"}}}
+VARIABLE = [{"name": "CARPOOL_CANDIDATES", "value": "3"}]
+
+
+def test_pods_and_accounts_take_labels_annotations_and_variables(render: Any) -> None:
+    spread = [{"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}]
+    chart = render(
+        operator={**OF_PODS, **ROLE, "extraEnv": VARIABLE, "topologySpreadConstraints": spread},
+        scheduler={**OF_PODS, **ROLE, "topologySpreadConstraints": spread},
+        extender={"extraEnv": VARIABLE},
+        nodeAgent={**OF_PODS, **ROLE, "extraEnv": VARIABLE},
+        revisionHistoryLimit=1,
+    )
+    for workload in chart.workloads:
+        metadata = workload["spec"]["template"]["metadata"]
+        assert (metadata["labels"]["team"], metadata["labels"]["app.kubernetes.io/name"]) == ("ml", "carpool")
+        assert metadata["annotations"]["a"] == "b"
+        assert workload["spec"]["revisionHistoryLimit"] == 1
+        expected = spread if workload["kind"] == "Deployment" else None
+        assert workload["spec"]["template"]["spec"].get("topologySpreadConstraints") == expected
+    assert [account["metadata"]["annotations"] for account in chart.all("ServiceAccount")] == [{"role": "x"}] * 3
+    assert [chart.environment(name)["CARPOOL_CANDIDATES"] for name in COMMANDS] == ["3"] * 3
+
+
+def test_several_replicas_have_a_disruption_budget(render: Any) -> None:
+    assert render().all("PodDisruptionBudget") == []
+    budgets = render(scheduler={"replicas": 2}, operator={"replicas": 2}).all("PodDisruptionBudget")
+    assert [one["metadata"]["name"] for one in budgets] == ["carpool-operator", "carpool-scheduler"]
+    assert [one["spec"]["maxUnavailable"] for one in budgets] == [1, 1]
+
+
+def test_network_policies_leave_the_ports_of_metrics_and_health(render: Any) -> None:
+    assert render().all("NetworkPolicy") == []
+    peers = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
+    chart = render(networkPolicies={"enabled": True, "from": peers})
+    component = "app.kubernetes.io/component"
+    policies = {one["metadata"]["labels"][component]: one["spec"] for one in chart.all("NetworkPolicy")}
+    for workload in chart.workloads:
+        template = workload["spec"]["template"]
+        spec = policies.pop(template["metadata"]["labels"][component])
+        assert spec["podSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+        served = {port["containerPort"] for one in template["spec"]["containers"] for port in one.get("ports", ())}
+        rules = spec.get("ingress", [])
+        assert {port["port"] for rule in rules for port in rule["ports"]} == served
+        assert all(rule["from"] == peers for rule in rules)
+    assert policies == {}
+
+
 def test_agents_run_on_tainted_gpu_nodes_that_were_given_to_carpool(chart: Any) -> None:
     spec = chart.one("DaemonSet", "carpool-node-agent")["spec"]["template"]["spec"]
     assert spec["priorityClassName"] == "system-node-critical"

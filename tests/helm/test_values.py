@@ -93,6 +93,14 @@ def test_the_schema_has_the_choices_of_each_setting(path: str, choices: Iterable
             id="simulated GPUs without a count",
         ),
         pytest.param(
+            {"nameOverride": "A_B"}, "at '/nameOverride': 'A_B' does not match pattern", id="a name with capitals"
+        ),
+        pytest.param(
+            {"operator": {"extraEnv": [{"name": "CARPOOL_X", "value": 1}]}},
+            "at '/operator/extraEnv/0/value': got number, want string",
+            id="variable unquoted",
+        ),
+        pytest.param(
             {"global": {"imageRegistry": ""}},
             "expected the registry of image kube-scheduler in scheduler.image.registry or global.imageRegistry, found "
             "neither.",

@@ -115,6 +115,29 @@ readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end -}}
 
+{{/* `metadata` of a workload's pods. Argument: (list $ COMPONENT VALUES ANNOTATIONS). */}}
+{{- define "carpool.podMetadata" -}}
+{{- $values := index . 2 -}}
+labels:
+  {{- merge (include "carpool.labels" . | fromYaml) ($values.podLabels | default dict) | toYaml | nindent 2 }}
+{{- with merge (index . 3) ($values.podAnnotations | default dict) }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* ServiceAccount of a workload. Argument: (list $ COMPONENT VALUES). */}}
+{{- define "carpool.serviceAccount" -}}
+apiVersion: v1
+kind: ServiceAccount
+metadata:
+  {{- include "carpool.metadata" . | nindent 2 }}
+  {{- with (index . 2).serviceAccount.annotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end -}}
+
 {{/* Where a workload's pods may run. Argument: the component's values. */}}
 {{- define "carpool.placement" -}}
 priorityClassName: {{ .priorityClassName }}
@@ -128,6 +151,10 @@ tolerations:
 {{- end }}
 {{- with .affinity }}
 affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .topologySpreadConstraints }}
+topologySpreadConstraints:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end -}}
