@@ -12,7 +12,7 @@ CLUSTER_TESTS = $(BIN)/python -m pytest -m e2e -n 2 --dist loadfile --no-loadsco
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-clean test test-unit lint bench experiments crds protos docs clean
+.PHONY: help install demo demo-clean test test-unit lint bench experiments crds protos docs krew clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -68,5 +68,13 @@ protos: install ## generate the gRPC stubs of the kubelet's APIs
 docs: install ## write docs/reference/ from the code, and the dashboards of the chart
 	PYTHONPATH=docs $(BIN)/python -m carpool_docs
 
+krew: install ## archive and manifest of the kubectl plugin, into dist/ (URL= of the archive)
+	rm -rf dist/krew && mkdir -p dist/krew
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist/krew .
+	cp krew/kubectl-carpool LICENSE dist/krew/
+	tar -C dist/krew -czf dist/kubectl-carpool.tar.gz .
+	sed -e 's|@VERSION@|$(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)|' -e 's|@URL@|$(URL)|' \
+	  -e "s|@SHA256@|$$(sha256sum dist/kubectl-carpool.tar.gz | cut -d' ' -f1)|" krew/carpool.yaml > dist/carpool.yaml
+
 clean: ## remove what was built here
-	rm -rf $(VENV) out .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) out dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

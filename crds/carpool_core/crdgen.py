@@ -54,7 +54,6 @@ DEFINITIONS = (
         ("gtj",),
         (
             Column("State", ".status.state", "State of the job."),
-            Column("Queue", r".metadata.labels.kueue\.x-k8s\.io/queue-name", "Kueue's queue, where there is one."),
             Column("Node", ".status.summary.node", "Nodes of the workers."),
             Column("GPU", ".status.summary.gpu", "Product of the GPUs."),
             Column("Mode", ".status.summary.mode", "How the GPUs are shared."),
@@ -67,6 +66,12 @@ DEFINITIONS = (
             Column("PredUtil", ".status.summary.predictedUtilization", "Predicted GPU utilization, median."),
             Column("Restarts", ".status.restarts", "Failures charged to backoffLimit.", "integer"),
             _AGE,
+            Column(
+                "Queue",
+                r".spec.template.metadata.labels.kueue\.x-k8s\.io/queue-name",
+                "Kueue's queue of its pods, if the cluster has Kueue.",
+                wide=True,
+            ),
             Column("MemBound", ".status.summary.memoryBound", "GPU memory that placement counts with.", wide=True),
             Column("ObsMem", ".status.summary.observedMemory", "Largest GPU memory measured.", wide=True),
             Column("ObsUtil", ".status.summary.observedUtilization", "Mean GPU utilization measured.", wide=True),

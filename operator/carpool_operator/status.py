@@ -360,7 +360,11 @@ def report_running(draft: Draft, pods: Sequence[Pod]) -> None:
         message = "; ".join([f"{running} of {workers} workers run, attempt {number}", *ended[:1]])
         draft.set_condition(keys.CONDITION_RUNNING, "True", "Running", message)
     elif conditions.is_true(draft.status, keys.CONDITION_PLACED) and idle:
-        draft.set_condition(keys.CONDITION_RUNNING, "False", *why_not_started(idle[0]))
+        reason, message = why_not_started(idle[0])
+        before = conditions.find(draft.status, keys.CONDITION_RUNNING)
+        if reason not in _ORDINARY_WAITS and (before is None or before.reason != reason):
+            draft.event("Warning", reason, message)
+        draft.set_condition(keys.CONDITION_RUNNING, "False", reason, message)
     else:
         draft.set_not_running("NotPlaced", "not every worker has a GPU")
 

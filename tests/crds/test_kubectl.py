@@ -124,6 +124,7 @@ def test_top_has_each_gpu_with_its_tenants(kube: FakeKube) -> None:
     assert [line.split()[:2] for line in (lines[1], lines[3])] == [["a", "0"], ["a", "1"]]
     assert "8,500 / 40,960 MiB" in lines[1]
     assert lines[2].split() == ["default/train", "8,500", "MiB", "12,000", "MiB", "35%", "-", "1.25", "Ready"]
+    assert run("top").output.splitlines()[-1].split() == ["1", *A100.split(), "idle"]
     (tenant,) = json.loads(run("top", "-o", "json").output)["items"][0]["tenants"]
     assert (tenant["countedMib"], tenant["peakMemoryMib"]) == (12000, 9000)
 

@@ -1,4 +1,4 @@
-"""What the README says that `carpool` answers is what it answers."""
+"""The README shows the answers that `carpool` gives."""
 
 import asyncio
 import re
@@ -7,17 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from carpool_core.cli import main
+from carpool_core.kubectl import output
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_extender.explain import commands
-from carpool_predictor.cli import predict
 from click.testing import CliRunner
 from demo_world import after_the_demo, connected
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 PROMPT = "$ carpool "
-COMMANDS = {"predict": predict, "explain": commands.explain_command, "what-if": commands.what_if}
+COMMANDS = {"predict", "explain", "what-if"}
 
 
 def answers() -> Iterator[tuple[str, list[str]]]:
@@ -51,13 +52,12 @@ def test_a_command_answers_as_the_readme_says(
 ) -> None:
     kube, clock = demo
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(commands, "connect", lambda *_, **__: connected(kube))
+    monkeypatch.setattr(output, "connect", lambda *_, **__: connected(kube))
     monkeypatch.setattr(commands, "SystemClock", lambda: clock)
-    name, *arguments = shlex.split(command)
-    result = CliRunner().invoke(COMMANDS[name], arguments)
+    result = CliRunner().invoke(main, shlex.split(command))
     assert result.exit_code == 0, result.output
     assert [line for line in told if not tells(result.output, line)] == []
 
 
 def test_there_is_an_example_of_each() -> None:
-    assert {command.split()[0] for command, _ in answers()} == {*COMMANDS}
+    assert {command.split()[0] for command, _ in answers()} == COMMANDS

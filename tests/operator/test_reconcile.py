@@ -214,6 +214,21 @@ def test_job_fails_if_a_container_does_not_start_in_time(second: Pod, reason: st
         assert deleted(decision) == ["x-worker-0-1", "x-worker-1-1"]
 
 
+@pytest.mark.parametrize(
+    ("waiting", "expected"),
+    [
+        pytest.param(IMAGE, ["ImagePullBackOff"], id="wrong image"),
+        pytest.param(SECRET, ["CreateContainerConfigError"], id="no secret"),
+        pytest.param(CREATING, [], id="ordinary"),
+    ],
+)
+def test_start_failure_is_an_event_of_the_job_once(waiting: dict[str, str], expected: list[str]) -> None:
+    before = snapshot(predicted_job(), pods=(bound(0, 5, waiting),), nodes=(node(reservation("pod-0-1")),))
+    decision = reconcile(before)
+    assert [reason for reason in events(decision) if reason != "Placed"] == expected
+    assert events(again(before, decision)) == []
+
+
 def test_job_restarts_if_the_kubelet_gives_no_reason() -> None:
     of = predicted_job()
     before = snapshot(of, pods=(bound(0, 600, CREATING),), nodes=(node(reservation("pod-0-1")),))

@@ -1,6 +1,7 @@
 """`carpool status`, `top`, `logs` and `diagnose`."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 
 import click
@@ -149,7 +150,7 @@ def _progress_text(progress: Progress | None) -> str:
 def top(settings: KubeSettings, once: bool, interval: float, form: Format) -> None:
     """Print every GPU with its tenants, measured beside counted memory, and utilization; refreshes until Ctrl-C.
 
-    GpuNodes belong to the cluster: you need the right to read them.
+    Idle GPUs are counted by product; -o wide has each. GpuNodes belong to the cluster: you need the right to read them.
     """
 
     async def question(api: KubeApi) -> list[GpuView]:
@@ -179,13 +180,18 @@ def top(settings: KubeSettings, once: bool, interval: float, form: Format) -> No
 
 
 def _gpu_table(gpus: Sequence[GpuView], *, is_wide: bool) -> Table:
+    """Return the GPUs with tenants or faults, and the number of the idle ones; all GPUs if it is wide."""
     columns = ["NODE", "GPU", "PRODUCT", "MODE", "TENANT", "MEMORY", "COUNTED", "UTIL", "SM"]
     columns += ["SLOWDOWN", "PARTITION", "UUID"] if is_wide else []
-    rows = []
+    rows, idle = [], Counter[str]()
     for one in gpus:
-        used = sum(tenant.memory_mib for tenant in one.tenants)
         healthy = one.health is DeviceHealth.HEALTHY
-        state = f"{len(one.tenants)} tenants" if healthy else f"{one.health.value}: {one.health_message}"
+        if not one.tenants and healthy and not is_wide:
+            idle[one.product] += 1
+            continue
+        used = sum(tenant.memory_mib for tenant in one.tenants)
+        count = f"{len(one.tenants)} tenant{'' if len(one.tenants) == 1 else 's'}" if one.tenants else "idle"
+        state = count if healthy else f"{count}, {one.health.value}: {one.health_message}"
         total = f"{used:,} / {one.memory_mib:,} MiB"
         mode = "" if one.mode is None else one.mode.value
         rows.append([one.node, str(one.index), one.product, mode, state, total, "", "", "", "", "", one.uuid])
@@ -196,6 +202,8 @@ def _gpu_table(gpus: Sequence[GpuView], *, is_wide: bool) -> Table:
             partition = "" if tenant.partition is None else tenant.partition.value
             cells = [f"  {tenant.namespace}/{tenant.job}", f"{tenant.memory_mib:,} MiB", counted, util, active]
             rows.append([" ", " ", " ", " ", *cells, f"{tenant.expected_slowdown:.2f}", partition, " "])
+    for product, number in sorted(idle.items()):
+        rows.append([" ", str(number), product, " ", "idle", *[" "] * 4])
     return table(columns, [row[: len(columns)] for row in rows])
 
 
