@@ -126,7 +126,7 @@ def test_top_has_each_gpu_with_its_tenants(kube: FakeKube) -> None:
     assert lines[2].split() == ["default/train", "8,500", "MiB", "12,000", "MiB", "35%", "-", "1.25", "Ready"]
     assert run("top").output.splitlines()[-1].split() == ["1", *A100.split(), "idle"]
     (tenant,) = json.loads(run("top", "-o", "json").output)["items"][0]["tenants"]
-    assert (tenant["countedMib"], tenant["peakMemoryMib"]) == (12000, 9000)
+    assert (tenant["countedMib"], tenant["use"]["peakMemoryMib"]) == (12000, 9000)
 
 
 def test_logs_are_those_of_the_latest_attempt_and_name_the_worker(kube: FakeKube) -> None:

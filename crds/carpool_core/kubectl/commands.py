@@ -185,22 +185,24 @@ def _gpu_table(gpus: Sequence[GpuView], *, is_wide: bool) -> Table:
     columns += ["SLOWDOWN", "PARTITION", "UUID"] if is_wide else []
     rows, idle = [], Counter[str]()
     for one in gpus:
-        healthy = one.health is DeviceHealth.HEALTHY
-        if not one.tenants and healthy and not is_wide:
-            idle[one.product] += 1
+        device, number = one.device, len(one.tenants)
+        if one.is_idle and not is_wide:
+            idle[device.product] += 1
             continue
-        used = sum(tenant.memory_mib for tenant in one.tenants)
-        count = f"{len(one.tenants)} tenant{'' if len(one.tenants) == 1 else 's'}" if one.tenants else "idle"
-        state = count if healthy else f"{count}, {one.health.value}: {one.health_message}"
-        total = f"{used:,} / {one.memory_mib:,} MiB"
-        mode = "" if one.mode is None else one.mode.value
-        rows.append([one.node, str(one.index), one.product, mode, state, total, "", "", "", "", "", one.uuid])
+        state = f"{number} tenant{'' if number == 1 else 's'}" if number else "idle"
+        state += "" if device.health is DeviceHealth.HEALTHY else f", {device.health.value}: {device.health_message}"
+        memory = f"{one.used_mib:,} / {device.memory_mib:,} MiB"
+        mode = "" if device.mode is None else device.mode.value
+        rows.append([one.node, str(device.index), device.product, mode, state, memory, *[""] * 5, device.uuid])
         for tenant in one.tenants:
             counted = "whole GPU" if tenant.counted_mib is None else f"{tenant.counted_mib:,} MiB"
-            util = _percent(tenant.gpu_util_percent)
-            active = "" if tenant.sm_active_ratio is None else f"{tenant.sm_active_ratio:.0%}"
+            use = ["", "", ""]
+            if tenant.use is not None:
+                active = tenant.use.sm_active_ratio
+                use = [f"{tenant.use.memory_mib:,} MiB", _percent(tenant.use.gpu_util_percent)]
+                use.append("" if active is None else f"{active:.0%}")
             partition = "" if tenant.partition is None else tenant.partition.value
-            cells = [f"  {tenant.namespace}/{tenant.job}", f"{tenant.memory_mib:,} MiB", counted, util, active]
+            cells = [f"  {tenant.namespace}/{tenant.job}", use[0], counted, *use[1:]]
             rows.append([" ", " ", " ", " ", *cells, f"{tenant.expected_slowdown:.2f}", partition, " "])
     for product, number in sorted(idle.items()):
         rows.append([" ", str(number), product, " ", "idle", *[" "] * 4])
@@ -247,9 +249,10 @@ def diagnose(settings: KubeSettings, job: str, namespace: str | None, form: Form
     out.print(f"place: {where}{beside}; progress: {_progress_text(one.progress) or 'not started'}\n")
     if answer.comparisons:
         rows = [
-            [c.quantity, c.product, f"{c.median:,.4g}", "" if c.lower is None else f"{c.lower:,.4g}", f"{c.upper:,.4g}",
-             "" if c.measured is None else f"{c.measured:,.4g}"] for c in answer.comparisons
-        ]  # fmt: skip
+            [c.quantity, c.product, *map(_number, (p.median, p.lower, p.upper)), _number(c.measured)]
+            for c in answer.comparisons
+            for p in [c.predicted]
+        ]
         out.print(table(["QUANTITY", "PRODUCT", "PREDICTED", "AT LEAST", "AT MOST", "MEASURED"], rows))
         out.print()
     attempts = [[str(a.number), a.outcome, f"{a.peak_memory_mib:,} MiB", a.message] for a in answer.attempts]
@@ -262,6 +265,10 @@ def diagnose(settings: KubeSettings, job: str, namespace: str | None, form: Form
         out.print(f"finding: {finding}")
 
 
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:,.6g}"
+
+
 async def _events(api: KubeApi, job: GpuTrainingJob) -> list[EventView]:
     """Return the latest events of a job and of its pods, the latest last."""
     found = await list_all(api, EVENTS, _Event, Selector(job.metadata.namespace))
@@ -271,14 +278,9 @@ async def _events(api: KubeApi, job: GpuTrainingJob) -> list[EventView]:
         is_pod = of.kind == "Pod" and named is not None and named.job == job.metadata.name
         if is_pod or (of.kind, of.name) == ("GpuTrainingJob", job.metadata.name):
             moment = event.last_timestamp or event.event_time or ""
+            about = f"{of.kind} {of.name}"
             views.append(
-                EventView(
-                    type=event.type,
-                    reason=event.reason,
-                    object=f"{of.kind} {of.name}",
-                    message=event.message,
-                    time=moment,
-                )
+                EventView(type=event.type, reason=event.reason, object=about, message=event.message, time=moment)
             )
     return sorted(views, key=lambda one: one.time)[-MAX_EVENTS:]
 

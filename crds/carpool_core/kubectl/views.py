@@ -17,10 +17,10 @@ from carpool_core.keys import (
 from carpool_core.products import hardware_name
 from carpool_core.resources.job import Attempt, GpuTrainingJob, Observed, WorkerPlacement
 from carpool_core.resources.meta import Condition
-from carpool_core.resources.node import GpuNode
-from carpool_core.resources.prediction import ProductPrediction
+from carpool_core.resources.node import Device, GpuNode, Tenant
+from carpool_core.resources.prediction import Interval, ProductPrediction
 from carpool_core.resources.schema import Resource, field
-from carpool_core.values import DeviceHealth, JobState, PartitionState, SharingMode
+from carpool_core.values import DeviceHealth, GpuUuid, JobState, PartitionState, SharingMode
 
 LOW_UTILIZATION_PERCENT = 50.0
 """GPU utilization below which `diagnose` names the usual causes. Jobs below it are what Gao et al. (ICSE '24) study."""
@@ -84,10 +84,7 @@ class TenantView(Resource, frozen=True, kw_only=True):
     pod: Annotated[str, field("Name of the pod.")]
     partition: Annotated[PartitionState | None, field("Whether the agent has prepared its share.")] = None
     counted_mib: Annotated[int | None, field("Memory that placement counts, in MiB; absent: the whole GPU.")] = None
-    memory_mib: Annotated[int, field("Memory in use, in MiB.")] = 0
-    peak_memory_mib: Annotated[int, field("Largest memory measured, in MiB.")] = 0
-    gpu_util_percent: Annotated[float | None, field("Share of time in which its kernels ran, 0..100.")] = None
-    sm_active_ratio: Annotated[float | None, field("Share of SMs with its work, 0..1.")] = None
+    use: Annotated[Tenant | None, field("Measured use, as in the GpuNode; absent before the first measurement.")] = None
     expected_slowdown: Annotated[float, field("Predicted slowdown when it was placed.")] = 1.0
 
 
@@ -95,14 +92,18 @@ class GpuView(Resource, frozen=True, kw_only=True):
     """One GPU, as `carpool top` prints it."""
 
     node: Annotated[str, field("Node of the GPU.")]
-    index: Annotated[int, field("NVML's index on the node.")]
-    uuid: Annotated[str, field("NVML's UUID.")]
-    product: Annotated[str, field("Product by NVML's name.")]
-    memory_mib: Annotated[int, field("Total memory, in MiB.")]
-    mode: Annotated[SharingMode | None, field("How it is shared; absent when idle.")] = None
-    health: Annotated[DeviceHealth, field("Whether it takes new pods.")] = DeviceHealth.HEALTHY
-    health_message: Annotated[str, field("Reason why it is unhealthy.")] = ""
+    device: Annotated[Device, field("The GPU, as in the GpuNode.")]
     tenants: Annotated[list[TenantView], field("Pods with a reservation for it.")] = []
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is healthy and has no tenant."""
+        return not self.tenants and self.device.health is DeviceHealth.HEALTHY
+
+    @property
+    def used_mib(self) -> int:
+        """Memory in use by its tenants, in MiB."""
+        return sum(tenant.use.memory_mib for tenant in self.tenants if tenant.use is not None)
 
 
 class GpuViewList(Resource, frozen=True, kw_only=True, omit_defaults=False):
@@ -117,9 +118,7 @@ class Comparison(Resource, frozen=True, kw_only=True):
 
     quantity: Annotated[str, field("Name of the quantity, with its unit.")]
     product: Annotated[str, field("GPU product of the prediction.")]
-    median: Annotated[float, field("Predicted median.")]
-    lower: Annotated[float | None, field("Predicted lower bound; absent for memory.")] = None
-    upper: Annotated[float, field("Predicted upper bound.")]
+    predicted: Annotated[Interval, field("Prediction; memory has no lower bound.")]
     measured: Annotated[float | None, field("Measured value; absent before it was measured.")] = None
 
 
@@ -223,45 +222,28 @@ def _relevant(job: GpuTrainingJob) -> list[tuple[WorkerPlacement | None, Product
 
 def gpu_views(nodes: Iterable[GpuNode]) -> list[GpuView]:
     """Return all GPUs by node and index, with their tenants."""
-    found = []
-    for node in sorted(nodes, key=lambda one: one.metadata.name):
-        used = {(tenant.pod_uid, tenant.gpu_uuid): tenant for tenant in node.status.tenants}
-        states = {partition.pod_uid: partition.state for partition in node.status.partitions}
-        for device in sorted(node.status.devices, key=lambda one: one.index):
-            tenants = []
-            for held in node.spec.reservations:
-                if device.uuid not in held.gpu_uuids:
-                    continue
-                use = used.get((held.pod_uid, device.uuid))
-                peak_mib = 0 if use is None else use.peak_memory_mib
-                tenants.append(
-                    TenantView(
-                        namespace=held.pod_namespace,
-                        job=held.job_name,
-                        pod=held.pod_name,
-                        partition=states.get(held.pod_uid),
-                        counted_mib=held.tenant.counted_mib(peak_mib),
-                        memory_mib=0 if use is None else use.memory_mib,
-                        peak_memory_mib=peak_mib,
-                        gpu_util_percent=None if use is None else use.gpu_util_percent,
-                        sm_active_ratio=None if use is None else use.sm_active_ratio,
-                        expected_slowdown=held.expected_slowdown,
-                    )
-                )
-            found.append(
-                GpuView(
-                    node=node.metadata.name,
-                    index=device.index,
-                    uuid=device.uuid,
-                    product=device.product,
-                    memory_mib=device.memory_mib,
-                    mode=device.mode,
-                    health=device.health,
-                    health_message=device.health_message,
-                    tenants=tenants,
-                )
+    return [
+        GpuView(node=node.metadata.name, device=device, tenants=list(_tenants(node, device.uuid)))
+        for node in sorted(nodes, key=lambda one: one.metadata.name)
+        for device in sorted(node.status.devices, key=lambda one: one.index)
+    ]
+
+
+def _tenants(node: GpuNode, uuid: GpuUuid) -> Iterator[TenantView]:
+    used = {tenant.pod_uid: tenant for tenant in node.status.tenants if tenant.gpu_uuid == uuid}
+    states = {partition.pod_uid: partition.state for partition in node.status.partitions}
+    for held in node.spec.reservations:
+        if uuid in held.gpu_uuids:
+            use = used.get(held.pod_uid)
+            yield TenantView(
+                namespace=held.pod_namespace,
+                job=held.job_name,
+                pod=held.pod_name,
+                partition=states.get(held.pod_uid),
+                counted_mib=held.tenant.counted_mib(0 if use is None else use.peak_memory_mib),
+                use=use,
+                expected_slowdown=held.expected_slowdown,
             )
-    return found
 
 
 # Diagnosis
@@ -282,24 +264,15 @@ def _comparisons(job: GpuTrainingJob) -> Iterator[Comparison]:
     """Yield memory, utilization and step time for each product of the placement, or of the prediction before one."""
     seen = job.status.observed or Observed()
     for place, one in _relevant(job):
-        product, peak = one.product, seen.peak_memory_mib or None
-        bound = one.memory.upper_mib if place is None else place.bound_mib(one.memory) or one.memory.upper_mib
-        yield Comparison(
-            quantity="memory (MiB)", product=product, median=one.memory.median_mib, upper=bound, measured=peak
-        )
+        bound = (place and place.bound_mib(one.memory)) or one.memory.upper_mib
+        memory = Interval(median=one.memory.median_mib, lower=0, upper=bound)
         for quantity, interval, value in (
+            ("memory (MiB)", memory, seen.peak_memory_mib or None),
             ("GPU utilization (%)", one.activity.gpu_util_percent, seen.gpu_util_percent),
             ("SM activity (0..1)", one.activity.sm_active_ratio, seen.sm_active_ratio),
             ("step time (s)", one.step_time_seconds, seen.step_time_seconds),
         ):
-            yield Comparison(
-                quantity=quantity,
-                product=product,
-                median=interval.median,
-                lower=interval.lower,
-                upper=interval.upper,
-                measured=value,
-            )
+            yield Comparison(quantity=quantity, product=one.product, predicted=interval, measured=value)
 
 
 def _findings(job: GpuTrainingJob, now: datetime) -> Iterator[str]:
