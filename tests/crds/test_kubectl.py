@@ -171,19 +171,6 @@ def test_missing_job_and_missing_right_exit_with_2(kube: FakeKube, command: str)
     assert (refused.exit_code, refused.output) == (2, "Error: you may not get gputrainingjobs\n")
 
 
-@pytest.mark.parametrize(("no_color", "is_coloured"), [("1", False), ("", True)], ids=["NO_COLOR", "default"])
-def test_colours_respect_no_color(
-    kube: FakeKube, monkeypatch: pytest.MonkeyPatch, no_color: str, is_coloured: bool
-) -> None:
-    seed_job(kube)
-    monkeypatch.setenv("FORCE_COLOR", "1")  # as in a terminal
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("NO_COLOR", no_color)
-    monkeypatch.setattr(output, "table", lambda *_: "[red]train[/]")
-    monkeypatch.setattr("carpool_core.kubectl.commands.table", lambda *_: "[red]train[/]")
-    assert ("\x1b[31m" in CliRunner().invoke(main, ["status"], color=True).output) is is_coloured
-
-
 def test_shells_complete_commands_and_jobs(
     kube: FakeKube, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

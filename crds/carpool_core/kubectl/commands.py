@@ -1,13 +1,15 @@
 """`carpool status`, `top`, `logs` and `diagnose`."""
 
 import asyncio
+import sys
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 
 import click
 import msgspec
 from rich.live import Live
-from rich.table import Table
+from rich.text import Text
 
 from carpool_core.clock import ServerClock, SystemClock
 from carpool_core.durations import format_duration
@@ -22,7 +24,6 @@ from carpool_core.kubectl.output import (
     Format,
     UnansweredError,
     ask,
-    console,
     job_argument,
     print_document,
     table,
@@ -90,10 +91,10 @@ def status(settings: KubeSettings, job: str | None, namespace: str | None, all_n
     if not jobs:
         click.echo("no jobs found" if all_namespaces else "no jobs found; -A prints those of all namespaces", err=True)
         return
-    console().print(_job_table(jobs, is_wide=form is Format.WIDE, with_namespace=all_namespaces))
+    click.echo(_job_table(jobs, is_wide=form is Format.WIDE, with_namespace=all_namespaces))
 
 
-def _job_table(jobs: Sequence[JobView], *, is_wide: bool, with_namespace: bool) -> Table:
+def _job_table(jobs: Sequence[JobView], *, is_wide: bool, with_namespace: bool) -> str:
     columns = ["NAME", "STATE", "PREDICTED", "WHERE", "CO-TENANTS", "PROGRESS"]
     columns += ["MODE", "MEASURED", "SLOWDOWN", "STEP", "RESTARTS", "REASON"] if is_wide else []
     rows = []
@@ -162,24 +163,25 @@ def top(settings: KubeSettings, once: bool, interval: float, form: Format) -> No
         return
     if not gpus:
         raise UnansweredError("no node reports GPUs; is the node agent running?")
-    out, is_wide = console(), form is Format.WIDE
-    if once or not out.is_terminal:
-        out.print(_gpu_table(gpus, is_wide=is_wide))
+    is_wide = form is Format.WIDE
+    if once or not sys.stdout.isatty():
+        click.echo(_gpu_table(gpus, is_wide=is_wide))
         return
 
     async def refresh(api: KubeApi) -> None:
-        with Live(_gpu_table(gpus, is_wide=is_wide), console=out, screen=True, auto_refresh=False) as live:
+        def shown(found: list[GpuView]) -> Text:
+            return Text(_gpu_table(found, is_wide=is_wide), no_wrap=True)
+
+        with Live(shown(gpus), screen=True, auto_refresh=False) as live:
             while True:
                 await asyncio.sleep(interval)
-                live.update(_gpu_table(await question(api), is_wide=is_wide), refresh=True)
+                live.update(shown(await question(api)), refresh=True)
 
-    try:
+    with suppress(KeyboardInterrupt):
         ask(settings, refresh)
-    except KeyboardInterrupt:
-        return
 
 
-def _gpu_table(gpus: Sequence[GpuView], *, is_wide: bool) -> Table:
+def _gpu_table(gpus: Sequence[GpuView], *, is_wide: bool) -> str:
     """Return the GPUs with tenants or faults, and the number of the idle ones; all GPUs if it is wide."""
     columns = ["NODE", "GPU", "PRODUCT", "MODE", "TENANT", "MEMORY", "COUNTED", "UTIL", "SM"]
     columns += ["SLOWDOWN", "PARTITION", "UUID"] if is_wide else []
@@ -203,7 +205,7 @@ def _gpu_table(gpus: Sequence[GpuView], *, is_wide: bool) -> Table:
                 use.append("" if active is None else f"{active:.0%}")
             partition = "" if tenant.partition is None else tenant.partition.value
             cells = [f"  {tenant.namespace}/{tenant.job}", use[0], counted, *use[1:]]
-            rows.append([" ", " ", " ", " ", *cells, f"{tenant.expected_slowdown:.2f}", partition, " "])
+            rows.append([*[" "] * 4, *cells, f"{tenant.expected_slowdown:.2f}", partition, " "])
     for product, number in sorted(idle.items()):
         rows.append([" ", str(number), product, " ", "idle", *[" "] * 4])
     return table(columns, [row[: len(columns)] for row in rows])
@@ -242,27 +244,27 @@ def diagnose(settings: KubeSettings, job: str, namespace: str | None, form: Form
     if form.is_document:
         print_document(answer, form)
         return
-    out, one = console(), answer.job
-    out.print(f"{one.namespace}/{one.name}: {one.state.value} ({one.reason}) {one.message}".rstrip())
+    one = answer.job
+    click.echo(f"{one.namespace}/{one.name}: {one.state.value} ({one.reason}) {one.message}".rstrip())
     where = f"{_place_text(one)}, {', '.join(one.modes)}" if one.nodes else "no GPU"
     beside = f" beside {', '.join(one.cotenants)}" if one.cotenants else ""
-    out.print(f"place: {where}{beside}; progress: {_progress_text(one.progress) or 'not started'}\n")
-    if answer.comparisons:
-        rows = [
-            [c.quantity, c.product, *map(_number, (p.median, p.lower, p.upper)), _number(c.measured)]
-            for c in answer.comparisons
-            for p in [c.predicted]
-        ]
-        out.print(table(["QUANTITY", "PRODUCT", "PREDICTED", "AT LEAST", "AT MOST", "MEASURED"], rows))
-        out.print()
+    click.echo(f"place: {where}{beside}; progress: {_progress_text(one.progress) or 'not started'}\n")
+    rows = [
+        [c.quantity, c.product, *map(_number, (p.median, p.lower, p.upper)), _number(c.measured)]
+        for c in answer.comparisons
+        for p in [c.predicted]
+    ]
     attempts = [[str(a.number), a.outcome, f"{a.peak_memory_mib:,} MiB", a.message] for a in answer.attempts]
-    if attempts:
-        out.print(table(["ATTEMPT", "OUTCOME", "PEAK", "MESSAGE"], attempts))
-        out.print()
-    for event in answer.events:
-        out.print(f"event: {event.time} {event.reason} ({event.object}): {event.message}")
+    events = [[event.time, event.reason, event.object, event.message] for event in answer.events]
+    for columns, found in (
+        (["QUANTITY", "PRODUCT", "PREDICTED", "AT LEAST", "AT MOST", "MEASURED"], rows),
+        (["ATTEMPT", "OUTCOME", "PEAK", "MESSAGE"], attempts),
+        (["TIME", "EVENT", "OBJECT", "MESSAGE"], events),
+    ):
+        if found:
+            click.echo(f"{table(columns, found)}\n")
     for finding in answer.findings or ["nothing unusual"]:
-        out.print(f"finding: {finding}")
+        click.echo(f"finding: {finding}")
 
 
 def _number(value: float | None) -> str:
@@ -336,8 +338,6 @@ def logs(
             return False
         return True
 
-    try:
+    with suppress(KeyboardInterrupt):
         if not ask(settings, question):
             raise click.exceptions.Exit(2)
-    except KeyboardInterrupt:
-        return

@@ -8,8 +8,6 @@ from typing import TypeVar
 
 import click
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
 from carpool_core.clock import Clock
 from carpool_core.kube.api import GPU_TRAINING_JOBS, KubeApi, Selector, list_all
@@ -140,16 +138,8 @@ def print_document(document: msgspec.Struct, form: Format) -> None:
         click.echo(msgspec.yaml.encode(document).decode(), nl=False)
 
 
-def console() -> Console:
-    """Return the terminal. rich writes no colour with NO_COLOR set, or if the output is no terminal."""
-    return Console(highlight=False, soft_wrap=True)
-
-
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Return a table without lines, as kubectl prints it."""
-    drawn = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
-    for column in columns:
-        drawn.add_column(column, no_wrap=True)
-    for row in rows:
-        drawn.add_row(*(cell or "-" for cell in row))
-    return drawn
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table as kubectl prints it, without colours. An empty cell is `-`."""
+    cells = [columns, *([cell or "-" for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("   ".join(map(str.ljust, row, widths)).rstrip() for row in cells)

@@ -22,7 +22,6 @@ from carpool_core.kubectl.output import (
     Format,
     UnansweredError,
     ask,
-    console,
     job_argument,
     print_document,
     table,
@@ -39,7 +38,7 @@ from carpool_predictor.predict import predict
 from carpool_predictor.tracing.source import SubprocessTracer, features_of
 from click.core import ParameterSource
 
-from carpool_extender.explain.explain import Answer, NoSuchJobError, cluster_view, explain_job, read_gpu_nodes
+from carpool_extender.explain.explain import Answer, NoSuchJobError, explain_job, read_cluster
 from carpool_extender.explain.explain import what_if as answer_what_if
 from carpool_extender.explain.queue_forecast import Options, QueueView, forecast_queue, read_pending_jobs
 from carpool_extender.framework.diagnosis import broken
@@ -361,8 +360,7 @@ def queue(settings: AskSettings, namespace: str | None, form: Format) -> None:
         pending = await read_pending_jobs(api)
         if pending.unread:
             raise UnansweredError(f"{pending.unread}; {_missing_rights(settings)}")
-        nodes, _invalid = await read_gpu_nodes(api)
-        found = forecast_queue(pending, cluster_view(nodes, config, options.clock), config, options)
+        found = forecast_queue(pending, await read_cluster(api, config), config, options)
         chosen = [one for one in found if namespace in (None, one.namespace)]
         return QueueView(order=options.order, items=chosen)
 
@@ -387,7 +385,7 @@ def queue(settings: AskSettings, namespace: str | None, form: Format) -> None:
         ]
         for one in answer.items
     ]
-    console().print(table(columns, rows))
+    click.echo(table(columns, rows))
 
 
 def _missing_rights(settings: AskSettings) -> str:

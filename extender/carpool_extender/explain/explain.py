@@ -116,7 +116,7 @@ async def explain_job(api: KubeApi, name: str, namespace: str, config: Scheduler
         last = last or [f"{namespace}/{name} had no place when it ended"]
         return Answer([*head, *last, "it has ended, so no decision is made for it"])
     # 2. Its reservations.
-    nodes, invalid = await read_gpu_nodes(api)
+    nodes, invalid = await _read_gpu_nodes(api)
     own = {n.metadata.name: [r for r in n.spec.reservations if r.job_uid == job.metadata.uid] for n in nodes}
     demand, steps = demand_of_row(job), job.spec.training.steps
     reserved = [(node, r) for node in nodes for r in own[node.metadata.name]]
@@ -188,7 +188,7 @@ async def what_if(
         KubeError: The GpuNodes could not be read.
     """
     # 1. Its prediction on the products of the cluster.
-    nodes, invalid = await read_gpu_nodes(api)
+    nodes, invalid = await _read_gpu_nodes(api)
     predicted = await predictor(job, {device_class(device) for node in nodes for device in node.status.devices})
     prediction, head = predicted.status.prediction, list[str]()
     if prediction is not None:
@@ -329,6 +329,16 @@ def _user(template: dict[str, Any]) -> int | None:
         return None
 
 
+async def read_cluster(api: KubeApi, config: SchedulerConfig) -> ClusterCache:
+    """Read the valid GpuNodes, and the Nodes if the caller may list them, into a cluster cache.
+
+    Raises:
+        KubeError: The GpuNodes could not be read.
+    """
+    nodes, _ = await _read_gpu_nodes(api)
+    return cluster_view(nodes, config, await _read_nodes(api))
+
+
 def cluster_view(
     nodes: Sequence[GpuNode], config: SchedulerConfig, kube_nodes: Mapping[str, NodeRow] | None
 ) -> ClusterCache:
@@ -392,7 +402,7 @@ def _nodes_without_gpus(
     return sorted(name for name in names if not reporting.get(name, False) and name not in invalid)
 
 
-async def read_gpu_nodes(api: KubeApi) -> tuple[list[GpuNode], dict[str, str]]:
+async def _read_gpu_nodes(api: KubeApi) -> tuple[list[GpuNode], dict[str, str]]:
     """Read all GpuNodes; return the valid ones, and a sentence for each invalid one by name.
 
     Raises:

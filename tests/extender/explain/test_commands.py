@@ -10,7 +10,6 @@ from carpool_core.kube.api import CONFIG_MAPS, GPU_NODES, GPU_TRAINING_JOBS, POD
 from carpool_core.kube.errors import Forbidden, Invalid, Unreachable
 from carpool_core.settings import SettingsError, click_options
 from carpool_core.testing.kube import FakeKube
-from carpool_extender.explain import commands
 from carpool_extender.explain.commands import (
     ManifestError,
     check_manifest,
