@@ -79,6 +79,11 @@ DEFINITIONS = (
             Column(
                 "StepTime", ".status.summary.stepTime", "Measured step time, over the one predicted alone.", wide=True
             ),
+            Column(
+                "MeasSlow", ".status.summary.measuredSlowdown", "Measured step time over the own one alone.", wide=True
+            ),
+            Column("Steps", ".status.summary.progress", "Training steps done.", wide=True),
+            Column("End", ".status.summary.expectedEnd", "Expected end by the measured step time.", wide=True),
         ),
     ),
     Definition(

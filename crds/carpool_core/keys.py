@@ -24,6 +24,8 @@ ANNOTATION_GPUS: Final = f"{DOMAIN}/gpus"
 ANNOTATION_MODE: Final = f"{DOMAIN}/mode"
 ANNOTATION_MEMORY: Final = f"{DOMAIN}/memory-limit-mib"
 ANNOTATION_REASON: Final = f"{DOMAIN}/reason"
+ANNOTATION_PROBE: Final = f"{DOMAIN}/probe"
+"""`spec.probe` of the pod's job; the node agent gives a container the step probe where it is `Auto`."""
 
 GATE_ADMISSION: Final = f"{DOMAIN}/admission"
 """Scheduling gate of every worker's pod, until the queue admits its job."""

@@ -44,6 +44,13 @@ class RequestedMode(StrEnum):
     MIG = "MIG"
 
 
+class ProbeMode(StrEnum):
+    """Whether a job's containers get the step probe."""
+
+    AUTO = "Auto"
+    OFF = "Off"
+
+
 class Tenancy(StrEnum):
     """Jobs with which a job may share a GPU."""
 

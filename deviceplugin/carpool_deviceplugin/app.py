@@ -22,6 +22,7 @@ from carpool_deviceplugin.mps import HostedMps, Mps, MpsProgram
 from carpool_deviceplugin.nvlib import NvmlLibrary, load_nvml
 from carpool_deviceplugin.nvml_devices import NvmlDevices
 from carpool_deviceplugin.plugin import AgentState, KubeletError, Plugin, PodResources, Registration, holders
+from carpool_deviceplugin.probe import ProbeFiles
 from carpool_deviceplugin.processes import ProcTree
 from carpool_deviceplugin.quoting import quoted
 from carpool_deviceplugin.reconciler import Reconciler
@@ -193,6 +194,17 @@ class Agent:
         return None
 
 
+def _install_probe(settings: AgentSettings, clock: Clock) -> ProbeFiles | None:
+    """Return the step probe's files; None if they cannot be written: then containers start without the probe."""
+    probe = ProbeFiles(settings.state_dir / "probe", clock.monotonic)
+    try:
+        probe.install()
+    except OSError as e:
+        structlog.get_logger().warning("step probe not installed", error=str(e))
+        return None
+    return probe
+
+
 def build(
     settings: AgentSettings,
     api: KubeApi,
@@ -215,12 +227,14 @@ def build(
     )
     pods: Reflector[Pod] = Reflector(api, PODS, Pod, selector=Selector(fields=f"spec.nodeName={node}"), clock=clock)
     pod_resources = PodResources(settings.pod_resources_socket)
+    probe = _install_probe(settings, clock)
     state = AgentState(
         pod=pods.store.get,
         reservations=lambda: agent.reconciler.reservations,
         partitions=lambda: agent.reconciler.partitions,
         access=devices.access,
         held=pod_resources.list,
+        probe=probe,
     )
     plugin = Plugin(
         state,
@@ -233,7 +247,7 @@ def build(
         reservation_wait_s=intervals.reservation_wait_s,
         sleep=intervals.sleep,
     )
-    reconciler = Reconciler(node, api, clock, devices, intervals, plugin.set_healthy, plugin.look_again)
+    reconciler = Reconciler(node, api, clock, devices, intervals, plugin.set_healthy, plugin.look_again, probe)
     agent = Agent(settings, devices, reconciler, clock)
     agent.kubelet = KubeletPart(settings, plugin, pods, pod_resources, intervals, lambda: agent.disconnected() is None)
     return agent

@@ -142,6 +142,36 @@ def changes_mig(step: Step) -> bool:
     return isinstance(step, CreateInstance | DestroyInstance) or (isinstance(step, SetMode) and step.mode is not None)
 
 
+class StepCounts(msgspec.Struct, frozen=True):
+    """Growth of a pod's step counters between two readings."""
+
+    elapsed_s: float = 0.0
+    """Time between the readings; 0 if there was no earlier one."""
+    steps: int = 0
+    """Training steps."""
+    steps_s: float = 0.0
+    """Time of the timed steps."""
+    timed_steps: int = 0
+    """Steps without the first one of each process."""
+    samples: int = 0
+    """Samples of all processes, as far as known."""
+    data_s: float = 0.0
+    """Time in which a process waited for data; mean over the pod's processes."""
+    checkpoint_s: float = 0.0
+    """The same for checkpoints."""
+    copy_s: float = 0.0
+    """The same for copies from the host to a device."""
+
+
+class StepReport(msgspec.Struct, frozen=True):
+    """A reading of a pod's step counters."""
+
+    steps: int
+    """Training steps since the start of its processes."""
+    since: StepCounts
+    """Growth since the last reading."""
+
+
 class ProcessUsage(msgspec.Struct, frozen=True):
     """Use of a GPU by one process since the last reading; None if the GPU does not measure a value."""
 

@@ -1,20 +1,25 @@
 """Use of each GPU by each pod: smoothed rates from the measurements of its processes."""
 
 import math
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 import msgspec
+from carpool_core.clock import parse_rfc3339
 from carpool_core.resources.node import Tenant
 from carpool_core.values import GpuUuid, PodUid
 from msgspec.structs import replace
 
-from carpool_deviceplugin.gpu import ProcessUsage, Reading
+from carpool_deviceplugin.gpu import ProcessUsage, Reading, StepCounts, StepReport
 
 SMOOTHING_S = 5.0
 """Time constant of the exponential average in metrics."""
 STATUS_SMOOTHING_S = 90.0
 """Time constant of the activity in `GpuNode.status`, by which pods are admitted beside others: longer than a checkpoint
 or an evaluation (90 s as in RAD-RM's monitor, Yousefzadeh-Asl-Miandoab, ITU 2025)."""
+MIN_SOLO_STEPS = 20
+"""Steps without working co-tenants after which the pod's step time alone is known."""
+PROGRESS_EVERY_S = 300.0
+"""Longest time after which a changed number of steps is written to the API server: readers extrapolate it."""
 FORMER_SAMPLES = 4
 """Weight of the mean, in samples, after the tenants of the GPU changed: the activity beside the former co-tenants has
 little value, but one pause must not replace it."""
@@ -44,6 +49,34 @@ class Rates(msgspec.Struct, frozen=True):
         )
 
 
+class StepMeans(msgspec.Struct, frozen=True):
+    """Sums of step counters, exponentially decayed with `STATUS_SMOOTHING_S`. Their ratios are means."""
+
+    sums: StepCounts = StepCounts()
+    total: int = 0
+    """Timed steps without decay."""
+
+    def add(self, counts: StepCounts) -> "StepMeans":
+        """Add the counters of another reading."""
+        scaled = self.scaled(math.exp(-counts.elapsed_s / STATUS_SMOOTHING_S))
+        both = zip(msgspec.structs.astuple(scaled.sums), msgspec.structs.astuple(counts), strict=True)
+        return StepMeans(StepCounts(*(old + new for old, new in both)), self.total + counts.timed_steps)
+
+    def scaled(self, factor: float) -> "StepMeans":
+        """Return the means with another weight."""
+        return replace(self, sums=StepCounts(*(factor * value for value in msgspec.structs.astuple(self.sums))))
+
+    @property
+    def step_time_s(self) -> float | None:
+        """Mean time of a step without checkpoints; None before the second step."""
+        sums = self.sums
+        return max(0.0, sums.steps_s - sums.checkpoint_s) / sums.timed_steps if self.total else None
+
+    def rate(self, amount: float) -> float | None:
+        """Return a sum over the elapsed time; None without steps."""
+        return amount / self.sums.elapsed_s if self.sums.elapsed_s and self.total else None
+
+
 class PodUsage(msgspec.Struct, frozen=True):
     """Use of one GPU by one pod."""
 
@@ -61,12 +94,24 @@ class PodUsage(msgspec.Struct, frozen=True):
     """Time for which its processes were measured."""
     is_running: bool = False
     """Whether it has a process on the GPU."""
-    step_time_s: float | None = None
+    steps: int | None = None
+    """Training steps since its start; None if it reports none."""
+    step_means: StepMeans = StepMeans()
+    """Means of its steps, mostly since the last change of co-tenants."""
+    solo_steps: StepMeans = StepMeans()
+    """Means of its steps while no other pod worked on the GPU."""
     energy_j: float | None = None
     """Energy above idle since the start of the agent; None if unknown."""
 
+    @property
+    def solo_step_time_s(self) -> float | None:
+        """Mean time of a step while no other pod worked on the GPU; None if that was not measured."""
+        return self.solo_steps.step_time_s if self.solo_steps.total >= MIN_SOLO_STEPS else None
+
 
 _UNUSED = PodUsage()
+_FORMER_SHARE = 0.05
+"""Weight of the steps beside former co-tenants, of 1."""
 
 
 class Meter:
@@ -79,18 +124,23 @@ class Meter:
         """Whether the last reading succeeded."""
         self.usage: dict[PodUid, PodUsage] = {}
 
-    def sample(self, reading: Reading) -> None:
-        """Add a reading."""
+    def sample(self, reading: Reading, reports: Mapping[PodUid, StepReport | None] = {}) -> None:
+        """Add a reading, and the step counters of the pods that report some."""
         before = None if self.reading is None else _pods(self.reading)
         now = _pods(reading)
         of_pods: dict[PodUid, list[ProcessUsage]] = {pod: [] for pod in self.usage}
         for process in reading.processes:
             of_pods.setdefault(process.pod_uid, []).append(process)
+        working = {pod for pod, processes in of_pods.items() if _is_working(processes)}
         for pod, processes in of_pods.items():
             use = self.usage.get(pod, _UNUSED)
             if before is not None and before - {pod} != now - {pod}:
-                use = replace(use, mean_samples=min(use.mean_samples, FORMER_SAMPLES + 1))
+                means = use.step_means.scaled(_FORMER_SHARE)
+                use = replace(use, mean_samples=min(use.mean_samples, FORMER_SAMPLES + 1), step_means=means)
             use = _advance(use, processes)
+            use = _count_steps(
+                use, processes, reports.get(pod), is_alone=bool(reading.mig_instances or not working - {pod})
+            )
             energy_j = _total((use.energy_j, reading.energy_of_ended_j.get(pod)))
             self.usage[pod] = replace(use, energy_j=energy_j)
         self.reading, self.is_current = reading, True
@@ -112,11 +162,11 @@ class Meter:
         """Return the peak memory of each pod, in MiB."""
         return {pod: use.peak_memory_mib for pod, use in self.usage.items()}
 
-    def tenants(self) -> list[Tenant]:
-        """Return the measurements for `GpuNode.status`."""
+    def tenants(self, now: str) -> list[Tenant]:
+        """Return the measurements for `GpuNode.status`; `now` is the time, RFC 3339."""
         sharing = max(1, sum(use.is_running for use in self.usage.values()))
         idle_w = (self.reading.idle_power_w or 0.0) / sharing if self.reading else 0.0
-        return [_tenant(pod, self.uuid, use, idle_w) for pod, use in sorted(self.usage.items())]
+        return [_tenant(pod, self.uuid, use, idle_w, now) for pod, use in sorted(self.usage.items())]
 
     def total(self, *, is_concurrent: bool) -> Rates:
         """Return the rates of all tenants together; `is_concurrent` if their kernels run at the same time (MPS)."""
@@ -162,10 +212,6 @@ def _advance(use: PodUsage, processes: Sequence[ProcessUsage]) -> PodUsage:
     samples = use.samples + bool(busy or use.samples)
     mean_samples = use.mean_samples + bool(busy or use.mean_samples)
     weight = _weight(samples, elapsed_s)
-    step_time = use.step_time_s
-    if steps := sum(p.steps for p in processes):
-        mean = sum(p.steps_s for p in processes) / steps
-        step_time = mean if step_time is None else step_time + weight * (mean - step_time)
     return replace(
         use,
         rates=use.rates.towards(rates, weight) if use.rates else rates,
@@ -173,8 +219,31 @@ def _advance(use: PodUsage, processes: Sequence[ProcessUsage]) -> PodUsage:
         means=use.means.towards(rates, _weight(mean_samples, elapsed_s, STATUS_SMOOTHING_S)) if use.means else rates,
         mean_samples=mean_samples,
         measured_s=use.measured_s + elapsed_s,
-        step_time_s=step_time,
     )
+
+
+def _is_working(processes: Sequence[ProcessUsage]) -> bool:
+    """Whether a pod's kernels ran since the last reading; supposed if that is not measured."""
+    return any(p.busy_s is None or p.busy_s > MIN_BUSY * p.elapsed_s for p in processes)
+
+
+def _count_steps(
+    use: PodUsage, processes: Sequence[ProcessUsage], report: StepReport | None, *, is_alone: bool
+) -> PodUsage:
+    """Add a pod's steps: those of its probe, else of its processes.
+
+    A pod whose kernels never ran in the last minutes is not believed.
+    """
+    steps, counts = use.steps, StepCounts()
+    if report is not None:
+        steps, counts = report.steps, report.since
+    elif own := sum(p.steps for p in processes):
+        elapsed_s, own_s = max(p.elapsed_s for p in processes), sum(p.steps_s for p in processes)
+        steps, counts = (use.steps or 0) + own, StepCounts(elapsed_s, own, own_s, own)
+    if not processes or counts.elapsed_s <= 0 or (use.means is not None and use.means.busy == 0):
+        return use
+    solo = use.solo_steps.add(counts) if is_alone else use.solo_steps
+    return replace(use, steps=steps, step_means=use.step_means.add(counts), solo_steps=solo)
 
 
 def _total(values: Iterable[float | None]) -> float | None:
@@ -187,8 +256,8 @@ def _ratio(seconds: float | None, elapsed_s: float) -> float | None:
     return None if seconds is None else min(1.0, seconds / elapsed_s)
 
 
-def _tenant(pod: PodUid, uuid: GpuUuid, use: PodUsage, idle_w: float) -> Tenant:
-    rates, means = use.rates, use.means
+def _tenant(pod: PodUid, uuid: GpuUuid, use: PodUsage, idle_w: float, now: str) -> Tenant:
+    rates, means, steps, sums = use.rates, use.means, use.step_means, use.step_means.sums
     return Tenant(
         pod_uid=pod,
         gpu_uuid=uuid,
@@ -199,8 +268,19 @@ def _tenant(pod: PodUid, uuid: GpuUuid, use: PodUsage, idle_w: float) -> Tenant:
         working=None if rates is None or rates.busy is None else use.is_running and rates.busy >= MIN_BUSY,
         settled=use.measured_s >= STATUS_SMOOTHING_S,
         power_w=None if rates is None or rates.power_w is None else round(rates.power_w + idle_w, 1),
-        step_time_seconds=None if use.step_time_s is None else round(use.step_time_s, 6),
+        steps=use.steps,
+        steps_at=None if use.steps is None else now,
+        step_time_seconds=_rounded(steps.step_time_s, 6),
+        solo_step_time_seconds=_rounded(use.solo_step_time_s, 6),
+        samples_per_second=_rounded(steps.rate(sums.samples) or None, 1),
+        data_wait_ratio=_rounded(steps.rate(sums.data_s), 3),
+        checkpoint_ratio=_rounded(steps.rate(sums.checkpoint_s), 3),
+        copy_ratio=_rounded(steps.rate(sums.copy_s), 3),
     )
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)
 
 
 def damp_changes(written: Iterable[Tenant], measured: Iterable[Tenant]) -> list[Tenant]:
@@ -209,15 +289,32 @@ def damp_changes(written: Iterable[Tenant], measured: Iterable[Tenant]) -> list[
     return [_kept(before.get((tenant.pod_uid, tenant.gpu_uuid)), tenant) for tenant in measured]
 
 
+_LEAST_CHANGES = {
+    "memory_mib": 16, "peak_memory_mib": 16, "gpu_util_percent": 1, "sm_active_ratio": 0.01, "power_w": 2,
+    "step_time_seconds": 0.0, "solo_step_time_seconds": 0.0, "samples_per_second": 0.0,
+    "data_wait_ratio": 0.02, "checkpoint_ratio": 0.02, "copy_ratio": 0.02,
+}  # fmt: skip
+"""Smallest absolute change of each measurement that is written."""
+
+
+def _has_progressed(old: Tenant, new: Tenant) -> bool:
+    """Whether the number of steps must be written: it doubled, changed minutes ago, or begins again."""
+    if old.steps is None or new.steps is None or old.steps_at is None or new.steps_at is None:
+        return old.steps != new.steps
+    age_s = (parse_rfc3339(new.steps_at) - parse_rfc3339(old.steps_at)).total_seconds()
+    return not old.steps <= new.steps < 2 * max(1, old.steps) or (new.steps != old.steps and age_s >= PROGRESS_EVERY_S)
+
+
 def _kept(old: Tenant | None, new: Tenant) -> Tenant:
     if old is None or (old.working, old.settled) != (new.working, new.settled):
         return new
-    least = {"memory_mib": 16, "peak_memory_mib": 16, "gpu_util_percent": 1, "sm_active_ratio": 0.01, "power_w": 2}
-    for name in (*least, "step_time_seconds"):
+    if _has_progressed(old, new):
+        return new
+    for name, least in _LEAST_CHANGES.items():
         was, now = getattr(old, name), getattr(new, name)
         if (was is None) != (now is None):
             return new
         share = MIN_PEAK_CHANGE if name == "peak_memory_mib" else MIN_CHANGE
-        if was is not None and abs(now - was) > max(share * abs(was), least.get(name, 0.0)):
+        if was is not None and abs(now - was) > max(share * abs(was), least):
             return new
     return old

@@ -18,6 +18,7 @@ _DEVICE_LABELS = (
 """dcgm-exporter writes Hostname with a capital, and its dashboards select by it."""
 SOURCE = "carpool_agent_gpu_metrics_source"
 TENANT_ENERGY = "carpool_gpu_tenant_energy_joules"
+TENANT_STEPS = "carpool_gpu_tenant_steps"
 _TENANT_LABELS = ("UUID", "namespace", "pod", "training_job")
 
 DEVICE_GAUGES = {
@@ -47,6 +48,11 @@ TENANT_GAUGES = {
     "carpool_gpu_tenant_utilization_ratio": "Share of time in which a pod's kernels ran (0..1).",
     "carpool_gpu_tenant_sm_active_ratio": "Share of SM-time with a pod's work (0..1).",
     "carpool_gpu_tenant_step_seconds": "Mean time of a pod's training step.",
+    "carpool_gpu_tenant_solo_step_seconds": "Mean time of a pod's training step while no other pod worked on the GPU.",
+    "carpool_gpu_tenant_samples_per_second": "Samples that a pod's processes train with.",
+    "carpool_gpu_tenant_data_wait_ratio": "Share of time in which a pod waited for data (0..1).",
+    "carpool_gpu_tenant_checkpoint_ratio": "Share of time in which a pod waited for checkpoints (0..1).",
+    "carpool_gpu_tenant_copy_ratio": "Share of time in which a pod waited for copies to the GPU (0..1).",
 }
 RESERVATION_GAUGES = {
     "carpool_gpu_tenant_memory_reserved_bytes": "GPU memory that placement counts for a pod; without a bound, all.",
@@ -149,6 +155,7 @@ class AgentCollector(Collector):
     def _tenants(self) -> Iterator[Metric]:
         families = [GaugeMetricFamily(name, text, labels=_TENANT_LABELS) for name, text in TENANT_GAUGES.items()]
         energy = CounterMetricFamily(TENANT_ENERGY, "Energy above idle that a pod has drawn.", labels=_TENANT_LABELS)
+        progress = CounterMetricFamily(TENANT_STEPS, "Training steps of a pod.", labels=_TENANT_LABELS)
         reservations: dict[str, Reservation] = {r.pod_uid: r for r in self._agent.reconciler.reservations}
         for uuid, meter in self._agent.reconciler.meters.items():
             for pod_uid, use in meter.usage.items():
@@ -159,7 +166,13 @@ class AgentCollector(Collector):
                 labels = dict(zip(_TENANT_LABELS, named, strict=True))
                 rates = _now(use)
                 limit = reserved.memory_limit_mib and reserved.memory_limit_mib * MIB
-                values = [use.memory_mib * MIB, limit, rates.busy, rates.sm, use.step_time_s]
+                steps, sums = use.step_means, use.step_means.sums
+                values = [
+                    *(use.memory_mib * MIB, limit, rates.busy, rates.sm, steps.step_time_s, use.solo_step_time_s),
+                    *(steps.rate(sum_) for sum_ in (sums.samples, sums.data_s, sums.checkpoint_s, sums.copy_s)),
+                ]
+                if use.steps is not None:
+                    progress.samples.append(Sample(f"{TENANT_STEPS}_total", labels, use.steps))
                 if use.energy_j is not None:
                     energy.samples.append(Sample(f"{TENANT_ENERGY}_total", labels, use.energy_j))
                 for family, value in zip(families, values, strict=True):
@@ -167,6 +180,7 @@ class AgentCollector(Collector):
                         family.samples.append(Sample(family.name, labels, value))
         yield from families
         yield energy
+        yield progress
 
     def _own(self) -> Iterator[Metric]:
         agent = self._agent

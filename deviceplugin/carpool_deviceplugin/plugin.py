@@ -10,13 +10,14 @@ from typing import Any
 import grpc  # type: ignore[import-untyped]
 import structlog
 from carpool_core.clock import Clock
-from carpool_core.keys import CDI_KIND, RESOURCE_GPU
+from carpool_core.keys import ANNOTATION_PROBE, CDI_KIND, RESOURCE_GPU
 from carpool_core.kube.pods import Pod, container_uid
 from carpool_core.resources.node import Partition, Reservation
-from carpool_core.values import GpuUuid, PartitionState, PodUid, SharingMode
+from carpool_core.values import GpuUuid, PartitionState, PodUid, ProbeMode, SharingMode
 
 from carpool_deviceplugin import cdi
 from carpool_deviceplugin.gpu import Access, DeviceError
+from carpool_deviceplugin.probe import ProbeFiles
 from carpool_deviceplugin.protos import deviceplugin_pb2 as dp
 from carpool_deviceplugin.protos import deviceplugin_pb2_grpc, podresources_pb2_grpc
 from carpool_deviceplugin.protos import podresources_pb2 as pr
@@ -227,6 +228,8 @@ class AgentState:
     access: Callable[[GpuUuid, PodUid], Access]
     held: Callable[[], Awaitable[Sequence[pr.PodResources]]]
     """Returns the pods that hold slots, from PodResources."""
+    probe: ProbeFiles | None = None
+    """The step probe; None if it could not be installed."""
 
 
 def full_gpus(reservations: Collection[Reservation], holding: Container[str]) -> set[GpuUuid]:
@@ -379,9 +382,20 @@ class Plugin:
             access = {uuid: state.access(uuid, reservation.pod_uid) for uuid in reservation.gpu_uuids}
         except DeviceError as e:
             raise RefusedError(f"expected to bring its GPUs into pod {owner.key}: {e}") from e
+        if state.probe is not None and pod.metadata.annotations.get(ANNOTATION_PROBE) == ProbeMode.AUTO:
+            self._add_probe(state.probe, reservation, access)
         if reservation.mode is SharingMode.MPS:
             check_same_user(owner, container_uid(pod.spec, owner.container), self._served(reservation, access))
         return owner, reservation, access
+
+    def _add_probe(self, probe: ProbeFiles, reservation: Reservation, access: dict[GpuUuid, Access]) -> None:
+        try:
+            env, mounts = probe.access(reservation.pod_uid)
+        except OSError as e:  # the container starts without it
+            self._log.warning("probe not given", pod=reservation.pod_name, error=str(e))
+            return
+        first, one = reservation.gpu_uuids[0], access[reservation.gpu_uuids[0]]
+        access[first] = replace(one, env={**one.env, **env}, mounts=(*one.mounts, *mounts))
 
     def _served(self, reservation: Reservation, access: Mapping[GpuUuid, Access]) -> dict[str, int | None]:
         """Return the users of the present clients and of earlier reservations of the pod's MPS daemon."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import structlog
-from carpool_core.clock import Clock
+from carpool_core.clock import Clock, rfc3339
 from carpool_core.keys import LABEL_RELEASE_GPUS
 from carpool_core.kube.api import GPU_NODES, NODES, KubeApi, Selector
 from carpool_core.kube.errors import Conflict, KubeError, Refused
@@ -18,6 +18,7 @@ from carpool_core.values import DeviceHealth, GpuUuid, NodeName, PartitionState,
 from carpool_deviceplugin.device_state import GpuWorker
 from carpool_deviceplugin.gpu import DeviceError, Devices
 from carpool_deviceplugin.metering import Meter
+from carpool_deviceplugin.probe import ProbeFiles
 from carpool_deviceplugin.status import (
     EventWriter,
     NodeEvent,
@@ -81,7 +82,7 @@ class Reconciler:
     """Manages one node.
 
     `on_health` is called with the healthy GPUs after each reading of their health, `on_progress` after each change of
-    reservations or their state.
+    reservations or their state. `probe` has the step counters of pods; None on a node without a kubelet.
     """
 
     def __init__(
@@ -93,13 +94,14 @@ class Reconciler:
         intervals: Intervals,
         on_health: Callable[[Collection[GpuUuid]], None] = lambda _: None,
         on_progress: Callable[[], None] = lambda: None,
+        probe: ProbeFiles | None = None,
     ) -> None:
         self._node, self._api, self._clock, self._devices, self._intervals = node, api, clock, devices, intervals
         self._log = structlog.get_logger().bind(node=node)
         self.reporter = Reporter(
             node, api, clock, devices, intervals, on_devices=self._see_devices, on_missing=self._create
         )
-        self._on_health, self._on_progress = on_health, on_progress
+        self._on_health, self._on_progress, self._probe = on_health, on_progress, probe
         self._event_writer = EventWriter(node, api, clock)
         self._seen_devices: dict[GpuUuid, Device] = {}
         self._seen_partitions: dict[PodUid, Partition] = {}
@@ -198,6 +200,8 @@ class Reconciler:
         for meter in self.meters.values():
             meter.keep(pods)
             meter.discard(gone)
+        if self._probe is not None:
+            self._probe.keep(pods)
         if gone:
             self._measure_again.set()
         self._progress()
@@ -243,7 +247,8 @@ class Reconciler:
         self._report()
 
     def _report(self) -> None:
-        tenants = [tenant for meter in self.meters.values() for tenant in meter.tenants()]
+        now = rfc3339(self._clock.now())
+        tenants = [tenant for meter in self.meters.values() for tenant in meter.tenants(now)]
         valid, removed = presentable(tenants, {r.pod_uid for r in self.reservations})
         if removed != self._removed:
             self._removed = removed
@@ -300,6 +305,7 @@ class Reconciler:
     async def _sample(self, due: Collection[GpuUuid]) -> None:
         answers = await self._readings.ask(due)
         reserved = {r.pod_uid for r in self.reservations}
+        reports = {} if self._probe is None else {pod: self._probe.read(pod) for pod in sorted(reserved)}
         for uuid, found in answers.items():
             meter = self.meters[uuid]
             if isinstance(found, DeviceError):
@@ -307,7 +313,7 @@ class Reconciler:
                 self._log.debug("gpu not measured", gpu=uuid, error=str(found))  # its health reports the error
                 continue
             before = meter.running()
-            meter.sample(found)
+            meter.sample(found, reports)
             if before - meter.running():
                 self._workers[uuid].look_again()  # an MPS fault may have ended them
             meter.keep(reserved)

@@ -130,7 +130,11 @@ def presentable(tenants: Iterable[Tenant], reserved: Set[PodUid]) -> tuple[list[
 
 
 def _invalid(tenant: Tenant) -> str:
-    measures = (tenant.gpu_util_percent, tenant.sm_active_ratio, tenant.power_w, tenant.step_time_seconds)
+    measures = (
+        *(tenant.gpu_util_percent, tenant.sm_active_ratio, tenant.power_w, tenant.steps, tenant.step_time_seconds),
+        *(tenant.solo_step_time_seconds, tenant.samples_per_second),
+        *(tenant.data_wait_ratio, tenant.checkpoint_ratio, tenant.copy_ratio),
+    )
     if not all(m is None or 0 <= m <= _MAX_MEASURE for m in measures):
         return f"expected measures from 0 to {_MAX_MEASURE:g}, found {measures}"
     if max(tenant.memory_mib, tenant.peak_memory_mib) > _MAX_MEASURE or len(tenant.pod_uid) > _MAX_UID:

@@ -69,11 +69,19 @@ class AttemptRow(_Wire, frozen=True, kw_only=True):
     """UIDs of its pods, as far as the operator has recorded them; of the latest attempt only."""
 
 
+class ObservedRow(_Wire, frozen=True, kw_only=True):
+    """The part of a job's measurements that the queue uses."""
+
+    expected_end: str | None = None
+    """Expected end by the measured step time, RFC 3339."""
+
+
 class JobStatusRow(_Wire, frozen=True, kw_only=True):
     """The part of a job's status that its demand depends on."""
 
     state: str = ""
     prediction: Prediction | None = None
+    observed: ObservedRow | None = None
     attempts: list[AttemptRow] = []
 
     @property

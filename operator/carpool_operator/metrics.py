@@ -3,6 +3,7 @@
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator
 
+from carpool_core.clock import parse_rfc3339
 from carpool_core.metrics import build_info
 from carpool_core.products import hardware_name
 from carpool_core.resources.job import GpuTrainingJob, JobStatus
@@ -23,6 +24,10 @@ _JOB_GAUGES = {
     "carpool_job_predicted_step_seconds": "Predicted median of the step time of a job alone.",
     "carpool_job_observed_memory_peak_bytes": "Largest GPU memory that a worker of a job took on one GPU.",
     "carpool_job_step_time_ratio": "Measured step time of a job over the predicted one alone.",
+    "carpool_job_measured_slowdown_ratio": "Measured step time of a job over its own step time alone.",
+    "carpool_job_steps_done": "Training steps that a job reports for its attempt.",
+    "carpool_job_steps": "Training steps of a whole job.",
+    "carpool_job_expected_end_seconds": "Expected end of a job by its measured step time, in seconds since 1970.",
     "carpool_job_max_slowdown_ratio": "Largest slowdown that a job accepts.",
     "carpool_job_restarts": "Failures of a job that count against its backoffLimit.",
 }
@@ -70,6 +75,10 @@ class _PlacedJobs(Collector):
                 predicted.step_time_seconds.median if predicted else None,
                 status.observed.peak_memory_mib * MIB if status.observed else None,
                 status.observed.step_time_ratio if status.observed else None,
+                status.observed.slowdown if status.observed else None,
+                status.observed.steps if status.observed else None,
+                job.spec.training.steps,
+                parse_rfc3339(end).timestamp() if status.observed and (end := status.observed.expected_end) else None,
                 job.spec.sharing.max_slowdown,
                 status.restarts,
             )

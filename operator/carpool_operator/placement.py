@@ -2,9 +2,11 @@
 
 import re
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from statistics import fmean
 
 import msgspec
+from carpool_core.clock import parse_rfc3339, rfc3339
 from carpool_core.kube.pods import Pod
 from carpool_core.products import hardware_name
 from carpool_core.resources.job import GpuTrainingJob, Neighbour, Observed, WorkerPlacement
@@ -12,6 +14,17 @@ from carpool_core.resources.node import MAX_REASON_LENGTH, GpuNode, Reservation,
 from carpool_core.values import JobUid, NodeName, PodUid
 
 from carpool_operator.pods import worker_of
+
+MEASURED_STEPS = 20
+"""Steps after which the measured step time replaces the predicted one."""
+_LONGEST_S = 10 * 365 * 86_400.0
+"""A later end is not reported."""
+_NO_PROGRESS = dict.fromkeys(
+    (
+        *("step_time_seconds", "step_time_ratio", "solo_step_time_seconds", "slowdown", "steps", "steps_at"),
+        *("expected_end", "samples_per_second", "data_wait_ratio", "checkpoint_ratio", "copy_ratio"),
+    )
+)
 
 
 def _neighbours(node: GpuNode, own: Reservation) -> list[Neighbour]:
@@ -134,10 +147,42 @@ def observed(
     ratio = before.step_time_ratio
     if step_time_s is not None and solo_s:
         ratio = round(step_time_s / solo_s, 3)
-    return Observed(
+    solo_step_s = min((t.solo_step_time_seconds for t in tenants if t.solo_step_time_seconds), default=None)
+    slowest = min((t for t in tenants if t.steps is not None), key=lambda t: t.steps or 0, default=None)
+    samples = {t.pod_uid: t.samples_per_second for t in tenants if t.samples_per_second is not None}
+    found = Observed(
         peak_memory_mib=max(before.peak_memory_mib, *(max(t.memory_mib, t.peak_memory_mib) for t in tenants)),
         gpu_util_percent=_mean((t.gpu_util_percent for t in tenants), before.gpu_util_percent, 1),
         sm_active_ratio=_mean((t.sm_active_ratio for t in tenants), before.sm_active_ratio, 3),
         step_time_seconds=step_time_s,
         step_time_ratio=ratio,
+        solo_step_time_seconds=before.solo_step_time_seconds if solo_step_s is None else solo_step_s,
+        steps=before.steps if slowest is None else slowest.steps,
+        steps_at=before.steps_at if slowest is None else slowest.steps_at,
+        samples_per_second=round(sum(samples.values()), 1) if samples else before.samples_per_second,
+        data_wait_ratio=_mean((t.data_wait_ratio for t in tenants), before.data_wait_ratio, 3),
+        checkpoint_ratio=_mean((t.checkpoint_ratio for t in tenants), before.checkpoint_ratio, 3),
+        copy_ratio=_mean((t.copy_ratio for t in tenants), before.copy_ratio, 3),
     )
+    slowdown = None
+    if step_time_s is not None and found.solo_step_time_seconds:
+        slowdown = round(step_time_s / found.solo_step_time_seconds, 3)
+    return msgspec.structs.replace(found, slowdown=slowdown, expected_end=_expected_end(found, job.spec.training.steps))
+
+
+def _expected_end(found: Observed, steps: int | None) -> str | None:
+    """Return when a job has done its steps at the measured step time, RFC 3339; None before twenty steps."""
+    if steps is None or found.steps is None or found.steps_at is None or found.steps < MEASURED_STEPS:
+        return None
+    if found.step_time_seconds is None:
+        return None
+    pause = min(0.9, found.checkpoint_ratio or 0.0)
+    left_s = max(0, steps - found.steps) * found.step_time_seconds / (1 - pause)
+    if left_s > _LONGEST_S:
+        return None
+    return rfc3339(parse_rfc3339(found.steps_at) + timedelta(seconds=left_s))
+
+
+def without_progress(found: Observed | None) -> Observed | None:
+    """Return the measurements without those that describe the steps of one attempt."""
+    return None if found is None else msgspec.structs.replace(found, **_NO_PROGRESS)

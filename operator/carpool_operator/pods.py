@@ -9,7 +9,7 @@ from typing import Any
 from carpool_core import keys
 from carpool_core.kube.pods import Pod, PodMeta, WorkerName, job_owner_reference, parse_worker_name
 from carpool_core.resources.job import MAX_WORKERS, GpuTrainingJob
-from carpool_core.values import JobUid
+from carpool_core.values import JobUid, ProbeMode
 
 # Names and owners
 
@@ -128,6 +128,12 @@ def _avoid_products(spec: dict[str, Any], products: Iterable[str]) -> None:
     spec["affinity"] = {**affinity, "nodeAffinity": {**of_nodes, _REQUIRED: {"nodeSelectorTerms": terms}}}
 
 
+def _probe_mode(job: GpuTrainingJob, containers: Sequence[Mapping[str, Any]]) -> str:
+    """Return `spec.probe`; Off if a container sets PYTHONUSERBASE, which the agent would replace."""
+    names = {one.get("name") for container in containers for one in container.get("env") or []}
+    return ProbeMode.OFF if "PYTHONUSERBASE" in names else job.spec.probe
+
+
 def build_pod(job: GpuTrainingJob, worker: int, attempt: int, avoided: Iterable[str] = ()) -> dict[str, Any]:
     """Build a worker's pod of an attempt.
 
@@ -167,7 +173,11 @@ def build_pod(job: GpuTrainingJob, worker: int, attempt: int, avoided: Iterable[
             "name": pod_name(job.metadata.name, worker, attempt),
             "namespace": job.metadata.namespace,
             "labels": labels,
-            "annotations": KEPT_BY_AUTOSCALERS | (metadata.get("annotations") or {}),
+            "annotations": {
+                **KEPT_BY_AUTOSCALERS,
+                **(metadata.get("annotations") or {}),
+                keys.ANNOTATION_PROBE: _probe_mode(job, containers),
+            },
             "ownerReferences": [owner_reference(job)],
         },
         "spec": spec,

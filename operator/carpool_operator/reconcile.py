@@ -298,7 +298,7 @@ def _begin_attempt(draft: Draft, demand: Demand) -> None:
         return
     attempt = attempts.begun(last, draft.job.spec, snapshot.now)
     draft.put_attempt(attempt)
-    draft.update(placement=[])
+    draft.update(placement=[], observed=placement.without_progress(draft.status.observed))
     _follow(draft, attempt, [], demand)
 
 

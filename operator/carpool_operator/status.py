@@ -134,7 +134,7 @@ class Draft:
         """
         if is_current:
             self.update(observed_generation=self.job.metadata.generation)
-        self.update(summary=summarize(self.status))
+        self.update(summary=summarize(self.status, self.job.spec.training.steps))
         failed = {pod.metadata.uid for pod in self.snapshot.pods if pod.status.phase == "Failed"}
         status = bounded(conditions.with_state(self.status), failed)
         pod = next((action.name for action in self._before_write if isinstance(action, CreatePod)), "")
@@ -414,8 +414,8 @@ def _training_ended(pod: Pod) -> list[str]:
 _MAX_COLUMN_CHARS = 256
 
 
-def summarize(status: JobStatus) -> JobSummary | None:
-    """Return the columns; None if all are empty.
+def summarize(status: JobStatus, steps: int | None) -> JobSummary | None:
+    """Return the columns; None if all are empty. `steps` are those of the whole training.
 
     A status holds only the first placements, and those of other workers are gone once their reservations are released.
     The columns that depend on all placements then keep their values.
@@ -424,6 +424,7 @@ def summarize(status: JobStatus) -> JobSummary | None:
         "observed_memory": _memory([status.observed.peak_memory_mib]) if status.observed else "",
         "observed_utilization": _observed_utilization(status),
         "step_time": _step_time(status),
+        **_progress(status, steps),
     }
     omitted = status.omitted_placements
     if status.summary is not None and omitted and 0 < len(status.placement) < _MAX_PLACEMENTS + omitted:
@@ -486,6 +487,17 @@ def _range(values: Sequence[float], form: str, unit: str) -> str:
 def _observed_utilization(status: JobStatus) -> str:
     seen = status.observed.gpu_util_percent if status.observed else None
     return "" if seen is None else f"{seen:.0f}%"
+
+
+def _progress(status: JobStatus, steps: int | None) -> dict[str, str]:
+    seen = status.observed
+    if seen is None or seen.steps is None:
+        return {}
+    return {
+        "progress": f"{seen.steps:,}" if steps is None else f"{seen.steps:,} of {steps:,}",
+        "measured_slowdown": "" if seen.slowdown is None else format(seen.slowdown, ".2f"),
+        "expected_end": "" if seen.expected_end is None else f"{seen.expected_end[:19]}Z",
+    }
 
 
 def _step_time(status: JobStatus) -> str:

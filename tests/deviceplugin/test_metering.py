@@ -11,7 +11,7 @@ from carpool_core.resources.node import Reservation, Tenant
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
 from carpool_deviceplugin.app import Agent
-from carpool_deviceplugin.gpu import DeviceError, ProcessUsage, Reading, SetMode
+from carpool_deviceplugin.gpu import DeviceError, ProcessUsage, Reading, SetMode, StepCounts, StepReport
 from carpool_deviceplugin.metering import Meter, damp_changes
 from carpool_deviceplugin.metrics import DEVICE_GAUGES, ENERGY
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 
+NOW = "2026-01-01T00:00:00Z"
 GPU, A, B = GpuUuid("GPU-1"), PodUid("uid-a"), PodUid("uid-b")
 
 
@@ -73,7 +74,7 @@ LARGE = process(name="p2", memory_mib=300, peak_memory_mib=300)
     ],
 )  # fmt: skip
 def test_readings_become_measurements_of_a_pod(readings: list[Reading], expected: dict[str, float | None]) -> None:
-    (tenant,) = metered(*readings).tenants()
+    (tenant,) = metered(*readings).tenants(NOW)
     assert {name: getattr(tenant, name) for name in expected} == pytest.approx(expected)
 
 
@@ -81,7 +82,7 @@ def test_only_pods_with_a_reservation_or_a_process_are_kept() -> None:
     """Regression: an ended pod stayed in the status until the next reading, and kept the next job off the GPU."""
 
     def pods() -> list[PodUid]:
-        return [tenant.pod_uid for tenant in meter.tenants()]
+        return [tenant.pod_uid for tenant in meter.tenants(NOW)]
 
     both = (process(A), process(B, "p2"))
     meter = metered(reading(*both))
@@ -107,13 +108,13 @@ def test_work_shows_in_full_soon_after_it_begins() -> None:
     """Regression: the window before the work halved the utilization of a short job."""
     for seconds in range(1, 4):
         meter = after((2, [process()]), (1, [process(busy_s=0.1)]), (seconds, [process(busy_s=0.8)]))
-        assert meter.tenants()[0].gpu_util_percent == pytest.approx(80)
+        assert meter.tenants(NOW)[0].gpu_util_percent == pytest.approx(80)
 
 
 def test_others_are_admitted_by_a_mean_over_a_minute_and_a_half() -> None:
     """An evaluation or a checkpoint of some seconds does not make room on a GPU."""
     meter = after((120, [process(busy_s=0.8, sm_s=0.5)]), (15, [process()]))
-    (tenant,) = meter.tenants()
+    (tenant,) = meter.tenants(NOW)
     assert tenant.gpu_util_percent == pytest.approx(80 * math.exp(-15 / 90), rel=0.02)
     assert tenant.sm_active_ratio == pytest.approx(0.5 * math.exp(-15 / 90), rel=0.02)
     rates = meter.usage[A].rates
@@ -123,7 +124,7 @@ def test_others_are_admitted_by_a_mean_over_a_minute_and_a_half() -> None:
 
 @pytest.mark.parametrize(("seconds", "is_settled"), [(89, False), (90, True)])
 def test_activity_settles_after_the_averaging_time_and_that_is_written(seconds, is_settled) -> None:
-    (tenant,) = after((seconds, [process(busy_s=0.8)])).tenants()
+    (tenant,) = after((seconds, [process(busy_s=0.8)])).tenants(NOW)
     assert tenant.settled is is_settled
     written = replace(tenant, settled=not is_settled)
     assert damp_changes([written], [tenant]) == [tenant]
@@ -131,19 +132,19 @@ def test_activity_settles_after_the_averaging_time_and_that_is_written(seconds, 
 
 def test_activity_beside_former_neighbours_counts_little() -> None:
     beside = [process(busy_s=0.4), process(B, "p2", busy_s=0.4)]
-    a, _ = after((150, beside), (50, [process(busy_s=0.8)])).tenants()
+    a, _ = after((150, beside), (50, [process(busy_s=0.8)])).tenants(NOW)
     assert a.gpu_util_percent == pytest.approx(80, rel=0.06), "and not 56, as 50 s into the exponential average"
 
 
 def test_a_pause_when_a_neighbour_leaves_is_not_taken_for_idleness() -> None:
-    a, _ = after((150, [process(busy_s=0.8), process(B, "p2")]), (3, [process()])).tenants()
+    a, _ = after((150, [process(busy_s=0.8), process(B, "p2")]), (3, [process()])).tenants(NOW)
     assert a.gpu_util_percent is not None
     assert a.gpu_util_percent > 40
 
 
 def test_a_restarted_process_is_not_its_own_neighbour() -> None:
     """Regression: an evaluation in another process looked like room on the GPU."""
-    (tenant,) = after((120, [process(busy_s=0.8)]), (1, []), (10, [process(name="p2")])).tenants()
+    (tenant,) = after((120, [process(busy_s=0.8)]), (1, []), (10, [process(name="p2")])).tenants(NOW)
     assert tenant.gpu_util_percent == pytest.approx(80 * math.exp(-10 / 90), rel=0.02)
 
 
@@ -151,8 +152,8 @@ def test_a_restarted_process_is_not_its_own_neighbour() -> None:
 def test_a_paused_pod_is_reported_idle_before_its_mean_drops(step_s: int) -> None:
     """Regression: a peak from loading counted as stable during a pause, and others were admitted by it."""
     works, pauses = process(elapsed_s=step_s, busy_s=0.8 * step_s), process(elapsed_s=step_s)
-    assert [one.working for one in after((60 // step_s, [works])).tenants()] == [True]
-    (tenant,) = after((60 // step_s, [works]), (30 // step_s, [pauses])).tenants()
+    assert [one.working for one in after((60 // step_s, [works])).tenants(NOW)] == [True]
+    (tenant,) = after((60 // step_s, [works]), (30 // step_s, [pauses])).tenants(NOW)
     assert tenant.working is False
     assert tenant.gpu_util_percent is not None
     assert tenant.gpu_util_percent > 40
@@ -171,7 +172,7 @@ def test_rates_stay_ratios(samples) -> None:
     meter = Meter(GPU)
     for elapsed_s, worked_s in samples:
         meter.sample(reading(process(elapsed_s=elapsed_s, busy_s=worked_s, sm_s=worked_s)))
-        for tenant in meter.tenants():
+        for tenant in meter.tenants(NOW):
             assert tenant.gpu_util_percent is None or 0 <= tenant.gpu_util_percent <= 100
 
 
@@ -535,3 +536,78 @@ async def test_series_are_bounded_by_reservations(agent, devices, reserve, enter
             shown = [s for m in registry.collect() if m.name == "carpool_gpu_tenant_memory_bytes" for s in m.samples]
             assert [s.labels["pod"] for s in shown] == ["a"]
         await until(lambda: set(agent.reconciler.meters[gpu].usage) <= {"uid-a"})
+
+
+def reported(seconds: float, steps: int, step_s: float, **waits: float) -> StepReport:
+    """A report about so many seconds with these steps."""
+    counts = StepCounts(elapsed_s=seconds, steps=steps, steps_s=steps * step_s, timed_steps=steps, **waits)
+    return StepReport(steps=1000 + steps, since=counts)
+
+
+def stepping(meter: Meter, seconds: int, step_s: float, *processes: ProcessUsage, **waits: float) -> Meter:
+    """Add readings of these processes; the steps are A's."""
+    for _ in range(seconds):
+        meter.sample(reading(*processes), {A: reported(1.0, 10, step_s, **waits)})
+    return meter
+
+
+BUSY = process(busy_s=0.5)
+BESIDE = process(B, "p2", busy_s=0.5)
+
+
+def test_reports_of_the_probe_become_measurements_of_a_pod() -> None:
+    (tenant,) = stepping(metered(reading(NEW)), 30, 0.1, BUSY, samples=640, data_s=0.2, checkpoint_s=0.1).tenants(NOW)
+    assert (tenant.steps, tenant.steps_at) == (1010, NOW)
+    assert tenant.step_time_seconds == pytest.approx(0.09), "without checkpoints"
+    assert (tenant.samples_per_second, tenant.data_wait_ratio, tenant.checkpoint_ratio) == (640, 0.2, 0.1)
+    assert tenant.copy_ratio == 0
+
+
+def test_one_long_evaluation_hardly_changes_the_step_time() -> None:
+    meter = stepping(metered(reading(NEW)), 300, 0.1, BUSY)
+    meter.sample(reading(BUSY), {A: reported(1.0, 1, 10.0)})
+    assert meter.tenants(NOW)[0].step_time_seconds == pytest.approx(0.1, rel=0.15)
+
+
+def test_the_step_time_alone_is_measured_without_working_neighbours() -> None:
+    meter = stepping(metered(reading(NEW)), 30, 0.1, BUSY)
+    beside = stepping(meter, 60, 0.15, BUSY, BESIDE).tenants(NOW)[0]
+    assert (beside.step_time_seconds, beside.solo_step_time_seconds) == (pytest.approx(0.15, rel=0.02), 0.1)
+    paused = stepping(meter, 300, 0.12, BUSY, process(B, "p2")).tenants(NOW)[0]
+    assert paused.solo_step_time_seconds == pytest.approx(0.12, rel=0.02), "the neighbour's pause counts as alone"
+
+
+def test_the_step_time_alone_is_unknown_before_twenty_steps_and_beside_others() -> None:
+    assert stepping(metered(reading(NEW)), 1, 0.1, BUSY).tenants(NOW)[0].solo_step_time_seconds is None
+    meter = stepping(metered(reading(NEW, BESIDE)), 30, 0.1, BUSY, BESIDE)
+    assert meter.tenants(NOW)[0].solo_step_time_seconds is None
+
+
+@pytest.mark.parametrize(
+    "processes",
+    [pytest.param([process()], id="its-kernels-never-ran"), pytest.param([], id="no-process-on-the-gpu")],
+)
+def test_steps_without_work_on_the_gpu_are_not_believed(processes: list[ProcessUsage]) -> None:
+    tenants = stepping(metered(reading(NEW)), 3, 0.1, *processes).tenants(NOW)
+    assert [tenant.step_time_seconds for tenant in tenants] == [None]
+
+
+def test_a_report_describes_its_own_pod_only() -> None:
+    meter = stepping(metered(reading(NEW, BESIDE)), 30, 0.1, BUSY, BESIDE)
+    assert [(t.pod_uid, t.steps) for t in meter.tenants(NOW)] == [(A, 1010), (B, None)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "minute", "is_written"),
+    [
+        pytest.param(150, 1, False, id="readers-extrapolate"),
+        pytest.param(200, 1, True, id="doubled"),
+        pytest.param(101, 5, True, id="minutes-ago"),
+        pytest.param(100, 9, False, id="no-progress"),
+        pytest.param(3, 1, True, id="begun-again"),
+    ],
+)
+def test_progress_is_written_rarely(steps: int, minute: int, is_written: bool) -> None:
+    old = Tenant(pod_uid=A, gpu_uuid=GPU, steps=100, steps_at=NOW)
+    new = Tenant(pod_uid=A, gpu_uuid=GPU, steps=steps, steps_at=f"2026-01-01T00:0{minute}:00Z")
+    assert damp_changes([old], [new]) == [new if is_written else old]

@@ -11,10 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import carpool_simulated
 import grpc
 import pytest
 from agent_world import registry_of, reservation, reserve_on, status_of
-from carpool_core.keys import CDI_KIND
+from carpool_core.clock import SystemClock
+from carpool_core.keys import ANNOTATION_PROBE, CDI_KIND
 from carpool_core.kube.api import PODS
 from carpool_core.kube.pods import (
     Container,
@@ -31,6 +33,7 @@ from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import PartitionState, PodUid, SharingMode
 from carpool_deviceplugin import cdi
+from carpool_deviceplugin.app import build
 from carpool_deviceplugin.gpu import Access
 from carpool_deviceplugin.plugin import (
     AgentState,
@@ -52,6 +55,7 @@ from carpool_deviceplugin.protos import deviceplugin_pb2, podresources_pb2
 from carpool_deviceplugin.protos.podresources_pb2 import ContainerDevices, ContainerResources, PodResources
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.testing.node import flowing, running, until
+from carpool_deviceplugin.timeouts import Intervals
 from fake_kubelet import Kubelet
 from google.protobuf import descriptor_pb2
 from msgspec.structs import replace
@@ -98,10 +102,9 @@ async def place(kube: FakeKube, *reservations: Any) -> None:
         pod(kube, one.pod_name)
 
 
-def pod(kube: FakeKube, name: str, **status: Any) -> None:
-    kube.seed(
-        PODS, {"metadata": {"name": name, "uid": f"uid-{name}"}, "spec": {"nodeName": "node-1"}, "status": status}
-    )
+def pod(kube: FakeKube, name: str, annotations: dict[str, str] | None = None, **status: Any) -> None:
+    metadata = {"name": name, "uid": f"uid-{name}", "annotations": annotations or {}}
+    kube.seed(PODS, {"metadata": metadata, "spec": {"nodeName": "node-1"}, "status": status})
 
 
 def edits(settings: AgentSettings, slot: str) -> dict[str, Any]:
@@ -112,6 +115,7 @@ def edits(settings: AgentSettings, slot: str) -> dict[str, Any]:
     return {
         "env": dict(e.split("=", 1) for e in edits.get("env", [])),
         "mounts": [m["hostPath"] for m in edits["mounts"]],
+        "paths": {m["containerPath"]: m["hostPath"] for m in edits["mounts"]},
     }
 
 
@@ -134,6 +138,66 @@ async def test_container_gets_its_reservation(agent, kubelet, settings, kube, re
     device = settings.state_dir / "simulated" / first
     assert found["mounts"] == [str(device), str(device / "claims"), str(settings.state_dir / "mps" / first)]
     assert all(map(os.path.exists, found["mounts"]))
+
+
+async def start_with_probe(agent, kubelet, settings, kube, reservation, mode="Auto") -> dict[str, Any]:
+    """Start a container of a job with this `spec.probe`; return its edits."""
+    await place(kube, reservation)
+    pod(kube, reservation.pod_name, {ANNOTATION_PROBE: mode})
+    await kubelet.admit(reservation.pod_name, "slot-7")
+    await until(lambda: agent.kubelet and agent.kubelet._pods.store.get("default/a").metadata.annotations)
+    await kubelet.start_container(reservation.pod_name)
+    return edits(settings, "slot-7")
+
+
+@pytest.mark.parametrize("mode", ["Auto", "Off"])
+async def test_a_container_gets_the_probe_unless_its_job_declines(
+    agent, kubelet, settings, kube, reserve, mode
+) -> None:
+    found = await start_with_probe(agent, kubelet, settings, kube, reserve("a", agent.devices.uuids[0]), mode)
+    variables = {name: found["env"].get(name) for name in ("CARPOOL_PROBE_FILE", "PYTHONUSERBASE")}
+    if mode == "Off":
+        assert set(variables.values()) == {None}
+        assert not any("probe" in path for path in found["mounts"])
+        return
+    assert variables == {"CARPOOL_PROBE_FILE": "/run/carpool/steps", "PYTHONUSERBASE": "/run/carpool/probe/user"}
+    assert found["paths"]["/run/carpool/steps"] == str(settings.state_dir / "probe/pods/uid-a")
+    assert found["paths"]["/run/carpool/probe"] == str(settings.state_dir / "probe/code")
+
+
+async def test_steps_of_a_container_reach_status_and_metrics(settings, kube, kubelet, reserve) -> None:
+    """The container is a process whose paths are the node's."""
+    intervals = Intervals(sample_s=0.1, measures_s=0.1)
+    async with running(build(settings, kube, SystemClock(), intervals=intervals)) as agent:
+        await kubelet.registered.get()
+        await until(lambda: status_of(kube).devices)
+        found = await start_with_probe(agent, kubelet, settings, kube, reserve("a", agent.devices.uuids[0]))
+        env = dict(found["env"])
+        for there, here in sorted(found["paths"].items(), reverse=True):
+            env = {name: value.replace(there, here) for name, value in env.items()}
+        gpus = settings.state_dir / "simulated"
+        env |= {"PYTHONPATH": str(settings.state_dir / "libraries"), "CARPOOL_SIMULATED_GPUS_DIR": str(gpus)}
+        libraries = settings.state_dir / "libraries"
+        libraries.mkdir()
+        (libraries / "carpool_simulated").symlink_to(Path(carpool_simulated.__file__).parent)
+        script = (
+            "from carpool_simulated import open_gpus\nfrom carpool_probe import step\n"
+            "with open_gpus() as (gpu,):\n while True: gpu.run(0.01); step(8)"
+        )
+        training = await asyncio.create_subprocess_exec(sys._base_executable, "-c", script, env=env)
+        try:
+            await until(lambda: any((one.steps or 0) >= 100 for one in status_of(kube).tenants))
+        finally:
+            training.kill()
+            await training.wait()
+        (tenant,) = status_of(kube).tenants
+        assert tenant.step_time_seconds == pytest.approx(0.01, rel=1.0)
+        assert tenant.samples_per_second == pytest.approx(8 / tenant.step_time_seconds, rel=0.3)
+        assert tenant.solo_step_time_seconds is not None
+        value = registry_of(agent).get_sample_value
+        labels = {"UUID": tenant.gpu_uuid, "namespace": "default", "pod": "a", "training_job": "job-a"}
+        assert (value("carpool_gpu_tenant_steps_total", labels) or 0) >= 100
+        assert value("carpool_gpu_tenant_solo_step_seconds", labels) == pytest.approx(0.01, rel=1.0)
 
 
 async def test_metrics_name_the_container_that_holds_the_gpu(agent, kubelet, kube, reserve) -> None:

@@ -77,6 +77,22 @@ def test_labels_annotations_and_tolerations_of_the_template_stay() -> None:
 
 
 @pytest.mark.parametrize(
+    ("probe", "env", "expected"),
+    [
+        pytest.param("Auto", [], "Auto", id="measured-by-default"),
+        pytest.param("Off", [], "Off", id="declined"),
+        pytest.param("Auto", [{"name": "PYTHONUSERBASE", "value": "/own"}], "Off", id="the-template-has-its-own-base"),
+        pytest.param("Auto", [{"name": "PYTHONPATH", "value": "/own"}], "Auto", id="another-variable"),
+    ],
+)
+def test_pods_ask_the_agent_for_the_probe(probe: str, env: list[dict[str, str]], expected: str) -> None:
+    """The template cannot ask for more than the job."""
+    own = template() | {"metadata": {"annotations": {"carpool.dev/probe": "Auto"}}}
+    own["spec"]["containers"][0]["env"] = env
+    assert build_pod(job(template=own, probe=probe), 0, 1)["metadata"]["annotations"]["carpool.dev/probe"] == expected
+
+
+@pytest.mark.parametrize(
     ("annotations", "expected"),
     [
         pytest.param(None, ("false", "true"), id="by default"),

@@ -20,6 +20,7 @@ from carpool_core.values import GpuUuid, NodeName, PodUid, SharingMode
 from carpool_operator.actions import RecordEvent, WriteStatus
 from carpool_operator.attempts import spec_digest
 from carpool_operator.performer import status_body
+from carpool_operator.placement import without_progress
 from carpool_operator.reconcile import reconcile
 from carpool_operator.status import summarize
 from operator_fixtures import (
@@ -227,6 +228,51 @@ def test_observed_peak_never_falls_and_the_step_time_is_compared() -> None:
     assert status_of(after, msgspec.structs.replace(of, status=status_of(decision, of))).observed == measured
 
 
+STEPPING = {
+    "steps": 100, "stepsAt": rfc3339(NOW), "stepTimeSeconds": 0.3, "soloStepTimeSeconds": 0.2, "samplesPerSecond": 64.0,
+    "dataWaitRatio": 0.1, "checkpointRatio": 0.25, "copyRatio": 0.01,
+}  # fmt: skip
+
+
+def measured_steps(total: int | None, old: dict[str, object] | None = None, **changes: object) -> Observed:
+    """What the status shows of a pod with two GPUs whose agent measured this."""
+    of = predicted_job(training={"steps": total}, status={"observed": old} if old else {})
+    used = {"podUid": "pod-0-1", "memoryMib": 2000, "peakMemoryMib": 2100, **STEPPING, **changes}
+    nodes = (node(reservation("pod-0-1"), tenants=[{**used, "gpuUuid": gpu} for gpu in ("GPU-0", "GPU-1")]),)
+    found = status_of(reconcile(snapshot(of, pods=(pod(phase="Running", nodeName="n1"),), nodes=nodes)), of).observed
+    assert found is not None
+    return found
+
+
+def test_measured_steps_give_the_slowdown_and_the_expected_end() -> None:
+    found = measured_steps(1100)
+    assert (found.steps, found.samples_per_second, found.data_wait_ratio) == (100, 64.0, 0.1)
+    assert found.slowdown == 1.5, "against its own steps alone, not the predicted ones"
+    assert found.expected_end == rfc3339(NOW + timedelta(seconds=1000 * 0.3 / 0.75)), "with its checkpoints"
+
+
+@pytest.mark.parametrize(
+    ("total", "changes"),
+    [
+        pytest.param(1100, {"steps": 19}, id="before-twenty-steps"),
+        pytest.param(None, {}, id="number-of-steps-unknown"),
+        pytest.param(10**12, {"stepTimeSeconds": 1e9}, id="never"),
+    ],
+)
+def test_without_enough_steps_no_end_is_expected(total: int | None, changes: dict[str, object]) -> None:
+    assert measured_steps(total, **changes).expected_end is None
+
+
+def test_a_job_that_was_never_alone_has_no_measured_slowdown() -> None:
+    assert measured_steps(1100, soloStepTimeSeconds=None).slowdown is None
+    assert measured_steps(1100, {"soloStepTimeSeconds": 0.15}, soloStepTimeSeconds=None).slowdown == 2.0
+
+
+def test_another_attempt_begins_without_progress() -> None:
+    found = without_progress(measured_steps(1100))
+    assert found == Observed(peak_memory_mib=2100)
+
+
 def test_condition_keeps_its_transition_time() -> None:
     of = predicted_job()
     before = snapshot(of, pods=(pod(phase="Running", nodeName="n1"),), nodes=(node(reservation("pod-0-1")),))
@@ -300,6 +346,14 @@ CASES = [
         id="the user's own limit, several workers, and measurements",
     ),
     pytest.param(
+        JobStatus(observed=Observed(slowdown=1.234, steps=1200, expected_end="2026-01-31T12:00:00.000000Z")),
+        JobSummary(
+            observed_memory="0.0 GiB", measured_slowdown="1.23", progress="1,200 of 35,000",
+            expected_end="2026-01-31T12:00:00Z",
+        ),
+        id="the progress that the probe reports",
+    ),
+    pytest.param(
         JobStatus(observed=Observed(step_time_seconds=1.5)),
         JobSummary(observed_memory="0.0 GiB", step_time="1,500 ms"),
         id="a step time without a prediction",
@@ -314,7 +368,7 @@ CASES = [
 
 @pytest.mark.parametrize(("status", "expected"), CASES)
 def test_columns(status: JobStatus, expected: JobSummary | None) -> None:
-    assert summarize(status) == expected
+    assert summarize(status, 35_000) == expected
 
 
 H100 = "NVIDIA H100 80GB HBM3"

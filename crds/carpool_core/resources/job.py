@@ -18,6 +18,7 @@ from carpool_core.values import (
     Optimizer,
     PodUid,
     Precision,
+    ProbeMode,
     RequestedMode,
     SharingMode,
     Tenancy,
@@ -247,6 +248,37 @@ class Observed(Resource, frozen=True, kw_only=True):
         ]
         | None
     ) = None
+    solo_step_time_seconds: (
+        Annotated[float, field("Mean time of the job's own steps while no co-tenant worked on its GPUs, in seconds.")]
+        | None
+    ) = None
+    slowdown: (
+        Annotated[
+            float,
+            field("Measured slowdown: stepTimeSeconds over soloStepTimeSeconds; absent if it was never alone.", ge=0),
+        ]
+        | None
+    ) = None
+    steps: (
+        Annotated[int, field("Training steps of this attempt, by its slowest worker; absent without a report.", ge=0)]
+        | None
+    ) = None
+    steps_at: Annotated[str, field("Time of `steps`, RFC 3339.")] | None = None
+    expected_end: (
+        Annotated[
+            str,
+            field("Expected end by the measured step time, RFC 3339; absent before twenty steps or without steps."),
+        ]
+        | None
+    ) = None
+    samples_per_second: Annotated[float, field("Samples of all workers.", ge=0)] | None = None
+    data_wait_ratio: Annotated[float, field("Mean share of time in which it waited for data, 0..1.")] | None = None
+    checkpoint_ratio: Annotated[float, field("Mean share of time in which it waited for checkpoints, 0..1.")] | None = (
+        None
+    )
+    copy_ratio: Annotated[float, field("Mean share of time in which it waited for copies to the GPU, 0..1.")] | None = (
+        None
+    )
 
 
 class JobSummary(Resource, frozen=True, kw_only=True):
@@ -263,6 +295,9 @@ class JobSummary(Resource, frozen=True, kw_only=True):
     observed_memory: Annotated[str, field("Largest memory measured on one GPU, with its unit.")] = ""
     observed_utilization: Annotated[str, field("Mean GPU utilization measured, with its unit.")] = ""
     slowdown: Annotated[str, field("Expected step time beside the neighbours over step time alone.")] = ""
+    measured_slowdown: Annotated[str, field("Measured step time over the job's own step time alone.")] = ""
+    progress: Annotated[str, field("Steps done of all steps.")] = ""
+    expected_end: Annotated[str, field("Expected end by the measured step time, RFC 3339.")] = ""
     step_time: Annotated[str, field("Mean step time measured, and how many times the one predicted alone it is.")] = ""
 
 
@@ -564,6 +599,13 @@ class JobSpec(Resource, frozen=True, kw_only=True):
         MemoryOverride()
     )
     gpu: Annotated[GpuSelector, field("GPUs that the job accepts.", schema=ATOMIC_MAP)] = GpuSelector()
+    probe: Annotated[
+        ProbeMode,
+        field(
+            "Whether the job's steps are measured inside its containers. Auto: Python loads Carpool's step probe, "
+            "unless the template sets PYTHONUSERBASE. Off: nothing is added to the containers."
+        ),
+    ] = ProbeMode.AUTO
     run_policy: Annotated[RunPolicy, field("Retries and time limits.")] = RunPolicy()
     template: Annotated[
         dict[str, Any],
@@ -579,7 +621,7 @@ _HAS_ENDED = (
     "delete it and apply it again"
 )
 _IS_PLACED = "cannot change once the job is placed; only spec.runPolicy can: delete the job and apply it again"
-_DECISIVE = dict.fromkeys(("workers", "gpusPerWorker", "training", "sharing", "memory", "gpu"), False) | {
+_DECISIVE = dict.fromkeys(("workers", "gpusPerWorker", "training", "sharing", "memory", "gpu", "probe"), False) | {
     "model": True,
     "template": True,
 }

@@ -211,7 +211,22 @@ class Tenant(Resource, frozen=True, kw_only=True):
         bool, field("Whether it was measured for 90 s. Before that its activity does not count for co-tenants.")
     ] = False
     power_w: Annotated[float, field("Its share of the GPU's power, in W; absent if unknown.")] | None = None
-    step_time_seconds: Annotated[float, field("Mean step time, if the process reports it, in seconds.")] | None = None
+    steps: (
+        Annotated[int, field("Training steps since the pod started, which it reports; absent without a report.", ge=0)]
+        | None
+    ) = None
+    steps_at: Annotated[str, field("Time of `steps`, RFC 3339; steps since then are not counted.")] | None = None
+    step_time_seconds: (
+        Annotated[float, field("Mean time of a step without checkpoints, mean of 90 s, in seconds.")] | None
+    ) = None
+    solo_step_time_seconds: (
+        Annotated[float, field("The same while no other pod worked on the GPU; absent before twenty such steps.")]
+        | None
+    ) = None
+    samples_per_second: Annotated[float, field("Samples of all its processes, mean of 90 s.")] | None = None
+    data_wait_ratio: Annotated[float, field("Share of time in which it waited for data, 0..1.")] | None = None
+    checkpoint_ratio: Annotated[float, field("Share of time in which it waited for checkpoints, 0..1.")] | None = None
+    copy_ratio: Annotated[float, field("Share of time in which it waited for copies to the GPU, 0..1.")] | None = None
 
 
 class Struck(Resource, frozen=True, kw_only=True):

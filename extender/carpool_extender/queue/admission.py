@@ -31,7 +31,7 @@ from carpool_core.values import JobUid, PodUid
 from carpool_extender.cache.cluster import may_free_capacity
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.selection import EvaluationCache
-from carpool_extender.informers import Informers, JobRow
+from carpool_extender.informers import Informers, JobRow, ObservedRow
 from carpool_extender.metrics import ExtenderMetrics
 from carpool_extender.queue.entries import (
     Gang,
@@ -168,7 +168,7 @@ class AdmissionController:
         """Monotonic time at which a pod was first seen without its gate, or its gate was removed."""
         self._ungating: set[PodUid] = set()
         """Pods whose gate is being removed, or was removed and the watch has not shown it yet."""
-        self._ends: dict[PodUid, tuple[Reservation, float]] = {}
+        self._ends: dict[PodUid, tuple[Reservation, ObservedRow | None, float]] = {}
         """Reservations with their predicted ends, in seconds since 1970."""
         self._dirty: set[JobUid] = set()
         self._gangs: dict[JobUid, Gang] = {}
@@ -286,13 +286,14 @@ class AdmissionController:
         return entry_of(gang, request, self._informers.cluster.snapshot(), self._jobs[job].retry_at_s)
 
     def _end_of(self, held: Reservation) -> float | None:
-        """Predict the end of a reservation; the result is kept as long as the reservation is the same."""
-        known = self._ends.get(held.pod_uid)
-        if known is not None and known[0] is held:
-            return known[1]
-        end_s = predicted_end_of(held, self._informers.job(held.job_uid), self._informers.cluster)
+        """Predict the end of a reservation; the result is kept until it or its job's measurements change."""
+        known, job = self._ends.get(held.pod_uid), self._informers.job(held.job_uid)
+        observed = None if job is None else job.status.observed
+        if known is not None and known[0] is held and known[1] == observed:
+            return known[2]
+        end_s = predicted_end_of(held, job, self._informers.cluster)
         if end_s is not None and self._informers.pod(held.pod_uid) is not None:
-            self._ends[held.pod_uid] = held, end_s
+            self._ends[held.pod_uid] = held, observed, end_s
         return end_s
 
     # --- admitted pods ---------------------------------------------------------------------------------------------

@@ -130,7 +130,9 @@ def claims_of_admitted(
 
 
 def predicted_end_of(held: Reservation, job: JobRow | None, cluster: ClusterCache) -> float | None:
-    """Return the predicted end of a reservation, in seconds since 1970: its start, and the steps of its job there.
+    """Return the expected end of a reservation, in seconds since 1970.
+
+    It follows from the job's measured step time, or before twenty steps from its start and the predicted one.
 
     Args:
         held: The reservation.
@@ -142,6 +144,8 @@ def predicted_end_of(held: Reservation, job: JobRow | None, cluster: ClusterCach
     """
     if job is None:
         return None
+    if job.status.observed is not None and job.status.observed.expected_end is not None:
+        return parse_rfc3339(job.status.observed.expected_end).timestamp()
     names = cluster.nodes_holding(held.pod_uid) or cluster.nodes_assuming(held.pod_uid)
     devices = (device for name in names for device in cluster.nodes[name].status.devices)
     return reservation_end_s(held, job.spec.training.steps, job.status.predicted_step_times_s, devices)

@@ -88,6 +88,14 @@ async def test_expected_start_adds_the_predicted_ends_of_running_jobs_and_of_job
     ]
 
 
+async def test_expected_start_follows_the_measured_end_of_a_running_job():
+    kube = a_queue(a=(0, 600))
+    observed = {"status": {"observed": {"expectedEnd": rfc3339(CLOCK.now() + timedelta(minutes=25))}}}
+    await kube.patch(GPU_TRAINING_JOBS, "first", observed, namespace="default", subresource="status")
+    (line,) = await place(kube, "a")
+    assert line.endswith("expected start in about 25 min")
+
+
 @pytest.mark.parametrize(
     ("steps", "prediction", "expected"),
     [

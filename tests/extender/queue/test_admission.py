@@ -5,8 +5,11 @@ import random
 import re
 from contextlib import suppress
 from dataclasses import replace
+from datetime import timedelta
 
+import msgspec
 import pytest
+from carpool_core.clock import rfc3339
 from carpool_core.keys import CONDITION_ADMITTED, GATE_ADMISSION
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS
 from carpool_core.kube.errors import NotFound, Overloaded, Unreachable
@@ -365,6 +368,30 @@ async def test_a_status_write_of_the_reserved_job_moves_no_reservation_in_time(c
         cluster.queue("late", 15, training={"steps": 10**8})
         await cluster.settle()
         assert extender.admission.claim_of(PodUid("pod-late")).node == "b", "GPUs of node a are reserved in time"
+
+
+async def test_backfill_uses_the_latest_measured_end(cluster):
+    async def measure(seconds):
+        end = rfc3339(cluster.clock.now() + timedelta(seconds=seconds))
+        observed = {"status": {"observed": {"expectedEnd": end}}}
+        await cluster.kube.patch(GPU_TRAINING_JOBS, "p", observed, namespace="default", subresource="status")
+
+    seed_job(cluster.kube, "p", spec={"training": {"steps": 10**8}})
+    seed_pod(cluster.kube, "p", nodeName="a")
+    held = tenant("p", ["GPU-a-0"], SharingMode.EXCLUSIVE)
+    held = msgspec.structs.replace(held, job_uid="job-p", reserved_at=rfc3339(cluster.clock.now()))
+    seed_node(cluster.kube, gpu_node("a", 2, [held]))
+    await measure(20)
+    cluster.queue("wide", gpus=2)
+    cluster.queue("long", 10, training={"steps": 10**6})
+    async with cluster.extender():
+        await cluster.settle()
+        assert cluster.gated() == ["long-worker-0-1", "wide-worker-0-1"], "the predicted end of p is years away"
+        await measure(10**6)
+        await cluster.settle(25)  # the reservation in time of `wide` is kept until its time
+        cluster.queue("next", 20)
+        await cluster.settle()
+        assert cluster.gated() == ["next-worker-0-1", "wide-worker-0-1"]
 
 
 def named_pod(name, job="x", namespace="default"):
