@@ -78,6 +78,7 @@ class Recorder:
         self._thread = threading.main_thread().ident
         self._round: Set[object] = set()
         self._first: Optional[object] = None
+        self._most = 0
         self._last_ns = 0
         self._file: Optional[int] = None  # open as long as the process holds the lock
 
@@ -122,16 +123,16 @@ class Recorder:
             self._claim()
         if _thread() != self._thread:
             return
-        counters, now = self.counters, _clock()
-        counters[_SEQUENCE] += 1
+        counters, present, now = self.counters, self._round, _clock()
+        sequence = counters[_SEQUENCE]
+        counters[_SEQUENCE] = sequence + 1
         counters[_UPDATED] = now
         counters[_OPTIMIZER_STEPS] += 1
-        counters[_SAMPLES] += samples
+        if samples:
+            counters[_SAMPLES] += samples
         if is_skipped:
             counters[_SKIPPED] += 1
-        present = self._round
-        if not present or optimizer in present:
-            present.clear()
+        if optimizer in present or not present:
             # If the optimizer that began the last step is another one, that step was two: the training went on with
             # another optimizer.
             counters[_STEPS] += 1 if optimizer == self._first or self._first is None else 2
@@ -141,17 +142,21 @@ class Recorder:
             else:
                 counters[_FIRST_STEP] = now - self._begun_ns
             self._last_ns = now
-        present.add(optimizer)
-        if len(present) > counters[_OPTIMIZERS]:
-            counters[_OPTIMIZERS] = len(present)
-        counters[_SEQUENCE] += 1
+            if len(present) != 1:
+                present.clear()
+                present.add(optimizer)
+        else:
+            present.add(optimizer)
+        if len(present) > self._most:
+            counters[_OPTIMIZERS] = self._most = len(present)
+        counters[_SEQUENCE] = sequence + 2
 
     def timed(self, function: "Callable[..., Any]", index: int, args: Any, kwargs: Any) -> Any:
         """Call a function and add its time to a counter, unless another timed function calls it.
 
         Args:
             function: The function.
-            index: DATA or CHECKPOINT.
+            index: CHECKPOINT, or DATA for a function that returns a batch.
             args: Its positional arguments.
             kwargs: Its other arguments.
         """
@@ -163,7 +168,7 @@ class Recorder:
             found = function(*args, **kwargs)
         finally:
             self._is_timing = False
-        self._add(index, _clock() - begun)
+        self._add(index, _clock() - begun, _samples(found) if index == DATA else 0)
         return found
 
     def timed_copy(self, copy: "Callable[..., Any]", tensor: Any, args: Any, kwargs: Any) -> Any:
@@ -176,22 +181,37 @@ class Recorder:
             self._add(COPY, _clock() - begun)
         return found
 
-    def _add(self, index: int, nanoseconds: int) -> None:
+    def _add(self, index: int, nanoseconds: int, samples: int = 0) -> None:
         counters = self.counters
-        counters[_SEQUENCE] += 1
+        sequence = counters[_SEQUENCE]
+        counters[_SEQUENCE] = sequence + 1
         counters[index] += nanoseconds
         counters[index + 1] += 1
-        counters[_SEQUENCE] += 1
-
-    def count_samples(self, samples: int) -> None:
-        """Count the samples of a batch."""
-        if _thread() == self._thread:
-            self.counters[_SAMPLES] += samples
+        if samples:
+            counters[_SAMPLES] += samples
+        counters[_SEQUENCE] = sequence + 2
 
     @property
     def optimizer_steps(self) -> int:
         """Steps of all optimizers so far."""
         return int(self.counters[_OPTIMIZER_STEPS])
+
+
+def _samples(batch: Any) -> int:
+    """Return the size of the first dimension of the first tensor in a batch; 0 if it has none."""
+    for _ in range(3):
+        if isinstance(batch, (tuple, list)):
+            if not batch:
+                return 0
+            batch = batch[0]
+            continue
+        shape = getattr(batch, "shape", None)
+        if shape is not None:
+            return int(shape[0]) if len(shape) else 0
+        if not hasattr(batch, "values") or not batch:
+            return 0
+        batch = next(iter(batch.values()))
+    return 0
 
 
 def _started_ns() -> int:

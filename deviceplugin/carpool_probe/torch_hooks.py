@@ -22,11 +22,11 @@ def apply(name: str, module: Any) -> None:
 
 def _wrap(owner: Any, name: str, index: int) -> None:
     """Replace a function of a module or class by one that counts its time."""
-    function = getattr(owner, name)
+    function, timed = getattr(owner, name), recorder.timed
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return recorder.timed(function, index, args, kwargs)
+        return timed(function, index, args, kwargs)
 
     setattr(owner, name, wrapper)
 
@@ -59,35 +59,6 @@ def _grad_scaler(module: Any) -> None:
     scaler.step = wrapper
 
 
-def _data_loader(module: Any) -> None:
-    """Count the time in which the training waits for a batch, and the samples of the batches."""
-    iterator = module._BaseDataLoaderIter
-    following = iterator.__next__
-
-    @functools.wraps(following)
-    def wrapper(self: Any) -> Any:
-        batch = recorder.timed(following, DATA, (self,), {})
-        recorder.count_samples(_samples(batch))
-        return batch
-
-    iterator.__next__ = wrapper
-
-
-def _samples(batch: Any) -> int:
-    """Return the size of the first dimension of the first tensor in a batch; 0 if it has none."""
-    for _ in range(3):
-        shape = getattr(batch, "shape", None)
-        if shape is not None:
-            return int(shape[0]) if len(shape) else 0
-        if isinstance(batch, (list, tuple)) and batch:
-            batch = batch[0]
-        elif hasattr(batch, "values") and batch:
-            batch = next(iter(batch.values()))
-        else:
-            break
-    return 0
-
-
 def _tensors(module: Any) -> None:
     """Count the time in which the training waits for copies of tensors from the host to a device."""
     tensor = module.Tensor
@@ -97,7 +68,7 @@ def _tensors(module: Any) -> None:
 
         @functools.wraps(copy)
         def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or not self.is_cpu:
+            if not self.is_cpu or torch.compiler.is_compiling():
                 return copy(self, *args, **kwargs)
             return recorder.timed_copy(copy, self, args, kwargs)
 
@@ -133,7 +104,7 @@ _HOOKS: "dict[str, Callable[[Any], Any]]" = {
     "torch.optim.optimizer": _optimizers,
     "torch.amp.grad_scaler": _grad_scaler,
     "torch.cuda.amp.grad_scaler": _grad_scaler,
-    "torch.utils.data.dataloader": _data_loader,
+    "torch.utils.data.dataloader": lambda module: _wrap(module._BaseDataLoaderIter, "__next__", DATA),
     "torch.serialization": lambda module: _wrap(module, "save", CHECKPOINT),
     "torch.distributed.checkpoint.state_dict_saver": lambda module: _wrap(module, "save", CHECKPOINT),
     "safetensors.torch": lambda module: _wrap(module, "save_file", CHECKPOINT),
