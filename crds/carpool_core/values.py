@@ -61,7 +61,7 @@ class Tenancy(StrEnum):
 
 
 class Optimizer(StrEnum):
-    """Optimizers whose state size the predictor models."""
+    """Optimizers, as they run on a GPU; those without a suffix update all tensors at once (PyTorch's `foreach`)."""
 
     SGD = "sgd"
     SGD_MOMENTUM = "sgd-momentum"
@@ -69,6 +69,15 @@ class Optimizer(StrEnum):
     ADAMW = "adamw"
     ADAGRAD = "adagrad"
     RMSPROP = "rmsprop"
+    ADAM_FUSED = "adam-fused"
+    ADAMW_FUSED = "adamw-fused"
+    """The default of Hugging Face's Trainer."""
+    ADAMW_FOR_LOOP = "adamw-for-loop"
+    ADAMW_8BIT = "adamw-8bit"
+    ADAMW_8BIT_PAGED = "adamw-8bit-paged"
+    ADAFACTOR = "adafactor"
+    LION = "lion"
+    MUON = "muon"
 
 
 class Precision(StrEnum):

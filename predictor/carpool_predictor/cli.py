@@ -28,6 +28,7 @@ from carpool_predictor.catalog import store
 from carpool_predictor.catalog.names import LIBRARIES
 from carpool_predictor.features import Abstention, MalformedError
 from carpool_predictor.models import activity, memory, step_time
+from carpool_predictor.optimizers import unknown_optimizer
 from carpool_predictor.predict import prepare
 from carpool_predictor.report import as_json, as_text, report_on
 from carpool_predictor.rows import WorkerDied, predict_rows
@@ -122,6 +123,19 @@ _TARGET_HELP = """MODEL is timm/NAME, torchvision/NAME, transformers/NAME, FILE.
 arguments that returns an nn.Module), or a features file that `carpool graph` wrote."""
 
 
+class OptimizerType(click.ParamType):
+    """An optimizer by name; an error about another name has the nearest ones."""
+
+    name = "optimizer"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Optimizer:
+        """Return the optimizer."""
+        try:
+            return Optimizer(value)
+        except ValueError:
+            self.fail(unknown_optimizer(value), param, ctx)
+
+
 _ROWS_OPTIONS = frozenset({"rows", "out", "calibration", "trace_timeout", "trace_memory"})
 """Options that apply to a file of rows."""
 
@@ -148,7 +162,11 @@ def request_options(*, is_model_required: bool) -> Callable[[Callable[..., None]
         ),
         click.option("--batch-size", type=click.IntRange(1, 1_000_000), default=32, show_default=True),
         click.option(
-            "--optimizer", type=click.Choice([o.value for o in Optimizer]), default="adamw", show_default=True
+            "--optimizer",
+            type=OptimizerType(),
+            default="adamw",
+            show_default=True,
+            help=f"How it runs: {', '.join(Optimizer)}.",
         ),
         click.option("--precision", type=click.Choice([p.value for p in Precision]), default="fp32", show_default=True),
         click.option("--activation-checkpointing", is_flag=True, help="Recompute activations instead of keeping them."),
@@ -167,7 +185,7 @@ def request_options(*, is_model_required: bool) -> Callable[[Callable[..., None]
 def _request(options: dict[str, Any]) -> PredictRequest:
     training = Training(
         batch_size=options["batch_size"],
-        optimizer=Optimizer(options["optimizer"]),
+        optimizer=options["optimizer"],
         precision=Precision(options["precision"]),
         activation_checkpointing=options["activation_checkpointing"],
         steps=options.get("steps"),

@@ -8,7 +8,7 @@ from carpool_core.products import GpuProduct, find_product
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import Training
 from carpool_core.resources.prediction import MemoryPrediction, Prediction, ProductPrediction
-from carpool_core.values import MIB, Optimizer
+from carpool_core.values import MIB, Precision
 
 from carpool_predictor.calibration import run_history
 from carpool_predictor.calibration.activity_scale import ActivityScale, activity_scale, scale_activity
@@ -24,6 +24,7 @@ from carpool_predictor.models.memory import (
     predict_memory,
     shipped,
 )
+from carpool_predictor.optimizers import TABLE
 
 _MAX_PEAK_BYTES = 2.0**50
 """1 PiB: beyond any training step on one GPU."""
@@ -336,17 +337,6 @@ def run_prediction_of(context: PredictionContext, name: str, counted_mib: float,
     )
 
 
-_STATE_PER_PARAMETER = {
-    Optimizer.SGD: 0.0,
-    Optimizer.SGD_MOMENTUM: 1.0,
-    Optimizer.ADAM: 2.0,
-    Optimizer.ADAMW: 2.0,
-    Optimizer.ADAGRAD: 1.0,
-    Optimizer.RMSPROP: 1.0,
-}
-"""Bytes of optimizer state per byte of trainable parameters."""
-
-
 @dataclass(frozen=True, slots=True)
 class MemoryParts:
     """Parts of the predicted median peak, in MiB; they add up to it."""
@@ -374,7 +364,9 @@ def parts_of(context: PredictionContext, product: GpuProduct, memory: MemoryPred
     features, cost = context.features, context.cost
     weights = min(float(features.parameter_bytes), cost.peak_bytes)
     trainable = weights * features.trainable_parameters / max(features.parameters, 1)
-    optimizer = min(_STATE_PER_PARAMETER[features.optimizer] * trainable, cost.peak_bytes - weights)
+    itemsize = 2 if features.precision is Precision.BF16 else 4
+    state = TABLE[features.optimizer].state_per_parameter(itemsize) * features.trainable_parameters
+    optimizer = min(state, cost.peak_bytes - weights)
     rest = cost.peak_bytes - weights - optimizer
     gradients = min(max(rest - cost.activation_bytes, 0.0), trainable)
     added = memory.median_mib - cost.peak_bytes / MIB

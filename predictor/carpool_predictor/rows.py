@@ -3,6 +3,7 @@
 import asyncio
 import multiprocessing
 import os
+import re
 import signal
 import time
 from collections import Counter, deque
@@ -22,6 +23,7 @@ from msgspec import UNSET, UnsetType
 from carpool_predictor.calibration.document import Calibration
 from carpool_predictor.catalog import store
 from carpool_predictor.features import Abstention
+from carpool_predictor.optimizers import unknown_optimizer
 from carpool_predictor.predict import PredictionContext, calibration_reason, model_version, prepare
 from carpool_predictor.report import activity_json, interval_json, length_json, memory_json
 from carpool_predictor.tracing.process import TraceLimits, TraceRequest
@@ -164,12 +166,17 @@ class Answerer:
         raise TypeError("a row that was read has a model")
 
 
+_OPTIMIZER_ERROR = re.compile(r"Invalid enum value '(.*)' - at `\$\.training\.optimizer`")
+
+
 def _read(line: bytes) -> Row | bytes:
     """Return the row, or the answer to an invalid one."""
     try:
         row = _ROWS.decode(line)
     except UNREADABLE as e:
-        return _empty(_id_of(line), "error", f"BadRow: {describe_decode_error(str(e))}")
+        unknown = _OPTIMIZER_ERROR.match(str(e))
+        reason = unknown_optimizer(unknown[1]) if unknown else describe_decode_error(str(e))
+        return _empty(_id_of(line), "error", f"BadRow: {reason}")
     if (row.catalog is UNSET) != (row.features is UNSET):
         return row
     found = "neither" if row.catalog is UNSET else "both"

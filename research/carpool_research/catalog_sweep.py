@@ -37,6 +37,10 @@ TEXT_BATCH_SIZES = (4, 16)
 """Traced batch sizes of `transformers` models, whose samples are whole texts."""
 FIRST = Optimizer.SGD_MOMENTUM
 """Optimizer of the measured runs; the store holds the differences of the others from it."""
+STORED = (
+    Optimizer.SGD, FIRST, Optimizer.ADAM, Optimizer.ADAMW, Optimizer.ADAGRAD, Optimizer.RMSPROP,
+)  # fmt: skip
+"""Optimizers under which each model is traced; others are traced on demand."""
 
 
 class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,7 +130,7 @@ def record(name: str, precision: Precision, timeout_s: int, operators: "Operator
         recipe = recipe_of(CatalogModel(name=name))
         features = {
             optimizer: trace_recipe(recipe, Training(optimizer=optimizer, precision=precision), sizes, operators)
-            for optimizer in Optimizer
+            for optimizer in STORED
         }
         return ModelRecord(name=name, family=family, input_shape=recipe.input_shape, features=features)
     except TraceError as e:
@@ -225,7 +229,7 @@ def _step(step: TracedStep, others: list[TracedStep | None]) -> store.Step:
 
 def stored_record(known: store.Store, name: str) -> ModelRecord:
     """Return the record of a model in a store."""
-    features = {o: found for o in Optimizer if (found := known.traced(name, o)) is not None}
+    features = {o: found for o in STORED if (found := known.traced(name, o)) is not None}
     family, shape = known.family(name) or "", known.input_shape(name) or ()
     return ModelRecord(name=name, family=family, input_shape=shape, features=features)
 

@@ -326,7 +326,14 @@ class Training(Resource, frozen=True, kw_only=True):
     """Properties of the training that memory, speed and duration depend on."""
 
     batch_size: Annotated[int, field("Samples of one step on one worker.", ge=1, le=1_000_000)] = 32
-    optimizer: Annotated[Optimizer, field("Optimizer; its state takes memory.")] = Optimizer.ADAMW
+    optimizer: Annotated[
+        Optimizer,
+        field(
+            "Optimizer as it runs, which decides the memory of its state and of its update. Without a suffix it "
+            "updates all tensors at once (PyTorch's foreach); -fused and -for-loop are PyTorch's other variants, "
+            "-8bit and -paged those of bitsandbytes. The Hugging Face Trainer's default is adamw-fused."
+        ),
+    ] = Optimizer.ADAMW
     precision: Annotated[Precision, field("Arithmetic of the step.")] = Precision.FP32
     activation_checkpointing: Annotated[bool, field("Whether activations are recomputed instead of kept.")] = False
     steps: (

@@ -45,7 +45,7 @@ def launches_work(func: OpOverload) -> bool:
 def kernel_count(func: OpOverload, args: Sequence[Any]) -> int:
     """Return the number of kernels that the operator launches."""
     name: str = func._schema.name.removeprefix("aten::")
-    if name.startswith("_foreach_"):
+    if name.startswith(("_foreach_", "_fused_")):
         elements: int = sum(t.numel() for t in args[0])
         return max(1, math.ceil(len(args[0]) / _FOREACH_TENSORS), math.ceil(elements / _FOREACH_ELEMENTS))
     if name == "convolution_backward":

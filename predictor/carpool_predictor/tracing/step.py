@@ -1,9 +1,10 @@
 """One training step on fake tensors: forward, loss, backward, optimizer."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from carpool_predictor.features import TraceError
+from carpool_predictor.optimizers import TABLE, OptimizerMemory
 from carpool_predictor.tracing.autocast import MetaAutocast, NoProductMissed
 from carpool_predictor.tracing.operators import CudaRules, ForeachMode, OperatorCache, like
 from carpool_predictor.tracing.tracker import Kind, StepTracker
@@ -129,13 +131,68 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 AUTOCAST = {Precision.BF16_MIXED: torch.bfloat16, Precision.FP16_MIXED: torch.float16}
 """Precisions whose step runs under autocast, with the type of its matrix products."""
 
+
+class TableOptimizer(torch.optim.Optimizer):
+    """Allocates the state and the temporaries of an optimizer of `optimizers.TABLE`, one tensor after the other."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float, *, memory: OptimizerMemory) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self._memory = memory
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Update each weight in one kernel."""
+        held: list[Tensor] = []
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                shape, itemsize = weight.shape, weight.element_size()
+                if weight not in self.state:
+                    self.state[weight]["state"] = _buffer(weight, self._memory.state(shape, itemsize))
+                temporaries = _buffer(weight, self._memory.temporaries(shape, itemsize))
+                weight.add_(weight.grad, alpha=-group["lr"])
+                del temporaries
+                held[:] = [_buffer(weight, self._memory.held(shape, itemsize))]
+
+
+def _buffer(weight: Tensor, size: int) -> Tensor:
+    return weight.new_empty(size, dtype=torch.uint8)
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Muon for hidden matrices, and AdamW for the other weights, which Muon refuses or its authors exclude."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float, *, others: Collection[Tensor]) -> None:
+        super().__init__(parameters, {"lr": lr})
+        every = [weight for group in self.param_groups for weight in group["params"]]
+        excluded = WeakIdKeyDictionary(dict.fromkeys(others, True))
+        hidden = [weight for weight in every if weight.dim() == 2 and weight not in excluded]
+        rest = [weight for weight in every if weight.dim() != 2 or weight in excluded]
+        self._parts: list[torch.optim.Optimizer] = []
+        if hidden:
+            self._parts.append(torch.optim.Muon(hidden, lr=lr))
+        if rest:
+            self._parts.append(torch.optim.AdamW(rest, lr=lr, foreach=True))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Update all weights."""
+        for part in self._parts:
+            part.step()
+            self.state.update(part.state)
+
+
 OPTIMIZERS: dict[Optimizer, Callable[..., torch.optim.Optimizer]] = {
-    Optimizer.SGD: torch.optim.SGD,
-    Optimizer.SGD_MOMENTUM: partial(torch.optim.SGD, momentum=0.9),
-    Optimizer.ADAM: torch.optim.Adam,
-    Optimizer.ADAMW: torch.optim.AdamW,
-    Optimizer.ADAGRAD: torch.optim.Adagrad,
-    Optimizer.RMSPROP: torch.optim.RMSprop,
+    Optimizer.SGD: partial(torch.optim.SGD, foreach=True),
+    Optimizer.SGD_MOMENTUM: partial(torch.optim.SGD, momentum=0.9, foreach=True),
+    Optimizer.ADAM: partial(torch.optim.Adam, foreach=True),
+    Optimizer.ADAMW: partial(torch.optim.AdamW, foreach=True),
+    Optimizer.ADAGRAD: partial(torch.optim.Adagrad, foreach=True),
+    Optimizer.RMSPROP: partial(torch.optim.RMSprop, foreach=True),
+    Optimizer.ADAM_FUSED: partial(torch.optim.Adam, fused=True),
+    Optimizer.ADAMW_FUSED: partial(torch.optim.AdamW, fused=True),
+    Optimizer.ADAMW_FOR_LOOP: partial(torch.optim.AdamW, foreach=False),
 }
 """PyTorch's optimizers; they take parameters and options such as the learning rate."""
 
@@ -226,10 +283,17 @@ def prepare(
 
 
 def _optimizer(model: nn.Module, mode: TensorMode, kind: Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer after its first step, which creates its state."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    with mode, ForeachMode():  # type: ignore[no-untyped-call]  # PyTorch's own
-        # PyTorch's CUDA optimizers update all tensors at once, and hold all temporaries at once.
-        optimizer = OPTIMIZERS[kind](parameters, lr=1e-3, foreach=True)
+    make: Callable[..., torch.optim.Optimizer]
+    if kind is Optimizer.MUON:
+        make = partial(MuonWithAdamW, others=_embeddings_and_head(model))
+    else:
+        make = OPTIMIZERS.get(kind) or partial(TableOptimizer, memory=TABLE[kind])
+    # PyTorch checks that the device has fused kernels when it creates the state; `meta` has their output shapes only.
+    adam = import_module("torch.optim.adam")
+    with mode, ForeachMode(), patch.object(adam, "_device_dtype_check_for_fused", _leave):  # type: ignore[no-untyped-call]  # PyTorch's own
+        optimizer = make(parameters, lr=1e-3)
         if isinstance(mode, torch.device):
             _count_on_the_host(optimizer)
         for parameter in parameters:
@@ -237,6 +301,13 @@ def _optimizer(model: nn.Module, mode: TensorMode, kind: Optimizer) -> torch.opt
         optimizer.step()
         optimizer.zero_grad()
     return optimizer
+
+
+def _embeddings_and_head(model: nn.Module) -> list[Tensor]:
+    """Return the weights of embeddings and of the last linear layer."""
+    linear = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
+    embeddings = [layer for layer in model.modules() if isinstance(layer, nn.Embedding)]
+    return [layer.weight for layer in (*embeddings, *linear[-1:])]
 
 
 def _count_on_the_host(optimizer: torch.optim.Optimizer) -> None:
