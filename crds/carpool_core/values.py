@@ -80,6 +80,17 @@ class Optimizer(StrEnum):
     MUON = "muon"
 
 
+class Quantization(StrEnum):
+    """Storage of frozen weights, as bitsandbytes lays it out."""
+
+    NF4 = "nf4"
+    """4 bits, with an FP32 maximum per block of 64."""
+    NF4_DOUBLE = "nf4-double"
+    """The same, with the maxima in 8 bits (QLoRA's double quantization)."""
+    INT8 = "int8"
+    """8 bits, with an FP32 maximum per output (LLM.int8)."""
+
+
 class Precision(StrEnum):
     """Arithmetic of the training step, by PyTorch Lightning's names."""
 

@@ -14,10 +14,10 @@ from typing import Any
 import click
 import msgspec
 from carpool_core.products import PRODUCTS, GpuProduct, UnknownProductError, find_product
-from carpool_core.resources.features import ModelFeatures
+from carpool_core.resources.features import ALL_LINEAR, Adapter, ModelFeatures
 from carpool_core.resources.job import CatalogModel, ModelSource, Training
 from carpool_core.settings import InputError
-from carpool_core.values import Optimizer, Precision
+from carpool_core.values import Optimizer, Precision, Quantization
 from click.core import ParameterSource
 from rich.console import Console
 from rich.markup import escape
@@ -170,6 +170,33 @@ def request_options(*, is_model_required: bool) -> Callable[[Callable[..., None]
         ),
         click.option("--precision", type=click.Choice([p.value for p in Precision]), default="fp32", show_default=True),
         click.option("--activation-checkpointing", is_flag=True, help="Recompute activations instead of keeping them."),
+        click.option(
+            "--gradient-accumulation",
+            type=click.IntRange(1, 100_000),
+            default=1,
+            show_default=True,
+            help="Forward and backward passes of one step, each of --batch-size samples.",
+        ),
+        click.option("--lora-rank", type=click.IntRange(1, 4096), help="Train a LoRA adapter of this rank only."),
+        click.option(
+            "--lora-targets",
+            default=ALL_LINEAR,
+            show_default=True,
+            metavar="NAME,…",
+            help="Layers with an adapter, such as q_proj,v_proj; all-linear is every linear layer but the head.",
+        ),
+        click.option(
+            "--lora-dropout",
+            type=click.FloatRange(0, 1, max_open=True),
+            default=0.0,
+            show_default=True,
+            help="Dropout before the adapter.",
+        ),
+        click.option(
+            "--quantization",
+            type=click.Choice([q.value for q in Quantization]),
+            help="Storage of the frozen weights beside a LoRA adapter.",
+        ),
         click.option("--trace-timeout", type=float, default=120, show_default=True, help="Seconds for tracing."),
         click.option("--trace-memory", type=int, default=4096, show_default=True, help="MiB for tracing."),
     )
@@ -182,12 +209,28 @@ def request_options(*, is_model_required: bool) -> Callable[[Callable[..., None]
     return add
 
 
+def _adapter(options: dict[str, Any]) -> Adapter | None:
+    if options["lora_rank"] is not None:
+        targets = [part.strip() for part in options["lora_targets"].split(",") if part.strip()]
+        return Adapter(rank=options["lora_rank"], targets=targets, dropout=options["lora_dropout"])
+    if options["lora_targets"] != ALL_LINEAR or options["lora_dropout"] or options["quantization"]:
+        raise InputError(
+            "expected --lora-rank with --lora-targets, --lora-dropout or --quantization, because only an adapter can "
+            "be trained beside frozen weights; add --lora-rank 8"
+        )
+    return None
+
+
 def _request(options: dict[str, Any]) -> PredictRequest:
+    adapter, quantization = _adapter(options), options["quantization"]
     training = Training(
         batch_size=options["batch_size"],
         optimizer=options["optimizer"],
         precision=Precision(options["precision"]),
         activation_checkpointing=options["activation_checkpointing"],
+        gradient_accumulation=options["gradient_accumulation"],
+        adapter=adapter,
+        quantization=None if quantization is None else Quantization(quantization),
         steps=options.get("steps"),
     )
     target = target_of(options["model"], parse_shape(options["shape"]), options["num_classes"], training)
@@ -219,7 +262,8 @@ def _products(gpu: str) -> list[GpuProduct]:
     help="Predict memory, activity and step time of a training job, or of many. No GPU is needed.\n\n"
     + _TARGET_HELP
     + '\n\nWith --rows, each line is {"id", "catalog": {"name", "input", "numClasses"} or "features", '
-    '"training": {"batchSize", "optimizer", "precision", "activationCheckpointing", "steps"}, "gpu"}, and is '
+    '"training": {"batchSize", "optimizer", "precision", "activationCheckpointing", "gradientAccumulation", '
+    '"adapter": {"kind", "rank", "targets", "dropout"}, "quantization", "steps"}, "gpu"}, and is '
     "answered with one line. An invalid row is answered with status `error`; the others go on, and the exit code is 2 "
     "at the end.",
 )

@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import msgspec
-from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
+from carpool_core.resources.features import ALL_LINEAR, Adapter, LayerCounts, ModelFeatures, TracedStep
 from carpool_core.resources.job import Training
 
 
@@ -46,6 +46,9 @@ def _mismatch(features: ModelFeatures, training: Training) -> Abstention | None:
         ("optimizer", features.optimizer.value, training.optimizer.value),
         ("precision", features.precision.value, training.precision.value),
         ("activationCheckpointing", features.activation_checkpointing, training.activation_checkpointing),
+        ("gradientAccumulation", features.gradient_accumulation, training.gradient_accumulation),
+        ("adapter", _shown(features.adapter), _shown(training.adapter)),
+        ("quantization", features.quantization or "none", training.quantization or "none"),
     )
     wrong = [f"{name} {traced} where spec.training has {wanted}" for name, traced, wanted in pairs if traced != wanted]
     if not wrong:
@@ -54,6 +57,13 @@ def _mismatch(features: ModelFeatures, training: Training) -> Abstention | None:
         reason="FeaturesMismatch",
         message=f"the features were traced with {'; '.join(wrong)}; run `carpool graph` with the job's own values",
     )
+
+
+def _shown(adapter: Adapter | None) -> str:
+    if adapter is None:
+        return "none"
+    dropout = f" and dropout {adapter.dropout:g}" if adapter.dropout else ""
+    return f"{adapter.kind} of rank {adapter.rank} at {', '.join(adapter.targets) or ALL_LINEAR}{dropout}"
 
 
 def _implausible(features: ModelFeatures) -> Abstention | None:

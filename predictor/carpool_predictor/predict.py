@@ -8,7 +8,7 @@ from carpool_core.products import GpuProduct, find_product
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import Training
 from carpool_core.resources.prediction import MemoryPrediction, Prediction, ProductPrediction
-from carpool_core.values import MIB, Precision
+from carpool_core.values import MIB
 
 from carpool_predictor.calibration import run_history
 from carpool_predictor.calibration.activity_scale import ActivityScale, activity_scale, scale_activity
@@ -363,8 +363,9 @@ def parts_of(context: PredictionContext, product: GpuProduct, memory: MemoryPred
     """
     features, cost = context.features, context.cost
     weights = min(float(features.parameter_bytes), cost.peak_bytes)
-    trainable = weights * features.trainable_parameters / max(features.parameters, 1)
-    itemsize = 2 if features.precision is Precision.BF16 else 4
+    share = features.trainable_parameters / max(features.parameters, 1)
+    trainable = float(features.trainable_bytes) or weights * share
+    itemsize = round(trainable / max(features.trainable_parameters, 1)) or 4
     state = TABLE[features.optimizer].state_per_parameter(itemsize) * features.trainable_parameters
     optimizer = min(state, cost.peak_bytes - weights)
     rest = cost.peak_bytes - weights - optimizer

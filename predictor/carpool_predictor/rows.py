@@ -36,7 +36,7 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 INVALID = frozenset(
     {
         "UnknownCatalogModel", "CatalogUnsupported", "InputShapeInvalid", "FeaturesAbsurd",
-        "FeaturesMismatch",
+        "FeaturesMismatch", "AdapterInvalid",
     }
 )  # fmt: skip
 """Abstentions that mark the row itself as invalid."""
@@ -74,14 +74,14 @@ _IDS = msgspec.json.Decoder(_OnlyId)
 _ENCODER = msgspec.json.Encoder()
 
 
-_Key = tuple[Any, ...]
+_Key = tuple[str, tuple[int, ...] | None, int | None, bytes]
 
 
 def _key(model: CatalogModel, training: Training) -> _Key:
     """Return everything that features depend on, except the batch size."""
     shape = None if model.input is None else tuple(model.input)
-    optimizer, precision, checkpointing = training.optimizer, training.precision, training.activation_checkpointing
-    return model.name, shape, model.num_classes, optimizer, precision, checkpointing
+    plain = msgspec.structs.replace(training, batch_size=1, steps=None)
+    return model.name, shape, model.num_classes, _ENCODER.encode(plain)
 
 
 class Answerer:

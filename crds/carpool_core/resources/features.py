@@ -1,12 +1,33 @@
 """Features of a model's training step, traced on fake tensors: `spec.model.features` and the predictor's input."""
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from carpool_core.resources.schema import ATOMIC, Resource, Rule, field
-from carpool_core.values import Optimizer, Precision
+from carpool_core.values import Optimizer, Precision, Quantization
 
 _MAX_BYTES = 2**50
 """1 PiB: larger numbers are a wrong unit."""
+
+
+ALL_LINEAR = "all-linear"
+"""Every linear layer but the last one, which is the head; the name that `peft` uses."""
+
+
+class Adapter(Resource, frozen=True, kw_only=True):
+    """Trainable low-rank matrices beside frozen layers, computed as `peft` does."""
+
+    kind: Annotated[Literal["lora"], field("Kind of the adapter.")] = "lora"
+    rank: Annotated[int, field("Rank of the matrices.", ge=1, le=4096)] = 8
+    targets: Annotated[
+        list[Annotated[str, field("Name of a layer, or the last parts of one.", min_length=1, max_length=253)]],
+        field(
+            "Linear layers that get an adapter, by name or the last parts of it, such as q_proj; all-linear, and none "
+            "here, are every linear layer but the head.",
+            schema=ATOMIC,
+            max_length=64,
+        ),
+    ] = []
+    dropout: Annotated[float, field("Dropout before the matrices; above 0 its masks are kept.", ge=0, lt=1)] = 0.0
 
 
 class LayerCounts(Resource, frozen=True, kw_only=True):
@@ -83,10 +104,16 @@ class ModelFeatures(Resource, frozen=True, kw_only=True):
     parameters: Annotated[int, field("Number of parameters.", ge=0, le=10**13)]
     trainable_parameters: Annotated[int, field("Number of parameters with gradients.", ge=0, le=10**13)]
     parameter_bytes: Annotated[int, field("Size of parameters and buffers, in bytes.", ge=0, le=_MAX_BYTES)]
+    trainable_bytes: Annotated[
+        int, field("Size of the parameters with gradients, in bytes; 0 if unknown.", ge=0, le=_MAX_BYTES)
+    ] = 0
     layers: Annotated[LayerCounts, field("Leaf layers by kind.")] = LayerCounts()
     optimizer: Annotated[Optimizer, field("Optimizer of the traced steps.")] = Optimizer.ADAMW
     precision: Annotated[Precision, field("Precision of the traced steps.")] = Precision.FP32
     activation_checkpointing: Annotated[bool, field("Whether activations were checkpointed.")] = False
+    gradient_accumulation: Annotated[int, field("Backward passes of a traced step.", ge=1, le=100_000)] = 1
+    adapter: Annotated[Adapter, field("Adapter of the traced steps.")] | None = None
+    quantization: Annotated[Quantization, field("Storage of the frozen weights.")] | None = None
     steps: Annotated[
         list[TracedStep],
         field(

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from carpool_core.resources.features import ModelFeatures
+from carpool_core.resources.features import Adapter, ModelFeatures
 from carpool_core.resources.meta import Condition, ObjectMeta
 from carpool_core.resources.prediction import MemoryPrediction, Prediction
 from carpool_core.resources.schema import ATOMIC, ATOMIC_MAP, MEMORY_RULES, QUANTITY, Resource, Rule, field
@@ -19,6 +19,7 @@ from carpool_core.values import (
     PodUid,
     Precision,
     ProbeMode,
+    Quantization,
     RequestedMode,
     SharingMode,
     Tenancy,
@@ -325,7 +326,17 @@ class JobStatus(Resource, frozen=True, kw_only=True):
 class Training(Resource, frozen=True, kw_only=True):
     """Properties of the training that memory, speed and duration depend on."""
 
-    batch_size: Annotated[int, field("Samples of one step on one worker.", ge=1, le=1_000_000)] = 32
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "!has(self.quantization) || has(self.adapter)",
+            "quantized weights are frozen, so that quantization needs an adapter to train, such as "
+            "adapter: {kind: lora, rank: 8}",
+        ),
+    )
+
+    batch_size: Annotated[int, field("Samples of one forward and backward pass on one worker.", ge=1, le=1_000_000)] = (
+        32
+    )
     optimizer: Annotated[
         Optimizer,
         field(
@@ -336,6 +347,28 @@ class Training(Resource, frozen=True, kw_only=True):
     ] = Optimizer.ADAMW
     precision: Annotated[Precision, field("Arithmetic of the step.")] = Precision.FP32
     activation_checkpointing: Annotated[bool, field("Whether activations are recomputed instead of kept.")] = False
+    gradient_accumulation: Annotated[
+        int,
+        field(
+            "Forward and backward passes of one step, each of batchSize samples, before the optimizer updates the "
+            "weights. Above 1 the gradients stay alive between the passes.",
+            ge=1,
+            le=100_000,
+        ),
+    ] = 1
+    adapter: Annotated[Adapter, field("Adapter that is trained instead of the weights, which are frozen.")] | None = (
+        None
+    )
+    quantization: (
+        Annotated[
+            Quantization,
+            field(
+                "Storage of the frozen weights of linear layers, but the head's, as by bitsandbytes: nf4 (4 bits), "
+                "nf4-double (with double quantization) or int8. Needs an adapter."
+            ),
+        ]
+        | None
+    ) = None
     steps: (
         Annotated[
             int,

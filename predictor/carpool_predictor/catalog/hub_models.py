@@ -4,6 +4,7 @@ NAME is a model of the hub (`bert-base-uncased`, `openai-community/gpt2-xl`; its
 configuration class (`LlamaConfig`); keys override values of the configuration. No weights, no network.
 """
 
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -33,12 +34,13 @@ class HubModel(nn.Module):
         self._decodes = bool(config.is_encoder_decoder)
         self._images = images
 
-    def set_grad_checkpointing(self, enable: bool) -> None:
+    def set_grad_checkpointing(self, enable: bool, context_fn: Callable[[], Any]) -> None:
         """Switch activation checkpointing on, with the method name of timm's models."""
         if enable:
             # `transformers` deprecates the older of the two names.
             newer = getattr(self.model, "activation_checkpointing_enable", None)
-            (newer or self.model.gradient_checkpointing_enable)()  # type: ignore[operator]
+            options = {"use_reentrant": False, "context_fn": context_fn}
+            (newer or self.model.gradient_checkpointing_enable)(options)  # type: ignore[operator]
 
     def forward(self, x: Tensor) -> Any:
         """Return logits for token ids, shape (batch, tokens), or images, shape (batch, channels, height, width)."""

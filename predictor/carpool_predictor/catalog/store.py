@@ -134,9 +134,11 @@ class Store:
     def features(self, model: CatalogModel, training: Training) -> ModelFeatures | None:
         """Return a model's features for a training, or None.
 
-        The store has models at their default input and number of classes, without checkpointing.
+        The store has models at their default input and number of classes, trained whole and without checkpointing.
         """
         if training.activation_checkpointing or model.num_classes is not None:
+            return None
+        if training.gradient_accumulation > 1 or training.adapter is not None or training.quantization is not None:
             return None
         if model.input is not None and tuple(model.input) != self.input_shape(model.name):
             return None

@@ -45,9 +45,11 @@ _PRODUCTS = frozenset(
 class MetaAutocast(TorchFunctionMode):
     """Casts the arguments of functions to the lower precision above autograd, so that gradients are cast back."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, *, keeps_casts: bool = True) -> None:
         super().__init__()
         self._dtype = dtype
+        # A recomputed block enters and exits autocast by itself, so that its casts live as long as its graph.
+        self._keeps_casts = keeps_casts
         self._weights: dict[Tensor, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -67,7 +69,7 @@ class MetaAutocast(TorchFunctionMode):
     def _lowered(self, tensor: Tensor) -> Tensor:
         if tensor.dtype is not torch.float32:
             return tensor
-        if not (tensor.is_leaf and tensor.requires_grad):
+        if not (self._keeps_casts and tensor.is_leaf and tensor.requires_grad):
             return tensor.to(self._dtype)
         found = self._weights.get(tensor)
         if found is None:

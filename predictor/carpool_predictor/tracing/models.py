@@ -21,9 +21,9 @@ from torch._subclasses.fake_tensor import (
 
 from carpool_predictor.catalog.recipes import Recipe, recipe_of
 from carpool_predictor.features import TraceError
+from carpool_predictor.tracing.adapters import adapt, parameter_count
 from carpool_predictor.tracing.operators import OperatorCache
 from carpool_predictor.tracing.step import (
-    AUTOCAST,
     FakeTraining,
     TensorMode,
     fake_mode,
@@ -303,6 +303,8 @@ def build(recipe: Recipe, training: Training, mode: TensorMode) -> tuple[nn.Modu
         raise TraceError("InputShapeInvalid", f"expected the shape of one sample, such as [3, 224, 224], found {shape}")
     with fake_weights(mode, weight_dtype(training.precision)):
         module = explained("its constructor failed", recipe.build, recipe.file)
+    with fake_weights(mode), mode:
+        adapt(module, training)
     # Checkpointing replaces forwards, not modules, so that the layer counts stay the same.
     return module, explained(
         "it cannot be trained", lambda: prepare(module, mode, training, shape, tokens=recipe.tokens), recipe.file
@@ -320,9 +322,6 @@ def trace_recipe(
         TraceError: The model cannot be built or trained without data.
     """
     sizes = sizes or batch_sizes(training.batch_size)
-    if training.precision in AUTOCAST and training.activation_checkpointing:
-        # Recomputation in the backward pass sees only PyTorch's own autocast.
-        return trace_under(fake_mode(), recipe, training, sizes, operators)
     try:
         return trace_under(meta_mode(), recipe, training, sizes, operators)
     except TraceError:
@@ -343,12 +342,16 @@ def trace_under(
 
     return ModelFeatures(
         name=recipe.name,
-        parameters=sum(p.numel() for p in parameters),
+        parameters=parameter_count(module),
         trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
         parameter_bytes=sum(t.numel() * t.element_size() for t in [*parameters, *module.buffers()]),
+        trainable_bytes=sum(p.numel() * p.element_size() for p in parameters if p.requires_grad),
         layers=count_layers(module),
         optimizer=training.optimizer,
         precision=training.precision,
         activation_checkpointing=training.activation_checkpointing,
+        gradient_accumulation=training.gradient_accumulation,
+        adapter=training.adapter,
+        quantization=training.quantization,
         steps=list(map(step, sizes)),
     )

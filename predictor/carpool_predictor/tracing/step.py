@@ -1,7 +1,8 @@
 """One training step on fake tensors: forward, loss, backward, optimizer."""
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -92,8 +93,8 @@ def fake_weights(mode: TensorMode, dtype: torch.dtype | None = None) -> Iterator
         yield
 
 
-def checkpoint_activations(model: nn.Module) -> None:
-    """Switch activation checkpointing on.
+def checkpoint_activations(model: nn.Module, rules: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+    """Switch activation checkpointing on, with the rules under which blocks are recomputed.
 
     A model with `set_grad_checkpointing`, as timm's, does it itself. In other models each composite child of an
     outermost `nn.Sequential` or `nn.ModuleList` with at least two of them is recomputed in the backward pass.
@@ -101,10 +102,15 @@ def checkpoint_activations(model: nn.Module) -> None:
     Raises:
         TraceError: The model has no blocks to recompute.
     """
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), rules()
+
     switch = getattr(model, "set_grad_checkpointing", None)
     if callable(switch):
+        own = {"context_fn": contexts} if "context_fn" in inspect.signature(switch).parameters else {}
         try:
-            switch(True)
+            switch(True, **own)
         except (AssertionError, NotImplementedError, AttributeError, TypeError) as e:
             raise TraceError("CheckpointingUnsupported", f"the model refuses activation checkpointing: {e}") from e
         return
@@ -116,7 +122,7 @@ def checkpoint_activations(model: nn.Module) -> None:
             "and this model has none; set training.activationCheckpointing to false",
         )
     for block in blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
@@ -225,6 +231,20 @@ def losses(output: Any) -> Iterator[Tensor]:
             yield from losses(item)
 
 
+@contextmanager
+def cuda_rules(precision: Precision, mode: TensorMode, *, recomputes: bool = False) -> Iterator[None]:
+    """Run a model inside the block as on CUDA; `recomputes` is for the backward pass, which enters autocast itself."""
+    dtype = AUTOCAST.get(precision)
+    with ExitStack() as stack:
+        stack.enter_context(CudaRules(autocast=dtype is not None))
+        if dtype is not None and isinstance(mode, torch.device):
+            stack.enter_context(MetaAutocast(dtype, keeps_casts=not recomputes))
+            stack.enter_context(NoProductMissed())  # type: ignore[no-untyped-call]  # PyTorch's own
+        elif dtype is not None and not recomputes:
+            stack.enter_context(torch.autocast("cpu", dtype=dtype))
+        yield
+
+
 @dataclass(frozen=True)
 class FakeTraining:
     """A model with fake weights and its optimizer with fake state."""
@@ -237,6 +257,8 @@ class FakeTraining:
     """Shape of one sample."""
     tokens: bool = False
     """Whether a sample is whole numbers."""
+    accumulation: int = 1
+    """Backward passes of a step."""
 
     def state(self) -> Iterator[Tensor]:
         """Yield the tensors of the optimizer's state on the GPU, without step counts."""
@@ -249,22 +271,23 @@ class FakeTraining:
         with self.mode:
             return torch.empty((batch_size, *self.input_shape), dtype=dtype)
 
-    def step(self, inputs: Tensor, on_backward: Callable[[], None] = lambda: None) -> None:
-        """Run one step inside the fake mode; `on_backward` is called at the beginning of the backward pass."""
-        dtype = AUTOCAST.get(self.precision)
-        with ExitStack() as stack:
-            stack.enter_context(CudaRules(autocast=dtype is not None))
-            if dtype is not None:
-                if isinstance(self.mode, torch.device):
-                    stack.enter_context(MetaAutocast(dtype))
-                    stack.enter_context(NoProductMissed())  # type: ignore[no-untyped-call]  # PyTorch's own
-                else:
-                    stack.enter_context(torch.autocast("cpu", dtype=dtype))
+    def step(
+        self,
+        inputs: Tensor,
+        on_backward: Callable[[], None] = lambda: None,
+        on_update: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Run the last pass of a step and its update, inside the fake mode.
+
+        `on_backward` is called at the beginning of the backward pass, and `on_update` at the end of it.
+        """
+        with cuda_rules(self.precision, self.mode):
             loss = sum(losses(self.model(inputs)), start=torch.zeros(()))
         if not loss.requires_grad:
             raise TraceError("TraceFailed", "the model's output holds no floating-point tensor that needs gradients")
         on_backward()
         loss.backward()  # type: ignore[no-untyped-call]
+        on_update()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -275,11 +298,11 @@ def prepare(
     """Put a fake model into training mode, with checkpointing and optimizer state as in the middle of a run."""
     model.train()
     if training.activation_checkpointing:
-        checkpoint_activations(model)
+        checkpoint_activations(model, partial(cuda_rules, training.precision, mode, recomputes=True))
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise TraceError("TraceFailed", "the model has no trainable parameters, so there is nothing to train")
     optimizer = _optimizer(model, mode, training.optimizer)
-    return FakeTraining(model, mode, optimizer, training.precision, input_shape, tokens)
+    return FakeTraining(model, mode, optimizer, training.precision, input_shape, tokens, training.gradient_accumulation)
 
 
 def _optimizer(model: nn.Module, mode: TensorMode, kind: Optimizer) -> torch.optim.Optimizer:
@@ -336,10 +359,20 @@ def trace_step(
     def begin_backward() -> None:
         tracker.kind = Kind.TEMPORARY
 
+    def begin_update() -> None:
+        tracker.repeat(training.accumulation)
+
+    if training.accumulation > 1:
+        # The gradients of the earlier passes are alive, and this pass adds its own.
+        with training.mode:
+            for parameter in training.model.parameters():
+                parameter.grad = like(parameter) if parameter.requires_grad else None
+        storages.adopt((p.grad for p in training.model.parameters() if p.grad is not None), Kind.GRADIENT)
+
     with ExitStack() as stack:
         for parameter in training.model.parameters():
             if parameter.requires_grad:
                 stack.callback(parameter.register_post_accumulate_grad_hook(gradient).remove)  # type: ignore[no-untyped-call]
         with training.mode, tracker:
-            training.step(inputs, begin_backward)
+            training.step(inputs, begin_backward, begin_update)
     return tracker.traced(batch_size), tracker

@@ -138,6 +138,12 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorc
             unfolded = given.shape[0] * given.shape[2:].numel() * weight[0].numel() * taken.element_size()
             self._largest_unfolded = max(self._largest_unfolded, unfolded)
 
+    def repeat(self, passes: int) -> None:
+        """Count the work so far as that of so many passes, whose memory is the same."""
+        self._flops *= passes
+        self._bytes_moved *= passes
+        self._kernels *= passes
+
     def traced(self, batch_size: int) -> TracedStep:
         """Return the finished step."""
         events, peak = self.storages.events, self.storages.peak
