@@ -23,13 +23,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from carpool_predictor.advice import Change, changed_contexts
 from carpool_predictor.calibration.document import Calibration, read_calibration
 from carpool_predictor.catalog import store
 from carpool_predictor.catalog.names import LIBRARIES
 from carpool_predictor.features import Abstention, MalformedError
 from carpool_predictor.models import activity, memory, step_time
 from carpool_predictor.optimizers import unknown_optimizer
-from carpool_predictor.predict import prepare
+from carpool_predictor.predict import PredictionContext, prepare
 from carpool_predictor.report import as_json, as_text, report_on
 from carpool_predictor.rows import WorkerDied, predict_rows
 from carpool_predictor.tracing.process import FactoryModel, TraceLimits, TraceRequest
@@ -273,6 +274,9 @@ def _products(gpu: str) -> list[GpuProduct]:
 )
 @click.option("--gpu", default="all", show_default=True, help="GPU product, an unambiguous part of its name, or `all`.")
 @click.option("--json", "json_output", is_flag=True, help="Print JSON, units in the names.")
+@click.option(
+    "--advice", is_flag=True, help="Show what activation checkpointing and other changes would save; traces each."
+)
 @click.option("--calibration", type=click.Path(path_type=Path, dir_okay=False), help="Calibration document, as JSON.")
 @click.option("--rows", type=click.Path(path_type=Path, dir_okay=False), help="File of rows, one JSON object a line.")
 @click.option(
@@ -285,6 +289,7 @@ def predict(
     /,
     gpu: str,
     json_output: bool,
+    advice: bool,
     calibration: Path | None,
     rows: Path | None,
     out: Path,
@@ -300,7 +305,7 @@ def predict(
         elif _is_given(context, "out"):
             raise InputError("--out is for the answers to --rows; redirect the answer for one MODEL with > FILE")
         else:
-            _predict_one(_request(options), _products(gpu), calibration, json_output=json_output)
+            _predict_one(_request(options), _products(gpu), calibration, json_output=json_output, is_advised=advice)
     except MalformedError as e:
         raise InputError(str(e)) from e
 
@@ -320,10 +325,22 @@ def _refuse_ignored(context: click.Context) -> None:
 
 
 def _predict_one(
-    request: PredictRequest, products: list[GpuProduct], calibration: Path | None, *, json_output: bool
+    request: PredictRequest,
+    products: list[GpuProduct],
+    calibration: Path | None,
+    *,
+    json_output: bool,
+    is_advised: bool,
 ) -> None:
+    if is_advised and not isinstance(request.target, TraceRequest):
+        raise InputError(f"--advice traces the model again, and {request.model} holds features; name the model itself")
     document = _read_calibration(calibration)
-    report = report_on(request.model, prepare(_features(request), request.training), products, document)
+    job = prepare(_features(request), request.training)
+    changed: list[tuple[Change, PredictionContext]] = []
+    if is_advised and isinstance(request.target, TraceRequest) and isinstance(job, PredictionContext):
+        with waiting(f"tracing changes of {request.model} …"):
+            changed = changed_contexts(request.target, job, SubprocessTracer(request.limits))
+    report = report_on(request.model, job, products, document, changed)
     prediction, training = report.prediction, request.training
     if json_output:
         click.echo(msgspec.json.encode(as_json(report)))

@@ -1,18 +1,20 @@
 """The answer of `carpool predict` for one job: prediction, memory parts, largest batches; as JSON and as tables."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import msgspec
 from carpool_core.durations import format_duration
 from carpool_core.products import GpuProduct
+from carpool_core.resources.job import Training
 from carpool_core.resources.prediction import ActivityPrediction, Interval, MemoryPrediction, Prediction
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from carpool_predictor.advice import Change
 from carpool_predictor.calibration.document import Calibration
 from carpool_predictor.features import Abstention
 from carpool_predictor.predict import (
@@ -30,6 +32,19 @@ from carpool_predictor.predict import (
 
 
 @dataclass(frozen=True, slots=True)
+class Saving:
+    """The effect of one change of the training on a GPU product."""
+
+    change: Change
+    memory: MemoryPrediction
+    """Memory with the change."""
+    saves_mib: int
+    """Median without the change less the median with it."""
+    largest: LargestBatch
+    """Largest batch of one pass on the whole GPU, with the change."""
+
+
+@dataclass(frozen=True, slots=True)
 class ProductReport:
     """The answer for one GPU product."""
 
@@ -39,6 +54,8 @@ class ProductReport:
     """Largest batch on the whole GPU."""
     mig: dict[str, LargestBatch]
     """Largest batch on an instance of each MIG profile."""
+    advice: tuple[Saving, ...] = ()
+    """Changes that save memory, if asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +72,32 @@ class Report:
 
 
 def report_on(
-    name: str, job: PredictionContext | Abstention, gpus: Sequence[GpuProduct], calibration: Calibration | None = None
+    name: str,
+    job: PredictionContext | Abstention,
+    gpus: Sequence[GpuProduct],
+    calibration: Calibration | None = None,
+    changed: Sequence[tuple[Change, PredictionContext]] = (),
 ) -> Report:
-    """Predict a job on each product, with memory parts and largest batches."""
+    """Predict a job on each product, with memory parts, largest batches and the effects of changes."""
     if isinstance(job, Abstention):
         return Report(name, abstain(job))
-    common = BatchFinder(job)
+    finders = {id(context): BatchFinder(context) for context in (job, *(context for _, context in changed))}
+
+    def finder(context: PredictionContext) -> BatchFinder:
+        return finders.get(id(context)) or BatchFinder(context)
+
+    def saving(change: Change, context: PredictionContext, product: GpuProduct, median_mib: int) -> Saving:
+        memory = context.memory_on(product)
+        largest = finder(context).within(product, usable_mib(product))
+        return Saving(change, memory, median_mib - memory.median_mib, largest)
+
     products = []
     for product in gpus:
         here = job.calibrated(calibration, product)
-        products.append(_on(here, common if here is job else BatchFinder(here), product))
+        found = _on(here, finder(here), product)
+        before = found.answer.prediction.memory.median_mib
+        advice = tuple(saving(c, one.calibrated(calibration, product), product, before) for c, one in changed)
+        products.append(replace(found, advice=advice))
     prediction = summarize(job, [product.answer for product in products])
     uppers = [answer.memory.upper_mib for answer in prediction.products]
     if not any(upper_mib <= usable_mib(gpu) for upper_mib, gpu in zip(uppers, gpus, strict=True)):
@@ -120,7 +153,24 @@ def _product(report: Report, product: ProductReport) -> dict[str, Any]:
         },
         "largest_batch": asdict(product.largest),
         "mig": {profile: {"largest_batch": asdict(found)} for profile, found in product.mig.items()},
+        **({"advice": list(map(_saving_json, product.advice))} if product.advice else {}),
     }
+
+
+def _saving_json(saving: Saving) -> dict[str, Any]:
+    changed = msgspec.to_builtins(saving.change.apply(Training()))
+    return {
+        "change": saving.change.name,
+        "training": {_camel(name): changed[_camel(name)] for name in saving.change.fields},
+        "saves_mib": saving.saves_mib,
+        "memory": memory_json(saving.memory),
+        "largest_batch": asdict(saving.largest),
+    }
+
+
+def _camel(name: str) -> str:
+    first, *rest = name.split("_")
+    return first + "".join(map(str.capitalize, rest))
 
 
 def memory_json(memory: MemoryPrediction) -> dict[str, Any]:
@@ -175,6 +225,8 @@ def _tables(title: str, report: Report) -> Iterator[RenderableType]:
         yield _parts(report)
         if any(product.mig for product in report.products):
             yield _mig(report)
+    if any(product.advice for product in report.products):
+        yield _advice(report)
     yield Text(f"{report.prediction.reason}: {report.prediction.message}", style="dim")
 
 
@@ -318,6 +370,24 @@ def _parts(report: Report) -> Table:
         table.add_row(
             _short(product.answer.prediction.product), *(_number(getattr(product.parts, name)) for name in _names())
         )
+    return table
+
+
+def _advice(report: Report) -> Table:
+    """Return what each change saves; on several products, on how many of them the job fits with it."""
+    first, *others = report.products
+    if others:
+        table = _table("Changes that save memory", "change", "saves GiB", "fits")
+    else:
+        table = _table("Changes that save memory", "change", "saves GiB", "MiB", "at most", "largest batch")
+    for index, saving in enumerate(first.advice):
+        row = [saving.change.name, f"{saving.saves_mib / 1024:,.1f}"]
+        if others:
+            fits = [p.advice[index].memory.upper_mib <= usable_mib(p.answer.product) for p in report.products]
+            row.append(f"{sum(fits)} of {len(fits)}")
+        else:
+            row += [_number(saving.memory.median_mib), _number(saving.memory.upper_mib), _batch(saving.largest)]
+        table.add_row(*row)
     return table
 
 

@@ -111,7 +111,7 @@ def test_accumulation_keeps_gradients_and_repeats_passes() -> None:
     ],
 )
 def test_an_adapter_that_fits_nothing_is_explained(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(TraceError, match="expected|quantized") as caught:
+    with pytest.raises(TraceError, match=r"expected|quantized") as caught:
         traced(**changes)
     assert caught.value.reason == "AdapterInvalid"
     assert message in str(caught.value)
