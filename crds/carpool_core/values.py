@@ -95,6 +95,8 @@ class Precision(StrEnum):
     """Arithmetic of the training step, by PyTorch Lightning's names."""
 
     FP32 = "fp32"
+    TF32 = "tf32"
+    """FP32 with matrix products on tensor cores (`torch.set_float32_matmul_precision("high")`); Ampere and later."""
     BF16_MIXED = "bf16-mixed"
     FP16_MIXED = "fp16-mixed"
     BF16 = "bf16-true"

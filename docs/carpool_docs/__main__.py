@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from carpool_docs import commands, dashboards, metrics, output, resources, settings
+from carpool_docs import commands, dashboards, metrics, optimizers, output, resources, settings
 
 FOLDER = Path(__file__).parents[1] / "reference"
 
@@ -13,6 +13,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "commands.md": commands.page,
     "resources.md": resources.page,
     "output.md": output.page,
+    "optimizers.md": optimizers.page,
 }
 """The pages by file name, with the functions that make them."""
 

@@ -22,7 +22,9 @@ _PASSES = 4
 """Passes into which a suggested accumulation divides the batch."""
 _LEAST_SAVED_MIB = 64
 """Changes that save less are not shown."""
-_LOWER = {Precision.FP32: Precision.BF16_MIXED, Precision.BF16_MIXED: Precision.BF16}
+_LOWER = {
+    Precision.FP32: Precision.BF16_MIXED, Precision.TF32: Precision.BF16_MIXED, Precision.BF16_MIXED: Precision.BF16
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,7 +156,11 @@ def request_options(*, is_model_required: bool) -> Callable[[Callable[..., None]
     options = (
         click.argument("model", required=is_model_required),
         click.option(
-            "--input", "shape", metavar="C,H,W", help="Shape of one sample. The catalog model's own if absent."
+            "--input",
+            "shape",
+            metavar="SHAPE",
+            help="Shape of one sample: C,H,W of an image, such as 3,224,224, or the tokens of a text, such as 2048. "
+            "The catalog model's own if absent; of text models 512 tokens.",
         ),
         click.option(
             "--num-classes", type=click.IntRange(1, 1_000_000), help="Outputs of a catalog model's classifier."

@@ -1,5 +1,6 @@
 """Predicts memory, activity and step time of a job from its features. Pure; needs neither PyTorch nor NumPy."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -339,27 +340,34 @@ def run_prediction_of(context: PredictionContext, name: str, counted_mib: float,
 
 @dataclass(frozen=True, slots=True)
 class MemoryParts:
-    """Parts of the predicted median peak, in MiB; they add up to it."""
+    """Parts of the predicted median peak, in whole MiB; they add up to it."""
 
-    weights_mib: float
+    weights_mib: int
     """Parameters and buffers."""
-    gradients_mib: float
+    gradients_mib: int
     """Gradients alive at the peak; before the backward pass there are none."""
-    optimizer_mib: float
+    optimizer_mib: int
     """Optimizer state."""
-    activations_mib: float
+    activations_mib: int
     """Inputs, activations and temporaries."""
-    workspace_mib: float
+    workspace_mib: int
     """Workspaces of libraries, and fragments that the allocator cannot use."""
-    context_mib: float
+    context_mib: int
     """CUDA context with PyTorch's kernels."""
+    other_mib: int
+    """Memory that the measured jobs took besides, by the calibration; no part of the step explains it."""
+
+
+CUBLAS_MIB = 8
+"""Workspace of cuBLAS, two of 4 MiB (PyTorch's notes on reproducibility, CUBLAS_WORKSPACE_CONFIG)."""
 
 
 def parts_of(context: PredictionContext, product: GpuProduct, memory: MemoryPrediction) -> MemoryParts:
     """Split a predicted median.
 
     Weights and optimizer state are always alive. The rest of the traced peak, less activations, are gradients. The
-    prediction adds the CUDA context to the traced peak; what remains is workspace.
+    prediction adds the CUDA context to the traced peak. The rest is workspace as far as the step has fragments and
+    convolutions that explain it.
     """
     features, cost = context.features, context.cost
     weights = min(float(features.parameter_bytes), cost.peak_bytes)
@@ -372,14 +380,19 @@ def parts_of(context: PredictionContext, product: GpuProduct, memory: MemoryPred
     gradients = min(max(rest - cost.activation_bytes, 0.0), trainable)
     added = memory.median_mib - cost.peak_bytes / MIB
     cuda_context = min(context_mib(product), added)
-    return MemoryParts(
-        weights_mib=weights / MIB,
-        gradients_mib=gradients / MIB,
-        optimizer_mib=optimizer / MIB,
-        activations_mib=(rest - gradients) / MIB,
-        workspace_mib=added - cuda_context,
-        context_mib=cuda_context,
-    )
+    rest_mib = added - cuda_context
+    workspace = min((cost.reserved_bytes - cost.peak_bytes + cost.unfolded_bytes) / MIB + CUBLAS_MIB, rest_mib)
+    tensors = [size / MIB for size in (weights, gradients, optimizer, rest - gradients)]
+    return MemoryParts(*_rounded([*tensors, workspace, cuda_context, rest_mib - workspace], memory.median_mib))
+
+
+def _rounded(values: Sequence[float], total: int) -> list[int]:
+    """Round numbers to whole ones that add up to a total, those with the largest fractions up."""
+    whole = [math.floor(value) for value in values]
+    by_fraction = sorted(range(len(values)), key=lambda i: whole[i] - values[i])
+    for index in by_fraction[: total - sum(whole)]:
+        whole[index] += 1
+    return whole
 
 
 DRIVER_MIB = 722

@@ -122,12 +122,29 @@ def _on(job: PredictionContext, finder: BatchFinder, product: GpuProduct) -> Pro
     )
 
 
+INVALID = frozenset(
+    {
+        "UnknownCatalogModel", "CatalogUnsupported", "InputShapeInvalid", "FeaturesAbsurd",
+        "FeaturesMismatch", "AdapterInvalid",
+    }
+)  # fmt: skip
+"""Reasons of abstentions that mark the request itself as invalid."""
+
+
+def status_of(abstention: str) -> str:
+    """Return the status of an answer without a prediction, from the abstention's reason."""
+    return "error" if abstention in INVALID else "abstained"
+
+
 def as_json(report: Report) -> dict[str, Any]:
-    """Return the report as plain values, with units in the names."""
+    """Return the report as plain values, with units in the names.
+
+    An answer to a row of `--rows` has the fields of one entry of `products`, without its largest batches, at the top.
+    """
     prediction = report.prediction
     return {
         "id": report.name,
-        "status": "ok" if prediction.outcome == "Predicted" else "abstained",
+        "status": "ok" if prediction.outcome == "Predicted" else status_of(prediction.reason),
         "reason": prediction.reason,
         "message": prediction.message,
         "model_version": prediction.model_version,
@@ -136,24 +153,28 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def _product(report: Report, product: ProductReport) -> dict[str, Any]:
-    found = product.answer.prediction
     return {
-        "gpu": found.product,
-        "memory": {
-            **memory_json(found.memory),
-            "parts": {name: round(value, 1) for name, value in asdict(product.parts).items()},
-        },
-        "activity": activity_json(found.activity),
-        "step_time_s": interval_json(found.step_time_seconds),
-        **length_json(report.steps, found.step_time_seconds),
-        "inside_training": {
-            "memory": report.memory_inside and product.answer.memory_calibrated,
-            "activity": product.answer.activity_measured,
-            "step_time": product.answer.step_time_inside,
-        },
+        **entry_json(product.answer, product.parts, is_inside=report.memory_inside, steps=report.steps),
         "largest_batch": asdict(product.largest),
         "mig": {profile: {"largest_batch": asdict(found)} for profile, found in product.mig.items()},
         **({"advice": list(map(_saving_json, product.advice))} if product.advice else {}),
+    }
+
+
+def entry_json(answer: ProductAnswer, parts: MemoryParts, *, is_inside: bool, steps: int | None) -> dict[str, Any]:
+    """Return the prediction for one product; `is_inside` is whether the memory model was trained on such models."""
+    found = answer.prediction
+    return {
+        "gpu": found.product,
+        "memory": {**memory_json(found.memory), "parts": asdict(parts)},
+        "activity": activity_json(found.activity),
+        "step_time_s": interval_json(found.step_time_seconds),
+        **length_json(steps, found.step_time_seconds),
+        "inside_training": {
+            "memory": is_inside and answer.memory_calibrated,
+            "activity": answer.activity_measured,
+            "step_time": answer.step_time_inside,
+        },
     }
 
 
@@ -355,21 +376,17 @@ def _short(product: str) -> str:
     return product.removeprefix("NVIDIA ").removeprefix("GeForce ")
 
 
-_SHORT_PARTS = {"gradients": "grads", "optimizer": "optim", "activations": "activ", "workspace": "worksp"}
-"""Short headings, for a table within 80 columns."""
-
-
 def _names() -> list[str]:
     return [field.name for field in fields(MemoryParts)]
 
 
 def _parts(report: Report) -> Table:
-    names = [name.removesuffix("_mib") for name in _names()]
-    table = _table("Parts of the memory peak, MiB", "GPU", *(_SHORT_PARTS.get(name, name) for name in names))
+    """Return the parts by product; context and other are one column, to keep within 80 columns."""
+    headings = ("weights", "grads", "optim", "activ", "worksp", "process")
+    table = _table("Parts of the memory peak, MiB", "GPU", *headings)
     for product in report.products:
-        table.add_row(
-            _short(product.answer.prediction.product), *(_number(getattr(product.parts, name)) for name in _names())
-        )
+        *values, context_mib, other_mib = (getattr(product.parts, name) for name in _names())
+        table.add_row(_short(product.answer.prediction.product), *map(_number, [*values, context_mib + other_mib]))
     return table
 
 

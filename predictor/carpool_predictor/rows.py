@@ -24,8 +24,8 @@ from carpool_predictor.calibration.document import Calibration
 from carpool_predictor.catalog import store
 from carpool_predictor.features import Abstention
 from carpool_predictor.optimizers import unknown_optimizer
-from carpool_predictor.predict import PredictionContext, calibration_reason, model_version, prepare
-from carpool_predictor.report import activity_json, interval_json, length_json, memory_json
+from carpool_predictor.predict import PredictionContext, model_version, parts_of, prepare, summarize
+from carpool_predictor.report import entry_json, status_of
 from carpool_predictor.tracing.process import TraceLimits, TraceRequest
 from carpool_predictor.tracing.source import SubprocessTracer
 
@@ -33,13 +33,6 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Errors of decoding a row; RecursionError for brackets that nest too deep."""
 
 
-INVALID = frozenset(
-    {
-        "UnknownCatalogModel", "CatalogUnsupported", "InputShapeInvalid", "FeaturesAbsurd",
-        "FeaturesMismatch", "AdapterInvalid",
-    }
-)  # fmt: skip
-"""Abstentions that mark the row itself as invalid."""
 _MAX_CONTEXTS = 65536
 
 
@@ -110,7 +103,7 @@ class Answerer:
         try:
             return self._answer(row)
         except Exception as e:
-            return _empty(row.id, "error", f"InternalError: {type(e).__name__}: {e}; please report this row")
+            return _empty(row.id, "error", "InternalError", f"{type(e).__name__}: {e}; please report this row")
 
     def _prepare(self, rows: Iterable[Row]) -> None:
         """Prepare and cache the context of each row with a catalog model."""
@@ -145,13 +138,12 @@ class Answerer:
         try:
             product = find_product(row.gpu)
         except UnknownProductError as e:
-            return _empty(row.id, "error", f"UnknownProduct: {e}")
+            return _empty(row.id, "error", "UnknownProduct", str(e))
         job, prepared_s = self._job(row)
         if isinstance(job, Abstention):
-            status = "error" if job.reason in INVALID else "abstained"
             message = job.message.replace("spec.model.", "").replace("spec.training", "training")  # a row's paths
-            reason = f"{job.reason}: {message}"
-            return _empty(row.id, status, reason, prepared_s + time.perf_counter() - begin)
+            elapsed_s = prepared_s + time.perf_counter() - begin
+            return _empty(row.id, status_of(job.reason), job.reason, message, elapsed_s)
         return _ENCODER.encode(_ok(row, job.calibrated(self._calibration, product), product, begin - prepared_s))
 
     def _job(self, row: Row) -> tuple[PredictionContext | Abstention, float]:
@@ -176,38 +168,40 @@ def _read(line: bytes) -> Row | bytes:
     except UNREADABLE as e:
         unknown = _OPTIMIZER_ERROR.match(str(e))
         reason = unknown_optimizer(unknown[1]) if unknown else describe_decode_error(str(e))
-        return _empty(_id_of(line), "error", f"BadRow: {reason}")
+        return _empty(_id_of(line), "error", "BadRow", reason)
     if (row.catalog is UNSET) != (row.features is UNSET):
         return row
     found = "neither" if row.catalog is UNSET else "both"
-    return _empty(row.id, "error", f"BadRow: expected exactly one of catalog and features, found {found}")
+    return _empty(row.id, "error", "BadRow", f"expected exactly one of catalog and features, found {found}")
 
 
 def _ok(row: Row, job: PredictionContext, product: GpuProduct, begin: float) -> dict[str, Any]:
     answer = job.on(product)
-    found = answer.prediction
+    prediction = summarize(job, [answer])
+    parts = parts_of(job, product, answer.prediction.memory)
     return {
         "id": row.id,
         "status": "ok",
-        "reason": calibration_reason(job, [answer]),
-        "memory": memory_json(found.memory),
-        "activity": activity_json(found.activity),
-        "step_time_s": interval_json(found.step_time_seconds),
-        **length_json(row.training.steps, found.step_time_seconds),
-        "model_version": model_version(job.model),
+        "reason": prediction.reason,
+        "message": prediction.message,
+        **entry_json(answer, parts, is_inside=job.correction.inside, steps=row.training.steps),
+        "model_version": prediction.model_version,
         "elapsed_s": round(time.perf_counter() - begin, 6),
     }
 
 
-def _empty(id_: str | int | None, status: str, reason: str, elapsed_s: float = 0.0) -> bytes:
+def _empty(id_: str | int | None, status: str, reason: str, message: str, elapsed_s: float = 0.0) -> bytes:
     return _ENCODER.encode(
         {
             "id": id_,
             "status": status,
             "reason": reason,
+            "message": message,
+            "gpu": None,
             "memory": None,
             "activity": None,
             "step_time_s": None,
+            "inside_training": None,
             "model_version": model_version(),
             "elapsed_s": round(elapsed_s, 6),
         }

@@ -109,6 +109,18 @@ def test_attention_dropout_takes_memory_without_a_fused_kernel(name: str, keeps:
     assert (with_dropout.steps[1].peak_bytes > without.steps[1].peak_bytes) is keeps
 
 
+def test_eager_attention_keeps_scores_and_unknown_ones_are_refused() -> None:
+    name = "transformers/BertConfig@num_hidden_layers=2,vocab_size=99"
+    fused, eager = (
+        trace_recipe(recipe_of(CatalogModel(name=f"{name},attn_implementation={kind}", input=[512])), Training(), (2,))
+        for kind in ("sdpa", "eager")
+    )
+    scores = 2 * 2 * 12 * 512 * 512 * 4  # layers, samples, heads, queries and keys, FP32
+    assert eager.steps[0].peak_bytes - fused.steps[0].peak_bytes > 2 * scores  # with the dropout's
+    with pytest.raises(TraceError, match="sdpa or eager, found flush"):
+        recipe_of(CatalogModel(name=f"{name},attn_implementation=flush"))
+
+
 def test_queries_that_share_keys_keep_no_scores() -> None:
     """Regression: PyTorch keeps the matrix of scores on meta tensors, which CUDA's fused kernels do not."""
     name = "transformers/LlamaConfig@hidden_size=64,num_hidden_layers=2,num_attention_heads=4,vocab_size=99"

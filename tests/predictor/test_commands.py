@@ -59,8 +59,8 @@ def test_json_has_units_in_its_names(block: str) -> None:
         product["activity"]
     )
     assert {"1g.5gb", "7g.40gb"} <= set(product["mig"])
-    parts = {f"{name}_mib" for name in ("weights", "gradients", "optimizer", "activations", "workspace", "context")}
-    assert set(product["memory"]["parts"]) == parts
+    parts = ("weights", "gradients", "optimizer", "activations", "workspace", "context", "other")
+    assert set(product["memory"]["parts"]) == {f"{name}_mib" for name in parts}
     assert product["memory"]["median_mib"] < product["memory"]["upper_mib"] <= product["memory"]["class"]["upper_mib"]
 
 
@@ -84,7 +84,8 @@ def test_steps_give_a_duration_with_its_interval(block: str) -> None:
 def test_json_of_an_abstention_is_json_and_fails(block: str) -> None:
     result = CliRunner().invoke(predict, [block, "--optimizer", "sgd", "--json"])
     assert result.exit_code == 2
-    assert json.loads(result.stdout)["status"] == "abstained"
+    answer = json.loads(result.stdout)
+    assert (answer["status"], answer["reason"]) == ("error", "FeaturesMismatch")
     assert "FeaturesMismatch" in result.stderr
 
 

@@ -9,6 +9,7 @@ from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedSt
 from carpool_core.resources.job import Training
 from carpool_core.values import MIB, Optimizer
 from carpool_predictor.predict import (
+    CUBLAS_MIB,
     BatchFinder,
     PredictionContext,
     parts_of,
@@ -80,7 +81,16 @@ def test_parts_are_never_negative_and_add_up(
     parts = parts_of(asked, product, memory)
     values = [getattr(parts, name) for name in parts.__slots__]
     assert min(values) >= 0
-    assert sum(values) == pytest.approx(memory.median_mib)
+    assert sum(values) == memory.median_mib
+
+
+def test_only_what_the_step_explains_is_workspace() -> None:
+    """Regression: the constant of the calibration was shown as 1.3 GiB of workspace of a model without convolutions."""
+    asked = job()
+    parts = parts_of(asked, A100, asked.memory_on(A100))
+    fragments_mib = (asked.cost.reserved_bytes - asked.cost.peak_bytes) / MIB
+    assert parts.workspace_mib == pytest.approx(fragments_mib + CUBLAS_MIB, abs=1)
+    assert parts.other_mib > 500
 
 
 def test_gradients_that_are_not_alive_at_the_peak_are_not_counted() -> None:

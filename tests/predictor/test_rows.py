@@ -21,6 +21,8 @@ from carpool_predictor.cli import predict
 from carpool_predictor.features import Abstention
 from carpool_predictor.models.memory import shipped
 from carpool_predictor.predict import predict as predict_on
+from carpool_predictor.predict import prepare
+from carpool_predictor.report import as_json, report_on
 from carpool_predictor.rows import MAX_SINGLE_PROCESS, Answerer, WorkerDied, predict_rows
 from carpool_predictor.tracing.process import TraceLimits, TraceRequest
 from carpool_predictor.tracing.source import SubprocessTracer
@@ -28,7 +30,11 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-KEYS = {"id", "status", "reason", "memory", "activity", "step_time_s", "model_version", "elapsed_s"}
+A100 = find_product("A100-SXM4-40GB")
+KEYS = {
+    "id", "status", "reason", "message", "gpu", "memory", "activity", "step_time_s", "inside_training", "model_version",
+    "elapsed_s",
+}  # fmt: skip
 
 
 TRAINING = Training(batch_size=64, optimizer=Optimizer.SGD_MOMENTUM)
@@ -68,10 +74,12 @@ def ask(*rows: Any, tracer: FakeTracer | None = None) -> list[dict[str, Any]]:
 
 def test_an_answer_equals_predict() -> None:
     (answer,) = ask(row())
-    prediction = predict_on(vgg11(), TRAINING, [find_product("A100-SXM4-40GB")])
+    prediction = predict_on(vgg11(), TRAINING, [A100])
     memory = prediction.products[0].memory
     assert set(answer) == KEYS
     assert (answer["id"], answer["status"], answer["reason"]) == ("a", "ok", prediction.reason)
+    parts = answer["memory"].pop("parts")
+    assert sum(parts.values()) == memory.median_mib
     assert answer["memory"] == {
         "median_mib": memory.median_mib,
         "upper_mib": memory.upper_mib,
@@ -134,14 +142,14 @@ def test_a_bad_row_is_an_error_line_and_others_go_on(bad: Any, id_: str | None, 
     assert (before["id"], before["status"], after["id"], after["status"]) == ("before", "ok", "after", "ok")
     assert set(answer) == KEYS
     assert (answer["id"], answer["status"]) == (id_, "error")
-    assert word in answer["reason"]
+    assert word in f"{answer['reason']}: {answer['message']}"
     assert answer["memory"] is answer["activity"] is answer["step_time_s"] is None
 
 
 def test_an_untraceable_model_is_an_abstention() -> None:
     (answer,) = ask(row(name="timm/slow"))
     assert answer["status"] == "abstained"
-    assert answer["reason"] == "TraceTimedOut: took longer than 120 s; give features"
+    assert (answer["reason"], answer["message"]) == ("TraceTimedOut", "took longer than 120 s; give features")
 
 
 def test_a_model_that_the_store_lacks_is_traced_once() -> None:
@@ -157,7 +165,19 @@ def test_a_batch_beyond_the_store_is_traced() -> None:
     tracer = FakeTracer()
     (answer,) = ask(row(training={**SGD, "batchSize": 100_000}), tracer=tracer)
     assert tracer.asked[0].training.batch_size == 100_000
-    assert answer["reason"].startswith("BatchOutOfRange")
+    assert answer["reason"] == "BatchOutOfRange"
+
+
+def test_rows_and_json_have_one_shape() -> None:
+    """A row's answer has the fields of an entry of products, without the largest batches."""
+    (answer,) = ask(row(training={**SGD, "steps": 10}))
+    job = prepare(vgg11(), msgspec.structs.replace(TRAINING, steps=10))
+    report = json.loads(msgspec.json.encode(as_json(report_on("a", job, [A100]))))
+    (entry,) = report.pop("products")
+    entry = {name: value for name, value in entry.items() if name not in ("largest_batch", "mig")}
+    assert {**report, **entry} == {name: value for name, value in answer.items() if name != "elapsed_s"}
+    abstained = Abstention(reason="CatalogUnsupported", message="no such library")
+    assert as_json(report_on("a", abstained, [A100]))["status"] == "error"
 
 
 @settings(deadline=None)  # wall-clock time varies on a shared machine

@@ -26,7 +26,9 @@ def test_a_step_takes_as_long_as_the_formula_says() -> None:
     [
         pytest.param("A100-SXM4-40GB", Precision.BF16_MIXED, False, False, id="tensor cores"),
         pytest.param("A100-SXM4-40GB", Precision.FP32, True, False, id="TF32 by itself"),
+        pytest.param("A100-SXM4-40GB", Precision.TF32, False, False, id="TF32 on demand"),
         pytest.param("V100-SXM2-16GB", Precision.FP32, True, True, id="no TF32 before Ampere"),
+        pytest.param("V100-SXM2-16GB", Precision.TF32, False, True, id="nor on demand"),
         pytest.param("V100-SXM2-16GB", Precision.BF16_MIXED, False, True, id="no BF16 before Ampere"),
     ],
 )

@@ -35,7 +35,8 @@ class CatalogModel(Resource, frozen=True, kw_only=True):
             "`timm/NAME`, `torchvision/NAME`, `transformers/NAME`, where transformers takes a model of the "
             "Hugging Face hub, such as transformers/bert-base-uncased, or a configuration class. `@key=value,…` "
             "changes values of the configuration, such as "
-            "transformers/LlamaConfig@hidden_size=1024,num_hidden_layers=8.",
+            "transformers/LlamaConfig@hidden_size=1024,num_hidden_layers=8; attn_implementation=eager keeps the scores "
+            "of attention, which the fused kernel does not.",
             max_length=4096,
             rules=[
                 Rule(
@@ -55,7 +56,8 @@ class CatalogModel(Resource, frozen=True, kw_only=True):
         Annotated[
             list[Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]],
             field(
-                "Shape of one sample without the batch, such as [3, 224, 224]; the model's default when left out.",
+                "Shape of one sample without the batch: [3, 224, 224] for images, [2048] for texts of 2,048 tokens; "
+                "the model's default when left out.",
                 schema=ATOMIC,
                 min_length=1,
                 max_length=4,

@@ -1,7 +1,8 @@
 """Builds models of Hugging Face's `transformers` from a configuration: `transformers/NAME[@key=value,…]`.
 
 NAME is a model of the hub (`bert-base-uncased`, `openai-community/gpt2-xl`; its published values are in `hub`) or a
-configuration class (`LlamaConfig`); keys override values of the configuration. No weights, no network.
+configuration class (`LlamaConfig`); keys override values of the configuration, and `attn_implementation=eager` computes
+attention without a fused kernel. No weights, no network.
 """
 
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from carpool_predictor.features import TraceError
 _LONGEST = 512
 """Default tokens of a sample, as in most examples of fine-tuning; fewer if the model accepts fewer."""
 _ATTENTION_DROPOUT = ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob")
+_ATTENTION = ("sdpa", "eager")
+"""Values of `attn_implementation`: one fused kernel, or scores and dropout masks that are kept."""
 _LENGTHS = ("max_position_embeddings", "n_positions")
 
 
@@ -62,6 +65,13 @@ def configure(name: str, num_classes: int | None) -> Any:
         TraceError: The name is unknown (the nearest are suggested), or the configuration refuses a value.
     """
     base, given = split_name(name)
+    attention = given.pop("attn_implementation", None)
+    if attention not in (None, *_ATTENTION):
+        raise TraceError(
+            "UnknownCatalogModel",
+            f"expected attn_implementation={' or '.join(_ATTENTION)}, found {attention}; flash kernels take the memory "
+            "of sdpa",
+        )
     model = published(base)
     kind = _configuration(model.config if model else base)
     if kind is None:
@@ -75,6 +85,8 @@ def configure(name: str, num_classes: int | None) -> Any:
         config = kind(**values, **({} if labels is None else {"num_labels": labels}))
     except Exception as e:  # a configuration's own checks may raise anything
         raise TraceError("UnknownCatalogModel", f"{kind.__name__} refuses these values: {e}") from e
+    if attention is not None:
+        config._attn_implementation = attention
     if hasattr(config, "use_cache"):
         config.use_cache = False  # a cache of keys and values serves generation
     if num_classes is not None and getattr(config, "pad_token_id", None) is None:
@@ -135,7 +147,7 @@ def build(config: Any, num_classes: int | None) -> nn.Module:
             "trained here; give a factory of your own",
         )
     kind = getattr(_package_of(config.model_type), found if isinstance(found, str) else found[0])
-    if kind._supports_sdpa:
+    if kind._supports_sdpa and config._attn_implementation != _ATTENTION[1]:
         # CUDA's fused kernels draw these masks internally and keep none of them.
         for dropout in filter(partial(hasattr, config), _ATTENTION_DROPOUT):
             setattr(config, dropout, 0.0)

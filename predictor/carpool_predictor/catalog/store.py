@@ -19,8 +19,11 @@ from carpool_predictor.features import MalformedError
 
 FORMAT = 2
 _MIXED = "artifacts/catalog-mixed.json.z"
-FILES = {Precision.FP32: "artifacts/catalog-fp32.json.z", Precision.BF16_MIXED: _MIXED, Precision.FP16_MIXED: _MIXED}
-"""Files by precision; both mixed precisions run the same operators in the same widths."""
+_FULL = "artifacts/catalog-fp32.json.z"
+FILES = {
+    Precision.FP32: _FULL, Precision.TF32: _FULL, Precision.BF16_MIXED: _MIXED, Precision.FP16_MIXED: _MIXED
+}  # fmt: skip
+"""Files by precision; those that share one run the same operators in the same widths."""
 MEASURED_FILE = "artifacts/measured.json.z"
 """Models that differ between the measured release of timm and the traced one."""
 _HUB = "transformers/"

@@ -188,8 +188,9 @@ def context_mib(product: GpuProduct) -> float:
 
 
 def is_calibrated(model: MemoryModel, product: GpuProduct, precision: Precision) -> bool:
-    """Whether the model was fitted on this product and precision."""
-    return product.name == model.product and precision is model.precision
+    """Whether the model was fitted on this product and precision; TF32 takes the memory of FP32."""
+    stored = Precision.FP32 if precision is Precision.TF32 else precision
+    return product.name == model.product and stored is model.precision
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,16 +55,16 @@ class Activity:
 def matrix_rate(product: GpuProduct, precision: Precision, *, convolutional: bool) -> float:
     """Return the FLOP/s that matrix products reach in training in a precision."""
     vector, tensor = product.fp32_tflops * VECTOR, tensor_tflops(product, precision, convolutional=convolutional)
-    return 1e12 * (max(vector, tensor) if precision is Precision.FP32 else tensor or vector)
+    return 1e12 * (max(vector, tensor) if precision in (Precision.FP32, Precision.TF32) else tensor or vector)
 
 
 def tensor_tflops(product: GpuProduct, precision: Precision, *, convolutional: bool) -> float:
     """Return the rate that tensor cores reach in a precision, in TFLOP/s; 0 if they are not used."""
     major = int(product.compute_capability.split(".")[0])
     reached = product.tensor_tflops * TENSOR
-    if precision is Precision.FP32:
-        # PyTorch uses TF32 for convolutions, from Ampere on, and not for other products.
-        return reached * TF32_SHARE if convolutional and major >= 8 else 0.0
+    if precision in (Precision.FP32, Precision.TF32):
+        # PyTorch uses TF32 for convolutions, from Ampere on, and for other products on demand.
+        return reached * TF32_SHARE if (convolutional or precision is Precision.TF32) and major >= 8 else 0.0
     # Before Ampere there is no BF16 arithmetic: it goes through FP32.
     return reached if major >= 8 or precision is Precision.FP16_MIXED else 0.0
 

@@ -30,6 +30,12 @@ _STORED_BYTES: dict[Quantization, Callable[[int, int], int]] = {
 """Bytes of a quantised matrix, from its numbers of weights and outputs."""
 
 
+_PRODUCTS = {
+    Precision.FP32: torch.float32, Precision.TF32: torch.float32, Precision.FP16_MIXED: torch.float16
+}  # fmt: skip
+"""Type of dequantised weights by precision, if not BF16."""
+
+
 class QuantizedLinear(nn.Linear):
     """A frozen linear layer with quantised weights, which each pass dequantises into the type of the products."""
 
@@ -120,7 +126,7 @@ def adapt(model: nn.Module, training: Training) -> None:
     ]
     body = [name for name, _ in linear[:-1]]
     wanted = _targets(adapter, [name for name, _ in linear], body)
-    dtype = {Precision.FP32: torch.float32, Precision.FP16_MIXED: torch.float16}.get(training.precision, torch.bfloat16)
+    dtype = _PRODUCTS.get(training.precision, torch.bfloat16)
     for name, layer in linear:
         made = layer
         if quantization is not None and name in body:

@@ -58,7 +58,17 @@ def explained(what: str, run: Callable[[], T], file: Path | None = None) -> T:
     except Exception as e:
         advice = _advice(e) if file is not None and isinstance(e, ImportError) else ""
         cause = f"{type(e).__name__}: {_first_line(e)}"
+        first = _first_cause(e)
+        if first is not e and _first_line(first) not in cause:
+            cause = f"{cause}; its cause is {type(first).__name__}: {_first_line(first)}"
         raise TraceError("TraceFailed", f"{what}{_place(e, file)}: {cause}{advice}") from e
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """Return the error that an error was raised from, over all steps."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def _first_line(error: BaseException) -> str:
