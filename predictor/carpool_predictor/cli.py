@@ -124,7 +124,7 @@ _TARGET_HELP = """MODEL is timm/NAME, torchvision/NAME, transformers/NAME, FILE.
 arguments that returns an nn.Module), or a features file that `carpool graph` wrote."""
 
 
-class OptimizerType(click.ParamType):
+class OptimizerType(click.ParamType[Optimizer]):
     """An optimizer by name; an error about another name has the nearest ones."""
 
     name = "optimizer"

@@ -99,7 +99,7 @@ def features_of(layer: nn.Module) -> tuple[int, int]:
     """Return the inputs and outputs of a linear layer, or of the transposed one that Hugging Face calls Conv1D."""
     if isinstance(layer, nn.Linear):
         return layer.in_features, layer.out_features
-    inputs, outputs = layer.weight.shape  # type: ignore[union-attr, misc]
+    inputs, outputs = layer.weight.shape  # type: ignore[misc]
     return int(inputs), int(outputs)
 
 

@@ -146,7 +146,7 @@ class TableOptimizer(torch.optim.Optimizer):
         self._memory = memory
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update each weight in one kernel."""
         held: list[Tensor] = []
         for group in self.param_groups:
@@ -182,7 +182,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             self._parts.append(torch.optim.AdamW(rest, lr=lr, foreach=True))
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all weights."""
         for part in self._parts:
             part.step()
@@ -330,7 +330,7 @@ def _embeddings_and_head(model: nn.Module) -> list[Tensor]:
     """Return the weights of embeddings and of the last linear layer."""
     linear = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
     embeddings = [layer for layer in model.modules() if isinstance(layer, nn.Embedding)]
-    return [layer.weight for layer in (*embeddings, *linear[-1:])]
+    return [*(layer.weight for layer in embeddings), *(layer.weight for layer in linear[-1:])]
 
 
 def _count_on_the_host(optimizer: torch.optim.Optimizer) -> None:
