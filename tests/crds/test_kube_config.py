@@ -2,6 +2,8 @@
 
 import base64
 import ssl
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -104,12 +106,12 @@ def test_server_certificate_is_verified_unless_turned_off(kubeconfig: Write) -> 
         ({"cluster": {"server": ""}}, "has a cluster without a server"),
         ({"clusters": {"c": {}}}, "cannot use the kubeconfig .*config"),
         ({"current-context": ""}, "has no current-context.*--context"),
-        ({"current-context": "elsewhere"}, "expected elsewhere in its contexts"),
-        ({"clusters": []}, "expected c in its clusters"),
-        ({"users": None}, "expected u in its users"),
+        ({"current-context": "elsewhere"}, "object with name elsewhere in .*contexts"),
+        ({"clusters": []}, "object with name c in .*clusters"),
+        ({"users": None}, "object with name u in .*users"),
         (
             {"cluster": {"server": "https://a", "certificate-authority": "gone.crt"}},
-            r"No such file or directory: .*gone\.crt",
+            r"File does not exist: .*gone\.crt",
         ),
     ],
 )
@@ -140,6 +142,12 @@ def test_service_account_is_used_in_a_pod(tmp_path: Path) -> None:
     assert endpoint.token.at(0) == "projected"
     (tmp_path / "token").write_text("rotated")
     assert [endpoint.token.at(59), endpoint.token.at(60)] == ["projected", "rotated"]
+
+
+def test_official_client_is_imported_only_for_kubeconfigs() -> None:
+    """Regression guard for the agent's memory: the client takes 40 MB."""
+    code = "import sys, carpool_core.kube.client; sys.exit('kubernetes' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -268,7 +276,7 @@ def test_plugin_may_return_a_certificate(kubeconfig: Write, install: Install) ->
         ({"token": "t"}, {"version": "v2"}, "version v2 does not match"),
         ({"token": "t"}, {"exit_code": 3}, "process returned 3"),
         ({"token": "t"}, {"command": "./gone", "installHint": "get it from us"}, r"\./gone.*; get it from us$"),
-        ({"token": "t"}, {"command": None}, "expected its command"),
+        ({"token": "t"}, {"command": None}, "Expected key command"),
     ],
 )
 def test_plugin_without_credentials_is_an_error_with_the_reason(
