@@ -81,7 +81,14 @@ def test_status_has_state_prediction_place_cotenants_and_progress(kube: FakeKube
     cells = [cell.strip() for cell in row.split("   ") if cell.strip()]
     # It began in January, and 1,000 steps of 0.1 s, slowed to 1.25, take 125 s.
     assert cells[:5] == ["train", "Running", "8,000 MiB (at most 12,000), 40%", f"a ({A100})", "other/beside"]
-    assert cells[5].startswith("100% (") or "of 2.1 min" in cells[5]
+    assert cells[5].startswith("about 100% (")
+    assert cells[5].endswith(" of 2.1 min)")
+
+
+def test_progress_is_in_steps_where_the_probe_counts_them(kube: FakeKube) -> None:
+    seed_job(kube, observed={"steps": 250, "expectedEnd": "2026-01-01T01:00:00Z"})
+    assert "   25% (250 of 1,000 steps, " in run("status").output
+    assert "of 60 min)" in run("status").output
 
 
 def test_status_of_a_waiting_job_has_the_reason(kube: FakeKube) -> None:
@@ -146,6 +153,7 @@ def test_logs_are_those_of_the_latest_attempt_and_name_the_worker(kube: FakeKube
 
 def test_diagnosis_compares_and_names_what_is_unusual(kube: FakeKube) -> None:
     peak = {"peakMemoryMib": 13000, "gpuUtilPercent": 35.0, "stepTimeSeconds": 0.3, "stepTimeRatio": 3.0}
+    probed = {"dataWaitRatio": 0.4, "checkpointRatio": 0.1, "copyRatio": 0.2, "slowdown": 2.0}
     oom = {"number": 1, "outcome": "GpuOutOfMemory", "message": "CUDA out of memory"}
     seed_job(kube, observed=peak, attempts=[oom, {"number": 2}])
     for name, moment in (("train", "2026-01-01T00:00:02Z"), ("other", "2026-01-01T00:00:03Z")):
@@ -159,7 +167,10 @@ def test_diagnosis_compares_and_names_what_is_unusual(kube: FakeKube) -> None:
               "its kernels run 35% of the time", "a step takes 3.00 times the one predicted alone"]  # fmt: skip
     assert len(found["findings"]) == len(begins)
     assert all(text.startswith(begin) for text, begin in zip(found["findings"], begins, strict=True))
-    assert "finding: its kernels run 35%" in run("diagnose", "train").output
+    seed_job(kube, observed=peak | probed)
+    printed = run("diagnose", "train").output
+    assert "finding: waits 40% of its time for input data, 20% of its time for copies to the GPU\n" in printed
+    assert "finding: measured slowdown 2.00 by other/beside, more than spec.sharing.maxSlowdown (1.5)\n" in printed
 
 
 @pytest.mark.parametrize("command", ["status", "logs", "diagnose"])

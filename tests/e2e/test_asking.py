@@ -1,17 +1,19 @@
 """`carpool explain` and `carpool what-if` against a real API server, with no more rights than reading."""
 
 import asyncio
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 import pytest
 import yaml
-from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS, KubeApi, Selector
+from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, NODES, PODS, KubeApi, Selector
 from carpool_core.kube.client import connect
 from carpool_core.settings import KubeSettings
-from carpool_e2e.bench.throughput import populate
+from carpool_e2e.bench.throughput import node_name, populate
 from carpool_e2e.cluster import Cluster
 from carpool_e2e.demo.manifests import sleeper
+from carpool_e2e.fleet import FleetNode, node_status
 from kubectl import carpool
 
 pytestmark = pytest.mark.e2e
@@ -58,6 +60,9 @@ async def test_explain_and_what_if_list_every_gpu_and_create_nothing(
     async with connect(KubeSettings(kubeconfig=str(control_plane.kubeconfig))) as api:
         before = await _names(api)
         await populate(api, 2, 2)
+        for number in range(2):
+            node = FleetNode(node_name(number), 16)
+            await api.patch(NODES, node.name, node_status(node, datetime.now(UTC)), subresource="status")
         await api.create(GPU_TRAINING_JOBS, sleeper("waiting"), namespace="default")
         explained, asked, refused, elsewhere, missing, mistyped = await asyncio.gather(
             asyncio.to_thread(carpool, asker, "explain", "waiting", "-n", "default"),

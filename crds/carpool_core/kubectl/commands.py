@@ -70,7 +70,7 @@ async def _job(api: KubeApi, name: str, namespace: str | None) -> GpuTrainingJob
 def status(settings: KubeSettings, job: str | None, namespace: str | None, all_namespaces: bool, form: Format) -> None:
     """Print JOB, or all jobs of a namespace: state, prediction, place, co-tenants and progress.
 
-    Progress is the time since the start over the expected duration, spec.training.steps times the step time.
+    Progress is in steps where the step probe counts them, and else an estimate from time.
     """
     if job is not None and all_namespaces:
         raise UnansweredError("a job is in one namespace: leave out -A, or name no job")
@@ -135,10 +135,13 @@ def _place_text(one: JobView) -> str:
 def _progress_text(progress: Progress | None) -> str:
     if progress is None:
         return ""
-    elapsed = format_duration(progress.elapsed_seconds)
-    if progress.ratio is None or progress.expected_seconds is None:
-        return f"{elapsed}, length unknown"
-    return f"{progress.ratio:.0%} ({elapsed} of {format_duration(progress.expected_seconds)})"
+    done, expected = progress.steps_done, progress.expected_seconds
+    total = "" if progress.steps is None else f" of {progress.steps:,}"
+    steps = "" if done is None else f"{done:,}{total} steps, "
+    times = format_duration(progress.elapsed_seconds) + ("" if expected is None else f" of {format_duration(expected)}")
+    if progress.ratio is None:
+        return f"{steps}{times}"
+    return f"{'' if done is not None else 'about '}{progress.ratio:.0%} ({steps}{times})"
 
 
 @click.command(short_help="Print GPUs with their tenants and use, refreshing.")

@@ -24,23 +24,29 @@ from carpool_core.values import DeviceHealth, GpuUuid, JobState, PartitionState,
 
 LOW_UTILIZATION_PERCENT = 50.0
 """GPU utilization below which `diagnose` names the usual causes. Jobs below it are what Gao et al. (ICSE '24) study."""
+LONG_WAIT = 0.2
+"""Share of a job's time from which `diagnose` names a wait."""
 
 
 class Progress(Resource, frozen=True, kw_only=True):
-    """Estimate from time: Carpool reads no job's step counter."""
+    """Steps that the step probe counted, or else an estimate from time."""
 
+    steps_done: Annotated[int | None, field("Steps of this attempt; absent without a report.")] = None
+    steps: Annotated[int | None, field("spec.training.steps.")] = None
     elapsed_seconds: Annotated[float, field("Time since all workers run, in seconds.")]
     expected_seconds: Annotated[
         float | None,
         field(
-            "spec.training.steps times the measured step time, or else times the predicted one and the expected "
-            "slowdown, in seconds; absent if either is unknown."
+            "Time from then to the expected end: measured, or else spec.training.steps times the predicted step time "
+            "and slowdown, in seconds; absent if unknown."
         ),
     ] = None
 
     @property
     def ratio(self) -> float | None:
-        """Share that is done, 0..1; None if the length is unknown."""
+        """Share that is done, 0..1; None if it is unknown."""
+        if self.steps_done is not None and self.steps:
+            return min(1.0, self.steps_done / self.steps)
         return None if not self.expected_seconds else min(1.0, self.elapsed_seconds / self.expected_seconds)
 
 
@@ -188,24 +194,22 @@ def _explaining(conditions: Sequence[Condition]) -> Condition | None:
 
 
 def _progress(job: GpuTrainingJob, by_type: Mapping[str, Condition], now: datetime) -> Progress | None:
-    running, status = by_type.get(CONDITION_RUNNING), job.status
+    running, status, steps = by_type.get(CONDITION_RUNNING), job.status, job.spec.training.steps
+    seen = status.observed or Observed()
     if status.completion_time and status.start_time:
         took = (parse_rfc3339(status.completion_time) - parse_rfc3339(status.start_time)).total_seconds()
-        return Progress(elapsed_seconds=took, expected_seconds=took if status.state is JobState.COMPLETE else None)
+        ended = took if status.state is JobState.COMPLETE else None
+        return Progress(steps_done=seen.steps, steps=steps, elapsed_seconds=took, expected_seconds=ended)
     if running is None or running.status != "True" or not running.last_transition_time:
         return None
-    elapsed = (now - parse_rfc3339(running.last_transition_time)).total_seconds()
-    return Progress(elapsed_seconds=max(0.0, elapsed), expected_seconds=_expected_seconds(job))
-
-
-def _expected_seconds(job: GpuTrainingJob) -> float | None:
-    steps, observed = job.spec.training.steps, job.status.observed
-    if steps is None:
-        return None
-    if observed is not None and observed.step_time_seconds is not None:
-        return steps * observed.step_time_seconds
+    began, expected = parse_rfc3339(running.last_transition_time), None
     slowest = [one.step_time_seconds.median * place.expected_slowdown for place, one in _relevant(job) if place]
-    return steps * max(slowest) if slowest else None
+    if seen.expected_end is not None:
+        expected = (parse_rfc3339(seen.expected_end) - began).total_seconds()
+    elif steps is not None and (seen.step_time_seconds or slowest):
+        expected = steps * (seen.step_time_seconds or max(slowest))
+    elapsed = max(0.0, (now - began).total_seconds())
+    return Progress(steps_done=seen.steps, steps=steps, elapsed_seconds=elapsed, expected_seconds=expected)
 
 
 def _relevant(job: GpuTrainingJob) -> list[tuple[WorkerPlacement | None, ProductPrediction]]:
@@ -295,19 +299,23 @@ def _findings(job: GpuTrainingJob, now: datetime) -> Iterator[str]:
                 "co-tenants may run out of memory; give its limit in spec.memory.limit"
             )
             break
+    waits = {"input data": observed.data_wait_ratio, "checkpoints": observed.checkpoint_ratio,
+             "copies to the GPU": observed.copy_ratio}  # fmt: skip
+    measured = [f"{ratio:.0%} of its time for {what}" for what, ratio in waits.items() if ratio and ratio >= LONG_WAIT]
+    if measured:
+        yield f"waits {', '.join(measured)}"
     utilization = observed.gpu_util_percent
-    if utilization is not None and utilization < LOW_UTILIZATION_PERCENT and status.state is JobState.RUNNING:
+    if utilization is not None and utilization < LOW_UTILIZATION_PERCENT and not measured:
         yield (
             f"its kernels run {utilization:.0f}% of the time: mostly the GPU waits for input data, for synchronisation "
             "with the CPU, or the batch is small (Gao et al., ICSE '24)"
         )
-    ratio, expected = observed.step_time_ratio, max((p.expected_slowdown for p in status.placement), default=1.0)
-    if ratio is not None and ratio > max(expected, job.spec.sharing.max_slowdown):
-        cotenants = ", ".join(job_view(job, now).cotenants)
-        beside = (
-            f"its co-tenants ({cotenants}) or an error of the prediction" if cotenants else "the prediction's error"
-        )
+    slowdown, limit = observed.slowdown, job.spec.sharing.max_slowdown
+    if slowdown is not None and slowdown > limit:
+        cotenants = ", ".join(job_view(job, now).cotenants) or "former co-tenants"
+        yield f"measured slowdown {slowdown:.2f} by {cotenants}, more than spec.sharing.maxSlowdown ({limit:g})"
+    elif slowdown is None and observed.step_time_ratio is not None and observed.step_time_ratio > limit:
         yield (
-            f"a step takes {ratio:.2f} times the one predicted alone, more than spec.sharing.maxSlowdown "
-            f"({job.spec.sharing.max_slowdown:g}): the cause is {beside}"
+            f"a step takes {observed.step_time_ratio:.2f} times the one predicted alone: co-tenants or an error of the "
+            "prediction; its own steps alone were never measured"
         )
