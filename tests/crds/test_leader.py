@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from carpool_core.kube.api import LEASES
 from carpool_core.kube.errors import Conflict, Overloaded
-from carpool_core.kube.leader import LEASE_S, RENEW_DEADLINE_S, LeaderElector, LeadershipLostError
+from carpool_core.kube.leader import LEASE_S, RENEW_DEADLINE_S, TRY_S, LeaderElector, LeadershipLostError
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 
@@ -99,3 +99,50 @@ async def test_a_holder_stops_when_another_leads_and_a_conflict_alone_ends_nothi
     await world.kube.patch(LEASES, "operator", {"spec": {"holderIdentity": "b"}}, namespace="carpool")
     with pytest.raises(LeadershipLostError, match="b leads now"):
         await renewing
+
+
+async def test_one_failed_renewal_after_a_takeover_ends_nothing():
+    """Regression: the previous holder counted as the present one until the first renewal."""
+    world = World()
+    await world.elector("a").acquire()
+    holder = world.elector("b")
+    await holder.acquire()
+    world.kube.fail_next("get", LEASES, Overloaded("busy", status=429))
+    renewing = asyncio.create_task(holder.renew())
+    await turns(50)
+    assert not renewing.done()
+    assert world.spec["holderIdentity"] == "b"
+    renewing.cancel()
+
+
+async def test_a_holder_whose_answers_are_slow_stops_before_another_may_lead(monkeypatch):
+    """Regression: the deadline counted from the answer to a renewal, others count from its arrival."""
+    world = World()
+    holder = world.elector("a")
+    await holder.acquire()
+    write, arrived = world.kube.patch, []
+
+    async def fail_late(*_, **__):
+        world.clock.advance(TRY_S - 0.1)
+        raise Overloaded("busy", status=429)
+
+    async def write_and_answer_late(*args, **options):
+        answer = await write(*args, **options)
+        arrived.append(world.clock.monotonic())
+        world.clock.advance(TRY_S)
+        monkeypatch.setattr(world.kube, "get", fail_late)
+        return answer
+
+    monkeypatch.setattr(world.kube, "patch", write_and_answer_late)
+    with pytest.raises(LeadershipLostError):
+        await holder.renew()
+    assert world.clock.monotonic() - arrived[-1] < LEASE_S
+
+
+async def test_a_late_release_leaves_the_lease_of_another_holder():
+    world = World()
+    holder = world.elector("a")
+    await holder.acquire()
+    await world.elector("b").acquire()
+    await holder.release()
+    assert world.spec["holderIdentity"] == "b"

@@ -69,6 +69,8 @@ class LeaderElector:
         self._api, self._clock, self._sleep = api, clock, sleep
         self._namespace, self._name, self._identity = namespace, name, identity
         self._observed, self._observed_at = LeaseSpec(), float("-inf")
+        self._renewed_at = float("-inf")
+        """Beginning of the last successful try: others count from the arrival of its write, which is later."""
         self._log = structlog.get_logger()
 
     async def acquire(self) -> None:
@@ -87,34 +89,40 @@ class LeaderElector:
         Raises:
             LeadershipLostError: Another process took it, or it was not renewed for `RENEW_DEADLINE_S`.
         """
-        renewed_at = self._clock.monotonic()
         while True:
             await self._sleep(RETRY_S)
             if await self._renewed():
-                renewed_at = self._clock.monotonic()
-            elif self._observed.holder_identity not in {self._identity, None}:
+                continue
+            if self._observed.holder_identity not in {self._identity, None}:
                 raise LeadershipLostError(f"{self._observed.holder_identity} leads now")
-            elif self._clock.monotonic() - renewed_at >= RENEW_DEADLINE_S:
+            if self._clock.monotonic() - self._renewed_at >= RENEW_DEADLINE_S:
                 raise LeadershipLostError(
                     f"the Lease {self._namespace}/{self._name} was not renewed for {RENEW_DEADLINE_S:g} s"
                 )
 
     async def release(self) -> None:
-        """Give up the Lease, so that another process need not wait until it expires."""
+        """Give up the Lease if this process holds it, so that another need not wait until it expires."""
+        held = [
+            {"op": "test", "path": "/spec/holderIdentity", "value": self._identity},
+            {"op": "remove", "path": "/spec/holderIdentity"},
+        ]
         try:
-            await self._api.patch(LEASES, self._name, {"spec": {"holderIdentity": None}}, namespace=self._namespace)
+            await self._api.patch(LEASES, self._name, held, namespace=self._namespace)
         except KubeError as error:
             self._log.warning("the lease was not released", error=str(error))
 
     async def _renewed(self) -> bool:
         """Acquire or renew the Lease once; return whether this process holds it now."""
+        began = self._clock.monotonic()
         try:
             async with asyncio.timeout(TRY_S):
-                return await self._write()
+                is_held = await self._write()
         except (KubeError, TimeoutError) as error:
             if not isinstance(error, Conflict):
                 self._log.warning("the lease was not renewed", error=str(error) or "no answer")
             return False
+        self._renewed_at = began if is_held else self._renewed_at
+        return is_held
 
     async def _write(self) -> bool:
         try:
@@ -128,12 +136,13 @@ class LeaderElector:
         is_free = lease.spec.holder_identity in {self._identity, None, ""}
         if not is_free and self._clock.monotonic() - self._observed_at < LEASE_S:
             return False
-        await self._api.patch(
+        answer = await self._api.patch(
             LEASES,
             self._name,
             {"metadata": {"resourceVersion": lease.metadata.resource_version}, "spec": self._spec(lease.spec)},
             namespace=self._namespace,
         )
+        self._observed = msgspec.convert(answer, Lease).spec
         return True
 
     def _spec(self, before: LeaseSpec) -> dict[str, object]:
