@@ -311,7 +311,7 @@ class Informers:
         return reuse_equal_parts(self.cluster.node(new.metadata.name) or old, new)
 
     def _node_changed(self, old: GpuNode | None, new: GpuNode | None) -> None:
-        if old is not None and (new is None or new.metadata.uid != old.metadata.uid):
+        if old is not None and new is None:
             self._forget(old)
         if new is not None:
             self._apply(new)

@@ -41,7 +41,7 @@ async def test_all_pages_are_listed(api: FakeKube, start: Callable[..., World]) 
 
 
 async def test_expired_watch_lists_again_and_reports_deletions(api: FakeKube, start: Callable[..., World]) -> None:
-    for name in ("stays", "goes", "moves"):
+    for name in ("stays", "goes", "moves", "replaced"):
         api.seed(PODS, pod_body(name))
     world = start()
     await settle()
@@ -52,11 +52,14 @@ async def test_expired_watch_lists_again_and_reports_deletions(api: FakeKube, st
     await api.delete(PODS, "goes", namespace="d")
     await api.patch(PODS, "moves", {"spec": {"nodeName": "n2"}}, namespace="d")
     await api.create(PODS, pod_body("comes"))
+    await api.delete(PODS, "replaced", namespace="d")
+    await api.create(PODS, pod_body("replaced"))
     api.compact()
     world.clock.advance(60)
     await settle()
-    assert sorted(world.changes, key=str) == [("goes@", None), ("moves@", "moves@n2"), (None, "comes@")]
-    assert world.names == {"d/stays", "d/moves", "d/comes"}
+    changes = [("goes@", None), ("moves@", "moves@n2"), ("replaced@", None), (None, "comes@"), (None, "replaced@")]
+    assert sorted(world.changes, key=str) == changes
+    assert world.names == {"d/stays", "d/moves", "d/comes", "d/replaced"}
 
 
 async def test_repeated_expiry_backs_off(api: FakeKube, clock: FakeClock, start: Callable[..., World]) -> None:

@@ -30,6 +30,11 @@ class Named(Protocol):
         """Namespace; empty for cluster-scoped objects."""
         ...
 
+    @property
+    def uid(self) -> str:
+        """UID, which differs for an object that is created again."""
+        ...
+
 
 class HasMetadata(Protocol):
     """A msgspec Struct with `metadata`."""
@@ -46,6 +51,7 @@ T = TypeVar("T", bound=HasMetadata)
 class _Meta(msgspec.Struct, frozen=True, rename="camel"):
     name: str = ""
     namespace: str = ""
+    uid: str = ""
     resource_version: str = ""
 
 
@@ -94,7 +100,8 @@ class Reflector(Generic[T]):
         selector: Objects to follow; all when None.
         clock: Time of the server's last contact.
         on_change: Called with (old, new) for each change, also for those that a list shows. Old None means added, new
-            None deleted. An exception from it ends `run()`.
+            None deleted; an object that was created again between two lists is deleted and added. An exception from it
+            ends `run()`.
         on_unreadable: Called with (key, reason) for an object that does not fit `type_`, whose last good state stays in
             the store. Called with (key, None) when it fits again or is deleted.
         share: Returns the state to store, equal to `new`, with parts of `old` to save memory.
@@ -220,6 +227,9 @@ class Reflector(Generic[T]):
     def _put(self, key: str, new: T) -> None:
         self._note_readable(key)
         old = self.store.items.get(key)
+        if old is not None and old.metadata.uid != new.metadata.uid:
+            self._remove(key)
+            old = None
         if old is not None and self._share is not None:
             new = self._share(old, new)
         self.store.items[key] = new

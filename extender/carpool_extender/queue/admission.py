@@ -257,6 +257,9 @@ class AdmissionController:
         for known in (self._gangs, self._requests, self._refusals):
             known.pop(job, None)
         gang = gang_of(self._informers.job(job), self._informers.pods_of(job), self._ungating)
+        admitted = set[PodUid]() if gang is None else {PodUid(pod.metadata.uid) for pod in gang.admitted}
+        for uid in self._informers.cluster.pods_of_job(job) - admitted:
+            self.forget_claim(uid)  # it is no worker any more, as after a user removed its owner
         info = None if gang is None else await self._gather(job, gang)
         if info is None:
             self._queue.remove(job)
@@ -493,6 +496,7 @@ class AdmissionController:
         pod = new or old
         if pod is None or (old is not None and new is not None and _is_same(old, new)):
             return
+        self._touch(old)
         uid = PodUid(pod.metadata.uid)
         is_over = new is None or new.is_finished or new.metadata.deletion_timestamp is not None
         if is_over or not pod.is_gated:
@@ -526,13 +530,12 @@ class AdmissionController:
 
 
 def _is_same(old: Pod, new: Pod) -> bool:
-    """Whether a change of a pod is nothing to the queue."""
-    return (old.metadata.uid, old.spec, old.is_finished, old.metadata.deletion_timestamp) == (
-        new.metadata.uid,
-        new.spec,
-        new.is_finished,
-        new.metadata.deletion_timestamp,
+    """Return whether a change of a pod does not concern the queue."""
+    before, after = (
+        (one.metadata.owner_references, one.spec, one.is_finished, one.metadata.deletion_timestamp)
+        for one in (old, new)
     )
+    return before == after
 
 
 def _admitted_changes(pod: Pod, text: str, now: str) -> list[Mapping[str, Any]]:

@@ -349,6 +349,18 @@ async def test_a_job_that_becomes_invalid_after_its_admission_gives_its_gpus_bac
         assert "x-worker-0-1" not in {pod["metadata"]["name"] for pod in cluster.kube.dump_all(PODS)}
 
 
+async def test_an_admitted_pod_that_is_no_worker_any_more_holds_no_claim(cluster):
+    """Regression: a user who removed the owners of admitted pods held all GPUs, and nothing bound them."""
+    cluster.queue("x")
+    async with cluster.extender() as extender:
+        await cluster.settle()
+        assert extender.admission.claim_of(PodUid("pod-x")) is not None
+        await cluster.kube.patch(PODS, "x-worker-0-1", {"metadata": {"ownerReferences": None}}, namespace="default")
+        await cluster.settle()
+        assert extender.admission.claim_of(PodUid("pod-x")) is None
+        assert len(extender.informers.cluster.with_assumed("a").spec.reservations) == 0
+
+
 async def test_a_status_write_of_the_reserved_job_moves_no_reservation_in_time(cluster):
     """Regression: the job left the queue for a moment, and its reservation was computed again, on node b."""
     cluster.queue("p", training={"steps": 10**7})
