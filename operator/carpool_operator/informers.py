@@ -42,7 +42,7 @@ class JobCache:
     def changed(self, old: GpuTrainingJob | None, new: GpuTrainingJob | None) -> None:
         """Handle a reflector's event."""
         if new is not None:
-            self.put(new)
+            self._put(new)
         elif old is not None:
             self.remove(key_of(old), old.metadata.uid)
 
@@ -50,8 +50,13 @@ class JobCache:
         """Return the cached job unless `new` is newer, so that the reflector's store holds no second copy."""
         return self._jobs[key_of(new)] if self._is_cached(new) else new
 
-    def put(self, job: GpuTrainingJob) -> None:
-        """Store a job as the API server returned it."""
+    def update(self, job: GpuTrainingJob) -> None:
+        """Store a job that a call returned, unless the watch has reported its deletion since."""
+        cached = self._jobs.get(key_of(job))
+        if cached is not None and cached.metadata.uid == job.metadata.uid:
+            self._put(job)
+
+    def _put(self, job: GpuTrainingJob) -> None:
         if not self._is_cached(job):
             key = key_of(job)
             self._jobs[key] = job

@@ -197,7 +197,7 @@ class Performer:
             raise Superseded("the job is gone") from error
         # The write applied to this very version of the job, so the rest of the new version is known.
         metadata = msgspec.convert(answer["metadata"], ObjectMeta)
-        self._jobs.put(msgspec.structs.replace(job, metadata=metadata, status=status))
+        self._jobs.update(msgspec.structs.replace(job, metadata=metadata, status=status))
         self._on_status(job.status, status)
         self._log.info("status written", job=key_of(job), state=str(status.state))
 
@@ -207,9 +207,11 @@ class Performer:
                 GPU_TRAINING_JOBS, job.metadata.name, GpuTrainingJob, namespace=job.metadata.namespace
             )
         except NotFound:
+            fresh = None
+        if fresh is None or fresh.metadata.uid != job.metadata.uid:
             self._jobs.remove(key_of(job), job.metadata.uid)
         else:
-            self._jobs.put(fresh)
+            self._jobs.update(fresh)
 
     async def _delete_job(self, job: GpuTrainingJob) -> None:
         try:

@@ -477,12 +477,31 @@ async def test_recreated_job_inherits_nothing() -> None:
         await world.operator.reconcile("default/x")
     await world.kube.delete(GPU_TRAINING_JOBS, "x", namespace="default")
     world.apply()
-    world.operator.jobs.put(world.job())  # a conflict may show the new job before the watch reports the deletion
     await world.settle()
     assert world.job().status.state == "Queued"
     assert world.job().status.attempts[0].pod_uids == [pod["metadata"]["uid"] for pod in world.pods()]
     await world.kube.delete(GPU_TRAINING_JOBS, "x", namespace="default")
     await world.settle()
+
+
+async def test_a_job_that_was_deleted_before_a_write_was_answered_stays_deleted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: the answer put the job back into the cache, from which no event removed it."""
+    world = World()
+    write = world.kube.replace_status
+
+    async def write_and_delete(*args: Any, **options: Any) -> Any:
+        answer = await write(*args, **options)
+        await world.kube.delete(GPU_TRAINING_JOBS, "x", namespace="default")
+        world.deliver_events()
+        return answer
+
+    world.apply()
+    monkeypatch.setattr(world.kube, "replace_status", write_and_delete)
+    await world.settle()
+    assert status_writes(world) == 1
+    assert len(world.operator.jobs) == 0
 
 
 def test_refusal_of_one_worker_stays_until_its_pod_exists() -> None:

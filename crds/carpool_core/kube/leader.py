@@ -1,7 +1,7 @@
 """Leader election by a Lease, with the rules and times of client-go's `tools/leaderelection`."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -102,7 +102,7 @@ class LeaderElector:
 
     async def release(self) -> None:
         """Give up the Lease if this process holds it, so that another need not wait until it expires."""
-        held = [
+        held: list[Mapping[str, Any]] = [
             {"op": "test", "path": "/spec/holderIdentity", "value": self._identity},
             {"op": "remove", "path": "/spec/holderIdentity"},
         ]
