@@ -342,7 +342,7 @@ class Informers:
         self.cluster.set_unavailable(name, INVALID, reason)
 
     def _apply(self, node: GpuNode) -> None:
-        """Take in a GpuNode; one whose GPUs cannot be reckoned with counts as having none, and ends nothing."""
+        """Apply a GpuNode; one with values that no computation accepts counts as having no GPUs."""
         name = node.metadata.name
         try:
             self.cluster.apply(node)

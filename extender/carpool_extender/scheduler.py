@@ -77,9 +77,9 @@ class Scheduler:
             return FilterResult(node_names=[node] if node in names else [], failed_nodes=others)
         # 3. Return the node of the claim.
         uid = PodUid(args.pod.metadata.uid)
-        crowd = self._informers.workers_with_reservation(pod_request.demand.job_uid)
-        if (crowded := too_many(pod_request, uid, crowd)) is not None:
-            return FilterResult(failed_nodes=dict.fromkeys(names, crowded))
+        workers = self._informers.workers_with_reservation(pod_request.demand.job_uid)
+        if (why_not := too_many(pod_request, uid, workers)) is not None:
+            return FilterResult(failed_nodes=dict.fromkeys(names, why_not))
         claim = self._admission.claim_of(uid)
         claimed = [] if claim is None or claim.node not in names or not self._is_available(claim) else [claim.node]
         if len(claimed) == self._candidates and len(names) > FEW:

@@ -43,7 +43,7 @@ JOBS = (
 """Those that run at the end, in the order in which they came."""
 CALIBRATION = "carpool-calibration"
 LEARNS = {"CARPOOL_CALIBRATION": f"{NAMESPACE}/{CALIBRATION}"}
-"""What the chart tells the operator that matters to whoever asks."""
+"""Settings of the operator, from the chart, that `carpool explain` depends on."""
 RUNNING = [
     {"type": "Placed", "status": "True", "reason": "Bound", "message": ""},
     {"type": "Running", "status": "True", "reason": "Running", "message": "1 of 1 workers run, attempt 1"},

@@ -27,12 +27,12 @@ def name_of(path: Path) -> str:
 
 
 def fences(text: str, *, without: str = "") -> Iterator[str]:
-    """What stands in blocks of code, those of one language left out."""
+    """Yield the blocks of code, except for those of one language."""
     yield from (body for language, body in _FENCE.findall(text) if not without or language != without)
 
 
 def codes(text: str) -> Iterator[str]:
-    """What is set as code within sentences and tables."""
+    """Yield the inline code of sentences and tables."""
     yield from _CODE.findall(_FENCE.sub("", text))
 
 

@@ -34,7 +34,7 @@ def read(name: str) -> str:
 
 
 def section(page: str, heading: str) -> str:
-    """What stands under a second-level heading."""
+    """Return the text under a second-level heading."""
     return page.split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
 
 
@@ -103,7 +103,7 @@ METRIC = re.compile(r"carpool_(operator|extender|agent|gpu|job|build)_[a-z_]+|DC
 
 
 def _metrics_in(source: str) -> Iterator[str]:
-    """Names of metrics as they stand in the code, which the generator does not look at."""
+    """Yield the names of metrics in the code, which the generator does not read."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and METRIC.fullmatch(node.value):
             yield node.value

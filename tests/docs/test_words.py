@@ -1,4 +1,4 @@
-"""Words that stand nowhere in this repository: it names no registry, and no place on somebody's machine."""
+"""The repository names no registry and no path of a developer's machine."""
 
 import re
 import subprocess

@@ -46,7 +46,7 @@ def reserved(watcher: Watcher) -> bool:
 
 
 class Crash(NamedTuple):
-    """Which process ends, at which call, and what stands in the cluster then."""
+    """The process that ends, the call at which it ends, and a check of the cluster afterwards."""
 
     process: str
     at: str

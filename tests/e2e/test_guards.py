@@ -1,4 +1,4 @@
-"""Who may use a GPU is the reservation's to say, and nobody else's."""
+"""Only a reservation gives a pod the use of a GPU."""
 
 from typing import Any
 
@@ -90,7 +90,7 @@ def _waiting(watcher: Watcher, pod: str) -> dict[str, Any] | None:
 
 
 def _bare(listed: str) -> str:
-    """What was listed, without what the server had added."""
+    """Return the listed objects without the fields that the server added."""
     import json
 
     items = json.loads(listed)["items"]

@@ -1,4 +1,4 @@
-"""What a job took is what the next one of its kind is predicted to take, and counts once whoever dies in between."""
+"""A job's measured memory predicts the next job of its model, and counts once despite crashes of any process."""
 
 import json
 import sys
@@ -31,7 +31,7 @@ def trains(name: str, model: str) -> dict[str, Any]:
 
 
 def calibration(watcher: Watcher) -> dict[str, Any]:
-    """What is kept of simulated A100s in fp32; empty before the first."""
+    """Return the calibration of simulated A100s in fp32; empty before the first sample."""
     found = watcher.read("configmap", CALIBRATION, "-n", NAMESPACE)
     stacks = json.loads(found["data"]["calibration.json"])["stacks"] if found else []
     wanted = {"product": A100, "precision": "fp32", "driver": "simulated", "torch": ""}
@@ -51,7 +51,7 @@ def attempt(watcher: Watcher, job: str) -> dict[str, Any]:
 
 
 def memory(watcher: Watcher, job: str) -> dict[str, Any]:
-    """What is predicted of a job's memory on an A100."""
+    """Return the predicted memory of a job on an A100."""
     products = watcher.job(job).get("status", {}).get("prediction", {}).get("products", [])
     return next((product["memory"] for product in products if product["product"] == A100), {})
 

@@ -1,4 +1,4 @@
-"""On a real API server: an operator that was told of one namespace works there, with rights nowhere else."""
+"""On a real API server: an operator that is confined to one namespace works there, with rights nowhere else."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ def path_of(manifest: dict[str, Any]) -> str:
 
 @pytest.fixture
 def api(control_plane: Cluster, render: Any) -> Iterator[Api]:
-    """Two namespaces, and the rights of a second release whose operator was told of the first."""
+    """Two namespaces, and the rights of a second release whose operator is confined to the first."""
     api = control_plane.plane.api
     chart = render(fullnameOverride="confined-carpool", settings={"namespaces": [OWN]})
     kinds = ("ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding")

@@ -52,7 +52,7 @@ def test_a_job_that_died_of_memory_keeps_what_it_was_promised():
 
 
 def test_a_tenant_has_not_taken_its_memory_before_it_has_loaded():
-    """What it takes beyond its bound is not known when the third comes, although somebody's end has it looked at."""
+    """Its excess over its bound is unknown when the third job arrives, although another's end triggers a pass."""
     grows = job("grows", 500.0, of=truth(5000, kind="grows"), told=truth(1000, kind="grows"))
     short, later = job("short", 30.0, of=truth(500, kind="short")), job("later", 100.0, 40.0, of=truth(6000, kind="b"))
     slices = replace(CARPOOL, mode=SharingMode.TIME_SLICING)

@@ -60,8 +60,8 @@ def promised_mib(
     Args:
         reservations: Reservations of the GPU.
         usable_mib: Its usable memory, in MiB.
-        peaks: The most that their pods were measured to take there. It counts only where a promise had given way to a
-            measure that no longer holds: what exceeds other promises is for the decision to look at.
+        peaks: Their pods' largest measured memory there, in MiB. It counts only for a reservation that counts as
+            measured, if the pod has exceeded that measurement since; the filters consider all other excess.
     """
     total = 0
     for one in reservations:
@@ -98,7 +98,7 @@ def next_generation(node: GpuNode, pod_uid: PodUid, now: datetime) -> int:
 
 
 def release(spec: GpuNodeSpec, pod_uid: PodUid) -> GpuNodeSpec:
-    """Take a pod's reservation away; the same spec where it has none."""
+    """Remove a pod's reservation; return the same spec if it has none."""
     left = [r for r in spec.reservations if r.pod_uid != pod_uid]
     return spec if len(left) == len(spec.reservations) else msgspec.structs.replace(spec, reservations=left)
 
@@ -136,7 +136,7 @@ def has_lapsed(reservation: Reservation, now: datetime, grace_s: float = 0.0) ->
 
 
 def _refusal(present: list[Reservation], wanted: Reservation, device: Device | None, capacity: Capacity) -> str | None:
-    """Say what forbids a reservation on one GPU; None where nothing does."""
+    """Return why a GPU cannot take a reservation; None if it can."""
     if device is None:
         return "the node reports no such GPU"
     modes = {r.mode for r in present}
@@ -162,7 +162,7 @@ def _refusal(present: list[Reservation], wanted: Reservation, device: Device | N
 
 
 def _no_instance(present: list[Reservation], wanted: Reservation, device: Device) -> str | None:
-    """Say why a MIG instance has no room beside others; None where it has."""
+    """Return why a MIG instance does not fit beside the present ones; None if it fits."""
     asked = mig_profile(wanted.mig_profile)
     if asked is None or wanted.mig_profile not in device.mig_profiles:
         return f"has no MIG profile {wanted.mig_profile}, only {', '.join(device.mig_profiles) or 'none'}"

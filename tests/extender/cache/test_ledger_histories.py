@@ -32,7 +32,7 @@ wishes = st.builds(
 
 
 def _counted(one: Reservation, uuid: GpuUuid, peaks: dict[tuple[PodUid, GpuUuid], int]) -> int | None:
-    """What is to count for a pod, said in another way: its measure where that holds still, else its promise."""
+    """Return a pod's expected memory: its measured peak while it holds, otherwise its reserved bound."""
     peak, measured = peaks.get((one.pod_uid, uuid), 0), one.tenant.measured_mib
     if measured is None:
         return one.tenant.memory_mib
@@ -132,7 +132,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(write=decided)
     def write_and_lose_the_answer(self, write: tuple[int, GpuNodeSpec]) -> None:
-        """Whoever wrote does not know it, and writes the same again."""
+        """The writer gets no answer, and writes the same again."""
         self._write(*write)
         self._write(*write)
 

@@ -1,4 +1,4 @@
-"""GPUs that several nodes tell of: left out on all of these, until one node is left that does."""
+"""A GPU that several nodes report is unavailable on all of them until only one node reports it."""
 
 from collections import Counter
 
@@ -14,21 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 GPU = "GPU-a-0"
-TOLD = f"several nodes report a GPU with UUID {GPU}: "
+DUPLICATE = f"several nodes report a GPU with UUID {GPU}: "
 
 
-def telling(name, *uuids, held=()):
-    """A node that tells of GPUs by these UUIDs."""
+def reporting(name, *uuids, held=()):
+    """Return a node that reports GPUs with these UUIDs."""
     return gpu_node(name, [device(i, name, uuid=GpuUuid(uuid)) for i, uuid in enumerate(uuids)], held)
 
 
 def said(known, name):
-    """What is said of each GPU of a node."""
+    """Return the explanation of each GPU of a node."""
     return [one.text for one in explain_gpus(evaluate(known).evaluation, [name])]
 
 
 def unavailable(known):
-    """Which GPUs are hindered, by node and index, as the column tells it."""
+    """Return the unavailable GPUs, by node and index, from the table's column."""
     snapshot = known.snapshot()
     columns = snapshot.gpus
     rows = np.flatnonzero(columns.alive & columns.unavailable).tolist()
@@ -38,12 +38,12 @@ def unavailable(known):
 
 def test_gpu_of_two_nodes_is_left_out_on_both_and_its_neighbours_are_not():
     """Regression: a GPU that one node's tenant has alone was given away on the other."""
-    known = cluster(telling("a", GPU, "GPU-a-1"))
+    known = cluster(reporting("a", GPU, "GPU-a-1"))
     assert "fits by" in said(known, "a")[0]
-    known.apply(telling("b", "GPU-b-0", GPU, held=[tenant("x", [GPU], SharingMode.EXCLUSIVE)]))
+    known.apply(reporting("b", "GPU-b-0", GPU, held=[tenant("x", [GPU], SharingMode.EXCLUSIVE)]))
     assert unavailable(known) == {("a", 0), ("b", 1)}
     assert unavailable_nodes(known) == {"a", "b"}
-    assert said(known, "a")[0] == f"{TOLD}a and b"
+    assert said(known, "a")[0] == f"{DUPLICATE}a and b"
     assert "fits by" in said(known, "a")[1]
     assert "fits by" in said(known, "b")[0]
 
@@ -52,13 +52,13 @@ def test_gpu_of_two_nodes_is_left_out_on_both_and_its_neighbours_are_not():
     "end",
     [
         pytest.param(lambda known: known.remove("b"), id="the other is gone"),
-        pytest.param(lambda known: known.apply(telling("b", "GPU-b-0")), id="the other tells of another GPU"),
-        pytest.param(lambda known: known.apply(telling("b", "GPU-b-0", "GPU-b-1")), id="of more and others"),
-        pytest.param(lambda known: known.apply(telling("b")), id="of none"),
+        pytest.param(lambda known: known.apply(reporting("b", "GPU-b-0")), id="the other reports another GPU"),
+        pytest.param(lambda known: known.apply(reporting("b", "GPU-b-0", "GPU-b-1")), id="more and others"),
+        pytest.param(lambda known: known.apply(reporting("b")), id="none"),
     ],
 )
 def test_gpu_is_available_again_when_only_one_node_reports_it(end):
-    known = cluster(telling("a", GPU), telling("b", GPU))
+    known = cluster(reporting("a", GPU), reporting("b", GPU))
     following = EvaluationCache(known, RULES)
     assert filter_nodes(following.of(pod_request()), ["a", "b"]).fits == []
     before = known.generation
@@ -69,23 +69,23 @@ def test_gpu_is_available_again_when_only_one_node_reports_it(end):
 
 
 def test_nodes_that_report_it_are_counted_and_three_are_named():
-    known = cluster(*(telling(name, GPU) for name in "edcba"))
-    assert said(known, "e") == [f"{TOLD}a, b, c and 2 more"]
+    known = cluster(*(reporting(name, GPU) for name in "edcba"))
+    assert said(known, "e") == [f"{DUPLICATE}a, b, c and 2 more"]
     for name in "cad":
         known.remove(name)
-    assert said(known, "e") == said(known, "b") == [f"{TOLD}b and e"]
+    assert said(known, "e") == said(known, "b") == [f"{DUPLICATE}b and e"]
 
 
 def test_health_message_of_the_node_comes_first():
     sick = device(uuid=GpuUuid(GPU), health=DeviceHealth.UNHEALTHY, health_message="Xid 79")
-    known = cluster(gpu_node("a", [sick]), telling("b", GPU))
-    assert (said(known, "a"), said(known, "b")) == (["unhealthy: Xid 79"], [f"{TOLD}a and b"])
+    known = cluster(gpu_node("a", [sick]), reporting("b", GPU))
+    assert (said(known, "a"), said(known, "b")) == (["unhealthy: Xid 79"], [f"{DUPLICATE}a and b"])
 
 
 def test_reservations_do_not_make_a_duplicate_gpu_available():
-    known = cluster(telling("a", GPU), telling("b", GPU))
+    known = cluster(reporting("a", GPU), reporting("b", GPU))
     before, held = known.generation, tenant("x", [GPU])
-    known.apply(telling("b", GPU, held=[held]))
+    known.apply(reporting("b", GPU, held=[held]))
     known.assume("a", msgspec.structs.replace(held, pod_uid="pod-y"))
     assert unavailable(known) == {("a", 0), ("b", 0)}
     assert known.changed_since(before).tolist() == [0, 1]
@@ -100,25 +100,25 @@ steps = st.lists(st.tuples(st.sampled_from(NAMES), st.none() | uuids, st.boolean
 def test_rows_and_change_log_follow_any_reports_of_nodes(steps):
     known, last, followed, seen = cluster(), {}, np.zeros(0, np.bool_), 0
     following = EvaluationCache(known, RULES)
-    for name, told, is_looked_at in steps:
-        if told is None:
+    for name, reported, is_looked_at in steps:
+        if reported is None:
             known.remove(name)
             last.pop(name, None)
         else:
-            known.apply(telling(name, *told))
-            last[name] = told
+            known.apply(reporting(name, *reported))
+            last[name] = reported
         if not is_looked_at:
             continue
-        nodes_of = Counter(uuid for told in last.values() for uuid in set(told))
+        nodes_of = Counter(uuid for reported in last.values() for uuid in set(reported))
         expected = {
             (name, index)
-            for name, told in last.items()
-            for index, uuid in enumerate(told)
-            if nodes_of[uuid] > 1 or told.count(uuid) > 1
+            for name, reported in last.items()
+            for index, uuid in enumerate(reported)
+            if nodes_of[uuid] > 1 or reported.count(uuid) > 1
         }
         assert unavailable(known) == expected
         assert unavailable_nodes(known) == {name for name, _ in expected}
-        fresh = cluster(*(telling(name, *told) for name, told in last.items()))
+        fresh = cluster(*(reporting(name, *reported) for name, reported in last.items()))
         assert [said(known, name) for name in last] == [said(fresh, name) for name in last]
         columns, changed = known.snapshot().gpus, known.changed_since(seen)
         followed = np.append(followed, np.zeros(len(columns.alive) - len(followed), np.bool_))

@@ -1,4 +1,4 @@
-"""Whose pod it is: what stands behind a pod that asks for a GPU."""
+"""A pod gets GPUs only as a recorded worker of an active job."""
 
 import asyncio
 
@@ -30,7 +30,7 @@ async def test_a_pod_that_names_another_jobs_uid_is_refused(world):
     world.add("x")
     async with world.extender() as extender:
         forged = pod_of("x")
-        forged["metadata"]["ownerReferences"][0]["uid"] = "job-of-somebody"
+        forged["metadata"]["ownerReferences"][0]["uid"] = "job-of-another"
         found = await extender.service.filter(ExtenderArgs(pod=msgspec.convert(forged, Pod), node_names=list(NAMES)))
     assert found.failed_and_unresolvable_nodes["a"] == (
         "NotAdmitted: expected pod default/x-worker-0-1 to be admitted by Carpool's queue, found no prediction of its "
@@ -39,7 +39,7 @@ async def test_a_pod_that_names_another_jobs_uid_is_refused(world):
 
 
 async def test_a_reference_that_leads_to_another_object_is_refused(world):
-    """What it leads to is read as if it were a job, so its kind must say that it is one."""
+    """The object is decoded as a job, so its kind is checked."""
     world.add("x")
     world.kube.seed(GPU_TRAINING_JOBS, {"kind": "Pod", "apiVersion": "v1", "metadata": {"name": "y", "uid": "job-y"}})
     seed_pod(world.kube, "y")
