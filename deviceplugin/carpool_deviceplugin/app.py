@@ -16,12 +16,14 @@ from carpool_core.values import NodeName, PodUid
 
 from carpool_deviceplugin import cdi
 from carpool_deviceplugin.cdi import NvidiaCdi
+from carpool_deviceplugin.check import check_node
 from carpool_deviceplugin.dcgm import CounterSource, Exporter, HostEngine
 from carpool_deviceplugin.gpu import Devices, NoDevicesError
 from carpool_deviceplugin.mps import HostedMps, Mps, MpsProgram
 from carpool_deviceplugin.nvlib import NvmlLibrary, load_nvml
 from carpool_deviceplugin.nvml_devices import NvmlDevices
 from carpool_deviceplugin.plugin import AgentState, KubeletError, Plugin, PodResources, Registration, holders
+from carpool_deviceplugin.preflight import Host, NodeInfo, Outcome
 from carpool_deviceplugin.probe import ProbeFiles
 from carpool_deviceplugin.processes import ProcTree
 from carpool_deviceplugin.quoting import quoted
@@ -55,11 +57,6 @@ def mps_daemons(settings: AgentSettings, *, may_write: bool = True) -> tuple[Mps
     return (None, problem) if problem else (Mps(program, directory), "")
 
 
-def nvidia_cdi(settings: AgentSettings) -> NvidiaCdi:
-    """Return NVIDIA's CDI specifications of this node."""
-    return NvidiaCdi((settings.cdi_static_dir, settings.cdi_dir))
-
-
 def real_devices(settings: AgentSettings, nvml: NvmlLibrary, *, may_write: bool = True) -> NvmlDevices:
     """Open the node's GPUs, read-only unless `may_write`; raises NoDevicesError."""
     mps, mps_problem = mps_daemons(settings, may_write=may_write)
@@ -69,7 +66,7 @@ def real_devices(settings: AgentSettings, nvml: NvmlLibrary, *, may_write: bool 
         nvml,
         mps=mps,
         mps_problem=mps_problem,
-        cdi=nvidia_cdi(settings),
+        cdi=NvidiaCdi((settings.cdi_static_dir, settings.cdi_dir)),
         state_dir=settings.state_dir,
         processes=ProcTree(),
         may_switch_mig=settings.mig_switch,
@@ -220,8 +217,12 @@ def build(
     devices = devices or find_devices(settings)
     intervals = intervals or (Intervals() if devices.simulated else HARDWARE_INTERVALS)
     node = NodeName(settings.node_name)
+
+    def preflight(info: NodeInfo) -> list[Outcome]:
+        return list(check_node(devices, settings, Host.find(info)))
+
     if not settings.kubelet:
-        return Agent(settings, devices, Reconciler(node, api, clock, devices, intervals), clock)
+        return Agent(settings, devices, Reconciler(node, api, clock, devices, intervals, preflight=preflight), clock)
     _check_directory(
         "CARPOOL_CDI_DIR", settings.cdi_dir, "the one from which the container runtime reads CDI specifications"
     )
@@ -247,7 +248,16 @@ def build(
         reservation_wait_s=intervals.reservation_wait_s,
         sleep=intervals.sleep,
     )
-    reconciler = Reconciler(node, api, clock, devices, intervals, plugin.set_healthy, plugin.look_again, probe)
+    reconciler = Reconciler(
+        node, api, clock, devices, intervals, plugin.set_healthy, plugin.look_again, probe, preflight
+    )
     agent = Agent(settings, devices, reconciler, clock)
-    agent.kubelet = KubeletPart(settings, plugin, pods, pod_resources, intervals, lambda: agent.disconnected() is None)
+    agent.kubelet = KubeletPart(
+        settings,
+        plugin,
+        pods,
+        pod_resources,
+        intervals,
+        lambda: reconciler.reporter.has_reported and agent.disconnected() is None,
+    )
     return agent

@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from enum import StrEnum
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -11,11 +11,14 @@ from carpool_core.resources.node import Reservation
 from carpool_core.values import GpuUuid, JobUid, PodUid, SharingMode
 
 from carpool_deviceplugin.cdi import NvidiaCdi
-from carpool_deviceplugin.gpu import DeviceError
+from carpool_deviceplugin.dcgm import FIELD_NAMES, Exporter
+from carpool_deviceplugin.gpu import DeviceError, Devices
 from carpool_deviceplugin.health import XidWatch
 from carpool_deviceplugin.mig import MigRefusal, plan_mig
 from carpool_deviceplugin.mig_instances import apply_plan, read_instances, read_mig_devices, read_table
+from carpool_deviceplugin.mps import driver_problem
 from carpool_deviceplugin.nvlib import (
+    Identity,
     NvmlError,
     Session,
     list_gpus,
@@ -26,34 +29,10 @@ from carpool_deviceplugin.nvlib import (
 )
 from carpool_deviceplugin.nvml_devices import NvmlDevices
 from carpool_deviceplugin.partitions import plan
+from carpool_deviceplugin.preflight import Directories, Host, Outcome, Verdict, check_host, row
 from carpool_deviceplugin.quoting import quoted
 from carpool_deviceplugin.sampling import AHEAD_US, SM_ACTIVE, GpmSampler
-
-
-class Verdict(StrEnum):
-    """Result of a check."""
-
-    PASSED = "passed"
-    FAILED = "FAILED"
-    SKIPPED = "skipped"
-    MISSING = "missing"
-    """The node lacks something; the agent runs without it, with fewer features."""
-
-
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of the table of checks."""
-
-    name: str
-    verdict: Verdict
-    found: str
-    """Measured values, the deviation, or what is absent."""
-    needed: str = ""
-    advice: str = ""
-    """How to provide what is needed."""
-
-    def __str__(self) -> str:
-        needed = f"expected {self.needed}, found {self.found}" if self.needed else self.found
-        return needed + (f"; {self.advice}" if self.advice else "")
+from carpool_deviceplugin.settings import AgentSettings
 
 
 class SkippedError(Exception):
@@ -64,68 +43,119 @@ class FailedError(DeviceError):
     """The GPU deviates; `str()` states what was expected and what was found."""
 
 
-def check_node(
-    devices: NvmlDevices, cdi: NvidiaCdi, proc: Path = Path("/proc"), mps_host: str = ""
-) -> Iterator[Outcome]:
-    """Check what the agent needs of the node.
+def read_all(devices: NvmlDevices) -> None:
+    """Read state and counters of every GPU, for the rows that use what was last read. Not beside a running agent."""
+    devices.refresh_counters()
+    devices.inventory()
+    for uuid in devices.uuids:
+        with suppress(DeviceError):  # the GPU's health reports it
+            devices.read(uuid)
 
-    `mps_host` is the socket of the process that starts MPS daemons; it is empty if the agent starts them.
-    """
-    yield _row(
+
+def check_node(devices: Devices, settings: AgentSettings, host: Host) -> Iterator[Outcome]:
+    """Return the rows of the preflight: requirements of the node and of its GPUs, as last read."""
+    yield from check_host(host, Directories(settings.state_dir, settings.cdi_dir, settings.device_plugin_dir))
+    if isinstance(devices, NvmlDevices):
+        yield from _check_gpus(devices, settings, host)
+    else:
+        found = f"{len(devices.uuids)} simulated GPUs, which need no driver, MPS program, MIG or DCGM"
+        yield Outcome(name="gpus", verdict=Verdict.PASSED, found=found)
+
+
+def _check_gpus(devices: NvmlDevices, settings: AgentSettings, host: Host) -> Iterator[Outcome]:
+    known = [devices.identity(uuid) for uuid in devices.uuids]
+    yield row(
         "host-pids",
-        "" if _shows_host(proc) else "another PID namespace",
+        "" if host.shows_processes else "another PID namespace",
         "the host's PIDs, to assign processes to pods",
         "run with hostPID: true",
     )
-    problem = devices.mps_problem
-    if mps_host and not problem and not Path(mps_host).is_socket():
-        problem = f"expected a socket at {quoted(Path(mps_host))}, found none; check the pod carpool-mps"
+    yield row("gpus", "; ".join(devices.unreadable), "GPUs that can be read", "the agent uses the others")
+    driver = Outcome(name="driver", verdict=Verdict.PASSED, found=f"driver {devices.driver}")
+    if problem := driver_problem(devices.driver):
+        driver = Outcome(name="driver", verdict=Verdict.MISSING, found=problem)
+    yield driver
+    problem = devices.mps_missing
+    if settings.mps_host and not problem and not Path(settings.mps_host).is_socket():
+        problem = f"expected a socket at {quoted(Path(settings.mps_host))}, found none; check the pod carpool-mps"
     verdict = Verdict.MISSING if problem else Verdict.PASSED
     yield Outcome(name="mps-program", verdict=verdict, found=problem or "MPS daemons")
-    cdi_advice = "write it: nvidia-ctk cdi generate --output=/var/run/cdi/nvidia.yaml"
-    try:
-        without = [uuid for uuid in devices.uuids if cdi.find(uuid, devices.identity(uuid).minor) is None]
-        found = without and f"none of {', '.join(without)}; without it containers need the nvidia runtime"
-    except DeviceError as e:
-        found, cdi_advice = str(e), "correct or delete the file"
-    yield _row("cdi", found or "", "NVIDIA's CDI specification of each GPU", cdi_advice)
-    yield _row("gpus", "; ".join(devices.unreadable), "GPUs that can be read", "the agent uses the others")
-    limited = [known for uuid in devices.uuids if (known := devices.identity(uuid)).compute_mode.withdrawn_modes]
-    yield _row(
+    yield _check_cdi(devices, NvidiaCdi((settings.cdi_static_dir, settings.cdi_dir)))
+    yield _check_mig(devices, known, host)
+    limited = [one for one in known if one.compute_mode.withdrawn_modes]
+    yield row(
         "compute-mode",
-        ", ".join(f"{known.compute_mode} on GPU {known.index}" for known in limited),
+        ", ".join(f"{one.compute_mode} on GPU {one.index}" for one in limited),
         "compute mode Default, without which modes of sharing are not offered",
         "allow several programs: nvidia-smi -i INDEX -c 0",
     )
-    yield _row(
+    yield row(
+        "persistence",
+        ", ".join(f"off on GPU {one.index}" for one in known if one.is_persistent is False),
+        "persistence mode, without which power limits are lost when the last program ends",
+        "run nvidia-persistenced, or nvidia-smi -pm 1",
+    )
+    yield row(
+        "processes",
+        "; ".join(f"GPU {one.index}: {names}" for one in known if (names := devices.foreign_processes(one.uuid))),
+        "no process outside of pods on the GPUs",
+        "end it; until then the GPU gets no new work",
+    )
+    yield from _check_counters(devices, settings, host)
+
+
+def _check_cdi(devices: NvmlDevices, cdi: NvidiaCdi) -> Outcome:
+    advice = "write it: nvidia-ctk cdi generate --output=/var/run/cdi/nvidia.yaml"
+    try:
+        without = [uuid for uuid in devices.uuids if cdi.find(uuid, devices.identity(uuid).minor) is None]
+        found = f"none of {', '.join(without)}; without it containers need the nvidia runtime" if without else ""
+    except DeviceError as e:
+        found, advice = str(e), "correct or delete the file"
+    return row("cdi", found, "NVIDIA's CDI specification of each GPU", advice)
+
+
+def _check_mig(devices: NvmlDevices, known: Sequence[Identity], host: Host) -> Outcome:
+    capable = [one for one in known if one.mig_capable]
+    lacks = [
+        f"GPU {one.index} changes its MIG mode at its reset" for one in capable if one.mig_pending != one.mig_enabled
+    ]
+    lacks += [
+        f"GPU {one.index} has {count} MIG instances that others created"
+        for one in capable
+        if (count := devices.foreign_instances(one.uuid))
+    ]
+    if capable and devices.mig_manager:
+        lacks.append(devices.mig_manager)
+    elif capable and "nvidia-mig-mana" in host.programs():
+        lacks.append("nvidia-mig-manager, which runs on the node")
+    modes = ", ".join(f"{'on' if one.mig_enabled else 'off'} on GPU {one.index}" for one in capable)
+    return row(
+        "mig",
+        "; ".join(lacks),
+        "GPUs that the agent alone divides by MIG",
+        "remove the label nvidia.com/mig.config and the instances, or leave MIG to the other manager",
+        passed=modes or "no GPU with MIG",
+    )
+
+
+def _check_counters(devices: NvmlDevices, settings: AgentSettings, host: Host) -> Iterator[Outcome]:
+    sources = {uuid: devices.sources(uuid) for uuid in devices.uuids}
+    fields = {name for of_gpu in sources.values() for name, source in of_gpu.items() if source == Exporter.name}
+    advice = "set CARPOOL_DCGM_EXPORTER (nodeAgent.dcgmExporter) to the URL of its metrics on this node"
+    if settings.dcgm_exporter or "dcgm-exporter" in host.programs():
+        lacks = "a page without them" if settings.dcgm_exporter else "a running dcgm-exporter whose URL is not set"
+        absent = sorted(FIELD_NAMES - fields)
+        found = f"{len(fields)} fields" + (f", without {', '.join(absent)}" if absent else "")
+        yield row("dcgm-exporter", "" if fields else lacks, "the fields of dcgm-exporter", advice, passed=found)
+    else:
+        yield Outcome(name="dcgm-exporter", verdict=Verdict.SKIPPED, found="none runs here")
+    yield row(
         "sm-activity",
-        ", ".join(uuid for uuid in devices.uuids if not _measures_sm(devices, uuid)),
+        ", ".join(uuid for uuid, of_gpu in sources.items() if of_gpu and SM_ACTIVE not in of_gpu),
         "a source of SM activity for each GPU",
         "before Hopper, run DCGM's host engine at CARPOOL_DCGM_ADDRESS with its library in the container, or "
         "dcgm-exporter with DCGM_FI_PROF_SM_ACTIVE at CARPOOL_DCGM_EXPORTER",
     )
-
-
-def _row(name: str, lacks: str, needed: str, advice: str) -> Outcome:
-    if lacks:
-        return Outcome(name=name, verdict=Verdict.MISSING, found=lacks, needed=needed, advice=advice)
-    return Outcome(name=name, verdict=Verdict.PASSED, found=needed)
-
-
-def _shows_host(proc: Path) -> bool:
-    """Whether /proc shows the host's PID namespace, where process 2 is kthreadd."""
-    try:
-        return (proc / "2" / "comm").read_text().strip() == "kthreadd"
-    except OSError:
-        return False
-
-
-def _measures_sm(devices: NvmlDevices, uuid: GpuUuid) -> bool:
-    try:
-        counters = devices.read(uuid).counters
-    except DeviceError:
-        return True  # the GPU's health reports the error
-    return counters is not None and SM_ACTIVE in counters.sources
 
 
 # The contract of NVML: rules that every library, real or fake, keeps. They only read, and yield each deviation.

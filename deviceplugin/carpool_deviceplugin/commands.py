@@ -26,9 +26,8 @@ from carpool_core.settings import InputError, MisconfiguredError, SettingsError,
 from carpool_core.values import DeviceHealth, GpuUuid
 from prometheus_client import CollectorRegistry
 
-from carpool_deviceplugin.app import build, find_devices, nvidia_cdi, real_devices
-from carpool_deviceplugin.cdi import NvidiaCdi
-from carpool_deviceplugin.check import CHECKS, Report, Verdict, check_node, run_check
+from carpool_deviceplugin.app import build, find_devices, real_devices
+from carpool_deviceplugin.check import CHECKS, Report, check_node, read_all, run_check
 from carpool_deviceplugin.gpu import Counters, DeviceError, NoDevicesError
 from carpool_deviceplugin.metrics import AgentCollector
 from carpool_deviceplugin.mig import Instance, MigRefusal, MigTable, Profile, UnknownProfileError, plan_mig
@@ -36,6 +35,7 @@ from carpool_deviceplugin.mig_instances import apply_plan, read_mig_devices, rea
 from carpool_deviceplugin.mps import Mps, MpsHost, MpsProgram, SharedMemory
 from carpool_deviceplugin.nvlib import Identity, load_nvml
 from carpool_deviceplugin.nvml_devices import NvmlDevices
+from carpool_deviceplugin.preflight import Host, Outcome, Verdict
 from carpool_deviceplugin.quoting import quoted
 from carpool_deviceplugin.settings import AgentSettings
 
@@ -140,6 +140,11 @@ def check(context: click.Context, gpu: str, only: tuple[str, ...], mig: bool, ou
         settings = node_settings()
         # A state directory of its own, so that the agent's state stays as it is.
         own = replace(settings, state_dir=Path(directory), mps_host="")
+        if settings.simulated_gpus and context.obj is None:
+            simulated = find_devices(replace(own, node_name=settings.node_name or "check"))
+            for row in check_node(simulated, settings, Host.find()):
+                _print(row)
+            return
         devices = _open_devices(context, own, may_write=True)
         try:
             uuid = find_gpu(devices, gpu)
@@ -151,10 +156,11 @@ def check(context: click.Context, gpu: str, only: tuple[str, ...], mig: bool, ou
             report = Report(carpool=version("carpool"), product=product, driver=driver, gpu=uuid, outcomes=[])
             click.echo(f"{product}, driver {driver}  {uuid}")
             _write(report, out)  # fails before the first check if the file cannot be written
-            rows = check_node(devices, nvidia_cdi(settings), mps_host=settings.mps_host)
+            read_all(devices)
+            rows = check_node(devices, settings, Host.find())
             checks = (run_check(name, devices, uuid, may_divide=mig) for name in CHECKS if name in (only or CHECKS))
             for outcome in itertools.chain(() if only else rows, checks):
-                click.echo(f"{outcome.verdict:<8} {outcome.name:<12} {outcome}")
+                _print(outcome)
                 report.outcomes.append(outcome)
             _write(report, out)
         except DeviceError as e:
@@ -165,6 +171,10 @@ def check(context: click.Context, gpu: str, only: tuple[str, ...], mig: bool, ou
     click.echo(", ".join(f"{count[verdict]} {verdict.lower()}" for verdict in Verdict if count[verdict]))
     is_checked = any(outcome.verdict is Verdict.PASSED for outcome in report.outcomes if outcome.name in CHECKS)
     context.exit(1 if count[Verdict.FAILED] else 0 if is_checked else 2)
+
+
+def _print(row: Outcome) -> None:
+    click.echo(f"{row.verdict:<8} {row.name:<17} {row}")
 
 
 _WRITE_ADVICE = {
@@ -192,14 +202,13 @@ def inspect(context: click.Context) -> None:
     settings = node_settings()
     devices = _open_devices(context, settings)
     try:
-        cdi = nvidia_cdi(settings)
-        for line in inspect_node(devices, cdi, mps_host=settings.mps_host):
+        for line in inspect_node(devices, settings, Host.find()):
             click.echo(line)
     except DeviceError as e:
         raise InputError(str(e)) from e
 
 
-def inspect_node(devices: NvmlDevices, cdi: NvidiaCdi, proc: Path = Path("/proc"), mps_host: str = "") -> Iterator[str]:
+def inspect_node(devices: NvmlDevices, settings: AgentSettings, host: Host) -> Iterator[str]:
     """Describe a node, line by line; the arguments are those of `check_node`."""
     session = devices.session
     cuda = session.ask("", session.library.nvmlSystemGetCudaDriverVersion)
@@ -209,8 +218,8 @@ def inspect_node(devices: NvmlDevices, cdi: NvidiaCdi, proc: Path = Path("/proc"
         yield ""
         yield from _describe_gpu(devices, device)
     yield ""
-    missing = [row for row in check_node(devices, cdi, proc, mps_host) if row.verdict is Verdict.MISSING]
-    yield from (f"missing: {row}" for row in missing)
+    missing = [row for row in check_node(devices, settings, host) if row.verdict in (Verdict.MISSING, Verdict.UNKNOWN)]
+    yield from (f"{row.verdict}: {row}" for row in missing)
     if not missing:
         yield "nothing is missing"
 

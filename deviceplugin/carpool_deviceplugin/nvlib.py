@@ -45,6 +45,7 @@ class NvmlLibrary(Protocol):
     def nvmlDeviceGetPowerManagementDefaultLimit(self, handle: Handle) -> int: ...
     def nvmlDeviceGetPciInfo(self, handle: Handle) -> Any: ...
     def nvmlDeviceGetComputeMode(self, handle: Handle) -> int: ...
+    def nvmlDeviceGetPersistenceMode(self, handle: Handle) -> int: ...
     def nvmlDeviceGetNumaNodeId(self, handle: Handle) -> int: ...
     def nvmlDeviceGetNvLinkState(self, handle: Handle, link: int) -> int: ...
     def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: Handle, link: int) -> Any: ...
@@ -332,6 +333,8 @@ class Identity:
     """MIG mode after the next reset."""
     power_limit_w: float | None
     compute_mode: ComputeMode = ComputeMode.DEFAULT
+    is_persistent: bool | None = None
+    """Whether the driver keeps the GPU initialized without programs; None if the GPU does not support it."""
     figures: NvmlFigures = NO_FIGURES
 
 
@@ -430,6 +433,7 @@ def read_identity(session: Session, uuid: GpuUuid) -> Identity:
     numa = session.ask(uuid, library.nvmlDeviceGetNumaNodeId, handle)
     mig = session.ask(uuid, library.nvmlDeviceGetMigMode, handle)
     limit_mw = session.ask(uuid, library.nvmlDeviceGetEnforcedPowerLimit, handle)
+    persistence = session.ask(uuid, library.nvmlDeviceGetPersistenceMode, handle)
     return Identity(
         uuid=uuid,
         index=session.call(uuid, library.nvmlDeviceGetIndex, handle),
@@ -448,6 +452,7 @@ def read_identity(session: Session, uuid: GpuUuid) -> Identity:
         compute_mode=_COMPUTE_MODES.get(
             session.ask(uuid, library.nvmlDeviceGetComputeMode, handle) or 0, ComputeMode.DEFAULT
         ),
+        is_persistent=None if persistence is None else persistence == pynvml.NVML_FEATURE_ENABLED,
         figures=_read_figures(session, uuid),
     )
 

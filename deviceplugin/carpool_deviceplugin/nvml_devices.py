@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -81,6 +81,10 @@ class _Gpu:
     """Modes as last read."""
     instances: Sequence[FoundInstance] = ()
     """MIG instances as last read."""
+    foreign_processes: str = ""
+    """Names of the processes outside of pods, as last read."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Source of each counter, as last read; empty before."""
 
 
 class NvmlDevices:
@@ -115,11 +119,12 @@ class NvmlDevices:
         self.session = session = Session(library)
         """The open library."""
         session.open()
-        self._mps_missing = mps_problem
+        self.mps_missing = mps_problem
+        """Why the node cannot run MPS daemons, whatever its driver; empty if it can."""
         self.driver = self._read_driver()
         """Version of the driver as last read."""
         self._mps, self._may_switch, self._monotonic = mps, may_switch_mig, monotonic
-        self._mig_manager = self._released = ""
+        self.mig_manager = self._released = ""
         self._mig = MigInstances(session)
         self.unreadable: Sequence[str] = ()
         """Reasons why GPUs of the node are not among `uuids`; they are read once, at the start."""
@@ -160,7 +165,7 @@ class NvmlDevices:
     @property
     def mps_problem(self) -> str:
         """Why no GPU of the node offers mode MPS, empty if they do; a running daemon is still read and stopped."""
-        return self._mps_missing or driver_problem(self.driver)
+        return self.mps_missing or driver_problem(self.driver)
 
     def _read_driver(self) -> str:
         return self.session.ask("", self.session.library.nvmlSystemGetDriverVersion) or "unknown"
@@ -169,9 +174,21 @@ class NvmlDevices:
         """Return a GPU's identity as last read."""
         return self._gpu(uuid).identity
 
+    def foreign_processes(self, uuid: GpuUuid) -> str:
+        """Return the names of a GPU's processes outside of pods, as last read."""
+        return self._gpu(uuid).foreign_processes
+
+    def foreign_instances(self, uuid: GpuUuid) -> int:
+        """Return the number of a GPU's MIG instances that the agent did not create, as last read."""
+        return sum(one.own is None for one in self._gpu(uuid).instances)
+
+    def sources(self, uuid: GpuUuid) -> Mapping[str, str]:
+        """Return the source of each counter of a GPU, as last read; empty before."""
+        return self._gpu(uuid).sources
+
     def set_mig_manager(self, manager: str) -> None:
         """Set the name of another MIG manager of the node; empty if there is none."""
-        self._mig_manager = manager
+        self.mig_manager = manager
 
     def release(self, reason: str) -> None:
         """Give the GPUs no new work while there is a reason; without processes and MPS daemons, close the driver."""
@@ -244,7 +261,7 @@ class NvmlDevices:
             return self._actual(uuid)
 
     def _actual(self, uuid: GpuUuid) -> GpuActual:
-        gpu, manager = self._gpus[uuid], self._mig_manager
+        gpu, manager = self._gpus[uuid], self.mig_manager
         known, setting, problem = gpu.identity, gpu.file.read(), self._health.update(uuid)
         is_divided = self._mig.is_enabled(uuid)
         found = self._mig.find(uuid, gpu.file) if is_divided else []
@@ -260,6 +277,7 @@ class NvmlDevices:
             may_divide=not manager,
             may_switch=self._may_switch and all(f.own for f in found),
         )
+        gpu.foreign_processes = ", ".join(map(describe_process, present.foreign_processes[:4]))
         gpu.instances, gpu.modes = found, possible - known.compute_mode.withdrawn_modes
         problems = [problem, mps.problem, *set(struck.values()), describe_foreign(present.foreign_processes)]
         if self._released:
@@ -350,8 +368,8 @@ class NvmlDevices:
         file.write(replace(setting, mode=mode, limits={}))
 
     def _check_may_divide(self, uuid: GpuUuid) -> None:
-        if self._mig_manager:
-            raise DeviceError(f"GPU {uuid}: expected no other MIG manager, found that {self._mig_manager}")
+        if self.mig_manager:
+            raise DeviceError(f"GPU {uuid}: expected no other MIG manager, found that {self.mig_manager}")
 
     def _present(self, uuid: GpuUuid, others: frozenset[int] = frozenset()) -> GpuProcesses:
         """Read the processes on the GPU, without those on other managers' MIG instances."""
@@ -373,6 +391,7 @@ class NvmlDevices:
         self._health.set_idle_power(uuid, reading.idle_power_w)
         xid = self._health.counters(uuid)
         counters = (reading.counters or Counters()).completed_by(Counters(xid, dict.fromkeys(xid, NVML)))
+        self._gpus[uuid].sources = counters.sources
         return replace(reading, counters=counters)
 
     def refresh_counters(self) -> None:

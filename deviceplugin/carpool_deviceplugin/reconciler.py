@@ -18,6 +18,7 @@ from carpool_core.values import DeviceHealth, GpuUuid, NodeName, PartitionState,
 from carpool_deviceplugin.device_state import GpuWorker
 from carpool_deviceplugin.gpu import DeviceError, Devices
 from carpool_deviceplugin.metering import Meter
+from carpool_deviceplugin.preflight import NO_INFO, NodeInfo, Outcome
 from carpool_deviceplugin.probe import ProbeFiles
 from carpool_deviceplugin.status import (
     EventWriter,
@@ -40,10 +41,15 @@ _STRUCK_FOR_S = 600.0
 """How long pods in an earlier agent's `status.struck` stay in the status, in seconds."""
 
 
+class _NodeStatus(msgspec.Struct, frozen=True, rename="camel"):
+    node_info: NodeInfo = NO_INFO
+
+
 class _Node(msgspec.Struct, frozen=True):
     """The part of a Node that the agent reads."""
 
     metadata: ObjectMeta
+    status: _NodeStatus = _NodeStatus()
 
 
 class NodeLabels:
@@ -57,18 +63,23 @@ class NodeLabels:
         self._mig_manager = _UNKNOWN
         self.release_reason = ""
         """Why the agent must release the GPUs; empty if it must not."""
+        self.info = NO_INFO
+        """Container runtime and operating system of the Node."""
         self._log = structlog.get_logger().bind(node=node)
         if not devices.simulated:
             devices.set_mig_manager(_UNKNOWN)
 
     async def read(self) -> bool:
         """Read the labels; return whether one changed. On an error the last values stay."""
-        if self._devices.simulated:
+        if self._devices.simulated and self.info != NO_INFO:
             return False
         try:
             found = await self._api.get(NODES, self._node, _Node)
         except KubeError as e:
             self._log.info("node not read", error=str(e))
+            return False
+        self.info = found.status.node_info
+        if self._devices.simulated:
             return False
         labels, before = found.metadata.labels, (self._mig_manager, self.release_reason)
         config, is_released = labels.get(MIG_CONFIG, ""), labels.get(LABEL_RELEASE_GPUS) == "true"
@@ -83,6 +94,7 @@ class Reconciler:
 
     `on_health` is called with the healthy GPUs after each reading of their health, `on_progress` after each change of
     reservations or their state. `probe` has the step counters of pods; None on a node without a kubelet.
+    `preflight` returns the rows of the preflight, and may block.
     """
 
     def __init__(
@@ -95,7 +107,10 @@ class Reconciler:
         on_health: Callable[[Collection[GpuUuid]], None] = lambda _: None,
         on_progress: Callable[[], None] = lambda: None,
         probe: ProbeFiles | None = None,
+        preflight: Callable[[NodeInfo], Sequence[Outcome]] = lambda _: (),
     ) -> None:
+        self._preflight = preflight
+        self._preflight_caller = TimeLimitedCaller("preflight", intervals.step_deadline_s)
         self._node, self._api, self._clock, self._devices, self._intervals = node, api, clock, devices, intervals
         self._log = structlog.get_logger().bind(node=node)
         self.reporter = Reporter(
@@ -148,6 +163,7 @@ class Reconciler:
     async def run(self) -> None:
         """Manage the node until cancelled."""
         await self._labels.read()
+        await self._check()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.reflector.run())
             tasks.create_task(self._watch_labels())
@@ -158,6 +174,15 @@ class Reconciler:
             tasks.create_task(self._measure())
             tasks.create_task(self.reporter.run())
             tasks.create_task(self._event_writer.run())
+
+    async def _check(self) -> bool:
+        """Run the preflight; return whether a row changed."""
+        before = self.reporter.preflight
+        try:
+            self.reporter.preflight = await self._preflight_caller.call(self._preflight, self._labels.info)
+        except DeviceError as e:
+            self._log.warning("preflight not done", error=str(e))
+        return self.reporter.preflight != before
 
     async def _watch_labels(self) -> None:
         caller = TimeLimitedCaller("release of the GPUs", self._intervals.step_deadline_s)
@@ -174,6 +199,7 @@ class Reconciler:
                 self.reporter.look_again()
             await self._intervals.sleep(self._intervals.labels_s)
             is_changed = await self._labels.read() or reason != self._labels.release_reason
+            is_changed = await self._check() or is_changed
 
     async def _refresh_counters(self) -> None:
         caller = TimeLimitedCaller("metrics sources", self._intervals.step_deadline_s)

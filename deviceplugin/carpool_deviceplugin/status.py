@@ -31,6 +31,7 @@ from msgspec.structs import replace
 from carpool_deviceplugin.device_state import FAILED, PREPARING, READY
 from carpool_deviceplugin.gpu import DeviceError, Devices
 from carpool_deviceplugin.metering import damp_changes
+from carpool_deviceplugin.preflight import Outcome, Verdict
 from carpool_deviceplugin.timeouts import Intervals, Poll, wait_for_event
 
 _MAX_MESSAGE, _MAX_CONDITION_MESSAGE, _MAX_COLUMN, _MAX_UID = 4096, 32_768, 512, 253
@@ -68,10 +69,16 @@ def partition_of(reservation: Reservation, of_gpus: Mapping[GpuUuid, Mapping[Pod
 
 
 def node_conditions(
-    devices: Sequence[Device], unreadable: Sequence[str], mps_problem: str, before: Iterable[Condition], now: datetime
+    devices: Sequence[Device],
+    unreadable: Sequence[str],
+    mps_problem: str,
+    before: Iterable[Condition],
+    now: datetime,
+    preflight: Sequence[Outcome] = (),
 ) -> list[Condition]:
-    """Return the conditions Ready (whether a GPU is healthy) and MpsAvailable (whether the node offers mode MPS).
+    """Return the conditions Ready (a GPU is healthy), MpsAvailable (the node offers mode MPS) and Preflight.
 
+    Preflight is False if a row of the preflight names something missing; its message has all rows that did not pass.
     `unreadable` has the reasons of further GPUs that could not be read at the start of the agent. `mps_problem` is why
     the node offers no mode MPS; empty if it does. A condition's time is that of the last change of its status.
     """
@@ -89,10 +96,16 @@ def node_conditions(
     is_ready = len(problems) < count
     reason = "GpusHealthy" if not problems else "SomeGpusUnhealthy" if is_ready else "NoHealthyGpu"
     message = f"{count - len(problems)} of {count} GPUs are healthy" + (": " if problems else "") + "; ".join(problems)
-    return [
+    found = [
         condition("Ready", is_ready, reason, message),
         condition("MpsAvailable", not mps_problem, "RequirementMissing" if mps_problem else "Available", mps_problem),
     ]
+    if preflight:
+        is_met = all(row.verdict is not Verdict.MISSING for row in preflight)
+        rows = [f"{row.name}: {row}" for row in preflight if row.verdict in (Verdict.MISSING, Verdict.UNKNOWN)]
+        reason = "RequirementsMet" if is_met else "RequirementMissing"
+        found.append(condition("Preflight", is_met, reason, ". ".join(rows)))
+    return found
 
 
 def struck_of(ended: Iterable[Mapping[PodUid, str]]) -> list[Struck]:
@@ -276,6 +289,9 @@ class Reporter:
         self._poll = Poll(devices.describe, intervals.step_deadline_s)
         self.devices: list[Device] = []
         """The GPUs as last read; one that never answered is missing."""
+        self.preflight: Sequence[Outcome] = ()
+        self.has_reported = False
+        """Whether the API server has this agent's status."""
         self._written: GpuNodeStatus | None = None
         """Status as last written or watched; None if there is no GpuNode."""
         self._written_at = self._compared_at = float("-inf")
@@ -347,12 +363,14 @@ class Reporter:
         if self._written is None:  # deleted while the GPUs were read
             return 0.0
         if status == self._written:
+            self.has_reported = True
             return self._intervals.resync_s
         due_s = self._written_at + self._intervals.measures_s - self._clock.monotonic()
         has_new_measures_only = replace(status, tenants=[]) == replace(self._written, tenants=[])
         if has_new_measures_only and due_s > 0:
             return max(0.01, due_s)
         await self._write(status)
+        self.has_reported = True
         return self._intervals.resync_s
 
     async def _desired(self, written: GpuNodeStatus) -> GpuNodeStatus:
@@ -370,7 +388,12 @@ class Reporter:
             tenants=damp_changes(written.tenants, self._tenants),
             struck=list(self._struck),
             conditions=node_conditions(
-                devices, self._gpus.unreadable, self._gpus.mps_problem, written.conditions, self._clock.now()
+                devices,
+                self._gpus.unreadable,
+                self._gpus.mps_problem,
+                written.conditions,
+                self._clock.now(),
+                self.preflight,
             ),
             summary=summarise(devices, self._partitions),
         )

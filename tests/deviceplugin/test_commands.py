@@ -16,12 +16,12 @@ from carpool_core.testing.kube import FakeKube
 from carpool_core.values import PodUid, SharingMode
 from carpool_deviceplugin import cdi
 from carpool_deviceplugin.app import build, find_devices
-from carpool_deviceplugin.cdi import NvidiaCdi
 from carpool_deviceplugin.commands import agent, inspect_node, listening
 from carpool_deviceplugin.commands import node as command
 from carpool_deviceplugin.gpu import Access, CreateInstance, NoDevicesError
 from carpool_deviceplugin.mig import Placement
 from carpool_deviceplugin.mig_instances import read_mig_devices
+from carpool_deviceplugin.preflight import Host
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.node import Flow, Node, running, until
@@ -325,7 +325,8 @@ def test_variable_of_the_wrong_kind_is_a_sentence(arguments: list[str]) -> None:
 
 
 def inspection(node: Node) -> str:
-    return "\n".join(inspect_node(node.devices(), NvidiaCdi([]), node.root))
+    settings = AgentSettings(cdi_dir=node.root / "cdi", cdi_static_dir=node.root / "etc-cdi")
+    return "\n".join(inspect_node(node.devices(), settings, Host(None, node.root)))
 
 
 def test_inspect_prints_gpus_and_instances_with_their_owners(node: Node) -> None:

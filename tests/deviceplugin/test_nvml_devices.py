@@ -150,7 +150,7 @@ async def test_mps_is_offered_from_driver_550_on(tmp_path: Path, kube, driver: s
     devices = node.devices()
     assert (MPS in devices.describe(devices.uuids[0]).modes) == is_offered
     async with running(agent_on(devices, tmp_path, kube)):
-        _, condition = await until(lambda: status_of(kube).conditions)
+        _, condition, *_ = await until(lambda: status_of(kube).conditions)
     assert (condition.type, condition.status) == ("MpsAvailable", str(is_offered))
     if not is_offered:
         assert f"expected driver 550 or newer for MPS, found {driver}" in condition.message

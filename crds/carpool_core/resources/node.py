@@ -263,7 +263,9 @@ class GpuNodeStatus(Resource, frozen=True, kw_only=True):
     ] = []
     conditions: Annotated[
         list[Condition],
-        field("Ready and MpsAvailable, as the agent last reported; they stay if the agent dies.", schema=ATOMIC),
+        field(
+            "Ready, MpsAvailable and Preflight, as the agent last reported; they stay if the agent dies.", schema=ATOMIC
+        ),
     ] = []
     summary: Annotated[NodeSummary, field("Columns of `kubectl get`.")] | None = None
 

@@ -299,6 +299,7 @@ class FakeGpu:
     energy_mj: float = 0.0
     is_lost: bool = False
     compute_mode: int = 0
+    is_persistent: bool = True
     """NVML's compute mode; 0 is Default."""
     is_stuck: bool = False
     """It reports full utilization, and draws idle power."""

@@ -271,6 +271,9 @@ class FakeNvml:
     def nvmlDeviceGetComputeMode(self, handle: Any) -> int:
         return self._gpu(handle).compute_mode
 
+    def nvmlDeviceGetPersistenceMode(self, handle: Any) -> int:
+        return int(self._gpu(handle).is_persistent)
+
     def nvmlDeviceGetNumaNodeId(self, handle: Any) -> int:
         return self._gpu(handle).index // 4
 

@@ -1,0 +1,303 @@
+"""Rows of the preflight, and those about the node outside of its GPUs: container runtime, SELinux, directories."""
+
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from carpool_deviceplugin.quoting import quoted
+
+
+class Verdict(StrEnum):
+    """Result of a check."""
+
+    PASSED = "passed"
+    FAILED = "FAILED"
+    SKIPPED = "skipped"
+    MISSING = "missing"
+    """The node lacks something; the agent runs without it, with fewer features."""
+    UNKNOWN = "unknown"
+    """The files that decide are not visible here."""
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of the table of checks."""
+
+    name: str
+    verdict: Verdict
+    found: str
+    """Measured values, the deviation, or what is absent."""
+    needed: str = ""
+    advice: str = ""
+    """How to provide what is needed."""
+
+    def __str__(self) -> str:
+        needed = f"expected {self.needed}, found {self.found}" if self.needed else self.found
+        return needed + (f"; {self.advice}" if self.advice else "")
+
+
+def row(name: str, lacks: str, needed: str, advice: str, *, passed: str = "", is_unknown: bool = False) -> Outcome:
+    """Return a row: `lacks` is what the node lacks, empty if nothing; `passed` is what was found then."""
+    if lacks:
+        verdict = Verdict.UNKNOWN if is_unknown else Verdict.MISSING
+        return Outcome(name=name, verdict=verdict, found=lacks, needed=needed, advice=advice)
+    return Outcome(name=name, verdict=Verdict.PASSED, found=passed or needed)
+
+
+class NodeInfo(msgspec.Struct, frozen=True, rename="camel"):
+    """The part of a Node's `status.nodeInfo` that the preflight reads."""
+
+    container_runtime_version: str = ""
+    """Such as `containerd://1.7.27`."""
+    os_image: str = ""
+    """Such as `Talos (v1.11.0)`."""
+
+
+NO_INFO = NodeInfo()
+_DEFAULT_SPEC_DIRS = ("/etc/cdi", "/var/run/cdi")
+"""Default of containerd and CRI-O."""
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeConfig:
+    """The part of the container runtime's configuration that concerns CDI."""
+
+    runtime: str
+    """`containerd` or `cri-o`."""
+    schema: int = 0
+    """Version of containerd's file format; only containerd 2 reads 3."""
+    enables_cdi: bool | None = None
+    """None if it is not set."""
+    spec_dirs: tuple[str, ...] = _DEFAULT_SPEC_DIRS
+
+
+_CONFIGS = {
+    "containerd": (
+        "etc/containerd/config.toml",
+        "etc/cri/containerd.toml",
+        "var/lib/rancher/*/agent/etc/containerd/config.toml",
+    ),
+    "cri-o": ("etc/crio/crio.conf", "etc/crio/crio.conf.d/*.conf"),
+}
+"""Configuration files by runtime, relative to the node's root: the usual ones, and those of Talos, k3s and RKE2."""
+_CRI_PLUGINS = ("io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime")
+"""Names of containerd's plugin that handles CDI: up to version 1, and from 2 on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Port to the facts of the node, which it reads from files.
+
+    In the agent's pod the node's file system is not visible: then `root` is None, and the Node object's facts count.
+    """
+
+    root: Path | None = Path("/")
+    """The node's file system."""
+    proc: Path = Path("/proc")
+    info: NodeInfo = NO_INFO
+
+    @staticmethod
+    def find(info: NodeInfo = NO_INFO) -> "Host":
+        """Return the node that this process runs on; only root with all capabilities sees its file system."""
+        init = Path("/proc/1/root")
+        try:
+            is_visible = _shows_host(Path("/proc")) and (init / "etc").is_dir()
+        except OSError:
+            is_visible = False
+        return Host(init if is_visible else None, info=info)
+
+    @property
+    def shows_processes(self) -> bool:
+        """Whether /proc shows the host's PID namespace."""
+        return _shows_host(self.proc)
+
+    def programs(self) -> frozenset[str]:
+        """Return the names of the running programs, which Linux cuts after 15 characters."""
+        names: set[str] = set()
+        for directory in self.proc.glob("[0-9]*"):
+            try:
+                names.add((directory / "comm").read_text(errors="replace").strip())
+            except OSError:
+                continue  # it has ended
+        return frozenset(names)
+
+    @property
+    def os_name(self) -> str:
+        """Name of the operating system; empty if unknown."""
+        found = re.search(r'^PRETTY_NAME="?([^"\n]*)', self._text(self.root and self.root / "etc/os-release"), re.M)
+        return self.info.os_image or (found[1] if found else "")
+
+    def selinux_type(self) -> str:
+        """Return the SELinux type of this process, such as `container_t`; empty if nothing is enforced."""
+        label = self._text(self.proc / "self/attr/current").strip("\0\n ").split(":")
+        is_permissive = self._text((self.root or Path("/")) / "sys/fs/selinux/enforce").strip() == "0"
+        return "" if len(label) < 3 or is_permissive else label[2]
+
+    def runtime_config(self) -> RuntimeConfig | None:
+        """Return the container runtime's configuration; None if no file of it is visible."""
+        for runtime, patterns in _CONFIGS.items():
+            files = [] if self.root is None else [path for one in patterns for path in sorted(self.root.glob(one))]
+            if files:
+                return self._parse(runtime, files)
+        return None
+
+    def _parse(self, runtime: str, files: Sequence[Path]) -> RuntimeConfig:
+        found: dict[str, Any] = {}
+        schema = 0
+        for path in files:
+            content = self._toml(path)
+            schema = content.get("version", schema)
+            imports = [
+                f for one in content.get("imports", ()) for f in sorted((self.root or path).glob(one.lstrip("/")))
+            ]
+            for part in (content, *map(self._toml, imports)):
+                plugins = part.get("plugins", {})
+                found |= part.get("crio", {}).get("runtime", {})
+                for name in _CRI_PLUGINS:
+                    found |= plugins.get(name, {})
+        dirs = found.get("cdi_spec_dirs", _DEFAULT_SPEC_DIRS)
+        return RuntimeConfig(runtime, schema, found.get("enable_cdi"), tuple(dirs))
+
+    def _toml(self, path: Path) -> dict[str, Any]:
+        try:
+            return tomllib.loads(self._text(path))
+        except tomllib.TOMLDecodeError:
+            return {}  # the runtime itself does not start with it
+
+    @staticmethod
+    def _text(path: Path | None) -> str:
+        try:
+            return path.read_text(errors="replace") if path else ""
+        except OSError:
+            return ""
+
+    def sockets(self, directory: Path) -> list[str]:
+        """Return the names of the sockets in a directory."""
+        try:
+            return sorted(path.name for path in self.on_node(directory).iterdir() if path.is_socket())
+        except OSError:
+            return []
+
+    def is_writable(self, directory: Path) -> bool:
+        """Whether files can be written to a directory, which may have to be created first."""
+        path = self.on_node(directory)
+        while not path.exists() and path != path.parent:
+            path = path.parent
+        return path.is_dir() and os.access(path, os.W_OK | os.X_OK)
+
+    def on_node(self, path: Path) -> Path:
+        """Return where this process sees a path of the node; without the node's root, where it is mounted."""
+        return path if self.root is None else self.root / path.relative_to("/")
+
+
+def _shows_host(proc: Path) -> bool:
+    """Whether /proc shows the host's PID namespace, where process 2 is kthreadd."""
+    try:
+        return (proc / "2" / "comm").read_text().strip() == "kthreadd"
+    except OSError:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Directories:
+    """Directories of the node that the agent writes to."""
+
+    state: Path
+    cdi: Path
+    device_plugins: Path
+
+
+def check_host(host: Host, directories: Directories) -> Iterator[Outcome]:
+    """Check container runtime, SELinux, directories and other device plugins."""
+    yield _check_runtime(host, directories.cdi)
+    domain = host.selinux_type()
+    yield row(
+        "selinux",
+        domain if domain.startswith("container_") else "",
+        "a domain that may write the agent's directories on the node",
+        "set nodeAgent.seLinuxOptions to {type: spc_t}, and label the directory mps of CARPOOL_STATE_DIR "
+        "container_file_t: a client that cannot open MPS's socket runs without limits",
+        passed=f"domain {domain}" if domain else "not enforced",
+    )
+    yield _check_directories(host, directories)
+    names = [name for name in host.sockets(directories.device_plugins) if name not in ("kubelet.sock", "carpool.sock")]
+    others = [name for name in names if "nvidia" in name.casefold()]
+    if "gpu-kubelet-plu" in host.programs():
+        others.append("gpu-kubelet-plugin (NVIDIA's DRA driver)")
+    yield row(
+        "device-plugins",
+        ", ".join(others),
+        "no other program that assigns this node's GPUs",
+        "keep it off the node, for example with the label nvidia.com/gpu.deploy.device-plugin=false of GPU Operator",
+        passed=f"none for GPUs; others: {', '.join(names)}" if names else "none",
+    )
+
+
+def _check_runtime(host: Host, cdi_dir: Path) -> Outcome:
+    config, (name, _, version) = host.runtime_config(), host.info.container_runtime_version.partition("://")
+    if config is not None and not name:
+        name, version = config.runtime, "2" if config.schema >= 3 else ""
+    numbers, found = tuple(map(int, re.findall(r"\d+", version)[:2])), f"{name} {version}".strip()
+
+    def outcome(lacks: str, advice: str = "", *, is_unknown: bool = False) -> Outcome:
+        needed = f"a container runtime that reads CDI specifications from {cdi_dir}"
+        return row("container-runtime", lacks, needed, advice, passed=f"{found} with CDI", is_unknown=is_unknown)
+
+    if not name:
+        return outcome("no runtime's configuration", "run this command as root on the node", is_unknown=True)
+    if name not in _CONFIGS:
+        return outcome(found, "use containerd 1.7 or newer, or CRI-O")
+    if name == "containerd":
+        if numbers and numbers < (1, 7):
+            return outcome(found, "update it to 1.7 or newer")
+        is_on = config.enables_cdi if config else None
+        if is_on is None and numbers:
+            is_on = True if numbers >= (2,) else False if config else None
+        advice = "set enable_cdi = true in the configuration of its CRI plugin, and restart it"
+        if is_on is None:
+            lacks = f"{found}, where CDI is off by default before version 2, and no setting that is visible here"
+            return outcome(lacks, f"{advice}; carpool node check on the node reads it", is_unknown=True)
+        if not is_on:
+            return outcome(f"{found} with CDI off", advice)
+    if config and _normal(cdi_dir) not in map(_normal, config.spec_dirs):
+        lacks = f"{found} with cdi_spec_dirs {', '.join(config.spec_dirs)}"
+        return outcome(lacks, "set CARPOOL_CDI_DIR (nodeAgent.cdiDir) to one of them")
+    return outcome("")
+
+
+def _normal(path: str | Path) -> str:
+    """Return the path without the usual link from /var/run to /run."""
+    return re.sub(r"^/var/run(?=/)", "/run", str(path).rstrip("/"))
+
+
+_WRITABLE = {
+    "Talos": "/run and /var; set nodeAgent.cdiDir to one of containerd's cdi_spec_dirs there, nodeAgent.cdiStaticDir "
+    "to empty",
+    "Bottlerocket": "/etc, /run and /var, of which only /var lasts; SELinux is always enforced",
+    "Container-Optimized OS": "/etc, /run and /var, of which only /var lasts; set nodeAgent.runtimeClassName to empty",
+}
+"""Writable directories of operating systems with a read-only root, by the beginning of their name."""
+
+
+def _check_directories(host: Host, directories: Directories) -> Outcome:
+    variables = {
+        "CARPOOL_STATE_DIR": directories.state,
+        "CARPOOL_CDI_DIR": directories.cdi,
+        "CARPOOL_DEVICE_PLUGIN_DIR": directories.device_plugins,
+    }
+    lacks = [f"{name} {quoted(path)}" for name, path in variables.items() if not host.is_writable(path)]
+    system = host.os_name
+    known = next((advice for name, advice in _WRITABLE.items() if system.startswith(name)), "")
+    return row(
+        "directories",
+        ", ".join(lacks),
+        "directories that can be written to",
+        f"on {system} only these are: {known}" if known else "set another, on a file system that is not read-only",
+        passed=f"all writable{f' on {system}' if system else ''}",
+    )

@@ -1,0 +1,151 @@
+"""Rows of the preflight, over files of a node and fake GPUs."""
+
+from pathlib import Path
+
+import pytest
+from carpool_core.testing.clock import FakeClock
+from carpool_deviceplugin.check import check_node, read_all
+from carpool_deviceplugin.preflight import Directories, Host, NodeInfo, Outcome, check_host
+from carpool_deviceplugin.settings import AgentSettings
+from carpool_deviceplugin.status import node_conditions
+from carpool_deviceplugin.testing.mps import FakeMpsCommands
+from carpool_deviceplugin.testing.node import Node
+from carpool_deviceplugin.testing.nvml import FakeNvml
+
+CDI_2 = 'version = 2\n[plugins."io.containerd.grpc.v1.cri"]\nenable_cdi = true\n'
+CDI_3 = "version = 3\n[plugins.'io.containerd.cri.v1.runtime']\n"
+CONFIG = "etc/containerd/config.toml"
+
+
+def rows(found) -> dict[str, Outcome]:
+    return {one.name: one for one in found}
+
+
+def host_rows(root: Path, runtime: str = "", os_image: str = "", *, visible: bool = True) -> dict[str, Outcome]:
+    info = NodeInfo(container_runtime_version=runtime, os_image=os_image)
+    directories = Directories(Path("/var/lib/carpool"), Path("/var/run/cdi"), Path("/plugins"))
+    return rows(check_host(Host(root if visible else None, root / "proc", info), directories))
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+
+
+@pytest.mark.parametrize(
+    ("runtime", "files", "verdict", "message"),
+    [
+        ("containerd://2.1.4", {}, "passed", "containerd 2.1.4 with CDI"),
+        ("containerd://1.7.27-k3s1", {}, "unknown", "CDI is off by default before version 2"),
+        ("containerd://1.7.27", {CONFIG: "version = 2\n"}, "missing", "with CDI off; set enable_cdi = true"),
+        ("containerd://1.7.27", {CONFIG: CDI_2}, "passed", "with CDI"),
+        ("", {CONFIG: CDI_2}, "passed", "containerd with CDI"),
+        ("", {CONFIG: CDI_3}, "passed", "containerd 2 with CDI"),
+        ("containerd://2.0.0", {CONFIG: CDI_3 + "enable_cdi = false\n"}, "missing", "with CDI off"),
+        ("containerd://2.0.0", {CONFIG: CDI_3 + "cdi_spec_dirs = ['/var/cdi']\n"}, "missing", "cdi_spec_dirs /var/cdi"),
+        ("containerd://2.0.0", {CONFIG: CDI_3 + "cdi_spec_dirs = ['/run/cdi/']\n"}, "passed", "with CDI"),
+        (
+            "containerd://1.7.27",
+            {CONFIG: "imports = ['/etc/containerd/conf.d/*.toml']\n", "etc/containerd/conf.d/99-nvidia.toml": CDI_2},
+            "passed",
+            "with CDI",
+        ),
+        ("containerd://1.6.33", {}, "missing", "update it to 1.7 or newer"),
+        ("cri-o://1.31.2", {}, "passed", "cri-o 1.31.2 with CDI"),
+        (
+            "cri-o://1.31.2",
+            {"etc/crio/crio.conf": "[crio.runtime]\ncdi_spec_dirs = ['/x']\n"},
+            "missing",
+            "nodeAgent.cdi",
+        ),
+        ("docker://24.0.7", {}, "missing", "use containerd 1.7 or newer, or CRI-O"),
+        ("", {}, "unknown", "run this command as root on the node"),
+    ],
+)
+def test_the_runtime_must_read_cdi(tmp_path: Path, runtime: str, files, verdict: str, message: str) -> None:
+    """Regression: containerd 1.7 has CDI off by default, and silently ignores the device."""
+    write(tmp_path, files)
+    row = host_rows(tmp_path, runtime)["container-runtime"]
+    assert (row.verdict, message in str(row)) == (verdict, True), row
+
+
+@pytest.mark.parametrize(
+    ("label", "enforce", "verdict"),
+    [
+        ("system_u:system_r:container_t:s0:c1,c2", "1", "missing"),
+        ("system_u:system_r:container_t:s0:c1,c2", "0", "passed"),
+        ("system_u:system_r:spc_t:s0", "1", "passed"),
+        ("cri-containerd.apparmor.d (enforce)", "", "passed"),
+    ],
+)
+def test_a_confined_domain_is_reported(tmp_path: Path, label: str, enforce: str, verdict: str) -> None:
+    write(tmp_path, {"proc/self/attr/current": label + "\n", "sys/fs/selinux/enforce": enforce})
+    assert host_rows(tmp_path)["selinux"].verdict == verdict
+
+
+def test_directories_that_cannot_be_written_to_name_what_the_system_offers(tmp_path: Path) -> None:
+    write(tmp_path, {"var/lib": ""})  # a file: no directory can be created in it
+    row = host_rows(tmp_path, os_image="Talos (v1.11.0)")["directories"]
+    assert "found CARPOOL_STATE_DIR '/var/lib/carpool'; on Talos (v1.11.0) only these are: /run and /var" in str(row)
+
+
+def test_other_programs_that_assign_gpus_are_reported(tmp_path: Path) -> None:
+    assert host_rows(tmp_path)["device-plugins"].verdict == "passed"
+    write(tmp_path, {"proc/7/comm": "gpu-kubelet-plu\n"})
+    assert "gpu-kubelet-plugin (NVIDIA's DRA driver)" in str(host_rows(tmp_path)["device-plugins"])
+
+
+def old_driver(node: Node) -> None:
+    node.nvml.driver_version = "535.288.01"
+
+
+def not_persistent(node: Node) -> None:
+    node.nvml.gpus[0].is_persistent = False
+
+
+def foreign(node: Node) -> None:
+    node.start(0, 42, None)
+
+
+def pending(node: Node) -> None:
+    node.nvml.gpus[0].mig.is_pending = True
+
+
+def manager(node: Node) -> None:
+    write(node.root, {"proc/9/comm": "nvidia-mig-mana\n"})
+
+
+def exporter(node: Node) -> None:
+    write(node.root, {"proc/9/comm": "dcgm-exporter\n"})
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "message"),
+    [
+        (old_driver, "driver", "expected driver 550 or newer for MPS, found 535.288.01"),
+        (not_persistent, "persistence", "found off on GPU 0; run nvidia-persistenced"),
+        (foreign, "processes", "found GPU 0: process 42 (python (3)); end it"),
+        (pending, "mig", "GPU 0 changes its MIG mode at its reset"),
+        (manager, "mig", "found nvidia-mig-manager, which runs on the node"),
+        (exporter, "dcgm-exporter", "found a running dcgm-exporter whose URL is not set"),
+    ],
+)
+def test_a_row_about_the_gpus_names_what_to_do(tmp_path: Path, change, name: str, message: str) -> None:
+    node, settings = Node(FakeNvml(["A100-40"]), FakeMpsCommands(), tmp_path), AgentSettings()
+    found = []
+    for step in (lambda _: None, change):
+        step(node)
+        devices = node.devices()
+        read_all(devices)
+        found.append(rows(check_node(devices, settings, Host(None, tmp_path / "proc")))[name])
+    assert (found[0].verdict in ("passed", "skipped"), found[1].verdict) == (True, "missing")
+    assert message in str(found[1])
+
+
+def test_the_condition_has_the_rows_that_did_not_pass(tmp_path: Path) -> None:
+    found = list(host_rows(tmp_path, "containerd://1.6.33").values())
+    *_, condition = node_conditions([], (), "", (), FakeClock().now(), found)
+    assert (condition.type, condition.status, condition.reason) == ("Preflight", "False", "RequirementMissing")
+    assert condition.message == f"container-runtime: {found[0]}"
