@@ -134,7 +134,7 @@ async def test_one_unusable_gpu_of_eight_is_reported_and_the_others_are_used(
     devices = node.devices()
     assert len(devices.uuids) == 7
     async with running(agent_on(devices, tmp_path, kube)):
-        condition, _ = await until(lambda: status_of(kube).conditions)
+        condition, *_ = await until(lambda: status_of(kube).conditions)
     assert (condition.status, condition.reason) == ("True", "SomeGpusUnhealthy")
     assert condition.message.startswith("7 of 8 GPUs are healthy: ")
     assert reason in condition.message
