@@ -68,7 +68,8 @@ async def test_creates_its_gpunode_with_the_node_as_owner_also_after_a_deletion(
 
 
 async def test_gpunode_has_no_owner_if_the_node_cannot_be_read(kube, agent) -> None:
-    kube.fail_next("get", NODES, Forbidden("nodes is forbidden", status=403))
+    for _ in ("preflight", "owner"):
+        kube.fail_next("get", NODES, Forbidden("nodes is forbidden", status=403))
     async with running(agent):
         await until(lambda: exists(kube))
         assert not kube.dump(GPU_NODES, "node-1")["metadata"].get("ownerReferences")
