@@ -9,7 +9,7 @@ from typing import Any
 from carpool_core import keys
 from carpool_core.kube.pods import Pod, PodMeta, WorkerName, job_owner_reference, parse_worker_name
 from carpool_core.resources.job import MAX_WORKERS, GpuTrainingJob
-from carpool_core.values import JobUid, ProbeMode
+from carpool_core.values import JobUid, ProbeMode, parse_quantity
 
 # Names and owners
 
@@ -151,6 +151,8 @@ def build_pod(job: GpuTrainingJob, worker: int, attempt: int, avoided: Iterable[
         container.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
     if is_gang(job):
         _set_rendezvous(spec, job, worker, attempt)
+    if job.spec.gpus_per_worker > 1:
+        _set_processes(containers, job.spec.gpus_per_worker)
     _avoid_products(spec, avoided)
     tolerations = list(spec.get("tolerations") or [])
     if _TOLERATION not in tolerations:
@@ -244,6 +246,27 @@ def build_disruption_budget(job: GpuTrainingJob) -> dict[str, Any]:
     service = build_service(job)
     spec = {"minAvailable": MAX_WORKERS, "selector": {"matchLabels": service["spec"]["selector"]}}
     return {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": service["metadata"], "spec": spec}
+
+
+def _set_processes(containers: Sequence[dict[str, Any]], gpus: int) -> None:
+    """Let `torchrun` start a process for each GPU, with an equal share of the container's CPUs as OpenMP threads.
+
+    Without OMP_NUM_THREADS, `torchrun` gives each of several processes one thread. Values of the template win.
+    """
+    for container in containers:
+        resources = container.get("resources") or {}
+        cpu = (resources.get("limits") or {}).get("cpu") or (resources.get("requests") or {}).get("cpu")
+        variables = {"PET_NPROC_PER_NODE": str(gpus)}
+        if cpu:
+            variables["OMP_NUM_THREADS"] = str(max(1, int(parse_quantity(cpu) / gpus)))
+        _add_variables(container, variables)
+
+
+def _add_variables(container: dict[str, Any], variables: Mapping[str, str]) -> None:
+    """Put variables before those of the container, which win."""
+    env = list(container.get("env") or [])
+    known = {one.get("name") for one in env}
+    container["env"] = [*({"name": n, "value": v} for n, v in variables.items() if n not in known), *env]
 
 
 def _set_rendezvous(spec: dict[str, Any], job: GpuTrainingJob, worker: int, attempt: int) -> None:

@@ -173,6 +173,26 @@ def test_rendezvous_values_of_the_template_stay() -> None:
     assert env["PET_MASTER_ADDR"] == "worker-0-1.mine"
 
 
+@pytest.mark.parametrize(
+    ("resources", "env", "threads"),
+    [
+        ({"limits": {"cpu": "10"}}, [], "2"),
+        ({"requests": {"cpu": "500m"}}, [], "1"),
+        ({}, [], None),
+        ({"limits": {"cpu": "10"}}, [{"name": "OMP_NUM_THREADS", "value": "7"}], "7"),
+    ],
+    ids=["limit", "request", "none", "template"],
+)
+def test_single_worker_with_several_gpus_starts_a_process_for_each(
+    resources: dict[str, Any], env: list[dict[str, str]], threads: str | None
+) -> None:
+    one = template()
+    one["spec"]["containers"][0] |= {"resources": resources, "env": env}
+    found = variables(build_pod(job(template=one, workers=1, gpusPerWorker=4), 0, 1))
+    assert (found["PET_NPROC_PER_NODE"], found.get("OMP_NUM_THREADS")) == ("4", threads)
+    assert "MASTER_ADDR" not in found
+
+
 def test_single_worker_gets_no_rendezvous() -> None:
     pod = build_pod(job(), 0, 1)
     assert variables(pod) == {}
