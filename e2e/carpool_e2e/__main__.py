@@ -91,12 +91,15 @@ async def _on_stage(cluster: Cluster, console: Console) -> None:
 def how_to_reach(cluster: Cluster) -> str:
     """Return the commands to use a kept cluster."""
     folder = Path(cluster.binaries["kubectl"]).parent
+    ports = cluster.plane.ports
     return (
         f"The cluster stays up. To use it:\n"
         f"  export KUBECONFIG={cluster.kubeconfig}\n"
         f'  export PATH="{folder}:{Path(sys.executable).parent}:$PATH"\n'
         f"A process that was killed is started again by its script in {cluster.table.scripts}, such as\n"
         f"  {cluster.table.script('operator')}\n"
+        f"Metrics: operator http://127.0.0.1:{ports.operator_metrics}/metrics, "
+        f"extender http://127.0.0.1:{ports.extender_metrics}/metrics\n"
         f"Logs are in {cluster.table.logs}. `make demo-clean` takes the cluster down."
     )
 

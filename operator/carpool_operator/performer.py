@@ -116,9 +116,10 @@ def _template_digest(job: GpuTrainingJob, body: dict[str, Any]) -> bytes:
 def _name_taken(kind: str, name: str, found: _Owned, job: GpuTrainingJob) -> str:
     owner = next((o for o in found.metadata.owner_references if o.controller), None)
     owned = "has no controller" if owner is None else f"belongs to {owner.kind} {owner.name} (UID {owner.uid})"
-    return (
-        f"{kind} {name} exists already and {owned}, not to this job (UID {job.metadata.uid}): "
-        f"delete that {kind}, or give the job another name"
+    return f"{kind} {name} exists already and {owned}, not to this job (UID {job.metadata.uid}): " + (
+        "it is being deleted"
+        if found.metadata.deletion_timestamp
+        else f"delete that {kind}, or give the job another name"
     )
 
 

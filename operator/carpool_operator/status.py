@@ -341,7 +341,7 @@ def _why_untrusted(demand: Demand, products: Sequence[str], how: str) -> str:
             "give spec.memory.limit to let it share now"
         )
     return (
-        f"{how}, because too little like it was measured on {', '.join(products)}: jobs "
+        f"{how}, because too few jobs like it were measured on {', '.join(products)}: jobs "
         "that run there calibrate the next ones; give spec.memory.limit to let it share now"
     )
 

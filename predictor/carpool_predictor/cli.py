@@ -109,6 +109,10 @@ def read_features(path: Path) -> ModelFeatures:
         raise InputError(f"cannot read features from {path}: {e}") from e
     if isinstance(content, dict) and set(content) == {"features"}:
         content = content["features"]
+    if isinstance(content, dict) and content.get("kind") == "GpuTrainingJob":
+        raise InputError(
+            f"expected a features file, found the manifest of a job in {path}: ask `carpool what-if {path}`"
+        )
     try:
         return msgspec.convert(content, type=ModelFeatures)
     except msgspec.ValidationError as e:

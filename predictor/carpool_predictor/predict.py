@@ -285,7 +285,7 @@ def _message(context: PredictionContext, answers: Sequence[ProductAnswer]) -> st
     unproven = [answer for answer in untrusted if not answer.prediction.memory.is_refuted]
     large = [a.product.name for a in unproven if run_history.exceeds_gpu(a.prediction.memory, a.product)]
     if alone := [answer.product.name for answer in unproven if answer.product.name not in large]:
-        clauses.append(f"runs alone on {', '.join(alone)} until enough like it was measured there")
+        clauses.append(f"runs alone on {', '.join(alone)} until enough jobs like it were measured there")
     if large:
         clauses.append(
             f"runs alone on {', '.join(large)} until a run has shown its peak, which in rare cases does not fit"

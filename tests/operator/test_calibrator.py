@@ -70,7 +70,7 @@ async def test_measured_peak_calibrates_the_next_prediction() -> None:
     await of.submit("y")
     after = memory(of, "y")
     assert (after.median_mib, after.upper_mib, after.learned_runs) == (3000, pytest.approx(3300, abs=1), 1)
-    assert "is calibrated from 1 run of this very one" in of.condition(keys.CONDITION_PREDICTED, "y").message
+    assert "is calibrated from 1 run of the same training" in of.condition(keys.CONDITION_PREDICTED, "y").message
     assert memory(of) == before, "a job that ran keeps its prediction"
     await assert_quiet(of, "x")
 

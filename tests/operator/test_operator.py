@@ -204,7 +204,8 @@ async def test_job_applied_again_while_the_pods_of_its_namesake_go() -> None:
     world.kube.seed(PODS, pod)
     await world.kube.delete(GPU_TRAINING_JOBS, "x", namespace="default")
     await world.submit()
-    assert world.condition(keys.CONDITION_PLACED).reason == "PodNameTaken"
+    placed = world.condition(keys.CONDITION_PLACED)
+    assert (placed.reason, "it is being deleted" in placed.message) == ("PodNameTaken", True)
     await world.kube.patch(PODS, "x-worker-0-1", {"metadata": {"finalizers": None}}, namespace="default")
     await world.settle()
     owner = world.pods()[0]["metadata"]["ownerReferences"][0]["uid"]

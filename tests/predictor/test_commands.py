@@ -129,6 +129,7 @@ def test_bad_input_is_a_sentence_and_exit_code_2(arguments: list[str], word: str
         pytest.param("features: {parameters: -1}", "does not hold features", id="negative"),
         pytest.param("a: [", "cannot read features", id="no YAML"),
         pytest.param("[]", "does not hold features", id="a list"),
+        pytest.param("kind: GpuTrainingJob", "carpool what-if", id="a job"),
     ],
 )
 def test_broken_features_files_are_refused(text: str, word: str, tmp_path: Path) -> None:

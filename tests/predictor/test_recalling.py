@@ -359,10 +359,10 @@ def test_a_job_is_not_refused_for_a_rare_peak(
 def test_the_message_names_the_source_of_the_calibration() -> None:
     found = predict(features(), Training(batch_size=64), [T4], runs(5000), NAME)
     assert found.reason != "Uncalibrated"
-    assert "memory on Tesla T4 is calibrated from 1 run of this very one" in found.message
+    assert "memory on Tesla T4 is calibrated from 1 run of the same training" in found.message
     alone = predict(features(), Training(batch_size=64), [T4], Calibration(), NAME, is_strict=True)
     assert alone.reason == "Uncalibrated"
-    assert "runs alone on Tesla T4 until enough like it was measured there" in alone.message
+    assert "runs alone on Tesla T4 until enough jobs like it were measured there" in alone.message
 
 
 def test_measured_activity_replaces_the_estimate() -> None:

@@ -29,7 +29,7 @@ MAX_RANKED_LINES = 4
 READY = 1.0
 """Readiness of GPUs that all run a tenant already."""
 UNCHECKED = (
-    "not checked by Carpool: taints, node selectors and affinity, CPU and memory of nodes, volumes, host ports; "
+    "not checked by Carpool: taints, cordons, node selectors and affinity, CPU and memory of nodes, volumes, host ports; "
     "kube-scheduler checks these"
 )
 

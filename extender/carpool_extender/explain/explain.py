@@ -167,7 +167,7 @@ async def explain_job(api: KubeApi, name: str, namespace: str, config: Scheduler
             places += [f"some workers may have succeeded already ({workers.unread})"] if workers.unread else []
         decided = dry_run.outcome(place.waits)
         if place.is_admitted and dry_run.fits:
-            decided = [f"by the GPUs alone, it {decided[0]}", *decided[1:]]
+            decided = [f"by the GPUs alone: {decided[0]}", *decided[1:]]
         elif head and dry_run.fits and place.waits is None and job.status.has_no_gpu:
             head[0] += "; that was written before GPUs became free for it"
         places += [*place.lines, *decided]

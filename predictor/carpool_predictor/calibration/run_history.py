@@ -247,7 +247,7 @@ def calibration_source(prediction: ProductPrediction) -> str | None:
     if memory.learned_jobs:
         sources.append(f"{memory.learned_jobs} jobs measured there")
     if memory.learned_runs:
-        sources.append(f"{memory.learned_runs} run{'' if memory.learned_runs == 1 else 's'} of this very one")
+        sources.append(f"{memory.learned_runs} run{'' if memory.learned_runs == 1 else 's'} of the same training")
     return f"memory on {prediction.product} is calibrated from {' and '.join(sources)}" if sources else None
 
 

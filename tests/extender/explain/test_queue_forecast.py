@@ -202,7 +202,7 @@ async def test_job_that_was_admitted_a_moment_ago_has_its_gpu():
     assert line.endswith("1st of 1 pending job by the order Arrival; expected start in about 2 min")
     lines = (await explain_job(kube, "admitted", "default", RULES, Options(CLOCK, order=ARRIVAL))).lines
     assert lines[:2] == ["default/admitted has no place yet", ADMITTED]
-    assert lines[2].startswith("by the GPUs alone, it would go to b ")
+    assert lines[2].startswith("by the GPUs alone: would go to b ")
 
 
 @pytest.mark.parametrize(
