@@ -156,8 +156,8 @@ def test_explain_shows_text_and_defaults(control_plane: Cluster) -> None:
 def test_kubectl_get_has_short_names_and_columns(control_plane: Cluster, placed: str) -> None:
     header, *rows = control_plane.kubectl("get", "gtj", "-o", "wide").splitlines()
     assert header.split() == [
-        "NAME", "STATE", "QUEUE", "NODE", "GPU", "MODE", "PREDICTION", "PREDMEM", "PREDUTIL", "RESTARTS", "AGE",
-        "MEMBOUND", "OBSMEM", "OBSUTIL", "SLOWDOWN", "STEPTIME",
+        "NAME", "STATE", "NODE", "GPU", "MODE", "PREDICTION", "PREDMEM", "PREDUTIL", "RESTARTS", "AGE",
+        "QUEUE", "MEMBOUND", "OBSMEM", "OBSUTIL", "SLOWDOWN", "STEPTIME", "MEASSLOW", "STEPS", "END",
     ]  # fmt: skip
     assert placed in {row.split()[0] for row in rows}
     assert placed in control_plane.kubectl("get", "carpool")

@@ -103,6 +103,11 @@ def test_network_policies_leave_the_ports_of_metrics_and_health(render: Any) -> 
     assert policies == {}
 
 
+def test_agents_have_the_selinux_type_of_the_values(render: Any) -> None:
+    agents = render(nodeAgent={"seLinuxOptions": {"type": "spc_t"}}).one("DaemonSet", "carpool-node-agent")
+    assert agents["spec"]["template"]["spec"]["securityContext"]["seLinuxOptions"] == {"type": "spc_t"}
+
+
 def test_agents_run_on_tainted_gpu_nodes_that_were_given_to_carpool(chart: Any) -> None:
     spec = chart.one("DaemonSet", "carpool-node-agent")["spec"]["template"]["spec"]
     assert spec["priorityClassName"] == "system-node-critical"
