@@ -1,4 +1,4 @@
-"""What the probe changes in PyTorch and its companions, each right after the module was imported.
+"""The probe's changes to PyTorch and its companions. Each is made right after the module was imported.
 
 The hooks import nothing: PyTorch is half imported when most of them are applied.
 """

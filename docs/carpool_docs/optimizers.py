@@ -8,7 +8,7 @@ from carpool_docs.markdown import page as page_of
 _INTRODUCTION = """Values of `spec.training.optimizer` and of `--optimizer`. The state is alive between steps, and
 temporaries during the update. Bytes are those of a parameter of a 4,096 × 4,096 matrix in FP32 and in BF16; small
 tensors differ where the source has blocks or thresholds. Updates that handle all tensors at once hold the temporaries
-of all parameters, others those of one tensor (or two, where the loop still holds the one before)."""
+of all parameters. Others hold those of one tensor, or of two while the loop keeps the previous one."""
 
 _MATRIX = (4096, 4096)
 

@@ -1,4 +1,4 @@
-"""What the commands of people have in common: options, forms of output, errors and exit codes."""
+"""Options, output formats, errors and exit codes that the commands for people share."""
 
 import asyncio
 import re
