@@ -1,6 +1,7 @@
 """Composition root of the operator: caches, work queue, reconciliation, performer. Tests build it with fakes."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 from typing import Any
 
@@ -41,11 +42,26 @@ _RETRY = Backoff(first_s=0.5, most_s=60.0)
 
 
 class Operator:
-    """Caches jobs, pods and GpuNodes, and reconciles each job that an event concerns."""
+    """Caches jobs, pods and GpuNodes, and reconciles each job that an event concerns.
 
-    def __init__(self, settings: OperatorSettings, api: KubeApi, clock: Clock, tracer: Tracer) -> None:
+    Args:
+        settings: The operator's settings.
+        api: The Kubernetes API.
+        clock: The time of this machine.
+        tracer: Traces models.
+        sleep: Waits between tries.
+    """
+
+    def __init__(
+        self,
+        settings: OperatorSettings,
+        api: KubeApi,
+        clock: Clock,
+        tracer: Tracer,
+        sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
+    ) -> None:
         clock = ServerClock(clock, api)  # deadlines count from times that the API server wrote
-        self._settings, self._api, self._clock = settings, api, clock
+        self._settings, self._api, self._clock, self._sleep = settings, api, clock, sleep
         self.queue = WorkQueue(clock)
         self.jobs = JobCache(self.queue)
         self.pods = PodCache(self.queue)
@@ -85,7 +101,7 @@ class Operator:
             on_status=self.metrics.status_written,
         )
         self._reflectors: list[Reflector[Any]] = [
-            Reflector(api, GPU_NODES, GpuNode, clock=clock, on_change=self.nodes.changed)
+            Reflector(api, GPU_NODES, GpuNode, clock=clock, on_change=self.nodes.changed, sleep=sleep)
         ]
         for namespace in settings.namespace_list or ("",):
             jobs = Selector(namespace=namespace)
@@ -99,8 +115,9 @@ class Operator:
                     clock=clock,
                     on_change=self.jobs.changed,
                     share=self.jobs.share,
+                    sleep=sleep,
                 ),
-                Reflector(api, PODS, Pod, selector=pods, clock=clock, on_change=self.pod_changed),
+                Reflector(api, PODS, Pod, selector=pods, clock=clock, on_change=self.pod_changed, sleep=sleep),
             ]
         self._reconciled: dict[str, str] = {}
         """UID of the job that was last reconciled, by key."""
@@ -229,7 +246,7 @@ class Operator:
         """Run until cancelled."""
         await self.calibrator.load()
         async with asyncio.TaskGroup() as group:
-            group.create_task(self.calibrator.run(), name="calibrator")
+            group.create_task(self.calibrator.run(self._sleep), name="calibrator")
             for reflector in self._reflectors:
                 group.create_task(reflector.run(), name=reflector.kind.plural)
             for number in range(self._settings.workers):

@@ -297,11 +297,11 @@ async def test_watch_reports_entering_and_leaving_objects(backend: Backend) -> N
             if event.type != "BOOKMARK":
                 events_seen.append((event.type, msgspec.json.decode(event.object, type=Pod).metadata.name))
 
-    await asyncio.wait_for(follow(1), 10)
+    await asyncio.wait_for(follow(1), 60)
     await backend.api.patch(PODS, name, {"metadata": {"annotations": {"a": "b"}}}, namespace="default")
     body = {"metadata": {"name": name, "uid": pod["metadata"]["uid"]}, "target": {"name": "n1"}}
     await backend.api.create(PODS, body, namespace="default", name=name, subresource="binding")
-    await asyncio.wait_for(follow(3), 10)
+    await asyncio.wait_for(follow(3), 60)
     assert events_seen == [("ADDED", name), ("MODIFIED", name), ("DELETED", name)]
     await events.aclose()  # type: ignore[attr-defined]
 
@@ -318,10 +318,10 @@ async def test_reflector_follows_a_server(backend: Backend) -> None:
             changed.clear()
             await changed.wait()
 
-    await asyncio.wait_for(reflector.wait_synced(), 10)
+    await asyncio.wait_for(reflector.wait_synced(), 60)
     await backend.pod("a")
-    await asyncio.wait_for(until(lambda: len(reflector.store.items) == 1), 10)
+    await asyncio.wait_for(until(lambda: len(reflector.store.items) == 1), 60)
     await backend.api.delete(PODS, backend.name("a"), namespace="default")
-    await asyncio.wait_for(until(lambda: not reflector.store.items), 10)
+    await asyncio.wait_for(until(lambda: not reflector.store.items), 60)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

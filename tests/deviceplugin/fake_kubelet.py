@@ -83,7 +83,7 @@ class Kubelet:
     async def options(self) -> dp.DevicePluginOptions:
         """GetDevicePluginOptions."""
         async with self._plugin() as plugin:
-            options: dp.DevicePluginOptions = await plugin.GetDevicePluginOptions(dp.Empty(), timeout=10)
+            options: dp.DevicePluginOptions = await plugin.GetDevicePluginOptions(dp.Empty(), timeout=60)
             return options
 
     async def lists(self) -> AsyncIterator[dict[str, str]]:
@@ -96,7 +96,7 @@ class Kubelet:
         """Allocate at admission; return the CDI names."""
         request = dp.AllocateRequest(container_requests=[dp.ContainerAllocateRequest(devices_ids=slots)])
         async with self._plugin() as plugin:
-            answer: dp.AllocateResponse = await plugin.Allocate(request, timeout=10)
+            answer: dp.AllocateResponse = await plugin.Allocate(request, timeout=60)
         self.held[namespace, pod, container] = list(slots)
         self.environment = dict(answer.container_responses[0].envs)
         return [device.name for device in answer.container_responses[0].cdi_devices]
@@ -105,4 +105,4 @@ class Kubelet:
         """Call PreStartContainer; raises AioRpcError if the plugin refuses."""
         request = dp.PreStartContainerRequest(devices_ids=self.held[namespace, pod, container])
         async with self._plugin() as plugin:
-            await plugin.PreStartContainer(request, timeout=10)
+            await plugin.PreStartContainer(request, timeout=60)

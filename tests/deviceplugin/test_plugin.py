@@ -274,7 +274,7 @@ async def test_kubelet_restart(agent, kubelet, settings, kube, reserve) -> None:
     again = Kubelet(settings.device_plugin_dir, settings.pod_resources_socket)
     await again.start()
     assert not (settings.device_plugin_dir / "carpool.sock").exists(), "a kubelet that starts deletes it"
-    request = await asyncio.wait_for(again.registered.get(), 5)
+    request = await asyncio.wait_for(again.registered.get(), 60)
     assert (request.version, request.endpoint, request.resource_name) == ("v1beta1", "carpool.sock", "carpool.dev/gpu")
     await place(kube, reserve("a", agent.devices.uuids[0]))
     await again.admit("a", "slot-0")
@@ -341,10 +341,10 @@ async def test_health_changes_reach_the_kubelet_and_slots_that_pods_hold_stay_he
     path = settings.state_dir / "simulated" / agent.devices.uuids[0] / "device.json"
     good = path.read_bytes()
     path.write_text("{")
-    health = await asyncio.wait_for(anext(stream), 5)
+    health = await asyncio.wait_for(anext(stream), 60)
     assert [slot for slot, state in health.items() if state == "Healthy"] == ["slot-0", "slot-1", "slot-6", "slot-7"]
     path.write_bytes(good)
-    assert set((await asyncio.wait_for(anext(stream), 5)).values()) == {"Healthy"}
+    assert set((await asyncio.wait_for(anext(stream), 60)).values()) == {"Healthy"}
     await stream.aclose()
 
 
@@ -355,7 +355,7 @@ class TestAutoscaling:
 
     async def test_a_gpu_that_one_pod_has_alone_offers_no_slot_until_the_pod_ends(self, agent, kubelet, kube, reserve):
         async def offered():
-            health = await asyncio.wait_for(anext(stream), 5)
+            health = await asyncio.wait_for(anext(stream), 60)
             return [int(slot.removeprefix("slot-")) for slot, state in health.items() if state == "Healthy"]
 
         every = list(range(8))

@@ -108,7 +108,7 @@ def test_the_chart_lives_through_upgrade_rollback_uninstallation_and_another_ins
 
     previous, chart = str(previous_chart(tmp_path)), str(CHART)
     release("install", RELEASE, previous, *VALUES)
-    empty.kubectl("wait", f"crd/{CRD}", "--for=condition=Established", "--timeout=30s")
+    empty.kubectl("wait", f"crd/{CRD}", "--for=condition=Established", "--timeout=120s")
     assert not has_new_field()
     empty.apply(JOB, POD)
     status = json.dumps({"status": {"state": "Running", "observedGeneration": 1, "conditions": []}})

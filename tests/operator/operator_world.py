@@ -102,7 +102,7 @@ class World:
 
     def start(self) -> None:
         """Start the operator with empty caches."""
-        self.operator: Operator = Operator(self.settings, self.kube, self.clock, self.tracer)
+        self.operator: Operator = Operator(self.settings, self.kube, self.clock, self.tracer, self.clock.sleep)
         self._delivered: dict[str, dict[str, Any]] = {"pods": {}, "gpunodes": {}, "gputrainingjobs": {}}
         self._is_loaded = False
 

@@ -141,7 +141,7 @@ async def test_cancelled_worker_leaves_the_next_key_to_others() -> None:
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
     queue.add("a")
-    assert await asyncio.wait_for(second, 5) == "a"
+    assert await asyncio.wait_for(second, 60) == "a"
 
 
 # Which events are debounced

@@ -71,7 +71,7 @@ def a_server(node):
 
 
 async def post(session, url, verb, body):
-    async with session.post(f"{url}/{verb}", data=body, timeout=aiohttp.ClientTimeout(10)) as answer:
+    async with session.post(f"{url}/{verb}", data=body, timeout=aiohttp.ClientTimeout(60)) as answer:
         assert answer.status == 200, await answer.text()
         return json.loads(await answer.text())
 
