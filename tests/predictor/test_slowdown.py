@@ -10,6 +10,7 @@ from carpool_predictor.models.slowdown import (
     TenantActivity,
     is_saturated,
     shipped,
+    slowdown_interval,
     slowdowns,
     solo_activity,
     upper_margin,
@@ -128,13 +129,18 @@ def test_time_slicing_never_uses_more_sms_than_exist(busy):
 
 @pytest.mark.parametrize("mode", list(SharingMode))
 @given(profiles=tenants)
-def test_the_upper_quantile_lies_above_and_vanishes_without_neighbours(mode, profiles):
+def test_the_interval_holds_the_median_and_vanishes_without_neighbours(mode, profiles):
     columns = np.array(profiles, float).reshape(len(profiles), 3).T[:, None, :]
     here = np.ones((1, len(profiles)), bool)
-    upper = (slowdowns(mode, *columns, here) + upper_margin(mode, columns[0], here))[0]
-    assert (upper >= of(mode, profiles)).all()
+    (lower,), (upper,) = slowdown_interval(mode, *columns, here)
+    median = of(mode, profiles)
+    assert upper == pytest.approx(median + upper_margin(mode, columns[0], here)[0])
+    assert (lower >= 1).all()
+    assert (lower <= median).all()
+    assert (median <= upper).all()
     if len(profiles) == 1 or mode not in SHARED:
-        assert upper == pytest.approx(of(mode, profiles))
+        assert upper == pytest.approx(median)
+        assert lower == pytest.approx(median)
 
 
 @pytest.mark.parametrize("mode", SHARED)

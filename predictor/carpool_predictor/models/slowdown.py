@@ -20,8 +20,9 @@ MPS. There is no contention below saturation: co-location pays while the joint S
 
     x_i = 1 + max over sm, dram of max(0, sum of a_j - max(0.8, a_i))
 
-The upper quantile adds f * sum of the other jobs' u_j. The factor f is the quantile over Gavel's pairs that had no part
-in the fit. Not modelled: bursts, caches, thread percentages. Whole GPUs and MIG instances have no slowdown.
+The interval's upper end adds f * sum of the other jobs' u_j; the lower end subtracts another f. Each factor is a
+quantile over Gavel's pairs that had no part in the fit. Not modelled: bursts, caches, thread percentages. Whole GPUs
+and MIG instances have no slowdown.
 """
 
 from collections.abc import Sequence
@@ -57,11 +58,15 @@ class SlowdownModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     holding: Annotated[float, Meta(ge=1, le=10)]
     """k: a job with utilization u delays arriving requests for about u^k of the time, while it need not wait itself."""
     level: Annotated[float, Meta(gt=0, lt=1)]
-    """Share of slowdowns that the upper quantile holds."""
+    """Share of slowdowns below the interval's upper end, and as many above its lower end."""
     turns_factor: Annotated[float, Meta(ge=0, le=100)]
     """f under time-slicing."""
     side_by_side_factor: Annotated[float, Meta(ge=0, le=100)]
     """f under MPS; larger, because the sharing mode of the measured pairs is unknown."""
+    turns_below: Annotated[float, Meta(ge=0, le=100)]
+    """Like f, from the median down to the lower end, under time-slicing."""
+    side_by_side_below: Annotated[float, Meta(ge=0, le=100)]
+    """The same under MPS."""
     provenance: dict[str, str | float | int]
     """Training data."""
 
@@ -101,10 +106,27 @@ def upper_margin(mode: SharingMode, util: Ratios, present: NDArray[np.bool_] | N
 
     The arguments are those of `slowdowns`.
     """
-    if mode not in (SharingMode.TIME_SLICING, SharingMode.MPS):
-        return np.zeros(np.shape(util))
-    model, busy = shipped(), _masked(util, present)
-    factor = model.turns_factor if mode is SharingMode.TIME_SLICING else model.side_by_side_factor
+    model = shipped()
+    factors = {SharingMode.TIME_SLICING: model.turns_factor, SharingMode.MPS: model.side_by_side_factor}
+    return _margin(factors.get(mode, 0.0), util, present)
+
+
+def slowdown_interval(
+    mode: SharingMode, util: Ratios, sm: Ratios, dram: Ratios, present: NDArray[np.bool_] | None = None
+) -> tuple[Slowdowns, Slowdowns]:
+    """Return the lower and the upper end of each tenant's slowdown; `SlowdownModel.level` defines them.
+
+    Arguments and shapes are those of `slowdowns`, which lies between both ends. Without co-tenants both are 1.
+    """
+    model, median = shipped(), slowdowns(mode, util, sm, dram, present)
+    below = {SharingMode.TIME_SLICING: model.turns_below, SharingMode.MPS: model.side_by_side_below}
+    lower: Slowdowns = np.maximum(1.0, median - _margin(below.get(mode, 0.0), util, present))
+    return lower, median + upper_margin(mode, util, present)
+
+
+def _margin(factor: float, util: Ratios, present: NDArray[np.bool_] | None) -> Slowdowns:
+    """Return a factor times the other tenants' utilization, shape (gpus, tenants); 0 where the mask is false."""
+    busy = _masked(util, present)
     margin: Slowdowns = factor * (busy.sum(axis=1, keepdims=True) - busy)
     return margin if present is None else np.where(present, margin, 0.0)
 

@@ -79,7 +79,7 @@ def best_exponent(runs: Sequence[Runs], activity: Activity = sm_active) -> float
     return min(EXPONENTS, key=lambda exponent: error(runs, exponent, activity))
 
 
-VERSION = "2026.11.3"
+VERSION = "2026.11.4"
 LEVEL = 0.9
 
 
@@ -94,12 +94,15 @@ def learn(data: Path) -> SlowdownModel:
     hiding = gavel.most_cautious(gavel.errors_by_exponent(measured))
     held_out = gavel.queueing(measured, hiding, k)
     time_slicing, side_by_side = gavel.factors(held_out, LEVEL)
+    turns_below, side_by_side_below = (-below for below in gavel.factors(held_out, 1 - LEVEL))
     return SlowdownModel(
         version=VERSION,
         holding=k,
         level=LEVEL,
         turns_factor=time_slicing,
         side_by_side_factor=side_by_side,
+        turns_below=max(0.0, turns_below),
+        side_by_side_below=max(0.0, side_by_side_below),
         provenance={
             "holding": "itu-rad/GPUMemNet, MLPs and CNNs (A100)",
             "holding_runs": sum(len(of.busy) for of in runs.values()),

@@ -269,7 +269,7 @@ class Weights:
 
 
 def factors(held_out: Queueing, level: float) -> tuple[float, float]:
-    """Return the factors of a neighbour's busy share that make an upper quantile of slowdowns.
+    """Return the factors of a neighbour's busy share that lead from the median to a quantile of slowdowns.
 
     Returns:
         Factors under time-slicing and under MPS.
@@ -278,4 +278,4 @@ def factors(held_out: Queueing, level: float) -> tuple[float, float]:
 
 
 def _factor(predicted: Numbers, held_out: Queueing, level: float) -> float:
-    return round(max(0.0, float(np.quantile((held_out.measured - predicted) / held_out.neighbour_busy, level))), 3)
+    return round(float(np.quantile((held_out.measured - predicted) / held_out.neighbour_busy, level)), 3)
