@@ -95,7 +95,11 @@ def build(
     evaluation_cache = EvaluationCache(informers.cluster, rules)
     restorer = Restorer(api, informers, writer, events, settings.slots_per_gpu)
     leadership = Leadership(api, clock, settings.scheduler_lease, settings.scheduler_host or gethostname())
-    gc = ReservationGC(api, informers, writer, restorer, leads=lambda: leadership.leads, clock=clock, sleep=sleep)
+
+    def leads() -> bool:
+        return leadership.leads
+
+    gc = ReservationGC(api, informers, writer, restorer, leads=leads, clock=clock, sleep=sleep)
     queue = SchedulingQueue(
         informers.cluster,
         evaluation_cache,
@@ -130,7 +134,7 @@ def build(
     gc.leave_alone(binder.open)
     leadership.on_change(gc.sweep_soon)
     admission.exempt(binder.open)
-    settler = PeakUpdater(informers.cluster, writer, PeakTracker(clock), sleep) if settings.count_peaks else None
+    settler = PeakUpdater(informers.cluster, writer, PeakTracker(clock), leads, sleep) if settings.count_peaks else None
     service = Scheduler(
         informers,
         workloads,

@@ -5,6 +5,7 @@ import gc
 import signal
 from collections.abc import Sequence
 from socket import gethostname
+from uuid import uuid4
 
 import click
 import structlog
@@ -62,7 +63,9 @@ def elector_of(settings: OperatorSettings, api: KubeApi, clock: Clock) -> Leader
     namespace, _, name = settings.lease.partition("/")
     if not namespace or not name or "/" in name:
         raise SettingsError(f"CARPOOL_OPERATOR_LEASE: expected NAMESPACE/NAME, found {settings.lease}")
-    return LeaderElector(api, clock, namespace=namespace, name=name, identity=settings.identity or gethostname())
+    # Pods that use their node's network have its name, so the name alone may be that of two processes.
+    identity = settings.identity or f"{gethostname()}_{uuid4()}"
+    return LeaderElector(api, clock, namespace=namespace, name=name, identity=identity)
 
 
 class ElectedOperator:

@@ -92,7 +92,7 @@ class OperatorSettings:
         "",
         flag="--identity",
         env="CARPOOL_OPERATOR_IDENTITY",
-        help="Name of this operator in the Lease; this host's name if empty.",
+        help="Unique name of this operator in the Lease; the host's name and a random UUID if empty.",
     )
 
     @property

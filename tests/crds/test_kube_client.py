@@ -133,7 +133,7 @@ async def test_writes_use_the_right_verb_path_and_body(start: Start) -> None:
     await client.create(PODS, {"target": {"name": "n1"}}, namespace="d", name="a", subresource="binding")
     await client.patch(GPU_NODES, "n1", {"spec": {"reservations": []}})
     await client.patch(PODS, "a", [{"op": "test", "path": "/x", "value": 1}], namespace="d")
-    await client.delete(PODS, "a", namespace="d", uid="u1")
+    await client.delete(PODS, "a", namespace="d", uid="u1", resource_version="7")
     jobs, binding, merge, patch, delete = seen
     body = {"apiVersion": "carpool.dev/v1alpha1", "kind": "GpuNode", "metadata": {"name": "n1"}}
     assert jobs == ("POST", "/apis/carpool.dev/v1alpha1/gpunodes?fieldValidation=Strict", "application/json", body)
@@ -141,7 +141,7 @@ async def test_writes_use_the_right_verb_path_and_body(start: Start) -> None:
     assert binding[3] == {"target": {"name": "n1"}}
     assert merge[2:] == ("application/merge-patch+json", {"spec": {"reservations": []}})
     assert patch[2:] == ("application/json-patch+json", [{"op": "test", "path": "/x", "value": 1}])
-    assert delete[3] == {"propagationPolicy": "Background", "preconditions": {"uid": "u1"}}
+    assert delete[3] == {"propagationPolicy": "Background", "preconditions": {"uid": "u1", "resourceVersion": "7"}}
 
 
 async def test_token_is_sent(start: Start) -> None:

@@ -162,11 +162,14 @@ async def test_status_is_ignored_at_creation(backend: Backend) -> None:
     assert job.spec.sharing.max_slowdown == 1.5
 
 
-async def test_delete_checks_the_uid(backend: Backend) -> None:
-    pod = await backend.pod("a")
-    name = backend.name("a")
-    await refused(Conflict, backend.api.delete(PODS, name, namespace="default", uid="other"), "other")
-    await backend.api.delete(PODS, name, namespace="default", uid=pod["metadata"]["uid"])
+@pytest.mark.parametrize(("precondition", "other"), [("uid", "other"), ("resource_version", "123456789")])
+async def test_delete_checks_its_preconditions(backend: Backend, precondition: str, other: str) -> None:
+    meta = (await backend.pod("a"))["metadata"]
+    name, found = backend.name("a"), {"uid": meta["uid"], "resource_version": meta["resourceVersion"]}
+    await refused(
+        Conflict, backend.api.delete(PODS, name, namespace="default", **(found | {precondition: other})), other
+    )
+    await backend.api.delete(PODS, name, namespace="default", **found)
     await refused(NotFound, backend.api.get(PODS, name, Pod, namespace="default"))
 
 

@@ -51,6 +51,8 @@ def test_operators_elect_a_leader_by_the_lease_of_the_chart(render: Any) -> None
     [container] = spec["template"]["spec"]["containers"]
     name = f"{lease['metadata']['namespace']}/{lease['metadata']['name']}"
     assert {"name": "CARPOOL_OPERATOR_LEASE", "value": name} in container["env"]
+    of_pod = {"fieldRef": {"fieldPath": "metadata.name"}}
+    assert {"name": "CARPOOL_OPERATOR_IDENTITY", "valueFrom": of_pod} in container["env"], "two pods of one host differ"
     assert spec["replicas"] == 2
 
 

@@ -19,6 +19,7 @@ from carpool_core.kube.api import (
     EVENTS,
     GPU_NODES,
     GPU_TRAINING_JOBS,
+    LEASES,
     POD_DISRUPTION_BUDGETS,
     PODS,
     SERVICES,
@@ -30,9 +31,10 @@ from carpool_core.kube.client import error_for
 from carpool_core.kube.errors import Forbidden, Invalid, NotFound, Overloaded
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.settings import KubeSettings
+from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_operator import commands
-from carpool_operator.commands import NotInstalledError, check_installed
+from carpool_operator.commands import NotInstalledError, check_installed, elector_of
 from carpool_operator.expectations import REFUSAL_BACKOFF
 from carpool_operator.performer import Superseded
 from carpool_operator.reconcile import reconcile
@@ -693,3 +695,16 @@ def test_invalid_settings_are_refused(
     assert result.exit_code == 2, result.output
     assert isinstance(result.exception, SystemExit)
     assert expected.format(taken=taken) in result.output
+
+
+@pytest.mark.parametrize(("identity", "distinct"), [("", 2), ("pod-1", 1)])
+async def test_two_operators_of_one_host_have_different_identities(identity: str, distinct: int) -> None:
+    """Regression: pods on their node's network have its name, and each took the other's Lease for its own."""
+    holders, clock = set(), FakeClock()
+    for _ in range(2):
+        kube = FakeKube(clock)
+        elector = elector_of(OperatorSettings(lease="carpool/operator", identity=identity), kube, clock)
+        assert elector is not None
+        await elector.acquire()
+        holders.add(kube.dump(LEASES, "operator", "carpool")["spec"]["holderIdentity"])
+    assert len(holders) == distinct

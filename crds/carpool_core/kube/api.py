@@ -148,8 +148,10 @@ class KubeApi(Protocol):
         """Yield the lines of a container's log; with `is_followed` until it ends. Raises `Invalid` before it starts."""
         ...
 
-    async def delete(self, kind: ResourceKind, name: str, *, namespace: str = "", uid: str = "") -> None:
-        """Delete an object. With `uid`, raises `Conflict` if another object has the name now."""
+    async def delete(
+        self, kind: ResourceKind, name: str, *, namespace: str = "", uid: str = "", resource_version: str = ""
+    ) -> None:
+        """Delete an object; `Conflict` if another has the name now (`uid`), or it has changed (`resource_version`)."""
         ...
 
 

@@ -208,11 +208,12 @@ class KubeClient(KubeApi):
         except (aiohttp.ClientError, OSError) as error:
             raise Unreachable(f"{call}: the connection broke: {error}") from error
 
-    async def delete(self, kind: ResourceKind, name: str, *, namespace: str = "", uid: str = "") -> None:
-        """Delete an object; its dependents follow in the background. With `uid`, `Conflict` for another one."""
-        options: dict[str, Any] = {"propagationPolicy": "Background"}
-        if uid:
-            options["preconditions"] = {"uid": uid}
+    async def delete(
+        self, kind: ResourceKind, name: str, *, namespace: str = "", uid: str = "", resource_version: str = ""
+    ) -> None:
+        """Delete an object, its dependents in the background; `Conflict` if it has another UID or version."""
+        given = {"uid": uid, "resourceVersion": resource_version}
+        options = {"propagationPolicy": "Background", "preconditions": {key: one for key, one in given.items() if one}}
         await self._call("DELETE", _object(kind, namespace, name), body=options)
 
     async def _call(

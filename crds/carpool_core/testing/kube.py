@@ -287,12 +287,15 @@ class FakeKube(KubeApi):
         for line in lines if tail_lines is None else lines[max(0, len(lines) - tail_lines) :]:
             yield line
 
-    async def delete(self, kind: ResourceKind, name: str, *, namespace: str = "", uid: str = "") -> None:
+    async def delete(
+        self, kind: ResourceKind, name: str, *, namespace: str = "", uid: str = "", resource_version: str = ""
+    ) -> None:
         """Delete an object and, unless finalizers hold it, its dependents."""
         failure = await self._begin("delete", kind, name)
         item = self._find(kind, namespace, name)
-        if uid and item["metadata"]["uid"] != uid:
-            raise _conflict(kind, name, f"UID in precondition: {uid}, UID in object meta: {item['metadata']['uid']}")
+        for key, expected in (("uid", uid), ("resourceVersion", resource_version)):
+            if expected and (found := item["metadata"][key]) != expected:
+                raise _conflict(kind, name, f"{key} in precondition: {expected}, {key} in object meta: {found}")
         self._delete(kind, item)
         _answer({}, failure)
 

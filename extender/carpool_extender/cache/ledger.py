@@ -47,6 +47,11 @@ def held(spec: GpuNodeSpec, pod_uid: PodUid) -> Reservation | None:
     return next((r for r in spec.reservations if r.pod_uid == pod_uid), None)
 
 
+def is_same(one: Reservation, other: Reservation) -> bool:
+    """Return whether a pod's reservation is as it was: a later one, or one that a later bind took over, is not."""
+    return (one.generation, one.deadline) == (other.generation, other.deadline)
+
+
 def on_gpu(spec: GpuNodeSpec, uuid: GpuUuid) -> list[Reservation]:
     """Return the reservations of one GPU."""
     return [r for r in spec.reservations if uuid in r.gpu_uuids]

@@ -336,16 +336,20 @@ class AdmissionController:
                 continue
             self.forget_claim(uid)
             self._admitted_at[uid] = self._clock.monotonic()  # tried again after as long, if the deletion fails
-            self._spawn(self._delete(pod))
+            self._spawn(self._delete(self._informers.pod(uid) or pod))
         self._log.info("not started in time", job=str(job), retry_in_s=delay_s, because=state.retry_reason)
 
     async def _delete(self, pod: Pod) -> None:
+        """Delete a pod that was never bound; one that has changed, perhaps by its Binding, is left for the next try."""
+        meta = pod.metadata
         try:
-            await self._api.delete(PODS, pod.metadata.name, namespace=pod.metadata.namespace, uid=pod.metadata.uid)
+            await self._api.delete(
+                PODS, meta.name, namespace=meta.namespace, uid=meta.uid, resource_version=meta.resource_version
+            )
         except NotFound:
             return
         except KubeError as error:
-            self._log.warning("pod not deleted", pod=pod.metadata.name, error=str(error))
+            self._log.warning("pod not deleted", pod=meta.name, error=str(error))
 
     # --- admission -------------------------------------------------------------------------------------------------
 

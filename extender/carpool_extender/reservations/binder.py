@@ -199,14 +199,16 @@ class Binder:
             if other != args.node:
                 await self._check_not_held_on(other, args)
 
-        is_found = False
+        is_found, wanted = False, None
 
         def decide(node: GpuNode) -> GpuNodeSpec:
-            nonlocal is_found
+            nonlocal is_found, wanted
             cluster.forget(args.node, uid)
-            is_found = ledger.held(node.spec, uid) is not None
-            if is_found:
-                return ledger.take_over(node.spec, uid, self._timeout_s)
+            found = ledger.held(node.spec, uid)
+            is_own = found is not None and wanted is not None and ledger.is_same(found, wanted)  # the answer was lost
+            is_found = found is not None and not is_own
+            if found is not None:
+                return node.spec if is_own else ledger.take_over(node.spec, uid, self._timeout_s)
             wanted = self._assume(pod_request, args, node)
             spec = ledger.reserve(node.spec, wanted, ledger.capacity_of(node, self._slots))
             if isinstance(spec, ledger.Rejected):

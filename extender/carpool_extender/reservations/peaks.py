@@ -20,12 +20,13 @@ CONCURRENT = 16
 
 
 class PeakUpdater:
-    """Observes all nodes at regular intervals.
+    """Observes all nodes at regular intervals. A standby observes too, so that it knows the times when it leads.
 
     Args:
         cluster: Watched nodes.
         writer: Writes reservations.
         tracker: Measures for how long peaks have been stable.
+        leads: Returns whether this extender leads; any other writes nothing.
         sleep: Waits.
     """
 
@@ -34,9 +35,11 @@ class PeakUpdater:
         cluster: ClusterCache,
         writer: ReservationWriter,
         tracker: PeakTracker,
+        leads: Callable[[], bool],
         sleep: Callable[[float], Awaitable[Any]],
     ) -> None:
         self._cluster, self._writer, self._tracker, self._sleep = cluster, writer, tracker, sleep
+        self._leads = leads
         self._writing: set[str] = set()
         self._semaphore = asyncio.Semaphore(CONCURRENT)
         self._log = structlog.get_logger()
@@ -47,7 +50,7 @@ class PeakUpdater:
             while True:
                 self._tracker.keep(self._cluster.nodes)
                 for name in [*self._cluster.nodes]:
-                    if (pods := self._due(name)) is not None:
+                    if (pods := self._due(name)) is not None and self._leads():
                         self._writing.add(name)
                         group.create_task(self._write(name, pods))
                     await asyncio.sleep(0)  # thousands of nodes delay no other work
@@ -70,7 +73,7 @@ class PeakUpdater:
         try:
             async with self._semaphore:
                 watched = self._cluster.node(name)
-                if watched is None or decide(watched) is watched.spec:  # changed meanwhile
+                if watched is None or decide(watched) is watched.spec or not self._leads():  # changed meanwhile
                     return
                 await self._writer.change(name, decide)
         except KubeError as error:

@@ -95,8 +95,6 @@ class ReservationWriter:
     async def release(self, name: str, judged: Reservation) -> bool:
         """Remove a reservation, unless it has changed since it was judged.
 
-        A later reservation of the same pod has another generation; one that a later bind took over, another deadline.
-
         Args:
             name: Name of the GpuNode.
             judged: The reservation as it was when its release was decided.
@@ -112,7 +110,7 @@ class ReservationWriter:
         def decide(node: GpuNode) -> GpuNodeSpec:
             nonlocal is_unchanged
             held = ledger.held(node.spec, judged.pod_uid)
-            is_unchanged = held is not None and (held.generation, held.deadline) == (judged.generation, judged.deadline)
+            is_unchanged = held is not None and ledger.is_same(held, judged)
             return ledger.release(node.spec, judged.pod_uid) if is_unchanged else node.spec
 
         try:

@@ -194,6 +194,23 @@ async def test_a_job_that_gets_no_node_returns_to_the_queue_with_the_scheduler_s
         assert cluster.gated() == []
 
 
+async def test_a_pod_that_is_bound_while_its_deletion_is_on_its_way_stays(cluster, monkeypatch):
+    """Regression: the deletion tested the UID only, so that an extender with a stale watch deleted a bound pod."""
+    cluster.queue("x")
+    delete = cluster.kube.delete
+
+    async def delete_late(kind, name, **preconditions):
+        binding = {"metadata": {"name": name}, "target": {"kind": "Node", "name": "a"}}
+        await cluster.kube.create(PODS, binding, namespace="default", name=name, subresource="binding")
+        await delete(kind, name, **preconditions)
+
+    monkeypatch.setattr(cluster.kube, "delete", delete_late)
+    async with cluster.extender():
+        await cluster.settle(35)
+        assert [call.name for call in cluster.kube.calls if call.verb == "delete"] == ["x-worker-0-1"]
+        assert cluster.bound_to() == "a"
+
+
 async def test_a_job_waits_with_a_reason_written_at_most_once_in_ten_seconds(cluster):
     cluster.queue("wide", gpus=2, gates=[])
     cluster.queue("x", 5)

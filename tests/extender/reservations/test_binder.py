@@ -228,6 +228,17 @@ async def test_a_partition_that_fails_is_given_back_with_an_event(world):
     assert world.events() == [("PartitionFailed", answer.error)]
 
 
+async def test_a_reservation_whose_write_got_no_answer_is_given_back_too(world):
+    """Regression: a bind took its own reservation for that of another bind, and kept its GPU until the deadline."""
+    world.add("x")
+    world.kube.fail_next("patch", GPU_NODES, Unreachable("reset"), after=True)
+    async with world.extender() as extender, background(fails(world, extender)) as failed:
+        await until(lambda: any(seconds < 0.1 for seconds in world.clock.sleeping))
+        world.clock.advance(0.1)
+        await failed
+        assert world.held() == {}
+
+
 async def test_a_silent_agent_ends_at_the_deadline(world):
     world.add("x")
     async with world.extender() as extender, background(extender.service.bind(args())) as binding:

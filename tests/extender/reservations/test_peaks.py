@@ -14,7 +14,7 @@ from carpool_extender.cache.peaks import PeakTracker, StablePeak, measured_tenan
 from carpool_extender.framework.diagnosis import measured_differences
 from carpool_extender.reservations.peaks import CHECK_EVERY_S, PeakUpdater
 from carpool_extender.reservations.writer import ATTEMPTS
-from carpool_extender.testing import cluster, device, gpu_node, node_of, prediction, tenant, until
+from carpool_extender.testing import cluster, device, gpu_node, node_of, prediction, seed_job, seed_pod, tenant, until
 from carpool_predictor.calibration.observe import LOADING_S, STEADY_S
 from extender_world import args, background, filtering, named
 from msgspec.structs import replace
@@ -235,8 +235,10 @@ def test_explain_says_what_counts(profile, peak, said):
 
 
 def a_lone_job(world, **predicted):
-    """A job that is alone because nothing was measured, and one that waits, for one GPU."""
-    world.add("x", "y", nodes=["a"])
+    """A job that is alone because nothing was measured, and one that could join it; the extender leads."""
+    world.hold("here_1")
+    world.add("x", nodes=["a"])
+    seed_job(world.kube, "y")
     job = world.kube.dump(GPU_TRAINING_JOBS, "x", "")
     status = job["status"] | {"prediction": msgspec.to_builtins(prediction(trusted=False, **predicted))}
     world.kube.seed(GPU_TRAINING_JOBS, job | {"status": status})
@@ -281,6 +283,7 @@ async def test_a_lone_job_is_joined_once_its_peak_was_measured(world):
         await passes(world, CHECK_EVERY_S)
         await until(lambda: counted(world) == [7500])
         assert named(await extender.service.filter(filtering("y"))) == ["a"]
+        seed_pod(world.kube, "y")
         await place(world, extender, "y")
         await passes(world, STEADY_S - LOADING_S)
         await until(lambda: counted(world) == [5500, None])
@@ -300,6 +303,20 @@ async def test_written_peaks_survive_a_restart_of_the_extender(world):
         await until(lambda: counted(world) == [7500])
     async with world.extender() as extender:
         assert named(await extender.service.filter(filtering("y"))) == ["a"]
+
+
+async def test_only_the_leader_writes_peaks_and_a_new_leader_has_measured_them(world):
+    """Regression: a standby wrote them, too."""
+    a_lone_job(world)
+    world.hold("elsewhere_1")
+    async with world.extender() as extender:
+        await place(world, extender)
+        await report(world)
+        await passes(world, LOADING_S + CHECK_EVERY_S)
+        assert counted(world) == [None]
+        world.hold("here_2")
+        await passes(world, CHECK_EVERY_S)
+        await until(lambda: counted(world) == [7500])
 
 
 async def test_a_dead_agent_resets_the_time(world):
@@ -361,7 +378,7 @@ async def test_a_node_that_is_slow_to_write_delays_no_other_and_is_not_written_t
     clock, writer = FakeClock(), SlowWriter()
     names = ("slow", "quick")
     nodes = cluster(*(a_node(reserved(), tenants=measured(5000), name=name) for name in names))
-    async with background(PeakUpdater(nodes, writer, PeakTracker(clock), clock.sleep).run()):
+    async with background(PeakUpdater(nodes, writer, PeakTracker(clock), lambda: True, clock.sleep).run()):
         for _ in range(round(LOADING_S / CHECK_EVERY_S) + 1):
             await until(lambda: CHECK_EVERY_S in clock.sleeping)
             clock.advance(CHECK_EVERY_S)
