@@ -13,10 +13,9 @@ from carpool_core.keys import SIMULATED_PREFIX
 from carpool_core.kube.pods import Pod
 from carpool_core.products import hardware_name
 from carpool_core.resources.job import Attempt, GpuTrainingJob, JobStatus, WorkerPlacement
-from carpool_core.resources.node import Device, GpuNode, Tenant
+from carpool_core.resources.node import LOADING_S, STEADY_S, Device, GpuNode, Tenant
 from carpool_core.values import GpuUuid, SharingMode
 from carpool_predictor.calibration.document import RunMeasurement
-from carpool_predictor.calibration.observe import LOADING_S, STEADY_S
 from carpool_predictor.calibration.run_history import memory_step
 from carpool_predictor.models.slowdown import TenantActivity, is_saturated, solo_activity
 

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from carpool_core.resources.node import STEADY_S
 from carpool_core.values import SharingMode
 from carpool_extender.framework.filters import NO_LIMITS, AdmissionLimits
 from carpool_extender.queue.order import QueueOrder
-from carpool_predictor.calibration.observe import STEADY_S
 
 
 class Knowledge(StrEnum):

@@ -10,11 +10,11 @@ from carpool_core.kube.api import CONFIG_MAPS, EVENTS, GPU_NODES, GPU_TRAINING_J
 from carpool_core.kube.errors import Conflict, Forbidden, Overloaded, Unreachable
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import GpuTrainingJob
+from carpool_core.resources.node import LOADING_S, STEADY_S
 from carpool_core.resources.prediction import MemoryPrediction
 from carpool_operator.calibrator import PAUSE_S, REPAIR_POLL_S
 from carpool_operator.observations import Observation
 from carpool_predictor.calibration.document import MAX_SAMPLES, MIN_JOBS, RunMeasurement
-from carpool_predictor.calibration.observe import LOADING_S, STEADY_S
 from carpool_predictor.calibration.store import KEY
 from carpool_predictor.features import Abstention
 from learning_world import (

@@ -18,6 +18,11 @@ MAX_UID = 2**31 - 1
 """Largest UID that the API server accepts for a pod."""
 MAX_REASON_LENGTH = 4096
 """Largest length of a reservation's reason, in characters."""
+LOADING_S = 90.0
+"""Age in seconds from which the peak and the activity of a running job count; a younger job is still loading."""
+STEADY_S = 600.0
+"""Seconds without growth after which a peak counts as the job's. PyTorch's allocator keeps reserved memory, so that the
+first steps reach the peak; ten minutes include an evaluation or a longer sample."""
 
 
 class TenantProfile(Resource, frozen=True, kw_only=True):

@@ -6,14 +6,13 @@ from typing import NamedTuple
 
 import msgspec
 from carpool_core.clock import Clock
-from carpool_core.resources.node import GpuNode, GpuNodeSpec, Reservation, Tenant
+from carpool_core.resources.node import LOADING_S, STEADY_S, GpuNode, GpuNodeSpec, Reservation, Tenant
 from carpool_core.values import GpuUuid, PodUid
-from carpool_predictor.calibration.observe import LOADING_S, STEADY_S
 from carpool_predictor.calibration.run_history import OOM_FACTOR, RUN_TOLERANCE
 
 from carpool_extender.cache.gpu_table import peak_mib
 
-STILL = 1.01
+STABLE_FACTOR = 1.01
 """A peak that has risen by less than this factor is stable; agents do not report smaller changes."""
 LEAST_MARGIN = 1 + RUN_TOLERANCE
 """Smallest margin: the difference of two runs of a job that count as equal."""
@@ -30,12 +29,12 @@ class StablePeak(NamedTuple):
     """Factor from these peaks to the memory that counts; larger peaks are not covered."""
 
 
-class _Seen(NamedTuple):
+class _Observation(NamedTuple):
     """Observations of a tenant."""
 
     peaks: tuple[int, ...]
     """Peaks on each of its GPUs at their last change, in MiB."""
-    still_s: float
+    stable_s: float
     """Its working time since then, in seconds."""
     at_s: float
     """Time of this observation, in monotonic seconds."""
@@ -70,29 +69,29 @@ def use_measured_peak(
     Returns:
         The new spec; the same object if nothing changes.
     """
-    after = [_settled(one, tenants, pods.get(one.pod_uid)) for one in spec.reservations]
+    after = [_with_measured_peak(one, tenants, pods.get(one.pod_uid)) for one in spec.reservations]
     if all(new is old for new, old in zip(after, spec.reservations, strict=True)):
         return spec
     return msgspec.structs.replace(spec, reservations=after)
 
 
-def _settled(
-    one: Reservation, tenants: Mapping[tuple[PodUid, GpuUuid], Tenant], still: StablePeak | None
+def _with_measured_peak(
+    one: Reservation, tenants: Mapping[tuple[PodUid, GpuUuid], Tenant], stable: StablePeak | None
 ) -> Reservation:
     counted_mib = one.tenant.counted_mib(0)
     taken_mib = max(peak_mib(tenants.get((one.pod_uid, gpu))) for gpu in one.gpu_uuids)
     if one.tenant.provisional and counted_mib is not None and taken_mib > counted_mib:
         tenant = msgspec.structs.replace(one.tenant, provisional=False, measured_mib=None)
         return msgspec.structs.replace(one, tenant=tenant)
-    if still is None or not _stood(peaks_of(one, tenants), still.peaks):
+    if stable is None or not _is_stable(peaks_of(one, tenants), stable.peaks):
         return one
-    mib = _proven_mib(one, tenants, still.margin)
+    mib = _measured_bound_mib(one, tenants, stable.margin)
     if mib is None:
         return one
     return msgspec.structs.replace(one, tenant=msgspec.structs.replace(one.tenant, measured_mib=mib))
 
 
-def _proven_mib(one: Reservation, tenants: Mapping[tuple[PodUid, GpuUuid], Tenant], by: float) -> int | None:
+def _measured_bound_mib(one: Reservation, tenants: Mapping[tuple[PodUid, GpuUuid], Tenant], by: float) -> int | None:
     peaks = peaks_of(one, tenants) if one.tenant.provisional else None
     if peaks is None:
         return None
@@ -106,10 +105,12 @@ def peaks_of(one: Reservation, tenants: Mapping[tuple[PodUid, GpuUuid], Tenant])
     return peaks if all(peaks) else None
 
 
-def _stood(now: tuple[int, ...] | None, was: tuple[int, ...]) -> bool:
+def _is_stable(now: tuple[int, ...] | None, was: tuple[int, ...]) -> bool:
     """Whether the peaks on all of a pod's GPUs are stable."""
     return (
-        now is not None and len(now) == len(was) and all(peak <= STILL * of for peak, of in zip(now, was, strict=True))
+        now is not None
+        and len(now) == len(was)
+        and all(peak <= STABLE_FACTOR * of for peak, of in zip(now, was, strict=True))
     )
 
 
@@ -124,46 +125,46 @@ class PeakTracker:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._seen: dict[str, dict[PodUid, _Seen]] = {}
+        self._observations: dict[str, dict[PodUid, _Observation]] = {}
 
-    def look(self, node: GpuNode) -> dict[PodUid, StablePeak]:
+    def observe(self, node: GpuNode) -> dict[PodUid, StablePeak]:
         """Add an observation of a node; return the pods whose peaks have been stable for long enough."""
         name, now_s = node.metadata.name, self._clock.monotonic()
         tenants = measured_tenants(node)
-        waiting = [one for one in node.spec.reservations if _proven_mib(one, tenants, LEAST_MARGIN) is not None]
+        waiting = [one for one in node.spec.reservations if _measured_bound_mib(one, tenants, LEAST_MARGIN) is not None]
         if not waiting:
             self.forget(name)
             return {}
-        known = self._seen.get(name, {})
-        seen = {one.pod_uid: _seen(one, tenants, known.get(one.pod_uid), now_s) for one in waiting}
-        self._seen[name] = seen
+        known = self._observations.get(name, {})
+        observed = {one.pod_uid: _observe(one, tenants, known.get(one.pod_uid), now_s) for one in waiting}
+        self._observations[name] = observed
         return {
             pod: StablePeak(found.peaks, by)
-            for pod, found in seen.items()
+            for pod, found in observed.items()
             for after_s, by in margins()
-            if found.still_s >= after_s
+            if found.stable_s >= after_s
         }
 
     def forget(self, name: str) -> None:
         """Forget a node."""
-        self._seen.pop(name, None)
+        self._observations.pop(name, None)
 
     def keep(self, names: Container[str]) -> None:
         """Forget all nodes but these."""
-        self._seen = {name: seen for name, seen in self._seen.items() if name in names}
+        self._observations = {name: observed for name, observed in self._observations.items() if name in names}
 
 
-def _seen(
-    one: Reservation, tenants: Mapping[tuple[PodUid, GpuUuid], Tenant], before: _Seen | None, now_s: float
-) -> _Seen:
+def _observe(
+    one: Reservation, tenants: Mapping[tuple[PodUid, GpuUuid], Tenant], before: _Observation | None, now_s: float
+) -> _Observation:
     """Return the state of a tenant that is measured on all of its GPUs; time counts only while it works."""
     peaks = peaks_of(one, tenants) or ()
-    is_still = before is not None and _stood(peaks, before.peaks)
+    is_stable = before is not None and _is_stable(peaks, before.peaks)
     works = all(_works(tenants[one.pod_uid, gpu]) for gpu in one.gpu_uuids)
-    if before is None or not is_still:
-        return _Seen(peaks, 0.0, now_s, works)
+    if before is None or not is_stable:
+        return _Observation(peaks, 0.0, now_s, works)
     gained_s = now_s - before.at_s if works and before.works else 0.0
-    return _Seen(before.peaks, before.still_s + gained_s, now_s, works)
+    return _Observation(before.peaks, before.stable_s + gained_s, now_s, works)
 
 
 def _works(tenant: Tenant) -> bool:

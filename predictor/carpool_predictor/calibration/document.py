@@ -93,7 +93,7 @@ class RunMeasurement(msgspec.Struct, frozen=True, kw_only=True):
     ended: bool = True
     """False while the job runs. Its end replaces the row, and only then is the bound judged."""
     steady: bool = True
-    """Whether the peak has not grown for `observe.STEADY_S`, or the run has ended."""
+    """Whether the peak has not grown for `carpool_core.resources.node.STEADY_S`, or the run has ended."""
     sample: _NAME = ""
     """Name of the run, such as its job's UID and attempt, which counts once; empty names always count."""
     util: _RATIO | None = None

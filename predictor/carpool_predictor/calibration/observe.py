@@ -114,11 +114,6 @@ SIZES = 12
 """Rows of one model that are kept, over all sizes."""
 PRIOR_MIB = (1024.0, 4096.0, 16384.0)
 """Positions of the synthetic observations on the shipped line."""
-LOADING_S = 90.0
-"""Age in seconds from which the peak and the activity of a running job count; a younger job is still loading."""
-STEADY_S = 600.0
-"""Seconds without growth after which a peak counts as the job's. PyTorch's allocator keeps reserved memory, so that the
-first steps reach the peak; ten minutes include an evaluation or a longer sample."""
 STEP = 0.04
 """Step size of adaptive conformal inference, in logarithms."""
 _ROUNDS = 4

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, NODES
 from carpool_core.kube.errors import Unreachable
-from carpool_core.resources.node import GpuNodeStatus, Tenant, TenantProfile
+from carpool_core.resources.node import LOADING_S, STEADY_S, GpuNodeStatus, Tenant, TenantProfile
 from carpool_core.testing.clock import FakeClock
 from carpool_core.values import SharingMode
 from carpool_extender.cache import ledger
@@ -15,7 +15,6 @@ from carpool_extender.framework.diagnosis import measured_differences
 from carpool_extender.reservations.peaks import CHECK_EVERY_S, PeakUpdater
 from carpool_extender.reservations.writer import ATTEMPTS
 from carpool_extender.testing import cluster, device, gpu_node, node_of, prediction, seed_job, seed_pod, tenant, until
-from carpool_predictor.calibration.observe import LOADING_S, STEADY_S
 from extender_world import args, background, filtering, named
 from msgspec.structs import replace
 
@@ -65,12 +64,12 @@ class Agent:
         found = {}
         for _ in range(round(for_s / 25)):
             self.clock.advance(25)
-            found = self.look(held, *peaks, **changes)
+            found = self.observe(held, *peaks, **changes)
         return found
 
-    def look(self, held, *peaks, **changes):
+    def observe(self, held, *peaks, **changes):
         node = a_node(held, tenants=measured(*peaks, **changes))
-        return {pod: still.margin for pod, still in self.tracker.look(node).items()}
+        return {pod: still.margin for pod, still in self.tracker.observe(node).items()}
 
 
 def phase(for_s, expected, peak=5000, **changes):
