@@ -9,6 +9,8 @@ from typing import Any
 from carpool_core.clock import Clock, ServerClock
 from carpool_core.kube.api import KubeApi
 from carpool_core.kube.events import EventRecorder
+from carpool_core.kube.leader import LeaseWatcher
+from carpool_core.values import PodUid
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
@@ -18,9 +20,9 @@ from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.framework.selection import EvaluationCache
 from carpool_extender.informers import Informers
 from carpool_extender.metrics import ExtenderMetrics, StateCollector
-from carpool_extender.queue.admission import AdmissionController, Leadership
+from carpool_extender.queue.admission import AdmissionController
 from carpool_extender.queue.scheduling_queue import SchedulingQueue
-from carpool_extender.reservations.binder import BindDeps, Binder
+from carpool_extender.reservations.binder import BindDeps, Binder, InFlightBind
 from carpool_extender.reservations.gc import ReservationGC, Restorer
 from carpool_extender.reservations.peaks import PeakUpdater
 from carpool_extender.reservations.writer import GATHER_S, ReservationWriter
@@ -40,7 +42,8 @@ class Extender:
     informers: Informers
     gc: ReservationGC
     binder: Binder
-    settler: PeakUpdater | None
+    peak_updater: PeakUpdater | None
+    leadership: LeaseWatcher
     admission: AdmissionController
     metrics: ExtenderMetrics
     registry: CollectorRegistry
@@ -55,8 +58,9 @@ class Extender:
             group.create_task(self.informers.run())
             group.create_task(self.gc.run())
             group.create_task(self.admission.run())
-            if self.settler is not None:
-                group.create_task(self.settler.run())
+            group.create_task(self.leadership.run())
+            if self.peak_updater is not None:
+                group.create_task(self.peak_updater.run())
 
 
 def build(
@@ -94,12 +98,12 @@ def build(
     tools = BindDeps(api, clock, sleep, events, telemetry, backoff)
     evaluation_cache = EvaluationCache(informers.cluster, rules)
     restorer = Restorer(api, informers, writer, events, settings.slots_per_gpu)
-    leadership = Leadership(api, clock, settings.scheduler_lease, settings.scheduler_host or gethostname())
-
-    def leads() -> bool:
-        return leadership.leads
-
-    gc = ReservationGC(api, informers, writer, restorer, leads=leads, clock=clock, sleep=sleep)
+    leadership = LeaseWatcher(api, clock, settings.scheduler_lease, settings.scheduler_host or gethostname())
+    in_flight: dict[PodUid, InFlightBind] = {}
+    gc = ReservationGC(
+        api, informers, writer, restorer, in_flight=in_flight, leads=leadership.leads, clock=clock, sleep=sleep
+    )
+    leadership.on_change(gc.sweep_soon)
     queue = SchedulingQueue(
         informers.cluster,
         evaluation_cache,
@@ -114,6 +118,7 @@ def build(
         workloads,
         queue,
         evaluations=evaluation_cache,
+        in_flight=in_flight,
         leadership=leadership,
         timeout_s=settings.admission_timeout_seconds,
         autoscaling=settings.autoscaling,
@@ -127,14 +132,14 @@ def build(
         workloads,
         writer,
         evaluation_cache=evaluation_cache,
+        in_flight=in_flight,
         forget_claim=admission.forget_claim,
         slots=settings.slots_per_gpu,
         timeout_s=settings.bind_timeout_seconds,
     )
-    gc.leave_alone(binder.open)
-    leadership.on_change(gc.sweep_soon)
-    admission.exempt(binder.open)
-    settler = PeakUpdater(informers.cluster, writer, PeakTracker(clock), leads, sleep) if settings.count_peaks else None
+    peak_updater = None
+    if settings.count_peaks:
+        peak_updater = PeakUpdater(informers.cluster, writer, PeakTracker(clock), leadership.leads, sleep)
     service = Scheduler(
         informers,
         workloads,
@@ -143,4 +148,4 @@ def build(
         evaluation_cache=evaluation_cache,
         candidates=settings.candidates,
     )
-    return Extender(service, informers, gc, binder, settler, admission, telemetry, registry)
+    return Extender(service, informers, gc, binder, peak_updater, leadership, admission, telemetry, registry)

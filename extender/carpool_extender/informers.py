@@ -235,9 +235,9 @@ class Informers:
         self._pods_by_job: dict[JobUid, dict[PodUid, Pod]] = {}
         self._bound_pods: dict[str, dict[PodUid, Pod]] = {}
         """Workers that are bound to each node and may run."""
-        self._stirred: dict[str, asyncio.Event] = {}
+        self._node_events: dict[str, asyncio.Event] = {}
         self._deleted: dict[str, None] = {}
-        self._odd: set[str] = set()
+        self._invalid_nodes: set[str] = set()
         self._log = structlog.get_logger()
         self._on_node: list[Callable[[GpuNode | None, GpuNode | None], None]] = []
         self._on_pod: list[Callable[[Pod | None, Pod | None], None]] = []
@@ -280,11 +280,11 @@ class Informers:
         if node.metadata.uid in self._deleted:
             return
         self._apply(node)
-        self._stir(node.metadata.name)
+        self._wake_waiters(node.metadata.name)
 
-    async def stirred(self, name: str) -> None:
+    async def wait_for_change(self, name: str) -> None:
         """Wait for the next change of a GpuNode."""
-        await self._stirred.setdefault(name, asyncio.Event()).wait()
+        await self._node_events.setdefault(name, asyncio.Event()).wait()
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -317,7 +317,7 @@ class Informers:
             self._apply(new)
         some = new or old
         if some is not None:
-            self._stir(some.metadata.name)
+            self._wake_waiters(some.metadata.name)
             if old is None or new is None or old.spec is not new.spec:
                 self._find_unreserved(some.metadata.name)
             if old is None or new is None:
@@ -346,10 +346,10 @@ class Informers:
         name = node.metadata.name
         try:
             self.cluster.apply(node)
-            self._odd.discard(name)
+            self._invalid_nodes.discard(name)
         except (ArithmeticError, ValueError) as error:
-            if name not in self._odd:
-                self._odd.add(name)
+            if name not in self._invalid_nodes:
+                self._invalid_nodes.add(name)
                 self._log.error("GPUs of a node left out", node=name, error=str(error))
             empty = msgspec.structs.replace(node.status, devices=[], partitions=[], tenants=[])
             self.cluster.apply(msgspec.structs.replace(node, status=empty))
@@ -362,10 +362,10 @@ class Informers:
         known = self.cluster.node(node.metadata.name)
         if known is not None and known.metadata.uid == node.metadata.uid:
             self.cluster.remove(node.metadata.name)
-            self._odd.discard(node.metadata.name)
+            self._invalid_nodes.discard(node.metadata.name)
 
-    def _stir(self, name: str) -> None:
-        if (event := self._stirred.pop(name, None)) is not None:
+    def _wake_waiters(self, name: str) -> None:
+        if (event := self._node_events.pop(name, None)) is not None:
             event.set()
 
     def _job_changed(self, old: JobRow | None, new: JobRow | None) -> None:

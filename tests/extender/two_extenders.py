@@ -547,7 +547,7 @@ def _unwritten(host):
     for name, node in cluster.nodes.items():
         written = {one.pod_uid for one in node.spec.reservations}
         for one in cluster.with_assumed(name).spec.reservations:
-            if one.pod_uid in host.extender.binder.open:
+            if host.extender.binder.node_of(one.pod_uid) is not None:
                 continue  # its reservation is being written
             claim = host.extender.admission.claim_of(one.pod_uid)
             if one.pod_uid not in written and (claim is None or claim.node != name):

@@ -1,4 +1,4 @@
-"""Leader election by a Lease, with the rules and times of client-go's `tools/leaderelection`."""
+"""Leader election by a Lease, with the rules and times of client-go's `tools/leaderelection`, and watching one."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
@@ -8,8 +8,9 @@ import msgspec
 import structlog
 
 from carpool_core.clock import Clock, rfc3339
-from carpool_core.kube.api import LEASES, KubeApi
+from carpool_core.kube.api import LEASES, KubeApi, Selector
 from carpool_core.kube.errors import Conflict, KubeError, NotFound
+from carpool_core.kube.reflector import Reflector
 from carpool_core.resources.meta import ObjectMeta
 
 LEASE_S = 15.0
@@ -153,3 +154,43 @@ class LeaderElector:
 
     def _now(self) -> str:
         return rfc3339(self._clock.now())
+
+
+class LeaseWatcher:
+    """Watches a Lease that another process of this host renews: this process leads while that one holds it.
+
+    Args:
+        api: The Kubernetes API.
+        clock: For the age of the watch.
+        lease: The Lease, as `NAMESPACE/NAME`; if empty, this process always leads.
+        host: Name of the host that both processes share. The holder's identity is `HOST_UUID`, as in kube-scheduler.
+    """
+
+    def __init__(self, api: KubeApi, clock: Clock, lease: str, host: str) -> None:
+        self._prefix, self._lease, self._leads = f"{host}_", lease, not lease
+        self._on_change: list[Callable[[], None]] = []
+        namespace, _, name = lease.partition("/")
+        selector = Selector(namespace=namespace, fields=f"metadata.name={name}")
+        self._reflector = Reflector(api, LEASES, Lease, selector=selector, clock=clock, on_change=self._changed)
+
+    def leads(self) -> bool:
+        """Return whether this process leads at present."""
+        return self._leads
+
+    def on_change(self, callback: Callable[[], None]) -> None:
+        """Call back when this process begins or ceases to lead."""
+        self._on_change.append(callback)
+
+    async def run(self) -> None:
+        """Watch the Lease, if there is one, until cancelled."""
+        if self._lease:
+            await self._reflector.run()
+
+    def _changed(self, _: Lease | None, new: Lease | None) -> None:
+        holder = "" if new is None else new.spec.holder_identity or ""
+        leads = holder.startswith(self._prefix)
+        if leads != self._leads:
+            self._leads = leads
+            structlog.get_logger().info("leads" if leads else "leads no longer", lease_holder=holder)
+            for callback in self._on_change:
+                callback()

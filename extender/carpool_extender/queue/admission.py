@@ -12,18 +12,17 @@ reservation. Nothing else is stored: a new leader finds ungated pods without res
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import structlog
 from carpool_core.clock import Clock, rfc3339
 from carpool_core.keys import CONDITION_ADMITTED, GATE_ADMISSION
-from carpool_core.kube.api import LEASES, PODS, KubeApi, Selector
+from carpool_core.kube.api import PODS, KubeApi
 from carpool_core.kube.errors import KubeError, NotFound, Refused, Retryable
-from carpool_core.kube.leader import Lease
+from carpool_core.kube.leader import LeaseWatcher
 from carpool_core.kube.pods import Pod, job_owner_reference
-from carpool_core.kube.reflector import Reflector
 from carpool_core.products import DeviceClass
 from carpool_core.resources.node import GpuNode, Reservation
 from carpool_core.values import JobUid, PodUid
@@ -53,7 +52,7 @@ from carpool_extender.queue.scheduling_queue import (
 from carpool_extender.workloads import NotOurs, Workloads, controller_of, no_such_job
 
 BATCH_S = 0.1
-"""Shortest time from the start of one pass to the next; changes in between are looked at together."""
+"""Shortest time from the start of one pass to the next; one pass answers all changes in between."""
 BUSY_SHARE = 0.25
 """Largest share of its time that the process spends on passes."""
 IDLE_S = 5.0
@@ -70,59 +69,32 @@ _LACKS_GPUS = (WaitReason.DOES_NOT_FIT, WaitReason.BACKOFF)
 """Reasons to wait that a new node may remove."""
 
 
-class Leadership:
-    """Whether this extender admits jobs: it does while the kube-scheduler beside it holds that scheduler's Lease.
-
-    Args:
-        api: The Kubernetes API.
-        clock: For the age of the watch.
-        lease: Lease of the scheduler, as `NAMESPACE/NAME`; if empty, this extender always leads.
-        host: Name of the host that both processes share. kube-scheduler's identity is `HOST_UUID`.
-    """
-
-    def __init__(self, api: KubeApi, clock: Clock, lease: str, host: str) -> None:
-        namespace, _, name = lease.partition("/")
-        self._prefix = f"{host}_"
-        self._on_change: list[Callable[[], None]] = []
-        self.leads = not lease
-        """Whether this extender admits jobs at present."""
-        self._reflector: Reflector[Lease] | None = None
-        if lease:
-            selector = Selector(namespace=namespace, fields=f"metadata.name={name}")
-            self._reflector = Reflector(api, LEASES, Lease, selector=selector, clock=clock, on_change=self._changed)
-
-    def on_change(self, callback: Callable[[], None]) -> None:
-        """Call back when the leader changes."""
-        self._on_change.append(callback)
-
-    async def run(self) -> None:
-        """Watch the Lease until cancelled."""
-        if self._reflector is None:
-            await asyncio.Event().wait()
-        else:
-            await self._reflector.run()
-
-    def _changed(self, _: Lease | None, new: Lease | None) -> None:
-        holder = "" if new is None else new.spec.holder_identity or ""
-        leads = holder.startswith(self._prefix)
-        if leads != self.leads:
-            self.leads = leads
-            structlog.get_logger().info("leads" if leads else "leads no longer", lease_holder=holder)
-            for callback in self._on_change:
-                callback()
-
-
 @dataclass(slots=True)
 class _Job:
-    """Queue state of a job that exists."""
+    """State of a job whose pods wait, or that backs off."""
 
+    gang: Gang | None = None
+    """Waiting pods of its latest attempt; None if there are none."""
+    request: PodRequest | None = None
+    """Request of each worker; None if it was refused."""
+    refusal: tuple[Pod, str] | None = None
+    """A pod, and why the job may not ask for GPUs as it does."""
     failures: int = 0
     """Admissions in a row after which no pod was bound."""
     retry_at_s: float = 0.0
     retry_reason: str = ""
-    """kube-scheduler's words about the last failure."""
+    """kube-scheduler's message about the last failure."""
     written_at_s: float = float("-inf")
     """Monotonic time at which its condition was last compared or written."""
+
+
+@dataclass(slots=True)
+class _AdmittedPod:
+    """A pod whose gate was removed or is being removed, and that is not bound yet."""
+
+    since_s: float
+    """Monotonic time at which its gate was removed, or it was first seen without."""
+    claim: Claim | None = None
 
 
 class AdmissionController:
@@ -134,7 +106,8 @@ class AdmissionController:
         workloads: Requests of pods.
         queue: Decides which jobs start.
         evaluations: Evaluations on the cluster cache.
-        leadership: Whether this extender admits jobs.
+        in_flight: Pods that are being bound: their admission does not time out meanwhile.
+        leadership: Whether this extender leads; only the leader admits jobs.
         timeout_s: Time from ungating to the reservation, in seconds, after which a job goes back to the queue.
         autoscaling: Whether pods that wait for GPUs are marked for cluster autoscalers.
         clock: The time.
@@ -150,7 +123,8 @@ class AdmissionController:
         queue: SchedulingQueue,
         *,
         evaluations: EvaluationCache,
-        leadership: Leadership,
+        in_flight: Container[PodUid],
+        leadership: LeaseWatcher,
         timeout_s: float,
         autoscaling: bool,
         clock: Clock,
@@ -161,20 +135,12 @@ class AdmissionController:
         self._evaluations, self._leadership, self._timeout_s = evaluations, leadership, timeout_s
         self._autoscaling = autoscaling
         self._clock, self._sleep, self._metrics = clock, sleep, metrics
-        self._binding: Container[PodUid] = ()
+        self._in_flight = in_flight
         self._jobs: defaultdict[JobUid, _Job] = defaultdict(_Job)
-        self._claims: dict[PodUid, Claim] = {}
-        self._admitted_at: dict[PodUid, float] = {}
-        """Monotonic time at which a pod was first seen without its gate, or its gate was removed."""
-        self._ungating: set[PodUid] = set()
-        """Pods whose gate is being removed, or was removed and the watch has not shown it yet."""
+        self._admitted: dict[PodUid, _AdmittedPod] = {}
         self._ends: dict[PodUid, tuple[Reservation, ObservedRow | None, float]] = {}
         """Reservations with their predicted ends, in seconds since 1970."""
         self._dirty: set[JobUid] = set()
-        self._gangs: dict[JobUid, Gang] = {}
-        self._requests: dict[JobUid, PodRequest] = {}
-        self._refusals: dict[JobUid, tuple[Pod, str]] = {}
-        """Jobs that may not ask for GPUs as they do, with a pod and the reason."""
         self._classes: frozenset[DeviceClass] = frozenset()
         self._patches = asyncio.Semaphore(PATCHES_AT_ONCE)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -185,24 +151,22 @@ class AdmissionController:
         informers.on_job(self._job_changed)
         leadership.on_change(self._changed.set)
 
-    def exempt(self, binding: Container[PodUid]) -> None:
-        """Name the pods that are being bound: their admission does not time out meanwhile."""
-        self._binding = binding
-
     def claim_of(self, uid: PodUid) -> Claim | None:
         """Return the claim of a pod."""
-        return self._claims.get(uid)
+        admitted = self._admitted.get(uid)
+        return None if admitted is None else admitted.claim
 
     def forget_claim(self, uid: PodUid) -> None:
         """Delete the claim of a pod: bind decides now, or the pod is gone."""
-        if (claim := self._claims.pop(uid, None)) is not None:
-            self._informers.cluster.forget(claim.node, uid)
+        admitted = self._admitted.get(uid)
+        if admitted is not None and admitted.claim is not None:
+            self._informers.cluster.forget(admitted.claim.node, uid)
+            admitted.claim = None
 
     async def run(self) -> None:
         """Admit jobs until cancelled, once all watches have listed."""
         await self._informers.wait_synced()
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._leadership.run())
             group.create_task(self._run_passes())
             group.create_task(self._write_conditions())
             group.create_task(self._tick())
@@ -216,7 +180,7 @@ class AdmissionController:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            if not self._leadership.leads:
+            if not self._leadership.leads():
                 self._resign()
                 continue
             began = self._clock.monotonic()
@@ -225,9 +189,8 @@ class AdmissionController:
             await self._sleep(max(BATCH_S - took_s, took_s / BUSY_SHARE - took_s, 0.0))
 
     def _resign(self) -> None:
-        for uid in [*self._claims]:
-            self.forget_claim(uid)
-        self._admitted_at.clear()
+        for uid in [*self._admitted]:
+            self._forget_pod(uid)
         self._metrics.pending_jobs.set(0)
 
     async def run_once(self) -> None:
@@ -237,13 +200,14 @@ class AdmissionController:
         classes = frozenset(self._informers.cluster.snapshot().present_classes)
         if classes != self._classes:
             self._classes = classes
-            self._dirty.update(self._gangs)  # predicted lengths depend on the products of the cluster
+            self._dirty.update(self._jobs)  # predicted lengths depend on the products of the cluster
         dirty, self._dirty = self._dirty, set()
         for job in sorted(dirty):
             await self._update(job)
         # 2. Claim GPUs for admitted pods that have none, and return those that were not reserved in time.
-        for job in [job for job, gang in self._gangs.items() if gang.admitted]:
-            self._follow_admitted(job, self._gangs[job], now_s)
+        for job, state in self._jobs.items():
+            if state.gang is not None and state.gang.admitted:
+                self._follow_admitted(job, state, state.gang, now_s)
         # 3. Admit pending jobs, and remove the gates of their pods.
         with self._metrics.admission_pass():
             for one in self._queue.admit(self._end_of, now_s):
@@ -254,39 +218,39 @@ class AdmissionController:
 
     async def _update(self, job: JobUid) -> None:
         """Gather the pods of a job, and its entry of the queue."""
-        for known in (self._gangs, self._requests, self._refusals):
-            known.pop(job, None)
-        gang = gang_of(self._informers.job(job), self._informers.pods_of(job), self._ungating)
-        admitted = set[PodUid]() if gang is None else {PodUid(pod.metadata.uid) for pod in gang.admitted}
-        for uid in self._informers.cluster.pods_of_job(job) - admitted:
+        row, state = self._informers.job(job), self._jobs[job]
+        gang = state.gang = gang_of(row, self._informers.pods_of(job), self._admitted)
+        state.request = state.refusal = None
+        workers = set[PodUid]() if gang is None else {PodUid(pod.metadata.uid) for pod in gang.admitted}
+        for uid in self._informers.cluster.pods_of_job(job) - workers:
             self.forget_claim(uid)  # it is no worker any more, as after a user removed its owner
-        info = None if gang is None else await self._gather(job, gang)
+        info = None if gang is None else await self._gather(job, state, gang)
         if info is None:
             self._queue.remove(job)
         else:
             self._queue.add(info)
-        if gang is None and self._informers.job(job) is None:
-            self._jobs.pop(job, None)
+        if state.gang is None and (row is None or not state.failures):
+            del self._jobs[job]
 
-    async def _gather(self, job: JobUid, gang: Gang) -> QueuedJobInfo | None:
+    async def _gather(self, job: JobUid, state: _Job, gang: Gang) -> QueuedJobInfo | None:
         """Return a job's entry of the queue; None if it has none, or may not ask for GPUs as it does."""
         pod = (gang.gated or gang.admitted)[0]
         try:
             if self._informers.job(job) is None:  # not read: users can name any number of jobs; a new one is watched
                 raise no_such_job(pod, controller_of(pod))
-            request = await self._workloads.of(pod)
+            state.request = await self._workloads.of(pod)
         except NotOurs as refusal:
-            self._gangs[job], self._refusals[job] = gang, (pod, str(refusal))
-            for admitted in gang.admitted:
-                if (uid := PodUid(admitted.metadata.uid)) not in self._binding:
+            state.refusal = pod, str(refusal)
+            for uid in (PodUid(admitted.metadata.uid) for admitted in gang.admitted):
+                if uid not in self._in_flight:
                     self.forget_claim(uid)
             return None
         except KubeError as error:
             self._log.warning("job not read", pod=pod.metadata.name, error=str(error))
             self._dirty.add(job)
+            state.gang = None
             return None
-        self._gangs[job], self._requests[job] = gang, request
-        return entry_of(gang, request, self._informers.cluster.snapshot(), self._jobs[job].retry_at_s)
+        return entry_of(gang, state.request, self._informers.cluster.snapshot(), state.retry_at_s)
 
     def _end_of(self, held: Reservation) -> float | None:
         """Predict the end of a reservation; the result is kept until it or its job's measurements change."""
@@ -301,42 +265,44 @@ class AdmissionController:
 
     # --- admitted pods ---------------------------------------------------------------------------------------------
 
-    def _follow_admitted(self, job: JobUid, gang: Gang, now_s: float) -> None:
-        now, unclaimed = self._clock.monotonic(), list[Pod]()
+    def _follow_admitted(self, job: JobUid, state: _Job, gang: Gang, now_s: float) -> None:
+        now, unclaimed, cluster = self._clock.monotonic(), list[Pod](), self._informers.cluster
         for pod in gang.admitted:
             uid = PodUid(pod.metadata.uid)
-            if uid in self._binding:
+            if uid in self._in_flight:
                 continue
-            if self._informers.cluster.nodes_holding(uid):
+            if cluster.nodes_holding(uid):
                 self.forget_claim(uid)
-            elif now - self._admitted_at.setdefault(uid, now) > self._timeout_s and uid not in self._ungating:
-                self._give_up(job, gang, now_s)
+                continue
+            admitted = self._admitted.setdefault(uid, _AdmittedPod(now))
+            if now - admitted.since_s > self._timeout_s and not self._watched(pod).is_gated:
+                self._give_up(job, state, gang, now_s)
                 return
-            elif uid not in self._claims:
+            if admitted.claim is None:
                 unclaimed.append(pod)
-        if unclaimed and (request := self._requests.get(job)) is not None:
-            self._count(claims_of_admitted(unclaimed, request, self._informers.cluster, self._evaluations, now_s))
+        if unclaimed and state.request is not None:
+            for claim in claims_of_admitted(unclaimed, state.request, cluster, self._evaluations, now_s):
+                cluster.assume(claim.node, claim.reservation)
+                self._admitted[claim.reservation.pod_uid].claim = claim
 
-    def _count(self, claims: Iterable[Claim]) -> None:
-        for claim in claims:
-            self._informers.cluster.assume(claim.node, claim.reservation)
-            self._claims[claim.reservation.pod_uid] = claim
+    def _watched(self, pod: Pod) -> Pod:
+        """Return the newest state of a pod: some changes do not concern the queue, and do not update its gang."""
+        return self._informers.pod(PodUid(pod.metadata.uid)) or pod
 
-    def _give_up(self, job: JobUid, gang: Gang, now_s: float) -> None:
+    def _give_up(self, job: JobUid, state: _Job, gang: Gang, now_s: float) -> None:
         """Return a job to the queue: delete its pods that were never bound, whose gates cannot be added again."""
-        state = self._jobs[job]
         state.failures += 1
         delay_s = min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(state.failures - 1, 16))
-        words = [_scheduler_words(self._informers.pod(PodUid(pod.metadata.uid)) or pod) for pod in gang.admitted]
-        state.retry_at_s, state.retry_reason = now_s + delay_s, next((said for said in words if said), "")
+        pods = [self._watched(pod) for pod in gang.admitted]
+        state.retry_at_s, state.retry_reason = now_s + delay_s, next(filter(None, map(_scheduler_message, pods)), "")
         self._metrics.admissions.labels("returned").inc()
-        for pod in gang.admitted:
+        for pod in pods:
             uid = PodUid(pod.metadata.uid)
-            if uid in self._binding or self._informers.cluster.nodes_holding(uid):
+            if uid in self._in_flight or self._informers.cluster.nodes_holding(uid):
                 continue
             self.forget_claim(uid)
-            self._admitted_at[uid] = self._clock.monotonic()  # tried again after as long, if the deletion fails
-            self._spawn(self._delete(self._informers.pod(uid) or pod))
+            self._admitted[uid] = _AdmittedPod(self._clock.monotonic())  # tried again after as long, if this fails
+            self._spawn(self._delete(pod))
         self._log.info("not started in time", job=str(job), retry_in_s=delay_s, because=state.retry_reason)
 
     async def _delete(self, pod: Pod) -> None:
@@ -357,9 +323,7 @@ class AdmissionController:
         """Take the claims of an admitted job over from the queue, and remove the gates of its pods."""
         now = self._clock.monotonic()
         for claim in one.claims:
-            uid = claim.reservation.pod_uid
-            self._claims[uid], self._admitted_at[uid] = claim, now
-            self._ungating.add(uid)
+            self._admitted[claim.reservation.pod_uid] = _AdmittedPod(now, claim)
         self._dirty.add(one.info.job)
         self._metrics.admissions.labels("admitted").inc()
         if one.info.arrived_s:  # 0 for the rest of a gang
@@ -408,11 +372,13 @@ class AdmissionController:
 
     def _abandon(self, uid: PodUid) -> None:
         """Count a pod as not admitted."""
-        self._ungating.discard(uid)
-        for by_pod in (self._admitted_at, self._ends):
-            by_pod.pop(uid, None)
-        self.forget_claim(uid)
+        self._forget_pod(uid)
+        self._ends.pop(uid, None)
         self._touch(self._informers.pod(uid))
+
+    def _forget_pod(self, uid: PodUid) -> None:
+        self.forget_claim(uid)
+        self._admitted.pop(uid, None)
 
     # --- reasons of waiting jobs -----------------------------------------------------------------------------------
 
@@ -420,7 +386,7 @@ class AdmissionController:
         """Write why jobs wait: at most once in ten seconds for each job, and a limited number in each second."""
         while True:
             await self._sleep(1.0)
-            if self._leadership.leads:
+            if self._leadership.leads():
                 await asyncio.gather(*(self._write_condition(*one) for one in self._due_conditions()))
 
     def _due_conditions(self) -> list[tuple[Pod, list[Mapping[str, Any]]]]:
@@ -428,14 +394,14 @@ class AdmissionController:
         now, due, texts = self._clock.monotonic(), [], dict[tuple[object, ...], str]()
         late = [
             (state.written_at_s, job)
-            for job in (*self._queue, *self._refusals)
+            for job in (*self._queue, *(job for job, state in self._jobs.items() if state.refusal is not None))
             if now - (state := self._jobs[job]).written_at_s >= CONDITION_EVERY_S
         ]
         for _, job in sorted(late)[: 4 * CONDITIONS_A_SECOND]:
             state = self._jobs[job]
-            waiting, refusal = self._queue.waiting(job), self._refusals.get(job)
-            if refusal is not None:
-                uids, text = [PodUid(refusal[0].metadata.uid)], refusal[1]
+            waiting = self._queue.waiting(job)
+            if state.refusal is not None:
+                uids, text = [PodUid(state.refusal[0].metadata.uid)], state.refusal[1]
             elif waiting is not None:
                 uids, text = [ref.uid for ref in waiting.info.pods], self._explain(waiting, state, texts)
             else:
@@ -503,11 +469,8 @@ class AdmissionController:
         self._touch(old)
         uid = PodUid(pod.metadata.uid)
         is_over = new is None or new.is_finished or new.metadata.deletion_timestamp is not None
-        if is_over or not pod.is_gated:
-            self._ungating.discard(uid)
         if is_over or pod.spec.node_name:
-            self._admitted_at.pop(uid, None)
-            self.forget_claim(uid)
+            self._forget_pod(uid)
         if is_over:
             self._ends.pop(uid, None)
         elif pod.spec.node_name:
@@ -518,19 +481,16 @@ class AdmissionController:
         self._touch(pod)
 
     def _node_changed(self, old: GpuNode | None, new: GpuNode | None) -> None:
-        if new is None:
-            return
-        if may_free_capacity(old, new):
+        if new is not None and may_free_capacity(old, new):
             self._changed.set()
 
     def _job_changed(self, old: JobRow | None, new: JobRow | None) -> None:
-        if new is None and old is not None:
-            self._jobs.pop(JobUid(old.metadata.uid), None)
-        elif new is not None:
-            job = JobUid(new.metadata.uid)
-            if job in self._gangs or old is None or old.status.latest_attempt != new.status.latest_attempt:
-                self._dirty.add(job)
-                self._changed.set()
+        if (row := new or old) is None:
+            return
+        job = JobUid(row.metadata.uid)
+        if job in self._jobs or not (old and new) or old.status.latest_attempt != new.status.latest_attempt:
+            self._dirty.add(job)
+            self._changed.set()
 
 
 def _is_same(old: Pod, new: Pod) -> bool:
@@ -585,7 +545,7 @@ def _scheduled_changes(pod: Pod, text: str) -> list[Mapping[str, Any]]:
     return []
 
 
-def _scheduler_words(pod: Pod) -> str:
+def _scheduler_message(pod: Pod) -> str:
     """Return kube-scheduler's message about a pod that it cannot place; empty without one."""
     for condition in pod.status.conditions:
         if condition.type == "PodScheduled" and condition.status == "False":

@@ -1,7 +1,7 @@
 """Bind: decide again, reserve, wait for the agent, bind. Idempotent by pod UID, and safe to kill at any await."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Container
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -67,7 +67,9 @@ class BindDeps:
 
 
 @dataclass(frozen=True, slots=True)
-class _OpenBind:
+class InFlightBind:
+    """A bind in progress."""
+
     node: str
     task: asyncio.Task[str]
 
@@ -81,6 +83,7 @@ class Binder:
         workloads: Finds the request of a pod.
         writer: Writes reservations.
         evaluation_cache: Finds places.
+        in_flight: Binds in progress by pod; the binder keeps it up to date.
         forget_claim: Deletes the claim of a pod, in whose place its reservation is decided.
         slots: Maximum tenants of one GPU.
         timeout_s: Seconds from a reservation to its deadline.
@@ -94,6 +97,7 @@ class Binder:
         writer: ReservationWriter,
         *,
         evaluation_cache: EvaluationCache,
+        in_flight: dict[PodUid, InFlightBind],
         forget_claim: Callable[[PodUid], None],
         slots: int,
         timeout_s: float,
@@ -101,18 +105,13 @@ class Binder:
         self._deps, self._informers, self._workloads, self._writer = deps, informers, workloads, writer
         self._evaluation_cache, self._forget_claim = evaluation_cache, forget_claim
         self._slots, self._timeout_s = slots, timeout_s
-        self._open: dict[PodUid, _OpenBind] = {}
+        self._in_flight = in_flight
         self._concurrent = asyncio.Semaphore(MAX_CONCURRENT_BINDS)
         self._log = structlog.get_logger()
 
-    @property
-    def open(self) -> Container[PodUid]:
-        """Pods whose bind is in progress."""
-        return self._open
-
     def node_of(self, uid: PodUid) -> str | None:
         """Return the node that a pod is being bound to; None if no bind is in progress."""
-        running = self._open.get(uid)
+        running = self._in_flight.get(uid)
         return None if running is None else running.node
 
     async def bind(self, args: BindingArgs) -> str:
@@ -121,10 +120,10 @@ class Binder:
         A replay for the same node joins the bind in progress. The bind goes on if the caller is cancelled.
         """
         uid = PodUid(args.pod_uid)
-        running = self._open.get(uid)
+        running = self._in_flight.get(uid)
         if running is None:
-            running = self._open[uid] = _OpenBind(args.node, asyncio.create_task(self._run(args)))
-            running.task.add_done_callback(lambda _: self._open.pop(uid))
+            running = self._in_flight[uid] = InFlightBind(args.node, asyncio.create_task(self._run(args)))
+            running.task.add_done_callback(lambda _: self._in_flight.pop(uid))
         elif running.node != args.node:
             return f"{_name(args)} is being bound to node {running.node} at present, not to {args.node}; try again"
         return await asyncio.shield(running.task)
@@ -290,7 +289,7 @@ class Binder:
                         "PartitionFailed",
                         f"node {args.node} could not prepare {reserved.mode} for {_name(args)}: {partition.message}",
                     )
-            await self._informers.stirred(args.node)
+            await self._informers.wait_for_change(args.node)
 
     # Step 4: bind
 

@@ -97,6 +97,7 @@ class ReservationGC:
         informers: Watched pods and nodes.
         writer: Releases reservations.
         restorer: Writes lost reservations again.
+        in_flight: Pods that are being bound; their reservations are neither released nor restored.
         leads: Returns whether this extender leads; any other changes nothing.
         clock: Present time.
         sleep: Waits between sweeps.
@@ -109,25 +110,21 @@ class ReservationGC:
         writer: ReservationWriter,
         restorer: "Restorer",
         *,
+        in_flight: Container[PodUid],
         leads: Callable[[], bool],
         clock: Clock,
         sleep: Callable[[float], Awaitable[Any]],
     ) -> None:
         self._api, self._informers, self._writer, self._restorer = api, informers, writer, restorer
-        self._leads, self._clock, self._sleep = leads, clock, sleep
+        self._in_flight, self._leads, self._clock, self._sleep = in_flight, leads, clock, sleep
         self.orphaned = 0
         """Reservations that no pod needs and that the last sweep could not release; 0 on a standby."""
-        self._binding: Container[PodUid] = ()
         self._due: set[str] = set()
         self._are_all_due = False
         self._wake = asyncio.Event()
         self._log = structlog.get_logger()
         informers.on_pod(self._pod_changed)
         informers.on_node(self._node_changed)
-
-    def leave_alone(self, pods: Container[PodUid]) -> None:
-        """Set the pods that are being bound at present; their reservations are neither released nor restored."""
-        self._binding = pods
 
     def sweep_soon(self) -> None:
         """Check every node and every pod soon: the leader has changed."""
@@ -170,7 +167,7 @@ class ReservationGC:
         expired = await filter_in_chunks(self._expired_on, names)
         await gather_bounded(self._release_all, expired)
         left = [still[1] for name, _ in expired if (still := self._expired_on(name)) is not None]
-        await self._restorer.restore(pods, self._binding)
+        await self._restorer.restore(pods, self._in_flight)
         return sum(map(len, left))
 
     def _expired_on(self, name: str) -> tuple[str, list[Reservation]] | None:
@@ -182,7 +179,7 @@ class ReservationGC:
         return (name, expired) if expired else None
 
     def _watched_reason(self, name: str, reservation: Reservation) -> str | None:
-        if reservation.pod_uid in self._binding:
+        if reservation.pod_uid in self._in_flight:
             return None
         return release_reason(reservation, name, self._informers.pod(reservation.pod_uid), self._clock.now())
 
@@ -265,15 +262,10 @@ class Restorer:
         pod = self._informers.pod(uid)
         return pod is not None and may_run(pod)
 
-    async def restore(self, pods: Iterable[Pod], binding: Container[PodUid]) -> None:
-        """Restore the reservations of some pods that run without one.
-
-        Args:
-            pods: Pods to check.
-            binding: Pods that are being bound at present; they are left alone.
-        """
+    async def restore(self, pods: Iterable[Pod], in_flight: Container[PodUid]) -> None:
+        """Restore the reservations of some pods that run without one, except for pods that are being bound."""
         without = await filter_in_chunks(lambda pod: pod if self._lacks_reservation(pod) else None, pods)
-        await gather_bounded(self._try, [pod for pod in without if pod.metadata.uid not in binding])
+        await gather_bounded(self._try, [pod for pod in without if pod.metadata.uid not in in_flight])
 
     async def _try(self, pod: Pod) -> None:
         try:

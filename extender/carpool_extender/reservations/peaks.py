@@ -62,7 +62,7 @@ class PeakUpdater:
         if node is None or self._cluster.is_agent_down(name):
             self._tracker.forget(name)  # a peak may be missed, and a new agent begins with its own
             return None
-        pods = self._tracker.look(node)
+        pods = self._tracker.observe(node)
         is_changed = use_measured_peak(node.spec, measured_tenants(node), pods) is not node.spec
         return pods if is_changed and name not in self._writing else None
 

@@ -482,7 +482,7 @@ async def test_nothing_of_a_deleted_pod_is_kept(cluster):
                 await cluster.kube.delete(PODS, f"{name}-worker-0-1", namespace="default")
         await cluster.settle(3)
         kept = extender.admission
-        assert (kept._jobs, kept._ends, kept._claims, kept._admitted_at) == ({}, {}, {}, {})
+        assert (kept._jobs, kept._admitted, kept._ends) == ({}, {}, {})
 
 
 GPUS = {"a": 4, "b": 2}
