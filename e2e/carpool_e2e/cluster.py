@@ -321,6 +321,7 @@ def install(cluster: Cluster) -> None:
 def _start_node(cluster: Cluster, name: str, runtime: Future[int]) -> None:
     node, first = cluster.kubelets[name], runtime.result()
     cluster.namespaces[name] = first
+    node.start_service_proxy(first)
     node.start_kubelet(first)
     if cluster.shape.carpool:
         cluster.start_agent(node, first, cluster.shape.kubelet_nodes[name])

@@ -114,6 +114,8 @@ USERS = {
 """Static users: name in the harness → user name and group."""
 
 SERVICE_RANGE = "10.0.0.0/24"
+SERVICE_ADDRESS, SERVICE_PORT = "10.0.0.1", 443
+"""The Service `kubernetes`, as pods are given it in KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,8 @@ def prepare(state: Path, ports: Ports, node_names: list[str], addresses: list[st
     plane.pki.mkdir()
     make(plane.pki, "ca", "/CN=carpool-e2e")
     make(plane.pki, "front-proxy-ca", "/CN=carpool-e2e-front-proxy")
-    names = ["DNS:localhost", "DNS:kubernetes.default.svc", *(f"IP:{a}" for a in ("127.0.0.1", "10.0.0.1", *addresses))]
+    names = [f"DNS:{name}" for name in ("localhost", "kubernetes.default.svc")]
+    names += [f"IP:{address}" for address in ("127.0.0.1", SERVICE_ADDRESS, *addresses)]
     make(plane.pki, "apiserver", "/CN=kube-apiserver", names, "ca")
     make(plane.pki, "kubelet-client", "/O=system:masters/CN=kube-apiserver", ["DNS:none"], "ca")
     _openssl(["openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", "tokens.key"], plane.pki)
@@ -210,9 +213,9 @@ def apiserver_arguments(plane: ControlPlane, bind_address: str) -> list[str]:
         f"--etcd-servers=http://127.0.0.1:{plane.ports.etcd}",
         f"--bind-address={bind_address}",
         f"--secure-port={plane.ports.apiserver}",
-        # Nothing inside the cluster asks for the Service `kubernetes`.
+        # The nodes serve the address of the Service `kubernetes` themselves.
         "--endpoint-reconciler-type=none",
-        "--advertise-address=10.0.0.1",
+        f"--advertise-address={SERVICE_ADDRESS}",
         f"--service-cluster-ip-range={SERVICE_RANGE}",
         f"--tls-cert-file={pki / 'apiserver.crt'}",
         f"--tls-private-key-file={pki / 'apiserver.key'}",

@@ -6,6 +6,7 @@ import json
 import platform
 import shutil
 import subprocess
+import sys
 import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,9 @@ from typing import Any
 
 from carpool_core.keys import LABEL_MANAGED
 
+from carpool_e2e import serviceproxy
 from carpool_e2e.binaries import CNI_FOLDERS, Binaries, static_busybox
-from carpool_e2e.controlplane import ControlPlane
+from carpool_e2e.controlplane import SERVICE_ADDRESS, SERVICE_PORT, ControlPlane
 from carpool_e2e.errors import HarnessError, StartError
 from carpool_e2e.processes import (
     SERVICE_ACCOUNT,
@@ -183,7 +185,8 @@ def init_script(files: NodeFiles) -> str:
             f"if [ -e /proc/sys/{name} ]; then mkdir -p {Path(shield).parent}; echo {value} > {shield}; "
             f"mount --bind {shield} /proc/sys/{name}; fi"
         ]
-    lines += ["ip link set lo up", f"touch {files.ready}"]
+    # A pod finds the Service `kubernetes` on its node: see serviceproxy.
+    lines += ["ip link set lo up", f"ip addr add {SERVICE_ADDRESS}/32 dev lo", f"touch {files.ready}"]
     # As the first process it inherits orphans, and must wait for them.
     lines += ["while :; do sleep 3600 & wait; done"]
     return "\n".join(lines) + "\n"
@@ -323,6 +326,12 @@ class KubeletNode:
         kubelet = self._start(first, "kubelet", arguments)
         kubelet.wait_until(lambda: self.plane.api.answers(f"/api/v1/nodes/{self.name}"))
         return kubelet
+
+    def start_service_proxy(self, first: int) -> Process:
+        """Start the proxy by which pods of the node reach the API server."""
+        server = (self.link.host_address, str(self.plane.ports.apiserver))
+        command = [sys.executable, serviceproxy.__file__, SERVICE_ADDRESS, str(SERVICE_PORT), *server]
+        return self.table.start(f"service-proxy-{self.name}", command, namespaces_of=first)
 
     def _start(self, first: int, binary: str, arguments: list[str]) -> Process:
         return self.table.start(

@@ -1,6 +1,7 @@
 """What a user of the cluster sees of jobs that are not as usual."""
 
 import json
+import sys
 
 import pytest
 import yaml
@@ -8,6 +9,7 @@ from carpool_core.keys import SCHEDULER_NAME
 from carpool_e2e.cluster import Cluster
 from carpool_e2e.demo.manifests import sleeper
 from carpool_e2e.fleet import TOLERATION
+from carpool_e2e.workloads.pod import training_template
 from kubectl import Watcher, eventually
 
 pytestmark = pytest.mark.e2e
@@ -83,3 +85,23 @@ def test_pod_of_a_workers_name_does_not_replace_it(cluster: Cluster, watcher: Wa
         return [pod["metadata"]["name"] for pod in watcher.pods("real")]
 
     eventually("the other pod to be deleted", lambda: names() == ["real-worker-0-2"])
+
+
+CALL = """
+import os, ssl, urllib.request
+account = "/var/run/secrets/kubernetes.io/serviceaccount"
+url = "https://{KUBERNETES_SERVICE_HOST}:{KUBERNETES_SERVICE_PORT}/api".format_map(os.environ)
+call = urllib.request.Request(url, headers={"Authorization": "Bearer " + open(account + "/token").read()})
+print(urllib.request.urlopen(call, context=ssl.create_default_context(cafile=account + "/ca.crt")).status)
+"""
+
+
+def test_a_pod_reaches_the_api_server_with_its_own_credentials(cluster: Cluster, watcher: Watcher) -> None:
+    """By the Service `kubernetes`; the path /api answers no anonymous caller."""
+    spec = training_template([])["spec"]
+    spec["containers"][0]["command"] = [sys.executable, "-c", CALL]
+    metadata = {"name": "caller", "namespace": "default"}
+    spec |= {"nodeName": "a100", "restartPolicy": "Never"}
+    cluster.apply({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
+    eventually("its end", lambda: watcher.read("pod", "caller")["status"]["phase"] in ("Succeeded", "Failed"), 120)
+    assert cluster.kubectl("logs", "caller") == "200\n"
