@@ -31,13 +31,15 @@ with the process, and is its only writer. Record k, 0..14, begins at 256 * (k + 
 Times are nanoseconds of CLOCK_MONOTONIC. The counters of a record only grow. An unused record is zero.
 """
 
+import atexit
 import fcntl
+import functools
 import mmap
 import os
 import struct
 import threading
 import time
-from typing import Any, Callable, Optional, Set
+from typing import Any, Callable, Optional, Sequence, Set
 
 SIZE, RECORD_SIZE, RECORDS = 4096, 256, 15
 MAGIC, VERSION = b"CARPOOL\0", 1
@@ -45,11 +47,13 @@ FIELDS = (
     "sequence", "started_ns", "updated_ns", "steps", "optimizer_steps", "skipped_steps", "steps_ns", "first_step_ns",
     "samples", "data_ns", "batches", "checkpoint_ns", "checkpoints", "copy_ns", "copies", "optimizers",
 )  # fmt: skip
-(
-    _SEQUENCE, _STARTED, _UPDATED, _STEPS, _OPTIMIZER_STEPS, _SKIPPED, _STEPS_NS, _FIRST_STEP,
-    _SAMPLES, DATA, _, CHECKPOINT, _, COPY, _, _OPTIMIZERS,
-) = range(len(FIELDS))  # fmt: skip
-"""Indices of the fields. DATA, CHECKPOINT and COPY are times, each followed by its count."""
+_VALUES = struct.Struct(f"={len(FIELDS) - 1}Q")
+"""A record without its sequence."""
+_WRITE_EVERY_NS = 50_000_000
+"""Steps that follow each other faster share one change of the record."""
+_SAMPLED, _SAMPLED_FROM, _SAMPLED_RATE = 8, 100, 4
+"""After 100 steps the size of one batch in 8 is measured. If steps are short, more than 4 of them in one change of the
+record, copies are timed between one change in 8 and the next. What is measured stands for the rest."""
 
 _clock = time.monotonic_ns
 _thread = threading.get_ident
@@ -72,18 +76,24 @@ class Recorder:
 
     def __init__(self, path: str, begun_ns: int) -> None:
         self._path, self._begun_ns = path, begun_ns
-        self.counters: Any = [0] * len(FIELDS)
-        """The counters by index: a list, and from the first step on the mapped record."""
         self._is_claimed = self._is_timing = False
         self._thread = threading.main_thread().ident
+        self._steps = self._merged_steps = self._skipped_steps = self._optimizers = self._samples = 0
+        self._started_ns = self._first_ns = self._last_ns = self._write_at_ns = 0
+        self._data_ns = self._batches = self._batch_size = self._copy_ns = self._copies = 0
+        self._checkpoint_ns = self._checkpoints = self._writes = self._written_steps = 0
+        self.is_merging = False
+        """Whether the steps of optimizers are parts of a step that another object counts."""
+        self.copy_weight = 1
+        """Number of copies that a measured copy counts for; 0 while none is measured."""
         self._round: Set[object] = set()
         self._first: Optional[object] = None
-        self._most = 0
-        self._last_ns = 0
+        self._only: Optional[object] = None  # the optimizer that begins every step, if no other one steps
+        self._record: Optional[memoryview] = None
         self._file: Optional[int] = None  # open as long as the process holds the lock
 
     def _claim(self) -> None:
-        """Claim a record and move the counters into it; without a free one, counting goes on in memory."""
+        """Claim a record; without a free one, counting goes on in memory."""
         self._is_claimed = True
         self._thread = _thread()
         try:
@@ -96,13 +106,9 @@ class Recorder:
                     fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, RECORD_SIZE, RECORD_SIZE * number)
                 except OSError:
                     continue
-                record = memory[RECORD_SIZE * number : RECORD_SIZE * (number + 1)].cast("Q")
-                self.counters[_STARTED] = _clock()
-                record[_SEQUENCE] |= 1
-                for index in range(1, len(FIELDS)):
-                    record[index] = self.counters[index]
-                record[_SEQUENCE] += 1
-                self.counters = record
+                self._started_ns = _clock()
+                self._record = memory[RECORD_SIZE * number : RECORD_SIZE * (number + 1)].cast("Q")
+                atexit.register(self.write)
                 return
         except (OSError, ValueError):  # absent, or shorter
             return
@@ -121,80 +127,127 @@ class Recorder:
         """
         if not self._is_claimed:
             self._claim()
-        if _thread() != self._thread:
-            return
-        counters, present, now = self.counters, self._round, _clock()
-        sequence = counters[_SEQUENCE]
-        counters[_SEQUENCE] = sequence + 1
-        counters[_UPDATED] = now
-        counters[_OPTIMIZER_STEPS] += 1
-        if samples:
-            counters[_SAMPLES] += samples
-        if is_skipped:
-            counters[_SKIPPED] += 1
+        if _thread() == self._thread:
+            self._samples += samples
+            self._skipped_steps += is_skipped
+            self._count_in_round(optimizer, _clock())
+            self.write()
+
+    def step_hook(self, is_traced: "Callable[[], bool]") -> "Callable[[Any, Any, Any], None]":
+        """Return a hook of optimizers that counts their steps, except while `is_traced` or `is_merging`.
+
+        It runs in every step, with a cold cache, so that each of its instructions costs. Most trainings have one
+        optimizer, which one thread uses.
+        """
+
+        def count(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if is_traced():
+                return
+            if id(optimizer) != self._only:
+                if not self.is_merging:
+                    self.count_step(id(optimizer))
+                return
+            self._steps += 1
+            self._last_ns = now = _clock()
+            if now > self._write_at_ns:
+                self.write()
+
+        return count
+
+    def _count_in_round(self, optimizer: object, now: int) -> None:
+        """Count a step among those of other optimizers. A round has the optimizers of one training step."""
+        present = self._round
         if optimizer in present or not present:
             # If the optimizer that began the last step is another one, that step was two: the training went on with
             # another optimizer.
-            counters[_STEPS] += 1 if optimizer == self._first or self._first is None else 2
-            self._first = optimizer
-            if self._last_ns:
-                counters[_STEPS_NS] += now - self._last_ns
-            else:
-                counters[_FIRST_STEP] = now - self._begun_ns
+            steps = 1 if optimizer == self._first or self._first is None else 2
+            self._steps += steps
+            self._merged_steps += 1 - steps
+            self._first = self._only = optimizer
+            self._first_ns = self._first_ns or now
             self._last_ns = now
-            if len(present) != 1:
-                present.clear()
-                present.add(optimizer)
+            self._round = {optimizer}
         else:
+            self._merged_steps += 1
+            self._only = None
             present.add(optimizer)
-        if len(present) > self._most:
-            counters[_OPTIMIZERS] = self._most = len(present)
-        counters[_SEQUENCE] = sequence + 2
+        self._optimizers = max(self._optimizers, len(self._round))
 
-    def timed(self, function: "Callable[..., Any]", index: int, args: Any, kwargs: Any) -> Any:
-        """Call a function and add its time to a counter, unless another timed function calls it.
+    def write(self) -> None:
+        """Write the counters into the record, if the process has one."""
+        record, now = self._record, _clock()
+        self._write_at_ns = now + _WRITE_EVERY_NS
+        self._writes += 1
+        is_fast = self._steps > _SAMPLED_FROM and self._steps - self._written_steps > _SAMPLED_RATE
+        self._written_steps = self._steps
+        self.copy_weight = 1 if not is_fast else 0 if self._writes % _SAMPLED else _SAMPLED
+        if record is not None:
+            sequence = record[0] | 1
+            record[0] = sequence
+            _VALUES.pack_into(record, 8, self._started_ns, now, *self.counters())
+            record[0] = sequence + 1
 
-        Args:
-            function: The function.
-            index: CHECKPOINT, or DATA for a function that returns a batch.
-            args: Its positional arguments.
-            kwargs: Its other arguments.
-        """
+    def counters(self) -> Sequence[int]:
+        """Return the values of `FIELDS[3:]`."""
+        return (
+            self._steps, self.optimizer_steps, self._skipped_steps, self._last_ns - self._first_ns,
+            self._first_ns - self._begun_ns, self._samples, self._data_ns, self._batches,
+            self._checkpoint_ns, self._checkpoints, min(self._copy_ns, _clock() - self._begun_ns), self._copies,
+            self._optimizers,
+        )  # fmt: skip
+
+    def timing_batches(self, function: "Callable[[Any], Any]") -> "Callable[[Any], Any]":
+        """Return `__next__` of a data loader's iterator with a count of batches and of the time until they came."""
+
+        @functools.wraps(function)
+        def wrapper(loader: Any) -> Any:
+            if self._is_timing or _thread() != self._thread:
+                return function(loader)
+            self._is_timing = True
+            begun = _clock()
+            try:
+                batch = function(loader)
+            finally:
+                self._is_timing = False
+            self._data_ns += _clock() - begun
+            if self._batches < _SAMPLED_FROM or not self._batches % _SAMPLED:
+                self._batch_size = _samples(batch)
+            self._batches += 1
+            self._samples += self._batch_size
+            return batch
+
+        return wrapper
+
+    def save(self, function: "Callable[..., Any]", args: Any, kwargs: Any) -> Any:
+        """Write a checkpoint, and count the time."""
         if self._is_timing or _thread() != self._thread:
             return function(*args, **kwargs)
         self._is_timing = True
         begun = _clock()
         try:
-            found = function(*args, **kwargs)
+            return function(*args, **kwargs)
         finally:
             self._is_timing = False
-        self._add(index, _clock() - begun, _samples(found) if index == DATA else 0)
-        return found
+            self._checkpoint_ns += _clock() - begun
+            self._checkpoints += 1
 
-    def timed_copy(self, copy: "Callable[..., Any]", tensor: Any, args: Any, kwargs: Any) -> Any:
+    def copy(self, function: "Callable[..., Any]", tensor: Any, args: Any, kwargs: Any) -> Any:
         """Copy a tensor of the host, and count the time if the copy is on a device."""
         if self._is_timing or _thread() != self._thread:
-            return copy(tensor, *args, **kwargs)
+            return function(tensor, *args, **kwargs)
         begun = _clock()
-        found = copy(tensor, *args, **kwargs)
+        found = function(tensor, *args, **kwargs)
         if not found.is_cpu:
-            self._add(COPY, _clock() - begun)
+            took = _clock() - begun
+            weight = 1 if took > _WRITE_EVERY_NS else self.copy_weight  # a rare one must not count several times
+            self._copy_ns += weight * took
+            self._copies += weight
         return found
-
-    def _add(self, index: int, nanoseconds: int, samples: int = 0) -> None:
-        counters = self.counters
-        sequence = counters[_SEQUENCE]
-        counters[_SEQUENCE] = sequence + 1
-        counters[index] += nanoseconds
-        counters[index + 1] += 1
-        if samples:
-            counters[_SAMPLES] += samples
-        counters[_SEQUENCE] = sequence + 2
 
     @property
     def optimizer_steps(self) -> int:
         """Steps of all optimizers so far."""
-        return int(self.counters[_OPTIMIZER_STEPS])
+        return self._steps + self._merged_steps
 
 
 def _samples(batch: Any) -> int:

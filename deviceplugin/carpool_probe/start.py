@@ -68,7 +68,6 @@ def _hook_loader(loader: object, name: str) -> None:
 MODULES = frozenset(
     (
         "torch",
-        "torch.optim.optimizer",
         "torch.amp.grad_scaler",
         "torch.cuda.amp.grad_scaler",
         "torch.utils.data.dataloader",

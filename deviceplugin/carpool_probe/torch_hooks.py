@@ -1,44 +1,35 @@
 """The probe's changes to PyTorch and its companions. Each is made right after the module was imported.
 
-The hooks import nothing: PyTorch is half imported when most of them are applied.
+The hooks import nothing: PyTorch is half imported when some of them are applied.
 """
 
 import functools
 import sys
 from typing import Any, Callable
 
-from carpool_probe.recorder import CHECKPOINT, DATA, recorder
-
-torch: Any = None
-"""PyTorch, as soon as it is being imported."""
+from carpool_probe.recorder import recorder
 
 
 def apply(name: str, module: Any) -> None:
     """Apply the hooks of a module that has just been imported."""
-    global torch
-    torch = sys.modules.get("torch")
     _HOOKS[name](module)
 
 
-def _wrap(owner: Any, name: str, index: int) -> None:
-    """Replace a function of a module or class by one that counts its time."""
-    function, timed = getattr(owner, name), recorder.timed
+def _checkpoints(module: Any, name: str = "save") -> None:
+    """Count the time of a function that writes checkpoints."""
+    function = getattr(module, name)
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return timed(function, index, args, kwargs)
+        return recorder.save(function, args, kwargs)
 
-    setattr(owner, name, wrapper)
+    setattr(module, name, wrapper)
 
 
-def _optimizers(module: Any) -> None:
-    """Count the steps of all optimizers by PyTorch's global hook."""
-
-    def count(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_compiling() and not _merges:
-            recorder.count_step(id(optimizer))
-
-    module.register_optimizer_step_post_hook(count)
+def _data_loader(module: Any) -> None:
+    """Count the time in which the training waits for its data loader."""
+    iterator = module._BaseDataLoaderIter
+    iterator.__next__ = recorder.timing_batches(iterator.__next__)
 
 
 def _grad_scaler(module: Any) -> None:
@@ -52,34 +43,35 @@ def _grad_scaler(module: Any) -> None:
     def wrapper(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         before = recorder.optimizer_steps
         found = step(self, optimizer, *args, **kwargs)
-        if recorder.optimizer_steps == before and isinstance(optimizer, torch.optim.Optimizer):
+        if recorder.optimizer_steps == before and hasattr(optimizer, "register_step_post_hook"):
             recorder.count_step(id(optimizer), is_skipped=True)
         return found
 
     scaler.step = wrapper
 
 
-def _tensors(module: Any) -> None:
-    """Count the time in which the training waits for copies of tensors from the host to a device."""
-    tensor = module.Tensor
+def _torch(torch: Any) -> None:
+    """Count the steps of all optimizers, and the time in which the training waits for copies of the host's tensors.
+
+    Code that torch.compile traces must not count: it would break the graph.
+    """
+    is_traced = getattr(torch.compiler, "is_dynamo_compiling", torch.compiler.is_compiling)  # the former is shorter
+    optimizers = sys.modules[torch.optim.Optimizer.__module__]  # torch.optim has no attribute for this module
+    optimizers.register_optimizer_step_post_hook(recorder.step_hook(is_traced))
 
     def wrap(name: str) -> None:
-        copy = getattr(tensor, name)
+        copy = getattr(torch.Tensor, name)
 
         @functools.wraps(copy)
         def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self.is_cpu or torch.compiler.is_compiling():
+            if is_traced() or not recorder.copy_weight or not self.is_cpu:
                 return copy(self, *args, **kwargs)
-            return recorder.timed_copy(copy, self, args, kwargs)
+            return recorder.copy(copy, self, args, kwargs)
 
-        setattr(tensor, name, wrapper)
+        setattr(torch.Tensor, name, wrapper)
 
     wrap("to")
     wrap("cuda")
-
-
-_merges: "list[int]" = []
-"""Not empty while several steps of an optimizer are one step of the training."""
 
 
 def _deepspeed(module: Any) -> None:
@@ -89,24 +81,23 @@ def _deepspeed(module: Any) -> None:
 
     @functools.wraps(step)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _merges.append(1)
+        recorder.is_merging = True
         try:
             return step(self, *args, **kwargs)
         finally:
-            _merges.pop()
+            recorder.is_merging = False
             recorder.count_step(id(self))
 
     engine._take_model_step = wrapper
 
 
 _HOOKS: "dict[str, Callable[[Any], Any]]" = {
-    "torch": _tensors,
-    "torch.optim.optimizer": _optimizers,
+    "torch": _torch,
     "torch.amp.grad_scaler": _grad_scaler,
     "torch.cuda.amp.grad_scaler": _grad_scaler,
-    "torch.utils.data.dataloader": lambda module: _wrap(module._BaseDataLoaderIter, "__next__", DATA),
-    "torch.serialization": lambda module: _wrap(module, "save", CHECKPOINT),
-    "torch.distributed.checkpoint.state_dict_saver": lambda module: _wrap(module, "save", CHECKPOINT),
-    "safetensors.torch": lambda module: _wrap(module, "save_file", CHECKPOINT),
+    "torch.utils.data.dataloader": _data_loader,
+    "torch.serialization": _checkpoints,
+    "torch.distributed.checkpoint.state_dict_saver": _checkpoints,
+    "safetensors.torch": lambda module: _checkpoints(module, "save_file"),
     "deepspeed.runtime.engine": _deepspeed,
 }

@@ -14,7 +14,7 @@ from carpool_simulator.progress import provenance
 from rich.console import Console
 
 from carpool_e2e import binaries, processes
-from carpool_e2e.bench import latency, placement, predictions, throughput
+from carpool_e2e.bench import latency, placement, predictions, probe, throughput
 from carpool_e2e.bench.measure import Section, replaced
 from carpool_e2e.binaries import CONTROL_PLANE_TOOLS, NODE_TOOLS
 from carpool_e2e.cluster import FULL, LOGS, PROJECT, Cluster, running, why_no_kubelets
@@ -28,6 +28,7 @@ SECTIONS: Mapping[str, Callable[[Callable[[str], None], Console], Section]] = {
     "throughput": throughput.measure,
     "placement": lambda report, _: placement.measure(report),
     "predictions": lambda report, _: predictions.measure(report),
+    "probe": lambda report, _: probe.measure(report),
 }
 """Benchmarks by name, in the order of the report."""
 
@@ -130,7 +131,7 @@ def prepare(vendor: bool) -> None:
 @main.command()
 @click.option("--only", type=click.Choice([*SECTIONS]), help="Measure one section.")
 def bench(only: str | None) -> None:
-    """Measure latency, throughput, memory and predictions, and write docs/benchmarks.md."""
+    """Measure latency, throughput, memory, predictions and the probe, and write docs/benchmarks.md."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     for name in [only] if only else SECTIONS:
         console.rule(name)

@@ -30,6 +30,7 @@ class Container:
         self.probe.access(POD)
         self.file = directory / "probe/pods" / POD
         self.code = directory / "probe/code"
+        self.python_path = f"{self.code}/pythonpath:{self.code}/python"  # not a package that is installed here
         self.env = {
             "PATH": os.environ["PATH"],
             "HOME": str(directory),
@@ -51,7 +52,7 @@ class Container:
 
     def train(self, training: str, *arguments: str) -> list[dict[str, int]]:
         """Run a training in this virtual environment, and return the records of its processes."""
-        self.run(str(TRAININGS / training), *arguments, PYTHONPATH=str(self.code / "pythonpath"))
+        self.run(str(TRAININGS / training), *arguments, PYTHONPATH=self.python_path)
         return [record._asdict() for record in read_records(self.file).values()]
 
 
@@ -67,8 +68,9 @@ def container(tmp_path: Path) -> Container:
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Mapping[str, int]]:
     """Return by how much each part of the training raised the counters."""
     container = Container(tmp_path_factory.mktemp("plain"))
-    path = str(container.code / "pythonpath")
-    found: dict[str, dict[str, int]] = json.loads(container.run(str(TRAININGS / "plain.py"), PYTHONPATH=path))
+    found: dict[str, dict[str, int]] = json.loads(
+        container.run(str(TRAININGS / "plain.py"), PYTHONPATH=container.python_path)
+    )
     return found
 
 

@@ -15,10 +15,10 @@ found: dict[str, dict[str, int]] = {}
 
 @contextmanager
 def part(name: str) -> Iterator[None]:
-    before = list(recorder.counters)
+    before = recorder.counters()
     yield
-    grown = (new - old for new, old in zip(recorder.counters, before, strict=False))
-    found[name] = dict(zip(FIELDS, grown, strict=False))
+    grown = (new - old for new, old in zip(recorder.counters(), before, strict=True))
+    found[name] = dict(zip(FIELDS[3:], grown, strict=True))
 
 
 def network() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
