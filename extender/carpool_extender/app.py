@@ -103,7 +103,6 @@ def build(
     gc = ReservationGC(
         api, informers, writer, restorer, in_flight=in_flight, leads=leadership.leads, clock=clock, sleep=sleep
     )
-    leadership.on_change(gc.sweep_soon)
     queue = SchedulingQueue(
         informers.cluster,
         evaluation_cache,

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import structlog
+from cachetools import LRUCache
 from carpool_core.clock import Clock
 from carpool_core.keys import OUTCOME_GPU_OUT_OF_MEMORY, RESOURCE_GPU, SCHEDULER_NAME
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, NODES, PODS, KubeApi, Selector
@@ -236,7 +237,7 @@ class Informers:
         self._bound_pods: dict[str, dict[PodUid, Pod]] = {}
         """Workers that are bound to each node and may run."""
         self._node_events: dict[str, asyncio.Event] = {}
-        self._deleted: dict[str, None] = {}
+        self._deleted: LRUCache[str, None] = LRUCache(DELETED_REMEMBERED)
         self._invalid_nodes: set[str] = set()
         self._log = structlog.get_logger()
         self._on_node: list[Callable[[GpuNode | None, GpuNode | None], None]] = []
@@ -357,8 +358,6 @@ class Informers:
     def _forget(self, node: GpuNode) -> None:
         """Forget a GpuNode that was deleted; an answer may have brought the next of its name already."""
         self._deleted[node.metadata.uid] = None
-        if len(self._deleted) > DELETED_REMEMBERED:
-            self._deleted.pop(next(iter(self._deleted)))
         known = self.cluster.node(node.metadata.name)
         if known is not None and known.metadata.uid == node.metadata.uid:
             self.cluster.remove(node.metadata.name)

@@ -1,12 +1,9 @@
 """Metrics of the extender."""
 
-import asyncio
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib.metadata import version
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from carpool_core.clock import Clock
@@ -41,8 +38,7 @@ class ExtenderMetrics:
         )
         self._kept_back = Histogram(
             "carpool_extender_kept_back_seconds",
-            "Time for which a pod was kept back because as many were being bound as can be, or because what an ended "
-            "pod held was being given back; not a part of its request.",
+            "Time that a bind waited because as many were in flight as can be; a part of its request.",
             buckets=_FAST,
             registry=registry,
         )
@@ -75,7 +71,6 @@ class ExtenderMetrics:
             buckets=_FAST,
             registry=registry,
         )
-        self._waited: WeakKeyDictionary[asyncio.Task[Any], float] = WeakKeyDictionary()
         build_info(registry, "extender", version("carpool"))
 
     def refused(self, failed: NDArray[np.int8]) -> None:
@@ -85,20 +80,11 @@ class ExtenderMetrics:
 
     def request(self, verb: str) -> AbstractContextManager[None]:
         """Measure a request."""
-        return self._measured(lambda took_s: self._requests.labels(verb).observe(took_s - self._waited_s()))
+        return self._measured(self._requests.labels(verb).observe)
 
     def kept_back(self) -> AbstractContextManager[None]:
-        """Measure for how long the request at hand is kept back."""
-        return self._measured(self._keep)
-
-    def _keep(self, took_s: float) -> None:
-        self._kept_back.observe(took_s)
-        if (task := asyncio.current_task()) is not None:
-            self._waited[task] = self._waited.get(task, 0.0) + took_s
-
-    def _waited_s(self) -> float:
-        task = asyncio.current_task()
-        return 0.0 if task is None else self._waited.pop(task, 0.0)
+        """Measure for how long a bind waits because as many are in flight as can be."""
+        return self._measured(self._kept_back.observe)
 
     def admission_pass(self) -> AbstractContextManager[None]:
         """Measure a pass over the pending jobs."""

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, TypeVar
@@ -174,10 +174,7 @@ class Binder:
     @asynccontextmanager
     async def _limited(self) -> AsyncIterator[None]:
         """Wait until fewer than `MAX_CONCURRENT_BINDS` binds are under way: too many would all miss their deadlines."""
-        if self._concurrent.locked():
-            with self._deps.telemetry.kept_back():
-                await self._concurrent.acquire()
-        else:
+        with self._deps.telemetry.kept_back() if self._concurrent.locked() else nullcontext():
             await self._concurrent.acquire()
         try:
             yield

@@ -120,16 +120,10 @@ class ReservationGC:
         self.orphaned = 0
         """Reservations that no pod needs and that the last sweep could not release; 0 on a standby."""
         self._due: set[str] = set()
-        self._are_all_due = False
         self._wake = asyncio.Event()
         self._log = structlog.get_logger()
         informers.on_pod(self._pod_changed)
         informers.on_node(self._node_changed)
-
-    def sweep_soon(self) -> None:
-        """Check every node and every pod soon: the leader has changed."""
-        self._are_all_due = True
-        self._wake.set()
 
     async def run(self) -> None:
         """Check nodes forever, once all watches have listed."""
@@ -149,9 +143,6 @@ class ReservationGC:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            if self._are_all_due:
-                self._are_all_due = False
-                await self.sweep()
             due, self._due = sorted(self._due), set()
             await self._check(due, [pod for name in due for pod in self._restorer.lost_on(name)])
 
