@@ -298,12 +298,12 @@ class Informers:
         await asyncio.gather(*(reflector.wait_synced() for reflector in self._watches.values()))
 
     def not_ready(self) -> str | None:
-        """Say which watches have not listed yet; None once all have."""
+        """Return which watches have not listed yet; None once all have."""
         missing = [f"{kind}s" for kind, reflector in self._watches.items() if not reflector.store.synced]
         return f"the first list of {', '.join(missing)} is not complete; try again shortly" if missing else None
 
     def ages(self) -> dict[str, float]:
-        """Seconds since the server's last word, by kind; infinite before the first."""
+        """Return the seconds since the server's last answer or event, by kind; infinite before the first."""
         now = self._clock.monotonic()
         return {kind: reflector.store.age(now) for kind, reflector in self._watches.items()}
 

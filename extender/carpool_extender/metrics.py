@@ -134,7 +134,7 @@ class StateCollector(Collector):
             unavailable.add_metric([snapshot.node_names[node], KINDS[cause]], number)
         yield unavailable
         ages = GaugeMetricFamily(
-            "carpool_extender_watch_age_seconds", "Time since the API server's last word.", labels=["kind"]
+            "carpool_extender_watch_age_seconds", "Time since the API server's last answer or event.", labels=["kind"]
         )
         for kind, age in self._informers.ages().items():
             ages.add_metric([kind], age)

@@ -184,7 +184,7 @@ def _is_recorded(pod: Pod, job: JobRow) -> bool:
 
 
 def too_many(pod_request: PodRequest, pod_uid: PodUid, holders: set[PodUid]) -> str | None:
-    """Say why a pod gets no reservation while others of its job have theirs; None where it may have one.
+    """Return why a pod gets no reservation while others of its job have theirs; None if it may have one.
 
     Args:
         pod_request: The pod's demand.
@@ -224,7 +224,7 @@ def policy_of(job: JobRow, *, allowed: bool) -> str | None:
 
 
 def gpus_asked(pod: Pod) -> int:
-    """How many GPUs a pod's containers ask for together."""
+    """Return the number of GPUs that a pod's containers request together."""
     return sum(_gpus(container) for container in (*pod.spec.containers, *pod.spec.init_containers))
 
 

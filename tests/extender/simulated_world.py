@@ -32,7 +32,7 @@ def truth(memory_mib=1000, util=0.2, **changes):
 
 def job(name, work_s=100.0, arrival_s=0.0, of=None, **changes):
     of = of or truth(kind=name)
-    return SimJob(name, arrival_s, work_s, 1, of, exactly(changes.pop("told", of), None), **changes)
+    return SimJob(name, arrival_s, work_s, 1, of, exactly(changes.pop("predicted", of), None), **changes)
 
 
 def workload(*jobs, gpus=1, memory_mib=10_000):

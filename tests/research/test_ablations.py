@@ -13,7 +13,7 @@ from simulated_world import CARPOOL, NoSlowdown, ends, job, truth, workload
 
 def test_true_memory_prevents_deaths_by_a_wrong_bound():
     small = truth(1000, kind="a")
-    jobs = workload(job("a", of=truth(1400, kind="a"), told=small))
+    jobs = workload(job("a", of=truth(1400, kind="a"), predicted=small))
     outcome = simulate(jobs, ablate(CARPOOL, oracle=frozenset({Piece.MEMORY})), NoSlowdown())
     assert outcome.ooms == 0
 
@@ -21,7 +21,7 @@ def test_true_memory_prevents_deaths_by_a_wrong_bound():
 def test_true_activity_replaces_prediction_and_measurement():
     """Both jobs are predicted to fill the GPU, wrongly."""
     idle, busy = truth(util=0.1, kind="a"), truth(util=1.0, kind="a")
-    jobs = workload(*(job(f"j{i}", of=idle, told=busy) for i in range(2)))
+    jobs = workload(*(job(f"j{i}", of=idle, predicted=busy) for i in range(2)))
     never = replace(CARPOOL, measure=False)
     assert max(ends(simulate(jobs, never, NoSlowdown())).values()) == 200.0
     exact = ablate(CARPOOL, oracle=frozenset({Piece.ACTIVITY}))

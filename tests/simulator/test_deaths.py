@@ -14,7 +14,7 @@ from simulated_world import ALONE, CARPOOL, LEARNS, NoSlowdown, ends, job, truth
 
 def test_a_job_beyond_its_limit_dies_is_raised_and_succeeds():
     small = truth(1000, kind="a")
-    outcome = Simulation(workload(job("a", of=truth(1400, kind="a"), told=small)), CARPOOL, NoSlowdown()).run()
+    outcome = Simulation(workload(job("a", of=truth(1400, kind="a"), predicted=small)), CARPOOL, NoSlowdown()).run()
     assert outcome.ooms == 1
     assert ends(outcome) == {"a": LOADED_S + 100.0}
 
@@ -64,7 +64,7 @@ def test_a_job_that_can_never_run_does_not_stretch_the_time_that_is_looked_at(ho
 @pytest.mark.parametrize("strategy", [CARPOOL, LEARNS, ALONE, Strategy("blind", "round-robin")], ids=lambda s: s.name)
 def test_a_job_that_needs_more_memory_than_any_gpu_has_dies_until_it_is_given_up(strategy):
     """Regression: it was tried again without end; then the engine dropped it by a truth that no strategy knows."""
-    huge = job("huge", of=truth(10_001, kind="huge"), told=truth(1_000, kind="huge"))
+    huge = job("huge", of=truth(10_001, kind="huge"), predicted=truth(1_000, kind="huge"))
     outcome = Simulation(workload(huge, job("a", 100.0, 1000.0)), strategy, NoSlowdown()).run()
     assert (outcome.unplaced, outcome.ooms, ends(outcome)) == (1, DEATHS, {"a": 1100.0})
 
@@ -79,7 +79,7 @@ def test_a_job_that_needs_more_memory_than_any_gpu_has_dies_until_it_is_given_up
 @pytest.mark.parametrize("strategy", [CARPOOL, LEARNS], ids=lambda s: s.name)
 def test_a_bound_beyond_the_gpu_is_the_predictors_and_placements_to_judge(strategy, trusted, ended):
     """Regression: here such a job ran alone in any case, while a cluster refused it where its median did not fit."""
-    large = job("large", of=truth(9_000, kind="large"), told=truth(10_001, kind="large"))
+    large = job("large", of=truth(9_000, kind="large"), predicted=truth(10_001, kind="large"))
     one = large.prediction.products[0]
     memory = structs.replace(one.memory, trusted=trusted)
     prediction = structs.replace(large.prediction, products=[structs.replace(one, memory=memory)])
@@ -96,7 +96,7 @@ def test_an_oracle_never_tries_what_no_gpu_holds():
 
 def test_a_job_that_only_ever_gets_a_gpu_too_small_for_it_is_given_up():
     """Regression: it was given the first GPU without end, though the other one was larger."""
-    jobs = workload(job("large", 100.0, of=truth(9_000), told=truth(1_000)), gpus=2)
+    jobs = workload(job("large", 100.0, of=truth(9_000), predicted=truth(1_000)), gpus=2)
     first, second = jobs.nodes["n"]
     jobs = replace(jobs, nodes={"n": [structs.replace(first, memory_mib=5_000), second]})
     outcome = Simulation(jobs, replace(CARPOOL, policy="first-fit"), NoSlowdown()).run()

@@ -36,7 +36,7 @@ def test_others_join_once_the_peak_of_a_lone_job_leaves_them_room(strategy, peak
 
 
 def test_the_larger_bound_of_a_first_run_gives_way_too():
-    wide = replace(job("first", 2000.0, of=truth(2000, kind="first"), told=truth(8000)))
+    wide = replace(job("first", 2000.0, of=truth(2000, kind="first"), predicted=truth(8000)))
     jobs = workload(wide, job("later", 50.0, 1.0, of=truth(4000, kind="later")))
     assert ends(Simulation(jobs, SETTLES, NoSlowdown()).run())["later"] == FIRST_S + 50
     assert ends(Simulation(jobs, CARPOOL, NoSlowdown()).run())["later"] == 2050.0
@@ -44,7 +44,7 @@ def test_the_larger_bound_of_a_first_run_gives_way_too():
 
 def test_a_job_that_died_of_memory_keeps_what_it_was_promised():
     """Its first bound was too low; what it then takes is below what it counts with, and stays so."""
-    grows = job("grows", 2000.0, of=truth(5000, kind="grows"), told=truth(4000))
+    grows = job("grows", 2000.0, of=truth(5000, kind="grows"), predicted=truth(4000))
     jobs = workload(grows, job("later", 50.0, 3.0 + LOADED_S, of=truth(4300, kind="later")))
     outcome = Simulation(jobs, SETTLES, NoSlowdown()).run()
     assert outcome.ooms == 1
@@ -53,7 +53,7 @@ def test_a_job_that_died_of_memory_keeps_what_it_was_promised():
 
 def test_a_tenant_has_not_taken_its_memory_before_it_has_loaded():
     """Its excess over its bound is unknown when the third job arrives, although another's end triggers a pass."""
-    grows = job("grows", 500.0, of=truth(5000, kind="grows"), told=truth(1000, kind="grows"))
+    grows = job("grows", 500.0, of=truth(5000, kind="grows"), predicted=truth(1000, kind="grows"))
     short, later = job("short", 30.0, of=truth(500, kind="short")), job("later", 100.0, 40.0, of=truth(6000, kind="b"))
     slices = replace(CARPOOL, mode=SharingMode.TIME_SLICING)
     assert Simulation(workload(grows, short, later), slices, NoSlowdown()).run().ooms == 1

@@ -182,7 +182,7 @@ async def explain_job(api: KubeApi, name: str, namespace: str, config: Scheduler
 async def what_if(
     api: KubeApi, job: GpuTrainingJob, config: SchedulerConfig, predictor: Predictor, options: Options
 ) -> Answer:
-    """Return where a job would go now, beside which tenants and how fast; nothing is created.
+    """Return where a job would go now, with which co-tenants and how fast; nothing is created.
 
     Raises:
         KubeError: The GpuNodes could not be read.

@@ -285,10 +285,10 @@ class _Replay:
             if unclaimed:
                 for claim in claims_of_admitted(unclaimed, wanted, cluster, self._evaluations, now_s):
                     cluster.assume(claim.node, claim.reservation)
-            retry_at_s, words = backoff_of(gang.gated)
+            retry_at_s, reason = backoff_of(gang.gated)
             info = entry_of(gang, wanted, cluster.snapshot(), retry_at_s)
             meta = job.metadata
-            yield _PendingGang(uid, meta.namespace, meta.name, wanted.workers, gang, info, words)
+            yield _PendingGang(uid, meta.namespace, meta.name, wanted.workers, gang, info, reason)
 
     def queue_of(self, entries: Iterable[QueuedJobInfo]) -> SchedulingQueue:
         """Return a queue with these entries."""

@@ -40,7 +40,7 @@ from carpool_extender.framework.filters import (
 from carpool_extender.framework.scores import Policy
 
 PREFIX = "NoGpuFits: "
-"""First words of every summary: the reason in the job's condition Placed."""
+"""Begin of every summary: the reason in the job's condition Placed."""
 MAX_NEIGHBOURS = 5
 """Jobs that the reason of a placement names."""
 MAX_CO_TENANTS = 3
@@ -50,7 +50,7 @@ MAX_PRODUCTS = 4
 MAX_GROUPS = 6
 """Groups of GPUs that a summary names."""
 MAX_SUMMARY, MAX_PART = 860, 300
-"""Characters of a summary and of each part. An event holds 1,024, and kube-scheduler adds its own words."""
+"""Characters of a summary and of each part. An event holds 1,024, and kube-scheduler adds its own text."""
 
 
 def expected_slowdown(evaluation: Evaluation, rows: Sequence[int], limit: float | None = None) -> str:
@@ -354,10 +354,10 @@ def lines(answers: Iterable[GpuAnswer], *, each: bool) -> list[str]:
     """Return one line for each GPU, or for each group of GPUs with equal explanations."""
     if each:
         return [str(one) for one in answers]
-    alike: dict[tuple[str, str], list[GpuAnswer]] = {}
+    groups: dict[tuple[str, str], list[GpuAnswer]] = {}
     for one in answers:
-        alike.setdefault((one.product, one.text), []).append(one)
-    return [_line(group) for group in alike.values()]
+        groups.setdefault((one.product, one.text), []).append(one)
+    return [_line(group) for group in groups.values()]
 
 
 def _line(group: list[GpuAnswer]) -> str:

@@ -125,7 +125,7 @@ class AdmissionLimits:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """One numeric limit: the amount that a GPU has, and its words."""
+    """One numeric limit: the amount that a GPU has, and its texts."""
 
     field: str
     """Attribute of `AdmissionLimits`."""
@@ -630,7 +630,7 @@ class SlotsCheck(Check):
             return f"has {pluralize(tenants, 'tenant')}, the most allowed is {evaluation.slots}"
         instance = evaluation.requirements(row).mig
         name = instance.name if instance else "none"
-        return f"its MIG instances take {self._taken(evaluation, row)}, beside which {name} has no room"
+        return f"its MIG instances take {self._taken(evaluation, row)}, which leave no room for {name}"
 
     def headroom(self, evaluation: Evaluation, row: int) -> list[str]:
         mode, parts = int(evaluation.results.mode[row]), []

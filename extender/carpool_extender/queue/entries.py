@@ -151,15 +151,15 @@ def predicted_end_of(held: Reservation, job: JobRow | None, cluster: ClusterCach
     return reservation_end_s(held, job.spec.training.steps, job.status.predicted_step_times_s, devices)
 
 
-def backoff_message(words: str, retry_at_s: float) -> str:
+def backoff_message(reason: str, retry_at_s: float) -> str:
     """Return the message of a job that backs off.
 
     Args:
-        words: kube-scheduler's message about the last failure; may be empty.
+        reason: kube-scheduler's message about the last failure; may be empty.
         retry_at_s: When the job is admitted again, in seconds since 1970.
     """
-    words = words or "kube-scheduler found no node for its pods in time"
-    return f"{words}{_RETRY}{rfc3339(datetime.fromtimestamp(retry_at_s, UTC))}"
+    reason = reason or "kube-scheduler found no node for its pods in time"
+    return f"{reason}{_RETRY}{rfc3339(datetime.fromtimestamp(retry_at_s, UTC))}"
 
 
 def backoff_of(pods: Iterable[Pod]) -> tuple[float, str]:

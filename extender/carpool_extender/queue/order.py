@@ -23,7 +23,7 @@ WINDOW_S = 600.0
 
 
 class QueueOrder(StrEnum):
-    """How pending jobs of one priority are sorted; a higher priority always comes first."""
+    """Order of pending jobs of one priority; a higher priority always comes first."""
 
     ALTERNATE = "Alternate"
     """By window of arrival; the longest and the shortest job of a window alternate."""
@@ -50,7 +50,7 @@ class QueueKey(NamedTuple):
     urgency: int
     """Negated priority of its pods; the smallest comes first."""
     arrived_s: float
-    """When the job became admissible, in seconds of one clock."""
+    """Time at which the job became admissible, in seconds of one clock."""
     duration_bucket: int
     """Predicted length, as in `carpool_core.durations.duration_bucket`."""
     number: int

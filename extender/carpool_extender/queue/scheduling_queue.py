@@ -71,7 +71,7 @@ class QueuedJobInfo:
     """`namespace/name`."""
     priority: int
     arrived_s: float
-    """When the job became admissible, in seconds of the caller's clock."""
+    """Time at which the job became admissible, in seconds of the caller's clock."""
     number: int
     """Unique among pending jobs; breaks ties."""
     request: PodRequest

@@ -35,7 +35,7 @@ BINDING_ATTEMPTS = 3
 FIRST_PAUSE_S = 0.2
 """Pause after the first Binding that got no answer; it doubles with each attempt."""
 LATE_S = 5.0
-"""How long after its deadline a Binding may still be under way; less than the grace of `ReservationGC`."""
+"""Time after its deadline for which a Binding may still be under way; less than the grace of `ReservationGC`."""
 UNPREPARED = ("PartitionFailed", "PartitionTimeout")
 """Reasons for which the GPUs take no pods for a while, so that others are tried first."""
 

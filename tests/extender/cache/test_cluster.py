@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 
 def rows(snapshot):
-    """What a snapshot says of each living GPU, by UUID."""
+    """Return the values of a snapshot for each GPU that exists, by UUID."""
     columns = snapshot.gpus
     return {
         columns.uuid[row]: (

@@ -1,4 +1,4 @@
-"""What agents measured takes the place of what was predicted; promises of memory are never taken back."""
+"""Measurements of agents replace predictions; promised memory is never taken back."""
 
 import msgspec
 import pytest
@@ -64,7 +64,7 @@ def test_a_measure_beside_neighbours_is_stretched_to_what_it_would_be_alone():
 @pytest.mark.parametrize(
     ("mode", "seen_util", "seen_sm", "lowers"),
     [
-        pytest.param(SharingMode.TIME_SLICING, 40.0, 0.1, False, id="of its time, nobody wants less for it"),
+        pytest.param(SharingMode.TIME_SLICING, 40.0, 0.1, False, id="of its time, no tenant accepts less"),
         pytest.param(SharingMode.MPS, 10.0, 0.4, False, id="of its SMs, likewise"),
         pytest.param(SharingMode.TIME_SLICING, 39.0, 0.1, True, id="there is time left: as measured"),
     ],

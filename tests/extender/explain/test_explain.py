@@ -201,7 +201,7 @@ class TestPlacedJob:
         assert "it is here; without it: fits by Exclusive" in (await explained(kube))[-1]
 
     async def test_later_co_tenants_are_named(self):
-        """Regression: explain called a place alone beside which others had come."""
+        """Regression: explain called a place alone although other tenants had joined."""
         times = [rfc3339(CLOCK.now() + timedelta(seconds=number)) for number in range(2)]
         mine = held(0, "GPU-a-0", mode=SharingMode.MPS, reason="alone", reserved_at=times[0])
         other = msgspec.structs.replace(tenant("y", ["GPU-a-0"], memory_limit_mib=1000), reserved_at=times[1])

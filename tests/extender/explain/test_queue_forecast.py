@@ -224,13 +224,13 @@ async def test_backoff_is_the_reason_and_delays_the_expected_start():
     kube = a_queue(a=(0, 10))
     seed_node(kube, gpu_node("b", 1))
     retry_at = rfc3339(CLOCK.now() + timedelta(seconds=60))
-    words = f"0/2 nodes are available: 2 Insufficient cpu; admitted again after {retry_at}"
+    message = f"0/2 nodes are available: 2 Insufficient cpu; admitted again after {retry_at}"
     pod = kube.dump(PODS, "a-worker-0-1", "default")
-    pod["status"]["conditions"] = [{"type": CONDITION_ADMITTED, "status": "False", "message": words}]
+    pod["status"]["conditions"] = [{"type": CONDITION_ADMITTED, "status": "False", "message": message}]
     kube.seed(PODS, pod)
     lines = (await explain_job(kube, "a", "default", RULES, Options(CLOCK, order=ARRIVAL))).lines
     assert lines[1].endswith("expected start in about 60 s")
-    assert lines[2] == f"would have to wait now: {words}"
+    assert lines[2] == f"would have to wait now: {message}"
 
 
 async def test_condition_that_names_a_lack_of_gpus_agrees_with_the_queue():

@@ -1,4 +1,4 @@
-"""An assessment that follows changes says what one that begins anew would say."""
+"""An evaluation that is updated after changes equals a new one."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def fit(policy="least-slowdown"):
     return SchedulerConfig(find_policy(policy), slots=8)
 
 
-def told(found):
+def results(found):
     return found.fits, found.refused, found.unsuitable
 
 
@@ -58,7 +58,7 @@ def test_following_equals_beginning_anew(policy, steps, gpus):
         else:
             known.apply(step)
         mine, fresh = following.of(newcomer), evaluate(known, newcomer, rules)
-        assert told(filter_nodes(mine, NAMES)) == told(filter_nodes(fresh, NAMES))
+        assert results(filter_nodes(mine, NAMES)) == results(filter_nodes(fresh, NAMES))
         assert score_nodes(mine, NAMES).tolist() == score_nodes(fresh, NAMES).tolist()
         assert [place_on_node(mine, name) for name in NAMES] == [place_on_node(fresh, name) for name in NAMES]
 
@@ -80,8 +80,8 @@ def test_many_nodes_that_do_not_fit_get_no_reason_if_another_fits():
     assert (found.fits, found.refused, found.unsuitable) == (["a"], {}, {})
     few = filter_nodes(evaluate(cluster(gpu_node("a", 1), *full)), names[:FEW])
     assert few.refused.keys() == set(names[1:FEW])
-    told = filter_nodes(evaluate(cluster(*full)), names[1:])
-    assert "960 MiB free" in told.refused["n0"]
+    found = filter_nodes(evaluate(cluster(*full)), names[1:])
+    assert "960 MiB free" in found.refused["n0"]
 
 
 @pytest.mark.parametrize("unoffered", [0, 5, SPARE + MAX_CANDIDATES // 2])

@@ -22,7 +22,7 @@ def reporting(name, *uuids, held=()):
     return gpu_node(name, [device(i, name, uuid=GpuUuid(uuid)) for i, uuid in enumerate(uuids)], held)
 
 
-def said(known, name):
+def reasons(known, name):
     """Return the explanation of each GPU of a node."""
     return [one.text for one in explain_gpus(evaluate(known).evaluation, [name])]
 
@@ -39,13 +39,13 @@ def unavailable(known):
 def test_gpu_of_two_nodes_is_left_out_on_both_and_its_neighbours_are_not():
     """Regression: a GPU that one node's tenant has alone was given away on the other."""
     known = cluster(reporting("a", GPU, "GPU-a-1"))
-    assert "fits by" in said(known, "a")[0]
+    assert "fits by" in reasons(known, "a")[0]
     known.apply(reporting("b", "GPU-b-0", GPU, held=[tenant("x", [GPU], SharingMode.EXCLUSIVE)]))
     assert unavailable(known) == {("a", 0), ("b", 1)}
     assert unavailable_nodes(known) == {"a", "b"}
-    assert said(known, "a")[0] == f"{DUPLICATE}a and b"
-    assert "fits by" in said(known, "a")[1]
-    assert "fits by" in said(known, "b")[0]
+    assert reasons(known, "a")[0] == f"{DUPLICATE}a and b"
+    assert "fits by" in reasons(known, "a")[1]
+    assert "fits by" in reasons(known, "b")[0]
 
 
 @pytest.mark.parametrize(
@@ -70,16 +70,16 @@ def test_gpu_is_available_again_when_only_one_node_reports_it(end):
 
 def test_nodes_that_report_it_are_counted_and_three_are_named():
     known = cluster(*(reporting(name, GPU) for name in "edcba"))
-    assert said(known, "e") == [f"{DUPLICATE}a, b, c and 2 more"]
+    assert reasons(known, "e") == [f"{DUPLICATE}a, b, c and 2 more"]
     for name in "cad":
         known.remove(name)
-    assert said(known, "e") == said(known, "b") == [f"{DUPLICATE}b and e"]
+    assert reasons(known, "e") == reasons(known, "b") == [f"{DUPLICATE}b and e"]
 
 
 def test_health_message_of_the_node_comes_first():
     sick = device(uuid=GpuUuid(GPU), health=DeviceHealth.UNHEALTHY, health_message="Xid 79")
     known = cluster(gpu_node("a", [sick]), reporting("b", GPU))
-    assert (said(known, "a"), said(known, "b")) == (["unhealthy: Xid 79"], [f"{DUPLICATE}a and b"])
+    assert (reasons(known, "a"), reasons(known, "b")) == (["unhealthy: Xid 79"], [f"{DUPLICATE}a and b"])
 
 
 def test_reservations_do_not_make_a_duplicate_gpu_available():
@@ -119,7 +119,7 @@ def test_rows_and_change_log_follow_any_reports_of_nodes(steps):
         assert unavailable(known) == expected
         assert unavailable_nodes(known) == {name for name, _ in expected}
         fresh = cluster(*(reporting(name, *reported) for name, reported in last.items()))
-        assert [said(known, name) for name in last] == [said(fresh, name) for name in last]
+        assert [reasons(known, name) for name in last] == [reasons(fresh, name) for name in last]
         columns, changed = known.snapshot().gpus, known.changed_since(seen)
         followed = np.append(followed, np.zeros(len(columns.alive) - len(followed), np.bool_))
         followed[changed], seen = columns.unavailable[changed], known.generation

@@ -74,7 +74,7 @@ def active(*ratios):
 
 
 class TestRefusal:
-    """One message for all nodes says what is missing, with numbers."""
+    """One message for all nodes names what is missing, with numbers."""
 
     def test_full_nodes_differ_from_unsuitable_ones(self):
         nodes = (

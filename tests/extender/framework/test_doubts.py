@@ -1,4 +1,4 @@
-"""GpuNodes that contradict themselves: that GPU is left out, and it is said why; nothing crashes."""
+"""GpuNodes that contradict themselves: that GPU is left out, with the reason; nothing crashes."""
 
 import msgspec
 import pytest
@@ -50,9 +50,9 @@ CASES = [
 @pytest.mark.parametrize(("node", "reason"), CASES)
 def test_the_gpu_is_left_out_and_its_neighbour_is_not(node, reason):
     snapshot = cluster(node).snapshot()
-    told = [str(one) for one in explain_gpus(CachedEvaluation(pod_request(), RULES, snapshot).evaluation, ["a"])]
-    assert told[0].partition("; besides, ")[0] == f"GPU 0 of a (NVIDIA A100-SXM4-40GB): {reason}"
-    assert "fits by" in told[1]
+    texts = [str(one) for one in explain_gpus(CachedEvaluation(pod_request(), RULES, snapshot).evaluation, ["a"])]
+    assert texts[0].partition("; besides, ")[0] == f"GPU 0 of a (NVIDIA A100-SXM4-40GB): {reason}"
+    assert "fits by" in texts[1]
     only = msgspec.structs.replace(node, status=msgspec.structs.replace(node.status, devices=node.status.devices[:1]))
     found = filter_nodes(evaluate(only), ["a"])
     assert found.refused["a"].endswith(f": {reason}")

@@ -1,4 +1,4 @@
-"""What could never run on the GPUs that there are, even if all of them were empty."""
+"""Jobs that do not fit on the GPUs of the cluster even if all of them are empty."""
 
 import pytest
 from carpool_core.values import DeviceHealth, RequestedMode, SharingMode
@@ -17,7 +17,7 @@ NODES = (
 
 
 @pytest.mark.parametrize(
-    ("workers", "wants", "said"),
+    ("workers", "wants", "reason"),
     [
         pytest.param(1, {"product": "H100"}, "no node has GPUs that would do, even if they were empty", id="no GPU"),
         pytest.param(1, ALONE | {"gpus": 3}, None, id="those of a sick node count"),
@@ -32,15 +32,15 @@ NODES = (
         pytest.param(3, ALONE | {"gpus": 2}, (3, 2), id="whole workers on each node"),
     ],
 )
-def test_it_is_said_what_is_lacking(workers, wants, said):
+def test_a_job_that_empty_gpus_do_not_hold_gets_a_reason_with_numbers(workers, wants, reason):
     evaluation = evaluate(cluster(*NODES), pod_request(**{"prediction": prediction(), **wants})).evaluation
-    if isinstance(said, tuple):
-        said = "needs places for {} workers at once, and empty GPUs would have {} at most".format(*said)
-    assert infeasible_when_empty(evaluation, workers) == said
+    if isinstance(reason, tuple):
+        reason = "needs places for {} workers at once, and empty GPUs would have {} at most".format(*reason)
+    assert infeasible_when_empty(evaluation, workers) == reason
 
 
 def test_gpus_without_a_mode_for_it_are_not_counted_as_suitable():
-    """Regression: one of two GPUs had a mode, and it was said that none would do."""
+    """Regression: one of two GPUs had a mode, and the reason was that none would do."""
     node = gpu_node("a", [device(0, modes=[SharingMode.EXCLUSIVE]), device(1, modes=[SharingMode.MPS])])
     found = evaluate(node, pod_request(gpus=2, prediction=prediction())).evaluation
     assert infeasible_when_empty(found, 1) == "needs 2 suitable GPUs on one node, the best node has 1"

@@ -90,7 +90,7 @@ def test_instances_share_a_gpu_until_slices_or_memory_run_out():
     node = divisible(instance("x", "4g.20gb"), instance("y", "2g.10gb"))
     assert place_on_node(evaluate(node, wanting()), "a").mig_profile == "1g.5gb"
     refused = filter_nodes(evaluate(node, wanting(sm=0.3)), ["a"]).refused
-    sentence = "its MIG instances take 6 of 7 compute slices and 6 of 8 memory slices, beside which 3g.20gb has no room"
+    sentence = "its MIG instances take 6 of 7 compute slices and 6 of 8 memory slices, which leave no room for 3g.20gb"
     assert refused == {"a": f"NoGpuFits: 1 GPU: {sentence}"}
 
 
@@ -129,8 +129,8 @@ CLUSTER = {"tenancy": Tenancy.CLUSTER}
     ("wants", "expected"),
     [
         pytest.param(auto(), (SharingMode.MPS, None), id="its own namespace: side by side"),
-        pytest.param(auto(**CLUSTER), (SharingMode.MIG, "1g.5gb"), id="with anybody: kept apart"),
-        pytest.param(auto(sm=0.9, **CLUSTER), (SharingMode.MPS, None), id="an instance that leaves room to nobody"),
+        pytest.param(auto(**CLUSTER), (SharingMode.MIG, "1g.5gb"), id="with any tenant: kept apart"),
+        pytest.param(auto(sm=0.9, **CLUSTER), (SharingMode.MPS, None), id="an instance that leaves room for no other"),
         pytest.param(auto(gpus=2, **CLUSTER), (SharingMode.TIME_SLICING, None), id="several GPUs reach one instance"),
         pytest.param(pod_request(prediction=None, **CLUSTER), (SharingMode.EXCLUSIVE, None), id="nothing is known"),
     ],
@@ -189,8 +189,8 @@ def test_changing_a_mode_comes_after_leaving_one_on_every_node():
 )
 def test_what_can_never_be_is_refused_with_a_sentence(node, wants, expected):
     found = filter_nodes(evaluate(node, wanting(**wants)), ["a"])
-    told = {**found.refused, **found.unsuitable}
-    assert expected in told["a"]
+    reasons = {**found.refused, **found.unsuitable}
+    assert expected in reasons["a"]
 
 
 PROFILES = st.sampled_from(["1g.5gb", "2g.10gb", "3g.20gb", "4g.20gb", "7g.40gb", "9g.90gb", None])

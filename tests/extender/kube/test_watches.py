@@ -1,4 +1,4 @@
-"""Answers and the watch tell of the same GpuNodes, in any order."""
+"""Answers and the watch report the same GpuNodes, in any order."""
 
 import asyncio
 
@@ -102,17 +102,17 @@ async def test_a_node_that_the_types_refuse_ends_no_watch(world):
 
 
 async def test_invalid_node_gets_no_pods_and_has_a_reason(world):
-    """Regression: a GpuNode edited by hand blocked its ledger, and only the log told of it."""
+    """Regression: a GpuNode edited by hand blocked its ledger, and only the log reported it."""
     kube, informers = world
     patch = {"spec": {"reservations": [{"podUid": 7}]}}
     await kube.patch(GPU_NODES, "a", patch)
     await until(lambda: unavailable_nodes(informers.cluster) == {"a"})
-    [told] = [
+    [text] = [
         str(one)
         for one in explain_gpus(CachedEvaluation(pod_request(), RULES, informers.cluster.snapshot()).evaluation, ["a"])
     ]
-    assert told.startswith("GPU 0 of a (NVIDIA A100-SXM4-40GB): GpuNode a is invalid: ")
-    assert "podUid" in told
+    assert text.startswith("GPU 0 of a (NVIDIA A100-SXM4-40GB): GpuNode a is invalid: ")
+    assert "podUid" in text
     await kube.patch(GPU_NODES, "a", {"spec": {"reservations": []}})
     await until(lambda: unavailable_nodes(informers.cluster) == set())
     assert not informers.cluster.snapshot().gpus.unavailable.any()

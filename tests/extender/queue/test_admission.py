@@ -32,7 +32,7 @@ GATES = [{"name": GATE_ADMISSION}]
 
 
 class Cluster(World):
-    """A world whose extender leads, unless a test says otherwise."""
+    """A world whose extender leads, unless a test sets otherwise."""
 
     def __init__(self, *, leads=True, **chosen):
         super().__init__(leads=leads, candidates=1, queue_order=QueueOrder.ARRIVAL, **chosen)
@@ -169,13 +169,13 @@ async def test_a_pod_that_is_deleted_while_its_gate_is_removed_holds_no_claim(cl
         assert extender.informers.cluster.pods_of_job("job-x") == set()
 
 
-async def test_a_job_that_gets_no_node_returns_to_the_queue_with_the_scheduler_s_words(cluster):
+async def test_a_job_that_gets_no_node_returns_to_the_queue_with_the_scheduler_s_message(cluster):
     cluster.queue("x")
     async with cluster.extender() as extender:
         await cluster.settle()
-        said = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
-        words = "0/3 nodes are available: 3 Insufficient cpu."
-        patch = {"status": {"conditions": [said | {"message": words}]}}
+        condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
+        refusal = "0/3 nodes are available: 3 Insufficient cpu."
+        patch = {"status": {"conditions": [condition | {"message": refusal}]}}
         await cluster.kube.patch(PODS, "x-worker-0-1", patch, namespace="default", subresource="status")
         await cluster.settle(29)
         assert cluster.pod()["metadata"]["uid"] == "pod-x"
@@ -189,7 +189,7 @@ async def test_a_job_that_gets_no_node_returns_to_the_queue_with_the_scheduler_s
         assert cluster.gated() == ["x-worker-0-1"], "it backs off, and another one passes"
         reason, message = cluster.condition("x")
         assert reason == "Unschedulable"
-        assert message.startswith(f"{words.rstrip('.')}; admitted again after 2026-01-31T12:0")
+        assert message.startswith(f"{refusal.rstrip('.')}; admitted again after 2026-01-31T12:0")
         await cluster.settle(15)
         assert cluster.gated() == []
 
@@ -314,7 +314,7 @@ async def test_a_reason_that_was_not_written_is_written_later(cluster):
         assert cluster.condition("x") == ("NoGpuFits", "2 GPUs: used exclusively")
 
 
-async def test_a_pod_whose_job_may_not_run_so_is_told(cluster):
+async def test_a_pod_whose_job_is_refused_gets_the_reason(cluster):
     cluster.queue("x", gpus=1)
     await cluster.kube.delete(PODS, "x-worker-0-1", namespace="default")
     cluster.worker("x", gpus=2)

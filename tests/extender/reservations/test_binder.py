@@ -118,7 +118,7 @@ async def test_the_deadline_counts_from_the_write_though_the_bind_waited_for_it(
 
 
 async def test_a_reason_names_no_neighbour_that_left_while_the_bind_waited_to_be_written(world):
-    """Regression: a decision that was made before was taken as it was, words and slowdown and limit of threads."""
+    """Regression: a decision that was made before was kept, with its reason, slowdown and limit of threads."""
     world.add("x", "y", nodes=["a"])
     async with world.extender(gather_s=4) as extender, background(world.agent.serve("a")):
         assert (await extender.service.bind(args("x"))).error == ""
@@ -292,7 +292,7 @@ async def test_another_gpu_of_the_node_is_taken_meanwhile_and_a_success_ends_the
 
 
 async def test_a_gpu_that_fails_while_a_pod_waits_to_be_written_there_takes_it_no_more(world):
-    """Regression: its bind had been decided before, and only what the node tells was compared."""
+    """Regression: its bind had been decided before, and only the report of the node was compared."""
     world.add("x", "y")
     async with world.extender(gather_s=4) as extender, background(extender.service.bind(args("x"))) as failing:
         await until(lambda: world.held() == {"a": ["pod-x"]} and 4 in world.clock.sleeping)
@@ -382,7 +382,7 @@ class Stuck(FakeKube):
         )
 
 
-async def test_a_binding_that_hangs_is_given_up_before_anybody_may_release_its_reservation(world):
+async def test_a_binding_that_hangs_is_given_up_before_its_reservation_may_be_released(world):
     """Regression: the call could take 30 s, and bind a pod whose reservation another extender had given away."""
     world.kube = Stuck(world.clock)
     world.agent = FakeAgent(world.kube)

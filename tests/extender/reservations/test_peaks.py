@@ -209,7 +209,7 @@ def test_gpu_table_and_ledger_count_a_measured_tenant_alike(promised, peak, coun
 
 
 @pytest.mark.parametrize(
-    ("profile", "peak", "said"),
+    ("profile", "peak", "expected"),
     [
         pytest.param(
             POOR, 5000, "until its measured peak is stable: default/x counts as a whole GPU",
@@ -225,9 +225,9 @@ def test_gpu_table_and_ledger_count_a_measured_tenant_alike(promised, peak, coun
         ),
     ],
 )  # fmt: skip
-def test_explain_says_what_counts(profile, peak, said):
-    [told] = measured_differences(a_node(reserved(profile), tenants=measured(peak))).values()
-    assert said in told
+def test_explain_names_the_memory_that_counts(profile, peak, expected):
+    [text] = measured_differences(a_node(reserved(profile), tenants=measured(peak))).values()
+    assert expected in text
 
 
 # On a server, across restarts

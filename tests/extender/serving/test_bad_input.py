@@ -47,7 +47,7 @@ INVALID = [
     pytest.param(
         a_node(tenant("t", [GPU]), tenants=[seen("pod-t", 700), seen("other", 9)]),
         "1 GPU: 9 MiB are used without a reservation, by pod other",
-        id="memory that nobody reserved, beside a tenant",
+        id="memory without a reservation, with a tenant",
     ),
     pytest.param(
         a_node(devices=[device(health=DeviceHealth.UNHEALTHY, health_message=OUTSIDER)]),
@@ -77,7 +77,7 @@ async def post(session, url, verb, body):
 
 
 async def refusals(session, url):
-    """Ask about both nodes, of which the good one has to fit and be the best; return what is said of the other."""
+    """Ask about both nodes, of which the good one has to fit and be the best; return the reasons about the other."""
     found = await post(session, url, "filter", ARGS)
     assert (found["NodeNames"], found["Error"]) == (["b"], "")
     alone = await post(session, url, "filter", ONLY_A)
@@ -85,17 +85,17 @@ async def refusals(session, url):
     scores = {one["Host"]: one["Score"] for one in await post(session, url, "prioritize", ARGS)}
     assert (scores["a"], scores["b"]) == (0, 10)
     bound = await post(session, url, "bind", BIND)
-    told = [one["FailedNodes"] | one["FailedAndUnresolvableNodes"] for one in (found, alone)]
-    return [*(one["a"] for one in told), bound["Error"]]
+    reasons = [one["FailedNodes"] | one["FailedAndUnresolvableNodes"] for one in (found, alone)]
+    return [*(one["a"] for one in reasons), bound["Error"]]
 
 
-@pytest.mark.parametrize(("node", "words"), INVALID)
-async def test_gpu_of_an_invalid_node_is_left_out_with_a_reason(certificates, node, words):
+@pytest.mark.parametrize(("node", "reason"), INVALID)
+async def test_gpu_of_an_invalid_node_is_left_out_with_a_reason(certificates, node, reason):
     kube = a_server(node)
     async with running(kube, certificates) as (url, _), as_client(certificates) as session:
         *filtered, bound = await refusals(session, url)
-    assert [words in one for one in filtered] == [True, True], filtered
-    assert 'gpunodes.carpool.dev "a" not found' in bound if node is None else words in bound
+    assert [reason in one for one in filtered] == [True, True], filtered
+    assert 'gpunodes.carpool.dev "a" not found' in bound if node is None else reason in bound
 
 
 @pytest.mark.parametrize(
@@ -133,8 +133,8 @@ async def test_unreadable_node_is_left_out(certificates, was_known):
                 await kube.patch(GPU_NODES, "a", {"spec": odd})
                 await until(lambda: unavailable_nodes(parts.informers.cluster) == {"a"})
             *filtered, bound = await refusals(session, url)
-    told = "GpuNode a is invalid: " if was_known else NO_GPUS
-    assert [told in one for one in filtered] == [True, True]
+    reason = "GpuNode a is invalid: " if was_known else NO_GPUS
+    assert [reason in one for one in filtered] == [True, True]
     assert "GET gpunodes a: unexpected object: " in bound
     assert "podUid" in bound
     assert [log["object"] for log in logs if log["event"] == "malformed object skipped"] == ["a"]
