@@ -5,7 +5,6 @@ import json
 
 import click
 import pytest
-from asking_world import HEAD, served
 from carpool_core.kube.api import CONFIG_MAPS, GPU_NODES, GPU_TRAINING_JOBS, PODS
 from carpool_core.kube.errors import Forbidden, Invalid, Unreachable
 from carpool_core.settings import SettingsError, click_options
@@ -25,6 +24,7 @@ from carpool_extender.settings import AskSettings, ConditionSettings
 from carpool_extender.testing import seed_job
 from carpool_simulator.commands import simulate
 from click.testing import CliRunner
+from explain_world import HEAD, served
 
 
 def test_invalid_input_is_refused_with_a_sentence(tmp_path):

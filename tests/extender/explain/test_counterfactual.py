@@ -4,7 +4,6 @@ import re
 
 import numpy as np
 import pytest
-from asking_world import OPTIONS, RULES, job_of, predicted, what_if
 from carpool_core.kube.api import NODES
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, RequestedMode, SharingMode, Tenancy
@@ -25,6 +24,7 @@ from carpool_extender.testing import (
     seed_node,
     tenant,
 )
+from explain_world import OPTIONS, RULES, job_of, predicted, what_if
 
 TURNS, ALONE = SharingMode.TIME_SLICING, SharingMode.EXCLUSIVE
 GPU, OTHER = "GPU-a-0", "GPU-a-1"

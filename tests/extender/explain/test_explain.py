@@ -4,7 +4,6 @@ from datetime import timedelta
 
 import msgspec
 import pytest
-from asking_world import CLOCK, explain_job
 from carpool_core.clock import rfc3339
 from carpool_core.keys import GATE_ADMISSION
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, NODES, PODS
@@ -18,6 +17,7 @@ from carpool_extender.framework.filters import AdmissionLimits
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.testing import T4, device, gpu_node, pod_of, prediction, seed_job, seed_node, tenant
 from carpool_extender.workloads import JobOptions
+from explain_world import CLOCK, explain_job
 
 ALONE = {"sharing": {"mode": "Exclusive"}}
 STAYS = "it keeps its place; decided now with policy {} it would".format

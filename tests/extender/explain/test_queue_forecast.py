@@ -5,7 +5,6 @@ from datetime import timedelta
 
 import msgspec
 import pytest
-from asking_world import CLOCK, RULES, explain_job, job_of, predicted, served, what_if
 from carpool_core.clock import rfc3339
 from carpool_core.keys import CONDITION_ADMITTED, GATE_ADMISSION
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS
@@ -19,6 +18,7 @@ from carpool_extender.queue.order import QueueOrder
 from carpool_extender.testing import device, gpu_node, pod_of, seed_job, seed_node, seed_pod, tenant
 from carpool_extender.workloads import ANNOTATION_POLICY
 from click.testing import CliRunner
+from explain_world import CLOCK, RULES, explain_job, job_of, predicted, served, what_if
 
 ARRIVAL = QueueOrder.ARRIVAL
 EXCLUSIVE = {"sharing": {"mode": "Exclusive"}}

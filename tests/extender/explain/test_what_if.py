@@ -2,7 +2,6 @@
 
 import msgspec
 import pytest
-from asking_world import CLOCK, OPTIONS, RULES, job_of, predicted
 from carpool_core.keys import SIMULATED_PREFIX
 from carpool_core.kube.api import CONFIG_MAPS, GPU_NODES, PODS
 from carpool_core.kube.errors import Forbidden
@@ -24,6 +23,7 @@ from carpool_predictor.calibration.document import SIMULATED, Calibration, RunMe
 from carpool_predictor.calibration.observe import observe
 from carpool_predictor.calibration.store import KEY, CalibrationStore, StoredCalibration
 from carpool_predictor.models.memory import shipped
+from explain_world import CLOCK, OPTIONS, RULES, job_of, predicted
 
 WAITS = "would have to wait now: "
 GO = "would go to a (a step takes about 100 ms there): "
