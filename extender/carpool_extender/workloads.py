@@ -245,9 +245,10 @@ def pod_request_of(job: JobRow, user: int | None, choices: JobOptions) -> PodReq
     Raises:
         NotOurs: It chose a policy that does not exist, or that it may not choose.
     """
-    policy, settles = policy_of(job, allowed=choices.policies), choices.peaks and not job.status.died_of_memory
+    policy = policy_of(job, allowed=choices.policies)
+    may_use_measured_peak = choices.peaks and not job.status.died_of_memory
     demand = replace(demand_of_row(job), tenancy_group=choices.tenancy_group(job.metadata.namespace))
-    return PodRequest(demand, policy, job.spec.workers, user, settles, job.spec.training.steps)
+    return PodRequest(demand, policy, job.spec.workers, user, may_use_measured_peak, job.spec.training.steps)
 
 
 def demand_of_row(job: JobRow) -> Demand:

@@ -102,7 +102,7 @@ class PodRequest:
     """Whether it may count with its own peak once that was measured, where it never ran before."""
     steps: int | None = None
     """Training steps of the job; None if it declares none."""
-    _facts: dict[DeviceClass, ClassRequirements] = field(default_factory=dict)
+    _requirements: dict[DeviceClass, ClassRequirements] = field(default_factory=dict)
     _columns: list[tuple[tuple[DeviceClass, ...], ClassTable]] = field(default_factory=list)
 
     def is_as(self, other: "PodRequest") -> bool:
@@ -122,9 +122,9 @@ class PodRequest:
 
     def requirements(self, kind: DeviceClass) -> ClassRequirements:
         """Return the requirements on a class of devices."""
-        found = self._facts.get(kind)
+        found = self._requirements.get(kind)
         if found is None:
-            found = self._facts[kind] = _facts_on(self.demand, kind, settles=self.may_use_measured_peak)
+            found = self._requirements[kind] = _requirements_on(self.demand, kind, self.may_use_measured_peak)
         return found
 
     def class_table(self, classes: Sequence[DeviceClass]) -> ClassTable:
@@ -135,7 +135,7 @@ class PodRequest:
                 return found
         if len(self._columns) >= REMEMBERED:  # kinds of GPUs come and go
             self._columns.clear()
-            self._facts.clear()
+            self._requirements.clear()
         self._columns.append((key, self._collect(key)))
         return self._columns[-1][1]
 
@@ -171,10 +171,10 @@ class PodRequest:
         )
 
 
-def _facts_on(demand: Demand, kind: DeviceClass, *, settles: bool) -> ClassRequirements:
+def _requirements_on(demand: Demand, kind: DeviceClass, may_use_measured_peak: bool) -> ClassRequirements:
     reason = unsuitable_reason(demand, kind)
     profile = demand.profile_on(kind.product)
-    if settles and _is_provisional(demand, kind.product):
+    if may_use_measured_peak and _is_provisional(demand, kind.product):
         profile = msgspec.structs.replace(profile, provisional=True)
     instance = smallest_mig_profile(kind.mig_profiles, profile.memory_mib, profile.sm_active_ratio)
     without_memory = replace(demand, memory_limit_mib=None, prediction=None)

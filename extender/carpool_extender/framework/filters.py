@@ -565,23 +565,23 @@ class TenancyCheck(Check):
     number = 3
 
     def mask(self, evaluation: Evaluation, gpus: GpuTable, mode: NDArray[np.int8]) -> Bools | None:
-        user, strangers = evaluation.pod_request.user, self._strangers(evaluation, gpus, mode)
+        user, foreign = evaluation.pod_request.user, self._foreign_tenants(evaluation, gpus, mode)
         if user is None:  # unknown: the node's agent delays the pod if necessary
-            return strangers
+            return foreign
         # CUDA blocks a client of another user until all clients of the MPS server have ended.
-        fails: Bools = strangers | ((gpus.user != NO_TENANT) & (gpus.user != user))
+        fails: Bools = foreign | ((gpus.user != NO_TENANT) & (gpus.user != user))
         return fails
 
-    def _strangers(self, evaluation: Evaluation, gpus: GpuTable, mode: NDArray[np.int8]) -> Bools:
+    def _foreign_tenants(self, evaluation: Evaluation, gpus: GpuTable, mode: NDArray[np.int8]) -> Bools:
         demand = evaluation.pod_request.demand
         own = evaluation.snapshot.namespaces.get(demand.tenancy_domain, NO_TENANT)
         fails: Bools = (gpus.count > 0) & (gpus.tenant_namespace != own)
         if demand.tenancy is not Tenancy.CLUSTER:
             return fails
         rows = places(fails)
-        stranger = (gpus.namespace[rows] != own) & (gpus.namespace[rows] != NO_TENANT)
-        unwilling = (stranger & ~gpus.cluster_tenancy[rows]).any(axis=1)
-        fails[rows] = unwilling | (stranger.any(axis=1) & (mode[rows] == MPS))
+        is_foreign = (gpus.namespace[rows] != own) & (gpus.namespace[rows] != NO_TENANT)
+        unwilling = (is_foreign & ~gpus.cluster_tenancy[rows]).any(axis=1)
+        fails[rows] = unwilling | (is_foreign.any(axis=1) & (mode[rows] == MPS))
         return fails
 
     def message(self, evaluation: Evaluation, row: int) -> str:
