@@ -215,7 +215,7 @@ class History:
         namespace, name = LEASE.split("/")
         self.lease = {
             "metadata": {"name": name, "namespace": namespace},
-            "spec": {"holderIdentity": "", "renewTime": 0},
+            "spec": {"holderIdentity": "", "renewTime": "0"},
         }
         self.kube.seed(LEASES, self.lease)
         self.hosts, self.counts = [], Counter()
@@ -294,7 +294,7 @@ class History:
                 if spec["holderIdentity"] in ("", me) or loop.time() - observed[1] > 15.0:
                     patch = {
                         "metadata": {"resourceVersion": version},
-                        "spec": {"holderIdentity": me, "renewTime": loop.time()},
+                        "spec": {"holderIdentity": me, "renewTime": str(loop.time())},
                     }
                     await host.connection.patch(LEASES, name, patch, namespace=namespace)
                     renewed = loop.time()
