@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ from carpool_core.settings import KubeSettings
 from carpool_simulator.progress import provenance
 from rich.console import Console
 
-from carpool_e2e import binaries, processes
+from carpool_e2e import binaries, images, processes
 from carpool_e2e.bench import latency, placement, predictions, probe, throughput
 from carpool_e2e.bench.measure import Section, replaced
 from carpool_e2e.binaries import CONTROL_PLANE_TOOLS, NODE_TOOLS
@@ -120,12 +121,25 @@ def clean() -> None:
 @main.command()
 @click.option("--vendor", is_flag=True, help="Get NVIDIA's programs for `pytest -m vendor`, too.")
 def prepare(vendor: bool) -> None:
-    """Get everything that the tests need: system packages and binaries."""
+    """Get everything that the tests need: system packages, binaries and images."""
     console = Console()
     kubelets = not why_no_kubelets()
     binaries.install_packages(binaries.FOR_CONTROL_PLANE + (binaries.FOR_NODES if kubelets else ()), console)
     wanted = CONTROL_PLANE_TOOLS | (NODE_TOOLS if kubelets else set()) | ({"nvidia-ctk"} if vendor else set())
     binaries.ensure(wanted | {"prometheus", "promtool"}, console=console)
+    if kubelets:
+        images.ensure(console)
+
+
+@main.command("images")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), required=True, help="OCI archive to write.")
+@click.option("--commit", default="", help="Commit that `carpool --version` names in the images.")
+def build_images(out: Path, commit: str) -> None:
+    """Build the images of operator, extender and agent without Docker."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(images.ensure(Console(), commit), out)
+    for image in images.listed(out):
+        click.echo(f"{image.name}  {image.digest}  {image.size_mb:.0f} MB")
 
 
 @main.command()

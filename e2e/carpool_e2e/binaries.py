@@ -59,6 +59,8 @@ FOR_NODES = (
     Need("the CNI plugins ptp and host-local", "containernetworking-plugins", _cni),
 )
 
+FOR_IMAGES = (_command("buildah", "buildah"), _command("dpkg-deb", "dpkg"))
+
 
 def missing(needs: Iterable[Need]) -> list[Need]:
     """Return what the machine lacks."""
@@ -80,7 +82,7 @@ def install_packages(needs: Iterable[Need], console: Console) -> None:
         found = ", ".join(need.what for need in lacking)
         raise MissingError(f"{found}: expected on this machine, not found; as root: {by_hand} (Debian's names)")
     console.print(f"Installing {' '.join(packages)}")
-    if not _install(packages) and not (_apt("update") and _install(packages)):
+    if not _install(packages) and not (update_packages() and _install(packages)):
         raise MissingError(f"`{by_hand}` failed; install these packages, then try again")
     if still := missing(lacking):
         raise MissingError(f"{', '.join(n.what for n in still)}: still not found after `{by_hand}`")
@@ -89,6 +91,11 @@ def install_packages(needs: Iterable[Need], console: Console) -> None:
 def _apt(*arguments: str) -> bool:
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     return subprocess.run(["apt-get", "-qq", *arguments], env=environment, check=False).returncode == 0
+
+
+def update_packages() -> bool:
+    """Fetch the lists of the machine's Debian packages; return whether that succeeded."""
+    return _apt("update")
 
 
 def _install(packages: list[str]) -> bool:
@@ -340,7 +347,7 @@ def _build(module: Module, tool: Tool, environ: Mapping[str, str]) -> None:
     """Build one binary into the cache."""
     folder = cache_folder(module, environ)
     folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder.with_suffix(".lock")), tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as scratch:
+    with locked(folder.with_suffix(".lock")), tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as scratch:
         if (folder / tool.name).exists():
             return  # another process built it while this one waited for the lock
         target = Path(scratch) / tool.name
@@ -358,7 +365,8 @@ def _build(module: Module, tool: Tool, environ: Mapping[str, str]) -> None:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file."""
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

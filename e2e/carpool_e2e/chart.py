@@ -89,19 +89,22 @@ class Adaptation:
     """Variables to set beside or in place of the chart's."""
 
 
+def kubernetes_version(binaries: Binaries) -> str:
+    """Return the version of Kubernetes that the harness runs, such as v1.36.3."""
+    command = [binaries["kube-apiserver"], "--version"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1]
+
+
 def render(binaries: Binaries, values: Mapping[str, str] | None = None) -> Rendered:
     """Render the chart with these values for the version of Kubernetes that the harness runs.
 
     Raises:
         HarnessError: The chart refuses.
     """
-    version = subprocess.run(
-        [binaries["kube-apiserver"], "--version"], capture_output=True, text=True, check=True
-    ).stdout.split()[-1]
     sets = [part for key, value in (values or {}).items() for part in ("--set", f"{key}={value}")]
-    command = [binaries["helm"], "template", RELEASE, str(CHART), "--namespace", NAMESPACE]
+    command = [binaries["helm"], "template", RELEASE, str(CHART), "--namespace", NAMESPACE, "--skip-tests"]
     done = subprocess.run(
-        [*command, "--kube-version", version, "--set", "global.imageRegistry=localhost", *sets],
+        [*command, "--kube-version", kubernetes_version(binaries), "--set", "global.imageRegistry=localhost", *sets],
         capture_output=True,
         text=True,
         check=False,

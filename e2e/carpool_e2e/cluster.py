@@ -15,7 +15,7 @@ from pathlib import Path
 import yaml
 from rich.console import Console
 
-from carpool_e2e import binaries, chart, controlplane, fleet, nodes, processes
+from carpool_e2e import binaries, chart, controlplane, fleet, images, nodes, processes
 from carpool_e2e.binaries import CONTROL_PLANE_TOOLS, NODE_TOOLS, Binaries
 from carpool_e2e.chart import NAMESPACE, Adaptation, Local, localize
 from carpool_e2e.controlplane import ControlPlane
@@ -64,6 +64,8 @@ class Shape:
     """Whether operator, scheduler and agents run."""
     chart: bool = True
     """Whether the chart's other objects are applied."""
+    images: bool = False
+    """Whether the nodes have the images of the chart's pods, and the default scheduler runs for them."""
 
 
 FULL = Shape(
@@ -72,6 +74,8 @@ FULL = Shape(
 )
 BARE = Shape(carpool=False)
 EMPTY = Shape(carpool=False, chart=False)
+PODS = Shape({"a100": "NVIDIA A100-SXM4-40GB:4"}, carpool=False, chart=False, images=True)
+"""For `helm install` as on any cluster."""
 
 
 @dataclass
@@ -251,13 +255,14 @@ def running(shape: Shape, console: Console | None = None) -> Iterator[Cluster]:
         shape = Shape({}, {**shape.kubelet_nodes, **shape.fleet}, shape.carpool)
     binaries.install_packages(binaries.FOR_CONTROL_PLANE + (binaries.FOR_NODES if shape.kubelet_nodes else ()), console)
     programs = binaries.ensure(CONTROL_PLANE_TOOLS | (NODE_TOOLS if shape.kubelet_nodes else set()), console=console)
+    archives = (images.ensure(console),) if shape.images else ()
     slot = processes.acquire(console=console)
     table = ProcessTable(slot.directory, programs.search_path())
     try:
         console.print(f"Starting a cluster in {slot.directory}: {len(shape.kubelet_nodes)} nodes with a kubelet, "
                       f"{len(shape.fleet)} without; 15 to 30 s")  # fmt: skip
         started = time.monotonic()
-        cluster = _start(slot, shape, programs, table)
+        cluster = _start(slot, shape, programs, table, archives)
         console.print(f"It is up after {time.monotonic() - started:.0f} s")
         yield cluster
     finally:
@@ -268,14 +273,18 @@ def running(shape: Shape, console: Console | None = None) -> Iterator[Cluster]:
         slot.release()
 
 
-def _start(slot: Slot, shape: Shape, binaries: Binaries, table: ProcessTable) -> Cluster:
+def _start(slot: Slot, shape: Shape, binaries: Binaries, table: ProcessTable, archives: tuple[Path, ...]) -> Cluster:
     names, state = list(shape.kubelet_nodes), slot.directory
     links = [nodes.link_of(slot.name, slot.number, index) for index in range(len(names))]
     plane = controlplane.prepare(state, processes.choose(slot.number), names, [link.host_address for link in links])
     cluster = Cluster(slot, shape, plane, binaries, table, chart.render(binaries))
+    if archives:
+        scheduler = state / "kube-scheduler.tar"
+        scheduler.write_bytes(nodes.scheduler_archive(binaries, chart.kubernetes_version(binaries)))
+        archives = (*archives, scheduler)
     for index, (name, link) in enumerate(zip(names, links, strict=True)):
         files = NodeFiles(state / f"n{index}", name, f"{slot.name}-{name}")
-        cluster.kubelets[name] = KubeletNode(files, link, plane, binaries, table)
+        cluster.kubelets[name] = KubeletNode(files, link, plane, binaries, table, archives)
     with ThreadPoolExecutor(max_workers=8) as pool, _ending_processes_of(slot):
         runtimes = {node.name: pool.submit(node.start_runtime) for node in cluster.kubelets.values()}
         # Links exist on the machine's side only after the runtimes have begun, so the server listens everywhere.
@@ -283,6 +292,8 @@ def _start(slot: Slot, shape: Shape, binaries: Binaries, table: ProcessTable) ->
         if shape.chart:
             install(cluster)
         controlplane.start_controllers(plane, binaries, table)
+        if archives:
+            controlplane.start_default_scheduler(plane, binaries, table)
         work = [pool.submit(_start_node, cluster, name, runtime) for name, runtime in runtimes.items()]
         if shape.fleet:
             environment = cluster.agent_environment() if shape.carpool else None

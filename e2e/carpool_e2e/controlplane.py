@@ -109,6 +109,7 @@ def kubeconfig(server: str, ca_file: Path, token: str) -> str:
 USERS = {
     "admin": ("carpool-admin", "system:masters"),
     "controller-manager": ("system:kube-controller-manager", ""),
+    "default-scheduler": ("system:kube-scheduler", ""),
     "fleet": ("carpool-fleet", "system:masters"),
 }
 """Static users: name in the harness → user name and group."""
@@ -185,7 +186,7 @@ def prepare(state: Path, ports: Ports, node_names: list[str], addresses: list[st
     _openssl(["openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", "tokens.key"], plane.pki)
     lines = [f'{plane.tokens[name]},{user},{name},"{group}"' for name, (user, group) in users.items()]
     (plane.pki / "users.csv").write_text("\n".join(lines) + "\n")
-    for name in ("admin", "controller-manager", "fleet"):
+    for name in USERS:
         plane.write_kubeconfig(name, plane.tokens[name])
     return plane
 
@@ -266,3 +267,10 @@ def start_controllers(plane: ControlPlane, binaries: Binaries, table: ProcessTab
     arguments = controller_manager_arguments(plane)
     process = table.start("kube-controller-manager", [binaries["kube-controller-manager"], *arguments])
     process.wait_until(lambda: plane.api.answers("/api/v1/namespaces/default/serviceaccounts/default"))
+
+
+def start_default_scheduler(plane: ControlPlane, binaries: Binaries, table: ProcessTable) -> None:
+    """Start the scheduler of the pods that name none, such as those of the chart."""
+    kubeconfig = plane.state / "default-scheduler.kubeconfig"
+    arguments = [f"--kubeconfig={kubeconfig}", f"--secure-port={plane.ports.scheduler}", "--leader-elect=false"]
+    table.start("default-scheduler", [binaries["kube-scheduler"], *arguments, "--bind-address=127.0.0.1"])

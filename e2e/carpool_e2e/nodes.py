@@ -11,6 +11,7 @@ import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from carpool_core.keys import LABEL_MANAGED
@@ -198,8 +199,8 @@ _COMMANDS = ("sh", "sleep", "cat", "echo", "ls", "env", "true", "false", "date",
 _DIRECTORIES = ("bin", "dev", "etc", "proc", "sys", "run", "root", "var")
 
 
-def layer(busybox: bytes) -> bytes:
-    """Return a layer with busybox, its commands and the directories that every container needs."""
+def layer(busybox: bytes, programs: Mapping[str, bytes] = MappingProxyType({})) -> bytes:
+    """Return a layer with busybox, its commands, other programs by path, and the directories of every container."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         for name in _DIRECTORIES:
@@ -208,9 +209,25 @@ def layer(busybox: bytes) -> bytes:
         _add(tar, "bin/busybox", busybox, mode=0o755)
         for command in _COMMANDS:
             _add(tar, f"bin/{command}", type_=tarfile.SYMTYPE, link="busybox")
+        for path, content in programs.items():
+            _add(tar, path, content, mode=0o755)
         _add(tar, "etc/passwd", b"root:x:0:0:root:/root:/bin/sh\n")
         _add(tar, "etc/group", b"root:x:0:\n")
     return buffer.getvalue()
+
+
+def scheduler_archive(binaries: Binaries, version: str) -> bytes:
+    """Return an archive of an image with kube-scheduler, named and laid out as the upstream one."""
+    program = {"usr/local/bin/kube-scheduler": Path(binaries["kube-scheduler"]).read_bytes()}
+    return archive(layer(busybox_program(), program), {f"localhost/kube-scheduler:{version}": ["kube-scheduler"]})
+
+
+def busybox_program() -> bytes:
+    """Return the static busybox of this machine."""
+    busybox = static_busybox()
+    if busybox is None:
+        raise HarnessError("expected a static busybox, found none")
+    return busybox.read_bytes()
 
 
 def _add(
@@ -297,6 +314,8 @@ class KubeletNode:
     plane: ControlPlane
     binaries: Binaries
     table: ProcessTable
+    archives: tuple[Path, ...] = ()
+    """Archives of more images to load."""
 
     @property
     def name(self) -> str:
@@ -312,10 +331,10 @@ class KubeletNode:
         containerd = self._start(first, "containerd", ["--config", str(self.files.folder / "containerd.toml")])
         ctr = [self.binaries["ctr"], "-a", CONTAINERD_SOCKET]
         containerd.wait_until(lambda: self._inside(first, [*ctr, "version"]).returncode == 0)
-        archive = str(self.files.folder / "images.tar")
-        imported = self._inside(first, [*ctr, "-n", "k8s.io", "images", "import", archive])
-        if imported.returncode != 0:
-            raise StartError(f"{self.name} cannot load its images: {imported.stderr.decode()}")
+        for archive in (self.files.folder / "images.tar", *self.archives):
+            imported = self._inside(first, [*ctr, "-n", "k8s.io", "images", "import", str(archive)])
+            if imported.returncode != 0:
+                raise StartError(f"{self.name} cannot load {archive}: {imported.stderr.decode()}")
         return first
 
     def start_kubelet(self, first: int) -> Process:
@@ -340,9 +359,6 @@ class KubeletNode:
 
     def _write_files(self) -> None:
         files, folder = self.files, self.files.folder
-        busybox = static_busybox()
-        if busybox is None:
-            raise HarnessError("expected a static busybox, found none")
         (folder / "cni").mkdir(parents=True)
         (folder / "cni" / "10-pods.conflist").write_text(json.dumps(cni_config()))
         config = kubelet_config(files, self.plane.ca_file, self.link.host_address)
@@ -350,7 +366,7 @@ class KubeletNode:
         (folder / "containerd.toml").write_text(containerd_config(files, self.binaries["runc"]))
         (folder / "init.sh").write_text(init_script(files))
         images = {PAUSE_IMAGE: ["/bin/sleep", "inf"], BUSYBOX_IMAGE: ["/bin/sh"], ENVIRONMENT_IMAGE: ["/bin/sh"]}
-        (folder / "images.tar").write_bytes(archive(layer(busybox.read_bytes()), images))
+        (folder / "images.tar").write_bytes(archive(layer(busybox_program()), images))
 
     def _start_namespaces(self) -> int:
         shell = shutil.which("sh") or "/bin/sh"

@@ -132,6 +132,12 @@ def test_missing_or_broken_kubeconfig_is_named(tmp_path: Path) -> None:
             load_endpoint(KubeSettings(str(tmp_path / "broken")))
 
 
+def test_missing_client_is_named_with_the_way_to_install_it(kubeconfig: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kubernetes.config.kube_config", None)
+    with pytest.raises(KubeConfigError, match=r"pip install 'carpool\[cli\]'"):
+        load_endpoint(kubeconfig())
+
+
 def test_service_account_is_used_in_a_pod(tmp_path: Path) -> None:
     (tmp_path / "ca.crt").write_bytes(Path(CA).read_bytes())
     (tmp_path / "token").write_text("projected")

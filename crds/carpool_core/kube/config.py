@@ -135,7 +135,12 @@ class _KubeConfig:
     """
 
     def __init__(self, names: str, context: str | None) -> None:
-        from kubernetes.config.kube_config import KubeConfigMerger  # 40 MB, which no pod needs
+        try:
+            from kubernetes.config.kube_config import KubeConfigMerger  # 40 MB of memory, which no pod needs
+        except ModuleNotFoundError as error:
+            raise KubeConfigError(
+                f"cannot read the kubeconfig {names} without the package kubernetes: pip install 'carpool[cli]'"
+            ) from error
 
         self._names = os.pathsep.join(str(Path(name).expanduser().absolute()) for name in names.split(os.pathsep))
         with self._errors():
