@@ -1,0 +1,93 @@
+"""The chart's own pods, made of the images of the Dockerfile, on a real control plane, kubelet and containerd."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+from carpool_e2e import images
+from carpool_e2e.chart import CHART, NAMESPACE, RELEASE
+from carpool_e2e.cluster import PODS, Cluster, running, why_no_kubelets
+from carpool_e2e.demo.manifests import sleeper
+from kubectl import Watcher
+from rich.console import Console
+
+pytestmark = pytest.mark.e2e
+
+MOST_MB = {"operator": 250, "extender": 200, "agent": 200}
+"""Largest size of each image's unpacked layers."""
+
+WORKLOADS = ("deployment/carpool-operator", "deployment/carpool-scheduler", "daemonset/carpool-node-agent")
+OPERATOR, SCHEDULER, AGENT = WORKLOADS
+USERS = {f"{OPERATOR} -c operator": 65532, f"{SCHEDULER} -c extender": 65532, f"{AGENT} -c agent": 0}
+"""User of each container's process."""
+
+PROBE = """
+import os, pathlib
+print(os.getuid())
+for folder in ("/opt/carpool", "/usr"):
+    try:
+        pathlib.Path(folder, "new").touch()
+    except OSError as error:
+        print(error.strerror)
+"""
+
+
+@pytest.fixture(scope="module")
+def machine() -> Iterator[Cluster]:
+    """A cluster as an administrator meets it: one node, whose label says that Carpool manages its GPUs."""
+    if reason := why_no_kubelets():
+        pytest.skip(reason)
+    with running(PODS) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def installed(machine: Cluster, helm: str) -> Cluster:
+    """After `helm install` with no flag but for the registry and the simulated GPUs."""
+    values = ("--set=global.imageRegistry=localhost", f"--set=nodeAgent.simulatedGpus={PODS.kubelet_nodes['a100']}")
+    run_helm(machine, helm, "install", RELEASE, str(CHART), "--create-namespace", *values)
+    return machine
+
+
+def run_helm(machine: Cluster, helm: str, *arguments: str) -> str:
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(machine.slot.directory),
+        "KUBECONFIG": str(machine.kubeconfig),
+    }
+    command = [helm, *arguments, f"--namespace={NAMESPACE}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}{machine.kubectl('get', 'pods,events', '-A')}"
+    return done.stdout
+
+
+def test_a_job_that_is_submitted_right_after_the_installation_completes(installed: Cluster) -> None:
+    """Pods of the operator, the scheduler with the extender, and the agent carry it there."""
+    watcher = Watcher(installed)
+    installed.apply(sleeper("first", "sleep 3"))
+    watcher.running("first", 180)
+    installed.kubectl("wait", "gtj/first", "--for=condition=Complete", "--timeout=120s", timeout_s=130)
+    (node,) = watcher.read("gpunodes")["items"]
+    assert node["status"]["simulated"]
+
+
+def test_pods_are_ready_and_helm_test_passes(installed: Cluster, helm: str) -> None:
+    for workload in WORKLOADS:
+        installed.kubectl("rollout", "status", workload, "-n", NAMESPACE, "--timeout=120s", timeout_s=130)
+    assert "Succeeded" in run_helm(installed, helm, "test", RELEASE, "--timeout=180s")
+
+
+@pytest.mark.parametrize(("container", "user"), USERS.items())
+def test_a_process_has_the_user_of_the_chart_and_cannot_write_its_files(
+    installed: Cluster, container: str, user: int
+) -> None:
+    arguments = [*container.split(), "-n", NAMESPACE, "--", "python", "-c", PROBE]
+    assert installed.kubectl("exec", *arguments).split("\n") == [str(user), *["Read-only file system"] * 2, ""]
+
+
+def test_images_are_small(machine: Cluster) -> None:
+    found = {image.name.split("/")[-1].split(":")[0]: image for image in images.listed(images.ensure(Console()))}
+    assert found.keys() == MOST_MB.keys()
+    for target, image in found.items():
+        assert image.size_mb <= MOST_MB[target], image
