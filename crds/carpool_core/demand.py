@@ -40,6 +40,11 @@ class Demand:
         return tenancy_domain(self.namespace, self.tenancy_group)
 
     @property
+    def family(self) -> str:
+        """Family of the model, by which slowdowns are learned; empty if the model is unknown."""
+        return "" if self.prediction is None else self.prediction.family
+
+    @property
     def is_unknown(self) -> bool:
         """Whether the job's memory is unknown, so that it must run alone."""
         is_predicted = self.prediction is not None and self.prediction.outcome == "Predicted"
@@ -57,7 +62,9 @@ class Demand:
         predicted = self.prediction_on(product)
         memory = self.memory_limit_mib
         if predicted is None:
-            return TenantProfile(memory_mib=memory, max_slowdown=self.max_slowdown, tenancy=self.tenancy)
+            return TenantProfile(
+                memory_mib=memory, max_slowdown=self.max_slowdown, tenancy=self.tenancy, family=self.family
+            )
         if memory is None and predicted.memory.trusted:
             memory = predicted.memory.upper_mib
         return TenantProfile(
@@ -67,6 +74,7 @@ class Demand:
             dram_active_ratio=predicted.activity.dram_active_ratio.median,
             max_slowdown=self.max_slowdown,
             tenancy=self.tenancy,
+            family=self.family,
         )
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from carpool_core.resources.job import JobStatus
+from carpool_predictor.calibration.colocation import MeasuredSteps
 
 from carpool_operator.observations import Observation
 
@@ -86,7 +87,7 @@ class Predict:
 class Learn:
     """Add an observation to the calibration; the job is reconciled again when it is stored."""
 
-    observation: Observation
+    observation: Observation | MeasuredSteps
 
 
 Action = (

@@ -13,6 +13,7 @@ from carpool_core.kube.errors import KubeError
 from carpool_core.kube.events import EventRecorder
 from carpool_core.kube.pods import Pod
 from carpool_core.kube.reflector import Reflector
+from carpool_core.products import hardware_name
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import GpuNode
 from carpool_core.values import JobUid
@@ -181,8 +182,10 @@ class Operator:
             latest = job.status.attempts[-1:]
             samples = [sample_of(job, attempt) for attempt in latest]
             peak = max([peak_of(pods, nodes), *(attempt.peak_memory_mib for attempt in latest)])
+            product = next((hardware_name(place.product) for place in job.status.placement), "")
             calibration = CalibrationState(
                 is_on=True,
+                solo_step_s=self.calibrator.solo_step_s(job.metadata.namespace, digest, product) if product else None,
                 learned=frozenset(sample for sample in samples if self.calibrator.has_learned(sample)),
                 peak_stable_s=self._expectations.peak_stable_s(uid, (samples, peak), now),
                 keys=keys,

@@ -14,6 +14,15 @@ from carpool_core.kube.events import EventRecorder
 from carpool_core.products import GpuProduct
 from carpool_core.resources.job import GpuTrainingJob, JobSpec
 from carpool_core.values import Precision
+from carpool_predictor.calibration.colocation import (
+    MAX_PAIRS,
+    MAX_SOLO,
+    MeasuredSteps,
+    add,
+    learned_colocations,
+    measured_runs,
+    solo_step_s,
+)
 from carpool_predictor.calibration.document import MAX_SAMPLES, SIMULATED, Calibration, Stack
 from carpool_predictor.calibration.observe import observe
 from carpool_predictor.calibration.run_history import find_history, model_key, retry_before
@@ -21,6 +30,7 @@ from carpool_predictor.calibration.store import CalibrationStore, StoredCalibrat
 from carpool_predictor.features import Abstention
 from carpool_predictor.models.memory import shipped
 from carpool_predictor.predict import PredictionContext, run_prediction_of
+from msgspec.structs import replace
 
 from carpool_operator.observations import Observation
 from carpool_operator.pods import key_of
@@ -73,7 +83,7 @@ class Calibrator:
         self._store, self._clock, self._prepare, self._enqueue = store, clock, prepare, enqueue
         self._simulated, self._find_products, self._events = simulated, find_products, events
         self._kept: StoredCalibration | None = None
-        self._pending: OrderedDict[str, tuple[GpuTrainingJob, Observation]] = OrderedDict()
+        self._pending: OrderedDict[str, tuple[GpuTrainingJob, Observation | MeasuredSteps]] = OrderedDict()
         self._stored: LRUCache[str, None] = LRUCache(_MAX_STORED)
         self._submitted = asyncio.Event()
         self._error = ""
@@ -117,6 +127,7 @@ class Calibrator:
         if calibration is None or size_mib is None:
             return {}
         precision, name = spec.training.precision, model_key(spec.model)
+        family = "" if spec.model is None else spec.model.family
         gpus, now = self._find_products(products), self._clock.now().timestamp()
         return {
             gpu.name: CalibrationKey(
@@ -124,6 +135,7 @@ class Calibrator:
                 find_history(
                     calibration, gpu.name, precision, name, size_mib, retry_before=retry_before(gpu, gpus, now)
                 ),
+                measured_runs(learned_colocations(calibration.pairs, gpu.name, family)),
             )
             for gpu in gpus
         }
@@ -132,7 +144,12 @@ class Calibrator:
         """Return whether this process has stored the observation of an ended attempt."""
         return f"{sample} ended" in self._stored
 
-    def submit(self, job: GpuTrainingJob, observation: Observation) -> None:
+    def solo_step_s(self, namespace: str, digest: str, product: str) -> float | None:
+        """Return the step time alone of an earlier run of a job; None if none was measured."""
+        found = self.usable(namespace)
+        return None if found is None else solo_step_s(found.solo, digest, product)
+
+    def submit(self, job: GpuTrainingJob, observation: Observation | MeasuredSteps) -> None:
         """Add an observation to the pending ones, unless it is pending or stored."""
         if self._store is None or observation.key in self._stored or observation.key in self._pending:
             return
@@ -218,7 +235,11 @@ class Calibrator:
         batch = list(self._pending.items())[:MAX_PER_WRITE]
         comparable: list[_Comparable] = []
         postponed: set[str] = set()
+        steps: list[MeasuredSteps] = []
         for key, (job, observation) in batch:
+            if isinstance(observation, MeasuredSteps):
+                steps.append(observation)
+                continue
             expected = await self._prepare(job)
             if isinstance(expected, PredictionContext):
                 # Without a prediction for this product there is nothing to correct.
@@ -228,7 +249,7 @@ class Calibrator:
                 postponed.add(key)
             else:
                 self._log.debug("observation without prediction", job=job.metadata.name, why=expected.reason)
-        if not await self._write(comparable):
+        if not await self._write(comparable, steps):
             return
         learned = {observation.key for _, observation, *_ in comparable}
         for key, (job, observation) in batch:
@@ -236,13 +257,16 @@ class Calibrator:
                 self._pending.move_to_end(key)
                 continue
             self._pending.pop(key, None)
+            if isinstance(observation, MeasuredSteps):
+                self._stored[key] = None
+                continue
             if key not in learned:
                 continue
             self._stored[key] = None
             if observation.measured.ended:
                 self._enqueue(key_of(job))
 
-    async def _write(self, observations: list[_Comparable]) -> bool:
+    async def _write(self, observations: list[_Comparable], steps: list[MeasuredSteps]) -> bool:
         """Write the calibration with these observations; return False if it has become unreadable."""
         loop = asyncio.get_running_loop()
         for _ in range(_MAX_CONFLICTS):
@@ -250,6 +274,7 @@ class Calibrator:
             if before is None or self._store is None:
                 return False
             after = await loop.run_in_executor(self._thread, with_observations, before.calibration, observations)
+            after = with_steps(after, steps)
             if after is before.calibration:
                 return True
             try:
@@ -270,6 +295,16 @@ class Calibrator:
 def _jobs(calibration: Calibration, product: str, precision: Precision) -> int:
     state = calibration.best(product, precision)
     return 0 if state is None else state.learned_from
+
+
+def with_steps(calibration: Calibration, steps: Iterable[MeasuredSteps]) -> Calibration:
+    """Return the calibration with these measured steps; the same object without any."""
+    for one in steps:
+        if one.pair is not None:
+            calibration = replace(calibration, pairs=add(calibration.pairs, one.pair, MAX_PAIRS))
+        if one.solo is not None:
+            calibration = replace(calibration, solo=add(calibration.solo, one.solo, MAX_SOLO))
+    return calibration
 
 
 def with_observations(calibration: Calibration, observations: list[_Comparable]) -> Calibration:

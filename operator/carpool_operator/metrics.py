@@ -125,6 +125,13 @@ class _Calibration(Collector):
             "Share of a stack's last 100 judged runs whose memory was below the bound; absent before the first.",
             labels=labels,
         )
+        pairs = GaugeMetricFamily(
+            "carpool_operator_colocation_runs",
+            "Measured slowdowns of jobs beside one co-tenant that predictions use.",
+            labels=["product", "mode"],
+        )
+        for (product, mode), number in Tally((one.product, one.mode) for one in (known.pairs if known else ())).items():
+            pairs.add_metric([product, mode.value], number)
         for state in known.stacks if known is not None else ():
             of = [state.stack.product, state.stack.precision.value, state.stack.driver]
             jobs.add_metric(of, state.jobs)
@@ -132,7 +139,7 @@ class _Calibration(Collector):
             refused.add_metric(of, state.refused)
             if state.coverage is not None:
                 coverage.add_metric(of, state.coverage)
-        yield from (jobs, runs, refused, coverage)
+        yield from (jobs, runs, refused, coverage, pairs)
 
 
 class Metrics:

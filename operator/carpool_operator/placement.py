@@ -21,7 +21,15 @@ _LONGEST_S = 10 * 365 * 86_400.0
 """A later end is not reported."""
 _NO_PROGRESS = dict.fromkeys(
     (
-        *("step_time_seconds", "step_time_ratio", "solo_step_time_seconds", "slowdown", "steps", "steps_at"),
+        *(
+            "step_time_seconds",
+            "step_time_ratio",
+            "solo_step_time_seconds",
+            "solo_source",
+            "slowdown",
+            "steps",
+            "steps_at",
+        ),
         *("expected_end", "samples_per_second", "data_wait_ratio", "checkpoint_ratio", "copy_ratio"),
     )
 )
@@ -133,9 +141,21 @@ def _solo_step_time_s(job: GpuTrainingJob, places: Sequence[WorkerPlacement]) ->
 
 
 def observed(
-    job: GpuTrainingJob, pods: Iterable[Pod], nodes: Sequence[GpuNode], places: Sequence[WorkerPlacement]
+    job: GpuTrainingJob,
+    pods: Iterable[Pod],
+    nodes: Sequence[GpuNode],
+    places: Sequence[WorkerPlacement],
+    earlier_solo_step_s: float | None = None,
 ) -> Observed | None:
-    """Summarise the agents' measurements of the pods; missing values keep the last one, and the peak never falls."""
+    """Summarise the agents' measurements of the pods; missing values keep the last one, and the peak never falls.
+
+    Args:
+        job: The job.
+        pods: Its pods.
+        nodes: Their GpuNodes.
+        places: Their placement.
+        earlier_solo_step_s: Step time alone of an earlier run, which counts until this run's own is measured.
+    """
     uids = {PodUid(pod.metadata.uid) for pod in pods}
     tenants: list[Tenant] = [t for node in nodes for t in node.status.tenants if t.pod_uid in uids]
     old = job.status.observed
@@ -156,7 +176,8 @@ def observed(
         sm_active_ratio=_mean((t.sm_active_ratio for t in tenants), before.sm_active_ratio, 3),
         step_time_seconds=step_time_s,
         step_time_ratio=ratio,
-        solo_step_time_seconds=before.solo_step_time_seconds if solo_step_s is None else solo_step_s,
+        solo_step_time_seconds=solo_step_s or before.solo_step_time_seconds or earlier_solo_step_s,
+        solo_source="Run" if solo_step_s else before.solo_source or ("EarlierRun" if earlier_solo_step_s else None),
         steps=before.steps if slowest is None else slowest.steps,
         steps_at=before.steps_at if slowest is None else slowest.steps_at,
         samples_per_second=round(sum(samples.values()), 1) if samples else before.samples_per_second,

@@ -114,8 +114,8 @@ def _is_outdated(prediction: Prediction | None, snapshot: Snapshot) -> bool:
         ran_out = last is not None and last.outcome == GPU_OUT_OF_MEMORY
         is_excluded = status.state is JobState.UNPLACEABLE
         return ran_out or is_excluded or any(not product.memory.trusted for product in prediction.products)
-    found = ((calibration.keys.get(product.product), product.memory) for product in prediction.products)
-    return any(key is not None and not key.is_reflected_in(memory) for key, memory in found)
+    found = ((calibration.keys.get(product.product), product) for product in prediction.products)
+    return any(key is not None and not key.is_reflected_in(product) for key, product in found)
 
 
 def _is_retryable(draft: Draft, prediction: Prediction | None) -> bool:

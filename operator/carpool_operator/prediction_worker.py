@@ -17,6 +17,7 @@ from carpool_core.products import GpuProduct
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import GpuTrainingJob, JobSpec, ModelSource, Training
 from carpool_core.resources.prediction import Prediction
+from carpool_predictor.calibration.colocation import with_colocations
 from carpool_predictor.calibration.document import Calibration
 from carpool_predictor.calibration.run_history import model_key
 from carpool_predictor.features import Abstention
@@ -381,7 +382,11 @@ class PredictionWorker:
             is_strict=self._is_strict,
             now=self._clock.now().timestamp(),
         )
-        return await asyncio.get_running_loop().run_in_executor(self._thread, compute), keys
+        prediction = await asyncio.get_running_loop().run_in_executor(self._thread, compute)
+        if spec.model is not None:
+            pairs = [] if calibration is None else calibration.pairs
+            prediction = with_colocations(prediction, pairs, spec.model.family)
+        return prediction, keys
 
     async def prepare(self, job: GpuTrainingJob) -> PredictionContext | Abstention:
         """Return the predictor's input for a job. A transient failure is returned again until its retry is due."""

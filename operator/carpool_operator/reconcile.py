@@ -32,7 +32,7 @@ from carpool_operator.actions import (
     RecordEvent,
 )
 from carpool_operator.inventory import infeasible_reason, infeasible_when_empty, unsuitable_products
-from carpool_operator.observations import doubt_oom, observe, peak_of, sample_of
+from carpool_operator.observations import doubt_oom, measured_steps, observe, peak_of, sample_of
 from carpool_operator.outcomes import GPU_OUT_OF_MEMORY, Outcome
 from carpool_operator.ownership import foreign_message, split_pods
 from carpool_operator.pods import (
@@ -171,7 +171,10 @@ def _measure(draft: Draft, attempt: Attempt, pods: list[Pod]) -> Attempt:
     """Read placement and measurements of the active attempt into the status; return the attempt with its peak."""
     nodes = draft.snapshot.nodes
     places = placement.placements(draft.job, pods, nodes)
-    draft.update(placement=places, observed=placement.observed(draft.job, pods, nodes, places))
+    draft.update(
+        placement=places,
+        observed=placement.observed(draft.job, pods, nodes, places, draft.snapshot.calibration.solo_step_s),
+    )
     attempt = attempts.with_peak(attempt, peak_of(pods, nodes))
     draft.put_attempt(attempt)
     bound_at = min((at for pod in pods if (at := pod.bound_at) is not None), default=None)
@@ -529,6 +532,8 @@ def _learn(draft: Draft, attempt: Attempt | None, pods: Sequence[Pod]) -> None:
         return
     if latest is None or latest.number != attempt.number:
         return
+    if latest.ended_at is None and (steps := measured_steps(draft.snapshot, draft.status, latest)) is not None:
+        draft.after_write(Learn(steps))
     if sample_of(draft.job, attempt) in calibration.learned:
         draft.put_attempt(msgspec.structs.replace(latest, learned=True))
         return

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from carpool_core.kube.pods import Pod
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import GpuNode
-from carpool_core.resources.prediction import MemoryPrediction, Prediction
+from carpool_core.resources.prediction import Prediction, ProductPrediction
+from carpool_predictor.calibration.colocation import measured_runs
 from carpool_predictor.calibration.run_history import RunHistory, fingerprint, is_equivalent
 
 from carpool_operator.attempts import Backoff
@@ -42,8 +43,14 @@ class CalibrationKey(NamedTuple):
     history: RunHistory | None = None
     """Results of earlier runs of the same model, which change while one of them runs."""
 
-    def is_reflected_in(self, memory: MemoryPrediction) -> bool:
+    colocations: int = 0
+    """Bit length of the number of measured runs beside co-tenants."""
+
+    def is_reflected_in(self, prediction: ProductPrediction) -> bool:
         """Return whether a prediction was made from so similar calibration data that a new one would not differ."""
+        memory = prediction.memory
+        if measured_runs(prediction.colocations) != self.colocations:
+            return False
         if memory.learned_jobs.bit_length() != self.jobs:
             return False
         if not memory.learned_gist and memory.learned_runs:
@@ -62,6 +69,8 @@ class CalibrationState:
     """Sample names of this job's attempts that the calibration holds for good."""
     peak_stable_s: float = 0.0
     """Seconds for which the peak memory of the present attempt has not changed."""
+    solo_step_s: float | None = None
+    """Step time alone of an earlier run of the same job on the product of its placement; None if unknown."""
     keys: Mapping[str, CalibrationKey] = field(default_factory=dict)
     """Calibration key of a prediction made now, by product; empty if unknown."""
 

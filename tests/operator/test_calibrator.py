@@ -11,7 +11,7 @@ from carpool_core.kube.errors import Conflict, Forbidden, Overloaded, Unreachabl
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import LOADING_S, STEADY_S
-from carpool_core.resources.prediction import MemoryPrediction
+from carpool_core.resources.prediction import MemoryPrediction, Prediction
 from carpool_operator.calibrator import PAUSE_S, REPAIR_POLL_S
 from carpool_operator.observations import Observation
 from carpool_predictor.calibration.document import MAX_SAMPLES, MIN_JOBS, RunMeasurement
@@ -642,3 +642,58 @@ async def test_metrics_report_the_calibration_by_stack() -> None:
     await completed(of, 2 * within, "y")
     assert registry.get_sample_value("carpool_operator_calibration_runs", labels) == 2
     assert registry.get_sample_value("carpool_operator_calibration_coverage_ratio", labels) == 0.5
+
+
+def prediction(of: World, name: str = "x") -> Prediction:
+    found = of.job(name).status.prediction
+    assert found is not None
+    return found
+
+
+def steps(step_s: float, solo_s: float | None) -> dict[str, Any]:
+    """Measurements of a tenant that reports its steps."""
+    return {
+        "gpuUtilPercent": 45.0,
+        "smActiveRatio": 0.35,
+        "settled": True,
+        "stepTimeSeconds": step_s,
+        "soloStepTimeSeconds": solo_s,
+    }
+
+
+async def test_measured_slowdown_of_a_pair_corrects_the_next_prediction() -> None:
+    of = world()
+    for name in ("x", "y"):
+        of.apply(name)
+        await of.settle()
+        family = prediction(of, name).family
+        tenant = {"family": family, "gpuUtilPercent": 50, "smActiveRatio": 0.5, "dramActiveRatio": 0.1}
+        await started(of, name, tenant=tenant)
+    for name in ("x", "y"):
+        await measured(of, 3000, name, **steps(0.3, 0.2))
+    await of.settle(after_s=LOADING_S)
+    assert [round(one.log_ratio, 2) for one in kept(of).pairs] == [0.31, 0.31], "1.5 measured, 1.1 predicted"
+    labels = {"product": "NVIDIA A100-SXM4-40GB", "mode": "MPS"}
+    assert of.operator.metrics.registry.get_sample_value("carpool_operator_colocation_runs", labels) == 2
+    await assert_quiet(of, "x")
+    await of.submit("z")
+    beside, _ = prediction(of, "z").products[0].colocations
+    assert (beside.family, beside.runs, beside.own == beside.other) == (family, 2, True)
+    assert beside.own[0] > 0.1
+    assert prediction(of).products[0].colocations == [], "a job that runs keeps its prediction"
+
+
+async def test_step_time_alone_of_an_earlier_run_gives_the_slowdown_of_one_that_was_never_alone() -> None:
+    of = await running_world()
+    await measured(of, 3000, **steps(0.2, 0.2))
+    await of.settle(after_s=LOADING_S)
+    assert [(one.step_s, one.namespace) for one in kept(of).solo] == [(0.2, "default")]
+    of.apply("y")
+    await started(of, "y")
+    await measured(of, 3000, "y", **steps(0.5, None))
+    await of.settle(after_s=LOADING_S)
+    found = of.job("y").status.observed
+    assert found is not None
+    assert (found.slowdown, found.solo_source) == (2.5, "EarlierRun")
+    assert of.job("x").status.observed.solo_source == "Run"
+    assert len(kept(of).solo) == 1, "the earlier run's step time is not learned a second time"

@@ -1,5 +1,6 @@
 """`GpuTrainingJob`: users write its spec, the operator its status."""
 
+import hashlib
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -24,6 +25,9 @@ from carpool_core.values import (
     SharingMode,
     Tenancy,
 )
+
+MAX_FAMILY = 128
+"""Characters of a family's name."""
 
 
 class CatalogModel(Resource, frozen=True, kw_only=True):
@@ -147,6 +151,13 @@ class ModelSource(Resource, frozen=True, kw_only=True):
     ) = None
     graph: Annotated[GraphModel, field("The model described layer by layer.")] | None = None
 
+    @property
+    def family(self) -> str:
+        """Name of the architecture, whose jobs count together where slowdowns are learned; else a digest."""
+        if self.catalog is not None and len(name := self.catalog.name.partition("@")[0]) <= MAX_FAMILY:
+            return name
+        return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()[:16]
+
 
 class Neighbour(Resource, frozen=True, kw_only=True):
     """Another job on the same GPU."""
@@ -253,6 +264,13 @@ class Observed(Resource, frozen=True, kw_only=True):
     ) = None
     solo_step_time_seconds: (
         Annotated[float, field("Mean time of the job's own steps while no co-tenant worked on its GPUs, in seconds.")]
+        | None
+    ) = None
+    solo_source: (
+        Annotated[
+            Literal["Run", "EarlierRun"],
+            field("Run that soloStepTimeSeconds is from: this one, or an earlier one of the same model and training."),
+        ]
         | None
     ) = None
     slowdown: (

@@ -87,6 +87,41 @@ class ActivityPrediction(Resource, frozen=True, kw_only=True):
     ] = None
 
 
+ANY_FAMILY = "*"
+"""Family of a `LearnedColocation` that counts beside all families without one of their own."""
+
+
+class LearnedColocation(Resource, frozen=True, kw_only=True):
+    """Correction of predicted slowdowns beside jobs of one family, from measured slowdowns."""
+
+    family: Annotated[str, field("Family of the co-tenant; * for all families that are not listed.", max_length=128)]
+    mode: Annotated[SharingMode, field("How both share a GPU.")]
+    runs: Annotated[int, field("Measured runs of the two families together; 0 for *.", ge=0)]
+    own: Annotated[
+        list[float],
+        field(
+            "Logarithm of the factor to the job's predicted slowdown: [c0, c1, c2] in c0 + c1·u + c2·v, with its "
+            "utilization u and the co-tenant's v alone, 0..1.",
+            schema=ATOMIC,
+            min_length=3,
+            max_length=3,
+        ),
+    ]
+    own_width: Annotated[
+        float, field("Share of the interval of the job's predicted slowdown that remains; 1 before a run.", ge=0, le=1)
+    ]
+    other: Annotated[
+        list[float],
+        field(
+            "The same for the co-tenant's predicted slowdown; u is the co-tenant's utilization and v the job's.",
+            schema=ATOMIC,
+            min_length=3,
+            max_length=3,
+        ),
+    ]
+    other_width: Annotated[float, field("Share of the interval of the co-tenant's slowdown that remains.", ge=0, le=1)]
+
+
 class ProductPrediction(Resource, frozen=True, kw_only=True):
     """Prediction for one GPU product."""
 
@@ -94,6 +129,14 @@ class ProductPrediction(Resource, frozen=True, kw_only=True):
     memory: Annotated[MemoryPrediction, field("GPU memory.")]
     activity: Annotated[ActivityPrediction, field("Utilization when alone.")]
     step_time_seconds: Annotated[Interval, field("Step time when alone, in seconds.")]
+    colocations: Annotated[
+        list[LearnedColocation],
+        field(
+            "Slowdowns beside other jobs, learned from measured steps; empty before the first.",
+            schema=ATOMIC,
+            max_length=64,
+        ),
+    ] = []
 
 
 class Prediction(Resource, frozen=True, kw_only=True):
@@ -105,6 +148,9 @@ class Prediction(Resource, frozen=True, kw_only=True):
     model_version: Annotated[str, field("Version of the predictor's model.", max_length=128)] = ""
     input_digest: Annotated[
         str, field("Digest of the prediction's input; the job is predicted again when it changes.", max_length=128)
+    ] = ""
+    family: Annotated[
+        str, field("Family of the model, by which slowdowns are learned; empty if unknown.", max_length=128)
     ] = ""
     products: Annotated[
         list[ProductPrediction], field("Prediction for each GPU product.", schema=ATOMIC, max_length=64)

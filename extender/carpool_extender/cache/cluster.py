@@ -50,13 +50,14 @@ MOST_NAMED = 3
 """Pods or nodes that a reason names."""
 LONGEST_MESSAGE = 120
 """Characters of other processes' messages in a reason, which goes into the conditions of all waiting pods."""
-UNHEALTHY, AGENT_DOWN, BACKOFF, UNRESERVED_USE, CONTRADICTION, INVALID, DUPLICATE_UUID, NO_MEMORY, UNRESERVED_POD = (
-    range(9)
-)
+(
+    UNHEALTHY, AGENT_DOWN, BACKOFF, UNRESERVED_USE, CONTRADICTION, INVALID, DUPLICATE_UUID, NO_MEMORY, UNRESERVED_POD,
+    BEYOND_LIMIT,
+) = range(10)  # fmt: skip
 """Kinds of `UnavailableReason`."""
 KINDS = (
     "unhealthy", "agent_down", "backoff", "unreserved_use", "contradiction", "invalid", "duplicate_uuid", "no_memory",
-    "unreserved_pod",
+    "unreserved_pod", "beyond_limit",
 )  # fmt: skip
 """Name of each kind in metrics."""
 
@@ -147,6 +148,21 @@ def validate_gpu(report: GpuReport) -> UnavailableReason | None:
         memory, pods = sum(tenant.memory_mib for tenant in others), {tenant.pod_uid for tenant in others}
         who = f"{'pod' if len(pods) == 1 else 'pods'} {listed(pods)}"
         return UnavailableReason(UNRESERVED_USE, f"{memory:,} MiB are used without a reservation, by {who}")
+    return _beyond_limit(report)
+
+
+def _beyond_limit(report: GpuReport) -> UnavailableReason | None:
+    """Return which tenant's measured slowdown beside its co-tenants exceeds its limit; None if there is none."""
+    if len(report.held) < 2:
+        return None
+    for held, found in zip(report.held, report.counted, strict=True):
+        if found is None or not (found.settled and found.step_time_seconds and found.solo_step_time_seconds):
+            continue
+        slowdown, limit = found.step_time_seconds / found.solo_step_time_seconds, held.tenant.max_slowdown
+        if slowdown > limit:
+            who = f"{held.pod_namespace}/{held.job_name}"
+            text = f"its tenant {who} was measured to run {slowdown:.2f} times as long as alone, accepts {limit:.2f}"
+            return UnavailableReason(BEYOND_LIMIT, text)
     return None
 
 

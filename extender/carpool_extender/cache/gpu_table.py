@@ -347,6 +347,8 @@ class GpuTable:
     """(G, T) Slowdown that it accepts; infinite in an empty place."""
     namespace: NDArray[np.int32] = field(metadata=_of(np.int32, each_tenant=True, empty=NO_TENANT))
     """(G, T) Index of its tenancy domain in `Snapshot.namespaces`."""
+    family: NDArray[np.object_] = field(metadata=_of(np.object_, each_tenant=True, empty=""))
+    """(G, T) Family of its model, by which slowdowns are learned; empty if unknown."""
     cluster_tenancy: Bools = field(metadata=_of(np.bool_, each_tenant=True))
     """(G, T) Whether it shares with other namespaces."""
 
@@ -521,6 +523,7 @@ def write_tenants(table: GpuTable, row: int, report: GpuReport, domains: dict[st
         for column in (table.memory_mib, table.util, table.sm, table.dram, table.cluster_tenancy):
             column[row, left] = 0
         table.namespace[row, left], table.max_slowdown[row, left] = NO_TENANT, np.inf
+        table.family[row, left] = ""
     table.count[row] = len(held)
     table.reserved_at[row] = max((epoch_seconds(r.reserved_at) for r in held), default=0.0)
     table.tenants[row] = tuple(TenantName(r.pod_namespace, r.job_name, r.pod_uid) for r in held)
@@ -533,6 +536,7 @@ def write_tenants(table: GpuTable, row: int, report: GpuReport, domains: dict[st
         table.sm[row, place] = of.sm
         table.dram[row, place] = of.dram
         table.max_slowdown[row, place] = tenant.max_slowdown
+        table.family[row, place] = tenant.family
         table.namespace[row, place] = domains.setdefault(reservation.tenancy_domain, len(domains))
         table.cluster_tenancy[row, place] = tenant.tenancy is Tenancy.CLUSTER
 

@@ -11,7 +11,7 @@ import numpy as np
 from carpool_core.demand import Demand, unsuitable_reason
 from carpool_core.products import DeviceClass
 from carpool_core.resources.node import TenantProfile
-from carpool_core.resources.prediction import ProductPrediction
+from carpool_core.resources.prediction import LearnedColocation, ProductPrediction
 from carpool_core.values import JobUid, RequestedMode, SharingMode, Tenancy
 from numpy.typing import NDArray
 
@@ -85,6 +85,8 @@ class ClassTable:
     util: NDArray[np.float32]
     sm: NDArray[np.float32]
     dram: NDArray[np.float32]
+    colocations: Sequence[Sequence[LearnedColocation]] = ()
+    """What was learned about co-tenants, by class; empty without any."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,6 +155,8 @@ class PodRequest:
             (needed_mib(fact.profile.memory_mib, kind.usable_mib), needed_mib(fact.unenforced_mib, kind.usable_mib))
             for fact, kind in pairs
         ]
+        predicted = [self.demand.prediction_on(kind.product) for kind in classes]
+        learned = [[] if one is None else one.colocations for one in predicted]
         need_mib, unenforced_mib = np.array(need, np.int64).reshape(-1, 2).T.copy()
         return ClassTable(
             suitable=np.array([fact.reason is None for fact in facts], np.bool_),
@@ -168,6 +172,7 @@ class PodRequest:
             util=np.array([fact.profile.gpu_util_percent / 100 for fact in facts], np.float32),
             sm=np.array([fact.profile.sm_active_ratio for fact in facts], np.float32),
             dram=np.array([fact.profile.dram_active_ratio for fact in facts], np.float32),
+            colocations=learned if any(learned) else (),
         )
 
 

@@ -65,7 +65,9 @@ def expected_slowdown(evaluation: Evaluation, rows: Sequence[int], limit: float 
     text = f"expected slowdown {found:.2f}" + ("" if limit is None else f" of {limit:.2f}")
     is_shared = evaluation.snapshot.gpus.count[list(rows)].any()
     upper = max(evaluation.upper_slowdown(row) for row in rows) if is_shared else found
-    return text if upper <= found else f"{text}, {shipped().level:.0%} below {upper:.2f}"
+    basis = next(filter(None, (evaluation.basis(row) for row in rows)), "") if is_shared else ""
+    text += "" if upper <= found else f", {shipped().level:.0%} below {upper:.2f}"
+    return f"{text}, {basis}" if basis else text
 
 
 def co_tenants(evaluation: Evaluation, row: int) -> str:

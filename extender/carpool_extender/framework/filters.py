@@ -13,8 +13,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from carpool_core.resources.node import MAX_MIB
+from carpool_core.resources.prediction import ANY_FAMILY, LearnedColocation
 from carpool_core.settings import SettingsError
 from carpool_core.values import RequestedMode, SharingMode, Tenancy
+from carpool_predictor.calibration.colocation import correction_factor
 from carpool_predictor.models.slowdown import DRAM_SATURATION, SM_SATURATION, slowdowns, upper_margin
 from numpy.typing import NDArray
 
@@ -188,13 +190,16 @@ class Colocation(NamedTuple):
     """Median of the predicted slowdown."""
     limit: Floats
     """Largest slowdown that each accepts."""
+    width: Floats
+    """Share of the interval that is left after measured runs of the pair, 0..1; 1 where none was measured."""
 
     def by(self, quantile: Quantile) -> Floats:
-        """Return the slowdowns that are compared with the limits."""
-        if quantile is Quantile.MEDIAN or self.mode is None:
+        """Return the slowdowns that are compared with the limits: of measured pairs always the interval's upper end."""
+        is_measured = self.width < 1
+        if self.mode is None or (quantile is Quantile.MEDIAN and not is_measured.any()):
             return self.expected
-        upper: Floats = self.expected + upper_margin(self.mode, self.util.T).T
-        return upper
+        upper: Floats = self.expected * (1 + upper_margin(self.mode, self.util.T).T / self.expected) ** self.width
+        return np.where(is_measured, upper, self.expected) if quantile is Quantile.MEDIAN else upper
 
 
 def colocation_on(gpus: GpuTable, pod_request: PodRequest, table: ClassTable, rows: Rows, mode: int) -> Colocation:
@@ -220,7 +225,39 @@ def colocation_on(gpus: GpuTable, pod_request: PodRequest, table: ClassTable, ro
         sm, dram = joined(table.sm.take(device_class), gpus.sm), joined(table.dram.take(device_class), gpus.dram)
     limit = joined(pod_request.demand.max_slowdown, gpus.max_slowdown)
     expected = np.ones(util.shape) if name is None else slowdowns(name, util.T, sm.T, dram.T).T
-    return Colocation(name, util, expected, limit)
+    width = np.ones(util.shape)
+    if table.colocations and name is not None:
+        families = gpus.family.take(rows, axis=0)[:, :tenants]
+        expected = expected.copy()
+        for column in range(rows.size):
+            here = [one for one in table.colocations[device_class[column]] if one.mode is name]
+            _correct(here, families[column].tolist(), util[:, column], expected[:, column], width[:, column])
+    return Colocation(name, util, expected, limit, width)
+
+
+def _correct(
+    learned: Sequence[LearnedColocation], families: Sequence[str], util: Floats, expected: Floats, width: Floats
+) -> None:
+    """Correct the slowdowns on one GPU in place by those that were measured beside jobs of its tenants' families.
+
+    Args:
+        learned: Corrections for the incoming pod in the GPU's mode.
+        families: Family of each tenant; empty if unknown.
+        util: Utilization of the incoming pod and of each tenant alone, 0..1.
+        expected: Predicted slowdown of the incoming pod and of each tenant.
+        width: Share of their intervals that is left. Beside several tenants it stays 1: only pairs are measured.
+    """
+    by_family = {one.family: one for one in learned}
+    for place, family in enumerate(families, start=1):
+        found = by_family.get(family) or by_family.get(ANY_FAMILY)
+        if found is None or not family:
+            continue
+        own, other = float(util[0]), float(util[place])
+        expected[0] *= correction_factor(found.own, own, other)
+        expected[place] *= correction_factor(found.other, other, own)
+        if len(families) == 1:
+            width[0], width[place] = found.own_width, found.other_width
+    np.maximum(expected, 1.0, out=expected)
 
 
 class ColocationResult(NamedTuple):
@@ -259,7 +296,7 @@ def predict_colocations(
         mine = rows.take(places(mode == code))
         if not mine.size:
             continue
-        if name is SharingMode.MPS and quantile is Quantile.MEDIAN:
+        if name is SharingMode.MPS and quantile is Quantile.MEDIAN and not table.colocations:
             undisturbed = _is_undisturbed(gpus, table, mine)
             easy, mine = mine.take(places(undisturbed)), mine.take(places(~undisturbed))
             own = pod_request.demand.max_slowdown - 1.0
@@ -410,10 +447,19 @@ class Evaluation:
 
     def upper_slowdown(self, row: int) -> float:
         """Return the upper quantile of the incoming pod's slowdown on a GPU that it fits on."""
+        mode = int(self.results.mode[row])
+        found = colocation_on(self.snapshot.gpus, self.pod_request, self.class_table, np.array([row]), mode)
+        return float(found.by(Quantile.UPPER)[0, 0])
+
+    def basis(self, row: int) -> str:
+        """Return where the slowdowns on a GPU with tenants come from, unless they are the shipped model's."""
         gpus, mode = self.snapshot.gpus, MODES[int(self.results.mode[row])]
-        busy = np.append(gpus.util[row, : gpus.count[row]], 0.0)[None, :]
-        more = 0.0 if mode is None else float(upper_margin(mode, busy, np.ones(busy.shape, np.bool_))[0, -1])
-        return float(self.results.slowdown[row]) + more
+        learned = self.class_table.colocations[int(gpus.device_class[row])] if self.class_table.colocations else ()
+        runs = {one.family: one.runs for one in learned if one.mode is mode}
+        families = set(gpus.family[row, : gpus.count[row]].tolist()) - {""}
+        if measured := sorted(families & runs.keys()):
+            return ", ".join(f"from {pluralize(runs[one], 'measured run')} beside {one}" for one in measured)
+        return "corrected by measured runs of other pairs" if families and ANY_FAMILY in runs else ""
 
 
 class Check(ABC):

@@ -14,6 +14,7 @@ from carpool_core.products import GpuProduct
 from carpool_core.values import Precision
 from msgspec import Meta
 
+from carpool_predictor.calibration.colocation import MAX_PAIRS, MAX_SOLO, PairRecord, SoloRecord, usable
 from carpool_predictor.models.artifacts import decode
 from carpool_predictor.models.memory import ELSEWHERE_FACTOR, STRATA, MemoryModel, is_calibrated
 
@@ -182,6 +183,10 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     stacks: Annotated[list[StackState], Meta(max_length=MAX_STACKS)] = []
     counted: Annotated[list[_NAME], Meta(max_length=MAX_SAMPLES)] = []
     """Samples of the last finished runs, counted or refused; newest last."""
+    pairs: Annotated[list[PairRecord], Meta(max_length=MAX_PAIRS)] = []
+    """Measured slowdowns, newest last."""
+    solo: Annotated[list[SoloRecord], Meta(max_length=MAX_SOLO)] = []
+    """Measured step times alone, newest last."""
 
     def state(self, stack: Stack) -> StackState | None:
         """Return the state of a stack, or None."""
@@ -193,17 +198,28 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
         return max(found, key=lambda state: (not state.is_simulated, len(state.rows), state.seen), default=None)
 
     def for_gpus(self, simulated: Collection[str]) -> "Calibration":
-        """Return the calibration without stacks of simulated GPUs, except of these products."""
+        """Return the calibration without measurements on simulated GPUs, except of these products."""
         stacks = [state for state in self.stacks if not state.is_simulated or state.stack.product in simulated]
-        return self if len(stacks) == len(self.stacks) else msgspec.structs.replace(self, stacks=stacks)
+        pairs, solo = (
+            [one for one in records if not one.simulated or one.product in simulated]
+            for records in (self.pairs, self.solo)
+        )
+        found = msgspec.structs.replace(self, stacks=stacks, pairs=pairs, solo=solo)
+        sizes = ((len(one.stacks), len(one.pairs), len(one.solo)) for one in (self, found))
+        return self if next(sizes) == next(sizes) else found
 
     def for_namespace(self, namespace: str) -> "Calibration":
-        """Return the calibration without deaths of memory that count for other namespaces only.
+        """Return the calibration without deaths of memory and reported steps that count for other namespaces only.
 
         A death counts in its own namespace. It counts in every namespace once the same job has died with at least as
         much memory in `AGREEING_NAMESPACES` of them.
         """
-        return msgspec.structs.replace(self, stacks=[_for_namespace(state, namespace) for state in self.stacks])
+        return msgspec.structs.replace(
+            self,
+            stacks=[_for_namespace(state, namespace) for state in self.stacks],
+            pairs=usable(self.pairs, namespace),
+            solo=usable(self.solo, namespace),
+        )
 
 
 def _for_namespace(state: StackState, namespace: str) -> StackState:

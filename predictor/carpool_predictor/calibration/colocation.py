@@ -1,0 +1,201 @@
+"""Slowdowns learned from pairs of jobs that shared a GPU: corrections of the shipped model by partial pooling. Pure.
+
+A record is the logarithm r of a measured slowdown over the shipped model's median for the same pair. It depends on the
+utilization of both jobs alone, which contains batch size and precision::
+
+    r = c0 + c1 * own utilization + c2 * the co-tenant's
+
+Each level shrinks its coefficients towards those of the level above it (ridge regression, with k rows' worth of
+trust in the level above). The levels are the shipped model (0), all pairs on a product in a mode, and the runs of one
+pair of families there. The interval of one more run keeps, on the logarithmic scale, of the shipped one's width::
+
+    width = sqrt((k / (n + k) + k) / (1 + k))          after n runs of the pair; 1 before the first
+
+The first part is the doubt about the pair's mean and falls, the second the difference between runs and stays.
+
+Steps are reported by the training itself. So a record counts only in the tenancy domain of the job that reported it.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Annotated, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+from carpool_core.resources.prediction import ANY_FAMILY, LearnedColocation, Prediction
+from carpool_core.values import SharingMode
+from msgspec import Meta
+from numpy.typing import NDArray
+
+MAX_PAIRS, MAX_SOLO = 512, 256
+"""Records kept."""
+MAX_PUBLISHED = 16
+"""Families in the prediction of a job for one product, the most measured first."""
+PAIR_RUNS = 0.5
+"""k of a pair's runs: the shipped model errs by 0.15 on unseen pairs, and runs of a pair differ by about 0.1 (assumed).
+Both k were fixed before the replay of measured pairs."""
+MODE_ROWS = 8.0
+"""k of the rows of a product in a mode: pairs differ more from each other than their mean from the shipped model."""
+MAX_RATIO = math.log(4.0)
+"""Measured over predicted slowdown beyond this is clipped, in logarithms."""
+
+_NAME = Annotated[str, Meta(max_length=128)]
+_RATIO = Annotated[float, Meta(ge=0, le=1)]
+
+
+class PairRecord(msgspec.Struct, frozen=True, array_like=True):
+    """Measured slowdown of a job beside one co-tenant."""
+
+    sample: _NAME
+    """Name of the attempt and of its co-tenant; a later measurement replaces an earlier one."""
+    namespace: _NAME
+    domain: _NAME
+    """Tenancy domain of the job."""
+    product: _NAME
+    simulated: bool
+    mode: SharingMode
+    family: _NAME
+    other: _NAME
+    """Family of the co-tenant."""
+    util: _RATIO
+    """Predicted utilization of the job alone."""
+    other_util: _RATIO
+    """The same of the co-tenant."""
+    log_ratio: Annotated[float, Meta(ge=-MAX_RATIO, le=MAX_RATIO)]
+    """Logarithm of measured over predicted slowdown."""
+
+
+class SoloRecord(msgspec.Struct, frozen=True, array_like=True):
+    """Measured step time of a job while no other pod worked on its GPU."""
+
+    sample: _NAME
+    """Name of the job: digest of model and training."""
+    namespace: _NAME
+    domain: _NAME
+    product: _NAME
+    simulated: bool
+    step_s: Annotated[float, Meta(gt=0, le=1e6)]
+
+
+Record = TypeVar("Record", PairRecord, SoloRecord)
+
+
+class MeasuredSteps(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that the steps of an attempt show for other attempts."""
+
+    pair: PairRecord | None = None
+    solo: SoloRecord | None = None
+
+    @property
+    def key(self) -> str:
+        """Identify the measurement to 5%, so that small changes are not written."""
+        parts = []
+        if self.solo is not None:
+            parts.append(f"{self.solo.sample} on {self.solo.product} {math.log(self.solo.step_s) / 0.05:.0f}")
+        if self.pair is not None:
+            parts.append(f"{self.pair.sample} {self.pair.log_ratio / 0.05:.0f}")
+        return " ".join(parts)
+
+
+def add(records: Sequence[Record], record: Record, most: int) -> list[Record]:
+    """Return the records with another one, in place of the same sample's in the same domain on the same product.
+
+    If there are too many, the oldest of the domain with most records goes, so that no tenant displaces all others.
+    """
+
+    def key(one: Record) -> tuple[str, ...]:
+        return one.sample, one.domain, one.product
+
+    kept: list[Record] = [one for one in records if key(one) != key(record)]
+    kept.append(record)
+    while len(kept) > most:
+        (largest, _), *_ = Counter(one.domain for one in kept).most_common(1)
+        kept.remove(next(one for one in kept if one.domain == largest))
+    return kept
+
+
+def usable(records: Sequence[Record], namespace: str) -> list[Record]:
+    """Return the records that count for jobs of a namespace: those of the domains in which it has reported itself."""
+    domains = {one.domain for one in records if one.namespace == namespace}
+    return [one for one in records if one.domain in domains]
+
+
+Coefficients = NDArray[np.float64]
+"""(c0, c1, c2)."""
+
+
+class Correction(NamedTuple):
+    """Correction of a predicted slowdown."""
+
+    coefficients: Coefficients
+    width: float
+    """Share of the prediction's interval that remains, 0..1."""
+
+
+def shrunk(records: Sequence[PairRecord], k: float, above: Coefficients) -> Coefficients:
+    """Return the coefficients that fit the records, shrunk towards those of the level above."""
+    if not records:
+        return above
+    rows = np.array([(1.0, one.util, one.other_util) for one in records])
+    residuals = np.array([one.log_ratio for one in records]) - rows @ above
+    found: Coefficients = above + np.linalg.solve(rows.T @ rows + k * np.eye(3), rows.T @ residuals)
+    return found
+
+
+def correction(records: Sequence[PairRecord], family: str, other: str) -> Correction:
+    """Return the correction for a family beside another one, from records of one product and mode."""
+    of_mode = shrunk(records, MODE_ROWS, np.zeros(3))
+    runs = [one for one in records if (one.family, one.other) == (family, other)]
+    n, k = len(runs), PAIR_RUNS
+    return Correction(shrunk(runs, k, of_mode), math.sqrt((k / (n + k) + k) / (1 + k)))
+
+
+def correction_factor(coefficients: Sequence[float], own: float, other: float) -> float:
+    """Return measured over predicted slowdown for a job of this utilization alone beside another one."""
+    c0, c1, c2 = coefficients
+    return math.exp(min(max(c0 + c1 * own + c2 * other, -MAX_RATIO), MAX_RATIO))
+
+
+def learned_colocations(records: Iterable[PairRecord], product: str, family: str) -> list[LearnedColocation]:
+    """Return the corrections for a job of a family on a product: beside each measured family, and beside any other."""
+    here = [one for one in records if one.product == product]
+    found: list[LearnedColocation] = []
+    for mode in sorted({one.mode for one in here}):
+        of_mode = [one for one in here if one.mode is mode]
+        runs = Counter(
+            one.other if one.family == family else one.family for one in of_mode if family in (one.family, one.other)
+        )
+        for other, count in [*runs.most_common(MAX_PUBLISHED - 1), (ANY_FAMILY, 0)]:
+            own, its = correction(of_mode, family, other), correction(of_mode, other, family)
+            found.append(
+                LearnedColocation(
+                    family=other,
+                    mode=mode,
+                    runs=count,
+                    own=own.coefficients.round(4).tolist(),
+                    own_width=round(own.width, 4),
+                    other=its.coefficients.round(4).tolist(),
+                    other_width=round(its.width, 4),
+                )
+            )
+    return found
+
+
+def with_colocations(prediction: Prediction, records: Sequence[PairRecord], family: str) -> Prediction:
+    """Return a prediction with its job's family and what was learned about it beside co-tenants."""
+    products = [
+        msgspec.structs.replace(one, colocations=learned_colocations(records, one.product, family))
+        for one in prediction.products
+    ]
+    return msgspec.structs.replace(prediction, products=products, family=family)
+
+
+def measured_runs(colocations: Iterable[LearnedColocation]) -> int:
+    """Return the bit length of the number of runs behind corrections: a prediction is renewed when it changes."""
+    return sum(one.runs for one in colocations).bit_length()
+
+
+def solo_step_s(records: Iterable[SoloRecord], job: str, product: str) -> float | None:
+    """Return the step time alone of an earlier run of a job on a product; None if none was measured."""
+    return next((one.step_s for one in records if (one.sample, one.product) == (job, product)), None)

@@ -1,0 +1,109 @@
+"""Slowdowns that were learned from measured runs: decisions, texts, and tenants beyond their limit."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from carpool_core.resources.node import Tenant
+from carpool_core.resources.prediction import ANY_FAMILY, LearnedColocation, Prediction
+from carpool_core.values import GpuUuid, PodUid, SharingMode
+from carpool_extender.framework.diagnosis import explain_gpu
+from carpool_extender.framework.filters import HEALTH, PASSED, SLOWDOWN
+from carpool_extender.testing import cluster, gpu_node, pod_request, prediction, tenant
+from evaluations import evaluate
+
+NONE = [0.0, 0.0, 0.0]
+
+
+def learned(family: str, own: float = 0.0, other: float = 0.0, runs: int = 3, **widths: float) -> LearnedColocation:
+    values: dict[str, Any] = {"own_width": 0.7, "other_width": 0.7} | widths
+    return LearnedColocation(
+        family=family, mode=SharingMode.MPS, runs=runs, own=[own, 0.0, 0.0], other=[other, 0.0, 0.0], **values
+    )
+
+
+def predicted(family: str, *colocations: LearnedColocation) -> Prediction:
+    made = prediction(memory_mib=1000, util=20.0, sm=0.2)
+    products = [msgspec.structs.replace(one, colocations=list(colocations)) for one in made.products]
+    return msgspec.structs.replace(made, products=products, family=family)
+
+
+def outcome(*colocations: LearnedColocation, tenants: int = 1) -> tuple[int, str]:
+    held = [tenant(f"t{n}", ["GPU-a-0"], prediction=predicted("resnet")) for n in range(tenants)]
+    found = evaluate(gpu_node("a", 1, held), pod_request(prediction=predicted("bert", *colocations))).evaluation
+    return int(found.results.failed[0]), explain_gpu(found, 0)
+
+
+@pytest.mark.parametrize(
+    ("colocations", "tenants", "failed", "words"),
+    [
+        pytest.param([], 1, PASSED, "expected slowdown 1.00, 90% below", id="the shipped model"),
+        pytest.param(
+            [learned("resnet", own=0.6)],
+            1,
+            SLOWDOWN.number,
+            "expected 1.82, accepts 1.50",
+            id="slowed more than it accepts",
+        ),
+        pytest.param([learned("resnet", other=0.6)], 1, SLOWDOWN.number, "slow default/t0", id="slows its co-tenant"),
+        pytest.param(
+            [learned("resnet", own=0.38)],
+            1,
+            SLOWDOWN.number,
+            "could run",
+            id="a measured pair counts with its upper end",
+        ),
+        pytest.param(
+            [learned("resnet", own=0.1)], 1, PASSED, "from 3 measured runs beside resnet", id="names the pair"
+        ),
+        pytest.param(
+            [learned(ANY_FAMILY, own=0.1, runs=0, own_width=1.0, other_width=1.0)],
+            1,
+            PASSED,
+            "expected slowdown 1.11, 90% below 1.42, corrected by measured runs of other pairs",
+            id="other pairs on the product move the median",
+        ),
+        pytest.param([learned("vgg", own=2.0)], 1, PASSED, "expected slowdown 1.00", id="another family"),
+        pytest.param([learned("resnet", own=0.25)], 2, SLOWDOWN.number, "run", id="two measured co-tenants add up"),
+    ],
+)
+def test_learned_slowdowns_decide_and_are_named(
+    colocations: list[LearnedColocation], tenants: int, failed: int, words: str
+) -> None:
+    found, text = outcome(*colocations, tenants=tenants)
+    assert found == failed, text
+    assert words in text
+
+
+def measured(name: str, slowdown: float | None, *, settled: bool = True) -> Tenant:
+    return Tenant(
+        pod_uid=PodUid(f"pod-{name}"),
+        gpu_uuid=GpuUuid("GPU-a-0"),
+        settled=settled,
+        step_time_seconds=slowdown and 0.1 * slowdown,
+        solo_step_time_seconds=0.1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("slowdowns", "settled", "refused"),
+    [
+        pytest.param([1.2, 1.6], True, True, id="one is beyond its limit"),
+        pytest.param([1.2, 1.4], True, False, id="all are within"),
+        pytest.param([1.6], True, False, id="alone, so that no co-tenant is the cause"),
+        pytest.param([1.2, 1.6], False, False, id="not measured for long"),
+        pytest.param([None, None], True, False, id="without reports"),
+    ],
+)
+def test_a_gpu_with_a_tenant_beyond_its_limit_takes_no_other_one(
+    slowdowns: list[float | None], settled: bool, refused: bool
+) -> None:
+    names = [f"t{n}" for n in range(len(slowdowns))]
+    node = gpu_node("a", 1, [tenant(name, ["GPU-a-0"], prediction=predicted("resnet")) for name in names])
+    tenants = [measured(name, one, settled=settled) for name, one in zip(names, slowdowns, strict=True)]
+    node = msgspec.structs.replace(node, status=msgspec.structs.replace(node.status, tenants=tenants))
+    found = evaluate(cluster(node), pod_request(prediction=predicted("bert"))).evaluation
+    assert (found.results.failed[0] == HEALTH.number) == refused
+    if refused:
+        text = explain_gpu(found, 0)
+        assert "its tenant default/t1 was measured to run 1.60 times as long as alone, accepts 1.50" in text

@@ -1,0 +1,133 @@
+"""Slowdowns learned from measured pairs: shrinkage, interval, bounds of the store, and whom a record reaches."""
+
+import math
+
+import numpy as np
+import pytest
+from carpool_core.resources.prediction import ANY_FAMILY, Prediction
+from carpool_core.values import SharingMode
+from carpool_predictor.calibration.colocation import (
+    MAX_RATIO,
+    PairRecord,
+    SoloRecord,
+    add,
+    correction,
+    correction_factor,
+    learned_colocations,
+    measured_runs,
+    solo_step_s,
+    usable,
+    with_colocations,
+)
+from carpool_predictor.calibration.document import Calibration, read_calibration, write_calibration
+from hypothesis import given
+from hypothesis import strategies as st
+
+A100, MPS, SLICED = "NVIDIA A100-SXM4-40GB", SharingMode.MPS, SharingMode.TIME_SLICING
+
+
+def pair(
+    log_ratio: float = 0.4, family: str = "bert", other: str = "resnet", run: int = 0, domain: str = "a", **fields
+) -> PairRecord:
+    values = {"product": A100, "simulated": False, "mode": MPS, "util": 0.6, "other_util": 0.5} | fields
+    return PairRecord(
+        sample=f"{family}-{other}-{run}", namespace=domain, domain=domain, family=family, other=other,
+        log_ratio=log_ratio, **values,
+    )  # fmt: skip
+
+
+def factor(records, family="bert", other="resnet") -> float:
+    return correction_factor(correction(records, family, other).coefficients.tolist(), 0.6, 0.5)
+
+
+def test_without_records_the_shipped_model_stays() -> None:
+    coefficients, width = correction([], "bert", "resnet")
+    assert coefficients.tolist() == [0, 0, 0]
+    assert width == 1
+
+
+@given(ratios=st.lists(st.floats(-MAX_RATIO, MAX_RATIO), min_size=1, max_size=12))
+def test_an_estimate_lies_between_the_shipped_model_and_the_measured_runs(ratios) -> None:
+    found = math.log(factor([pair(ratio, run=number) for number, ratio in enumerate(ratios)]))
+    assert min([0.0, *ratios]) - 1e-9 <= found <= max([0.0, *ratios]) + 1e-9
+
+
+@pytest.mark.parametrize(("runs", "share"), [(1, 0.6), (3, 0.8), (10, 0.9)])
+def test_runs_of_a_pair_outweigh_the_shipped_model(runs: int, share: float) -> None:
+    assert math.log(factor([pair(run=number) for number in range(runs)])) > share * 0.4
+
+
+def test_the_interval_narrows_with_runs_of_the_pair_but_keeps_their_own_spread() -> None:
+    widths = [correction([pair(run=n) for n in range(runs)], "bert", "resnet").width for runs in (0, 1, 3, 100)]
+    assert widths == sorted(widths, reverse=True)
+    assert widths[0] == 1
+    assert widths[-1] > 0.5
+
+
+def test_other_pairs_move_the_estimate_and_leave_the_interval() -> None:
+    records = [pair(family="vgg", other=f"other-{number}", run=number) for number in range(20)]
+    assert factor(records) > 1.2
+    assert correction(records, "bert", "resnet").width == 1
+
+
+def test_a_batch_size_counts_through_the_utilization() -> None:
+    """A pair's slowdown grows with its co-tenant's utilization; two batch sizes predict a third between them."""
+    records = [pair(0.8 * v, other_util=v, run=n) for n, v in enumerate(np.linspace(0.1, 0.9, 9).tolist())]
+    coefficients = correction(records, "bert", "resnet").coefficients.tolist()
+    low, high = (math.log(correction_factor(coefficients, 0.6, v)) for v in (0.2, 0.8))
+    assert low == pytest.approx(0.16, abs=0.1)
+    assert high == pytest.approx(0.64, abs=0.1)
+
+
+def test_a_prediction_names_the_measured_families_by_mode_and_any_other() -> None:
+    records = [pair(), pair(run=1), pair(-0.1, family="resnet", other="bert"), pair(mode=SLICED, other="vgg")]
+    found = learned_colocations(records, A100, "bert")
+    assert {(one.mode, one.family): one.runs for one in found} == {
+        (MPS, "resnet"): 3, (MPS, ANY_FAMILY): 0, (SLICED, "vgg"): 1, (SLICED, ANY_FAMILY): 0,
+    }  # fmt: skip
+    (beside,) = (one for one in found if (one.mode, one.family) == (MPS, "resnet"))
+    assert beside.own[0] > 0 > beside.other[0]
+    assert beside.own_width < beside.other_width < 1, "two runs of its own, one of the co-tenant"
+    assert measured_runs(found) == 3, "bits of four runs"
+    assert learned_colocations(records, "NVIDIA L4", "bert") == []
+    empty = Prediction(outcome="Abstained", reason="NoModel")
+    assert with_colocations(empty, records, "bert").family == "bert"
+
+
+@pytest.mark.parametrize(
+    ("namespace", "reached"), [("team-a", True), ("partner", True), ("new", False), ("team-b", False)]
+)
+def test_a_record_counts_in_its_tenancy_domain_only(namespace: str, reached: bool) -> None:
+    """team-a and its partner are one group and have reported; team-b is alone; new has reported nothing yet."""
+    group = [
+        PairRecord(*("s", name, "tenancy group g", A100, False, MPS, "a", "b", 0.5, 0.5, 0.1))
+        for name in ("team-a", "partner")
+    ]
+    other = PairRecord("s", "team-b", "namespace team-b", A100, False, MPS, "a", "b", 0.5, 0.5, 0.3)
+    found = Calibration(pairs=[*group, other]).for_namespace(namespace).pairs
+    assert (group[0] in found) == reached
+    assert (other in found) == (namespace == "team-b")
+
+
+def test_a_tenant_displaces_only_its_own_records() -> None:
+    records = add([], pair(domain="small"), 10)
+    for number in range(50):
+        records = add(records, pair(domain="large", run=number), 10)
+    assert len(records) == 10
+    assert sum(one.domain == "small" for one in records) == 1
+    assert records[-1].sample == "bert-resnet-49"
+
+
+def test_a_later_measurement_replaces_the_run_s_earlier_one() -> None:
+    assert [one.log_ratio for one in add([pair(0.1)], pair(0.2), 10)] == [0.2]
+
+
+def test_the_store_holds_records_and_leaves_simulated_ones_out_of_hardware() -> None:
+    solo = SoloRecord("job", "a", "a", A100, True, 0.25)
+    kept = Calibration(pairs=[pair(), pair(run=1, simulated=True)], solo=[solo])
+    again = read_calibration(write_calibration(kept))
+    assert again == kept
+    assert (again.for_gpus([]).pairs, again.for_gpus([]).solo) == ([pair()], [])
+    assert again.for_gpus([A100]) is again
+    assert solo_step_s(usable(again.solo, "a"), "job", A100) == 0.25
+    assert solo_step_s(usable(again.solo, "b"), "job", A100) is None
