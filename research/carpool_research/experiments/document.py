@@ -12,6 +12,7 @@ from carpool_simulator.power import MEAN, Power, Spent
 from carpool_simulator.sweep import ARRIVAL, DEFAULT
 from matplotlib.figure import Figure
 
+from carpool_research import published
 from carpool_research.experiments import radrm
 from carpool_research.experiments.runs import (
     AS_ASSUMED,
@@ -346,6 +347,7 @@ def write(out: Path, path: Path) -> None:
     tables |= {f"trace_{name}": trace(table) for name, table in of.items() if EXPERIMENTS[name].is_trace}
     texts = {key.replace("-", "_"): markdown(rows) if rows else "Not run." for key, rows in tables.items()}
     texts |= {f"assumed_{name}".replace("-", "_"): _bullets(of[name].about.assumptions) for name in EXPERIMENTS}
+    texts |= published.texts()
     template = resources.files(__package__).joinpath("experiments.md.template").read_text(encoding="utf-8")
     path.write_text(Template(template).substitute(texts), encoding="utf-8")
     (path.parent / "images").mkdir(exist_ok=True)

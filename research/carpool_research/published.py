@@ -1,0 +1,273 @@
+"""Judges the predictor on published measurements of training jobs, held out by source (`research/data/published.csv`).
+
+Each case is predicted as `carpool predict` would with the stated settings. Peaks of three kinds are compared with what
+the predictor has for each: live tensors, memory that the allocator holds, and memory of the process. The upper bound is
+always that of the process, which holds more than the allocator's peak.
+"""
+
+import asyncio
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+
+import click
+import msgspec
+from carpool_core.products import find_product
+from carpool_core.resources.features import Adapter, ModelFeatures
+from carpool_core.resources.job import CatalogModel, ModelSource, Training
+from carpool_core.resources.prediction import Interval
+from carpool_core.values import MIB, Optimizer, Precision, Quantization
+from carpool_predictor.features import Abstention
+from carpool_predictor.predict import PredictionContext, prepare
+from carpool_predictor.tracing.process import TraceLimits
+from carpool_predictor.tracing.source import SubprocessTracer
+
+from carpool_research.report import markdown
+from carpool_research.tables import read_table
+
+DATA = Path(__file__).parents[1] / "data"
+CASES = DATA / "published.csv"
+FEATURES = DATA / "published_features.json"
+"""Traced features of the cases, by name, or the reason why there are none."""
+LIMITS = TraceLimits(timeout_s=900, memory_mib=6144)
+UNNAMED_GPU = "NVIDIA A100-SXM4-40GB"
+"""Product for peaks inside the allocator whose GPU is not stated or not known; only the context depends on it."""
+INSIDE = ("allocated", "reserved")
+"""Kinds of peaks that leave the context of CUDA out."""
+COLUMNS = (
+    "case", "source", "kind", "model", "input", "num_classes", "batch", "precision", "optimizer", "checkpointing",
+    "accumulation", "lora_rank", "lora_targets", "lora_dropout", "quantization", "gpu", "memory_mib", "step_time_s",
+    "link", "quote", "excluded",
+)  # fmt: skip
+
+
+def is_held_out(source: str) -> bool:
+    """Whether constants must not be chosen on a source: the first byte of its name's SHA-256 is divisible by three."""
+    return hashlib.sha256(source.encode()).digest()[0] % 3 == 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One published measurement with its settings."""
+
+    name: str
+    source: str
+    kind: str
+    """`allocated`, `reserved`, `process` or `unstated`; empty for a step time only."""
+    model: CatalogModel | None
+    training: Training
+    gpu: str
+    memory_mib: float | None
+    step_time_s: float | None
+    excluded: str
+    """Reason why the case is not judged; empty if it is."""
+
+    @property
+    def is_expressible(self) -> bool:
+        """Whether the predictor's settings can express the case; contradictory ones count as expressed."""
+        return not self.excluded.startswith("inexpressible")
+
+
+def _case(row: Mapping[str, str]) -> Case:
+    rank, quantization, classes = row["lora_rank"], row["quantization"], row["num_classes"]
+    targets, dropout = row["lora_targets"].split(), float(row["lora_dropout"] or 0)
+    training = Training(
+        batch_size=int(row["batch"]),
+        optimizer=Optimizer(row["optimizer"]),
+        precision=Precision(row["precision"]),
+        activation_checkpointing=row["checkpointing"] == "yes",
+        gradient_accumulation=int(row["accumulation"]),
+        adapter=Adapter(rank=int(rank), targets=targets, dropout=dropout) if rank else None,
+        quantization=Quantization(quantization) if quantization else None,
+    )
+    source = {"name": row["model"], "input": [int(n) for n in row["input"].split()] or None}
+    source["numClasses"] = int(classes) if classes else None
+    given = {key: value for key, value in source.items() if value is not None}
+    return Case(
+        name=row["case"],
+        source=row["source"],
+        kind=row["kind"],
+        model=msgspec.convert(given, type=CatalogModel) if row["model"] else None,
+        training=training,
+        gpu=row["gpu"] or UNNAMED_GPU,
+        memory_mib=float(row["memory_mib"]) if row["memory_mib"] else None,
+        step_time_s=float(row["step_time_s"]) if row["step_time_s"] else None,
+        excluded=row["excluded"],
+    )
+
+
+def read_cases(path: Path = CASES) -> list[Case]:
+    """Return the cases of a file.
+
+    Raises:
+        DataError: A column is missing, or a row is invalid.
+    """
+    return read_table(path, COLUMNS, _case)
+
+
+def read_features(path: Path = FEATURES) -> dict[str, ModelFeatures | str]:
+    """Return the traced features of the cases by name, or the reasons for none."""
+    return msgspec.json.decode(path.read_bytes(), type=dict[str, ModelFeatures | str])
+
+
+def trace(cases: Iterable[Case], path: Path, progress: Callable[[str], None]) -> None:
+    """Trace the judged cases and add their features to a file; equal settings are traced once."""
+    found = read_features(path) if path.is_file() else {}
+    seen: dict[bytes, ModelFeatures | str] = {}
+    tracer = SubprocessTracer(LIMITS)
+    for case in cases:
+        if case.excluded or case.model is None:
+            continue
+        progress(case.name)
+        key = msgspec.json.encode((case.model, case.training))
+        if key not in seen:
+            answer = asyncio.run(tracer.trace(ModelSource(catalog=case.model), case.training))
+            seen[key] = f"{answer.reason}: {answer.message}" if isinstance(answer, Abstention) else answer
+        found[case.name] = seen[key]
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(found, order="sorted"), indent=0) + b"\n")
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A case beside its prediction."""
+
+    case: Case
+    context: PredictionContext
+
+    @cached_property
+    def bound_mib(self) -> float:
+        """Upper bound of the process's peak."""
+        return self.context.memory_on(find_product(self.case.gpu)).upper_mib
+
+    @cached_property
+    def estimate_mib(self) -> float:
+        """Prediction of what the case measured."""
+        cost = self.context.cost
+        if self.case.kind == "allocated":
+            return cost.peak_bytes / MIB
+        if self.case.kind == "reserved":
+            return cost.reserved_bytes / MIB
+        return self.context.memory_on(find_product(self.case.gpu)).median_mib
+
+    @cached_property
+    def step_time(self) -> Interval:
+        """Predicted step time, in seconds."""
+        return self.context.on(find_product(self.case.gpu)).prediction.step_time_seconds
+
+
+def judge(cases: Iterable[Case], features: Mapping[str, ModelFeatures | str]) -> Iterator[Judged]:
+    """Yield the cases that the predictor answers."""
+    for case in cases:
+        found = features.get(case.name)
+        if case.excluded or not isinstance(found, ModelFeatures):
+            continue
+        context = prepare(found, case.training)
+        if isinstance(context, PredictionContext):
+            yield Judged(case, context)
+
+
+def memory_row(judged: Sequence[Judged]) -> dict[str, str]:
+    """Return the median error, the share of bounds that hold, and the median of bound over measured."""
+    pairs = [(one, one.case.memory_mib) for one in judged if one.case.memory_mib is not None]
+    held = sum(one.bound_mib >= measured for one, measured in pairs)
+    return {
+        "judged": str(len(pairs)),
+        "median error": f"{median(abs(one.estimate_mib / measured - 1) for one, measured in pairs):.1%}",
+        "bound holds": f"{held} of {len(pairs)}",
+        "bound/measured": f"{median(one.bound_mib / measured for one, measured in pairs):.2f}",
+    }
+
+
+def memory_tables(cases: Sequence[Case], judged: Sequence[Judged]) -> str:
+    """Return the table by source and kind, with totals of fit and held-out sources."""
+    groups: dict[tuple[str, str], list[Judged]] = defaultdict(list)
+    for one in judged:
+        if one.case.memory_mib is not None:
+            groups[one.case.source, one.case.kind].append(one)
+    listed = sorted({(case.source, case.kind) for case in cases if case.memory_mib is not None})
+    rows = []
+    for source, kind in listed:
+        total = [c for c in cases if (c.source, c.kind) == (source, kind) and c.memory_mib is not None]
+        group = groups[source, kind]
+        row = {
+            "source": source,
+            "split": "held out" if is_held_out(source) else "fit",
+            "kind": kind,
+            "cases": str(len(total)),
+            "expressible": str(sum(case.is_expressible for case in total)),
+        }
+        rows.append(row | (memory_row(group) if group else {"judged": "0"}))
+    for name, part in (("fit", False), ("held out", True)):
+        for kinds in (INSIDE, ("process", "unstated")):
+            chosen = [j for (s, k), group in groups.items() if is_held_out(s) is part and k in kinds for j in group]
+            if chosen:
+                rows.append({"source": "**all**", "split": name, "kind": " or ".join(kinds)} | memory_row(chosen))
+    return markdown(rows)
+
+
+def step_time_table(judged: Sequence[Judged]) -> str:
+    """Return the table of step times by source."""
+    groups: dict[str, list[Judged]] = defaultdict(list)
+    for one in judged:
+        if one.case.step_time_s is not None:
+            groups[one.case.source].append(one)
+    rows = []
+    for source, group in sorted(groups.items()):
+        pairs = [(one.step_time, one.case.step_time_s or 0) for one in group]
+        factors = [max(time.median / measured, measured / time.median) for time, measured in pairs]
+        signed = median(time.median / measured for time, measured in pairs)
+        held = sum(time.lower <= measured <= time.upper for time, measured in pairs)
+        rows.append(
+            {
+                "source": source,
+                "split": "held out" if is_held_out(source) else "fit",
+                "judged": str(len(group)),
+                "median factor": f"{median(factors):.2f}",
+                "predicted/measured": f"{signed:.2f}",
+                "interval holds": f"{held} of {len(group)}",
+            }
+        )
+    return markdown(rows)
+
+
+def texts() -> dict[str, str]:
+    """Return the tables of docs/experiments.md by their place in its frame."""
+    cases = read_cases()
+    judged = list(judge(cases, read_features()))
+    return {"published_memory": memory_tables(cases, judged), "published_step_time": step_time_table(judged)}
+
+
+@click.command(short_help="Judge the predictor on published measurements, and print tables by source.")
+@click.option("--trace", "is_traced", is_flag=True, help="Trace the cases again, instead of reading their features.")
+@click.option("--cases", is_flag=True, help="Print each case, too.")
+@click.option("--only", default="", help="Only cases whose source or name begins with this text.")
+@click.option("--fit", "is_fit", is_flag=True, help="Only sources that constants may be chosen on.")
+def published(only: str, *, is_traced: bool, cases: bool, is_fit: bool) -> None:
+    """Judge the predictor on published measurements, and print tables by source."""
+    chosen = [c for c in read_cases() if c.source.startswith(only) or c.name.startswith(only)]
+    chosen = [c for c in chosen if not (is_fit and is_held_out(c.source))]
+    if is_traced:
+        trace(chosen, FEATURES, lambda name: click.echo(name, err=True))
+    judged = list(judge(chosen, features := read_features()))
+    if cases:
+        for one in judged:
+            measured, time = one.case.memory_mib, one.case.step_time_s
+            shown = [one.case.name, one.case.kind]
+            if measured is not None:
+                shown += [
+                    f"{measured:,.0f} MiB",
+                    f"{one.estimate_mib / measured:.3f}",
+                    f"{one.bound_mib / measured:.3f}",
+                ]
+            if time is not None:
+                shown += [f"{time:.4g} s", f"{one.step_time.median / time:.3f}"]
+            click.echo("  ".join(shown))
+    for case in chosen:
+        reason = case.excluded or features.get(case.name)
+        if isinstance(reason, str):
+            click.echo(f"{case.name}: {reason}")
+    click.echo(f"\n{memory_tables(chosen, judged)}\n\n{step_time_table(judged)}")

@@ -1,0 +1,63 @@
+"""The predictor on published measurements; the tables of docs/experiments.md claim what is checked here."""
+
+from pathlib import Path
+from statistics import median
+
+import pytest
+from carpool_research import published
+from carpool_research.published import INSIDE, Case, Judged, is_held_out, judge, read_cases, read_features, trace
+
+CASES = read_cases()
+JUDGED = list(judge(CASES, read_features()))
+MEMORY = [one for one in JUDGED if one.case.memory_mib is not None]
+OF_PROCESS = [one for one in MEMORY if one.case.kind not in INSIDE]
+PAGE = Path(__file__).parents[2] / "docs" / "experiments.md"
+
+
+def bound_ratio(one: Judged) -> float:
+    assert one.case.memory_mib is not None
+    return one.bound_mib / one.case.memory_mib
+
+
+def error(one: Judged) -> float:
+    assert one.case.memory_mib is not None
+    return abs(one.estimate_mib / one.case.memory_mib - 1)
+
+
+def test_cases_come_from_many_sources() -> None:
+    with_memory = {one.case.source for one in MEMORY}
+    assert len(MEMORY) >= 60
+    assert len({case.source for case in CASES}) >= 10
+    assert len(with_memory) >= 10
+    assert {is_held_out(source) for source in with_memory} == {True, False}
+
+
+def test_every_case_has_a_link_and_a_quote() -> None:
+    lines = published.CASES.read_text(encoding="utf-8").splitlines()[1:]
+    assert len(lines) == len(CASES)
+    assert all("https://" in line for line in lines)
+
+
+@pytest.mark.parametrize("held_out", [True, False], ids=["held-out sources", "fit sources"])
+def test_the_bound_covers_published_peaks(held_out: bool) -> None:
+    ratios = [bound_ratio(one) for one in MEMORY if is_held_out(one.case.source) is held_out]
+    assert sum(ratio >= 1 for ratio in ratios) >= 0.95 * len(ratios)
+
+
+def test_bounds_of_processes_are_not_much_wider_than_their_peaks() -> None:
+    assert median(map(bound_ratio, OF_PROCESS)) <= 1.35
+
+
+def test_medians_of_processes_are_near_their_peaks() -> None:
+    assert median(map(error, OF_PROCESS)) <= 0.08
+
+
+def test_the_page_shows_the_tables_of_the_shipped_models() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert [name for name, table in published.texts().items() if table not in page] == []
+
+
+def test_stored_features_are_those_of_a_trace(tmp_path: Path) -> None:
+    case: Case = next(case for case in CASES if case.name == "scratch-gpt2-flash")
+    trace([case], path := tmp_path / "features.json", lambda _: None)
+    assert read_features(path) == {case.name: read_features()[case.name]}
