@@ -84,9 +84,9 @@ def _case(row: Mapping[str, str]) -> Case:
         adapter=Adapter(rank=int(rank), targets=targets, dropout=dropout) if rank else None,
         quantization=Quantization(quantization) if quantization else None,
     )
-    source = {"name": row["model"], "input": [int(n) for n in row["input"].split()] or None}
-    source["numClasses"] = int(classes) if classes else None
-    given = {key: value for key, value in source.items() if value is not None}
+    shape = [int(n) for n in row["input"].split()] or None
+    model = {"name": row["model"], "input": shape, "numClasses": int(classes) if classes else None}
+    given = {key: value for key, value in model.items() if value is not None}
     return Case(
         name=row["case"],
         source=row["source"],

@@ -102,6 +102,19 @@ def test_nested_outputs_each_get_a_loss() -> None:
     assert trace_step(training, 2)[0].flops > 0
 
 
+def test_logits_of_tokens_are_cast_and_kept() -> None:
+    """The loss of 16-bit logits takes 14 bytes for each: themselves, the softmax in FP32, and two gradients of it."""
+    tokens, classes = 128, 1000
+
+    def logit_bytes(precision: Precision) -> float:
+        training = fake(lambda: nn.Linear(8, classes), Training(precision=precision), (tokens, 8))
+        step = trace_step(training, 64)[0]
+        return step.activation_bytes / (64 * tokens * classes)
+
+    assert logit_bytes(Precision.BF16) == pytest.approx(14, rel=0.02)
+    assert logit_bytes(Precision.FP32) == pytest.approx(12, rel=0.02)
+
+
 class NeedsNumbers(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * x.sum().item()

@@ -93,6 +93,13 @@ ELSEWHERE_COVERAGE = 0.9
 """Coverage claimed on an uncalibrated stack and outside the training data. Assumed."""
 OUTSIDE_FACTOR = 1.15
 """Factor to the bound outside the training data, where only the line predicts; see the model card."""
+PLAIN_OUTSIDE_FACTOR = 1.1
+"""The same for steps whose convolutions need no large workspaces; 95% of published peaks of processes are up to 5%
+above the line."""
+WORKSPACE_SHARE = 0.05
+"""Largest unfolded input of a convolution, as a share of reserved memory, up to which cuDNN's workspaces do not matter.
+
+Patch embeddings of transformers stay below a hundredth."""
 MAX_CORRECTION = 0.35
 """Largest absolute residual, a logarithm."""
 
@@ -201,6 +208,8 @@ class Correction:
     """Factor to the line."""
     bound_factor: float
     """Bound over median."""
+    elsewhere_factor: float
+    """The same on an uncalibrated stack, without what the stack itself adds."""
     stratum: int
     """Index of the model's factor that `bound_factor` is made of."""
     inside: bool
@@ -212,11 +221,15 @@ def correction_of(model: MemoryModel, features: ModelFeatures, cost: StepCost, b
     row = row_of(features, cost, batch_size)
     inside = all(low <= x <= high for x, (low, high) in zip(row, model.hull, strict=True))
     stratum = model.risk.stratum(row)
-    factor = model.factors[stratum]
     if not inside:
-        return Correction(1.0, factor * OUTSIDE_FACTOR, stratum, inside=False)
+        if features.quantization is None and cost.unfolded_bytes <= WORKSPACE_SHARE * cost.reserved_bytes:
+            # Strata rank the risk of large workspaces, and extrapolate badly to language models; see decision 57.
+            return Correction(1.0, model.factors[0] * PLAIN_OUTSIDE_FACTOR, 1.0, 0, inside=False)
+        factor = model.factors[stratum] * OUTSIDE_FACTOR
+        return Correction(1.0, factor, factor, stratum, inside=False)
+    factor = model.factors[stratum]
     answer = min(max(model.residual.predict(row), -MAX_CORRECTION), MAX_CORRECTION)
-    return Correction(math.exp(answer), factor, stratum, inside=True)
+    return Correction(math.exp(answer), factor, factor, stratum, inside=True)
 
 
 def predict_memory(
@@ -238,7 +251,7 @@ def predict_memory(
     median = max(line * correction.line_factor + context_difference_mib, cost.peak_bytes / MIB)
     factor = correction.bound_factor
     if not calibrated:
-        factor *= ELSEWHERE_FACTOR * (DERIVED_FACTOR if is_derived else 1)
+        factor = correction.elsewhere_factor * ELSEWHERE_FACTOR * (DERIVED_FACTOR if is_derived else 1)
     upper = math.ceil(median * factor)
     width = class_width_mib(layers)
     lower_edge = (math.ceil(median * factor**model.class_share) - 1) // width * width

@@ -5,6 +5,8 @@
     step    = compute + memory + kernel_s * kernels                         (form `sum`)
     step    = max(compute, memory) + kernel_s * kernels                     (form `larger`)
 
+In 16 bits tensor cores reach `TENSOR_SHARE` of their peak, and `TENSOR_BANDWIDTH` replaces the bandwidth utilization.
+
 The model learns utilizations of the roofline over all measured GPUs instead of latencies (NeuSight, ASPLOS '25), so
 that the specification of a GPU that was not measured is enough.
 """
@@ -23,12 +25,16 @@ from msgspec import Meta
 from carpool_predictor.features import MalformedError, StepCost
 from carpool_predictor.models.artifacts import decode, load
 from carpool_predictor.models.memory import DERIVED_FACTOR
-from carpool_predictor.models.roofline import tensor_tflops
+from carpool_predictor.models.roofline import TENSOR, tensor_tflops
 
 FORMAT = 1
 """Version of the artifact's layout."""
 UNMEASURED = 1.6
 """Factor to both ends of the interval on tensor cores, which no measured step used. Assumed."""
+
+TENSOR_SHARE, TENSOR_BANDWIDTH = 0.75, 1.0
+"""Shares of the peak 16-bit rate and of the peak bandwidth. Fitted to published step times of five sources, with one
+left out at a time; see decision 57. Fused attention and caches save work that the trace counts."""
 
 _SHARE = Annotated[float, Meta(gt=0, le=2)]
 _SECONDS = Annotated[float, Meta(ge=0, le=1e-3)]
@@ -103,11 +109,15 @@ def step_time_on(cost: StepCost, product: GpuProduct, precision: Precision, *, c
     which PyTorch uses TF32 by default.
     """
     model = shipped()
+    learned = model.learned
     vector = product.fp32_tflops * model.learned.matrix
     tensor = tensor_tflops(product, precision, convolutional=convolutional)
-    rate, bandwidth = 1e12 * max(vector, tensor), product.memory_bandwidth_gb_s * 1e9
-    median = model.learned.seconds(cost, rate, bandwidth)
+    if tensor and precision not in (Precision.FP32, Precision.TF32):
+        tensor *= TENSOR_SHARE / TENSOR
+        learned = msgspec.structs.replace(learned, bandwidth=TENSOR_BANDWIDTH)
     inside = tensor <= vector
+    rate, bandwidth = 1e12 * max(vector, tensor), product.memory_bandwidth_gb_s * 1e9
+    median = learned.seconds(cost, rate, bandwidth)
     wider = (1.0 if inside else UNMEASURED) * (DERIVED_FACTOR if product.is_derived else 1)
     return StepTime(
         Interval(

@@ -208,16 +208,19 @@ def weight_dtype(precision: Precision) -> torch.dtype | None:
     return torch.bfloat16 if precision is Precision.BF16 else None
 
 
-def losses(output: Any) -> Iterator[Tensor]:
+def losses(output: Any, *, is_cast: bool = False) -> Iterator[Tensor]:
     """Yield a loss for each floating-point tensor of a model's output, however it is nested.
 
     (batch, classes), (batch, tokens, classes) and (batch, classes, height, width) get a cross-entropy, which takes the
-    memory of the logits' softmax; anything else its mean.
+    memory of the logits' softmax; anything else its mean. `is_cast` is whether logits of tokens are cast to FP32
+    before, as the losses of transformers and torchtune do; autocast does it itself.
     """
     if isinstance(output, Tensor):
         if not output.is_floating_point() or not output.requires_grad:
             return
-        logits = output.flatten(0, 1) if output.dim() == 3 else output
+        logits = output
+        if output.dim() == 3:
+            logits = (output.float() if is_cast else output).flatten(0, 1)
         if logits.dim() in (2, 4):
             shape = (logits.shape[0], *logits.shape[2:])
             yield F.cross_entropy(logits, torch.zeros(shape, dtype=torch.long, device=logits.device))
@@ -225,10 +228,10 @@ def losses(output: Any) -> Iterator[Tensor]:
             yield output.mean()
     elif isinstance(output, dict):
         for item in output.values():
-            yield from losses(item)
+            yield from losses(item, is_cast=is_cast)
     elif isinstance(output, (list, tuple)):
         for item in output:
-            yield from losses(item)
+            yield from losses(item, is_cast=is_cast)
 
 
 @contextmanager
@@ -282,11 +285,16 @@ class FakeTraining:
         `on_backward` is called at the beginning of the backward pass, and `on_update` at the end of it.
         """
         with cuda_rules(self.precision, self.mode):
-            loss = sum(losses(self.model(inputs)), start=torch.zeros(()))
+            is_cast = self.precision is Precision.BF16
+            output = self.model(inputs)
+            loss = sum(losses(output, is_cast=is_cast), start=torch.zeros(()))
+        if not is_cast:
+            output = None  # loops with 16-bit weights hold it, or copies of it, during the backward pass
         if not loss.requires_grad:
             raise TraceError("TraceFailed", "the model's output holds no floating-point tensor that needs gradients")
         on_backward()
         loss.backward()  # type: ignore[no-untyped-call]
+        output = None
         on_update()
         self.optimizer.step()
         self.optimizer.zero_grad()
