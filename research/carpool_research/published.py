@@ -234,11 +234,28 @@ def step_time_table(judged: Sequence[Judged]) -> str:
     return markdown(rows)
 
 
+def excluded_table(cases: Iterable[Case]) -> str:
+    """Return the reasons why cases are not judged, with their sources."""
+    groups: dict[str, list[Case]] = defaultdict(list)
+    for case in cases:
+        if case.excluded:
+            groups[case.excluded].append(case)
+    rows = [
+        {"reason": reason, "cases": str(len(group)), "sources": ", ".join(sorted({case.source for case in group}))}
+        for reason, group in sorted(groups.items())
+    ]
+    return markdown(rows)
+
+
 def texts() -> dict[str, str]:
     """Return the tables of docs/experiments.md by their place in its frame."""
     cases = read_cases()
     judged = list(judge(cases, read_features()))
-    return {"published_memory": memory_tables(cases, judged), "published_step_time": step_time_table(judged)}
+    return {
+        "published_memory": memory_tables(cases, judged),
+        "published_step_time": step_time_table(judged),
+        "published_excluded": excluded_table(cases),
+    }
 
 
 @click.command(short_help="Judge the predictor on published measurements, and print tables by source.")
