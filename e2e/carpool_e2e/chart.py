@@ -128,7 +128,13 @@ def localize(rendered: Rendered, workload: Manifest, container_name: str, adapta
         local = adaptation.folder / container_name / mount["mountPath"].strip("/")
         replacements[mount["mountPath"]] = str(local)
         contents.update({local / name: text for name, text in files.items()})
-    environment = {e["name"]: _value(e, adaptation) for e in container.get("env", [])}
+    fields = {
+        "metadata.name": f"{workload['metadata']['name']}-local",  # a process has no pod, and is the only one
+        "metadata.namespace": NAMESPACE,
+        "spec.nodeName": adaptation.node,
+        "status.hostIP": adaptation.address,
+    }
+    environment = {e["name"]: _value(e, fields) for e in container.get("env", [])}
     return Local(
         command=[_replace(part, replacements) for part in [*container["command"], *container.get("args", [])]],
         environment={k: _replace(v, replacements) for k, v in environment.items()} | dict(adaptation.environment),
@@ -136,16 +142,15 @@ def localize(rendered: Rendered, workload: Manifest, container_name: str, adapta
     )
 
 
-def _value(entry: Manifest, adaptation: Adaptation) -> str:
+def _value(entry: Manifest, fields: Mapping[str, str]) -> str:
     if "value" in entry:
         return str(entry["value"])
     path = entry.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
-    known = {"spec.nodeName": adaptation.node, "status.hostIP": adaptation.address, "metadata.namespace": NAMESPACE}
-    if path not in known:
+    if path not in fields:
         raise HarnessError(
-            f"environment variable {entry['name']}: expected a value or one of {[*known]}, found {entry}"
+            f"environment variable {entry['name']}: expected a value or one of {[*fields]}, found {entry}"
         )
-    return known[path]
+    return fields[path]
 
 
 def _volume_files(rendered: Rendered, volume: Manifest) -> dict[str, str] | None:

@@ -2,12 +2,13 @@
 
 import json
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 from carpool_e2e.chart import NAMESPACE
-from carpool_e2e.cluster import Cluster
+from carpool_e2e.cluster import AGENT_PORT, Cluster
 from carpool_e2e.demo import manifests
 from kubectl import Watcher, eventually
 
@@ -99,3 +100,34 @@ def test_an_operator_killed_after_writing_it_and_before_the_status_counts_nothin
     eventually("the status to say so", lambda: attempt(watcher, "killed").get("learned"))
     assert len(samples(watcher, "killed")) == 1
     assert calibration(watcher)["seen"] == before + 1
+
+
+def test_the_step_probe_measures_a_training_in_its_container(cluster: Cluster, watcher: Watcher) -> None:
+    """The container's Python is a virtual environment, where PYTHONPATH starts the probe."""
+    job = manifests.job(
+        "probed", "--memory-mib=1500", "--step-seconds=0.1", training={"steps": 100_000},
+        model={"features": manifests.SMALL_FEATURES},
+    )  # fmt: skip
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    container["env"] += [{"name": "PYTHONPATH", "value": "/run/carpool/probe/pythonpath"}]
+    cluster.apply(job)
+
+    def measured() -> dict[str, Any]:
+        found: dict[str, Any] = watcher.job("probed").get("status", {}).get("observed", {})
+        return found if {"samplesPerSecond", "soloStepTimeSeconds", "expectedEnd"} <= found.keys() else {}
+
+    found = eventually("steps in the status", measured, timeout_s=240)
+    assert found["steps"] >= 20
+    assert found["stepTimeSeconds"] >= 0.1, "the simulated GPU takes that long for a step"
+    assert found["soloSource"] == "Run"
+    assert found["samplesPerSecond"] > 0, "only the probe sees the data loader"
+    assert 0 <= found["dataWaitRatio"] < 1
+    node = watcher.job("probed")["status"]["placement"][0]["node"]
+    ports, agent = cluster.plane.ports, cluster.kubelets[node].link.node_address
+    for address, name in (
+        (f"127.0.0.1:{ports.operator_metrics}", "carpool_job_steps_done"),
+        (f"{agent}:{AGENT_PORT}", "carpool_gpu_tenant_samples_per_second"),
+    ):
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+            lines = [line for line in answer.read().decode().splitlines() if line.startswith(name + "{")]
+        assert any("probed" in line and float(line.rsplit(" ", 1)[1]) > 0 for line in lines), (name, lines)

@@ -44,10 +44,12 @@ def _training_loop() -> Callable[[], float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     inputs = torch.randn(256, 16)
     targets = inputs[:, :4].sum(dim=1, keepdim=True).sin()
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, targets), batch_size=len(inputs))
 
     def step() -> float:
+        (batch,) = data
         optimizer.zero_grad()
-        loss = torch.nn.functional.mse_loss(model(inputs), targets)
+        loss = torch.nn.functional.mse_loss(model(batch[0]), batch[1])
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         return float(loss.item())
