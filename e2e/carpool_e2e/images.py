@@ -3,6 +3,7 @@
 The cache keeps the archive by the content of its sources, and buildah's layers: new code is one new layer.
 """
 
+import ast
 import gzip
 import hashlib
 import json
@@ -132,24 +133,19 @@ def _build(root: Path, scratch: Path, bases: Mapping[str, Sequence[str]], commit
             _run([*buildah, "add", "--quiet", container, str(scratch / argument / "root"), "/"])
             _run([*buildah, "config", "--env=PATH=/usr/local/bin:/usr/bin:/bin", container])
             _run([*buildah, "commit", "--quiet", "--rm", container, name])
-    pip = scratch / "pip.conf"
-    pip.write_text(_pip_settings())
+    layout, pip, mounts = scratch / "layout", scratch / "pip.conf", {CERTIFICATES}
+    settings = _pip_settings()
+    pip.write_text("\n".join(["[global]", *(f"{key} = {value}" for key, value in settings.items())]))
+    # A certificate or a folder of wheels that they name.
+    mounts |= {word for value in settings.values() for word in value.split() if os.path.isabs(word)}
     build = [*buildah, "build", "--quiet", "--layers", "--isolation=chroot", "--pull=never"]
     build += [f"--build-arg={key}={value}" for key, value in {**names, "CARPOOL_COMMIT": commit}.items()]
-    build += [f"--volume={pip}:/etc/pip.conf:ro", f"--volume={CERTIFICATES}:{CERTIFICATES}:ro"]
-    layout = scratch / "layout"
+    build += [f"--volume={path}:{path}:ro" for path in sorted(mounts) if os.path.exists(path)]
+    build += [f"--volume={pip}:/etc/pip.conf:ro"]
     for target in TARGETS:
-        _run([*build, f"--target={target}", f"--tag={image_name(target)}", str(PROJECT)])
-        _run(
-            [
-                *buildah,
-                "push",
-                "--quiet",
-                "--disable-compression",
-                image_name(target),
-                f"oci:{layout}:{image_name(target)}",
-            ]
-        )
+        name = image_name(target)
+        _run([*build, f"--target={target}", f"--tag={name}", str(PROJECT)])
+        _run([*buildah, "push", "--quiet", name, f"oci:{layout}:{name}"])
     archive = scratch / "images.tar"
     _run(["tar", f"--directory={layout}", f"--file={archive}", "--create", "."])
     return archive
@@ -195,14 +191,11 @@ def _digest(lines: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def _pip_settings() -> str:
-    """Return this machine's settings of pip as a file, those of the environment too."""
+def _pip_settings() -> dict[str, str]:
+    """Return this machine's settings of pip, those of the environment too."""
     lines = _run([sys.executable, "-m", "pip", "config", "list"]).splitlines()
     settings = dict(line.partition(".")[2].split("=", 1) for line in lines)
-    return (
-        "\n".join(["[global]", *(f"{key} = {shlex.split(value)[0]}" for key, value in settings.items() if value)])
-        + "\n"
-    )
+    return {key: ast.literal_eval(value).replace("\n", "\n  ") for key, value in settings.items()}
 
 
 def _run(command: Sequence[str]) -> str:

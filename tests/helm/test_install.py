@@ -52,11 +52,13 @@ def release(empty: Cluster, helm: str, tmp_path: Path) -> Iterator[Helm]:
 
 def test_the_api_server_accepts_every_object(empty: Cluster, render: Any) -> None:
     everything = render(networkPolicies={"enabled": True, "from": [{"podSelector": {}}]}, scheduler={"replicas": 2})
-    text = yaml.dump_all(everything.objects, Dumper=yaml.CSafeDumper)
+    # The pod of `helm test` needs an account that a dry run does not create; test_pods.py runs it.
+    objects = [one for one in everything.objects if one["kind"] != "Pod"]
+    text = yaml.dump_all(objects, Dumper=yaml.CSafeDumper)
     said = empty.kubectl(
         "apply", "--server-side", "--force-conflicts", "--dry-run=server", "--validate=strict", "-f", "-", stdin=text
     )
-    assert len(said.splitlines()) == len(everything.objects)
+    assert len(said.splitlines()) == len(objects)
 
 
 CRD, NEW_FIELD = "gputrainingjobs.carpool.dev", "restarts"
@@ -127,14 +129,15 @@ def test_the_chart_lives_through_upgrade_rollback_uninstallation_and_another_ins
     assert left == ""
     notes = release("install", RELEASE, chart, *VALUES)
     assert "kubectl label node NODE carpool.dev/node=managed" in notes
-    assert "SIMULATED" not in notes
+    assert "ATTENTION" not in notes
     assert has_new_field()
     assert untouched() == before
     empty.kubectl("delete", "gtj/running", "pod/running-worker-0-1", "--now")
 
 
 def test_a_second_installation_is_refused_with_a_sentence(empty: Cluster, release: Helm) -> None:
-    release("install", RELEASE, str(CHART), *VALUES)
+    notes = release("install", RELEASE, str(CHART), VALUES[0])
+    assert "ATTENTION: expected the RuntimeClass nvidia, found none" in notes
     refused = release(
         "install", "another", str(CHART), *VALUES, "--create-namespace", namespace="elsewhere", fails=True
     )
