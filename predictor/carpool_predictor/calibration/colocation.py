@@ -22,11 +22,9 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
-import numpy as np
 from carpool_core.resources.prediction import ANY_FAMILY, LearnedColocation, Prediction
 from carpool_core.values import SharingMode
 from msgspec import Meta
-from numpy.typing import NDArray
 
 MAX_PAIRS, MAX_SOLO = 512, 256
 """Records kept."""
@@ -121,8 +119,10 @@ def usable(records: Sequence[Record], namespace: str) -> list[Record]:
     return [one for one in records if one.domain in domains]
 
 
-Coefficients = NDArray[np.float64]
+Coefficients = tuple[float, float, float]
 """(c0, c1, c2)."""
+ZERO: Coefficients = (0.0, 0.0, 0.0)
+"""The shipped model, uncorrected."""
 
 
 class Correction(NamedTuple):
@@ -134,18 +134,37 @@ class Correction(NamedTuple):
 
 
 def shrunk(records: Sequence[PairRecord], k: float, above: Coefficients) -> Coefficients:
-    """Return the coefficients that fit the records, shrunk towards those of the level above."""
-    if not records:
-        return above
-    rows = np.array([(1.0, one.util, one.other_util) for one in records])
-    residuals = np.array([one.log_ratio for one in records]) - rows @ above
-    found: Coefficients = above + np.linalg.solve(rows.T @ rows + k * np.eye(3), rows.T @ residuals)
-    return found
+    """Return the coefficients that fit the records, shrunk towards those of the level above (k > 0).
+
+    Solves (XᵀX + kI) d = Xᵀr, whose matrix is positive definite, by Cramer's rule: predicting imports no NumPy.
+    """
+    gram = [[k if row == column else 0.0 for column in range(3)] for row in range(3)]
+    moments = [0.0, 0.0, 0.0]
+    for one in records:
+        x = (1.0, one.util, one.other_util)
+        residual = one.log_ratio - sum(c * value for c, value in zip(above, x, strict=True))
+        for row in range(3):
+            moments[row] += x[row] * residual
+            for column in range(3):
+                gram[row][column] += x[row] * x[column]
+    whole = _determinant(gram)
+    c0, c1, c2 = (
+        above[i]
+        + _determinant([[*row[:i], moment, *row[i + 1 :]] for row, moment in zip(gram, moments, strict=True)]) / whole
+        for i in range(3)
+    )
+    return c0, c1, c2
+
+
+def _determinant(rows: Sequence[Sequence[float]]) -> float:
+    """Return the determinant of three rows."""
+    (a, b, c), (d, e, f), (g, h, i) = rows
+    return a * (e * i - f * h) - b * (d * i - f * g) + c * (d * h - e * g)
 
 
 def correction(records: Sequence[PairRecord], family: str, other: str) -> Correction:
     """Return the correction for a family beside another one, from records of one product and mode."""
-    of_mode = shrunk(records, MODE_ROWS, np.zeros(3))
+    of_mode = shrunk(records, MODE_ROWS, ZERO)
     runs = [one for one in records if (one.family, one.other) == (family, other)]
     n, k = len(runs), PAIR_RUNS
     return Correction(shrunk(runs, k, of_mode), math.sqrt((k / (n + k) + k) / (1 + k)))
@@ -173,9 +192,9 @@ def learned_colocations(records: Iterable[PairRecord], product: str, family: str
                     family=other,
                     mode=mode,
                     runs=count,
-                    own=own.coefficients.round(4).tolist(),
+                    own=[round(c, 4) for c in own.coefficients],
                     own_width=round(own.width, 4),
-                    other=its.coefficients.round(4).tolist(),
+                    other=[round(c, 4) for c in its.coefficients],
                     other_width=round(its.width, 4),
                 )
             )

@@ -88,7 +88,7 @@ def replay(seen: Sequence[Occasion], seed: int) -> Iterator[Outcome]:
         for mine, its in ((0, 1), (1, 0)):
             family, other = one.families[mine], one.families[its]
             coefficients, width = correction(known, family, other)
-            expected = max(1.0, prior[mine] * correction_factor(coefficients.tolist(), one.busy[mine], one.busy[its]))
+            expected = max(1.0, prior[mine] * correction_factor(coefficients, one.busy[mine], one.busy[its]))
             highest = expected * (1 + (upper[mine] - prior[mine]) / expected) ** width
             speed, by_prior = one.speeds[mine], 1 / prior[mine]
             yield Outcome(earlier[pair], abs(speed - by_prior), abs(speed - 1 / expected), 1 / speed <= highest)
