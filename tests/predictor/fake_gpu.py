@@ -36,6 +36,7 @@ class FakeProcess:
     until: float | None = None
     seconds: float = 0.0
     is_stopped: bool = False
+    has_failed: bool = False
     slowest: float = 1.0
 
     def run(self, seconds: float) -> None:
@@ -153,10 +154,14 @@ class FakeMachine:
             )
 
     def _first_reply(self, process: FakeProcess) -> Reply:
+        """Give memory in the order of the starts; a job that fails returns it."""
+        before = [p for p in self.alive if p.pid <= process.pid and not p.has_failed]
+        process.has_failed = True
         if process.behaviour.failure:
             return Failed(process.behaviour.failure)
-        if sum(map(self.memory_of, self.alive)) > self._memory_mib:
+        if sum(map(self.memory_of, before)) > self._memory_mib:
             return Failed(status="out_of_memory")
+        process.has_failed = False
         return Ready()
 
     def monotonic(self) -> float:

@@ -3,6 +3,7 @@
 import csv
 import io
 import sys
+from collections import Counter
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -14,13 +15,16 @@ from carpool_predictor.profiler.hardware import HardwareError, MpsDaemon, NvmlMa
 from carpool_predictor.profiler.machine import Failed, Process, Ready, Reply, Window, Workload
 from carpool_predictor.profiler.session import (
     COLUMNS,
+    MAX_RESIDENT,
+    SWEEPS,
+    Group,
+    MeasuredRow,
     Mode,
-    Point,
     Session,
+    groups,
     measure,
-    measured_keys,
+    measured_runs,
     parse_budget,
-    points,
     profile,
 )
 from click.testing import CliRunner
@@ -30,14 +34,20 @@ from rich.console import Console
 QUIET = Console(file=io.StringIO())
 
 
-def work(model: str = "timm/resnet50", batch: int = 32) -> Workload:
+def job(model: str = "timm/resnet50", batch: int = 32) -> Workload:
     return Workload(model=model, batch_size=batch)
+
+
+def measured(
+    machine: FakeMachine, *jobs: Workload, mode: Mode = "exclusive", seconds: float = 60.0
+) -> list[MeasuredRow]:
+    return list(Session(machine).measure(Group(jobs, mode), machine.monotonic() + seconds))
 
 
 def test_a_job_alone_is_measured_without_its_warm_up() -> None:
     machine = FakeMachine({"timm/resnet50": Behaviour(memory_mib=3000, step_time_s=0.04, gpu_util=0.9, sm_active=0.6)})
-    row = Session(machine).measure(Point(work(batch=64)))
-    assert (row.kind, row.mode, row.status) == ("solo", "exclusive", "ok")
+    (row,) = measured(machine, job(batch=64))
+    assert (row.mode, row.status, row.partners, row.resident) == ("exclusive", "ok", "", 1)
     assert (row.step_time_s, row.steps) == (0.04, 25)
     assert row.peak_allocated_mib == 6000
     assert row.peak_process_mib == 6000 + CONTEXT_MIB
@@ -46,12 +56,14 @@ def test_a_job_alone_is_measured_without_its_warm_up() -> None:
     assert row.power_w is not None
     assert row.power_w > 300
     assert row.product == "Simulated GPU"
-    assert row.elapsed_s == pytest.approx(3.0, abs=0.2)
+    assert row.elapsed_s == pytest.approx(1.0, abs=0.2)
 
 
 def test_without_memory_by_process_the_rise_of_used_memory_counts() -> None:
-    row = Session(FakeMachine(reports_processes=False)).measure(Point(work()))
+    (row,) = measured(FakeMachine(reports_processes=False), job())
     assert row.peak_process_mib == 2000 + CONTEXT_MIB
+    beside = measured(FakeMachine(reports_processes=False), job(), job("timm/vgg16"), mode="time-slicing")
+    assert {row.peak_process_mib for row in beside} == {None}, "the rise is of both"
 
 
 LARGE = {name: Behaviour(memory_mib=25_000) for name in ("timm/resnet50", "timm/vgg16")}
@@ -61,17 +73,14 @@ BROKEN, MUTE = Behaviour(failure="RuntimeError: no such model"), Behaviour(is_mu
 @pytest.mark.parametrize(
     ("machine", "mode", "status", "word"),
     [
-        pytest.param(FakeMachine(LARGE, memory_mib=20_000), None, "out_of_memory", "", id="out of memory"),
-        pytest.param(FakeMachine({"timm/resnet50": BROKEN}), None, "failed", "no such model", id="broken model"),
-        pytest.param(FakeMachine({"timm/resnet50": MUTE}), None, "failed", "no answer within", id="hangs"),
-        pytest.param(FakeMachine(LARGE), "time-slicing", "out_of_memory", "", id="a pair that does not fit together"),
-        pytest.param(FakeMachine(has_mps=False), "mps", "failed", "nvidia-cuda-mps-control", id="a pair without MPS"),
+        pytest.param(FakeMachine(LARGE, memory_mib=20_000), "exclusive", "out_of_memory", "", id="out of memory"),
+        pytest.param(FakeMachine({"timm/resnet50": BROKEN}), "exclusive", "failed", "no such model", id="broken model"),
+        pytest.param(FakeMachine({"timm/resnet50": MUTE}), "exclusive", "failed", "no answer within", id="hangs"),
+        pytest.param(FakeMachine(has_mps=False), "mps", "failed", "nvidia-cuda-mps-control", id="no MPS"),
     ],
 )
-def test_a_failure_is_a_row_and_ends_all_processes(
-    machine: FakeMachine, mode: Mode | None, status: str, word: str
-) -> None:
-    row = Session(machine).measure(Point(work(), work("timm/vgg16") if mode else None, mode))
+def test_a_failure_is_a_row_and_ends_all_processes(machine: FakeMachine, mode: Mode, status: str, word: str) -> None:
+    (row,) = measured(machine, job(), mode=mode)
     assert row.status == status
     assert word in row.reason
     assert row.step_time_s is row.peak_process_mib is row.slowdown is None
@@ -79,35 +88,61 @@ def test_a_failure_is_a_row_and_ends_all_processes(
     assert not machine.alive
 
 
-BUSY = {name: Behaviour(gpu_util=0.8, sm_active=0.7) for name in ("timm/resnet50", "timm/vgg16")}
+def test_a_job_that_fails_beside_others_leaves_them_running() -> None:
+    machine = FakeMachine({"timm/vgg16": BROKEN, "timm/densenet121": Behaviour(memory_mib=50_000)})
+    jobs = job(), job("timm/vgg16"), job("timm/densenet121"), job("timm/resnet18")
+    rows = measured(machine, *jobs, mode="time-slicing")
+    failed = {row.model: (row.status, row.reason) for row in rows if row.status != "ok"}
+    assert failed["timm/vgg16"] == ("failed", "RuntimeError: no such model")
+    assert failed["timm/densenet121"] == ("failed", "out of memory beside 2 other jobs"), "its peak says nothing"
+    assert {row.model for row in rows if row.partners} == {"timm/resnet50", "timm/resnet18"}
+    assert not machine.alive
+
+
+BUSY = {name: Behaviour(gpu_util=0.8, sm_active=0.7) for name in ("timm/resnet50", "timm/vgg16", "timm/resnet18")}
 
 
 @pytest.mark.parametrize(("mode", "slowdown"), [("time-slicing", 1.64), ("mps", 1.4)])
-def test_a_pair_is_measured_alone_and_together(mode: str, slowdown: float) -> None:
-    point = Point(work(), work("timm/vgg16"), "mps" if mode == "mps" else "time-slicing")
+def test_jobs_of_a_group_run_alone_then_together(mode: Mode, slowdown: float) -> None:
     machine = FakeMachine(BUSY)
-    row = Session(machine).measure(point)
-    assert (row.kind, row.mode, row.partner_model) == ("pair", mode, "timm/vgg16")
-    assert row.step_time_s == row.partner_step_time_s == 0.05
-    assert (row.slowdown, row.partner_slowdown) == pytest.approx((slowdown, slowdown))
+    rows = measured(machine, job(), job("timm/vgg16"), mode=mode)
+    assert [(row.model, row.partners) for row in rows] == [
+        ("timm/resnet50", ""),
+        ("timm/vgg16", ""),
+        ("timm/resnet50", job("timm/vgg16").key),
+        ("timm/vgg16", job().key),
+    ]
+    assert {row.step_time_s for row in rows[:2]} == {row.alone_step_time_s for row in rows[2:]} == {0.05}
+    assert [row.slowdown for row in rows[2:]] == pytest.approx([slowdown, slowdown])
+    assert {row.run for row in rows[2:]} == {f"{job().key}+{job('timm/vgg16').key}|{mode}"}
+    assert {row.resident for row in rows} == {2}
     assert {process.mps for process in machine.processes} == {mode == "mps"}
+    assert len(machine.processes) == 2, "each is built once"
 
 
-def test_the_sweep_is_deterministic_without_duplicates() -> None:
-    keys = [point.key for point in points("default")]
-    assert keys == [point.key for point in points("default")]
-    assert len(set(keys)) == len(keys)
+def test_three_jobs_run_together_after_five_pairs() -> None:
+    jobs = [job(batch=batch) for batch in (1, 2, 4, 8)]
+    rows = measured(FakeMachine(), *jobs, mode="time-slicing")
+    together = [row.partners.count("+") + 2 for row in rows if row.partners]
+    assert together == 5 * [2, 2] + 3 * [3] + [2, 2]
 
 
-def test_any_beginning_of_the_sweep_is_a_fair_sample() -> None:
-    begun = list(points("default"))[:360]
-    solos, pairs = [p for p in begun if p.partner is None], [p for p in begun if p.partner is not None]
-    assert len(solos) >= 300
-    assert len(pairs) >= 60
-    assert len({p.workload.model for p in solos[:150]}) >= 35
-    assert {p.workload.precision for p in solos[:20]} == {Precision.FP32, Precision.BF16_MIXED}
-    assert {p.mode for p in pairs[:2]} == {"time-slicing", "mps"}
-    assert pairs[0].workload == pairs[1].workload
+def test_the_sweeps_are_deterministic_without_duplicates() -> None:
+    for sweep in SWEEPS:
+        keys = [group.key(*group.jobs) for group in groups(sweep, 80_000)]
+        assert keys == [group.key(*group.jobs) for group in groups(sweep, 80_000)]
+        assert len(set(keys)) == len(keys)
+
+
+def test_any_beginning_of_a_sweep_is_a_fair_sample() -> None:
+    alone = [group.jobs[0] for group in groups("alone", 80_000)][:150]
+    assert len({one.model for one in alone}) >= 35
+    assert {one.precision for one in alone[:20]} == {Precision.FP32, Precision.BF16_MIXED}
+    first, second, *_ = groups("sharing", 80_000)
+    assert (first.jobs, first.mode, second.mode) == (second.jobs, "time-slicing", "mps")
+    assert len(first.jobs) == MAX_RESIDENT
+    assert len({one.model for one in first.jobs}) >= 6
+    assert len(groups("sharing", 16_000)[0].jobs) == 2, "as many as fit"
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -118,41 +153,59 @@ def read(path: Path) -> list[dict[str, str]]:
 def test_the_budget_is_kept(tmp_path: Path) -> None:
     machine = FakeMachine()
     begin = machine.monotonic()
-    assert measure(machine, "solo", 60.0, tmp_path / "rows.csv", QUIET) > 15
+    assert measure(machine, "alone", 60.0, tmp_path / "alone.csv", QUIET) > 15
     assert machine.monotonic() - begin <= 60.0
+
+
+def test_each_group_gets_its_share_of_the_budget(tmp_path: Path) -> None:
+    machine = FakeMachine(memory_mib=200_000)
+    begin, path = machine.monotonic(), tmp_path / "rows.csv"
+    measure(machine, "sharing", 300.0, path, QUIET)
+    assert machine.monotonic() - begin <= 300.0
+    pairs = Counter((row["mode"], row["resident"]) for row in read(path) if row["partners"])
+    assert len({row["model"] for row in read(path)}) == 12
+    assert pairs["time-slicing", "12"] == pytest.approx(pairs["mps", "12"], rel=0.2)
 
 
 def test_the_same_command_continues_a_file_after_an_incomplete_row(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
-    first = measure(FakeMachine(), "default", 60.0, path, QUIET)
+    first = measure(FakeMachine(), "alone", 60.0, path, QUIET)
     with path.open("a") as file:
-        file.write("timm/half-a-row,solo,excl")
-    second = measure(FakeMachine(), "default", 60.0, path, QUIET)
+        file.write("timm/half-a-row,alone,excl")
+    second = measure(FakeMachine(), "alone", 60.0, path, QUIET)
     rows = read(path)
     assert len(rows) == first + second
-    assert [row["key"] for row in rows] == [point.key for point in points("default")][: len(rows)]
+    assert [row["run"] for row in rows] == [g.key(*g.jobs) for g in groups("alone", 40_960)][: len(rows)]
     assert path.read_text().splitlines()[0] == ",".join(COLUMNS)
 
 
-def test_a_row_has_units_and_empty_cells_for_values_not_measured(tmp_path: Path) -> None:
+def test_a_continued_group_measures_only_other_runs(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
-    measure(FakeMachine(BUSY), "default", 60.0, path, QUIET)
-    pair = next(row for row in read(path) if row["kind"] == "pair")
-    shared, alone = float(pair["shared_step_time_s"]), float(pair["step_time_s"])
-    assert float(pair["slowdown"]) == pytest.approx(shared / alone)
-    assert pair["peak_process_mib"] == ""
-    assert pair["partner_precision"] in list(Precision)
+    for _ in range(2):
+        measure(FakeMachine(), "sharing", 150.0, path, QUIET)
+    rows = [(row["run"], row["model"], row["batch_size"]) for row in read(path)]
+    assert len(set(rows)) == len(rows)
+
+
+def test_values_that_were_not_measured_are_empty_cells(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    measure(FakeMachine(BUSY), "sharing", 300.0, path, QUIET)
+    rows = read(path)
+    alone, shared = next(row for row in rows if not row["partners"]), next(row for row in rows if row["partners"])
+    assert alone["slowdown"] == alone["alone_step_time_s"] == ""
+    assert float(shared["slowdown"]) == pytest.approx(float(shared["step_time_s"]) / float(shared["alone_step_time_s"]))
+    assert shared["precision"] in list(Precision)
 
 
 def test_a_file_with_other_content_or_another_gpu_is_not_continued(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("a,b\n1,2\n")
     with pytest.raises(InputError, match="choose another --out"):
-        measured_keys(path, "Simulated GPU")
+        measured_runs(path, "Simulated GPU")
     path.unlink()
-    measure(FakeMachine(), "solo", 10.0, path, QUIET)
+    measure(FakeMachine(), "alone", 10.0, path, QUIET)
     with pytest.raises(InputError, match="was measured on Simulated GPU, this is NVIDIA H200"):
-        measured_keys(path, "NVIDIA H200")
+        measured_runs(path, "NVIDIA H200")
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("9m", 540), ("1.5h", 5400)])
@@ -198,7 +251,7 @@ def wait(process: Process) -> Reply:
 
 def test_a_worker_receives_its_task_and_answers() -> None:
     process = stub()
-    process.give(work(), {"CUDA_VISIBLE_DEVICES": "GPU-1"})
+    process.give(job(), {"CUDA_VISIBLE_DEVICES": "GPU-1"})
     assert wait(process) == Ready()
     process.run(0.5)
     window = wait(process)
@@ -209,7 +262,7 @@ def test_a_worker_receives_its_task_and_answers() -> None:
 
 def test_a_worker_that_dies_is_a_failure_with_its_exit_code() -> None:
     process = stub()
-    process.give(work("dies"), {})
+    process.give(job("dies"), {})
     assert wait(process) == Failed("the process ended with code 3")
     process.run(1.0)
     process.stop()
@@ -218,7 +271,7 @@ def test_a_worker_that_dies_is_a_failure_with_its_exit_code() -> None:
 def test_a_worker_without_a_gpu_fails_with_a_sentence() -> None:
     from carpool_predictor.profiler.worker import replies
 
-    (reply,) = replies(work("timm/resnet18", 2), iter([]))
+    (reply,) = replies(job("timm/resnet18", 2), iter([]))
     assert isinstance(reply, Failed)
     assert reply.reason
 
@@ -230,9 +283,9 @@ def test_nvml_values_are_read() -> None:
         assert "H100" in known.product
         assert known.capacity_mib > 80_000
         before = machine.sample()
-        job = machine.start(work(), mps=False)
-        assert wait(job) == Ready()
-        process = nvml.start(0, job.pid, 5000)
+        started = machine.start(job(), mps=False)
+        assert wait(started) == Ready()
+        process = nvml.start(0, started.pid, 5000)
         process.sm, process.dram = 0.5, 0.25
         machine.begin_activity()
         nvml.advance(1.0)
@@ -240,10 +293,10 @@ def test_nvml_values_are_read() -> None:
         assert activity is not None
         assert (activity.sm_active_ratio, activity.dram_active_ratio) == pytest.approx((0.5, 0.25), abs=0.01)
         after = machine.sample()
-        assert after.process_mib[job.pid] == 5000
+        assert after.process_mib[started.pid] == 5000
         assert after.memory_used_mib >= before.memory_used_mib + 5000
         assert after.power_w > 0
-        job.stop()
+        started.stop()
 
 
 def test_a_missing_gpu_is_an_error() -> None:

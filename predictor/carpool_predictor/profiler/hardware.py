@@ -22,7 +22,9 @@ from carpool_predictor.profiler.machine import Activity, Description, Failed, Pr
 
 MPS_CONTROL = "nvidia-cuda-mps-control"
 _ENDING_S = 10.0
-_CONTEXT = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+_CONTEXT = multiprocessing.get_context("forkserver")
+"""A process that has imported PyTorch, and nothing of CUDA, forks the workers: a group of them starts at once."""
+_CONTEXT.set_forkserver_preload(["carpool_predictor.profiler.worker"])
 
 
 def _work(connection: Connection) -> None:
@@ -32,7 +34,7 @@ def _work(connection: Connection) -> None:
 
 
 class WorkerProcess:
-    """One worker process, started early so that it has imported PyTorch when its task comes."""
+    """One worker process."""
 
     def __init__(self, target: Callable[[Connection], None] = _work) -> None:
         self._connection, theirs = _CONTEXT.Pipe()
@@ -140,7 +142,6 @@ class NvmlMachine:
         self._uuid = str(library.nvmlDeviceGetUUID(self._handle))
         self._directory = tempfile.TemporaryDirectory(prefix="carpool-profile-")
         self._mps = MpsDaemon(Path(self._directory.name) / "mps", self._uuid)
-        self._spare = worker()
         self._has_gpm = self._supports_gpm()
         self._before: Any = None
 
@@ -148,7 +149,6 @@ class NvmlMachine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._spare.stop()
         self._mps.stop()
         self._nvml.nvmlShutdown()
         self._directory.cleanup()
@@ -171,12 +171,12 @@ class NvmlMachine:
         )
 
     def start(self, workload: Workload, *, mps: bool) -> Process:
-        """Give the task to the process in reserve, and start another one; raises OSError without an MPS daemon."""
+        """Start a process with the task; raises OSError without an MPS daemon."""
         # A client without its own daemon must not connect to a foreign one.
         environment = {"CUDA_VISIBLE_DEVICES": self._uuid, "CUDA_MPS_PIPE_DIRECTORY": f"{self._directory.name}/none"}
         if mps:
             environment |= self._mps.environment()
-        process, self._spare = self._spare, self._worker()
+        process = self._worker()
         process.give(workload, environment)
         return process
 

@@ -111,7 +111,7 @@ class Machine(Protocol):
         ...
 
     def start(self, workload: Workload, *, mps: bool) -> Process:
-        """Start a job behind an MPS daemon, or without; two without time-slice. Raises OSError without a daemon."""
+        """Start a job behind an MPS daemon, or without; several without time-slice. Raises OSError without a daemon."""
         ...
 
     def sample(self) -> Sample:

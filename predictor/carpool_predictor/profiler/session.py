@@ -1,14 +1,16 @@
-"""`carpool profile`: measures a sweep of training jobs on a GPU, alone and in pairs, into a file of rows.
+"""`carpool profile`: measures training jobs on a GPU, alone and beside each other, into a file of rows.
 
-Each point is built and warmed up, which is not measured, then trains for a second under observation.
+The jobs of a group hold their memory on the GPU together, each built and warmed up once. Then single ones, pairs and
+threes of them run for a second or two under observation, while the others idle. So a pair costs two seconds, not ten.
 """
 
 import csv
 import hashlib
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import combinations
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -19,57 +21,67 @@ from carpool_core.settings import InputError
 from carpool_core.values import Optimizer, Precision
 from rich.console import Console
 
-from carpool_predictor.profiler.machine import Activity, Failed, Machine, Process, Ready, Sample, Window, Workload
+from carpool_predictor.profiler.machine import (
+    Activity,
+    Failed,
+    Machine,
+    Process,
+    Ready,
+    Reply,
+    Sample,
+    Window,
+    Workload,
+)
+
+Mode = Literal["exclusive", "time-slicing", "mps"]
 
 
 class MeasuredRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One measurement; None for values that were not measured. Sizes in MiB, times in seconds."""
+    """One job in one run; None for values that were not measured. Sizes in MiB, times in seconds."""
 
-    key: str
-    kind: Literal["solo", "pair"]
-    mode: Literal["exclusive", "time-slicing", "mps"]
+    run: str
+    """Key of the run: its jobs and the mode. The rows of a run have the same values of the GPU."""
+    mode: Mode
     status: Literal["ok", "out_of_memory", "failed"]
-    """After an out-of-memory error the peak is censored: more than `capacity_mib`."""
+    """After an out-of-memory error the peak is censored: more than `capacity_mib`, if the job was alone on the GPU."""
     reason: str = ""
     model: str
     batch_size: int
     optimizer: str
     precision: str
-    partner_model: str = ""
-    partner_batch_size: int | None = None
-    partner_optimizer: str = ""
-    partner_precision: str = ""
+    partners: str = ""
+    """Jobs that ran beside it: `model|batch size|optimizer|precision`, separated by `+`; empty if it ran alone."""
+    resident: int
+    """Jobs that held memory on the GPU during the run, the idle ones included."""
     capacity_mib: int
     peak_allocated_mib: float | None = None
     peak_reserved_mib: float | None = None
     peak_process_mib: float | None = None
+    steps: int | None = None
+    step_time_s: float | None = None
+    """Median time of a step in this run."""
+    alone_step_time_s: float | None = None
+    """The same in its run alone, while the same jobs were resident."""
+    slowdown: float | None = None
     gpu_util_percent: float | None = None
     sm_active_ratio: float | None = None
     sm_occupancy_ratio: float | None = None
     dram_active_ratio: float | None = None
     tensor_active_ratio: float | None = None
     power_w: float | None = None
-    steps: int | None = None
-    step_time_s: float | None = None
-    """Time of a step alone."""
-    partner_step_time_s: float | None = None
-    shared_step_time_s: float | None = None
-    """Time of a step together with the partner."""
-    partner_shared_step_time_s: float | None = None
-    slowdown: float | None = None
-    partner_slowdown: float | None = None
     product: str
     driver: str
     cuda: str
     torch: str
     elapsed_s: float
+    """Duration of the run."""
 
 
 COLUMNS = MeasuredRow.__struct_fields__
 
 
-def measured_keys(path: Path, product: str) -> set[str]:
-    """Return the keys of the rows in a file, and remove an incomplete last line.
+def measured_runs(path: Path, product: str) -> set[str]:
+    """Return the keys of the runs in a file, and remove an incomplete last line.
 
     Raises:
         InputError: The file holds something else, or rows of another product.
@@ -86,7 +98,7 @@ def measured_keys(path: Path, product: str) -> set[str]:
         raise InputError(f"{path} was measured on {', '.join(sorted(others))}, this is {product}; choose another --out")
     if len(whole) < len(content):
         path.write_bytes(whole)
-    return {row["key"] for row in rows}
+    return {row["run"] for row in rows}
 
 
 def _cells(row: MeasuredRow) -> dict[str, object]:
@@ -95,8 +107,6 @@ def _cells(row: MeasuredRow) -> dict[str, object]:
     short = {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in values.items()}
     return {name: "" if value is None else value for name, value in short.items()}
 
-
-Mode = Literal["time-slicing", "mps"]
 
 _MODELS = (
     "timm/resnet18", "timm/resnet50", "timm/resnet101", "timm/wide_resnet50_2", "timm/resnext50_32x4d",
@@ -113,74 +123,93 @@ _MODELS = (
 _BATCHES = (4, 8, 16, 32, 64, 128, 256)
 _OPTIMIZERS = (Optimizer.SGD_MOMENTUM, Optimizer.ADAMW)
 _PRECISIONS = (Precision.FP32, Precision.BF16_MIXED)
-_SOLOS_PER_PAIR = 5
-_PAIR_BATCHES = (8, 32, 64)
-SWEEPS = ("default", "solo", "pairs")
+_SHARING: Mapping[str, Sequence[int]] = {
+    "timm/resnet50": (8, 32, 64),
+    "timm/mobilenetv3_large_100": (8, 32, 128),
+    "timm/efficientnet_b0": (8, 32, 64),
+    "timm/vgg16": (4, 16, 32),
+    "timm/densenet121": (4, 16, 32),
+    "timm/regnety_032": (8, 16, 32),
+    "timm/vit_base_patch16_224": (4, 16, 32),
+    "timm/swin_tiny_patch4_window7_224": (4, 16, 32),
+    "timm/convnext_tiny": (4, 16, 32),
+    "transformers/google-bert/bert-base-uncased": (1, 4, 8),
+    "transformers/openai-community/gpt2": (1, 2, 4),
+    "transformers/EleutherAI/pythia-160m": (1, 2, 4),
+}
+"""Models of the sweep `sharing` with their batch sizes: from a few percent of a large GPU's time to all of it."""
+_SHARING_JOB_MIB = 6144
+"""Memory that a job of that sweep takes at most in the mean, with its context."""
+MAX_RESIDENT = 12
+SWEEPS = ("sharing", "alone")
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """One point of a sweep: a job alone, or two together."""
+class Group:
+    """Jobs that are on the GPU together; exclusive if it is only one."""
 
-    workload: Workload
-    partner: Workload | None = None
-    mode: Mode | None = None
+    jobs: tuple[Workload, ...]
+    mode: Mode
 
-    @property
-    def key(self) -> str:
-        """Return the key of the point, equal in every run."""
-        return self.workload.key if self.partner is None else f"{self.workload.key}+{self.partner.key}|{self.mode}"
+    def key(self, *jobs: Workload) -> str:
+        """Return the key of a run of some of the jobs, equal in every sweep."""
+        return f"{'+'.join(job.key for job in jobs)}|{self.mode}"
 
 
-def points(sweep: str) -> Iterator[Point]:
-    """Return the points of one of `SWEEPS` in their order."""
-    solos = [] if sweep == "pairs" else _shuffled([Point(w) for w in _workloads(_BATCHES)])
-    pairs = [] if sweep == "solo" else _pairs()
-    while solos or pairs:
-        yield from solos[:_SOLOS_PER_PAIR]
-        yield from pairs[:1]
-        solos, pairs = solos[_SOLOS_PER_PAIR:], pairs[1:]
+def groups(sweep: str, capacity_mib: int) -> list[Group]:
+    """Return the groups of one of `SWEEPS` in their order, for a GPU with this memory."""
+    if sweep == "alone":
+        return [Group((job,), "exclusive") for job in _shuffled(_alone())]
+    size = min(max(capacity_mib // _SHARING_JOB_MIB, 2), MAX_RESIDENT)
+    jobs = _shuffled(_sharing())
+    modes: tuple[Mode, Mode] = ("time-slicing", "mps")
+    return [Group(tuple(jobs[i : i + size]), mode) for i in range(0, len(jobs), size) for mode in modes]
 
 
-def _workloads(batches: Sequence[int]) -> list[Workload]:
+def _alone() -> list[Workload]:
     return [
         Workload(model=model, batch_size=batch, optimizer=optimizer, precision=precision)
         for model in _MODELS
-        for batch in batches
+        for batch in _BATCHES
         for optimizer in _OPTIMIZERS
         for precision in _PRECISIONS
     ]
 
 
-def _pairs() -> list[Point]:
-    """Return pairs of jobs, each in both sharing modes."""
-    jobs = _shuffled([Point(w) for w in _workloads(_PAIR_BATCHES)])
-    modes: tuple[Mode, Mode] = ("time-slicing", "mps")
+def _sharing() -> list[Workload]:
+    """Return three jobs of each model; optimizers and precisions take turns."""
     return [
-        Point(one.workload, other.workload, mode)
-        for one, other in zip(jobs[::2], jobs[1::2], strict=False)
-        for mode in modes
+        Workload(model=model, batch_size=batch, optimizer=_OPTIMIZERS[(m + n) % 2], precision=_PRECISIONS[n % 2])
+        for m, (model, batches) in enumerate(_SHARING.items())
+        for n, batch in enumerate(batches)
     ]
 
 
-def _shuffled(given: list[Point]) -> list[Point]:
-    """Return the points in a pseudo-random order that later additions do not change."""
-    return sorted(given, key=lambda point: hashlib.sha256(point.key.encode()).digest())
+def _shuffled(jobs: Sequence[Workload]) -> list[Workload]:
+    """Return the jobs in a pseudo-random order that later additions do not change."""
+    return sorted(jobs, key=lambda job: hashlib.sha256(job.key.encode()).digest())
 
 
-WINDOW_S = 1.0
-PAIR_WINDOW_S = 2.0
-"""Seconds of a run of two jobs, whose phases drift against each other."""
+_PAIRS_PER_THREE = 5
+
+
+def _together(group: Group, jobs: Sequence[Workload]) -> Iterator[tuple[Workload, ...]]:
+    """Yield the runs of a group's jobs: pairs in a pseudo-random order, and three jobs after each five pairs."""
+    pairs, threes = (
+        sorted(combinations(jobs, n), key=lambda run: hashlib.sha256(group.key(*run).encode()).digest()) for n in (2, 3)
+    )
+    for number, pair in enumerate(pairs, 1):
+        yield pair
+        if number % _PAIRS_PER_THREE == 0 and threes:
+            yield threes.pop(0)
+
+
+ALONE_S = 1.0
+TOGETHER_S = 1.5
+"""Seconds of a run of several jobs, whose phases drift against each other."""
 POLL_S = 0.05
-ANSWER_TIMEOUT_S = 60.0
+ANSWER_TIMEOUT_S = 90.0
 """Seconds that building, warm-up or a run may take beyond the requested time."""
-
-
-class _JobError(Exception):
-    """A job of the point failed."""
-
-    def __init__(self, failed: Failed) -> None:
-        self.failed = failed
 
 
 class Session:
@@ -190,96 +219,123 @@ class Session:
         self._machine = machine
         self.description = machine.describe()
 
-    def measure(self, point: Point) -> MeasuredRow:
-        """Measure one point; a failure is recorded in the row."""
-        begin = self._machine.monotonic()
-        processes: list[Process] = []
-        try:
-            found = self._solo(point, processes) if point.partner is None else self._pair(point, processes)
-        except _JobError as e:
-            found = asdict(e.failed)
-        finally:
-            for process in processes:
-                process.stop()
-        return self._row(point, found, self._machine.monotonic() - begin)
+    def measure(self, group: Group, end: float, earlier: Collection[str] = ()) -> Iterator[MeasuredRow]:
+        """Yield the rows of a group: each job alone, then several together until `end`, in the machine's time.
 
-    def _solo(self, point: Point, processes: list[Process]) -> dict[str, Any]:
+        Runs of several that were measured `earlier` are left out.
+
+        A failure is a row, and its job takes part in no later run.
+        """
         before_mib = self._machine.sample().memory_used_mib
-        job = self._ready(point.workload, processes, mps=False)
-        samples, activity, (window,) = self._run([job], WINDOW_S)
-        # Without memory by process, the rise of the GPU's used memory counts.
-        own = [s.process_mib[job.pid] for s in samples if job.pid in s.process_mib]
-        rise_mib = max(s.memory_used_mib for s in samples) - before_mib
-        return {
-            "status": "ok",
-            **asdict(window),
-            "peak_process_mib": max(own) if own else rise_mib or None,
-            **_means(samples, activity),
-        }
-
-    def _pair(self, point: Point, processes: list[Process]) -> dict[str, Any]:
-        """Run each job alone while the other one idles with its memory allocated, then both."""
-        if point.partner is None:
-            raise ValueError("expected a pair, found a single job")
-        mps = point.mode == "mps"
-        one = self._ready(point.workload, processes, mps=mps)
-        other = self._ready(point.partner, processes, mps=mps)
-        _, _, (alone,) = self._run([one], WINDOW_S)
-        _, _, (partner_alone,) = self._run([other], WINDOW_S)
-        samples, activity, (shared, partner_shared) = self._run([one, other], PAIR_WINDOW_S)
-        return {
-            "status": "ok",
-            **asdict(shared),
-            "step_time_s": alone.step_time_s,
-            "partner_step_time_s": partner_alone.step_time_s,
-            "shared_step_time_s": shared.step_time_s,
-            "partner_shared_step_time_s": partner_shared.step_time_s,
-            "slowdown": shared.step_time_s / alone.step_time_s,
-            "partner_slowdown": partner_shared.step_time_s / partner_alone.step_time_s,
-            **_means(samples, activity),
-        }
-
-    def _ready(self, workload: Workload, processes: list[Process], *, mps: bool) -> Process:
+        processes: dict[Workload, Process] = {}
         try:
-            process = self._machine.start(workload, mps=mps)
-        except OSError as e:
-            raise _JobError(Failed(str(e))) from e
-        processes.append(process)
-        self._wait(process)
-        return process
+            yield from self._start(group, processes)
+            alone: dict[Workload, MeasuredRow] = {}
+            for job in tuple(processes):
+                for row in self._run(group, (job,), processes, alone, before_mib):
+                    if row.status == "ok":
+                        alone[job] = row
+                    yield row
+            for jobs in _together(group, tuple(processes)):
+                if self._machine.monotonic() + TOGETHER_S > end:
+                    return
+                if group.key(*jobs) not in earlier and all(job in processes for job in jobs):
+                    yield from self._run(group, jobs, processes, alone, before_mib)
+        finally:
+            for process in processes.values():
+                process.stop()
 
-    def _run(self, jobs: list[Process], seconds: float) -> tuple[list[Sample], Activity | None, list[Window]]:
-        """Run jobs together; return NVML's samples, GPM's activity, and each job's window."""
-        samples = []
+    def _start(self, group: Group, processes: dict[Workload, Process]) -> Iterator[MeasuredRow]:
+        """Start all jobs at once; yield the rows of those that fail."""
+        begin = self._machine.monotonic()
+        for job in group.jobs:
+            try:
+                processes[job] = self._machine.start(job, mps=group.mode == "mps")
+            except OSError as e:
+                yield self._row(group, (job,), job, asdict(Failed(str(e))), begin, len(group.jobs))
+        for job in tuple(processes):
+            if isinstance(reply := self._wait(processes[job]), Failed):
+                yield self._failure(group, (job,), job, reply, processes, begin)
+
+    def _run(
+        self,
+        group: Group,
+        jobs: tuple[Workload, ...],
+        processes: dict[Workload, Process],
+        alone: Mapping[Workload, MeasuredRow],
+        before_mib: float,
+    ) -> Iterator[MeasuredRow]:
+        """Run some of the jobs together, and yield a row for each."""
+        begin, seconds = self._machine.monotonic(), ALONE_S if len(jobs) == 1 else TOGETHER_S
+        samples: list[Sample] = []
         self._machine.begin_activity()
         for job in jobs:
-            job.run(seconds)
-        end = self._machine.monotonic() + seconds
-        while self._machine.monotonic() < end:
+            processes[job].run(seconds)
+        while self._machine.monotonic() < begin + seconds:
             self._machine.sleep(POLL_S)
             samples.append(self._machine.sample())
         activity = self._machine.end_activity()
-        return samples, activity, [window for job in jobs if isinstance(window := self._wait(job), Window)]
+        replies = {job: self._wait(processes[job]) for job in jobs}
+        resident = len(processes)
+        for job, reply in replies.items():
+            if not isinstance(reply, Window):
+                yield self._failure(group, jobs, job, reply, processes, begin)
+                continue
+            own = [s.process_mib[processes[job].pid] for s in samples if processes[job].pid in s.process_mib]
+            # Without memory by process, the rise of the GPU's used memory counts, if the job is the only one.
+            rise_mib = max(s.memory_used_mib for s in samples) - before_mib if resident == 1 else 0.0
+            found = {
+                "status": "ok",
+                **asdict(reply),
+                "peak_process_mib": max(own) if own else rise_mib or None,
+                **_means(samples, activity),
+            }
+            reference = alone[job].step_time_s if len(jobs) > 1 and job in alone else None
+            if reference:
+                found |= {"alone_step_time_s": reference, "slowdown": reply.step_time_s / reference}
+            yield self._row(group, jobs, job, found, begin, resident)
 
-    def _wait(self, process: Process) -> Ready | Window:
+    def _failure(
+        self,
+        group: Group,
+        jobs: tuple[Workload, ...],
+        job: Workload,
+        reply: Ready | Failed,
+        processes: dict[Workload, Process],
+        begin: float,
+    ) -> MeasuredRow:
+        """Return the row of a job that failed, and end it."""
+        found = asdict(reply) if isinstance(reply, Failed) else {"status": "failed", "reason": "an unexpected answer"}
+        if found["status"] == "out_of_memory" and len(processes) > 1:
+            found = asdict(Failed(f"out of memory beside {len(processes) - 1} other jobs"))
+        row = self._row(group, jobs, job, found, begin, len(processes))
+        processes.pop(job).stop()
+        return row
+
+    def _wait(self, process: Process) -> Reply:
         end = self._machine.monotonic() + ANSWER_TIMEOUT_S
         while (reply := process.reply()) is None:
             if self._machine.monotonic() >= end:
-                raise _JobError(Failed(f"no answer within {ANSWER_TIMEOUT_S:g} s"))
+                return Failed(f"no answer within {ANSWER_TIMEOUT_S:g} s")
             self._machine.sleep(POLL_S)
-        if isinstance(reply, Failed):
-            raise _JobError(reply)
         return reply
 
-    def _row(self, point: Point, found: dict[str, Any], elapsed_s: float) -> MeasuredRow:
-        partner = {} if point.partner is None else msgspec.structs.asdict(point.partner)
+    def _row(
+        self,
+        group: Group,
+        jobs: tuple[Workload, ...],
+        job: Workload,
+        found: dict[str, Any],
+        begin: float,
+        resident: int,
+    ) -> MeasuredRow:
         return MeasuredRow(
-            key=point.key,
-            kind="pair" if partner else "solo",
-            mode=point.mode or "exclusive",
-            elapsed_s=elapsed_s,
-            **msgspec.structs.asdict(point.workload),
-            **{f"partner_{name}": value for name, value in partner.items()},
+            run=group.key(*jobs),
+            mode=group.mode,
+            partners="+".join(other.key for other in jobs if other is not job),
+            resident=resident,
+            elapsed_s=self._machine.monotonic() - begin,
+            **msgspec.structs.asdict(job),
             **asdict(self.description),
             **found,
         )
@@ -309,13 +365,13 @@ def parse_budget(text: str) -> float:
     return float(found[1]) * _UNITS[found[2]]
 
 
-@click.command(short_help="Measure training steps on this machine's GPU, alone and in pairs.")
-@click.option("--sweep", type=click.Choice(SWEEPS), default="default", show_default=True, help="What is measured.")
+@click.command(short_help="Measure training steps on this machine's GPU, alone and beside each other.")
+@click.option("--sweep", type=click.Choice(SWEEPS), default=SWEEPS[0], show_default=True, help="What is measured.")
 @click.option("--budget", default="9m", show_default=True, help="Time that it may take, such as 90s, 9m or 1.5h.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), required=True, help="File of rows; continued.")
 @click.option("--gpu-index", type=click.IntRange(0), default=0, show_default=True, help="Which GPU, by NVML's number.")
 def profile(sweep: str, budget: str, out: Path, gpu_index: int) -> None:
-    """Measure training steps on this machine's GPU, alone and in pairs; no other process should use the GPU meanwhile.
+    """Measure training steps on this machine's GPU, alone and together; no other process should use the GPU meanwhile.
 
     Each row is written when it is measured. The same command continues the file.
     """
@@ -332,36 +388,48 @@ def profile(sweep: str, budget: str, out: Path, gpu_index: int) -> None:
 def measure(machine: Machine, sweep: str, budget_s: float, out: Path, console: Console) -> int:
     """Measure a sweep into a file until the budget is used, print each row, and return the number of rows.
 
-    A point starts only if the mean duration of the earlier ones fits into the rest of the budget.
+    Each group gets an equal share of the time that is left. It starts only if the mean time that earlier groups took
+    to start and run alone fits into the budget. Runs that the file has are not written again.
 
     Raises:
         InputError: The file cannot be continued.
     """
     session, begin, count = Session(machine), machine.monotonic(), 0
-    earlier = measured_keys(out, session.description.product)
+    end = begin + budget_s
+    earlier = measured_runs(out, session.description.product)
+    wanted = [
+        group
+        for group in groups(sweep, session.description.capacity_mib)
+        if len(group.jobs) > 1 or group.key(*group.jobs) not in earlier
+    ]
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("a", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         if file.tell() == 0:
             writer.writeheader()
-        for point in (p for p in points(sweep) if p.key not in earlier):
-            spent_s = machine.monotonic() - begin
-            if spent_s + (spent_s / count if count else 0.0) > budget_s:
+        fixed_s: list[float] = []
+        for number, group in enumerate(wanted):
+            now = machine.monotonic()
+            if now + (fmean(fixed_s) if fixed_s else 0.0) > end:
                 break
-            row = session.measure(point)
-            writer.writerow(_cells(row))
-            file.flush()
-            console.print(_summary(row), highlight=False)
-            count += 1
-    console.print(f"{count} rows measured, {len(earlier)} were there before: {out}", highlight=False)
+            last_alone = now
+            for row in session.measure(group, now + (end - now) / (len(wanted) - number), earlier):
+                if not row.partners:
+                    last_alone = machine.monotonic()
+                if row.run in earlier:
+                    continue
+                writer.writerow(_cells(row))
+                file.flush()
+                console.print(_summary(row), highlight=False)
+                count += 1
+            fixed_s.append(last_alone - now)
+    console.print(f"{count} rows measured, of {len(earlier)} runs there were rows before: {out}", highlight=False)
     return count
 
 
 def _summary(row: MeasuredRow) -> str:
-    what = f"{row.model} × {row.batch_size}" + (f" and {row.partner_model}" if row.partner_model else "")
+    what = f"{row.model} × {row.batch_size}, {row.mode}" + (f", beside {row.partners}" if row.partners else "")
     if row.status != "ok":
         return f"{what}: {row.status.replace('_', ' ')} {row.reason}".rstrip()
-    slowed = (
-        f", slowed {row.slowdown:.2f} and {row.partner_slowdown:.2f}" if row.slowdown and row.partner_slowdown else ""
-    )
-    return f"{what}: {1000 * (row.step_time_s or 0):.1f} ms a step{slowed}, {row.elapsed_s:.1f} s"
+    slowed = f", slowed {row.slowdown:.2f}" if row.slowdown else ""
+    return f"{what}: {1000 * (row.step_time_s or 0):.1f} ms a step{slowed}"

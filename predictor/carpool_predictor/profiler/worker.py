@@ -26,6 +26,8 @@ from carpool_predictor.tracing.step import AUTOCAST, OPTIMIZERS, losses, weight_
 
 WARM_UP_STEPS = 5
 WARM_UP_S = 0.5
+TOKENS = 1000
+"""Different token ids of the inputs; every vocabulary has more."""
 
 
 class Training:
@@ -34,11 +36,20 @@ class Training:
     def __init__(self, workload: Workload) -> None:
         recipe = recipe_of(CatalogModel(name=workload.model))
         dtype = weight_dtype(workload.precision) or torch.float32
-        self._model: nn.Module = recipe.build().to(device="cuda", dtype=dtype).train()
+        with torch.device("cuda"):  # the processor would take seconds for the weights of a group
+            self._model: nn.Module = recipe.build()
+        self._model.to(device="cuda", dtype=dtype).train()
+        torch.cuda.empty_cache()
         self._optimizer = OPTIMIZERS[workload.optimizer](self._model.parameters(), lr=1e-3)
         self._autocast = AUTOCAST.get(workload.precision)
         self._scaler = torch.amp.GradScaler("cuda", enabled=workload.precision is Precision.FP16_MIXED)
-        self._inputs = torch.randn(workload.batch_size, *recipe.input_shape, device="cuda", dtype=dtype)
+        shape = (workload.batch_size, *recipe.input_shape)
+        self._inputs = (
+            torch.randint(TOKENS, shape, device="cuda")
+            if recipe.tokens
+            else torch.randn(shape, device="cuda", dtype=dtype)
+        )
+        self._is_cast = workload.precision is Precision.BF16
 
     def step(self) -> None:
         """Run forward, backward and update; the GPU may still be busy when it returns."""
@@ -46,7 +57,8 @@ class Training:
         if self._autocast is not None:
             context = torch.autocast("cuda", dtype=self._autocast)
         with context:
-            loss = sum(losses(self._model(self._inputs)), start=torch.zeros((), device="cuda"))
+            found = losses(self._model(self._inputs), is_cast=self._is_cast)
+            loss = sum(found, start=torch.zeros((), device="cuda"))
         self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         self._scaler.step(self._optimizer)
         self._scaler.update()
