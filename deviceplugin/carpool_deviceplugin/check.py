@@ -205,7 +205,7 @@ def check_telemetry(session: Session) -> Iterator[str]:
         known, first, second = read_identity(session, uuid), *(read_telemetry(session, uuid) for _ in range(2))
         for found in (first, second):
             rules = {
-                "at most the GPU's memory": found.memory_used_mib + found.memory_free_mib <= known.memory_mib,
+                "free memory beside the reserved": known.reserved_mib + found.memory_free_mib <= known.memory_mib,
                 "a temperature from -20 to 130 C": found.temperature_c is None or -20 < found.temperature_c < 130,
                 "a power from 0 to 5,000 W": found.power_w is None or 0 < found.power_w < 5000,
                 "a utilization of 0 to 100%": found.gpu_util_percent is None or 0 <= found.gpu_util_percent <= 100,

@@ -352,6 +352,7 @@ class Telemetry(msgspec.Struct, frozen=True):
     """A GPU's counters at one moment."""
 
     memory_used_mib: int
+    """By processes and the driver."""
     memory_free_mib: int
     gpu_util_percent: float | None = None
     """Share of time in which a kernel ran; None under MIG."""
@@ -491,7 +492,8 @@ def read_telemetry(session: Session, uuid: GpuUuid) -> Telemetry:
     power_mw = session.ask(uuid, library.nvmlDeviceGetPowerUsage, handle)
     rows = session.ask(uuid, library.nvmlDeviceGetRemappedRows, handle)
     return Telemetry(
-        memory_used_mib=memory.used // MIB,
+        # What the driver reserves may or may not be in `used`; it is never in `free`.
+        memory_used_mib=(memory.total - memory.free) // MIB,
         memory_free_mib=memory.free // MIB,
         gpu_util_percent=None if rates is None else float(rates.gpu),
         memory_util_percent=None if rates is None else float(rates.memory),

@@ -195,12 +195,12 @@ class NvmlDevices:
         self._released = reason
         if not reason:
             self.session.suspend("")
-        elif not self.session.suspended:
+        else:
             with ExitStack() as locks:  # no other call loses its handle
                 for gpu in self._gpus.values():
                     locks.enter_context(gpu.lock)
                 if not any(map(self._is_used, self.uuids)):
-                    self.session.suspend(f"{reason}: the agent holds no handle of the GPUs; remove it to use them")
+                    self.session.suspend(f"{reason}: the agent holds no handle of the GPUs until the label changes")
 
     def _is_used(self, uuid: GpuUuid) -> bool:
         """Whether a pod's process or an MPS daemon is on the GPU; a GPU that cannot be read counts as unused."""

@@ -36,6 +36,12 @@ from carpool_deviceplugin.timeouts import Intervals, Poll, TimeLimitedCaller, wa
 
 MIG_CONFIG = "nvidia.com/mig.config"
 """Label of NVIDIA's MIG manager."""
+UPGRADE_STATE = "nvidia.com/gpu-driver-upgrade-state"
+"""Label of GPU Operator's driver upgrade."""
+_NO_UPGRADE = frozenset({"", "upgrade-required", "uncordon-required", "upgrade-done"})
+"""States of that label in which the operator neither empties the node nor replaces its driver; in any other it may.
+
+Source: NVIDIA/k8s-operator-libs, `pkg/upgrade/consts.go`."""
 _UNKNOWN = "the Node's labels could not be read yet"
 _STRUCK_FOR_S = 600.0
 """How long pods in an earlier agent's `status.struck` stay in the status, in seconds."""
@@ -53,7 +59,7 @@ class _Node(msgspec.Struct, frozen=True):
 
 
 class NodeLabels:
-    """Reads two labels of the Node: another MIG manager's, and the request to release the GPUs.
+    """Reads labels of the Node: another MIG manager's, the request to release the GPUs, and GPU Operator's.
 
     Until they were read, the agent partitions no GPU. For simulated GPUs they are not read.
     """
@@ -82,9 +88,13 @@ class NodeLabels:
         if self._devices.simulated:
             return False
         labels, before = found.metadata.labels, (self._mig_manager, self.release_reason)
-        config, is_released = labels.get(MIG_CONFIG, ""), labels.get(LABEL_RELEASE_GPUS) == "true"
+        config, upgrade = labels.get(MIG_CONFIG, ""), labels.get(UPGRADE_STATE, "")
         self._mig_manager = f"the Node's label {MIG_CONFIG} is {config}" if config else ""
-        self.release_reason = f"the Node's label {LABEL_RELEASE_GPUS} is true" if is_released else ""
+        self.release_reason = ""
+        if labels.get(LABEL_RELEASE_GPUS) == "true":
+            self.release_reason = f"the Node's label {LABEL_RELEASE_GPUS} is true"
+        elif upgrade not in _NO_UPGRADE:
+            self.release_reason = f"the Node's label {UPGRADE_STATE} is {upgrade}"
         self._devices.set_mig_manager(self._mig_manager)
         return (self._mig_manager, self.release_reason) != before
 

@@ -41,7 +41,6 @@ def nvml_counters(known: Identity, telemetry: Telemetry) -> dict[str, float]:
     values: dict[str, float | None] = {
         "DCGM_FI_DEV_GPU_UTIL": telemetry.gpu_util_percent,
         "DCGM_FI_DEV_MEM_COPY_UTIL": telemetry.memory_util_percent,
-        # Version 1 of NVML's memory query counts the reserved memory as used.
         "DCGM_FI_DEV_FB_USED": max(0, telemetry.memory_used_mib - known.reserved_mib),
         "DCGM_FI_DEV_FB_FREE": telemetry.memory_free_mib,
         "DCGM_FI_DEV_FB_RESERVED": known.reserved_mib,

@@ -368,7 +368,16 @@ async def test_label_keeps_the_agent_off_and_running_pods_stay(tmp_path: Path) -
     assert states(await agent.want(("c", "7g.40gb"))) == {"c": READY}
 
 
-async def test_label_releases_the_gpus_when_pods_have_ended_and_takes_them_back(tmp_path: Path, reserve) -> None:
+RELEASE, UPGRADE = "carpool.dev/release-gpus", "nvidia.com/gpu-driver-upgrade-state"
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "back"),
+    [(RELEASE, ["true"], None), (UPGRADE, ["cordon-required", "pod-restart-required"], "uncordon-required")],
+)
+async def test_label_releases_the_gpus_when_pods_have_ended_and_takes_them_back(
+    tmp_path: Path, reserve, key: str, values: list[str], back: str | None
+) -> None:
     """For a driver upgrade or a reset: until then, open handles keep the kernel module loaded."""
     world = World(tmp_path)
     nvml, mps = world.node.nvml, world.node.mps
@@ -377,13 +386,13 @@ async def test_label_releases_the_gpus_when_pods_have_ended_and_takes_them_back(
         return reserve(name, world.gpu, mode=MPS, pod_uid=uid(name))
 
     async def label(value: str | None) -> None:
-        await world.kube.patch(NODES, "n", {"metadata": {"labels": {"carpool.dev/release-gpus": value}}})
+        await world.kube.patch(NODES, "n", {"metadata": {"labels": {key: value}}})
 
     async with running(world.agent):
         await world.hold(pod("a"))
         world.node.start(0, 42, "a")
         mps.connect(str(world.pipe), 42)
-        await label("true")
+        await label(values[0])
         await until(lambda: "closes its handles when pods and MPS" in world.status.devices[0].health_message)
         assert (nvml.is_open, len(mps.daemons)) == (True, 1), "its pod goes on"
         world.node.end(0, 42)
@@ -391,10 +400,43 @@ async def test_label_releases_the_gpus_when_pods_have_ended_and_takes_them_back(
         await until(lambda: not nvml.is_open)
         await until(lambda: "the agent holds no handle of the GPUs" in world.status.devices[0].health_message)
         assert mps.daemons == {}
+        await label(values[-1])
+        await until(
+            lambda: f"{key} is {values[-1]}: the agent holds no handle" in world.status.devices[0].health_message
+        )
         nvml.restart_driver()
-        await label(None)
+        await label(back)
         await world.hold(pod("b"))
         assert world.status.devices[0].health is DeviceHealth.HEALTHY
+
+
+@pytest.mark.parametrize(
+    ("state", "is_released"),
+    [
+        ("upgrade-required", False),
+        ("cordon-required", True),
+        ("wait-for-jobs-required", True),
+        ("pod-deletion-required", True),
+        ("drain-required", True),
+        ("node-maintenance-required", True),
+        ("post-maintenance-required", True),
+        ("pod-restart-required", True),
+        ("validation-required", True),
+        ("upgrade-failed", True),
+        ("a-state-of-a-newer-operator", True),
+        ("uncordon-required", False),
+        ("upgrade-done", False),
+    ],
+)
+async def test_states_of_gpu_operators_driver_upgrade(tmp_path: Path, state: str, is_released: bool) -> None:
+    """The states of NVIDIA/k8s-operator-libs; without the label no GPU is released."""
+    labels = Labels()
+    manager = labels.manager(mig_node(tmp_path).devices())
+    await manager.read()
+    assert manager.release_reason == ""
+    await labels.kube.patch(NODES, "n", {"metadata": {"labels": {UPGRADE: state}}})
+    assert await manager.read() == is_released
+    assert bool(manager.release_reason) == is_released
 
 
 async def test_label_that_cannot_be_read_stays_as_it_was(tmp_path: Path) -> None:
