@@ -182,6 +182,7 @@ class AdmissionController:
             self._changed.clear()
             if not self._leadership.leads():
                 self._resign()
+                await self._sleep(BATCH_S)
                 continue
             began = self._clock.monotonic()
             await self.run_once()
@@ -189,8 +190,13 @@ class AdmissionController:
             await self._sleep(max(BATCH_S - took_s, took_s / BUSY_SHARE - took_s, 0.0))
 
     def _resign(self) -> None:
+        """Delete a leader's state. Jobs that exist stay marked as changed, so that its next term gathers them again."""
         for uid in [*self._admitted]:
             self._forget_pod(uid)
+        for job in self._jobs:
+            self._queue.remove(job)
+        self._dirty = {job for job in self._dirty | self._jobs.keys() if self._informers.job(job) is not None}
+        self._jobs.clear()
         self._metrics.pending_jobs.set(0)
 
     async def run_once(self) -> None:

@@ -144,10 +144,16 @@ async def test_only_the_leader_admits_and_a_new_leader_rebuilds_claims():
         assert extender.admission.claim_of(PodUid("pod-running")).node == "a"
         assert cluster.gated() == ["next-worker-0-1"], "the GPU belongs to the pod that another leader admitted"
         assert extender.registry.get_sample_value("carpool_extender_pending_jobs") == 1
+        waiting = "carpool_extender_waiting_jobs", {"reason": "DoesNotFit"}
+        assert extender.registry.get_sample_value(*waiting) == 1
         cluster.hold("elsewhere_3")
         await cluster.settle()
         assert extender.admission.claim_of(PodUid("pod-running")) is None
         assert extender.registry.get_sample_value("carpool_extender_pending_jobs") == 0
+        assert extender.registry.get_sample_value(*waiting) is None
+        cluster.hold("here_4")
+        await cluster.settle()
+        assert extender.registry.get_sample_value(*waiting) == 1, "the next term gathers the jobs again"
 
 
 @pytest.mark.parametrize("is_lost", [True, False])
