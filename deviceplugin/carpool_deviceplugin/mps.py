@@ -409,6 +409,12 @@ class MpsProcesses:
         except OSError:
             return False
 
+    def wait(self, remain: Callable[[], object], within_s: float) -> None:
+        """Wait until no processes remain, at most for this time in seconds."""
+        until = self.monotonic() + within_s
+        while remain() and self.monotonic() < until:
+            self.sleep(_LOOK_EVERY_S)
+
     def end(self, find: Callable[[], Mapping[int, int]]) -> None:
         """End processes by SIGTERM, then SIGKILL, including those that appear meanwhile.
 
@@ -428,9 +434,7 @@ class MpsProcesses:
                         f"expected to end process {pid} of MPS, found {e}; the pod carpool-mps has the right to (set "
                         "nodeAgent.mps), or end it on the node"
                     ) from e
-            until = self.monotonic() + within_s
-            while find() and self.monotonic() < until:
-                self.sleep(_LOOK_EVERY_S)
+            self.wait(find, within_s)
         if left := find():
             raise MpsError(
                 f"expected MPS processes to end when they are killed, found {', '.join(map(str, sorted(left)))} still "
@@ -532,6 +536,8 @@ class MpsProgram:
             raise MpsError(f"expected to run {PROGRAM}, found {e}") from e
         if process.returncode or "Cannot find MPS control daemon" in answer:
             raise _failed(process.returncode, answer)
+        if command.startswith("quit"):  # answered a moment before the daemon's process has ended
+            self._processes.wait(lambda: self.is_alive(daemon), _END_WITHIN_S[signal.SIGTERM])
         return answer
 
     def is_alive(self, daemon: Daemon) -> bool:

@@ -75,7 +75,7 @@ class Operator:
             enqueue=self.queue.add,
             observe_seconds=self.metrics.prediction_seconds.observe,
             traces=settings.traces,
-            calibration=lambda namespace: self.calibrator.usable(namespace),
+            calibration=lambda *of: self.calibrator.usable(*of),
             calibration_keys=lambda *job: self.calibrator.keys(*job),
             find_products=lambda names: known_products(names, self.nodes.described),
             is_strict=place is not None and not settings.share_unmeasured,

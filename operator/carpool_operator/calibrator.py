@@ -101,11 +101,11 @@ class Calibrator:
         """The calibration; None if learning is off or the ConfigMap cannot be read."""
         return None if self._kept is None else self._kept.calibration
 
-    def usable(self, namespace: str) -> Calibration | None:
-        """Return the part of the calibration that predictions of a namespace's jobs use."""
+    def usable(self, namespace: str, gpus: int = 1) -> Calibration | None:
+        """Return what predictions of a namespace's jobs use; `gpus` is the number of GPUs of a worker."""
         if self._kept is None:
             return None
-        return self._kept.calibration.for_gpus(self._simulated()).for_namespace(namespace)
+        return self._kept.calibration.for_gpus(self._simulated()).for_workers(gpus).for_namespace(namespace)
 
     @property
     def is_settled(self) -> bool:
@@ -123,7 +123,7 @@ class Calibrator:
             products: The products.
             size_mib: Simulated allocator size in MiB; None if unknown.
         """
-        calibration = self.usable(namespace)
+        calibration = self.usable(namespace, spec.gpus_per_worker)
         if calibration is None or size_mib is None:
             return {}
         precision, name = spec.training.precision, model_key(spec.model)
@@ -314,6 +314,7 @@ def with_observations(calibration: Calibration, observations: list[_Comparable])
             product=observation.product,
             precision=job.spec.training.precision,
             driver=SIMULATED if observation.simulated else "",
+            gpus=job.spec.gpus_per_worker,
         )
         expected = run_prediction_of(expected_input, model_key(job.spec.model), observation.counted_mib, product)
         calibration = observe(calibration, stack, expected, observation.with_activity(), shipped())

@@ -110,7 +110,7 @@ class _Calibration(Collector):
         )
         in_use.add_metric([], known is not None)
         yield in_use
-        labels = ["product", "precision", "driver"]
+        labels = ["product", "precision", "driver", "gpus"]
         jobs = GaugeMetricFamily(
             "carpool_operator_calibration_jobs", "Different jobs that a stack was calibrated from.", labels=labels
         )
@@ -133,7 +133,8 @@ class _Calibration(Collector):
         for (product, mode), number in Tally((one.product, one.mode) for one in (known.pairs if known else ())).items():
             pairs.add_metric([product, mode.value], number)
         for state in known.stacks if known is not None else ():
-            of = [state.stack.product, state.stack.precision.value, state.stack.driver]
+            stack = state.stack
+            of = [stack.product, stack.precision.value, stack.driver, str(stack.gpus)]
             jobs.add_metric(of, state.jobs)
             runs.add_metric(of, state.seen)
             refused.add_metric(of, state.refused)

@@ -1,7 +1,7 @@
 """Observations: measured memory and activity of an attempt, to compare with its prediction. Pure.
 
 A running attempt is observed once its peak memory is old enough to count, and again when the peak has not changed for
-long. An ended attempt is observed for good. Only workers with a single GPU can be compared with a prediction.
+long. An ended attempt is observed for good. Of a worker's GPUs, the one with the largest peak counts.
 """
 
 import math
@@ -117,7 +117,7 @@ def observe(
 def _counted_mib(snapshot: Snapshot, status: JobStatus) -> int | None:
     """Return the prediction's upper bound in MiB, 0 if it was not trusted, None if no comparison is possible."""
     prediction, spec, places = status.prediction, snapshot.job.spec, status.placement
-    if prediction is None or prediction.outcome != "Predicted" or spec.gpus_per_worker != 1:
+    if prediction is None or prediction.outcome != "Predicted":
         return None
     if len(places) != spec.workers or len({place.product for place in places}) != 1:
         return None
@@ -128,12 +128,13 @@ def _counted_mib(snapshot: Snapshot, status: JobStatus) -> int | None:
     return found.upper_mib if found.trusted else 0
 
 
+def _devices(snapshot: Snapshot, place: WorkerPlacement) -> list[tuple[GpuNode, Device]]:
+    """Return a worker's GPUs, each with its node."""
+    return [(node, gpu) for node in snapshot.nodes for gpu in node.status.devices if gpu.uuid in place.gpu_uuids]
+
+
 def _device(snapshot: Snapshot, place: WorkerPlacement) -> tuple[GpuNode, Device] | None:
-    for node in snapshot.nodes:
-        for device in node.status.devices:
-            if device.uuid in place.gpu_uuids:
-                return node, device
-    return None
+    return next(iter(_devices(snapshot, place)), None)
 
 
 def _measured_while_running(
@@ -190,11 +191,9 @@ def _available_mib(snapshot: Snapshot, places: Sequence[WorkerPlacement]) -> int
     """Return the memory of the worker that had least: its limit, or what its co-tenants left; None if unknown."""
     amounts = []
     for place in places:
-        found = _device(snapshot, place)
         if place.memory_limit_mib is not None:
             amounts.append(place.memory_limit_mib)
-        if found is not None and place.mode is not SharingMode.MIG:
-            node, device = found
+        for node, device in _devices(snapshot, place) if place.mode is not SharingMode.MIG else ():
             others = [t.memory_mib for t in _tenants_on(node, device.uuid) if t.pod_uid != place.pod_uid]
             amounts.append(device.memory_mib - device.reserved_mib - sum(others))
     return max(1, min(amounts)) if amounts else None

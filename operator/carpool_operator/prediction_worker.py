@@ -225,7 +225,7 @@ class PredictionWorker:
         enqueue: Callable[[str], None],
         observe_seconds: Callable[[float], None],
         traces: int = 1,
-        calibration: Callable[[str], Calibration | None] = lambda _namespace: None,
+        calibration: Callable[[str, int], Calibration | None] = lambda _namespace, _gpus: None,
         calibration_keys: Callable[[str, JobSpec, tuple[str, ...], float | None], CalibrationKeys] = lambda *_: {},
         find_products: Callable[[Iterable[str]], list[GpuProduct]] = known_products,
         is_strict: bool = False,
@@ -370,7 +370,7 @@ class PredictionWorker:
         if isinstance(job := prepare(features, spec.training), PredictionContext):
             self._sizes_mib[digest] = job.reserved_mib
         # Both at the same time: the calibration may change while the prediction waits for the thread.
-        calibration = self._calibration(namespace)
+        calibration = self._calibration(namespace, spec.gpus_per_worker)
         keys = self._keys(namespace, spec, products, self._sizes_mib.get(digest))
         compute = partial(
             predict,

@@ -362,7 +362,7 @@ def _predict_one(
 
 def _read_calibration(path: Path | None) -> Calibration | None:
     try:
-        return None if path is None else read_calibration(path.read_bytes())
+        return None if path is None else read_calibration(path.read_bytes()).for_workers(1)
     except OSError as e:
         raise InputError(f"cannot read {path}: {e}") from e
 

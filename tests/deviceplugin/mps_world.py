@@ -40,6 +40,7 @@ if sys.argv[1:] == ["-d"]:
             (pipe / "server").write_text(str(os.getpid()))
             (pipe / "connect").unlink(missing_ok=True)
             time.sleep(20)
+    time.sleep(0.2)  # NVIDIA's program answers `quit` before the daemon's process has ended
     os._exit(0)
 command = sys.stdin.read().strip()
 if (pipe / "wedged").exists():
@@ -52,7 +53,6 @@ elif command.startswith("get_server_status"):
     print("ACTIVE")
 elif command.startswith("quit"):
     (pipe / "control").unlink()
-    time.sleep(0.5)
 else:
     sys.exit(f"Unrecognized command {{command}}")
 """

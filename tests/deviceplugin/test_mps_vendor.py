@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from carpool_deviceplugin.mps import PROGRAM, Mps, MpsCommands, MpsError, MpsProgram, MpsStatus
+from carpool_core.values import GpuUuid
+from carpool_deviceplugin.mps import PROGRAM, Daemon, Mps, MpsCommands, MpsError, MpsProgram, MpsStatus
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_e2e.binaries import cache_root
 from mps_world import GPU
 
+OTHER = GpuUuid("GPU-8f2c1b7e-0d3a-4c5b-9e6f-1a2b3c4d5e70")
 ANSWERS = {
     "get_server_list": "",
     "get_client_list 99": "Server 99 not found\n",
@@ -55,6 +57,31 @@ def mps(commands: MpsCommands) -> Iterator[Mps]:
     with tempfile.TemporaryDirectory() as directory:  # a short path: the daemon's sockets are in it
         yield (mps := Mps(commands, Path(directory)))
         mps.end(GPU)
+
+
+@pytest.mark.vendor
+@pytest.mark.parametrize("commands", ["real"], indirect=True)
+def test_one_daemon_takes_limits_of_several_gpus_and_keeps_no_other_away(mps: Mps, commands: MpsCommands) -> None:
+    """Decision 59: one daemon could serve several GPUs, but nothing keeps the daemons of one GPU apart."""
+    assert isinstance(commands, MpsProgram)
+    several = Daemon(GpuUuid(f"{GPU},{OTHER}"), mps.daemon(OTHER).directory)
+
+    def limits() -> list[str]:
+        return [commands.ask(several, f"get_default_device_pinned_mem_limit {n}").strip() for n in (0, 1)]
+
+    mps.start(GPU)
+    for directory in (several.pipe, several.log):
+        directory.mkdir(parents=True)
+    commands.start(several, several.directory)
+    try:
+        assert commands.is_alive(mps.daemon(GPU))
+        for number in (0, 1):
+            commands.ask(several, f"set_default_device_pinned_mem_limit {number} {number + 1}G")
+        assert limits() == ["1G", "2G"]
+        assert commands.ask(several, f"set_default_device_pinned_mem_limit {OTHER} 3G") == ""
+        assert limits() == ["", "2G"], "ordinal 0 lost its limit"
+    finally:
+        commands.kill(several)
 
 
 def test_a_control_daemon_answers_as_the_agent_expects(mps: Mps, commands: MpsCommands) -> None:

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from carpool_core.clock import rfc3339
-from carpool_core.keys import SCHEDULER_NAME
+from carpool_core.keys import RESOURCE_GPU, SCHEDULER_NAME
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS, ResourceKind
 from carpool_core.kube.errors import KubeError
 from carpool_core.kube.pods import Pod
@@ -212,9 +212,9 @@ class World:
                 continue
             metadata, owner = pod["metadata"], pod["metadata"]["ownerReferences"][0]
             home = self.kube.dump(GPU_NODES, node)
-            reserved = reservation(
-                metadata["uid"], owner["uid"], gpuUuids=[f"{node}-GPU-{number % 4}"], **reserved_with
-            )
+            gpus = int(pod["spec"]["containers"][0]["resources"]["limits"][RESOURCE_GPU])
+            uuids = [f"{node}-GPU-{(number * gpus + index) % 4}" for index in range(gpus)]
+            reserved = reservation(metadata["uid"], owner["uid"], gpuUuids=uuids, **reserved_with)
             home["spec"].setdefault("reservations", []).append(reserved)
             self.kube.seed(GPU_NODES, home)
             pod["spec"]["nodeName"] = node
@@ -231,14 +231,15 @@ class World:
         return found
 
     def measure(self, peak_mib: int, name: str = "x", node: str = "n1", **measures: Any) -> None:
-        """Let the agent report the memory of a job's pods."""
+        """Let the agent report the memory of a job's pods: the peak on the last GPU of each, half of it on others."""
         home = self.kube.dump(GPU_NODES, node)
         living = {pod["metadata"]["uid"] for pod in self.pods(name) if pod["status"]["phase"] == "Running"}
         tenants = [t for t in home["status"].get("tenants", []) if t["podUid"] not in living]
         for held in home["spec"].get("reservations", []):
-            if held["podUid"] in living:
-                measured = {"podUid": held["podUid"], "gpuUuid": held["gpuUuids"][0]}
-                tenants.append(measured | {"memoryMib": peak_mib, "peakMemoryMib": peak_mib} | measures)
+            for gpu in held["gpuUuids"] if held["podUid"] in living else ():
+                mib = peak_mib if gpu == held["gpuUuids"][-1] else peak_mib // 2
+                measured = {"podUid": held["podUid"], "gpuUuid": gpu, "memoryMib": mib, "peakMemoryMib": mib}
+                tenants.append(measured | measures)
         home["status"]["tenants"] = tenants
         self.kube.seed(GPU_NODES, home)
 

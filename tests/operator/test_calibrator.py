@@ -117,10 +117,37 @@ async def test_activity_is_learned_as_without_co_tenants() -> None:
     )
 
 
-@pytest.mark.parametrize("spec", [{"model": None}, {"gpusPerWorker": 2}], ids=["no prediction", "several GPUs"])
-async def test_run_without_comparable_prediction_is_not_learned(spec: dict[str, Any]) -> None:
+async def test_workers_with_several_gpus_are_learned_apart() -> None:
+    """The largest peak on one GPU counts, for jobs with as many GPUs: DDP adds buckets to each, FSDP divides."""
     of = world()
-    await completed(of, 3000, **spec)
+    await completed(of, 3000, gpusPerWorker=2)
+    assert of.job().status.attempts[0].peak_memory_mib == 3000
+    assert [row.value_mib for row in stack(of).rows] == [3000]
+    await of.submit("y", gpusPerWorker=2)
+    assert (memory(of, "y").upper_mib, memory(of, "y").learned_runs) == (pytest.approx(3300, abs=1), 1)
+    await of.submit("z")
+    assert memory(of, "z").learned_runs == 0
+    await completed(of, 2000, "w")
+    assert sorted((state.stack.gpus, state.rows[0].value_mib) for state in kept(of).stacks) == [(1, 2000), (2, 3000)]
+
+
+async def test_a_worker_that_ran_out_of_memory_had_what_its_fullest_gpu_left_it() -> None:
+    of = world()
+    of.apply(gpusPerWorker=2)
+    await started(of, memoryLimitMib=None, mode="TimeSlicing")
+    home = of.kube.dump(GPU_NODES, "n1")
+    home["status"]["tenants"] = [{"podUid": "other", "gpuUuid": "n1-GPU-1", "memoryMib": 30_000}]
+    of.kube.seed(GPU_NODES, home)
+    await measured(of, 9000)
+    of.end_pod("x-worker-0-1", exit_code=1, message=OOM)
+    await of.settle()
+    available = home["status"]["devices"][1]["memoryMib"] - 30_000
+    assert [(row.value_mib, row.censored) for row in stack(of).rows] == [(available, True)]
+
+
+async def test_run_without_comparable_prediction_is_not_learned() -> None:
+    of = world()
+    await completed(of, 3000, model=None)
     assert of.job().status.state == "Complete"
     assert writes(of) == 0
     assert not of.job().status.attempts[0].learned
@@ -633,7 +660,7 @@ async def test_metrics_report_the_calibration_by_stack() -> None:
     within = memory(of).upper_mib
     await measured(of, within)
     await of.finish_pod("x-worker-0-1")
-    labels = {"product": "NVIDIA A100-SXM4-40GB", "precision": "fp32", "driver": "simulated"}
+    labels = {"product": "NVIDIA A100-SXM4-40GB", "precision": "fp32", "driver": "simulated", "gpus": "1"}
     assert registry.get_sample_value("carpool_operator_calibration_in_use") == 1
     assert registry.get_sample_value("carpool_operator_calibration_jobs", labels) == 1
     assert registry.get_sample_value("carpool_operator_calibration_runs", labels) == 1

@@ -78,7 +78,7 @@ async def test_prediction_is_stored_under_the_keys_that_it_was_made_from() -> No
     """Regression: it was stored under the keys at its end, so that no better one was requested."""
     runs = 0
 
-    def calibration(_namespace: str) -> Calibration:
+    def calibration(_namespace: str, _gpus: int) -> Calibration:
         asyncio.get_running_loop().call_soon(learn)
         return Calibration()
 

@@ -199,7 +199,7 @@ class WorkerPlacement(Resource, frozen=True, kw_only=True):
         """
         if self.memory_limit_mib is not None or predicted is None:
             return self.memory_limit_mib
-        return predicted.bound_mib(self.mode, len(self.gpu_uuids))
+        return predicted.bound_mib(self.mode)
 
 
 class Attempt(Resource, frozen=True, kw_only=True):

@@ -58,17 +58,10 @@ class MemoryPrediction(Resource, frozen=True, kw_only=True):
         ),
     ] = True
 
-    def bound_mib(self, mode: SharingMode, gpus: int) -> int:
-        """Return the bound that placement uses on each GPU, in MiB.
-
-        Args:
-            mode: How the GPU is shared.
-            gpus: GPUs of a worker.
-        """
-        # Workers with several GPUs are never learned from, so the larger bound would hold for all of their runs.
-        if mode is not SharingMode.TIME_SLICING or gpus > 1:
-            return self.upper_mib
-        return max(self.upper_mib, self.upper_unenforced_mib)
+    def bound_mib(self, mode: SharingMode) -> int:
+        """Return the bound that placement uses on each GPU, in MiB; `mode` is how the GPU is shared."""
+        is_enforced = mode is not SharingMode.TIME_SLICING
+        return self.upper_mib if is_enforced else max(self.upper_mib, self.upper_unenforced_mib)
 
     @property
     def is_refuted(self) -> bool:

@@ -202,7 +202,7 @@ def _unenforced_mib(demand: Demand, kind: DeviceClass, bound_mib: int | None) ->
     predicted = demand.prediction_on(kind.product)
     if bound_mib is None or predicted is None or demand.memory_limit_mib is not None:
         return bound_mib
-    return max(bound_mib, min(predicted.memory.bound_mib(SharingMode.TIME_SLICING, demand.gpus), kind.usable_mib))
+    return max(bound_mib, min(predicted.memory.bound_mib(SharingMode.TIME_SLICING), kind.usable_mib))
 
 
 def _is_provisional(demand: Demand, product: str) -> bool:

@@ -176,7 +176,8 @@ class JobPredictor:
         learned = self.calibration
         if learned is not None:
             simulated = set(map(hardware_name, products)) - products
-            learned = learned.for_gpus(simulated).for_namespace(job.metadata.namespace)
+            learned = learned.for_gpus(simulated).for_workers(spec.gpus_per_worker)
+            learned = learned.for_namespace(job.metadata.namespace)
         prediction = predict(
             features,
             spec.training,

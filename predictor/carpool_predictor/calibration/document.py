@@ -56,6 +56,8 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True, order=True):
     precision: Precision
     driver: _NAME = ""
     torch: _NAME = ""
+    gpus: Annotated[int, Meta(ge=1)] = 1
+    """GPUs of a worker: frameworks add buffers to each GPU, or divide the model among them."""
 
 
 class RunPrediction(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,6 +209,10 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
         found = msgspec.structs.replace(self, stacks=stacks, pairs=pairs, solo=solo)
         sizes = ((len(one.stacks), len(one.pairs), len(one.solo)) for one in (self, found))
         return self if next(sizes) == next(sizes) else found
+
+    def for_workers(self, gpus: int) -> "Calibration":
+        """Return the calibration from runs of workers with this number of GPUs."""
+        return msgspec.structs.replace(self, stacks=[state for state in self.stacks if state.stack.gpus == gpus])
 
     def for_namespace(self, namespace: str) -> "Calibration":
         """Return the calibration without deaths of memory and reported steps that count for other namespaces only.
