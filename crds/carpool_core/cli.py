@@ -26,6 +26,7 @@ class Subcommand(NamedTuple):
 
 SUBCOMMANDS: Mapping[str, Subcommand] = {
     "agent": Subcommand("carpool_deviceplugin.commands", "agent", "agent"),
+    "board": Subcommand("carpool_board.commands", "board", "cli,board"),
     "completion": Subcommand("carpool_core.cli", "completion"),
     "crds": Subcommand("carpool_core.cli", "crds"),
     "diagnose": Subcommand("carpool_core.kubectl.commands", "diagnose"),

@@ -4,6 +4,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from carpool_board.settings import BoardSettings
 from carpool_core.settings import Setting, settings_of
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_extender.framework.scores import POLICIES, Policy
@@ -14,7 +15,9 @@ from carpool_docs import values
 from carpool_docs.markdown import code, table
 from carpool_docs.markdown import page as page_of
 
-PROCESSES: dict[str, type[Any]] = {"operator": OperatorSettings, "extender": ExtenderSettings, "agent": AgentSettings}
+PROCESSES: dict[str, type[Any]] = {
+    "operator": OperatorSettings, "extender": ExtenderSettings, "agent": AgentSettings, "board": BoardSettings
+}  # fmt: skip
 """Settings of each process."""
 
 _INTRODUCTION = """Each process takes its settings as flags or as environment variables; a flag overrides its variable.

@@ -59,6 +59,7 @@ FOR_NODES = (
     Need("the CNI plugins ptp and host-local", "containernetworking-plugins", _cni),
 )
 
+FOR_BROWSER = (_command("chromium", "chromium"),)
 FOR_IMAGES = (_command("buildah", "buildah"), _command("dpkg-deb", "dpkg"))
 
 

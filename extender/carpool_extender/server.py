@@ -3,12 +3,8 @@
 kube-scheduler's verbs are raw routes that decode and encode with msgspec; health and version are typed FastAPI routes.
 """
 
-import asyncio
-import signal
-import socket
 import ssl
-from collections.abc import Awaitable, Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 from typing import Any, Literal, TypeVar
 
@@ -22,6 +18,7 @@ from carpool_extender.extender_api import BindingArgs, ExtenderArgs, PreemptionA
 from carpool_extender.metrics import ExtenderMetrics
 from carpool_extender.scheduler import BadRequest, Scheduler
 from carpool_extender.settings import ExtenderSettings
+from carpool_extender.uvicorn_server import Server
 
 A = TypeVar("A")
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -167,37 +164,6 @@ def _decode(decoder: msgspec.json.Decoder[A], body: bytes, verb: str) -> A:
         raise _Rejected(400, f"expected JSON with the arguments of {verb}, found {found!r}: {error}") from error
 
 
-class Server(uvicorn.Server):
-    """uvicorn's server, but it returns after a signal: uvicorn raises the signal again, which would skip clean-up."""
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen.
-
-        Raises:
-            SettingsError: The address is not available; uvicorn itself would end the process.
-        """
-        try:
-            await super().startup(sockets)
-        except SystemExit as error:
-            raise SettingsError(
-                "CARPOOL_EXTENDER_HOST and CARPOOL_EXTENDER_PORT: expected an address of this host and a free port, "
-                f"found {self.config.host} and {self.config.port}: {error.__context__}; set others"
-            ) from error
-
-    @contextmanager
-    def capture_signals(self) -> Generator[None]:
-        """Stop serving on SIGTERM and SIGINT."""
-        loop = asyncio.get_running_loop()
-        signals = (signal.SIGTERM, signal.SIGINT)
-        for number in signals:
-            loop.add_signal_handler(number, self.handle_exit, number, None)
-        try:
-            yield
-        finally:
-            for number in signals:
-                loop.remove_signal_handler(number)
-
-
 def create_server(app: FastAPI, settings: ExtenderSettings) -> Server:
     """Build the server. It refuses clients without a certificate of the client CA in the TLS handshake.
 
@@ -228,4 +194,4 @@ def create_server(app: FastAPI, settings: ExtenderSettings) -> Server:
             "CARPOOL_EXTENDER_TLS_CERT, _TLS_KEY and _CLIENT_CA: expected a certificate, its private key, and a CA, "
             f"each in PEM, found {cert}, {key} and {client_ca}: {error}"
         ) from error
-    return Server(config)
+    return Server(config, "CARPOOL_EXTENDER")

@@ -5,7 +5,7 @@ import ssl
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from logging import LogRecord, getLogger
 from logging.handlers import BufferingHandler
 from pathlib import Path
@@ -73,6 +73,21 @@ class Endpoint:
     token: Token
     namespace: str = "default"
     """Namespace of the kubeconfig's context, or of the pod."""
+    has_certificate: bool = False
+    """Whether a client certificate identifies the caller, whatever the token."""
+
+    def for_token(self, token: str) -> "Endpoint":
+        """Return the same API server with the token of another caller.
+
+        Raises:
+            KubeConfigError: Its client certificate would identify the caller, because the API server looks at it first.
+        """
+        if self.has_certificate:
+            raise KubeConfigError(
+                f"the credentials for {self.server} are a client certificate, which would take the place of every "
+                "caller's token: run in a pod with a ServiceAccount, or name a kubeconfig with a token"
+            )
+        return replace(self, token=Token(lambda _: token))
 
 
 def load_endpoint(
@@ -124,6 +139,7 @@ def _from_kubeconfig(names: str, context: str | None) -> Endpoint:
         tls=tls if found.host.startswith("https://") else None,
         token=kubeconfig.token(found),
         namespace=kubeconfig.namespace,
+        has_certificate=bool(found.cert_file),
     )
 
 

@@ -51,7 +51,8 @@ MAX_EVENTS = 10
 """Events that `diagnose` prints."""
 
 
-async def _job(api: KubeApi, name: str, namespace: str | None) -> GpuTrainingJob:
+async def read_job(api: KubeApi, name: str, namespace: str | None) -> GpuTrainingJob:
+    """Read a job. Raises `UnansweredError` if it does not exist, else the errors of the API."""
     namespace = namespace or api.namespace
     try:
         return await api.get(GPU_TRAINING_JOBS, name, GpuTrainingJob, namespace=namespace)
@@ -78,7 +79,7 @@ def status(settings: KubeSettings, job: str | None, namespace: str | None, all_n
     async def question(api: KubeApi) -> list[JobView]:
         now = ServerClock(SystemClock(), api)
         if job is not None:
-            found = [await _job(api, job, namespace)]
+            found = [await read_job(api, job, namespace)]
         else:
             selector = Selector("" if all_namespaces else namespace or api.namespace)
             found = await list_all(api, GPU_TRAINING_JOBS, GpuTrainingJob, selector)
@@ -240,8 +241,8 @@ def diagnose(settings: KubeSettings, job: str, namespace: str | None, form: Form
     """
 
     async def question(api: KubeApi) -> Diagnosis:
-        found = await _job(api, job, namespace)
-        return diagnosis_of(found, await _events(api, found), ServerClock(SystemClock(), api).now())
+        found = await read_job(api, job, namespace)
+        return diagnosis_of(found, await read_events(api, found), ServerClock(SystemClock(), api).now())
 
     answer = ask(settings, question)
     if form.is_document:
@@ -274,7 +275,7 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:,.6g}"
 
 
-async def _events(api: KubeApi, job: GpuTrainingJob) -> list[EventView]:
+async def read_events(api: KubeApi, job: GpuTrainingJob) -> list[EventView]:
     """Return the latest events of a job and of its pods, the latest last."""
     found = await list_all(api, EVENTS, _Event, Selector(job.metadata.namespace))
     views = []
@@ -310,7 +311,7 @@ def logs(
     """Print the logs of the workers of JOB in its latest attempt; with several workers each line names its own."""
 
     async def question(api: KubeApi) -> bool:
-        found = await _job(api, job, namespace)
+        found = await read_job(api, job, namespace)
         where = Selector(found.metadata.namespace, labels=f"{LABEL_JOB}={job}")
         named = [(parse_worker_name(pod.metadata.name), pod) for pod in await list_all(api, PODS, Pod, where)]
         workers = [(name, pod) for name, pod in named if name is not None and name.job == job]

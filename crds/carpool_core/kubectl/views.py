@@ -89,6 +89,7 @@ class TenantView(Resource, frozen=True, kw_only=True):
     job: Annotated[str, field("Name of the job.")]
     pod: Annotated[str, field("Name of the pod.")]
     partition: Annotated[PartitionState | None, field("Whether the agent has prepared its share.")] = None
+    bound_mib: Annotated[int | None, field("Predicted upper bound of its memory, in MiB; absent if unknown.")] = None
     counted_mib: Annotated[int | None, field("Memory that placement counts, in MiB; absent: the whole GPU.")] = None
     use: Annotated[Tenant | None, field("Measured use, as in the GpuNode; absent before the first measurement.")] = None
     expected_slowdown: Annotated[float, field("Predicted slowdown when it was placed.")] = 1.0
@@ -244,6 +245,7 @@ def _tenants(node: GpuNode, uuid: GpuUuid) -> Iterator[TenantView]:
                 job=held.job_name,
                 pod=held.pod_name,
                 partition=states.get(held.pod_uid),
+                bound_mib=held.tenant.memory_mib,
                 counted_mib=held.tenant.counted_mib(0 if use is None else use.peak_memory_mib),
                 use=use,
                 expected_slowdown=held.expected_slowdown,

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import click
 import msgspec
-from carpool_core.clock import ServerClock, SystemClock
+from carpool_core.clock import Clock, ServerClock, SystemClock
 from carpool_core.durations import format_duration
 from carpool_core.keys import GROUP_VERSION, SCHEDULER_NAME
 from carpool_core.kube.api import CONFIG_MAPS, GPU_TRAINING_JOBS, PODS, KubeApi
@@ -265,6 +265,27 @@ async def read_site_settings(api: KubeApi, asked: AskSettings, flags: frozenset[
     return SiteSettings(settings, f"settings: {'; '.join(parts)}")
 
 
+class Site(NamedTuple):
+    """How an installation decides."""
+
+    settings: AskSettings
+    config: SchedulerConfig
+    options: Options
+    note: str
+    """A sentence with the settings that differ from the defaults, and their source."""
+
+
+async def read_site(
+    api: KubeApi, asked: AskSettings, flags: frozenset[str], clock: Clock, *, each_gpu: bool = False
+) -> Site:
+    """Return how the installation decides, by `read_site_settings`, whose errors it raises."""
+    site, note = await read_site_settings(api, asked, flags)
+    config = SchedulerConfig(find_policy(site.policy), site.slots_per_gpu, site.conditions.conditions())
+    job_options = JobOptions(site.job_policies, site.count_peaks, parse_tenancy_groups(site.tenancy_groups))
+    options = Options(ServerClock(clock, api), job_options, site.queue_order, site.default_duration_seconds, each_gpu)
+    return Site(site, config, options, note)
+
+
 def _text(settings: AskSettings, one: Setting) -> str:
     """Return the value of a setting as its environment variable has it; empty if it is unset."""
     value: Any = settings
@@ -360,7 +381,7 @@ def queue(settings: AskSettings, namespace: str | None, form: Format) -> None:
     async def question(api: KubeApi, _: AskSettings, config: SchedulerConfig, options: Options) -> QueueView:
         pending = await read_pending_jobs(api)
         if pending.unread:
-            raise UnansweredError(f"{pending.unread}; {_missing_rights(settings)}")
+            raise UnansweredError(f"{pending.unread}; {missing_rights(settings.site)}")
         found = forecast_queue(pending, await read_cluster(api, config), config, options)
         chosen = [one for one in found if namespace in (None, one.namespace)]
         return QueueView(order=options.order, items=chosen)
@@ -389,8 +410,9 @@ def queue(settings: AskSettings, namespace: str | None, form: Format) -> None:
     click.echo(table(columns, rows))
 
 
-def _missing_rights(settings: AskSettings) -> str:
-    role = f"{settings.site.rpartition('/')[2] or 'carpool'}-view"
+def missing_rights(site: str) -> str:
+    """Return the remedy for a missing right, at the installation NAMESPACE/NAME."""
+    role = f"{site.rpartition('/')[2] or 'carpool'}-view"
     return (
         "explain and what-if read jobs and GpuNodes of the whole cluster: an administrator can bind the ClusterRole "
         f"{role} by a ClusterRoleBinding (docs/security.md, Users)"
@@ -408,18 +430,13 @@ def _ask(settings: AskSettings, each_gpu: bool, question: _Question[T]) -> tuple
     clock, flags = SystemClock(), flags_given(click.get_current_context())
 
     async def run(api: KubeApi) -> tuple[T, str]:
-        site, note = await read_site_settings(api, settings, flags)
-        config = SchedulerConfig(find_policy(site.policy), site.slots_per_gpu, site.conditions.conditions())
-        job_options = JobOptions(site.job_policies, site.count_peaks, parse_tenancy_groups(site.tenancy_groups))
-        options = Options(
-            ServerClock(clock, api), job_options, site.queue_order, site.default_duration_seconds, each_gpu
-        )
-        return await question(api, site, config, options), note
+        site = await read_site(api, settings, flags, clock, each_gpu=each_gpu)
+        return await question(api, site.settings, site.config, site.options), site.note
 
     try:
         find_policy(settings.policy)  # wrong flags are reported even if the cluster cannot be reached
         settings.conditions.conditions()
-        return ask(settings.kube, run, clock=clock, missing_rights=_missing_rights(settings))
+        return ask(settings.kube, run, clock=clock, missing_rights=missing_rights(settings.site))
     except ManifestError as error:
         raise click.ClickException(str(error)) from error
     except (NoSuchJobError, SettingsError, UnknownPolicyError) as error:

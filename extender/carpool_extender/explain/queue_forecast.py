@@ -49,7 +49,8 @@ MAX_NAMED_AHEAD = 3
 """Jobs ahead that are named."""
 MAX_FORECAST = 200
 """Places in the queue for which a start is forecast: each end of a running job is a pass of the queue."""
-_NOT_FAILED = Selector(fields=f"spec.schedulerName={SCHEDULER_NAME},status.phase!=Failed")
+NOT_FAILED = Selector(fields=f"spec.schedulerName={SCHEDULER_NAME},status.phase!=Failed")
+"""Pods of Carpool's scheduler that have not failed."""
 ADMITTED = "the queue has admitted it, and kube-scheduler has not bound its pods yet"
 
 
@@ -122,13 +123,18 @@ async def read_pending_jobs(api: KubeApi) -> PendingJobs:
     """Read the jobs of all namespaces and their pods with the caller's rights."""
     what = "pods"
     try:
-        pods = await _list_valid(api, PODS, Pod, _NOT_FAILED)
+        pods = await _list_valid(api, PODS, Pod, NOT_FAILED)
         what = "jobs"
         jobs = await _list_valid(api, GPU_TRAINING_JOBS, JobRow)
     except Forbidden:
         return PendingJobs(unread=f"you may not list {what} of all namespaces")
     except KubeError as error:
         return PendingJobs(unread=f"{what} of all namespaces cannot be listed: {error}")
+    return pending_jobs(jobs, pods)
+
+
+def pending_jobs(jobs: Iterable[JobRow], pods: Iterable[Pod]) -> PendingJobs:
+    """Return all jobs with their pods; `pods` are those that `NOT_FAILED` selects."""
     of_job = dict[JobUid, list[Pod]]()
     for pod in pods:
         if (owner := job_owner_reference(pod.metadata)) is not None:

@@ -1,0 +1,93 @@
+"""`carpool board`."""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+
+import click
+import uvicorn
+from carpool_core import logs
+from carpool_core.clock import Clock, SystemClock
+from carpool_core.kube.api import KubeApi
+from carpool_core.kube.client import KubeClient
+from carpool_core.kube.config import Endpoint, KubeConfigError, load_endpoint
+from carpool_core.kube.errors import KubeError
+from carpool_core.kubectl.output import UnansweredError
+from carpool_core.settings import MisconfiguredError, SettingsError, click_options
+from carpool_extender.explain.commands import missing_rights, read_site
+from carpool_extender.settings import AskSettings
+from carpool_extender.uvicorn_server import Server
+
+from carpool_board.app import LOOPBACK, Board, create_app
+from carpool_board.settings import BoardSettings
+from carpool_board.viewers import Viewers
+from carpool_board.watch import ClusterWatch
+
+_SHUTDOWN_S = 2
+"""Time for open pages to end after a signal, in seconds; their streams of notices never end by themselves."""
+
+
+@click.command(short_help="Serve web pages of GPUs, queue and jobs.")
+@click_options(BoardSettings)
+def board(settings: BoardSettings) -> None:
+    """Serve read-only web pages of GPUs, queue and jobs until Ctrl-C: GPUs with their tenants, reasons, timelines.
+
+    The pages are at http://127.0.0.1:8044 and have your own rights. On another address, each request needs the viewer's
+    bearer token. /v1 describes the same documents as JSON.
+    """
+    logs.configure(settings.log, "board")
+    try:
+        asyncio.run(serve(settings, SystemClock()))
+    except (SettingsError, KubeConfigError) as error:
+        raise MisconfiguredError(str(error)) from error
+    except KubeError as error:
+        raise UnansweredError(f"the cluster could not be reached: {error}") from error
+
+
+def connecting(endpoint: Endpoint, clock: Clock) -> Callable[[str | None], AbstractAsyncContextManager[KubeApi]]:
+    """Return a function that opens a client with a token; None means the credentials of the endpoint."""
+    return lambda token: KubeClient(endpoint if token is None else endpoint.for_token(token), clock=clock)
+
+
+async def serve(settings: BoardSettings, clock: Clock) -> None:
+    """Serve until a signal.
+
+    Raises:
+        SettingsError: An address is not available.
+        KubeConfigError: The credentials cannot be used.
+        KubeError: The API server cannot be asked for the process's own rights.
+    """
+    endpoint = await asyncio.to_thread(load_endpoint, settings.kube)
+    needs_token = settings.host not in LOOPBACK
+    if needs_token:
+        endpoint.for_token("")  # raises now instead of at each request
+    asked, connect = AskSettings(site=settings.site), connecting(endpoint, clock)
+    viewers = Viewers(connect, clock, missing_rights(settings.site))
+    async with connect(None) as api:
+        watch = ClusterWatch(api, clock, lambda: read_site(api, asked, frozenset(), clock))
+        namespace = "" if needs_token else endpoint.namespace
+        app = create_app(Board(viewers, watch, clock, settings.site, needs_token=needs_token, namespace=namespace))
+        config = uvicorn.Config(
+            app, host=settings.host, port=settings.port, lifespan="off", ws="none", access_log=False, log_config=None,
+            log_level="warning", proxy_headers=False, server_header=False, timeout_graceful_shutdown=_SHUTDOWN_S,
+        )  # fmt: skip
+        server = _Server(config, "CARPOOL_BOARD")
+        tasks = [asyncio.create_task(one) for one in (server.serve(), watch.run(viewers))]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Server(Server):
+    """Prints its address once it listens."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        click.echo(f"the board is at http://{host}:{port} until Ctrl-C")

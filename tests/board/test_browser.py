@@ -1,0 +1,95 @@
+"""The board's pages in Debian's Chromium: accessibility in light and dark, the keyboard, live changes, 5,000 GPUs."""
+
+import contextlib
+import shutil
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+from axe_playwright_python.async_playwright import Axe
+from board_world import running, small_cluster, use
+from carpool_core.testing.clock import FakeClock
+from carpool_core.testing.kube import FakeKube
+from carpool_e2e.binaries import FOR_BROWSER, install_packages
+from carpool_extender.testing import gpu_node, seed_node, tenant
+from playwright.async_api import Page, async_playwright, expect
+from rich.console import Console
+from test_board import PAGES
+
+pytestmark = pytest.mark.e2e
+
+FIRST_PAINT = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
+
+
+@contextlib.asynccontextmanager
+async def browsing(scheme: str = "light") -> AsyncIterator[Page]:
+    """A page of a browser that fails the test on errors of scripts and of the content security policy."""
+    install_packages(FOR_BROWSER, Console())
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        page = await browser.new_page(color_scheme=scheme, viewport={"width": 1200, "height": 800})
+        errors = []
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("console", lambda message: errors.append(message.text) if "security" in message.text.lower() else None)
+        yield page
+        await browser.close()
+        assert errors == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_no_page_has_faults_of_accessibility(scheme):
+    async with running(small_cluster()) as world, browsing(scheme) as page:
+        for path in (*PAGES, "/nothing"):
+            await page.goto(world.url + path)
+            found = await Axe().run(page)
+            assert found.violations_count == 0, found.generate_report()
+            widths = "[document.documentElement.scrollWidth, innerWidth]"
+            wide, window = await page.evaluate(widths)
+            assert wide <= window
+
+
+async def test_keyboard_reaches_jobs_and_keeps_its_place_while_the_page_changes():
+    async with running(small_cluster()) as world, browsing() as page:
+        await page.goto(world.url)
+        await page.keyboard.press("Tab")
+        await expect(page.get_by_text("Skip to content")).to_be_focused()
+        await page.keyboard.press("Enter")
+        await expect(page.get_by_role("main")).to_be_focused()
+        link = page.get_by_role("link", name="default/small-b")
+        for _ in range(9):
+            await page.keyboard.press("Tab")
+            if await link.evaluate("link => link === document.activeElement"):
+                break
+        await expect(link).to_be_focused()
+        await expect(page.get_by_role("status")).to_have_text("live")
+        seed_node(world.kube, gpu_node("appears", 1))
+        await expect(page.get_by_text("appears")).to_be_visible(timeout=30_000)
+        await expect(link).to_be_focused()
+        await page.keyboard.press("Enter")
+        await expect(page.get_by_role("heading", level=1)).to_have_text("default/small-b")
+
+
+async def test_5000_gpus_are_painted_page_by_page():
+    kube = FakeKube(FakeClock())
+    for number in range(625):
+        name = f"node-{number:03}"
+        node = gpu_node(name, 8)
+        held = [tenant(f"j{number}-{gpu}-{at}", [f"GPU-{name}-{gpu}"]) for gpu in range(8) for at in range(3)]
+        uses = [use(one.pod_uid, one.gpu_uuids[0], 3000) for one in held]
+        replace = msgspec.structs.replace
+        status = replace(node.status, tenants=uses)
+        seed_node(
+            kube, node if number == 0 else replace(node, spec=replace(node.spec, reservations=held), status=status)
+        )
+    async with running(kube) as world, browsing() as page:
+        await page.goto(world.url)
+        await expect(page.get_by_role("rowgroup").filter(has_text="node-024")).to_be_visible()
+        assert await page.locator("svg.bar").count() == 25 * 8
+        milliseconds = await page.evaluate(FIRST_PAINT)
+        print(f"first contentful paint of 5,000 GPUs after {milliseconds:.0f} ms")  # shown with -s
+        assert milliseconds < 10_000
+        await page.get_by_role("link", name="Next").click()
+        await expect(page.get_by_text("node-049")).to_be_visible()
+        await page.get_by_label("Node, product or tenant").fill("default/j600-")
+        await page.get_by_role("button", name="Show").click()
+        await expect(page.get_by_text("8 GPUs, page 1 of 1")).to_be_visible()
