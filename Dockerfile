@@ -28,8 +28,9 @@ ARG PIP_EXTRA_INDEX_URL
 RUN pip --python /opt/carpool install --no-cache-dir -c constraints.txt "$(echo /wheels/carpool-*.whl)[${OPERATOR_EXTRAS}]" \
   && find /opt/carpool -type d -name tests -prune -exec rm -r {} +
 
+# The board runs on it, too.
 FROM requirements AS extender-requirements
-RUN pip --python /opt/carpool install --no-cache-dir -c constraints.txt "$(echo /wheels/carpool-*.whl)[extender]" \
+RUN pip --python /opt/carpool install --no-cache-dir -c constraints.txt "$(echo /wheels/carpool-*.whl)[extender,board]" \
   && find /opt/carpool -type d -name tests -prune -exec rm -r {} +
 
 FROM requirements AS agent-requirements

@@ -24,7 +24,8 @@ _INTRODUCTION = """Each process takes its settings as flags or as environment va
 An empty variable counts as unset. The description of a setting states the meaning of an empty value.
 
 The chart sets the variables of its workloads: from `settings` and `nodeAgent` in
-[values.yaml](../../helm/carpool/values.yaml), and metrics on port 9400 for each of them."""
+[values.yaml](../../helm/carpool/values.yaml), and metrics on port 9400 for each of them but the
+board, which has none."""
 
 _KINDS = {bool: "true or false", int: "integer", float: "number", str: "text", Path: "path"}
 _UNITS = {"_s": "s", "_seconds": "s", "_mib": "MiB", "port": "TCP port"}

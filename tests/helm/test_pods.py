@@ -17,9 +17,13 @@ pytestmark = pytest.mark.e2e
 MOST_MB = {"operator": 250, "extender": 200, "agent": 200}
 """Largest size of each image's unpacked layers."""
 
-WORKLOADS = ("deployment/carpool-operator", "deployment/carpool-scheduler", "daemonset/carpool-node-agent")
-OPERATOR, SCHEDULER, AGENT = WORKLOADS
-USERS = {f"{OPERATOR} -c operator": 65532, f"{SCHEDULER} -c extender": 65532, f"{AGENT} -c agent": 0}
+WORKLOADS = (
+    "deployment/carpool-operator", "deployment/carpool-scheduler", "daemonset/carpool-node-agent",
+    "deployment/carpool-board",
+)  # fmt: skip
+OPERATOR, SCHEDULER, AGENT, BOARD = WORKLOADS
+USERS = {f"{OPERATOR} -c operator": 65532, f"{SCHEDULER} -c extender": 65532, f"{AGENT} -c agent": 0,
+         f"{BOARD} -c board": 65532}  # fmt: skip
 """User of each container's process."""
 
 PROBE = """
@@ -30,6 +34,17 @@ for folder in ("/opt/carpool", "/usr"):
         pathlib.Path(folder, "new").touch()
     except OSError as error:
         print(error.strerror)
+"""
+
+
+VIEW = """
+import pathlib, urllib.error, urllib.request
+token = pathlib.Path("/var/run/secrets/kubernetes.io/serviceaccount/token").read_text()
+for headers in ({}, {"Authorization": f"Bearer {token}"}):
+    try:
+        print(urllib.request.urlopen(urllib.request.Request("http://127.0.0.1:8044/", headers=headers)).status)
+    except urllib.error.HTTPError as error:
+        print(error.code)
 """
 
 
@@ -44,8 +59,9 @@ def machine() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def installed(machine: Cluster, helm: str) -> Cluster:
-    """After `helm install` with no flag but for the registry and the simulated GPUs."""
-    values = ("--set=global.imageRegistry=localhost", f"--set=nodeAgent.simulatedGpus={PODS.kubelet_nodes['a100']}")
+    """After `helm install` with no flag but for the registry, the simulated GPUs and the board."""
+    gpus = f"--set=nodeAgent.simulatedGpus={PODS.kubelet_nodes['a100']}"
+    values = ("--set=global.imageRegistry=localhost", gpus, "--set=board.enabled=true")
     run_helm(machine, helm, "install", RELEASE, str(CHART), "--create-namespace", *values)
     return machine
 
@@ -84,6 +100,10 @@ def test_a_process_has_the_user_of_the_chart_and_cannot_write_its_files(
 ) -> None:
     arguments = [*container.split(), "-n", NAMESPACE, "--", "python", "-c", PROBE]
     assert installed.kubectl("exec", *arguments).split("\n") == [str(user), *["Read-only file system"] * 2, ""]
+
+
+def test_board_shows_gpus_to_those_whose_token_may_list_them(installed: Cluster) -> None:
+    assert installed.kubectl("exec", BOARD, "-n", NAMESPACE, "--", "python", "-c", VIEW).split() == ["401", "200"]
 
 
 def test_images_are_small(machine: Cluster) -> None:

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from carpool_board.settings import BoardSettings
 from carpool_core.kube.api import CONFIG_MAPS
+from carpool_core.settings import load, settings_of
 from carpool_core.testing.kube import FakeKube
 from carpool_extender.explain.commands import read_site_settings
 from carpool_extender.framework.filters import Quantile
@@ -43,6 +45,21 @@ def written(account: str) -> dict[str, set[str]]:
 @pytest.mark.parametrize("name", OWN)
 def test_security_page_lists_exactly_the_rights(chart: Any, name: str) -> None:
     assert written(name) == rights(chart.one("ClusterRole", name))
+
+
+def test_board_lists_and_watches_only_and_runs_only_if_asked_for(render: Any) -> None:
+    assert [one["metadata"]["name"] for one in render().objects if "carpool-board" in str(one)] == []
+    chart = render(board={"enabled": True}, networkPolicies={"enabled": True})
+    found = rights(chart.one("ClusterRole", "carpool-board"))
+    watched = ("carpool.dev/gputrainingjobs", "carpool.dev/gpunodes", "pods", "nodes")
+    assert written("carpool-board") == found == {kind: {"list", "watch"} for kind in watched}
+    [rule] = chart.one("Role", "carpool-board")["rules"]
+    assert (rule["resourceNames"], rule["verbs"]) == (["carpool-settings"], ["get"])
+    assert chart.one("NetworkPolicy", "carpool-board")["spec"]["ingress"][0]["ports"][0]["port"] == 8044
+    environment = chart.environment("board")
+    settings = load(BoardSettings, environment)
+    assert {one.env for one in settings_of(BoardSettings)} >= environment.keys()
+    assert (settings.host, settings.port, settings.site) == ("0.0.0.0", 8044, "carpool-system/carpool")  # noqa: S104
 
 
 def test_with_namespaces_the_operator_has_its_rights_there_only(render: Any) -> None:
