@@ -57,7 +57,7 @@ def suites() -> dict[str, ModuleType]:
     """Import the module of each suite.
 
     A module has `inputs(is_whole)`, the columns of each file that it reads, and `run(data, out, progress)`: it writes
-    the model card and its figures. `frozen(data)` is optional: it evaluates the shipped model without fitting.
+    the model card and its figures. `frozen(data)` evaluates the shipped model without fitting.
     """
     from carpool_research.activity import report as activity
     from carpool_research.memory import report as memory
@@ -99,12 +99,9 @@ def check_inputs(data: Path, chosen: Iterable[ModuleType], *, is_whole: bool) ->
 def evaluate(data: Path, suite: str, out: Path, frozen: bool) -> None:
     """Evaluate the predictors on measurements, and write the model cards with every table and figure."""
     chosen = {name: module for name, module in suites().items() if suite in ("all", name)}
-    if frozen:
-        chosen = {name: module for name, module in chosen.items() if hasattr(module, "frozen")}
-        if not chosen:
-            raise InputError(f"suite {suite!r} cannot evaluate the shipped model without fitting; leave out --frozen")
     try:
-        check_inputs(data, chosen.values(), is_whole=not frozen)
+        if not frozen:
+            check_inputs(data, chosen.values(), is_whole=True)
         for number, (name, module) in enumerate(chosen.items(), start=1):
             click.echo(f"suite {name} ({number} of {len(chosen)}) ...", err=True)
             if frozen:

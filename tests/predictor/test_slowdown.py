@@ -13,7 +13,7 @@ from carpool_predictor.models.slowdown import (
     slowdown_interval,
     slowdowns,
     solo_activity,
-    upper_margin,
+    upper_factor,
 )
 from carpool_research.slowdown.fit import exact_slowdowns
 from hypothesis import given
@@ -134,7 +134,7 @@ def test_the_interval_holds_the_median_and_vanishes_without_neighbours(mode, pro
     here = np.ones((1, len(profiles)), bool)
     (lower,), (upper,) = slowdown_interval(mode, *columns, here)
     median = of(mode, profiles)
-    assert upper == pytest.approx(median + upper_margin(mode, columns[0], here)[0])
+    assert upper == pytest.approx(median * upper_factor(mode, columns[0], here)[0])
     assert (lower >= 1).all()
     assert (lower <= median).all()
     assert (median <= upper).all()

@@ -48,18 +48,25 @@ def test_training_recovers_the_parameters_of_the_data(tmp_path, monkeypatch):
     write_gpumemnet(tmp_path)
     model = msgspec.json.decode(train_slowdown(tmp_path, tmp_path / "out").read_bytes(), type=SlowdownModel)
     assert model.holding == 1.6  # kinds have equal weight, and the CNNs are half busy, where k matters most
+    assert model.models == 3
     names = ("holding_runs", "step_exponent", "step_curves", "pairs")
     assert [model.provenance[name] for name in names] == [110, 3.0, 3, 15 * 16 / 2]
 
 
-def test_a_factor_is_a_quantile_of_the_error_over_the_neighbours_busy_share():
-    busy = np.tile([0.5, 1.0], (100, 1))
-    beyond = np.repeat(np.arange(100) / 100, 2).reshape(100, 2)  # as a share of the neighbour's busy share
-    predicted = np.full((100, 2), 1.2)
-    held_out = gavel.Queueing(predicted + beyond * busy, predicted, np.full((100, 2), 1.1), busy)
-    time_slicing, side_by_side = gavel.factors(held_out, 0.9)
-    assert time_slicing == pytest.approx(0.9, abs=0.01)
-    assert side_by_side == pytest.approx(np.quantile(beyond + 0.1 / busy, 0.9), abs=0.01)
+def test_a_factor_is_the_largest_of_the_models_quantiles():
+    """One model of many rows does not hide the errors of another."""
+    models = np.array([["calm", "calm"]] * 90 + [["wild", "wild"]] * 10)
+    errors = np.where(models == "wild", 0.4, 0.1) * np.repeat(np.linspace(0, 1, 100), 2).reshape(100, 2)
+    assert gavel.factor(errors, models, 0.9) == pytest.approx(np.quantile(errors[90:], 0.9), abs=0.01)
+    assert gavel.factor(-errors - 0.1, models, 0.9) == 0.0  # an end does not cross the median
+
+
+def test_errors_behind_mps_count_over_the_neighbours_busy_share():
+    whole = np.full((3, 2), 2.0)
+    held_out = gavel.Queueing(whole, np.ones((3, 2)), np.ones((3, 2)), whole / 4, np.full((3, 2), "A"))
+    time_slicing, behind_mps = held_out.log_errors
+    assert time_slicing == pytest.approx(np.log(whole))
+    assert behind_mps == pytest.approx(2 * np.log(whole))
 
 
 def test_pairs_are_predicted_by_the_shipped_formulas(tmp_path):

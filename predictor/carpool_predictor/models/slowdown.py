@@ -20,9 +20,10 @@ MPS. There is no contention below saturation: co-location pays while the joint S
 
     x_i = 1 + max over sm, dram of max(0, sum of a_j - max(0.8, a_i))
 
-The interval's upper end adds f * sum of the other jobs' u_j; the lower end subtracts another f. Each factor is a
-quantile over Gavel's pairs that had no part in the fit. Not modelled: bursts, caches, thread percentages. Whole GPUs
-and MIG instances have no slowdown.
+The interval's ends are s * exp(f * v) and s / exp(f' * v), at least 1. Behind MPS v = min(1, sum of the other u_j), and
+under time-slicing v = 1 beside any busy job. f and f' come from Gavel's pairs: quantiles of the error's logarithm for
+each model, of which the largest counts. Not modelled: bursts, caches, thread percentages. Whole GPUs and MIG instances
+have no slowdown.
 """
 
 from collections.abc import Sequence
@@ -58,15 +59,17 @@ class SlowdownModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     holding: Annotated[float, Meta(ge=1, le=10)]
     """k: a job with utilization u delays arriving requests for about u^k of the time, while it need not wait itself."""
     level: Annotated[float, Meta(gt=0, lt=1)]
-    """Share of slowdowns below the interval's upper end, and as many above its lower end."""
-    turns_factor: Annotated[float, Meta(ge=0, le=100)]
+    """Share of a model's slowdowns below the interval's upper end, and as many above its lower end."""
+    models: Annotated[int, Meta(ge=1)]
+    """n: the level holds for n of n + 1 models, if a new one is like the measured ones."""
+    turns_factor: Annotated[float, Meta(ge=0, le=10)]
     """f under time-slicing."""
-    side_by_side_factor: Annotated[float, Meta(ge=0, le=100)]
-    """f under MPS; larger, because the sharing mode of the measured pairs is unknown."""
-    turns_below: Annotated[float, Meta(ge=0, le=100)]
-    """Like f, from the median down to the lower end, under time-slicing."""
-    side_by_side_below: Annotated[float, Meta(ge=0, le=100)]
-    """The same under MPS."""
+    side_by_side_factor: Annotated[float, Meta(ge=0, le=10)]
+    """f under MPS; larger, because short kernels queue behind long ones."""
+    turns_below: Annotated[float, Meta(ge=0, le=10)]
+    """f' under time-slicing."""
+    side_by_side_below: Annotated[float, Meta(ge=0, le=10)]
+    """f' under MPS."""
     provenance: dict[str, str | float | int]
     """Training data."""
 
@@ -101,14 +104,14 @@ def slowdowns(
     return np.ones(np.shape(util))
 
 
-def upper_margin(mode: SharingMode, util: Ratios, present: NDArray[np.bool_] | None = None) -> Slowdowns:
-    """Return the upper quantile less the median, shape (gpus, tenants); 0 where the mask is false.
+def upper_factor(mode: SharingMode, util: Ratios, present: NDArray[np.bool_] | None = None) -> Slowdowns:
+    """Return the interval's upper end over the median, shape (gpus, tenants); 1 where the mask is false.
 
     The arguments are those of `slowdowns`.
     """
     model = shipped()
     factors = {SharingMode.TIME_SLICING: model.turns_factor, SharingMode.MPS: model.side_by_side_factor}
-    return _margin(factors.get(mode, 0.0), util, present)
+    return _end(mode, factors.get(mode, 0.0), util, present)
 
 
 def slowdown_interval(
@@ -120,15 +123,17 @@ def slowdown_interval(
     """
     model, median = shipped(), slowdowns(mode, util, sm, dram, present)
     below = {SharingMode.TIME_SLICING: model.turns_below, SharingMode.MPS: model.side_by_side_below}
-    lower: Slowdowns = np.maximum(1.0, median - _margin(below.get(mode, 0.0), util, present))
-    return lower, median + upper_margin(mode, util, present)
+    lower: Slowdowns = np.maximum(1.0, median / _end(mode, below.get(mode, 0.0), util, present))
+    return lower, median * upper_factor(mode, util, present)
 
 
-def _margin(factor: float, util: Ratios, present: NDArray[np.bool_] | None) -> Slowdowns:
-    """Return a factor times the other tenants' utilization, shape (gpus, tenants); 0 where the mask is false."""
+def _end(mode: SharingMode, factor: float, util: Ratios, present: NDArray[np.bool_] | None) -> Slowdowns:
+    """Return exp(factor * v), shape (gpus, tenants); 1 where the mask is false."""
     busy = _masked(util, present)
-    margin: Slowdowns = factor * (busy.sum(axis=1, keepdims=True) - busy)
-    return margin if present is None else np.where(present, margin, 0.0)
+    others = busy.sum(axis=1, keepdims=True) - busy
+    v = np.minimum(1.0, others) if mode is SharingMode.MPS else others > 0
+    end: Slowdowns = np.exp(factor * v)
+    return end if present is None else np.where(present, end, 1.0)
 
 
 def _ratios(values: Ratios) -> Slowdowns:

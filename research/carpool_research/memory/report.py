@@ -59,6 +59,10 @@ _SPLITS = (
 
 SEED = 20260101
 OUTER_FOLDS = 5
+FOLD_SEEDS = range(5)
+"""Seeds of other divisions into folds."""
+FAMILY_ROWS = 90
+"""Share of a family's rows, in percent, that the bound should cover."""
 CLASS_MIB = 8192
 FEWEST_ROWS = 10
 """Rows from which a family can count as the worst one."""
@@ -252,6 +256,7 @@ def _write(
     splits: Mapping[str, Judged],
     others: Mapping[str, Mapping[str, float]],
     few: Mapping[int, float],
+    seeds: Mapping[int, Judged],
 ) -> tuple[Path, ...]:
     """Write `memory.md` and its figures; return their paths."""
     model, by_family = shipped(), next(iter(splits.values()))
@@ -302,8 +307,21 @@ def _write(
         ),
         "few": markdown([{"calibration jobs": str(n), "median error": f"{error:.2f}%"} for n, error in few.items()]),
         "first": markdown(_first_runs(by_family)),
+        "seeds": markdown([_by_seed(seed, judged) for seed, judged in seeds.items()]),
     }
     return (write_card(__package__, out / "memory.md", texts), *_draw(by_family, out / "figures"))
+
+
+def _by_seed(seed: int, judged: Judged) -> dict[str, str]:
+    """Return the figures of one division of the families into folds."""
+    figures, shares = judged.figures(), [share for _, rows, share in judged.families() if rows >= FEWEST_ROWS]
+    names = (EVENLY, "worst family", "bound over actual", "its mean", "right class", "class too small")
+    covered = f"{sum(share >= FAMILY_ROWS for share in shares)} of {len(shares)}"
+    return {
+        "fold seed": str(seed),
+        f"families with {FAMILY_ROWS}% of their rows under the bound": covered,
+        **{name: _cell(name, figures[name]) for name in names},
+    }
 
 
 def _first_runs(judged: Judged) -> list[dict[str, str]]:
@@ -385,7 +403,11 @@ def run(data: Path, out: Path, progress: Progress = silent) -> Report:
         "families held out, rows before cleaning": judge(folds, uncleaned, _family),
     }
     few = {jobs: few_jobs(samples, jobs) for jobs in (3, 10, 20, 50)}
-    files = _write(out, rows, splits, baselines(samples, progress), few)
+    seeds = {
+        seed: judge(fit_folds(samples, _family, f"families, seed {seed},", progress, seed), samples, _family)
+        for seed in FOLD_SEEDS
+    }
+    files = _write(out, rows, splits, baselines(samples, progress), few, seeds)
     return Report("memory", targets(by_family.figures(), few[20]), files)
 
 

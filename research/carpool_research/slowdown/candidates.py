@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 from carpool_core.values import SharingMode
-from carpool_predictor.models.slowdown import MeanValueAnalysis, shipped, slowdowns
+from carpool_predictor.models.slowdown import MeanValueAnalysis, shipped, slowdowns, upper_factor
 from numpy.typing import NDArray
 
 from carpool_research.slowdown.gavel import Gavel, busy_shares
 from carpool_research.slowdown.lucid import Pairs
 
+MODES = (SharingMode.TIME_SLICING, SharingMode.MPS)
 SEEDS = range(5)
 FOLDS = 5
 HIDING = 1.5
@@ -30,22 +31,29 @@ class Speeds:
 
     busy: Numbers
     """(n, 2) Busy shares alone, 0..1."""
+    sm: Numbers
+    """(n, 2) SM activity alone, 0..1."""
+    dram: Numbers
+    """(n, 2) DRAM activity alone, 0..1."""
     is_mps: Bools
     """(n,) Whether the pair ran behind MPS."""
     speed: Numbers
     """(n,) Speed relative to solo."""
-    models: Sequence[frozenset[str]]
-    """(n,) Architectures of both jobs."""
+    models: Sequence[tuple[str, str]]
+    """(n,) Architectures of both jobs, the first one's first."""
 
     def where(self, chosen: Bools) -> "Speeds":
         """Return the chosen rows."""
         kept = [models for models, is_chosen in zip(self.models, chosen, strict=True) if is_chosen]
-        return Speeds(self.busy[chosen], self.is_mps[chosen], self.speed[chosen], kept)
+        busy, sm, dram = self.busy[chosen], self.sm[chosen], self.dram[chosen]
+        return Speeds(busy, sm, dram, self.is_mps[chosen], self.speed[chosen], kept)
 
     def __add__(self, other: "Speeds") -> "Speeds":
         """Return the rows of both."""
         return Speeds(
             np.concatenate([self.busy, other.busy]),
+            np.concatenate([self.sm, other.sm]),
+            np.concatenate([self.dram, other.dram]),
             np.concatenate([self.is_mps, other.is_mps]),
             np.concatenate([self.speed, other.speed]),
             [*self.models, *other.models],
@@ -59,8 +67,14 @@ Fit = Callable[[Speeds, int], Predict]
 
 def from_lucid(pairs: Pairs) -> Speeds:
     """Return Lucid's pairs, which ran under time-slicing."""
-    models = [frozenset(both) for both in pairs.models]
-    return Speeds(pairs.busy, np.zeros(len(pairs.raw), np.bool_), 1 / pairs.raw, models)
+    is_mps = np.zeros(len(pairs.raw), np.bool_)
+    return Speeds(pairs.busy, estimated_sm(pairs.busy), pairs.memory, is_mps, 1 / pairs.raw, pairs.models)
+
+
+def estimated_sm(busy: Numbers) -> Numbers:
+    """Return SM activity from busy shares."""
+    found: Numbers = busy ** shipped().holding
+    return found
 
 
 def from_gavel(gavel: Gavel) -> Speeds:
@@ -71,8 +85,9 @@ def from_gavel(gavel: Gavel) -> Speeds:
         if pair.one in busy and pair.other in busy:
             rows += [(busy[pair.one], busy[pair.other]), (busy[pair.other], busy[pair.one])]
             speeds += [1 / slowdown for slowdown in pair.slowdowns]
-            models += [frozenset((pair.one[1], pair.other[1]))] * 2
-    return Speeds(np.array(rows), np.ones(len(rows), np.bool_), np.array(speeds), models)
+            models += [(pair.one[1], pair.other[1]), (pair.other[1], pair.one[1])]
+    shares, is_mps = np.array(rows).reshape(-1, 2), np.ones(len(rows), np.bool_)
+    return Speeds(shares, estimated_sm(shares), np.zeros(shares.shape), is_mps, np.array(speeds), models)
 
 
 def _fixed(slowdown: Callable[[Numbers], Numbers]) -> Fit:
@@ -93,15 +108,18 @@ def hidden_host(busy: Numbers) -> Numbers:
     return found
 
 
-def _shipped(_: Speeds, seed: int) -> Predict:
-    def predict(rows: Speeds) -> Numbers:
-        dram = np.zeros(rows.busy.shape)
-        args = rows.busy, rows.busy ** shipped().holding, dram
-        by_mode = [slowdowns(mode, *args)[:, 0] for mode in (SharingMode.TIME_SLICING, SharingMode.MPS)]
-        found: Numbers = 1 / np.where(rows.is_mps, by_mode[1], by_mode[0])
-        return found
+def shipped_median(rows: Speeds) -> Numbers:
+    """Return the slowdowns of the first jobs by the shipped model."""
+    turns, mps = (slowdowns(mode, rows.busy, rows.sm, rows.dram)[:, 0] for mode in MODES)
+    found: Numbers = np.where(rows.is_mps, mps, turns)
+    return found
 
-    return predict
+
+def shipped_upper(rows: Speeds) -> Numbers:
+    """Return the upper ends of their intervals."""
+    turns, mps = (upper_factor(mode, rows.busy)[:, 0] for mode in MODES)
+    found: Numbers = shipped_median(rows) * np.where(rows.is_mps, mps, turns)
+    return found
 
 
 def _learned(regressor: Callable[[int, int], Any], most: int | None = None) -> Fit:
@@ -144,7 +162,7 @@ CANDIDATES: Mapping[str, Fit] = {
     "no slowdown": _fixed(lambda busy: np.ones(len(busy))),
     "max(1, Σutil)": _fixed(lambda busy: busy.sum(axis=1)),
     "mean-value analysis, k = 1": _fixed(mean_value_analysis(1.0)),
-    "shipped": _shipped,
+    "shipped": lambda _, seed: lambda rows: 1 / shipped_median(rows),
     "shipped, time-slicing form everywhere": _fixed(lambda busy: mean_value_analysis(shipped().holding)(busy)),
     "the same with hidden host time": _fixed(hidden_host),
     "Gaussian process": _learned(_gaussian, GAUSSIAN_ROWS),
@@ -171,7 +189,7 @@ def models_held_out(own: Speeds, other: Speeds) -> Iterator[Split]:
     names = sorted(frozenset().union(*own.models))
     for seed in SEEDS:
         for fold in np.array_split(np.random.default_rng(seed).permutation(names), FOLDS):
-            tested = np.array([not models.isdisjoint(fold.tolist()) for models in own.models])
+            tested = np.array([not set(models).isdisjoint(fold.tolist()) for models in own.models])
             if tested.any():
                 yield Split(own.where(~tested) + other, own.where(tested), seed)
 

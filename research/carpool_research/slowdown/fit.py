@@ -79,7 +79,7 @@ def best_exponent(runs: Sequence[Runs], activity: Activity = sm_active) -> float
     return min(EXPONENTS, key=lambda exponent: error(runs, exponent, activity))
 
 
-VERSION = "2026.11.4"
+VERSION = "2026.11.5"
 LEVEL = 0.9
 
 
@@ -93,16 +93,18 @@ def learn(data: Path) -> SlowdownModel:
     k = best_exponent(list(runs.values()))
     hiding = gavel.most_cautious(gavel.errors_by_exponent(measured))
     held_out = gavel.queueing(measured, hiding, k)
-    time_slicing, side_by_side = gavel.factors(held_out, LEVEL)
-    turns_below, side_by_side_below = (-below for below in gavel.factors(held_out, 1 - LEVEL))
+    above, below = (
+        [gavel.factor(sign * errors, held_out.models, LEVEL) for errors in held_out.log_errors] for sign in (1, -1)
+    )
     return SlowdownModel(
         version=VERSION,
         holding=k,
         level=LEVEL,
-        turns_factor=time_slicing,
-        side_by_side_factor=side_by_side,
-        turns_below=max(0.0, turns_below),
-        side_by_side_below=max(0.0, side_by_side_below),
+        models=len(np.unique(held_out.models)),
+        turns_factor=above[0],
+        side_by_side_factor=above[1],
+        turns_below=below[0],
+        side_by_side_below=below[1],
         provenance={
             "holding": "itu-rad/GPUMemNet, MLPs and CNNs (A100)",
             "holding_runs": sum(len(of.busy) for of in runs.values()),

@@ -1,4 +1,4 @@
-"""Fits the upper quantile of slowdowns to Gavel's measurements (K80, P100, V100). Needs the extra `train`.
+"""Fits the interval of slowdowns to Gavel's measurements (K80, P100, V100). Needs the extra `train`.
 
 Gavel measured throughputs alone, at several batch sizes, and of pairs behind MPS, but no utilization. A step of batch b
 takes (a^p + (c + d b)^p)^(1/p): host time a, GPU time c + d b, and an exponent p for their overlap; p = 1 is none. All
@@ -8,7 +8,7 @@ taken among those within one standard error of the best, over jobs. Busy shares 
 
 Behind MPS kernels queue in the order of their launch, so that a job of short kernels loses to one of long kernels. A
 weight per job describes this. It is fitted to pairs and not shipped, because time-slicing gives equal slices. With the
-weights, the pairs show the width of the upper quantile under time-slicing. The width under MPS comes from predictions
+weights, the pairs show the width of the interval under time-slicing. The width under MPS comes from predictions
 without weights, with SM activity from busy shares and without contention for DRAM, which Gavel did not measure.
 """
 
@@ -76,6 +76,13 @@ class Queueing:
     """Predicted slowdowns under MPS, with SM activity from busy shares."""
     neighbour_busy: Numbers
     """Busy shares of the other job, from solo throughputs."""
+    models: NDArray[np.str_]
+    """Models of the slowed jobs."""
+
+    @property
+    def log_errors(self) -> tuple[Numbers, Numbers]:
+        """Errors that give the factors under time-slicing and behind MPS."""
+        return np.log(self.measured / self.weighted), np.log(self.measured / self.side_by_side) / self.neighbour_busy
 
 
 def read(data: Path) -> Gavel:
@@ -237,7 +244,8 @@ def queueing(gavel: Gavel, exponent: float, holding: float) -> Queueing:
         weighted[test] = Weights(shares, index[test], holding).predict(fitted.x)
     own = shares[index]
     side_by_side = slowdowns(SharingMode.MPS, own, own**holding, np.zeros(own.shape))
-    return Queueing(measured, weighted, side_by_side, own[:, ::-1])
+    models = np.array([(pair.one[1], pair.other[1]) for pair in pairs])
+    return Queueing(measured, weighted, side_by_side, own[:, ::-1], models)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,14 +276,16 @@ class Weights:
         return found
 
 
-def factors(held_out: Queueing, level: float) -> tuple[float, float]:
-    """Return the factors of a neighbour's busy share that lead from the median to a quantile of slowdowns.
+def factor(log_errors: Numbers, models: NDArray[np.str_], level: float) -> float:
+    """Return a factor of the interval: conformal, with the slowed model as the unit.
 
-    Returns:
-        Factors under time-slicing and under MPS.
+    Each model gives a quantile of its errors, and the largest counts. It holds for n of n + 1 models.
+
+    Args:
+        log_errors: Logarithm of measured over predicted slowdown for the upper end, its negative for the lower one;
+            behind MPS over the other job's busy share.
+        models: Models of the slowed jobs.
+        level: Share of a model's slowdowns that the end holds.
     """
-    return _factor(held_out.weighted, held_out, level), _factor(held_out.side_by_side, held_out, level)
-
-
-def _factor(predicted: Numbers, held_out: Queueing, level: float) -> float:
-    return round(float(np.quantile((held_out.measured - predicted) / held_out.neighbour_busy, level)), 3)
+    quantiles = [np.quantile(log_errors[models == one], level, method="higher") for one in np.unique(models)]
+    return round(max(0.0, *map(float, quantiles)), 3)

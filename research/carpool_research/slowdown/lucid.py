@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 from carpool_core.values import SharingMode
-from carpool_predictor.models.slowdown import MeanValueAnalysis, slowdowns, upper_margin
+from carpool_predictor.models.slowdown import MeanValueAnalysis, slowdowns, upper_factor
 from numpy.typing import NDArray
 
 from carpool_research.tables import number, read_table
@@ -150,9 +150,7 @@ def shipped_median(pairs: Pairs) -> Numbers:
 
 def shipped_upper(pairs: Pairs) -> Numbers:
     """Predict the upper quantile."""
-    every = np.ones(pairs.busy.shape, np.bool_)
-    median = slowdowns(SharingMode.TIME_SLICING, pairs.busy, pairs.busy, pairs.memory, every)
-    return (median + upper_margin(SharingMode.TIME_SLICING, pairs.busy, every))[:, 0]
+    return shipped_median(pairs) * upper_factor(SharingMode.TIME_SLICING, pairs.busy)[:, 0]
 
 
 def bard(pairs: Pairs) -> Numbers:

@@ -89,7 +89,7 @@ def replay(seen: Sequence[Occasion], seed: int) -> Iterator[Outcome]:
             family, other = one.families[mine], one.families[its]
             coefficients, width = correction(known, family, other)
             expected = max(1.0, prior[mine] * correction_factor(coefficients, one.busy[mine], one.busy[its]))
-            highest = expected * (1 + (upper[mine] - prior[mine]) / expected) ** width
+            highest = expected * (upper[mine] / prior[mine]) ** width
             speed, by_prior = one.speeds[mine], 1 / prior[mine]
             yield Outcome(earlier[pair], abs(speed - by_prior), abs(speed - 1 / expected), 1 / speed <= highest)
             ratio = float(np.log(max(1.0, 1 / speed) / prior[mine]))

@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from carpool_research.report import Metric, Progress, Report, counted, markdown, save, silent, write_card
-from carpool_research.slowdown import fit, gavel, lucid
-from carpool_research.slowdown.fit import MAX_ERROR, MIN_FOUND, Runs
+from carpool_research.slowdown import candidates, fit, gavel, lucid, online, profiled
+from carpool_research.slowdown.fit import LEVEL, MAX_ERROR, MIN_FOUND, Runs
 from carpool_research.slowdown.gavel import LeftOutErrors, Queueing
 from carpool_research.slowdown.lucid import BASELINES, EXACT, FOUND, Pairs, Score, forest, score
 from carpool_research.tables import KINDS, file_of
@@ -32,6 +32,7 @@ def _texts(
     held_out: Queueing,
     pairs: Pairs,
     scores: Mapping[str, Score],
+    selection: Mapping[str, candidates.Result],
 ) -> dict[str, str]:
     """Return the tables and numbers of the card."""
     upper, median = lucid.shipped_upper(pairs), lucid.shipped_median(pairs)
@@ -51,6 +52,11 @@ def _texts(
         "gavel_largest": f"{held_out.measured.max():.1f}",
         "gavel": markdown(_behind_mps(held_out)),
         "gavel_above": f"{100 * float((held_out.measured > held_out.side_by_side).mean()):.0f}",
+        "selection": markdown(_selection(selection)),
+        "winner": candidates.winner(selection),
+        "interval_models": str(model.models),
+        "interval_share": f"{100 * model.models / (model.models + 1):.0f}",
+        "interval": markdown(_interval(held_out, pairs)),
         "gavel_limits": markdown(fit.limits_table(held_out.measured.ravel(), behind_mps, {})),
         "lucid_slowdowns": str(len(pairs.slowdown)),
         "lucid_pairs": str(len(pairs.slowdown) // 2),
@@ -64,6 +70,7 @@ def _texts(
         "upper_ratio": f"{float((upper / median).mean()):.2f}",
         "error_large": f"{off[bad].mean():.3f}",
         "error_small": f"{off[~bad].mean():.3f}",
+        "right": f"{profiled.right_percent(median, pairs.slowdown):.0f}",
         "repeated": f"{lucid.repeated_difference(pairs):.3f}",
         "faster": f"{100 * float((pairs.raw < 1).mean()):.0f}",
         "by_neighbour": markdown(_by_neighbour(pairs)),
@@ -115,8 +122,43 @@ def _behind_mps(held_out: Queueing) -> list[dict[str, str]]:
     ]
 
 
+def _selection(results: Mapping[str, candidates.Result]) -> list[dict[str, str]]:
+    return [
+        {"candidate": name}
+        | {kind: f"{error:.3f}" for kind, error in one.errors.items()}
+        | {"score": f"{one.score:.3f}"}
+        for name, one in results.items()
+    ]
+
+
+def _interval(held_out: Queueing, pairs: Pairs) -> list[dict[str, str]]:
+    """Return the shares of slowdowns below the interval's upper end and above its lower one."""
+    turns, mps = held_out.log_errors
+    names, of_lucid = (
+        np.array([model for model, _ in pairs.models]),
+        np.log(pairs.slowdown / lucid.shipped_median(pairs)),
+    )
+    table = []
+
+    def add(mode: str, tested: str, errors: Numbers, given: Numbers, models: NDArray[np.str_]) -> None:
+        above, below = (gavel.factor(sign * given, models, LEVEL) for sign in (1, -1))
+        row = {"mode": mode, "tested on": tested, "slowdowns": f"{errors.size:,}", "factor": f"{np.exp(above):.2f}"}
+        shares = {"below the upper end": (errors <= above).mean(), "above the lower end": (errors >= -below).mean()}
+        table.append(row | {name: f"{share:.0%}" for name, share in shares.items()})
+
+    for mode, errors in (("time-slicing", turns), ("MPS", mps)):
+        for model in np.unique(held_out.models):
+            is_own = held_out.models == model
+            add(mode, f"Gavel, {model} held out", errors[is_own], errors[~is_own], held_out.models[~is_own])
+    for model in np.unique(names):
+        add("time-slicing", f"Lucid, {model}, learned on Gavel", of_lucid[names == model], turns, held_out.models)
+    add("time-slicing", "Lucid, learned on Gavel", of_lucid, turns, held_out.models)
+    add("time-slicing", "Gavel, learned on Lucid", turns, of_lucid, names)
+    return table
+
+
 def _upper_by_mps(held_out: Queueing) -> Numbers:
-    upper: Numbers = held_out.side_by_side + shipped().side_by_side_factor * held_out.neighbour_busy
+    upper: Numbers = held_out.side_by_side * np.exp(shipped().side_by_side_factor * held_out.neighbour_busy)
     return upper
 
 
@@ -163,15 +205,21 @@ def run(data: Path, out: Path, progress: Progress = silent) -> Report:
     by_exponent = gavel.errors_by_exponent(measured)
     held_out = gavel.queueing(measured, gavel.most_cautious(by_exponent), shipped().holding)
     pairs = lucid.read(data)
+    progress("candidates, models and sources held out")
+    rows, others = candidates.from_lucid(pairs), candidates.from_gavel(measured)
+    selection = candidates.compare(candidates.splits(rows, others))
     engine = fit.best_exponent(list(runs.values()), fit.engine_active)
     predictions = _predictions(pairs, engine, progress)
     scores = {name: score(predicted, pairs) for name, predicted in predictions.items()}
     picture = out / "figures" / "slowdown-predicted.svg"
     picture.parent.mkdir(parents=True, exist_ok=True)
     save(_draw(pairs, predictions[OURS]), picture)
-    texts = _texts(runs, by_exponent, held_out, pairs, scores)
+    texts = _texts(runs, by_exponent, held_out, pairs, scores, selection) | {"online": markdown(online.table(data))}
     page = write_card(__package__, out / "slowdown.md", texts)
-    return Report("slowdown", _figures(scores), (page, picture))
+    return Report("slowdown", (*_figures(scores), *profiled.judge(rows)), (page, picture))
+
+
+frozen = profiled.frozen
 
 
 def _predictions(pairs: Pairs, engine: float, progress: Progress) -> dict[str, Numbers]:

@@ -1,5 +1,7 @@
 """Refusals for all nodes, explanations of single GPUs, and reasons of placements, from the messages of the checks."""
 
+import math
+
 import msgspec
 import pytest
 from carpool_core.resources.node import MAX_REASON_LENGTH, Tenant
@@ -29,6 +31,7 @@ from carpool_extender.framework.gang import infeasible_when_empty
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.framework.selection import filter_nodes, place_on_node
 from carpool_extender.testing import A100, T4, cluster, device, gpu_node, pod_request, prediction, tenant
+from carpool_predictor.models.slowdown import shipped
 from evaluations import evaluate
 from hypothesis import given
 from hypothesis import strategies as st
@@ -374,6 +377,7 @@ class TestExplanation:
         assert one.text == all_failures(evaluation, 0) == "; ".join(part for part in parts if part)
 
     UPPER = AdmissionLimits(quantile=Quantile.UPPER)
+    HALF_UPPER = 1.12 * math.exp(0.6 * shipped().side_by_side_factor)
 
     @pytest.mark.parametrize(
         ("accepted", "limits", "expected"),
@@ -384,7 +388,7 @@ class TestExplanation:
             pytest.param(
                 [5, 4, 3, 6], None, "beside default/y2 2.02 of 3.00, 3 others further from their limits", id="4"
             ),
-            pytest.param([4], UPPER, "beside default/y0 2.05 of 4.00 (expected 1.12)", id="upper quantile"),
+            pytest.param([4], UPPER, f"y0 {HALF_UPPER:.2f} of 4.00 (expected 1.12)", id="upper quantile"),
         ],
     )
     def test_gpu_that_fits_has_the_slowdowns_of_its_tenants(self, accepted, limits, expected):

@@ -1,5 +1,7 @@
 """The predicted slowdown that limits are compared with: the median, or an upper quantile that few exceed."""
 
+import math
+
 import pytest
 from carpool_core.settings import SettingsError, load
 from carpool_core.values import RequestedMode, SharingMode
@@ -17,6 +19,8 @@ from hypothesis import strategies as st
 MEDIAN, UPPER = (
     SchedulerConfig(find_policy("least-slowdown"), 8, AdmissionLimits(quantile=quantile)) for quantile in Quantile
 )
+HALF_BUSY = f"{math.exp(shipped().side_by_side_factor * 0.5):.2f}"
+"""Upper end of a slowdown of 1 behind MPS beside a job that is busy for half of the time."""
 SHARED = (SharingMode.TIME_SLICING, SharingMode.MPS)
 
 
@@ -32,19 +36,19 @@ def test_upper_quantile_lets_fewer_share_and_names_the_expected_slowdown():
     snapshot = beside(max_slowdown=1.2).snapshot()
     assert filter_nodes(CachedEvaluation(asks(max_slowdown=5.0), MEDIAN, snapshot), ["a"]).fits == ["a"]
     refused = filter_nodes(CachedEvaluation(asks(max_slowdown=5.0), UPPER, snapshot), ["a"]).refused
-    assert refused == {"a": "NoGpuFits: 1 GPU: could slow default/x to 1.78 of 1.20, expected 1.00"}
+    assert refused == {"a": f"NoGpuFits: 1 GPU: could slow default/x to {HALF_BUSY} of 1.20, expected 1.00"}
     refused = filter_nodes(evaluate(beside(max_slowdown=9.0), asks(max_slowdown=1.1), UPPER), ["a"]).refused
-    assert refused == {"a": "NoGpuFits: 1 GPU: could run 1.78 times as long there, expected 1.00, accepts 1.10"}
+    assert refused == {"a": f"NoGpuFits: 1 GPU: could run {HALF_BUSY} times as long there, expected 1.00, accepts 1.10"}
 
 
 @pytest.mark.parametrize("rules", [MEDIAN, UPPER], ids=list(Quantile))
 def test_both_quantiles_are_named_whichever_decides(rules):
     snapshot = beside(max_slowdown=3.0).snapshot()
     chosen = place_on_node(CachedEvaluation(asks(max_slowdown=2.0), rules, snapshot), "a")
-    assert "expected slowdown 1.00 of 2.00, 90% below 1.78; " in chosen.reason
+    assert f"expected slowdown 1.00 of 2.00, 90% below {HALF_BUSY}; " in chosen.reason
     assert chosen.expected_slowdown == 1.0
     (answer,) = explain_gpus(CachedEvaluation(asks(max_slowdown=2.0), rules, snapshot).evaluation, ["a"])
-    assert "expected slowdown 1.00, 90% below 1.78; beside default/x " in answer.text
+    assert f"expected slowdown 1.00, 90% below {HALF_BUSY}; beside default/x " in answer.text
 
 
 def test_alone_there_is_no_upper_quantile():
