@@ -91,6 +91,34 @@ class Quantization(StrEnum):
     """8 bits, with an FP32 maximum per output (LLM.int8)."""
 
 
+class CrossEntropy(StrEnum):
+    """How a loss over tokens stores its logits."""
+
+    FULL = "full"
+    """All at once, with an FP32 copy of 16-bit logits, as the losses of transformers."""
+    NATIVE = "native"
+    """All at once, in the type of the model's output."""
+    CHUNKED = "chunked"
+    """In eight chunks: torchtune's chunked output and loss."""
+    FUSED = "fused"
+    """Never as a whole: Liger, Unsloth and cut cross-entropy."""
+
+
+class ParallelKind(StrEnum):
+    """What the GPUs of a job divide among themselves."""
+
+    DDP = "ddp"
+    """Samples only; gradients have buckets for their reduction."""
+    FSDP = "fsdp"
+    """Weights, gradients and optimizer state: PyTorch's `fully_shard`, a block at a time."""
+    ZERO_1 = "zero-1"
+    """Optimizer state, with DeepSpeed."""
+    ZERO_2 = "zero-2"
+    """Optimizer state and gradients, with DeepSpeed."""
+    ZERO_3 = "zero-3"
+    """Optimizer state, gradients and weights, with DeepSpeed."""
+
+
 class Precision(StrEnum):
     """Arithmetic of the training step, by PyTorch Lightning's names."""
 

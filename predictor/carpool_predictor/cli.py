@@ -14,10 +14,10 @@ from typing import Any
 import click
 import msgspec
 from carpool_core.products import PRODUCTS, GpuProduct, UnknownProductError, find_product
-from carpool_core.resources.features import ALL_LINEAR, Adapter, ModelFeatures
+from carpool_core.resources.features import ALL_LINEAR, Adapter, ModelFeatures, Parallelism
 from carpool_core.resources.job import CatalogModel, ModelSource, Training
 from carpool_core.settings import InputError
-from carpool_core.values import Optimizer, Precision, Quantization
+from carpool_core.values import CrossEntropy, Optimizer, ParallelKind, Precision, Quantization
 from click.core import ParameterSource
 from rich.console import Console
 from rich.markup import escape
@@ -26,8 +26,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from carpool_predictor.advice import Change, changed_contexts
 from carpool_predictor.calibration.document import Calibration, read_calibration
 from carpool_predictor.catalog import store
+from carpool_predictor.catalog.hub import published
 from carpool_predictor.catalog.names import LIBRARIES
-from carpool_predictor.features import Abstention, MalformedError
+from carpool_predictor.features import Abstention, MalformedError, Sample
 from carpool_predictor.models import activity, memory, step_time
 from carpool_predictor.optimizers import unknown_optimizer
 from carpool_predictor.predict import PredictionContext, prepare
@@ -39,31 +40,33 @@ from carpool_predictor.tracing.source import SubprocessTracer
 Target = ModelFeatures | TraceRequest
 
 
-def parse_shape(text: str | None) -> list[int] | None:
-    """Return the shape in a text such as `3,224,224`; None for None.
+_TOKENS = "tokens:"
+"""Prefix of the shape of an input of whole numbers."""
+
+
+def parse_sample(text: str) -> Sample:
+    """Return the input in a text such as `3,224,224`, `512` or `tokens:512`.
 
     Raises:
         InputError: The text is not a list of one to four positive whole numbers.
     """
-    if text is None:
-        return None
     try:
-        shape = [int(part) for part in text.split(",")]
+        shape = tuple(int(part) for part in text.removeprefix(_TOKENS).split(","))
     except ValueError as e:
         raise InputError(f"--input expects the shape of one sample, such as 3,224,224; found {text!r}") from e
     if min(shape) < 1 or len(shape) > 4:
         raise InputError(f"--input expects one to four positive sizes, such as 3,224,224; found {text!r}")
-    return shape
+    return Sample(shape, text.startswith(_TOKENS))
 
 
-def target_of(what: str, shape: list[int] | None, num_classes: int | None, training: Training) -> Target:
+def target_of(what: str, inputs: list[Sample], num_classes: int | None, training: Training) -> Target:
     """Return the features or the trace request that a name on the command line denotes.
 
     Raises:
         InputError: The name is invalid, or a file cannot be read.
     """
     if what.endswith((".yaml", ".yml", ".json")):
-        if shape is not None or num_classes is not None:
+        if inputs or num_classes is not None:
             raise InputError(
                 f"expected neither --input nor --num-classes with the features file {what}, which was traced with "
                 "its own values; leave them out, or trace the model again with `carpool graph`"
@@ -75,15 +78,21 @@ def target_of(what: str, shape: list[int] | None, num_classes: int | None, train
             raise InputError(f"expected a Python file before the colon of {what!r}, found no such file")
         if num_classes is not None:
             raise InputError(f"--num-classes is for catalog models; {what} builds its classifier itself: leave it out")
-        if shape is None:
-            raise InputError(f"{what} needs --input, the shape of one sample, such as --input 3,224,224")
-        return TraceRequest(factory=FactoryModel(path=path, function=function, input=shape), training=training)
+        if not inputs:
+            raise InputError(
+                f"{what} needs --input, the shape of one sample, such as --input 3,224,224 or --input tokens:512; once "
+                "for each input of the model"
+            )
+        return TraceRequest(factory=FactoryModel(path=path, function=function, inputs=inputs), training=training)
     library, _, name = what.partition("/")
     if not name or library not in LIBRARIES:
         raise InputError(
             "expected timm/NAME, torchvision/NAME, transformers/NAME, FILE.py:FACTORY or a features "
             f"file (.yaml), found {what!r}{_suggestion(what)}"
         )
+    if len(inputs) > 1:
+        raise InputError(f"several --input are for a model of your own; {what} knows its inputs: give at most one")
+    shape = list(inputs[0].shape) if inputs else None
     source: dict[str, Any] = {"name": what, "input": shape, "numClasses": num_classes}
     try:
         catalog = msgspec.convert({k: v for k, v in source.items() if v is not None}, type=CatalogModel)
@@ -94,6 +103,7 @@ def target_of(what: str, shape: list[int] | None, num_classes: int | None, train
 
 def _suggestion(what: str) -> str:
     names = [f"{library}/{what}" for library in LIBRARIES if store.shipped().family(f"{library}/{what}") is not None]
+    names += [name for name in [f"transformers/{what}"] if published(what) is not None and name not in names]
     return f"; did you mean {' or '.join(names)}?" if names else ""
 
 
@@ -161,10 +171,12 @@ def request_options(*, is_model_required: bool) -> Callable[[Callable[..., None]
         click.argument("model", required=is_model_required),
         click.option(
             "--input",
-            "shape",
+            "inputs",
+            multiple=True,
             metavar="SHAPE",
             help="Shape of one sample: C,H,W of an image, such as 3,224,224, or the tokens of a text, such as 2048. "
-            "The catalog model's own if absent; of text models 512 tokens.",
+            "The catalog model's own if absent; of text models 512 tokens. A model of your own takes tokens as "
+            "tokens:512, and one --input for each of its inputs.",
         ),
         click.option(
             "--num-classes", type=click.IntRange(1, 1_000_000), help="Outputs of a catalog model's classifier."
@@ -206,6 +218,25 @@ def request_options(*, is_model_required: bool) -> Callable[[Callable[..., None]
             type=click.Choice([q.value for q in Quantization]),
             help="Storage of the frozen weights beside a LoRA adapter.",
         ),
+        click.option(
+            "--cross-entropy",
+            type=click.Choice([c.value for c in CrossEntropy]),
+            default="full",
+            show_default=True,
+            help="How a loss over tokens stores its logits: with an FP32 copy, in their own type, in chunks, or never.",
+        ),
+        click.option("--compile", is_flag=True, help="The model runs under torch.compile; intervals are wider."),
+        click.option("--activation-offloading", is_flag=True, help="Kept activations wait in the host's memory."),
+        click.option(
+            "--parallelism",
+            type=click.Choice([k.value for k in ParallelKind]),
+            help="What --gpus GPUs divide; the answer is for each of them, without communication.",
+        ),
+        click.option("--gpus", type=click.IntRange(1), default=1, show_default=True, help="GPUs that divide state."),
+        click.option("--cpu-offload", is_flag=True, help="What fsdp or zero-1 to zero-3 divide is on the host."),
+        click.option(
+            "--tensor-parallel", type=click.IntRange(1), default=1, show_default=True, help="GPUs that divide layers."
+        ),
         click.option("--trace-timeout", type=float, default=120, show_default=True, help="Seconds for tracing."),
         click.option("--trace-memory", type=int, default=4096, show_default=True, help="MiB for tracing."),
     )
@@ -230,6 +261,16 @@ def _adapter(options: dict[str, Any]) -> Adapter | None:
     return None
 
 
+def _parallelism(options: dict[str, Any]) -> Parallelism | None:
+    given = {name: options[name] for name in ("gpus", "cpu_offload", "tensor_parallel")}
+    kind = options["parallelism"]
+    if kind is None and (given["gpus"] > 1 or given["cpu_offload"]):
+        raise InputError("expected --parallelism with --gpus and --cpu-offload: ddp, fsdp or zero-1 to zero-3")
+    if kind is None and given["tensor_parallel"] == 1:
+        return None
+    return Parallelism(kind=ParallelKind(kind or ParallelKind.DDP), **given)
+
+
 def _request(options: dict[str, Any]) -> PredictRequest:
     adapter, quantization = _adapter(options), options["quantization"]
     training = Training(
@@ -240,9 +281,13 @@ def _request(options: dict[str, Any]) -> PredictRequest:
         gradient_accumulation=options["gradient_accumulation"],
         adapter=adapter,
         quantization=None if quantization is None else Quantization(quantization),
+        cross_entropy=CrossEntropy(options["cross_entropy"]),
+        compile=options["compile"],
+        activation_offloading=options["activation_offloading"],
+        parallelism=_parallelism(options),
         steps=options.get("steps"),
     )
-    target = target_of(options["model"], parse_shape(options["shape"]), options["num_classes"], training)
+    target = target_of(options["model"], list(map(parse_sample, options["inputs"])), options["num_classes"], training)
     return PredictRequest(options["model"], target, training, _limits(options))
 
 
@@ -272,7 +317,8 @@ def _products(gpu: str) -> list[GpuProduct]:
     + _TARGET_HELP
     + '\n\nWith --rows, each line is {"id", "catalog": {"name", "input", "numClasses"} or "features", '
     '"training": {"batchSize", "optimizer", "precision", "activationCheckpointing", "gradientAccumulation", '
-    '"adapter": {"kind", "rank", "targets", "dropout"}, "quantization", "steps"}, "gpu"}, and is '
+    '"adapter": {"kind", "rank", "targets", "dropout"}, "quantization", "crossEntropy", "compile", '
+    '"activationOffloading", "parallelism": {"kind", "gpus", "cpuOffload", "tensorParallel"}, "steps"}, "gpu"}, and is '
     "answered with one line. An invalid row is answered with status `error`; the others go on, and the exit code is 2 "
     "at the end.",
 )

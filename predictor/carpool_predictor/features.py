@@ -7,8 +7,16 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import msgspec
-from carpool_core.resources.features import ALL_LINEAR, Adapter, LayerCounts, ModelFeatures, TracedStep
+from carpool_core.resources.features import ALL_LINEAR, Adapter, LayerCounts, ModelFeatures, Parallelism, TracedStep
 from carpool_core.resources.job import Training
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One input of a model, for one sample."""
+
+    shape: tuple[int, ...]
+    tokens: bool = False
+    """Whether it is whole numbers, such as the ids of tokens."""
 
 
 class Abstention(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +57,10 @@ def _mismatch(features: ModelFeatures, training: Training) -> Abstention | None:
         ("gradientAccumulation", features.gradient_accumulation, training.gradient_accumulation),
         ("adapter", _shown(features.adapter), _shown(training.adapter)),
         ("quantization", features.quantization or "none", training.quantization or "none"),
+        ("crossEntropy", features.cross_entropy.value, training.cross_entropy.value),
+        ("compile", features.compile, training.compile),
+        ("activationOffloading", features.activation_offloading, training.activation_offloading),
+        ("parallelism", _division(features.parallelism), _division(training.parallelism)),
     )
     wrong = [f"{name} {traced} where spec.training has {wanted}" for name, traced, wanted in pairs if traced != wanted]
     if not wrong:
@@ -64,6 +76,10 @@ def _shown(adapter: Adapter | None) -> str:
         return "none"
     dropout = f" and dropout {adapter.dropout:g}" if adapter.dropout else ""
     return f"{adapter.kind} of rank {adapter.rank} at {', '.join(adapter.targets) or ALL_LINEAR}{dropout}"
+
+
+def _division(parallelism: Parallelism | None) -> str:
+    return "none" if parallelism is None else msgspec.json.encode(parallelism).decode()
 
 
 def _implausible(features: ModelFeatures) -> Abstention | None:

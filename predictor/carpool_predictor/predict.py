@@ -8,7 +8,7 @@ import msgspec
 from carpool_core.products import GpuProduct, find_product
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import Training
-from carpool_core.resources.prediction import MemoryPrediction, Prediction, ProductPrediction
+from carpool_core.resources.prediction import Interval, MemoryPrediction, Prediction, ProductPrediction
 from carpool_core.values import MIB
 
 from carpool_predictor.calibration import run_history
@@ -26,7 +26,12 @@ from carpool_predictor.models.memory import (
     shipped,
 )
 from carpool_predictor.optimizers import TABLE
+from carpool_predictor.parallel import shares_of
 
+COMPILED_FACTOR = 1.1
+"""Further factor to the bound of a compiled model, whose fusion is estimated. Assumed."""
+COMPILED_TIME_FACTOR = 1.25
+"""The same for both ends of its step time. Assumed."""
 _MAX_PEAK_BYTES = 2.0**50
 """1 PiB: beyond any training step on one GPU."""
 
@@ -103,11 +108,18 @@ class PredictionContext:
     def memory_on(self, product: GpuProduct) -> MemoryPrediction:
         """Predict memory on a product; measured peaks of earlier runs replace the model's prediction."""
         history, line_factor = self.history, self.correction.line_factor
+        correction = self.correction
+        if self.training.compile:
+            correction = replace(
+                correction,
+                bound_factor=correction.bound_factor * COMPILED_FACTOR,
+                elsewhere_factor=correction.elsewhere_factor * COMPILED_FACTOR,
+            )
         memory = predict_memory(
             self.cost,
             self.features.layers,
             self.model,
-            self.correction,
+            correction,
             calibrated=is_calibrated(self.model, product, self.training.precision),
             context_difference_mib=_context_difference_mib(product, self.model),
             is_derived=product.is_derived,
@@ -155,8 +167,15 @@ class PredictionContext:
         layers, precision = self.features.layers, self.training.precision
         busy = activity.activity_on(self.features, self.cost, self.training, product)
         time = step_time.step_time_on(self.cost, product, precision, convolutional=layers.convolution > layers.linear)
+        seconds = time.seconds
+        if self.training.compile:
+            seconds = Interval(
+                median=seconds.median,
+                lower=seconds.lower / COMPILED_TIME_FACTOR,
+                upper=seconds.upper * COMPILED_TIME_FACTOR,
+            )
         prediction = ProductPrediction(
-            product=product.name, memory=self.memory_on(product), activity=busy.activity, step_time_seconds=time.seconds
+            product=product.name, memory=self.memory_on(product), activity=busy.activity, step_time_seconds=seconds
         )
         return ProductAnswer(
             product, prediction, is_calibrated(self.model, product, precision), busy.inside, busy.measured, time.inside
@@ -315,6 +334,10 @@ def _message(context: PredictionContext, answers: Sequence[ProductAnswer]) -> st
         )
     if not all(answer.step_time_inside for answer in answers):
         clauses.append("step times with tensor cores were not measured, so their interval is wider")
+    if context.training.compile:
+        clauses.append("what torch.compile fuses is estimated, so intervals of memory and time are wider")
+    if context.training.parallelism is not None:
+        clauses.append("memory is that of each GPU, and step times leave communication and the host out")
     return "; ".join(clauses)
 
 
@@ -375,6 +398,8 @@ def parts_of(context: PredictionContext, product: GpuProduct, memory: MemoryPred
     trainable = float(features.trainable_bytes) or weights * share
     itemsize = round(trainable / max(features.trainable_parameters, 1)) or 4
     state = TABLE[features.optimizer].state_per_parameter(itemsize) * features.trainable_parameters
+    shares = shares_of(context.training)
+    state = state * shares.optimizer + shares.copy_bytes * features.trainable_parameters
     optimizer = min(state, cost.peak_bytes - weights)
     rest = cost.peak_bytes - weights - optimizer
     gradients = min(max(rest - cost.activation_bytes, 0.0), trainable)

@@ -125,7 +125,7 @@ def _on(job: PredictionContext, finder: BatchFinder, product: GpuProduct) -> Pro
 INVALID = frozenset(
     {
         "UnknownCatalogModel", "CatalogUnsupported", "InputShapeInvalid", "FeaturesAbsurd",
-        "FeaturesMismatch", "AdapterInvalid",
+        "FeaturesMismatch", "AdapterInvalid", "ParallelismInvalid", "CrossEntropyInvalid",
     }
 )  # fmt: skip
 """Reasons of abstentions that mark the request itself as invalid."""

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch.nn.functional as F  # noqa: N812
 from carpool_core.resources.job import Training
+from carpool_predictor.features import Sample
 from carpool_predictor.tracing.step import FakeTraining, fake_mode, fake_weights, prepare, weight_dtype
 from torch import Tensor, nn
 
@@ -58,4 +59,4 @@ def fake(build: Callable[[], nn.Module], training: Training, shape: tuple[int, .
     mode = fake_mode()
     with fake_weights(mode, weight_dtype(training.precision)):
         model = build()
-    return prepare(model, mode, training, shape)
+    return prepare(model, mode, training, Sample(shape))

@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 from carpool_core.resources.job import Training
 from carpool_core.values import Precision
 from carpool_predictor.catalog.recipes import Recipe
-from carpool_predictor.features import TraceError
+from carpool_predictor.features import Sample, TraceError
 from carpool_predictor.tracing.autocast import MetaAutocast
 from carpool_predictor.tracing.models import trace_recipe
 from carpool_predictor.tracing.step import fake_mode, fake_weights, meta_mode, prepare, trace_step
@@ -53,7 +53,7 @@ def test_autocast_on_meta_tensors_equals_pytorchs(build: Callable[[], nn.Module]
     mode = meta_mode()
     with fake_weights(mode):
         model = build()
-    bare, _ = trace_step(prepare(model, mode, training, (3, 32, 32)), 16)
+    bare, _ = trace_step(prepare(model, mode, training, Sample((3, 32, 32))), 16)
     faked, _ = trace_step(fake(build, training), 16)
     # Batch normalization on meta tensors saves its statistics in FP32.
     assert msgspec.structs.replace(bare, bytes_moved=0) == msgspec.structs.replace(faked, bytes_moved=0)
@@ -102,10 +102,10 @@ def test_an_unlisted_product_falls_back_to_pytorchs_autocast(name: str) -> None:
     with fake_weights(mode):
         model = MISSED[name]()
     with pytest.raises(TraceError, match="not in the list of operators"):
-        trace_step(prepare(model, mode, training, (32, 32)), 4)
+        trace_step(prepare(model, mode, training, Sample((32, 32))), 4)
     with fake_weights(faked := fake_mode()):
         model = MISSED[name]()
-    expected, _ = trace_step(prepare(model, faked, training, (32, 32)), 4)
+    expected, _ = trace_step(prepare(model, faked, training, Sample((32, 32))), 4)
     found = trace_recipe(recipe, training, [4]).steps[0]
     assert (found.peak_bytes, found.bytes_moved) == (expected.peak_bytes, expected.bytes_moved)
 

@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from carpool_core.resources.job import CatalogModel, Training
 from carpool_predictor.catalog.recipes import recipe_of
 from carpool_predictor.features import TraceError
@@ -24,6 +25,9 @@ from carpool_predictor.tracing.step import fake_weights, meta_mode
         pytest.param(CatalogModel(name="transformers/gpt2"), (512,), id="tokens"),
         pytest.param(CatalogModel(name="transformers/xlnet-large-cased"), (512,), id="no longest text"),
         pytest.param(CatalogModel(name="transformers/google/vit-base-patch16-224"), (3, 224, 224), id="images"),
+        pytest.param(CatalogModel(name="transformers/videomae-base"), (16, 3, 224, 224), id="videos"),
+        pytest.param(CatalogModel(name="transformers/whisper-large-v3"), (128, 3000), id="spectrograms"),
+        pytest.param(CatalogModel(name="transformers/yolos-small"), (3, 512, 864), id="oblong images"),
     ],
 )
 def test_input_shapes(model: CatalogModel, shape: tuple[int, ...]) -> None:
@@ -40,6 +44,8 @@ def test_input_shapes(model: CatalogModel, shape: tuple[int, ...]) -> None:
         pytest.param("transformers/QqqqConfig", "UnknownCatalogModel", "class and values", id="no such configuration"),
         pytest.param("transformers/gpt2@n_layr=2", "UnknownCatalogModel", "n_layr", id="no such value"),
         pytest.param("transformers/gpt2@n_layer", "UnknownCatalogModel", "key=value", id="no value"),
+        pytest.param("transformers/gpt2@task=chess", "UnknownCatalogModel", "image-classification", id="no such task"),
+        pytest.param("transformers/Qwen3-8", "UnknownCatalogModel", "transformers/Qwen3-8B", id="part of a name"),
         pytest.param("keras/resnet50", "CatalogUnsupported", "carpool graph", id="another library"),
     ],
 )
@@ -55,6 +61,19 @@ _PARAMETERS = {
     "TinyLlama/TinyLlama-1.1B-Chat-v1.0": 1_100_048_384,
     "Qwen/Qwen2.5-0.5B": 494_032_768,
     "google-t5/t5-small": 60_506_624,
+    "meta-llama/Llama-3.3-70B-Instruct": 70_553_706_496,
+    "Qwen/Qwen2.5-72B": 72_706_203_648,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen/Qwen3-4B": 4_022_468_096,
+    "google/gemma-2-9b": 9_241_705_984,
+    "google/gemma-3-1b-pt": 999_885_952,
+    "mistralai/Mixtral-8x7B-v0.1": 46_702_792_704,
+    "mistralai/Mistral-Small-24B-Base-2501": 23_572_403_200,
+    "microsoft/Phi-3-mini-4k-instruct": 3_821_079_552,
+    "microsoft/phi-4": 14_659_507_200,
+    "openai/gpt-oss-20b": 20_914_757_184,
+    "openai/whisper-large-v3": 1_543_490_560,
+    "nvidia/segformer-b0-finetuned-ade-512-512": 3_752_694,
 }
 """As published with the weights, language-modeling heads included."""
 
@@ -82,13 +101,22 @@ def test_models_of_the_hub_have_the_published_number_of_parameters(name: str) ->
         pytest.param(CatalogModel(name="timm/resnet18", input=[1, 64, 64], num_classes=7), id="timm, gray and small"),
         pytest.param(CatalogModel(name="timm/test_vit", input=[3, 64, 64]), id="transformer of other size"),
         pytest.param(CatalogModel(name="torchvision/googlenet", num_classes=7), id="several outputs"),
+        pytest.param(
+            CatalogModel(name="transformers/segformer-b0-finetuned-ade-512-512@num_labels=7", input=[3, 64, 64]),
+            id="segmentation",
+        ),
+        pytest.param(
+            CatalogModel(name="transformers/whisper-tiny@encoder_layers=1,decoder_layers=1"), id="speech recognition"
+        ),
+        pytest.param(CatalogModel(name="transformers/yolos-small@num_hidden_layers=2"), id="detection"),
+        pytest.param(CatalogModel(name="transformers/TimesformerConfig@num_hidden_layers=1,num_frames=2"), id="videos"),
     ],
 )
 def test_catalog_models_trace(model: CatalogModel) -> None:
     features = trace_recipe(recipe_of(model), Training(batch_size=16))
     assert features.name == model.name
     layers = features.layers
-    assert (layers.embedding if model.name.startswith("transformers/") else layers.convolution) > 0
+    assert layers.embedding + layers.convolution > 0
     small, large = features.steps
     assert small.peak_bytes < large.peak_bytes
 
@@ -140,6 +168,13 @@ def test_models_of_the_hub_recompute_their_layers() -> None:
         trace_recipe(recipe, Training(batch_size=16, activation_checkpointing=again)) for again in (False, True)
     )
     assert checkpointed.steps[1].flops > plain.steps[1].flops
+
+
+def test_classes_of_pixels_have_the_size_of_the_image() -> None:
+    recipe = recipe_of(CatalogModel(name="transformers/SegformerConfig@task=semantic-segmentation", input=[3, 64, 64]))
+    with fake_weights(meta_mode()):
+        model = recipe.build()
+    assert model(torch.empty(2, 3, 64, 64, device="meta")).shape[2:] == (64, 64)
 
 
 def test_resnet50_is_traced_in_three_seconds() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from carpool_core.resources.job import Training
 from carpool_predictor.cli import graph, predict, read_features
+from carpool_predictor.features import Sample
 from carpool_predictor.tracing.process import FactoryModel, TraceRequest, answer
 from click.testing import CliRunner
 
@@ -44,6 +45,17 @@ class Misfit(nn.Sequential):
 def misfit():
     return Misfit(nn.Linear(9, 9))
 
+class Several(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.pixels, self.words = nn.Linear(6, 4), nn.Embedding(9, 4)
+
+    def forward(self, image, ids):
+        return self.pixels(image).unsqueeze(1) + self.words(ids)
+
+def several():
+    return Several()
+
 not_a_function = 3
 model = nn.Linear(8, 8)
 """
@@ -74,7 +86,8 @@ def imports(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ask(source: Path, function: str, shape: list[int]) -> TraceRequest:
     return TraceRequest(
-        factory=FactoryModel(path=str(source), function=function, input=shape), training=Training(batch_size=4)
+        factory=FactoryModel(path=str(source), function=function, inputs=[Sample(tuple(shape))]),
+        training=Training(batch_size=4),
     )
 
 
@@ -165,3 +178,17 @@ def test_features_of_a_factory_can_be_predicted(source: Path, tmp_path: Path) ->
     result = CliRunner().invoke(predict, [str(block), "--batch-size", "64", "--gpu", "A30"])
     assert result.exit_code == 0, result.stderr
     assert "largest batch" in result.output
+
+
+def test_a_model_of_several_inputs_takes_one_shape_for_each(source: Path) -> None:
+    command = [f"{source}:several", "--input", "6", "--input", "tokens:5", "--batch-size", "4"]
+    result = CliRunner().invoke(graph, command)
+    assert result.exit_code == 0, result.output
+    assert "convolution" not in result.output
+    assert "embedding: 1" in result.output
+
+
+def test_a_catalog_model_takes_one_input_at_most() -> None:
+    result = CliRunner().invoke(predict, ["timm/resnet18", "--input", "3,64,64", "--input", "4"])
+    assert "several --input are for a model of your own" in result.output
+    assert result.exit_code == 2

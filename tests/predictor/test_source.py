@@ -13,7 +13,7 @@ from carpool_core.resources.job import CatalogModel, GraphLayer, GraphModel, Mod
 from carpool_core.values import Optimizer
 from carpool_predictor.catalog import store
 from carpool_predictor.catalog.names import refusal_of
-from carpool_predictor.features import Abstention
+from carpool_predictor.features import Abstention, Sample
 from carpool_predictor.tracing.process import FactoryModel, TraceLimits, TraceRequest
 from carpool_predictor.tracing.source import SubprocessTracer, features_of, input_digest, untraceable
 
@@ -88,7 +88,7 @@ async def ask(tmp_path: Path, body: str, **limits: float) -> ModelFeatures | Abs
     lines = "".join(f"    {line}\n" for line in body.splitlines())
     file.write_text(f"import os, sys, time\nfrom torch import nn\n\ndef build():\n{lines}    return nn.Linear(4, 4)\n")
     tracer = SubprocessTracer(TraceLimits(**{"timeout_s": 60, "memory_mib": 3072, **limits}))  # type: ignore[arg-type]
-    factory = FactoryModel(path=str(file), function="build", input=[4])
+    factory = FactoryModel(path=str(file), function="build", inputs=[Sample((4,))])
     return await tracer.run(TraceRequest(factory=factory, training=Training(batch_size=8)))
 
 
@@ -155,7 +155,7 @@ async def test_waiting_for_other_traces_is_not_counted() -> None:
     """Regression: rows that were traced one after the other each counted the traces before them, too."""
     looks = itertools.count()
     tracer = SubprocessTracer(start=InstantTrace, seconds=lambda: float(next(looks)))
-    request = TraceRequest(factory=FactoryModel(path="x.py", function="f", input=[3]), training=Training())
+    request = TraceRequest(factory=FactoryModel(path="x.py", function="f", inputs=[Sample((3,))]), training=Training())
     found = await asyncio.gather(*(tracer.timed(request) for _ in range(4)))
     # Each reads the clock before and after; during the first trace the other three read it on arrival.
     assert [took for _, took in found] == [4, 1, 1, 1]

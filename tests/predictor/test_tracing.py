@@ -27,7 +27,7 @@ def test_peak_and_flops_equal_pytorchs(
     step, _ = trace_step(training, 16)
     memory, flops = MemTracker(), FlopCounterMode(display=False)
     inputs = training.inputs(16)
-    memory.track_external(training.model, training.optimizer, inputs)
+    memory.track_external(training.model, training.optimizer, *inputs)
     with training.mode, memory, flops:
         training.step(inputs)
     oracle = memory.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
@@ -98,7 +98,7 @@ class Dense(nn.Module):
 def test_nested_outputs_each_get_a_loss() -> None:
     training = fake(Dense, Training())
     with training.mode:
-        assert len(list(losses(training.model(training.inputs(2))))) == 3
+        assert len(list(losses(training.model(*training.inputs(2))))) == 3
     assert trace_step(training, 2)[0].flops > 0
 
 

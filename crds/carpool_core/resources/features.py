@@ -3,7 +3,7 @@
 from typing import Annotated, ClassVar, Literal
 
 from carpool_core.resources.schema import ATOMIC, Resource, Rule, field
-from carpool_core.values import Optimizer, Precision, Quantization
+from carpool_core.values import CrossEntropy, Optimizer, ParallelKind, Precision, Quantization
 
 _MAX_BYTES = 2**50
 """1 PiB: larger numbers are a wrong unit."""
@@ -28,6 +28,32 @@ class Adapter(Resource, frozen=True, kw_only=True):
         ),
     ] = []
     dropout: Annotated[float, field("Dropout before the matrices; above 0 its masks are kept.", ge=0, lt=1)] = 0.0
+
+
+class Parallelism(Resource, frozen=True, kw_only=True):
+    """Division of one model among several GPUs; memory and work are those of each of them."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "!has(self.cpuOffload) || !self.cpuOffload || self.kind != 'ddp'",
+            "ddp keeps all state on each GPU; choose fsdp, zero-1, zero-2 or zero-3 with cpuOffload",
+        ),
+    )
+
+    kind: Annotated[ParallelKind, field("What is divided: ddp (samples only), fsdp, zero-1, zero-2 or zero-3.")] = (
+        ParallelKind.DDP
+    )
+    gpus: Annotated[int, field("GPUs among which state is divided, all of the job unless it has replicas.", ge=1)] = 1
+    cpu_offload: Annotated[
+        bool,
+        field(
+            "Whether what is divided, but the gathered weights, is in the memory of the host, where the optimizer runs."
+        ),
+    ] = False
+    tensor_parallel: Annotated[
+        int,
+        field("GPUs that divide each layer. Activations count as if they were whole.", ge=1, le=1024),
+    ] = 1
 
 
 class LayerCounts(Resource, frozen=True, kw_only=True):
@@ -114,6 +140,10 @@ class ModelFeatures(Resource, frozen=True, kw_only=True):
     gradient_accumulation: Annotated[int, field("Backward passes of a traced step.", ge=1, le=100_000)] = 1
     adapter: Annotated[Adapter, field("Adapter of the traced steps.")] | None = None
     quantization: Annotated[Quantization, field("Storage of the frozen weights.")] | None = None
+    cross_entropy: Annotated[CrossEntropy, field("How the loss stored its logits.")] = CrossEntropy.FULL
+    compile: Annotated[bool, field("Whether the steps are those of a compiled model.")] = False
+    activation_offloading: Annotated[bool, field("Whether kept activations were on the host.")] = False
+    parallelism: Annotated[Parallelism, field("Division among several GPUs.")] | None = None
     steps: Annotated[
         list[TracedStep],
         field(

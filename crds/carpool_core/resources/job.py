@@ -7,12 +7,13 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from carpool_core.resources.features import Adapter, ModelFeatures
+from carpool_core.resources.features import Adapter, ModelFeatures, Parallelism
 from carpool_core.resources.meta import Condition, ObjectMeta
 from carpool_core.resources.prediction import MemoryPrediction, Prediction
 from carpool_core.resources.schema import ATOMIC, ATOMIC_MAP, MEMORY_RULES, QUANTITY, Resource, Rule, field
 from carpool_core.resources.template import GPU_AMOUNT_RULE, TEMPLATE
 from carpool_core.values import (
+    CrossEntropy,
     GpuUuid,
     JobState,
     NodeName,
@@ -352,6 +353,10 @@ class Training(Resource, frozen=True, kw_only=True):
             "quantized weights are frozen, so that quantization needs an adapter to train, such as "
             "adapter: {kind: lora, rank: 8}",
         ),
+        Rule(
+            "!has(self.parallelism) || !self.parallelism.kind.startsWith('zero') || self.precision != 'bf16-true'",
+            "DeepSpeed keeps FP32 copies of 16-bit weights; set precision to bf16-mixed with zero-1, zero-2 and zero-3",
+        ),
     )
 
     batch_size: Annotated[int, field("Samples of one forward and backward pass on one worker.", ge=1, le=1_000_000)] = (
@@ -384,11 +389,28 @@ class Training(Resource, frozen=True, kw_only=True):
             Quantization,
             field(
                 "Storage of the frozen weights of linear layers, but the head's, as by bitsandbytes: nf4 (4 bits), "
-                "nf4-double (with double quantization) or int8. Needs an adapter."
+                "nf4-double (with double quantization) or int8. Stacked experts are in 4 bits, too, as by its "
+                "replace_parameter_4bit. Needs an adapter."
             ),
         ]
         | None
     ) = None
+    cross_entropy: Annotated[
+        CrossEntropy,
+        field(
+            "How a loss over tokens stores its logits. full: all at once, with an FP32 copy of 16-bit logits, as "
+            "transformers. native: all at once, in their own type. chunked: in eight chunks, as torchtune. fused: "
+            "never as a whole, as Liger, Unsloth and cut cross-entropy."
+        ),
+    ] = CrossEntropy.FULL
+    compile: Annotated[
+        bool,
+        field("Whether torch.compile fuses the model's operators. Intervals are wider, because fusion is estimated."),
+    ] = False
+    activation_offloading: Annotated[
+        bool, field("Whether activations that the backward pass needs wait in the memory of the host.")
+    ] = False
+    parallelism: Annotated[Parallelism, field("Division of the model among the job's GPUs.")] | None = None
     steps: (
         Annotated[
             int,
@@ -639,6 +661,13 @@ class JobSpec(Resource, frozen=True, kw_only=True):
             "each GPU has an MPS daemon of its own and a process reaches only one: "
             "set spec.gpusPerWorker to 1, or choose another sharing.mode",
             field_path=".gpusPerWorker",
+        ),
+        Rule(
+            "!has(self.training.parallelism) || self.training.parallelism.gpus * "
+            "self.training.parallelism.tensorParallel <= self.workers * self.gpusPerWorker",
+            "training.parallelism needs more GPUs than the job has: gpus times tensorParallel is at most workers times "
+            "gpusPerWorker",
+            field_path=".training.parallelism",
         ),
     )
 

@@ -2,15 +2,17 @@
 
 NAME is a model of the hub (`bert-base-uncased`, `openai-community/gpt2-xl`; its published values are in `hub`) or a
 configuration class (`LlamaConfig`); keys override values of the configuration, and `attn_implementation=eager` computes
-attention without a fused kernel. No weights, no network.
+attention without a fused kernel; `task=semantic-segmentation` chooses another head. No weights, no network.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import torch
+import torch.nn.functional as F  # noqa: N812  (the name that PyTorch uses)
 from torch import Tensor, nn
 from transformers import masking_utils
 from transformers.configuration_utils import PretrainedConfig
@@ -28,14 +30,31 @@ _ATTENTION = ("sdpa", "eager")
 _LENGTHS = ("max_position_embeddings", "n_positions")
 
 
+class _Task(NamedTuple):
+    """Kind of training of a model whose input is no text."""
+
+    heads: Mapping[str, Any]
+    """Classes by type of model."""
+    argument: str = "pixel_values"
+
+
+_TASKS = {
+    "image-classification": _Task(auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES),
+    "semantic-segmentation": _Task(auto.MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES),
+    "object-detection": _Task(auto.MODEL_FOR_OBJECT_DETECTION_MAPPING_NAMES),
+    "video-classification": _Task(auto.MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES),
+    "speech-recognition": _Task(auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, "input_features"),
+}
+"""Values of `task`; the first that a model can do is the default."""
+
+
 class HubModel(nn.Module):
     """Adapts a model of `transformers` to one input tensor and its logits."""
 
-    def __init__(self, model: nn.Module, config: Any, *, images: bool) -> None:
+    def __init__(self, model: nn.Module, config: Any) -> None:
         super().__init__()
         self.model = model
-        self._decodes = bool(config.is_encoder_decoder)
-        self._images = images
+        self._config = config
 
     def set_grad_checkpointing(self, enable: bool, context_fn: Callable[[], Any]) -> None:
         """Switch activation checkpointing on, with the method name of timm's models."""
@@ -46,12 +65,21 @@ class HubModel(nn.Module):
             (newer or self.model.gradient_checkpointing_enable)(options)  # type: ignore[operator]
 
     def forward(self, x: Tensor) -> Any:
-        """Return logits for token ids, shape (batch, tokens), or images, shape (batch, channels, height, width)."""
-        named = {"pixel_values" if self._images else "input_ids": x}
-        if self._decodes:
+        """Return logits for token ids, shape (batch, tokens), images, videos or spectrograms.
+
+        Maps of classes have the size of the images, as in the losses of `transformers`.
+        """
+        task = task_of(self._config)
+        named = {"input_ids" if task is None else _TASKS[task].argument: x}
+        if task == "speech-recognition":
+            named["decoder_input_ids"] = x.new_zeros((x.shape[0], self._config.max_target_positions), dtype=torch.long)
+        elif self._config.is_encoder_decoder and task is None:
             named["decoder_input_ids"] = x
         with patch.object(masking_utils, "find_packed_sequence_indices", _nothing_packed):
-            return self.model(**named).logits
+            logits = self.model(**named).logits
+        if task == "semantic-segmentation":
+            return F.interpolate(logits, size=x.shape[-2:], mode="bilinear")
+        return logits
 
 
 def _nothing_packed(_: Tensor) -> None:
@@ -73,18 +101,22 @@ def configure(name: str, num_classes: int | None) -> Any:
             "of sdpa",
         )
     model = published(base)
+    task = given.pop("task", None) or (model.values.get("task") if model else None)
+    if task not in (None, *_TASKS):
+        raise TraceError("UnknownCatalogModel", f"expected task={' or '.join(_TASKS)}, found {task}")
     kind = _configuration(model.config if model else base)
     if kind is None:
         raise unknown_to_the_hub(base)
-    values = {**(model.values if model else {}), **given}
+    values = {key: value for key, value in {**(model.values if model else {}), **given}.items() if key != "task"}
     unknown = sorted(key for key in given if not hasattr(kind(), key))
     if unknown:
         raise TraceError("UnknownCatalogModel", f"{kind.__name__} has no value named {', '.join(unknown)}")
-    labels = num_classes or (1000 if takes_images(kind()) else None)
+    labels = num_classes or (1000 if "num_labels" not in values and task_of(kind()) is not None else None)
     try:
         config = kind(**values, **({} if labels is None else {"num_labels": labels}))
     except Exception as e:  # a configuration's own checks may raise anything
         raise TraceError("UnknownCatalogModel", f"{kind.__name__} refuses these values: {e}") from e
+    config.carpool_task = task
     if attention is not None:
         config._attn_implementation = attention
     if hasattr(config, "use_cache"):
@@ -107,16 +139,22 @@ def _package_of(model_type: str) -> Any:
     return import_module(f"transformers.models.{configuration_auto.model_type_to_module_name(model_type)}")
 
 
-def takes_images(config: Any) -> bool:
-    """Whether samples are images rather than token ids."""
-    return config.model_type in auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
+def task_of(config: Any) -> str | None:
+    """Return the task of a configuration in `_TASKS`; None for texts."""
+    given = getattr(config, "carpool_task", None)
+    return given or next((task for task, row in _TASKS.items() if config.model_type in row.heads), None)
 
 
 def sample_shape(config: Any) -> tuple[int, ...]:
-    """Return the default shape of one sample: (channels, height, width) of images, (tokens,) of text."""
-    if takes_images(config):
-        size = getattr(config, "image_size", None) or 224
-        return (getattr(config, "num_channels", 3), size, size)
+    """Return the default shape of one sample, such as (channels, height, width) of images and (tokens,) of texts."""
+    task = task_of(config)
+    if task == "speech-recognition":
+        return (getattr(config, "num_mel_bins", 80), 2 * config.max_source_positions)
+    if task is not None:
+        size = getattr(config, "image_size", None) or (640 if task == "object-detection" else 224)
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        frames = [config.num_frames] if task == "video-classification" else []
+        return (*frames, getattr(config, "num_channels", 3), height, width)
     longest = [n for name in _LENGTHS if isinstance(n := getattr(config, name, None), int) and n > 0]
     return (min([*longest, _LONGEST]),)
 
@@ -127,10 +165,10 @@ def build(config: Any, num_classes: int | None) -> nn.Module:
     Raises:
         TraceError: `transformers` has no such model for the configuration.
     """
-    images = takes_images(config)
+    task = task_of(config)
     heads = (
-        [auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES]
-        if images
+        [_TASKS[task].heads]
+        if task is not None
         else [auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES]
         if num_classes is not None
         else [
@@ -151,4 +189,4 @@ def build(config: Any, num_classes: int | None) -> nn.Module:
         # CUDA's fused kernels draw these masks internally and keep none of them.
         for dropout in filter(partial(hasattr, config), _ATTENTION_DROPOUT):
             setattr(config, dropout, 0.0)
-    return HubModel(kind(config), config, images=images)
+    return HubModel(kind(config), config)

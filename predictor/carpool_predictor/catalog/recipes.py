@@ -11,7 +11,7 @@ from carpool_core.resources.job import CatalogModel
 from torch import nn
 
 from carpool_predictor.catalog.names import unknown, unsupported
-from carpool_predictor.features import TraceError
+from carpool_predictor.features import Sample, TraceError
 
 _FRAMES = 16
 """Frames of a sample of torchvision's video models, as in their training clips."""
@@ -29,6 +29,8 @@ class Recipe:
     """Whether a sample is whole numbers, such as the ids of tokens."""
     file: Path | None = None
     """The user's file that builds it; None for published models."""
+    others: tuple[Sample, ...] = ()
+    """Further inputs, in order."""
 
 
 def recipe_of(model: CatalogModel) -> Recipe:
@@ -111,7 +113,7 @@ def _transformers(model: CatalogModel, name: str) -> Recipe:
     except ImportError as e:
         raise _missing("transformers", e) from e
     shape = tuple(model.input or hub_models.sample_shape(config))
-    is_text = not hub_models.takes_images(config)
+    is_text = hub_models.task_of(config) is None
     return Recipe(model.name, lambda: hub_models.build(config, model.num_classes), shape, is_text)
 
 

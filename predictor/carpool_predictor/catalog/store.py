@@ -12,7 +12,7 @@ from importlib import resources
 import msgspec
 from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
 from carpool_core.resources.job import CatalogModel, Training
-from carpool_core.values import Optimizer, Precision
+from carpool_core.values import CrossEntropy, Optimizer, Precision
 
 from carpool_predictor.catalog.hub import full_name
 from carpool_predictor.features import MalformedError
@@ -26,6 +26,8 @@ FILES = {
 """Files by precision; those that share one run the same operators in the same widths."""
 MEASURED_FILE = "artifacts/measured.json.z"
 """Models that differ between the measured release of timm and the traced one."""
+_STORED_LOSSES = (CrossEntropy.FULL, CrossEntropy.NATIVE)
+"""Losses between which the precisions of the store make no difference."""
 _HUB = "transformers/"
 MAX_BYTES = 64 << 20
 """Largest unpacked store in bytes."""
@@ -139,14 +141,20 @@ class Store:
 
         The store has models at their default input and number of classes, trained whole and without checkpointing.
         """
-        if training.activation_checkpointing or model.num_classes is not None:
-            return None
-        if training.gradient_accumulation > 1 or training.adapter is not None or training.quantization is not None:
+        plain = Training(
+            batch_size=training.batch_size, optimizer=training.optimizer, precision=training.precision,
+            cross_entropy=training.cross_entropy, steps=training.steps,
+        )  # fmt: skip
+        if training != plain or training.cross_entropy not in _STORED_LOSSES or model.num_classes is not None:
             return None
         if model.input is not None and tuple(model.input) != self.input_shape(model.name):
             return None
         found = self.traced(model.name, training.optimizer)
-        return None if found is None else msgspec.structs.replace(found, precision=training.precision)
+        return (
+            None
+            if found is None
+            else msgspec.structs.replace(found, precision=training.precision, cross_entropy=training.cross_entropy)
+        )
 
     def _entry(self, name: str) -> Entry | None:
         """Return a model's entry; names of the hub work without their organization.

@@ -42,7 +42,7 @@ class QuantizedLinear(nn.Linear):
     def __init__(self, layer: nn.Module, kind: Quantization, dtype: torch.dtype) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = features_of(layer)
-        weights = self.in_features * self.out_features
+        weights = self.quantized_parameters = self.in_features * self.out_features
         stored = _STORED_BYTES[kind](weights, self.out_features)
         self.register_buffer("stored", torch.empty(stored, dtype=torch.uint8))
         self.register_parameter("bias", layer.bias)  # type: ignore[arg-type]
@@ -71,6 +71,29 @@ class _QuantizedProduct(torch.autograd.Function):
         (gradient,) = gradients
         bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         return gradient @ gradient.new_zeros(ctx.shape), None, bias, None
+
+
+def _quantize_experts(module: nn.Module, kind: Quantization, dtype: torch.dtype) -> None:
+    """Store a module's stacked matrices of experts in 4 bits; each access dequantises them all.
+
+    bitsandbytes does so (nn/parametrize.py, replace_parameter_4bit), and has no such function for int8.
+    """
+    stacked = {
+        name: weight.shape for name, weight in module._parameters.items() if weight is not None and weight.dim() == 3
+    }
+    if not stacked or kind is Quantization.INT8:
+        return
+
+    def dequantised(shape: torch.Size) -> property:
+        return property(lambda module: module.stored_experts.new_zeros(shape, dtype=dtype))
+
+    for name in stacked:
+        del module._parameters[name]
+    stored = sum(_STORED_BYTES[kind](shape.numel(), shape[-1]) for shape in stacked.values())
+    module.register_buffer("stored_experts", torch.empty(stored, dtype=torch.uint8))
+    module.quantized_parameters = sum(map(torch.Size.numel, stacked.values()))  # type: ignore[assignment]
+    own = {name: dequantised(shape) for name, shape in stacked.items()}
+    module.__class__ = type(type(module).__name__, (type(module),), own)
 
 
 class LoraLinear(nn.Module):
@@ -127,6 +150,9 @@ def adapt(model: nn.Module, training: Training) -> None:
     body = [name for name, _ in linear[:-1]]
     wanted = _targets(adapter, [name for name, _ in linear], body)
     dtype = _PRODUCTS.get(training.precision, torch.bfloat16)
+    if quantization is not None:
+        for module in list(model.modules()):
+            _quantize_experts(module, quantization, dtype)
     for name, layer in linear:
         made = layer
         if quantization is not None and name in body:
@@ -159,5 +185,5 @@ def _targets(adapter: Adapter, names: list[str], body: list[str]) -> set[str]:
 
 def parameter_count(model: nn.Module) -> int:
     """Return the number of parameters; quantised weights count, which are stored as bytes."""
-    quantized = (layer for layer in model.modules() if isinstance(layer, QuantizedLinear))
-    return sum(p.numel() for p in model.parameters()) + sum(q.in_features * q.out_features for q in quantized)
+    quantized = (getattr(module, "quantized_parameters", 0) for module in model.modules())
+    return sum(p.numel() for p in model.parameters()) + sum(quantized)

@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
 from carpool_core.resources.job import GraphLayer, GraphModel, ModelSource, Training
+from carpool_core.values import Precision
 from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -20,9 +22,11 @@ from torch._subclasses.fake_tensor import (
 )
 
 from carpool_predictor.catalog.recipes import Recipe, recipe_of
-from carpool_predictor.features import TraceError
+from carpool_predictor.features import Sample, TraceError
+from carpool_predictor.parallel import shares_of
 from carpool_predictor.tracing.adapters import adapt, parameter_count
 from carpool_predictor.tracing.operators import OperatorCache
+from carpool_predictor.tracing.sharding import bytes_of
 from carpool_predictor.tracing.step import (
     FakeTraining,
     TensorMode,
@@ -229,7 +233,7 @@ def count_layers(model: nn.Module) -> LayerCounts:
     return LayerCounts(**counts)
 
 
-def factory_recipe(file: str, name: str, input_shape: Sequence[int]) -> Recipe:
+def factory_recipe(file: str, name: str, first: Sample, *others: Sample) -> Recipe:
     """Import a Python file and return the recipe of the model that one of its functions builds.
 
     Raises:
@@ -262,7 +266,7 @@ def factory_recipe(file: str, name: str, input_shape: Sequence[int]) -> Recipe:
             )
         return model
 
-    return Recipe(f"{path.stem}:{name}", build, tuple(input_shape), file=path)
+    return Recipe(f"{path.stem}:{name}", build, first.shape, first.tokens, path, others)
 
 
 def _check_arguments(function: Callable[..., Any], name: str) -> None:
@@ -308,16 +312,22 @@ def batch_sizes(batch_size: int) -> tuple[int, int]:
 
 def build(recipe: Recipe, training: Training, mode: TensorMode) -> tuple[nn.Module, FakeTraining]:
     """Build a model with fake weights and prepare it for training."""
-    shape = recipe.input_shape
-    if not shape or min(shape) < 1 or math.prod(shape) > _MAX_SAMPLE_ELEMENTS:
-        raise TraceError("InputShapeInvalid", f"expected the shape of one sample, such as [3, 224, 224], found {shape}")
+    samples = (Sample(recipe.input_shape, recipe.tokens), *recipe.others)
+    for shape in (sample.shape for sample in samples):
+        if not shape or min(shape) < 1 or math.prod(shape) > _MAX_SAMPLE_ELEMENTS:
+            raise TraceError(
+                "InputShapeInvalid", f"expected the shape of one sample, such as [3, 224, 224], found {shape}"
+            )
+    shares = shares_of(training)
+    if shares.is_16_bit:
+        training = msgspec.structs.replace(training, precision=Precision.BF16)
     with fake_weights(mode, weight_dtype(training.precision)):
         module = explained("its constructor failed", recipe.build, recipe.file)
     with fake_weights(mode), mode:
         adapt(module, training)
     # Checkpointing replaces forwards, not modules, so that the layer counts stay the same.
     return module, explained(
-        "it cannot be trained", lambda: prepare(module, mode, training, shape, tokens=recipe.tokens), recipe.file
+        "it cannot be trained", lambda: prepare(module, mode, training, *samples, shares=shares), recipe.file
     )
 
 
@@ -344,18 +354,18 @@ def trace_under(
 ) -> ModelFeatures:
     """Trace a training step at some batch sizes, with one kind of tensors without data; see `trace_recipe`."""
     module, fake = build(recipe, training, mode)
-    parameters = list(module.parameters())
+    parameters, stored = list(module.parameters()), fake.shares.weights
 
     def step(batch_size: int) -> TracedStep:
-        what = f"a training step on input of shape {[batch_size, *fake.input_shape]} failed"
+        what = f"a training step on input of shape {[batch_size, *recipe.input_shape]} failed"
         return explained(what, lambda: trace_step(fake, batch_size, operators)[0], recipe.file)
 
     return ModelFeatures(
         name=recipe.name,
         parameters=parameter_count(module),
         trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
-        parameter_bytes=sum(t.numel() * t.element_size() for t in [*parameters, *module.buffers()]),
-        trainable_bytes=sum(p.numel() * p.element_size() for p in parameters if p.requires_grad),
+        parameter_bytes=int(bytes_of(parameters) * stored) + bytes_of(module.buffers()),
+        trainable_bytes=bytes_of(p for p in parameters if p.requires_grad),
         layers=count_layers(module),
         optimizer=training.optimizer,
         precision=training.precision,
@@ -363,5 +373,9 @@ def trace_under(
         gradient_accumulation=training.gradient_accumulation,
         adapter=training.adapter,
         quantization=training.quantization,
+        cross_entropy=training.cross_entropy,
+        compile=training.compile,
+        activation_offloading=training.activation_offloading,
+        parallelism=training.parallelism,
         steps=list(map(step, sizes)),
     )

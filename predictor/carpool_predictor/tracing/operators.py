@@ -97,16 +97,23 @@ def attention_backward_flops(query: Sequence[int], key: Sequence[int], value: Se
     return 2 * batch * heads * queries * key[2] * (3 * width + 2 * value[3])
 
 
+def grouped_flops(rows: Sequence[int], columns: Sequence[int]) -> int:
+    """Return the FLOPs of a product whose groups, such as experts, divide the rows or the inner dimension."""
+    return 2 * rows[-2] * rows[-1] * columns[-1]
+
+
 def flop_formula(func: OpOverload) -> Callable[..., float] | None:
     """Return the operator's FLOPs as a function of (args, kwargs, out); None if it counts as none.
 
-    Attention on the CPU has its own formulas, because some versions of PyTorch lack them.
+    Attention on the CPU and grouped products have their own formulas, because PyTorch lacks them.
     """
     name = func._schema.name.removeprefix("aten::")
     if name == _SDPA:
         return lambda args, kwargs, out: attention_flops(*(t.shape for t in args[:3]))
     if name == f"{_SDPA}_backward":
         return lambda args, kwargs, out: attention_backward_flops(*(t.shape for t in args[1:4]))
+    if name == "_grouped_mm":
+        return lambda args, kwargs, out: grouped_flops(args[0].shape, args[1].shape)
     formula = flop_registry.get(func.overloadpacket)
     if formula is None:
         return None

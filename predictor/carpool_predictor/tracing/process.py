@@ -19,7 +19,7 @@ from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import ModelSource, Training
 from carpool_core.values import MIB
 
-from carpool_predictor.features import Abstention, TraceError
+from carpool_predictor.features import Abstention, Sample, TraceError
 
 RAISE_TIMEOUT = "raise the limit (--trace-timeout, or settings.traceTimeoutSeconds of the Helm chart)"
 RAISE_MEMORY = "raise the limit (--trace-memory, or settings.traceMemoryMib of the Helm chart)"
@@ -49,8 +49,8 @@ class FactoryModel(msgspec.Struct, frozen=True, kw_only=True):
 
     path: str
     function: str
-    input: list[int]
-    """Shape of one sample."""
+    inputs: list[Sample]
+    """Inputs, in the order in which the model takes them."""
 
 
 class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,7 +107,7 @@ def answer(request: TraceRequest, memory_mib: int = 0) -> TraceReply:
         recipe = (
             model_recipe(request.model)
             if factory is None
-            else factory_recipe(factory.path, factory.function, factory.input)
+            else factory_recipe(factory.path, factory.function, *factory.inputs)
         )
         return TraceReply(features=trace_recipe(recipe, request.training))
     except ModuleNotFoundError as e:

@@ -1,7 +1,7 @@
 """One training step on fake tensors: forward, loss, backward, optimizer."""
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -13,17 +13,20 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (the name that PyTorch uses)
 from carpool_core.resources.features import TracedStep
 from carpool_core.resources.job import Training
-from carpool_core.values import Optimizer, Precision
+from carpool_core.values import CrossEntropy, Optimizer, Precision
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules import module as registration
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
-from carpool_predictor.features import TraceError
+from carpool_predictor.features import Sample, TraceError
 from carpool_predictor.optimizers import TABLE, OptimizerMemory
+from carpool_predictor.parallel import WHOLE, Shares
 from carpool_predictor.tracing.autocast import MetaAutocast, NoProductMissed
 from carpool_predictor.tracing.operators import CudaRules, ForeachMode, OperatorCache, like
+from carpool_predictor.tracing.saved import KeptTensors
+from carpool_predictor.tracing.sharding import ShardedState
 from carpool_predictor.tracing.tracker import Kind, StepTracker
 
 _INITIALISERS = tuple(
@@ -208,12 +211,12 @@ def weight_dtype(precision: Precision) -> torch.dtype | None:
     return torch.bfloat16 if precision is Precision.BF16 else None
 
 
-def losses(output: Any, *, is_cast: bool = False) -> Iterator[Tensor]:
+def losses(output: Any, *, is_cast: bool = False, compiled: bool = False) -> Iterator[Tensor]:
     """Yield a loss for each floating-point tensor of a model's output, however it is nested.
 
     (batch, classes), (batch, tokens, classes) and (batch, classes, height, width) get a cross-entropy, which takes the
     memory of the logits' softmax; anything else its mean. `is_cast` is whether logits of tokens are cast to FP32
-    before, as the losses of transformers and torchtune do; autocast does it itself.
+    before, as the losses of transformers do; autocast does it itself. A compiled loss keeps the logits alone.
     """
     if isinstance(output, Tensor):
         if not output.is_floating_point() or not output.requires_grad:
@@ -221,17 +224,85 @@ def losses(output: Any, *, is_cast: bool = False) -> Iterator[Tensor]:
         logits = output
         if output.dim() == 3:
             logits = (output.float() if is_cast else output).flatten(0, 1)
-        if logits.dim() in (2, 4):
+        if logits.dim() not in (2, 4):
+            yield output.mean()
+        elif compiled:
+            yield _CompiledLoss.apply(logits)
+        else:
             shape = (logits.shape[0], *logits.shape[2:])
             yield F.cross_entropy(logits, torch.zeros(shape, dtype=torch.long, device=logits.device))
-        else:
-            yield output.mean()
-    elif isinstance(output, dict):
-        for item in output.values():
-            yield from losses(item, is_cast=is_cast)
-    elif isinstance(output, (list, tuple)):
-        for item in output:
-            yield from losses(item, is_cast=is_cast)
+    elif isinstance(output, (dict, list, tuple)):
+        for item in output.values() if isinstance(output, dict) else output:
+            yield from losses(item, is_cast=is_cast, compiled=compiled)
+
+
+class _CompiledLoss(torch.autograd.Function):
+    """A cross-entropy whose softmax exists in registers only."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(logits)
+        return logits.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (logits,) = ctx.saved_tensors
+        return torch.empty_like(logits)
+
+
+_CHUNKS = 8
+"""Chunks of a chunked loss, as in torchtune, and of the tokens of which a fused loss has logits at once."""
+
+
+class _FusedLoss(torch.autograd.Function):
+    """The head's product and its loss: logits exist a chunk at a time, and are computed again for the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        for chunk in hidden.flatten(0, -2).chunk(_CHUNKS):
+            chunk @ weight.to(hidden.dtype).t()
+        return hidden.new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
+        hidden, weight = ctx.saved_tensors
+        lowered, of_hidden, of_weight = weight.to(hidden.dtype), torch.empty_like(hidden), None
+        for chunk in hidden.flatten(0, -2).chunk(_CHUNKS):
+            logits = chunk @ lowered.t()
+            of_chunk = logits @ lowered
+            if ctx.needs_input_grad[1]:
+                product = logits.t() @ chunk
+                of_weight = product if of_weight is None else of_weight.add_(product)
+            del logits, of_chunk
+        return of_hidden, None if of_weight is None else of_weight.to(weight.dtype)
+
+
+def put_loss_into_head(model: nn.Module, training: Training) -> None:
+    """Make a model's last linear layer return a chunked or fused loss in place of logits.
+
+    Raises:
+        TraceError: The model has no linear layer.
+    """
+    heads = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
+    if not heads:
+        raise TraceError(
+            "CrossEntropyInvalid",
+            f"crossEntropy: {training.cross_entropy} needs a linear layer as the head, and this model has none; set "
+            "training.crossEntropy to full",
+        )
+    head = heads[-1]
+
+    def chunked(hidden: Tensor) -> Tensor:
+        chunks = (F.linear(chunk, head.weight, head.bias) for chunk in hidden.flatten(0, -2).chunk(_CHUNKS))
+        every = (losses(logits if training.compile else logits.float(), compiled=training.compile) for logits in chunks)
+        return sum((loss for found in every for loss in found), start=hidden.new_zeros(()))
+
+    def fused(hidden: Tensor) -> Tensor:
+        loss: Tensor = _FusedLoss.apply(hidden, head.weight)
+        return loss
+
+    head.forward = chunked if training.cross_entropy is CrossEntropy.CHUNKED else fused  # type: ignore[assignment, method-assign]
 
 
 @contextmanager
@@ -255,28 +326,34 @@ class FakeTraining:
     model: nn.Module
     mode: TensorMode
     optimizer: torch.optim.Optimizer
-    precision: Precision
-    input_shape: tuple[int, ...]
-    """Shape of one sample."""
-    tokens: bool = False
-    """Whether a sample is whole numbers."""
-    accumulation: int = 1
-    """Backward passes of a step."""
+    training: Training
+    """In the precision of the model's arithmetic."""
+    samples: tuple[Sample, ...]
+    shares: Shares = WHOLE
+    """What this GPU stores of the model."""
 
     def state(self) -> Iterator[Tensor]:
         """Yield the tensors of the optimizer's state on the GPU, without step counts."""
         for state in self.optimizer.state.values():
             yield from (value for name, value in state.items() if name != "step" and isinstance(value, Tensor))
 
-    def inputs(self, batch_size: int) -> Tensor:
-        """Return a batch of fake samples, shape (batch, *input shape)."""
-        dtype = torch.long if self.tokens else weight_dtype(self.precision) or torch.float32
+    def inputs(self, batch_size: int) -> list[Tensor]:
+        """Return a batch of fake samples for each input, shape (batch, *shape of the sample)."""
+        plain = weight_dtype(self.training.precision) or torch.float32
         with self.mode:
-            return torch.empty((batch_size, *self.input_shape), dtype=dtype)
+            return [torch.empty((batch_size, *s.shape), dtype=torch.long if s.tokens else plain) for s in self.samples]
+
+    def _kept(self, inputs: Sequence[Tensor]) -> AbstractContextManager[Any]:
+        """Return the rules for what autograd keeps of the forward pass."""
+        compiled, offloaded = self.training.compile, self.training.activation_offloading
+        if not (compiled or offloaded):
+            return nullcontext()
+        permanent = [*self.model.parameters(), *self.model.buffers(), *inputs]
+        return KeptTensors(permanent, compiled=compiled, offloaded=offloaded)
 
     def step(
         self,
-        inputs: Tensor,
+        inputs: Sequence[Tensor],
         on_backward: Callable[[], None] = lambda: None,
         on_update: Callable[[], None] = lambda: None,
     ) -> None:
@@ -284,10 +361,11 @@ class FakeTraining:
 
         `on_backward` is called at the beginning of the backward pass, and `on_update` at the end of it.
         """
-        with cuda_rules(self.precision, self.mode):
-            is_cast = self.precision is Precision.BF16
-            output = self.model(inputs)
-            loss = sum(losses(output, is_cast=is_cast), start=torch.zeros(()))
+        training = self.training
+        is_cast = training.precision is Precision.BF16 and training.cross_entropy is CrossEntropy.FULL
+        with cuda_rules(training.precision, self.mode), self._kept(inputs):
+            output = self.model(*inputs)
+            loss = sum(losses(output, is_cast=is_cast, compiled=training.compile), start=torch.zeros(()))
         if not is_cast:
             output = None  # loops with 16-bit weights hold it, or copies of it, during the backward pass
         if not loss.requires_grad:
@@ -301,16 +379,18 @@ class FakeTraining:
 
 
 def prepare(
-    model: nn.Module, mode: TensorMode, training: Training, input_shape: tuple[int, ...], *, tokens: bool = False
+    model: nn.Module, mode: TensorMode, training: Training, *samples: Sample, shares: Shares = WHOLE
 ) -> FakeTraining:
     """Put a fake model into training mode, with checkpointing and optimizer state as in the middle of a run."""
     model.train()
+    if training.cross_entropy in (CrossEntropy.CHUNKED, CrossEntropy.FUSED):
+        put_loss_into_head(model, training)
     if training.activation_checkpointing:
         checkpoint_activations(model, partial(cuda_rules, training.precision, mode, recomputes=True))
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise TraceError("TraceFailed", "the model has no trainable parameters, so there is nothing to train")
     optimizer = _optimizer(model, mode, training.optimizer)
-    return FakeTraining(model, mode, optimizer, training.precision, input_shape, tokens, training.gradient_accumulation)
+    return FakeTraining(model, mode, optimizer, training, samples, shares)
 
 
 def _optimizer(model: nn.Module, mode: TensorMode, kind: Optimizer) -> torch.optim.Optimizer:
@@ -355,10 +435,12 @@ def trace_step(
     tracker = StepTracker(operators)
     inputs = training.inputs(batch_size)
     storages = tracker.storages
+    tracker.is_compiled, tracker.work_share = training.training.compile, training.shares.work
+    sharded = ShardedState(training.shares, training.model, _blocks(training.model), storages)
     storages.adopt(training.model.parameters(), Kind.PARAMETER)
     storages.adopt(training.model.buffers(), Kind.BUFFER)
     storages.adopt(training.state(), Kind.OPTIMIZER)
-    storages.adopt([inputs], Kind.INPUT)
+    storages.adopt(inputs, Kind.INPUT)
 
     def gradient(parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -368,9 +450,11 @@ def trace_step(
         tracker.kind = Kind.TEMPORARY
 
     def begin_update() -> None:
-        tracker.repeat(training.accumulation)
+        tracker.repeat(training.training.gradient_accumulation)
+        tracker.work_share, tracker.is_compiled = training.shares.optimizer, False
+        sharded.begin_update()
 
-    if training.accumulation > 1:
+    if training.training.gradient_accumulation > 1:
         # The gradients of the earlier passes are alive, and this pass adds its own.
         with training.mode:
             for parameter in training.model.parameters():
@@ -378,6 +462,7 @@ def trace_step(
         storages.adopt((p.grad for p in training.model.parameters() if p.grad is not None), Kind.GRADIENT)
 
     with ExitStack() as stack:
+        sharded.begin(stack)
         for parameter in training.model.parameters():
             if parameter.requires_grad:
                 stack.callback(parameter.register_post_accumulate_grad_hook(gradient).remove)  # type: ignore[no-untyped-call]

@@ -8,8 +8,9 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+import torch
 from carpool_core.resources.features import TracedStep
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -55,17 +56,22 @@ class LiveStorages:
         self._by_kind = [0] * len(Kind)
         self._total = 0
         self.peak = Peak(0, tuple(self._by_kind))
+        self.scales: dict[Kind, float] = {}
+        """Bytes that count for each byte of a kind, if not 1."""
         self.events: list[tuple[int, int]] = []
         """(number, bytes) of each allocation and (number, -1) of each release, for `allocator`."""
 
     def adopt(self, tensors: Iterable[Tensor], kind: Kind) -> None:
         """Count the tensors' storages unless they are counted already, and note the peak."""
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
+        self.adopt_storages((tensor.untyped_storage() for tensor in tensors), kind)
+
+    def adopt_storages(self, storages: Iterable[UntypedStorage], kind: Kind) -> None:
+        """Count storages unless they are counted already, and note the peak."""
+        for storage in storages:
             key = storage._cdata
             if key in self._live:
                 continue
-            size = -(-storage.nbytes() // GRANULE) * GRANULE
+            size = self._size_of(storage, kind)
             number = next(self._numbers)
             self._live[key] = (weakref.ref(storage, partial(self._release, key)), size, kind, number)
             self.events.append((number, size))
@@ -74,14 +80,25 @@ class LiveStorages:
         if self._total > self.peak.total_bytes:
             self.peak = Peak(self._total, tuple(self._by_kind))
 
+    def _size_of(self, storage: UntypedStorage, kind: Kind) -> int:
+        size: int = -(-int(storage.nbytes() * self.scales.get(kind, 1)) // GRANULE) * GRANULE
+        return size
+
     def reclassify(self, tensor: Tensor, kind: Kind) -> None:
         """Count a live storage as another kind, such as a gradient once it has accumulated."""
-        key = tensor.untyped_storage()._cdata
-        if key in self._live:
-            reference, size, before, number = self._live[key]
-            self._by_kind[before] -= size
-            self._by_kind[kind] += size
-            self._live[key] = (reference, size, kind, number)
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._live:
+            return
+        reference, size, before, number = self._live[key]
+        self._by_kind[before] -= size
+        if (counted := self._size_of(storage, kind)) != size:
+            self.events.append((number, -1))
+            number = next(self._numbers)
+            self.events.append((number, counted))
+            self._total += counted - size
+        self._by_kind[kind] += counted
+        self._live[key] = (reference, counted, kind, number)
 
     def _release(self, key: int, _: Any) -> None:
         _, size, kind, number = self._live.pop(key)
@@ -103,6 +120,10 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorc
         self._kernels = 0
         self._largest_unfolded = 0
         self._largest_convolution = 0
+        self.work_share = 1.0
+        """Share of the FLOPs and bytes that is this GPU's."""
+        self.is_compiled = False
+        """Whether operators are fused: those on single elements read nothing and launch no kernel of their own."""
         self._cache = cache or OperatorCache()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -115,11 +136,13 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorc
         if func is operators.PRIM_DEVICE:
             return out
         works, formula = operators.cost_of(func)
-        if works:
+        if works and self.is_compiled and torch.Tag.pointwise in func.tags:
+            self._bytes_moved += operators.bytes_moved((), {}, out)
+        elif works:
             self._kernels += operators.kernel_count(func, args)
-            self._bytes_moved += operators.bytes_moved(args, kwargs, out)
+            self._bytes_moved += operators.bytes_moved(args, kwargs, out) * self.work_share
         if formula is not None:
-            self._flops += formula(args, kwargs, out)
+            self._flops += formula(args, kwargs, out) * self.work_share
         self.storages.adopt(operators.outputs_of(out), self.kind)
         if func._schema.name in _CONVOLUTIONS:
             self._count_workspace(func, args, out)

@@ -11,8 +11,8 @@ import msgspec
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import Training
 from carpool_core.values import Optimizer, Precision
-from carpool_predictor.cli import Target, parse_shape, target_of
-from carpool_predictor.features import Abstention
+from carpool_predictor.cli import Target, parse_sample, target_of
+from carpool_predictor.features import Abstention, Sample
 from carpool_predictor.tracing.process import TraceLimits
 from carpool_predictor.tracing.source import SubprocessTracer
 from carpool_simulator import profiles
@@ -48,7 +48,7 @@ def text_target(kind: str) -> Target:
     """Return the trace request of a transformer of `TRANSFORMERS`."""
     name, tokens = TRANSFORMERS[kind]
     training = Training(batch_size=int(kind.rpartition("/")[2]), optimizer=Optimizer.ADAMW, precision=Precision.FP32)
-    return target_of(name, [tokens], None, training)
+    return target_of(name, [Sample((tokens,))], None, training)
 
 
 def image_target(kind: str, known: ModelFeatures) -> Target:
@@ -56,7 +56,7 @@ def image_target(kind: str, known: ModelFeatures) -> Target:
     shape, classes = input_of(kind)
     batch = known.steps[-1].batch_size
     training = Training(batch_size=batch, optimizer=known.optimizer, precision=known.precision)
-    return target_of(known.name, parse_shape(shape), classes, training)
+    return target_of(known.name, [parse_sample(shape)], classes, training)
 
 
 async def traced(target: Target) -> ModelFeatures | Abstention:

@@ -1,0 +1,168 @@
+"""Losses that store fewer logits, compiled models and offloaded activations."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from carpool_core.products import find_product
+from carpool_core.resources.job import Training
+from carpool_core.values import CrossEntropy, Optimizer, Precision
+from carpool_predictor.catalog.recipes import Recipe
+from carpool_predictor.features import Sample, TraceError
+from carpool_predictor.predict import PredictionContext
+from carpool_predictor.predict import prepare as prepare_context
+from carpool_predictor.tracing.models import trace_recipe
+from carpool_predictor.tracing.saved import KeptTensors
+from carpool_predictor.tracing.step import fake_weights, meta_mode, prepare, trace_step
+from carpool_predictor.tracing.tracker import Kind, StepTracker
+from functorch.compile import aot_module, min_cut_rematerialization_partition, nop
+from torch import Tensor, nn
+
+_VOCABULARY, _WIDTH, _TOKENS, _BATCH = 4096, 64, 128, 4
+_LOGITS = _BATCH * _TOKENS * _VOCABULARY
+
+
+class Language(nn.Module):
+    """An embedding and a head, whose logits are most of the memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(_VOCABULARY, _WIDTH), nn.Linear(_WIDTH, _VOCABULARY, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.head(self.embedding(ids))
+        return out
+
+
+def traced(build: Callable[[], nn.Module] = Language, **options: Any) -> Any:
+    training = Training(batch_size=_BATCH, optimizer=Optimizer.SGD, precision=Precision.BF16, **options)
+    return trace_recipe(Recipe("m", build, (_TOKENS,), tokens=True), training, [_BATCH]).steps[0]
+
+
+def test_each_loss_stores_fewer_logits_than_the_one_before() -> None:
+    peaks = [traced(cross_entropy=kind).activation_bytes for kind in CrossEntropy]
+    assert peaks == sorted(peaks, reverse=True)
+    assert len(set(peaks)) == len(peaks)
+    full, native, _, fused = peaks
+    assert full - native >= 2 * _LOGITS * 4  # the FP32 copy, and what is kept of it
+    assert fused < _LOGITS * 2
+
+
+def test_a_fused_loss_never_holds_all_logits() -> None:
+    assert traced(cross_entropy=CrossEntropy.NATIVE).largest_bytes == _LOGITS * 2
+    assert traced(cross_entropy=CrossEntropy.FUSED).largest_bytes < _LOGITS * 2
+
+
+@pytest.mark.parametrize("kind", [CrossEntropy.CHUNKED, CrossEntropy.FUSED])
+def test_the_products_of_the_head_are_counted(kind: CrossEntropy) -> None:
+    plain = traced(cross_entropy=CrossEntropy.NATIVE).flops
+    assert plain == 3 * 2 * _LOGITS * _WIDTH
+    assert traced(cross_entropy=kind).flops == plain * (4 / 3 if kind is CrossEntropy.FUSED else 1)
+
+
+def test_a_model_without_a_linear_head_has_no_fused_loss() -> None:
+    training = Training(cross_entropy=CrossEntropy.FUSED)
+    with pytest.raises(TraceError, match="crossEntropy: fused needs a linear layer"):
+        trace_recipe(Recipe("m", lambda: nn.Conv2d(3, 4, 3), (3, 8, 8)), training)
+
+
+def block() -> nn.Module:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    config = LlamaConfig(hidden_size=128, intermediate_size=384, num_attention_heads=4, num_key_value_heads=2)
+    config._attn_implementation = "sdpa"
+    layer = LlamaDecoderLayer(config, 0)
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            angles = x.new_zeros(x.shape[0], x.shape[1], 32)
+            out: Tensor = self.layer(x, position_embeddings=(angles, angles))
+            return out
+
+    return Block()
+
+
+class _Partitioned(Exception):  # noqa: N818  (ends the compilation)
+    """Bytes that PyTorch's partitioner keeps."""
+
+
+def partitioned_bytes(model: nn.Module, x: Tensor) -> int:
+    """Return the bytes that `torch.compile` would keep of a forward pass, without the weights."""
+    weights = {tuple(sorted(p.shape)) for p in model.parameters()}
+
+    def partition(*args: Any, **options: Any) -> Any:
+        forward, _ = min_cut_rematerialization_partition(*args, **options)
+        (output,) = (node for node in forward.graph.nodes if node.op == "output")
+        kept = {node: node.meta["val"] for node in output.args[0] if isinstance(node, torch.fx.Node)}
+        raise _Partitioned(
+            sum(v.numel() * v.element_size() for v in kept.values() if tuple(sorted(v.shape)) not in weights)
+        )
+
+    compiled = aot_module(model, fw_compiler=nop, bw_compiler=nop, partition_fn=partition)
+    with pytest.raises(_Partitioned) as found:
+        compiled(x)
+    return int(found.value.args[0])
+
+
+def test_a_compiled_block_keeps_what_pytorchs_partitioner_keeps() -> None:
+    shape = (4, 64, 128)
+    expected = partitioned_bytes(block(), torch.zeros(shape, requires_grad=True))
+    with fake_weights(meta_mode()):
+        model = block()
+    kept = {}
+    for compiled in (False, True):
+        tracker = StepTracker()
+        x = torch.empty(shape, device="meta", requires_grad=True)
+        tracker.storages.adopt([*model.parameters(), x], Kind.INPUT)
+        with meta_mode(), tracker, KeptTensors([*model.parameters(), x], compiled=compiled, offloaded=False):
+            out = model(x)
+        kept[compiled] = sum(tracker.storages._by_kind[kind] for kind in (Kind.ACTIVATION, Kind.TEMPORARY))
+        del out
+    assert kept[True] == pytest.approx(expected, rel=0.15)
+    assert kept[False] > 1.3 * expected
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.GELU(), nn.LayerNorm(256))))
+
+
+def test_offloaded_activations_leave_the_gpu() -> None:
+    recipe = Recipe("m", mlp, (256,))
+    peaks = [
+        trace_recipe(recipe, Training(batch_size=4096, activation_offloading=on, optimizer=Optimizer.SGD), [4096])
+        for on in (False, True)
+    ]
+    kept, offloaded = (features.steps[0].activation_bytes for features in peaks)
+    assert offloaded < kept / 2
+
+
+def test_a_compiled_job_has_a_wider_interval_and_says_so() -> None:
+    recipe, product = Recipe("m", mlp, (256,)), find_product("A100-SXM4-40GB")
+    found = {}
+    for compiled in (False, True):
+        training = Training(batch_size=64, compile=compiled)
+        context = prepare_context(trace_recipe(recipe, training), training)
+        assert isinstance(context, PredictionContext)
+        found[compiled] = context.on(product).prediction
+    ratios = [found[on].memory.upper_mib / found[on].memory.median_mib for on in (False, True)]
+    spans = [found[on].step_time_seconds.upper / found[on].step_time_seconds.lower for on in (False, True)]
+    assert ratios[1] > 1.05 * ratios[0]
+    assert spans[1] > 1.5 * spans[0]
+
+
+def test_a_compiled_step_launches_fewer_kernels_and_moves_fewer_bytes() -> None:
+    mode, steps = meta_mode(), []
+    for compiled in (False, True):
+        training = Training(compile=compiled)
+        with fake_weights(mode):
+            model = mlp()
+        steps.append(trace_step(prepare(model, mode, training, Sample((256,))), 64)[0])
+    assert steps[1].kernels < steps[0].kernels
+    assert steps[1].bytes_moved < steps[0].bytes_moved
+    assert steps[1].flops == steps[0].flops
