@@ -400,7 +400,7 @@ def binding_of(reserved: Reservation, node: str) -> dict[str, Any]:
     """Return the Binding of a reservation's pod, with annotations for people and for runtimes without CDI.
 
     The UID is a precondition. The API server merges the annotations into the pod in the same write as `nodeName`.
-    Carpool itself does not trust them.
+    Carpool trusts none of them; a reservation that contradicts them is not restored.
     """
     annotations = {
         ANNOTATION_GPUS: ",".join(reserved.gpu_uuids),

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import structlog
 from carpool_core.clock import Clock, parse_rfc3339
+from carpool_core.keys import ANNOTATION_GPUS
 from carpool_core.kube.api import PODS, KubeApi
 from carpool_core.kube.errors import KubeError, NotFound
 from carpool_core.kube.events import EventRecorder
@@ -286,10 +287,14 @@ class Restorer:
     async def _restore(self, pod: Pod) -> None:
         """Write a pod's reservation again if the API server confirms that the pod runs and has none."""
         uid, name = PodUid(pod.metadata.uid), pod.spec.node_name
-        if ledger.held((await self._writer.read(name)).spec, uid) is not None or not await self._still_runs(pod):
+        if ledger.held((await self._writer.read(name)).spec, uid) is not None:
+            return
+        if (found := await self._still_running(pod)) is None:
             return
         lost = self._vanished.get(name, {}).get(uid)
-        if lost is None:
+        # A broken watch may have missed the last reservation, so that an earlier one is known, on other GPUs.
+        bound_to = found.metadata.annotations.get(ANNOTATION_GPUS)
+        if lost is None or bound_to not in (None, ",".join(lost.gpu_uuids)):
             await self._report(pod, "nothing is known of the reservation that it had")
             return
 
@@ -306,12 +311,13 @@ class Restorer:
             return
         self._log.warning("reservation restored", pod=_name(pod), node=name, gpus=lost.gpu_uuids)
 
-    async def _still_runs(self, pod: Pod) -> bool:
+    async def _still_running(self, pod: Pod) -> Pod | None:
+        """Read a pod; return None if it does not run any more."""
         try:
             found = await self._api.get(PODS, pod.metadata.name, Pod, namespace=pod.metadata.namespace)
         except NotFound:
-            return False
-        return found.metadata.uid == pod.metadata.uid and may_run(found)
+            return None
+        return found if found.metadata.uid == pod.metadata.uid and may_run(found) else None
 
     async def _report(self, pod: Pod, reason: str) -> None:
         """Record once that a running pod has no reservation."""

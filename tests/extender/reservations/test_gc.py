@@ -7,6 +7,7 @@ from datetime import timedelta
 import msgspec
 import pytest
 from carpool_core.clock import rfc3339
+from carpool_core.keys import ANNOTATION_GPUS
 from carpool_core.kube.api import EVENTS, GPU_NODES, GPU_TRAINING_JOBS, PODS
 from carpool_core.kube.errors import Forbidden
 from carpool_core.kube.events import EventRecorder
@@ -234,6 +235,23 @@ async def test_a_pod_whose_lost_reservation_is_unknown_is_reported_once(world):
     assert message.startswith(f"pod default/{POD} runs on node a without a reservation, so nothing is kept for it")
     assert "nothing is known of the reservation that it had" in message
     assert world.kube.dump_all(EVENTS)[0]["count"] == 1
+
+
+async def test_an_earlier_reservation_of_a_bound_pod_is_not_restored(world):
+    """Regression: a broken watch missed the reservation with which the pod was bound, on another GPU."""
+    world.add("x", nodes=["a"], gpus=2)
+    seed_node(world.kube, gpu_node("a", 2, [replace(tenant("x", ["GPU-a-0"]), pod_name=POD)]))
+    async with world.extender() as extender:
+        bound = seed_pod(world.kube, "x", nodeName="a")
+        bound["metadata"]["annotations"] = {ANNOTATION_GPUS: "GPU-a-1"}
+        world.kube.seed(PODS, bound)
+        await world.kube.delete(GPU_NODES, "a")
+        await until(lambda: extender.informers.cluster.node("a") is None)
+        seed_node(world.kube, another("a", devices=2))
+        await until(lambda: world.events() != [])
+        await extender.gc.sweep()
+    assert world.reservations("a") == []
+    assert "nothing is known of the reservation that it had" in world.events()[0][1]
 
 
 @pytest.mark.parametrize("recorded", [True, False], ids=["a worker", "a pod that the operator did not create"])
