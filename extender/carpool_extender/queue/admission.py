@@ -174,6 +174,8 @@ class AdmissionController:
     async def _tick(self) -> None:
         while True:
             await self._sleep(IDLE_S)
+            if not self._leadership.leads():
+                self._dirty = {job for job in self._dirty if self._informers.job(job) is not None}
             self._changed.set()
 
     async def _run_passes(self) -> None:
@@ -182,7 +184,6 @@ class AdmissionController:
             self._changed.clear()
             if not self._leadership.leads():
                 self._resign()
-                await self._sleep(BATCH_S)
                 continue
             began = self._clock.monotonic()
             await self.run_once()
@@ -190,12 +191,12 @@ class AdmissionController:
             await self._sleep(max(BATCH_S - took_s, took_s / BUSY_SHARE - took_s, 0.0))
 
     def _resign(self) -> None:
-        """Delete a leader's state. Jobs that exist stay marked as changed, so that its next term gathers them again."""
+        """Delete a leader's state. Its jobs are marked as changed, so that the next term gathers them again."""
         for uid in [*self._admitted]:
             self._forget_pod(uid)
         for job in self._jobs:
             self._queue.remove(job)
-        self._dirty = {job for job in self._dirty | self._jobs.keys() if self._informers.job(job) is not None}
+        self._dirty.update(self._jobs)
         self._jobs.clear()
         self._metrics.pending_jobs.set(0)
 
