@@ -302,7 +302,9 @@ def best_place(
 
 def placement_on(evaluation: Evaluation, rows: list[int], policy: Policy, reason: str) -> Placement:
     """Return the placement of a pod on some GPUs of one node."""
-    gpus, mode, required = evaluation.snapshot.gpus, mode_on(evaluation, rows), evaluation.requirements(rows[0])
+    gpus, mode = evaluation.snapshot.gpus, mode_on(evaluation, rows)
+    # A reservation has one number for all of its GPUs: at most what the smallest of them has.
+    required = min(map(evaluation.requirements, rows), key=lambda one: one.unenforced_mib or 0)
     return Placement(
         gpu_uuids=[gpus.uuid[row] for row in rows],
         mode=mode,

@@ -365,7 +365,7 @@ def parse_budget(text: str) -> float:
     return float(found[1]) * _UNITS[found[2]]
 
 
-@click.command(short_help="Measure training steps on this machine's GPU, alone and beside each other.")
+@click.command(short_help="Measure training steps on this GPU, alone and together.")
 @click.option("--sweep", type=click.Choice(SWEEPS), default=SWEEPS[0], show_default=True, help="What is measured.")
 @click.option("--budget", default="9m", show_default=True, help="Time that it may take, such as 90s, 9m or 1.5h.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), required=True, help="File of rows; continued.")

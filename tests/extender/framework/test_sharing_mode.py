@@ -116,7 +116,7 @@ BY_TURNS = gpu_node("a", 1, [tenant("x", ["GPU-a-0"], TURNS)])
         pytest.param(gpu_node(), {"mode": RequestedMode.TIME_SLICING}, 5200, id="TimeSlicing"),
         pytest.param(BY_TURNS, {}, 5200, id="tenants by time-slicing"),
         pytest.param(gpu_node("a", 1, [tenant("x", ["GPU-a-0"], MPS)]), {}, 4080, id="tenants with limits"),
-        pytest.param(gpu_node("a", 2), {"gpus": 2}, 4080, id="several GPUs: nothing is learned from such"),
+        pytest.param(gpu_node("a", 2), {"gpus": 2}, 5200, id="several GPUs share by time-slicing only"),
         pytest.param(gpu_node(), {"mode": RequestedMode.EXCLUSIVE}, 4080, id="Exclusive"),
         pytest.param(gpu_node("a", NO_MPS), {"memory_limit_mib": 4500}, 4500, id="limit of the user"),
         pytest.param(gpu_node("a", NO_MPS), {"prediction": prediction()}, 4000, id="it ran before"),
@@ -124,8 +124,8 @@ BY_TURNS = gpu_node("a", 1, [tenant("x", ["GPU-a-0"], TURNS)])
         pytest.param(
             gpu_node("a", [device(i, "a", reserved_mib=mib) for i, mib in enumerate((500, 900))]),
             {"gpus": 2, "prediction": prediction(memory_mib=38000, unenforced_mib=49400)},
-            38000,
-            id="GPUs of different size count alike: one reservation has one number",
+            40060,
+            id="of GPUs of different size the smallest counts: one reservation has one number",
         ),
     ],
 )
