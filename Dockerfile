@@ -1,5 +1,5 @@
 # One image for each process: docker build --target operator|extender|agent .   `make image` builds them without Docker.
-# Python 3.11 or later, the same in both; the first has pip, a shell, find and rm as well.
+# Python 3.11 or later, the same in both, and openssl 3; the first has pip, a shell, find and rm as well.
 ARG BUILD_IMAGE=python:3.11-slim
 ARG PYTHON_IMAGE=python:3.11-slim
 

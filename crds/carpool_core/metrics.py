@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.exposition import choose_encoder
 
 from carpool_core.settings import SettingsError
 
@@ -14,6 +14,33 @@ def build_info(registry: CollectorRegistry, process: str, version: str) -> None:
     ProcessCollector(registry=registry)
     gauge = Gauge("carpool_build_info", "Version of this process; always 1.", ["process", "version"], registry=registry)
     gauge.labels(process, version).set(1)
+
+
+class ApiMetrics:
+    """Measures calls to the API server."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._seconds = Histogram(
+            "carpool_api_request_seconds",
+            "Time from a call to the API server to the end of its answer.",
+            ["verb"],
+            buckets=(0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30),
+            registry=registry,
+        )
+        self._errors = Counter(
+            "carpool_api_errors_total",
+            "Calls to the API server that failed, and watches that ended by an error, by HTTP status; 0 is no answer.",
+            ["verb", "status"],
+            registry=registry,
+        )
+
+    def answered(self, verb: str, seconds: float) -> None:
+        """Count a call that the server answered, also with an error."""
+        self._seconds.labels(verb).observe(seconds)
+
+    def failed(self, verb: str, status: int) -> None:
+        """Count a call that failed."""
+        self._errors.labels(verb, status).inc()
 
 
 class MetricsServer:
@@ -46,8 +73,9 @@ async def serve(
         SettingsError: The port is not available.
     """
 
-    async def metrics(_: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
+    async def metrics(request: web.Request) -> web.Response:
+        encode, content_type = choose_encoder(request.headers.get("Accept", ""))  # OpenMetrics, or text
+        return web.Response(body=encode(registry), headers={"Content-Type": content_type})
 
     async def healthz(_: web.Request) -> web.Response:
         return web.Response(text="ok\n")

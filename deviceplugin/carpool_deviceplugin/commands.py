@@ -48,6 +48,7 @@ async def serve(settings: AgentSettings) -> None:
         agent = build(settings, api, clock, devices)
         registry.register(AgentCollector(agent))
         metrics.build_info(registry, "agent", version("carpool"))
+        api.metrics = metrics.ApiMetrics(registry)
         server = await metrics.serve(registry, settings.metrics_port, readiness=agent.unready)
         structlog.get_logger().info(
             "agent started", gpus=len(devices.uuids), simulated=devices.simulated, metrics_port=server.port

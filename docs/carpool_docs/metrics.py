@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from carpool_core.metrics import build_info
+from carpool_core.metrics import ApiMetrics, build_info
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_deviceplugin import app as agent
@@ -98,6 +98,7 @@ def families(process: str) -> Iterator[Family]:
     found: dict[str, Family] = {}
     # prometheus_client has labels only in samples, and there are none yet.
     registry: Any = REGISTRIES[process]()
+    ApiMetrics(registry)
     for collector in registry._collector_to_names:
         for family in collector.collect():
             labels: tuple[str, ...] = getattr(collector, "_labelnames", ()) or getattr(family, "_labelnames", ())

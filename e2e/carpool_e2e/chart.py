@@ -117,11 +117,16 @@ def render(binaries: Binaries, values: Mapping[str, str] | None = None) -> Rende
 def localize(rendered: Rendered, workload: Manifest, container_name: str, adaptation: Adaptation) -> Local:
     """Turn a container of a workload into a process: the same arguments and environment, files at local paths."""
     spec = workload["spec"]["template"]["spec"]
-    container = next(c for c in spec["containers"] if c["name"] == container_name)
+    containers = [*spec.get("initContainers", []), *spec["containers"]]  # init containers that restart are sidecars
+    container = next(c for c in containers if c["name"] == container_name)
     volumes = {v["name"]: v for v in spec.get("volumes", [])}
     replacements = dict(adaptation.text)
     contents: dict[Path, str] = {}
     for mount in container.get("volumeMounts", []):
+        if "emptyDir" in volumes[mount["name"]]:
+            shared = adaptation.folder / "volumes" / mount["name"]  # by all containers of the pod
+            replacements[mount["mountPath"]] = str(shared / mount.get("subPath", ""))
+            continue
         files = _volume_files(rendered, volumes[mount["name"]])
         if files is None:
             continue  # the node's own directory, which the process finds at the same path

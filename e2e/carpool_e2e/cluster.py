@@ -148,6 +148,7 @@ class Cluster:
             "CARPOOL_EXTENDER_PORT": str(ports.extender),
         }
         extender = self._start_pod("scheduler", "extender", environment)
+        extender.wait_until(lambda: _answers(f"http://127.0.0.1:{ports.extender_metrics}/healthz"), READY_S)
         scheduler = self._start("kube-scheduler", self._scheduler())
         extender.wait_until(lambda: _answers(f"http://127.0.0.1:{ports.extender_metrics}/readyz"), READY_S)
         scheduler.wait_until(self._scheduler_leads, READY_S)

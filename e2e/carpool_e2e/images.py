@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,13 +33,16 @@ TARGETS = ("operator", "extender", "agent")
 
 REGISTRY = "localhost"
 
-PYTHON_PACKAGES = ("base-files", "dash", "libstdc++6", "python-is-python3")
+PYTHON_PACKAGES = ("base-files", "dash", "libstdc++6", "openssl", "python-is-python3")
 BASES = {"PYTHON_IMAGE": PYTHON_PACKAGES, "BUILD_IMAGE": (*PYTHON_PACKAGES, "coreutils", "findutils", "python3-pip")}
 """Argument of the Dockerfile → Debian packages that, with their dependencies, make the image which it names."""
 
 UNUSED = ("usr/share/man", "usr/share/info", "usr/share/locale", "usr/share/lintian", "usr/share/bash-completion")
 
 CERTIFICATES = "/etc/ssl/certs"
+
+ARCHIVE_AGE_S, LAYER_AGE_S = 24 * 3600.0, 7 * 24 * 3600.0
+"""Age after which archives without use and layers without a name are removed."""
 
 
 @dataclass(frozen=True)
@@ -79,22 +83,43 @@ def ensure(console: Console, commit: str = "") -> Path:
         BuildError: A step failed; the message ends with its output.
     """
     install_packages(FOR_IMAGES, console)
-    bases = {argument: _package_uris(packages) for argument, packages in BASES.items()}
-    digest = hashlib.sha256(json.dumps([commit, bases]).encode())
-    for path in [PROJECT / "Dockerfile", *context_files()]:
-        digest.update(f"{path.relative_to(PROJECT)}\0".encode() + path.read_bytes())
     root = cache_root(os.environ) / "images"
     root.mkdir(parents=True, exist_ok=True)
-    archive = root / f"{digest.hexdigest()[:16]}.tar"
+    # Another checkout may build at the same time: the sources are read, built and compared while it waits.
     with locked(root / "lock"), tempfile.TemporaryDirectory(dir=root, prefix=".build-") as scratch:
+        bases = {argument: _package_uris(packages) for argument, packages in BASES.items()}
+        archive = root / f"{_digest_of_sources(bases, commit)}.tar"
         if not archive.exists():
             console.print(
                 "Building the images of operator, extender and agent: 20 s after a change of code, else minutes"
             )
-            _build(root, Path(scratch), bases, commit).replace(archive)
-            for old in sorted(root.glob("*.tar"), key=lambda file: file.stat().st_mtime)[:-3]:
-                old.unlink()
+            built = _build(root, Path(scratch), bases, commit)
+            if archive.stem != _digest_of_sources(bases, commit):
+                raise BuildError("the sources changed while the images were built; build them again")
+            built.replace(archive)
+            _prune(root)
+        archive.touch()  # in use, so that no other checkout removes it
     return archive
+
+
+def _digest_of_sources(bases: Mapping[str, Sequence[str]], commit: str) -> str:
+    digest = hashlib.sha256(json.dumps([commit, bases]).encode())
+    for path in [PROJECT / "Dockerfile", *context_files()]:
+        digest.update(f"{path.relative_to(PROJECT)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _prune(root: Path) -> None:
+    """Remove archives that nobody used for a day, and unnamed layers that are older than a week."""
+    now = time.time()
+    for old in root.glob("*.tar"):
+        if now - old.stat().st_mtime > ARCHIVE_AGE_S:
+            old.unlink()
+    images = json.loads(_run([*_buildah(root), "images", "--all", "--json"]))
+    unnamed = [image for image in images if not image.get("names")]
+    for image in sorted(unnamed, key=lambda image: image["created"], reverse=True):
+        if now - image["created"] > LAYER_AGE_S:
+            subprocess.run([*_buildah(root), "rmi", image["id"]], capture_output=True, check=False)  # a base stays
 
 
 def listed(archive: Path) -> list[Image]:
@@ -124,7 +149,7 @@ def listed(archive: Path) -> list[Image]:
 
 def _build(root: Path, scratch: Path, bases: Mapping[str, Sequence[str]], commit: str) -> Path:
     """Build the images, and return the archive."""
-    buildah = ["buildah", f"--root={root / 'storage'}", f"--runroot={root / 'run'}"]
+    buildah = _buildah(root)
     names = {argument: f"{REGISTRY}/carpool/python:{_digest(uris)}" for argument, uris in bases.items()}
     for argument, name in names.items():
         if not _run([*buildah, "images", "--quiet", "--filter", f"reference={name}"]):
@@ -149,6 +174,10 @@ def _build(root: Path, scratch: Path, bases: Mapping[str, Sequence[str]], commit
     archive = scratch / "images.tar"
     _run(["tar", f"--directory={layout}", f"--file={archive}", "--create", "."])
     return archive
+
+
+def _buildah(root: Path) -> list[str]:
+    return ["buildah", f"--root={root / 'storage'}", f"--runroot={root / 'run'}"]
 
 
 def _package_uris(packages: Sequence[str]) -> list[str]:

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from carpool_extender.cache.cluster import ClusterCache, GpuBackoff
 from carpool_extender.cache.peaks import PeakTracker
+from carpool_extender.certificates import Certificates
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.framework.selection import EvaluationCache
 from carpool_extender.informers import Informers
@@ -45,8 +46,13 @@ class Extender:
     peak_updater: PeakUpdater | None
     leadership: LeaseWatcher
     admission: AdmissionController
+    certificates: Certificates
     metrics: ExtenderMetrics
     registry: CollectorRegistry
+
+    def not_ready(self) -> str | None:
+        """Return why kube-scheduler gets no answers; None if it does."""
+        return self.informers.not_ready() or self.certificates.problem()
 
     def app(self) -> FastAPI:
         """Return the HTTP application that answers kube-scheduler."""
@@ -84,6 +90,7 @@ def build(
         UnknownPolicyError: The policy's name is not in the table.
         SettingsError: A precondition is impossible.
     """
+    certificates = Certificates(settings.tls, clock, sleep)
     clock = ServerClock(clock, api)  # deadlines must mean the same to every extender
     rules = SchedulerConfig(find_policy(settings.policy), settings.slots_per_gpu, settings.conditions.conditions())
     registry = CollectorRegistry()
@@ -111,6 +118,7 @@ def build(
         holders=informers.workers_with_reservation,
     )
     registry.register(StateCollector(informers, queue.reasons, lambda: gc.orphaned))
+    registry.register(certificates)
     admission = AdmissionController(
         api,
         informers,
@@ -147,4 +155,6 @@ def build(
         evaluation_cache=evaluation_cache,
         candidates=settings.candidates,
     )
-    return Extender(service, informers, gc, binder, peak_updater, leadership, admission, telemetry, registry)
+    return Extender(
+        service, informers, gc, binder, peak_updater, leadership, admission, certificates, telemetry, registry
+    )

@@ -39,10 +39,11 @@ async def run(settings: ExtenderSettings) -> None:
     clock = SystemClock()
     async with connect(settings.kube, clock=clock) as api:
         parts = build(settings, api, clock)
-        server = create_server(parts.app(), settings)
-        scraped = await metrics.serve(parts.registry, settings.metrics_port, readiness=parts.informers.not_ready)
+        api.metrics = metrics.ApiMetrics(parts.registry)
+        server = create_server(parts.app(), settings, parts.certificates)
+        scraped = await metrics.serve(parts.registry, settings.metrics_port, readiness=parts.not_ready)
         try:
-            await _until_served(server.serve(), parts.run(), _freeze_listed(parts.informers))
+            await _until_served(server.serve(), parts.run(), parts.certificates.run(), _freeze_listed(parts.informers))
         finally:
             await scraped.close()
 

@@ -14,6 +14,7 @@ from carpool_core.settings import SettingsError
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel
 
+from carpool_extender.certificates import Certificates
 from carpool_extender.extender_api import BindingArgs, ExtenderArgs, PreemptionArgs
 from carpool_extender.metrics import ExtenderMetrics
 from carpool_extender.scheduler import BadRequest, Scheduler
@@ -164,13 +165,13 @@ def _decode(decoder: msgspec.json.Decoder[A], body: bytes, verb: str) -> A:
         raise _Rejected(400, f"expected JSON with the arguments of {verb}, found {found!r}: {error}") from error
 
 
-def create_server(app: FastAPI, settings: ExtenderSettings) -> Server:
+def create_server(app: FastAPI, settings: ExtenderSettings, certificates: Certificates) -> Server:
     """Build the server. It refuses clients without a certificate of the client CA in the TLS handshake.
 
     Raises:
         SettingsError: A certificate is not set, or cannot be used.
     """
-    cert, key, client_ca = settings.tls.files()
+    cert, key, client_ca = certificates.files()
     config = uvicorn.Config(
         app,
         host=settings.host,
@@ -189,6 +190,8 @@ def create_server(app: FastAPI, settings: ExtenderSettings) -> Server:
     )
     try:
         config.load()
+        if config.ssl is not None:  # always: a certificate is set
+            certificates.keep_current(config.ssl)
     except OSError as error:
         raise SettingsError(
             "CARPOOL_EXTENDER_TLS_CERT, _TLS_KEY and _CLIENT_CA: expected a certificate, its private key, and a CA, "

@@ -25,17 +25,31 @@ from carpool_extender.queue.order import QueueOrder
 class TlsSettings:
     """Mutual TLS: both sides show a certificate."""
 
+    directory: Path | None = setting(
+        None,
+        flag="--tls-dir",
+        env="CARPOOL_EXTENDER_TLS_DIR",
+        help="Directory in which the extender makes an authority and certificates for a year, for itself and, in the "
+        "folder client, for the scheduler. It renews them after two thirds of that time. If empty, the three settings "
+        "below name files, which are read again when they change.",
+    )
     cert: Path | None = setting(
-        None, flag="--tls-cert", env="CARPOOL_EXTENDER_TLS_CERT", help="The extender's certificate, PEM; required."
+        None,
+        flag="--tls-cert",
+        env="CARPOOL_EXTENDER_TLS_CERT",
+        help="The extender's certificate, PEM; required without --tls-dir.",
     )
     key: Path | None = setting(
-        None, flag="--tls-key", env="CARPOOL_EXTENDER_TLS_KEY", help="The certificate's private key, PEM; required."
+        None,
+        flag="--tls-key",
+        env="CARPOOL_EXTENDER_TLS_KEY",
+        help="The certificate's private key, PEM; required without --tls-dir.",
     )
     client_ca: Path | None = setting(
         None,
         flag="--client-ca",
         env="CARPOOL_EXTENDER_CLIENT_CA",
-        help="CA that signed the scheduler's client certificate, PEM; required.",
+        help="CA that signed the scheduler's client certificate, PEM; required without --tls-dir.",
     )
 
     def files(self) -> tuple[Path, Path, Path]:
@@ -44,6 +58,8 @@ class TlsSettings:
         Raises:
             SettingsError: One is not set, or is no file.
         """
+        if self.directory is not None:
+            return self.directory / "server.pem", self.directory / "server.pem", self.directory / "client" / "ca.crt"
         found = []
         for path, name in (
             (self.cert, "CARPOOL_EXTENDER_TLS_CERT"),

@@ -17,6 +17,7 @@ from carpool_core.kube.client import connect
 from carpool_core.kube.config import KubeConfigError
 from carpool_core.kube.errors import KubeError, NotFound
 from carpool_core.kube.leader import LeaderElector, LeadershipLostError
+from carpool_core.metrics import ApiMetrics
 from carpool_core.metrics import serve as serve_metrics
 from carpool_core.settings import MisconfiguredError, SettingsError, click_options
 from carpool_predictor.tracing.source import SubprocessTracer
@@ -112,6 +113,7 @@ async def serve(settings: OperatorSettings) -> None:
     async with connect(settings.kube) as api:
         await check_installed(api, settings.namespace_list)
         operator = Operator(settings, api, clock, SubprocessTracer(settings.trace_limits))
+        api.metrics = ApiMetrics(operator.metrics.registry)
         elected = ElectedOperator(operator, elector_of(settings, api, clock))
         server = await serve_metrics(
             operator.metrics.registry, settings.metrics_port, settings.metrics_host, elected.unready

@@ -23,8 +23,10 @@ from carpool_core.kube.errors import (
     Unreachable,
 )
 from carpool_core.kube.pods import Pod
+from carpool_core.metrics import ApiMetrics
 from carpool_core.resources.node import GpuNode, ObjectMeta
 from carpool_core.testing.clock import FakeClock
+from prometheus_client import CollectorRegistry
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Start = Callable[..., Awaitable[KubeClient]]
@@ -269,3 +271,32 @@ async def test_broken_connection_ends_the_watch(start: Start) -> None:
     client = await start(handler)
     with pytest.raises(Unreachable, match="the connection broke"):
         _ = [event async for event in client.watch(PODS, Selector(), "5")]
+
+
+async def test_calls_are_measured_by_verb_and_failures_by_status(start: Start) -> None:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        if request.path.endswith("/gone") or "watch" in request.query:
+            return web.Response(status=410, text="{}")
+        return web.Response(text='{"metadata": {"name": "n"}, "items": []}')
+
+    client, registry = await start(handler), CollectorRegistry()
+    client.metrics = ApiMetrics(registry)
+    await client.list_page(PODS, Selector())
+    await client.patch(PODS, "p", {}, namespace="n")
+    with pytest.raises(Gone):
+        await client.get(GPU_NODES, "gone", GpuNode)
+    with pytest.raises(Gone):
+        await anext(client.watch(PODS, Selector(), "1"))
+    answered = {
+        verb: registry.get_sample_value("carpool_api_request_seconds_count", {"verb": verb})
+        for verb in ("list", "patch", "get", "watch")
+    }
+    assert answered == {"list": 1, "patch": 1, "get": 1, "watch": None}, "a watch lasts for minutes"
+    for verb in ("get", "watch"):
+        assert registry.get_sample_value("carpool_api_errors_total", {"verb": verb, "status": "410"}) == 1
+    await client.__aexit__()
+    client._endpoint = Endpoint("http://127.0.0.1:1", None, Token(lambda _: ""))
+    async with client:
+        with pytest.raises(Unreachable):
+            await client.delete(PODS, "p", namespace="n")
+    assert registry.get_sample_value("carpool_api_errors_total", {"verb": "delete", "status": "0"}) == 1

@@ -18,6 +18,7 @@ from carpool_core.settings import LogFormat, LogLevel, LogSettings, SettingsErro
 from carpool_core.values import GpuUuid
 from click.testing import CliRunner
 from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 
 @dataclass(frozen=True)
@@ -249,6 +250,21 @@ async def test_metrics_are_read_at_scrape_time() -> None:
         assert 'carpool_build_info{process="agent",version="1.2.3"} 1.0' in text
         assert (await _get(port, "/healthz"))[0] == 200
         assert (await _get(port, "/readyz")) == (200, "ok\n")
+
+
+async def test_a_client_that_asks_for_open_metrics_gets_it() -> None:
+    registry = CollectorRegistry()
+    metrics.ApiMetrics(registry).failed("get", 404)
+    async with _served(registry) as port, aiohttp.ClientSession() as session:
+        url = f"http://127.0.0.1:{port}/metrics"
+        accept = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3,*/*;q=0.1"
+        async with session.get(url, headers={"Accept": accept}) as response:
+            assert response.headers["Content-Type"].startswith("application/openmetrics-text; version=1.0.0")
+            families = {family.name for family in text_string_to_metric_families(await response.text())}
+        assert {"carpool_api_errors", "carpool_api_request_seconds"} <= families
+        async with session.get(url) as response:
+            assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+            assert 'carpool_api_errors_total{status="404",verb="get"} 1.0' in await response.text()
 
 
 async def test_readiness_names_its_reason() -> None:

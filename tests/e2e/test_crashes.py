@@ -1,6 +1,8 @@
 """Each process is ended as by `kill -9` between two steps of a job's way: the job ends up placed once, and runs."""
 
 import signal
+import socket
+import ssl
 import sys
 import time
 from collections.abc import Callable
@@ -141,3 +143,51 @@ def test_a_standby_goes_on_when_the_leading_operator_freezes(cluster: Cluster, w
         del cluster.table.processes["standby"]
         first.kill()
         first.start()
+
+
+PLAIN_POD = {
+    "apiVersion": "v1",
+    "kind": "Pod",
+    "metadata": {"name": "plain"},
+    "spec": {
+        "schedulerName": "carpool-scheduler",
+        "containers": [{"name": "x", "image": "x", "resources": {"limits": {"carpool.dev/gpu": "1"}}}],
+    },
+}
+"""A pod that no queue holds back: kube-scheduler asks the extender about it at once."""
+
+
+def test_renewed_certificates_are_used_without_a_restart(cluster: Cluster, watcher: Watcher) -> None:
+    folder, port = cluster.plane.state / "volumes" / "tls", cluster.plane.ports.extender
+    server, client = folder / "server.pem", folder / "client" / "client.pem"
+    extender, scheduler = cluster["extender"], cluster["kube-scheduler"].pid
+
+    def another() -> str:
+        shown = ssl.get_server_certificate(("127.0.0.1", port))
+        return "" if shown == before else shown
+
+    before = ssl.get_server_certificate(("127.0.0.1", port))
+    assert before in server.read_text()
+    server.unlink()
+    client.unlink()  # the extender makes both again, as at two thirds of their lives
+    shown = eventually("another certificate", another)
+    assert shown in server.read_text()
+    extender.kill()
+    try:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=folder / "client" / "ca.crt")
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_cert_chain(server)
+        with socket.create_server(("127.0.0.1", port)) as listener:  # in the extender's place, to see the scheduler's
+            listener.settimeout(60)
+            cluster.apply(PLAIN_POD)
+            with context.wrap_socket(listener.accept()[0], server_side=True) as connection:
+                certificate = connection.getpeercert(binary_form=True)
+    finally:
+        extender.start()
+    assert certificate is not None
+    assert ssl.DER_cert_to_PEM_cert(certificate) in client.read_text()
+    cluster.kubectl("delete", "pod", "plain", "--now")
+    cluster.apply(sleeper("renewed"))
+    watcher.placed_once("renewed", timeout_s=90)
+    assert cluster["kube-scheduler"].running
+    assert cluster["kube-scheduler"].pid == scheduler

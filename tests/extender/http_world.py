@@ -57,14 +57,16 @@ async def serving(kube, certificates, *, watching=True):
 
 @asynccontextmanager
 async def running(kube, certificates, *, watching=True, clock=None, **settings):
-    """The same; yields the parts of the extender too."""
-    tls = TlsSettings(certificates / "server.crt", certificates / "server.key", certificates / "ca.crt")
+    """The same; yields the parts of the extender too. `certificates` is a folder, or the settings themselves."""
+    tls = certificates
+    if not isinstance(tls, TlsSettings):
+        tls = TlsSettings(None, certificates / "server.crt", certificates / "server.key", certificates / "ca.crt")
     settings, clock = (
         ExtenderSettings(scheduler_lease=LEASE, scheduler_host="here", port=0, tls=tls, **settings),
         clock or FakeClock(),
     )
     parts = build(settings, kube, clock, clock.sleep)
-    server = create_server(parts.app(), settings)
+    server = create_server(parts.app(), settings, parts.certificates)
     tasks = [asyncio.create_task(server.serve())]
     if watching:
         tasks.append(asyncio.create_task(parts.run()))

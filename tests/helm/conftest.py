@@ -16,7 +16,7 @@ from carpool_e2e.binaries import ensure
 # --import-mode=importlib gives test folders no import path of their own.
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "e2e")]
 
-OPTIONS = ["--namespace=carpool-system", "--values=-"]
+OPTIONS = ["--namespace=carpool-system", "--skip-tests", "--values=-"]
 CHART = Path(__file__).parents[2] / "helm" / "carpool"
 
 Manifest = dict[str, Any]
@@ -43,7 +43,8 @@ class Chart:
 
     @property
     def containers(self) -> dict[str, Manifest]:
-        return {c["name"]: c for w in self.workloads for c in w["spec"]["template"]["spec"]["containers"]}
+        pods = [w["spec"]["template"]["spec"] for w in self.workloads]
+        return {c["name"]: c for pod in pods for c in [*pod.get("initContainers", []), *pod["containers"]]}
 
     def environment(self, container: str) -> dict[str, str]:
         return {e["name"]: e.get("value", "") for e in self.containers[container].get("env", [])}

@@ -18,6 +18,11 @@ COMMANDS = {
 """Container → where the command is that it runs."""
 
 
+def containers_of(template: dict[str, Any]) -> list[dict[str, Any]]:
+    """The extender is an init container that goes on, which starts before the scheduler."""
+    return [*template["spec"].get("initContainers", []), *template["spec"]["containers"]]
+
+
 def test_every_object_has_the_common_labels_and_its_namespace(chart: Any) -> None:
     policies = ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
     cluster_scoped = ("ClusterRole", "ClusterRoleBinding", *policies)
@@ -98,7 +103,7 @@ def test_network_policies_leave_the_ports_of_metrics_and_health(render: Any) -> 
         template = workload["spec"]["template"]
         spec = policies.pop(template["metadata"]["labels"][component])
         assert spec["podSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
-        served = {port["containerPort"] for one in template["spec"]["containers"] for port in one.get("ports", ())}
+        served = {port["containerPort"] for one in containers_of(template) for port in one.get("ports", ())}
         rules = spec.get("ingress", [])
         assert {port["port"] for rule in rules for port in rule["ports"]} == served
         assert all(rule["from"] == peers for rule in rules)
@@ -326,7 +331,7 @@ def test_a_monitor_selects_the_pods_of_one_workload(render: Any) -> None:
         for workload in chart.workloads:
             template = workload["spec"]["template"]
             if wanted <= template["metadata"]["labels"].items():
-                ports = [port["name"] for one in template["spec"]["containers"] for port in one.get("ports", ())]
+                ports = [port["name"] for one in containers_of(template) for port in one.get("ports", ())]
                 assert ports.count(endpoint["port"]) == 1
                 monitored.append(workload["metadata"]["name"])
     assert sorted(monitored) == ["carpool-node-agent", "carpool-operator", "carpool-scheduler"]

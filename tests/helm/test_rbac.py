@@ -137,7 +137,8 @@ async def test_the_charts_configmap_holds_the_settings_of_its_deployments(
     assert "the site's may differ" not in note
     environment: dict[str, str] = {}
     for deployment in chart.all("Deployment"):
-        for container in deployment["spec"]["template"]["spec"]["containers"]:
+        pod = deployment["spec"]["template"]["spec"]
+        for container in [*pod.get("initContainers", []), *pod["containers"]]:
             environment |= {entry["name"]: entry.get("value", "") for entry in container.get("env", [])}
     assert {name: environment.get(name, "") for name in settings_map["data"]} == settings_map["data"]
 

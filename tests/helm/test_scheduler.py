@@ -1,17 +1,21 @@
 """The configuration of kube-scheduler, and the certificates between it and the extender."""
 
-import base64
-import ssl
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from carpool_core.clock import SystemClock
 from carpool_core.keys import RESOURCE_GPU, SCHEDULER_NAME
 from carpool_e2e.binaries import ensure
+from carpool_extender.certificates import Certificates
+from carpool_extender.settings import TlsSettings
 
 pytestmark = pytest.mark.e2e
+
+SIDES = ("kube-scheduler", "extender")
+FILES_OF_CERT_MANAGER = {"cert": "tls.crt", "key": "tls.key", "ca": "ca.crt"}
 
 PLUGIN_POINTS_AT_MOST = 100 * 20
 """The default plugins score 0..100, and their weights add up to less than 20."""
@@ -23,9 +27,10 @@ def config(chart: Any) -> dict[str, Any]:
     return loaded
 
 
-def files(chart: Any) -> dict[str, bytes]:
-    data = chart.one("Secret", "carpool-scheduler")["data"]
-    return {name: base64.b64decode(value, validate=True) for name, value in data.items()}
+def pod(chart: Any) -> dict[str, Any]:
+    found = chart.one("Deployment", "carpool-scheduler")["spec"]["template"]["spec"]
+    assert isinstance(found, dict)
+    return found
 
 
 def test_it_is_a_second_scheduler_that_sees_every_node(chart: Any) -> None:
@@ -34,7 +39,8 @@ def test_it_is_a_second_scheduler_that_sees_every_node(chart: Any) -> None:
     assert [profile["schedulerName"] for profile in found["profiles"]] == [SCHEDULER_NAME]
     assert found["percentageOfNodesToScore"] == 100
     lease = {"resourceNamespace": "carpool-system", "resourceName": "carpool-scheduler"}
-    assert found["leaderElection"] == {"leaderElect": True, **lease}
+    times = {"leaseDuration": "12s", "renewDeadline": "8s"}
+    assert found["leaderElection"] == {"leaderElect": True, **times, **lease}
 
 
 def test_preconditions_reach_the_extender_only_where_they_are_set(render: Any) -> None:
@@ -84,71 +90,39 @@ def test_the_extender_listens_where_the_scheduler_calls(chart: Any) -> None:
     )
 
 
-def test_each_side_is_given_its_own_key_and_finds_every_file(chart: Any) -> None:
-    volumes = {
-        v["name"]: v for v in chart.one("Deployment", "carpool-scheduler")["spec"]["template"]["spec"]["volumes"]
-    }
-    for container, volume, own in (("kube-scheduler", "client-tls", "client"), ("extender", "server-tls", "server")):
-        mounts = {m["name"]: m for m in chart.containers[container]["volumeMounts"]}
-        assert mounts[volume] == {"name": volume, "mountPath": "/etc/carpool/tls", "readOnly": True}
-        assert {item["path"] for item in volumes[volume]["secret"]["items"]} == {"ca.crt", f"{own}.crt", f"{own}.key"}
-    variables = chart.environment("extender")
-    assert variables["CARPOOL_EXTENDER_TLS_CERT"] == "/etc/carpool/tls/server.crt"
-    assert variables["CARPOOL_EXTENDER_TLS_KEY"] == "/etc/carpool/tls/server.key"
-    assert variables["CARPOOL_EXTENDER_CLIENT_CA"] == "/etc/carpool/tls/ca.crt"
+def test_the_extender_makes_the_certificates_and_the_scheduler_gets_its_own_folder(chart: Any) -> None:
+    """The authority's key and the extender's never leave its container; nothing is stored in the cluster."""
+    assert chart.all("Secret") == []
+    (volume,) = [v for v in pod(chart)["volumes"] if v["name"] == "tls"]
+    assert volume["emptyDir"]["medium"] == "Memory"
+    mounts = {name: {m["name"]: m for m in chart.containers[name]["volumeMounts"]}["tls"] for name in SIDES}
+    folder = {"name": "tls", "mountPath": "/etc/carpool/tls"}
+    assert mounts == {"extender": folder, "kube-scheduler": {**folder, "subPath": "client", "readOnly": True}}
+    assert chart.environment("extender")["CARPOOL_EXTENDER_TLS_DIR"] == folder["mountPath"]
+    (extender,) = pod(chart)["initContainers"]
+    assert (extender["name"], extender["restartPolicy"]) == ("extender", "Always"), "it starts before the scheduler"
 
 
-def test_mutual_tls_refuses_clients_without_a_certificate(chart: Any, tmp_path: Path) -> None:
-    for name, content in files(chart).items():
-        (tmp_path / name).write_bytes(content)
-    server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=tmp_path / "ca.crt")
-    server.verify_mode = ssl.CERT_REQUIRED
-    server.load_cert_chain(tmp_path / "server.crt", tmp_path / "server.key")
-    client = ssl.create_default_context(cafile=tmp_path / "ca.crt")
-    stranger = ssl.create_default_context(cafile=tmp_path / "ca.crt")
-    client.load_cert_chain(tmp_path / "client.crt", tmp_path / "client.key")
-    assert shake_hands(client, server) is None
-    assert "PEER_DID_NOT_RETURN_A_CERTIFICATE" in str(shake_hands(stranger, server))
-
-
-def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext) -> ssl.SSLError | None:
-    """Let the two sides talk in memory; the error of whoever hung up, None where they agreed."""
-    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    sides = [
-        client.wrap_bio(to_client, to_server, server_hostname="127.0.0.1"),
-        server.wrap_bio(to_server, to_client, server_side=True),
-    ]
-    agreed = [False, False]
-    for _ in range(10):
-        for number, side in enumerate(sides):
-            try:
-                side.do_handshake()
-                agreed[number] = True
-            except ssl.SSLWantReadError:
-                continue
-            except ssl.SSLError as error:
-                return error
-        if all(agreed):
-            return None
-    raise AssertionError("the handshake never ended")
-
-
-def test_certificates_of_the_user_replace_those_of_the_chart(render: Any) -> None:
+def test_certificates_of_the_user_replace_those_of_the_extender(render: Any) -> None:
+    """In the form in which cert-manager writes them."""
     chart = render(scheduler={"tls": {"existingSecret": "mine"}})
     assert chart.all("Secret") == []
-    volumes = chart.one("Deployment", "carpool-scheduler")["spec"]["template"]["spec"]["volumes"]
-    assert [v["secret"]["secretName"] for v in volumes if "secret" in v] == ["mine", "mine"]
-
-
-def test_the_authoritys_key_is_kept_nowhere(chart: Any) -> None:
-    assert sorted(files(chart)) == ["ca.crt", "client.crt", "client.key", "server.crt", "server.key"]
+    (volume,) = [v for v in pod(chart)["volumes"] if v["name"] == "tls"]
+    assert volume["secret"]["secretName"] == "mine"
+    for name in SIDES:
+        assert {"name": "tls", "mountPath": "/etc/carpool/tls", "readOnly": True} in chart.containers[name][
+            "volumeMounts"
+        ]
+    found, (asked,) = chart.environment("extender"), config(chart)["extenders"]
+    assert "CARPOOL_EXTENDER_TLS_DIR" not in found
+    names = ("CARPOOL_EXTENDER_TLS_CERT", "CARPOOL_EXTENDER_TLS_KEY", "CARPOOL_EXTENDER_CLIENT_CA")
+    expected = {f"{what}File": f"/etc/carpool/tls/{file}" for what, file in FILES_OF_CERT_MANAGER.items()}
+    assert dict(zip(expected, (found[name] for name in names), strict=True)) == asked["tlsConfig"] == expected
 
 
 def test_the_stock_scheduler_can_read_it(chart: Any, tmp_path: Path) -> None:
     """The binary itself parses the file strictly; it then ends because there is no cluster."""
-    (tmp_path / "tls").mkdir()
-    for name, content in files(chart).items():
-        (tmp_path / "tls" / name).write_bytes(content)
+    Certificates(TlsSettings(tmp_path / "tls"), SystemClock()).files()
     text = chart.one("ConfigMap", "carpool-scheduler")["data"]["config.yaml"]
     kubeconfig = tmp_path / "kubeconfig"
     kubeconfig.write_text(
@@ -156,7 +130,8 @@ def test_the_stock_scheduler_can_read_it(chart: Any, tmp_path: Path) -> None:
         "contexts: [{name: c, context: {cluster: c}}], current-context: c}"
     )
     text = (
-        text.replace("/etc/carpool/tls", str(tmp_path / "tls")) + f"\nclientConnection: {{kubeconfig: {kubeconfig}}}\n"
+        text.replace("/etc/carpool/tls", str(tmp_path / "tls" / "client"))
+        + f"\nclientConnection: {{kubeconfig: {kubeconfig}}}\n"
     )
     (tmp_path / "config.yaml").write_text(text)
     scheduler = ensure(["kube-scheduler"])["kube-scheduler"]

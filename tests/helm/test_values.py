@@ -102,14 +102,15 @@ def test_the_schema_has_the_choices_of_each_setting(path: str, choices: Iterable
         ),
         pytest.param(
             {"global": {"imageRegistry": ""}},
-            "expected the registry of image kube-scheduler in scheduler.image.registry or global.imageRegistry, found "
-            "neither.",
+            "expected the registry of image carpool/extender in extender.image.registry or global.imageRegistry, found "
+            "neither.\nCarpool's images are built from its Dockerfile",
             id="no registry at all",
         ),
         pytest.param(
-            {"global": {"imageRegistry": ""}, "scheduler": {"image": {"registry": "registry.example"}}},
-            "found neither.\nCarpool's images are built from its Dockerfile",
-            id="no registry of our own images",
+            {"global": {"imageRegistry": ""}, "extender": {"image": {"registry": "registry.example"}}},
+            "expected the registry of image kube-scheduler in scheduler.image.registry or global.imageRegistry, found "
+            "neither.\nIt is the stock kube-scheduler",
+            id="no registry of the scheduler",
         ),
     ],
 )

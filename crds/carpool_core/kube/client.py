@@ -1,10 +1,10 @@
 """`KubeApi` over aiohttp and msgspec."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from email.utils import parsedate_to_datetime
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import aiohttp
 import msgspec
@@ -25,6 +25,9 @@ from carpool_core.kube.errors import (
 )
 from carpool_core.settings import KubeSettings
 
+if TYPE_CHECKING:
+    from carpool_core.metrics import ApiMetrics  # commands without metrics start sooner without its library
+
 T = TypeVar("T")
 
 _CALL_TIMEOUT_S = 30.0
@@ -38,6 +41,8 @@ _OBJECT = "application/json"
 _METADATA = f"{_OBJECT};as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 _UNCHECKED = {"fieldValidation": "Ignore"}
 """Query of writes whose unknown fields are not reported, because looking for them costs the server time."""
+_VERBS = {"GET": "get", "POST": "create", "PATCH": "patch", "PUT": "update", "DELETE": "delete"}
+"""Method of a call → Kubernetes' verb, as rights have it."""
 _CONNECTIONS = 32
 """Concurrent calls. Watches have their own connections, so that they cannot starve calls."""
 
@@ -62,6 +67,8 @@ class KubeClient(KubeApi):
         self._watches: aiohttp.ClientSession | None = None
         self._token_lock = asyncio.Lock()
         self._server_ahead_s = 0.0
+        self.metrics: ApiMetrics | None = None
+        """Measures calls; None in processes without metrics."""
 
     async def __aenter__(self) -> "KubeClient":
         self._calls = self._session(_CONNECTIONS, aiohttp.ClientTimeout(total=_CALL_TIMEOUT_S))
@@ -119,20 +126,21 @@ class KubeClient(KubeApi):
         } | _query(selector)
         target = _Target(kind, selector.namespace)
         call = describe_call("WATCH", *target)
-        try:
-            async with self._open(self._watches, "GET", target, query) as response:
-                await self._check(response, call)
-                try:
-                    async for line in _lines(response.content):
-                        yield _watch_event(line, call)
-                finally:
-                    _abort(response)
-        except TimeoutError as error:
-            raise Unreachable(f"{call}: the API server sent nothing for {self._silence_s:.0f} s") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise Unreachable(f"{call}: the connection broke: {error}") from error
-        except msgspec.DecodeError as error:
-            raise Unreachable(f"{call}: expected one JSON event on each line: {error}") from error
+        with self._failures_of("watch"):
+            try:
+                async with self._open(self._watches, "GET", target, query) as response:
+                    await self._check(response, call)
+                    try:
+                        async for line in _lines(response.content):
+                            yield _watch_event(line, call)
+                    finally:
+                        _abort(response)
+            except TimeoutError as error:
+                raise Unreachable(f"{call}: the API server sent nothing for {self._silence_s:.0f} s") from error
+            except (aiohttp.ClientError, OSError) as error:
+                raise Unreachable(f"{call}: the connection broke: {error}") from error
+            except msgspec.DecodeError as error:
+                raise Unreachable(f"{call}: expected one JSON event on each line: {error}") from error
 
     async def create(
         self,
@@ -229,14 +237,30 @@ class KubeClient(KubeApi):
         call = describe_call(method, *target)
         data = None if body is None else msgspec.json.encode(body)
         headers = {"Accept": accept} | ({} if data is None else {"Content-Type": content_type})
+        verb = "list" if method == "GET" and not target.name else _VERBS[method]
+        began = self._clock.monotonic()
+        with self._failures_of(verb):
+            try:
+                async with self._open(self._calls, method, target, query or {}, headers, data) as response:
+                    answer = await response.read()
+                    if self.metrics is not None:
+                        self.metrics.answered(verb, self._clock.monotonic() - began)
+                    await self._check(response, call)
+                    return answer
+            except TimeoutError as error:
+                no_answer = f"no answer from {self._endpoint.server} in {_CALL_TIMEOUT_S:.0f} s"
+                raise Unreachable(f"{call}: {no_answer}") from error
+            except (aiohttp.ClientError, OSError) as error:
+                raise Unreachable(f"{call}: cannot reach {self._endpoint.server}: {error}") from error
+
+    @contextmanager
+    def _failures_of(self, verb: str) -> Iterator[None]:
         try:
-            async with self._open(self._calls, method, target, query or {}, headers, data) as response:
-                await self._check(response, call)
-                return await response.read()
-        except TimeoutError as error:
-            raise Unreachable(f"{call}: no answer from {self._endpoint.server} in {_CALL_TIMEOUT_S:.0f} s") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise Unreachable(f"{call}: cannot reach {self._endpoint.server}: {error}") from error
+            yield
+        except KubeError as error:
+            if self.metrics is not None:
+                self.metrics.failed(verb, error.status)
+            raise
 
     @asynccontextmanager
     async def _open(

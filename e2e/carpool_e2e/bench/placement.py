@@ -76,8 +76,8 @@ class Client:
     """
 
     def __init__(self, folder: Path, port: int, nodes: Sequence[str]) -> None:
-        tls = ssl.create_default_context(cafile=str(folder / "ca.crt"))
-        tls.load_cert_chain(folder / "client.crt", folder / "client.key")
+        tls = ssl.create_default_context(cafile=str(folder / "client" / "ca.crt"))
+        tls.load_cert_chain(folder / "client" / "client.pem")
         self._connection = http.client.HTTPSConnection("127.0.0.1", port, context=tls)
         self._draw, self._nodes = random.Random(3), nodes  # noqa: S311  # reproducible, not secret
 
@@ -158,17 +158,13 @@ def wait_ready(url: str) -> None:
 def extender(folder: Path, api_port: int) -> Iterator[tuple[int, int, str]]:
     """Run `carpool extender` against an API server without TLS; yield its process ID, its port and its ready URL."""
     controlplane.make(folder, "ca", "/CN=ca")
-    controlplane.make(folder, "server", "/CN=extender", ["IP:127.0.0.1"], "ca")
-    controlplane.make(folder, "client", "/CN=scheduler", ["DNS:scheduler"], "ca")
     kubeconfig, ports = folder / "kubeconfig", choose(_SLOT)
     kubeconfig.write_text(controlplane.kubeconfig(f"http://127.0.0.1:{api_port}", folder / "ca.crt", "paper"))
     environment = {
         "KUBECONFIG": str(kubeconfig),
         "CARPOOL_EXTENDER_PORT": str(ports.extender),
         "CARPOOL_METRICS_PORT": str(ports.extender_metrics),
-        "CARPOOL_EXTENDER_TLS_CERT": str(folder / "server.crt"),
-        "CARPOOL_EXTENDER_TLS_KEY": str(folder / "server.key"),
-        "CARPOOL_EXTENDER_CLIENT_CA": str(folder / "ca.crt"),
+        "CARPOOL_EXTENDER_TLS_DIR": str(folder),
         "CARPOOL_SCHEDULER_LEASE": "default/of-another",  # a leader would claim GPUs for every pending pod
     }
     with (folder / "log").open("wb") as log:

@@ -138,6 +138,14 @@ metadata:
   {{- end }}
 {{- end -}}
 
+{{/* Where the pods of a Deployment may run: its replicas on different nodes, if there are as many. Argument: (list $ COMPONENT VALUES). */}}
+{{- define "carpool.spread" -}}
+{{- $values := index . 2 -}}
+{{- $term := dict "topologyKey" "kubernetes.io/hostname" "labelSelector" (dict "matchLabels" (include "carpool.selector" . | fromYaml)) -}}
+{{- $apart := dict "preferredDuringSchedulingIgnoredDuringExecution" (list (dict "weight" 100 "podAffinityTerm" $term)) -}}
+{{- include "carpool.placement" (merge (dict "affinity" ($values.affinity | default (dict "podAntiAffinity" $apart))) $values) -}}
+{{- end -}}
+
 {{/* Where a workload's pods may run. Argument: the component's values. */}}
 {{- define "carpool.placement" -}}
 priorityClassName: {{ .priorityClassName }}

@@ -3,6 +3,9 @@ apiVersion: kubescheduler.config.k8s.io/v1
 kind: KubeSchedulerConfiguration
 leaderElection:
   leaderElect: true
+  # Placement goes on within 20 seconds after the leader's node was lost; the default of 15 leaves no time to place.
+  leaseDuration: 12s
+  renewDeadline: 8s
   resourceNamespace: {{ include "carpool.namespace" . }}
   resourceName: {{ include "carpool.fullname" . }}-scheduler
 # Otherwise the extender sees only a part of the nodes of a cluster with more than a hundred.
@@ -29,8 +32,14 @@ extenders:
         ignoredByScheduler: false
     enableHTTPS: true
     # Without caFile the scheduler would silently verify nothing.
+    # The scheduler reads certificate and key for each connection, the authority once.
     tlsConfig:
-      certFile: /etc/carpool/tls/client.crt
-      keyFile: /etc/carpool/tls/client.key
+      {{- if .Values.scheduler.tls.existingSecret }}
+      certFile: /etc/carpool/tls/tls.crt
+      keyFile: /etc/carpool/tls/tls.key
+      {{- else }}
+      certFile: /etc/carpool/tls/client.pem
+      keyFile: /etc/carpool/tls/client.pem
+      {{- end }}
       caFile: /etc/carpool/tls/ca.crt
 {{- end -}}
