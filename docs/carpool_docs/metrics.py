@@ -22,9 +22,9 @@ from carpool_docs.markdown import code, table
 from carpool_docs.markdown import page as page_of
 from carpool_docs.settings import PROCESSES
 
-_INTRODUCTION = """Every process answers `/metrics` in the text format of Prometheus, `/healthz`, and `/readyz`, which
-answers with status 503 and the reason if the process is not ready. With the chart all three are on port 9400, named
-`metrics`. [Monitoring](../monitoring.md) describes the dashboards.
+_INTRODUCTION = """Every process answers `/metrics` in the text format of Prometheus, or in OpenMetrics if the client
+asks for it, `/healthz`, and `/readyz`, which answers with status 503 and the reason if the process is not ready. With
+the chart all three are on port 9400, named `metrics`. [Monitoring](../monitoring.md) describes the dashboards.
 
 A histogram has the series `NAME_bucket`, `NAME_sum` and `NAME_count`."""
 

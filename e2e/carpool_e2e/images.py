@@ -85,27 +85,28 @@ def ensure(console: Console, commit: str = "") -> Path:
     install_packages(FOR_IMAGES, console)
     root = cache_root(os.environ) / "images"
     root.mkdir(parents=True, exist_ok=True)
-    # Another checkout may build at the same time: the sources are read, built and compared while it waits.
+    # One checkout at a time builds, and from a copy: its sources may change meanwhile.
     with locked(root / "lock"), tempfile.TemporaryDirectory(dir=root, prefix=".build-") as scratch:
         bases = {argument: _package_uris(packages) for argument, packages in BASES.items()}
-        archive = root / f"{_digest_of_sources(bases, commit)}.tar"
+        archive = root / f"{copy_sources(Path(scratch, 'context'), json.dumps([commit, bases]))}.tar"
         if not archive.exists():
             console.print(
                 "Building the images of operator, extender and agent: 20 s after a change of code, else minutes"
             )
-            built = _build(root, Path(scratch), bases, commit)
-            if archive.stem != _digest_of_sources(bases, commit):
-                raise BuildError("the sources changed while the images were built; build them again")
-            built.replace(archive)
+            _build(root, Path(scratch), bases, commit).replace(archive)
             _prune(root)
         archive.touch()  # in use, so that no other checkout removes it
     return archive
 
 
-def _digest_of_sources(bases: Mapping[str, Sequence[str]], commit: str) -> str:
-    digest = hashlib.sha256(json.dumps([commit, bases]).encode())
+def copy_sources(context: Path, arguments: str) -> str:
+    """Copy the Dockerfile and its context, and return a digest of the copy and of the build's arguments."""
+    digest = hashlib.sha256(arguments.encode())
     for path in [PROJECT / "Dockerfile", *context_files()]:
-        digest.update(f"{path.relative_to(PROJECT)}\0".encode() + path.read_bytes())
+        copy = context / path.relative_to(PROJECT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, copy)
+        digest.update(f"{path.relative_to(PROJECT)}\0".encode() + copy.read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -169,7 +170,7 @@ def _build(root: Path, scratch: Path, bases: Mapping[str, Sequence[str]], commit
     build += [f"--volume={pip}:/etc/pip.conf:ro"]
     for target in TARGETS:
         name = image_name(target)
-        _run([*build, f"--target={target}", f"--tag={name}", str(PROJECT)])
+        _run([*build, f"--target={target}", f"--tag={name}", str(scratch / "context")])
         _run([*buildah, "push", "--quiet", name, f"oci:{layout}:{name}"])
     archive = scratch / "images.tar"
     _run(["tar", f"--directory={layout}", f"--file={archive}", "--create", "."])

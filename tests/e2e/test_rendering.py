@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from carpool_e2e import binaries, chart, controlplane, fleet, nodes, processes
+from carpool_e2e import binaries, chart, controlplane, fleet, images, nodes, processes
 from carpool_e2e.errors import HarnessError, MissingError
 from carpool_e2e.nodes import NodeFiles
 
@@ -55,6 +55,23 @@ def test_a_binary_of_another_version_on_the_path_is_passed_over(tmp_path: Path) 
     assert binaries.find(kubectl, module, environ) is None
     found.write_text("#!/bin/sh\necho Client Version: v1.36.9\n")
     assert binaries.find(kubectl, module, environ) == found
+
+
+def test_images_are_built_and_named_by_a_copy_of_their_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the archive was named by the sources before a build that read them minutes later."""
+    project, folders = tmp_path / "project", [tmp_path / name for name in "abc"]
+    project.mkdir()
+    (project / ".dockerignore").write_text("*\n!code.py\n")
+    (project / "Dockerfile").touch()
+    (project / "code.py").write_text("1")
+    (project / "other.py").touch()
+    monkeypatch.setattr(images, "PROJECT", project)
+    first = images.copy_sources(folders[0], "commit")
+    assert images.copy_sources(folders[1], "commit") == first != images.copy_sources(folders[2], "another")
+    (project / "code.py").write_text("2")
+    assert sorted(path.name for path in folders[0].iterdir()) == ["Dockerfile", "code.py"]
+    assert (folders[0] / "code.py").read_text() == "1"
+    assert images.copy_sources(folders[1], "commit") != first
 
 
 def test_links_of_different_clusters_and_nodes_share_no_address() -> None:

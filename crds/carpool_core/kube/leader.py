@@ -1,4 +1,4 @@
-"""Leader election by a Lease, with the rules and times of client-go's `tools/leaderelection`, and watching one."""
+"""Leader election by a Lease, with the rules of client-go's `tools/leaderelection`, and watching one."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
@@ -13,9 +13,9 @@ from carpool_core.kube.errors import Conflict, KubeError, NotFound
 from carpool_core.kube.reflector import Reflector
 from carpool_core.resources.meta import ObjectMeta
 
-LEASE_S = 15.0
+LEASE_S = 12.0
 """Time without a renewal after which another process may take the Lease."""
-RENEW_DEADLINE_S = 10.0
+RENEW_DEADLINE_S = 7.0
 """Time without a successful renewal after which the holder stops; less than `LEASE_S`."""
 RETRY_S = 2.0
 """Time between two tries."""
