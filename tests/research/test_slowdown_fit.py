@@ -1,5 +1,7 @@
 """Fits of the slowdown model to synthetic measurements."""
 
+from pathlib import Path
+
 import msgspec
 import numpy as np
 import pytest
@@ -107,3 +109,10 @@ def test_a_difference_of_exponents_has_a_standard_error_over_jobs():
 def test_the_smallest_exponent_within_one_standard_error_is_taken(errors, expected):
     of_jobs = {exponent: LeftOutErrors(dict(zip("AB", one, strict=True))) for exponent, one in errors.items()}
     assert gavel.most_cautious(of_jobs) == expected
+
+
+def test_the_card_names_the_shipped_interval():
+    card = Path(__file__).parents[2].joinpath("docs/model-cards/slowdown.md").read_text()
+    model = shipped()
+    assert f"exp({model.turns_factor:g}) (time-slicing) or exp({model.side_by_side_factor:g} v) (MPS)" in card
+    assert f"{100 * model.models / (model.models + 1):.0f}% of new models" in card

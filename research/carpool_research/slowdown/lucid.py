@@ -181,27 +181,20 @@ BASELINES: Mapping[str, Callable[[Pairs], Numbers]] = {
 }
 
 
-def forest(pairs: Pairs, *, models_held_out: bool) -> Numbers:
-    """Predict with a random forest that is fitted to Lucid itself, as a reference for these features.
-
-    Args:
-        pairs: All pairs.
-        models_held_out: Hold out both architectures of a pair; otherwise only its batch sizes and precisions.
-    """
+def forest(pairs: Pairs) -> Numbers:
+    """Predict with a random forest that is fitted to Lucid's other pairs of jobs, as a reference for these features."""
     from sklearn.ensemble import RandomForestRegressor
 
     features = np.hstack([pairs.busy, pairs.memory, pairs.busy.sum(axis=1, keepdims=True)])
-    groups = [frozenset(both) for both in (pairs.models if models_held_out else pairs.jobs)]
+    groups = [frozenset(both) for both in pairs.jobs]
     every = sorted(set(groups), key=sorted)
     number = np.array([every.index(group) for group in groups])
-    folds = np.arange(len(every)) if models_held_out else np.random.default_rng(SEED).integers(0, FOLDS, len(every))
+    folds = np.random.default_rng(SEED).integers(0, FOLDS, len(every))
     predicted = np.ones(len(groups))
     for fold in np.unique(folds).tolist():
         test = folds[number] == fold
-        out = frozenset().union(*(every[i] for i in np.flatnonzero(folds == fold))) if models_held_out else frozenset()
-        train = ~test & np.array([not one & out for one in groups])
         trees = RandomForestRegressor(TREES, min_samples_leaf=5, random_state=SEED, n_jobs=1)
-        predicted[test] = trees.fit(features[train], pairs.slowdown[train]).predict(features[test])
+        predicted[test] = trees.fit(features[~test], pairs.slowdown[~test]).predict(features[test])
     return np.maximum(1.0, predicted)
 
 

@@ -6,8 +6,8 @@ from math import ceil, nan
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
-from carpool_core.values import Optimizer, Precision
 from carpool_predictor.models.slowdown import shipped
 from carpool_predictor.profiler.machine import Workload
 
@@ -35,30 +35,26 @@ MIN_BELOW, MIN_RIGHT, MIN_RECALL = 25.0, 60.0, 0.75
 """Required: percent of the error of *no slowdown* that the model saves, and of right warnings at this recall."""
 
 
+_Activity = tuple[float, float, float]
+"""Utilization, SM activity and DRAM activity of the GPU, 0..1; NaN if not measured."""
+
+
 class _Run(NamedTuple):
     place: tuple[str, str]
     """Product and mode."""
-    job: str
-    model: str
-    partners: str
+    jobs: tuple[str, str]
+    """The job and its partners; empty without."""
     slowdown: float
-    activity: tuple[float, float, float]
-    """Utilization, SM activity and DRAM activity of the GPU, 0..1; NaN if not measured."""
+    activity: _Activity
 
 
 def _run(row: dict[str, str]) -> _Run | None:
     if row["status"] != "ok":
         return None
-    workload = Workload(
-        model=row["model"],
-        batch_size=int(row["batch_size"]),
-        optimizer=Optimizer(row["optimizer"]),
-        precision=Precision(row["precision"]),
-    )
-    util, sm, dram = (float(row[name] or "nan") for name in COLUMNS[-4:-1])
-    slowdown = float(row["slowdown"] or "nan")
-    place = row["product"], row["mode"]
-    return _Run(place, workload.key, row["model"], row["partners"], slowdown, (util / 100, sm, dram))
+    settings = {name: row[name] for name in ("model", "batch_size", "optimizer", "precision")}
+    job = msgspec.convert(settings, Workload, strict=False).key
+    slowdown, util, sm, dram = (float(row[name] or "nan") for name in COLUMNS[-5:-1])
+    return _Run((row["product"], row["mode"]), (job, row["partners"]), slowdown, (util / 100, sm, dram))
 
 
 def read(data: Path) -> dict[str, Speeds]:
@@ -75,28 +71,25 @@ def read(data: Path) -> dict[str, Speeds]:
         with path.open(newline="", encoding="utf-8", errors="replace") as file:
             is_profile = set(COLUMNS) <= set(next(csv.reader(file), ()))
         runs += [run for run in read_table(path, COLUMNS, _run) if run is not None] if is_profile else []
-    alone = {(*run.place, run.job): run.activity for run in runs if not run.partners and not np.isnan(run.activity[0])}
-    pairs: dict[tuple[str, str], list[tuple[_Run, list[tuple[float, float, float]]]]] = defaultdict(list)
+    alone = {(*one.place, one.jobs[0]): one.activity for one in runs if not one.jobs[1] and one.activity[0] >= 0}
+    pairs = defaultdict(list)
     for run in runs:
-        profiles = [
-            alone.get((*run.place, job)) or alone.get((run.place[0], "exclusive", job))
-            for job in (run.job, run.partners)
-        ]
-        found = [profile for profile in profiles if profile is not None]
-        if len(found) == len(profiles) and run.slowdown > 0:
-            pairs[run.place].append((run, found))
-    return {f"{product}, {mode}": _speeds(mode, found) for (product, mode), found in sorted(pairs.items())}
+        product, mode = run.place
+        mine, its = (alone.get((product, mode, of)) or alone.get((product, "exclusive", of)) for of in run.jobs)
+        if mine and its and run.slowdown > 0:
+            pairs[run.place].append((run, mine, its))
+    return {", ".join(place): _speeds(found) for place, found in sorted(pairs.items())}
 
 
-def _speeds(mode: str, pairs: list[tuple[_Run, list[tuple[float, float, float]]]]) -> Speeds:
-    busy, sm, dram = np.moveaxis(np.array([profiles for _, profiles in pairs]), 2, 0)
+def _speeds(pairs: list[tuple[_Run, _Activity, _Activity]]) -> Speeds:
+    busy, sm, dram = np.moveaxis(np.array([profiles for _, *profiles in pairs]), 2, 0)
     return Speeds(
         busy=busy,
         sm=np.where(np.isnan(sm), estimated_sm(busy), sm),
         dram=np.nan_to_num(dram),
-        is_mps=np.full(len(pairs), mode == "mps"),
-        speed=np.array([1 / run.slowdown for run, _ in pairs]),
-        models=[(run.model, run.partners.split("|")[0]) for run, _ in pairs],
+        is_mps=np.array([run.place[1] == "mps" for run, *_ in pairs]),
+        speed=np.array([1 / run.slowdown for run, *_ in pairs]),
+        models=[(run.jobs[0].split("|")[0], run.jobs[1].split("|")[0]) for run, *_ in pairs],
     )
 
 

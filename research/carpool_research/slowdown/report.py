@@ -9,7 +9,7 @@ from carpool_predictor.models.slowdown import shipped
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from carpool_research.report import Metric, Progress, Report, counted, markdown, save, silent, write_card
+from carpool_research.report import Metric, Progress, Report, markdown, save, silent, write_card
 from carpool_research.slowdown import candidates, fit, gavel, lucid, online, profiled
 from carpool_research.slowdown.fit import LEVEL, MAX_ERROR, MIN_FOUND, Runs
 from carpool_research.slowdown.gavel import LeftOutErrors, Queueing
@@ -209,7 +209,7 @@ def run(data: Path, out: Path, progress: Progress = silent) -> Report:
     rows, others = candidates.from_lucid(pairs), candidates.from_gavel(measured)
     selection = candidates.compare(candidates.splits(rows, others))
     engine = fit.best_exponent(list(runs.values()), fit.engine_active)
-    predictions = _predictions(pairs, engine, progress)
+    predictions = _predictions(pairs, engine)
     scores = {name: score(predicted, pairs) for name, predicted in predictions.items()}
     picture = out / "figures" / "slowdown-predicted.svg"
     picture.parent.mkdir(parents=True, exist_ok=True)
@@ -222,13 +222,9 @@ def run(data: Path, out: Path, progress: Progress = silent) -> Report:
 frozen = profiled.frozen
 
 
-def _predictions(pairs: Pairs, engine: float, progress: Progress) -> dict[str, Numbers]:
+def _predictions(pairs: Pairs, engine: float) -> dict[str, Numbers]:
     k = shipped().holding
     others = {f"not shipped: {HIDING} {p:g}": lucid.hiding(pairs, p, k) for p in NOT_SHIPPED}
-    forests = {
-        "not shipped: random forest on Lucid, models held out": True,
-        "not shipped: random forest on Lucid, pairs of jobs held out": False,
-    }
     return {
         **{name: model(pairs) for name, model in BASELINES.items()},
         OURS: lucid.shipped_median(pairs),
@@ -236,7 +232,7 @@ def _predictions(pairs: Pairs, engine: float, progress: Progress) -> dict[str, N
         f"not shipped: k = {engine:.2f}, by the active engine": lucid.hiding(pairs, 1.0, engine),
         **others,
         "not shipped: p = 1.5 and k = 1": lucid.hiding(pairs, 1.5, 1.0),
-        **{name: forest(pairs, models_held_out=forests[name]) for name in counted(list(forests), "Lucid", progress)},
+        "not shipped: random forest on Lucid, pairs of jobs held out": forest(pairs),
     }
 
 
