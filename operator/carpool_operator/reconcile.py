@@ -292,6 +292,8 @@ def _begin_attempt(draft: Draft, demand: Demand) -> None:
     infeasible = infeasible_when_empty(demand, snapshot.inventory)
     if infeasible is not None and not snapshot.autoscaling:
         reason = infeasible_reason(demand, snapshot.inventory)
+        if draft.status.prediction is not None and (batch := draft.status.prediction.fitting_batch):
+            infeasible += f"; a batch of {batch:,} would fit, and `carpool what-if` names what other changes save"
         known = conditions.find(draft.status, keys.CONDITION_PLACED)
         draft.set_condition(keys.CONDITION_PLACED, "False", reason, infeasible)
         if known is None or known.reason != reason:

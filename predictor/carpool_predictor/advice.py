@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from carpool_core.products import GpuProduct
 from carpool_core.resources.features import Adapter
-from carpool_core.resources.job import Training
+from carpool_core.resources.job import ModelSource, Training
 from carpool_core.values import Optimizer, Precision, Quantization
 
 from carpool_predictor.features import Abstention
 from carpool_predictor.optimizers import TABLE
-from carpool_predictor.predict import PredictionContext, prepare
+from carpool_predictor.predict import BatchFinder, PredictionContext, prepare, usable_mib
 from carpool_predictor.tracing.process import TraceRequest
 from carpool_predictor.tracing.source import SubprocessTracer
 
@@ -69,7 +70,7 @@ def changes(training: Training) -> Iterator[Change]:
         yield Change(name, {"adapter": adapter, "quantization": Quantization.NF4})
 
 
-def changed_contexts(
+async def changed_contexts(
     request: TraceRequest, job: PredictionContext, tracer: SubprocessTracer
 ) -> list[tuple[Change, PredictionContext]]:
     """Trace each change of a job, and return those that save memory, the largest saving first.
@@ -82,12 +83,24 @@ def changed_contexts(
         found = await tracer.run(msgspec.structs.replace(request, training=training))
         return change, prepare(found, training, job.model)
 
-    async def every() -> Sequence[tuple[Change, PredictionContext | Abstention]]:
-        return await asyncio.gather(*map(traced, changes(request.training)))
-
     saving = [
         (change, context)
-        for change, context in asyncio.run(every())
+        for change, context in await asyncio.gather(*map(traced, changes(request.training)))
         if isinstance(context, PredictionContext) and job.reserved_mib - context.reserved_mib >= _LEAST_SAVED_MIB
     ]
     return sorted(saving, key=lambda found: found[1].reserved_mib)
+
+
+async def advise(model: ModelSource, training: Training, gpus: Sequence[GpuProduct], tracer: SubprocessTracer) -> str:
+    """Return what changes would save, and the largest batch that then fits, on the largest GPU; empty if nothing."""
+    job = prepare(await tracer.trace(model, training), training)
+    if isinstance(job, Abstention) or not gpus:
+        return ""
+    gpu = max(gpus, key=usable_mib)
+    median_mib = job.memory_on(gpu).median_mib
+    found = [
+        f"{change.name} saves {(median_mib - changed.memory_on(gpu).median_mib) / 1024:,.1f} GiB, after which batch "
+        f"{BatchFinder(changed).within(gpu, usable_mib(gpu))} fits"
+        for change, changed in await changed_contexts(TraceRequest(model=model, training=training), job, tracer)
+    ]
+    return f"on {gpu.name} {'; '.join(found)}" if found else ""

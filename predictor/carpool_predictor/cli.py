@@ -393,7 +393,7 @@ def _predict_one(
     changed: list[tuple[Change, PredictionContext]] = []
     if is_advised and isinstance(request.target, TraceRequest) and isinstance(job, PredictionContext):
         with waiting(f"tracing changes of {request.model} …"):
-            changed = changed_contexts(request.target, job, SubprocessTracer(request.limits))
+            changed = asyncio.run(changed_contexts(request.target, job, SubprocessTracer(request.limits)))
     report = report_on(request.model, job, products, document, changed)
     prediction, training = report.prediction, request.training
     if json_output:

@@ -243,13 +243,12 @@ def predict(
     context = prepare(features, training)
     if isinstance(context, Abstention):
         return abstain(context)
-    answers = [
-        context.calibrated(calibration, gpu, name, retry_before=run_history.retry_before(gpu, gpus, now)).on(
-            gpu, is_strict=is_strict
-        )
+    contexts = [
+        context.calibrated(calibration, gpu, name, retry_before=run_history.retry_before(gpu, gpus, now))
         for gpu in gpus
     ]
-    return summarize(context, answers)
+    answers = [one.on(gpu, is_strict=is_strict) for one, gpu in zip(contexts, gpus, strict=True)]
+    return with_fitting_batch(summarize(context, answers), gpus, list(map(BatchFinder, contexts)))
 
 
 def summarize(context: PredictionContext, answers: Sequence[ProductAnswer]) -> Prediction:
@@ -261,6 +260,21 @@ def summarize(context: PredictionContext, answers: Sequence[ProductAnswer]) -> P
         model_version=model_version(context.model),
         products=[answer.prediction for answer in answers],
     )
+
+
+def with_fitting_batch(
+    prediction: Prediction, gpus: Sequence[GpuProduct], finders: Sequence["BatchFinder"]
+) -> Prediction:
+    """Return a prediction with the largest batch that fits one of its GPUs, if the job's own fits none by its bound."""
+    uppers = [answer.memory.upper_mib for answer in prediction.products]
+    if not gpus or any(upper_mib <= usable_mib(gpu) for upper_mib, gpu in zip(uppers, gpus, strict=True)):
+        return prediction
+    found = [finder.within(gpu, usable_mib(gpu)).batch_size or 0 for finder, gpu in zip(finders, gpus, strict=True)]
+    best = max(range(len(gpus)), key=found.__getitem__)
+    where = f"does not fit {gpus[0].name}" if len(gpus) == 1 else "fits none of these GPU products"
+    most = f"at most {found[best]:,} fits {gpus[best].name}" if found[best] else "no smaller batch is known to fit"
+    message = f"by its bound, batch {finders[0].batch_size:,} {where}, {most}; {prediction.message}"
+    return msgspec.structs.replace(prediction, message=message, fitting_batch=found[best])
 
 
 def calibration_reason(context: PredictionContext, answers: Sequence[ProductAnswer]) -> str:
@@ -462,6 +476,7 @@ class BatchFinder:
 
     def __init__(self, context: PredictionContext) -> None:
         self._context = context
+        self.batch_size = context.training.batch_size
         self._contexts: dict[int, PredictionContext | Abstention] = {}
         steps = context.features.steps
         self._smallest = -(-steps[0].batch_size // MAX_EXTRAPOLATION)

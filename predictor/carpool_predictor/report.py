@@ -28,6 +28,7 @@ from carpool_predictor.predict import (
     summarize,
     usable_mib,
     usable_of_profile_mib,
+    with_fitting_batch,
 )
 
 
@@ -91,19 +92,16 @@ def report_on(
         largest = finder(context).within(product, usable_mib(product))
         return Saving(change, memory, median_mib - memory.median_mib, largest)
 
-    products = []
+    products, here_finders = [], []
     for product in gpus:
         here = job.calibrated(calibration, product)
-        found = _on(here, finder(here), product)
+        here_finders.append(finder(here))
+        found = _on(here, here_finders[-1], product)
         before = found.answer.prediction.memory.median_mib
         advice = tuple(saving(c, one.calibrated(calibration, product), product, before) for c, one in changed)
         products.append(replace(found, advice=advice))
     prediction = summarize(job, [product.answer for product in products])
-    uppers = [answer.memory.upper_mib for answer in prediction.products]
-    if not any(upper_mib <= usable_mib(gpu) for upper_mib, gpu in zip(uppers, gpus, strict=True)):
-        where = f"does not fit {gpus[0].name}" if len(gpus) == 1 else "fits none of these GPU products"
-        message = f"by its bound, batch {job.training.batch_size:,} {where}; {prediction.message}"
-        prediction = msgspec.structs.replace(prediction, message=message)
+    prediction = with_fitting_batch(prediction, gpus, here_finders)
     return Report(name, prediction, job.correction.inside, tuple(products), job.training.steps)
 
 

@@ -605,3 +605,11 @@ def test_only_the_latest_attempt_keeps_its_pods() -> None:
     ended = {"number": 1, "outcome": "PodDeleted", "endedAt": rfc3339(NOW), "podUids": ["pod-0-1"]}
     of = predicted_job(attempts=[ended])
     assert [a.pod_uids for a in status_of(reconcile(snapshot(of)), of).attempts] == [[], []]
+
+
+def test_the_refusal_names_the_batch_that_would_fit() -> None:
+    found = msgspec.structs.replace(prediction(), fitting_batch=12)
+    of = job(memory={"limit": "88Gi"})
+    decision = reconcile(snapshot(of, prediction=found, nodes=(node(),)))
+    placed = condition(decision, of, "Placed")
+    assert "a batch of 12 would fit" in placed.message

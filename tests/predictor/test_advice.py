@@ -1,5 +1,6 @@
 """Changes of a training that save memory, without tracing: the tracer is a fake."""
 
+import asyncio
 import json
 
 import msgspec
@@ -8,7 +9,7 @@ from carpool_core.products import find_product
 from carpool_core.resources.features import Adapter, ModelFeatures
 from carpool_core.resources.job import CatalogModel, ModelSource, Training
 from carpool_core.values import Optimizer, Precision, Quantization
-from carpool_predictor.advice import changed_contexts, changes
+from carpool_predictor.advice import advise, changed_contexts, changes
 from carpool_predictor.features import Abstention
 from carpool_predictor.predict import PredictionContext, prepare
 from carpool_predictor.report import as_json, as_text, report_on
@@ -55,6 +56,9 @@ def test_what_a_training_has_is_not_suggested(training: Training, names: list[st
 class Tracer:
     """Answers with half of the activations under checkpointing; knows no adapters."""
 
+    async def trace(self, model: ModelSource, training: Training) -> ModelFeatures | Abstention:
+        return await self.run(TraceRequest(model=model, training=training))
+
     async def run(self, request: TraceRequest) -> ModelFeatures | Abstention:
         training = request.training
         if training.adapter is not None:
@@ -82,7 +86,7 @@ def test_changes_that_save_are_reported_with_what_then_fits() -> None:
     request = TraceRequest(model=ModelSource(catalog=CatalogModel(name="timm/x")), training=training)
     job = prepare(features(), training)
     assert isinstance(job, PredictionContext)
-    changed = changed_contexts(request, job, Tracer())  # type: ignore[arg-type]
+    changed = asyncio.run(changed_contexts(request, job, Tracer()))  # type: ignore[arg-type]
     assert [change.name for change, _ in changed] == ["4 passes of batch 16", CHECKPOINTING]
     one, two = (report_on("x", job, gpus, changed=changed) for gpus in ([A100], [A100, T4]))
     (product,) = json.loads(msgspec.json.encode(as_json(one)))["products"]
@@ -96,3 +100,12 @@ def test_changes_that_save_are_reported_with_what_then_fits() -> None:
     text = console.export_text()
     assert "Changes that save memory" in text
     assert "2 of 2" in text
+
+
+async def test_advice_on_a_job_names_savings_and_what_then_fits() -> None:
+    model = ModelSource(catalog=CatalogModel(name="timm/x"))
+    found = await advise(model, Training(batch_size=64), [T4, A100], Tracer())  # type: ignore[arg-type]
+    assert found.startswith(f"on {A100.name} 4 passes of batch 16 saves ")
+    assert f"; {CHECKPOINTING} saves " in found
+    assert " GiB, after which batch " in found
+    assert await advise(model, Training(batch_size=64), [], Tracer()) == ""  # type: ignore[arg-type]

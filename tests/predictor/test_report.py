@@ -137,7 +137,10 @@ def test_a_small_batch_beyond_the_trace_is_not_refused() -> None:
 
 def test_the_message_names_a_job_that_fits_nowhere() -> None:
     wide = report_on("m", job(batch=512, activation_mib=1000), PRODUCTS)
-    assert "by its bound, batch 512 fits none of these GPU products" in wide.prediction.message
+    assert "by its bound, batch 512 fits none of these GPU products, at most " in wide.prediction.message
+    largest = max(product.largest.batch_size or 0 for product in wide.products)
+    assert wide.prediction.fitting_batch == largest > 0
+    assert report_on("m", job(), PRODUCTS).prediction.fitting_batch is None
     assert "fits none" not in report_on("m", job(), PRODUCTS).prediction.message
 
 

@@ -7,9 +7,9 @@ import torch
 from carpool_core.resources.job import Training
 from carpool_core.values import Optimizer, Precision
 from carpool_predictor.catalog.recipes import Recipe
-from carpool_predictor.features import TraceError
+from carpool_predictor.features import Sample, TraceError
 from carpool_predictor.tracing.models import batch_sizes, trace_recipe
-from carpool_predictor.tracing.step import losses, trace_step
+from carpool_predictor.tracing.step import TensorMode, fake_mode, fake_weights, losses, meta_mode, prepare, trace_step
 from carpool_predictor.tracing.tracker import Kind, LiveStorages
 from small_models import Attention, cnn, fake, mlp
 from torch import Tensor, nn
@@ -68,6 +68,30 @@ def activations(build: Callable[[], nn.Module], **options: object) -> int:
 
 def test_dropout_in_attention_does_not_keep_the_scores() -> None:
     assert activations(lambda: Attention(0.1)) == activations(lambda: Attention(0.0))
+
+
+class Multihead(nn.Module):
+    """PyTorch's own attention over pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 4, dropout=0.1, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1).unflatten(1, (-1, 8))
+        return self.attention(x, x, x, need_weights=False)[0].mean(1)
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16_MIXED])
+@pytest.mark.parametrize("mode", [fake_mode, meta_mode])
+def test_pytorchs_own_attention_keeps_no_scores(mode: Callable[[], TensorMode], precision: Precision) -> None:
+    """Regression: the call of the fused kernel inside `nn.MultiheadAttention` was not seen, which kept the scores."""
+    tokens = 3 * 32 * 32 // 8
+    made = mode()
+    with fake_weights(made):
+        model = Multihead()
+    step, _ = trace_step(prepare(model, made, Training(precision=precision), Sample((3, 32, 32))), 64)
+    assert step.largest_bytes < 64 * 4 * tokens * tokens * 2
 
 
 def test_checkpointing_recomputes_blocks() -> None:

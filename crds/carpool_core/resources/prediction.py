@@ -145,6 +145,17 @@ class Prediction(Resource, frozen=True, kw_only=True):
     family: Annotated[
         str, field("Family of the model, by which slowdowns are learned; empty if unknown.", max_length=128)
     ] = ""
+    fitting_batch: (
+        Annotated[
+            int,
+            field(
+                "Largest batch that fits one of the products by its bound, where the job's own batch fits none; 0 if "
+                "none is known to.",
+                ge=0,
+            ),
+        ]
+        | None
+    ) = None
     products: Annotated[
         list[ProductPrediction], field("Prediction for each GPU product.", schema=ATOMIC, max_length=64)
     ] = []

@@ -31,6 +31,7 @@ from carpool_core.products import DeviceClass, hardware_name, products_of
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.schema import Resource, describe_decode_error, field
 from carpool_core.settings import Setting, SettingsError, click_options, load, settings_of
+from carpool_predictor.advice import advise
 from carpool_predictor.calibration.document import Calibration
 from carpool_predictor.calibration.run_history import model_key
 from carpool_predictor.calibration.store import CalibrationStore, UnreadableCalibrationError, parse_config_map_name
@@ -188,6 +189,14 @@ class JobPredictor:
             now=SystemClock().now().timestamp(),
         )
         return msgspec.structs.replace(job, status=msgspec.structs.replace(job.status, prediction=prediction))
+
+    async def advice(self, job: GpuTrainingJob, kinds: Collection[DeviceClass]) -> list[str]:
+        """Return what changes of the training would save, for a job whose batch fits no GPU; traces each change."""
+        prediction, model = job.status.prediction, job.spec.model
+        if prediction is None or prediction.fitting_batch is None or model is None or model.features is not None:
+            return []
+        found = await advise(model, job.spec.training, products_of(kinds), SubprocessTracer())
+        return [found] if found else []
 
 
 async def job_predictor(api: KubeApi, settings: AskSettings) -> JobPredictor:
@@ -362,7 +371,7 @@ def what_if(settings: AskSettings, manifest: Path, namespace: str | None, each_g
         checked = await check_manifest(api, wanted)
         predictor = await job_predictor(api, site)
         options = replace(options, unchecked=checked.unchecked)
-        found = await answer_what_if(api, checked.job, config, predictor.predict, options)
+        found = await answer_what_if(api, checked.job, config, predictor.predict, options, predictor.advice)
         return Answer([*checked.notes, *predictor.notes, *found.lines], found.is_infeasible)
 
     _print_answer(settings, each_gpu, form, answer)

@@ -53,6 +53,10 @@ Predictor = Callable[[GpuTrainingJob, Collection[DeviceClass]], Awaitable[GpuTra
 """Returns a job with its prediction on the products of some GPUs."""
 
 
+Adviser = Callable[[GpuTrainingJob, Collection[DeviceClass]], Awaitable[list[str]]]
+"""Returns statements on changes of a predicted job that would save memory."""
+
+
 class _Spec(JobSpecRow, frozen=True, kw_only=True):
     template: dict[str, Any] = msgspec.field(default_factory=dict)
 
@@ -180,16 +184,24 @@ async def explain_job(api: KubeApi, name: str, namespace: str, config: Scheduler
 
 
 async def what_if(
-    api: KubeApi, job: GpuTrainingJob, config: SchedulerConfig, predictor: Predictor, options: Options
+    api: KubeApi,
+    job: GpuTrainingJob,
+    config: SchedulerConfig,
+    predictor: Predictor,
+    options: Options,
+    adviser: Adviser | None = None,
 ) -> Answer:
     """Return where a job would go now, with which co-tenants and how fast; nothing is created.
+
+    The adviser names changes of a job that could never run.
 
     Raises:
         KubeError: The GpuNodes could not be read.
     """
     # 1. Its prediction on the products of the cluster.
     nodes, invalid = await _read_gpu_nodes(api)
-    predicted = await predictor(job, {device_class(device) for node in nodes for device in node.status.devices})
+    kinds = {device_class(device) for node in nodes for device in node.status.devices}
+    predicted = await predictor(job, kinds)
     prediction, head = predicted.status.prediction, list[str]()
     if prediction is not None:
         message = prediction_message(prediction, predicted.spec.sharing.mode, predicted.spec.memory.limit)
@@ -208,7 +220,8 @@ async def what_if(
     gpus = [*_gpu_lines(cluster, request, config, options, without_gpus), *invalid.values(), *_unread(kube_nodes)]
     is_complete = not invalid and not without_gpus
     if (never := dry_run.never(is_complete=is_complete)) is not None:
-        return Answer([*head, *never, *gpus], is_infeasible=is_complete)
+        advice = [] if adviser is None else await adviser(predicted, kinds)
+        return Answer([*head, *advice, *never, *gpus], is_infeasible=is_complete)
     spec = job.spec.template.get("spec")
     has_class = isinstance(spec, dict) and bool(spec.get("priorityClassName"))
     pending, copy = await read_pending_jobs(api), cluster_view(nodes, config, kube_nodes)

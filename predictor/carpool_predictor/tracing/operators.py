@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (the name that PyTorch uses)
@@ -155,13 +156,24 @@ class CudaRules(TorchFunctionMode):
         """Change the arguments of the listed functions, then call them."""
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            args, kwargs = _without_dropout(args, kwargs)
-            if _is_fusable(*args, **kwargs):
-                return _fused_attention(*args, **kwargs)
-        elif self._autocast and func in _FULL_PRECISION:
+            return _attention(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            # PyTorch leaves a mode while it handles a function, so that the call inside would not come here.
+            with patch.object(F, "scaled_dot_product_attention", _attention):
+                return func(*args, **kwargs)
+        if self._autocast and func in _FULL_PRECISION:
             args = tuple(map(full_precision, args))
             kwargs = {name: full_precision(value) for name, value in kwargs.items()}
         return func(*args, **kwargs)
+
+
+_ATTENTION = F.scaled_dot_product_attention
+
+
+def _attention(*args: Any, **kwargs: Any) -> Tensor:
+    """Compute attention without dropout, fused if CUDA has a kernel for it."""
+    args, kwargs = _without_dropout(args, kwargs)
+    return _fused_attention(*args, **kwargs) if _is_fusable(*args, **kwargs) else _ATTENTION(*args, **kwargs)
 
 
 def _without_dropout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

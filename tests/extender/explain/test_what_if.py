@@ -230,3 +230,22 @@ async def test_observations_of_simulated_gpus_serve_only_simulated_ones(present,
     kinds = [device_class(msgspec.structs.replace(device(product=T4), product=name)) for name in present]
     product = (await predictor.predict(job_with_features(), kinds)).status.prediction.products[0]
     assert (product.memory.trusted, product.memory.learned_jobs) == (learned, 3 if learned else 0)
+
+
+async def test_a_job_that_never_fits_gets_advice():
+    async def advice(job, kinds):
+        assert job.status.prediction is not None
+        return [f"advice for {len(kinds)} kind"]
+
+    kube = nodes(gpu_node("a", 1))
+    too_large = job_of({"memory": {"limit": "900Gi"}})
+    found = await explain.what_if(kube, too_large, RULES, predicted, OPTIONS, advice)
+    assert found.lines[1] == "advice for 1 kind"
+    assert found.is_infeasible
+    fitting = await explain.what_if(kube, job_of(), RULES, predicted, OPTIONS, advice)
+    assert "advice" not in str(fitting.lines)
+
+
+async def test_advice_is_for_jobs_whose_batch_fits_no_gpu():
+    job = job_with_features()
+    assert await JobPredictor().advice(job, [device_class(device(product=T4))]) == []
