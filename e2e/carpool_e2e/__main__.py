@@ -3,6 +3,7 @@
 import asyncio
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from carpool_e2e import binaries, images, processes
 from carpool_e2e.bench import latency, placement, predictions, probe, throughput
 from carpool_e2e.bench.measure import Section, replaced
 from carpool_e2e.binaries import CONTROL_PLANE_TOOLS, NODE_TOOLS
-from carpool_e2e.cluster import FULL, LOGS, PROJECT, Cluster, running, why_no_kubelets
+from carpool_e2e.cluster import FULL, LOGS, PROJECT, Cluster, carpool_command, running, why_no_kubelets
 from carpool_e2e.demo.scenes import SceneError, Stage
 from carpool_e2e.demo.show import play
 from carpool_e2e.errors import HarnessError
@@ -76,6 +77,7 @@ def play_on(cluster: Cluster, console: Console, *, keep: bool) -> None:
             console.print(cluster.kubectl("get", "gpunodes"), highlight=False)
             raise click.ClickException("the scenes start containers, which needs nodes with a kubelet: run as root")
         asyncio.run(_on_stage(cluster, console))
+        _draw_board(cluster, console)
     except SceneError as error:
         logs = cluster.table.logs if keep else os.path.relpath(LOGS / cluster.slot.name)
         raise click.ClickException(f"{error}. The processes' logs are in {logs}.") from error
@@ -90,6 +92,24 @@ async def _on_stage(cluster: Cluster, console: Console) -> None:
         await play(Stage(api, Path(cluster.binaries["kubectl"]), cluster.kubeconfig, console, OUT))
 
 
+def _draw_board(cluster: Cluster, console: Console) -> None:
+    """Leave a picture of the board in `OUT` if the machine has Chromium."""
+    if (chromium := shutil.which("chromium")) is None:
+        console.print("no picture of the board: Chromium is not installed")
+        return
+    command = [carpool_command(), "board", "--kubeconfig", str(cluster.kubeconfig), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as board:
+        try:
+            line = board.stdout.readline() if board.stdout is not None else ""
+            address = next(word for word in line.split() if word.startswith("http"))
+            options = ["--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1200,900"]
+            picture = OUT / "board.png"
+            subprocess.run([chromium, *options, f"--screenshot={picture}", address], check=True, capture_output=True)
+        finally:
+            board.terminate()
+    console.print(f"picture: {os.path.relpath(picture)}")
+
+
 def how_to_reach(cluster: Cluster) -> str:
     """Return the commands to use a kept cluster."""
     folder = Path(cluster.binaries["kubectl"]).parent
@@ -98,6 +118,7 @@ def how_to_reach(cluster: Cluster) -> str:
         f"The cluster stays up. To use it:\n"
         f"  export KUBECONFIG={cluster.kubeconfig}\n"
         f'  export PATH="{folder}:{Path(sys.executable).parent}:$PATH"\n'
+        f"`carpool board` then serves GPUs, queue and jobs as web pages, at http://127.0.0.1:8044.\n"
         f"A process that was killed is started again by its script in {cluster.table.scripts}, such as\n"
         f"  {cluster.table.script('operator')}\n"
         f"Metrics: operator http://127.0.0.1:{ports.operator_metrics}/metrics, "
