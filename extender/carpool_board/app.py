@@ -177,9 +177,7 @@ def create_app(board: Board) -> FastAPI:
     templates = _environment()
 
     def page(request: Request, template: str, status: int = 200, **values: Any) -> Response:
-        shown = templates.get_template(template).render(
-            query=request.query_params, path=request.path_params, status=status, **values
-        )
+        shown = templates.get_template(template).render(query=request.query_params, path=request.path_params, **values)
         return HTMLResponse(shown, status)
 
     def add(route: Route) -> None:

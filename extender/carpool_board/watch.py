@@ -8,6 +8,7 @@ from typing import Any
 
 import structlog
 from carpool_core.clock import Clock
+from carpool_core.durations import format_duration
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, NODES, PODS, KubeApi, ResourceKind
 from carpool_core.kube.errors import Overloaded
 from carpool_core.kube.pods import Pod
@@ -31,6 +32,8 @@ QUEUE_AGE_S = 5.0
 """Age in seconds up to which a forecast of the queue is shown."""
 QUEUE_AGE_FACTOR = 10.0
 """The same in multiples of the time that the forecast took: seconds where thousands of GPUs are compared."""
+STALE_S = 300.0
+"""Age in seconds of the API server's last event from which nothing is shown: a healthy watch has one each minute."""
 _FIRST_LIST_S = 10.0
 _NEEDED = {GPUS: (GPU_NODES,), QUEUE: (GPU_NODES, GPU_TRAINING_JOBS, PODS)}
 
@@ -138,6 +141,8 @@ class ClusterWatch:
             except TimeoutError as error:
                 reason = f"the first list of {kind.plural} is not complete; try again shortly"
                 raise Overloaded(reason, status=503) from error
+            if (age_s := self._reflectors[kind].store.age(self._clock.monotonic())) > STALE_S:
+                raise Overloaded(f"nothing was heard of {kind.plural} for {format_duration(age_s)}", status=503)
 
     def _node_changed(self, old: GpuNode | None, new: GpuNode | None) -> None:
         if new is not None:

@@ -9,6 +9,7 @@ from board_world import EVERYTHING, running, shared_node, small_cluster
 from carpool_board.commands import connecting
 from carpool_board.viewers import REMEMBERED_S, bearer_token
 from carpool_board.views import NODES_PER_PAGE, Show, gpu_page
+from carpool_board.watch import STALE_S
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS
 from carpool_core.kube.config import Endpoint, KubeConfigError, Token
 from carpool_core.kube.errors import Unreachable
@@ -182,6 +183,16 @@ async def test_invalid_input_and_a_lost_cluster_are_sentences():
             assert answer.status == 405
         world.kube.fail_next("get", GPU_TRAINING_JOBS, Unreachable("no answer from the API server"))
         assert (await world.get("/v1/jobs/default/small-a"))[0] == 503
+
+
+async def test_a_silent_api_server_is_told_from_a_quiet_cluster():
+    async with running(small_cluster()) as world:
+        assert (await world.get("/"))[0] == 200
+        world.clock.advance(STALE_S - 1)
+        assert (await world.get("/"))[0] == 200
+        world.clock.advance(2)
+        status, page = await world.get("/")
+        assert (status, "nothing was heard of gpunodes for 5 min" in page) == (503, True)
 
 
 async def test_answers_may_not_be_framed_stored_or_run_foreign_scripts():
