@@ -143,7 +143,8 @@ class Board:
             async for is_changed in self.watch.notices(topic):
                 yield "data: changed\n\n" if is_changed else ": alive\n\n"
 
-        return StreamingResponse(stream(), media_type="text/event-stream")
+        # nginx would hold the events back otherwise.
+        return StreamingResponse(stream(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
 
 
 class Route(NamedTuple):

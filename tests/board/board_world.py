@@ -24,6 +24,7 @@ from carpool_extender.testing import device, gpu_node, seed_job, seed_node, seed
 from carpool_extender.uvicorn_server import Server
 
 SITE = "carpool-system/carpool"
+PAGES = ("/", "/queue", "/jobs", "/jobs/default/small-a", "/jobs/default/small-a/explain", "/v1")
 EVERYTHING = frozenset({"*/gputrainingjobs", "*/gpunodes", "*/pods", "*/nodes", "*/events", "*/configmaps"})
 
 

@@ -5,7 +5,7 @@ import json
 
 import jsonschema
 import pytest
-from board_world import EVERYTHING, running, shared_node, small_cluster
+from board_world import EVERYTHING, PAGES, running, shared_node, small_cluster
 from carpool_board.commands import connecting
 from carpool_board.viewers import REMEMBERED_S, bearer_token
 from carpool_board.views import NODES_PER_PAGE, Show, gpu_page
@@ -19,7 +19,6 @@ from carpool_core.testing.kube import FakeKube
 from carpool_extender.testing import gpu_node, seed_job, seed_node, until
 
 PATHS = ("/v1/gpus", "/v1/queue", "/v1/jobs", "/v1/jobs/default/small-a", "/v1/explain/default/small-a")
-PAGES = ("/", "/queue", "/jobs", "/jobs/default/small-a", "/jobs/default/small-a/explain", "/v1")
 
 
 async def test_documents_are_those_of_the_commands_and_fit_their_schemas():

@@ -7,14 +7,13 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 from axe_playwright_python.async_playwright import Axe
-from board_world import running, small_cluster, use
+from board_world import PAGES, running, small_cluster, use
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_e2e.binaries import FOR_BROWSER, install_packages
 from carpool_extender.testing import gpu_node, seed_node, tenant
 from playwright.async_api import Page, async_playwright, expect
 from rich.console import Console
-from test_board import PAGES
 
 pytestmark = pytest.mark.e2e
 
