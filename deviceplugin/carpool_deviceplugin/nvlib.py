@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
@@ -46,7 +47,6 @@ class NvmlLibrary(Protocol):
     def nvmlDeviceGetPciInfo(self, handle: Handle) -> Any: ...
     def nvmlDeviceGetComputeMode(self, handle: Handle) -> int: ...
     def nvmlDeviceGetPersistenceMode(self, handle: Handle) -> int: ...
-    def nvmlDeviceGetNumaNodeId(self, handle: Handle) -> int: ...
     def nvmlDeviceGetNvLinkState(self, handle: Handle, link: int) -> int: ...
     def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: Handle, link: int) -> Any: ...
     def nvmlDeviceGetComputeRunningProcesses(self, handle: Handle) -> list[Any]: ...
@@ -393,7 +393,6 @@ _SAMPLE = struct.Struct("=I4xQI12x")
 """Process ID, stamp and SM share in NVML's structure; faster than reading its attributes."""
 _MAX_LINKS = 18
 """More than any GPU has, up to Blackwell."""
-_NO_NUMA = 0xFFFFFFFF
 
 
 def find_gpus(session: Session) -> tuple[list[GpuUuid], list[str]]:
@@ -418,7 +417,20 @@ def list_gpus(session: Session) -> list[GpuUuid]:
     return find_gpus(session)[0]
 
 
-def read_identity(session: Session, uuid: GpuUuid) -> Identity:
+def read_numa_node(sysfs: Path, pci_bus_id: str) -> int | None:
+    """Return the NUMA node that a GPU is attached to; None without one.
+
+    NVML reports one only on platforms where GPU memory is a NUMA node itself: that node, which has no CPUs.
+    """
+    domain, _, place = pci_bus_id.lower().partition(":")
+    try:
+        found = int((sysfs / "bus/pci/devices" / f"{int(domain, 16):04x}:{place}" / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return found if found >= 0 else None
+
+
+def read_identity(session: Session, uuid: GpuUuid, sysfs: Path = Path("/sys")) -> Identity:
     """Describe a GPU; raises NvmlError, also if its memory is not its own."""
     library, handle = session.library, session.handle(uuid)
     product = session.call(uuid, library.nvmlDeviceGetName, handle)
@@ -431,10 +443,10 @@ def read_identity(session: Session, uuid: GpuUuid) -> Identity:
             pynvml.NVML_ERROR_NOT_SUPPORTED,
         )
     detailed = session.ask(uuid, library.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2)
-    numa = session.ask(uuid, library.nvmlDeviceGetNumaNodeId, handle)
     mig = session.ask(uuid, library.nvmlDeviceGetMigMode, handle)
     limit_mw = session.ask(uuid, library.nvmlDeviceGetEnforcedPowerLimit, handle)
     persistence = session.ask(uuid, library.nvmlDeviceGetPersistenceMode, handle)
+    pci_bus_id = _text(session.call(uuid, library.nvmlDeviceGetPciInfo, handle).busId)
     return Identity(
         uuid=uuid,
         index=session.call(uuid, library.nvmlDeviceGetIndex, handle),
@@ -443,8 +455,8 @@ def read_identity(session: Session, uuid: GpuUuid) -> Identity:
         memory_mib=memory.total // MIB,
         reserved_mib=detailed.reserved // MIB if detailed is not None else 0,
         compute_capability=f"{major}.{minor}",
-        pci_bus_id=_text(session.call(uuid, library.nvmlDeviceGetPciInfo, handle).busId),
-        numa_node=None if numa is None or numa in (-1, _NO_NUMA) else numa,
+        pci_bus_id=pci_bus_id,
+        numa_node=read_numa_node(sysfs, pci_bus_id),
         nvlink_peers=_nvlink_peers(session, uuid),
         mig_capable=mig is not None,
         mig_enabled=mig is not None and mig[0] == pynvml.NVML_DEVICE_MIG_ENABLE,

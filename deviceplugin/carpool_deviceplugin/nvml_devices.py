@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -92,8 +92,8 @@ class NvmlDevices:
 
     Without `mps` the node cannot run MPS daemons, because of `mps_problem`. `state_dir` holds the agent's state of each
     GPU. `may_switch_mig` allows switching MIG on and off on an idle GPU. `may_write` is whether health is saved, and
-    false beside an agent that does so. A counter comes from the first of the `sources` that has it. `monotonic` returns
-    seconds, and `wall` seconds since 1970.
+    false beside an agent that does so. A counter comes from the first of the `sources` that has it. `sysfs` is where
+    Linux describes PCI devices. `monotonic` returns seconds, and `wall` seconds since 1970.
 
     Raises:
         NoDevicesError: There is no driver or no usable GPU.
@@ -113,9 +113,11 @@ class NvmlDevices:
         may_switch_mig: bool = False,
         may_write: bool = True,
         sources: Sequence[CounterSource] = (),
+        sysfs: Path = Path("/sys"),
         monotonic: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
+        self._sysfs = sysfs
         self.session = session = Session(library)
         """The open library."""
         session.open()
@@ -146,7 +148,7 @@ class NvmlDevices:
             raise NoDevicesError(str(e)) from e
         for uuid in uuids:
             try:
-                identity = read_identity(self.session, uuid)
+                identity = read_identity(self.session, uuid, self._sysfs)
                 if identity.mig_capable:
                     self._mig.learn(uuid)
             except DeviceError as e:
@@ -161,6 +163,12 @@ class NvmlDevices:
         for reason in self.unreadable:
             structlog.get_logger().warning("gpu not used", reason=reason)
         return gpus
+
+    @property
+    def numa_nodes(self) -> Collection[int]:
+        """The NUMA nodes of the GPUs; empty if one of them has none."""
+        found = {gpu.identity.numa_node for gpu in self._gpus.values()}
+        return sorted(node for node in found if node is not None) if None not in found else ()
 
     @property
     def mps_problem(self) -> str:
@@ -218,7 +226,8 @@ class NvmlDevices:
 
     def _identify(self, uuid: GpuUuid) -> None:
         gpu = self._gpus[uuid]
-        gpu.identity, self.driver = read_identity(self.session, uuid), self._read_driver()
+        gpu.identity = read_identity(self.session, uuid, self._sysfs)
+        self.driver = self._read_driver()
         gpu.identified = (self.session.generation, self._monotonic())
 
     def inventory(self) -> list[Device]:

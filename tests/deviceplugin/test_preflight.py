@@ -3,13 +3,15 @@
 from pathlib import Path
 
 import pytest
+from agent_world import World
+from carpool_core.kube.api import NODES
 from carpool_core.testing.clock import FakeClock
 from carpool_deviceplugin.check import check_node, read_all
 from carpool_deviceplugin.preflight import Directories, Host, NodeInfo, Outcome, check_host
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.status import node_conditions
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
-from carpool_deviceplugin.testing.node import Node
+from carpool_deviceplugin.testing.node import Node, running, until
 from carpool_deviceplugin.testing.nvml import FakeNvml
 
 CDI_2 = 'version = 2\n[plugins."io.containerd.grpc.v1.cri"]\nenable_cdi = true\n'
@@ -69,6 +71,29 @@ def test_the_runtime_must_read_cdi(tmp_path: Path, runtime: str, files, verdict:
     write(tmp_path, files)
     row = host_rows(tmp_path, runtime)["container-runtime"]
     assert (row.verdict, message in str(row)) == (verdict, True), row
+
+
+@pytest.mark.parametrize(
+    ("runtime", "verdict"),
+    [
+        ("containerd://2.1.4", "passed"),
+        ("containerd://1.7.27", "unknown"),
+        ("containerd://1.6.33", "missing"),
+        ("cri-o://1.31.2", "passed"),
+    ],
+)
+async def test_in_the_agents_pod_the_nodes_version_of_the_runtime_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: str, verdict: str
+) -> None:
+    """containerd 2 and CRI-O have CDI on by default; with containerd 1.7 only the file on the node decides."""
+    monkeypatch.setattr(Host, "find", lambda info: Host(None, tmp_path / "proc", info))
+    world = World(tmp_path)
+    node = {"metadata": {"name": "n"}, "status": {"nodeInfo": {"containerRuntimeVersion": runtime}}}
+    world.kube.seed(NODES, node)
+    async with running(world.agent):
+        preflight = await until(lambda: next((c for c in world.status.conditions if c.type == "Preflight"), None))
+    assert rows(world.agent.reconciler.reporter.preflight)["container-runtime"].verdict == verdict
+    assert ("container-runtime" in preflight.message) == (verdict != "passed")
 
 
 @pytest.mark.parametrize(

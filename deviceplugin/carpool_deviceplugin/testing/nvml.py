@@ -274,9 +274,6 @@ class FakeNvml:
     def nvmlDeviceGetPersistenceMode(self, handle: Any) -> int:
         return int(self._gpu(handle).is_persistent)
 
-    def nvmlDeviceGetNumaNodeId(self, handle: Any) -> int:
-        return self._gpu(handle).index // 4
-
     def nvmlDeviceGetNvLinkState(self, handle: Any, link: int) -> int:
         gpu = self._gpu(handle)
         require(gpu.hardware.nvlinks, pynvml.NVML_ERROR_NOT_SUPPORTED)
