@@ -50,6 +50,7 @@ class NvmlLibrary(Protocol):
     def nvmlDeviceGetNvLinkState(self, handle: Handle, link: int) -> int: ...
     def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: Handle, link: int) -> Any: ...
     def nvmlDeviceGetComputeRunningProcesses(self, handle: Handle) -> list[Any]: ...
+    def nvmlDeviceGetGraphicsRunningProcesses_v3(self, handle: Handle) -> list[Any]: ...
     def nvmlDeviceGetProcessUtilization(self, handle: Handle, since_us: int) -> list[Any]: ...
     def nvmlDeviceGetUtilizationRates(self, handle: Handle) -> Any: ...
     def nvmlDeviceGetPowerUsage(self, handle: Handle) -> int: ...
@@ -336,6 +337,8 @@ class Identity:
     is_persistent: bool | None = None
     """Whether the driver keeps the GPU initialized without programs; None if the GPU does not support it."""
     figures: NvmlFigures = NO_FIGURES
+    graphics_pids: tuple[int, ...] = ()
+    """Process IDs of programs that draw, such as an X server; those that compute as well are not among them."""
 
 
 def linked_gpus(known: Identity, everyone: Mapping[GpuUuid, Identity]) -> list[GpuUuid]:
@@ -395,21 +398,24 @@ _MAX_LINKS = 18
 """More than any GPU has, up to Blackwell."""
 
 
-def find_gpus(session: Session) -> tuple[list[GpuUuid], list[str]]:
+def find_gpus(session: Session) -> tuple[list[GpuUuid], list[str], list[int]]:
     """Return the UUIDs of all GPUs by index, and an error message for each GPU that has no readable UUID.
 
-    GPUs whose device files the container does not have are left out. Raises NvmlError if there is no answer at all.
+    GPUs whose device files the container does not have are left out; the third list has their indices. Raises NvmlError
+    if there is no answer at all.
     """
     library = session.library
-    uuids, errors = list[GpuUuid](), list[str]()
+    uuids, errors, hidden = list[GpuUuid](), list[str](), list[int]()
     for index in range(session.call("", library.nvmlDeviceGetCount)):
         try:
             handle = session.call(f"#{index}", library.nvmlDeviceGetHandleByIndex, index)
             uuids.append(GpuUuid(session.call(f"#{index}", library.nvmlDeviceGetUUID, handle)))
         except NvmlError as e:
-            if e.code != pynvml.NVML_ERROR_NO_PERMISSION:
+            if e.code == pynvml.NVML_ERROR_NO_PERMISSION:
+                hidden.append(index)
+            else:
                 errors.append(str(e))
-    return uuids, errors
+    return uuids, errors, hidden
 
 
 def list_gpus(session: Session) -> list[GpuUuid]:
@@ -467,6 +473,9 @@ def read_identity(session: Session, uuid: GpuUuid, sysfs: Path = Path("/sys")) -
         ),
         is_persistent=None if persistence is None else persistence == pynvml.NVML_FEATURE_ENABLED,
         figures=_read_figures(session, uuid),
+        graphics_pids=tuple(
+            p.pid for p in session.ask(uuid, library.nvmlDeviceGetGraphicsRunningProcesses_v3, handle) or ()
+        ),
     )
 
 

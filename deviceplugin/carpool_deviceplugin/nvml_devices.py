@@ -117,7 +117,7 @@ class NvmlDevices:
         monotonic: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self._sysfs = sysfs
+        self._sysfs, self._processes = sysfs, processes
         self.session = session = Session(library)
         """The open library."""
         session.open()
@@ -130,6 +130,8 @@ class NvmlDevices:
         self._mig = MigInstances(session)
         self.unreadable: Sequence[str] = ()
         """Reasons why GPUs of the node are not among `uuids`; they are read once, at the start."""
+        self.hidden: Sequence[int] = ()
+        """Indices of the GPUs whose device files the container does not have."""
         directory = state_dir / "gpus"
         self._gpus = self._find(directory)
         self.uuids: Sequence[GpuUuid] = [*self._gpus]
@@ -143,7 +145,7 @@ class NvmlDevices:
         """Identify the GPUs. One that cannot be read does not keep the agent from using the others."""
         gpus: dict[GpuUuid, _Gpu] = {}
         try:
-            uuids, unreadable = find_gpus(self.session)
+            uuids, unreadable, self.hidden = find_gpus(self.session)
         except DeviceError as e:
             raise NoDevicesError(str(e)) from e
         for uuid in uuids:
@@ -185,6 +187,11 @@ class NvmlDevices:
     def foreign_processes(self, uuid: GpuUuid) -> str:
         """Return the names of a GPU's processes outside of pods, as last read."""
         return self._gpu(uuid).foreign_processes
+
+    def graphics_processes(self, uuid: GpuUuid) -> str:
+        """Return the names of a GPU's living graphics programs outside of pods, as last read."""
+        found = map(self._processes.find, self._gpu(uuid).identity.graphics_pids)
+        return ", ".join(describe_process(one) for one in found if one is not None and one.pod_uid is None)
 
     def foreign_instances(self, uuid: GpuUuid) -> int:
         """Return the number of a GPU's MIG instances that the agent did not create, as last read."""

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pynvml
 import pytest
 from agent_world import World
 from carpool_core.kube.api import NODES
@@ -10,6 +11,7 @@ from carpool_deviceplugin.check import check_node, read_all
 from carpool_deviceplugin.preflight import Directories, Host, NodeInfo, Outcome, check_host
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.status import node_conditions
+from carpool_deviceplugin.testing.gpus import HARDWARE
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.node import Node, running, until
 from carpool_deviceplugin.testing.nvml import FakeNvml
@@ -134,6 +136,21 @@ def foreign(node: Node) -> None:
     node.start(0, 42, None)
 
 
+def hidden(node: Node) -> None:
+    """The second GPU's device file is not in the container."""
+    node.nvml.gpus += [node.nvml._made(1, HARDWARE["T4"])]
+    node.nvml.fail_next("nvmlDeviceGetHandleByIndex", pynvml.NVML_ERROR_NO_PERMISSION)
+
+
+def display(node: Node) -> None:
+    """An X server, and a renderer in a pod, which the pod's reservation counts."""
+    node.start(0, 51, None)
+    node.start(0, 52, "a")
+    for pid in (51, 52):
+        del node.nvml.gpus[0].processes[pid]
+    node.nvml.gpus[0].graphics_pids += [51, 52, 4_000_000]
+
+
 def pending(node: Node) -> None:
     node.nvml.gpus[0].mig.is_pending = True
 
@@ -151,6 +168,8 @@ def exporter(node: Node) -> None:
     [
         (old_driver, "driver", "expected driver 550 or newer for MPS, found 535.288.01"),
         (not_persistent, "persistence", "found off on GPU 0; run nvidia-persistenced"),
+        (hidden, "device-files", "found none of GPU 0; set nodeAgent.visibleDevices to management.nvidia.com/gpu=all"),
+        (display, "graphics", "found GPU 0: process 51 (python (3)); stop the display manager"),
         (foreign, "processes", "found GPU 0: process 42 (python (3)); end it"),
         (pending, "mig", "GPU 0 changes its MIG mode at its reset"),
         (manager, "mig", "found nvidia-mig-manager, which runs on the node"),

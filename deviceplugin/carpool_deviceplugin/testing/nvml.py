@@ -299,6 +299,9 @@ class FakeNvml:
             for p in gpu.processes.values()
         ]
 
+    def nvmlDeviceGetGraphicsRunningProcesses_v3(self, handle: Any) -> list[Any]:
+        return [pynvml.nvmlFriendlyObject({"pid": pid}) for pid in self._gpu(handle).graphics_pids]
+
     def nvmlDeviceGetProcessUtilization(self, handle: Any, since_us: int) -> list[Any]:
         gpu = self._gpu(handle)
         require(not gpu.mig.is_enabled, pynvml.NVML_ERROR_NOT_SUPPORTED)
