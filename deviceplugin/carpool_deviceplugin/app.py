@@ -242,6 +242,7 @@ def build(
         settings.cdi_dir,
         also_read=(settings.cdi_static_dir,),
         gpus=devices.uuids,
+        numa_nodes=devices.numa_nodes,
         slots_per_gpu=settings.slots_per_gpu,
         autoscaling=settings.autoscaling,
         clock=clock,

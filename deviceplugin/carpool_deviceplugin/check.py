@@ -21,6 +21,7 @@ from carpool_deviceplugin.nvlib import (
     Identity,
     NvmlError,
     Session,
+    SuspendedError,
     list_gpus,
     list_samples,
     read_identity,
@@ -71,6 +72,12 @@ def _check_gpus(devices: NvmlDevices, settings: AgentSettings, host: Host) -> It
         "run with hostPID: true",
     )
     yield row("gpus", "; ".join(devices.unreadable), "GPUs that can be read", "the agent uses the others")
+    yield row(
+        "device-files",
+        ", ".join(f"none of GPU {index}" for index in devices.hidden),
+        "the device file of each GPU",
+        "set nodeAgent.visibleDevices to management.nvidia.com/gpu=all where MIG is on; ignore it for GPUs of others",
+    )
     driver = Outcome(name="driver", verdict=Verdict.PASSED, found=f"driver {devices.driver}")
     if problem := driver_problem(devices.driver):
         driver = Outcome(name="driver", verdict=Verdict.MISSING, found=problem)
@@ -100,6 +107,12 @@ def _check_gpus(devices: NvmlDevices, settings: AgentSettings, host: Host) -> It
         "; ".join(f"GPU {one.index}: {names}" for one in known if (names := devices.foreign_processes(one.uuid))),
         "no process outside of pods on the GPUs",
         "end it; until then the GPU gets no new work",
+    )
+    yield row(
+        "graphics",
+        "; ".join(f"GPU {one.index}: {names}" for one in known if (names := devices.graphics_processes(one.uuid))),
+        "no graphics programs on the GPUs, because placement does not count their memory",
+        "stop the display manager, or keep the GPU's node out of Carpool",
     )
     yield from _check_counters(devices, settings, host)
 
@@ -294,6 +307,23 @@ def check_unknown_gpu(session: Session) -> Iterator[str]:
         yield f"expected no GPU {UNKNOWN_GPU}, found one"
 
 
+def check_reopening(session: Session) -> Iterator[str]:
+    """A released driver is not called, and answers as before when it is opened again."""
+    before = [read_identity(session, uuid) for uuid in list_gpus(session)]
+    session.suspend("the contract is checked")
+    try:
+        read_identity(session, before[0].uuid)
+        yield "expected a released GPU not to be read, found an answer"
+    except SuspendedError:
+        pass
+    finally:
+        session.suspend("")
+    for known in before:
+        again = read_identity(session, known.uuid)
+        if (again.index, again.pci_bus_id, again.memory_mib) != (known.index, known.pci_bus_id, known.memory_mib):
+            yield f"expected the same GPU after opening the driver again, found {known}, then {again}"
+
+
 CONTRACT: Sequence[Rule] = (
     check_identity,
     check_telemetry,
@@ -303,6 +333,7 @@ CONTRACT: Sequence[Rule] = (
     check_xids,
     check_mig_profiles,
     check_unknown_gpu,
+    check_reopening,
 )
 
 

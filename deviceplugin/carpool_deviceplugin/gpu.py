@@ -1,6 +1,6 @@
 """Values of a GPU: its state, its readings, and the steps that change it. Contains the port to the GPUs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -305,6 +305,11 @@ class Devices(Protocol):
     @property
     def unreadable(self) -> Sequence[str]:
         """A reason for each GPU of the node that is not among `uuids` because it could not be read at the start."""
+        ...
+
+    @property
+    def numa_nodes(self) -> Collection[int]:
+        """The NUMA nodes of the GPUs; empty if one of them has none."""
         ...
 
     @property

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
@@ -46,10 +47,10 @@ class NvmlLibrary(Protocol):
     def nvmlDeviceGetPciInfo(self, handle: Handle) -> Any: ...
     def nvmlDeviceGetComputeMode(self, handle: Handle) -> int: ...
     def nvmlDeviceGetPersistenceMode(self, handle: Handle) -> int: ...
-    def nvmlDeviceGetNumaNodeId(self, handle: Handle) -> int: ...
     def nvmlDeviceGetNvLinkState(self, handle: Handle, link: int) -> int: ...
     def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: Handle, link: int) -> Any: ...
     def nvmlDeviceGetComputeRunningProcesses(self, handle: Handle) -> list[Any]: ...
+    def nvmlDeviceGetGraphicsRunningProcesses_v3(self, handle: Handle) -> list[Any]: ...
     def nvmlDeviceGetProcessUtilization(self, handle: Handle, since_us: int) -> list[Any]: ...
     def nvmlDeviceGetUtilizationRates(self, handle: Handle) -> Any: ...
     def nvmlDeviceGetPowerUsage(self, handle: Handle) -> int: ...
@@ -336,6 +337,8 @@ class Identity:
     is_persistent: bool | None = None
     """Whether the driver keeps the GPU initialized without programs; None if the GPU does not support it."""
     figures: NvmlFigures = NO_FIGURES
+    graphics_pids: tuple[int, ...] = ()
+    """Process IDs of programs that draw, such as an X server; those that compute as well are not among them."""
 
 
 def linked_gpus(known: Identity, everyone: Mapping[GpuUuid, Identity]) -> list[GpuUuid]:
@@ -393,24 +396,26 @@ _SAMPLE = struct.Struct("=I4xQI12x")
 """Process ID, stamp and SM share in NVML's structure; faster than reading its attributes."""
 _MAX_LINKS = 18
 """More than any GPU has, up to Blackwell."""
-_NO_NUMA = 0xFFFFFFFF
 
 
-def find_gpus(session: Session) -> tuple[list[GpuUuid], list[str]]:
+def find_gpus(session: Session) -> tuple[list[GpuUuid], list[str], list[int]]:
     """Return the UUIDs of all GPUs by index, and an error message for each GPU that has no readable UUID.
 
-    GPUs whose device files the container does not have are left out. Raises NvmlError if there is no answer at all.
+    GPUs whose device files the container does not have are left out; the third list has their indices. Raises NvmlError
+    if there is no answer at all.
     """
     library = session.library
-    uuids, errors = list[GpuUuid](), list[str]()
+    uuids, errors, hidden = list[GpuUuid](), list[str](), list[int]()
     for index in range(session.call("", library.nvmlDeviceGetCount)):
         try:
             handle = session.call(f"#{index}", library.nvmlDeviceGetHandleByIndex, index)
             uuids.append(GpuUuid(session.call(f"#{index}", library.nvmlDeviceGetUUID, handle)))
         except NvmlError as e:
-            if e.code != pynvml.NVML_ERROR_NO_PERMISSION:
+            if e.code == pynvml.NVML_ERROR_NO_PERMISSION:
+                hidden.append(index)
+            else:
                 errors.append(str(e))
-    return uuids, errors
+    return uuids, errors, hidden
 
 
 def list_gpus(session: Session) -> list[GpuUuid]:
@@ -418,7 +423,20 @@ def list_gpus(session: Session) -> list[GpuUuid]:
     return find_gpus(session)[0]
 
 
-def read_identity(session: Session, uuid: GpuUuid) -> Identity:
+def read_numa_node(sysfs: Path, pci_bus_id: str) -> int | None:
+    """Return the NUMA node that a GPU is attached to; None without one.
+
+    NVML reports one only on platforms where GPU memory is a NUMA node itself: that node, which has no CPUs.
+    """
+    domain, _, place = pci_bus_id.lower().partition(":")
+    try:
+        found = int((sysfs / "bus/pci/devices" / f"{int(domain, 16):04x}:{place}" / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return found if found >= 0 else None
+
+
+def read_identity(session: Session, uuid: GpuUuid, sysfs: Path = Path("/sys")) -> Identity:
     """Describe a GPU; raises NvmlError, also if its memory is not its own."""
     library, handle = session.library, session.handle(uuid)
     product = session.call(uuid, library.nvmlDeviceGetName, handle)
@@ -431,10 +449,10 @@ def read_identity(session: Session, uuid: GpuUuid) -> Identity:
             pynvml.NVML_ERROR_NOT_SUPPORTED,
         )
     detailed = session.ask(uuid, library.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2)
-    numa = session.ask(uuid, library.nvmlDeviceGetNumaNodeId, handle)
     mig = session.ask(uuid, library.nvmlDeviceGetMigMode, handle)
     limit_mw = session.ask(uuid, library.nvmlDeviceGetEnforcedPowerLimit, handle)
     persistence = session.ask(uuid, library.nvmlDeviceGetPersistenceMode, handle)
+    pci_bus_id = _text(session.call(uuid, library.nvmlDeviceGetPciInfo, handle).busId)
     return Identity(
         uuid=uuid,
         index=session.call(uuid, library.nvmlDeviceGetIndex, handle),
@@ -443,8 +461,8 @@ def read_identity(session: Session, uuid: GpuUuid) -> Identity:
         memory_mib=memory.total // MIB,
         reserved_mib=detailed.reserved // MIB if detailed is not None else 0,
         compute_capability=f"{major}.{minor}",
-        pci_bus_id=_text(session.call(uuid, library.nvmlDeviceGetPciInfo, handle).busId),
-        numa_node=None if numa is None or numa in (-1, _NO_NUMA) else numa,
+        pci_bus_id=pci_bus_id,
+        numa_node=read_numa_node(sysfs, pci_bus_id),
         nvlink_peers=_nvlink_peers(session, uuid),
         mig_capable=mig is not None,
         mig_enabled=mig is not None and mig[0] == pynvml.NVML_DEVICE_MIG_ENABLE,
@@ -455,6 +473,9 @@ def read_identity(session: Session, uuid: GpuUuid) -> Identity:
         ),
         is_persistent=None if persistence is None else persistence == pynvml.NVML_FEATURE_ENABLED,
         figures=_read_figures(session, uuid),
+        graphics_pids=tuple(
+            p.pid for p in session.ask(uuid, library.nvmlDeviceGetGraphicsRunningProcesses_v3, handle) or ()
+        ),
     )
 
 

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -92,8 +92,8 @@ class NvmlDevices:
 
     Without `mps` the node cannot run MPS daemons, because of `mps_problem`. `state_dir` holds the agent's state of each
     GPU. `may_switch_mig` allows switching MIG on and off on an idle GPU. `may_write` is whether health is saved, and
-    false beside an agent that does so. A counter comes from the first of the `sources` that has it. `monotonic` returns
-    seconds, and `wall` seconds since 1970.
+    false beside an agent that does so. A counter comes from the first of the `sources` that has it. `sysfs` is where
+    Linux describes PCI devices. `monotonic` returns seconds, and `wall` seconds since 1970.
 
     Raises:
         NoDevicesError: There is no driver or no usable GPU.
@@ -113,9 +113,11 @@ class NvmlDevices:
         may_switch_mig: bool = False,
         may_write: bool = True,
         sources: Sequence[CounterSource] = (),
+        sysfs: Path = Path("/sys"),
         monotonic: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
+        self._sysfs, self._processes = sysfs, processes
         self.session = session = Session(library)
         """The open library."""
         session.open()
@@ -128,6 +130,8 @@ class NvmlDevices:
         self._mig = MigInstances(session)
         self.unreadable: Sequence[str] = ()
         """Reasons why GPUs of the node are not among `uuids`; they are read once, at the start."""
+        self.hidden: Sequence[int] = ()
+        """Indices of the GPUs whose device files the container does not have."""
         directory = state_dir / "gpus"
         self._gpus = self._find(directory)
         self.uuids: Sequence[GpuUuid] = [*self._gpus]
@@ -141,12 +145,12 @@ class NvmlDevices:
         """Identify the GPUs. One that cannot be read does not keep the agent from using the others."""
         gpus: dict[GpuUuid, _Gpu] = {}
         try:
-            uuids, unreadable = find_gpus(self.session)
+            uuids, unreadable, self.hidden = find_gpus(self.session)
         except DeviceError as e:
             raise NoDevicesError(str(e)) from e
         for uuid in uuids:
             try:
-                identity = read_identity(self.session, uuid)
+                identity = read_identity(self.session, uuid, self._sysfs)
                 if identity.mig_capable:
                     self._mig.learn(uuid)
             except DeviceError as e:
@@ -163,6 +167,12 @@ class NvmlDevices:
         return gpus
 
     @property
+    def numa_nodes(self) -> Collection[int]:
+        """The NUMA nodes of the GPUs; empty if one of them has none."""
+        found = {gpu.identity.numa_node for gpu in self._gpus.values()}
+        return sorted(node for node in found if node is not None) if None not in found else ()
+
+    @property
     def mps_problem(self) -> str:
         """Why no GPU of the node offers mode MPS, empty if they do; a running daemon is still read and stopped."""
         return self.mps_missing or driver_problem(self.driver)
@@ -177,6 +187,11 @@ class NvmlDevices:
     def foreign_processes(self, uuid: GpuUuid) -> str:
         """Return the names of a GPU's processes outside of pods, as last read."""
         return self._gpu(uuid).foreign_processes
+
+    def graphics_processes(self, uuid: GpuUuid) -> str:
+        """Return the names of a GPU's living graphics programs outside of pods, as last read."""
+        found = map(self._processes.find, self._gpu(uuid).identity.graphics_pids)
+        return ", ".join(describe_process(one) for one in found if one is not None and one.pod_uid is None)
 
     def foreign_instances(self, uuid: GpuUuid) -> int:
         """Return the number of a GPU's MIG instances that the agent did not create, as last read."""
@@ -218,7 +233,8 @@ class NvmlDevices:
 
     def _identify(self, uuid: GpuUuid) -> None:
         gpu = self._gpus[uuid]
-        gpu.identity, self.driver = read_identity(self.session, uuid), self._read_driver()
+        gpu.identity = read_identity(self.session, uuid, self._sysfs)
+        self.driver = self._read_driver()
         gpu.identified = (self.session.generation, self._monotonic())
 
     def inventory(self) -> list[Device]:

@@ -253,6 +253,7 @@ class Plugin:
         cdi_dir: Directory for CDI specifications.
         also_read: Other directories from which the container runtime reads specifications.
         gpus: All GPUs.
+        numa_nodes: Their NUMA nodes; empty if one of them has none.
         slots_per_gpu: Maximum number of pods on a GPU.
         autoscaling: Whether a GPU that one pod uses alone offers no free slots, so that autoscalers see it as full.
         clock: Clock for the timeout.
@@ -267,6 +268,7 @@ class Plugin:
         *,
         also_read: Sequence[Path] = (),
         gpus: Collection[GpuUuid],
+        numa_nodes: Collection[int] = (),
         slots_per_gpu: int,
         autoscaling: bool = False,
         clock: Clock,
@@ -276,6 +278,8 @@ class Plugin:
         self._reservation_wait_s, self._sleep = reservation_wait_s, sleep
         self._state, self._cdi_dir, self._clock = state, cdi_dir, clock
         self._also_read = also_read
+        nodes = [dp.NUMANode(ID=node) for node in numa_nodes]
+        self._topology = dp.TopologyInfo(nodes=nodes) if nodes else None
         self._slots = [f"slot-{number}" for number in range(len(gpus) * slots_per_gpu)]
         self._slots_per_gpu, self._autoscaling, self._healthy = slots_per_gpu, autoscaling, gpus
         self._changes: set[asyncio.Event] = set()
@@ -300,7 +304,8 @@ class Plugin:
 
         A slot is not bound to a GPU. The healthy slots are those that pods hold and as many others as the GPUs have
         room for, so an unhealthy or full GPU lowers the number of new pods and does not affect running ones: after a
-        reboot the kubelet admits a pod again only if its slots are healthy.
+        reboot the kubelet admits a pod again only if its slots are healthy. A slot has the NUMA nodes of all GPUs: with
+        its own node alone, the kubelet would choose CPUs beside another GPU than the reservation's, or admit no pod.
         """
         change, held, last = asyncio.Event(), list[pr.PodResources](), dict[str, str]()
         self._changes.add(change)
@@ -312,7 +317,8 @@ class Plugin:
                 healthy = self._healthy_slots(held)
                 health = {slot: "Healthy" if slot in healthy else "Unhealthy" for slot in self._slots}
                 if health != last:
-                    yield dp.ListAndWatchResponse(devices=[dp.Device(ID=s, health=h) for s, h in health.items()])
+                    slots = [dp.Device(ID=s, health=h, topology=self._topology) for s, h in health.items()]
+                    yield dp.ListAndWatchResponse(devices=slots)
                 last = health
                 await change.wait()
         finally:

@@ -1,7 +1,7 @@
 """Simulated GPUs of the agent; only `CARPOOL_SIMULATED_GPUS` enables them."""
 
 import uuid as uuids
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -82,6 +82,7 @@ class SimulatedDevices:
 
     simulated = True
     unreadable: Sequence[str] = ()
+    numa_nodes: Collection[int] = ()
     mps_problem = ""
 
     def __init__(self, products: Sequence[GpuProduct], node: str, state_dir: Path) -> None:

@@ -16,7 +16,7 @@ from carpool_simulator.progress import provenance
 from rich.console import Console
 
 from carpool_e2e import binaries, images, processes
-from carpool_e2e.bench import latency, placement, predictions, probe, throughput
+from carpool_e2e.bench import agent, latency, placement, predictions, probe, throughput
 from carpool_e2e.bench.measure import Section, replaced
 from carpool_e2e.binaries import CONTROL_PLANE_TOOLS, NODE_TOOLS
 from carpool_e2e.cluster import FULL, LOGS, PROJECT, Cluster, carpool_command, running, why_no_kubelets
@@ -31,6 +31,7 @@ SECTIONS: Mapping[str, Callable[[Callable[[str], None], Console], Section]] = {
     "placement": lambda report, _: placement.measure(report),
     "predictions": lambda report, _: predictions.measure(report),
     "probe": lambda report, _: probe.measure(report),
+    "agent": lambda report, _: agent.measure(report),
 }
 """Benchmarks by name, in the order of the report."""
 

@@ -89,5 +89,5 @@ class _Server(Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        host, port = self.servers[0].sockets[0].getsockname()[:2]
-        click.echo(f"the board is at http://{host}:{port} until Ctrl-C")
+        port = self.servers[0].sockets[0].getsockname()[1]
+        click.echo(f"the board is at http://{self.config.host}:{port} until Ctrl-C")

@@ -155,8 +155,8 @@ def test_errors_name_the_call_the_gpu_and_what_to_do(code: int, kind: type[NvmlE
 
 def test_a_function_that_an_old_driver_lacks_is_an_absent_value() -> None:
     fake, session, (uuid,) = opened("H100")
-    fake.fail_next("nvmlDeviceGetNumaNodeId", pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
-    assert read_identity(session, uuid).numa_node is None
+    fake.fail_next("nvmlDeviceGetPersistenceMode", pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+    assert read_identity(session, uuid).is_persistent is None
 
 
 PUBLISHED = json.loads((Path(__file__).parents[1] / "crds" / "nvidia_gpus.json").read_text())
@@ -280,7 +280,7 @@ print(json.dumps({
     "memory": [known[0].memory_mib, known[0].reserved_mib],
     "pci": [k.pci_bus_id for k in known],
     "minor": [k.minor for k in known],
-    "absent": [known[0].numa_node, known[0].mig_capable, list(known[0].nvlink_peers)],
+    "absent": [known[0].mig_capable, list(known[0].nvlink_peers)],
     "telemetry": [getattr(telemetry, name) for name in (
         "gpu_util_percent", "power_w", "energy_mj", "temperature_c", "sm_clock_mhz", "rows_remapped_correctable",
         "ecc_uncorrectable")],
@@ -389,6 +389,27 @@ def test_nvidias_mock_reserves_memory_that_no_job_can_use(mock: dict[str, str], 
         assert found == [gpu["name"], *mib]
 
 
+NUMA = """
+import json, sys
+from pathlib import Path
+from carpool_deviceplugin.nvlib import Session, list_gpus, load_nvml, read_identity
+session = Session(load_nvml())
+session.open()
+known = [read_identity(session, gpu, Path(sys.argv[1])) for gpu in list_gpus(session)]
+print(json.dumps({one.pci_bus_id[4:]: one.numa_node for one in known}))
+"""
+
+
+@pytest.mark.vendor
+@pytest.mark.parametrize("mock", MOCKED, indirect=True)
+def test_numa_nodes_are_those_of_nvidias_mock(mock: dict[str, str], tmp_path: Path) -> None:
+    config = mock["MOCK_NVML_CONFIG"]
+    run(mock, f"{mock['LD_LIBRARY_PATH']}/render-pci-sysfs", "--config", config, "--output", str(tmp_path), "--strict")
+    roots = msgspec.yaml.decode(Path(config).read_text())["pcie_topology"]["root_complexes"]
+    nodes = {bus: root["numa_node"] for root in roots for bus in root["devices"]}
+    assert json.loads(run(mock, sys.executable, "-c", NUMA, str(tmp_path / "sys"))) == nodes
+
+
 @pytest.mark.parametrize("kind", HARDWARE)
 def test_usable_memory_leaves_out_what_the_driver_reserves(tmp_path: Path, kind: str) -> None:
     devices = Node(FakeNvml([kind]), FakeMpsCommands(), tmp_path).devices()
@@ -420,7 +441,7 @@ def test_every_structure_is_read_as_the_library_wrote_it(environment: dict[str, 
         "memory": [81559, 559],
         "pci": ["00000000:17:00.0", "00000000:18:00.0"],
         "minor": [4, 5],
-        "absent": [None, False, []],
+        "absent": [False, []],
         "telemetry": [60.0, 120.5, 7, 41, 1755, 1, 0],
         "processes": [[4000000, 1000, None], [4000001, 1000, None]],
         "samples": [[4000000, 6000, 50], [4000001, 7000, 25]],

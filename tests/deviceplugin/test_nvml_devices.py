@@ -42,7 +42,6 @@ def test_every_kind_of_gpu_is_described_and_unsupported_counters_are_absent(tmp_
     assert found.modes == [EXCLUSIVE, TIME_SLICING, MPS]
     assert found.reserved_mib == HARDWARE[kind].reserved_mib + 256
     assert len(found.mig_profiles) == (len(HARDWARE[kind].mig.profiles) if HARDWARE[kind].mig else 0)
-    assert found.numa_node == 0
     node.start(0, 42, "a", sm=0.5, dram=0.2)
     for _ in range(3):
         reading = devices.read(gpu)
@@ -54,7 +53,7 @@ def test_every_kind_of_gpu_is_described_and_unsupported_counters_are_absent(tmp_
     assert process.busy_s == pytest.approx(0.5, rel=0.1)
 
 
-def test_links_and_numa_nodes_are_reported(tmp_path: Path) -> None:
+def test_nvlinks_are_reported(tmp_path: Path) -> None:
     a, b, alone = (
         Node(FakeNvml(kinds), FakeMpsCommands(), tmp_path / kinds[0]).devices()
         for kinds in (["H100"] * 3, ["A100-40"] * 2, ["T4"] * 2)
@@ -62,9 +61,26 @@ def test_links_and_numa_nodes_are_reported(tmp_path: Path) -> None:
     assert [d.nvlink_peers for d in a.inventory()] == [[u for u in a.uuids if u != uuid] for uuid in a.uuids]
     assert [d.nvlink_peers for d in b.inventory()] == [[b.uuids[1]], [b.uuids[0]]]
     assert [d.nvlink_peers for d in alone.inventory()] == [[], []]
-    assert [d.numa_node for d in Node(FakeNvml(["T4"] * 5), FakeMpsCommands(), tmp_path).devices().inventory()] == [
-        0, 0, 0, 0, 1,
-    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("files", "found", "slots"),
+    [
+        (["0\n", "0\n", "1\n"], [0, 0, 1], [0, 1]),
+        (["1\n", "1\n", "1\n"], [1, 1, 1], [1]),
+        (["0\n", "-1\n", "1\n"], [0, None, 1], []),
+        ([], [None, None, None], []),
+    ],
+    ids=["two-nodes", "one-node", "not-known-of-one", "no-files"],
+)
+def test_numa_nodes_are_those_of_the_pci_devices(tmp_path: Path, files, found, slots) -> None:
+    """A slot may become any of the GPUs, so it has the nodes of all."""
+    for bus, content in zip(("0000:10:00.0", "0000:11:00.0", "0000:12:00.0"), files, strict=False):
+        (tmp_path / "sys/bus/pci/devices" / bus).mkdir(parents=True)
+        (tmp_path / "sys/bus/pci/devices" / bus / "numa_node").write_text(content)
+    devices = Node(FakeNvml(["T4"] * 3), FakeMpsCommands(), tmp_path).devices()
+    assert [d.numa_node for d in devices.inventory()] == found
+    assert [*devices.numa_nodes] == slots
 
 
 def test_gpus_at_the_same_switch_are_linked(node: Node) -> None:

@@ -348,6 +348,18 @@ async def test_health_changes_reach_the_kubelet_and_slots_that_pods_hold_stay_he
     await stream.aclose()
 
 
+@pytest.mark.parametrize("nodes", [[], [1], [0, 1]])
+async def test_each_slot_has_the_numa_nodes_of_all_gpus(agent, nodes: list[int]) -> None:
+    """The kubelet's topology manager aligns CPUs with it; two nodes are no constraint."""
+    state = agent.kubelet.registration._plugin._state
+    plugin = Plugin(state, Path(), gpus=agent.devices.uuids, numa_nodes=nodes, slots_per_gpu=4, clock=FakeClock())
+    answers = plugin.ListAndWatch(None, None)
+    devices = (await anext(answers)).devices
+    assert [[node.ID for node in device.topology.nodes] for device in devices] == [nodes] * 8
+    assert all(device.HasField("topology") == bool(nodes) for device in devices)
+    await answers.aclose()
+
+
 class TestAutoscaling:
     @pytest.fixture
     def settings(self, settings):
@@ -673,7 +685,9 @@ def without_versions(path: Path) -> list[str]:
         (deviceplugin_pb2, "RegisterRequest", "1 version, 2 endpoint, 3 resource_name, 4 options"),
         (deviceplugin_pb2, "DevicePluginOptions", "1 pre_start_required, 2 get_preferred_allocation_available"),
         (deviceplugin_pb2, "ListAndWatchResponse", "1 repeated devices"),
-        (deviceplugin_pb2, "Device", "1 ID, 2 health"),
+        (deviceplugin_pb2, "Device", "1 ID, 2 health, 3 topology"),
+        (deviceplugin_pb2, "TopologyInfo", "1 repeated nodes"),
+        (deviceplugin_pb2, "NUMANode", "1 ID"),
         (deviceplugin_pb2, "AllocateRequest", "1 repeated container_requests"),
         (deviceplugin_pb2, "ContainerAllocateRequest", "1 repeated devices_ids"),
         (deviceplugin_pb2, "AllocateResponse", "1 repeated container_responses"),

@@ -2,14 +2,18 @@
 
 from pathlib import Path
 
+import pynvml
 import pytest
+from agent_world import World
+from carpool_core.kube.api import NODES
 from carpool_core.testing.clock import FakeClock
 from carpool_deviceplugin.check import check_node, read_all
 from carpool_deviceplugin.preflight import Directories, Host, NodeInfo, Outcome, check_host
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.status import node_conditions
+from carpool_deviceplugin.testing.gpus import HARDWARE
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
-from carpool_deviceplugin.testing.node import Node
+from carpool_deviceplugin.testing.node import Node, running, until
 from carpool_deviceplugin.testing.nvml import FakeNvml
 
 CDI_2 = 'version = 2\n[plugins."io.containerd.grpc.v1.cri"]\nenable_cdi = true\n'
@@ -72,6 +76,29 @@ def test_the_runtime_must_read_cdi(tmp_path: Path, runtime: str, files, verdict:
 
 
 @pytest.mark.parametrize(
+    ("runtime", "verdict"),
+    [
+        ("containerd://2.1.4", "passed"),
+        ("containerd://1.7.27", "unknown"),
+        ("containerd://1.6.33", "missing"),
+        ("cri-o://1.31.2", "passed"),
+    ],
+)
+async def test_in_the_agents_pod_the_nodes_version_of_the_runtime_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: str, verdict: str
+) -> None:
+    """containerd 2 and CRI-O have CDI on by default; with containerd 1.7 only the file on the node decides."""
+    monkeypatch.setattr(Host, "find", lambda info: Host(None, tmp_path / "proc", info))
+    world = World(tmp_path)
+    node = {"metadata": {"name": "n"}, "status": {"nodeInfo": {"containerRuntimeVersion": runtime}}}
+    world.kube.seed(NODES, node)
+    async with running(world.agent):
+        preflight = await until(lambda: next((c for c in world.status.conditions if c.type == "Preflight"), None))
+    assert rows(world.agent.reconciler.reporter.preflight)["container-runtime"].verdict == verdict
+    assert ("container-runtime" in preflight.message) == (verdict != "passed")
+
+
+@pytest.mark.parametrize(
     ("label", "enforce", "verdict"),
     [
         ("system_u:system_r:container_t:s0:c1,c2", "1", "missing"),
@@ -109,6 +136,21 @@ def foreign(node: Node) -> None:
     node.start(0, 42, None)
 
 
+def hidden(node: Node) -> None:
+    """The second GPU's device file is not in the container."""
+    node.nvml.gpus += [node.nvml._made(1, HARDWARE["T4"])]
+    node.nvml.fail_next("nvmlDeviceGetHandleByIndex", pynvml.NVML_ERROR_NO_PERMISSION)
+
+
+def display(node: Node) -> None:
+    """An X server, and a renderer in a pod, which the pod's reservation counts."""
+    node.start(0, 51, None)
+    node.start(0, 52, "a")
+    for pid in (51, 52):
+        del node.nvml.gpus[0].processes[pid]
+    node.nvml.gpus[0].graphics_pids += [51, 52, 4_000_000]
+
+
 def pending(node: Node) -> None:
     node.nvml.gpus[0].mig.is_pending = True
 
@@ -126,6 +168,8 @@ def exporter(node: Node) -> None:
     [
         (old_driver, "driver", "expected driver 550 or newer for MPS, found 535.288.01"),
         (not_persistent, "persistence", "found off on GPU 0; run nvidia-persistenced"),
+        (hidden, "device-files", "found none of GPU 0; set nodeAgent.visibleDevices to management.nvidia.com/gpu=all"),
+        (display, "graphics", "found GPU 0: process 51 (python (3)); stop the display manager"),
         (foreign, "processes", "found GPU 0: process 42 (python (3)); end it"),
         (pending, "mig", "GPU 0 changes its MIG mode at its reset"),
         (manager, "mig", "found nvidia-mig-manager, which runs on the node"),

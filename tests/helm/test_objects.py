@@ -190,9 +190,17 @@ def test_an_agent_of_real_gpus_has_one_capability_and_the_nodes_process_ids(rend
     assert not {"hostNetwork", "hostIPC"} & pod.keys()
     environment = chart.environment("agent")
     assert environment["NVIDIA_DRIVER_CAPABILITIES"] == "compute,utility"
-    assert environment["NVIDIA_MIG_CONFIG_DEVICES"] == "all"
+    assert (environment["NVIDIA_MIG_CONFIG_DEVICES"], environment["NVIDIA_VISIBLE_DEVICES"]) == ("all", "all")
     assert (environment["CARPOOL_MIG_SWITCH"], environment["CARPOOL_DCGM_EXPORTER"]) == ("false", "")
     assert "CARPOOL_SIMULATED_GPUS" not in environment
+
+
+def test_agent_and_mps_take_the_management_device(render: Any) -> None:
+    """Regression: NVIDIA's toolkit from 1.18 on gives no GPU with MIG on and no instance."""
+    device = "management.nvidia.com/gpu=all"
+    chart = render(nodeAgent={"visibleDevices": device})
+    mps = {one["name"]: one.get("value") for one in chart.containers["mps"]["env"]}
+    assert (chart.environment("agent")["NVIDIA_VISIBLE_DEVICES"], mps["NVIDIA_VISIBLE_DEVICES"]) == (device, device)
 
 
 def test_an_upgrade_ends_no_job_behind_an_mps_daemon(render: Any) -> None:

@@ -22,6 +22,8 @@ WORKLOADS = (
     "deployment/carpool-board",
 )  # fmt: skip
 OPERATOR, SCHEDULER, AGENT, BOARD = WORKLOADS
+SIMULATED = f"--set=nodeAgent.simulatedGpus={PODS.kubelet_nodes['a100']}"
+VALUES = ("--set=global.imageRegistry=localhost", SIMULATED, "--set=board.enabled=true")
 USERS = {f"{OPERATOR} -c operator": 65532, f"{SCHEDULER} -c extender": 65532, f"{AGENT} -c agent": 0,
          f"{BOARD} -c board": 65532}  # fmt: skip
 """User of each container's process."""
@@ -60,9 +62,7 @@ def machine() -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def installed(machine: Cluster, helm: str) -> Cluster:
     """After `helm install` with no flag but for the registry, the simulated GPUs and the board."""
-    gpus = f"--set=nodeAgent.simulatedGpus={PODS.kubelet_nodes['a100']}"
-    values = ("--set=global.imageRegistry=localhost", gpus, "--set=board.enabled=true")
-    run_helm(machine, helm, "install", RELEASE, str(CHART), "--create-namespace", *values)
+    run_helm(machine, helm, "install", RELEASE, str(CHART), "--create-namespace", *VALUES)
     return machine
 
 
@@ -111,3 +111,37 @@ def test_images_are_small(machine: Cluster) -> None:
     assert found.keys() == MOST_MB.keys()
     for target, image in found.items():
         assert image.size_mb <= MOST_MB[target], image
+
+
+def container_of(watcher: Watcher, job: str) -> tuple[str, int, str]:
+    """ID, restarts and start of the container of a job's only pod."""
+    (pod,) = watcher.pods(job)
+    (status,) = pod["status"]["containerStatuses"]
+    return status["containerID"], status["restartCount"], status["state"]["running"]["startedAt"]
+
+
+def test_a_running_job_outlives_upgrade_rollback_uninstallation_and_another_installation(
+    installed: Cluster, helm: str
+) -> None:
+    """All pods of Carpool are renewed, go, and come again; then the same container ends as it would have."""
+    watcher = Watcher(installed)
+    installed.apply(sleeper("lasting", "until [ -e /tmp/end ]; do sleep 0.1; done"))
+    watcher.running("lasting", 120)
+    before, uid = container_of(watcher, "lasting"), watcher.job("lasting")["metadata"]["uid"]
+    for command in (
+        ["upgrade", RELEASE, str(CHART), *VALUES, "--set=settings.log.level=debug"],
+        ["rollback", RELEASE, "1"],
+        ["uninstall", RELEASE, "--wait"],
+        ["install", RELEASE, str(CHART), *VALUES],
+    ):
+        run_helm(installed, helm, *command)
+        if command[0] != "uninstall":
+            for workload in WORKLOADS:
+                installed.kubectl("rollout", "status", workload, "-n", NAMESPACE, "--timeout=120s", timeout_s=130)
+        assert container_of(watcher, "lasting") == before, command
+    pod = watcher.pods("lasting")[0]["metadata"]["name"]
+    installed.kubectl("exec", pod, "--", "/bin/sh", "-c", ": > /tmp/end")
+    installed.kubectl("wait", "gtj/lasting", "--for=condition=Complete", "--timeout=120s", timeout_s=130)
+    job = watcher.job("lasting")
+    assert (job["metadata"]["uid"], job["status"].get("restarts", 0)) == (uid, 0)
+    assert [attempt["number"] for attempt in job["status"]["attempts"]] == [1]

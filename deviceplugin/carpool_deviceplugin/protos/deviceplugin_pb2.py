@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n.carpool_deviceplugin/protos/deviceplugin.proto\x12\x07v1beta1\"\x07\n\x05\x45mpty\"]\n\x13\x44\x65vicePluginOptions\x12\x1a\n\x12pre_start_required\x18\x01 \x01(\x08\x12*\n\"get_preferred_allocation_available\x18\x02 \x01(\x08\"z\n\x0fRegisterRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x15\n\rresource_name\x18\x03 \x01(\t\x12-\n\x07options\x18\x04 \x01(\x0b\x32\x1c.v1beta1.DevicePluginOptions\"8\n\x14ListAndWatchResponse\x12 \n\x07\x64\x65vices\x18\x01 \x03(\x0b\x32\x0f.v1beta1.Device\"$\n\x06\x44\x65vice\x12\n\n\x02ID\x18\x01 \x01(\t\x12\x0e\n\x06health\x18\x02 \x01(\t\"P\n\x0f\x41llocateRequest\x12=\n\x12\x63ontainer_requests\x18\x01 \x03(\x0b\x32!.v1beta1.ContainerAllocateRequest\"/\n\x18\x43ontainerAllocateRequest\x12\x13\n\x0b\x64\x65vices_ids\x18\x01 \x03(\t\"S\n\x10\x41llocateResponse\x12?\n\x13\x63ontainer_responses\x18\x01 \x03(\x0b\x32\".v1beta1.ContainerAllocateResponse\"\xad\x01\n\x19\x43ontainerAllocateResponse\x12:\n\x04\x65nvs\x18\x01 \x03(\x0b\x32,.v1beta1.ContainerAllocateResponse.EnvsEntry\x12\'\n\x0b\x63\x64i_devices\x18\x05 \x03(\x0b\x32\x12.v1beta1.CDIDevice\x1a+\n\tEnvsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x19\n\tCDIDevice\x12\x0c\n\x04name\x18\x01 \x01(\t\"/\n\x18PreStartContainerRequest\x12\x13\n\x0b\x64\x65vices_ids\x18\x01 \x03(\t\"\x1b\n\x19PreStartContainerResponse2F\n\x0cRegistration\x12\x36\n\x08Register\x12\x18.v1beta1.RegisterRequest\x1a\x0e.v1beta1.Empty\"\x00\x32\xbc\x02\n\x0c\x44\x65vicePlugin\x12H\n\x16GetDevicePluginOptions\x12\x0e.v1beta1.Empty\x1a\x1c.v1beta1.DevicePluginOptions\"\x00\x12\x41\n\x0cListAndWatch\x12\x0e.v1beta1.Empty\x1a\x1d.v1beta1.ListAndWatchResponse\"\x00\x30\x01\x12\x41\n\x08\x41llocate\x12\x18.v1beta1.AllocateRequest\x1a\x19.v1beta1.AllocateResponse\"\x00\x12\\\n\x11PreStartContainer\x12!.v1beta1.PreStartContainerRequest\x1a\".v1beta1.PreStartContainerResponse\"\x00\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n.carpool_deviceplugin/protos/deviceplugin.proto\x12\x07v1beta1\"\x07\n\x05\x45mpty\"]\n\x13\x44\x65vicePluginOptions\x12\x1a\n\x12pre_start_required\x18\x01 \x01(\x08\x12*\n\"get_preferred_allocation_available\x18\x02 \x01(\x08\"z\n\x0fRegisterRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x15\n\rresource_name\x18\x03 \x01(\t\x12-\n\x07options\x18\x04 \x01(\x0b\x32\x1c.v1beta1.DevicePluginOptions\"8\n\x14ListAndWatchResponse\x12 \n\x07\x64\x65vices\x18\x01 \x03(\x0b\x32\x0f.v1beta1.Device\"M\n\x06\x44\x65vice\x12\n\n\x02ID\x18\x01 \x01(\t\x12\x0e\n\x06health\x18\x02 \x01(\t\x12\'\n\x08topology\x18\x03 \x01(\x0b\x32\x15.v1beta1.TopologyInfo\"0\n\x0cTopologyInfo\x12 \n\x05nodes\x18\x01 \x03(\x0b\x32\x11.v1beta1.NUMANode\"\x16\n\x08NUMANode\x12\n\n\x02ID\x18\x01 \x01(\x03\"P\n\x0f\x41llocateRequest\x12=\n\x12\x63ontainer_requests\x18\x01 \x03(\x0b\x32!.v1beta1.ContainerAllocateRequest\"/\n\x18\x43ontainerAllocateRequest\x12\x13\n\x0b\x64\x65vices_ids\x18\x01 \x03(\t\"S\n\x10\x41llocateResponse\x12?\n\x13\x63ontainer_responses\x18\x01 \x03(\x0b\x32\".v1beta1.ContainerAllocateResponse\"\xad\x01\n\x19\x43ontainerAllocateResponse\x12:\n\x04\x65nvs\x18\x01 \x03(\x0b\x32,.v1beta1.ContainerAllocateResponse.EnvsEntry\x12\'\n\x0b\x63\x64i_devices\x18\x05 \x03(\x0b\x32\x12.v1beta1.CDIDevice\x1a+\n\tEnvsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x19\n\tCDIDevice\x12\x0c\n\x04name\x18\x01 \x01(\t\"/\n\x18PreStartContainerRequest\x12\x13\n\x0b\x64\x65vices_ids\x18\x01 \x03(\t\"\x1b\n\x19PreStartContainerResponse2F\n\x0cRegistration\x12\x36\n\x08Register\x12\x18.v1beta1.RegisterRequest\x1a\x0e.v1beta1.Empty\"\x00\x32\xbc\x02\n\x0c\x44\x65vicePlugin\x12H\n\x16GetDevicePluginOptions\x12\x0e.v1beta1.Empty\x1a\x1c.v1beta1.DevicePluginOptions\"\x00\x12\x41\n\x0cListAndWatch\x12\x0e.v1beta1.Empty\x1a\x1d.v1beta1.ListAndWatchResponse\"\x00\x30\x01\x12\x41\n\x08\x41llocate\x12\x18.v1beta1.AllocateRequest\x1a\x19.v1beta1.AllocateResponse\"\x00\x12\\\n\x11PreStartContainer\x12!.v1beta1.PreStartContainerRequest\x1a\".v1beta1.PreStartContainerResponse\"\x00\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,25 +42,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTANDWATCHRESPONSE']._serialized_start=287
   _globals['_LISTANDWATCHRESPONSE']._serialized_end=343
   _globals['_DEVICE']._serialized_start=345
-  _globals['_DEVICE']._serialized_end=381
-  _globals['_ALLOCATEREQUEST']._serialized_start=383
-  _globals['_ALLOCATEREQUEST']._serialized_end=463
-  _globals['_CONTAINERALLOCATEREQUEST']._serialized_start=465
-  _globals['_CONTAINERALLOCATEREQUEST']._serialized_end=512
-  _globals['_ALLOCATERESPONSE']._serialized_start=514
-  _globals['_ALLOCATERESPONSE']._serialized_end=597
-  _globals['_CONTAINERALLOCATERESPONSE']._serialized_start=600
-  _globals['_CONTAINERALLOCATERESPONSE']._serialized_end=773
-  _globals['_CONTAINERALLOCATERESPONSE_ENVSENTRY']._serialized_start=730
-  _globals['_CONTAINERALLOCATERESPONSE_ENVSENTRY']._serialized_end=773
-  _globals['_CDIDEVICE']._serialized_start=775
-  _globals['_CDIDEVICE']._serialized_end=800
-  _globals['_PRESTARTCONTAINERREQUEST']._serialized_start=802
-  _globals['_PRESTARTCONTAINERREQUEST']._serialized_end=849
-  _globals['_PRESTARTCONTAINERRESPONSE']._serialized_start=851
-  _globals['_PRESTARTCONTAINERRESPONSE']._serialized_end=878
-  _globals['_REGISTRATION']._serialized_start=880
-  _globals['_REGISTRATION']._serialized_end=950
-  _globals['_DEVICEPLUGIN']._serialized_start=953
-  _globals['_DEVICEPLUGIN']._serialized_end=1269
+  _globals['_DEVICE']._serialized_end=422
+  _globals['_TOPOLOGYINFO']._serialized_start=424
+  _globals['_TOPOLOGYINFO']._serialized_end=472
+  _globals['_NUMANODE']._serialized_start=474
+  _globals['_NUMANODE']._serialized_end=496
+  _globals['_ALLOCATEREQUEST']._serialized_start=498
+  _globals['_ALLOCATEREQUEST']._serialized_end=578
+  _globals['_CONTAINERALLOCATEREQUEST']._serialized_start=580
+  _globals['_CONTAINERALLOCATEREQUEST']._serialized_end=627
+  _globals['_ALLOCATERESPONSE']._serialized_start=629
+  _globals['_ALLOCATERESPONSE']._serialized_end=712
+  _globals['_CONTAINERALLOCATERESPONSE']._serialized_start=715
+  _globals['_CONTAINERALLOCATERESPONSE']._serialized_end=888
+  _globals['_CONTAINERALLOCATERESPONSE_ENVSENTRY']._serialized_start=845
+  _globals['_CONTAINERALLOCATERESPONSE_ENVSENTRY']._serialized_end=888
+  _globals['_CDIDEVICE']._serialized_start=890
+  _globals['_CDIDEVICE']._serialized_end=915
+  _globals['_PRESTARTCONTAINERREQUEST']._serialized_start=917
+  _globals['_PRESTARTCONTAINERREQUEST']._serialized_end=964
+  _globals['_PRESTARTCONTAINERRESPONSE']._serialized_start=966
+  _globals['_PRESTARTCONTAINERRESPONSE']._serialized_end=993
+  _globals['_REGISTRATION']._serialized_start=995
+  _globals['_REGISTRATION']._serialized_end=1065
+  _globals['_DEVICEPLUGIN']._serialized_start=1068
+  _globals['_DEVICEPLUGIN']._serialized_end=1384
 # @@protoc_insertion_point(module_scope)

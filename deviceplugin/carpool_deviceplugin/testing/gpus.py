@@ -299,8 +299,9 @@ class FakeGpu:
     energy_mj: float = 0.0
     is_lost: bool = False
     compute_mode: int = 0
-    is_persistent: bool = True
     """NVML's compute mode; 0 is Default."""
+    is_persistent: bool = True
+    graphics_pids: list[int] = field(default_factory=list)
     is_stuck: bool = False
     """It reports full utilization, and draws idle power."""
     ecc_uncorrectable: int = 0

@@ -60,6 +60,7 @@ class Node:
             processes=ProcTree(self.root / "proc"),
             may_switch_mig=self.may_switch_mig,
             sources=self.sources,
+            sysfs=self.root / "sys",
             monotonic=lambda: self.seconds,
             wall=lambda: self.nvml.now_us / 1e6,
         )

@@ -274,9 +274,6 @@ class FakeNvml:
     def nvmlDeviceGetPersistenceMode(self, handle: Any) -> int:
         return int(self._gpu(handle).is_persistent)
 
-    def nvmlDeviceGetNumaNodeId(self, handle: Any) -> int:
-        return self._gpu(handle).index // 4
-
     def nvmlDeviceGetNvLinkState(self, handle: Any, link: int) -> int:
         gpu = self._gpu(handle)
         require(gpu.hardware.nvlinks, pynvml.NVML_ERROR_NOT_SUPPORTED)
@@ -301,6 +298,9 @@ class FakeNvml:
             )
             for p in gpu.processes.values()
         ]
+
+    def nvmlDeviceGetGraphicsRunningProcesses_v3(self, handle: Any) -> list[Any]:
+        return [pynvml.nvmlFriendlyObject({"pid": pid}) for pid in self._gpu(handle).graphics_pids]
 
     def nvmlDeviceGetProcessUtilization(self, handle: Any, since_us: int) -> list[Any]:
         gpu = self._gpu(handle)
