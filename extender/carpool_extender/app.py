@@ -51,7 +51,7 @@ class Extender:
     registry: CollectorRegistry
 
     def not_ready(self) -> str | None:
-        """Return why kube-scheduler gets no answers; None if it does."""
+        """Return why kube-scheduler gets no answers, or will get none without a person's help; None otherwise."""
         return self.informers.not_ready() or self.certificates.problem()
 
     def app(self) -> FastAPI:

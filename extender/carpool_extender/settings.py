@@ -29,9 +29,9 @@ class TlsSettings:
         None,
         flag="--tls-dir",
         env="CARPOOL_EXTENDER_TLS_DIR",
-        help="Directory in which the extender makes an authority and certificates for a year, for itself and, in the "
-        "folder client, for the scheduler. It renews them after two thirds of that time. If empty, the three settings "
-        "below name files, which are read again when they change.",
+        help="Directory in which the extender once makes certificates for ten years, for itself and, in the folder "
+        "client, for the scheduler. If empty, the three settings below name files. A renewed certificate is read "
+        "again; a new CA needs a restart of both processes.",
     )
     cert: Path | None = setting(
         None,

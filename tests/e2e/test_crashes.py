@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 from carpool_e2e.cluster import Cluster
+from carpool_e2e.controlplane import make
 from carpool_e2e.demo.manifests import sleeper
 from kubectl import Watcher, eventually
 
@@ -157,21 +158,35 @@ PLAIN_POD = {
 """A pod that no queue holds back: kube-scheduler asks the extender about it at once."""
 
 
-def test_renewed_certificates_are_used_without_a_restart(cluster: Cluster, watcher: Watcher) -> None:
+def test_renewed_certificates_are_used_without_a_restart(cluster: Cluster, watcher: Watcher, tmp_path: Path) -> None:
+    """Those of another program, which both processes find when they start, and which it then renews."""
     folder, port = cluster.plane.state / "volumes" / "tls", cluster.plane.ports.extender
     server, client = folder / "server.pem", folder / "client" / "client.pem"
-    extender, scheduler = cluster["extender"], cluster["kube-scheduler"].pid
+    extender, scheduler = cluster["extender"], cluster["kube-scheduler"]
 
-    def another() -> str:
-        shown = ssl.get_server_certificate(("127.0.0.1", port))
-        return "" if shown == before else shown
+    def renew() -> None:
+        make(tmp_path, "leaf", "/CN=leaf", ["IP:127.0.0.1"], "ca")
+        for file in (server, client):
+            new = tmp_path / file.name
+            new.write_text((tmp_path / "leaf.crt").read_text() + (tmp_path / "leaf.key").read_text())
+            new.replace(file)
 
-    before = ssl.get_server_certificate(("127.0.0.1", port))
-    assert before in server.read_text()
-    server.unlink()
-    client.unlink()  # the extender makes both again, as at two thirds of their lives
-    shown = eventually("another certificate", another)
-    assert shown in server.read_text()
+    def shown() -> str:
+        return ssl.get_server_certificate(("127.0.0.1", port))
+
+    scheduler.kill()
+    extender.kill()
+    make(tmp_path, "ca", "/CN=ca")
+    (folder / "client" / "ca.crt").write_text((tmp_path / "ca.crt").read_text())
+    renew()
+    extender.start()
+    scheduler.start()
+    cluster.apply(sleeper("before"))
+    watcher.placed_once("before", timeout_s=90)
+    pid = scheduler.pid
+    assert shown() in server.read_text()
+    renew()
+    eventually("the renewed certificate", lambda: shown() in server.read_text())
     extender.kill()
     try:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=folder / "client" / "ca.crt")
@@ -189,5 +204,5 @@ def test_renewed_certificates_are_used_without_a_restart(cluster: Cluster, watch
     cluster.kubectl("delete", "pod", "plain", "--now")
     cluster.apply(sleeper("renewed"))
     watcher.placed_once("renewed", timeout_s=90)
-    assert cluster["kube-scheduler"].running
-    assert cluster["kube-scheduler"].pid == scheduler
+    assert scheduler.running
+    assert scheduler.pid == pid

@@ -91,7 +91,7 @@ def test_the_extender_listens_where_the_scheduler_calls(chart: Any) -> None:
 
 
 def test_the_extender_makes_the_certificates_and_the_scheduler_gets_its_own_folder(chart: Any) -> None:
-    """The authority's key and the extender's never leave its container; nothing is stored in the cluster."""
+    """The extender's key never leaves its container; nothing is stored in the cluster."""
     assert chart.all("Secret") == []
     (volume,) = [v for v in pod(chart)["volumes"] if v["name"] == "tls"]
     assert volume["emptyDir"]["medium"] == "Memory"
