@@ -12,7 +12,7 @@ CLUSTER_TESTS = $(BIN)/python -m pytest -m e2e -n 2 --dist loadfile --no-loadsco
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-clean test test-unit lint bench experiments crds protos docs image krew clean
+.PHONY: help install demo demo-clean test test-unit lint bench experiments crds protos docs image krew release clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -70,6 +70,9 @@ docs: install ## write docs/reference/ from the code, and the dashboards of the 
 
 image: install ## the three images into dist/images.tar, an OCI archive, without Docker
 	$(BIN)/python -m carpool_e2e images --out dist/images.tar --commit "$$(git describe --always --dirty --exclude='*' --abbrev=12)"
+
+release: install ## wheel, chart, images, SBOMs and notes of VERSION= into dist/VERSION, checked from an empty folder
+	$(BIN)/python -m carpool_e2e release --version "$(VERSION)" --out "dist/$(VERSION)" --commit "$$(git describe --always --dirty --exclude='*' --abbrev=12)"
 
 krew: install ## archive and manifest of the kubectl plugin, into dist/ (URL= of the archive)
 	rm -rf dist/krew && mkdir -p dist/krew

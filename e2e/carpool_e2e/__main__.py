@@ -15,7 +15,7 @@ from carpool_core.settings import KubeSettings
 from carpool_simulator.progress import provenance
 from rich.console import Console
 
-from carpool_e2e import binaries, images, processes
+from carpool_e2e import binaries, images, processes, release
 from carpool_e2e.bench import agent, latency, placement, predictions, probe, throughput
 from carpool_e2e.bench.measure import Section, replaced
 from carpool_e2e.binaries import CONTROL_PLANE_TOOLS, NODE_TOOLS
@@ -163,6 +163,17 @@ def build_images(out: Path, commit: str) -> None:
     shutil.copyfile(images.ensure(Console(), commit), out)
     for image in images.listed(out):
         click.echo(f"{image.name}  {image.digest}  {image.size_mb:.0f} MB")
+
+
+@main.command("release")
+@click.option("--version", required=True, help="Version of the release, such as 0.2.0.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Empty folder to fill.")
+@click.option("--commit", default="", help="Commit that `carpool --version` names.")
+def build_release(version: str, out: Path, commit: str) -> None:
+    """Build wheel, chart, images, their SBOMs and notes, and check them from an empty folder."""
+    release.build(version, out, commit, Console())
+    for file in sorted(out.iterdir()):
+        click.echo(f"{file}  {file.stat().st_size / 1e6:.1f} MB")
 
 
 @main.command()

@@ -1,0 +1,67 @@
+"""A release: its versions and notes agree. `make release` builds one and checks it from an empty folder."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from carpool_e2e import images, release
+from carpool_e2e.binaries import ensure
+from carpool_e2e.errors import HarnessError
+from rich.console import Console
+
+VERSION = release.versions()["pyproject.toml"]
+
+
+def test_code_chart_and_images_have_one_version_with_notes() -> None:
+    assert {*release.versions().values()} == {VERSION}
+    assert {images.image_name(target).rpartition(":")[2] for target in images.TARGETS} == {VERSION}
+    assert release.notes(VERSION)
+    plugin = subprocess.run(
+        ["make", "--dry-run", "krew"], capture_output=True, text=True, check=True, cwd=release.PROJECT
+    )
+    assert f"s|@VERSION@|{VERSION}|" in plugin.stdout
+
+
+def test_a_version_without_notes_or_of_something_else_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        HarnessError, match=r"expected version 9\.9\.9 everywhere, found .*pyproject.toml.*; change these"
+    ):
+        release.build("9.9.9", tmp_path, "", Console())
+    monkeypatch.setattr(release, "CHANGELOG", tmp_path / "CHANGELOG.md")
+    (tmp_path / "CHANGELOG.md").write_text(f"# Changelog\n\n## {VERSION}\n\n## 0.0.9\n\n- Old.\n")
+    with pytest.raises(HarnessError, match=f"expected a section '## {re.escape(VERSION)}' with text, found none"):
+        release.notes(VERSION)
+    assert release.notes("0.0.9") == "- Old.\n"
+    (tmp_path / "left").touch()
+    with pytest.raises(HarnessError, match="expected an empty folder"):
+        release.build(VERSION, tmp_path, "", Console())
+
+
+@pytest.mark.e2e
+def test_an_sbom_lists_the_packages_of_an_image() -> None:
+    archive = images.ensure(Console())
+    for image in images.listed(archive):
+        document = release.sbom(archive, image)
+        assert json.dumps(document)
+        found = {package["name"]: package for package in document["packages"]}
+        assert {"carpool", "aiohttp", "openssl", "libc6"} <= found.keys()
+        assert found["carpool"]["versionInfo"] == VERSION
+        assert found["carpool"]["licenseDeclared"] == "Apache-2.0"
+        assert len({package["SPDXID"] for package in document["packages"]}) == len(document["packages"])
+        assert "pip" not in found, "the images have no installer"
+
+
+@pytest.mark.e2e
+def test_a_release_is_built_and_checked(tmp_path: Path) -> None:
+    release.build(VERSION, tmp_path, "", Console())
+    names = {file.name for file in tmp_path.iterdir()}
+    assert {"NOTES.md", "SHA256SUMS", f"carpool-{VERSION}.tgz", f"operator-{VERSION}.spdx.json"} <= names
+    done = subprocess.run(["sha256sum", "--check", "SHA256SUMS"], cwd=tmp_path, capture_output=True, check=False)
+    assert done.returncode == 0
+    (tmp_path / f"carpool-{VERSION}.tgz").unlink()
+    with pytest.raises(HarnessError):
+        release.check(VERSION, tmp_path, ensure(["helm"])["helm"])
