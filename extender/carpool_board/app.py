@@ -1,6 +1,7 @@
 """The board's HTTP application: typed read-only routes below `/v1`, and pages that show the same documents."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from datetime import UTC
@@ -30,7 +31,7 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -42,6 +43,7 @@ LOOPBACK = ("127.0.0.1", "localhost")
 """Host names by which a browser on this machine reaches the board."""
 _EXPLANATIONS = 2
 """Explanations that are computed at once: each reads the whole cluster."""
+_EXPLANATION = re.compile("/v1/explain/.*|/jobs/[^/]*/[^/]*/explain")
 _HEADERS = {
     # Everything comes from the board itself, and no other page may show it in a frame.
     "Content-Security-Policy": "default-src 'none'; connect-src 'self'; script-src 'self'; style-src 'self'; "
@@ -236,7 +238,7 @@ def _described(error: Exception) -> tuple[int, str]:
 
 
 class _Guard:
-    """Adds headers to every answer, and refuses requests that a page of another host made by DNS rebinding."""
+    """Adds headers to every answer, and refuses what pages of others ask for, as such or by DNS rebinding."""
 
     def __init__(self, app: ASGIApp, checks_host: bool) -> None:
         self._app, self._checks_host = app, checks_host
@@ -248,12 +250,20 @@ class _Guard:
             await send(message)
 
         if scope["type"] == "http" and self._checks_host:
-            host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+            headers = Headers(scope=scope)
+            host = headers.get("host", "")
             if host.partition(":")[0] not in LOOPBACK:
                 sentence = (
                     f"expected the host {' or '.join(LOOPBACK)}, found {host!r}: open the address that was printed"
                 )
                 return await Response(f"{sentence}\n", 421, media_type="text/plain")(scope, receive, with_headers)
+            # Others may link to pages, but not to explanations: each reads the whole cluster.
+            is_link = headers.get("sec-fetch-dest") == "document" and not _EXPLANATION.fullmatch(scope["path"])
+            if headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and not is_link:
+                sentence = (
+                    "expected a request of the board's own pages, found a request of another site: open the job's page"
+                )
+                return await Response(f"{sentence}\n", 403, media_type="text/plain")(scope, receive, with_headers)
         return await self._app(scope, receive, with_headers)
 
 

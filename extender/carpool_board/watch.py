@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import suppress
 from typing import Any
 
 import structlog
@@ -25,7 +24,7 @@ from carpool_board.viewers import Right, Viewers
 GPUS, QUEUE = "gpus", "queue"
 """Topics of changes; that of a job is its NAMESPACE/NAME."""
 PAUSE_S = 2.0
-"""Shortest time between two notices to a viewer, in seconds."""
+"""Time between two looks for changes of a viewer's topic, in seconds."""
 IDLE_S = 15.0
 """Longest time without a sign of life to a viewer, in seconds."""
 QUEUE_AGE_S = 5.0
@@ -45,7 +44,7 @@ class ClusterWatch:
         api: The Kubernetes API.
         clock: Age of the forecast, and time of the watches.
         read_site: Reads how the installation decides.
-        sleep: Waits between notices.
+        sleep: Waits between two looks for changes.
     """
 
     def __init__(
@@ -68,9 +67,9 @@ class ClusterWatch:
         self._numbers = itertools.count(1)
         self._versions: dict[str, int] = {}
         """Number of the latest change by topic."""
-        self._waiting: dict[str, asyncio.Event] = {}
         self._views: dict[str, list[GpuView]] = {}
         self._forecast: QueueView | None = None
+        self._forecast_version: int | None = None
         self._forecast_until = 0.0
         self._forecasting = asyncio.Lock()
 
@@ -102,6 +101,7 @@ class ClusterWatch:
             if self._forecast is not None and now < self._forecast_until:
                 return self._forecast
             site = await self._read_site()
+            version = self._versions.get(QUEUE)
             nodes = list(self._nodes.store.values())
             pending = pending_jobs(self._jobs.store.values(), self._pods.store.values())
             kube_nodes = dict(self._kube_nodes.store.items) if self._kube_nodes.store.synced else None
@@ -111,23 +111,28 @@ class ClusterWatch:
                 items = forecast_queue(pending, cluster, site.config, site.options)
                 return QueueView(order=site.options.order, items=items)
 
-            self._forecast = await asyncio.to_thread(compute)
+            self._forecast, self._forecast_version = await asyncio.to_thread(compute), version
             took_s = self._clock.monotonic() - now
             self._forecast_until = now + max(QUEUE_AGE_S, QUEUE_AGE_FACTOR * took_s)
             return self._forecast
 
     async def notices(self, topic: str) -> AsyncIterator[bool]:
         """Yield True after changes of a topic, and False as a sign of life; True then if the topic is not watched."""
-        seen = self._versions.get(topic)
         is_watched = self._unwatched.isdisjoint(_NEEDED.get(topic, (GPU_TRAINING_JOBS,)))
+        seen, yielded_s = self._shown(topic), self._clock.monotonic()
         while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(IDLE_S):
-                    while self._versions.get(topic) == seen:
-                        await self._waiting.setdefault(topic, asyncio.Event()).wait()
-            yield self._versions.get(topic) != seen or not is_watched
-            seen = self._versions.get(topic)
             await self._sleep(PAUSE_S)
+            shown, now_s = self._shown(topic), self._clock.monotonic()
+            if shown != seen or now_s - yielded_s >= IDLE_S:
+                is_changed = shown != seen or not is_watched
+                seen, yielded_s = shown, now_s
+                yield is_changed
+
+    def _shown(self, topic: str) -> int | None:
+        """Return the number of the latest change that a page of a topic would show now."""
+        if topic == QUEUE and self._clock.monotonic() < self._forecast_until:
+            return self._forecast_version
+        return self._versions.get(topic)
 
     async def _wait_for(self, *kinds: ResourceKind) -> None:
         for kind in kinds:
@@ -152,8 +157,11 @@ class ClusterWatch:
         self._note(GPUS, QUEUE)
 
     def _job_changed(self, old: WatchedJob | None, new: WatchedJob | None) -> None:
-        if (job := new or old) is not None:
-            self._note(QUEUE, key_of(job.metadata))
+        if new is not None:
+            self._note(QUEUE, key_of(new.metadata))
+        elif old is not None:
+            self._note(QUEUE)
+            self._versions.pop(key_of(old.metadata), None)
 
     def _queue_changed(self, _: HasMetadata | None, __: HasMetadata | None) -> None:
         self._note(QUEUE)
@@ -161,5 +169,3 @@ class ClusterWatch:
     def _note(self, *topics: str) -> None:
         for topic in topics:
             self._versions[topic] = next(self._numbers)
-            if (waiting := self._waiting.pop(topic, None)) is not None:
-                waiting.set()

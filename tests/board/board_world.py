@@ -102,7 +102,7 @@ async def running(
         return AsViewer(kube, own if token is None else (tokens or {}).get(token))
 
     viewers, asked = Viewers(connect, clock, missing_rights(SITE)), AskSettings(site=SITE)
-    watch = ClusterWatch(connect(None), clock, lambda: read_site(connect(None), asked, frozenset(), clock), yielding)
+    watch = ClusterWatch(connect(None), clock, lambda: read_site(connect(None), asked, frozenset(), clock), shortly)
     board = Board(viewers, watch, clock, SITE, needs_token=tokens is not None, namespace="" if tokens else "default")
     config = uvicorn.Config(create_app(board), port=0, lifespan="off", ws="none", log_config=None,
                             timeout_graceful_shutdown=1)  # fmt: skip
@@ -119,8 +119,8 @@ async def running(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def yielding(_: float) -> None:
-    await asyncio.sleep(0)
+async def shortly(_: float) -> None:
+    await asyncio.sleep(0.01)
 
 
 def use(pod: str, gpu: str, memory_mib: int, util: float = 40.0) -> Tenant:

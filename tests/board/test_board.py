@@ -9,15 +9,16 @@ from board_world import EVERYTHING, PAGES, running, shared_node, small_cluster
 from carpool_board.commands import connecting
 from carpool_board.viewers import REMEMBERED_S, bearer_token
 from carpool_board.views import NODES_PER_PAGE, Show, gpu_page
-from carpool_board.watch import STALE_S
+from carpool_board.watch import IDLE_S, QUEUE_AGE_S, STALE_S
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS
 from carpool_core.kube.config import Endpoint, KubeConfigError, Token
 from carpool_core.kube.errors import Unreachable
 from carpool_core.kubectl.views import gpu_views
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
-from carpool_extender.testing import gpu_node, seed_job, seed_node, until
+from carpool_extender.testing import gpu_node, seed_job, seed_node, seed_pod
 
+LIMIT_S = 60
 PATHS = ("/v1/gpus", "/v1/queue", "/v1/jobs", "/v1/jobs/default/small-a", "/v1/explain/default/small-a")
 
 
@@ -92,6 +93,28 @@ async def test_pages_of_other_hosts_get_nothing(host):
         assert (await world.get("/v1/gpus", Host="localhost:1"))[0] == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "site", "destination", "status"),
+    [
+        ("/v1/gpus", "cross-site", "empty", 403),
+        ("/v1/gpus", "same-site", "script", 403),
+        ("/events?topic=gpus", "cross-site", "empty", 403),
+        ("/queue", "cross-site", "iframe", 403),
+        ("/queue", "cross-site", "document", 200),
+        ("/jobs/default/small-a", "same-site", "document", 200),
+        ("/jobs/default/small-a/explain", "cross-site", "document", 403),
+        ("/v1/explain/default/small-a", "cross-site", "document", 403),
+        ("/jobs/default/small-a/explain", "same-origin", "document", 200),
+        ("/jobs/default/small-a/explain", "none", "document", 200),
+        ("/v1/explain/default/small-a", "same-origin", "empty", 200),
+    ],
+)
+async def test_other_sites_may_only_link_to_pages(path, site, destination, status):
+    async with running(small_cluster()) as world:
+        found, text = await world.get(path, **{"Sec-Fetch-Site": site, "Sec-Fetch-Dest": destination})
+        assert (found, "a request of another site" in text) == (status, status == 403)
+
+
 async def test_each_viewer_has_the_rights_of_its_token():
     tokens = {"all": EVERYTHING, "team": {"team/gputrainingjobs", "default/gputrainingjobs"}, "none": frozenset()}
     async with running(small_cluster(), tokens=tokens) as world:
@@ -142,17 +165,43 @@ async def test_page_hears_of_changes_of_its_topic_only():
         heard = [asyncio.ensure_future(anext(one)) for one in (gpus, job)]
         await asyncio.sleep(0)
         seed_node(world.kube, gpu_node("new", 2))
-        await until(heard[0].done)
-        assert (heard[0].result(), heard[1].done()) == (True, False)
+        assert await asyncio.wait_for(heard[0], LIMIT_S)
+        assert not heard[1].done()
         assert (await world.document("/v1/gpus"))["fleet"]["gpus"] == 6
         seed_job(world.kube, "small-b", memory_mib=5000)
-        await until(heard[1].done)
+        assert await asyncio.wait_for(heard[1], LIMIT_S)
+        deleted, life = (asyncio.ensure_future(anext(one)) for one in (job, aiter(world.watch.notices("no/job"))))
+        await asyncio.sleep(0)
+        await world.kube.delete(GPU_TRAINING_JOBS, "small-b", namespace="default")
+        assert await asyncio.wait_for(deleted, LIMIT_S)
+        world.clock.advance(IDLE_S)
+        assert await asyncio.wait_for(life, LIMIT_S) is False
         async with world.session.get(f"{world.url}/events?topic=gpus") as answer:
             assert answer.content_type == "text/event-stream"
             world.kube.lose(GPU_NODES, "new")
             await answer.content.readuntil(b": connected\n\n")
             seed_node(world.kube, gpu_node("newer", 1))
             assert await answer.content.readuntil(b"\n\n") == b"data: changed\n\n"
+
+
+async def test_queue_page_hears_of_a_change_once_its_forecast_has_it():
+    async with running(small_cluster()) as world:
+
+        async def page_shows(number: int) -> None:
+            async for _ in world.watch.notices("queue"):
+                if len((await world.document("/v1/queue"))["items"]) == number:
+                    return
+
+        assert len((await world.document("/v1/queue"))["items"]) == 2
+        page = asyncio.create_task(page_shows(3))
+        heard = asyncio.ensure_future(anext(aiter(world.watch.notices("default/later"))))
+        await asyncio.sleep(0)
+        seed_job(world.kube, "later")
+        seed_pod(world.kube, "later", schedulingGates=[{"name": "carpool.dev/admission"}])
+        assert await asyncio.wait_for(heard, LIMIT_S)
+        assert len((await world.document("/v1/queue"))["items"]) == 2, "the forecast is remembered"
+        world.clock.advance(QUEUE_AGE_S)
+        await asyncio.wait_for(page, LIMIT_S)
 
 
 async def test_board_without_rights_answers_with_a_sentence():

@@ -12,11 +12,21 @@ from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_e2e.binaries import FOR_BROWSER, install_packages
 from carpool_extender.testing import gpu_node, seed_node, tenant
-from playwright.async_api import Page, async_playwright, expect
+from playwright.async_api import Page, Route, async_playwright, expect
 from rich.console import Console
 
 pytestmark = pytest.mark.e2e
 
+LIMIT_MS = 30_000
+HIDE = """isHidden => {
+    Object.defineProperty(document, "hidden", { value: isHidden, configurable: true });
+    document.dispatchEvent(new Event("visibilitychange"));
+}"""
+LISTEN = """() => new Promise(isOpen => {
+    const source = new EventSource(document.body.dataset.events);
+    window.heard = new Promise(isHeard => { source.onmessage = () => isHeard(); });
+    source.onopen = () => isOpen();
+})"""
 FIRST_PAINT = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
 
 
@@ -62,10 +72,45 @@ async def test_keyboard_reaches_jobs_and_keeps_its_place_while_the_page_changes(
         await expect(link).to_be_focused()
         await expect(page.get_by_role("status")).to_have_text("live")
         seed_node(world.kube, gpu_node("appears", 1))
-        await expect(page.get_by_text("appears")).to_be_visible(timeout=30_000)
+        await expect(page.get_by_text("appears")).to_be_visible(timeout=LIMIT_MS)
         await expect(link).to_be_focused()
         await page.keyboard.press("Enter")
         await expect(page.get_by_role("heading", level=1)).to_have_text("default/small-b")
+
+
+async def test_page_shows_a_change_that_came_while_it_was_fetched():
+    async with running(small_cluster()) as world, browsing() as page:
+        await page.goto(world.url)
+        await expect(page.get_by_role("status")).to_have_text("live")
+
+        async def change(route: Route) -> None:
+            answer = await route.fetch()
+            await page.evaluate(LISTEN)
+            seed_node(world.kube, gpu_node("appears", 1))
+            await page.evaluate("heard")
+            await route.fulfill(response=answer)
+
+        await page.route(f"{world.url}/", change, times=1)
+        seed_node(world.kube, gpu_node("comes-first", 1))
+        await expect(page.get_by_text("appears")).to_be_visible(timeout=LIMIT_MS)
+
+
+async def test_seventh_tab_loads_and_a_hidden_one_is_current_once_shown():
+    async with running(small_cluster()) as world, browsing() as page:
+        await page.goto(world.url)
+        first, tab = page, page
+        for _ in range(6):
+            await expect(tab.get_by_role("status")).to_have_text("live")
+            await tab.evaluate(HIDE, True)
+            async with first.expect_popup() as opened:
+                await first.evaluate("() => { open('/'); }")
+            tab = await opened.value
+        await expect(tab.get_by_role("status")).to_have_text("live")
+        seed_node(world.kube, gpu_node("appears", 1))
+        await expect(tab.get_by_text("appears")).to_be_visible(timeout=LIMIT_MS)
+        assert await first.get_by_text("appears").count() == 0
+        await first.evaluate(HIDE, False)
+        await expect(first.get_by_text("appears")).to_be_visible(timeout=LIMIT_MS)
 
 
 async def test_5000_gpus_are_painted_page_by_page():

@@ -96,17 +96,19 @@ def test_several_replicas_have_a_disruption_budget(render: Any) -> None:
 def test_network_policies_leave_the_ports_of_metrics_and_health(render: Any) -> None:
     assert render().all("NetworkPolicy") == []
     peers = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
-    chart = render(networkPolicies={"enabled": True, "from": peers})
+    proxy = [{"podSelector": {"matchLabels": {"app": "oauth2-proxy"}}}]
+    chart = render(networkPolicies={"enabled": True, "from": peers}, board={"enabled": True, "from": proxy})
     component = "app.kubernetes.io/component"
     policies = {one["metadata"]["labels"][component]: one["spec"] for one in chart.all("NetworkPolicy")}
     for workload in chart.workloads:
         template = workload["spec"]["template"]
-        spec = policies.pop(template["metadata"]["labels"][component])
+        name = template["metadata"]["labels"][component]
+        spec = policies.pop(name)
         assert spec["podSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
         served = {port["containerPort"] for one in containers_of(template) for port in one.get("ports", ())}
         rules = spec.get("ingress", [])
         assert {port["port"] for rule in rules for port in rule["ports"]} == served
-        assert all(rule["from"] == peers for rule in rules)
+        assert all(rule["from"] == (proxy if name == "board" else peers) for rule in rules)
     assert policies == {}
 
 

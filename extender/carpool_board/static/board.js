@@ -3,11 +3,12 @@
 const { events } = document.body.dataset;
 if (events) {
   const connection = document.getElementById("connection");
-  let isBusy = false, isStale = false;
+  let source, isBusy = false, isStale = false;
 
   const refresh = async () => {
-    // A hidden page waits, and so does one in which a reader selects text.
-    if (isBusy || document.hidden || !getSelection().isCollapsed) { isStale = true; return; }
+    // A page in which a reader selects text waits.
+    isStale = true;
+    if (isBusy || !getSelection().isCollapsed) return;
     isBusy = true;
     isStale = false;
     try {
@@ -25,13 +26,19 @@ if (events) {
       connection.textContent = "connection lost";
     }
     isBusy = false;
+    if (isStale) refresh();
   };
 
-  const source = new EventSource(events);
-  source.onopen = () => { connection.textContent = "live"; };
-  source.onerror = () => { connection.textContent = "connection lost"; };
-  source.onmessage = refresh;
-  for (const moment of ["visibilitychange", "selectionchange"]) {
-    document.addEventListener(moment, () => isStale && refresh());
-  }
+  // Only a page that is shown has a connection: a browser opens six to a host, over HTTP/1.1.
+  const connect = () => {
+    source?.close();
+    if (document.hidden) return;
+    source = new EventSource(events);
+    source.onopen = refresh;
+    source.onmessage = refresh;
+    source.onerror = () => { connection.textContent = "connection lost"; };
+  };
+  connect();
+  document.addEventListener("visibilitychange", connect);
+  document.addEventListener("selectionchange", () => isStale && refresh());
 }
