@@ -179,7 +179,7 @@ def build_release(version: str, out: Path, commit: str) -> None:
 @main.command()
 @click.option("--only", type=click.Choice([*SECTIONS]), help="Measure one section.")
 def bench(only: str | None) -> None:
-    """Measure latency, throughput, memory, predictions and the probe, and write docs/benchmarks.md."""
+    """Measure latency, throughput, memory, predictions, the probe and an agent, and write docs/benchmarks.md."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     for name in [only] if only else SECTIONS:
         console.rule(name)

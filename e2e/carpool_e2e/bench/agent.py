@@ -16,7 +16,7 @@ from carpool_core.clock import SystemClock
 from carpool_core.kube.api import GPU_NODES, NODES
 from carpool_core.resources.node import GpuNode, Reservation
 from carpool_core.testing.kube import FakeKube
-from carpool_core.values import DeviceHealth, JobUid, NodeName, PodUid, SharingMode
+from carpool_core.values import DeviceHealth, JobUid, NodeName, PartitionState, PodUid, SharingMode
 from carpool_deviceplugin.app import build
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
@@ -78,7 +78,6 @@ async def _run(node: Node, tenants: int) -> dict[str, float]:
     reservations = []
     for number in range(tenants):
         gpu, pod = number % GPUS, f"p{number}"
-        node.start(gpu, 1000 + number, pod, sm=0.1, dram=0.05)
         reservations.append(
             Reservation(
                 pod_uid=PodUid(uid(pod)),
@@ -92,6 +91,9 @@ async def _run(node: Node, tenants: int) -> dict[str, float]:
             )
         )
     await kube.patch(GPU_NODES, name, {"spec": {"reservations": msgspec.to_builtins(reservations)}})
+    await until(lambda: [p.state for p in agent.reconciler.partitions] == [PartitionState.READY] * tenants)
+    for number in range(tenants):
+        node.start(number % GPUS, 1000 + number, f"p{number}", sm=0.1, dram=0.05)
     begin, before_s, faked_s = time.monotonic(), time.process_time(), 0.0
     for step in range((WARM_UP_S + FOR_S) // STEP_S):
         if step == WARM_UP_S // STEP_S:
