@@ -17,10 +17,10 @@ from statistics import median
 import click
 import msgspec
 from carpool_core.products import find_product
-from carpool_core.resources.features import Adapter, ModelFeatures
+from carpool_core.resources.features import Adapter, ModelFeatures, Parallelism
 from carpool_core.resources.job import CatalogModel, ModelSource, Training
 from carpool_core.resources.prediction import Interval
-from carpool_core.values import MIB, Optimizer, Precision, Quantization
+from carpool_core.values import MIB, CrossEntropy, Optimizer, ParallelKind, Precision, Quantization
 from carpool_predictor.features import Abstention
 from carpool_predictor.predict import PredictionContext, prepare
 from carpool_predictor.tracing.process import TraceLimits
@@ -40,7 +40,8 @@ INSIDE = ("allocated", "reserved")
 """Kinds of peaks that leave the context of CUDA out."""
 COLUMNS = (
     "case", "source", "kind", "model", "input", "num_classes", "batch", "precision", "optimizer", "checkpointing",
-    "accumulation", "lora_rank", "lora_targets", "lora_dropout", "quantization", "gpu", "memory_mib", "step_time_s",
+    "accumulation", "lora_rank", "lora_targets", "lora_dropout", "quantization", "cross_entropy", "compile",
+    "offloading", "parallelism", "gpu", "memory_mib", "step_time_s",
     "link", "quote", "excluded",
 )  # fmt: skip
 
@@ -74,6 +75,7 @@ class Case:
 
 def _case(row: Mapping[str, str]) -> Case:
     rank, quantization, classes = row["lora_rank"], row["quantization"], row["num_classes"]
+    kind, _, gpus = row["parallelism"].partition(" ")
     targets, dropout = row["lora_targets"].split(), float(row["lora_dropout"] or 0)
     training = Training(
         batch_size=int(row["batch"]),
@@ -83,6 +85,10 @@ def _case(row: Mapping[str, str]) -> Case:
         gradient_accumulation=int(row["accumulation"]),
         adapter=Adapter(rank=int(rank), targets=targets, dropout=dropout) if rank else None,
         quantization=Quantization(quantization) if quantization else None,
+        cross_entropy=CrossEntropy(row["cross_entropy"] or CrossEntropy.FULL),
+        compile=row["compile"] == "yes",
+        activation_offloading=row["offloading"] == "yes",
+        parallelism=Parallelism(kind=ParallelKind(kind), gpus=int(gpus)) if kind else None,
     )
     shape = [int(n) for n in row["input"].split()] or None
     model = {"name": row["model"], "input": shape, "numClasses": int(classes) if classes else None}

@@ -102,8 +102,8 @@ def test_models_of_the_hub_have_the_published_number_of_parameters(name: str) ->
         pytest.param(CatalogModel(name="timm/test_vit", input=[3, 64, 64]), id="transformer of other size"),
         pytest.param(CatalogModel(name="torchvision/googlenet", num_classes=7), id="several outputs"),
         pytest.param(
-            CatalogModel(name="transformers/segformer-b0-finetuned-ade-512-512@num_labels=7", input=[3, 64, 64]),
-            id="segmentation",
+            CatalogModel(name="transformers/segformer-b0-finetuned-ade-512-512", input=[3, 64, 64], num_classes=7),
+            id="segmentation, classes",
         ),
         pytest.param(
             CatalogModel(name="transformers/whisper-tiny@encoder_layers=1,decoder_layers=1"), id="speech recognition"

@@ -5,10 +5,10 @@ configuration class (`LlamaConfig`); keys override values of the configuration, 
 attention without a fused kernel; `task=semantic-segmentation` chooses another head. No weights, no network.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -30,22 +30,14 @@ _ATTENTION = ("sdpa", "eager")
 _LENGTHS = ("max_position_embeddings", "n_positions")
 
 
-class _Task(NamedTuple):
-    """Kind of training of a model whose input is no text."""
-
-    heads: Mapping[str, Any]
-    """Classes by type of model."""
-    argument: str = "pixel_values"
-
-
 _TASKS = {
-    "image-classification": _Task(auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES),
-    "semantic-segmentation": _Task(auto.MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES),
-    "object-detection": _Task(auto.MODEL_FOR_OBJECT_DETECTION_MAPPING_NAMES),
-    "video-classification": _Task(auto.MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES),
-    "speech-recognition": _Task(auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, "input_features"),
+    "image-classification": auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    "semantic-segmentation": auto.MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES,
+    "object-detection": auto.MODEL_FOR_OBJECT_DETECTION_MAPPING_NAMES,
+    "video-classification": auto.MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES,
+    "speech-recognition": auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
 }
-"""Values of `task`; the first that a model can do is the default."""
+"""Classes by type of model, for each value of `task`; the first that a model can do is the default."""
 
 
 class HubModel(nn.Module):
@@ -70,8 +62,9 @@ class HubModel(nn.Module):
         Maps of classes have the size of the images, as in the losses of `transformers`.
         """
         task = task_of(self._config)
-        named = {"input_ids" if task is None else _TASKS[task].argument: x}
+        named = {"input_ids" if task is None else "pixel_values": x}
         if task == "speech-recognition":
+            named = {"input_features": x}
             named["decoder_input_ids"] = x.new_zeros((x.shape[0], self._config.max_target_positions), dtype=torch.long)
         elif self._config.is_encoder_decoder and task is None:
             named["decoder_input_ids"] = x
@@ -111,9 +104,12 @@ def configure(name: str, num_classes: int | None) -> Any:
     unknown = sorted(key for key in given if not hasattr(kind(), key))
     if unknown:
         raise TraceError("UnknownCatalogModel", f"{kind.__name__} has no value named {', '.join(unknown)}")
-    labels = num_classes or (1000 if "num_labels" not in values and task_of(kind()) is not None else None)
+    if num_classes is not None:
+        values["num_labels"] = num_classes
+    elif task_of(kind()) is not None:
+        values.setdefault("num_labels", 1000)
     try:
-        config = kind(**values, **({} if labels is None else {"num_labels": labels}))
+        config = kind(**values)
     except Exception as e:  # a configuration's own checks may raise anything
         raise TraceError("UnknownCatalogModel", f"{kind.__name__} refuses these values: {e}") from e
     config.carpool_task = task
@@ -142,7 +138,7 @@ def _package_of(model_type: str) -> Any:
 def task_of(config: Any) -> str | None:
     """Return the task of a configuration in `_TASKS`; None for texts."""
     given = getattr(config, "carpool_task", None)
-    return given or next((task for task, row in _TASKS.items() if config.model_type in row.heads), None)
+    return given or next((task for task, row in _TASKS.items() if config.model_type in row), None)
 
 
 def sample_shape(config: Any) -> tuple[int, ...]:
@@ -167,7 +163,7 @@ def build(config: Any, num_classes: int | None) -> nn.Module:
     """
     task = task_of(config)
     heads = (
-        [_TASKS[task].heads]
+        [_TASKS[task]]
         if task is not None
         else [auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES]
         if num_classes is not None

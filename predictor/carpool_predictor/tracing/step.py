@@ -26,7 +26,7 @@ from carpool_predictor.parallel import WHOLE, Shares
 from carpool_predictor.tracing.autocast import MetaAutocast, NoProductMissed
 from carpool_predictor.tracing.operators import CudaRules, ForeachMode, OperatorCache, like
 from carpool_predictor.tracing.saved import KeptTensors
-from carpool_predictor.tracing.sharding import ShardedState
+from carpool_predictor.tracing.sharding import sharded
 from carpool_predictor.tracing.tracker import Kind, StepTracker
 
 _INITIALISERS = tuple(
@@ -436,11 +436,6 @@ def trace_step(
     inputs = training.inputs(batch_size)
     storages = tracker.storages
     tracker.is_compiled, tracker.work_share = training.training.compile, training.shares.work
-    sharded = ShardedState(training.shares, training.model, _blocks(training.model), storages)
-    storages.adopt(training.model.parameters(), Kind.PARAMETER)
-    storages.adopt(training.model.buffers(), Kind.BUFFER)
-    storages.adopt(training.state(), Kind.OPTIMIZER)
-    storages.adopt(inputs, Kind.INPUT)
 
     def gradient(parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -452,17 +447,20 @@ def trace_step(
     def begin_update() -> None:
         tracker.repeat(training.training.gradient_accumulation)
         tracker.work_share, tracker.is_compiled = training.shares.optimizer, False
-        sharded.begin_update()
+        divide_update()
 
-    if training.training.gradient_accumulation > 1:
-        # The gradients of the earlier passes are alive, and this pass adds its own.
-        with training.mode:
-            for parameter in training.model.parameters():
-                parameter.grad = like(parameter) if parameter.requires_grad else None
-        storages.adopt((p.grad for p in training.model.parameters() if p.grad is not None), Kind.GRADIENT)
-
-    with ExitStack() as stack:
-        sharded.begin(stack)
+    blocks = _blocks(training.model)
+    with sharded(training.shares, training.model, blocks, storages) as divide_update, ExitStack() as stack:
+        storages.adopt(training.model.parameters(), Kind.PARAMETER)
+        storages.adopt(training.model.buffers(), Kind.BUFFER)
+        storages.adopt(training.state(), Kind.OPTIMIZER)
+        storages.adopt(inputs, Kind.INPUT)
+        if training.training.gradient_accumulation > 1:
+            # The gradients of the earlier passes are alive, and this pass adds its own.
+            with training.mode:
+                for parameter in training.model.parameters():
+                    parameter.grad = like(parameter) if parameter.requires_grad else None
+            storages.adopt((p.grad for p in training.model.parameters() if p.grad is not None), Kind.GRADIENT)
         for parameter in training.model.parameters():
             if parameter.requires_grad:
                 stack.callback(parameter.register_post_accumulate_grad_hook(gradient).remove)  # type: ignore[no-untyped-call]
