@@ -15,7 +15,7 @@ from carpool_core.kube.config import Endpoint, KubeConfigError, load_endpoint
 from carpool_core.kube.errors import KubeError
 from carpool_core.kubectl.output import UnansweredError
 from carpool_core.settings import MisconfiguredError, SettingsError, click_options
-from carpool_extender.explain.commands import missing_rights, read_site
+from carpool_extender.explain.commands import read_site, rights_remedy
 from carpool_extender.settings import AskSettings
 from carpool_extender.uvicorn_server import Server
 
@@ -63,7 +63,7 @@ async def serve(settings: BoardSettings, clock: Clock) -> None:
     if needs_token:
         endpoint.for_token("")  # raises now instead of at each request
     asked, connect = AskSettings(site=settings.site), connecting(endpoint, clock)
-    viewers = Viewers(connect, clock, missing_rights(settings.site))
+    viewers = Viewers(connect, clock, rights_remedy(settings.site))
     async with connect(None) as api:
         watch = ClusterWatch(api, clock, lambda: read_site(api, asked, frozenset(), clock))
         namespace = "" if needs_token else endpoint.namespace

@@ -5,6 +5,7 @@ Clusters have few kinds of nodes, so nodes are counted by kind, and each kind is
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from carpool_core import keys
 from carpool_core.demand import Demand, unsuitable_reason
@@ -60,3 +61,11 @@ def infeasible_when_empty(demand: Demand, inventory: Inventory) -> str | None:
             reasons[verdicts[kind] or ""] += nodes * count
     counts = "; ".join(f"{count} GPUs: {reason}" for reason, count in reasons.most_common())
     return f"no GPU of this cluster can hold it: {counts}"
+
+
+def exceeds_by_bound(demand: Demand, inventory: Inventory) -> bool:
+    """Return whether the predicted bound is all that keeps a demand from each GPU product; a limit overrides it."""
+    if demand.memory_limit_mib is not None:
+        return False
+    unbound = replace(demand, prediction=None)
+    return infeasible_when_empty(unbound, inventory) is None and not unsuitable_products(unbound, inventory)

@@ -31,7 +31,12 @@ from carpool_operator.actions import (
     ReadWarnings,
     RecordEvent,
 )
-from carpool_operator.inventory import infeasible_reason, infeasible_when_empty, unsuitable_products
+from carpool_operator.inventory import (
+    exceeds_by_bound,
+    infeasible_reason,
+    infeasible_when_empty,
+    unsuitable_products,
+)
 from carpool_operator.observations import doubt_oom, measured_steps, observe, peak_of, sample_of
 from carpool_operator.outcomes import GPU_OUT_OF_MEMORY, Outcome
 from carpool_operator.ownership import foreign_message, split_pods
@@ -292,7 +297,8 @@ def _begin_attempt(draft: Draft, demand: Demand) -> None:
     infeasible = infeasible_when_empty(demand, snapshot.inventory)
     if infeasible is not None and not snapshot.autoscaling:
         reason = infeasible_reason(demand, snapshot.inventory)
-        if draft.status.prediction is not None and (batch := draft.status.prediction.fitting_batch):
+        batch = None if draft.status.prediction is None else draft.status.prediction.fitting_batch
+        if batch and exceeds_by_bound(demand, snapshot.inventory):
             infeasible += f"; a batch of {batch:,} would fit, and `carpool what-if` names what other changes save"
         known = conditions.find(draft.status, keys.CONDITION_PLACED)
         draft.set_condition(keys.CONDITION_PLACED, "False", reason, infeasible)

@@ -18,7 +18,7 @@ from carpool_core.resources.node import GpuNode, Partition, Tenant
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, GpuUuid, PartitionState, PodUid, SharingMode
-from carpool_extender.explain.commands import missing_rights, read_site
+from carpool_extender.explain.commands import read_site, rights_remedy
 from carpool_extender.settings import AskSettings
 from carpool_extender.testing import device, gpu_node, seed_job, seed_node, seed_pod, tenant, until
 from carpool_extender.uvicorn_server import Server
@@ -101,7 +101,7 @@ async def running(
     def connect(token: str | None) -> Any:
         return AsViewer(kube, own if token is None else (tokens or {}).get(token))
 
-    viewers, asked = Viewers(connect, clock, missing_rights(SITE)), AskSettings(site=SITE)
+    viewers, asked = Viewers(connect, clock, rights_remedy(SITE)), AskSettings(site=SITE)
     watch = ClusterWatch(connect(None), clock, lambda: read_site(connect(None), asked, frozenset(), clock), shortly)
     board = Board(viewers, watch, clock, SITE, needs_token=tokens is not None, namespace="" if tokens else "default")
     config = uvicorn.Config(create_app(board), port=0, lifespan="off", ws="none", log_config=None,

@@ -607,9 +607,21 @@ def test_only_the_latest_attempt_keeps_its_pods() -> None:
     assert [a.pod_uids for a in status_of(reconcile(snapshot(of)), of).attempts] == [[], []]
 
 
-def test_the_refusal_names_the_batch_that_would_fit() -> None:
-    found = msgspec.structs.replace(prediction(), fitting_batch=12)
-    of = job(memory={"limit": "88Gi"})
+@pytest.mark.parametrize(
+    ("spec", "would_fit"),
+    [
+        pytest.param({}, True, id="bound"),
+        pytest.param({"memory": {"limit": "88Gi"}}, False, id="limit"),
+        pytest.param({"gpu": {"product": "H200"}}, False, id="product"),
+        pytest.param({"gpusPerWorker": 4}, False, id="GPUs"),
+    ],
+)
+def test_the_refusal_names_the_batch_that_would_fit(spec: dict[str, Any], would_fit: bool) -> None:
+    """Regression: a limit of 88Gi, which a smaller batch does not change, was answered with a batch."""
+    (product,) = prediction().products
+    product = msgspec.structs.replace(product, memory=msgspec.structs.replace(product.memory, upper_mib=88_000))
+    of, found = job(**spec), msgspec.structs.replace(prediction(), products=[product], fitting_batch=12)
     decision = reconcile(snapshot(of, prediction=found, nodes=(node(),)))
     placed = condition(decision, of, "Placed")
-    assert "a batch of 12 would fit" in placed.message
+    assert (placed.status, created(decision)) == ("False", [])
+    assert ("a batch of 12 would fit" in placed.message) is would_fit

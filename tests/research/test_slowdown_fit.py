@@ -114,5 +114,5 @@ def test_the_smallest_exponent_within_one_standard_error_is_taken(errors, expect
 def test_the_card_names_the_shipped_interval():
     card = Path(__file__).parents[2].joinpath("docs/model-cards/slowdown.md").read_text()
     model = shipped()
-    assert f"exp({model.turns_factor:g}) (time-slicing) or exp({model.side_by_side_factor:g} v) (MPS)" in card
+    assert f"exp({model.time_slicing_factor:g}) (time-slicing) or exp({model.mps_factor:g} v) (MPS)" in card
     assert f"{100 * model.models / (model.models + 1):.0f}% of new models" in card

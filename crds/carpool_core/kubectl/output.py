@@ -102,7 +102,7 @@ def ask(
     question: Callable[[KubeApi], Awaitable[T]],
     *,
     clock: Clock | None = None,
-    missing_rights: str = "",
+    rights_remedy: str = "",
 ) -> T:
     """Return the answer of the cluster.
 
@@ -110,7 +110,7 @@ def ask(
         settings: The API server.
         question: Reads the answer.
         clock: Clock that is compared with the server's; the system's when None.
-        missing_rights: Remedy for a missing right, added to its message.
+        rights_remedy: Remedy for a missing right, added to its message.
 
     Raises:
         UnansweredError: The cluster cannot be reached, or the caller lacks a right.
@@ -123,7 +123,7 @@ def ask(
     try:
         return asyncio.run(run())
     except Forbidden as error:
-        raise UnansweredError(f"{error}{f'; {missing_rights}' if missing_rights else ''}") from error
+        raise UnansweredError(f"{error}{f'; {rights_remedy}' if rights_remedy else ''}") from error
     except KubeError as error:
         raise UnansweredError(f"the cluster could not be reached: {error}") from error
     except KubeConfigError as error:

@@ -390,7 +390,7 @@ def queue(settings: AskSettings, namespace: str | None, form: Format) -> None:
     async def question(api: KubeApi, _: AskSettings, config: SchedulerConfig, options: Options) -> QueueView:
         pending = await read_pending_jobs(api)
         if pending.unread:
-            raise UnansweredError(f"{pending.unread}; {missing_rights(settings.site)}")
+            raise UnansweredError(f"{pending.unread}; {rights_remedy(settings.site)}")
         found = forecast_queue(pending, await read_cluster(api, config), config, options)
         chosen = [one for one in found if namespace in (None, one.namespace)]
         return QueueView(order=options.order, items=chosen)
@@ -419,7 +419,7 @@ def queue(settings: AskSettings, namespace: str | None, form: Format) -> None:
     click.echo(table(columns, rows))
 
 
-def missing_rights(site: str) -> str:
+def rights_remedy(site: str) -> str:
     """Return the remedy for a missing right, at the installation NAMESPACE/NAME."""
     role = f"{site.rpartition('/')[2] or 'carpool'}-view"
     return (
@@ -445,7 +445,7 @@ def _ask(settings: AskSettings, each_gpu: bool, question: _Question[T]) -> tuple
     try:
         find_policy(settings.policy)  # wrong flags are reported even if the cluster cannot be reached
         settings.conditions.conditions()
-        return ask(settings.kube, run, clock=clock, missing_rights=missing_rights(settings.site))
+        return ask(settings.kube, run, clock=clock, rights_remedy=rights_remedy(settings.site))
     except ManifestError as error:
         raise click.ClickException(str(error)) from error
     except (NoSuchJobError, SettingsError, UnknownPolicyError) as error:

@@ -62,13 +62,13 @@ class SlowdownModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Share of a model's slowdowns below the interval's upper end, and as many above its lower end."""
     models: Annotated[int, Meta(ge=1)]
     """n: the level holds for n of n + 1 models, if a new one is like the measured ones."""
-    turns_factor: Annotated[float, Meta(ge=0, le=10)]
+    time_slicing_factor: Annotated[float, Meta(ge=0, le=10)]
     """f under time-slicing."""
-    side_by_side_factor: Annotated[float, Meta(ge=0, le=10)]
+    mps_factor: Annotated[float, Meta(ge=0, le=10)]
     """f under MPS; larger, because short kernels queue behind long ones."""
-    turns_below: Annotated[float, Meta(ge=0, le=10)]
+    time_slicing_below: Annotated[float, Meta(ge=0, le=10)]
     """f' under time-slicing."""
-    side_by_side_below: Annotated[float, Meta(ge=0, le=10)]
+    mps_below: Annotated[float, Meta(ge=0, le=10)]
     """f' under MPS."""
     provenance: dict[str, str | float | int]
     """Training data."""
@@ -110,7 +110,7 @@ def upper_factor(mode: SharingMode, util: Ratios, present: NDArray[np.bool_] | N
     The arguments are those of `slowdowns`.
     """
     model = shipped()
-    factors = {SharingMode.TIME_SLICING: model.turns_factor, SharingMode.MPS: model.side_by_side_factor}
+    factors = {SharingMode.TIME_SLICING: model.time_slicing_factor, SharingMode.MPS: model.mps_factor}
     return _end(mode, factors.get(mode, 0.0), util, present)
 
 
@@ -122,7 +122,7 @@ def slowdown_interval(
     Arguments and shapes are those of `slowdowns`, which lies between both ends. Without co-tenants both are 1.
     """
     model, median = shipped(), slowdowns(mode, util, sm, dram, present)
-    below = {SharingMode.TIME_SLICING: model.turns_below, SharingMode.MPS: model.side_by_side_below}
+    below = {SharingMode.TIME_SLICING: model.time_slicing_below, SharingMode.MPS: model.mps_below}
     lower: Slowdowns = np.maximum(1.0, median / _end(mode, below.get(mode, 0.0), util, present))
     return lower, median * upper_factor(mode, util, present)
 

@@ -280,6 +280,8 @@ def _write(
         "too small a class of 8 GiB (conformal risk control)",
     }
     ours = {"ours": figures["families held out"], **others}
+    lowest, reached = next((name, share) for name, count, share in by_family.families() if count >= FEWEST_ROWS)
+    of_seeds = [share for judged in seeds.values() for name, _, share in judged.families() if name == lowest]
     texts = {
         "version": model.version,
         "slope": str(model.slope),
@@ -290,6 +292,10 @@ def _write(
         "spikes": str(int(np.sum(by_family.measured > SPIKE * by_family.median))),
         "release": measured.versions["timm"],
         "otherwise": str(len(measured.entries)),
+        "lowest": lowest,
+        "reached": f"{reached:.2f}%",
+        "least": f"{min(of_seeds):.2f}%",
+        "most": f"{max(of_seeds):.2f}%",
         "outside": str(OUTSIDE_FACTOR),
         "elsewhere": str(ELSEWHERE_FACTOR),
         "facts": markdown([{"fact": name, "value": value} for name, value in facts.items()]),

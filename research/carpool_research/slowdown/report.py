@@ -43,8 +43,8 @@ def _texts(
     return {
         "holding": f"{model.holding:g}",
         "level": f"{100 * model.level:g}",
-        "time_slicing": f"{model.turns_factor:g}",
-        "mps": f"{model.side_by_side_factor:g}",
+        "time_slicing": f"{model.time_slicing_factor:g}",
+        "mps": f"{model.mps_factor:g}",
         "holding_table": markdown(_by_exponent(runs)),
         "hiding": markdown(_hiding(by_exponent)),
         "exponent": f"{gavel.most_cautious(by_exponent):g}",
@@ -158,7 +158,7 @@ def _interval(held_out: Queueing, pairs: Pairs) -> list[dict[str, str]]:
 
 
 def _upper_by_mps(held_out: Queueing) -> Numbers:
-    upper: Numbers = held_out.side_by_side * np.exp(shipped().side_by_side_factor * held_out.neighbour_busy)
+    upper: Numbers = held_out.side_by_side * np.exp(shipped().mps_factor * held_out.neighbour_busy)
     return upper
 
 

@@ -10,7 +10,7 @@ from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.prediction import Prediction
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import Precision, SharingMode
-from carpool_extender.explain import explain
+from carpool_extender.explain import commands, explain
 from carpool_extender.explain.commands import JobPredictor, job_predictor
 from carpool_extender.explain.dry_run import MAX_LISTED_WORKERS, UNCHECKED
 from carpool_extender.explain.queue_forecast import Options
@@ -246,6 +246,13 @@ async def test_a_job_that_never_fits_gets_advice():
     assert "advice" not in str(fitting.lines)
 
 
-async def test_advice_is_for_jobs_whose_batch_fits_no_gpu():
-    job = job_with_features()
-    assert await JobPredictor().advice(job, [device_class(device(product=T4))]) == []
+@pytest.mark.parametrize(("fitting_batch", "given"), [(12, ["advice"]), (0, ["advice"]), (None, [])])
+async def test_advice_is_for_jobs_whose_batch_fits_no_gpu(monkeypatch, fitting_batch, given):
+    async def advise(*_):
+        return "advice"
+
+    monkeypatch.setattr(commands, "advise", advise)
+    found = msgspec.structs.replace(prediction(), fitting_batch=fitting_batch)
+    job = job_of({"model": {"catalog": {"name": "timm/resnet50"}}})
+    job = msgspec.structs.replace(job, status=msgspec.structs.replace(job.status, prediction=found))
+    assert await JobPredictor().advice(job, [device_class(device(product=T4))]) == given

@@ -377,7 +377,7 @@ class TestExplanation:
         assert one.text == all_failures(evaluation, 0) == "; ".join(part for part in parts if part)
 
     UPPER = AdmissionLimits(quantile=Quantile.UPPER)
-    HALF_UPPER = 1.12 * math.exp(0.6 * shipped().side_by_side_factor)
+    HALF_UPPER = 1.12 * math.exp(0.6 * shipped().mps_factor)
 
     @pytest.mark.parametrize(
         ("accepted", "limits", "expected"),

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 MEDIAN, UPPER = (
     SchedulerConfig(find_policy("least-slowdown"), 8, AdmissionLimits(quantile=quantile)) for quantile in Quantile
 )
-HALF_BUSY = f"{math.exp(shipped().side_by_side_factor * 0.5):.2f}"
+HALF_BUSY = f"{math.exp(shipped().mps_factor * 0.5):.2f}"
 """Upper end of a slowdown of 1 behind MPS beside a job that is busy for half of the time."""
 SHARED = (SharingMode.TIME_SLICING, SharingMode.MPS)
 
