@@ -23,7 +23,7 @@ from carpool_predictor.calibration.colocation import (
     measured_runs,
     solo_step_s,
 )
-from carpool_predictor.calibration.document import MAX_SAMPLES, SIMULATED, Calibration, Stack
+from carpool_predictor.calibration.document import MAX_SAMPLES, SIMULATED, Calibration, Stack, is_plain
 from carpool_predictor.calibration.observe import observe
 from carpool_predictor.calibration.run_history import find_history, model_key, retry_before
 from carpool_predictor.calibration.store import CalibrationStore, StoredCalibration, UnreadableCalibrationError
@@ -126,6 +126,7 @@ class Calibrator:
         calibration = self.usable(namespace, spec.gpus_per_worker)
         if calibration is None or size_mib is None:
             return {}
+        calibration = calibration.for_training(spec.training)
         precision, name = spec.training.precision, model_key(spec.model)
         family = "" if spec.model is None else spec.model.family
         gpus, now = self._find_products(products), self._clock.now().timestamp()
@@ -315,6 +316,7 @@ def with_observations(calibration: Calibration, observations: list[_Comparable])
             precision=job.spec.training.precision,
             driver=SIMULATED if observation.simulated else "",
             gpus=job.spec.gpus_per_worker,
+            plain=is_plain(job.spec.training),
         )
         expected = run_prediction_of(expected_input, model_key(job.spec.model), observation.counted_mib, product)
         calibration = observe(calibration, stack, expected, observation.with_activity(), shipped())

@@ -97,7 +97,7 @@ def _prediction(status: JobStatus) -> ProductPrediction | None:
 
 
 class _Calibration(Collector):
-    """Reports the calibration by stack when it is scraped."""
+    """Reports the calibration by stack when it is scraped; stacks of jobs that calibrate no others are left out."""
 
     def __init__(self, calibration: Callable[[], Calibration | None]) -> None:
         self._calibration = calibration
@@ -134,6 +134,8 @@ class _Calibration(Collector):
             pairs.add_metric([product, mode.value], number)
         for state in known.stacks if known is not None else ():
             stack = state.stack
+            if not stack.plain:
+                continue
             of = [stack.product, stack.precision.value, stack.driver, str(stack.gpus)]
             jobs.add_metric(of, state.jobs)
             runs.add_metric(of, state.seen)

@@ -13,7 +13,7 @@ from carpool_core.values import MIB
 
 from carpool_predictor.calibration import run_history
 from carpool_predictor.calibration.activity_scale import ActivityScale, activity_scale, scale_activity
-from carpool_predictor.calibration.document import Calibration, RunPrediction, model_for
+from carpool_predictor.calibration.document import Calibration, RunPrediction, is_plain, model_for
 from carpool_predictor.features import MAX_EXTRAPOLATION, Abstention, StepCost, cost_at, reason_to_abstain
 from carpool_predictor.models import activity, step_time
 from carpool_predictor.models.memory import (
@@ -43,7 +43,7 @@ class ProductAnswer:
     product: GpuProduct
     prediction: ProductPrediction
     memory_calibrated: bool
-    """Whether memory was measured on this product in this precision."""
+    """Whether memory was measured on this product in this precision, for such trainings."""
     activity_inside: bool
     """Whether the step lies inside the training data of the activity model."""
     activity_measured: bool
@@ -85,6 +85,7 @@ class PredictionContext:
         `run_history.find_history`.
         """
         precision = self.training.precision
+        calibration = None if calibration is None else calibration.for_training(self.training)
         state = None if calibration is None else calibration.best(product.name, precision)
         if calibration is None or state is None:
             return self
@@ -120,7 +121,7 @@ class PredictionContext:
             self.features.layers,
             self.model,
             correction,
-            calibrated=is_calibrated(self.model, product, self.training.precision),
+            calibrated=self._is_calibrated(product),
             context_difference_mib=_context_difference_mib(product, self.model),
             is_derived=product.is_derived,
         )
@@ -150,9 +151,7 @@ class PredictionContext:
             busy = scale_activity(busy, self.activity_scale)
         if self.history is not None:
             busy = run_history.apply_activity(busy, self.history)
-        measured = is_calibrated(self.model, product, self.training.precision) or (
-            self.history is not None and self.history.runs > 0
-        )
+        measured = self._is_calibrated(product) or (self.history is not None and self.history.runs > 0)
         if is_strict and not measured and not run_history.is_refused(memory, product):
             memory = msgspec.structs.replace(memory, trusted=False)
         upper_mib = memory.upper_mib
@@ -162,6 +161,10 @@ class PredictionContext:
             product=product.name, memory=memory, activity=busy, step_time_seconds=answer.prediction.step_time_seconds
         )
         return replace(answer, prediction=prediction, memory_calibrated=measured, is_first=memory.upper_mib > upper_mib)
+
+    def _is_calibrated(self, product: GpuProduct) -> bool:
+        """Whether the memory model was fitted on such trainings on this product."""
+        return is_plain(self.training) and is_calibrated(self.model, product, self.training.precision)
 
     def _uncalibrated(self, product: GpuProduct) -> ProductAnswer:
         layers, precision = self.features.layers, self.training.precision
@@ -177,9 +180,7 @@ class PredictionContext:
         prediction = ProductPrediction(
             product=product.name, memory=self.memory_on(product), activity=busy.activity, step_time_seconds=seconds
         )
-        return ProductAnswer(
-            product, prediction, is_calibrated(self.model, product, precision), busy.inside, busy.measured, time.inside
-        )
+        return ProductAnswer(product, prediction, self._is_calibrated(product), busy.inside, busy.measured, time.inside)
 
 
 def _context_difference_mib(product: GpuProduct, model: MemoryModel) -> float:
@@ -334,6 +335,9 @@ def _message(context: PredictionContext, answers: Sequence[ProductAnswer]) -> st
         clauses.append(
             f"memory is calibrated on {context.model.product} in {context.model.precision} only, so the bound is wider "
             "on other GPU products and precisions"
+            if is_plain(context.training)
+            else "memory with division among GPUs, torch.compile, offloading, or a chunked or fused loss was checked "
+            "only against published cases, so the bound is wider until such a run of this model was measured"
         )
     if derived := [a.product.name for a in answers if a.product.is_derived and not a.memory_calibrated]:
         clauses.append(f"{', '.join(derived)} is described from what NVML reports, so the bound there is wider still")
@@ -351,7 +355,9 @@ def _message(context: PredictionContext, answers: Sequence[ProductAnswer]) -> st
     if context.training.compile:
         clauses.append("what torch.compile fuses is estimated, so intervals of memory and time are wider")
     if context.training.parallelism is not None:
-        clauses.append("memory is that of each GPU, and step times leave communication and the host out")
+        clauses.append(
+            "memory is that of each GPU without NCCL's buffers, and step times leave communication and the host out"
+        )
     return "; ".join(clauses)
 
 

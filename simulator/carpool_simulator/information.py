@@ -19,7 +19,7 @@ from carpool_core.values import GpuUuid, JobUid, PodUid, RequestedMode, SharingM
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.queue.order import QueueOrder
 from carpool_extender.queue.scheduling_queue import PodRef, QueuedJobInfo
-from carpool_predictor.calibration.document import Calibration, RunMeasurement, Stack
+from carpool_predictor.calibration.document import Calibration, RunMeasurement, Stack, is_plain
 from carpool_predictor.calibration.observe import observe
 from carpool_predictor.models.memory import shipped
 from carpool_predictor.models.slowdown import TenantActivity, is_saturated, solo_activity
@@ -87,7 +87,8 @@ class Learner:
         if job.asked is None:
             return
         product = find_product(job.truth.product)
-        stack = Stack(product=product.name, precision=job.asked.training.precision)
+        training = job.asked.training
+        stack = Stack(product=product.name, precision=training.precision, plain=is_plain(training))
         expected = run_prediction_of(job.asked, job.truth.model, counted_mib, product)
         after = observe(self._calibration, stack, expected, measured, shipped())
         if after is not self._calibration:

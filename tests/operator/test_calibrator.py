@@ -448,6 +448,49 @@ async def test_waiting_job_is_predicted_again_once_its_stack_is_calibrated(resta
     await assert_quiet(of, "waits")
 
 
+@pytest.mark.parametrize(
+    "technique",
+    [
+        pytest.param({"parallelism": {"kind": "fsdp", "gpus": 8}}, id="sharded"),
+        pytest.param({"compile": True}, id="compiled"),
+        pytest.param({"activationOffloading": True}, id="offloaded"),
+        pytest.param({"crossEntropy": "fused"}, id="fused loss"),
+    ],
+)
+async def test_jobs_with_unmeasured_techniques_learn_from_their_own_runs_only(technique: dict[str, Any]) -> None:
+    """Regression: sharded, compiled and offloaded jobs moved the bounds of plain ones with as many GPUs."""
+
+    def spec(size: int) -> dict[str, Any]:
+        workers = 8 if "parallelism" in technique else 1
+        found = {"features": model(size)["features"] | technique}
+        return {"model": found, "training": technique, "workers": workers}
+
+    of = world(share_unmeasured=False)
+    on_t4(of)
+    for number in range(MIN_JOBS):
+        await completed(of, 2000 + 500 * number, f"x{number}", model=model(number + 1))
+    await of.submit("plain", model=model(9))
+    (line,) = kept(of).stacks
+    for number in range(MIN_JOBS):
+        name = f"y{number}"
+        of.apply(name, **spec(number + 5))
+        await started(of, name)
+        await measured(of, 13_000, name)
+        for pod in of.pods(name):
+            await of.finish_pod(pod["metadata"]["name"])
+    await of.submit("other", model=model(9))
+    assert memory(of, "other") == memory(of, "plain")
+    assert line in kept(of).stacks
+    await of.submit("first", **spec(9))
+    first = memory(of, "first")
+    assert (first.trusted, first.learned_jobs, first.learned_runs) == (False, 0, 0)
+    await of.submit("again", **spec(5))
+    assert memory(of, "again").median_mib == pytest.approx(13_000, abs=1)
+    labels = {"product": "Tesla T4", "precision": "fp32", "driver": "simulated", "gpus": "1"}
+    registry = of.operator.metrics.registry
+    assert registry.get_sample_value("carpool_operator_calibration_runs", labels) == MIN_JOBS
+
+
 @pytest.mark.parametrize("settings", [{"share_unmeasured": True}, {"calibration": ""}])
 async def test_unmeasured_jobs_share_if_set_so_or_without_learning(settings: dict[str, Any]) -> None:
     of = World(**({"calibration": f"{NAMESPACE}/{NAME}"} | settings))

@@ -2,14 +2,15 @@
 
 import math
 import time
+from typing import Any
 
 import msgspec
 import pytest
 from carpool_core.products import PRODUCTS, find_product
-from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedStep
+from carpool_core.resources.features import LayerCounts, ModelFeatures, Parallelism, TracedStep
 from carpool_core.resources.job import CatalogModel, Training
 from carpool_core.resources.prediction import Interval, Prediction
-from carpool_core.values import MIB, Optimizer, Precision
+from carpool_core.values import MIB, CrossEntropy, Optimizer, ParallelKind, Precision
 from carpool_predictor.catalog import store
 from carpool_predictor.features import cost_at
 from carpool_predictor.models.memory import class_width_mib, correction_of, shipped
@@ -154,6 +155,26 @@ def test_on_another_stack_the_bound_is_wider_with_a_reason(training: Training, g
     memory = prediction.products[0].memory
     assert prediction.reason == "Uncalibrated"
     assert "calibrated on NVIDIA A100-SXM4-40GB in fp32 only" in prediction.message
+    assert memory.upper_mib / memory.median_mib > 1.2 * here.upper_mib / here.median_mib
+    assert memory.coverage < here.coverage
+
+
+@pytest.mark.parametrize(
+    "technique",
+    [
+        pytest.param({"parallelism": Parallelism(kind=ParallelKind.FSDP, gpus=8)}, id="sharded"),
+        pytest.param({"compile": True}, id="compiled"),
+        pytest.param({"activation_offloading": True}, id="offloaded"),
+        pytest.param({"cross_entropy": CrossEntropy.CHUNKED}, id="chunked loss"),
+    ],
+)
+def test_a_technique_that_was_never_measured_has_a_wider_bound_with_a_reason(technique: dict[str, Any]) -> None:
+    here = predict(known(), SGD, [A100]).products[0].memory
+    changed, training = (msgspec.structs.replace(one, **technique) for one in (known(), SGD))
+    prediction = predict(changed, training, [A100], is_strict=True)
+    memory = prediction.products[0].memory
+    assert (prediction.reason, memory.trusted) == ("Uncalibrated", False)
+    assert "was checked only against published cases" in prediction.message
     assert memory.upper_mib / memory.median_mib > 1.2 * here.upper_mib / here.median_mib
     assert memory.coverage < here.coverage
 

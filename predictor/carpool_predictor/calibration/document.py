@@ -11,7 +11,8 @@ from typing import Annotated
 
 import msgspec
 from carpool_core.products import GpuProduct
-from carpool_core.values import Precision
+from carpool_core.resources.job import Training
+from carpool_core.values import CrossEntropy, Precision
 from msgspec import Meta
 
 from carpool_predictor.calibration.colocation import MAX_PAIRS, MAX_SOLO, PairRecord, SoloRecord, usable
@@ -49,6 +50,15 @@ _NAME = Annotated[str, Meta(max_length=128)]
 _STRATUM = Annotated[int, Meta(ge=0, lt=STRATA)]
 
 
+def is_plain(training: Training) -> bool:
+    """Whether a training has no technique that was checked only against published cases.
+
+    These are division among GPUs, torch.compile, offloaded activations, and chunked or fused losses.
+    """
+    stores_logits = training.cross_entropy in (CrossEntropy.FULL, CrossEntropy.NATIVE)
+    return stores_logits and not (training.parallelism or training.compile or training.activation_offloading)
+
+
 class Stack(msgspec.Struct, frozen=True, kw_only=True, order=True):
     """The software and hardware that determine a job's memory besides its own tensors."""
 
@@ -58,6 +68,8 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True, order=True):
     torch: _NAME = ""
     gpus: Annotated[int, Meta(ge=1)] = 1
     """GPUs of a worker: frameworks add buffers to each GPU, or divide the model among them."""
+    plain: bool = True
+    """`is_plain` of its jobs' trainings; other jobs are calibrated by their own runs only."""
 
 
 class RunPrediction(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,8 +177,8 @@ class StackState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def learned_from(self) -> int:
-        """Number of different jobs behind the line; 0 while they are fewer than `MIN_JOBS`."""
-        return self.jobs if self.jobs >= MIN_JOBS else 0
+        """Number of different jobs behind the line; 0 while they are fewer than `MIN_JOBS` or not plain."""
+        return self.jobs if self.stack.plain and self.jobs >= MIN_JOBS else 0
 
     @property
     def is_simulated(self) -> bool:
@@ -213,6 +225,11 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     def for_workers(self, gpus: int) -> "Calibration":
         """Return the calibration from runs of workers with this number of GPUs."""
         return msgspec.structs.replace(self, stacks=[state for state in self.stacks if state.stack.gpus == gpus])
+
+    def for_training(self, training: Training) -> "Calibration":
+        """Return the calibration from runs of plain trainings, or from runs of all others for one of these."""
+        plain = is_plain(training)
+        return msgspec.structs.replace(self, stacks=[state for state in self.stacks if state.stack.plain is plain])
 
     def for_namespace(self, namespace: str) -> "Calibration":
         """Return the calibration without deaths of memory and reported steps that count for other namespaces only.
