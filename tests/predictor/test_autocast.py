@@ -6,9 +6,9 @@ import msgspec
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from carpool_core.resources.job import Training
+from carpool_core.resources.job import CatalogModel, Training
 from carpool_core.values import Precision
-from carpool_predictor.catalog.recipes import Recipe
+from carpool_predictor.catalog.recipes import Recipe, recipe_of
 from carpool_predictor.features import Sample, TraceError
 from carpool_predictor.tracing.autocast import MetaAutocast
 from carpool_predictor.tracing.models import trace_recipe
@@ -123,3 +123,15 @@ def test_a_weight_that_is_used_twice_is_cast_once() -> None:
     assert (first.dtype, total.dtype) == (torch.bfloat16, torch.float32)
     casts = {step[0].next_functions[1][0] for step in ([first.grad_fn], [second.grad_fn]) if step[0] is not None}
     assert len(casts) == 1
+
+
+@pytest.mark.parametrize("name", ["convnext_femto", "hiera_tiny_224"])
+def test_blocks_of_timm_are_recomputed_under_the_same_autocast(name: str) -> None:
+    """Regression: blocks were recomputed in other types, which PyTorch refuses, because timm's models take no rules."""
+    recipe = recipe_of(CatalogModel(name=f"timm/{name}"))
+    plain, checkpointed = (
+        trace_recipe(recipe, Training(batch_size=4, precision=Precision.BF16_MIXED, activation_checkpointing=on))
+        for on in (False, True)
+    )
+    assert checkpointed.steps[1].activation_bytes < plain.steps[1].activation_bytes
+    assert checkpointed.steps[1].flops > plain.steps[1].flops

@@ -112,6 +112,8 @@ def checkpoint_activations(model: nn.Module, rules: Callable[[], AbstractContext
     switch = getattr(model, "set_grad_checkpointing", None)
     if callable(switch):
         own = {"context_fn": contexts} if "context_fn" in inspect.signature(switch).parameters else {}
+        if not own:
+            model.forward = _with_rules(model.forward, contexts)
         try:
             switch(True, **own)
         except (AssertionError, NotImplementedError, AttributeError, TypeError) as e:
@@ -126,6 +128,16 @@ def checkpoint_activations(model: nn.Module, rules: Callable[[], AbstractContext
         )
     for block in blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+
+
+def _with_rules(forward: Callable[..., Any], contexts: Callable[[], Any]) -> Callable[..., Any]:
+    """Return a forward pass whose calls of PyTorch's `checkpoint`, which timm makes without rules, have them."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with patch.object(torch.utils.checkpoint, "checkpoint", partial(checkpoint, context_fn=contexts)):
+            return forward(*args, **kwargs)
+
+    return run
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
