@@ -152,7 +152,8 @@ class PredictionContext:
         if self.history is not None:
             busy = run_history.apply_activity(busy, self.history)
         measured = self._is_calibrated(product) or (self.history is not None and self.history.runs > 0)
-        if is_strict and not measured and not run_history.is_refused(memory, product):
+        is_refused = run_history.is_refused(memory, product) or run_history.exceeds_despite_error(memory, product)
+        if is_strict and not measured and not is_refused:
             memory = msgspec.structs.replace(memory, trusted=False)
         upper_mib = memory.upper_mib
         if is_strict and measured and not memory.learned_runs:
@@ -322,7 +323,7 @@ def _message(context: PredictionContext, answers: Sequence[ProductAnswer]) -> st
         clauses.append(f"runs alone on {', '.join(alone)} until enough jobs like it were measured there")
     if large:
         clauses.append(
-            f"runs alone on {', '.join(large)} until a run has shown its peak, which in rare cases does not fit"
+            f"runs alone on {', '.join(large)} until a run has shown its peak, which may not fit"
         )
     if first := [answer.prediction.product for answer in answers if answer.is_first]:
         clauses.append(

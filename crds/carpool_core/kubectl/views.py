@@ -5,6 +5,7 @@ from datetime import datetime
 from typing import Annotated, Literal
 
 from carpool_core.clock import parse_rfc3339
+from carpool_core.demand import prediction_message
 from carpool_core.keys import (
     CONDITION_COMPLETE,
     CONDITION_FAILED,
@@ -282,15 +283,21 @@ def _comparisons(job: GpuTrainingJob) -> Iterator[Comparison]:
 
 
 def _findings(job: GpuTrainingJob, now: datetime) -> Iterator[str]:
-    status, observed = job.status, job.status.observed
-    if status.prediction is None or status.prediction.outcome != "Predicted":
-        message = status.prediction.message if status.prediction is not None else "its prediction is being computed"
-        yield f"no prediction: {message}"
+    status, observed, spec = job.status, job.status.observed, job.spec
+    has_ended = status.state in (JobState.COMPLETE, JobState.FAILED)
+    if status.state is not JobState.COMPLETE:
+        for condition in status.conditions:
+            if condition.type == CONDITION_RUNNING and condition.status == "False" and condition.message:
+                yield f"not running ({condition.reason}): {condition.message}"
+    if status.prediction is not None and status.prediction.outcome != "Predicted":
+        yield f"no prediction: {prediction_message(status.prediction, spec.sharing.mode, spec.memory.limit)}"
+    elif status.prediction is None and not has_ended:
+        yield "no prediction: it is being computed"
     ends = [attempt for attempt in status.attempts if attempt.outcome == OUTCOME_GPU_OUT_OF_MEMORY]
     if ends:
         yield f"ran out of GPU memory in {len(ends)} of {len(status.attempts)} attempts: {ends[-1].message}"
     if observed is None or not observed.peak_memory_mib:
-        if status.state in (JobState.RUNNING, JobState.COMPLETE, JobState.FAILED):
+        if status.attempts and (has_ended or status.state is JobState.RUNNING):
             yield "no use of a GPU was measured: its processes took no GPU memory, or the node's agent did not see them"
         return
     for place, predicted in _relevant(job):
