@@ -4,7 +4,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from carpool_board.settings import BoardSettings
+from carpool_board.commands import BoardSettings
 from carpool_core.settings import Setting, settings_of
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_extender.framework.scores import POLICIES, Policy

@@ -15,12 +15,14 @@ import msgspec
 from carpool_core.clock import Clock, ServerClock, parse_rfc3339
 from carpool_core.durations import format_duration
 from carpool_core.kube.api import GPU_TRAINING_JOBS, Selector, list_all
+from carpool_core.kube.config import KubeConfigError
 from carpool_core.kube.errors import Forbidden, Invalid, KubeError, NotFound
 from carpool_core.kubectl.commands import read_events, read_job
 from carpool_core.kubectl.output import UnansweredError
 from carpool_core.kubectl.views import EventView, JobViewList, job_view
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.schema import Resource
+from carpool_core.settings import SettingsError
 from carpool_extender.explain.commands import AnswerView, read_site
 from carpool_extender.explain.explain import NoSuchJobError, explain_job
 from carpool_extender.explain.queue_forecast import QueueView
@@ -52,8 +54,6 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-_FOLDER = Path(__file__).parent
-
 
 Search = Annotated[str, Query(max_length=256, description="Part of a node, a product, or a tenant NAMESPACE/NAME.")]
 Shown = Annotated[Show, Query(description="all, busy (with a tenant), idle (healthy and without one) or unhealthy.")]
@@ -175,7 +175,7 @@ def create_app(board: Board) -> FastAPI:
     )  # fmt: skip
     app.openapi = lambda: _openapi(app, [one.document for one in routes])  # type: ignore[method-assign]
     app.add_middleware(_Guard, checks_host=not board.needs_token)
-    app.mount("/static", StaticFiles(directory=_FOLDER / "static"))
+    app.mount("/static", StaticFiles(directory=Path(__file__).with_name("static")))
     app.get("/events", include_in_schema=False)(board.notices)
     templates = _environment()
 
@@ -211,7 +211,8 @@ def create_app(board: Board) -> FastAPI:
             answer.headers["WWW-Authenticate"] = "Bearer"
         return answer
 
-    for kind in (KubeError, UnansweredError, NoSuchJobError, HTTPException, RequestValidationError):
+    errors = (KubeError, KubeConfigError, SettingsError, UnansweredError, NoSuchJobError)
+    for kind in (*errors, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, failed)
     return app
 

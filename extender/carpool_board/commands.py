@@ -4,6 +4,7 @@ import asyncio
 import socket
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 
 import click
 import uvicorn
@@ -14,18 +15,55 @@ from carpool_core.kube.client import KubeClient
 from carpool_core.kube.config import Endpoint, KubeConfigError, load_endpoint
 from carpool_core.kube.errors import KubeError
 from carpool_core.kubectl.output import UnansweredError
-from carpool_core.settings import MisconfiguredError, SettingsError, click_options
+from carpool_core.settings import (
+    KubeSettings,
+    LogSettings,
+    MisconfiguredError,
+    SettingsError,
+    click_options,
+    setting,
+)
 from carpool_extender.explain.commands import read_site, rights_remedy
 from carpool_extender.settings import AskSettings
 from carpool_extender.uvicorn_server import Server
 
 from carpool_board.app import LOOPBACK, Board, create_app
-from carpool_board.settings import BoardSettings
 from carpool_board.viewers import Viewers
 from carpool_board.watch import ClusterWatch
 
 _SHUTDOWN_S = 2
 """Time for open pages to end after a signal, in seconds; their streams of notices never end by themselves."""
+
+
+@dataclass(frozen=True)
+class BoardSettings:
+    """Settings of the board."""
+
+    host: str = setting(
+        "127.0.0.1",
+        flag="--host",
+        env="CARPOOL_BOARD_HOST",
+        help="Address to listen on. On 127.0.0.1 viewers have your own rights. On any other address each request needs "
+        "the viewer's bearer token, whose rights count.",
+    )
+    port: int = setting(
+        8044,
+        flag="--port",
+        env="CARPOOL_BOARD_PORT",
+        minimum=0,
+        maximum=65535,
+        help="TCP port of the pages; 0 takes a free one.",
+    )
+    site: str = setting(
+        "carpool-system/carpool",
+        flag="--site",
+        env="CARPOOL_SITE",
+        help="Installation whose settings decide queue and explanations, as NAMESPACE/NAME. They are read from its "
+        "ConfigMap NAME-settings. If empty, the defaults apply.",
+        allow_empty=True,
+    )
+    kube: KubeSettings = field(default_factory=KubeSettings)
+    log: LogSettings = field(default_factory=LogSettings)
 
 
 @click.command(short_help="Serve web pages of GPUs, queue and jobs.")

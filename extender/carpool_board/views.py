@@ -58,7 +58,7 @@ class GpuPage(Resource, frozen=True, kw_only=True, omit_defaults=False):
     items: Annotated[list[GpuView], field("GPUs of this page by node and index.")]
 
 
-class Moment(Resource, frozen=True, kw_only=True):
+class TimelineEntry(Resource, frozen=True, kw_only=True):
     """One entry of a job's timeline."""
 
     what: Annotated[
@@ -77,7 +77,7 @@ class JobReport(Resource, frozen=True, kw_only=True, omit_defaults=False):
         Diagnosis, field("State, predicted beside measured quantities, attempts, findings and events.")
     ]
     placement: Annotated[list[WorkerPlacement], field("Places of its workers with their reasons, as in its status.")]
-    timeline: Annotated[list[Moment], field("What happened to it, the latest last.")]
+    timeline: Annotated[list[TimelineEntry], field("What happened to it, the latest last.")]
 
 
 # GPUs
@@ -138,41 +138,41 @@ def _fleet(gpus: Sequence[GpuView]) -> Fleet:
 def job_report(job: GpuTrainingJob, events: Sequence[EventView], now: datetime) -> JobReport:
     """Return what is known of a job."""
     # Entries of one time stay in the order in which they follow from each other; what holds now comes last.
-    timeline = sorted(_moments(job), key=lambda one: (not one.time, one.time and parse_rfc3339(one.time).timestamp()))
+    timeline = sorted(_timeline(job), key=lambda one: (not one.time, one.time and parse_rfc3339(one.time).timestamp()))
     return JobReport(diagnosis=diagnose(job, events, now), placement=job.status.placement, timeline=timeline)
 
 
-def _moments(job: GpuTrainingJob) -> Iterator[Moment]:
+def _timeline(job: GpuTrainingJob) -> Iterator[TimelineEntry]:
     status = job.status
     by_type = {condition.type: condition for condition in status.conditions}
-    yield Moment(what="Created", time=job.metadata.creation_timestamp or "")
+    yield TimelineEntry(what="Created", time=job.metadata.creation_timestamp or "")
     if (predicted := by_type.get(CONDITION_PREDICTED)) is not None:
-        yield Moment(what="Predicted", time=predicted.last_transition_time, message=predicted.message)
+        yield TimelineEntry(what="Predicted", time=predicted.last_transition_time, message=predicted.message)
     earlier = None
     for attempt in status.attempts:
         if earlier is not None:
             message = f"attempt {attempt.number} follows {earlier.outcome} of attempt {earlier.number}"
-            yield Moment(what="Recovered", time=attempt.started_at, message=message)
+            yield TimelineEntry(what="Recovered", time=attempt.started_at, message=message)
         if attempt.ended_at:
             message = f"attempt {attempt.number}: {attempt.outcome}: {attempt.message}".rstrip(": ")
-            yield Moment(what="Ended", time=attempt.ended_at, message=message)
+            yield TimelineEntry(what="Ended", time=attempt.ended_at, message=message)
         earlier = attempt
     if (placed := by_type.get(CONDITION_PLACED)) is not None and placed.status == "True":
         where = "; ".join(f"{one.pod} on {one.node}: {one.reason}".rstrip(": ") for one in status.placement)
-        yield Moment(what="Placed", time=placed.last_transition_time, message=where or placed.message)
+        yield TimelineEntry(what="Placed", time=placed.last_transition_time, message=where or placed.message)
     if (running := by_type.get(CONDITION_RUNNING)) is not None and running.status == "True":
-        yield Moment(what="Running", time=running.last_transition_time, message=running.message)
+        yield TimelineEntry(what="Running", time=running.last_transition_time, message=running.message)
     beside = sorted({f"{one.namespace}/{one.job}" for place in status.placement for one in place.neighbours})
     if beside:
         slowdown = max(place.expected_slowdown for place in status.placement)
         message = f"shares its GPUs with {', '.join(beside)}; expected slowdown {slowdown:.2f}"
-        yield Moment(what="Neighbours", message=message)
+        yield TimelineEntry(what="Neighbours", message=message)
     if (seen := status.observed) is not None and seen.peak_memory_mib:
         parts = [f"{seen.peak_memory_mib:,} MiB at its peak"]
         parts += [] if seen.gpu_util_percent is None else [f"GPU utilization {seen.gpu_util_percent:.0f}%"]
         parts += [] if seen.slowdown is None else [f"slowdown {seen.slowdown:.2f}"]
-        yield Moment(what="Measured", message=", ".join(parts))
+        yield TimelineEntry(what="Measured", message=", ".join(parts))
     ends = [by_type[t] for t in (CONDITION_COMPLETE, CONDITION_FAILED) if t in by_type and by_type[t].status == "True"]
     if ends and status.completion_time:
         message = f"{ends[0].type}: {ends[0].message}".rstrip(": ")
-        yield Moment(what="Ended", time=status.completion_time, message=message)
+        yield TimelineEntry(what="Ended", time=status.completion_time, message=message)

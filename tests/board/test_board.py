@@ -229,8 +229,10 @@ async def test_invalid_input_and_a_lost_cluster_are_sentences():
             assert (found, sentence in json.loads(text)["error"]) == (status, True), text
         async with world.session.post(f"{world.url}/v1/gpus") as answer:
             assert answer.status == 405
-        world.kube.fail_next("get", GPU_TRAINING_JOBS, Unreachable("no answer from the API server"))
-        assert (await world.get("/v1/jobs/default/small-a"))[0] == 503
+        for error in (Unreachable("no answer from the API server"), KubeConfigError("cannot read the token file x")):
+            world.kube.fail_next("get", GPU_TRAINING_JOBS, error)
+            status, text = await world.get("/v1/jobs/default/small-a")
+            assert (status, str(error) in text) == (503, True)
 
 
 async def test_a_silent_api_server_is_told_from_a_quiet_cluster():

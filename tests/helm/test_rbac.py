@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from carpool_board.settings import BoardSettings
+from carpool_board.commands import BoardSettings
 from carpool_core.kube.api import CONFIG_MAPS
 from carpool_core.settings import load, settings_of
 from carpool_core.testing.kube import FakeKube
