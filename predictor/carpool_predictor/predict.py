@@ -322,9 +322,7 @@ def _message(context: PredictionContext, answers: Sequence[ProductAnswer]) -> st
     if alone := [answer.product.name for answer in unproven if answer.product.name not in large]:
         clauses.append(f"runs alone on {', '.join(alone)} until enough jobs like it were measured there")
     if large:
-        clauses.append(
-            f"runs alone on {', '.join(large)} until a run has shown its peak, which may not fit"
-        )
+        clauses.append(f"runs alone on {', '.join(large)} until a run has shown its peak, which may not fit")
     if first := [answer.prediction.product for answer in answers if answer.is_first]:
         clauses.append(
             f"its first run on {', '.join(first)} counts with {run_history.FIRST_RUN_FACTOR:g} times the bound, and "
