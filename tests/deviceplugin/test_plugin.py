@@ -307,6 +307,7 @@ async def test_agent_without_contact_to_the_api_server_offers_no_gpus(settings, 
 
 async def test_agent_killed_between_allocate_and_start(settings, kube, kubelet, reserve) -> None:
     async with running(flowing(settings, kube)) as agent:
+        await kubelet.registered.get()
         await until(lambda: status_of(kube).devices)
         gpu = agent.devices.uuids[1]
         await place(kube, reserve("a", gpu, mode=MPS))
@@ -320,6 +321,7 @@ async def test_agent_killed_between_allocate_and_start(settings, kube, kubelet, 
 
 async def test_slots_of_ended_pods_are_removed_also_by_the_next_agent(settings, kube, kubelet, reserve) -> None:
     async with running(flowing(settings, kube)) as agent:
+        await kubelet.registered.get()
         await until(lambda: status_of(kube).devices)
         first, second = agent.devices.uuids
         await place(kube, reserve("a", first), reserve("b", second))
