@@ -105,7 +105,7 @@ class CrossEntropy(StrEnum):
 
 
 class ParallelKind(StrEnum):
-    """What the GPUs of a job divide among themselves."""
+    """Parts of a training step that are divided among the GPUs of a job."""
 
     DDP = "ddp"
     """Samples only; gradients have buckets for their reduction."""

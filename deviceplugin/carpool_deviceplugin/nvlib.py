@@ -513,7 +513,7 @@ def read_telemetry(session: Session, uuid: GpuUuid) -> Telemetry:
     power_mw = session.ask(uuid, library.nvmlDeviceGetPowerUsage, handle)
     rows = session.ask(uuid, library.nvmlDeviceGetRemappedRows, handle)
     return Telemetry(
-        # What the driver reserves may or may not be in `used`; it is never in `free`.
+        # `free` never contains the driver's reserved memory; `used` contains it in some drivers only.
         memory_used_mib=(memory.total - memory.free) // MIB,
         memory_free_mib=memory.free // MIB,
         gpu_util_percent=None if rates is None else float(rates.gpu),

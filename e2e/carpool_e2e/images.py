@@ -111,7 +111,7 @@ def copy_sources(context: Path, arguments: str) -> str:
 
 
 def _prune(root: Path) -> None:
-    """Remove archives that nobody used for a day, and unnamed layers that are older than a week."""
+    """Remove archives without use for a day, and unnamed layers that are older than a week."""
     now = time.time()
     for old in root.glob("*.tar"):
         if now - old.stat().st_mtime > ARCHIVE_AGE_S:

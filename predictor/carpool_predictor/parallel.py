@@ -29,7 +29,7 @@ class Shares(NamedTuple):
     weights: float = 1.0
     gradients: float = 1.0
     optimizer: float = 1.0
-    """Of the optimizer's state and its temporaries."""
+    """Share of the optimizer's state and of its temporaries."""
     copy_bytes: float = 0.0
     """Bytes per trainable weight of its FP32 copy beside the state."""
     update_bytes: float = 0.0
