@@ -144,7 +144,7 @@ class ProcessLoad:
 
     def _tell(self, word: str) -> None:
         if self._process.stdin is not None:
-            with suppress(OSError):  # it has ended; `ended` has the reason
+            with suppress(OSError, ValueError):  # it has ended or was stopped; `ended` has the reason
                 self._process.stdin.write(f"{word}\n".encode())
                 self._process.stdin.flush()
 

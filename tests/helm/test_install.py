@@ -35,9 +35,9 @@ def empty() -> Iterator[Cluster]:
 Helm = Callable[..., str]
 
 
-@pytest.fixture
-def release(empty: Cluster, helm: str, tmp_path: Path) -> Iterator[Helm]:
-    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "KUBECONFIG": str(empty.kubeconfig)}
+def helm_of(cluster: Cluster, helm: str, home: Path) -> Helm:
+    """Return what calls helm on a cluster."""
+    environment = {"PATH": os.environ["PATH"], "HOME": str(home), "KUBECONFIG": str(cluster.kubeconfig)}
 
     def call(*arguments: str, namespace: str = NAMESPACE, fails: bool = False) -> str:
         """Return the output of helm; with `fails`, its error."""
@@ -46,6 +46,12 @@ def release(empty: Cluster, helm: str, tmp_path: Path) -> Iterator[Helm]:
         assert (done.returncode != 0) is fails, done.stderr
         return done.stderr if fails else done.stdout
 
+    return call
+
+
+@pytest.fixture
+def release(empty: Cluster, helm: str, tmp_path: Path) -> Iterator[Helm]:
+    call = helm_of(empty, helm, tmp_path)
     yield call
     call("uninstall", RELEASE, "--ignore-not-found")
 
@@ -144,13 +150,16 @@ def test_a_second_installation_is_refused_with_a_sentence(empty: Cluster, releas
     assert release("list", "-q", namespace="elsewhere") == ""
 
 
-def test_resource_definitions_of_kubectl_are_handed_over(empty: Cluster, release: Helm) -> None:
-    """As versions did that left them to kubectl."""
-    empty.kubectl("delete", "crd", CRD, "gpunodes.carpool.dev", "--ignore-not-found")
-    empty.kubectl("apply", "--server-side", "-f", str(CHART / "definitions"))
-    assert "cannot be imported into the current release" in release("install", RELEASE, str(CHART), *VALUES, fails=True)
-    release("install", RELEASE, str(CHART), *VALUES, "--take-ownership", "--force-conflicts")
-    release("upgrade", RELEASE, str(CHART), *VALUES)
+def test_resource_definitions_of_kubectl_are_handed_over(helm: str, tmp_path: Path) -> None:
+    """As versions did that left them to kubectl. Its own cluster: deleting definitions can take more than a minute."""
+    with running(EMPTY) as cluster:
+        release = helm_of(cluster, helm, tmp_path)
+        cluster.kubectl("create", "namespace", NAMESPACE)
+        cluster.kubectl("apply", "--server-side", "-f", str(CHART / "definitions"))
+        refused = release("install", RELEASE, str(CHART), *VALUES, fails=True)
+        assert "cannot be imported into the current release" in refused
+        release("install", RELEASE, str(CHART), *VALUES, "--take-ownership", "--force-conflicts")
+        release("upgrade", RELEASE, str(CHART), *VALUES)
 
 
 NODE = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "gpus", "labels": {"carpool.dev/node": "managed"}}}
