@@ -69,10 +69,10 @@ def load_command(name: str, place: Subcommand) -> click.Command:
 
 
 def _missing(name: str, place: Subcommand, error: ModuleNotFoundError) -> click.Command:
-    advice = f"install it with: pip install 'carpool[{place.extra}]'"
+    advice = f"install it from a checkout of Carpool: pip install '.[{place.extra}]'"
 
     def fail() -> None:
-        raise click.ClickException(f"`carpool {name}` needs the Python module {error.name!r}; {advice}")
+        raise click.UsageError(f"`carpool {name}` needs the Python module {error.name!r}; {advice}")
 
     return click.Command(
         name,

@@ -301,7 +301,7 @@ def _one(report: Report, product: ProductReport) -> Table:
     for profile, largest in product.mig.items():
         table.add_row(f"  on {profile}", str(largest))
     inside = {"memory": _memory_learned(report, product)} | _speed_learned(product)
-    table.add_row("inside what was learned", _named(inside))
+    table.add_row("covered by measurements", _named(inside) if any(inside.values()) else "none: intervals are wider")
     return table
 
 

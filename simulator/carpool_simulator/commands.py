@@ -72,7 +72,7 @@ class NothingPlacedError(click.ClickException):
     "drawn",
     default=True,
     show_default=True,
-    help="Draw figures; needs carpool[simulate]. Gantt charts cover only the first line and Carpool's default.",
+    help="Draw figures; needs the extra simulate. Gantt charts cover only the first line and Carpool's default.",
 )
 @click.option(
     "--data",
@@ -107,7 +107,8 @@ def simulate(
         if math.isnan(fragmentation):  # click's range accepts it
             raise WorkloadError("expected a --fragmentation from 0 to below 1, found nan")
         if drawn and importlib.util.find_spec("matplotlib") is None:
-            raise WorkloadError("pictures need matplotlib: pip install 'carpool[simulate]', or --no-pictures")
+            advice = "install it from a checkout of Carpool: pip install '.[simulate]', or give --no-pictures"
+            raise WorkloadError(f"pictures need matplotlib; {advice}")
         conditions = settings.conditions()
         strategies = _strategies(policies, conditions, QueueOrder(queue_order), learn=learn)
         nodes = philly.default_cluster() if cluster is None else philly.read_cluster(cluster)

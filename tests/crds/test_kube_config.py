@@ -134,7 +134,7 @@ def test_missing_or_broken_kubeconfig_is_named(tmp_path: Path) -> None:
 
 def test_missing_client_is_named_with_the_way_to_install_it(kubeconfig: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kubernetes.config.kube_config", None)
-    with pytest.raises(KubeConfigError, match=r"pip install 'carpool\[cli\]'"):
+    with pytest.raises(KubeConfigError, match=r"pip install '.\[cli\]'"):
         load_endpoint(kubeconfig())
 
 

@@ -156,10 +156,12 @@ def test_diagnosis_compares_and_names_what_is_unusual(kube: FakeKube) -> None:
     probed = {"dataWaitRatio": 0.4, "checkpointRatio": 0.1, "copyRatio": 0.2, "slowdown": 2.0}
     oom = {"number": 1, "outcome": "GpuOutOfMemory", "message": "CUDA out of memory"}
     seed_job(kube, observed=peak, attempts=[oom, {"number": 2}])
-    for name, moment in (("train", "2026-01-01T00:00:02Z"), ("other", "2026-01-01T00:00:03Z")):
+    created = kube.dump(GPU_TRAINING_JOBS, "train", "default")["metadata"]["creationTimestamp"]
+    moments = (("train", created), ("other", created), ("train", "2025-12-31T23:59:59Z"))  # the last is a predecessor's
+    for number, (name, moment) in enumerate(moments):
         about = {"kind": "GpuTrainingJob", "name": name}
         event = {"involvedObject": about, "reason": "Restarted", "message": "again", "lastTimestamp": moment}
-        kube.seed(EVENTS, {"metadata": {"name": f"e-{name}", "namespace": "default"}, **event})
+        kube.seed(EVENTS, {"metadata": {"name": f"e-{number}", "namespace": "default"}, **event})
     found = json.loads(run("diagnose", "train", "-o", "json").output)
     assert [c["measured"] for c in found["comparisons"] if "measured" in c] == [13000, 35.0, 0.3]
     assert [event["object"] for event in found["events"]] == ["GpuTrainingJob train"]

@@ -206,12 +206,12 @@ def test_command_lists_have_whole_sentences(group: tuple[str, ...]) -> None:
 def test_missing_dependency_names_the_extra() -> None:
     command = load_command("brew", Subcommand("no_such_module.commands", "brew", "operator"))
     result = CliRunner().invoke(command, ["--strength", "9", "now"])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert result.output == (
         "Error: `carpool brew` needs the Python module 'no_such_module'; "
-        "install it with: pip install 'carpool[operator]'\n"
+        "install it from a checkout of Carpool: pip install '.[operator]'\n"
     )
-    assert "carpool[operator]" in (command.short_help or "")
+    assert "'.[operator]'" in (command.short_help or "")
 
 
 def test_crds_command_prints_or_writes(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_table_names_every_product(block: str) -> None:
 def test_one_product_is_shown_line_by_line_with_intervals(block: str) -> None:
     result = CliRunner().invoke(predict, [block, "--batch-size", "64", "--gpu", "A30"], env={"COLUMNS": "80"})
     for line in ("memory at its peak", "at most", "weights", "gradients", "optimizer", "activations", "workspace",
-                 "context", "SM occupancy", "largest batch", "on 1g.6gb", "inside what was learned"):  # fmt: skip
+                 "context", "SM occupancy", "largest batch", "on 1g.6gb", "covered by measurements"):  # fmt: skip
         assert line in result.output
     assert re.search(r"GPU utilization +\d+ \(\d+ - \d+\) %", result.output)
     wide = CliRunner().invoke(predict, [block, "--batch-size", "64", "--gpu", "A30"], env={"COLUMNS": "300"})

@@ -230,10 +230,10 @@ def test_a_name_that_only_its_library_can_check_is_not_refused(name: str) -> Non
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        pytest.param(None, ["carpool[trace]"], id="an inline graph"),
-        pytest.param(CatalogModel(name="timm/resnet50", num_classes=7), ["carpool[trace]"], id="a known name"),
-        pytest.param(CatalogModel(name="timm/resnet5o"), ["timm/resnet50", "carpool[trace]"], id="a typing error"),
-        pytest.param(CatalogModel(name="timm/qqqqqqqqq"), ["no name is near", "carpool[trace]"], id="nothing like it"),
+        pytest.param(None, ["extra trace"], id="an inline graph"),
+        pytest.param(CatalogModel(name="timm/resnet50", num_classes=7), ["extra trace"], id="a known name"),
+        pytest.param(CatalogModel(name="timm/resnet5o"), ["timm/resnet50", "extra trace"], id="a typing error"),
+        pytest.param(CatalogModel(name="timm/qqqqqqqqq"), ["no name is near", "extra trace"], id="nothing like it"),
     ],
 )
 def test_without_torch_the_nearest_stored_names_are_suggested(model: CatalogModel | None, words: list[str]) -> None:

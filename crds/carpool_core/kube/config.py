@@ -155,7 +155,8 @@ class _KubeConfig:
             from kubernetes.config.kube_config import KubeConfigMerger  # 40 MB of memory, which no pod needs
         except ModuleNotFoundError as error:
             raise KubeConfigError(
-                f"cannot read the kubeconfig {names} without the package kubernetes: pip install 'carpool[cli]'"
+                f"cannot read the kubeconfig {names} without the package kubernetes; install it from a checkout of "
+                "Carpool: pip install '.[cli]'"
             ) from error
 
         self._names = os.pathsep.join(str(Path(name).expanduser().absolute()) for name in names.split(os.pathsep))

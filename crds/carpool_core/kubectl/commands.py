@@ -49,6 +49,8 @@ from carpool_core.values import DeviceHealth
 
 MAX_EVENTS = 10
 """Events that `diagnose` prints."""
+_SECONDS = len("2026-01-01T00:00:00")
+"""Characters of a timestamp up to its seconds, which all timestamps have."""
 
 
 async def read_job(api: KubeApi, name: str, namespace: str | None) -> GpuTrainingJob:
@@ -254,7 +256,7 @@ def diagnose(settings: KubeSettings, job: str, namespace: str | None, form: Form
     beside = f" beside {', '.join(one.cotenants)}" if one.cotenants else ""
     click.echo(f"place: {where}{beside}; progress: {_progress_text(one.progress) or 'not started'}\n")
     rows = [
-        [c.quantity, c.product, *map(_number, (p.median, p.lower, p.upper)), _number(c.measured)]
+        [c.quantity, c.product, *map(_number, (p.median, p.lower or None, p.upper)), _number(c.measured)]
         for c in answer.comparisons
         for p in [c.predicted]
     ]
@@ -276,14 +278,15 @@ def _number(value: float | None) -> str:
 
 
 async def read_events(api: KubeApi, job: GpuTrainingJob) -> list[EventView]:
-    """Return the latest events of a job and of its pods, the latest last."""
+    """Return the latest events of a job and of its pods, the latest last; none of an earlier job of its name."""
     found = await list_all(api, EVENTS, _Event, Selector(job.metadata.namespace))
     views = []
     for event in found:
         of, named = event.involved_object, parse_worker_name(event.involved_object.name)
         is_pod = of.kind == "Pod" and named is not None and named.job == job.metadata.name
-        if is_pod or (of.kind, of.name) == ("GpuTrainingJob", job.metadata.name):
-            moment = event.last_timestamp or event.event_time or ""
+        moment = event.last_timestamp or event.event_time or ""
+        is_of_job = is_pod or (of.kind, of.name) == ("GpuTrainingJob", job.metadata.name)
+        if is_of_job and moment[:_SECONDS] >= (job.metadata.creation_timestamp or "")[:_SECONDS]:
             about = f"{of.kind} {of.name}"
             views.append(
                 EventView(type=event.type, reason=event.reason, object=about, message=event.message, time=moment)

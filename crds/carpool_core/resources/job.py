@@ -209,7 +209,13 @@ class Attempt(Resource, frozen=True, kw_only=True):
     number: Annotated[int, field("Number of the attempt, from 1.", ge=1)]
     started_at: Annotated[str, field("When its pods were created, RFC 3339.")] = ""
     ended_at: Annotated[str, field("When it ended, RFC 3339.")] | None = None
-    outcome: Annotated[str, field("Running, Complete, or the reason of the failure, one CamelCase word.")] = "Running"
+    outcome: Annotated[
+        str,
+        field(
+            "Creating, Running (its pods exist, and may wait for a place), Complete, or the reason of the failure, one "
+            "CamelCase word."
+        ),
+    ] = "Running"
     message: Annotated[str, field("A sentence for people.", max_length=4096)] = ""
     pod_uids: Annotated[
         list[PodUid],

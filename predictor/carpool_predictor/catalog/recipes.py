@@ -129,4 +129,4 @@ def _unknown(library: str, name: str, names: Sequence[str]) -> TraceError:
 
 
 def _missing(library: str, error: ImportError) -> TraceError:
-    return TraceError("TorchMissing", f"{library} is not installed ({error}); run pip install 'carpool[trace]'")
+    return TraceError("TorchMissing", f"{library} is not installed ({error}); install Carpool's extra trace")

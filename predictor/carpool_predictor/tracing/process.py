@@ -85,7 +85,7 @@ def torch_missing(detail: str = "") -> Abstention:
     found = f" ({detail})" if detail else ""
     return Abstention(
         reason="TorchMissing",
-        message=f"computing a model's features needs PyTorch{found}: install carpool[trace] here, or give "
+        message=f"computing a model's features needs PyTorch{found}: install Carpool's extra trace here, or give "
         "spec.model.features as `carpool graph` prints them elsewhere",
     )
 

@@ -49,7 +49,7 @@ def read(data: Path) -> Pool:
         from carpool_research.slowdown import gavel  # scipy, which nobody else here needs
     except ImportError as error:
         raise WorkloadError(
-            f'expected {error.name} for Gavel\'s pairs, found none; run: pip install "carpool[simulate]"'
+            f"expected {error.name} for Gavel's pairs, found none; run: pip install '.[simulate]'"
         ) from error
     try:
         measured = gavel.read(data)
