@@ -13,6 +13,7 @@ import click
 from click.shell_completion import ShellComplete, get_completion_class
 
 from carpool_core import crdgen
+from carpool_core.settings import InputError
 
 
 class Subcommand(NamedTuple):
@@ -72,7 +73,7 @@ def _missing(name: str, place: Subcommand, error: ModuleNotFoundError) -> click.
     advice = f"install it from a checkout of Carpool: pip install '.[{place.extra}]'"
 
     def fail() -> None:
-        raise click.UsageError(f"`carpool {name}` needs the Python module {error.name!r}; {advice}")
+        raise InputError(f"`carpool {name}` needs the Python module {error.name!r}; {advice}")
 
     return click.Command(
         name,
