@@ -12,7 +12,7 @@ CLUSTER_TESTS = $(BIN)/python -m pytest -m e2e -n 2 --dist loadfile --no-loadsco
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-clean test test-unit lint bench experiments crds protos docs image krew release clean
+.PHONY: help install demo demo-clean test test-unit lint bench experiments crds protos docs site image krew release clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -67,6 +67,9 @@ protos: install ## generate the gRPC stubs of the kubelet's APIs
 
 docs: install ## write docs/reference/ from the code, and the dashboards of the chart
 	PYTHONPATH=docs $(BIN)/python -m carpool_docs
+
+site: install ## the documentation as pages, into out/site/index.html
+	$(BIN)/sphinx-build --quiet --fail-on-warning --builder html --doctree-dir out/doctrees docs out/site
 
 image: install ## the three images into dist/images.tar, an OCI archive, without Docker
 	$(BIN)/python -m carpool_e2e images --out dist/images.tar --commit "$$(git describe --always --dirty --exclude='*' --abbrev=12)"
