@@ -1,7 +1,7 @@
 """A training step in numbers: traced records, the cost at any batch size, and reasons not to trust them. No PyTorch."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -9,6 +9,9 @@ from typing import NamedTuple
 import msgspec
 from carpool_core.resources.features import ALL_LINEAR, Adapter, LayerCounts, ModelFeatures, Parallelism, TracedStep
 from carpool_core.resources.job import Training
+from carpool_core.values import Precision
+
+from carpool_predictor.optimizers import TABLE
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -151,8 +154,25 @@ def cost_at(features: ModelFeatures, batch_size: int) -> StepCost:
     """Return the cost at a batch size, linear between the nearest traced steps; no number falls as the batch grows.
 
     With a single traced step, activations, FLOPs and bytes are proportional to the batch; other memory is constant.
+    Below the smallest traced step the peak is at least that of the update, which no batch makes smaller.
     """
-    steps = features.steps
+    cost = _between(features.steps, batch_size)
+    if batch_size >= features.steps[0].batch_size:
+        return cost
+    peak = max(cost.peak_bytes, min(_update_bytes(features), features.steps[0].peak_bytes))
+    return cost._replace(peak_bytes=peak, reserved_bytes=max(cost.reserved_bytes, peak))
+
+
+def _update_bytes(features: ModelFeatures) -> float:
+    """Return the bytes of weights, gradients, optimizer state and temporaries during the update; 0 if divided."""
+    if features.parallelism is not None:
+        return 0.0
+    itemsize = 2 if features.precision is Precision.BF16 else 4
+    per_parameter = itemsize + TABLE[features.optimizer].update_per_parameter(itemsize)
+    return features.parameter_bytes + features.trainable_parameters * per_parameter
+
+
+def _between(steps: Sequence[TracedStep], batch_size: int) -> StepCost:
     if len(steps) == 1:
         return _scaled(steps[0], batch_size / steps[0].batch_size)
     costs = list(accumulate(map(_scaled, steps), lambda one, other: StepCost(*map(max, one, other))))

@@ -95,6 +95,11 @@ class OptimizerMemory:
         """Return the bytes of state per parameter of a large matrix."""
         return self.state(_MATRIX, itemsize) / math.prod(_MATRIX)
 
+    def update_per_parameter(self, itemsize: int) -> float:
+        """Return the same with the temporaries, if those of all tensors are alive together."""
+        temporaries = self.temporaries(_MATRIX, itemsize) / math.prod(_MATRIX) if self.at_once else 0.0
+        return self.state_per_parameter(itemsize) + temporaries
+
 
 _FUSED_ADAM = OptimizerMemory(_copies(2), _NOTHING, False, "torch/optim/adam.py, _fused_adam: one kernel, in place")
 _FOREACH_ADAM = OptimizerMemory(

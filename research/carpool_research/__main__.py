@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from carpool_research.catalog_sweep import pack_command, sweep
+from carpool_research.measured import measured
 from carpool_research.published import published
 from carpool_research.report import Report
 from carpool_research.tables import DataError, check_header
@@ -200,6 +201,7 @@ def _known(name: str, names: Iterable[str], what: str) -> str:
 main.add_command(sweep)
 main.add_command(pack_command)
 main.add_command(published)
+main.add_command(measured)
 
 if __name__ == "__main__":
     main(prog_name="python -m carpool_research")

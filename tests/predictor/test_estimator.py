@@ -107,6 +107,15 @@ def test_one_traced_step_scales_only_what_is_not_constant() -> None:
     assert cost.kernels == 500
 
 
+def test_a_batch_below_the_traced_ones_needs_at_least_the_memory_of_the_update() -> None:
+    """On an H100 this job's tensors took 3,175 MiB; a line through the traced batches said 2,480."""
+    job = Training(batch_size=1, optimizer=Optimizer.ADAMW)
+    found = store.shipped().features(CatalogModel(name="transformers/EleutherAI/pythia-160m"), job)
+    assert found is not None
+    assert found.steps[0].batch_size > 1
+    assert cost_at(found, 1).peak_bytes / MIB == pytest.approx(3096, rel=0.001), "five times the weights, as traced"
+
+
 KNOWN = CatalogModel(name="timm/vgg11_bn")
 SGD = Training(batch_size=64, optimizer=Optimizer.SGD_MOMENTUM)
 
