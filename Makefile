@@ -12,7 +12,7 @@ CLUSTER_TESTS = $(BIN)/python -m pytest -m e2e -n 2 --dist loadfile --no-loadsco
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-clean test test-unit lint bench experiments crds protos docs site image krew release clean
+.PHONY: help install demo demo-clean test test-unit lint bench experiments measured crds protos docs site image krew release clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -58,6 +58,9 @@ bench: install ## measure, and write docs/benchmarks.md
 
 experiments: install ## run published workloads in the simulator, and write docs/experiments.md (needs CARPOOL_DATA)
 	$(BIN)/python -m carpool_research experiments
+
+measured: install ## judge the shipped models on this project's own measurements of an H100
+	$(BIN)/python -m carpool_research measured
 
 crds: install ## generate the CRDs from the Python types
 	$(BIN)/carpool crds --out crds --out helm/carpool/definitions

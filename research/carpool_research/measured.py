@@ -4,6 +4,7 @@ Memory, activity and step time are predicted as `carpool predict` would, from st
 alone. Slowdowns follow from the activity that was measured alone, as in `evaluate --suite slowdown --frozen`.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,24 +18,31 @@ from carpool_core.resources.job import CatalogModel, Training
 from carpool_core.resources.prediction import Interval, ProductPrediction
 from carpool_core.values import SharingMode
 from carpool_predictor.catalog import store
+from carpool_predictor.models.memory import Pair, fit_line
 from carpool_predictor.models.slowdown import slowdowns, upper_factor
 from carpool_predictor.profiler.machine import Workload
 from carpool_predictor.profiler.session import COLUMNS, MeasuredRow
 from carpool_simulator.power import power_of
+from numpy.typing import NDArray
 
 from carpool_research.published import Case, Judged, judge, memory_row
 from carpool_research.report import markdown
-from carpool_research.tables import read_table
+from carpool_research.slowdown.fit import limits_table
+from carpool_research.tables import DataError, read_table
 
 ROWS = Path(__file__).parents[1] / "measurements" / "h100_80gb_sharing.csv"
 HOST_BOUND = 60.0
 """GPU utilization alone, in percent, below which a step counts as limited by the processor."""
+SLOWED = {False: f"utilization ≥ {HOST_BOUND:g}%", True: f"utilization < {HOST_BOUND:g}%"}
+"""Names of jobs by whether the processor limits them."""
+Numbers = NDArray[np.float64]
 PEAKS = ("allocated", "reserved", "process")
 ACTIVITY = (
     ("gpu_util_percent", "GPU utilization", 1), ("sm_active_ratio", "SM activity", 100),
     ("sm_occupancy_ratio", "SM occupancy", 100), ("dram_active_ratio", "DRAM activity", 100),
 )  # fmt: skip
-MODES = {SharingMode.TIME_SLICING: "time-slicing", SharingMode.MPS: "mps"}
+MODES = {"time-slicing": SharingMode.TIME_SLICING, "mps": SharingMode.MPS}
+PAIR = 2
 _TEXTS = ("reason", "partners")
 
 
@@ -79,17 +87,17 @@ def cases(rows: Sequence[MeasuredRow]) -> dict[str, list[Case]]:
     }
 
 
+def is_host_bound(row: MeasuredRow) -> bool:
+    """Whether the processor limits the step of a job alone."""
+    return (row.gpu_util_percent or 0.0) < HOST_BOUND
+
+
 @dataclass(frozen=True)
 class Alone:
     """A job alone, in one mode, beside its prediction."""
 
     row: MeasuredRow
     prediction: ProductPrediction
-
-    @property
-    def is_host_bound(self) -> bool:
-        """Whether the processor limits the step."""
-        return (self.row.gpu_util_percent or 0.0) < HOST_BOUND
 
 
 def alone(rows: Sequence[MeasuredRow], judged: Sequence[Judged]) -> list[Alone]:
@@ -108,6 +116,7 @@ def memory_table(judged: Mapping[str, Sequence[Judged]]) -> str:
     for kind, of in judged.items():
         ratios = [one.bound_mib / (one.case.memory_mib or 1) for one in of]
         table.append({"peak": kind} | memory_row(of) | {"widest bound": f"{max(ratios):.2f}"})
+    table.append(line_row(judged["process"]))
     return markdown(table)
 
 
@@ -134,9 +143,9 @@ def step_time_table(found: Sequence[Alone]) -> str:
 
 def _groups(found: Sequence[Alone]) -> dict[str, list[Alone]]:
     by: dict[str, Callable[[Alone], bool]] = {
-        f"utilization ≥ {HOST_BOUND:g}%, fp32": lambda one: not one.is_host_bound and one.row.precision == "fp32",
-        f"utilization ≥ {HOST_BOUND:g}%, bf16-mixed": lambda one: not one.is_host_bound and one.row.precision != "fp32",
-        f"utilization < {HOST_BOUND:g}%": lambda one: one.is_host_bound,
+        f"{SLOWED[False]}, fp32": lambda one: not is_host_bound(one.row) and one.row.precision == "fp32",
+        f"{SLOWED[False]}, bf16-mixed": lambda one: not is_host_bound(one.row) and one.row.precision != "fp32",
+        SLOWED[True]: lambda one: is_host_bound(one.row),
         "all": lambda _: True,
     }
     chosen = {name: list(filter(is_chosen, found)) for name, is_chosen in by.items()}
@@ -188,49 +197,125 @@ def _constant_error(values: Sequence[float]) -> float:
     return fmean(abs(value - median(values)) for value in values)
 
 
-def slowdown_table(rows: Sequence[MeasuredRow]) -> str:
-    """Return errors of the slowdown by mode and number of jobs; the jobs' activity is that measured alone."""
-    profiles = {(row.mode, workload(row).key): row for row in rows if not row.partners}
+def spread_table(rows: Sequence[MeasuredRow]) -> str:
+    """Return how much the step time of a job alone differs between both modes, which should make no difference."""
+    by_job = defaultdict(list)
+    for row in rows:
+        if not row.partners:
+            by_job[workload(row)].append(row)
+    twice = [of for of in by_job.values() if len(of) > 1]
     table = []
-    for mode in (SharingMode.TIME_SLICING, SharingMode.MPS):
-        for jobs in (2, 3):
-            of = [row for row in rows if row.mode == MODES[mode] and row.partners.count("+") == jobs - 2 and row.partners]
-            groups = [[profiles[row.mode, key] for key in (workload(row).key, *row.partners.split("+"))] for row in of]
-            busy, sm, dram = (
-                np.array([[getattr(one, column) * unit for one in group] for group in groups])
-                for column, unit in (("gpu_util_percent", 0.01), ("sm_active_ratio", 1), ("dram_active_ratio", 1))
-            )
-            measured = np.array([row.slowdown for row in of], np.float64)
-            median_s = slowdowns(mode, busy, sm, dram)[:, 0]
-            upper = median_s * upper_factor(mode, busy)[:, 0]
-            others = {
-                "no slowdown": np.ones(len(of)),
-                "max(1, Σutil)": np.maximum(1.0, busy.sum(axis=1)),
-                "shipped": median_s,
-            }
+    for name, wanted in ((SLOWED[False], False), (SLOWED[True], True)):
+        chosen = [of for of in twice if any(map(is_host_bound, of)) is wanted]
+        differences = [max(r.step_time_s or 0 for r in of) / min(r.step_time_s or 0 for r in of) - 1 for of in chosen]
+        if differences:
+            quantiles = np.quantile(differences, [0.5, 0.9])
+            heads = ("median difference", "90% quantile")
             table.append(
-                {"mode": mode, "jobs": str(jobs), "slowdowns": str(len(of)), "mean": f"{measured.mean():.2f}"}
-                | {f"error of speed, {name}": f"{np.abs(1 / one - 1 / measured).mean():.3f}" for name, one in others.items()}
-                | {"below the upper end": f"{(measured <= upper).mean():.1%}"}
+                {"jobs": name, "measured twice": str(len(chosen))}
+                | {head: f"{value:.1%}" for head, value in zip(heads, quantiles, strict=True)}
             )
     return markdown(table)
+
+
+@dataclass(frozen=True)
+class Together:
+    """Runs of equally many jobs in one mode; arrays have one element per job of a run."""
+
+    mode: str
+    jobs: int
+    measured: Numbers
+    """Slowdowns."""
+    busy: Numbers
+    """(n, jobs) Utilization alone, 0..1, the slowed job's first."""
+    median: Numbers
+    """Slowdowns by the shipped model."""
+    upper: Numbers
+    """Upper ends of their intervals."""
+
+
+def together(rows: Sequence[MeasuredRow]) -> list[Together]:
+    """Return the runs of several jobs; their predictions follow from the activity alone in the same mode."""
+    profiles = {(str(row.mode), workload(row).key): row for row in rows if not row.partners}
+    groups: dict[tuple[str, int], list[MeasuredRow]] = defaultdict(list)
+    for row in rows:
+        if row.partners:
+            groups[row.mode, row.partners.count("+") + 2].append(row)
+    found = []
+    for (name, jobs), of in sorted(groups.items()):
+        each = [[profiles[name, key] for key in (workload(row).key, *row.partners.split("+"))] for row in of]
+        columns = (("gpu_util_percent", 0.01), ("sm_active_ratio", 1), ("dram_active_ratio", 1))
+        busy, sm, dram = (np.array([[unit * getattr(r, c) for r in run] for run in each]) for c, unit in columns)
+        shipped = slowdowns(MODES[name], busy, sm, dram)[:, 0]
+        upper = shipped * upper_factor(MODES[name], busy)[:, 0]
+        found.append(Together(name, jobs, np.array([r.slowdown for r in of], np.float64), busy, shipped, upper))
+    return found
+
+
+def slowdown_table(runs: Sequence[Together]) -> str:
+    """Return errors of the slowdown by mode, number of jobs, and what limits the slowed one."""
+    table = []
+    for of in runs:
+        waits = of.busy[:, 0] < HOST_BOUND / 100
+        predicted = {"none": np.ones(len(waits)), "max(1, Σutil)": np.maximum(1.0, of.busy.sum(axis=1))}
+        predicted["shipped"] = of.median
+        for slowed, chosen in (("all", waits | ~waits), (SLOWED[False], ~waits), (SLOWED[True], waits)):
+            if chosen.any():
+                measured = of.measured[chosen]
+                errors = {head: np.abs(1 / one[chosen] - 1 / measured).mean() for head, one in predicted.items()}
+                table.append(
+                    {"mode": of.mode, "jobs": str(of.jobs), "slowed": slowed, "slowdowns": str(len(measured))}
+                    | {"mean": f"{measured.mean():.2f}"}
+                    | {f"error of speed, {head}": f"{error:.3f}" for head, error in errors.items()}
+                    | {"below the upper end": f"{(measured <= of.upper[chosen]).mean():.1%}"}
+                )
+    return markdown(table)
+
+
+def limits(runs: Sequence[Together]) -> str:
+    """Return which pairs share under limits, and how many of them exceed the limit."""
+    return markdown(
+        [
+            {"mode": of.mode} | row
+            for of in runs
+            if of.jobs == PAIR
+            for row in limits_table(of.measured, {"median": of.median, "upper": of.upper}, {})
+        ]
+    )
+
+
+LINE_JOBS, DRAWS = 3, 200
+
+
+def line_row(judged: Sequence[Judged]) -> dict[str, str]:
+    """Return the error of a line from a few jobs, as a site's calibration fits it, on the other jobs."""
+    by_name = {one.case.name: Pair(one.context.reserved_mib, one.case.memory_mib or 1.0) for one in judged}
+    pairs, rng, errors = list(by_name.values()), np.random.default_rng(0), list[float]()
+    for _ in range(DRAWS):
+        order = rng.permutation(len(pairs))
+        slope, intercept = fit_line([pairs[i] for i in order[:LINE_JOBS]])
+        others = [pairs[i] for i in order[LINE_JOBS:]]
+        errors += [abs((slope * p.simulated_mib + intercept) / p.measured_mib - 1) for p in others]
+    return {"peak": f"process, from {LINE_JOBS} other jobs", "median error": f"{median(errors):.1%}"}
 
 
 def texts(rows: Sequence[MeasuredRow]) -> dict[str, str]:
     """Return the tables by title."""
     of_kinds = cases(rows)
     features = {
-        one.name: found
+        one.name: stored
         for one in of_kinds["process"]
-        if one.model is not None and (found := store.features(one.model, one.training)) is not None
+        if one.model is not None and (stored := store.features(one.model, one.training)) is not None
     }
     judged = {kind: list(judge(of, features)) for kind, of in of_kinds.items()}
-    found = alone(rows, judged["process"])
+    found, runs = alone(rows, judged["process"]), together(rows)
     return {
         "Memory of jobs alone": memory_table(judged),
         "Step time of jobs alone": step_time_table(found),
+        "The same job alone, in both modes": spread_table(rows),
         "Activity of jobs alone": activity_table(found),
-        "Slowdowns": slowdown_table(rows),
+        "Slowdowns": slowdown_table(runs),
+        "Pairs that a limit on both jobs admits": limits(runs),
     }
 
 
@@ -238,5 +323,9 @@ def texts(rows: Sequence[MeasuredRow]) -> dict[str, str]:
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False), default=ROWS)
 def measured(file: Path) -> None:
     """Judge the shipped models on a file of `carpool profile`, and print tables; the default is this project's own."""
-    for title, table in texts(read(file)).items():
+    try:
+        tables = texts(read(file))
+    except DataError as e:
+        raise click.UsageError(str(e)) from e
+    for title, table in tables.items():
         click.echo(f"{title}\n\n{table}\n")

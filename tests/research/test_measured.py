@@ -1,0 +1,63 @@
+"""The shipped models on this project's own measurements, as the tables of docs/measurements.md show them."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from carpool_core.values import SharingMode
+from carpool_predictor.models.slowdown import slowdowns
+from carpool_predictor.profiler.session import COLUMNS
+from carpool_research import measured
+from carpool_research.measured import ROWS, read, texts, together, workload
+from click.testing import CliRunner
+
+PAGE = Path(__file__).parents[2] / "docs" / "measurements.md"
+
+
+def test_every_job_of_the_file_was_measured_alone_in_both_modes() -> None:
+    rows = read()
+    alone = {(row.mode, workload(row).key) for row in rows if not row.partners}
+    assert len(rows) == 222
+    assert len(alone) == 2 * len({job for _, job in alone}) == 72
+
+
+def test_the_page_shows_the_tables_of_the_shipped_models() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert [title for title, table in texts(read()).items() if f"## {title}\n\n{table}\n" not in page] == []
+
+
+def test_the_bound_covers_every_measured_peak() -> None:
+    found = [line.split("|") for line in texts(read())["Memory of jobs alone"].splitlines()]
+    assert [cells[4] for cells in found if cells[1] == "process"] == ["72 of 72"]
+
+
+@pytest.mark.parametrize("mode", ["time-slicing", "mps"])
+def test_slowdowns_follow_from_the_activity_alone_in_the_same_mode(mode: str) -> None:
+    """The own job comes first, and its partners in the order of the row."""
+    rows = read()
+    alone = {workload(row).key: row for row in rows if not row.partners and row.mode == mode}
+    row = next(row for row in rows if row.mode == mode and row.partners.count("+") == 1)
+    jobs = [alone[key] for key in (workload(row).key, *row.partners.split("+"))]
+    util = np.array([[(one.gpu_util_percent or 0) / 100 for one in jobs]])
+    sm, dram = (np.array([[getattr(one, name) for one in jobs]]) for name in ("sm_active_ratio", "dram_active_ratio"))
+    kind = SharingMode.MPS if mode == "mps" else SharingMode.TIME_SLICING
+    found = next(of for of in together(rows) if (of.mode, of.jobs) == (mode, 3))
+    assert found.measured[0] == row.slowdown
+    assert found.median[0] == pytest.approx(slowdowns(kind, util, sm, dram)[0, 0])
+    assert (found.upper > found.median).all()
+
+
+def test_a_file_without_the_columns_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("run,mode\n")
+    result = CliRunner().invoke(measured.measured, [str(path)])
+    assert result.exit_code == 2
+    assert "lacks the columns" in result.stderr
+
+
+def test_rows_that_failed_are_left_out(tmp_path: Path) -> None:
+    lines = ROWS.read_text().splitlines()
+    path = tmp_path / "rows.csv"
+    cells = dict(zip(COLUMNS, lines[1].split(","), strict=True)) | {"status": "failed", "step_time_s": ""}
+    path.write_text("\n".join([*lines, ",".join(cells.values())]) + "\n")
+    assert len(read(path)) == 222
