@@ -30,13 +30,14 @@ from carpool_extender.settings import AskSettings
 from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
-from fastapi.responses import HTMLResponse, StreamingResponse
+from fastapi.responses import FileResponse, HTMLResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from carpool_board.plan import NoPlanError, Plan, read_plan
 from carpool_board.viewers import OF_GPUS, OF_QUEUE, Right, Viewers, bearer_token
 from carpool_board.views import GpuPage, JobReport, Show, gpu_page, job_report
 from carpool_board.watch import GPUS, QUEUE, ClusterWatch
@@ -71,13 +72,15 @@ class Board:
         site: Installation by whose settings jobs are explained, as NAMESPACE/NAME.
         needs_token: Whether each request needs the viewer's bearer token.
         namespace: Namespace of the jobs that are listed if none is named; empty means all.
+        plan: Folder of a simulation.
     """
 
     def __init__(
-        self, viewers: Viewers, watch: ClusterWatch, clock: Clock, site: str, *, needs_token: bool, namespace: str = ""
-    ) -> None:
+        self, viewers: Viewers, watch: ClusterWatch, clock: Clock, site: str, *, needs_token: bool, namespace: str = "",
+        plan: Path = Path(),
+    ) -> None:  # fmt: skip
         self._viewers, self.watch, self._clock, self._site = viewers, watch, clock, site
-        self.needs_token, self._namespace = needs_token, namespace
+        self.needs_token, self._namespace, self._plan = needs_token, namespace, plan
         self._explaining = asyncio.Semaphore(_EXPLANATIONS)
 
     def _token(self, request: Request) -> str | None:
@@ -134,6 +137,18 @@ class Board:
         async with self._explaining:
             return await asyncio.to_thread(lambda: asyncio.run(answer()))
 
+    async def plan(self, request: Request) -> Plan:
+        """Return the results of a simulation."""
+        await self._viewers.require(self._token(request), *OF_GPUS)
+        return read_plan(self._plan)
+
+    async def picture(self, request: Request, name: str) -> Response:
+        """Return a picture of that simulation."""
+        await self._viewers.require(self._token(request), *OF_GPUS)
+        if name not in read_plan(self._plan).pictures:
+            raise NotFound(f"no picture {name} in {self._plan}", status=404)
+        return FileResponse(self._plan / name, media_type="image/png")
+
     async def notices(self, request: Request, topic: Annotated[str, Query(max_length=320)]) -> Response:
         """Return a stream of server-sent events: one after changes of a topic."""
         namespace, _, name = topic.partition("/")
@@ -172,11 +187,13 @@ def create_app(board: Board) -> FastAPI:
               "One job with its timeline"),
         Route("/v1/explain/{namespace}/{name}", "/jobs/{namespace}/{name}/explain", "explain.html", board.explain,
               AnswerView, "Where a job is, and why not elsewhere"),
+        Route("/v1/plan", "/plan", "plan.html", board.plan, Plan, "Results of a simulation"),
     )  # fmt: skip
     app.openapi = lambda: _openapi(app, [one.document for one in routes])  # type: ignore[method-assign]
     app.add_middleware(_Guard, checks_host=not board.needs_token)
     app.mount("/static", StaticFiles(directory=Path(__file__).with_name("static")))
     app.get("/events", include_in_schema=False)(board.notices)
+    app.get("/plan/{name}", include_in_schema=False)(board.picture)
     templates = _environment()
 
     def page(request: Request, template: str, status: int = 200, **values: Any) -> Response:
@@ -211,7 +228,7 @@ def create_app(board: Board) -> FastAPI:
             answer.headers["WWW-Authenticate"] = "Bearer"
         return answer
 
-    errors = (KubeError, KubeConfigError, SettingsError, UnansweredError, NoSuchJobError)
+    errors = (KubeError, KubeConfigError, SettingsError, UnansweredError, NoSuchJobError, NoPlanError)
     for kind in (*errors, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, failed)
     return app
@@ -222,7 +239,7 @@ def _described(error: Exception) -> tuple[int, str]:
     match error:
         case Forbidden():
             return 401 if error.status == 401 else 403, str(error)
-        case NoSuchJobError() | NotFound():
+        case NoSuchJobError() | NoPlanError() | NotFound():
             return 404, str(error)
         case UnansweredError():
             return 404, error.message
@@ -231,7 +248,7 @@ def _described(error: Exception) -> tuple[int, str]:
         case RequestValidationError():
             return 400, "; ".join(f"{one['loc'][-1]}: {one['msg']}, found {one['input']!r}" for one in error.errors())
         case HTTPException(status_code=404):
-            return 404, "no such page; the pages are /, /queue, /jobs and /v1"
+            return 404, "no such page; the pages are /, /queue, /jobs, /plan and /v1"
         case HTTPException():
             return error.status_code, str(error.detail)
         case _:

@@ -5,6 +5,7 @@ import socket
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import click
 import uvicorn
@@ -62,6 +63,12 @@ class BoardSettings:
         "ConfigMap NAME-settings. If empty, the defaults apply.",
         allow_empty=True,
     )
+    plan: str = setting(
+        "out",
+        flag="--plan",
+        env="CARPOOL_BOARD_PLAN",
+        help="Folder into which `carpool simulate` wrote, for the page of capacity planning.",
+    )
     kube: KubeSettings = field(default_factory=KubeSettings)
     log: LogSettings = field(default_factory=LogSettings)
 
@@ -105,7 +112,17 @@ async def serve(settings: BoardSettings, clock: Clock) -> None:
     async with connect(None) as api:
         watch = ClusterWatch(api, clock, lambda: read_site(api, asked, frozenset(), clock))
         namespace = "" if needs_token else endpoint.namespace
-        app = create_app(Board(viewers, watch, clock, settings.site, needs_token=needs_token, namespace=namespace))
+        app = create_app(
+            Board(
+                viewers,
+                watch,
+                clock,
+                settings.site,
+                needs_token=needs_token,
+                namespace=namespace,
+                plan=Path(settings.plan),
+            )
+        )
         config = uvicorn.Config(
             app, host=settings.host, port=settings.port, lifespan="off", ws="none", access_log=False, log_config=None,
             log_level="warning", proxy_headers=False, server_header=False, timeout_graceful_shutdown=_SHUTDOWN_S,

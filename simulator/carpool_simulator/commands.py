@@ -31,7 +31,11 @@ class NothingPlacedError(click.ClickException):
     type=click.Path(path_type=Path),
     help="The trace, CSV with the columns timestamp, duration and num_gpus.",
 )
-@click.option("--cluster", type=click.Path(path_type=Path), help="The cluster, YAML; Philly's when left out.")
+@click.option(
+    "--cluster",
+    type=click.Path(path_type=Path),
+    help="The cluster: YAML, or what `kubectl get gpunodes --output yaml` prints. Philly's when left out.",
+)
 @click.option(
     "--policies",
     "--policy",

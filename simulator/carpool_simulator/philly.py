@@ -13,9 +13,9 @@ from typing import Annotated
 
 import msgspec
 from carpool_core.products import UnknownProductError, find_product
-from carpool_core.resources.node import MAX_GPUS, Device
+from carpool_core.resources.node import MAX_GPUS, Device, GpuNode
 from carpool_core.resources.schema import describe_decode_error
-from carpool_core.values import GpuUuid, SharingMode
+from carpool_core.values import DeviceHealth, GpuUuid, SharingMode
 from carpool_extender.framework.filters import pluralize
 from carpool_extender.queue.order import QueueOrder
 from msgspec import Meta
@@ -301,14 +301,23 @@ def default_cluster() -> dict[str, list[Device]]:
     }
 
 
+class _Listed(msgspec.Struct, frozen=True):
+    """What `kubectl get gpunodes --output json` prints, or yaml."""
+
+    items: list[GpuNode]
+
+
 def read_cluster(path: Path) -> dict[str, list[Device]]:
-    """Read a cluster file.
+    """Read a cluster file, or a list of GpuNodes, whose healthy GPUs count.
 
     Raises:
         WorkloadError: The file is missing, is no YAML, has an invalid field, or names an unknown product.
     """
     try:
-        found = msgspec.yaml.decode(path.read_bytes(), type=ClusterFile)
+        read = msgspec.yaml.decode(path.read_bytes())
+        if isinstance(read, dict) and "items" in read:
+            return _reported(path, msgspec.convert(read, _Listed))
+        found = msgspec.convert(read, ClusterFile)
         groups = [(group, find_product(group.product).name) for group in found.nodes]
     except OSError as error:
         raise WorkloadError(
@@ -329,6 +338,19 @@ def read_cluster(path: Path) -> dict[str, list[Device]]:
     if not nodes:
         raise WorkloadError(f"{path}: expected at least one node, found none")
     return nodes
+
+
+def _reported(path: Path, listed: _Listed) -> dict[str, list[Device]]:
+    """Return the healthy GPUs of nodes. Raises WorkloadError without any, and UnknownProductError."""
+    nodes = {
+        node.metadata.name: [one for one in node.status.devices if one.health is DeviceHealth.HEALTHY]
+        for node in listed.items
+    }
+    for device in (one for devices in nodes.values() for one in devices):
+        find_product(device.product)
+    if not any(nodes.values()):
+        raise WorkloadError(f"{path}: expected at least one healthy GPU in status.devices of a GpuNode, found none")
+    return {name: devices for name, devices in nodes.items() if devices}
 
 
 def devices_of(node: str, product: str, count: int) -> list[Device]:

@@ -52,6 +52,8 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     """Processor time of one run of each strategy, in seconds."""
     made: Provenance = Provenance()
     """Time and version of the run."""
+    table: list[list[str]] = []
+    """Cells of the table, its head first."""
 
 
 def write(out: Path, name: str, workload: Workload, results: Sequence[PolicyResult], made: Provenance) -> None:
@@ -64,6 +66,7 @@ def write(out: Path, name: str, workload: Workload, results: Sequence[PolicyResu
         assumptions=list(workload.assumptions),
         cpu_s={one.strategy.name: round(one.cpu_s / seeds, 1) for one in results},
         made=made,
+        table=table(results, workload.shown),
     )
     (out / f"{name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(about)) + b"\n")
     with (out / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
@@ -97,7 +100,13 @@ def section(workload: Workload, assumptions: Sequence[str], results: Sequence[Po
 
 
 def markdown(results: Sequence[PolicyResult], shown: Sequence[str] = ()) -> list[str]:
-    """Return a Markdown table of these figures, the usual ones if empty, with a line for each strategy.
+    """Return `table` in Markdown."""
+    head, *rows = table(results, shown)
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
+
+
+def table(results: Sequence[PolicyResult], shown: Sequence[str] = ()) -> list[list[str]]:
+    """Return the head and a row for each strategy, with these figures, the usual ones if empty.
 
     It has the mean, the standard deviation of several seeds, and the change against the first line.
     """
@@ -106,8 +115,7 @@ def markdown(results: Sequence[PolicyResult], shown: Sequence[str] = ()) -> list
     head = ["strategy"]
     for name in names:
         head += [HEADS[name], "change"] if name in COMPARED else [HEADS[name]]
-    rows = [head, ["---"] * len(head), *(_cells(one, results[0], names) for one in results)]
-    return [f"| {' | '.join(row)} |" for row in rows]
+    return [head, *(_cells(one, results[0], names) for one in results)]
 
 
 def _cells(one: PolicyResult, first: PolicyResult, names: Sequence[str]) -> list[str]:

@@ -1,9 +1,14 @@
 """A board behind a real HTTP server, on an API server in memory that knows the rights of several viewers."""
 
 import asyncio
+import atexit
 import contextlib
+import functools
+import shutil
+import tempfile
 from collections.abc import AsyncIterator, Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -22,9 +27,11 @@ from carpool_extender.explain.commands import read_site, rights_remedy
 from carpool_extender.settings import AskSettings
 from carpool_extender.testing import device, gpu_node, seed_job, seed_node, seed_pod, tenant, until
 from carpool_extender.uvicorn_server import Server
+from carpool_simulator.commands import simulate
+from click.testing import CliRunner
 
 SITE = "carpool-system/carpool"
-PAGES = ("/", "/queue", "/jobs", "/jobs/default/small-a", "/jobs/default/small-a/explain", "/v1")
+PAGES = ("/", "/queue", "/jobs", "/jobs/default/small-a", "/jobs/default/small-a/explain", "/plan", "/v1")
 EVERYTHING = frozenset({"*/gputrainingjobs", "*/gpunodes", "*/pods", "*/nodes", "*/events", "*/configmaps"})
 
 
@@ -91,9 +98,27 @@ class World:
         return msgspec.json.decode(text)
 
 
+@functools.cache
+def simulated() -> Path:
+    """A folder with the results of a small simulation of the cluster's GPUs."""
+    folder = Path(tempfile.mkdtemp(prefix="carpool-plan-"))
+    atexit.register(shutil.rmtree, folder)
+    lines = ["timestamp,duration,num_gpus", *(f"{at_s},600,1" for at_s in range(4))]
+    (folder / "trace.csv").write_text("\n".join(lines))
+    (folder / "gpus.yaml").write_bytes(msgspec.yaml.encode({"kind": "List", "items": [shared_node()]}))
+    files = ["--trace", str(folder / "trace.csv"), "--cluster", str(folder / "gpus.yaml")]
+    done = CliRunner().invoke(simulate, [*files, "--out", str(folder / "out")])
+    assert done.exit_code == 0, done.output
+    return folder / "out"
+
+
 @contextlib.asynccontextmanager
 async def running(
-    kube: FakeKube, *, own: Collection[str] = EVERYTHING, tokens: Mapping[str, Collection[str]] | None = None
+    kube: FakeKube,
+    *,
+    own: Collection[str] = EVERYTHING,
+    tokens: Mapping[str, Collection[str]] | None = None,
+    plan: Path | None = None,
 ) -> AsyncIterator[World]:
     """A board with these rights of its own; `tokens` are the viewers of one that needs tokens."""
     clock = FakeClock()
@@ -103,7 +128,8 @@ async def running(
 
     viewers, asked = Viewers(connect, clock, rights_remedy(SITE)), AskSettings(site=SITE)
     watch = ClusterWatch(connect(None), clock, lambda: read_site(connect(None), asked, frozenset(), clock), shortly)
-    board = Board(viewers, watch, clock, SITE, needs_token=tokens is not None, namespace="" if tokens else "default")
+    board = Board(viewers, watch, clock, SITE, needs_token=tokens is not None, namespace="" if tokens else "default",
+                  plan=plan or simulated())  # fmt: skip
     config = uvicorn.Config(create_app(board), port=0, lifespan="off", ws="none", log_config=None,
                             timeout_graceful_shutdown=1)  # fmt: skip
     server = Server(config, "CARPOOL_BOARD")

@@ -19,14 +19,14 @@ from carpool_core.testing.kube import FakeKube
 from carpool_extender.testing import gpu_node, seed_job, seed_node, seed_pod
 
 LIMIT_S = 60
-PATHS = ("/v1/gpus", "/v1/queue", "/v1/jobs", "/v1/jobs/default/small-a", "/v1/explain/default/small-a")
+PATHS = ("/v1/gpus", "/v1/queue", "/v1/jobs", "/v1/plan", "/v1/jobs/default/small-a", "/v1/explain/default/small-a")
 
 
 async def test_documents_are_those_of_the_commands_and_fit_their_schemas():
     async with running(small_cluster()) as world:
         api = await world.document("/v1/openapi.json")
         routes = [path for path in api["paths"] if "{" not in path]
-        assert {*api["paths"]} == {*PATHS[:3], "/v1/jobs/{namespace}/{name}", "/v1/explain/{namespace}/{name}"}
+        assert {*api["paths"]} == {*PATHS[:4], "/v1/jobs/{namespace}/{name}", "/v1/explain/{namespace}/{name}"}
         for path in PATHS:
             template = path if path in routes else f"/v1/{path.split('/')[2]}/{{namespace}}/{{name}}"
             schema = api["paths"][template]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
@@ -68,6 +68,27 @@ def test_gpus_are_selected_and_divided_into_pages_of_whole_nodes():
     assert [gpu.node for gpu in gpu_page(gpus, "DEFAULT/small-b").items] == ["a100-1"]
     assert gpu_page(gpus, "n059", Show.IDLE).selected == 8
     assert gpu_page(gpus, "nothing").items == []
+
+
+async def test_plan_has_the_table_and_the_pictures_of_a_simulation(tmp_path):
+    async with running(small_cluster()) as world:
+        plan = await world.document("/v1/plan")
+        head, whole, *_ = plan["table"]
+        assert (plan["jobs"], head[0], len(whole)) == (4, "strategy", len(head))
+        _, page = await world.get("/plan")
+        assert whole[0] in page
+        assert "trace-utilization.png" in plan["pictures"]
+        for name in plan["pictures"]:
+            assert f'src="/plan/{name}"' in page
+            async with world.session.get(f"{world.url}/plan/{name}") as answer:
+                assert (answer.status, (await answer.read())[:4]) == (200, b"\x89PNG")
+        for name in ("trace.json", "..%2Ftrace.csv", "none.png"):
+            assert (await world.get(f"/plan/{name}"))[0] == 404
+    (tmp_path / "trace.json").write_text("{}")
+    for folder in (tmp_path, tmp_path / "none"):
+        async with running(small_cluster(), plan=folder) as world:
+            status, text = await world.get("/plan")
+            assert (status, "run: carpool simulate --trace TRACE.csv --out" in text) == (404, True)
 
 
 async def test_texts_of_users_are_no_html():
@@ -120,7 +141,8 @@ async def test_each_viewer_has_the_rights_of_its_token():
     async with running(small_cluster(), tokens=tokens) as world:
         found = {who: [(await world.get(path, who))[0] for path in PATHS] for who in (*tokens, "wrong", "")}
         assert found == {
-            "all": [200] * 5, "team": [403, 403, 403, 200, 403], "none": [403] * 5, "wrong": [401] * 5, "": [401] * 5,
+            "all": [200] * 6, "team": [403, 403, 403, 403, 200, 403], "none": [403] * 6, "wrong": [401] * 6,
+            "": [401] * 6,
         }  # fmt: skip
         assert (await world.get("/v1/jobs?namespace=team", "team"))[0] == 200
         _, text = await world.get("/v1/gpus", "team")

@@ -7,6 +7,7 @@ from carpool_extender.queue.order import QueueOrder
 from carpool_simulator.commands import simulate
 from carpool_simulator.philly import DECLARED, LEARNED, PREDICTED, SILENT, UNLEARNED, from_trace, read_cluster
 from carpool_simulator.sweep import ARRIVAL, DEFAULT, LONGEST_FIRST
+from carpool_simulator.truth import WorkloadError
 from click.testing import CliRunner
 
 
@@ -36,6 +37,27 @@ def test_without_measurements_jobs_behave_as_predicted(own, monkeypatch):
     assert PREDICTED[1] in written
     carpool = next(row for row in written.splitlines() if row.startswith("| Carpool"))
     assert [cell.strip() for cell in carpool.split("|")][-4] == "0.0", "no job runs out of memory"
+
+
+def test_cluster_is_what_kubectl_prints_of_gpunodes(tmp_path):
+    """Only healthy GPUs count, with the modes and the memory that their agent reports."""
+    file = tmp_path / "gpus.yaml"
+    file.write_text(
+        "kind: List\nitems:\n- {kind: GpuNode, metadata: {name: a}, status: {devices: ["
+        "{uuid: GPU-1, index: 0, product: Tesla T4, memoryMib: 15360, health: Healthy, modes: [Exclusive]},"
+        "{uuid: GPU-2, index: 1, product: Tesla T4, memoryMib: 15360, health: Unhealthy, modes: [Exclusive]}]}}\n"
+        "- {metadata: {name: b}}\n"
+    )
+    ((name, (gpu,)),) = read_cluster(file).items()
+    assert (name, gpu.uuid, gpu.memory_mib) == ("a", "GPU-1", 15360)
+    for text, message in (
+        ("items: []", "expected at least one healthy GPU"),
+        (file.read_text().replace("Tesla T4", "Tesla X9"), "Tesla X9"),
+        ("items: [{metadata: {name: a}, status: {devices: 7}}]", "expected"),
+    ):
+        file.write_text(text)
+        with pytest.raises(WorkloadError, match=message):
+            read_cluster(file)
 
 
 @pytest.mark.parametrize(("arguments", "sentence"), [([], UNLEARNED), (["--learn"], LEARNED)], ids=["no", "learned"])
