@@ -40,6 +40,15 @@ CONDITION_SUSPENDED: Final = "Suspended"
 CONDITION_COMPLETE: Final = "Complete"
 CONDITION_FAILED: Final = "Failed"
 
+CONDITION_STEP_TIME_DRIFT: Final = "StepTimeDrift"
+CONDITION_STALLED: Final = "Stalled"
+CONDITION_MEMORY_NEAR_LIMIT: Final = "MemoryNearLimit"
+CONDITION_STRAGGLER: Final = "Straggler"
+ANOMALIES: Final = (
+    CONDITION_STALLED, CONDITION_STRAGGLER, CONDITION_STEP_TIME_DRIFT, CONDITION_MEMORY_NEAR_LIMIT
+)  # fmt: skip
+"""Conditions that are True while a job behaves unusually, and absent before it did so first."""
+
 CDI_KIND: Final = f"{DOMAIN}/slot"
 """CDI vendor/class of the node agent's anonymous slots."""
 

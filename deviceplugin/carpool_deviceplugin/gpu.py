@@ -142,6 +142,10 @@ def changes_mig(step: Step) -> bool:
     return isinstance(step, CreateInstance | DestroyInstance) or (isinstance(step, SetMode) and step.mode is not None)
 
 
+MIN_BUSY = 0.01
+"""Below this share of the last seconds a pod does not work: it loads, or waits, and may allocate memory later."""
+
+
 class StepCounts(msgspec.Struct, frozen=True):
     """Growth of a pod's step counters between two readings."""
 
@@ -161,6 +165,13 @@ class StepCounts(msgspec.Struct, frozen=True):
     """The same for checkpoints."""
     copy_s: float = 0.0
     """The same for copies from the host to a device."""
+    batches: int = 0
+    """Batches from the data loaders of all processes, also those of an evaluation."""
+
+    def plus(self, other: "StepCounts") -> "StepCounts":
+        """Return the sum."""
+        pairs = zip(msgspec.structs.astuple(self), msgspec.structs.astuple(other), strict=True)
+        return StepCounts(*(one + two for one, two in pairs))
 
 
 class StepReport(msgspec.Struct, frozen=True):
@@ -170,6 +181,8 @@ class StepReport(msgspec.Struct, frozen=True):
     """Training steps since the start of its processes."""
     since: StepCounts
     """Growth since the last reading."""
+    waits_for: str = ""
+    """What a process waits for at this moment: data, checkpoint; empty if for neither."""
 
 
 class ProcessUsage(msgspec.Struct, frozen=True):

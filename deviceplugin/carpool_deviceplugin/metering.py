@@ -9,7 +9,8 @@ from carpool_core.resources.node import Tenant
 from carpool_core.values import GpuUuid, PodUid
 from msgspec.structs import replace
 
-from carpool_deviceplugin.gpu import ProcessUsage, Reading, StepCounts, StepReport
+from carpool_deviceplugin.anomalies import AnomalyWatch, Sample
+from carpool_deviceplugin.gpu import MIN_BUSY, ProcessUsage, Reading, StepCounts, StepReport
 
 SMOOTHING_S = 5.0
 """Time constant of the exponential average in metrics."""
@@ -23,8 +24,6 @@ PROGRESS_EVERY_S = 300.0
 FORMER_SAMPLES = 4
 """Weight of the mean, in samples, after the tenants of the GPU changed: the activity beside the former co-tenants has
 little value, but one pause must not replace it."""
-MIN_BUSY = 0.01
-"""Below this share of the last seconds a pod does not work: it loads, or waits, and may allocate memory later."""
 MIN_CHANGE = 0.10
 """A smaller relative change of a measurement is not written to the API server."""
 MIN_PEAK_CHANGE = 0.01
@@ -59,8 +58,7 @@ class StepMeans(msgspec.Struct, frozen=True):
     def add(self, counts: StepCounts) -> "StepMeans":
         """Add the counters of another reading."""
         scaled = self.scaled(math.exp(-counts.elapsed_s / STATUS_SMOOTHING_S))
-        both = zip(msgspec.structs.astuple(scaled.sums), msgspec.structs.astuple(counts), strict=True)
-        return StepMeans(StepCounts(*(old + new for old, new in both)), self.total + counts.timed_steps)
+        return StepMeans(scaled.sums.plus(counts), self.total + counts.timed_steps)
 
     def scaled(self, factor: float) -> "StepMeans":
         """Return the means with another weight."""
@@ -123,9 +121,27 @@ class Meter:
         self.is_current = False
         """Whether the last reading succeeded."""
         self.usage: dict[PodUid, PodUsage] = {}
+        self._watches: dict[PodUid, AnomalyWatch] = {}
 
-    def sample(self, reading: Reading, reports: Mapping[PodUid, StepReport | None] = {}) -> None:
-        """Add a reading, and the step counters of the pods that report some."""
+    def remember(self, tenants: Iterable[Tenant]) -> None:
+        """Keep the anomalies that an earlier agent wrote, as far as its successor cannot find them."""
+        self._watches = {one.pod_uid: AnomalyWatch(one.anomalies) for one in tenants if one.gpu_uuid == self.uuid}
+
+    def sample(
+        self,
+        reading: Reading,
+        reports: Mapping[PodUid, StepReport | None] = {},
+        limits: Mapping[PodUid, int | None] = {},
+        usable_mib: int | None = None,
+    ) -> None:
+        """Add a reading.
+
+        Args:
+            reading: The reading.
+            reports: Step counters of the pods that report some.
+            limits: Memory limit of the pods with a reservation, in MiB; None without one.
+            usable_mib: Memory of the GPU for all pods; None if unknown.
+        """
         before = None if self.reading is None else _pods(self.reading)
         now = _pods(reading)
         of_pods: dict[PodUid, list[ProcessUsage]] = {pod: [] for pod in self.usage}
@@ -138,9 +154,26 @@ class Meter:
                 means = use.step_means.scaled(_FORMER_SHARE)
                 use = replace(use, mean_samples=min(use.mean_samples, FORMER_SAMPLES + 1), step_means=means)
             use = _advance(use, processes)
-            use = _count_steps(
-                use, processes, reports.get(pod), is_alone=bool(reading.mig_instances or not working - {pod})
-            )
+            steps, counts = _growth(use, processes, reports.get(pod))
+            use = _count_steps(use, steps, counts, is_alone=bool(reading.mig_instances or not working - {pod}))
+            if processes:
+                limit_mib = limits.get(pod)
+                if limit_mib is None and usable_mib is not None and pod in limits and not reading.mig_instances:
+                    limit_mib = usable_mib - sum(p.memory_mib for p in reading.processes if p.pod_uid != pod)
+                report, counters = reports.get(pod), reading.counters.values if reading.counters else {}
+                sample = Sample(
+                    at=reading.at,
+                    steps=steps,
+                    counts=counts,
+                    waits_for=report.waits_for if report else "",
+                    busy=use.rates.busy if use.rates else None,
+                    others_busy=0.0 if reading.mig_instances else _busy_ratio(of_pods, working - {pod}),
+                    memory_mib=use.memory_mib,
+                    limit_mib=limit_mib,
+                    clock_mhz=counters.get("DCGM_FI_DEV_SM_CLOCK"),
+                    temperature_c=counters.get("DCGM_FI_DEV_GPU_TEMP"),
+                )
+                self._watches.setdefault(pod, AnomalyWatch()).add(sample)
             energy_j = _total((use.energy_j, reading.energy_of_ended_j.get(pod)))
             self.usage[pod] = replace(use, energy_j=energy_j)
         self.reading, self.is_current = reading, True
@@ -153,6 +186,7 @@ class Meter:
         """Remove all pods except these and those with processes."""
         there = _pods(self.reading) if self.reading else set()
         self.usage = {pod: use for pod, use in self.usage.items() if pod in pods or pod in there}
+        self._watches = {pod: watch for pod, watch in self._watches.items() if pod in pods or pod in there}
 
     def discard(self, pods: Set[PodUid]) -> None:
         """Remove these pods until the next reading, because their reservations ended."""
@@ -166,7 +200,9 @@ class Meter:
         """Return the measurements for `GpuNode.status`; `now` is the time, RFC 3339."""
         sharing = max(1, sum(use.is_running for use in self.usage.values()))
         idle_w = (self.reading.idle_power_w or 0.0) / sharing if self.reading else 0.0
-        return [_tenant(pod, self.uuid, use, idle_w, now) for pod, use in sorted(self.usage.items())]
+        found = [_tenant(pod, self.uuid, use, idle_w, now) for pod, use in sorted(self.usage.items())]
+        none = AnomalyWatch()
+        return [replace(one, anomalies=self._watches.get(one.pod_uid, none).anomalies) for one in found]
 
     def total(self, *, is_concurrent: bool) -> Rates:
         """Return the rates of all tenants together; `is_concurrent` if their kernels run at the same time (MPS)."""
@@ -227,10 +263,16 @@ def _is_working(processes: Sequence[ProcessUsage]) -> bool:
     return any(p.busy_s is None or p.busy_s > MIN_BUSY * p.elapsed_s for p in processes)
 
 
-def _count_steps(
-    use: PodUsage, processes: Sequence[ProcessUsage], report: StepReport | None, *, is_alone: bool
-) -> PodUsage:
-    """Add a pod's steps: those of its probe, else of its processes.
+def _busy_ratio(of_pods: Mapping[PodUid, Sequence[ProcessUsage]], pods: Set[PodUid]) -> float:
+    """Return the share of time in which kernels of these pods ran, all together; supposed 1 if that is not measured."""
+    processes = [process for pod in pods for process in of_pods[pod] if process.elapsed_s > 0]
+    return sum(1.0 if p.busy_s is None else p.busy_s / p.elapsed_s for p in processes)
+
+
+def _growth(
+    use: PodUsage, processes: Sequence[ProcessUsage], report: StepReport | None
+) -> tuple[int | None, StepCounts]:
+    """Return a pod's steps and their growth: those of its probe, else of its processes.
 
     A pod whose kernels never ran in the last minutes is not believed.
     """
@@ -241,6 +283,13 @@ def _count_steps(
         elapsed_s, own_s = max(p.elapsed_s for p in processes), sum(p.steps_s for p in processes)
         steps, counts = (use.steps or 0) + own, StepCounts(elapsed_s, own, own_s, own)
     if not processes or counts.elapsed_s <= 0 or (use.means is not None and use.means.busy == 0):
+        return use.steps, StepCounts()
+    return steps, counts
+
+
+def _count_steps(use: PodUsage, steps: int | None, counts: StepCounts, *, is_alone: bool) -> PodUsage:
+    """Add the growth of a pod's steps."""
+    if counts.elapsed_s <= 0:
         return use
     solo = use.solo_steps.add(counts) if is_alone else use.solo_steps
     return replace(use, steps=steps, step_means=use.step_means.add(counts), solo_steps=solo)
@@ -306,7 +355,7 @@ def _has_progressed(old: Tenant, new: Tenant) -> bool:
 
 
 def _kept(old: Tenant | None, new: Tenant) -> Tenant:
-    if old is None or (old.working, old.settled) != (new.working, new.settled):
+    if old is None or (old.working, old.settled, old.anomalies) != (new.working, new.settled, new.anomalies):
         return new
     if _has_progressed(old, new):
         return new

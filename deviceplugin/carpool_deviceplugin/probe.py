@@ -28,6 +28,7 @@ PYTHONS = range(8, 20)
 """Minor versions of Python 3 in whose containers the probe starts."""
 MIN_STEP_S = 20e-6
 """A process that reports more steps than one in this time is not believed: launching one kernel takes 5 µs."""
+_WAITS_FOR = {1: "data", 2: "checkpoint"}
 _TRIES = 3
 _CLOCK_SLACK_S = 0.01
 
@@ -51,6 +52,7 @@ class _Record(NamedTuple):
     copy_ns: int
     copies: int
     optimizers: int
+    waits_for: int
 
 
 _FORMAT = struct.Struct(f"={len(FIELDS)}Q")
@@ -134,8 +136,10 @@ class ProbeFiles:
             data_s=fmean(one.data_s for one in active),
             checkpoint_s=fmean(one.checkpoint_s for one in active),
             copy_s=fmean(one.copy_s for one in active),
+            batches=sum(one.batches for one in grown),
         )
-        return StepReport(max(record.steps for record in records.values()), since)
+        waits_for = next((text for one in records.values() if (text := _WAITS_FOR.get(one.waits_for))), "")
+        return StepReport(max(record.steps for record in records.values()), since, waits_for)
 
     def _doubt(self, pod: PodUid, why: str) -> None:
         if pod not in self._doubted:
@@ -190,4 +194,5 @@ def _growth(now: _Record, before: _Record) -> StepCounts:
         data_s=(now.data_ns - before.data_ns) / 1e9,
         checkpoint_s=(now.checkpoint_ns - before.checkpoint_ns) / 1e9,
         copy_s=(now.copy_ns - before.copy_ns) / 1e9,
+        batches=now.batches - before.batches,
     )

@@ -246,6 +246,8 @@ class Reconciler:
         ready = frozenset(p.pod_uid for p in node.status.partitions if p.state is PartitionState.READY)
         for worker in self._workers.values():
             worker.remember(ready)
+        for meter in self.meters.values():
+            meter.remember(node.status.tenants)
         self._seen_struck = {s.pod_uid: s.message for s in node.status.struck}
         self._struck_before = (self._clock.monotonic(), self._seen_struck)
         self._seen_devices = {d.uuid: d for d in node.status.devices}
@@ -340,7 +342,8 @@ class Reconciler:
 
     async def _sample(self, due: Collection[GpuUuid]) -> None:
         answers = await self._readings.ask(due)
-        reserved = {r.pod_uid for r in self.reservations}
+        reserved = {r.pod_uid: r.memory_limit_mib for r in self.reservations}
+        usable_mib = {device.uuid: device.memory_mib - device.reserved_mib for device in self.reporter.devices}
         reports = {} if self._probe is None else {pod: self._probe.read(pod) for pod in sorted(reserved)}
         for uuid, found in answers.items():
             meter = self.meters[uuid]
@@ -349,7 +352,7 @@ class Reconciler:
                 self._log.debug("gpu not measured", gpu=uuid, error=str(found))  # its health reports the error
                 continue
             before = meter.running()
-            meter.sample(found, reports)
+            meter.sample(found, reports, reserved, usable_mib.get(uuid))
             if before - meter.running():
                 self._workers[uuid].look_again()  # an MPS fault may have ended them
-            meter.keep(reserved)
+            meter.keep(reserved.keys())

@@ -27,8 +27,10 @@ with the process, and is its only writer. Record k, 0..14, begins at 256 * (k + 
     104     copy_ns         time in which the training waited for copies from the host to a device
     112     copies          such copies
     120     optimizers      optimizers of a step; two for most GANs
+    128     waits_for       what the training waits for now: 1 data, 2 a checkpoint, 0 neither
 
-Times are nanoseconds of CLOCK_MONOTONIC. The counters of a record only grow. An unused record is zero.
+Times are nanoseconds of CLOCK_MONOTONIC. The counters of a record only grow; `waits_for` is no counter, and changes
+without the sequence. An unused record is zero.
 """
 
 import atexit
@@ -46,9 +48,12 @@ MAGIC, VERSION = b"CARPOOL\0", 1
 FIELDS = (
     "sequence", "started_ns", "updated_ns", "steps", "optimizer_steps", "skipped_steps", "steps_ns", "first_step_ns",
     "samples", "data_ns", "batches", "checkpoint_ns", "checkpoints", "copy_ns", "copies", "optimizers",
+    "waits_for",
 )  # fmt: skip
-_VALUES = struct.Struct(f"={len(FIELDS) - 1}Q")
-"""A record without its sequence."""
+_VALUES = struct.Struct(f"={len(FIELDS) - 2}Q")
+"""A record without its sequence and `waits_for`."""
+_WAITS_FOR = FIELDS.index("waits_for")
+_DATA, _CHECKPOINT = 1, 2
 _WRITE_EVERY_NS = 50_000_000
 """Steps that follow each other faster share one change of the record."""
 _SAMPLED, _SAMPLED_FROM, _SAMPLED_RATE = 8, 100, 4
@@ -188,7 +193,7 @@ class Recorder:
             record[0] = sequence + 1
 
     def counters(self) -> Sequence[int]:
-        """Return the values of `FIELDS[3:]`."""
+        """Return the values of `FIELDS[3:-1]`."""
         return (
             self._steps, self.optimizer_steps, self._skipped_steps, self._last_ns - self._first_ns,
             self._first_ns - self._begun_ns, self._samples, self._data_ns, self._batches,
@@ -204,12 +209,19 @@ class Recorder:
             if self._is_timing or _thread() != self._thread:
                 return function(loader)
             self._is_timing = True
-            begun = _clock()
+            begun, record = _clock(), self._record
+            if record is not None:
+                record[_WAITS_FOR] = _DATA
             try:
                 batch = function(loader)
             finally:
                 self._is_timing = False
-            self._data_ns += _clock() - begun
+                if record is not None:
+                    record[_WAITS_FOR] = 0
+            now = _clock()
+            self._data_ns += now - begun
+            if record is not None and now > self._write_at_ns + _WRITE_EVERY_NS:  # no steps: an evaluation
+                self.write()
             if self._batches < _SAMPLED_FROM or not self._batches % _SAMPLED:
                 self._batch_size = _samples(batch)
             self._batches += 1
@@ -223,11 +235,15 @@ class Recorder:
         if self._is_timing or _thread() != self._thread:
             return function(*args, **kwargs)
         self._is_timing = True
-        begun = _clock()
+        begun, record = _clock(), self._record
+        if record is not None:
+            record[_WAITS_FOR] = _CHECKPOINT
         try:
             return function(*args, **kwargs)
         finally:
             self._is_timing = False
+            if record is not None:
+                record[_WAITS_FOR] = 0
             self._checkpoint_ns += _clock() - begun
             self._checkpoints += 1
 

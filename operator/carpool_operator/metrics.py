@@ -4,6 +4,7 @@ from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator
 
 from carpool_core.clock import parse_rfc3339
+from carpool_core.keys import ANOMALIES
 from carpool_core.metrics import build_info
 from carpool_core.products import hardware_name
 from carpool_core.resources.job import GpuTrainingJob, JobStatus
@@ -61,11 +62,19 @@ class _PlacedJobs(Collector):
             labels=[*labels, "quantile"],
         )
         families = [GaugeMetricFamily(name, text, labels=labels) for name, text in _JOB_GAUGES.items()]
+        anomaly = GaugeMetricFamily(
+            "carpool_job_anomaly",
+            "1 while a job has an anomaly, 0 once it is over; absent before the first.",
+            labels=[*labels, "anomaly"],
+        )
         for job in self._jobs():
             status = job.status
             if not status.placement or status.completion_time is not None:
                 continue
             of = [job.metadata.namespace, job.metadata.name]
+            for condition in status.conditions:
+                if condition.type in ANOMALIES:
+                    anomaly.add_metric([*of, condition.type], condition.status == "True")
             predicted, place = _prediction(status), status.placement[0]
             bound_mib = place.bound_mib(predicted.memory if predicted else None)
             for quantile, mib in (("median", predicted.memory.median_mib if predicted else None), ("bound", bound_mib)):
@@ -85,7 +94,7 @@ class _PlacedJobs(Collector):
             for family, value in zip(families, values, strict=True):
                 if value is not None:
                     family.add_metric(of, value)
-        yield from (memory, *families)
+        yield from (memory, *families, anomaly)
 
 
 def _prediction(status: JobStatus) -> ProductPrediction | None:

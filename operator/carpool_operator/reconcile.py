@@ -18,7 +18,7 @@ from carpool_core.kube.pods import Pod
 from carpool_core.pod_template import template_error
 from carpool_core.resources.job import Attempt
 
-from carpool_operator import attempts, conditions, outcomes, placement, status
+from carpool_operator import anomalies, attempts, conditions, outcomes, placement, status
 from carpool_operator.actions import (
     Action,
     CheckTemplate,
@@ -180,6 +180,7 @@ def _measure(draft: Draft, attempt: Attempt, pods: list[Pod]) -> Attempt:
         placement=places,
         observed=placement.observed(draft.job, pods, nodes, places, draft.snapshot.calibration.solo_step_s),
     )
+    anomalies.report_anomalies(draft, pods)
     attempt = attempts.with_peak(attempt, peak_of(pods, nodes))
     draft.put_attempt(attempt)
     bound_at = min((at for pod in pods if (at := pod.bound_at) is not None), default=None)

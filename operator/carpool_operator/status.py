@@ -65,9 +65,12 @@ class Draft:
         self.status = conditions.with_condition(self.status, condition, self.snapshot.now)
 
     def set_not_running(self, reason: str, message: str) -> None:
-        """Set Running to False if it was ever set."""
+        """Set Running to False if it was ever set, and end the anomalies."""
         if conditions.find(self.status, keys.CONDITION_RUNNING) is not None:
             self.set_condition(keys.CONDITION_RUNNING, "False", reason, message)
+        for type_ in keys.ANOMALIES:
+            if conditions.is_true(self.status, type_):
+                self.set_condition(type_, "False", reason, message)
 
     def before_write(self, action: Action) -> None:
         """Add an action before all others; if it fails, the others are skipped."""

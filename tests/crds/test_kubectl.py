@@ -169,8 +169,13 @@ def test_diagnosis_compares_and_names_what_is_unusual(kube: FakeKube) -> None:
               "its kernels run 35% of the time", "a step takes 3.00 times the one predicted alone"]  # fmt: skip
     assert len(found["findings"]) == len(begins)
     assert all(text.startswith(begin) for text, begin in zip(found["findings"], begins, strict=True))
-    seed_job(kube, observed=peak | probed)
+    stalled = condition("Stalled", "True", "DataWait", "worker 0: no step for 60 s")
+    over = condition("Straggler", "False", "Recovered", "over")
+    seed_job(kube, observed=peak | probed, conditions=[condition("Predicted"), stalled, over])
     printed = run("diagnose", "train").output
+    assert "finding: Stalled (DataWait) since" in printed
+    assert "Z: worker 0: no step for 60 s\n" in printed
+    assert "Straggler" not in printed
     assert "finding: waits 40% of its time for input data, 20% of its time for copies to the GPU\n" in printed
     assert "finding: measured slowdown 2.00 by other/beside, more than spec.sharing.maxSlowdown (1.5)\n" in printed
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from carpool_core.clock import parse_rfc3339
 from carpool_core.demand import prediction_message
 from carpool_core.keys import (
+    ANOMALIES,
     CONDITION_COMPLETE,
     CONDITION_FAILED,
     CONDITION_PLACED,
@@ -289,6 +290,9 @@ def _findings(job: GpuTrainingJob, now: datetime) -> Iterator[str]:
         for condition in status.conditions:
             if condition.type == CONDITION_RUNNING and condition.status == "False" and condition.message:
                 yield f"not running ({condition.reason}): {condition.message}"
+    for condition in status.conditions:
+        if condition.type in ANOMALIES and condition.status == "True":
+            yield f"{condition.type} ({condition.reason}) since {condition.last_transition_time}: {condition.message}"
     if status.prediction is not None and status.prediction.outcome != "Predicted":
         yield f"no prediction: {prediction_message(status.prediction, spec.sharing.mode, spec.memory.limit)}"
     elif status.prediction is None and not has_ended:

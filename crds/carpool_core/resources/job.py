@@ -335,7 +335,12 @@ class JobStatus(Resource, frozen=True, kw_only=True):
     observed_generation: Annotated[int, field("`metadata.generation` that this status was computed from.", ge=0)] = 0
     state: Annotated[JobState, field("State of the job, computed from the conditions.")] = JobState.PREDICTING
     conditions: Annotated[
-        list[Condition], field("Predicted, Placed, Running, Suspended, Complete, Failed.", schema=ATOMIC)
+        list[Condition],
+        field(
+            "Predicted, Placed, Running, Suspended, Complete, Failed; from its first anomaly on Stalled, Straggler, "
+            "StepTimeDrift, MemoryNearLimit.",
+            schema=ATOMIC,
+        ),
     ] = []
     prediction: Annotated[Prediction, field("Prediction from the model's graph.")] | None = None
     placement: Annotated[

@@ -198,6 +198,14 @@ class Partition(Resource, frozen=True, kw_only=True):
     message: Annotated[str, field("Steps that were done, or why they failed.", max_length=4096)] = ""
 
 
+class Anomaly(Resource, frozen=True, kw_only=True):
+    """Unusual behaviour of a pod's training, with the numbers of the moment in which it was found."""
+
+    type: Annotated[str, field("StepTimeDrift, Stalled or MemoryNearLimit.", max_length=64)]
+    reason: Annotated[str, field("Likeliest cause, one CamelCase word.", max_length=64)]
+    message: Annotated[str, field("Numbers and likeliest cause.", max_length=512)] = ""
+
+
 class Tenant(Resource, frozen=True, kw_only=True):
     """Measured use of a GPU by a pod."""
 
@@ -233,6 +241,7 @@ class Tenant(Resource, frozen=True, kw_only=True):
     data_wait_ratio: Annotated[float, field("Share of time in which it waited for data, 0..1.")] | None = None
     checkpoint_ratio: Annotated[float, field("Share of time in which it waited for checkpoints, 0..1.")] | None = None
     copy_ratio: Annotated[float, field("Share of time in which it waited for copies to the GPU, 0..1.")] | None = None
+    anomalies: Annotated[list[Anomaly], field("Its present anomalies.", schema=ATOMIC, max_length=8)] = []
 
 
 class Struck(Resource, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ def part(name: str) -> Iterator[None]:
     before = recorder.counters()
     yield
     grown = (new - old for new, old in zip(recorder.counters(), before, strict=True))
-    found[name] = dict(zip(FIELDS[3:], grown, strict=True))
+    found[name] = dict(zip(FIELDS[3:-1], grown, strict=True))
 
 
 def network() -> tuple[torch.nn.Module, torch.optim.Optimizer]:

@@ -1,0 +1,114 @@
+"""Conditions of a job that behaves unusually: what the agents found for its workers, and stragglers among them. Pure.
+
+All of it is computed from GpuNodes and the job's conditions, so that a restart of the operator loses nothing.
+"""
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from carpool_core import keys
+from carpool_core.kube.pods import Pod
+from carpool_core.resources.node import Anomaly, Tenant
+
+from carpool_operator import conditions
+from carpool_operator.placement import MEASURED_STEPS
+from carpool_operator.pods import worker_of
+from carpool_operator.status import Draft
+
+_BEHIND, _CAUGHT_UP = 0.2, 0.1
+"""Lag of a worker, in steps of the others, at which the anomaly begins and ends."""
+_CONSEQUENCES = frozenset({"Unknown", "BusyGpu"})
+"""Reasons of workers that probably wait for another one."""
+
+Workers = Mapping[int, Sequence[Tenant]]
+"""Measurements of each worker, one for each of its GPUs."""
+
+
+def report_anomalies(draft: Draft, pods: Sequence[Pod]) -> None:
+    """Set the conditions of anomalies, with an event where one begins, changes its cause or ends.
+
+    A worker without measurements keeps what is known: its agent may be starting. See `set_not_running` for the end.
+    """
+    if not conditions.is_true(draft.status, keys.CONDITION_RUNNING):
+        return
+    uids = {pod.metadata.uid: worker_of(pod) or 0 for pod in pods}
+    workers: dict[int, list[Tenant]] = {}
+    for tenant in (one for node in draft.snapshot.nodes for one in node.status.tenants if one.pod_uid in uids):
+        workers.setdefault(uids[tenant.pod_uid], []).append(tenant)
+    is_complete = len(workers) == len(pods)
+    for type_ in keys.ANOMALIES:
+        before = conditions.find(draft.status, type_)
+        was = before if before is not None and before.status == "True" else None
+        if type_ == keys.CONDITION_STRAGGLER:
+            found = straggler(workers, _BEHIND if was is None else _CAUGHT_UP) if is_complete else None
+        else:
+            found = likeliest(workers, type_, is_new=was is None)
+        if found is not None:
+            worker, anomaly = found
+            subject = f"worker {worker}"
+            if was is not None and (was.reason, was.message.split(":")[0]) == (anomaly.reason, subject):
+                continue  # the numbers of the begin stay
+            message = f"{subject}: {anomaly.message}"
+            draft.set_condition(type_, "True", anomaly.reason, message)
+            draft.event("Warning", type_, f"{anomaly.reason}: {message}")
+        elif was is not None and is_complete:
+            draft.set_condition(type_, "False", "Recovered", f"over; it was: {was.reason}: {was.message}")
+            draft.event("Normal", "Recovered", f"{type_} is over: {was.message}")
+
+
+def likeliest(workers: Workers, type_: str, *, is_new: bool) -> tuple[int, Anomaly] | None:
+    """Return the worker that most likely caused an anomaly, and its anomaly; None without one.
+
+    A drift without a measured cause counts once all GPUs of the job show it: else the GPU that does not has an
+    explanation, such as a new co-tenant, and the others wait for it.
+    """
+    found = [(n, one) for n, tenants in sorted(workers.items()) for t in tenants for one in t.anomalies]
+    found = [(n, one) for n, one in found if one.type == type_]
+    known = [(n, one) for n, one in found if one.reason not in _CONSEQUENCES]
+    if not known and is_new and type_ == keys.CONDITION_STEP_TIME_DRIFT:
+        found = found if len(found) == sum(map(len, workers.values())) else []
+    return next(iter(known or found), None)
+
+
+def straggler(workers: Workers, limit: float) -> tuple[int, Anomaly] | None:
+    """Return the worker that others wait for; None if there is none.
+
+    Workers that synchronize have equal step times, but only the slow one waits for data or copies. Checkpoints count
+    as steps here: one worker writes them for all.
+
+    Args:
+        workers: The workers.
+        limit: Lag, in steps of the others.
+    """
+    measured = {n: use for n, tenants in sorted(workers.items()) if (use := _step(tenants)) is not None}
+    if len(measured) < max(2, len(workers)):  # a worker that is not measured may be the one
+        return None
+    lags = {}
+    for n, (step_s, data, copies) in measured.items():
+        rest = [use for other, use in measured.items() if other != n]
+        usual_s, *waits = (median(values) for values in zip(*rest, strict=True))
+        slow = step_s / usual_s - 1 if usual_s else 0.0
+        lags[n] = max((slow, "SlowWorker"), (data - waits[0], "DataWait"), (copies - waits[1], "Copies"))
+    worst = max(lags, key=lambda n: lags[n])
+    lag, reason = lags[worst]
+    if lag < limit:
+        return None
+    step_s, data, copies = measured[worst]
+    message = (
+        f"a step takes {1000 * step_s:,.3g} ms, {1 + lag:.2f} times that of the other workers"
+        if reason == "SlowWorker"
+        else f"waits {data if reason == 'DataWait' else copies:.0%} of its time for "
+        f"{'input data' if reason == 'DataWait' else 'copies to the GPU'}, {lag:.0%} more than the other workers, "
+        "which wait for it"
+    )
+    return worst, Anomaly(type=keys.CONDITION_STRAGGLER, reason=reason, message=message)
+
+
+def _step(tenants: Sequence[Tenant]) -> tuple[float, float, float] | None:
+    """Return step time with checkpoints, and the shares of waits for data and copies; None if not known yet."""
+    uses = [
+        (t.step_time_seconds / (1 - min(0.9, t.checkpoint_ratio or 0.0)), t.data_wait_ratio or 0.0, t.copy_ratio or 0.0)
+        for t in tenants
+        if t.settled and t.step_time_seconds is not None and (t.steps or 0) >= MEASURED_STEPS
+    ]
+    return max(uses, default=None)
