@@ -37,8 +37,9 @@ _CALM_S = 60.0
 """Seconds without a sign of a stall, or of growing memory, after which that anomaly ends."""
 _NEAR, _BELOW = 0.95, 0.93
 """Shares of the memory limit at which the anomaly begins and may end."""
-_GROWTH_BINS, _MIN_RISES, _MIN_GROWTH = 60, 3, 0.005
-"""Memory grows if, in the last ten minutes, it rose in three values and by that share of the limit."""
+_GROWTH_BINS, _MIN_RISES, _MIN_GROWTH = 60, 3, 0.01
+"""Memory grows if, in the last ten minutes, it rose in three values and by that share of the limit, which is then at
+most 50 minutes away."""
 
 
 class Sample(NamedTuple):
