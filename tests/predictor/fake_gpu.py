@@ -6,6 +6,7 @@ from carpool_predictor.profiler.machine import Activity, Description, Failed, Re
 
 CONTEXT_MIB = 400.0
 IDLE_W = 60.0
+START_S = 100.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,8 @@ class Behaviour:
     """Message of its failure while it is built; empty if it does not fail."""
     is_mute: bool = False
     """Whether it never answers."""
+    drift_per_s: float = 0.0
+    """Growth of its step time in each second of the machine's time."""
 
 
 @dataclass
@@ -76,7 +79,7 @@ class FakeMachine:
     ) -> None:
         self._behaviours = behaviours or {}
         self._memory_mib, self._reports_processes, self._has_mps = memory_mib, reports_processes, has_mps
-        self._now = 100.0
+        self._now = START_S
         self._activity: list[float] | None = None
         self.processes: list[FakeProcess] = []
 
@@ -142,7 +145,8 @@ class FakeMachine:
             process.replies.append(self._first_reply(process))
         if process.until is not None and process.until <= self._now:
             process.until = None
-            step_s = process.behaviour.step_time_s * process.slowest
+            drift = 1 + process.behaviour.drift_per_s * (self._now - START_S)
+            step_s = process.behaviour.step_time_s * process.slowest * drift
             allocated = self.memory_of(process) - CONTEXT_MIB
             process.replies.append(
                 Window(

@@ -2,6 +2,7 @@
 
 The jobs of a group hold their memory on the GPU together, each built and warmed up once. Then single ones, pairs and
 threes of them run for a second or two under observation, while the others idle. So a pair costs two seconds, not ten.
+At the end each runs alone again, because a second of steps that the processor limits differs from the next by a tenth.
 """
 
 import csv
@@ -12,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, harmonic_mean
 from typing import Any, Literal
 
 import click
@@ -40,7 +41,9 @@ class MeasuredRow(msgspec.Struct, frozen=True, kw_only=True):
     """One job in one run; None for values that were not measured. Sizes in MiB, times in seconds."""
 
     run: str
-    """Key of the run: its jobs and the mode. The rows of a run have the same values of the GPU."""
+    """Key of the run: its jobs and the mode. The rows of a run have the same values of the GPU.
+
+    A job of a group runs alone twice, under one key."""
     mode: Mode
     status: Literal["ok", "out_of_memory", "failed"]
     """After an out-of-memory error the peak is censored: more than `capacity_mib`, if the job was alone on the GPU."""
@@ -61,7 +64,7 @@ class MeasuredRow(msgspec.Struct, frozen=True, kw_only=True):
     step_time_s: float | None = None
     """Median time of a step in this run."""
     alone_step_time_s: float | None = None
-    """The same in its run alone, while the same jobs were resident."""
+    """The same in its two runs alone at the beginning and the end of its group, by the mean rate."""
     slowdown: float | None = None
     gpu_util_percent: float | None = None
     sm_active_ratio: float | None = None
@@ -207,6 +210,8 @@ def _together(group: Group, jobs: Sequence[Workload]) -> Iterator[tuple[Workload
 ALONE_S = 1.0
 TOGETHER_S = 1.5
 """Seconds of a run of several jobs, whose phases drift against each other."""
+LEAST_TOGETHER_S = 15.0
+"""Seconds of runs of several jobs for which a group is started; fewer would not pay for its start."""
 POLL_S = 0.05
 ANSWER_TIMEOUT_S = 90.0
 """Seconds that building, warm-up or a run may take beyond the requested time."""
@@ -219,31 +224,67 @@ class Session:
         self._machine = machine
         self.description = machine.describe()
 
-    def measure(self, group: Group, end: float, earlier: Collection[str] = ()) -> Iterator[MeasuredRow]:
-        """Yield the rows of a group: each job alone, then several together until `end`, in the machine's time.
+    def measure(
+        self, group: Group, end: float, earlier: Collection[str] = (), share_end: float | None = None
+    ) -> Iterator[MeasuredRow]:
+        """Yield the rows of a group: each job alone, several together, and each alone again.
 
-        Runs of several that were measured `earlier` are left out.
+        Runs of several that were measured `earlier` are left out. They are yielded last, because their slowdowns need
+        both runs alone; if the profiler is interrupted, with what was measured.
 
         A failure is a row, and its job takes part in no later run.
+
+        Args:
+            group: The jobs and their mode.
+            end: When the last run ends, in the machine's time.
+            earlier: Keys of runs that were measured.
+            share_end: When the group ends if it had `LEAST_TOGETHER_S` for several jobs; `end` by default.
         """
         before_mib = self._machine.sample().memory_used_mib
         processes: dict[Workload, Process] = {}
+        alone: dict[Workload, list[MeasuredRow]] = {}
+        together: list[MeasuredRow] = []
         try:
             yield from self._start(group, processes)
-            alone: dict[Workload, MeasuredRow] = {}
-            for job in tuple(processes):
-                for row in self._run(group, (job,), processes, alone, before_mib):
-                    if row.status == "ok":
-                        alone[job] = row
-                    yield row
-            for jobs in _together(group, tuple(processes)):
-                if self._machine.monotonic() + TOGETHER_S > end:
-                    return
+            yield from self._alone(group, processes, alone, before_mib, end)
+            again_s, least_end = len(alone) * ALONE_S, self._machine.monotonic() + LEAST_TOGETHER_S
+            if least_end + again_s > end:
+                again_s = 0.0  # too short for both
+            runs_end = min(end, max(share_end or end, least_end + again_s)) - again_s
+            for jobs in _together(group, tuple(alone)):
+                if self._machine.monotonic() + TOGETHER_S > runs_end:
+                    break
                 if group.key(*jobs) not in earlier and all(job in processes for job in jobs):
-                    yield from self._run(group, jobs, processes, alone, before_mib)
+                    together += self._run(group, jobs, processes, before_mib)
+            if together:
+                yield from self._alone(group, processes, alone, before_mib, end)
+        except GeneratorExit:
+            raise
+        except BaseException:
+            yield from _with_slowdowns(together, alone)
+            raise
+        else:
+            yield from _with_slowdowns(together, alone)
         finally:
             for process in processes.values():
                 process.stop()
+
+    def _alone(
+        self,
+        group: Group,
+        processes: dict[Workload, Process],
+        alone: dict[Workload, list[MeasuredRow]],
+        before_mib: float,
+        end: float,
+    ) -> Iterator[MeasuredRow]:
+        """Run each job alone until `end`; yield its row, and add it to those of the job."""
+        for job in tuple(processes):
+            if alone and self._machine.monotonic() + ALONE_S > end:
+                return
+            for row in self._run(group, (job,), processes, before_mib):
+                if row.status == "ok":
+                    alone.setdefault(job, []).append(row)
+                yield row
 
     def _start(self, group: Group, processes: dict[Workload, Process]) -> Iterator[MeasuredRow]:
         """Start all jobs at once; yield the rows of those that fail."""
@@ -262,7 +303,6 @@ class Session:
         group: Group,
         jobs: tuple[Workload, ...],
         processes: dict[Workload, Process],
-        alone: Mapping[Workload, MeasuredRow],
         before_mib: float,
     ) -> Iterator[MeasuredRow]:
         """Run some of the jobs together, and yield a row for each."""
@@ -290,9 +330,6 @@ class Session:
                 "peak_process_mib": max(own) if own else rise_mib or None,
                 **_means(samples, activity),
             }
-            reference = alone[job].step_time_s if len(jobs) > 1 and job in alone else None
-            if reference:
-                found |= {"alone_step_time_s": reference, "slowdown": reply.step_time_s / reference}
             yield self._row(group, jobs, job, found, begin, resident)
 
     def _failure(
@@ -341,11 +378,34 @@ class Session:
         )
 
 
+def _with_slowdowns(
+    rows: Sequence[MeasuredRow], alone: Mapping[Workload, Sequence[MeasuredRow]]
+) -> Iterator[MeasuredRow]:
+    """Yield rows of several jobs with the time alone of each, by the mean rate of its runs alone, and its slowdown."""
+    times = {job.key: harmonic_mean([row.step_time_s or 0.0 for row in of]) for job, of in alone.items()}
+    for row in rows:
+        reference = times[_job(row).key]
+        if row.step_time_s and reference:
+            slowdown = row.step_time_s / reference
+            yield msgspec.structs.replace(row, alone_step_time_s=reference, slowdown=slowdown)
+        else:
+            yield row
+
+
+def _job(row: MeasuredRow) -> Workload:
+    return msgspec.convert({name: getattr(row, name) for name in Workload.__struct_fields__}, Workload)
+
+
 def _means(samples: Sequence[Sample], activity: Activity | None) -> dict[str, float]:
-    """Return the GPU's activity by column name."""
+    """Return the GPU's activity by column name.
+
+    NVML's utilization and power are means of up to a second before each sample, so that the first half is left out; the
+    last sample may lie after the run.
+    """
+    late = samples[len(samples) // 2 : -1] or samples
     return {
-        "gpu_util_percent": fmean(s.gpu_util_percent for s in samples),
-        "power_w": fmean(s.power_w for s in samples),
+        "gpu_util_percent": fmean(s.gpu_util_percent for s in late),
+        "power_w": fmean(s.power_w for s in late),
         **({} if activity is None else asdict(activity)),
     }
 
@@ -373,7 +433,8 @@ def parse_budget(text: str) -> float:
 def profile(sweep: str, budget: str, out: Path, gpu_index: int) -> None:
     """Measure training steps on this machine's GPU, alone and together; no other process should use the GPU meanwhile.
 
-    Each row is written when it is measured. The same command continues the file.
+    Rows of jobs alone are written when they are measured, those of several at the end of their group. The same command
+    continues the file.
     """
     budget_s = parse_budget(budget)
     from carpool_predictor.profiler.hardware import HardwareError, NvmlMachine
@@ -388,8 +449,9 @@ def profile(sweep: str, budget: str, out: Path, gpu_index: int) -> None:
 def measure(machine: Machine, sweep: str, budget_s: float, out: Path, console: Console) -> int:
     """Measure a sweep into a file until the budget is used, print each row, and return the number of rows.
 
-    Each group gets an equal share of the time that is left. It starts only if the mean time that earlier groups took
-    to start and run alone fits into the budget. Runs that the file has are not written again.
+    Each group gets an equal share of the time that is left, or what it needs to run several jobs. It starts only if the
+    mean time that earlier groups took to start and run alone fits into the budget. Groups with fewer runs in the file
+    come first. Runs that the file has are not written again.
 
     Raises:
         InputError: The file cannot be continued.
@@ -397,25 +459,25 @@ def measure(machine: Machine, sweep: str, budget_s: float, out: Path, console: C
     session, begin, count = Session(machine), machine.monotonic(), 0
     end = begin + budget_s
     earlier = measured_runs(out, session.description.product)
-    wanted = [
-        group
-        for group in groups(sweep, session.description.capacity_mib)
-        if len(group.jobs) > 1 or group.key(*group.jobs) not in earlier
-    ]
+    wanted = sorted(
+        (group for group in groups(sweep, session.description.capacity_mib) if not earlier.issuperset(_runs(group))),
+        key=lambda group: len(earlier.intersection(_runs(group))),
+    )
     out.parent.mkdir(parents=True, exist_ok=True)
+    fixed_s: list[float] = []
     with out.open("a", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         if file.tell() == 0:
             writer.writeheader()
-        fixed_s: list[float] = []
-        for number, group in enumerate(wanted):
-            now = machine.monotonic()
-            if now + (fmean(fixed_s) if fixed_s else 0.0) > end:
+        for group in wanted:
+            now, least_s = machine.monotonic(), TOGETHER_S if len(group.jobs) > 1 else 0.0
+            if fixed_s and now + fmean(fixed_s) + least_s > end:
                 break
-            last_alone = now
-            for row in session.measure(group, now + (end - now) / (len(wanted) - number), earlier):
-                if not row.partners:
+            last_alone, alone = now, set[str]()
+            for row in session.measure(group, end, earlier, now + (end - now) / (len(wanted) - len(fixed_s))):
+                if not row.partners and row.run not in alone:
                     last_alone = machine.monotonic()
+                    alone.add(row.run)
                 if row.run in earlier:
                     continue
                 writer.writerow(_cells(row))
@@ -423,8 +485,31 @@ def measure(machine: Machine, sweep: str, budget_s: float, out: Path, console: C
                 console.print(_summary(row), highlight=False)
                 count += 1
             fixed_s.append(last_alone - now)
-    console.print(f"{count} rows measured, of {len(earlier)} runs there were rows before: {out}", highlight=False)
+    console.print(
+        f"{count} rows measured, of {len(earlier)} runs there were rows before: {out}", highlight=False, soft_wrap=True
+    )
+    if not wanted:
+        console.print(f"{out} has every run of this sweep", highlight=False, soft_wrap=True)
+    elif not count:
+        console.print(
+            f"a budget of {budget_s:g} s holds no new run: the jobs of a group take {fixed_s[0]:.0f} s to start and "
+            "run alone; choose a longer --budget",
+            highlight=False,
+            soft_wrap=True,
+        )
+    elif left := len(wanted) - len(fixed_s):
+        console.print(
+            f"{left} of {len(wanted)} groups did not fit into the budget; the same command continues",
+            highlight=False,
+            soft_wrap=True,
+        )
     return count
+
+
+def _runs(group: Group) -> Iterator[str]:
+    """Yield the keys of all runs of a group."""
+    yield from (group.key(job) for job in group.jobs)
+    yield from (group.key(*jobs) for jobs in _together(group, group.jobs))
 
 
 def _summary(row: MeasuredRow) -> str:

@@ -60,8 +60,8 @@ def _run(row: dict[str, str]) -> _Run | None:
 def read(data: Path) -> dict[str, Speeds]:
     """Return the pairs of the rows of `carpool profile` below a folder, by product and mode.
 
-    The profile of a job is its run alone in the same mode, or with the GPU to itself. Pairs of jobs without one, and
-    runs of more than two jobs, are omitted.
+    The profile of a job is the mean of its runs alone in the same mode, or with the GPU to itself. Pairs of jobs
+    without one, and runs of more than two jobs, are omitted.
 
     Raises:
         DataError: A row cannot be read.
@@ -71,7 +71,11 @@ def read(data: Path) -> dict[str, Speeds]:
         with path.open(newline="", encoding="utf-8", errors="replace") as file:
             is_profile = set(COLUMNS) <= set(next(csv.reader(file), ()))
         runs += [run for run in read_table(path, COLUMNS, _run) if run is not None] if is_profile else []
-    alone = {(*one.place, one.jobs[0]): one.activity for one in runs if not one.jobs[1] and one.activity[0] >= 0}
+    measured: dict[tuple[str, ...], list[_Activity]] = defaultdict(list)
+    for one in runs:
+        if not one.jobs[1] and one.activity[0] >= 0:
+            measured[*one.place, one.jobs[0]].append(one.activity)
+    alone = {job: tuple(np.mean(of, axis=0).tolist()) for job, of in measured.items()}
     pairs = defaultdict(list)
     for run in runs:
         product, mode = run.place
