@@ -214,11 +214,16 @@ class MpsFailures:
 
 def _find_fault(mps: MpsStatus, there: Pids, gone: Pids, suspected: Pids, *, is_expected: bool) -> tuple[str, Pids]:
     """Return the fault since the last read and the clients that it ends; empty without one."""
-    left = {pid: pod for pid, pod in suspected.items() if pid not in there}
-    if mps.faulty:
-        return FAULT, {**left, **{pid: pod for pid, pod in there.items() if pid in mps.faulty}}
+    hit, known = dict[int, PodUid](), {**gone, **there}
+    for clients in mps.hit:
+        named = {pid: known[pid] for pid in clients & known.keys()}
+        if len(set(named.values())) > 1 or named.keys() != clients:  # a single pod has failed by itself
+            hit |= named
+    if hit:
+        return FAULT, hit
     if is_expected and not mps.is_running and (there or gone):
         return DEATH, {**gone, **there}
+    left = {pid: pod for pid, pod in suspected.items() if pid not in there}
     if len(set(left.values())) > 1:  # a single pod may have failed by itself
         return FAULT, left
     return "", {}

@@ -10,7 +10,7 @@ States of a GPU's daemon, and what moves it:
 Files in a GPU's directory. Clients can write in `pipe` and `shm` only, so the content of these is not trusted.
 
     pipe/     the daemon's pipes; containers mount it, so each daemon gets a new one
-    log/      the daemon's log
+    log/      the logs of the daemon and its servers
     shm       link to the node's path of the memory that daemon and clients share
     memory/   parent of that memory, unless a separate file system holds it
     daemon    the daemon's process ID and start time
@@ -173,8 +173,8 @@ class MpsStatus:
     """Error message; empty if the daemon is healthy."""
     is_silent: bool = False
     """Whether the daemon or one of its servers does not answer."""
-    faulty: frozenset[int] = frozenset()
-    """Clients of servers with a fatal fault; all of them end."""
+    hit: tuple[frozenset[int], ...] = ()
+    """Clients that each fatal fault ends together, also those that have ended."""
 
 
 class Mps:
@@ -272,7 +272,11 @@ class Mps:
         servers = self._commands.servers(daemon, present, listed)  # a client can forge the answer: `listed` is verified
         if problem or not is_running:
             return MpsStatus(is_running, servers, problem=problem, is_silent=bool(problem))
-        clients, faulty, problems, is_silent = set[int](), set[int](), list[str](), False
+        clients, problems, is_silent = set[int](), list[str](), False
+        try:
+            hit = faults_in(_read_end(daemon.log / "server.log"))
+        except OSError as e:
+            hit, problems = [], [f"expected to read the log of its MPS server, found {e}; make it readable"]
         for server in sorted(listed & servers):
             try:
                 own = _process_ids(self._commands.ask(daemon, f"get_client_list {server}"))
@@ -283,10 +287,10 @@ class Mps:
                 continue
             clients |= own
             if "FAULT" in state.upper():
-                faulty |= own
+                hit.append(own)
                 names = ", ".join(map(str, sorted(own))) or "none left"
                 problems.append(f"MPS server {server} was hit by a client's fatal fault (clients: {names})")
-        return MpsStatus(True, servers, frozenset(clients), "; ".join(problems), is_silent, frozenset(faulty))
+        return MpsStatus(True, servers, frozenset(clients), "; ".join(problems), is_silent, tuple(hit))
 
     def _memory(self, daemon: Daemon) -> SharedMemory:
         """Return the parent of the shared memory of a GPU's daemons."""
@@ -337,6 +341,42 @@ def _process_ids(answer: str) -> frozenset[int]:
     A client can forge the answer.
     """
     return frozenset(int(line) for line in map(str.strip, answer.splitlines()) if _PID.fullmatch(line))
+
+
+_LONGEST_LOG = 1 << 16
+"""Bytes at a log's end that are searched, about 500 lines; a client that comes and goes is ten."""
+_LOGGED = re.compile(r"^\[[^]\n]* Server +\d+\] (.*)\n", re.MULTILINE)
+_STICKY = "have a sticky error set:"
+_BEGUN = re.compile(r"Status of client \{(?:PID: )?(\d{1,7}),.*\} is ACTIVE")
+
+
+def faults_in(log: str) -> list[frozenset[int]]:
+    """Return the clients that each fatal fault has ended, from a server's log, of which the start may be missing.
+
+    The server's status shows a fault only until the last client has left: 0.4 s in our recording. A process ID that has
+    connected again since is another process.
+    """
+    found, is_listing = list[set[int]](), False
+    for line in _LOGGED.findall(log):
+        if line.endswith(":"):
+            if is_listing := line.endswith(_STICKY):
+                found.append(set())
+        elif is_listing and _PID.fullmatch(line):
+            found[-1].add(int(line))
+        elif begun := _BEGUN.fullmatch(line):
+            for clients in found:
+                clients.discard(int(begun[1]))
+    return [frozenset(clients) for clients in found]
+
+
+def _read_end(log: Path) -> str:
+    """Return the end of a log, empty if there is none; raises OSError."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _LONGEST_LOG))
+            return file.read(_LONGEST_LOG).decode(errors="replace")
+    except FileNotFoundError:
+        return ""
 
 
 _COMM = PROGRAM[:15]
@@ -449,6 +489,8 @@ _CAPABILITIES = {"SETGID": 6, "SETUID": 7, "SYS_ADMIN": 21}
 """A daemon runs its server as its client's user, and mounts its own /dev/shm."""
 _PRIVATE_SHM = 'mount --bind "$1" /dev/shm && exec "$2" -d'
 """Mounts a private /dev/shm for a daemon, so that tenants of two GPUs never see each other's files."""
+_LONGEST_PIPE = 87
+"""In bytes, measured: the daemon's `control_privileged` there fits into the 107 that a Unix socket's path may have."""
 _PASSED_ON = ("PATH", "LD_LIBRARY_PATH")
 """Variables that find the program and libcuda."""
 
@@ -643,7 +685,17 @@ class MpsProgram:
         except OSError as e:
             raise MpsError(f"expected to run {command[0]}, found {e}") from e
         if ended.returncode:
-            raise _failed(ended.returncode, output)
+            raise _failed(ended.returncode, output or _path_problem(daemon.pipe))
+
+
+def _path_problem(pipe: Path) -> str:
+    """Return that the daemon's sockets have too long a path, which it does not report; empty if they have not."""
+    if (length := len(os.fsencode(pipe))) <= _LONGEST_PIPE:
+        return ""
+    return (
+        f"expected at most {_LONGEST_PIPE} bytes for the path of its pipe directory, found {length}; choose a shorter "
+        "directory for the agent's state (CARPOOL_STATE_DIR)"
+    )
 
 
 def _environment(daemon: Daemon) -> dict[str, str]:

@@ -185,6 +185,10 @@ _ABSENT = {
 """The GPU or its driver does not support the call."""
 
 
+MIN_DRIVER = 510
+"""Older drivers do not list a GPU's processes as NVIDIA's bindings read them."""
+
+
 class Session:
     """An opened NVML. Thread-safe; after a restart of the driver it opens the driver again."""
 
@@ -205,6 +209,10 @@ class Session:
         except pynvml.NVMLError as e:
             found = f"expected NVML to start, found: {e}; {_advice(e.value)}"
             raise NoDevicesError(_NO_START.get(e.value, found)) from e
+        driver = self.ask("", self.library.nvmlSystemGetDriverVersion) or ""
+        major = driver.partition(".")[0]
+        if major.isdecimal() and int(major) < MIN_DRIVER:
+            raise NoDevicesError(f"expected driver {MIN_DRIVER} or newer, found {driver}: update the driver")
 
     def _reopen(self) -> None:
         with self._lock:

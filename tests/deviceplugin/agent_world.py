@@ -81,6 +81,11 @@ class World:
         self.agent = agent_on(self.devices, root, self.kube, intervals, name="n")
 
     @property
+    def seen(self) -> GpuNode:
+        """The GpuNode, as the operator reads it."""
+        return msgspec.convert(self.kube.dump(GPU_NODES, "n"), GpuNode)
+
+    @property
     def status(self) -> GpuNodeStatus:
         return status_of(self.kube, "n")
 

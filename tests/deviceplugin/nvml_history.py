@@ -184,7 +184,7 @@ class History:
                     daemon.is_wedged = True
             case "fault":
                 for daemon in self.mps.daemons.values():
-                    daemon.is_faulty = bool(daemon.clients)
+                    daemon.fault()
             case "driver" if not self.running and self.foreign_instances is None:
                 self.restart_driver()
 
@@ -212,8 +212,7 @@ class History:
         self.served.pop(pod, None)
         self.node.end(0, pid)
         for daemon in self.mps.daemons.values():
-            daemon.clients.discard(pid)
-            daemon.is_faulty = daemon.is_faulty and bool(daemon.clients)  # a server that was hit ends with the last one
+            daemon.leave(pid)
 
     def instance_of(self, pod: str) -> int | None:
         """As the container's own device would be: what the agent brings into it."""

@@ -84,6 +84,19 @@ def test_one_daemon_takes_limits_of_several_gpus_and_keeps_no_other_away(mps: Mp
         commands.kill(several)
 
 
+@pytest.mark.vendor
+@pytest.mark.parametrize("commands", ["real"], indirect=True)
+def test_a_path_that_is_too_long_for_sockets_is_named(commands: MpsCommands) -> None:
+    """Regression: a daemon in a test's long directory ended with 1 and no output."""
+    with tempfile.TemporaryDirectory() as short:
+        around = len(f"{short}//{GPU}/pipe")
+        fits, too_long = (Mps(commands, Path(short) / ("x" * (length - around))) for length in (87, 88))
+        fits.start(GPU)
+        fits.end(GPU)
+        with pytest.raises(MpsError, match="ended with 1: expected at most 87 bytes for .*, found 88; choose a shorter"):
+            too_long.start(GPU)
+
+
 def test_a_control_daemon_answers_as_the_agent_expects(mps: Mps, commands: MpsCommands) -> None:
     daemon = mps.daemon(GPU)
     mps.start(GPU)

@@ -157,7 +157,7 @@ async def test_one_unusable_gpu_of_eight_is_reported_and_the_others_are_used(
 
 
 @pytest.mark.parametrize(
-    ("driver", "is_offered"), [("470.256.02", False), ("535.288.01", False), ("550.54.14", True), ("", True)]
+    ("driver", "is_offered"), [("515.105.01", False), ("535.288.01", False), ("550.54.14", True), ("", True)]
 )
 async def test_mps_is_offered_from_driver_550_on(tmp_path: Path, kube, driver: str, is_offered: bool, reserve) -> None:
     """Regression: older daemons do not know `get_server_status`, so that pods with a fatal fault looked healthy."""

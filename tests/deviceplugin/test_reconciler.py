@@ -383,7 +383,7 @@ async def test_pods_of_a_faulty_mps_daemon_get_an_event_and_keep_their_shares(
         if fault == "daemon-dies":
             node.mps.die(pipe)
         else:
-            node.mps.daemons[pipe].is_faulty = True
+            node.mps.daemons[pipe].fault()
             node.nvml.raise_xid(0, 31)
         await until(lambda: len(events_of(kube, "MpsClientsEnd")) == 2)
         events = events_of(kube, "MpsClientsEnd")
@@ -394,8 +394,8 @@ async def test_pods_of_a_faulty_mps_daemon_get_an_event_and_keep_their_shares(
         assert "ends together" in health(kube)[1]
         assert node.mps.starts == 1, "a second daemon is never started beside clients"
         if fault == "client-fault":
-            node.mps.daemons[pipe].is_faulty = False
-            node.mps.daemons[pipe].clients.clear()
+            for pid in (42, 43):
+                node.mps.daemons[pipe].leave(pid)
         for pid in (42, 43):
             node.end(0, pid)
         await until(lambda: health(kube)[0] == "Healthy")

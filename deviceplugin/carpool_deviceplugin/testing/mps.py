@@ -22,9 +22,25 @@ class FakeDaemon:
     is_wedged: bool = False
     is_server_wedged: bool = False
 
+    def write_log(self, *lines: object) -> None:
+        """Append to the server's log."""
+        with (self.files.log / "server.log").open("a") as log:
+            log.writelines(f"[2026-11-27 23:14:20.053 Server  {self.server}] {line}\n" for line in lines)
+
+    def fault(self) -> None:
+        """A client's illegal address hits the server and all its clients."""
+        self.is_faulty = bool(self.clients)
+        devices = ("The following devices will be reset:", 0)
+        self.write_log(*devices, "The following client process have a sticky error set:", *sorted(self.clients))
+
+    def leave(self, pid: int) -> None:
+        """A client ends; after the last one, a server that was hit is as before."""
+        self.clients.discard(pid)
+        self.is_faulty = self.is_faulty and bool(self.clients)
+
 
 class FakeMpsCommands:
-    """NVIDIA's program as documented: a server exists from the first client on, and may outlive its daemon."""
+    """NVIDIA's program as documented and recorded (H100, driver 580): a server exists from the first client on, and may outlive its daemon."""
 
     def __init__(self) -> None:
         self.daemons: dict[str, FakeDaemon] = {}
@@ -53,6 +69,7 @@ class FakeMpsCommands:
         self.starts += 1
         self.daemons[pipe] = FakeDaemon(daemon, shm)
         (daemon.pipe / "control").touch()
+        (daemon.log / "server.log").touch()
 
     def ask(self, daemon: Daemon, command: str) -> str:
         """Answer as the daemon would."""
@@ -115,6 +132,7 @@ class FakeMpsCommands:
             daemon.server, self._next_server = self._next_server, self._next_server + 1
             self.servers_of.setdefault(pipe, set()).add(daemon.server)
         daemon.clients.add(pid)
+        daemon.write_log(f"Status of client {{PID: {pid}, Context ID: 1}} is ACTIVE")
         return daemon.server
 
     def die(self, pipe: str) -> None:
