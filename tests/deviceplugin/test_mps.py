@@ -213,7 +213,7 @@ FIRST_PIDS = {"illegal-address": 4332, "assert": 2488}
 
 @pytest.mark.parametrize(("name", "ended"), [("illegal-address", {"a", "b"}), ("assert", set())])
 def test_recorded_log_names_clients_that_have_ended(tmp_path: Path, name: str, ended: set[str]) -> None:
-    """Regression: the status said FAULT for 0.4 s, and clients end before the next read. No XID: not every GPU has it."""
+    """Regression: the status said FAULT for 0.4 s, and clients end before the next read. Not every GPU has XIDs."""
     shared = Shared(tmp_path, "a", "b", first_pid=FIRST_PIDS[name])
     shared.log.write_text(RECORDED[name])
     shared.leave("a", "b")

@@ -118,7 +118,12 @@ def test_forged_answer_is_parsed_or_cut(program: MpsProgram, tmp_path: Path, nam
 
 
 @pytest.mark.parametrize(
-    ("how", "message"), [("hangs", "to start within"), ("refuses", "ended with 1: expected at most 87 bytes"), ("stays", "expected to write")]
+    ("how", "message"),
+    [
+        ("hangs", "to start within"),
+        ("refuses", "ended with 1: expected at most 87 bytes"),
+        ("stays", "expected to write"),
+    ],
 )
 def test_failed_start_leaves_no_daemon(program: MpsProgram, tmp_path: Path, how: str, message: str) -> None:
     """Regression: an unrecorded daemon stayed, and the next one was started beside it."""

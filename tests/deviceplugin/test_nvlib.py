@@ -138,7 +138,7 @@ def test_a_driver_that_is_too_old_is_an_error_with_advice() -> None:
     """Regression: NVIDIA's bindings raised NVMLLibraryMismatchError at the first reading, and the agent ended."""
     fake = FakeNvml(["T4"])
     fake.driver_version = "470.256.02"
-    with pytest.raises(NoDevicesError, match="expected driver 510 or newer, found 470.256.02: update the driver"):
+    with pytest.raises(NoDevicesError, match=r"expected driver 510 or newer, found 470\.256\.02: update"):
         Session(fake).open()
     fake.driver_version = "510.39.01"
     Session(fake).open()

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,12 +20,19 @@ from gpu_machine import RealMachine, Trial
 
 
 @pytest.fixture
-def hardware(tmp_path: Path) -> Iterator[Trial]:
+def short_path() -> Iterator[Path]:
+    """The MPS daemon's sockets are in it, whose paths have at most 107 bytes."""
+    with tempfile.TemporaryDirectory() as directory:
+        yield Path(directory)
+
+
+@pytest.fixture
+def hardware(short_path: Path) -> Iterator[Trial]:
     settings = AgentSettings()
     try:
         machine = RealMachine(
             load_nvml(),
-            tmp_path,
+            short_path,
             python=os.environ.get("CARPOOL_GPU_PYTHON", sys.executable),
             sources=metrics_sources(settings),
             cdi=(Path("/etc/cdi"), settings.cdi_dir),

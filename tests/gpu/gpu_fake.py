@@ -12,10 +12,10 @@ from carpool_deviceplugin.testing.node import Node, uid
 from carpool_deviceplugin.testing.nvml import FakeNvml
 from gpu_machine import Kind, Trial
 
-_CONTEXT_MIB = 600
+_CONTEXT_MIB, _SERVER_MIB = 600, 66
 _STEPS_PER_S = 20
-_LINGER_S = 2.0
-"""How long clients of a server that was hit, or is gone, take to find out."""
+_LINGER_S = 0.4
+"""How long clients of a server that was hit take to end, on an H100 with driver 580; others may wait longer."""
 
 
 @dataclass
@@ -28,6 +28,8 @@ class Faithless:
     """One client's lack of memory ends the others, too."""
     hides_fate: bool = False
     """The daemon does not report a fault, and survives a kill."""
+    spreads_assertions: bool = False
+    """A failed assertion of one client ends the others, too."""
     energy_leaks: bool = False
     wastes_s: float = 0.0
     """Processor time that each second of waiting costs."""
@@ -67,9 +69,15 @@ class FakeLoad:
         """Hit the server, and all its clients."""
         daemon = self.machine.daemon(self.pipe)
         if daemon is not None and not self.machine.faithless.hides_fate:
-            daemon.is_faulty = True
+            daemon.fault()
             self.machine.node.nvml.raise_xid(0, 31)
         self.machine.doom(self.pipe)
+
+    def fail_assertion(self) -> None:
+        """End alone."""
+        if self.machine.faithless.spreads_assertions:
+            self.fault()
+        self.machine.die(self, "AcceleratorError: CUDA error: device-side assert triggered")
 
     def stop(self) -> None:
         if self.end is None:
@@ -111,7 +119,7 @@ class FakeMachine:
         if pipe:
             server = self.node.mps.connect(pipe, pid)
             if server not in self.node.nvml.gpus[0].processes:
-                self.node.start(0, server, None, 30)
+                self.node.start(0, server, None, _SERVER_MIB)
         self.loads.append(load)
         return load
 
@@ -122,15 +130,15 @@ class FakeMachine:
         return self.node.mps.daemons.get(pipe)
 
     def die(self, load: FakeLoad, how: str) -> None:
-        """End a process; with its last client a server ends, and so does what it was hit by."""
+        """End a process; after its last client, a server that was hit gives up its context until the next one."""
         load.end = how
         self.node.end(0, load.pid)
         daemon = self.daemon(load.pipe)
         if daemon is not None:
-            daemon.clients.discard(load.pid)
-            if not daemon.clients and daemon.server is not None:
+            was_hit = daemon.is_faulty
+            daemon.leave(load.pid)
+            if was_hit and not daemon.clients and daemon.server is not None:
                 self.node.end(0, daemon.server)
-                daemon.server, daemon.is_faulty = None, False
 
     def doom(self, pipe: str) -> None:
         """All clients will find out soon."""
@@ -166,7 +174,7 @@ class FakeMachine:
         for load in self.living():
             load.made += _STEPS_PER_S * seconds
             if load.doomed_at is not None and self.node.seconds >= load.doomed_at:
-                self.die(load, "RuntimeError: CUDA error")
+                self.die(load, "AcceleratorError: CUDA error: an illegal memory access was encountered")
 
     def monotonic(self) -> float:
         return self.node.seconds

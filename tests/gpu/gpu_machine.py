@@ -139,8 +139,12 @@ class ProcessLoad:
         self._tell(f"take {mib}")
 
     def fault(self) -> None:
-        """Let it do what no kernel may."""
+        """Let it write to an illegal address, which ends all clients of its MPS server."""
         self._tell("fault")
+
+    def fail_assertion(self) -> None:
+        """Let it fail an assertion in a kernel, which ends itself."""
+        self._tell("assert")
 
     def _tell(self, word: str) -> None:
         if self._process.stdin is not None:

@@ -83,10 +83,28 @@ def fault_names_all_clients(trial: Trial) -> str:
     with running(trial, Kind.TRAIN, wanted) as loads:
         trial.machine.devices.actual(trial.gpu)
         loads[0].fault()
-        took_s = _struck(trial, loads)
+        trial.machine.wait(READ_EVERY_S)  # both have ended by then
+        took_s = READ_EVERY_S + _struck(trial, loads)
         wait_until(trial, lambda: all(load.ended() is not None for load in loads), DIES_WITHIN_S, "both to end")
         ends = ", ".join(str(load.ended()) for load in loads)
     return f"noticed after {took_s:.0f} s, with both pods; they ended: {ends}"
+
+
+def assertion_ends_its_own_client(trial: Trial) -> str:
+    """A failed assertion in a kernel ends its own client; its neighbour goes on, and the agent names no other pod."""
+    wanted = [reservation(trial, f"p{i}", MPS, mib=LIMIT_MIB) for i in range(2)]
+    devices, gpu = trial.machine.devices, trial.gpu
+    with running(trial, Kind.TRAIN, wanted) as (failing, neighbour):
+        devices.actual(gpu)
+        failing.fail_assertion()
+        took_s = wait_until(trial, lambda: failing.ended() is not None, DIES_WITHIN_S, "it to end")
+        (rate,) = still_step(trial, [neighbour])
+        actual = devices.actual(gpu)
+        if neighbour.ended() is not None or actual.problem or neighbour.pod_uid in actual.ended:
+            found = neighbour.ended() or actual.problem or actual.ended[neighbour.pod_uid]
+            raise FailedError(f"expected the neighbour to go on, and no problem of the GPU, found {found}")
+        end = failing.ended()
+    return f"it ended alone after {took_s:.0f} s: {end}; its neighbour made {rate:.1f} steps/s"
 
 
 def dead_daemon_names_all_clients(trial: Trial) -> str:
@@ -219,6 +237,7 @@ TRIALS: Mapping[str, Callable[[Trial], str]] = {
     "mps-three": partial(processes_share, count=3),
     "mps-threads": thread_percentage_limits_sm_activity,
     "mps-fault": fault_names_all_clients,
+    "mps-assert": assertion_ends_its_own_client,
     "mps-killed": dead_daemon_names_all_clients,
     "cost": cost_beside_dmon,
 }

@@ -1,7 +1,8 @@
 """A process that computes on the GPU: `python load.py KIND [DEVICE]`. Needs nothing of Carpool, only PyTorch with CUDA.
 
 It prints a line of JSON for each event: `{"steps": 12}`, and at its end `{"ended": "out of memory"}`. What
-it reads, a line each: `take MIB`, `fault`, `stop`.
+it reads, a line each: `take MIB`, `fault` (write to an address that is nobody's), `assert` (fail an assertion in a
+kernel), `stop`.
 """
 
 import json
@@ -16,6 +17,8 @@ SIZE = 8192
 SAY_EVERY_S = 0.25
 BLOCK_CYCLES = 10_000_000
 """Some milliseconds: what lies between two kernels is little beside it."""
+ILLEGAL_ADDRESS = 0x7F0000000000 + 12345678900
+WRITE = 'extern "C" __global__ void write(long long address, float* x) { *(float*)address = x[0]; }'
 
 
 def say(**what: object) -> None:
@@ -90,7 +93,10 @@ def main() -> None:
         if word[0] == "take":
             taken.append(torch.ones(int(word[1]) << 20, dtype=torch.uint8, device=device))
         if word[0] == "fault":
-            # An index that no kernel may have ends the context, and behind MPS those of its neighbours.
+            write = torch.cuda._compile_kernel(WRITE, "write")
+            write(grid=(1, 1, 1), block=(1, 1, 1), args=[ILLEGAL_ADDRESS, torch.ones(1, device=device)])
+            torch.cuda.synchronize()
+        if word[0] == "assert":
             torch.ones(1, device=device)[torch.tensor([1 << 40], device=device)].sum().item()
 
 

@@ -29,7 +29,8 @@ MEASURED = {
     "mps-two": "2 processes made 20.0, 20.0 steps/s",
     "mps-three": "3 processes made",
     "mps-threads": "100%: 0.97, 50%: 0.48, 25%: 0.24",
-    "mps-fault": "after 0 s, with both pods; they ended: RuntimeError",
+    "mps-fault": "after 5 s, with both pods; they ended: AcceleratorError",
+    "mps-assert": "its neighbour made 20.0 steps/s",
     "mps-killed": "another daemon answered after",
     "activity": "of 132 SMs",
     "cost": "not beside dmon: nvidia-smi is not on PATH",
@@ -56,6 +57,7 @@ def test_a_machine_that_keeps_its_promises_passes(tmp_path: Path, name: str) -> 
         ({"kills_neighbours": True}, "mps-three", "expected every process to make steps"),
         ({"ignores_threads": True}, "mps-threads", "expected an SM activity of about each thread percentage"),
         ({"hides_fate": True}, "mps-fault", "expected the agent to name all pods that end together within 10 s"),
+        ({"spreads_assertions": True}, "mps-assert", "expected the neighbour to go on"),
         ({"hides_fate": True}, "mps-killed", "expected the agent to name all pods that end together within 10 s"),
         ({"energy_leaks": True}, "energy", "expected power over time to be the counter within 10%"),
         ({"wastes_s": 0.01}, "cost", "expected at most 0.5% of a core, found 1.00%"),
@@ -85,7 +87,7 @@ def test_the_program_trains_takes_memory_and_dies_alone() -> None:
             assert load.ended() is None, load.ended()
             load._reader.join(0.01)
         load.take(1)
-        load.fault()
+        load.fail_assertion()
         load._process.wait(60)
         assert "IndexError: index 1099511627776 is out of bounds" in (load.ended() or "it lives")
         load.take(1)  # no process reads it any more

@@ -40,7 +40,10 @@ class FakeDaemon:
 
 
 class FakeMpsCommands:
-    """NVIDIA's program as documented and recorded (H100, driver 580): a server exists from the first client on, and may outlive its daemon."""
+    """NVIDIA's program as documented, and as recorded on an H100 with driver 580.
+
+    A server exists from the first client on, and may outlive its daemon.
+    """
 
     def __init__(self) -> None:
         self.daemons: dict[str, FakeDaemon] = {}
