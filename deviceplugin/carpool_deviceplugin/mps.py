@@ -7,7 +7,8 @@ States of a GPU's daemon, and what moves it:
                          running ── no answer ───────────────────▶ silent: its clients may go on
     orphaned, silent ── start, stop or end, without clients: SIGKILL ──▶ stopped
 
-Files in a GPU's directory. Clients can write in `pipe` and `shm` only, so the content of these is not trusted.
+Files in a GPU's directory. Clients can write in `pipe` and `shm` only, and through a FIFO there into the servers' log,
+so the content of these is not trusted.
 
     pipe/     the daemon's pipes; containers mount it, so each daemon gets a new one
     log/      the logs of the daemon and its servers
