@@ -10,7 +10,9 @@ from carpool_core.resources.features import LayerCounts, ModelFeatures, TracedSt
 from carpool_core.resources.job import CatalogModel, Training
 from carpool_core.values import Optimizer, Precision
 from carpool_predictor.catalog import store
+from carpool_predictor.catalog.recipes import recipe_of
 from carpool_predictor.features import MalformedError, reason_to_abstain
+from carpool_predictor.tracing.models import trace_recipe
 from carpool_research import catalog_sweep
 from carpool_research.catalog_sweep import FIRST, STORED, ModelRecord, stored_record
 from carpool_research.tables import DataError
@@ -162,3 +164,13 @@ def test_hub_models_work_without_their_organization(short: str, full: str, preci
     assert found == msgspec.structs.replace(asked, name=f"transformers/{short}")
     assert known.family(f"transformers/{short}") == known.family(f"transformers/{full}")
     assert known.features(CatalogModel(name="transformers/bert-base-unknown"), training) is None
+
+
+@pytest.mark.parametrize("optimizer", [Optimizer.SGD, Optimizer.ADAM, Optimizer.ADAMW])
+def test_stored_work_is_that_of_the_optimizer(optimizer: Optimizer) -> None:
+    """The FP32 sweep recorded the bytes of SGD with momentum for all: on an H100 AdamW's steps were too short."""
+    training, model = Training(optimizer=optimizer), "timm/mobilenetv3_large_100"
+    found = store.features(CatalogModel(name=model), training)
+    assert found is not None
+    traced = trace_recipe(recipe_of(CatalogModel(name=model)), training, [16])
+    assert found.steps[0].bytes_moved == pytest.approx(traced.steps[0].bytes_moved, rel=1e-6)

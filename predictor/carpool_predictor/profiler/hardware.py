@@ -1,6 +1,6 @@
 """A real GPU for the profiler: NVML for measurements, worker processes with PyTorch, and an MPS daemon.
 
-It was tested with a fake of NVML only, never on hardware.
+It ran on one H100; its tests use a fake of NVML.
 """
 
 import contextlib
