@@ -38,6 +38,10 @@ EVENTS = ResourceKind("", "v1", "events", "Event")
 GPU_TRAINING_JOBS = ResourceKind("carpool.dev", "v1alpha1", "gputrainingjobs", "GpuTrainingJob")
 GPU_NODES = ResourceKind("carpool.dev", "v1alpha1", "gpunodes", "GpuNode", namespaced=False)
 
+UNTRACKED: Mapping[str, Any] = {"op": "add", "path": "/metadata/managedFields", "value": [{}]}
+"""Operation of a JSON patch after which the API server tracks no fields of an object: for objects that no user applies,
+whose tracking costs it a third of a small write, and every watcher a third of the bytes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Page:
