@@ -127,16 +127,7 @@ async def serve(settings: BoardSettings, clock: Clock) -> None:
             app, host=settings.host, port=settings.port, lifespan="off", ws="none", access_log=False, log_config=None,
             log_level="warning", proxy_headers=False, server_header=False, timeout_graceful_shutdown=_SHUTDOWN_S,
         )  # fmt: skip
-        server = _Server(config, "CARPOOL_BOARD")
-        tasks = [asyncio.create_task(one) for one in (server.serve(), watch.run(viewers))]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        await _Server(config, "CARPOOL_BOARD").serve_beside(watch.run(viewers))
 
 
 class _Server(Server):

@@ -2,8 +2,6 @@
 
 import asyncio
 import gc
-from collections.abc import Coroutine
-from typing import Any
 
 import click
 import uvloop
@@ -43,7 +41,7 @@ async def run(settings: ExtenderSettings) -> None:
         server = create_server(parts.app(), settings, parts.certificates)
         scraped = await metrics.serve(parts.registry, settings.metrics_port, readiness=parts.not_ready)
         try:
-            await _until_served(server.serve(), parts.run(), parts.certificates.run(), _freeze_listed(parts.informers))
+            await server.serve_beside(parts.run(), parts.certificates.run(), _freeze_listed(parts.informers))
         finally:
             await scraped.close()
 
@@ -55,16 +53,3 @@ async def _freeze_listed(informers: Informers) -> None:
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
     await asyncio.Event().wait()
-
-
-async def _until_served(*work: Coroutine[Any, Any, None]) -> None:
-    """Run all coroutines until the first one ends; cancel the others, and raise its error."""
-    tasks = [asyncio.ensure_future(one) for one in work]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

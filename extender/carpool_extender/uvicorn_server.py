@@ -3,8 +3,9 @@
 import asyncio
 import signal
 import socket
-from collections.abc import Generator
+from collections.abc import Coroutine, Generator
 from contextlib import contextmanager
+from typing import Any
 
 import uvicorn
 from carpool_core.settings import SettingsError
@@ -35,6 +36,18 @@ class Server(uvicorn.Server):
                 f"{self._variables}_HOST and {self._variables}_PORT: expected an address of this host and a free port, "
                 f"found {self.config.host} and {self.config.port}: {error.__context__}; set others"
             ) from error
+
+    async def serve_beside(self, *work: Coroutine[Any, Any, None]) -> None:
+        """Serve until a signal, or until some other work ends; cancel the rest, and raise the error of what ended."""
+        tasks = [asyncio.ensure_future(one) for one in (self.serve(), *work)]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
