@@ -7,6 +7,8 @@ alone. Slowdowns follow from the activity that was measured alone, as in `evalua
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from pathlib import Path
 from statistics import fmean, median
 
@@ -27,6 +29,7 @@ from numpy.typing import NDArray
 
 from carpool_research.published import Case, Judged, judge, memory_row
 from carpool_research.report import markdown
+from carpool_research.slowdown import candidates, profiled
 from carpool_research.slowdown.fit import limits_table
 from carpool_research.tables import DataError, read_table
 
@@ -284,6 +287,33 @@ def limits(runs: Sequence[Together]) -> str:
     )
 
 
+def selection_table(folder: Path, data: Path) -> str:
+    """Return speed errors of the candidates of decision 55, fitted on all sources but one, and the winner of its rule.
+
+    The sources are those of the data folder, and all pairs below `folder` as one.
+
+    Raises:
+        DataError: A file is missing or invalid.
+    """
+    found = profiled.sources(data) | {"rows of `carpool profile`": reduce(add, profiled.read(folder).values())}
+    kinds = {
+        f"→ {name}": [
+            candidates.Split(reduce(add, [one for other, one in found.items() if other != name]), test, seed)
+            for seed in candidates.SEEDS
+        ]
+        for name, test in found.items()
+    }
+    results = candidates.compare(kinds)
+    best = candidates.winner(results)
+    table = [
+        {"candidate": f"**{name}**" if name == best else name}
+        | {kind: f"{error:.3f}" for kind, error in one.errors.items()}
+        | {"score": f"{one.score:.3f}"}
+        for name, one in results.items()
+    ]
+    return markdown(table)
+
+
 LINE_JOBS, DRAWS = 3, 200
 
 
@@ -321,10 +351,17 @@ def texts(rows: Sequence[MeasuredRow]) -> dict[str, str]:
 
 @click.command(short_help="Judge the shipped models on rows of `carpool profile`, and print tables.")
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False), default=ROWS)
-def measured(file: Path) -> None:
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    help="Folder of Lucid's and Gavel's pairs: compare priors of the slowdown with each source held out, too.",
+)
+def measured(file: Path, data: Path | None) -> None:
     """Judge the shipped models on a file of `carpool profile`, and print tables; the default is this project's own."""
     try:
         tables = texts(read(file))
+        if data is not None:
+            tables["Priors of the slowdown, each source held out"] = selection_table(file.parent, data)
     except DataError as e:
         raise click.UsageError(str(e)) from e
     for title, table in tables.items():

@@ -1,5 +1,7 @@
 """The shipped models on this project's own measurements, as the tables of docs/measurements.md show them."""
 
+from functools import reduce
+from operator import add
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +11,7 @@ from carpool_predictor.models.slowdown import slowdowns
 from carpool_predictor.profiler.session import COLUMNS
 from carpool_research import measured
 from carpool_research.measured import ROWS, read, texts, together, workload
+from carpool_research.slowdown import candidates, profiled
 from click.testing import CliRunner
 
 PAGE = Path(__file__).parents[2] / "docs" / "measurements.md"
@@ -61,3 +64,20 @@ def test_rows_that_failed_are_left_out(tmp_path: Path) -> None:
     cells = dict(zip(COLUMNS, lines[1].split(","), strict=True)) | {"status": "failed", "step_time_s": ""}
     path.write_text("\n".join([*lines, ",".join(cells.values())]) + "\n")
     assert len(read(path)) == 222
+
+
+def test_each_source_is_held_out_from_its_own_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = reduce(add, profiled.read(ROWS.parent).values())
+    other = own.where(own.is_mps)
+    monkeypatch.setattr(profiled, "sources", lambda _: {"A": other, "B": other + other})
+    sizes: list[tuple[int, int]] = []
+
+    def none(train: candidates.Speeds, _: int) -> candidates.Predict:
+        return lambda test: sizes.append((len(train.speed), len(test.speed))) or np.ones(len(test.speed))
+
+    monkeypatch.setattr(candidates.compare, "__defaults__", ({"none": none},))
+    table = measured.selection_table(ROWS.parent, Path())
+    assert table.splitlines()[-1].endswith("|1.000|")
+    n, of_mps = len(own.speed), int(own.is_mps.sum())
+    everything = n + 3 * of_mps
+    assert set(sizes) == {(everything - test, test) for test in (n, of_mps, 2 * of_mps)}
