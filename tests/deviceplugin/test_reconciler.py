@@ -150,6 +150,22 @@ async def test_a_new_agent_keeps_ready_reservations(kube, agent, devices, reserv
         await until(lambda: states(kube) == {"uid-a": "Failed", "uid-b": "Ready"})
 
 
+async def test_a_new_agent_keeps_a_stall(kube, agent, devices, reserve, enter, tmp_path) -> None:
+    gpu, stall = devices.uuids[0], {"type": "Stalled", "reason": "DataWait", "message": "no step for 60 s"}
+    async with running(agent):
+        await until(lambda: exists(kube))
+        await reserve_on(kube, reserve("a", gpu))
+        await until(lambda: states(kube) == {"uid-a": "Ready"})
+    written = kube.dump(GPU_NODES, "node-1")
+    written["status"]["tenants"] = [{"podUid": "uid-a", "gpuUuid": gpu, "anomalies": [stall]}]
+    kube.seed(GPU_NODES, written)
+    with enter(gpu, "a") as (opened,):
+        opened.allocate(2000)
+        async with running(agent_on(devices, tmp_path, kube)):
+            tenant = await until(lambda: next((t for t in status_of(kube).tenants if t.memory_mib >= 2000), None))
+            assert [one.reason for one in tenant.anomalies] == ["DataWait"]
+
+
 async def test_several_agents_share_an_event_loop(kube, tmp_path) -> None:
     agents = []
     for name in ("node-1", "node-2", "node-3"):
