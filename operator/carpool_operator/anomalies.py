@@ -1,22 +1,27 @@
 """Conditions of a job that behaves unusually: what the agents found for its workers, and stragglers among them. Pure.
 
-All of it is computed from GpuNodes and the job's conditions, so that a restart of the operator loses nothing.
+All of it is computed from GpuNodes and the job's conditions, so that a restart of the operator loses nothing but the
+time for which a worker has lagged.
 """
 
 from collections.abc import Mapping, Sequence
-from statistics import median
+from statistics import median_low
 
 from carpool_core import keys
 from carpool_core.kube.pods import Pod
-from carpool_core.resources.node import Anomaly, Tenant
+from carpool_core.resources.node import Anomaly, GpuNode, Tenant
 
 from carpool_operator import conditions
 from carpool_operator.placement import MEASURED_STEPS
 from carpool_operator.pods import worker_of
 from carpool_operator.status import Draft
 
-_BEHIND, _CAUGHT_UP = 0.2, 0.1
-"""Lag of a worker, in steps of the others, at which the anomaly begins and ends."""
+BEHIND, _CAUGHT_UP = 0.2, 0.1
+"""Lag of a worker, as a share of the others' step, at which the anomaly begins and ends."""
+_UNWRITTEN = 0.1
+"""Agents write no smaller change of a step time, so that it counts for nothing."""
+_LAG_S = 120.0
+"""Seconds for which the same worker must lag."""
 _CONSEQUENCES = frozenset({"Unknown", "BusyGpu"})
 """Reasons of workers that probably wait for another one."""
 
@@ -31,16 +36,16 @@ def report_anomalies(draft: Draft, pods: Sequence[Pod]) -> None:
     """
     if not conditions.is_true(draft.status, keys.CONDITION_RUNNING):
         return
-    uids = {pod.metadata.uid: worker_of(pod) or 0 for pod in pods}
-    workers: dict[int, list[Tenant]] = {}
-    for tenant in (one for node in draft.snapshot.nodes for one in node.status.tenants if one.pod_uid in uids):
-        workers.setdefault(uids[tenant.pod_uid], []).append(tenant)
+    workers = measurements(pods, draft.snapshot.nodes)
     is_complete = len(workers) == len(pods)
     for type_ in keys.ANOMALIES:
         before = conditions.find(draft.status, type_)
         was = before if before is not None and before.status == "True" else None
         if type_ == keys.CONDITION_STRAGGLER:
-            found = straggler(workers, _BEHIND if was is None else _CAUGHT_UP) if is_complete else None
+            found = straggler(workers, BEHIND if was is None else _CAUGHT_UP) if is_complete else None
+            if found is not None and was is None and draft.snapshot.lags_s < _LAG_S:
+                draft.requeue_after(_LAG_S - draft.snapshot.lags_s)
+                continue
         else:
             found = likeliest(workers, type_, is_new=was is None)
         if found is not None:
@@ -54,6 +59,15 @@ def report_anomalies(draft: Draft, pods: Sequence[Pod]) -> None:
         elif was is not None and is_complete:
             draft.set_condition(type_, "False", "Recovered", f"over; it was: {was.reason}: {was.message}")
             draft.event("Normal", "Recovered", f"{type_} is over: {was.message}")
+
+
+def measurements(pods: Sequence[Pod], nodes: Sequence[GpuNode]) -> Workers:
+    """Return what the agents measured of each worker."""
+    uids = {pod.metadata.uid: worker_of(pod) or 0 for pod in pods}
+    workers: dict[int, list[Tenant]] = {}
+    for tenant in (one for node in nodes for one in node.status.tenants if one.pod_uid in uids):
+        workers.setdefault(uids[tenant.pod_uid], []).append(tenant)
+    return workers
 
 
 def likeliest(workers: Workers, type_: str, *, is_new: bool) -> tuple[int, Anomaly] | None:
@@ -78,16 +92,15 @@ def straggler(workers: Workers, limit: float) -> tuple[int, Anomaly] | None:
 
     Args:
         workers: The workers.
-        limit: Lag, in steps of the others.
+        limit: Lag, as a share of the others' step.
     """
     measured = {n: use for n, tenants in sorted(workers.items()) if (use := _step(tenants)) is not None}
     if len(measured) < max(2, len(workers)):  # a worker that is not measured may be the one
         return None
     lags = {}
+    usual_s, *waits = map(median_low, zip(*measured.values(), strict=True))  # of two workers, the better one
     for n, (step_s, data, copies) in measured.items():
-        rest = [use for other, use in measured.items() if other != n]
-        usual_s, *waits = (median(values) for values in zip(*rest, strict=True))
-        slow = step_s / usual_s - 1 if usual_s else 0.0
+        slow = step_s / usual_s - 1 - _UNWRITTEN if usual_s else 0.0
         lags[n] = max((slow, "SlowWorker"), (data - waits[0], "DataWait"), (copies - waits[1], "Copies"))
     worst = max(lags, key=lambda n: lags[n])
     lag, reason = lags[worst]
@@ -95,7 +108,7 @@ def straggler(workers: Workers, limit: float) -> tuple[int, Anomaly] | None:
         return None
     step_s, data, copies = measured[worst]
     message = (
-        f"a step takes {1000 * step_s:,.3g} ms, {1 + lag:.2f} times that of the other workers"
+        f"a step takes {1000 * step_s:,.3g} ms, {1 + _UNWRITTEN + lag:.2f} times that of the other workers"
         if reason == "SlowWorker"
         else f"waits {data if reason == 'DataWait' else copies:.0%} of its time for "
         f"{'input data' if reason == 'DataWait' else 'copies to the GPU'}, {lag:.0%} more than the other workers, "

@@ -22,6 +22,7 @@ from carpool_predictor.predict import model_version
 from carpool_predictor.tracing.source import Tracer, input_digest
 
 from carpool_operator.actions import CreatePod, Predict
+from carpool_operator.anomalies import BEHIND, measurements, straggler
 from carpool_operator.attempts import Backoff
 from carpool_operator.calibrator import Calibrator
 from carpool_operator.expectations import Expectations
@@ -187,9 +188,11 @@ class Operator:
                 is_on=True,
                 solo_step_s=self.calibrator.solo_step_s(job.metadata.namespace, digest, product) if product else None,
                 learned=frozenset(sample for sample in samples if self.calibrator.has_learned(sample)),
-                peak_stable_s=self._expectations.peak_stable_s(uid, (samples, peak), now),
+                peak_stable_s=self._expectations.unchanged_s(uid, "peak", (samples, peak), now),
                 keys=keys,
             )
+        found = straggler(measurements(pods, nodes), BEHIND)
+        lags_s = self._expectations.unchanged_s(uid, "straggler", None if found is None else found[0], now)
         unreserved = pods_without_reservation(uid, pods, nodes)
         return Snapshot(
             job=job,
@@ -213,6 +216,7 @@ class Operator:
             backoff=self._settings.backoff,
             autoscaling=self._settings.autoscaling,
             calibration=calibration,
+            lags_s=lags_s,
         )
 
     async def process(self, key: str) -> None:

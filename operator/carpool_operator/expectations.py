@@ -36,8 +36,8 @@ class _JobMemory:
     """Newest warning about each pod for which it was read, by pod UID."""
     unreserved_since: dict[str, float] = field(default_factory=dict)
     """Time since which each bound pod has had no reservation, by pod UID."""
-    peak: object = None
-    peak_since: float = 0.0
+    unchanged: dict[str, tuple[object, float]] = field(default_factory=dict)
+    """Values that are followed, each with the time since which it has not changed, by name."""
 
 
 class Expectations:
@@ -115,12 +115,12 @@ class Expectations:
         job.unreserved_since = {uid: job.unreserved_since.get(uid, now) for uid in pod_uids}
         return {uid: now - at for uid, at in job.unreserved_since.items()}
 
-    def peak_stable_s(self, job_uid: str, peak: object, now: float) -> float:
-        """Record the peak memory of a job's attempt; return for how many seconds it has not changed."""
-        job = self._of(job_uid)
-        if job.peak != peak:
-            job.peak, job.peak_since = peak, now
-        return now - job.peak_since
+    def unchanged_s(self, job_uid: str, name: str, value: object, now: float) -> float:
+        """Record a value of a job, such as the peak of its memory; return for how many seconds it has not changed."""
+        values = self._of(job_uid).unchanged
+        if name not in values or values[name][0] != value:
+            values[name] = value, now
+        return now - values[name][1]
 
     def forget(self, job_uid: str) -> None:
         """Forget a deleted job."""
