@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import structlog
@@ -11,7 +11,7 @@ from carpool_core.clock import Clock
 from carpool_core.keys import OUTCOME_GPU_OUT_OF_MEMORY, RESOURCE_GPU, SCHEDULER_NAME
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, NODES, PODS, KubeApi, Selector
 from carpool_core.kube.pods import Pod, PodCondition, job_owner_reference
-from carpool_core.kube.reflector import Reflector
+from carpool_core.kube.reflector import Reflector, put_in_group
 from carpool_core.resources.job import GpuSelector, MemoryOverride, Sharing
 from carpool_core.resources.meta import ObjectMeta
 from carpool_core.resources.node import GpuNode
@@ -28,7 +28,6 @@ from carpool_extender.cache.cluster import (
     shortened,
 )
 
-K = TypeVar("K")
 _NEED_NO_PLACE = frozenset((JobState.STARTING, JobState.RUNNING, JobState.COMPLETE, JobState.FAILED))
 _NO_PODS = frozenset((JobState.SUSPENDED, JobState.COMPLETE, JobState.FAILED))
 
@@ -414,15 +413,5 @@ class Informers:
         if owner is None:
             return
         job, uid, node = JobUid(owner.uid), PodUid(pod.metadata.uid), pod.spec.node_name
-        _put(self._bound_pods, node, uid, now if now is not None and may_run(now) else None)
-        _put(self._pods_by_job, job, uid, now)
-
-
-def _put(index: dict[K, dict[PodUid, Pod]], group: K, uid: PodUid, pod: Pod | None) -> None:
-    """Set a pod in a group of an index; remove it if it is None, and empty groups with it."""
-    if pod is not None:
-        index.setdefault(group, {})[uid] = pod
-    elif group in index:
-        index[group].pop(uid, None)
-        if not index[group]:
-            del index[group]
+        put_in_group(self._bound_pods, node, uid, now if now is not None and may_run(now) else None)
+        put_in_group(self._pods_by_job, job, uid, now)

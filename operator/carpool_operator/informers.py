@@ -2,10 +2,10 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
 from carpool_core.keys import CONDITION_PLACED, SIMULATED_PREFIX
 from carpool_core.kube.pods import Pod
+from carpool_core.kube.reflector import put_in_group
 from carpool_core.products import PRODUCTS, GpuProduct, hardware_name, products_of
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import GpuNode
@@ -104,9 +104,9 @@ class PodCache:
     def _index(self, pod: Pod, *, is_known: bool) -> None:
         key = key_of_pod(pod)
         if key is not None:
-            _set(self._by_job, key, pod.metadata.name, pod if is_known else None)
+            put_in_group(self._by_job, key, pod.metadata.name, pod if is_known else None)
             if pod.spec.node_name:
-                _set(self._by_node, pod.spec.node_name, pod.metadata.uid, key if is_known else None)
+                put_in_group(self._by_node, pod.spec.node_name, pod.metadata.uid, key if is_known else None)
 
 
 def _only_advanced(old: Pod | None, new: Pod | None) -> bool:
@@ -116,16 +116,6 @@ def _only_advanced(old: Pod | None, new: Pod | None) -> bool:
     if new.spec.node_name:
         return old is None or not old.spec.node_name
     return old is None and all(condition.type != "PodScheduled" for condition in new.status.conditions)
-
-
-def _set(index: dict[str, dict[str, Any]], group: str, key: str, value: Any) -> None:
-    """Set a value in a group of an index; remove it if it is None, and empty groups with it."""
-    if value is not None:
-        index.setdefault(group, {})[key] = value
-    elif group in index:
-        index[group].pop(key, None)
-        if not index[group]:
-            del index[group]
 
 
 class NodeCache:

@@ -287,6 +287,4 @@ def _set_rendezvous(spec: dict[str, Any], job: GpuTrainingJob, worker: int, atte
         "PET_NPROC_PER_NODE": str(job.spec.gpus_per_worker),
     }
     for container in spec["containers"]:
-        env = list(container.get("env") or [])
-        known = {one.get("name") for one in env}
-        container["env"] = [*({"name": n, "value": v} for n, v in variables.items() if n not in known), *env]
+        _add_variables(container, variables)

@@ -46,6 +46,9 @@ class HasMetadata(Protocol):
 
 
 T = TypeVar("T", bound=HasMetadata)
+G = TypeVar("G")
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class _Meta(msgspec.Struct, frozen=True, rename="camel"):
@@ -256,3 +259,13 @@ class Reflector(Generic[T]):
         """Return seconds until the next try: doubled with each failure, then spread over the upper half."""
         longest = min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(failures - 1, 16))
         return longest * (0.5 + 0.5 * self._jitter())
+
+
+def put_in_group(index: dict[G, dict[K, V]], group: G, key: K, value: V | None) -> None:
+    """Set a value in a group of an index; remove it if it is None, and empty groups with it."""
+    if value is not None:
+        index.setdefault(group, {})[key] = value
+    elif group in index:
+        index[group].pop(key, None)
+        if not index[group]:
+            del index[group]

@@ -254,9 +254,7 @@ def score_nodes(cached: CachedEvaluation, names: Sequence[str]) -> NDArray[np.in
     return result
 
 
-def place_on_node(
-    cached: CachedEvaluation, name: str, among: Bools | None = None, *, with_reason: bool = True
-) -> Placement | str:
+def place_on_node(cached: CachedEvaluation, name: str, among: Bools | None = None) -> Placement | str:
     """Return the GPUs that a pod gets on one node, or why none fits; other arguments as in `best_place`."""
     evaluation, ids = cached.evaluation, cached.evaluation.snapshot.ids([name])
     if ids[0] < 0 or not cached.best.fits[ids[0]]:
@@ -270,8 +268,8 @@ def place_on_node(
         chosen = select(evaluation, cached.policy, evaluation.snapshot.grid.only(node), among).rows
     if not len(chosen):
         return OTHER_WORKERS
-    reason = placement_reason(evaluation, chosen[0].tolist(), cached.policy) if with_reason else ""
-    return placement_on(evaluation, chosen[0].tolist(), cached.policy, reason)
+    rows = chosen[0].tolist()
+    return placement_on(evaluation, rows, cached.policy, placement_reason(evaluation, rows, cached.policy))
 
 
 def best_place(
