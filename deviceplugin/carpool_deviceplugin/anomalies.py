@@ -17,8 +17,8 @@ from carpool_deviceplugin.gpu import MIN_BUSY, StepCounts
 
 _BIN_S = 10.0
 """Readings of so long make one value; longer if a step takes longer."""
-_MIN_BASELINE, _MAX_BASELINE = 30, 360
-"""Values of the baseline: five minutes at least, one hour at most."""
+_MIN_BASELINE, _MAX_BASELINE = 60, 360
+"""Values of the baseline: ten minutes at least, one hour at most. In five minutes they vary too little."""
 _DRIFT_S, _MIN_DRIFT = 120.0, 3
 """Time, and number of values, that the step time must be beyond the limit."""
 _DEVIATIONS, _CALM_DEVIATIONS = 3.0, 2.0

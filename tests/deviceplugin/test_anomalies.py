@@ -64,9 +64,9 @@ class Training:
 
 @pytest.fixture
 def training() -> Training:
-    """A training with a baseline of ten minutes."""
+    """A training with a baseline of more than ten minutes."""
     training = Training()
-    assert training.run(600) == []
+    assert training.run(900) == []
     return training
 
 
@@ -116,7 +116,7 @@ def test_steps_that_stay_long_for_an_hour_become_usual(training: Training) -> No
 )  # fmt: skip
 def test_the_cause_of_a_drift_is_measured(more: dict[str, float], reason: str | None, text: str) -> None:
     training = Training()
-    training.run(600, clock_mhz=1410.0)
+    training.run(900, clock_mhz=1410.0)
     training.run(300, longer=1.6, **{"clock_mhz": 1410.0, **more})
     assert [one.reason for one in training.watch.anomalies] == ([] if reason is None else [reason])
     assert text in "".join(one.message for one in training.watch.anomalies)
@@ -140,7 +140,7 @@ def test_healthy_trainings_show_none(training: Training, healthy: Callable[[Trai
 
 def test_nothing_is_judged_before_the_baseline() -> None:
     training = Training()
-    training.run(200)
+    training.run(400)
     assert training.run(200, longer=3.0) == []
 
 
@@ -232,7 +232,7 @@ def test_processes_that_begin_again_have_a_new_baseline(training: Training) -> N
     training.pause(90)
     assert training.types == ["Stalled"]
     training.steps, training.step_s = 0, 0.5
-    assert training.run(600) == []
+    assert training.run(900) == []
     assert training.run(200, longer=1.5) == ["StepTimeDrift"]
     assert "above its usual 500 ms" in training.found.message
 
@@ -270,17 +270,17 @@ def stepping(meter: Meter, seconds: range, step_s: float, *others: tuple[PodUid,
 
 def test_a_cotenants_arrival_explains_longer_steps() -> None:
     meter = Meter(GPU)
-    stepping(meter, range(600), 0.1)
-    assert stepping(meter, range(600, 1200), 0.16, (B, 0.8)) == []
-    assert stepping(meter, range(1200, 1800), 0.1) == []
-    assert stepping(meter, range(1800, 2000), 0.16) == [f"{A} StepTimeDrift"], "without one they are not explained"
+    stepping(meter, range(900), 0.1)
+    assert stepping(meter, range(900, 1500), 0.16, (B, 0.8)) == []
+    assert stepping(meter, range(1500, 2100), 0.1) == []
+    assert stepping(meter, range(2100, 2300), 0.16) == [f"{A} StepTimeDrift"], "without one they are not explained"
 
 
 def test_an_anomaly_is_written_once_when_it_begins_and_once_when_it_ends() -> None:
     meter, written, writes = Meter(GPU), list[Tenant](), 0
-    for second in range(900):
-        step_s = 0.15 if 600 <= second < 800 else 0.145  # less than the tenth that is written anyway
-        stepping(meter, range(second, second + 1), step_s if second >= 600 else 0.1)
+    for second in range(1200):
+        step_s = 0.15 if 900 <= second < 1100 else 0.145  # less than the tenth that is written anyway
+        stepping(meter, range(second, second + 1), step_s if second >= 900 else 0.1)
         kept = damp_changes(written, meter.tenants(NOW))
         writes += [t.anomalies for t in kept] != [t.anomalies for t in written] and bool(written)
         written = kept
