@@ -72,15 +72,15 @@ class Board:
         site: Installation by whose settings jobs are explained, as NAMESPACE/NAME.
         needs_token: Whether each request needs the viewer's bearer token.
         namespace: Namespace of the jobs that are listed if none is named; empty means all.
-        plan: Folder of a simulation.
+        plan: Folder of a simulation, if there is a page of one.
     """
 
     def __init__(
         self, viewers: Viewers, watch: ClusterWatch, clock: Clock, site: str, *, needs_token: bool, namespace: str = "",
-        plan: Path = Path(),
+        plan: Path | None = None,
     ) -> None:  # fmt: skip
         self._viewers, self.watch, self._clock, self._site = viewers, watch, clock, site
-        self.needs_token, self._namespace, self._plan = needs_token, namespace, plan
+        self.needs_token, self._namespace, self.plan_folder = needs_token, namespace, plan
         self._explaining = asyncio.Semaphore(_EXPLANATIONS)
 
     def _token(self, request: Request) -> str | None:
@@ -140,14 +140,14 @@ class Board:
     async def plan(self, request: Request) -> Plan:
         """Return the results of a simulation."""
         await self._viewers.require(self._token(request), *OF_GPUS)
-        return read_plan(self._plan)
+        return read_plan(self.plan_folder)
 
     async def picture(self, request: Request, name: str) -> Response:
         """Return a picture of that simulation."""
         await self._viewers.require(self._token(request), *OF_GPUS)
-        if name not in read_plan(self._plan).pictures:
-            raise NotFound(f"no picture {name} in {self._plan}", status=404)
-        return FileResponse(self._plan / name, media_type="image/png")
+        if self.plan_folder is None or name not in read_plan(self.plan_folder).pictures:
+            raise NotFound(f"no picture {name} of a simulation", status=404)
+        return FileResponse(self.plan_folder / name, media_type="image/png")
 
     async def notices(self, request: Request, topic: Annotated[str, Query(max_length=320)]) -> Response:
         """Return a stream of server-sent events: one after changes of a topic."""
@@ -195,6 +195,7 @@ def create_app(board: Board) -> FastAPI:
     app.get("/events", include_in_schema=False)(board.notices)
     app.get("/plan/{name}", include_in_schema=False)(board.picture)
     templates = _environment()
+    templates.globals["has_plan"] = board.plan_folder is not None
 
     def page(request: Request, template: str, status: int = 200, **values: Any) -> Response:
         shown = templates.get_template(template).render(query=request.query_params, path=request.path_params, **values)

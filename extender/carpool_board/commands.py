@@ -64,10 +64,11 @@ class BoardSettings:
         allow_empty=True,
     )
     plan: str = setting(
-        "out",
+        "",
         flag="--plan",
         env="CARPOOL_BOARD_PLAN",
-        help="Folder into which `carpool simulate` wrote, for the page of capacity planning.",
+        help="Folder into which `carpool simulate` wrote, for the page of capacity planning. If empty, there is none.",
+        allow_empty=True,
     )
     kube: KubeSettings = field(default_factory=KubeSettings)
     log: LogSettings = field(default_factory=LogSettings)
@@ -120,7 +121,7 @@ async def serve(settings: BoardSettings, clock: Clock) -> None:
                 settings.site,
                 needs_token=needs_token,
                 namespace=namespace,
-                plan=Path(settings.plan),
+                plan=Path(settings.plan) if settings.plan else None,
             )
         )
         config = uvicorn.Config(

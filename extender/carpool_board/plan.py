@@ -28,20 +28,21 @@ class Plan(Resource, frozen=True, kw_only=True):
     pictures: Annotated[list[str], field("File names of its pictures, at /plan/NAME.")]
 
 
-def read_plan(folder: Path) -> Plan:
+def read_plan(folder: Path | None) -> Plan:
     """Read the results of `carpool simulate --out FOLDER`.
 
     Raises:
         NoPlanError: There are none, or they are of another version; the message has the command that writes them.
     """
+    if folder is None:
+        raise NoPlanError("expected a folder of a simulation, found none: run carpool board --plan FOLDER")
     path = folder / f"{_NAME}.json"
     try:
         found = msgspec.json.decode(path.read_bytes(), type=About)
     except (OSError, msgspec.MsgspecError) as error:
-        raise NoPlanError(
-            f"expected the results of a simulation in {path}, found none that can be read; run: "
-            f"carpool simulate --trace TRACE.csv --out {folder}, and name that folder with --plan"
-        ) from error
+        raise _no_plan(path) from error
+    if not found.table:  # an earlier version wrote none
+        raise _no_plan(path)
     return Plan(
         title=found.title,
         jobs=found.jobs,
@@ -50,4 +51,11 @@ def read_plan(folder: Path) -> Plan:
         assumptions=found.assumptions,
         made=f"{found.made.when} UTC, version {found.made.version}",
         pictures=sorted(one.name for one in folder.glob(f"{_NAME}-*.png")),
+    )
+
+
+def _no_plan(path: Path) -> NoPlanError:
+    return NoPlanError(
+        f"expected the results of a simulation in {path}, found none that can be read; run: "
+        f"carpool simulate --trace TRACE.csv --out {path.parent}, and name that folder with --plan"
     )

@@ -341,7 +341,11 @@ def read_cluster(path: Path) -> dict[str, list[Device]]:
 
 
 def _reported(path: Path, listed: _Listed) -> dict[str, list[Device]]:
-    """Return the healthy GPUs of nodes. Raises WorkloadError without any, and UnknownProductError."""
+    """Return the healthy GPUs of nodes. Raises WorkloadError without any or with one twice, and UnknownProductError."""
+    names = [node.metadata.name for node in listed.items]
+    names += [device.uuid for node in listed.items for device in node.status.devices]
+    if repeated := [name for name, number in Counter(names).items() if number > 1]:
+        raise WorkloadError(f"{path}: expected each node name and GPU UUID once, found {repeated[0]} again; rename it")
     nodes = {
         node.metadata.name: [one for one in node.status.devices if one.health is DeviceHealth.HEALTHY]
         for node in listed.items

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import AsyncIterator, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 import msgspec
@@ -118,7 +118,7 @@ async def running(
     *,
     own: Collection[str] = EVERYTHING,
     tokens: Mapping[str, Collection[str]] | None = None,
-    plan: Path | None = None,
+    plan: Path | Literal["simulated"] | None = "simulated",
 ) -> AsyncIterator[World]:
     """A board with these rights of its own; `tokens` are the viewers of one that needs tokens."""
     clock = FakeClock()
@@ -129,7 +129,7 @@ async def running(
     viewers, asked = Viewers(connect, clock, rights_remedy(SITE)), AskSettings(site=SITE)
     watch = ClusterWatch(connect(None), clock, lambda: read_site(connect(None), asked, frozenset(), clock), shortly)
     board = Board(viewers, watch, clock, SITE, needs_token=tokens is not None, namespace="" if tokens else "default",
-                  plan=plan or simulated())  # fmt: skip
+                  plan=simulated() if plan == "simulated" else plan)  # fmt: skip
     config = uvicorn.Config(create_app(board), port=0, lifespan="off", ws="none", log_config=None,
                             timeout_graceful_shutdown=1)  # fmt: skip
     server = Server(config, "CARPOOL_BOARD")

@@ -84,11 +84,24 @@ async def test_plan_has_the_table_and_the_pictures_of_a_simulation(tmp_path):
                 assert (answer.status, (await answer.read())[:4]) == (200, b"\x89PNG")
         for name in ("trace.json", "..%2Ftrace.csv", "none.png"):
             assert (await world.get(f"/plan/{name}"))[0] == 404
-    (tmp_path / "trace.json").write_text("{}")
-    for folder in (tmp_path, tmp_path / "none"):
+    older = {"title": "t", "jobs": 1, "seeds": 1, "assumptions": [], "cpu_s": {}}
+    for number, content in enumerate(("{}", json.dumps(older), None)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        if content is not None:
+            (folder / "trace.json").write_text(content)
         async with running(small_cluster(), plan=folder) as world:
             status, text = await world.get("/plan")
             assert (status, "run: carpool simulate --trace TRACE.csv --out" in text) == (404, True)
+
+
+async def test_without_a_plan_no_page_links_to_one():
+    async with running(small_cluster()) as world:
+        assert 'href="/plan"' in (await world.get("/"))[1]
+        world.board.plan_folder = None
+        assert "carpool board --plan FOLDER" in (await world.get("/plan"))[1]
+    async with running(small_cluster(), plan=None) as world:
+        assert 'href="/plan"' not in (await world.get("/"))[1]
 
 
 async def test_texts_of_users_are_no_html():

@@ -54,6 +54,8 @@ def test_cluster_is_what_kubectl_prints_of_gpunodes(tmp_path):
         ("items: []", "expected at least one healthy GPU"),
         (file.read_text().replace("Tesla T4", "Tesla X9"), "Tesla X9"),
         ("items: [{metadata: {name: a}, status: {devices: 7}}]", "expected"),
+        (file.read_text().replace("name: b", "name: a"), "node name and GPU UUID once, found a again"),
+        (file.read_text().replace("GPU-2", "GPU-1"), "found GPU-1 again"),
     ):
         file.write_text(text)
         with pytest.raises(WorkloadError, match=message):
