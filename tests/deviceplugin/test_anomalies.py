@@ -353,7 +353,7 @@ class _Loader:
         return [1]
 
 
-def test_the_probe_tells_what_a_training_waits_for_at_this_moment(tmp_path: Path) -> None:
+def test_the_probe_reports_what_a_training_waits_for_at_this_moment(tmp_path: Path) -> None:
     files = ProbeFiles(tmp_path, lambda: 1e9)
     files.access(A)
     recorder = Recorder(str(tmp_path / "pods" / A), 1)

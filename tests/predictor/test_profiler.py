@@ -153,7 +153,7 @@ def test_an_interrupted_profiler_keeps_the_pairs_that_it_measured(tmp_path: Path
     assert not machine.alive
 
 
-def told(machine: FakeMachine, budget_s: float, path: Path) -> str:
+def printed(machine: FakeMachine, budget_s: float, path: Path) -> str:
     console = Console(file=io.StringIO(), width=400)
     measure(machine, "sharing", budget_s, path, console)
     found = console.file
@@ -166,7 +166,7 @@ def test_a_short_budget_measures_pairs_of_the_groups_that_have_fewest(tmp_path: 
     path = tmp_path / "rows.csv"
     before: set[str] = set()
     for _ in range(6):
-        text = told(FakeMachine(memory_mib=80_000), 45.0, path)
+        text = printed(FakeMachine(memory_mib=80_000), 45.0, path)
         assert "of 6 groups did not fit into the budget; the same command continues" in text
         runs = [row["run"] for row in read(path) if row["partners"]]
         assert len(set(runs)) - len(before) >= 5, "each call measures new pairs"
@@ -177,15 +177,35 @@ def test_a_short_budget_measures_pairs_of_the_groups_that_have_fewest(tmp_path: 
 def test_a_budget_that_holds_no_new_run_is_named(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     for _ in range(8):
-        text = told(FakeMachine(memory_mib=80_000), 14.5, path)
+        text = printed(FakeMachine(memory_mib=80_000), 14.5, path)
     assert "0 rows measured" in text
     assert "a budget of 14.5 s holds no new run: the jobs of a group take 14 s to start and run alone" in text
 
 
 def test_a_complete_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
-    told(FakeMachine(memory_mib=12_000), 4000.0, path)
-    assert "has every run of this sweep" in told(FakeMachine(memory_mib=12_000), 60.0, path)
+    printed(FakeMachine(memory_mib=12_000), 4000.0, path)
+    assert "has every run of this sweep" in printed(FakeMachine(memory_mib=12_000), 60.0, path)
+
+
+def test_a_job_that_failed_alone_is_left_out_of_what_a_file_still_needs(tmp_path: Path) -> None:
+    path, broken = tmp_path / "rows.csv", {"timm/vgg16": BROKEN}
+    printed(FakeMachine(broken, memory_mib=80_000), 4000.0, path)
+    again = FakeMachine(broken, memory_mib=80_000)
+    assert "has every run of this sweep" in printed(again, 4000.0, path)
+    assert not again.processes
+    assert {row["status"] for row in read(path) if row["model"] == "timm/vgg16"} == {"failed"}
+
+
+def test_a_failure_is_not_named_a_short_budget(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    broken = {job.model: BROKEN for group in groups("sharing", 80_000) for job in group.jobs}
+    printed(FakeMachine(memory_mib=80_000), 45.0, path)
+    printed(FakeMachine(broken, memory_mib=80_000), 4000.0, path)
+    text = printed(FakeMachine(broken, memory_mib=80_000), 4000.0, path)
+    assert "0 rows measured" in text
+    assert "failed RuntimeError: no such model" in text
+    assert "--budget" not in text
 
 
 def test_three_jobs_run_together_after_five_pairs() -> None:

@@ -83,8 +83,8 @@ class MeasuredRow(msgspec.Struct, frozen=True, kw_only=True):
 COLUMNS = MeasuredRow.__struct_fields__
 
 
-def measured_runs(path: Path, product: str) -> set[str]:
-    """Return the keys of the runs in a file, and remove an incomplete last line.
+def measured_runs(path: Path, product: str) -> dict[str, bool]:
+    """Return the keys of the runs in a file, each with whether no job failed; remove an incomplete last line.
 
     Raises:
         InputError: The file holds something else, or rows of another product.
@@ -92,7 +92,7 @@ def measured_runs(path: Path, product: str) -> set[str]:
     content = path.read_bytes() if path.exists() else b""
     whole = content[: content.rfind(b"\n") + 1]
     if not content:
-        return set()
+        return {}
     reader = csv.DictReader(io.StringIO(whole.decode()))
     if tuple(reader.fieldnames or ()) != COLUMNS:
         raise InputError(f"expected {path} to hold rows of this version of `carpool profile`; choose another --out")
@@ -101,7 +101,8 @@ def measured_runs(path: Path, product: str) -> set[str]:
         raise InputError(f"{path} was measured on {', '.join(sorted(others))}, this is {product}; choose another --out")
     if len(whole) < len(content):
         path.write_bytes(whole)
-    return {row["run"] for row in rows}
+    failed = {row["run"] for row in rows if row["status"] != "ok"}
+    return {row["run"]: row["run"] not in failed for row in rows}
 
 
 def _cells(row: MeasuredRow) -> dict[str, object]:
@@ -451,7 +452,7 @@ def measure(machine: Machine, sweep: str, budget_s: float, out: Path, console: C
 
     Each group gets an equal share of the time that is left, or what it needs to run several jobs. It starts only if the
     mean time that earlier groups took to start and run alone fits into the budget. Groups with fewer runs in the file
-    come first. Runs that the file has are not written again.
+    come first. Runs that the file has are not written again, and jobs that failed alone there are left out.
 
     Raises:
         InputError: The file cannot be continued.
@@ -459,9 +460,13 @@ def measure(machine: Machine, sweep: str, budget_s: float, out: Path, console: C
     session, begin, count = Session(machine), machine.monotonic(), 0
     end = begin + budget_s
     earlier = measured_runs(out, session.description.product)
+    able = [
+        Group(tuple(job for job in group.jobs if earlier.get(group.key(job), True)), group.mode)
+        for group in groups(sweep, session.description.capacity_mib)
+    ]
     wanted = sorted(
-        (group for group in groups(sweep, session.description.capacity_mib) if not earlier.issuperset(_runs(group))),
-        key=lambda group: len(earlier.intersection(_runs(group))),
+        (group for group in able if not earlier.keys() >= set(_runs(group))),
+        key=lambda group: len(earlier.keys() & set(_runs(group))),
     )
     out.parent.mkdir(parents=True, exist_ok=True)
     fixed_s: list[float] = []
@@ -478,26 +483,28 @@ def measure(machine: Machine, sweep: str, budget_s: float, out: Path, console: C
                 if not row.partners and row.run not in alone:
                     last_alone = machine.monotonic()
                     alone.add(row.run)
-                if row.run in earlier:
+                if row.run not in earlier:
+                    writer.writerow(_cells(row))
+                    file.flush()
+                    count += 1
+                elif row.status == "ok":
                     continue
-                writer.writerow(_cells(row))
-                file.flush()
                 console.print(_summary(row), highlight=False)
-                count += 1
             fixed_s.append(last_alone - now)
     console.print(
         f"{count} rows measured, of {len(earlier)} runs there were rows before: {out}", highlight=False, soft_wrap=True
     )
+    left = len(wanted) - len(fixed_s)
     if not wanted:
         console.print(f"{out} has every run of this sweep", highlight=False, soft_wrap=True)
-    elif not count:
+    elif not count and (left or machine.monotonic() + TOGETHER_S > end):
         console.print(
             f"a budget of {budget_s:g} s holds no new run: the jobs of a group take {fixed_s[0]:.0f} s to start and "
             "run alone; choose a longer --budget",
             highlight=False,
             soft_wrap=True,
         )
-    elif left := len(wanted) - len(fixed_s):
+    elif left:
         console.print(
             f"{left} of {len(wanted)} groups did not fit into the budget; the same command continues",
             highlight=False,
