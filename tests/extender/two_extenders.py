@@ -519,11 +519,11 @@ class History:
                 pods[name] = change.new
             elif change.plural == "gpunodes":
                 if change.new is None:
-                    lost |= _held(nodes, name)
+                    lost |= {(name, uid): one for uid, one in _held(nodes, name).items()}
                 before, nodes[name] = _held(nodes, name), change.new
                 self.counts["reservations ended"] += len(before.keys() - _held(nodes, name))
                 for uid in _held(nodes, name):
-                    lost.pop(uid, None)
+                    lost.pop((name, uid), None)
             else:
                 continue
             found += _unreserved(pods, nodes, lost) + _moved(pods, nodes, places)
@@ -583,17 +583,21 @@ def _strange(nodes):
 
 def _started(pods, lost):
     """Return the lost reservations of pods that use their GPUs nevertheless."""
-    running = {pod["metadata"]["uid"] for pod in _running(pods) if pod["status"].get("phase") == "Running"}
-    return [one for uid, one in lost.items() if uid in running]
+    running = [pod for pod in _running(pods) if pod["status"].get("phase") == "Running"]
+    places = {(pod["spec"]["nodeName"], pod["metadata"]["uid"]) for pod in running}
+    return [one for place, one in lost.items() if place in places]
 
 
 def _unreserved(pods, nodes, lost):
-    """Return the bound pods without reservation, except for those that lost it with their GpuNode."""
+    """Return the bound pods without reservation, except for those that lost it with their GpuNode.
+
+    A binding that was on its way meanwhile may arrive later, even after another reservation elsewhere.
+    """
     return [
         f"{pod['metadata']['name']} is bound to {pod['spec']['nodeName']} without a reservation"
         for pod in _running(pods)
         if (uid := pod["metadata"]["uid"]) not in _held(nodes, pod["spec"]["nodeName"])
-        and uid not in lost
+        and (pod["spec"]["nodeName"], uid) not in lost
         and not _is_stranger(uid)
     ]
 
