@@ -194,7 +194,8 @@ class AnomalyWatch:
             message = f"no step for {pause_s:.0f} s, where a step takes {_time(step_s)}: {cause}"
             self._begin(Anomaly(type=type_, reason=reason, message=message), sample.at)
         else:
-            self._end_if_calm(type_, sample.at, is_calm=pause_s < limit_s / 2)
+            stepped = self._active_at > self._raised_at.get(type_, self._began or 0.0)
+            self._end_if_calm(type_, sample.at, is_calm=stepped and pause_s < limit_s / 2)
 
     # Memory
 

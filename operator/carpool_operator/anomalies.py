@@ -1,7 +1,7 @@
 """Conditions of a job that behaves unusually: what the agents found for its workers, and stragglers among them. Pure.
 
 All of it is computed from GpuNodes and the job's conditions, so that a restart of the operator loses nothing but the
-time for which a worker has lagged.
+time for which the same worker has been the likeliest.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ BEHIND, _CAUGHT_UP = 0.2, 0.1
 _UNWRITTEN = 0.1
 """Agents write no smaller change of a step time, so that it counts for nothing."""
 _LAG_S = 120.0
-"""Seconds for which the same worker must lag."""
+"""Seconds for which the same worker must lag, or be the likeliest before a condition names it instead of another."""
 _CONSEQUENCES = frozenset({"Unknown", "BusyGpu"})
 """Reasons of workers that probably wait for another one."""
 
@@ -32,7 +32,8 @@ Workers = Mapping[int, Sequence[Tenant]]
 def report_anomalies(draft: Draft, pods: Sequence[Pod]) -> None:
     """Set the conditions of anomalies, with an event where one begins, changes its cause or ends.
 
-    A worker without measurements keeps what is known: its agent may be starting. See `set_not_running` for the end.
+    A worker without measurements keeps what is known: its agent may be starting. The named worker stays while it has
+    the anomaly. See `Draft.set_condition` for the end with the job.
     """
     if not conditions.is_true(draft.status, keys.CONDITION_RUNNING):
         return
@@ -41,22 +42,21 @@ def report_anomalies(draft: Draft, pods: Sequence[Pod]) -> None:
     for type_ in keys.ANOMALIES:
         before = conditions.find(draft.status, type_)
         was = before if before is not None and before.status == "True" else None
-        if type_ == keys.CONDITION_STRAGGLER:
-            found = straggler(workers, BEHIND if was is None else _CAUGHT_UP) if is_complete else None
-            if found is not None and was is None and draft.snapshot.lags_s < _LAG_S:
-                draft.requeue_after(_LAG_S - draft.snapshot.lags_s)
+        kept, found = (candidates(workers, type_, is_new=is_new) for is_new in (False, True))
+        if kept is None or (type_ == keys.CONDITION_STRAGGLER and not is_complete):
+            continue
+        if was is not None and (was.message.split(":")[0], was.reason) in [(f"worker {n}", a.reason) for n, a in kept]:
+            continue  # the numbers of the begin stay
+        if found:
+            lags_s = draft.snapshot.lags_s.get(type_, 0.0)
+            if lags_s < _LAG_S and (was is not None or type_ == keys.CONDITION_STRAGGLER):
+                draft.requeue_after(_LAG_S - lags_s)
                 continue
-        else:
-            found = likeliest(workers, type_, is_new=was is None)
-        if found is not None:
-            worker, anomaly = found
-            subject = f"worker {worker}"
-            if was is not None and (was.reason, was.message.split(":")[0]) == (anomaly.reason, subject):
-                continue  # the numbers of the begin stay
-            message = f"{subject}: {anomaly.message}"
+            worker, anomaly = found[0]
+            message = f"worker {worker}: {anomaly.message}"
             draft.set_condition(type_, "True", anomaly.reason, message)
             draft.event("Warning", type_, f"{anomaly.reason}: {message}")
-        elif was is not None and is_complete:
+        elif was is not None and is_complete and not kept:
             draft.set_condition(type_, "False", "Recovered", f"over; it was: {was.reason}: {was.message}")
             draft.event("Normal", "Recovered", f"{type_} is over: {was.message}")
 
@@ -70,22 +70,29 @@ def measurements(pods: Sequence[Pod], nodes: Sequence[GpuNode]) -> Workers:
     return workers
 
 
-def likeliest(workers: Workers, type_: str, *, is_new: bool) -> tuple[int, Anomaly] | None:
-    """Return the worker that most likely caused an anomaly, and its anomaly; None without one.
+def candidates(workers: Workers, type_: str, *, is_new: bool) -> list[tuple[int, Anomaly]] | None:
+    """Return the workers that may have caused an anomaly, with their anomalies, the likeliest first; None if unknown.
 
     A drift without a measured cause counts once all GPUs of the job show it: else the GPU that does not has an
     explanation, such as a new co-tenant, and the others wait for it.
+
+    Args:
+        workers: The workers.
+        type_: The anomaly.
+        is_new: Whether to look for a new one. One that is known has other limits.
     """
+    if type_ == keys.CONDITION_STRAGGLER:
+        return _stragglers(workers, BEHIND if is_new else _CAUGHT_UP)
     found = [(n, one) for n, tenants in sorted(workers.items()) for t in tenants for one in t.anomalies]
     found = [(n, one) for n, one in found if one.type == type_]
     known = [(n, one) for n, one in found if one.reason not in _CONSEQUENCES]
     if not known and is_new and type_ == keys.CONDITION_STEP_TIME_DRIFT:
         found = found if len(found) == sum(map(len, workers.values())) else []
-    return next(iter(known or found), None)
+    return known or found
 
 
-def straggler(workers: Workers, limit: float) -> tuple[int, Anomaly] | None:
-    """Return the worker that others wait for; None if there is none.
+def _stragglers(workers: Workers, limit: float) -> list[tuple[int, Anomaly]] | None:
+    """Return the workers that others wait for, the slowest first; None if not all workers are measured.
 
     Workers that synchronize have equal step times, but only the slow one waits for data or copies. Checkpoints count
     as steps here: one worker writes them for all.
@@ -97,16 +104,16 @@ def straggler(workers: Workers, limit: float) -> tuple[int, Anomaly] | None:
     measured = {n: use for n, tenants in sorted(workers.items()) if (use := _step(tenants)) is not None}
     if len(measured) < max(2, len(workers)):  # a worker that is not measured may be the one
         return None
-    lags = {}
+    lags = []
     usual_s, *waits = map(median_low, zip(*measured.values(), strict=True))  # of two workers, the better one
     for n, (step_s, data, copies) in measured.items():
         slow = step_s / usual_s - 1 - _UNWRITTEN if usual_s else 0.0
-        lags[n] = max((slow, "SlowWorker"), (data - waits[0], "DataWait"), (copies - waits[1], "Copies"))
-    worst = max(lags, key=lambda n: lags[n])
-    lag, reason = lags[worst]
-    if lag < limit:
-        return None
-    step_s, data, copies = measured[worst]
+        lags += [(slow, "SlowWorker", n), (data - waits[0], "DataWait", n), (copies - waits[1], "Copies", n)]
+    lags = sorted((one for one in lags if one[0] >= limit), reverse=True)
+    return [(n, _lag(lag, reason, *measured[n])) for lag, reason, n in lags]
+
+
+def _lag(lag: float, reason: str, step_s: float, data: float, copies: float) -> Anomaly:
     message = (
         f"a step takes {1000 * step_s:,.3g} ms, {1 + _UNWRITTEN + lag:.2f} times that of the other workers"
         if reason == "SlowWorker"
@@ -114,7 +121,7 @@ def straggler(workers: Workers, limit: float) -> tuple[int, Anomaly] | None:
         f"{'input data' if reason == 'DataWait' else 'copies to the GPU'}, {lag:.0%} more than the other workers, "
         "which wait for it"
     )
-    return worst, Anomaly(type=keys.CONDITION_STRAGGLER, reason=reason, message=message)
+    return Anomaly(type=keys.CONDITION_STRAGGLER, reason=reason, message=message)
 
 
 def _step(tenants: Sequence[Tenant]) -> tuple[float, float, float] | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import structlog
 from carpool_core.clock import Clock, ServerClock
-from carpool_core.keys import SCHEDULER_NAME
+from carpool_core.keys import ANOMALIES, SCHEDULER_NAME
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS, KubeApi, Selector
 from carpool_core.kube.errors import KubeError
 from carpool_core.kube.events import EventRecorder
@@ -22,7 +22,7 @@ from carpool_predictor.predict import model_version
 from carpool_predictor.tracing.source import Tracer, input_digest
 
 from carpool_operator.actions import CreatePod, Predict
-from carpool_operator.anomalies import BEHIND, measurements, straggler
+from carpool_operator.anomalies import candidates, measurements
 from carpool_operator.attempts import Backoff
 from carpool_operator.calibrator import Calibrator
 from carpool_operator.expectations import Expectations
@@ -191,8 +191,12 @@ class Operator:
                 peak_stable_s=self._expectations.unchanged_s(uid, "peak", (samples, peak), now),
                 keys=keys,
             )
-        found = straggler(measurements(pods, nodes), BEHIND)
-        lags_s = self._expectations.unchanged_s(uid, "straggler", None if found is None else found[0], now)
+        workers = measurements(pods, nodes)
+        likeliest = {type_: candidates(workers, type_, is_new=True) for type_ in ANOMALIES}
+        lags_s = {
+            type_: self._expectations.unchanged_s(uid, type_, found[0][0] if found else None, now)
+            for type_, found in likeliest.items()
+        }
         unreserved = pods_without_reservation(uid, pods, nodes)
         return Snapshot(
             job=job,

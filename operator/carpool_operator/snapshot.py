@@ -117,5 +117,5 @@ class Snapshot:
     autoscaling: bool = False
     """Whether a job that no present GPU can hold gets pods, for which an autoscaler may add a node."""
     calibration: CalibrationState = field(default_factory=CalibrationState)
-    lags_s: float = 0.0
-    """Seconds for which the same worker, if any, has lagged behind the others."""
+    lags_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds for which the same worker, if any, has been the likeliest cause, by anomaly."""

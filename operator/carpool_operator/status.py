@@ -54,7 +54,7 @@ class Draft:
         self.status = attempts.with_attempt(self.status, attempt)
 
     def set_condition(self, type_: str, status: ConditionStatus, reason: str, message: str = "") -> None:
-        """Set a condition."""
+        """Set a condition. The anomalies end with Running."""
         condition = Condition(
             type=type_,
             status=status,
@@ -63,14 +63,15 @@ class Draft:
             observed_generation=self.job.metadata.generation,
         )
         self.status = conditions.with_condition(self.status, condition, self.snapshot.now)
+        if type_ == keys.CONDITION_RUNNING and status == "False":
+            for anomaly in keys.ANOMALIES:
+                if conditions.is_true(self.status, anomaly):
+                    self.set_condition(anomaly, "False", reason, message)
 
     def set_not_running(self, reason: str, message: str) -> None:
-        """Set Running to False if it was ever set, and end the anomalies."""
+        """Set Running to False if it was ever set."""
         if conditions.find(self.status, keys.CONDITION_RUNNING) is not None:
             self.set_condition(keys.CONDITION_RUNNING, "False", reason, message)
-        for type_ in keys.ANOMALIES:
-            if conditions.is_true(self.status, type_):
-                self.set_condition(type_, "False", reason, message)
 
     def before_write(self, action: Action) -> None:
         """Add an action before all others; if it fails, the others are skipped."""

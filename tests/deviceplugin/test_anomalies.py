@@ -171,6 +171,16 @@ def test_a_checkpoint_may_take_ten_minutes(training: Training) -> None:
     assert training.found.reason == "Checkpoint"
 
 
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_checkpoint_without_a_step_does_not_end_a_stall(training: Training, is_kept: bool) -> None:
+    """Regression: a checkpoint's longer limit made the pause short enough."""
+    training.pause(90)
+    if is_kept:
+        training.watch = AnomalyWatch(training.watch.anomalies)
+    assert training.pause(200, waits_for="checkpoint") == ["Stalled"]
+    assert training.run(70) == []
+
+
 def test_long_steps_stall_later() -> None:
     training = Training(step_s=30.0)
     training.run(1800)
@@ -278,13 +288,13 @@ def test_a_cotenants_arrival_explains_longer_steps() -> None:
 
 def test_an_anomaly_is_written_once_when_it_begins_and_once_when_it_ends() -> None:
     meter, written, writes = Meter(GPU), list[Tenant](), 0
-    for second in range(1200):
-        step_s = 0.15 if 900 <= second < 1100 else 0.145  # less than the tenth that is written anyway
-        stepping(meter, range(second, second + 1), step_s if second >= 900 else 0.1)
+    for second in range(1400):
+        step_s = 0.15 if second % 2 else 0.145  # less than the tenth that is written anyway
+        stepping(meter, range(second, second + 1), step_s if 900 <= second < 1200 else 0.1)
         kept = damp_changes(written, meter.tenants(NOW))
         writes += [t.anomalies for t in kept] != [t.anomalies for t in written] and bool(written)
         written = kept
-    assert writes == 1
+    assert writes == 2
 
 
 @pytest.mark.parametrize("limit_mib", [None, 10_000])

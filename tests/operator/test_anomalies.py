@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 from carpool_core.keys import ANOMALIES
+from carpool_core.kube.pods import Pod
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.meta import ObjectMeta
 from carpool_core.resources.node import GpuNode
@@ -12,7 +13,7 @@ from carpool_operator.actions import Decision, RecordEvent
 from carpool_operator.conditions import find
 from carpool_operator.metrics import Metrics
 from carpool_operator.reconcile import reconcile
-from operator_fixtures import node, pod, predicted_job, reservation, snapshot, status_of
+from operator_fixtures import node, pod, predicted_job, reservation, snapshot, status_of, terminated
 
 STALL = {"type": "Stalled", "reason": "DataWait", "message": "no step for 60 s"}
 BUSY_STALL = {"type": "Stalled", "reason": "BusyGpu", "message": "no step for 61 s"}
@@ -44,7 +45,7 @@ class Job:
         return node(*held, tenants=tenants, gpus=self.workers)
 
     def decide(self, *nodes: GpuNode, lags_s: float = 120.0, **changes: Any) -> list[str]:
-        changes = {"pods": self.pods, "nodes": nodes, "lags_s": lags_s, **changes}
+        changes = {"pods": self.pods, "nodes": nodes, "lags_s": dict.fromkeys(ANOMALIES, lags_s), **changes}
         decision: Decision = reconcile(snapshot(self.job, **changes))
         self.requeue_after_s = decision.requeue_after_s
         self.job = msgspec.structs.replace(self.job, status=status_of(decision, self.job))
@@ -116,6 +117,65 @@ def test_a_worker_that_lags_for_less_than_two_minutes_is_no_straggler() -> None:
     assert len(job.decide(slow, lags_s=120.0)) == 1
     assert job.decide(slow, lags_s=0.0) == [], "another operator goes on"
     assert job.condition("Straggler") is not None
+
+
+@pytest.mark.parametrize("fresh", [{"settled": False}, {"settled": False, "stepTimeSeconds": None}])
+def test_a_straggler_whose_agent_starts_again_has_not_recovered(fresh: dict[str, Any]) -> None:
+    """Regression: a worker that was not measured yet ended the condition, which began again two minutes later."""
+    job = Job(2)
+    job.see({}, {"stepTimeSeconds": 0.2})
+    before = job.condition("Straggler")
+    assert job.see({}, fresh) == []
+    assert job.condition("Straggler") == before
+    assert len(job.see({}, {})) == 1
+
+
+def test_one_reading_does_not_rename_a_straggler() -> None:
+    job, slow, waits = Job(5), {"stepTimeSeconds": 0.2}, {"dataWaitRatio": 0.9}
+    job.see({}, slow, {}, {}, {})
+    assert job.see({}, slow, waits, {}, {}) == [], "the named one still lags"
+    later = job.node({}, {}, waits, {}, {})
+    assert job.decide(later, lags_s=30.0) == []
+    assert job.requeue_after_s == 90.0
+    (event,) = job.decide(later, lags_s=120.0)
+    assert event.startswith("Warning Straggler: DataWait: worker 2: ")
+
+
+def test_a_hang_that_workers_report_one_after_another_and_leave_again_is_one_event_each_way() -> None:
+    """Regression: the worker with the lowest number was named each time."""
+    job, events = Job(4), list[str]()
+    orders = [{3}, {3, 2}, {3, 2, 1}, {0, 1, 2, 3}, {0, 1, 2}, {1, 2}, {2}, set[int]()]
+    for hung in orders:
+        workers = [{"anomalies": [BUSY_STALL] if n in hung else []} for n in range(4)]
+        events += job.decide(job.node(*workers), lags_s=10.0)
+    text = "worker 3: no step for 61 s"
+    assert events == [f"Warning Stalled: BusyGpu: {text}", f"Normal Recovered: Stalled is over: {text}"]
+
+
+def test_a_cause_that_is_found_later_is_named_after_two_minutes() -> None:
+    job = Job(2)
+    job.see({"anomalies": [BUSY_STALL]}, {})
+    both = job.node({"anomalies": [BUSY_STALL]}, {"anomalies": [STALL]})
+    assert job.decide(both, lags_s=30.0) == []
+    assert job.decide(both) == ["Warning Stalled: DataWait: worker 1: no step for 60 s"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(pod(phase="Pending", nodeName="n1"), id="a-pod-that-waits"),
+        pytest.param(
+            pod(phase="Failed", nodeName="n1", status=terminated(1, at="2026-01-31T12:00:00Z")),
+            id="a-failed-pod-without-a-verdict",
+        ),
+    ],
+)
+def test_no_anomaly_outlasts_a_running_job(body: Pod) -> None:
+    job = Job()
+    home = job.node({"anomalies": [STALL]})
+    job.decide(home)
+    job.decide(home, pods=(body,))
+    assert [(job.condition(one) or ("",))[0] for one in ("Running", "Stalled")] == ["False", "False"]
 
 
 STRAGGLERS = [
