@@ -52,7 +52,7 @@ class Sample(NamedTuple):
     counts: StepCounts = StepCounts()
     """Growth of its step counters since the last reading."""
     waits_for: str = ""
-    """What the process waits for at this moment: data, checkpoint; empty if for nothing known."""
+    """Present wait of the process: `data` or `checkpoint`; empty if it waits for neither."""
     busy: float | None = None
     """Share of time in which its kernels ran; None if unknown."""
     others_busy: float = 0.0

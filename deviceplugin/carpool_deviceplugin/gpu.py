@@ -182,7 +182,7 @@ class StepReport(msgspec.Struct, frozen=True):
     since: StepCounts
     """Growth since the last reading."""
     waits_for: str = ""
-    """What a process waits for at this moment: data, checkpoint; empty if for neither."""
+    """Present wait of a process: `data` or `checkpoint`; empty if it waits for neither."""
 
 
 class ProcessUsage(msgspec.Struct, frozen=True):

@@ -289,7 +289,7 @@ def test_only_the_end_of_a_log_is_read_and_one_that_cannot_be_is_a_problem(share
     assert "expected to read the log of its MPS server, found [Errno 21]" in shared.daemons.status(shared.gpu).problem
 
 
-async def test_operator_is_told_before_it_counts_the_failure(tmp_path: Path, reserve) -> None:
+async def test_operator_learns_the_reason_before_it_counts_the_failure(tmp_path: Path, reserve) -> None:
     """The recorded sequence: both pods have ended when the agent reads again, and their jobs do not pay for it."""
     world = World(tmp_path, HARDWARE_INTERVALS)
     node, agent = world.node, world.agent

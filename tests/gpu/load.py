@@ -1,8 +1,8 @@
 """A process that computes on the GPU: `python load.py KIND [DEVICE]`. Needs nothing of Carpool, only PyTorch with CUDA.
 
-It prints a line of JSON for each event: `{"steps": 12}`, and at its end `{"ended": "out of memory"}`. What
-it reads, a line each: `take MIB`, `fault` (write to an address that is nobody's), `assert` (fail an assertion in a
-kernel), `stop`.
+It prints a line of JSON for each event: `{"steps": 12}`, and at its end `{"ended": "out of memory"}`. It reads a
+command from each line: `take MIB`, `fault` (write to a free address), `assert` (fail an assertion in a
+kernel), or `stop`.
 """
 
 import json

@@ -39,8 +39,9 @@ GPU_TRAINING_JOBS = ResourceKind("carpool.dev", "v1alpha1", "gputrainingjobs", "
 GPU_NODES = ResourceKind("carpool.dev", "v1alpha1", "gpunodes", "GpuNode", namespaced=False)
 
 UNTRACKED: Mapping[str, Any] = {"op": "add", "path": "/metadata/managedFields", "value": [{}]}
-"""Operation of a JSON patch after which the API server tracks no fields of an object: for objects that no user applies,
-whose tracking costs it a third of a small write, and every watcher a third of the bytes."""
+"""Operation of a JSON patch that ends the tracking of an object's fields. It is for objects that no user applies.
+Tracking takes a third of the API server's work for a small write, and a third of the bytes that each watcher receives.
+"""
 
 
 @dataclass(frozen=True, slots=True)

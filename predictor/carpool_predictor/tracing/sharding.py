@@ -1,4 +1,4 @@
-"""What a GPU of a sharded job allocates besides the model's own tensors: copies, buckets, and gathered blocks."""
+"""Memory of a sharded job's GPU besides the model's own tensors: copies, buckets, and gathered blocks."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
