@@ -201,31 +201,19 @@ def object_schema(info: inspect.StructType, *, with_defaults: bool) -> Schema:
 
     Args:
         info: Type of the object.
-        with_defaults: Whether the API server fills in what is left out, unless the type has `stores_defaults` False.
+        with_defaults: Whether the API server fills in what is left out.
 
     Raises:
         TypeError: A CRD cannot hold one of its fields.
         ValueError: A bound does not fit 64 bits.
     """
     required = [field.encode_name for field in info.fields if field.required]
-    properties = {field.encode_name: _field(field, with_defaults=with_defaults) for field in info.fields}
-    if not getattr(info.cls, "stores_defaults", True):
-        for schema in properties.values():
-            _drop_defaults(schema)
     return {
         "type": "object",
         **({"required": required} if required else {}),
-        "properties": properties,
+        "properties": {field.encode_name: _field(field, with_defaults=with_defaults) for field in info.fields},
         **_rules(info.cls),
     }
-
-
-def _drop_defaults(schema: Schema) -> None:
-    """Have the API server fill in nothing; descriptions still name the defaults."""
-    schema.pop("default", None)
-    for inner in (*schema.get("properties", {}).values(), schema.get("items")):
-        if inner is not None:
-            _drop_defaults(inner)
 
 
 def _rules(type_: type) -> Schema:

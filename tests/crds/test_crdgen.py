@@ -97,13 +97,6 @@ def test_status_has_no_defaults(definition: Definition) -> None:
     assert [path for path, schema in _nodes(status) if "default" in schema] == []
 
 
-def test_the_block_of_features_is_stored_as_written() -> None:
-    model = _schema(DEFINITIONS[0])["properties"]["spec"]["properties"]["model"]
-    features = list(_nodes(model["properties"]["features"]))
-    assert [path for path, schema in features if "default" in schema] == []
-    assert any("Default: adamw." in schema.get("description", "") for _, schema in features)
-
-
 @each_crd
 def test_columns_show_existing_fields(definition: Definition) -> None:
     paths = {path for path, _ in _nodes(_schema(definition))}

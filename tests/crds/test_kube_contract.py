@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 from carpool_core.clock import SystemClock
-from carpool_core.kube.api import EVENTS, GPU_NODES, GPU_TRAINING_JOBS, PODS, UNTRACKED, Selector
+from carpool_core.kube.api import EVENTS, GPU_NODES, GPU_TRAINING_JOBS, PODS, Selector
 from carpool_core.kube.errors import PATCH_DOES_NOT_APPLY, Conflict, Invalid, NotFound
 from carpool_core.kube.events import EventRecorder
 from carpool_core.kube.pods import Pod
@@ -67,15 +67,6 @@ async def test_dry_run_stores_nothing(backend: Backend) -> None:
     assert answer["metadata"]["name"] == backend.name("dry")
     with pytest.raises(NotFound):
         await backend.api.get(PODS, backend.name("dry"), Pod, namespace="default")
-
-
-async def test_an_untracked_object_stays_untracked(backend: Backend) -> None:
-    await backend.node()
-    name = backend.name("n")
-    answer = await backend.api.patch(GPU_NODES, name, [UNTRACKED])
-    assert "managedFields" not in answer["metadata"]
-    answer = await backend.api.patch(GPU_NODES, name, {"status": {"agentVersion": "1"}}, subresource="status")
-    assert "managedFields" not in answer["metadata"]
 
 
 async def test_patch_without_change_keeps_the_version(backend: Backend) -> None:

@@ -38,11 +38,6 @@ EVENTS = ResourceKind("", "v1", "events", "Event")
 GPU_TRAINING_JOBS = ResourceKind("carpool.dev", "v1alpha1", "gputrainingjobs", "GpuTrainingJob")
 GPU_NODES = ResourceKind("carpool.dev", "v1alpha1", "gpunodes", "GpuNode", namespaced=False)
 
-UNTRACKED: Mapping[str, Any] = {"op": "add", "path": "/metadata/managedFields", "value": [{}]}
-"""Operation of a JSON patch that ends the tracking of an object's fields. It is for objects that no user applies.
-Tracking takes a third of the API server's work for a small write, and a third of the bytes that each watcher receives.
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class Page:

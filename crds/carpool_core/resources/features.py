@@ -35,7 +35,7 @@ class Parallelism(Resource, frozen=True, kw_only=True):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
-            "!has(self.cpuOffload) || !self.cpuOffload || (has(self.kind) && self.kind != 'ddp')",
+            "!has(self.cpuOffload) || !self.cpuOffload || self.kind != 'ddp'",
             "ddp keeps all state on each GPU; choose fsdp, zero-1, zero-2 or zero-3 with cpuOffload",
         ),
     )
@@ -106,9 +106,6 @@ class TracedStep(Resource, frozen=True, kw_only=True):
 
 class ModelFeatures(Resource, frozen=True, kw_only=True):
     """Numbers of a model's training step. `carpool graph` prints this block."""
-
-    stores_defaults: ClassVar[bool] = False
-    """A program writes the block, and each field of a job costs the API server time at every write of its status."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(

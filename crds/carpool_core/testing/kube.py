@@ -486,8 +486,6 @@ def _check_preconditions(kind: ResourceKind, old: Object, new: Object) -> None:
         )
     if after.get("uid", before["uid"]) != before["uid"]:
         raise _conflict(kind, name, f"UID in precondition: {after['uid']}, UID in object meta: {before['uid']}")
-    if after.get("managedFields") == [{}]:
-        del after["managedFields"]  # the request to track no fields
     for fixed in ("name", "namespace"):
         if after.get(fixed) != before.get(fixed):
             raise Invalid(f"the {fixed} of the object does not match the {fixed} on the URL", status=400)

@@ -19,7 +19,7 @@ from typing import Any
 import structlog
 from carpool_core.clock import Clock, rfc3339
 from carpool_core.keys import CONDITION_ADMITTED, GATE_ADMISSION
-from carpool_core.kube.api import PODS, UNTRACKED, KubeApi
+from carpool_core.kube.api import PODS, KubeApi
 from carpool_core.kube.errors import KubeError, NotFound, Refused, Retryable
 from carpool_core.kube.leader import LeaseWatcher
 from carpool_core.kube.pods import Pod, job_owner_reference
@@ -353,7 +353,6 @@ class AdmissionController:
             {"op": "test", "path": "/metadata/uid", "value": meta.uid},
             {"op": "test", "path": f"/spec/schedulingGates/{at}/name", "value": GATE_ADMISSION},
             {"op": "remove", "path": f"/spec/schedulingGates/{at}"},
-            UNTRACKED,
         ]
         for attempt in range(TRIES):
             try:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from carpool_core.kube.api import GPU_NODES, UNTRACKED, KubeApi
+from carpool_core.kube.api import GPU_NODES, KubeApi
 from carpool_core.kube.errors import PATCH_DOES_NOT_APPLY, Conflict, Invalid, KubeError, NotFound, Retryable
 from carpool_core.resources.node import GpuNode, GpuNodeSpec, Reservation
 
@@ -16,7 +16,7 @@ from carpool_extender.informers import Informers
 ATTEMPTS = 8
 FIRST_PAUSE_S = 0.05
 """Pause after the first attempt that got no answer; it doubles with each attempt."""
-GATHER_S = 0.3
+GATHER_S = 0.1
 """Pause between two writes of one node. Each write carries all reservations of the node, so fewer writes cost less."""
 
 
@@ -173,7 +173,6 @@ class ReservationWriter:
             {"op": "test", "path": "/metadata/uid", "value": meta.uid},
             {"op": "test", "path": "/metadata/generation", "value": meta.generation},
             {"op": "add", "path": "/spec", "value": {"reservations": _encoded(spec)}},
-            UNTRACKED,
         ]
         try:
             answer = await self._api.patch(GPU_NODES, name, patch)

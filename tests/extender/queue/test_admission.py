@@ -331,16 +331,6 @@ async def test_a_pod_whose_job_is_refused_gets_the_reason(cluster):
         assert "asks for 2 carpool.dev/gpu" in message
 
 
-async def test_an_admitted_pod_is_no_longer_tracked_by_field(cluster):
-    cluster.queue("x")
-    tracked = {"metadata": {"managedFields": [{"manager": "carpool-operator"}]}}
-    await cluster.kube.patch(PODS, "x-worker-0-1", tracked, namespace="default")
-    async with cluster.extender():
-        await cluster.settle()
-        assert cluster.gated() == []
-        assert "managedFields" not in cluster.pod("x")["metadata"]
-
-
 async def test_another_gate_keeps_a_job_out_of_the_queue(cluster):
     cluster.queue("x", gates=[{"name": "kueue.x-k8s.io/admission"}, *GATES])
     cluster.queue("y", 5, gates=[])

@@ -91,14 +91,6 @@ async def test_of_several_reservations_of_one_pod_only_the_first_counts_and_is_w
     assert [(one["podUid"], one["gpuUuids"]) for one in written] == [("pod-x", ["GPU-a-0"])]
 
 
-async def test_a_node_with_reservations_is_not_tracked_by_field():
-    setup = await Setup().read()
-    await setup.kube.patch(GPU_NODES, "a", {"metadata": {"managedFields": [{"manager": "agent"}]}})
-    await setup.writer.change("a", adding(X))
-    assert setup.held == ["pod-x"]
-    assert "managedFields" not in setup.kube.dump(GPU_NODES, "a")["metadata"]
-
-
 async def test_a_status_report_is_no_conflict():
     """Regression: each reservation was written at about the time of a report on the one before, and was refused."""
     setup = await Setup().read()
