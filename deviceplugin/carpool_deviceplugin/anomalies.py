@@ -200,11 +200,12 @@ class AnomalyWatch:
     # Memory
 
     def _add_memory(self, sample: Sample) -> None:
-        if sample.at - self._memory_began >= _BIN_S and sample.at - (self._began or 0.0) >= LOADING_S:
-            self._memory.append(sample.memory_mib)
-            self._memory_began = sample.at
+        if sample.at - self._memory_began < _BIN_S or sample.at - (self._began or 0.0) < LOADING_S:
+            return
+        self._memory.append(sample.memory_mib)
+        self._memory_began = sample.at
         type_, limit_mib, values = CONDITION_MEMORY_NEAR_LIMIT, sample.limit_mib, list(self._memory)
-        if not limit_mib or not values:
+        if not limit_mib:
             return
         rises = sum(later > earlier for earlier, later in pairwise(values))
         now_mib, grown_mib = values[-1], values[-1] - values[0]

@@ -3,13 +3,15 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 from carpool_core.resources.node import Reservation
 from carpool_core.values import GpuUuid, JobUid, PodUid, SharingMode
 
+from carpool_deviceplugin import cdi
+from carpool_deviceplugin.canary import Client, judge, run_client
 from carpool_deviceplugin.cdi import NvidiaCdi
 from carpool_deviceplugin.dcgm import FIELD_NAMES, Exporter
 from carpool_deviceplugin.gpu import DeviceError, Devices
@@ -139,7 +141,7 @@ def _check_mig(devices: NvmlDevices, known: Sequence[Identity], host: Host) -> O
     ]
     if capable and devices.mig_manager:
         lacks.append(devices.mig_manager)
-    elif capable and "nvidia-mig-mana" in host.programs():
+    elif capable and "nvidia-mig-mana" in host.programs:
         lacks.append("nvidia-mig-manager, which runs on the node")
     modes = ", ".join(f"{'on' if one.mig_enabled else 'off'} on GPU {one.index}" for one in capable)
     return row(
@@ -155,7 +157,7 @@ def _check_counters(devices: NvmlDevices, settings: AgentSettings, host: Host) -
     sources = {uuid: devices.sources(uuid) for uuid in devices.uuids}
     fields = {name for of_gpu in sources.values() for name, source in of_gpu.items() if source == Exporter.name}
     advice = "set CARPOOL_DCGM_EXPORTER (nodeAgent.dcgmExporter) to the URL of its metrics on this node"
-    if settings.dcgm_exporter or "dcgm-exporter" in host.programs():
+    if settings.dcgm_exporter or "dcgm-exporter" in host.programs:
         lacks = "a page without them" if settings.dcgm_exporter else "a running dcgm-exporter whose URL is not set"
         absent = sorted(FIELD_NAMES - fields)
         found = f"{len(fields)} fields" + (f", without {', '.join(absent)}" if absent else "")
@@ -358,8 +360,9 @@ def prepare(devices: NvmlDevices, gpu: GpuUuid, wanted: Sequence[Reservation]) -
         raise FailedError(f"expected the GPU to be prepared for {len(wanted)} pods, found {found} still to do")
 
 
-def check_mps(devices: NvmlDevices, gpu: GpuUuid) -> str:
-    """Start an MPS daemon on an idle GPU, query it and stop it. Raises DeviceError or SkippedError."""
+@contextmanager
+def _mps(devices: NvmlDevices, gpu: GpuUuid, memory_limit_mib: int | None = None) -> Iterator[Reservation]:
+    """Start an MPS daemon on an idle GPU for a pod, and stop it. Raises DeviceError or SkippedError."""
     if SharingMode.MPS not in devices.actual(gpu).modes:
         raise SkippedError("the GPU has no mode MPS: it needs nvidia-cuda-mps-control, and MIG switched off")
     wanted = Reservation(
@@ -370,6 +373,7 @@ def check_mps(devices: NvmlDevices, gpu: GpuUuid) -> str:
         job_name="check",
         gpu_uuids=[gpu],
         mode=SharingMode.MPS,
+        memory_limit_mib=memory_limit_mib,
         reserved_at="check",
     )
     try:
@@ -377,9 +381,33 @@ def check_mps(devices: NvmlDevices, gpu: GpuUuid) -> str:
         actual = devices.actual(gpu)
         if actual.problem or not actual.mps_daemon:
             raise FailedError(f"expected a healthy MPS daemon, found {actual.problem or 'none'}")
+        yield wanted
     finally:
         prepare(devices, gpu, [])
-    return "a daemon started, answered and stopped"
+
+
+def check_mps(devices: NvmlDevices, gpu: GpuUuid) -> str:
+    """Start an MPS daemon on an idle GPU, query it and stop it. Raises DeviceError or SkippedError."""
+    with _mps(devices, gpu):
+        return "a daemon started, answered and stopped"
+
+
+_CANARY_MIB = 2048
+"""More than a CUDA context takes, and less than an idle GPU has free: only the limit refuses more."""
+
+
+def run_canary(devices: NvmlDevices, gpu: GpuUuid, client: Client = run_client) -> list[Outcome]:
+    """Run a CUDA program on an idle GPU as a container with a memory limit would; return its rows."""
+    try:
+        with _mps(devices, gpu, _CANARY_MIB) as wanted:
+            access = devices.access(gpu)
+            environment = cdi.environment(wanted, {gpu: access})
+            if access.mps_pipe is not None:  # the paths are those of the node, not of a container
+                environment["CUDA_MPS_PIPE_DIRECTORY"] = access.mps_pipe.host_path
+            return judge(client(environment, access.mps_shm.host_path if access.mps_shm else ""), environment)
+    except (SkippedError, DeviceError) as e:
+        verdict = Verdict.SKIPPED if isinstance(e, SkippedError) else Verdict.FAILED
+        return [Outcome(name="canary", verdict=verdict, found=str(e))]
 
 
 def check_mig(devices: NvmlDevices, gpu: GpuUuid) -> str:

@@ -27,7 +27,8 @@ from carpool_core.values import DeviceHealth, GpuUuid
 from prometheus_client import CollectorRegistry
 
 from carpool_deviceplugin.app import build, find_devices, real_devices
-from carpool_deviceplugin.check import CHECKS, Report, check_node, read_all, run_check
+from carpool_deviceplugin.canary import judge, run_client
+from carpool_deviceplugin.check import CHECKS, Report, check_node, read_all, run_canary, run_check
 from carpool_deviceplugin.gpu import Counters, DeviceError, NoDevicesError
 from carpool_deviceplugin.metrics import AgentCollector
 from carpool_deviceplugin.mig import Instance, MigRefusal, MigTable, Profile, UnknownProfileError, plan_mig
@@ -129,9 +130,10 @@ def node() -> None:
 )
 @click.option("--only", multiple=True, type=click.Choice([*CHECKS]), help="Run this check only; may be repeated.")
 @click.option("--mig", is_flag=True, help="Allow creating and destroying MIG instances on this GPU.")
+@click.option("--canary", is_flag=True, help="Also run a CUDA program with a memory limit in an MPS daemon.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="File for the report, as JSON.")
 @click.pass_context
-def check(context: click.Context, gpu: str, only: tuple[str, ...], mig: bool, out: Path | None) -> None:
+def check(context: click.Context, gpu: str, only: tuple[str, ...], mig: bool, canary: bool, out: Path | None) -> None:
     """Check what the agent relies on: the node, NVML's answers, MPS daemons and MIG instances. Takes seconds."""
     try:
         temporary = tempfile.TemporaryDirectory(prefix="carpool-check-")
@@ -160,7 +162,8 @@ def check(context: click.Context, gpu: str, only: tuple[str, ...], mig: bool, ou
             read_all(devices)
             rows = check_node(devices, settings, Host.find())
             checks = (run_check(name, devices, uuid, may_divide=mig) for name in CHECKS if name in (only or CHECKS))
-            for outcome in itertools.chain(() if only else rows, checks):
+            client = run_canary(devices, uuid) if canary else []
+            for outcome in itertools.chain(() if only else rows, checks, client):
                 _print(outcome)
                 report.outcomes.append(outcome)
             _write(report, out)
@@ -172,6 +175,19 @@ def check(context: click.Context, gpu: str, only: tuple[str, ...], mig: bool, ou
     click.echo(", ".join(f"{count[verdict]} {verdict.lower()}" for verdict in Verdict if count[verdict]))
     is_checked = any(outcome.verdict is Verdict.PASSED for outcome in report.outcomes if outcome.name in CHECKS)
     context.exit(1 if count[Verdict.FAILED] else 0 if is_checked else 2)
+
+
+@node.command(short_help="Check, in a container with GPUs, what it got.")
+@click.pass_context
+def canary(context: click.Context) -> None:
+    """Check, in a container that Carpool gave GPUs, that it sees these only, is inside MPS and has its limit."""
+    if "CARPOOL_VISIBLE_GPUS" not in os.environ:
+        raise InputError("expected a container with GPUs of Carpool, found none; run it in a pod of a TrainingJob")
+    rows = judge(run_client(os.environ), os.environ)
+    for row in rows:
+        _print(row)
+    verdicts = {row.verdict for row in rows}
+    context.exit(1 if Verdict.FAILED in verdicts else 0 if Verdict.PASSED in verdicts else 2)
 
 
 def _print(row: Outcome) -> None:

@@ -56,6 +56,8 @@ class ProcessWatcher:
         self._session, self._processes, self._mps, self._monotonic = session, processes, mps, monotonic
         self._asked: dict[GpuUuid, tuple[float, frozenset[int], MpsStatus]] = {}
         self._silent_since: dict[GpuUuid, float] = {}
+        self._known: dict[GpuUuid, Mapping[int, Process | None]] = {}
+        """Processes at the last read, by process ID."""
 
     def forget(self, uuid: GpuUuid) -> None:
         """Ask the GPU's daemon at the next read, because something has happened."""
@@ -79,7 +81,9 @@ class ProcessWatcher:
         foreign.
         """
         found = read_processes(self._session, uuid)
-        whose = {p.pid: self._processes.find(p.pid) for p in found}  # before the daemon is asked, because they may end
+        known = self._known.get(uuid, {})
+        # Before the daemon is asked, because they may end.
+        whose = self._known[uuid] = {p.pid: self._processes.find(p.pid, known.get(p.pid)) for p in found}
         if None in whose.values():
             still = {p.pid for p in read_processes(self._session, uuid)}  # a process that has just ended is not foreign
             found = [p for p in found if whose[p.pid] is not None or p.pid in still]

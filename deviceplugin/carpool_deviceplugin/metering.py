@@ -40,11 +40,15 @@ class Rates(msgspec.Struct, frozen=True):
 
     def towards(self, now: "Rates", weight: float) -> "Rates":
         """Move to `now` by `weight`, 0..1."""
+
+        def mean(old: float | None, new: float | None) -> float | None:
+            return new if old is None or new is None else old + weight * (new - old)
+
         return Rates(
-            *(
-                new if old is None or new is None else old + weight * (new - old)
-                for old, new in zip(msgspec.structs.astuple(self), msgspec.structs.astuple(now), strict=True)
-            )
+            mean(self.busy, now.busy),
+            mean(self.sm, now.sm),
+            mean(self.dram, now.dram),
+            mean(self.power_w, now.power_w),
         )
 
 
@@ -142,20 +146,20 @@ class Meter:
             limits: Memory limit of the pods with a reservation, in MiB; None without one.
             usable_mib: Memory of the GPU for all pods; None if unknown.
         """
-        before = None if self.reading is None else _pods(self.reading)
-        now = _pods(reading)
+        came_or_went = set() if self.reading is None else _pods(self.reading) ^ _pods(reading)
         of_pods: dict[PodUid, list[ProcessUsage]] = {pod: [] for pod in self.usage}
         for process in reading.processes:
             of_pods.setdefault(process.pod_uid, []).append(process)
-        working = {pod for pod, processes in of_pods.items() if _is_working(processes)}
+        working = {pod: _busy_ratio(processes) for pod, processes in of_pods.items() if _is_working(processes)}
         for pod, processes in of_pods.items():
             use = self.usage.get(pod, _UNUSED)
-            if before is not None and before - {pod} != now - {pod}:
+            if came_or_went - {pod}:
                 means = use.step_means.scaled(_FORMER_SHARE)
                 use = replace(use, mean_samples=min(use.mean_samples, FORMER_SAMPLES + 1), step_means=means)
             use = _advance(use, processes)
             steps, counts = _growth(use, processes, reports.get(pod))
-            use = _count_steps(use, steps, counts, is_alone=bool(reading.mig_instances or not working - {pod}))
+            others_busy = [] if reading.mig_instances else [busy for other, busy in working.items() if other != pod]
+            use = _count_steps(use, steps, counts, is_alone=not others_busy)
             if processes:
                 limit_mib = limits.get(pod)
                 if limit_mib is None and usable_mib is not None and pod in limits and not reading.mig_instances:
@@ -167,13 +171,15 @@ class Meter:
                     counts=counts,
                     waits_for=report.waits_for if report else "",
                     busy=use.rates.busy if use.rates else None,
-                    others_busy=0.0 if reading.mig_instances else _busy_ratio(of_pods, working - {pod}),
+                    others_busy=sum(others_busy),
                     memory_mib=use.memory_mib,
                     limit_mib=limit_mib,
                     clock_mhz=counters.get("DCGM_FI_DEV_SM_CLOCK"),
                     temperature_c=counters.get("DCGM_FI_DEV_GPU_TEMP"),
                 )
-                self._watches.setdefault(pod, AnomalyWatch()).add(sample)
+                if pod not in self._watches:
+                    self._watches[pod] = AnomalyWatch()
+                self._watches[pod].add(sample)
             energy_j = _total((use.energy_j, reading.energy_of_ended_j.get(pod)))
             self.usage[pod] = replace(use, energy_j=energy_j)
         self.reading, self.is_current = reading, True
@@ -263,10 +269,9 @@ def _is_working(processes: Sequence[ProcessUsage]) -> bool:
     return any(p.busy_s is None or p.busy_s > MIN_BUSY * p.elapsed_s for p in processes)
 
 
-def _busy_ratio(of_pods: Mapping[PodUid, Sequence[ProcessUsage]], pods: Set[PodUid]) -> float:
-    """Return the share of time in which kernels of these pods ran, all together; supposed 1 if that is not measured."""
-    processes = [process for pod in pods for process in of_pods[pod] if process.elapsed_s > 0]
-    return sum(1.0 if p.busy_s is None else p.busy_s / p.elapsed_s for p in processes)
+def _busy_ratio(processes: Sequence[ProcessUsage]) -> float:
+    """Return the share of time in which their kernels ran, all together; supposed 1 if that is not measured."""
+    return sum(1.0 if p.busy_s is None else p.busy_s / p.elapsed_s for p in processes if p.elapsed_s > 0)
 
 
 def _growth(

@@ -1,5 +1,6 @@
 """Rows of the preflight, and those about the node outside of its GPUs: container runtime, SELinux, directories."""
 
+import functools
 import os
 import re
 import tomllib
@@ -90,7 +91,7 @@ _CRI_PLUGINS = ("io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime")
 """Names of containerd's plugin that handles CDI: up to version 1, and from 2 on."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Host:
     """Port to the facts of the node, which it reads from files.
 
@@ -117,8 +118,9 @@ class Host:
         """Whether /proc shows the host's PID namespace."""
         return _shows_host(self.proc)
 
+    @functools.cached_property
     def programs(self) -> frozenset[str]:
-        """Return the names of the running programs, which Linux cuts after 15 characters."""
+        """The names of the programs that ran at the first use, which Linux cuts after 15 characters."""
         names: set[str] = set()
         for directory in self.proc.glob("[0-9]*"):
             try:
@@ -228,7 +230,7 @@ def check_host(host: Host, directories: Directories) -> Iterator[Outcome]:
     yield _check_directories(host, directories)
     names = [name for name in host.sockets(directories.device_plugins) if name not in ("kubelet.sock", "carpool.sock")]
     others = [name for name in names if "nvidia" in name.casefold()]
-    if "gpu-kubelet-plu" in host.programs():
+    if "gpu-kubelet-plu" in host.programs:
         others.append("gpu-kubelet-plugin (NVIDIA's DRA driver)")
     yield row(
         "device-plugins",

@@ -30,7 +30,8 @@ class Stat(NamedTuple):
 def read_stat(proc: Path, pid: int) -> Stat | None:
     """Read /proc/PID/stat; None if the process has ended or is not visible."""
     try:
-        content = (proc / str(int(pid)) / "stat").read_bytes()
+        with open(f"{proc}/{int(pid)}/stat", "rb", buffering=0) as file:  # half of pathlib's time
+            content = file.read()
         name, _, rest = content.partition(b"(")[2].rpartition(b")")  # a name may contain both
         fields = rest.split(None, 20)
         return Stat(name.decode(errors="replace"), fields[0].decode(), int(fields[1]), int(fields[19]))
@@ -67,11 +68,14 @@ class ProcTree:
     def __init__(self, root: Path = Path("/proc")) -> None:
         self._root = root
 
-    def find(self, pid: int) -> Process | None:
-        """Return a process; None if it has ended or the agent does not see the host's processes."""
+    def find(self, pid: int, known: Process | None = None) -> Process | None:
+        """Return a process; None if it has ended or the agent does not see the host's processes.
+
+        If it is `known`, its control group is not read again: a process never moves to another pod.
+        """
         stat = read_stat(self._root, pid)
-        if stat is None:
-            return None
+        if stat is None or (known is not None and known.started == stat.started):
+            return None if stat is None else known
         try:
             cgroup = (self._root / str(int(pid)) / "cgroup").read_text(errors="replace")
         except OSError:

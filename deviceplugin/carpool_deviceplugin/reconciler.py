@@ -124,7 +124,14 @@ class Reconciler:
         self._node, self._api, self._clock, self._devices, self._intervals = node, api, clock, devices, intervals
         self._log = structlog.get_logger().bind(node=node)
         self.reporter = Reporter(
-            node, api, clock, devices, intervals, on_devices=self._see_devices, on_missing=self._create
+            node,
+            api,
+            clock,
+            devices,
+            intervals,
+            tenants=self._tenants,
+            on_devices=self._see_devices,
+            on_missing=self._create,
         )
         self._on_health, self._on_progress, self._probe = on_health, on_progress, probe
         self._event_writer = EventWriter(node, api, clock)
@@ -177,6 +184,7 @@ class Reconciler:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.reflector.run())
             tasks.create_task(self._watch_labels())
+            tasks.create_task(self._repeat_check())
             tasks.create_task(self._refresh_counters())
             await self.reflector.wait_synced()
             for worker in self._workers.values():
@@ -185,14 +193,21 @@ class Reconciler:
             tasks.create_task(self.reporter.run())
             tasks.create_task(self._event_writer.run())
 
-    async def _check(self) -> bool:
-        """Run the preflight; return whether a row changed."""
-        before = self.reporter.preflight
+    async def _check(self) -> None:
+        """Run the preflight; a changed row is written to the status."""
         try:
-            self.reporter.preflight = await self._preflight_caller.call(self._preflight, self._labels.info)
+            found = await self._preflight_caller.call(self._preflight, self._labels.info)
         except DeviceError as e:
             self._log.warning("preflight not done", error=str(e))
-        return self.reporter.preflight != before
+        else:
+            if found != self.reporter.preflight:
+                self.reporter.preflight = found
+                self.reporter.look_again()
+
+    async def _repeat_check(self) -> None:
+        while True:
+            await self._intervals.sleep(self._intervals.preflight_s)
+            await self._check()
 
     async def _watch_labels(self) -> None:
         caller = TimeLimitedCaller("release of the GPUs", self._intervals.step_deadline_s)
@@ -209,7 +224,6 @@ class Reconciler:
                 self.reporter.look_again()
             await self._intervals.sleep(self._intervals.labels_s)
             is_changed = await self._labels.read() or reason != self._labels.release_reason
-            is_changed = await self._check() or is_changed
 
     async def _refresh_counters(self) -> None:
         caller = TimeLimitedCaller("metrics sources", self._intervals.step_deadline_s)
@@ -285,6 +299,11 @@ class Reconciler:
         self._report()
 
     def _report(self) -> None:
+        partitions = self.partitions
+        self._see_partitions(partitions)
+        self.reporter.report(partitions, struck_of(self._struck()))
+
+    def _tenants(self) -> Sequence[Tenant]:
         now = rfc3339(self._clock.now())
         tenants = [tenant for meter in self.meters.values() for tenant in meter.tenants(now)]
         valid, removed = presentable(tenants, {r.pod_uid for r in self.reservations})
@@ -292,9 +311,7 @@ class Reconciler:
             self._removed = removed
             self._log.warning("tenants left out of the status", count=len(removed), first=removed[:3])
         self._warn_above_limit(tenants)
-        partitions = self.partitions
-        self._see_partitions(partitions)
-        self.reporter.report(partitions, valid, struck_of(self._struck()))
+        return valid
 
     def _struck(self) -> list[Mapping[PodUid, str]]:
         """Return the pods that MPS faults have ended, including recent ones from an earlier agent's status."""

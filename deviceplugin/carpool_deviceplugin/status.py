@@ -268,6 +268,7 @@ class EventWriter:
 class Reporter:
     """The only writer of one GpuNode's status.
 
+    `tenants` returns the measurements; they are asked for only when they are compared with the written status.
     `on_devices` is called with the GPUs after each reading of their health. `on_missing` creates the GpuNode; it is
     called if there is none.
     """
@@ -280,11 +281,12 @@ class Reporter:
         devices: Devices,
         intervals: Intervals,
         *,
+        tenants: Callable[[], Iterable[Tenant]],
         on_devices: Callable[[Sequence[Device]], None],
         on_missing: Callable[[], Awaitable[None]],
     ) -> None:
         self._node, self._api, self._clock, self._gpus, self._intervals = node, api, clock, devices, intervals
-        self._on_devices, self._on_missing = on_devices, on_missing
+        self._tenants, self._on_devices, self._on_missing = tenants, on_devices, on_missing
         self._awake = asyncio.Event()
         self._poll = Poll(devices.describe, intervals.step_deadline_s)
         self.devices: list[Device] = []
@@ -296,12 +298,9 @@ class Reporter:
         """Status as last written or watched; None if there is no GpuNode."""
         self._written_at = self._compared_at = float("-inf")
         self._partitions: Sequence[Partition] = ()
-        self._tenants: Sequence[Tenant] = ()
         self._struck: Sequence[Struck] = ()
         self._is_stale = True
         """Whether the GPUs must be read before the next write; new measurements alone do not require it."""
-        self._has_measures = False
-        """Whether there are measurements that were not compared with the written status yet."""
         self._failures = 0
         self._version = version("carpool")
         self._log = structlog.get_logger().bind(node=node)
@@ -318,18 +317,15 @@ class Reporter:
         self._written = None
         self._awake.set()
 
-    def report(self, partitions: Sequence[Partition], tenants: Sequence[Tenant], struck: Sequence[Struck] = ()) -> None:
-        """Set the desired status."""
+    def report(self, partitions: Sequence[Partition], struck: Sequence[Struck] = ()) -> None:
+        """Set the desired status, after a change or a measurement."""
         if struck != self._struck:
             self._struck = struck
             self._awake.set()
         if partitions != self._partitions:
             self._partitions = partitions
             self.look_again()  # the mode of a GPU may have changed
-        if tenants != self._tenants:
-            self._tenants = tenants
-            self._has_measures = True
-        if self._has_measures and self._clock.monotonic() - self._compared_at >= self._intervals.measures_s:
+        if self._clock.monotonic() - self._compared_at >= self._intervals.measures_s:
             self._awake.set()
 
     def look_again(self) -> None:
@@ -378,14 +374,14 @@ class Reporter:
         if self._is_stale:
             await self._read_devices(written)
         devices = self.devices
-        self._has_measures, self._compared_at = False, self._clock.monotonic()
+        self._compared_at = self._clock.monotonic()
         return replace(
             written,
             agent_version=self._version,
             simulated=self._gpus.simulated,
             devices=devices,
             partitions=list(self._partitions),
-            tenants=damp_changes(written.tenants, self._tenants),
+            tenants=damp_changes(written.tenants, self._tenants()),
             struck=list(self._struck),
             conditions=node_conditions(
                 devices,

@@ -42,6 +42,8 @@ class Intervals:
     """Minimum time between two status writes that contain new measurements only."""
     labels_s: float = 30.0
     """Interval of reading the Node's labels. They are also read before each MIG change."""
+    preflight_s: float = 30.0
+    """Interval of the preflight, after that at the start."""
     kubelet_s: float = 1.0
     """Interval of checking the kubelet's sockets."""
     holders_s: float = 10.0
@@ -53,7 +55,7 @@ class Intervals:
 
 
 HARDWARE_INTERVALS = Intervals(
-    sample_s=5.0, idle_samples=2, resync_s=60.0, measures_s=10.0, kubelet_s=3.0, holders_s=30.0
+    sample_s=5.0, idle_samples=2, resync_s=60.0, measures_s=10.0, preflight_s=120.0, kubelet_s=3.0, holders_s=30.0
 )
 """Intervals for hardware: its counters accumulate between two readings, and each reading takes processor time."""
 

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from carpool_core.values import GpuUuid
 from carpool_deviceplugin.mps import PROGRAM, Daemon, Mps, MpsCommands, MpsError, MpsProgram, MpsStatus
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_e2e.binaries import cache_root
+from debian import download
 from mps_world import GPU
 
 OTHER = GpuUuid("GPU-8f2c1b7e-0d3a-4c5b-9e6f-1a2b3c4d5e70")
@@ -25,28 +25,12 @@ ANSWERS = {
 """Answers of a daemon that has had no client."""
 
 
-def download(folder: Path) -> None:
-    """Unpack Debian's package of NVIDIA's program, from the mirror that the machine is set up with."""
-    targets = subprocess.run(["apt-get", "indextargets", "--format", "$(REPO_URI)"], capture_output=True, check=True)
-    mirror = next(uri for uri in targets.stdout.decode().split() if uri.rstrip("/").endswith("/debian"))
-    with tempfile.TemporaryDirectory() as scratch:
-        keys = "/usr/share/keyrings/debian-archive-keyring.gpg"
-        (Path(scratch) / "sources.list").write_text(f"deb [signed-by={keys}] {mirror} trixie non-free\n")
-        (Path(scratch) / "lists" / "partial").mkdir(parents=True)
-        places = f"-oDir::Etc::SourceList={scratch}/sources.list -oDir::Etc::SourceParts=- -oDir::Cache={scratch}"
-        for verb in ("update", "download nvidia-cuda-mps"):
-            command = f"apt-get -qq -oAPT::Sandbox::User=root -oDir::State::Lists={scratch}/lists {places} {verb}"
-            subprocess.run(command.split(), cwd=scratch, check=True)
-        (package,) = Path(scratch).glob("nvidia-cuda-mps_*.deb")
-        subprocess.run(["dpkg", "-x", package, folder], check=True)
-
-
 @pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.vendor)])
 def commands(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> MpsCommands:
     if request.param == "fake":
         return FakeMpsCommands()
     if not (folder := cache_root(os.environ) / "nvidia-cuda-mps").exists():
-        download(folder)
+        download("nvidia-cuda-mps", folder)
     monkeypatch.setenv("PATH", f"{folder / 'usr' / 'bin'}{os.pathsep}{os.environ['PATH']}")
     assert shutil.which(PROGRAM)
     return MpsProgram()

@@ -205,9 +205,11 @@ class World:
             self.clock,
             self.devices,
             HARDWARE_INTERVALS,
+            tenants=lambda: self.tenants,
             on_devices=lambda _: None,
             on_missing=self.nothing,
         )
+        self.tenants: list[Tenant] = []
         self.reporter.appeared(GpuNodeStatus())
 
     async def nothing(self) -> None: ...
@@ -228,8 +230,9 @@ def world(devices: SimulatedDevices) -> World:
     return World(devices)
 
 
-def measured(world: World, memory_mib: int) -> list[Tenant]:
-    return [Tenant(pod_uid=PodUid("a"), gpu_uuid=world.devices.uuids[0], memory_mib=memory_mib)]
+def measure(world: World, memory_mib: int) -> None:
+    world.tenants = [Tenant(pod_uid=PodUid("a"), gpu_uuid=world.devices.uuids[0], memory_mib=memory_mib)]
+    world.reporter.report(())
 
 
 async def test_new_measurements_alone_read_no_gpu(world: World) -> None:
@@ -237,7 +240,7 @@ async def test_new_measurements_alone_read_no_gpu(world: World) -> None:
     assert await world.reads() == 2
     for at in range(1, 5):
         world.clock.advance(5)
-        world.reporter.report((), measured(world, 1000 * at))
+        measure(world, 1000 * at)
         assert await world.reads() == 0
     assert world.written == [4000]
 
@@ -245,7 +248,7 @@ async def test_new_measurements_alone_read_no_gpu(world: World) -> None:
 async def test_changed_partitions_and_health_read_the_gpus(world: World) -> None:
     await world.reads()
     partition = Partition(pod_uid=PodUid("a"), generation=1, state=PartitionState.READY)
-    world.reporter.report([partition], ())
+    world.reporter.report([partition])
     assert await world.reads() == 2, "a mode may have changed"
     world.reporter.look_again()
     assert await world.reads() == 2
@@ -257,10 +260,10 @@ async def test_measurements_wake_the_reporter_when_they_are_due(world: World) ->
     await world.reads()
     awake = world.reporter._awake
     awake.clear()
-    world.reporter.report((), measured(world, 1000))
+    measure(world, 1000)
     assert not awake.is_set()
     world.clock.advance(HARDWARE_INTERVALS.measures_s)
-    world.reporter.report((), measured(world, 1000))
+    measure(world, 1000)
     assert awake.is_set()
 
 
@@ -268,7 +271,7 @@ async def test_an_invalid_status_is_not_written(world: World) -> None:
     """The API server would accept it, and every reader would ignore the whole GpuNode."""
     await world.reads()
     long = Partition(pod_uid=PodUid("p"), generation=1, state=PartitionState.FAILED, message="!" * 5000)
-    world.reporter.report([long], ())
+    world.reporter.report([long])
     with pytest.raises(Invalid):
         await world.reads()
     assert world.kube.dump(GPU_NODES, "n")["status"]["partitions"] == []

@@ -308,8 +308,8 @@ class FakeGpu:
     remap: tuple[int, int, int, int] = (0, 0, 0, 0)
     clock_reasons: int = 0
     temperature_c: int = 40
-    samples: list[Any] = field(default_factory=list)
-    """NVML's utilization samples of each process and sampling period."""
+    samples: list[tuple[int, Any]] = field(default_factory=list)
+    """Stamps and NVML's utilization samples of each process and sampling period."""
     integrals: dict[int | None, list[float]] = field(default_factory=dict)
     """Seconds of time, graphics, SM, occupancy, tensor and DRAM activity, of the GPU and of its instances."""
 

@@ -9,17 +9,19 @@ import uuid as uuids
 from collections.abc import Callable, Sequence
 from ctypes import c_void_p, cast
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import pynvml
 from carpool_core.values import MIB
 
 from carpool_deviceplugin.testing.gpus import HARDWARE, FakeCompute, FakeGpu, FakeMig, FakeProcess, Hardware, require
 
+T = TypeVar("T")
+
 
 def key_of(handle: Any) -> int:
     """Return the number behind an opaque pointer."""
-    return cast(handle, c_void_p).value or 0
+    return c_void_p.from_buffer(handle).value or 0
 
 
 NONE = 0xFFFFFFFF
@@ -37,6 +39,26 @@ _SAMPLING_S = 1 / 6
 """The driver's sampling period of utilization."""
 
 
+def _recorded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function so that it first records the call, and fails where a test wants it."""
+
+    @functools.wraps(function)
+    def call(self: "FakeNvml", *args: Any, **kwargs: Any) -> Any:
+        self._enter(function.__name__)
+        return function(self, *args, **kwargs)
+
+    return call
+
+
+def _recording(library: type[T]) -> type[T]:
+    """Let all functions of the library record their calls."""
+    for name, function in list(vars(library).items()):
+        if name.startswith("nvml"):
+            setattr(library, name, _recorded(function))
+    return library
+
+
+@_recording
 class FakeNvml:
     """The library, with methods that tests use to change the node.
 
@@ -100,11 +122,10 @@ class FakeNvml:
                 total[at] += share * seconds
         for p in gpu.processes.values():
             if p.sm or p.dram:
-                gpu.samples.append(
-                    pynvml.c_nvmlProcessUtilizationSample_t(
-                        pid=p.pid, timeStamp=self.now_us, smUtil=round(100 * p.sm), memUtil=round(100 * p.dram)
-                    )
+                sample = pynvml.c_nvmlProcessUtilizationSample_t(
+                    pid=p.pid, timeStamp=self.now_us, smUtil=round(100 * p.sm), memUtil=round(100 * p.dram)
                 )
+                gpu.samples.append((self.now_us, sample))
         del gpu.samples[:-100]
 
     def raise_xid(self, gpu: int, xid: int) -> None:
@@ -135,19 +156,6 @@ class FakeNvml:
     def before_each(self, hook: Callable[[str], None]) -> None:
         """Call `hook` with the name of each function that is called, before it is."""
         self._before = hook
-
-    def __getattribute__(self, name: str) -> Any:
-        """Return an attribute; functions of the library first record the call and fail where a test wants it."""
-        found = super().__getattribute__(name)
-        if not name.startswith("nvml"):
-            return found
-
-        @functools.wraps(found)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self._enter(name)
-            return found(*args, **kwargs)
-
-        return call
 
     def _enter(self, name: str) -> None:
         self.calls.append(name)
@@ -305,7 +313,7 @@ class FakeNvml:
     def nvmlDeviceGetProcessUtilization(self, handle: Any, since_us: int) -> list[Any]:
         gpu = self._gpu(handle)
         require(not gpu.mig.is_enabled, pynvml.NVML_ERROR_NOT_SUPPORTED)
-        found = [s for s in gpu.samples if s.timeStamp > since_us]
+        found = [sample for at_us, sample in gpu.samples if at_us > since_us]
         require(found, pynvml.NVML_ERROR_NOT_FOUND)
         unfilled = pynvml.c_nvmlProcessUtilizationSample_t()
         return [*found, unfilled]

@@ -1,0 +1,147 @@
+"""A small CUDA program that shows what a container got: its GPUs, MPS and its memory limit.
+
+`python -m carpool_deviceplugin.canary` prints the driver's answers as JSON. It has a process of its own, because a CUDA
+context lasts as long as its process.
+"""
+
+import ctypes
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from carpool_core.values import MIB, SharingMode
+
+from carpool_deviceplugin.preflight import Outcome, Verdict
+
+_LIBRARY = "libcuda.so.1"
+_MPS_ENABLED = 133
+"""CU_DEVICE_ATTRIBUTE_MPS_ENABLED: contexts on the device are shared through MPS. Known to drivers from 545 on."""
+_OUT_OF_MEMORY = 2
+_WITHIN_S = 30.0
+_BIND_SHM = 'mount --bind "$0" /dev/shm && exec "$@"'
+"""Gives a client the memory that its MPS daemon shares, as a container gets it by a mount."""
+
+
+class Answers(msgspec.Struct, frozen=True, kw_only=True):
+    """The driver's answers to a process."""
+
+    uuids: list[str] = []
+    """The GPUs that it sees."""
+    inside_mps: bool = False
+    small: int = 0
+    """Result of allocating 1 MiB; 0 is success."""
+    beyond: int = 0
+    """Result of allocating 1 MiB more than the limit."""
+    error: str = ""
+    """The call that failed; empty if all succeeded."""
+    absent: str = ""
+    """Why there is no driver's library; empty if there is one."""
+
+
+class _CudaError(Exception):
+    """A call of CUDA's driver failed."""
+
+
+def ask_driver(limit_mib: int | None) -> Answers:
+    """Ask CUDA's driver; allocates memory in this process. Raises nothing."""
+    try:
+        cuda = ctypes.CDLL(_LIBRARY)
+    except OSError as e:
+        return Answers(absent=str(e))
+    try:
+        return _ask(cuda, limit_mib)
+    except _CudaError as e:
+        return Answers(error=str(e))
+
+
+def _ask(cuda: Any, limit_mib: int | None) -> Answers:
+    def call(name: str, *args: Any) -> None:
+        if code := getattr(cuda, name)(*args):
+            text = ctypes.c_char_p()
+            cuda.cuGetErrorName(code, ctypes.byref(text))
+            raise _CudaError(f"{name} failed: {(text.value or b'unknown error').decode()} ({code})")
+
+    def allocate(mib: int) -> int:
+        code: int = cuda.cuMemAlloc_v2(ctypes.byref(ctypes.c_uint64()), ctypes.c_size_t(mib * MIB))
+        return code
+
+    call("cuInit", 0)
+    call("cuDeviceGetCount", ctypes.byref(count := ctypes.c_int()))
+    uuids: list[str] = []
+    device = ctypes.c_int()
+    for index in reversed(range(count.value)):  # `device` is the first one at the end
+        call("cuDeviceGet", ctypes.byref(device), index)
+        call("cuDeviceGetUuid", raw := ctypes.create_string_buffer(16), device)
+        uuids.insert(0, f"GPU-{uuid.UUID(bytes=raw.raw)}")
+    call("cuDeviceGetAttribute", ctypes.byref(inside := ctypes.c_int()), _MPS_ENABLED, device)
+    call("cuDevicePrimaryCtxRetain", ctypes.byref(context := ctypes.c_void_p()), device)
+    call("cuCtxSetCurrent", context)
+    beyond = 0 if limit_mib is None else allocate(limit_mib + 1)
+    return Answers(uuids=uuids, inside_mps=bool(inside.value), small=allocate(1), beyond=beyond)
+
+
+def limit_in(environment: Mapping[str, str]) -> int | None:
+    """Return the memory limit of a container, in MiB; None without one."""
+    limit = environment.get("CARPOOL_MEMORY_LIMIT_MIB", "")
+    return int(limit) if limit.isdecimal() else None
+
+
+def run_client(environment: Mapping[str, str], shm: str = "") -> Answers:
+    """Ask the driver in a new process with a container's environment and, if `shm` is not empty, its /dev/shm."""
+    command = [sys.executable, "-m", "carpool_deviceplugin.canary"]
+    if shm:
+        command = ["unshare", "--mount", "sh", "-c", _BIND_SHM, shm, *command]
+    kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH") if name in os.environ}
+    try:
+        ended = subprocess.run(command, env={**kept, **environment}, capture_output=True, timeout=_WITHIN_S, check=True)
+        return msgspec.json.decode(ended.stdout, type=Answers)
+    except subprocess.TimeoutExpired:
+        return Answers(error=f"no answer within {_WITHIN_S:g} s")
+    except subprocess.CalledProcessError as e:
+        printed = e.stderr.decode(errors="replace").strip()[-500:]
+        return Answers(error=f"the client ended with {e.returncode}: {printed or 'no output'}")
+    except (OSError, msgspec.MsgspecError) as e:
+        return Answers(error=str(e))
+
+
+Client = Callable[[Mapping[str, str], str], Answers]
+
+
+def judge(found: Answers, environment: Mapping[str, str]) -> list[Outcome]:
+    """Compare the driver's answers with the environment that Carpool gave the container."""
+    if found.absent:
+        return [Outcome(name="canary", verdict=Verdict.SKIPPED, found=found.absent)]
+    if found.error:
+        return [Outcome(name="canary", verdict=Verdict.FAILED, found=found.error, needed="a CUDA context")]
+    gpus, limit_mib = environment.get("CARPOOL_VISIBLE_GPUS", "").split(","), limit_in(environment)
+    rows = [_row("canary-gpus", sorted(found.uuids) == sorted(gpus), _list(gpus), _list(found.uuids))]
+    if environment.get("CARPOOL_GPU_MODE") != SharingMode.MPS:
+        return rows
+    outside = (
+        "one outside, to which no limit applies; check that the container sees the daemon's directories, and SELinux "
+        "lets it open their sockets"
+    )
+    rows.append(_row("canary-mps", found.inside_mps, "a client inside MPS", outside))
+    if limit_mib is not None:
+        needed = f"1 MiB, and {limit_mib + 1:,} MiB refused for lack of memory"
+        is_kept = (found.small, found.beyond) == (0, _OUT_OF_MEMORY)
+        rows.append(_row("canary-memory", is_kept, needed, f"CUDA's results {found.small} and {found.beyond}"))
+    return rows
+
+
+def _list(uuids: Sequence[str]) -> str:
+    return ", ".join(uuids) or "no GPU"
+
+
+def _row(name: str, is_kept: bool, needed: str, found: str) -> Outcome:
+    if is_kept:
+        return Outcome(name=name, verdict=Verdict.PASSED, found=needed)
+    return Outcome(name=name, verdict=Verdict.FAILED, needed=needed, found=found)
+
+
+if __name__ == "__main__":
+    sys.stdout.buffer.write(msgspec.json.encode(ask_driver(limit_in(os.environ))))

@@ -1,0 +1,132 @@
+"""The canary: a CUDA program that shows what a container got."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from agent_world import reservation
+from carpool_core.values import SharingMode
+from carpool_deviceplugin.canary import Answers, run_client
+from carpool_deviceplugin.cdi import environment
+from carpool_deviceplugin.check import run_canary
+from carpool_deviceplugin.commands import node as command
+from carpool_deviceplugin.gpu import Access, Mount
+from carpool_deviceplugin.testing.mps import FakeMpsCommands
+from carpool_deviceplugin.testing.node import Node
+from carpool_deviceplugin.testing.nvml import FakeNvml
+from carpool_e2e.binaries import cache_root
+from click.testing import CliRunner
+from debian import download
+
+HERE = Path(__file__).parent
+GPU, OTHER = (f"GPU-{d * 8}-{d * 4}-{d * 4}-{d * 4}-{d * 12}" for d in "12")
+
+
+@pytest.fixture(scope="module")
+def libcuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the stand-in for CUDA's driver."""
+    if (compiler := shutil.which("cc")) is None:
+        pytest.skip("no C compiler")
+    folder = tmp_path_factory.mktemp("cuda")
+    source, built = HERE / "cuda" / "libcuda.c", folder / "libcuda.so.1"
+    subprocess.run([compiler, "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-o", built, source], check=True)
+    return folder
+
+
+def container(mode: SharingMode = SharingMode.MPS) -> dict[str, str]:
+    """The environment that the agent gives a container, with a limit under MPS."""
+    limit_mib = 2048 if mode is SharingMode.MPS else None
+    reserved = reservation("a", GPU, mode=mode, memory_limit_mib=limit_mib)
+    return environment(reserved, {GPU: Access({}, (), mps_pipe=Mount("/node", "/run/carpool/mps"))})
+
+
+@pytest.mark.parametrize(
+    ("broken", "mode", "code", "expected"),
+    [
+        ("", SharingMode.MPS, 0, f"passed canary-gpus {GPU}; passed canary-mps a client inside MPS; "
+         "passed canary-memory 1 MiB, and 2,049 MiB refused for lack of memory"),
+        ("", SharingMode.TIME_SLICING, 0, f"passed canary-gpus {GPU}"),
+        ("two-gpus", SharingMode.EXCLUSIVE, 1, f"FAILED canary-gpus expected {GPU}, found {GPU}, {OTHER}"),
+        ("outside", SharingMode.MPS, 1, "FAILED canary-mps expected a client inside MPS, found one outside, to"),
+        ("no-limit", SharingMode.MPS, 1, "2,049 MiB refused for lack of memory, found CUDA's results 0 and 0"),
+        ("no-gpu", SharingMode.MPS, 1,
+         "FAILED canary expected a CUDA context, found cuInit failed: CUDA_ERROR_NO_DEVICE (100)"),
+    ],
+    ids=["mps", "time-slicing", "two-gpus", "outside-mps", "no-limit", "no-gpu"],
+)  # fmt: skip
+def test_a_container_says_what_it_got(libcuda: Path, broken: str, mode: SharingMode, code: int, expected: str) -> None:
+    given = {**container(mode), "LD_LIBRARY_PATH": str(libcuda), "CANARY": broken}
+    found = CliRunner(env=given).invoke(command, ["canary"])
+    assert (found.exit_code, expected in "; ".join(" ".join(line.split()) for line in found.output.splitlines())) == (
+        code,
+        True,
+    ), found.output
+
+
+def test_a_container_without_gpus_or_driver_is_one_sentence(tmp_path: Path) -> None:
+    found = CliRunner().invoke(command, ["canary"])
+    assert (found.exit_code, "expected a container with GPUs of Carpool, found none" in found.output) == (2, True)
+    found = CliRunner(env={**container(), "LD_LIBRARY_PATH": str(tmp_path)}).invoke(command, ["canary"])
+    assert (found.exit_code, found.output.startswith("skipped  canary ")) == (2, True), found.output
+
+
+def test_the_check_runs_a_client_with_a_limit_in_a_daemon(tmp_path: Path) -> None:
+    """The client gets the daemon's pipes and shared memory, and the daemon has ended afterwards."""
+    node = Node(FakeNvml(["H100"]), FakeMpsCommands(), tmp_path)
+    devices = node.devices()
+    (gpu,) = devices.uuids
+
+    def client(given: Mapping[str, str], shm: str) -> Answers:
+        assert given["CUDA_MPS_PIPE_DIRECTORY"] in node.mps.daemons
+        assert given["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=2048M"
+        assert "CUDA_VISIBLE_DEVICES" not in given, "the daemon's own decides what a client sees"
+        assert Path(shm).is_dir()
+        return Answers(uuids=[gpu], inside_mps=True, beyond=2)
+
+    rows = {row.name: row.verdict.value for row in run_canary(devices, gpu, client)}
+    assert rows == dict.fromkeys(("canary-gpus", "canary-mps", "canary-memory"), "passed")
+    assert node.mps.daemons == {}
+    node.nvml.gpus[0].mig.is_enabled = node.nvml.gpus[0].mig.is_pending = True
+    (row,) = run_canary(devices, gpu, client)
+    assert (row.verdict.value, "the GPU has no mode MPS" in row.found) == ("skipped", True)
+
+
+def test_the_check_has_the_rows_of_the_canary_if_it_is_allowed(
+    tmp_path: Path, libcuda: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node(FakeNvml(["H100"]), FakeMpsCommands(), tmp_path)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(libcuda))
+    without, allowed = (
+        CliRunner().invoke(command, ["check", "--only", "contract", *more], obj=node.devices())
+        for more in ([], ["--canary"])
+    )
+    assert ("canary" in without.output, without.exit_code) == (False, 0)
+    assert "canary" in allowed.output
+
+
+def test_a_client_that_hangs_or_dies_is_a_failed_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    assert run_client({}).error == "the client ended with 1: no output"
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    assert "No such file" in run_client({}).error
+    (slow := tmp_path / "slow").write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(slow))
+    monkeypatch.setattr("carpool_deviceplugin.canary._WITHIN_S", 0.2)
+    assert run_client({}).error == "no answer within 0.2 s"
+
+
+@pytest.mark.vendor
+@pytest.mark.parametrize("mode", [SharingMode.MPS, SharingMode.TIME_SLICING])
+def test_nvidias_driver_without_a_gpu_is_a_failed_row(mode: SharingMode) -> None:
+    if not (folder := cache_root(os.environ) / "libcuda1").exists():
+        download("libcuda1", folder)
+    (library,) = {path.parent for path in folder.rglob("libcuda.so.1")}
+    given = {**container(mode), "LD_LIBRARY_PATH": str(library)}
+    found = CliRunner(env=given).invoke(command, ["canary"])
+    Path("/dev/nvidiactl").unlink(missing_ok=True)  # the library creates it as root, on machines without the driver
+    assert found.exit_code == 1, found.output
+    assert "FAILED   canary            expected a CUDA context, found cuInit failed: CUDA_ERROR" in found.output
