@@ -9,6 +9,9 @@ import pytest
 from carpool_core.values import GpuUuid
 from carpool_deviceplugin.gpu import DeviceError
 from carpool_deviceplugin.processes import ProcTree, pod_of
+from carpool_deviceplugin.testing.mps import FakeMpsCommands
+from carpool_deviceplugin.testing.node import Node, uid
+from carpool_deviceplugin.testing.nvml import FakeNvml
 from carpool_deviceplugin.timeouts import Poll
 from hypothesis import given
 from hypothesis import strategies as st
@@ -127,3 +130,18 @@ def test_stat_of_a_process(tmp_path: Path, stat: str, found: tuple[int, str, str
     process = ProcTree(tmp_path).find(42)
     assert (process and (process.started, process.name, process.key)) == found
     assert ProcTree(tmp_path).find(43) is None
+
+
+def test_the_pod_of_a_known_process_is_read_once(tmp_path: Path) -> None:
+    """Regression: each reading of a GPU read the control groups of all its processes."""
+    node = Node(FakeNvml(["H100"]), FakeMpsCommands(), tmp_path)
+    node.start(0, 42, "a")
+    processes = ProcTree(tmp_path / "proc")
+    known = processes.find(42)
+    (tmp_path / "proc" / "42" / "cgroup").unlink()
+    assert processes.find(42, known) is known
+    node.start(0, 42, "b")
+    (tmp_path / "proc" / "42" / "stat").write_text("42 (other) S " + " ".join(["0"] * 18) + " 4300 0 0\n")
+    reused = processes.find(42, known)
+    assert reused is not None
+    assert (reused.started, reused.pod_uid) == (4300, uid("b")), "a reused process ID is another process"
