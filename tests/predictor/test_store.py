@@ -168,9 +168,10 @@ def test_hub_models_work_without_their_organization(short: str, full: str, preci
 
 @pytest.mark.parametrize("optimizer", [Optimizer.SGD, Optimizer.ADAM, Optimizer.ADAMW])
 def test_stored_work_is_that_of_the_optimizer(optimizer: Optimizer) -> None:
-    """The FP32 sweep recorded the bytes of SGD with momentum for all: on an H100 AdamW's steps were too short."""
+    """The FP32 sweep recorded the bytes and kernels of SGD with momentum for all: AdamW's steps were too short."""
     training, model = Training(optimizer=optimizer), "timm/mobilenetv3_large_100"
     found = store.features(CatalogModel(name=model), training)
     assert found is not None
     traced = trace_recipe(recipe_of(CatalogModel(name=model)), training, [16])
     assert found.steps[0].bytes_moved == pytest.approx(traced.steps[0].bytes_moved, rel=1e-6)
+    assert found.steps[0].kernels == traced.steps[0].kernels

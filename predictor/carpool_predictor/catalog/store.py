@@ -72,11 +72,6 @@ class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 _ENTRY = msgspec.json.Decoder(Entry)
 
-_PASSES = {Optimizer.SGD: -3, Optimizer.ADAM: 8, Optimizer.ADAMW: 9}
-"""Tensors as large as the weights that an update reads or writes, less those of SGD with momentum.
-
-The sweep recorded the work of SGD with momentum for each optimizer."""
-
 
 class Store:
     """Records of one precision by catalog name."""
@@ -104,7 +99,7 @@ class Store:
         The default is the document's first optimizer.
         """
         entry, optimizer = self._entry(name), optimizer or self.document.optimizer
-        steps = [] if entry is None else [self._step(step, optimizer, entry.sizes[1]) for step in entry.steps]
+        steps = [] if entry is None else [self._step(step, optimizer) for step in entry.steps]
         found = [step for step in steps if step is not None]
         if entry is None or len(found) < len(steps):
             return None
@@ -120,7 +115,7 @@ class Store:
             steps=found,
         )
 
-    def _step(self, step: Step, optimizer: Optimizer, trainable_parameters: int) -> TracedStep | None:
+    def _step(self, step: Step, optimizer: Optimizer) -> TracedStep | None:
         """Return a step under an optimizer, or None if it was not traced with it."""
         batch_size, peak, activations, reserved, unfolded, largest, kernels = step.plain
         bytes_moved = step.bytes_moved
@@ -129,9 +124,6 @@ class Store:
             if update is None:
                 return None
             peak, activations, reserved, kernels, bytes_moved = update
-            if bytes_moved == step.bytes_moved:
-                itemsize = 2 if self.document.precision is Precision.BF16 else 4
-                bytes_moved += _PASSES.get(optimizer, 0) * itemsize * trainable_parameters
         return TracedStep(
             batch_size=batch_size,
             peak_bytes=peak,

@@ -94,8 +94,10 @@ ELSEWHERE_COVERAGE = 0.9
 OUTSIDE_FACTOR = 1.15
 """Factor to the bound outside the training data, where only the line predicts; see the model card."""
 PLAIN_OUTSIDE_FACTOR = 1.1
-"""The same for steps whose convolutions need no large workspaces; 95% of published peaks of processes are up to 5%
-above the line."""
+"""The same for steps whose convolutions need no large workspaces, on every stack: published peaks of processes without
+quantized weights are up to 13% above the line."""
+QUANTIZED_FACTOR = 1.2
+"""Further factor to it with quantized weights, whose published peaks of processes are up to 39% above the line."""
 WORKSPACE_SHARE = 0.05
 """Largest unfolded input of a convolution, as a share of reserved memory, up to which cuDNN's workspaces do not matter.
 
@@ -209,7 +211,7 @@ class Correction:
     bound_factor: float
     """Bound over median."""
     elsewhere_factor: float
-    """The same on an uncalibrated stack, without what the stack itself adds."""
+    """The same on an uncalibrated stack."""
     stratum: int
     """Index of the model's factor that `bound_factor` is made of."""
     inside: bool
@@ -222,14 +224,15 @@ def correction_of(model: MemoryModel, features: ModelFeatures, cost: StepCost, b
     inside = all(low <= x <= high for x, (low, high) in zip(row, model.hull, strict=True))
     stratum = model.risk.stratum(row)
     if not inside:
-        if features.quantization is None and cost.unfolded_bytes <= WORKSPACE_SHARE * cost.reserved_bytes:
+        if cost.unfolded_bytes <= WORKSPACE_SHARE * cost.reserved_bytes:
             # Strata rank the risk of large workspaces, and extrapolate badly to language models; see decision 57.
-            return Correction(1.0, model.factors[0] * PLAIN_OUTSIDE_FACTOR, 1.0, 0, inside=False)
+            factor = model.factors[0] * PLAIN_OUTSIDE_FACTOR * (QUANTIZED_FACTOR if features.quantization else 1)
+            return Correction(1.0, factor, factor, 0, inside=False)
         factor = model.factors[stratum] * OUTSIDE_FACTOR
-        return Correction(1.0, factor, factor, stratum, inside=False)
+        return Correction(1.0, factor, factor * ELSEWHERE_FACTOR, stratum, inside=False)
     factor = model.factors[stratum]
     answer = min(max(model.residual.predict(row), -MAX_CORRECTION), MAX_CORRECTION)
-    return Correction(math.exp(answer), factor, factor, stratum, inside=True)
+    return Correction(math.exp(answer), factor, factor * ELSEWHERE_FACTOR, stratum, inside=True)
 
 
 def predict_memory(
@@ -251,7 +254,7 @@ def predict_memory(
     median = max(line * correction.line_factor + context_difference_mib, cost.peak_bytes / MIB)
     factor = correction.bound_factor
     if not calibrated:
-        factor = correction.elsewhere_factor * ELSEWHERE_FACTOR * (DERIVED_FACTOR if is_derived else 1)
+        factor = correction.elsewhere_factor * (DERIVED_FACTOR if is_derived else 1)
     upper = math.ceil(median * factor)
     width = class_width_mib(layers)
     lower_edge = (math.ceil(median * factor**model.class_share) - 1) // width * width
