@@ -65,7 +65,7 @@ measured: install ## judge the shipped models on this project's own measurements
 crds: install ## generate the CRDs from the Python types
 	$(BIN)/carpool crds --out crds --out helm/carpool/definitions
 
-protos: install ## generate the messages of the kubelet's APIs
+protos: install ## generate the gRPC stubs of the kubelet's APIs
 	sh deviceplugin/protos.sh $(CURDIR)/$(BIN)/python
 
 docs: install ## write docs/reference/ from the code, and the dashboards of the chart

@@ -18,13 +18,11 @@ from carpool_core.values import GpuUuid, PartitionState, PodUid, ProbeMode, Shar
 from carpool_deviceplugin import cdi
 from carpool_deviceplugin.gpu import Access, DeviceError
 from carpool_deviceplugin.probe import ProbeFiles
-from carpool_deviceplugin.protos import client, serve
 from carpool_deviceplugin.protos import deviceplugin_pb2 as dp
+from carpool_deviceplugin.protos import deviceplugin_pb2_grpc, podresources_pb2_grpc
 from carpool_deviceplugin.protos import podresources_pb2 as pr
 from carpool_deviceplugin.timeouts import Sleep
 
-REGISTRATION, DEVICES = (dp.DESCRIPTOR.services_by_name[name] for name in ("Registration", "DevicePlugin"))
-PODS = pr.DESCRIPTOR.services_by_name["PodResourcesLister"]
 API_VERSION = "v1beta1"
 KUBELET_SOCKET = "kubelet.sock"
 ENDPOINT = "carpool.sock"
@@ -67,7 +65,7 @@ class PodResources:
         """Return which pod holds which devices; raises KubeletError."""
         if self._channel is None:
             self._channel = grpc.aio.insecure_channel(f"unix:{self._socket}", options=_OPTIONS)
-        lister = client(self._channel, PODS)
+        lister = podresources_pb2_grpc.PodResourcesListerStub(self._channel)
         try:
             answer: pr.ListPodResourcesResponse = await lister.List(
                 pr.ListPodResourcesRequest(), timeout=self._within_s
@@ -502,7 +500,7 @@ class Registration:
                 "it by CARPOOL_DEVICE_PLUGIN_DIR (CARPOOL_KUBELET=false where there is no kubelet)"
             )
         server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-        serve(server, DEVICES, self._plugin)
+        deviceplugin_pb2_grpc.add_DevicePluginServicer_to_server(self._plugin, server)
         try:
             self._socket.unlink(missing_ok=True)
             server.add_insecure_port(f"unix:{self._socket}")
@@ -517,7 +515,7 @@ class Registration:
         )
         async with grpc.aio.insecure_channel(f"unix:{self._kubelet}", options=_OPTIONS) as channel:
             try:
-                await client(channel, REGISTRATION).Register(request, timeout=_CALL_TIMEOUT_S)
+                await deviceplugin_pb2_grpc.RegistrationStub(channel).Register(request, timeout=_CALL_TIMEOUT_S)
             except grpc.aio.AioRpcError as e:
                 raise _no_answer(self._kubelet, e) from e
 

@@ -2,15 +2,31 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
-from carpool_deviceplugin.plugin import DEVICES, PODS, REGISTRATION
-from carpool_deviceplugin.protos import client, serve
 from carpool_deviceplugin.protos import deviceplugin_pb2 as dp
+from carpool_deviceplugin.protos import deviceplugin_pb2_grpc, podresources_pb2_grpc
 from carpool_deviceplugin.protos import podresources_pb2 as pr
+
+
+class _Registration:
+    def __init__(self, record: Callable[[dp.RegisterRequest], None]) -> None:
+        self._record = record
+
+    async def Register(self, request: dp.RegisterRequest, _: Any) -> dp.Empty:
+        self._record(request)
+        return dp.Empty()
+
+
+class _PodResourcesLister:
+    def __init__(self, pods: Callable[[], list[pr.PodResources]]) -> None:
+        self._pods = pods
+
+    async def List(self, _: pr.ListPodResourcesRequest, __: Any) -> pr.ListPodResourcesResponse:
+        return pr.ListPodResourcesResponse(pod_resources=self._pods())
 
 
 class Kubelet:
@@ -37,20 +53,15 @@ class Kubelet:
             socket.unlink()
         self._pod_resources.unlink(missing_ok=True)
 
-        serve(self._server, REGISTRATION, self)
-        serve(self._server, PODS, self)
+        deviceplugin_pb2_grpc.add_RegistrationServicer_to_server(
+            _Registration(lambda request: self.registered.put_nowait(request)), self._server
+        )
+        podresources_pb2_grpc.add_PodResourcesListerServicer_to_server(
+            _PodResourcesLister(lambda: [self._pod_resources_of(*key) for key in self.held]), self._server
+        )
         self._server.add_insecure_port(f"unix:{self._directory / 'kubelet.sock'}")
         self._server.add_insecure_port(f"unix:{self._pod_resources}")
         await self._server.start()
-
-    async def Register(self, request: dp.RegisterRequest, _: Any) -> dp.Empty:
-        """Record a registration."""
-        self.registered.put_nowait(request)
-        return dp.Empty()
-
-    async def List(self, _: pr.ListPodResourcesRequest, __: Any) -> pr.ListPodResourcesResponse:
-        """Return which pod holds which slots."""
-        return pr.ListPodResourcesResponse(pod_resources=[self._pod_resources_of(*key) for key in self.held])
 
     def _pod_resources_of(self, namespace: str, pod: str, container: str) -> pr.PodResources:
         devices = [
@@ -67,7 +78,7 @@ class Kubelet:
     @contextlib.asynccontextmanager
     async def _plugin(self) -> AsyncIterator[Any]:
         async with grpc.aio.insecure_channel(f"unix:{self._directory / 'carpool.sock'}") as channel:
-            yield client(channel, DEVICES)
+            yield deviceplugin_pb2_grpc.DevicePluginStub(channel)
 
     async def options(self) -> dp.DevicePluginOptions:
         """GetDevicePluginOptions."""
