@@ -191,13 +191,14 @@ async def test_steps_of_a_container_reach_status_and_metrics(settings, kube, kub
             training.kill()
             await training.wait()
         (tenant,) = status_of(kube).tenants
-        assert tenant.step_time_seconds == pytest.approx(0.01, rel=1.0)
+        assert tenant.step_time_seconds is not None
+        assert tenant.step_time_seconds > 0.009  # a loaded machine makes steps longer, never shorter
         assert tenant.samples_per_second == pytest.approx(8 / tenant.step_time_seconds, rel=0.3)
         assert tenant.solo_step_time_seconds is not None
         value = registry_of(agent).get_sample_value
         labels = {"UUID": tenant.gpu_uuid, "namespace": "default", "pod": "a", "training_job": "job-a"}
         assert (value("carpool_gpu_tenant_steps_total", labels) or 0) >= 100
-        assert value("carpool_gpu_tenant_solo_step_seconds", labels) == pytest.approx(0.01, rel=1.0)
+        assert (value("carpool_gpu_tenant_solo_step_seconds", labels) or 0) > 0.009
 
 
 async def test_metrics_name_the_container_that_holds_the_gpu(agent, kubelet, kube, reserve) -> None:
