@@ -5,7 +5,7 @@ changes only when one begins or ends. Its end needs other limits than its begin.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
@@ -19,12 +19,13 @@ _BIN_S = 10.0
 """Readings of so long make one value; longer if a step takes longer."""
 _MIN_BASELINE, _MAX_BASELINE = 60, 360
 """Values of the baseline: ten minutes at least, one hour at most. In five minutes they vary too little."""
-_DRIFT_S, _MIN_DRIFT = 120.0, 3
-"""Time, and number of values, that the step time must be beyond the limit."""
+_DRIFTS = ((120.0, 1 / 5), (240.0, 1 / 30))
+"""Times for which every value must be beyond the limit, and the least robust deviation then, of the median: a drift
+makes steps 60% longer for two minutes, or a tenth longer for four. Neighbours on the CPU cause shorter ones."""
+_MIN_DRIFT = 3
+"""Values that must be beyond the limit."""
 _DEVIATIONS, _CALM_DEVIATIONS = 3.0, 2.0
 """Robust deviations (1.4826 times the median absolute deviation) at which a drift begins and ends."""
-_MIN_DEVIATION = 1 / 30
-"""Least robust deviation, of the median: a drift makes steps at least a tenth longer."""
 _NEW_BASELINE_S = 3600.0
 """A drift of that age ends, because its step time becomes the baseline."""
 _EXPLAINED = 0.1
@@ -81,12 +82,12 @@ class AnomalyWatch:
     """Follows one pod on one GPU. Its memory is bounded.
 
     Args:
-        kept: The pod's anomalies in the status that an earlier agent wrote. A stall stays until there are steps; the
-            rest is found again from a new baseline.
+        kept: The pod's anomalies in the status that an earlier agent wrote. A stall stays until there are steps, a
+            drift until steps are as short as before; the rest is found again.
     """
 
     def __init__(self, kept: Iterable[Anomaly] = ()) -> None:
-        self._raised = {one.type: one for one in kept if one.type == CONDITION_STALLED}
+        self._raised = {one.type: one for one in kept if one.type == CONDITION_STALLED or one.ends_below_seconds}
         self._raised_at: dict[str, float] = {}
         self._calm_since: dict[str, float] = {}
         self._steps = self._timed_steps = 0
@@ -113,6 +114,7 @@ class AnomalyWatch:
             AnomalyWatch.__init__(self)
         if self._began is None:
             self._began = self._active_at = self._value_began = self._memory_began = sample.at
+            self._raised_at = dict.fromkeys(self._raised, sample.at)
         if sample.steps is not None and sample.counts.elapsed_s > 0:
             self._steps = sample.steps
             self._judge_pause(sample)
@@ -133,37 +135,51 @@ class AnomalyWatch:
         recent = self._recent
         recent.append(_Value(self._value_began, step_s, *waits, others_busy, sample.clock_mhz or 0.0))
         self._sums, self._others_s, self._value_began = StepCounts(), 0.0, sample.at
-        while len(recent) > _MIN_DRIFT and sample.at - recent[1].began >= _DRIFT_S:
+        while len(recent) > _MIN_DRIFT and sample.at - recent[1].began >= _DRIFTS[-1][0]:
             old = recent.popleft()
             if CONDITION_STEP_TIME_DRIFT not in self._raised:
                 self._baseline.append(old)
         self._step_s = median(one.step_s for one in self._baseline or recent)
-        if len(recent) >= _MIN_DRIFT and sample.at - recent[0].began >= _DRIFT_S:
-            self._judge_drift(sample)
+        self._judge_drift(sample)
 
     def _judge_drift(self, sample: Sample) -> None:
         type_, baseline = CONDITION_STEP_TIME_DRIFT, self._baseline
-        if sample.at - self._raised_at.get(type_, sample.at) >= _NEW_BASELINE_S:
+        known, others = self._raised.get(type_), 1.0
+        if known is not None and sample.at - self._raised_at[type_] >= _NEW_BASELINE_S:
             baseline.clear()
-        if len(baseline) < _MIN_BASELINE:
             self._end(type_)
             return
-        usual_s, deviation_s = _robust([one.step_s for one in baseline])
-        others = median(one.others_busy for one in baseline) + _EXPLAINED
-        far = [(v.step_s - usual_s) / deviation_s if v.others_busy <= others else 0.0 for v in self._recent]
-        if min(far) > _DEVIATIONS and type_ not in self._raised:
-            reason, cause = self._cause_of_drift(sample.temperature_c)
-            now_s = median(one.step_s for one in self._recent)
-            message = (
-                f"a step takes {_time(now_s)}, {min(far):.1f} robust deviations or more above its usual "
-                f"{_time(usual_s)} for {sample.at - self._recent[0].began:.0f} s: {cause}"
-            )
-            self._begin(Anomaly(type=type_, reason=reason, message=message), sample.at)
-        elif max(far) < _CALM_DEVIATIONS:
-            self._end(type_)
+        if baseline:
+            usual_s = median(one.step_s for one in baseline)
+            deviation_s = 1.4826 * median(abs(one.step_s - usual_s) for one in baseline)
+            others = median(one.others_busy for one in baseline) + _EXPLAINED
+        for seconds, least in _DRIFTS:
+            values = list(self._recent)
+            while len(values) > _MIN_DRIFT and sample.at - values[1].began >= seconds:
+                values.pop(0)
+            if len(values) < _MIN_DRIFT or sample.at - values[0].began < seconds:
+                return
+            if known is not None:
+                if all(one.step_s < known.ends_below_seconds or one.others_busy > others for one in values):
+                    self._end(type_)
+                return
+            if len(baseline) < _MIN_BASELINE:
+                return
+            far_s = min(0.0 if one.others_busy > others else one.step_s - usual_s for one in values)
+            unit_s = max(deviation_s, least * usual_s)
+            if far_s > _DEVIATIONS * unit_s:
+                reason, cause = self._cause_of_drift(values, sample.temperature_c)
+                message = (
+                    f"a step takes {_time(median(one.step_s for one in values))}, {far_s / unit_s:.1f} robust deviations "
+                    f"or more above its usual {_time(usual_s)} for {sample.at - values[0].began:.0f} s: {cause}"
+                )
+                calm_s = usual_s + _CALM_DEVIATIONS * max(deviation_s, _DRIFTS[-1][1] * usual_s)
+                found = Anomaly(type=type_, reason=reason, message=message, ends_below_seconds=round(calm_s, 6))
+                self._begin(found, sample.at)
+                return
 
-    def _cause_of_drift(self, temperature_c: float | None) -> tuple[str, str]:
-        before, now = (_Value(*map(median, zip(*some, strict=True))) for some in (self._baseline, self._recent))
+    def _cause_of_drift(self, recent: Iterable[_Value], temperature_c: float | None) -> tuple[str, str]:
+        before, now = (_Value(*map(median, zip(*some, strict=True))) for some in (self._baseline, recent))
         extra_s = now.step_s - before.step_s
         if now.data_s - before.data_s >= extra_s / 2:
             return "DataWait", f"it waits {_time(now.data_s - before.data_s)} longer for input data in each step"
@@ -238,13 +254,6 @@ class AnomalyWatch:
             self._calm_since.pop(type_, None)
         elif at - self._calm_since.setdefault(type_, at) >= _CALM_S:
             self._end(type_)
-
-
-def _robust(values: Sequence[float]) -> tuple[float, float]:
-    """Return the median, and the robust deviation with its floor."""
-    middle = median(values)
-    deviation = 1.4826 * median(abs(value - middle) for value in values)
-    return middle, max(deviation, _MIN_DEVIATION * middle, 1e-9)
 
 
 def _cause_of_stall(sample: Sample) -> tuple[str, str]:

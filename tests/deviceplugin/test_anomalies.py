@@ -73,12 +73,14 @@ def training() -> Training:
 # Step time
 
 
-def test_longer_steps_for_two_minutes_are_a_drift(training: Training) -> None:
-    assert training.run(100, longer=1.5) == []
-    assert training.run(40, longer=1.5) == ["StepTimeDrift"]
+@pytest.mark.parametrize(("longer", "minutes"), [(1.5, 4), (1.8, 2)])
+def test_longer_steps_for_minutes_are_a_drift(training: Training, longer: float, minutes: int) -> None:
+    """Regression: half-longer steps for two or three minutes were often a neighbour on the CPU."""
+    assert training.run(60 * minutes - 20, longer=longer) == []
+    assert training.run(40, longer=longer) == ["StepTimeDrift"]
     assert training.found.reason == "Unknown"
-    assert training.found.message.startswith("a step takes 150 ms, ")
-    assert "above its usual 100 ms for 12" in training.found.message
+    assert training.found.message.startswith(f"a step takes {100 * longer:.0f} ms, ")
+    assert f"above its usual 100 ms for {6 * minutes}" in training.found.message
 
 
 def test_a_drift_ends_after_two_minutes_at_the_usual_step_time(training: Training) -> None:
@@ -243,19 +245,21 @@ def test_processes_that_begin_again_have_a_new_baseline(training: Training) -> N
     assert training.types == ["Stalled"]
     training.steps, training.step_s = 0, 0.5
     assert training.run(900) == []
-    assert training.run(200, longer=1.5) == ["StepTimeDrift"]
+    assert training.run(200, longer=1.8) == ["StepTimeDrift"]
     assert "above its usual 500 ms" in training.found.message
 
 
-def test_a_stall_outlasts_a_restart_of_the_agent_and_the_rest_is_found_again(training: Training) -> None:
+def test_stalls_and_drifts_outlast_a_restart_of_the_agent(training: Training) -> None:
+    """Regression: a drift was over once the agent was restarted, and its step time became the baseline."""
     training.run(300, longer=1.5)
     training.pause(90)
     assert training.types == ["Stalled", "StepTimeDrift"]
     later = Training(watch=AnomalyWatch(training.watch.anomalies))
     later.steps = training.steps
-    assert later.pause(600) == ["Stalled"]
-    assert later.watch.anomalies == training.watch.anomalies[:1]
-    assert later.run(70) == []
+    assert later.pause(600) == ["Stalled", "StepTimeDrift"]
+    assert later.watch.anomalies == training.watch.anomalies
+    assert later.run(900, longer=1.5) == ["StepTimeDrift"]
+    assert later.run(150) == []
 
 
 # From the readings to the status
@@ -281,9 +285,9 @@ def stepping(meter: Meter, seconds: range, step_s: float, *others: tuple[PodUid,
 def test_a_cotenants_arrival_explains_longer_steps() -> None:
     meter = Meter(GPU)
     stepping(meter, range(900), 0.1)
-    assert stepping(meter, range(900, 1500), 0.16, (B, 0.8)) == []
+    assert stepping(meter, range(900, 1500), 0.18, (B, 0.8)) == []
     assert stepping(meter, range(1500, 2100), 0.1) == []
-    assert stepping(meter, range(2100, 2300), 0.16) == [f"{A} StepTimeDrift"], "without one they are not explained"
+    assert stepping(meter, range(2100, 2300), 0.18) == [f"{A} StepTimeDrift"], "without one they are not explained"
 
 
 def test_an_anomaly_is_written_once_when_it_begins_and_once_when_it_ends() -> None:

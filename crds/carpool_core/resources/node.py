@@ -204,6 +204,7 @@ class Anomaly(Resource, frozen=True, kw_only=True):
     type: Annotated[str, field("StepTimeDrift, Stalled or MemoryNearLimit.", max_length=64)]
     reason: Annotated[str, field("Likeliest cause, one CamelCase word.", max_length=64)]
     message: Annotated[str, field("Numbers and likeliest cause.", max_length=512)] = ""
+    ends_below_seconds: Annotated[float, field("Step time below which a drift ends, in seconds.", ge=0)] = 0.0
 
 
 class Tenant(Resource, frozen=True, kw_only=True):
