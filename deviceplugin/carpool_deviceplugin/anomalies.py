@@ -169,9 +169,10 @@ class AnomalyWatch:
             unit_s = max(deviation_s, least * usual_s)
             if far_s > _DEVIATIONS * unit_s:
                 reason, cause = self._cause_of_drift(values, sample.temperature_c)
+                now_s = median(one.step_s for one in values)
                 message = (
-                    f"a step takes {_time(median(one.step_s for one in values))}, {far_s / unit_s:.1f} robust deviations "
-                    f"or more above its usual {_time(usual_s)} for {sample.at - values[0].began:.0f} s: {cause}"
+                    f"a step takes {_time(now_s)}, {far_s / unit_s:.1f} robust deviations or more above its usual "
+                    f"{_time(usual_s)} for {sample.at - values[0].began:.0f} s: {cause}"
                 )
                 calm_s = usual_s + _CALM_DEVIATIONS * max(deviation_s, _DRIFTS[-1][1] * usual_s)
                 found = Anomaly(type=type_, reason=reason, message=message, ends_below_seconds=round(calm_s, 6))
