@@ -14,23 +14,14 @@ from carpool_core.kube.events import EventRecorder
 from carpool_core.products import GpuProduct
 from carpool_core.resources.job import GpuTrainingJob, JobSpec
 from carpool_core.values import Precision
-from carpool_predictor.calibration.colocation import (
-    MAX_PAIRS,
-    MAX_SOLO,
-    MeasuredSteps,
-    add,
-    learned_colocations,
-    measured_runs,
-    solo_step_s,
-)
-from carpool_predictor.calibration.document import MAX_SAMPLES, SIMULATED, Calibration, Stack, is_plain
+from carpool_predictor.calibration.colocation import MeasuredSteps, learned_colocations, measured_runs, solo_step_s
+from carpool_predictor.calibration.document import MAX_SAMPLES, SIMULATED, Calibration, Stack, is_plain, with_steps
 from carpool_predictor.calibration.observe import observe
 from carpool_predictor.calibration.run_history import find_history, model_key, retry_before
 from carpool_predictor.calibration.store import CalibrationStore, StoredCalibration, UnreadableCalibrationError
 from carpool_predictor.features import Abstention
 from carpool_predictor.models.memory import shipped
 from carpool_predictor.predict import PredictionContext, run_prediction_of
-from msgspec.structs import replace
 
 from carpool_operator.observations import Observation
 from carpool_operator.pods import key_of
@@ -296,16 +287,6 @@ class Calibrator:
 def _jobs(calibration: Calibration, product: str, precision: Precision) -> int:
     state = calibration.best(product, precision)
     return 0 if state is None else state.learned_from
-
-
-def with_steps(calibration: Calibration, steps: Iterable[MeasuredSteps]) -> Calibration:
-    """Return the calibration with these measured steps; the same object without any."""
-    for one in steps:
-        if one.pair is not None:
-            calibration = replace(calibration, pairs=add(calibration.pairs, one.pair, MAX_PAIRS))
-        if one.solo is not None:
-            calibration = replace(calibration, solo=add(calibration.solo, one.solo, MAX_SOLO))
-    return calibration
 
 
 def with_observations(calibration: Calibration, observations: list[_Comparable]) -> Calibration:

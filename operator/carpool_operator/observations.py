@@ -4,23 +4,21 @@ A running attempt is observed once its peak memory is old enough to count, and a
 long. An ended attempt is observed for good. Of a worker's GPUs, the one with the largest peak counts.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
-import numpy as np
 from carpool_core.clock import parse_rfc3339
 from carpool_core.keys import SIMULATED_PREFIX
 from carpool_core.kube.pods import Pod
 from carpool_core.products import hardware_name
 from carpool_core.resources.job import Attempt, GpuTrainingJob, JobStatus, WorkerPlacement
-from carpool_core.resources.node import LOADING_S, STEADY_S, Device, GpuNode, Tenant, TenantProfile
+from carpool_core.resources.node import LOADING_S, STEADY_S, Device, GpuNode, Tenant
 from carpool_core.values import GpuUuid, SharingMode
-from carpool_predictor.calibration.colocation import MAX_RATIO, MeasuredSteps, PairRecord, SoloRecord
+from carpool_predictor.calibration.colocation import MeasuredSteps, Reporter, SoloRecord, pair_record
 from carpool_predictor.calibration.document import RunMeasurement
 from carpool_predictor.calibration.run_history import memory_step
-from carpool_predictor.models.slowdown import TenantActivity, is_saturated, slowdowns, solo_activity
+from carpool_predictor.models.slowdown import TenantActivity, is_saturated, pair_slowdown, solo_activity
 
 from carpool_operator import attempts
 from carpool_operator.outcomes import GPU_OUT_OF_MEMORY, Outcome
@@ -213,27 +211,16 @@ def measured_steps(snapshot: Snapshot, status: JobStatus, attempt: Attempt) -> M
     own, other = (next((r for r in held if (r.pod_uid == place.pod_uid) is is_own), None) for is_own in (True, False))
     if own is None:
         return None
-    where = hardware_name(place.product), place.product.startswith(SIMULATED_PREFIX)
-    whose = job.metadata.namespace, own.tenancy_domain
+    is_simulated = place.product.startswith(SIMULATED_PREFIX)
+    by = Reporter(job.metadata.namespace, own.tenancy_domain, hardware_name(place.product), is_simulated)
     solo, pair = None, None
     if observed.solo_step_time_seconds and observed.solo_source == "Run":
-        solo = SoloRecord(snapshot.digest, *whose, *where, observed.solo_step_time_seconds)
+        solo = SoloRecord(snapshot.digest, *by, observed.solo_step_time_seconds)
     if observed.slowdown and other is not None and len(_tenants(snapshot, place)) == len(held) == PAIR:
-        families = own.tenant.family, other.tenant.family
-        predicted = predicted_slowdown(place.mode, own.tenant, other.tenant)
-        ratio = min(max(math.log(observed.slowdown / predicted), -MAX_RATIO), MAX_RATIO)
+        predicted = pair_slowdown(place.mode, own.tenant, other.tenant)
         sample = f"{sample_of(job, attempt)} {other.pod_uid}"
-        if all(families) and place.mode in (SharingMode.MPS, SharingMode.TIME_SLICING):
-            busy = own.tenant.gpu_util_percent / 100, other.tenant.gpu_util_percent / 100
-            pair = PairRecord(sample, *whose, *where, place.mode, *families, *busy, round(ratio, 4))
+        pair = pair_record(sample, by, place.mode, own.tenant, other.tenant, observed.slowdown, predicted)
     return MeasuredSteps(pair=pair, solo=solo) if pair or solo else None
-
-
-def predicted_slowdown(mode: SharingMode, own: TenantProfile, other: TenantProfile) -> float:
-    """Return the shipped model's median for a tenant beside another one."""
-    ratios = [(one.gpu_util_percent / 100, one.sm_active_ratio, one.dram_active_ratio) for one in (own, other)]
-    util, sm, dram = np.array(ratios).T[:, None, :]
-    return float(slowdowns(mode, util, sm, dram)[0, 0])
 
 
 def _tenants_on(node: GpuNode, gpu: GpuUuid) -> list[Tenant]:

@@ -20,7 +20,7 @@ from carpool_predictor.models.slowdown import TenantActivity
 
 from carpool_simulator import truth
 from carpool_simulator.cluster_model import ClusterModel, Physics, moment
-from carpool_simulator.information import InformationModel, Run, Stage
+from carpool_simulator.information import InformationModel, Run, Stage, Steps
 from carpool_simulator.power import Power, Spent, power_of
 from carpool_simulator.strategy import Knowledge, Strategy
 from carpool_simulator.truth import Failure, SimJob, Workload
@@ -44,10 +44,29 @@ class Running:
     version: int = 0
     """Raised when its speed changes; an end that was scheduled under another version is void."""
     ended: bool = False
+    alone_s: float = 0.0
+    """Time for which it had its GPUs alone, in seconds."""
+    is_alone: bool = False
+
+    @property
+    def knows_solo(self) -> bool:
+        """Whether its step time alone was measured."""
+        return self.alone_s >= SETTLED_S
+
+    def advance(self, now_s: float) -> None:
+        """Count its work until now at its present speed."""
+        span_s = now_s - self.since_s
+        self.left_s -= span_s / self.slowdown
+        self.alone_s += span_s if self.is_alone else 0.0
+        self.since_s = now_s
 
     def uid_on(self, gpu: GpuUuid) -> PodUid:
         """Return the UID of the worker that has a GPU."""
-        return next(held.pod_uid for _, held in self.claims if gpu in held.gpu_uuids)
+        return self.reserved_on(gpu).pod_uid
+
+    def reserved_on(self, gpu: GpuUuid) -> Reservation:
+        """Return the reservation of the worker that has a GPU."""
+        return next(held for _, held in self.claims if gpu in held.gpu_uuids)
 
     @property
     def nodes(self) -> set[str]:
@@ -57,6 +76,7 @@ class Running:
     def as_run(self) -> Run:
         """Return what is measured of it."""
         first = self.gpus[0]
+        gpu = first.device.uuid
         others = [one for one in first.tenants if one is not self]
         return Run(
             job=self.job,
@@ -64,6 +84,12 @@ class Running:
             capacity_mib=min(gpu.device.memory_mib for gpu in self.gpus),
             mode=first.mode,
             together=[one.activity() for one in (self, *others)],
+            steps=Steps(
+                sample=" ".join(one.uid_on(gpu) for one in (self, *others)),
+                step_s=self.slowdown,
+                solo_s=1.0 if self.knows_solo else None,
+                profiles=[one.reserved_on(gpu).tenant for one in (self, *others)],
+            ),
         )
 
     def activity(self) -> TenantActivity:
@@ -186,7 +212,9 @@ class Monitors:
                 for running in gpu.tenants:
                     uid = running.uid_on(gpu.device.uuid)
                     running_of[uid] = running
-                    tenant = self._information.measured(running.job.truth, uid, gpu.device.uuid, running.slowdown)
+                    tenant = self._information.measured(
+                        running.job.truth, uid, gpu.device.uuid, running.slowdown, knows_solo=running.knows_solo
+                    )
                     if tenant is not None and now_s >= running.started_s + LOADED_S:
                         settled = now_s >= running.started_s + SETTLED_S
                         tenants.append(msgspec.structs.replace(tenant, settled=settled))
@@ -385,6 +413,13 @@ class Simulation:
                 self._information.observe(running.as_run(), age_s=age_s)
             self._monitors.report(running.nodes, self._now_s)
 
+    def _measure_steps(self, running: Running, version: int) -> None:
+        """Learn from the steps of a run whose co-tenants have not changed since a version."""
+        if running.version == version and not running.ended:
+            running.advance(self._now_s)
+            self._information.observe_steps(running.as_run())
+            self._monitors.report(running.nodes, self._now_s)
+
     def _use_measured_peak(self, running: Running, by: float) -> None:
         """Count a tenant with its measured peak, complete after the first minute and stable since."""
         for node, held in () if running.ended else running.claims:
@@ -449,12 +484,14 @@ class Simulation:
         """Update the speed of all tenants of some GPUs, and the use of every GPU that they have."""
         touched = {id(t): t for gpu in gpus for t in gpu.tenants}
         for running in touched.values():
-            running.left_s -= (self._now_s - running.since_s) / running.slowdown
-            running.since_s = self._now_s
+            running.advance(self._now_s)
         for running in touched.values():
             running.slowdown = max(self._slowdown_on(gpu, running) for gpu in running.gpus)
+            running.is_alone = all(len(gpu.tenants) == 1 for gpu in running.gpus)
             running.version += 1
             self._schedule_end(running)
+            if self._strategy.learns_slowdowns and running.job.asked is not None:
+                self._at(self._now_s + SETTLED_S, partial(self._measure_steps, running, running.version))
         for gpu in ({id(g): g for t in touched.values() for g in t.gpus} | {id(g): g for g in gpus}).values():
             gpu.account(self._now_s)
             self._total_util -= gpu.util

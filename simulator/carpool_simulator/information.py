@@ -11,6 +11,7 @@ from carpool_core.resources.node import Tenant, TenantProfile
 from carpool_core.resources.prediction import (
     ActivityPrediction,
     Interval,
+    LearnedColocation,
     MemoryPrediction,
     Prediction,
     ProductPrediction,
@@ -19,10 +20,18 @@ from carpool_core.values import GpuUuid, JobUid, PodUid, RequestedMode, SharingM
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.queue.order import QueueOrder
 from carpool_extender.queue.scheduling_queue import PodRef, QueuedJobInfo
-from carpool_predictor.calibration.document import Calibration, RunMeasurement, Stack, is_plain
+from carpool_predictor.calibration.colocation import (
+    MeasuredSteps,
+    Reporter,
+    SoloRecord,
+    learned_colocations,
+    pair_record,
+    solo_step_s,
+)
+from carpool_predictor.calibration.document import Calibration, RunMeasurement, Stack, is_plain, with_steps
 from carpool_predictor.calibration.observe import observe
 from carpool_predictor.models.memory import shipped
-from carpool_predictor.models.slowdown import TenantActivity, is_saturated, solo_activity
+from carpool_predictor.models.slowdown import TenantActivity, is_saturated, pair_slowdown, solo_activity
 from carpool_predictor.predict import PredictionContext, ProductAnswer, run_prediction_of, summarize
 
 from carpool_simulator.strategy import Knowledge, Strategy
@@ -41,6 +50,7 @@ class Learner:
         self._calibration = Calibration()
         self._predictions: dict[str, Prediction] = {}
         self._shipped: dict[str, ProductAnswer] = {}
+        self._colocations: dict[tuple[str, str], list[LearnedColocation]] = {}
         self.version = 0
         """Rises when something is learned."""
 
@@ -83,6 +93,35 @@ class Learner:
         )
         self._observe(run.job, measured, counted_mib)
 
+    def observe_steps(self, run: "Run") -> None:
+        """Learn from the steps of a run since its co-tenants last changed, as the operator does."""
+        job, steps = run.job, run.steps
+        if job.asked is None or job.workers != 1 or job.gpus != 1 or not job.truth.model:
+            return
+        by = Reporter(NAMESPACE, NAMESPACE, find_product(job.truth.product).name, True)
+        solo = SoloRecord(job.truth.kind, *by, steps.solo_s) if steps.solo_s is not None else None
+        solo_s = steps.solo_s or solo_step_s(self._calibration.solo, job.truth.kind, by.product)
+        pair = None
+        if solo_s is not None and len(steps.profiles) == PAIR:
+            own, other = steps.profiles
+            predicted = pair_slowdown(run.mode, own, other)
+            pair = pair_record(steps.sample, by, run.mode, own, other, steps.step_s / solo_s, predicted)
+        before = self._calibration
+        self._calibration = with_steps(before, [MeasuredSteps(pair=pair, solo=solo)])
+        if self._calibration.pairs != before.pairs:
+            self._colocations.clear()
+            self.version += 1
+
+    def with_colocations(self, prediction: Prediction, family: str) -> Prediction:
+        """Return a prediction with what was learned about slowdowns of a family beside others."""
+        products = []
+        for one in prediction.products:
+            key = one.product, family
+            if key not in self._colocations:
+                self._colocations[key] = learned_colocations(self._calibration.pairs, *key)
+            products.append(msgspec.structs.replace(one, colocations=self._colocations[key]))
+        return msgspec.structs.replace(prediction, products=products, family=family)
+
     def _observe(self, job: SimJob, measured: RunMeasurement, counted_mib: int) -> None:
         if job.asked is None:
             return
@@ -95,6 +134,11 @@ class Learner:
             self._calibration = after
             self._predictions.clear()
             self.version += 1
+
+
+def learner_of(strategy: Strategy) -> Learner:
+    """Return a learner that knows nothing."""
+    return Learner(is_strict=strategy.strict, steady_s=strategy.steady_s)
 
 
 def exactly(truth: Truth, like: Prediction | None, *, by_utilization: bool = False) -> Prediction:
@@ -143,6 +187,8 @@ def prediction_of(
 
 
 NAMESPACE = "simulation"
+PAIR = 2
+"""Tenants of a GPU whose slowdown is attributed to one another, as by the operator."""
 RAISED = 1.5
 """Factor to the memory bound after a first death where nothing is learned; after two deaths a job runs alone."""
 
@@ -168,6 +214,19 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
+class Steps:
+    """Steps of a run as its probe reports them; times are in units of a step alone."""
+
+    sample: str
+    """Name of the run and of its co-tenant."""
+    step_s: float
+    solo_s: float | None
+    """Step time alone; None if it was not measured."""
+    profiles: Sequence[TenantProfile]
+    """Profiles in the reservations of all tenants of its GPU, its own first."""
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """One run of a job, as it is measured."""
 
@@ -178,21 +237,24 @@ class Run:
     mode: SharingMode
     together: Sequence[TenantActivity]
     """Its measured activity, followed by that of its co-tenants."""
+    steps: Steps
 
 
 class InformationModel:
     """Returns what a strategy may know of jobs: nothing, predictions, or the truth.
 
     `usable_mib` is the memory of the largest GPU. If `is_decreasing`, the policy starts the job with the largest
-    predicted utilization first.
+    predicted utilization first. `learner` is what earlier simulations taught; by default nothing.
     """
 
-    def __init__(self, strategy: Strategy, usable_mib: int, *, is_decreasing: bool = False) -> None:
+    def __init__(
+        self, strategy: Strategy, usable_mib: int, *, is_decreasing: bool = False, learner: Learner | None = None
+    ) -> None:
         self._strategy, self._usable_mib = strategy, usable_mib
         self._is_decreasing = is_decreasing
         self._requests: dict[object, PodRequest] = {}
         self._counted: dict[str, int] = {}
-        self._learner = Learner(is_strict=strategy.strict, steady_s=strategy.steady_s) if strategy.learns else None
+        self._learner = (learner or learner_of(strategy)) if strategy.learns else None
 
     @property
     def is_blind(self) -> bool:
@@ -208,6 +270,11 @@ class InformationModel:
         """Learn from what a run was measured to use, so many seconds after its start; None after its end."""
         if self._learner is not None:
             self._learner.observe(run, self._counted.get(run.job.name, 0), age_s)
+
+    def observe_steps(self, run: Run) -> None:
+        """Learn from the steps of a run since its co-tenants last changed."""
+        if self._learner is not None and self._strategy.learns_slowdowns:
+            self._learner.observe_steps(run)
 
     def observe_out_of_memory(self, run: Run, available_mib: int) -> None:
         """Learn from a run that ran out of memory, of which so much was available."""
@@ -317,6 +384,13 @@ class InformationModel:
 
     def _prediction(self, job: SimJob) -> Prediction | None:
         """Return the prediction that decisions use; None if there is none."""
+        found = self._uncorrected(job)
+        if found is None or self._learner is None or not self._strategy.learns_slowdowns:
+            return found
+        return self._learner.with_colocations(found, job.truth.model)
+
+    def _uncorrected(self, job: SimJob) -> Prediction | None:
+        """Return the prediction without what was learned about slowdowns."""
         if self._strategy.knowledge is Knowledge.NOTHING:
             return None
         if self._strategy.knowledge is Knowledge.TRUTH:
@@ -355,12 +429,21 @@ class InformationModel:
             promised, memory_mib=truth.memory_mib, gpu_util_percent=100 * truth.util, sm_active_ratio=active / slowdown
         )
 
-    def measured(self, truth: Truth, uid: PodUid, gpu: GpuUuid, slowdown: float) -> Tenant | None:
-        """Return the node agent's report of a tenant; None if the strategy does not use it."""
+    def measured(
+        self, truth: Truth, uid: PodUid, gpu: GpuUuid, slowdown: float, *, knows_solo: bool = False
+    ) -> Tenant | None:
+        """Return the node agent's report of a tenant; None if the strategy does not use it.
+
+        With `knows_solo` its step time alone was measured.
+        """
         if self._strategy.knowledge is not Knowledge.PREDICTED or not self._strategy.measure:
             return None
         active = truth.util if self._strategy.by_utilization else truth.sm
         tenant = Tenant(pod_uid=uid, gpu_uuid=gpu, memory_mib=truth.memory_mib, peak_memory_mib=truth.memory_mib)
         return msgspec.structs.replace(
-            tenant, gpu_util_percent=100 * truth.util / slowdown, sm_active_ratio=active / slowdown
+            tenant,
+            gpu_util_percent=100 * truth.util / slowdown,
+            sm_active_ratio=active / slowdown,
+            step_time_seconds=slowdown if self._strategy.learns_slowdowns else None,
+            solo_step_time_seconds=1.0 if knows_solo and self._strategy.learns_slowdowns else None,
         )

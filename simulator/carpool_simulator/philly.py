@@ -213,7 +213,8 @@ def philly(data: Path, seed: int) -> Workload:
 
 def learning(strategies: Sequence[Strategy]) -> list[Strategy]:
     """Return the strategies with learning for those that predict."""
-    return [replace(one, learns=one.knowledge is Knowledge.PREDICTED) for one in strategies]
+    predicts = {one.name: one.knowledge is Knowledge.PREDICTED for one in strategies}
+    return [replace(one, learns=predicts[one.name], learns_slowdowns=predicts[one.name]) for one in strategies]
 
 
 def from_trace(

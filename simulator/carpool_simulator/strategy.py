@@ -50,6 +50,8 @@ class Strategy:
     """Whether runs and out-of-memory deaths calibrate later predictions."""
     strict: bool = True
     """With learning: whether jobs run alone on a stack of which nothing was measured yet."""
+    learns_slowdowns: bool = False
+    """With learning: whether measured slowdowns of pairs correct later ones, too."""
     order: QueueOrder = QueueOrder.ARRIVAL
     """Order of the queue, as the chart's `queueOrder`. Decreasing policies have their own order."""
     settles: bool = False

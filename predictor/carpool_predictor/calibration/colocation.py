@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
+from carpool_core.resources.node import TenantProfile
 from carpool_core.resources.prediction import ANY_FAMILY, LearnedColocation, Prediction
 from carpool_core.values import SharingMode
 from msgspec import Meta
@@ -96,6 +97,36 @@ class MeasuredSteps(msgspec.Struct, frozen=True, kw_only=True):
         return " ".join(parts)
 
 
+class Reporter(NamedTuple):
+    """Origin of a measurement, as in the records."""
+
+    namespace: str
+    domain: str
+    product: str
+    simulated: bool
+
+
+def pair_record(
+    sample: str,
+    by: Reporter,
+    mode: SharingMode,
+    own: TenantProfile,
+    other: TenantProfile,
+    slowdown: float,
+    predicted: float,
+) -> PairRecord | None:
+    """Return the record of a job's measured slowdown beside one co-tenant; None if a family or the mode has none.
+
+    `predicted` is the shipped model's median for the same pair.
+    """
+    families = own.family, other.family
+    if not all(families) or mode not in (SharingMode.MPS, SharingMode.TIME_SLICING):
+        return None
+    ratio = min(max(math.log(slowdown / predicted), -MAX_RATIO), MAX_RATIO)
+    busy = own.gpu_util_percent / 100, other.gpu_util_percent / 100
+    return PairRecord(sample, *by, mode, *families, *busy, round(ratio, 4))
+
+
 def add(records: Sequence[Record], record: Record, most: int) -> list[Record]:
     """Return the records with another one, in place of the same sample's in the same domain on the same product.
 
@@ -162,9 +193,14 @@ def _determinant(rows: Sequence[Sequence[float]]) -> float:
     return a * (e * i - f * h) - b * (d * i - f * g) + c * (d * h - e * g)
 
 
-def correction(records: Sequence[PairRecord], family: str, other: str) -> Correction:
-    """Return the correction for a family beside another one, from records of one product and mode."""
-    of_mode = shrunk(records, MODE_ROWS, ZERO)
+def correction(
+    records: Sequence[PairRecord], family: str, other: str, of_mode: Coefficients | None = None
+) -> Correction:
+    """Return the correction for a family beside another one, from records of one product and mode.
+
+    `of_mode` are the coefficients of all these records, if they are known.
+    """
+    of_mode = of_mode or shrunk(records, MODE_ROWS, ZERO)
     runs = [one for one in records if (one.family, one.other) == (family, other)]
     n, k = len(runs), PAIR_RUNS
     return Correction(shrunk(runs, k, of_mode), math.sqrt((k / (n + k) + k) / (1 + k)))
@@ -182,11 +218,11 @@ def learned_colocations(records: Iterable[PairRecord], product: str, family: str
     found: list[LearnedColocation] = []
     for mode in sorted({one.mode for one in here}):
         of_mode = [one for one in here if one.mode is mode]
-        runs = Counter(
-            one.other if one.family == family else one.family for one in of_mode if family in (one.family, one.other)
-        )
+        above = shrunk(of_mode, MODE_ROWS, ZERO)
+        its_runs = [one for one in of_mode if family in (one.family, one.other)]
+        runs = Counter(one.other if one.family == family else one.family for one in its_runs)
         for other, count in [*runs.most_common(MAX_PUBLISHED - 1), (ANY_FAMILY, 0)]:
-            own, its = correction(of_mode, family, other), correction(of_mode, other, family)
+            own, its = correction(its_runs, family, other, above), correction(its_runs, other, family, above)
             found.append(
                 LearnedColocation(
                     family=other,

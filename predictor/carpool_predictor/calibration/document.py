@@ -6,7 +6,7 @@ writes it; `model_for` and `run_history` predict with it.
 
 import math
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Annotated
 
 import msgspec
@@ -15,7 +15,15 @@ from carpool_core.resources.job import Training
 from carpool_core.values import CrossEntropy, Precision
 from msgspec import Meta
 
-from carpool_predictor.calibration.colocation import MAX_PAIRS, MAX_SOLO, PairRecord, SoloRecord, usable
+from carpool_predictor.calibration.colocation import (
+    MAX_PAIRS,
+    MAX_SOLO,
+    MeasuredSteps,
+    PairRecord,
+    SoloRecord,
+    add,
+    usable,
+)
 from carpool_predictor.models.artifacts import decode
 from carpool_predictor.models.memory import ELSEWHERE_FACTOR, STRATA, MemoryModel, is_calibrated
 
@@ -243,6 +251,17 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
             pairs=usable(self.pairs, namespace),
             solo=usable(self.solo, namespace),
         )
+
+
+def with_steps(calibration: Calibration, steps: Iterable[MeasuredSteps]) -> Calibration:
+    """Return the calibration with these measured steps; the same object without any."""
+    for one in steps:
+        if one.pair is not None:
+            pairs = add(calibration.pairs, one.pair, MAX_PAIRS)
+            calibration = msgspec.structs.replace(calibration, pairs=pairs)
+        if one.solo is not None:
+            calibration = msgspec.structs.replace(calibration, solo=add(calibration.solo, one.solo, MAX_SOLO))
+    return calibration
 
 
 def _for_namespace(state: StackState, namespace: str) -> StackState:

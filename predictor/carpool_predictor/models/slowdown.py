@@ -33,6 +33,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
+from carpool_core.resources.node import TenantProfile
 from carpool_core.values import SharingMode
 from msgspec import Meta
 from numpy.typing import NDArray
@@ -102,6 +103,13 @@ def slowdowns(
         dram_excess = _excess(_masked(dram, present), DRAM_SATURATION)
         return 1.0 + _masked(util, present) * np.maximum(sm_excess, dram_excess)
     return np.ones(np.shape(util))
+
+
+def pair_slowdown(mode: SharingMode, own: TenantProfile, other: TenantProfile) -> float:
+    """Return the median for a tenant beside another one."""
+    ratios = [(one.gpu_util_percent / 100, one.sm_active_ratio, one.dram_active_ratio) for one in (own, other)]
+    util, sm, dram = np.array(ratios).T[:, None, :]
+    return float(slowdowns(mode, util, sm, dram)[0, 0])
 
 
 def upper_factor(mode: SharingMode, util: Ratios, present: NDArray[np.bool_] | None = None) -> Slowdowns:

@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import partial
@@ -20,7 +20,7 @@ from carpool_extender.queue.order import QueueOrder
 from carpool_extender.queue.scheduling_queue import QueuedJobInfo
 from carpool_simulator.cluster_model import Physics
 from carpool_simulator.engine import Outcome, Simulation
-from carpool_simulator.information import InformationModel, Stage, exactly
+from carpool_simulator.information import InformationModel, Learner, Stage, exactly, learner_of
 from carpool_simulator.strategy import ANY_SLOWDOWN, Strategy
 from carpool_simulator.truth import Failure, SimJob, Truth, Workload
 
@@ -49,6 +49,8 @@ class Ablation(Strategy):
     """Share of the jobs that declare no steps, 0..1."""
     steps_error: float = 0.0
     """Error of declared steps (standard deviation of the logarithm of a factor)."""
+    earlier: int = 0
+    """Workloads of the same kind that ran on the cluster before; what was measured then counts."""
 
 
 def ablate(base: Strategy, **changes: object) -> Ablation:
@@ -56,7 +58,9 @@ def ablate(base: Strategy, **changes: object) -> Ablation:
     return Ablation(**({one.name: getattr(base, one.name) for one in fields(base)} | changes))
 
 
-def simulate(workload: Workload, strategy: Strategy, physics: Physics, seed: int = 0) -> Outcome:
+def simulate(
+    workload: Workload, strategy: Strategy, physics: Physics, seed: int = 0, earlier: Sequence[Workload] = ()
+) -> Outcome:
     """Run a strategy on a workload.
 
     Args:
@@ -64,11 +68,15 @@ def simulate(workload: Workload, strategy: Strategy, physics: Physics, seed: int
         strategy: A strategy, or an ablation of one.
         physics: True slowdowns.
         seed: Draws the errors of an ablation.
+        earlier: Workloads that ran before; an ablation that learns knows what was measured then.
     """
     if not isinstance(strategy, Ablation):
         return Simulation(workload, strategy, physics).run()
     workload = replace(workload, jobs=[replace(job, steps=steps_of(job, strategy, seed)) for job in workload.jobs])
-    information = partial(AblatedInformation, seed=seed)
+    information = partial(AblatedInformation, seed=seed, learner=learner_of(strategy))
+    for number, before in enumerate(earlier):
+        jobs = [replace(job, name=f"earlier-{number}-{job.name}") for job in before.jobs]
+        Simulation(replace(before, jobs=jobs), strategy, physics, information).run()
     if Piece.SLOWDOWNS not in strategy.oracle:
         return Simulation(workload, strategy, physics, information).run()
     truths = {job.name: job.truth for job in workload.jobs}
@@ -94,10 +102,19 @@ class AblatedInformation(InformationModel):
         usable_mib: Memory of the largest GPU.
         seed: Draws the errors.
         is_decreasing: Whether the policy starts the job with the largest predicted utilization first.
+        learner: What earlier simulations taught.
     """
 
-    def __init__(self, strategy: Ablation, usable_mib: int, *, seed: int = 0, is_decreasing: bool = False) -> None:
-        super().__init__(strategy, usable_mib, is_decreasing=is_decreasing)
+    def __init__(
+        self,
+        strategy: Ablation,
+        usable_mib: int,
+        *,
+        seed: int = 0,
+        is_decreasing: bool = False,
+        learner: Learner | None = None,
+    ) -> None:
+        super().__init__(strategy, usable_mib, is_decreasing=is_decreasing, learner=learner)
         self._ablation, self._seed = strategy, seed
         self._kinds: dict[str, int] = {}
 
@@ -113,9 +130,11 @@ class AblatedInformation(InformationModel):
             return found
         return replace(found, arrived_s=-job.work_s, duration_s=found.duration_s if stage.profiling else job.work_s)
 
-    def measured(self, truth: Truth, uid: PodUid, gpu: GpuUuid, slowdown: float) -> Tenant | None:
+    def measured(
+        self, truth: Truth, uid: PodUid, gpu: GpuUuid, slowdown: float, *, knows_solo: bool = False
+    ) -> Tenant | None:
         """Return the node agent's report of a tenant; without activity where the truth replaces it."""
-        found = super().measured(truth, uid, gpu, slowdown)
+        found = super().measured(truth, uid, gpu, slowdown, knows_solo=knows_solo)
         if found is None or Piece.ACTIVITY not in self._ablation.oracle:
             return found
         return msgspec.structs.replace(found, gpu_util_percent=None, sm_active_ratio=None)

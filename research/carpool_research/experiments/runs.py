@@ -3,10 +3,12 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from unittest import mock
 
 import msgspec
 import pandas as pd
@@ -16,6 +18,7 @@ from carpool_core.values import SharingMode
 from carpool_extender.framework.filters import AdmissionLimits, Quantile
 from carpool_extender.framework.scores import POLICIES
 from carpool_extender.queue.order import QueueOrder
+from carpool_predictor.models import slowdown
 from carpool_simulator import philly
 from carpool_simulator.progress import Provenance, provenance
 from carpool_simulator.strategy import Knowledge, Strategy
@@ -23,7 +26,7 @@ from carpool_simulator.sweep import ARRIVAL, DEFAULT, LONGEST_FIRST, figures_of
 from carpool_simulator.truth import Draw, MeasuredPairs, WorkloadError, with_fragmentation
 
 from carpool_research.experiments import alibaba, hotcloud, radrm
-from carpool_research.experiments.ablations import Piece, ablate, simulate, with_failures
+from carpool_research.experiments.ablations import Ablation, Piece, ablate, simulate, with_failures
 
 SEEDS = 10
 TRACE_SEEDS = 1
@@ -40,6 +43,7 @@ AS_ASSUMED = "as assumed"
 
 PUBLISHED, QUEUE, CARPOOL, ORDER = "published", "queue", "carpool", "order"
 KNOWLEDGE, ERRED, POLICY, CASES, FAILURES = "knowledge", "errors", "policies", "cases", "failures"
+SLOWDOWNS = "slowdowns"
 GROUPS = {
     PUBLISHED: "strategies as published, with their own queue discipline",
     QUEUE: "the same strategies under Carpool's queue",
@@ -48,6 +52,7 @@ GROUPS = {
     KNOWLEDGE: "Carpool with parts of its predictions replaced by the truth",
     ERRED: "Carpool with wrong or missing predictions",
     POLICY: "Carpool with each placement policy",
+    SLOWDOWNS: "Carpool with slowdowns from the prior, learned online, or true",
     CASES: "other values of what was not published",
     FAILURES: "failing GPUs",
 }
@@ -80,7 +85,7 @@ class Experiment:
         """Carpool as it ships."""
         return Strategy(
             DEFAULT, "least-slowdown", Knowledge.PREDICTED, self.mode, max_slowdown=1.5, order=QueueOrder.ALTERNATE,
-            learns=True, settles=True,
+            learns=True, learns_slowdowns=True, settles=True,
         )  # fmt: skip
 
 
@@ -168,6 +173,25 @@ def with_true(base: Strategy) -> list[Strategy]:
     return [ablate(base, name=name, oracle=frozenset(pieces)) for name, pieces in known.items()]
 
 
+EARLIER = 3
+EARLIER_SEEDS = 1000
+"""Seed of the first of a seed's earlier workloads, which no run of its own has."""
+
+
+def with_slowdowns(base: Strategy) -> list[Strategy]:
+    """Return Carpool without learning, with the slowdown prior alone, with slowdowns learned online, and true ones."""
+    prior = replace(base, name="prior only", learns_slowdowns=False)
+    upper = AdmissionLimits(quantile=Quantile.UPPER)
+    return [
+        replace(prior, name="nothing learned", learns=False, settles=False),
+        prior,
+        replace(base, name="online"),
+        ablate(base, name=f"online, after {EARLIER} earlier workloads", earlier=EARLIER),
+        ablate(base, name="the same, limits by the upper quantile", earlier=EARLIER, conditions=upper),
+        ablate(prior, name="oracle of slowdowns", oracle=frozenset({Piece.SLOWDOWNS})),
+    ]
+
+
 def with_errors(base: Strategy) -> list[Strategy]:
     """Return Carpool with wrong predictions, with and without learning, and without predictions."""
     off = [ablate(base, name=f"wrong by {error:.0%}, learning", error=error) for error in ERRORS]
@@ -203,6 +227,11 @@ def runs_of(experiment: Experiment, groups: Sequence[str] = tuple(GROUPS)) -> It
         beside = [one for one in experiment.published if one is first or one.name in experiment.beside]
         for case, drawn in {**experiment.cases, **pieces}.items():
             yield from (Run(CASES, one, drawn, case) for one in (*beside, base))
+    if SLOWDOWNS in groups:
+        yield from (Run(SLOWDOWNS, one, draw) for one in with_slowdowns(base))
+        for case, drawn in experiment.cases.items():
+            if case == radrm.BEHIND_MPS:
+                yield from (Run(SLOWDOWNS, one, drawn, case) for one in (first, *with_slowdowns(base)))
     if FAILURES in groups:
         case = f"each GPU fails every {format_duration(3600 * FAILS_EVERY_H)}"
         yield from (Run(FAILURES, one, _failing(draw), case) for one in (first, base))
@@ -308,6 +337,18 @@ def run(
     return Results(about, pd.DataFrame(rows))
 
 
+@contextmanager
+def _held_out_prior(run: Run, data: Path) -> Iterator[None]:
+    """Decide with a slowdown model that was not fitted to Gavel's pairs where these are the truth."""
+    if (run.group, run.case) != (SLOWDOWNS, radrm.BEHIND_MPS):
+        yield
+        return
+    from carpool_research.slowdown.fit import without_gavel
+
+    with mock.patch.object(slowdown, "shipped", return_value=without_gavel(data)):
+        yield
+
+
 class _Worker:
     """State of a forked process; forking shares the draws, which cannot be pickled."""
 
@@ -326,7 +367,10 @@ class _Worker:
         for seed in range(cls.seeds):
             workload = one.draw(cls.data, seed)
             truth = MeasuredPairs(cls.data / "lucid", seed, workload.behind_mps)
-            figures = figures_of(simulate(workload, one.strategy, truth, seed))
+            before = one.strategy.earlier if isinstance(one.strategy, Ablation) else 0
+            earlier = [one.draw(cls.data, EARLIER_SEEDS + seed * before + number) for number in range(before)]
+            with _held_out_prior(one, cls.data):
+                figures = figures_of(simulate(workload, one.strategy, truth, seed, earlier))
             key = {"group": one.group, "case": one.case, "strategy": one.strategy.name, "seed": seed}
             rows.append({**key, **asdict(figures)})
         return rows, time.process_time() - begin_s

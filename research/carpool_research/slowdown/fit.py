@@ -3,14 +3,16 @@
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import msgspec
 import numpy as np
-from carpool_predictor.models.slowdown import MeanValueAnalysis, SlowdownModel, shipped
+from carpool_core.values import SharingMode
+from carpool_predictor.models.slowdown import MeanValueAnalysis, SlowdownModel, shipped, slowdowns
 from numpy.typing import NDArray
 
-from carpool_research.slowdown import gavel
+from carpool_research.slowdown import gavel, lucid
 from carpool_research.slowdown.lucid import Pairs, deviation, score, shipped_median
 from carpool_research.tables import KINDS, DataError, ended_well, file_of, number, read_table
 
@@ -80,6 +82,8 @@ def best_exponent(runs: Sequence[Runs], activity: Activity = sm_active) -> float
 
 
 VERSION = "2026.11.5"
+LEAST_BUSY = 0.05
+"""Least utilization of a neighbour to which an error is related."""
 LEVEL = 0.9
 
 
@@ -115,6 +119,23 @@ def learn(data: Path) -> SlowdownModel:
             "pairs": len(held_out.measured),
         },
     )
+
+
+@cache
+def without_gavel(data: Path) -> SlowdownModel:
+    """Return the shipped model with the interval behind MPS fitted to Lucid's pairs instead of Gavel's.
+
+    Its median has no number of Gavel's.
+
+    Raises:
+        DataError: A file or a column is missing.
+    """
+    pairs = lucid.read(data)
+    mps = slowdowns(SharingMode.MPS, pairs.busy, pairs.busy ** shipped().holding, np.zeros(pairs.busy.shape))[:, 0]
+    errors = np.log(pairs.slowdown / mps) / np.maximum(LEAST_BUSY, pairs.busy[:, 1])
+    models = np.array([slowed for slowed, _ in pairs.models])
+    above, below = (gavel.factor(sign * errors, models, LEVEL) for sign in (1, -1))
+    return msgspec.structs.replace(shipped(), mps_factor=above, mps_below=below)
 
 
 def train_slowdown(data: Path, out: Path) -> Path:
