@@ -15,7 +15,7 @@ from rich.table import Table
 from carpool_research.catalog_sweep import pack_command, sweep
 from carpool_research.measured import measured
 from carpool_research.published import published
-from carpool_research.report import Report
+from carpool_research.report import Report, markdown
 from carpool_research.tables import DataError, check_header
 
 SUITES = ("memory", "activity", "step-time", "slowdown")
@@ -146,7 +146,12 @@ def train(data: Path, out: Path) -> None:
 
 @main.command(short_help="Run published workloads in the simulator, and write docs/experiments.md.")
 @_DATA
-@click.option("--only", multiple=True, help="Experiment to run; all by default. Repeatable.")
+@click.option(
+    "--only",
+    multiple=True,
+    help="Experiment to run; all by default. Repeatable. Without results of the others the document stays as it is, "
+    "and the tables of the groups slowdowns and estimators are printed.",
+)
 @click.option("--group", "groups", multiple=True, help="Group of runs beside the published strategies. Repeatable.")
 @click.option("--seeds", type=click.IntRange(1), help="Seeds of each strategy; by default 10, or 1 of a whole trace.")
 @click.option(
@@ -186,6 +191,11 @@ def experiments(
         for name in () if no_run else chosen:
             found = runs.run(runs.EXPERIMENTS[name], data, of_groups, seeds, workers, click.echo)
             found.write(results, name)
+        if only and any(not (results / f"{name}.csv").exists() for name in runs.EXPERIMENTS):
+            of = {name: page.Table(runs.Results.read(results, name)) for name in chosen}
+            for rows in (page.slowdowns(of), page.estimators(of)):
+                click.echo(markdown(rows) if rows else "Not run.")
+            return
         page.write(results, document)
     except WorkloadError as e:
         raise InputError(str(e)) from e

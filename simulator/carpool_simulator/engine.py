@@ -426,9 +426,12 @@ class Simulation:
             self._model.use_measured_peak(node, held.pod_uid, by)
 
     def _is_short_of_memory(self, newcomer: Running) -> bool:
-        """Whether it exceeds its MPS limit or the GPU's memory; the job that allocates last dies."""
+        """Whether it exceeds its MPS limit or the GPU's memory; the job that allocates last dies.
+
+        Strategies without predictions set no limit: their estimates count for the choice of a GPU only.
+        """
         limit = newcomer.claims[0].reservation.memory_limit_mib
-        if limit is not None and newcomer.job.truth.memory_mib > limit:
+        if not self._information.is_blind and limit is not None and newcomer.job.truth.memory_mib > limit:
             return True
         return any(
             sum(tenant.job.truth.memory_mib for tenant in gpu.tenants) > gpu.usable_mib(self._fragmented)

@@ -35,7 +35,7 @@ from carpool_predictor.models.slowdown import TenantActivity, is_saturated, pair
 from carpool_predictor.predict import PredictionContext, ProductAnswer, run_prediction_of, summarize
 
 from carpool_simulator.strategy import Knowledge, Strategy
-from carpool_simulator.truth import SimJob, Truth
+from carpool_simulator.truth import Estimate, SimJob, Truth
 
 
 class Learner:
@@ -357,9 +357,16 @@ class InformationModel:
             product=None,
             min_memory_mib=0,
             min_compute_capability=None,
-            memory_limit_mib=0 if blind and not is_alone else None,
+            memory_limit_mib=self._estimated_mib(job) if blind and not is_alone else None,
             prediction=prediction,
         )
+
+    def _estimate(self, job: SimJob) -> Estimate:
+        return job.estimates.get(self._strategy.estimator, Estimate())
+
+    def _estimated_mib(self, job: SimJob) -> int:
+        """Return the memory that a strategy without predictions counts for an incoming job; by default none."""
+        return min(self._usable_mib, self._estimate(job).memory_mib or 0)
 
     def _may_share(self, prediction: Prediction | None, stage: Stage) -> bool:
         """Whether `Auto` lets a job share a device without MPS."""
@@ -404,7 +411,8 @@ class InformationModel:
         if one.memory.learned_runs > 0 or one.memory.upper_mib > self._usable_mib:
             return found  # measured, or larger than every GPU, which no error may change
         memory, busy, pace = self._errors(job)
-        activity, util = one.activity, one.activity.gpu_util_percent.median / 100
+        activity, estimate = one.activity, self._estimate(job)
+        util = activity.gpu_util_percent.median / 100 if estimate.util is None else estimate.util
         return prediction_of(
             one.product,
             upper_mib=min(self._usable_mib, round(one.memory.upper_mib * memory)),

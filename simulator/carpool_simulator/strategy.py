@@ -56,6 +56,8 @@ class Strategy:
     """Order of the queue, as the chart's `queueOrder`. Decreasing policies have their own order."""
     settles: bool = False
     """Whether a job that never ran counts with its own memory peak once that was measured."""
+    estimator: str = ""
+    """Name of the estimator that counts instead of the shipped prediction, or of none; empty if there is no other."""
     published: str = ""
     """Published results of the strategy."""
     steady_s: float = STEADY_S

@@ -5,7 +5,7 @@ import itertools
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +40,16 @@ class Truth:
 
 
 @dataclass(frozen=True, slots=True)
+class Estimate:
+    """Estimate of a job by one estimator; None where it estimates nothing."""
+
+    memory_mib: int | None = None
+    """Memory that counts for it; of a class its upper end."""
+    util: float | None = None
+    """Share of time in which some kernel runs, 0..1."""
+
+
+@dataclass(frozen=True, slots=True)
 class SimJob:
     """One job of a workload."""
 
@@ -59,6 +69,8 @@ class SimJob:
     """Input of the predictor, for strategies that learn; None if nothing can be learned."""
     steps: int | None = None
     """Declared steps of its training; None if it declares none."""
+    estimates: Mapping[str, Estimate] = field(default_factory=dict)
+    """Estimates of other estimators than the shipped predictor, by name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

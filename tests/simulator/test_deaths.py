@@ -7,7 +7,7 @@ from carpool_core.values import GpuUuid
 from carpool_simulator.engine import DEATHS, LOADED_S, Simulation
 from carpool_simulator.strategy import Knowledge, Strategy
 from carpool_simulator.sweep import figures_of
-from carpool_simulator.truth import Failure
+from carpool_simulator.truth import Estimate, Failure
 from msgspec import structs
 from simulated_world import ALONE, CARPOOL, LEARNS, NoSlowdown, ends, job, truth, workload
 
@@ -108,3 +108,20 @@ def test_failures_overlap_without_reviving_a_gpu_too_early():
     failures = [Failure(GpuUuid("GPU-0"), 50.0, 100.0), Failure(GpuUuid("GPU-0"), 60.0, 10.0)]
     outcome = Simulation(replace(workload(job("a")), failures=failures), CARPOOL, NoSlowdown()).run()
     assert ends(outcome) == {"a": 250.0}
+
+
+@pytest.mark.parametrize(
+    ("memory_mib", "ooms"),
+    [
+        pytest.param(1000, 1, id="too little: both share, and the second dies"),
+        pytest.param(5000, 0, id="no limit: what counts for a choice is not enforced, and monitors see the first"),
+        pytest.param(9000, 0, id="enough: the second waits"),
+        pytest.param(90_000, 0, id="more than any GPU has: the whole GPU"),
+    ],
+)
+def test_an_estimate_decides_which_gpu_a_job_gets(memory_mib, ooms):
+    blind = Strategy("e", "most-available-memory", in_order=True, measure=False, estimator="e")
+    estimates = {"e": Estimate(memory_mib)}
+    jobs = [job(name, of=truth(5500, kind=name), estimates=estimates) for name in "ab"]
+    found = Simulation(workload(*jobs), blind, NoSlowdown()).run()
+    assert (found.ooms, len(found.finished)) == (ooms, 2)

@@ -7,7 +7,7 @@ from carpool_core.values import GpuUuid, SharingMode
 from carpool_simulator.engine import Simulation
 from carpool_simulator.profiles import job_of, prediction_of
 from carpool_simulator.truth import SimJob
-from simulated_world import A100, CARPOOL, LEARNS, NoSlowdown, ends, truth, workload
+from simulated_world import A100, CARPOOL, LEARNS, Halved, NoSlowdown, ends, truth, workload
 
 RESNET = "radrm/resnet18/cifar100/64"
 
@@ -54,3 +54,34 @@ def t4_nodes(gpus):
             for i in range(gpus)
         ]
     }
+
+
+LEARNS_SLOWDOWNS = replace(LEARNS, strict=False, learns_slowdowns=True)
+
+
+def two_pairs():
+    """Two jobs of one kind share a GPU, after the first ran alone; two more of the kind come when both have ended."""
+    return workload(*(traced(f"j{i}", 0.8, at_s, 1000.0) for i, at_s in enumerate((0.0, 200.0, 5000.0, 5000.0))))
+
+
+def test_a_measured_slowdown_keeps_the_next_pair_of_these_families_apart():
+    prior = Simulation(two_pairs(), replace(LEARNS_SLOWDOWNS, learns_slowdowns=False), Halved()).run()
+    assert [ends(prior)[name] for name in ("j2", "j3")] == [7000.0, 7000.0], "the prior expects no slowdown"
+    online = ends(Simulation(two_pairs(), LEARNS_SLOWDOWNS, Halved()).run())
+    assert online["j0"] == 1800.0, "the first pair was measured, not evicted"
+    assert sorted(online[name] for name in ("j2", "j3")) == [6000.0, 7000.0], "one after the other"
+
+
+def test_nothing_is_learned_of_slowdowns_where_no_job_ran_alone():
+    """A slowdown needs a step time alone: of this run, or of an earlier one of the same job."""
+    jobs = workload(*(traced(f"j{i}", 0.8, at_s, 1000.0) for i, at_s in enumerate((0.0, 0.0, 5000.0, 5000.0))))
+    found = ends(Simulation(jobs, LEARNS_SLOWDOWNS, Halved()).run())
+    assert [found[name] for name in ("j2", "j3")] == [7000.0, 7000.0]
+
+
+def test_a_gpu_with_a_tenant_measured_beyond_its_limit_takes_no_third_job():
+    late = traced("late", 0.8, 600.0, 1000.0, kind="radrm/resnet34/cifar100/64")
+    jobs = replace(two_pairs(), jobs=[*two_pairs().jobs[:2], late])
+    prior = ends(Simulation(jobs, replace(LEARNS_SLOWDOWNS, learns_slowdowns=False), Halved()).run())
+    online = ends(Simulation(jobs, LEARNS_SLOWDOWNS, Halved()).run())
+    assert prior["j0"] > online["j0"] == 1800.0

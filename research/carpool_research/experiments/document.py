@@ -20,6 +20,7 @@ from carpool_research.experiments.runs import (
     CASES,
     EAGER,
     ERRED,
+    ESTIMATORS,
     EVERYTHING,
     EXPERIMENTS,
     FAILURES,
@@ -29,6 +30,7 @@ from carpool_research.experiments.runs import (
     POLICY,
     PUBLISHED,
     QUEUE,
+    SLOWDOWNS,
     UNLEARNED,
     Results,
 )
@@ -228,6 +230,38 @@ def deaths_without(of: Mapping[str, Table]) -> list[dict[str, str]]:
     ]
 
 
+def slowdowns(of: Mapping[str, Table]) -> list[dict[str, str]]:
+    """Return Carpool by what it knows of slowdowns, in each experiment with each true source of them."""
+    rows = []
+    for experiment, table in of.items():
+        for case in table.cases(SLOWDOWNS):
+            names = table.names(SLOWDOWNS, case)[case != AS_ASSUMED :]  # the baseline is first in its own case
+            makespans = {name: table.change(SLOWDOWNS, name, "makespan_min", case) for name in names}
+            most = makespans[names[-1]].mean
+            for name, makespan in makespans.items():
+                row = {"experiment": experiment, "true slowdowns": "Lucid's" if case == AS_ASSUMED else "Gavel's"}
+                row |= {"Carpool": name, "makespan": str(makespan)}
+                row["of the oracle's gain"] = f"{100 * makespan.mean / most:.0f}%" if most else ""
+                row["completion"] = str(table.change(SLOWDOWNS, name, "completion_min", case))
+                row[SLOWED] = f"{table.mean(SLOWDOWNS, name, 'slowed_percent', case):.1f}"
+                rows.append(row | {OOM: deaths(table.mean(SLOWDOWNS, name, "oom", case))})
+    return rows
+
+
+def estimators(of: Mapping[str, Table]) -> list[dict[str, str]]:
+    """Return published strategies with each estimator, beside what was published."""
+    rows = []
+    for experiment, table in of.items():
+        published = {one.name: one.published for one in EXPERIMENTS[experiment].estimating}
+        for name in table.names(ESTIMATORS):
+            cells = table.row(ESTIMATORS, name)
+            mj = f"{table.mean(ESTIMATORS, name, 'energy_mj'):.2f}"
+            picked = {OOM: cells[OOM], "makespan": cells["makespan"], "energy MJ": mj, "energy": cells["energy"]}
+            row = {"experiment": experiment, "strategy and estimator": name, "published": published[name]}
+            rows.append(row | picked)
+    return rows
+
+
 def distance_to_oracle(of: Mapping[str, Table]) -> list[dict[str, str]]:
     """Return how far Carpool's default is from the same decisions with more knowledge, on the same seeds."""
     rows = []
@@ -336,6 +370,8 @@ def write(out: Path, path: Path) -> None:
         "order": across(small, ORDER, "makespan_min"),
         "errors": across(small, ERRED, "makespan_min", "oom"),
         "policies": across(small, POLICY, "makespan_min"),
+        "slowdowns": slowdowns(small),
+        "estimators": estimators(small),
         "energies": energies(of["radrm-60"]),
         "versions": versions(of),
         "own_hotcloud": own({"hotcloud": of["hotcloud"]}),

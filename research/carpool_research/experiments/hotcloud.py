@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from carpool_extender.framework.filters import AdmissionLimits
 from carpool_simulator.profiles import PRODUCT, job_of, measured_profiles, prediction_of, step_times
 from carpool_simulator.strategy import Knowledge, Strategy
 from carpool_simulator.truth import Draw, SimJob, Workload
+
+from carpool_research.experiments.estimators import FOREST
 
 GPUS, JOBS = 12, 100
 MEMORY_MIB = 8192
@@ -82,6 +85,10 @@ STRATEGIES = (
         published="utilization 69.6% (+61.5%), makespan 204.0 min (-33.6%), completion 2024 s",
     ),
 )
+
+
+ESTIMATING = (replace(STRATEGIES[-1], name=f"proactive, {FOREST}", estimator=FOREST),)
+"""The authors' estimator, trained on other measurements than theirs."""
 
 
 def hotcloud(data: Path, seed: int, *, over_s: float = 0.0, lasts_s: Lasts = _log_uniform) -> Workload:

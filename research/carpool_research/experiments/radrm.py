@@ -19,6 +19,7 @@ from carpool_simulator.profiles import job_of, prediction_of
 from carpool_simulator.strategy import Knowledge, Strategy
 from carpool_simulator.truth import Draw, Pool, SimJob, Truth, Workload, WorkloadError
 
+from carpool_research.experiments.estimators import MEMORY, SHIPPED
 from carpool_research.tables import DataError
 
 HIDING = 1.5
@@ -173,6 +174,19 @@ STRATEGIES = (
         published="90 tasks: -30.13% trace time",
     ),
 )
+
+
+_PUBLISHED_WITH = {
+    "Horus": "90 tasks: 0 OOM; 60 tasks: 2 OOM, 29.04 MJ",
+    "FakeTensor": "90 tasks: 0 OOM; 60 tasks: 3 OOM, 30.31 MJ",
+    "GPUMemNet": "90 tasks: 0 OOM; 60 tasks: 1 OOM, 28.50 MJ",
+}
+_MAGM = _blind("MAGM, 80%", "most-available-memory", "", sm=0.8)
+ESTIMATING = tuple(
+    replace(_MAGM, name=f"MAGM, 80%, {name or 'no estimate'}", published=_PUBLISHED_WITH.get(name, ""), estimator=name)
+    for name in ("", SHIPPED, "shipped, median", *MEMORY, "true memory")
+)
+"""MAGM, which needs as much free memory as an estimator says; the first has no estimator."""
 
 
 PUBLISHED_TIME = {"LUG, 80%, 5 GB": -28.0, "oracle worst fit, 80%": -30.13}

@@ -27,6 +27,7 @@ from carpool_simulator.truth import Draw, MeasuredPairs, WorkloadError, with_fra
 
 from carpool_research.experiments import alibaba, hotcloud, radrm
 from carpool_research.experiments.ablations import Ablation, Piece, ablate, simulate, with_failures
+from carpool_research.experiments.estimators import estimated
 
 SEEDS = 10
 TRACE_SEEDS = 1
@@ -43,7 +44,7 @@ AS_ASSUMED = "as assumed"
 
 PUBLISHED, QUEUE, CARPOOL, ORDER = "published", "queue", "carpool", "order"
 KNOWLEDGE, ERRED, POLICY, CASES, FAILURES = "knowledge", "errors", "policies", "cases", "failures"
-SLOWDOWNS = "slowdowns"
+SLOWDOWNS, ESTIMATORS = "slowdowns", "estimators"
 GROUPS = {
     PUBLISHED: "strategies as published, with their own queue discipline",
     QUEUE: "the same strategies under Carpool's queue",
@@ -52,6 +53,7 @@ GROUPS = {
     KNOWLEDGE: "Carpool with parts of its predictions replaced by the truth",
     ERRED: "Carpool with wrong or missing predictions",
     POLICY: "Carpool with each placement policy",
+    ESTIMATORS: "published strategies with estimators of memory or utilization",
     SLOWDOWNS: "Carpool with slowdowns from the prior, learned online, or true",
     CASES: "other values of what was not published",
     FAILURES: "failing GPUs",
@@ -77,6 +79,8 @@ class Experiment:
     """Draws of the workload with other values of what was not published."""
     beside: Sequence[str] = ()
     """Published strategies that also run on these cases."""
+    estimating: Sequence[Strategy] = ()
+    """Published strategies with an estimator each."""
     is_trace: bool = False
     """Whether only `published` runs, because the trace is large and its jobs say nothing of what they train."""
 
@@ -104,12 +108,12 @@ EXPERIMENTS = {
     for one in (
         Experiment(
             "hotcloud", hotcloud.hotcloud, hotcloud.STRATEGIES, SharingMode.TIME_SLICING, hotcloud.OTHERWISE,
-            ("proactive",),
+            ("proactive",), hotcloud.ESTIMATING,
         ),
         *(
             Experiment(
                 f"radrm-{tasks}", partial(radrm.radrm, tasks=tasks), radrm.STRATEGIES, SharingMode.MPS,
-                radrm.otherwise(tasks), radrm.BESIDE,
+                radrm.otherwise(tasks), radrm.BESIDE, radrm.ESTIMATING,
             )
             for tasks in radrm.MIXES
         ),
@@ -227,6 +231,8 @@ def runs_of(experiment: Experiment, groups: Sequence[str] = tuple(GROUPS)) -> It
         beside = [one for one in experiment.published if one is first or one.name in experiment.beside]
         for case, drawn in {**experiment.cases, **pieces}.items():
             yield from (Run(CASES, one, drawn, case) for one in (*beside, base))
+    if ESTIMATORS in groups:
+        yield from (Run(ESTIMATORS, one, estimated(draw)) for one in experiment.estimating)
     if SLOWDOWNS in groups:
         yield from (Run(SLOWDOWNS, one, draw) for one in with_slowdowns(base))
         for case, drawn in experiment.cases.items():
