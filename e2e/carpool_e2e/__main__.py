@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from carpool_core.settings import KubeSettings
 from carpool_simulator.progress import provenance
 from rich.console import Console
 
-from carpool_e2e import binaries, images, processes, release
+from carpool_e2e import binaries, dashboards, images, processes, release
 from carpool_e2e.bench import agent, latency, placement, predictions, probe, throughput
 from carpool_e2e.bench.measure import Section, replaced
 from carpool_e2e.binaries import CONTROL_PLANE_TOOLS, NODE_TOOLS
@@ -152,6 +153,18 @@ def prepare(vendor: bool) -> None:
     binaries.ensure(wanted | {"prometheus", "promtool"}, console=console)
     if kubelets:
         images.ensure(console)
+
+
+@main.command("dashboards")
+def draw_dashboards() -> None:
+    """Run jobs on a cluster that Prometheus scrapes, and draw the Grafana dashboards into docs/images."""
+    with (
+        running(FULL, Console()) as cluster,
+        tempfile.TemporaryDirectory() as folder,
+        dashboards.prometheus(cluster, Path(folder)) as address,
+    ):
+        for picture in dashboards.play(cluster, address):
+            click.echo(f"picture: {os.path.relpath(picture)}")
 
 
 @main.command("images")
