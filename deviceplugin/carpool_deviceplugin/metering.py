@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 
 import msgspec
 from carpool_core.clock import parse_rfc3339
-from carpool_core.resources.node import Tenant
+from carpool_core.resources.node import Reservation, Tenant
 from carpool_core.values import GpuUuid, PodUid
 from msgspec.structs import replace
 
@@ -111,6 +111,8 @@ class PodUsage(msgspec.Struct, frozen=True):
         return self.solo_steps.step_time_s if self.solo_steps.total >= MIN_SOLO_STEPS else None
 
 
+JOB_ENERGY_S = 3600.0
+"""Time for which the energy of a job without pods is kept, in seconds."""
 _UNUSED = PodUsage()
 _FORMER_SHARE = 0.05
 """Weight of the steps beside former co-tenants, of 1."""
@@ -137,8 +139,8 @@ class Meter:
         reports: Mapping[PodUid, StepReport | None] = {},
         limits: Mapping[PodUid, int | None] = {},
         usable_mib: int | None = None,
-    ) -> None:
-        """Add a reading.
+    ) -> dict[PodUid, float]:
+        """Add a reading, and return the energy that each pod has drawn since the last one, in J, as far as known.
 
         Args:
             reading: The reading.
@@ -147,6 +149,7 @@ class Meter:
             usable_mib: Memory of the GPU for all pods; None if unknown.
         """
         came_or_went = set() if self.reading is None else _pods(self.reading) ^ _pods(reading)
+        drawn: dict[PodUid, float] = {}
         of_pods: dict[PodUid, list[ProcessUsage]] = {pod: [] for pod in self.usage}
         for process in reading.processes:
             of_pods.setdefault(process.pod_uid, []).append(process)
@@ -180,9 +183,12 @@ class Meter:
                 if pod not in self._watches:
                     self._watches[pod] = AnomalyWatch()
                 self._watches[pod].add(sample)
-            energy_j = _total((use.energy_j, reading.energy_of_ended_j.get(pod)))
-            self.usage[pod] = replace(use, energy_j=energy_j)
+            energy_j = _total((*(p.energy_j for p in processes), reading.energy_of_ended_j.get(pod)))
+            if energy_j is not None:
+                drawn[pod] = energy_j
+            self.usage[pod] = replace(use, energy_j=_total((use.energy_j, energy_j)))
         self.reading, self.is_current = reading, True
+        return drawn
 
     def running(self) -> Set[PodUid]:
         """Return the pods that have a process on the GPU."""
@@ -220,6 +226,26 @@ class Meter:
         return Rates(busy, min(1.0, sm), min(1.0, dram), power)
 
 
+class JobEnergy:
+    """Energy by job on this node. It outlives a job's pods by an hour, so that it is read after the last has ended."""
+
+    def __init__(self) -> None:
+        self.joules: dict[tuple[str, str], float] = {}
+        """Energy above idle since the start of the agent, by namespace and job."""
+        self._grew_at: dict[tuple[str, str], float] = {}
+
+    def add(self, reserved: Iterable[Reservation], energy_j: Mapping[PodUid, float], now: float) -> None:
+        """Add the energy that pods have drawn since the last reading; `now` is the monotonic time in s."""
+        for held in reserved:
+            job = held.pod_namespace, held.job_name
+            if held.pod_uid in energy_j:
+                self.joules[job] = self.joules.get(job, 0.0) + energy_j[held.pod_uid]
+            self._grew_at[job] = now
+        for job in [job for job, at in self._grew_at.items() if now - at > JOB_ENERGY_S]:
+            del self._grew_at[job]
+            self.joules.pop(job, None)
+
+
 def _pods(reading: Reading) -> set[PodUid]:
     """Return the pods that have a process on the GPU."""
     return {process.pod_uid for process in reading.processes}
@@ -243,7 +269,6 @@ def _advance(use: PodUsage, processes: Sequence[ProcessUsage]) -> PodUsage:
         memory_mib=memory,
         peak_memory_mib=max([use.peak_memory_mib, memory, *(p.peak_memory_mib for p in processes)]),
         is_running=bool(processes),
-        energy_j=_total((use.energy_j, energy)),
     )
     if elapsed_s <= 0:
         return use

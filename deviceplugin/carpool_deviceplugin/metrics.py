@@ -78,6 +78,7 @@ class AgentCollector(Collector):
         yield from self._devices()
         yield from self._reservations()
         yield from self._tenants()
+        yield from self._job_energy()
         yield from self._own()
 
     def _devices(self) -> Iterator[Metric]:
@@ -181,6 +182,21 @@ class AgentCollector(Collector):
         yield from families
         yield energy
         yield progress
+
+    def _job_energy(self) -> Iterator[Metric]:
+        labels, grams = ["namespace", "training_job"], self._agent.settings.carbon_grams_per_kwh
+        energy = CounterMetricFamily(
+            "carpool_job_energy_joules",
+            "Energy above idle that a job has drawn on a node since the agent's start; kept for an hour without pods.",
+            labels=labels,
+        )
+        carbon = CounterMetricFamily(
+            "carpool_job_carbon_grams", "Carbon dioxide of carpool_job_energy_joules_total (in g).", labels=labels
+        )
+        for job, joules in self._agent.reconciler.job_energy.joules.items():
+            energy.add_metric(job, joules)
+            carbon.add_metric(job, joules * (grams or 0.0) / 3.6e6)
+        yield from (energy, carbon) if grams is not None else (energy,)
 
     def _own(self) -> Iterator[Metric]:
         agent = self._agent

@@ -17,7 +17,7 @@ from carpool_core.values import DeviceHealth, GpuUuid, NodeName, PartitionState,
 
 from carpool_deviceplugin.device_state import GpuWorker
 from carpool_deviceplugin.gpu import DeviceError, Devices
-from carpool_deviceplugin.metering import Meter
+from carpool_deviceplugin.metering import JobEnergy, Meter
 from carpool_deviceplugin.preflight import NO_INFO, NodeInfo, Outcome
 from carpool_deviceplugin.probe import ProbeFiles
 from carpool_deviceplugin.status import (
@@ -144,6 +144,7 @@ class Reconciler:
         self._removed: list[str] = []
         self._above: Set[tuple[PodUid, GpuUuid]] = frozenset()
         self.meters = {uuid: Meter(uuid) for uuid in devices.uuids}
+        self.job_energy = JobEnergy()
         self._measure_again = asyncio.Event()
         self._partitions: list[Partition] | None = None
         """Cached partitions; None after a change of reservations or GPUs."""
@@ -369,7 +370,8 @@ class Reconciler:
                 self._log.debug("gpu not measured", gpu=uuid, error=str(found))  # its health reports the error
                 continue
             before = meter.running()
-            meter.sample(found, reports, reserved, usable_mib.get(uuid))
+            drawn = meter.sample(found, reports, reserved, usable_mib.get(uuid))
+            self.job_energy.add(self.reservations, drawn, self._clock.monotonic())
             if before - meter.running():
                 self._workers[uuid].look_again()  # an MPS fault may have ended them
             meter.keep(reserved.keys())

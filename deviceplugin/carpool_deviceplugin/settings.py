@@ -82,6 +82,13 @@ class AgentSettings:
         help="DCGM's host engine, HOST:PORT or unix:///PATH, used if its library can be loaded; none if empty.",
         allow_empty=True,
     )
+    carbon_grams_per_kwh: float | None = setting(
+        None,
+        flag="--carbon-grams-per-kwh",
+        env="CARPOOL_CARBON_GRAMS_PER_KWH",
+        minimum=0,
+        help="Carbon dioxide of the node's electricity, in g/kWh, for carpool_job_carbon_grams_total; none if empty.",
+    )
     metrics_port: int = metrics_port(9400)
     kube: KubeSettings = field(default_factory=KubeSettings)
     log: LogSettings = field(default_factory=LogSettings)

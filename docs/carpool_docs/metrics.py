@@ -67,7 +67,9 @@ class Family:
 def _agent() -> CollectorRegistry:
     registry = CollectorRegistry()
     with tempfile.TemporaryDirectory() as state:
-        settings = AgentSettings(node_name="node", simulated_gpus="Tesla T4:1", state_dir=Path(state))
+        settings = AgentSettings(
+            node_name="node", simulated_gpus="Tesla T4:1", state_dir=Path(state), carbon_grams_per_kwh=0
+        )
         collector = AgentCollector(agent.build(settings, FakeKube(), FakeClock()))
         # The device's files are removed with the folder, so that everything is read now.
         registry.register(_Read(list(collector.collect())))

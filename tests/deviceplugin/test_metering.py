@@ -1,18 +1,19 @@
 """Measurements: from counters to the status and the metrics."""
 
 import asyncio
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_world import agent_on, first_gpu, registry_of, reserve_on
+from agent_world import agent_on, first_gpu, registry_of, reservation, reserve_on
 from carpool_core.resources.node import Reservation, Tenant
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
 from carpool_deviceplugin.app import Agent
 from carpool_deviceplugin.gpu import DeviceError, ProcessUsage, Reading, SetMode, StepCounts, StepReport
-from carpool_deviceplugin.metering import Meter, damp_changes
+from carpool_deviceplugin.metering import JOB_ENERGY_S, JobEnergy, Meter, damp_changes
 from carpool_deviceplugin.metrics import DEVICE_GAUGES, ENERGY
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.node import Node, running, uid, until
@@ -294,6 +295,16 @@ def test_energy_of_mig_instances_without_known_activity_is_unknown(tmp_path: Pat
     assert devices.read(devices.uuids[0]).energy_of_ended_j == {}
 
 
+def test_energy_of_a_job_outlives_its_pods_by_an_hour() -> None:
+    energy, first, second = JobEnergy(), reservation("a"), reservation("b", job_name="job-a")
+    energy.add([first], {first.pod_uid: 100.0}, 0.0)
+    energy.add([second], {second.pod_uid: 20.0, uid("stranger"): 5.0}, 9.0)
+    energy.add([], {}, JOB_ENERGY_S)
+    assert energy.joules == {("default", "job-a"): 120.0}
+    energy.add([], {}, JOB_ENERGY_S + 10)
+    assert energy.joules == {}
+
+
 def test_restarted_counter_takes_no_energy_back(node: Node) -> None:
     devices = node.devices()
     meter = Meter(devices.uuids[0])
@@ -405,7 +416,12 @@ async def test_tenants_have_series_of_their_own(agent, devices, reserve, enter) 
             await working
             assert value("carpool_gpu_tenant_memory_bytes", labels) >= 1000 * 1024 * 1024
             assert value("carpool_gpu_tenant_memory_limit_bytes", labels) == 9000 * 1024 * 1024
-            assert value("carpool_gpu_tenant_energy_joules_total", labels) > 0
+            joules = value("carpool_gpu_tenant_energy_joules_total", labels)
+            of_job = {"namespace": "default", "training_job": "job-a"}
+            assert value("carpool_job_energy_joules_total", of_job) >= joules > 0
+            assert value("carpool_job_carbon_grams_total", of_job) is None, "no figure for the electricity is set"
+            agent.settings = dataclasses.replace(agent.settings, carbon_grams_per_kwh=360.0)
+            assert value("carpool_job_carbon_grams_total", of_job) >= joules / 10_000
             reserved = [value(f"carpool_gpu_tenant_{name}", labels) for name in OF_RESERVATIONS]
             assert reserved == [40960 * 1024 * 1024, 1, 1, 1], "a pod without a prediction counts as the whole GPU"
             assert value("carpool_agent_partitions", {"state": "Ready"}) == 1
@@ -416,6 +432,10 @@ async def test_tenants_have_series_of_their_own(agent, devices, reserve, enter) 
             }
             assert by_gpu[gpu].labels["pod"] == "a"
             assert by_gpu[gpu].value >= 1000
+            await hold(agent, *wanted)
+            await hold(agent, *wanted[1:])
+            assert value("carpool_gpu_tenant_energy_joules_total", labels) is None
+            assert value("carpool_job_energy_joules_total", of_job) >= joules, "it outlives the pod"
             await hold(agent, *wanted)
             (shared, *_) = next(m for m in registry.collect() if m.name == "DCGM_FI_DEV_FB_USED").samples
             assert shared.labels["pod"] == "", "a shared GPU belongs to no pod"
