@@ -17,6 +17,7 @@ import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, Formatter, StrMethodFormatter
+from PIL import Image
 
 from carpool_e2e.binaries import ensure
 from carpool_e2e.chart import NAMESPACE, PROJECT, Manifest
@@ -46,8 +47,8 @@ _FORMATS = {
 Series = Mapping[str, Any]
 """One series of Prometheus's answer: `metric` with its labels, and `value` or `values`."""
 Query = Callable[[str], Sequence[Series]]
-Found = Sequence[tuple[str, Mapping[float, float]]]
-"""Legend of each series, and its values by minutes from now."""
+Found = Sequence[tuple[str, Mapping[int, float]]]
+"""Legend of each series, and its values by time in s."""
 
 _SMALL: dict[str, Any] = {key: manifests.small("x")["spec"][key] for key in ("model", "training")}
 _WHOLE_NODE: dict[str, Any] = {"gpu": {"product": manifests.H100}, "gpusPerWorker": 4, "sharing": {"mode": "Exclusive"}}
@@ -103,16 +104,17 @@ def answer(address: str, query: str, /, **window: float) -> list[Series]:
 
 def figures(address: str, *, start: float) -> Iterator[tuple[str, Figure]]:
     """Yield name and picture of each dashboard from `start`, in s since 1970, until now."""
-    window = {"start": start, "end": time.time(), "step": SCRAPE_S}
+    window = {"start": int(start), "end": int(time.time()), "step": SCRAPE_S}
     for file in sorted(DASHBOARDS.glob("*.json")):
         dashboard = json.loads(file.read_text(encoding="utf-8"))
         yield file.stem, draw(dashboard, window, lambda query: answer(address, query, **window))
 
 
-def draw(dashboard: Mapping[str, Any], window: Mapping[str, float], query: Query) -> Figure:
+def draw(dashboard: Mapping[str, Any], window: Mapping[str, int], query: Query) -> Figure:
     """Draw the panels at their places; `query` returns an expression's series in the window."""
     panels = dashboard["panels"]
     rows = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in panels)
+    times = range(window["start"], window["end"] + 1, window["step"])
     width, height = 24 * _COLUMN_IN, rows * _ROW_IN + 0.4
     figure = Figure(figsize=(width, height))
     figure.text(
@@ -129,24 +131,24 @@ def draw(dashboard: Mapping[str, Any], window: Mapping[str, float], query: Query
         axes = figure.add_axes((corner[0] / width, corner[1] / height, size[0] / width, size[1] / height))
         axes.set_title(panel["title"], loc="left", size=8, weight="bold")
         found = [
-            (_legend(target["legendFormat"], one["metric"]), _minutes(one, window["end"]))
+            (
+                _legend(target["legendFormat"], one["metric"]),
+                {int(time_s): float(value) for time_s, value in one["values"]},
+            )
             for target in panel["targets"]
             for one in query(target["expr"])
         ]
         if panel["type"] == "stat" or not found:
             _write_last(axes, found, _FORMATS[defaults["unit"]])
         else:
-            _draw_lines(axes, found, _FORMATS[defaults["unit"]], stacked="stacking" in defaults.get("custom", {}))
-            axes.set_xlim((window["start"] - window["end"]) / 60, 0)
+            _draw_lines(
+                axes, found, _FORMATS[defaults["unit"]], times, stacked="stacking" in defaults.get("custom", {})
+            )
     return figure
 
 
 def _legend(template: str, labels: Mapping[str, str]) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda name: labels.get(name[1], ""), template)
-
-
-def _minutes(series: Series, end: float) -> dict[float, float]:
-    return {(float(time_s) - end) / 60: float(value) for time_s, value in series["values"]}
 
 
 def _write_last(axes: Axes, found: Found, form: Formatter) -> None:
@@ -158,14 +160,15 @@ def _write_last(axes: Axes, found: Found, form: Formatter) -> None:
     axes.text(0.5, 0.5, "\n".join(lines), size=size, ha="center", va="center")
 
 
-def _draw_lines(axes: Axes, found: Found, form: Formatter, *, stacked: bool) -> None:
+def _draw_lines(axes: Axes, found: Found, form: Formatter, times: range, *, stacked: bool) -> None:
     """Draw each series over time."""
-    minutes = sorted({at for _, points in found for at in points})
+    minutes = [(at - times[-1]) / 60 for at in times]
     names = [name for name, _ in found]
     if stacked:
-        axes.stackplot(minutes, [[points.get(at, 0) for at in minutes] for _, points in found], labels=names, alpha=0.7)
+        axes.stackplot(minutes, [[points.get(at, 0) for at in times] for _, points in found], labels=names, alpha=0.7)
     for name, points in () if stacked else found:
-        axes.plot(minutes, [points.get(at, math.nan) for at in minutes], ".-", markersize=2, linewidth=1, label=name)
+        axes.plot(minutes, [points.get(at, math.nan) for at in times], ".-", markersize=2, linewidth=1, label=name)
+    axes.set_xlim(minutes[0], 0)
     axes.axhline(0, color="none")  # the axis begins at 0
     axes.yaxis.set_major_formatter(lambda value, _: form(value))
     axes.tick_params(labelsize=7)
@@ -185,5 +188,7 @@ def play(cluster: Cluster, address: str) -> Iterator[Path]:
     time.sleep(60)
     PICTURES.mkdir(exist_ok=True)
     for name, figure in figures(address, start=start):
-        figure.savefig(PICTURES / f"{name}.png", dpi=80)
-        yield PICTURES / f"{name}.png"
+        picture = PICTURES / f"{name}.png"
+        figure.savefig(picture, dpi=80)
+        Image.open(picture).quantize(64).save(picture, optimize=True)
+        yield picture

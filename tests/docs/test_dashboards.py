@@ -1,9 +1,11 @@
 """The chart's dashboards are what the generator writes, and their queries name metrics and labels that exist."""
 
+import json
 import re
 
 import pytest
 from carpool_docs import dashboards, metrics
+from carpool_e2e.dashboards import PICTURES, draw
 
 LABELS = {family.name: {*family.labels} for process in metrics.REGISTRIES for family in metrics.families(process)}
 SERIES = re.compile(r"\b((?:carpool|DCGM|process)_\w+?)(?:_(?:bucket|sum|count))?\b(?:\{([^}]*)\})?")
@@ -24,6 +26,28 @@ def test_panels_are_described_and_name_metrics_and_labels_that_exist(
             found = SERIES.findall(query.replace('__name__=~"DCGM_FI_DEV_FB_(USED|FREE|RESERVED)"', ""))
             unknown = [metric for metric, given in found if not {*re.findall(r"(\w+)=", given)} <= LABELS[metric]]
             assert unknown == [], f"{name}, {panel.title}: no such label"
+
+
+def test_each_dashboard_has_a_picture() -> None:
+    assert {file.stem for file in PICTURES.iterdir()} == dashboards.read().keys()
+    assert max(file.stat().st_size for file in PICTURES.iterdir()) < 150_000
+
+
+def test_a_picture_has_each_panel_with_what_its_queries_find() -> None:
+    def found(query: str) -> list[dict]:
+        series = {"metric": {"state": "Running"}, "values": [[100, "1"], [104, "3"]]}
+        return [series] if "carpool_operator_jobs" in query else []
+
+    file = dashboards.FOLDER / "fleet.json"
+    figure = draw(json.loads(file.read_text(encoding="utf-8")), {"start": 100, "end": 104, "step": 2}, found)
+    axes = {one.get_title("left"): one for one in figure.axes}
+    assert list(axes) == [panel.title for panel in dashboards.read()["fleet"].panels]
+    texts = {title: [text.get_text() for text in one.texts] for title, one in axes.items()}
+    assert {title for title, shown in texts.items() if shown != ["No data"]} == {"Running jobs", "Jobs by state"}
+    assert texts["Running jobs"] == ["3"]
+    legend = axes["Jobs by state"].get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["Running"]
 
 
 JOB = "carpool_job_restarts"
