@@ -144,40 +144,47 @@ class AnomalyWatch:
 
     def _judge_drift(self, sample: Sample) -> None:
         type_, baseline = CONDITION_STEP_TIME_DRIFT, self._baseline
-        known, others = self._raised.get(type_), 1.0
-        if known is not None and sample.at - self._raised_at[type_] >= _NEW_BASELINE_S:
+        if (known := self._raised.get(type_)) is None:
+            if len(baseline) >= _MIN_BASELINE:
+                self._find_drift(sample)
+        elif sample.at - self._raised_at[type_] >= _NEW_BASELINE_S:
             baseline.clear()
             self._end(type_)
-            return
-        if baseline:
-            usual_s = median(one.step_s for one in baseline)
-            deviation_s = 1.4826 * median(abs(one.step_s - usual_s) for one in baseline)
-            others = median(one.others_busy for one in baseline) + _EXPLAINED
+        else:
+            values, others = self._latest(_DRIFTS[0][0], sample.at), self._explaining_others()
+            if values and all(one.step_s < known.ends_below_seconds or one.others_busy > others for one in values):
+                self._end(type_)
+
+    def _find_drift(self, sample: Sample) -> None:
+        usual_s, others = median(one.step_s for one in self._baseline), self._explaining_others()
+        deviation_s = 1.4826 * median(abs(one.step_s - usual_s) for one in self._baseline)
         for seconds, least in _DRIFTS:
-            values = list(self._recent)
-            while len(values) > _MIN_DRIFT and sample.at - values[1].began >= seconds:
-                values.pop(0)
-            if len(values) < _MIN_DRIFT or sample.at - values[0].began < seconds:
-                return
-            if known is not None:
-                if all(one.step_s < known.ends_below_seconds or one.others_busy > others for one in values):
-                    self._end(type_)
-                return
-            if len(baseline) < _MIN_BASELINE:
-                return
-            far_s = min(0.0 if one.others_busy > others else one.step_s - usual_s for one in values)
-            unit_s = max(deviation_s, least * usual_s)
-            if far_s > _DEVIATIONS * unit_s:
-                reason, cause = self._cause_of_drift(values, sample.temperature_c)
-                now_s = median(one.step_s for one in values)
-                message = (
-                    f"a step takes {_time(now_s)}, {far_s / unit_s:.1f} robust deviations or more above its usual "
-                    f"{_time(usual_s)} for {sample.at - values[0].began:.0f} s: {cause}"
-                )
-                calm_s = usual_s + _CALM_DEVIATIONS * max(deviation_s, _DRIFTS[-1][1] * usual_s)
-                found = Anomaly(type=type_, reason=reason, message=message, ends_below_seconds=round(calm_s, 6))
-                self._begin(found, sample.at)
-                return
+            values, unit_s = self._latest(seconds, sample.at), max(deviation_s, least * usual_s)
+            beyond = (0.0 if one.others_busy > others else one.step_s - usual_s for one in values)
+            if (far_s := min(beyond, default=0.0)) <= _DEVIATIONS * unit_s:
+                continue
+            reason, cause = self._cause_of_drift(values, sample.temperature_c)
+            message = (
+                f"a step takes {_time(median(one.step_s for one in values))}, {far_s / unit_s:.1f} robust deviations "
+                f"or more above its usual {_time(usual_s)} for {sample.at - values[0].began:.0f} s: {cause}"
+            )
+            calm_s = usual_s + _CALM_DEVIATIONS * max(deviation_s, _DRIFTS[-1][1] * usual_s)
+            found = Anomaly(
+                type=CONDITION_STEP_TIME_DRIFT, reason=reason, message=message, ends_below_seconds=round(calm_s, 6)
+            )
+            self._begin(found, sample.at)
+            return
+
+    def _latest(self, seconds: float, at: float) -> list[_Value]:
+        """Return the last values that cover so many seconds; empty if there are too few."""
+        values = list(self._recent)
+        while len(values) > _MIN_DRIFT and at - values[1].began >= seconds:
+            values.pop(0)
+        return values if len(values) >= _MIN_DRIFT and at - values[0].began >= seconds else []
+
+    def _explaining_others(self) -> float:
+        """Return the co-tenants' share of the GPU's time above which they explain longer steps."""
+        return median(one.others_busy for one in self._baseline) + _EXPLAINED if self._baseline else 1.0
 
     def _cause_of_drift(self, recent: Iterable[_Value], temperature_c: float | None) -> tuple[str, str]:
         before, now = (_Value(*map(median, zip(*some, strict=True))) for some in (self._baseline, recent))

@@ -182,7 +182,7 @@ def check(context: click.Context, gpu: str, only: tuple[str, ...], mig: bool, ca
 def canary(context: click.Context) -> None:
     """Check, in a container that Carpool gave GPUs, that it sees these only, is inside MPS and has its limit."""
     if "CARPOOL_VISIBLE_GPUS" not in os.environ:
-        raise InputError("expected a container with GPUs of Carpool, found none; run it in a pod of a TrainingJob")
+        raise InputError("expected a container with GPUs of Carpool, found none; run it in a pod of a GpuTrainingJob")
     rows = judge(run_client(os.environ), os.environ)
     for row in rows:
         _print(row)
