@@ -4,6 +4,7 @@ An anomaly keeps the numbers and the cause of the reading in which it was found 
 changes only when one begins or ends. Its end needs other limits than its begin.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from itertools import pairwise
@@ -22,6 +23,8 @@ _MIN_BASELINE, _MAX_BASELINE = 60, 360
 _DRIFTS = ((120.0, 1 / 5), (240.0, 1 / 30))
 """Times for which every value must be beyond the limit, and the least robust deviation then, of the median: a drift
 makes steps 60% longer for two minutes, or a tenth longer for four. Neighbours on the CPU cause shorter ones."""
+_MIN_DEVIATION_S = 1e-6
+"""Least robust deviation in s, because a container may report steps that take no time."""
 _MIN_DRIFT = 3
 """Values that must be beyond the limit."""
 _DEVIATIONS, _CALM_DEVIATIONS = 3.0, 2.0
@@ -157,7 +160,7 @@ class AnomalyWatch:
 
     def _find_drift(self, sample: Sample) -> None:
         usual_s, others = median(one.step_s for one in self._baseline), self._explaining_others()
-        deviation_s = 1.4826 * median(abs(one.step_s - usual_s) for one in self._baseline)
+        deviation_s = max(_MIN_DEVIATION_S, 1.4826 * median(abs(one.step_s - usual_s) for one in self._baseline))
         for seconds, least in _DRIFTS:
             values, unit_s = self._latest(seconds, sample.at), max(deviation_s, least * usual_s)
             beyond = (0.0 if one.others_busy > others else one.step_s - usual_s for one in values)
@@ -184,7 +187,7 @@ class AnomalyWatch:
 
     def _explaining_others(self) -> float:
         """Return the co-tenants' share of the GPU's time above which they explain longer steps."""
-        return median(one.others_busy for one in self._baseline) + _EXPLAINED if self._baseline else 1.0
+        return median(one.others_busy for one in self._baseline) + _EXPLAINED if self._baseline else math.inf
 
     def _cause_of_drift(self, recent: Iterable[_Value], temperature_c: float | None) -> tuple[str, str]:
         before, now = (_Value(*map(median, zip(*some, strict=True))) for some in (self._baseline, recent))

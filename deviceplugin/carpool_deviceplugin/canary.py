@@ -20,7 +20,7 @@ from carpool_deviceplugin.preflight import Outcome, Verdict
 _LIBRARY = "libcuda.so.1"
 _MPS_ENABLED = 133
 """CU_DEVICE_ATTRIBUTE_MPS_ENABLED: contexts on the device are shared through MPS. Known to drivers from 545 on."""
-_OUT_OF_MEMORY = 2
+_INVALID_VALUE, _OUT_OF_MEMORY = 1, 2
 _WITHIN_S = 30.0
 _BIND_SHM = 'mount --bind "$0" /dev/shm && exec "$@"'
 """Gives a client the memory that its MPS daemon shares, as a container gets it by a mount."""
@@ -31,7 +31,8 @@ class Answers(msgspec.Struct, frozen=True, kw_only=True):
 
     uuids: list[str] = []
     """The GPUs that it sees."""
-    inside_mps: bool = False
+    inside_mps: bool | None = False
+    """None if the driver does not know."""
     small: int = 0
     """Result of allocating 1 MiB; 0 is success."""
     beyond: int = 0
@@ -77,11 +78,12 @@ def _ask(cuda: Any, limit_mib: int | None) -> Answers:
         call("cuDeviceGet", ctypes.byref(device), index)
         call("cuDeviceGetUuid", raw := ctypes.create_string_buffer(16), device)
         uuids.insert(0, f"GPU-{uuid.UUID(bytes=raw.raw)}")
-    call("cuDeviceGetAttribute", ctypes.byref(inside := ctypes.c_int()), _MPS_ENABLED, device)
+    inside = ctypes.c_int()
+    known = cuda.cuDeviceGetAttribute(ctypes.byref(inside), _MPS_ENABLED, device) != _INVALID_VALUE
     call("cuDevicePrimaryCtxRetain", ctypes.byref(context := ctypes.c_void_p()), device)
     call("cuCtxSetCurrent", context)
     beyond = 0 if limit_mib is None else allocate(limit_mib + 1)
-    return Answers(uuids=uuids, inside_mps=bool(inside.value), small=allocate(1), beyond=beyond)
+    return Answers(uuids=uuids, inside_mps=bool(inside.value) if known else None, small=allocate(1), beyond=beyond)
 
 
 def limit_in(environment: Mapping[str, str]) -> int | None:
@@ -125,7 +127,11 @@ def judge(found: Answers, environment: Mapping[str, str]) -> list[Outcome]:
         "one outside, to which no limit applies; check that the container sees the daemon's directories, and SELinux "
         "lets it open their sockets"
     )
-    rows.append(_row("canary-mps", found.inside_mps, "a client inside MPS", outside))
+    if found.inside_mps is None:
+        why = "CUDA does not say whether a client is inside MPS; drivers from 545 on do"
+        rows.append(Outcome(name="canary-mps", verdict=Verdict.UNKNOWN, found=why))
+    else:
+        rows.append(_row("canary-mps", found.inside_mps, "a client inside MPS", outside))
     if limit_mib is not None:
         needed = f"1 MiB, and {limit_mib + 1:,} MiB refused for lack of memory"
         is_kept = (found.small, found.beyond) == (0, _OUT_OF_MEMORY)

@@ -232,7 +232,8 @@ class JobEnergy:
     def __init__(self) -> None:
         self.joules: dict[tuple[str, str], float] = {}
         """Energy above idle since the start of the agent, by namespace and job."""
-        self._grew_at: dict[tuple[str, str], float] = {}
+        self._held_at: dict[tuple[str, str], float] = {}
+        """Last time at which a pod of the job had a reservation."""
 
     def add(self, reserved: Iterable[Reservation], energy_j: Mapping[PodUid, float], now: float) -> None:
         """Add the energy that pods have drawn since the last reading; `now` is the monotonic time in s."""
@@ -240,9 +241,9 @@ class JobEnergy:
             job = held.pod_namespace, held.job_name
             if held.pod_uid in energy_j:
                 self.joules[job] = self.joules.get(job, 0.0) + energy_j[held.pod_uid]
-            self._grew_at[job] = now
-        for job in [job for job, at in self._grew_at.items() if now - at > JOB_ENERGY_S]:
-            del self._grew_at[job]
+            self._held_at[job] = now
+        for job in [job for job, at in self._held_at.items() if now - at > JOB_ENERGY_S]:
+            del self._held_at[job]
             self.joules.pop(job, None)
 
 

@@ -74,8 +74,10 @@ class ProcTree:
         If it is `known`, its control group is not read again: a process never moves to another pod.
         """
         stat = read_stat(self._root, pid)
-        if stat is None or (known is not None and known.started == stat.started):
-            return None if stat is None else known
+        if stat is None:
+            return None
+        if known is not None and known.started == stat.started:
+            return known
         try:
             cgroup = (self._root / str(int(pid)) / "cgroup").read_text(errors="replace")
         except OSError:

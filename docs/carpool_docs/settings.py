@@ -28,7 +28,7 @@ The chart sets the variables of its workloads: from `settings` and `nodeAgent` i
 board, which has none."""
 
 _KINDS = {bool: "true or false", int: "integer", float: "number", str: "text", Path: "path"}
-_UNITS = {"_s": "s", "_seconds": "s", "_mib": "MiB", "port": "TCP port"}
+_UNITS = {"_s": "s", "_seconds": "s", "_mib": "MiB", "port": "TCP port", "_grams_per_kwh": "g/kWh"}
 """Unit of a number by the suffix of its field's name."""
 
 

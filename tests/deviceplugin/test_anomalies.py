@@ -1,5 +1,6 @@
 """Anomalies of trainings: each appears with its number and cause, and ends; healthy trainings show none."""
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -258,7 +259,7 @@ def test_stalls_and_drifts_outlast_a_restart_of_the_agent(training: Training) ->
     later.steps = training.steps
     assert later.pause(600) == ["Stalled", "StepTimeDrift"]
     assert later.watch.anomalies == training.watch.anomalies
-    assert later.run(900, longer=1.5) == ["StepTimeDrift"]
+    assert later.run(900, longer=1.5, others_busy=1.5) == ["StepTimeDrift"], "co-tenants were there before"
     assert later.run(150) == []
 
 
@@ -318,6 +319,12 @@ def test_memory_is_compared_with_the_limit_or_what_cotenants_leave(limit_mib: in
     assert found[B] == []
 
 
+def _longer_after_none() -> Callable[[random.Random], StepCounts]:
+    """Return counts of 800 s of steps that take no time, and of longer ones. Regression: they ended the agent."""
+    readings = itertools.count()
+    return lambda rng: StepCounts(1.0, 9, 0.0 if next(readings) < 800 else 0.9, 9)
+
+
 @pytest.mark.parametrize(
     "counts",
     [
@@ -326,6 +333,7 @@ def test_memory_is_compared_with_the_limit_or_what_cotenants_leave(limit_mib: in
         pytest.param(lambda rng: StepCounts(1.0, rng.randrange(9), rng.random(), rng.randrange(9), 0, rng.random()),
                      id="contradictions"),
         pytest.param(lambda rng: StepCounts(1.0, steps := rng.choice([0] * 50 + [9]), steps, steps), id="pauses"),
+        pytest.param(_longer_after_none(), id="no-time-at-first"),
     ],
 )  # fmt: skip
 def test_false_reports_affect_their_own_pod_and_are_bounded(counts: Callable[[random.Random], StepCounts]) -> None:

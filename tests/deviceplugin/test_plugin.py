@@ -192,7 +192,7 @@ async def test_steps_of_a_container_reach_status_and_metrics(settings, kube, kub
             await training.wait()
         (tenant,) = status_of(kube).tenants
         assert tenant.step_time_seconds is not None
-        assert tenant.step_time_seconds > 0.009  # a loaded machine makes steps longer, never shorter
+        assert 0.009 < tenant.step_time_seconds < 5  # a loaded machine makes steps longer, never shorter
         assert tenant.samples_per_second == pytest.approx(8 / tenant.step_time_seconds, rel=0.3)
         assert tenant.solo_step_time_seconds is not None
         value = registry_of(agent).get_sample_value

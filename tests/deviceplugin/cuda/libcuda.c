@@ -39,7 +39,7 @@ int cuDeviceGetUuid(unsigned char *uuid, int device)
 
 int cuDeviceGetAttribute(int *value, int attribute, int device)
 {
-    if (attribute != 133 || device != 0) /* CU_DEVICE_ATTRIBUTE_MPS_ENABLED */
+    if (attribute != 133 || device != 0 || breaks("old-driver")) /* CU_DEVICE_ATTRIBUTE_MPS_ENABLED */
         return 1;
     *value = getenv("CUDA_MPS_PIPE_DIRECTORY") != NULL && !breaks("outside");
     return 0;
