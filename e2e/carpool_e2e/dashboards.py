@@ -179,7 +179,7 @@ def _draw_lines(axes: Axes, found: Found, form: Formatter, times: range, *, stac
 
 
 def play(cluster: Cluster, address: str) -> Iterator[Path]:
-    """Let jobs come, wait and end for four minutes, and draw the dashboards into `PICTURES`."""
+    """Let jobs come, wait and end for three and a half minutes, and draw the dashboards into `PICTURES`."""
     start, (first, waits) = time.time(), jobs()
     for manifest in (*first, waits):
         cluster.apply(manifest)

@@ -15,10 +15,10 @@ from carpool_core.products import hardware_name
 from carpool_core.resources.job import Attempt, GpuTrainingJob, JobStatus, WorkerPlacement
 from carpool_core.resources.node import LOADING_S, STEADY_S, Device, GpuNode, Tenant
 from carpool_core.values import GpuUuid, SharingMode
-from carpool_predictor.calibration.colocation import MeasuredSteps, Reporter, SoloRecord, pair_record
+from carpool_predictor.calibration.colocation import MeasuredSteps, Origin, SoloRecord, pair_record
 from carpool_predictor.calibration.document import RunMeasurement
 from carpool_predictor.calibration.run_history import memory_step
-from carpool_predictor.models.slowdown import TenantActivity, is_saturated, pair_slowdown, solo_activity
+from carpool_predictor.models.slowdown import TenantActivity, is_saturated, solo_activity
 
 from carpool_operator import attempts
 from carpool_operator.outcomes import GPU_OUT_OF_MEMORY, Outcome
@@ -212,14 +212,13 @@ def measured_steps(snapshot: Snapshot, status: JobStatus, attempt: Attempt) -> M
     if own is None:
         return None
     is_simulated = place.product.startswith(SIMULATED_PREFIX)
-    by = Reporter(job.metadata.namespace, own.tenancy_domain, hardware_name(place.product), is_simulated)
+    origin = Origin(job.metadata.namespace, own.tenancy_domain, hardware_name(place.product), is_simulated)
     solo, pair = None, None
     if observed.solo_step_time_seconds and observed.solo_source == "Run":
-        solo = SoloRecord(snapshot.digest, *by, observed.solo_step_time_seconds)
+        solo = SoloRecord(snapshot.digest, *origin, observed.solo_step_time_seconds)
     if observed.slowdown and other is not None and len(_tenants(snapshot, place)) == len(held) == PAIR:
-        predicted = pair_slowdown(place.mode, own.tenant, other.tenant)
         sample = f"{sample_of(job, attempt)} {other.pod_uid}"
-        pair = pair_record(sample, by, place.mode, own.tenant, other.tenant, observed.slowdown, predicted)
+        pair = pair_record(sample, origin, place.mode, own.tenant, other.tenant, observed.slowdown)
     return MeasuredSteps(pair=pair, solo=solo) if pair or solo else None
 
 

@@ -22,7 +22,7 @@ from carpool_extender.queue.order import QueueOrder
 from carpool_extender.queue.scheduling_queue import PodRef, QueuedJobInfo
 from carpool_predictor.calibration.colocation import (
     MeasuredSteps,
-    Reporter,
+    Origin,
     SoloRecord,
     learned_colocations,
     pair_record,
@@ -31,7 +31,7 @@ from carpool_predictor.calibration.colocation import (
 from carpool_predictor.calibration.document import Calibration, RunMeasurement, Stack, is_plain, with_steps
 from carpool_predictor.calibration.observe import observe
 from carpool_predictor.models.memory import shipped
-from carpool_predictor.models.slowdown import TenantActivity, is_saturated, pair_slowdown, solo_activity
+from carpool_predictor.models.slowdown import TenantActivity, is_saturated, solo_activity
 from carpool_predictor.predict import PredictionContext, ProductAnswer, run_prediction_of, summarize
 
 from carpool_simulator.strategy import Knowledge, Strategy
@@ -98,14 +98,13 @@ class Learner:
         job, steps = run.job, run.steps
         if job.asked is None or job.workers != 1 or job.gpus != 1 or not job.truth.model:
             return
-        by = Reporter(NAMESPACE, NAMESPACE, find_product(job.truth.product).name, True)
-        solo = SoloRecord(job.truth.kind, *by, steps.solo_s) if steps.solo_s is not None else None
-        solo_s = steps.solo_s or solo_step_s(self._calibration.solo, job.truth.kind, by.product)
+        origin = Origin(NAMESPACE, NAMESPACE, find_product(job.truth.product).name, True)
+        solo = SoloRecord(job.truth.kind, *origin, steps.solo_s) if steps.solo_s is not None else None
+        solo_s = steps.solo_s or solo_step_s(self._calibration.solo, job.truth.kind, origin.product)
         pair = None
         if solo_s is not None and len(steps.profiles) == PAIR:
             own, other = steps.profiles
-            predicted = pair_slowdown(run.mode, own, other)
-            pair = pair_record(steps.sample, by, run.mode, own, other, steps.step_s / solo_s, predicted)
+            pair = pair_record(steps.sample, origin, run.mode, own, other, steps.step_s / solo_s)
         before = self._calibration
         self._calibration = with_steps(before, [MeasuredSteps(pair=pair, solo=solo)])
         if self._calibration.pairs != before.pairs:

@@ -50,8 +50,8 @@ def container(mode: SharingMode = SharingMode.MPS) -> dict[str, str]:
          "passed canary-memory 1 MiB, and 2,049 MiB refused for lack of memory"),
         ("", SharingMode.TIME_SLICING, 0, f"passed canary-gpus {GPU}"),
         ("two-gpus", SharingMode.EXCLUSIVE, 1, f"FAILED canary-gpus expected {GPU}, found {GPU}, {OTHER}"),
-        ("old-driver", SharingMode.MPS, 0, "unknown canary-mps CUDA does not say whether a client is inside MPS; drivers "
-         "from 545 on do; passed canary-memory"),
+        ("old-driver", SharingMode.MPS, 0, "unknown canary-mps CUDA does not say whether a client is inside MPS; "
+         "drivers from 545 on do; passed canary-memory"),
         ("outside", SharingMode.MPS, 1, "FAILED canary-mps expected a client inside MPS, found one outside, to"),
         ("no-limit", SharingMode.MPS, 1, "2,049 MiB refused for lack of memory, found CUDA's results 0 and 0"),
         ("no-gpu", SharingMode.MPS, 1,

@@ -27,6 +27,8 @@ from carpool_core.resources.prediction import ANY_FAMILY, LearnedColocation, Pre
 from carpool_core.values import SharingMode
 from msgspec import Meta
 
+from carpool_predictor.models.slowdown import pair_slowdown
+
 MAX_PAIRS, MAX_SOLO = 512, 256
 """Records kept."""
 MAX_PUBLISHED = 16
@@ -97,7 +99,7 @@ class MeasuredSteps(msgspec.Struct, frozen=True, kw_only=True):
         return " ".join(parts)
 
 
-class Reporter(NamedTuple):
+class Origin(NamedTuple):
     """Origin of a measurement, as in the records."""
 
     namespace: str
@@ -107,24 +109,15 @@ class Reporter(NamedTuple):
 
 
 def pair_record(
-    sample: str,
-    by: Reporter,
-    mode: SharingMode,
-    own: TenantProfile,
-    other: TenantProfile,
-    slowdown: float,
-    predicted: float,
+    sample: str, origin: Origin, mode: SharingMode, own: TenantProfile, other: TenantProfile, slowdown: float
 ) -> PairRecord | None:
-    """Return the record of a job's measured slowdown beside one co-tenant; None if a family or the mode has none.
-
-    `predicted` is the shipped model's median for the same pair.
-    """
+    """Return the record of a job's measured slowdown beside one co-tenant; None if a family or the mode has none."""
     families = own.family, other.family
     if not all(families) or mode not in (SharingMode.MPS, SharingMode.TIME_SLICING):
         return None
-    ratio = min(max(math.log(slowdown / predicted), -MAX_RATIO), MAX_RATIO)
+    ratio = min(max(math.log(slowdown / pair_slowdown(mode, own, other)), -MAX_RATIO), MAX_RATIO)
     busy = own.gpu_util_percent / 100, other.gpu_util_percent / 100
-    return PairRecord(sample, *by, mode, *families, *busy, round(ratio, 4))
+    return PairRecord(sample, *origin, mode, *families, *busy, round(ratio, 4))
 
 
 def add(records: Sequence[Record], record: Record, most: int) -> list[Record]:
