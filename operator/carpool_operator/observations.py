@@ -18,7 +18,7 @@ from carpool_core.values import GpuUuid, SharingMode
 from carpool_predictor.calibration.colocation import MeasuredSteps, Origin, SoloRecord, pair_record
 from carpool_predictor.calibration.document import RunMeasurement
 from carpool_predictor.calibration.run_history import memory_step
-from carpool_predictor.models.slowdown import TenantActivity, is_saturated, solo_activity
+from carpool_predictor.models.slowdown import TenantActivity, is_saturated, pair_slowdown, solo_activity
 
 from carpool_operator import attempts
 from carpool_operator.outcomes import GPU_OUT_OF_MEMORY, Outcome
@@ -218,7 +218,8 @@ def measured_steps(snapshot: Snapshot, status: JobStatus, attempt: Attempt) -> M
         solo = SoloRecord(snapshot.digest, *origin, observed.solo_step_time_seconds)
     if observed.slowdown and other is not None and len(_tenants(snapshot, place)) == len(held) == PAIR:
         sample = f"{sample_of(job, attempt)} {other.pod_uid}"
-        pair = pair_record(sample, origin, place.mode, own.tenant, other.tenant, observed.slowdown)
+        predicted = pair_slowdown(place.mode, own.tenant, other.tenant)
+        pair = pair_record(sample, origin, place.mode, own.tenant, other.tenant, observed.slowdown, predicted)
     return MeasuredSteps(pair=pair, solo=solo) if pair or solo else None
 
 

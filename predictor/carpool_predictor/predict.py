@@ -93,6 +93,8 @@ class PredictionContext:
         if model is not self.model:
             # The stack has its own line and bound; trees, hull and strata stay those of the shipped model.
             ratio = model.factors[correction.stratum] / self.model.factors[correction.stratum]
+            if correction.elsewhere_factor > correction.bound_factor:
+                ratio *= model.doubt
             correction = replace(correction, bound_factor=correction.bound_factor * ratio)
         history = run_history.find_history(
             calibration, product.name, precision, name, self.reserved_mib, retry_before=retry_before

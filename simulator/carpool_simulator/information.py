@@ -31,7 +31,7 @@ from carpool_predictor.calibration.colocation import (
 from carpool_predictor.calibration.document import Calibration, RunMeasurement, Stack, is_plain, with_steps
 from carpool_predictor.calibration.observe import observe
 from carpool_predictor.models.memory import shipped
-from carpool_predictor.models.slowdown import TenantActivity, is_saturated, solo_activity
+from carpool_predictor.models.slowdown import TenantActivity, is_saturated, pair_slowdown, solo_activity
 from carpool_predictor.predict import PredictionContext, ProductAnswer, run_prediction_of, summarize
 
 from carpool_simulator.strategy import Knowledge, Strategy
@@ -104,7 +104,8 @@ class Learner:
         pair = None
         if solo_s is not None and len(steps.profiles) == PAIR:
             own, other = steps.profiles
-            pair = pair_record(steps.sample, origin, run.mode, own, other, steps.step_s / solo_s)
+            predicted = pair_slowdown(run.mode, own, other)
+            pair = pair_record(steps.sample, origin, run.mode, own, other, steps.step_s / solo_s, predicted)
         before = self._calibration
         self._calibration = with_steps(before, [MeasuredSteps(pair=pair, solo=solo)])
         if self._calibration.pairs != before.pairs:

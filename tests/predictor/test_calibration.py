@@ -379,7 +379,10 @@ def test_an_unconfirmed_outlier_does_not_count() -> None:
 
 def test_predictions_follow_the_stack_and_bounds_narrow() -> None:
     rng = np.random.default_rng(5)
-    context = asked()
+    steps = [msgspec.structs.replace(one, unfolded_bytes=one.peak_bytes) for one in features().steps]
+    convolutions = msgspec.structs.replace(features(), steps=steps)  # a bound that is wider elsewhere
+    context = prepare(convolutions, asked().training, shipped())
+    assert isinstance(context, PredictionContext)
     before = context.memory_on(T4)
     widths = []
     for jobs in (MIN_JOBS, 20, 60):
@@ -391,6 +394,17 @@ def test_predictions_follow_the_stack_and_bounds_narrow() -> None:
     assert memory.median_mib > before.median_mib
     assert widths == sorted(widths, reverse=True)
     assert widths[-1] < before.upper_mib / before.median_mib
+
+
+def test_learning_adds_no_doubt_to_a_step_without_large_workspaces() -> None:
+    rng = np.random.default_rng(5)
+    before = asked().memory_on(T4)
+    learned = model_for(learn(job(i, rng) for i in range(MIN_JOBS)), T4, Precision.FP32, shipped())
+    context = prepare(features(), asked().training, learned)
+    assert isinstance(context, PredictionContext)
+    memory = context.memory_on(T4)
+    assert learned.doubt > 1
+    assert memory.upper_mib / memory.median_mib == pytest.approx(before.upper_mib / before.median_mib, rel=0.01)
 
 
 def test_a_stack_with_too_few_jobs_keeps_the_shipped_model() -> None:

@@ -27,8 +27,6 @@ from carpool_core.resources.prediction import ANY_FAMILY, LearnedColocation, Pre
 from carpool_core.values import SharingMode
 from msgspec import Meta
 
-from carpool_predictor.models.slowdown import pair_slowdown
-
 MAX_PAIRS, MAX_SOLO = 512, 256
 """Records kept."""
 MAX_PUBLISHED = 16
@@ -109,13 +107,22 @@ class Origin(NamedTuple):
 
 
 def pair_record(
-    sample: str, origin: Origin, mode: SharingMode, own: TenantProfile, other: TenantProfile, slowdown: float
+    sample: str,
+    origin: Origin,
+    mode: SharingMode,
+    own: TenantProfile,
+    other: TenantProfile,
+    slowdown: float,
+    predicted: float,
 ) -> PairRecord | None:
-    """Return the record of a job's measured slowdown beside one co-tenant; None if a family or the mode has none."""
+    """Return the record of a job's measured slowdown beside one co-tenant; None if a family or the mode has none.
+
+    `predicted` is the shipped model's median for the same pair, `slowdown.pair_slowdown`.
+    """
     families = own.family, other.family
     if not all(families) or mode not in (SharingMode.MPS, SharingMode.TIME_SLICING):
         return None
-    ratio = min(max(math.log(slowdown / pair_slowdown(mode, own, other)), -MAX_RATIO), MAX_RATIO)
+    ratio = min(max(math.log(slowdown / predicted), -MAX_RATIO), MAX_RATIO)
     busy = own.gpu_util_percent / 100, other.gpu_util_percent / 100
     return PairRecord(sample, *origin, mode, *families, *busy, round(ratio, 4))
 

@@ -283,9 +283,10 @@ def _for_namespace(state: StackState, namespace: str) -> StackState:
 def model_for(calibration: Calibration, product: GpuProduct, precision: Precision, model: MemoryModel) -> MemoryModel:
     """Return the memory model of a stack: the shipped one with the stack's own line, from `MIN_JOBS` jobs on.
 
-    factor(stratum) = max(shipped factor · e^widening, e^reach) · (1 + (ELSEWHERE_FACTOR - 1) · h / (h + jobs))
+    factor(stratum) = max(shipped factor · e^widening, e^reach)
+    doubt = 1 + (ELSEWHERE_FACTOR - 1) · h / (h + jobs)
 
-    The last factor, with h = `HALF_WIDTH_JOBS`, applies only to a stack for which no model was shipped.
+    The doubt, with h = `HALF_WIDTH_JOBS`, is 1 on a stack for which a model was shipped.
     """
     state = calibration.best(product.name, precision)
     if state is None or not state.learned_from:
@@ -295,7 +296,7 @@ def model_for(calibration: Calibration, product: GpuProduct, precision: Precisio
         doubt += (ELSEWHERE_FACTOR - 1) * HALF_WIDTH_JOBS / (HALF_WIDTH_JOBS + state.jobs)
     reaches = [*state.reaches, *[0.0] * len(model.factors)]
     pairs = zip(model.factors, reaches, strict=False)
-    factors = [max(own * math.exp(state.widening), math.exp(reach)) * doubt for own, reach in pairs]
+    factors = [max(own * math.exp(state.widening), math.exp(reach)) for own, reach in pairs]
     return msgspec.structs.replace(
         model,
         product=product.name,
@@ -303,6 +304,7 @@ def model_for(calibration: Calibration, product: GpuProduct, precision: Precisio
         slope=state.slope,
         intercept_mib=state.intercept_mib,
         factors=factors,
+        doubt=doubt,
     )
 
 

@@ -121,7 +121,7 @@ class Risk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return bisect_right(self.edges, score)
 
 
-class MemoryModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MemoryModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The memory model of one stack, with provenance."""
 
     format: int
@@ -152,6 +152,8 @@ class MemoryModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Coverage of the bound."""
     provenance: dict[str, str | float | int]
     """Data, rows, split, seed, versions, and errors on held-out families."""
+    doubt: Annotated[float, Meta(ge=1, le=ELSEWHERE_FACTOR)] = 1.0
+    """Further factor to the bounds of steps that may need large workspaces, on a stack that learned from its jobs."""
 
     def check(self) -> None:
         """Refuse an artifact that does not fit this code.
@@ -211,7 +213,7 @@ class Correction:
     bound_factor: float
     """Bound over median."""
     elsewhere_factor: float
-    """The same on an uncalibrated stack."""
+    """The same on an uncalibrated stack; greater only for steps that may need large workspaces."""
     stratum: int
     """Index of the model's factor that `bound_factor` is made of."""
     inside: bool
@@ -228,9 +230,9 @@ def correction_of(model: MemoryModel, features: ModelFeatures, cost: StepCost, b
             # Strata rank the risk of large workspaces, and extrapolate badly to language models; see decision 57.
             factor = model.factors[0] * PLAIN_OUTSIDE_FACTOR * (QUANTIZED_FACTOR if features.quantization else 1)
             return Correction(1.0, factor, factor, 0, inside=False)
-        factor = model.factors[stratum] * OUTSIDE_FACTOR
+        factor = model.factors[stratum] * model.doubt * OUTSIDE_FACTOR
         return Correction(1.0, factor, factor * ELSEWHERE_FACTOR, stratum, inside=False)
-    factor = model.factors[stratum]
+    factor = model.factors[stratum] * model.doubt
     answer = min(max(model.residual.predict(row), -MAX_CORRECTION), MAX_CORRECTION)
     return Correction(math.exp(answer), factor, factor * ELSEWHERE_FACTOR, stratum, inside=True)
 
