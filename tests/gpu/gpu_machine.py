@@ -65,9 +65,9 @@ class Attributed(ProcTree):
         super().__init__(root)
         self.pods: dict[int, PodUid] = {}
 
-    def find(self, pid: int) -> Process | None:
+    def find(self, pid: int, known: Process | None = None) -> Process | None:
         """Look a process up."""
-        found = super().find(pid)
+        found = super().find(pid, known)
         if found is None or found.pod_uid is not None or pid not in self.pods:
             return found
         return Process(found.pid, found.started, found.name, self.pods[pid])
@@ -309,7 +309,7 @@ def wait_until(trial: Trial, holds: Callable[[], bool], within_s: float, expecte
         if (waited := machine.monotonic() - began) >= within_s:
             raise FailedError(f"expected {expected} within {within_s:g} s, found it not so after {waited:.0f} s")
         machine.wait(LOOK_EVERY_S)
-    return machine.monotonic() - began
+    return float(machine.monotonic() - began)
 
 
 def reservation(
