@@ -10,6 +10,7 @@ from carpool_core.clock import Clock
 from carpool_core.durations import format_duration
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, NODES, PODS, KubeApi, ResourceKind
 from carpool_core.kube.errors import Overloaded
+from carpool_core.kube.nodes import Node
 from carpool_core.kube.pods import Pod
 from carpool_core.kube.reflector import HasMetadata, Reflector, key_of
 from carpool_core.kubectl.views import GpuView, gpu_views
@@ -17,7 +18,7 @@ from carpool_core.resources.node import GpuNode
 from carpool_extender.explain.commands import Site
 from carpool_extender.explain.explain import cluster_view
 from carpool_extender.explain.queue_forecast import NOT_FAILED, QueueView, forecast_queue, pending_jobs
-from carpool_extender.informers import NodeRow, WatchedJob
+from carpool_extender.informers import WatchedJob
 
 from carpool_board.viewers import Right, Viewers
 
@@ -59,7 +60,7 @@ class ClusterWatch:
         self._jobs = Reflector(api, GPU_TRAINING_JOBS, WatchedJob, clock=clock, on_change=self._job_changed)
         queue_changed = self._queue_changed
         self._pods = Reflector(api, PODS, Pod, selector=NOT_FAILED, clock=clock, on_change=queue_changed)
-        self._kube_nodes = Reflector(api, NODES, NodeRow, clock=clock)
+        self._kube_nodes = Reflector(api, NODES, Node, clock=clock)
         self._reflectors: dict[ResourceKind, Reflector[Any]] = {
             one.kind: one for one in (self._nodes, self._jobs, self._pods, self._kube_nodes)
         }

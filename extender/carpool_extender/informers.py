@@ -10,7 +10,8 @@ from cachetools import LRUCache
 from carpool_core.clock import Clock
 from carpool_core.keys import OUTCOME_GPU_OUT_OF_MEMORY, RESOURCE_GPU, SCHEDULER_NAME
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, NODES, PODS, KubeApi, Selector
-from carpool_core.kube.pods import Pod, PodCondition, job_owner_reference
+from carpool_core.kube.nodes import Node
+from carpool_core.kube.pods import Pod, job_owner_reference
 from carpool_core.kube.reflector import Reflector, put_in_group
 from carpool_core.resources.job import GpuSelector, MemoryOverride, Sharing
 from carpool_core.resources.meta import ObjectMeta
@@ -151,21 +152,7 @@ class WatchedJob(JobRow, frozen=True, kw_only=True):
     status: WatchedStatus = WatchedStatus()
 
 
-class NodeStatusRow(_Wire, frozen=True, kw_only=True):
-    """The part of a Node's status that shows whether its agent can prepare GPUs."""
-
-    allocatable: dict[str, str] = {}
-    conditions: list[PodCondition] = []
-
-
-class NodeRow(_Wire, frozen=True, kw_only=True):
-    """A Node."""
-
-    metadata: ObjectMeta
-    status: NodeStatusRow = NodeStatusRow()
-
-
-def agent_down_reason(node: NodeRow | None) -> str | None:
+def agent_down_reason(node: Node | None) -> str | None:
     """Return why no agent can prepare the GPUs of a node; None if its agent serves the kubelet.
 
     A dead agent, and one without contact to the API server, offers no slots. A full node offers those in use.
@@ -223,7 +210,7 @@ class Informers:
             on_unreadable=self._set_unreadable,
             share=self._shared,
         )
-        self._kube_nodes = Reflector(api, NODES, NodeRow, clock=clock, on_change=self._kube_node_changed)
+        self._kube_nodes = Reflector(api, NODES, Node, clock=clock, on_change=self._kube_node_changed)
         self._jobs = Reflector(api, GPU_TRAINING_JOBS, WatchedJob, clock=clock, on_change=self._job_changed)
         ours = Selector(fields=f"spec.schedulerName={SCHEDULER_NAME}")
         self._pods = Reflector(api, PODS, Pod, selector=ours, clock=clock, on_change=self._pod_changed)
@@ -326,8 +313,9 @@ class Informers:
             for callback in self._on_node:
                 callback(old, new)
 
-    def _kube_node_changed(self, old: NodeRow | None, new: NodeRow | None) -> None:
+    def _kube_node_changed(self, old: Node | None, new: Node | None) -> None:
         if (some := new or old) is not None:
+            self.cluster.set_kube_node(some.metadata.name, new)
             self._check_agent(some.metadata.name)
 
     def _check_agent(self, name: str) -> None:

@@ -163,11 +163,14 @@ def seed_node(kube: FakeKube, node: GpuNode) -> None:
     kube.seed(NODES, node_of(node.metadata.name))
 
 
-def node_of(name: str, *, slots: int = 64, is_ready: bool = True) -> dict[str, Any]:
+def node_of(
+    name: str, *, slots: int = 64, is_ready: bool = True, labels: Mapping[str, str] | None = None, **spec: Any
+) -> dict[str, Any]:
     """Build a Node; without slots its agent does not run."""
     allocatable = {"cpu": "64", "memory": "512Gi", "pods": "110", RESOURCE_GPU: str(slots)}
     conditions = [{"type": "Ready", "status": "True" if is_ready else "Unknown"}]
-    return {"metadata": {"name": name}, "status": {"allocatable": allocatable, "conditions": conditions}}
+    status = {"allocatable": allocatable, "conditions": conditions}
+    return {"metadata": {"name": name, "labels": dict(labels or {})}, "spec": spec, "status": status}
 
 
 def seed_job(

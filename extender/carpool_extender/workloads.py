@@ -13,6 +13,7 @@ from carpool_core.kube.pods import (
     Container,
     OwnerReference,
     Pod,
+    PodSpec,
     container_uid,
     is_training_job,
     job_owner_reference,
@@ -97,7 +98,7 @@ class Workloads:
 
     def _checked(self, pod: Pod, job: JobRow) -> PodRequest:
         check_worker(pod, job)
-        return self._request(job, container_uid(pod.spec))
+        return self._request(job, pod.spec)
 
     async def _job(self, pod: Pod, owner: OwnerReference) -> JobRow:
         """Read the job again if the watch may be behind: it lacks the job, its prediction or the pod's UID."""
@@ -115,13 +116,15 @@ class Workloads:
             raise no_such_job(pod, owner)
         return job
 
-    def _request(self, job: JobRow, user: int | None) -> PodRequest:
+    def _request(self, job: JobRow, spec: PodSpec) -> PodRequest:
         uid, version = JobUid(job.metadata.uid), job.metadata.resource_version
         known = self._known.get(uid)
-        is_known = known is not None and known[0] == version and version and known[1].user == user
-        if known is not None and is_known and known[1].demand.prediction == job.status.prediction:
-            return known[1]
-        pod_request = pod_request_of(job, user, self._choices)
+        wanted = job.status.prediction, container_uid(spec), spec.node_constraints
+        if known is not None and known[0] == version and version:
+            request = known[1]
+            if (request.demand.prediction, request.user, request.constraints) == wanted:
+                return request
+        pod_request = pod_request_of(job, spec, self._choices)
         if known is not None and known[1].is_as(pod_request):
             pod_request = known[1]
         self._known[uid] = (version, pod_request)
@@ -234,12 +237,12 @@ def _gpus(container: Container) -> int:
     return int(text) if text.isdigit() else 0
 
 
-def pod_request_of(job: JobRow, user: int | None, choices: JobOptions) -> PodRequest:
+def pod_request_of(job: JobRow, spec: PodSpec, choices: JobOptions) -> PodRequest:
     """Return what each worker of a job asks for, and what the job chose.
 
     Args:
         job: The job.
-        user: User that its workers run as; None if their spec sets none.
+        spec: Spec of its workers.
         choices: The site's settings. A job that died of memory never counts with its measured peak.
 
     Raises:
@@ -248,7 +251,15 @@ def pod_request_of(job: JobRow, user: int | None, choices: JobOptions) -> PodReq
     policy = policy_of(job, allowed=choices.policies)
     may_use_measured_peak = choices.peaks and not job.status.died_of_memory
     demand = replace(demand_of_row(job), tenancy_group=choices.tenancy_group(job.metadata.namespace))
-    return PodRequest(demand, policy, job.spec.workers, user, may_use_measured_peak, job.spec.training.steps)
+    return PodRequest(
+        demand,
+        policy,
+        job.spec.workers,
+        container_uid(spec),
+        may_use_measured_peak,
+        job.spec.training.steps,
+        spec.node_constraints,
+    )
 
 
 def demand_of_row(job: JobRow) -> Demand:

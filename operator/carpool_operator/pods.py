@@ -6,7 +6,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 from carpool_core import keys
+from carpool_core.kube.nodes import GPU_TOLERATION
 from carpool_core.kube.pods import Pod, PodMeta, WorkerName, job_owner_reference, parse_worker_name
 from carpool_core.resources.job import MAX_WORKERS, GpuTrainingJob
 from carpool_core.values import JobUid, ProbeMode, parse_quantity
@@ -83,7 +85,7 @@ KEPT_BY_AUTOSCALERS = {
 }
 """Annotations by which cluster-autoscaler and Karpenter keep the node of a running pod; the template's values win."""
 
-_TOLERATION = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+_TOLERATION = msgspec.to_builtins(GPU_TOLERATION)
 
 _REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 _PRODUCT_LABEL = "nvidia.com/gpu.product"

@@ -2,7 +2,16 @@
 
 import msgspec
 import pytest
-from carpool_core.kube.pods import OwnerReference, Pod, PodMeta, WorkerName, job_owner_reference, parse_worker_name
+from carpool_core.kube.nodes import Node
+from carpool_core.kube.pods import (
+    OwnerReference,
+    Pod,
+    PodMeta,
+    PodSpec,
+    WorkerName,
+    job_owner_reference,
+    parse_worker_name,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,3 +70,71 @@ def test_other_names_are_not_workers(name: str) -> None:
 def test_only_a_controller_of_our_kind_counts(changes: dict[str, str | None], is_ours: bool) -> None:
     owner = OwnerReference(**(JOB | changes))  # type: ignore[arg-type]
     assert job_owner_reference(PodMeta(name="x", owner_references=[owner])) == (owner if is_ours else None)
+
+
+TAINT = {"key": "team", "value": "vision", "effect": "NoSchedule"}
+LABELS = {"zone": "b", "generation": "8"}
+TERMS = "nodeSelectorTerms"
+
+
+def tolerating(**toleration: str) -> dict[str, object]:
+    return {"tolerations": [{"key": "other", "operator": "Exists"}, toleration]}
+
+
+def requiring(*terms: dict[str, object]) -> dict[str, object]:
+    return {"affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {TERMS: list(terms)}}}}
+
+
+def expression(key: str, operator: str, *values: str) -> dict[str, object]:
+    return {"key": key, "operator": operator, "values": list(values)}
+
+
+def expressions(*those: dict[str, object]) -> dict[str, object]:
+    return requiring({"matchExpressions": list(those)})
+
+
+@pytest.mark.parametrize(
+    ("pod", "node", "refusal"),
+    [
+        ({}, {}, ""),
+        ({}, {"taints": [TAINT]}, "has the taint team=vision:NoSchedule, which the job does not tolerate"),
+        ({}, {"taints": [TAINT | {"effect": "NoExecute"}]}, "team=vision:NoExecute"),
+        ({}, {"taints": [TAINT | {"effect": "PreferNoSchedule"}]}, ""),
+        ({}, {"taints": [{"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}]}, ""),
+        (tolerating(key="team", operator="Exists"), {"taints": [TAINT]}, ""),
+        (tolerating(key="team", value="vision"), {"taints": [TAINT]}, ""),
+        (tolerating(key="team", operator="Equal", value="speech"), {"taints": [TAINT]}, "taint"),
+        (tolerating(key="team", operator="Exists", effect="NoSchedule"), {"taints": [TAINT]}, ""),
+        (tolerating(key="team", operator="Exists", effect="NoExecute"), {"taints": [TAINT]}, "taint"),
+        (tolerating(key="te", operator="Exists"), {"taints": [TAINT]}, "taint"),
+        (tolerating(operator="Exists"), {"taints": [TAINT, {"key": "a", "effect": "NoExecute"}]}, ""),
+        (tolerating(key="team", operator="Exists"), {"taints": [TAINT, {"key": "a", "effect": "NoExecute"}]}, "a:NoEx"),
+        ({}, {"unschedulable": True}, "its node is cordoned"),
+        (tolerating(key="node.kubernetes.io/unschedulable", operator="Exists"), {"unschedulable": True}, ""),
+        ({"nodeSelector": {"zone": "b"}}, {}, ""),
+        ({"nodeSelector": {"zone": "b", "disk": "ssd"}}, {}, "lacks the label disk=ssd of the job's nodeSelector"),
+        (expressions(expression("zone", "In", "a", "b")), {}, ""),
+        (expressions(expression("zone", "In", "a")), {}, "required node affinity"),
+        (expressions(expression("disk", "In", "ssd")), {}, "affinity"),
+        (expressions(expression("zone", "NotIn", "b")), {}, "affinity"),
+        (expressions(expression("disk", "NotIn", "ssd")), {}, ""),
+        (expressions(expression("zone", "Exists")), {}, ""),
+        (expressions(expression("zone", "DoesNotExist")), {}, "affinity"),
+        (expressions(expression("generation", "Gt", "7")), {}, ""),
+        (expressions(expression("generation", "Gt", "8")), {}, "affinity"),
+        (expressions(expression("generation", "Lt", "10")), {}, ""),
+        (expressions(expression("zone", "Gt", "1")), {}, "affinity"),
+        (expressions(expression("disk", "Lt", "1")), {}, "affinity"),
+        (expressions(expression("zone", "In", "b"), expression("generation", "Lt", "8")), {}, "affinity"),
+        (requiring({"matchFields": [expression("metadata.name", "In", "n")]}), {}, ""),
+        (requiring({"matchFields": [expression("metadata.name", "NotIn", "n")]}), {}, "affinity"),
+        (requiring(*({"matchExpressions": [expression(key, "Exists")]} for key in ("disk", "zone"))), {}, ""),
+        (requiring({}), {}, "affinity"),
+    ],
+)  # fmt: skip
+def test_nodes_that_a_pod_accepts(pod: dict[str, object], node: dict[str, object], refusal: str) -> None:
+    """The rules of kube-scheduler's TaintToleration, NodeUnschedulable and NodeAffinity."""
+    constraints = msgspec.convert(pod, PodSpec).node_constraints
+    found = constraints.refusal(msgspec.convert({"metadata": {"name": "n", "labels": LABELS}, "spec": node}, Node))
+    assert (found is None) == (not refusal)
+    assert refusal in (found or "")

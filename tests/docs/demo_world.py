@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from carpool_core.clock import Clock
 from carpool_core.kube.api import CONFIG_MAPS, GPU_NODES, GPU_TRAINING_JOBS, NODES, Selector
+from carpool_core.kube.pods import PodSpec
 from carpool_core.products import device_class
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.meta import ObjectMeta
@@ -80,7 +81,7 @@ async def run(kube: FakeKube, manifest: dict[str, Any], clock: Clock) -> None:
     job = msgspec.convert({**manifest, "metadata": {**manifest["metadata"], "uid": name}}, GpuTrainingJob)
     kinds = {device_class(device) for node in nodes.values() for device in node.status.devices}
     body = msgspec.to_builtins(await JobPredictor(is_strict=True).predict(job, kinds))
-    pod_request = pod_request_of(msgspec.convert(body, JobRow), None, AS_SHIPPED)
+    pod_request = pod_request_of(msgspec.convert(body, JobRow), PodSpec(), AS_SHIPPED)
     offered = [node for node in nodes.values() if node.metadata.name in FULL.kubelet_nodes]
     found = best_place(CachedEvaluation(pod_request, RULES, cluster_view(offered, RULES, None).snapshot()))
     assert found is not None, name

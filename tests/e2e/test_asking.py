@@ -84,7 +84,7 @@ async def test_explain_and_what_if_list_every_gpu_and_create_nothing(
     said = " ".join(asked.stdout.split())
     assert "would go to bench-000" in asked.stdout
     assert asked.stdout.count("fits by MPS") == 4
-    assert "not checked by Carpool: taints" in asked.stdout
+    assert "not checked by Carpool: CPU" in asked.stdout
     assert "settings: as shipped; the site's may differ: you may not read ConfigMap carpool-settings in" in said
     assert "not checked: whether the API server" in asked.stdout
     assert refused.returncode == 1

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import msgspec
 
 from carpool_core.keys import DOMAIN, RESOURCE_GPU
+from carpool_core.kube.nodes import GPU_TOLERATION, Affinity, NodeConstraints, Toleration
 from carpool_core.resources.meta import ObjectMeta
 
 
@@ -69,6 +70,20 @@ class PodSpec(_Wire, frozen=True, kw_only=True):
     security_context: SecurityContext = SecurityContext()
     host_users: bool = True
     """False if the pod has a user namespace, so that its users differ from the node's."""
+    node_selector: dict[str, str] = {}
+    tolerations: tuple[Toleration, ...] = ()
+    affinity: Affinity | None = None
+
+    @property
+    def node_constraints(self) -> NodeConstraints:
+        """Which nodes it accepts, as a worker's pod or as a job's template."""
+        of_nodes = None if self.affinity is None else self.affinity.node_affinity
+        more = () if GPU_TOLERATION in self.tolerations else (GPU_TOLERATION,)
+        return NodeConstraints(
+            tolerations=(*self.tolerations, *more),
+            node_selector=tuple(sorted(self.node_selector.items())),
+            required=None if of_nodes is None else of_nodes.required_during_scheduling_ignored_during_execution,
+        )
 
 
 def container_uid(spec: PodSpec, container: str = "") -> int | None:

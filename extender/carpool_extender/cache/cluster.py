@@ -19,7 +19,9 @@ from typing import TypeVar
 
 import msgspec
 import numpy as np
+from cachetools import LRUCache
 from carpool_core.clock import Clock
+from carpool_core.kube.nodes import Node, NodeConstraints
 from carpool_core.products import DeviceClass, device_class
 from carpool_core.resources.node import Device, GpuNode, Reservation
 from carpool_core.values import DeviceHealth, GpuUuid, JobUid, PodUid, SharingMode
@@ -46,6 +48,8 @@ FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 30.0, 600.0
 """Backoff of a GPU that could not be prepared: after the first failure, and at most."""
 LEAST_MIB = 256
 """Memory that any job needs, in MiB: what a process takes before it has stored anything."""
+REMEMBERED_CONSTRAINTS = 256
+"""Node constraints of pods for which the accepted nodes are kept."""
 MOST_NAMED = 3
 """Pods or nodes that a reason names."""
 LONGEST_MESSAGE = 120
@@ -228,6 +232,8 @@ class ClusterCache:
         self._kinds: dict[str, list[DeviceClass]] = {}
         self._namespaces: dict[str, int] = {}
         # Reasons why GPUs are unavailable
+        self._kube_nodes: dict[str, Node] = {}
+        self._refusing: LRUCache[NodeConstraints, Bools] = LRUCache(REMEMBERED_CONSTRAINTS)
         self._unavailable: dict[int, UnavailableReason] = {}
         self._invalid: dict[int, UnavailableReason] = {}
         self._of_nodes: dict[int, dict[str, UnavailableReason]] = {AGENT_DOWN: {}, UNRESERVED_POD: {}, INVALID: {}}
@@ -378,6 +384,8 @@ class ClusterCache:
             present_classes=self._class_sizes.keys(),
             namespaces=self._namespaces,
             unavailable=self._unavailable,
+            kube_nodes=self._kube_nodes,
+            refusing_nodes=self._refusing_nodes,
         )
 
     def changed_since(self, generation: int) -> Rows:
@@ -415,6 +423,7 @@ class ClusterCache:
         if name not in self._node_ids:
             self._node_ids[name] = self._free_node_ids.pop() if self._free_node_ids else len(self._node_names)
             self._node_names[self._node_ids[name] : self._node_ids[name] + 1] = [name]
+            self._refusing.clear()
         kinds = [device_class(device) for device in devices]
         self._set_kinds(name, kinds)
         self._set_uuids(name, {device.uuid for device in devices}, set(self._table.uuid[block].tolist()))
@@ -487,6 +496,29 @@ class ClusterCache:
         self._of_nodes[kind].pop(name, None)
         if why is not None:
             self._of_nodes[kind][name] = UnavailableReason(kind, why)
+
+    def set_kube_node(self, name: str, node: Node | None) -> None:
+        """Take in a Node, whose taints, cordon and labels decide which pods accept it; None if it was deleted."""
+        old = self._kube_nodes.pop(name, None)
+        if node is not None:
+            self._kube_nodes[name] = node
+        if old and node and (old.spec, old.metadata.labels) == (node.spec, node.metadata.labels):
+            return
+        if rows := self._rows_of(name):
+            for constraints, refusing in self._refusing.items():
+                refusing[self._node_ids[name]] = self._is_refused(name, constraints)
+            self._mark(rows)
+            self.freed_at = self.generation
+
+    def _refusing_nodes(self, constraints: NodeConstraints) -> Bools:
+        found = self._refusing.get(constraints)
+        if found is None:
+            found = np.array([self._is_refused(name, constraints) for name in self._node_names], np.bool_)
+            self._refusing[constraints] = found
+        return found
+
+    def _is_refused(self, name: str, constraints: NodeConstraints) -> bool:
+        return (node := self._kube_nodes.get(name)) is not None and constraints.refusal(node) is not None
 
     def is_agent_down(self, name: str) -> bool:
         """Return whether no agent serves the kubelet of a node."""

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from itertools import repeat
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from carpool_core.clock import parse_rfc3339
+from carpool_core.kube.nodes import Node, NodeConstraints
 from carpool_core.products import DeviceClass
 from carpool_core.resources.node import Device, GpuNode, Reservation, Tenant, TenantProfile
 from carpool_core.values import GpuUuid, PodUid, SharingMode, Tenancy
@@ -417,6 +418,10 @@ class Snapshot:
     """Index of each tenancy domain that ever had a tenant."""
     unavailable: Mapping[int, UnavailableReason]
     """Why GPUs take no job at present, by row."""
+    kube_nodes: Mapping[str, Node]
+    """Nodes by name."""
+    refusing_nodes: Callable[[NodeConstraints], Bools]
+    """Returns the mask of the nodes that a pod does not accept, shape (nodes,)."""
 
     def ids(self, names: Sequence[str]) -> Rows:
         """Return the indices of nodes; -1 for those that reported no GPUs."""

@@ -9,6 +9,7 @@ from hashlib import blake2b
 import msgspec
 import numpy as np
 from carpool_core.demand import Demand, unsuitable_reason
+from carpool_core.kube.nodes import NodeConstraints
 from carpool_core.products import DeviceClass
 from carpool_core.resources.node import TenantProfile
 from carpool_core.resources.prediction import LearnedColocation, ProductPrediction
@@ -104,22 +105,23 @@ class PodRequest:
     """Whether it may count with its own peak once that was measured, where it never ran before."""
     steps: int | None = None
     """Training steps of the job; None if it declares none."""
+    constraints: NodeConstraints = field(default_factory=NodeConstraints)
+    """Which nodes it accepts."""
     _requirements: dict[DeviceClass, ClassRequirements] = field(default_factory=dict)
     _columns: list[tuple[tuple[DeviceClass, ...], ClassTable]] = field(default_factory=list)
 
     def is_as(self, other: "PodRequest") -> bool:
         """Whether another asks for the same, for the same job."""
-        mine, its = (
-            (of.demand, of.policy, of.workers, of.user, of.may_use_measured_peak, of.steps) for of in (self, other)
-        )
-        return mine == its
+        names = ("demand", "policy", "workers", "user", "may_use_measured_peak", "steps", "constraints")
+        return all(getattr(self, name) == getattr(other, name) for name in names)
 
     @cached_property
     def shape(self) -> bytes:
         """Digest of all that a decision depends on, but not who asks: demands of equal shape fit the same places."""
         anonymous = replace(self.demand, job_uid=JobUid(""), job_name="")
         return blake2b(
-            msgspec.json.encode((anonymous, self.policy, self.user, self.may_use_measured_peak)), digest_size=16
+            msgspec.json.encode((anonymous, self.policy, self.user, self.may_use_measured_peak, self.constraints)),
+            digest_size=16,
         ).digest()
 
     def requirements(self, kind: DeviceClass) -> ClassRequirements:

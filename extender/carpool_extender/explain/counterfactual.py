@@ -69,7 +69,14 @@ class Scenario:
     def requesting(self, **changes: Any) -> PodRequest:
         """Return the request with a changed demand."""
         of = self.request
-        return PodRequest(replace(of.demand, **changes), of.policy, of.workers, of.user, of.may_use_measured_peak)
+        return PodRequest(
+            replace(of.demand, **changes),
+            of.policy,
+            of.workers,
+            of.user,
+            of.may_use_measured_peak,
+            constraints=of.constraints,
+        )
 
     def place(
         self,
@@ -226,7 +233,7 @@ def _sets_to_free(scenario: Scenario) -> list[list[int]]:
     A set has GPUs of one node. The sets with the fewest tenants on a GPU come first.
     """
     gpus, wanted = scenario.snapshot.gpus, scenario.demand.gpus
-    able = np.flatnonzero(scenario.now.evaluation.could_ever() & ~gpus.unavailable)
+    able = np.flatnonzero(scenario.now.evaluation.could_when_empty())
     able = able[np.lexsort((gpus.count[able], gpus.node[able]))]
     sets = list[list[int]]()
     for _, members in groupby(able.tolist(), lambda row: int(gpus.node[row])):

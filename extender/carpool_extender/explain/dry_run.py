@@ -29,8 +29,8 @@ MAX_RANKED_LINES = 4
 READY = 1.0
 """Readiness of GPUs that all run a tenant already."""
 UNCHECKED = (
-    "not checked by Carpool: taints, cordons, node selectors and affinity, CPU and memory of nodes, volumes, host "
-    "ports; kube-scheduler checks these"
+    "not checked by Carpool: CPU and memory of nodes, affinity to pods, topology spread, volumes, host ports; "
+    "kube-scheduler checks these"
 )
 
 

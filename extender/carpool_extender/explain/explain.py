@@ -21,7 +21,8 @@ from carpool_core.keys import (
 )
 from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, NODES, PODS, KubeApi, Selector, list_all
 from carpool_core.kube.errors import Forbidden, NotFound
-from carpool_core.kube.pods import Pod, PodSpec, container_uid, job_owner_reference
+from carpool_core.kube.nodes import Node
+from carpool_core.kube.pods import Pod, PodSpec, job_owner_reference
 from carpool_core.products import DeviceClass, device_class
 from carpool_core.resources.job import GpuTrainingJob, WorkerPlacement
 from carpool_core.resources.meta import Condition, ObjectMeta
@@ -42,7 +43,7 @@ from carpool_extender.explain.queue_forecast import (
 from carpool_extender.framework.diagnosis import PREFIX, explain_gpus, lines, with_measures, with_own
 from carpool_extender.framework.scores import SchedulerConfig
 from carpool_extender.framework.selection import CachedEvaluation
-from carpool_extender.informers import JobRow, JobSpecRow, JobStatusRow, NodeRow, agent_down_reason
+from carpool_extender.informers import JobRow, JobSpecRow, JobStatusRow, agent_down_reason
 from carpool_extender.queue.entries import pods_of_latest_attempt
 from carpool_extender.workloads import ANNOTATION_POLICY, NotOurs, demand_of_row, pod_request_of
 
@@ -131,7 +132,7 @@ async def explain_job(api: KubeApi, name: str, namespace: str, config: Scheduler
     ]
     places = [_reserved_line(demand, node, r, steps) for node, r in reserved if not is_of_earlier_attempt(r, job)]
     try:
-        request = pod_request_of(job, _user(job.spec.template), options.job_options)
+        request = pod_request_of(job, _pod_spec(job.spec.template), options.job_options)
     except NotOurs as refusal:
         return Answer([*head, *places, str(refusal)])
     held = {r.pod_uid: r for found in own.values() for r in found if not is_of_earlier_attempt(r, job)}
@@ -209,7 +210,7 @@ async def what_if(
     # 2. Its request.
     try:
         row = msgspec.convert(msgspec.to_builtins(predicted), JobRow)
-        request = pod_request_of(row, _user(job.spec.template), options.job_options)
+        request = pod_request_of(row, _pod_spec(job.spec.template), options.job_options)
     except NotOurs as refusal:
         return Answer([*head, str(refusal), *options.unchecked], is_infeasible=True)
     # 3. The decision.
@@ -334,12 +335,12 @@ def _missing_workers(workers: Workers, lacking: int, total: int) -> str:
     return f"{lacking} of {total} workers {have} no place: {why}"
 
 
-def _user(template: dict[str, Any]) -> int | None:
-    """Return the UID that the workers run as; None if the template has none or is invalid."""
+def _pod_spec(template: dict[str, Any]) -> PodSpec:
+    """Return the spec in a template; an empty one if it is invalid."""
     try:
-        return container_uid(msgspec.convert(template.get("spec") or {}, PodSpec))
+        return msgspec.convert(template.get("spec") or {}, PodSpec)
     except msgspec.ValidationError:
-        return None
+        return PodSpec()
 
 
 async def read_cluster(api: KubeApi, config: SchedulerConfig) -> ClusterCache:
@@ -353,15 +354,16 @@ async def read_cluster(api: KubeApi, config: SchedulerConfig) -> ClusterCache:
 
 
 def cluster_view(
-    nodes: Sequence[GpuNode], config: SchedulerConfig, kube_nodes: Mapping[str, NodeRow] | None
+    nodes: Sequence[GpuNode], config: SchedulerConfig, kube_nodes: Mapping[str, Node] | None
 ) -> ClusterCache:
-    """Build the cluster cache from GpuNodes and Nodes; without Nodes, every agent counts as running."""
+    """Build the cluster cache from GpuNodes and Nodes; without Nodes, every node counts as running and accepted."""
     cluster = ClusterCache(config.slots)
     for node in nodes:
         cluster.apply(node)
         if kube_nodes is not None:
             reason = agent_down_reason(kube_nodes.get(node.metadata.name))
             cluster.set_unavailable(node.metadata.name, AGENT_DOWN, reason)
+            cluster.set_kube_node(node.metadata.name, kube_nodes.get(node.metadata.name))
     return cluster
 
 
@@ -387,21 +389,21 @@ def _gpu_lines(
     return [*policy, *(f"  {line}" for line in gpus or ["no node reports GPUs; is the node agent running?"])]
 
 
-async def _read_nodes(api: KubeApi) -> dict[str, NodeRow] | None:
+async def _read_nodes(api: KubeApi) -> dict[str, Node] | None:
     """Read all Nodes by name; None if the caller may not list them."""
     try:
-        return {node.metadata.name: node for node in await list_all(api, NODES, NodeRow)}
+        return {node.metadata.name: node for node in await list_all(api, NODES, Node)}
     except Forbidden:
         return None
 
 
-def _unread(kube_nodes: Mapping[str, NodeRow] | None) -> list[str]:
+def _unread(kube_nodes: Mapping[str, Node] | None) -> list[str]:
     """Return what is missing in an answer without Nodes."""
-    return [] if kube_nodes is not None else ["you may not list Nodes: GPUs of nodes that are down count as usable"]
+    return [] if kube_nodes is not None else ["you may not list Nodes: those that are down or excluded count as usable"]
 
 
 def _nodes_without_gpus(
-    nodes: Iterable[GpuNode], kube_nodes: Mapping[str, NodeRow] | None, invalid: Container[str]
+    nodes: Iterable[GpuNode], kube_nodes: Mapping[str, Node] | None, invalid: Container[str]
 ) -> list[str]:
     """Return the names of the nodes that should report GPUs and report none, sorted.
 

@@ -11,7 +11,7 @@ from carpool_core.durations import ASSUMED_DURATION_S, format_duration
 from carpool_core.keys import GATE_ADMISSION, SCHEDULER_NAME
 from carpool_core.kube.api import GPU_TRAINING_JOBS, PODS, KubeApi, ResourceKind, Selector, list_all
 from carpool_core.kube.errors import Forbidden, KubeError
-from carpool_core.kube.pods import Pod, container_uid, job_owner_reference, parse_worker_name
+from carpool_core.kube.pods import Pod, job_owner_reference, parse_worker_name
 from carpool_core.resources.node import Reservation
 from carpool_core.resources.schema import Resource
 from carpool_core.resources.schema import field as described
@@ -284,7 +284,7 @@ class _Replay:
             first = (gang.gated or gang.admitted)[0]
             try:
                 check_worker(first, job)
-                wanted = pod_request_of(job, container_uid(first.spec), self._options.job_options)
+                wanted = pod_request_of(job, first.spec, self._options.job_options)
             except NotOurs:  # the extender refuses it
                 continue
             unclaimed = [pod for pod in gang.admitted if not cluster.nodes_holding(PodUid(pod.metadata.uid))]

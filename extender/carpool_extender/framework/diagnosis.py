@@ -26,6 +26,7 @@ from carpool_extender.framework.filters import (
     LIMITS,
     MEMORY,
     MODE,
+    NODE,
     PASSED,
     SLOTS,
     SLOWDOWN,
@@ -161,14 +162,15 @@ def _memory(evaluation: Evaluation, rows: Rows) -> list[str]:
     gpus, classes = evaluation.snapshot.gpus, evaluation.snapshot.classes
     products = sorted({kind.product for kind in classes})
     number = np.array([products.index(kind.product) for kind in classes])[gpus.device_class[rows]]
-    failed, too_small = evaluation.results.failed[rows], evaluation.too_small(rows)
+    failed = evaluation.results.failed[rows]
+    too_small = evaluation.too_small(rows) & (failed != NODE.number)
     lacks = (failed == MEMORY.number) | too_small
     short = list[tuple[int, int, str]]()
     for which in np.flatnonzero(np.bincount(number[lacks], minlength=1)).tolist():
         product, mine = products[which], number == which
         lacking = rows[mine & lacks]
         row = lacking[[np.argmax(evaluation.left_mib(lacking))]]
-        others = rows[mine & ((failed != SUITABILITY.number) | too_small)]
+        others = rows[mine & (failed != NODE.number) & ((failed != SUITABILITY.number) | too_small)]
         rank = "freest" if gpus.free_mib[row[0]] >= gpus.free_mib[others].max() else "another"
         is_too_small = evaluation.too_small(row)[0]  # an empty one does not suffice either
         has_mib = int((gpus.usable_mib if is_too_small else gpus.free_mib)[row[0]])
@@ -184,7 +186,7 @@ def _memory(evaluation: Evaluation, rows: Rows) -> list[str]:
     return [f"needs {low:,} MiB" if low == high else f"needs {low:,} to {high:,} MiB", ", ".join(parts)]
 
 
-_IN_GROUPS: Sequence[Check] = (SLOWDOWN, MODE, TENANCY, SLOTS, LIMITS, HEALTH, SUITABILITY)
+_IN_GROUPS: Sequence[Check] = (SLOWDOWN, MODE, TENANCY, SLOTS, LIMITS, HEALTH, NODE, SUITABILITY)
 """Checks whose failures are grouped; failures of memory are summarised by product."""
 
 
@@ -193,7 +195,8 @@ def _groups(evaluation: Evaluation, rows: Rows) -> list[tuple[str, Rows]]:
     failed, found = evaluation.results.failed[rows], dict[str, list[Rows]]()
     for check in _IN_GROUPS:
         mine = rows[failed == check.number]
-        mine = mine[~evaluation.too_small(mine)]
+        if check is not NODE:
+            mine = mine[~evaluation.too_small(mine)]
         if not mine.size:
             continue
         keys = check.group_keys(evaluation, mine)

@@ -423,6 +423,11 @@ class Evaluation:
         able: Bools = gpus.alive & self.class_table.suitable[gpus.device_class]
         return able if (least := self.limits.min_free_mib) is None else able & (gpus.usable_mib >= least)
 
+    def could_when_empty(self) -> Bools:
+        """Return where an empty GPU would pass that is healthy, and on a node that the pod accepts, shape (gpus,)."""
+        able: Bools = self.could_ever() & ~self.snapshot.gpus.unavailable & (self.results.failed != NODE.number)
+        return able
+
     def node_and_mode(self, rows: Rows) -> Rows:
         """Return a number that GPUs share if one worker could have them together: node and mode; shape (rows,)."""
         numbers: Rows = self.snapshot.gpus.node[rows].astype(np.intp) * len(MODES) + self.results.mode[rows]
@@ -539,10 +544,31 @@ class HealthCheck(Check):
         return EXAMPLE if len(reasons) > 1 else ""
 
 
+class NodeCheck(Check):
+    """The pod accepts the GPU's node: it tolerates the taints and the cordon, and its node selectors match."""
+
+    number = 1
+
+    def mask(self, evaluation: Evaluation, gpus: GpuTable, mode: NDArray[np.int8]) -> Bools | None:
+        refusing = evaluation.snapshot.refusing_nodes(evaluation.pod_request.constraints)
+        return refusing.take(gpus.node) if refusing.any() else None
+
+    def message(self, evaluation: Evaluation, row: int) -> str:
+        snapshot = evaluation.snapshot
+        node = snapshot.kube_nodes[snapshot.node_names[int(snapshot.gpus.node[row])]]
+        return evaluation.pod_request.constraints.refusal(node) or "its node is excluded"
+
+    def group_keys(self, evaluation: Evaluation, rows: Rows) -> NDArray[Any]:
+        _, first, of = np.unique(evaluation.snapshot.gpus.node[rows], return_index=True, return_inverse=True)
+        messages = [self.message(evaluation, int(row)) for row in rows[first]]
+        keys: NDArray[Any] = np.unique(messages, return_inverse=True)[1][of]
+        return keys
+
+
 class SuitabilityCheck(Check):
     """An empty GPU of this class would hold the pod: product, compute capability, total memory."""
 
-    number = 1
+    number = 2
     wrong_product = "wrong product"
 
     def mask(self, evaluation: Evaluation, gpus: GpuTable, mode: NDArray[np.int8]) -> Bools | None:
@@ -568,7 +594,7 @@ class SuitabilityCheck(Check):
 class ModeCheck(Check):
     """The GPU can have a sharing mode that suits the pod and the present tenants."""
 
-    number = 2
+    number = 3
 
     def mask(self, evaluation: Evaluation, gpus: GpuTable, mode: NDArray[np.int8]) -> Bools | None:
         no_mode: Bools = mode == NO_MODE
@@ -608,7 +634,7 @@ class ModeCheck(Check):
 class TenancyCheck(Check):
     """Both sides accept the other's tenancy domain, and the MPS server serves the pod's domain and user."""
 
-    number = 3
+    number = 4
 
     def mask(self, evaluation: Evaluation, gpus: GpuTable, mode: NDArray[np.int8]) -> Bools | None:
         user, foreign = evaluation.pod_request.user, self._foreign_tenants(evaluation, gpus, mode)
@@ -655,7 +681,7 @@ class TenancyCheck(Check):
 class SlotsCheck(Check):
     """The GPU has a free slot, and room for the MIG instance among the others."""
 
-    number = 4
+    number = 5
 
     def mask(self, evaluation: Evaluation, gpus: GpuTable, mode: NDArray[np.int8]) -> Bools | None:
         fails: Bools = gpus.count >= evaluation.slots
@@ -703,7 +729,7 @@ class SlotsCheck(Check):
 class MemoryCheck(Check):
     """The unreserved memory holds the pod's memory bound."""
 
-    number = 5
+    number = 6
     needs_mode = True
 
     def mask(self, evaluation: Evaluation, gpus: GpuTable, mode: NDArray[np.int8]) -> Bools | None:
@@ -724,7 +750,7 @@ class MemoryCheck(Check):
 class LimitsCheck(Check):
     """The GPU meets the site's admission limits."""
 
-    number = 6
+    number = 7
 
     def mask(self, evaluation: Evaluation, gpus: GpuTable, mode: NDArray[np.int8]) -> Bools | None:
         if not (limits := evaluation.limits.set()):
@@ -771,7 +797,7 @@ class LimitsCheck(Check):
 class SlowdownCheck(Check):
     """No member's predicted slowdown exceeds its limit. `run_filters` predicts it where all other checks pass."""
 
-    number = 7
+    number = 8
     needs_mode = True
 
     def mask(self, evaluation: Evaluation, gpus: GpuTable, mode: NDArray[np.int8]) -> Bools | None:
@@ -827,9 +853,9 @@ def distinct(found: float, limit: float) -> tuple[str, str]:
     return f"{found:.{digits}f}", f"{limit:.{digits}f}"
 
 
-HEALTH, SUITABILITY, MODE, TENANCY = HealthCheck(), SuitabilityCheck(), ModeCheck(), TenancyCheck()
+HEALTH, NODE, SUITABILITY, MODE, TENANCY = HealthCheck(), NodeCheck(), SuitabilityCheck(), ModeCheck(), TenancyCheck()
 SLOTS, MEMORY, LIMITS, SLOWDOWN = SlotsCheck(), MemoryCheck(), LimitsCheck(), SlowdownCheck()
-CHECKS: Sequence[Check] = (HEALTH, SUITABILITY, MODE, TENANCY, SLOTS, MEMORY, LIMITS, SLOWDOWN)
+CHECKS: Sequence[Check] = (HEALTH, NODE, SUITABILITY, MODE, TENANCY, SLOTS, MEMORY, LIMITS, SLOWDOWN)
 """In the order in which refusals name them."""
 
 

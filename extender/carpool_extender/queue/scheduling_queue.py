@@ -433,7 +433,7 @@ class SchedulingQueue:
         if infeasible_when_empty(evaluation, workers) is not None:
             return None
         table, names, idle_s = evaluation.snapshot.gpus, evaluation.snapshot.node_names, self._idle_times(evaluation)
-        able = evaluation.could_ever() & ~table.unavailable & ((idle_s > now_s) | evaluation.ok)
+        able = evaluation.could_when_empty() & ((idle_s > now_s) | evaluation.ok)
         rows = np.flatnonzero(able)
         # Of each node and device class, sorted by time, every `wanted`-th GPU completes the place of a worker.
         group = table.node[rows].astype(np.intp) * (1 + len(evaluation.snapshot.classes)) + table.device_class[rows]

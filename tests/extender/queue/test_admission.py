@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from carpool_core.clock import rfc3339
 from carpool_core.keys import CONDITION_ADMITTED, GATE_ADMISSION
-from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, PODS
+from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, NODES, PODS
 from carpool_core.kube.errors import NotFound, Overloaded, Unreachable
 from carpool_core.resources.node import Device
 from carpool_core.values import GpuUuid, PodUid, SharingMode
@@ -19,7 +19,7 @@ from carpool_extender.explain.explain import explain_job
 from carpool_extender.explain.queue_forecast import Options
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.queue.order import QueueOrder
-from carpool_extender.testing import gpu_node, pod_of, seed_job, seed_node, seed_pod, tenant, until
+from carpool_extender.testing import gpu_node, node_of, pod_of, seed_job, seed_node, seed_pod, tenant, until
 from carpool_extender.workloads import ANNOTATION_POLICY
 from carpool_simulator.engine import Simulation
 from carpool_simulator.strategy import Knowledge, Strategy
@@ -37,15 +37,15 @@ class Cluster(World):
     def __init__(self, *, leads=True, **chosen):
         super().__init__(leads=leads, candidates=1, queue_order=QueueOrder.ARRIVAL, **chosen)
 
-    def queue(self, name, second=0, *, workers=1, gpus=1, gates=GATES, **spec):
+    def queue(self, name, second=0, *, workers=1, gpus=1, gates=GATES, pod=None, **spec):
         created = f"2026-01-31T11:{second // 60:02}:{second % 60:02}Z"
         wants = {"sharing": {"mode": "Exclusive"}, "workers": workers, "gpusPerWorker": gpus} | spec
         seed_job(self.kube, name, spec=wants)
         for worker in range(workers):
-            self.worker(name, worker, created, gpus=gpus, gates=gates)
+            self.worker(name, worker, created, gpus=gpus, gates=gates, **(pod or {}))
 
-    def worker(self, name, worker=0, created="2026-01-31T11:00:00Z", *, gpus=1, gates=GATES, uid=""):
-        pod = seed_pod(self.kube, name, worker=worker, gpus=gpus, schedulingGates=gates, uid=uid)
+    def worker(self, name, worker=0, created="2026-01-31T11:00:00Z", *, gpus=1, gates=GATES, uid="", **spec):
+        pod = seed_pod(self.kube, name, worker=worker, gpus=gpus, schedulingGates=gates, uid=uid, **spec)
         pod["metadata"]["creationTimestamp"] = created
         if gates:  # as the API server sets it at creation
             gated = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated"}
@@ -198,6 +198,50 @@ async def test_a_job_that_gets_no_node_returns_to_the_queue_with_the_scheduler_s
         assert message.startswith(f"{refusal.rstrip('.')}; admitted again after 2026-01-31T12:0")
         await cluster.settle(15)
         assert cluster.gated() == []
+
+
+@pytest.mark.parametrize(
+    ("pod", "labels", "node", "why"),
+    [
+        pytest.param({}, {}, {"taints": [{"key": "t", "effect": "NoSchedule"}]}, "the taint t:NoSchedule", id="taint"),
+        pytest.param({}, {}, {"unschedulable": True}, "its node is cordoned", id="cordon"),
+        pytest.param({"nodeSelector": {"zone": "b"}}, {"zone": "a"}, {}, "lacks the label zone=b", id="node selector"),
+    ],
+)
+async def test_a_job_waits_while_no_node_that_it_accepts_has_free_gpus(cluster, pod, labels, node, why):
+    """Regression: it was admitted, kube-scheduler refused the node, and it backed off while its GPU stayed idle."""
+    cluster.kube.seed(NODES, node_of("a", labels={"zone": "b"}))
+    seed_node(cluster.kube, gpu_node("b", 1))
+    cluster.kube.seed(NODES, node_of("b", labels=labels, **node))
+    cluster.queue("large", gpus=2, pod=pod)
+    cluster.queue("x", 10, pod=pod)
+    async with cluster.extender():
+        await cluster.settle(12)
+        assert cluster.gated() == ["x-worker-0-1"]
+        reason, message = cluster.condition("x")
+        assert reason == "NoGpuFits"
+        assert why in message
+        cluster.queue("accepts", 20, pod={"tolerations": [{"operator": "Exists"}], "nodeSelector": labels})
+        await cluster.settle()
+        assert cluster.gated() == ["x-worker-0-1"], "the next one passes"
+        await cluster.kube.delete(PODS, "accepts-worker-0-1", namespace="default")
+        cluster.kube.seed(NODES, node_of("b", labels={"zone": "b"}))
+        await cluster.settle(6)
+        assert cluster.gated() == []
+
+
+async def test_no_gpu_of_a_node_that_a_job_does_not_accept_is_reserved_for_it(cluster):
+    began = "2026-01-31T11:59:00Z"
+    held = [msgspec.structs.replace(tenant(f"t{n}", [f"GPU-b-{n}"]), reserved_at=began) for n in range(2)]
+    seed_node(cluster.kube, gpu_node("b", 2, held))
+    cluster.kube.seed(NODES, node_of("b", labels={"zone": "b"}, unschedulable=True))
+    cluster.queue("running", gpus=1)
+    cluster.queue("large", 10, gpus=2)
+    accepts = {"tolerations": [{"operator": "Exists"}], "nodeSelector": {"zone": "b"}}
+    cluster.queue("small", 20, pod=accepts, sharing={"mode": "MPS"})
+    async with cluster.extender():
+        await cluster.settle()
+        assert cluster.gated() == ["large-worker-0-1"], "node a is reserved for it, and node b stays usable"
 
 
 async def test_a_pod_that_is_bound_while_its_deletion_is_on_its_way_stays(cluster, monkeypatch):
