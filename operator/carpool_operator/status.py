@@ -9,7 +9,7 @@ import msgspec
 from carpool_core import keys
 from carpool_core.clock import rfc3339
 from carpool_core.demand import Demand
-from carpool_core.kube.pods import Pod
+from carpool_core.kube.pods import Pod, scheduler_message
 from carpool_core.products import hardware_name
 from carpool_core.resources.job import Attempt, JobStatus, JobSummary, WorkerPlacement
 from carpool_core.resources.meta import Condition
@@ -197,9 +197,6 @@ _EVENT_REASONS = (_NO_GPU_FITS, "Unschedulable")
 RESERVATION_TIMEOUT_S = 60.0
 """Seconds that a bound pod may have no reservation. Watches of GpuNodes lag behind those of pods, but never so long."""
 
-_SCHEDULER_SUFFIX = re.compile(r"\.? (no new claims|preemption:|Preemption)")
-"""Start of kube-scheduler's text after the last reason."""
-
 _REASON_SEPARATOR = re.compile(r", (?=\d+ (?!products? with less))")
 """Separator of kube-scheduler's reasons, each of which begins with a number of nodes. The extender's own message has a
 number after a comma in one place only."""
@@ -211,15 +208,15 @@ def unschedulable(message: str) -> tuple[str, str]:
     It puts the extender's message between the reasons of its own plugins, each with a number of nodes:
     `0/23 nodes are available: 1 Insufficient cpu, 22 NoGpuFits: needs … . preemption: …`. Both are kept.
     """
+    message = scheduler_message(message)
     before, marker, after = message.partition(f"{_NO_GPU_FITS}: ")
     if not marker:
         return "Unschedulable", message
-    suffix = _SCHEDULER_SUFFIX.search(after)
-    sentence, *others = _REASON_SEPARATOR.split(after[: suffix.start()] if suffix else after)
+    sentence, *others = _REASON_SEPARATOR.split(after)
     # The last word before the marker is the number of nodes that the extender rejected.
     first = before.partition(": ")[2].rpartition(" ")[0].rpartition(", ")[0]
     others = [*([first] if first else []), *others]
-    return _NO_GPU_FITS, f"{sentence}; other nodes: {', '.join(others).rstrip('.')}" if others else sentence
+    return _NO_GPU_FITS, f"{sentence}; other nodes: {', '.join(others)}" if others else sentence
 
 
 def queued_message(pod: str) -> str:

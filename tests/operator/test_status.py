@@ -194,8 +194,13 @@ NO_FIT = "needs 14,300 MiB; freest NVIDIA A100-SXM4-40GB has 9,120 MiB free"
             NO_FIT,
             id="the extender's sentence",
         ),
-        pytest.param(f"0/2 nodes are available: 2 NoGpuFits: {NO_FIT}.", "NoGpuFits", f"{NO_FIT}.", id="nothing after"),
-        pytest.param("0/2 nodes are available: 2 node(s) had taints", "Unschedulable", "had taints", id="other words"),
+        pytest.param(f"0/2 nodes are available: 2 NoGpuFits: {NO_FIT}.", "NoGpuFits", NO_FIT, id="nothing after"),
+        pytest.param(
+            "0/2 nodes are available: 2 node(s) had taints",
+            "Unschedulable",
+            "kube-scheduler found no node: 2 node(s) had taints",
+            id="other words",
+        ),
         pytest.param(
             f"0/24 nodes are available: 1 Insufficient cpu, 21 NoGpuFits: {NO_FIT}, freest Tesla T4 has 15 MiB total, "
             "2 products with less, 2 node(s) had untolerated taint(s). preemption: 0/24 nodes are available: none.",

@@ -1,6 +1,7 @@
 """Pods as Carpool reads them; other fields are not decoded."""
 
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -196,6 +197,22 @@ class Pod(_Wire, frozen=True, kw_only=True):
     def is_initializing(self) -> bool:
         """Whether one of its init containers runs."""
         return any(s.state.running for s in self.status.init_container_statuses)
+
+
+_SCHEDULER_PREFIX = re.compile(r"0/\d+ nodes are available: ")
+_SCHEDULER_SUFFIX = re.compile(r"\.?( (no new claims|preemption:|Preemption).*)?$", re.DOTALL)
+
+
+def scheduler_message(message: str) -> str:
+    """Return kube-scheduler's message about a pod that fits on no node as a sentence, without a word on preemption."""
+    return _SCHEDULER_SUFFIX.sub("", _SCHEDULER_PREFIX.sub("kube-scheduler found no node: ", message), count=1)
+
+
+def why_unscheduled(pods: Iterable[Pod]) -> str:
+    """Return the first message of kube-scheduler about pods that it cannot place; empty without one."""
+    conditions = (one for pod in pods for one in pod.status.conditions if one.type == "PodScheduled")
+    messages = (scheduler_message(one.message) for one in conditions if one.status == "False")
+    return next(filter(None, messages), "")
 
 
 class WorkerName(NamedTuple):

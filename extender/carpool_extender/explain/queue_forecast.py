@@ -11,7 +11,7 @@ from carpool_core.durations import ASSUMED_DURATION_S, format_duration
 from carpool_core.keys import GATE_ADMISSION, SCHEDULER_NAME
 from carpool_core.kube.api import GPU_TRAINING_JOBS, PODS, KubeApi, ResourceKind, Selector, list_all
 from carpool_core.kube.errors import Forbidden, KubeError
-from carpool_core.kube.pods import Pod, job_owner_reference, parse_worker_name
+from carpool_core.kube.pods import Pod, job_owner_reference, parse_worker_name, why_unscheduled
 from carpool_core.resources.node import Reservation
 from carpool_core.resources.schema import Resource
 from carpool_core.resources.schema import field as described
@@ -103,9 +103,12 @@ class QueuedJobView(Resource, frozen=True, kw_only=True):
     workers: Annotated[int, described("Workers that wait.")] = 1
     expected_seconds: Annotated[float | None, described("Predicted duration, in seconds; absent if unknown.")] = None
     reason: Annotated[
-        str, described("DoesNotFit, WouldDelay, Backoff or TooManyPods; empty if the job can start now or is outside.")
+        str,
+        described(
+            "DoesNotFit, WouldDelay, Backoff, TooManyPods or Admitted; empty if it can start now or is not queued."
+        ),
     ] = ""
-    message: Annotated[str, described("Why it waits, as the queue writes it on its pods.")] = ""
+    message: Annotated[str, described("What it waits for.")] = ""
     starts_in_seconds: Annotated[
         float | None, described("Forecast of the time until its start, in seconds; absent if there is none.")
     ] = None
@@ -224,7 +227,10 @@ def forecast_queue(
     queue = replay.queue_of(considered)
     admitted = list(queue.admit(replay.end_of, now_s))
     waits = {info.job: queue.waiting(info.job) for info in considered}
-    reasons = {job: (one.reason.value, replay.why(one, gangs[job].backoff)) for job, one in waits.items() if one}
+    reasons = {
+        job: (one.reason.value, replay.why(one, gangs[job].backoff)) if one else ("", "it can start now")
+        for job, one in waits.items()
+    }
     for start in admitted:
         _forget(cluster, start)
     starts = dict(replay.queue_of(considered).forecast(replay.end_of, now_s))
@@ -248,8 +254,17 @@ def forecast_queue(
         )
     for one in gangs.values():
         if one.info is None and (one.gang.gated or one.gang.admitted):
-            message = _why_outside(one.gang, one.workers)
-            found.append(QueuedJobView(namespace=one.namespace, name=one.name, workers=one.workers, message=message))
+            reason, message = "", _why_outside(one.gang, one.workers)
+            if message is ADMITTED:
+                reason, message = (
+                    "Admitted",
+                    why_unscheduled(one.gang.admitted) or "waits for kube-scheduler to bind it",
+                )
+            found.append(
+                QueuedJobView(
+                    namespace=one.namespace, name=one.name, workers=one.workers, reason=reason, message=message
+                )
+            )
     return found
 
 

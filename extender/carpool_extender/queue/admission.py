@@ -22,7 +22,7 @@ from carpool_core.keys import CONDITION_ADMITTED, GATE_ADMISSION
 from carpool_core.kube.api import PODS, KubeApi
 from carpool_core.kube.errors import KubeError, NotFound, Refused, Retryable
 from carpool_core.kube.leader import LeaseWatcher
-from carpool_core.kube.pods import Pod, job_owner_reference
+from carpool_core.kube.pods import Pod, job_owner_reference, why_unscheduled
 from carpool_core.products import DeviceClass
 from carpool_core.resources.node import GpuNode, Reservation
 from carpool_core.values import JobUid, PodUid
@@ -301,7 +301,7 @@ class AdmissionController:
         state.failures += 1
         delay_s = min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(state.failures - 1, 16))
         pods = [self._watched(pod) for pod in gang.admitted]
-        state.retry_at_s, state.retry_reason = now_s + delay_s, next(filter(None, map(_scheduler_message, pods)), "")
+        state.retry_at_s, state.retry_reason = now_s + delay_s, why_unscheduled(pods)
         self._metrics.admissions.labels("returned").inc()
         for pod in pods:
             uid = PodUid(pod.metadata.uid)
@@ -550,11 +550,3 @@ def _scheduled_changes(pod: Pod, text: str) -> list[Mapping[str, Any]]:
                 {"op": "add", "path": f"{at}/message", "value": text[:LONGEST_MESSAGE]},
             ]
     return []
-
-
-def _scheduler_message(pod: Pod) -> str:
-    """Return kube-scheduler's message about a pod that it cannot place; empty without one."""
-    for condition in pod.status.conditions:
-        if condition.type == "PodScheduled" and condition.status == "False":
-            return condition.message.rstrip(".")
-    return ""

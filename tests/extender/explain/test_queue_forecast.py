@@ -233,6 +233,28 @@ async def test_backoff_is_the_reason_and_delays_the_expected_start():
     assert lines[2] == f"would have to wait now: {message}"
 
 
+def test_queue_says_what_each_job_waits_for(monkeypatch):
+    """Regression: an admitted job had `-` as its reason, and kube-scheduler's text was printed as it was."""
+    kube = a_queue(free=(0, 10))
+    seed_node(kube, gpu_node("b", 3))
+    add(kube, "just-admitted", schedulingGates=[])
+    add(kube, "unbound", schedulingGates=[])
+    pod, refusal = kube.dump(PODS, "unbound-worker-0-1", "default"), "0/2 nodes are available: 2 Insufficient cpu."
+    condition = {
+        "type": "PodScheduled",
+        "status": "False",
+        "message": f"{refusal} preemption: 0/2 nodes are available.",
+    }
+    kube.seed(PODS, pod | {"status": {"conditions": [condition]}})
+    with served(kube, monkeypatch):
+        _, *rows = CliRunner().invoke(queue, []).stdout.splitlines()
+    assert {row.split()[2]: [cell.strip() for cell in row.split("   ") if cell][-2:] for row in rows} == {
+        "free": ["-", "it can start now"],
+        "just-admitted": ["Admitted", "waits for kube-scheduler to bind it"],
+        "unbound": ["Admitted", "kube-scheduler found no node: 2 Insufficient cpu"],
+    }
+
+
 async def test_condition_that_names_a_lack_of_gpus_agrees_with_the_queue():
     """Regression: a job could start now beneath a condition that found no GPU for it."""
     kube = a_queue(a=(0, 10))
