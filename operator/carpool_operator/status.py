@@ -491,13 +491,14 @@ def _observed_utilization(status: JobStatus) -> str:
 
 
 def _progress(status: JobStatus, steps: int | None) -> dict[str, str]:
-    seen = status.observed
+    seen, is_complete = status.observed, conditions.is_true(status, keys.CONDITION_COMPLETE)
     if seen is None or seen.steps is None:
         return {}
     return {
-        "progress": f"{seen.steps:,}" if steps is None else f"{seen.steps:,} of {steps:,}",
+        # A job that has succeeded went on after the last reading of its counters.
+        "progress": "" if is_complete else f"{seen.steps:,}" + ("" if steps is None else f" of {steps:,}"),
         "measured_slowdown": "" if seen.slowdown is None else format(seen.slowdown, ".2f"),
-        "expected_end": "" if seen.expected_end is None else f"{seen.expected_end[:19]}Z",
+        "expected_end": "" if is_complete or seen.expected_end is None else f"{seen.expected_end[:19]}Z",
     }
 
 

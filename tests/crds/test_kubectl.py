@@ -91,6 +91,18 @@ def test_progress_is_in_steps_where_the_probe_counts_them(kube: FakeKube) -> Non
     assert "of 60 min)" in run("status").output
 
 
+@pytest.mark.parametrize(
+    ("state", "expected"), [("Complete", "   20 s"), ("Failed", "   2% (15 of 1,000 steps, 20 s)")]
+)
+def test_a_job_that_has_succeeded_is_not_at_the_share_of_the_last_reading(
+    kube: FakeKube, state: str, expected: str
+) -> None:
+    """Regression: a job of 20 steps that had succeeded stayed at 15 of them."""
+    times = {"startTime": "2026-01-01T00:00:00Z", "completionTime": "2026-01-01T00:00:20Z"}
+    seed_job(kube, state=state, observed={"steps": 15}, **times)
+    assert run("status").output.rstrip().endswith(expected)
+
+
 def test_status_of_a_waiting_job_has_the_reason(kube: FakeKube) -> None:
     waits = condition("Placed", "False", "NoGpuFits", "needs 12,000 MiB")
     seed_job(kube, state="Queued", placement=[], observed=None, conditions=[condition("Predicted"), waits])

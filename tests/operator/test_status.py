@@ -8,6 +8,7 @@ import pytest
 from carpool_core import keys
 from carpool_core.clock import rfc3339
 from carpool_core.resources.job import JobStatus, JobSummary, Observed, WorkerPlacement
+from carpool_core.resources.meta import Condition
 from carpool_core.resources.node import GpuNode
 from carpool_core.resources.prediction import (
     ActivityPrediction,
@@ -357,6 +358,14 @@ CASES = [
             expected_end="2026-01-31T12:00:00Z",
         ),
         id="the progress that the probe reports",
+    ),
+    pytest.param(
+        JobStatus(
+            observed=Observed(slowdown=1.234, steps=1200, expected_end="2026-01-31T12:00:00.000000Z"),
+            conditions=[Condition(type="Complete", status="True", reason="Succeeded")],
+        ),
+        JobSummary(observed_memory="0.0 GiB", measured_slowdown="1.23"),
+        id="a job that has succeeded made more steps than the last reading has",
     ),
     pytest.param(
         JobStatus(observed=Observed(step_time_seconds=1.5)),

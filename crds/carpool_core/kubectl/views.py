@@ -33,7 +33,10 @@ LONG_WAIT = 0.2
 class Progress(Resource, frozen=True, kw_only=True):
     """Steps that the step probe counted, or else an estimate from time."""
 
-    steps_done: Annotated[int | None, field("Steps of this attempt; absent without a report.")] = None
+    steps_done: Annotated[
+        int | None,
+        field("Steps of this attempt; absent without a report, and once the job is Complete."),
+    ] = None
     steps: Annotated[int | None, field("spec.training.steps.")] = None
     elapsed_seconds: Annotated[float, field("Time since all workers run, in seconds.")]
     expected_seconds: Annotated[
@@ -201,8 +204,9 @@ def _progress(job: GpuTrainingJob, by_type: Mapping[str, Condition], now: dateti
     seen = status.observed or Observed()
     if status.completion_time and status.start_time:
         took = (parse_rfc3339(status.completion_time) - parse_rfc3339(status.start_time)).total_seconds()
-        ended = took if status.state is JobState.COMPLETE else None
-        return Progress(steps_done=seen.steps, steps=steps, elapsed_seconds=took, expected_seconds=ended)
+        if status.state is JobState.COMPLETE:  # it went on after the last reading of its counters
+            return Progress(elapsed_seconds=took)
+        return Progress(steps_done=seen.steps, steps=steps, elapsed_seconds=took)
     if running is None or running.status != "True" or not running.last_transition_time:
         return None
     began, expected = parse_rfc3339(running.last_transition_time), None
