@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from carpool_docs import commands, dashboards, metrics, optimizers, output, resources, settings
+from carpool_docs import commands, dashboards, metrics, resources, settings
 
 FOLDER = Path(__file__).parents[1] / "reference"
 
@@ -12,8 +12,8 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "metrics.md": metrics.page,
     "commands.md": commands.page,
     "resources.md": resources.page,
-    "output.md": output.page,
-    "optimizers.md": optimizers.page,
+    "output.md": commands.output_page,
+    "optimizers.md": resources.optimizers_page,
 }
 """The pages by file name, with the functions that make them."""
 

@@ -18,8 +18,8 @@ from carpool_extender.settings import ExtenderSettings
 from carpool_operator.metrics import Metrics
 from prometheus_client import CollectorRegistry
 
-from carpool_docs.markdown import code, table
-from carpool_docs.markdown import page as page_of
+from carpool_docs import code, table
+from carpool_docs import page as page_of
 from carpool_docs.settings import PROCESSES
 
 _INTRODUCTION = """Every process answers `/metrics` in the text format of Prometheus, or in OpenMetrics if the client

@@ -1,12 +1,13 @@
-"""Page of the custom resources: every field and every rule, read from the schemas of the CRDs."""
+"""Pages of the custom resources, read from the schemas of the CRDs, and of the optimizers that a job can name."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from carpool_core.crdgen import DEFINITIONS, Column, Definition, Schema, root_schema
+from carpool_predictor.optimizers import TABLE as OPTIMIZERS
 
-from carpool_docs.markdown import code, table
-from carpool_docs.markdown import page as page_of
+from carpool_docs import code, table
+from carpool_docs import page as page_of
 
 _INTRODUCTION = """The API server refuses objects that violate these types, bounds and rules, and fills in the
 defaults of `spec`. `[]` means each item of a list, `{}` each value of a map. `kubectl explain gtj.spec.sharing` shows
@@ -147,3 +148,31 @@ def _column_table(columns: Sequence[Column]) -> str:
         for column in columns
     ]
     return table(("Column", "Field", "Meaning"), rows)
+
+
+_OPTIMIZERS = """Values of `spec.training.optimizer` and of `--optimizer`. The state is alive between steps, and
+temporaries during the update. Bytes are those of a parameter of a 4,096 × 4,096 matrix in FP32 and in BF16; small
+tensors differ where the source has blocks or thresholds. Updates that handle all tensors at once hold the temporaries
+of all parameters. Others hold those of one tensor, or of two while the loop keeps the previous one."""
+
+_MATRIX = (4096, 4096)
+
+
+def _per_parameter(numbers: tuple[int, int]) -> str:
+    return " / ".join(f"{number / (_MATRIX[0] * _MATRIX[1]):.3g}" for number in numbers)
+
+
+def optimizers_page() -> str:
+    """Return the page of the optimizers, read from the predictor's table."""
+    rows = [
+        (
+            code(kind),
+            _per_parameter((row.state_bytes([_MATRIX], 4), row.state_bytes([_MATRIX], 2))),
+            _per_parameter((row.temporary_bytes([_MATRIX], 4), row.temporary_bytes([_MATRIX], 2))),
+            "all tensors" if row.at_once else "one tensor",
+            row.source,
+        )
+        for kind, row in OPTIMIZERS.items()
+    ]
+    header = ("optimizer", "state, bytes", "temporaries, bytes", "of", "source")
+    return page_of("Optimizers", _OPTIMIZERS, table(header, rows))

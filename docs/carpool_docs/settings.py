@@ -1,8 +1,10 @@
-"""Page of the settings: flag, environment variable, kind, unit, default and meaning of each."""
+"""Page of the settings: flag, environment variable, kind, unit, default and meaning of each, and the chart's values."""
 
+import re
+from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from carpool_board.commands import BoardSettings
 from carpool_core.settings import Setting, settings_of
@@ -11,9 +13,8 @@ from carpool_extender.framework.scores import POLICIES, Policy
 from carpool_extender.settings import ExtenderSettings
 from carpool_operator.settings import OperatorSettings
 
-from carpool_docs import values
-from carpool_docs.markdown import code, table
-from carpool_docs.markdown import page as page_of
+from carpool_docs import code, table
+from carpool_docs import page as page_of
 
 PROCESSES: dict[str, type[Any]] = {
     "operator": OperatorSettings, "extender": ExtenderSettings, "agent": AgentSettings, "board": BoardSettings
@@ -34,7 +35,7 @@ _UNITS = {"_s": "s", "_seconds": "s", "_mib": "MiB", "port": "TCP port", "_grams
 
 def page() -> str:
     """Return the page."""
-    parts = [_INTRODUCTION, *values.section()]
+    parts = [_INTRODUCTION, *_chart_section()]
     for process, cls in PROCESSES.items():
         parts.append(f"## carpool {process}")
         parts.append(table(_HEADER, [_row(one) for one in settings_of(cls)]))
@@ -83,3 +84,56 @@ def _default(one: Setting) -> str:
             return code(f"{value:g}")
         case value:
             return code(str(value))
+
+
+CHART_VALUES = Path(__file__).parents[2] / "helm" / "carpool" / "values.yaml"
+BLOCK = "settings"
+_LINE = re.compile(r"(?P<indent> *)(?:# ?(?P<comment>.*)|(?P<key>\w+):(?: (?P<default>.*))?)")
+_INDENT = 2
+
+_CHART = f"""Set these at the installation of the chart, with `--set {BLOCK}.queueOrder=LongestFirst` or in a
+values file. The chart passes each one to its process."""
+
+
+class Value(NamedTuple):
+    """One value of the chart."""
+
+    path: str
+    default: str
+    """Its text in the file; empty for a group of values."""
+    meaning: str
+
+
+def values(text: str) -> Iterator[Value]:
+    """Yield the values of the chart's `settings` with the comments above them, in the order of the file.
+
+    Args:
+        text: Content of values.yaml.
+
+    Raises:
+        ValueError: The block is missing, or a line is neither a comment nor a value.
+    """
+    block = re.search(rf"^{BLOCK}:\n((?: .*\n)*)", text, re.MULTILINE)
+    if block is None:
+        raise ValueError(f"{CHART_VALUES.name}: expected the block {BLOCK}, found none")
+    names: list[str] = [BLOCK]
+    comment: list[str] = []
+    for line in block[1].splitlines():
+        found = _LINE.fullmatch(line)
+        if found is None:
+            raise ValueError(f"{CHART_VALUES.name}: expected a comment or `key: value` under {BLOCK}, found {line!r}")
+        if found["key"] is None:
+            comment.append(found["comment"])
+            continue
+        names = [*names[: len(found["indent"]) // _INDENT], found["key"]]
+        if comment or found["default"]:
+            yield Value(".".join(names), found["default"] or "", " ".join(comment))
+        comment = []
+
+
+def _chart_section() -> list[str]:
+    """Return the section about them."""
+    rows = [
+        (code(one.path), code(one.default), one.meaning) for one in values(CHART_VALUES.read_text(encoding="utf-8"))
+    ]
+    return [f"## The chart's {code(BLOCK)}", _CHART, table(("Value", "Default", "Meaning"), rows)]

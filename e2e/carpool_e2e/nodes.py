@@ -29,7 +29,7 @@ from carpool_e2e.processes import (
     link_name,
     wait_for,
 )
-from carpool_e2e.workloads.pod import IMAGE as ENVIRONMENT_IMAGE
+from carpool_e2e.workloads import IMAGE as ENVIRONMENT_IMAGE
 
 PAUSE_IMAGE = "localhost/pause:3.10"
 CONTAINERD_SOCKET = "/run/containerd/containerd.sock"

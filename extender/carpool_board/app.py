@@ -8,7 +8,7 @@ from datetime import UTC
 from http import HTTPStatus
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import quote
 
 import msgspec
@@ -21,12 +21,13 @@ from carpool_core.kubectl.commands import read_events, read_job
 from carpool_core.kubectl.output import UnansweredError
 from carpool_core.kubectl.views import EventView, JobViewList, job_view
 from carpool_core.resources.job import GpuTrainingJob
-from carpool_core.resources.schema import Resource
+from carpool_core.resources.schema import Resource, field
 from carpool_core.settings import SettingsError
 from carpool_extender.explain.commands import AnswerView, read_site
 from carpool_extender.explain.explain import NoSuchJobError, explain_job
 from carpool_extender.explain.queue_forecast import QueueView
 from carpool_extender.settings import AskSettings
+from carpool_simulator.report import About
 from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
@@ -37,7 +38,6 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from carpool_board.plan import NoPlanError, Plan, read_plan
 from carpool_board.viewers import OF_GPUS, OF_QUEUE, Right, Viewers, bearer_token
 from carpool_board.views import GpuPage, JobReport, Show, gpu_page, job_report
 from carpool_board.watch import GPUS, QUEUE, ClusterWatch
@@ -60,6 +60,60 @@ Search = Annotated[str, Query(max_length=256, description="Part of a node, a pro
 Shown = Annotated[Show, Query(description="all, busy (with a tenant), idle (healthy and without one) or unhealthy.")]
 Number = Annotated[int, Query(ge=1, le=1_000_000, description="Number of the page.")]
 Namespace = Annotated[str, Query(max_length=63, description="Only jobs of this namespace.")]
+
+
+_PLAN_NAME = "trace"
+"""Beginning of the files that `carpool simulate` writes."""
+
+
+class NoPlanError(ValueError):
+    """The folder holds no results."""
+
+
+class Plan(Resource, frozen=True, kw_only=True):
+    """Results of a simulation: a line for each strategy, against the first."""
+
+    kind: Annotated[Literal["Plan"], field("Kind of the document.")] = "Plan"
+    title: Annotated[str, field("The workload.")]
+    jobs: Annotated[int, field("Number of its jobs.")]
+    seeds: Annotated[int, field("Runs of each strategy.")]
+    table: Annotated[list[list[str]], field("Cells, the head first.")]
+    assumptions: Annotated[list[str], field("What was assumed, a sentence each.")]
+    made: Annotated[str, field("Time and version of the run.")]
+    pictures: Annotated[list[str], field("File names of its pictures, at /plan/NAME.")]
+
+
+def read_plan(folder: Path | None) -> Plan:
+    """Read the results of `carpool simulate --out FOLDER`.
+
+    Raises:
+        NoPlanError: There are none, or they are of another version; the message has the command that writes them.
+    """
+    if folder is None:
+        raise NoPlanError("expected a folder of a simulation, found none: run carpool board --plan FOLDER")
+    path = folder / f"{_PLAN_NAME}.json"
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=About)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise _no_plan(path) from error
+    if not found.table:  # an earlier version wrote none
+        raise _no_plan(path)
+    return Plan(
+        title=found.title,
+        jobs=found.jobs,
+        seeds=found.seeds,
+        table=found.table,
+        assumptions=found.assumptions,
+        made=f"{found.made.when} UTC, version {found.made.version}",
+        pictures=sorted(one.name for one in folder.glob(f"{_PLAN_NAME}-*.png")),
+    )
+
+
+def _no_plan(path: Path) -> NoPlanError:
+    return NoPlanError(
+        f"expected the results of a simulation in {path}, found none that can be read; run: "
+        f"carpool simulate --trace TRACE.csv --out {path.parent}, and name that folder with --plan"
+    )
 
 
 class Board:

@@ -85,7 +85,7 @@ class PodCache:
         self._by_node: dict[str, dict[str, str]] = {}
 
     def of(self, key: str) -> tuple[Pod, ...]:
-        """Return the pods that a job may have; see `ownership` for whether they are its own."""
+        """Return the pods that a job may have; see `snapshot` for whether they are its own."""
         return tuple(self._by_job.get(key, {}).values())
 
     def jobs_on(self, node: str) -> set[str]:

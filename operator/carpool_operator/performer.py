@@ -44,10 +44,9 @@ from carpool_operator.actions import (
 from carpool_operator.calibrator import Calibrator
 from carpool_operator.expectations import Expectations
 from carpool_operator.informers import JobCache
-from carpool_operator.ownership import foreign_message
 from carpool_operator.pods import controller_of, key_of
 from carpool_operator.prediction_worker import PredictionWorker
-from carpool_operator.snapshot import PodWarning, Refusal
+from carpool_operator.snapshot import PodWarning, Refusal, foreign_message
 
 _COMPANIONS = {kind.kind: kind for kind in (SERVICES, POD_DISRUPTION_BUDGETS)}
 

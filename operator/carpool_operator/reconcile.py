@@ -39,7 +39,6 @@ from carpool_operator.inventory import (
 )
 from carpool_operator.observations import doubt_oom, measured_steps, observe, peak_of, sample_of
 from carpool_operator.outcomes import GPU_OUT_OF_MEMORY, Outcome
-from carpool_operator.ownership import foreign_message, split_pods
 from carpool_operator.pods import (
     attempt_of,
     build_disruption_budget,
@@ -50,7 +49,7 @@ from carpool_operator.pods import (
     worker_of,
 )
 from carpool_operator.prediction import distrust, predict
-from carpool_operator.snapshot import Snapshot
+from carpool_operator.snapshot import Snapshot, foreign_message, split_pods
 from carpool_operator.status import Draft
 
 EXPECTATION_TIMEOUT_S = 5.0

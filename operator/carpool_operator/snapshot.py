@@ -1,7 +1,7 @@
-"""Snapshot: everything that the reconciliation of one job reads, frozen."""
+"""Snapshot: everything that the reconciliation of one job reads, frozen, and which of its pods are the job's own."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import NamedTuple
 
@@ -12,8 +12,10 @@ from carpool_core.resources.prediction import Prediction, ProductPrediction
 from carpool_predictor.calibration.colocation import measured_runs
 from carpool_predictor.calibration.run_history import RunHistory, fingerprint, is_equivalent
 
+from carpool_operator import attempts
 from carpool_operator.attempts import Backoff
 from carpool_operator.inventory import Inventory
+from carpool_operator.pods import attempt_of, controller_of, is_worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,3 +121,34 @@ class Snapshot:
     calibration: CalibrationState = field(default_factory=CalibrationState)
     lags_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds for which the same worker, if any, has been the likeliest cause, by anomaly."""
+
+
+def is_own(pod: Pod, snapshot: Snapshot) -> bool:
+    """Return whether a pod is the job's own: the status records its UID, or this process has just created it.
+
+    A user who may create pods can write a job's UID, a worker's name and Carpool's labels into them, and change labels
+    and owners later. A pod's own UID cannot be chosen, and users cannot write the status. A pod whose UID a crashed
+    predecessor did not record any more is not the job's own, so it is deleted and created again.
+    """
+    latest, number = attempts.latest(snapshot.job.status), attempt_of(pod) or 0
+    if latest is None:
+        return False
+    if pod.metadata.uid in latest.pod_uids:
+        return True
+    if number > latest.number or not is_worker(pod, snapshot.job):
+        return False
+    if number < latest.number or snapshot.created.get(pod.metadata.name) == pod.metadata.uid:
+        return True
+    return latest.outcome != attempts.CREATING and not latest.pod_uids  # an earlier version recorded no UIDs
+
+
+def split_pods(snapshot: Snapshot) -> tuple[Snapshot, list[Pod]]:
+    """Return the snapshot with the job's own pods only, and the pods that only claim it, which must be deleted."""
+    judged = [(pod, is_own(pod, snapshot)) for pod in snapshot.pods]
+    foreign = [pod for pod, own in judged if not own and controller_of(pod.metadata) == snapshot.job.metadata.uid]
+    return replace(snapshot, pods=tuple(pod for pod, own in judged if own)), foreign
+
+
+def foreign_message(names: str) -> str:
+    """Return the message of the event about foreign pods."""
+    return f"deletes {names}: this job is given as controller, but its status does not record such a pod"

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import yaml
-from carpool_docs.values import BLOCK, FILE, Value, values
+from carpool_docs.settings import BLOCK, CHART_VALUES, Value, values
 
-TEXT = FILE.read_text(encoding="utf-8")
+TEXT = CHART_VALUES.read_text(encoding="utf-8")
 
 
 def leaves(of: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:

@@ -9,7 +9,7 @@ from carpool_core.keys import SCHEDULER_NAME
 from carpool_e2e.cluster import Cluster
 from carpool_e2e.demo.manifests import sleeper
 from carpool_e2e.fleet import TOLERATION
-from carpool_e2e.workloads.pod import training_template
+from carpool_e2e.workloads import training_template
 from kubectl import Watcher, eventually
 
 pytestmark = pytest.mark.e2e

@@ -4,7 +4,7 @@ from typing import Any
 
 from carpool_e2e.fleet import TOLERATION
 from carpool_e2e.nodes import BUSYBOX_IMAGE
-from carpool_e2e.workloads.pod import training_template
+from carpool_e2e.workloads import training_template
 
 A100 = "A100-SXM4-40GB"
 H100 = "H100 80GB HBM3"
