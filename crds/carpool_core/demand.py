@@ -93,7 +93,9 @@ def prediction_message(prediction: Prediction, mode: RequestedMode, limit: int |
     cause = prediction.message.partition(";")[0]
     if mode is RequestedMode.EXCLUSIVE:
         return f"{cause}; the job asks for a GPU of its own (Exclusive), which needs no prediction"
-    return f"{cause}; placement counts with spec.memory.limit ({limit}), so the job may share a GPU"
+    return (
+        f"{cause}; placement counts with spec.memory.limit ({limit}), so the job may share a GPU that has so much free"
+    )
 
 
 def _exceeding(prediction: Prediction, limit: int | str | None) -> str:

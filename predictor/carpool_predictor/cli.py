@@ -302,11 +302,11 @@ def _features(request: PredictRequest) -> ModelFeatures | Abstention:
         return asyncio.run(SubprocessTracer(request.limits).run(request.target))
 
 
-def _products(gpu: str) -> list[GpuProduct]:
-    if gpu == "all":
+def _products(gpus: tuple[str, ...]) -> list[GpuProduct]:
+    if "all" in gpus:
         return list(PRODUCTS)
     try:
-        return [find_product(gpu)]
+        return list(dict.fromkeys(map(find_product, gpus)))
     except UnknownProductError as e:
         raise InputError(str(e)) from e
 
@@ -326,7 +326,10 @@ def _products(gpu: str) -> list[GpuProduct]:
 @click.option(
     "--steps", type=click.IntRange(1, 10**12), help="Steps of the whole training, to show its duration alone."
 )
-@click.option("--gpu", default="all", show_default=True, help="GPU product, an unambiguous part of its name, or `all`.")
+@click.option(
+    "--gpu", "products", multiple=True, default=["all"], show_default=True,
+    help="GPU product, an unambiguous part of its name, or `all`; once for each product.",
+)  # fmt: skip
 @click.option("--json", "json_output", is_flag=True, help="Print JSON, units in the names.")
 @click.option(
     "--advice", is_flag=True, help="Show what activation checkpointing and other changes would save; traces each."
@@ -341,7 +344,7 @@ def _products(gpu: str) -> list[GpuProduct]:
 def predict(
     context: click.Context,
     /,
-    gpu: str,
+    products: tuple[str, ...],
     json_output: bool,
     advice: bool,
     calibration: Path | None,
@@ -359,7 +362,9 @@ def predict(
         elif _is_given(context, "out"):
             raise InputError("--out is for the answers to --rows; redirect the answer for one MODEL with > FILE")
         else:
-            _predict_one(_request(options), _products(gpu), calibration, json_output=json_output, is_advised=advice)
+            _predict_one(
+                _request(options), _products(products), calibration, json_output=json_output, is_advised=advice
+            )
     except MalformedError as e:
         raise InputError(str(e)) from e
 

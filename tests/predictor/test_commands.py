@@ -38,6 +38,17 @@ def test_table_names_every_product(block: str) -> None:
     )
 
 
+def test_several_products_are_a_table_of_these(block: str) -> None:
+    """Regression: all but the last were ignored."""
+    arguments = [block, "--batch-size", "64", "--gpu", "A30", "--gpu", "L40S", "--gpu", "NVIDIA A30"]
+    result = CliRunner().invoke(predict, [*arguments, "--json"])
+    assert [one["gpu"] for one in json.loads(result.stdout)["products"]] == ["NVIDIA A30", "NVIDIA L40S"]
+    table = CliRunner().invoke(predict, arguments).output
+    assert "A30 " in table
+    assert "L40S " in table
+    assert "T4" not in table
+
+
 def test_one_product_is_shown_line_by_line_with_intervals(block: str) -> None:
     result = CliRunner().invoke(predict, [block, "--batch-size", "64", "--gpu", "A30"], env={"COLUMNS": "80"})
     for line in ("memory at its peak", "at most", "weights", "gradients", "optimizer", "activations", "workspace",

@@ -147,7 +147,9 @@ NO_MODEL = "nothing is known of it; give spec.memory.limit to let it share"
     ("spec", "expected"),
     [
         pytest.param({}, NO_MODEL, id="advice"),
-        pytest.param({"memory": {"limit": "12Gi"}}, "so the job may share a GPU", id="its own limit"),
+        pytest.param(
+            {"memory": {"limit": "12Gi"}}, "so the job may share a GPU that has so much free", id="its own limit"
+        ),
         pytest.param({"sharing": {"mode": "Exclusive"}}, "the job asks for a GPU of its own (Exclusive)", id="alone"),
     ],
 )
