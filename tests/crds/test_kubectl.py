@@ -154,13 +154,43 @@ def test_logs_are_those_of_the_latest_attempt_and_name_the_worker(kube: FakeKube
     kube.seed(GPU_TRAINING_JOBS, job | {"spec": job["spec"] | {"workers": 2}})
     for name in ("train-worker-0-1", "train-worker-0-2", "train-worker-1-2"):
         metadata = {"name": name, "namespace": "default", "labels": {"carpool.dev/job": "train"}}
-        kube.seed(PODS, {"metadata": metadata, "spec": {"containers": [{"name": "train"}]}})
+        kube.seed(PODS, {"metadata": metadata, "spec": {"nodeName": "a", "containers": [{"name": "train"}]}})
     kube.written_logs = {"train-worker-0-1": ["old"], "train-worker-0-2": ["step 1", "step 2"]}
     result = run("logs", "train", "--tail", "1")
     assert (result.exit_code, result.stdout) == (0, "[worker-0] step 2\n")
     assert 'container "train" in pod "train-worker-1-2" is waiting to start' in result.stderr
-    assert run("logs", "train", "-w", "1").exit_code == 2
+    assert run("logs", "train", "-w", "1").exit_code == 1
     assert "has no worker 7" in run("logs", "train", "-w", "7").output
+
+
+def test_a_pod_without_a_node_has_no_log_and_the_reason_is_printed(kube: FakeKube) -> None:
+    """Regression: the API server answers with an empty log, so nothing was printed and the exit code was 0."""
+    waits = condition("Placed", "False", "NoGpuFits", "needs 12,000 MiB")
+    seed_job(kube, state="Queued", placement=[], conditions=[condition("Predicted"), waits])
+    metadata = {"name": "train-worker-0-1", "namespace": "default", "labels": {"carpool.dev/job": "train"}}
+    kube.seed(PODS, {"metadata": metadata, "spec": {"containers": [{"name": "train"}]}})
+    kube.written_logs = {"train-worker-0-1": []}
+    result = run("logs", "train")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == "no log: train-worker-0-1 is not on a node yet (NoGpuFits) needs 12,000 MiB\n"
+
+
+@pytest.mark.parametrize(
+    ("observed", "state", "expected"),
+    [
+        ({"peakMemoryMib": 3900}, "Complete", "took 3,900 MiB, 0.49 times the 8,000 MiB predicted on"),
+        ({"peakMemoryMib": 3900, "steps": 20}, "Running", "took 3,900 MiB, 0.49 times the 8,000 MiB predicted on"),
+        ({"peakMemoryMib": 3900, "steps": 19}, "Running", None),
+        ({"peakMemoryMib": 4100}, "Complete", None),
+    ],
+)
+def test_measured_memory_far_from_the_prediction_is_a_finding(
+    kube: FakeKube, observed: dict[str, int], state: str, expected: str | None
+) -> None:
+    seed_job(kube, state=state, observed=observed)
+    found = json.loads(run("diagnose", "train", "-o", "json").output)["findings"]
+    far = [text for text in found if "predicted on" in text]
+    assert [text.startswith(expected or "") for text in far] == [True] * (expected is not None)
 
 
 def test_diagnosis_compares_and_names_what_is_unusual(kube: FakeKube) -> None:
@@ -184,6 +214,9 @@ def test_diagnosis_compares_and_names_what_is_unusual(kube: FakeKube) -> None:
     stalled = condition("Stalled", "True", "DataWait", "worker 0: no step for 60 s")
     over = condition("Straggler", "False", "Recovered", "over")
     seed_job(kube, observed=peak | probed, conditions=[condition("Predicted"), stalled, over])
+    seed_job(kube, "rounded", observed={"peakMemoryMib": 13000, "gpuUtilPercent": 34.5678, "stepTimeSeconds": 0.26712})
+    rounded = run("diagnose", "rounded").output
+    assert [row.split()[-1] for row in rounded.splitlines()[4:8] if "(" in row] == ["13,000", "34.6", "-", "0.267"]
     printed = run("diagnose", "train").output
     assert "finding: Stalled (DataWait) since" in printed
     assert "Z: worker 0: no step for 60 s\n" in printed

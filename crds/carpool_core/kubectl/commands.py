@@ -273,8 +273,12 @@ def diagnose(settings: KubeSettings, job: str, namespace: str | None, form: Form
         click.echo(f"finding: {finding}")
 
 
+_WHOLE = 100
+"""Numbers from here on are printed without decimals, smaller ones with three digits."""
+
+
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:,.6g}"
+    return "" if value is None else f"{value:,.0f}" if value >= _WHOLE else f"{value:.3g}"
 
 
 async def read_events(api: KubeApi, job: GpuTrainingJob) -> list[EventView]:
@@ -323,12 +327,16 @@ def logs(
         if not chosen:
             which = "pods" if worker is None else f"worker {worker}"
             raise UnansweredError(f"{found.metadata.namespace}/{job} has no {which}; it is {found.status.state.value}")
-        calls = [_print_log(api, name, pod, found.spec.workers > 1) for name, pod in sorted(chosen, key=lambda w: w[0])]
+        view = job_view(found, ServerClock(SystemClock(), api).now())
+        calls = [_print_log(api, name, pod, view) for name, pod in sorted(chosen, key=lambda w: w[0])]
         return any(await asyncio.gather(*calls))
 
-    async def _print_log(api: KubeApi, name: WorkerName, pod: Pod, is_prefixed: bool) -> bool:
+    async def _print_log(api: KubeApi, name: WorkerName, pod: Pod, view: JobView) -> bool:
         """Print one worker's log; return whether there is one."""
-        prefix = f"[worker-{name.worker}] " if is_prefixed else ""
+        prefix = f"[worker-{name.worker}] " if view.workers > 1 else ""
+        if not pod.spec.node_name:  # the API server's answer is an empty log
+            click.echo(f"{prefix}no log: {name.pod} is not on a node yet ({view.reason}) {view.message}", err=True)
+            return False
         first = pod.spec.containers[0].name if pod.spec.containers else ""
         lines = api.logs(
             pod.metadata.name,
@@ -347,4 +355,4 @@ def logs(
 
     with suppress(KeyboardInterrupt):
         if not ask(settings, question):
-            raise click.exceptions.Exit(2)
+            raise click.exceptions.Exit(1)

@@ -28,6 +28,10 @@ LOW_UTILIZATION_PERCENT = 50.0
 """GPU utilization below which `diagnose` names the usual causes. Jobs below it are what Gao et al. (ICSE '24) study."""
 LONG_WAIT = 0.2
 """Share of a job's time from which `diagnose` names a wait."""
+FAR_FACTOR = 2.0
+"""Measured memory is far from the prediction if one is more than so many times the other."""
+STEPS_TO_PEAK = 20
+"""Steps after which a running job has reached its peak of memory."""
 
 
 class Progress(Resource, frozen=True, kw_only=True):
@@ -314,6 +318,14 @@ def _findings(job: GpuTrainingJob, now: datetime) -> Iterator[str]:
             yield (
                 f"took {observed.peak_memory_mib:,} MiB, more than the bound of {bound:,} MiB on {place.product}: "
                 "co-tenants may run out of memory; give its limit in spec.memory.limit"
+            )
+            break
+        factor = observed.peak_memory_mib / max(1, predicted.memory.median_mib)
+        is_whole_peak = has_ended or (observed.steps or 0) >= STEPS_TO_PEAK
+        if factor > FAR_FACTOR or (is_whole_peak and factor < 1 / FAR_FACTOR):
+            yield (
+                f"took {observed.peak_memory_mib:,} MiB, {factor:.2g} times the {predicted.memory.median_mib:,} MiB "
+                f"predicted on {predicted.product}: compare spec.model and spec.training with what it runs"
             )
             break
     waits = {"input data": observed.data_wait_ratio, "checkpoints": observed.checkpoint_ratio,

@@ -4,6 +4,7 @@ Each check is one object with its mask, its margin and its message. Refusals, ex
 site's admission limits and the predicted slowdowns of co-located pods are two of them.
 """
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -59,6 +60,8 @@ MAX_JOBS = 1024
 """The API server accepts at most this many reservations on one node."""
 MAX_DIGITS = 6
 """Decimals of a slowdown if fewer would show it as equal to its limit."""
+_DIGEST = re.compile("[0-9a-f]{16}")
+"""Family of a model without a name."""
 BEST, EXAMPLE = "at best ", "for example "
 """Qualifiers of a message about several GPUs."""
 
@@ -461,9 +464,11 @@ class Evaluation:
         gpus, mode = self.snapshot.gpus, MODES[int(self.results.mode[row])]
         learned = self.class_table.colocations[int(gpus.device_class[row])] if self.class_table.colocations else ()
         runs = {one.family: one.runs for one in learned if one.mode is mode}
-        families = set(gpus.family[row, : gpus.count[row]].tolist()) - {""}
+        tenants = dict(zip(gpus.family[row, : gpus.count[row]].tolist(), gpus.tenants[row], strict=True))
+        families = tenants.keys() - {""}
         if measured := sorted(families & runs.keys()):
-            return ", ".join(f"from {pluralize(runs[one], 'measured run')} beside {one}" for one in measured)
+            names = {one: f"jobs like {tenants[one]}" if _DIGEST.fullmatch(one) else one for one in measured}
+            return ", ".join(f"from {pluralize(runs[one], 'measured run')} beside {names[one]}" for one in measured)
         return "corrected by measured runs of other pairs" if families and ANY_FAMILY in runs else ""
 
 

@@ -33,8 +33,8 @@ def predicted(family: str, *colocations: LearnedColocation) -> Prediction:
     return msgspec.structs.replace(made, products=products, family=family)
 
 
-def outcome(*colocations: LearnedColocation, tenants: int = 1) -> tuple[int, str]:
-    held = [tenant(f"t{n}", ["GPU-a-0"], prediction=predicted("resnet")) for n in range(tenants)]
+def outcome(*colocations: LearnedColocation, tenants: int = 1, family: str = "resnet") -> tuple[int, str]:
+    held = [tenant(f"t{n}", ["GPU-a-0"], prediction=predicted(family)) for n in range(tenants)]
     found = evaluate(gpu_node("a", 1, held), pod_request(prediction=predicted("bert", *colocations))).evaluation
     return int(found.results.failed[0]), explain_gpu(found, 0)
 
@@ -78,6 +78,13 @@ def test_learned_slowdowns_decide_and_are_named(
     found, text = outcome(*colocations, tenants=tenants)
     assert found == failed, text
     assert words in text
+
+
+def test_a_model_without_a_name_is_named_by_its_job() -> None:
+    """Regression: the digest of its description was printed."""
+    digest = "0123456789abcdef"
+    found = outcome(learned(digest, own=0.1), family=digest)[1]
+    assert ", from 3 measured runs beside jobs like default/t0;" in found
 
 
 def measured(name: str, slowdown: float | None, *, settled: bool = True) -> Tenant:
