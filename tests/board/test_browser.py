@@ -57,6 +57,17 @@ async def test_no_page_has_faults_of_accessibility(scheme):
             assert wide <= window
 
 
+async def test_plan_is_legible_on_a_narrow_screen_and_its_pictures_are_dark_in_the_dark():
+    """Regression: a sentence above the table was cut, and the pictures stayed white."""
+    async with running(small_cluster()) as world, browsing("dark") as page:
+        await page.set_viewport_size({"width": 420, "height": 800})
+        await page.goto(f"{world.url}/plan")
+        found = await page.get_by_text("changes are against the first line").bounding_box()
+        assert found["x"] + found["width"] <= 420
+        picture = page.get_by_role("link", name="utilization").locator("img")
+        assert "invert" in await picture.evaluate("image => getComputedStyle(image).filter")
+
+
 async def test_keyboard_reaches_jobs_and_keeps_its_place_while_the_page_changes():
     async with running(small_cluster()) as world, browsing() as page:
         await page.goto(world.url)
