@@ -257,8 +257,8 @@ def check_utilization(session: Session, wall: Callable[[], float] = time.time) -
                 "microseconds since 1970, not in the future": _MIN_STAMP_US < at_us <= latest,
             }
             yield from _deviations(rules, (pid, at_us, sm_percent))
-        if again := _duplicates([sample[:2] for sample in found]):
-            yield f"GPU {uuid}: expected one sample of a process at a time, found {len(again):,} more, as {again[0]}"
+        if again := _duplicates([pid for pid, _, _ in found]):
+            yield f"GPU {uuid}: expected one sample of each process, found {len(again):,} more, as of {again[0]}"
 
 
 def check_gpm(session: Session) -> Iterator[str]:

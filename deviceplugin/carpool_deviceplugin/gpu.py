@@ -346,6 +346,10 @@ class Devices(Protocol):
         """Read a GPU's counters."""
         ...
 
+    def survey(self, uuid: GpuUuid) -> tuple[Device, Reading | DeviceError]:
+        """Describe a GPU and read its counters."""
+        ...
+
     def access(self, uuid: GpuUuid, pod_uid: PodUid | None = None) -> Access:
         """Return what a container needs for the GPU, or for the pod's MIG instance of it. Never blocks."""
         ...

@@ -313,15 +313,19 @@ class HealthMonitor:
         self._xids = XidWatch(session, uuids)
         self._log = structlog.get_logger()
 
-    def update(self, uuid: GpuUuid) -> str:
-        """Update a GPU's health; return why it gets no new work, or an empty text. Raises NvmlError."""
+    def update(self, uuid: GpuUuid) -> tuple[str, Telemetry]:
+        """Update a GPU's health; return why it gets no new work, or an empty text, and its telemetry.
+
+        Raises NvmlError.
+        """
         try:
-            signals = self._signals(uuid, read_telemetry(self._session, uuid))
+            telemetry = read_telemetry(self._session, uuid)
+            signals = self._signals(uuid, telemetry)
         except (GpuLostError, DriverGoneError) as e:
             self._advance(uuid, Signals(lost=str(e)))
             raise
         self._advance(uuid, signals)
-        return self._gpus[uuid].health.problem
+        return self._gpus[uuid].health.problem, telemetry
 
     def after_reset(self, uuid: GpuUuid) -> None:
         """Handle a reset of the GPU by the agent: its event registration is gone."""

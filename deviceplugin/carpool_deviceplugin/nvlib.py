@@ -396,8 +396,11 @@ class RunningProcess(msgspec.Struct, frozen=True):
 
 
 UtilizationSample = tuple[int, int, int]
-"""Utilization by one process in one sampling period of the driver: process ID, time stamp in microseconds of the node's
-clock, SM share in percent. A tuple, because thousands are read."""
+"""Utilization by one process since the stamp of the question: process ID, stamp of its last activity in microseconds of
+the node's clock, mean share of the time in which its kernels ran, in percent.
+
+NVML documents one sample for each process. The driver keeps its last 72 sampling periods (100 in older ones) of a sixth
+of a second or more, each with the process that was active then (`ctrl2080perf.h` of NVIDIA's open kernel modules)."""
 
 
 _SAMPLE = struct.Struct("=I4xQI12x")
@@ -574,7 +577,7 @@ def read_utilization(
 
 
 def list_samples(session: Session, uuid: GpuUuid, since_us: int) -> Sequence[UtilizationSample] | None:
-    """Return the driver's samples since a stamp, valid or not; None if unsupported."""
+    """Return the driver's sample of each process since a stamp, valid or not; None if unsupported."""
     library, handle = session.library, session.handle(uuid)
     try:
         found = session.ask(uuid, library.nvmlDeviceGetProcessUtilization, handle, since_us)
@@ -585,7 +588,7 @@ def list_samples(session: Session, uuid: GpuUuid, since_us: int) -> Sequence[Uti
         raise
     if found is None:
         return None
-    # Unused slots of the driver's ring have process ID 0 and invalid numbers.
+    # Some drivers return more slots than processes; unused ones have process ID 0 and invalid numbers.
     return [(pid, at_us, sm_percent) for pid, at_us, sm_percent in map(_SAMPLE.unpack, found) if pid]
 
 

@@ -53,9 +53,11 @@ from carpool_deviceplugin.nvlib import (
     Identity,
     NvmlLibrary,
     Session,
+    Telemetry,
     find_gpus,
     linked_gpus,
     read_identity,
+    read_telemetry,
 )
 from carpool_deviceplugin.processes import ProcTree
 from carpool_deviceplugin.sampling import NVML, Sampler
@@ -65,6 +67,9 @@ MPS, MIG = SharingMode.MPS, SharingMode.MIG
 CONTAINER_SHM = "/dev/shm"  # noqa: S108  # where CUDA opens it
 _IDENTITY_AGE_S = 60.0
 """Power limits and compute modes may change; after a restart of the driver they are read at once."""
+
+_Found = tuple[Telemetry, GpuProcesses]
+"""What was read of a GPU at one moment."""
 
 
 @dataclass
@@ -139,7 +144,7 @@ class NvmlDevices:
         self._watcher, self._clients = ProcessWatcher(session, processes, mps, monotonic), MpsFailures(monotonic)
         self._health = HealthMonitor(session, self.uuids, directory, monotonic, may_write=may_write)
         self._cdi, self._feed = cdi, CounterFeed(sources, monotonic)
-        self._sampler = Sampler(session, self.uuids, self._watcher, self._feed, monotonic, wall)
+        self._sampler = Sampler(session, self.uuids, self._feed, monotonic, wall)
 
     def _find(self, directory: Path) -> dict[GpuUuid, _Gpu]:
         """Identify the GPUs. One that cannot be read does not keep the agent from using the others."""
@@ -243,10 +248,24 @@ class NvmlDevices:
 
     def describe(self, uuid: GpuUuid) -> Device:
         """Describe one GPU."""
-        gpu, mode, problem = self._gpus[uuid], None, ""
+        return self._describe(uuid)[0]
+
+    def survey(self, uuid: GpuUuid) -> tuple[Device, Reading | DeviceError]:
+        """Describe a GPU and read its counters, with its telemetry and processes read once."""
+        device, found = self._describe(uuid)
+        if found is None:
+            return device, DeviceError(device.health_message)
+        try:
+            return device, self._reading(uuid, *found)
+        except DeviceError as e:
+            return device, e
+
+    def _describe(self, uuid: GpuUuid) -> tuple[Device, _Found | None]:
+        """Describe a GPU; return also what was read, None if it could not be read."""
+        gpu, mode, problem, found = self._gpus[uuid], None, "", None
         try:
             with gpu.lock:
-                actual = self._actual(uuid)
+                actual, found = self._actual(uuid)
             mode, problem = actual.mode, actual.problem
             generation, at = gpu.identified
             if generation != self.session.generation or self._monotonic() - at > _IDENTITY_AGE_S:
@@ -254,7 +273,7 @@ class NvmlDevices:
         except DeviceError as e:
             problem = str(e)
         known, table = gpu.identity, self._mig.table(uuid)
-        return Device(
+        device = Device(
             uuid=uuid,
             index=known.index,
             product=known.product,
@@ -270,15 +289,16 @@ class NvmlDevices:
             numa_node=known.numa_node,
             nvlink_peers=linked_gpus(known, {uuid: one.identity for uuid, one in self._gpus.items()}),
         )
+        return device, found
 
     def actual(self, uuid: GpuUuid) -> GpuActual:
         """Read the actual state of a GPU."""
         with self._gpu(uuid).lock:
-            return self._actual(uuid)
+            return self._actual(uuid)[0]
 
-    def _actual(self, uuid: GpuUuid) -> GpuActual:
+    def _actual(self, uuid: GpuUuid) -> tuple[GpuActual, _Found]:
         gpu, manager = self._gpus[uuid], self.mig_manager
-        known, setting, problem = gpu.identity, gpu.file.read(), self._health.update(uuid)
+        known, setting, (problem, telemetry) = gpu.identity, gpu.file.read(), self._health.update(uuid)
         is_divided = self._mig.is_enabled(uuid)
         found = self._mig.find(uuid, gpu.file) if is_divided else []
         if has_new_xid := self._health.has_new_xid(uuid):
@@ -308,7 +328,7 @@ class NvmlDevices:
         elif is_divided and manager:
             problems.append(f"MIG is switched on, and {manager}: leave the GPU to that, or remove the label")
         self._sampler.set_instances(uuid, found)
-        return GpuActual(
+        actual = GpuActual(
             uuid=uuid,
             usable_mib=known.memory_mib - known.reserved_mib,
             modes=gpu.modes,
@@ -326,6 +346,7 @@ class NvmlDevices:
             mig_instances=mig_instances_of(found, present),
             mig_manager=manager,
         )
+        return actual, (telemetry, present)
 
     def apply(self, uuid: GpuUuid, step: Step) -> None:
         """Apply one step."""
@@ -403,7 +424,11 @@ class NvmlDevices:
 
     def read(self, uuid: GpuUuid) -> Reading:
         """Read a GPU's counters."""
-        reading = self._sampler.read(uuid, self._gpu(uuid).identity)
+        self._gpu(uuid)
+        return self._reading(uuid, read_telemetry(self.session, uuid), self._watcher.look(uuid)[0])
+
+    def _reading(self, uuid: GpuUuid, telemetry: Telemetry, present: GpuProcesses) -> Reading:
+        reading = self._sampler.read(uuid, self._gpus[uuid].identity, telemetry, present.pods)
         self._health.set_idle_power(uuid, reading.idle_power_w)
         xid = self._health.counters(uuid)
         counters = (reading.counters or Counters()).completed_by(Counters(xid, dict.fromkeys(xid, NVML)))

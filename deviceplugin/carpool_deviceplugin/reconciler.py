@@ -16,7 +16,7 @@ from carpool_core.resources.node import Device, GpuNode, Partition, Reservation,
 from carpool_core.values import DeviceHealth, GpuUuid, NodeName, PartitionState, PodUid
 
 from carpool_deviceplugin.device_state import GpuWorker
-from carpool_deviceplugin.gpu import DeviceError, Devices
+from carpool_deviceplugin.gpu import DeviceError, Devices, Reading
 from carpool_deviceplugin.metering import JobEnergy, Meter
 from carpool_deviceplugin.preflight import NO_INFO, NodeInfo, Outcome
 from carpool_deviceplugin.probe import ProbeFiles
@@ -153,7 +153,7 @@ class Reconciler:
             uuid: GpuWorker(uuid, devices, self._progress, intervals, self._labels.read, peaks=self.meters[uuid].peaks)
             for uuid in devices.uuids
         }
-        self._readings = Poll(devices.read, intervals.step_deadline_s)
+        self._poll = Poll(intervals.step_deadline_s)
         self.reflector: Reflector[GpuNode] = Reflector(
             api,
             GPU_NODES,
@@ -350,16 +350,19 @@ class Reconciler:
             self._measure_again.clear()
             is_full = count % self._intervals.idle_samples == 0
             busy = {uuid for r in self.reservations for uuid in r.gpu_uuids}
-            due = [uuid for uuid, meter in self.meters.items() if is_full or uuid in busy or meter.usage]
-            await self._sample(due)
             if is_full:
-                self.reporter.look_again()
+                surveys = await self._poll.ask(self._devices.survey, self._devices.uuids)
+                described = {uuid: s if isinstance(s, DeviceError) else s[0] for uuid, s in surveys.items()}
+                self._sample({uuid: s if isinstance(s, DeviceError) else s[1] for uuid, s in surveys.items()})
+                self.reporter.see(described)
+            else:
+                due = [uuid for uuid, meter in self.meters.items() if uuid in busy or meter.usage]
+                self._sample(await self._poll.ask(self._devices.read, due))
             self._report()
             count += 1
             await wait_for_event(self._measure_again, self._intervals.sample_s, self._intervals.sleep)
 
-    async def _sample(self, due: Collection[GpuUuid]) -> None:
-        answers = await self._readings.ask(due)
+    def _sample(self, answers: Mapping[GpuUuid, Reading | DeviceError]) -> None:
         reserved = {r.pod_uid: r.memory_limit_mib for r in self.reservations}
         usable_mib = {device.uuid: device.memory_mib - device.reserved_mib for device in self.reporter.devices}
         reports = {} if self._probe is None else {pod: self._probe.read(pod) for pod in sorted(reserved)}

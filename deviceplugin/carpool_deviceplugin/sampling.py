@@ -4,22 +4,19 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 
 import pynvml
 from carpool_core.values import MIB, GpuUuid, PodUid
 
 from carpool_deviceplugin.dcgm import CounterFeed
 from carpool_deviceplugin.gpu import Counters, InstanceReading, ProcessUsage, Reading
-from carpool_deviceplugin.gpu_processes import GpuProcess, ProcessWatcher
+from carpool_deviceplugin.gpu_processes import GpuProcess
 from carpool_deviceplugin.mig_instances import FoundInstance
 from carpool_deviceplugin.nvlib import (
     Handle,
     Identity,
     Session,
     Telemetry,
-    UtilizationSample,
-    read_telemetry,
     read_utilization,
 )
 
@@ -55,10 +52,6 @@ def nvml_counters(known: Identity, telemetry: Telemetry) -> dict[str, float]:
     return {name: float(value) for name, value in values.items() if value is not None}
 
 
-_BY_TIME = itemgetter(1)
-_FIRST_SAMPLE_US = 1e6 / 6
-_MAX_SAMPLE_US = 1_000_000
-"""The driver's sampling period is a sixth of a second to a second; a longer gap contains no sample."""
 AHEAD_US = 2_000_000
 """Stamps further ahead of the node's clock are from before the clock was set back."""
 
@@ -70,8 +63,9 @@ class GpuSample:
     at: float
     """Monotonic time, in seconds."""
     present: Sequence[GpuProcess]
-    samples: Sequence[UtilizationSample] | None
-    """Utilization samples since the last reading; None if the GPU does not support them (MIG)."""
+    busy: Mapping[int, float] | None
+    """Share of the time since the last reading in which each process's kernels ran, by process ID; None if the GPU does
+    not measure it (MIG)."""
     energy_j: float | None
     """NVML's counter."""
     activity: Mapping[int | None, Mapping[str, float]] = field(default_factory=dict)
@@ -85,20 +79,10 @@ class ProcessAccounts:
 
     def __init__(self) -> None:
         self._present: Mapping[str, GpuProcess] = {}
-        self._last_us: dict[int, int] = {}
-        """Stamp of the last utilization sample of each process."""
         self._at: float | None = None
         self._energy_j: float | None = None
-        self.since_us = 0
-        """Stamp of the last utilization sample; the next query starts there."""
         self.idle_power_w: float | None = None
         """Lowest mean power measured without processes; None before the first measurement."""
-
-    def handle_clock_change(self, now_us: int) -> None:
-        """Reset the stamps if the node's clock was set back; otherwise all new samples would look old."""
-        if self.since_us > now_us + AHEAD_US:
-            self.since_us = 0
-            self._last_us.clear()
 
     def add(self, now: GpuSample) -> tuple[list[ProcessUsage], dict[PodUid, float]]:
         """Add a reading.
@@ -113,7 +97,7 @@ class ProcessAccounts:
         if not present and not gone and elapsed > 0 and energy is not None:
             power = energy / elapsed
             self.idle_power_w = power if self.idle_power_w is None else min(power, self.idle_power_w)
-        busy = None if now.samples is None else self._busy_s(now.samples, elapsed)
+        busy = None if now.busy is None else {pid: share * max(0.0, elapsed) for pid, share in now.busy.items()}
         accounted = [p for p in gone if p.running.gpu_instance_id in (None, *now.sm_counts)]
         above_idle = 0.0 if energy is None else max(0.0, energy - (self.idle_power_w or 0.0) * elapsed)
         weights = {} if energy is None else _energy_weights([*now.present, *accounted], now, busy or {})
@@ -129,7 +113,6 @@ class ProcessAccounts:
             own = None if busy is None else 0.0 if is_new else busy.get(p.running.pid, 0.0)
             share = shares[p.running.pid] * (0.0 if is_new else elapsed)
             uses.append(_usage(p, now, 0.0 if is_new else elapsed, own, share, energies.get(key)))
-        self._last_us = {p.running.pid: self._last_us.get(p.running.pid, self.since_us) for p in now.present}
         self._at, self._present = now.at, present
         return uses, ended
 
@@ -138,22 +121,6 @@ class ProcessAccounts:
         if before is None or counter_j is None or counter_j < before:
             return None  # the driver was restarted
         return counter_j - before
-
-    def _busy_s(self, samples: Sequence[UtilizationSample], elapsed: float) -> dict[int, float]:
-        """Return the time in which each process's kernels ran."""
-        busy: dict[int, float] = {}
-        last_us, ordered = self._last_us, sorted(samples, key=_BY_TIME)
-        for pid, at_us, sm_percent in ordered:
-            last = last_us.get(pid, 0)
-            us = at_us - last if last else _FIRST_SAMPLE_US
-            if us > _MAX_SAMPLE_US:  # cheaper than min(): there are thousands of samples
-                us = _MAX_SAMPLE_US
-            if us > 0:
-                busy[pid] = busy.get(pid, 0.0) + sm_percent * us
-            last_us[pid] = at_us
-        if ordered:
-            self.since_us = max(self.since_us, _BY_TIME(ordered[-1]))
-        return {pid: min(percent_us / 1e8, max(0.0, elapsed)) for pid, percent_us in busy.items()}
 
 
 def _usage(
@@ -291,15 +258,16 @@ class Sampler:
         self,
         session: Session,
         uuids: Sequence[GpuUuid],
-        watcher: ProcessWatcher,
         feed: CounterFeed,
         monotonic: Callable[[], float],
         wall: Callable[[], float],
     ) -> None:
-        self._session, self._watcher, self._monotonic, self._wall = session, watcher, monotonic, wall
+        self._session, self._monotonic, self._wall = session, monotonic, wall
         self._accounts = {uuid: ProcessAccounts() for uuid in uuids}
         self._gpm, self._feed = GpmSampler(session), feed
         self._instances: dict[GpuUuid, tuple[FoundInstance, ...]] = {}
+        self._asked_us: dict[GpuUuid, int] = {}
+        """Stamp of the last question for utilization."""
 
     def set_instances(self, uuid: GpuUuid, found: Sequence[FoundInstance]) -> None:
         """Set the MIG instances of a GPU."""
@@ -311,18 +279,16 @@ class Sampler:
         """Handle a reset of the GPU by the agent: earlier samples are invalid."""
         self._gpm.forget(uuid)
 
-    def read(self, uuid: GpuUuid, known: Identity) -> Reading:
-        """Read a GPU's counters; raises NvmlError."""
+    def read(self, uuid: GpuUuid, known: Identity, telemetry: Telemetry, present: Sequence[GpuProcess]) -> Reading:
+        """Read the other counters of a GPU with this telemetry and these processes of pods; raises NvmlError."""
         accounts, instances = self._accounts[uuid], self._instances.get(uuid, ())
-        telemetry = read_telemetry(self._session, uuid)
-        present = self._watcher.look(uuid)[0].pods
-        samples = None if instances else self._utilization(uuid, accounts)
+        busy = None if instances else self._busy(uuid)
         counters: dict[int | None, Counters] = {None: self._counters(uuid, None, nvml_counters(known, telemetry))}
         counters |= {f.instance.id: self._counters(uuid, f.instance.id, self._memory(uuid, f)) for f in instances}
         at, energy_j = self._monotonic(), None if telemetry.energy_mj is None else telemetry.energy_mj / 1000
         activity = {place: found.values for place, found in counters.items()}
         sm_counts = {f.instance.id: f.instance.placement.profile.sm_count for f in instances}
-        processes, ended = accounts.add(GpuSample(at, present, samples, energy_j, activity, sm_counts))
+        processes, ended = accounts.add(GpuSample(at, present, busy, energy_j, activity, sm_counts))
         return Reading(
             at=at,
             processes=tuple(processes),
@@ -337,10 +303,16 @@ class Sampler:
             sources=tuple(dict.fromkeys(source for found in counters.values() for source in found.sources.values())),
         )
 
-    def _utilization(self, uuid: GpuUuid, accounts: ProcessAccounts) -> Sequence[UtilizationSample] | None:
-        now_us = round(1e6 * self._wall())
-        accounts.handle_clock_change(now_us)
-        return read_utilization(self._session, uuid, accounts.since_us, now_us + AHEAD_US)
+    def _busy(self, uuid: GpuUuid) -> dict[int, float] | None:
+        """Return each process's share of the time since the last question; None if unsupported.
+
+        After a gap that is longer than the driver's buffer, it is the share of the buffer's time. So is it if the
+        node's clock was set back.
+        """
+        now_us, since_us = round(1e6 * self._wall()), self._asked_us.get(uuid, 0)
+        found = read_utilization(self._session, uuid, since_us if since_us <= now_us else 0, now_us + AHEAD_US)
+        self._asked_us[uuid] = now_us
+        return None if found is None else {pid: sm_percent / 100 for pid, _, sm_percent in found}
 
     def _counters(self, uuid: GpuUuid, instance: int | None, nvml: Mapping[str, float]) -> Counters:
         """Merge all sources per field: DCGM, then GPM, then NVML's other counters."""

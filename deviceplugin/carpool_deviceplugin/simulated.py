@@ -184,6 +184,13 @@ class SimulatedDevices:
             sources=("simulated",),
         )
 
+    def survey(self, uuid: GpuUuid) -> tuple[Device, Reading | DeviceError]:
+        """Describe a GPU and read its counters."""
+        try:
+            return self.describe(uuid), self.read(uuid)
+        except DeviceError as e:
+            return self.describe(uuid), e
+
     def _usage(self, uuid: GpuUuid, now: SimulatedReading) -> tuple[ProcessUsage, ...]:
         """Return the use by each process since the last reading; claims contain its total use."""
         before, self._readings[uuid] = self._readings.get(uuid), now

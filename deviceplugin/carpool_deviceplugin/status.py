@@ -288,7 +288,7 @@ class Reporter:
         self._node, self._api, self._clock, self._gpus, self._intervals = node, api, clock, devices, intervals
         self._tenants, self._on_devices, self._on_missing = tenants, on_devices, on_missing
         self._awake = asyncio.Event()
-        self._poll = Poll(devices.describe, intervals.step_deadline_s)
+        self._poll = Poll(intervals.step_deadline_s)
         self.devices: list[Device] = []
         """The GPUs as last read; one that never answered is missing."""
         self.preflight: Sequence[Outcome] = ()
@@ -327,6 +327,22 @@ class Reporter:
             self.look_again()  # the mode of a GPU may have changed
         if self._clock.monotonic() - self._compared_at >= self._intervals.measures_s:
             self._awake.set()
+
+    def see(self, found: Mapping[GpuUuid, Device | DeviceError]) -> None:
+        """Set what the GPUs answered; one without an answer is unhealthy."""
+        self._see(found)
+        self._awake.set()
+
+    def _see(self, found: Mapping[GpuUuid, Device | DeviceError]) -> None:
+        known = {d.uuid: d for d in (*(self._written.devices if self._written else ()), *self.devices)}
+        devices: list[Device] = []
+        for uuid, answer in found.items():
+            if not isinstance(answer, DeviceError):
+                devices.append(answer)
+            elif uuid in known:
+                devices.append(replace(known[uuid], health=DeviceHealth.UNHEALTHY, health_message=str(answer)))
+        self.devices = [replace(d, health_message=d.health_message[:_MAX_MESSAGE]) for d in devices]
+        self._on_devices(self.devices)
 
     def look_again(self) -> None:
         """Read the GPUs again, because their health may have changed."""
@@ -372,7 +388,8 @@ class Reporter:
     async def _desired(self, written: GpuNodeStatus) -> GpuNodeStatus:
         """Return the desired status."""
         if self._is_stale:
-            await self._read_devices(written)
+            self._is_stale = False
+            self._see(await self._poll.ask(self._gpus.describe, self._gpus.uuids))
         devices = self.devices
         self._compared_at = self._clock.monotonic()
         return replace(
@@ -393,18 +410,6 @@ class Reporter:
             ),
             summary=summarise(devices, self._partitions),
         )
-
-    async def _read_devices(self, written: GpuNodeStatus) -> None:
-        self._is_stale = False
-        known = {d.uuid: d for d in (*written.devices, *self.devices)}
-        devices: list[Device] = []
-        for uuid, found in (await self._poll.ask(self._gpus.uuids)).items():
-            if not isinstance(found, DeviceError):
-                devices.append(found)
-            elif uuid in known:
-                devices.append(replace(known[uuid], health=DeviceHealth.UNHEALTHY, health_message=str(found)))
-        self.devices = [replace(d, health_message=d.health_message[:_MAX_MESSAGE]) for d in devices]
-        self._on_devices(self.devices)
 
     async def _write(self, status: GpuNodeStatus) -> None:
         # A merge patch replaces only what it contains, and msgspec omits defaults.

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from carpool_core.values import GpuUuid
 
@@ -114,21 +114,24 @@ def _run(loop: asyncio.AbstractEventLoop, call: "asyncio.Future[T]", work: Calla
         loop.call_soon_threadsafe(lambda: None if call.done() else settle())
 
 
-class Poll(Generic[T]):
+class Poll:
     """Asks GPUs at the same time; a GPU that does not answer in time delays no other one."""
 
-    def __init__(self, question: Callable[[GpuUuid], T], deadline_s: float) -> None:
-        self._question, self._deadline_s = question, deadline_s
+    def __init__(self, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
         self._callers: dict[GpuUuid, TimeLimitedCaller] = {}
 
-    async def ask(self, uuids: Collection[GpuUuid]) -> Mapping[GpuUuid, T | DeviceError]:
+    async def ask(
+        self, question: Callable[[GpuUuid], T], uuids: Collection[GpuUuid]
+    ) -> Mapping[GpuUuid, T | DeviceError]:
         """Return the answer of each GPU, or why it has none; raises the question's other errors."""
-        return dict(zip(uuids, await asyncio.gather(*map(self._ask, uuids)), strict=True))
+        answers = await asyncio.gather(*(self._ask(question, uuid) for uuid in uuids))
+        return dict(zip(uuids, answers, strict=True))
 
-    async def _ask(self, uuid: GpuUuid) -> T | DeviceError:
+    async def _ask(self, question: Callable[[GpuUuid], T], uuid: GpuUuid) -> T | DeviceError:
         if uuid not in self._callers:
             self._callers[uuid] = TimeLimitedCaller(f"GPU {uuid}", self._deadline_s)
         try:
-            return await self._callers[uuid].call(self._question, uuid)
+            return await self._callers[uuid].call(question, uuid)
         except DeviceError as e:
             return e

@@ -157,7 +157,7 @@ class Sampled(FakeNvml):
         ([(42, 1_699_999_999_000, 50)], "expected microseconds since 1970"),
         ([(42, 1_699_999_999_000_000_000, 50)], "expected microseconds since 1970"),
         ([(42, 90_000_000, 50)], "expected microseconds since 1970"),
-        ([(42, 1_699_999_999_000_000, 50)] * 2, "expected one sample of a process at a time, found 1 more"),
+        ([(42, 1_699_999_999_000_000, 50)] * 2, "expected one sample of each process, found 1 more"),
         (None, ""),
     ],
     ids=[

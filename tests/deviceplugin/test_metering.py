@@ -205,6 +205,56 @@ def test_only_what_moved_by_a_tenth_is_written(change, is_written) -> None:
     assert damp_changes([WRITTEN], [other]) == [other], "new tenants are written, and ended ones dropped"
 
 
+@pytest.mark.parametrize("gap_s", [1, 5, 10, 60])
+def test_busy_time_covers_the_time_between_two_readings(tmp_path: Path, gap_s: int) -> None:
+    """Regression: the driver's one sample for each process counted for at most a second of the five between readings.
+
+    On an H100 two pods that shared it in halves had 0.5 s each of the 5 s. A minute is longer than the buffer.
+    """
+    node = Node(FakeNvml(["H100"]), FakeMpsCommands(), tmp_path)
+    devices = node.devices()
+    for number in range(8):
+        node.start(0, 42 + number, f"p{number}", sm=0.02 * number)
+    devices.read(devices.uuids[0])
+    for _ in range(3):
+        node.advance(gap_s)
+        found = devices.read(devices.uuids[0]).processes
+        assert [p.busy_s / gap_s for p in found] == pytest.approx([0.02 * number for number in range(8)])
+    for process in node.nvml.gpus[0].processes.values():
+        process.sm = 0.0
+    node.advance(5)
+    devices.read(devices.uuids[0])
+    node.nvml.gpus[0].processes[42].sm = 0.5
+    node.advance(5)
+    assert devices.read(devices.uuids[0]).processes[0].busy_s == pytest.approx(2.5), "the pause before counts no more"
+
+
+def test_samples_stay_valid_when_the_clock_is_set_back(node: Node) -> None:
+    devices = node.devices()
+    node.start(0, 42, "a", sm=0.5)
+    devices.read(devices.uuids[0])
+    node.nvml.gpus[0].samples.clear()
+    node.nvml.now_us -= 3_600_000_000
+    for _ in range(2):
+        node.advance(5)
+        assert devices.read(devices.uuids[0]).processes[0].busy_s == pytest.approx(2.5)
+
+
+def test_a_survey_reads_telemetry_and_processes_once(node: Node) -> None:
+    devices, gpu = first_gpu(node)
+    node.start(0, 42, "a")
+    devices.read(gpu)
+    node.nvml.calls.clear()
+    device, reading = devices.survey(gpu)
+    assert (device.health, [p.pod_uid for p in reading.processes]) == (DeviceHealth.HEALTHY, [uid("a")])
+    for name in ("nvmlDeviceGetPowerUsage", "nvmlDeviceGetComputeRunningProcesses"):
+        assert node.nvml.calls.count(name) == 1
+    node.nvml.gpus[0].is_lost = True
+    device, reading = devices.survey(gpu)
+    assert "fallen off the bus" in device.health_message
+    assert str(reading) == device.health_message
+
+
 class WithoutNumbers(FakeNvml):
     """The driver reports success for a metric that it could not compute."""
 

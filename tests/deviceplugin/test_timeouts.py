@@ -43,18 +43,18 @@ def gpus() -> Iterator[Gpus]:
 
 async def test_hanging_gpus_delay_no_others_and_are_not_asked_again(gpus: Gpus) -> None:
     gpus.hanging = {GPUS[0], GPUS[3], GPUS[7]}
-    rounds = Poll(gpus.ask, 1)
-    found = await rounds.ask(GPUS)
+    rounds = Poll(1)
+    found = await rounds.ask(gpus.ask, GPUS)
     assert {uuid for uuid, answer in found.items() if isinstance(answer, DeviceError)} == gpus.hanging
     assert "GPU GPU-3: expected an answer within 1 s, found none" in str(found[GPUS[3]])
     gpus.asked.clear()
-    again = await rounds.ask(GPUS)
+    again = await rounds.ask(gpus.ask, GPUS)
     assert set(gpus.asked) == set(GPUS) - gpus.hanging
     assert "an earlier call has not come back yet" in str(again[GPUS[0]])
     hung, gpus.hanging = gpus.hanging, set()
     gpus.release.set()
     for _ in range(1000):
-        well = await rounds.ask(sorted(hung))
+        well = await rounds.ask(gpus.ask, sorted(hung))
         if not any(isinstance(answer, DeviceError) for answer in well.values()):
             break
         await asyncio.sleep(0.001)
@@ -69,11 +69,11 @@ async def test_errors_of_one_gpu_are_its_answer_and_bugs_are_raised(gpus: Gpus) 
             raise ZeroDivisionError
         return 1
 
-    rounds = Poll(ask, 30)
-    found = await rounds.ask(GPUS[:3])
+    rounds = Poll(30)
+    found = await rounds.ask(ask, GPUS[:3])
     assert (found[GPUS[0]], str(found[GPUS[1]]), found[GPUS[2]]) == (1, "GPU-1 is lost", 1)
     with pytest.raises(ZeroDivisionError):
-        await rounds.ask(GPUS)
+        await rounds.ask(ask, GPUS)
 
 
 UID = "8f2c1b7e-0d3a-4c5b-9e6f-1a2b3c4d5e6f"

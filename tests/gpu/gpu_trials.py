@@ -203,8 +203,8 @@ def processes_belong_to_pods(trial: Trial) -> str:
     if found.keys() != {load.pod_uid for load in loads} or not all(memory):
         raise FailedError(f"expected {len(loads)} pods with memory, found {len(found)} with {memory} MiB")
     busy = [found[load.pod_uid].busy_s for load in loads]
-    if None in busy or not any(busy):
-        raise FailedError(f"expected the time of each pod's kernels, found {busy}")
+    if None in busy or sum(busy) < READ_EVERY_S / 2:
+        raise FailedError(f"expected kernels in half of {READ_EVERY_S:g} s at least, found {busy} s")
     return f"2 pods with {memory[0]:,} and {memory[1]:,} MiB, and {busy[0]:.1f} and {busy[1]:.1f} s of kernels"
 
 

@@ -1,6 +1,7 @@
 """GPUs as NVML shows them, for the fake. Figures of NVIDIA's datasheets and of `nvidia-smi -q` on such machines."""
 
 import uuid as uuids
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -308,8 +309,10 @@ class FakeGpu:
     remap: tuple[int, int, int, int] = (0, 0, 0, 0)
     clock_reasons: int = 0
     temperature_c: int = 40
-    samples: list[tuple[int, Any]] = field(default_factory=list)
-    """Stamps and NVML's utilization samples of each process and sampling period."""
+    samples: deque[tuple[int, dict[int, tuple[float, float]]]] = field(default_factory=lambda: deque(maxlen=72))
+    """The driver's last sampling periods: stamp, and the processes' shares of the time and of the DRAM's bandwidth.
+
+    The driver assigns a period to the process that is active at its end; here each active process has its share."""
     integrals: dict[int | None, list[float]] = field(default_factory=dict)
     """Seconds of time, graphics, SM, occupancy, tensor and DRAM activity, of the GPU and of its instances."""
 

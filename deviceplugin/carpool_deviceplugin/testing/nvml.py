@@ -120,13 +120,7 @@ class FakeNvml:
             total = gpu.integrals.setdefault(place, [0.0] * 6)
             for at, share in enumerate((1.0, min(1.0, 1.2 * sm), sm, 0.5 * sm, 0.6 * sm, dram)):
                 total[at] += share * seconds
-        for p in gpu.processes.values():
-            if p.sm or p.dram:
-                sample = pynvml.c_nvmlProcessUtilizationSample_t(
-                    pid=p.pid, timeStamp=self.now_us, smUtil=round(100 * p.sm), memUtil=round(100 * p.dram)
-                )
-                gpu.samples.append((self.now_us, sample))
-        del gpu.samples[:-100]
+        gpu.samples.append((self.now_us, {p.pid: (p.sm, p.dram) for p in gpu.processes.values() if p.sm or p.dram}))
 
     def raise_xid(self, gpu: int, xid: int) -> None:
         """The driver reports an XID to registered event sets."""
@@ -313,10 +307,16 @@ class FakeNvml:
     def nvmlDeviceGetProcessUtilization(self, handle: Any, since_us: int) -> list[Any]:
         gpu = self._gpu(handle)
         require(not gpu.mig.is_enabled, pynvml.NVML_ERROR_NOT_SUPPORTED)
-        found = [sample for at_us, sample in gpu.samples if at_us > since_us]
-        require(found, pynvml.NVML_ERROR_NOT_FOUND)
-        unfilled = pynvml.c_nvmlProcessUtilizationSample_t()
-        return [*found, unfilled]
+        periods = [(at_us, shares) for at_us, shares in gpu.samples if at_us > since_us]
+        last_us = {pid: at_us for at_us, shares in periods for pid in shares}
+        require(last_us, pynvml.NVML_ERROR_NOT_FOUND)
+        found = []
+        for pid, at_us in last_us.items():
+            sm, dram = (sum(shares[pid][i] for _, shares in periods if pid in shares) for i in (0, 1))
+            sample = pynvml.c_nvmlProcessUtilizationSample_t(pid=pid, timeStamp=at_us)
+            sample.smUtil, sample.memUtil = round(100 * sm / len(periods)), round(100 * dram / len(periods))
+            found.append(sample)
+        return [*found, pynvml.c_nvmlProcessUtilizationSample_t()]  # an unfilled slot
 
     def nvmlDeviceGetUtilizationRates(self, handle: Any) -> Any:
         gpu = self._gpu(handle)
