@@ -1,5 +1,6 @@
 """Processes of the node and the pods that they belong to, from /proc."""
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +28,18 @@ class Stat(NamedTuple):
     """Ticks since boot."""
 
 
+_LONGEST_STAT = 4096
+"""Bytes of /proc/PID/stat: at most 52 numbers and a name."""
+
+
 def read_stat(proc: Path, pid: int) -> Stat | None:
     """Read /proc/PID/stat; None if the process has ended or is not visible."""
     try:
-        with open(f"{proc}/{int(pid)}/stat", "rb", buffering=0) as file:  # half of pathlib's time
-            content = file.read()
+        file = os.open(f"{proc}/{int(pid)}/stat", os.O_RDONLY)  # less than half of pathlib's time
+        try:
+            content = os.read(file, _LONGEST_STAT)
+        finally:
+            os.close(file)
         name, _, rest = content.partition(b"(")[2].rpartition(b")")  # a name may contain both
         fields = rest.split(None, 20)
         return Stat(name.decode(errors="replace"), fields[0].decode(), int(fields[1]), int(fields[19]))

@@ -307,15 +307,23 @@ class FakeNvml:
     def nvmlDeviceGetProcessUtilization(self, handle: Any, since_us: int) -> list[Any]:
         gpu = self._gpu(handle)
         require(not gpu.mig.is_enabled, pynvml.NVML_ERROR_NOT_SUPPORTED)
-        periods = [(at_us, shares) for at_us, shares in gpu.samples if at_us > since_us]
-        last_us = {pid: at_us for at_us, shares in periods for pid in shares}
-        require(last_us, pynvml.NVML_ERROR_NOT_FOUND)
-        found = []
-        for pid, at_us in last_us.items():
-            sm, dram = (sum(shares[pid][i] for _, shares in periods if pid in shares) for i in (0, 1))
-            sample = pynvml.c_nvmlProcessUtilizationSample_t(pid=pid, timeStamp=at_us)
-            sample.smUtil, sample.memUtil = round(100 * sm / len(periods)), round(100 * dram / len(periods))
-            found.append(sample)
+        totals: dict[int, list[float]] = {}
+        periods = 0
+        for at_us, shares in reversed(gpu.samples):
+            if at_us <= since_us:
+                break
+            periods += 1
+            for pid, (sm, dram) in shares.items():
+                total = totals.setdefault(pid, [at_us, 0.0, 0.0])
+                total[1] += sm
+                total[2] += dram
+        require(totals, pynvml.NVML_ERROR_NOT_FOUND)
+        found = [
+            pynvml.c_nvmlProcessUtilizationSample_t(
+                pid, int(at_us), round(100 * sm / periods), round(100 * dram / periods)
+            )
+            for pid, (at_us, sm, dram) in totals.items()
+        ]
         return [*found, pynvml.c_nvmlProcessUtilizationSample_t()]  # an unfilled slot
 
     def nvmlDeviceGetUtilizationRates(self, handle: Any) -> Any:
