@@ -83,7 +83,7 @@ DEFINITIONS = (
                 "MeasSlow", ".status.summary.measuredSlowdown", "Measured step time over the own one alone.", wide=True
             ),
             Column("Steps", ".status.summary.progress", "Training steps done.", wide=True),
-            Column("End", ".status.summary.expectedEnd", "Expected end by the measured step time.", wide=True),
+            Column("End", ".status.summary.expectedEnd", "Expected end, measured, and its 95% quantile.", wide=True),
         ),
     ),
     Definition(

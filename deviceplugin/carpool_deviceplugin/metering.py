@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 
 import msgspec
 from carpool_core.clock import parse_rfc3339
+from carpool_core.durations import MEASURED_STEPS
 from carpool_core.resources.node import Reservation, Tenant
 from carpool_core.values import GpuUuid, PodUid
 from msgspec.structs import replace
@@ -17,8 +18,6 @@ SMOOTHING_S = 5.0
 STATUS_SMOOTHING_S = 90.0
 """Time constant of the activity in `GpuNode.status`, by which pods are admitted beside others: longer than a checkpoint
 or an evaluation (90 s as in RAD-RM's monitor, Yousefzadeh-Asl-Miandoab, ITU 2025)."""
-MIN_SOLO_STEPS = 20
-"""Steps without working co-tenants after which the pod's step time alone is known."""
 PROGRESS_EVERY_S = 300.0
 """Longest time after which a changed number of steps is written to the API server: readers extrapolate it."""
 FORMER_SAMPLES = 4
@@ -56,23 +55,40 @@ class StepMeans(msgspec.Struct, frozen=True):
     """Sums of step counters, exponentially decayed with `STATUS_SMOOTHING_S`. Their ratios are means."""
 
     sums: StepCounts = StepCounts()
+    squares: float = 0.0
+    """Sum over readings of steps times the square of their mean time in s, decayed likewise."""
     total: int = 0
     """Timed steps without decay."""
+    readings: int = 0
+    """Readings with timed steps."""
 
     def add(self, counts: StepCounts) -> "StepMeans":
         """Add the counters of another reading."""
-        scaled = self.scaled(math.exp(-counts.elapsed_s / STATUS_SMOOTHING_S))
-        return StepMeans(scaled.sums.plus(counts), self.total + counts.timed_steps)
+        scaled, steps = self.scaled(math.exp(-counts.elapsed_s / STATUS_SMOOTHING_S)), counts.timed_steps
+        own_s = counts.steps_s - counts.checkpoint_s
+        square = own_s * own_s / steps if steps else 0.0
+        return StepMeans(
+            scaled.sums.plus(counts), scaled.squares + square, self.total + steps, self.readings + (steps > 0)
+        )
 
     def scaled(self, factor: float) -> "StepMeans":
         """Return the means with another weight."""
-        return replace(self, sums=StepCounts(*(factor * value for value in msgspec.structs.astuple(self.sums))))
+        sums = StepCounts(*(factor * value for value in msgspec.structs.astuple(self.sums)))
+        return replace(self, sums=sums, squares=factor * self.squares)
 
     @property
     def step_time_s(self) -> float | None:
         """Mean time of a step without checkpoints; None before the second step."""
         sums = self.sums
         return max(0.0, sums.steps_s - sums.checkpoint_s) / sums.timed_steps if self.total else None
+
+    @property
+    def deviation_s(self) -> float | None:
+        """Standard deviation of the step time between readings, each weighted by its steps; None before twenty."""
+        mean_s = self.step_time_s
+        if mean_s is None or self.readings < MEASURED_STEPS:
+            return None
+        return math.sqrt(max(0.0, self.squares / self.sums.timed_steps - mean_s * mean_s))
 
     def rate(self, amount: float) -> float | None:
         """Return a sum over the elapsed time; None without steps."""
@@ -108,7 +124,7 @@ class PodUsage(msgspec.Struct, frozen=True):
     @property
     def solo_step_time_s(self) -> float | None:
         """Mean time of a step while no other pod worked on the GPU; None if that was not measured."""
-        return self.solo_steps.step_time_s if self.solo_steps.total >= MIN_SOLO_STEPS else None
+        return self.solo_steps.step_time_s if self.solo_steps.total >= MEASURED_STEPS else None
 
 
 JOB_ENERGY_S = 3600.0
@@ -351,6 +367,7 @@ def _tenant(pod: PodUid, uuid: GpuUuid, use: PodUsage, idle_w: float, now: str) 
         steps=use.steps,
         steps_at=None if use.steps is None else now,
         step_time_seconds=_rounded(steps.step_time_s, 6),
+        step_time_deviation_seconds=_rounded(steps.deviation_s, 6),
         solo_step_time_seconds=_rounded(use.solo_step_time_s, 6),
         samples_per_second=_rounded(steps.rate(sums.samples) or None, 1),
         data_wait_ratio=_rounded(steps.rate(sums.data_s), 3),
@@ -372,6 +389,7 @@ def damp_changes(written: Iterable[Tenant], measured: Iterable[Tenant]) -> list[
 _LEAST_CHANGES = {
     "memory_mib": 16, "peak_memory_mib": 16, "gpu_util_percent": 1, "sm_active_ratio": 0.01, "power_w": 2,
     "step_time_seconds": 0.0, "solo_step_time_seconds": 0.0, "samples_per_second": 0.0,
+    "step_time_deviation_seconds": math.inf,  # written once it is known, and later with other changes
     "data_wait_ratio": 0.02, "checkpoint_ratio": 0.02, "copy_ratio": 0.02,
 }  # fmt: skip
 """Smallest absolute change of each measurement that is written."""

@@ -145,7 +145,7 @@ def presentable(tenants: Iterable[Tenant], reserved: Set[PodUid]) -> tuple[list[
 def _invalid(tenant: Tenant) -> str:
     measures = (
         *(tenant.gpu_util_percent, tenant.sm_active_ratio, tenant.power_w, tenant.steps, tenant.step_time_seconds),
-        *(tenant.solo_step_time_seconds, tenant.samples_per_second),
+        *(tenant.step_time_deviation_seconds, tenant.solo_step_time_seconds, tenant.samples_per_second),
         *(tenant.data_wait_ratio, tenant.checkpoint_ratio, tenant.copy_ratio),
     )
     if not all(m is None or 0 <= m <= _MAX_MEASURE for m in measures):

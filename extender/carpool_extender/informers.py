@@ -75,6 +75,8 @@ class ObservedRow(_Wire, frozen=True, kw_only=True):
 
     expected_end: str | None = None
     """Expected end by the measured step time, RFC 3339."""
+    latest_end: str | None = None
+    """The same at the upper end of the step time's interval."""
 
 
 class JobStatusRow(_Wire, frozen=True, kw_only=True):

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from statistics import median_low
 
 from carpool_core import keys
+from carpool_core.durations import MEASURED_STEPS
 from carpool_core.kube.pods import Pod
 from carpool_core.resources.node import Anomaly, GpuNode, Tenant
 
 from carpool_operator import conditions
-from carpool_operator.placement import MEASURED_STEPS
 from carpool_operator.pods import worker_of
 from carpool_operator.status import Draft
 

@@ -7,22 +7,23 @@ from statistics import fmean
 
 import msgspec
 from carpool_core.clock import parse_rfc3339, rfc3339
+from carpool_core.durations import measured_step_time, remaining_s
 from carpool_core.kube.pods import Pod
 from carpool_core.products import hardware_name
 from carpool_core.resources.job import GpuTrainingJob, Neighbour, Observed, WorkerPlacement
 from carpool_core.resources.node import MAX_REASON_LENGTH, GpuNode, Reservation, Tenant, describe_later_tenants
+from carpool_core.resources.prediction import Interval
 from carpool_core.values import JobUid, NodeName, PodUid
 
 from carpool_operator.pods import worker_of
 
-MEASURED_STEPS = 20
-"""Steps after which the measured step time replaces the predicted one."""
 _LONGEST_S = 10 * 365 * 86_400.0
 """A later end is not reported."""
 _NO_PROGRESS = dict.fromkeys(
     (
         *(
             "step_time_seconds",
+            "step_time_interval",
             "step_time_ratio",
             "solo_step_time_seconds",
             "solo_source",
@@ -30,7 +31,7 @@ _NO_PROGRESS = dict.fromkeys(
             "steps",
             "steps_at",
         ),
-        *("expected_end", "samples_per_second", "data_wait_ratio", "checkpoint_ratio", "copy_ratio"),
+        *("expected_end", "latest_end", "samples_per_second", "data_wait_ratio", "checkpoint_ratio", "copy_ratio"),
     )
 )
 
@@ -130,14 +131,14 @@ def _mean(values: Iterable[float | None], default: float | None, digits: int) ->
     return round(fmean(known), digits) if known else default
 
 
-def _solo_step_time_s(job: GpuTrainingJob, places: Sequence[WorkerPlacement]) -> float | None:
-    """Return the predicted step time without co-tenants on the slowest product of the workers; None if unknown."""
+def _solo_step_time(job: GpuTrainingJob, places: Sequence[WorkerPlacement]) -> Interval | None:
+    """Return the predicted step time alone on the slowest product of the workers, in seconds; None if unknown."""
     prediction = job.status.prediction
     if prediction is None or not places:
         return None
     names = {hardware_name(place.product) for place in places}
-    known = [p.step_time_seconds.median for p in prediction.products if p.product in names]
-    return max(known) if known else None
+    known = [p.step_time_seconds for p in prediction.products if p.product in names]
+    return max(known, key=lambda one: one.median, default=None)
 
 
 def observed(
@@ -163,10 +164,11 @@ def observed(
         return old
     before = old or Observed()
     step_time_s = _mean((t.step_time_seconds for t in tenants), before.step_time_seconds, 6)
-    solo_s = _solo_step_time_s(job, places)
+    solo = _solo_step_time(job, places)
     ratio = before.step_time_ratio
-    if step_time_s is not None and solo_s:
-        ratio = round(step_time_s / solo_s, 3)
+    if step_time_s is not None and solo is not None and solo.median:
+        ratio = round(step_time_s / solo.median, 3)
+    deviations = [t.step_time_deviation_seconds for t in tenants if t.step_time_deviation_seconds is not None]
     solo_step_s = min((t.solo_step_time_seconds for t in tenants if t.solo_step_time_seconds), default=None)
     slowest = min((t for t in tenants if t.steps is not None), key=lambda t: t.steps or 0, default=None)
     samples = {t.pod_uid: t.samples_per_second for t in tenants if t.samples_per_second is not None}
@@ -188,20 +190,21 @@ def observed(
     slowdown = None
     if step_time_s is not None and found.solo_step_time_seconds:
         slowdown = round(step_time_s / found.solo_step_time_seconds, 3)
-    return msgspec.structs.replace(found, slowdown=slowdown, expected_end=_expected_end(found, job.spec.training.steps))
+    interval = measured_step_time(solo, found.steps, step_time_s, max(deviations, default=None))
+    interval = interval or before.step_time_interval  # an agent that has just started knows no deviation
+    end, latest = _ends(found, interval, job.spec.training.steps)
+    return msgspec.structs.replace(
+        found, slowdown=slowdown, step_time_interval=interval, expected_end=end, latest_end=latest
+    )
 
 
-def _expected_end(found: Observed, steps: int | None) -> str | None:
-    """Return when a job has done its steps at the measured step time, RFC 3339; None before twenty steps."""
-    if steps is None or found.steps is None or found.steps_at is None or found.steps < MEASURED_STEPS:
-        return None
-    if found.step_time_seconds is None:
-        return None
-    pause = min(0.9, found.checkpoint_ratio or 0.0)
-    left_s = max(0, steps - found.steps) * found.step_time_seconds / (1 - pause)
-    if left_s > _LONGEST_S:
-        return None
-    return rfc3339(parse_rfc3339(found.steps_at) + timedelta(seconds=left_s))
+def _ends(found: Observed, step_time: Interval | None, steps: int | None) -> tuple[str | None, str | None]:
+    """Return when a job has done its steps at the measured step time and its upper end, RFC 3339; None if unknown."""
+    if step_time is None or steps is None or found.steps is None or found.steps_at is None:
+        return None, None
+    left, at = remaining_s(step_time, steps - found.steps, found.checkpoint_ratio), parse_rfc3339(found.steps_at)
+    end, latest = (rfc3339(at + timedelta(seconds=s)) if s <= _LONGEST_S else None for s in (left.median, left.upper))
+    return end, latest
 
 
 def without_progress(found: Observed | None) -> Observed | None:

@@ -464,11 +464,12 @@ def _predictions(status: JobStatus) -> list[ProductPrediction]:
 
 
 def _memory_bound(status: JobStatus) -> str:
-    """Return the memory that admission counts with: the user's limit, else the prediction's upper bound."""
+    """Return the memory that placement counts: measured, else the user's limit or the prediction's upper bound."""
     if not status.placement:
         return _memory([p.memory.upper_mib for p in _predictions(status)])
     predicted = {p.product: p.memory for p in _predictions(status)}
-    bounds = (place.bound_mib(predicted.get(hardware_name(place.product))) for place in status.placement)
+    peak_mib = status.observed.peak_memory_mib if status.observed else 0
+    bounds = (place.counted_mib(predicted.get(hardware_name(place.product)), peak_mib) for place in status.placement)
     return _memory([bound for bound in bounds if bound is not None])
 
 
@@ -494,11 +495,12 @@ def _progress(status: JobStatus, steps: int | None) -> dict[str, str]:
     seen, is_complete = status.observed, conditions.is_true(status, keys.CONDITION_COMPLETE)
     if seen is None or seen.steps is None:
         return {}
+    ends = () if is_complete else (seen.expected_end, seen.latest_end)
     return {
         # A job that has succeeded went on after the last reading of its counters.
         "progress": "" if is_complete else f"{seen.steps:,}" + ("" if steps is None else f" of {steps:,}"),
         "measured_slowdown": "" if seen.slowdown is None else format(seen.slowdown, ".2f"),
-        "expected_end": "" if is_complete or seen.expected_end is None else f"{seen.expected_end[:19]}Z",
+        "expected_end": ", at most ".join(f"{end[:19]}Z" for end in ends if end),
     }
 
 
@@ -507,4 +509,5 @@ def _step_time(status: JobStatus) -> str:
     if seen is None or seen.step_time_seconds is None:
         return ""
     took = f"{seen.step_time_seconds * 1000:,.0f} ms"
+    took += f", at most {seen.step_time_interval.upper * 1000:,.0f} ms" if seen.step_time_interval else ""
     return took if seen.step_time_ratio is None else f"{took} ({seen.step_time_ratio:.2f}x)"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
+from carpool_core.durations import measured_step_time, remaining_s
 from carpool_core.products import find_product
 from carpool_core.resources.job import RunPolicy
 from carpool_core.resources.node import Device, Reservation
@@ -59,6 +60,16 @@ class Running:
         self.left_s -= span_s / self.slowdown
         self.alone_s += span_s if self.is_alone else 0.0
         self.since_s = now_s
+
+    def expect_end(self, now_s: float) -> None:
+        """Let the measured step time replace the predicted end after twenty steps."""
+        steps = self.job.steps
+        if steps is None or self.stage.profiling:
+            return
+        left = math.ceil(steps * self.left_s / self.job.work_s)
+        step_s = self.job.work_s / steps * self.slowdown
+        if (found := measured_step_time(None, steps - left, step_s, 0.0)) is not None:
+            self.predicted_end_s = now_s + remaining_s(found, left).upper
 
     def uid_on(self, gpu: GpuUuid) -> PodUid:
         """Return the UID of the worker that has a GPU."""
@@ -414,11 +425,14 @@ class Simulation:
             self._monitors.report(running.nodes, self._now_s)
 
     def _measure_steps(self, running: Running, version: int) -> None:
-        """Learn from the steps of a run whose co-tenants have not changed since a version."""
+        """Use the steps of a run whose co-tenants have not changed since a version."""
         if running.version == version and not running.ended:
             running.advance(self._now_s)
-            self._information.observe_steps(running.as_run())
-            self._monitors.report(running.nodes, self._now_s)
+            if self._strategy.measure:
+                running.expect_end(self._now_s)
+            if self._strategy.learns_slowdowns and running.job.asked is not None:
+                self._information.observe_steps(running.as_run())
+                self._monitors.report(running.nodes, self._now_s)
 
     def _use_measured_peak(self, running: Running, by: float) -> None:
         """Count a tenant with its measured peak, complete after the first minute and stable since."""
@@ -493,7 +507,8 @@ class Simulation:
             running.is_alone = all(len(gpu.tenants) == 1 for gpu in running.gpus)
             running.version += 1
             self._schedule_end(running)
-            if self._strategy.learns_slowdowns and running.job.asked is not None:
+            ends_by_steps = self._strategy.measure and running.job.steps is not None
+            if ends_by_steps or (self._strategy.learns_slowdowns and running.job.asked is not None):
                 self._at(self._now_s + SETTLED_S, partial(self._measure_steps, running, running.version))
         for gpu in ({id(g): g for t in touched.values() for g in t.gpus} | {id(g): g for g in gpus}).values():
             gpu.account(self._now_s)

@@ -82,13 +82,13 @@ def test_status_has_state_prediction_place_cotenants_and_progress(kube: FakeKube
     # It began in January, and 1,000 steps of 0.1 s, slowed to 1.25, take 125 s.
     assert cells[:5] == ["train", "Running", "8,000 MiB (at most 12,000), 40%", f"a ({A100})", "other/beside"]
     assert cells[5].startswith("about 100% (")
-    assert cells[5].endswith(" of 2.1 min)")
+    assert cells[5].endswith(" of 2.1 min, at most 4.2 min)")
 
 
 def test_progress_is_in_steps_where_the_probe_counts_them(kube: FakeKube) -> None:
-    seed_job(kube, observed={"steps": 250, "expectedEnd": "2026-01-01T01:00:00Z"})
+    seed_job(kube, observed={"steps": 250, "expectedEnd": "2026-01-01T01:00:00Z", "latestEnd": "2026-01-01T02:00:00Z"})
     assert "   25% (250 of 1,000 steps, " in run("status").output
-    assert "of 60 min)" in run("status").output
+    assert "of 60 min, at most 2.0 h)" in run("status").output
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,14 @@ def test_measured_memory_far_from_the_prediction_is_a_finding(
 
 
 def test_diagnosis_compares_and_names_what_is_unusual(kube: FakeKube) -> None:
-    peak = {"peakMemoryMib": 13000, "gpuUtilPercent": 35.0, "stepTimeSeconds": 0.3, "stepTimeRatio": 3.0}
+    interval = {"median": 0.3, "lower": 0.2, "upper": 0.4}
+    peak = {
+        "stepTimeInterval": interval,
+        "peakMemoryMib": 13000,
+        "gpuUtilPercent": 35.0,
+        "stepTimeSeconds": 0.3,
+        "stepTimeRatio": 3.0,
+    }
     probed = {"dataWaitRatio": 0.4, "checkpointRatio": 0.1, "copyRatio": 0.2, "slowdown": 2.0}
     oom = {"number": 1, "outcome": "GpuOutOfMemory", "message": "CUDA out of memory"}
     seed_job(kube, observed=peak, attempts=[oom, {"number": 2}])
@@ -206,6 +213,7 @@ def test_diagnosis_compares_and_names_what_is_unusual(kube: FakeKube) -> None:
         kube.seed(EVENTS, {"metadata": {"name": f"e-{number}", "namespace": "default"}, **event})
     found = json.loads(run("diagnose", "train", "-o", "json").output)
     assert [c["measured"] for c in found["comparisons"] if "measured" in c] == [13000, 35.0, 0.3]
+    assert [c["atMost"] for c in found["comparisons"] if "atMost" in c] == [0.4]
     assert [event["object"] for event in found["events"]] == ["GpuTrainingJob train"]
     begins = ["ran out of GPU memory in 1 of 2", "took 13,000 MiB, more than the bound of 12,000 MiB",
               "its kernels run 35% of the time", "a step takes 3.00 times the one predicted alone"]  # fmt: skip

@@ -17,6 +17,8 @@ from carpool_core.durations import (
     duration_bucket,
     duration_s,
     format_duration,
+    measured_step_time,
+    remaining_s,
 )
 from carpool_core.products import UnknownProductError, device_class, find_product, product_matches
 from carpool_core.resources.job import GpuTrainingJob
@@ -224,6 +226,37 @@ def _of(product: str, step_s: float) -> ProductPrediction:
 
 
 _PREDICTED = Prediction(outcome="Predicted", reason="ByFeatures", products=[_of("A100", 0.1), _of("T4", 0.3)])
+
+
+@pytest.mark.parametrize(
+    ("steps", "mean_s", "deviation_s", "expected"),
+    [
+        pytest.param(19, 0.2, 0.01, None, id="too few steps"),
+        pytest.param(None, 0.2, 0.01, None, id="none reported"),
+        pytest.param(20, None, None, None, id="no time reported"),
+        pytest.param(20, 0.2, 0.01, (0.1823, 0.2, 0.2177), id="by the spread between readings"),
+        pytest.param(20, 0.2, 0.0, (0.2, 0.2, 0.2), id="every reading alike"),
+        pytest.param(20, 0.2, 9.0, (0.0, 0.2, 16.13), id="never below zero"),
+        pytest.param(20, 0.2, None, (0.1, 0.2, 0.6), id="as wide as predicted before twenty readings"),
+    ],
+)
+def test_the_measured_step_time_replaces_the_predicted_one_after_twenty_steps(
+    steps: int | None, mean_s: float | None, deviation_s: float | None, expected: tuple[float, ...] | None
+) -> None:
+    predicted = Interval(median=0.1, lower=0.05, upper=0.3)
+    found = measured_step_time(predicted, steps, mean_s, deviation_s)
+    assert (found and (found.lower, found.median, found.upper)) == expected
+
+
+def test_without_any_interval_no_step_time_replaces_the_predicted_one() -> None:
+    for predicted in (None, _exactly(0.0)):
+        assert measured_step_time(predicted, 20, 0.2, None) is None
+
+
+def test_steps_that_are_left_take_their_time_and_that_of_checkpoints() -> None:
+    step_s = Interval(median=0.2, lower=0.1, upper=0.4)
+    assert remaining_s(step_s, 100, 0.5) == Interval(median=40.0, lower=20.0, upper=80.0)
+    assert remaining_s(step_s, -1) == _exactly(0.0), "more steps than declared"
 
 
 @pytest.mark.parametrize(

@@ -639,6 +639,21 @@ def test_one_long_evaluation_hardly_changes_the_step_time() -> None:
     assert meter.tenants(NOW)[0].step_time_seconds == pytest.approx(0.1, rel=0.15)
 
 
+def test_the_step_time_has_a_deviation_after_twenty_readings_which_is_written_once() -> None:
+    meter = metered(reading(NEW))
+    for number in range(19):
+        meter.sample(reading(BUSY), {A: reported(1.0, 10, 0.12 if number % 2 else 0.08)})
+    (before,) = meter.tenants(NOW)
+    (known,) = stepping(meter, 1, 0.12, BUSY).tenants(NOW)
+    assert before.step_time_deviation_seconds is None
+    assert known.step_time_deviation_seconds == pytest.approx(0.02, rel=0.05)
+    assert damp_changes([before], [known]) == [known]
+    wider = replace(known, step_time_deviation_seconds=1.0)
+    assert damp_changes([known], [wider]) == [known], "its noise costs no writes"
+    (steady,) = stepping(metered(reading(NEW)), 30, 0.1, BUSY).tenants(NOW)
+    assert steady.step_time_deviation_seconds == pytest.approx(0.0, abs=1e-6)
+
+
 def test_the_step_time_alone_is_measured_without_working_neighbours() -> None:
     meter = stepping(metered(reading(NEW)), 30, 0.1, BUSY)
     beside = stepping(meter, 60, 0.15, BUSY, BESIDE).tenants(NOW)[0]

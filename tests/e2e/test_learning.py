@@ -113,11 +113,14 @@ def test_the_step_probe_measures_a_training_in_its_container(cluster: Cluster, w
 
     def measured() -> dict[str, Any]:
         found: dict[str, Any] = watcher.job("probed").get("status", {}).get("observed", {})
-        return found if {"samplesPerSecond", "soloStepTimeSeconds", "expectedEnd"} <= found.keys() else {}
+        return found if {"samplesPerSecond", "soloStepTimeSeconds", "latestEnd"} <= found.keys() else {}
 
     found = eventually("steps in the status", measured, timeout_s=240)
     assert found["steps"] >= 20
     assert found["stepTimeSeconds"] >= 0.1, "the simulated GPU takes that long for a step"
+    assert found["stepTimeInterval"]["median"] == found["stepTimeSeconds"]
+    assert found["latestEnd"] >= found["expectedEnd"]
+    eventually("the spread of twenty readings", lambda: "stepTimeDeviationSeconds" in str(watcher.read("gpunodes")))
     assert found["soloSource"] == "Run"
     assert found["samplesPerSecond"] > 0, "only the probe sees the data loader"
     assert 0 <= found["dataWaitRatio"] < 1

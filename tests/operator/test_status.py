@@ -236,7 +236,7 @@ def test_observed_peak_never_falls_and_the_step_time_is_compared() -> None:
 
 STEPPING = {
     "steps": 100, "stepsAt": rfc3339(NOW), "stepTimeSeconds": 0.3, "soloStepTimeSeconds": 0.2, "samplesPerSecond": 64.0,
-    "dataWaitRatio": 0.1, "checkpointRatio": 0.25, "copyRatio": 0.01,
+    "stepTimeDeviationSeconds": 0.01, "dataWaitRatio": 0.1, "checkpointRatio": 0.25, "copyRatio": 0.01,
 }  # fmt: skip
 
 
@@ -256,6 +256,9 @@ def test_measured_steps_give_the_slowdown_and_the_expected_end() -> None:
     assert found.slowdown == 1.5, "against its own steps alone, not the predicted ones"
     assert found.expected_end == rfc3339(NOW + timedelta(seconds=1000 * 0.3 / 0.75)), "with its checkpoints"
 
+    assert found.step_time_interval == Interval(median=0.3, lower=0.2823, upper=0.3177)
+    assert found.latest_end == rfc3339(NOW + timedelta(seconds=1000 * 0.3177 / 0.75))
+
 
 @pytest.mark.parametrize(
     ("total", "changes"),
@@ -266,7 +269,8 @@ def test_measured_steps_give_the_slowdown_and_the_expected_end() -> None:
     ],
 )
 def test_without_enough_steps_no_end_is_expected(total: int | None, changes: dict[str, object]) -> None:
-    assert measured_steps(total, **changes).expected_end is None
+    found = measured_steps(total, **changes)
+    assert (found.expected_end, found.latest_end) == (None, None)
 
 
 def test_a_job_that_was_never_alone_has_no_measured_slowdown() -> None:
@@ -352,12 +356,35 @@ CASES = [
         id="the user's own limit, several workers, and measurements",
     ),
     pytest.param(
-        JobStatus(observed=Observed(slowdown=1.234, steps=1200, expected_end="2026-01-31T12:00:00.000000Z")),
+        JobStatus(
+            observed=Observed(
+                slowdown=1.234, steps=1200, expected_end="2026-01-31T12:00:00.000000Z", step_time_seconds=0.1,
+                latest_end="2026-01-31T12:30:00.000000Z",
+                step_time_interval=Interval(median=0.1, lower=0.09, upper=0.12),
+            )
+        ),
         JobSummary(
             observed_memory="0.0 GiB", measured_slowdown="1.23", progress="1,200 of 35,000",
-            expected_end="2026-01-31T12:00:00Z",
+            expected_end="2026-01-31T12:00:00Z, at most 2026-01-31T12:30:00Z", step_time="100 ms, at most 120 ms",
         ),
         id="the progress that the probe reports",
+    ),
+    *(
+        pytest.param(
+            JobStatus(
+                placement=[msgspec.structs.replace(place(0, "n1", limit=4096), measured_mib=2048)],
+                observed=Observed(peak_memory_mib=peak_mib),
+            ),
+            JobSummary(
+                node="n1", gpu="Simulated A100", mode="MPS", memory_bound=bound, slowdown="1.20",
+                observed_memory=f"{peak_mib / 1024:.1f} GiB",
+            ),
+            id=name,
+        )
+        for peak_mib, bound, name in (
+            (1536, "2.0 GiB", "the measured peak with its margin replaces the bound"),
+            (2560, "4.0 GiB", "a peak beyond that margin does not"),
+        )
     ),
     pytest.param(
         JobStatus(

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from carpool_extender.queue.order import QueueOrder
 from carpool_simulator.engine import Simulation
-from simulated_world import CARPOOL, NoSlowdown, job, truth, workload
+from simulated_world import CARPOOL, NoSlowdown, ends, job, truth, workload
 
 FULL = truth(6000)
 """Two of them do not fit on one GPU."""
@@ -43,3 +43,18 @@ def test_decreasing_policies_ignore_the_queue_order():
     jobs = [job(name, of=truth(6000, util), steps=steps) for name, util, steps in (("a", 0.2, DAY), ("b", 0.9, 10))]
     assert order(*jobs, strategy=replace(ALTERNATE, policy="first-fit-decreasing")) == ["b", "a"]
     assert order(*jobs, strategy=ALTERNATE) == ["a", "b"]
+
+
+def test_backfill_uses_the_end_by_the_measured_step_time():
+    """It is predicted to end after 2,000 s: a job that ends after 1,100 s would delay no other then."""
+    large = {"of": truth(9000, kind="large")}
+    wide = replace(job("wide", 100.0, 1.0, steps=100, **large), gpus=2)
+    jobs = [
+        job("first", 1000.0, steps=2000, **large),
+        job("other", 300.0, steps=300, **large),
+        wide,
+        job("late", 700.0, 400.0, steps=700, **large),
+    ]
+    for measure, expected in ((True, {"wide": 1100, "late": 1800}), (False, {"wide": 1200, "late": 1100})):
+        outcome = Simulation(workload(*jobs, gpus=2), replace(CARPOOL, measure=measure), NoSlowdown()).run()
+        assert ends(outcome) == {"first": 1000, "other": 300, **expected}

@@ -142,6 +142,7 @@ def _progress_text(progress: Progress | None) -> str:
     total = "" if progress.steps is None else f" of {progress.steps:,}"
     steps = "" if done is None else f"{done:,}{total} steps, "
     times = format_duration(progress.elapsed_seconds) + ("" if expected is None else f" of {format_duration(expected)}")
+    times += "" if progress.latest_seconds is None else f", at most {format_duration(progress.latest_seconds)}"
     if progress.ratio is None:
         return f"{steps}{times}"
     return f"{'' if done is not None else 'about '}{progress.ratio:.0%} ({steps}{times})"
@@ -256,14 +257,20 @@ def diagnose(settings: KubeSettings, job: str, namespace: str | None, form: Form
     beside = f" beside {', '.join(one.cotenants)}" if one.cotenants else ""
     click.echo(f"place: {where}{beside}; progress: {_progress_text(one.progress) or 'not started'}\n")
     rows = [
-        [c.quantity, c.product, *map(_number, (p.median, p.lower or None, p.upper)), _number(c.measured)]
+        [
+            c.quantity,
+            c.product,
+            *map(_number, (p.median, p.lower or None, p.upper)),
+            _number(c.measured),
+            _number(c.at_most),
+        ]
         for c in answer.comparisons
         for p in [c.predicted]
     ]
     attempts = [[str(a.number), a.outcome, f"{a.peak_memory_mib:,} MiB", a.message] for a in answer.attempts]
     events = [[event.time, event.reason, event.object, event.message] for event in answer.events]
     for columns, found in (
-        (["QUANTITY", "PRODUCT", "PREDICTED", "AT LEAST", "AT MOST", "MEASURED"], rows),
+        (["QUANTITY", "PRODUCT", "PREDICTED", "AT LEAST", "AT MOST", "MEASURED", "NOW AT MOST"], rows),
         (["ATTEMPT", "OUTCOME", "PEAK", "MESSAGE"], attempts),
         (["TIME", "EVENT", "OBJECT", "MESSAGE"], events),
     ):

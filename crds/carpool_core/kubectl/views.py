@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from operator import attrgetter
 from typing import Annotated, Literal
 
 from carpool_core.clock import parse_rfc3339
 from carpool_core.demand import prediction_message
+from carpool_core.durations import MEASURED_STEPS
 from carpool_core.keys import (
     ANOMALIES,
     CONDITION_COMPLETE,
@@ -30,8 +32,7 @@ LONG_WAIT = 0.2
 """Share of a job's time from which `diagnose` names a wait."""
 FAR_FACTOR = 2.0
 """Measured memory is far from the prediction if one is more than so many times the other."""
-STEPS_TO_PEAK = 20
-"""Steps after which a running job has reached its peak of memory."""
+_MEDIAN, _UPPER = attrgetter("median"), attrgetter("upper")
 
 
 class Progress(Resource, frozen=True, kw_only=True):
@@ -50,6 +51,7 @@ class Progress(Resource, frozen=True, kw_only=True):
             "and slowdown, in seconds; absent if unknown."
         ),
     ] = None
+    latest_seconds: Annotated[float | None, field("The same by the 95% quantile of the step time.")] = None
 
     @property
     def ratio(self) -> float | None:
@@ -136,6 +138,7 @@ class Comparison(Resource, frozen=True, kw_only=True):
     product: Annotated[str, field("GPU product of the prediction.")]
     predicted: Annotated[Interval, field("Prediction; memory has no lower bound.")]
     measured: Annotated[float | None, field("Measured value; absent before it was measured.")] = None
+    at_most: Annotated[float | None, field("Upper end since it was measured; absent before.")] = None
 
 
 class EventView(Resource, frozen=True, kw_only=True):
@@ -169,7 +172,11 @@ def job_view(job: GpuTrainingJob, now: datetime) -> JobView:
     by_type = {condition.type: condition for condition in status.conditions}
     predicted = by_type.get(CONDITION_PREDICTED)
     products = [one for _, one in _relevant(job)]
-    bounds = [one.memory.upper_mib if place is None else place.bound_mib(one.memory) for place, one in _relevant(job)]
+    peak_mib = 0 if status.observed is None else status.observed.peak_memory_mib
+    bounds = [
+        one.memory.upper_mib if place is None else place.counted_mib(one.memory, peak_mib)
+        for place, one in _relevant(job)
+    ]
     return JobView(
         namespace=job.metadata.namespace,
         name=job.metadata.name,
@@ -213,14 +220,18 @@ def _progress(job: GpuTrainingJob, by_type: Mapping[str, Condition], now: dateti
         return Progress(steps_done=seen.steps, steps=steps, elapsed_seconds=took)
     if running is None or running.status != "True" or not running.last_transition_time:
         return None
-    began, expected = parse_rfc3339(running.last_transition_time), None
-    slowest = [one.step_time_seconds.median * place.expected_slowdown for place, one in _relevant(job) if place]
-    if seen.expected_end is not None:
-        expected = (parse_rfc3339(seen.expected_end) - began).total_seconds()
-    elif steps is not None and (seen.step_time_seconds or slowest):
-        expected = steps * (seen.step_time_seconds or max(slowest))
+    began = parse_rfc3339(running.last_transition_time)
+    expected, latest = (
+        None if end is None else (parse_rfc3339(end) - began).total_seconds()
+        for end in (seen.expected_end, seen.latest_end)
+    )
+    predicted = [(place.expected_slowdown, one.step_time_seconds) for place, one in _relevant(job) if place]
+    if expected is None and steps is not None and predicted:
+        expected, latest = (steps * max(by * at(one) for by, one in predicted) for at in (_MEDIAN, _UPPER))
     elapsed = max(0.0, (now - began).total_seconds())
-    return Progress(steps_done=seen.steps, steps=steps, elapsed_seconds=elapsed, expected_seconds=expected)
+    return Progress(
+        steps_done=seen.steps, steps=steps, elapsed_seconds=elapsed, expected_seconds=expected, latest_seconds=latest
+    )
 
 
 def _relevant(job: GpuTrainingJob) -> list[tuple[WorkerPlacement | None, ProductPrediction]]:
@@ -282,13 +293,17 @@ def _comparisons(job: GpuTrainingJob) -> Iterator[Comparison]:
     for place, one in _relevant(job):
         bound = (place and place.bound_mib(one.memory)) or one.memory.upper_mib
         memory = Interval(median=one.memory.median_mib, lower=0, upper=bound)
-        for quantity, interval, value in (
-            ("memory (MiB)", memory, seen.peak_memory_mib or None),
-            ("GPU utilization (%)", one.activity.gpu_util_percent, seen.gpu_util_percent),
-            ("SM activity (0..1)", one.activity.sm_active_ratio, seen.sm_active_ratio),
-            ("step time (s)", one.step_time_seconds, seen.step_time_seconds),
+        counted = place.counted_mib(one.memory, seen.peak_memory_mib) if place and place.measured_mib else None
+        latest = None if seen.step_time_interval is None else seen.step_time_interval.upper
+        for quantity, interval, value, at_most in (
+            ("memory (MiB)", memory, seen.peak_memory_mib or None, counted),
+            ("GPU utilization (%)", one.activity.gpu_util_percent, seen.gpu_util_percent, None),
+            ("SM activity (0..1)", one.activity.sm_active_ratio, seen.sm_active_ratio, None),
+            ("step time (s)", one.step_time_seconds, seen.step_time_seconds, latest),
         ):
-            yield Comparison(quantity=quantity, product=one.product, predicted=interval, measured=value)
+            yield Comparison(
+                quantity=quantity, product=one.product, predicted=interval, measured=value, at_most=at_most
+            )
 
 
 def _findings(job: GpuTrainingJob, now: datetime) -> Iterator[str]:
@@ -321,7 +336,7 @@ def _findings(job: GpuTrainingJob, now: datetime) -> Iterator[str]:
             )
             break
         factor = observed.peak_memory_mib / max(1, predicted.memory.median_mib)
-        is_whole_peak = has_ended or (observed.steps or 0) >= STEPS_TO_PEAK
+        is_whole_peak = has_ended or (observed.steps or 0) >= MEASURED_STEPS
         if factor > FAR_FACTOR or (is_whole_peak and factor < 1 / FAR_FACTOR):
             yield (
                 f"took {observed.peak_memory_mib:,} MiB, {factor:.2g} times the {predicted.memory.median_mib:,} MiB "

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from carpool_core.resources.features import Adapter, ModelFeatures, Parallelism
 from carpool_core.resources.meta import Condition, ObjectMeta
-from carpool_core.resources.prediction import MemoryPrediction, Prediction
+from carpool_core.resources.prediction import Interval, MemoryPrediction, Prediction
 from carpool_core.resources.schema import ATOMIC, ATOMIC_MAP, MEMORY_RULES, QUANTITY, Resource, Rule, field
 from carpool_core.resources.template import GPU_AMOUNT_RULE, TEMPLATE
 from carpool_core.values import (
@@ -202,6 +202,12 @@ class WorkerPlacement(Resource, frozen=True, kw_only=True):
             return self.memory_limit_mib
         return predicted.bound_mib(self.mode)
 
+    def counted_mib(self, predicted: MemoryPrediction | None, peak_mib: int) -> int | None:
+        """Return the memory on each GPU that placement counts with this measured peak, in MiB; None if unknown."""
+        if self.measured_mib is not None and peak_mib <= self.measured_mib:
+            return self.measured_mib
+        return self.bound_mib(predicted)
+
 
 class Attempt(Resource, frozen=True, kw_only=True):
     """One attempt at running the job."""
@@ -259,6 +265,9 @@ class Observed(Resource, frozen=True, kw_only=True):
     step_time_seconds: Annotated[float, field("Mean time of a step, where the job reports it, in seconds.")] | None = (
         None
     )
+    step_time_interval: (
+        Annotated[Interval, field("Step time that replaces the predicted one; absent before twenty steps.")] | None
+    ) = None
     step_time_ratio: (
         Annotated[
             float,
@@ -299,6 +308,9 @@ class Observed(Resource, frozen=True, kw_only=True):
         ]
         | None
     ) = None
+    latest_end: (
+        Annotated[str, field("The same by the interval's upper end: reservations in time begin then.")] | None
+    ) = None
     samples_per_second: Annotated[float, field("Samples of all workers.", ge=0)] | None = None
     data_wait_ratio: Annotated[float, field("Mean share of time in which it waited for data, 0..1.")] | None = None
     checkpoint_ratio: Annotated[float, field("Mean share of time in which it waited for checkpoints, 0..1.")] | None = (
@@ -317,7 +329,8 @@ class JobSummary(Resource, frozen=True, kw_only=True):
     mode: Annotated[str, field("How the GPUs are shared.")] = ""
     predicted_memory: Annotated[str, field("Predicted median of memory on each GPU, with its unit.")] = ""
     memory_bound: Annotated[
-        str, field("Memory on each GPU that placement counts with: the job's own limit, else the predicted bound.")
+        str,
+        field("Memory on each GPU that placement counts with: measured, else the job's own limit or predicted bound."),
     ] = ""
     predicted_utilization: Annotated[str, field("Predicted median GPU utilization, with its unit.")] = ""
     observed_memory: Annotated[str, field("Largest memory measured on one GPU, with its unit.")] = ""
@@ -325,8 +338,10 @@ class JobSummary(Resource, frozen=True, kw_only=True):
     slowdown: Annotated[str, field("Expected step time beside the neighbours over step time alone.")] = ""
     measured_slowdown: Annotated[str, field("Measured step time over the job's own step time alone.")] = ""
     progress: Annotated[str, field("Steps done of all steps.")] = ""
-    expected_end: Annotated[str, field("Expected end by the measured step time, RFC 3339.")] = ""
-    step_time: Annotated[str, field("Mean step time measured, and how many times the one predicted alone it is.")] = ""
+    expected_end: Annotated[str, field("Expected end by the measured step time, RFC 3339, and its 95% quantile.")] = ""
+    step_time: Annotated[
+        str, field("Mean step time measured, its 95% quantile, and how many times the one predicted alone it is.")
+    ] = ""
 
 
 class JobStatus(Resource, frozen=True, kw_only=True):

@@ -234,8 +234,14 @@ class Tenant(Resource, frozen=True, kw_only=True):
     step_time_seconds: (
         Annotated[float, field("Mean time of a step without checkpoints, mean of 90 s, in seconds.")] | None
     ) = None
+    step_time_deviation_seconds: (
+        Annotated[
+            float, field("Standard deviation of that mean between readings, in seconds; absent before twenty readings.")
+        ]
+        | None
+    ) = None
     solo_step_time_seconds: (
-        Annotated[float, field("The same while no other pod worked on the GPU; absent before twenty such steps.")]
+        Annotated[float, field("The mean while no other pod worked on the GPU; absent before twenty such steps.")]
         | None
     ) = None
     samples_per_second: Annotated[float, field("Samples of all its processes, mean of 90 s.")] | None = None
@@ -243,6 +249,13 @@ class Tenant(Resource, frozen=True, kw_only=True):
     checkpoint_ratio: Annotated[float, field("Share of time in which it waited for checkpoints, 0..1.")] | None = None
     copy_ratio: Annotated[float, field("Share of time in which it waited for copies to the GPU, 0..1.")] | None = None
     anomalies: Annotated[list[Anomaly], field("Its present anomalies.", schema=ATOMIC, max_length=8)] = []
+
+    @property
+    def slowdown(self) -> float | None:
+        """Measured step time over its own step time alone, at least 1; None until both are known."""
+        if not (self.settled and self.step_time_seconds and self.solo_step_time_seconds):
+            return None
+        return max(1.0, self.step_time_seconds / self.solo_step_time_seconds)
 
 
 class Struck(Resource, frozen=True, kw_only=True):

@@ -160,10 +160,8 @@ def _beyond_limit(report: GpuReport) -> UnavailableReason | None:
     if len(report.held) < 2:
         return None
     for held, found in zip(report.held, report.counted, strict=True):
-        if found is None or not (found.settled and found.step_time_seconds and found.solo_step_time_seconds):
-            continue
-        slowdown, limit = found.step_time_seconds / found.solo_step_time_seconds, held.tenant.max_slowdown
-        if slowdown > limit:
+        slowdown, limit = None if found is None else found.slowdown, held.tenant.max_slowdown
+        if slowdown is not None and slowdown > limit:
             who = f"{held.pod_namespace}/{held.job_name}"
             text = f"its tenant {who} was measured to run {slowdown:.2f} times as long as alone, accepts {limit:.2f}"
             return UnavailableReason(BEYOND_LIMIT, text)

@@ -215,19 +215,22 @@ def counted_tenants(node: GpuNode) -> Mapping[tuple[PodUid, GpuUuid], Tenant]:
 def usage_of(reservations: Sequence[Reservation], measured: Sequence[Tenant | None]) -> list[TenantUsage]:
     """Combine reservation and measurement for the tenants of one GPU.
 
-    A tenant that shares a GPU is measured below its activity alone, by its slowdown. Measured activity times predicted
-    slowdown is its activity alone. On a saturated GPU each tenant takes what the others leave; there it is at least the
-    predicted activity. Memory beyond the reserved bound counts; less is taken back only in the reservation itself.
+    A tenant that shares a GPU is measured below its activity alone, by its slowdown. Measured activity times slowdown
+    is its activity alone. On a saturated GPU each tenant takes what the others leave; there it is at least the
+    predicted activity, unless the slowdown was measured, too. Memory beyond the reserved bound counts; less is taken
+    back only in the reservation itself.
     """
     expected = [reserved_usage(one.tenant, peak_mib(of)) for one, of in zip(reservations, measured, strict=True)]
     if not any(measured):
         return expected
     stretch = _stretch(reservations[0].mode, tuple((one.util, one.sm, one.dram) for one in expected))
+    found = [_slowdown(one.tenant, of, by) for one, of, by in zip(reservations, measured, stretch, strict=True)]
+    stretch = [by for by, _ in found]
     together = [_shared_activity(one, tenant, by) for one, tenant, by in zip(expected, measured, stretch, strict=True)]
     only_raises = is_saturated(reservations[0].mode, together)
     return [
-        one if tenant is None else _combined(one, tenant, by, only_raises=only_raises)
-        for one, tenant, by in zip(expected, measured, stretch, strict=True)
+        one if tenant is None else _combined(one, tenant, by, only_raises=only_raises and not is_measured)
+        for one, tenant, (by, is_measured) in zip(expected, measured, found, strict=True)
     ]
 
 
@@ -237,6 +240,17 @@ def _stretch(mode: SharingMode, alone: tuple[tuple[float, float, float], ...]) -
     util, sm, dram = np.array(alone, np.float64).T[:, None, :]
     found: list[float] = slowdowns(mode, util, sm, dram, np.ones(util.shape, np.bool_))[0].tolist()
     return found
+
+
+def _slowdown(profile: TenantProfile, tenant: Tenant | None, predicted: float) -> tuple[float, bool]:
+    """Return the slowdown that counts for a tenant, and whether it was measured and may lower its activity.
+
+    A container reports its steps itself. If it shares with other tenancy domains, that can only raise its activity.
+    """
+    measured = None if tenant is None else tenant.slowdown
+    if measured is None or profile.tenancy is not Tenancy.NAMESPACE:
+        return max(measured or 1.0, predicted), False
+    return measured, True
 
 
 def _shared_activity(expected: TenantUsage, tenant: Tenant | None, slowdown: float) -> TenantActivity:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 from carpool_core.clock import Clock
+from carpool_core.durations import MEASURED_STEPS
 from carpool_core.resources.node import LOADING_S, STEADY_S, GpuNode, GpuNodeSpec, Reservation, Tenant
 from carpool_core.values import GpuUuid, PodUid
 from carpool_predictor.calibration.run_history import OOM_FACTOR, RUN_TOLERANCE
@@ -168,11 +169,15 @@ def _observe(
 
 
 def _works(tenant: Tenant) -> bool:
-    """Return whether a tenant works now; without that report its mean utilization decides, which lags by minutes."""
+    """Return whether a tenant works now; without that report its mean utilization decides, which lags by minutes.
+
+    One that reports its steps is still starting before twenty of them.
+    """
     busy, is_working = tenant.gpu_util_percent, tenant.working
     if is_working is None:
         is_working = busy is not None and busy >= LEAST_BUSY_PERCENT
-    return tenant.memory_mib > 0 and is_working
+    has_started = tenant.steps is None or tenant.steps >= MEASURED_STEPS
+    return tenant.memory_mib > 0 and is_working and has_started
 
 
 def measured_tenants(node: GpuNode) -> dict[tuple[PodUid, GpuUuid], Tenant]:

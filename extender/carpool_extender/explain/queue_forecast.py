@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -205,7 +206,7 @@ def place_in_queue(
         return QueuePlace([f"{place}; {expected}"], waits)
     for start in admitted:
         _forget(cluster, start)
-    starts = replay.queue_of(considered).forecast(replay.end_of, now_s)
+    starts = replay.queue_of(considered).forecast(partial(replay.end_of, is_latest=False), now_s)
     start_s = next((start_s for job, start_s in starts if job == mine), None)
     expected = "it would not fit even after all running jobs have ended"
     if start_s is not None:
@@ -233,7 +234,7 @@ def forecast_queue(
     }
     for start in admitted:
         _forget(cluster, start)
-    starts = dict(replay.queue_of(considered).forecast(replay.end_of, now_s))
+    starts = dict(replay.queue_of(considered).forecast(partial(replay.end_of, is_latest=False), now_s))
     found = []
     for position, info in enumerate(in_order, start=1):
         namespace, _, name = info.name.partition("/")
@@ -324,9 +325,9 @@ class _Replay:
             queue.add(entry)
         return queue
 
-    def end_of(self, held: Reservation) -> float | None:
+    def end_of(self, held: Reservation, *, is_latest: bool = True) -> float | None:
         """Return the predicted end of a reservation; None if it is unknown."""
-        return predicted_end_of(held, self._pending.jobs.get(held.job_uid), self._cluster)
+        return predicted_end_of(held, self._pending.jobs.get(held.job_uid), self._cluster, is_latest=is_latest)
 
     def why(self, waiting: Waiting, backoff: str) -> str:
         """Return why a job waits, as the queue writes it."""

@@ -129,7 +129,9 @@ def claims_of_admitted(
     return claims_of(QueuedJobInfo(request.demand.job_uid, "", 0, 0.0, 0, request, refs), found, now_s)
 
 
-def predicted_end_of(held: Reservation, job: JobRow | None, cluster: ClusterCache) -> float | None:
+def predicted_end_of(
+    held: Reservation, job: JobRow | None, cluster: ClusterCache, *, is_latest: bool = True
+) -> float | None:
     """Return the expected end of a reservation, in seconds since 1970.
 
     It follows from the job's measured step time, or before twenty steps from its start and the predicted one.
@@ -138,14 +140,16 @@ def predicted_end_of(held: Reservation, job: JobRow | None, cluster: ClusterCach
         held: The reservation.
         job: Its job; None if it is unknown.
         cluster: The cluster that has the reservation, written or assumed.
+        is_latest: Whether the upper end of the measured step time counts, as for reservations in time.
 
     Returns:
         None if the length is unknown.
     """
     if job is None:
         return None
-    if job.status.observed is not None and job.status.observed.expected_end is not None:
-        return parse_rfc3339(job.status.observed.expected_end).timestamp()
+    seen = job.status.observed
+    if seen is not None and seen.expected_end is not None:
+        return parse_rfc3339((is_latest and seen.latest_end) or seen.expected_end).timestamp()
     names = cluster.nodes_holding(held.pod_uid) or cluster.nodes_assuming(held.pod_uid)
     devices = (device for name in names for device in cluster.nodes[name].status.devices)
     return reservation_end_s(held, job.spec.training.steps, job.status.predicted_step_times_s, devices)

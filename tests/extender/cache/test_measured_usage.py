@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 from carpool_core.resources.node import Tenant
-from carpool_core.values import GpuUuid, PodUid, SharingMode
+from carpool_core.values import GpuUuid, PodUid, SharingMode, Tenancy
 from carpool_extender.cache.gpu_table import usage_of
 from carpool_extender.testing import cluster, gpu_node, prediction, tenant
 
@@ -75,6 +75,23 @@ def test_where_a_gpu_is_used_up_a_measure_lowers_nothing(mode, seen_util, seen_s
     for one in usage_of(both, measured):
         assert (one.util < 0.9) is lowers
         assert (one.sm < 0.8) is lowers
+
+
+@pytest.mark.parametrize(
+    ("tenancy", "solo_s", "util"),
+    [
+        pytest.param(Tenancy.NAMESPACE, 0.1, 0.75, id="its own slowdown, not the predicted one"),
+        pytest.param(Tenancy.NAMESPACE, 0.2, 0.5, id="steps shorter than alone are no speed-up"),
+        pytest.param(Tenancy.NAMESPACE, None, 0.9, id="never alone: as predicted"),
+        pytest.param(Tenancy.CLUSTER, 0.1, 0.9, id="among namespaces a report lowers nothing"),
+        pytest.param(Tenancy.CLUSTER, 0.05, 1.0, id="among namespaces it raises"),
+    ],
+)
+def test_a_measured_slowdown_gives_the_activity_alone(tenancy, solo_s, util):
+    both = [tenant(name, [GPU], SharingMode.TIME_SLICING, tenancy=tenancy, **PREDICTED) for name in "xy"]
+    steps = {"step_time_seconds": 0.15, "solo_step_time_seconds": solo_s}
+    measured = [seen("x", gpu_util_percent=50.0, **steps), seen("y", gpu_util_percent=50.0)]
+    assert usage_of(both, measured)[0].util == pytest.approx(util)
 
 
 @pytest.mark.parametrize("mode", [SharingMode.TIME_SLICING, SharingMode.MPS])

@@ -451,9 +451,10 @@ async def test_a_status_write_of_the_reserved_job_moves_no_reservation_in_time(c
 
 
 async def test_backfill_uses_the_latest_measured_end(cluster):
-    async def measure(seconds):
-        end = rfc3339(cluster.clock.now() + timedelta(seconds=seconds))
-        observed = {"status": {"observed": {"expectedEnd": end}}}
+    async def measure(seconds, latest_s=None):
+        now, ends = cluster.clock.now(), {"expectedEnd": seconds, "latestEnd": latest_s}
+        ends = {name: s and rfc3339(now + timedelta(seconds=s)) for name, s in ends.items()}
+        observed = {"status": {"observed": ends}}
         await cluster.kube.patch(GPU_TRAINING_JOBS, "p", observed, namespace="default", subresource="status")
 
     seed_job(cluster.kube, "p", spec={"training": {"steps": 10**8}})
@@ -467,7 +468,7 @@ async def test_backfill_uses_the_latest_measured_end(cluster):
     async with cluster.extender():
         await cluster.settle()
         assert cluster.gated() == ["long-worker-0-1", "wide-worker-0-1"], "the predicted end of p is years away"
-        await measure(10**6)
+        await measure(30, latest_s=10**6)
         await cluster.settle(25)  # the reservation in time of `wide` is kept until its time
         cluster.queue("next", 20)
         await cluster.settle()

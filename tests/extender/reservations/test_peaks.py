@@ -27,7 +27,7 @@ def reserved(profile=POOR, gpus=GPUS[:1], mode=SharingMode.MPS, name="x"):
     return replace(tenant(name, gpus, mode, prediction=None), tenant=profile)
 
 
-def measured(*peaks, busy=80.0, working=None, memory_mib=None, name="x"):
+def measured(*peaks, busy=80.0, working=None, memory_mib=None, steps=None, name="x"):
     return [
         Tenant(
             pod_uid=f"pod-{name}",
@@ -36,6 +36,7 @@ def measured(*peaks, busy=80.0, working=None, memory_mib=None, name="x"):
             peak_memory_mib=peak,
             gpu_util_percent=busy,
             working=working,
+            steps=steps,
             settled=True,
         )
         for gpu, peak in zip(GPUS, peaks, strict=False)
@@ -84,6 +85,7 @@ def phase(for_s, expected, peak=5000, **changes):
         pytest.param([phase(700, {}, busy=None)], id="its activity is unknown"),
         pytest.param([phase(700, {}, memory_mib=0)], id="its process was gone"),
         pytest.param([phase(700, {}, peak=None)], id="it was not measured"),
+        pytest.param([phase(700, {}, steps=19)], id="it reports fewer than twenty steps"),
         pytest.param([phase(600, FIRST, peak=4900)], id="it grew"),
     ],
 )
