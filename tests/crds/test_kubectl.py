@@ -88,7 +88,7 @@ def test_status_has_state_prediction_place_cotenants_and_progress(kube: FakeKube
 def test_progress_is_in_steps_where_the_probe_counts_them(kube: FakeKube) -> None:
     seed_job(kube, observed={"steps": 250, "expectedEnd": "2026-01-01T01:00:00Z", "latestEnd": "2026-01-01T02:00:00Z"})
     assert "   25% (250 of 1,000 steps, " in run("status").output
-    assert "of 60 min, at most 2.0 h)" in run("status").output
+    assert "of 60 min, at most 2 h)" in run("status").output
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_diagnosis_compares_and_names_what_is_unusual(kube: FakeKube) -> None:
     seed_job(kube, observed=peak | probed, conditions=[condition("Predicted"), stalled, over])
     seed_job(kube, "rounded", observed={"peakMemoryMib": 13000, "gpuUtilPercent": 34.5678, "stepTimeSeconds": 0.26712})
     rounded = run("diagnose", "rounded").output
-    assert [row.split()[-1] for row in rounded.splitlines()[4:8] if "(" in row] == ["13,000", "34.6", "-", "0.267"]
+    assert [row.split()[-2] for row in rounded.splitlines()[4:8] if "(" in row] == ["13,000", "34.6", "-", "0.267"]
     printed = run("diagnose", "train").output
     assert "finding: Stalled (DataWait) since" in printed
     assert "Z: worker 0: no step for 60 s\n" in printed
