@@ -8,8 +8,8 @@ UNIT_TESTS = $(BIN)/python -m pytest -m 'not e2e' -n auto --dist loadfile
 # Two processes with a cluster each, even on two cores: these tests mostly wait. Long files come first.
 CLUSTER_TESTS = $(BIN)/python -m pytest -m e2e -n 2 --dist loadfile --no-loadscope-reorder
 
-# Tests start hundreds of Python processes, which start sooner with their bytecode.
-unexport PYTHONDONTWRITEBYTECODE
+# Tests start hundreds of Python processes, which start sooner with their bytecode. All run what is installed in .venv.
+unexport PYTHONDONTWRITEBYTECODE PYTHONPATH
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo demo-clean test test-unit lint bench experiments measured crds protos docs site image krew release clean

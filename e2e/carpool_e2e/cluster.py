@@ -247,10 +247,14 @@ def running(shape: Shape, console: Console | None = None) -> Iterator[Cluster]:
     """Run a cluster for the duration of a `with` block; `cluster.slot.keep()` lets it outlive that.
 
     Raises:
+        HarnessError: PYTHONPATH is set.
         MissingError: The machine lacks something.
         StartError: A process did not become ready.
     """
     console = console or Console(stderr=True)
+    if shape.carpool and (path := os.environ.get("PYTHONPATH")):
+        # The cluster's processes do not get it, and containers do not see its folders: trainings would not start.
+        raise HarnessError(f"expected no PYTHONPATH, because a cluster runs the installed packages; found {path}")
     if shape.kubelet_nodes and (reason := why_no_kubelets()):
         console.print(reason)
         shape = Shape({}, {**shape.kubelet_nodes, **shape.fleet}, shape.carpool)

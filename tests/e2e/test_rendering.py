@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from carpool_e2e import binaries, chart, controlplane, fleet, images, nodes, processes
+from carpool_e2e.cluster import FULL, running
 from carpool_e2e.errors import HarnessError, MissingError
 from carpool_e2e.nodes import NodeFiles
 
@@ -157,3 +158,10 @@ def test_a_kubeconfig_that_is_being_read_stays_whole(tmp_path: Path) -> None:
     assert json.loads(again.read_text())["users"][0]["user"]["token"] == "second"
     assert again.stat().st_mode & 0o777 == 0o600
     assert [file.name for file in tmp_path.glob("*kubeconfig*")] == ["account.kubeconfig"]
+
+
+def test_no_cluster_starts_with_packages_that_its_containers_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: with a PYTHONPATH to another checkout no training started, and tests waited for its measurements."""
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere/e2e")
+    with pytest.raises(HarnessError, match="expected no PYTHONPATH"), running(FULL):
+        pass
