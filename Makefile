@@ -59,7 +59,7 @@ bench: install ## measure, and write docs/benchmarks.md
 experiments: install ## run published workloads in the simulator, and write docs/experiments.md (needs CARPOOL_DATA)
 	$(BIN)/python -m carpool_research experiments
 
-measured: install ## judge the shipped models on this project's own measurements of an H100
+measured: install ## judge the shipped models on this project's own measurements of two GPUs
 	$(BIN)/python -m carpool_research measured
 
 crds: install ## generate the CRDs from the Python types

@@ -8,7 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from operator import add
+from itertools import chain, combinations, zip_longest
+from operator import add, attrgetter
 from pathlib import Path
 from statistics import fmean, median
 
@@ -33,12 +34,15 @@ from carpool_research.slowdown import candidates, profiled
 from carpool_research.slowdown.fit import limits_table
 from carpool_research.tables import DataError, read_table
 
-ROWS = Path(__file__).parents[1] / "measurements" / "h100_80gb_sharing.csv"
+FILES = sorted((Path(__file__).parents[1] / "measurements").glob("*_sharing.csv"))
+"""This project's own rows, a file for each product."""
 HOST_BOUND = 60.0
 """GPU utilization alone, in percent, below which a step counts as limited by the processor."""
 SLOWED = {False: f"utilization ≥ {HOST_BOUND:g}%", True: f"utilization < {HOST_BOUND:g}%"}
 """Names of jobs by whether the processor limits them."""
 Numbers = NDArray[np.float64]
+Table = list[dict[str, str]]
+"""Rows from heads to cells."""
 PEAKS = ("allocated", "reserved", "process")
 ACTIVITY = (
     ("gpu_util_percent", "GPU utilization", 1), ("sm_active_ratio", "SM activity", 100),
@@ -49,13 +53,13 @@ PAIR = 2
 _TEXTS = ("reason", "partners")
 
 
-def read(path: Path = ROWS) -> list[MeasuredRow]:
-    """Return the completed rows of a file of `carpool profile`.
+def read(paths: Sequence[Path] = FILES) -> list[MeasuredRow]:
+    """Return the completed rows of files of `carpool profile`.
 
     Raises:
         DataError: A column is missing, or a row is invalid.
     """
-    return [row for row in read_table(path, COLUMNS, _row) if row.status == "ok"]
+    return [row for path in paths for row in read_table(path, COLUMNS, _row) if row.status == "ok"]
 
 
 def _row(cells: Mapping[str, str]) -> MeasuredRow:
@@ -113,17 +117,16 @@ def alone(rows: Sequence[MeasuredRow], judged: Sequence[Judged]) -> list[Alone]:
     ]
 
 
-def memory_table(judged: Mapping[str, Sequence[Judged]]) -> str:
+def memory_table(judged: Mapping[str, Sequence[Judged]]) -> Table:
     """Return errors, bounds and classes of memory by kind of peak."""
     table = []
     for kind, of in judged.items():
         ratios = [one.bound_mib / (one.case.memory_mib or 1) for one in of]
         table.append({"peak": kind} | memory_row(of) | {"widest bound": f"{max(ratios):.2f}"})
-    table.append(line_row(judged["process"]))
-    return markdown(table)
+    return [*table, line_row(judged["process"])]
 
 
-def step_time_table(found: Sequence[Alone]) -> str:
+def step_time_table(found: Sequence[Alone]) -> Table:
     """Return errors of step times, by what limits the step and by precision."""
     table = []
     for name, of in _groups(found).items():
@@ -141,7 +144,7 @@ def step_time_table(found: Sequence[Alone]) -> str:
                 ),
             }
         )
-    return markdown(table)
+    return table
 
 
 def _groups(found: Sequence[Alone]) -> dict[str, list[Alone]]:
@@ -160,7 +163,7 @@ def _held(intervals: Sequence[Interval], measured: Sequence[float]) -> str:
     return f"{inside} of {len(measured)}"
 
 
-def activity_table(found: Sequence[Alone]) -> str:
+def activity_table(found: Sequence[Alone]) -> Table:
     """Return errors of activity in points, by kind, and of power in percent of its limit from measured SM activity."""
     table = []
     for column, title, unit in ACTIVITY:
@@ -192,7 +195,7 @@ def activity_table(found: Sequence[Alone]) -> str:
             "bias": f"{fmean(errors):+.1f}",
         }
     )
-    return markdown(table)
+    return table
 
 
 def _constant_error(values: Sequence[float]) -> float:
@@ -200,13 +203,13 @@ def _constant_error(values: Sequence[float]) -> float:
     return fmean(abs(value - median(values)) for value in values)
 
 
-def spread_table(rows: Sequence[MeasuredRow]) -> str:
-    """Return how much the step time of a job alone differs between both modes, which should make no difference."""
+def spread_table(rows: Sequence[MeasuredRow]) -> Table:
+    """Return how much the step time of a job alone differs between two of its runs, in whichever mode."""
     by_job = defaultdict(list)
     for row in rows:
         if not row.partners:
             by_job[workload(row)].append(row)
-    twice = [of for of in by_job.values() if len(of) > 1]
+    twice = list(chain.from_iterable(combinations(of, 2) for of in by_job.values()))
     table = []
     for name, wanted in ((SLOWED[False], False), (SLOWED[True], True)):
         chosen = [of for of in twice if any(map(is_host_bound, of)) is wanted]
@@ -215,10 +218,10 @@ def spread_table(rows: Sequence[MeasuredRow]) -> str:
             quantiles = np.quantile(differences, [0.5, 0.9])
             heads = ("median difference", "90% quantile")
             table.append(
-                {"jobs": name, "measured twice": str(len(chosen))}
+                {"jobs": name, "pairs of runs": str(len(chosen))}
                 | {head: f"{value:.1%}" for head, value in zip(heads, quantiles, strict=True)}
             )
-    return markdown(table)
+    return table
 
 
 @dataclass(frozen=True)
@@ -237,31 +240,84 @@ class Together:
     """Upper ends of their intervals."""
 
 
+Repeats = Mapping[tuple[str, str, str], Sequence[MeasuredRow]]
+"""Rows by mode, job and partners; a job alone may have several."""
+
+
+def repeats(rows: Sequence[MeasuredRow]) -> Repeats:
+    """Return the rows by mode, job and partners."""
+    found = defaultdict(list)
+    for row in rows:
+        found[str(row.mode), workload(row).key, row.partners].append(row)
+    return found
+
+
+def mean(rows: Sequence[MeasuredRow], column: str) -> float:
+    """Return the mean of a column."""
+    return fmean(map(attrgetter(column), rows))
+
+
+def ratio_table(one: Repeats, other: Repeats) -> Table:
+    """Return the ratios of the other product's figures to the one product's, of runs that both have."""
+    table, both = [], [key for key in one if key in other]
+    for what, column, modes in (
+        ("process memory, alone", "peak_process_mib", MODES),
+        ("step time, alone", "step_time_s", MODES),
+        *((f"slowdown, {mode}", "slowdown", [mode]) for mode in MODES),
+    ):
+        for name, wanted in (("all", {False, True}), (SLOWED[False], {False}), (SLOWED[True], {True})):
+            ratios = [
+                mean(other[key], column) / mean(one[key], column)
+                for key in both
+                if key[0] in modes and (key[2] != "") is (column == "slowdown")
+                and (mean(one[*key[:2], ""], "gpu_util_percent") < HOST_BOUND) in wanted
+            ]  # fmt: skip
+            cells = np.quantile(ratios, [0.5, 0.1, 0.9])
+            table.append(
+                {"figure": what, "job": name, "runs": str(len(ratios))}
+                | {
+                    head: f"{cell:.2f}"
+                    for head, cell in zip(("median", "10% quantile", "90% quantile"), cells, strict=True)
+                }
+            )
+    return table
+
+
 def together(rows: Sequence[MeasuredRow]) -> list[Together]:
-    """Return the runs of several jobs; their predictions follow from the activity alone in the same mode."""
-    profiles = {(str(row.mode), workload(row).key): row for row in rows if not row.partners}
+    """Return the runs of several jobs; their predictions follow from the mean activity alone in the same mode."""
+    runs = repeats(rows)
     groups: dict[tuple[str, int], list[MeasuredRow]] = defaultdict(list)
     for row in rows:
         if row.partners:
             groups[row.mode, row.partners.count("+") + 2].append(row)
     found = []
     for (name, jobs), of in sorted(groups.items()):
-        each = [[profiles[name, key] for key in (workload(row).key, *row.partners.split("+"))] for row in of]
+        each = [[runs[name, key, ""] for key in (workload(row).key, *row.partners.split("+"))] for row in of]
         columns = (("gpu_util_percent", 0.01), ("sm_active_ratio", 1), ("dram_active_ratio", 1))
-        busy, sm, dram = (np.array([[unit * getattr(r, c) for r in run] for run in each]) for c, unit in columns)
+        busy, sm, dram = (np.array([[unit * mean(r, c) for r in run] for run in each]) for c, unit in columns)
         shipped = slowdowns(MODES[name], busy, sm, dram)[:, 0]
         upper = shipped * upper_factor(MODES[name], busy)[:, 0]
         found.append(Together(name, jobs, np.array([r.slowdown for r in of], np.float64), busy, shipped, upper))
     return found
 
 
-def slowdown_table(runs: Sequence[Together]) -> str:
+def fair_share(busy: Numbers) -> Numbers:
+    """Return the slowdowns of the first jobs, (n,), if all divide the GPU's time max-min fairly by `Together.busy`."""
+    ordered = np.sort(busy, axis=1)
+    before = ordered.cumsum(axis=1) - ordered
+    # Jobs that want less than an equal division leave it to the others; the level is the most that one job gets.
+    level = ((1.0 - before) / np.arange(busy.shape[1], 0, -1)).max(axis=1)
+    found: Numbers = np.maximum(1.0, busy[:, 0] / level)
+    return found
+
+
+def slowdown_table(runs: Sequence[Together]) -> Table:
     """Return errors of the slowdown by mode, number of jobs, and what limits the slowed one."""
     table = []
     for of in runs:
         waits = of.busy[:, 0] < HOST_BOUND / 100
         predicted = {"none": np.ones(len(waits)), "max(1, Σutil)": np.maximum(1.0, of.busy.sum(axis=1))}
-        predicted["shipped"] = of.median
+        predicted |= {"fair share": fair_share(of.busy), "shipped": of.median}
         for slowed, chosen in (("all", waits | ~waits), (SLOWED[False], ~waits), (SLOWED[True], waits)):
             if chosen.any():
                 measured = of.measured[chosen]
@@ -272,19 +328,17 @@ def slowdown_table(runs: Sequence[Together]) -> str:
                     | {f"error of speed, {head}": f"{error:.3f}" for head, error in errors.items()}
                     | {"below the upper end": f"{(measured <= of.upper[chosen]).mean():.1%}"}
                 )
-    return markdown(table)
+    return table
 
 
-def limits(runs: Sequence[Together]) -> str:
+def limits(runs: Sequence[Together]) -> Table:
     """Return which pairs share under limits, and how many of them exceed the limit."""
-    return markdown(
-        [
-            {"mode": of.mode} | row
-            for of in runs
-            if of.jobs == PAIR
-            for row in limits_table(of.measured, {"median": of.median, "upper": of.upper}, {})
-        ]
-    )
+    return [
+        {"mode": of.mode} | row
+        for of in runs
+        if of.jobs == PAIR
+        for row in limits_table(of.measured, {"median": of.median, "upper": of.upper}, {})
+    ]
 
 
 def selection_table(folder: Path, data: Path) -> str:
@@ -329,8 +383,8 @@ def line_row(judged: Sequence[Judged]) -> dict[str, str]:
     return {"peak": f"process, from {LINE_JOBS} other jobs", "median error": f"{median(errors):.1%}"}
 
 
-def texts(rows: Sequence[MeasuredRow]) -> dict[str, str]:
-    """Return the tables by title."""
+def tables(rows: Sequence[MeasuredRow]) -> dict[str, Table]:
+    """Return the tables of one product by title."""
     of_kinds = cases(rows)
     features = {
         one.name: stored
@@ -342,27 +396,43 @@ def texts(rows: Sequence[MeasuredRow]) -> dict[str, str]:
     return {
         "Memory of jobs alone": memory_table(judged),
         "Step time of jobs alone": step_time_table(found),
-        "The same job alone, in both modes": spread_table(rows),
+        "The same job alone again": spread_table(rows),
         "Activity of jobs alone": activity_table(found),
         "Slowdowns": slowdown_table(runs),
         "Pairs that a limit on both jobs admits": limits(runs),
     }
 
 
+def texts(rows: Sequence[MeasuredRow]) -> dict[str, str]:
+    """Return the tables by title, with the products' rows beside each other, and of two products the ratios."""
+    by_product: dict[str, list[MeasuredRow]] = defaultdict(list)
+    for row in rows:
+        by_product[str(row.product).removeprefix("NVIDIA ")].append(row)
+    each = {product: tables(of) for product, of in by_product.items()}
+    found = {}
+    for title in next(iter(each.values())):
+        beside = zip_longest(*([{"GPU": product} | row for row in of[title]] for product, of in each.items()))
+        found[title] = markdown([row for rows in beside for row in rows if row is not None])
+    if len(by_product) == PAIR:
+        found["The same runs on both GPUs"] = markdown(ratio_table(*map(repeats, by_product.values())))
+    return found
+
+
 @click.command(short_help="Judge the shipped models on rows of `carpool profile`, and print tables.")
-@click.argument("file", type=click.Path(path_type=Path, dir_okay=False), default=ROWS)
+@click.argument("files", type=click.Path(path_type=Path, dir_okay=False), nargs=-1)
 @click.option(
     "--data",
     type=click.Path(path_type=Path),
     help="Folder of Lucid's and Gavel's pairs: compare priors of the slowdown with each source held out, too.",
 )
-def measured(file: Path, data: Path | None) -> None:
-    """Judge the shipped models on a file of `carpool profile`, and print tables; the default is this project's own."""
+def measured(files: Sequence[Path], data: Path | None) -> None:
+    """Judge the shipped models on files of `carpool profile`, and print tables; the default are this project's own."""
+    files = files or FILES
     try:
-        tables = texts(read(file))
+        found = texts(read(files))
         if data is not None:
-            tables["Priors of the slowdown, each source held out"] = selection_table(file.parent, data)
+            found["Priors of the slowdown, each source held out"] = selection_table(files[0].parent, data)
     except DataError as e:
         raise click.UsageError(str(e)) from e
-    for title, table in tables.items():
+    for title, table in found.items():
         click.echo(f"{title}\n\n{table}\n")

@@ -10,18 +10,20 @@ from carpool_core.values import SharingMode
 from carpool_predictor.models.slowdown import slowdowns
 from carpool_predictor.profiler.session import COLUMNS
 from carpool_research import measured
-from carpool_research.measured import ROWS, read, texts, together, workload
+from carpool_research.measured import FILES, fair_share, read, repeats, texts, together, workload
 from carpool_research.slowdown import candidates, profiled
 from click.testing import CliRunner
 
+H100, H200 = FILES
 PAGE = Path(__file__).parents[2] / "docs" / "measurements.md"
 
 
-def test_every_job_of_the_file_was_measured_alone_in_both_modes() -> None:
-    rows = read()
-    alone = {(row.mode, workload(row).key) for row in rows if not row.partners}
-    assert len(rows) == 222
-    assert len(alone) == 2 * len({job for _, job in alone}) == 72
+@pytest.mark.parametrize(("file", "rows", "alone"), [(H100, 222, 72), (H200, 248, 134)])
+def test_every_job_of_a_file_was_measured_alone_in_both_modes(file: Path, rows: int, alone: int) -> None:
+    found = read([file])
+    jobs = {key: len(of) for key, of in repeats(found).items() if not key[2]}
+    assert (len(found), sum(jobs.values())) == (rows, alone)
+    assert len(jobs) == 2 * len({job for _, job, _ in jobs}) == 72
 
 
 def test_the_page_shows_the_tables_of_the_shipped_models() -> None:
@@ -31,13 +33,27 @@ def test_the_page_shows_the_tables_of_the_shipped_models() -> None:
 
 def test_the_bound_covers_every_measured_peak() -> None:
     found = [line.split("|") for line in texts(read())["Memory of jobs alone"].splitlines()]
-    assert [cells[4] for cells in found if cells[1] == "process"] == ["72 of 72"]
+    assert [cells[5] for cells in found if cells[2] == "process"] == ["72 of 72", "134 of 134"]
+
+
+def test_a_product_alone_has_no_ratios() -> None:
+    assert "The same runs on both GPUs" not in texts(read([H200]))
+
+
+@pytest.mark.parametrize(
+    ("busy", "slowdown"),
+    [((0.4, 0.5), 1.0), ((0.9, 0.3), 0.9 / 0.7), ((0.3, 0.9), 1.0), ((0.8, 0.7), 1.6), ((1.0, 0.1, 0.9), 1 / 0.45)],
+)
+def test_a_fair_share_is_an_equal_division_of_what_small_demands_leave(
+    busy: tuple[float, ...], slowdown: float
+) -> None:
+    assert fair_share(np.array([busy])) == pytest.approx([slowdown])
 
 
 @pytest.mark.parametrize("mode", ["time-slicing", "mps"])
 def test_slowdowns_follow_from_the_activity_alone_in_the_same_mode(mode: str) -> None:
     """The own job comes first, and its partners in the order of the row."""
-    rows = read()
+    rows = read([H100])
     alone = {workload(row).key: row for row in rows if not row.partners and row.mode == mode}
     row = next(row for row in rows if row.mode == mode and row.partners.count("+") == 1)
     jobs = [alone[key] for key in (workload(row).key, *row.partners.split("+"))]
@@ -59,15 +75,15 @@ def test_a_file_without_the_columns_is_refused(tmp_path: Path) -> None:
 
 
 def test_rows_that_failed_are_left_out(tmp_path: Path) -> None:
-    lines = ROWS.read_text().splitlines()
+    lines = H100.read_text().splitlines()
     path = tmp_path / "rows.csv"
     cells = dict(zip(COLUMNS, lines[1].split(","), strict=True)) | {"status": "failed", "step_time_s": ""}
     path.write_text("\n".join([*lines, ",".join(cells.values())]) + "\n")
-    assert len(read(path)) == 222
+    assert len(read([path])) == 222
 
 
 def test_each_source_is_held_out_from_its_own_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = reduce(add, profiled.read(ROWS.parent).values())
+    own = reduce(add, profiled.read(H100.parent).values())
     other = own.where(own.is_mps)
     monkeypatch.setattr(profiled, "sources", lambda _: {"A": other, "B": other + other})
     sizes: list[tuple[int, int]] = []
@@ -76,7 +92,7 @@ def test_each_source_is_held_out_from_its_own_fit(monkeypatch: pytest.MonkeyPatc
         return lambda test: sizes.append((len(train.speed), len(test.speed))) or np.ones(len(test.speed))
 
     monkeypatch.setattr(candidates.compare, "__defaults__", ({"none": none},))
-    table = measured.selection_table(ROWS.parent, Path())
+    table = measured.selection_table(H100.parent, Path())
     assert table.splitlines()[-1].endswith("|1.000|")
     n, of_mps = len(own.speed), int(own.is_mps.sum())
     everything = n + 3 * of_mps
