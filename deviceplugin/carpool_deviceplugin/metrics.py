@@ -200,9 +200,12 @@ class AgentCollector(Collector):
 
     def _own(self) -> Iterator[Metric]:
         agent = self._agent
-        healthy = GaugeMetricFamily("carpool_agent_gpu_healthy", "1 if a GPU gets new work.", labels=["UUID"])
+        healthy = GaugeMetricFamily(
+            "carpool_agent_gpu_healthy", "1 if a GPU gets new work.", labels=["UUID", "gpu", "Hostname"]
+        )
         for device in agent.reconciler.reporter.devices:
-            healthy.add_metric([device.uuid], float(device.health is DeviceHealth.HEALTHY))
+            names = [device.uuid, str(device.index), agent.settings.node_name]
+            healthy.add_metric(names, float(device.health is DeviceHealth.HEALTHY))
         yield healthy
         states = [p.state for p in agent.reconciler.partitions]
         partitions = GaugeMetricFamily("carpool_agent_partitions", "Reservations by progress.", labels=["state"])

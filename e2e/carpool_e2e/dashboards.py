@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, Formatter, StrMethodFormatter
@@ -163,13 +165,16 @@ def _write_last(axes: Axes, found: Found, form: Formatter) -> None:
 def _draw_lines(axes: Axes, found: Found, form: Formatter, times: range, *, stacked: bool) -> None:
     """Draw each series over time."""
     minutes = [(at - times[-1]) / 60 for at in times]
-    names = [name for name, _ in found]
+    names, colours = [name for name, _ in found], colormaps["turbo"](np.linspace(0.05, 0.95, len(found)))
     if stacked:
-        axes.stackplot(minutes, [[points.get(at, 0) for at in times] for _, points in found], labels=names, alpha=0.7)
-    for name, points in () if stacked else found:
-        axes.plot(minutes, [points.get(at, math.nan) for at in times], ".-", markersize=2, linewidth=1, label=name)
+        areas = [[points.get(at, 0) for at in times] for _, points in found]
+        axes.stackplot(minutes, areas, labels=names, colors=colours, alpha=0.7)
+    for (name, points), colour in zip(() if stacked else found, colours, strict=False):
+        drawn = [points.get(at, math.nan) for at in times]
+        axes.plot(minutes, drawn, ".-", markersize=2, linewidth=1, label=name, color=colour)
     axes.set_xlim(minutes[0], 0)
     axes.axhline(0, color="none")  # the axis begins at 0
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g} min")
     axes.yaxis.set_major_formatter(lambda value, _: form(value))
     axes.tick_params(labelsize=7)
     axes.grid(alpha=0.3)
@@ -190,5 +195,5 @@ def play(cluster: Cluster, address: str) -> Iterator[Path]:
     for name, figure in figures(address, start=start):
         picture = PICTURES / f"{name}.png"
         figure.savefig(picture, dpi=80)
-        Image.open(picture).quantize(64).save(picture, optimize=True)
+        Image.open(picture).quantize(256).save(picture, optimize=True)
         yield picture

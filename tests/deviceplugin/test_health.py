@@ -286,7 +286,12 @@ async def test_hung_gpu_is_unhealthy_alone(tmp_path, release, reserve) -> None:
         await until(lambda: [p.state.value for p in status_of(kube).partitions] == ["Ready"])
         used = next(m for m in registry.collect() if m.name == "DCGM_FI_DEV_FB_USED")
         assert [s.labels["UUID"] for s in used.samples] == [well]
-        assert registry.get_sample_value("carpool_agent_gpu_healthy", {"UUID": hung}) == 0
+        assert (
+            registry.get_sample_value(
+                "carpool_agent_gpu_healthy", {"UUID": hung, "gpu": "0", "Hostname": agent.settings.node_name}
+            )
+            == 0
+        )
         devices.hang = False
         release.set()
         await until(lambda: all(d.health is DeviceHealth.HEALTHY for d in status_of(kube).devices))

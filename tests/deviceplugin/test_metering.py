@@ -475,7 +475,9 @@ async def test_tenants_have_series_of_their_own(agent, devices, reserve, enter) 
             reserved = [value(f"carpool_gpu_tenant_{name}", labels) for name in OF_RESERVATIONS]
             assert reserved == [40960 * 1024 * 1024, 1, 1, 1], "a pod without a prediction counts as the whole GPU"
             assert value("carpool_agent_partitions", {"state": "Ready"}) == 1
-            assert value("carpool_agent_gpu_healthy", {"UUID": gpu}) == 1
+            assert (
+                value("carpool_agent_gpu_healthy", {"UUID": gpu, "gpu": "0", "Hostname": agent.settings.node_name}) == 1
+            )
             assert value("carpool_agent_status_writes_total") > 0
             by_gpu = {
                 s.labels["UUID"]: s for m in registry.collect() if m.name == "DCGM_FI_DEV_FB_USED" for s in m.samples

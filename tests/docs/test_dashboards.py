@@ -50,6 +50,19 @@ def test_a_picture_has_each_panel_with_what_its_queries_find() -> None:
     assert [text.get_text() for text in legend.get_texts()] == ["Running"]
 
 
+@pytest.mark.parametrize("title", ["Jobs by state", "Jobs that ended"])
+def test_each_series_of_a_picture_has_a_colour_of_its_own_and_the_time_its_unit(title: str) -> None:
+    """Regression: colours came again after the tenth series, and merged when the picture got smaller."""
+    file = dashboards.FOLDER / "fleet.json"
+    series = [{"metric": {"state": str(n), "end": str(n)}, "values": [[100, "1"], [104, "3"]]} for n in range(16)]
+    figure = draw(json.loads(file.read_text(encoding="utf-8")), {"start": 100, "end": 104, "step": 2}, lambda _: series)
+    axes = next(one for one in figure.axes if one.get_title("left") == title)
+    handles, _ = axes.get_legend_handles_labels()
+    colours = [one.get_color() if hasattr(one, "get_color") else one.get_facecolor()[0] for one in handles]
+    assert len({tuple(colour) for colour in colours}) == 16
+    assert axes.xaxis.get_major_formatter()(-0.5, 0) == "-0.5 min"
+
+
 JOB = "carpool_job_restarts"
 RENAME = '"namespace", "$1", "exported_namespace", "(.+)")'
 
