@@ -174,7 +174,7 @@ def _draw_lines(axes: Axes, found: Found, form: Formatter, times: range, *, stac
         axes.plot(minutes, drawn, ".-", markersize=2, linewidth=1, label=name, color=colour)
     axes.set_xlim(minutes[0], 0)
     axes.axhline(0, color="none")  # the axis begins at 0
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g} min")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g} min" if value else "now")
     axes.yaxis.set_major_formatter(lambda value, _: form(value))
     axes.tick_params(labelsize=7)
     axes.grid(alpha=0.3)
