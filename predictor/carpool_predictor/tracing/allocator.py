@@ -8,6 +8,7 @@ come from 2 MiB segments, larger ones from 20 MiB segments. From 10 MiB on a blo
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 GRANULE = 512
 """Size in bytes to which each block is rounded up (kMinBlockSize)."""
@@ -114,10 +115,19 @@ class CachingAllocator:
         del pool[bisect_left(pool, (block.size, block.order))]
 
 
-def reserved_by_repeated(events: Sequence[tuple[int, int]]) -> int:
-    """Return the reserved bytes after the events of a step ran twice; the second run reuses the blocks of the first."""
+def reserved_by_training(events: Sequence[tuple[int, int]], state: slice, update: int) -> int:
+    """Return the reserved bytes after the events of a step ran twice; the second run reuses the blocks of the first.
+
+    The optimizer allocates its state in the update of the first step, from blocks that its passes have freed: the
+    second step finds them in pieces, and needs new segments for its largest tensors.
+
+    Args:
+        events: (key, size) allocates, (key, -1) frees.
+        state: Events of the optimizer's state, which precede the passes.
+        update: Number of events before the update.
+    """
     allocator = CachingAllocator()
-    allocator.replay(events)
+    allocator.replay(chain(events[: state.start], events[state.stop : update], events[state], events[update:]))
     freed = {key for key, size in events if size < 0}
     # Weights and optimizer state outlive the step and exist when it runs again.
     allocator.replay(event for event in events if event[0] in freed)

@@ -457,6 +457,7 @@ def trace_step(
         tracker.kind = Kind.TEMPORARY
 
     def begin_update() -> None:
+        storages.update = len(storages.events)
         tracker.repeat(training.training.gradient_accumulation)
         tracker.work_share, tracker.is_compiled = training.shares.optimizer, False
         divide_update()
@@ -465,7 +466,7 @@ def trace_step(
     with sharded(training.shares, training.model, blocks, storages) as divide_update, ExitStack() as stack:
         storages.adopt(training.model.parameters(), Kind.PARAMETER)
         storages.adopt(training.model.buffers(), Kind.BUFFER)
-        storages.adopt(training.state(), Kind.OPTIMIZER)
+        storages.adopt_state(training.state())
         storages.adopt(inputs, Kind.INPUT)
         if training.training.gradient_accumulation > 1:
             # The gradients of the earlier passes are alive, and this pass adds its own.

@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from carpool_predictor.tracing import operators
-from carpool_predictor.tracing.allocator import GRANULE, reserved_by_repeated
+from carpool_predictor.tracing.allocator import GRANULE, reserved_by_training
 from carpool_predictor.tracing.operators import OperatorCache
 
 _CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
@@ -60,10 +60,20 @@ class LiveStorages:
         """Bytes that count for each byte of a kind, if not 1."""
         self.events: list[tuple[int, int]] = []
         """(number, bytes) of each allocation and (number, -1) of each release, for `allocator`."""
+        self.state = slice(0, 0)
+        """Events of the optimizer's state."""
+        self.update = 0
+        """Number of events before the update."""
 
     def adopt(self, tensors: Iterable[Tensor], kind: Kind) -> None:
         """Count the tensors' storages unless they are counted already, and note the peak."""
         self.adopt_storages((tensor.untyped_storage() for tensor in tensors), kind)
+
+    def adopt_state(self, tensors: Iterable[Tensor]) -> None:
+        """Count the optimizer's state."""
+        before = len(self.events)
+        self.adopt(tensors, Kind.OPTIMIZER)
+        self.state = slice(before, len(self.events))
 
     def adopt_storages(self, storages: Iterable[UntypedStorage], kind: Kind) -> None:
         """Count storages unless they are counted already, and note the peak."""
@@ -169,12 +179,13 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorc
 
     def traced(self, batch_size: int) -> TracedStep:
         """Return the finished step."""
-        events, peak = self.storages.events, self.storages.peak
+        storages = self.storages
+        events, peak = storages.events, storages.peak
         return TracedStep(
             batch_size=batch_size,
             peak_bytes=peak.total_bytes,
             activation_bytes=peak.activation_bytes,
-            reserved_bytes=reserved_by_repeated(events),
+            reserved_bytes=reserved_by_training(events, storages.state, storages.update),
             unfolded_bytes=self._largest_unfolded,
             largest_bytes=max(self._largest_convolution, max((size for _, size in events), default=0)),
             flops=float(self._flops),
