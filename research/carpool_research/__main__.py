@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from carpool_research.catalog_sweep import pack_command, sweep
+from carpool_research.finetuning import finetuning
 from carpool_research.measured import measured
 from carpool_research.published import published
 from carpool_research.report import Report, markdown
@@ -212,6 +213,7 @@ main.add_command(sweep)
 main.add_command(pack_command)
 main.add_command(published)
 main.add_command(measured)
+main.add_command(finetuning)
 
 if __name__ == "__main__":
     main(prog_name="python -m carpool_research")

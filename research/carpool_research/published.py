@@ -1,4 +1,6 @@
-"""Judges the predictor on published measurements of training jobs, held out by source (`research/data/published.csv`).
+"""Judges the predictor on measurements of training jobs, held out by source (`research/data/published.csv`).
+
+The source `carpool` is what `finetuning` measured on an H200, in `research/measurements`.
 
 Each case is predicted as `carpool predict` would with the stated settings. Peaks of three kinds are compared with what
 the predictor has for each: live tensors, memory that the allocator holds, and memory of the process. The upper bound is
@@ -31,6 +33,7 @@ from carpool_research.tables import read_table
 
 DATA = Path(__file__).parents[1] / "data"
 CASES = DATA / "published.csv"
+OWN = Path(__file__).parents[1] / "measurements" / "h200_finetuning.csv"
 FEATURES = DATA / "published_features.json"
 """Traced features of the cases, by name, or the reason why there are none."""
 LIMITS = TraceLimits(timeout_s=900, memory_mib=6144)
@@ -106,13 +109,13 @@ def _case(row: Mapping[str, str]) -> Case:
     )
 
 
-def read_cases(path: Path = CASES) -> list[Case]:
-    """Return the cases of a file.
+def read_cases(*paths: Path) -> list[Case]:
+    """Return the cases of files, by default the published and the own ones.
 
     Raises:
         DataError: A column is missing, or a row is invalid.
     """
-    return read_table(path, COLUMNS, _case)
+    return [case for path in paths or (CASES, OWN) for case in read_table(path, COLUMNS, _case)]
 
 
 def read_features(path: Path = FEATURES) -> dict[str, ModelFeatures | str]:

@@ -161,6 +161,12 @@ def test_a_model_that_the_store_lacks_is_traced_once() -> None:
     assert all(answer["elapsed_s"] < 7 for answer in answers[1:]), "and no other"
 
 
+def test_a_model_of_the_store_is_not_traced() -> None:
+    tracer = FakeTracer()
+    (answer,) = ask(row(), tracer=tracer)
+    assert (answer["status"], tracer.asked) == ("ok", [])
+
+
 def test_a_batch_beyond_the_store_is_traced() -> None:
     tracer = FakeTracer()
     (answer,) = ask(row(training={**SGD, "batchSize": 100_000}), tracer=tracer)

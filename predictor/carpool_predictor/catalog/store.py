@@ -145,7 +145,9 @@ class Store:
             batch_size=training.batch_size, optimizer=training.optimizer, precision=training.precision,
             cross_entropy=training.cross_entropy, steps=training.steps,
         )  # fmt: skip
-        if training != plain or training.cross_entropy not in _STORED_LOSSES or model.num_classes is not None:
+        # Rows have subclasses, which msgspec never takes as equal.
+        is_plain = msgspec.structs.astuple(training) == msgspec.structs.astuple(plain)
+        if not is_plain or training.cross_entropy not in _STORED_LOSSES or model.num_classes is not None:
             return None
         if model.input is not None and tuple(model.input) != self.input_shape(model.name):
             return None
