@@ -282,13 +282,15 @@ class Sampler:
     def read(self, uuid: GpuUuid, known: Identity, telemetry: Telemetry, present: Sequence[GpuProcess]) -> Reading:
         """Read the other counters of a GPU with this telemetry and these processes of pods; raises NvmlError."""
         accounts, instances = self._accounts[uuid], self._instances.get(uuid, ())
-        busy = None if instances else self._busy(uuid)
+        asked_us = round(1e6 * self._wall())
+        busy = None if instances else self._busy(uuid, asked_us)
         counters: dict[int | None, Counters] = {None: self._counters(uuid, None, nvml_counters(known, telemetry))}
         counters |= {f.instance.id: self._counters(uuid, f.instance.id, self._memory(uuid, f)) for f in instances}
         at, energy_j = self._monotonic(), None if telemetry.energy_mj is None else telemetry.energy_mj / 1000
         activity = {place: found.values for place, found in counters.items()}
         sm_counts = {f.instance.id: f.instance.placement.profile.sm_count for f in instances}
         processes, ended = accounts.add(GpuSample(at, present, busy, energy_j, activity, sm_counts))
+        self._asked_us[uuid] = asked_us  # after a reading that failed, the next one asks for its time, too
         return Reading(
             at=at,
             processes=tuple(processes),
@@ -303,15 +305,14 @@ class Sampler:
             sources=tuple(dict.fromkeys(source for found in counters.values() for source in found.sources.values())),
         )
 
-    def _busy(self, uuid: GpuUuid) -> dict[int, float] | None:
+    def _busy(self, uuid: GpuUuid, now_us: int) -> dict[int, float] | None:
         """Return each process's share of the time since the last question; None if unsupported.
 
         After a gap that is longer than the driver's buffer, it is the share of the buffer's time. So is it if the
         node's clock was set back.
         """
-        now_us, since_us = round(1e6 * self._wall()), self._asked_us.get(uuid, 0)
+        since_us = self._asked_us.get(uuid, 0)
         found = read_utilization(self._session, uuid, since_us if since_us <= now_us else 0, now_us + AHEAD_US)
-        self._asked_us[uuid] = now_us
         return None if found is None else {pid: sm_percent / 100 for pid, _, sm_percent in found}
 
     def _counters(self, uuid: GpuUuid, instance: int | None, nvml: Mapping[str, float]) -> Counters:

@@ -191,14 +191,17 @@ def answers(
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="File of rows: one for each kind of peak.")
 @click.option("--budget", type=float, default=600.0, show_default=True, help="Seconds after which no case begins.")
 def finetuning(cases: Path, out: Path, budget: float) -> None:
-    """Measure cases of training on this machine's GPU; CASES has the columns of `research/data/published.csv`."""
+    """Measure cases of training on this machine's GPU; CASES has the columns of `research/data/published.csv`.
+
+    A case with several rows, as in this command's own file, is measured once.
+    """
     with cases.open(newline="", encoding="utf-8") as file:
         rows = {row["case"]: row for row in csv.DictReader(file)}
     end = time.monotonic() + budget
     with out.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, next(iter(rows.values())).keys(), lineterminator="\n")
         writer.writeheader()
-        for case, answer in answers(read_cases(cases)):
+        for case, answer in answers(list({case.name: case for case in read_cases(cases)}.values())):
             writer.writerows(_rows(rows[case.name], answer))
             file.flush()
             click.echo(f"{case.name}: {answer}")

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pynvml
 import pytest
 from agent_world import agent_on, first_gpu, registry_of, reservation, reserve_on
 from carpool_core.resources.node import Reservation, Tenant
@@ -227,6 +228,19 @@ def test_busy_time_covers_the_time_between_two_readings(tmp_path: Path, gap_s: i
     node.nvml.gpus[0].processes[42].sm = 0.5
     node.advance(5)
     assert devices.read(devices.uuids[0]).processes[0].busy_s == pytest.approx(2.5), "the pause before counts no more"
+
+
+def test_busy_time_after_a_reading_that_failed_counts_once(node: Node) -> None:
+    devices = node.devices()
+    node.start(0, 42, "a", sm=0.5)
+    devices.read(devices.uuids[0])
+    node.advance(5)
+    node.nvml.fail_next("nvmlGpmSampleGet", pynvml.NVML_ERROR_UNKNOWN)
+    with pytest.raises(DeviceError):
+        devices.read(devices.uuids[0])
+    node.nvml.gpus[0].processes[42].sm = 0.0
+    node.advance(5)
+    assert devices.read(devices.uuids[0]).processes[0].busy_s == pytest.approx(2.5)
 
 
 def test_samples_stay_valid_when_the_clock_is_set_back(node: Node) -> None:

@@ -8,8 +8,10 @@ from carpool_core.clock import rfc3339
 from carpool_core.kube.api import CONFIG_MAPS, GPU_NODES, PODS
 from carpool_core.resources.prediction import MemoryPrediction
 from carpool_operator.work_queue import DEBOUNCE_S
-from carpool_predictor.calibration.document import Calibration, StackState, read_calibration
+from carpool_predictor.calibration.document import Calibration, RunRecord, StackState, read_calibration
 from carpool_predictor.calibration.store import KEY
+from carpool_predictor.models.memory import PLAIN_MIB, shipped
+from msgspec.structs import replace
 from operator_fixtures import FEATURES
 from operator_world import World
 
@@ -28,6 +30,20 @@ def kept(of: World) -> Calibration:
 def stack(of: World) -> StackState:
     (state,) = kept(of).stacks
     return state
+
+
+def as_measured(rows: list[RunRecord]) -> list[RunRecord]:
+    """Return rows with the measured memory, without the correction of steps outside the training data."""
+    model = shipped()
+    return [
+        replace(
+            row,
+            value_mib=round(
+                row.value_mib * (row.reserved_mib + PLAIN_MIB) / (model.slope * row.reserved_mib + model.intercept_mib)
+            ),
+        )
+        for row in rows
+    ]
 
 
 def memory(of: World, name: str = "x") -> MemoryPrediction:

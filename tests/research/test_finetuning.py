@@ -66,7 +66,7 @@ def test_each_kind_of_peak_has_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyP
     measured = Measured(
         allocated=10.2, reserved=20, process=30, step_time_s=0.1234567, gpu="NVIDIA H200", torch="2.11.0"
     )
-    chosen = OWN.read_text(encoding="utf-8").splitlines()[:5:3]
+    chosen = OWN.read_text(encoding="utf-8").splitlines()[:4]
     (given := tmp_path / "cases.csv").write_text("\n".join(chosen) + "\n", encoding="utf-8")
     monkeypatch.setattr(finetuning, "answers", lambda cases: ((one, measured) for one in cases))
     asked = [str(given), "--out", str(out := tmp_path / "rows.csv")]
