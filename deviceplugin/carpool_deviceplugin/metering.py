@@ -51,8 +51,15 @@ class Rates(msgspec.Struct, frozen=True):
         )
 
 
+_STEP_READINGS = 10
+"""Time constant of the means of long steps, in readings with steps: such a mean weighs twenty readings."""
+
+
 class StepMeans(msgspec.Struct, frozen=True):
-    """Sums of step counters, exponentially decayed with `STATUS_SMOOTHING_S`. Their ratios are means."""
+    """Sums of step counters, exponentially decayed with `STATUS_SMOOTHING_S`, for long steps with `_STEP_READINGS`.
+
+    Their ratios are means.
+    """
 
     sums: StepCounts = StepCounts()
     squares: float = 0.0
@@ -61,15 +68,18 @@ class StepMeans(msgspec.Struct, frozen=True):
     """Timed steps without decay."""
     readings: int = 0
     """Readings with timed steps."""
+    waited_s: float = 0.0
+    """Time since the last of them."""
 
     def add(self, counts: StepCounts) -> "StepMeans":
         """Add the counters of another reading."""
-        scaled, steps = self.scaled(math.exp(-counts.elapsed_s / STATUS_SMOOTHING_S)), counts.timed_steps
+        steps, waited_s = counts.timed_steps, self.waited_s + counts.elapsed_s
+        if not steps:
+            return replace(self, sums=self.sums.plus(counts), waited_s=waited_s)
+        scaled = self.scaled(math.exp(-min(waited_s / STATUS_SMOOTHING_S, 1 / _STEP_READINGS)))
         own_s = counts.steps_s - counts.checkpoint_s
-        square = own_s * own_s / steps if steps else 0.0
-        return StepMeans(
-            scaled.sums.plus(counts), scaled.squares + square, self.total + steps, self.readings + (steps > 0)
-        )
+        square = own_s * own_s / steps
+        return StepMeans(scaled.sums.plus(counts), scaled.squares + square, self.total + steps, self.readings + 1)
 
     def scaled(self, factor: float) -> "StepMeans":
         """Return the means with another weight."""

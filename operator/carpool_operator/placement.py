@@ -190,8 +190,10 @@ def observed(
     slowdown = None
     if step_time_s is not None and found.solo_step_time_seconds:
         slowdown = round(step_time_s / found.solo_step_time_seconds, 3)
-    interval = measured_step_time(solo, found.steps, step_time_s, max(deviations, default=None))
-    interval = interval or before.step_time_interval  # an agent that has just started knows no deviation
+    # An agent that has just started knows no deviation: then the last interval says how wide it is.
+    known = solo if deviations else before.step_time_interval or solo
+    interval = measured_step_time(known, found.steps, step_time_s, max(deviations, default=None))
+    interval = interval or before.step_time_interval
     end, latest = _ends(found, interval, job.spec.training.steps)
     return msgspec.structs.replace(
         found, slowdown=slowdown, step_time_interval=interval, expected_end=end, latest_end=latest

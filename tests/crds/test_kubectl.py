@@ -181,6 +181,7 @@ def test_a_pod_without_a_node_has_no_log_and_the_reason_is_printed(kube: FakeKub
         ({"peakMemoryMib": 3900}, "Complete", "took 3,900 MiB, 0.49 times the 8,000 MiB predicted on"),
         ({"peakMemoryMib": 3900, "steps": 20}, "Running", "took 3,900 MiB, 0.49 times the 8,000 MiB predicted on"),
         ({"peakMemoryMib": 3900, "steps": 19}, "Running", None),
+        ({"peakMemoryMib": 450}, "Failed", None),
         ({"peakMemoryMib": 4100}, "Complete", None),
     ],
 )

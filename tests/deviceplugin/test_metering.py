@@ -3,18 +3,20 @@
 import asyncio
 import dataclasses
 import math
+import random
 from pathlib import Path
 from typing import Any
 
 import pynvml
 import pytest
 from agent_world import agent_on, first_gpu, registry_of, reservation, reserve_on
+from carpool_core.durations import measured_step_time
 from carpool_core.resources.node import Reservation, Tenant
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
 from carpool_deviceplugin.app import Agent
 from carpool_deviceplugin.gpu import DeviceError, ProcessUsage, Reading, SetMode, StepCounts, StepReport
-from carpool_deviceplugin.metering import JOB_ENERGY_S, JobEnergy, Meter, damp_changes
+from carpool_deviceplugin.metering import JOB_ENERGY_S, JobEnergy, Meter, StepMeans, damp_changes
 from carpool_deviceplugin.metrics import DEVICE_GAUGES, ENERGY
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.node import Node, running, uid, until
@@ -668,6 +670,21 @@ def test_the_step_time_has_a_deviation_after_twenty_readings_which_is_written_on
     assert damp_changes([known], [wider]) == [known], "its noise costs no writes"
     (steady,) = stepping(metered(reading(NEW)), 30, 0.1, BUSY).tenants(NOW)
     assert steady.step_time_deviation_seconds == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("step_s", [5, 30, 120, 300])
+def test_nine_of_ten_next_readings_are_in_the_interval_also_of_long_steps(step_s: int) -> None:
+    draw, means, inside = random.Random(7), StepMeans(), []  # noqa: S311
+    for number in range(1500):
+        own_s = step_s * draw.gauss(1, 0.2)
+        if number >= 40:
+            found = measured_step_time(None, number, means.step_time_s, means.deviation_s)
+            assert found is not None
+            inside.append(found.lower <= own_s <= found.upper)
+        for _ in range(step_s // 5 - 1):
+            means = means.add(StepCounts(elapsed_s=5.0))
+        means = means.add(StepCounts(elapsed_s=5.0, steps=1, steps_s=own_s, timed_steps=1))
+    assert sum(inside) / len(inside) == pytest.approx(0.9, abs=0.03)
 
 
 def test_the_step_time_alone_is_measured_without_working_neighbours() -> None:

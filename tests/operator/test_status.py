@@ -258,6 +258,9 @@ def test_measured_steps_give_the_slowdown_and_the_expected_end() -> None:
 
     assert found.step_time_interval == Interval(median=0.3, lower=0.2823, upper=0.3177)
     assert found.latest_end == rfc3339(NOW + timedelta(seconds=1000 * 0.3177 / 0.75))
+    old = {"stepTimeInterval": {"median": 0.3, "lower": 0.282, "upper": 0.318}}
+    again = measured_steps(1100, old, stepTimeSeconds=0.6, stepTimeDeviationSeconds=None)
+    assert again.step_time_interval == Interval(median=0.6, lower=0.564, upper=0.636), "the agent has just started"
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ def scheduler_message(message: str) -> str:
 def why_unscheduled(pods: Iterable[Pod]) -> str:
     """Return the first message of kube-scheduler about pods that it cannot place; empty without one."""
     conditions = (one for pod in pods for one in pod.status.conditions if one.type == "PodScheduled")
-    messages = (scheduler_message(one.message) for one in conditions if one.status == "False")
+    messages = (scheduler_message(one.message) for one in conditions if one.reason == "Unschedulable")
     return next(filter(None, messages), "")
 
 

@@ -336,7 +336,7 @@ def _findings(job: GpuTrainingJob, now: datetime) -> Iterator[str]:
             )
             break
         factor = observed.peak_memory_mib / max(1, predicted.memory.median_mib)
-        is_whole_peak = has_ended or (observed.steps or 0) >= MEASURED_STEPS
+        is_whole_peak = status.state is JobState.COMPLETE or (observed.steps or 0) >= MEASURED_STEPS
         if factor > FAR_FACTOR or (is_whole_peak and factor < 1 / FAR_FACTOR):
             yield (
                 f"took {observed.peak_memory_mib:,} MiB, {factor:.2g} times the {predicted.memory.median_mib:,} MiB "

@@ -502,9 +502,10 @@ class ClusterCache:
             self._kube_nodes[name] = node
         if old and node and (old.spec, old.metadata.labels) == (node.spec, node.metadata.labels):
             return
-        if rows := self._rows_of(name):
+        if name in self._node_ids:
             for constraints, refusing in self._refusing.items():
                 refusing[self._node_ids[name]] = self._is_refused(name, constraints)
+        if rows := self._rows_of(name):
             self._mark(rows)
             self.freed_at = self.generation
 

@@ -225,8 +225,8 @@ def usage_of(reservations: Sequence[Reservation], measured: Sequence[Tenant | No
         return expected
     stretch = _stretch(reservations[0].mode, tuple((one.util, one.sm, one.dram) for one in expected))
     found = [_slowdown(one.tenant, of, by) for one, of, by in zip(reservations, measured, stretch, strict=True)]
-    stretch = [by for by, _ in found]
-    together = [_shared_activity(one, tenant, by) for one, tenant, by in zip(expected, measured, stretch, strict=True)]
+    trusted = [by if is_measured else alone for alone, (by, is_measured) in zip(stretch, found, strict=True)]
+    together = [_shared_activity(one, tenant, by) for one, tenant, by in zip(expected, measured, trusted, strict=True)]
     only_raises = is_saturated(reservations[0].mode, together)
     return [
         one if tenant is None else _combined(one, tenant, by, only_raises=only_raises and not is_measured)

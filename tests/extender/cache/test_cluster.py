@@ -3,12 +3,13 @@
 import msgspec
 import numpy as np
 import pytest
+from carpool_core.kube.nodes import Node, NodeConstraints
 from carpool_core.resources.node import Tenant
 from carpool_core.testing.clock import FakeClock
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
 from carpool_extender.cache.cluster import LONGEST_BACKOFF_S, GpuBackoff
 from carpool_extender.cache.gpu_table import NO_TENANT
-from carpool_extender.testing import T4, cluster, device, gpu_node, tenant
+from carpool_extender.testing import T4, cluster, device, gpu_node, node_of, tenant
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -52,6 +53,16 @@ def test_equal_report_is_no_change():
     before = known.generation
     known.apply(gpu_node("a", 1))
     assert known.generation == before
+
+
+def test_a_node_accepts_pods_again_whose_cordon_ends_while_it_reports_no_gpus():
+    known, accepted = cluster(gpu_node("a", 1)), NodeConstraints()
+    known.set_kube_node("a", msgspec.convert(node_of("a", unschedulable=True), Node))
+    assert known.snapshot().refusing_nodes(accepted).tolist() == [True]
+    known.apply(gpu_node("a", 0))
+    known.set_kube_node("a", msgspec.convert(node_of("a"), Node))
+    known.apply(gpu_node("a", 1))
+    assert known.snapshot().refusing_nodes(accepted).tolist() == [False]
 
 
 def test_an_older_version_is_ignored():

@@ -94,6 +94,13 @@ def test_a_measured_slowdown_gives_the_activity_alone(tenancy, solo_s, util):
     assert usage_of(both, measured)[0].util == pytest.approx(util)
 
 
+def test_among_namespaces_a_report_lowers_no_co_tenant():
+    both = [tenant(name, [GPU], tenancy=Tenancy.CLUSTER, **PREDICTED) for name in "xy"]
+    slow = {"step_time_seconds": 0.3, "solo_step_time_seconds": 0.1}
+    found = usage_of(both, [seen("x", gpu_util_percent=50.0, **slow), seen("y", gpu_util_percent=50.0)])
+    assert found[1].util == pytest.approx(0.9)
+
+
 @pytest.mark.parametrize("mode", [SharingMode.TIME_SLICING, SharingMode.MPS])
 def test_a_neighbour_that_is_not_measured_yet_leaves_measures_as_they_are(mode):
     """It counts with what is left of its promise beside the others: with the whole of it the GPU would seem used up."""

@@ -243,9 +243,13 @@ def test_queue_says_what_each_job_waits_for(monkeypatch):
     condition = {
         "type": "PodScheduled",
         "status": "False",
+        "reason": "Unschedulable",
         "message": f"{refusal} preemption: 0/2 nodes are available.",
     }
     kube.seed(PODS, pod | {"status": {"conditions": [condition]}})
+    just = kube.dump(PODS, "just-admitted-worker-0-1", "default")
+    gated = {"reason": "SchedulingGated", "message": "Scheduling is blocked due to non-empty scheduling gates"}
+    kube.seed(PODS, just | {"status": {"conditions": [{**condition, **gated}]}})
     with served(kube, monkeypatch):
         _, *rows = CliRunner().invoke(queue, []).stdout.splitlines()
     assert {row.split()[2]: [cell.strip() for cell in row.split("   ") if cell][-2:] for row in rows} == {
