@@ -21,8 +21,10 @@ ASSUMED_DURATION_S = 3600.0
 MEASURED_STEPS = 20
 """Steps after which a job's measured step time replaces the predicted one, and its measured peak its memory bound."""
 _DEVIATIONS = 1.77
-"""Half the central 90% prediction interval of another reading than the twenty of a standard deviation: the 95% quantile
-of Student's t with 19 degrees of freedom times sqrt(1 + 1/20) (Hahn and Meeker, Statistical Intervals, 1991, 4.7)."""
+"""Half the width of the central 90% prediction interval for one more reading after twenty, in standard deviations.
+
+It is the 95% quantile of Student's t with 19 degrees of freedom, times sqrt(1 + 1/20). Source: Hahn and Meeker,
+Statistical Intervals, 1991, section 4.7."""
 _BUCKET_BOUNDS_S = [FIRST_BOUND_S * BUCKET_FACTOR**number for number in range(DURATION_BUCKETS - 1)]
 """Lower bound of each bucket but the first: a table, because logarithms would round a duration off its bound."""
 

@@ -109,7 +109,9 @@ def _adapted(model: Any, case: Case) -> Any:
 
 def _transformers_model(model: Any) -> Any:
     """Return the model of `transformers` that the catalog has wrapped, or the model itself."""
-    return model.model if type(model).__name__ == "HubModel" else model
+    from carpool_predictor.catalog.hub_models import HubModel
+
+    return model.model if isinstance(model, HubModel) else model
 
 
 def _causal_language_model(model: Any) -> Any:
