@@ -468,8 +468,7 @@ def _memory_bound(status: JobStatus) -> str:
     if not status.placement:
         return _memory([p.memory.upper_mib for p in _predictions(status)])
     predicted = {p.product: p.memory for p in _predictions(status)}
-    peak_mib = status.observed.peak_memory_mib if status.observed else 0
-    bounds = (place.counted_mib(predicted.get(hardware_name(place.product)), peak_mib) for place in status.placement)
+    bounds = (place.counted_mib(predicted.get(hardware_name(place.product))) for place in status.placement)
     return _memory([bound for bound in bounds if bound is not None])
 
 

@@ -194,6 +194,17 @@ def test_measured_memory_far_from_the_prediction_is_a_finding(
     assert [text.startswith(expected or "") for text in far] == [True] * (expected is not None)
 
 
+def test_each_worker_counts_with_its_own_bound_whatever_another_one_took(kube: FakeKube) -> None:
+    measured = place(provisional=True, measuredMib=9000)
+    smaller = place(worker=1, pod="train-worker-1-1", podUid="q", memoryLimitMib=5000)
+    seed_job(kube, placement=[measured, smaller], observed={"peakMemoryMib": 8800})
+    found = json.loads(run("diagnose", "train", "-o", "json").output)
+    assert found["job"]["memoryBoundMib"] == 9000
+    assert found["comparisons"][0]["atMost"] == 9000
+    assert found["comparisons"][0]["predicted"]["upper"] == 12000
+    assert found["findings"] == []
+
+
 def test_diagnosis_compares_and_names_what_is_unusual(kube: FakeKube) -> None:
     interval = {"median": 0.3, "lower": 0.2, "upper": 0.4}
     peak = {

@@ -375,18 +375,21 @@ CASES = [
     *(
         pytest.param(
             JobStatus(
-                placement=[msgspec.structs.replace(place(0, "n1", limit=4096), measured_mib=2048)],
-                observed=Observed(peak_memory_mib=peak_mib),
+                placement=[
+                    msgspec.structs.replace(place(0, "n1", limit=4096), measured_mib=2048, provisional=provisional),
+                    msgspec.structs.replace(place(1, "n1", limit=4096), measured_mib=3072, provisional=True),
+                ],
+                observed=Observed(peak_memory_mib=2560),
             ),
             JobSummary(
-                node="n1", gpu="Simulated A100", mode="MPS", memory_bound=bound, slowdown="1.20",
-                observed_memory=f"{peak_mib / 1024:.1f} GiB",
+                node="n1", gpu="2x Simulated A100", mode="MPS", memory_bound=bound, slowdown="1.20",
+                observed_memory="2.5 GiB",
             ),
             id=name,
         )
-        for peak_mib, bound, name in (
-            (1536, "2.0 GiB", "the measured peak with its margin replaces the bound"),
-            (2560, "4.0 GiB", "a peak beyond that margin does not"),
+        for provisional, bound, name in (
+            (True, "2.0-3.0 GiB", "each worker counts with its own measured peak, whatever another one took"),
+            (False, "3.0-4.0 GiB", "one that took more than its measured peak counts with its bound"),
         )
     ),
     pytest.param(

@@ -34,8 +34,8 @@ class PodMeta(ObjectMeta, frozen=True, kw_only=True, rename="camel"):
 class ResourceRequirements(_Wire, frozen=True, kw_only=True):
     """Requests and limits of a container."""
 
-    limits: dict[str, int | str] = {}
-    requests: dict[str, int | str] = {}
+    limits: dict[str, int | float | str] = {}
+    requests: dict[str, int | float | str] = {}
 
 
 class SecurityContext(_Wire, frozen=True, kw_only=True):

@@ -1,5 +1,6 @@
 """Documents of the commands `status`, `top` and `diagnose`, computed from jobs and GpuNodes. Pure."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from operator import attrgetter
@@ -172,11 +173,7 @@ def job_view(job: GpuTrainingJob, now: datetime) -> JobView:
     by_type = {condition.type: condition for condition in status.conditions}
     predicted = by_type.get(CONDITION_PREDICTED)
     products = [one for _, one in _relevant(job)]
-    peak_mib = 0 if status.observed is None else status.observed.peak_memory_mib
-    bounds = [
-        one.memory.upper_mib if place is None else place.counted_mib(one.memory, peak_mib)
-        for place, one in _relevant(job)
-    ]
+    bounds = [place.counted_mib(one.memory) if place else one.memory.upper_mib for place, one in _relevant(job)]
     return JobView(
         namespace=job.metadata.namespace,
         name=job.metadata.name,
@@ -235,12 +232,12 @@ def _progress(job: GpuTrainingJob, by_type: Mapping[str, Condition], now: dateti
 
 
 def _relevant(job: GpuTrainingJob) -> list[tuple[WorkerPlacement | None, ProductPrediction]]:
-    """Return the predictions for the products of the placement, once each; for all products before there is one."""
+    """Return each worker's placement with the prediction for its product; all predictions before there is one."""
     known = {one.product: one for one in job.status.prediction.products} if job.status.prediction else {}
-    places = {hardware_name(place.product): place for place in job.status.placement}
-    if not places:
+    if not job.status.placement:
         return [(None, one) for one in known.values()]
-    return [(place, known[product]) for product, place in places.items() if product in known]
+    named = [(place, hardware_name(place.product)) for place in job.status.placement]
+    return [(place, known[product]) for place, product in named if product in known]
 
 
 # GPUs
@@ -290,10 +287,12 @@ def diagnose(job: GpuTrainingJob, events: Sequence[EventView], now: datetime) ->
 def _comparisons(job: GpuTrainingJob) -> Iterator[Comparison]:
     """Yield memory, utilization and step time for each product of the placement, or of the prediction before one."""
     seen = job.status.observed or Observed()
-    for place, one in _relevant(job):
-        bound = (place and place.bound_mib(one.memory)) or one.memory.upper_mib
+    for one in {one.product: one for _, one in _relevant(job)}.values():
+        places = [place for place, of in _relevant(job) if place and of is one]
+        bound = max((place.bound_mib(one.memory) or 0 for place in places), default=0) or one.memory.upper_mib
         memory = Interval(median=one.memory.median_mib, lower=0, upper=bound)
-        counted = place.counted_mib(one.memory, seen.peak_memory_mib) if place and place.measured_mib else None
+        is_measured = any(place.measured_mib for place in places)
+        counted = max(place.counted_mib(one.memory) or 0 for place in places) or None if is_measured else None
         latest = None if seen.step_time_interval is None else seen.step_time_interval.upper
         for quantity, interval, value, at_most in (
             ("memory (MiB)", memory, seen.peak_memory_mib or None, counted),
@@ -327,14 +326,14 @@ def _findings(job: GpuTrainingJob, now: datetime) -> Iterator[str]:
         if status.attempts and (has_ended or status.state is JobState.RUNNING):
             yield "no use of a GPU was measured: its processes took no GPU memory, or the node's agent did not see them"
         return
-    for place, predicted in _relevant(job):
-        bound = None if place is None else place.bound_mib(predicted.memory)
-        if place is not None and bound is not None and observed.peak_memory_mib > bound:
-            yield (
-                f"took {observed.peak_memory_mib:,} MiB, more than the bound of {bound:,} MiB on {place.product}: "
-                "co-tenants may run out of memory; give its limit in spec.memory.limit"
-            )
-            break
+    bounds = [(place.bound_mib(of.memory) or math.inf, place.product) for place, of in _relevant(job) if place]
+    bound, product = max(bounds, default=(math.inf, ""))  # the peak is that of the worker that took most
+    if observed.peak_memory_mib > bound:
+        yield (
+            f"took {observed.peak_memory_mib:,} MiB, more than the bound of {bound:,} MiB on {product}: "
+            "co-tenants may run out of memory; give its limit in spec.memory.limit"
+        )
+    for _, predicted in _relevant(job) if observed.peak_memory_mib <= bound else ():
         factor = observed.peak_memory_mib / max(1, predicted.memory.median_mib)
         is_whole_peak = status.state is JobState.COMPLETE or (observed.steps or 0) >= MEASURED_STEPS
         if factor > FAR_FACTOR or (is_whole_peak and factor < 1 / FAR_FACTOR):

@@ -202,11 +202,12 @@ class WorkerPlacement(Resource, frozen=True, kw_only=True):
             return self.memory_limit_mib
         return predicted.bound_mib(self.mode)
 
-    def counted_mib(self, predicted: MemoryPrediction | None, peak_mib: int) -> int | None:
-        """Return the memory on each GPU that placement counts with this measured peak, in MiB; None if unknown."""
-        if self.measured_mib is not None and peak_mib <= self.measured_mib:
-            return self.measured_mib
-        return self.bound_mib(predicted)
+    def counted_mib(self, predicted: MemoryPrediction | None) -> int | None:
+        """Return the memory on each GPU that placement counts, in MiB; None if unknown.
+
+        Since the worker took more than was measured, its bound counts again, and `provisional` is false.
+        """
+        return self.measured_mib if self.measured_mib and self.provisional else self.bound_mib(predicted)
 
 
 class Attempt(Resource, frozen=True, kw_only=True):

@@ -336,11 +336,21 @@ def _missing_workers(workers: Workers, lacking: int, total: int) -> str:
 
 
 def _pod_spec(template: dict[str, Any]) -> PodSpec:
-    """Return the spec in a template; an empty one if it is invalid."""
+    """Return the spec in a template. A null is the same as no value, as for the API server.
+
+    Raises:
+        NotOurs: It is invalid.
+    """
     try:
-        return msgspec.convert(template.get("spec") or {}, PodSpec)
-    except msgspec.ValidationError:
-        return PodSpec()
+        return msgspec.convert(_without_nulls(template.get("spec") or {}), PodSpec)
+    except msgspec.ValidationError as error:
+        raise NotOurs(f"InvalidTemplate: no decision, because spec.template.spec is invalid: {error}") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(of) for name, of in value.items() if of is not None}
+    return [_without_nulls(of) for of in value] if isinstance(value, list) else value
 
 
 async def read_cluster(api: KubeApi, config: SchedulerConfig) -> ClusterCache:

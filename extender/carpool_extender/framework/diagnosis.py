@@ -163,7 +163,7 @@ def _memory(evaluation: Evaluation, rows: Rows) -> list[str]:
     products = sorted({kind.product for kind in classes})
     number = np.array([products.index(kind.product) for kind in classes])[gpus.device_class[rows]]
     failed = evaluation.results.failed[rows]
-    too_small = evaluation.too_small(rows) & (failed != NODE.number)
+    too_small = evaluation.too_small(rows)
     lacks = (failed == MEMORY.number) | too_small
     short = list[tuple[int, int, str]]()
     for which in np.flatnonzero(np.bincount(number[lacks], minlength=1)).tolist():
@@ -195,8 +195,7 @@ def _groups(evaluation: Evaluation, rows: Rows) -> list[tuple[str, Rows]]:
     failed, found = evaluation.results.failed[rows], dict[str, list[Rows]]()
     for check in _IN_GROUPS:
         mine = rows[failed == check.number]
-        if check is not NODE:
-            mine = mine[~evaluation.too_small(mine)]
+        mine = mine[~evaluation.too_small(mine)]
         if not mine.size:
             continue
         keys = check.group_keys(evaluation, mine)

@@ -552,7 +552,7 @@ class HealthCheck(Check):
 class NodeCheck(Check):
     """The pod accepts the GPU's node: it tolerates the taints and the cordon, and its node selectors match."""
 
-    number = 1
+    number = 2
 
     def mask(self, evaluation: Evaluation, gpus: GpuTable, mode: NDArray[np.int8]) -> Bools | None:
         refusing = evaluation.snapshot.refusing_nodes(evaluation.pod_request.constraints)
@@ -573,7 +573,7 @@ class NodeCheck(Check):
 class SuitabilityCheck(Check):
     """An empty GPU of this class would hold the pod: product, compute capability, total memory."""
 
-    number = 2
+    number = 1
     wrong_product = "wrong product"
 
     def mask(self, evaluation: Evaluation, gpus: GpuTable, mode: NDArray[np.int8]) -> Bools | None:
@@ -858,9 +858,9 @@ def distinct(found: float, limit: float) -> tuple[str, str]:
     return f"{found:.{digits}f}", f"{limit:.{digits}f}"
 
 
-HEALTH, NODE, SUITABILITY, MODE, TENANCY = HealthCheck(), NodeCheck(), SuitabilityCheck(), ModeCheck(), TenancyCheck()
+HEALTH, SUITABILITY, NODE, MODE, TENANCY = HealthCheck(), SuitabilityCheck(), NodeCheck(), ModeCheck(), TenancyCheck()
 SLOTS, MEMORY, LIMITS, SLOWDOWN = SlotsCheck(), MemoryCheck(), LimitsCheck(), SlowdownCheck()
-CHECKS: Sequence[Check] = (HEALTH, NODE, SUITABILITY, MODE, TENANCY, SLOTS, MEMORY, LIMITS, SLOWDOWN)
+CHECKS: Sequence[Check] = (HEALTH, SUITABILITY, NODE, MODE, TENANCY, SLOTS, MEMORY, LIMITS, SLOWDOWN)
 """In the order in which refusals name them."""
 
 

@@ -55,14 +55,15 @@ def test_equal_report_is_no_change():
     assert known.generation == before
 
 
-def test_a_node_accepts_pods_again_whose_cordon_ends_while_it_reports_no_gpus():
-    known, accepted = cluster(gpu_node("a", 1)), NodeConstraints()
-    known.set_kube_node("a", msgspec.convert(node_of("a", unschedulable=True), Node))
-    assert known.snapshot().refusing_nodes(accepted).tolist() == [True]
-    known.apply(gpu_node("a", 0))
-    known.set_kube_node("a", msgspec.convert(node_of("a"), Node))
-    known.apply(gpu_node("a", 1))
-    assert known.snapshot().refusing_nodes(accepted).tolist() == [False]
+@pytest.mark.parametrize("excluded", [{"unschedulable": True}, {"taints": [{"key": "k", "effect": "NoExecute"}]}])
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_a_node_is_refused_while_it_is_excluded_also_if_that_changes_while_it_reports_no_gpus(excluded, gpus):
+    known, constraints = cluster(gpu_node("a", 1)), NodeConstraints()
+    for spec, refused in (({}, False), (excluded, True), ({}, False), (excluded, True)):
+        known.apply(gpu_node("a", gpus))
+        known.set_kube_node("a", msgspec.convert(node_of("a", **spec), Node))
+        known.apply(gpu_node("a", 1))
+        assert known.snapshot().refusing_nodes(constraints).tolist() == [refused]
 
 
 def test_an_older_version_is_ignored():

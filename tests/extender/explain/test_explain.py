@@ -15,7 +15,7 @@ from carpool_extender.explain.explain import NoSuchJobError
 from carpool_extender.explain.queue_forecast import Options
 from carpool_extender.framework.filters import AdmissionLimits
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
-from carpool_extender.testing import T4, device, gpu_node, pod_of, prediction, seed_job, seed_node, tenant
+from carpool_extender.testing import T4, device, gpu_node, node_of, pod_of, prediction, seed_job, seed_node, tenant
 from carpool_extender.workloads import JobOptions
 from explain_world import CLOCK, explain_job
 
@@ -125,6 +125,27 @@ class TestState:
         assert line not in await explained(kube)
         kube.seed(GPU_TRAINING_JOBS, {**kube.dump(GPU_TRAINING_JOBS, "x", "default"), "status": {}})
         assert (await explained(kube))[0] == line
+
+
+class TestTemplate:
+    """The pod template of a job decides which nodes it accepts."""
+
+    async def explained(self, **template):
+        kube = a_job(spec={**ALONE, "template": {"spec": template}})
+        kube.seed(NODES, node_of("a"))
+        return await explained(kube)
+
+    async def test_nulls_and_fractions_of_cpus_are_as_for_kubernetes(self):
+        """Regression: with them, the node selector was ignored as well."""
+        container = {"name": "train", "env": None, "resources": {"limits": {"cpu": 0.5}}}
+        lines = await self.explained(nodeSelector={"zone": "b"}, affinity=None, containers=[container])
+        assert f"{WAITS}1 node: its node lacks the label zone=b of the job's nodeSelector" in lines
+
+    async def test_an_invalid_template_is_named_instead_of_a_decision(self):
+        assert await self.explained(nodeSelector={"zone": 3}) == [
+            "InvalidTemplate: no decision, because spec.template.spec is invalid: "
+            "Expected `str`, got `int` - at `$.nodeSelector[...]`"
+        ]
 
 
 class TestWaitingJob:

@@ -1,9 +1,11 @@
 """Refusals for all nodes, explanations of single GPUs, and reasons of placements, from the messages of the checks."""
 
 import math
+from dataclasses import replace
 
 import msgspec
 import pytest
+from carpool_core.kube.nodes import Node, NodeConstraints, NodeSelector, NodeSelectorRequirement, NodeSelectorTerm
 from carpool_core.resources.node import MAX_REASON_LENGTH, Tenant
 from carpool_core.values import DeviceHealth, RequestedMode, SharingMode
 from carpool_extender.framework.diagnosis import (
@@ -30,7 +32,7 @@ from carpool_extender.framework.filters import (
 from carpool_extender.framework.gang import infeasible_when_empty
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.framework.selection import filter_nodes, place_on_node
-from carpool_extender.testing import A100, T4, cluster, device, gpu_node, pod_request, prediction, tenant
+from carpool_extender.testing import A100, T4, cluster, device, gpu_node, node_of, pod_request, prediction, tenant
 from carpool_predictor.models.slowdown import shipped
 from evaluations import evaluate
 from hypothesis import given
@@ -171,6 +173,18 @@ class TestRefusal:
     def test_message_of_a_group_says_whether_it_holds_for_all(self, tenants, limits, expected):
         """Regression: the number of the closest GPU was given for all GPUs of the group."""
         assert refusal(on_gpus(*tenants), limits=limits, **HARD) == expected
+
+    def test_no_node_affinity_hides_that_every_gpu_is_too_small(self):
+        """With autoscaling the operator excludes the nodes of such GPUs by an affinity."""
+        avoided = NodeSelectorRequirement(key="product", operator="NotIn", values=("t4",))
+        affinity = NodeSelector(node_selector_terms=(NodeSelectorTerm(match_expressions=(avoided,)),))
+        known = cluster(gpu_node("a", [device(0, product=T4)]))
+        known.set_kube_node("a", msgspec.convert(node_of("a", labels={"product": "t4"}), Node))
+        request = replace(pod_request(prediction=prediction(20_000)), constraints=NodeConstraints(required=affinity))
+        cached = evaluate(known, request, SchedulerConfig(find_policy("least-slowdown"), 8, AdmissionLimits()))
+        message = "NoGpuFits: needs 20,000 MiB; freest Tesla T4 has 15,360 MiB total"
+        assert filter_nodes(cached, ["a"]).unsuitable == {"a": message}
+        assert "node affinity" in explain_gpus(cached.evaluation, ["a"])[0].text
 
     def test_job_on_both_gpus_is_named_for_both(self):
         both = gpu_node("a", 2, [tenant("y0", [GPU, OTHER], TURNS, **HARD | {"max_slowdown": 1.1})])
