@@ -6,8 +6,11 @@ import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+import yaml
 from carpool_core.resources.features import ModelFeatures, TracedStep
 from carpool_core.resources.job import CatalogModel, GraphLayer, GraphModel, ModelSource, Training
 from carpool_core.values import Optimizer
@@ -24,6 +27,7 @@ FEATURES = ModelFeatures(
     parameter_bytes=4,
     steps=[TracedStep(batch_size=1, peak_bytes=4, activation_bytes=0, flops=1, bytes_moved=1, kernels=1)],
 )
+PARTS = {"model": ModelSource, "training": Training}
 CATALOG = ModelSource(catalog=CatalogModel(name="timm/resnet18"))
 
 
@@ -231,7 +235,7 @@ def test_a_name_that_only_its_library_can_check_is_not_refused(name: str) -> Non
     ("model", "words"),
     [
         pytest.param(None, ["extra trace"], id="an inline graph"),
-        pytest.param(CatalogModel(name="timm/resnet50", num_classes=7), ["extra trace"], id="a known name"),
+        pytest.param(CatalogModel(name="timm/resnet50", num_classes=2000), ["extra trace"], id="a known name"),
         pytest.param(CatalogModel(name="timm/resnet5o"), ["timm/resnet50", "extra trace"], id="a typing error"),
         pytest.param(CatalogModel(name="timm/qqqqqqqqq"), ["no name is near", "extra trace"], id="nothing like it"),
     ],
@@ -240,6 +244,25 @@ def test_without_torch_the_nearest_stored_names_are_suggested(model: CatalogMode
     found = untraceable(model)
     assert found.reason == "TorchMissing"
     assert all(word in found.message for word in words)
+
+
+EXAMPLES = [
+    pytest.param(job["spec"], id=path.stem)
+    for path in sorted(Path(__file__).parents[2].joinpath("examples").glob("*.yaml"))
+    for job in [yaml.safe_load(path.read_text())]
+    if "catalog" in job["spec"].get("model", {})
+]
+
+
+@pytest.mark.parametrize("spec", EXAMPLES)
+async def test_examples_of_the_catalog_are_predicted_without_torch(
+    spec: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the default image of the operator did not predict the README's own job, which has 100 classes."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    model, training = (msgspec.convert(spec[key], kind) for key, kind in PARTS.items())
+    found = await SubprocessTracer().lookup(model, training)
+    assert isinstance(found, ModelFeatures), found
 
 
 def test_predicting_imports_no_heavy_library() -> None:

@@ -120,6 +120,28 @@ def test_other_inputs_are_left_to_the_tracer(model: CatalogModel, training: Trai
     assert store.features(model, training) is None
 
 
+@pytest.mark.parametrize("name", ["timm/resnet18", "timm/mobilenetv3_small_050", "timm/vit_tiny_patch16_224"])
+def test_a_stored_classifier_stands_for_one_of_fewer_classes(name: str) -> None:
+    """It takes more memory, by 16 MiB or 3% at most, and does the same work."""
+    model, training = CatalogModel(name=name, num_classes=10), Training(batch_size=16, optimizer=Optimizer.ADAMW)
+    found = store.features(model, training, any_classifier=True)
+    assert found is not None
+    (traced,) = trace_recipe(recipe_of(model), training, [16]).steps
+    step = next(one for one in found.steps if one.batch_size == 16)
+    assert 0 <= step.peak_bytes - traced.peak_bytes <= max(16 << 20, traced.peak_bytes * 0.03)
+    assert (step.kernels, step.flops) == (traced.kernels, pytest.approx(traced.flops, rel=0.01))
+
+
+@pytest.mark.parametrize(
+    ("name", "classes"),
+    [("timm/resnet18", 1001), ("torchvision/fcn_resnet50", 2), ("transformers/bert-base-uncased", 2)],
+)
+def test_no_stored_model_stands_for_another_head(name: str, classes: int) -> None:
+    model = CatalogModel(name=name, num_classes=classes)
+    assert store.features(CatalogModel(name=name), Training()) is not None
+    assert store.features(model, Training(), any_classifier=True) is None
+
+
 @pytest.mark.parametrize("name", ["timm/test_resnet", "timm/test_vit"])
 def test_both_mixed_precisions_have_equal_steps(name: str) -> None:
     """Which is why they share a file."""

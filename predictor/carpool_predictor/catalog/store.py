@@ -29,6 +29,9 @@ MEASURED_FILE = "artifacts/measured.json.z"
 _STORED_LOSSES = (CrossEntropy.FULL, CrossEntropy.NATIVE)
 """Losses between which the precisions of the store make no difference."""
 _HUB = "transformers/"
+_SEGMENTATION = {"deeplabv3", "fcn", "lraspp"}
+MOST_CLASSES = 1000
+"""Outputs of a classifier up to which a stored model stands for one with another classifier: ImageNet's."""
 MAX_BYTES = 64 << 20
 """Largest unpacked store in bytes."""
 
@@ -136,10 +139,17 @@ class Store:
             kernels=kernels,
         )
 
-    def features(self, model: CatalogModel, training: Training) -> ModelFeatures | None:
+    def features(
+        self, model: CatalogModel, training: Training, *, any_classifier: bool = False
+    ) -> ModelFeatures | None:
         """Return a model's features for a training, or None.
 
         The store has models at their default input and number of classes, trained whole and without checkpointing.
+
+        Args:
+            model: The model.
+            training: How it is trained.
+            any_classifier: Whether an image classifier may have another number of classes, up to `MOST_CLASSES`.
         """
         plain = Training(
             batch_size=training.batch_size, optimizer=training.optimizer, precision=training.precision,
@@ -147,7 +157,9 @@ class Store:
         )  # fmt: skip
         # Rows have subclasses, which msgspec never takes as equal.
         is_plain = msgspec.structs.astuple(training) == msgspec.structs.astuple(plain)
-        if not is_plain or training.cross_entropy not in _STORED_LOSSES or model.num_classes is not None:
+        if not is_plain or training.cross_entropy not in _STORED_LOSSES:
+            return None
+        if model.num_classes is not None and not (any_classifier and self._is_near(model, model.num_classes)):
             return None
         if model.input is not None and tuple(model.input) != self.input_shape(model.name):
             return None
@@ -157,6 +169,11 @@ class Store:
             if found is None
             else msgspec.structs.replace(found, precision=training.precision, cross_entropy=training.cross_entropy)
         )
+
+    def _is_near(self, model: CatalogModel, num_classes: int) -> bool:
+        """Whether a number of classes changes little: text models get another head, segmentation a map for each."""
+        is_classifier = not model.name.startswith(_HUB) and self.family(model.name) not in _SEGMENTATION
+        return is_classifier and num_classes <= MOST_CLASSES
 
     def _entry(self, name: str) -> Entry | None:
         """Return a model's entry; names of the hub work without their organization.
@@ -208,6 +225,8 @@ def measured() -> Store:
     return _read(MEASURED_FILE)
 
 
-def features(model: CatalogModel, training: Training) -> ModelFeatures | None:
-    """Return a catalog model's features for a training, or None if no store has them."""
-    return shipped(training.precision).features(model, training) if training.precision in FILES else None
+def features(model: CatalogModel, training: Training, *, any_classifier: bool = False) -> ModelFeatures | None:
+    """Return a catalog model's features for a training, or None if no store has them (see `Store.features`)."""
+    if training.precision not in FILES:
+        return None
+    return shipped(training.precision).features(model, training, any_classifier=any_classifier)

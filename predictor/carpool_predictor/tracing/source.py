@@ -96,11 +96,12 @@ class SubprocessTracer:
     async def lookup(self, model: ModelSource | None, training: Training) -> ModelFeatures | Abstention | None:
         """Return stored features, or why the model cannot be traced; None if it has to be traced."""
         catalog = None if model is None else model.catalog
+        has_torch = importlib.util.find_spec("torch") is not None
         if catalog is not None:
-            features = store.features(catalog, training)
+            features = store.features(catalog, training, any_classifier=not has_torch)
             if features is not None and reason_to_abstain(features, training) is None:
                 return features
-        if importlib.util.find_spec("torch") is None:
+        if not has_torch:
             return untraceable(catalog)
         return None if catalog is None else await asyncio.to_thread(refusal_of, catalog)  # reads the library's files
 
