@@ -87,9 +87,9 @@ def _ask(cuda: Any, limit_mib: int | None) -> Answers:
 
 
 def limit_in(environment: Mapping[str, str]) -> int | None:
-    """Return the memory limit of a container, in MiB; None without one."""
-    limit = environment.get("CARPOOL_MEMORY_LIMIT_MIB", "")
-    return int(limit) if limit.isdecimal() else None
+    """Return the memory limit that MPS keeps for a container, in MiB; None without one."""
+    limit, mode = (environment.get(f"CARPOOL_{name}", "") for name in ("MEMORY_LIMIT_MIB", "GPU_MODE"))
+    return int(limit) if limit.isdecimal() and mode == SharingMode.MPS else None
 
 
 def run_client(environment: Mapping[str, str], shm: str = "") -> Answers:

@@ -418,7 +418,7 @@ def check_mig(devices: NvmlDevices, gpu: GpuUuid) -> str:
         raise SkippedError(f"MIG is off (nvidia-smi -i {known.index} -mig 1), or this GPU has none")
     if read_instances(session, gpu, table):
         raise SkippedError("the GPU already has MIG instances")
-    plain = {p.compute_slices: p for p in table.profiles if "+me" not in p.name}
+    plain = {p.compute_slices: p for p in table.profiles if {"+", "-"}.isdisjoint(p.name)}
     wanted = [plain[size] for size in sorted(plain)[:2]]
     for profiles in (wanted, []):
         found = plan_mig(table, read_instances(session, gpu, table), set(), profiles)

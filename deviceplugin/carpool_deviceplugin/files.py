@@ -1,4 +1,4 @@
-"""Files that readers never see half-written."""
+"""Files that readers never see half-written, and directories that containers may use."""
 
 import os
 from pathlib import Path
@@ -14,3 +14,20 @@ def write_file(path: Path, content: bytes) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+_LABEL, _FOR_CONTAINERS = "security.selinux", b"system_u:object_r:container_file_t:s0\0"
+
+
+def make_for_containers(directory: Path) -> None:
+    """Create a directory that containers may use, also where SELinux is enforced; raises OSError.
+
+    SELinux gives every file a label. What is created in the directory later gets its type.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        label = os.getxattr(directory, _LABEL)
+    except OSError:
+        return  # SELinux is off
+    if label != _FOR_CONTAINERS:
+        os.setxattr(directory, _LABEL, _FOR_CONTAINERS)

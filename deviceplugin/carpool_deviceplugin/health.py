@@ -56,8 +56,9 @@ XIDS: Mapping[int, XidClass] = {
     **dict.fromkeys(_RESTART_APP + _IGNORE, XidClass.APPLICATION),
     **dict.fromkeys(_FATAL, XidClass.FATAL),
 }
-"""Immediate actions of NVIDIA's XID catalog (as in NVIDIA/NVSentinel 6f8b0fc): RESTART_APP and IGNORE, and those that
-need a reset, a reboot or work on the machine. XID 61 is that of Volta and older. All others are recoverable."""
+"""Immediate actions of NVIDIA's XID catalog (as in NVIDIA/NVSentinel 6f8b0fc, compared on 2026-11-28): RESTART_APP and
+IGNORE, and those that need a reset, a reboot or work on the machine. XID 61 is that of Volta and older. All others are
+recoverable."""
 
 _MEANING = {
     13: "graphics engine exception",

@@ -47,7 +47,7 @@ import msgspec
 import structlog
 from carpool_core.values import GpuUuid
 
-from carpool_deviceplugin.files import write_file
+from carpool_deviceplugin.files import make_for_containers, write_file
 from carpool_deviceplugin.gpu import DeviceError
 from carpool_deviceplugin.processes import Stat, pod_of, read_stat
 from carpool_deviceplugin.quoting import printable, quoted
@@ -212,7 +212,7 @@ class Mps:
             try:
                 daemon.log.mkdir(parents=True, exist_ok=True)
                 _put_away(daemon.pipe)  # a new daemon does not start on the pipes of a dead one
-                daemon.pipe.mkdir()
+                make_for_containers(daemon.pipe)
                 self._clean(daemon)
                 shm = self._make_shm(daemon)
             except OSError as e:
@@ -302,7 +302,7 @@ class Mps:
     def _make_shm(self, daemon: Daemon) -> Path:
         """Create a new shared-memory directory, so that a new daemon never sees the files of earlier clients."""
         memory, name = self._memory(daemon), secrets.token_hex(8)
-        (here := memory.here / name).mkdir(parents=True)
+        make_for_containers(here := memory.here / name)
         here.chmod(0o1777)  # the mode of /dev/shm: clients run as any user
         (link := daemon.directory / ".shm.new").unlink(missing_ok=True)
         link.symlink_to(memory.on_node / name)

@@ -223,8 +223,8 @@ def check_host(host: Host, directories: Directories) -> Iterator[Outcome]:
         "selinux",
         domain if domain.startswith("container_") else "",
         "a domain that may write the agent's directories on the node",
-        "set nodeAgent.seLinuxOptions to {type: spc_t}, and label the directory mps of CARPOOL_STATE_DIR "
-        "container_file_t: a client that cannot open MPS's socket runs without limits",
+        "set nodeAgent.seLinuxOptions to {type: spc_t, level: s0}: a client that cannot open MPS's socket runs without "
+        "limits",
         passed=f"domain {domain}" if domain else "not enforced",
     )
     yield _check_directories(host, directories)

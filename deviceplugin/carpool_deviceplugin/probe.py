@@ -17,7 +17,7 @@ from carpool_core.values import PodUid
 from carpool_probe.recorder import FIELDS, RECORD_SIZE, RECORDS, SIZE, header
 from msgspec.structs import replace
 
-from carpool_deviceplugin.files import write_file
+from carpool_deviceplugin.files import make_for_containers, write_file
 from carpool_deviceplugin.gpu import Mount, StepCounts, StepReport
 
 CONTAINER_PROBE = "/run/carpool/probe"
@@ -81,6 +81,8 @@ class ProbeFiles:
         `user` is a user base (PYTHONUSERBASE) whose .pth files start the probe, `pythonpath` has the same for
         virtual environments (PYTHONPATH), and `python` the package.
         """
+        for directory in (self._code, self._files):
+            make_for_containers(directory)
         source = Path(carpool_probe.__file__).parent
         for path in sorted(source.glob("*.py")):
             place = "pythonpath" if path.name == "sitecustomize.py" else "python/carpool_probe"

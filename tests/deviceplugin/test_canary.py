@@ -37,9 +37,8 @@ def libcuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def container(mode: SharingMode = SharingMode.MPS) -> dict[str, str]:
-    """The environment that the agent gives a container, with a limit under MPS."""
-    limit_mib = 2048 if mode is SharingMode.MPS else None
-    reserved = reservation("a", GPU, mode=mode, memory_limit_mib=limit_mib)
+    """The environment that the agent gives a container with a memory limit."""
+    reserved = reservation("a", GPU, mode=mode, memory_limit_mib=2048)
     return environment(reserved, {GPU: Access({}, (), mps_pipe=Mount("/node", "/run/carpool/mps"))})
 
 
@@ -48,7 +47,7 @@ def container(mode: SharingMode = SharingMode.MPS) -> dict[str, str]:
     [
         ("", SharingMode.MPS, 0, f"passed canary-gpus {GPU}; passed canary-mps a client inside MPS; "
          "passed canary-memory 1 MiB, and 2,049 MiB refused for lack of memory"),
-        ("", SharingMode.TIME_SLICING, 0, f"passed canary-gpus {GPU}"),
+        ("takes-more", SharingMode.TIME_SLICING, 0, f"passed canary-gpus {GPU}"),
         ("two-gpus", SharingMode.EXCLUSIVE, 1, f"FAILED canary-gpus expected {GPU}, found {GPU}, {OTHER}"),
         ("old-driver", SharingMode.MPS, 0, "unknown canary-mps CUDA does not say whether a client is inside MPS; "
          "drivers from 545 on do; passed canary-memory"),
@@ -60,6 +59,7 @@ def container(mode: SharingMode = SharingMode.MPS) -> dict[str, str]:
     ids=["mps", "time-slicing", "two-gpus", "old-driver", "outside-mps", "no-limit", "no-gpu"],
 )  # fmt: skip
 def test_a_container_says_what_it_got(libcuda: Path, broken: str, mode: SharingMode, code: int, expected: str) -> None:
+    """Where no MPS keeps the limit, the canary does not take that much: it would be missing for co-tenants."""
     given = {**container(mode), "LD_LIBRARY_PATH": str(libcuda), "CANARY": broken}
     found = CliRunner(env=given).invoke(command, ["canary"])
     assert (found.exit_code, expected in "; ".join(" ".join(line.split()) for line in found.output.splitlines())) == (
@@ -96,17 +96,25 @@ def test_the_check_runs_a_client_with_a_limit_in_a_daemon(tmp_path: Path) -> Non
     assert (row.verdict.value, "the GPU has no mode MPS" in row.found) == ("skipped", True)
 
 
+@pytest.mark.parametrize(("gpu", "code"), [(GPU, 0), (OTHER, 1)], ids=["its-gpu", "another-gpu"])
 def test_the_check_has_the_rows_of_the_canary_if_it_is_allowed(
-    tmp_path: Path, libcuda: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, libcuda: Path, monkeypatch: pytest.MonkeyPatch, gpu: str, code: int
 ) -> None:
     node = Node(FakeNvml(["H100"]), FakeMpsCommands(), tmp_path)
+    node.nvml.gpus[0].uuid = gpu
     monkeypatch.setenv("LD_LIBRARY_PATH", str(libcuda))
+    (unshare := tmp_path / "unshare").write_text('#!/bin/sh\nshift 5 && exec "$@"\n')  # the real one needs root
+    unshare.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     without, allowed = (
         CliRunner().invoke(command, ["check", "--only", "contract", *more], obj=node.devices())
         for more in ([], ["--canary"])
     )
     assert ("canary" in without.output, without.exit_code) == (False, 0)
-    assert "canary" in allowed.output
+    rows = [line.split()[:2] for line in allowed.output.splitlines() if "canary" in line]
+    verdicts = ["FAILED" if code else "passed", "passed", "passed"]
+    assert rows == [[one, f"canary-{name}"] for one, name in zip(verdicts, ("gpus", "mps", "memory"), strict=True)]
+    assert allowed.exit_code == code
 
 
 def test_a_client_that_hangs_or_dies_is_a_failed_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,6 +159,16 @@ def test_driver_container_and_mig_device() -> None:
     assert found.find("GPU-absent") is None
 
 
+@pytest.mark.parametrize("others", [["/dev/nvidia-caps/nvidia-cap12"], ["/dev/nvidia1"]], ids=["mig-device", "all"])
+def test_an_entry_that_opens_more_than_the_gpu_is_not_used(tmp_path: Path, others: list[str]) -> None:
+    """Regression: a whole GPU got the device files of an ended MIG instance."""
+    nodes = [{"path": path} for path in ("/dev/nvidia0", *others)]
+    device = {"name": "0:0", "containerEdits": {"deviceNodes": nodes}}
+    (tmp_path / "nvidia.json").write_text(json.dumps({"kind": "nvidia.com/gpu", "devices": [device]}))
+    assert NvidiaCdi([tmp_path]).find("GPU-1", 0) is None
+    assert NvidiaCdi([tmp_path]).gpu("GPU-1", 0).needs_runtime_env
+
+
 def test_newer_version_is_kept(valid_cdi, reserve) -> None:
     gpu = GpuUuid("GPU-1")
     access = {gpu: Access(env={}, mounts=(), edits={"additionalGids": [44]}, cdi_version="0.7.0")}

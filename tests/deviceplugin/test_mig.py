@@ -1,7 +1,10 @@
 """MIG plans, compared with an exhaustive search, and `carpool node plan`."""
 
+import json
+import os
 import random
 import re
+import subprocess
 from collections import Counter, defaultdict
 from itertools import chain, combinations
 from pathlib import Path
@@ -24,6 +27,7 @@ from carpool_deviceplugin.mig import (
 from carpool_deviceplugin.mig_instances import apply_plan, read_instances, read_table
 from carpool_deviceplugin.testing.gpus import A30, A100_40, A100_80, H100_80, H200, TABLES
 from carpool_deviceplugin.testing.node import Node
+from carpool_e2e.chart import PROJECT
 from node_world import inspectable, run
 
 Place = tuple[str, int]
@@ -161,6 +165,34 @@ def shape(table: MigTable) -> list[tuple]:
 def test_a100_and_h100_have_one_geometry() -> None:
     """Tests of one are tests of all."""
     assert shape(A100_40) == shape(A100_80) == shape(H100_80) == shape(H200)
+
+
+@pytest.mark.vendor
+@pytest.mark.parametrize(("file", "table"), [("a30", A30), ("a100", A100_40)])
+def test_placements_are_those_of_go_nvml(file: str, table: MigTable) -> None:
+    """Those of newer GPUs are not compared: go-nvml lists three memory slices for 3g, and NVIDIA's MIG guide four."""
+    command = ["go", "list", "-m", "-f", "{{.Dir}}", "github.com/NVIDIA/go-nvml"]
+    found = subprocess.run(command, cwd=PROJECT / "e2e/tools/nvidia", capture_output=True, text=True, check=True)
+    text = Path(found.stdout.strip(), "pkg/nvml/mock/gpus", f"{file}.go").read_text()
+    part = text.partition("GpuInstancePlacements = map[int][]")[2].partition("ComputeInstancePlacements = map")[0]
+    theirs = [re.findall(r"Start: (\d+), Size: (\d+)", one) for one in part.split("GPU_INSTANCE_PROFILE_")[1:]]
+    ours = [[(str(start), str(p.memory_slices)) for start in p.starts] for p in table.profiles]
+    assert sorted(theirs) == sorted(ours)
+
+
+UNNAMED = {"0x20B110DE", "0x20B610DE", "0x233D10DE", "3g.95gb", "4g.95gb", "7g.189gb"}
+"""PCI IDs and profiles of GPUs whose names are not published."""
+
+
+@pytest.mark.vendor
+def test_mig_profiles_of_the_products_are_those_of_mig_parted() -> None:
+    """Go's module proxy has no copy of it: the developer clones it."""
+    folder = os.environ.get("CARPOOL_MIG_PARTED") or pytest.fail("set CARPOOL_MIG_PARTED: see docs/development.md")
+    text = Path(folder, "deployments/systemd/config-default.yaml").read_text()
+    listed = {*re.findall(r"0x[0-9A-F]{4}10DE", text), *re.findall(r'"(\dg\.\d+gb)": \d', text)}
+    products = json.loads((PROJECT / "tests/crds/nvidia_gpus.json").read_text())["gpus"]
+    divided = [gpu for gpu in products if "mig" in gpu]
+    assert listed - UNNAMED == {f"0x{gpu['pci']}10DE" for gpu in divided}.union(*(gpu["mig"] for gpu in divided))
 
 
 @pytest.mark.parametrize(("table", "layouts"), [(A30, 76), (A100_40, 3000)], ids=["A30-all", "A100-drawn"])

@@ -1,5 +1,6 @@
 """The MPS daemons, over daemons in memory."""
 
+import errno
 import os
 import shutil
 import signal
@@ -7,6 +8,7 @@ import stat
 import subprocess
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,10 +24,11 @@ from carpool_core.kube.pods import Pod
 from carpool_core.resources.job import JobStatus, WorkerPlacement
 from carpool_core.resources.node import Reservation, TenantProfile
 from carpool_core.testing.clock import FakeClock
-from carpool_core.values import GpuUuid, SharingMode
+from carpool_core.values import GpuUuid, PodUid, SharingMode
 from carpool_deviceplugin.gpu import SetMode, StartMps, StopMps
 from carpool_deviceplugin.mps import PROGRAM, Daemon, Mps, MpsError, MpsProcesses, MpsProgram, MpsStatus, faults_in
 from carpool_deviceplugin.nvlib import NvmlError
+from carpool_deviceplugin.probe import ProbeFiles
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.node import Node, running, uid, until
 from carpool_deviceplugin.testing.nvml import FakeNvml
@@ -45,6 +48,30 @@ def test_starts_once_and_stops_once(mps: Mps, commands: FakeMpsCommands, tmp_pat
     for _ in range(2):
         mps.stop(GPU)
     assert not mps.status(GPU).is_running
+
+
+def test_where_selinux_is_on_containers_may_use_pipes_memory_and_the_probe(
+    mps: Mps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a client that could not open the daemon's socket ran outside of MPS, without limits."""
+    labels = defaultdict[str, bytes](lambda: b"system_u:object_r:var_lib_t:s0\0")
+
+    def refuse(path: Path, name: str, label: bytes) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("os.getxattr", lambda path, _: labels[str(path)])
+    monkeypatch.setattr("os.setxattr", refuse)
+    with pytest.raises(MpsError, match=r"expected to make the MPS daemon's directories, found .*Permission denied"):
+        mps.start(GPU)
+    monkeypatch.setattr("os.setxattr", lambda path, _, label: labels.__setitem__(str(path), label))
+    mps.start(GPU)
+    (probe := ProbeFiles(tmp_path / "probe", lambda: 0.0)).install()
+    mounts = [tmp_path / GPU / "pipe", (tmp_path / GPU / "shm").resolve()]
+    mounts += [Path(mount.host_path) for mount in probe.access(PodUid("a"))[1]]
+    assert len(mounts) == 4
+    for mount in mounts:
+        found = labels[str(mount if mount.is_dir() else mount.parent)]
+        assert found == b"system_u:object_r:container_file_t:s0\0", mount
 
 
 def test_daemons_of_two_gpus_share_nothing(mps: Mps, commands: FakeMpsCommands) -> None:

@@ -14,8 +14,13 @@ from typing import Any
 import msgspec
 import pynvml
 import pytest
+from agent_world import agent_on, status_of
+from carpool_core.keys import LABEL_RELEASE_GPUS
+from carpool_core.kube.api import NODES
 from carpool_core.products import PRODUCTS, DeviceClass, find_product, product_of
 from carpool_core.resources.node import NO_FIGURES, NvmlFigures
+from carpool_core.testing.kube import FakeKube
+from carpool_deviceplugin.app import real_devices
 from carpool_deviceplugin.check import CONTRACT, Rule
 from carpool_deviceplugin.gpu import FRAGMENTATION_MIB, NoDevicesError
 from carpool_deviceplugin.health import XidWatch
@@ -33,15 +38,17 @@ from carpool_deviceplugin.nvlib import (
     NvmlError,
     NvmlLibrary,
     Session,
+    SuspendedError,
     list_gpus,
     load_nvml,
     read_identity,
     read_telemetry,
 )
 from carpool_deviceplugin.sampling import DRAM_ACTIVE, SM_ACTIVE, GpmSampler
+from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.testing.gpus import HARDWARE, TABLES, Hardware
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
-from carpool_deviceplugin.testing.node import Node
+from carpool_deviceplugin.testing.node import Node, running, until
 from carpool_deviceplugin.testing.nvml import FakeNvml
 
 
@@ -83,6 +90,35 @@ def session(request) -> Iterator[Session]:
 def test_contract(session: Session, rule: Rule) -> None:
     """Every GPU keeps these rules; `carpool node check` checks them on the node."""
     assert list(rule(session)) == []
+
+
+def device_files() -> list[str]:
+    """NVIDIA's device files that this process holds open; the mock of NVML has none."""
+    paths = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    return [path for path in paths if path.startswith("/dev/nvidia")]
+
+
+@pytest.mark.parametrize("library", LIBRARIES[-1:])
+async def test_a_label_releases_the_librarys_gpus_and_the_agent_takes_them_back(
+    library: str, tmp_path: Path, kube: FakeKube
+) -> None:
+    devices = real_devices(AgentSettings(state_dir=tmp_path), load_nvml())
+
+    def messages() -> list[str]:
+        return [device.health_message for device in status_of(kube).devices]
+
+    async def label(value: str | None) -> None:
+        await kube.patch(NODES, "node-1", {"metadata": {"labels": {LABEL_RELEASE_GPUS: value}}})
+
+    async with running(agent_on(devices, tmp_path, kube)):
+        before = await until(messages)
+        await label("true")
+        await until(lambda: all("the agent holds no handle of the GPUs" in one for one in messages()))
+        assert device_files() == []
+        with pytest.raises(SuspendedError):
+            read_telemetry(devices.session, devices.uuids[0])
+        await label(None)
+        await until(lambda: messages() == before)
 
 
 def opened(*kinds: str) -> tuple[FakeNvml, Session, list]:
@@ -362,14 +398,14 @@ def keep_contract(environment: dict[str, str], rules: str, count: int) -> None:
 
 @pytest.mark.parametrize("kind", ["environment", "divided"])
 def test_the_contract_holds_through_the_real_bindings(request: pytest.FixtureRequest, kind: str) -> None:
-    keep_contract(request.getfixturevalue(kind), "installed", len(CONTRACT))
+    keep_contract(request.getfixturevalue(kind), "installed", len(CONTRACT) + 1)
 
 
 @pytest.mark.vendor
 @pytest.mark.parametrize("mock", MOCKED, indirect=True)
 def test_the_contract_holds_on_nvidias_mock(mock: dict[str, str]) -> None:
-    """The mock has MIG and no profiles."""
-    keep_contract(mock, "installed and not mig_profiles", len(CONTRACT) - 1)
+    """The mock has MIG and no profiles. The agent releases its GPUs, and takes them back."""
+    keep_contract(mock, "installed and not mig_profiles", len(CONTRACT))
 
 
 MEMORY = """

@@ -112,10 +112,25 @@ def test_a_confined_domain_is_reported(tmp_path: Path, label: str, enforce: str,
     assert host_rows(tmp_path)["selinux"].verdict == verdict
 
 
-def test_directories_that_cannot_be_written_to_name_what_the_system_offers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("os_image", "offered"),
+    [
+        ("Talos (v1.11.0)", "on Talos (v1.11.0) only these are: /run and /var; set nodeAgent.cdiDir to"),
+        (
+            "Bottlerocket OS 1.49.0 (aws-k8s-1.33-nvidia)",
+            "only these are: /etc, /run and /var, of which only /var lasts",
+        ),
+        ("Container-Optimized OS from Google", "of which only /var lasts; set nodeAgent.runtimeClassName to empty"),
+        ("Ubuntu 24.04.3 LTS", "set another, on a file system that is not read-only"),
+    ],
+)
+def test_directories_that_cannot_be_written_to_name_what_the_system_offers(
+    tmp_path: Path, os_image: str, offered: str
+) -> None:
     write(tmp_path, {"var/lib": ""})  # a file: no directory can be created in it
-    row = host_rows(tmp_path, os_image="Talos (v1.11.0)")["directories"]
-    assert "found CARPOOL_STATE_DIR '/var/lib/carpool'; on Talos (v1.11.0) only these are: /run and /var" in str(row)
+    row = host_rows(tmp_path, os_image=os_image)["directories"]
+    assert "found CARPOOL_STATE_DIR '/var/lib/carpool'; " in str(row)
+    assert offered in str(row)
 
 
 def test_other_programs_that_assign_gpus_are_reported(tmp_path: Path) -> None:
@@ -151,6 +166,19 @@ def display(node: Node) -> None:
     node.nvml.gpus[0].graphics_pids += [51, 52, 4_000_000]
 
 
+def contained(node: Node) -> None:
+    (node.root / "proc/2/comm").write_text("sleep\n")
+
+
+def lost(node: Node) -> None:
+    node.nvml.gpus += [node.nvml._made(1, HARDWARE["T4"])]
+    node.nvml.fail_next("nvmlDeviceGetHandleByIndex", pynvml.NVML_ERROR_GPU_IS_LOST)
+
+
+def prohibited(node: Node) -> None:
+    node.nvml.gpus[0].compute_mode = pynvml.NVML_COMPUTEMODE_PROHIBITED
+
+
 def pending(node: Node) -> None:
     node.nvml.gpus[0].mig.is_pending = True
 
@@ -167,6 +195,9 @@ def exporter(node: Node) -> None:
     ("change", "name", "message"),
     [
         (old_driver, "driver", "expected driver 550 or newer for MPS, found 535.288.01"),
+        (contained, "host-pids", "found another PID namespace; run with hostPID: true"),
+        (lost, "gpus", "found GPU #0: nvmlDeviceGetHandleByIndex failed: GPU is lost"),
+        (prohibited, "compute-mode", "found Prohibited on GPU 0; allow several programs: nvidia-smi -i INDEX -c 0"),
         (not_persistent, "persistence", "found off on GPU 0; run nvidia-persistenced"),
         (hidden, "device-files", "found none of GPU 0; set nodeAgent.visibleDevices to management.nvidia.com/gpu=all"),
         (display, "graphics", "found GPU 0: process 51 (python (3)); stop the display manager"),
@@ -178,6 +209,7 @@ def exporter(node: Node) -> None:
 )
 def test_a_row_about_the_gpus_names_what_to_do(tmp_path: Path, change, name: str, message: str) -> None:
     node, settings = Node(FakeNvml(["A100-40"]), FakeMpsCommands(), tmp_path), AgentSettings()
+    write(tmp_path, {"proc/2/comm": "kthreadd\n"})
     found = []
     for step in (lambda _: None, change):
         step(node)
@@ -186,6 +218,35 @@ def test_a_row_about_the_gpus_names_what_to_do(tmp_path: Path, change, name: str
         found.append(rows(check_node(devices, settings, Host(None, tmp_path / "proc")))[name])
     assert (found[0].verdict in ("passed", "skipped"), found[1].verdict) == (True, "missing")
     assert message in str(found[1])
+
+
+DEFAULT_FIELDS = ("DEV_GPU_UTIL", "DEV_FB_USED", "DEV_POWER_USAGE")
+"""Some of dcgm-exporter's, which has no SM activity by default."""
+
+
+@pytest.mark.parametrize(
+    ("fields", "exporter", "activity"),
+    [
+        ((), "missing: expected the fields of dcgm-exporter, found a page without them", "missing"),
+        (DEFAULT_FIELDS, "passed: 3 fields, without DCGM_FI_DEV_", "missing"),
+        ((*DEFAULT_FIELDS, "PROF_SM_ACTIVE"), "passed: 4 fields, without DCGM_FI_DEV_", "passed"),
+    ],
+    ids=["none", "default", "with-activity"],
+)
+def test_the_fields_of_dcgm_exporter_are_a_row(tmp_path: Path, fields, exporter: str, activity: str) -> None:
+    class Page:
+        name, is_scraped = "dcgm-exporter", True
+
+        def values(self):
+            return {(devices.uuids[0], None): {f"DCGM_FI_{field}": 1.0 for field in fields}}
+
+    devices = Node(FakeNvml(["A100-40"]), FakeMpsCommands(), tmp_path, sources=(Page(),)).devices()
+    read_all(devices)
+    settings = AgentSettings(dcgm_exporter="http://localhost:9400/metrics")
+    found = rows(check_node(devices, settings, Host(None, tmp_path / "proc")))
+    row = found["dcgm-exporter"]
+    assert f"{row.verdict}: {row}".startswith(exporter)
+    assert found["sm-activity"].verdict == activity
 
 
 def test_the_condition_has_the_rows_that_did_not_pass(tmp_path: Path) -> None:

@@ -112,9 +112,12 @@ def test_network_policies_leave_the_ports_of_metrics_and_health(render: Any) -> 
     assert policies == {}
 
 
-def test_agents_have_the_selinux_type_of_the_values(render: Any) -> None:
-    agents = render(nodeAgent={"seLinuxOptions": {"type": "spc_t"}}).one("DaemonSet", "carpool-node-agent")
-    assert agents["spec"]["template"]["spec"]["securityContext"]["seLinuxOptions"] == {"type": "spc_t"}
+@pytest.mark.parametrize("name", ["carpool-node-agent", "carpool-mps"])
+def test_agents_and_mps_have_the_selinux_labels_of_the_values(render: Any, name: str) -> None:
+    """Regression: the MPS pod had none, so it could not write its directories."""
+    labels = {"type": "spc_t", "level": "s0"}
+    pods = render(nodeAgent={"seLinuxOptions": labels}).one("DaemonSet", name)["spec"]["template"]["spec"]
+    assert pods["securityContext"]["seLinuxOptions"] == labels
 
 
 def test_agents_run_on_tainted_gpu_nodes_that_were_given_to_carpool(chart: Any) -> None:

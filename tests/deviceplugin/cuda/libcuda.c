@@ -57,6 +57,8 @@ int cuMemAlloc_v2(uint64_t *pointer, size_t bytes)
 {
     const char *text = getenv("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT");
     unsigned long mib = 0;
+    if (breaks("takes-more") && bytes > 1 << 20)
+        abort();
     if (text != NULL && !breaks("no-limit") && sscanf(text, "0=%luM", &mib) == 1 && bytes > mib << 20)
         return 2;
     *pointer = 1;

@@ -1,5 +1,8 @@
 """MIG instances: the smallest that holds a job, beside those that are there, and refusals with numbers."""
 
+import json
+from pathlib import Path
+
 import msgspec
 import pytest
 from carpool_core.resources.node import GpuNodeSpec
@@ -54,29 +57,20 @@ def test_only_plain_profiles_are_placed():
     assert mig_profile("1c.2g.10gb") is mig_profile(None) is mig_profile("g.5gb") is None
 
 
-PROFILES_OF = {
-    "A30": ("1g.6gb", "2g.12gb", "4g.24gb"),
-    "A100-SXM4-40GB": ("1g.5gb", "1g.10gb", "2g.10gb", "3g.20gb", "4g.20gb", "7g.40gb"),
-    "H100 NVL": ("1g.12gb", "1g.24gb", "2g.24gb", "3g.47gb", "4g.47gb", "7g.94gb"),
-    "H200": ("1g.18gb", "1g.35gb", "2g.35gb", "3g.71gb", "4g.71gb", "7g.141gb"),
-    "GB200": ("1g.23gb", "1g.47gb", "2g.47gb", "3g.93gb", "4g.93gb", "7g.186gb"),
-    "GB300": ("1g.35gb", "1g.70gb", "2g.70gb", "3g.139gb", "4g.139gb", "7g.278gb"),
-}
+PUBLISHED = json.loads((Path(__file__).parents[2] / "crds" / "nvidia_gpus.json").read_text())["gpus"]
 
 
-@pytest.mark.parametrize("product", PROFILES_OF)
-def test_instances_take_memory_slices_and_not_the_gigabytes_of_their_names(product):
+@pytest.mark.parametrize("names", [gpu["mig"] for gpu in PUBLISHED if "mig" in gpu], ids=lambda names: names[-1])
+def test_a_gpu_has_room_for_as_many_instances_as_nvidia_lists(names):
     """Regression: the fourth 1g.24gb of an H100 NVL, 1g.47gb of a GB200 and 1g.70gb of a GB300 were refused."""
-    names = PROFILES_OF[product]
-    expected = [1, 2, 4] if product == "A30" else [1, 2, 2, 4, 4, 8]
-    assert [mig_slices(profile, names)[0] for profile in mig_profiles(names)] == expected
-    node = gpu_node("a", [device(0, modes=MODES, mig_profiles=list(names))], [])
-    capacity, spec = ledger.capacity_of(node, 8), GpuNodeSpec()
-    count = 2 if product == "A30" else 4
-    for number in range(count + 1):
-        found = ledger.reserve(spec, instance(f"p{number}", names[1]), capacity)
-        assert isinstance(found, ledger.Rejected) == (number == count), number
-        spec = spec if number == count else found
+    room = [7, 4, 3, 2, 1, 1] if names[-1].startswith("7g") else [4, 2, 1]
+    node = gpu_node("a", [device(0, modes=MODES, mig_profiles=names)], [])
+    for profile, most in zip(names, room, strict=True):
+        spec, found = GpuNodeSpec(), []
+        for number in range(most + 1):
+            found.append(ledger.reserve(spec, instance(f"p{number}", profile), ledger.capacity_of(node, 8)))
+            spec = spec if isinstance(found[-1], ledger.Rejected) else found[-1]
+        assert [isinstance(one, ledger.Rejected) for one in found] == [False] * most + [True], profile
 
 
 def test_a_place_names_the_profile_and_limits_nothing_else():
