@@ -17,7 +17,7 @@ from carpool_core.durations import format_duration
 from carpool_core.kube.api import GPU_TRAINING_JOBS, Selector, list_all
 from carpool_core.kube.config import KubeConfigError
 from carpool_core.kube.errors import Forbidden, Invalid, KubeError, NotFound
-from carpool_core.kubectl.commands import read_events, read_job
+from carpool_core.kubectl.commands import number_text, read_events, read_job
 from carpool_core.kubectl.output import UnansweredError
 from carpool_core.kubectl.views import EventView, JobViewList, job_view
 from carpool_core.resources.job import GpuTrainingJob
@@ -373,7 +373,7 @@ def _environment() -> Environment:
 
 
 def _count(value: float | None) -> str:
-    return "" if value is None else f"{value:,.6g}" if isinstance(value, float) else f"{value:,}"
+    return number_text(value) if value is None or isinstance(value, float) else f"{value:,}"
 
 
 def _moment(text: str) -> str:

@@ -1,13 +1,16 @@
 """`carpool board`."""
 
 import asyncio
+import os
 import socket
+import ssl
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import click
+import structlog
 import uvicorn
 from carpool_core import logs
 from carpool_core.clock import Clock, SystemClock
@@ -54,6 +57,18 @@ class BoardSettings:
         minimum=0,
         maximum=65535,
         help="TCP port of the pages; 0 takes a free one.",
+    )
+    tls_cert: Path | None = setting(
+        None,
+        flag="--tls-cert",
+        env="CARPOOL_BOARD_TLS_CERT",
+        help="Certificate of HTTPS, PEM, read again when it changes. If empty, the pages are served over HTTP.",
+    )
+    tls_key: Path | None = setting(
+        None,
+        flag="--tls-key",
+        env="CARPOOL_BOARD_TLS_KEY",
+        help="The certificate's private key, PEM. If empty, it is in the certificate's file.",
     )
     site: str = setting(
         "carpool-system/carpool",
@@ -127,8 +142,33 @@ async def serve(settings: BoardSettings, clock: Clock) -> None:
         config = uvicorn.Config(
             app, host=settings.host, port=settings.port, lifespan="off", ws="none", access_log=False, log_config=None,
             log_level="warning", proxy_headers=False, server_header=False, timeout_graceful_shutdown=_SHUTDOWN_S,
+            ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key,
         )  # fmt: skip
-        await _Server(config, "CARPOOL_BOARD").serve_beside(watch.run(viewers))
+        try:
+            config.load()
+        except OSError as error:
+            raise SettingsError(
+                f"CARPOOL_BOARD_TLS_CERT and CARPOOL_BOARD_TLS_KEY: expected a certificate and its key, found "
+                f"{settings.tls_cert} and {settings.tls_key}: {error}"
+            ) from error
+        await _Server(config, "CARPOOL_BOARD").serve_beside(watch.run(viewers), keep_current(config))
+
+
+async def keep_current(config: uvicorn.Config, check_s: float = 10.0) -> None:
+    """Load the server's certificate whenever its file changes; a failure is tried again, with the old one in use."""
+    loaded = None
+    while config.ssl is not None:
+        try:
+            found = (await asyncio.to_thread(os.stat, config.ssl_certfile or "")).st_mtime_ns
+            if loaded not in (None, found):
+                # A failure leaves a context with the new certificate and no key.
+                for context in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), config.ssl):
+                    context.load_cert_chain(config.ssl_certfile or "", config.ssl_keyfile)
+            loaded = found
+        except OSError as error:
+            structlog.get_logger().error("certificate not loaded", error=str(error))
+        await asyncio.sleep(check_s)
+    await asyncio.Event().wait()  # HTTP has none; the server goes on
 
 
 class _Server(Server):
@@ -137,4 +177,5 @@ class _Server(Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         port = self.servers[0].sockets[0].getsockname()[1]
-        click.echo(f"the board is at http://{self.config.host}:{port} until Ctrl-C")
+        scheme = "https" if self.config.is_ssl else "http"
+        click.echo(f"the board is at {scheme}://{self.config.host}:{port} until Ctrl-C")

@@ -1,6 +1,7 @@
 """The board's pages in Debian's Chromium: accessibility in light and dark, the keyboard, live changes, 5,000 GPUs."""
 
 import contextlib
+import re
 import shutil
 from collections.abc import AsyncIterator
 
@@ -66,6 +67,18 @@ async def test_plan_is_legible_on_a_narrow_screen_and_its_pictures_are_dark_in_t
         assert found["x"] + found["width"] <= 420
         picture = page.get_by_role("link", name="utilization").locator("img")
         assert "invert" in await picture.evaluate("image => getComputedStyle(image).filter")
+
+
+async def test_tenants_are_legible_on_a_phone():
+    """Regression: names of tenants were cut at the right edge."""
+    async with running(small_cluster()) as world, browsing() as page:
+        await page.set_viewport_size({"width": 390, "height": 800})
+        await page.goto(world.url)
+        table = page.get_by_role("region", name="Table of GPUs")
+        wide, shown = await table.evaluate("one => [one.scrollWidth, one.clientWidth]")
+        assert wide <= shown
+        await page.goto(f"{world.url}/jobs/default/small-a")
+        assert re.findall(r"\d\.\d{4,}", await page.locator("main").inner_text()) == [], "digits that nobody measured"
 
 
 async def test_keyboard_reaches_jobs_and_keeps_its_place_while_the_page_changes():

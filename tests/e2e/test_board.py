@@ -1,6 +1,7 @@
 """`carpool board` against a real API server: whose rights count."""
 
 import re
+import ssl
 import subprocess
 import urllib.error
 import urllib.request
@@ -37,14 +38,14 @@ def token_with(cluster: Cluster, name: str, kind: str, rules: list[dict[str, lis
 
 
 @contextmanager
-def board(kubeconfig: Path, host: str) -> Iterator[str]:
+def board(kubeconfig: Path, host: str, *options: str) -> Iterator[str]:
     """Run `carpool board`, and return its address."""
-    command = [carpool_command(), "board", "--kubeconfig", str(kubeconfig), "--host", host, "--port", "0"]
+    command = [carpool_command(), "board", "--kubeconfig", str(kubeconfig), "--host", host, "--port", "0", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             printed = process.stdout.readline()
-            found = re.search(r"http://[\d.]+:\d+", printed)
+            found = re.search(r"https?://[\d.]+:\d+", printed)
             assert found, printed
             yield found[0]
         finally:
@@ -77,6 +78,38 @@ def test_viewers_have_their_own_rights(control_plane: Cluster) -> None:
         eventually("all documents", lambda: found(url, everything) == [200] * 5)
         assert found(url, team) == [403, 403, 200, 200, 403]
         assert found(url, "invalid") == found(url) == [401] * 5
+
+
+def issue(file: Path) -> str:
+    """Write a certificate with its key, and return the certificate."""
+    new = file.with_suffix(".new")
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=board", "-keyout", str(new)]
+    certificate = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    new.write_text(new.read_text() + certificate)
+    new.replace(file)
+    return certificate
+
+
+def test_renewed_certificate_is_used_without_a_restart(control_plane: Cluster, tmp_path: Path) -> None:
+    file = tmp_path / "tls.pem"
+    certificate = issue(file)
+    with board(control_plane.kubeconfig, "127.0.0.1", "--tls-cert", str(file)) as url:
+        host, port = url.removeprefix("https://").split(":")
+        assert ssl.get_server_certificate((host, int(port))) == certificate
+        trusted = ssl.create_default_context(cafile=str(file))
+        trusted.check_hostname = False
+        assert urllib.request.urlopen(f"{url}/jobs", context=trusted, timeout=60).status == 200  # noqa: S310
+        file.write_text("neither")
+        renewed = issue(file)
+        eventually("the new one", lambda: ssl.get_server_certificate((host, int(port))) == renewed)
+
+
+def test_missing_certificate_is_a_sentence(control_plane: Cluster, tmp_path: Path) -> None:
+    command = [carpool_command(), "board", "--kubeconfig", str(control_plane.kubeconfig), "--port", "0"]
+    command += ["--tls-cert", str(tmp_path / "none")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "CARPOOL_BOARD_TLS_CERT and CARPOOL_BOARD_TLS_KEY: expected a certificate and its key" in done.stderr
 
 
 def test_missing_cluster_is_a_sentence(control_plane: Cluster, tmp_path: Path) -> None:

@@ -60,6 +60,20 @@ def test_board_lists_and_watches_only_and_runs_only_if_asked_for(render: Any) ->
     settings = load(BoardSettings, environment)
     assert {one.env for one in settings_of(BoardSettings)} >= environment.keys()
     assert (settings.host, settings.port, settings.site) == ("0.0.0.0", 8044, "carpool-system/carpool")  # noqa: S104
+    assert chart.one("Service", "carpool-board")["spec"]["ports"][0]["port"] == 80
+    assert settings.tls_cert is None
+
+
+def test_board_speaks_tls_with_the_certificate_of_a_secret(render: Any) -> None:
+    chart = render(board={"enabled": True, "tls": {"existingSecret": "board-tls"}})
+    pod = chart.one("Deployment", "carpool-board")["spec"]["template"]["spec"]
+    [mount], [volume] = pod["containers"][0]["volumeMounts"], pod["volumes"]
+    assert (mount["name"], volume["secret"]["secretName"]) == (volume["name"], "board-tls")
+    settings = load(BoardSettings, chart.environment("board"))
+    assert {str(settings.tls_cert), str(settings.tls_key)} == {
+        f"{mount['mountPath']}/tls.{end}" for end in ("crt", "key")
+    }
+    assert chart.one("Service", "carpool-board")["spec"]["ports"][0]["port"] == 443
 
 
 def test_with_namespaces_the_operator_has_its_rights_there_only(render: Any) -> None:

@@ -260,9 +260,9 @@ def diagnose(settings: KubeSettings, job: str, namespace: str | None, form: Form
         [
             c.quantity,
             c.product,
-            *map(_number, (p.median, p.lower or None, p.upper)),
-            _number(c.measured),
-            _number(c.at_most),
+            *map(number_text, (p.median, p.lower or None, p.upper)),
+            number_text(c.measured),
+            number_text(c.at_most),
         ]
         for c in answer.comparisons
         for p in [c.predicted]
@@ -284,7 +284,8 @@ _WHOLE = 100
 """Numbers from here on are printed without decimals, smaller ones with three digits."""
 
 
-def _number(value: float | None) -> str:
+def number_text(value: float | None) -> str:
+    """Return a number with as many digits as its measurement has; empty for none."""
     return "" if value is None else f"{value:,.0f}" if value >= _WHOLE else f"{value:.3g}"
 
 
