@@ -94,6 +94,14 @@ async def agent(settings, kube, kubelet):
         yield agent
 
 
+async def test_the_preflight_is_reported_before_the_agent_registers(settings, kube, kubelet) -> None:
+    seen: list[list[str]] = []
+    kubelet.registered.put_nowait = lambda _: seen.append([one.type for one in status_of(kube).conditions])
+    async with running(flowing(settings, kube)):
+        await until(lambda: seen)
+    assert "Preflight" in seen[0]
+
+
 async def place(kube: FakeKube, *reservations: Any) -> None:
     """Reserve, wait until ready and bind, as the scheduler does."""
     await reserve_on(kube, *reservations)

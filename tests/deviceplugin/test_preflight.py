@@ -8,7 +8,7 @@ from agent_world import World
 from carpool_core.kube.api import NODES
 from carpool_core.testing.clock import FakeClock
 from carpool_deviceplugin.check import check_node, read_all
-from carpool_deviceplugin.preflight import Directories, Host, NodeInfo, Outcome, check_host
+from carpool_deviceplugin.preflight import Directories, Host, NodeInfo, Outcome, Verdict, check_host
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.status import node_conditions
 from carpool_deviceplugin.testing.gpus import HARDWARE
@@ -95,7 +95,7 @@ async def test_in_the_agents_pod_the_nodes_version_of_the_runtime_decides(
     async with running(world.agent):
         preflight = await until(lambda: next((c for c in world.status.conditions if c.type == "Preflight"), None))
     assert rows(world.agent.reconciler.reporter.preflight)["container-runtime"].verdict == verdict
-    assert ("container-runtime" in preflight.message) == (verdict != "passed")
+    assert ("container-runtime: " in preflight.message) == (verdict != "passed")
 
 
 @pytest.mark.parametrize(
@@ -249,8 +249,10 @@ def test_the_fields_of_dcgm_exporter_are_a_row(tmp_path: Path, fields, exporter:
     assert found["sm-activity"].verdict == activity
 
 
-def test_the_condition_has_the_rows_that_did_not_pass(tmp_path: Path) -> None:
-    found = list(host_rows(tmp_path, "containerd://1.6.33").values())
+def test_the_condition_has_all_rows(tmp_path: Path) -> None:
+    skipped = Outcome(name="x", verdict=Verdict.SKIPPED, found="none")
+    found = [*host_rows(tmp_path, "containerd://1.6.33").values(), skipped]
     *_, condition = node_conditions([], (), "", (), FakeClock().now(), found)
     assert (condition.type, condition.status, condition.reason) == ("Preflight", "False", "RequirementMissing")
-    assert condition.message == f"container-runtime: {found[0]}"
+    passed = "passed: selinux, directories, device-plugins. skipped: x"
+    assert condition.message == f"container-runtime: {found[0]}. {passed}"
