@@ -1,12 +1,15 @@
 """The chart's own pods, made of the images of the Dockerfile, on a real control plane, kubelet and containerd."""
 
+import base64
 import os
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import yaml
 from carpool_e2e import images
-from carpool_e2e.chart import CHART, NAMESPACE, RELEASE
+from carpool_e2e.chart import CHART, NAMESPACE, PROJECT, RELEASE
 from carpool_e2e.cluster import PODS, Cluster, running, why_no_kubelets
 from carpool_e2e.demo.manifests import sleeper
 from kubectl import Watcher
@@ -104,6 +107,29 @@ def test_a_process_has_the_user_of_the_chart_and_cannot_write_its_files(
 
 def test_board_shows_gpus_to_those_whose_token_may_list_them(installed: Cluster) -> None:
     assert installed.kubectl("exec", BOARD, "-n", NAMESPACE, "--", "python", "-c", VIEW).split() == ["401", "200"]
+
+
+def test_the_canarys_job_says_what_its_container_got(installed: Cluster, tmp_path: Path) -> None:
+    """Over a stand-in for libcuda, which sees another GPU than the simulated one."""
+    library, source = tmp_path / "libcuda.so.1", PROJECT / "tests/deviceplugin/cuda/libcuda.c"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    data = {library.name: base64.b64encode(library.read_bytes()).decode()}
+    job = yaml.safe_load((PROJECT / "examples/canary.yaml").read_text())
+    pod = job["spec"]["template"]["spec"] | {"volumes": [{"name": "cuda", "configMap": {"name": "cuda"}}]}
+    pod["containers"][0] |= {
+        "image": f"localhost/{pod['containers'][0]['image']}",
+        "env": [{"name": "LD_LIBRARY_PATH", "value": "/cuda"}],
+        "volumeMounts": [{"name": "cuda", "mountPath": "/cuda"}],
+    }
+    job["spec"]["template"]["spec"] = pod
+    installed.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "cuda"}, "binaryData": data}, job)
+    installed.kubectl("wait", "gtj/canary", "--for=condition=Failed", "--timeout=180s", timeout_s=190)
+    watcher = Watcher(installed)
+    printed = installed.kubectl("logs", watcher.pods("canary")[0]["metadata"]["name"])
+    rows = [line.split()[:2] for line in printed.splitlines()]
+    assert rows == [["FAILED", "canary-gpus"], ["passed", "canary-mps"], ["passed", "canary-memory"]], printed
+    (node,) = watcher.read("gpunodes")["items"]
+    assert any(f"expected {gpu['uuid']}, found GPU-11111111" in printed for gpu in node["status"]["devices"])
 
 
 def test_images_are_small(machine: Cluster) -> None:
