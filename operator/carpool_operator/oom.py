@@ -26,6 +26,7 @@ _EXHAUSTED = _either(
     rf"(?:(?:(?:larg|great|small|low)er|more|less) than|exceed\w{{0,3}}|too (?:large|big)|not fit) .{{0,80}}{_MEMORY}",
     rf"(?:more|less) {_MEMORY} than|{_MEMORY} .{{0,20}}(?:exhausted|exceeded|insufficient|overflow)",
     r"(?:fail\w{0,3}|unable|can ?not|can't|could ?n[o']t)(?: to|:)?(?: \w{1,20}){0,2} \w{0,20}alloc(?!ator)",
+    r"alloc\w{0,10} of [\d.,]{1,20} ?\w{0,5} failed",
     r"alloc\w{0,40}(?:[^\w.]{1,3}\w{1,20}){0,3}[ _](?:failed|failure|error)(?!_)|allocator_failure",
     r"bad_?alloc|allocfail|error allocating|memory_?allocation|pool size exceeded|allocation on device",
     r"\b(?:cuda|cudnn|cuMem|cuCtx|CUresult|hip)\w{0,40}\W.{0,30}?(?:error|fail\w{3,4}|result)(?: code)?[ :=([]{1,3}2\b",
@@ -45,8 +46,8 @@ _GPU = _either(
 """Words for a GPU, its memory, or a library that allocates only there."""
 
 _NOT_GPU = _either(
-    r"(?<!gpu and shared )(?<!gpu or )\bhost\b|host_?(?:alloc|bfc|mem)|pinned|page-locked|mlock|shared memory|/dev/shm",
-    r"\bshm\b|\b[sv]mem\b|(?:system|virtual) (?:memory|ram)|low on memory|java\.lang|java runtime",
+    r"(?<!gpu and shared )(?<!gpu or )(?<! \()\bhost\b|host_?(?:alloc|bfc|mem)|pinned|page-locked|mlock|shared memory",
+    r"/dev/shm|\bshm\b|\b[sv]mem\b|(?:system|virtual) (?:memory|ram)|low on memory|java\.lang|java runtime",
     r"heap (?:space|limit|out)|cgroup|kill(?:ed)? process|oom[- ]?kill|slurm|srun:|ray\.exceptions\.Out|CPUAllocator",
     r"alloc_cpu|allocator \(?\w{0,5}cpu|err(?:no|or)\W{0,3}(?:code )?(?:is )?12\b|\(12\)|mmap|memalign|\bfork",
     r"for an array|arraymemory|memoryerror: unable|fail to alloc memory of",
@@ -57,8 +58,9 @@ _NOT_GPU = _either(
 """Words for the host's memory, the memory of a core, other resources and other errors."""
 
 _UNCLEAR = _either(
-    r"_STATUS_(?:NOT_INIT|INTERNAL_)|cuDNN.{0,20}algo|algo.{0,40}cuDNN|unhandled ?cuda ?error|cuda context for",
-    r"find an engine|GEMM launch|DNN lib|native memory|(?<!launch_)out_of_resources|(?:\A|recent call last\):)\s*\Z",
+    r"_STATUS_(?:NOT_INIT|INTERNAL_|EXECUTION_|INSUFFICIENT_)|cuDNN.{0,20}algo|algo.{0,40}cuDNN|cu\w{3,8} handle",
+    r"unhandled ?cuda ?error|cuda context for|ASSERT\w{0,4} FAILED at.{0,90}Allocator|find an engine|GEMM launch",
+    r"DNN lib|native memory|(?<!launch_)out_of_resources|(?:\A|recent call last\):)\s*\Z",
 )
 """Ends of logs that exhausted GPU memory causes, and other things too."""
 
@@ -68,9 +70,13 @@ _NO_FAILURE = _either(
     r"^(?>[^\n]*? I )[^\n]*failed to alloc[^\n]*$",
     # A warning of Python is no exception, and programs log errors that they handle.
     r"\b\w{1,40}Warning: [^\n]*|\| WARNING \|[^\n]{0,200}ran out of memory[^\n]*",
+    # A user may have the name of a vendor.
+    r"/home/\w+|\\Users\\\w+",
     # Advice, conditions, source code and skipped items.
     r"\b(?:except|catch)\b[^\n]*|^skip[^\n]{0,200} due to [^\n]*\n[^\n]*",
     r"\b(?:if|avoid|prevent|when|may|might|could)\b(?! not)[^\n:)]{0,60}(?:out[ _]?of[ _]?memory|OOM\b)[^\n]*",
+    r"(?:out of memory|OOM)(?: \w{1,12}){0,4} (?:occurs?|happens?|means)\b[^\n]*",
+    r"^(?>[^\n]*?\b(?-i:INFO|DEBUG)\b)(?![^\n]*(?:error|exception))[^\n]*$",
 )
 """Texts that name exhausted memory without a failure."""
 
@@ -79,6 +85,8 @@ _ADVICE = re.compile(r"\b(?:try|consider|please|should|can|could|may|might)\b[^\
 _HANDLED = _either(
     r"(?<![-/_.])(?<!by )\b(?:skipping(?! tactic[^\0]{0,600}internal error)|(?:reduc|halv|decreas|lower|recover|offload"
     r"|ignor|continu|retry)ing|falling back|fell back|will retry|attempting to free|switching to|trying again)\b",
+    # Steps after it, but no bar of progress, which is printed last.
+    r"^(?![^\n]*\d%)[^\n]*\bloss\b(?: is|:|=) ?\d",
 )
 """Words of a program that handled the error and went on."""
 
