@@ -47,7 +47,7 @@ _GPU = _either(
 
 _NOT_GPU = _either(
     r"(?<!gpu and shared )(?<!gpu or )(?<! \()\bhost\b|host_?(?:alloc|bfc|mem)|pinned|page-locked|mlock|shared memory",
-    r"/dev/shm|\bshm\b|\b[sv]mem\b|(?:system|virtual) (?:memory|ram)|low on memory|java\.lang|java runtime",
+    r"\bshm\b|\b[sv]mem\b|(?:system|virtual) (?:memory|ram)|low on memory|java\.lang|java runtime",
     r"heap (?:space|limit|out)|cgroup|kill(?:ed)? process|oom[- ]?kill|slurm|srun:|ray\.exceptions\.Out|CPUAllocator",
     r"alloc_cpu|allocator \(?\w{0,5}cpu|err(?:no|or)\W{0,3}(?:code )?(?:is )?12\b|\(12\)|mmap|memalign|\bfork",
     r"for an array|arraymemory|memoryerror: unable|fail to alloc memory of",
