@@ -36,18 +36,19 @@ _EXHAUSTED = _either(
 """Phrases for exhausted memory, and error 2 of the CUDA and HIP runtimes and drivers."""
 
 _GPU = _either(
-    r"cuda|cu(?:blas|dnn|fft|mem|rand|result|solver|sparse|tensor|vid)|gpu|nccl|nvidia|nv_?enc|nvjpeg|optix|tensorrt",
-    r"\bTRT\b|thrust|\bRMM|\bTHC|\.cuh?\b|\bhip|rocm|opencl|vulkan|\bxpu|mps backend|xla|jax|vram|video memory",
-    r"torch\.\w*\.?OutOf|TaskError\(OutOf|(?:available|stored in) kv cache|cache blocks|mem-fraction-static",
-    r"(?:prefill|total) tokens|BFCArena|bfc_|pooled_storage|allocating tensor|resource[ _]?exhausted|\bHBM\b",
-    r"\bdevice[ _](?:mem|ordinal|\d|out|ran)|(?:on|from) device\b|out_?of_?device|error code 2|\bcl_|\bvk\w",
+    r"cuda|cu(?:blas|dnn|fft|mem|rand|result|solver|sparse|tensor|vid|-\w)|gpu|nccl|nvidia|nv_?enc|nvjpeg|optix",
+    r"tensorrt|\bTRT\b|thrust|\bRMM|\bTHC|\.cuh?\b|\bhip|rocm|opencl|vulkan|\bxpu|mps backend|xla|jax|vram",
+    r"video memory|torch\.\w*\.?OutOf|TaskError\(OutOf|(?:available|stored in) kv cache|cache blocks",
+    r"mem-fraction-static|(?:prefill|total) tokens|BFCArena|bfc_|pooled_storage|allocating tensor",
+    r"resource[ _]?exhausted|\bHBM\b|\bdevice[ _](?:mem|ordinal|\d|out|ran)",
+    r"(?:on|from) device\b|out_?of_?device|error code 2:|\bcl_|\bvk\w",
     r"of memory (?:trying |while |to )*allocat|executable batch|parallel_for failed|dst tensor|allocating <=",
 )
 """Words for a GPU, its memory, or a library that allocates only there."""
 
 _NOT_GPU = _either(
-    r"(?<!gpu and shared )(?<!gpu or )(?<! \()\bhost\b|host_?(?:alloc|bfc|mem)|pinned|page-locked|mlock|shared memory",
-    r"\bshm\b|\b[sv]mem\b|(?:system|virtual) (?:memory|ram)|low on memory|java\.lang|java runtime",
+    r"(?<!gpu and shared )(?<!gpu or )(?<! \()\bhost\b|host_?(?:alloc|bfc|mem)|allocmapped|pinned|page-locked|mlock",
+    r"shared memory|\bshm\b|\b[sv]mem\b|(?:system|virtual) (?:memory|ram)|low on memory|java\.lang|java runtime",
     r"heap (?:space|limit|out)|cgroup|kill(?:ed)? process|oom[- ]?kill|slurm|srun:|ray\.exceptions\.Out|CPUAllocator",
     r"alloc_cpu|allocator \(?\w{0,5}cpu|err(?:no|or)\W{0,3}(?:code )?(?:is )?12\b|\(12\)|mmap|memalign|\bfork",
     r"for an array|arraymemory|memoryerror: unable|fail to alloc memory of",
@@ -71,7 +72,7 @@ _NO_FAILURE = _either(
     # A warning of Python is no exception, and programs log errors that they handle.
     r"\b\w{1,40}Warning: [^\n]*|\| WARNING \|[^\n]{0,200}ran out of memory[^\n]*",
     # A user may have the name of a vendor.
-    r"/home/\w+|\\Users\\\w+",
+    r"[/\\](?:home|Users)[/\\]\w+",
     # Advice, conditions, source code and skipped items.
     r"\b(?:except|catch)\b[^\n]*|^skip[^\n]{0,200} due to [^\n]*\n[^\n]*",
     r"\b(?:if|avoid|prevent|when|may|might|could)\b(?! not)[^\n:)]{0,60}(?:out[ _]?of[ _]?memory|OOM\b)[^\n]*",
@@ -85,6 +86,8 @@ _ADVICE = re.compile(r"\b(?:try|consider|please|should|can|could|may|might)\b[^\
 _HANDLED = _either(
     r"(?<![-/_.])(?<!by )\b(?:skipping(?! tactic[^\0]{0,600}internal error)|(?:reduc|halv|decreas|lower|recover|offload"
     r"|ignor|continu|retry)ing|falling back|fell back|will retry|attempting to free|switching to|trying again)\b",
+    # The user ended it later.
+    r"KeyboardInterrupt|control-C event",
     # Steps after it, but no bar of progress, which is printed last.
     r"^(?![^\n]*\d%)[^\n]*\bloss\b(?: is|:|=) ?\d",
 )
