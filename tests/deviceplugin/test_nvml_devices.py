@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +14,10 @@ from carpool_core.kube.api import NODES
 from carpool_core.kube.errors import Overloaded
 from carpool_core.resources.node import Reservation
 from carpool_core.testing.kube import FakeKube
-from carpool_core.values import DeviceHealth, NodeName, PartitionState, PodUid, SharingMode
+from carpool_core.values import DeviceHealth, GpuUuid, NodeName, PartitionState, PodUid, SharingMode
 from carpool_deviceplugin import cdi
 from carpool_deviceplugin.cdi import NvidiaCdi
-from carpool_deviceplugin.gpu import DeviceError, NoDevicesError, SetMode
+from carpool_deviceplugin.gpu import Access, DeviceError, NoDevicesError, SetMode
 from carpool_deviceplugin.mig import MigDevice, MigTable, Placement
 from carpool_deviceplugin.mig_instances import create_instance
 from carpool_deviceplugin.nvlib import linked_gpus
@@ -27,6 +28,7 @@ from carpool_deviceplugin.testing.gpus import HARDWARE
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.node import Node, running, uid, until
 from carpool_deviceplugin.testing.nvml import FakeNvml
+from carpool_e2e.chart import PROJECT
 
 EXCLUSIVE, TIME_SLICING, MPS, MIG = SharingMode
 READY, PREPARING, FAILED = PartitionState.READY, PartitionState.PREPARING, PartitionState.FAILED
@@ -242,14 +244,43 @@ async def test_mig_access_is_composed_from_the_drivers_numbers(agent: GpuAgent, 
     assert "NVIDIA_VISIBLE_DEVICES=void" in edits["env"]
 
 
+NODES_OF_MIG = [("/dev/nvidia0", 195, 0)] + [(f"/dev/nvidia-caps/nvidia-cap{minor}", 236, minor) for minor in (30, 31)]
+
+
+def composed(directory: Path) -> Access:
+    """The access to a MIG device that the driver's numbers alone describe."""
+    (directory / "minors").write_text("gpu0/gi1/access 30\ngpu0/gi1/ci0/access 31\n")
+    (directory / "devices").write_text("Character devices:\n195 nvidia-frontend\n236 nvidia-caps\n\nBlock devices:\n")
+    (directory / "nvidia.json").write_text('{"kind": "nvidia.com/gpu", "devices": []}')
+    return NvidiaCdi([directory], directory / "minors", directory / "devices").mig_device(0, MigDevice("MIG-1", 1, 0))
+
+
 def test_mig_device_nodes_need_no_file_on_the_node(tmp_path: Path) -> None:
     """Regression: nodes with only a path failed in the container runtime, because new instances have no file yet."""
-    (tmp_path / "minors").write_text("gpu0/gi1/access 30\ngpu0/gi1/ci0/access 31\n")
-    (tmp_path / "devices").write_text("Character devices:\n195 nvidia-frontend\n236 nvidia-caps\n\nBlock devices:\n")
-    (tmp_path / "nvidia.json").write_text('{"kind": "nvidia.com/gpu", "devices": []}')
-    cdi = NvidiaCdi([tmp_path], tmp_path / "minors", tmp_path / "devices")
-    nodes = cdi.mig_device(0, MigDevice("MIG-1", 1, 0)).edits["deviceNodes"]
-    assert [(n["type"], n["major"], n["minor"]) for n in nodes] == [("c", 195, 0), ("c", 236, 30), ("c", 236, 31)]
+    nodes = composed(tmp_path).edits["deviceNodes"]
+    assert [(n["path"], n["major"], n["minor"]) for n in nodes] == NODES_OF_MIG
+    assert {n["type"] for n in nodes} == {"c"}
+
+
+@pytest.mark.vendor
+@pytest.mark.parametrize("has_numbers", [True, False])
+def test_the_cdi_library_injects_mig_device_nodes_without_files(tmp_path: Path, reserve, has_numbers: bool) -> None:
+    """The library that containerd, CRI-O and NVIDIA's toolkit use."""
+    spec = cdi.specifications(reserve("a"), ["slot-0"], {GpuUuid("GPU-1"): composed(tmp_path)})
+    if not has_numbers:
+        for node in spec["slot-0"]["devices"][0]["containerEdits"]["deviceNodes"]:
+            del node["type"], node["major"], node["minor"]
+    cdi.write(tmp_path / "specs", spec)
+    command = ["go", "run", "./inject", str(tmp_path / "specs"), cdi.device_name("slot-0")]
+    done = subprocess.run(command, cwd=PROJECT / "e2e/tools/nvidia", capture_output=True, text=True, check=False)
+    if not has_numbers:
+        assert (done.returncode, 'failed to stat CDI host device "/dev/nvidia0"' in done.stderr) == (1, True), (
+            done.stderr
+        )
+        return
+    found = json.loads(done.stdout)
+    assert [(n["path"], n["major"], n["minor"]) for n in found["linux"]["devices"]] == NODES_OF_MIG
+    assert "NVIDIA_VISIBLE_DEVICES=void" in found["process"]["env"]
 
 
 async def test_specification_of_the_mig_device_itself_comes_first(agent: GpuAgent, valid_cdi) -> None:

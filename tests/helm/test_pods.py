@@ -2,6 +2,7 @@
 
 import base64
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,7 +113,8 @@ def test_board_shows_gpus_to_those_whose_token_may_list_them(installed: Cluster)
 def test_the_canarys_job_says_what_its_container_got(installed: Cluster, tmp_path: Path) -> None:
     """Over a stand-in for libcuda, which sees another GPU than the simulated one."""
     library, source = tmp_path / "libcuda.so.1", PROJECT / "tests/deviceplugin/cuda/libcuda.c"
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    compiler = shutil.which("cc") or pytest.skip("no C compiler")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
     data = {library.name: base64.b64encode(library.read_bytes()).decode()}
     job = yaml.safe_load((PROJECT / "examples/canary.yaml").read_text())
     pod = job["spec"]["template"]["spec"] | {"volumes": [{"name": "cuda", "configMap": {"name": "cuda"}}]}
