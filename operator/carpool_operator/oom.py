@@ -61,7 +61,7 @@ _NOT_GPU = _either(
 _UNCLEAR = _either(
     r"_STATUS_(?:NOT_INIT|INTERNAL_|EXECUTION_|INSUFFICIENT_)|cuDNN.{0,20}algo|algo.{0,40}cuDNN|cu\w{3,8} handle",
     r"unhandled ?cuda ?error|cuda context for|ASSERT\w{0,4} FAILED at.{0,90}Allocator|find an engine|GEMM launch",
-    r"DNN lib|native memory|(?<!launch_)out_of_resources|(?:\A|recent call last\):)\s*\Z",
+    r"DNN lib|native memory|trained on this hardware|(?<!launch_)out_of_resources|(?:\A|recent call last\):)\s*\Z",
 )
 """Ends of logs that exhausted GPU memory causes, and other things too."""
 
