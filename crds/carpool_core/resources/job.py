@@ -774,8 +774,8 @@ def _first_changed(fields: Mapping[str, bool]) -> str:
 _ENDED = "has(oldSelf.status.completionTime)"
 _FIXED = Rule(
     # One rule that reads the status once: the API server evaluates it at every write of the status, and converts the
-    # whole object at each access to a field.
-    "!has(oldSelf.status) || [oldSelf.status].all(was, has(was.completionTime) "
+    # whole object at each access to a field. A write of the status cannot change the spec, so it is not compared then.
+    "!has(oldSelf.status) || self.status != oldSelf.status || [oldSelf.status].all(was, has(was.completionTime) "
     f"? {_all_same({**_DECISIVE, **_OF_ATTEMPTS})} "
     f": !has(was.placement) || was.placement.size() == 0 || {_all_same(_DECISIVE)})",
     f"spec {_IS_PLACED}",
