@@ -128,7 +128,7 @@ def test_agent_waits_for_an_absent_api_server(tmp_path: Path) -> None:
     environment = {f"CARPOOL_{name}": value for name, value in variables.items()}
     environment["CARPOOL_STATE_DIR"] = str(tmp_path / "state")
     with subprocess.Popen(
-        [sys.executable, "-m", "carpool_deviceplugin"],
+        [Path(sys.executable).with_name("carpool"), "agent"],
         env={**os.environ, **environment, "KUBECONFIG": str(tmp_path / "kubeconfig")},
         stderr=subprocess.PIPE,
         text=True,

@@ -1,7 +1,6 @@
 """On a real API server: an operator that is confined to one namespace works there, with rights nowhere else."""
 
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 import pytest
 from carpool_e2e.chart import NAMESPACE
-from carpool_e2e.cluster import Cluster
+from carpool_e2e.cluster import Cluster, carpool_command
 from carpool_e2e.controlplane import Api, kubeconfig
 
 pytestmark = pytest.mark.e2e
@@ -54,7 +53,7 @@ def test_operator_works_with_rights_in_its_namespace_only(api: Api, tmp_path: Pa
         api.call("POST", JOBS.format(namespace), job)
     config = tmp_path / "kubeconfig"
     config.write_text(kubeconfig(api.server, api.ca_file, api.token_of(NAMESPACE, ACCOUNT)))
-    command = [sys.executable, "-m", "carpool_operator", f"--namespaces={OWN}", "--metrics-port=0"]
+    command = [carpool_command(), "operator", f"--namespaces={OWN}", "--metrics-port=0"]
     log = tmp_path / "log"
     with log.open("w") as out:
         operator = subprocess.Popen([*command, f"--kubeconfig={config}"], stdout=out, stderr=subprocess.STDOUT)
