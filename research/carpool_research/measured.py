@@ -6,10 +6,9 @@ alone. Slowdowns follow from the activity that was measured alone, as in `evalua
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import reduce
+from dataclasses import dataclass, replace
 from itertools import chain, combinations, zip_longest
-from operator import add, attrgetter
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean, median
 
@@ -19,10 +18,9 @@ import numpy as np
 from carpool_core.products import find_product
 from carpool_core.resources.job import CatalogModel, Training
 from carpool_core.resources.prediction import Interval, ProductPrediction
-from carpool_core.values import SharingMode
 from carpool_predictor.catalog import store
 from carpool_predictor.models.memory import Pair, fit_line
-from carpool_predictor.models.slowdown import slowdowns, upper_factor
+from carpool_predictor.models.slowdown import fair_share
 from carpool_predictor.profiler.machine import Workload
 from carpool_predictor.profiler.session import COLUMNS, MeasuredRow
 from carpool_simulator.power import power_of
@@ -30,11 +28,11 @@ from numpy.typing import NDArray
 
 from carpool_research.published import Case, Judged, judge, memory_row
 from carpool_research.report import markdown
-from carpool_research.slowdown import candidates, profiled
-from carpool_research.slowdown.fit import limits_table
+from carpool_research.slowdown import candidates, fit, gavel, lucid, profiled
+from carpool_research.slowdown.candidates import Speeds
 from carpool_research.tables import DataError, read_table
 
-FILES = sorted((Path(__file__).parents[1] / "measurements").glob("*_sharing.csv"))
+FILES = sorted(profiled.MEASUREMENTS.glob("*_sharing.csv"))
 """This project's own rows, a file for each product."""
 HOST_BOUND = 60.0
 """GPU utilization alone, in percent, below which a step counts as limited by the processor."""
@@ -48,8 +46,7 @@ ACTIVITY = (
     ("gpu_util_percent", "GPU utilization", 1), ("sm_active_ratio", "SM activity", 100),
     ("sm_occupancy_ratio", "SM occupancy", 100), ("dram_active_ratio", "DRAM activity", 100),
 )  # fmt: skip
-MODES = {"time-slicing": SharingMode.TIME_SLICING, "mps": SharingMode.MPS}
-PAIR = 2
+MODES = ("time-slicing", "mps")
 _TEXTS = ("reason", "partners")
 
 
@@ -224,22 +221,6 @@ def spread_table(rows: Sequence[MeasuredRow]) -> Table:
     return table
 
 
-@dataclass(frozen=True)
-class Together:
-    """Runs of equally many jobs in one mode; arrays have one element per job of a run."""
-
-    mode: str
-    jobs: int
-    measured: Numbers
-    """Slowdowns."""
-    busy: Numbers
-    """(n, jobs) Utilization alone, 0..1, the slowed job's first."""
-    median: Numbers
-    """Slowdowns by the shipped model."""
-    upper: Numbers
-    """Upper ends of their intervals."""
-
-
 Repeats = Mapping[tuple[str, str, str], Sequence[MeasuredRow]]
 """Rows by mode, job and partners; a job alone may have several."""
 
@@ -283,89 +264,113 @@ def ratio_table(one: Repeats, other: Repeats) -> Table:
     return table
 
 
-def together(rows: Sequence[MeasuredRow]) -> list[Together]:
-    """Return the runs of several jobs; their predictions follow from the mean activity alone in the same mode."""
-    runs = repeats(rows)
-    groups: dict[tuple[str, int], list[MeasuredRow]] = defaultdict(list)
-    for row in rows:
-        if row.partners:
-            groups[row.mode, row.partners.count("+") + 2].append(row)
-    found = []
-    for (name, jobs), of in sorted(groups.items()):
-        each = [[runs[name, key, ""] for key in (workload(row).key, *row.partners.split("+"))] for row in of]
-        columns = (("gpu_util_percent", 0.01), ("sm_active_ratio", 1), ("dram_active_ratio", 1))
-        busy, sm, dram = (np.array([[unit * mean(r, c) for r in run] for run in each]) for c, unit in columns)
-        shipped = slowdowns(MODES[name], busy, sm, dram)[:, 0]
-        upper = shipped * upper_factor(MODES[name], busy)[:, 0]
-        found.append(Together(name, jobs, np.array([r.slowdown for r in of], np.float64), busy, shipped, upper))
-    return found
+def together(rows: Sequence[MeasuredRow]) -> dict[str, Speeds]:
+    """Return the runs of several jobs, as `profiled.together`."""
+    return profiled.together(
+        [
+            profiled.Run(
+                (str(row.product), row.mode),
+                (workload(row).key, *filter(None, row.partners.split("+"))),
+                row.slowdown or 0.0,
+                ((row.gpu_util_percent or 0) / 100, row.sm_active_ratio or 0.0, row.dram_active_ratio or 0.0),
+            )
+            for row in rows
+        ]
+    )
 
 
-def fair_share(busy: Numbers) -> Numbers:
-    """Return the slowdowns of the first jobs, (n,), if all divide the GPU's time max-min fairly by `Together.busy`."""
-    ordered = np.sort(busy, axis=1)
-    before = ordered.cumsum(axis=1) - ordered
-    # Jobs that want less than an equal division leave it to the others; the level is the most that one job gets.
-    level = ((1.0 - before) / np.arange(busy.shape[1], 0, -1)).max(axis=1)
-    found: Numbers = np.maximum(1.0, busy[:, 0] / level)
-    return found
-
-
-def slowdown_table(runs: Sequence[Together]) -> Table:
+def slowdown_table(runs: Mapping[str, Speeds]) -> Table:
     """Return errors of the slowdown by mode, number of jobs, and what limits the slowed one."""
     table = []
-    for of in runs:
+    for name, of in runs.items():
         waits = of.busy[:, 0] < HOST_BOUND / 100
-        predicted = {"none": np.ones(len(waits)), "max(1, Σutil)": np.maximum(1.0, of.busy.sum(axis=1))}
-        predicted |= {"fair share": fair_share(of.busy), "shipped": of.median}
+        none = ("no slowdown", "max(1, Σutil)", "fair share", "shipped")
+        predicted = {head: candidates.CANDIDATES[head](of, 0)(of) for head in none}
+        held = of.speed * candidates.shipped_upper(of) >= 1
         for slowed, chosen in (("all", waits | ~waits), (SLOWED[False], ~waits), (SLOWED[True], waits)):
             if chosen.any():
-                measured = of.measured[chosen]
-                errors = {head: np.abs(1 / one[chosen] - 1 / measured).mean() for head, one in predicted.items()}
+                errors = {head: np.abs(one - of.speed)[chosen].mean() for head, one in predicted.items()}
                 table.append(
-                    {"mode": of.mode, "jobs": str(of.jobs), "slowed": slowed, "slowdowns": str(len(measured))}
-                    | {"mean": f"{measured.mean():.2f}"}
+                    {"mode": name.split(", ")[1], "jobs": str(of.busy.shape[1]), "slowed": slowed}
+                    | {"slowdowns": str(chosen.sum()), "mean": f"{(1 / of.speed[chosen]).mean():.2f}"}
                     | {f"error of speed, {head}": f"{error:.3f}" for head, error in errors.items()}
-                    | {"below the upper end": f"{(measured <= of.upper[chosen]).mean():.1%}"}
+                    | {"below the upper end": f"{held[chosen].mean():.1%}"}
                 )
     return table
 
 
-def limits(runs: Sequence[Together]) -> Table:
+def limits(runs: Mapping[str, Speeds]) -> Table:
     """Return which pairs share under limits, and how many of them exceed the limit."""
     return [
-        {"mode": of.mode} | row
-        for of in runs
-        if of.jobs == PAIR
-        for row in limits_table(of.measured, {"median": of.median, "upper": of.upper}, {})
+        {"mode": name.split(", ")[1]} | row
+        for name, of in runs.items()
+        if of.busy.shape[1] == profiled.PAIR
+        for row in fit.limits_table(
+            1 / of.speed, {"median": candidates.shipped_median(of), "upper": candidates.shipped_upper(of)}, {}
+        )
     ]
 
 
-def selection_table(folder: Path, data: Path) -> str:
-    """Return speed errors of the candidates of decision 55, fitted on all sources but one, and the winner of its rule.
+MEDIANS = (
+    "no slowdown", "fair share", "mean-value analysis, k = 1.5", "the same with hidden host time", "shipped",
+)  # fmt: skip
+FORMS: Mapping[str, Callable[[Speeds, Numbers], tuple[Numbers, Numbers]]] = {
+    "exp(f) · median": lambda of, median: (median, np.ones(len(median))),
+    "exp(f · v) · median": lambda of, median: (median, np.minimum(1.0, of.busy[:, 1:].sum(axis=1))),
+    "exp(f) · max(median, fair share)": lambda of, median: (
+        np.maximum(median, fair_share(of.busy)[:, 0]),
+        np.ones(len(median)),
+    ),
+}
+"""Forms of upper ends: functions to what exp(f · v) multiplies, and to v."""
+JUDGE, ADMITTED = "RTX 3090", 1.5
+"""GPU whose numbers may not ship, and the limit of a job by default."""
 
-    The sources are those of the data folder, and all pairs below `folder` as one.
+
+def selection(rows: Sequence[MeasuredRow], data: Path) -> dict[str, Table]:
+    """Return the tables of decision 71: errors of the medians, and what the forms of upper ends hold and admit.
 
     Raises:
         DataError: A file is missing or invalid.
     """
-    found = profiled.sources(data) | {"rows of `carpool profile`": reduce(add, profiled.read(folder).values())}
-    kinds = {
-        f"→ {name}": [
-            candidates.Split(reduce(add, [one for other, one in found.items() if other != name]), test, seed)
-            for seed in candidates.SEEDS
-        ]
-        for name, test in found.items()
+    pairs, found = gavel.read(data), dict[str, Table]()
+    runs = {**together(rows), f"{JUDGE}, time-slicing": candidates.from_lucid(lucid.read(data))}
+    for gpu in sorted({one.one[0] for one in pairs.pairs}):
+        here = replace(pairs, pairs=[one for one in pairs.pairs if one.one[0] == gpu])
+        runs[f"{gpu.upper()}, mps"] = candidates.from_gavel(here)
+    for mode in MODES:
+        by_gpu: dict[str, list[Speeds]] = defaultdict(list)
+        for name, of in runs.items():
+            if name.split(", ")[1] == mode:
+                by_gpu[name.split(", ")[0].removeprefix("NVIDIA ")].append(of)
+        medians = []
+        for name in MEDIANS:
+            errors = {gpu: np.hstack([_errors(name, one) for one in of]).mean() for gpu, of in by_gpu.items()}
+            medians.append({"median": name} | {gpu: f"{error:.3f}" for gpu, error in errors.items()})
+        found |= {f"Medians, {mode}": medians, f"Upper ends, {mode}": [_upper_row(name, by_gpu) for name in FORMS]}
+    return found
+
+
+def _errors(name: str, of: Speeds) -> Numbers:
+    """Return absolute errors of speed."""
+    found: Numbers = np.abs(candidates.CANDIDATES[name](of, 0)(of) - of.speed)
+    return found
+
+
+def _upper_row(name: str, by_gpu: Mapping[str, Sequence[Speeds]]) -> dict[str, str]:
+    """Return the shares below an upper end with f from the other GPUs, and the pairs that it admits with f from all."""
+    ends = {gpu: [FORMS[name](one, candidates.shipped_median(one)) for one in of] for gpu, of in by_gpu.items()}
+    logs = {
+        gpu: np.hstack([-np.log(of.speed * base) / v for of, (base, v) in zip(by_gpu[gpu], of_gpu, strict=True)])
+        for gpu, of_gpu in ends.items()
     }
-    results = candidates.compare(kinds)
-    best = candidates.winner(results)
-    table = [
-        {"candidate": f"**{name}**" if name == best else name}
-        | {kind: f"{error:.3f}" for kind, error in one.errors.items()}
-        | {"score": f"{one.score:.3f}"}
-        for name, one in results.items()
-    ]
-    return markdown(table)
+    factors = {gpu: fit.upper_quantile(one) for gpu, one in logs.items() if gpu != JUDGE}
+    row = {"upper end": name, "f": f"{(most := max(factors.values())):.3f}"}
+    for gpu, one in logs.items():
+        row[gpu] = f"{(one <= max(f for other, f in factors.items() if other != gpu)).mean():.0%}"
+    for gpu, ((base, v), *_) in ends.items():
+        row[f"{gpu} admits"] = f"{fit.within(base * np.exp(most * v), ADMITTED).mean():.0%}"
+    return row
 
 
 LINE_JOBS, DRAWS = 3, 200
@@ -413,7 +418,7 @@ def texts(rows: Sequence[MeasuredRow]) -> dict[str, str]:
     for title in next(iter(each.values())):
         beside = zip_longest(*([{"GPU": product} | row for row in of[title]] for product, of in each.items()))
         found[title] = markdown([row for rows in beside for row in rows if row is not None])
-    if len(by_product) == PAIR:
+    if len(by_product) == len(FILES):
         found["The same runs on both GPUs"] = markdown(ratio_table(*map(repeats, by_product.values())))
     return found
 
@@ -423,7 +428,7 @@ def texts(rows: Sequence[MeasuredRow]) -> dict[str, str]:
 @click.option(
     "--data",
     type=click.Path(path_type=Path),
-    help="Folder of Lucid's and Gavel's pairs: compare priors of the slowdown with each source held out, too.",
+    help="Folder of Lucid's and Gavel's pairs: compare priors of the slowdown and their upper ends, too (decision 71).",
 )
 def measured(files: Sequence[Path], data: Path | None) -> None:
     """Judge the shipped models on files of `carpool profile`, and print tables; the default are this project's own."""
@@ -431,7 +436,7 @@ def measured(files: Sequence[Path], data: Path | None) -> None:
     try:
         found = texts(read(files))
         if data is not None:
-            found["Priors of the slowdown, each source held out"] = selection_table(files[0].parent, data)
+            found |= {title: markdown(table) for title, table in selection(read(files), data).items()}
     except DataError as e:
         raise click.UsageError(str(e)) from e
     for title, table in found.items():

@@ -201,7 +201,7 @@ class Colocation(NamedTuple):
         is_measured = self.width < 1
         if self.mode is None or (quantile is Quantile.MEDIAN and not is_measured.any()):
             return self.expected
-        upper: Floats = self.expected * upper_factor(self.mode, self.util.T).T ** self.width
+        upper: Floats = self.expected * upper_factor(self.mode, self.expected.T, self.util.T).T ** self.width
         return np.where(is_measured, upper, self.expected) if quantile is Quantile.MEDIAN else upper
 
 

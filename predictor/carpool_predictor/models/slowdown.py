@@ -1,29 +1,32 @@
 """Slowdown of co-located jobs on one GPU, from the activity of each alone.
 
-Step. A kernel runs for a share u of the step (`gpu_util`); the rest is host time. When contention stretches the GPU's
-part by x, the step takes::
+Step. A kernel runs for a share u of the step (`gpu_util`). When contention stretches the GPU's part by x, part of the
+stretched time hides host time, with an exponent p; p = 1 hides none::
 
-    s = 1 + u * (x - 1)
+    s = (1 - u^p + (u * x)^p)^(1/p)
 
 Time-slicing. A request finds the other jobs as they would be without it (arrival theorem; exact mean-value analysis,
 Reiser and Lavenberg 1980)::
 
     x_i = 1 + sum over j of Q_j(without i)        Q_j = (u_j^k + u_j * (x_j - 1)) / s_j
 
-Q_j is the share of time that j delays an arriving request. For k = 1 this is the exact solution of a closed network
+Q_j is the share of time that j delays an arriving request. For k = p = 1 this is the exact solution of a closed network
 with one processor-sharing station. The shipped k is the exponent between SM activity and utilization, because measured
-pairs lose less than k = 1 predicts. For k > 1 the composition of more than two jobs is a heuristic. Below `DEPTH`
-levels of smaller groups a job counts as alone, which changes nothing for up to four jobs.
+pairs lose less than k = 1 predicts; p is that of steps by batch size. For other k and p the composition of more than
+two jobs is a heuristic. Below `DEPTH` levels of smaller groups a job counts as alone, which changes nothing for up to
+four jobs.
 
-MPS. There is no contention below saturation: co-location pays while the joint SM activity stays under 80%
-(Yousefzadeh-Asl-Miandoab, ITU 2025, chapter 4). The excess queues on the scarcer of SMs and DRAM::
+MPS. No host time is hidden (p = 1), and there is no contention below saturation: co-location pays while the joint SM
+activity stays under 80% (Yousefzadeh-Asl-Miandoab, ITU 2025, chapter 4). The excess queues on the scarcer of SMs
+and DRAM::
 
     x_i = 1 + max over sm, dram of max(0, sum of a_j - max(0.8, a_i))
 
-The interval's ends are s * exp(f * v) and s / exp(f' * v), at least 1. Behind MPS v = min(1, sum of the other u_j), and
-under time-slicing v = 1 beside any busy job. f and f' come from Gavel's pairs: quantiles of the error's logarithm for
-each model, of which the largest counts. Not modelled: bursts, caches, thread percentages. Whole GPUs and MIG instances
-have no slowdown.
+The interval's ends are s / exp(f' * v) and s * exp(f * v), at least 1. Behind MPS v = min(1, sum of the other u_j), and
+f and f' come from Gavel's pairs: quantiles of the error's logarithm for each model, of which the largest counts. Under
+time-slicing v = 1 beside any busy job, and the upper end is exp(f) * max(s, fair share): jobs that hide all their host
+time divide the GPU max-min fairly. There f and f' are the larger quantiles of an H100 and an H200. Not modelled:
+bursts, caches, thread percentages. Whole GPUs and MIG instances have no slowdown.
 """
 
 from collections.abc import Sequence
@@ -59,10 +62,13 @@ class SlowdownModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     version: str
     holding: Annotated[float, Meta(ge=1, le=10)]
     """k: a job with utilization u delays arriving requests for about u^k of the time, while it need not wait itself."""
+    hiding: Annotated[float, Meta(ge=1, le=12)]
+    """p: how host time hides behind GPU time under time-slicing; 1 is not at all."""
     level: Annotated[float, Meta(gt=0, lt=1)]
-    """Share of a model's slowdowns below the interval's upper end, and as many above its lower end."""
+    """Share of slowdowns below the interval's upper end, and as many above its lower one: of each GPU (time-slicing) or
+    model (MPS)."""
     models: Annotated[int, Meta(ge=1)]
-    """n: the level holds for n of n + 1 models, if a new one is like the measured ones."""
+    """n: behind MPS the level holds for n of n + 1 models, if a new one is like the measured ones."""
     time_slicing_factor: Annotated[float, Meta(ge=0, le=10)]
     """f under time-slicing."""
     mps_factor: Annotated[float, Meta(ge=0, le=10)]
@@ -112,14 +118,34 @@ def pair_slowdown(mode: SharingMode, own: TenantProfile, other: TenantProfile) -
     return float(slowdowns(mode, util, sm, dram)[0, 0])
 
 
-def upper_factor(mode: SharingMode, util: Ratios, present: NDArray[np.bool_] | None = None) -> Slowdowns:
+def upper_factor(
+    mode: SharingMode, median: Ratios, util: Ratios, present: NDArray[np.bool_] | None = None
+) -> Slowdowns:
     """Return the interval's upper end over the median, shape (gpus, tenants); 1 where the mask is false.
 
-    The arguments are those of `slowdowns`.
+    The other arguments are those of `slowdowns`.
     """
     model = shipped()
     factors = {SharingMode.TIME_SLICING: model.time_slicing_factor, SharingMode.MPS: model.mps_factor}
-    return _end(mode, factors.get(mode, 0.0), util, present)
+    found = _end(mode, factors.get(mode, 0.0), util, present)
+    if mode is SharingMode.TIME_SLICING:
+        found = found * np.maximum(1.0, fair_share(_masked(util, present)) / median)
+    return found
+
+
+def fair_share(busy: Slowdowns) -> Slowdowns:
+    """Return the slowdowns of tenants that divide their GPU's time max-min fairly, shape (gpus, tenants).
+
+    `busy` is the share of time that each uses alone, 0..1, same shape; 0 without a tenant.
+    """
+    if not busy.size:
+        return np.ones(busy.shape)
+    ordered = np.sort(busy, axis=1)
+    before = ordered.cumsum(axis=1) - ordered
+    # Jobs that want less than an equal division leave it to the others; the level is the most that one job gets.
+    level = ((1.0 - before) / np.arange(busy.shape[1], 0, -1)).max(axis=1, keepdims=True)
+    found: Slowdowns = np.maximum(1.0, busy / level)
+    return found
 
 
 def slowdown_interval(
@@ -132,7 +158,7 @@ def slowdown_interval(
     model, median = shipped(), slowdowns(mode, util, sm, dram, present)
     below = {SharingMode.TIME_SLICING: model.time_slicing_below, SharingMode.MPS: model.mps_below}
     lower: Slowdowns = np.maximum(1.0, median / _end(mode, below.get(mode, 0.0), util, present))
-    return lower, median * upper_factor(mode, util, present)
+    return lower, median * upper_factor(mode, median, util, present)
 
 
 def _end(mode: SharingMode, factor: float, util: Ratios, present: NDArray[np.bool_] | None) -> Slowdowns:
@@ -160,9 +186,9 @@ def _masked(values: Ratios, present: NDArray[np.bool_] | None) -> Slowdowns:
 
 def _time_slicing(util: Ratios, present: NDArray[np.bool_] | None) -> Slowdowns:
     """Return slowdowns under time-slicing; GPUs with equally many tenants are computed together."""
-    exponent = shipped().holding
+    exponents = shipped().holding, shipped().hiding
     if present is None or present.all():
-        return MeanValueAnalysis(_ratios(util), exponent).slowdowns()
+        return MeanValueAnalysis(_ratios(util), *exponents).slowdowns()
     result = np.ones(np.shape(present))
     count = present.sum(axis=1)
     for tenants in np.unique(count[count > 1]).tolist():
@@ -170,7 +196,7 @@ def _time_slicing(util: Ratios, present: NDArray[np.bool_] | None) -> Slowdowns:
         here = np.zeros(present.shape, np.bool_)
         here[rows] = present[rows]
         busy = _ratios(util[here]).reshape(rows.size, tenants)
-        result[here] = MeanValueAnalysis(busy, exponent).slowdowns().ravel()
+        result[here] = MeanValueAnalysis(busy, *exponents).slowdowns().ravel()
     return result
 
 
@@ -206,13 +232,14 @@ def _levels(tenants: int, depth: int) -> tuple[_Level, ...]:
 class MeanValueAnalysis:
     """Mean-value analysis of GPUs with equally many tenants, after Reiser and Lavenberg (1980).
 
-    `busy` is the share of time in which a kernel of the tenant runs alone, 0..1, shape (gpus, tenants), and `exponent`
-    is k.
+    `busy` is the share of time in which a kernel of the tenant runs alone, 0..1, shape (gpus, tenants), `holding` is k,
+    and `hiding` is p.
     """
 
-    def __init__(self, busy: Slowdowns, exponent: float, depth: int = DEPTH) -> None:
+    def __init__(self, busy: Slowdowns, holding: float, hiding: float = 1.0, depth: int = DEPTH) -> None:
         self._busy: Slowdowns = busy.T
-        self._delaying: Slowdowns = self._busy**exponent
+        self._delaying: Slowdowns = self._busy**holding
+        self._hiding, self._rest = hiding, 1.0 - self._busy**hiding
         self._levels = _levels(busy.shape[1], depth) if busy.size else ()
 
     def slowdowns(self) -> Slowdowns:
@@ -226,15 +253,18 @@ class MeanValueAnalysis:
 
     def _of(self, gpus: slice) -> Slowdowns:
         """Return slowdowns of some GPUs, computed from the smallest groups up, shape (tenants, gpus)."""
-        busy, delaying = self._busy[:, gpus], self._delaying[:, gpus]
+        busy, delaying, rest = self._busy[:, gpus], self._delaying[:, gpus], self._rest[:, gpus]
         slowdown, queue = np.ones(busy.shape), delaying.take(self._levels[-1].tenant, axis=0)
         for level in reversed(self._levels[:-1]):
             first, *others = level.others.T
             wait = queue.take(first, axis=0)
             for other in others:
                 wait += queue.take(other, axis=0)
-            wait *= busy.take(level.tenant, axis=0)
-            slowdown = 1.0 + wait
+            own = busy.take(level.tenant, axis=0)
+            wait *= own
+            own += wait
+            stretched = rest.take(level.tenant, axis=0) + own**self._hiding
+            slowdown = np.maximum(1.0, stretched ** (1.0 / self._hiding))
             if level is not self._levels[0]:
                 queue = (delaying.take(level.tenant, axis=0) + wait) / slowdown
         return slowdown

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from carpool_core.values import SharingMode
-from carpool_predictor.models.slowdown import MeanValueAnalysis, shipped, slowdowns, upper_factor
+from carpool_predictor.models.slowdown import MeanValueAnalysis, fair_share, shipped, slowdowns, upper_factor
 from numpy.typing import NDArray
 
 from carpool_research.slowdown.gavel import Gavel, busy_shares
@@ -27,20 +27,20 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Pairs in both directions; the speed is that of the first."""
+    """Runs of equally many jobs, pairs mostly; the speed is that of the first."""
 
     busy: Numbers
-    """(n, 2) Busy shares alone, 0..1."""
+    """(n, jobs) Busy shares alone, 0..1."""
     sm: Numbers
-    """(n, 2) SM activity alone, 0..1."""
+    """(n, jobs) SM activity alone, 0..1."""
     dram: Numbers
-    """(n, 2) DRAM activity alone, 0..1."""
+    """(n, jobs) DRAM activity alone, 0..1."""
     is_mps: Bools
     """(n,) Whether the pair ran behind MPS."""
     speed: Numbers
     """(n,) Speed relative to solo."""
-    models: Sequence[tuple[str, str]]
-    """(n,) Architectures of both jobs, the first one's first."""
+    models: Sequence[tuple[str, ...]]
+    """(n,) Architectures of the jobs, the first one's first."""
 
     def where(self, chosen: Bools) -> "Speeds":
         """Return the chosen rows."""
@@ -91,21 +91,13 @@ def from_gavel(gavel: Gavel) -> Speeds:
 
 
 def _fixed(slowdown: Callable[[Numbers], Numbers]) -> Fit:
-    """Return a candidate that is not fitted: a function from busy shares, shape (n, 2), to slowdowns of the first."""
+    """Return a candidate that is not fitted: a function from busy shares, (n, jobs), to slowdowns of the first."""
     return lambda _, seed: lambda rows: 1 / np.maximum(1.0, slowdown(rows.busy))
 
 
-def mean_value_analysis(exponent: float) -> Callable[[Numbers], Numbers]:
-    """Return the function from busy shares to slowdowns by mean-value analysis."""
-    return lambda busy: MeanValueAnalysis(busy, exponent).slowdowns()[:, 0]
-
-
-def hidden_host(busy: Numbers) -> Numbers:
-    """Return slowdowns with overlapping host time, (1 - u^p + (u x)^p)^(1/p)."""
-    own, other = busy.T
-    longer = own * (1.0 + other ** shipped().holding)
-    found: Numbers = (1.0 - own**HIDING + longer**HIDING) ** (1 / HIDING)
-    return found
+def _mean_value_analysis(holding: float, hiding: float = 1.0) -> Fit:
+    """Return the candidate with k and p."""
+    return _fixed(lambda busy: MeanValueAnalysis(busy, holding, hiding).slowdowns()[:, 0])
 
 
 def shipped_median(rows: Speeds) -> Numbers:
@@ -117,8 +109,9 @@ def shipped_median(rows: Speeds) -> Numbers:
 
 def shipped_upper(rows: Speeds) -> Numbers:
     """Return the upper ends of their intervals."""
-    turns, mps = (upper_factor(mode, rows.busy)[:, 0] for mode in MODES)
-    found: Numbers = shipped_median(rows) * np.where(rows.is_mps, mps, turns)
+    medians = (slowdowns(mode, rows.busy, rows.sm, rows.dram) for mode in MODES)
+    turns, mps = ((one * upper_factor(mode, one, rows.busy))[:, 0] for mode, one in zip(MODES, medians, strict=True))
+    found: Numbers = np.where(rows.is_mps, mps, turns)
     return found
 
 
@@ -161,10 +154,11 @@ def _forest(features: int, seed: int) -> Any:
 CANDIDATES: Mapping[str, Fit] = {
     "no slowdown": _fixed(lambda busy: np.ones(len(busy))),
     "max(1, Σutil)": _fixed(lambda busy: busy.sum(axis=1)),
-    "mean-value analysis, k = 1": _fixed(mean_value_analysis(1.0)),
+    "fair share": _fixed(lambda busy: fair_share(busy)[:, 0]),
+    "mean-value analysis, k = 1": _mean_value_analysis(1.0),
+    "mean-value analysis, k = 1.5": _mean_value_analysis(1.5),
+    "the same with hidden host time": _mean_value_analysis(1.5, HIDING),
     "shipped": lambda _, seed: lambda rows: 1 / shipped_median(rows),
-    "shipped, time-slicing form everywhere": _fixed(lambda busy: mean_value_analysis(shipped().holding)(busy)),
-    "the same with hidden host time": _fixed(hidden_host),
     "Gaussian process": _learned(_gaussian, GAUSSIAN_ROWS),
     "monotone boosting": _learned(_monotone),
     "random forest": _learned(_forest),

@@ -9,10 +9,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 from carpool_core.values import SharingMode
-from carpool_predictor.models.slowdown import MeanValueAnalysis, SlowdownModel, shipped, slowdowns
+from carpool_predictor.models.slowdown import MeanValueAnalysis, SlowdownModel, fair_share, shipped, slowdowns
 from numpy.typing import NDArray
 
-from carpool_research.slowdown import gavel, lucid
+from carpool_research.slowdown import gavel, lucid, profiled
+from carpool_research.slowdown.candidates import Speeds
 from carpool_research.slowdown.lucid import Pairs, deviation, score, shipped_median
 from carpool_research.tables import KINDS, DataError, ended_well, file_of, number, read_table
 
@@ -81,7 +82,7 @@ def best_exponent(runs: Sequence[Runs], activity: Activity = sm_active) -> float
     return min(EXPONENTS, key=lambda exponent: error(runs, exponent, activity))
 
 
-VERSION = "2026.11.5"
+VERSION = "2026.11.6"
 LEAST_BUSY = 0.05
 """Least utilization of a neighbour to which an error is related."""
 LEVEL = 0.9
@@ -96,29 +97,50 @@ def learn(data: Path) -> SlowdownModel:
     runs, measured = read(data), gavel.read(data)
     k = best_exponent(list(runs.values()))
     hiding = gavel.most_cautious(gavel.errors_by_exponent(measured))
-    held_out = gavel.queueing(measured, hiding, k)
-    above, below = (
-        [gavel.factor(sign * errors, held_out.models, LEVEL) for errors in held_out.log_errors] for sign in (1, -1)
-    )
+    behind_mps = gavel.behind_mps(measured, hiding, k)
+    mps = [gavel.factor(sign * behind_mps.log_errors, behind_mps.models, LEVEL) for sign in (1, -1)]
+    turns = list(log_errors(profiled.read(profiled.MEASUREMENTS), k, hiding).values())
+    above, below = (round(max(upper_quantile(one[end]) for one in turns), 3) for end in (0, 1))
     return SlowdownModel(
         version=VERSION,
         holding=k,
+        hiding=hiding,
         level=LEVEL,
-        models=len(np.unique(held_out.models)),
-        time_slicing_factor=above[0],
-        mps_factor=above[1],
-        time_slicing_below=below[0],
-        mps_below=below[1],
+        models=len(np.unique(behind_mps.models)),
+        time_slicing_factor=above,
+        mps_factor=mps[0],
+        time_slicing_below=below,
+        mps_below=mps[1],
         provenance={
             "holding": "itu-rad/GPUMemNet, MLPs and CNNs (A100)",
             "holding_runs": sum(len(of.busy) for of in runs.values()),
-            "factors": "stanford-futuredata/gavel, oracle throughputs (K80, P100, V100), single-GPU jobs",
+            "time_slicing_factors": "research/measurements (H100, H200)",
+            "slowdowns": sum(one.shape[1] for one in turns),
+            "mps_factors": "stanford-futuredata/gavel, oracle throughputs (K80, P100, V100), single-GPU jobs",
             "jobs": len(measured.step_s),
             "step_curves": len(gavel.families(measured)),
-            "step_exponent": hiding,
-            "pairs": len(held_out.measured),
+            "pairs": len(behind_mps.measured),
         },
     )
+
+
+def log_errors(runs: Mapping[str, Speeds], holding: float, hiding: float) -> dict[str, Numbers]:
+    """Return, by product, two rows of logarithms for slowdowns under time-slicing.
+
+    The first is of the slowdown over the larger of median and fair share, the second of the median over the slowdown.
+    """
+    found: dict[str, list[Numbers]] = {}
+    for name, rows in runs.items():
+        if not rows.is_mps.any():
+            median = MeanValueAnalysis(rows.busy, holding, hiding).slowdowns()[:, 0]
+            most = np.maximum(median, fair_share(rows.busy)[:, 0])
+            found.setdefault(name.split(", ")[0], []).append(-np.log([most * rows.speed, 1 / (median * rows.speed)]))
+    return {product: np.hstack(of) for product, of in found.items()}
+
+
+def upper_quantile(log_errors: Numbers) -> float:
+    """Return the least error that at least `LEVEL` of them do not exceed."""
+    return float(np.quantile(log_errors, LEVEL, method="higher"))
 
 
 @cache
@@ -201,7 +223,7 @@ def _group(busy: Numbers) -> dict[str, str]:
     exact = np.array([exact_slowdowns(row) for row in busy])
     off = np.abs(MeanValueAnalysis(busy, 1.0).slowdowns() - exact)
     k = shipped().holding
-    found = MeanValueAnalysis(busy, k).slowdowns()
+    found = MeanValueAnalysis(busy, k, shipped().hiding).slowdowns()
     most, busiest = ((of / found).sum(axis=1).max() for of in (busy**k, busy))
     return {
         "tenants": str(busy.shape[1]),

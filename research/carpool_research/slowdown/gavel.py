@@ -6,10 +6,9 @@ jobs share one p. It is chosen by the errors of left-out batch sizes with a vari
 (Breiman et al., Classification and Regression Trees, 1984, section 3.4.3). The smallest p, which overlaps least, is
 taken among those within one standard error of the best, over jobs. Busy shares follow: u = (c + d b) / step.
 
-Behind MPS kernels queue in the order of their launch, so that a job of short kernels loses to one of long kernels. A
-weight per job describes this. It is fitted to pairs and not shipped, because time-slicing gives equal slices. With the
-weights, the pairs show the width of the interval under time-slicing. The width under MPS comes from predictions
-without weights, with SM activity from busy shares and without contention for DRAM, which Gavel did not measure.
+The pairs show the width of the interval behind MPS, where kernels queue in the order of their launch, so that a job of
+short kernels loses to one of long kernels. SM activity comes from busy shares, and contention for DRAM is left out,
+because Gavel measured neither.
 """
 
 import operator
@@ -31,14 +30,8 @@ _RATES = ("iso_tput_a_steps_s", "coloc_tput_a", "coloc_tput_b")
 COLUMNS = ("file", "gpu", "job_a", "bs_a", "ngpu_a", "job_b", "bs_b", "ngpu_b", *_RATES)
 TABLE = "oracle_throughputs.json"
 """Gavel's only table in which all pairs are measured."""
-FITS = 100
-"""Most evaluations of a fit to pairs."""
 EXPONENTS = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0, 12.0)
 LEAST_BATCHES = 4
-FOLDS = 4
-SEED = 0
-PRIOR = 0.05
-"""Regularization of weights and corrections, in logarithms of a slowdown."""
 
 Job = tuple[str, str, str]
 """GPU, job, batch size."""
@@ -65,24 +58,23 @@ class Gavel:
 
 
 @dataclass(frozen=True, slots=True)
-class Queueing:
-    """Predictions of held-out pairs, each of shape (pairs, 2)."""
+class BehindMps:
+    """Pairs behind MPS, each of shape (pairs, 2)."""
 
     measured: Numbers
     """Slowdowns."""
-    weighted: Numbers
-    """Predicted slowdowns with job weights from other pairs."""
-    side_by_side: Numbers
-    """Predicted slowdowns under MPS, with SM activity from busy shares."""
+    predicted: Numbers
+    """Slowdowns by the shipped form, with SM activity from busy shares."""
     neighbour_busy: Numbers
     """Busy shares of the other job, from solo throughputs."""
     models: NDArray[np.str_]
     """Models of the slowed jobs."""
 
     @property
-    def log_errors(self) -> tuple[Numbers, Numbers]:
-        """Errors that give the factors under time-slicing and behind MPS."""
-        return np.log(self.measured / self.weighted), np.log(self.measured / self.side_by_side) / self.neighbour_busy
+    def log_errors(self) -> Numbers:
+        """Errors that give the factors behind MPS."""
+        found: Numbers = np.log(self.measured / self.predicted) / self.neighbour_busy
+        return found
 
 
 def read(data: Path) -> Gavel:
@@ -214,66 +206,20 @@ def busy_shares(gavel: Gavel, exponent: float) -> dict[Job, float]:
     return found
 
 
-def queueing(gavel: Gavel, exponent: float, holding: float) -> Queueing:
-    """Predict each pair with weights and corrected busy shares of the other folds, and as shipped.
+def behind_mps(gavel: Gavel, exponent: float, holding: float) -> BehindMps:
+    """Predict each pair.
 
     Args:
         gavel: Measured jobs and pairs.
         exponent: p, for busy shares from solo steps.
-        holding: k, the exponent of a neighbour's busy share.
+        holding: k, the exponent between SM activity and busy share.
     """
     busy = busy_shares(gavel, exponent)
     pairs = [pair for pair in gavel.pairs if pair.one in busy and pair.other in busy]
-    jobs = sorted(busy)
-    place = {job: number for number, job in enumerate(jobs)}
-    index = np.array([(place[pair.one], place[pair.other]) for pair in pairs])
-    shares = np.clip([busy[job] for job in jobs], 0.01, 0.99)
-    measured = np.array([pair.slowdowns for pair in pairs])
-    fold = np.random.default_rng(SEED).integers(0, FOLDS, len(pairs))
-    weighted = np.ones(measured.shape)
-    for out in range(FOLDS):
-        train, test = np.flatnonzero(fold != out), np.flatnonzero(fold == out)
-        model = Weights(shares, index[train], holding)
-
-        def off(numbers: Numbers, model: Weights = model, rows: NDArray[np.intp] = train) -> Numbers:
-            missed = np.log(model.predict(numbers) / measured[rows]).ravel()
-            return np.concatenate([missed, PRIOR * numbers])
-
-        begin = np.zeros(2 * len(jobs))
-        fitted = least_squares(off, begin, loss="soft_l1", f_scale=0.05, max_nfev=FITS)
-        weighted[test] = Weights(shares, index[test], holding).predict(fitted.x)
-    own = shares[index]
-    side_by_side = slowdowns(SharingMode.MPS, own, own**holding, np.zeros(own.shape))
+    own = np.array([(busy[pair.one], busy[pair.other]) for pair in pairs])
+    predicted = slowdowns(SharingMode.MPS, own, own**holding, np.zeros(own.shape))
     models = np.array([(pair.one[1], pair.other[1]) for pair in pairs])
-    return Queueing(measured, weighted, side_by_side, own[:, ::-1], models)
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """Model of pairs whose kernels queue in launch order."""
-
-    shares: Numbers
-    """(jobs,) Busy shares from solo throughputs."""
-    index: NDArray[np.intp]
-    """(pairs, 2) Jobs of each pair."""
-    holding: float
-    """k."""
-
-    def predict(self, numbers: Numbers) -> Numbers:
-        """Return slowdowns, shape (pairs, 2).
-
-        Args:
-            numbers: The logarithm of each job's weight, then a correction of the logit of its busy share, (2 jobs,).
-        """
-        weights, correction = np.split(numbers, 2)
-        busy = 1 / (1 + np.exp(-np.log(self.shares / (1 - self.shares)) - correction))
-        one, other = self.index.T
-        ratio = np.exp(weights[other] - weights[one])
-        own = busy[self.index]
-        one_holds, other_holds = (own**self.holding).T
-        added = np.stack([ratio * other_holds, one_holds / ratio], axis=1)
-        found: Numbers = 1 + own * added
-        return found
+    return BehindMps(np.array([pair.slowdowns for pair in pairs]), predicted, own[:, ::-1], models)
 
 
 def factor(log_errors: Numbers, models: NDArray[np.str_], level: float) -> float:
@@ -282,8 +228,8 @@ def factor(log_errors: Numbers, models: NDArray[np.str_], level: float) -> float
     Each model gives a quantile of its errors, and the largest counts. It holds for n of n + 1 models.
 
     Args:
-        log_errors: Logarithm of measured over predicted slowdown for the upper end, its negative for the lower one;
-            behind MPS over the other job's busy share.
+        log_errors: Logarithm of measured over predicted slowdown, over the other job's busy share, for the upper end;
+            its negative for the lower one.
         models: Models of the slowed jobs.
         level: Share of a model's slowdowns that the end holds.
     """

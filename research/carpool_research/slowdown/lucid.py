@@ -150,7 +150,8 @@ def shipped_median(pairs: Pairs) -> Numbers:
 
 def shipped_upper(pairs: Pairs) -> Numbers:
     """Predict the upper quantile."""
-    return shipped_median(pairs) * upper_factor(SharingMode.TIME_SLICING, pairs.busy)[:, 0]
+    median = shipped_median(pairs)
+    return median * upper_factor(SharingMode.TIME_SLICING, median[:, None], pairs.busy)[:, 0]
 
 
 def bard(pairs: Pairs) -> Numbers:

@@ -1,7 +1,8 @@
-"""Pairs in the rows of `carpool profile`, and the shipped slowdown model judged on any folder of pairs."""
+"""Jobs together in the rows of `carpool profile`, and the shipped slowdown model judged on any folder of pairs."""
 
 import csv
 from collections import defaultdict
+from collections.abc import Sequence
 from math import ceil, nan
 from pathlib import Path
 from typing import NamedTuple
@@ -30,7 +31,10 @@ COLUMNS = (
     "mode", "status", "model", "batch_size", "optimizer", "precision", "partners", "slowdown", "gpu_util_percent",
     "sm_active_ratio", "dram_active_ratio", "product",
 )  # fmt: skip
-_NOT_FITTED = ("no slowdown", "max(1, Σutil)", "mean-value analysis, k = 1", "shipped")
+MEASUREMENTS = Path(__file__).parents[2] / "measurements"
+"""Folder of this project's own rows, a file for each product."""
+PAIR = 2
+_NOT_FITTED = ("no slowdown", "max(1, Σutil)", "fair share", "mean-value analysis, k = 1", "shipped")
 MIN_BELOW, MIN_RIGHT, MIN_RECALL = 25.0, 60.0, 0.75
 """Required: percent of the error of *no slowdown* that the model saves, and of right warnings at this recall."""
 
@@ -39,61 +43,73 @@ _Activity = tuple[float, float, float]
 """Utilization, SM activity and DRAM activity of the GPU, 0..1; NaN if not measured."""
 
 
-class _Run(NamedTuple):
+class Run(NamedTuple):
+    """A job alone or with partners."""
+
     place: tuple[str, str]
     """Product and mode."""
-    jobs: tuple[str, str]
-    """The job and its partners; empty without."""
+    jobs: tuple[str, ...]
+    """The job, and its partners."""
     slowdown: float
     activity: _Activity
 
 
-def _run(row: dict[str, str]) -> _Run | None:
+def _run(row: dict[str, str]) -> Run | None:
     if row["status"] != "ok":
         return None
     settings = {name: row[name] for name in ("model", "batch_size", "optimizer", "precision")}
     job = msgspec.convert(settings, Workload, strict=False).key
     slowdown, util, sm, dram = (float(row[name] or "nan") for name in COLUMNS[-5:-1])
-    return _Run((row["product"], row["mode"]), (job, row["partners"]), slowdown, (util / 100, sm, dram))
+    jobs = (job, *filter(None, row["partners"].split("+")))
+    return Run((row["product"], row["mode"]), jobs, slowdown, (util / 100, sm, dram))
 
 
 def read(data: Path) -> dict[str, Speeds]:
-    """Return the pairs of the rows of `carpool profile` below a folder, by product and mode.
-
-    The profile of a job is the mean of its runs alone in the same mode, or with the GPU to itself. Pairs of jobs
-    without one, and runs of more than two jobs, are omitted.
+    """Return `together` of the rows of `carpool profile` below a folder.
 
     Raises:
         DataError: A row cannot be read.
     """
-    runs: list[_Run] = []
+    runs: list[Run] = []
     for path in sorted(data.rglob("*.csv")):
         with path.open(newline="", encoding="utf-8", errors="replace") as file:
             is_profile = set(COLUMNS) <= set(next(csv.reader(file), ()))
         runs += [run for run in read_table(path, COLUMNS, _run) if run is not None] if is_profile else []
+    return together(runs)
+
+
+def together(runs: Sequence[Run]) -> dict[str, Speeds]:
+    """Return the runs of several jobs, by product, mode and, beyond pairs, number of jobs.
+
+    The profile of a job is the mean of its runs alone in the same mode, or with the GPU to itself. Runs with a job
+    without one are omitted.
+    """
     measured: dict[tuple[str, ...], list[_Activity]] = defaultdict(list)
     for one in runs:
-        if not one.jobs[1] and one.activity[0] >= 0:
+        if len(one.jobs) == 1 and one.activity[0] >= 0:
             measured[*one.place, one.jobs[0]].append(one.activity)
     alone = {job: tuple(np.mean(of, axis=0).tolist()) for job, of in measured.items()}
-    pairs = defaultdict(list)
+    found = defaultdict(list)
     for run in runs:
         product, mode = run.place
-        mine, its = (alone.get((product, mode, of)) or alone.get((product, "exclusive", of)) for of in run.jobs)
-        if mine and its and run.slowdown > 0:
-            pairs[run.place].append((run, mine, its))
-    return {", ".join(place): _speeds(found) for place, found in sorted(pairs.items())}
+        profiles = [alone.get((product, mode, of)) or alone.get((product, "exclusive", of)) for of in run.jobs]
+        if len(profiles) >= PAIR and all(profiles) and run.slowdown > 0:
+            found[*run.place, len(profiles)].append((run, profiles))
+    return {
+        f"{product}, {mode}" + (f", {jobs} jobs" if jobs > PAIR else ""): _speeds(of)
+        for (product, mode, jobs), of in sorted(found.items())
+    }
 
 
-def _speeds(pairs: list[tuple[_Run, _Activity, _Activity]]) -> Speeds:
-    busy, sm, dram = np.moveaxis(np.array([profiles for _, *profiles in pairs]), 2, 0)
+def _speeds(runs: list[tuple[Run, list[_Activity | None]]]) -> Speeds:
+    busy, sm, dram = np.moveaxis(np.array([profiles for _, profiles in runs]), 2, 0)
     return Speeds(
         busy=busy,
         sm=np.where(np.isnan(sm), estimated_sm(busy), sm),
         dram=np.nan_to_num(dram),
-        is_mps=np.array([run.place[1] == "mps" for run, *_ in pairs]),
-        speed=np.array([1 / run.slowdown for run, *_ in pairs]),
-        models=[(run.jobs[0].split("|")[0], run.jobs[1].split("|")[0]) for run, *_ in pairs],
+        is_mps=np.array([run.place[1] == "mps" for run, _ in runs]),
+        speed=np.array([1 / run.slowdown for run, _ in runs]),
+        models=[tuple(job.split("|")[0] for job in run.jobs) for run, _ in runs],
     )
 
 
@@ -133,7 +149,7 @@ def judge(rows: Speeds) -> tuple[Metric, ...]:
     below = 100 * (1 - errors["shipped"] / (errors["no slowdown"] or nan))
     right = right_percent(predicted, measured)
     large, warned, held = measured > FOUND, predicted > FOUND, measured <= shipped_upper(rows)
-    slowed = np.array([model for model, _ in rows.models])
+    slowed = np.array([model for model, *_ in rows.models])
     shares = [float(held[slowed == model].mean()) for model in np.unique(slowed)]
     return (
         Metric("slowdowns", len(measured)),

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from carpool_research.report import Metric, Progress, Report, markdown, save, silent, write_card
 from carpool_research.slowdown import candidates, fit, gavel, lucid, online, profiled
 from carpool_research.slowdown.fit import LEVEL, MAX_ERROR, MIN_FOUND, Runs
-from carpool_research.slowdown.gavel import LeftOutErrors, Queueing
+from carpool_research.slowdown.gavel import BehindMps, LeftOutErrors
 from carpool_research.slowdown.lucid import BASELINES, EXACT, FOUND, Pairs, Score, forest, score
 from carpool_research.tables import KINDS, file_of
 
@@ -29,7 +29,7 @@ Numbers = NDArray[np.float64]
 def _texts(
     runs: Mapping[str, Runs],
     by_exponent: Mapping[float, LeftOutErrors],
-    held_out: Queueing,
+    behind_mps: BehindMps,
     pairs: Pairs,
     scores: Mapping[str, Score],
     selection: Mapping[str, candidates.Result],
@@ -38,26 +38,29 @@ def _texts(
     upper, median = lucid.shipped_upper(pairs), lucid.shipped_median(pairs)
     bad, off = pairs.slowdown > FOUND, np.abs(median - pairs.slowdown)
     missed, model = lucid.missed(median, pairs), shipped()
-    behind_mps = {"median": held_out.side_by_side.ravel(), "upper": _upper_by_mps(held_out).ravel()}
+    by_mps = {"median": behind_mps.predicted.ravel(), "upper": _upper_by_mps(behind_mps).ravel()}
     rules = {name: rule(pairs) for name, rule in fit.RULES.items()}
     return {
         "holding": f"{model.holding:g}",
+        "hiding_shipped": f"{model.hiding:g}",
         "level": f"{100 * model.level:g}",
         "time_slicing": f"{model.time_slicing_factor:g}",
+        "least": f"{np.exp(model.time_slicing_factor):.2f}",
         "mps": f"{model.mps_factor:g}",
         "holding_table": markdown(_by_exponent(runs)),
         "hiding": markdown(_hiding(by_exponent)),
         "exponent": f"{gavel.most_cautious(by_exponent):g}",
-        "gavel_pairs": str(len(held_out.measured)),
-        "gavel_largest": f"{held_out.measured.max():.1f}",
-        "gavel": markdown(_behind_mps(held_out)),
-        "gavel_above": f"{100 * float((held_out.measured > held_out.side_by_side).mean()):.0f}",
+        "gavel_pairs": str(len(behind_mps.measured)),
+        "gavel_largest": f"{behind_mps.measured.max():.1f}",
+        "gavel_none": f"{(behind_mps.measured - 1).mean():.3f}",
+        "gavel_error": f"{np.abs(behind_mps.predicted - behind_mps.measured).mean():.3f}",
+        "gavel_above": f"{100 * float((behind_mps.measured > behind_mps.predicted).mean()):.0f}",
         "selection": markdown(_selection(selection)),
         "winner": candidates.winner(selection),
         "interval_models": str(model.models),
         "interval_share": f"{100 * model.models / (model.models + 1):.0f}",
-        "interval": markdown(_interval(held_out, pairs)),
-        "gavel_limits": markdown(fit.limits_table(held_out.measured.ravel(), behind_mps, {})),
+        "interval": markdown(_interval(behind_mps)),
+        "gavel_limits": markdown(fit.limits_table(behind_mps.measured.ravel(), by_mps, {})),
         "lucid_slowdowns": str(len(pairs.slowdown)),
         "lucid_pairs": str(len(pairs.slowdown) // 2),
         "lucid_large": f"{100 * float(bad.mean()):.0f}",
@@ -111,17 +114,6 @@ def _hiding(by_exponent: Mapping[float, LeftOutErrors]) -> list[dict[str, str]]:
     return [{"p": name} | {f"{p:g}": cell for p, cell in cells.items()} for name, cells in rows.items()]
 
 
-def _behind_mps(held_out: Queueing) -> list[dict[str, str]]:
-    models = {
-        "no slowdown": np.ones(held_out.measured.shape),
-        "time-slicing with weights of the jobs' kernels, fitted to other pairs": held_out.weighted,
-        "as shipped for MPS, SM activity from busy shares, without DRAM": held_out.side_by_side,
-    }
-    return [
-        {"model": name, "error": f"{np.abs(found - held_out.measured).mean():.3f}"} for name, found in models.items()
-    ]
-
-
 def _selection(results: Mapping[str, candidates.Result]) -> list[dict[str, str]]:
     return [
         {"candidate": name}
@@ -131,34 +123,21 @@ def _selection(results: Mapping[str, candidates.Result]) -> list[dict[str, str]]
     ]
 
 
-def _interval(held_out: Queueing, pairs: Pairs) -> list[dict[str, str]]:
-    """Return the shares of slowdowns below the interval's upper end and above its lower one."""
-    turns, mps = held_out.log_errors
-    names, of_lucid = (
-        np.array([model for model, _ in pairs.models]),
-        np.log(pairs.slowdown / lucid.shipped_median(pairs)),
-    )
+def _interval(pairs: BehindMps) -> list[dict[str, str]]:
+    """Return the shares of each model's slowdowns below the upper end and above the lower one of the other models."""
     table = []
-
-    def add(mode: str, tested: str, errors: Numbers, given: Numbers, models: NDArray[np.str_]) -> None:
-        above, below = (gavel.factor(sign * given, models, LEVEL) for sign in (1, -1))
-        row = {"mode": mode, "tested on": tested, "slowdowns": f"{errors.size:,}", "factor": f"{np.exp(above):.2f}"}
-        shares = {"below the upper end": (errors <= above).mean(), "above the lower end": (errors >= -below).mean()}
+    for model in np.unique(pairs.models):
+        is_own = pairs.models == model
+        own, others = pairs.log_errors[is_own], pairs.log_errors[~is_own]
+        above, below = (gavel.factor(sign * others, pairs.models[~is_own], LEVEL) for sign in (1, -1))
+        row = {"held out": str(model), "slowdowns": f"{own.size:,}", "factor": f"{np.exp(above):.2f}"}
+        shares = {"below the upper end": (own <= above).mean(), "above the lower end": (own >= -below).mean()}
         table.append(row | {name: f"{share:.0%}" for name, share in shares.items()})
-
-    for mode, errors in (("time-slicing", turns), ("MPS", mps)):
-        for model in np.unique(held_out.models):
-            is_own = held_out.models == model
-            add(mode, f"Gavel, {model} held out", errors[is_own], errors[~is_own], held_out.models[~is_own])
-    for model in np.unique(names):
-        add("time-slicing", f"Lucid, {model}, learned on Gavel", of_lucid[names == model], turns, held_out.models)
-    add("time-slicing", "Lucid, learned on Gavel", of_lucid, turns, held_out.models)
-    add("time-slicing", "Gavel, learned on Lucid", turns, of_lucid, names)
     return table
 
 
-def _upper_by_mps(held_out: Queueing) -> Numbers:
-    upper: Numbers = held_out.side_by_side * np.exp(shipped().mps_factor * held_out.neighbour_busy)
+def _upper_by_mps(pairs: BehindMps) -> Numbers:
+    upper: Numbers = pairs.predicted * np.exp(shipped().mps_factor * pairs.neighbour_busy)
     return upper
 
 
@@ -183,7 +162,7 @@ def _by_neighbour(pairs: Pairs) -> list[dict[str, str]]:
     return table
 
 
-NOT_SHIPPED = (1.25, 1.5)
+NOT_SHIPPED = (1.0, 1.25)
 """Alternative exponents p of overlapping host time."""
 
 
@@ -203,7 +182,7 @@ def run(data: Path, out: Path, progress: Progress = silent) -> Report:
     runs, measured = fit.read(data), gavel.read(data)
     progress("Gavel: steps left out, for each exponent")
     by_exponent = gavel.errors_by_exponent(measured)
-    held_out = gavel.queueing(measured, gavel.most_cautious(by_exponent), shipped().holding)
+    behind_mps = gavel.behind_mps(measured, shipped().hiding, shipped().holding)
     pairs = lucid.read(data)
     progress("candidates, models and sources held out")
     rows, others = candidates.from_lucid(pairs), candidates.from_gavel(measured)
@@ -214,7 +193,7 @@ def run(data: Path, out: Path, progress: Progress = silent) -> Report:
     picture = out / "figures" / "slowdown-predicted.svg"
     picture.parent.mkdir(parents=True, exist_ok=True)
     save(_draw(pairs, predictions[OURS]), picture)
-    texts = _texts(runs, by_exponent, held_out, pairs, scores, selection) | {"online": markdown(online.table(data))}
+    texts = _texts(runs, by_exponent, behind_mps, pairs, scores, selection) | {"online": markdown(online.table(data))}
     page = write_card(__package__, out / "slowdown.md", texts)
     return Report("slowdown", (*_figures(scores), *profiled.judge(rows)), (page, picture))
 
