@@ -347,7 +347,7 @@ def selection(rows: Sequence[MeasuredRow], data: Path) -> dict[str, Table]:
         for name in MEDIANS:
             errors = {gpu: np.hstack([_errors(name, one) for one in of]).mean() for gpu, of in by_gpu.items()}
             medians.append({"median": name} | {gpu: f"{error:.3f}" for gpu, error in errors.items()})
-        found |= {f"Medians, {mode}": medians, f"Upper ends, {mode}": [_upper_row(name, by_gpu) for name in FORMS]}
+        found |= {f"Medians, {mode}": medians, f"Upper ends, {mode}": [upper_row(name, by_gpu) for name in FORMS]}
     return found
 
 
@@ -357,7 +357,7 @@ def _errors(name: str, of: Speeds) -> Numbers:
     return found
 
 
-def _upper_row(name: str, by_gpu: Mapping[str, Sequence[Speeds]]) -> dict[str, str]:
+def upper_row(name: str, by_gpu: Mapping[str, Sequence[Speeds]]) -> dict[str, str]:
     """Return the shares below an upper end with f from the other GPUs, and the pairs that it admits with f from all."""
     ends = {gpu: [FORMS[name](one, candidates.shipped_median(one)) for one in of] for gpu, of in by_gpu.items()}
     logs = {

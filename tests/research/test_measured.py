@@ -1,7 +1,6 @@
 """The shipped models on this project's own measurements, as the tables of docs/measurements.md show them."""
 
-from functools import reduce
-from operator import add
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +9,8 @@ from carpool_core.values import SharingMode
 from carpool_predictor.models.slowdown import slowdowns
 from carpool_predictor.profiler.session import COLUMNS
 from carpool_research import measured
-from carpool_research.measured import FILES, fair_share, read, repeats, texts, together, workload
-from carpool_research.slowdown import candidates, profiled
+from carpool_research.measured import FILES, read, repeats, texts, together, workload
+from carpool_research.slowdown import candidates
 from click.testing import CliRunner
 
 H100, H200 = FILES
@@ -40,16 +39,6 @@ def test_a_product_alone_has_no_ratios() -> None:
     assert "The same runs on both GPUs" not in texts(read([H200]))
 
 
-@pytest.mark.parametrize(
-    ("busy", "slowdown"),
-    [((0.4, 0.5), 1.0), ((0.9, 0.3), 0.9 / 0.7), ((0.3, 0.9), 1.0), ((0.8, 0.7), 1.6), ((1.0, 0.1, 0.9), 1 / 0.45)],
-)
-def test_a_fair_share_is_an_equal_division_of_what_small_demands_leave(
-    busy: tuple[float, ...], slowdown: float
-) -> None:
-    assert fair_share(np.array([busy])) == pytest.approx([slowdown])
-
-
 @pytest.mark.parametrize("mode", ["time-slicing", "mps"])
 def test_slowdowns_follow_from_the_activity_alone_in_the_same_mode(mode: str) -> None:
     """The own job comes first, and its partners in the order of the row."""
@@ -60,10 +49,10 @@ def test_slowdowns_follow_from_the_activity_alone_in_the_same_mode(mode: str) ->
     util = np.array([[(one.gpu_util_percent or 0) / 100 for one in jobs]])
     sm, dram = (np.array([[getattr(one, name) for one in jobs]]) for name in ("sm_active_ratio", "dram_active_ratio"))
     kind = SharingMode.MPS if mode == "mps" else SharingMode.TIME_SLICING
-    found = next(of for of in together(rows) if (of.mode, of.jobs) == (mode, 3))
-    assert found.measured[0] == row.slowdown
-    assert found.median[0] == pytest.approx(slowdowns(kind, util, sm, dram)[0, 0])
-    assert (found.upper > found.median).all()
+    found = together(rows)[f"{row.product}, {mode}, 3 jobs"]
+    assert 1 / found.speed[0] == pytest.approx(row.slowdown)
+    assert candidates.shipped_median(found)[0] == pytest.approx(slowdowns(kind, util, sm, dram)[0, 0])
+    assert (candidates.shipped_upper(found) > candidates.shipped_median(found)).all()
 
 
 def test_a_file_without_the_columns_is_refused(tmp_path: Path) -> None:
@@ -82,18 +71,12 @@ def test_rows_that_failed_are_left_out(tmp_path: Path) -> None:
     assert len(read([path])) == 222
 
 
-def test_each_source_is_held_out_from_its_own_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = reduce(add, profiled.read(H100.parent).values())
-    other = own.where(own.is_mps)
-    monkeypatch.setattr(profiled, "sources", lambda _: {"A": other, "B": other + other})
-    sizes: list[tuple[int, int]] = []
-
-    def none(train: candidates.Speeds, _: int) -> candidates.Predict:
-        return lambda test: sizes.append((len(train.speed), len(test.speed))) or np.ones(len(test.speed))
-
-    monkeypatch.setattr(candidates.compare, "__defaults__", ({"none": none},))
-    table = measured.selection_table(H100.parent, Path())
-    assert table.splitlines()[-1].endswith("|1.000|")
-    n, of_mps = len(own.speed), int(own.is_mps.sum())
-    everything = n + 3 * of_mps
-    assert set(sizes) == {(everything - test, test) for test in (n, of_mps, 2 * of_mps)}
+def test_an_upper_end_is_judged_with_the_factor_of_the_other_gpus() -> None:
+    """One GPU's slowdowns are 1.2 times the median, the other's 1.5 times."""
+    busy = np.full((10, 2), 0.3)
+    nothing = candidates.Speeds(busy, busy, busy, np.zeros(10, np.bool_), np.ones(10), [("a", "b")] * 10)
+    median = candidates.shipped_median(nothing)
+    calm, wild = (dataclasses.replace(nothing, speed=1 / (factor * median)) for factor in (1.2, 1.5))
+    found = measured.upper_row("exp(f) · median", {"calm": [calm], "wild": [wild]})
+    assert (found["f"], found["calm"], found["wild"]) == (f"{np.log(1.5):.3f}", "100%", "0%")
+    assert (found["calm admits"], found["wild admits"]) == ("0%", "0%")  # 1.5 times 1.05

@@ -6,8 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 from carpool_core.values import SharingMode
-from carpool_predictor.models.slowdown import SlowdownModel, shipped, slowdowns
-from carpool_research.slowdown import fit, gavel
+from carpool_predictor.models.slowdown import SlowdownModel, fair_share, shipped, slowdowns
+from carpool_research.slowdown import candidates, fit, gavel, profiled
 from carpool_research.slowdown.fit import train_slowdown
 from carpool_research.slowdown.gavel import LeftOutErrors
 
@@ -45,14 +45,27 @@ def write_gpumemnet(tmp_path):
 
 def test_training_recovers_the_parameters_of_the_data(tmp_path, monkeypatch):
     monkeypatch.setattr(gavel, "EXPONENTS", (1.0, 2.0, 3.0, 4.0))
-    monkeypatch.setattr(gavel, "FITS", 20)
     write_gavel(tmp_path)
     write_gpumemnet(tmp_path)
     model = msgspec.json.decode(train_slowdown(tmp_path, tmp_path / "out").read_bytes(), type=SlowdownModel)
     assert model.holding == 1.6  # kinds have equal weight, and the CNNs are half busy, where k matters most
     assert model.models == 3
-    names = ("holding_runs", "step_exponent", "step_curves", "pairs")
-    assert [model.provenance[name] for name in names] == [110, 3.0, 3, 15 * 16 / 2]
+    names = ("holding_runs", "step_curves", "pairs", "slowdowns")
+    assert [model.provenance[name] for name in names] == [110, 3, 15 * 16 / 2, 125]
+    assert model.hiding == 3.0
+
+
+def test_the_ends_under_time_slicing_hold_their_level_on_each_own_gpu():
+    """The upper end covers jobs that hide all their host time, of pairs and threes."""
+    runs = profiled.read(profiled.MEASUREMENTS)
+    turns = {name: rows for name, rows in runs.items() if not rows.is_mps.any()}
+    assert {rows.busy.shape[1] for rows in turns.values()} == {2, 3}
+    for product in {name.split(",")[0] for name in turns}:
+        of = [rows for name, rows in turns.items() if name.startswith(product)]
+        held = np.hstack([rows.speed * candidates.shipped_upper(rows) >= 1 for rows in of])
+        assert held.mean() >= shipped().level
+        fair = np.hstack([candidates.shipped_upper(rows) >= fair_share(rows.busy)[:, 0] for rows in of])
+        assert fair.all()
 
 
 def test_a_factor_is_the_largest_of_the_models_quantiles():
@@ -65,25 +78,17 @@ def test_a_factor_is_the_largest_of_the_models_quantiles():
 
 def test_errors_behind_mps_count_over_the_neighbours_busy_share():
     whole = np.full((3, 2), 2.0)
-    held_out = gavel.Queueing(whole, np.ones((3, 2)), np.ones((3, 2)), whole / 4, np.full((3, 2), "A"))
-    time_slicing, behind_mps = held_out.log_errors
-    assert time_slicing == pytest.approx(np.log(whole))
-    assert behind_mps == pytest.approx(2 * np.log(whole))
+    pairs = gavel.BehindMps(whole, np.ones((3, 2)), whole / 4, np.full((3, 2), "A"))
+    assert pairs.log_errors == pytest.approx(2 * np.log(whole))
 
 
 def test_pairs_are_predicted_by_the_shipped_formulas(tmp_path):
     write_gavel(tmp_path)
     read = gavel.read(tmp_path)
     k = shipped().holding
-    found = gavel.queueing(read, 3.0, k)
+    found = gavel.behind_mps(read, 3.0, k)
     busy = found.neighbour_busy[:, ::-1]
-    dram = np.zeros(busy.shape)
-    assert found.side_by_side == pytest.approx(slowdowns(SharingMode.MPS, busy, busy**k, dram))
-    assert found.weighted == pytest.approx(found.measured, rel=0.02)  # weights and corrections explain the rest
-    shares = np.array([0.3, 0.9])
-    equal = gavel.Weights(shares, np.array([[0, 1]]), k).predict(np.zeros(4))
-    nothing = np.zeros((1, 2))
-    assert equal[0] == pytest.approx(slowdowns(SharingMode.TIME_SLICING, shares[None], nothing, nothing)[0])
+    assert found.predicted == pytest.approx(slowdowns(SharingMode.MPS, busy, busy**k, np.zeros(busy.shape)))
 
 
 def test_each_kind_of_training_has_its_own_exponent(tmp_path):
@@ -114,5 +119,6 @@ def test_the_smallest_exponent_within_one_standard_error_is_taken(errors, expect
 def test_the_card_names_the_shipped_interval():
     card = Path(__file__).parents[2].joinpath("docs/model-cards/slowdown.md").read_text()
     model = shipped()
-    assert f"exp({model.time_slicing_factor:g}) (time-slicing) or exp({model.mps_factor:g} v) (MPS)" in card
+    assert f"exp({model.time_slicing_factor:g}) times the larger of median and fair share (time-slicing)" in card
+    assert f"exp({model.mps_factor:g} v) times the median (MPS)" in card
     assert f"{100 * model.models / (model.models + 1):.0f}% of new models" in card

@@ -33,13 +33,13 @@ def expected(mode: SharingMode, mine: str, other: str) -> float:
 
 
 def write_profile(path: Path) -> None:
-    """Write jobs alone, pairs that equal the shipped model in both modes, and rows that are no pairs."""
+    """Write jobs alone, pairs that equal the shipped model in both modes, three jobs, and rows that do not count."""
     rows = []
     for mode in (SharingMode.TIME_SLICING, SharingMode.MPS):
         name = "mps" if mode is SharingMode.MPS else "time-slicing"
         rows += [row(name, m, gpu_util_percent=util, sm_active_ratio=0.009 * util) for m, util in BUSY.items()]
         rows += [row(name, m, job(o), slowdown=expected(mode, m, o)) for m, o in ("ab", "ba", "ac", "ca")]
-    rows.append(row("mps", "a", f"{job('b')}+{job('c')}", slowdown=9.0))  # three jobs
+    rows.append(row("mps", "a", f"{job('b')}+{job('c')}", slowdown=9.0))
     rows.append(row("mps", "a", job("unknown"), slowdown=9.0))
     rows.append(row("mps", "a", job("b"), status="failed"))
     with path.open("w", newline="") as file:
@@ -52,6 +52,7 @@ def test_the_profilers_pairs_are_judged_without_other_files(tmp_path: Path) -> N
     write_profile(tmp_path / "rows.csv")
     assert {name: len(rows.speed) for name, rows in profiled.read(tmp_path).items()} == {
         "GPU, mps": 4,
+        "GPU, mps, 3 jobs": 1,
         "GPU, time-slicing": 4,
     }
     arguments = ["--data", str(tmp_path), "--suite", "slowdown", "--frozen", "--out", str(tmp_path / "out")]

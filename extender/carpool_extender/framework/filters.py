@@ -18,7 +18,7 @@ from carpool_core.resources.prediction import ANY_FAMILY, LearnedColocation
 from carpool_core.settings import SettingsError
 from carpool_core.values import RequestedMode, SharingMode, Tenancy
 from carpool_predictor.calibration.colocation import correction_factor
-from carpool_predictor.models.slowdown import DRAM_SATURATION, SM_SATURATION, slowdowns, upper_factor
+from carpool_predictor.models.slowdown import DRAM_SATURATION, SM_SATURATION, slowdowns, upper_end, upper_factor
 from numpy.typing import NDArray
 
 from carpool_extender.cache.gpu_table import (
@@ -201,8 +201,10 @@ class Colocation(NamedTuple):
         is_measured = self.width < 1
         if self.mode is None or (quantile is Quantile.MEDIAN and not is_measured.any()):
             return self.expected
-        upper: Floats = self.expected * upper_factor(self.mode, self.expected.T, self.util.T).T ** self.width
-        return np.where(is_measured, upper, self.expected) if quantile is Quantile.MEDIAN else upper
+        measured: Floats = self.expected * upper_factor(self.mode, self.util.T).T ** self.width
+        is_median = quantile is Quantile.MEDIAN
+        other = self.expected if is_median else upper_end(self.mode, self.expected.T, self.util.T).T
+        return np.where(is_measured, measured, other)
 
 
 def colocation_on(gpus: GpuTable, pod_request: PodRequest, table: ClassTable, rows: Rows, mode: int) -> Colocation:

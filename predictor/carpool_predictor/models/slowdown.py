@@ -118,18 +118,24 @@ def pair_slowdown(mode: SharingMode, own: TenantProfile, other: TenantProfile) -
     return float(slowdowns(mode, util, sm, dram)[0, 0])
 
 
-def upper_factor(
-    mode: SharingMode, median: Ratios, util: Ratios, present: NDArray[np.bool_] | None = None
-) -> Slowdowns:
-    """Return the interval's upper end over the median, shape (gpus, tenants); 1 where the mask is false.
+def upper_factor(mode: SharingMode, util: Ratios, present: NDArray[np.bool_] | None = None) -> Slowdowns:
+    """Return exp(f * v), shape (gpus, tenants); 1 where the mask is false.
 
-    The other arguments are those of `slowdowns`.
+    The arguments are those of `slowdowns`.
     """
     model = shipped()
     factors = {SharingMode.TIME_SLICING: model.time_slicing_factor, SharingMode.MPS: model.mps_factor}
-    found = _end(mode, factors.get(mode, 0.0), util, present)
+    return _end(mode, factors.get(mode, 0.0), util, present)
+
+
+def upper_end(mode: SharingMode, median: Ratios, util: Ratios, present: NDArray[np.bool_] | None = None) -> Slowdowns:
+    """Return the upper end of the interval of `median`, shape (gpus, tenants), for pairs that were not measured.
+
+    The other arguments are those of `slowdowns`.
+    """
     if mode is SharingMode.TIME_SLICING:
-        found = found * np.maximum(1.0, fair_share(_masked(util, present)) / median)
+        median = np.maximum(median, fair_share(_masked(util, present)))
+    found: Slowdowns = median * upper_factor(mode, util, present)
     return found
 
 
@@ -158,7 +164,7 @@ def slowdown_interval(
     model, median = shipped(), slowdowns(mode, util, sm, dram, present)
     below = {SharingMode.TIME_SLICING: model.time_slicing_below, SharingMode.MPS: model.mps_below}
     lower: Slowdowns = np.maximum(1.0, median / _end(mode, below.get(mode, 0.0), util, present))
-    return lower, median * upper_factor(mode, median, util, present)
+    return lower, upper_end(mode, median, util, present)
 
 
 def _end(mode: SharingMode, factor: float, util: Ratios, present: NDArray[np.bool_] | None) -> Slowdowns:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from carpool_core.values import SharingMode
-from carpool_predictor.models.slowdown import MeanValueAnalysis, fair_share, shipped, slowdowns, upper_factor
+from carpool_predictor.models.slowdown import MeanValueAnalysis, fair_share, shipped, slowdowns, upper_end
 from numpy.typing import NDArray
 
 from carpool_research.slowdown.gavel import Gavel, busy_shares
@@ -110,7 +110,7 @@ def shipped_median(rows: Speeds) -> Numbers:
 def shipped_upper(rows: Speeds) -> Numbers:
     """Return the upper ends of their intervals."""
     medians = (slowdowns(mode, rows.busy, rows.sm, rows.dram) for mode in MODES)
-    turns, mps = ((one * upper_factor(mode, one, rows.busy))[:, 0] for mode, one in zip(MODES, medians, strict=True))
+    turns, mps = (upper_end(mode, one, rows.busy)[:, 0] for mode, one in zip(MODES, medians, strict=True))
     found: Numbers = np.where(rows.is_mps, mps, turns)
     return found
 

@@ -1,6 +1,7 @@
 """Fits and writes the slowdown model, for `python -m carpool_research train`. Needs the extra `train`."""
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -100,7 +101,7 @@ def learn(data: Path) -> SlowdownModel:
     behind_mps = gavel.behind_mps(measured, hiding, k)
     mps = [gavel.factor(sign * behind_mps.log_errors, behind_mps.models, LEVEL) for sign in (1, -1)]
     turns = list(log_errors(profiled.read(profiled.MEASUREMENTS), k, hiding).values())
-    above, below = (round(max(upper_quantile(one[end]) for one in turns), 3) for end in (0, 1))
+    above, below = (math.ceil(1e3 * max(upper_quantile(one[end]) for one in turns)) / 1e3 for end in (0, 1))
     return SlowdownModel(
         version=VERSION,
         holding=k,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 from carpool_core.values import SharingMode
-from carpool_predictor.models.slowdown import MeanValueAnalysis, slowdowns, upper_factor
+from carpool_predictor.models.slowdown import MeanValueAnalysis, slowdowns, upper_end
 from numpy.typing import NDArray
 
 from carpool_research.tables import number, read_table
@@ -150,8 +150,7 @@ def shipped_median(pairs: Pairs) -> Numbers:
 
 def shipped_upper(pairs: Pairs) -> Numbers:
     """Predict the upper quantile."""
-    median = shipped_median(pairs)
-    return median * upper_factor(SharingMode.TIME_SLICING, median[:, None], pairs.busy)[:, 0]
+    return upper_end(SharingMode.TIME_SLICING, shipped_median(pairs)[:, None], pairs.busy)[:, 0]
 
 
 def bard(pairs: Pairs) -> Numbers:

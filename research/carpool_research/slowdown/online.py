@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from carpool_core.values import SharingMode
 from carpool_predictor.calibration.colocation import PairRecord, correction, correction_factor
-from carpool_predictor.models.slowdown import shipped, slowdowns, upper_factor
+from carpool_predictor.models.slowdown import shipped, slowdowns, upper_end, upper_factor
 
 from carpool_research.slowdown import gavel, lucid
 from carpool_research.slowdown.candidates import HIDING
@@ -83,13 +83,15 @@ def replay(seen: Sequence[Occasion], seed: int) -> Iterator[Outcome]:
         known, pair = records.setdefault((one.product, one.mode), []), (one.product, one.mode, frozenset(one.families))
         busy = np.array([one.busy])
         activity = busy, busy ** shipped().holding, np.zeros((1, 2))
-        prior = slowdowns(one.mode, *activity)[0]
+        prior, factor = slowdowns(one.mode, *activity)[0], upper_factor(one.mode, activity[0])[0]
         learned = []
         for mine, its in ((0, 1), (1, 0)):
             family, other = one.families[mine], one.families[its]
             coefficients, width = correction(known, family, other)
             expected = max(1.0, prior[mine] * correction_factor(coefficients, one.busy[mine], one.busy[its]))
-            highest = expected * float(upper_factor(one.mode, np.full((1, 2), expected), activity[0])[0, mine]) ** width
+            highest = expected * factor[mine] ** width
+            if width == 1:
+                highest = upper_end(one.mode, np.full((1, 2), expected), activity[0])[0, mine]
             speed, by_prior = one.speeds[mine], 1 / prior[mine]
             yield Outcome(earlier[pair], abs(speed - by_prior), abs(speed - 1 / expected), 1 / speed <= highest)
             ratio = float(np.log(max(1.0, 1 / speed) / prior[mine]))

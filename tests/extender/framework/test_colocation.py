@@ -7,7 +7,7 @@ from carpool_extender.framework.filters import PASSED, SLOWDOWN, AdmissionLimits
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.framework.selection import CachedEvaluation
 from carpool_extender.testing import cluster, gpu_node, pod_request, prediction, tenant
-from carpool_predictor.models.slowdown import slowdowns, upper_factor
+from carpool_predictor.models.slowdown import slowdowns, upper_end
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,7 +24,8 @@ def profile(job):
 
 
 def upper_slowdowns(mode, util, sm, dram, present):
-    return slowdowns(mode, util, sm, dram, present) * upper_factor(mode, util, present)
+    median = slowdowns(mode, util, sm, dram, present)
+    return upper_end(mode, median, util, present)
 
 
 @pytest.mark.parametrize(("quantile", "predict"), [(Quantile.MEDIAN, slowdowns), (Quantile.UPPER, upper_slowdowns)])
