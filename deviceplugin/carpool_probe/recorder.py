@@ -81,8 +81,8 @@ class Recorder:
 
     def __init__(self, path: str, begun_ns: int) -> None:
         self._path, self._begun_ns = path, begun_ns
-        self._is_claimed = self._is_timing = False
-        self._thread = threading.main_thread().ident
+        self._is_claimed = False
+        self._thread = self._idle = threading.main_thread().ident  # _idle is None during a timed call
         self._steps = self._merged_steps = self._skipped_steps = self._optimizers = self._samples = 0
         self._started_ns = self._first_ns = self._last_ns = self._write_at_ns = 0
         self._data_ns = self._batches = self._batch_size = self._copy_ns = self._copies = 0
@@ -94,13 +94,13 @@ class Recorder:
         self._round: Set[object] = set()
         self._first: Optional[object] = None
         self._only: Optional[object] = None  # the optimizer that begins every step, if no other one steps
-        self._record: Optional[memoryview] = None
+        self._record = memoryview(bytearray(RECORD_SIZE)).cast("Q")  # read by nobody, until one is claimed
         self._file: Optional[int] = None  # open as long as the process holds the lock
 
     def _claim(self) -> None:
         """Claim a record; without a free one, counting goes on in memory."""
         self._is_claimed = True
-        self._thread = _thread()
+        self._thread = self._idle = _thread()
         try:
             self._file = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
             memory = memoryview(mmap.mmap(self._file, SIZE))
@@ -186,7 +186,7 @@ class Recorder:
         is_fast = self._steps > _SAMPLED_FROM and self._steps - self._written_steps > _SAMPLED_RATE
         self._written_steps = self._steps
         self.copy_weight = 1 if not is_fast else 0 if self._writes % _SAMPLED else _SAMPLED
-        if record is not None:
+        if self._is_claimed:
             sequence = record[0] | 1
             record[0] = sequence
             _VALUES.pack_into(record, 8, self._started_ns, now, *self.counters())
@@ -206,25 +206,25 @@ class Recorder:
 
         @functools.wraps(function)
         def wrapper(loader: Any) -> Any:
-            if self._is_timing or _thread() != self._thread:
+            if _thread() != self._idle:
                 return function(loader)
-            self._is_timing = True
-            begun, record = _clock(), self._record
-            if record is not None:
-                record[_WAITS_FOR] = _DATA
+            self._idle = None
+            record = self._record
+            record[_WAITS_FOR] = _DATA
+            begun = _clock()
             try:
                 batch = function(loader)
             finally:
-                self._is_timing = False
-                if record is not None:
-                    record[_WAITS_FOR] = 0
-            now = _clock()
+                now = _clock()
+                record[_WAITS_FOR] = 0
+                self._idle = self._thread
             self._data_ns += now - begun
-            if record is not None and now > self._write_at_ns + _WRITE_EVERY_NS:  # no steps: an evaluation
+            if now > self._write_at_ns + _WRITE_EVERY_NS:  # no steps: an evaluation
                 self.write()
-            if self._batches < _SAMPLED_FROM or not self._batches % _SAMPLED:
+            number = self._batches
+            if number < _SAMPLED_FROM or not number % _SAMPLED:
                 self._batch_size = _samples(batch)
-            self._batches += 1
+            self._batches = number + 1
             self._samples += self._batch_size
             return batch
 
@@ -232,27 +232,25 @@ class Recorder:
 
     def save(self, function: "Callable[..., Any]", args: Any, kwargs: Any) -> Any:
         """Write a checkpoint, and count the time."""
-        if self._is_timing or _thread() != self._thread:
+        if _thread() != self._idle:
             return function(*args, **kwargs)
-        self._is_timing = True
+        self._idle = None
         begun, record = _clock(), self._record
-        if record is not None:
-            record[_WAITS_FOR] = _CHECKPOINT
+        record[_WAITS_FOR] = _CHECKPOINT
         try:
             return function(*args, **kwargs)
         finally:
-            self._is_timing = False
-            if record is not None:
-                record[_WAITS_FOR] = 0
+            self._idle = self._thread
+            record[_WAITS_FOR] = 0
             self._checkpoint_ns += _clock() - begun
             self._checkpoints += 1
 
-    def copy(self, function: "Callable[..., Any]", tensor: Any, args: Any, kwargs: Any) -> Any:
+    def copy(self, function: "Callable[..., Any]", args: Any, kwargs: Any) -> Any:
         """Copy a tensor of the host, and count the time if the copy is on a device."""
-        if self._is_timing or _thread() != self._thread:
-            return function(tensor, *args, **kwargs)
+        if _thread() != self._idle:
+            return function(*args, **kwargs)
         begun = _clock()
-        found = function(tensor, *args, **kwargs)
+        found = function(*args, **kwargs)
         if not found.is_cpu:
             took = _clock() - begun
             weight = 1 if took > _WRITE_EVERY_NS else self.copy_weight  # a rare one must not count several times
