@@ -148,7 +148,7 @@ def upper_quantile(log_errors: Numbers) -> float:
 def without_gavel(data: Path) -> SlowdownModel:
     """Return the shipped model with the interval behind MPS fitted to Lucid's pairs instead of Gavel's.
 
-    Its median has no number of Gavel's.
+    Its median behind MPS has no number of Gavel's.
 
     Raises:
         DataError: A file or a column is missing.
