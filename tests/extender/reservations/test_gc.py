@@ -85,6 +85,18 @@ def test_when_a_reservation_is_no_longer_needed(found, now, reason):
 # Through a whole extender
 
 
+async def test_only_the_leader_releases_reservations(world):
+    """Regression: a standby released what the leader had just prolonged."""
+    seed_node(world.kube, gpu_node("a", 1, [X]))
+    world.hold("elsewhere_1")
+    world.clock.advance(GRACE_S + UNCONFIRMED_S)
+    async with world.extender() as extender:
+        await extender.gc.sweep()
+        assert len(world.reservations("a")) == 1
+        world.hold("here_2")
+        await until(lambda: not world.reservations("a"))
+
+
 @pytest.mark.parametrize("how", ["deleted", "Succeeded", "Failed", "job deleted"])
 async def test_the_reservation_of_an_ended_pod_is_released(world, how):
     world.add("x")
