@@ -8,6 +8,7 @@ from typing import NamedTuple
 from carpool_core.clock import parse_rfc3339
 from carpool_core.keys import OUTCOME_GPU_OUT_OF_MEMORY
 from carpool_core.kube.pods import ContainerTerminated, Pod
+from carpool_core.pod_template import without_nulls
 from carpool_core.resources.job import (
     GpuTrainingJob,
     JobStatus,
@@ -404,8 +405,8 @@ def _matching_condition(wanted: list[OnPodCondition], pod: Pod) -> str | None:
 
 def unknown_container(job: GpuTrainingJob) -> str | None:
     """Return which rule names a container that the template does not have; None if there is none."""
-    policy, spec = job.spec.run_policy.pod_failure_policy, job.spec.template.get("spec") or {}
-    names = {c.get("name") for part in ("containers", "initContainers") for c in spec.get(part) or []}
+    policy, spec = job.spec.run_policy.pod_failure_policy, without_nulls(job.spec.template).get("spec", {})
+    names = {c.get("name") for part in ("containers", "initContainers") for c in spec.get(part, [])}
     for index, rule in enumerate(() if policy is None else policy.in_order):
         name = None if rule.on_exit_codes is None else rule.on_exit_codes.container_name
         if name is not None and name not in names:

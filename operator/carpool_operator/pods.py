@@ -1,6 +1,5 @@
 """A job's worker pods, Service and disruption budget: built from the template, validated and recognised. Pure."""
 
-import copy
 import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,6 +9,7 @@ import msgspec
 from carpool_core import keys
 from carpool_core.kube.nodes import GPU_TOLERATION
 from carpool_core.kube.pods import Pod, PodMeta, WorkerName, job_owner_reference, parse_worker_name
+from carpool_core.pod_template import without_nulls
 from carpool_core.resources.job import MAX_WORKERS, GpuTrainingJob
 from carpool_core.values import JobUid, ProbeMode, parse_quantity
 
@@ -107,14 +107,12 @@ def owner_reference(job: GpuTrainingJob) -> dict[str, Any]:
 
 
 def _requests_gpus(container: Mapping[str, Any]) -> bool:
-    resources = container.get("resources") or {}
-    return any(keys.RESOURCE_GPU in (resources.get(part) or {}) for part in ("limits", "requests"))
+    resources = container.get("resources", {})
+    return any(keys.RESOURCE_GPU in resources.get(part, {}) for part in ("limits", "requests"))
 
 
 def _set_gpus(container: dict[str, Any], gpus: int) -> None:
-    resources = container.setdefault("resources", {}) or {}
-    resources["limits"] = {**(resources.get("limits") or {}), keys.RESOURCE_GPU: str(gpus)}
-    container["resources"] = resources
+    container.setdefault("resources", {}).setdefault("limits", {})[keys.RESOURCE_GPU] = str(gpus)
 
 
 def _avoid_products(spec: dict[str, Any], products: Iterable[str]) -> None:
@@ -122,17 +120,15 @@ def _avoid_products(spec: dict[str, Any], products: Iterable[str]) -> None:
     values = [product.replace(" ", "-") for product in products]
     if not values:
         return
-    affinity = spec.get("affinity") or {}
-    of_nodes = affinity.get("nodeAffinity") or {}
-    terms = (of_nodes.get(_REQUIRED) or {"nodeSelectorTerms": [{}]})["nodeSelectorTerms"]
+    of_nodes = spec.setdefault("affinity", {}).setdefault("nodeAffinity", {})
     avoid = {"key": _PRODUCT_LABEL, "operator": "NotIn", "values": values}
-    terms = [{**term, "matchExpressions": [*(term.get("matchExpressions") or []), avoid]} for term in terms]
-    spec["affinity"] = {**affinity, "nodeAffinity": {**of_nodes, _REQUIRED: {"nodeSelectorTerms": terms}}}
+    for term in of_nodes.setdefault(_REQUIRED, {}).setdefault("nodeSelectorTerms", [{}]):
+        term.setdefault("matchExpressions", []).append(avoid)
 
 
 def _probe_mode(job: GpuTrainingJob, containers: Sequence[Mapping[str, Any]]) -> str:
     """Return `spec.probe`; Off if a container sets PYTHONUSERBASE, which the agent would replace."""
-    names = {one.get("name") for container in containers for one in container.get("env") or []}
+    names = {one.get("name") for container in containers for one in container.get("env", [])}
     return ProbeMode.OFF if "PYTHONUSERBASE" in names else job.spec.probe
 
 
@@ -145,8 +141,8 @@ def build_pod(job: GpuTrainingJob, worker: int, attempt: int, avoided: Iterable[
         attempt: Number of the attempt.
         avoided: GPU products that cannot hold it. Autoscalers do not know GPU memory, so the pod excludes their nodes.
     """
-    template = copy.deepcopy(job.spec.template)
-    metadata, spec = template.get("metadata") or {}, template["spec"]
+    template = without_nulls(job.spec.template)
+    metadata, spec = template.get("metadata", {}), template["spec"]
     containers: list[dict[str, Any]] = spec["containers"]
     _set_gpus(next((c for c in containers if _requests_gpus(c)), containers[0]), job.spec.gpus_per_worker)
     for container in containers:
@@ -156,15 +152,14 @@ def build_pod(job: GpuTrainingJob, worker: int, attempt: int, avoided: Iterable[
     if job.spec.gpus_per_worker > 1:
         _set_processes(containers, job.spec.gpus_per_worker)
     _avoid_products(spec, avoided)
-    tolerations = list(spec.get("tolerations") or [])
-    if _TOLERATION not in tolerations:
-        tolerations.append(_TOLERATION)
-    spec.update(schedulerName=keys.SCHEDULER_NAME, restartPolicy="Never", tolerations=tolerations)
+    if _TOLERATION not in spec.setdefault("tolerations", []):
+        spec["tolerations"].append(_TOLERATION)
+    spec.update(schedulerName=keys.SCHEDULER_NAME, restartPolicy="Never")
     # The queue of the scheduler removes this gate; others, such as Kueue's, are removed by their owners.
-    spec["schedulingGates"] = [*(spec.get("schedulingGates") or []), {"name": keys.GATE_ADMISSION}]
+    spec.setdefault("schedulingGates", []).append({"name": keys.GATE_ADMISSION})
     labels = {
         "app.kubernetes.io/managed-by": "carpool",
-        **(metadata.get("labels") or {}),
+        **metadata.get("labels", {}),
         keys.LABEL_JOB: job.metadata.name,
         keys.LABEL_JOB_UID: job.metadata.uid,
         keys.LABEL_WORKER: str(worker),
@@ -179,7 +174,7 @@ def build_pod(job: GpuTrainingJob, worker: int, attempt: int, avoided: Iterable[
             "labels": labels,
             "annotations": {
                 **KEPT_BY_AUTOSCALERS,
-                **(metadata.get("annotations") or {}),
+                **metadata.get("annotations", {}),
                 keys.ANNOTATION_PROBE: _probe_mode(job, containers),
             },
             "ownerReferences": [owner_reference(job)],
@@ -256,8 +251,8 @@ def _set_processes(containers: Sequence[dict[str, Any]], gpus: int) -> None:
     Without OMP_NUM_THREADS, `torchrun` gives each of several processes one thread. Values of the template win.
     """
     for container in containers:
-        resources = container.get("resources") or {}
-        cpu = (resources.get("limits") or {}).get("cpu") or (resources.get("requests") or {}).get("cpu")
+        resources = container.get("resources", {})
+        cpu = resources.get("limits", {}).get("cpu") or resources.get("requests", {}).get("cpu")
         variables = {"PET_NPROC_PER_NODE": str(gpus)}
         if cpu:
             variables["OMP_NUM_THREADS"] = str(max(1, int(parse_quantity(cpu) / gpus)))
@@ -266,7 +261,7 @@ def _set_processes(containers: Sequence[dict[str, Any]], gpus: int) -> None:
 
 def _add_variables(container: dict[str, Any], variables: Mapping[str, str]) -> None:
     """Put variables before those of the container, which win."""
-    env = list(container.get("env") or [])
+    env = container.get("env", [])
     known = {one.get("name") for one in env}
     container["env"] = [*({"name": n, "value": v} for n, v in variables.items() if n not in known), *env]
 

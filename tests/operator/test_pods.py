@@ -163,6 +163,17 @@ def test_workers_get_rank_and_master_address() -> None:
     assert service["spec"]["publishNotReadyAddresses"], "workers resolve names before they are ready"
 
 
+def test_nulls_of_the_template_are_no_values() -> None:
+    """Regression: with `subdomain: null` the address of worker 0 was `worker-0-1.None`."""
+    nulls = dict.fromkeys(("affinity", "hostname", "subdomain", "tolerations", "schedulingGates"))
+    own = template(
+        **nulls, containers=[container() | {"env": None, "resources": None, "terminationMessagePolicy": None}]
+    )
+    plain = template(containers=[{"name": "train", "image": "train:1"}])
+    built, expected = (build_pod(job(workers=2, template=of), 1, 1, ["Tesla T4"]) for of in (own, plain))
+    assert built == expected
+
+
 def test_rendezvous_values_of_the_template_stay() -> None:
     own = [{"name": "MASTER_ADDR", "value": "elsewhere"}, {"name": "RANK", "value": "7"}]
     containers = [{"name": "train", "image": "train:1", "env": own}]

@@ -26,7 +26,7 @@ from carpool_core.kubectl.output import (
     print_document,
     table,
 )
-from carpool_core.pod_template import is_about_the_pod, template_error, template_message
+from carpool_core.pod_template import is_about_the_pod, template_error, template_message, without_nulls
 from carpool_core.products import DeviceClass, hardware_name, products_of
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.schema import Resource, describe_decode_error, field
@@ -142,9 +142,9 @@ async def _check_template(api: KubeApi, job: GpuTrainingJob) -> list[str]:
     """
     if lost := template_error(job):
         raise ManifestError(f"the job would fail: {lost}")
-    template, namespace = job.spec.template, job.metadata.namespace
-    metadata = {key: value for key, value in (template.get("metadata") or {}).items() if key in _POD_METADATA}
-    spec = {**(template.get("spec") or {}), "schedulerName": SCHEDULER_NAME, "restartPolicy": "Never"}
+    template, namespace = without_nulls(job.spec.template), job.metadata.namespace
+    metadata = {key: value for key, value in template.get("metadata", {}).items() if key in _POD_METADATA}
+    spec = {**template.get("spec", {}), "schedulerName": SCHEDULER_NAME, "restartPolicy": "Never"}
     body = {"metadata": {**metadata, "name": WorkerName(job.metadata.name, 0, 1).pod}, "spec": spec}
     try:
         await api.create(PODS, body, namespace=namespace, is_dry_run=True)

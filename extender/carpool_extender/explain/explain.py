@@ -23,6 +23,7 @@ from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, NODES, PODS, Kub
 from carpool_core.kube.errors import Forbidden, NotFound
 from carpool_core.kube.nodes import Node
 from carpool_core.kube.pods import Pod, PodSpec, job_owner_reference
+from carpool_core.pod_template import without_nulls
 from carpool_core.products import DeviceClass, device_class
 from carpool_core.resources.job import GpuTrainingJob, WorkerPlacement
 from carpool_core.resources.meta import Condition, ObjectMeta
@@ -223,8 +224,7 @@ async def what_if(
     if (never := dry_run.never(is_complete=is_complete)) is not None:
         advice = [] if adviser is None else await adviser(predicted, kinds)
         return Answer([*head, *advice, *never, *gpus], is_infeasible=is_complete)
-    spec = job.spec.template.get("spec")
-    has_class = isinstance(spec, dict) and bool(spec.get("priorityClassName"))
+    has_class = bool((job.spec.template.get("spec") or {}).get("priorityClassName"))
     pending, copy = await read_pending_jobs(api), cluster_view(nodes, config, kube_nodes)
     place = place_in_queue(pending, request, copy, config, options, is_new=True, has_class=has_class)
     return Answer([*head, *place.lines, *dry_run.outcome(place.waits), *gpus])
@@ -342,15 +342,9 @@ def _pod_spec(template: dict[str, Any]) -> PodSpec:
         NotOurs: It is invalid.
     """
     try:
-        return msgspec.convert(_without_nulls(template.get("spec") or {}), PodSpec)
+        return msgspec.convert(without_nulls(template).get("spec", {}), PodSpec)
     except msgspec.ValidationError as error:
         raise NotOurs(f"InvalidTemplate: no decision, because spec.template.spec is invalid: {error}") from error
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_nulls(of) for name, of in value.items() if of is not None}
-    return [_without_nulls(of) for of in value] if isinstance(value, list) else value
 
 
 async def read_cluster(api: KubeApi, config: SchedulerConfig) -> ClusterCache:
