@@ -26,6 +26,8 @@ FROM requirements AS operator-requirements
 ARG OPERATOR_EXTRAS=operator
 ARG PIP_EXTRA_INDEX_URL
 RUN pip --python /opt/carpool install --no-cache-dir -c constraints.txt "$(echo /wheels/carpool-*.whl)[${OPERATOR_EXTRAS}]" \
+  && if ls -d /opt/carpool/lib/*/site-packages/nvidia; then \
+    echo "expected PyTorch's build without CUDA, found 5 GB of CUDA: set PIP_EXTRA_INDEX_URL to an index that has it"; exit 1; fi \
   && find /opt/carpool -type d -name tests -prune -exec rm -r {} +
 
 # The board runs on it, too.

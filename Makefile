@@ -74,11 +74,13 @@ docs: install ## write docs/reference/ from the code, and the dashboards of the 
 site: install ## the documentation as pages, into out/site/index.html
 	$(BIN)/sphinx-build --quiet --fail-on-warning --builder html --doctree-dir out/doctrees docs out/site
 
-image: install ## the three images into dist/images.tar, an OCI archive, without Docker
-	$(BIN)/python -m carpool_e2e images --out dist/images.tar --commit "$$(git describe --always --dirty --exclude='*' --abbrev=12)"
+COMMIT = "$$(git describe --always --dirty --exclude='*' --abbrev=12)"
+
+image: install ## the three images into dist/images.tar, an OCI archive, without Docker (ARCH="amd64 arm64" for both, TRACE=1 with PyTorch)
+	$(BIN)/python -m carpool_e2e images --out dist/images.tar --commit $(COMMIT) $(ARCH:%=--arch=%) $(if $(TRACE),--trace)
 
 release: install ## wheel, chart, images, SBOMs and notes of VERSION= into dist/VERSION, checked from an empty folder
-	$(BIN)/python -m carpool_e2e release --version "$(VERSION)" --out "dist/$(VERSION)" --commit "$$(git describe --always --dirty --exclude='*' --abbrev=12)"
+	$(BIN)/python -m carpool_e2e release --version "$(VERSION)" --out "dist/$(VERSION)" --commit $(COMMIT) $(patsubst %,--arch=%,$(or $(ARCH),amd64 arm64))
 
 krew: install ## archive and manifest of the kubectl plugin, into dist/ (URL= of the archive)
 	rm -rf dist/krew && mkdir -p dist/krew

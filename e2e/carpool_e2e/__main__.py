@@ -167,24 +167,33 @@ def draw_dashboards() -> None:
             click.echo(f"picture: {os.path.relpath(picture)}")
 
 
+ARCHITECTURES = click.option(
+    "--arch", "architectures", type=click.Choice([*images.ARCHITECTURES]), multiple=True, default=[images.NATIVE],
+    show_default=True, help="Architecture of the images; give it twice for both.",
+)  # fmt: skip
+
+
 @main.command("images")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), required=True, help="OCI archive to write.")
 @click.option("--commit", default="", help="Commit that `carpool --version` names in the images.")
-def build_images(out: Path, commit: str) -> None:
+@ARCHITECTURES
+@click.option("--trace", is_flag=True, help="Build the operator with PyTorch, too: the tag VERSION-trace.")
+def build_images(out: Path, commit: str, architectures: tuple[str, ...], trace: bool) -> None:
     """Build the images of operator, extender and agent without Docker."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(images.ensure(Console(), commit), out)
+    shutil.copyfile(images.ensure(Console(), commit, architectures, trace=trace), out)
     for image in images.listed(out):
-        click.echo(f"{image.name}  {image.digest}  {image.size_mb:.0f} MB")
+        click.echo(f"{image.name}  {image.architecture}  {image.digest}  {image.size_mb:.0f} MB")
 
 
 @main.command("release")
 @click.option("--version", required=True, help="Version of the release, such as 0.2.0.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Empty folder to fill.")
 @click.option("--commit", default="", help="Commit that `carpool --version` names.")
-def build_release(version: str, out: Path, commit: str) -> None:
+@ARCHITECTURES
+def build_release(version: str, out: Path, commit: str, architectures: tuple[str, ...]) -> None:
     """Build wheel, chart, images, their SBOMs and notes, and check them from an empty folder."""
-    release.build(version, out, commit, Console())
+    release.build(version, out, commit, architectures, Console())
     for file in sorted(out.iterdir()):
         click.echo(f"{file}  {file.stat().st_size / 1e6:.1f} MB")
 

@@ -8,6 +8,7 @@ import gzip
 import hashlib
 import json
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -24,12 +25,16 @@ from typing import IO
 
 from rich.console import Console
 
-from carpool_e2e.binaries import FOR_IMAGES, cache_root, install_packages, locked, update_packages
+from carpool_e2e.binaries import FOR_EMULATION, FOR_IMAGES, cache_root, install_packages, locked
 from carpool_e2e.chart import PROJECT
 from carpool_e2e.errors import BuildError
 
 TARGETS = ("operator", "extender", "agent")
 """Targets of the Dockerfile; each is an image."""
+
+ARCHITECTURES = {"amd64": "x86_64", "arm64": "aarch64"}
+"""Architecture of an image, in the words of OCI and Debian → in the kernel's."""
+NATIVE = next((name for name, machine in ARCHITECTURES.items() if machine == platform.machine()), "amd64")
 
 REGISTRY = "localhost"
 
@@ -37,7 +42,11 @@ PYTHON_PACKAGES = ("base-files", "dash", "libstdc++6", "openssl", "python-is-pyt
 BASES = {"PYTHON_IMAGE": PYTHON_PACKAGES, "BUILD_IMAGE": (*PYTHON_PACKAGES, "coreutils", "findutils", "python3-pip")}
 """Argument of the Dockerfile → Debian packages that, with their dependencies, make the image which it names."""
 
-UNUSED = ("usr/share/man", "usr/share/info", "usr/share/locale", "usr/share/lintian", "usr/share/bash-completion")
+UNUSED = (
+    "usr/share/man", "usr/share/info", "usr/share/locale", "usr/share/lintian", "usr/share/bash-completion",
+    "usr/lib/*/gconv",
+)  # fmt: skip
+"""Folders that no process reads: manuals, translations, and glibc's character sets; Python has its own."""
 
 CERTIFICATES = "/etc/ssl/certs"
 
@@ -50,15 +59,17 @@ class Image:
     """One image of an archive."""
 
     name: str
+    architecture: str
     digest: str
+    """Of the image's manifest for this architecture."""
     size_mb: float
     """Size of its unpacked layers, in MB."""
 
 
-def image_name(target: str) -> str:
-    """Return an image's name with the version of the project."""
+def image_name(target: str, variant: str = "") -> str:
+    """Return an image's name with the version of the project; that of a variant ends in `-VARIANT`."""
     version = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["version"]
-    return f"{REGISTRY}/carpool/{target}:{version}"
+    return f"{REGISTRY}/carpool/{target}:{version}{variant and f'-{variant}'}"
 
 
 def context_files() -> Iterator[Path]:
@@ -71,29 +82,41 @@ def context_files() -> Iterator[Path]:
                 yield path
 
 
-def ensure(console: Console, commit: str = "") -> Path:
+def ensure(
+    console: Console, commit: str = "", architectures: Sequence[str] = (NATIVE,), *, trace: bool = False
+) -> Path:
     """Return an OCI archive of the three images, from the cache or built.
 
     Args:
         console: Where a build is announced.
         commit: Commit that `carpool --version` names in them; empty for none.
+        architectures: Architectures of each image; QEMU emulates those that are not the machine's own.
+        trace: Whether there is an image of the operator with PyTorch as well, its variant `trace`.
 
     Raises:
-        MissingError: The machine lacks buildah and cannot install it.
+        MissingError: The machine lacks buildah or QEMU and cannot install it.
         BuildError: A step failed; the message ends with its output.
     """
     install_packages(FOR_IMAGES, console)
+    if foreign := [one for one in architectures if one != NATIVE]:
+        install_packages(FOR_EMULATION, console)
+        for one in foreign:
+            _run(["update-binfmts", "--enable", f"qemu-{ARCHITECTURES[one]}"])
     root = cache_root(os.environ) / "images"
     root.mkdir(parents=True, exist_ok=True)
     # One checkout at a time builds, and from a copy: its sources may change meanwhile.
     with locked(root / "lock"), tempfile.TemporaryDirectory(dir=root, prefix=".build-") as scratch:
-        bases = {argument: _package_uris(packages) for argument, packages in BASES.items()}
-        archive = root / f"{copy_sources(Path(scratch, 'context'), json.dumps([commit, bases]))}.tar"
+        bases = {
+            one: {argument: _package_uris(_apt(root, one), packages) for argument, packages in BASES.items()}
+            for one in architectures
+        }
+        archive = root / f"{copy_sources(Path(scratch, 'context'), json.dumps([commit, bases, trace]))}.tar"
         if not archive.exists():
             console.print(
-                "Building the images of operator, extender and agent: 20 s after a change of code, else minutes"
+                f"Building the images of operator, extender and agent for {' and '.join(architectures)}: 20 s after a "
+                "change of code, else minutes; with emulation several times as long"
             )
-            _build(root, Path(scratch), bases, commit).replace(archive)
+            _build(root, Path(scratch), bases, commit, trace=trace).replace(archive)
             _prune(root)
         archive.touch()  # in use, so that no other checkout removes it
     return archive
@@ -124,7 +147,7 @@ def _prune(root: Path) -> None:
 
 
 def listed(archive: Path) -> list[Image]:
-    """Return the images of an archive."""
+    """Return the images of an archive, those of each architecture."""
     with tarfile.open(archive) as tar:
 
         def file(name: str) -> IO[bytes]:
@@ -143,75 +166,109 @@ def listed(archive: Path) -> list[Image]:
             return sum(unpacked(layer["digest"]) for layer in json.load(blob(image))["layers"]) / 1e6
 
         return [
-            Image(entry["annotations"]["org.opencontainers.image.ref.name"], entry["digest"], size_mb(entry["digest"]))
-            for entry in json.load(file("index.json"))["manifests"]
-        ]
+            Image(
+                index["annotations"]["org.opencontainers.image.ref.name"], one["platform"]["architecture"],
+                one["digest"], size_mb(one["digest"]),
+            )
+            for index in json.load(file("index.json"))["manifests"]
+            for one in json.load(blob(index["digest"]))["manifests"]
+        ]  # fmt: skip
 
 
-def _build(root: Path, scratch: Path, bases: Mapping[str, Sequence[str]], commit: str) -> Path:
-    """Build the images, and return the archive."""
-    buildah = _buildah(root)
-    names = {argument: f"{REGISTRY}/carpool/python:{_digest(uris)}" for argument, uris in bases.items()}
-    for argument, name in names.items():
-        if not _run([*buildah, "images", "--quiet", "--filter", f"reference={name}"]):
-            _install_packages(BASES[argument], scratch / argument)
-            container = _run([*buildah, "from", "scratch"])
-            _run([*buildah, "add", "--quiet", container, str(scratch / argument / "root"), "/"])
-            _run([*buildah, "config", "--env=PATH=/usr/local/bin:/usr/bin:/bin", container])
-            _run([*buildah, "commit", "--quiet", "--rm", container, name])
-    layout, pip, mounts = scratch / "layout", scratch / "pip.conf", {CERTIFICATES}
+def run(archive: Path, image: Image, *command: str) -> str:
+    """Run a command in an image of an archive, and return its output."""
+    buildah = _buildah(cache_root(os.environ) / "images")
+    source = f"oci-archive:{archive}:{image.name}"
+    container = _run([*buildah, "from", "--quiet", f"--arch={image.architecture}", source])
+    try:
+        return _run([*buildah, "run", "--isolation=chroot", container, "--", *command])
+    finally:
+        _run([*buildah, "rm", container])
+
+
+def _build(
+    root: Path, scratch: Path, bases: Mapping[str, Mapping[str, Sequence[str]]], commit: str, *, trace: bool
+) -> Path:
+    """Build the images, and return the archive. BASES: architecture → argument of the Dockerfile → its packages."""
+    buildah, layout, pip, mounts = _buildah(root), scratch / "layout", scratch / "pip.conf", {CERTIFICATES}
     settings = _pip_settings()
     pip.write_text("\n".join(["[global]", *(f"{key} = {value}" for key, value in settings.items())]))
     # A certificate or a folder of wheels that they name.
     mounts |= {word for value in settings.values() for word in value.split() if os.path.isabs(word)}
     build = [*buildah, "build", "--quiet", "--layers", "--isolation=chroot", "--pull=never"]
-    build += [f"--build-arg={key}={value}" for key, value in {**names, "CARPOOL_COMMIT": commit}.items()]
     build += [f"--volume={path}:{path}:ro" for path in sorted(mounts) if os.path.exists(path)]
-    build += [f"--volume={pip}:/etc/pip.conf:ro"]
-    for target in TARGETS:
-        name = image_name(target)
-        _run([*build, f"--target={target}", f"--tag={name}", str(scratch / "context")])
-        _run([*buildah, "push", "--quiet", name, f"oci:{layout}:{name}"])
+    build += [f"--volume={pip}:/etc/pip.conf:ro", f"--build-arg=CARPOOL_COMMIT={commit}"]
+    built = dict[str, list[str]]()
+    for architecture, uris in bases.items():
+        names = {
+            argument: _base(root, scratch / architecture, architecture, argument, uris[argument]) for argument in uris
+        }
+        arguments = [f"--arch={architecture}", *(f"--build-arg={key}={value}" for key, value in names.items())]
+        targets = {image_name(target): [f"--target={target}"] for target in TARGETS}
+        if trace:
+            extras = "--build-arg=OPERATOR_EXTRAS=operator,trace"
+            targets[image_name("operator", "trace")] = ["--target=operator", extras]
+        for name, of_target in targets.items():
+            image = _run([*build, *arguments, *of_target, str(scratch / "context")]).splitlines()[-1]
+            built.setdefault(name, []).append(image)
+    for name, of_architectures in built.items():
+        subprocess.run([*buildah, "rmi", name], capture_output=True, check=False)  # the name of an earlier build
+        _run([*buildah, "manifest", "create", name, *of_architectures])
+        _run([*buildah, "manifest", "push", "--quiet", "--all", name, f"oci:{layout}:{name}"])
     archive = scratch / "images.tar"
     _run(["tar", f"--directory={layout}", f"--file={archive}", "--create", "."])
     return archive
+
+
+def _base(root: Path, scratch: Path, architecture: str, argument: str, uris: Sequence[str]) -> str:
+    """Return the name of a base image, made of Debian's packages unless an earlier build left it."""
+    buildah, name = _buildah(root), f"{REGISTRY}/carpool/python:{_digest([*uris, *UNUSED])}"
+    if not _run([*buildah, "images", "--quiet", "--filter", f"reference={name}"]):
+        _install_packages(_apt(root, architecture), BASES[argument], scratch / argument)
+        container = _run([*buildah, "from", f"--arch={architecture}", "scratch"])
+        _run([*buildah, "add", "--quiet", container, str(scratch / argument / "root"), "/"])
+        _run([*buildah, "config", f"--arch={architecture}", "--env=PATH=/usr/local/bin:/usr/bin:/bin", container])
+        _run([*buildah, "commit", "--quiet", "--rm", container, name])
+    return name
 
 
 def _buildah(root: Path) -> list[str]:
     return ["buildah", f"--root={root / 'storage'}", f"--runroot={root / 'run'}"]
 
 
-def _package_uris(packages: Sequence[str]) -> list[str]:
+def _package_uris(apt: Sequence[str], packages: Sequence[str]) -> list[str]:
     """Return what apt would fetch on a machine without any package, sorted: `'URI' FILE SIZE DIGEST`."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [*_apt(Path(folder)), "--print-uris", *packages]
-        try:
-            return sorted(_run(command).splitlines())
-        except BuildError:
-            update_packages()
-            return sorted(_run(command).splitlines())
+    return sorted(_run([*apt, "--no-install-recommends", "--print-uris", "install", *packages]).splitlines())
 
 
-def _apt(folder: Path) -> list[str]:
-    """Return the command that installs packages as if the machine had none, with files in a folder of its own."""
-    status = folder / "status"
-    (folder / "archives" / "partial").mkdir(parents=True)
-    status.touch()
-    options = (f"Dir::State::status={status}", f"Dir::Cache::archives={folder / 'archives'}", "Debug::NoLocking=1")
-    return ["apt-get", "-qq", "-y", *(f"-o={option}" for option in options), "--no-install-recommends", "install"]
+def _apt(root: Path, architecture: str) -> list[str]:
+    """Return apt's command as if the machine were of that architecture and had no package, with lists of its own."""
+    folder = root / "apt" / architecture
+    (folder / "lists/partial").mkdir(parents=True, exist_ok=True)
+    options = {"APT::Architecture": architecture, "APT::Architectures::": architecture, "Debug::NoLocking": 1,
+               "Dir::State::lists": folder / "lists", "Dir::State::status": os.devnull,
+               "Dir::Cache": folder}  # fmt: skip
+    apt = ["apt-get", "-qq", "-y", *(f"-o={key}={value}" for key, value in options.items())]
+    updated = folder / "updated"
+    if not updated.exists() or time.time() - updated.stat().st_mtime > LAYER_AGE_S:
+        _run([*apt, "update"])
+        updated.touch()
+    return apt
 
 
-def _install_packages(packages: Sequence[str], folder: Path) -> None:
+def _install_packages(apt: Sequence[str], packages: Sequence[str], folder: Path) -> None:
     """Unpack packages into FOLDER/root; /var/lib/dpkg/status.d lists them for scanners, as in distroless images."""
-    _run([*_apt(folder), "--download-only", *packages])
+    (folder / "archives/partial").mkdir(parents=True)
+    download = [f"-o=Dir::Cache::archives={folder / 'archives'}", "--no-install-recommends", "--download-only"]
+    _run([*apt, *download, "install", *packages])
     root = folder / "root"
     status = root / "var/lib/dpkg/status.d"
     status.mkdir(parents=True)
     for package in sorted((folder / "archives").glob("*.deb")):
         _run(["dpkg-deb", "--extract", str(package), str(root)])
         (status / package.name.split("_")[0]).write_text(_run(["dpkg-deb", "--field", str(package)]) + "\n")
-    for unused in UNUSED:
-        shutil.rmtree(root / unused, ignore_errors=True)
+    for unused in (folder for pattern in UNUSED for folder in root.glob(pattern)):
+        shutil.rmtree(unused)
     for file in (root / "usr/share/doc").rglob("*"):
         if not file.is_dir() and file.name != "copyright":
             file.unlink()

@@ -51,7 +51,7 @@ def notes(version: str) -> str:
     return found[1].strip() + "\n"
 
 
-def build(version: str, out: Path, commit: str, console: Console) -> None:
+def build(version: str, out: Path, commit: str, architectures: Sequence[str], console: Console) -> None:
     """Write a release into an empty folder, and check it.
 
     Raises:
@@ -67,10 +67,10 @@ def build(version: str, out: Path, commit: str, console: Console) -> None:
     _run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(out), str(PROJECT)])
     _run([helm, "package", str(CHART), "--destination", str(out)])
     archive = out / f"carpool-images-{version}.tar"
-    archive.write_bytes(images.ensure(console, commit).read_bytes())
+    archive.write_bytes(images.ensure(console, commit, architectures).read_bytes())
     for image in images.listed(archive):
         name = image.name.rsplit("/", 1)[-1].replace(":", "-")
-        (out / f"{name}.spdx.json").write_text(json.dumps(sbom(archive, image), indent=1))
+        (out / f"{name}-{image.architecture}.spdx.json").write_text(json.dumps(sbom(archive, image), indent=1))
     sums = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in sorted(out.iterdir())]
     (out / "SHA256SUMS").write_text("".join(sums))
     check(version, out, helm)

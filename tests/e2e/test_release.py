@@ -30,7 +30,7 @@ def test_a_version_without_notes_or_of_something_else_is_refused(
     with pytest.raises(
         HarnessError, match=r"expected version 9\.9\.9 everywhere, found .*pyproject.toml.*; change these"
     ):
-        release.build("9.9.9", tmp_path, "", Console())
+        release.build("9.9.9", tmp_path, "", [images.NATIVE], Console())
     monkeypatch.setattr(release, "CHANGELOG", tmp_path / "CHANGELOG.md")
     (tmp_path / "CHANGELOG.md").write_text(f"# Changelog\n\n## {VERSION}\n\n## 0.0.9\n\n- Old.\n")
     with pytest.raises(HarnessError, match=f"expected a section '## {re.escape(VERSION)}' with text, found none"):
@@ -38,7 +38,22 @@ def test_a_version_without_notes_or_of_something_else_is_refused(
     assert release.notes("0.0.9") == "- Old.\n"
     (tmp_path / "left").touch()
     with pytest.raises(HarnessError, match="expected an empty folder"):
-        release.build(VERSION, tmp_path, "", Console())
+        release.build(VERSION, tmp_path, "", [images.NATIVE], Console())
+
+
+@pytest.mark.e2e
+def test_an_image_has_both_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One name stands for both; the other one's program runs under QEMU."""
+    monkeypatch.setattr(images, "TARGETS", ["agent"])
+    archive = images.ensure(Console(), "", [*images.ARCHITECTURES])
+    found = {image.architecture: image for image in images.listed(archive)}
+    assert found.keys() == images.ARCHITECTURES.keys()
+    assert len({image.name for image in found.values()}) == 1
+    for architecture, image in found.items():
+        assert image.size_mb <= 200
+        assert images.run(archive, image, "carpool", "--version").startswith(f"carpool {VERSION}"), architecture
+        code = "import platform, grpc, msgspec, pynvml; print(platform.machine())"
+        assert images.run(archive, image, "python", "-c", code) == images.ARCHITECTURES[architecture]
 
 
 @pytest.mark.e2e
@@ -57,9 +72,14 @@ def test_an_sbom_lists_the_packages_of_an_image() -> None:
 
 @pytest.mark.e2e
 def test_a_release_is_built_and_checked(tmp_path: Path) -> None:
-    release.build(VERSION, tmp_path, "", Console())
+    release.build(VERSION, tmp_path, "", [images.NATIVE], Console())
     names = {file.name for file in tmp_path.iterdir()}
-    assert {"NOTES.md", "SHA256SUMS", f"carpool-{VERSION}.tgz", f"operator-{VERSION}.spdx.json"} <= names
+    assert {
+        "NOTES.md",
+        "SHA256SUMS",
+        f"carpool-{VERSION}.tgz",
+        f"operator-{VERSION}-{images.NATIVE}.spdx.json",
+    } <= names
     done = subprocess.run(["sha256sum", "--check", "SHA256SUMS"], cwd=tmp_path, capture_output=True, check=False)
     assert done.returncode == 0
     (tmp_path / f"carpool-{VERSION}.tgz").unlink()
