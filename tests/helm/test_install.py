@@ -158,6 +158,11 @@ def test_resource_definitions_of_kubectl_are_handed_over(helm: str, tmp_path: Pa
         cluster.kubectl("apply", "--server-side", "-f", str(CHART / "definitions"))
         refused = release("install", RELEASE, str(CHART), *VALUES, fails=True)
         assert "cannot be imported into the current release" in refused
+        by_others = ("install", RELEASE, str(CHART), *VALUES, "--set=crds.enabled=false", "--dry-run=server")
+        release(*by_others)
+        cluster.kubectl("apply", "--server-side", "-f", str(previous_chart(tmp_path) / "definitions"))
+        refused = release(*by_others, fails=True)
+        assert f"expected the resource definition {CRD} of this chart, because crds.enabled is false, found" in refused
         release("install", RELEASE, str(CHART), *VALUES, "--take-ownership", "--force-conflicts")
         release("upgrade", RELEASE, str(CHART), *VALUES)
 
