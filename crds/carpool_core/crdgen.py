@@ -1,5 +1,6 @@
 """CustomResourceDefinitions generated from the resource types: structural OpenAPI v3 schemas without references."""
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -150,21 +151,26 @@ def crd_of(definition: Definition) -> Schema:
         "additionalPrinterColumns": [_printer_column(column) for column in definition.columns],
         "schema": {"openAPIV3Schema": root_schema(definition.type)},
     }
+    spec = {
+        "group": keys.DOMAIN,
+        "names": names,
+        "scope": "Namespaced" if kind.namespaced else "Cluster",
+        "versions": [version],
+    }
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
         "metadata": {
             "name": f"{kind.plural}.{kind.group}",
             "labels": {"app.kubernetes.io/name": "carpool", "app.kubernetes.io/part-of": "carpool"},
-            # Helm deletes neither the definition nor, with it, all jobs.
-            "annotations": {"helm.sh/resource-policy": "keep"},
+            "annotations": {
+                # Helm deletes neither the definition nor, with it, all jobs.
+                "helm.sh/resource-policy": "keep",
+                # By which the chart knows a definition of another version.
+                f"{keys.DOMAIN}/spec": hashlib.sha256(msgspec.json.encode(spec)).hexdigest()[:16],
+            },
         },
-        "spec": {
-            "group": keys.DOMAIN,
-            "names": names,
-            "scope": "Namespaced" if kind.namespaced else "Cluster",
-            "versions": [version],
-        },
+        "spec": spec,
     }
 
 

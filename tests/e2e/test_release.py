@@ -42,6 +42,7 @@ def test_a_version_without_notes_or_of_something_else_is_refused(
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(2400)  # emulation
 def test_an_image_has_both_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
     """One name stands for both; the other one's program runs under QEMU."""
     monkeypatch.setattr(images, "TARGETS", ["agent"])

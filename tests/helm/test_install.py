@@ -77,6 +77,7 @@ def previous_chart(folder: Path) -> Path:
     file = chart / "definitions" / "carpool.dev_gputrainingjobs.yaml"
     crd = yaml.load(file.read_text(), Loader=yaml.CSafeLoader)
     del crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"][NEW_FIELD]
+    crd["metadata"]["annotations"]["carpool.dev/spec"] = "another"
     file.write_text(yaml.dump(crd, Dumper=yaml.CSafeDumper))
     return chart
 
