@@ -64,18 +64,22 @@ def jobs() -> tuple[list[Manifest], Manifest]:
     return [*small, whole], waits
 
 
+def targets(cluster: Cluster) -> dict[str, str]:
+    """Return the address of each process's metrics."""
+    ports = cluster.plane.ports
+    found = {"operator": f"127.0.0.1:{ports.operator_metrics}", "scheduler": f"127.0.0.1:{ports.extender_metrics}"}
+    return found | {name: f"{node.link.node_address}:{AGENT_PORT}" for name, node in cluster.kubelets.items()}
+
+
 @contextmanager
 def prometheus(cluster: Cluster, folder: Path, *, honor_labels: bool = True) -> Iterator[str]:
     """Scrape the cluster as the chart's PodMonitors do, and return Prometheus's address."""
-    ports = cluster.plane.ports
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    targets = {"operator": f"127.0.0.1:{ports.operator_metrics}", "scheduler": f"127.0.0.1:{ports.extender_metrics}"}
-    targets |= {name: f"{node.link.node_address}:{AGENT_PORT}" for name, node in cluster.kubelets.items()}
     static = [
         {"targets": [address], "labels": {"namespace": NAMESPACE, "pod": name, "container": "metrics"}}
-        for name, address in targets.items()
+        for name, address in targets(cluster).items()
     ]
     scrape = {"job_name": "carpool", "honor_labels": honor_labels, "static_configs": static}
     file = folder / f"{port}.yaml"

@@ -1,14 +1,17 @@
 """Every panel of every dashboard has data on a running cluster that a real Prometheus scrapes."""
 
 import re
+import subprocess
 import time
+import urllib.request
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from carpool_docs import dashboards
+from carpool_e2e.binaries import ensure
 from carpool_e2e.cluster import Cluster
-from carpool_e2e.dashboards import answer, figures, jobs, prometheus
+from carpool_e2e.dashboards import answer, figures, jobs, prometheus, targets
 from kubectl import Watcher, eventually
 from matplotlib.axes import Axes
 from matplotlib.text import Text
@@ -33,6 +36,16 @@ def without_data(address: str) -> set[tuple[str, str]]:
     return found
 
 
+def promtools_faults(address: str) -> list[str]:
+    """Return what `promtool check metrics` finds in the metrics of a process, except in DCGM's names."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as found:  # noqa: S310  # our own
+        text = found.read()
+    command = [ensure(["promtool"])["promtool"], "check", "metrics"]
+    done = subprocess.run(command, input=text, capture_output=True, check=False)
+    faults = (done.stdout + done.stderr).decode().splitlines()
+    return [fault for fault in faults if not fault.startswith("DCGM_")]
+
+
 def test_every_panel_has_data_with_and_without_honored_labels(
     cluster: Cluster, watcher: Watcher, tmp_path: Path
 ) -> None:
@@ -48,6 +61,7 @@ def test_every_panel_has_data_with_and_without_honored_labels(
             with suppress(AssertionError):
                 eventually("data in every panel", lambda at=address: without_data(at) == NOT_SIMULATED, 120)
             assert without_data(address) == NOT_SIMULATED
+        assert {fault for address in targets(cluster).values() for fault in promtools_faults(address)} == set()
         drawn: list[tuple[str, Axes]] = []
 
         def empty() -> set[tuple[str, str]]:

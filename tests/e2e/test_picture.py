@@ -1,5 +1,6 @@
 import re
 from io import StringIO
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -150,3 +151,11 @@ def test_nothing_is_cut_in_a_terminal(width: int) -> None:
         assert table.split().count(figure) == len(JOBS), figure
     for index in range(4):
         assert len(re.findall(rf"^ *{index} .*[█▒·]{{12,}} ", bars, re.MULTILINE)) == len(PRODUCTS), index
+
+
+def test_the_readmes_picture_is_legible_beside_its_text() -> None:
+    """Regression: its letters were 8 pixels high on a page that is 960 wide. Rich draws them 20 high."""
+    drawn = show.to_svg(show.gpu_bars(map(four_gpus, PRODUCTS)), title="x")
+    for svg in (drawn, Path(__file__).parents[2].joinpath("docs/images/gpus.svg").read_text()):
+        width = float(re.findall(r'viewBox="0 0 ([0-9.]+) ', svg)[0])
+        assert 20 * 960 / width >= 14

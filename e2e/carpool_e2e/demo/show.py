@@ -19,6 +19,8 @@ from rich.text import Text
 
 from carpool_e2e.demo.scenes import SCENES, Scene, SceneError, Stage, TooLateError
 
+WIDTH = 100
+"""Columns of the picture, whose text is then as large as that of a page around it."""
 BAR_WIDTH = 48
 """Largest width of a GPU's bar, in characters."""
 MIN_BAR_WIDTH = 12
@@ -178,7 +180,7 @@ def _number(value: float | None, form: str) -> str:
 
 def to_svg(picture: RenderableType, *, title: str) -> str:
     """Draw a picture as an SVG document."""
-    console = Console(record=True, width=190, file=StringIO(), force_terminal=True)
+    console = Console(record=True, width=WIDTH, file=StringIO(), force_terminal=True)
     console.print(picture)
     return console.export_svg(title=title)
 
