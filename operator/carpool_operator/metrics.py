@@ -59,7 +59,7 @@ class _PlacedJobs(Collector):
         memory = GaugeMetricFamily(
             "carpool_job_predicted_memory_bytes",
             "Predicted GPU memory of a job on each GPU: its median, and the bound that placement counts at first.",
-            labels=[*labels, "quantile"],
+            labels=[*labels, "estimate"],
         )
         families = [GaugeMetricFamily(name, text, labels=labels) for name, text in _JOB_GAUGES.items()]
         anomaly = GaugeMetricFamily(
@@ -77,9 +77,9 @@ class _PlacedJobs(Collector):
                     anomaly.add_metric([*of, condition.type], condition.status == "True")
             predicted, place = _prediction(status), status.placement[0]
             bound_mib = place.bound_mib(predicted.memory if predicted else None)
-            for quantile, mib in (("median", predicted.memory.median_mib if predicted else None), ("bound", bound_mib)):
+            for estimate, mib in (("median", predicted.memory.median_mib if predicted else None), ("bound", bound_mib)):
                 if mib is not None:
-                    memory.add_metric([*of, quantile], mib * MIB)
+                    memory.add_metric([*of, estimate], mib * MIB)
             values = (
                 predicted.step_time_seconds.median if predicted else None,
                 status.observed.peak_memory_mib * MIB if status.observed else None,

@@ -301,11 +301,11 @@ async def test_metrics_show_placed_jobs_until_they_end() -> None:
         "restarts": 0,
     }
     assert {name: value(f"carpool_job_{name}", job) for name in expected} == expected
-    for quantile, mib in (
+    for estimate, mib in (
         ("median", predicted.memory.median_mib),
         ("bound", status.placement[0].memory_limit_mib or 0),
     ):
-        assert value("carpool_job_predicted_memory_bytes", job | {"quantile": quantile}) == mib * 2**20
+        assert value("carpool_job_predicted_memory_bytes", job | {"estimate": estimate}) == mib * 2**20
     assert value("carpool_operator_predictions_total", {"outcome": "Predicted"}) == 1
     assert value("carpool_operator_attempts_total", {"outcome": "Complete"}) == 0
     await world.finish_pod("x-worker-0-1")
