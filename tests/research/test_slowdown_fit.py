@@ -50,9 +50,8 @@ def test_training_recovers_the_parameters_of_the_data(tmp_path, monkeypatch):
     model = msgspec.json.decode(train_slowdown(tmp_path, tmp_path / "out").read_bytes(), type=SlowdownModel)
     assert model.holding == 1.6  # kinds have equal weight, and the CNNs are half busy, where k matters most
     assert model.models == 3
-    names = ("holding_runs", "step_curves", "pairs", "slowdowns")
-    assert [model.provenance[name] for name in names] == [110, 3, 15 * 16 / 2, 125]
-    assert model.hiding == 3.0
+    names = ("holding_runs", "step_exponent", "step_curves", "pairs", "slowdowns")
+    assert [model.provenance[name] for name in names] == [110, 3.0, 3, 15 * 16 / 2, 125]
 
 
 def test_the_ends_under_time_slicing_hold_their_level_on_each_own_gpu():

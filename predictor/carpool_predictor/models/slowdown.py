@@ -1,9 +1,9 @@
 """Slowdown of co-located jobs on one GPU, from the activity of each alone.
 
-Step. A kernel runs for a share u of the step (`gpu_util`). When contention stretches the GPU's part by x, part of the
-stretched time hides host time, with an exponent p; p = 1 hides none::
+Step. A kernel runs for a share u of the step (`gpu_util`); the rest is host time. When contention stretches the GPU's
+part by x, the step takes (p > 1, which is not shipped, hides host time behind GPU time)::
 
-    s = (1 - u^p + (u * x)^p)^(1/p)
+    s = (1 - u^p + (u * x)^p)^(1/p)        p = 1: s = 1 + u * (x - 1)
 
 Time-slicing. A request finds the other jobs as they would be without it (arrival theorem; exact mean-value analysis,
 Reiser and Lavenberg 1980)::
@@ -12,13 +12,12 @@ Reiser and Lavenberg 1980)::
 
 Q_j is the share of time that j delays an arriving request. For k = p = 1 this is the exact solution of a closed network
 with one processor-sharing station. The shipped k is the exponent between SM activity and utilization, because measured
-pairs lose less than k = 1 predicts; p is that of steps by batch size. For other k and p the composition of more than
+pairs lose less than k = 1 predicts. For other k and p the composition of more than
 two jobs is a heuristic. Below `DEPTH` levels of smaller groups a job counts as alone, which changes nothing for up to
 four jobs.
 
-MPS. No host time is hidden (p = 1), and there is no contention below saturation: co-location pays while the joint SM
-activity stays under 80% (Yousefzadeh-Asl-Miandoab, ITU 2025, chapter 4). The excess queues on the scarcer of SMs
-and DRAM::
+MPS. There is no contention below saturation: co-location pays while the joint SM activity stays under 80%
+(Yousefzadeh-Asl-Miandoab, ITU 2025, chapter 4). The excess queues on the scarcer of SMs and DRAM::
 
     x_i = 1 + max over sm, dram of max(0, sum of a_j - max(0.8, a_i))
 
@@ -62,8 +61,6 @@ class SlowdownModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     version: str
     holding: Annotated[float, Meta(ge=1, le=10)]
     """k: a job with utilization u delays arriving requests for about u^k of the time, while it need not wait itself."""
-    hiding: Annotated[float, Meta(ge=1, le=12)]
-    """p: how host time hides behind GPU time under time-slicing; 1 is not at all."""
     level: Annotated[float, Meta(gt=0, lt=1)]
     """Share of slowdowns below the interval's upper end, and as many above its lower one: of each GPU (time-slicing) or
     model (MPS)."""
@@ -192,9 +189,9 @@ def _masked(values: Ratios, present: NDArray[np.bool_] | None) -> Slowdowns:
 
 def _time_slicing(util: Ratios, present: NDArray[np.bool_] | None) -> Slowdowns:
     """Return slowdowns under time-slicing; GPUs with equally many tenants are computed together."""
-    exponents = shipped().holding, shipped().hiding
+    exponent = shipped().holding
     if present is None or present.all():
-        return MeanValueAnalysis(_ratios(util), *exponents).slowdowns()
+        return MeanValueAnalysis(_ratios(util), exponent).slowdowns()
     result = np.ones(np.shape(present))
     count = present.sum(axis=1)
     for tenants in np.unique(count[count > 1]).tolist():
@@ -202,7 +199,7 @@ def _time_slicing(util: Ratios, present: NDArray[np.bool_] | None) -> Slowdowns:
         here = np.zeros(present.shape, np.bool_)
         here[rows] = present[rows]
         busy = _ratios(util[here]).reshape(rows.size, tenants)
-        result[here] = MeanValueAnalysis(busy, *exponents).slowdowns().ravel()
+        result[here] = MeanValueAnalysis(busy, exponent).slowdowns().ravel()
     return result
 
 

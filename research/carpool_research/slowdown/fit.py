@@ -83,7 +83,7 @@ def best_exponent(runs: Sequence[Runs], activity: Activity = sm_active) -> float
     return min(EXPONENTS, key=lambda exponent: error(runs, exponent, activity))
 
 
-VERSION = "2026.11.6"
+VERSION = "2026.11.7"
 LEAST_BUSY = 0.05
 """Least utilization of a neighbour to which an error is related."""
 LEVEL = 0.9
@@ -100,12 +100,11 @@ def learn(data: Path) -> SlowdownModel:
     hiding = gavel.most_cautious(gavel.errors_by_exponent(measured))
     behind_mps = gavel.behind_mps(measured, hiding, k)
     mps = [gavel.factor(sign * behind_mps.log_errors, behind_mps.models, LEVEL) for sign in (1, -1)]
-    turns = list(log_errors(profiled.read(profiled.MEASUREMENTS), k, hiding).values())
+    turns = list(log_errors(profiled.read(profiled.MEASUREMENTS), k).values())
     above, below = (math.ceil(1e3 * max(upper_quantile(one[end]) for one in turns)) / 1e3 for end in (0, 1))
     return SlowdownModel(
         version=VERSION,
         holding=k,
-        hiding=hiding,
         level=LEVEL,
         models=len(np.unique(behind_mps.models)),
         time_slicing_factor=above,
@@ -120,12 +119,13 @@ def learn(data: Path) -> SlowdownModel:
             "mps_factors": "stanford-futuredata/gavel, oracle throughputs (K80, P100, V100), single-GPU jobs",
             "jobs": len(measured.step_s),
             "step_curves": len(gavel.families(measured)),
+            "step_exponent": hiding,
             "pairs": len(behind_mps.measured),
         },
     )
 
 
-def log_errors(runs: Mapping[str, Speeds], holding: float, hiding: float) -> dict[str, Numbers]:
+def log_errors(runs: Mapping[str, Speeds], holding: float) -> dict[str, Numbers]:
     """Return, by product, two rows of logarithms for slowdowns under time-slicing.
 
     The first is of the slowdown over the larger of median and fair share, the second of the median over the slowdown.
@@ -133,7 +133,7 @@ def log_errors(runs: Mapping[str, Speeds], holding: float, hiding: float) -> dic
     found: dict[str, list[Numbers]] = {}
     for name, rows in runs.items():
         if not rows.is_mps.any():
-            median = MeanValueAnalysis(rows.busy, holding, hiding).slowdowns()[:, 0]
+            median = MeanValueAnalysis(rows.busy, holding).slowdowns()[:, 0]
             most = np.maximum(median, fair_share(rows.busy)[:, 0])
             found.setdefault(name.split(", ")[0], []).append(-np.log([most * rows.speed, 1 / (median * rows.speed)]))
     return {product: np.hstack(of) for product, of in found.items()}
@@ -224,7 +224,7 @@ def _group(busy: Numbers) -> dict[str, str]:
     exact = np.array([exact_slowdowns(row) for row in busy])
     off = np.abs(MeanValueAnalysis(busy, 1.0).slowdowns() - exact)
     k = shipped().holding
-    found = MeanValueAnalysis(busy, k, shipped().hiding).slowdowns()
+    found = MeanValueAnalysis(busy, k).slowdowns()
     most, busiest = ((of / found).sum(axis=1).max() for of in (busy**k, busy))
     return {
         "tenants": str(busy.shape[1]),

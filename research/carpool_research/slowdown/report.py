@@ -42,7 +42,6 @@ def _texts(
     rules = {name: rule(pairs) for name, rule in fit.RULES.items()}
     return {
         "holding": f"{model.holding:g}",
-        "hiding_shipped": f"{model.hiding:g}",
         "level": f"{100 * model.level:g}",
         "time_slicing": f"{model.time_slicing_factor:g}",
         "least": f"{np.exp(model.time_slicing_factor):.2f}",
@@ -162,7 +161,7 @@ def _by_neighbour(pairs: Pairs) -> list[dict[str, str]]:
     return table
 
 
-NOT_SHIPPED = (1.0, 1.25)
+NOT_SHIPPED = (1.25, 1.5)
 """Alternative exponents p of overlapping host time."""
 
 
@@ -182,7 +181,7 @@ def run(data: Path, out: Path, progress: Progress = silent) -> Report:
     runs, measured = fit.read(data), gavel.read(data)
     progress("Gavel: steps left out, for each exponent")
     by_exponent = gavel.errors_by_exponent(measured)
-    behind_mps = gavel.behind_mps(measured, shipped().hiding, shipped().holding)
+    behind_mps = gavel.behind_mps(measured, gavel.most_cautious(by_exponent), shipped().holding)
     pairs = lucid.read(data)
     progress("candidates, models and sources held out")
     rows, others = candidates.from_lucid(pairs), candidates.from_gavel(measured)
