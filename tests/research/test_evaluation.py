@@ -22,52 +22,41 @@ def test_a_folder_without_measurements_is_refused(suite: str, tmp_path: Path) ->
     assert "Traceback" not in result.stderr
 
 
+MEMORY, ACTIVITY, STEPS = (
+    "gpumemnet/timm_a100_40gb.csv", "gpumemnet/mlp_a100_40gb.csv", "neusight/e2e_labels_flat.csv",
+)  # fmt: skip
+MODEL = "timm_model,timm_module,batch_size,max_gpu_memory_mib,faketensor_mib\nr,resnet,8,"
+STEP = "gpu,model,mode,seqlen,variant,batch,e2e_ms\nTesla_P4,bert_large,train,512,,"
+UNREADABLE = ":2: cannot read the row"
+
+
 @pytest.mark.parametrize(
-    ("suite", "file"),
+    ("suite", "file", "content", "expected"),
     [
-        ("memory", "gpumemnet/timm_a100_40gb.csv"),
-        ("activity", "gpumemnet/mlp_a100_40gb.csv"),
-        ("step-time", "neusight/e2e_labels_flat.csv"),
+        pytest.param("memory", MEMORY, "something,else\n1,2", "column", id="memory, other columns"),
+        pytest.param("activity", ACTIVITY, "something,else\n1,2", "column", id="activity, other columns"),
+        pytest.param("step-time", STEPS, "something,else\n1,2", "column", id="step-time, other columns"),
+        pytest.param("memory", MEMORY, f"{MODEL}many,0", UNREADABLE, id="no number"),
+        pytest.param("memory", MEMORY, f"{MODEL}nan,0", UNREADABLE, id="not a peak"),
+        pytest.param("memory", MEMORY, f"{MODEL}-1,0", UNREADABLE, id="less than nothing"),
+        pytest.param("memory", MEMORY, f"{MODEL}inf,0", UNREADABLE, id="without end"),
+        pytest.param("step-time", STEPS, f"{STEP}8,long", UNREADABLE, id="no time"),
+        pytest.param("step-time", STEPS, f"{STEP}8,nan", UNREADABLE, id="a time that is no number"),
+        pytest.param("step-time", STEPS, f"{STEP}0,3.5", UNREADABLE, id="a batch of nothing"),
     ],
 )
-@pytest.mark.parametrize("frozen", [True, False])
-def test_a_missing_column_is_refused(suite: str, file: str, frozen: bool, tmp_path: Path) -> None:
+def test_invalid_measurements_are_refused_with_their_place(
+    suite: str, file: str, content: str, expected: str, tmp_path: Path
+) -> None:
     path = tmp_path / file
     path.parent.mkdir(parents=True)
-    path.write_text("something,else\n1,2\n")
+    path.write_text(content)
     arguments = ["--data", str(tmp_path), "--suite", suite, "--out", str(tmp_path / "out")]
-    result = CliRunner().invoke(evaluate, [*arguments, "--frozen"] if frozen else arguments)
-    assert result.exit_code == 2
-    assert "column" in result.stderr
-    assert "Traceback" not in result.stderr
-
-
-ROWS = {
-    "gpumemnet/timm_a100_40gb.csv": "timm_model,timm_module,batch_size,max_gpu_memory_mib,faketensor_mib\nr,resnet,8,",
-    "neusight/e2e_labels_flat.csv": "gpu,model,mode,seqlen,variant,batch,e2e_ms\nTesla_P4,bert_large,train,512,,",
-}
-
-
-@pytest.mark.parametrize(
-    ("suite", "file", "rest"),
-    [
-        pytest.param("memory", "gpumemnet/timm_a100_40gb.csv", "many,0", id="no number"),
-        pytest.param("memory", "gpumemnet/timm_a100_40gb.csv", "nan,0", id="not a peak"),
-        pytest.param("memory", "gpumemnet/timm_a100_40gb.csv", "-1,0", id="less than nothing"),
-        pytest.param("memory", "gpumemnet/timm_a100_40gb.csv", "inf,0", id="without end"),
-        pytest.param("step-time", "neusight/e2e_labels_flat.csv", "8,long", id="no time"),
-        pytest.param("step-time", "neusight/e2e_labels_flat.csv", "8,nan", id="a time that is no number"),
-        pytest.param("step-time", "neusight/e2e_labels_flat.csv", "0,3.5", id="a batch of nothing"),
-    ],
-)
-def test_an_unreadable_row_is_named_with_its_line(suite: str, file: str, rest: str, tmp_path: Path) -> None:
-    path = tmp_path / file
-    path.parent.mkdir(parents=True)
-    path.write_text(ROWS[file] + rest + "\n")
-    result = CliRunner().invoke(evaluate, ["--data", str(tmp_path), "--suite", suite, "--frozen"])
-    assert result.exit_code == 2
-    assert f"{path.name}:2: cannot read the row" in result.stderr.replace("\n", "")
-    assert "Traceback" not in result.stderr
+    for more in ["--frozen"], *([[]] if expected == "column" else []):
+        result = CliRunner().invoke(evaluate, [*arguments, *more])
+        assert result.exit_code == 2
+        assert expected in result.stderr.replace("\n", "")
+        assert "Traceback" not in result.stderr
 
 
 TABLES = {gavel.FILE: gavel.COLUMNS, str(lucid.SOLO): lucid.SOLO_COLUMNS, str(lucid.PAIRED): lucid.PAIRED_COLUMNS}
