@@ -40,13 +40,14 @@ class CatalogModel(Resource, frozen=True, kw_only=True):
             "`timm/NAME`, `torchvision/NAME`, `transformers/NAME`, where transformers takes a model of the "
             "Hugging Face hub, such as transformers/bert-base-uncased, or a configuration class. `@key=value,…` "
             "changes values of the configuration, such as "
-            "transformers/LlamaConfig@hidden_size=1024,num_hidden_layers=8; attn_implementation=eager keeps the scores "
-            "of attention, which the fused kernel does not.",
+            "transformers/LlamaConfig@hidden_size=1024,num_hidden_layers=8, or arguments of torchvision's builder, such "
+            "as aux_loss=true; attn_implementation=eager keeps the scores of attention, which the fused kernel does "
+            "not.",
             max_length=4096,
             rules=[
                 Rule(
-                    r"""self.matches("^((timm|torchvision)/[A-Za-z0-9._-]+"""
-                    r"""|transformers/([A-Za-z0-9._-]+/)?[A-Za-z0-9._-]+(@[a-z0-9_]+=[A-Za-z0-9._-]+"""
+                    r"""self.matches("^(timm/[A-Za-z0-9._-]+"""
+                    r"""|(torchvision/|transformers/([A-Za-z0-9._-]+/)?)[A-Za-z0-9._-]+(@[a-z0-9_]+=[A-Za-z0-9._-]+"""
                     r"""(,[a-z0-9_]+=[A-Za-z0-9._-]+)*)?)$")""",
                     "expected timm/NAME, torchvision/NAME or transformers/NAME, such as "
                     "timm/resnet50; for any other model give spec.model.features as `carpool graph` prints them",

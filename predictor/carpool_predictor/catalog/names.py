@@ -46,12 +46,12 @@ def _check(model: CatalogModel) -> None:
     library, _, name = model.name.partition("/")
     if library not in LIBRARIES:
         raise unsupported(model.name)
+    base, _ = split_name(name)
     if library == "transformers":
-        base, _ = split_name(name)
         if published(base) is None and not base.endswith(_CONFIGURATION):
             raise unknown_to_the_hub(base)
-    elif store.shipped().family(model.name) is None and not _is_written(library, name):
-        raise unknown(library, name, store.shipped().nearest(model.name))
+    elif store.shipped().family(f"{library}/{base}") is None and not _is_written(library, base):
+        raise unknown(library, base, store.shipped().nearest(f"{library}/{base}"))
 
 
 def _is_written(library: str, name: str) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 from carpool_core.resources.job import CatalogModel
 from torch import nn
 
+from carpool_predictor.catalog.hub import split_name
 from carpool_predictor.catalog.names import unknown, unsupported
 from carpool_predictor.features import Sample, TraceError
 
@@ -80,9 +81,10 @@ def _torchvision(model: CatalogModel, name: str) -> Recipe:
         from torchvision import models  # type: ignore[import-untyped]
     except ImportError as e:
         raise _missing("torchvision", e) from e
+    name, given = split_name(name)
     if name not in models.list_models():
         raise _unknown("torchvision", name, models.list_models())
-    options: dict[str, Any] = {"weights": None}
+    options: dict[str, Any] = {**given, "weights": None}
     if model.num_classes is not None:
         options["num_classes"] = model.num_classes
     if name in ("inception_v3", "googlenet"):
