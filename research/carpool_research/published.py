@@ -13,7 +13,7 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -37,6 +37,8 @@ from carpool_research.tables import read_table
 
 DATA = Path(__file__).parents[1] / "data"
 CASES = DATA / "published.csv"
+UNSEEN = DATA / "unseen.csv"
+"""Cases of sources that nobody had predicted when the shipped models were made; see `research/data/README.md`."""
 OWN = Path(__file__).parents[1] / "measurements" / "h200_finetuning.csv"
 FEATURES = DATA / "published_features.json"
 """Traced features of the cases, by name, or the reason why there are none."""
@@ -75,6 +77,13 @@ class Case:
     step_time_s: float | None
     excluded: str
     """Reason why the case is not judged; empty if it is."""
+
+    is_unseen: bool = False
+
+    @property
+    def split(self) -> str:
+        """Whether constants may be chosen on the case: `fit`, `held out`, or `unseen`."""
+        return "unseen" if self.is_unseen else "held out" if is_held_out(self.source) else "fit"
 
     @property
     def is_expressible(self) -> bool:
@@ -116,12 +125,16 @@ def _case(row: Mapping[str, str]) -> Case:
 
 
 def read_cases(*paths: Path) -> list[Case]:
-    """Return the cases of files, by default the published and the own ones.
+    """Return the cases of files, by default the published, the own and the unseen ones.
 
     Raises:
         DataError: A column is missing, or a row is invalid.
     """
-    return [case for path in paths or (CASES, OWN) for case in read_table(path, COLUMNS, _case)]
+    return [
+        replace(case, is_unseen=path == UNSEEN)
+        for path in paths or (CASES, OWN, UNSEEN)
+        for case in read_table(path, COLUMNS, _case)
+    ]
 
 
 def read_features(path: Path = FEATURES) -> dict[str, ModelFeatures | str]:
@@ -198,27 +211,27 @@ def memory_row(judged: Sequence[Judged]) -> dict[str, str]:
 
 
 def memory_tables(cases: Sequence[Case], judged: Sequence[Judged]) -> str:
-    """Return the table by source and kind, with totals of fit and held-out sources."""
-    groups: dict[tuple[str, str], list[Judged]] = defaultdict(list)
+    """Return the table by source and kind, with totals of fit, held-out and unseen sources."""
+    groups: dict[tuple[str, str, str], list[Judged]] = defaultdict(list)
     for one in judged:
         if one.case.memory_mib is not None:
-            groups[one.case.source, one.case.kind].append(one)
-    listed = sorted({(case.source, case.kind) for case in cases if case.memory_mib is not None})
+            groups[one.case.split, one.case.source, one.case.kind].append(one)
+    listed = sorted({(case.split, case.source, case.kind) for case in cases if case.memory_mib is not None})
     rows = []
-    for source, kind in listed:
+    for split, source, kind in listed:
         total = [c for c in cases if (c.source, c.kind) == (source, kind) and c.memory_mib is not None]
-        group = groups[source, kind]
+        group = groups[split, source, kind]
         row = {
             "source": source,
-            "split": "held out" if is_held_out(source) else "fit",
+            "split": split,
             "kind": kind,
             "cases": str(len(total)),
             "expressible": str(sum(case.is_expressible for case in total)),
         }
         rows.append(row | (memory_row(group) if group else {"judged": "0"}))
-    for name, part in (("fit", False), ("held out", True)):
+    for name in sorted({split for split, _, _ in listed}):
         for kinds in (INSIDE, ("process", "unstated")):
-            chosen = [j for (s, k), group in groups.items() if is_held_out(s) is part and k in kinds for j in group]
+            chosen = [j for (s, _, k), group in groups.items() if s == name and k in kinds for j in group]
             if chosen:
                 rows.append({"source": "**all**", "split": name, "kind": " or ".join(kinds)} | memory_row(chosen))
     return markdown(rows)
@@ -226,12 +239,12 @@ def memory_tables(cases: Sequence[Case], judged: Sequence[Judged]) -> str:
 
 def step_time_table(judged: Sequence[Judged]) -> str:
     """Return the table of step times by source."""
-    groups: dict[str, list[Judged]] = defaultdict(list)
+    groups: dict[tuple[str, str], list[Judged]] = defaultdict(list)
     for one in judged:
         if one.case.step_time_s is not None:
-            groups[one.case.source].append(one)
+            groups[one.case.split, one.case.source].append(one)
     rows = []
-    for source, group in sorted(groups.items()):
+    for (split, source), group in sorted(groups.items()):
         pairs = [(one.step_time, one.case.step_time_s or 0) for one in group]
         factors = [max(time.median / measured, measured / time.median) for time, measured in pairs]
         signed = median(time.median / measured for time, measured in pairs)
@@ -239,7 +252,7 @@ def step_time_table(judged: Sequence[Judged]) -> str:
         rows.append(
             {
                 "source": source,
-                "split": "held out" if is_held_out(source) else "fit",
+                "split": split,
                 "judged": str(len(group)),
                 "median factor": f"{median(factors):.2f}",
                 "predicted/measured": f"{signed:.2f}",
@@ -300,7 +313,7 @@ def _refitted(fit: Sequence[Judged], held_out: Sequence[Judged]) -> Iterator[tup
 
 def split_table(judged: Sequence[Judged]) -> str:
     """Return the table of peaks under constants chosen without their source, for several divisions into thirds."""
-    with_memory = [one for one in judged if one.case.memory_mib is not None]
+    with_memory = [one for one in judged if one.case.memory_mib is not None and not one.case.is_unseen]
     sources = sorted({one.case.source for one in with_memory})
     rows = []
     for seed in range(SPLITS):
@@ -361,12 +374,12 @@ def texts() -> dict[str, str]:
 @click.command(short_help="Judge the predictor on published measurements, and print tables by source.")
 @click.option("--trace", "is_traced", is_flag=True, help="Trace the cases again, instead of reading their features.")
 @click.option("--cases", is_flag=True, help="Print each case, too.")
-@click.option("--only", default="", help="Only cases whose source or name begins with this text.")
+@click.option("--only", default="", help="Only cases whose source, name or split begins with this text.")
 @click.option("--fit", "is_fit", is_flag=True, help="Only sources that constants may be chosen on.")
 def published(only: str, *, is_traced: bool, cases: bool, is_fit: bool) -> None:
     """Judge the predictor on published measurements, and print tables by source."""
-    chosen = [c for c in read_cases() if c.source.startswith(only) or c.name.startswith(only)]
-    chosen = [c for c in chosen if not (is_fit and is_held_out(c.source))]
+    chosen = [c for c in read_cases() if any(name.startswith(only) for name in (c.source, c.name, c.split))]
+    chosen = [c for c in chosen if not is_fit or c.split == "fit"]
     if is_traced:
         trace(chosen, FEATURES, lambda name: click.echo(name, err=True))
     judged = list(judge(chosen, features := read_features()))
