@@ -227,6 +227,7 @@ def request_options(*, is_model_required: bool) -> Callable[[Callable[..., None]
         ),
         click.option("--compile", is_flag=True, help="The model runs under torch.compile; intervals are wider."),
         click.option("--activation-offloading", is_flag=True, help="Kept activations wait in the host's memory."),
+        click.option("--varying-lengths", is_flag=True, help="Batches differ in length, up to the one of --input."),
         click.option(
             "--parallelism",
             type=click.Choice([k.value for k in ParallelKind]),
@@ -284,6 +285,7 @@ def _request(options: dict[str, Any]) -> PredictRequest:
         cross_entropy=CrossEntropy(options["cross_entropy"]),
         compile=options["compile"],
         activation_offloading=options["activation_offloading"],
+        varying_lengths=options["varying_lengths"],
         parallelism=_parallelism(options),
         steps=options.get("steps"),
     )
@@ -318,7 +320,8 @@ def _products(gpus: tuple[str, ...]) -> list[GpuProduct]:
     + '\n\nWith --rows, each line is {"id", "catalog": {"name", "input", "numClasses"} or "features", '
     '"training": {"batchSize", "optimizer", "precision", "activationCheckpointing", "gradientAccumulation", '
     '"adapter": {"kind", "rank", "targets", "dropout"}, "quantization", "crossEntropy", "compile", '
-    '"activationOffloading", "parallelism": {"kind", "gpus", "cpuOffload", "tensorParallel"}, "steps"}, "gpu"}, and is '
+    '"activationOffloading", "varyingLengths", "parallelism": {"kind", "gpus", "cpuOffload", "tensorParallel"}, '
+    '"steps"}, "gpu"}, and is '
     "answered with one line. An invalid row is answered with status `error`; the others go on, and the exit code is 2 "
     "at the end.",
 )

@@ -63,6 +63,7 @@ def _mismatch(features: ModelFeatures, training: Training) -> Abstention | None:
         ("crossEntropy", features.cross_entropy.value, training.cross_entropy.value),
         ("compile", features.compile, training.compile),
         ("activationOffloading", features.activation_offloading, training.activation_offloading),
+        ("varyingLengths", features.varying_lengths, training.varying_lengths),
         ("parallelism", _division(features.parallelism), _division(training.parallelism)),
     )
     wrong = [f"{name} {traced} where spec.training has {wanted}" for name, traced, wanted in pairs if traced != wanted]

@@ -106,6 +106,7 @@ def _case(row: Mapping[str, str]) -> Case:
         cross_entropy=CrossEntropy(row["cross_entropy"] or CrossEntropy.FULL),
         compile=row["compile"] == "yes",
         activation_offloading=row["offloading"] == "yes",
+        varying_lengths=row.get("lengths") == "varying",
         parallelism=Parallelism(kind=ParallelKind(kind), gpus=int(gpus)) if kind else None,
     )
     shape = [int(n) for n in row["input"].split()] or None

@@ -143,6 +143,7 @@ class ModelFeatures(Resource, frozen=True, kw_only=True):
     cross_entropy: Annotated[CrossEntropy, field("How the loss stored its logits.")] = CrossEntropy.FULL
     compile: Annotated[bool, field("Whether the steps are those of a compiled model.")] = False
     activation_offloading: Annotated[bool, field("Whether kept activations were on the host.")] = False
+    varying_lengths: Annotated[bool, field("Whether reserved memory is that of batches of many lengths.")] = False
     parallelism: Annotated[Parallelism, field("Division among several GPUs.")] | None = None
     steps: Annotated[
         list[TracedStep],

@@ -40,8 +40,8 @@ class CatalogModel(Resource, frozen=True, kw_only=True):
             "`timm/NAME`, `torchvision/NAME`, `transformers/NAME`, where transformers takes a model of the "
             "Hugging Face hub, such as transformers/bert-base-uncased, or a configuration class. `@key=value,…` "
             "changes values of the configuration, such as "
-            "transformers/LlamaConfig@hidden_size=1024,num_hidden_layers=8, or arguments of torchvision's builder, such "
-            "as aux_loss=true; attn_implementation=eager keeps the scores of attention, which the fused kernel does "
+            "transformers/LlamaConfig@hidden_size=1024,num_hidden_layers=8, or arguments of torchvision's builder, "
+            "such as aux_loss=true; attn_implementation=eager keeps the scores of attention, which the fused kernel does "
             "not.",
             max_length=4096,
             rules=[
@@ -437,6 +437,13 @@ class Training(Resource, frozen=True, kw_only=True):
     ] = False
     activation_offloading: Annotated[
         bool, field("Whether activations that the backward pass needs wait in the memory of the host.")
+    ] = False
+    varying_lengths: Annotated[
+        bool,
+        field(
+            "Whether batches of tokens differ in length, up to the model's input. Free blocks of PyTorch's allocator "
+            "then fit no tensor, and it reserves more."
+        ),
     ] = False
     parallelism: Annotated[Parallelism, field("Division of the model among the job's GPUs.")] | None = None
     steps: (

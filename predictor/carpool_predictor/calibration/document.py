@@ -61,10 +61,11 @@ _STRATUM = Annotated[int, Meta(ge=0, lt=STRATA)]
 def is_plain(training: Training) -> bool:
     """Whether a training has no technique that was checked only against published cases.
 
-    These are division among GPUs, torch.compile, offloaded activations, and chunked or fused losses.
+    These are division among GPUs, torch.compile, offloaded activations, varying lengths, and chunked or fused losses.
     """
     stores_logits = training.cross_entropy in (CrossEntropy.FULL, CrossEntropy.NATIVE)
-    return stores_logits and not (training.parallelism or training.compile or training.activation_offloading)
+    others = (training.parallelism, training.compile, training.activation_offloading, training.varying_lengths)
+    return stores_logits and not any(others)
 
 
 class Stack(msgspec.Struct, frozen=True, kw_only=True, order=True):

@@ -35,6 +35,7 @@ from carpool_predictor.tracing.step import (
     meta_mode,
     prepare,
     trace_step,
+    trace_varying,
     weight_dtype,
 )
 
@@ -358,7 +359,8 @@ def trace_under(
 
     def step(batch_size: int) -> TracedStep:
         what = f"a training step on input of shape {[batch_size, *recipe.input_shape]} failed"
-        return explained(what, lambda: trace_step(fake, batch_size, operators)[0], recipe.file)
+        trace = trace_varying if training.varying_lengths else trace_step
+        return explained(what, lambda: trace(fake, batch_size, operators)[0], recipe.file)
 
     return ModelFeatures(
         name=recipe.name,
@@ -376,6 +378,7 @@ def trace_under(
         cross_entropy=training.cross_entropy,
         compile=training.compile,
         activation_offloading=training.activation_offloading,
+        varying_lengths=training.varying_lengths,
         parallelism=training.parallelism,
         steps=list(map(step, sizes)),
     )

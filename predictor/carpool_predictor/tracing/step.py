@@ -3,12 +3,13 @@
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import torch
 import torch.nn.functional as F  # noqa: N812  (the name that PyTorch uses)
 from carpool_core.resources.features import TracedStep
@@ -23,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from carpool_predictor.features import Sample, TraceError
 from carpool_predictor.optimizers import TABLE, OptimizerMemory
 from carpool_predictor.parallel import WHOLE, Shares
+from carpool_predictor.tracing.allocator import reserved_by_lengths
 from carpool_predictor.tracing.autocast import MetaAutocast, NoProductMissed
 from carpool_predictor.tracing.operators import CudaRules, ForeachMode, OperatorCache, like
 from carpool_predictor.tracing.saved import KeptTensors
@@ -480,3 +482,30 @@ def trace_step(
         with training.mode, tracker:
             training.step(inputs, begin_backward, begin_update)
     return tracker.traced(batch_size), tracker
+
+
+def trace_varying(
+    training: FakeTraining, batch_size: int, operators: OperatorCache | None = None
+) -> tuple[TracedStep, StepTracker]:
+    """Trace one step like `trace_step`; its reserved memory is that of steps of many lengths up to the samples' own.
+
+    Raises:
+        TraceError: No sample has tokens, or a shorter one makes other tensors.
+    """
+    halved = tuple(Sample((s.shape[0] // 2,), tokens=True) if s.tokens else s for s in training.samples)
+    if halved == training.samples or min(s.shape[0] for s in halved) < 1:
+        raise TraceError(
+            "VaryingLengthsUnsupported",
+            "varyingLengths needs samples of two tokens or more; set training.varyingLengths to false",
+        )
+    step, tracker = trace_step(training, batch_size, operators)
+    _, shorter = trace_step(replace(training, samples=halved), batch_size, operators)
+    whole, half = tracker.storages, shorter.storages
+    if whole.allocations != half.allocations:
+        raise TraceError(
+            "VaryingLengthsUnsupported",
+            f"expected as many tensors at half the length, found {half.allocations:,} instead of "
+            f"{whole.allocations:,}; set training.varyingLengths to false",
+        )
+    reserved = reserved_by_lengths(whole.events, half.events, whole.state, whole.update)
+    return msgspec.structs.replace(step, reserved_bytes=max(step.reserved_bytes, reserved)), tracker

@@ -65,6 +65,11 @@ class LiveStorages:
         self.update = 0
         """Number of events before the update."""
 
+    @property
+    def allocations(self) -> int:
+        """Number of allocations so far."""
+        return sum(size >= 0 for _, size in self.events)
+
     def adopt(self, tensors: Iterable[Tensor], kind: Kind) -> None:
         """Count the tensors' storages unless they are counted already, and note the peak."""
         self.adopt_storages((tensor.untyped_storage() for tensor in tensors), kind)
