@@ -459,6 +459,7 @@ async def test_waiting_job_is_predicted_again_once_its_stack_is_calibrated(resta
         pytest.param({"compile": True}, id="compiled"),
         pytest.param({"activationOffloading": True}, id="offloaded"),
         pytest.param({"crossEntropy": "fused"}, id="fused loss"),
+        pytest.param({"varyingLengths": True}, id="varying lengths"),
     ],
 )
 async def test_jobs_with_unmeasured_techniques_learn_from_their_own_runs_only(technique: dict[str, Any]) -> None:

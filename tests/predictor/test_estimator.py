@@ -175,6 +175,7 @@ def test_on_another_stack_the_bound_is_wider_with_a_reason(training: Training, g
         pytest.param({"compile": True}, id="compiled"),
         pytest.param({"activation_offloading": True}, id="offloaded"),
         pytest.param({"cross_entropy": CrossEntropy.CHUNKED}, id="chunked loss"),
+        pytest.param({"varying_lengths": True}, id="varying lengths"),
     ],
 )
 def test_a_technique_that_was_never_measured_has_a_wider_bound_with_a_reason(technique: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from carpool_core.products import find_product
@@ -12,6 +13,7 @@ from carpool_predictor.catalog.recipes import Recipe
 from carpool_predictor.features import Sample, TraceError
 from carpool_predictor.predict import PredictionContext
 from carpool_predictor.predict import prepare as prepare_context
+from carpool_predictor.tracing.allocator import events_at
 from carpool_predictor.tracing.models import trace_recipe
 from carpool_predictor.tracing.saved import KeptTensors
 from carpool_predictor.tracing.step import fake_weights, meta_mode, prepare, trace_step
@@ -38,6 +40,33 @@ class Language(nn.Module):
 def traced(build: Callable[[], nn.Module] = Language, **options: Any) -> Any:
     training = Training(batch_size=_BATCH, optimizer=Optimizer.SGD, precision=Precision.BF16, **options)
     return trace_recipe(Recipe("m", build, (_TOKENS,), tokens=True), training, [_BATCH]).steps[0]
+
+
+def test_batches_of_many_lengths_reserve_more_than_the_longest() -> None:
+    recipe, training = Recipe("m", Language, (8 * _TOKENS,), tokens=True), Training(batch_size=_BATCH)
+    one, many = (
+        trace_recipe(recipe, msgspec.structs.replace(training, varying_lengths=varying), [_BATCH]).steps[0]
+        for varying in (False, True)
+    )
+    assert many.reserved_bytes > 1.1 * one.reserved_bytes
+    assert msgspec.structs.replace(many, reserved_bytes=one.reserved_bytes) == one
+
+
+def test_tensors_of_a_length_have_the_sizes_between_two_traces() -> None:
+    def events(tokens: int) -> list[tuple[int, int]]:
+        mode = meta_mode()
+        with fake_weights(mode):
+            model = Language()
+        training = prepare(model, mode, Training(batch_size=_BATCH), Sample((tokens,), tokens=True))
+        return trace_step(training, _BATCH)[1].storages.events
+
+    half, between, whole = (dict(e for e in events(n) if e[1] >= 0) for n in (_TOKENS, _TOKENS * 3 // 2, _TOKENS * 2))
+    assert dict(events_at(0.75, list(whole.items()), list(half.items()))) == between
+
+
+def test_lengths_vary_in_samples_of_tokens_only() -> None:
+    with pytest.raises(TraceError, match="needs samples of two tokens or more"):
+        trace_recipe(Recipe("m", lambda: nn.Linear(4, 2), (4,)), Training(batch_size=4, varying_lengths=True))
 
 
 def test_each_loss_stores_fewer_logits_than_the_one_before() -> None:

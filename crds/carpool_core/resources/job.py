@@ -41,8 +41,8 @@ class CatalogModel(Resource, frozen=True, kw_only=True):
             "Hugging Face hub, such as transformers/bert-base-uncased, or a configuration class. `@key=value,…` "
             "changes values of the configuration, such as "
             "transformers/LlamaConfig@hidden_size=1024,num_hidden_layers=8, or arguments of torchvision's builder, "
-            "such as aux_loss=true; attn_implementation=eager keeps the scores of attention, which the fused kernel does "
-            "not.",
+            "such as aux_loss=true; attn_implementation=eager keeps the scores of attention, which the fused kernel "
+            "does not.",
             max_length=4096,
             rules=[
                 Rule(

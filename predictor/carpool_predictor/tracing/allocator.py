@@ -8,7 +8,7 @@ come from 2 MiB segments, larger ones from 20 MiB segments. From 10 MiB on a blo
 
 import random
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 GRANULE = 512
@@ -147,17 +147,16 @@ def reserved_by_lengths(whole: Events, half: Events, state: slice, update: int) 
         state: Events of the optimizer's state, which precede the passes.
         update: Number of events before the update.
     """
-    short = dict(event for event in half if event[1] >= 0)
     lengths = random.Random(0)  # noqa: S311
+    shares = (*(lengths.random() for _ in range(_STEPS - 1)), 1.0)
+    return _reserved_by_steps((events_at(share, whole, half) for share in shares), state, update)
 
-    def steps() -> Iterator[Events]:
-        for share in (*(lengths.random() for _ in range(_STEPS - 1)), 1.0):
-            yield [
-                (key, size if size < 0 else max(0, int(size + (size - short[key]) * 2 * (share - 1))))
-                for key, size in whole
-            ]
 
-    return _reserved_by_steps(steps(), state, update)
+def events_at(share: float, whole: Events, half: Events) -> Events:
+    """Return the events of a step whose length is a share of the greatest one's; see `reserved_by_lengths`."""
+    short = dict(event for event in half if event[1] >= 0)
+    line = 2 * (share - 1)
+    return [(key, size if size < 0 else max(0, int(size + (size - short[key]) * line))) for key, size in whole]
 
 
 def _reserved_by_steps(steps: Iterable[Events], state: slice, update: int) -> int:
