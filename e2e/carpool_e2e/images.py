@@ -211,10 +211,11 @@ def _build(
         for name, of_target in targets.items():
             image = _run([*build, *arguments, *of_target, str(scratch / "context")]).splitlines()[-1]
             built.setdefault(name, []).append(image)
+    index = f"{REGISTRY}/carpool/index:{scratch.name.strip('.')}"  # the names may be those of an earlier build
     for name, of_architectures in built.items():
-        subprocess.run([*buildah, "rmi", name], capture_output=True, check=False)  # the name of an earlier build
-        _run([*buildah, "manifest", "create", name, *of_architectures])
-        _run([*buildah, "manifest", "push", "--quiet", "--all", name, f"oci:{layout}:{name}"])
+        _run([*buildah, "manifest", "create", index, *of_architectures])
+        _run([*buildah, "manifest", "push", "--quiet", "--all", index, f"oci:{layout}:{name}"])
+        _run([*buildah, "manifest", "rm", index])
     archive = scratch / "images.tar"
     _run(["tar", f"--directory={layout}", f"--file={archive}", "--create", "."])
     return archive
