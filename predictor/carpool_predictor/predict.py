@@ -337,8 +337,9 @@ def _message(context: PredictionContext, answers: Sequence[ProductAnswer]) -> st
             f"memory is calibrated on {context.model.product} in {context.model.precision} only, so the bound is wider "
             "on other GPU products and precisions"
             if is_plain(context.training)
-            else "memory with division among GPUs, torch.compile, offloading, or a chunked or fused loss was checked "
-            "only against published cases, so the bound is wider until such a run of this model was measured"
+            else "memory with division among GPUs, torch.compile, offloading, varying lengths, or a chunked or fused "
+            "loss was checked only against published cases, so the bound is wider until such a run of this model was "
+            "measured"
         )
     if derived := [a.product.name for a in answers if a.product.is_derived and not a.memory_calibrated]:
         clauses.append(f"{', '.join(derived)} is described from what NVML reports, so the bound there is wider still")

@@ -37,8 +37,8 @@ from carpool_research.tables import read_table
 
 DATA = Path(__file__).parents[1] / "data"
 CASES = DATA / "published.csv"
-UNSEEN = DATA / "unseen.csv"
-"""Cases of sources that nobody had predicted when the shipped models were made; see `research/data/README.md`."""
+LATER = DATA / "later.csv"
+"""Cases of sources that were collected after the models' constants had been chosen; see `research/data/README.md`."""
 OWN = Path(__file__).parents[1] / "measurements" / "h200_finetuning.csv"
 FEATURES = DATA / "published_features.json"
 """Traced features of the cases, by name, or the reason why there are none."""
@@ -78,12 +78,12 @@ class Case:
     excluded: str
     """Reason why the case is not judged; empty if it is."""
 
-    is_unseen: bool = False
+    is_later: bool = False
 
     @property
     def split(self) -> str:
-        """Whether constants may be chosen on the case: `fit`, `held out`, or `unseen`."""
-        return "unseen" if self.is_unseen else "held out" if is_held_out(self.source) else "fit"
+        """Whether constants may be chosen on the case: `fit`, `held out`, or `later`."""
+        return "later" if self.is_later else "held out" if is_held_out(self.source) else "fit"
 
     @property
     def is_expressible(self) -> bool:
@@ -106,7 +106,7 @@ def _case(row: Mapping[str, str]) -> Case:
         cross_entropy=CrossEntropy(row["cross_entropy"] or CrossEntropy.FULL),
         compile=row["compile"] == "yes",
         activation_offloading=row["offloading"] == "yes",
-        varying_lengths=row.get("lengths") == "varying",
+        varying_lengths={"varying": True, "": False}[row.get("lengths", "")],
         parallelism=Parallelism(kind=ParallelKind(kind), gpus=int(gpus)) if kind else None,
     )
     shape = [int(n) for n in row["input"].split()] or None
@@ -126,14 +126,14 @@ def _case(row: Mapping[str, str]) -> Case:
 
 
 def read_cases(*paths: Path) -> list[Case]:
-    """Return the cases of files, by default the published, the own and the unseen ones.
+    """Return the cases of files, by default the published, the own and the later ones.
 
     Raises:
         DataError: A column is missing, or a row is invalid.
     """
     return [
-        replace(case, is_unseen=path == UNSEEN)
-        for path in paths or (CASES, OWN, UNSEEN)
+        replace(case, is_later=path == LATER)
+        for path in paths or (CASES, OWN, LATER)
         for case in read_table(path, COLUMNS, _case)
     ]
 
@@ -212,7 +212,7 @@ def memory_row(judged: Sequence[Judged]) -> dict[str, str]:
 
 
 def memory_tables(cases: Sequence[Case], judged: Sequence[Judged]) -> str:
-    """Return the table by source and kind, with totals of fit, held-out and unseen sources."""
+    """Return the table by source and kind, with totals of fit, held-out and later sources."""
     groups: dict[tuple[str, str, str], list[Judged]] = defaultdict(list)
     for one in judged:
         if one.case.memory_mib is not None:
@@ -314,7 +314,7 @@ def _refitted(fit: Sequence[Judged], held_out: Sequence[Judged]) -> Iterator[tup
 
 def split_table(judged: Sequence[Judged]) -> str:
     """Return the table of peaks under constants chosen without their source, for several divisions into thirds."""
-    with_memory = [one for one in judged if one.case.memory_mib is not None and not one.case.is_unseen]
+    with_memory = [one for one in judged if one.case.memory_mib is not None and not one.case.is_later]
     sources = sorted({one.case.source for one in with_memory})
     rows = []
     for seed in range(SPLITS):
@@ -368,7 +368,7 @@ def texts() -> dict[str, str]:
         "published_memory": memory_tables(cases, judged),
         "published_step_time": step_time_table(judged),
         "published_splits": split_table(judged),
-        "published_excluded": excluded_table(case for case in cases if not case.is_unseen),
+        "published_excluded": excluded_table(case for case in cases if not case.is_later),
     }
 
 

@@ -29,7 +29,7 @@ def test_cases_come_from_many_sources() -> None:
     assert len(MEMORY) >= 60
     assert len({case.source for case in CASES}) >= 10
     assert len(with_memory) >= 10
-    assert {one.case.split for one in MEMORY} == {"fit", "held out", "unseen"}
+    assert {one.case.split for one in MEMORY} == {"fit", "held out", "later"}
 
 
 def test_every_case_has_a_link_and_a_quote() -> None:
@@ -38,8 +38,9 @@ def test_every_case_has_a_link_and_a_quote() -> None:
     assert all("https://" in line for line in lines)
 
 
-@pytest.mark.parametrize(("split", "share"), [("held out", 0.95), ("fit", 0.95), ("unseen", 0.9)])
+@pytest.mark.parametrize(("split", "share"), [("held out", 0.95), ("fit", 0.95), ("later", 0.9)])
 def test_the_bound_covers_published_peaks(split: str, share: float) -> None:
+    """Of later sources 79% held at the first look, before varying lengths could be expressed."""
     ratios = [bound_ratio(one) for one in MEMORY if one.case.split == split]
     assert sum(ratio >= 1 for ratio in ratios) >= share * len(ratios)
 
@@ -49,10 +50,10 @@ def test_bounds_of_processes_are_not_much_wider_than_their_peaks() -> None:
 
 
 def test_nearly_all_settings_can_be_expressed() -> None:
-    with_memory = [case for case in CASES if case.memory_mib is not None and not case.is_unseen]
+    with_memory = [case for case in CASES if case.memory_mib is not None and not case.is_later]
     assert sum(case.is_expressible for case in with_memory) >= 0.95 * len(with_memory)
     assert {case.name for case in with_memory if not case.excluded} == {
-        one.case.name for one in MEMORY if not one.case.is_unseen
+        one.case.name for one in MEMORY if not one.case.is_later
     }
 
 

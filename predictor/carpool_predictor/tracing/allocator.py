@@ -10,6 +10,7 @@ import random
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from math import log2
 
 GRANULE = 512
 """Size in bytes to which each block is rounded up (kMinBlockSize)."""
@@ -139,7 +140,8 @@ def reserved_by_lengths(whole: Events, half: Events, state: slice, update: int) 
     """Return the reserved bytes after steps of many lengths, the last of them the longest.
 
     A tensor of one length does not fit the free blocks that one of another length has left, so more segments are
-    needed. Lengths are uniform at random; sizes follow those of two lengths on a straight line.
+    needed. Lengths are uniform at random. Sizes follow a power of the length through those of two lengths: 0 for
+    weights, 1 for activations, 2 for scores of attention.
 
     Args:
         whole: Events of a step of the greatest length.
@@ -155,8 +157,7 @@ def reserved_by_lengths(whole: Events, half: Events, state: slice, update: int) 
 def events_at(share: float, whole: Events, half: Events) -> Events:
     """Return the events of a step whose length is a share of the greatest one's; see `reserved_by_lengths`."""
     short = dict(event for event in half if event[1] >= 0)
-    line = 2 * (share - 1)
-    return [(key, size if size < 0 else max(0, int(size + (size - short[key]) * line))) for key, size in whole]
+    return [(key, size if size <= 0 else int(size * share ** log2(size / short[key]))) for key, size in whole]
 
 
 def _reserved_by_steps(steps: Iterable[Events], state: slice, update: int) -> int:
