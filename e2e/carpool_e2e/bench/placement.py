@@ -7,7 +7,6 @@ import os
 import random
 import ssl
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ import msgspec
 from carpool_e2e import controlplane
 from carpool_e2e.bench.measure import Figure, Section, percentile, resident_mib
 from carpool_e2e.bench.paper import GPUS, TENANTS, Load, PaperApi, draw_load, paper_cluster, with_tenant
+from carpool_e2e.cluster import carpool_command
 from carpool_e2e.errors import HarnessError
 from carpool_e2e.processes import choose
 
@@ -168,7 +168,7 @@ def extender(folder: Path, api_port: int) -> Iterator[tuple[int, int, str]]:
         "CARPOOL_SCHEDULER_LEASE": "default/of-another",  # a leader would claim GPUs for every pending pod
     }
     with (folder / "log").open("wb") as log:
-        command = [sys.executable, "-m", "carpool_extender"]
+        command = [carpool_command(), "extender"]
         with subprocess.Popen(command, env={**os.environ, **environment}, stdout=log, stderr=log) as process:
             try:
                 yield process.pid, ports.extender, f"http://127.0.0.1:{ports.extender_metrics}/readyz"
