@@ -77,21 +77,25 @@ _NO_FAILURE = _either(
     r"\b(?:except|catch)\b[^\n]*|^skip[^\n]{0,200} due to [^\n]*\n[^\n]*",
     r"\b(?:if|avoid|prevent|when|may|might|could)\b(?! not)[^\n:)]{0,60}(?:out[ _]?of[ _]?memory|OOM\b)[^\n]*",
     r"(?:out of memory|OOM)(?: \w{1,12}){0,4} (?:occurs?|happens?|means)\b[^\n]*",
-    r"^(?>[^\n]*?\b(?-i:INFO|DEBUG)\b)(?![^\n]*(?:error|exception))[^\n]*$",
 )
 """Texts that name exhausted memory without a failure."""
+
+_INFORMATION = _either(r"^(?>[^\n]*?\b(?-i:INFO|DEBUG)\b)(?![^\n]*(?:error|exception))[^\n]*$")
+"""Lines for information: of errors that the program handled, mostly."""
 
 _ADVICE = re.compile(r"\b(?:try|consider|please|should|can|could|may|might)\b[^\n]*", re.IGNORECASE)
 
 _HANDLED = _either(
     r"(?<![-/_.])(?<!by )\b(?:skipping(?! tactic[^\0]{0,600}internal error)|(?:reduc|halv|decreas|lower|recover|offload"
     r"|ignor|continu|retry)ing|falling back|fell back|will retry|attempting to free|switching to|trying again)\b",
-    # The user ended it later.
-    r"KeyboardInterrupt|control-C event",
-    # Steps after it, but no bar of progress, which is printed last.
-    r"^(?![^\n]*\d%)[^\n]*\bloss\b(?: is|:|=) ?\d",
 )
 """Words of a program that handled the error and went on."""
+
+_LATER_STEP = _either(r"^(?![^\n]*\d%)[^\n]*\bloss\b(?: is|:|=) ?\d")
+"""A step after the error: of a program that handled it, or of another rank. A bar of progress is printed last."""
+
+_RANK_FAILED = _either(r"\A\[rank\d{1,5}\]: |closing signal SIG|first observed failure|Killing subprocess")
+"""The rank of an error that no program handled, and launchers that end the other ranks."""
 
 _NOT_CPU = re.compile("(?i)^(?!.*cpu)")
 
@@ -113,22 +117,31 @@ def _from_last_report(text: str, gpu: re.Pattern[str] = _GPU) -> str:
     return ""
 
 
+def _unhandled(text: str) -> str:
+    """Return the text from its last report of exhausted GPU memory; empty if the program handled that."""
+    report = _from_last_report(text)
+    return "" if _HANDLED.search(_ADVICE.sub("", report)) else report
+
+
 def reports_gpu_out_of_memory(log_end: str) -> bool:
     """Return whether a log ends with a report of exhausted GPU memory that the program did not handle."""
-    report = _from_last_report(_NO_FAILURE.sub("", log_end))
-    return bool(report) and not _HANDLED.search(_ADVICE.sub("", report))
+    report = _unhandled(_INFORMATION.sub("", _NO_FAILURE.sub("", log_end)))
+    return bool(report) and (not _LATER_STEP.search(report) or bool(_RANK_FAILED.search(report)))
 
 
 def names_no_cause(log_end: str) -> bool:
     """Return whether the end of a log leaves open why the program failed.
 
-    It is empty, holds only a launcher's report that its process failed, or an error that exhausted GPU memory may have
-    caused. Launchers (torchrun, accelerate, DeepSpeed) print so much after the error of the program that the kubelet
+    It is empty, holds only a launcher's report that its process failed, an error that exhausted GPU memory may have
+    caused, or a report of exhausted GPU memory that the program may have handled. Launchers (torchrun, accelerate, DeepSpeed) print so much after the error of the program that the kubelet
     cuts it off. A report that the process was killed by a signal is a cause.
     """
     if _KILLED.search(log_end):
         return False
     text = _NO_FAILURE.sub("", log_end)
+    if not reports_gpu_out_of_memory(log_end) and _unhandled(text):
+        return True
+    text = _INFORMATION.sub("", text)
     if _UNCLEAR.search(text) or (not _from_last_report(text) and _from_last_report(text, _NOT_CPU)):
         return True
     errors = [match.group() for match in _ERROR.finditer(log_end)]

@@ -45,6 +45,27 @@ def test_message(message: dict[str, Any]) -> None:
     assert names_no_cause(message["text"]) or not is_unclear
 
 
+REPORT = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+STEP = "epoch 1 step 500 loss: 2.31"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_certain"),
+    [
+        pytest.param(f"[rank1]: {REPORT}\n{STEP}\n", True, id="a step of another rank"),
+        pytest.param(f"{REPORT}\n{STEP}\nW Sending process 9 closing signal SIGTERM\n", True, id="torchrun ends ranks"),
+        pytest.param(f"{REPORT}\nTraceback (most recent call last):\nKeyboardInterrupt\n", True, id="an interrupt"),
+        pytest.param(f"{REPORT}\n{STEP}\nValueError: math domain error\n", False, id="a step of any rank"),
+        pytest.param("10:01:02 INFO train: CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0)\n"
+                     "SystemExit: 1\nRuntimeError: worker ended\n", False, id="for information"),
+    ],
+)  # fmt: skip
+def test_what_follows_a_report_or_its_level_does_not_deny_it(text: str, is_certain: bool) -> None:
+    """Where the program may have handled the error, the measurement decides."""
+    assert reports_gpu_out_of_memory(text) is is_certain
+    assert names_no_cause(text) is not is_certain
+
+
 def test_corpus_is_large_and_each_message_has_its_source() -> None:
     every = [one for collection in COLLECTIONS.values() for one in collection]
     count = Counter(one["gpu_oom"] for one in every)
