@@ -133,8 +133,9 @@ def names_no_cause(log_end: str) -> bool:
     """Return whether the end of a log leaves open why the program failed.
 
     It is empty, holds only a launcher's report that its process failed, an error that exhausted GPU memory may have
-    caused, or a report of exhausted GPU memory that the program may have handled. Launchers (torchrun, accelerate, DeepSpeed) print so much after the error of the program that the kubelet
-    cuts it off. A report that the process was killed by a signal is a cause.
+    caused, or a report of exhausted GPU memory that the program may have handled. Launchers (torchrun, accelerate,
+    DeepSpeed) print so much after the error of the program that the kubelet cuts it off. A report that the process was
+    killed by a signal is a cause.
     """
     if _KILLED.search(log_end):
         return False

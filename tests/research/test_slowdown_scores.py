@@ -2,7 +2,9 @@
 
 import numpy as np
 import pytest
+from carpool_predictor.models.slowdown import MeanValueAnalysis
 from carpool_research.slowdown import fit, lucid
+from carpool_research.slowdown.candidates import hidden_host
 
 
 def test_lucid_is_scored_in_both_directions(tmp_path):
@@ -22,10 +24,14 @@ def test_lucid_is_scored_in_both_directions(tmp_path):
     assert (none.error, none.found_percent) == (0.125, 0.0)
     assert none.speed_error == pytest.approx((0.2 + 0.25) / 2)  # not clipped: the second job ran faster than alone
     assert lucid.missed(lucid.BASELINES["no slowdown"](pairs), pairs) == {"A": 1}
-    assert lucid.hiding(pairs, 1.0, 2.0).tolist() == pytest.approx([1 + 0.4 * 0.36, 1 + 0.6 * 0.16])
-    assert lucid.hiding(pairs, 2.0, 1.0)[0] == pytest.approx((1 - 0.16 + (0.4 * 1.6) ** 2) ** 0.5)
     high = lucid.score(np.full(2, 1.25), pairs)
     assert (high.found_percent, high.right_percent) == (100.0, 50.0)
+
+
+def test_hidden_host_time_shortens_the_steps_of_the_mean_value_analysis():
+    busy = np.random.default_rng(0).uniform(0.1, 1.0, (20, 4))
+    assert hidden_host(busy, 1.5, 1.0)[1] == pytest.approx(MeanValueAnalysis(busy, 1.5).slowdowns())
+    assert hidden_host(np.array([[0.4, 0.6]]), 1.0, 2.0)[1][0, 0] == pytest.approx((1 - 0.16 + (0.4 * 1.6) ** 2) ** 0.5)
 
 
 def test_the_standard_error_of_a_score_depends_on_the_number_of_jobs():

@@ -1,20 +1,19 @@
 """Slowdown of co-located jobs on one GPU, from the activity of each alone.
 
 Step. A kernel runs for a share u of the step (`gpu_util`); the rest is host time. When contention stretches the GPU's
-part by x, the step takes (p > 1, which is not shipped, hides host time behind GPU time)::
+part by x, the step takes::
 
-    s = (1 - u^p + (u * x)^p)^(1/p)        p = 1: s = 1 + u * (x - 1)
+    s = 1 + u * (x - 1)
 
 Time-slicing. A request finds the other jobs as they would be without it (arrival theorem; exact mean-value analysis,
 Reiser and Lavenberg 1980)::
 
     x_i = 1 + sum over j of Q_j(without i)        Q_j = (u_j^k + u_j * (x_j - 1)) / s_j
 
-Q_j is the share of time that j delays an arriving request. For k = p = 1 this is the exact solution of a closed network
+Q_j is the share of time that j delays an arriving request. For k = 1 this is the exact solution of a closed network
 with one processor-sharing station. The shipped k is the exponent between SM activity and utilization, because measured
-pairs lose less than k = 1 predicts. For other k and p the composition of more than
-two jobs is a heuristic. Below `DEPTH` levels of smaller groups a job counts as alone, which changes nothing for up to
-four jobs.
+pairs lose less than k = 1 predicts. For k > 1 the composition of more than two jobs is a heuristic. Below `DEPTH`
+levels of smaller groups a job counts as alone, which changes nothing for up to four jobs.
 
 MPS. There is no contention below saturation: co-location pays while the joint SM activity stays under 80%
 (Yousefzadeh-Asl-Miandoab, ITU 2025, chapter 4). The excess queues on the scarcer of SMs and DRAM::
@@ -235,14 +234,13 @@ def _levels(tenants: int, depth: int) -> tuple[_Level, ...]:
 class MeanValueAnalysis:
     """Mean-value analysis of GPUs with equally many tenants, after Reiser and Lavenberg (1980).
 
-    `busy` is the share of time in which a kernel of the tenant runs alone, 0..1, shape (gpus, tenants), `holding` is k,
-    and `hiding` is p.
+    `busy` is the share of time in which a kernel of the tenant runs alone, 0..1, shape (gpus, tenants), and `holding`
+    is k.
     """
 
-    def __init__(self, busy: Slowdowns, holding: float, hiding: float = 1.0, depth: int = DEPTH) -> None:
+    def __init__(self, busy: Slowdowns, holding: float, depth: int = DEPTH) -> None:
         self._busy: Slowdowns = busy.T
         self._delaying: Slowdowns = self._busy**holding
-        self._hiding, self._rest = hiding, 1.0 - self._busy**hiding
         self._levels = _levels(busy.shape[1], depth) if busy.size else ()
 
     def slowdowns(self) -> Slowdowns:
@@ -256,18 +254,15 @@ class MeanValueAnalysis:
 
     def _of(self, gpus: slice) -> Slowdowns:
         """Return slowdowns of some GPUs, computed from the smallest groups up, shape (tenants, gpus)."""
-        busy, delaying, rest = self._busy[:, gpus], self._delaying[:, gpus], self._rest[:, gpus]
+        busy, delaying = self._busy[:, gpus], self._delaying[:, gpus]
         slowdown, queue = np.ones(busy.shape), delaying.take(self._levels[-1].tenant, axis=0)
         for level in reversed(self._levels[:-1]):
             first, *others = level.others.T
             wait = queue.take(first, axis=0)
             for other in others:
                 wait += queue.take(other, axis=0)
-            own = busy.take(level.tenant, axis=0)
-            wait *= own
-            own += wait
-            stretched = rest.take(level.tenant, axis=0) + own**self._hiding
-            slowdown = np.maximum(1.0, stretched ** (1.0 / self._hiding))
+            wait *= busy.take(level.tenant, axis=0)
+            slowdown = 1.0 + wait
             if level is not self._levels[0]:
                 queue = (delaying.take(level.tenant, axis=0) + wait) / slowdown
         return slowdown

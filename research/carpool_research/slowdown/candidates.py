@@ -95,9 +95,19 @@ def _fixed(slowdown: Callable[[Numbers], Numbers]) -> Fit:
     return lambda _, seed: lambda rows: 1 / np.maximum(1.0, slowdown(rows.busy))
 
 
-def _mean_value_analysis(holding: float, hiding: float = 1.0) -> Fit:
-    """Return the candidate with k and p."""
-    return _fixed(lambda busy: MeanValueAnalysis(busy, holding, hiding).slowdowns()[:, 0])
+def _mean_value_analysis(holding: float) -> Fit:
+    """Return the candidate with k."""
+    return _fixed(lambda busy: MeanValueAnalysis(busy, holding).slowdowns()[:, 0])
+
+
+def hidden_host(busy: Numbers, k: float, p: float) -> tuple[Numbers, Numbers]:
+    """Return x and the slowdown by mean-value analysis of steps (1 - u^p + (u x)^p)^(1/p), each shape (n, jobs)."""
+    x = np.ones(busy.shape)
+    for one in range(busy.shape[1]):
+        others = np.delete(busy, one, axis=1)
+        without, slowdown = hidden_host(others, k, p)
+        x[:, one] += ((others**k + others * (without - 1.0)) / slowdown).sum(axis=1)
+    return x, np.maximum(1.0, (1.0 - busy**p + (busy * x) ** p) ** (1 / p))
 
 
 def shipped_median(rows: Speeds) -> Numbers:
@@ -157,7 +167,7 @@ CANDIDATES: Mapping[str, Fit] = {
     "fair share": _fixed(lambda busy: fair_share(busy)[:, 0]),
     "mean-value analysis, k = 1": _mean_value_analysis(1.0),
     "mean-value analysis, k = 1.5": _mean_value_analysis(1.5),
-    "the same with hidden host time": _mean_value_analysis(1.5, HIDING),
+    "the same with hidden host time": _fixed(lambda busy: hidden_host(busy, 1.5, HIDING)[1][:, 0]),
     "shipped": lambda _, seed: lambda rows: 1 / shipped_median(rows),
     "Gaussian process": _learned(_gaussian, GAUSSIAN_ROWS),
     "monotone boosting": _learned(_monotone),

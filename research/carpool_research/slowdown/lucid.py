@@ -164,14 +164,6 @@ def bard(pairs: Pairs) -> Numbers:
     return result
 
 
-def hiding(pairs: Pairs, p: float, k: float) -> Numbers:
-    """Predict with overlapping host time, (1 - u^p + (u x)^p)^(1/p), and neighbours that occupy the GPU for u^k."""
-    own, other = pairs.busy.T
-    longer = own * (1.0 + other**k)
-    found: Numbers = np.maximum(1.0, (1.0 - own**p + longer**p) ** (1.0 / p))
-    return found
-
-
 EXACT = "exact mean-value analysis, nothing fitted (k = 1)"
 BASELINES: Mapping[str, Callable[[Pairs], Numbers]] = {
     "no slowdown": lambda pairs: np.ones(len(pairs.slowdown)),

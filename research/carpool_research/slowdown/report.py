@@ -201,15 +201,17 @@ frozen = profiled.frozen
 
 
 def _predictions(pairs: Pairs, engine: float) -> dict[str, Numbers]:
-    k = shipped().holding
-    others = {f"not shipped: {HIDING} {p:g}": lucid.hiding(pairs, p, k) for p in NOT_SHIPPED}
+    def hidden(k: float, p: float) -> Numbers:
+        return candidates.hidden_host(pairs.busy, k, p)[1][:, 0]
+
+    others = {f"not shipped: {HIDING} {p:g}": hidden(shipped().holding, p) for p in NOT_SHIPPED}
     return {
         **{name: model(pairs) for name, model in BASELINES.items()},
         OURS: lucid.shipped_median(pairs),
         UPPER: lucid.shipped_upper(pairs),
-        f"not shipped: k = {engine:.2f}, by the active engine": lucid.hiding(pairs, 1.0, engine),
+        f"not shipped: k = {engine:.2f}, by the active engine": hidden(engine, 1.0),
         **others,
-        "not shipped: p = 1.5 and k = 1": lucid.hiding(pairs, 1.5, 1.0),
+        "not shipped: p = 1.5 and k = 1": hidden(1.0, 1.5),
         "not shipped: random forest on Lucid, pairs of jobs held out": forest(pairs),
     }
 
