@@ -4,7 +4,7 @@ import asyncio
 import os
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +37,8 @@ from carpool_board.watch import ClusterWatch
 
 _SHUTDOWN_S = 2
 """Time for open pages to end after a signal, in seconds; their streams of notices never end by themselves."""
+_CHECK_S = 10.0
+"""Seconds between two looks at the certificate's files."""
 
 
 @dataclass(frozen=True)
@@ -115,10 +117,14 @@ async def serve(settings: BoardSettings, clock: Clock) -> None:
     """Serve until a signal.
 
     Raises:
-        SettingsError: An address is not available.
+        SettingsError: An address is not available, or the certificate cannot be used.
         KubeConfigError: The credentials cannot be used.
         KubeError: The API server cannot be asked for the process's own rights.
     """
+    if settings.tls_key and not settings.tls_cert:
+        raise SettingsError(
+            f"CARPOOL_BOARD_TLS_CERT: expected the certificate of {settings.tls_key}, found none; set --tls-cert"
+        )
     endpoint = await asyncio.to_thread(load_endpoint, settings.kube)
     needs_token = settings.host not in LOOPBACK
     if needs_token:
@@ -144,31 +150,51 @@ async def serve(settings: BoardSettings, clock: Clock) -> None:
             log_level="warning", proxy_headers=False, server_header=False, timeout_graceful_shutdown=_SHUTDOWN_S,
             ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key,
         )  # fmt: skip
-        try:
-            config.load()
-        except OSError as error:
-            raise SettingsError(
-                f"CARPOOL_BOARD_TLS_CERT and CARPOOL_BOARD_TLS_KEY: expected a certificate and its key, found "
-                f"{settings.tls_cert} and {settings.tls_key}: {error}"
-            ) from error
-        await _Server(config, "CARPOOL_BOARD").serve_beside(watch.run(viewers), keep_current(config))
+        loaded = load(config)
+        await _Server(config, "CARPOOL_BOARD").serve_beside(watch.run(viewers), keep_current(config, loaded))
 
 
-async def keep_current(config: uvicorn.Config, check_s: float = 10.0) -> None:
-    """Load the server's certificate whenever its file changes; a failure is tried again, with the old one in use."""
-    loaded = None
+def load(config: uvicorn.Config) -> list[int]:
+    """Load a server's configuration with its certificate, and return when the files had been changed before.
+
+    Raises:
+        SettingsError: There is no certificate with its key in the files.
+    """
+    try:
+        before = _changed(config)
+        config.load()
+    except OSError as error:
+        raise SettingsError(
+            f"CARPOOL_BOARD_TLS_CERT and CARPOOL_BOARD_TLS_KEY: expected a certificate and its key, found "
+            f"{' and '.join(map(str, _files(config)))}: {error}"
+        ) from error
+    return before
+
+
+async def keep_current(
+    config: uvicorn.Config, loaded: list[int], sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+) -> None:
+    """Load the server's certificate whenever a file changes; a failure is tried again, with the old one in use."""
     while config.ssl is not None:
+        await sleep(_CHECK_S)
         try:
-            found = (await asyncio.to_thread(os.stat, config.ssl_certfile or "")).st_mtime_ns
-            if loaded not in (None, found):
+            found = _changed(config)
+            if found != loaded:
                 # A failure leaves a context with the new certificate and no key.
                 for context in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), config.ssl):
                     context.load_cert_chain(config.ssl_certfile or "", config.ssl_keyfile)
             loaded = found
         except OSError as error:
             structlog.get_logger().error("certificate not loaded", error=str(error))
-        await asyncio.sleep(check_s)
     await asyncio.Event().wait()  # HTTP has none; the server goes on
+
+
+def _files(config: uvicorn.Config) -> list[str | os.PathLike[str]]:
+    return [file for file in (config.ssl_certfile, config.ssl_keyfile) if file]
+
+
+def _changed(config: uvicorn.Config) -> list[int]:
+    return [os.stat(file).st_mtime_ns for file in _files(config)]
 
 
 class _Server(Server):

@@ -99,7 +99,6 @@ def test_renewed_certificate_is_used_without_a_restart(control_plane: Cluster, t
         trusted = ssl.create_default_context(cafile=str(file))
         trusted.check_hostname = False
         assert urllib.request.urlopen(f"{url}/jobs", context=trusted, timeout=60).status == 200  # noqa: S310
-        file.write_text("neither")
         renewed = issue(file)
         eventually("the new one", lambda: ssl.get_server_certificate((host, int(port))) == renewed)
 

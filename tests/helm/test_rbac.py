@@ -76,6 +76,14 @@ def test_board_speaks_tls_with_the_certificate_of_a_secret(render: Any) -> None:
     assert chart.one("Service", "carpool-board")["spec"]["ports"][0]["port"] == 443
 
 
+@pytest.mark.parametrize("tls", [None, {"existingSecret": None}, {"existingSecret": ""}])
+def test_board_without_a_secret_has_the_port_of_http(render: Any, tls: Any) -> None:
+    """Regression: with null the Service had port 443 before a board that speaks HTTP, or nothing was rendered."""
+    chart = render(board={"enabled": True, "tls": tls})
+    assert chart.one("Service", "carpool-board")["spec"]["ports"][0]["port"] == 80
+    assert "CARPOOL_BOARD_TLS_CERT" not in chart.environment("board")
+
+
 def test_with_namespaces_the_operator_has_its_rights_there_only(render: Any) -> None:
     """Regression: told of two namespaces, it could still create pods in all of them."""
     chart = render(settings={"namespaces": ["team-a", "team-b"]})
