@@ -152,9 +152,7 @@ def check(context: click.Context, gpu: str, only: tuple[str, ...], mig: bool, ca
         try:
             uuid = find_gpu(devices, gpu)
             actual = devices.actual(uuid)
-            if actual.tenants or actual.problem:
-                found = actual.problem or f"pods {sorted(actual.tenants)}"
-                raise DeviceError(f"GPU {uuid}: expected a healthy and idle GPU, found {found}; drain it first")
+            busy = actual.problem or (f"pods {sorted(actual.tenants)}" if actual.tenants else "")
             product, driver = devices.identity(uuid).product, devices.driver
             report = Report(carpool=version("carpool"), product=product, driver=driver, gpu=uuid, outcomes=[])
             click.echo(f"{product}, driver {driver}  {uuid}")
@@ -162,11 +160,13 @@ def check(context: click.Context, gpu: str, only: tuple[str, ...], mig: bool, ca
             read_all(devices)
             rows = check_node(devices, settings, Host.find())
             checks = (run_check(name, devices, uuid, may_divide=mig) for name in CHECKS if name in (only or CHECKS))
-            client = run_canary(devices, uuid) if canary else []
-            for outcome in itertools.chain(() if only else rows, checks, client):
+            client = run_canary(devices, uuid) if canary and not busy else []
+            for outcome in itertools.chain(() if only else rows, *(() if busy else (checks, client))):
                 _print(outcome)
                 report.outcomes.append(outcome)
             _write(report, out)
+            if busy:
+                raise DeviceError(f"GPU {uuid}: expected a healthy and idle GPU, found {busy}; drain it first")
         except DeviceError as e:
             raise InputError(str(e)) from e
     if out is not None:

@@ -7,7 +7,14 @@ from pathlib import Path
 import msgspec
 import pynvml
 import pytest
-from carpool_deviceplugin.check import CONTRACT, FailedError, Report, check_contract, check_processes, check_utilization
+from carpool_deviceplugin.check import (
+    CONTRACT,
+    FailedError,
+    Report,
+    check_contract,
+    check_processes,
+    check_utilization,
+)
 from carpool_deviceplugin.commands import node as command
 from carpool_deviceplugin.nvlib import Session
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
@@ -77,6 +84,18 @@ def test_unusable_input_is_one_sentence(tmp_path: Path, arguments: list[str], po
         node.start(0, 42, pod)
     found = run(node, *arguments)
     assert (found.exit_code, expected in found.output) == (2, True), found.output
+
+
+@pytest.mark.parametrize("pod", ["x", None], ids=["pod", "foreign process"])
+def test_a_busy_gpu_does_not_hide_the_rows_of_the_node(tmp_path: Path, pod: str | None) -> None:
+    """Regression: a node whose GPUs were in use had no table, nor a report."""
+    node, out = make_node(tmp_path), tmp_path / "report.json"
+    node.start(0, 42, pod)
+    found = run(node, "--out", str(out), "--canary")
+    names = {outcome.name for outcome in msgspec.json.decode(out.read_bytes(), type=Report).outcomes}
+    assert (found.exit_code, {"driver", "compute-mode", "processes"} <= names) == (2, True), found.output
+    assert not names & {"contract", "mps", "canary"}
+    assert all(name in found.output for name in names)
 
 
 def test_exit_code_2_if_every_check_was_skipped(tmp_path: Path) -> None:
