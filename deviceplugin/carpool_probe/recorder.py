@@ -94,7 +94,7 @@ class Recorder:
         self._round: Set[object] = set()
         self._first: Optional[object] = None
         self._only: Optional[object] = None  # the optimizer that begins every step, if no other one steps
-        self._record = memoryview(bytearray(RECORD_SIZE)).cast("Q")  # read by nobody, until one is claimed
+        self._record = memoryview(bytearray(RECORD_SIZE)).cast("Q")  # a page of its own until it claims a shared one
         self._file: Optional[int] = None  # open as long as the process holds the lock
 
     def _claim(self) -> None:

@@ -61,7 +61,7 @@ class Image:
     name: str
     architecture: str
     digest: str
-    """Of the image's manifest for this architecture."""
+    """Digest of the image's manifest for this architecture."""
     size_mb: float
     """Size of its unpacked layers, in MB."""
 

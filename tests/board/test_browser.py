@@ -78,7 +78,7 @@ async def test_tenants_are_legible_on_a_phone():
         wide, shown = await table.evaluate("one => [one.scrollWidth, one.clientWidth]")
         assert wide <= shown
         await page.goto(f"{world.url}/jobs/default/small-a")
-        assert re.findall(r"\d\.\d{4,}", await page.locator("main").inner_text()) == [], "digits that nobody measured"
+        assert re.findall(r"\d\.\d{4,}", await page.locator("main").inner_text()) == [], "more digits than measured"
 
 
 async def test_keyboard_reaches_jobs_and_keeps_its_place_while_the_page_changes():

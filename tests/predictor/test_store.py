@@ -122,7 +122,7 @@ def test_other_inputs_are_left_to_the_tracer(model: CatalogModel, training: Trai
 
 @pytest.mark.parametrize("name", ["timm/resnet18", "timm/mobilenetv3_small_050", "timm/vit_tiny_patch16_224"])
 def test_a_stored_classifier_stands_for_one_of_fewer_classes(name: str) -> None:
-    """Of these models it takes more memory, by 16 MiB or 3% at most, and does the same work; see decision 73."""
+    """It takes at most 16 MiB or 3% more memory than these models and does the same work; see decision 73."""
     model, training = CatalogModel(name=name, num_classes=10), Training(batch_size=16, optimizer=Optimizer.ADAMW)
     found = store.features(model, training, any_classifier=True)
     assert found is not None

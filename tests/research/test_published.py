@@ -40,7 +40,7 @@ def test_every_case_has_a_link_and_a_quote() -> None:
 
 @pytest.mark.parametrize(("split", "share"), [("held out", 0.95), ("fit", 0.95), ("later", 0.9)])
 def test_the_bound_covers_published_peaks(split: str, share: float) -> None:
-    """Of later sources 79% held at the first look, before varying lengths could be expressed."""
+    """At the first look 79% of the later sources' bounds held, before the setting for varying lengths existed."""
     ratios = [bound_ratio(one) for one in MEMORY if one.case.split == split]
     assert sum(ratio >= 1 for ratio in ratios) >= share * len(ratios)
 
