@@ -93,7 +93,7 @@ def find_product(wanted: str) -> GpuProduct:
             "write more of the name"
         )
     raise UnknownProductError(
-        f"GPU product {wanted!r} is unknown; known products: {', '.join(p.name for p in PRODUCTS)}"
+        f"GPU product {wanted!r} is unknown; known products: {', '.join(p.name for p in PRODUCTS)}; name one of them"
     )
 
 

@@ -1,5 +1,6 @@
 """Checks of a node and its GPUs: requirements of the node, NVML's answers, MPS and MIG. Needs no Kubernetes."""
 
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from carpool_deviceplugin.gpu import DeviceError, Devices
 from carpool_deviceplugin.health import XidWatch
 from carpool_deviceplugin.mig import MigRefusal, plan_mig
 from carpool_deviceplugin.mig_instances import apply_plan, read_instances, read_mig_devices, read_table
-from carpool_deviceplugin.mps import driver_problem
+from carpool_deviceplugin.mps import MpsProgram, driver_problem
 from carpool_deviceplugin.nvlib import (
     Identity,
     NvmlError,
@@ -55,24 +56,47 @@ def read_all(devices: NvmlDevices) -> None:
             devices.read(uuid)
 
 
-def check_node(devices: Devices, settings: AgentSettings, host: Host) -> Iterator[Outcome]:
-    """Return the rows of the preflight: requirements of the node and of its GPUs, as last read."""
+def check_node(devices: Devices | Outcome, settings: AgentSettings, host: Host) -> Iterator[Outcome]:
+    """Return the rows of the preflight: requirements of the node and of its GPUs, as last read.
+
+    `devices` is the first row if the driver or its GPUs cannot be used. Then only rows that need no NVML follow.
+    """
+    if isinstance(devices, Outcome):
+        yield devices
+    elif isinstance(devices, NvmlDevices):
+        yield _told("driver", driver_problem(devices.driver), passed=f"driver {devices.driver}")
     yield from check_host(host, Directories(settings.state_dir, settings.cdi_dir, settings.device_plugin_dir))
-    if isinstance(devices, NvmlDevices):
-        yield from _check_gpus(devices, settings, host)
-    else:
+    if not isinstance(devices, Outcome | NvmlDevices):
         found = f"{len(devices.uuids)} simulated GPUs, which need no driver, MPS program, MIG or DCGM"
         yield Outcome(name="gpus", verdict=Verdict.PASSED, found=found)
-
-
-def _check_gpus(devices: NvmlDevices, settings: AgentSettings, host: Host) -> Iterator[Outcome]:
-    known = [devices.identity(uuid) for uuid in devices.uuids]
+        return
     yield row(
         "host-pids",
         "" if host.shows_processes else "another PID namespace",
         "the host's PIDs, to assign processes to pods",
         "run with hostPID: true",
+        otherwise=Verdict.FAILED,
     )
+    problem = devices.mps_missing if isinstance(devices, NvmlDevices) else MpsProgram.problem()
+    if settings.mps_host and not problem and not Path(settings.mps_host).is_socket():
+        problem = f"expected a socket at {quoted(Path(settings.mps_host))}, found none; check the pod carpool-mps"
+    yield _told("mps-program", problem, passed="MPS daemons")
+    if isinstance(devices, NvmlDevices):
+        yield from _check_gpus(devices, settings, host)
+
+
+def _told(name: str, problem: str, passed: str) -> Outcome:
+    """Return a row of a sentence that states what was expected, what was found and what to do; empty if it passed."""
+    parts = re.fullmatch("expected (.+?), found (.+?); (.+)", problem)
+    return row(name, parts[2], parts[1], parts[3]) if parts else row(name, problem, "", "", passed=passed)
+
+
+_MAX_UNOWNED_MIB = 1024
+"""More than MPS servers without clients hold."""
+
+
+def _check_gpus(devices: NvmlDevices, settings: AgentSettings, host: Host) -> Iterator[Outcome]:
+    known = [devices.identity(uuid) for uuid in devices.uuids]
     yield row("gpus", "; ".join(devices.unreadable), "GPUs that can be read", "the agent uses the others")
     yield row(
         "device-files",
@@ -80,15 +104,6 @@ def _check_gpus(devices: NvmlDevices, settings: AgentSettings, host: Host) -> It
         "the device file of each GPU",
         "set nodeAgent.visibleDevices to management.nvidia.com/gpu=all where MIG is on; ignore it for GPUs of others",
     )
-    driver = Outcome(name="driver", verdict=Verdict.PASSED, found=f"driver {devices.driver}")
-    if problem := driver_problem(devices.driver):
-        driver = Outcome(name="driver", verdict=Verdict.MISSING, found=problem)
-    yield driver
-    problem = devices.mps_missing
-    if settings.mps_host and not problem and not Path(settings.mps_host).is_socket():
-        problem = f"expected a socket at {quoted(Path(settings.mps_host))}, found none; check the pod carpool-mps"
-    verdict = Verdict.MISSING if problem else Verdict.PASSED
-    yield Outcome(name="mps-program", verdict=verdict, found=problem or "MPS daemons")
     yield _check_cdi(devices, NvidiaCdi((settings.cdi_static_dir, settings.cdi_dir)))
     yield _check_mig(devices, known, host)
     limited = [one for one in known if one.compute_mode.withdrawn_modes]
@@ -115,6 +130,16 @@ def _check_gpus(devices: NvmlDevices, settings: AgentSettings, host: Host) -> It
         "; ".join(f"GPU {one.index}: {names}" for one in known if (names := devices.graphics_processes(one.uuid))),
         "no graphics programs on the GPUs, because placement does not count their memory",
         "stop the display manager, or keep the GPU's node out of Carpool",
+    )
+    yield row(
+        "memory",
+        "; ".join(
+            f"{mib:,} MiB in use on GPU {one.index}"
+            for one in known
+            if (mib := devices.unowned_mib(one.uuid)) > _MAX_UNOWNED_MIB
+        ),
+        "no memory in use on GPUs without processes, because placement does not count it",
+        "free it: nvidia-smi -i INDEX --gpu-reset",
     )
     yield from _check_counters(devices, settings, host)
 
@@ -145,10 +170,11 @@ def _check_mig(devices: NvmlDevices, known: Sequence[Identity], host: Host) -> O
         lacks.append("nvidia-mig-manager, which runs on the node")
     modes = ", ".join(f"{'on' if one.mig_enabled else 'off'} on GPU {one.index}" for one in capable)
     return row(
-        "mig",
+        "mig-state",
         "; ".join(lacks),
         "GPUs that the agent alone divides by MIG",
-        "remove the label nvidia.com/mig.config and the instances, or leave MIG to the other manager",
+        "remove the instances, and the label nvidia.com/mig.config, which GPU Operator sets unless it has "
+        "migManager.enabled=false; or leave MIG to the other manager",
         passed=modes or "no GPU with MIG",
     )
 
@@ -452,11 +478,11 @@ def run_check(name: str, devices: NvmlDevices, gpu: GpuUuid, *, may_divide: bool
         return Outcome(name=name, verdict=Verdict.FAILED, found=str(e))
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """File that `carpool node check --out` writes."""
+class Report(msgspec.Struct, kw_only=True):
+    """File that `carpool node check --out` writes; what is not known is empty."""
 
     carpool: str
-    product: str
-    driver: str
-    gpu: GpuUuid
-    outcomes: list[Outcome]
+    product: str = ""
+    driver: str = ""
+    gpu: str = ""
+    outcomes: list[Outcome] = []

@@ -29,14 +29,14 @@ from prometheus_client import CollectorRegistry
 from carpool_deviceplugin.app import build, find_devices, real_devices
 from carpool_deviceplugin.canary import judge, run_client
 from carpool_deviceplugin.check import CHECKS, Report, check_node, read_all, run_canary, run_check
-from carpool_deviceplugin.gpu import Counters, DeviceError, NoDevicesError
+from carpool_deviceplugin.gpu import Counters, DeviceError, Devices, NoDevicesError
 from carpool_deviceplugin.metrics import AgentCollector
 from carpool_deviceplugin.mig import Instance, MigRefusal, MigTable, Profile, UnknownProfileError, plan_mig
 from carpool_deviceplugin.mig_instances import apply_plan, read_mig_devices, read_table
 from carpool_deviceplugin.mps import Mps, MpsHost, MpsProgram, SharedMemory
-from carpool_deviceplugin.nvlib import Identity, load_nvml
+from carpool_deviceplugin.nvlib import Identity, UnusableDriverError, load_nvml
 from carpool_deviceplugin.nvml_devices import NvmlDevices
-from carpool_deviceplugin.preflight import Host, Outcome, Verdict
+from carpool_deviceplugin.preflight import HEADER, Host, Outcome, Verdict
 from carpool_deviceplugin.quoting import quoted
 from carpool_deviceplugin.settings import AgentSettings
 
@@ -92,31 +92,36 @@ def node_settings() -> AgentSettings:
     return settings
 
 
-def _open_devices(context: click.Context, settings: AgentSettings, *, may_write: bool = False) -> NvmlDevices:
-    """Return the node's GPUs; tests put fake GPUs or a fake library into the context. Raises InputError."""
+def _find_real(context: click.Context, settings: AgentSettings, *, may_write: bool = True) -> NvmlDevices:
+    """Return the node's GPUs; tests put fake GPUs or a fake library into the context. Raises NoDevicesError."""
     if isinstance(context.obj, NvmlDevices):
         return context.obj
+    return real_devices(settings, load_nvml() if context.obj is None else context.obj, may_write=may_write)
+
+
+def _open_devices(context: click.Context, settings: AgentSettings) -> NvmlDevices:
+    """Return the node's GPUs to read them beside an agent; raises InputError."""
     try:
-        return real_devices(settings, load_nvml() if context.obj is None else context.obj, may_write=may_write)
+        return _find_real(context, settings, may_write=False)
     except NoDevicesError as e:
         hint = "; CARPOOL_SIMULATED_GPUS is for the agent, and this command needs NVIDIA's driver"
         raise InputError(f"{e}{hint if settings.simulated_gpus else ''}") from e
 
 
-def find_gpu(devices: NvmlDevices, name: str) -> GpuUuid:
+def find_gpu(devices: Devices, name: str) -> GpuUuid:
     """Return the GPU with this index, UUID, or UUID of a MIG device on it; raises DeviceError."""
     uuids = devices.uuids
     if name in uuids:
         return GpuUuid(name)
     if name in map(str, range(len(uuids))):
         return uuids[int(name)]
+    expected = f"--gpu: expected a GPU from 0 to {len(uuids) - 1}, its UUID, or that of a MIG device on it, found "
+    if not isinstance(devices, NvmlDevices):
+        raise DeviceError(f"{expected}{quoted(name)}; the UUIDs are {', '.join(uuids)}")
     for uuid in uuids:
         if devices.identity(uuid).mig_enabled and name in {d.uuid for d in read_mig_devices(devices.session, uuid)}:
             return uuid
-    raise DeviceError(
-        f"--gpu: expected a GPU from 0 to {len(uuids) - 1}, its UUID, or that of a MIG device on it, found "
-        f"{quoted(name)}; `carpool node inspect` names them"
-    )
+    raise DeviceError(f"{expected}{quoted(name)}; `carpool node inspect` names them")
 
 
 @click.group()
@@ -134,7 +139,12 @@ def node() -> None:
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="File for the report, as JSON.")
 @click.pass_context
 def check(context: click.Context, gpu: str, only: tuple[str, ...], mig: bool, canary: bool, out: Path | None) -> None:
-    """Check what the agent relies on: the node, NVML's answers, MPS daemons and MIG instances. Takes seconds."""
+    """Check what the agent relies on: the node, NVML's answers, MPS daemons and MIG instances. Takes seconds.
+
+    Exit code 1: a row FAILED, so Carpool does not work here. 2: no row failed, but no check of the GPU ran, or an
+    option is invalid. 0 otherwise: what is missing or unknown costs features only. Of simulated GPUs and of a node
+    without a usable driver it checks the node alone.
+    """
     try:
         temporary = tempfile.TemporaryDirectory(prefix="carpool-check-")
     except OSError as e:
@@ -142,39 +152,53 @@ def check(context: click.Context, gpu: str, only: tuple[str, ...], mig: bool, ca
     with temporary as directory:
         settings = node_settings()
         # A state directory of its own, so that the agent's state stays as it is.
-        own = replace(settings, state_dir=Path(directory), mps_host="")
-        if settings.simulated_gpus and context.obj is None:
-            simulated = find_devices(replace(own, node_name=settings.node_name or "check"))
-            for row in check_node(simulated, settings, Host.find()):
-                _print(row)
-            return
-        devices = _open_devices(context, own, may_write=True)
+        devices = _find_checked(context, replace(settings, state_dir=Path(directory), mps_host=""))
+        is_simulated = not isinstance(devices, Outcome) and devices.simulated
+        if is_simulated and (given := [f"--{name}" for name in ("only", "mig", "canary") if context.params[name]]):
+            raise InputError(f"{', '.join(given)}: expected a real GPU, found simulated ones; leave it out")
+        report, uuid, busy = Report(carpool=version("carpool")), GpuUuid(""), ""
+        rows: Iterable[Outcome] = check_node(devices, settings, Host.find())
         try:
-            uuid = find_gpu(devices, gpu)
-            actual = devices.actual(uuid)
-            busy = actual.problem or (f"pods {sorted(actual.tenants)}" if actual.tenants else "")
-            product, driver = devices.identity(uuid).product, devices.driver
-            report = Report(carpool=version("carpool"), product=product, driver=driver, gpu=uuid, outcomes=[])
-            click.echo(f"{product}, driver {driver}  {uuid}")
+            if not isinstance(devices, Outcome):
+                uuid = find_gpu(devices, gpu)
+                driver = devices.driver if isinstance(devices, NvmlDevices) else ""
+                report.product, report.driver, report.gpu = devices.describe(uuid).product, driver, uuid
+                click.echo(f"{report.product}{f', driver {driver}' if driver else ''}  {uuid}")
             _write(report, out)  # fails before the first check if the file cannot be written
-            read_all(devices)
-            rows = check_node(devices, settings, Host.find())
-            checks = (run_check(name, devices, uuid, may_divide=mig) for name in CHECKS if name in (only or CHECKS))
-            client = run_canary(devices, uuid) if canary and not busy else []
-            for outcome in itertools.chain(() if only else rows, *(() if busy else (checks, client))):
+            if isinstance(devices, NvmlDevices):
+                actual = devices.actual(uuid)
+                busy = actual.problem or (f"pods {sorted(actual.tenants)}" if actual.tenants else "")
+                read_all(devices)
+                checks = (run_check(name, devices, uuid, may_divide=mig) for name in CHECKS if name in (only or CHECKS))
+                client = run_canary(devices, uuid) if canary and not busy else []
+                rows = itertools.chain(() if only else rows, *(() if busy else (checks, client)))
+            click.echo(HEADER)
+            for outcome in rows:
                 _print(outcome)
                 report.outcomes.append(outcome)
             _write(report, out)
-            if busy:
-                raise DeviceError(f"GPU {uuid}: expected a healthy and idle GPU, found {busy}; drain it first")
         except DeviceError as e:
             raise InputError(str(e)) from e
     if out is not None:
         click.echo(f"written to {quoted(out)}")
     count = Counter(outcome.verdict for outcome in report.outcomes)
     click.echo(", ".join(f"{count[verdict]} {verdict.lower()}" for verdict in Verdict if count[verdict]))
-    is_checked = any(outcome.verdict is Verdict.PASSED for outcome in report.outcomes if outcome.name in CHECKS)
-    context.exit(1 if count[Verdict.FAILED] else 0 if is_checked else 2)
+    if busy:
+        click.echo(f"Error: GPU {uuid}: expected a healthy and idle GPU, found {busy}; drain it first", err=True)
+    passed = {outcome.name for outcome in report.outcomes if outcome.verdict is Verdict.PASSED}
+    context.exit(1 if count[Verdict.FAILED] else 0 if is_simulated or passed & CHECKS.keys() else 2)
+
+
+def _find_checked(context: click.Context, settings: AgentSettings) -> Devices | Outcome:
+    """Return the GPUs to check, or the row that says why the driver or its GPUs cannot be used. Raises InputError."""
+    try:
+        if settings.simulated_gpus and context.obj is None:
+            return find_devices(replace(settings, node_name=settings.node_name or "check"))
+        return _find_real(context, settings)
+    except UnusableDriverError as e:
+        return e.row
+    except NoDevicesError as e:
+        raise InputError(str(e)) from e
 
 
 @node.command(short_help="Check, in a container with GPUs, what it got.")
@@ -184,6 +208,7 @@ def canary(context: click.Context) -> None:
     if "CARPOOL_VISIBLE_GPUS" not in os.environ:
         raise InputError("expected a container with GPUs of Carpool, found none; run it in a pod of a GpuTrainingJob")
     rows = judge(run_client(os.environ), os.environ)
+    click.echo(HEADER)
     for row in rows:
         _print(row)
     verdicts = {row.verdict for row in rows}
@@ -191,7 +216,8 @@ def canary(context: click.Context) -> None:
 
 
 def _print(row: Outcome) -> None:
-    click.echo(f"{row.verdict:<8} {row.name:<17} {row}")
+    for line in row.lines():
+        click.echo(line)
 
 
 _WRITE_ADVICE = {
@@ -235,7 +261,8 @@ def inspect_node(devices: NvmlDevices, settings: AgentSettings, host: Host) -> I
         yield ""
         yield from _describe_gpu(devices, device)
     yield ""
-    missing = [row for row in check_node(devices, settings, host) if row.verdict in (Verdict.MISSING, Verdict.UNKNOWN)]
+    fine = (Verdict.PASSED, Verdict.SKIPPED)
+    missing = [row for row in check_node(devices, settings, host) if row.verdict not in fine]
     yield from (f"{row.verdict}: {row}" for row in missing)
     if not missing:
         yield "nothing is missing"

@@ -16,6 +16,7 @@ from carpool_core.resources.node import NO_FIGURES, NvmlFigures
 from carpool_core.values import MIB, GpuUuid, SharingMode
 
 from carpool_deviceplugin.gpu import DeviceError, NoDevicesError
+from carpool_deviceplugin.preflight import Outcome, Verdict
 
 Handle = Any
 """Opaque handle of a device, MIG device, GPU instance, compute instance, event set or GPM sample."""
@@ -120,14 +121,25 @@ _ADVICE = {
 }
 
 _NO_START = {
-    pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: "expected libnvidia-ml.so.1, found none: install NVIDIA's driver on the node; "
-    "in a container, run it with the nvidia runtime class (or the driver's libraries mounted)",
-    pynvml.NVML_ERROR_DRIVER_NOT_LOADED: "expected NVIDIA's kernel module, found it not loaded: run modprobe nvidia",
-    pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: "expected library and kernel module of one version, found "
-    "different ones: the driver was updated under a running kernel module; restart the node",
-    pynvml.NVML_ERROR_NO_PERMISSION: "expected to be allowed to talk to the driver, found no permission: give the "
-    "container /dev/nvidiactl and /dev/nvidia* and run it as root",
+    pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: (
+        "none",
+        "libnvidia-ml.so.1",
+        "install NVIDIA's driver on the node; in a container, run it with the nvidia runtime class (or the driver's "
+        "libraries mounted)",
+    ),
+    pynvml.NVML_ERROR_DRIVER_NOT_LOADED: ("it not loaded", "NVIDIA's kernel module", "run modprobe nvidia"),
+    pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: (
+        "different ones",
+        "library and kernel module of one version",
+        "the driver was updated under a running kernel module; restart the node",
+    ),
+    pynvml.NVML_ERROR_NO_PERMISSION: (
+        "no permission",
+        "to be allowed to talk to the driver",
+        "give the container /dev/nvidiactl and /dev/nvidia* and run it as root",
+    ),
 }
+"""Found, needed and what to do, by the error of `nvmlInit`."""
 
 _KNOWN_CODES = {code for name, code in vars(pynvml).items() if name.startswith("NVML_ERROR_")}
 
@@ -143,6 +155,14 @@ def _advice(code: int) -> str:
 
 
 T = TypeVar("T")
+
+
+class UnusableDriverError(NoDevicesError):
+    """The driver or its GPUs cannot be used; `row` is the row of the preflight."""
+
+    def __init__(self, found: str, needed: str, advice: str, *, name: str = "driver") -> None:
+        self.row = Outcome(name=name, verdict=Verdict.FAILED, found=found, needed=needed, advice=advice)
+        super().__init__(str(self.row))
 
 
 class NvmlError(DeviceError):
@@ -203,16 +223,15 @@ class Session:
         """Why the driver stays closed; empty if it is opened when needed."""
 
     def open(self) -> None:
-        """Open the driver; raises NoDevicesError with what to do."""
+        """Open the driver; raises UnusableDriverError."""
         try:
             self._reopen()
         except pynvml.NVMLError as e:
-            found = f"expected NVML to start, found: {e}; {_advice(e.value)}"
-            raise NoDevicesError(_NO_START.get(e.value, found)) from e
+            raise UnusableDriverError(*_NO_START.get(e.value, (str(e), "NVML to start", _advice(e.value)))) from e
         driver = self.ask("", self.library.nvmlSystemGetDriverVersion) or ""
         major = driver.partition(".")[0]
         if major.isdecimal() and int(major) < MIN_DRIVER:
-            raise NoDevicesError(f"expected driver {MIN_DRIVER} or newer, found {driver}: update the driver")
+            raise UnusableDriverError(driver, f"driver {MIN_DRIVER} or newer", "update the driver")
 
     def _reopen(self) -> None:
         with self._lock:

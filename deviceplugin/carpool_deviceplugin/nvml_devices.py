@@ -23,7 +23,6 @@ from carpool_deviceplugin.gpu import (
     DeviceError,
     GpuActual,
     Mount,
-    NoDevicesError,
     Reading,
     SetLimits,
     SetMode,
@@ -54,6 +53,7 @@ from carpool_deviceplugin.nvlib import (
     NvmlLibrary,
     Session,
     Telemetry,
+    UnusableDriverError,
     find_gpus,
     linked_gpus,
     read_identity,
@@ -90,6 +90,8 @@ class _Gpu:
     """Names of the processes outside of pods, as last read."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Source of each counter, as last read; empty before."""
+    unowned_mib: int = 0
+    """Memory in use beside the reserved, as last read, where the GPU is whole and has no process."""
 
 
 class NvmlDevices:
@@ -101,7 +103,7 @@ class NvmlDevices:
     Linux describes PCI devices. `monotonic` returns seconds, and `wall` seconds since 1970.
 
     Raises:
-        NoDevicesError: There is no driver or no usable GPU.
+        UnusableDriverError: There is no driver or no usable GPU.
     """
 
     simulated = False
@@ -152,7 +154,7 @@ class NvmlDevices:
         try:
             uuids, unreadable, self.hidden = find_gpus(self.session)
         except DeviceError as e:
-            raise NoDevicesError(str(e)) from e
+            uuids, unreadable = [], [str(e)]
         for uuid in uuids:
             try:
                 identity = read_identity(self.session, uuid, self._sysfs)
@@ -164,8 +166,8 @@ class NvmlDevices:
             identified = (self.session.generation, self._monotonic())
             gpus[uuid] = _Gpu(identity, identified, CheckpointFile(directory / f"{uuid}.json"))
         if not gpus:
-            found = "; ".join(unreadable) or "a driver and none; give the container /dev/nvidia*"
-            raise NoDevicesError(f"expected GPUs on this node, found {found}")
+            found, advice = "; ".join(unreadable) or "a driver and none", "give the container /dev/nvidia*"
+            raise UnusableDriverError(found, "GPUs on this node", "" if unreadable else advice, name="gpus")
         self.unreadable = [f"{reason} (repair it, then restart the agent)" for reason in unreadable]
         for reason in self.unreadable:
             structlog.get_logger().warning("gpu not used", reason=reason)
@@ -197,6 +199,10 @@ class NvmlDevices:
         """Return the names of a GPU's living graphics programs outside of pods, as last read."""
         found = map(self._processes.find, self._gpu(uuid).identity.graphics_pids)
         return ", ".join(describe_process(one) for one in found if one is not None and one.pod_uid is None)
+
+    def unowned_mib(self, uuid: GpuUuid) -> int:
+        """Return the memory in use on a whole GPU without processes, beside the reserved, as last read."""
+        return self._gpu(uuid).unowned_mib
 
     def foreign_instances(self, uuid: GpuUuid) -> int:
         """Return the number of a GPU's MIG instances that the agent did not create, as last read."""
@@ -313,6 +319,8 @@ class NvmlDevices:
             may_divide=not manager,
             may_switch=self._may_switch and all(f.own for f in found),
         )
+        is_empty = not (present.pods or present.foreign_processes or known.graphics_pids or is_divided)
+        gpu.unowned_mib = telemetry.memory_used_mib - known.reserved_mib if is_empty else 0
         gpu.foreign_processes = ", ".join(map(describe_process, present.foreign_processes[:4]))
         gpu.instances, gpu.modes = found, possible - known.compute_mode.withdrawn_modes
         problems = [problem, mps.problem, *set(struck.values()), describe_foreign(present.foreign_processes)]

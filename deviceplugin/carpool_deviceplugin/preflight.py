@@ -20,6 +20,7 @@ class Verdict(StrEnum):
 
     PASSED = "passed"
     FAILED = "FAILED"
+    """Carpool does not work on this node or GPU."""
     SKIPPED = "skipped"
     MISSING = "missing"
     """The node lacks something; the agent runs without it, with fewer features."""
@@ -42,12 +43,23 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         needed = f"expected {self.needed}, found {self.found}" if self.needed else self.found
         return needed + (f"; {self.advice}" if self.advice else "")
 
+    def lines(self) -> Iterator[str]:
+        """Return the row as lines of the table below `HEADER`."""
+        yield f"{self.verdict:<8} {self.name:<17} {self.found}"
+        for title, text in (("needed:", self.needed), ("what to do:", self.advice)):
+            if text:
+                yield f"{'':<26} {title:<11} {text}"
 
-def row(name: str, lacks: str, needed: str, advice: str, *, passed: str = "", is_unknown: bool = False) -> Outcome:
-    """Return a row: `lacks` is what the node lacks, empty if nothing; `passed` is what was found then."""
+
+HEADER = f"{'STATE':<8} {'CHECK':<17} FOUND"
+
+
+def row(
+    name: str, lacks: str, needed: str, advice: str, *, passed: str = "", otherwise: Verdict = Verdict.MISSING
+) -> Outcome:
+    """Return a row that passed if `lacks` is empty, with `passed` as what was found; otherwise what the node lacks."""
     if lacks:
-        verdict = Verdict.UNKNOWN if is_unknown else Verdict.MISSING
-        return Outcome(name=name, verdict=verdict, found=lacks, needed=needed, advice=advice)
+        return Outcome(name=name, verdict=otherwise, found=lacks, needed=needed, advice=advice)
     return Outcome(name=name, verdict=Verdict.PASSED, found=passed or needed)
 
 
@@ -226,6 +238,7 @@ def check_host(host: Host, directories: Directories) -> Iterator[Outcome]:
         "set nodeAgent.seLinuxOptions to {type: spc_t, level: s0}: a client that cannot open MPS's socket runs without "
         "limits",
         passed=f"domain {domain}" if domain else "not enforced",
+        otherwise=Verdict.FAILED,
     )
     yield _check_directories(host, directories)
     names = [name for name in host.sockets(directories.device_plugins) if name not in ("kubelet.sock", "carpool.sock")]
@@ -238,6 +251,7 @@ def check_host(host: Host, directories: Directories) -> Iterator[Outcome]:
         "no other program that assigns this node's GPUs",
         "keep it off the node, for example with the label nvidia.com/gpu.deploy.device-plugin=false of GPU Operator",
         passed=f"none for GPUs; others: {', '.join(names)}" if names else "none",
+        otherwise=Verdict.FAILED,
     )
 
 
@@ -247,12 +261,13 @@ def _check_runtime(host: Host, cdi_dir: Path) -> Outcome:
         name, version = config.runtime, "2" if config.schema >= 3 else ""
     numbers, found = tuple(map(int, re.findall(r"\d+", version)[:2])), f"{name} {version}".strip()
 
-    def outcome(lacks: str, advice: str = "", *, is_unknown: bool = False) -> Outcome:
+    def outcome(lacks: str, advice: str = "", otherwise: Verdict = Verdict.FAILED) -> Outcome:
         needed = f"a container runtime that reads CDI specifications from {cdi_dir}"
-        return row("container-runtime", lacks, needed, advice, passed=f"{found} with CDI", is_unknown=is_unknown)
+        return row("container-runtime", lacks, needed, advice, passed=f"{found} with CDI", otherwise=otherwise)
 
     if not name:
-        return outcome("no runtime's configuration", "run this command as root on the node", is_unknown=True)
+        advice = "see that containerd 2 or CRI-O runs: these need none" if host.root else "run this as root on the node"
+        return outcome("no runtime's configuration", advice, Verdict.UNKNOWN)
     if name not in _CONFIGS:
         return outcome(found, "use containerd 1.7 or newer, or CRI-O")
     if name == "containerd":
@@ -264,7 +279,7 @@ def _check_runtime(host: Host, cdi_dir: Path) -> Outcome:
         advice = "set enable_cdi = true in the configuration of its CRI plugin, and restart it"
         if is_on is None:
             lacks = f"{found}, where CDI is off by default before version 2, and no setting that is visible here"
-            return outcome(lacks, f"{advice}; carpool node check on the node reads it", is_unknown=True)
+            return outcome(lacks, f"{advice}; carpool node check on the node reads it", Verdict.UNKNOWN)
         if not is_on:
             return outcome(f"{found} with CDI off", advice)
     if config and _normal(cdi_dir) not in map(_normal, config.spec_dirs):
@@ -302,4 +317,5 @@ def _check_directories(host: Host, directories: Directories) -> Outcome:
         "directories that can be written to",
         f"on {system} only these are: {known}" if known else "set another, on a file system that is not read-only",
         passed=f"all writable{f' on {system}' if system else ''}",
+        otherwise=Verdict.FAILED,
     )

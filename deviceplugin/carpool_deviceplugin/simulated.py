@@ -56,8 +56,8 @@ def parse_inventory(text: str) -> list[GpuProduct]:
             name, count = count, "1"
         if not count.isdecimal() or len(count) > 2 or not 1 <= int(count) <= 64:
             raise NoDevicesError(
-                f'CARPOOL_SIMULATED_GPUS: expected PRODUCT:COUNT such as "NVIDIA A100-SXM4-40GB:4", with a count '
-                f"from 1 to 64; found {quoted(part.strip())}"
+                f"CARPOOL_SIMULATED_GPUS: expected PRODUCT:COUNT with a count from 1 to 64, found "
+                f'{quoted(part.strip())}; write it as in "NVIDIA A100-SXM4-40GB:4"'
             )
         try:
             products += [find_product(name.strip())] * int(count)

@@ -17,10 +17,23 @@ from carpool_deviceplugin.check import (
 )
 from carpool_deviceplugin.commands import node as command
 from carpool_deviceplugin.nvlib import Session
+from carpool_deviceplugin.preflight import Host
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.node import Node, uid
 from carpool_deviceplugin.testing.nvml import FakeNvml
 from click.testing import CliRunner, Result
+from node_world import verdicts
+
+
+@pytest.fixture(autouse=True)
+def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The /proc of a node on which nothing fails."""
+    (proc := tmp_path / "host" / "2").mkdir(parents=True)
+    (proc / "comm").write_text("kthreadd\n")
+    monkeypatch.setattr(Host, "find", lambda: Host(None, proc.parent))
+    for name in ("STATE", "CDI", "DEVICE_PLUGIN"):
+        monkeypatch.setenv(f"CARPOOL_{name}_DIR", str(tmp_path))
+    return proc.parent
 
 
 def make_node(directory: Path, kind: str = "H100") -> Node:
@@ -35,12 +48,13 @@ def test_check_reports_node_and_gpu_and_leaves_the_gpu_as_it_was(tmp_path: Path)
     node, out = make_node(tmp_path), tmp_path / "h100.json"
     found = run(node, "--out", str(out))
     assert found.exit_code == 0, found.output
-    lines = found.output.splitlines()
-    assert lines[0].startswith("NVIDIA H100 80GB HBM3, driver 580.95.05  GPU-")
-    rows = {name: verdict for verdict, name, *_ in map(str.split, lines[1:-1])}
+    first, header, *_ = found.output.splitlines()
+    assert first.startswith("NVIDIA H100 80GB HBM3, driver 580.95.05  GPU-")
+    assert header.split() == ["STATE", "CHECK", "FOUND"]
+    rows = verdicts(found.output)
     assert (rows["cdi"], rows["mps-program"]) == ("missing", "passed")
     assert [rows[name] for name in ("sm-activity", "contract", "mps", "mig")] == ["passed"] * 3 + ["skipped"]
-    assert "nvidia-ctk cdi generate" in found.output
+    assert "\n                           what to do: write it: nvidia-ctk cdi generate" in found.output
     assert node.mps.daemons == {}
     written = msgspec.json.decode(out.read_bytes(), type=Report)
     assert [o.name for o in written.outcomes][-3:] == ["contract", "mps", "mig"]
@@ -60,11 +74,44 @@ def test_mig_instances_are_created_and_destroyed_where_allowed(tmp_path: Path, k
     assert len(mig.instances) == 1
 
 
-def test_a_failed_check_exits_with_1(tmp_path: Path) -> None:
+def test_a_failed_check_exits_with_1(tmp_path: Path, host: Path) -> None:
     node = make_node(tmp_path)
     node.nvml.gpus[0].temperature_c = 200
     found = run(node, "--only", "contract")
     assert (found.exit_code, "FAILED   contract" in found.output) == (1, True)
+    (host / "2/comm").write_text("sleep\n")
+    node.start(0, 42, "x")
+    found = run(node)
+    assert (found.exit_code, verdicts(found.output)["host-pids"]) == (1, "FAILED"), "though the GPU was not checked"
+
+
+@pytest.mark.parametrize(
+    ("simulated", "arguments", "expected"),
+    [
+        ("T4:2", ["--gpu", "1"], ""),
+        (
+            "T4:2",
+            ["--gpu", "2"],
+            "--gpu: expected a GPU from 0 to 1, its UUID, or that of a MIG device on it, found '2'",
+        ),
+        ("T4:2", ["--canary"], "--canary: expected a real GPU, found simulated ones; leave it out"),
+        ("T4:2", ["--only", "mig", "--mig"], "--only, --mig: expected a real GPU, found simulated ones; leave it out"),
+        ("T4:two", [], "found 'T4:two'; write it as in"),
+        ("Banana", [], "CARPOOL_SIMULATED_GPUS: GPU product 'Banana' is unknown; known products: "),
+    ],
+)
+def test_simulated_gpus_use_or_refuse_each_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, simulated: str, arguments: list[str], expected: str
+) -> None:
+    """Regression: options were ignored, and an unknown product was a traceback."""
+    monkeypatch.setenv("CARPOOL_SIMULATED_GPUS", simulated)
+    found = CliRunner().invoke(command, ["check", "--out", str(tmp_path / "found.json"), *arguments])
+    assert (found.exit_code, expected in found.output) == (2 if expected else 0, True), found.output
+    if not expected:
+        written = msgspec.json.decode((tmp_path / "found.json").read_bytes(), type=Report)
+        assert found.output.startswith(f"Simulated Tesla T4  {written.gpu}\nSTATE ")
+        assert {outcome.name: outcome.verdict for outcome in written.outcomes} == verdicts(found.output)
+        assert verdicts(found.output)["gpus"] == "passed"
 
 
 @pytest.mark.parametrize(

@@ -401,7 +401,7 @@ def test_inspect_prints_what_the_node_lacks(
     node = Node(FakeNvml([kind, kind]), FakeMpsCommands(), tmp_path)
     if change is not None:
         change(node)
-    assert (f"missing: expected {requirement}" in inspection(node)) == is_missing
+    assert (f": expected {requirement}" in inspection(node)) == is_missing
 
 
 def test_inspect_checks_the_host_of_daemons_if_one_is_set(

@@ -43,12 +43,12 @@ def write(root: Path, files: dict[str, str]) -> None:
     [
         ("containerd://2.1.4", {}, "passed", "containerd 2.1.4 with CDI"),
         ("containerd://1.7.27-k3s1", {}, "unknown", "CDI is off by default before version 2"),
-        ("containerd://1.7.27", {CONFIG: "version = 2\n"}, "missing", "with CDI off; set enable_cdi = true"),
+        ("containerd://1.7.27", {CONFIG: "version = 2\n"}, "FAILED", "with CDI off; set enable_cdi = true"),
         ("containerd://1.7.27", {CONFIG: CDI_2}, "passed", "with CDI"),
         ("", {CONFIG: CDI_2}, "passed", "containerd with CDI"),
         ("", {CONFIG: CDI_3}, "passed", "containerd 2 with CDI"),
-        ("containerd://2.0.0", {CONFIG: CDI_3 + "enable_cdi = false\n"}, "missing", "with CDI off"),
-        ("containerd://2.0.0", {CONFIG: CDI_3 + "cdi_spec_dirs = ['/var/cdi']\n"}, "missing", "cdi_spec_dirs /var/cdi"),
+        ("containerd://2.0.0", {CONFIG: CDI_3 + "enable_cdi = false\n"}, "FAILED", "with CDI off"),
+        ("containerd://2.0.0", {CONFIG: CDI_3 + "cdi_spec_dirs = ['/var/cdi']\n"}, "FAILED", "cdi_spec_dirs /var/cdi"),
         ("containerd://2.0.0", {CONFIG: CDI_3 + "cdi_spec_dirs = ['/run/cdi/']\n"}, "passed", "with CDI"),
         (
             "containerd://1.7.27",
@@ -56,16 +56,16 @@ def write(root: Path, files: dict[str, str]) -> None:
             "passed",
             "with CDI",
         ),
-        ("containerd://1.6.33", {}, "missing", "update it to 1.7 or newer"),
+        ("containerd://1.6.33", {}, "FAILED", "update it to 1.7 or newer"),
         ("cri-o://1.31.2", {}, "passed", "cri-o 1.31.2 with CDI"),
         (
             "cri-o://1.31.2",
             {"etc/crio/crio.conf": "[crio.runtime]\ncdi_spec_dirs = ['/x']\n"},
-            "missing",
+            "FAILED",
             "nodeAgent.cdi",
         ),
-        ("docker://24.0.7", {}, "missing", "use containerd 1.7 or newer, or CRI-O"),
-        ("", {}, "unknown", "run this command as root on the node"),
+        ("docker://24.0.7", {}, "FAILED", "use containerd 1.7 or newer, or CRI-O"),
+        ("", {}, "unknown", "see that containerd 2 or CRI-O runs"),
     ],
 )
 def test_the_runtime_must_read_cdi(tmp_path: Path, runtime: str, files, verdict: str, message: str) -> None:
@@ -80,7 +80,7 @@ def test_the_runtime_must_read_cdi(tmp_path: Path, runtime: str, files, verdict:
     [
         ("containerd://2.1.4", "passed"),
         ("containerd://1.7.27", "unknown"),
-        ("containerd://1.6.33", "missing"),
+        ("containerd://1.6.33", "FAILED"),
         ("cri-o://1.31.2", "passed"),
     ],
 )
@@ -101,7 +101,7 @@ async def test_in_the_agents_pod_the_nodes_version_of_the_runtime_decides(
 @pytest.mark.parametrize(
     ("label", "enforce", "verdict"),
     [
-        ("system_u:system_r:container_t:s0:c1,c2", "1", "missing"),
+        ("system_u:system_r:container_t:s0:c1,c2", "1", "FAILED"),
         ("system_u:system_r:container_t:s0:c1,c2", "0", "passed"),
         ("system_u:system_r:spc_t:s0", "1", "passed"),
         ("cri-containerd.apparmor.d (enforce)", "", "passed"),
@@ -179,6 +179,11 @@ def prohibited(node: Node) -> None:
     node.nvml.gpus[0].compute_mode = pynvml.NVML_COMPUTEMODE_PROHIBITED
 
 
+def leaked(node: Node) -> None:
+    """Memory that a process left in the driver."""
+    node.nvml.gpus[0].leaked_mib = 20_480
+
+
 def pending(node: Node) -> None:
     node.nvml.gpus[0].mig.is_pending = True
 
@@ -202,8 +207,9 @@ def exporter(node: Node) -> None:
         (hidden, "device-files", "found none of GPU 0; set nodeAgent.visibleDevices to management.nvidia.com/gpu=all"),
         (display, "graphics", "found GPU 0: process 51 (python (3)); stop the display manager"),
         (foreign, "processes", "found GPU 0: process 42 (python (3)); end it"),
-        (pending, "mig", "GPU 0 changes its MIG mode at its reset"),
-        (manager, "mig", "found nvidia-mig-manager, which runs on the node"),
+        (pending, "mig-state", "GPU 0 changes its MIG mode at its reset"),
+        (leaked, "memory", "found 20,480 MiB in use on GPU 0; free it: nvidia-smi -i INDEX --gpu-reset"),
+        (manager, "mig-state", "found nvidia-mig-manager, which runs on the node"),
         (exporter, "dcgm-exporter", "found a running dcgm-exporter whose URL is not set"),
     ],
 )
@@ -216,7 +222,8 @@ def test_a_row_about_the_gpus_names_what_to_do(tmp_path: Path, change, name: str
         devices = node.devices()
         read_all(devices)
         found.append(rows(check_node(devices, settings, Host(None, tmp_path / "proc")))[name])
-    assert (found[0].verdict in ("passed", "skipped"), found[1].verdict) == (True, "missing")
+    verdict = "FAILED" if name == "host-pids" else "missing"
+    assert (found[0].verdict in ("passed", "skipped"), found[1].verdict) == (True, verdict)
     assert message in str(found[1])
 
 

@@ -309,6 +309,8 @@ class FakeGpu:
     remap: tuple[int, int, int, int] = (0, 0, 0, 0)
     clock_reasons: int = 0
     temperature_c: int = 40
+    leaked_mib: int = 0
+    """Memory in use that no process has."""
     samples: deque[tuple[int, dict[int, tuple[float, float]]]] = field(default_factory=lambda: deque(maxlen=72))
     """The driver's last sampling periods: stamp, and the processes' shares of the time and of the DRAM's bandwidth.
 
@@ -324,5 +326,5 @@ class FakeGpu:
 
     @property
     def used_mib(self) -> int:
-        """Memory of all processes."""
-        return sum(p.memory_mib for p in self.processes.values())
+        """Memory in use beside the reserved."""
+        return self.leaked_mib + sum(p.memory_mib for p in self.processes.values())
