@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from carpool_core.values import MIB, SharingMode
 
-from carpool_deviceplugin.preflight import Outcome, Verdict
+from carpool_deviceplugin.preflight import Outcome, Verdict, row
 
 _LIBRARY = "libcuda.so.1"
 _MPS_ENABLED = 133
@@ -144,9 +144,7 @@ def _list(uuids: Sequence[str]) -> str:
 
 
 def _row(name: str, is_kept: bool, needed: str, found: str) -> Outcome:
-    if is_kept:
-        return Outcome(name=name, verdict=Verdict.PASSED, found=needed)
-    return Outcome(name=name, verdict=Verdict.FAILED, needed=needed, found=found)
+    return row(name, "" if is_kept else found, needed, "", otherwise=Verdict.FAILED)
 
 
 if __name__ == "__main__":
