@@ -315,7 +315,7 @@ def _check_directories(host: Host, directories: Directories) -> Outcome:
         "directories",
         ", ".join(lacks),
         "directories that can be written to",
-        f"on {system} only these are: {known}" if known else "set another, on a file system that is not read-only",
+        f"on {system} only these are: {known}" if known else "run as root, or set another that is not read-only",
         passed=f"all writable{f' on {system}' if system else ''}",
         otherwise=Verdict.FAILED,
     )

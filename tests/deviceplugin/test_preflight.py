@@ -121,7 +121,7 @@ def test_a_confined_domain_is_reported(tmp_path: Path, label: str, enforce: str,
             "only these are: /etc, /run and /var, of which only /var lasts",
         ),
         ("Container-Optimized OS from Google", "of which only /var lasts; set nodeAgent.runtimeClassName to empty"),
-        ("Ubuntu 24.04.3 LTS", "set another, on a file system that is not read-only"),
+        ("Ubuntu 24.04.3 LTS", "set another that is not read-only"),
     ],
 )
 def test_directories_that_cannot_be_written_to_name_what_the_system_offers(
