@@ -121,7 +121,7 @@ def _check_gpus(devices: NvmlDevices, settings: AgentSettings, host: Host) -> It
     )
     yield row(
         "processes",
-        "; ".join(f"GPU {one.index}: {names}" for one in known if (names := devices.foreign_processes(one.uuid))),
+        "; ".join(f"GPU {one.index}: {names}" for one in known if (names := devices.state(one.uuid).foreign_processes)),
         "no process outside of pods on the GPUs",
         "end it; until then the GPU gets no new work",
     )
@@ -136,7 +136,7 @@ def _check_gpus(devices: NvmlDevices, settings: AgentSettings, host: Host) -> It
         "; ".join(
             f"{mib:,} MiB in use on GPU {one.index}"
             for one in known
-            if (mib := devices.unowned_mib(one.uuid)) > _MAX_UNOWNED_MIB
+            if (mib := devices.state(one.uuid).unowned_mib) > _MAX_UNOWNED_MIB
         ),
         "no memory in use on GPUs without processes, because placement does not count it",
         "free it: nvidia-smi -i INDEX --gpu-reset",
@@ -162,7 +162,7 @@ def _check_mig(devices: NvmlDevices, known: Sequence[Identity], host: Host) -> O
     lacks += [
         f"GPU {one.index} has {count} MIG instances that others created"
         for one in capable
-        if (count := devices.foreign_instances(one.uuid))
+        if (count := sum(it.own is None for it in devices.state(one.uuid).instances))
     ]
     if capable and devices.mig_manager:
         lacks.append(devices.mig_manager)
@@ -180,7 +180,7 @@ def _check_mig(devices: NvmlDevices, known: Sequence[Identity], host: Host) -> O
 
 
 def _check_counters(devices: NvmlDevices, settings: AgentSettings, host: Host) -> Iterator[Outcome]:
-    sources = {uuid: devices.sources(uuid) for uuid in devices.uuids}
+    sources = {uuid: devices.state(uuid).sources for uuid in devices.uuids}
     fields = {name for of_gpu in sources.values() for name, source in of_gpu.items() if source == Exporter.name}
     advice = "set CARPOOL_DCGM_EXPORTER (nodeAgent.dcgmExporter) to the URL of its metrics on this node"
     if settings.dcgm_exporter or "dcgm-exporter" in host.programs:

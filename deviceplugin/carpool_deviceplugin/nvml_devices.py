@@ -73,7 +73,7 @@ _Found = tuple[Telemetry, GpuProcesses]
 
 
 @dataclass
-class _Gpu:
+class GpuState:
     """State of one GPU."""
 
     identity: Identity
@@ -148,9 +148,9 @@ class NvmlDevices:
         self._cdi, self._feed = cdi, CounterFeed(sources, monotonic)
         self._sampler = Sampler(session, self.uuids, self._feed, monotonic, wall)
 
-    def _find(self, directory: Path) -> dict[GpuUuid, _Gpu]:
+    def _find(self, directory: Path) -> dict[GpuUuid, GpuState]:
         """Identify the GPUs. One that cannot be read does not keep the agent from using the others."""
-        gpus: dict[GpuUuid, _Gpu] = {}
+        gpus: dict[GpuUuid, GpuState] = {}
         try:
             uuids, unreadable, self.hidden = find_gpus(self.session)
         except DeviceError as e:
@@ -164,7 +164,7 @@ class NvmlDevices:
                 unreadable.append(str(e))
                 continue
             identified = (self.session.generation, self._monotonic())
-            gpus[uuid] = _Gpu(identity, identified, CheckpointFile(directory / f"{uuid}.json"))
+            gpus[uuid] = GpuState(identity, identified, CheckpointFile(directory / f"{uuid}.json"))
         if not gpus:
             found, advice = "; ".join(unreadable) or "a driver and none", "give the container /dev/nvidia*"
             raise UnusableDriverError(found, "GPUs on this node", "" if unreadable else advice, name="gpus")
@@ -189,28 +189,12 @@ class NvmlDevices:
 
     def identity(self, uuid: GpuUuid) -> Identity:
         """Return a GPU's identity as last read."""
-        return self._gpu(uuid).identity
-
-    def foreign_processes(self, uuid: GpuUuid) -> str:
-        """Return the names of a GPU's processes outside of pods, as last read."""
-        return self._gpu(uuid).foreign_processes
+        return self.state(uuid).identity
 
     def graphics_processes(self, uuid: GpuUuid) -> str:
         """Return the names of a GPU's living graphics programs outside of pods, as last read."""
-        found = map(self._processes.find, self._gpu(uuid).identity.graphics_pids)
+        found = map(self._processes.find, self.state(uuid).identity.graphics_pids)
         return ", ".join(describe_process(one) for one in found if one is not None and one.pod_uid is None)
-
-    def unowned_mib(self, uuid: GpuUuid) -> int:
-        """Return the memory in use on a whole GPU without processes, beside the reserved, as last read."""
-        return self._gpu(uuid).unowned_mib
-
-    def foreign_instances(self, uuid: GpuUuid) -> int:
-        """Return the number of a GPU's MIG instances that the agent did not create, as last read."""
-        return sum(one.own is None for one in self._gpu(uuid).instances)
-
-    def sources(self, uuid: GpuUuid) -> Mapping[str, str]:
-        """Return the source of each counter of a GPU, as last read; empty before."""
-        return self._gpu(uuid).sources
 
     def set_mig_manager(self, manager: str) -> None:
         """Set the name of another MIG manager of the node; empty if there is none."""
@@ -237,7 +221,8 @@ class NvmlDevices:
         except DeviceError:
             return False
 
-    def _gpu(self, uuid: GpuUuid) -> _Gpu:
+    def state(self, uuid: GpuUuid) -> GpuState:
+        """Return what is known of a GPU, as last read."""
         if uuid not in self._gpus:
             raise DeviceError(f"GPU {uuid}: expected one of {', '.join(self.uuids)}; other GPUs cannot be changed")
         return self._gpus[uuid]
@@ -299,7 +284,7 @@ class NvmlDevices:
 
     def actual(self, uuid: GpuUuid) -> GpuActual:
         """Read the actual state of a GPU."""
-        with self._gpu(uuid).lock:
+        with self.state(uuid).lock:
             return self._actual(uuid)[0]
 
     def _actual(self, uuid: GpuUuid) -> tuple[GpuActual, _Found]:
@@ -358,7 +343,7 @@ class NvmlDevices:
 
     def apply(self, uuid: GpuUuid, step: Step) -> None:
         """Apply one step."""
-        file = self._gpu(uuid).file
+        file = self.state(uuid).file
         match step:
             case SetMode(mode):
                 self._set_mode(uuid, file, mode)
@@ -432,7 +417,7 @@ class NvmlDevices:
 
     def read(self, uuid: GpuUuid) -> Reading:
         """Read a GPU's counters."""
-        self._gpu(uuid)
+        self.state(uuid)
         return self._reading(uuid, read_telemetry(self.session, uuid), self._watcher.look(uuid)[0])
 
     def _reading(self, uuid: GpuUuid, telemetry: Telemetry, present: GpuProcesses) -> Reading:
@@ -449,7 +434,7 @@ class NvmlDevices:
 
     def access(self, uuid: GpuUuid, pod_uid: PodUid | None = None) -> Access:
         """Return what a container needs for the GPU, or for the pod's MIG instance of it. Calls no driver."""
-        gpu = self._gpu(uuid)
+        gpu = self.state(uuid)
         if gpu.file.read().mode is not MIG:
             access = self._cdi.gpu(uuid, gpu.identity.minor)
             if self._mps is None:
