@@ -39,12 +39,7 @@ class ServerTime(Protocol):
 
 
 class ServerClock:
-    """The API server's clock: what several processes compare must not depend on the clock of one machine.
-
-    Args:
-        clock: This machine's clock.
-        server: Measures the difference.
-    """
+    """The API server's clock: what several processes compare must not depend on the clock of one machine."""
 
     def __init__(self, clock: Clock, server: ServerTime) -> None:
         self._clock, self._server = clock, server

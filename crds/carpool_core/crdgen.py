@@ -205,9 +205,7 @@ def root_schema(type_: type[msgspec.Struct]) -> Schema:
 def object_schema(info: inspect.StructType, *, with_defaults: bool) -> Schema:
     """Return the schema of an object.
 
-    Args:
-        info: Type of the object.
-        with_defaults: Whether the API server fills in what is left out.
+    With `with_defaults` the API server fills in what is left out.
 
     Raises:
         TypeError: A CRD cannot hold one of its fields.

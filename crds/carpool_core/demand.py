@@ -79,13 +79,7 @@ class Demand:
 
 
 def prediction_message(prediction: Prediction, mode: RequestedMode, limit: int | str | None) -> str:
-    """Return the prediction's message for the job's owner, with a warning if `spec.memory.limit` is too small.
-
-    Args:
-        prediction: Prediction of the job.
-        mode: `spec.sharing.mode`.
-        limit: `spec.memory.limit`.
-    """
+    """Return the prediction's message for the job's owner, with a warning if `spec.memory.limit` is too small."""
     if prediction.outcome == "Predicted":
         return prediction.message + ("" if mode is RequestedMode.EXCLUSIVE else _exceeding(prediction, limit))
     if limit is None and mode is not RequestedMode.EXCLUSIVE:

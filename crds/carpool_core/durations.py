@@ -37,13 +37,7 @@ def durations_s(
 ) -> dict[str, float]:
     """Return the predicted duration of a job alone on each GPU product: its steps times the predicted step time.
 
-    Args:
-        steps: Steps of the training; None if unknown.
-        prediction: Prediction of the job; None if there is none.
-        may_run_on: Whether the job may run on a GPU product; the others are left out.
-
-    Returns:
-        Seconds by product; empty if steps or prediction are unknown.
+    Products on which it may not run are left out. The result is empty if steps or prediction are unknown.
     """
     if steps is None or prediction is None:
         return {}

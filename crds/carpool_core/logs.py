@@ -18,10 +18,7 @@ _NOISY = ("asyncio", "aiohttp.access", "urllib3")
 def configure(settings: LogSettings, process: str, *, stream: TextIO | None = None) -> None:
     """Set up structlog and the standard library's logging for this process.
 
-    Args:
-        settings: Level and format.
-        process: Name that every event carries as `process`, such as `extender`.
-        stream: Where to write; standard error when None.
+    Every event carries the name `process`, such as `extender`. Events go to standard error if `stream` is None.
     """
 
     def add_process(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:

@@ -63,11 +63,7 @@ async def serve(
 ) -> MetricsServer:
     """Serve metrics and health.
 
-    Args:
-        registry: Metrics of `/metrics`, read at scrape time.
-        port: TCP port; 0 takes a free one.
-        host: Address to listen on.
-        readiness: Returns None if ready, else the reason, which `/readyz` sends with status 503.
+    Port 0 takes a free one. `readiness` returns None if ready, else the reason, which `/readyz` sends with status 503.
 
     Raises:
         SettingsError: The port is not available.

@@ -53,12 +53,7 @@ def is_about_the_pod(error: Invalid) -> bool:
 
 
 def template_message(error: Invalid, body: Mapping[str, Any]) -> str:
-    """Return which field of the template is invalid, and how.
-
-    Args:
-        error: The API server's answer.
-        body: The pod that it refers to.
-    """
+    """Return which field of the template is invalid, and how; `body` is the pod that the error is about."""
     unknown = _UNKNOWN_FIELD.findall(error.server_message)
     if unknown:
         fields = ", ".join(f"spec.template.{field}" for field in unknown)

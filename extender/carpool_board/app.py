@@ -120,13 +120,9 @@ class Board:
     """Reads the documents of the routes, each with the rights of its viewer.
 
     Args:
-        viewers: Rights of viewers, and clients with their credentials.
-        watch: The board's copy of the cluster.
-        clock: The clock.
         site: Installation by whose settings jobs are explained, as NAMESPACE/NAME.
         needs_token: Whether each request needs the viewer's bearer token.
         namespace: Namespace of the jobs that are listed if none is named; empty means all.
-        plan: Folder of a simulation, if there is a page of one.
     """
 
     def __init__(

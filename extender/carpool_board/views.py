@@ -86,11 +86,7 @@ class JobReport(Resource, frozen=True, kw_only=True, omit_defaults=False):
 def gpu_page(gpus: Iterable[GpuView], search: str = "", show: Show = Show.ALL, page: int = 1) -> GpuPage:
     """Return one page of GPUs, the last one if there are fewer.
 
-    Args:
-        gpus: All GPUs by node and index.
-        search: Part of the name of a node, a product, or a tenant NAMESPACE/NAME.
-        show: Which of them are shown.
-        page: Number of the page, from 1.
+    `search` is a part of the name of a node, a product, or a tenant NAMESPACE/NAME; `page` counts from 1.
     """
     all_ = list(gpus)
     nodes = [list(found) for _, found in groupby(_selected(all_, search.casefold(), show), lambda gpu: gpu.node)]

@@ -39,14 +39,7 @@ _NEEDED = {GPUS: (GPU_NODES,), QUEUE: (GPU_NODES, GPU_TRAINING_JOBS, PODS)}
 
 
 class ClusterWatch:
-    """Watches GpuNodes, jobs, pods and Nodes with the process's own rights; the caller checks those of viewers.
-
-    Args:
-        api: The Kubernetes API.
-        clock: Age of the forecast, and time of the watches.
-        read_site: Reads how the installation decides.
-        sleep: Waits between two looks for changes.
-    """
+    """Watches GpuNodes, jobs, pods and Nodes with the process's own rights; the caller checks those of viewers."""
 
     def __init__(
         self,

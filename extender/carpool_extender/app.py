@@ -79,13 +79,6 @@ def build(
 ) -> Extender:
     """Put the process together.
 
-    Args:
-        settings: Settings of the process.
-        api: The Kubernetes API.
-        clock: The clock.
-        sleep: Waits.
-        gather_s: Seconds from one write of a GpuNode to the next.
-
     Raises:
         UnknownPolicyError: The policy's name is not in the table.
         SettingsError: A precondition is impossible.

@@ -38,13 +38,7 @@ _LEAVES = {
 
 
 class Certificates(Collector):
-    """Makes the files of a pod, and keeps the server's context up to date with those of another program.
-
-    Args:
-        settings: Where the files are, and whether they are made here.
-        clock: This machine's clock, which both sides read.
-        sleep: Waits between two checks.
-    """
+    """Makes the files of a pod, and keeps the server's context up to date with those of another program."""
 
     def __init__(
         self, settings: TlsSettings, clock: Clock, sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep

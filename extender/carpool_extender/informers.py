@@ -171,10 +171,7 @@ def agent_down_reason(node: Node | None) -> str | None:
 def workers_with_reservation(cluster: ClusterCache, job_uid: JobUid, pods: Iterable[Pod]) -> set[PodUid]:
     """Return the UIDs of a job's pods that have reservations, without deleted ones: a dead node keeps those.
 
-    Args:
-        cluster: The cluster.
-        job_uid: The job.
-        pods: Pods that name it as their controller.
+    `pods` are those that name the job as their controller.
     """
     deleted = {PodUid(pod.metadata.uid) for pod in pods if pod.metadata.deletion_timestamp is not None}
     return cluster.pods_of_job(job_uid) - deleted
@@ -192,13 +189,7 @@ def may_run(pod: Pod) -> bool:
 
 
 class Informers:
-    """Keeps GpuNodes, jobs, and the pods of our scheduler.
-
-    Args:
-        api: The Kubernetes API.
-        clock: For the age of what is known.
-        cluster: Takes in every GpuNode.
-    """
+    """Keeps GpuNodes, jobs, and the pods of our scheduler."""
 
     def __init__(self, api: KubeApi, clock: Clock, cluster: ClusterCache) -> None:
         self.cluster = cluster

@@ -38,16 +38,7 @@ class BadRequest(Exception):  # noqa: N818  # an answer about the request
 
 
 class Scheduler:
-    """Answers kube-scheduler.
-
-    Args:
-        informers: Pods, jobs and GpuNodes as last seen.
-        workloads: Requests of pods.
-        admission: Claims of admitted pods.
-        binder: Reserves and binds.
-        evaluation_cache: Evaluations on the cluster cache.
-        candidates: Nodes that filter returns at most.
-    """
+    """Answers kube-scheduler."""
 
     def __init__(
         self,

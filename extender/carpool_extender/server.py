@@ -53,10 +53,7 @@ class _Rejected(Exception):  # noqa: N818  # ends a request with an error status
 def create_app(scheduler: Scheduler, metrics: ExtenderMetrics, not_ready: Callable[[], str | None]) -> FastAPI:
     """Build the application.
 
-    Args:
-        scheduler: Decides the verbs.
-        metrics: Measures requests.
-        not_ready: Returns None once every verb can answer, otherwise the reason.
+    `not_ready` returns None once every verb can answer, otherwise the reason.
     """
     # The OpenAPI pages load scripts from a CDN, which clusters often cannot reach.
     app = FastAPI(

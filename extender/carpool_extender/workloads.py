@@ -56,13 +56,7 @@ AS_SHIPPED = JobOptions()
 
 
 class Workloads:
-    """Looks up the job of each pod.
-
-    Args:
-        api: The Kubernetes API.
-        informers: Jobs as last seen.
-        choices: The site's settings for jobs.
-    """
+    """Looks up the job of each pod."""
 
     def __init__(self, api: KubeApi, informers: Informers, choices: JobOptions) -> None:
         self._api, self._informers, self._choices = api, informers, choices
@@ -189,10 +183,7 @@ def _is_recorded(pod: Pod, job: JobRow) -> bool:
 def too_many(pod_request: PodRequest, pod_uid: PodUid, holders: set[PodUid]) -> str | None:
     """Return why a pod gets no reservation while others of its job have theirs; None if it may have one.
 
-    Args:
-        pod_request: The pod's demand.
-        pod_uid: UID of the pod.
-        holders: UIDs of the pods of its job that have reservations.
+    `holders` are the pods of its job that have reservations.
     """
     others, demand = len(holders - {pod_uid}), pod_request.demand
     if others < pod_request.workers:
@@ -240,10 +231,7 @@ def _gpus(container: Container) -> int:
 def pod_request_of(job: JobRow, spec: PodSpec, choices: JobOptions) -> PodRequest:
     """Return what each worker of a job asks for, and what the job chose.
 
-    Args:
-        job: The job.
-        spec: Spec of its workers.
-        choices: The site's settings. A job that died of memory never counts with its measured peak.
+    A job that died of memory never counts with its measured peak.
 
     Raises:
         NotOurs: It chose a policy that does not exist, or that it may not choose.

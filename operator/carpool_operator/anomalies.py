@@ -74,12 +74,8 @@ def candidates(workers: Workers, type_: str, *, is_new: bool) -> list[tuple[int,
     """Return the workers that may have caused an anomaly, with their anomalies, the likeliest first; None if unknown.
 
     A drift without a measured cause counts once all GPUs of the job show it: else the GPU that does not has an
-    explanation, such as a new co-tenant, and the others wait for it.
-
-    Args:
-        workers: The workers.
-        type_: The anomaly.
-        is_new: Whether to look for a new one. One that is known has other limits.
+    explanation, such as a new co-tenant, and the others wait for it. A known anomaly has other limits than a new one
+    (`is_new`).
     """
     if type_ == keys.CONDITION_STRAGGLER:
         return _stragglers(workers, BEHIND if is_new else _CAUGHT_UP)
@@ -94,12 +90,8 @@ def candidates(workers: Workers, type_: str, *, is_new: bool) -> list[tuple[int,
 def _stragglers(workers: Workers, limit: float) -> list[tuple[int, Anomaly]] | None:
     """Return the workers that others wait for, the slowest first; None if not all workers are measured.
 
-    Workers that synchronize have equal step times, but only the slow one waits for data or copies. Checkpoints count
-    as steps here: one worker writes them for all.
-
-    Args:
-        workers: The workers.
-        limit: Lag, as a share of the others' step.
+    Workers that synchronize have equal step times, but only the slow one waits for data or copies. Checkpoints count as
+    steps here: one worker writes them for all. `limit` is the lag as a share of the others' step.
     """
     measured = {n: use for n, tenants in sorted(workers.items()) if (use := _step(tenants)) is not None}
     if len(measured) < max(2, len(workers)):  # a worker that is not measured may be the one

@@ -44,15 +44,7 @@ _RETRY = Backoff(first_s=0.5, most_s=60.0)
 
 
 class Operator:
-    """Caches jobs, pods and GpuNodes, and reconciles each job that an event concerns.
-
-    Args:
-        settings: The operator's settings.
-        api: The Kubernetes API.
-        clock: The time of this machine.
-        tracer: Traces models.
-        sleep: Waits between tries.
-    """
+    """Caches jobs, pods and GpuNodes, and reconciles each job that an event concerns."""
 
     def __init__(
         self,

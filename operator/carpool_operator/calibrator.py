@@ -52,12 +52,8 @@ class Calibrator:
 
     Args:
         store: The ConfigMap; None if learning is off.
-        clock: The clock, by which old deaths are doubted.
-        prepare: Returns the predictor's input for a job.
-        enqueue: Receives the key of a job whose ended attempt is stored.
         simulated: Returns the products of which all GPUs are simulated; their observations serve no hardware.
         find_products: Returns the products with these names; those that cannot be described are left out.
-        events: Records what is wrong with the ConfigMap.
     """
 
     def __init__(
@@ -108,11 +104,7 @@ class Calibrator:
     ) -> dict[str, CalibrationKey]:
         """Return the calibration key of a prediction of a job, by product; empty if its size is unknown.
 
-        Args:
-            namespace: Namespace of the job.
-            spec: The job.
-            products: The products.
-            size_mib: Simulated allocator size in MiB; None if unknown.
+        `size_mib` is the simulated size of the allocator in MiB.
         """
         calibration = self.usable(namespace, spec.gpus_per_worker)
         if calibration is None or size_mib is None:

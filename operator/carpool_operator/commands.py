@@ -36,10 +36,6 @@ class NotInstalledError(Exception):
 async def check_installed(api: KubeApi, namespaces: Sequence[str]) -> None:
     """Check that the cluster has our CRDs.
 
-    Args:
-        api: The cluster.
-        namespaces: Namespaces in which jobs may be read; all if empty.
-
     Raises:
         NotInstalledError: A CRD is missing.
     """
@@ -70,12 +66,7 @@ def elector_of(settings: OperatorSettings, api: KubeApi, clock: Clock) -> Leader
 
 
 class ElectedOperator:
-    """Runs the operator while this process leads. Losing the Lease ends the process, so that nothing of it goes on.
-
-    Args:
-        operator: The operator.
-        elector: Elects one of several processes; None if there is one only.
-    """
+    """Runs the operator while this process leads. Losing the Lease ends the process, so that nothing of it goes on."""
 
     def __init__(self, operator: Operator, elector: LeaderElector | None) -> None:
         self._operator, self._elector = operator, elector

@@ -83,11 +83,7 @@ def observe(
 ) -> tuple[Observation | None, float | None]:
     """Return an attempt's observation, None without one, and the seconds after which there may be another.
 
-    Args:
-        snapshot: The job and its surroundings.
-        status: The job's status with the placement of this attempt.
-        attempt: The latest attempt.
-        pods: Its pods, if it is active.
+    `status` has the placement of the attempt, the latest one, and `pods` are its pods if it is active.
     """
     counted_mib = _counted_mib(snapshot, status)
     if counted_mib is None:

@@ -171,11 +171,7 @@ def attempt_outcome(
 ) -> Outcome | None:
     """Return how an attempt ended; None while the node's agent may still report that the job is not the cause.
 
-    Args:
-        failed: Failed pods of the attempt, at least one. The first that ended is the cause.
-        status: The job's status with its placement.
-        nodes: GpuNodes of the job's pods.
-        now: The current time.
+    `failed` are its failed pods, at least one; the first that ended is the cause.
     """
     first = first_to_end(failed)
     place = _placement(first, status)
@@ -282,11 +278,7 @@ def attribute_oom(
 ) -> Outcome:
     """Return the outcome of a worker that ran out of GPU memory: charged, or attributed to a co-tenant.
 
-    Args:
-        outcome: The outcome by the worker's own message.
-        place: The worker's placement.
-        status: The job's status.
-        nodes: GpuNodes of the job's pods.
+    `outcome` is that by the worker's own message.
     """
     if place is None or not place.neighbours:
         return outcome

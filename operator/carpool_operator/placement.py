@@ -150,12 +150,7 @@ def observed(
 ) -> Observed | None:
     """Summarise the agents' measurements of the pods; missing values keep the last one, and the peak never falls.
 
-    Args:
-        job: The job.
-        pods: Its pods.
-        nodes: Their GpuNodes.
-        places: Their placement.
-        earlier_solo_step_s: Step time alone of an earlier run, which counts until this run's own is measured.
+    `earlier_solo_step_s`, the step time alone of an earlier run, counts until this run's own is measured.
     """
     uids = {PodUid(pod.metadata.uid) for pod in pods}
     tenants: list[Tenant] = [t for node in nodes for t in node.status.tenants if t.pod_uid in uids]

@@ -135,11 +135,7 @@ def _probe_mode(job: GpuTrainingJob, containers: Sequence[Mapping[str, Any]]) ->
 def build_pod(job: GpuTrainingJob, worker: int, attempt: int, avoided: Iterable[str] = ()) -> dict[str, Any]:
     """Build a worker's pod of an attempt.
 
-    Args:
-        job: The job.
-        worker: Index of the worker.
-        attempt: Number of the attempt.
-        avoided: GPU products that cannot hold it. Autoscalers do not know GPU memory, so the pod excludes their nodes.
+    The pod excludes nodes with `avoided` products, which cannot hold it: autoscalers do not know GPU memory.
     """
     template = without_nulls(job.spec.template)
     metadata, spec = template.get("metadata", {}), template["spec"]

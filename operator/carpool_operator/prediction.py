@@ -220,9 +220,7 @@ def suitable_durations_s(job: GpuTrainingJob, demand: Demand, inventory: Invento
 def describe_duration(steps: int, durations: Mapping[str, float]) -> str:
     """Describe how long a job takes, with the fastest and slowest product if they differ.
 
-    Args:
-        steps: Steps of its training.
-        durations: Seconds without co-tenants, by product; at least one.
+    `durations` are seconds without co-tenants by product, at least one.
     """
     fast, slow = min(durations, key=durations.__getitem__), max(durations, key=durations.__getitem__)
     least_s, most_s = durations[fast], durations[slow]

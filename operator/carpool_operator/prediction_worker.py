@@ -64,10 +64,7 @@ class _Trace:
 class TraceQueue:
     """Traces models, each input once. Namespaces take turns, and each namespace's traces keep their order.
 
-    Args:
-        tracer: Traces one model.
-        concurrency: Models that are traced at the same time.
-        moved: Receives the digests whose position has changed.
+    `moved` receives the digests whose position has changed.
     """
 
     def __init__(self, tracer: Tracer, concurrency: int, moved: Callable[[list[str]], None]) -> None:
@@ -205,11 +202,6 @@ class PredictionWorker:
     """Computes predictions in the background and enqueues the jobs that wait for them.
 
     Args:
-        tracer: Traces models.
-        clock: The clock.
-        enqueue: Receives the key of a job whose prediction or position has changed.
-        observe_seconds: Receives the duration of each prediction.
-        traces: Models that are traced at the same time.
         calibration: Returns the calibration for a namespace; None: predictions are uncalibrated.
         calibration_keys: Returns the calibration keys of a job in a namespace, with that simulated allocator size in
             MiB.

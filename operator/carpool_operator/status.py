@@ -159,9 +159,7 @@ _SHORT_MESSAGE_CHARS = 256
 def bounded(status: JobStatus, failed: Container[str] = ()) -> JobStatus:
     """Return a status of at most 200 KiB for any number of workers: with less detail on each placement and attempt.
 
-    Args:
-        status: The whole status.
-        failed: UIDs of failed pods, whose placements are kept first.
+    Placements of failed pods are kept first.
     """
     places = status.placement
     if len(places) > _MAX_PLACEMENTS:
@@ -294,10 +292,7 @@ def report_refused(draft: Draft, refusal: Refusal) -> None:
 def why_alone(demand: Demand, places: Sequence[WorkerPlacement], before: Attempt | None) -> str | None:
     """Return why a job gets a GPU of its own although it did not ask for one; None if it does not.
 
-    Args:
-        demand: The job's demand.
-        places: Its placement.
-        before: Its previous attempt.
+    `before` is the attempt before this one.
     """
     if demand.prediction is None or demand.memory_limit_mib is not None:
         return None

@@ -19,8 +19,7 @@ can take status writes."""
 class DelayQueue:
     """Keys with a due time each, the earliest that was asked for; a heap. A dropped key leaves no gap.
 
-    Args:
-        every_s: Least time in seconds between two keys.
+    Keys come at least `every_s` seconds apart.
     """
 
     def __init__(self, every_s: float = 0.0) -> None:

@@ -50,13 +50,7 @@ CACHED_REQUESTS = 256
 
 
 class ClusterModel:
-    """The cluster of a simulation: GpuNodes as their agents would report them, and the ledger.
-
-    Args:
-        nodes: Devices of each node.
-        config: Configuration of the site.
-        filter_runner: Runs the checks.
-    """
+    """The cluster of a simulation: GpuNodes as their agents would report them, and the ledger."""
 
     def __init__(
         self,

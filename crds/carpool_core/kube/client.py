@@ -357,14 +357,7 @@ _ERROR_TYPES: dict[int, type[KubeError]] = {
 
 
 def error_for(status: int, call: str, server_message: str, reason: str = "") -> KubeError:
-    """Return the error of an HTTP status, whose type decides whether to retry.
-
-    Args:
-        status: HTTP status.
-        call: Which call failed, for people.
-        server_message: The server's message.
-        reason: The server's CamelCase reason.
-    """
+    """Return the error of an HTTP status, whose type decides whether to retry."""
     kind = _ERROR_TYPES.get(status, Overloaded if status >= 500 else Refused)
     return kind(f"{call}: {server_message}", status=status, reason=reason, server_message=server_message)
 

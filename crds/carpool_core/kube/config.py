@@ -212,8 +212,7 @@ class _KubeConfig:
     def load(self, folder: str) -> Any:
         """Return the client's `Configuration`; runs the context's exec plugin if it has one.
 
-        Args:
-            folder: Folder for the certificates that the kubeconfig or the plugin gives as data.
+        `folder` receives the certificates that the kubeconfig or the plugin gives as data.
         """
         from kubernetes.client import Configuration
         from kubernetes.config.kube_config import KubeConfigLoader

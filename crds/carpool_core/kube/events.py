@@ -48,14 +48,8 @@ class EventRecorder:
     ) -> None:
         """Record an event of an object. A failure to record is logged, never raised.
 
-        Args:
-            kind: Kind of the object.
-            namespace: Namespace of the object; empty for cluster-scoped objects, whose events go to `default`.
-            name: Name of the object.
-            uid: UID of the object.
-            type: Warning if someone should act.
-            reason: One CamelCase word.
-            message: A sentence; cut at 1,024 characters.
+        The message is cut at 1,024 characters. Events of cluster-scoped objects, which have no namespace, go to
+        `default`.
         """
         if type == "Normal" and not self._take_token():
             return

@@ -46,15 +46,7 @@ class LeaderElector:
     """Acquires and renews one Lease.
 
     A Lease of another holder expires `LEASE_S` after this process saw it change, by its own monotonic clock, so that
-    the clocks of two machines need not agree.
-
-    Args:
-        api: The Kubernetes API.
-        clock: For renewal times and expiry.
-        sleep: Waits.
-        namespace: Namespace of the Lease.
-        name: Name of the Lease.
-        identity: Unique name of this process. A restarted process with the same identity leads again at once.
+    the clocks of two machines need not agree. A restarted process with the same unique identity leads again at once.
     """
 
     def __init__(
@@ -160,8 +152,6 @@ class LeaseWatcher:
     """Watches a Lease that another process of this host renews: this process leads while that one holds it.
 
     Args:
-        api: The Kubernetes API.
-        clock: For the age of the watch.
         lease: The Lease, as `NAMESPACE/NAME`; if empty, this process always leads.
         host: Name of the host that both processes share. The holder's identity is `HOST_UUID`, as in kube-scheduler.
     """

@@ -90,9 +90,7 @@ class PodSpec(_Wire, frozen=True, kw_only=True):
 def container_uid(spec: PodSpec, container: str = "") -> int | None:
     """Return the node's UID that a container runs as; None if the image or a user namespace decides it.
 
-    Args:
-        spec: Spec of the pod.
-        container: Name of the container. Empty means the first that requests GPUs, else the first, which gets them.
+    Without a name it is the first container that requests GPUs, else the first, which gets them.
     """
     if not spec.host_users:
         return None

@@ -97,19 +97,12 @@ class Reflector(Generic[T]):
     """Lists, watches, and lists again when the server no longer has the watch's resourceVersion.
 
     Args:
-        api: The Kubernetes API.
-        kind: Kind of the objects.
-        type_: Type that objects are decoded as.
-        selector: Objects to follow; all when None.
-        clock: Time of the server's last contact.
         on_change: Called with (old, new) for each change, also for those that a list shows. Old None means added, new
             None deleted; an object that was created again between two lists is deleted and added. An exception from it
             ends `run()`.
         on_unreadable: Called with (key, reason) for an object that does not fit `type_`, whose last good state stays in
             the store. Called with (key, None) when it fits again or is deleted.
         share: Returns the state to store, equal to `new`, with parts of `old` to save memory.
-        store: Store to fill; a new one when None.
-        sleep: Waits between tries.
         jitter: Random number from 0 to 1 that spreads the tries.
     """
 

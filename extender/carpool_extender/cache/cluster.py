@@ -87,11 +87,7 @@ class _Backoff:
 
 
 class GpuBackoff:
-    """GPUs in backoff after failed preparations.
-
-    Args:
-        clock: Present time.
-    """
+    """GPUs in backoff after failed preparations."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -277,9 +273,7 @@ class ClusterCache:
     def without_workers(self, job_uid: JobUid, own: Collection[PodUid]) -> Bools | None:
         """Return the mask of the GPUs that no other worker of a job has, shape (gpus,); None if it has no other worker.
 
-        Args:
-            job_uid: UID of the job.
-            own: Workers whose GPUs may be used.
+        The GPUs of the workers `own` are permitted, too.
         """
         others = self.pods_of_job(job_uid).difference(own)
         if not others:
@@ -486,10 +480,7 @@ class ClusterCache:
     def set_unavailable(self, name: str, kind: int, why: str | None) -> None:
         """Make all GPUs of a node unavailable for a reason of a kind; None ends it.
 
-        Args:
-            name: Name of the node.
-            kind: AGENT_DOWN, UNRESERVED_POD or INVALID.
-            why: The reason.
+        The kind is AGENT_DOWN, UNRESERVED_POD or INVALID.
         """
         self._of_nodes[kind].pop(name, None)
         if why is not None:

@@ -504,16 +504,7 @@ def reports_of(node: GpuNode) -> list[GpuReport]:
 
 
 def write_device(table: GpuTable, row: int, device: Device, *, node: int, kind: DeviceClass, class_id: int) -> None:
-    """Write the columns that describe a device.
-
-    Args:
-        table: The table.
-        row: Row of the GPU.
-        device: The GPU.
-        node: Index of its node.
-        kind: Its device class.
-        class_id: Index of the class.
-    """
+    """Write the columns that describe a device."""
     table.alive[row] = True
     table.node[row], table.device_class[row] = node, class_id
     table.gpu_index[row] = device.index
@@ -525,11 +516,7 @@ def write_device(table: GpuTable, row: int, device: Device, *, node: int, kind: 
 def write_tenants(table: GpuTable, row: int, report: GpuReport, domains: dict[str, int]) -> None:
     """Write the tenants of a GPU whose device is written.
 
-    Args:
-        table: The table.
-        row: Row of the GPU.
-        report: The GPU.
-        domains: Index of each tenancy domain; new ones are added.
+    New tenancy domains are added to `domains`, which has the index of each.
     """
     usable_mib, held = int(table.usable_mib[row]), report.held
     names = report.device.mig_profiles

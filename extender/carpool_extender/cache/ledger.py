@@ -62,11 +62,8 @@ def promised_mib(
 ) -> int:
     """Memory promised on one GPU, in MiB; at most the usable memory, which an unknown amount counts as.
 
-    Args:
-        reservations: Reservations of the GPU.
-        usable_mib: Its usable memory, in MiB.
-        peaks: Their pods' largest measured memory there, in MiB. It counts only for a reservation that counts as
-            measured, if the pod has exceeded that measurement since; the filters consider all other excess.
+    `peaks` are the largest measured memory of the pods there, in MiB. A peak counts only for a reservation that counts
+    as measured, if the pod has exceeded that measurement since; the filters consider all other excess.
     """
     total = 0
     for one in reservations:

@@ -119,9 +119,6 @@ class PeakTracker:
     """Remembers since when the peaks of working tenants are stable.
 
     Time counts from the first observation by this process. A restart loses only this time, because results are written.
-
-    Args:
-        clock: The clock.
     """
 
     def __init__(self, clock: Clock) -> None:

@@ -287,13 +287,7 @@ def _on_idle(table: ClassTable, tenancy: Tenancy) -> NDArray[np.int8]:
 
 
 def unbounded_reason(demand: Demand, product: str, *, until_measured: bool = False) -> str:
-    """Return why a job counts as a whole GPU on a product.
-
-    Args:
-        demand: Demand of the job.
-        product: Product on which its memory has no bound.
-        until_measured: Whether its own measured peak replaces that later.
-    """
+    """Return why a job counts as a whole GPU on a product; `until_measured`: its own measured peak replaces that."""
     predicted = demand.prediction_on(product)
     if predicted is None:
         reason = "nothing is known of its memory, so it counts with the whole GPU"
@@ -310,12 +304,8 @@ def unbounded_reason(demand: Demand, product: str, *, until_measured: bool = Fal
 def mode_reason(mode: SharingMode, demand: Demand, *, is_first: bool, exclusive: bool, unbounded: str | None) -> str:
     """Return in a few words why a GPU has this mode.
 
-    Args:
-        mode: The mode.
-        demand: Demand of the incoming pod.
-        is_first: Whether the GPU was idle.
-        exclusive: Whether the policy gives every job a GPU of its own.
-        unbounded: Why the job's memory has no bound on this GPU; None if it has one.
+    `is_first` is whether the GPU was idle, `exclusive` whether the policy gives every job a GPU of its own, and
+    `unbounded` why the job's memory has no bound on this GPU; None if it has one.
     """
     if demand.mode is not RequestedMode.AUTO:
         return "as the job asks"

@@ -57,10 +57,7 @@ MAX_SUMMARY, MAX_PART = 860, 300
 def expected_slowdown(evaluation: Evaluation, rows: Sequence[int], limit: float | None = None) -> str:
     """Return the expected slowdown of the pod and its upper quantile.
 
-    Args:
-        evaluation: Evaluation of the pod.
-        rows: GPUs that it fits on and would get together.
-        limit: The slowdown that it accepts, to name it too.
+    The pod would get the GPUs of `rows` together. `limit` is the slowdown that it accepts, to name it too.
     """
     found = float(evaluation.results.slowdown[list(rows)].max())
     text = f"expected slowdown {found:.2f}" + ("" if limit is None else f" of {limit:.2f}")
@@ -120,10 +117,7 @@ def headroom(evaluation: Evaluation, row: int) -> list[str]:
 def summary(evaluation: Evaluation, rows: Rows, nodes_without_gpus: int = 0) -> str:
     """Return one sentence about why none of some nodes fits, with numbers; begins with `PREFIX`.
 
-    Args:
-        evaluation: Evaluation of the pod.
-        rows: GPUs of these nodes.
-        nodes_without_gpus: How many of these nodes report no GPUs.
+    `rows` are the GPUs of these nodes, of which `nodes_without_gpus` report none.
     """
     if not rows.size:
         return f"{PREFIX}no node offered reports GPUs; is the node agent running there?"

@@ -210,12 +210,7 @@ class Colocation(NamedTuple):
 def colocation_on(gpus: GpuTable, pod_request: PodRequest, table: ClassTable, rows: Rows, mode: int) -> Colocation:
     """Predict the slowdowns on some GPUs.
 
-    Args:
-        gpus: The GPUs.
-        pod_request: The incoming pod.
-        table: Its requirements per device class.
-        rows: GPUs with tenants; under time-slicing, GPUs with equally many.
-        mode: Code of the mode in which they all share.
+    `mode` is the code of the mode in which they all share. Under time-slicing they have equally many tenants.
     """
     name, device_class, tenants = MODES[mode], gpus.device_class.take(rows), int(gpus.count.take(rows).max())
 
@@ -289,13 +284,7 @@ def predict_colocations(
 ) -> Iterator[ColocationResult]:
     """Predict slowdowns on GPUs that have tenants, in batches of equal mode and number of tenants.
 
-    Args:
-        gpus: All GPUs.
-        pod_request: The incoming pod.
-        table: Its requirements per device class.
-        rows: GPUs that have tenants.
-        mode: Code of the mode in which they all share, shape (rows,).
-        quantile: Slowdown that is compared with the limits.
+    `rows` are GPUs that have tenants, and `mode` is the code of the mode in which each is shared, shape (rows,).
     """
     for code, name in SHARED:
         mine = rows.take(places(mode == code))
@@ -879,12 +868,7 @@ def empty_results(gpus: int) -> FilterResults:
 
 
 def run_filters(evaluation: Evaluation, gpus: GpuTable) -> FilterResults:
-    """Run all checks on some GPUs. The present results of the evaluation are not read.
-
-    Args:
-        evaluation: The request.
-        gpus: The GPUs.
-    """
+    """Run all checks on some GPUs. The present results of the evaluation are not read."""
     pod_request, (class_table, modes, _), count = evaluation.pod_request, evaluation.mode_table, len(gpus.alive)
     mode, failed = modes.take(gpus.class_mode), np.full(count, _UNDECIDED, np.int8)
     for check in CHECKS:

@@ -28,16 +28,8 @@ def place_workers(
 ) -> list[WorkerPlace]:
     """Place workers of one job one after the other, each on GPUs of its own, as filter, score and bind would.
 
-    NCCL refuses two ranks on one GPU.
-
-    Args:
-        cached: Evaluation of one worker.
-        wanted: Number of workers.
-        among: Permitted GPUs, shape (gpus,); all if None.
-        with_reason: Whether each placement carries its reason.
-
-    Returns:
-        The places, fewer than wanted if no more fit.
+    NCCL refuses two ranks on one GPU. `among` are the permitted GPUs, shape (gpus,); all if None. If not so many fit,
+    the places are fewer.
     """
     if wanted == 1:
         only = best_place(cached, among, with_reason=with_reason)
@@ -80,10 +72,7 @@ def max_workers(cached: CachedEvaluation) -> int:
 def gang_refusal(cached: CachedEvaluation, workers: int, name: str) -> str:
     """Return why the workers of a job wait for each other, as one sentence with numbers.
 
-    Args:
-        cached: Evaluation of one worker.
-        workers: Workers without a GPU, more than fit at present.
-        name: `namespace/name` of the job.
+    More workers have no GPU than fit at present. `name` is `namespace/name` of the job.
     """
     found, most = max_workers(cached), max_workers_when_empty(cached.evaluation)
     ever = f", and for {most:,} at most if all GPUs were empty" if most < workers else ""
@@ -95,12 +84,7 @@ def gang_refusal(cached: CachedEvaluation, workers: int, name: str) -> str:
 
 
 def infeasible_when_empty(evaluation: Evaluation, workers: int) -> str | None:
-    """Return why so many workers would not fit even on empty GPUs; None if they might.
-
-    Args:
-        evaluation: Evaluation of one of them.
-        workers: Number of workers.
-    """
+    """Return why so many workers would not fit even on empty GPUs; None if they might."""
     wanted = evaluation.pod_request.demand.gpus
     on_node = _able_when_empty(evaluation)
     most = int(on_node.max(initial=0))

@@ -287,11 +287,7 @@ _NAMES = tuple(column.name for column in fields(Candidates))
 
 
 class BestPerNode:
-    """The candidate of each node by the node's index, so that single nodes can be replaced.
-
-    Args:
-        wanted: GPUs of a worker.
-    """
+    """The candidate of each node by the node's index, so that single nodes can be replaced."""
 
     def __init__(self, wanted: int) -> None:
         self._candidates = _no_candidates(0, wanted)
@@ -345,11 +341,7 @@ def select(
 ) -> Candidates:
     """Select the best GPUs of each node for one worker, all in the same mode.
 
-    Args:
-        evaluation: Results of the filters.
-        policy: Gives the costs.
-        grid: Permitted nodes; all if None.
-        among: Permitted GPUs, shape (gpus,); all if None.
+    `grid` has the permitted nodes, and `among`, of shape (gpus,), the permitted GPUs; all if None.
     """
     grid = evaluation.snapshot.grid if grid is None else grid
     wanted = evaluation.pod_request.demand.gpus
@@ -378,11 +370,7 @@ def _effort(evaluation: Evaluation, rows: Rows | None) -> NDArray[np.int8]:
 def _one_gpu(evaluation: Evaluation, policy: Policy, grid: NodeGrid, ok: Bools) -> Candidates:
     """Select one GPU of each node: the cheapest; among ties the least effort, then the least left over, then the first.
 
-    Args:
-        evaluation: Results of the filters.
-        policy: Gives the costs.
-        grid: The nodes.
-        ok: Whether each of their GPUs fits, in the order of `grid.rows`.
+    `ok` is whether each GPU of the nodes fits, in the order of `grid.rows`.
     """
     rows, (each, nodes) = grid.rows.ravel(), grid.rows.shape
     effort, left = _effort(evaluation, rows), evaluation.left_mib(rows)
@@ -419,10 +407,7 @@ class _Fitting:
 def _several_gpus(evaluation: Evaluation, policy: Policy, rows: Rows) -> Candidates:
     """Select several GPUs in one mode on each node: in one NVLink domain if possible, otherwise anywhere.
 
-    Args:
-        evaluation: Results of the filters.
-        policy: Gives the costs.
-        rows: GPUs that fit, in rising order.
+    `rows` are the GPUs that fit, in rising order.
     """
     gpus, wanted = evaluation.snapshot.gpus, evaluation.pod_request.demand.gpus
     node = gpus.node[rows].astype(np.intp)
@@ -454,11 +439,7 @@ def _several_gpus(evaluation: Evaluation, policy: Policy, rows: Rows) -> Candida
 def _best_of_groups(fitting: _Fitting, group: NDArray[np.intp], wanted: int, tolerance: float) -> Candidates:
     """Select the best GPUs of each group that has enough.
 
-    Args:
-        fitting: GPUs that fit.
-        group: Number of the group of each GPU, shape (gpus,).
-        wanted: GPUs of a worker.
-        tolerance: Difference in cost up to which GPUs tie.
+    `group` is the number of the group of each GPU, shape (gpus,).
     """
     groups, position, size = np.unique(group, return_inverse=True, return_counts=True)
     position = np.asarray(position, np.intp)

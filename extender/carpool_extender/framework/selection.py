@@ -58,14 +58,7 @@ def filter_rows(evaluation: Evaluation, rows: Rows | None) -> FilterResults:
 
 
 class CachedEvaluation:
-    """Results of one request shape: the checks of every GPU, and the best GPUs of every node.
-
-    Args:
-        pod_request: The request.
-        config: Configuration of the site.
-        snapshot: The cluster.
-        filter_runner: Runs the checks.
-    """
+    """Results of one request shape: the checks of every GPU, and the best GPUs of every node."""
 
     def __init__(
         self,
@@ -85,9 +78,7 @@ class CachedEvaluation:
     def update(self, snapshot: Snapshot, changed: Rows | None) -> None:
         """Move on to a newer snapshot.
 
-        Args:
-            snapshot: The cluster now.
-            changed: Rows that have changed since, in rising order; all if None.
+        `changed` are the rows that have changed since, in rising order; all if None.
         """
         evaluation, gpus = self.evaluation, len(snapshot.gpus.alive)
         evaluation.snapshot = snapshot
@@ -115,14 +106,7 @@ class CachedEvaluation:
 
 
 class EvaluationCache:
-    """Returns evaluations that are up to date with the cluster.
-
-    Args:
-        cluster: The cluster.
-        config: Configuration of the site.
-        max_entries: Request shapes that are cached.
-        filter_runner: Runs the checks.
-    """
+    """Returns evaluations that are up to date with the cluster."""
 
     def __init__(
         self,
@@ -178,13 +162,8 @@ def filter_nodes(
 ) -> FilteredNodes:
     """Return the best nodes that fit, and one message for all others.
 
-    There is one message because kube-scheduler lists each distinct one in the pod's condition.
-
-    Args:
-        cached: Evaluation of the pod.
-        names: Offered nodes.
-        most: Most nodes to return.
-        among: GPUs that no other worker of the job has, shape (gpus,); None if it has no other worker.
+    There is one message because kube-scheduler lists each distinct one in the pod's condition. `among` are the GPUs
+    that no other worker of the job has, shape (gpus,); None if it has no other worker.
     """
     if among is not None and cached.best.fits.any():
         found, offered = select(cached.evaluation, cached.policy, among=among), set(names)

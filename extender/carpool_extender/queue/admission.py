@@ -101,18 +101,9 @@ class AdmissionController:
     """Runs the queue on the leader and keeps the claims of admitted pods.
 
     Args:
-        api: The Kubernetes API.
-        informers: Pods, jobs and GpuNodes as last seen.
-        workloads: Requests of pods.
-        queue: Decides which jobs start.
-        evaluations: Evaluations on the cluster cache.
         in_flight: Pods that are being bound: their admission does not time out meanwhile.
-        leadership: Whether this extender leads; only the leader admits jobs.
         timeout_s: Time from ungating to the reservation, in seconds, after which a job goes back to the queue.
         autoscaling: Whether pods that wait for GPUs are marked for cluster autoscalers.
-        clock: The time.
-        sleep: Waits.
-        metrics: Counts admissions.
     """
 
     def __init__(
@@ -536,9 +527,7 @@ def _admitted_changes(pod: Pod, text: str, now: str) -> list[Mapping[str, Any]]:
 def _scheduled_changes(pod: Pod, text: str) -> list[Mapping[str, Any]]:
     """Return the changes of a gated pod's PodScheduled by which autoscalers count it; they ignore SchedulingGated.
 
-    Args:
-        pod: The pod.
-        text: Why it needs a new node; empty if it does not need one.
+    `text` is why it needs a new node; empty if it does not need one.
     """
     reason = "Unschedulable" if text else "SchedulingGated"
     for number, one in enumerate(pod.status.conditions):

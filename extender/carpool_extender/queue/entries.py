@@ -62,10 +62,7 @@ def pods_of_latest_attempt(job: JobRow | None, pods: Iterable[Pod]) -> list[Pod]
 def gang_of(job: JobRow | None, pods: Iterable[Pod], ungating: Container[PodUid] = ()) -> Gang | None:
     """Return the pods of a job's latest attempt; None if none of them waits.
 
-    Args:
-        job: The job; None if it was not read.
-        pods: Pods that name it as their controller.
-        ungating: Pods that count as ungated, because their gates are being removed.
+    The gates of pods in `ungating` are being removed, so that these count as ungated.
     """
     gang = Gang()
     for pod in pods_of_latest_attempt(job, pods):
@@ -83,11 +80,7 @@ def gang_of(job: JobRow | None, pods: Iterable[Pod], ungating: Container[PodUid]
 def entry_of(gang: Gang, request: PodRequest, snapshot: Snapshot, retry_at_s: float = 0.0) -> QueuedJobInfo | None:
     """Return a job's entry of the queue; None if it is not admissible: a worker is missing, or has another gate.
 
-    Args:
-        gang: Pods of its latest attempt.
-        request: Request of each worker.
-        snapshot: The cluster's GPUs.
-        retry_at_s: Seconds since 1970 until which the job backs off.
+    The job backs off until `retry_at_s`, in seconds since 1970.
     """
     has_other_gate = any(gate.name != GATE_ADMISSION for pod in gang.gated for gate in pod.spec.scheduling_gates)
     if not gang.gated or gang.size < request.workers or has_other_gate:
@@ -158,9 +151,8 @@ def predicted_end_of(
 def backoff_message(reason: str, retry_at_s: float) -> str:
     """Return the message of a job that backs off.
 
-    Args:
-        reason: kube-scheduler's message about the last failure; may be empty.
-        retry_at_s: When the job is admitted again, in seconds since 1970.
+    `reason` is kube-scheduler's message about the last failure, or empty. The job is admitted again at `retry_at_s`, in
+    seconds since 1970.
     """
     reason = reason or "kube-scheduler found no node for its pods in time"
     return f"{reason}{_RETRY}{rfc3339(datetime.fromtimestamp(retry_at_s, UTC))}"
@@ -168,9 +160,6 @@ def backoff_message(reason: str, retry_at_s: float) -> str:
 
 def backoff_of(pods: Iterable[Pod]) -> tuple[float, str]:
     """Return until when a job backs off, in seconds since 1970, and the message that the leader wrote about it.
-
-    Args:
-        pods: Its gated pods.
 
     Returns:
         0 and an empty message if the leader wrote no such message.

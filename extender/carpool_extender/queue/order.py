@@ -60,10 +60,7 @@ class QueueKey(NamedTuple):
 def sort_key(key: QueueKey, order: QueueOrder, end: QueueEnd = QueueEnd.LONGEST) -> tuple[float, ...]:
     """Return the tuple by which pending jobs are sorted in rising order.
 
-    Args:
-        key: Key of a pending job.
-        order: How the queue is sorted.
-        end: End from which the next job is taken; used by `Alternate` only.
+    `Alternate` takes the next job from `end`.
     """
     urgency, arrived_s, bucket, number = key
     if order is QueueOrder.ARRIVAL:
@@ -76,10 +73,7 @@ def sort_key(key: QueueKey, order: QueueOrder, end: QueueEnd = QueueEnd.LONGEST)
 def queue_order(keys: Iterable[QueueKey], order: QueueOrder, end: QueueEnd = QueueEnd.LONGEST) -> list[QueueKey]:
     """Return pending jobs in the order in which they start, if each fits when it is its turn.
 
-    Args:
-        keys: Keys of all pending jobs, with unique numbers.
-        order: How the queue is sorted.
-        end: End from which `Alternate` takes the first job.
+    The keys have unique numbers. `Alternate` takes the first job from `end`.
     """
     pending = [*keys]
     if order is not QueueOrder.ALTERNATE:

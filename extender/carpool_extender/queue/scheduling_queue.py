@@ -169,11 +169,6 @@ def predicted_end(started_s: float, duration_s: float, now_s: float) -> float:
 
     A job that runs longer than predicted is expected to exceed the prediction by twice as much (a correction as in
     Tsafrir et al., Backfilling Using System-Generated Predictions, IEEE TPDS 18, 2007).
-
-    Args:
-        started_s: When it started.
-        duration_s: Its predicted length at the expected slowdown.
-        now_s: The time.
     """
     end_s = started_s + duration_s
     return end_s if end_s > now_s else now_s + max(1.0, now_s - end_s)
@@ -206,10 +201,6 @@ class SchedulingQueue:
     evaluation for each distinct request, however many jobs wait.
 
     Args:
-        cluster: GPUs, reservations, and claims of admitted jobs.
-        evaluations: Evaluations on this cluster.
-        order: How pending jobs are sorted.
-        default_duration_s: Length of jobs whose length is unknown, in seconds.
         backfill: Whether jobs pass the first one that does not fit. Otherwise all wait for it (first come, first
             served), as published strategies do.
         holders: Returns the pods of a job whose reservations count as its workers; by default all that have one.
@@ -296,10 +287,6 @@ class SchedulingQueue:
 
         Admitted jobs are counted in the cluster as assumed reservations; the caller forgets them if it does not start
         them. Between two jobs it may change the cluster, as long as no GPU holds more afterwards.
-
-        Args:
-            end_of: Predicts the end of a reservation, in seconds of the caller's clock; None if it is unknown.
-            now_s: The time.
         """
         if not self._jobs:
             return
@@ -334,10 +321,6 @@ class SchedulingQueue:
 
         It replays passes over predicted ends, and changes the cluster and the queue: call it on copies. Jobs that do
         not fit even after every running job has ended are left out.
-
-        Args:
-            end_of: Predicts the end of a reservation; None if it is unknown.
-            now_s: The time.
         """
         until_s = dict[JobUid, float]()
         self._pass = _Pass(end_of, now_s)

@@ -78,15 +78,8 @@ class Binder:
     """Binds many pods concurrently, each once.
 
     Args:
-        deps: API, clock, events and metrics.
-        informers: Watched pods and nodes.
-        workloads: Finds the request of a pod.
-        writer: Writes reservations.
-        evaluation_cache: Finds places.
         in_flight: Binds in progress by pod; the binder keeps it up to date.
         forget_claim: Deletes the claim of a pod, in whose place its reservation is decided.
-        slots: Maximum tenants of one GPU.
-        timeout_s: Seconds from a reservation to its deadline.
     """
 
     def __init__(

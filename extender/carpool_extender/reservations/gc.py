@@ -37,14 +37,7 @@ R = TypeVar("R")
 
 
 def release_reason(reservation: Reservation, node: str, pod: Pod | None, now: datetime) -> str | None:
-    """Return why a reservation is no longer needed; None if it is.
-
-    Args:
-        reservation: A reservation.
-        node: Name of its node.
-        pod: The pod that has the reservation's pod name now; None if there is none.
-        now: Present time.
-    """
+    """Return why a reservation is no longer needed; None if it is. `pod` is the one that has its pod's name now."""
     if pod is None or pod.metadata.uid != reservation.pod_uid:
         return "its pod is gone"
     if pod.is_finished:
@@ -92,16 +85,6 @@ class ReservationGC:
     """Checks a node when one of its pods ends or it lost a reservation, and all nodes every `PERIOD_S` seconds.
 
     A reservation is released only if the watched pods *and* the API server show that it is no longer needed.
-
-    Args:
-        api: Reads pods.
-        informers: Watched pods and nodes.
-        writer: Releases reservations.
-        restorer: Writes lost reservations again.
-        in_flight: Pods that are being bound; their reservations are neither released nor restored.
-        leads: Returns whether this extender leads; any other changes nothing.
-        clock: Present time.
-        sleep: Waits between sweeps.
     """
 
     def __init__(
@@ -218,13 +201,6 @@ class Restorer:
     """Writes the reservations of running pods again that vanished from GpuNodes.
 
     Without its reservation, only the agent's measurement keeps other pods off the GPUs of a running pod.
-
-    Args:
-        api: Reads pods.
-        informers: Watched pods and nodes.
-        writer: Writes reservations.
-        events: Records that a reservation could not be restored.
-        slots: Maximum tenants of one GPU.
     """
 
     def __init__(

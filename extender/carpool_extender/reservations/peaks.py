@@ -20,15 +20,7 @@ CONCURRENT = 16
 
 
 class PeakUpdater:
-    """Observes all nodes at regular intervals. A standby observes too, so that it knows the times when it leads.
-
-    Args:
-        cluster: Watched nodes.
-        writer: Writes reservations.
-        tracker: Measures for how long peaks have been stable.
-        leads: Returns whether this extender leads; any other writes nothing.
-        sleep: Waits.
-    """
+    """Observes all nodes at regular intervals. A standby observes too, so that it knows the times when it leads."""
 
     def __init__(
         self,

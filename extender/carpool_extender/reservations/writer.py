@@ -41,14 +41,7 @@ class _Change:
 
 
 class ReservationWriter:
-    """Changes the reservations of nodes. Changes of one node that wait at the same time are one write.
-
-    Args:
-        api: Reads and writes GpuNodes.
-        informers: Supplies the state that is decided on first, and receives each state that was read or written.
-        sleep: Pauses between attempts and between writes.
-        gather_s: Seconds between two writes of one node.
-    """
+    """Changes the reservations of nodes. Changes of one node that wait at the same time are one write."""
 
     def __init__(
         self,
@@ -94,10 +87,6 @@ class ReservationWriter:
 
     async def release(self, name: str, judged: Reservation) -> bool:
         """Remove a reservation, unless it has changed since it was judged.
-
-        Args:
-            name: Name of the GpuNode.
-            judged: The reservation as it was when its release was decided.
 
         Returns:
             Whether it was removed.
