@@ -194,7 +194,7 @@ class WorkerPlacement(Resource, frozen=True, kw_only=True):
     reason: Annotated[str, field("Reason for these GPUs, this mode and these limits.", max_length=4096)] = ""
 
     def bound_mib(self, predicted: MemoryPrediction | None) -> int | None:
-        """Return the memory on each GPU that placement counted before the first measurement, in MiB; None if unknown."""
+        """Return the memory on each GPU that placement counted until it was measured, in MiB; None if unknown."""
         if self.memory_limit_mib is not None or predicted is None:
             return self.memory_limit_mib
         return predicted.bound_mib(self.mode)
