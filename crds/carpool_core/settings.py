@@ -76,9 +76,9 @@ class Setting:
 def setting(
     default: Any,
     *,
-    flag: str,
-    env: str,
     help: str,  # noqa: A002  # click's and argparse's word
+    flag: str = "",
+    env: str = "",
     minimum: float | None = None,
     maximum: float | None = None,
     allow_empty: bool = False,
@@ -87,9 +87,9 @@ def setting(
 
     Args:
         default: Value without flag and variable.
-        flag: Command-line flag, such as `--metrics-port`.
-        env: Environment variable, such as `CARPOOL_METRICS_PORT`.
         help: One sentence with the unit and the meaning of None.
+        flag: Command-line flag; that of the field's name if empty, such as `--metrics-port` of `metrics_port`.
+        env: Environment variable; that of the flag if empty, such as `CARPOOL_METRICS_PORT`.
         minimum: Smallest value of a number; unbounded when None.
         maximum: Largest value; unbounded when None. It needs a `minimum`.
         allow_empty: Whether an empty variable is a value; otherwise it counts as unset.
@@ -103,7 +103,6 @@ def metrics_port(default: int) -> Any:
     return setting(
         default,
         flag="--metrics-port",
-        env="CARPOOL_METRICS_PORT",
         minimum=0,
         maximum=65535,
         help="TCP port of /metrics, /healthz and /readyz; 0 takes a free one.",
@@ -119,7 +118,6 @@ def slots_per_gpu() -> Any:
     return setting(
         8,
         flag="--slots-per-gpu",
-        env="CARPOOL_SLOTS_PER_GPU",
         minimum=1,
         maximum=MPS_CLIENTS,
         help="Most pods that may share one GPU; set the same for the scheduler and all agents.",
@@ -131,7 +129,6 @@ def autoscaling() -> Any:
     return setting(
         False,
         flag="--autoscaling",
-        env="CARPOOL_AUTOSCALING",
         help="Whether cluster autoscalers see the jobs that wait for GPUs, also those that no present GPU can hold, "
         "and see GPUs that one pod uses alone as full; set the same for operator, extender and all agents.",
     )
@@ -145,7 +142,10 @@ def settings_of(cls: type[Any], _path: tuple[str, ...] = ()) -> Iterator[Setting
         if dataclasses.is_dataclass(type_) and isinstance(type_, type):
             yield from settings_of(type_, path)
         elif _SETTING in field.metadata:
-            yield Setting(path=path, type=_without_none(type_), default=field.default, **field.metadata[_SETTING])
+            given = dict(field.metadata[_SETTING])
+            given["flag"] = given["flag"] or f"--{field.name.replace('_', '-')}"
+            given["env"] = given["env"] or f"CARPOOL_{given['flag'].removeprefix('--').replace('-', '_').upper()}"
+            yield Setting(path=path, type=_without_none(type_), default=field.default, **given)
         else:
             raise TypeError(f"{cls.__name__}.{field.name}: expected a `setting(…)` or a settings dataclass")
 
@@ -284,8 +284,6 @@ class KubeSettings:
     )
     context: str | None = setting(
         None,
-        flag="--context",
-        env="CARPOOL_CONTEXT",
         help="Context of the kubeconfig; the kubeconfig's current context when left out.",
     )
 
@@ -294,12 +292,9 @@ class KubeSettings:
 class LogSettings:
     """Logging."""
 
-    level: LogLevel = setting(
-        LogLevel.INFO, flag="--log-level", env="CARPOOL_LOG_LEVEL", help="Lowest severity that is logged."
-    )
+    level: LogLevel = setting(LogLevel.INFO, flag="--log-level", help="Lowest severity that is logged.")
     format: LogFormat = setting(
         LogFormat.CONSOLE,
         flag="--log-format",
-        env="CARPOOL_LOG_FORMAT",
         help="Format of log events: json for collectors, console for people.",
     )

@@ -47,14 +47,12 @@ class BoardSettings:
 
     host: str = setting(
         "127.0.0.1",
-        flag="--host",
         env="CARPOOL_BOARD_HOST",
         help="Address to listen on. On 127.0.0.1 viewers have your own rights. On any other address each request needs "
         "the viewer's bearer token, whose rights count.",
     )
     port: int = setting(
         8044,
-        flag="--port",
         env="CARPOOL_BOARD_PORT",
         minimum=0,
         maximum=65535,
@@ -62,27 +60,22 @@ class BoardSettings:
     )
     tls_cert: Path | None = setting(
         None,
-        flag="--tls-cert",
         env="CARPOOL_BOARD_TLS_CERT",
         help="Certificate of HTTPS, PEM, read again when it changes. If empty, the pages are served over HTTP.",
     )
     tls_key: Path | None = setting(
         None,
-        flag="--tls-key",
         env="CARPOOL_BOARD_TLS_KEY",
         help="The certificate's private key, PEM. If empty, it is in the certificate's file.",
     )
     site: str = setting(
         "carpool-system/carpool",
-        flag="--site",
-        env="CARPOOL_SITE",
         help="Installation whose settings decide queue and explanations, as NAMESPACE/NAME. They are read from its "
         "ConfigMap NAME-settings. If empty, the defaults apply.",
         allow_empty=True,
     )
     plan: str = setting(
         "",
-        flag="--plan",
         env="CARPOOL_BOARD_PLAN",
         help="Folder into which `carpool simulate` wrote, for the page of capacity planning. If empty, there is none.",
         allow_empty=True,

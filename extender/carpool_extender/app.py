@@ -17,7 +17,6 @@ from prometheus_client import CollectorRegistry
 from carpool_extender.cache.cluster import ClusterCache, GpuBackoff
 from carpool_extender.cache.peaks import PeakTracker
 from carpool_extender.certificates import Certificates
-from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.framework.selection import EvaluationCache
 from carpool_extender.informers import Informers
 from carpool_extender.metrics import ExtenderMetrics, StateCollector
@@ -85,7 +84,7 @@ def build(
     """
     certificates = Certificates(settings.tls, clock, sleep)
     clock = ServerClock(clock, api)  # deadlines must mean the same to every extender
-    rules = SchedulerConfig(find_policy(settings.policy), settings.slots_per_gpu, settings.conditions.conditions())
+    rules = settings.scheduler_config()
     registry = CollectorRegistry()
     telemetry = ExtenderMetrics(registry, clock)
     backoff = GpuBackoff(clock)

@@ -3,7 +3,6 @@
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from carpool_core.durations import ASSUMED_DURATION_S
 from carpool_core.settings import (
@@ -17,7 +16,7 @@ from carpool_core.settings import (
 )
 
 from carpool_extender.framework.filters import AdmissionLimits, Quantile
-from carpool_extender.framework.scores import POLICIES
+from carpool_extender.framework.scores import POLICIES, SchedulerConfig, find_policy
 from carpool_extender.queue.order import QueueOrder
 
 
@@ -47,7 +46,6 @@ class TlsSettings:
     )
     client_ca: Path | None = setting(
         None,
-        flag="--client-ca",
         env="CARPOOL_EXTENDER_CLIENT_CA",
         help="CA that signed the scheduler's client certificate, PEM; required without --tls-dir.",
     )
@@ -81,31 +79,25 @@ class ConditionSettings:
     max_sm_active: float | None = setting(
         None,
         flag="--most-sm-active",
-        env="CARPOOL_MOST_SM_ACTIVE",
         help="Largest SM activity (0..1) of a GPU's present tenants; no limit if empty.",
     )
     max_joint_sm_active: float | None = setting(
         None,
         flag="--most-joint-sm-active",
-        env="CARPOOL_MOST_JOINT_SM_ACTIVE",
         help="Largest SM activity (0..1) of a GPU's tenants and the new job together; no limit if empty.",
     )
     min_free_mib: int | None = setting(
         None,
         flag="--least-free-mib",
-        env="CARPOOL_LEAST_FREE_MIB",
         help="Smallest unreserved memory of a GPU before it takes another job, in MiB; no limit if empty.",
     )
     max_jobs: int | None = setting(
         None,
         flag="--most-jobs",
-        env="CARPOOL_MOST_JOBS",
         help="Largest number of jobs on one GPU; if empty, its number of slots.",
     )
     slowdown_quantile: Quantile = setting(
         Quantile.MEDIAN,
-        flag="--slowdown-quantile",
-        env="CARPOOL_SLOWDOWN_QUANTILE",
         help="Predicted slowdown that is compared with maxSlowdown. median: the expected one; half of the cases exceed "
         "it. upper: one that few cases exceed; fewer jobs share a GPU, and with MPS hardly any at the default limit "
         "of 1.5.",
@@ -124,65 +116,6 @@ class ConditionSettings:
             self.max_jobs,
             quantile=self.slowdown_quantile,
         )
-
-
-_ORDERS = (
-    "Order of pending jobs. Arrival: by the time at which they became admissible. Alternate: like Arrival, but the "
-    "longest and the shortest job of each ten minutes alternate. LongestFirst: by length alone. The length is "
-    "spec.training.steps times the predicted step time; --default-duration-seconds if it is unknown. Pods of a higher "
-    "priority always come first."
-)
-
-
-def _policy() -> Any:
-    return setting(
-        "least-slowdown",
-        flag="--policy",
-        env="CARPOOL_POLICY",
-        help=f"Policy that ranks the GPUs that fit: {', '.join(POLICIES)}.",
-    )
-
-
-def _job_policies() -> Any:
-    return setting(
-        False,
-        flag="--job-policies",
-        env="CARPOOL_JOB_POLICIES",
-        help="Whether a job may choose its own policy by the annotation carpool.dev/policy.",
-    )
-
-
-def _count_peaks() -> Any:
-    return setting(
-        True,
-        flag="--count-peaks",
-        env="CARPOOL_COUNT_PEAKS",
-        help="Whether the measured peak of a first run replaces its reserved memory once the peak is stable, so that "
-        "other jobs may join its GPU. A peak that is stable for 90 seconds counts with a margin of 50%, after ten "
-        "minutes with 10%. Otherwise the first run keeps its reserved memory, or the whole GPU, until it ends.",
-    )
-
-
-def _default_duration_seconds() -> Any:
-    return setting(
-        ASSUMED_DURATION_S,
-        flag="--default-duration-seconds",
-        env="CARPOOL_DEFAULT_DURATION_SECONDS",
-        minimum=1,
-        help="Length that the queue assumes for a job without spec.training.steps, in seconds.",
-    )
-
-
-def _tenancy_groups() -> Any:
-    return setting(
-        "",
-        flag="--tenancy-groups",
-        env="CARPOOL_TENANCY_GROUPS",
-        help="Namespaces that trust each other, as GROUP=NAMESPACE,NAMESPACE;GROUP=*. Jobs of one group share GPUs and "
-        "MPS servers as those of one namespace do. * means all namespaces without a group. If empty, each namespace is "
-        "alone.",
-        allow_empty=True,
-    )
 
 
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", re.ASCII)
@@ -210,74 +143,91 @@ def parse_tenancy_groups(text: str) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class AskSettings:
+class SiteSettings:
+    """Settings on which decisions depend: `explain` and `what-if` decide by the same ones as the extender."""
+
+    policy: str = setting("least-slowdown", help=f"Policy that ranks the GPUs that fit: {', '.join(POLICIES)}.")
+    job_policies: bool = setting(
+        False, help="Whether a job may choose its own policy by the annotation carpool.dev/policy."
+    )
+    count_peaks: bool = setting(
+        True,
+        help="Whether the measured peak of a first run replaces its reserved memory once the peak is stable, so that "
+        "other jobs may join its GPU. A peak that is stable for 90 seconds counts with a margin of 50%, after ten "
+        "minutes with 10%. Otherwise the first run keeps its reserved memory, or the whole GPU, until it ends.",
+    )
+    tenancy_groups: str = setting(
+        "",
+        help="Namespaces that trust each other, as GROUP=NAMESPACE,NAMESPACE;GROUP=*. Jobs of one group share GPUs and "
+        "MPS servers as those of one namespace do. * means all namespaces without a group. If empty, each namespace is "
+        "alone.",
+        allow_empty=True,
+    )
+    slots_per_gpu: int = slots_per_gpu()
+    queue_order: QueueOrder = setting(
+        QueueOrder.ALTERNATE,
+        help="Order of pending jobs. Arrival: by the time at which they became admissible. Alternate: like Arrival, "
+        "but the longest and the shortest job of each ten minutes alternate. LongestFirst: by length alone. The length "
+        "is spec.training.steps times the predicted step time; --default-duration-seconds if it is unknown. Pods of a "
+        "higher priority always come first.",
+    )
+    default_duration_seconds: float = setting(
+        ASSUMED_DURATION_S,
+        minimum=1,
+        help="Length that the queue assumes for a job without spec.training.steps, in seconds.",
+    )
+    conditions: ConditionSettings = field(default_factory=ConditionSettings)
+    kube: KubeSettings = field(default_factory=KubeSettings)
+
+    def scheduler_config(self) -> SchedulerConfig:
+        """Return how GPUs are filtered and ranked.
+
+        Raises:
+            UnknownPolicyError: The policy's name is not in the table.
+            SettingsError: A limit is impossible.
+        """
+        return SchedulerConfig(find_policy(self.policy), self.slots_per_gpu, self.conditions.conditions())
+
+
+@dataclass(frozen=True)
+class AskSettings(SiteSettings):
     """Settings of `explain` and `what-if`; by default those of the installation."""
 
     site: str = setting(
         "carpool-system/carpool",
-        flag="--site",
-        env="CARPOOL_SITE",
         help="Installation whose settings apply unless a flag or variable sets them, as NAMESPACE/NAME. They are read "
         "from its ConfigMap NAME-settings. If empty, the defaults apply.",
         allow_empty=True,
     )
-    policy: str = _policy()
-    job_policies: bool = _job_policies()
-    count_peaks: bool = _count_peaks()
-    tenancy_groups: str = _tenancy_groups()
-    slots_per_gpu: int = slots_per_gpu()
-    queue_order: QueueOrder = setting(
-        QueueOrder.ALTERNATE, flag="--queue-order", env="CARPOOL_QUEUE_ORDER", help=_ORDERS
-    )
-    default_duration_seconds: float = _default_duration_seconds()
-    conditions: ConditionSettings = field(default_factory=ConditionSettings)
     calibration: str = setting(
         "carpool-system/carpool-calibration",
-        flag="--calibration",
-        env="CARPOOL_CALIBRATION",
         help="ConfigMap with the operator's calibration, as NAMESPACE/NAME, which what-if predicts with. If empty, or "
         "if you may not read it, the shipped models are used.",
         allow_empty=True,
     )
     share_unmeasured: bool = setting(
-        False,
-        flag="--share-unmeasured",
-        env="CARPOOL_SHARE_UNMEASURED",
-        help="Whether the operator lets jobs share GPUs for which too few runs were measured.",
+        False, help="Whether the operator lets jobs share GPUs for which too few runs were measured."
     )
-    kube: KubeSettings = field(default_factory=KubeSettings)
 
 
 @dataclass(frozen=True)
-class ExtenderSettings:
+class ExtenderSettings(SiteSettings):
     """Settings of the extender."""
 
     host: str = setting(
         "127.0.0.1",
-        flag="--host",
         env="CARPOOL_EXTENDER_HOST",
         help="Address to listen on; kube-scheduler runs in the same pod.",
     )
     port: int = setting(
         8888,
-        flag="--port",
         env="CARPOOL_EXTENDER_PORT",
         minimum=0,
         maximum=65535,
         help="TCP port of the verbs; 0 takes a free one.",
     )
-    policy: str = _policy()
-    job_policies: bool = _job_policies()
-    count_peaks: bool = _count_peaks()
-    tenancy_groups: str = _tenancy_groups()
-    slots_per_gpu: int = slots_per_gpu()
-    queue_order: QueueOrder = setting(
-        QueueOrder.ALTERNATE, flag="--queue-order", env="CARPOOL_QUEUE_ORDER", help=_ORDERS
-    )
     candidates: int = setting(
         1,
-        flag="--candidates",
-        env="CARPOOL_CANDIDATES",
         minimum=1,
         help="Largest number of nodes that filter returns, the best first. One is enough if kube-scheduler takes the "
         "best node anyway, as with the chart's weight of the extender. Use more with a small weight, so that the "
@@ -285,40 +235,29 @@ class ExtenderSettings:
     )
     bind_timeout_seconds: float = setting(
         20.0,
-        flag="--bind-timeout-seconds",
-        env="CARPOOL_BIND_TIMEOUT_SECONDS",
         minimum=1,
         maximum=3600,
         help="Time that a node's agent has to prepare a reservation, in seconds; the extender's httpTimeout must be "
         "longer.",
     )
-    default_duration_seconds: float = _default_duration_seconds()
     admission_timeout_seconds: float = setting(
         30.0,
-        flag="--admission-timeout-seconds",
-        env="CARPOOL_ADMISSION_TIMEOUT_SECONDS",
         minimum=1,
         maximum=3600,
         help="Seconds after which an admitted job without a node returns to the queue and backs off.",
     )
     scheduler_lease: str = setting(
         "",
-        flag="--scheduler-lease",
-        env="CARPOOL_SCHEDULER_LEASE",
         help="Lease of the kube-scheduler beside this extender, as NAMESPACE/NAME: the extender admits jobs while that "
         "scheduler leads. If empty, it always does; there may be one extender only then.",
         allow_empty=True,
     )
     scheduler_host: str = setting(
         "",
-        flag="--scheduler-host",
-        env="CARPOOL_SCHEDULER_HOST",
         help="Host name that the kube-scheduler beside this extender writes into its Lease; this host's if empty.",
         allow_empty=True,
     )
     autoscaling: bool = autoscaling()
     metrics_port: int = metrics_port(9400)
-    conditions: ConditionSettings = field(default_factory=ConditionSettings)
     tls: TlsSettings = field(default_factory=TlsSettings)
-    kube: KubeSettings = field(default_factory=KubeSettings)
     log: LogSettings = field(default_factory=LogSettings)

@@ -19,21 +19,6 @@ from carpool_operator.pods import worker_of
 
 _LONGEST_S = 10 * 365 * 86_400.0
 """A later end is not reported."""
-_NO_PROGRESS = dict.fromkeys(
-    (
-        *(
-            "step_time_seconds",
-            "step_time_interval",
-            "step_time_ratio",
-            "solo_step_time_seconds",
-            "solo_source",
-            "slowdown",
-            "steps",
-            "steps_at",
-        ),
-        *("expected_end", "latest_end", "samples_per_second", "data_wait_ratio", "checkpoint_ratio", "copy_ratio"),
-    )
-)
 
 
 def _neighbours(node: GpuNode, own: Reservation) -> list[Neighbour]:
@@ -206,4 +191,10 @@ def _ends(found: Observed, step_time: Interval | None, steps: int | None) -> tup
 
 def without_progress(found: Observed | None) -> Observed | None:
     """Return the measurements without those that describe the steps of one attempt."""
-    return None if found is None else msgspec.structs.replace(found, **_NO_PROGRESS)
+    if found is None:
+        return None
+    return Observed(
+        peak_memory_mib=found.peak_memory_mib,
+        gpu_util_percent=found.gpu_util_percent,
+        sm_active_ratio=found.sm_active_ratio,
+    )

@@ -15,44 +15,25 @@ class OperatorSettings:
 
     kube: KubeSettings = field(default_factory=KubeSettings)
     log: LogSettings = field(default_factory=LogSettings)
-    namespaces: str = setting(
-        "",
-        flag="--namespaces",
-        env="CARPOOL_NAMESPACES",
-        help="Namespaces whose jobs are handled, separated by commas; all if empty.",
-    )
+    namespaces: str = setting("", help="Namespaces whose jobs are handled, separated by commas; all if empty.")
     metrics_host: str = setting(
         "0.0.0.0",  # noqa: S104  # scraped and probed from outside the pod
-        flag="--metrics-host",
-        env="CARPOOL_METRICS_HOST",
         help="Address on which metrics and health are served.",
     )
     metrics_port: int = metrics_port(9402)
-    workers: int = setting(
-        16, flag="--workers", env="CARPOOL_WORKERS", minimum=1, help="Jobs that are reconciled at the same time."
-    )
+    workers: int = setting(16, minimum=1, help="Jobs that are reconciled at the same time.")
     trace_timeout_s: float = setting(
         120.0,
         flag="--trace-timeout-seconds",
-        env="CARPOOL_TRACE_TIMEOUT_SECONDS",
         minimum=1,
         maximum=86400,
         help="Seconds after which tracing a catalog or graph model is cancelled.",
     )
-    trace_memory_mib: int = setting(
-        3072,
-        flag="--trace-memory-mib",
-        env="CARPOOL_TRACE_MEMORY_MIB",
-        minimum=1,
-        help="Writable memory of the tracing subprocess, in MiB.",
-    )
-    traces: int = setting(
-        1, flag="--traces", env="CARPOOL_TRACES", minimum=1, help="Models that are traced at the same time."
-    )
+    trace_memory_mib: int = setting(3072, minimum=1, help="Writable memory of the tracing subprocess, in MiB.")
+    traces: int = setting(1, minimum=1, help="Models that are traced at the same time.")
     backoff_s: float = setting(
         10.0,
         flag="--backoff-seconds",
-        env="CARPOOL_BACKOFF_SECONDS",
         minimum=0,
         maximum=86400,
         help="Seconds before the first restart of a failed job; doubled with each further one.",
@@ -60,7 +41,6 @@ class OperatorSettings:
     backoff_most_s: float = setting(
         360.0,
         flag="--backoff-most-seconds",
-        env="CARPOOL_BACKOFF_MOST_SECONDS",
         minimum=0,
         maximum=86400,
         help="Longest wait before a restart, in seconds.",
@@ -69,28 +49,22 @@ class OperatorSettings:
     autoscaling: bool = autoscaling()
     calibration: str = setting(
         "",
-        flag="--calibration",
-        env="CARPOOL_CALIBRATION",
         help="ConfigMap, as NAMESPACE/NAME, in which the operator stores the calibration that it learns from measured "
         "jobs. If empty, it learns nothing, and predictions are uncalibrated.",
     )
     share_unmeasured: bool = setting(
         False,
-        flag="--share-unmeasured",
-        env="CARPOOL_SHARE_UNMEASURED",
         help="Whether jobs share GPUs of a product and precision with too few measurements. Otherwise they run alone "
         "there until enough were measured. Without learning they always share, with a wider memory bound.",
     )
 
     lease: str = setting(
         "",
-        flag="--lease",
         env="CARPOOL_OPERATOR_LEASE",
         help="Lease, as NAMESPACE/NAME, by which several operators elect a leader. If empty, only one may run.",
     )
     identity: str = setting(
         "",
-        flag="--identity",
         env="CARPOOL_OPERATOR_IDENTITY",
         help="Unique name of this operator in the Lease; the host's name and a random UUID if empty.",
     )

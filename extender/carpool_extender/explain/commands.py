@@ -43,7 +43,7 @@ from carpool_extender.explain.explain import Answer, NoSuchJobError, explain_job
 from carpool_extender.explain.explain import what_if as answer_what_if
 from carpool_extender.explain.queue_forecast import Options, QueueView, forecast_queue, read_pending_jobs
 from carpool_extender.framework.diagnosis import broken
-from carpool_extender.framework.scores import SchedulerConfig, UnknownPolicyError, find_policy
+from carpool_extender.framework.scores import SchedulerConfig, UnknownPolicyError
 from carpool_extender.settings import AskSettings, parse_tenancy_groups
 from carpool_extender.workloads import JobOptions
 
@@ -227,18 +227,10 @@ class _ConfigMap(msgspec.Struct, frozen=True):
     data: dict[str, str] = {}
 
 
-class SiteSettings(NamedTuple):
-    """The settings that hold for an answer."""
+async def read_site_settings(api: KubeApi, asked: AskSettings, flags: frozenset[str]) -> tuple[AskSettings, str]:
+    """Return the settings that hold for an answer, and a sentence with those that differ from the defaults.
 
-    settings: AskSettings
-    note: str
-    """A sentence with the settings that differ from the defaults, and their source."""
-
-
-async def read_site_settings(api: KubeApi, asked: AskSettings, flags: frozenset[str]) -> SiteSettings:
-    """Return the caller's settings, and for all that the caller did not set, those in the chart's ConfigMap.
-
-    The flags that the caller set win over the ConfigMap, which is read with the caller's rights.
+    The flags that the caller set win over the chart's ConfigMap, which is read with the caller's rights.
 
     Raises:
         SettingsError: `asked.site` is not a NAMESPACE/NAME.
@@ -253,8 +245,7 @@ async def read_site_settings(api: KubeApi, asked: AskSettings, flags: frozenset[
         try:
             found = await api.get(CONFIG_MAPS, name, _ConfigMap, namespace=namespace)
             merged = replace(load(AskSettings, {**found.data, **ours}), site=asked.site, kube=asked.kube)
-            find_policy(merged.policy)
-            merged.conditions.conditions()
+            merged.scheduler_config()
             parse_tenancy_groups(merged.tenancy_groups)
             settings = merged
         except Forbidden:
@@ -271,7 +262,7 @@ async def read_site_settings(api: KubeApi, asked: AskSettings, flags: frozenset[
     others = "the others as shipped" if parts else "as shipped"
     parts.append(f"{others}, by {where}" if where and not unread and not theirs else others)
     parts += [f"the site's may differ: {unread}"] if unread else []
-    return SiteSettings(settings, f"settings: {'; '.join(parts)}")
+    return settings, f"settings: {'; '.join(parts)}"
 
 
 class Site(NamedTuple):
@@ -289,10 +280,9 @@ async def read_site(
 ) -> Site:
     """Return how the installation decides, by `read_site_settings`, whose errors it raises."""
     site, note = await read_site_settings(api, asked, flags)
-    config = SchedulerConfig(find_policy(site.policy), site.slots_per_gpu, site.conditions.conditions())
     job_options = JobOptions(site.job_policies, site.count_peaks, parse_tenancy_groups(site.tenancy_groups))
     options = Options(ServerClock(clock, api), job_options, site.queue_order, site.default_duration_seconds, each_gpu)
-    return Site(site, config, options, note)
+    return Site(site, site.scheduler_config(), options, note)
 
 
 def _text(settings: AskSettings, one: Setting) -> str:
@@ -443,8 +433,7 @@ def _ask(settings: AskSettings, each_gpu: bool, question: _Question[T]) -> tuple
         return await question(api, site.settings, site.config, site.options), site.note
 
     try:
-        find_policy(settings.policy)  # wrong flags are reported even if the cluster cannot be reached
-        settings.conditions.conditions()
+        settings.scheduler_config()  # wrong flags are reported even if the cluster cannot be reached
         return ask(settings.kube, run, clock=clock, rights_remedy=rights_remedy(settings.site))
     except ManifestError as error:
         raise click.ClickException(str(error)) from error
