@@ -138,13 +138,13 @@ class ModelFeatures(Resource, frozen=True, kw_only=True):
     precision: Annotated[Precision, field("Precision of the traced steps.")] = Precision.FP32
     activation_checkpointing: Annotated[bool, field("Whether activations were checkpointed.")] = False
     gradient_accumulation: Annotated[int, field("Backward passes of a traced step.", ge=1, le=100_000)] = 1
-    adapter: Annotated[Adapter, field("Adapter of the traced steps.")] | None = None
-    quantization: Annotated[Quantization, field("Storage of the frozen weights.")] | None = None
+    adapter: Annotated[Adapter | None, field("Adapter of the traced steps.")] = None
+    quantization: Annotated[Quantization | None, field("Storage of the frozen weights.")] = None
     cross_entropy: Annotated[CrossEntropy, field("How the loss stored its logits.")] = CrossEntropy.FULL
     compile: Annotated[bool, field("Whether the steps are those of a compiled model.")] = False
     activation_offloading: Annotated[bool, field("Whether kept activations were on the host.")] = False
     varying_lengths: Annotated[bool, field("Whether reserved memory is that of batches of many lengths.")] = False
-    parallelism: Annotated[Parallelism, field("Division among several GPUs.")] | None = None
+    parallelism: Annotated[Parallelism | None, field("Division among several GPUs.")] = None
     steps: Annotated[
         list[TracedStep],
         field(

@@ -144,14 +144,13 @@ class ModelSource(Resource, frozen=True, kw_only=True):
         ),
     )
 
-    features: (
-        Annotated[ModelFeatures, field("The training step in numbers, as `carpool graph` prints them.")] | None
-    ) = None
-    catalog: (
-        Annotated[CatalogModel, field("A published architecture by its name in timm, torchvision or transformers.")]
-        | None
-    ) = None
-    graph: Annotated[GraphModel, field("The model described layer by layer.")] | None = None
+    features: Annotated[
+        ModelFeatures | None, field("The training step in numbers, as `carpool graph` prints them.")
+    ] = None
+    catalog: Annotated[
+        CatalogModel | None, field("A published architecture by its name in timm, torchvision or transformers.")
+    ] = None
+    graph: Annotated[GraphModel | None, field("The model described layer by layer.")] = None
 
     @property
     def family(self) -> str:
@@ -181,7 +180,7 @@ class WorkerPlacement(Resource, frozen=True, kw_only=True):
     mode: Annotated[SharingMode, field("How the GPUs are shared.")]
     memory_limit_mib: Annotated[int, field("Memory limit on each GPU, in MiB.", ge=0)] | None = None
     thread_percentage: Annotated[int, field("MPS active thread percentage.", ge=1, le=100)] | None = None
-    mig_profile: Annotated[str, field("MIG profile.")] | None = None
+    mig_profile: Annotated[str | None, field("MIG profile.")] = None
     provisional: Annotated[
         bool, field("Whether placement counts this memory only until the worker's own peak is measured.")
     ] = False
@@ -212,7 +211,7 @@ class Attempt(Resource, frozen=True, kw_only=True):
 
     number: Annotated[int, field("Number of the attempt, from 1.", ge=1)]
     started_at: Annotated[str, field("When its pods were created, RFC 3339.")] = ""
-    ended_at: Annotated[str, field("When it ended, RFC 3339.")] | None = None
+    ended_at: Annotated[str | None, field("When it ended, RFC 3339.")] = None
     outcome: Annotated[
         str,
         field(
@@ -256,37 +255,30 @@ class Observed(Resource, frozen=True, kw_only=True):
     """Measurements of the agents, over all workers."""
 
     peak_memory_mib: Annotated[int, field("Largest GPU memory of a worker on one GPU, in MiB.", ge=0)] = 0
-    gpu_util_percent: (
-        Annotated[float, field("Mean share of time in which some kernel of the job ran, 0..100.")] | None
-    ) = None
-    sm_active_ratio: Annotated[float, field("Mean share of SMs with the job's work, 0..1.")] | None = None
-    step_time_seconds: Annotated[float, field("Mean time of a step, where the job reports it, in seconds.")] | None = (
+    gpu_util_percent: Annotated[
+        float | None, field("Mean share of time in which some kernel of the job ran, 0..100.")
+    ] = None
+    sm_active_ratio: Annotated[float | None, field("Mean share of SMs with the job's work, 0..1.")] = None
+    step_time_seconds: Annotated[float | None, field("Mean time of a step, where the job reports it, in seconds.")] = (
         None
     )
-    step_time_interval: (
-        Annotated[Interval, field("Step time that replaces the predicted one; absent before twenty steps.")] | None
-    ) = None
-    step_time_ratio: (
-        Annotated[
-            float,
-            field(
-                "Observed step time over the step time predicted alone: slowdown by neighbours times the error of the "
-                "prediction."
-            ),
-        ]
-        | None
-    ) = None
-    solo_step_time_seconds: (
-        Annotated[float, field("Mean time of the job's own steps while no co-tenant worked on its GPUs, in seconds.")]
-        | None
-    ) = None
-    solo_source: (
-        Annotated[
-            Literal["Run", "EarlierRun"],
-            field("Run that soloStepTimeSeconds is from: this one, or an earlier one of the same model and training."),
-        ]
-        | None
-    ) = None
+    step_time_interval: Annotated[
+        Interval | None, field("Step time that replaces the predicted one; absent before twenty steps.")
+    ] = None
+    step_time_ratio: Annotated[
+        float | None,
+        field(
+            "Observed step time over the step time predicted alone: slowdown by neighbours times the error of the "
+            "prediction."
+        ),
+    ] = None
+    solo_step_time_seconds: Annotated[
+        float | None, field("Mean time of the job's own steps while no co-tenant worked on its GPUs, in seconds.")
+    ] = None
+    solo_source: Annotated[
+        Literal["Run", "EarlierRun"] | None,
+        field("Run that soloStepTimeSeconds is from: this one, or an earlier one of the same model and training."),
+    ] = None
     slowdown: (
         Annotated[
             float,
@@ -298,23 +290,20 @@ class Observed(Resource, frozen=True, kw_only=True):
         Annotated[int, field("Training steps of this attempt, by its slowest worker; absent without a report.", ge=0)]
         | None
     ) = None
-    steps_at: Annotated[str, field("Time of `steps`, RFC 3339.")] | None = None
-    expected_end: (
-        Annotated[
-            str,
-            field("Expected end by the measured step time, RFC 3339; absent before twenty steps or without steps."),
-        ]
-        | None
-    ) = None
-    latest_end: (
-        Annotated[str, field("The same by the interval's upper end: reservations in time begin then.")] | None
-    ) = None
+    steps_at: Annotated[str | None, field("Time of `steps`, RFC 3339.")] = None
+    expected_end: Annotated[
+        str | None,
+        field("Expected end by the measured step time, RFC 3339; absent before twenty steps or without steps."),
+    ] = None
+    latest_end: Annotated[
+        str | None, field("The same by the interval's upper end: reservations in time begin then.")
+    ] = None
     samples_per_second: Annotated[float, field("Samples of all workers.", ge=0)] | None = None
-    data_wait_ratio: Annotated[float, field("Mean share of time in which it waited for data, 0..1.")] | None = None
-    checkpoint_ratio: Annotated[float, field("Mean share of time in which it waited for checkpoints, 0..1.")] | None = (
+    data_wait_ratio: Annotated[float | None, field("Mean share of time in which it waited for data, 0..1.")] = None
+    checkpoint_ratio: Annotated[float | None, field("Mean share of time in which it waited for checkpoints, 0..1.")] = (
         None
     )
-    copy_ratio: Annotated[float, field("Mean share of time in which it waited for copies to the GPU, 0..1.")] | None = (
+    copy_ratio: Annotated[float | None, field("Mean share of time in which it waited for copies to the GPU, 0..1.")] = (
         None
     )
 
@@ -355,17 +344,17 @@ class JobStatus(Resource, frozen=True, kw_only=True):
             schema=ATOMIC,
         ),
     ] = []
-    prediction: Annotated[Prediction, field("Prediction from the model's graph.")] | None = None
+    prediction: Annotated[Prediction | None, field("Prediction from the model's graph.")] = None
     placement: Annotated[
         list[WorkerPlacement], field("Placement of each worker, of the first 64 if there are more.", schema=ATOMIC)
     ] = []
     omitted_placements: Annotated[int, field("Number of placed workers beyond those in placement.", ge=0)] = 0
     attempts: Annotated[list[Attempt], field("Attempts so far, the latest last, at most ten.", schema=ATOMIC)] = []
     restarts: Annotated[int, field("Failures charged to backoffLimit.", ge=0)] = 0
-    observed: Annotated[Observed, field("Measurements.")] | None = None
-    summary: Annotated[JobSummary, field("Columns of `kubectl get`.")] | None = None
-    start_time: Annotated[str, field("Time when the first worker was bound to a node, RFC 3339.")] | None = None
-    completion_time: Annotated[str, field("Time when the job ended, RFC 3339.")] | None = None
+    observed: Annotated[Observed | None, field("Measurements.")] = None
+    summary: Annotated[JobSummary | None, field("Columns of `kubectl get`.")] = None
+    start_time: Annotated[str | None, field("Time when the first worker was bound to a node, RFC 3339.")] = None
+    completion_time: Annotated[str | None, field("Time when the job ended, RFC 3339.")] = None
 
 
 class Training(Resource, frozen=True, kw_only=True):
@@ -405,20 +394,17 @@ class Training(Resource, frozen=True, kw_only=True):
             le=100_000,
         ),
     ] = 1
-    adapter: Annotated[Adapter, field("Adapter that is trained instead of the weights, which are frozen.")] | None = (
+    adapter: Annotated[Adapter | None, field("Adapter that is trained instead of the weights, which are frozen.")] = (
         None
     )
-    quantization: (
-        Annotated[
-            Quantization,
-            field(
-                "Storage of the frozen weights of linear layers, but the head's, as by bitsandbytes: nf4 (4 bits), "
-                "nf4-double (with double quantization) or int8. Stacked experts are in 4 bits, too, as by its "
-                "replace_parameter_4bit. Needs an adapter."
-            ),
-        ]
-        | None
-    ) = None
+    quantization: Annotated[
+        Quantization | None,
+        field(
+            "Storage of the frozen weights of linear layers, but the head's, as by bitsandbytes: nf4 (4 bits), "
+            "nf4-double (with double quantization) or int8. Stacked experts are in 4 bits, too, as by its "
+            "replace_parameter_4bit. Needs an adapter."
+        ),
+    ] = None
     cross_entropy: Annotated[
         CrossEntropy,
         field(
@@ -441,7 +427,7 @@ class Training(Resource, frozen=True, kw_only=True):
             "then fit no tensor, and it reserves more."
         ),
     ] = False
-    parallelism: Annotated[Parallelism, field("Division of the model among the job's GPUs.")] | None = None
+    parallelism: Annotated[Parallelism | None, field("Division of the model among the job's GPUs.")] = None
     steps: (
         Annotated[
             int,
@@ -489,19 +475,16 @@ class Sharing(Resource, frozen=True, kw_only=True):
 class MemoryOverride(Resource, frozen=True, kw_only=True):
     """Explicit memory limit, which overrides the prediction."""
 
-    limit: (
-        Annotated[
-            int | str,
-            field(
-                "GPU memory of one worker on each of its GPUs, with its unit, such as 12Gi. It replaces the prediction "
-                "in placement. MPS enforces it for each process, so a worker of several processes can take more in "
-                "all, which the node agent reports.",
-                schema=QUANTITY,
-                rules=MEMORY_RULES,
-            ),
-        ]
-        | None
-    ) = None
+    limit: Annotated[
+        int | str | None,
+        field(
+            "GPU memory of one worker on each of its GPUs, with its unit, such as 12Gi. It replaces the prediction "
+            "in placement. MPS enforces it for each process, so a worker of several processes can take more in "
+            "all, which the node agent reports.",
+            schema=QUANTITY,
+            rules=MEMORY_RULES,
+        ),
+    ] = None
 
 
 _CAPABILITY_RULES = (
@@ -527,15 +510,10 @@ class GpuSelector(Resource, frozen=True, kw_only=True):
         ]
         | None
     ) = None
-    min_memory: (
-        Annotated[
-            int | str,
-            field(
-                "Smallest total memory of the GPU, with its unit, such as 40Gi.", schema=QUANTITY, rules=MEMORY_RULES
-            ),
-        ]
-        | None
-    ) = None
+    min_memory: Annotated[
+        int | str | None,
+        field("Smallest total memory of the GPU, with its unit, such as 40Gi.", schema=QUANTITY, rules=MEMORY_RULES),
+    ] = None
     min_compute_capability: (
         Annotated[str, field("Smallest CUDA compute capability, such as 8.0.", max_length=8, rules=_CAPABILITY_RULES)]
         | None
@@ -600,7 +578,7 @@ class PodFailureRule(Resource, frozen=True, kw_only=True):
             "backoffLimit."
         ),
     ]
-    on_exit_codes: Annotated[OnExitCodes, field("Matches exit codes.")] | None = None
+    on_exit_codes: Annotated[OnExitCodes | None, field("Matches exit codes.")] = None
     on_pod_conditions: Annotated[
         list[OnPodCondition],
         field("Matches a pod that has at least one of these conditions.", schema=ATOMIC, max_length=20),
@@ -664,13 +642,10 @@ class RunPolicy(Resource, frozen=True, kw_only=True):
         ]
         | None
     ) = None
-    pod_failure_policy: (
-        Annotated[
-            PodFailurePolicy,
-            field("Rules for failures of workers, by exit code or pod condition.", schema=ATOMIC_MAP),
-        ]
-        | None
-    ) = None
+    pod_failure_policy: Annotated[
+        PodFailurePolicy | None,
+        field("Rules for failures of workers, by exit code or pod condition.", schema=ATOMIC_MAP),
+    ] = None
     ttl_seconds_after_finished: (
         Annotated[int, field("Seconds from its end until the job is deleted; never when left out.", ge=0, le=_MAX_S)]
         | None
@@ -702,13 +677,10 @@ class JobSpec(Resource, frozen=True, kw_only=True):
         ),
     )
 
-    model: (
-        Annotated[
-            ModelSource,
-            field("The trained model. When left out, the job runs alone until it was measured.", schema=ATOMIC_MAP),
-        ]
-        | None
-    ) = None
+    model: Annotated[
+        ModelSource | None,
+        field("The trained model. When left out, the job runs alone until it was measured.", schema=ATOMIC_MAP),
+    ] = None
     training: Annotated[Training, field("Properties of the training.", schema=ATOMIC_MAP)] = Training()
     workers: Annotated[int, field("Number of pods that train together.", ge=1, le=MAX_WORKERS)] = 1
     gpus_per_worker: Annotated[

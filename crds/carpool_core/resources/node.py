@@ -85,7 +85,7 @@ class Reservation(Resource, frozen=True, kw_only=True):
     mode: Annotated[SharingMode, field("How the GPUs are shared.")]
     memory_limit_mib: Annotated[int, field("Memory limit on each GPU, in MiB; none when left out.", ge=1)] | None = None
     thread_percentage: Annotated[int, field("MPS active thread percentage.", ge=1, le=100)] | None = None
-    mig_profile: Annotated[str, field("MIG profile, such as 1g.5gb.")] | None = None
+    mig_profile: Annotated[str | None, field("MIG profile, such as 1g.5gb.")] = None
     tenancy_group: Annotated[
         str,
         field(
@@ -179,10 +179,10 @@ class Device(Resource, frozen=True, kw_only=True):
     figures: Annotated[NvmlFigures, field("Its speed as NVML reports it.")] = NO_FIGURES
     mig_profiles: Annotated[list[str], field("MIG profiles that it supports; empty without MIG.", schema=ATOMIC)] = []
     modes: Annotated[list[SharingMode], field("Sharing modes that the agent can prepare.", schema=ATOMIC)] = []
-    mode: Annotated[SharingMode, field("Present sharing mode; absent when idle.")] | None = None
+    mode: Annotated[SharingMode | None, field("Present sharing mode; absent when idle.")] = None
     health: Annotated[DeviceHealth, field("Whether the GPU takes new pods.")] = DeviceHealth.HEALTHY
     health_message: Annotated[str, field("Reason why it is unhealthy; empty if it is healthy.")] = ""
-    numa_node: Annotated[int, field("NUMA node.")] | None = None
+    numa_node: Annotated[int | None, field("NUMA node.")] = None
     nvlink_peers: Annotated[
         list[GpuUuid],
         field("UUIDs of the GPUs that it reaches by NVLink, directly or through a switch.", schema=ATOMIC),
@@ -214,40 +214,36 @@ class Tenant(Resource, frozen=True, kw_only=True):
     gpu_uuid: Annotated[GpuUuid, field("UUID of the GPU.")]
     memory_mib: Annotated[int, field("Memory in use, in MiB.", ge=0)] = 0
     peak_memory_mib: Annotated[int, field("Largest memory measured, in MiB.", ge=0)] = 0
-    gpu_util_percent: (
-        Annotated[float, field("Share of time in which its kernels ran, 0..100, mean of 90 s; absent if unknown.")]
-        | None
-    ) = None
-    sm_active_ratio: (
-        Annotated[float, field("Share of SMs with its work, 0..1, mean of 90 s; absent if unknown.")] | None
-    ) = None
-    working: Annotated[bool, field("Whether its kernels ran in the last seconds; absent if unknown.")] | None = None
+    gpu_util_percent: Annotated[
+        float | None, field("Share of time in which its kernels ran, 0..100, mean of 90 s; absent if unknown.")
+    ] = None
+    sm_active_ratio: Annotated[
+        float | None, field("Share of SMs with its work, 0..1, mean of 90 s; absent if unknown.")
+    ] = None
+    working: Annotated[bool | None, field("Whether its kernels ran in the last seconds; absent if unknown.")] = None
     settled: Annotated[
         bool, field("Whether it was measured for 90 s. Before that its activity does not count for co-tenants.")
     ] = False
-    power_w: Annotated[float, field("Its share of the GPU's power, in W; absent if unknown.")] | None = None
+    power_w: Annotated[float | None, field("Its share of the GPU's power, in W; absent if unknown.")] = None
     steps: (
         Annotated[int, field("Training steps since the pod started, which it reports; absent without a report.", ge=0)]
         | None
     ) = None
-    steps_at: Annotated[str, field("Time of `steps`, RFC 3339; steps since then are not counted.")] | None = None
-    step_time_seconds: (
-        Annotated[float, field("Mean time of a step without checkpoints, mean of 90 s, in seconds.")] | None
-    ) = None
-    step_time_deviation_seconds: (
-        Annotated[
-            float, field("Standard deviation of that mean between readings, in seconds; absent before twenty readings.")
-        ]
-        | None
-    ) = None
-    solo_step_time_seconds: (
-        Annotated[float, field("The mean while no other pod worked on the GPU; absent before twenty such steps.")]
-        | None
-    ) = None
-    samples_per_second: Annotated[float, field("Samples of all its processes, mean of 90 s.")] | None = None
-    data_wait_ratio: Annotated[float, field("Share of time in which it waited for data, 0..1.")] | None = None
-    checkpoint_ratio: Annotated[float, field("Share of time in which it waited for checkpoints, 0..1.")] | None = None
-    copy_ratio: Annotated[float, field("Share of time in which it waited for copies to the GPU, 0..1.")] | None = None
+    steps_at: Annotated[str | None, field("Time of `steps`, RFC 3339; steps since then are not counted.")] = None
+    step_time_seconds: Annotated[
+        float | None, field("Mean time of a step without checkpoints, mean of 90 s, in seconds.")
+    ] = None
+    step_time_deviation_seconds: Annotated[
+        float | None,
+        field("Standard deviation of that mean between readings, in seconds; absent before twenty readings."),
+    ] = None
+    solo_step_time_seconds: Annotated[
+        float | None, field("The mean while no other pod worked on the GPU; absent before twenty such steps.")
+    ] = None
+    samples_per_second: Annotated[float | None, field("Samples of all its processes, mean of 90 s.")] = None
+    data_wait_ratio: Annotated[float | None, field("Share of time in which it waited for data, 0..1.")] = None
+    checkpoint_ratio: Annotated[float | None, field("Share of time in which it waited for checkpoints, 0..1.")] = None
+    copy_ratio: Annotated[float | None, field("Share of time in which it waited for copies to the GPU, 0..1.")] = None
     anomalies: Annotated[list[Anomaly], field("Its present anomalies.", schema=ATOMIC, max_length=8)] = []
 
     @property
@@ -296,7 +292,7 @@ class GpuNodeStatus(Resource, frozen=True, kw_only=True):
             "Ready, MpsAvailable and Preflight, as the agent last reported; they stay if the agent dies.", schema=ATOMIC
         ),
     ] = []
-    summary: Annotated[NodeSummary, field("Columns of `kubectl get`.")] | None = None
+    summary: Annotated[NodeSummary | None, field("Columns of `kubectl get`.")] = None
 
 
 class GpuNode(Resource, frozen=True, kw_only=True):
