@@ -95,9 +95,10 @@ def read_plan(folder: Path | None) -> Plan:
     try:
         found = msgspec.json.decode(path.read_bytes(), type=About)
     except (OSError, msgspec.MsgspecError) as error:
-        raise _no_plan(path) from error
-    if not found.table:  # an earlier version wrote none
-        raise _no_plan(path)
+        raise NoPlanError(
+            f"expected the results of a simulation in {path}, found none that can be read; run: "
+            f"carpool simulate --trace TRACE.csv --out {path.parent}, and name that folder with --plan"
+        ) from error
     return Plan(
         title=found.title,
         jobs=found.jobs,
@@ -106,13 +107,6 @@ def read_plan(folder: Path | None) -> Plan:
         assumptions=found.assumptions,
         made=f"{found.made.when} UTC, version {found.made.version}",
         pictures=sorted(one.name for one in folder.glob(f"{_PLAN_NAME}-*.png")),
-    )
-
-
-def _no_plan(path: Path) -> NoPlanError:
-    return NoPlanError(
-        f"expected the results of a simulation in {path}, found none that can be read; run: "
-        f"carpool simulate --trace TRACE.csv --out {path.parent}, and name that folder with --plan"
     )
 
 

@@ -269,11 +269,10 @@ def _is_outdated(draft: Draft, attempt: Attempt) -> bool:
     """Return whether an attempt's pods come from an older spec.
 
     Pods are bound before the placement is in the status, and until then the API server accepts changes of the spec. An
-    attempt without a digest comes from an older version and continues. So does one whose digest differs although the
-    generation is the same, which a new version's encoding may cause.
+    attempt continues whose digest differs although the generation is the same: a new version may encode otherwise.
     """
     has_changed = draft.status.observed_generation < draft.job.metadata.generation
-    return has_changed and attempt.spec_digest not in ("", attempts.spec_digest(draft.job.spec))
+    return has_changed and attempt.spec_digest != attempts.spec_digest(draft.job.spec)
 
 
 def _begin_attempt(draft: Draft, demand: Demand) -> None:

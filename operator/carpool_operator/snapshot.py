@@ -55,9 +55,6 @@ class CalibrationKey(NamedTuple):
             return False
         if memory.learned_jobs.bit_length() != self.jobs:
             return False
-        if not memory.learned_gist and memory.learned_runs:
-            # CRDs of an earlier version store no fingerprint; without this each reconciliation would predict anew.
-            return self.history is not None and memory.learned_runs == self.history.observed
         return is_equivalent(memory.learned_gist, fingerprint(self.history))
 
 
@@ -137,9 +134,7 @@ def is_own(pod: Pod, snapshot: Snapshot) -> bool:
         return True
     if number > latest.number or not is_worker(pod, snapshot.job):
         return False
-    if number < latest.number or snapshot.created.get(pod.metadata.name) == pod.metadata.uid:
-        return True
-    return latest.outcome != attempts.CREATING and not latest.pod_uids  # an earlier version recorded no UIDs
+    return number < latest.number or snapshot.created.get(pod.metadata.name) == pod.metadata.uid
 
 
 def split_pods(snapshot: Snapshot) -> tuple[Snapshot, list[Pod]]:

@@ -50,9 +50,9 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     assumptions: list[str]
     cpu_s: dict[str, float]
     """Processor time of one run of each strategy, in seconds."""
-    made: Provenance = Provenance()
+    made: Provenance
     """Time and version of the run."""
-    table: list[list[str]] = []
+    table: list[list[str]]
     """Cells of the table, its head first."""
 
 

@@ -259,22 +259,6 @@ async def test_waiting_job_is_predicted_again_from_runs_of_its_model() -> None:
     assert uppers == [5500, pytest.approx(6600, abs=1), 10_500]
 
 
-async def test_crd_without_fingerprints_causes_no_repeated_predictions() -> None:
-    """Regression: Helm does not upgrade CRDs, and the API server drops fields that an old CRD does not have."""
-    of = await running_world()
-    await measured_stable(of, 5000, LOADING_S)
-    await of.submit("y")
-    for _ in range(2):
-        stored = of.kube.dump(GPU_TRAINING_JOBS, "y", "default")
-        for product in stored["status"]["prediction"]["products"]:
-            product["memory"].pop("learnedGist", None)
-        of.kube.seed(GPU_TRAINING_JOBS, stored)
-        await assert_quiet(of, "y")
-    await completed(of, 9000, "z")
-    await of.reconcile_again("y")
-    assert memory(of, "y").upper_mib == pytest.approx(9900, abs=1), "another run still counts"
-
-
 async def test_steady_peak_stays_steady_across_a_restart() -> None:
     """Regression: a steady peak became a first observation again, which never lowers a bound."""
     of = await running_world()

@@ -112,12 +112,6 @@ async def test_uids_are_recorded_before_the_cache_shows_the_pods() -> None:
     assert world.job().status.attempts[0].outcome == "Running"
 
 
-def test_pod_of_an_attempt_without_uids_is_own() -> None:
-    of = recorded()
-    decision = reconcile(snapshot(of, pods=(pod(phase="Succeeded"),), created={}))
-    assert status_of(decision, of).state == "Complete"
-
-
 def seed(world: World, **changes: Any) -> str:
     """A pod of the worker's name that exists before the operator creates it; returns its UID."""
     body = build_pod(world.job(), 0, 1)
