@@ -7,10 +7,9 @@ from typing import Protocol
 import msgspec
 from carpool_core.resources.meta import ObjectMeta
 from carpool_core.resources.node import Device, GpuNode, GpuNodeSpec, GpuNodeStatus, Reservation, Tenant
-from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
+from carpool_core.values import PodUid, SharingMode
 from carpool_extender.cache import ledger
 from carpool_extender.cache.cluster import ClusterCache, GpuBackoff
-from carpool_extender.cache.gpu_table import UnavailableReason
 from carpool_extender.cache.peaks import StablePeak, peaks_of, use_measured_peak
 from carpool_extender.framework.scores import SchedulerConfig
 from carpool_extender.framework.selection import EvaluationCache, FilterRunner, filter_rows
@@ -31,18 +30,6 @@ class Physics(Protocol):
         ...
 
 
-class MonitorDelay(GpuBackoff):
-    """GPUs that take no job until their monitor has seen the newest tenant."""
-
-    def __init__(self) -> None:
-        self.gpus: set[tuple[str, GpuUuid]] = set()
-        """By node and UUID."""
-
-    def in_backoff(self) -> dict[tuple[str, GpuUuid], UnavailableReason]:
-        """Return the GPUs, with a reason."""
-        return dict.fromkeys(self.gpus, UnavailableReason(0, "its monitor has not seen the newest tenant yet"))
-
-
 START = datetime(1970, 1, 1, tzinfo=UTC)
 """Calendar time at which every simulation starts."""
 CACHED_REQUESTS = 256
@@ -57,15 +44,17 @@ class ClusterModel:
         nodes: Mapping[str, Sequence[Device]],
         config: SchedulerConfig,
         filter_runner: FilterRunner = filter_rows,
+        closed: GpuBackoff | None = None,
     ) -> None:
-        self._slots = config.slots
-        self.delay = MonitorDelay()
-        self.cluster = ClusterCache(config.slots, self.delay)
+        self.cluster = ClusterCache(config.slots, closed)
         """GPUs, reservations and claims as the scheduler sees them."""
         self.evaluations = EvaluationCache(self.cluster, config, CACHED_REQUESTS, filter_runner)
         """Evaluations on it."""
         self._devices = {name: list(devices) for name, devices in nodes.items()}
-        self._capacity = {name: self._capacity_of(name) for name in nodes}
+        self._capacity = {
+            name: ledger.Capacity({device.uuid: device for device in devices}, config.slots)
+            for name, devices in nodes.items()
+        }
         self._metas = {name: ObjectMeta(name=name, uid=name) for name in nodes}
         self._specs = {name: GpuNodeSpec() for name in nodes}
         self._tenants: dict[str, list[Tenant]] = {name: [] for name in nodes}
@@ -112,18 +101,6 @@ class ClusterModel:
     def reservations(self, node: str) -> list[Reservation]:
         """Return the reservations on a node."""
         return self._specs[node].reservations
-
-    def set_health(self, gpu: GpuUuid, node: str, health: DeviceHealth) -> None:
-        """Let a GPU fail, or recover."""
-        self._devices[node] = [
-            msgspec.structs.replace(device, health=health) if device.uuid == gpu else device
-            for device in self._devices[node]
-        ]
-        self._capacity[node] = self._capacity_of(node)
-        self._show(node)
-
-    def _capacity_of(self, node: str) -> ledger.Capacity:
-        return ledger.Capacity({device.uuid: device for device in self._devices[node]}, self._slots)
 
     def _show(self, name: str) -> None:
         status = GpuNodeStatus(devices=self._devices[name], tenants=self._tenants[name])

@@ -3,7 +3,7 @@
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -12,7 +12,8 @@ from carpool_core.durations import measured_step_time, remaining_s
 from carpool_core.products import find_product
 from carpool_core.resources.job import RunPolicy
 from carpool_core.resources.node import Device, Reservation
-from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
+from carpool_core.values import GpuUuid, PodUid, SharingMode
+from carpool_extender.cache.cluster import GpuBackoff
 from carpool_extender.cache.peaks import margins
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.framework.selection import FilterRunner, filter_rows
@@ -24,7 +25,7 @@ from carpool_simulator.cluster_model import ClusterModel, Physics, moment
 from carpool_simulator.information import InformationModel, Run, Stage, Steps
 from carpool_simulator.power import Power, Spent, power_of
 from carpool_simulator.strategy import Knowledge, Strategy
-from carpool_simulator.truth import Failure, SimJob, Workload
+from carpool_simulator.truth import SimJob, Workload
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +65,7 @@ class Running:
     def expect_end(self, now_s: float) -> None:
         """Let the measured step time replace the predicted end after twenty steps."""
         steps = self.job.steps
-        if steps is None or self.stage.profiling:
+        if steps is None:
             return
         left = math.ceil(steps * self.left_s / self.job.work_s)
         step_s = self.job.work_s / steps * self.slowdown
@@ -129,9 +130,6 @@ class Gpu:
     power: Power
     tenants: list[Running] = field(default_factory=list)
     mode: SharingMode = SharingMode.EXCLUSIVE
-    closed_until_s: float = 0.0
-    failures: int = 0
-    """Failures that it has not recovered from."""
     since_s: float = 0.0
     util: float = 0.0
     sm: float = 0.0
@@ -188,8 +186,6 @@ class Outcome:
     finished: list[Finished]
     gpus: list[Gpu]
     ooms: int
-    killed: int
-    """Times that a job died with its GPU."""
     makespan_s: float
     """End of the last job."""
     span_s: float
@@ -255,7 +251,7 @@ CURVE_EVERY_S = 60.0
 class Simulation:
     """One run of one strategy on one workload; `run` may be called once.
 
-    `information` makes the information model.
+    `information` makes the information model. `closed` are GPUs that take no job at present.
     """
 
     def __init__(
@@ -265,6 +261,7 @@ class Simulation:
         physics: Physics,
         information: Callable[..., InformationModel] = InformationModel,
         filter_runner: FilterRunner = filter_rows,
+        closed: GpuBackoff | None = None,
     ) -> None:
         self._strategy, self._physics = strategy, physics
         self._now_s = self._left_s = 0.0
@@ -273,7 +270,7 @@ class Simulation:
         self._largest_mib = max(d.memory_mib - d.reserved_mib for _, d in devices)
         self._information = information(strategy, self._largest_mib, is_decreasing=policy.decreasing)
         config = SchedulerConfig(policy, SLOTS, strategy.conditions)
-        self._model = ClusterModel(workload.nodes, config, filter_runner)
+        self._model = ClusterModel(workload.nodes, config, filter_runner, closed)
         self._queue = SchedulingQueue(
             self._model.cluster, self._model.evaluations, order=self._information.order, backfill=not strategy.in_order
         )
@@ -293,12 +290,10 @@ class Simulation:
         self._count = itertools.count()
         self._finished: list[Finished] = []
         self._ooms: dict[str, int] = {}
-        self._killed = self._hopeless = 0
+        self._hopeless = 0
         self._curve: list[tuple[float, float]] = []
         for job in workload.jobs:
             self._at(job.arrival_s, self._arrival(job))
-        for failure in workload.failures:
-            self._at(failure.at_s, self._failure(failure))
 
     def run(self, watch: Callable[[float], None] = lambda _: None) -> Outcome:
         """Run until every job has ended or nothing can happen any more.
@@ -318,7 +313,6 @@ class Simulation:
             if 100 * len(self._finished) >= (shown + 1) * self._jobs:
                 shown = 100 * len(self._finished) // self._jobs
                 watch(shown / 100)
-        # Beside a job that no GPU can hold, failures go on after the last job has left; they do not count.
         span_s = self._until_s if self._until_s < math.inf else self._left_s
         for gpu in self._gpus.values():
             gpu.account(span_s)
@@ -326,7 +320,6 @@ class Simulation:
             finished=self._finished,
             gpus=list(self._gpus.values()),
             ooms=sum(self._ooms.values()),
-            killed=self._killed,
             makespan_s=max((one.end_s for one in self._finished), default=0.0),
             span_s=span_s,
             unplaced=len(self._queue) + self._hopeless,
@@ -344,8 +337,7 @@ class Simulation:
         is_too_large = self._strategy.knowledge is Knowledge.TRUTH and job.truth.memory_mib > self._largest_mib
         if is_too_wide or is_too_large:  # without the truth it is placed, and runs out of memory
             return self._give_up
-        stage = Stage(profiling=self._strategy.profile_s > 0)
-        return lambda: self._enqueue(job, stage)
+        return lambda: self._enqueue(job, Stage())
 
     def _give_up(self) -> None:
         """Count a job that can never start, or that ran out of memory too often, and keep it out of the queue."""
@@ -374,21 +366,18 @@ class Simulation:
         """Start an admitted job."""
         job, stage, info = self._pending.pop(one.info.name)
         self._information.started(job, info.request)
-        gpus = [self._gpus[uuid] for _, held in one.claims for uuid in held.gpu_uuids]
-        running = Running(job, stage, one.claims, gpus, self._now_s, job.work_s, self._now_s, one.end_s)
+        gpus, mode = (
+            [self._gpus[uuid] for _, held in one.claims for uuid in held.gpu_uuids],
+            one.claims[0].reservation.mode,
+        )
+        work_s = self._work_s(job, stage, mode, gpus)
+        running = Running(job, stage, one.claims, gpus, self._now_s, work_s, self._now_s, one.end_s)
         for claim in one.claims:
             self._running[claim.reservation.pod_uid] = running
             self._model.reserve(claim)
-        if stage.profiling:
-            running.left_s = self._strategy.profile_s
-        mode = one.claims[0].reservation.mode
-        if any(gpu.mode is not mode for gpu in gpus):  # GPUs in use have the mode already
-            running.left_s += self._strategy.mode_change_s
         for gpu in gpus:
             gpu.mode = mode
             gpu.tenants.append(running)
-        if self._strategy.settle_s:
-            self._close(gpus)
         if self._is_short_of_memory(running):
             self._at(self._now_s + LOADED_S, lambda: self._die(running))
         self._update(running.gpus)
@@ -404,18 +393,9 @@ class Simulation:
         elif self._information.is_blind:
             self._monitors.report(running.nodes, self._now_s)
 
-    def _close(self, gpus: Iterable[Gpu]) -> None:
-        """Let GPUs take no other job until their monitors have measured the new job."""
-        until_s = self._now_s + self._strategy.settle_s
-        for gpu in gpus:
-            gpu.closed_until_s = until_s
-            self._model.delay.gpus.add((gpu.node, gpu.device.uuid))
-
-        def reopen() -> None:
-            open_now = {(gpu.node, gpu.device.uuid) for gpu in gpus if gpu.closed_until_s <= self._now_s}
-            self._model.delay.gpus -= open_now
-
-        self._at(until_s, reopen)
+    def _work_s(self, job: SimJob, _stage: Stage, _mode: SharingMode, _gpus: Sequence[Gpu]) -> float:
+        """Return the work of a run that begins on some GPUs, in seconds alone."""
+        return job.work_s
 
     def _measure(self, running: Running, age_s: float) -> None:
         """Let the agents report a tenant that has all its memory, or is old enough for its measure to count."""
@@ -463,25 +443,6 @@ class Simulation:
             self._enqueue(running.job, stage)
         else:
             self._give_up()
-
-    def _failure(self, failure: Failure) -> Callable[[], None]:
-        def fail() -> None:
-            gpu = self._gpus[failure.gpu]
-            gpu.failures += 1
-            self._model.set_health(failure.gpu, gpu.node, DeviceHealth.UNHEALTHY)
-            for running in list(gpu.tenants):
-                self._killed += 1
-                self._leave(running)
-                self._enqueue(running.job, running.stage.restarted())
-            self._at(self._now_s + failure.lasts_s, recover)
-
-        def recover() -> None:
-            gpu = self._gpus[failure.gpu]
-            gpu.failures -= 1
-            if not gpu.failures:
-                self._model.set_health(failure.gpu, gpu.node, DeviceHealth.HEALTHY)
-
-        return fail
 
     def _leave(self, running: Running) -> None:
         running.version += 1
@@ -532,9 +493,6 @@ class Simulation:
         if self._strategy.learns:
             self._information.observe(running.as_run(), age_s=None)
         self._leave(running)
-        if running.stage.profiling:
-            self._enqueue(running.job, Stage())
-            return
         uuids = tuple(str(gpu.device.uuid) for gpu in running.gpus)
         ooms = self._ooms.get(running.job.name, 0)
         self._finished.append(Finished(running.job, running.started_s, self._now_s, uuids, ooms))

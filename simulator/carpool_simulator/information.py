@@ -35,7 +35,7 @@ from carpool_predictor.models.slowdown import TenantActivity, is_saturated, pair
 from carpool_predictor.predict import PredictionContext, ProductAnswer, run_prediction_of, summarize
 
 from carpool_simulator.strategy import Knowledge, Strategy
-from carpool_simulator.truth import Estimate, SimJob, Truth
+from carpool_simulator.truth import SimJob, Truth
 
 
 class Learner:
@@ -141,14 +141,14 @@ def learner_of(strategy: Strategy) -> Learner:
     return Learner(is_strict=strategy.strict, steady_s=strategy.steady_s)
 
 
-def exactly(truth: Truth, like: Prediction | None, *, by_utilization: bool = False) -> Prediction:
+def exactly(truth: Truth, like: Prediction | None) -> Prediction:
     """Return the truth as a prediction without error, for the product of another prediction."""
     product = like.products[0].product if like is not None and like.products else ""
     return prediction_of(
         product or truth.product,
         upper_mib=truth.memory_mib,
         util=truth.util,
-        sm=truth.util if by_utilization else truth.sm,
+        sm=truth.sm,
         dram=truth.dram,
     )
 
@@ -199,18 +199,12 @@ class Stage:
 
     attempt: int = 0
     """Times that it ran out of memory."""
-    profiling: bool = False
-    """Whether it runs alone for a short time to be measured."""
     restarts: int = 0
-    """Times that its GPU failed."""
+    """Times that it began again for another reason."""
 
     def raised(self) -> "Stage":
         """Return the stage after it ran out of memory."""
-        return Stage(self.attempt + 1, restarts=self.restarts)
-
-    def restarted(self) -> "Stage":
-        """Return the stage after its GPU failed."""
-        return Stage(self.attempt, self.profiling, self.restarts + 1)
+        return Stage(self.attempt + 1, self.restarts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +292,7 @@ class InformationModel:
         if self._is_decreasing:
             predicted = self._prediction(job)
             arrived_s = -(1.0 if predicted is None else predicted.products[0].activity.gpu_util_percent.median)
-        pod = f"{job.name}-{stage.attempt}-{stage.restarts}{'-profile' if stage.profiling else ''}"
+        pod = f"{job.name}-{stage.attempt}-{stage.restarts}"
         return QueuedJobInfo(
             job=JobUid(job.name),
             name=job.name,
@@ -310,11 +304,9 @@ class InformationModel:
             duration_s=self._duration_s(job, stage),
         )
 
-    def _duration_s(self, job: SimJob, stage: Stage) -> float | None:
+    def _duration_s(self, job: SimJob, _stage: Stage) -> float | None:
         """Return the predicted length of a job alone, in seconds; None if it declares no steps."""
         strategy = self._strategy
-        if stage.profiling:
-            return strategy.profile_s
         if job.steps is None:
             return None
         if strategy.knowledge is Knowledge.TRUTH:
@@ -325,7 +317,7 @@ class InformationModel:
 
     def pod_request(self, job: SimJob, stage: Stage) -> PodRequest:
         """Return the request of each worker; jobs for which the same decision would be made share it."""
-        key = (self._kind(job), job.gpus, job.workers, stage.attempt, stage.profiling, self.version)
+        key = (self._kind(job), job.gpus, job.workers, stage.attempt, self._is_alone(stage), self.version)
         found = self._requests.get(key)
         if found is None:
             may = self._strategy.settles and not stage.attempt
@@ -338,8 +330,7 @@ class InformationModel:
         return job.truth.kind
 
     def _demand(self, job: SimJob, stage: Stage) -> Demand:
-        blind = self.is_blind
-        is_alone = stage.attempt > (0 if blind else 1) or stage.profiling
+        is_alone = self._is_alone(stage)
         mode = RequestedMode.EXCLUSIVE if is_alone else RequestedMode.AUTO
         prediction = None if is_alone else self._prediction(job)
         if not self._is_learned(job):  # else the next prediction contains the death
@@ -357,16 +348,17 @@ class InformationModel:
             product=None,
             min_memory_mib=0,
             min_compute_capability=None,
-            memory_limit_mib=self._estimated_mib(job) if blind and not is_alone else None,
+            memory_limit_mib=self._estimated_mib(job) if self.is_blind and not is_alone else None,
             prediction=prediction,
         )
 
-    def _estimate(self, job: SimJob) -> Estimate:
-        return job.estimates.get(self._strategy.estimator, Estimate())
+    def _is_alone(self, stage: Stage) -> bool:
+        """Whether a job gets whole GPUs."""
+        return stage.attempt > (0 if self.is_blind else 1)
 
-    def _estimated_mib(self, job: SimJob) -> int:
-        """Return the memory that a strategy without predictions counts for an incoming job; by default none."""
-        return min(self._usable_mib, self._estimate(job).memory_mib or 0)
+    def _estimated_mib(self, _job: SimJob) -> int:
+        """Return the memory that a strategy without predictions counts for an incoming job: none."""
+        return 0
 
     def _may_share(self, prediction: Prediction | None, stage: Stage) -> bool:
         """Whether `Auto` lets a job share a device without MPS."""
@@ -401,7 +393,7 @@ class InformationModel:
         if self._strategy.knowledge is Knowledge.NOTHING:
             return None
         if self._strategy.knowledge is Knowledge.TRUTH:
-            return exactly(job.truth, job.prediction, by_utilization=self._strategy.by_utilization)
+            return exactly(job.truth, job.prediction)
         found = job.prediction
         if self._learner is not None and job.asked is not None:
             found = self._learner.predict(job, job.asked)
@@ -411,18 +403,21 @@ class InformationModel:
         if one.memory.learned_runs > 0 or one.memory.upper_mib > self._usable_mib:
             return found  # measured, or larger than every GPU, which no error may change
         memory, busy, pace = self._errors(job)
-        activity, estimate = one.activity, self._estimate(job)
-        util = activity.gpu_util_percent.median / 100 if estimate.util is None else estimate.util
+        util, sm = self._activity(job, one.activity)
         return prediction_of(
             one.product,
             upper_mib=min(self._usable_mib, round(one.memory.upper_mib * memory)),
             unenforced_mib=min(self._usable_mib, round(one.memory.upper_unenforced_mib * memory)),
             trusted=one.memory.trusted,
             util=min(1.0, busy * util),
-            sm=min(1.0, busy * (util if self._strategy.by_utilization else activity.sm_active_ratio.median)),
-            dram=min(1.0, busy * activity.dram_active_ratio.median),
+            sm=min(1.0, busy * sm),
+            dram=min(1.0, busy * one.activity.dram_active_ratio.median),
             step_s=pace * one.step_time_seconds.median,
         )
+
+    def _activity(self, _job: SimJob, predicted: ActivityPrediction) -> tuple[float, float]:
+        """Return the utilization and the SM activity alone by which decisions are made, 0..1."""
+        return predicted.gpu_util_percent.median / 100, predicted.sm_active_ratio.median
 
     def _errors(self, job: SimJob) -> tuple[float, float, float]:
         """Return the factors of memory, activity and step time by which a prediction is wrong."""
@@ -432,9 +427,11 @@ class InformationModel:
         """Return the profile in a running tenant's reservation: measured, if nothing was predicted."""
         if self._strategy.knowledge is not Knowledge.NOTHING:
             return promised
-        active = truth.util if self._strategy.by_utilization else truth.sm
         return msgspec.structs.replace(
-            promised, memory_mib=truth.memory_mib, gpu_util_percent=100 * truth.util, sm_active_ratio=active / slowdown
+            promised,
+            memory_mib=truth.memory_mib,
+            gpu_util_percent=100 * truth.util,
+            sm_active_ratio=truth.sm / slowdown,
         )
 
     def measured(
@@ -446,12 +443,11 @@ class InformationModel:
         """
         if self._strategy.knowledge is not Knowledge.PREDICTED or not self._strategy.measure:
             return None
-        active = truth.util if self._strategy.by_utilization else truth.sm
         tenant = Tenant(pod_uid=uid, gpu_uuid=gpu, memory_mib=truth.memory_mib, peak_memory_mib=truth.memory_mib)
         return msgspec.structs.replace(
             tenant,
             gpu_util_percent=100 * truth.util / slowdown,
-            sm_active_ratio=active / slowdown,
+            sm_active_ratio=truth.sm / slowdown,
             step_time_seconds=slowdown if self._strategy.learns_slowdowns else None,
             solo_step_time_seconds=1.0 if knows_solo and self._strategy.learns_slowdowns else None,
         )

@@ -24,7 +24,6 @@ HEADS = {
     "gpus_in_use": "GPUs in use",
     "unused_percent": "unused on these %",
     "memory_percent": "memory in use %",
-    "killed": "killed by failures",
     "unplaced": "never placed",
 }
 """Column heads of the figures."""
@@ -111,7 +110,7 @@ def table(results: Sequence[PolicyResult], shown: Sequence[str] = ()) -> list[li
     It has the mean, the standard deviation of several seeds, and the change against the first line.
     """
     names = list(shown or SHOWN)
-    names += [one for one in ("killed", "unplaced") if one not in names and any(line.mean(one) for line in results)]
+    names += ["unplaced"] if "unplaced" not in names and any(line.mean("unplaced") for line in results) else []
     head = ["strategy"]
     for name in names:
         head += [HEADS[name], "change"] if name in COMPARED else [HEADS[name]]

@@ -36,14 +36,8 @@ class Strategy:
     max_slowdown: float = ANY_SLOWDOWN
     """Limit of every job."""
     conditions: AdmissionLimits = NO_LIMITS
-    settle_s: float = 0.0
-    """Time after a placement in which a GPU takes no other job, in seconds: its monitor must measure the new job."""
     in_order: bool = False
     """Whether all jobs wait for the first one; otherwise the queue backfills."""
-    profile_s: float = 0.0
-    """Time that each job first runs alone to be measured, in seconds."""
-    by_utilization: bool = False
-    """Whether GPU utilization replaces SM activity."""
     measure: bool = True
     """Whether measured activity of tenants replaces predicted activity."""
     learns: bool = False
@@ -56,11 +50,5 @@ class Strategy:
     """Order of the queue, as the chart's `queueOrder`. Decreasing policies have their own order."""
     settles: bool = False
     """Whether a job that never ran counts with its own memory peak once that was measured."""
-    estimator: str = ""
-    """Name of the estimator that counts instead of the shipped prediction, or of none; empty if there is no other."""
-    published: str = ""
-    """Published results of the strategy."""
     steady_s: float = STEADY_S
     """Time for which a peak must be stable before it counts as the job's, in seconds."""
-    mode_change_s: float = 0.0
-    """Time that a change of the sharing mode takes, in seconds."""

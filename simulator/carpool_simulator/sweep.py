@@ -38,8 +38,6 @@ class Figures:
     oom: float
     """Out-of-memory deaths."""
     energy_mj: float
-    killed: float
-    """Jobs killed by failing GPUs."""
     unplaced: float
     """Jobs never placed."""
     waiting_min: float
@@ -116,7 +114,6 @@ def figures_of(outcome: Outcome) -> Figures:
         slowed_percent=100 * fmean(_is_slowed(one) for one in finished) if finished else 0.0,
         oom=float(outcome.ooms),
         energy_mj=sum(gpu.energy_j for gpu in outcome.gpus) / 1e6,
-        killed=float(outcome.killed),
         unplaced=float(outcome.unplaced),
         waiting_min=fmean(one.start_s - one.job.arrival_s for one in finished) / 60 if finished else 0.0,
         gpus_in_use=in_use_s / span_s,
@@ -144,10 +141,7 @@ def sweep(
     finished strategy, and `watch` the progress of a run. `cpu` returns processor time in seconds.
     """
     drawn = [draw(seed) for seed in range(seeds)]
-    truths = [
-        PredictedSlowdowns() if data is None else MeasuredPairs(data / "lucid", seed, one.behind_mps)
-        for seed, one in enumerate(drawn)
-    ]
+    truths = [PredictedSlowdowns() if data is None else MeasuredPairs(data / "lucid", seed) for seed in range(seeds)]
     lines = []
     for strategy in strategies:
         begin_s = cpu()

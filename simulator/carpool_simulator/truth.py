@@ -5,13 +5,13 @@ import itertools
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from carpool_core.resources.node import Device
 from carpool_core.resources.prediction import Prediction
-from carpool_core.values import GpuUuid, SharingMode
+from carpool_core.values import SharingMode
 from carpool_predictor.models import slowdown
 from carpool_predictor.predict import PredictionContext
 from numpy.typing import NDArray
@@ -40,16 +40,6 @@ class Truth:
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
-    """Estimate of a job by one estimator; None where it estimates nothing."""
-
-    memory_mib: int | None = None
-    """Memory that counts for it; of a class its upper end."""
-    util: float | None = None
-    """Share of time in which some kernel runs, 0..1."""
-
-
-@dataclass(frozen=True, slots=True)
 class SimJob:
     """One job of a workload."""
 
@@ -69,8 +59,6 @@ class SimJob:
     """Input of the predictor, for strategies that learn; None if nothing can be learned."""
     steps: int | None = None
     """Declared steps of its training; None if it declares none."""
-    estimates: Mapping[str, Estimate] = field(default_factory=dict)
-    """Estimates of other estimators than the shipped predictor, by name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,16 +69,6 @@ class Pool:
     """(slowdowns, 2) Activity alone of the slowed job and of the other one, 0..1."""
     slowdowns: NDArray[np.float64]
     """(slowdowns,) At least 1."""
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A failure of a GPU; all jobs on it die."""
-
-    gpu: GpuUuid
-    at_s: float
-    lasts_s: float
-    """Time until it takes jobs again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +84,8 @@ class Workload:
     """Assumptions where the published text is silent."""
     power: Power | None = None
     """Power of each GPU; that of its product if None."""
-    failures: Sequence[Failure] = ()
     fragmented: float = 0.0
     """Share of a shared GPU's memory that is lost to fragmentation, 0..1."""
-    behind_mps: Pool | None = None
-    """Measured pairs for MPS, by SM activity; those measured with time slicing if None."""
     until_s: float = math.inf
     """End of the simulation, in seconds after the start."""
     notes: Sequence[str] = ()

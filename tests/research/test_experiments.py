@@ -14,6 +14,7 @@ from carpool_research.__main__ import main
 from carpool_research.experiments import alibaba, document, hotcloud, radrm, runs
 from carpool_research.experiments.radrm import fitted, spent, steps_of
 from carpool_research.experiments.runs import EXPERIMENTS, Results, runs_of
+from carpool_research.experiments.simulation import PublishedWorkload, extended
 from carpool_research.slowdown import gavel
 from carpool_simulator import philly
 from carpool_simulator.engine import Simulation
@@ -66,7 +67,7 @@ def test_memory_is_lost_in_pieces_in_every_experiment_and_jobs_are_the_same(publ
 
 def test_rad_rms_tasks_may_lose_behind_mps_what_gavels_pairs_did(published):
     before, after = drawn("radrm-60", published, radrm.BEHIND_MPS)
-    assert replace(after, behind_mps=None, assumptions=before.assumptions) == before
+    assert replace(after, behind_mps=None, assumptions=before.assumptions) == extended(before, PublishedWorkload)
     (told,) = set(after.assumptions) - set(before.assumptions)
     assert told == radrm.ASSUMED
     assert len(after.assumptions) == len(before.assumptions), "in the place of another"

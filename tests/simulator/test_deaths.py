@@ -1,13 +1,10 @@
-"""Jobs that die of memory or with their GPU, and jobs that no GPU can hold."""
+"""Jobs that run out of memory, and jobs that no GPU can hold."""
 
 from dataclasses import replace
 
 import pytest
-from carpool_core.values import GpuUuid
 from carpool_simulator.engine import DEATHS, LOADED_S, Simulation
 from carpool_simulator.strategy import Knowledge, Strategy
-from carpool_simulator.sweep import figures_of
-from carpool_simulator.truth import Estimate, Failure
 from msgspec import structs
 from simulated_world import ALONE, CARPOOL, LEARNS, NoSlowdown, ends, job, truth, workload
 
@@ -34,31 +31,6 @@ def test_fragmented_memory_kills_co_tenants_and_no_job_alone():
     assert len(pieces.finished) == 2
     alone = workload(job("a", of=truth(9900)))
     assert Simulation(replace(alone, fragmented=0.05), CARPOOL, NoSlowdown()).run().ooms == 0
-
-
-def test_a_gpu_that_fails_takes_its_jobs_with_it_and_comes_back():
-    jobs = replace(workload(job("a"), job("b")), failures=[Failure(GpuUuid("GPU-0"), at_s=50.0, lasts_s=10.0)])
-    outcome = Simulation(jobs, CARPOOL, NoSlowdown()).run()
-    assert outcome.killed == 2
-    assert outcome.ooms == 0
-    assert ends(outcome) == {"a": 160.0, "b": 160.0}
-
-
-@pytest.mark.parametrize(
-    "hopeless", [job("gang", workers=3), replace(job("wide"), gpus=2)], ids=["too few GPUs", "too few on each node"]
-)
-def test_a_job_that_can_never_run_does_not_stretch_the_time_that_is_looked_at(hopeless):
-    """Regression: failures after the last job's end counted as time in which the GPUs stood idle."""
-    late = [Failure(GpuUuid("GPU-0"), at_s=1000.0, lasts_s=10.0)]
-    jobs = workload(job("a", 10.0, of=truth(util=0.5)), hopeless, gpus=2)
-    first, second = jobs.nodes["n"]
-    jobs = replace(jobs, nodes={"n": [first], "m": [second]}, failures=late)
-    for strategy in (CARPOOL, replace(CARPOOL, measure=True)):
-        outcome = Simulation(jobs, strategy, NoSlowdown()).run()
-        assert ends(outcome) == {"a": 10.0}
-        assert outcome.unplaced == 1
-        assert outcome.span_s == outcome.utilization[-1][0] == 10.0
-        assert figures_of(outcome).utilization_percent == pytest.approx(25.0)
 
 
 @pytest.mark.parametrize("strategy", [CARPOOL, LEARNS, ALONE, Strategy("blind", "round-robin")], ids=lambda s: s.name)
@@ -102,26 +74,3 @@ def test_a_job_that_only_ever_gets_a_gpu_too_small_for_it_is_given_up():
     outcome = Simulation(jobs, replace(CARPOOL, policy="first-fit"), NoSlowdown()).run()
     assert (outcome.unplaced, outcome.ooms, ends(outcome)) == (1, DEATHS, {})
     assert outcome.span_s == DEATHS * LOADED_S
-
-
-def test_failures_overlap_without_reviving_a_gpu_too_early():
-    failures = [Failure(GpuUuid("GPU-0"), 50.0, 100.0), Failure(GpuUuid("GPU-0"), 60.0, 10.0)]
-    outcome = Simulation(replace(workload(job("a")), failures=failures), CARPOOL, NoSlowdown()).run()
-    assert ends(outcome) == {"a": 250.0}
-
-
-@pytest.mark.parametrize(
-    ("memory_mib", "ooms"),
-    [
-        pytest.param(1000, 1, id="too little: both share, and the second dies"),
-        pytest.param(5000, 0, id="no limit: what counts for a choice is not enforced, and monitors see the first"),
-        pytest.param(9000, 0, id="enough: the second waits"),
-        pytest.param(90_000, 0, id="more than any GPU has: the whole GPU"),
-    ],
-)
-def test_an_estimate_decides_which_gpu_a_job_gets(memory_mib, ooms):
-    blind = Strategy("e", "most-available-memory", in_order=True, measure=False, estimator="e")
-    estimates = {"e": Estimate(memory_mib)}
-    jobs = [job(name, of=truth(5500, kind=name), estimates=estimates) for name in "ab"]
-    found = Simulation(workload(*jobs), blind, NoSlowdown()).run()
-    assert (found.ooms, len(found.finished)) == (ooms, 2)

@@ -7,7 +7,6 @@ from carpool_core.values import SharingMode
 from carpool_extender.framework.filters import AdmissionLimits
 from carpool_extender.framework.scores import POLICIES
 from carpool_simulator.engine import Simulation
-from carpool_simulator.strategy import Knowledge, Strategy
 from carpool_simulator.sweep import figures_of, named
 from carpool_simulator.truth import MeasuredPairs
 from simulated_world import ALONE, CARPOOL, Halved, NoSlowdown, ends, job, truth, workload
@@ -41,18 +40,6 @@ def test_a_job_of_several_gpus_is_as_slow_as_on_the_slowest():
     assert ends(outcome)["wide"] == 200.0
 
 
-def test_a_monitor_that_must_see_the_newcomer_keeps_others_out():
-    waits = Strategy("waits", "most-available-memory", settle_s=90.0)
-    outcome = Simulation(workload(job("a"), job("b")), waits, NoSlowdown()).run()
-    assert ends(outcome) == {"a": 100.0, "b": 190.0}
-
-
-def test_reactive_loses_the_minute_in_which_a_job_is_alone():
-    reactive = Strategy("reactive", "first-fit", Knowledge.TRUTH, profile_s=60.0)
-    outcome = Simulation(workload(job("a")), reactive, NoSlowdown()).run()
-    assert ends(outcome) == {"a": 160.0}
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_finishes_everything_and_repeats_itself(policy):
     jobs = workload(
@@ -69,12 +56,6 @@ def test_a_precondition_holds_in_a_simulation_too():
     jobs = workload(job("a"), job("b"))
     (strategy,) = named("least-slowdown", CARPOOL, AdmissionLimits(max_jobs=1))
     assert ends(Simulation(jobs, strategy, NoSlowdown()).run()) == {"a": 100.0, "b": 200.0}
-
-
-def test_change_of_mode_delays_the_first_job_of_the_mode():
-    slow = replace(CARPOOL, mode_change_s=7.0)
-    jobs = workload(job("a"), job("b", arrival_s=10.0), job("c", arrival_s=500.0))
-    assert ends(Simulation(jobs, slow, NoSlowdown()).run()) == {"a": 107.0, "b": 110.0, "c": 600.0}
 
 
 def test_pairs_have_their_measured_slowdowns_and_no_gpu_is_exceeded(data):

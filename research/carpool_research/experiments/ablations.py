@@ -3,7 +3,7 @@
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 
@@ -19,10 +19,18 @@ from carpool_extender.framework.selection import filter_rows
 from carpool_extender.queue.order import QueueOrder
 from carpool_extender.queue.scheduling_queue import QueuedJobInfo
 from carpool_simulator.cluster_model import Physics
-from carpool_simulator.engine import Outcome, Simulation
+from carpool_simulator.engine import Outcome
 from carpool_simulator.information import InformationModel, Learner, Stage, exactly, learner_of
 from carpool_simulator.strategy import ANY_SLOWDOWN, Strategy
-from carpool_simulator.truth import Failure, SimJob, Truth, Workload
+from carpool_simulator.truth import SimJob, Truth, Workload
+
+from carpool_research.experiments.simulation import (
+    Failure,
+    PublishedSimulation,
+    PublishedStrategy,
+    PublishedWorkload,
+    extended,
+)
 
 
 class Piece(StrEnum):
@@ -36,7 +44,7 @@ class Piece(StrEnum):
 
 
 @dataclass(frozen=True)
-class Ablation(Strategy):
+class Ablation(PublishedStrategy):
     """A strategy with other information about jobs."""
 
     oracle: frozenset[Piece] = frozenset()
@@ -55,7 +63,7 @@ class Ablation(Strategy):
 
 def ablate(base: Strategy, **changes: object) -> Ablation:
     """Return an ablation of a strategy, with these fields changed."""
-    return Ablation(**({one.name: getattr(base, one.name) for one in fields(base)} | changes))
+    return extended(base, Ablation, **changes)
 
 
 def simulate(
@@ -71,17 +79,17 @@ def simulate(
         earlier: Workloads that ran before; an ablation that learns knows what was measured then.
     """
     if not isinstance(strategy, Ablation):
-        return Simulation(workload, strategy, physics).run()
+        return PublishedSimulation(workload, strategy, physics).run()
     workload = replace(workload, jobs=[replace(job, steps=steps_of(job, strategy, seed)) for job in workload.jobs])
     information = partial(AblatedInformation, seed=seed, learner=learner_of(strategy))
     for number, before in enumerate(earlier):
         jobs = [replace(job, name=f"earlier-{number}-{job.name}") for job in before.jobs]
-        Simulation(replace(before, jobs=jobs), strategy, physics, information).run()
+        PublishedSimulation(replace(before, jobs=jobs), strategy, physics, information).run()
     if Piece.SLOWDOWNS not in strategy.oracle:
-        return Simulation(workload, strategy, physics, information).run()
+        return PublishedSimulation(workload, strategy, physics, information).run()
     truths = {job.name: job.truth for job in workload.jobs}
     checks = TrueSlowdowns(physics, truths, strategy.max_slowdown)
-    return Simulation(workload, strategy, physics, information, checks).run()
+    return PublishedSimulation(workload, strategy, physics, information, checks).run()
 
 
 def steps_of(job: SimJob, strategy: Ablation, seed: int) -> int | None:
@@ -128,7 +136,7 @@ class AblatedInformation(InformationModel):
         found = super().queued(job, stage, number)
         if Piece.DURATIONS not in self._ablation.oracle:
             return found
-        return replace(found, arrived_s=-job.work_s, duration_s=found.duration_s if stage.profiling else job.work_s)
+        return replace(found, arrived_s=-job.work_s, duration_s=job.work_s)
 
     def measured(
         self, truth: Truth, uid: PodUid, gpu: GpuUuid, slowdown: float, *, knows_solo: bool = False
@@ -163,7 +171,7 @@ class AblatedInformation(InformationModel):
         if found is None or not oracle & {Piece.MEMORY, Piece.ACTIVITY}:
             return found
         one = found.products[0]
-        true = exactly(job.truth, found, by_utilization=self._ablation.by_utilization).products[0]
+        true = exactly(job.truth, found).products[0]
         if Piece.MEMORY in oracle:
             one = msgspec.structs.replace(one, memory=true.memory)
         if Piece.ACTIVITY in oracle:
@@ -231,8 +239,11 @@ def with_failures(workload: Workload, mean_hours: float, seed: int) -> Workload:
             failures.append(Failure(device, at_s, lasts_s))
             at_s += lasts_s + draw.expovariate(1 / (3600 * mean_hours))
     text = f"Each GPU fails every {mean_hours:g} hours on average and recovers after one; its jobs start again."
-    return replace(
-        workload, failures=sorted(failures, key=lambda one: one.at_s), assumptions=(*workload.assumptions, text)
+    return extended(
+        workload,
+        PublishedWorkload,
+        failures=sorted(failures, key=lambda one: one.at_s),
+        assumptions=(*workload.assumptions, text),
     )
 
 

@@ -178,7 +178,7 @@ def own(of: Mapping[str, Table]) -> list[dict[str, str]]:
     Args:
         of: Experiments with the same published strategies; with several, each column names its experiment.
     """
-    published = {one.name: one.published for one in EXPERIMENTS[next(iter(of))].published}
+    published = {one.name: getattr(one, "published", "") for one in EXPERIMENTS[next(iter(of))].published}
     rows = []
     for group in (PUBLISHED, CARPOOL):
         for strategy in dict.fromkeys(strategy for one in of.values() for strategy in one.names(group)):

@@ -14,7 +14,9 @@ from typing import Protocol
 import numpy as np
 from carpool_predictor.models.activity import work_of_features
 from carpool_predictor.predict import PredictionContext
-from carpool_simulator.truth import Draw, Estimate, SimJob, Workload
+from carpool_simulator.truth import Draw, SimJob, Workload
+
+from carpool_research.experiments.simulation import Estimate, EstimatedJob, extended
 
 
 class Estimator(Protocol):
@@ -104,7 +106,8 @@ def estimated(draw: Draw) -> Draw:
         jobs = []
         for job in workload.jobs:
             each = {name: estimate(job) for name, estimate in every.items()}
-            jobs.append(replace(job, estimates={name: one for name, one in each.items() if one is not None}))
+            known = {name: one for name, one in each.items() if one is not None}
+            jobs.append(extended(job, EstimatedJob, estimates=known))
         return replace(workload, jobs=jobs)
 
     return drawn

@@ -12,10 +12,11 @@ from carpool_core.resources.node import Device
 from carpool_core.values import GpuUuid, SharingMode
 from carpool_extender.framework.filters import AdmissionLimits
 from carpool_simulator.profiles import PRODUCT, job_of, measured_profiles, prediction_of, step_times
-from carpool_simulator.strategy import Knowledge, Strategy
+from carpool_simulator.strategy import Knowledge
 from carpool_simulator.truth import Draw, SimJob, Workload
 
 from carpool_research.experiments.estimators import FOREST
+from carpool_research.experiments.simulation import PublishedStrategy
 
 GPUS, JOBS = 12, 100
 MEMORY_MIB = 8192
@@ -55,7 +56,7 @@ def _uniform(share: float) -> float:
 _JOINT = AdmissionLimits(max_joint_sm_active=1.0, max_jobs=3)
 
 STRATEGIES = (
-    Strategy(
+    PublishedStrategy(
         "slot-based",
         "exclusive",
         mode=SharingMode.EXCLUSIVE,
@@ -63,7 +64,7 @@ STRATEGIES = (
         measure=False,
         published="utilization 43.1%, makespan 306.9 min, completion 1869 s",
     ),
-    Strategy(
+    PublishedStrategy(
         "reactive",
         "first-fit-decreasing",
         Knowledge.TRUTH,
@@ -74,7 +75,7 @@ STRATEGIES = (
         measure=False,
         published="utilization 47.1% (+9.2%), makespan 277.6 min (-9.5%), completion 2193 s",
     ),
-    Strategy(
+    PublishedStrategy(
         "proactive",
         "first-fit-decreasing",
         Knowledge.PREDICTED,

@@ -16,10 +16,11 @@ from carpool_extender.framework.filters import AdmissionLimits
 from carpool_simulator.philly import read_trace
 from carpool_simulator.power import Power, Spent
 from carpool_simulator.profiles import job_of, prediction_of
-from carpool_simulator.strategy import Knowledge, Strategy
+from carpool_simulator.strategy import Knowledge
 from carpool_simulator.truth import Draw, Pool, SimJob, Truth, Workload, WorkloadError
 
 from carpool_research.experiments.estimators import MEMORY, SHIPPED
+from carpool_research.experiments.simulation import PublishedStrategy, PublishedWorkload, extended
 from carpool_research.tables import DataError
 
 HIDING = 1.5
@@ -139,17 +140,17 @@ _FIVE_GB, _TWO_GB = 5120, 2048
 
 def _blind(
     name: str, policy: str, published: str, mode: SharingMode = SharingMode.MPS, **conditions: float
-) -> Strategy:
+) -> PublishedStrategy:
     asked = AdmissionLimits(
         max_sm_active=conditions.get("sm"), min_free_mib=int(conditions["mib"]) if "mib" in conditions else None
     )
-    return Strategy(
+    return PublishedStrategy(
         name, policy, mode=mode, conditions=asked, settle_s=90.0, in_order=True, measure=False, published=published
     )
 
 
 STRATEGIES = (
-    Strategy(
+    PublishedStrategy(
         "exclusive",
         "exclusive",
         mode=SharingMode.EXCLUSIVE,
@@ -163,7 +164,7 @@ STRATEGIES = (
     _blind("MAGM, 80%, 5 GB", "most-available-memory", "90 tasks: 2 OOM", sm=0.8, mib=_FIVE_GB),
     _blind("MAGM, 80%, 2 GB", "most-available-memory", "60 tasks: 4 OOM, 28.78 MJ", sm=0.8, mib=_TWO_GB),
     _blind("LUG, 80%, 5 GB", "least-utilized", "90 tasks: -28% trace time, 2 OOM", sm=0.8, mib=_FIVE_GB),
-    Strategy(
+    PublishedStrategy(
         "oracle worst fit, 80%",
         "worst-fit",
         Knowledge.TRUTH,
@@ -243,7 +244,7 @@ def _busier(scale: float) -> str:
 def _as_gavels(data: Path, seed: int, tasks: int) -> Workload:
     drawn = radrm(data, seed, tasks)
     told = (ASSUMED if one == _AS_LUCIDS else one for one in drawn.assumptions)
-    return replace(drawn, behind_mps=read(data), assumptions=tuple(told))
+    return extended(drawn, PublishedWorkload, behind_mps=read(data), assumptions=tuple(told))
 
 
 def steps_of(kind: str, epochs: int) -> int | None:

@@ -28,6 +28,7 @@ from carpool_simulator.truth import Draw, MeasuredPairs, WorkloadError, with_fra
 from carpool_research.experiments import alibaba, hotcloud, radrm
 from carpool_research.experiments.ablations import Ablation, Piece, ablate, simulate, with_failures
 from carpool_research.experiments.estimators import estimated
+from carpool_research.experiments.simulation import PublishedStrategy, PublishedWorkload
 
 SEEDS = 10
 TRACE_SEEDS = 1
@@ -79,15 +80,15 @@ class Experiment:
     """Draws of the workload with other values of what was not published."""
     beside: Sequence[str] = ()
     """Published strategies that also run on these cases."""
-    estimating: Sequence[Strategy] = ()
+    estimating: Sequence[PublishedStrategy] = ()
     """Published strategies with an estimator each."""
     is_trace: bool = False
     """Whether only `published` runs, because the trace is large and its jobs say nothing of what they train."""
 
     @property
-    def default(self) -> Strategy:
+    def default(self) -> PublishedStrategy:
         """Carpool as it ships."""
-        return Strategy(
+        return PublishedStrategy(
             DEFAULT, "least-slowdown", Knowledge.PREDICTED, self.mode, max_slowdown=1.5, order=QueueOrder.ALTERNATE,
             learns=True, learns_slowdowns=True, settles=True,
         )  # fmt: skip
@@ -131,7 +132,7 @@ def under_carpools_queue(strategy: Strategy) -> Strategy:
     return replace(strategy, policy=policy, in_order=False, order=QueueOrder.ALTERNATE)
 
 
-def variants(base: Strategy) -> list[Strategy]:
+def variants(base: PublishedStrategy) -> list[Strategy]:
     """Return Carpool as it ships, variants with one change each, and an oracle of memory, activity and speed."""
     oracle = replace(base, name=ORACLE, knowledge=Knowledge.TRUTH, learns=False, settles=False)
     upper = AdmissionLimits(quantile=Quantile.UPPER)
@@ -372,7 +373,8 @@ class _Worker:
         one, begin_s, rows = cls.todo[number], time.process_time(), []
         for seed in range(cls.seeds):
             workload = one.draw(cls.data, seed)
-            truth = MeasuredPairs(cls.data / "lucid", seed, workload.behind_mps)
+            behind_mps = workload.behind_mps if isinstance(workload, PublishedWorkload) else None
+            truth = MeasuredPairs(cls.data / "lucid", seed, behind_mps)
             before = one.strategy.earlier if isinstance(one.strategy, Ablation) else 0
             earlier = [one.draw(cls.data, EARLIER_SEEDS + seed * before + number) for number in range(before)]
             with _held_out_prior(one, cls.data):
