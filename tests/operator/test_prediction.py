@@ -61,19 +61,6 @@ async def test_burst_of_different_jobs_is_computed_once_per_job() -> None:
     await service.close()
 
 
-async def test_equal_jobs_share_one_computation() -> None:
-    enqueued: list[str] = []
-    service = predictions(enqueued)
-    for key in ("a", "b"):
-        service.request(key, job().spec, "digest", (A100,))
-    await service.idle()
-    assert sorted(enqueued) == ["a", "b"]
-    assert service.get("c", "digest", (A100,)) is not None
-    assert service.get("a", "another digest", (A100,)) is None
-    assert service.get("a", "digest", (A100, "Tesla T4")) is None
-    await service.close()
-
-
 async def test_prediction_is_stored_under_the_keys_that_it_was_made_from() -> None:
     """Regression: it was stored under the keys at its end, so that no better one was requested."""
     runs = 0

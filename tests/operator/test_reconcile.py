@@ -1,7 +1,6 @@
 """Decisions: each case is a snapshot and the actions that follow."""
 
 import re
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +15,6 @@ from carpool_operator.actions import (
     Decision,
     DeleteJob,
     Predict,
-    ReadWarnings,
     WriteStatus,
 )
 from carpool_operator.attempts import spec_digest
@@ -229,22 +227,6 @@ def test_start_failure_is_an_event_of_the_job_once(waiting: dict[str, str], expe
     assert events(again(before, decision)) == []
 
 
-def test_job_restarts_if_the_kubelet_gives_no_reason() -> None:
-    of = predicted_job()
-    before = snapshot(of, pods=(bound(0, 600, CREATING),), nodes=(node(reservation("pod-0-1")),))
-    decision = reconcile(before)
-    bound_at = before.pods[0].bound_at
-    assert bound_at is not None
-    assert [action for action in decision.actions if not isinstance(action, WriteStatus)] == [
-        ReadWarnings("pod-0-1", bound_at)
-    ]
-    decision = reconcile(replace(before, warnings={"pod-0-1": None}))
-    status = status_of(decision, of)
-    assert (status.restarts, status.attempts[0].outcome) == (1, "StartDeadlineExceeded")
-    assert "node n1 gives no reason" in condition(decision, of, "Placed").message
-    assert deleted(decision) == ["x-worker-0-1"]
-
-
 def policy(*rules: dict[str, Any]) -> dict[str, Any]:
     return {"podFailurePolicy": {"rules": list(rules)}, "backoffLimit": 1}
 
@@ -405,30 +387,6 @@ def test_invalid_spec_fails_the_job(spec: dict[str, Any], reason: str, message: 
     assert found.reason == reason
     assert message in found.message
     assert found.message.endswith("delete it, and apply the corrected one")
-
-
-@pytest.mark.parametrize(
-    ("refusal", "condition_type", "status"),
-    [
-        pytest.param(Refusal("InvalidTemplate", "image: Required", is_final=True), "Failed", "True", id="invalid"),
-        pytest.param(
-            Refusal("PodForbidden", "exceeded quota", is_final=False, retry_in_s=15), "Placed", "False", id="quota"
-        ),
-        pytest.param(
-            Refusal("PodNameTaken", "belongs to y", is_final=False, retry_in_s=15), "Placed", "False", id="name taken"
-        ),
-    ],
-)
-def test_refusal_fails_the_job_or_is_tried_again(refusal: Refusal, condition_type: str, status: str) -> None:
-    of = predicted_job(attempts=[{"number": 1, "outcome": "Creating"}])
-    decision = reconcile(snapshot(of, refusal=refusal))
-    found = condition(decision, of, condition_type)
-    assert (found.status, found.reason) == (status, refusal.reason)
-    assert found.message.startswith(refusal.message)
-    assert created(decision) == []
-    if not refusal.is_final:
-        assert decision.requeue_after_s == 15
-        assert created(again(snapshot(of), decision)) == ["x-worker-0-1"]
 
 
 def places(*workers: int) -> list[dict[str, Any]]:

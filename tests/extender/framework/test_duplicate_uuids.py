@@ -4,7 +4,6 @@ from collections import Counter
 
 import msgspec
 import numpy as np
-import pytest
 from carpool_core.values import DeviceHealth, GpuUuid, SharingMode
 from carpool_extender.framework.diagnosis import explain_gpus
 from carpool_extender.framework.selection import EvaluationCache, filter_nodes
@@ -46,26 +45,6 @@ def test_gpu_of_two_nodes_is_left_out_on_both_and_its_neighbours_are_not():
     assert reasons(known, "a")[0] == f"{DUPLICATE}a and b"
     assert "fits by" in reasons(known, "a")[1]
     assert "fits by" in reasons(known, "b")[0]
-
-
-@pytest.mark.parametrize(
-    "end",
-    [
-        pytest.param(lambda known: known.remove("b"), id="the other is gone"),
-        pytest.param(lambda known: known.apply(reporting("b", "GPU-b-0")), id="the other reports another GPU"),
-        pytest.param(lambda known: known.apply(reporting("b", "GPU-b-0", "GPU-b-1")), id="more and others"),
-        pytest.param(lambda known: known.apply(reporting("b")), id="none"),
-    ],
-)
-def test_gpu_is_available_again_when_only_one_node_reports_it(end):
-    known = cluster(reporting("a", GPU), reporting("b", GPU))
-    following = EvaluationCache(known, RULES)
-    assert filter_nodes(following.of(pod_request()), ["a", "b"]).fits == []
-    before = known.generation
-    end(known)
-    assert filter_nodes(following.of(pod_request()), ["a"]).fits == ["a"]
-    assert 0 in known.changed_since(before).tolist()
-    assert unavailable_nodes(known) == set()
 
 
 def test_nodes_that_report_it_are_counted_and_three_are_named():

@@ -37,17 +37,6 @@ def test_no_worker_starts_before_all_can():
     assert refusal(found, 4, mode=ALONE) == expected
 
 
-def test_each_worker_has_a_gpu_of_its_own():
-    """NCCL refuses two ranks on one GPU. Other jobs may share it."""
-    small = prediction(memory_mib=100, util=1, sm=0.01)
-    shared = gpu_node("a", 2, [tenant("other", ["GPU-a-0"], prediction=small)])
-    assert refusal(cluster(shared), 2, prediction=small) is None
-    assert "there is room for 2, and for 2 at most if all" in refusal(cluster(shared), 3, prediction=small)
-    wider = cluster(*(gpu_node(f"n{number}", 8) for number in range(17)))
-    assert "there is room for 136, and" in refusal(wider, 137, prediction=small)
-    assert refusal(wider, 136, prediction=small) is None
-
-
 def test_a_worker_gets_no_gpu_of_another_worker_from_filter_bind_and_queue():
     small = prediction(memory_mib=100, util=1, sm=0.01)
     found = cluster(gpu_node("a", 2, [tenant("x", ["GPU-a-0"], prediction=small)]), gpu_node("b", 1))
@@ -70,14 +59,6 @@ def test_claims_count_as_tenants():
     assert refusal(found, 2, mode=ALONE) is None
     found.assume("a", tenant("other", ["GPU-a-0"]))
     assert "there is room for 1" in refusal(found, 2, mode=ALONE)
-
-
-def test_workers_of_several_gpus_need_them_on_one_node_each():
-    apart = cluster(gpu_node("a", 3), gpu_node("b", 3))
-    assert refusal(apart, 2, gpus=2, mode=ALONE) is None
-    assert "3 workers of 2 GPUs at once, there is room for 2, and" in refusal(apart, 3, gpus=2, mode=ALONE)
-    single = cluster(*(gpu_node(name, 1) for name in "abcdef"))
-    assert "2 workers of 2 GPUs at once, there is room for 0, and" in refusal(single, 2, gpus=2, mode=ALONE)
 
 
 def test_a_worker_gets_gpus_that_are_linked_though_others_are_as_good():

@@ -53,14 +53,3 @@ def test_gpu_of_unknown_memory_takes_one_job(wants):
     sick = gpu_node("a", [device(memory_mib=0, health=DeviceHealth.UNHEALTHY)])
     found = evaluate(sick, pod_request(**wants)).evaluation
     assert max_workers_when_empty(found) == 1
-
-
-def test_of_no_gpus_none_would_do():
-    evaluation = evaluate(cluster()).evaluation
-    assert infeasible_when_empty(evaluation, 1) is not None
-
-
-def test_gpus_of_nodes_that_have_too_few_hold_no_worker():
-    found = cluster(*(gpu_node(name, 1) for name in "abc"), gpu_node("d", 3))
-    wants = pod_request(gpus=2, prediction=prediction(memory_mib=4000, util=5, sm=0.05))
-    assert max_workers_when_empty(evaluate(found, wants).evaluation) == 1

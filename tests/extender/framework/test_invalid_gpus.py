@@ -104,15 +104,6 @@ def test_a_gpu_without_memory_is_no_place_for_a_job_of_unknown_memory_either(has
     assert [one.fits for one in explain_gpus(evaluate(known, unknown).evaluation, ["a"])] == [True, True]
 
 
-def test_it_is_taken_again_when_the_stranger_has_left():
-    known = cluster(a_node(tenants=[seen("stranger", 700)], devices=1))
-    assert known.snapshot().gpus.unavailable.tolist() == [True]
-    assert unavailable_nodes(known) == {"a"}
-    known.apply(a_node(tenants=[seen("stranger", 0)], devices=1))
-    assert known.snapshot().gpus.unavailable.tolist() == [False]
-    assert unavailable_nodes(known) == set()
-
-
 def test_what_means_nothing_here_does_no_harm():
     strange = a_node(
         tenant("x", ["GPU-elsewhere"]),

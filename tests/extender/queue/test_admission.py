@@ -119,17 +119,6 @@ async def test_a_gang_is_admitted_once_all_its_pods_exist_and_fit(cluster):
         assert cluster.gated() == []
 
 
-async def test_the_next_job_starts_when_a_claim_ends(cluster):
-    for second, name in enumerate("pqrs"):
-        cluster.queue(name, second)
-    async with cluster.extender():
-        await cluster.settle()
-        assert cluster.gated() == ["r-worker-0-1", "s-worker-0-1"]
-        await cluster.kube.delete(PODS, "p-worker-0-1", namespace="default")
-        await cluster.settle()
-        assert cluster.gated() == ["s-worker-0-1"]
-
-
 async def test_only_the_leader_admits_and_a_new_leader_rebuilds_claims():
     cluster = Cluster(leads=False)
     seed_node(cluster.kube, gpu_node("a", 1))
@@ -363,17 +352,6 @@ async def test_a_reason_that_was_not_written_is_written_later(cluster):
         assert cluster.condition("x") is None
         await cluster.settle(12)
         assert cluster.condition("x") == ("NoGpuFits", "2 GPUs: used exclusively")
-
-
-async def test_a_pod_whose_job_is_refused_gets_the_reason(cluster):
-    cluster.queue("x", gpus=1)
-    await cluster.kube.delete(PODS, "x-worker-0-1", namespace="default")
-    cluster.worker("x", gpus=2)
-    async with cluster.extender():
-        await cluster.settle(3)
-        reason, message = cluster.condition("x")
-        assert reason == "WrongRequest"
-        assert "asks for 2 carpool.dev/gpu" in message
 
 
 async def test_another_gate_keeps_a_job_out_of_the_queue(cluster):

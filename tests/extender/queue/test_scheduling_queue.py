@@ -14,7 +14,7 @@ from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.framework.selection import EvaluationCache
 from carpool_extender.queue.order import QueueOrder, queue_order
 from carpool_extender.queue.scheduling_queue import PodRef, QueuedJobInfo, SchedulingQueue, WaitReason, refusal_message
-from carpool_extender.testing import T4, cluster, demand, device, gpu_node, tenant
+from carpool_extender.testing import cluster, demand, device, gpu_node, tenant
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -85,11 +85,6 @@ class TestOrder:
             "other"
         ]
 
-    def test_longest_first(self):
-        queued, _ = queue(gpu_node("a", 1), order=QueueOrder.LONGEST_FIRST)
-        pending = [job("short", 1, duration_s=60), job("long", 2, duration_s=9000)]
-        assert names(one_pass(queued, pending, ends(), 10.0)) == ["long"]
-
     def test_alternate_takes_the_other_end_after_each_start_but_not_after_a_backfilled_job(self):
         queued, gpus = queue(gpu_node("a", 1), order=QueueOrder.ALTERNATE)
         pending = [job(str(d), number, duration_s=d) for number, d in enumerate((60, 600, 6000, 60000))]
@@ -122,24 +117,6 @@ class TestGangs:
     def test_a_job_whose_earlier_pods_still_hold_gpus_waits(self):
         queued, _ = queue(gpu_node("a", 2, [msgspec.structs.replace(busy("x", 0), pod_uid=PodUid("old"))]))
         assert reasons(one_pass(queued, [job("x", 1)], ends(), 10.0)) == {"x": WaitReason.TOO_MANY_PODS}
-
-    def test_refused_jobs_are_evaluated_again_only_after_gpus_were_freed(self, monkeypatch):
-        evaluated = []
-
-        def recorded(cached, workers, among):
-            evaluated.append(workers)
-            return place_gang(cached, workers, among)
-
-        monkeypatch.setattr("carpool_extender.queue.scheduling_queue.place_gang", recorded)
-        queued, gpus = queue(gpu_node("a", 2))
-        pending = [job("holds", workers=2), job("waits", 1), job("gang", 2, workers=2)]
-        first = one_pass(queued, pending, ends(), 3.0)
-        evaluated.clear()
-        assert [*queued.admit(ends(), 4.0)] == []
-        assert evaluated == []
-        gpus.forget("a", first.admitted[0].claims[0].reservation.pod_uid)
-        assert [one.info.name for one in queued.admit(ends(), 5.0)] == ["default/waits"]
-        assert evaluated == [1, 2]
 
 
 class TestBackfill:
@@ -314,31 +291,6 @@ class TestProperties:
             pass
         of_number = {one.number: one.name for one in together}
         assert [*history.starts] == [of_number[key.number] for key in queue_order((j.key() for j in together), order)]
-
-
-class TestForecast:
-    @pytest.mark.parametrize(("name", "start_s"), [("x", 200.0), ("y", 300.0), ("wide", None)])
-    def test_expected_starts_follow_predicted_ends(self, name, start_s):
-        queued, _ = queue(gpu_node("a", 1, [busy("p", 0)]))
-        for one in (job("x", 1, duration_s=100), job("y", 2, duration_s=50), job("wide", 3, gpus=2)):
-            queued.add(one)
-        assert dict(queued.forecast(ends(p=200.0), 10.0)).get(JobUid(f"job-{name}")) == start_s
-
-
-class TestMessages:
-    def test_a_refusal_has_numbers(self):
-        queued, gpus = queue(gpu_node("a", [device(0, product=T4)]))
-        result = one_pass(queued, [job("x", 1, min_memory_mib=30_000)], ends(), 0.0)
-        found = refusal_message(result.waiting[0], EvaluationCache(gpus, CONFIG))
-        assert found.startswith("NoGpuFits: ")
-        assert "30,000" in found
-
-    def test_a_held_back_job_names_the_job_ahead(self):
-        queued, gpus = queue(gpu_node("a", 2, [busy("p", 0)]))
-        result = one_pass(queued, [job("wide", 1, gpus=2), job("x", 2, duration_s=1e6)], ends(), 0.0)
-        assert refusal_message(result.waiting[1], EvaluationCache(gpus, CONFIG)) == (
-            "NoGpuFits: free GPUs are reserved for job default/wide, which comes first and would start later"
-        )
 
 
 def test_a_pass_over_ten_thousand_pending_jobs_of_few_shapes_is_quick():

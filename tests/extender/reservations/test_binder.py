@@ -45,14 +45,6 @@ async def test_a_pod_is_reserved_prepared_and_bound(world):
     assert reservation["reason"].startswith("least-slowdown: MPS on GPU 0 of a alone; 36,960 of 40,960 MiB left")
 
 
-async def test_filter_and_prioritize_write_nothing(world):
-    world.add("x")
-    async with world.extender() as extender:
-        assert named(await extender.service.filter(filtering())) == NAMES
-        assert {p.host: p.score for p in await extender.service.prioritize(filtering())}["a"] == 10
-    assert not [call for call in world.kube.calls if call.verb in ("create", "patch", "delete")]
-
-
 async def test_a_replay_for_the_same_node_joins_the_open_bind(world):
     world.add("x")
     async with world.extender() as extender:
@@ -92,15 +84,6 @@ async def test_two_extenders_race_for_one_pod(world):
         assert sorted(bool(answer.error) for answer in answers) == [False, True]
         assert world.bound_to() in NAMES
         await until(lambda: world.held() == {world.bound_to(): ["pod-x"]})
-
-
-async def test_endless_conflicts_end_in_an_error(world):
-    world.add("x")
-    for _ in range(50):
-        world.kube.fail_next("patch", GPU_NODES, Conflict("changed", status=409))
-    async with world.extender() as extender:
-        assert "was not bound to node a: changed" in (await extender.service.bind(args())).error
-    assert len([c for c in world.kube.calls if c.verb == "patch" and c.plural == "gpunodes"]) == 8
 
 
 async def test_the_deadline_counts_from_the_write_though_the_bind_waited_for_it(world):
