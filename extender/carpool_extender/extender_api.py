@@ -56,7 +56,6 @@ class PreemptionArgs(_Go, frozen=True, kw_only=True):
     """Body of preempt."""
 
     pod: Pod
-    node_name_to_victims: dict[str, Any] | None = None
     node_name_to_meta_victims: dict[str, Any] | None = None
 
 

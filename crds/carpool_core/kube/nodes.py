@@ -5,19 +5,14 @@ The rules are those of kube-scheduler's plugins TaintToleration, NodeUnschedulab
 
 import re
 
-import msgspec
-
 from carpool_core.resources.meta import ObjectMeta
+from carpool_core.resources.schema import Resource
 
 _KEEPS_PODS_AWAY = frozenset(("NoSchedule", "NoExecute"))
 _INTEGER = re.compile(r"[+-]?[0-9]+", re.ASCII)
 
 
-class _Wire(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """Part of a Kubernetes object, camelCase on the wire."""
-
-
-class Taint(_Wire, frozen=True, kw_only=True):
+class Taint(Resource, frozen=True, kw_only=True):
     """A taint of a node."""
 
     key: str = ""
@@ -33,28 +28,28 @@ _CORDON = Taint(key="node.kubernetes.io/unschedulable", effect="NoSchedule")
 """A pod that tolerates this taint may go to a cordoned node."""
 
 
-class NodeSpec(_Wire, frozen=True, kw_only=True):
+class NodeSpec(Resource, frozen=True, kw_only=True):
     """The part of a Node's spec that keeps pods away."""
 
     taints: tuple[Taint, ...] = ()
     unschedulable: bool = False
 
 
-class NodeCondition(_Wire, frozen=True, kw_only=True):
+class NodeCondition(Resource, frozen=True, kw_only=True):
     """A condition of a Node."""
 
     type: str = ""
     status: str = ""
 
 
-class NodeStatus(_Wire, frozen=True, kw_only=True):
+class NodeStatus(Resource, frozen=True, kw_only=True):
     """The part of a Node's status that shows whether its agent can prepare GPUs."""
 
     allocatable: dict[str, str] = {}
     conditions: list[NodeCondition] = []
 
 
-class Node(_Wire, frozen=True, kw_only=True):
+class Node(Resource, frozen=True, kw_only=True):
     """A Node."""
 
     metadata: ObjectMeta
@@ -62,7 +57,7 @@ class Node(_Wire, frozen=True, kw_only=True):
     status: NodeStatus = NodeStatus()
 
 
-class Toleration(_Wire, frozen=True, kw_only=True):
+class Toleration(Resource, frozen=True, kw_only=True):
     """A toleration of a pod. An empty key with the operator Exists is every key, an empty effect every effect."""
 
     key: str = ""
@@ -81,7 +76,7 @@ GPU_TOLERATION = Toleration(key="nvidia.com/gpu", operator="Exists", effect="NoS
 """Every worker has it: nodes with GPUs usually have this taint."""
 
 
-class NodeSelectorRequirement(_Wire, frozen=True, kw_only=True):
+class NodeSelectorRequirement(Resource, frozen=True, kw_only=True):
     """A condition on one label or field of a node."""
 
     key: str
@@ -102,7 +97,7 @@ class NodeSelectorRequirement(_Wire, frozen=True, kw_only=True):
         )
 
 
-class NodeSelectorTerm(_Wire, frozen=True, kw_only=True):
+class NodeSelectorTerm(Resource, frozen=True, kw_only=True):
     """Conditions that must all hold; an empty term holds for no node."""
 
     match_expressions: tuple[NodeSelectorRequirement, ...] = ()
@@ -118,25 +113,25 @@ class NodeSelectorTerm(_Wire, frozen=True, kw_only=True):
         return bool(met) and all(met)
 
 
-class NodeSelector(_Wire, frozen=True, kw_only=True):
+class NodeSelector(Resource, frozen=True, kw_only=True):
     """Terms of which one must hold."""
 
     node_selector_terms: tuple[NodeSelectorTerm, ...] = ()
 
 
-class NodeAffinity(_Wire, frozen=True, kw_only=True):
+class NodeAffinity(Resource, frozen=True, kw_only=True):
     """The part of a pod's node affinity that excludes nodes."""
 
     required_during_scheduling_ignored_during_execution: NodeSelector | None = None
 
 
-class Affinity(_Wire, frozen=True, kw_only=True):
+class Affinity(Resource, frozen=True, kw_only=True):
     """The part of a pod's affinity that its node decides alone."""
 
     node_affinity: NodeAffinity | None = None
 
 
-class NodeConstraints(_Wire, frozen=True, kw_only=True):
+class NodeConstraints(Resource, frozen=True, kw_only=True):
     """Which nodes a pod accepts."""
 
     tolerations: tuple[Toleration, ...] = ()

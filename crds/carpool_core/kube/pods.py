@@ -4,18 +4,13 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import msgspec
-
 from carpool_core.keys import DOMAIN, RESOURCE_GPU
 from carpool_core.kube.nodes import GPU_TOLERATION, Affinity, NodeConstraints, Toleration
 from carpool_core.resources.meta import ObjectMeta
+from carpool_core.resources.schema import Resource
 
 
-class _Wire(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """Part of a Kubernetes object, camelCase on the wire."""
-
-
-class OwnerReference(_Wire, frozen=True, kw_only=True):
+class OwnerReference(Resource, frozen=True, kw_only=True):
     """One owner of an object."""
 
     api_version: str = ""
@@ -31,21 +26,21 @@ class PodMeta(ObjectMeta, frozen=True, kw_only=True, rename="camel"):
     owner_references: list[OwnerReference] = []
 
 
-class ResourceRequirements(_Wire, frozen=True, kw_only=True):
+class ResourceRequirements(Resource, frozen=True, kw_only=True):
     """Requests and limits of a container."""
 
     limits: dict[str, int | float | str] = {}
     requests: dict[str, int | float | str] = {}
 
 
-class SecurityContext(_Wire, frozen=True, kw_only=True):
+class SecurityContext(Resource, frozen=True, kw_only=True):
     """User of a container or of a pod."""
 
     run_as_user: int | None = None
     """None means the pod's user for a container, the image's for a pod."""
 
 
-class Container(_Wire, frozen=True, kw_only=True):
+class Container(Resource, frozen=True, kw_only=True):
     """A container of a pod's spec."""
 
     name: str = ""
@@ -53,17 +48,16 @@ class Container(_Wire, frozen=True, kw_only=True):
     security_context: SecurityContext = SecurityContext()
 
 
-class SchedulingGate(_Wire, frozen=True, kw_only=True):
+class SchedulingGate(Resource, frozen=True, kw_only=True):
     """A gate: the scheduler does not see a pod before all of its gates are removed."""
 
     name: str = ""
 
 
-class PodSpec(_Wire, frozen=True, kw_only=True):
+class PodSpec(Resource, frozen=True, kw_only=True):
     """The parts of a pod's spec that placement depends on."""
 
     node_name: str = ""
-    scheduler_name: str = ""
     priority: int = 0
     scheduling_gates: list[SchedulingGate] = []
     containers: list[Container] = []
@@ -101,7 +95,7 @@ def container_uid(spec: PodSpec, container: str = "") -> int | None:
     return spec.security_context.run_as_user if own is None else own
 
 
-class PodCondition(_Wire, frozen=True, kw_only=True):
+class PodCondition(Resource, frozen=True, kw_only=True):
     """A condition of a pod."""
 
     type: str = ""
@@ -111,7 +105,7 @@ class PodCondition(_Wire, frozen=True, kw_only=True):
     last_transition_time: str | None = None
 
 
-class ContainerTerminated(_Wire, frozen=True, kw_only=True):
+class ContainerTerminated(Resource, frozen=True, kw_only=True):
     """How a container ended."""
 
     exit_code: int = 0
@@ -121,20 +115,20 @@ class ContainerTerminated(_Wire, frozen=True, kw_only=True):
     """None if the container never started."""
 
 
-class ContainerRunning(_Wire, frozen=True, kw_only=True):
+class ContainerRunning(Resource, frozen=True, kw_only=True):
     """A running container."""
 
     started_at: str | None = None
 
 
-class ContainerWaiting(_Wire, frozen=True, kw_only=True):
+class ContainerWaiting(Resource, frozen=True, kw_only=True):
     """A container that does not run yet, and why."""
 
     reason: str = ""
     message: str = ""
 
 
-class ContainerState(_Wire, frozen=True, kw_only=True):
+class ContainerState(Resource, frozen=True, kw_only=True):
     """State of a container; one of the three is set."""
 
     waiting: ContainerWaiting | None = None
@@ -142,7 +136,7 @@ class ContainerState(_Wire, frozen=True, kw_only=True):
     terminated: ContainerTerminated | None = None
 
 
-class ContainerStatus(_Wire, frozen=True, kw_only=True):
+class ContainerStatus(Resource, frozen=True, kw_only=True):
     """Status of one container."""
 
     name: str = ""
@@ -151,7 +145,7 @@ class ContainerStatus(_Wire, frozen=True, kw_only=True):
     restart_count: int = 0
 
 
-class PodStatus(_Wire, frozen=True, kw_only=True):
+class PodStatus(Resource, frozen=True, kw_only=True):
     """Status of a pod."""
 
     phase: str = ""
@@ -162,7 +156,7 @@ class PodStatus(_Wire, frozen=True, kw_only=True):
     init_container_statuses: list[ContainerStatus] = []
 
 
-class Pod(_Wire, frozen=True, kw_only=True):
+class Pod(Resource, frozen=True, kw_only=True):
     """A pod."""
 
     metadata: PodMeta

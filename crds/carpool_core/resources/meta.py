@@ -2,12 +2,10 @@
 
 from typing import Annotated, Literal
 
-import msgspec
-
 from carpool_core.resources.schema import Resource, field
 
 
-class ObjectMeta(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+class ObjectMeta(Resource, frozen=True, kw_only=True):
     """The fields of `metadata` that Carpool reads."""
 
     name: str = ""

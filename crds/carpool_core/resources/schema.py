@@ -9,7 +9,7 @@ from msgspec import Meta
 
 
 class Resource(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True, repr_omit_defaults=True):
-    """Base of every part of a custom resource: frozen, camelCase on the wire, defaults left out."""
+    """Base of every part of a Kubernetes object: frozen, camelCase on the wire, defaults left out."""
 
 
 class Rule(NamedTuple):

@@ -282,7 +282,7 @@ async def test_site_names_another_installation():
     assert found.policy == "energy"
     assert note.startswith("settings: --policy energy by ConfigMap gpus-settings in ml")
     asked = dataclasses.replace(SHIPPED, site="")
-    assert (await read_site_settings(FakeKube(), asked, frozenset())).note == "settings: as shipped"
+    assert (await read_site_settings(FakeKube(), asked, frozenset()))[1] == "settings: as shipped"
     with pytest.raises(SettingsError, match="expected NAMESPACE/NAME"):
         await read_site_settings(kube, dataclasses.replace(SHIPPED, site="gpus"), frozenset())
 

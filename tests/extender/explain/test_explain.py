@@ -23,7 +23,6 @@ ALONE = {"sharing": {"mode": "Exclusive"}}
 STAYS = "it keeps its place; decided now with policy {} it would".format
 STEP = "(a step takes about 100 ms there)"
 WAITS = "would have to wait now: "
-LIGHT = {"memory_mib": 100, "util": 1, "sm": 0.01, "dram": 0.01}
 
 
 def config(policy="least-slowdown", **limits):
