@@ -101,11 +101,7 @@ def setting(
 def metrics_port(default: int) -> Any:
     """Return the field for the port of metrics and health, the same in every process."""
     return setting(
-        default,
-        flag="--metrics-port",
-        minimum=0,
-        maximum=65535,
-        help="TCP port of /metrics, /healthz and /readyz; 0 takes a free one.",
+        default, minimum=0, maximum=65535, help="TCP port of /metrics, /healthz and /readyz; 0 takes a free one."
     )
 
 
@@ -117,7 +113,6 @@ def slots_per_gpu() -> Any:
     """Return the field for the number of tenants of a GPU, on which scheduler and agents must agree."""
     return setting(
         8,
-        flag="--slots-per-gpu",
         minimum=1,
         maximum=MPS_CLIENTS,
         help="Most pods that may share one GPU; set the same for the scheduler and all agents.",
@@ -128,7 +123,6 @@ def autoscaling() -> Any:
     """Return the field for the support of cluster autoscalers, on which all processes must agree."""
     return setting(
         False,
-        flag="--autoscaling",
         help="Whether cluster autoscalers see the jobs that wait for GPUs, also those that no present GPU can hold, "
         "and see GPUs that one pod uses alone as full; set the same for operator, extender and all agents.",
     )
@@ -277,14 +271,12 @@ class KubeSettings:
 
     kubeconfig: str | None = setting(
         None,
-        flag="--kubeconfig",
         env="KUBECONFIG",
         help="Kubeconfig file, or several as kubectl takes them; when left out the pod's ServiceAccount, and outside "
         "of pods ~/.kube/config.",
     )
     context: str | None = setting(
-        None,
-        help="Context of the kubeconfig; the kubeconfig's current context when left out.",
+        None, help="Context of the kubeconfig; the kubeconfig's current context when left out."
     )
 
 
@@ -294,7 +286,5 @@ class LogSettings:
 
     level: LogLevel = setting(LogLevel.INFO, flag="--log-level", help="Lowest severity that is logged.")
     format: LogFormat = setting(
-        LogFormat.CONSOLE,
-        flag="--log-format",
-        help="Format of log events: json for collectors, console for people.",
+        LogFormat.CONSOLE, flag="--log-format", help="Format of log events: json for collectors, console for people."
     )

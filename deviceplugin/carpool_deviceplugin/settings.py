@@ -10,82 +10,47 @@ from carpool_core.settings import KubeSettings, LogSettings, autoscaling, metric
 class AgentSettings:
     """Flags and environment variables of the node agent."""
 
-    node_name: str = setting(
-        "", flag="--node-name", env="CARPOOL_NODE_NAME", help="Name of the Node whose GPUs the agent manages; required."
-    )
+    node_name: str = setting("", help="Name of the Node whose GPUs the agent manages; required.")
     simulated_gpus: str | None = setting(
-        None,
-        flag="--simulated-gpus",
-        env="CARPOOL_SIMULATED_GPUS",
-        help='Products and counts of simulated GPUs, such as "NVIDIA A100-SXM4-40GB:4"; hardware if empty.',
+        None, help='Products and counts of simulated GPUs, such as "NVIDIA A100-SXM4-40GB:4"; hardware if empty.'
     )
     kubelet: bool = setting(
-        True,
-        flag="--kubelet",
-        env="CARPOOL_KUBELET",
-        help="Whether the node has a kubelet; without one the agent only manages its GpuNode.",
+        True, help="Whether the node has a kubelet; without one the agent only manages its GpuNode."
     )
     device_plugin_dir: Path = setting(
-        Path("/var/lib/kubelet/device-plugins"),
-        flag="--device-plugin-dir",
-        env="CARPOOL_DEVICE_PLUGIN_DIR",
-        help="The kubelet's device plugin directory.",
+        Path("/var/lib/kubelet/device-plugins"), help="The kubelet's device plugin directory."
     )
     pod_resources_socket: Path = setting(
-        Path("/var/lib/kubelet/pod-resources/kubelet.sock"),
-        flag="--pod-resources-socket",
-        env="CARPOOL_POD_RESOURCES_SOCKET",
-        help="Socket of the kubelet's PodResources API.",
+        Path("/var/lib/kubelet/pod-resources/kubelet.sock"), help="Socket of the kubelet's PodResources API."
     )
     cdi_dir: Path = setting(
-        Path("/var/run/cdi"),
-        flag="--cdi-dir",
-        env="CARPOOL_CDI_DIR",
-        help="Directory from which the container runtime reads CDI specifications.",
+        Path("/var/run/cdi"), help="Directory from which the container runtime reads CDI specifications."
     )
     cdi_static_dir: Path = setting(
-        Path("/etc/cdi"),
-        flag="--cdi-static-dir",
-        env="CARPOOL_CDI_STATIC_DIR",
-        help="Second directory of CDI specifications, which the agent only reads; it may be absent.",
+        Path("/etc/cdi"), help="Second directory of CDI specifications, which the agent only reads; it may be absent."
     )
     state_dir: Path = setting(
         Path("/var/lib/carpool"),
-        flag="--state-dir",
-        env="CARPOOL_STATE_DIR",
         help="MPS pipes and simulated GPUs; parts are mounted into containers, so it has the same path on the node.",
     )
     mps_host: str = setting(
-        "",
-        flag="--mps-host",
-        env="CARPOOL_MPS_HOST",
-        help="Socket of `carpool node mps-host`, which starts the MPS daemons; the agent starts them if empty.",
+        "", help="Socket of `carpool node mps-host`, which starts the MPS daemons; the agent starts them if empty."
     )
     slots_per_gpu: int = slots_per_gpu()
     autoscaling: bool = autoscaling()
     mig_switch: bool = setting(
-        False,
-        flag="--mig-switch",
-        env="CARPOOL_MIG_SWITCH",
-        help="Whether the agent may switch MIG on and off on an idle GPU; on Ampere that resets the GPU.",
+        False, help="Whether the agent may switch MIG on and off on an idle GPU; on Ampere that resets the GPU."
     )
     dcgm_exporter: str = setting(
-        "",
-        flag="--dcgm-exporter",
-        env="CARPOOL_DCGM_EXPORTER",
-        help="URL of dcgm-exporter's metrics on this node; the agent does not repeat its series; none if empty.",
+        "", help="URL of dcgm-exporter's metrics on this node; the agent does not repeat its series; none if empty."
     )
     dcgm_address: str = setting(
         "localhost:5555",
-        flag="--dcgm-address",
-        env="CARPOOL_DCGM_ADDRESS",
         help="DCGM's host engine, HOST:PORT or unix:///PATH, used if its library can be loaded; none if empty.",
         allow_empty=True,
     )
     carbon_grams_per_kwh: float | None = setting(
         None,
-        flag="--carbon-grams-per-kwh",
-        env="CARPOOL_CARBON_GRAMS_PER_KWH",
         minimum=0,
         help="Carbon dioxide of the node's electricity, in g/kWh, for carpool_job_carbon_grams_total; none if empty.",
     )

@@ -77,9 +77,7 @@ class ConditionSettings:
     """Limits on a GPU that apply before the policy ranks it."""
 
     max_sm_active: float | None = setting(
-        None,
-        flag="--most-sm-active",
-        help="Largest SM activity (0..1) of a GPU's present tenants; no limit if empty.",
+        None, flag="--most-sm-active", help="Largest SM activity (0..1) of a GPU's present tenants; no limit if empty."
     )
     max_joint_sm_active: float | None = setting(
         None,
@@ -92,9 +90,7 @@ class ConditionSettings:
         help="Smallest unreserved memory of a GPU before it takes another job, in MiB; no limit if empty.",
     )
     max_jobs: int | None = setting(
-        None,
-        flag="--most-jobs",
-        help="Largest number of jobs on one GPU; if empty, its number of slots.",
+        None, flag="--most-jobs", help="Largest number of jobs on one GPU; if empty, its number of slots."
     )
     slowdown_quantile: Quantile = setting(
         Quantile.MEDIAN,
@@ -215,16 +211,10 @@ class ExtenderSettings(SiteSettings):
     """Settings of the extender."""
 
     host: str = setting(
-        "127.0.0.1",
-        env="CARPOOL_EXTENDER_HOST",
-        help="Address to listen on; kube-scheduler runs in the same pod.",
+        "127.0.0.1", env="CARPOOL_EXTENDER_HOST", help="Address to listen on; kube-scheduler runs in the same pod."
     )
     port: int = setting(
-        8888,
-        env="CARPOOL_EXTENDER_PORT",
-        minimum=0,
-        maximum=65535,
-        help="TCP port of the verbs; 0 takes a free one.",
+        8888, env="CARPOOL_EXTENDER_PORT", minimum=0, maximum=65535, help="TCP port of the verbs; 0 takes a free one."
     )
     candidates: int = setting(
         1,

@@ -23,25 +23,27 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 @dataclass(frozen=True)
 class Inner:
-    slots: int = setting(8, flag="--slots", env="T_SLOTS", minimum=1, maximum=128, help="Slots of a GPU.")
-    folder: Path = setting(Path("/var/lib"), flag="--folder", env="T_FOLDER", help="Where state is kept.")
+    slots: int = setting(8, env="T_SLOTS", minimum=1, maximum=128, help="Slots of a GPU.")
+    folder: Path = setting(Path("/var/lib"), env="T_FOLDER", help="Where state is kept.")
 
 
 @dataclass(frozen=True)
 class Settings:
-    ratio: float = setting(0.5, flag="--ratio", env="T_RATIO", minimum=0, help="A share, 0..1.")
-    kubelet: bool = setting(True, flag="--kubelet", env="T_KUBELET", help="Whether there is a kubelet.")
-    node: str | None = setting(None, flag="--node", env="T_NODE", help="Name of the node; the host's where empty.")
+    ratio: float = setting(0.5, env="T_RATIO", minimum=0, help="A share, 0..1.")
+    kubelet: bool = setting(True, env="T_KUBELET", help="Whether there is a kubelet.")
+    node: str | None = setting(None, env="T_NODE", help="Name of the node; the host's where empty.")
     inner: Inner = field(default_factory=Inner)
     log: LogSettings = field(default_factory=LogSettings)
 
 
 @dataclass(frozen=True)
 class Asked:
-    address: str = setting("here:1", flag="--address", env="T_ADDRESS", help="None where empty.", allow_empty=True)
+    address: str = setting("here:1", help="None where empty.", allow_empty=True)
 
 
-@pytest.mark.parametrize(("environ", "found"), [({}, "here:1"), ({"T_ADDRESS": ""}, ""), ({"T_ADDRESS": "x"}, "x")])
+@pytest.mark.parametrize(
+    ("environ", "found"), [({}, "here:1"), ({"CARPOOL_ADDRESS": ""}, ""), ({"CARPOOL_ADDRESS": "x"}, "x")]
+)
 def test_empty_variable_counts_only_if_allowed(environ: dict[str, str], found: str) -> None:
     """Regression: neither a flag nor the chart could set the agent's address to empty."""
 
@@ -51,7 +53,7 @@ def test_empty_variable_counts_only_if_allowed(environ: dict[str, str], found: s
         click.echo(f"<{settings.address}>")
 
     assert load(Asked, environ) == Asked(found)
-    assert CliRunner().invoke(command, [], env={"T_ADDRESS": None, **environ}).output == f"<{found}>\n"
+    assert CliRunner().invoke(command, [], env={"CARPOOL_ADDRESS": None, **environ}).output == f"<{found}>\n"
 
 
 def test_settings_are_read_from_the_environment() -> None:
