@@ -168,7 +168,11 @@ def click_options(cls: type[Any]) -> Callable[[F], F]:
     def decorate(function: F) -> F:
         def call(*args: Any, **kwargs: Any) -> Any:
             values = {s.path: _typed(s, kwargs.pop(_parameter(s))) for s in fields}
-            return function(*args, settings=_build(cls, values), **kwargs)
+            try:
+                settings = _build(cls, values)
+            except SettingsError as error:
+                raise InputError(str(error)) from error
+            return function(*args, settings=settings, **kwargs)
 
         call.__name__, call.__doc__ = function.__name__, function.__doc__
         call.__dict__.update(function.__dict__)

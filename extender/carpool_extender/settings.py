@@ -15,7 +15,7 @@ from carpool_core.settings import (
     slots_per_gpu,
 )
 
-from carpool_extender.framework.filters import AdmissionLimits, Quantile
+from carpool_extender.framework.filters import AdmissionLimits
 from carpool_extender.framework.scores import POLICIES, SchedulerConfig, find_policy
 from carpool_extender.queue.order import QueueOrder
 
@@ -70,48 +70,6 @@ class TlsSettings:
                 raise SettingsError(f"{name}: expected a PEM file, found no file at {path}")
             found.append(path)
         return found[0], found[1], found[2]
-
-
-@dataclass(frozen=True)
-class ConditionSettings:
-    """Limits on a GPU that apply before the policy ranks it."""
-
-    max_sm_active: float | None = setting(
-        None, flag="--most-sm-active", help="Largest SM activity (0..1) of a GPU's present tenants; no limit if empty."
-    )
-    max_joint_sm_active: float | None = setting(
-        None,
-        flag="--most-joint-sm-active",
-        help="Largest SM activity (0..1) of a GPU's tenants and the new job together; no limit if empty.",
-    )
-    min_free_mib: int | None = setting(
-        None,
-        flag="--least-free-mib",
-        help="Smallest unreserved memory of a GPU before it takes another job, in MiB; no limit if empty.",
-    )
-    max_jobs: int | None = setting(
-        None, flag="--most-jobs", help="Largest number of jobs on one GPU; if empty, its number of slots."
-    )
-    slowdown_quantile: Quantile = setting(
-        Quantile.MEDIAN,
-        help="Predicted slowdown that is compared with maxSlowdown. median: the expected one; half of the cases exceed "
-        "it. upper: one that few cases exceed; fewer jobs share a GPU, and with MPS hardly any at the default limit "
-        "of 1.5.",
-    )
-
-    def conditions(self) -> AdmissionLimits:
-        """Return the limits that the filters apply.
-
-        Raises:
-            SettingsError: One is impossible.
-        """
-        return AdmissionLimits(
-            self.max_sm_active,
-            self.max_joint_sm_active,
-            self.min_free_mib,
-            self.max_jobs,
-            quantile=self.slowdown_quantile,
-        )
 
 
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", re.ASCII)
@@ -172,7 +130,7 @@ class SiteSettings:
         minimum=1,
         help="Length that the queue assumes for a job without spec.training.steps, in seconds.",
     )
-    conditions: ConditionSettings = field(default_factory=ConditionSettings)
+    conditions: AdmissionLimits = field(default_factory=AdmissionLimits)
     kube: KubeSettings = field(default_factory=KubeSettings)
 
     def scheduler_config(self) -> SchedulerConfig:
@@ -180,9 +138,8 @@ class SiteSettings:
 
         Raises:
             UnknownPolicyError: The policy's name is not in the table.
-            SettingsError: A limit is impossible.
         """
-        return SchedulerConfig(find_policy(self.policy), self.slots_per_gpu, self.conditions.conditions())
+        return SchedulerConfig(find_policy(self.policy), self.slots_per_gpu, self.conditions)
 
 
 @dataclass(frozen=True)

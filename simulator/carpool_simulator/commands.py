@@ -7,11 +7,10 @@ from pathlib import Path
 
 import click
 from carpool_core.clock import SystemClock
-from carpool_core.settings import InputError, SettingsError, click_options
+from carpool_core.settings import InputError, click_options
 from carpool_extender.framework.filters import NO_LIMITS, AdmissionLimits, pluralize
 from carpool_extender.framework.scores import UnknownPolicyError
 from carpool_extender.queue.order import QueueOrder
-from carpool_extender.settings import ConditionSettings
 from rich.console import Console
 
 from carpool_simulator import philly, pictures, progress, report
@@ -85,9 +84,9 @@ class NothingPlacedError(click.ClickException):
     show_envvar=True,
     help="Folder of Lucid's measurements, which jobs then behave like; otherwise they behave as predicted.",
 )
-@click_options(ConditionSettings)
+@click_options(AdmissionLimits)
 def simulate(
-    settings: ConditionSettings,
+    settings: AdmissionLimits,
     trace: Path,
     cluster: Path | None,
     policies: str,
@@ -113,8 +112,7 @@ def simulate(
         if drawn and importlib.util.find_spec("matplotlib") is None:
             advice = "install it from a checkout of Carpool: pip install '.[simulate]', or give --no-pictures"
             raise WorkloadError(f"pictures need matplotlib; {advice}")
-        conditions = settings.conditions()
-        strategies = _strategies(policies, conditions, QueueOrder(queue_order), learn=learn)
+        strategies = _strategies(policies, settings, QueueOrder(queue_order), learn=learn)
         nodes = philly.default_cluster() if cluster is None else philly.read_cluster(cluster)
 
         def draw(seed: int) -> Workload:
@@ -129,19 +127,19 @@ def simulate(
         with progress.progress(console, "trace") as show:
             results = sweep(draw, strategies, seeds, data, console.print, show)
         report.write(out, "trace", workload, results, progress.provenance(SystemClock()))
-        shared = () if policies == PUBLISHED else _in_common(strategies[0], conditions)
+        shared = () if policies == PUBLISHED else _in_common(strategies[0], settings)
         text = report.section(workload, (*workload.assumptions, *shared), results)
         target = out / "trace.md"
         target.write_text("\n".join(text) + "\n", encoding="utf-8")
         pictures.remove(out, "trace")
         if not any(one.has_placed for one in results):
-            raise NothingPlacedError(_nothing_placed(len(workload.jobs), conditions))
+            raise NothingPlacedError(_nothing_placed(len(workload.jobs), settings))
         if drawn and not any("gantt" in path.name for path in pictures.draw(out, "trace", results)):
             ended = any(one.example is not None and one.example.finished for one in results)
             why = f"there are more than {pictures.MAX_GPUS} GPUs" if ended else "no job ended"
             console.print(f"no Gantt chart: {why}")
         console.print(f"written: {target}")
-    except (WorkloadError, UnknownPolicyError, SettingsError) as error:
+    except (WorkloadError, UnknownPolicyError) as error:
         raise InputError(str(error)) from error
     except OSError as error:
         raise InputError(f"expected to read and write files: {error}; check --out") from error

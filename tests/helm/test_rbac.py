@@ -11,8 +11,8 @@ from carpool_core.kube.api import CONFIG_MAPS
 from carpool_core.settings import load, settings_of
 from carpool_core.testing.kube import FakeKube
 from carpool_extender.explain.commands import read_site_settings
-from carpool_extender.framework.filters import Quantile
-from carpool_extender.settings import AskSettings, ConditionSettings
+from carpool_extender.framework.filters import AdmissionLimits, Quantile
+from carpool_extender.settings import AskSettings
 from own_rights import OWN, READ
 
 pytestmark = pytest.mark.e2e
@@ -142,7 +142,7 @@ def test_role_for_explain_reads_settings_and_calibration_only(chart: Any) -> Non
              "tenancyGroups": {"research": ["vision", "speech"], "others": ["*"]}},
             {"policy": "energy", "job_policies": True, "count_peaks": False, "slots_per_gpu": 4,
              "share_unmeasured": True, "tenancy_groups": "others=*;research=vision,speech",
-             "conditions": ConditionSettings(max_jobs=2, slowdown_quantile=Quantile.UPPER)},
+             "conditions": AdmissionLimits(max_jobs=2, quantile=Quantile.UPPER)},
             id="everything that decides",
         ),
     ],

@@ -300,7 +300,7 @@ def _other_requirements(scenario: Scenario) -> Iterator[str]:
 def _no_admission_limits(scenario: Scenario) -> Iterator[str]:
     """Try the site's configuration without its admission limits."""
     limits = scenario.config.limits
-    without = replace(scenario.config, limits=AdmissionLimits(exclusive=limits.exclusive, quantile=limits.quantile))
+    without = replace(scenario.config, limits=AdmissionLimits(quantile=limits.quantile))
     if limits.set() and scenario.place(config=without) is not None:
         yield f"without the site's admission limits ({limits})"
 

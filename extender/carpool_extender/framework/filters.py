@@ -7,7 +7,7 @@ site's admission limits and the predicted slowdowns of co-located pods are two o
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import reduce
 from typing import Any, ClassVar, NamedTuple
@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from carpool_core.resources.node import MAX_MIB
 from carpool_core.resources.prediction import ANY_FAMILY, LearnedColocation
-from carpool_core.settings import SettingsError
+from carpool_core.settings import SettingsError, setting
 from carpool_core.values import RequestedMode, SharingMode, Tenancy
 from carpool_predictor.calibration.colocation import correction_factor
 from carpool_predictor.models.slowdown import DRAM_SATURATION, SM_SATURATION, slowdowns, upper_end, upper_factor
@@ -82,20 +82,33 @@ class Quantile(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """Limits of the site on GPUs; None sets no limit. The ledger's promises hold regardless."""
+    """Limits of the site on GPUs, and its settings for them. The ledger's promises hold regardless."""
 
-    max_sm_active: float | None = None
-    """SM activity of the present tenants together, 0..1."""
-    max_joint_sm_active: float | None = None
-    """SM activity of the present tenants and the incoming pod together, 0..1; idle GPUs are exempt."""
-    min_free_mib: int | None = None
-    """Unreserved memory before the incoming pod joins, in MiB."""
-    max_jobs: int | None = None
-    """Tenants, the incoming pod included."""
-    exclusive: bool = False
+    max_sm_active: float | None = setting(
+        None, flag="--most-sm-active", help="Largest SM activity (0..1) of a GPU's present tenants; no limit if empty."
+    )
+    max_joint_sm_active: float | None = setting(
+        None,
+        flag="--most-joint-sm-active",
+        help="Largest SM activity (0..1) of a GPU's tenants and the new job together; no limit if empty.",
+    )
+    min_free_mib: int | None = setting(
+        None,
+        flag="--least-free-mib",
+        help="Smallest unreserved memory of a GPU before it takes another job, in MiB; no limit if empty.",
+    )
+    max_jobs: int | None = setting(
+        None, flag="--most-jobs", help="Largest number of jobs on one GPU; if empty, its number of slots."
+    )
+    quantile: Quantile = setting(
+        Quantile.MEDIAN,
+        flag="--slowdown-quantile",
+        help="Predicted slowdown that is compared with maxSlowdown. median: the expected one; half of the cases exceed "
+        "it. upper: one that few cases exceed; fewer jobs share a GPU, and with MPS hardly any at the default limit "
+        "of 1.5.",
+    )
+    exclusive: ClassVar[bool] = False
     """Whether every job gets a GPU of its own."""
-    quantile: Quantile = Quantile.MEDIAN
-    """Predicted slowdown that is compared with the limits of jobs."""
 
     def __post_init__(self) -> None:
         """Reject limits that no GPU can meet.
@@ -125,7 +138,13 @@ class AdmissionLimits:
 
     def with_exclusive_gpus(self) -> "AdmissionLimits":
         """Return these limits for a policy that gives every job a GPU of its own."""
-        return replace(self, max_jobs=1, exclusive=True)
+        return _ExclusiveGpus(self.max_sm_active, self.max_joint_sm_active, self.min_free_mib, 1, self.quantile)
+
+
+class _ExclusiveGpus(AdmissionLimits):
+    """Limits of a policy that gives every job a GPU of its own."""
+
+    exclusive = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from carpool_extender.explain.commands import (
     what_if,
 )
 from carpool_extender.framework.diagnosis import broken
-from carpool_extender.framework.filters import Quantile
-from carpool_extender.settings import AskSettings, ConditionSettings
+from carpool_extender.framework.filters import AdmissionLimits, Quantile
+from carpool_extender.settings import AskSettings
 from carpool_extender.testing import seed_job
 from carpool_simulator.commands import simulate
 from click.testing import CliRunner
@@ -238,9 +238,9 @@ async def test_settings_of_the_site_hold_unless_the_caller_sets_them():
     kube = site_with(CARPOOL_POLICY="best-fit", CARPOOL_SLOTS_PER_GPU="4", CARPOOL_MOST_JOBS="2",
                   CARPOOL_SLOWDOWN_QUANTILE="upper", CARPOOL_COUNT_PEAKS="false", CARPOOL_CALIBRATION="",
                   CARPOOL_SHARE_UNMEASURED="true")  # fmt: skip
-    asked = dataclasses.replace(SHIPPED, policy="energy", conditions=ConditionSettings(max_jobs=1))
+    asked = dataclasses.replace(SHIPPED, policy="energy", conditions=AdmissionLimits(max_jobs=1))
     found, note = await read_site_settings(kube, asked, frozenset({"--policy", "--most-jobs", "--namespace"}))
-    limits = ConditionSettings(max_jobs=1, slowdown_quantile=Quantile.UPPER)
+    limits = AdmissionLimits(max_jobs=1, quantile=Quantile.UPPER)
     learns = {"calibration": "", "share_unmeasured": True}
     assert found == dataclasses.replace(asked, slots_per_gpu=4, count_peaks=False, conditions=limits, **learns)
     assert note == (

@@ -123,7 +123,8 @@ def test_admission_limits_are_printed_in_words():
         "SM activity ≤ 0.80, joint SM activity ≤ 0.90, free memory ≥ 2,048 MiB, jobs on a GPU ≤ 3, "
         "slowdown limits by the upper quantile"
     )
-    assert (str(AdmissionLimits()), str(AdmissionLimits(exclusive=True))) == ("none", "every job on a GPU of its own")
+    assert str(AdmissionLimits()) == "none"
+    assert str(AdmissionLimits().with_exclusive_gpus()) == "jobs on a GPU ≤ 1, every job on a GPU of its own"
 
 
 def test_job_chooses_its_policy_only_if_the_site_allows_it():

@@ -75,9 +75,9 @@ def test_upper_quantile_admits_no_more_than_the_median(mode, sm, util, tenants):
 
 
 def test_quantile_is_a_setting():
-    assert load(ExtenderSettings, {}).conditions.conditions().quantile is Quantile.MEDIAN
+    assert load(ExtenderSettings, {}).conditions.quantile is Quantile.MEDIAN
     upper = load(ExtenderSettings, {"CARPOOL_SLOWDOWN_QUANTILE": "upper"})
-    assert upper.conditions.conditions() == AdmissionLimits(quantile=Quantile.UPPER)
+    assert upper.conditions == AdmissionLimits(quantile=Quantile.UPPER)
     with pytest.raises(SettingsError, match="CARPOOL_SLOWDOWN_QUANTILE: expected median or upper, found 'mean'"):
         load(ExtenderSettings, {"CARPOOL_SLOWDOWN_QUANTILE": "mean"})
     assert shipped().level == 0.9
