@@ -28,7 +28,7 @@ from carpool_simulator.truth import Draw, MeasuredPairs, WorkloadError, with_fra
 from carpool_research.experiments import alibaba, hotcloud, radrm
 from carpool_research.experiments.ablations import Ablation, Piece, ablate, simulate, with_failures
 from carpool_research.experiments.estimators import estimated
-from carpool_research.experiments.simulation import PublishedStrategy, PublishedWorkload
+from carpool_research.experiments.simulation import PublishedStrategy, PublishedWorkload, extended
 
 SEEDS = 10
 TRACE_SEEDS = 1
@@ -86,9 +86,9 @@ class Experiment:
     """Whether only `published` runs, because the trace is large and its jobs say nothing of what they train."""
 
     @property
-    def default(self) -> PublishedStrategy:
+    def default(self) -> Strategy:
         """Carpool as it ships."""
-        return PublishedStrategy(
+        return Strategy(
             DEFAULT, "least-slowdown", Knowledge.PREDICTED, self.mode, max_slowdown=1.5, order=QueueOrder.ALTERNATE,
             learns=True, learns_slowdowns=True, settles=True,
         )  # fmt: skip
@@ -132,7 +132,7 @@ def under_carpools_queue(strategy: Strategy) -> Strategy:
     return replace(strategy, policy=policy, in_order=False, order=QueueOrder.ALTERNATE)
 
 
-def variants(base: PublishedStrategy) -> list[Strategy]:
+def variants(base: Strategy) -> list[Strategy]:
     """Return Carpool as it ships, variants with one change each, and an oracle of memory, activity and speed."""
     oracle = replace(base, name=ORACLE, knowledge=Knowledge.TRUTH, learns=False, settles=False)
     upper = AdmissionLimits(quantile=Quantile.UPPER)
@@ -148,7 +148,7 @@ def variants(base: PublishedStrategy) -> list[Strategy]:
         replace(base, name=UNLEARNED, learns=False, settles=False),
         replace(base, name="Carpool, own peaks not counted", settles=False),
         replace(base, name=EAGER, strict=False),
-        replace(base, name="Carpool, 60 s for each change of mode", mode_change_s=60.0),
+        extended(base, PublishedStrategy, name="Carpool, 60 s for each change of mode", mode_change_s=60.0),
         replace(base, name="Carpool, peaks stable after 30 min", steady_s=1800.0),
         oracle,
         replace(oracle, name="oracle, slowdown ≤ 2", max_slowdown=2.0),
