@@ -38,6 +38,7 @@ from operator_fixtures import (
     predicted_job,
     prediction,
     reservation,
+    settled,
     snapshot,
     status_of,
 )
@@ -81,7 +82,7 @@ def test_job_alone_on_an_unpredicted_product_says_why(
 
 
 def test_memory_limit_lifts_the_exclusive_clause_of_an_unknown_model() -> None:
-    of = job({"attempts": [{"number": 1, "outcome": "Creating"}]}, model=None, memory={"limit": "8Gi"})
+    of = settled(job({"attempts": [{"number": 1, "outcome": "Creating"}]}, model=None, memory={"limit": "8Gi"}))
     one = snapshot(of, prediction=abstention(), pods=(pod(nodeName="n1"),), nodes=(node(reservation("pod-0-1")),))
     decision = reconcile(one)
     assert "runs alone" not in condition(decision, of, "Placed").message
