@@ -144,7 +144,7 @@ def _list(uuids: Sequence[str]) -> str:
 
 
 def _row(name: str, is_kept: bool, needed: str, found: str) -> Outcome:
-    return row(name, "" if is_kept else found, needed, "", otherwise=Verdict.FAILED)
+    return row(name, "" if is_kept else found, needed, "", passed=needed, otherwise=Verdict.FAILED)
 
 
 if __name__ == "__main__":

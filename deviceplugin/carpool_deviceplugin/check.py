@@ -147,11 +147,13 @@ def _check_gpus(devices: NvmlDevices, settings: AgentSettings, host: Host) -> It
 def _check_cdi(devices: NvmlDevices, cdi: NvidiaCdi) -> Outcome:
     advice = "write it: nvidia-ctk cdi generate --output=/var/run/cdi/nvidia.yaml"
     try:
-        without = [uuid for uuid in devices.uuids if cdi.find(uuid, devices.identity(uuid).minor) is None]
-        found = f"none of {', '.join(without)}; without it containers need the nvidia runtime" if without else ""
+        known = map(devices.identity, devices.uuids)
+        without = [str(one.index) for one in known if cdi.find(one.uuid, one.minor) is None]
+        found = f"none of GPU {', '.join(without)}" if without else ""
     except DeviceError as e:
         found, advice = str(e), "correct or delete the file"
-    return row("cdi", found, "NVIDIA's CDI specification of each GPU", advice)
+    needed = "NVIDIA's CDI specification of each GPU, or the runtime class nvidia in pods"
+    return row("cdi", found, needed, advice)
 
 
 def _check_mig(devices: NvmlDevices, known: Sequence[Identity], host: Host) -> Outcome:
@@ -180,7 +182,7 @@ def _check_mig(devices: NvmlDevices, known: Sequence[Identity], host: Host) -> O
 
 
 def _check_counters(devices: NvmlDevices, settings: AgentSettings, host: Host) -> Iterator[Outcome]:
-    sources = {uuid: devices.state(uuid).sources for uuid in devices.uuids}
+    sources = {state.identity.index: state.sources for state in map(devices.state, devices.uuids)}
     fields = {name for of_gpu in sources.values() for name, source in of_gpu.items() if source == Exporter.name}
     advice = "set CARPOOL_DCGM_EXPORTER (nodeAgent.dcgmExporter) to the URL of its metrics on this node"
     if settings.dcgm_exporter or "dcgm-exporter" in host.programs:
@@ -192,7 +194,7 @@ def _check_counters(devices: NvmlDevices, settings: AgentSettings, host: Host) -
         yield Outcome(name="dcgm-exporter", verdict=Verdict.SKIPPED, found="none runs here")
     yield row(
         "sm-activity",
-        ", ".join(uuid for uuid, of_gpu in sources.items() if of_gpu and SM_ACTIVE not in of_gpu),
+        ", ".join(f"none of GPU {index}" for index, of_gpu in sources.items() if of_gpu and SM_ACTIVE not in of_gpu),
         "a source of SM activity for each GPU",
         "before Hopper, run DCGM's host engine at CARPOOL_DCGM_ADDRESS with its library in the container, or "
         "dcgm-exporter with DCGM_FI_PROF_SM_ACTIVE at CARPOOL_DCGM_EXPORTER",
@@ -312,8 +314,8 @@ def check_mig_profiles(session: Session) -> Iterator[str]:
     for uuid in list_gpus(session):
         known = read_identity(session, uuid)
         table = read_table(session, uuid) if known.mig_capable else None
-        if (table is not None) != known.mig_capable:
-            yield f"expected MIG profiles on a GPU with MIG, found {table}"
+        if known.mig_capable and table is None:
+            yield f"expected MIG profiles of GPU {known.index}, which has MIG, found none"
         for profile in table.profiles if table else ():
             rules = {
                 "a name such as 3g.20gb": "g." in profile.name and not profile.name.startswith("MIG "),

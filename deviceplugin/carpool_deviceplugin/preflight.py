@@ -57,10 +57,13 @@ HEADER = f"{'STATE':<8} {'CHECK':<17} FOUND"
 def row(
     name: str, lacks: str, needed: str, advice: str, *, passed: str = "", otherwise: Verdict = Verdict.MISSING
 ) -> Outcome:
-    """Return a row that passed if `lacks` is empty, with `passed` as what was found; otherwise what the node lacks."""
+    """Return a row that passed if `lacks`, what the node lacks, is empty.
+
+    `passed` is what was found then; if empty, what is needed, without its reason after a comma.
+    """
     if lacks:
         return Outcome(name=name, verdict=otherwise, found=lacks, needed=needed, advice=advice)
-    return Outcome(name=name, verdict=Verdict.PASSED, found=passed or needed)
+    return Outcome(name=name, verdict=Verdict.PASSED, found=passed or needed.partition(",")[0])
 
 
 class NodeInfo(msgspec.Struct, frozen=True, rename="camel"):
@@ -266,7 +269,9 @@ def _check_runtime(host: Host, cdi_dir: Path) -> Outcome:
         return row("container-runtime", lacks, needed, advice, passed=f"{found} with CDI", otherwise=otherwise)
 
     if not name:
-        advice = "see that containerd 2 or CRI-O runs: these need none" if host.root else "run this as root on the node"
+        advice = "see that containerd 2 or CRI-O runs: these need none"
+        if host.root is None:
+            advice = "run this as root, with all capabilities, on the node"
         return outcome("no runtime's configuration", advice, Verdict.UNKNOWN)
     if name not in _CONFIGS:
         return outcome(found, "use containerd 1.7 or newer, or CRI-O")

@@ -388,8 +388,13 @@ def exclusive_process(node: Node) -> None:
     [
         ("T4", None, "the host's PIDs, to assign processes to pods, found another PID namespace; run with host", True),
         ("T4", host_pids, "the host's PIDs", False),
-        ("T4", None, "NVIDIA's CDI specification of each GPU, found none of GPU-", True),
-        ("T4", None, "a source of SM activity for each GPU, found GPU-", True),
+        (
+            "T4",
+            None,
+            "NVIDIA's CDI specification of each GPU, or the runtime class nvidia in pods, found none of GPU 0",
+            True,
+        ),
+        ("T4", None, "a source of SM activity for each GPU, found none of GPU 0, none of GPU 1", True),
         ("H100", None, "a source of SM activity", False),
         ("T4", None, "compute mode Default", False),
         ("T4", exclusive_process, "compute mode Default, without which modes of sharing are not offered, found", True),
