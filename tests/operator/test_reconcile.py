@@ -15,7 +15,6 @@ from carpool_operator.actions import (
     Decision,
     DeleteJob,
     Predict,
-    WriteStatus,
 )
 from carpool_operator.attempts import spec_digest
 from carpool_operator.reconcile import reconcile
@@ -58,19 +57,6 @@ def test_template_is_checked_before_its_model_is_traced() -> None:
     assert isinstance(first, CheckTemplate)
     assert first.body["metadata"]["name"] == "x-worker-0-1"
     assert then == Predict(DIGEST, (A100,))
-
-
-def test_prediction_and_attempt_are_written_before_the_pods_are_created() -> None:
-    of = job(workers=2)
-    decision = reconcile(snapshot(of, prediction=prediction()))
-    assert isinstance(decision.actions[0], WriteStatus)
-    assert created(decision) == ["x-worker-0-1", "x-worker-1-1"]
-    status = status_of(decision, of)
-    assert (status.attempts[0].number, status.attempts[0].outcome) == (1, "Creating")
-    assert condition(decision, of, "Predicted").status == "True"
-    assert status.observed_generation == 2
-    assert status.state == "Queued"
-    assert "Predicted" in events(decision)
 
 
 def test_unknown_model_runs_alone_and_says_why() -> None:
@@ -479,16 +465,6 @@ def test_backoff_doubles_and_the_limit_fails_the_job() -> None:
     assert "all 3 restarts" in found.message
     status = status_of(decision, of)
     assert (status.state, status.restarts, status.completion_time) == ("Failed", 3, rfc3339(NOW))
-
-
-def test_all_workers_succeeded() -> None:
-    of = predicted_job(workers=2)
-    decision = reconcile(snapshot(of, pods=(pod(0, phase="Succeeded"), pod(1, phase="Succeeded"))))
-    status = status_of(decision, of)
-    assert status.state == "Complete"
-    assert status.attempts[0].outcome == "Complete"
-    assert status.completion_time == rfc3339(NOW)
-    assert events(decision) == ["Complete"]
 
 
 def edited(of: GpuTrainingJob, **spec: Any) -> GpuTrainingJob:

@@ -452,9 +452,10 @@ class Snapshot:
         """Return the product of one GPU."""
         return self.classes[int(self.gpus.device_class[row])].product
 
-    def place(self, row: int) -> str:
-        """Return a GPU's name for people: `GPU 0 of node-a`."""
-        return f"GPU {int(self.gpus.gpu_index[row])} of {self.node_names[int(self.gpus.node[row])]}"
+    def place(self, *rows: int) -> str:
+        """Return the name of GPUs of one node for people: `GPU 0 of node-a`, `GPUs 0, 1 of node-a`."""
+        numbers = ", ".join(str(int(self.gpus.gpu_index[row])) for row in rows)
+        return f"GPU{'' if len(rows) == 1 else 's'} {numbers} of {self.node_names[int(self.gpus.node[rows[0]])]}"
 
 
 # --- Writing rows ----------------------------------------------------------------------------------------------------

@@ -250,20 +250,13 @@ def _once_free(scenario: Scenario, freed: list[int]) -> str:
     beside = np.flatnonzero(table.alive & np.isin(table.node, table.node[freed])).tolist()
     rows = [row for row in beside if row in freed or any(one.pod_uid in pods for one in table.tenants[row] or ())]
     of_nodes = [[*members] for _, members in groupby(rows, lambda row: int(table.node[row]))]
-    which, such = " and ".join(_name_gpus(scenario, members) for members in of_nodes), ""
+    which, such = " and ".join(scenario.snapshot.place(*members) for members in of_nodes), ""
     if len(of_nodes) > MAX_NAMED_NODES:
         which = f"{pluralize(len(rows), 'GPU')} of {pluralize(len(of_nodes), 'node')}"
-        such = f", such as {_name_gpus(scenario, of_nodes[0])}"
+        such = f", such as {scenario.snapshot.place(*of_nodes[0])}"
     names = sorted({str(tenant) for row in rows for tenant in table.tenants[row]})
     there = f"{names[0]} is" if len(names) == 1 else f"{pluralize(len(names), 'job')} are"
     return f"once {which} {'is' if len(rows) == 1 else 'are'} free{such} ({there} there)"
-
-
-def _name_gpus(scenario: Scenario, rows: list[int]) -> str:
-    """Name GPUs of one node: `GPUs 0, 1 of node-a`."""
-    table = scenario.snapshot.gpus
-    numbers = ", ".join(str(int(table.gpu_index[row])) for row in rows)
-    return f"GPU{'' if len(rows) == 1 else 's'} {numbers} of {scenario.snapshot.node_names[int(table.node[rows[0]])]}"
 
 
 def _fewer_workers(scenario: Scenario) -> Iterator[str]:

@@ -17,7 +17,7 @@ from carpool_extender.cache.gpu_table import NodeGrid
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.explain.counterfactual import Scenario, advice
 from carpool_extender.explain.queue_forecast import no_room
-from carpool_extender.framework.filters import Evaluation, pluralize
+from carpool_extender.framework.filters import pluralize
 from carpool_extender.framework.gang import WorkerPlace, infeasible_when_empty, max_workers, place_workers
 from carpool_extender.framework.scores import Policy, SchedulerConfig, best_of, select, ties
 from carpool_extender.framework.selection import CachedEvaluation, EvaluationCache, Placement
@@ -211,7 +211,7 @@ def ranking_lines(cached: CachedEvaluation) -> list[str]:
     lines = [_goal(policy, len(places[0].rows))]
     for number, (begin, end) in enumerate(groups[:MAX_RANKED_LINES], start=1):
         more = f" and {pluralize(end - begin - 1, what)} like it" if end - begin > 1 else ""
-        lines.append(f"  {number}. {_name(cached.evaluation, places[begin])}{more}: {texts[begin]}")
+        lines.append(f"  {number}. {cached.evaluation.snapshot.place(*places[begin].rows)}{more}: {texts[begin]}")
     if len(groups) > MAX_RANKED_LINES:
         lines.append(f"  and {pluralize(len(places) - groups[MAX_RANKED_LINES][0], 'place')} more")
     return lines
@@ -221,14 +221,6 @@ def _goal(policy: Policy, gpus: int) -> str:
     within = f"; within {policy.score.amount(policy.tolerance)} is a tie" if policy.score and policy.tolerance else ""
     mean = f"; mean of its {gpus} GPUs" if policy.score and gpus > 1 else ""
     return f"places by {policy.name} ({policy.meaning}{within}{mean}):"
-
-
-def _name(evaluation: Evaluation, one: RankedPlace) -> str:
-    snapshot, (first, *others) = evaluation.snapshot, one.rows
-    if not others:
-        return snapshot.place(first)
-    numbers = ", ".join(str(int(snapshot.gpus.gpu_index[row])) for row in one.rows)
-    return f"GPUs {numbers} of {snapshot.node_names[int(snapshot.gpus.node[first])]}"
 
 
 def _score(policy: Policy, best: RankedPlace, one: RankedPlace) -> str:

@@ -9,14 +9,9 @@ from carpool_core.resources.node import GpuNode
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_extender.cache.cluster import ClusterCache
-from carpool_extender.framework.diagnosis import explain_gpus
-from carpool_extender.framework.scores import SchedulerConfig, find_policy
-from carpool_extender.framework.selection import CachedEvaluation
 from carpool_extender.informers import Informers
-from carpool_extender.testing import device, gpu_node, pod_request, seed_node, tenant, unavailable_nodes, until
+from carpool_extender.testing import device, gpu_node, seed_node, tenant, until
 from structlog.testing import capture_logs
-
-RULES = SchedulerConfig(find_policy("least-slowdown"), slots=8)
 
 
 @pytest.fixture
@@ -89,33 +84,6 @@ async def test_a_node_with_impossible_numbers_counts_as_without_gpus(world):
     assert informers.cluster.snapshot().gpus.alive.sum() == 1
     informers.take(gpu_node("odd", 2))
     assert informers.cluster.snapshot().gpus.alive.sum() == 3
-
-
-async def test_a_node_that_the_types_refuse_ends_no_watch(world):
-    kube, informers = world
-    body = msgspec.to_builtins(gpu_node("odd"))
-    body["status"]["devices"][0]["index"] = 40000
-    kube.seed(GPU_NODES, body)
-    seed_node(kube, gpu_node("b"))
-    await until(lambda: informers.cluster.node("b") is not None)
-    assert informers.cluster.node("odd") is None
-
-
-async def test_invalid_node_gets_no_pods_and_has_a_reason(world):
-    """Regression: a GpuNode edited by hand blocked its ledger, and only the log reported it."""
-    kube, informers = world
-    patch = {"spec": {"reservations": [{"podUid": 7}]}}
-    await kube.patch(GPU_NODES, "a", patch)
-    await until(lambda: unavailable_nodes(informers.cluster) == {"a"})
-    [text] = [
-        str(one)
-        for one in explain_gpus(CachedEvaluation(pod_request(), RULES, informers.cluster.snapshot()).evaluation, ["a"])
-    ]
-    assert text.startswith("GPU 0 of a (NVIDIA A100-SXM4-40GB): GpuNode a is invalid: ")
-    assert "podUid" in text
-    await kube.patch(GPU_NODES, "a", {"spec": {"reservations": []}})
-    await until(lambda: unavailable_nodes(informers.cluster) == set())
-    assert not informers.cluster.snapshot().gpus.unavailable.any()
 
 
 async def test_what_has_changed_is_taken_from_the_new_state(world):

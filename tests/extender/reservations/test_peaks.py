@@ -291,21 +291,6 @@ async def test_a_lone_job_is_joined_once_its_peak_was_measured(world):
     assert world.reservations("a")[0]["generation"] == lone["generation"]  # its agent need not act
 
 
-async def test_written_peaks_survive_a_restart_of_the_extender(world):
-    a_lone_job(world)
-    async with world.extender() as extender:
-        await place(world, extender)
-        await report(world)
-        await passes(world, LOADING_S - CHECK_EVERY_S)
-    async with world.extender() as extender:
-        await passes(world, LOADING_S)
-        assert counted(world) == [None]
-        await passes(world, CHECK_EVERY_S)
-        await until(lambda: counted(world) == [7500])
-    async with world.extender() as extender:
-        assert named(await extender.service.filter(filtering("y"))) == ["a"]
-
-
 async def test_only_the_leader_writes_peaks_and_a_new_leader_has_measured_them(world):
     """Regression: a standby wrote them, too."""
     a_lone_job(world)

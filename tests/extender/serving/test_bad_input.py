@@ -133,6 +133,9 @@ async def test_unreadable_node_is_left_out(certificates, was_known):
                 await kube.patch(GPU_NODES, "a", {"spec": odd})
                 await until(lambda: unavailable_nodes(parts.informers.cluster) == {"a"})
             *filtered, bound = await refusals(session, url)
+            if was_known:
+                await kube.patch(GPU_NODES, "a", {"spec": {"reservations": []}})
+                await until(lambda: unavailable_nodes(parts.informers.cluster) == set())
     reason = "GpuNode a is invalid: " if was_known else NO_GPUS
     assert [reason in one for one in filtered] == [True, True]
     assert "GET gpunodes a: unexpected object: " in bound
