@@ -67,12 +67,6 @@ DEFINITIONS = (
             Column("PredUtil", ".status.summary.predictedUtilization", "Predicted GPU utilization, median."),
             Column("Restarts", ".status.restarts", "Failures charged to backoffLimit.", "integer"),
             _AGE,
-            Column(
-                "Queue",
-                r".spec.template.metadata.labels.kueue\.x-k8s\.io/queue-name",
-                "Kueue's queue of its pods, if the cluster has Kueue.",
-                wide=True,
-            ),
             Column("MemBound", ".status.summary.memoryBound", "GPU memory that placement counts with.", wide=True),
             Column("ObsMem", ".status.summary.observedMemory", "Largest GPU memory measured.", wide=True),
             Column("ObsUtil", ".status.summary.observedUtilization", "Mean GPU utilization measured.", wide=True),

@@ -12,13 +12,6 @@ _METADATA_FIELDS = frozenset({"labels", "annotations", "name", "namespace", "cre
 """The pod takes the first two. Tools print the others, which a template ignores, as in batch/v1 Job."""
 
 
-def without_nulls(value: Any) -> Any:
-    """Return a copy of a JSON value without the nulls in its objects: the API server reads them as no values."""
-    if isinstance(value, dict):
-        return {name: without_nulls(of) for name, of in value.items() if of is not None}
-    return [without_nulls(of) for of in value] if isinstance(value, list) else value
-
-
 def template_error(job: GpuTrainingJob) -> str | None:
     """Return which field of the pod template the pods would lose; None if there is none.
 

@@ -3,7 +3,7 @@
 import re
 from decimal import Decimal
 from enum import StrEnum
-from typing import NewType
+from typing import Any, NewType
 
 PodUid = NewType("PodUid", str)
 """`metadata.uid` of a pod: the key of reservations, claims and bindings."""
@@ -204,3 +204,10 @@ def parse_memory_mib(quantity: int | str) -> int:
         return int(parse_quantity(quantity) / MIB)
     except ValueError as error:
         raise ValueError(f"expected an amount of memory such as 12Gi or 500Mi, found {quantity!r}") from error
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a copy of a JSON value without the nulls in its objects: the API server reads them as no values."""
+    if isinstance(value, dict):
+        return {name: without_nulls(of) for name, of in value.items() if of is not None}
+    return [without_nulls(of) for of in value] if isinstance(value, list) else value

@@ -53,7 +53,8 @@ class ExtenderMetrics:
         self.pending_jobs = Gauge("carpool_extender_pending_jobs", "Jobs that wait in the queue.", registry=registry)
         self.queue_wait = Histogram(
             "carpool_extender_queue_wait_seconds",
-            "Time from the creation of a job's pods until the queue admitted the job.",
+            "Time from the creation of a job's pods until the queue admitted the job, by the last reason to wait.",
+            ["reason"],
             buckets=(1, 5, 15, 60, 300, 900, 3600, 14400, 86400, 604800),
             registry=registry,
         )

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from carpool_core.clock import parse_rfc3339
 from carpool_core.keys import OUTCOME_GPU_OUT_OF_MEMORY
 from carpool_core.kube.pods import ContainerTerminated, Pod
-from carpool_core.pod_template import without_nulls
 from carpool_core.resources.job import (
     GpuTrainingJob,
     JobStatus,
@@ -18,7 +17,7 @@ from carpool_core.resources.job import (
     WorkerPlacement,
 )
 from carpool_core.resources.node import Device, GpuNode, Reservation
-from carpool_core.values import GpuUuid, PodUid, SharingMode
+from carpool_core.values import GpuUuid, PodUid, SharingMode, without_nulls
 
 from carpool_operator.oom import names_no_cause, reports_gpu_out_of_memory
 

@@ -9,9 +9,8 @@ import msgspec
 from carpool_core import keys
 from carpool_core.kube.nodes import GPU_TOLERATION
 from carpool_core.kube.pods import Pod, PodMeta, WorkerName, job_owner_reference, parse_worker_name
-from carpool_core.pod_template import without_nulls
 from carpool_core.resources.job import MAX_WORKERS, GpuTrainingJob
-from carpool_core.values import JobUid, ProbeMode, parse_quantity
+from carpool_core.values import JobUid, ProbeMode, parse_quantity, without_nulls
 
 # Names and owners
 

@@ -157,7 +157,7 @@ def test_kubectl_get_has_short_names_and_columns(control_plane: Cluster, placed:
     header, *rows = control_plane.kubectl("get", "gtj", "-o", "wide").splitlines()
     assert header.split() == [
         "NAME", "STATE", "NODE", "GPU", "MODE", "PREDICTION", "PREDMEM", "PREDUTIL", "RESTARTS", "AGE",
-        "QUEUE", "MEMBOUND", "OBSMEM", "OBSUTIL", "SLOWDOWN", "STEPTIME", "MEASSLOW", "STEPS", "END",
+        "MEMBOUND", "OBSMEM", "OBSUTIL", "SLOWDOWN", "STEPTIME", "MEASSLOW", "STEPS", "END",
     ]  # fmt: skip
     assert placed in {row.split()[0] for row in rows}
     assert placed in control_plane.kubectl("get", "carpool")

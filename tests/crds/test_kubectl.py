@@ -249,9 +249,13 @@ def test_diagnosis_compares_and_names_what_is_unusual(kube: FakeKube) -> None:
 def test_missing_job_and_missing_right_exit_with_2(kube: FakeKube, command: str) -> None:
     missing = run(command, "nothing")
     assert (missing.exit_code, missing.output) == (2, "Error: no GpuTrainingJob nothing in namespace default\n")
-    kube.fail_next("get", GPU_TRAINING_JOBS, Forbidden("you may not get gputrainingjobs", status=403))
-    refused = run(command, "nothing")
-    assert (refused.exit_code, refused.output) == (2, "Error: you may not get gputrainingjobs\n")
+    for status, remedy in (
+        (403, ""),
+        (401, "; sign in again: the credentials of the kubeconfig are wrong or have expired"),
+    ):
+        kube.fail_next("get", GPU_TRAINING_JOBS, Forbidden("you may not get gputrainingjobs", status=status))
+        refused = run(command, "nothing")
+        assert (refused.exit_code, refused.output) == (2, f"Error: you may not get gputrainingjobs{remedy}\n")
 
 
 def test_shells_complete_commands_and_jobs(

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 import pytest
 from carpool_core.cli import SUBCOMMANDS, load_command
+from documents import DRY_RUN, NOT_EXECUTED, commands
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -69,27 +70,25 @@ def test_every_make_target_that_is_named_exists(document: Path) -> None:
     assert named - TARGETS == set()
 
 
-def carpool_commands() -> Iterator[tuple[Path, str]]:
-    """Each line in a code block that runs `carpool`, of every document that a person wrote."""
-    for document in HAND_WRITTEN:
-        for body in fences(document.read_text(encoding="utf-8")):
-            for arguments in re.findall(r"^(?:\$ )?(?:kubectl )?carpool ([a-z].*)$", body, re.MULTILINE):
-                yield document, arguments
+CARPOOL = [command.removeprefix("kubectl ") for _, command in commands() if re.match("(kubectl )?carpool ", command)]
 
 
-@pytest.mark.parametrize(
-    "arguments", [pytest.param(arguments, id=f"{name_of(doc)}: {arguments}") for doc, arguments in carpool_commands()]
-)
-def test_command_of_a_document_parses(arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its subcommand, options and files exist; test_readme.py runs those that need neither GPU nor cluster."""
+@pytest.mark.parametrize("command", dict.fromkeys(CARPOOL))
+def test_command_of_a_document_parses(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its subcommand, options and files exist, also if it is not executed."""
     monkeypatch.chdir(ROOT)
-    name, *rest = shlex.split(arguments, comments=True)
-    command = load_command(name, SUBCOMMANDS[name])
-    while isinstance(command, click.Group):
-        _, found, rest = command.resolve_command(click.Context(command), rest)
-        assert found is not None, rest
-        command = found
-    command.make_context(name, rest)
+    _, name, *rest = shlex.split(command)
+    found = load_command(name, SUBCOMMANDS[name])
+    while isinstance(found, click.Group):
+        _, inner, rest = found.resolve_command(click.Context(found), rest)
+        assert inner is not None, rest
+        found = inner
+    found.make_context(name, rest)
+
+
+@pytest.mark.parametrize("prefix", [*NOT_EXECUTED, *map(re.escape, DRY_RUN)])
+def test_a_command_with_a_reason_not_to_be_executed_exists(prefix: str) -> None:
+    assert [command for _, command in commands() if re.match(prefix, command)]
 
 
 def test_documents_name_make_targets_at_all() -> None:

@@ -14,7 +14,7 @@ import yaml
 from carpool_e2e.binaries import ensure
 
 # --import-mode=importlib gives test folders no import path of their own.
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "e2e")]
+sys.path[:0] = [str(Path(__file__).parent), *(str(Path(__file__).parents[1] / name) for name in ("docs", "e2e"))]
 
 OPTIONS = ["--namespace=carpool-system", "--skip-tests", "--values=-"]
 CHART = Path(__file__).parents[2] / "helm" / "carpool"

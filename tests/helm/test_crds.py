@@ -39,3 +39,13 @@ def test_they_are_installed_and_kept_unless_they_are_left_out(render: Any) -> No
     assert found == [yaml.safe_load((ROOT / "crds" / name).read_text()) for name in FILES]
     assert all(one["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep" for one in found)
     assert render(crds={"enabled": False}).all("CustomResourceDefinition") == []
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("apis", "expected"), [("", []), ("kueue.x-k8s.io/v1beta2", ["Queue"])])
+def test_the_wide_columns_have_kueues_queue_where_there_is_kueue(render: Any, apis: str, expected: list[str]) -> None:
+    """Regression: the queue of a label was shown, as if the job were in it, in clusters without Kueue."""
+    nodes, jobs = (crd["spec"]["versions"][0] for crd in render(apis=apis).all("CustomResourceDefinition"))
+    queue = [column for column in jobs["additionalPrinterColumns"] if "kueue" in column["jsonPath"]]
+    assert [column["name"] for column in queue if column["priority"] == 1] == expected
+    assert "kueue" not in str(nodes)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from carpool_e2e.cluster import EMPTY, Cluster, running
+from carpool_e2e.cluster import EMPTY, Cluster, KubectlError, running
 from kubectl import eventually
 
 pytestmark = pytest.mark.e2e
@@ -113,6 +113,15 @@ def test_the_chart_lives_through_upgrade_rollback_uninstallation_and_another_ins
         found = json.loads(empty.kubectl("get", "gtj/running", "pod/running-worker-0-1", "-o", "json"))["items"]
         return [(one["metadata"]["uid"], one["metadata"]["resourceVersion"]) for one in found]
 
+    def warned() -> bool:
+        file = f"{previous}/definitions/carpool.dev_gputrainingjobs.yaml"
+        strict = ("--server-side", "--force-conflicts", "--dry-run=server", "--warnings-as-errors")
+        try:
+            empty.kubectl("apply", *strict, "-f", file)
+        except KubectlError as error:
+            return f"expected the resource definition {CRD} of Carpool" in str(error)
+        return False
+
     previous, chart = str(previous_chart(tmp_path)), str(CHART)
     release("install", RELEASE, previous, *VALUES)
     empty.kubectl("wait", f"crd/{CRD}", "--for=condition=Established", "--timeout=120s")
@@ -128,6 +137,7 @@ def test_the_chart_lives_through_upgrade_rollback_uninstallation_and_another_ins
     assert not has_new_field()
     notes = release("upgrade", RELEASE, chart, *VALUES, "--set=nodeAgent.simulatedGpus=Tesla T4:1")
     assert "the node agents offer SIMULATED GPUs (Tesla T4:1)" in notes
+    eventually("a warning about definitions of another version", warned)
     release("uninstall", RELEASE)
     assert has_new_field()
     left = empty.kubectl("get", KINDS, "-A", "-l", f"app.kubernetes.io/instance={RELEASE}", "-o", "name")

@@ -2,17 +2,19 @@
 
 import base64
 import os
+import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 from carpool_e2e import images
 from carpool_e2e.chart import CHART, NAMESPACE, PROJECT, RELEASE
-from carpool_e2e.cluster import PODS, Cluster, running, why_no_kubelets
+from carpool_e2e.cluster import PODS, Cluster, carpool_command, running, why_no_kubelets
 from carpool_e2e.demo.manifests import sleeper
+from documents import executed
 from kubectl import Watcher
 from rich.console import Console
 
@@ -173,3 +175,42 @@ def test_a_running_job_outlives_upgrade_rollback_uninstallation_and_another_inst
     job = watcher.job("lasting")
     assert (job["metadata"]["uid"], job["status"].get("restarts", 0)) == (uid, 0)
     assert [attempt["number"] for attempt in job["status"]["attempts"]] == [1]
+
+
+Run = Callable[[str], "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="module")
+def run(installed: Cluster, helm: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Run a line in a checkout, with this cluster's names in place of those in capitals."""
+    watcher, folder = Watcher(installed), tmp_path_factory.mktemp("checkout")
+    installed.kubectl("apply", "-f", str(PROJECT / "examples/resnet50-cifar.yaml"))
+    installed.apply(sleeper("small-a", "echo begun; sleep 3600"), sleeper("ended", "true"))
+    watcher.running("small-a", 120)
+    installed.kubectl("wait", "gtj/ended", "--for=condition=Complete", "--timeout=120s", timeout_s=130)
+    (held,) = watcher.reserved("small-a")
+    names = {"NODE": "a100", "NAMESPACE": "default", "POD": held["podName"], "UUID": held["gpuUuids"][0]}
+    for name in ("Makefile", "examples", "helm"):
+        (folder / name).symlink_to(PROJECT / name)
+    (folder / "trace.csv").write_text("timestamp,duration,num_gpus\n0,600,1\n")
+    programs = [str(Path(path).parent) for path in (carpool_command(), installed.binaries["kubectl"], helm)]
+    environment = {**os.environ, "KUBECONFIG": str(installed.kubeconfig), "HOME": str(folder)}
+    environment["PATH"] = ":".join([*programs, os.environ["PATH"]])
+
+    def call(command: str) -> "subprocess.CompletedProcess[str]":
+        job = "ended" if "=Complete" in command else "small-a"
+        line = re.sub(r"\b[A-Z]+\b", lambda found: {**names, "JOB": job}.get(found[0], found[0]), command)
+        return subprocess.run(
+            ["bash", "-o", "pipefail", "-c", line], capture_output=True, text=True, env=environment, cwd=folder,
+            timeout=120, check=False,
+        )  # fmt: skip
+
+    return call
+
+
+@pytest.mark.parametrize("command", executed())
+def test_a_command_of_the_documents_works(run: Run, command: str) -> None:
+    """In their order; a `grep` may find nothing."""
+    done = run(command)
+    found_nothing = "| grep" in command and done.returncode == 1 and not done.stderr
+    assert done.returncode == 0 or found_nothing, f"{done.stdout}{done.stderr}"

@@ -123,7 +123,9 @@ def ask(
     try:
         return asyncio.run(run())
     except Forbidden as error:
-        raise UnansweredError(f"{error}{f'; {rights_remedy}' if rights_remedy else ''}") from error
+        remedy = "sign in again: the credentials of the kubeconfig are wrong or have expired"
+        remedy = remedy if error.status == 401 else rights_remedy
+        raise UnansweredError(f"{error}{f'; {remedy}' if remedy else ''}") from error
     except KubeError as error:
         raise UnansweredError(f"the cluster could not be reached: {error}") from error
     except KubeConfigError as error:

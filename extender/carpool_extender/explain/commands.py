@@ -26,11 +26,12 @@ from carpool_core.kubectl.output import (
     print_document,
     table,
 )
-from carpool_core.pod_template import is_about_the_pod, template_error, template_message, without_nulls
+from carpool_core.pod_template import is_about_the_pod, template_error, template_message
 from carpool_core.products import DeviceClass, hardware_name, products_of
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.schema import Resource, describe_decode_error, field
 from carpool_core.settings import Setting, SettingsError, click_options, load, settings_of
+from carpool_core.values import without_nulls
 from carpool_predictor.advice import advise
 from carpool_predictor.calibration.document import Calibration
 from carpool_predictor.calibration.run_history import model_key

@@ -23,12 +23,11 @@ from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, NODES, PODS, Kub
 from carpool_core.kube.errors import Forbidden, NotFound
 from carpool_core.kube.nodes import Node
 from carpool_core.kube.pods import Pod, PodSpec, job_owner_reference
-from carpool_core.pod_template import without_nulls
 from carpool_core.products import DeviceClass, device_class
 from carpool_core.resources.job import GpuTrainingJob, WorkerPlacement
 from carpool_core.resources.meta import Condition, ObjectMeta
 from carpool_core.resources.node import GpuNode, Reservation, describe_later_tenants
-from carpool_core.values import GpuUuid, JobState, PodUid
+from carpool_core.values import GpuUuid, JobState, PodUid, without_nulls
 
 from carpool_extender.cache.cluster import AGENT_DOWN, ClusterCache, listed
 from carpool_extender.cache.pod_request import PodRequest

@@ -65,6 +65,8 @@ CONDITION_EVERY_S = 10.0
 """Shortest time between two status writes about one waiting job."""
 CONDITIONS_A_SECOND = 20
 LONGEST_MESSAGE = 1000
+AT_ONCE = "AtOnce"
+"""Reason in the metrics of jobs that the first pass admitted."""
 _LACKS_GPUS = (WaitReason.DOES_NOT_FIT, WaitReason.BACKOFF)
 """Reasons to wait that a new node may remove."""
 
@@ -84,6 +86,8 @@ class _Job:
     retry_at_s: float = 0.0
     retry_reason: str = ""
     """kube-scheduler's message about the last failure."""
+    waited: str = AT_ONCE
+    """Last reason for which it waited, before its present entry of the queue."""
     written_at_s: float = float("-inf")
     """Monotonic time at which its condition was last compared or written."""
 
@@ -127,6 +131,8 @@ class AdmissionController:
         self._autoscaling = autoscaling
         self._clock, self._sleep, self._metrics = clock, sleep, metrics
         self._in_flight = in_flight
+        for reason in (AT_ONCE, *WaitReason):
+            metrics.queue_wait.labels(reason)
         self._jobs: defaultdict[JobUid, _Job] = defaultdict(_Job)
         self._admitted: dict[PodUid, _AdmittedPod] = {}
         self._ends: dict[PodUid, tuple[Reservation, ObservedRow | None, float]] = {}
@@ -222,6 +228,8 @@ class AdmissionController:
         workers = set[PodUid]() if gang is None else {PodUid(pod.metadata.uid) for pod in gang.admitted}
         for uid in self._informers.cluster.pods_of_job(job) - workers:
             self.forget_claim(uid)  # it is no worker any more, as after a user removed its owner
+        if (waiting := self._queue.waiting(job)) is not None:
+            state.waited = waiting.reason
         info = None if gang is None else await self._gather(job, state, gang)
         if info is None:
             self._queue.remove(job)
@@ -289,7 +297,7 @@ class AdmissionController:
 
     def _give_up(self, job: JobUid, state: _Job, gang: Gang, now_s: float) -> None:
         """Return a job to the queue: delete its pods that were never bound, whose gates cannot be added again."""
-        state.failures += 1
+        state.failures, state.waited = state.failures + 1, WaitReason.BACKOFF
         delay_s = min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(state.failures - 1, 16))
         pods = [self._watched(pod) for pod in gang.admitted]
         state.retry_at_s, state.retry_reason = now_s + delay_s, why_unscheduled(pods)
@@ -325,7 +333,9 @@ class AdmissionController:
         self._dirty.add(one.info.job)
         self._metrics.admissions.labels("admitted").inc()
         if one.info.arrived_s:  # 0 for the rest of a gang
-            self._metrics.queue_wait.observe(max(0.0, self._clock.now().timestamp() - one.info.arrived_s))
+            reason = one.waited or self._jobs[one.info.job].waited
+            waited_s = max(0.0, self._clock.now().timestamp() - one.info.arrived_s)
+            self._metrics.queue_wait.labels(reason).observe(waited_s)
         self._log.info("admitted", job=one.info.name, nodes=sorted({claim.node for claim in one.claims}))
         for ref in one.info.pods:
             if (pod := self._informers.pod(ref.uid)) is not None:

@@ -123,6 +123,8 @@ class Admitted:
     """One for each pod, in their order."""
     end_s: float
     """Predicted end."""
+    waited: WaitReason | None
+    """Why the last pass did not admit it; None if no pass considered it before."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -309,7 +311,7 @@ class SchedulingQueue:
                 if not self._backfill:
                     return
                 continue
-            yield self._admit(info, found)
+            yield self._admit(info, found, group.reason)
             if self._order is QueueOrder.ALTERNATE and self._pass.reserved is None:
                 self._end = self._end.other  # a backfilled job does not count as a turn
                 self._sort()
@@ -385,13 +387,13 @@ class SchedulingQueue:
         if reason is WaitReason.DOES_NOT_FIT:
             heapq.heappush(self._pass.refused, (key, info.number, group))
 
-    def _admit(self, info: QueuedJobInfo, found: Sequence[WorkerPlace]) -> Admitted:
+    def _admit(self, info: QueuedJobInfo, found: Sequence[WorkerPlace], waited: WaitReason | None) -> Admitted:
         self.remove(info.job)
         claims = claims_of(info, found, self._pass.now_s)
         for node, claimed in claims:
             self._cluster.assume(node, claimed)
         end_s = self._pass.ends[info.job] = self._ends_at(info, found)
-        return Admitted(info, claims, end_s)
+        return Admitted(info, claims, end_s, waited)
 
     def _ends_at(self, info: QueuedJobInfo, found: Sequence[WorkerPlace]) -> float:
         duration_s = self._default_duration_s if info.duration_s is None else info.duration_s

@@ -188,6 +188,8 @@ async def test_a_job_that_gets_no_node_returns_to_the_queue_with_the_scheduler_s
         assert message.startswith(sentence)
         await cluster.settle(15)
         assert cluster.gated() == []
+        waits = "carpool_extender_queue_wait_seconds_count"
+        assert extender.registry.get_sample_value(waits, {"reason": "Backoff"}) == 1
 
 
 @pytest.mark.parametrize(
@@ -271,13 +273,15 @@ async def test_metrics_count_waits_reasons_and_refusals(cluster):
     async with cluster.extender() as extender:
         await cluster.settle(3)
         value = extender.registry.get_sample_value
-        assert value("carpool_extender_queue_wait_seconds_count") == 2
-        assert value("carpool_extender_queue_wait_seconds_sum") > 7000
+        waits = "carpool_extender_queue_wait_seconds"
+        assert value(f"{waits}_count", {"reason": "AtOnce"}) == 2
+        assert value(f"{waits}_sum", {"reason": "AtOnce"}) > 7000
         assert value("carpool_extender_waiting_jobs", {"reason": "DoesNotFit"}) == 1
         assert value("carpool_extender_refusals_total", {"check": "mode"}) == 2
-        await cluster.kube.delete(PODS, "z-worker-0-1", namespace="default")
+        await cluster.kube.delete(PODS, "x-worker-0-1", namespace="default")
         await cluster.settle()
         assert value("carpool_extender_waiting_jobs", {"reason": "DoesNotFit"}) is None
+        assert value(f"{waits}_count", {"reason": "DoesNotFit"}) == 1
 
 
 class TestAutoscaling:
