@@ -129,17 +129,19 @@ def test_an_object_that_is_null_is_the_default_or_refused_with_a_sentence(render
                 yield from objects(value)
 
     values = yaml.safe_load(VALUES)
-    values["global"]["imageRegistry"] = "localhost"
-    refused = []
+    optional = []
     for inside, name in list(objects(values)):
-        before, inside[name] = inside[name], None
-        error = render(**values).error
-        if error:
-            assert f"missing property '{name}'" in error
-            refused.append(name)
+        before = inside.pop(name)
+        if jsonschema.Draft202012Validator(SCHEMA).is_valid(values):
+            optional.append((inside, name))
         inside[name] = before
-    assert {"global", "settings", "tls", "log", "image"} <= {*refused}
-    assert {"resources", "nodeSelector", "tenancyGroups"}.isdisjoint(refused)
+    for inside, name in optional:
+        inside[name] = None
+    values["global"]["imageRegistry"] = "localhost"
+    assert {"resources", "nodeSelector", "tenancyGroups"} <= {name for _, name in optional}
+    assert render(**values).error == ""
+    for required in ({"settings": None}, {"scheduler": {"tls": None}}, {"settings": {"log": None}}):
+        assert "missing property" in render(**required).error
 
 
 @pytest.mark.e2e
