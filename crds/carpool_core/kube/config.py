@@ -248,10 +248,10 @@ def _endpoint_of(names: str, files: Sequence[tuple[Path, _File]], context: str |
     chosen = msgspec.convert(find("context", context)[1], _Context)
     cluster_folder, cluster_fields = find("cluster", chosen.cluster)
     user_folder, user_fields = find("user", chosen.user) if chosen.user else (Path(), {})
-    for key in _UNSUPPORTED:
-        if cluster_fields.get(key) or user_fields.get(key):
+    for field in _UNSUPPORTED:
+        if cluster_fields.get(field) or user_fields.get(field):
             raise KubeConfigError(
-                f"the kubeconfig {names} sets {key}, which Carpool does not support: name a context without it"
+                f"the kubeconfig {names} sets {field}, which Carpool does not support: name a context without it"
             )
     cluster, user = msgspec.convert(cluster_fields, _Cluster), msgspec.convert(user_fields, _User)
     if not cluster.server:
@@ -352,7 +352,7 @@ def _tls(authority: bytes, certificate: bytes = b"", key: bytes = b"", *, verify
                 files = [Path(folder, "tls.crt"), Path(folder, "tls.key")]
                 for file, data in zip(files, (certificate, key), strict=True):
                     file.write_bytes(data)
-                context.load_cert_chain(*files)
+                context.load_cert_chain(files[0], files[1])
     except (OSError, ValueError) as error:  # among them ssl.SSLError
         raise KubeConfigError(f"cannot load the certificates for the API server: {error}") from error
     if not verify:
