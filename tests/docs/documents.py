@@ -15,7 +15,7 @@ NOT_EXECUTED = {
     r"python tests/e2e/crashing.py ": "does not end; tests/e2e/test_crashes.py runs it",
     r"helm (install|rollback|uninstall) ": "test_a_running_job_outlives_… runs it, with the values of these tests",
     r"helm upgrade gpu-operator ": "needs GPU Operator and its charts",
-    r"carpool profile |.*carpool node |.* nvidia-smi ": "needs a real GPU with its driver, as do the tests in tests/gpu",
+    r"carpool profile |.*carpool node |.* nvidia-smi ": "needs a real GPU, as the tests in tests/gpu do",
     r"carpool board( |$)": "does not end; tests/e2e/test_board.py runs it",
     r"kubectl .*port-forward ": "does not end",
     r"curl ": "needs the port-forward; tests/board/test_certificates.py makes the request",
