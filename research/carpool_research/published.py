@@ -93,7 +93,7 @@ class Case:
 
 def _case(row: Mapping[str, str]) -> Case:
     rank, quantization, classes = row["lora_rank"], row["quantization"], row["num_classes"]
-    kind, _, gpus = row["parallelism"].partition(" ")
+    kind, gpus, host = (*row["parallelism"].split(), "", "", "")[:3]
     targets, dropout = row["lora_targets"].split(), float(row["lora_dropout"] or 0)
     training = Training(
         batch_size=int(row["batch"]),
@@ -107,7 +107,7 @@ def _case(row: Mapping[str, str]) -> Case:
         compile=row["compile"] == "yes",
         activation_offloading=row["offloading"] == "yes",
         varying_lengths={"varying": True, "": False}[row.get("lengths", "")],
-        parallelism=Parallelism(kind=ParallelKind(kind), gpus=int(gpus)) if kind else None,
+        parallelism=Parallelism(kind=ParallelKind(kind), gpus=int(gpus), cpu_offload=host == "cpu") if kind else None,
     )
     shape = [int(n) for n in row["input"].split()] or None
     model = {"name": row["model"], "input": shape, "numClasses": int(classes) if classes else None}
