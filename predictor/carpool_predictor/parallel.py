@@ -27,6 +27,8 @@ class Shares(NamedTuple):
     """Bytes that a GPU stores per byte of the traced tensors."""
 
     weights: float = 1.0
+    quantized: float = 1.0
+    """Share of quantised weights, which mixed precision stores once."""
     gradients: float = 1.0
     optimizer: float = 1.0
     """Share of the optimizer's state and of its temporaries."""
@@ -72,14 +74,16 @@ def shares_of(training: Training) -> Shares:
         )
     layers = 1 / division.tensor_parallel
     if division.kind is ParallelKind.DDP:
-        return Shares(layers, layers, layers, bucket_copies=layers if division.gpus > 1 else 0.0, work=layers)
+        return Shares(layers, layers, layers, layers, bucket_copies=layers if division.gpus > 1 else 0.0, work=layers)
     is_mixed = training.precision in (Precision.BF16_MIXED, Precision.FP16_MIXED)
     on_gpu = 0.0 if division.cpu_offload else layers / division.gpus
     stored = on_gpu * (2 if is_mixed else 1)
     if not is_zero:
-        return Shares(stored, stored, stored, work=layers, is_gathered=True, is_16_bit=is_mixed)
+        return Shares(stored, on_gpu, stored, stored, work=layers, is_gathered=True, is_16_bit=is_mixed)
+    weights = on_gpu if division.kind is ParallelKind.ZERO_3 else layers
     return Shares(
-        weights=on_gpu if division.kind is ParallelKind.ZERO_3 else layers,
+        weights=weights,
+        quantized=weights,
         gradients=layers if division.kind is ParallelKind.ZERO_1 else on_gpu,
         optimizer=stored,
         copy_bytes=_FP32 * on_gpu if is_mixed else 0.0,

@@ -109,8 +109,9 @@ LLAMA = "transformers/LlamaConfig@hidden_size=256,intermediate_size=512,num_hidd
 LLAMA += "num_key_value_heads=4,vocab_size=128"
 
 
-def llama(training: Training) -> ModelFeatures:
-    return trace_recipe(recipe_of(CatalogModel(name=LLAMA, input=[64])), training)
+def llama(training: Training, layers: int = 4) -> ModelFeatures:
+    name = LLAMA.replace("num_hidden_layers=4", f"num_hidden_layers={layers}")
+    return trace_recipe(recipe_of(CatalogModel(name=name, input=[64])), training)
 
 
 def test_tensor_parallelism_divides_weights_and_their_work() -> None:
@@ -119,6 +120,23 @@ def test_tensor_parallelism_divides_weights_and_their_work() -> None:
     assert half.parameters == whole.parameters
     assert half.parameter_bytes == pytest.approx(whole.parameter_bytes / 2, rel=0.02)
     assert half.steps[-1].flops == whole.steps[-1].flops / 2
+
+
+@pytest.mark.parametrize(
+    ("division", "share"),
+    [
+        (Parallelism(kind=ParallelKind.FSDP, gpus=4), 1 / 4),
+        (Parallelism(kind=ParallelKind.FSDP, gpus=4, cpu_offload=True), 0),
+        (Parallelism(tensor_parallel=2), 1 / 2),
+    ],
+)
+def test_quantized_weights_are_divided(division: Parallelism, share: float) -> None:
+    options: dict[str, Any] = {"batch_size": 1, "precision": Precision.BF16, "optimizer": Optimizer.SGD}
+    options |= {"adapter": Adapter(targets=["q_proj"]), "quantization": Quantization.NF4}
+    whole, divided = llama(Training(**options), 16), llama(Training(**options, parallelism=division), 16)
+    assert divided.parameter_bytes == pytest.approx(share * whole.parameter_bytes, rel=0.02, abs=2048)
+    saved = whole.steps[0].peak_bytes - divided.steps[0].peak_bytes
+    assert saved > 0.7 * (1 - share) * whole.parameter_bytes  # fsdp gathers two of sixteen blocks
 
 
 def test_parts_are_those_of_one_gpu_and_the_message_says_so() -> None:

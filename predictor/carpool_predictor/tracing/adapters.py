@@ -44,7 +44,7 @@ class QuantizedLinear(nn.Linear):
         self.in_features, self.out_features = features_of(layer)
         weights = self.quantized_parameters = self.in_features * self.out_features
         stored = _STORED_BYTES[kind](weights, self.out_features)
-        self.register_buffer("stored", torch.empty(stored, dtype=torch.uint8))
+        self.register_buffer("quantized", torch.empty(stored, dtype=torch.uint8))
         self.register_parameter("bias", layer.bias)  # type: ignore[arg-type]
         # bitsandbytes' int8 product keeps its input (autograd/_functions.py, MatMul8bitLt); the 4-bit one does not.
         self._keeps_input, self._dtype = kind is Quantization.INT8, dtype
@@ -85,12 +85,12 @@ def _quantize_experts(module: nn.Module, kind: Quantization, dtype: torch.dtype)
         return
 
     def dequantised(shape: torch.Size) -> property:
-        return property(lambda module: module.stored_experts.new_zeros(shape, dtype=dtype))
+        return property(lambda module: module.quantized.new_zeros(shape, dtype=dtype))
 
     for name in stacked:
         del module._parameters[name]
     stored = sum(_STORED_BYTES[kind](shape.numel(), shape[-1]) for shape in stacked.values())
-    module.register_buffer("stored_experts", torch.empty(stored, dtype=torch.uint8))
+    module.register_buffer("quantized", torch.empty(stored, dtype=torch.uint8))
     module.quantized_parameters = sum(map(torch.Size.numel, stacked.values()))  # type: ignore[assignment]
     own = {name: dequantised(shape) for name, shape in stacked.items()}
     module.__class__ = type(type(module).__name__, (type(module),), own)
@@ -181,6 +181,11 @@ def _targets(adapter: Adapter, names: list[str], body: list[str]) -> set[str]:
             )
         wanted.update(found)
     return wanted
+
+
+def quantized_weights(model: nn.Module) -> list[Tensor]:
+    """Return the bytes of quantised weights."""
+    return [module.quantized for module in model.modules() if hasattr(module, "quantized_parameters")]  # type: ignore[misc]  # a buffer
 
 
 def parameter_count(model: nn.Module) -> int:

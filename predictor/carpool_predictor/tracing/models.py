@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import (
 from carpool_predictor.catalog.recipes import Recipe, recipe_of
 from carpool_predictor.features import Sample, TraceError
 from carpool_predictor.parallel import shares_of
-from carpool_predictor.tracing.adapters import adapt, parameter_count
+from carpool_predictor.tracing.adapters import adapt, parameter_count, quantized_weights
 from carpool_predictor.tracing.operators import OperatorCache
 from carpool_predictor.tracing.sharding import bytes_of
 from carpool_predictor.tracing.step import (
@@ -355,7 +355,8 @@ def trace_under(
 ) -> ModelFeatures:
     """Trace a training step at some batch sizes, with one kind of tensors without data; see `trace_recipe`."""
     module, fake = build(recipe, training, mode)
-    parameters, stored = list(module.parameters()), fake.shares.weights
+    parameters, shares = list(module.parameters()), fake.shares
+    quantized = bytes_of(quantized_weights(module))
 
     def step(batch_size: int) -> TracedStep:
         what = f"a training step on input of shape {[batch_size, *recipe.input_shape]} failed"
@@ -366,7 +367,10 @@ def trace_under(
         name=recipe.name,
         parameters=parameter_count(module),
         trainable_parameters=sum(p.numel() for p in parameters if p.requires_grad),
-        parameter_bytes=int(bytes_of(parameters) * stored) + bytes_of(module.buffers()),
+        parameter_bytes=int(bytes_of(parameters) * shares.weights)
+        + int(quantized * shares.quantized)
+        + bytes_of(module.buffers())
+        - quantized,
         trainable_bytes=bytes_of(p for p in parameters if p.requires_grad),
         layers=count_layers(module),
         optimizer=training.optimizer,

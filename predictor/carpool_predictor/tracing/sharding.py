@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from carpool_predictor.parallel import Shares
+from carpool_predictor.tracing.adapters import quantized_weights
 from carpool_predictor.tracing.tracker import Kind, LiveStorages
 
 
@@ -50,7 +51,8 @@ def sharded(
         allocate(shares.update_bytes * elements, lasting)
 
     storages.scales |= {
-        Kind.PARAMETER: shares.weights, Kind.GRADIENT: shares.gradients, Kind.OPTIMIZER: shares.optimizer
+        Kind.PARAMETER: shares.weights, Kind.QUANTIZED: shares.quantized,
+        Kind.GRADIENT: shares.gradients, Kind.OPTIMIZER: shares.optimizer
     }  # fmt: skip
     allocate(shares.copy_bytes * elements, lasting)
     itemsize = gradient_bytes / max(elements, 1)
@@ -61,7 +63,8 @@ def sharded(
             inside = {id(p) for block in blocks for p in block.parameters()}
             allocate(bytes_of(p for p in model.parameters() if id(p) not in inside), outside)
             for block in blocks:
-                weights, gradients = bytes_of(block.parameters()), bytes_of(filter(_trains, block.parameters()))
+                weights = bytes_of([*block.parameters(), *quantized_weights(block)])
+                gradients = bytes_of(filter(_trains, block.parameters()))
                 hooks.callback(block.register_forward_pre_hook(gather(weights)).remove)
                 hooks.callback(block.register_full_backward_pre_hook(gather(weights + gradients)).remove)
         yield begin_update

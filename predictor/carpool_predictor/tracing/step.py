@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from carpool_predictor.features import Sample, TraceError
 from carpool_predictor.optimizers import TABLE, OptimizerMemory
 from carpool_predictor.parallel import WHOLE, Shares
+from carpool_predictor.tracing.adapters import quantized_weights
 from carpool_predictor.tracing.allocator import reserved_by_lengths
 from carpool_predictor.tracing.autocast import MetaAutocast, NoProductMissed
 from carpool_predictor.tracing.operators import CudaRules, ForeachMode, OperatorCache, like
@@ -467,6 +468,7 @@ def trace_step(
     blocks = _blocks(training.model)
     with sharded(training.shares, training.model, blocks, storages) as divide_update, ExitStack() as stack:
         storages.adopt(training.model.parameters(), Kind.PARAMETER)
+        storages.adopt(quantized_weights(training.model), Kind.QUANTIZED)
         storages.adopt(training.model.buffers(), Kind.BUFFER)
         storages.adopt_state(training.state())
         storages.adopt(inputs, Kind.INPUT)

@@ -31,6 +31,7 @@ class Kind(IntEnum):
     INPUT = 4
     ACTIVATION = 5
     TEMPORARY = 6
+    QUANTIZED = 7
 
 
 @dataclass(frozen=True, slots=True)
