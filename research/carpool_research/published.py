@@ -37,7 +37,7 @@ from carpool_research.tables import read_table
 
 DATA = Path(__file__).parents[1] / "data"
 CASES = DATA / "published.csv"
-LATER = DATA / "later.csv"
+LATER = (DATA / "later.csv", DATA / "last.csv")
 """Cases of sources that were collected after the models' constants had been chosen; see `research/data/README.md`."""
 OWN = Path(__file__).parents[1] / "measurements" / "h200_finetuning.csv"
 FEATURES = DATA / "published_features.json"
@@ -78,12 +78,13 @@ class Case:
     excluded: str
     """Reason why the case is not judged; empty if it is."""
 
-    is_later: bool = False
+    later: str = ""
+    """Name of the file, for one of `LATER`."""
 
     @property
     def split(self) -> str:
-        """Whether constants may be chosen on the case: `fit`, `held out`, or `later`."""
-        return "later" if self.is_later else "held out" if is_held_out(self.source) else "fit"
+        """Whether constants may be chosen on the case: `fit`, `held out`, or the file of later sources."""
+        return self.later or ("held out" if is_held_out(self.source) else "fit")
 
     @property
     def is_expressible(self) -> bool:
@@ -132,8 +133,8 @@ def read_cases(*paths: Path) -> list[Case]:
         DataError: A column is missing, or a row is invalid.
     """
     return [
-        replace(case, is_later=path == LATER)
-        for path in paths or (CASES, OWN, LATER)
+        replace(case, later=path.stem if path in LATER else "")
+        for path in paths or (CASES, OWN, *LATER)
         for case in read_table(path, COLUMNS, _case)
     ]
 
@@ -314,7 +315,7 @@ def _refitted(fit: Sequence[Judged], held_out: Sequence[Judged]) -> Iterator[tup
 
 def split_table(judged: Sequence[Judged]) -> str:
     """Return the table of peaks under constants chosen without their source, for several divisions into thirds."""
-    with_memory = [one for one in judged if one.case.memory_mib is not None and not one.case.is_later]
+    with_memory = [one for one in judged if one.case.memory_mib is not None and not one.case.later]
     sources = sorted({one.case.source for one in with_memory})
     rows = []
     for seed in range(SPLITS):
@@ -368,7 +369,7 @@ def texts() -> dict[str, str]:
         "published_memory": memory_tables(cases, judged),
         "published_step_time": step_time_table(judged),
         "published_splits": split_table(judged),
-        "published_excluded": excluded_table(case for case in cases if not case.is_later),
+        "published_excluded": excluded_table(case for case in cases if not case.later),
     }
 
 

@@ -50,10 +50,10 @@ def test_bounds_of_processes_are_not_much_wider_than_their_peaks() -> None:
 
 
 def test_nearly_all_settings_can_be_expressed() -> None:
-    with_memory = [case for case in CASES if case.memory_mib is not None and not case.is_later]
+    with_memory = [case for case in CASES if case.memory_mib is not None and not case.later]
     assert sum(case.is_expressible for case in with_memory) >= 0.95 * len(with_memory)
     assert {case.name for case in with_memory if not case.excluded} == {
-        one.case.name for one in MEMORY if not one.case.is_later
+        one.case.name for one in MEMORY if not one.case.later
     }
 
 
