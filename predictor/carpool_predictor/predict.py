@@ -356,6 +356,11 @@ def _message(context: PredictionContext, answers: Sequence[ProductAnswer]) -> st
         clauses.append("step times with tensor cores were not measured, so their interval is wider")
     if context.training.compile:
         clauses.append("what torch.compile fuses is estimated, so intervals of memory and time are wider")
+    if context.features.layers.embedding and not context.training.varying_lengths:
+        clauses.append(
+            "memory holds for batches of one length; where each is padded to its own longest sample, set "
+            "training.varyingLengths"
+        )
     if context.training.parallelism is not None:
         clauses.append(
             "memory is that of each GPU without NCCL's buffers, and step times leave communication and the host out"

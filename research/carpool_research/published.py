@@ -207,13 +207,13 @@ def memory_row(judged: Sequence[Judged]) -> dict[str, str]:
     return {
         "judged": str(len(pairs)),
         "median error": f"{median(abs(one.estimate_mib / measured - 1) for one, measured in pairs):.1%}",
-        "bound holds": f"{held} of {len(pairs)}",
+        "bound holds": f"{held}/{len(pairs)}",
         "bound/measured": f"{median(one.bound_mib / measured for one, measured in pairs):.2f}",
     }
 
 
 def memory_tables(cases: Sequence[Case], judged: Sequence[Judged]) -> str:
-    """Return the table by source and kind, with totals of fit, held-out and later sources."""
+    """Return the table of judged cases by source and kind, with totals of each split."""
     groups: dict[tuple[str, str, str], list[Judged]] = defaultdict(list)
     for one in judged:
         if one.case.memory_mib is not None:
@@ -222,7 +222,8 @@ def memory_tables(cases: Sequence[Case], judged: Sequence[Judged]) -> str:
     rows = []
     for split, source, kind in listed:
         total = [c for c in cases if (c.source, c.kind) == (source, kind) and c.memory_mib is not None]
-        group = groups[split, source, kind]
+        if not (group := groups[split, source, kind]):
+            continue
         row = {
             "source": source,
             "split": split,
@@ -230,7 +231,7 @@ def memory_tables(cases: Sequence[Case], judged: Sequence[Judged]) -> str:
             "cases": str(len(total)),
             "expressible": str(sum(case.is_expressible for case in total)),
         }
-        rows.append(row | (memory_row(group) if group else {"judged": "0"}))
+        rows.append(row | memory_row(group))
     for name in sorted({split for split, _, _ in listed}):
         for kinds in (INSIDE, ("process", "unstated")):
             chosen = [j for (s, _, k), group in groups.items() if s == name and k in kinds for j in group]
@@ -258,7 +259,7 @@ def step_time_table(judged: Sequence[Judged]) -> str:
                 "judged": str(len(group)),
                 "median factor": f"{median(factors):.2f}",
                 "predicted/measured": f"{signed:.2f}",
-                "interval holds": f"{held} of {len(group)}",
+                "interval holds": f"{held}/{len(group)}",
             }
         )
     return markdown(rows)
@@ -343,7 +344,7 @@ def _held_out_row(group: Sequence[tuple[Judged, float, float]]) -> dict[str, str
     return {
         "judged": str(len(numbers)),
         "median error": f"{median(abs(estimate / peak - 1) for peak, estimate, _ in numbers):.1%}",
-        "bound holds": f"{sum(bound >= peak for peak, _, bound in numbers)} of {len(numbers)}",
+        "bound holds": f"{sum(bound >= peak for peak, _, bound in numbers)}/{len(numbers)}",
         "bound/measured": f"{median(bound / peak for peak, _, bound in numbers):.2f}",
     }
 
