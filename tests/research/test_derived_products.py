@@ -56,7 +56,7 @@ def own() -> Iterator[tuple[str, str, str, Training, float]]:
 
 
 def test_bounds_of_derived_products_hold(published: Path) -> None:
-    """Seven of GPUMemNet's rows exceed it by workspaces of cuDNN, as they do the bound of the A100 itself.
+    """Eight of GPUMemNet's rows exceed it by workspaces of cuDNN, as they do the bound of the A100 itself.
 
     The model was fitted on GPUMemNet's A100. No row of the other products was used.
     """
@@ -69,4 +69,4 @@ def test_bounds_of_derived_products_hold(published: Path) -> None:
             rows[source] += 1
             held[source] += peak_mib <= prediction.products[0].memory.upper_mib
     assert list(rows.values()) == [192, 6, 12, 3207, 72, 134]
-    assert held == rows | {"gpumemnet": 3200}
+    assert held == rows | {"gpumemnet": 3199}

@@ -32,7 +32,7 @@ def test_the_page_shows_the_tables_of_the_shipped_models() -> None:
 
 def test_the_bound_covers_every_measured_peak() -> None:
     found = [line.split("|") for line in texts(read())["Memory of jobs alone"].splitlines()]
-    assert [cells[5] for cells in found if cells[2] == "process"] == ["72 of 72", "134 of 134"]
+    assert [cells[5] for cells in found if cells[2] == "process"] == ["72/72", "134/134"]
 
 
 def test_a_product_alone_has_no_ratios() -> None:

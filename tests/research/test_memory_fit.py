@@ -115,7 +115,7 @@ def test_the_card_belongs_to_the_shipped_model() -> None:
 def test_other_numbers_have_another_version() -> None:
     """Where this fails, the artifact has changed: raise `train.VERSION`, build it, write its digest here."""
     numbers = msgspec.json.encode(msgspec.structs.replace(shipped(), version="", provenance={}))
-    assert (shipped().version, hashlib.sha256(numbers).hexdigest()[:16]) == (VERSION, "145baf9488048987")
+    assert (shipped().version, hashlib.sha256(numbers).hexdigest()[:16]) == (VERSION, "9f169058493a09ec")
 
 
 def replaced(old: str, new: str) -> Callable[[bytes], bytes]:

@@ -456,7 +456,7 @@ def _class_share(samples: Sequence[Sample], scores: Floats, bound: Bound) -> flo
 
 
 SEED = 20260101
-VERSION = "2026.11.3"
+VERSION = "2026.11.4"
 """Version of the numbers; a change makes waiting jobs predicted again."""
 
 
