@@ -36,6 +36,13 @@ def without_data(address: str) -> set[tuple[str, str]]:
     return found
 
 
+def scraped(address: str) -> bool:
+    """Return whether the extender's metrics were scraped."""
+    with suppress(OSError):  # it does not listen yet
+        return bool(answer(address, "carpool_extender_queue_wait_seconds_count"))
+    return False
+
+
 def promtools_faults(address: str) -> list[str]:
     """Return what `promtool check metrics` finds in the metrics of a process, except in DCGM's names."""
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as found:  # our own
@@ -54,6 +61,9 @@ def test_every_panel_has_data_with_and_without_honored_labels(
         prometheus(cluster, tmp_path) as honored,
         prometheus(cluster, tmp_path, honor_labels=False) as exported,
     ):
+        for address in (honored, exported):
+            # Otherwise no scrape is from before the jobs, and their increase is none.
+            eventually("a first scrape", lambda at=address: scraped(at))
         cluster.apply(*first)
         watcher.running("whole")
         cluster.apply(waits)
