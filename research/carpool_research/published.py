@@ -44,7 +44,7 @@ FEATURES = DATA / "published_features.json"
 """Traced features of the cases, by name, or the reason why there are none."""
 LIMITS = TraceLimits(timeout_s=900, memory_mib=6144)
 UNNAMED_GPU = "NVIDIA A100-SXM4-40GB"
-"""Product for peaks inside the allocator whose GPU is not stated or not known; only the context depends on it."""
+"""Product for peaks whose GPU is not stated or not known; only the context depends on it."""
 LARGE = 2.9e9
 """Parameters from which a model counts as one of three billion, as several names have it."""
 INSIDE = ("allocated", "reserved")
@@ -75,6 +75,7 @@ class Case:
     gpu: str
     memory_mib: float | None
     step_time_s: float | None
+    """Of a stated GPU that the predictor knows."""
     excluded: str
     """Reason why the case is not judged; empty if it is."""
 
@@ -121,7 +122,7 @@ def _case(row: Mapping[str, str]) -> Case:
         training=training,
         gpu=row["gpu"] or UNNAMED_GPU,
         memory_mib=float(row["memory_mib"]) if row["memory_mib"] else None,
-        step_time_s=float(row["step_time_s"]) if row["step_time_s"] else None,
+        step_time_s=float(row["step_time_s"]) if row["step_time_s"] and row["gpu"] else None,
         excluded=row["excluded"],
     )
 
