@@ -2,27 +2,21 @@
 
 import os
 import ssl
-import subprocess
 import tempfile
-from base64 import b64encode
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from logging import LogRecord, getLogger
+from logging.handlers import BufferingHandler
 from pathlib import Path
-from typing import Annotated, Any
-
-import msgspec
+from typing import Any
 
 from carpool_core.settings import KubeSettings
-from carpool_core.values import without_nulls
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _TOKEN_LIFETIME_S = 60.0
 """The kubelet renews a projected token at 80% of its hour, so rereading it each minute is early enough."""
-_UNSUPPORTED = ("as", "as-uid", "as-groups", "as-user-extra", "tls-server-name", "proxy-url")
-"""Without these, calls would go to another server, or run as another user."""
-_EXEC_EXTENSION = "client.authentication.k8s.io/exec"
-"""Extension of a cluster that its exec plugins get as `config`."""
+_IMPERSONATION = ("as", "as-uid", "as-groups", "as-user-extra")
 
 
 class KubeConfigError(ValueError):
@@ -118,243 +112,177 @@ def load_endpoint(
     namespace = service_account / "namespace"
     return Endpoint(
         server=f"https://{f'[{host}]' if ':' in host else host}:{port}",
-        tls=_tls(_content(service_account, "ca.crt")),
-        token=_token_file(service_account, "token"),
+        tls=_tls(str(service_account / "ca.crt")),
+        token=Token(_file_reader(service_account / "token")),
         namespace=namespace.read_text().strip() if namespace.exists() else "default",
     )
 
 
-def _content(folder: Path, name: str) -> bytes:
-    """Return the content of a file; empty without a name."""
-    try:
-        return (folder / name).read_bytes() if name else b""
-    except OSError as error:
-        raise KubeConfigError(f"cannot read {folder / name}: {error.strerror}") from error
+def _file_reader(path: Path) -> Callable[[bool], str]:
+    def read(_: bool) -> str:
+        try:
+            return path.read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise KubeConfigError(f"cannot read the token file {path}: {error.strerror}") from error
 
-
-def _token_file(folder: Path, name: str) -> Token:
-    return Token(lambda _: _content(folder, name).decode().strip())
-
-
-class _Named(msgspec.Struct):
-    """A context, cluster or user."""
-
-    name: str
-    context: dict[str, Any] = {}
-    cluster: dict[str, Any] = {}
-    user: dict[str, Any] = {}
-
-
-class _File(msgspec.Struct, rename="kebab"):
-    """A kubeconfig file."""
-
-    contexts: list[_Named] = []
-    clusters: list[_Named] = []
-    users: list[_Named] = []
-    current_context: str = ""
-
-
-class _Context(msgspec.Struct):
-    cluster: str
-    user: str = ""
-    namespace: str = "default"
-
-
-class _Cluster(msgspec.Struct, rename="kebab"):
-    server: str = ""
-    certificate_authority: str = ""
-    certificate_authority_data: bytes = b""
-    insecure_skip_tls_verify: bool = False
-    extensions: list[dict[str, Any]] = []
-
-
-class _Variable(msgspec.Struct):
-    name: str
-    value: str
-
-
-class _Exec(msgspec.Struct, rename="camel"):
-    """A program that prints credentials."""
-
-    api_version: str
-    command: str
-    args: list[str] = []
-    env: list[_Variable] = []
-    interactive_mode: str = "IfAvailable"
-    provide_cluster_info: bool = False
-    install_hint: str = ""
-
-
-class _User(msgspec.Struct, rename="kebab"):
-    token: str = ""
-    token_file: str = msgspec.field(name="tokenFile", default="")
-    client_certificate: str = ""
-    client_certificate_data: bytes = b""
-    client_key: str = ""
-    client_key_data: bytes = b""
-    exec: _Exec | None = None
-
-
-class _ExecStatus(msgspec.Struct, rename="camel"):
-    """What an exec plugin returns; certificate and key as PEM."""
-
-    token: str = ""
-    client_certificate_data: str = ""
-    client_key_data: str = ""
-    expiration_timestamp: Annotated[datetime, msgspec.Meta(tz=True)] | None = None
-
-
-class _ExecCredential(msgspec.Struct, rename="camel"):
-    api_version: str
-    status: _ExecStatus
+    return read
 
 
 def _from_kubeconfig(names: str, context: str | None) -> Endpoint:
-    """Return the endpoint of a context of one or several kubeconfig files; `names` is as in `KUBECONFIG`."""
-    import yaml  # half a megabyte that no pod needs
-
-    try:
-        files = [
-            (path.parent, msgspec.convert(without_nulls(yaml.safe_load(path.read_bytes()) or {}), _File))
-            for path in (Path(name).expanduser().absolute() for name in names.split(os.pathsep) if name)
-            if os.path.exists(path)
-        ]
-        return _endpoint_of(names, files, context)
-    except KubeConfigError:
-        raise
-    except (OSError, ValueError, yaml.YAMLError) as error:  # among them msgspec's
-        raise KubeConfigError(f"cannot use the kubeconfig {names}: {error}") from error
-
-
-def _endpoint_of(names: str, files: Sequence[tuple[Path, _File]], context: str | None) -> Endpoint:
-    """Return the endpoint of a context, from files with their folders."""
-    # 1. Find the context, its cluster and its user: of equal names the first counts.
-    if not files:
-        raise KubeConfigError(f"expected a kubeconfig at {names}, found none")
-    context = context or next((file.current_context for _, file in files if file.current_context), "")
-    if not context:
-        raise KubeConfigError(
-            f"the kubeconfig {names} has no current-context: run `kubectl config use-context NAME`, or name one with "
-            "--context"
-        )
-
-    def find(kind: str, name: str) -> tuple[Path, dict[str, Any]]:
-        for folder, file in files:
-            for named in getattr(file, f"{kind}s"):
-                if named.name == name:
-                    return folder, getattr(named, kind)
-        raise KubeConfigError(f"the kubeconfig {names} has no {kind} {name}")
-
-    chosen = msgspec.convert(find("context", context)[1], _Context)
-    cluster_folder, cluster_fields = find("cluster", chosen.cluster)
-    user_folder, user_fields = find("user", chosen.user) if chosen.user else (Path(), {})
-    for field in _UNSUPPORTED:
-        if cluster_fields.get(field) or user_fields.get(field):
-            raise KubeConfigError(
-                f"the kubeconfig {names} sets {field}, which Carpool does not support: name a context without it"
-            )
-    cluster, user = msgspec.convert(cluster_fields, _Cluster), msgspec.convert(user_fields, _User)
-    if not cluster.server:
-        raise KubeConfigError(f"the kubeconfig {names} has a cluster without a server: set its `server`")
-    # 2. Read the certificates and the token, or run the program that prints them.
-    authority = cluster.certificate_authority_data or _content(cluster_folder, cluster.certificate_authority)
-    certificate = user.client_certificate_data or _content(user_folder, user.client_certificate)
-    key = user.client_key_data or _content(user_folder, user.client_key)
-    token = _token_file(user_folder, user.token_file) if user.token_file else Token(lambda _: user.token)
-    if user.exec is not None:
-        config = (one.get("extension") for one in cluster.extensions if one.get("name") == _EXEC_EXTENSION)
-        shown = cluster_fields | {
-            "certificate-authority-data": b64encode(authority).decode(),
-            "config": next(config, None),
-        }
-        plugin = _Plugin(user.exec, user_folder, shown, names)
-        certificate, key = plugin.status.client_certificate_data.encode(), plugin.status.client_key_data.encode()
-        token = Token(plugin.token)
-    elif user_fields and not (user.token_file or user.token or certificate):
-        raise KubeConfigError(
-            f"the kubeconfig {names} has no credentials that Carpool supports: use a token, a tokenFile, client "
-            "certificates or an `exec` plugin"
-        )
+    kubeconfig = _KubeConfig(names, context)
+    # Client certificates that are given as data become files, because OpenSSL reads only files.
+    with tempfile.TemporaryDirectory(prefix="carpool-") as folder:
+        found = kubeconfig.load(folder)
+        tls = _tls(found.ssl_ca_cert, found.cert_file, found.key_file, verify=found.verify_ssl)
     return Endpoint(
-        server=cluster.server.rstrip("/"),
-        tls=_tls(authority, certificate, key, verify=not cluster.insecure_skip_tls_verify)
-        if cluster.server.startswith("https://")
-        else None,
-        token=token,
-        namespace=chosen.namespace,
-        has_certificate=bool(certificate),
+        server=found.host,
+        tls=tls if found.host.startswith("https://") else None,
+        token=kubeconfig.token(found),
+        namespace=kubeconfig.namespace,
+        has_certificate=bool(found.cert_file),
     )
 
 
-class _Plugin:
-    """Runs the exec plugin of a kubeconfig, again when its token has expired or was refused.
-
-    Args:
-        spec: The plugin.
-        folder: Folder of the kubeconfig, to which the command is relative.
-        cluster: Fields of the cluster, for plugins that ask for them.
-        names: The kubeconfig.
+class _KubeConfig:
+    """One or several kubeconfig files, read by the official client. `names` is as in `KUBECONFIG`.
 
     Raises:
-        KubeConfigError: It returned no credentials.
+        KubeConfigError: No file can be read, or the context needs what Carpool does not support.
     """
 
-    def __init__(self, spec: _Exec, folder: Path, cluster: Mapping[str, Any], names: str) -> None:
-        self._spec, self._folder, self._cluster, self._names = spec, folder, cluster, names
-        self.status = self._run()
-
-    def token(self, is_refused: bool) -> str:
-        """Return the token."""
-        expires = self.status.expiration_timestamp
-        if is_refused or (expires is not None and expires <= datetime.now(UTC)):
-            self.status = self._run()
-        return self.status.token
-
-    def _run(self) -> _ExecStatus:
-        spec, is_interactive = self._spec, self._spec.interactive_mode != "Never" and os.isatty(0)
-        asked = {"interactive": is_interactive} | ({"cluster": self._cluster} if spec.provide_cluster_info else {})
-        info = msgspec.json.encode({"apiVersion": spec.api_version, "kind": "ExecCredential", "spec": asked}).decode()
+    def __init__(self, names: str, context: str | None) -> None:
         try:
-            done = subprocess.run(
-                [str(self._folder / spec.command) if os.sep in spec.command else spec.command, *spec.args],
-                env={**os.environ, **{one.name: one.value for one in spec.env}, "KUBERNETES_EXEC_INFO": info},
-                stdin=None if is_interactive else subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=None if is_interactive else subprocess.PIPE,
-                check=True,
+            from kubernetes.config.kube_config import KubeConfigMerger  # 40 MB of memory, which no pod needs
+        except ModuleNotFoundError as error:
+            raise KubeConfigError(
+                f"cannot read the kubeconfig {names} without the package kubernetes; install it from a checkout of "
+                "Carpool: pip install '.[cli]'"
+            ) from error
+
+        self._names = os.pathsep.join(str(Path(name).expanduser().absolute()) for name in names.split(os.pathsep))
+        with self._errors():
+            merged = KubeConfigMerger(self._names)
+            if merged.config is None:
+                raise KubeConfigError(f"expected a kubeconfig at {names}, found none")
+            # kubectl takes the current context of the first file, the client that of the last.
+            current = (read.get("current-context") for read in merged.config_files.values())
+            self._context = context or next(filter(None, current), None)
+            if not self._context:
+                raise KubeConfigError(
+                    f"the kubeconfig {names} has no current-context: "
+                    "run `kubectl config use-context NAME`, or name one with --context"
+                )
+            self._config = merged.config
+            chosen = self._config["contexts"].get_with_name(self._context)["context"]
+            self.namespace: str = chosen.safe_get("namespace") or "default"
+            user = chosen.safe_get("user")
+            self._user: Any = self._config["users"].get_with_name(user)["user"] if user else None
+            self._cluster = self._config["clusters"].get_with_name(chosen["cluster"])["cluster"]
+            self._refuse_unsupported()
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        from kubernetes.config import ConfigException
+        from yaml import YAMLError
+
+        try:
+            yield
+        except KubeConfigError:
+            raise
+        # The client reads the files without checking them, so that a wrong type raises any of these.
+        except (ConfigException, YAMLError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise KubeConfigError(f"cannot use the kubeconfig {self._names}: {error}") from error
+
+    def _refuse_unsupported(self) -> None:
+        """Refuse what the client or we ignore: the call would go to another server, or run as another user."""
+        if self._user is not None and any(key in self._user for key in _IMPERSONATION):
+            raise KubeConfigError(
+                f"the kubeconfig {self._names} impersonates another user (`as`), which Carpool does not support: "
+                "name a context without impersonation"
             )
-            answer = msgspec.json.decode(done.stdout, type=_ExecCredential)
-            status = answer.status
-            if answer.api_version != spec.api_version:
-                reason = f"expected version {spec.api_version}, found {answer.api_version}"
-            elif status.token or (status.client_certificate_data and status.client_key_data):
-                return status
-            else:
-                reason = "expected a token, or a certificate with its key, found neither"
-        except subprocess.CalledProcessError as error:
-            text = (error.stderr or b"").decode(errors="replace").strip()
-            reason = f"it exited with status {error.returncode}{text and f': {text}'}"
-        except (OSError, ValueError) as error:
-            reason = str(error)
-        hint = f"; {spec.install_hint.strip()}" if spec.install_hint else ""
-        raise KubeConfigError(
-            f"the exec plugin {spec.command} of the kubeconfig {self._names} gave no credentials: {reason}{hint}"
+        for key in ("tls-server-name", "proxy-url"):
+            if self._cluster.safe_get(key):
+                raise KubeConfigError(
+                    f"the kubeconfig {self._names} sets {key}, which Carpool does not support: "
+                    "name a cluster that can be reached without it"
+                )
+        if not self._cluster.safe_get("server"):
+            raise KubeConfigError(f"the kubeconfig {self._names} has a cluster without a server: set its `server`")
+
+    def load(self, folder: str) -> Any:
+        """Return the client's `Configuration`; runs the context's exec plugin if it has one.
+
+        `folder` receives the certificates that the kubeconfig or the plugin gives as data.
+        """
+        from kubernetes.client import Configuration
+        from kubernetes.config.kube_config import KubeConfigLoader
+
+        with self._errors(), _logged_errors() as logged:
+            found: Any = Configuration()
+            loader = KubeConfigLoader(self._config, self._context, temp_file_path=folder, config_base_path=None)
+            loader.load_and_set(found)
+            if self._user is not None and len(self._user) and not (found.api_key or found.cert_file):
+                raise KubeConfigError(self._without_credentials(logged))
+            return found
+
+    def _without_credentials(self, logged: list[LogRecord]) -> str:
+        plugin = self._user.safe_get("exec")
+        if plugin is None:
+            return (
+                f"the kubeconfig {self._names} has no credentials that Carpool supports: "
+                "use a token, a tokenFile, client certificates or an `exec` plugin"
+            )
+        reason = (
+            "; ".join(record.getMessage() for record in logged)
+            or "it returned neither a token nor a certificate with its key"
+        )
+        hint = str(self._user["exec"].safe_get("installHint") or "").strip()
+        command = self._user["exec"].safe_get("command")
+        return (
+            f"the exec plugin {command} of the kubeconfig {self._names} gave no credentials: {reason}"
+            f"{f'; {hint}' if hint else ''}"
         )
 
+    def token(self, found: Any) -> Token:
+        """Return the token of a loaded configuration. A refusal makes the client read it or run the plugin again."""
+        if not found.api_key:
+            return Token()
+        file = self._user.safe_get("tokenFile")
+        if file and not self._user.safe_get("token"):
+            return Token(_file_reader(Path(self._user.path).parent / file))
 
-def _tls(authority: bytes, certificate: bytes = b"", key: bytes = b"", *, verify: bool = True) -> ssl.SSLContext:
-    """Return the context of connections to the API server, from PEM data; without authority the system's count."""
+        def read(is_refused: bool) -> str:
+            nonlocal found
+            if is_refused:
+                with tempfile.TemporaryDirectory(prefix="carpool-") as folder:
+                    found = self.load(folder)
+            return str(found.get_api_key_with_prefix("BearerToken")).removeprefix("Bearer ")
+
+        return Token(read)
+
+
+@contextmanager
+def _logged_errors() -> Iterator[list[LogRecord]]:
+    """Collect what is logged meanwhile: the client logs why an exec plugin failed instead of raising it."""
+    handler, root = BufferingHandler(1000), getLogger()
+    root.addHandler(handler)
     try:
-        context = ssl.create_default_context(cadata=authority.decode() or None)
+        yield handler.buffer
+    finally:
+        root.removeHandler(handler)
+
+
+def _tls(
+    ca: str | None, certificate: str | None = None, key: str | None = None, *, verify: bool = True
+) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=ca)
         if certificate:
-            # OpenSSL reads client certificates from files only.
-            with tempfile.TemporaryDirectory(prefix="carpool-") as folder:
-                files = [Path(folder, "tls.crt"), Path(folder, "tls.key")]
-                for file, data in zip(files, (certificate, key), strict=True):
-                    file.write_bytes(data)
-                context.load_cert_chain(files[0], files[1])
-    except (OSError, ValueError) as error:  # among them ssl.SSLError
-        raise KubeConfigError(f"cannot load the certificates for the API server: {error}") from error
+            context.load_cert_chain(certificate, key)
+    except (OSError, ssl.SSLError) as error:
+        raise KubeConfigError(
+            f"cannot load the certificates for the API server ({ca}, {certificate}): {error}"
+        ) from error
     if not verify:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
