@@ -358,8 +358,8 @@ def _message(context: PredictionContext, answers: Sequence[ProductAnswer]) -> st
         clauses.append("what torch.compile fuses is estimated, so intervals of memory and time are wider")
     if context.features.layers.embedding and not context.training.varying_lengths:
         clauses.append(
-            "memory holds for batches of one length; where each is padded to its own longest sample, set "
-            "training.varyingLengths"
+            "the bound on memory assumes batches of one length; if each is padded to its own longest sample, set "
+            "training.varyingLengths to true"
         )
     if context.training.parallelism is not None:
         clauses.append(

@@ -12,7 +12,7 @@ from carpool_core.resources.job import CatalogModel, Training
 from carpool_core.values import CrossEntropy, Optimizer, Precision
 from carpool_predictor.catalog.recipes import Recipe, recipe_of
 from carpool_predictor.features import Sample, TraceError
-from carpool_predictor.predict import PredictionContext
+from carpool_predictor.predict import PredictionContext, predict
 from carpool_predictor.predict import prepare as prepare_context
 from carpool_predictor.tracing.allocator import events_at
 from carpool_predictor.tracing.models import build, trace_recipe
@@ -51,6 +51,20 @@ def test_batches_of_many_lengths_reserve_more_than_the_longest() -> None:
     )
     assert many.reserved_bytes > 1.1 * one.reserved_bytes
     assert msgspec.structs.replace(many, reserved_bytes=one.reserved_bytes) == one
+
+
+def test_predictions_for_tokens_say_that_they_assume_one_length() -> None:
+    for module, tokens, varying in (
+        (Language, True, False),
+        (Language, True, True),
+        (lambda: nn.Linear(128, 2), False, False),
+    ):
+        recipe, training = (
+            Recipe("m", module, (_TOKENS,), tokens=tokens),
+            Training(batch_size=4, varying_lengths=varying),
+        )
+        answer = predict(trace_recipe(recipe, training), training, [find_product("A100-SXM4-40GB")])
+        assert ("set training.varyingLengths to true" in answer.message) == (tokens and not varying)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -63,8 +63,7 @@ def test_the_bound_grows_with_the_batch(
     for name in sorted(store.shipped(precision).document.entries)[::every]:
         for one, larger in pairwise(bounds(features_of(name, precision), growth)):
             calmer += larger.stratum < one.stratum
-            if larger.stratum >= one.stratum:
-                assert larger.upper_mib >= (1 - most_fall) * one.upper_mib, (name, one, larger)
+            assert larger.upper_mib >= (1 - most_fall) * one.upper_mib, (name, one, larger)
             falls += larger.upper_mib < one.upper_mib
             total += 1
     assert total > 500

@@ -11,9 +11,11 @@ from carpool_predictor.catalog.recipes import Recipe, recipe_of
 from carpool_predictor.features import TraceError
 from carpool_predictor.parallel import BUCKET_ELEMENTS
 from carpool_predictor.predict import PredictionContext, parts_of, prepare
+from carpool_predictor.tracing.adapters import quantized_weights
+from carpool_predictor.tracing.allocator import GRANULE
 from carpool_predictor.tracing.models import build, trace_recipe
-from carpool_predictor.tracing.step import meta_mode, trace_step
-from carpool_predictor.tracing.tracker import Kind
+from carpool_predictor.tracing.step import FakeTraining, meta_mode, trace_step
+from carpool_predictor.tracing.tracker import Kind, StepTracker
 from torch import nn
 
 _WIDTH, _LAYERS, _GPUS = 1024, 8, 4
@@ -109,9 +111,8 @@ LLAMA = "transformers/LlamaConfig@hidden_size=256,intermediate_size=512,num_hidd
 LLAMA += "num_key_value_heads=4,vocab_size=128"
 
 
-def llama(training: Training, layers: int = 4) -> ModelFeatures:
-    name = LLAMA.replace("num_hidden_layers=4", f"num_hidden_layers={layers}")
-    return trace_recipe(recipe_of(CatalogModel(name=name, input=[64])), training)
+def llama(training: Training) -> ModelFeatures:
+    return trace_recipe(recipe_of(CatalogModel(name=LLAMA, input=[64])), training)
 
 
 def test_tensor_parallelism_divides_weights_and_their_work() -> None:
@@ -122,21 +123,41 @@ def test_tensor_parallelism_divides_weights_and_their_work() -> None:
     assert half.steps[-1].flops == whole.steps[-1].flops / 2
 
 
+def quantized_llama(precision: Precision, division: Parallelism | None) -> tuple[FakeTraining, StepTracker]:
+    training = Training(
+        batch_size=1, precision=precision, optimizer=Optimizer.SGD, adapter=Adapter(targets=["q_proj"]),
+        quantization=Quantization.NF4, parallelism=division,
+    )  # fmt: skip
+    _, fake = build(recipe_of(CatalogModel(name=LLAMA, input=[64])), training, meta_mode())
+    return fake, trace_step(fake, 1)[1]
+
+
 @pytest.mark.parametrize(
     ("division", "share"),
     [
         (Parallelism(kind=ParallelKind.FSDP, gpus=4), 1 / 4),
         (Parallelism(kind=ParallelKind.FSDP, gpus=4, cpu_offload=True), 0),
+        (Parallelism(kind=ParallelKind.ZERO_3, gpus=4), 1 / 4),
+        (Parallelism(kind=ParallelKind.ZERO_2, gpus=4), 1),
+        (Parallelism(kind=ParallelKind.DDP, gpus=4), 1),
         (Parallelism(tensor_parallel=2), 1 / 2),
     ],
 )
-def test_quantized_weights_are_divided(division: Parallelism, share: float) -> None:
-    options: dict[str, Any] = {"batch_size": 1, "precision": Precision.BF16, "optimizer": Optimizer.SGD}
-    options |= {"adapter": Adapter(targets=["q_proj"]), "quantization": Quantization.NF4}
-    whole, divided = llama(Training(**options), 16), llama(Training(**options, parallelism=division), 16)
-    assert divided.parameter_bytes == pytest.approx(share * whole.parameter_bytes, rel=0.02, abs=2048)
-    saved = whole.steps[0].peak_bytes - divided.steps[0].peak_bytes
-    assert saved > 0.7 * (1 - share) * whole.parameter_bytes  # fsdp gathers two of sixteen blocks
+def test_quantized_weights_are_divided_and_their_maxima_are_not(division: Parallelism, share: float) -> None:
+    """Mixed precision stores other weights twice as large on FSDP, and these once."""
+    fake, tracker = quantized_llama(Precision.BF16_MIXED, division)
+    weights = sum(tensor.nbytes for tensor in quantized_weights(fake.model))
+    assert weights == 4 * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 512) // 2  # half a byte, in four layers
+    found = tracker.storages.peak.by_kind
+    assert found[Kind.QUANTIZED] == pytest.approx(share * weights, rel=0.01)
+    assert found[Kind.BUFFER] >= weights / 8  # an FP32 maximum for 64 weights of half a byte
+
+
+def test_quantized_blocks_are_gathered() -> None:
+    fake, tracker = quantized_llama(Precision.BF16, Parallelism(kind=ParallelKind.FSDP, gpus=4))
+    block = fake.model.get_submodule("model.model.layers.0")
+    weights = sum(tensor.nbytes for tensor in (*block.parameters(), *quantized_weights(block)))
+    assert -(-weights // GRANULE) * GRANULE in {size for _, size in tracker.storages.events}
 
 
 def test_parts_are_those_of_one_gpu_and_the_message_says_so() -> None:

@@ -22,12 +22,22 @@ from torch import Tensor, nn
 
 from carpool_predictor.features import TraceError
 
-_STORED_BYTES: dict[Quantization, Callable[[int, int], int]] = {
-    Quantization.NF4: lambda weights, _: -(-weights // 2) + 4 * -(-weights // 64),
-    Quantization.NF4_DOUBLE: lambda weights, _: -(-weights // 2) + -(-weights // 64) + 4 * -(-weights // (64 * 256)),
-    Quantization.INT8: lambda weights, outputs: weights + 4 * outputs,
+_STORED_BYTES: dict[Quantization, Callable[[int, int], tuple[int, int]]] = {
+    Quantization.NF4: lambda weights, _: (-(-weights // 2), 4 * -(-weights // 64)),
+    Quantization.NF4_DOUBLE: lambda weights, _: (-(-weights // 2), -(-weights // 64) + 4 * -(-weights // (64 * 256))),
+    Quantization.INT8: lambda weights, outputs: (weights, 4 * outputs),
 }
-"""Bytes of a quantised matrix, from its numbers of weights and outputs."""
+"""Bytes of a quantised matrix and of its maxima, from its numbers of weights and outputs.
+
+Maxima are no parameters: sharded jobs have all of them on each GPU (fsdp_qlora's train.py says so)."""
+
+
+def _store(module: nn.Module, kind: Quantization, *matrices: tuple[int, int]) -> None:
+    """Register the bytes of a module's quantised matrices, of which weights and outputs are given."""
+    weights, maxima = map(sum, zip(*(_STORED_BYTES[kind](*matrix) for matrix in matrices), strict=True))
+    module.register_buffer("quantized", torch.empty(weights, dtype=torch.uint8))
+    module.register_buffer("maxima", torch.empty(maxima, dtype=torch.uint8))
+    module.quantized_parameters = sum(weights for weights, _ in matrices)  # type: ignore[assignment]
 
 
 _PRODUCTS = {
@@ -42,9 +52,7 @@ class QuantizedLinear(nn.Linear):
     def __init__(self, layer: nn.Module, kind: Quantization, dtype: torch.dtype) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = features_of(layer)
-        weights = self.quantized_parameters = self.in_features * self.out_features
-        stored = _STORED_BYTES[kind](weights, self.out_features)
-        self.register_buffer("quantized", torch.empty(stored, dtype=torch.uint8))
+        _store(self, kind, (self.in_features * self.out_features, self.out_features))
         self.register_parameter("bias", layer.bias)  # type: ignore[arg-type]
         # bitsandbytes' int8 product keeps its input (autograd/_functions.py, MatMul8bitLt); the 4-bit one does not.
         self._keeps_input, self._dtype = kind is Quantization.INT8, dtype
@@ -89,9 +97,7 @@ def _quantize_experts(module: nn.Module, kind: Quantization, dtype: torch.dtype)
 
     for name in stacked:
         del module._parameters[name]
-    stored = sum(_STORED_BYTES[kind](shape.numel(), shape[-1]) for shape in stacked.values())
-    module.register_buffer("quantized", torch.empty(stored, dtype=torch.uint8))
-    module.quantized_parameters = sum(map(torch.Size.numel, stacked.values()))  # type: ignore[assignment]
+    _store(module, kind, *((shape.numel(), shape[-1]) for shape in stacked.values()))
     own = {name: dequantised(shape) for name, shape in stacked.items()}
     module.__class__ = type(type(module).__name__, (type(module),), own)
 
@@ -184,7 +190,7 @@ def _targets(adapter: Adapter, names: list[str], body: list[str]) -> set[str]:
 
 
 def quantized_weights(model: nn.Module) -> list[Tensor]:
-    """Return the bytes of quantised weights."""
+    """Return the bytes of quantised weights, without their maxima."""
     return [module.quantized for module in model.modules() if hasattr(module, "quantized_parameters")]  # type: ignore[misc]  # a buffer
 
 

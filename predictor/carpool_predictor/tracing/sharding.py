@@ -60,14 +60,18 @@ def sharded(
     with ExitStack() as hooks:
         if shares.is_gathered:
             blocks = list(blocks)
-            inside = {id(p) for block in blocks for p in block.parameters()}
-            allocate(bytes_of(p for p in model.parameters() if id(p) not in inside), outside)
+            inside = {id(p) for block in blocks for p in _weights(block)}
+            allocate(bytes_of(p for p in _weights(model) if id(p) not in inside), outside)
             for block in blocks:
-                weights = bytes_of([*block.parameters(), *quantized_weights(block)])
+                weights = bytes_of(_weights(block))
                 gradients = bytes_of(filter(_trains, block.parameters()))
                 hooks.callback(block.register_forward_pre_hook(gather(weights)).remove)
                 hooks.callback(block.register_full_backward_pre_hook(gather(weights + gradients)).remove)
         yield begin_update
+
+
+def _weights(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *quantized_weights(module)]
 
 
 def _trains(parameter: Tensor) -> bool:
