@@ -212,8 +212,9 @@ _MIN_STAMP_US = 1_500_000_000_000_000
 _MAX_DEVIATIONS = 10
 
 
-def _deviations(rules: Mapping[str, bool], found: object) -> Iterator[str]:
-    yield from (f"expected {rule}, found {found}" for rule, holds in rules.items() if not holds)
+def _deviations(rules: Mapping[str, tuple[bool, object]], of: str) -> Iterator[str]:
+    """Yield a sentence for each rule that does not hold; a rule has what was found."""
+    yield from (f"{of}: expected {rule}, found {found}" for rule, (holds, found) in rules.items() if not holds)
 
 
 def _duplicates(keys: Iterable[object]) -> list[object]:
@@ -225,21 +226,24 @@ def check_identity(session: Session) -> Iterator[str]:
     """UUIDs, indices and sizes are plausible."""
     uuids = list_gpus(session)
     if not uuids or _duplicates(uuids):
-        yield f"expected GPUs with a UUID each, found {uuids}"
-    for index, uuid in enumerate(uuids):
-        known = read_identity(session, uuid)
+        yield f"expected GPUs with a UUID each, found {', '.join(uuids) or 'none'}"
+    gpus = [read_identity(session, uuid) for uuid in uuids]
+    indices = [known.index for known in gpus]
+    if indices != sorted(set(indices)):  # a GPU that cannot be read leaves a gap
+        yield f"expected GPUs in the order of their indices, each index once, found {', '.join(map(str, indices))}"
+    for uuid, known in zip(uuids, gpus, strict=True):
+        mib, reserved, power, bus = known.memory_mib, known.reserved_mib, known.power_limit_w, known.pci_bus_id
         rules = {
-            "the UUID of the query": known.uuid == uuid and uuid.startswith("GPU-"),
-            f"index {index}": known.index == index,
-            "more than 1 GiB": known.memory_mib > 1024,
-            "less than a quarter of the memory reserved": 0 <= known.reserved_mib < known.memory_mib / 4,
-            "compute capability 5.0 or more": float(known.compute_capability) >= 5,
-            "a PCI bus ID with a domain": known.pci_bus_id.count(":") == 2,
-            "a power limit from 5 to 5,000 W": known.power_limit_w is None or 5 < known.power_limit_w < 5000,
-            "NVLinks to other devices only": known.pci_bus_id not in known.nvlink_peers,
-            "MIG on only if supported": known.mig_capable or not known.mig_enabled,
+            "the UUID of the query": (known.uuid == uuid and uuid.startswith("GPU-"), known.uuid),
+            "more than 1 GiB": (mib > 1024, f"{mib:,} MiB"),
+            "less than a quarter of the memory reserved": (0 <= reserved < mib / 4, f"{reserved:,} of {mib:,} MiB"),
+            "compute capability 5.0 or more": (float(known.compute_capability) >= 5, known.compute_capability),
+            "a PCI bus ID with a domain": (bus.count(":") == 2, bus),
+            "a power limit from 5 to 5,000 W": (power is None or 5 < power < 5000, f"{power} W"),
+            "NVLinks to other devices only": (bus not in known.nvlink_peers, f"one to itself, {bus}"),
+            "MIG on only if supported": (known.mig_capable or not known.mig_enabled, "it on"),
         }
-        yield from _deviations(rules, known)
+        yield from _deviations(rules, f"GPU {known.index}")
 
 
 def check_telemetry(session: Session) -> Iterator[str]:
@@ -247,13 +251,22 @@ def check_telemetry(session: Session) -> Iterator[str]:
     for uuid in list_gpus(session):
         known, first, second = read_identity(session, uuid), *(read_telemetry(session, uuid) for _ in range(2))
         for found in (first, second):
+            free, celsius, power, used = (
+                found.memory_free_mib,
+                found.temperature_c,
+                found.power_w,
+                found.gpu_util_percent,
+            )
             rules = {
-                "free memory beside the reserved": known.reserved_mib + found.memory_free_mib <= known.memory_mib,
-                "a temperature from -20 to 130 C": found.temperature_c is None or -20 < found.temperature_c < 130,
-                "a power from 0 to 5,000 W": found.power_w is None or 0 < found.power_w < 5000,
-                "a utilization of 0 to 100%": found.gpu_util_percent is None or 0 <= found.gpu_util_percent <= 100,
+                "free memory beside the reserved": (
+                    known.reserved_mib + free <= known.memory_mib,
+                    f"{known.reserved_mib:,} reserved and {free:,} free of {known.memory_mib:,} MiB",
+                ),
+                "a temperature from -20 to 130 C": (celsius is None or -20 < celsius < 130, f"{celsius} C"),
+                "a power from 0 to 5,000 W": (power is None or 0 < power < 5000, f"{power} W"),
+                "a utilization of 0 to 100%": (used is None or 0 <= used <= 100, f"{used}%"),
             }
-            yield from _deviations(rules, found)
+            yield from _deviations(rules, f"GPU {known.index}")
         if first.energy_mj is not None and (second.energy_mj is None or second.energy_mj < first.energy_mj):
             yield f"expected an energy counter that never falls, found {first.energy_mj}, then {second.energy_mj}"
 
@@ -263,12 +276,13 @@ def check_processes(session: Session) -> Iterator[str]:
     for uuid in list_gpus(session):
         known, found = read_identity(session, uuid), read_processes(session, uuid)
         for p in found:
+            mib, instance = p.memory_mib or 0, p.gpu_instance_id
             rules = {
-                "a process ID": 0 < p.pid <= _MAX_PID,
-                "at most the GPU's memory, or none": 0 <= (p.memory_mib or 0) <= known.memory_mib,
-                "a MIG instance only with MIG on": p.gpu_instance_id is None or known.mig_enabled,
+                "a process ID": (0 < p.pid <= _MAX_PID, p.pid),
+                "at most the GPU's memory, or none": (0 <= mib <= known.memory_mib, f"{mib:,} MiB of process {p.pid}"),
+                "a MIG instance only with MIG on": (instance is None or known.mig_enabled, f"instance {instance}"),
             }
-            yield from _deviations(rules, p)
+            yield from _deviations(rules, f"GPU {known.index}")
         if again := _duplicates([(p.pid, p.gpu_instance_id) for p in found]):
             yield f"GPU {uuid}: expected each process once, found {len(again):,} duplicates, such as {again[0]}"
 
@@ -280,11 +294,11 @@ def check_utilization(session: Session, wall: Callable[[], float] = time.time) -
         latest = round(1e6 * wall()) + AHEAD_US
         for pid, at_us, sm_percent in found:
             rules = {
-                "a process ID": pid <= _MAX_PID,
-                "0 to 100% of the SMs": sm_percent <= 100,
-                "microseconds since 1970, not in the future": _MIN_STAMP_US < at_us <= latest,
+                "a process ID": (pid <= _MAX_PID, pid),
+                "0 to 100% of the SMs": (sm_percent <= 100, f"{sm_percent}%"),
+                "microseconds since 1970, not in the future": (_MIN_STAMP_US < at_us <= latest, at_us),
             }
-            yield from _deviations(rules, (pid, at_us, sm_percent))
+            yield from _deviations(rules, f"GPU {uuid}")
         if again := _duplicates([pid for pid, _, _ in found]):
             yield f"GPU {uuid}: expected one sample of each process, found {len(again):,} more, as of {again[0]}"
 
@@ -317,13 +331,14 @@ def check_mig_profiles(session: Session) -> Iterator[str]:
         if known.mig_capable and table is None:
             yield f"expected MIG profiles of GPU {known.index}, which has MIG, found none"
         for profile in table.profiles if table else ():
+            mib, last = profile.memory_mib, max(profile.starts) + profile.memory_slices
+            slices = table.memory_slices if table else 0
             rules = {
-                "a name such as 3g.20gb": "g." in profile.name and not profile.name.startswith("MIG "),
-                "less memory than the GPU has": profile.memory_mib < known.memory_mib,
-                "placements within the GPU": max(profile.starts) + profile.memory_slices
-                <= (table.memory_slices if table else 0),
+                "a name such as 3g.20gb": ("g." in profile.name and not profile.name.startswith("MIG "), profile.name),
+                "less memory than the GPU has": (mib < known.memory_mib, f"{mib:,} MiB of {profile.name}"),
+                "placements within the GPU": (last <= slices, f"{profile.name} up to slice {last} of {slices}"),
             }
-            yield from _deviations(rules, profile)
+            yield from _deviations(rules, f"GPU {known.index}")
 
 
 def check_unknown_gpu(session: Session) -> Iterator[str]:
@@ -351,7 +366,8 @@ def check_reopening(session: Session) -> Iterator[str]:
     for known in before:
         again = read_identity(session, known.uuid)
         if (again.index, again.pci_bus_id, again.memory_mib) != (known.index, known.pci_bus_id, known.memory_mib):
-            yield f"expected the same GPU after opening the driver again, found {known}, then {again}"
+            found, then = (f"index {it.index}, {it.pci_bus_id}, {it.memory_mib:,} MiB" for it in (known, again))
+            yield f"GPU {known.uuid}: expected the same after opening the driver again, found {found}, then {then}"
 
 
 CONTRACT: Sequence[Rule] = (

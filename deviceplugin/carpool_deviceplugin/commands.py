@@ -9,7 +9,7 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -113,15 +113,22 @@ def find_gpu(devices: Devices, name: str) -> GpuUuid:
     uuids = devices.uuids
     if name in uuids:
         return GpuUuid(name)
-    if name in map(str, range(len(uuids))):
-        return uuids[int(name)]
-    expected = f"--gpu: expected a GPU from 0 to {len(uuids) - 1}, its UUID, or that of a MIG device on it, found "
+    read: Callable[[GpuUuid], Identity | Device]
+    read = devices.identity if isinstance(devices, NvmlDevices) else devices.describe
+    by_index = {str(read(uuid).index): uuid for uuid in uuids}  # a GPU that cannot be read leaves a gap
+    if name in by_index:
+        return by_index[name]
+    expected = (
+        f"--gpu: expected the index of a GPU that can be read ({', '.join(by_index)}), its UUID, or that of a MIG "
+        "device on it, found "
+    )
     if not isinstance(devices, NvmlDevices):
         raise DeviceError(f"{expected}{quoted(name)}; the UUIDs are {', '.join(uuids)}")
     for uuid in uuids:
         if devices.identity(uuid).mig_enabled and name in {d.uuid for d in read_mig_devices(devices.session, uuid)}:
             return uuid
-    raise DeviceError(f"{expected}{quoted(name)}; `carpool node inspect` names them")
+    unreadable = f"; {'; '.join(devices.unreadable)}" if devices.unreadable else ""
+    raise DeviceError(f"{expected}{quoted(name)}{unreadable}; `carpool node inspect` names them")
 
 
 @click.group()

@@ -3,6 +3,7 @@
 import functools
 import os
 import re
+import subprocess
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -98,10 +99,21 @@ _CONFIGS = {
         "etc/containerd/config.toml",
         "etc/cri/containerd.toml",
         "var/lib/rancher/*/agent/etc/containerd/config.toml",
+        "var/snap/microk8s/current/args/containerd.toml",
+        "etc/k0s/containerd.toml",
     ),
     "cri-o": ("etc/crio/crio.conf", "etc/crio/crio.conf.d/*.conf"),
 }
-"""Configuration files by runtime, relative to the node's root: the usual ones, and those of Talos, k3s and RKE2."""
+"""Configuration files by runtime, relative to the node's root: the usual ones, then Talos, k3s, RKE2, MicroK8s, k0s."""
+_CONTAINERD = (
+    "var/lib/rancher/*/data/current/bin/containerd",
+    "var/lib/rancher/*/bin/containerd",
+    "snap/microk8s/current/bin/containerd",
+    "var/lib/k0s/bin/containerd",
+    "usr/local/bin/containerd",
+    "usr/bin/containerd",
+)
+"""Programs, relative to the node's root; a distribution's own comes first. Only root can replace them."""
 _CRI_PLUGINS = ("io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime")
 """Names of containerd's plugin that handles CDI: up to version 1, and from 2 on."""
 
@@ -159,10 +171,23 @@ class Host:
     def runtime_config(self) -> RuntimeConfig | None:
         """Return the container runtime's configuration; None if no file of it is visible."""
         for runtime, patterns in _CONFIGS.items():
-            files = [] if self.root is None else [path for one in patterns for path in sorted(self.root.glob(one))]
-            if files:
+            if files := self._find(patterns):
                 return self._parse(runtime, files)
         return None
+
+    def _find(self, patterns: Sequence[str]) -> list[Path]:
+        return [] if self.root is None else [path for one in patterns for path in sorted(self.root.glob(one))]
+
+    def containerd_version(self) -> str:
+        """Return the version that the node's containerd prints; empty if none does."""
+        for program in self._find(_CONTAINERD):
+            try:
+                printed = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=10).stdout
+            except (OSError, ValueError, subprocess.TimeoutExpired):
+                continue
+            if found := re.search(r"\sv?(\d+\.\d+\S*)", printed):
+                return found[1]
+        return ""
 
     def _parse(self, runtime: str, files: Sequence[Path]) -> RuntimeConfig:
         found: dict[str, Any] = {}
@@ -261,7 +286,9 @@ def check_host(host: Host, directories: Directories) -> Iterator[Outcome]:
 def _check_runtime(host: Host, cdi_dir: Path) -> Outcome:
     config, (name, _, version) = host.runtime_config(), host.info.container_runtime_version.partition("://")
     if config is not None and not name:
-        name, version = config.runtime, "2" if config.schema >= 3 else ""
+        name = config.runtime
+        version = host.containerd_version() if name == "containerd" else ""
+        version = version or ("2" if config.schema >= 3 else "")
     numbers, found = tuple(map(int, re.findall(r"\d+", version)[:2])), f"{name} {version}".strip()
 
     def outcome(lacks: str, advice: str = "", otherwise: Verdict = Verdict.FAILED) -> Outcome:
@@ -282,9 +309,12 @@ def _check_runtime(host: Host, cdi_dir: Path) -> Outcome:
         if is_on is None and numbers:
             is_on = True if numbers >= (2,) else False if config else None
         advice = "set enable_cdi = true in the configuration of its CRI plugin, and restart it"
+        if is_on is None and config:
+            lacks = f"{found} of a version that it did not print, and no setting enable_cdi"
+            return outcome(lacks, f"run containerd --version; before version 2, {advice}", Verdict.UNKNOWN)
         if is_on is None:
-            lacks = f"{found}, where CDI is off by default before version 2, and no setting that is visible here"
-            return outcome(lacks, f"{advice}; carpool node check on the node reads it", Verdict.UNKNOWN)
+            lacks = f"{found}, which has CDI off unless its configuration sets enable_cdi; that is not visible here"
+            return outcome(lacks, "run carpool node check as root on the node, which reads it", Verdict.UNKNOWN)
         if not is_on:
             return outcome(f"{found} with CDI off", advice)
     if config and _normal(cdi_dir) not in map(_normal, config.spec_dirs):

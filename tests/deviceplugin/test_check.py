@@ -12,6 +12,7 @@ from carpool_deviceplugin.check import (
     FailedError,
     Report,
     check_contract,
+    check_identity,
     check_processes,
     check_utilization,
 )
@@ -92,7 +93,7 @@ def test_a_failed_check_exits_with_1(tmp_path: Path, host: Path) -> None:
         (
             "T4:2",
             ["--gpu", "2"],
-            "--gpu: expected a GPU from 0 to 1, its UUID, or that of a MIG device on it, found '2'",
+            "expected the index of a GPU that can be read (0, 1), its UUID, or that of a MIG device on it, found",
         ),
         ("T4:2", ["--canary"], "--canary: expected a real GPU, found simulated ones; leave it out"),
         ("T4:2", ["--only", "mig", "--mig"], "--only, --mig: expected a real GPU, found simulated ones; leave it out"),
@@ -119,7 +120,11 @@ def test_simulated_gpus_use_or_refuse_each_option(
     [
         ([], "x", f"expected a healthy and idle GPU, found pods ['{uid('x')}']; drain it first"),
         ([], None, "expected a healthy and idle GPU, found process 42"),
-        (["--gpu", "3"], "", "expected a GPU from 0 to 0, its UUID, or that of a MIG device on it, found '3'"),
+        (
+            ["--gpu", "3"],
+            "",
+            "expected the index of a GPU that can be read (0), its UUID, or that of a MIG device on it, found '3'",
+        ),
         (["--only", "x"], "", "'x' is not one of 'contract', 'mps', 'mig'"),
         (["--out", "/nowhere/x.json"], "", "found No such file or directory; name a file in an existing directory"),
         (["--out", "/dev/full"], "", "--out: expected to write to '/dev/full', found No space left on device; free"),
@@ -145,6 +150,22 @@ def test_a_busy_gpu_does_not_hide_the_rows_of_the_node(tmp_path: Path, pod: str 
     assert all(name in found.output for name in names)
 
 
+def test_a_lost_gpu_leaves_a_gap_in_the_indices(tmp_path: Path) -> None:
+    """Regression: `--gpu 1` was the second GPU that can be read, and the contract failed with all fields of a GPU."""
+    node = Node(FakeNvml(["H100", "H100", "T4"]), FakeMpsCommands(), tmp_path)
+    node.nvml.gpus[1].is_lost = True
+    found = run(node, "--gpu", "2", "--only", "contract")
+    assert (found.exit_code, found.output.startswith("Tesla T4, driver")) == (0, True), found.output
+    found = run(node, "--gpu", "1")
+    expected = (
+        "that can be read (0, 2), its UUID, or that of a MIG device on it, found '1'; GPU #1: nvmlDeviceGetHandleBy"
+    )
+    assert (found.exit_code, expected in found.output) == (2, True), found.output
+    node.nvml.gpus[2].index = 0
+    broken, *_ = check_identity(node.devices().session)
+    assert broken == "expected GPUs in the order of their indices, each index once, found 0, 0"
+
+
 def test_exit_code_2_if_every_check_was_skipped(tmp_path: Path) -> None:
     found = run(make_node(tmp_path), "--only", "mig")
     assert (found.exit_code, found.output.splitlines()[-1]) == (2, "1 skipped")
@@ -167,9 +188,12 @@ def test_the_contract_finds_a_driver_that_breaks_it(tmp_path: Path) -> None:
     session = node.devices().session
     broken = {rule.__name__: list(rule(session)) for rule in CONTRACT}
     assert {name for name, found in broken.items() if found} == {"check_identity", "check_telemetry"}
-    assert "expected less than a quarter of the memory reserved" in broken["check_identity"][0]
-    assert "expected a power limit from 5 to 5,000 W" in broken["check_identity"][1]
-    assert "expected a temperature from -20 to 130 C" in "".join(broken["check_telemetry"])
+    assert (
+        "GPU 0: expected less than a quarter of the memory reserved, found 60,000 of 81,559 MiB"
+        in broken["check_identity"]
+    )
+    assert "GPU 0: expected a power limit from 5 to 5,000 W, found 0.0 W" in broken["check_identity"]
+    assert broken["check_telemetry"][-1] == "GPU 0: expected a temperature from -20 to 130 C, found 200 C"
 
 
 def test_thousands_of_deviations_are_counted(tmp_path: Path) -> None:
@@ -181,7 +205,7 @@ def test_thousands_of_deviations_are_counted(tmp_path: Path) -> None:
     with pytest.raises(FailedError) as failure:
         check_contract(devices, devices.uuids[0])
     message = str(failure.value)
-    assert message.startswith("expected a process ID, found RunningProcess(pid=8388608, ")
+    assert message.startswith("GPU 0: expected a process ID, found 8388608; ")
     assert message.endswith("; and 2,990 more")
     assert len(message) < 2000
 
@@ -217,9 +241,9 @@ class Sampled(FakeNvml):
         ([(42, 1_699_999_999_000_000, 50), (43, 1_699_999_999_000_000, 100)], ""),
         ([], ""),
         ([(0, 0, 65535)], ""),
-        ([(2**31, 1_699_999_999_000_000, 50)], "expected a process ID, found (2147483648"),
-        ([(42, 1_699_999_999_000_000, 150)], "expected 0 to 100% of the SMs, found (42, 1699999999000000, 150)"),
-        ([(42, 1_700_000_003_000_000, 50)], "not in the future, found (42, 1700000003000000"),
+        ([(2**31, 1_699_999_999_000_000, 50)], "expected a process ID, found 2147483648"),
+        ([(42, 1_699_999_999_000_000, 150)], "expected 0 to 100% of the SMs, found 150%"),
+        ([(42, 1_700_000_003_000_000, 50)], "not in the future, found 1700000003000000"),
         ([(42, 1_699_999_999_000, 50)], "expected microseconds since 1970"),
         ([(42, 1_699_999_999_000_000_000, 50)], "expected microseconds since 1970"),
         ([(42, 90_000_000, 50)], "expected microseconds since 1970"),

@@ -151,7 +151,7 @@ def node(tmp_path: Path) -> Node:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--gpu", "7", "--to", "mig:1g.5gb"], "expected a GPU from 0 to 1, its UUID, or that of a MIG device on it, "),
+        (["--gpu", "7", "--to", "mig:1g.5gb"], "expected the index of a GPU that can be read (0, 1), its UUID, "),
         (["--gpu", "1", "--to", "mig:1g.5gb"], "expected a GPU with MIG, found Tesla T4"),
         (["--gpu", "-1", "--to", "mig:1g.5gb"], "that of a MIG device on it, found '-1'"),
         (["--gpu", "", "--to", "mig:1g.5gb"], "found ''; `carpool node inspect` names them"),
@@ -210,6 +210,20 @@ def test_a_gpu_may_be_named_by_index_uuid_or_a_mig_device_on_it(node: Node, argu
         assert (result.exit_code, "found" in result.output) == (0, False), result.output
     unknown = CliRunner().invoke(command, [*arguments, "--gpu", f"{device.uuid}0"], obj=there)
     assert (unknown.exit_code, "found 'MIG-" in unknown.output) == (2, True), unknown.output
+
+
+def test_a_lost_gpu_does_not_move_a_plan_to_another_gpu(tmp_path: Path) -> None:
+    """Regression: with GPU 1 lost, `plan --gpu 1` destroyed the instances of GPU 2."""
+    node = Node(FakeNvml(["A100-40"] * 3), FakeMpsCommands(), tmp_path)
+    for gpu in node.nvml.gpus:
+        gpu.mig.is_enabled = gpu.mig.is_pending = True
+    run(node, "plan", "--gpu", "2", "--to", "mig:1g.5gb", "--apply")
+    node.nvml.gpus[1].is_lost = True
+    refused = run(node, "plan", "--gpu", "1", "--to", "mig:", "--apply", "--destroy-others")
+    assert (refused.exit_code, "can be read (0, 2)" in refused.output) == (2, True), refused.output
+    assert len(node.nvml.gpus[2].mig.instances) == 1
+    run(node, "plan", "--gpu", "2", "--to", "mig:", "--apply", "--destroy-others")
+    assert node.nvml.gpus[2].mig.instances == {}
 
 
 def test_names_of_processes_are_quoted(node: Node) -> None:

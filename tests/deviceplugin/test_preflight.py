@@ -18,7 +18,11 @@ from carpool_deviceplugin.testing.nvml import FakeNvml
 
 CDI_2 = 'version = 2\n[plugins."io.containerd.grpc.v1.cri"]\nenable_cdi = true\n'
 CDI_3 = "version = 3\n[plugins.'io.containerd.cri.v1.runtime']\n"
-CONFIG = "etc/containerd/config.toml"
+CONFIG, PROGRAM = "etc/containerd/config.toml", "usr/bin/containerd"
+UPSTREAM = (
+    "#!/bin/sh\necho containerd github.com/containerd/containerd/v2 v2.0.2 c507a0257ea6462fbd6f5ba4f5c74facb04021f4\n"
+)
+DEBIAN = "#!/bin/sh\necho 'containerd github.com/containerd/containerd 1.7.24~ds1 1.7.24~ds1-6'\n"
 
 
 def rows(found) -> dict[str, Outcome]:
@@ -36,17 +40,38 @@ def write(root: Path, files: dict[str, str]) -> None:
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
+        path.chmod(0o755 if path.name == "containerd" else 0o644)
 
 
 @pytest.mark.parametrize(
     ("runtime", "files", "verdict", "message"),
     [
         ("containerd://2.1.4", {}, "passed", "containerd 2.1.4 with CDI"),
-        ("containerd://1.7.27-k3s1", {}, "unknown", "CDI is off by default before version 2"),
+        ("containerd://1.7.27-k3s1", {}, "unknown", "CDI off unless its configuration sets enable_cdi"),
         ("containerd://1.7.27", {CONFIG: "version = 2\n"}, "FAILED", "with CDI off; set enable_cdi = true"),
         ("containerd://1.7.27", {CONFIG: CDI_2}, "passed", "with CDI"),
         ("", {CONFIG: CDI_2}, "passed", "containerd with CDI"),
         ("", {CONFIG: CDI_3}, "passed", "containerd 2 with CDI"),
+        ("", {CONFIG: "version = 2\n"}, "unknown", "run containerd --version; before version 2, set enable_cdi = true"),
+        (
+            "",
+            {CONFIG: "version = 2\n", PROGRAM: DEBIAN},
+            "FAILED",
+            "containerd 1.7.24~ds1 with CDI off; set enable_cdi",
+        ),
+        ("", {CONFIG: "version = 2\n", PROGRAM: UPSTREAM}, "passed", "containerd 2.0.2 with CDI"),
+        (
+            "",
+            {"etc/k0s/containerd.toml": "version = 2\n", "var/lib/k0s/bin/containerd": UPSTREAM, PROGRAM: DEBIAN},
+            "passed",
+            "containerd 2.0.2 with CDI",
+        ),
+        (
+            "",
+            {"var/snap/microk8s/current/args/containerd.toml": CDI_2, PROGRAM: "#!/bin/false\n"},
+            "passed",
+            "with CDI",
+        ),
         ("containerd://2.0.0", {CONFIG: CDI_3 + "enable_cdi = false\n"}, "FAILED", "with CDI off"),
         ("containerd://2.0.0", {CONFIG: CDI_3 + "cdi_spec_dirs = ['/var/cdi']\n"}, "FAILED", "cdi_spec_dirs /var/cdi"),
         ("containerd://2.0.0", {CONFIG: CDI_3 + "cdi_spec_dirs = ['/run/cdi/']\n"}, "passed", "with CDI"),
