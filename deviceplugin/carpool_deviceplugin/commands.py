@@ -149,8 +149,8 @@ def check(context: click.Context, gpu: str, only: tuple[str, ...], mig: bool, ca
     """Check what the agent relies on: the node, NVML's answers, MPS daemons and MIG instances. Takes seconds.
 
     Exit code 1: a row FAILED, so Carpool does not work here. 2: no row failed, but no check of the GPU ran, or an
-    option is invalid. 0 otherwise: what is missing or unknown costs features only. Of simulated GPUs and of a node
-    without a usable driver it checks the node alone.
+    option is invalid. 0 otherwise: missing or unknown rows cost features only. With simulated GPUs, or without a
+    usable driver, it checks the node alone.
     """
     try:
         temporary = tempfile.TemporaryDirectory(prefix="carpool-check-")

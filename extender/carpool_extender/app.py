@@ -80,7 +80,7 @@ def build(
 
     Raises:
         UnknownPolicyError: The policy's name is not in the table.
-        SettingsError: A precondition is impossible.
+        SettingsError: The text of the tenancy groups is invalid.
     """
     certificates = Certificates(settings.tls, clock, sleep)
     clock = ServerClock(clock, api)  # deadlines must mean the same to every extender

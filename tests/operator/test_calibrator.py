@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from carpool_core import keys
 from carpool_core.kube.api import CONFIG_MAPS, EVENTS, GPU_NODES, GPU_TRAINING_JOBS
-from carpool_core.kube.errors import Forbidden, Overloaded
+from carpool_core.kube.errors import Conflict, Forbidden, Overloaded
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import LOADING_S, STEADY_S
@@ -549,6 +549,21 @@ async def test_deleted_configmap_is_created_again() -> None:
     await of.kube.delete(CONFIG_MAPS, NAME, namespace=NAMESPACE)
     await completed(of, 3500, "y")
     assert [row.value_mib for row in as_measured(stack(of).rows)] == [3500]
+
+
+async def test_repeated_conflicts_are_tried_again_later() -> None:
+    of = world()
+    await completed(of, 3000)
+    of.apply("y")
+    await started(of, "y")
+    await measured(of, 3500, "y")
+    for _ in range(5):
+        of.kube.fail_next("patch", CONFIG_MAPS, Conflict("changed"))
+    await of.finish_pod("y-worker-0-1")
+    assert stack(of).seen == 1
+    assert not of.operator.calibrator.is_settled
+    await of.settle()
+    assert stack(of).seen == 2
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Decisions: each case is a snapshot and the actions that follow."""
 
 import re
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +16,8 @@ from carpool_operator.actions import (
     Decision,
     DeleteJob,
     Predict,
+    ReadWarnings,
+    WriteStatus,
 )
 from carpool_operator.attempts import spec_digest
 from carpool_operator.reconcile import reconcile
@@ -211,6 +214,22 @@ def test_start_failure_is_an_event_of_the_job_once(waiting: dict[str, str], expe
     decision = reconcile(before)
     assert [reason for reason in events(decision) if reason != "Placed"] == expected
     assert events(again(before, decision)) == []
+
+
+def test_job_restarts_if_the_kubelet_gives_no_reason() -> None:
+    of = predicted_job()
+    before = snapshot(of, pods=(bound(0, 600, CREATING),), nodes=(node(reservation("pod-0-1")),))
+    decision = reconcile(before)
+    bound_at = before.pods[0].bound_at
+    assert bound_at is not None
+    assert [action for action in decision.actions if not isinstance(action, WriteStatus)] == [
+        ReadWarnings("pod-0-1", bound_at)
+    ]
+    decision = reconcile(replace(before, warnings={"pod-0-1": None}))
+    status = status_of(decision, of)
+    assert (status.restarts, status.attempts[0].outcome) == (1, "StartDeadlineExceeded")
+    assert "node n1 gives no reason" in condition(decision, of, "Placed").message
+    assert deleted(decision) == ["x-worker-0-1"]
 
 
 def policy(*rules: dict[str, Any]) -> dict[str, Any]:

@@ -86,6 +86,15 @@ async def test_two_extenders_race_for_one_pod(world):
         await until(lambda: world.held() == {world.bound_to(): ["pod-x"]})
 
 
+async def test_endless_conflicts_end_in_an_error(world):
+    world.add("x")
+    for _ in range(50):
+        world.kube.fail_next("patch", GPU_NODES, Conflict("changed", status=409))
+    async with world.extender() as extender:
+        assert "was not bound to node a: changed" in (await extender.service.bind(args())).error
+    assert len([c for c in world.kube.calls if c.verb == "patch" and c.plural == "gpunodes"]) == 8
+
+
 async def test_the_deadline_counts_from_the_write_though_the_bind_waited_for_it(world):
     """Regression: a bind that waited for the write before it had so much less time until its reservation lapsed."""
     world.add("x", "y")
