@@ -10,6 +10,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,6 +25,11 @@ _INVALID_VALUE, _OUT_OF_MEMORY = 1, 2
 _WITHIN_S = 30.0
 _BIND_SHM = 'mount --bind "$0" /dev/shm && exec "$@"'
 """Gives a client the memory that its MPS daemon shares, as a container gets it by a mount."""
+
+
+_NO_CONTEXT = (
+    "see that nvidia-smi works here, and that the container has the GPU's device file and the driver's libraries"
+)
 
 
 class Answers(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,32 +116,50 @@ def run_client(environment: Mapping[str, str], shm: str = "") -> Answers:
         return Answers(error=str(e))
 
 
+def device_files(dev: Path = Path("/dev")) -> list[str]:
+    """Return the device files of GPUs that a container has."""
+    return sorted(path.name for path in dev.glob("nvidia[0-9]*"))
+
+
 Client = Callable[[Mapping[str, str], str], Answers]
 
 
-def judge(found: Answers, environment: Mapping[str, str]) -> list[Outcome]:
-    """Compare the driver's answers with the environment that Carpool gave the container."""
+def judge(found: Answers, environment: Mapping[str, str], files: Sequence[str] = ()) -> list[Outcome]:
+    """Compare the driver's answers with the environment that Carpool gave the container.
+
+    `files` are the container's device files: under MPS, CUDA shows the daemon's GPU only, whatever the container has.
+    """
     if found.absent:
         return [Outcome(name="canary", verdict=Verdict.SKIPPED, found=found.absent)]
     if found.error:
-        return [Outcome(name="canary", verdict=Verdict.FAILED, found=found.error, needed="a CUDA context")]
+        return [
+            Outcome(
+                name="canary", verdict=Verdict.FAILED, found=found.error, needed="a CUDA context", advice=_NO_CONTEXT
+            )
+        ]
     gpus, limit_mib = environment.get("CARPOOL_VISIBLE_GPUS", "").split(","), limit_in(environment)
-    rows = [_row("canary-gpus", sorted(found.uuids) == sorted(gpus), _list(gpus), _list(found.uuids))]
+    seen, is_exact = _list(found.uuids), sorted(found.uuids) == sorted(gpus)
+    if len(files) > len(gpus):
+        seen, is_exact = f"{seen}, and the device files {', '.join(files)}", False
+    advice = (
+        "see that the container is not privileged, and that no other program or NVIDIA_VISIBLE_DEVICES gives it GPUs"
+    )
+    rows = [_row("canary-gpus", is_exact, _list(gpus), seen, advice)]
     if environment.get("CARPOOL_GPU_MODE") != SharingMode.MPS:
         return rows
-    outside = (
-        "one outside, to which no limit applies; check that the container sees the daemon's directories, and SELinux "
-        "lets it open their sockets"
-    )
     if found.inside_mps is None:
         why = "CUDA does not say whether a client is inside MPS; drivers from 545 on do"
         rows.append(Outcome(name="canary-mps", verdict=Verdict.UNKNOWN, found=why))
     else:
-        rows.append(_row("canary-mps", found.inside_mps, "a client inside MPS", outside))
+        outside = "one outside, to which no limit applies"
+        advice = "see that the container has the daemon's directories, and that SELinux lets it open their sockets"
+        rows.append(_row("canary-mps", found.inside_mps, "a client inside MPS", outside, advice))
     if limit_mib is not None:
         needed = f"1 MiB, and {limit_mib + 1:,} MiB refused for lack of memory"
         is_kept = (found.small, found.beyond) == (0, _OUT_OF_MEMORY)
-        rows.append(_row("canary-memory", is_kept, needed, f"CUDA's results {found.small} and {found.beyond}"))
+        results = f"CUDA's results {found.small} and {found.beyond}"
+        advice = "end co-tenants that leave less memory than the limit, and run it again; see the row canary-mps first"
+        rows.append(_row("canary-memory", is_kept, needed, results, advice))
     return rows
 
 
@@ -143,8 +167,8 @@ def _list(uuids: Sequence[str]) -> str:
     return ", ".join(uuids) or "no GPU"
 
 
-def _row(name: str, is_kept: bool, needed: str, found: str) -> Outcome:
-    return row(name, "" if is_kept else found, needed, "", passed=needed, otherwise=Verdict.FAILED)
+def _row(name: str, is_kept: bool, needed: str, found: str, advice: str) -> Outcome:
+    return row(name, "" if is_kept else found, needed, advice, passed=needed, otherwise=Verdict.FAILED)
 
 
 if __name__ == "__main__":

@@ -75,6 +75,7 @@ def check_node(devices: Devices | Outcome, settings: AgentSettings, host: Host) 
         "" if host.shows_processes else "another PID namespace",
         "the host's PIDs, to assign processes to pods",
         "run with hostPID: true",
+        passed="processes of the host are visible",
         otherwise=Verdict.FAILED,
     )
     problem = devices.mps_missing if isinstance(devices, NvmlDevices) else MpsProgram.problem()
@@ -88,7 +89,9 @@ def check_node(devices: Devices | Outcome, settings: AgentSettings, host: Host) 
 def _told(name: str, problem: str, passed: str) -> Outcome:
     """Return a row of a sentence that states what was expected, what was found and what to do; empty if it passed."""
     parts = re.fullmatch("expected (.+?), found (.+?); (.+)", problem)
-    return row(name, parts[2], parts[1], parts[3]) if parts else row(name, problem, "", "", passed=passed)
+    return (
+        row(name, parts[2], parts[1], parts[3], passed=passed) if parts else row(name, problem, "", "", passed=passed)
+    )
 
 
 _MAX_UNOWNED_MIB = 1024
@@ -97,12 +100,14 @@ _MAX_UNOWNED_MIB = 1024
 
 def _check_gpus(devices: NvmlDevices, settings: AgentSettings, host: Host) -> Iterator[Outcome]:
     known = [devices.identity(uuid) for uuid in devices.uuids]
-    yield row("gpus", "; ".join(devices.unreadable), "GPUs that can be read", "the agent uses the others")
+    count = f"{len(known)} of {len(known)} can be read"
+    yield row("gpus", "; ".join(devices.unreadable), "GPUs that can be read", "the agent uses the others", passed=count)
     yield row(
         "device-files",
         ", ".join(f"none of GPU {index}" for index in devices.hidden),
         "the device file of each GPU",
         "set nodeAgent.visibleDevices to management.nvidia.com/gpu=all where MIG is on; ignore it for GPUs of others",
+        passed="one of each GPU",
     )
     yield _check_cdi(devices, NvidiaCdi((settings.cdi_static_dir, settings.cdi_dir)))
     yield _check_mig(devices, known, host)
@@ -112,24 +117,28 @@ def _check_gpus(devices: NvmlDevices, settings: AgentSettings, host: Host) -> It
         ", ".join(f"{one.compute_mode} on GPU {one.index}" for one in limited),
         "compute mode Default, without which modes of sharing are not offered",
         "allow several programs: nvidia-smi -i INDEX -c 0",
+        passed="Default",
     )
     yield row(
         "persistence",
         ", ".join(f"off on GPU {one.index}" for one in known if one.is_persistent is False),
         "persistence mode, without which power limits are lost when the last program ends",
         "run nvidia-persistenced, or nvidia-smi -pm 1",
+        passed="on" if all(one.is_persistent for one in known) else "not reported by NVML",
     )
     yield row(
         "processes",
         "; ".join(f"GPU {one.index}: {names}" for one in known if (names := devices.state(one.uuid).foreign_processes)),
         "no process outside of pods on the GPUs",
         "end it; until then the GPU gets no new work",
+        passed="none outside of pods",
     )
     yield row(
         "graphics",
         "; ".join(f"GPU {one.index}: {names}" for one in known if (names := devices.graphics_processes(one.uuid))),
         "no graphics programs on the GPUs, because placement does not count their memory",
         "stop the display manager, or keep the GPU's node out of Carpool",
+        passed="none",
     )
     yield row(
         "memory",
@@ -140,6 +149,7 @@ def _check_gpus(devices: NvmlDevices, settings: AgentSettings, host: Host) -> It
         ),
         "no memory in use on GPUs without processes, because placement does not count it",
         "free it: nvidia-smi -i INDEX --gpu-reset",
+        passed=f"at most {_MAX_UNOWNED_MIB:,} MiB in use on GPUs without processes",
     )
     yield from _check_counters(devices, settings, host)
 
@@ -153,7 +163,7 @@ def _check_cdi(devices: NvmlDevices, cdi: NvidiaCdi) -> Outcome:
     except DeviceError as e:
         found, advice = str(e), "correct or delete the file"
     needed = "NVIDIA's CDI specification of each GPU, or the runtime class nvidia in pods"
-    return row("cdi", found, needed, advice)
+    return row("cdi", found, needed, advice, passed="a specification of each GPU")
 
 
 def _check_mig(devices: NvmlDevices, known: Sequence[Identity], host: Host) -> Outcome:
@@ -170,7 +180,7 @@ def _check_mig(devices: NvmlDevices, known: Sequence[Identity], host: Host) -> O
         lacks.append(devices.mig_manager)
     elif capable and "nvidia-mig-mana" in host.programs:
         lacks.append("nvidia-mig-manager, which runs on the node")
-    modes = ", ".join(f"{'on' if one.mig_enabled else 'off'} on GPU {one.index}" for one in capable)
+    modes = ", ".join(f"GPU {one.index}: MIG {'on' if one.mig_enabled else 'off'}" for one in capable)
     return row(
         "mig-state",
         "; ".join(lacks),
@@ -198,6 +208,8 @@ def _check_counters(devices: NvmlDevices, settings: AgentSettings, host: Host) -
         "a source of SM activity for each GPU",
         "before Hopper, run DCGM's host engine at CARPOOL_DCGM_ADDRESS with its library in the container, or "
         "dcgm-exporter with DCGM_FI_PROF_SM_ACTIVE at CARPOOL_DCGM_EXPORTER",
+        passed=", ".join(sorted({of_gpu.get(SM_ACTIVE, "") for of_gpu in sources.values() if of_gpu}))
+        or "not read yet",
     )
 
 
@@ -451,7 +463,8 @@ def run_canary(devices: NvmlDevices, gpu: GpuUuid, client: Client = run_client) 
             return judge(client(environment, access.mps_shm.host_path if access.mps_shm else ""), environment)
     except (SkippedError, DeviceError) as e:
         verdict = Verdict.SKIPPED if isinstance(e, SkippedError) else Verdict.FAILED
-        return [Outcome(name="canary", verdict=verdict, found=str(e))]
+        advice = "see the row mps" if verdict is Verdict.FAILED else ""
+        return [Outcome(name="canary", verdict=verdict, found=str(e), advice=advice)]
 
 
 def check_mig(devices: NvmlDevices, gpu: GpuUuid) -> str:
@@ -484,6 +497,20 @@ CHECKS: Mapping[str, Callable[[NvmlDevices, GpuUuid], str]] = {
 """Checks by name, in order. Each returns a sentence and raises SkippedError or DeviceError."""
 
 
+_MENDING = {
+    "contract": ("answers of NVML as its documentation has them", "update the driver; if the row stays, report it"),
+    "mps": (
+        "an MPS daemon that starts, answers and stops",
+        "end programs named nvidia-cuda-mps, then run `nvidia-cuda-mps-control -f`, which prints why it does not start",
+    ),
+    "mig": (
+        "MIG instances that can be created, read and destroyed",
+        "destroy what is left (`carpool node plan --to mig: --apply --destroy-others`); then reset the GPU",
+    ),
+}
+"""What each check needs, and what to do if it failed."""
+
+
 def run_check(name: str, devices: NvmlDevices, gpu: GpuUuid, *, may_divide: bool) -> Outcome:
     """Run one check. Only `may_divide` lets it create MIG instances."""
     try:
@@ -493,7 +520,8 @@ def run_check(name: str, devices: NvmlDevices, gpu: GpuUuid, *, may_divide: bool
     except SkippedError as e:
         return Outcome(name=name, verdict=Verdict.SKIPPED, found=str(e))
     except DeviceError as e:
-        return Outcome(name=name, verdict=Verdict.FAILED, found=str(e))
+        needed, advice = _MENDING[name]
+        return Outcome(name=name, verdict=Verdict.FAILED, found=str(e), needed=needed, advice=advice)
 
 
 class Report(msgspec.Struct, kw_only=True):

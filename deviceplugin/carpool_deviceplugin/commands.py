@@ -5,6 +5,7 @@ import errno
 import gc
 import itertools
 import os
+import re
 import signal
 import tempfile
 import time
@@ -22,12 +23,12 @@ from carpool_core.clock import SystemClock
 from carpool_core.kube.client import connect
 from carpool_core.kube.config import KubeConfigError
 from carpool_core.resources.node import Device
-from carpool_core.settings import InputError, MisconfiguredError, SettingsError, click_options, load
+from carpool_core.settings import InputError, LogLevel, MisconfiguredError, SettingsError, click_options, load
 from carpool_core.values import DeviceHealth, GpuUuid
 from prometheus_client import CollectorRegistry
 
 from carpool_deviceplugin.app import build, find_devices, real_devices
-from carpool_deviceplugin.canary import judge, run_client
+from carpool_deviceplugin.canary import device_files, judge, run_client
 from carpool_deviceplugin.check import CHECKS, Report, check_node, read_all, run_canary, run_check
 from carpool_deviceplugin.gpu import Counters, DeviceError, Devices, NoDevicesError
 from carpool_deviceplugin.metrics import AgentCollector
@@ -78,8 +79,10 @@ def agent(settings: AgentSettings) -> None:
         raise MisconfiguredError(str(e)) from e
 
 
-def node_settings() -> AgentSettings:
+def node_settings(lowest: LogLevel | None = None) -> AgentSettings:
     """Read the agent's settings from the environment, and send logs to standard error.
+
+    `lowest` is the level of logs if CARPOOL_LOG_LEVEL is not set: a command that prints a table prints their content.
 
     Raises:
         InputError: A variable has an invalid value.
@@ -88,6 +91,8 @@ def node_settings() -> AgentSettings:
         settings = load(AgentSettings, os.environ)
     except SettingsError as e:
         raise InputError(str(e)) from e
+    if lowest is not None and "CARPOOL_LOG_LEVEL" not in os.environ:
+        settings = replace(settings, log=replace(settings.log, level=lowest))
     logs.configure(settings.log, "node")
     return settings
 
@@ -148,7 +153,7 @@ def node() -> None:
 def check(context: click.Context, gpu: str, only: tuple[str, ...], mig: bool, canary: bool, out: Path | None) -> None:
     """Check what the agent relies on: the node, NVML's answers, MPS daemons and MIG instances. Takes seconds.
 
-    Exit code 1: a row FAILED, so Carpool does not work here. 2: no row failed, but no check of the GPU ran, or an
+    Exit code 1: a row FAILED, so Carpool does not work here. 2: no row failed, but no check of the GPU passed, or an
     option is invalid. 0 otherwise: missing or unknown rows cost features only. With simulated GPUs, or without a
     usable driver, it checks the node alone.
     """
@@ -157,9 +162,11 @@ def check(context: click.Context, gpu: str, only: tuple[str, ...], mig: bool, ca
     except OSError as e:
         raise InputError(f"expected a directory for temporary files, found {e}; set TMPDIR to a writable one") from e
     with temporary as directory:
-        settings = node_settings()
+        settings = node_settings(LogLevel.ERROR)
         # A state directory of its own, so that the agent's state stays as it is.
         devices = _find_checked(context, replace(settings, state_dir=Path(directory), mps_host=""))
+        if isinstance(devices, Outcome) and not re.fullmatch(r"\d+|(GPU|MIG)-\S+", gpu):
+            raise InputError(f"--gpu: expected the index or UUID of a GPU, found {quoted(gpu)}; leave it out for GPU 0")
         is_simulated = not isinstance(devices, Outcome) and devices.simulated
         if is_simulated and (given := [f"--{name}" for name in ("only", "mig", "canary") if context.params[name]]):
             raise InputError(f"{', '.join(given)}: expected a real GPU, found simulated ones; leave it out")
@@ -214,7 +221,7 @@ def canary(context: click.Context) -> None:
     """Check, in a container that Carpool gave GPUs, that it sees these only, is inside MPS and has its limit."""
     if "CARPOOL_VISIBLE_GPUS" not in os.environ:
         raise InputError("expected a container with GPUs of Carpool, found none; run it in a pod of a GpuTrainingJob")
-    rows = judge(run_client(os.environ), os.environ)
+    rows = judge(run_client(os.environ), os.environ, device_files())
     click.echo(HEADER)
     for row in rows:
         _print(row)
@@ -249,7 +256,7 @@ def _write(report: Report, out: Path | None) -> None:
 @click.pass_context
 def inspect(context: click.Context) -> None:
     """Print the node's GPUs, their state, and missing requirements."""
-    settings = node_settings()
+    settings = node_settings(LogLevel.ERROR)
     devices = _open_devices(context, settings)
     try:
         for line in inspect_node(devices, settings, Host.find()):

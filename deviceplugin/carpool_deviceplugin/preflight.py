@@ -56,15 +56,12 @@ HEADER = f"{'STATE':<8} {'CHECK':<17} FOUND"
 
 
 def row(
-    name: str, lacks: str, needed: str, advice: str, *, passed: str = "", otherwise: Verdict = Verdict.MISSING
+    name: str, lacks: str, needed: str, advice: str, *, passed: str, otherwise: Verdict = Verdict.MISSING
 ) -> Outcome:
-    """Return a row that passed if `lacks`, what the node lacks, is empty.
-
-    `passed` is what was found then; if empty, what is needed, without its reason after a comma.
-    """
+    """Return a row that passed if `lacks`, what the node lacks, is empty; `passed` is what was found then."""
     if lacks:
         return Outcome(name=name, verdict=otherwise, found=lacks, needed=needed, advice=advice)
-    return Outcome(name=name, verdict=Verdict.PASSED, found=passed or needed.partition(",")[0])
+    return Outcome(name=name, verdict=Verdict.PASSED, found=passed)
 
 
 class NodeInfo(msgspec.Struct, frozen=True, rename="camel"):
@@ -332,7 +329,8 @@ _WRITABLE = {
     "Talos": "/run and /var; set nodeAgent.cdiDir to one of containerd's cdi_spec_dirs there, nodeAgent.cdiStaticDir "
     "to empty",
     "Bottlerocket": "/etc, /run and /var, of which only /var lasts; SELinux is always enforced",
-    "Container-Optimized OS": "/etc, /run and /var, of which only /var lasts; set nodeAgent.runtimeClassName to empty",
+    "Container-Optimized OS": "/etc, /run and /var, of which only /var lasts; GKE's driver is in a directory that the "
+    "chart does not mount: not supported yet",
 }
 """Writable directories of operating systems with a read-only root, by the beginning of their name."""
 

@@ -78,8 +78,8 @@ def node_conditions(
 ) -> list[Condition]:
     """Return the conditions Ready (a GPU is healthy), MpsAvailable (the node offers mode MPS) and Preflight.
 
-    Preflight is False if a row of the preflight failed or names something missing; its message has all rows, and of
-    those that passed or were skipped the names.
+    Preflight is False if a row of the preflight failed or names something missing; its message has all rows with their
+    state, and of those that passed or were skipped the names.
     `unreadable` has the reasons of further GPUs that could not be read at the start of the agent. `mps_problem` is why
     the node offers no mode MPS; empty if it does. A condition's time is that of the last change of its status.
     """
@@ -104,7 +104,7 @@ def node_conditions(
     if preflight:
         fine = (Verdict.PASSED, Verdict.SKIPPED)
         is_met = all(row.verdict in (*fine, Verdict.UNKNOWN) for row in preflight)
-        rows = [f"{row.name}: {row}" for row in preflight if row.verdict not in fine]
+        rows = [f"{row.verdict} {row.name}: {row}" for row in preflight if row.verdict not in fine]
         others = {v: [row.name for row in preflight if row.verdict is v] for v in fine}
         rows += [f"{verdict}: {', '.join(names)}" for verdict, names in others.items() if names]
         reason = "RequirementsMet" if is_met else "RequirementMissing"

@@ -310,7 +310,7 @@ def _products(gpus: tuple[str, ...]) -> list[GpuProduct]:
     try:
         return list(dict.fromkeys(map(find_product, gpus)))
     except UnknownProductError as e:
-        raise InputError(str(e)) from e
+        raise InputError(f"{e}; on a cluster, the node agent derives other products from NVML") from e
 
 
 @click.command(

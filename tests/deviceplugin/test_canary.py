@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from agent_world import reservation
 from carpool_core.values import SharingMode
-from carpool_deviceplugin.canary import Answers, run_client
+from carpool_deviceplugin.canary import Answers, device_files, run_client
 from carpool_deviceplugin.cdi import environment
 from carpool_deviceplugin.check import run_canary
 from carpool_deviceplugin.commands import node as command
@@ -66,6 +66,20 @@ def test_a_container_says_what_it_got(libcuda: Path, broken: str, mode: SharingM
         code,
         True,
     ), found.output
+
+
+@pytest.mark.parametrize(("files", "code"), [(["nvidia0"], 0), (["nvidia0", "nvidia1"], 1)], ids=["its-own", "all"])
+def test_more_device_files_than_gpus_fail_under_mps(libcuda: Path, monkeypatch, files: list[str], code: int) -> None:
+    """Regression: the daemon's CUDA_VISIBLE_DEVICES hid them, so that a container with all GPUs passed."""
+    monkeypatch.setattr("carpool_deviceplugin.commands.device_files", lambda: files)
+    found = CliRunner(env={**container(), "LD_LIBRARY_PATH": str(libcuda)}).invoke(command, ["canary"])
+    assert (found.exit_code, "device files nvidia0, nvidia1\n" in found.output) == (code, bool(code)), found.output
+
+
+def test_the_device_files_are_those_of_gpus(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia12", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert device_files(tmp_path) == ["nvidia0", "nvidia12"]
 
 
 def test_a_container_without_gpus_or_driver_is_one_sentence(tmp_path: Path) -> None:

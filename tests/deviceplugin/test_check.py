@@ -80,6 +80,7 @@ def test_a_failed_check_exits_with_1(tmp_path: Path, host: Path) -> None:
     node.nvml.gpus[0].temperature_c = 200
     found = run(node, "--only", "contract")
     assert (found.exit_code, "FAILED   contract" in found.output) == (1, True)
+    assert "what to do: update the driver" in found.output
     (host / "2/comm").write_text("sleep\n")
     node.start(0, 42, "x")
     found = run(node)
@@ -156,6 +157,7 @@ def test_a_lost_gpu_leaves_a_gap_in_the_indices(tmp_path: Path) -> None:
     node.nvml.gpus[1].is_lost = True
     found = run(node, "--gpu", "2", "--only", "contract")
     assert (found.exit_code, found.output.startswith("Tesla T4, driver")) == (0, True), found.output
+    assert "warning" not in found.output, "the table has a row for it"
     found = run(node, "--gpu", "1")
     expected = (
         "that can be read (0, 2), its UUID, or that of a MIG device on it, found '1'; GPU #1: nvmlDeviceGetHandleBy"
@@ -164,6 +166,14 @@ def test_a_lost_gpu_leaves_a_gap_in_the_indices(tmp_path: Path) -> None:
     node.nvml.gpus[2].index = 0
     broken, *_ = check_identity(node.devices().session)
     assert broken == "expected GPUs in the order of their indices, each index once, found 0, 0"
+
+
+def test_without_a_driver_the_name_of_the_gpu_is_still_read() -> None:
+    """Regression: any name was accepted."""
+    for gpu, found in (("foo", "--gpu: expected the index or UUID of a GPU, found 'foo'"), ("1", "FAILED   driver")):
+        result = CliRunner().invoke(command, ["check", "--gpu", gpu])
+        assert found in result.output, result.output
+        assert ("STATE" in result.output) == (gpu == "1")
 
 
 def test_exit_code_2_if_every_check_was_skipped(tmp_path: Path) -> None:

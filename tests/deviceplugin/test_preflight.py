@@ -120,7 +120,7 @@ async def test_in_the_agents_pod_the_nodes_version_of_the_runtime_decides(
     async with running(world.agent):
         preflight = await until(lambda: next((c for c in world.status.conditions if c.type == "Preflight"), None))
     assert rows(world.agent.reconciler.reporter.preflight)["container-runtime"].verdict == verdict
-    assert ("container-runtime: " in preflight.message) == (verdict != "passed")
+    assert (f"{verdict} container-runtime: " in preflight.message) == (verdict != "passed")
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_confined_domain_is_reported(tmp_path: Path, label: str, enforce: str,
             "Bottlerocket OS 1.49.0 (aws-k8s-1.33-nvidia)",
             "only these are: /etc, /run and /var, of which only /var lasts",
         ),
-        ("Container-Optimized OS from Google", "of which only /var lasts; set nodeAgent.runtimeClassName to empty"),
+        ("Container-Optimized OS from Google", "that the chart does not mount: not supported yet"),
         ("Ubuntu 24.04.3 LTS", "set another that is not read-only"),
     ],
 )
@@ -250,6 +250,8 @@ def test_a_row_about_the_gpus_names_what_to_do(tmp_path: Path, change, name: str
     verdict = "FAILED" if name == "host-pids" else "missing"
     assert (found[0].verdict in ("passed", "skipped"), found[1].verdict) == (True, verdict)
     assert message in str(found[1])
+    assert found[1].advice
+    assert found[0].found != found[1].needed.partition(",")[0], "a requirement is not a finding"
 
 
 DEFAULT_FIELDS = ("DEV_GPU_UTIL", "DEV_FB_USED", "DEV_POWER_USAGE")
@@ -287,4 +289,4 @@ def test_the_condition_has_all_rows(tmp_path: Path) -> None:
     *_, condition = node_conditions([], (), "", (), FakeClock().now(), found)
     assert (condition.type, condition.status, condition.reason) == ("Preflight", "False", "RequirementMissing")
     passed = "passed: selinux, directories, device-plugins. skipped: x"
-    assert condition.message == f"container-runtime: {found[0]}. {passed}"
+    assert condition.message == f"FAILED container-runtime: {found[0]}. {passed}"
