@@ -486,6 +486,20 @@ def test_backoff_doubles_and_the_limit_fails_the_job() -> None:
     assert (status.state, status.restarts, status.completion_time) == ("Failed", 3, rfc3339(NOW))
 
 
+@pytest.mark.parametrize(("second", "complete"), [("Succeeded", True), ("Running", False)])
+def test_job_is_complete_once_all_workers_succeeded(second: str, complete: bool) -> None:
+    of = predicted_job(workers=2)
+    decision = reconcile(snapshot(of, pods=(pod(0, phase="Succeeded"), pod(1, phase=second))))
+    assert (status_of(decision, of).state == "Complete") is complete
+
+
+def test_final_refusal_ends_the_attempt() -> None:
+    of = predicted_job(attempts=[{"number": 1, "outcome": "Creating"}])
+    decision = reconcile(snapshot(of, refusal=Refusal("InvalidTemplate", "image: Required", is_final=True)))
+    status = status_of(decision, of)
+    assert (status.state, status.attempts[0].ended_at) == ("Failed", rfc3339(NOW))
+
+
 def edited(of: GpuTrainingJob, **spec: Any) -> GpuTrainingJob:
     """A job after its user has changed its spec; the active attempt holds the digest of the former spec."""
     digest = spec_digest(of.spec)

@@ -150,7 +150,7 @@ def test_backoff_of_a_gpu_ends_with_a_success():
     clock = FakeClock()
     backoff = GpuBackoff(clock)
     for _ in range(2):
-        backoff.record_failure("a", ["g0"])
+        backoff.record_failure("a", ["g0", "g0"])  # several that failed together are one failure
         assert backoff.in_backoff()["a", "g0"].reason.endswith("at 2026-01-31T12:00:30Z")
         backoff.record_success("a", ["g0"])
         assert backoff.in_backoff() == {}

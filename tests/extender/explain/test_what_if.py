@@ -18,6 +18,7 @@ from carpool_extender.framework.filters import AdmissionLimits
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
 from carpool_extender.settings import AskSettings
 from carpool_extender.testing import T4, device, gpu_node, prediction, seed_node, tenant
+from carpool_extender.workloads import JobOptions
 from carpool_predictor.calibration.document import SIMULATED, Calibration, RunMeasurement, RunPrediction, Stack
 from carpool_predictor.calibration.observe import observe
 from carpool_predictor.calibration.store import KEY, CalibrationStore, StoredCalibration
@@ -105,6 +106,15 @@ async def test_job_that_fits_on_no_empty_gpu_could_never_run(spec, reason):
         found = await answer(kube, spec)
         assert not found.is_infeasible, "the GPUs of b are unknown"
         assert found.lines[1].startswith(f"could never run on the GPUs that are known: {reason}")
+
+
+async def test_job_may_choose_its_policy_only_if_the_site_allows_it():
+    kube, mine = nodes(gpu_node("a", 1)), {"carpool.dev/policy": "exclusive"}
+    refused = await answer(kube, **mine)
+    assert refused.is_infeasible
+    assert refused.lines[-1].startswith("PolicyNotAllowed: ")
+    lines = (await answer(kube, options=Options(CLOCK, JobOptions(policies=True)), **mine)).lines
+    assert lines[1].startswith(f"{GO}exclusive: Exclusive on GPU 0")
 
 
 async def test_places_of_very_many_workers_are_not_all_listed():
