@@ -118,6 +118,24 @@ class TestGangs:
         queued, _ = queue(gpu_node("a", 2, [msgspec.structs.replace(busy("x", 0), pod_uid=PodUid("old"))]))
         assert reasons(one_pass(queued, [job("x", 1)], ends(), 10.0)) == {"x": WaitReason.TOO_MANY_PODS}
 
+    def test_refused_jobs_are_evaluated_again_only_after_gpus_were_freed(self, monkeypatch):
+        evaluated = []
+
+        def recorded(cached, workers, among):
+            evaluated.append(workers)
+            return place_gang(cached, workers, among)
+
+        monkeypatch.setattr("carpool_extender.queue.scheduling_queue.place_gang", recorded)
+        queued, gpus = queue(gpu_node("a", 2))
+        pending = [job("holds", workers=2), job("waits", 1), job("gang", 2, workers=2)]
+        first = one_pass(queued, pending, ends(), 3.0)
+        evaluated.clear()
+        assert [*queued.admit(ends(), 4.0)] == []
+        assert evaluated == []
+        gpus.forget("a", first.admitted[0].claims[0].reservation.pod_uid)
+        assert [one.info.name for one in queued.admit(ends(), 5.0)] == ["default/waits"]
+        assert evaluated == [1, 2]
+
 
 class TestBackfill:
     def test_the_first_job_that_does_not_fit_gets_a_reservation_in_time(self):
