@@ -508,7 +508,7 @@ _MENDING = {
         "destroy what is left (`carpool node plan --to mig: --apply --destroy-others`); then reset the GPU",
     ),
 }
-"""What each check needs, and what to do if it failed."""
+"""The need of each check, and the advice if it fails."""
 
 
 def run_check(name: str, devices: NvmlDevices, gpu: GpuUuid, *, may_divide: bool) -> Outcome:

@@ -75,7 +75,7 @@ class Case:
     gpu: str
     memory_mib: float | None
     step_time_s: float | None
-    """Of a stated GPU that the predictor knows."""
+    """The time of one step; None unless the case states a GPU that the predictor knows."""
     excluded: str
     """Reason why the case is not judged; empty if it is."""
 

@@ -427,7 +427,7 @@ A_MACHINE = 8
 @pytest.mark.vendor
 @pytest.mark.parametrize("first", range(0, len(PUBLISHED["gpus"]), A_MACHINE))
 def test_nvidias_mock_reserves_memory_that_no_job_can_use(mock: dict[str, str], tmp_path: Path, first: int) -> None:
-    """Of every product, idle and in use, beside 256 GiB of BAR1.
+    """The mock has every product, idle and in use, beside 256 GiB of BAR1.
 
     Its first version of the query, unlike the real library's, leaves the reserved memory out of the used.
     """

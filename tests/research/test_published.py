@@ -42,7 +42,7 @@ def test_every_case_has_a_link_and_a_quote() -> None:
 def test_the_bound_covers_published_peaks(split: str, share: float) -> None:
     """At the first look 79% of the later sources' bounds held, before the setting for varying lengths existed.
 
-    Of the last sources' 41 cases five have state on the host, of which one holds.
+    Five of the last sources' 41 cases have state on the host. One of these five bounds holds.
     """
     ratios = [bound_ratio(one) for one in MEMORY if one.case.split == split]
     assert sum(ratio >= 1 for ratio in ratios) >= share * len(ratios)
