@@ -200,7 +200,8 @@ class ReservationGC:
 class Restorer:
     """Writes the reservations of running pods again that vanished from GpuNodes.
 
-    Without its reservation, only the agent's measurement keeps other pods off the GPUs of a running pod.
+    Without its reservation, only the agent's measurement keeps other pods off the GPUs of a running pod. A pod that has
+    not started gets none back: its GPUs may have been given away before its Binding arrived. The operator replaces it.
     """
 
     def __init__(
@@ -248,12 +249,12 @@ class Restorer:
                 self._vanished.setdefault(old.metadata.name, {})[one.pod_uid] = one
 
     def _lacks_reservation(self, pod: Pod) -> bool:
-        """Return whether a pod runs without a reservation that can be restored or reported.
+        """Return whether a pod has started and has no reservation, which can be restored or reported.
 
         A node without GPUs has to wait: its agent has not reported yet.
         """
         uid, name = PodUid(pod.metadata.uid), pod.spec.node_name
-        if not may_run(pod) or name in self._informers.cluster.nodes_holding(uid):
+        if not (pod.has_started and may_run(pod)) or name in self._informers.cluster.nodes_holding(uid):
             return False
         if uid in self._reported and uid not in self._vanished.get(name, {}):
             return False

@@ -149,6 +149,13 @@ async def test_a_failing_release_is_tried_again(world):
     assert len([call for call in world.writes(GPU_NODES.plural) if not call.subresource]) == 2
 
 
+def seed_running(kube, job, **annotations):
+    """Put a job's pod on a server, running on node `a`."""
+    pod = pod_of(job, nodeName="a") | {"status": RUNNING | {"phase": "Running"}}
+    pod["metadata"]["annotations"] = annotations
+    return kube.seed(PODS, pod)
+
+
 def another(name, devices):
     """The GpuNode that an agent creates in place of a deleted one."""
     node = gpu_node(name, devices)
@@ -160,6 +167,7 @@ async def test_a_running_pod_gets_the_reservation_back_that_its_node_lost(world,
     world.add("x", nodes=["a"], gpus=2)
     async with world.extender() as extender, background(world.agent.serve("a")):
         assert (await extender.service.bind(args())).error == ""
+    await world.kube.patch(PODS, POD, {"status": RUNNING}, namespace="default", subresource="status")
     before = world.reservations("a")
     async with world.extender() as extender:
         if how == "emptied":
@@ -201,9 +209,7 @@ async def test_an_earlier_reservation_of_a_bound_pod_is_not_restored(world):
     world.add("x", nodes=["a"], gpus=2)
     seed_node(world.kube, gpu_node("a", 2, [replace(tenant("x", ["GPU-a-0"]), pod_name=POD)]))
     async with world.extender() as extender:
-        bound = seed_pod(world.kube, "x", nodeName="a")
-        bound["metadata"]["annotations"] = {ANNOTATION_GPUS: "GPU-a-1"}
-        world.kube.seed(PODS, bound)
+        seed_running(world.kube, "x", **{ANNOTATION_GPUS: "GPU-a-1"})
         await world.kube.delete(GPU_NODES, "a")
         await until(lambda: extender.informers.cluster.node("a") is None)
         seed_node(world.kube, another("a", devices=2))
@@ -215,6 +221,22 @@ async def test_an_earlier_reservation_of_a_bound_pod_is_not_restored(world):
     assert message.startswith(f"pod default/{POD} runs on node a without a reservation, so nothing is kept for it")
     assert "nothing is known of the reservation that it had" in message
     assert world.kube.dump_all(EVENTS)[0]["count"] == 1
+
+
+async def test_a_pod_that_has_not_started_does_not_get_a_lost_reservation_back(world):
+    """Regression: the Binding of x arrived late, after its GPU had been given to y and the GpuNode was lost again."""
+    world.add("x", "y", nodes=["a"])
+    exclusive = {name: replace(tenant(name, ["GPU-a-0"], SharingMode.EXCLUSIVE)) for name in "xy"}
+    seed_node(world.kube, gpu_node("a", 1, [exclusive["x"]]))
+    async with world.extender() as extender:
+        for held in ([exclusive["y"]], []):
+            await world.kube.patch(GPU_NODES, "a", {"spec": {"reservations": msgspec.to_builtins(held)}})
+            await until(lambda held=held: extender.informers.cluster.node("a").spec.reservations == held)
+        seed_pod(world.kube, "x", nodeName="a")
+        seed_running(world.kube, "y")
+        await until(lambda: extender.informers.pod("pod-y").has_started)
+        await extender.gc.sweep()
+    assert [one["podUid"] for one in world.reservations("a")] == ["pod-y"]
 
 
 @pytest.mark.parametrize("recorded", [True, False], ids=["a worker", "a pod that the operator did not create"])
@@ -244,6 +266,7 @@ async def test_a_reservation_whose_place_was_given_away_is_reported_once_and_res
     world.add("x", "y", nodes=["a"])
     async with world.extender() as extender, background(world.agent.serve("a")):
         assert (await extender.service.bind(args())).error == ""
+        await world.kube.patch(PODS, POD, {"status": RUNNING}, namespace="default", subresource="status")
         taker = replace(tenant("y", ["GPU-a-0"], SharingMode.EXCLUSIVE), pod_name="y-worker-0-1")
         await world.kube.patch(GPU_NODES, "a", {"spec": {"reservations": [msgspec.to_builtins(taker)]}})
         seed_pod(world.kube, "y", nodeName="a")
@@ -311,7 +334,7 @@ async def test_reservations_of_one_node_are_released_or_restored_together(is_res
     async with setup.watching():
         if is_restored:
             for i in range(16):
-                seed_pod(setup.kube, f"t{i}", nodeName="a")
+                seed_running(setup.kube, f"t{i}")
             await setup.kube.patch(GPU_NODES, "a", {"spec": {"reservations": []}})
             await until(lambda: setup.informers.cluster.nodes_holding("pod-t0") == [])
             await until(lambda: setup.informers.pod("pod-t15") is not None)
