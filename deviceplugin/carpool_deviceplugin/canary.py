@@ -132,11 +132,7 @@ def judge(found: Answers, environment: Mapping[str, str], files: Sequence[str] =
     if found.absent:
         return [Outcome(name="canary", verdict=Verdict.SKIPPED, found=found.absent)]
     if found.error:
-        return [
-            Outcome(
-                name="canary", verdict=Verdict.FAILED, found=found.error, needed="a CUDA context", advice=_NO_CONTEXT
-            )
-        ]
+        return [row("canary", found.error, "a CUDA context", _NO_CONTEXT, passed="", otherwise=Verdict.FAILED)]
     gpus, limit_mib = environment.get("CARPOOL_VISIBLE_GPUS", "").split(","), limit_in(environment)
     seen, is_exact = _list(found.uuids), sorted(found.uuids) == sorted(gpus)
     if len(files) > len(gpus):
@@ -148,8 +144,8 @@ def judge(found: Answers, environment: Mapping[str, str], files: Sequence[str] =
     if environment.get("CARPOOL_GPU_MODE") != SharingMode.MPS:
         return rows
     if found.inside_mps is None:
-        why = "CUDA does not say whether a client is inside MPS; drivers from 545 on do"
-        rows.append(Outcome(name="canary-mps", verdict=Verdict.UNKNOWN, found=why))
+        why, needed = "CUDA does not say whether a client is inside MPS", "driver 545 or newer, whose CUDA does"
+        rows.append(row("canary-mps", why, needed, "update the driver", passed="", otherwise=Verdict.UNKNOWN))
     else:
         outside = "one outside, to which no limit applies"
         advice = "see that the container has the daemon's directories, and that SELinux lets it open their sockets"

@@ -19,7 +19,14 @@ from carpool_deviceplugin.gpu import DeviceError, Devices
 from carpool_deviceplugin.health import XidWatch
 from carpool_deviceplugin.mig import MigRefusal, plan_mig
 from carpool_deviceplugin.mig_instances import apply_plan, read_instances, read_mig_devices, read_table
-from carpool_deviceplugin.mps import MpsProgram, driver_problem
+from carpool_deviceplugin.mps import (
+    MIN_DRIVER,
+    PROGRAM,
+    MpsProgram,
+    driver_problem,
+    host_version,
+    version_problem,
+)
 from carpool_deviceplugin.nvlib import (
     Identity,
     NvmlError,
@@ -64,7 +71,8 @@ def check_node(devices: Devices | Outcome, settings: AgentSettings, host: Host) 
     if isinstance(devices, Outcome):
         yield devices
     elif isinstance(devices, NvmlDevices):
-        yield _told("driver", driver_problem(devices.driver), passed=f"driver {devices.driver}")
+        passed = f"driver {devices.driver}; from {MIN_DRIVER} on, MPS with limits and reports of clients' faults"
+        yield _told("driver", driver_problem(devices.driver), passed=passed)
     yield from check_host(host, Directories(settings.state_dir, settings.cdi_dir, settings.device_plugin_dir))
     if not isinstance(devices, Outcome | NvmlDevices):
         found = f"{len(devices.uuids)} simulated GPUs, which need no driver, MPS program, MIG or DCGM"
@@ -81,17 +89,18 @@ def check_node(devices: Devices | Outcome, settings: AgentSettings, host: Host) 
     problem = devices.mps_missing if isinstance(devices, NvmlDevices) else MpsProgram.problem()
     if settings.mps_host and not problem and not Path(settings.mps_host).is_socket():
         problem = f"expected a socket at {quoted(Path(settings.mps_host))}, found none; check the pod carpool-mps"
-    yield _told("mps-program", problem, passed="MPS daemons")
+    version = host_version(settings.state_dir) if settings.mps_host else MpsProgram.version()
+    if isinstance(devices, NvmlDevices):
+        problem = problem or version_problem(version, devices.driver)
+    yield _told("mps-program", problem, passed=f"{PROGRAM} {version or 'without a version'}")
     if isinstance(devices, NvmlDevices):
         yield from _check_gpus(devices, settings, host)
 
 
 def _told(name: str, problem: str, passed: str) -> Outcome:
     """Return a row of a sentence that states what was expected, what was found and what to do; empty if it passed."""
-    parts = re.fullmatch("expected (.+?), found (.+?); (.+)", problem)
-    return (
-        row(name, parts[2], parts[1], parts[3], passed=passed) if parts else row(name, problem, "", "", passed=passed)
-    )
+    needed, found, advice = re.findall("^expected (.+?), found (.+?); (.+)$", problem)[0] if problem else ("",) * 3
+    return row(name, found, needed, advice, passed=passed)
 
 
 _MAX_UNOWNED_MIB = 1024
@@ -101,7 +110,8 @@ _MAX_UNOWNED_MIB = 1024
 def _check_gpus(devices: NvmlDevices, settings: AgentSettings, host: Host) -> Iterator[Outcome]:
     known = [devices.identity(uuid) for uuid in devices.uuids]
     count = f"{len(known)} of {len(known)} can be read"
-    yield row("gpus", "; ".join(devices.unreadable), "GPUs that can be read", "the agent uses the others", passed=count)
+    advice = "repair them, then restart the agent; until then it uses the others"
+    yield row("gpus", "; ".join(devices.unreadable), "GPUs that can be read", advice, passed=count)
     yield row(
         "device-files",
         ", ".join(f"none of GPU {index}" for index in devices.hidden),
@@ -461,10 +471,10 @@ def run_canary(devices: NvmlDevices, gpu: GpuUuid, client: Client = run_client) 
             if access.mps_pipe is not None:  # the paths are those of the node, not of a container
                 environment["CUDA_MPS_PIPE_DIRECTORY"] = access.mps_pipe.host_path
             return judge(client(environment, access.mps_shm.host_path if access.mps_shm else ""), environment)
-    except (SkippedError, DeviceError) as e:
-        verdict = Verdict.SKIPPED if isinstance(e, SkippedError) else Verdict.FAILED
-        advice = "see the row mps" if verdict is Verdict.FAILED else ""
-        return [Outcome(name="canary", verdict=verdict, found=str(e), advice=advice)]
+    except SkippedError as e:
+        return [Outcome(name="canary", verdict=Verdict.SKIPPED, found=str(e))]
+    except DeviceError as e:
+        return [row("canary", str(e), "an MPS daemon", "see the row mps", passed="", otherwise=Verdict.FAILED)]
 
 
 def check_mig(devices: NvmlDevices, gpu: GpuUuid) -> str:

@@ -30,6 +30,7 @@ from prometheus_client import CollectorRegistry
 from carpool_deviceplugin.app import build, find_devices, real_devices
 from carpool_deviceplugin.canary import device_files, judge, run_client
 from carpool_deviceplugin.check import CHECKS, Report, check_node, read_all, run_canary, run_check
+from carpool_deviceplugin.files import write_file
 from carpool_deviceplugin.gpu import Counters, DeviceError, Devices, NoDevicesError
 from carpool_deviceplugin.metrics import AgentCollector
 from carpool_deviceplugin.mig import Instance, MigRefusal, MigTable, Profile, UnknownProfileError, plan_mig
@@ -392,7 +393,7 @@ def mps_host(socket: Path, state_dir: Path, shm_dir: Path | None, shm_dir_on_nod
 def listening(socket: Path, state_dir: Path, shared: SharedMemory | None = None) -> MpsHost:
     """Listen on the socket of the MPS host; raises InputError."""
     try:
-        state_dir.mkdir(parents=True, exist_ok=True)
+        write_file(state_dir / "mps" / "version", MpsProgram.version().encode())
     except OSError as e:
         raise InputError(
             f"--state-dir: expected a directory at {quoted(state_dir)}, found {e.strerror}; name another"

@@ -166,8 +166,9 @@ class NvmlDevices:
             identified = (self.session.generation, self._monotonic())
             gpus[uuid] = GpuState(identity, identified, CheckpointFile(directory / f"{uuid}.json"))
         if not gpus:
-            found, advice = "; ".join(unreadable) or "a driver and none", "give the container /dev/nvidia*"
-            raise UnusableDriverError(found, "GPUs on this node", "" if unreadable else advice, name="gpus")
+            found = "; ".join(unreadable) or "a driver and none"
+            advice = "repair one, then restart the agent" if unreadable else "give the container /dev/nvidia*"
+            raise UnusableDriverError(found, "GPUs on this node", advice, name="gpus")
         self.unreadable = [f"{reason} (repair it, then restart the agent)" for reason in unreadable]
         for reason in self.unreadable:
             structlog.get_logger().warning("gpu not used", reason=reason)

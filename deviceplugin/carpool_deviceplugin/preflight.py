@@ -254,6 +254,15 @@ class Directories:
 
 def check_host(host: Host, directories: Directories) -> Iterator[Outcome]:
     """Check container runtime, SELinux, directories and other device plugins."""
+    system = host.os_name
+    yield row(
+        "operating-system",
+        system if system.startswith(_UNSUPPORTED) else "",
+        "one whose driver the chart mounts; GKE's is in a directory of its own",
+        "use nodes of another one, and leave these out of nodeAgent.nodeSelector",
+        passed=system or "its name is not visible here",
+        otherwise=Verdict.FAILED,
+    )
     yield _check_runtime(host, directories.cdi)
     domain = host.selinux_type()
     yield row(
@@ -325,12 +334,12 @@ def _normal(path: str | Path) -> str:
     return re.sub(r"^/var/run(?=/)", "/run", str(path).rstrip("/"))
 
 
+_UNSUPPORTED = "Container-Optimized OS"
 _WRITABLE = {
-    "Talos": "/run and /var; set nodeAgent.cdiDir to one of containerd's cdi_spec_dirs there, nodeAgent.cdiStaticDir "
-    "to empty",
-    "Bottlerocket": "/etc, /run and /var, of which only /var lasts; SELinux is always enforced",
-    "Container-Optimized OS": "/etc, /run and /var, of which only /var lasts; GKE's driver is in a directory that the "
-    "chart does not mount: not supported yet",
+    "Talos": "/run or /var; set nodeAgent.cdiDir to one of containerd's cdi_spec_dirs there, nodeAgent.cdiStaticDir to "
+    "empty",
+    "Bottlerocket": "/etc, /run or /var, of which only /var outlasts a restart of the node",
+    _UNSUPPORTED: "/etc, /run or /var, of which only /var outlasts a restart of the node",
 }
 """Writable directories of operating systems with a read-only root, by the beginning of their name."""
 
@@ -348,7 +357,7 @@ def _check_directories(host: Host, directories: Directories) -> Outcome:
         "directories",
         ", ".join(lacks),
         "directories that can be written to",
-        f"on {system} only these are: {known}" if known else "run as root, or set another that is not read-only",
+        f"choose directories below {known}" if known else "run as root, or set another that is not read-only",
         passed=f"all writable{f' on {system}' if system else ''}",
         otherwise=Verdict.FAILED,
     )

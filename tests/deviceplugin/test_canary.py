@@ -50,7 +50,7 @@ def container(mode: SharingMode = SharingMode.MPS) -> dict[str, str]:
         ("takes-more", SharingMode.TIME_SLICING, 0, f"passed canary-gpus {GPU}"),
         ("two-gpus", SharingMode.EXCLUSIVE, 1, f"FAILED canary-gpus {GPU}, {OTHER}; needed: {GPU}"),
         ("old-driver", SharingMode.MPS, 0, "unknown canary-mps CUDA does not say whether a client is inside MPS; "
-         "drivers from 545 on do; passed canary-memory"),
+         "needed: driver 545 or newer, whose CUDA does; what to do: update the driver; passed canary-memory"),
         ("outside", SharingMode.MPS, 1, "FAILED canary-mps one outside, to which no limit applies"),
         ("no-limit", SharingMode.MPS, 1, "FAILED canary-memory CUDA's results 0 and 0; needed: 1 MiB, and 2,049"),
         ("no-gpu", SharingMode.MPS, 1,

@@ -1,5 +1,7 @@
 """Rows of the preflight, over files of a node and fake GPUs."""
 
+import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pynvml
@@ -7,14 +9,17 @@ import pytest
 from agent_world import World
 from carpool_core.kube.api import NODES
 from carpool_core.testing.clock import FakeClock
-from carpool_deviceplugin.check import check_node, read_all
-from carpool_deviceplugin.preflight import Directories, Host, NodeInfo, Outcome, Verdict, check_host
+from carpool_deviceplugin.check import CHECKS, check_node, read_all
+from carpool_deviceplugin.commands import listening
+from carpool_deviceplugin.mps import PROGRAM as MPS_CONTROL
+from carpool_deviceplugin.preflight import NO_INFO, Directories, Host, NodeInfo, Outcome, Verdict, check_host
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.status import node_conditions
 from carpool_deviceplugin.testing.gpus import HARDWARE
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.node import Node, running, until
 from carpool_deviceplugin.testing.nvml import FakeNvml
+from node_world import run, verdicts
 
 CDI_2 = 'version = 2\n[plugins."io.containerd.grpc.v1.cri"]\nenable_cdi = true\n'
 CDI_3 = "version = 3\n[plugins.'io.containerd.cri.v1.runtime']\n"
@@ -26,7 +31,11 @@ DEBIAN = "#!/bin/sh\necho 'containerd github.com/containerd/containerd 1.7.24~ds
 
 
 def rows(found) -> dict[str, Outcome]:
-    return {one.name: one for one in found}
+    by_name = {one.name: one for one in found}
+    for one in by_name.values():
+        assert one.found
+        assert (one.verdict in ("passed", "skipped")) == (not one.needed) == (not one.advice), one
+    return by_name
 
 
 def host_rows(root: Path, runtime: str = "", os_image: str = "", *, visible: bool = True) -> dict[str, Outcome]:
@@ -40,7 +49,7 @@ def write(root: Path, files: dict[str, str]) -> None:
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
-        path.chmod(0o755 if path.name == "containerd" else 0o644)
+        path.chmod(0o755 if path.parent.name == "bin" else 0o644)
 
 
 @pytest.mark.parametrize(
@@ -113,14 +122,17 @@ async def test_in_the_agents_pod_the_nodes_version_of_the_runtime_decides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: str, verdict: str
 ) -> None:
     """containerd 2 and CRI-O have CDI on by default; with containerd 1.7 only the file on the node decides."""
-    monkeypatch.setattr(Host, "find", lambda info: Host(None, tmp_path / "proc", info))
+    monkeypatch.setattr(Host, "find", lambda info=NO_INFO: Host(None, tmp_path / "proc", info))
     world = World(tmp_path)
     node = {"metadata": {"name": "n"}, "status": {"nodeInfo": {"containerRuntimeVersion": runtime}}}
     world.kube.seed(NODES, node)
     async with running(world.agent):
         preflight = await until(lambda: next((c for c in world.status.conditions if c.type == "Preflight"), None))
-    assert rows(world.agent.reconciler.reporter.preflight)["container-runtime"].verdict == verdict
+    found = rows(world.agent.reconciler.reporter.preflight)
+    assert found["container-runtime"].verdict == verdict
     assert (f"{verdict} container-runtime: " in preflight.message) == (verdict != "passed")
+    printed = verdicts(run(world.node, "check").output).keys() - CHECKS
+    assert printed == found.keys() == {name for name in found if re.search(rf"\b{name}\b", preflight.message)}
 
 
 @pytest.mark.parametrize(
@@ -138,24 +150,55 @@ def test_a_confined_domain_is_reported(tmp_path: Path, label: str, enforce: str,
 
 
 @pytest.mark.parametrize(
-    ("os_image", "offered"),
+    ("os_image", "verdict", "message", "offered"),
     [
-        ("Talos (v1.11.0)", "on Talos (v1.11.0) only these are: /run and /var; set nodeAgent.cdiDir to"),
+        ("Talos (v1.11.0)", "passed", "Talos (v1.11.0)", "directories below /run or /var; set nodeAgent.cdiDir to"),
         (
             "Bottlerocket OS 1.49.0 (aws-k8s-1.33-nvidia)",
-            "only these are: /etc, /run and /var, of which only /var lasts",
+            "passed",
+            "Bottlerocket OS 1.49.0",
+            "directories below /etc, /run or /var, of which only /var outlasts a restart",
         ),
-        ("Container-Optimized OS from Google", "that the chart does not mount: not supported yet"),
-        ("Ubuntu 24.04.3 LTS", "set another that is not read-only"),
+        (
+            "Container-Optimized OS from Google",
+            "FAILED",
+            "expected one whose driver the chart mounts; GKE's is in a directory of its own, found "
+            "Container-Optimized OS from Google; use nodes of another one",
+            "directories below /etc, /run or /var, of which only /var outlasts a restart",
+        ),
+        ("Ubuntu 24.04.3 LTS", "passed", "Ubuntu 24.04.3 LTS", "set another that is not read-only"),
+        ("", "passed", "its name is not visible here", "set another that is not read-only"),
     ],
 )
-def test_directories_that_cannot_be_written_to_name_what_the_system_offers(
-    tmp_path: Path, os_image: str, offered: str
+def test_each_operating_system_and_its_writable_directories_are_rows(
+    tmp_path: Path, os_image: str, verdict: str, message: str, offered: str
 ) -> None:
+    """Regression: Container-Optimized OS was named only where a directory could not be written to."""
+    row = (found := host_rows(tmp_path, os_image=os_image))["operating-system"]
+    assert (row.verdict, message in str(row), found["directories"].verdict) == (verdict, True, "passed")
     write(tmp_path, {"var/lib": ""})  # a file: no directory can be created in it
     row = host_rows(tmp_path, os_image=os_image)["directories"]
     assert "found CARPOOL_STATE_DIR '/var/lib/carpool'; " in str(row)
     assert offered in str(row)
+
+
+@pytest.mark.parametrize("is_hosted", [False, True], ids=["agent", "carpool-mps"])
+def test_the_mps_program_must_be_that_of_the_driver(tmp_path: Path, monkeypatch, is_hosted: bool) -> None:
+    """A container that outlives an upgrade of the driver keeps the old program."""
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
+    settings = AgentSettings(state_dir=tmp_path, mps_host=str(tmp_path / "sock") if is_hosted else "")
+    devices = Node(FakeNvml(["T4"]), FakeMpsCommands(), tmp_path).devices()
+    for version, message in (
+        ("580.95.05", "nvidia-cuda-mps-control 580.95.05"),
+        ("", "nvidia-cuda-mps-control without a version"),
+        ("550.163.01", "expected nvidia-cuda-mps-control of driver 580.95.05, found 550.163.01, whose servers"),
+    ):
+        write(tmp_path, {f"bin/{MPS_CONTROL}": f"GLIBC_2.34\0{version}\0001.2.3"})
+        with listening(tmp_path / "sock", tmp_path) if is_hosted else nullcontext():
+            if is_hosted:
+                write(tmp_path, {f"bin/{MPS_CONTROL}": "\000535.261.03\0"})
+            row = rows(check_node(devices, settings, Host(None, tmp_path / "proc")))["mps-program"]
+        assert (row.verdict, str(row).startswith(message)) == ("missing" if "; " in str(row) else "passed", True), row
 
 
 def test_other_programs_that_assign_gpus_are_reported(tmp_path: Path) -> None:
@@ -226,7 +269,11 @@ def exporter(node: Node) -> None:
     [
         (old_driver, "driver", "expected driver 550 or newer for MPS, found 535.288.01"),
         (contained, "host-pids", "found another PID namespace; run with hostPID: true"),
-        (lost, "gpus", "found GPU #0: nvmlDeviceGetHandleByIndex failed: GPU is lost"),
+        (
+            lost,
+            "gpus",
+            "then restart the agent); repair them, then restart the agent; until then it uses the others",
+        ),
         (prohibited, "compute-mode", "found Prohibited on GPU 0; allow several programs: nvidia-smi -i INDEX -c 0"),
         (not_persistent, "persistence", "found off on GPU 0; run nvidia-persistenced"),
         (hidden, "device-files", "found none of GPU 0; set nodeAgent.visibleDevices to management.nvidia.com/gpu=all"),
@@ -250,7 +297,6 @@ def test_a_row_about_the_gpus_names_what_to_do(tmp_path: Path, change, name: str
     verdict = "FAILED" if name == "host-pids" else "missing"
     assert (found[0].verdict in ("passed", "skipped"), found[1].verdict) == (True, verdict)
     assert message in str(found[1])
-    assert found[1].advice
     assert found[0].found != found[1].needed.partition(",")[0], "a requirement is not a finding"
 
 
@@ -288,5 +334,5 @@ def test_the_condition_has_all_rows(tmp_path: Path) -> None:
     found = [*host_rows(tmp_path, "containerd://1.6.33").values(), skipped]
     *_, condition = node_conditions([], (), "", (), FakeClock().now(), found)
     assert (condition.type, condition.status, condition.reason) == ("Preflight", "False", "RequirementMissing")
-    passed = "passed: selinux, directories, device-plugins. skipped: x"
-    assert condition.message == f"FAILED container-runtime: {found[0]}. {passed}"
+    passed = "passed: operating-system, selinux, directories, device-plugins. skipped: x"
+    assert condition.message == f"FAILED container-runtime: {found[1]}. {passed}"
