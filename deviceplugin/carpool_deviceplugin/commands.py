@@ -22,6 +22,7 @@ from carpool_core import logs, metrics
 from carpool_core.clock import SystemClock
 from carpool_core.kube.client import connect
 from carpool_core.kube.config import KubeConfigError
+from carpool_core.products import device_class, product_of
 from carpool_core.resources.node import Device
 from carpool_core.settings import InputError, LogLevel, MisconfiguredError, SettingsError, click_options, load
 from carpool_core.values import DeviceHealth, GpuUuid
@@ -292,6 +293,7 @@ def _describe_gpu(devices: NvmlDevices, device: Device) -> Iterator[str]:
         f"{device.reserved_mib - known.reserved_mib:,} more kept free), compute capability "
         f"{known.compute_capability}, PCI {known.pci_bus_id}{numa}"
     )
+    yield from _describe_product(device)
     if known.nvlink_peers:
         yield f"  NVLink to {', '.join(known.nvlink_peers)}"
     yield f"  modes: {', '.join(device.modes) or 'none'}; now {device.mode or 'no mode set'}"
@@ -302,6 +304,20 @@ def _describe_gpu(devices: NvmlDevices, device: Device) -> Iterator[str]:
         yield from _describe_mig(devices, known)
     except DeviceError as e:
         yield f"  cannot be read: {e}"
+
+
+def _describe_product(device: Device) -> Iterator[str]:
+    product = product_of(device_class(device))
+    values = [f"{value:,}" if value else "?" for value in msgspec.structs.astuple(device.figures)]
+    yield "  NVML: {} cores, {} MHz, memory {} MHz x {} bits, {} W".format(*values)
+    if product is None:
+        yield "  prediction: none, because NVML does not report all of these; jobs run alone, or with spec.memory.limit"
+        return
+    source = "derived from these" if product.is_derived else "published figures"
+    yield (
+        f"  prediction: {source}: {product.sm_count} SMs, {product.fp32_tflops:.3g} TFLOP/s FP32, "
+        f"{product.tensor_tflops:,.4g} in 16 bits, {product.memory_bandwidth_gb_s:,.0f} GB/s"
+    )
 
 
 def _describe_counters(counters: Counters) -> Iterator[str]:
@@ -320,8 +336,9 @@ def _describe_mig(devices: NvmlDevices, known: Identity) -> Iterator[str]:
     pending = (
         "" if known.mig_enabled == known.mig_pending else f" ({'on' if known.mig_pending else 'off'} after a reset)"
     )
-    yield f"  MIG: {'on' if known.mig_enabled else 'off'}{pending}"
     table = read_table(session, uuid)
+    slices = f", {table.memory_slices} memory slices" if table else ", no profiles"
+    yield f"  MIG: {'on' if known.mig_enabled else 'off'}{pending}{slices}"
     for profile in table.profiles if table else ():
         places = f"{{{','.join(map(str, profile.starts))}}}:{profile.memory_slices}"
         yield f"    {profile.name:<12} {profile.memory_mib:>7,} MiB, {profile.sm_count} SMs, at {places}"

@@ -173,7 +173,7 @@ def test_without_a_driver_the_name_of_the_gpu_is_still_read() -> None:
     for gpu, found in (("foo", "--gpu: expected the index or UUID of a GPU, found 'foo'"), ("1", "FAILED   driver")):
         result = CliRunner().invoke(command, ["check", "--gpu", gpu])
         assert found in result.output, result.output
-        assert ("STATE" in result.output) == (gpu == "1")
+        assert (verdicts(result.output).get("driver") == "FAILED") == (gpu == "1")
 
 
 def test_exit_code_2_if_every_check_was_skipped(tmp_path: Path) -> None:

@@ -5,12 +5,14 @@ import re
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
 import pynvml
 import pytest
 from agent_world import agent_on, first_gpu, registry_of, reserve_on
+from carpool_core.resources.node import NvmlFigures
 from carpool_core.settings import InputError
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import PodUid, SharingMode
@@ -355,7 +357,8 @@ def test_inspect_prints_gpus_and_instances_with_their_owners(node: Node) -> None
         "driver 580.95.05, CUDA 13.0",
         "GPU 0: NVIDIA A100-SXM4-40GB",
         "; now no mode set",
-        "MIG: on",
+        "prediction: published figures: 108 SMs, 19.5 TFLOP/s FP32, 312 in 16 bits, 1,555 GB/s",
+        "MIG: on, 8 memory slices",
         "1g.5gb         4,864 MiB, 14 SMs, at {0,1,2,3,4,5,6}:1",
         "GPU 1: Tesla T4",
         "MIG: not supported",
@@ -367,6 +370,28 @@ def test_inspect_prints_gpus_and_instances_with_their_owners(node: Node) -> None
         "1g.5gb": "made for pod uid-a, idle",
         "2g.10gb": "not created by the agent, in use",
     }
+
+
+@pytest.mark.parametrize(
+    ("figures", "expected"),
+    [
+        (
+            NvmlFigures(cuda_cores=2560),
+            "2,560 cores, ? MHz, memory ? MHz x ? bits, ? W\n  prediction: none, because NVML",
+        ),
+        (
+            NvmlFigures(
+                cuda_cores=2560, sm_clock_mhz=1590, memory_clock_mhz=5001, memory_bus_bits=256, power_limit_w=70
+            ),
+            "2,560 cores, 1,590 MHz, memory 5,001 MHz x 256 bits, 70 W\n"
+            "  prediction: derived from these: 40 SMs, 8.14 TFLOP/s FP32, 65.13 in 16 bits, 320 GB/s",
+        ),
+    ],
+    ids=["unknown", "derived"],
+)
+def test_inspect_prints_what_predictions_of_an_unknown_product_use(node: Node, figures, expected: str) -> None:
+    node.nvml.gpus[1].hardware = replace(node.nvml.gpus[1].hardware, product="Tesla T5", figures=figures)
+    assert f"\n  NVML: {expected}" in inspection(node)
 
 
 class HostEngine:

@@ -167,13 +167,46 @@ def test_a100_and_h100_have_one_geometry() -> None:
     assert shape(A100_40) == shape(A100_80) == shape(H100_80) == shape(H200)
 
 
-@pytest.mark.vendor
-@pytest.mark.parametrize(("file", "table"), [("a30", A30), ("a100", A100_40)])
-def test_placements_are_those_of_go_nvml(file: str, table: MigTable) -> None:
-    """Those of newer GPUs are not compared: go-nvml lists three memory slices for 3g, and NVIDIA's MIG guide four."""
+DIVIDED = [gpu for gpu in json.loads((PROJECT / "tests/crds/nvidia_gpus.json").read_text())["gpus"] if "mig" in gpu]
+
+
+def test_the_page_on_mig_has_each_products_profiles() -> None:
+    names: dict[tuple[str, ...], list[str]] = {}
+    for gpu in DIVIDED:
+        names.setdefault(tuple(gpu["mig"]), []).append(gpu["name"].removeprefix("NVIDIA "))
+    rows = [f"| {', '.join(names[mig])} | {', '.join(f'`{profile}`' for profile in mig)} |\n" for mig in names]
+    assert "|---|---|\n" + "".join(rows) + "\n" in (PROJECT / "docs/mig.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def go_nvml() -> Path:
+    """Its mocks of GPUs."""
     command = ["go", "list", "-m", "-f", "{{.Dir}}", "github.com/NVIDIA/go-nvml"]
     found = subprocess.run(command, cwd=PROJECT / "e2e/tools/nvidia", capture_output=True, text=True, check=True)
-    text = Path(found.stdout.strip(), "pkg/nvml/mock/gpus", f"{file}.go").read_text()
+    return Path(found.stdout.strip(), "pkg/nvml/mock/gpus")
+
+
+@pytest.mark.vendor
+def test_products_of_go_nvml_are_described(go_nvml: Path) -> None:
+    """It rounds the memory, and its names are not those of the driver."""
+    config = r'Name: +"(?:Mock )?NVIDIA (\w+).*?MemoryMB: +(\d+).*?CudaMajor: +(\d+).*?CudaMinor: +(\d+)'
+    found = [one for file in go_nvml.glob("*.go") for one in re.findall(config, file.read_text(), re.DOTALL)]
+    described = {
+        one
+        for one in found
+        for gpu in DIVIDED
+        if one[0] in gpu["name"].split("-")[0].split()
+        if f"{one[2]}.{one[3]}" == gpu["capability"] and abs(gpu["memoryMib"] / int(one[1]) - 1) < 0.01
+    }
+    assert len(found) == 8
+    assert described == {*found}
+
+
+@pytest.mark.vendor
+@pytest.mark.parametrize(("file", "table"), [("a30", A30), ("a100", A100_40)])
+def test_placements_are_those_of_go_nvml(go_nvml: Path, file: str, table: MigTable) -> None:
+    """Those of newer GPUs are not compared: go-nvml lists three memory slices for 3g, and NVIDIA's MIG guide four."""
+    text = (go_nvml / f"{file}.go").read_text()
     part = text.partition("GpuInstancePlacements = map[int][]")[2].partition("ComputeInstancePlacements = map")[0]
     theirs = [re.findall(r"Start: (\d+), Size: (\d+)", one) for one in part.split("GPU_INSTANCE_PROFILE_")[1:]]
     ours = [[(str(start), str(p.memory_slices)) for start in p.starts] for p in table.profiles]
@@ -190,9 +223,7 @@ def test_mig_profiles_of_the_products_are_those_of_mig_parted() -> None:
     folder = os.environ.get("CARPOOL_MIG_PARTED") or pytest.fail("set CARPOOL_MIG_PARTED: see docs/development.md")
     text = Path(folder, "deployments/systemd/config-default.yaml").read_text()
     listed = {*re.findall(r"0x[0-9A-F]{4}10DE", text), *re.findall(r'"(\dg\.\d+gb)": \d', text)}
-    products = json.loads((PROJECT / "tests/crds/nvidia_gpus.json").read_text())["gpus"]
-    divided = [gpu for gpu in products if "mig" in gpu]
-    assert listed - UNNAMED == {f"0x{gpu['pci']}10DE" for gpu in divided}.union(*(gpu["mig"] for gpu in divided))
+    assert listed - UNNAMED == {f"0x{gpu['pci']}10DE" for gpu in DIVIDED}.union(*(gpu["mig"] for gpu in DIVIDED))
 
 
 @pytest.mark.parametrize(("table", "layouts"), [(A30, 76), (A100_40, 3000)], ids=["A30-all", "A100-drawn"])

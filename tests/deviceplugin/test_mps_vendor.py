@@ -1,5 +1,6 @@
 """One battery over NVIDIA's MPS control daemon and its fake."""
 
+import gzip
 import os
 import shutil
 import tempfile
@@ -79,6 +80,15 @@ def test_a_path_that_is_too_long_for_sockets_is_named(commands: MpsCommands) -> 
         fits.end(GPU)
         with pytest.raises(MpsError, match=r"ended with 1: expected at most 87 bytes .*, found 88; choose"):
             too_long.start(GPU)
+
+
+@pytest.mark.vendor
+@pytest.mark.parametrize("commands", ["real"], indirect=True)
+def test_the_programs_version_is_that_of_its_package(commands: MpsCommands) -> None:
+    """No command or option of it prints one."""
+    folder = cache_root(os.environ) / "nvidia-cuda-mps" / "usr/share/doc/nvidia-cuda-mps"
+    with gzip.open(folder / "changelog.Debian.gz", "rt") as changelog:
+        assert f" ({MpsProgram.version()}-" in changelog.readline()
 
 
 def test_a_control_daemon_answers_as_the_agent_expects(mps: Mps, commands: MpsCommands) -> None:
