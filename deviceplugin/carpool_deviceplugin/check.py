@@ -19,14 +19,7 @@ from carpool_deviceplugin.gpu import DeviceError, Devices
 from carpool_deviceplugin.health import XidWatch
 from carpool_deviceplugin.mig import MigRefusal, plan_mig
 from carpool_deviceplugin.mig_instances import apply_plan, read_instances, read_mig_devices, read_table
-from carpool_deviceplugin.mps import (
-    MIN_DRIVER,
-    PROGRAM,
-    MpsProgram,
-    driver_problem,
-    host_version,
-    version_problem,
-)
+from carpool_deviceplugin.mps import MIN_DRIVER, PROGRAM, MpsProgram, driver_problem, host_version, version_problem
 from carpool_deviceplugin.nvlib import (
     Identity,
     NvmlError,
@@ -40,7 +33,7 @@ from carpool_deviceplugin.nvlib import (
 )
 from carpool_deviceplugin.nvml_devices import NvmlDevices
 from carpool_deviceplugin.partitions import plan
-from carpool_deviceplugin.preflight import Directories, Host, Outcome, Verdict, check_host, row
+from carpool_deviceplugin.preflight import Directories, Host, Outcome, Verdict, check_host, check_system, row
 from carpool_deviceplugin.quoting import quoted
 from carpool_deviceplugin.sampling import AHEAD_US, SM_ACTIVE, GpmSampler
 from carpool_deviceplugin.settings import AgentSettings
@@ -78,6 +71,7 @@ def check_node(devices: Devices | Outcome, settings: AgentSettings, host: Host) 
         found = f"{len(devices.uuids)} simulated GPUs, which need no driver, MPS program, MIG or DCGM"
         yield Outcome(name="gpus", verdict=Verdict.PASSED, found=found)
         return
+    yield check_system(host)
     yield row(
         "host-pids",
         "" if host.shows_processes else "another PID namespace",
@@ -347,11 +341,12 @@ def check_xids(session: Session) -> Iterator[str]:
 
 def check_mig_profiles(session: Session) -> Iterator[str]:
     """MIG profiles have names, and placements within the GPU."""
+    without = list[str]()
     for uuid in list_gpus(session):
         known = read_identity(session, uuid)
         table = read_table(session, uuid) if known.mig_capable else None
         if known.mig_capable and table is None:
-            yield f"expected MIG profiles of GPU {known.index}, which has MIG, found none"
+            without.append(str(known.index))
         for profile in table.profiles if table else ():
             mib, last = profile.memory_mib, max(profile.starts) + profile.memory_slices
             slices = table.memory_slices if table else 0
@@ -361,6 +356,8 @@ def check_mig_profiles(session: Session) -> Iterator[str]:
                 "placements within the GPU": (last <= slices, f"{profile.name} up to slice {last} of {slices}"),
             }
             yield from _deviations(rules, f"GPU {known.index}")
+    if without:
+        yield f"expected MIG profiles of each GPU that has MIG, found none of GPU {', '.join(without)}"
 
 
 def check_unknown_gpu(session: Session) -> Iterator[str]:

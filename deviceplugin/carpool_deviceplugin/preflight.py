@@ -235,6 +235,9 @@ class Host:
         return path if self.root is None else self.root / path.relative_to("/")
 
 
+_ON_NODE = "run this as root, with all capabilities, on the node"
+
+
 def _shows_host(proc: Path) -> bool:
     """Whether /proc shows the host's PID namespace, where process 2 is kthreadd."""
     try:
@@ -254,15 +257,6 @@ class Directories:
 
 def check_host(host: Host, directories: Directories) -> Iterator[Outcome]:
     """Check container runtime, SELinux, directories and other device plugins."""
-    system = host.os_name
-    yield row(
-        "operating-system",
-        system if system.startswith(_UNSUPPORTED) else "",
-        "one whose driver the chart mounts; GKE's is in a directory of its own",
-        "use nodes of another one, and leave these out of nodeAgent.nodeSelector",
-        passed=system or "its name is not visible here",
-        otherwise=Verdict.FAILED,
-    )
     yield _check_runtime(host, directories.cdi)
     domain = host.selinux_type()
     yield row(
@@ -289,6 +283,19 @@ def check_host(host: Host, directories: Directories) -> Iterator[Outcome]:
     )
 
 
+def check_system(host: Host) -> Outcome:
+    """Check the operating system, for GPUs that need its driver."""
+    is_fine = (system := host.os_name) and not system.startswith(_UNSUPPORTED)
+    return row(
+        "operating-system",
+        "" if is_fine else system or "a name that is not visible here",
+        "one whose driver the chart mounts, as it does not for GKE's Container-Optimized OS",
+        "use nodes of another one, and leave these out of nodeAgent.nodeSelector" if system else _ON_NODE,
+        passed=system,
+        otherwise=Verdict.FAILED if system else Verdict.UNKNOWN,
+    )
+
+
 def _check_runtime(host: Host, cdi_dir: Path) -> Outcome:
     config, (name, _, version) = host.runtime_config(), host.info.container_runtime_version.partition("://")
     if config is not None and not name:
@@ -304,7 +311,7 @@ def _check_runtime(host: Host, cdi_dir: Path) -> Outcome:
     if not name:
         advice = "see that containerd 2 or CRI-O runs: these need none"
         if host.root is None:
-            advice = "run this as root, with all capabilities, on the node"
+            advice = _ON_NODE
         return outcome("no runtime's configuration", advice, Verdict.UNKNOWN)
     if name not in _CONFIGS:
         return outcome(found, "use containerd 1.7 or newer, or CRI-O")

@@ -12,7 +12,16 @@ from carpool_core.testing.clock import FakeClock
 from carpool_deviceplugin.check import CHECKS, check_node, read_all
 from carpool_deviceplugin.commands import listening
 from carpool_deviceplugin.mps import PROGRAM as MPS_CONTROL
-from carpool_deviceplugin.preflight import NO_INFO, Directories, Host, NodeInfo, Outcome, Verdict, check_host
+from carpool_deviceplugin.preflight import (
+    NO_INFO,
+    Directories,
+    Host,
+    NodeInfo,
+    Outcome,
+    Verdict,
+    check_host,
+    check_system,
+)
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.status import node_conditions
 from carpool_deviceplugin.testing.gpus import HARDWARE
@@ -162,20 +171,20 @@ def test_a_confined_domain_is_reported(tmp_path: Path, label: str, enforce: str,
         (
             "Container-Optimized OS from Google",
             "FAILED",
-            "expected one whose driver the chart mounts; GKE's is in a directory of its own, found "
-            "Container-Optimized OS from Google; use nodes of another one",
+            "Container-Optimized OS, found Container-Optimized OS from Google; use nodes of another one, and leave",
             "directories below /etc, /run or /var, of which only /var outlasts a restart",
         ),
         ("Ubuntu 24.04.3 LTS", "passed", "Ubuntu 24.04.3 LTS", "set another that is not read-only"),
-        ("", "passed", "its name is not visible here", "set another that is not read-only"),
+        ("", "unknown", "found a name that is not visible here; run this as root", "set another that is not read-only"),
     ],
 )
 def test_each_operating_system_and_its_writable_directories_are_rows(
     tmp_path: Path, os_image: str, verdict: str, message: str, offered: str
 ) -> None:
     """Regression: Container-Optimized OS was named only where a directory could not be written to."""
-    row = (found := host_rows(tmp_path, os_image=os_image))["operating-system"]
-    assert (row.verdict, message in str(row), found["directories"].verdict) == (verdict, True, "passed")
+    found = check_system(Host(None, info=NodeInfo(os_image=os_image)))
+    assert (found.verdict, message in str(found)) == (verdict, True)
+    assert host_rows(tmp_path, os_image=os_image)["directories"].verdict == "passed"
     write(tmp_path, {"var/lib": ""})  # a file: no directory can be created in it
     row = host_rows(tmp_path, os_image=os_image)["directories"]
     assert "found CARPOOL_STATE_DIR '/var/lib/carpool'; " in str(row)
@@ -334,5 +343,5 @@ def test_the_condition_has_all_rows(tmp_path: Path) -> None:
     found = [*host_rows(tmp_path, "containerd://1.6.33").values(), skipped]
     *_, condition = node_conditions([], (), "", (), FakeClock().now(), found)
     assert (condition.type, condition.status, condition.reason) == ("Preflight", "False", "RequirementMissing")
-    passed = "passed: operating-system, selinux, directories, device-plugins. skipped: x"
-    assert condition.message == f"FAILED container-runtime: {found[1]}. {passed}"
+    passed = "passed: selinux, directories, device-plugins. skipped: x"
+    assert condition.message == f"FAILED container-runtime: {found[0]}. {passed}"
