@@ -19,7 +19,7 @@ from carpool_deviceplugin.gpu import DeviceError, Devices
 from carpool_deviceplugin.health import XidWatch
 from carpool_deviceplugin.mig import MigRefusal, plan_mig
 from carpool_deviceplugin.mig_instances import apply_plan, read_instances, read_mig_devices, read_table
-from carpool_deviceplugin.mps import MIN_DRIVER, PROGRAM, MpsProgram, driver_problem, host_version, version_problem
+from carpool_deviceplugin.mps import MIN_DRIVER, PROGRAM, MpsProgram, driver_problem, program_version
 from carpool_deviceplugin.nvlib import (
     Identity,
     NvmlError,
@@ -83,9 +83,12 @@ def check_node(devices: Devices | Outcome, settings: AgentSettings, host: Host) 
     problem = devices.mps_missing if isinstance(devices, NvmlDevices) else MpsProgram.problem()
     if settings.mps_host and not problem and not Path(settings.mps_host).is_socket():
         problem = f"expected a socket at {quoted(Path(settings.mps_host))}, found none; check the pod carpool-mps"
-    version = host_version(settings.state_dir) if settings.mps_host else MpsProgram.version()
-    if isinstance(devices, NvmlDevices):
-        problem = problem or version_problem(version, devices.driver)
+    version = program_version(settings.state_dir / "mps" / "version" if settings.mps_host else None)
+    if isinstance(devices, NvmlDevices) and not problem and version and devices.driver not in (version, "unknown"):
+        problem = (
+            f"expected {PROGRAM} of driver {devices.driver}, found {version}, whose servers do not start with it; "
+            "restart the pod that runs it, or install the driver's"
+        )
     yield _told("mps-program", problem, passed=f"{PROGRAM} {version or 'without a version'}")
     if isinstance(devices, NvmlDevices):
         yield from _check_gpus(devices, settings, host)

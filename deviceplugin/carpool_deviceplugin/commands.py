@@ -36,7 +36,7 @@ from carpool_deviceplugin.gpu import Counters, DeviceError, Devices, NoDevicesEr
 from carpool_deviceplugin.metrics import AgentCollector
 from carpool_deviceplugin.mig import Instance, MigRefusal, MigTable, Profile, UnknownProfileError, plan_mig
 from carpool_deviceplugin.mig_instances import apply_plan, read_mig_devices, read_table
-from carpool_deviceplugin.mps import Mps, MpsHost, MpsProgram, SharedMemory
+from carpool_deviceplugin.mps import Mps, MpsHost, MpsProgram, SharedMemory, program_version
 from carpool_deviceplugin.nvlib import Identity, UnusableDriverError, load_nvml
 from carpool_deviceplugin.nvml_devices import NvmlDevices
 from carpool_deviceplugin.preflight import HEADER, Host, Outcome, Verdict
@@ -410,7 +410,7 @@ def mps_host(socket: Path, state_dir: Path, shm_dir: Path | None, shm_dir_on_nod
 def listening(socket: Path, state_dir: Path, shared: SharedMemory | None = None) -> MpsHost:
     """Listen on the socket of the MPS host; raises InputError."""
     try:
-        write_file(state_dir / "mps" / "version", MpsProgram.version().encode())
+        write_file(state_dir / "mps" / "version", program_version().encode())
     except OSError as e:
         raise InputError(
             f"--state-dir: expected a directory at {quoted(state_dir)}, found {e.strerror}; name another"

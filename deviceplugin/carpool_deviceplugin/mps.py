@@ -120,22 +120,18 @@ def driver_problem(driver: str) -> str:
     )
 
 
-def version_problem(version: str, driver: str) -> str:
-    """Return why the program of this version does not fit the driver; empty if it does, or one of both is unknown."""
-    if not version or driver in (version, "unknown"):
-        return ""
-    return (
-        f"expected {PROGRAM} of driver {driver}, found {version}, whose servers do not start with it; restart the pod "
-        "that runs it, or install the driver's"
-    )
+_VERSION = re.compile(rb"\0(\d{3}\.\d{2,3}(?:\.\d{2})?)\0")
 
 
-def host_version(state_dir: Path) -> str:
-    """Return the version of the program in the pod carpool-mps; empty if it is not known."""
+def program_version(recorded: Path | None = None) -> str:
+    """Return the version in the program's file, or the recorded one; empty if it has none, as before driver 535."""
     try:
-        return (state_dir / "mps" / "version").read_text()
+        if recorded is not None:
+            return recorded.read_text()
+        found = _VERSION.search(Path(shutil.which(PROGRAM) or "").read_bytes())
     except OSError:
         return ""
+    return found[1].decode() if found else ""
 
 
 class MpsCommands(Protocol):
@@ -510,7 +506,6 @@ _PRIVATE_SHM = 'mount --bind "$1" /dev/shm && exec "$2" -d'
 """Mounts a private /dev/shm for a daemon, so that tenants of two GPUs never see each other's files."""
 _LONGEST_PIPE = 87
 """In bytes, measured: the daemon's `control_privileged` there fits into the 107 that a Unix socket's path may have."""
-_VERSION = re.compile(rb"\0(\d{3}\.\d{2,3}(?:\.\d{2})?)\0")
 _PASSED_ON = ("PATH", "LD_LIBRARY_PATH")
 """Variables that find the program and libcuda."""
 
@@ -537,15 +532,6 @@ class MpsProgram:
     def is_installed() -> bool:
         """Whether the program is on PATH; it comes with the driver."""
         return shutil.which(PROGRAM) is not None
-
-    @staticmethod
-    def version() -> str:
-        """Return the program's version, which only its file has; empty if it has none, as before driver 535."""
-        try:
-            found = _VERSION.search(Path(shutil.which(PROGRAM) or "").read_bytes())
-        except OSError:
-            return ""
-        return found[1].decode() if found else ""
 
     @staticmethod
     def problem(status: Path = Path("/proc/self/status")) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from carpool_core.values import GpuUuid
-from carpool_deviceplugin.mps import PROGRAM, Daemon, Mps, MpsCommands, MpsError, MpsProgram, MpsStatus
+from carpool_deviceplugin.mps import PROGRAM, Daemon, Mps, MpsCommands, MpsError, MpsProgram, MpsStatus, program_version
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_e2e.binaries import cache_root
 from debian import download
@@ -86,9 +86,10 @@ def test_a_path_that_is_too_long_for_sockets_is_named(commands: MpsCommands) -> 
 @pytest.mark.parametrize("commands", ["real"], indirect=True)
 def test_the_programs_version_is_that_of_its_package(commands: MpsCommands) -> None:
     """No command or option of it prints one."""
+    assert isinstance(commands, MpsProgram)
     folder = cache_root(os.environ) / "nvidia-cuda-mps" / "usr/share/doc/nvidia-cuda-mps"
     with gzip.open(folder / "changelog.Debian.gz", "rt") as changelog:
-        assert f" ({MpsProgram.version()}-" in changelog.readline()
+        assert f" ({program_version()}-" in changelog.readline()
 
 
 def test_a_control_daemon_answers_as_the_agent_expects(mps: Mps, commands: MpsCommands) -> None:
