@@ -73,8 +73,11 @@ _NO_FAILURE = _either(
     r"\b\w{1,40}Warning: [^\n]*|\| WARNING \|[^\n]{0,200}ran out of memory[^\n]*",
     # A user may have the name of a vendor.
     r"[/\\](?:home|Users)[/\\]\w+",
-    # Advice, conditions, source code and skipped items.
-    r"\b(?:except|catch)\b[^\n]*|^skip[^\n]{0,200} due to [^\n]*\n[^\n]*",
+    # Stack frames: their paths, names and source code are no messages.
+    r'^([^\n]{0,60}?)File "[^"\n]{1,300}", line \d[^\n]*(?:\n\1[ \t]{1,60}(?!File ")[^\n]*){0,2}',
+    r"\bframe #\d[^\n]*|^\s{1,9}@\s[^\n]*|^\s{1,9}at [\w.$/]{1,200}\([^\n]*",
+    # Advice, conditions and skipped items.
+    r"^skip[^\n]{0,200} due to [^\n]*\n[^\n]*",
     r"\b(?:if|avoid|prevent|when|may|might|could)\b(?! not)[^\n:)]{0,60}(?:out[ _]?of[ _]?memory|OOM\b)[^\n]*",
     r"(?:out of memory|OOM)(?: \w{1,12}){0,4} (?:occurs?|happens?|means)\b[^\n]*",
 )

@@ -66,6 +66,21 @@ def test_what_follows_a_report_or_its_level_does_not_deny_it(text: str, is_certa
     assert names_no_cause(text) is not is_certain
 
 
+@pytest.mark.parametrize(
+    "frame",
+    [
+        pytest.param('  File "train.py", line 9, in step\n    gpu.guard_out_of_memory(batch)', id="source code"),
+        pytest.param('[rank0]:   File "gpu/oom.py", line 9, in on_gpu_oom\n[rank0]:     run()\n[rank0]:     ^^^', id="path"),
+        pytest.param("frame #3: c10::cuda::out_of_memory() + 0x1f (0x7f in libc10_cuda.so)", id="C++"),
+        pytest.param("    @     0x7f11e628b350  gpu::HandleOutOfMemory()", id="glog"),
+        pytest.param("\tat ai.rapids.cudf.Rmm.onOutOfMemory(Rmm.java:12)", id="Java"),
+    ],
+)  # fmt: skip
+def test_a_stack_frame_reports_nothing(frame: str) -> None:
+    assert not reports_gpu_out_of_memory(f"{frame}\nValueError: shapes differ\n")
+    assert reports_gpu_out_of_memory(f"{frame}\n{REPORT}\n")
+
+
 def test_corpus_is_large_and_each_message_has_its_source() -> None:
     every = [one for collection in COLLECTIONS.values() for one in collection]
     count = Counter(one["gpu_oom"] for one in every)
