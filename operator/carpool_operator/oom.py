@@ -30,7 +30,7 @@ _EXHAUSTED = _either(
     r"alloc\w{0,40}(?:[^\w.]{1,3}\w{1,20}){0,3}[ _](?:failed|failure|error)(?!_)|allocator_failure",
     r"bad_?alloc|allocfail|error allocating|memory_?allocation|pool size exceeded|allocation on device",
     r"\b(?:cuda|cudnn|cuMem|cuCtx|CUresult|hip)\w{0,40}\W.{0,30}?(?:error|fail\w{3,4}|result)(?: code)?[ :=([]{1,3}2\b",
-    rf"cudaSuccess\.? \(?2 vs|error=2 :|no .{{1,20}} with sufficient {_MEMORY}",
+    rf"cudaSuccess\.? \(?2 vs|error=2 :|no .{{1,20}} with sufficient {_MEMORY}|invalid buffer size",
     r"no executable batch size|dst tensor is not init|allocating <= available|tokens that can be stored in kv cache",
 )
 """Phrases for exhausted memory, and error 2 of the CUDA and HIP runtimes and drivers."""
@@ -43,6 +43,7 @@ _GPU = _either(
     r"resource[ _]?exhausted|\bHBM\b|\bdevice[ _](?:mem|ordinal|\d|out|ran)",
     r"(?:on|from) device\b|out_?of_?device|error code 2:|\bcl_|\bvk\w",
     r"of memory (?:trying |while |to )*allocat|executable batch|parallel_for failed|dst tensor|allocating <=",
+    r"invalid buffer size",
 )
 """Words for a GPU, its memory, or a library that allocates only there."""
 
@@ -52,8 +53,9 @@ _NOT_GPU = _either(
     r"heap (?:space|limit|out)|cgroup|kill(?:ed)? process|oom[- ]?kill|slurm|srun:|ray\.exceptions\.Out|CPUAllocator",
     r"alloc_cpu|allocator \(?\w{0,5}cpu|err(?:no|or)\W{0,3}(?:code )?(?:is )?12\b|\(12\)|mmap|memalign|\bfork",
     r"for an array|arraymemory|memoryerror: unable|fail to alloc memory of",
-    r"swap space|\bdisk|space left|quota|message larger|busy or unavailable|invalid|illegal|unsupported|not supported",
-    r"driver version|cuda_error_(?!out_)|unknown error|than 1EB memory|compiler error|ptxas|_nchwc|std::bad_alloc(?!:)",
+    r"swap space|\bdisk|space left|quota|message larger|busy or unavailable|unsupported|not supported",
+    r"invalid(?! buffer size)|illegal|driver version",
+    r"cuda_error_(?!out_)|unknown error|than 1EB memory|compiler error|ptxas|_nchwc|std::bad_alloc(?!:)",
     r"^memory allocation of.*failed$|after a total of|cannot allocate memory(?! (?:on|from|in|for))",
 )
 """Words for the host's memory, the memory of a core, other resources and other errors."""
@@ -67,10 +69,7 @@ _UNCLEAR = _either(
 
 _NO_FAILURE = _either(
     # TensorFlow and ONNX Runtime try again with less memory, and log each try.
-    r"ran out of memory\s{1,9}trying to allocate\s(?:[^\n]{0,200}\n)?[^\n]{0,200}not a failure",
-    r"^(?>[^\n]*? I )[^\n]*failed to alloc[^\n]*$",
-    # A warning of Python is no exception, and programs log errors that they handle.
-    r"\b\w{1,40}Warning: [^\n]*|\| WARNING \|[^\n]{0,200}ran out of memory[^\n]*",
+    r"ran out of memory\s{1,9}trying to allocate\s(?:[^\n]{0,200}\n)?[^\n]{0,200}(?:not a failure|the caller)",
     # A user may have the name of a vendor.
     r"[/\\](?:home|Users)[/\\]\w+",
     # Stack frames: their paths, names and source code are no messages.
@@ -83,8 +82,11 @@ _NO_FAILURE = _either(
 )
 """Texts that name exhausted memory without a failure."""
 
-_INFORMATION = _either(r"^(?>[^\n]*?\b(?-i:INFO|DEBUG)\b)(?![^\n]*(?:error|exception))[^\n]*$")
-"""Lines for information: of errors that the program handled, mostly."""
+_INFORMATION = _either(
+    r"^(?>.*?\b(?-i:INFO|DEBUG)\b)(?!.*(?:error|exception))",
+    r"(?<!NCCL )\b(?-i:WARN(?:ING)?)\b|\w{1,40}Warning: |\[W\]|(?:cuda|rocm)_driver\.cc:\d+\] failed to alloc",
+)
+"""Lines for information, warnings and tries of TensorFlow: no program ends by them. NCCL warns of errors."""
 
 _ADVICE = re.compile(r"\b(?:try|consider|please|should|can|could|may|might)\b[^\n]*", re.IGNORECASE)
 
@@ -102,17 +104,20 @@ _RANK_FAILED = _either(r"\A\[rank\d{1,5}\]: |closing signal SIG|first observed f
 
 _NOT_CPU = re.compile("(?i)^(?!.*cpu)")
 
-_ERROR = re.compile(r"^.*?(?:Error|Exception)\b", re.MULTILINE)
-_LAUNCHER_ERROR = re.compile(r"ChildFailedError|CalledProcessError|ProcessRaisedException|failed \(exitcode: \d+\)")
+_ERROR = re.compile(r"^.*?(?:Error|Exception)\b(?:: Engine core)?", re.MULTILINE)
+_LAUNCHER_ERROR = re.compile(
+    r"ChildFailedError|CalledProcessError|ProcessRaisedException|Engine core|failed \(exitcode: \d+\)"
+)
 _LAUNCHER_END = re.compile("exits with return code|first observed failure|non-zero exit status|Killing subprocess")
 _KILLED = re.compile(r"(?:exitcode *: *|return code = |status )-\d|\bSIGKILL\b")
 
 
-def _from_last_report(text: str, gpu: re.Pattern[str] = _GPU) -> str:
+def _from_last_report(text: str, gpu: re.Pattern[str] = _GPU, *, is_any_level: bool = False) -> str:
     """Return the text from the last line that reports exhausted memory of what `gpu` names; empty if there is none."""
     lines = re.split(r"\n|\\n", text)
-    is_gpu_named = bool(gpu.search(text))
-    for number, line in reversed([*enumerate(lines)]):
+    that_count = [(number, line) for number, line in enumerate(lines) if is_any_level or not _INFORMATION.search(line)]
+    is_gpu_named = any(gpu.search(line) for _, line in that_count)
+    for number, line in reversed(that_count):
         # A line that names neither a GPU nor the host is about the GPU if the rest of the text is.
         is_gpu = gpu.search(line) or ("cpu" not in line.lower() and is_gpu_named)
         if is_gpu and _EXHAUSTED.search(line) and not _NOT_GPU.search(line):
@@ -120,15 +125,15 @@ def _from_last_report(text: str, gpu: re.Pattern[str] = _GPU) -> str:
     return ""
 
 
-def _unhandled(text: str) -> str:
+def _unhandled(text: str, *, is_any_level: bool = False) -> str:
     """Return the text from its last report of exhausted GPU memory; empty if the program handled that."""
-    report = _from_last_report(text)
+    report = _from_last_report(text, is_any_level=is_any_level)
     return "" if _HANDLED.search(_ADVICE.sub("", report)) else report
 
 
 def reports_gpu_out_of_memory(log_end: str) -> bool:
     """Return whether a log ends with a report of exhausted GPU memory that the program did not handle."""
-    report = _unhandled(_INFORMATION.sub("", _NO_FAILURE.sub("", log_end)))
+    report = _unhandled(_NO_FAILURE.sub("", log_end))
     return bool(report) and (not _LATER_STEP.search(report) or bool(_RANK_FAILED.search(report)))
 
 
@@ -143,9 +148,9 @@ def names_no_cause(log_end: str) -> bool:
     if _KILLED.search(log_end):
         return False
     text = _NO_FAILURE.sub("", log_end)
-    if not reports_gpu_out_of_memory(log_end) and _unhandled(text):
+    if not reports_gpu_out_of_memory(log_end) and _unhandled(text, is_any_level=True):
         return True
-    text = _INFORMATION.sub("", text)
+    text = "\n".join(line for line in text.split("\n") if not _INFORMATION.search(line))
     if _UNCLEAR.search(text) or (not _from_last_report(text) and _from_last_report(text, _NOT_CPU)):
         return True
     errors = [match.group() for match in _ERROR.finditer(log_end)]

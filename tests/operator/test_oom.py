@@ -24,7 +24,7 @@ def messages(collection: str) -> list[dict[str, Any]]:
 NAMES = (
     *("first", "second", "third", "fourth", "fifth", "sixth"),
     *("seventh", "eighth", "ninth", "tenth", "eleventh", "twelfth"),
-    *("thirteenth", "fourteenth", "fifteenth", "sixteenth"),
+    *("thirteenth", "fourteenth", "fifteenth", "sixteenth", "seventeenth"),
 )
 COLLECTIONS = {name: messages(name) for name in NAMES}
 """Each was collected after the rules had been corrected for the one before it."""
@@ -58,6 +58,11 @@ STEP = "epoch 1 step 500 loss: 2.31"
         pytest.param(f"{REPORT}\n{STEP}\nValueError: math domain error\n", False, id="a step of any rank"),
         pytest.param("10:01:02 INFO train: CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0)\n"
                      "SystemExit: 1\nRuntimeError: worker ended\n", False, id="for information"),
+        pytest.param("10:01:02 | WARNING | CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0)\n"
+                     "RuntimeError: worker ended\n", False, id="a warning"),
+        pytest.param("cuda_driver.cc:924] failed to allocate 8.00G from device: CUDA_ERROR_OUT_OF_MEMORY\n"
+                     "ValueError: shapes differ\n", False, id="a try of TensorFlow"),
+        pytest.param("alloc.h:48 NCCL WARN Cuda failure 'out of memory'\n", True, id="NCCL has no higher level"),
     ],
 )  # fmt: skip
 def test_what_follows_a_report_or_its_level_does_not_deny_it(text: str, is_certain: bool) -> None:
@@ -70,7 +75,8 @@ def test_what_follows_a_report_or_its_level_does_not_deny_it(text: str, is_certa
     "frame",
     [
         pytest.param('  File "train.py", line 9, in step\n    gpu.guard_out_of_memory(batch)', id="source code"),
-        pytest.param('[rank0]:   File "gpu/oom.py", line 9, in on_gpu_oom\n[rank0]:     run()\n[rank0]:     ^^^', id="path"),
+        pytest.param('[rank0]:   File "gpu/oom.py", line 9, in on_gpu_oom\n[rank0]:     run()\n[rank0]:     ^^^',
+                     id="path"),
         pytest.param("frame #3: c10::cuda::out_of_memory() + 0x1f (0x7f in libc10_cuda.so)", id="C++"),
         pytest.param("    @     0x7f11e628b350  gpu::HandleOutOfMemory()", id="glog"),
         pytest.param("\tat ai.rapids.cudf.Rmm.onOutOfMemory(Rmm.java:12)", id="Java"),
