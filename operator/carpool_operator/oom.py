@@ -21,7 +21,7 @@ _MEMORY = (
 
 _EXHAUSTED = _either(
     rf"(?:out[ _-]?of|exhausted)[ _-]?{_MEMORY}|out of gpu\b|tried to allocate [\d.]+ [KMG]i?B",
-    r"(?:\b|_)OOM\b(?![=(-])|\bGpu\w{0,20}OOM\b",
+    r"(?:\b|_)OOM\b(?![=(-])|\b(?:Gpu|Split)\w{0,20}OOM\b",
     rf"(?:(?:not|n't)(?: have)? enough|[iu]nsufficient|no (?:more|free|available)|lack of|too little) {_MEMORY}\b",
     rf"(?:(?:(?:larg|great|small|low)er|more|less) than|exceed\w{{0,3}}|too (?:large|big)|not fit) .{{0,80}}{_MEMORY}",
     rf"(?:more|less) {_MEMORY} than|{_MEMORY} .{{0,20}}(?:exhausted|exceeded|insufficient|overflow)",
@@ -43,7 +43,7 @@ _GPU = _either(
     r"resource[ _]?exhausted|\bHBM\b|\bdevice[ _](?:mem|ordinal|\d|out|ran)",
     r"(?:on|from) device\b|out_?of_?device|error code 2:|\bcl_|\bvk\w",
     r"of memory (?:trying |while |to )*allocat|executable batch|parallel_for failed|dst tensor|allocating <=",
-    r"invalid buffer size",
+    r"invalid buffer size|spark\.rapids",
 )
 """Words for a GPU, its memory, or a library that allocates only there."""
 

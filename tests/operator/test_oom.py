@@ -24,7 +24,7 @@ def messages(collection: str) -> list[dict[str, Any]]:
 NAMES = (
     *("first", "second", "third", "fourth", "fifth", "sixth"),
     *("seventh", "eighth", "ninth", "tenth", "eleventh", "twelfth"),
-    *("thirteenth", "fourteenth", "fifteenth", "sixteenth", "seventeenth"),
+    *("thirteenth", "fourteenth", "fifteenth", "sixteenth", "seventeenth", "eighteenth"),
 )
 COLLECTIONS = {name: messages(name) for name in NAMES}
 """Each was collected after the rules had been corrected for the one before it."""
