@@ -211,6 +211,12 @@ MODULES = (
         "-s -w -X github.com/NVIDIA/nvidia-container-toolkit/internal/info.version={version}",
         cgo=True,
     ),
+    Module(
+        "krew",
+        (Tool("krew", "sigs.k8s.io/krew/cmd/krew", (0, 4), ask=("version",)),),
+        "sigs.k8s.io/krew",
+        "-s -w -X sigs.k8s.io/krew/internal/version.gitTag={version}",
+    ),
     Module("helm", (Tool("helm", "helm.sh/helm/v4/cmd/helm", (3, 14), ask=("version",)),), "helm.sh/helm/v4"),
     Module(
         "prometheus",

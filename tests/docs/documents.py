@@ -1,44 +1,113 @@
-"""The documents' commands, and why some are not executed by tests/helm/test_pods.py."""
+"""The documents' commands, which tests execute, and why some are not executed."""
 
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-PROGRAMS = "carpool|curl|docker|git|helm|kubectl|make|pip|python"
+LAPTOP = ROOT / "docs" / "laptop.md"
+"""Its commands are executed on the demo's cluster."""
+PROGRAMS = r"carpool|cat|curl|docker|git|helm|kubectl|make|nvidia-smi|pip|python3?"
 
 NOT_EXECUTED = {
-    r"make (install|lint|test)$": "runs before these tests, or runs them",
-    r"make (demo|demo-clean|image)\b": "tests/e2e/test_demo.py and the images of these tests run what it runs",
-    r"pip install ": "would change the environment of the tests; tests/e2e/test_release.py installs the wheel",
-    r"python tests/e2e/crashing.py ": "does not end; tests/e2e/test_crashes.py runs it",
-    r"helm (install|rollback|uninstall) ": "test_a_running_job_outlives_… runs it, with the values of these tests",
-    r"helm upgrade gpu-operator ": "needs GPU Operator and its charts",
-    r"carpool profile |.*carpool node |.* nvidia-smi ": "needs a real GPU, as the tests in tests/gpu do",
-    r"carpool board( |$)": "does not end; tests/e2e/test_board.py runs it",
-    r"kubectl .*port-forward ": "does not end",
-    r"curl ": "needs the port-forward; tests/board/test_certificates.py makes the request",
-    r"kubectl .*\btop pod ": "needs a metrics server",
+    r"make (lint|test)$": "CI runs both, and these tests are part of the second",
+    r"make install$": "these tests run in what it installed from a package index",
+    r"helm upgrade gpu-operator ": "needs GPU Operator, whose chart and images come from registries",
+    r"carpool profile |.*carpool node |.*nvidia-smi ": "needs a GPU, as the tests in tests/gpu do",
 }
-"""Reason why a command that begins with the expression is not executed."""
-DRY_RUN = ("kubectl drain ", "kubectl --namespace carpool-system delete pod --", "kubectl --namespace NAMESPACE patch ",
-           "helm upgrade ")  # fmt: skip
-"""These are executed with `--dry-run=server`, because later commands need the pods."""
+"""Reason why a command that begins with the expression is not executed by any test."""
+ELSEWHERE = {
+    r"make demo": "tests/e2e/test_demo.py::test_the_commands_of_the_page_on_a_laptop_work",
+    r"make krew |kubectl krew |kubectl carpool --version": "tests/e2e/test_release.py::test_krew_installs_the_plugin",
+    r"helm install ": "tests/helm/test_pods.py::test_a_running_job_outlives_what_is_done_to_the_release",
+}
+"""Test that executes the commands that begin with the expression, with the files or the cluster that they need."""
+OPTIONS = {
+    **dict.fromkeys(("kubectl drain ", "kubectl --namespace carpool-system delete pod --", "helm upgrade ",
+                     "kubectl --namespace NAMESPACE patch "), "--dry-run=server"),
+    "pip install ": "--target packages",
+}  # fmt: skip
+"""Option with which a command is executed, because later commands need the pods and the environment."""
+ENDLESS = {
+    r"(kubectl )?carpool board": "the board is at",
+    r"kubectl .*port-forward ": "Forwarding from",
+    r"python tests/e2e/crashing.py ": "serving metrics",
+}
+"""What a command prints that serves until it is ended."""
 
 
-def commands() -> Iterator[tuple[Path, str]]:
+def commands(*documents: Path) -> Iterator[tuple[Path, str]]:
     """Yield each command in a block of code, without its comment, with its document."""
-    for document in DOCUMENTS:
+    for document in documents or DOCUMENTS:
         text = document.read_text(encoding="utf-8")
         for language, body in re.findall(r"^```(\S*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
             lines = re.sub(r"\\\n +", "", body) if not language else ""
-            for command in re.findall(rf"^(?:\$ )?((?:{PROGRAMS})(?: .*?)?)(?: *#.*)?$", lines, re.MULTILINE):
+            line = rf"^(?:\$ )?((?:{PROGRAMS})(?: [^\n]*?)?(?:<<'EOF'\n[\s\S]*?^EOF)?)(?: *#[^\n]*)?$"
+            for command in re.findall(line, lines, re.MULTILINE):
                 yield document, command.strip()
 
 
 def executed() -> list[str]:
-    """Return the commands that are executed, each once, as they are executed."""
-    found = dict.fromkeys(command for _, command in commands())
-    chosen = [command for command in found if not any(re.match(prefix, command) for prefix in NOT_EXECUTED)]
-    return [f"{command} --dry-run=server" if command.startswith(DRY_RUN) else command for command in chosen]
+    """Return the commands that are executed on the chart's pods, each once, as they are executed."""
+    found = dict.fromkeys(command for document, command in commands() if document != LAPTOP)
+    chosen = [c for c in found if not any(re.match(prefix, c) for prefix in {**NOT_EXECUTED, **ELSEWHERE})]
+    return [" ".join([c, *(option for prefix, option in OPTIONS.items() if c.startswith(prefix))]) for c in chosen]
+
+
+def life_of_a_release() -> list[tuple[str, int]]:
+    """Return the commands in the table of docs/operations.md with their exit codes."""
+    text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    return [(command, int(code)) for command, code in re.findall(r"\| `(helm [^`]*)` \| (\d) \|", text)]
+
+
+@dataclass
+class Shell:
+    """Runs lines in a checkout, with names of a cluster in place of the words in capitals."""
+
+    folder: Path
+    environment: dict[str, str]
+    names: dict[str, str] = field(default_factory=dict)
+    serving: "subprocess.Popen[str] | None" = None
+    """The last command that serves until it is ended."""
+
+    def __post_init__(self) -> None:
+        """Make the checkout, in which everything is installed; what serves takes a free port."""
+        self.environment = {**self.environment, "CARPOOL_BOARD_PORT": "0", "CARPOOL_METRICS_PORT": "0"}
+        left_out = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__", "dist", "out")
+        shutil.copytree(ROOT, self.folder, symlinks=True, ignore=left_out, dirs_exist_ok=True)
+        (self.folder / ".venv").mkdir()
+        for entry in Path(sys.prefix).iterdir():
+            (self.folder / ".venv" / entry.name).symlink_to(entry)
+        (self.folder / ".venv" / ".installed").unlink(missing_ok=True)
+        (self.folder / ".venv" / ".installed").touch()  # `make` does not install anew from this copy
+
+    def __call__(self, command: str, *options: str) -> "subprocess.CompletedProcess[str]":
+        """Run a line to its end, or until it serves."""
+        line = re.sub(r"\b[A-Z_]+\b", lambda found: self.names.get(found[0], found[0]), command)
+        arguments = ["bash", "-o", "pipefail", "-c", " ".join([line, *options])]
+        where: dict[str, Any] = {"text": True, "env": self.environment, "cwd": self.folder}
+        sign = next((sign for prefix, sign in ENDLESS.items() if re.match(prefix, command)), None)
+        if sign is None:
+            return subprocess.run(arguments, capture_output=True, check=False, **where)
+        self.stop()
+        arguments[-1] = f"exec {line}"
+        self.serving = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **where)
+        printed = ""
+        for row in self.serving.stdout or ():
+            printed += row
+            if sign in row:
+                return subprocess.CompletedProcess(line, 0, printed, "")
+        return subprocess.CompletedProcess(line, self.serving.wait() or 1, printed, "")
+
+    def stop(self) -> None:
+        """End what serves."""
+        if self.serving is not None:
+            self.serving.terminate()
+            self.serving.communicate()
+            self.serving = None

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import pytest
 from carpool_core.cli import SUBCOMMANDS, load_command
-from documents import DRY_RUN, NOT_EXECUTED, commands
+from documents import ELSEWHERE, ENDLESS, NOT_EXECUTED, OPTIONS, commands
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -70,14 +70,18 @@ def test_every_make_target_that_is_named_exists(document: Path) -> None:
     assert named - TARGETS == set()
 
 
-CARPOOL = [command.removeprefix("kubectl ") for _, command in commands() if re.match("(kubectl )?carpool ", command)]
+CARPOOL = [
+    command.removeprefix("kubectl ") for _, command in commands() if re.match("(kubectl )?carpool [a-z]", command)
+]
 
 
 @pytest.mark.parametrize("command", dict.fromkeys(CARPOOL))
-def test_command_of_a_document_parses(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_of_a_document_parses(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its subcommand, options and files exist, also if it is not executed."""
-    monkeypatch.chdir(ROOT)
-    _, name, *rest = shlex.split(command)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "job.yaml").touch()  # another command writes it
+    _, name, *rest = shlex.split(re.split(r" [|>]", command)[0])
     found = load_command(name, SUBCOMMANDS[name])
     while isinstance(found, click.Group):
         _, inner, rest = found.resolve_command(click.Context(found), rest)
@@ -86,9 +90,11 @@ def test_command_of_a_document_parses(command: str, monkeypatch: pytest.MonkeyPa
     found.make_context(name, rest)
 
 
-@pytest.mark.parametrize("prefix", [*NOT_EXECUTED, *map(re.escape, DRY_RUN)])
+@pytest.mark.parametrize("prefix", [*NOT_EXECUTED, *ELSEWHERE, *ENDLESS, *map(re.escape, OPTIONS)])
 def test_a_command_with_a_reason_not_to_be_executed_exists(prefix: str) -> None:
     assert [command for _, command in commands() if re.match(prefix, command)]
+    file, _, test = ELSEWHERE.get(prefix, "tests/docs/test_links.py::test_a_command").partition("::")
+    assert f"def {test}" in (ROOT / file).read_text(encoding="utf-8")
 
 
 def test_documents_name_make_targets_at_all() -> None:

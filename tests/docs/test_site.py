@@ -28,6 +28,7 @@ def test_every_page_is_built_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "site" / "architecture.html").read_text(encoding="utf-8")
     assert 'class="mermaid"' in page, "drawings are left to Mermaid, which the browser loads"
+    page = (tmp_path / "site" / "operations.html").read_text(encoding="utf-8")
     assert 'href="node-agent.html#' in page, "links to documents lead to pages"
 
 

@@ -8,6 +8,7 @@ from carpool_e2e.cluster import Cluster
 
 # --import-mode=importlib gives test folders no import path of their own; the machine is for these files only.
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
 
 from kubectl import Watcher
 

@@ -1,4 +1,6 @@
 import asyncio
+import os
+import re
 from io import StringIO
 from pathlib import Path
 
@@ -9,11 +11,12 @@ from carpool_e2e import processes
 from carpool_e2e.__main__ import play_on
 from carpool_e2e.binaries import Binaries
 from carpool_e2e.chart import Rendered
-from carpool_e2e.cluster import Cluster, Shape
+from carpool_e2e.cluster import PROJECT, Cluster, Shape, why_no_kubelets
 from carpool_e2e.controlplane import ControlPlane
 from carpool_e2e.demo.scenes import SceneError, Stage, TooLateError
 from carpool_e2e.demo.show import play_scenes
 from carpool_e2e.processes import ProcessTable
+from documents import LAPTOP, Shell, commands
 from rich.console import Console
 
 
@@ -77,3 +80,25 @@ def test_a_kept_cluster_without_kubelets_says_how_it_is_reached(tmp_path: Path) 
     told = captured.get()
     assert "the nodes" in told
     assert f"export KUBECONFIG={plane.state}/admin.kubeconfig" in told
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(1800)
+def test_the_commands_of_the_page_on_a_laptop_work(tmp_path: Path) -> None:
+    """In their order, on the cluster that the first one keeps and the last one removes."""
+    if reason := why_no_kubelets():
+        pytest.skip(reason)
+    if [*processes.default_root().glob(f"*/{processes.KEPT}")]:
+        pytest.skip("a cluster is kept, which the last command would remove")
+    shell = Shell(tmp_path, dict(os.environ))
+    (tmp_path / "out").symlink_to(PROJECT / "out")
+    try:
+        for _, command in commands(LAPTOP):
+            done = shell(command)
+            assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+            for name, value in re.findall(r'^ +export (\w+)="?(.*?)"?$', done.stdout, re.MULTILINE):
+                shell.environment[name] = value.replace("$PATH", os.environ["PATH"])
+        assert shell.environment["KUBECONFIG"].startswith(str(processes.default_root()))
+    finally:
+        shell.stop()
+        processes.clean()

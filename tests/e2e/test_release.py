@@ -1,6 +1,7 @@
 """A release: its versions and notes agree. `make release` builds one and checks it from an empty folder."""
 
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from carpool_e2e import images, release
 from carpool_e2e.binaries import ensure
 from carpool_e2e.errors import HarnessError
+from documents import ELSEWHERE, ROOT, Shell, commands
 from rich.console import Console
 
 VERSION = release.versions()["pyproject.toml"]
@@ -86,3 +88,21 @@ def test_a_release_is_built_and_checked(tmp_path: Path) -> None:
     (tmp_path / f"carpool-{VERSION}.tgz").unlink()
     with pytest.raises(HarnessError):
         release.check(VERSION, tmp_path, ensure(["helm"])["helm"])
+
+
+@pytest.mark.e2e
+def test_krew_installs_the_plugin(tmp_path: Path) -> None:
+    """From the manifest and the archive, by the commands of docs/kubectl.md; the last one installs the wheel."""
+    found = ensure(["krew", "kubectl"])
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "kubectl-krew").symlink_to(found["krew"])
+    home = str(tmp_path)
+    path = [f"{home}/.krew/bin", f"{home}/bin", str(Path(found["kubectl"]).parent), os.environ["PATH"]]
+    kept = {name: value for name, value in os.environ.items() if name not in {"KREW_ROOT", "XDG_DATA_HOME"}}
+    shell = Shell(tmp_path, {**kept, "HOME": home, "PATH": ":".join(path)})
+    mine = next(prefix for prefix, test in ELSEWHERE.items() if test.endswith("test_krew_installs_the_plugin"))
+    for command in [command for _, command in commands(ROOT / "docs" / "kubectl.md") if re.match(mine, command)]:
+        done = shell(command)
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    assert done.stdout.startswith(f"carpool {VERSION}")
+    assert (tmp_path / ".local/share/carpool").is_dir()

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from carpool_e2e.chart import CHART, NAMESPACE, RELEASE
 from carpool_e2e.cluster import Cluster, Shape, running, why_no_kubelets
 from carpool_e2e.demo.manifests import sleeper
 from kubectl import Watcher, eventually
-from test_pods import AGENT, OPERATOR, SCHEDULER, run_helm
+from test_pods import AGENT, OPERATOR, SCHEDULER
 
 pytestmark = pytest.mark.e2e
 
@@ -39,7 +40,8 @@ def replicated(helm: str) -> Iterator[Cluster]:
         pytest.skip(reason)
     with running(SHAPE) as cluster:
         values = [f"--set={key}={value}" for key, value in VALUES.items()]
-        run_helm(cluster, helm, "install", RELEASE, str(CHART), "--create-namespace", *values)
+        command = [helm, "install", RELEASE, str(CHART), f"--namespace={NAMESPACE}", "--create-namespace", *values]
+        subprocess.run(command, check=True, env={**os.environ, "KUBECONFIG": str(cluster.kubeconfig)})
         for workload in (OPERATOR, SCHEDULER, AGENT):
             cluster.kubectl("rollout", "status", workload, "-n", NAMESPACE, "--timeout=180s", timeout_s=190)
         yield cluster

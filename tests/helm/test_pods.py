@@ -2,19 +2,22 @@
 
 import base64
 import os
-import re
+import shlex
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 from carpool_e2e import images
-from carpool_e2e.chart import CHART, NAMESPACE, PROJECT, RELEASE
+from carpool_e2e.binaries import cache_root
+from carpool_e2e.chart import NAMESPACE, PROJECT, RELEASE
 from carpool_e2e.cluster import PODS, Cluster, carpool_command, running, why_no_kubelets
+from carpool_e2e.controlplane import make
 from carpool_e2e.demo.manifests import sleeper
-from documents import executed
+from carpool_e2e.nodes import BUSYBOX_IMAGE
+from documents import Shell, executed, life_of_a_release
 from kubectl import Watcher
 from rich.console import Console
 
@@ -29,7 +32,7 @@ WORKLOADS = (
 )  # fmt: skip
 OPERATOR, SCHEDULER, AGENT, BOARD = WORKLOADS
 SIMULATED = f"--set=nodeAgent.simulatedGpus={PODS.kubelet_nodes['a100']}"
-VALUES = ("--set=global.imageRegistry=localhost", SIMULATED, "--set=board.enabled=true")
+VALUES = (SIMULATED, "--set=board.enabled=true", "--set=board.tls.existingSecret=board")
 USERS = {f"{OPERATOR} -c operator": 65532, f"{SCHEDULER} -c extender": 65532, f"{AGENT} -c agent": 0,
          f"{BOARD} -c board": 65532}  # fmt: skip
 """User of each container's process."""
@@ -46,11 +49,13 @@ for folder in ("/opt/carpool", "/usr"):
 
 
 VIEW = """
-import pathlib, urllib.error, urllib.request
+import pathlib, ssl, urllib.error, urllib.request
+trusted = ssl.create_default_context(cafile="/etc/carpool/tls/tls.crt")
 token = pathlib.Path("/var/run/secrets/kubernetes.io/serviceaccount/token").read_text()
 for headers in ({}, {"Authorization": f"Bearer {token}"}):
     try:
-        print(urllib.request.urlopen(urllib.request.Request("http://127.0.0.1:8044/", headers=headers)).status)
+        request = urllib.request.Request("https://127.0.0.1:8044/", headers=headers)
+        print(urllib.request.urlopen(request, context=trusted).status)
     except urllib.error.HTTPError as error:
         print(error.code)
 """
@@ -66,22 +71,38 @@ def machine() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def installed(machine: Cluster, helm: str) -> Cluster:
-    """After `helm install` with no flag but for the registry, the simulated GPUs and the board."""
-    run_helm(machine, helm, "install", RELEASE, str(CHART), "--create-namespace", *VALUES)
+def shell(machine: Cluster, helm: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
+    programs = [str(Path(path).parent) for path in (carpool_command(), machine.binaries["kubectl"], helm)]
+    folder = tmp_path_factory.mktemp("checkout")
+    environment = {
+        "XDG_CACHE_HOME": str(cache_root(os.environ).parent), **os.environ, "HOME": str(folder),
+        "PATH": ":".join([*programs, os.environ["PATH"]]), "KUBECONFIG": str(machine.kubeconfig),
+        "CARPOOL_OPERATOR_LEASE": f"{NAMESPACE}/{RELEASE}-operator",
+    }  # fmt: skip
+    names = {"REGISTRY": "localhost", "REGISTRY_OF_YOUR_KUBE_SCHEDULER": "localhost"}
+    shell = Shell(folder, environment, names)
+    yield shell
+    shell.stop()
+
+
+@pytest.fixture(scope="module")
+def installed(machine: Cluster, shell: Shell) -> Cluster:
+    """After the documented `helm install`, with simulated GPUs, and a board with a certificate."""
+    make(shell.folder, "ca", "/CN=board", ["DNS:carpool-board.carpool-system", "IP:127.0.0.1"])
+    machine.kubectl("create", "namespace", NAMESPACE)
+    files = [f"--cert={shell.folder}/ca.crt", f"--key={shell.folder}/ca.key"]
+    machine.kubectl("create", "secret", "tls", "board", "-n", NAMESPACE, *files)
+    (first, code), *_ = life_of_a_release()
+    assert do(machine, shell, first, *VALUES) == code
     return machine
 
 
-def run_helm(machine: Cluster, helm: str, *arguments: str) -> str:
-    environment = {
-        "PATH": os.environ["PATH"],
-        "HOME": str(machine.slot.directory),
-        "KUBECONFIG": str(machine.kubeconfig),
-    }
-    command = [helm, *arguments, f"--namespace={NAMESPACE}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, f"{done.stdout}{done.stderr}{machine.kubectl('get', 'pods,events', '-A')}"
-    return done.stdout
+def do(machine: Cluster, shell: Shell, command: str, *options: str) -> int:
+    """Run a command of helm and print what it did."""
+    done = shell(command, *map(shlex.quote, options))
+    print(f"$ {done.args[-1]}\n{done.stdout}{done.stderr}exit code {done.returncode}\n")
+    print(machine.kubectl("get", "pods,gtj", "--all-namespaces"))
+    return done.returncode
 
 
 def test_a_job_that_is_submitted_right_after_the_installation_completes(installed: Cluster) -> None:
@@ -94,10 +115,14 @@ def test_a_job_that_is_submitted_right_after_the_installation_completes(installe
     assert node["status"]["simulated"]
 
 
-def test_pods_are_ready_and_helm_test_passes(installed: Cluster, helm: str) -> None:
+def wait_for_pods(machine: Cluster) -> None:
     for workload in WORKLOADS:
-        installed.kubectl("rollout", "status", workload, "-n", NAMESPACE, "--timeout=120s", timeout_s=130)
-    assert "Succeeded" in run_helm(installed, helm, "test", RELEASE, "--timeout=180s")
+        machine.kubectl("rollout", "status", workload, "-n", NAMESPACE, "--timeout=120s", timeout_s=130)
+
+
+def test_pods_are_ready_and_helm_test_passes(installed: Cluster, shell: Shell) -> None:
+    wait_for_pods(installed)
+    assert "Succeeded" in shell(f"helm test {RELEASE} --namespace {NAMESPACE} --timeout=180s").stdout
 
 
 @pytest.mark.parametrize(("container", "user"), USERS.items())
@@ -153,67 +178,57 @@ def container_of(watcher: Watcher, job: str) -> tuple[str, int, str]:
     return status["containerID"], status["restartCount"], status["state"]["running"]["startedAt"]
 
 
-def test_a_running_job_outlives_upgrade_rollback_uninstallation_and_another_installation(
-    installed: Cluster, helm: str
-) -> None:
+def test_a_running_job_outlives_what_is_done_to_the_release(installed: Cluster, shell: Shell) -> None:
     """All pods of Carpool are renewed, go, and come again; then the same container ends as it would have."""
     watcher = Watcher(installed)
-    installed.apply(sleeper("lasting", "until [ -e /tmp/end ]; do sleep 0.1; done"))
-    watcher.running("lasting", 120)
+    jobs = ("lasting", "ended-meanwhile")
+    installed.apply(*(sleeper(job, "until [ -e /tmp/end ]; do sleep 0.1; done") for job in jobs))
+    for job in jobs:
+        watcher.running(job, 120)
     before, uid = container_of(watcher, "lasting"), watcher.job("lasting")["metadata"]["uid"]
-    for command in (
-        ["upgrade", RELEASE, str(CHART), *VALUES, "--set=settings.log.level=debug"],
-        ["rollback", RELEASE, "1"],
-        ["uninstall", RELEASE, "--wait"],
-        ["install", RELEASE, str(CHART), *VALUES],
-    ):
-        run_helm(installed, helm, *command)
-        if command[0] != "uninstall":
-            for workload in WORKLOADS:
-                installed.kubectl("rollout", "status", workload, "-n", NAMESPACE, "--timeout=120s", timeout_s=130)
+
+    def end(job: str) -> None:
+        (pod,) = watcher.pods(job)
+        installed.kubectl("exec", pod["metadata"]["name"], "--", "/bin/sh", "-c", ": > /tmp/end")
+
+    options = {"install": VALUES, "upgrade": ["--set=settings.log.level=debug"]}  # which renews the pods
+    for command, code in life_of_a_release()[1:]:
+        assert do(installed, shell, command, *options.get(command.split()[1], ())) == code
+        if "uninstall" in command:
+            end("ended-meanwhile")
+        else:
+            wait_for_pods(installed)
         assert container_of(watcher, "lasting") == before, command
-    pod = watcher.pods("lasting")[0]["metadata"]["name"]
-    installed.kubectl("exec", pod, "--", "/bin/sh", "-c", ": > /tmp/end")
-    installed.kubectl("wait", "gtj/lasting", "--for=condition=Complete", "--timeout=120s", timeout_s=130)
-    job = watcher.job("lasting")
-    assert (job["metadata"]["uid"], job["status"].get("restarts", 0)) == (uid, 0)
-    assert [attempt["number"] for attempt in job["status"]["attempts"]] == [1]
-
-
-Run = Callable[[str], "subprocess.CompletedProcess[str]"]
+    end("lasting")
+    for job in jobs:
+        installed.kubectl("wait", f"gtj/{job}", "--for=condition=Complete", "--timeout=120s", timeout_s=130)
+    status = watcher.job("lasting")["status"]
+    assert (watcher.job("lasting")["metadata"]["uid"], status.get("restarts", 0)) == (uid, 0)
+    assert [attempt["number"] for attempt in status["attempts"]] == [1]
 
 
 @pytest.fixture(scope="module")
-def run(installed: Cluster, helm: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Run a line in a checkout, with this cluster's names in place of those in capitals."""
-    watcher, folder = Watcher(installed), tmp_path_factory.mktemp("checkout")
+def run(installed: Cluster, shell: Shell) -> Shell:
+    """The shell, when jobs and files are there that commands name."""
+    watcher = Watcher(installed)
     installed.kubectl("apply", "-f", str(PROJECT / "examples/resnet50-cifar.yaml"))
     installed.apply(sleeper("small-a", "echo begun; sleep 3600"), sleeper("ended", "true"))
     watcher.running("small-a", 120)
     installed.kubectl("wait", "gtj/ended", "--for=condition=Complete", "--timeout=120s", timeout_s=130)
+    installed.kubectl("create", "serviceaccount", "viewer")
+    view = ["--clusterrole=carpool-view", "--serviceaccount=default:viewer"]
+    installed.kubectl("create", "clusterrolebinding", "viewer", *view)
     (held,) = watcher.reserved("small-a")
-    names = {"NODE": "a100", "NAMESPACE": "default", "POD": held["podName"], "UUID": held["gpuUuids"][0]}
-    for name in ("Makefile", "examples", "helm"):
-        (folder / name).symlink_to(PROJECT / name)
-    (folder / "trace.csv").write_text("timestamp,duration,num_gpus\n0,600,1\n")
-    programs = [str(Path(path).parent) for path in (carpool_command(), installed.binaries["kubectl"], helm)]
-    environment = {**os.environ, "KUBECONFIG": str(installed.kubeconfig), "HOME": str(folder)}
-    environment["PATH"] = ":".join([*programs, os.environ["PATH"]])
-
-    def call(command: str) -> "subprocess.CompletedProcess[str]":
-        job = "ended" if "=Complete" in command else "small-a"
-        line = re.sub(r"\b[A-Z]+\b", lambda found: {**names, "JOB": job}.get(found[0], found[0]), command)
-        return subprocess.run(
-            ["bash", "-o", "pipefail", "-c", line], capture_output=True, text=True, env=environment, cwd=folder,
-            timeout=120, check=False,
-        )  # fmt: skip
-
-    return call
+    shell.names |= {"NODE": "a100", "NAMESPACE": "default", "POD": held["podName"], "UUID": held["gpuUuids"][0]}
+    shell.names |= {"VIEWER": "viewer", "IMAGE": BUSYBOX_IMAGE, "COMMAND": '[sleep, "20"]'}
+    (shell.folder / "trace.csv").write_text("timestamp,duration,num_gpus\n0,600,1\n")
+    return shell
 
 
 @pytest.mark.parametrize("command", executed())
-def test_a_command_of_the_documents_works(run: Run, command: str) -> None:
+def test_a_command_of_the_documents_works(run: Shell, command: str) -> None:
     """In their order; a `grep` may find nothing."""
+    run.names["JOB"] = "ended" if "=Complete" in command else "small-a"
     done = run(command)
     found_nothing = "| grep" in command and done.returncode == 1 and not done.stderr
     assert done.returncode == 0 or found_nothing, f"{done.stdout}{done.stderr}"
