@@ -195,6 +195,12 @@ def _impossible(actual: GpuActual, wanted: Reservation, *, is_there: bool) -> st
         can = ", ".join(sorted(actual.modes)) or "none"
         why = f" ({actual.mig_manager})" if wanted.mode is SharingMode.MIG and actual.mig_manager else ""
         return f"GPU {actual.uuid}: expected a mode out of {can}, found {wanted.mode}{why}; reserve another mode"
+    if wanted.mode in (SharingMode.MPS, SharingMode.MIG) and len(wanted.gpu_uuids) > 1:
+        one = "MPS daemon" if wanted.mode is SharingMode.MPS else "MIG instance"
+        return (
+            f"expected one GPU with {wanted.mode}, found {len(wanted.gpu_uuids)}; a process reaches only one {one}, "
+            "which has one GPU: reserve the GPUs Exclusive or TimeSlicing"
+        )
     if wanted.mode is SharingMode.MIG:
         return _impossible_instance(actual, wanted)
     if wanted.memory_limit_mib is not None and wanted.memory_limit_mib > actual.usable_mib:
@@ -202,20 +208,10 @@ def _impossible(actual: GpuActual, wanted: Reservation, *, is_there: bool) -> st
             f"GPU {actual.uuid}: expected a limit of at most {actual.usable_mib:,} MiB, found "
             f"{wanted.memory_limit_mib:,} MiB; reserve a larger GPU"
         )
-    if wanted.mode is SharingMode.MPS and len(wanted.gpu_uuids) > 1:
-        return (
-            f"expected one GPU with MPS, found {len(wanted.gpu_uuids)}; each GPU has an MPS daemon of its own and a "
-            "process reaches only one: reserve the GPUs Exclusive or TimeSlicing"
-        )
     return ""
 
 
 def _impossible_instance(actual: GpuActual, wanted: Reservation) -> str:
-    if len(wanted.gpu_uuids) > 1:
-        return (
-            f"expected one GPU with MIG, found {len(wanted.gpu_uuids)}; a process reaches only one MIG instance: "
-            "reserve the GPUs Exclusive or TimeSlicing"
-        )
     profiles = actual.mig_table.by_name if actual.mig_table else {}
     profile = profiles.get(wanted.mig_profile or "")
     if profile is None:
@@ -241,9 +237,7 @@ def _conflict(actual: GpuActual, wanted: Reservation, granted: Sequence[Reservat
         return (
             f"GPU {actual.uuid}: is {first.mode} for {who}, found a reservation for {wanted.mode}; reserve another GPU"
         )
-    if first.mode is not SharingMode.MPS:
-        return ""
-    if first.tenancy_domain != wanted.tenancy_domain:
+    if first.mode is SharingMode.MPS and first.tenancy_domain != wanted.tenancy_domain:
         return (
             f"GPU {actual.uuid}: its MPS daemon serves {first.tenancy_domain}, found {wanted.tenancy_domain}; "
             "they never share a daemon: reserve another GPU"

@@ -161,9 +161,10 @@ def test_higher_limit_is_checked_again(reserve) -> None:
     assert (found.ready, list(found.refused)) == ((B,), [A])
 
 
-def test_mps_over_several_gpus_is_refused(reserve) -> None:
-    planned = plan(IDLE, [reserve("a", "GPU-1", "GPU-2", mode=MPS)])
-    assert "expected one GPU with MPS, found 2" in planned.refused[A]
+@pytest.mark.parametrize(("mode", "one"), [(MPS, "MPS daemon"), (MIG, "MIG instance")])
+def test_mps_and_mig_over_several_gpus_are_refused(reserve, mode, one: str) -> None:
+    planned = plan(replace(IDLE, modes=IDLE.modes | {MIG}), [reserve("a", "GPU-1", "GPU-2", mode=mode)])
+    assert f"expected one GPU with {mode}, found 2; a process reaches only one {one}, which" in planned.refused[A]
 
 
 def test_unhealthy_gpu_keeps_its_pods(reserve) -> None:
