@@ -14,7 +14,7 @@ from carpool_core.resources.node import Device, GpuNodeStatus
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, GpuUuid, SharingMode
 from carpool_deviceplugin.gpu import DeviceError, GpuActual, Reading
-from carpool_deviceplugin.health import Health, Signals, next_health
+from carpool_deviceplugin.health import Health, Signals, XidClass, next_health, xid_class
 from carpool_deviceplugin.simulated import SimulatedDevices, parse_inventory
 from carpool_deviceplugin.testing.node import Node, running, until
 from carpool_deviceplugin.timeouts import Intervals, TimeLimitedCaller
@@ -166,7 +166,6 @@ LOST = Signals(lost="fallen off the bus")
 HOT, COOL = Signals(is_hot=True), Signals(is_hot=False)
 STILL, MOVING = Signals(is_motionless=True), Signals(is_motionless=False)
 NOTHING, RESET = Signals(), Signals(was_reset=True)
-FATAL = (46, 79, 109, 144, 150, 155, 156, 158)
 HEAT = [(0, HOT, ""), (10, COOL, ""), (40, HOT, ""), (71, HOT, "slowed down for heat"), (132, COOL, "")]
 STUCK = [(0, STILL, ""), (300, MOVING, ""), (601, STILL, ""), (1201, STILL, "it is stuck"), (1262, MOVING, "")]
 ANSWERS_AGAIN = [(0, LOST, "fallen"), (5000, LOST, "fallen"), (5001, NOTHING, "fallen"), (5061, NOTHING, "")]
@@ -192,7 +191,6 @@ TWICE = [(0, xid(90), XID_90), (30, xid(90), XID_90), (89, NOTHING, XID_90), (15
         pytest.param([(0, xid(90), XID_90), (59, NOTHING, XID_90), (60, NOTHING, "")], id="recoverable"),
         pytest.param(TWICE, id="a-second-xid-restarts-the-minute"),
         pytest.param(FATAL_UNTIL_RESET, id="fatal-until-a-minute-after-a-reset"),
-        *(pytest.param([(0, xid(n), f"XID {n} "), (1e6, NOTHING, f"XID {n} ")], id=f"fatal-{n}") for n in FATAL),
         pytest.param([(0, xid(95, 154), "XID 95"), (61, NOTHING, "XID 95")], id="recovery-action-of-a-fatal"),
         pytest.param(
             [(0, Signals(remap_failed=True), "replace the GPU"), (1e6, NOTHING, "replace")], id="no-spare-row"
@@ -209,6 +207,34 @@ def test_health_follows_from_what_happened(history: list[tuple[float, Signals, s
         health = next_health(health, signals, at)
         assert problem in health.problem, at
         assert bool(problem) == bool(health.problem), at
+
+
+PROGRAM, RECOVERS, SERIOUS = XidClass.APPLICATION, XidClass.RECOVERABLE, XidClass.FATAL
+ACTIONS = {
+    "IGNORE": (PROGRAM, (14, 37, 38, 43, 44, 63, 66, 67, 92, 93, 106, 107, 121, 137, 141, 152, 153, 157, 161)),
+    "RESTART_APP": (PROGRAM, (
+        8, 11, 13, 25, 31, 32, 39, 40, 41, 60, 68, 69, 70, 71, 72, 75, 76, 77, 80, 82, 83, 84, 85, 86, 88, 89, 94,
+        *range(96, 106), *range(126, 136), 139,
+    )),
+    "WORKFLOW_XID_45": (PROGRAM, (45,)),
+    "Follow guidance as it applies to another Xid": (PROGRAM, (154,)),
+    "RESET_GPU": (SERIOUS, (46, 62, 64, 95, 109, 110, 119, 120, 136, 140, 143, 155, 156, 158, 162)),
+    "RESTART_BM": (SERIOUS, (79, 160)),
+    "RESTART_VM": (SERIOUS, (151,)),
+    "CHECK_MECHANICALS": (SERIOUS, (54,)),
+    "WORKFLOW_XID_48": (SERIOUS, (48,)),
+    "WORKFLOW_NVLINK_ERR": (SERIOUS, (74,)),
+    "WORKFLOW_NVLINK5_ERR": (SERIOUS, (144, 145, 146, 147, 148, 149, 150)),
+    "UPDATE_SWFW": (RECOVERS, (78,)),
+    "CHECK_UVM": (RECOVERS, (159,)),
+}  # fmt: skip
+"""Immediate actions of NVIDIA's catalog, as in NVSentinel 6f8b0fc: UNEXPECTED_ERR_REPORT_ISSUE for others up to 162."""
+
+
+def test_each_xid_counts_by_its_immediate_action_in_nvidias_catalog() -> None:
+    expected = {code: kind for kind, codes in ACTIONS.values() for code in codes}
+    expected[61] = SERIOUS  # on Volta and older
+    assert {code: xid_class(code) for code in range(1, 163)} == dict.fromkeys(range(1, 163), RECOVERS) | expected
 
 
 def test_each_relapse_within_an_hour_doubles_the_minute() -> None:
