@@ -10,6 +10,7 @@ from pathlib import Path
 import structlog
 from carpool_core.clock import Clock
 from carpool_core.kube.api import PODS, KubeApi, Selector
+from carpool_core.kube.errors import NotFound
 from carpool_core.kube.pods import Pod
 from carpool_core.kube.reflector import Reflector
 from carpool_core.values import NodeName, PodUid
@@ -228,9 +229,17 @@ def build(
     )
     pods: Reflector[Pod] = Reflector(api, PODS, Pod, selector=Selector(fields=f"spec.nodeName={node}"), clock=clock)
     pod_resources = PodResources(settings.pod_resources_socket)
+
+    async def read_uid(namespace: str, name: str) -> PodUid | None:
+        try:
+            return PodUid((await api.get(PODS, name, Pod, namespace=namespace)).metadata.uid)
+        except NotFound:
+            return None
+
     probe = _install_probe(settings, clock)
     state = AgentState(
         pod=pods.store.get,
+        read_uid=read_uid,
         reservations=lambda: agent.reconciler.reservations,
         partitions=lambda: agent.reconciler.partitions,
         access=devices.access,

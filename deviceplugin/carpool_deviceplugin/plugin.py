@@ -11,6 +11,7 @@ import grpc  # type: ignore[import-untyped]
 import structlog
 from carpool_core.clock import Clock
 from carpool_core.keys import ANNOTATION_PROBE, CDI_KIND, RESOURCE_GPU
+from carpool_core.kube.errors import KubeError
 from carpool_core.kube.pods import Pod, container_uid
 from carpool_core.resources.node import Partition, Reservation
 from carpool_core.values import GpuUuid, PartitionState, PodUid, ProbeMode, SharingMode
@@ -223,6 +224,8 @@ class AgentState:
 
     pod: Callable[[str], Pod | None]
     """Returns a pod by `namespace/name`, from the watch; None if unknown."""
+    read_uid: Callable[[str, str], Awaitable[PodUid | None]]
+    """Returns the UID of a pod by namespace and name, from the API server; None if there is no pod."""
     reservations: Callable[[], Collection[Reservation]]
     partitions: Callable[[], Iterable[Partition]]
     access: Callable[[GpuUuid, PodUid], Access]
@@ -384,6 +387,7 @@ class Plugin:
             ) from e
         pod = living_pod(owner, state.pod(owner.key))
         reservation = ready_reservation(owner, pod, state.reservations(), state.partitions())
+        await self._check_uid(owner, reservation.pod_uid)
         try:
             access = {uuid: state.access(uuid, reservation.pod_uid) for uuid in reservation.gpu_uuids}
         except DeviceError as e:
@@ -393,6 +397,15 @@ class Plugin:
         if reservation.mode is SharingMode.MPS:
             check_same_user(owner, container_uid(pod.spec, owner.container), self._served(reservation, access))
         return owner, reservation, access
+
+    async def _check_uid(self, owner: Owner, reserved: PodUid) -> None:
+        """Check the UID once more: the kubelet names none, and its watch may be newer than the agent's."""
+        try:
+            uid = await self._state.read_uid(owner.namespace, owner.pod)
+        except KubeError as e:
+            raise LaterError(f"expected the API server to confirm UID {reserved} of pod {owner.key}: {e}") from e
+        if uid != reserved:
+            raise LaterError(f"expected pod {owner.key} to have UID {reserved}, as reserved, found {uid or 'no pod'}")
 
     def _add_probe(self, probe: ProbeFiles, reservation: Reservation, access: dict[GpuUuid, Access]) -> None:
         try:

@@ -18,6 +18,7 @@ from agent_world import registry_of, reservation, reserve_on, status_of
 from carpool_core.clock import SystemClock
 from carpool_core.keys import ANNOTATION_PROBE, CDI_KIND
 from carpool_core.kube.api import PODS
+from carpool_core.kube.errors import Unreachable
 from carpool_core.kube.pods import (
     Container,
     Pod,
@@ -268,6 +269,16 @@ async def test_clients_of_one_mps_daemon_run_as_one_user(agent, kubelet, setting
     pod(kube, "a", phase="Succeeded")
     await until(lambda: agent.kubelet._pods.store.get("default/a").is_finished)
     await kubelet.start_container("b")
+
+
+async def test_the_api_server_confirms_the_uid_as_the_watch_may_be_old(agent, kubelet, kube, reserve) -> None:
+    """The kubelet may start a pod of an ended worker's name before the agent's watch shows the worker's end."""
+    await place(kube, reserve("a", agent.devices.uuids[0]))
+    await kubelet.admit("a", "slot-0")
+    kube.fail_next("get", PODS, Unreachable("connection refused"))
+    await kubelet.start_container("a")
+    kube.lose(PODS, "a", "default")
+    assert "expected pod default/a to have UID uid-a, as reserved, found no pod" in await refused(kubelet, "a")
 
 
 async def test_a_late_reservation_is_waited_for(agent, kubelet, settings, kube, reserve) -> None:
@@ -577,6 +588,7 @@ class Prestart:
         self.directory, self.clock, self.failures, self.asked = directory, FakeClock(), 0, 0
         state = AgentState(
             pod=lambda _: starting_pod(),
+            read_uid=self._read_uid,
             reservations=lambda: [reservation],
             partitions=lambda: [partition()],
             access=lambda uuid, pod_uid: Access(env={"A": "b"}, mounts=()),
@@ -594,6 +606,9 @@ class Prestart:
 
     async def _sleep(self, seconds: float) -> None:
         self.clock.advance(seconds)
+
+    async def _read_uid(self, *_: str) -> PodUid:
+        return PodUid(starting_pod().metadata.uid)
 
     async def _held(self) -> list[PodResources]:
         self.asked += 1

@@ -23,7 +23,7 @@ OWN = {
     "carpool-node-agent": {
         "carpool.dev/gpunodes": READ | {"create"},
         "carpool.dev/gpunodes/status": {"patch"},
-        "pods": {"list", "watch"},
+        "pods": READ,
         "nodes": {"get"},
         "events": {"create", "get", "patch"},
     },
