@@ -230,16 +230,16 @@ def build(
     pods: Reflector[Pod] = Reflector(api, PODS, Pod, selector=Selector(fields=f"spec.nodeName={node}"), clock=clock)
     pod_resources = PodResources(settings.pod_resources_socket)
 
-    async def read_uid(namespace: str, name: str) -> PodUid | None:
+    async def read_pod(namespace: str, name: str) -> Pod | None:
         try:
-            return PodUid((await api.get(PODS, name, Pod, namespace=namespace)).metadata.uid)
+            return await api.get(PODS, name, Pod, namespace=namespace)
         except NotFound:
             return None
 
     probe = _install_probe(settings, clock)
     state = AgentState(
         pod=pods.store.get,
-        read_uid=read_uid,
+        read_pod=read_pod,
         reservations=lambda: agent.reconciler.reservations,
         partitions=lambda: agent.reconciler.partitions,
         access=devices.access,

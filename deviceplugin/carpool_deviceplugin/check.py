@@ -65,7 +65,7 @@ def check_node(devices: Devices | Outcome, settings: AgentSettings, host: Host) 
         yield devices
     elif isinstance(devices, NvmlDevices):
         passed = f"driver {devices.driver}; from {MIN_DRIVER} on, MPS with limits and reports of clients' faults"
-        yield _told("driver", driver_problem(devices.driver), passed=passed)
+        yield _row_of("driver", driver_problem(devices.driver), passed=passed)
     yield from check_host(host, Directories(settings.state_dir, settings.cdi_dir, settings.device_plugin_dir))
     if not isinstance(devices, Outcome | NvmlDevices):
         found = f"{len(devices.uuids)} simulated GPUs, which need no driver, MPS program, MIG or DCGM"
@@ -89,14 +89,15 @@ def check_node(devices: Devices | Outcome, settings: AgentSettings, host: Host) 
             f"expected {PROGRAM} of driver {devices.driver}, found {version}, whose servers do not start with it; "
             "restart the pod that runs it, or install the driver's"
         )
-    yield _told("mps-program", problem, passed=f"{PROGRAM} {version or 'without a version'}")
+    yield _row_of("mps-program", problem, passed=f"{PROGRAM} {version or 'without a version'}")
     if isinstance(devices, NvmlDevices):
         yield from _check_gpus(devices, settings, host)
 
 
-def _told(name: str, problem: str, passed: str) -> Outcome:
-    """Return a row of a sentence that states what was expected, what was found and what to do; empty if it passed."""
-    needed, found, advice = re.findall("^expected (.+?), found (.+?); (.+)$", problem)[0] if problem else ("",) * 3
+def _row_of(name: str, problem: str, passed: str) -> Outcome:
+    """Return a row of a sentence, at best of what was expected, what was found and what to do; empty if it passed."""
+    parts = re.fullmatch("expected (.+?), found (.+?); (.+)", problem)
+    needed, found, advice = parts.groups() if parts else ("", problem, "")
     return row(name, found, needed, advice, passed=passed)
 
 

@@ -224,8 +224,8 @@ class AgentState:
 
     pod: Callable[[str], Pod | None]
     """Returns a pod by `namespace/name`, from the watch; None if unknown."""
-    read_uid: Callable[[str, str], Awaitable[PodUid | None]]
-    """Returns the UID of a pod by namespace and name, from the API server; None if there is no pod."""
+    read_pod: Callable[[str, str], Awaitable[Pod | None]]
+    """Returns a pod by namespace and name, from the API server; None if there is none."""
     reservations: Callable[[], Collection[Reservation]]
     partitions: Callable[[], Iterable[Partition]]
     access: Callable[[GpuUuid, PodUid], Access]
@@ -365,7 +365,7 @@ class Plugin:
         until = self._clock.monotonic() + self._reservation_wait_s
         while True:
             try:
-                owner, reservation, access = await self._find(slots)
+                owner, reservation, access = await self._find(slots, until)
                 break
             except LaterError as e:
                 if self._clock.monotonic() >= until:
@@ -377,7 +377,7 @@ class Plugin:
             await self._sleep(_RETRY_S)
         self._write(owner, reservation, access)
 
-    async def _find(self, slots: Sequence[str]) -> tuple[Owner, Reservation, dict[GpuUuid, Access]]:
+    async def _find(self, slots: Sequence[str], until: float) -> tuple[Owner, Reservation, dict[GpuUuid, Access]]:
         state = self._state
         try:
             owner = owner_of(slots, await state.held())
@@ -387,7 +387,7 @@ class Plugin:
             ) from e
         pod = living_pod(owner, state.pod(owner.key))
         reservation = ready_reservation(owner, pod, state.reservations(), state.partitions())
-        await self._check_uid(owner, reservation.pod_uid)
+        pod = await self._read_again(owner, reservation.pod_uid, until)
         try:
             access = {uuid: state.access(uuid, reservation.pod_uid) for uuid in reservation.gpu_uuids}
         except DeviceError as e:
@@ -398,14 +398,19 @@ class Plugin:
             check_same_user(owner, container_uid(pod.spec, owner.container), self._served(reservation, access))
         return owner, reservation, access
 
-    async def _check_uid(self, owner: Owner, reserved: PodUid) -> None:
-        """Check the UID once more: the kubelet names none, and its watch may be newer than the agent's."""
+    async def _read_again(self, owner: Owner, reserved: PodUid, until: float) -> Pod:
+        """Return the pod as it is now: the kubelet names no UID, and its watch may be newer than the agent's."""
         try:
-            uid = await self._state.read_uid(owner.namespace, owner.pod)
-        except KubeError as e:
-            raise LaterError(f"expected the API server to confirm UID {reserved} of pod {owner.key}: {e}") from e
-        if uid != reserved:
-            raise LaterError(f"expected pod {owner.key} to have UID {reserved}, as reserved, found {uid or 'no pod'}")
+            async with asyncio.timeout(max(until - self._clock.monotonic(), _RETRY_S)):
+                pod = living_pod(owner, await self._state.read_pod(owner.namespace, owner.pod))
+        except (KubeError, TimeoutError) as e:
+            found = str(e) or "no answer in time"
+            raise LaterError(
+                f"expected the API server to confirm UID {reserved} of pod {owner.key}, found {found}"
+            ) from e
+        if (uid := pod.metadata.uid) != reserved:
+            raise LaterError(f"expected pod {owner.key} to have UID {reserved}, as reserved, found {uid}")
+        return pod
 
     def _add_probe(self, probe: ProbeFiles, reservation: Reservation, access: dict[GpuUuid, Access]) -> None:
         try:

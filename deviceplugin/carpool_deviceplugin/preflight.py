@@ -289,7 +289,7 @@ def check_system(host: Host) -> Outcome:
     return row(
         "operating-system",
         "" if is_fine else system or "a name that is not visible here",
-        "one whose driver the chart mounts, as it does not for GKE's Container-Optimized OS",
+        "a system whose driver the chart can mount, not GKE's Container-Optimized OS",
         "use nodes of another one, and leave these out of nodeAgent.nodeSelector" if system else _ON_NODE,
         passed=system,
         otherwise=Verdict.FAILED if system else Verdict.UNKNOWN,

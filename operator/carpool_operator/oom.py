@@ -67,14 +67,17 @@ _UNCLEAR = _either(
 )
 """Ends of logs that exhausted GPU memory causes, and other things too."""
 
+_REST = r"(?:(?!\\n).)*"
+"""The rest of a line; JSON and reprs of exceptions have several lines in one, with a backslash and n between them."""
+
 _NO_FAILURE = _either(
     # TensorFlow and ONNX Runtime try again with less memory, and log each try.
     r"ran out of memory\s{1,9}trying to allocate\s(?:[^\n]{0,200}\n)?[^\n]{0,200}(?:not a failure|the caller)",
     # A user may have the name of a vendor.
     r"[/\\](?:home|Users)[/\\]\w+",
     # Stack frames: their paths, names and source code are no messages.
-    r'^([^\n]{0,60}?)File "[^"\n]{1,300}", line \d[^\n]*(?:\n\1[ \t]{1,60}(?!File ")[^\n]*){0,2}',
-    r"\bframe #\d[^\n]*|^\s{1,9}@\s[^\n]*|^\s{1,9}at [\w.$/]{1,200}\([^\n]*",
+    rf'^([^\n]{{0,60}}?)File "[^"\n]{{1,300}}", line \d{_REST}(?:\n\1[ \t]{{1,60}}(?!File "){_REST}){{0,2}}',
+    rf"\bframe #\d{_REST}|^\s{{1,9}}@\s{_REST}|^\s{{1,9}}at [\w.$/]{{1,200}}\({_REST}",
     # Advice, conditions and skipped items.
     r"^skip[^\n]{0,200} due to [^\n]*\n[^\n]*",
     r"\b(?:if|avoid|prevent|when|may|might|could)\b(?! not)[^\n:)]{0,60}(?:out[ _]?of[ _]?memory|OOM\b)[^\n]*",

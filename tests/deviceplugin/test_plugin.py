@@ -278,7 +278,7 @@ async def test_the_api_server_confirms_the_uid_as_the_watch_may_be_old(agent, ku
     kube.fail_next("get", PODS, Unreachable("connection refused"))
     await kubelet.start_container("a")
     kube.lose(PODS, "a", "default")
-    assert "expected pod default/a to have UID uid-a, as reserved, found no pod" in await refused(kubelet, "a")
+    assert "expected pod default/a on this node, found none" in await refused(kubelet, "a")
 
 
 async def test_a_late_reservation_is_waited_for(agent, kubelet, settings, kube, reserve) -> None:
@@ -455,8 +455,8 @@ def holds(name: str, *slots: str, container: str = "train", resource: str = "car
     )
 
 
-def starting_pod(*, phase: str = "Pending", deleted: str | None = None) -> Pod:
-    meta = PodMeta(name="a", namespace="default", uid="uid-a", deletion_timestamp=deleted)
+def starting_pod(*, phase: str = "Pending", deleted: str | None = None, uid: str = "uid-a") -> Pod:
+    meta = PodMeta(name="a", namespace="default", uid=uid, deletion_timestamp=deleted)
     return Pod(metadata=meta, status=PodStatus(phase=phase))
 
 
@@ -584,11 +584,13 @@ def test_the_first_reservation_waits_for_no_other(reserve) -> None:
 class Prestart:
     """A plugin whose pod `a` holds slot 0 and has a ready reservation; PodResources fails as often as `failures`."""
 
-    def __init__(self, directory: Path, reservation: Reservation) -> None:
+    def __init__(self, directory: Path, reservation: Reservation, wait_s: float = 5.0) -> None:
         self.directory, self.clock, self.failures, self.asked = directory, FakeClock(), 0, 0
+        self.answer: asyncio.Future[Pod | None] = asyncio.Future()
+        """Answer of the API server."""
         state = AgentState(
             pod=lambda _: starting_pod(),
-            read_uid=self._read_uid,
+            read_pod=lambda *_: self.answer,
             reservations=lambda: [reservation],
             partitions=lambda: [partition()],
             access=lambda uuid, pod_uid: Access(env={"A": "b"}, mounts=()),
@@ -601,14 +603,12 @@ class Prestart:
             gpus=("GPU-1",),
             slots_per_gpu=8,
             clock=self.clock,
+            reservation_wait_s=wait_s,
             sleep=self._sleep,
         )
 
     async def _sleep(self, seconds: float) -> None:
         self.clock.advance(seconds)
-
-    async def _read_uid(self, *_: str) -> PodUid:
-        return PodUid(starting_pod().metadata.uid)
 
     async def _held(self) -> list[PodResources]:
         self.asked += 1
@@ -619,8 +619,31 @@ class Prestart:
 
 
 @pytest.fixture
-def prestart(tmp_path: Path, reserve) -> Prestart:
-    return Prestart(tmp_path / "cdi", reserve("a", "GPU-1"))
+async def prestart(tmp_path: Path, reserve) -> Prestart:
+    prestart = Prestart(tmp_path / "cdi", reserve("a", "GPU-1"))
+    prestart.answer.set_result(starting_pod())
+    return prestart
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        pytest.param(starting_pod(uid="uid-new"), "to have UID uid-a, as reserved, found uid-new", id="another pod"),
+        pytest.param(starting_pod(deleted="now"), "to be alive, found it finished or being deleted", id="deleted"),
+        pytest.param(Unreachable("refused"), "to confirm UID uid-a of pod default/a, found refused", id="unreachable"),
+        pytest.param(None, "to confirm UID uid-a of pod default/a, found no answer in time", id="silent"),
+    ],
+)
+async def test_a_pod_is_read_again_before_its_container_starts(tmp_path: Path, reserve, answer, message: str) -> None:
+    prestart = Prestart(tmp_path / "cdi", reserve("a", "GPU-1"), wait_s=0.0)
+    if isinstance(answer, Exception):
+        prestart.answer.set_exception(answer)
+    elif answer:
+        prestart.answer.set_result(answer)
+    async with asyncio.timeout(20):
+        with pytest.raises(LaterError, match=message):
+            await prestart.plugin.pre_start(["slot-0"])
+    assert not prestart.directory.exists()
 
 
 async def test_podresources_are_waited_for_and_refused_in_time(prestart: Prestart) -> None:

@@ -210,6 +210,14 @@ def test_the_mps_program_must_be_that_of_the_driver(tmp_path: Path, monkeypatch,
         assert (row.verdict, str(row).startswith(message)) == ("missing" if "; " in str(row) else "passed", True), row
 
 
+def test_any_other_sentence_is_what_was_found(tmp_path: Path) -> None:
+    devices = Node(FakeNvml(["T4"]), FakeMpsCommands(), tmp_path).devices()
+    devices.mps_missing = "its file\nis broken"
+    found = check_node(devices, AgentSettings(state_dir=tmp_path), Host(None, tmp_path / "proc"))
+    row = next(one for one in found if one.name == "mps-program")
+    assert (row.verdict, str(row)) == (Verdict.MISSING, devices.mps_missing)
+
+
 def test_other_programs_that_assign_gpus_are_reported(tmp_path: Path) -> None:
     assert host_rows(tmp_path)["device-plugins"].verdict == "passed"
     write(tmp_path, {"proc/7/comm": "gpu-kubelet-plu\n"})

@@ -19,6 +19,7 @@ NOT_EXECUTED = {
     r"make (lint|test)$": "CI runs both, and these tests are part of the second",
     r"make install$": "these tests run in what it installed from a package index",
     r"helm upgrade gpu-operator ": "needs GPU Operator, whose chart and images come from registries",
+    r"kubectl .*\btop pod ": "needs metrics-server, which the tests' clusters do not have",
     r"carpool profile |.*carpool node |.*nvidia-smi ": "needs a GPU, as the tests in tests/gpu do",
 }
 """Reason why a command that begins with the expression is not executed by any test."""

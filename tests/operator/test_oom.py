@@ -84,7 +84,9 @@ def test_what_follows_a_report_or_its_level_does_not_deny_it(text: str, is_certa
 )  # fmt: skip
 def test_a_stack_frame_reports_nothing(frame: str) -> None:
     assert not reports_gpu_out_of_memory(f"{frame}\nValueError: shapes differ\n")
-    assert reports_gpu_out_of_memory(f"{frame}\n{REPORT}\n")
+    report = f"{frame}\n{REPORT}\n"
+    assert reports_gpu_out_of_memory(report)
+    assert reports_gpu_out_of_memory(report.replace("\n", "\\n")), "in one line, as Ray and JSON print it"
 
 
 def test_corpus_is_large_and_each_message_has_its_source() -> None:
