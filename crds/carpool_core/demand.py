@@ -31,6 +31,8 @@ class Demand:
     memory_limit_mib: int | None
     """`spec.memory.limit`, which overrides the prediction."""
     prediction: Prediction | None
+    moves: int = 0
+    """Times that the job left a GPU on which a job was slowed beyond its limit."""
     tenancy_group: str = ""
     """Group of namespaces that trust each other; empty if the namespace is in none."""
 
@@ -120,6 +122,7 @@ def demand_of(job: GpuTrainingJob) -> Demand:
         min_compute_capability=spec.gpu.min_compute_capability,
         memory_limit_mib=None if limit is None else parse_memory_mib(limit),
         prediction=job.status.prediction,
+        moves=job.status.moves,
     )
 
 

@@ -57,6 +57,8 @@ SIMULATED_PREFIX: Final = "Simulated "
 
 OUTCOME_GPU_OUT_OF_MEMORY: Final = "GpuOutOfMemory"
 """Outcome of an attempt: a worker ran out of GPU memory."""
+OUTCOME_MOVED: Final = "Moved"
+"""Outcome of an attempt: it left a GPU on which a job was slowed beyond its limit."""
 
 REASON_BACKING_OFF: Final = "BackingOff"
 """Reason of condition Placed: an attempt failed, and the next one waits for the end of its backoff."""

@@ -44,6 +44,14 @@ class RequestedMode(StrEnum):
     MIG = "MIG"
 
 
+class WhenSlowed(StrEnum):
+    """What a job does while a job on its GPU is slowed beyond its limit."""
+
+    STAY = "Stay"
+    MOVE_AT_CHECKPOINT = "MoveAtCheckpoint"
+    MOVE = "Move"
+
+
 class ProbeMode(StrEnum):
     """Whether a job's containers get the step probe."""
 

@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
+from datetime import timedelta
 
 import msgspec
-from carpool_core.clock import parse_rfc3339
+from carpool_core.clock import parse_rfc3339, rfc3339
 from carpool_core.durations import MEASURED_STEPS
 from carpool_core.resources.node import Reservation, Tenant
 from carpool_core.values import GpuUuid, PodUid
@@ -128,6 +129,10 @@ class PodUsage(msgspec.Struct, frozen=True):
     """Means of its steps, mostly since the last change of co-tenants."""
     solo_steps: StepMeans = StepMeans()
     """Means of its steps while no other pod worked on the GPU."""
+    saved_at_step: int | None = None
+    """Steps at the last reading in which it wrote a checkpoint; None once steps followed it."""
+    checkpoint_age_s: float | None = None
+    """Time since its last complete checkpoint, which steps followed; None before the first."""
     energy_j: float | None = None
     """Energy above idle since the start of the agent; None if unknown."""
 
@@ -140,6 +145,10 @@ class PodUsage(msgspec.Struct, frozen=True):
 JOB_ENERGY_S = 3600.0
 """Time for which the energy of a job without pods is kept, in seconds."""
 _UNUSED = PodUsage()
+STEPS_AFTER_CHECKPOINT = 2
+"""Steps after which a checkpoint counts as complete."""
+CHECKPOINTS_EVERY_S = 60.0
+"""Least time between two checkpoints that are written to the status, in seconds."""
 _FORMER_SHARE = 0.05
 """Weight of the steps beside former co-tenants, of 1."""
 
@@ -153,6 +162,8 @@ class Meter:
         self.is_current = False
         """Whether the last reading succeeded."""
         self.usage: dict[PodUid, PodUsage] = {}
+        self._changed_at = 0.0
+        """Time of the reading in which a pod's processes last came or were gone, as in `Reading.at`."""
         self._watches: dict[PodUid, AnomalyWatch] = {}
 
     def remember(self, tenants: Iterable[Tenant]) -> None:
@@ -175,6 +186,8 @@ class Meter:
             usable_mib: Memory of the GPU for all pods; None if unknown.
         """
         came_or_went = set() if self.reading is None else _pods(self.reading) ^ _pods(reading)
+        if came_or_went or self.reading is None:
+            self._changed_at = reading.at
         drawn: dict[PodUid, float] = {}
         of_pods: dict[PodUid, list[ProcessUsage]] = {pod: [] for pod in self.usage}
         for process in reading.processes:
@@ -239,8 +252,10 @@ class Meter:
         sharing = max(1, sum(use.is_running for use in self.usage.values()))
         idle_w = (self.reading.idle_power_w or 0.0) / sharing if self.reading else 0.0
         found = [_tenant(pod, self.uuid, use, idle_w, now) for pod, use in sorted(self.usage.items())]
-        none = AnomalyWatch()
-        return [replace(one, anomalies=self._watches.get(one.pod_uid, none).anomalies) for one in found]
+        none, since = AnomalyWatch(), None if self.reading is None else _before(now, self.reading.at - self._changed_at)
+        return [
+            replace(one, tenants_since=since, anomalies=self._watches.get(one.pod_uid, none).anomalies) for one in found
+        ]
 
     def total(self, *, is_concurrent: bool) -> Rates:
         """Return the rates of all tenants together; `is_concurrent` if their kernels run at the same time (MPS)."""
@@ -349,7 +364,18 @@ def _count_steps(use: PodUsage, steps: int | None, counts: StepCounts, *, is_alo
     if counts.elapsed_s <= 0:
         return use
     solo = use.solo_steps.add(counts) if is_alone else use.solo_steps
+    use = _count_checkpoints(use, steps, counts)
     return replace(use, steps=steps, step_means=use.step_means.add(counts), solo_steps=solo)
+
+
+def _count_checkpoints(use: PodUsage, steps: int | None, counts: StepCounts) -> PodUsage:
+    """Follow a checkpoint until steps show that all of its files were written; many trainings write several."""
+    age_s = None if use.checkpoint_age_s is None else use.checkpoint_age_s + counts.elapsed_s
+    if counts.checkpoint_s > 0:
+        return replace(use, saved_at_step=steps, checkpoint_age_s=age_s)
+    if use.saved_at_step is not None and (steps or 0) >= use.saved_at_step + STEPS_AFTER_CHECKPOINT:
+        return replace(use, saved_at_step=None, checkpoint_age_s=0.0)
+    return replace(use, checkpoint_age_s=age_s)
 
 
 def _total(values: Iterable[float | None]) -> float | None:
@@ -379,11 +405,16 @@ def _tenant(pod: PodUid, uuid: GpuUuid, use: PodUsage, idle_w: float, now: str) 
         step_time_seconds=_rounded(steps.step_time_s, 6),
         step_time_deviation_seconds=_rounded(steps.deviation_s, 6),
         solo_step_time_seconds=_rounded(use.solo_step_time_s, 6),
+        checkpointed_at=None if use.checkpoint_age_s is None else _before(now, use.checkpoint_age_s),
         samples_per_second=_rounded(steps.rate(sums.samples) or None, 1),
         data_wait_ratio=_rounded(steps.rate(sums.data_s), 3),
         checkpoint_ratio=_rounded(steps.rate(sums.checkpoint_s), 3),
         copy_ratio=_rounded(steps.rate(sums.copy_s), 3),
     )
+
+
+def _before(now: str, seconds: float) -> str:
+    return rfc3339(parse_rfc3339(now) - timedelta(seconds=seconds))
 
 
 def _rounded(value: float | None, digits: int) -> float | None:
@@ -413,10 +444,21 @@ def _has_progressed(old: Tenant, new: Tenant) -> bool:
     return not old.steps <= new.steps < 2 * max(1, old.steps) or (new.steps != old.steps and age_s >= PROGRESS_EVERY_S)
 
 
+def _is_later(old: str | None, new: str | None, by_s: float) -> bool:
+    """Whether a time is new or so much later."""
+    if old is None or new is None:
+        return old != new
+    return (parse_rfc3339(new) - parse_rfc3339(old)).total_seconds() >= by_s
+
+
 def _kept(old: Tenant | None, new: Tenant) -> Tenant:
     if old is None or (old.working, old.settled, old.anomalies) != (new.working, new.settled, new.anomalies):
         return new
     if _has_progressed(old, new):
+        return new
+    if _is_later(old.checkpointed_at, new.checkpointed_at, CHECKPOINTS_EVERY_S):
+        return new
+    if _is_later(old.tenants_since, new.tenants_since, 1.0):
         return new
     for name, least in _LEAST_CHANGES.items():
         was, now = getattr(old, name), getattr(new, name)

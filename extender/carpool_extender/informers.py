@@ -86,6 +86,7 @@ class JobStatusRow(_Wire, frozen=True, kw_only=True):
     prediction: Prediction | None = None
     observed: ObservedRow | None = None
     attempts: list[AttemptRow] = []
+    moves: int = 0
 
     @property
     def latest_attempt(self) -> AttemptRow:

@@ -16,7 +16,7 @@ from carpool_core.kube.reflector import Reflector
 from carpool_core.products import hardware_name
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import GpuNode
-from carpool_core.values import JobUid
+from carpool_core.values import JobUid, WhenSlowed
 from carpool_predictor.calibration.store import CalibrationStore
 from carpool_predictor.predict import model_version
 from carpool_predictor.tracing.source import Tracer, input_digest
@@ -28,6 +28,7 @@ from carpool_operator.calibrator import Calibrator
 from carpool_operator.expectations import Expectations
 from carpool_operator.informers import JobCache, NodeCache, PodCache
 from carpool_operator.metrics import Metrics
+from carpool_operator.moves import slowdowns
 from carpool_operator.observations import peak_of, sample_of
 from carpool_operator.performer import Performer, Superseded
 from carpool_operator.placement import pods_without_reservation
@@ -212,6 +213,7 @@ class Operator:
             backoff=self._settings.backoff,
             autoscaling=self._settings.autoscaling,
             calibration=calibration,
+            slowdowns={} if job.spec.sharing.when_slowed is WhenSlowed.STAY else slowdowns(nodes, self.jobs.get),
             lags_s=lags_s,
         )
 

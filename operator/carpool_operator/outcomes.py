@@ -6,8 +6,9 @@ from datetime import datetime, timedelta
 from typing import NamedTuple
 
 from carpool_core.clock import parse_rfc3339
-from carpool_core.keys import OUTCOME_GPU_OUT_OF_MEMORY
+from carpool_core.keys import OUTCOME_GPU_OUT_OF_MEMORY, OUTCOME_MOVED
 from carpool_core.kube.pods import ContainerTerminated, Pod
+from carpool_core.moves import Member
 from carpool_core.resources.job import (
     GpuTrainingJob,
     JobStatus,
@@ -36,7 +37,9 @@ CONTAINER_FAILED = "ContainerFailed"
 MPS_CLIENTS_ENDED = "MpsClientsEnded"
 GPU_MEMORY_TAKEN = "GpuMemoryTaken"
 
-DISRUPTED = _DISRUPTIONS | {POD_DELETED, NODE_LOST, NO_RESERVATION, MPS_CLIENTS_ENDED, GPU_MEMORY_TAKEN}
+MOVED = OUTCOME_MOVED
+
+DISRUPTED = _DISRUPTIONS | {MOVED, POD_DELETED, NODE_LOST, NO_RESERVATION, MPS_CLIENTS_ENDED, GPU_MEMORY_TAKEN}
 """Outcomes of attempts that ended because their pods, or the pods' GPUs, were taken away."""
 
 _MAX_MESSAGE_CHARS = 600
@@ -151,6 +154,15 @@ def without_reservation(pod: Pod, after_s: float) -> Outcome:
         f"for {after_s:.0f} s, and the node starts no pod without one"
     )
     return Outcome(NO_RESERVATION, message, charged=False)
+
+
+def moved(slowed: str, found: Member, gpu: str) -> Outcome:
+    """Return the outcome of an attempt that leaves a GPU on which a job is slowed beyond its limit."""
+    message = (
+        f"it left {gpu}, where {slowed} was measured to run {found.slowdown:.2f} times as long as alone, accepts "
+        f"{found.limit:.2f} (sharing.whenSlowed)"
+    )
+    return Outcome(MOVED, message, charged=False)
 
 
 def gang_timeout(bound: int, workers: int, limit_s: int, why: str) -> Outcome:

@@ -17,8 +17,9 @@ from carpool_core.demand import Demand, demand_of
 from carpool_core.kube.pods import Pod
 from carpool_core.pod_template import template_error
 from carpool_core.resources.job import Attempt
+from carpool_core.values import WhenSlowed
 
-from carpool_operator import anomalies, attempts, conditions, outcomes, placement, status
+from carpool_operator import anomalies, attempts, conditions, moves, outcomes, placement, status
 from carpool_operator.actions import (
     Action,
     CheckTemplate,
@@ -335,6 +336,12 @@ def _follow(draft: Draft, attempt: Attempt, pods: list[Pod], demand: Demand) -> 
     if timeout is not None:
         _end_attempt(draft, attempt, timeout)
         return
+    moved = moves.move(draft.snapshot, draft.status)
+    if moved is not None:
+        _end_attempt(draft, attempt, moved)
+        return
+    if draft.job.spec.sharing.when_slowed is not WhenSlowed.STAY:
+        draft.requeue_after(moves.POLL_S)
     late = _not_started_in_time(draft, pods)
     if late is not None:
         _end_late(draft, attempt, late)
@@ -506,6 +513,8 @@ def _end_attempt(draft: Draft, attempt: Attempt, outcome: Outcome) -> None:
         draft.fail(outcome.reason, f"attempt {attempt.number}: {outcome.message}; {used}", attempt)
         return
     draft.status = charged
+    if outcome.reason == outcomes.MOVED:
+        draft.update(moves=charged.moves + 1)
     draft.put_attempt(attempts.ended(attempt, outcome.reason, outcome.message, draft.snapshot.now))
     due = attempts.due(draft.status, draft.snapshot.backoff) or draft.snapshot.now
     wait_s = (due - draft.snapshot.now).total_seconds()

@@ -9,6 +9,7 @@ from carpool_core.kube.pods import Pod
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import GpuNode
 from carpool_core.resources.prediction import Prediction, ProductPrediction
+from carpool_core.values import JobUid
 from carpool_predictor.calibration.colocation import measured_runs
 from carpool_predictor.calibration.run_history import RunHistory, fingerprint, is_equivalent
 
@@ -116,6 +117,8 @@ class Snapshot:
     autoscaling: bool = False
     """Whether a job that no present GPU can hold gets pods, for which an autoscaler may add a node."""
     calibration: CalibrationState = field(default_factory=CalibrationState)
+    slowdowns: Mapping[JobUid, float] = field(default_factory=dict)
+    """Measured slowdown of the jobs that have GPUs of the same nodes, as far as known; empty if the job never moves."""
     lags_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds for which the same worker, if any, has been the likeliest cause, by anomaly."""
 

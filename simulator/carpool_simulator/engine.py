@@ -9,10 +9,11 @@ from functools import partial
 
 import msgspec
 from carpool_core.durations import measured_step_time, remaining_s
+from carpool_core.moves import MAX_MOVES, Member, must_move
 from carpool_core.products import find_product
 from carpool_core.resources.job import RunPolicy
 from carpool_core.resources.node import Device, Reservation
-from carpool_core.values import GpuUuid, PodUid, SharingMode
+from carpool_core.values import GpuUuid, PodUid, SharingMode, WhenSlowed
 from carpool_extender.cache.cluster import GpuBackoff
 from carpool_extender.cache.peaks import margins
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
@@ -84,6 +85,17 @@ class Running:
     def nodes(self) -> set[str]:
         """Names of its nodes."""
         return {node for node, _ in self.claims}
+
+    def as_member(self, now_s: float, *, knows_solo: bool) -> Member:
+        """Return what is known of its slowdown; with `knows_solo` an earlier run showed its step time alone."""
+        limit = self.claims[0].reservation.tenant.max_slowdown
+        slowdown = self.slowdown if knows_solo or self.knows_solo else None
+        return Member(slowdown, limit, now_s - self.started_s, self.job.name)
+
+    def checkpoint_age_s(self, now_s: float) -> float | None:
+        """Return the time since its last checkpoint, in seconds; None before the first."""
+        written, age_s = divmod(now_s - self.started_s, CHECKPOINT_S)
+        return age_s if written else None
 
     def as_run(self) -> Run:
         """Return what is measured of it."""
@@ -177,6 +189,18 @@ class Finished:
     end_s: float
     gpus: tuple[str, ...]
     ooms: int
+    ran_s: float
+    """Time for which it did the work that counts: without attempts that were lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a moved job has done, in seconds."""
+
+    left_s: float
+    """Work that is left, alone."""
+    ran_s: float = 0.0
+    """Time in which the rest was done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +220,10 @@ class Outcome:
     """Time in seconds and mean utilization of all GPUs from then on."""
 
 
+CHECKPOINT_S = 600.0
+"""Time between two checkpoints of a job, in seconds; assumed."""
+RESTART_S = 60.0
+"""Time that a moved job needs to begin again, in seconds; assumed."""
 LOADED_S = 60.0
 """Time until a job has taken its memory, in seconds: it loads, and allocates in its first step."""
 SETTLED_S = 90.0
@@ -291,6 +319,8 @@ class Simulation:
         self._finished: list[Finished] = []
         self._ooms: dict[str, int] = {}
         self._hopeless = 0
+        self._progress: dict[str, Progress] = {}
+        """What moved jobs have done, by name."""
         self._curve: list[tuple[float, float]] = []
         for job in workload.jobs:
             self._at(job.arrival_s, self._arrival(job))
@@ -395,7 +425,8 @@ class Simulation:
 
     def _work_s(self, job: SimJob, _stage: Stage, _mode: SharingMode, _gpus: Sequence[Gpu]) -> float:
         """Return the work of a run that begins on some GPUs, in seconds alone."""
-        return job.work_s
+        moved = self._progress.get(job.name)
+        return job.work_s if moved is None else moved.left_s + RESTART_S
 
     def _measure(self, running: Running, age_s: float) -> None:
         """Let the agents report a tenant that has all its memory, or is old enough for its measure to count."""
@@ -413,6 +444,37 @@ class Simulation:
             if self._strategy.learns_slowdowns and running.job.asked is not None:
                 self._information.observe_steps(running.as_run())
                 self._monitors.report(running.nodes, self._now_s)
+            self._move_from(running, version)
+
+    def _move_from(self, slowed: Running, version: int) -> None:
+        """Let jobs leave the GPUs of a job that is slowed beyond its limit, at once or after its next checkpoint."""
+        when = self._strategy.when_slowed
+        if when is WhenSlowed.STAY or slowed.ended or slowed.version != version:
+            return
+        known = self._information.knows_solo
+        members = {
+            one: one.as_member(self._now_s, knows_solo=known(one.job)) for gpu in slowed.gpus for one in gpu.tenants
+        }
+        for one, own in members.items():
+            others = [member for other, member in members.items() if other is not one]
+            if one.stage.moves < MAX_MOVES and must_move(when, own, others, one.checkpoint_age_s(self._now_s)):
+                self._move(one)
+                return
+        if members[slowed].is_slowed:
+            to_next_s = CHECKPOINT_S - (self._now_s - slowed.started_s) % CHECKPOINT_S
+            self._at(self._now_s + to_next_s + 1.0, partial(self._move_from, slowed, version))
+
+    def _move(self, running: Running) -> None:
+        """End a job's attempt; its work since the last checkpoint is lost."""
+        running.advance(self._now_s)
+        progress = self._progress.get(running.job.name, Progress(running.job.work_s))
+        lost_s = running.checkpoint_age_s(self._now_s)
+        if lost_s is not None:
+            ran_s = self._now_s - lost_s - running.started_s
+            progress = Progress(running.left_s + lost_s / running.slowdown, progress.ran_s + ran_s)
+        self._progress[running.job.name] = progress
+        self._leave(running)
+        self._enqueue(running.job, running.stage.moved())
 
     def _use_measured_peak(self, running: Running, by: float) -> None:
         """Count a tenant with its measured peak, complete after the first minute and stable since."""
@@ -436,6 +498,7 @@ class Simulation:
         if running.ended:
             return
         self._ooms[running.job.name] = self._ooms.get(running.job.name, 0) + 1
+        self._progress.pop(running.job.name, None)
         self._information.observe_out_of_memory(running.as_run(), running.available_mib())
         self._leave(running)
         stage = running.stage.raised()
@@ -495,7 +558,9 @@ class Simulation:
         self._leave(running)
         uuids = tuple(str(gpu.device.uuid) for gpu in running.gpus)
         ooms = self._ooms.get(running.job.name, 0)
-        self._finished.append(Finished(running.job, running.started_s, self._now_s, uuids, ooms))
+        before = self._progress.get(running.job.name)
+        ran_s = self._now_s - running.started_s + (0.0 if before is None else before.ran_s)
+        self._finished.append(Finished(running.job, running.started_s, self._now_s, uuids, ooms, ran_s))
 
     def _draw_curve(self) -> None:
         mean = self._total_util / len(self._gpus)

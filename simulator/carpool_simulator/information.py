@@ -112,6 +112,11 @@ class Learner:
             self._colocations.clear()
             self.version += 1
 
+    def knows_solo(self, job: SimJob) -> bool:
+        """Whether an earlier run of the same job showed its step time alone."""
+        product = find_product(job.truth.product).name
+        return solo_step_s(self._calibration.solo, job.truth.kind, product) is not None
+
     def with_colocations(self, prediction: Prediction, family: str) -> Prediction:
         """Return a prediction with what was learned about slowdowns of a family beside others."""
         products = []
@@ -201,10 +206,16 @@ class Stage:
     """Times that it ran out of memory."""
     restarts: int = 0
     """Times that it began again for another reason."""
+    moves: int = 0
+    """Times that it left a GPU on which a job was slowed beyond its limit."""
 
     def raised(self) -> "Stage":
         """Return the stage after it ran out of memory."""
-        return Stage(self.attempt + 1, self.restarts)
+        return Stage(self.attempt + 1, self.restarts, self.moves)
+
+    def moved(self) -> "Stage":
+        """Return the stage after it left its GPU."""
+        return Stage(self.attempt, self.restarts, self.moves + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +281,10 @@ class InformationModel:
         if self._learner is not None and self._strategy.learns_slowdowns:
             self._learner.observe_steps(run)
 
+    def knows_solo(self, job: SimJob) -> bool:
+        """Whether an earlier run of the same job showed its step time alone."""
+        return self._learner is not None and self._learner.knows_solo(job)
+
     def observe_out_of_memory(self, run: Run, available_mib: int) -> None:
         """Learn from a run that ran out of memory, of which so much was available."""
         if self._learner is not None:
@@ -292,11 +307,11 @@ class InformationModel:
         if self._is_decreasing:
             predicted = self._prediction(job)
             arrived_s = -(1.0 if predicted is None else predicted.products[0].activity.gpu_util_percent.median)
-        pod = f"{job.name}-{stage.attempt}-{stage.restarts}"
+        pod = f"{job.name}-{stage.attempt}-{stage.restarts}-{stage.moves}"
         return QueuedJobInfo(
             job=JobUid(job.name),
             name=job.name,
-            priority=1 if stage.attempt or stage.restarts else 0,
+            priority=0 if stage == Stage() else 1,
             arrived_s=arrived_s,
             number=number,
             request=self.pod_request(job, stage),
@@ -317,7 +332,7 @@ class InformationModel:
 
     def pod_request(self, job: SimJob, stage: Stage) -> PodRequest:
         """Return the request of each worker; jobs for which the same decision would be made share it."""
-        key = (self._kind(job), job.gpus, job.workers, stage.attempt, self._is_alone(stage), self.version)
+        key = (self._kind(job), job.gpus, job.workers, stage.attempt, stage.moves, self._is_alone(stage), self.version)
         found = self._requests.get(key)
         if found is None:
             may = self._strategy.settles and not stage.attempt
@@ -350,6 +365,7 @@ class InformationModel:
             min_compute_capability=None,
             memory_limit_mib=self._estimated_mib(job) if self.is_blind and not is_alone else None,
             prediction=prediction,
+            moves=stage.moves,
         )
 
     def _is_alone(self, stage: Stage) -> bool:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from carpool_core.resources.node import STEADY_S
-from carpool_core.values import SharingMode
+from carpool_core.values import SharingMode, WhenSlowed
 from carpool_extender.framework.filters import NO_LIMITS, AdmissionLimits
 from carpool_extender.queue.order import QueueOrder
 
@@ -50,5 +50,7 @@ class Strategy:
     """Order of the queue, as the chart's `queueOrder`. Decreasing policies have their own order."""
     settles: bool = False
     """Whether a job that never ran counts with its own memory peak once that was measured."""
+    when_slowed: WhenSlowed = WhenSlowed.STAY
+    """`sharing.whenSlowed` of every job; needs `learns_slowdowns`."""
     steady_s: float = STEADY_S
     """Time for which a peak must be stable before it counts as the job's, in seconds."""

@@ -123,7 +123,7 @@ def figures_of(outcome: Outcome) -> Figures:
 
 
 def _is_slowed(one: Finished) -> bool:
-    return one.end_s - one.start_s > SLOWED * one.job.work_s * (1 + _ROUNDING)
+    return one.ran_s > SLOWED * one.job.work_s * (1 + _ROUNDING)
 
 
 def sweep(

@@ -4,12 +4,14 @@ import asyncio
 import dataclasses
 import math
 import random
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pynvml
 import pytest
 from agent_world import agent_on, first_gpu, registry_of, reservation, reserve_on
+from carpool_core.clock import parse_rfc3339, rfc3339
 from carpool_core.durations import measured_step_time
 from carpool_core.resources.node import Reservation, Tenant
 from carpool_core.testing.kube import FakeKube
@@ -649,6 +651,43 @@ def test_reports_of_the_probe_become_measurements_of_a_pod() -> None:
     assert tenant.step_time_seconds == pytest.approx(0.09), "without checkpoints"
     assert (tenant.samples_per_second, tenant.data_wait_ratio, tenant.checkpoint_ratio) == (640, 0.2, 0.1)
     assert tenant.copy_ratio == 0
+
+
+def test_a_checkpoint_is_complete_once_steps_follow_its_last_file() -> None:
+    meter = stepping(metered(reading(NEW)), 30, 0.1, BUSY)
+    assert meter.tenants(NOW)[0].checkpointed_at is None
+    for steps, checkpoint_s in ((10, 0.4), (0, 0.9), (1, 0.2), (0, 0.0)):  # two files, and an evaluation
+        counts = StepCounts(elapsed_s=1.0, steps=steps, steps_s=0.1, timed_steps=steps, checkpoint_s=checkpoint_s)
+        meter.sample(reading(BUSY), {A: StepReport(steps=1010, since=counts)})
+        assert meter.tenants(NOW)[0].checkpointed_at is None
+    for after_s in (0, 1):
+        meter.sample(reading(BUSY), {A: StepReport(steps=1012 + after_s, since=counts)})
+        assert meter.tenants(NOW)[0].checkpointed_at == rfc3339(parse_rfc3339(NOW) - timedelta(seconds=after_s))
+
+
+def test_the_status_tells_when_a_process_last_came_or_was_gone() -> None:
+    def since(*processes: ProcessUsage, at: float) -> float:
+        meter.sample(dataclasses.replace(reading(*processes), at=at))
+        (first, *others) = meter.tenants(NOW)
+        assert all(one.tenants_since == first.tenants_since for one in others)
+        assert first.tenants_since is not None
+        return (parse_rfc3339(NOW) - parse_rfc3339(first.tenants_since)).total_seconds()
+
+    meter = Meter(GpuUuid("GPU-0"))
+    assert [since(BUSY, at=10.0), since(BUSY, at=30.0)] == [0.0, 20.0]
+    assert [since(BUSY, BESIDE, at=40.0), since(BUSY, BESIDE, at=45.0), since(BUSY, at=60.0)] == [0.0, 5.0, 0.0]
+    before, after = (meter.tenants(rfc3339(parse_rfc3339(NOW) + timedelta(seconds=s))) for s in (0, 5))
+    assert damp_changes(before, after) == after
+
+
+def test_a_new_checkpoint_is_written_at_most_each_minute() -> None:
+    (before,) = stepping(metered(reading(NEW)), 30, 0.1, BUSY).tenants(NOW)
+    first, soon, later = (
+        replace(before, checkpointed_at=rfc3339(parse_rfc3339(NOW) + timedelta(seconds=s))) for s in (0, 30, 60)
+    )
+    assert damp_changes([before], [first]) == [first]
+    assert damp_changes([first], [soon]) == [first]
+    assert damp_changes([first], [later]) == [later]
 
 
 def test_one_long_evaluation_hardly_changes_the_step_time() -> None:

@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
+from carpool_core.moves import TRIAL_S
 from carpool_core.resources.node import Device
-from carpool_core.values import GpuUuid, SharingMode
-from carpool_simulator.engine import Simulation
+from carpool_core.values import GpuUuid, SharingMode, WhenSlowed
+from carpool_simulator.engine import RESTART_S, Simulation
 from carpool_simulator.profiles import job_of, prediction_of
 from carpool_simulator.truth import SimJob
 from simulated_world import A100, CARPOOL, LEARNS, Halved, NoSlowdown, ends, truth, workload
@@ -70,6 +71,24 @@ def test_a_measured_slowdown_keeps_the_next_pair_of_these_families_apart():
     online = ends(Simulation(two_pairs(), LEARNS_SLOWDOWNS, Halved()).run())
     assert online["j0"] == 1800.0, "the first pair was measured, not evicted"
     assert sorted(online[name] for name in ("j2", "j3")) == [6000.0, 7000.0], "one after the other"
+
+
+def test_the_last_job_to_come_leaves_when_the_first_is_slowed_and_comes_back_when_it_has_ended():
+    jobs = replace(two_pairs(), jobs=two_pairs().jobs[:2])
+    moving = replace(LEARNS_SLOWDOWNS, when_slowed=WhenSlowed.MOVE)
+    found = Simulation(jobs, moving, Halved()).run()
+    assert ends(found) == {"j0": 1045.0, "j1": 1045.0 + RESTART_S + 1000.0}, "half a step for each of 90 s"
+    assert [one.ran_s for one in found.finished] == [1045.0, 1060.0], "the attempt that was lost does not count"
+
+
+def test_a_slowed_job_leaves_at_its_checkpoint_and_goes_on_from_there():
+    kinds = RESNET, "radrm/resnet34/cifar100/64"
+    jobs = workload(*(traced(f"j{i}", 0.8, 200.0 * i, 3000.0 - 2000.0 * i, kind=kind) for i, kind in enumerate(kinds)))
+    moving = replace(LEARNS_SLOWDOWNS, when_slowed=WhenSlowed.MOVE_AT_CHECKPOINT)
+    found = {one.job.name: one for one in Simulation(jobs, moving, Halved()).run().finished}
+    assert found["j1"].end_s < found["j0"].end_s
+    assert found["j0"].start_s > 200.0 + TRIAL_S, "its second attempt"
+    assert found["j0"].ran_s < found["j0"].end_s, "it waited in between"
 
 
 def test_nothing_is_learned_of_slowdowns_where_no_job_ran_alone():

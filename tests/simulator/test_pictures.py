@@ -75,7 +75,7 @@ def test_run_without_a_placed_job_fails_and_draws_nothing(data):
 
 def test_jobs_that_share_a_gpu_have_different_lanes():
     def ran(name, start_s, end_s, *gpus):
-        return Finished(job(name), start_s, end_s, gpus, 0)
+        return Finished(job(name), start_s, end_s, gpus, 0, end_s - start_s)
 
     bars = lanes([ran("c", 10.0, 20.0, "g"), ran("a", 0.0, 10.0, "g", "h"), ran("b", 5.0, 15.0, "g")])
     assert [(bar.job.job.name, bar.gpu, bar.lane) for bar in bars] == [

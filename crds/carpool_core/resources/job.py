@@ -25,6 +25,7 @@ from carpool_core.values import (
     RequestedMode,
     SharingMode,
     Tenancy,
+    WhenSlowed,
 )
 
 MAX_FAMILY = 128
@@ -351,6 +352,7 @@ class JobStatus(Resource, frozen=True, kw_only=True):
     omitted_placements: Annotated[int, field("Number of placed workers beyond those in placement.", ge=0)] = 0
     attempts: Annotated[list[Attempt], field("Attempts so far, the latest last, at most ten.", schema=ATOMIC)] = []
     restarts: Annotated[int, field("Failures charged to backoffLimit.", ge=0)] = 0
+    moves: Annotated[int, field("Attempts that ended by sharing.whenSlowed.", ge=0)] = 0
     observed: Annotated[Observed | None, field("Measurements.")] = None
     summary: Annotated[JobSummary | None, field("Columns of `kubectl get`.")] = None
     start_time: Annotated[str | None, field("Time when the first worker was bound to a node, RFC 3339.")] = None
@@ -462,6 +464,16 @@ class Sharing(Resource, frozen=True, kw_only=True):
             le=10,
         ),
     ] = 1.5
+    when_slowed: Annotated[
+        WhenSlowed,
+        field(
+            "What the job does while its own steps or a co-tenant's are measured beyond their maxSlowdown. Stay: "
+            "nothing. MoveAtCheckpoint: if it is the slowed job, its attempt ends after its next checkpoint. Move: "
+            "likewise. It also ends in the first ten minutes on its GPU, without a checkpoint, if it came last. The "
+            "next attempt is placed by the upper end of the slowdown. Five moves at most; backoffLimit does not count "
+            "them."
+        ),
+    ] = WhenSlowed.STAY
     tenancy: Annotated[
         Tenancy,
         field(

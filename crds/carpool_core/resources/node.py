@@ -237,6 +237,12 @@ class Tenant(Resource, frozen=True, kw_only=True):
         float | None,
         field("Standard deviation of that mean between readings, in seconds; absent before twenty readings."),
     ] = None
+    tenants_since: Annotated[
+        str | None, field("When a process of another pod last came to the GPU or left it, RFC 3339.")
+    ] = None
+    checkpointed_at: Annotated[
+        str | None, field("When steps followed the last checkpoint that it wrote, RFC 3339.")
+    ] = None
     solo_step_time_seconds: Annotated[
         float | None, field("The mean while no other pod worked on the GPU; absent before twenty such steps.")
     ] = None

@@ -13,6 +13,7 @@ from functools import reduce
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+from carpool_core.demand import Demand
 from carpool_core.resources.node import MAX_MIB
 from carpool_core.resources.prediction import ANY_FAMILY, LearnedColocation
 from carpool_core.settings import SettingsError, setting
@@ -215,8 +216,12 @@ class Colocation(NamedTuple):
     width: Floats
     """Share of the interval that is left after measured runs of the pair, 0..1; 1 where none was measured."""
 
+    def compared(self, quantile: Quantile, demand: Demand) -> Floats:
+        """Return the slowdowns that are compared with the limits; the upper ends if the incoming job was moved."""
+        return self.by(Quantile.UPPER if demand.moves else quantile)
+
     def by(self, quantile: Quantile) -> Floats:
-        """Return the slowdowns that are compared with the limits: of measured pairs always the interval's upper end."""
+        """Return the medians or the upper ends; of measured pairs always the upper ends."""
         is_measured = self.width < 1
         if self.mode is None or (quantile is Quantile.MEDIAN and not is_measured.any()):
             return self.expected
@@ -309,7 +314,8 @@ def predict_colocations(
         mine = rows.take(places(mode == code))
         if not mine.size:
             continue
-        if name is SharingMode.MPS and quantile is Quantile.MEDIAN and not table.colocations:
+        by_median = quantile is Quantile.MEDIAN and not pod_request.demand.moves
+        if name is SharingMode.MPS and by_median and not table.colocations:
             undisturbed = _is_undisturbed(gpus, table, mine)
             easy, mine = mine.take(places(undisturbed)), mine.take(places(~undisturbed))
             own = pod_request.demand.max_slowdown - 1.0
@@ -319,7 +325,7 @@ def predict_colocations(
         for tenants in np.bincount(count).nonzero()[0].tolist():
             batch = mine.take(places(count == tenants))
             found = colocation_on(gpus, pod_request, table, batch, code)
-            own_margin, *others = found.limit - found.by(quantile)
+            own_margin, *others = found.limit - found.compared(quantile, pod_request.demand)
             added = (found.expected - 1.0).sum(axis=0) + gpus.existing_slowdown.take(batch)
             yield ColocationResult(batch, found.expected[0], added, own_margin, reduce(np.minimum, others))
 
@@ -454,7 +460,7 @@ class Evaluation:
         """Predict the slowdowns on a GPU that has tenants: of the incoming pod first, then of each tenant."""
         mode = int(self.results.mode[row])
         found = colocation_on(self.snapshot.gpus, self.pod_request, self.class_table, np.array([row]), mode)
-        numbers = (found.by(self.limits.quantile), found.expected, found.limit)
+        numbers = (found.compared(self.limits.quantile, self.pod_request.demand), found.expected, found.limit)
         each = zip(*(of[:, 0].tolist() for of in numbers), strict=True)
         return [MemberSlowdown(tenant, *of) for tenant, of in enumerate(each, start=-1)]
 

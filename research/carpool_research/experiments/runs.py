@@ -14,7 +14,7 @@ import msgspec
 import pandas as pd
 from carpool_core.clock import SystemClock
 from carpool_core.durations import format_duration
-from carpool_core.values import SharingMode
+from carpool_core.values import SharingMode, WhenSlowed
 from carpool_extender.framework.filters import AdmissionLimits, Quantile
 from carpool_extender.framework.scores import POLICIES
 from carpool_extender.queue.order import QueueOrder
@@ -192,6 +192,16 @@ def with_slowdowns(base: Strategy) -> list[Strategy]:
         prior,
         replace(base, name="online"),
         ablate(base, name=f"online, after {EARLIER} earlier workloads", earlier=EARLIER),
+        replace(base, name="online, jobs move", when_slowed=WhenSlowed.MOVE),
+        ablate(
+            base, name=f"jobs move, after {EARLIER} earlier workloads", earlier=EARLIER, when_slowed=WhenSlowed.MOVE
+        ),
+        ablate(
+            base,
+            name=f"jobs move at checkpoints, after {EARLIER} earlier workloads",
+            earlier=EARLIER,
+            when_slowed=WhenSlowed.MOVE_AT_CHECKPOINT,
+        ),
         ablate(base, name="the same, limits by the upper quantile", earlier=EARLIER, conditions=upper),
         ablate(prior, name="oracle of slowdowns", oracle=frozenset({Piece.SLOWDOWNS})),
     ]

@@ -178,7 +178,8 @@ class PublishedSimulation(Simulation):
                     self._close(self._gpus[uuid], self._published.settle_s)
 
     def _work_s(self, job: SimJob, stage: Stage, mode: SharingMode, gpus: Sequence[Gpu]) -> float:
-        work_s = self._published.profile_s if isinstance(stage, ProfilingStage) else job.work_s
+        is_profiled = isinstance(stage, ProfilingStage)
+        work_s = self._published.profile_s if is_profiled else super()._work_s(job, stage, mode, gpus)
         # GPUs in use have the mode already.
         return work_s + (self._published.mode_change_s if any(gpu.mode is not mode for gpu in gpus) else 0.0)
 

@@ -42,6 +42,12 @@ def test_upper_quantile_lets_fewer_share_and_names_the_expected_slowdown():
 
 
 @pytest.mark.parametrize("rules", [MEDIAN, UPPER], ids=list(Quantile))
+def test_upper_ends_count_for_a_moved_job(rules):
+    snapshot = beside(max_slowdown=1.2).snapshot()
+    assert filter_nodes(CachedEvaluation(asks(max_slowdown=5.0, moves=1), rules, snapshot), ["a"]).fits == []
+
+
+@pytest.mark.parametrize("rules", [MEDIAN, UPPER], ids=list(Quantile))
 def test_both_quantiles_are_named_whichever_decides(rules):
     snapshot = beside(max_slowdown=3.0).snapshot()
     chosen = place_on_node(CachedEvaluation(asks(max_slowdown=2.0), rules, snapshot), "a")
