@@ -570,3 +570,14 @@ def _may_hold_more(old: Device | None, new: Device) -> bool:
     if old is None or (old.health is not new.health and new.health is DeviceHealth.HEALTHY):
         return True
     return device_class(old) != device_class(new) or old.nvlink_peers != new.nvlink_peers
+
+
+def without_pods(node: GpuNode, pods: Collection[PodUid]) -> GpuNode:
+    """Return a GpuNode without the reservations and measurements of some pods."""
+    reservations = [one for one in node.spec.reservations if one.pod_uid not in pods]
+    tenants = [one for one in node.status.tenants if one.pod_uid not in pods]
+    return msgspec.structs.replace(
+        node,
+        spec=msgspec.structs.replace(node.spec, reservations=reservations),
+        status=msgspec.structs.replace(node.status, tenants=tenants),
+    )

@@ -6,19 +6,17 @@ cluster. The scheduler's own filters and gang placement decide.
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, islice
 from typing import Any
 
-import msgspec
 import numpy as np
 from carpool_core.demand import Demand
-from carpool_core.resources.node import GpuNode
-from carpool_core.values import PodUid, RequestedMode, Tenancy
+from carpool_core.values import RequestedMode, Tenancy
 
-from carpool_extender.cache.cluster import AGENT_DOWN, ClusterCache
+from carpool_extender.cache.cluster import AGENT_DOWN, ClusterCache, without_pods
 from carpool_extender.cache.gpu_table import GpuTable, Snapshot, update_aggregates
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.filters import SLACK, AdmissionLimits, pluralize
@@ -108,17 +106,6 @@ def advice(scenario: Scenario) -> list[str]:
         return []
     working = [*islice((way for attempt in ATTEMPTS for way in attempt(scenario)), MAX_ADVICE)]
     return [f"it would have a place {', or '.join(working)}" if working else NO_ADVICE]
-
-
-def without_pods(node: GpuNode, pods: Collection[PodUid]) -> GpuNode:
-    """Return a GpuNode without the reservations and measurements of some pods."""
-    reservations = [one for one in node.spec.reservations if one.pod_uid not in pods]
-    tenants = [one for one in node.status.tenants if one.pod_uid not in pods]
-    return msgspec.structs.replace(
-        node,
-        spec=msgspec.structs.replace(node.spec, reservations=reservations),
-        status=msgspec.structs.replace(node.status, tenants=tenants),
-    )
 
 
 def _less_memory(scenario: Scenario) -> Iterator[str]:

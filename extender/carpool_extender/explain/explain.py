@@ -29,9 +29,8 @@ from carpool_core.resources.meta import Condition, ObjectMeta
 from carpool_core.resources.node import GpuNode, Reservation, describe_later_tenants
 from carpool_core.values import GpuUuid, JobState, PodUid, without_nulls
 
-from carpool_extender.cache.cluster import AGENT_DOWN, ClusterCache, listed
+from carpool_extender.cache.cluster import AGENT_DOWN, ClusterCache, listed, without_pods
 from carpool_extender.cache.pod_request import PodRequest
-from carpool_extender.explain.counterfactual import without_pods
 from carpool_extender.explain.dry_run import DryRun, step_time_at
 from carpool_extender.explain.queue_forecast import (
     Options,

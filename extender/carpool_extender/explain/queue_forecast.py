@@ -206,11 +206,15 @@ def place_in_queue(
         return QueuePlace([f"{place}; {expected}"], waits)
     for start in admitted:
         _forget(cluster, start)
+    without_steps = replay.running_without_steps()
     starts = replay.queue_of(considered).forecast(partial(replay.end_of, is_latest=False), now_s)
     start_s = next((start_s for job, start_s in starts if job == mine), None)
     expected = "it would not fit even after all running jobs have ended"
     if start_s is not None:
         expected = f"expected start in about {format_duration(start_s - now_s)}"
+        if ended := sum(not cluster.pods_of_job(job) for job in without_steps):
+            unknown = f"{pluralize(ended, 'running job')} without spec.training.steps"
+            expected = f"its start is unknown because of {unknown}; the queue assumes {expected.partition(' in ')[2]}"
     return QueuePlace([f"{place}; {expected}"], waits)
 
 
@@ -328,6 +332,11 @@ class _Replay:
     def end_of(self, held: Reservation, *, is_latest: bool = True) -> float | None:
         """Return the predicted end of a reservation; None if it is unknown."""
         return predicted_end_of(held, self._pending.jobs.get(held.job_uid), self._cluster, is_latest=is_latest)
+
+    def running_without_steps(self) -> set[JobUid]:
+        """Return the jobs with reservations that declare no steps, so that nothing tells their end."""
+        held = {one.job_uid for node in self._cluster.nodes.values() for one in node.spec.reservations}
+        return {uid for uid in held if (job := self._pending.jobs.get(uid)) and job.spec.training.steps is None}
 
     def why(self, waiting: Waiting, backoff: str) -> str:
         """Return why a job waits, as the queue writes it."""

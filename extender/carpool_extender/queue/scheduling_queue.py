@@ -26,7 +26,6 @@ from enum import StrEnum
 from itertools import repeat
 from typing import NamedTuple, TypeAlias
 
-import msgspec
 import numpy as np
 from carpool_core.clock import parse_rfc3339
 from carpool_core.durations import ASSUMED_DURATION_S, duration_bucket
@@ -34,7 +33,7 @@ from carpool_core.resources.node import Reservation
 from carpool_core.values import GpuUuid, JobUid, PodUid
 from numpy.typing import NDArray
 
-from carpool_extender.cache.cluster import ClusterCache
+from carpool_extender.cache.cluster import ClusterCache, without_pods
 from carpool_extender.cache.gpu_table import Bools, Snapshot
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.diagnosis import PREFIX, summary
@@ -492,12 +491,10 @@ def claims_of(info: QueuedJobInfo, found: Sequence[WorkerPlace], now_s: float) -
 
 
 def _release(cluster: ClusterCache, job: JobUid) -> None:
-    """Delete the reservations of a job, written or assumed, from a copy of a cluster."""
+    """Delete the reservations of a job, written or assumed, and its measurements from a copy of a cluster."""
     pods = cluster.pods_of_job(job)
     for name in {name for uid in pods for name in cluster.nodes_holding(uid)}:
-        node = cluster.nodes[name]
-        left = [one for one in node.spec.reservations if one.job_uid != job]
-        cluster.apply(msgspec.structs.replace(node, spec=msgspec.structs.replace(node.spec, reservations=left)))
+        cluster.apply(without_pods(cluster.nodes[name], pods))
     for uid in pods:
         for name in cluster.nodes_assuming(uid):
             cluster.forget(name, uid)

@@ -147,6 +147,28 @@ async def test_job_that_fits_at_no_predicted_end_has_no_expected_start():
     assert line.endswith("; it would not fit even after all running jobs have ended")
 
 
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        pytest.param(6000, "expected start in about 10 min", id="known"),
+        pytest.param(
+            None,
+            "its start is unknown because of 1 running job without spec.training.steps; the queue assumes about 60 min",
+            id="unknown",
+        ),
+    ],
+)
+async def test_memory_that_running_jobs_use_is_free_after_their_end(steps, expected):
+    """Regression: it counted as that of processes without a reservation, beside which no job that is alone fits."""
+    kube = a_queue(a=(0, 600))
+    seed_job(kube, "first", spec={"training": {"steps": steps}})
+    node = kube.dump(GPU_NODES, "a")
+    node["status"]["tenants"] = [{"podUid": "pod-first", "gpuUuid": "GPU-a-0", "memoryMib": 5000}]
+    kube.seed(GPU_NODES, node)
+    (line,) = await place(kube, "a")
+    assert line.endswith(f"; {expected}")
+
+
 async def test_start_far_behind_is_not_forecast(monkeypatch):
     monkeypatch.setattr(queue_forecast, "MAX_FORECAST", 5)
     kube = a_queue(**{f"j{number}": (0, 600 + number) for number in range(6)})
