@@ -15,12 +15,13 @@ from carpool_research.experiments import alibaba, document, hotcloud, radrm, run
 from carpool_research.experiments.radrm import fitted, spent, steps_of
 from carpool_research.experiments.runs import EXPERIMENTS, Results, runs_of
 from carpool_research.experiments.simulation import PublishedWorkload, extended
+from carpool_research.experiments.trace_features import TRANSFORMERS
 from carpool_research.slowdown import gavel
 from carpool_simulator import philly
 from carpool_simulator.engine import Simulation
 from carpool_simulator.information import InformationModel, Stage
 from carpool_simulator.power import Power, Spent
-from carpool_simulator.profiles import step_times
+from carpool_simulator.profiles import job_of, step_times
 from carpool_simulator.strategy import Strategy
 from carpool_simulator.sweep import DEFAULT, FIGURES, LONGEST_FIRST, figures_of
 from carpool_simulator.truth import MeasuredPairs, Pool, WorkloadError
@@ -329,3 +330,11 @@ def test_unknown_experiments_and_missing_measurements_are_refused(tmp_path):
         )
         assert result.exit_code == 2
         assert sentence in " ".join(result.output.split())
+
+
+def test_kinds_are_predicted_at_the_batch_size_in_their_name() -> None:
+    """Regression: the store answered for BERT-large with a batch of 16, so that no A100 could hold it."""
+    for kind in TRANSFORMERS:
+        found = job_of(kind)
+        assert found is not None
+        assert found.training.batch_size == int(kind.rpartition("/")[2])

@@ -9,10 +9,12 @@ from pathlib import Path
 import click
 import msgspec
 from carpool_core.resources.features import ModelFeatures
-from carpool_core.resources.job import Training
+from carpool_core.resources.job import CatalogModel, Training
 from carpool_core.values import Optimizer, Precision
+from carpool_predictor.catalog.recipes import recipe_of
 from carpool_predictor.cli import Target, parse_sample, target_of
-from carpool_predictor.features import Abstention, Sample
+from carpool_predictor.features import Abstention
+from carpool_predictor.tracing.models import trace_recipe
 from carpool_predictor.tracing.process import TraceLimits
 from carpool_predictor.tracing.source import SubprocessTracer
 from carpool_simulator import profiles
@@ -44,11 +46,11 @@ def input_of(kind: str) -> tuple[str, int]:
     return f"3,{size},{size}", 1000
 
 
-def text_target(kind: str) -> Target:
-    """Return the trace request of a transformer of `TRANSFORMERS`."""
+def text_features(kind: str) -> ModelFeatures:
+    """Trace a transformer of `TRANSFORMERS` at its own batch size, which the store does not have."""
     name, tokens = TRANSFORMERS[kind]
     training = Training(batch_size=int(kind.rpartition("/")[2]), optimizer=Optimizer.ADAMW, precision=Precision.FP32)
-    return target_of(name, [Sample((tokens,))], None, training)
+    return trace_recipe(recipe_of(CatalogModel(name=name, input=[tokens])), training)
 
 
 def image_target(kind: str, known: ModelFeatures) -> Target:
@@ -72,8 +74,10 @@ def main(only: str) -> None:
     for kind in [*found, *(TRANSFORMERS.keys() - found.keys())]:
         if not kind.startswith(only):
             continue
-        target = text_target(kind) if kind in TRANSFORMERS else image_target(kind, found[kind])
-        features = asyncio.run(traced(target))
+        if kind in TRANSFORMERS:
+            features: ModelFeatures | Abstention = text_features(kind)
+        else:
+            features = asyncio.run(traced(image_target(kind, found[kind])))
         if isinstance(features, Abstention):
             raise click.ClickException(f"{kind}: {features.message}")
         found[kind] = features
