@@ -14,7 +14,7 @@ from carpool_core.keys import (
     CONDITION_PREDICTED,
     CONDITION_RUNNING,
 )
-from carpool_core.kubectl.views import Diagnosis, EventView, GpuView, diagnose
+from carpool_core.kubectl.views import Diagnosis, EventView, GpuView, diagnose, job_view
 from carpool_core.resources.job import GpuTrainingJob, WorkerPlacement
 from carpool_core.resources.schema import Resource, field
 from carpool_core.values import DeviceHealth
@@ -134,11 +134,13 @@ def _fleet(gpus: Sequence[GpuView]) -> Fleet:
 def job_report(job: GpuTrainingJob, events: Sequence[EventView], now: datetime) -> JobReport:
     """Return what is known of a job."""
     # Entries of one time stay in the order in which they follow from each other; what holds now comes last.
-    timeline = sorted(_timeline(job), key=lambda one: (not one.time, one.time and parse_rfc3339(one.time).timestamp()))
+    timeline = sorted(
+        _timeline(job, now), key=lambda one: (not one.time, one.time and parse_rfc3339(one.time).timestamp())
+    )
     return JobReport(diagnosis=diagnose(job, events, now), placement=job.status.placement, timeline=timeline)
 
 
-def _timeline(job: GpuTrainingJob) -> Iterator[TimelineEntry]:
+def _timeline(job: GpuTrainingJob, now: datetime) -> Iterator[TimelineEntry]:
     status = job.status
     by_type = {condition.type: condition for condition in status.conditions}
     yield TimelineEntry(what="Created", time=job.metadata.creation_timestamp or "")
@@ -158,8 +160,7 @@ def _timeline(job: GpuTrainingJob) -> Iterator[TimelineEntry]:
         yield TimelineEntry(what="Placed", time=placed.last_transition_time, message=where or placed.message)
     if (running := by_type.get(CONDITION_RUNNING)) is not None and running.status == "True":
         yield TimelineEntry(what="Running", time=running.last_transition_time, message=running.message)
-    beside = sorted({f"{one.namespace}/{one.job}" for place in status.placement for one in place.neighbours})
-    if beside:
+    if beside := job_view(job, now).cotenants:
         slowdown = max(place.expected_slowdown for place in status.placement)
         message = f"shares its GPUs with {', '.join(beside)}; expected slowdown {slowdown:.2f}"
         yield TimelineEntry(what="Neighbours", message=message)

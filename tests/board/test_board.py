@@ -56,6 +56,13 @@ async def test_timeline_has_prediction_place_neighbours_measurement_and_recovery
     for text in ("attempt 2 follows GpuOutOfMemory of attempt 1", "shares its GPUs with default/small-b",
                  "3,300 MiB at its peak", "2026-01-01 00:08:00 UTC"):  # fmt: skip
         assert text in page
+    kube = small_cluster()
+    await kube.patch(
+        GPU_TRAINING_JOBS, "small-a", {"status": {"state": "Failed"}}, namespace="default", subresource="status"
+    )
+    async with running(kube) as world:
+        report = await world.document("/v1/jobs/default/small-a")
+    assert "Neighbours" not in [one["what"] for one in report["timeline"]], "an ended job shares with nobody"
 
 
 def test_gpus_are_selected_and_divided_into_pages_of_whole_nodes():

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -101,6 +102,7 @@ def test_a_job_that_has_succeeded_is_not_at_the_share_of_the_last_reading(
     times = {"startTime": "2026-01-01T00:00:00Z", "completionTime": "2026-01-01T00:00:20Z"}
     seed_job(kube, state=state, observed={"steps": 15}, **times)
     assert run("status").output.rstrip().endswith(expected)
+    assert "other/beside" not in run("status").output
 
 
 def test_status_of_a_waiting_job_has_the_reason(kube: FakeKube) -> None:
@@ -173,6 +175,51 @@ def test_a_pod_without_a_node_has_no_log_and_the_reason_is_printed(kube: FakeKub
     result = run("logs", "train")
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == "no log: train-worker-0-1 is not on a node yet (NoGpuFits) needs 12,000 MiB\n"
+
+
+@pytest.mark.parametrize("container", [None, "StartError"])
+def test_a_container_that_never_started_has_no_log_and_the_reason_is_printed(kube: FakeKube, container: Any) -> None:
+    """Regression: nothing was printed, and the exit code was 0."""
+    failed = condition("Failed", reason="PodFailed", message="no GPU is allocated")
+    seed_job(kube, state="Failed", conditions=[condition("Predicted"), failed])
+    assert "has no pods; it is Failed (PodFailed) no GPU is allocated" in run("logs", "train").output
+    metadata = {"name": "train-worker-0-1", "namespace": "default", "labels": {"carpool.dev/job": "train"}}
+    ended = {"reason": container, "finishedAt": "2026-01-01T00:00:00Z"}
+    statuses = [{"name": "train", "state": {"terminated": ended}}] if container else []
+    pod = {"metadata": metadata, "spec": {"nodeName": "a", "containers": [{"name": "train"}]}}
+    kube.seed(PODS, pod | {"status": {"phase": "Failed", "containerStatuses": statuses}})
+    kube.written_logs = {"train-worker-0-1": []}
+    result = run("logs", "train")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == "no log: train-worker-0-1 never started (PodFailed) no GPU is allocated\n"
+    kube.seed(PODS, pod | {"status": {"containerStatuses": [{"name": "train", "state": {"running": {}}}]}})
+    assert run("logs", "train").exit_code == 0, "it ran, and wrote nothing"
+
+
+@pytest.mark.parametrize(
+    ("state", "type_", "status", "reason"),
+    [
+        ("Unplaceable", "Placed", "False", "ExceedsEveryGpu"),
+        ("Failed", "Failed", "True", "InvalidTemplate"),
+        ("Queued", "Placed", "False", "PodForbidden"),
+    ],
+)
+def test_diagnosis_repeats_why_a_job_cannot_run(
+    kube: FakeKube, state: str, type_: str, status: str, reason: str
+) -> None:
+    """Regression: it found nothing unusual."""
+    refused = condition(type_, status, reason, "a sentence")
+    seed_job(kube, state=state, placement=[], observed=None, conditions=[condition("Predicted"), refused])
+    assert f"finding: {state} ({reason}): a sentence\n" in run("diagnose", "train").output
+
+
+def test_steps_of_a_job_without_an_end_have_their_age(kube: FakeKube) -> None:
+    """Regression: an old count looked current."""
+    seed_job(kube, observed={"steps": 250, "stepsAt": "2026-01-01T00:00:00Z"})
+    assert " ago, " not in run("status").output
+    job = kube.dump(GPU_TRAINING_JOBS, "train", "default")
+    kube.seed(GPU_TRAINING_JOBS, job | {"spec": job["spec"] | {"training": {}}})
+    assert re.search(r"   250 steps \d+ [a-z]+ ago, ", run("status").output)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from carpool_core.durations import format_duration
 from carpool_core.keys import LABEL_JOB
 from carpool_core.kube.api import EVENTS, GPU_NODES, GPU_TRAINING_JOBS, PODS, KubeApi, Selector, list_all
 from carpool_core.kube.errors import Invalid, NotFound
-from carpool_core.kube.pods import Pod, WorkerName, parse_worker_name
+from carpool_core.kube.pods import ContainerStatus, Pod, WorkerName, parse_worker_name
 from carpool_core.kubectl.output import (
     ALL_NAMESPACES,
     FORMAT,
@@ -51,6 +51,10 @@ MAX_EVENTS = 10
 """Events that `diagnose` prints."""
 _SECONDS = len("2026-01-01T00:00:00")
 """Characters of a timestamp up to its seconds, which all timestamps have."""
+
+
+_NEVER_STARTED = ("StartError", "ContainerCannotRun")
+"""Reasons of runtimes for the end of a container whose program could not be started."""
 
 
 async def read_job(api: KubeApi, name: str, namespace: str | None) -> GpuTrainingJob:
@@ -140,7 +144,8 @@ def _progress_text(progress: Progress | None) -> str:
         return ""
     done, expected = progress.steps_done, progress.expected_seconds
     total = "" if progress.steps is None else f" of {progress.steps:,}"
-    steps = "" if done is None else f"{done:,}{total} steps, "
+    age = "" if progress.steps_age_seconds is None else f" {format_duration(progress.steps_age_seconds)} ago"
+    steps = "" if done is None else f"{done:,}{total} steps{age}, "
     times = format_duration(progress.elapsed_seconds) + ("" if expected is None else f" of {format_duration(expected)}")
     times += "" if progress.latest_seconds is None else f", at most {format_duration(progress.latest_seconds)}"
     if progress.ratio is None:
@@ -306,6 +311,12 @@ async def read_events(api: KubeApi, job: GpuTrainingJob) -> list[EventView]:
     return sorted(views, key=lambda one: one.time)[-MAX_EVENTS:]
 
 
+def _has_run(container: ContainerStatus) -> bool:
+    ended = container.state.terminated
+    has_ended = ended is not None and ended.finished_at is not None and ended.reason not in _NEVER_STARTED
+    return container.state.running is not None or container.restart_count > 0 or has_ended
+
+
 @click.command(short_help="Print the logs of a job's workers.")
 @job_argument()
 @NAMESPACE
@@ -327,6 +338,7 @@ def logs(
 
     async def question(api: KubeApi) -> bool:
         found = await read_job(api, job, namespace)
+        view = job_view(found, ServerClock(SystemClock(), api).now())
         where = Selector(found.metadata.namespace, labels=f"{LABEL_JOB}={job}")
         named = [(parse_worker_name(pod.metadata.name), pod) for pod in await list_all(api, PODS, Pod, where)]
         workers = [(name, pod) for name, pod in named if name is not None and name.job == job]
@@ -334,14 +346,14 @@ def logs(
         chosen = [(n, p) for n, p in workers if n.attempt == latest and worker in (None, n.worker)]
         if not chosen:
             which = "pods" if worker is None else f"worker {worker}"
-            raise UnansweredError(f"{found.metadata.namespace}/{job} has no {which}; it is {found.status.state.value}")
-        view = job_view(found, ServerClock(SystemClock(), api).now())
+            why = f"it is {view.state.value} ({view.reason}) {view.message}".rstrip()
+            raise UnansweredError(f"{found.metadata.namespace}/{job} has no {which}; {why}")
         calls = [_print_log(api, name, pod, view) for name, pod in sorted(chosen, key=lambda w: w[0])]
         return any(await asyncio.gather(*calls))
 
     async def _print_log(api: KubeApi, name: WorkerName, pod: Pod, view: JobView) -> bool:
         """Print one worker's log; return whether there is one."""
-        prefix = f"[worker-{name.worker}] " if view.workers > 1 else ""
+        prefix, is_empty = f"[worker-{name.worker}] " if view.workers > 1 else "", True
         if not pod.spec.node_name:  # the API server's answer is an empty log
             click.echo(f"{prefix}no log: {name.pod} is not on a node yet ({view.reason}) {view.message}", err=True)
             return False
@@ -356,8 +368,12 @@ def logs(
         try:
             async for line in lines:
                 click.echo(f"{prefix}{line}")
+                is_empty = False
         except (Invalid, NotFound) as error:  # such as a container that waits for its image
             click.echo(f"{prefix}no log: {error.server_message}", err=True)
+            return False
+        if is_empty and not any(map(_has_run, pod.status.container_statuses)):
+            click.echo(f"{prefix}no log: {name.pod} never started ({view.reason}) {view.message}", err=True)
             return False
         return True
 

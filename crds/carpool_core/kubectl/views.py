@@ -18,6 +18,7 @@ from carpool_core.keys import (
     CONDITION_RUNNING,
     CONDITION_SUSPENDED,
     OUTCOME_GPU_OUT_OF_MEMORY,
+    REASONS_PODS_REFUSED,
 )
 from carpool_core.products import hardware_name
 from carpool_core.resources.job import Attempt, GpuTrainingJob, Observed, WorkerPlacement
@@ -33,6 +34,7 @@ LONG_WAIT = 0.2
 """Share of a job's time from which `diagnose` names a wait."""
 FAR_FACTOR = 2.0
 """Measured memory is far from the prediction if one is more than so many times the other."""
+_ENDED, _REFUSED = (JobState.COMPLETE, JobState.FAILED), (JobState.UNPLACEABLE, JobState.FAILED)
 _MEDIAN, _UPPER = attrgetter("median"), attrgetter("upper")
 
 
@@ -42,6 +44,9 @@ class Progress(Resource, frozen=True, kw_only=True):
     steps_done: Annotated[
         int | None,
         field("Steps of this attempt; absent without a report, and once the job is Complete."),
+    ] = None
+    steps_age_seconds: Annotated[
+        float | None, field("Time since `stepsDone` was counted, in seconds; absent if the end is known.")
     ] = None
     steps: Annotated[int | None, field("spec.training.steps.")] = None
     elapsed_seconds: Annotated[float, field("Time since all workers run, in seconds.")]
@@ -169,6 +174,7 @@ class Diagnosis(Resource, frozen=True, kw_only=True, omit_defaults=False):
 def job_view(job: GpuTrainingJob, now: datetime) -> JobView:
     """Return one job."""
     status, places = job.status, job.status.placement
+    beside = {f"{n.namespace}/{n.job}" for place in places for n in place.neighbours}
     explains = _explaining(status.conditions)
     by_type = {condition.type: condition for condition in status.conditions}
     predicted = by_type.get(CONDITION_PREDICTED)
@@ -190,7 +196,7 @@ def job_view(job: GpuTrainingJob, now: datetime) -> JobView:
         products=sorted({place.product for place in places}),
         modes=sorted({place.mode for place in places}),
         workers=job.spec.workers,
-        cotenants=sorted({f"{n.namespace}/{n.job}" for place in places for n in place.neighbours}),
+        cotenants=[] if status.state in _ENDED else sorted(beside),
         progress=_progress(job, by_type, now),
         restarts=status.restarts,
     )
@@ -226,8 +232,14 @@ def _progress(job: GpuTrainingJob, by_type: Mapping[str, Condition], now: dateti
     if expected is None and steps is not None and predicted:
         expected, latest = (steps * max(by * at(one) for by, one in predicted) for at in (_MEDIAN, _UPPER))
     elapsed = max(0.0, (now - began).total_seconds())
+    is_open = seen.steps_at is not None and steps is None
     return Progress(
-        steps_done=seen.steps, steps=steps, elapsed_seconds=elapsed, expected_seconds=expected, latest_seconds=latest
+        steps_done=seen.steps,
+        steps_age_seconds=max(0.0, (now - parse_rfc3339(seen.steps_at or "")).total_seconds()) if is_open else None,
+        steps=steps,
+        elapsed_seconds=elapsed,
+        expected_seconds=expected,
+        latest_seconds=latest,
     )
 
 
@@ -307,7 +319,9 @@ def _comparisons(job: GpuTrainingJob) -> Iterator[Comparison]:
 
 def _findings(job: GpuTrainingJob, now: datetime) -> Iterator[str]:
     status, observed, spec = job.status, job.status.observed, job.spec
-    has_ended = status.state in (JobState.COMPLETE, JobState.FAILED)
+    has_ended, explains = status.state in _ENDED, _explaining(status.conditions)
+    if explains is not None and (status.state in _REFUSED or explains.reason in REASONS_PODS_REFUSED):
+        yield f"{status.state.value} ({explains.reason}): {explains.message}"
     if status.state is not JobState.COMPLETE:
         for condition in status.conditions:
             if condition.type == CONDITION_RUNNING and condition.status == "False" and condition.message:

@@ -185,7 +185,7 @@ _IN_GROUPS: Sequence[Check] = (SLOWDOWN, MODE, TENANCY, SLOTS, LIMITS, HEALTH, N
 
 
 def _groups(evaluation: Evaluation, rows: Rows) -> list[tuple[str, Rows]]:
-    """Return the other messages, each with its GPUs, the most frequent first."""
+    """Return the other messages, each with its GPUs, the most frequent first and unsuitable GPUs last."""
     failed, found = evaluation.results.failed[rows], dict[str, list[Rows]]()
     for check in _IN_GROUPS:
         mine = rows[failed == check.number]
@@ -198,7 +198,8 @@ def _groups(evaluation: Evaluation, rows: Rows) -> list[tuple[str, Rows]]:
             closest = int(part[np.argmax(check.margin(evaluation, part))])
             found.setdefault(check.group_message(evaluation, part, closest), []).append(part)
     groups = [(message, np.concatenate(parts)) for message, parts in found.items()]
-    return sorted(groups, key=lambda item: -item[1].size)
+    is_unsuitable = evaluation.results.failed == SUITABILITY.number
+    return sorted(groups, key=lambda item: (is_unsuitable[item[1][0]], -item[1].size))
 
 
 def _amount(evaluation: Evaluation, rows: Rows, part: Rows) -> str:

@@ -115,6 +115,12 @@ class TestRefusal:
         [
             pytest.param([], {}, "no node offered reports GPUs; is the node agent running there?", id="no GPUs"),
             pytest.param(MANY_T4, {"product": "A100"}, "20 nodes: wrong product", id="wrong product"),
+            pytest.param(
+                [*MANY_T4, USED],
+                {"product": "A100", **NOTHING},
+                f"{UNKNOWN('nothing is known of its memory')}; 20 nodes: wrong product",
+                id="GPUs that could hold it come first",
+            ),
             pytest.param([TAKEN], NOTHING, "1 GPU: used exclusively by default/x", id="exclusive"),
             pytest.param([USED], NOTHING, UNKNOWN("nothing is known of its memory"), id="unknown memory"),
             pytest.param([USED], {"prediction": prediction(trusted=False)}, UNKNOWN(UNMEASURED), id="untrusted"),
