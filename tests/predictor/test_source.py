@@ -265,6 +265,19 @@ async def test_examples_of_the_catalog_are_predicted_without_torch(
     assert isinstance(found, ModelFeatures), found
 
 
+def test_the_examples_that_share_a_gpu_are_alike_and_their_program_trains() -> None:
+    """On CPUs, for one step; the image's PyTorch is another version."""
+    folder = Path(__file__).parents[2] / "examples"
+    first, second = (yaml.safe_load((folder / f"resnet18-{one}.yaml").read_text()) for one in "ab")
+    assert first["spec"] == second["spec"]
+    _, option, program = first["spec"]["template"]["spec"]["containers"][0]["command"]
+    steps = str(first["spec"]["training"]["steps"])
+    assert f"range({steps})" in program
+    shortened = program.replace('"cuda"', '"cpu"').replace(steps, "1")
+    done = subprocess.run([sys.executable, option, shortened], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("0 ")
+
+
 def test_predicting_imports_no_heavy_library() -> None:
     code = (
         "import sys, carpool_predictor.cli\n"
