@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import pytest
 from carpool_core.cli import SUBCOMMANDS, load_command
-from documents import ELSEWHERE, ENDLESS, NOT_EXECUTED, OPTIONS, commands
+from documents import ELSEWHERE, ENDLESS, NOT_EXECUTED, OPTIONS, commands, life_of_a_release
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -95,6 +95,13 @@ def test_a_command_with_a_reason_not_to_be_executed_exists(prefix: str) -> None:
     assert [command for _, command in commands() if re.match(prefix, command)]
     file, _, test = ELSEWHERE.get(prefix, "tests/docs/test_links.py::test_a_command").partition("::")
     assert f"def {test}" in (ROOT / file).read_text(encoding="utf-8")
+
+
+def test_installations_that_succeed_have_the_same_values() -> None:
+    """Regression: the second one in the table had no registry of kube-scheduler."""
+    succeed = [command for command, code in life_of_a_release() if "helm install " in command and not code]
+    first, *others = [re.findall(r"--set \S+", command) for command in succeed]
+    assert others == [first]
 
 
 def test_documents_name_make_targets_at_all() -> None:
