@@ -276,7 +276,9 @@ def with_fitting_batch(
     found = [finder.within(gpu, usable_mib(gpu)).batch_size or 0 for finder, gpu in zip(finders, gpus, strict=True)]
     best = max(range(len(gpus)), key=found.__getitem__)
     where = f"does not fit {gpus[0].name}" if len(gpus) == 1 else "fits none of these GPU products"
-    most = f"at most {found[best]:,} fits {gpus[best].name}" if found[best] else "no smaller batch is known to fit"
+    most = (
+        f"at most {found[best]:,} fits {gpus[best].name}" if found[best] else "no smaller batch alone is known to fit"
+    )
     message = f"by its bound, batch {finders[0].batch_size:,} {where}, {most}; {prediction.message}"
     return msgspec.structs.replace(prediction, message=message, fitting_batch=found[best])
 

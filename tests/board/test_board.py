@@ -166,7 +166,7 @@ async def test_each_viewer_has_the_rights_of_its_token():
         }  # fmt: skip
         assert (await world.get("/v1/jobs?namespace=team", "team"))[0] == 200
         _, text = await world.get("/v1/gpus", "team")
-        assert json.loads(text)["error"].startswith("you may not list gpunodes; explain and what-if read jobs")
+        assert json.loads(text)["error"].startswith("you may not list gpunodes; explain, what-if and queue read jobs")
         assert "ClusterRole carpool-view" in text
         _, page = await world.get("/queue", "team")
         assert "you may not list gputrainingjobs of all namespaces" in page

@@ -193,4 +193,12 @@ def test_users_roles_are_collected_into_kubernetes_own(chart: Any) -> None:
         )
 
     assert into("carpool-view") == ["admin", "edit", "view"]
+    read = {
+        one: rule["verbs"] for rule in chart.one("ClusterRole", "carpool-view")["rules"] for one in rule["resources"]
+    }
+    assert read == {
+        "gputrainingjobs": ["get", "list", "watch"],
+        "gpunodes": ["get", "list", "watch"],
+        "pods": ["list"],
+    }, "what queue reads"
     assert into("carpool-edit") == ["admin", "edit"]

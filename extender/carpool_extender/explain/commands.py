@@ -414,8 +414,8 @@ def rights_remedy(site: str) -> str:
     """Return the remedy for a missing right, at the installation NAMESPACE/NAME."""
     role = f"{site.rpartition('/')[2] or 'carpool'}-view"
     return (
-        "explain and what-if read jobs and GpuNodes of the whole cluster: an administrator can bind the ClusterRole "
-        f"{role} by a ClusterRoleBinding (docs/security.md, Users)"
+        "explain, what-if and queue read jobs, pods and GpuNodes of the whole cluster: an administrator can bind the "
+        f"ClusterRole {role} by a ClusterRoleBinding (docs/teams.md)"
     )
 
 

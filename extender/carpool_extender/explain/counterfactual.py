@@ -258,7 +258,7 @@ def _fewer_gpus(scenario: Scenario) -> Iterator[str]:
     asked = scenario.demand.gpus
     for gpus in range(asked - 1, 0, -1):
         if scenario.place(scenario.requesting(gpus=gpus)) is not None:
-            yield f"with {pluralize(asked - gpus, 'GPU')} less for each worker (spec.gpusPerWorker)"
+            yield f"with {pluralize(gpus, 'GPU')} for each worker (spec.gpusPerWorker)"
             return
 
 

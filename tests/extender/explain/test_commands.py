@@ -91,7 +91,9 @@ def test_missing_right_is_named_with_its_remedy(command, tmp_path, monkeypatch):
     with served(kube, monkeypatch):
         result = CliRunner().invoke(*asked_for)
     assert result.exit_code == 2
-    assert result.output.startswith("Error: you may not list gpunodes; explain and what-if read jobs and GpuNodes")
+    assert result.output.startswith(
+        "Error: you may not list gpunodes; explain, what-if and queue read jobs, pods and GpuNodes"
+    )
     assert "ClusterRole carpool-view by a ClusterRoleBinding" in result.output
 
 
