@@ -192,13 +192,10 @@ def with_slowdowns(base: Strategy) -> list[Strategy]:
         prior,
         replace(base, name="online"),
         ablate(base, name=f"online, after {EARLIER} earlier workloads", earlier=EARLIER),
-        replace(base, name="online, jobs move", when_slowed=WhenSlowed.MOVE),
-        ablate(
-            base, name=f"jobs move, after {EARLIER} earlier workloads", earlier=EARLIER, when_slowed=WhenSlowed.MOVE
-        ),
+        ablate(base, name="the same, jobs move", earlier=EARLIER, when_slowed=WhenSlowed.MOVE),
         ablate(
             base,
-            name=f"jobs move at checkpoints, after {EARLIER} earlier workloads",
+            name="the same, jobs move at checkpoints",
             earlier=EARLIER,
             when_slowed=WhenSlowed.MOVE_AT_CHECKPOINT,
         ),
