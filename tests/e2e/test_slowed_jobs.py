@@ -14,7 +14,7 @@ def trains(name: str, **sharing: Any) -> dict[str, Any]:
     """A job that is busier than its model makes expect."""
     return manifests.job(
         name, "--no-loop", "--memory-mib=2500", "--step-seconds=0.1", "--gpu-util=0.95", "--sm-active=0.9",
-        model={"features": manifests.SMALL_FEATURES},
+        model={"features": manifests.SMALL_FEATURES | {"name": "slows others"}},
         training={"batchSize": 128, "optimizer": "sgd-momentum", "precision": "fp32"},
         sharing={"maxSlowdown": 1.3} | sharing,
     )  # fmt: skip
