@@ -22,10 +22,11 @@ from carpool_core import logs, metrics
 from carpool_core.clock import SystemClock
 from carpool_core.kube.client import connect
 from carpool_core.kube.config import KubeConfigError
+from carpool_core.kube.errors import KubeError
 from carpool_core.products import device_class, product_of
 from carpool_core.resources.node import Device
 from carpool_core.settings import InputError, LogLevel, MisconfiguredError, SettingsError, click_options, load
-from carpool_core.values import DeviceHealth, GpuUuid
+from carpool_core.values import DeviceHealth, GpuUuid, NodeName
 from prometheus_client import CollectorRegistry
 
 from carpool_deviceplugin.app import build, find_devices, real_devices
@@ -41,13 +42,20 @@ from carpool_deviceplugin.nvlib import Identity, UnusableDriverError, load_nvml
 from carpool_deviceplugin.nvml_devices import NvmlDevices
 from carpool_deviceplugin.preflight import HEADER, Host, Outcome, Verdict
 from carpool_deviceplugin.quoting import quoted
+from carpool_deviceplugin.reconciler import create_gpu_node
 from carpool_deviceplugin.settings import AgentSettings
+from carpool_deviceplugin.status import report_unusable
 
 
 async def serve(settings: AgentSettings) -> None:
     """Run one agent until SIGTERM or SIGINT."""
     clock, registry = SystemClock(), CollectorRegistry()
-    devices = find_devices(settings)
+    try:
+        devices = find_devices(settings)
+    except NoDevicesError as error:
+        if isinstance(error.__cause__, UnusableDriverError):
+            await _report(settings, error.__cause__.row)
+        raise
     async with connect(settings.kube) as api:
         agent = build(settings, api, clock, devices)
         registry.register(AgentCollector(agent))
@@ -68,6 +76,17 @@ async def serve(settings: AgentSettings) -> None:
             structlog.get_logger().info("agent stopped")
         finally:
             await server.close()
+
+
+async def _report(settings: AgentSettings, driver: Outcome) -> None:
+    """Show in the GpuNode why the agent cannot start, as far as the API server can be reached."""
+    node, rows = NodeName(settings.node_name), list(check_node(driver, settings, Host.find()))
+    try:
+        async with connect(settings.kube) as api:
+            await create_gpu_node(node, api)
+            await report_unusable(node, api, SystemClock().now(), str(driver), rows)
+    except (KubeConfigError, KubeError) as error:
+        structlog.get_logger().warning("gpunode not written", error=str(error))
 
 
 @click.command(short_help="Run the node agent, which manages a node's GPUs.")

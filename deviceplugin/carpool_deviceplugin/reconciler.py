@@ -99,6 +99,26 @@ class NodeLabels:
         return (self._mig_manager, self.release_reason) != before
 
 
+async def create_gpu_node(name: NodeName, api: KubeApi) -> None:
+    """Create the GpuNode with the Node as owner, so that both are deleted together; one that exists stays.
+
+    If the Node cannot be read, the GpuNode has no owner.
+    """
+    log = structlog.get_logger().bind(node=name)
+    owners: list[Mapping[str, Any]] = []
+    try:
+        node = await api.get(NODES, name, _Node)
+        owners = [{"apiVersion": "v1", "kind": "Node", "name": name, "uid": node.metadata.uid}]
+    except Refused as e:
+        log.info("gpunode has no owner", reason=str(e))
+    metadata = {"name": name, "ownerReferences": owners}
+    try:
+        await api.create(GPU_NODES, {"metadata": metadata, "spec": {"reservations": []}})
+        log.info("gpunode created")
+    except Conflict:
+        log.debug("gpunode exists already")
+
+
 class Reconciler:
     """Manages one node.
 
@@ -327,22 +347,7 @@ class Reconciler:
         self._above = above.keys()
 
     async def _create(self) -> None:
-        """Create the GpuNode with the Node as owner, so that both are deleted together.
-
-        If the Node cannot be read, the GpuNode has no owner.
-        """
-        owners: list[Mapping[str, Any]] = []
-        try:
-            node = await self._api.get(NODES, self._node, _Node)
-            owners = [{"apiVersion": "v1", "kind": "Node", "name": self._node, "uid": node.metadata.uid}]
-        except Refused as e:
-            self._log.info("gpunode has no owner", reason=str(e))
-        metadata = {"name": self._node, "ownerReferences": owners}
-        try:
-            await self._api.create(GPU_NODES, {"metadata": metadata, "spec": {"reservations": []}})
-            self._log.info("gpunode created")
-        except Conflict:
-            self._log.debug("gpunode exists already")
+        await create_gpu_node(self._node, self._api)
 
     async def _measure(self) -> None:
         count = 0

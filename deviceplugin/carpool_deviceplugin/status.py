@@ -18,6 +18,7 @@ from carpool_core.resources.meta import Condition
 from carpool_core.resources.node import (
     MAX_STRUCK,
     Device,
+    GpuNode,
     GpuNodeStatus,
     NodeSummary,
     Partition,
@@ -110,6 +111,15 @@ def node_conditions(
         reason = "RequirementsMet" if is_met else "RequirementMissing"
         found.append(condition("Preflight", is_met, reason, ". ".join(rows)))
     return found
+
+
+async def report_unusable(node: NodeName, api: KubeApi, now: datetime, problem: str, rows: Sequence[Outcome]) -> None:
+    """Write into a GpuNode why the agent cannot use the driver. Its GPUs and reservations stay as they were."""
+    known = await api.get(GPU_NODES, node, GpuNode)
+    ready, *others = node_conditions([], [problem], problem, known.status.conditions, now, rows)
+    ready = msgspec.structs.replace(ready, reason="DriverUnusable", message=problem[:_MAX_CONDITION_MESSAGE])
+    status = {"conditions": msgspec.to_builtins([ready, *others])}
+    await api.patch(GPU_NODES, node, {"status": status}, subresource="status", wants_object=False)
 
 
 def struck_of(ended: Iterable[Mapping[PodUid, str]]) -> list[Struck]:

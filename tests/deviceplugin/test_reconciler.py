@@ -1,6 +1,8 @@
 """One node's GpuNode, its status and its events, against an API server in memory."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -11,7 +13,9 @@ from carpool_core.resources.node import Device, GpuNodeStatus, NodeSummary, Part
 from carpool_core.testing.clock import FakeClock
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, GpuUuid, NodeName, PartitionState, PodUid, SharingMode
+from carpool_deviceplugin import commands
 from carpool_deviceplugin.app import Agent
+from carpool_deviceplugin.gpu import NoDevicesError
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.simulated import SimulatedDevices
 from carpool_deviceplugin.status import (
@@ -65,6 +69,27 @@ async def test_creates_its_gpunode_with_the_node_as_owner_also_after_a_deletion(
         assert agent.unready() is None
         await kube.delete(GPU_NODES, "node-1")
         await until(lambda: exists(kube))
+
+
+async def test_without_a_driver_the_gpunode_has_the_row_of_the_preflight(kube, tmp_path, monkeypatch) -> None:
+    """The agent ends, because a driver that is installed later is found only by another process."""
+
+    @asynccontextmanager
+    async def connect(_: object) -> AsyncIterator[FakeKube]:
+        yield kube
+
+    monkeypatch.setattr(commands, "connect", connect)
+    kube.seed(GPU_NODES, {"metadata": {"name": "node-1"}, "spec": {}, "status": {"devices": []}})
+    for _ in range(2):
+        with pytest.raises(NoDevicesError, match=r"expected libnvidia-ml.so.1, found none"):
+            await commands.serve(AgentSettings(node_name="node-1", state_dir=tmp_path / "state"))
+        conditions = {one.type: one for one in status_of(kube).conditions}
+        assert {kind: one.status for kind, one in conditions.items()} == dict.fromkeys(
+            ("Ready", "MpsAvailable", "Preflight"), "False"
+        )
+        assert conditions["Ready"].reason == "DriverUnusable"
+        assert "FAILED driver: expected libnvidia-ml.so.1, found none" in conditions["Preflight"].message
+        await kube.delete(GPU_NODES, "node-1")  # the next time it is created
 
 
 async def test_gpunode_has_no_owner_if_the_node_cannot_be_read(kube, agent) -> None:
