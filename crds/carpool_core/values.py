@@ -45,7 +45,7 @@ class RequestedMode(StrEnum):
 
 
 class WhenSlowed(StrEnum):
-    """What a job does while a job on its GPU is slowed beyond its limit."""
+    """Reaction of a job to a job on its GPU that is slowed beyond its limit."""
 
     STAY = "Stay"
     MOVE_AT_CHECKPOINT = "MoveAtCheckpoint"

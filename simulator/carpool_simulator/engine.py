@@ -195,7 +195,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a moved job has done, in seconds."""
+    """Progress of a moved job, in seconds."""
 
     left_s: float
     """Work that is left, alone."""
@@ -320,7 +320,7 @@ class Simulation:
         self._ooms: dict[str, int] = {}
         self._hopeless = 0
         self._progress: dict[str, Progress] = {}
-        """What moved jobs have done, by name."""
+        """Progress of moved jobs, by name."""
         self._curve: list[tuple[float, float]] = []
         for job in workload.jobs:
             self._at(job.arrival_s, self._arrival(job))

@@ -62,7 +62,7 @@ async def test_timeline_has_prediction_place_neighbours_measurement_and_recovery
     )
     async with running(kube) as world:
         report = await world.document("/v1/jobs/default/small-a")
-    assert "Neighbours" not in [one["what"] for one in report["timeline"]], "an ended job shares with nobody"
+    assert "Neighbours" not in [one["what"] for one in report["timeline"]], "an ended job has no neighbours"
 
 
 def test_gpus_are_selected_and_divided_into_pages_of_whole_nodes():

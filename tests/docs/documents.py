@@ -40,7 +40,7 @@ ENDLESS = {
     r"kubectl .*port-forward ": "Forwarding from",
     r"python tests/e2e/crashing.py ": "serving metrics",
 }
-"""What a command prints that serves until it is ended."""
+"""Output by which a command that serves shows that it is ready."""
 
 
 def commands(*documents: Path) -> Iterator[tuple[Path, str]]:
