@@ -256,7 +256,8 @@ class _KubeConfig:
             if is_refused:
                 with tempfile.TemporaryDirectory(prefix="carpool-") as folder:
                     found = self.load(folder)
-            return str(found.get_api_key_with_prefix("BearerToken")).removeprefix("Bearer ")
+            (name,) = found.api_key  # releases of the client differ in it
+            return str(found.get_api_key_with_prefix(name)).removeprefix("Bearer ")
 
         return Token(read)
 
