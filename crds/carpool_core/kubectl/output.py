@@ -54,7 +54,13 @@ class UnansweredError(InputError):
 _NAME = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?")
 
 
+_PREFIX = re.compile(r"(gtj|gputrainingjobs?)(\.carpool\.dev)?/")
+"""Kind before the name of a job, as `kubectl get -o name` prints it."""
+
+
 def _valid_name(_: click.Context, parameter: click.Parameter, name: str | None) -> str | None:
+    if name is not None and parameter.name == "job":
+        name = _PREFIX.sub("", name, count=1)
     if name is None or _NAME.fullmatch(name):
         return name
     what = "a job" if parameter.name == "job" else "a namespace"

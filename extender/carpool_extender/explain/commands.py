@@ -42,7 +42,7 @@ from click.core import ParameterSource
 
 from carpool_extender.explain.explain import Answer, NoSuchJobError, explain_job, read_cluster
 from carpool_extender.explain.explain import what_if as answer_what_if
-from carpool_extender.explain.queue_forecast import Options, QueueView, forecast_queue, read_pending_jobs
+from carpool_extender.explain.queue_forecast import Options, QueuedJobView, QueueView, forecast_queue, read_pending_jobs
 from carpool_extender.framework.diagnosis import broken
 from carpool_extender.framework.scores import SchedulerConfig, UnknownPolicyError
 from carpool_extender.settings import AskSettings, parse_tenancy_groups
@@ -335,13 +335,24 @@ def explain_command(settings: AskSettings, job: str, namespace: str | None, each
     _print_answer(settings, each_gpu, form, answer)
 
 
+_MANIFEST = click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path)
+
+
 @click.command("what-if", short_help="Print where a job would be placed now; nothing is created.")
-@click.argument("manifest", type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path))
+@click.argument("manifest", required=False, type=_MANIFEST)
+@click.option("-f", "--filename", type=_MANIFEST, help="MANIFEST, as kubectl names it.")
 @NAMESPACE
 @_ALL
 @FORMAT
 @click_options(AskSettings)
-def what_if(settings: AskSettings, manifest: Path, namespace: str | None, each_gpu: bool, form: Format) -> None:
+def what_if(
+    settings: AskSettings,
+    manifest: Path | None,
+    filename: Path | None,
+    namespace: str | None,
+    each_gpu: bool,
+    form: Format,
+) -> None:
     """Print where the job in MANIFEST would be placed now, with which tenants and how fast; nothing is created.
 
     MANIFEST is a file, or - for standard input. If it names a namespace, -n may name no other. The API server checks
@@ -353,8 +364,11 @@ def what_if(settings: AskSettings, manifest: Path, namespace: str | None, each_g
     The decision uses the site's settings where you may read them. Only the extender remembers which GPUs could not be
     prepared a moment ago, and at which end the order Alternate continues.
     """
+    path = manifest or filename
+    if path is None or (manifest and filename):
+        raise UnansweredError("expected one MANIFEST, as an argument or with -f; a file, or - for standard input")
     try:
-        wanted = read_manifest(manifest, namespace)
+        wanted = read_manifest(path, namespace)
     except (ManifestError, OSError) as error:
         raise UnansweredError(str(error)) from error
 
@@ -370,12 +384,14 @@ def what_if(settings: AskSettings, manifest: Path, namespace: str | None, each_g
 
 @click.command("queue", short_help="Print the pending jobs in order, with expected starts.")
 @click.option("-n", "--namespace", help="Only jobs of this namespace; their places count all jobs.")
+@click.option("-A", "--all-namespaces", is_flag=True, help="Jobs of all namespaces, as without -n.")
 @FORMAT
 @click_options(AskSettings)
-def queue(settings: AskSettings, namespace: str | None, form: Format) -> None:
+def queue(settings: AskSettings, namespace: str | None, all_namespaces: bool, form: Format) -> None:
     """Print the pending jobs of all namespaces in the order of the queue: why each waits, and when it may start.
 
-    The forecast replays the extender's queue over the predicted ends of running jobs.
+    The forecast replays the extender's queue over the predicted ends of running jobs. A start is marked as assumed where
+    a job that is running or ahead declares no spec.training.steps.
     """
 
     async def question(api: KubeApi, _: AskSettings, config: SchedulerConfig, options: Options) -> QueueView:
@@ -383,7 +399,7 @@ def queue(settings: AskSettings, namespace: str | None, form: Format) -> None:
         if pending.unread:
             raise UnansweredError(f"{pending.unread}; {rights_remedy(settings.site)}")
         found = forecast_queue(pending, await read_cluster(api, config), config, options)
-        chosen = [one for one in found if namespace in (None, one.namespace)]
+        chosen = [one for one in found if all_namespaces or namespace in (None, one.namespace)]
         return QueueView(order=options.order, items=chosen)
 
     answer, _ = _ask(settings, False, question)
@@ -401,13 +417,19 @@ def queue(settings: AskSettings, namespace: str | None, form: Format) -> None:
             one.name,
             str(one.workers),
             "unknown" if one.expected_seconds is None else format_duration(one.expected_seconds),
-            "" if one.starts_in_seconds is None else format_duration(one.starts_in_seconds),
+            _start_text(one),
             one.reason,
             one.message if form is Format.WIDE else one.message.partition(";")[0],
         ]
         for one in answer.items
     ]
     click.echo(table(columns, rows))
+
+
+def _start_text(one: QueuedJobView) -> str:
+    if one.starts_in_seconds is None:
+        return ""
+    return f"{format_duration(one.starts_in_seconds)}{' (assumed)' if one.start_is_assumed else ''}"
 
 
 def rights_remedy(site: str) -> str:

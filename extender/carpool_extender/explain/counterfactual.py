@@ -250,7 +250,7 @@ def _fewer_workers(scenario: Scenario) -> Iterator[str]:
     """Try as many workers as fit at once."""
     fitting = max_workers(scenario.now)
     if 0 < fitting < scenario.workers:
-        yield f"with {pluralize(scenario.workers - fitting, 'worker')} less (spec.workers)"
+        yield f"with {pluralize(fitting, 'worker')} instead of {scenario.workers} (spec.workers)"
 
 
 def _fewer_gpus(scenario: Scenario) -> Iterator[str]:

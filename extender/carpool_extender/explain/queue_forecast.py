@@ -113,6 +113,9 @@ class QueuedJobView(Resource, frozen=True, kw_only=True):
     starts_in_seconds: Annotated[
         float | None, described("Forecast of the time until its start, in seconds; absent if there is none.")
     ] = None
+    start_is_assumed: Annotated[
+        bool, described("Whether the forecast assumes the length of a job that is running or ahead.")
+    ] = False
 
 
 class QueueView(Resource, frozen=True, kw_only=True, omit_defaults=False):
@@ -238,6 +241,7 @@ def forecast_queue(
     }
     for start in admitted:
         _forget(cluster, start)
+    is_assumed = bool(replay.running_without_steps())
     starts = dict(replay.queue_of(considered).forecast(partial(replay.end_of, is_latest=False), now_s))
     found = []
     for position, info in enumerate(in_order, start=1):
@@ -255,8 +259,10 @@ def forecast_queue(
                 reason=reason,
                 message=message,
                 starts_in_seconds=None if start_s is None else start_s - now_s,
+                start_is_assumed=is_assumed and start_s is not None and start_s > now_s,
             )
         )
+        is_assumed = is_assumed or info.duration_s is None
     for one in gangs.values():
         if one.info is None and (one.gang.gated or one.gang.admitted):
             reason, message = "", _why_outside(one.gang, one.workers)

@@ -58,13 +58,26 @@ def test_invalid_name_is_refused_before_the_cluster_is_read(argv, expected):
     assert result.output.strip().endswith(expected)
 
 
+@pytest.mark.parametrize("name", ["x", "gtj/x", "gputrainingjob/x", "gputrainingjob.carpool.dev/x"])
+def test_job_may_be_named_as_kubectl_prints_it(monkeypatch, name):
+    with served(FakeKube(), monkeypatch):
+        refused = CliRunner().invoke(explain_command, [name, "-n", "b"])
+    assert (refused.exit_code, refused.output.strip()) == (2, "Error: no GpuTrainingJob x in namespace b")
+
+
+@pytest.mark.parametrize("argv", [[], ["-", "-f", "-"]])
+def test_exactly_one_manifest_is_expected(argv):
+    refused = CliRunner().invoke(what_if, argv)
+    assert (refused.exit_code, "expected one MANIFEST" in refused.output) == (2, True)
+
+
 def test_manifest_may_come_from_standard_input(monkeypatch):
     manifest = "{" + HEAD + ", metadata: {name: x, namespace: b}, spec: {template: {}}}"
     with served(FakeKube(), monkeypatch):
         result = CliRunner().invoke(what_if, ["-"], input=manifest)
         assert "could never run here" in result.output
         assert result.exit_code == 1
-        document = CliRunner().invoke(what_if, ["-", "-o", "json"], input=manifest)
+        document = CliRunner().invoke(what_if, ["-f", "-", "-o", "json"], input=manifest)
         assert (document.exit_code, json.loads(document.output)["infeasible"]) == (1, True)
         refused = CliRunner().invoke(what_if, ["-", "-n", "default"], input=manifest)
     assert refused.exit_code == 2

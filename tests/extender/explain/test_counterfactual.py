@@ -206,7 +206,7 @@ FOUR = [gpu_node(name, 2, [tenant(name, [f"GPU-{name}-0", f"GPU-{name}-1"], ALON
 
 
 GANGS = {
-    "fewer workers": ((3, 1, gpu_node("a", 2)), EXCLUSIVE, "with 1 worker less (spec.workers)"),
+    "fewer workers": ((3, 1, gpu_node("a", 2)), EXCLUSIVE, "with 2 workers instead of 3 (spec.workers)"),
     "one GPU": ((3, 1, *TWO_NODES), EXCLUSIVE, "once GPU 0 of a is free (default/a0-0 is there)"),
     "two GPUs": ((4, 1, *TWO_NODES), EXCLUSIVE, "once GPU 0 of a and GPU 0 of b are free (2 jobs"),
     "pairs": ((2, 2, *TWO_NODES), EXCLUSIVE, "once GPU 0 of a and GPU 0 of b are free (2 jobs"),
@@ -222,9 +222,9 @@ GANGS = {
     "very many workers": (
         (200, 1, *MANY),
         EXCLUSIVE,
-        "once GPU 0 of n00 and GPU 0 of n01 are free (2 jobs are there), or with 2 workers less (spec.workers)",
+        "once GPU 0 of n00 and GPU 0 of n01 are free (2 jobs are there), or with 198 workers instead of 200 (spec.workers)",
     ),
-    "too many for empty GPUs": ((6, 1, *TWO_NODES), EXCLUSIVE, "with 4 workers less (spec.workers)"),
+    "too many for empty GPUs": ((6, 1, *TWO_NODES), EXCLUSIVE, "with 2 workers instead of 6 (spec.workers)"),
 }
 
 

@@ -354,6 +354,14 @@ async def test_forecast_changes_nothing_on_the_server():
     assert {call.verb for call in kube.calls} <= {"get", "list"}
 
 
+def test_queue_marks_starts_that_depend_on_a_job_without_steps(monkeypatch):
+    kube = a_queue(a=(0, 600), b=(1, None), c=(2, 600))
+    monkeypatch.setattr(commands, "SystemClock", lambda: CLOCK)
+    with served(kube, monkeypatch):
+        lines = CliRunner().invoke(queue, ["-A", "--queue-order", "Arrival"]).stdout.splitlines()
+    assert ["(assumed)" in line for line in lines[1:]] == [False, False, True]
+
+
 def test_queue_lists_pending_jobs_in_order_with_reasons_and_expected_starts(monkeypatch):
     kube = a_queue(a=(0, 600), b=(1, 1200))
     add(kube, "held", 2, schedulingGates=[{"name": "carpool.dev/admission"}, {"name": "kueue.x-k8s.io/admission"}])
@@ -364,6 +372,7 @@ def test_queue_lists_pending_jobs_in_order_with_reasons_and_expected_starts(monk
     first, second, outside = json.loads(document.output)["items"]
     assert (first["position"], first["name"], first["reason"]) == (1, "a", "DoesNotFit")
     assert second["startsInSeconds"] - first["startsInSeconds"] == pytest.approx(60, abs=1)  # a: 600 steps of 0.1 s
+    assert "startIsAssumed" not in first
     assert outside["message"].endswith("its pods have the scheduling gate kueue.x-k8s.io/admission")
     assert "position" not in outside
     assert (table.exit_code, table.stdout) == (0, "")
