@@ -124,7 +124,7 @@ class Board:
         plan: Path | None = None,
     ) -> None:  # fmt: skip
         self._viewers, self.watch, self._clock, self._site = viewers, watch, clock, site
-        self.needs_token, self._namespace, self.plan_folder = needs_token, namespace, plan
+        self.needs_token, self.namespace, self.plan_folder = needs_token, namespace, plan
         self._explaining = asyncio.Semaphore(_EXPLANATIONS)
 
     def _token(self, request: Request) -> str | None:
@@ -153,7 +153,7 @@ class Board:
 
     async def jobs(self, request: Request, namespace: Namespace = "") -> JobViewList:
         """Return the jobs of a namespace; `*` means all."""
-        selector = Selector("" if namespace == "*" else namespace or self._namespace)
+        selector = Selector("" if namespace == "*" else namespace or self.namespace)
         async with self._viewers.connect(self._token(request)) as api:
             found = await list_all(api, GPU_TRAINING_JOBS, GpuTrainingJob, selector)
             now = ServerClock(self._clock, api).now()
@@ -239,7 +239,7 @@ def create_app(board: Board) -> FastAPI:
     app.get("/events", include_in_schema=False)(board.notices)
     app.get("/plan/{name}", include_in_schema=False)(board.picture)
     templates = _environment()
-    templates.globals["has_plan"] = board.plan_folder is not None
+    templates.globals |= {"has_plan": board.plan_folder is not None, "own_namespace": board.namespace or "*"}
 
     def page(request: Request, template: str, status: int = 200, **values: Any) -> Response:
         shown = templates.get_template(template).render(query=request.query_params, path=request.path_params, **values)

@@ -41,6 +41,7 @@ async def test_documents_are_those_of_the_commands_and_fit_their_schemas():
         assert (first["name"], first["reason"]) == ("too-large", "DoesNotFit")
         assert "1 of its 3 workers exist" in outside["message"]
         named = {item["name"] for item in (await world.document("/v1/jobs?namespace=*"))["items"]}
+        assert 'name="namespace" value="default"' in (await world.get("/jobs"))[1]
         assert named == {"small-a", "small-b", "too-large", "waits"}
         assert (await world.document("/v1/queue?namespace=other"))["items"] == []
         assert "90,000 MiB" in str((await world.document("/v1/explain/default/too-large"))["lines"])
