@@ -1,6 +1,7 @@
 """Use of each GPU by each pod: smoothed rates from the measurements of its processes."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from datetime import timedelta
 
@@ -286,6 +287,20 @@ class JobEnergy:
         for job in [job for job, at in self._held_at.items() if now - at > JOB_ENERGY_S]:
             del self._held_at[job]
             self.joules.pop(job, None)
+
+
+class SavedTime:
+    """GPU time that sharing saved on this node, against one tenant on each GPU, since the start of the agent."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._saved_gpus, self._since = 0, math.inf
+
+    def add(self, reserved: Iterable[Reservation], now: float) -> None:
+        """Add the time since the last call; each tenant of a GPU after the first saves one. `now` is monotonic."""
+        self.seconds += self._saved_gpus * max(0.0, now - self._since)
+        tenants = Counter(uuid for held in reserved for uuid in held.gpu_uuids)
+        self._saved_gpus, self._since = tenants.total() - len(tenants), now
 
 
 def _pods(reading: Reading) -> set[PodUid]:

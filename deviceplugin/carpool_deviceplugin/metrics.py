@@ -17,6 +17,8 @@ _DEVICE_LABELS = (
 )  # fmt: skip
 """dcgm-exporter writes Hostname with a capital, and its dashboards select by it."""
 SOURCE = "carpool_agent_gpu_metrics_source"
+_ROOM_C, _C_PER_W = 30, 0.1
+"""Temperature of a simulated GPU without load, and its rise with power."""
 TENANT_ENERGY = "carpool_gpu_tenant_energy_joules"
 TENANT_STEPS = "carpool_gpu_tenant_steps"
 _TENANT_LABELS = ("UUID", "namespace", "pod", "training_job")
@@ -215,6 +217,11 @@ class AgentCollector(Collector):
         yield CounterMetricFamily(
             "carpool_agent_status_writes", "Writes of GpuNode.status.", agent.reconciler.reporter.writes
         )
+        yield CounterMetricFamily(
+            "carpool_agent_saved_gpu_seconds",
+            "GPU time that sharing saved on this node, against one tenant on each GPU.",
+            agent.reconciler.saved_time.seconds,
+        )
         registered = agent.kubelet is not None and agent.kubelet.registration.is_registered
         yield GaugeMetricFamily(
             "carpool_agent_registered", "1 if the plugin is registered with the kubelet.", float(registered)
@@ -249,6 +256,8 @@ def _counters(device: Device, reading: Reading, meter: Meter) -> Counters:
             "DCGM_FI_DEV_FB_FREE": max(0, device.memory_mib - device.reserved_mib - used),
             "DCGM_FI_DEV_FB_RESERVED": device.reserved_mib,
             "DCGM_FI_DEV_POWER_USAGE": round(reading.power_w or 0.0, 1),
+            "DCGM_FI_DEV_GPU_TEMP": round(_ROOM_C + _C_PER_W * (reading.power_w or 0.0)),
+            "DCGM_FI_DEV_XID_ERRORS": 0,
             "DCGM_FI_PROF_GR_ENGINE_ACTIVE": total.busy or 0.0,
             "DCGM_FI_PROF_SM_ACTIVE": total.sm or 0.0,
             "DCGM_FI_PROF_DRAM_ACTIVE": total.dram or 0.0,

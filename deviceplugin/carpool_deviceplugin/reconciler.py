@@ -17,7 +17,7 @@ from carpool_core.values import DeviceHealth, GpuUuid, NodeName, PartitionState,
 
 from carpool_deviceplugin.device_state import GpuWorker
 from carpool_deviceplugin.gpu import DeviceError, Devices, Reading
-from carpool_deviceplugin.metering import JobEnergy, Meter
+from carpool_deviceplugin.metering import JobEnergy, Meter, SavedTime
 from carpool_deviceplugin.preflight import NO_INFO, NodeInfo, Outcome
 from carpool_deviceplugin.probe import ProbeFiles
 from carpool_deviceplugin.status import (
@@ -164,7 +164,7 @@ class Reconciler:
         self._removed: list[str] = []
         self._above: Set[tuple[PodUid, GpuUuid]] = frozenset()
         self.meters = {uuid: Meter(uuid) for uuid in devices.uuids}
-        self.job_energy = JobEnergy()
+        self.job_energy, self.saved_time = JobEnergy(), SavedTime()
         self._measure_again = asyncio.Event()
         self._partitions: list[Partition] | None = None
         """Cached partitions; None after a change of reservations or GPUs."""
@@ -369,6 +369,7 @@ class Reconciler:
 
     def _sample(self, answers: Mapping[GpuUuid, Reading | DeviceError]) -> None:
         reserved = {r.pod_uid: r.memory_limit_mib for r in self.reservations}
+        self.saved_time.add(self.reservations, self._clock.monotonic())
         usable_mib = {device.uuid: device.memory_mib - device.reserved_mib for device in self.reporter.devices}
         reports = {} if self._probe is None else {pod: self._probe.read(pod) for pod in sorted(reserved)}
         for uuid, found in answers.items():

@@ -10,11 +10,17 @@ import msgspec
 from grafana_foundation_sdk.builders import common, prometheus, stat, timeseries
 from grafana_foundation_sdk.builders import dashboard as builders
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
-from grafana_foundation_sdk.models.common import StackingMode, TooltipDisplayMode
-from grafana_foundation_sdk.models.dashboard import DataSourceRef, VariableRefresh
+from grafana_foundation_sdk.models.common import GraphDrawStyle, StackingMode, TooltipDisplayMode
+from grafana_foundation_sdk.models.dashboard import DataSourceRef, DynamicConfigValue, VariableRefresh
 
 FOLDER = Path(__file__).parents[2] / "helm" / "carpool" / "dashboards"
 _SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
+_LINE = [
+    DynamicConfigValue("custom.drawStyle", "line"),
+    DynamicConfigValue("custom.fillOpacity", 0),
+    DynamicConfigValue("custom.stacking", {"mode": "none"}),
+]
+"""Properties of a line over a stack."""
 _WIDTH = 24
 """Columns of a dashboard."""
 _SERIES = re.compile(
@@ -34,6 +40,8 @@ class Panel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     queries: dict[str, str]
     """PromQL by legend."""
     kind: Literal["lines", "stack", "stat"] = "lines"
+    lines: list[str] = []
+    """Legends of a stack's queries that are lines over it."""
 
 
 class Variable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -93,6 +101,9 @@ def _panel(panel: Panel, stat_span: int) -> stat.Panel | timeseries.Panel:
         drawn = timeseries.Panel().span(_WIDTH // 2).height(8).tooltip(tooltip).legend(legend)
         if panel.kind == "stack":
             drawn = drawn.stacking(common.StackingConfig().mode(StackingMode.NORMAL)).fill_opacity(40).min(0)
+            drawn = drawn.draw_style(GraphDrawStyle.BARS)
+            for legend in panel.lines:
+                drawn = drawn.override_by_name(legend, _LINE)
     drawn = drawn.title(panel.title).description(panel.description).unit(panel.unit).datasource(_SOURCE)
     for number, (name, query) in enumerate(panel.queries.items()):
         target = prometheus.Dataquery().expr(portable(query)).legend_format(name or panel.title).datasource(_SOURCE)

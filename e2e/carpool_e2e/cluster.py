@@ -169,6 +169,7 @@ class Cluster:
             "KUBERNETES_SERVICE_HOST": node.link.host_address,
             "KUBERNETES_SERVICE_PORT": str(self.plane.ports.apiserver),
             "CARPOOL_SIMULATED_GPUS": gpus,
+            "CARPOOL_CARBON_GRAMS_PER_KWH": "400",
         }
         workload = self.rendered.one("DaemonSet", "carpool-node-agent")
         adaptation = Adaptation(node.files.folder, node.name, node.link.node_address, environment=environment)

@@ -1,5 +1,6 @@
 """Draws the chart's Grafana dashboards from the answers of a Prometheus that scrapes a running cluster."""
 
+import hashlib
 import json
 import math
 import re
@@ -20,6 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, Formatter, StrMethodFormatter
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from carpool_e2e.binaries import ensure
 from carpool_e2e.chart import NAMESPACE, PROJECT, Manifest
@@ -31,12 +33,17 @@ PICTURES = PROJECT / "docs" / "images" / "dashboards"
 SCRAPE_S = 2
 VARIABLES = {"$__rate_interval": "20s", "$__range": "5m"}
 """Values of Grafana's own variables."""
+DRAWN = "Dashboard"
+"""Text of a picture with the digest of the dashboard that it shows."""
 MAX_LEGEND = 8
 """Most series that a legend names."""
 _ROW_IN, _COLUMN_IN = 0.3, 0.5
 """Height of a row of Grafana's grid and width of a column, in inches."""
 _FORMATS = {
     "bytes": EngFormatter("B", places=1),
+    "h": EngFormatter("h", places=1),
+    "joule": EngFormatter("J", places=1),
+    "massg": EngFormatter("g", places=1),
     "celsius": StrMethodFormatter("{x:.3g} °C"),
     "cps": StrMethodFormatter("{x:.3g}/s"),
     "percentunit": StrMethodFormatter("{x:.1%}"),
@@ -147,9 +154,11 @@ def draw(dashboard: Mapping[str, Any], window: Mapping[str, int], query: Query) 
         if panel["type"] == "stat" or not found:
             _write_last(axes, found, _FORMATS[defaults["unit"]])
         else:
-            _draw_lines(
-                axes, found, _FORMATS[defaults["unit"]], times, stacked="stacking" in defaults.get("custom", {})
-            )
+            lines = {one["matcher"]["options"] for one in panel["fieldConfig"]["overrides"]}
+            is_stack = "stacking" in defaults.get("custom", {})
+            stacked = [one for one in found if is_stack and one[0] not in lines]
+            others = [one for one in found if not is_stack or one[0] in lines]
+            _draw_lines(axes, stacked, others, _FORMATS[defaults["unit"]], times)
     return figure
 
 
@@ -166,14 +175,15 @@ def _write_last(axes: Axes, found: Found, form: Formatter) -> None:
     axes.text(0.5, 0.5, "\n".join(lines), size=size, ha="center", va="center")
 
 
-def _draw_lines(axes: Axes, found: Found, form: Formatter, times: range, *, stacked: bool) -> None:
-    """Draw each series over time."""
+def _draw_lines(axes: Axes, stacked: Found, lines: Found, form: Formatter, times: range) -> None:
+    """Draw each series over time, those of `stacked` on each other."""
     minutes = [(at - times[-1]) / 60 for at in times]
-    names, colours = [name for name, _ in found], colormaps["turbo"](np.linspace(0.05, 0.95, len(found)))
+    names = [name for name, _ in (*stacked, *lines)]
+    colours = colormaps["turbo"](np.linspace(0.05, 0.95, len(names)))
     if stacked:
-        areas = [[points.get(at, 0) for at in times] for _, points in found]
-        axes.stackplot(minutes, areas, labels=names, colors=colours, alpha=0.7)
-    for (name, points), colour in zip(() if stacked else found, colours, strict=False):
+        areas = [[points.get(at, 0) for at in times] for _, points in stacked]
+        axes.stackplot(minutes, areas, labels=names[: len(stacked)], colors=colours[: len(stacked)], alpha=0.7)
+    for (name, points), colour in zip(lines, colours[len(stacked) :], strict=True):
         drawn = [points.get(at, math.nan) for at in times]
         axes.plot(minutes, drawn, ".-", markersize=2, linewidth=1, label=name, color=colour)
     axes.set_xlim(minutes[0], 0)
@@ -197,7 +207,13 @@ def play(cluster: Cluster, address: str) -> Iterator[Path]:
     time.sleep(60)
     PICTURES.mkdir(exist_ok=True)
     for name, figure in figures(address, start=start):
-        picture = PICTURES / f"{name}.png"
+        picture, drawn = PICTURES / f"{name}.png", PngInfo()
+        drawn.add_text(DRAWN, digest(name))
         figure.savefig(picture, dpi=80)
-        Image.open(picture).quantize(256).save(picture, optimize=True)
+        Image.open(picture).quantize(256).save(picture, optimize=True, pnginfo=drawn)
         yield picture
+
+
+def digest(name: str) -> str:
+    """Return a digest of a dashboard, which its picture has as the text `DRAWN`."""
+    return hashlib.sha256((DASHBOARDS / f"{name}.json").read_bytes()).hexdigest()

@@ -1,5 +1,6 @@
 """Metrics of the operator."""
 
+import math
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator
 
@@ -139,6 +140,11 @@ class _Calibration(Collector):
             "Measured slowdowns of jobs beside one co-tenant that predictions use.",
             labels=["product", "mode"],
         )
+        widening = GaugeMetricFamily(
+            "carpool_operator_calibration_widening_ratio",
+            "Factor to a stack's memory bound that its misses have added; above 1 if the stack has drifted.",
+            labels=labels,
+        )
         for (product, mode), number in Tally((one.product, one.mode) for one in (known.pairs if known else ())).items():
             pairs.add_metric([product, mode.value], number)
         for state in known.stacks if known is not None else ():
@@ -149,9 +155,10 @@ class _Calibration(Collector):
             jobs.add_metric(of, state.jobs)
             runs.add_metric(of, state.seen)
             refused.add_metric(of, state.refused)
+            widening.add_metric(of, math.exp(state.widening))
             if state.coverage is not None:
                 coverage.add_metric(of, state.coverage)
-        yield from (jobs, runs, refused, coverage, pairs)
+        yield from (jobs, runs, refused, coverage, widening, pairs)
 
 
 class Metrics:
@@ -222,6 +229,8 @@ class Metrics:
         """Count what a written status of a job has that the one before had not."""
         if after.prediction is not None and after.prediction != before.prediction:
             self.predictions_total.labels(after.prediction.outcome).inc()
+            for found in after.prediction.products:  # `increase` needs a scrape from before the first observation
+                self.memory_peak_ratio.labels(found.product)
         if after.completion_time is not None and before.completion_time is None:
             self.finished_jobs_total.labels(after.state).inc()
         ended = {attempt.number for attempt in before.attempts if attempt.ended_at is not None}

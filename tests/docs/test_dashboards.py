@@ -5,7 +5,8 @@ import re
 
 import pytest
 from carpool_docs import dashboards, metrics
-from carpool_e2e.dashboards import PICTURES, draw
+from carpool_e2e.dashboards import DRAWN, PICTURES, digest, draw
+from PIL import Image
 
 LABELS = {family.name: {*family.labels} for process in metrics.REGISTRIES for family in metrics.families(process)}
 SERIES = re.compile(r"\b((?:carpool|DCGM|process)_\w+?)(?:_(?:bucket|sum|count))?\b(?:\{([^}]*)\})?")
@@ -29,7 +30,11 @@ def test_panels_are_described_and_name_metrics_and_labels_that_exist(
 
 
 def test_each_dashboard_has_a_picture() -> None:
-    assert {file.stem for file in PICTURES.iterdir()} == dashboards.read().keys()
+    found = {}
+    for file in PICTURES.iterdir():
+        with Image.open(file) as picture:
+            found[file.stem] = picture.info.get(DRAWN)
+    assert found == {name: digest(name) for name in dashboards.read()}, "run `python -m carpool_e2e dashboards`"
     assert max(file.stat().st_size for file in PICTURES.iterdir()) < 150_000
 
 

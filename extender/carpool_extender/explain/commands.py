@@ -390,8 +390,8 @@ def what_if(
 def queue(settings: AskSettings, namespace: str | None, all_namespaces: bool, form: Format) -> None:
     """Print the pending jobs of all namespaces in the order of the queue: why each waits, and when it may start.
 
-    The forecast replays the extender's queue over the predicted ends of running jobs. A start is marked as assumed where
-    a job that is running or ahead declares no spec.training.steps.
+    The forecast replays the extender's queue over the predicted ends of running jobs. A start is marked as assumed
+    where a job that is running or ahead declares no spec.training.steps.
     """
 
     async def question(api: KubeApi, _: AskSettings, config: SchedulerConfig, options: Options) -> QueueView:

@@ -222,7 +222,8 @@ GANGS = {
     "very many workers": (
         (200, 1, *MANY),
         EXCLUSIVE,
-        "once GPU 0 of n00 and GPU 0 of n01 are free (2 jobs are there), or with 198 workers instead of 200 (spec.workers)",
+        "once GPU 0 of n00 and GPU 0 of n01 are free (2 jobs are there), or with 198 workers instead of 200 "
+        "(spec.workers)",
     ),
     "too many for empty GPUs": ((6, 1, *TWO_NODES), EXCLUSIVE, "with 2 workers instead of 6 (spec.workers)"),
 }
