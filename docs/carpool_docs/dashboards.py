@@ -102,8 +102,8 @@ def _panel(panel: Panel, stat_span: int) -> stat.Panel | timeseries.Panel:
         if panel.kind == "stack":
             drawn = drawn.stacking(common.StackingConfig().mode(StackingMode.NORMAL)).fill_opacity(40).min(0)
             drawn = drawn.draw_style(GraphDrawStyle.BARS)
-            for legend in panel.lines:
-                drawn = drawn.override_by_name(legend, _LINE)
+            for name in panel.lines:
+                drawn = drawn.override_by_name(name, _LINE)
     drawn = drawn.title(panel.title).description(panel.description).unit(panel.unit).datasource(_SOURCE)
     for number, (name, query) in enumerate(panel.queries.items()):
         target = prometheus.Dataquery().expr(portable(query)).legend_format(name or panel.title).datasource(_SOURCE)

@@ -15,7 +15,6 @@ from carpool_e2e.cluster import Cluster
 from carpool_e2e.dashboards import answer, figures, jobs, prometheus, targets
 from kubectl import Watcher, eventually
 from matplotlib.axes import Axes
-from matplotlib.text import Text
 
 pytestmark = pytest.mark.e2e
 
