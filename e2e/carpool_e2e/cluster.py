@@ -331,7 +331,9 @@ def install(cluster: Cluster) -> None:
     cluster.apply(namespace, *crds)
     if crds:
         names = [f"crd/{crd['metadata']['name']}" for crd in crds]
-        cluster.kubectl("wait", *names, "--for=condition=Established", "--timeout=30s")
+        # With --for=condition kubectl fails while the status has no conditions yet.
+        established = '--for=jsonpath={.status.conditions[?(@.type=="Established")].status}=True'
+        cluster.kubectl("wait", *names, established, "--timeout=60s", timeout_s=70)
     cluster.apply(*rendered.settings, *rendered.at_rest)
 
 
