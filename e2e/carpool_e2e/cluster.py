@@ -327,13 +327,11 @@ def install(cluster: Cluster) -> None:
     """Apply everything of the chart but the workloads."""
     rendered = cluster.rendered
     namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": chart.NAMESPACE}}
-    crds = rendered.crds
-    cluster.apply(namespace, *crds)
-    if crds:
-        names = [f"crd/{crd['metadata']['name']}" for crd in crds]
-        # With --for=condition kubectl fails while the status has no conditions yet.
-        established = '--for=jsonpath={.status.conditions[?(@.type=="Established")].status}=True'
-        cluster.kubectl("wait", *names, established, "--timeout=60s", timeout_s=70)
+    crds = [crd["spec"] for crd in rendered.crds]
+    cluster.apply(namespace, *rendered.crds)
+    # `kubectl wait` fails while the status of a CRD has no conditions yet.
+    served = [f"/apis/{crd['group']}/{crd['versions'][0]['name']}/{crd['names']['plural']}" for crd in crds]
+    processes.wait_for("the CRDs", lambda: 1 if all(map(cluster.plane.api.answers, served)) else None, READY_S)
     cluster.apply(*rendered.settings, *rendered.at_rest)
 
 
