@@ -18,7 +18,7 @@ from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, GpuUuid, PodUid, SharingMode
 from carpool_deviceplugin.app import Agent
 from carpool_deviceplugin.gpu import DeviceError, ProcessUsage, Reading, SetMode, StepCounts, StepReport
-from carpool_deviceplugin.metering import JOB_ENERGY_S, JobEnergy, Meter, StepMeans, damp_changes
+from carpool_deviceplugin.metering import JOB_ENERGY_S, JobEnergy, Meter, SavedTime, StepMeans, damp_changes
 from carpool_deviceplugin.metrics import DEVICE_GAUGES, ENERGY
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.node import Node, running, uid, until
@@ -371,6 +371,16 @@ def test_energy_of_a_job_outlives_its_pods_by_an_hour() -> None:
     assert energy.joules == {("default", "job-a"): 120.0}
     energy.add([], {}, JOB_ENERGY_S + 10)
     assert energy.joules == {}
+
+
+def test_each_tenant_of_a_gpu_after_the_first_saves_a_gpu() -> None:
+    saved, alone, beside = SavedTime(), reservation("a"), reservation("b")
+    saved.add([alone, beside, reservation("c", "GPU-2")], 10.0)
+    saved.add([alone], 14.0)
+    saved.add([alone, beside], 20.0)
+    saved.add([], 21.0)
+    saved.add([], 30.0)
+    assert saved.seconds == 5.0
 
 
 def test_restarted_counter_takes_no_energy_back(node: Node) -> None:

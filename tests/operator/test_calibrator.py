@@ -683,6 +683,7 @@ async def test_metrics_report_the_calibration_by_stack() -> None:
     await completed(of, 2 * within, "y")
     assert registry.get_sample_value("carpool_operator_calibration_runs", labels) == 2
     assert registry.get_sample_value("carpool_operator_calibration_coverage_ratio", labels) == 0.5
+    assert registry.get_sample_value("carpool_operator_calibration_widening_ratio", labels) > 1
 
 
 def prediction(of: World, name: str = "x") -> Prediction:

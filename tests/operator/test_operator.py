@@ -308,6 +308,7 @@ async def test_metrics_show_placed_jobs_until_they_end() -> None:
         assert value("carpool_job_predicted_memory_bytes", job | {"estimate": estimate}) == mib * 2**20
     assert value("carpool_operator_predictions_total", {"outcome": "Predicted"}) == 1
     assert value("carpool_operator_attempts_total", {"outcome": "Complete"}) == 0
+    assert value("carpool_operator_memory_peak_ratio_count", {"product": predicted.product}) == 0
     await world.finish_pod("x-worker-0-1")
     assert {value(f"carpool_job_{name}", job) for name in expected} == {None}
     assert value("carpool_operator_attempts_total", {"outcome": "Complete"}) == 1
