@@ -107,6 +107,7 @@ _MAX_UNOWNED_MIB = 1024
 
 def _check_gpus(devices: NvmlDevices, settings: AgentSettings, host: Host) -> Iterator[Outcome]:
     known = [devices.identity(uuid) for uuid in devices.uuids]
+    unread = [one for one in known if not devices.state(one.uuid).is_read]
     count = f"{len(known)} of {len(known)} can be read"
     advice = "repair them, then restart the agent; until then it uses the others"
     yield row("gpus", "; ".join(devices.unreadable), "GPUs that can be read", advice, passed=count)
@@ -118,7 +119,7 @@ def _check_gpus(devices: NvmlDevices, settings: AgentSettings, host: Host) -> It
         passed="one of each GPU",
     )
     yield _check_cdi(devices, NvidiaCdi((settings.cdi_static_dir, settings.cdi_dir)))
-    yield _check_mig(devices, known, host)
+    yield _if_read(_check_mig(devices, known, host), [one for one in unread if one.mig_capable])
     limited = [one for one in known if one.compute_mode.withdrawn_modes]
     yield row(
         "compute-mode",
@@ -134,13 +135,14 @@ def _check_gpus(devices: NvmlDevices, settings: AgentSettings, host: Host) -> It
         "run nvidia-persistenced, or nvidia-smi -pm 1",
         passed="on" if all(one.is_persistent for one in known) else "not reported by NVML",
     )
-    yield row(
+    processes = row(
         "processes",
         "; ".join(f"GPU {one.index}: {names}" for one in known if (names := devices.state(one.uuid).foreign_processes)),
         "no process outside of pods on the GPUs",
         "end it; until then the GPU gets no new work",
         passed="none outside of pods",
     )
+    yield _if_read(processes, unread)
     yield row(
         "graphics",
         "; ".join(f"GPU {one.index}: {names}" for one in known if (names := devices.graphics_processes(one.uuid))),
@@ -148,7 +150,7 @@ def _check_gpus(devices: NvmlDevices, settings: AgentSettings, host: Host) -> It
         "stop the display manager, or keep the GPU's node out of Carpool",
         passed="none",
     )
-    yield row(
+    memory = row(
         "memory",
         "; ".join(
             f"{mib:,} MiB in use on GPU {one.index}"
@@ -159,7 +161,21 @@ def _check_gpus(devices: NvmlDevices, settings: AgentSettings, host: Host) -> It
         "free it: nvidia-smi -i INDEX --gpu-reset",
         passed=f"at most {_MAX_UNOWNED_MIB:,} MiB in use on GPUs without processes",
     )
+    yield _if_read(memory, unread)
     yield from _check_counters(devices, settings, host)
+
+
+def _if_read(found: Outcome, unread: Sequence[Identity]) -> Outcome:
+    """Return the row, but unknown if nothing is wrong so far and these GPUs were not read yet."""
+    if found.verdict is not Verdict.PASSED or not unread:
+        return found
+    return Outcome(
+        name=found.name,
+        verdict=Verdict.UNKNOWN,
+        found=f"GPU {', '.join(str(one.index) for one in unread)} not read yet",
+        needed="an answer of each GPU",
+        advice="wait for the agent's next reading; the condition Ready names GPUs that cannot be read",
+    )
 
 
 def _check_cdi(devices: NvmlDevices, cdi: NvidiaCdi) -> Outcome:
@@ -201,24 +217,29 @@ def _check_mig(devices: NvmlDevices, known: Sequence[Identity], host: Host) -> O
 
 def _check_counters(devices: NvmlDevices, settings: AgentSettings, host: Host) -> Iterator[Outcome]:
     sources = {state.identity.index: state.sources for state in map(devices.state, devices.uuids)}
+    unread = [state.identity for state in map(devices.state, devices.uuids) if not state.sources]
     fields = {name for of_gpu in sources.values() for name, source in of_gpu.items() if source == Exporter.name}
     advice = "set CARPOOL_DCGM_EXPORTER (nodeAgent.dcgmExporter) to the URL of its metrics on this node"
     if settings.dcgm_exporter or "dcgm-exporter" in host.programs:
         lacks = "a page without them" if settings.dcgm_exporter else "a running dcgm-exporter whose URL is not set"
         absent = sorted(FIELD_NAMES - fields)
         found = f"{len(fields)} fields" + (f", without {', '.join(absent)}" if absent else "")
-        yield row("dcgm-exporter", "" if fields else lacks, "the fields of dcgm-exporter", advice, passed=found)
+        is_missing = not fields and not (settings.dcgm_exporter and unread)
+        exporter = row(
+            "dcgm-exporter", lacks if is_missing else "", "the fields of dcgm-exporter", advice, passed=found
+        )
+        yield _if_read(exporter, unread)
     else:
         yield Outcome(name="dcgm-exporter", verdict=Verdict.SKIPPED, found="none runs here")
-    yield row(
+    activity = row(
         "sm-activity",
         ", ".join(f"none of GPU {index}" for index, of_gpu in sources.items() if of_gpu and SM_ACTIVE not in of_gpu),
         "a source of SM activity for each GPU",
         "before Hopper, run DCGM's host engine at CARPOOL_DCGM_ADDRESS with its library in the container, or "
         "dcgm-exporter with DCGM_FI_PROF_SM_ACTIVE at CARPOOL_DCGM_EXPORTER",
-        passed=", ".join(sorted({of_gpu.get(SM_ACTIVE, "") for of_gpu in sources.values() if of_gpu}))
-        or "not read yet",
+        passed=", ".join(sorted({of_gpu.get(SM_ACTIVE, "") for of_gpu in sources.values() if of_gpu})) or "none",
     )
+    yield _if_read(activity, unread)
 
 
 # The contract of NVML: rules that every library, real or fake, keeps. They only read, and yield each deviation.
@@ -533,6 +554,11 @@ def run_check(name: str, devices: NvmlDevices, gpu: GpuUuid, *, may_divide: bool
     except DeviceError as e:
         needed, advice = _MENDING[name]
         return Outcome(name=name, verdict=Verdict.FAILED, found=str(e), needed=needed, advice=advice)
+
+
+def without_driver(name: str) -> Outcome:
+    """Return the row of a check that cannot run, because the driver or its GPUs cannot be used."""
+    return Outcome(name=name, verdict=Verdict.SKIPPED, found="no usable driver and GPU, see the first row")
 
 
 class Report(msgspec.Struct, kw_only=True):

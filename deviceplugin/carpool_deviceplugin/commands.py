@@ -31,11 +31,11 @@ from prometheus_client import CollectorRegistry
 
 from carpool_deviceplugin.app import build, find_devices, real_devices
 from carpool_deviceplugin.canary import device_files, judge, run_client
-from carpool_deviceplugin.check import CHECKS, Report, check_node, read_all, run_canary, run_check
+from carpool_deviceplugin.check import CHECKS, Report, check_node, read_all, run_canary, run_check, without_driver
 from carpool_deviceplugin.files import write_file
 from carpool_deviceplugin.gpu import Counters, DeviceError, Devices, NoDevicesError
 from carpool_deviceplugin.metrics import AgentCollector
-from carpool_deviceplugin.mig import Instance, MigRefusal, MigTable, Profile, UnknownProfileError, plan_mig
+from carpool_deviceplugin.mig import Instance, MigRefusal, Profile, UnknownProfileError, plan_mig
 from carpool_deviceplugin.mig_instances import apply_plan, read_mig_devices, read_table
 from carpool_deviceplugin.mps import Mps, MpsHost, MpsProgram, SharedMemory, program_version
 from carpool_deviceplugin.nvlib import Identity, UnusableDriverError, load_nvml
@@ -80,10 +80,10 @@ async def serve(settings: AgentSettings) -> None:
 
 async def _report(settings: AgentSettings, driver: Outcome) -> None:
     """Show in the GpuNode why the agent cannot start, as far as the API server can be reached."""
-    node, rows = NodeName(settings.node_name), list(check_node(driver, settings, Host.find()))
+    node = NodeName(settings.node_name)
     try:
         async with connect(settings.kube) as api:
-            await create_gpu_node(node, api)
+            rows = list(check_node(driver, settings, Host.find(await create_gpu_node(node, api))))
             await report_unusable(node, api, SystemClock().now(), str(driver), rows)
     except (KubeConfigError, KubeError) as error:
         structlog.get_logger().warning("gpunode not written", error=str(error))
@@ -207,6 +207,10 @@ def check(context: click.Context, gpu: str, only: tuple[str, ...], mig: bool, ca
                 checks = (run_check(name, devices, uuid, may_divide=mig) for name in CHECKS if name in (only or CHECKS))
                 client = run_canary(devices, uuid) if canary and not busy else []
                 rows = itertools.chain(() if only else rows, *(() if busy else (checks, client)))
+            elif isinstance(devices, Outcome):
+                wanted = [*CHECKS, "canary"] if canary else CHECKS
+                asked = (name for name in wanted if name in only or name == "canary" or (name == "mig" and mig))
+                rows = itertools.chain([devices] if only else rows, map(without_driver, asked))
             click.echo(HEADER)
             for outcome in rows:
                 _print(outcome)
@@ -390,9 +394,10 @@ _UNASSIGNED_NOTE = (
 @click.pass_context
 def plan(context: click.Context, gpu: str, target: str, is_applied: bool, destroy_others: bool) -> None:
     """Print the steps that create the wanted MIG instances; --apply runs them. Instances in use stay."""
-    devices = _open_devices(context, node_settings())
     try:
-        _plan(devices, find_gpu(devices, gpu), target, is_applied=is_applied, may_destroy=destroy_others)
+        names = _profile_names(target)
+        devices = _open_devices(context, node_settings())
+        _plan(devices, find_gpu(devices, gpu), names, target, is_applied=is_applied, may_destroy=destroy_others)
     except DeviceError as e:
         raise InputError(str(e)) from e
 
@@ -442,23 +447,25 @@ def listening(socket: Path, state_dir: Path, shared: SharedMemory | None = None)
         ) from e
 
 
-def _wanted(table: MigTable, target: str) -> list[Profile]:
+def _profile_names(target: str) -> list[str]:
     kind, colon, names = target.strip().casefold().partition(":")
     if (kind, colon) == ("mig", ":"):
-        return [table.find(name.strip()) for name in names.split(",") if name.strip()]
+        return [name.strip() for name in names.split(",") if name.strip()]
     expected = f"expected --to mig:PROFILE[,PROFILE…], found {quoted(target)}"
-    if all(name.strip() in table.by_name for name in kind.split(",")):
+    if all(re.fullmatch(r"\d+g\.\d+gb\S*", name.strip()) for name in kind.split(",")):
         raise DeviceError(f"{expected}; did you mean {quoted(f'mig:{kind}')}")
     raise DeviceError(f"{expected}; other modes need no preparation")
 
 
-def _plan(devices: NvmlDevices, uuid: GpuUuid, target: str, *, is_applied: bool, may_destroy: bool) -> None:
+def _plan(
+    devices: NvmlDevices, uuid: GpuUuid, names: Iterable[str], target: str, *, is_applied: bool, may_destroy: bool
+) -> None:
     session, known = devices.session, devices.identity(uuid)
     table = read_table(session, uuid) if known.mig_capable else None
     if table is None:
         raise DeviceError(f"GPU {uuid}: expected a GPU with MIG, found {known.product}")
     try:
-        wanted = _wanted(table, target)
+        wanted = [table.find(name) for name in names]
     except UnknownProfileError as e:
         raise DeviceError(f"GPU {uuid}: {e}") from e
     mig_instances = devices.actual(uuid).mig_instances

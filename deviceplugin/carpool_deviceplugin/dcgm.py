@@ -58,6 +58,8 @@ class CounterFeed:
         self._failed_at: dict[str, float] = {}
         self._answers: dict[str, tuple[float, Values]] = {}
         """Time and values of each source's last answer."""
+        self.is_refreshed = not sources
+        """Whether every source was asked."""
         self._log = structlog.get_logger()
 
     def refresh(self) -> None:
@@ -76,6 +78,7 @@ class CounterFeed:
                 continue
             if self._failed_at.pop(source.name, None) is not None:
                 self._log.info("metrics source used again", source=source.name)
+        self.is_refreshed = True
 
     def at(self, uuid: GpuUuid, instance: int | None = None) -> Counters:
         """Return the counters of a GPU or MIG instance; empty without a recent answer."""

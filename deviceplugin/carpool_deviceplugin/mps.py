@@ -537,7 +537,7 @@ class MpsProgram:
     def problem(status: Path = Path("/proc/self/status")) -> str:
         """Return why this process cannot run daemons and what to do; empty if it can."""
         if not MpsProgram.is_installed():
-            return f"expected {PROGRAM} on PATH, found none; it comes with the driver: mount it, or install cuda-mps"
+            return f"expected {PROGRAM} on PATH, found none; mount the driver's, or install Debian's nvidia-cuda-mps"
         for program, package in (("unshare", "util-linux"), ("find", "findutils")):
             if shutil.which(program) is None:
                 return f"expected {program} on PATH, found none; install {package}"

@@ -88,8 +88,10 @@ class GpuState:
     """MIG instances as last read."""
     foreign_processes: str = ""
     """Names of the processes outside of pods, as last read."""
+    is_read: bool = False
+    """Whether instances, processes and memory were read, and were not the values from before the first reading."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Source of each counter, as last read; empty before."""
+    """Source of each counter, as last read; empty before, and until other programs on the node were asked."""
     unowned_mib: int = 0
     """Memory in use beside the reserved, as last read, where the GPU is whole and has no process."""
 
@@ -308,6 +310,7 @@ class NvmlDevices:
         is_empty = not (present.pods or present.foreign_processes or known.graphics_pids or is_divided)
         gpu.unowned_mib = telemetry.memory_used_mib - known.reserved_mib if is_empty else 0
         gpu.foreign_processes = ", ".join(map(describe_process, present.foreign_processes[:4]))
+        gpu.is_read = True
         gpu.instances, gpu.modes = found, possible - known.compute_mode.withdrawn_modes
         problems = [problem, mps.problem, *set(struck.values()), describe_foreign(present.foreign_processes)]
         if self._released:
@@ -426,7 +429,8 @@ class NvmlDevices:
         self._health.set_idle_power(uuid, reading.idle_power_w)
         xid = self._health.counters(uuid)
         counters = (reading.counters or Counters()).completed_by(Counters(xid, dict.fromkeys(xid, NVML)))
-        self._gpus[uuid].sources = counters.sources
+        if self._feed.is_refreshed:
+            self._gpus[uuid].sources = counters.sources
         return replace(reading, counters=counters)
 
     def refresh_counters(self) -> None:

@@ -26,7 +26,7 @@ class Verdict(StrEnum):
     MISSING = "missing"
     """The node lacks something; the agent runs without it, with fewer features."""
     UNKNOWN = "unknown"
-    """The files that decide are not visible here."""
+    """The files that decide are not visible here, or the GPU was not read yet."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,15 +102,18 @@ _CONFIGS = {
     "cri-o": ("etc/crio/crio.conf", "etc/crio/crio.conf.d/*.conf"),
 }
 """Configuration files by runtime, relative to the node's root: the usual ones, then Talos, k3s, RKE2, MicroK8s, k0s."""
-_CONTAINERD = (
-    "var/lib/rancher/*/data/current/bin/containerd",
-    "var/lib/rancher/*/bin/containerd",
-    "snap/microk8s/current/bin/containerd",
-    "var/lib/k0s/bin/containerd",
-    "usr/local/bin/containerd",
-    "usr/bin/containerd",
-)
-"""Programs, relative to the node's root; a distribution's own comes first. Only root can replace them."""
+_PROGRAMS = {
+    "containerd": (
+        "var/lib/rancher/*/data/current/bin/containerd",
+        "var/lib/rancher/*/bin/containerd",
+        "snap/microk8s/current/bin/containerd",
+        "var/lib/k0s/bin/containerd",
+        "usr/local/bin/containerd",
+        "usr/bin/containerd",
+    ),
+    "cri-o": ("usr/local/bin/crio", "usr/bin/crio"),
+}
+"""Programs by runtime, relative to the node's root; a distribution's own comes first. Only root can replace them."""
 _CRI_PLUGINS = ("io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime")
 """Names of containerd's plugin that handles CDI: up to version 1, and from 2 on."""
 
@@ -120,6 +123,7 @@ class Host:
     """Port to the facts of the node, which it reads from files.
 
     In the agent's pod the node's file system is not visible: then `root` is None, and the Node object's facts count.
+    Of the node's directories only those count that exist there, because they are mounted.
     """
 
     root: Path | None = Path("/")
@@ -129,13 +133,31 @@ class Host:
 
     @staticmethod
     def find(info: NodeInfo = NO_INFO) -> "Host":
-        """Return the node that this process runs on; only root with all capabilities sees its file system."""
+        """Return the node that this process runs on; only root with CAP_SYS_PTRACE sees its file system."""
         init = Path("/proc/1/root")
         try:
             is_visible = _shows_host(Path("/proc")) and (init / "etc").is_dir()
         except OSError:
             is_visible = False
         return Host(init if is_visible else None, info=info)
+
+    @property
+    def advice(self) -> str:
+        """How to let a process see the node's file system; it names what this one lacks."""
+        if not self.shows_processes:
+            lacks = "the host's PID namespace: hostPID: true in a pod"
+        elif os.geteuid():
+            lacks = f"root's rights: its user is {os.geteuid()}"
+        elif not self._capabilities & _SYS_PTRACE:
+            lacks = "the capability SYS_PTRACE: privileged: true in a pod"
+        else:
+            lacks = "the right to open /proc/1/root, for example because of a user namespace"
+        return f"run carpool node check as root on the node; this process lacks {lacks}"
+
+    @property
+    def _capabilities(self) -> int:
+        found = re.search(r"^CapEff:\s*([0-9a-f]+)", self._text(self.proc / "self/status"), re.M)
+        return int(found[1], 16) if found else 0
 
     @property
     def shows_processes(self) -> bool:
@@ -175,9 +197,9 @@ class Host:
     def _find(self, patterns: Sequence[str]) -> list[Path]:
         return [] if self.root is None else [path for one in patterns for path in sorted(self.root.glob(one))]
 
-    def containerd_version(self) -> str:
-        """Return the version that the node's containerd prints; empty if none does."""
-        for program in self._find(_CONTAINERD):
+    def runtime_version(self, runtime: str) -> str:
+        """Return the version that the node's container runtime prints; empty if none does."""
+        for program in self._find(_PROGRAMS[runtime]):
             try:
                 printed = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=10).stdout
             except (OSError, ValueError, subprocess.TimeoutExpired):
@@ -223,19 +245,20 @@ class Host:
         except OSError:
             return []
 
-    def is_writable(self, directory: Path) -> bool:
-        """Whether files can be written to a directory, which may have to be created first."""
+    def is_writable(self, directory: Path) -> bool | None:
+        """Whether files can be written to a directory, which may have to be created first; None if that is unknown."""
         path = self.on_node(directory)
-        while not path.exists() and path != path.parent:
+        while self.root is not None and not path.exists() and path != path.parent:
             path = path.parent
-        return path.is_dir() and os.access(path, os.W_OK | os.X_OK)
+        return path.is_dir() and os.access(path, os.W_OK | os.X_OK) if path.exists() else None
 
     def on_node(self, path: Path) -> Path:
         """Return where this process sees a path of the node; without the node's root, where it is mounted."""
         return path if self.root is None else self.root / path.relative_to("/")
 
 
-_ON_NODE = "run this as root, with all capabilities, on the node"
+_SYS_PTRACE = 1 << 19
+"""CAP_SYS_PTRACE, of which capabilities(7) says that it allows to open /proc/PID/root of any process."""
 
 
 def _shows_host(proc: Path) -> bool:
@@ -258,22 +281,45 @@ class Directories:
 def check_host(host: Host, directories: Directories) -> Iterator[Outcome]:
     """Check container runtime, SELinux, directories and other device plugins."""
     yield _check_runtime(host, directories.cdi)
-    domain = host.selinux_type()
-    yield row(
+    yield _check_selinux(host.selinux_type())
+    yield _check_directories(host, directories)
+    yield _check_device_plugins(host, directories.device_plugins)
+
+
+_WRITING_DOMAINS = ("", "spc_t", "super_t")
+"""SELinux types of containers that may write the node's directories, the last one Bottlerocket's; empty: none."""
+
+
+def _check_selinux(domain: str) -> Outcome:
+    is_confined = domain.startswith("container_")
+    lacks = domain if is_confined else f"domain {domain} of this process, which pods of the chart do not have"
+    return row(
         "selinux",
-        domain if domain.startswith("container_") else "",
+        "" if domain in _WRITING_DOMAINS else lacks,
         "a domain that may write the agent's directories on the node",
         "set nodeAgent.seLinuxOptions to {type: spc_t, level: s0}: a client that cannot open MPS's socket runs without "
-        "limits",
+        "limits" + ("" if is_confined else "; then this row of the agent's GpuNode passes"),
         passed=f"domain {domain}" if domain else "not enforced",
-        otherwise=Verdict.FAILED,
+        otherwise=Verdict.FAILED if is_confined else Verdict.UNKNOWN,
     )
-    yield _check_directories(host, directories)
-    names = [name for name in host.sockets(directories.device_plugins) if name not in ("kubelet.sock", "carpool.sock")]
+
+
+def _check_device_plugins(host: Host, directory: Path) -> Outcome:
+    names = [name for name in host.sockets(directory) if name not in ("kubelet.sock", "carpool.sock")]
     others = [name for name in names if "nvidia" in name.casefold()]
     if "gpu-kubelet-plu" in host.programs:
         others.append("gpu-kubelet-plugin (NVIDIA's DRA driver)")
-    yield row(
+    if not others and not host.on_node(directory).is_dir():
+        advice = "set CARPOOL_DEVICE_PLUGIN_DIR (nodeAgent.kubeletDir) to the kubelet's"
+        return row(
+            "device-plugins",
+            f"no directory {quoted(directory)}",
+            "the kubelet's directory of device plugins, which names the programs that assign GPUs",
+            f"{host.advice}; or {advice}" if host.root is None else advice,
+            passed="",
+            otherwise=Verdict.UNKNOWN,
+        )
+    return row(
         "device-plugins",
         ", ".join(others),
         "no other program that assigns this node's GPUs",
@@ -290,7 +336,7 @@ def check_system(host: Host) -> Outcome:
         "operating-system",
         "" if is_fine else system or "a name that is not visible here",
         "a system whose driver the chart can mount, not GKE's Container-Optimized OS",
-        "use nodes of another one, and leave these out of nodeAgent.nodeSelector" if system else _ON_NODE,
+        "use nodes of another one, and leave these out of nodeAgent.nodeSelector" if system else host.advice,
         passed=system,
         otherwise=Verdict.FAILED if system else Verdict.UNKNOWN,
     )
@@ -300,8 +346,7 @@ def _check_runtime(host: Host, cdi_dir: Path) -> Outcome:
     config, (name, _, version) = host.runtime_config(), host.info.container_runtime_version.partition("://")
     if config is not None and not name:
         name = config.runtime
-        version = host.containerd_version() if name == "containerd" else ""
-        version = version or ("2" if config.schema >= 3 else "")
+        version = host.runtime_version(name) or ("2" if config.schema >= 3 else "")
     numbers, found = tuple(map(int, re.findall(r"\d+", version)[:2])), f"{name} {version}".strip()
 
     def outcome(lacks: str, advice: str = "", otherwise: Verdict = Verdict.FAILED) -> Outcome:
@@ -309,15 +354,17 @@ def _check_runtime(host: Host, cdi_dir: Path) -> Outcome:
         return row("container-runtime", lacks, needed, advice, passed=f"{found} with CDI", otherwise=otherwise)
 
     if not name:
-        advice = "see that containerd 2 or CRI-O runs: these need none"
-        if host.root is None:
-            advice = _ON_NODE
+        advice = host.advice if host.root is None else "see that containerd 2 or CRI-O runs: these need none"
         return outcome("no runtime's configuration", advice, Verdict.UNKNOWN)
     if name not in _CONFIGS:
-        return outcome(found, "use containerd 1.7 or newer, or CRI-O")
+        return outcome(found, "use containerd 1.7 or newer, or CRI-O 1.28 or newer")
+    oldest = _OLDEST[name]
+    if numbers and numbers < oldest:
+        return outcome(found, f"update it to {oldest[0]}.{oldest[1]} or newer")
+    if name == "cri-o" and not numbers:
+        lacks = f"{found} of a version that it did not print"
+        return outcome(lacks, "run crio --version; before 1.28, update it", Verdict.UNKNOWN)
     if name == "containerd":
-        if numbers and numbers < (1, 7):
-            return outcome(found, "update it to 1.7 or newer")
         is_on = config.enables_cdi if config else None
         if is_on is None and numbers:
             is_on = True if numbers >= (2,) else False if config else None
@@ -334,6 +381,10 @@ def _check_runtime(host: Host, cdi_dir: Path) -> Outcome:
         lacks = f"{found} with cdi_spec_dirs {', '.join(config.spec_dirs)}"
         return outcome(lacks, "set CARPOOL_CDI_DIR (nodeAgent.cdiDir) to one of them")
     return outcome("")
+
+
+_OLDEST = {"containerd": (1, 7), "cri-o": (1, 28)}
+"""First versions that read CDI devices from the kubelet's field for them."""
 
 
 def _normal(path: str | Path) -> str:
@@ -357,14 +408,16 @@ def _check_directories(host: Host, directories: Directories) -> Outcome:
         "CARPOOL_CDI_DIR": directories.cdi,
         "CARPOOL_DEVICE_PLUGIN_DIR": directories.device_plugins,
     }
-    lacks = [f"{name} {quoted(path)}" for name, path in variables.items() if not host.is_writable(path)]
+    found = {f"{name} {quoted(path)}": host.is_writable(path) for name, path in variables.items()}
+    lacks, unseen = ([name for name, is_writable in found.items() if is_writable is one] for one in (False, None))
     system = host.os_name
     known = next((advice for name, advice in _WRITABLE.items() if system.startswith(name)), "")
+    advice = f"choose directories below {known}" if known else "run as root, or set another that is not read-only"
     return row(
         "directories",
-        ", ".join(lacks),
+        ", ".join(lacks) or (f"not visible here: {', '.join(unseen)}" if unseen else ""),
         "directories that can be written to",
-        f"choose directories below {known}" if known else "run as root, or set another that is not read-only",
+        advice if lacks else host.advice,
         passed=f"all writable{f' on {system}' if system else ''}",
-        otherwise=Verdict.FAILED,
+        otherwise=Verdict.FAILED if lacks else Verdict.UNKNOWN,
     )

@@ -99,15 +99,17 @@ class NodeLabels:
         return (self._mig_manager, self.release_reason) != before
 
 
-async def create_gpu_node(name: NodeName, api: KubeApi) -> None:
+async def create_gpu_node(name: NodeName, api: KubeApi) -> NodeInfo:
     """Create the GpuNode with the Node as owner, so that both are deleted together; one that exists stays.
 
-    If the Node cannot be read, the GpuNode has no owner.
+    Returns what the Node says of itself. If it cannot be read, that is empty, and the GpuNode has no owner.
     """
     log = structlog.get_logger().bind(node=name)
     owners: list[Mapping[str, Any]] = []
+    info = NO_INFO
     try:
         node = await api.get(NODES, name, _Node)
+        info = node.status.node_info
         owners = [{"apiVersion": "v1", "kind": "Node", "name": name, "uid": node.metadata.uid}]
     except Refused as e:
         log.info("gpunode has no owner", reason=str(e))
@@ -117,6 +119,7 @@ async def create_gpu_node(name: NodeName, api: KubeApi) -> None:
         log.info("gpunode created")
     except Conflict:
         log.debug("gpunode exists already")
+    return info
 
 
 class Reconciler:
@@ -165,7 +168,7 @@ class Reconciler:
         self._above: Set[tuple[PodUid, GpuUuid]] = frozenset()
         self.meters = {uuid: Meter(uuid) for uuid in devices.uuids}
         self.job_energy, self.saved_time = JobEnergy(), SavedTime()
-        self._measure_again = asyncio.Event()
+        self._measure_again, self._surveyed = asyncio.Event(), asyncio.Event()
         self._partitions: list[Partition] | None = None
         """Cached partitions; None after a change of reservations or GPUs."""
         self._labels = NodeLabels(node, api, devices)
@@ -226,9 +229,10 @@ class Reconciler:
                 self.reporter.look_again()
 
     async def _repeat_check(self) -> None:
+        await self._surveyed.wait()  # the first check knew nothing of processes, memory and MIG instances
         while True:
-            await self._intervals.sleep(self._intervals.preflight_s)
             await self._check()
+            await self._intervals.sleep(self._intervals.preflight_s)
 
     async def _watch_labels(self) -> None:
         caller = TimeLimitedCaller("release of the GPUs", self._intervals.step_deadline_s)
@@ -360,6 +364,7 @@ class Reconciler:
                 described = {uuid: s if isinstance(s, DeviceError) else s[0] for uuid, s in surveys.items()}
                 self._sample({uuid: s if isinstance(s, DeviceError) else s[1] for uuid, s in surveys.items()})
                 self.reporter.see(described)
+                self._surveyed.set()
             else:
                 due = [uuid for uuid, meter in self.meters.items() if uuid in busy or meter.usage]
                 self._sample(await self._poll.ask(self._devices.read, due))

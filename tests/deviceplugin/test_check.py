@@ -176,6 +176,21 @@ def test_without_a_driver_the_name_of_the_gpu_is_still_read() -> None:
         assert (verdicts(result.output).get("driver") == "FAILED") == (gpu == "1")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "rows"),
+    [
+        (["--only", "mig", "--mig"], {"driver": "FAILED", "mig": "skipped"}),
+        (["--only", "contract", "--canary"], {"driver": "FAILED", "contract": "skipped", "canary": "skipped"}),
+    ],
+)
+def test_without_a_driver_each_requested_check_has_a_row(arguments: list[str], rows: dict[str, str]) -> None:
+    """Regression: the rows of the node followed, and none of the check that was asked for."""
+    found = CliRunner().invoke(command, ["check", *arguments])
+    assert (found.exit_code, verdicts(found.output)) == (1, rows), found.output
+    found = CliRunner().invoke(command, ["check", *arguments[2:]])
+    assert {"mps-program", arguments[2].strip("-")} <= verdicts(found.output).keys(), found.output
+
+
 def test_exit_code_2_if_every_check_was_skipped(tmp_path: Path) -> None:
     found = run(make_node(tmp_path), "--only", "mig")
     assert (found.exit_code, found.output.splitlines()[-1]) == (2, "1 skipped")

@@ -308,6 +308,12 @@ def test_simulated_gpus_are_for_the_agent(arguments: list[str]) -> None:
     assert "; CARPOOL_SIMULATED_GPUS is for the agent, and this command needs NVIDIA's driver\n" in result.output
 
 
+def test_a_plan_reads_its_target_before_the_driver() -> None:
+    """Regression: without a driver, only that was found."""
+    result = CliRunner().invoke(command, ["plan", "--gpu", "0", "--to", "3g.20gb"])
+    assert (result.exit_code, "did you mean 'mig:3g.20gb'" in result.output) == (2, True), result.output
+
+
 def test_environment_is_the_agents(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     uuid = node.nvml.gpus[1].uuid
     (node.root / "state" / "gpus").mkdir(parents=True)

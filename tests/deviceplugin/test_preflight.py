@@ -1,5 +1,6 @@
 """Rows of the preflight, over files of a node and fake GPUs."""
 
+import os
 import re
 from contextlib import nullcontext
 from pathlib import Path
@@ -28,6 +29,7 @@ from carpool_deviceplugin.testing.gpus import HARDWARE
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.node import Node, running, until
 from carpool_deviceplugin.testing.nvml import FakeNvml
+from carpool_deviceplugin.timeouts import Intervals
 from node_world import run, verdicts
 
 CDI_2 = 'version = 2\n[plugins."io.containerd.grpc.v1.cri"]\nenable_cdi = true\n'
@@ -47,10 +49,11 @@ def rows(found) -> dict[str, Outcome]:
     return by_name
 
 
-def host_rows(root: Path, runtime: str = "", os_image: str = "", *, visible: bool = True) -> dict[str, Outcome]:
+def host_rows(root: Path, runtime: str = "", os_image: str = "") -> dict[str, Outcome]:
+    (root / "plugins").mkdir(exist_ok=True)
     info = NodeInfo(container_runtime_version=runtime, os_image=os_image)
     directories = Directories(Path("/var/lib/carpool"), Path("/var/run/cdi"), Path("/plugins"))
-    return rows(check_host(Host(root if visible else None, root / "proc", info), directories))
+    return rows(check_host(Host(root, root / "proc", info), directories))
 
 
 def write(root: Path, files: dict[str, str]) -> None:
@@ -107,6 +110,14 @@ def write(root: Path, files: dict[str, str]) -> None:
             "FAILED",
             "nodeAgent.cdi",
         ),
+        ("cri-o://1.20.0", {}, "FAILED", "found cri-o 1.20.0; update it to 1.28 or newer"),
+        ("", {"etc/crio/crio.conf": ""}, "unknown", "run crio --version; before 1.28, update it"),
+        (
+            "",
+            {"etc/crio/crio.conf": "", "usr/bin/crio": "#!/bin/sh\necho crio version 1.31.2\n"},
+            "passed",
+            "cri-o 1.31.2 with CDI",
+        ),
         ("docker://24.0.7", {}, "FAILED", "use containerd 1.7 or newer, or CRI-O"),
         ("", {}, "unknown", "see that containerd 2 or CRI-O runs"),
     ],
@@ -150,12 +161,53 @@ async def test_in_the_agents_pod_the_nodes_version_of_the_runtime_decides(
         ("system_u:system_r:container_t:s0:c1,c2", "1", "FAILED"),
         ("system_u:system_r:container_t:s0:c1,c2", "0", "passed"),
         ("system_u:system_r:spc_t:s0", "1", "passed"),
+        ("system_u:system_r:super_t:s0", "1", "passed"),
+        ("unconfined_u:unconfined_r:unconfined_t:s0-s0:c0.c1023", "1", "unknown"),
+        ("unconfined_u:unconfined_r:unconfined_t:s0-s0:c0.c1023", "0", "passed"),
         ("cri-containerd.apparmor.d (enforce)", "", "passed"),
     ],
 )
 def test_a_confined_domain_is_reported(tmp_path: Path, label: str, enforce: str, verdict: str) -> None:
+    """Regression: root on the node is not confined, so the row passed, but the chart's pods are."""
     write(tmp_path, {"proc/self/attr/current": label + "\n", "sys/fs/selinux/enforce": enforce})
-    assert host_rows(tmp_path)["selinux"].verdict == verdict
+    found = host_rows(tmp_path)["selinux"]
+    assert (found.verdict, "set nodeAgent.seLinuxOptions to" in str(found)) == (verdict, verdict != "passed")
+
+
+@pytest.mark.parametrize(
+    ("kthreadd", "user", "capabilities", "lacks"),
+    [
+        (False, 0, "000001ffffffffff", "the host's PID namespace"),
+        (True, 1000, "0000000000000000", "root's rights: its user is 1000"),
+        (True, 0, "00000000a80425fb", "the capability SYS_PTRACE"),
+        (True, 0, "000001ffffffffff", "the right to open /proc/1/root"),
+    ],
+)
+def test_a_row_that_needs_the_nodes_files_names_what_the_process_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kthreadd: bool, user: int, capabilities: str, lacks: str
+) -> None:
+    """Regression: root without some capabilities read the advice to be root with all of them."""
+    status = f"Name:\tcarpool\nCapEff:\t{capabilities}\n"
+    write(tmp_path, {"self/status": status, "2/comm": "kthreadd\n" if kthreadd else "sleep\n"})
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    advice = f"run carpool node check as root on the node; this process lacks {lacks}"
+    assert check_system(Host(None, tmp_path)).advice.startswith(advice)
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["absent", "mounted"])
+def test_directories_that_are_not_mounted_are_unknown(tmp_path: Path, there: bool) -> None:
+    """Regression: without a view of the node, directories that were to be created there passed, and no plugins did."""
+    directories = Directories(tmp_path / "state", tmp_path / "cdi", tmp_path / "plugins")
+    for path in (directories.state, directories.cdi, directories.device_plugins):
+        path.mkdir() if there else None
+    found = rows(check_host(Host(None, tmp_path / "proc"), directories))
+    for name in ("directories", "device-plugins"):
+        assert found[name].verdict == ("passed" if there else "unknown"), found[name]
+    host = Host(tmp_path, tmp_path / "proc")
+    plugins = rows(check_host(host, Directories(Path("/state"), Path("/cdi"), Path("/kubelet/plugins"))))[
+        "device-plugins"
+    ]
+    assert (plugins.verdict, plugins.advice.startswith("set CARPOOL_DEVICE_PLUGIN_DIR")) == ("unknown", True)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +227,7 @@ def test_a_confined_domain_is_reported(tmp_path: Path, label: str, enforce: str,
             "directories below /etc, /run or /var, of which only /var outlasts a restart",
         ),
         ("Ubuntu 24.04.3 LTS", "passed", "Ubuntu 24.04.3 LTS", "set another that is not read-only"),
-        ("", "unknown", "found a name that is not visible here; run this as root", "set another that is not read-only"),
+        ("", "unknown", "not visible here; run carpool node check as root", "set another that is not read-only"),
     ],
 )
 def test_each_operating_system_and_its_writable_directories_are_rows(
@@ -315,6 +367,32 @@ def test_a_row_about_the_gpus_names_what_to_do(tmp_path: Path, change, name: str
     assert (found[0].verdict in ("passed", "skipped"), found[1].verdict) == (True, verdict)
     assert message in str(found[1])
     assert found[0].found != found[1].needed.partition(",")[0], "a requirement is not a finding"
+
+
+@pytest.mark.parametrize(
+    ("change", "name"), [(foreign, "processes"), (leaked, "memory"), (pending, "mig-state"), (exporter, "sm-activity")]
+)
+def test_a_fact_that_was_not_read_yet_is_unknown(tmp_path: Path, change, name: str) -> None:
+    """Regression: before the first reading, the rows passed."""
+    node = Node(FakeNvml(["A100-40"]), FakeMpsCommands(), tmp_path)
+    if change is not pending:
+        change(node)
+    devices, settings, host = node.devices(), AgentSettings(), Host(None, tmp_path / "proc")
+    before = rows(check_node(devices, settings, host))[name]
+    assert (before.verdict, before.found) == ("unknown", "GPU 0 not read yet")
+    read_all(devices)
+    assert rows(check_node(devices, settings, host))[name].verdict != "unknown"
+
+
+async def test_the_agent_checks_again_after_its_first_reading(tmp_path: Path) -> None:
+    """Regression: a process outside of pods was a row two minutes later."""
+    world = World(tmp_path, Intervals(preflight_s=1e9))
+    foreign(world.node)
+    async with running(world.agent):
+        found = await until(
+            lambda: next((c for c in world.status.conditions if "missing processes" in c.message), None)
+        )
+    assert "GPU 0: process 42" in found.message
 
 
 DEFAULT_FIELDS = ("DEV_GPU_UTIL", "DEV_FB_USED", "DEV_POWER_USAGE")

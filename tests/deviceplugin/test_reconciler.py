@@ -79,6 +79,8 @@ async def test_without_a_driver_the_gpunode_has_the_row_of_the_preflight(kube, t
         yield kube
 
     monkeypatch.setattr(commands, "connect", connect)
+    info = {"containerRuntimeVersion": "containerd://1.6.33", "osImage": "Ubuntu 24.04.3 LTS"}
+    await kube.patch(NODES, "node-1", {"status": {"nodeInfo": info}}, subresource="status")
     kube.seed(GPU_NODES, {"metadata": {"name": "node-1"}, "spec": {}, "status": {"devices": []}})
     for _ in range(2):
         with pytest.raises(NoDevicesError, match=r"expected libnvidia-ml.so.1, found none"):
@@ -89,6 +91,8 @@ async def test_without_a_driver_the_gpunode_has_the_row_of_the_preflight(kube, t
         )
         assert conditions["Ready"].reason == "DriverUnusable"
         assert "FAILED driver: expected libnvidia-ml.so.1, found none" in conditions["Preflight"].message
+        assert "found containerd 1.6.33; update it" in conditions["Preflight"].message, "by the Node"
+        assert "operating-system" in conditions["Preflight"].message.partition("passed: ")[2]
         await kube.delete(GPU_NODES, "node-1")  # the next time it is created
 
 
