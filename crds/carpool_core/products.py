@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import msgspec
@@ -36,7 +36,7 @@ class GpuProduct:
     mig_profiles: tuple[str, ...] = ()
     """MIG profiles, smallest first; empty without MIG."""
     is_derived: bool = False
-    """Whether the figures were computed from what NVML reports, because the name is not in the table."""
+    """Whether the figures were computed from what NVML reports, because none were published for the name."""
 
 
 PRODUCTS = msgspec.json.decode(Path(__file__).with_name("products.json").read_bytes(), type=tuple[GpuProduct, ...])
@@ -77,24 +77,27 @@ def product_matches(product: str, wanted: str) -> bool:
 
 
 def find_product(wanted: str) -> GpuProduct:
-    """Return the product with a name or an unambiguous part of it.
+    """Return the product with a name or an unambiguous part of it; those with published figures come first.
 
     Raises:
-        UnknownProductError: No product matches, or several do; the message lists them.
+        UnknownProductError: No product matches, or several do; the message lists them. Or it shares the CPU's memory.
     """
     name = hardware_name(wanted)
-    exact = [p for p in PRODUCTS if _words(p.name) == _words(name)]
-    found = exact or [p for p in PRODUCTS if product_matches(p.name, name)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise UnknownProductError(
-            f"GPU product {wanted!r} is ambiguous: it matches {', '.join(p.name for p in found)}; "
-            "write more of the name"
-        )
-    raise UnknownProductError(
-        f"GPU product {wanted!r} is unknown; known products: {', '.join(p.name for p in PRODUCTS)}; name one of them"
-    )
+    for known in (PRODUCTS, derived_products()):
+        exact = [p for p in known if _words(p.name.removeprefix("NVIDIA ")) == _words(name.removeprefix("NVIDIA "))]
+        found = exact or [p for p in known if product_matches(p.name, name)]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise UnknownProductError(
+                f"GPU product {wanted!r} is ambiguous: it matches {', '.join(p.name for p in found)}; "
+                "write more of the name"
+            )
+    for unified in nvml_table().unified:
+        if product_matches(unified, name):
+            raise UnknownProductError(f"GPU product {wanted!r}: {unified_memory_problem(unified)}")
+    names = ", ".join(p.name for p in (*PRODUCTS, *derived_products()))
+    raise UnknownProductError(f"GPU product {wanted!r} is unknown; known products: {names}; name one of them")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -130,6 +133,52 @@ def device_class(device: Device) -> DeviceClass:
 
 UNIFIED_MEMORY = frozenset({"5.3", "6.2", "7.2", "8.7", "10.1", "11.0", "12.1"})
 """Compute capabilities of GPUs that share the CPU's memory: Jetson, and GB10 of DGX Spark (NVIDIA, "CUDA GPUs")."""
+
+
+def unified_memory_problem(product: str) -> str:
+    """Return why a GPU of this product is refused."""
+    return (
+        f"expected memory of its own, found a {product} that shares the CPU's memory; Carpool does not support such "
+        "GPUs"
+    )
+
+
+class _NvmlGpu(msgspec.Struct, frozen=True, rename="camel"):
+    """What NVML reports of one product, and its plain MIG profiles."""
+
+    name: str
+    capability: str
+    memory_mib: int
+    figures: NvmlFigures
+    mig: tuple[str, ...] = ()
+
+
+class NvmlTable(msgspec.Struct, frozen=True):
+    """Products by what NVML reports of them."""
+
+    gpus: tuple[_NvmlGpu, ...]
+    unified: dict[str, str]
+    """Products that share the CPU's memory, with their compute capabilities."""
+
+
+@cache
+def nvml_table() -> NvmlTable:
+    """Read the table at the first call: few processes need it."""
+    return msgspec.json.decode(Path(__file__).with_name("nvml_figures.json").read_bytes(), type=NvmlTable)
+
+
+@cache
+def derived_products() -> tuple[GpuProduct, ...]:
+    """Return the products of NVML's table of which no figures were published."""
+    named = {product.name for product in PRODUCTS}
+    kinds = (
+        DeviceClass(gpu.name, gpu.memory_mib, 0, gpu.capability, (), gpu.mig, gpu.figures)
+        for gpu in nvml_table().gpus
+        if gpu.name not in named
+    )
+    return tuple(product for kind in kinds if (product := _derive(kind)) is not None)
+
+
 _GENERATIONS = {
     (6, 0): (64, 0), (6, 1): (128, 0), (7, 0): (64, 1024), (7, 5): (64, 1024), (8, 0): (64, 2048), (8, 6): (128, 1024),
     (8, 9): (128, 1024), (9, 0): (128, 4096), (10, 0): (128, 8192), (10, 3): (128, 8192), (12, 0): (128, 1024),
@@ -145,15 +194,24 @@ _IDLE_SHARE = 0.1
 
 @lru_cache(maxsize=1024)
 def product_of(kind: DeviceClass) -> GpuProduct | None:
-    """Return the product with the GPU's name, or one derived from NVML's figures; None if a figure is missing.
+    """Return the product with the GPU's name, or one derived from NVML's figures; None if neither is known.
+
+    The figures of the GPU itself precede those of the table, which simulated GPUs and old drivers need.
+    """
+    name = hardware_name(kind.product)
+    named = next((product for product in PRODUCTS if product.name == name), None)
+    return named or _derive(kind) or next((product for product in derived_products() if product.name == name), None)
+
+
+def _derive(kind: DeviceClass) -> GpuProduct | None:
+    """Return the product that NVML's figures describe; None if one is missing.
 
     A transfer of DRAM takes half of the clock that NVML reports.
     """
     name, figures = hardware_name(kind.product), kind.figures
-    named = next((product for product in PRODUCTS if product.name == name), None)
     generation = max((one for one in _GENERATIONS if one <= _version(kind.compute_capability)), default=None)
-    if named is not None or generation is None or not figures.is_complete:
-        return named
+    if generation is None or not figures.is_complete:
+        return None
     cores_per_sm, tensor_flops = _GENERATIONS[generation]
     if generation in _HALVED and "GeForce" in name:
         tensor_flops //= 2

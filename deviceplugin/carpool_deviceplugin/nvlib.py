@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 import pynvml
-from carpool_core.products import UNIFIED_MEMORY
+from carpool_core.products import UNIFIED_MEMORY, unified_memory_problem
 from carpool_core.resources.node import NO_FIGURES, NvmlFigures
 from carpool_core.values import MIB, GpuUuid, SharingMode
 
@@ -474,8 +474,7 @@ def read_identity(session: Session, uuid: GpuUuid, sysfs: Path = Path("/sys")) -
     major, minor = session.call(uuid, library.nvmlDeviceGetCudaComputeCapability, handle)
     if memory is None or f"{major}.{minor}" in UNIFIED_MEMORY:
         raise NvmlError(
-            f"GPU {uuid}: expected memory of its own, found a {product} that shares the CPU's memory; Carpool does not "
-            "support such GPUs",
+            f"GPU {uuid}: {unified_memory_problem(product)}",
             pynvml.NVML_ERROR_NOT_SUPPORTED,
         )
     detailed = session.ask(uuid, library.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2)

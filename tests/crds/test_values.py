@@ -20,7 +20,16 @@ from carpool_core.durations import (
     measured_step_time,
     remaining_s,
 )
-from carpool_core.products import UnknownProductError, device_class, find_product, product_matches
+from carpool_core.products import (
+    PRODUCTS,
+    DeviceClass,
+    UnknownProductError,
+    device_class,
+    find_product,
+    nvml_table,
+    product_matches,
+    product_of,
+)
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.meta import ObjectMeta
 from carpool_core.resources.node import (
@@ -113,9 +122,25 @@ def test_ambiguous_product_is_refused_with_the_matches() -> None:
         find_product("A100SXM4")
 
 
-@pytest.mark.parametrize("wanted", ["MI300", "A1000", "nvidia-x", "L40", "H20", "A3", "A100SXM", "", " "])
+@pytest.mark.parametrize("gpu", nvml_table().gpus, ids=lambda gpu: gpu.name)
+def test_every_described_product_is_known_by_its_name(gpu) -> None:
+    """Regression: 40 of 56 were known on a node only, and neither predicted without one nor simulated."""
+    found = find_product(f"Simulated {gpu.name}")
+    assert (found.name, found.is_derived) == (gpu.name, gpu.name not in {product.name for product in PRODUCTS})
+    assert {*gpu.mig} == {*found.mig_profiles} or not found.is_derived
+    assert product_of(DeviceClass(f"Simulated {gpu.name}", gpu.memory_mib, 600, gpu.capability, ())) == found
+
+
+@pytest.mark.parametrize("wanted", ["GB10", "NVIDIA Thor", "Simulated NVIDIA GB10"])
+def test_a_product_that_shares_the_cpus_memory_is_refused(wanted: str) -> None:
+    with pytest.raises(UnknownProductError, match=r"memory of its own, found a .* that shares the CPU's memory"):
+        find_product(wanted)
+
+
+@pytest.mark.parametrize("wanted", ["MI300", "A1000", "nvidia-x", "L4S", "H2", "A3", "A100SXM", "", " "])
 def test_unknown_product_is_refused_with_the_list(wanted: str) -> None:
     """Regression: H20 and L40, which are products of their own, were taken for H200 and L40S."""
+    assert [find_product(name).name for name in ("H20", "L40")] == ["NVIDIA H20", "NVIDIA L40"]
     with pytest.raises(UnknownProductError, match=r"is unknown; known products: .*Tesla T4"):
         find_product(wanted)
 

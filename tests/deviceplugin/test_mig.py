@@ -167,7 +167,9 @@ def test_a100_and_h100_have_one_geometry() -> None:
     assert shape(A100_40) == shape(A100_80) == shape(H100_80) == shape(H200)
 
 
-DIVIDED = [gpu for gpu in json.loads((PROJECT / "tests/crds/nvidia_gpus.json").read_text())["gpus"] if "mig" in gpu]
+DIVIDED = [
+    gpu for gpu in json.loads((PROJECT / "crds/carpool_core/nvml_figures.json").read_text())["gpus"] if "mig" in gpu
+]
 
 
 def test_the_page_on_mig_has_each_products_profiles() -> None:
@@ -223,7 +225,9 @@ def test_mig_profiles_of_the_products_are_those_of_mig_parted() -> None:
     folder = os.environ.get("CARPOOL_MIG_PARTED") or pytest.fail("set CARPOOL_MIG_PARTED: see docs/development.md")
     text = Path(folder, "deployments/systemd/config-default.yaml").read_text()
     listed = {*re.findall(r"0x[0-9A-F]{4}10DE", text), *re.findall(r'"(\dg\.\d+gb)": \d', text)}
-    assert listed - UNNAMED == {f"0x{gpu['pci']}10DE" for gpu in DIVIDED}.union(*(gpu["mig"] for gpu in DIVIDED))
+    assert listed - UNNAMED == {f"0x{gpu['pci']}10DE" for gpu in DIVIDED if "pci" in gpu}.union(
+        *(gpu["mig"] for gpu in DIVIDED)
+    )
 
 
 @pytest.mark.parametrize(("table", "layouts"), [(A30, 76), (A100_40, 3000)], ids=["A30-all", "A100-drawn"])

@@ -15,6 +15,7 @@ import msgspec
 import pynvml
 import pytest
 from agent_world import agent_on, status_of
+from carpool_core import products
 from carpool_core.keys import LABEL_RELEASE_GPUS
 from carpool_core.kube.api import NODES
 from carpool_core.products import PRODUCTS, DeviceClass, find_product, product_of
@@ -206,7 +207,7 @@ def test_a_function_that_an_old_driver_lacks_is_an_absent_value() -> None:
     assert read_identity(session, uuid).is_persistent is None
 
 
-PUBLISHED = json.loads((Path(__file__).parents[1] / "crds" / "nvidia_gpus.json").read_text())
+PUBLISHED = json.loads(Path(products.__file__).with_name("nvml_figures.json").read_text())
 CAPPED = {"NVIDIA A10G", "NVIDIA L20", "NVIDIA L40", "NVIDIA H20", "NVIDIA H20-3e"}
 """Products with less tensor throughput than their chip, which NVML does not report."""
 

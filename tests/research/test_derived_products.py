@@ -1,23 +1,19 @@
 """Memory of GPUs that are left out of the product table, against every peak that others published."""
 
 import csv
-import json
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
-import msgspec
-from carpool_core.products import DeviceClass, GpuProduct, product_of
+from carpool_core.products import DeviceClass, GpuProduct, nvml_table, product_of
 from carpool_core.resources.job import Training
-from carpool_core.resources.node import NvmlFigures
 from carpool_core.values import Precision
 from carpool_predictor.catalog import store
 from carpool_predictor.predict import predict
 from carpool_research.measured import cases, read
 from carpool_research.memory.fit import FILE, PRODUCT, clean, read_rows
 
-GPUS = json.loads((Path(__file__).parents[1] / "crds" / "nvidia_gpus.json").read_text())["gpus"]
 BY_SMS = {46: "NVIDIA GeForce RTX 3070", 40: "Tesla T4", 80: "Tesla V100-SXM2-16GB", 82: "NVIDIA GeForce RTX 3090"}
 """SchedTune's GPUs by their number of SMs; its K80 is older than any that PyTorch supports."""
 FILES = {
@@ -29,9 +25,8 @@ FILES = {
 
 
 def derived(name: str) -> GpuProduct:
-    gpu = next(one for one in GPUS if one["name"] == name)
-    figures = msgspec.convert(gpu["figures"], NvmlFigures)
-    found = product_of(DeviceClass(f"New {name}", gpu["memoryMib"], 0, gpu["capability"], (), figures=figures))
+    gpu = next(one for one in nvml_table().gpus if one.name == name)
+    found = product_of(DeviceClass(f"New {name}", gpu.memory_mib, 0, gpu.capability, (), figures=gpu.figures))
     assert found is not None
     return found
 

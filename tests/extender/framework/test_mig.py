@@ -1,10 +1,8 @@
 """MIG instances: the smallest that holds a job, beside those that are there, and refusals with numbers."""
 
-import json
-from pathlib import Path
-
 import msgspec
 import pytest
+from carpool_core.products import nvml_table
 from carpool_core.resources.node import GpuNodeSpec
 from carpool_core.values import RequestedMode, SharingMode, Tenancy
 from carpool_extender.cache import ledger
@@ -57,10 +55,10 @@ def test_only_plain_profiles_are_placed():
     assert mig_profile("1c.2g.10gb") is mig_profile(None) is mig_profile("g.5gb") is None
 
 
-PUBLISHED = json.loads((Path(__file__).parents[2] / "crds" / "nvidia_gpus.json").read_text())["gpus"]
+PUBLISHED = [gpu.mig for gpu in nvml_table().gpus if gpu.mig]
 
 
-@pytest.mark.parametrize("names", [gpu["mig"] for gpu in PUBLISHED if "mig" in gpu], ids=lambda names: names[-1])
+@pytest.mark.parametrize("names", PUBLISHED, ids=lambda names: names[-1])
 def test_a_gpu_has_room_for_as_many_instances_as_nvidia_lists(names):
     """Regression: the fourth 1g.24gb of an H100 NVL, 1g.47gb of a GB200 and 1g.70gb of a GB300 were refused."""
     room = [7, 4, 3, 2, 1, 1] if names[-1].startswith("7g") else [4, 2, 1]
