@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -86,3 +87,18 @@ def render(helm: str, tmp_path_factory: pytest.TempPathFactory) -> Render:
 def chart(render: Render) -> Chart:
     """The chart as it comes."""
     return render()
+
+
+@pytest.fixture(scope="session")
+def previous(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A chart of version 0.0.9, whose CRD of jobs lacks `status.restarts`."""
+    chart = tmp_path_factory.mktemp("previous") / "carpool"
+    shutil.copytree(CHART, chart)
+    about = yaml.safe_load((chart / "Chart.yaml").read_text())
+    (chart / "Chart.yaml").write_text(yaml.safe_dump({**about, "version": "0.0.9", "appVersion": "0.0.9"}))
+    file = chart / "definitions" / "carpool.dev_gputrainingjobs.yaml"
+    crd = yaml.load(file.read_text(), Loader=yaml.CSafeLoader)
+    del crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"]["restarts"]
+    crd["metadata"]["annotations"]["carpool.dev/spec"] = "another"
+    file.write_text(yaml.dump(crd, Dumper=yaml.CSafeDumper))
+    return chart

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ pytestmark = pytest.mark.e2e
 
 CHART = Path(__file__).parents[2] / "helm" / "carpool"
 RELEASE, NAMESPACE = "carpool", "carpool-system"
+CRD, NEW_FIELD = "gputrainingjobs.carpool.dev", "restarts"
 KINDS = (
     "clusterroles,clusterrolebindings,roles,rolebindings,serviceaccounts,secrets,configmaps,deployments,daemonsets,"
     "leases,validatingadmissionpolicies,validatingadmissionpolicybindings,networkpolicies,poddisruptionbudgets"
@@ -65,23 +65,6 @@ def test_the_api_server_accepts_every_object(empty: Cluster, render: Any) -> Non
     assert len(said.splitlines()) == len(everything.objects)
 
 
-CRD, NEW_FIELD = "gputrainingjobs.carpool.dev", "restarts"
-
-
-def previous_chart(folder: Path) -> Path:
-    """The chart of a version before, whose CRD lacks a field."""
-    chart = folder / "previous"
-    shutil.copytree(CHART, chart)
-    about = yaml.safe_load((chart / "Chart.yaml").read_text())
-    (chart / "Chart.yaml").write_text(yaml.safe_dump({**about, "version": "0.0.9", "appVersion": "0.0.9"}))
-    file = chart / "definitions" / "carpool.dev_gputrainingjobs.yaml"
-    crd = yaml.load(file.read_text(), Loader=yaml.CSafeLoader)
-    del crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"][NEW_FIELD]
-    crd["metadata"]["annotations"]["carpool.dev/spec"] = "another"
-    file.write_text(yaml.dump(crd, Dumper=yaml.CSafeDumper))
-    return chart
-
-
 JOB = {
     "apiVersion": "carpool.dev/v1alpha1",
     "kind": "GpuTrainingJob",
@@ -97,7 +80,7 @@ POD = {
 
 
 def test_the_chart_lives_through_upgrade_rollback_uninstallation_and_another_installation(
-    empty: Cluster, release: Helm, tmp_path: Path
+    empty: Cluster, release: Helm, previous: Path
 ) -> None:
     """Regression: an installation after an upgrade and an uninstallation ended in `conflict with "kubectl"`."""
 
@@ -122,8 +105,8 @@ def test_the_chart_lives_through_upgrade_rollback_uninstallation_and_another_ins
             return f"expected the resource definition {CRD} of Carpool" in str(error)
         return False
 
-    previous, chart = str(previous_chart(tmp_path)), str(CHART)
-    release("install", RELEASE, previous, *VALUES)
+    chart = str(CHART)
+    release("install", RELEASE, str(previous), *VALUES)
     empty.kubectl("wait", f"crd/{CRD}", "--for=condition=Established", "--timeout=120s")
     assert not has_new_field()
     empty.apply(JOB, POD)
@@ -161,7 +144,7 @@ def test_a_second_installation_is_refused_with_a_sentence(empty: Cluster, releas
     assert release("list", "-q", namespace="elsewhere") == ""
 
 
-def test_resource_definitions_of_kubectl_are_handed_over(helm: str, tmp_path: Path) -> None:
+def test_resource_definitions_of_kubectl_are_handed_over(helm: str, previous: Path, tmp_path: Path) -> None:
     """As versions did that left them to kubectl. Its own cluster: deleting definitions can take more than a minute."""
     with running(EMPTY) as cluster:
         release = helm_of(cluster, helm, tmp_path)
@@ -171,7 +154,7 @@ def test_resource_definitions_of_kubectl_are_handed_over(helm: str, tmp_path: Pa
         assert "cannot be imported into the current release" in refused
         by_others = ("install", RELEASE, str(CHART), *VALUES, "--set=crds.enabled=false", "--dry-run=server")
         release(*by_others)
-        cluster.kubectl("apply", "--server-side", "-f", str(previous_chart(tmp_path) / "definitions"))
+        cluster.kubectl("apply", "--server-side", "-f", str(previous / "definitions"))
         refused = release(*by_others, fails=True)
         assert f"expected the resource definition {CRD} of this chart, because crds.enabled is false, found" in refused
         release("install", RELEASE, str(CHART), *VALUES, "--take-ownership", "--force-conflicts")

@@ -1,6 +1,7 @@
 """The chart's own pods, made of the images of the Dockerfile, on a real control plane, kubelet and containerd."""
 
 import base64
+import json
 import os
 import shlex
 import shutil
@@ -10,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from carpool_e2e import images
+from carpool_e2e import images, release
 from carpool_e2e.binaries import cache_root
 from carpool_e2e.chart import NAMESPACE, PROJECT, RELEASE
 from carpool_e2e.cluster import PODS, Cluster, carpool_command, running, why_no_kubelets
 from carpool_e2e.controlplane import make
 from carpool_e2e.demo.manifests import sleeper
-from carpool_e2e.nodes import BUSYBOX_IMAGE
+from carpool_e2e.nodes import BUSYBOX_IMAGE, CONTAINERD_SOCKET
 from documents import Shell, executed, life_of_a_release
 from kubectl import Watcher
 from rich.console import Console
@@ -33,6 +34,7 @@ WORKLOADS = (
 OPERATOR, SCHEDULER, AGENT, BOARD = WORKLOADS
 SIMULATED = f"--set=nodeAgent.simulatedGpus={PODS.kubelet_nodes['a100']}"
 VALUES = (SIMULATED, "--set=board.enabled=true", "--set=board.tls.existingSecret=board")
+VERSION, PREVIOUS = release.versions()["Chart.yaml appVersion"], "0.0.9"
 USERS = {f"{OPERATOR} -c operator": 65532, f"{SCHEDULER} -c extender": 65532, f"{AGENT} -c agent": 0,
          f"{BOARD} -c board": 65532}  # fmt: skip
 """User of each container's process."""
@@ -72,8 +74,12 @@ def machine() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def shell(machine: Cluster, helm: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
-    programs = [str(Path(path).parent) for path in (carpool_command(), machine.binaries["kubectl"], helm)]
-    folder = tmp_path_factory.mktemp("checkout")
+    folder, own = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("programs")
+    programs = [str(own), *(str(Path(path).parent) for path in (carpool_command(), machine.binaries["kubectl"], helm))]
+    (first,) = machine.namespaces.values()
+    on_the_node = f'nsenter -t {first} -m -p -n --wd="$PWD" -- {machine.binaries["ctr"]} -a {CONTAINERD_SOCKET}'
+    (own / "ctr").write_text(f'#!/bin/sh\nexec {on_the_node} "$@"\n')
+    (own / "ctr").chmod(0o755)
     environment = {
         "XDG_CACHE_HOME": str(cache_root(os.environ).parent), **os.environ, "HOME": str(folder),
         "PATH": ":".join([*programs, os.environ["PATH"]]), "KUBECONFIG": str(machine.kubeconfig),
@@ -86,14 +92,17 @@ def shell(machine: Cluster, helm: str, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture(scope="module")
-def installed(machine: Cluster, shell: Shell) -> Cluster:
-    """After the documented `helm install`, with simulated GPUs, and a board with a certificate."""
+def installed(machine: Cluster, shell: Shell, previous: Path) -> Cluster:
+    """After the documented `helm install` of the version before, with simulated GPUs, and a board with TLS."""
+    for image in images.listed(images.ensure(Console())):
+        tagged = shell(f"ctr -n k8s.io images tag {image.name} {image.name.replace(VERSION, PREVIOUS)}")
+        assert tagged.returncode == 0, tagged.stderr
     make(shell.folder, "ca", "/CN=board", ["DNS:carpool-board.carpool-system", "IP:127.0.0.1"])
     machine.kubectl("create", "namespace", NAMESPACE)
     files = [f"--cert={shell.folder}/ca.crt", f"--key={shell.folder}/ca.key"]
     machine.kubectl("create", "secret", "tls", "board", "-n", NAMESPACE, *files)
     (first, code), *_ = life_of_a_release()
-    assert do(machine, shell, first, *VALUES) == code
+    assert do(machine, shell, first.replace("helm/carpool", str(previous)), *VALUES) == code
     return machine
 
 
@@ -178,27 +187,42 @@ def container_of(watcher: Watcher, job: str) -> tuple[str, int, str]:
     return status["containerID"], status["restartCount"], status["state"]["running"]["startedAt"]
 
 
+def release_of(machine: Cluster) -> tuple[set[str], bool]:
+    """Versions of the images of Carpool's pods, and whether the CRD of jobs has the field that the one before lacks."""
+    selected = ["-n", NAMESPACE, "-l", f"app.kubernetes.io/instance={RELEASE},app.kubernetes.io/component!=mps"]
+    pods = json.loads(machine.kubectl("get", "pods", *selected, "-o", "json"))["items"]
+    living = [pod["spec"] for pod in pods if not pod["metadata"].get("deletionTimestamp")]
+    containers = [one for pod in living for one in [*pod.get("initContainers", []), *pod["containers"]]]
+    versions = {one["image"].rpartition(":")[2] for one in containers if "/carpool/" in one["image"]}
+    return versions, '"restarts"' in machine.kubectl("get", "crd", "gputrainingjobs.carpool.dev", "-o", "json")
+
+
 def test_a_running_job_outlives_what_is_done_to_the_release(installed: Cluster, shell: Shell) -> None:
-    """All pods of Carpool are renewed, go, and come again; then the same container ends as it would have."""
+    """It starts under the version before. Pods are renewed, go, and come again; its container ends as it would have."""
     watcher = Watcher(installed)
     jobs = ("lasting", "ended-meanwhile")
     installed.apply(*(sleeper(job, "until [ -e /tmp/end ]; do sleep 0.1; done") for job in jobs))
     for job in jobs:
         watcher.running(job, 120)
     before, uid = container_of(watcher, "lasting"), watcher.job("lasting")["metadata"]["uid"]
+    assert release_of(installed) == ({PREVIOUS}, False)
 
     def end(job: str) -> None:
         (pod,) = watcher.pods(job)
         installed.kubectl("exec", pod["metadata"]["name"], "--", "/bin/sh", "-c", ": > /tmp/end")
 
-    options = {"install": VALUES, "upgrade": ["--set=settings.log.level=debug"]}  # which renews the pods
+    found = []
     for command, code in life_of_a_release()[1:]:
-        assert do(installed, shell, command, *options.get(command.split()[1], ())) == code
-        if "uninstall" in command:
+        step = command.split()[1]
+        assert do(installed, shell, command, *(VALUES if step == "install" else ())) == code
+        if step == "uninstall":
             end("ended-meanwhile")
         else:
             wait_for_pods(installed)
+            found.append((step, *release_of(installed)))
         assert container_of(watcher, "lasting") == before, command
+    refused, new, old = ("install", {PREVIOUS}, False), ({VERSION}, True), ({PREVIOUS}, False)
+    assert found == [("upgrade", *new), ("rollback", *old), refused, ("install", *new)]
     end("lasting")
     for job in jobs:
         installed.kubectl("wait", f"gtj/{job}", "--for=condition=Complete", "--timeout=120s", timeout_s=130)
