@@ -79,8 +79,8 @@ COMMIT = "$$(git describe --always --dirty --exclude='*' --abbrev=12)"
 image: install ## the three images into dist/images.tar, an OCI archive, without Docker (ARCH="amd64 arm64" for both, TRACE=1 with PyTorch)
 	$(BIN)/python -m carpool_e2e images --out dist/images.tar --commit $(COMMIT) $(ARCH:%=--arch=%) $(if $(TRACE),--trace)
 
-release: install ## wheel, chart, images, SBOMs and notes of VERSION= into dist/VERSION, checked from an empty folder
-	$(BIN)/python -m carpool_e2e release --version "$(VERSION)" --out "dist/$(VERSION)" --commit $(COMMIT) $(patsubst %,--arch=%,$(or $(ARCH),amd64 arm64))
+release: install ## wheel, chart, images, SBOMs and notes of VERSION= into dist/VERSION, checked from an empty folder (TRACE=1 with PyTorch, too)
+	$(BIN)/python -m carpool_e2e release --version "$(VERSION)" --out "dist/$(VERSION)" --commit $(COMMIT) $(patsubst %,--arch=%,$(or $(ARCH),amd64 arm64)) $(if $(TRACE),--trace)
 
 krew: install ## archive and manifest of the kubectl plugin, into dist/ (URL= of the archive)
 	rm -rf dist/krew && mkdir -p dist/krew

@@ -20,7 +20,7 @@ from carpool_e2e import binaries, dashboards, images, processes, release
 from carpool_e2e.bench import agent, latency, placement, predictions, probe, throughput
 from carpool_e2e.bench.measure import Section, replaced
 from carpool_e2e.binaries import CONTROL_PLANE_TOOLS, NODE_TOOLS
-from carpool_e2e.cluster import FULL, LOGS, PROJECT, Cluster, carpool_command, running, why_no_kubelets
+from carpool_e2e.cluster import FULL, LOGS, PROJECT, Cluster, running, why_no_kubelets
 from carpool_e2e.demo.scenes import SceneError, Stage
 from carpool_e2e.demo.show import play
 from carpool_e2e.errors import HarnessError
@@ -38,6 +38,9 @@ SECTIONS: Mapping[str, Callable[[Callable[[str], None], Console], Section]] = {
 
 OUT = PROJECT / "out"
 """Where manifests and pictures are left."""
+
+BOARD_PAGES = {"board.png": "/", "board-queue.png": "/queue", "board-job.png": "/jobs/default/small-a"}
+"""Picture of the demo → page of the board."""
 
 WIDTH = 220
 """Columns of what is not shown in a terminal, such as a log of CI."""
@@ -78,8 +81,12 @@ def play_on(cluster: Cluster, console: Console, *, keep: bool) -> None:
         if not cluster.kubelets:
             console.print(cluster.kubectl("get", "gpunodes"), highlight=False)
             raise click.ClickException("the scenes start containers, which needs nodes with a kubelet: run as root")
+        address = cluster.start_board()
+        console.print(f"The board serves GPUs, queue and jobs as web pages at {address} until the cluster ends.")
         asyncio.run(_on_stage(cluster, console))
-        _draw_board(cluster, console)
+        draw_board(address, console)
+        if not keep:
+            console.print("The cluster ends here, and the board with it; `make demo KEEP=1` leaves both running.")
     except SceneError as error:
         logs = cluster.table.logs if keep else os.path.relpath(LOGS / cluster.slot.name)
         raise click.ClickException(f"{error}. The processes' logs are in {logs}.") from error
@@ -94,33 +101,29 @@ async def _on_stage(cluster: Cluster, console: Console) -> None:
         await play(Stage(api, Path(cluster.binaries["kubectl"]), cluster.kubeconfig, console, OUT))
 
 
-def _draw_board(cluster: Cluster, console: Console) -> None:
-    """Leave a picture of the board in `OUT` if the machine has Chromium."""
+def draw_board(address: str, console: Console) -> None:
+    """Leave pictures of the board's pages in `OUT` if the machine has Chromium."""
     if (chromium := shutil.which("chromium")) is None:
-        console.print("no picture of the board: Chromium is not installed")
+        console.print("There is no picture of the board, because this machine lacks the package chromium.")
         return
-    command = [carpool_command(), "board", "--kubeconfig", str(cluster.kubeconfig), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as board:
-        try:
-            line = board.stdout.readline() if board.stdout is not None else ""
-            address = next(word for word in line.split() if word.startswith("http"))
-            options = ["--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1200,900"]
-            picture = OUT / "board.png"
-            subprocess.run([chromium, *options, f"--screenshot={picture}", address], check=True, capture_output=True)
-        finally:
-            board.terminate()
-    console.print(f"picture: {os.path.relpath(picture)}")
+    options = ["--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1200,900"]
+    for picture, page in BOARD_PAGES.items():
+        target = [f"--screenshot={OUT / picture}", address + page]
+        subprocess.run([chromium, *options, *target], check=True, capture_output=True)
+        console.print(f"picture: {os.path.relpath(OUT / picture)}")
 
 
 def how_to_reach(cluster: Cluster) -> str:
     """Return the commands to use a kept cluster."""
     folder = Path(cluster.binaries["kubectl"]).parent
     ports = cluster.plane.ports
+    served = "board" in cluster.table.processes
+    board = f"The board is at http://127.0.0.1:{ports.board}." if served else "`carpool board` serves web pages."
     return (
         f"The cluster stays up. To use it:\n"
         f"  export KUBECONFIG={cluster.kubeconfig}\n"
         f'  export PATH="{folder}:{Path(sys.executable).parent}:$PATH"\n'
-        f"`carpool board` then serves GPUs, queue and jobs as web pages, at http://127.0.0.1:8044.\n"
+        f"{board}\n"
         f"A process that was killed is started again by its script in {cluster.table.scripts}, such as\n"
         f"  {cluster.table.script('operator')}\n"
         f"Metrics: operator http://127.0.0.1:{ports.operator_metrics}/metrics, "
@@ -173,11 +176,14 @@ ARCHITECTURES = click.option(
 )  # fmt: skip
 
 
+TRACE = click.option("--trace", is_flag=True, help="Build the operator with PyTorch, too: the tag VERSION-trace.")
+
+
 @main.command("images")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), required=True, help="OCI archive to write.")
 @click.option("--commit", default="", help="Commit that `carpool --version` names in the images.")
 @ARCHITECTURES
-@click.option("--trace", is_flag=True, help="Build the operator with PyTorch, too: the tag VERSION-trace.")
+@TRACE
 def build_images(out: Path, commit: str, architectures: tuple[str, ...], trace: bool) -> None:
     """Build the images of operator, extender and agent without Docker."""
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -191,9 +197,10 @@ def build_images(out: Path, commit: str, architectures: tuple[str, ...], trace: 
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Empty folder to fill.")
 @click.option("--commit", default="", help="Commit that `carpool --version` names.")
 @ARCHITECTURES
-def build_release(version: str, out: Path, commit: str, architectures: tuple[str, ...]) -> None:
+@TRACE
+def build_release(version: str, out: Path, commit: str, architectures: tuple[str, ...], trace: bool) -> None:
     """Build wheel, chart, images, their SBOMs and notes, and check them from an empty folder."""
-    release.build(version, out, commit, architectures, Console())
+    release.build(version, out, commit, architectures, Console(), trace=trace)
     for file in sorted(out.iterdir()):
         click.echo(f"{file}  {file.stat().st_size / 1e6:.1f} MB")
 

@@ -153,6 +153,14 @@ class Cluster:
         extender.wait_until(lambda: _answers(f"http://127.0.0.1:{ports.extender_metrics}/readyz"), READY_S)
         scheduler.wait_until(self._scheduler_leads, READY_S)
 
+    def start_board(self) -> str:
+        """Start `carpool board` with the administrator's rights, which ends with the cluster; return its address."""
+        address = f"http://127.0.0.1:{self.plane.ports.board}"
+        options = [f"--kubeconfig={self.kubeconfig}", f"--port={self.plane.ports.board}"]
+        board = self.table.start("board", [carpool_command(), "board", *options])
+        board.wait_until(lambda: _answers(address), READY_S)
+        return address
+
     def start_agent(self, node: KubeletNode, first: int, gpus: str) -> None:
         """Start the agent of a node in the node's namespaces, and wait until it is ready.
 

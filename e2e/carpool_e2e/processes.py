@@ -548,6 +548,7 @@ class Ports:
     extender: int
     extender_metrics: int
     operator_metrics: int
+    board: int
 
 
 def is_free(port: int) -> bool:

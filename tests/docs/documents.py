@@ -13,13 +13,17 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LAPTOP = ROOT / "docs" / "laptop.md"
 """Its commands are executed on the demo's cluster."""
-PROGRAMS = r"carpool|cat|curl|docker|git|helm|kubectl|make|nvidia-smi|pip|python3?"
+PROGRAMS = r"carpool|cat|ctr|curl|docker|git|helm|kubectl|make|nvidia-smi|pip|python3?|skopeo"
 
 NOT_EXECUTED = {
     r"make (lint|test)$": "CI runs both, and these tests are part of the second",
     r"make install$": "these tests run in what it installed from a package index",
     r"helm upgrade gpu-operator ": "needs GPU Operator, whose chart and images come from registries",
     r"kubectl .*\btop pod ": "needs metrics-server, which the tests' clusters do not have",
+    r"make image .*TRACE=1": "fetches PyTorch for two architectures, one of which runs under QEMU",
+    r"docker ": "needs Docker and its registry",
+    r"skopeo ": "needs a registry of the user's",
+    r"pip install torch ": "fetches PyTorch from another index",
     r"carpool profile |.*carpool node |.*nvidia-smi ": "needs a GPU, as the tests in tests/gpu do",
 }
 """Reason why a command that begins with the expression is not executed by any test."""
@@ -30,11 +34,13 @@ ELSEWHERE = {
 }
 """Test that executes the commands that begin with the expression, with the files or the cluster that they need."""
 OPTIONS = {
-    **dict.fromkeys(("kubectl drain ", "kubectl --namespace carpool-system delete pod --", "helm upgrade ",
-                     "kubectl --namespace NAMESPACE patch "), "--dry-run=server"),
-    "pip install ": "--target packages",
-}  # fmt: skip
-"""Option with which a command is executed, because later commands need the pods and the environment."""
+    r"kubectl drain ": "--dry-run=server",
+    r"kubectl .* delete pod --selector '": "--dry-run=server",
+    r"kubectl .* patch ": "--dry-run=server",
+    r"helm upgrade .*(autoscaling|migSwitch)=": "--dry-run=server",
+    r"pip install ": "--target packages",
+}
+"""Option for the commands that begin with the expression: later ones need pods, jobs and environment as they are."""
 ENDLESS = {
     r"(kubectl )?carpool board": "the board is at",
     r"kubectl .*port-forward ": "Forwarding from",
@@ -58,7 +64,7 @@ def executed() -> list[str]:
     """Return the commands that are executed on the chart's pods, each once, as they are executed."""
     found = dict.fromkeys(command for document, command in commands() if document != LAPTOP)
     chosen = [c for c in found if not any(re.match(prefix, c) for prefix in {**NOT_EXECUTED, **ELSEWHERE})]
-    return [" ".join([c, *(option for prefix, option in OPTIONS.items() if c.startswith(prefix))]) for c in chosen]
+    return [" ".join([c, *(option for prefix, option in OPTIONS.items() if re.match(prefix, c))]) for c in chosen]
 
 
 def life_of_a_release() -> list[tuple[str, int]]:

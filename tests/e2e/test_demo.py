@@ -1,6 +1,7 @@
 import asyncio
 import os
 import re
+import urllib.request
 from io import StringIO
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import click
 import pytest
 from carpool_core.testing.kube import FakeKube
 from carpool_e2e import processes
-from carpool_e2e.__main__ import play_on
+from carpool_e2e.__main__ import draw_board, play_on
 from carpool_e2e.binaries import Binaries
 from carpool_e2e.chart import Rendered
 from carpool_e2e.cluster import PROJECT, Cluster, Shape, why_no_kubelets
@@ -82,6 +83,22 @@ def test_a_kept_cluster_without_kubelets_says_how_it_is_reached(tmp_path: Path) 
     assert f"export KUBECONFIG={plane.state}/admin.kubeconfig" in told
 
 
+def test_a_machine_without_chromium_is_told_why_there_is_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    console = Console(file=StringIO(), width=200)
+    with console.capture() as captured:
+        draw_board("http://127.0.0.1:1", console)
+    assert captured.get().startswith("There is no picture of the board, because this machine lacks")
+
+
+def answers(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(address, timeout=30) as answer:  # noqa: S310 - the demo's own
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
 @pytest.mark.e2e
 @pytest.mark.timeout(1800)
 def test_the_commands_of_the_page_on_a_laptop_work(tmp_path: Path) -> None:
@@ -92,13 +109,19 @@ def test_the_commands_of_the_page_on_a_laptop_work(tmp_path: Path) -> None:
         pytest.skip("a cluster is kept, which the last command would remove")
     shell = Shell(tmp_path, dict(os.environ))
     (tmp_path / "out").symlink_to(PROJECT / "out")
+    board = ""
     try:
         for _, command in commands(LAPTOP):
             done = shell(command)
+            if served := re.search(r"^The board is at (http\S+)\.$", done.stdout, re.MULTILINE):
+                board = served[1]
+                assert answers(board)
             assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
             for name, value in re.findall(r'^ +export (\w+)="?(.*?)"?$', done.stdout, re.MULTILINE):
                 shell.environment[name] = value.replace("$PATH", os.environ["PATH"])
         assert shell.environment["KUBECONFIG"].startswith(str(processes.default_root()))
+        assert board
+        assert not answers(board), "it ends with the cluster"
     finally:
         shell.stop()
         processes.clean()

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+from email.parser import HeaderParser
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from carpool_e2e import images, release
 from carpool_e2e.binaries import ensure
 from carpool_e2e.errors import HarnessError
 from documents import ELSEWHERE, ROOT, Shell, commands
+from packaging.licenses import canonicalize_license_expression
 from rich.console import Console
 
 VERSION = release.versions()["pyproject.toml"]
@@ -20,6 +22,11 @@ def test_code_chart_and_images_have_one_version_with_notes() -> None:
     assert {*release.versions().values()} == {VERSION}
     assert {images.image_name(target).rpartition(":")[2] for target in images.TARGETS} == {VERSION}
     assert release.notes(VERSION)
+    made = subprocess.run(
+        ["make", "--dry-run", "release", f"VERSION={VERSION}", "TRACE=1"],
+        capture_output=True, text=True, check=True, cwd=release.PROJECT,
+    )  # fmt: skip
+    assert made.stdout.rstrip().endswith("--arch=arm64 --trace")
     plugin = subprocess.run(
         ["make", "--dry-run", "krew"], capture_output=True, text=True, check=True, cwd=release.PROJECT
     )
@@ -71,10 +78,57 @@ def test_an_sbom_lists_the_packages_of_an_image() -> None:
         assert found["carpool"]["licenseDeclared"] == "Apache-2.0"
         assert len({package["SPDXID"] for package in document["packages"]}) == len(document["packages"])
         assert "pip" not in found, "the images have no installer"
+        assert found["openssl"]["licenseDeclared"] == "(LicenseRef-openssl-Artistic OR GPL-1.0-or-later) AND Apache-2.0"
+        licenses = {package["licenseDeclared"] for package in document["packages"]} - {"NOASSERTION"}
+        assert {*map(canonicalize_license_expression, licenses)} == licenses, "each is an expression of SPDX"
+        own = {*re.findall(r"LicenseRef-[\w.-]+", " ".join(licenses))}
+        assert own == {one["licenseId"] for one in document["hasExtractedLicensingInfos"]}
+
+
+COPYRIGHT = """\
+Format: https://www.debian.org/doc/packaging-manuals/copyright-format/1.0/
+License: ignored
+
+Files: *
+License: GPL-2+ or Artistic
+
+Files: a b
+License: Expat
+ Permission is hereby granted.
+
+Files: c
+License: BSD-3-clause
+
+License: Artistic
+ This program is free.
+"""
+
+
+def test_debians_license_is_read_where_it_is_machine_readable() -> None:
+    own = "LicenseRef-tool-Artistic"
+    found = f"(GPL-2.0-or-later OR {own}) AND BSD-3-Clause AND MIT", {own: " This program is free."}
+    license_, texts = release.debian_license("tool", COPYRIGHT)
+    assert (license_, {id_: text.rstrip() for id_, text in texts.items()}) == found
+    assert release.debian_license("libc6", "This is the Debian package of glibc.\n\nLicense: GPL-2+\n") == ("", {})
+
+
+@pytest.mark.parametrize(
+    ("fields", "license_"),
+    [
+        ("License-Expression: MIT OR Apache-2.0\nLicense: BSD", "MIT OR Apache-2.0"),
+        ("License: Apache 2.0", "Apache-2.0"),
+        ("License: see the file LICENSE\nClassifier: License :: OSI Approved :: MIT License", "MIT"),
+        ("Classifier: License :: OSI Approved :: BSD License", ""),
+        ("Classifier: License :: OSI Approved :: MIT License\nClassifier: License :: Public Domain", ""),
+        ("Name: without", ""),
+    ],
+)
+def test_pythons_license_is_an_expression_a_name_or_the_only_classifier(fields: str, license_: str) -> None:
+    assert release.python_license(HeaderParser().parsestr(fields)) == license_
 
 
 @pytest.mark.e2e
-def test_a_release_is_built_and_checked(tmp_path: Path) -> None:
+def test_a_release_is_built_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     release.build(VERSION, tmp_path, "", [images.NATIVE], Console())
     names = {file.name for file in tmp_path.iterdir()}
     assert {
@@ -85,9 +139,16 @@ def test_a_release_is_built_and_checked(tmp_path: Path) -> None:
     } <= names
     done = subprocess.run(["sha256sum", "--check", "SHA256SUMS"], cwd=tmp_path, capture_output=True, check=False)
     assert done.returncode == 0
+    found, helm = images.listed(tmp_path / f"carpool-images-{VERSION}.tar"), ensure(["helm"])["helm"]
+    more = [images.Image(images.image_name("operator", "trace"), images.NATIVE, "", 0)]
+    monkeypatch.setattr(images, "listed", lambda _: [*found, *more])
+    release.check(VERSION, tmp_path, helm)
+    more += [images.Image("localhost/carpool/another:0", images.NATIVE, "", 0)]
+    with pytest.raises(HarnessError, match="expected the images"):
+        release.check(VERSION, tmp_path, helm)
     (tmp_path / f"carpool-{VERSION}.tgz").unlink()
     with pytest.raises(HarnessError):
-        release.check(VERSION, tmp_path, ensure(["helm"])["helm"])
+        release.check(VERSION, tmp_path, helm)
 
 
 @pytest.mark.e2e

@@ -118,7 +118,9 @@ def test_the_chart_lives_through_upgrade_rollback_uninstallation_and_another_ins
     assert has_new_field()
     release("rollback", RELEASE, "1")
     assert not has_new_field()
-    notes = release("upgrade", RELEASE, chart, *VALUES, "--set=nodeAgent.simulatedGpus=Tesla T4:1")
+    off = [f"--set=monitoring.{what}=false" for what in ("podMonitors", "dashboards", "rules")]
+    notes = release("upgrade", RELEASE, chart, *VALUES, *off, "--set=nodeAgent.simulatedGpus=Tesla T4:1")
+    assert "Prometheus" not in notes
     assert "the node agents offer SIMULATED GPUs (Tesla T4:1)" in notes
     eventually("a warning about definitions of another version", warned)
     release("uninstall", RELEASE)
@@ -135,7 +137,8 @@ def test_the_chart_lives_through_upgrade_rollback_uninstallation_and_another_ins
 
 
 def test_a_second_installation_is_refused_with_a_sentence(empty: Cluster, release: Helm) -> None:
-    notes = release("install", RELEASE, str(CHART), VALUES[0])
+    notes = release("install", RELEASE, str(CHART), VALUES[0], "--set=monitoring.rules=false")
+    assert "no Prometheus Operator, so monitoring.dashboards, monitoring.podMonitors installed nothing:" in notes
     assert "ATTENTION: expected the RuntimeClass nvidia, found none" in notes
     refused = release(
         "install", "another", str(CHART), *VALUES, "--create-namespace", namespace="elsewhere", fails=True

@@ -73,6 +73,7 @@ def test_pods_and_accounts_take_labels_annotations_and_variables(render: Any) ->
         scheduler={**OF_PODS, **ROLE, "topologySpreadConstraints": spread},
         extender={"extraEnv": VARIABLE},
         nodeAgent={**OF_PODS, **ROLE, "extraEnv": VARIABLE},
+        board={**OF_PODS, **ROLE, "enabled": True, "extraEnv": VARIABLE, "topologySpreadConstraints": spread},
         revisionHistoryLimit=1,
     )
     for workload in chart.workloads:
@@ -82,15 +83,22 @@ def test_pods_and_accounts_take_labels_annotations_and_variables(render: Any) ->
         assert workload["spec"]["revisionHistoryLimit"] == 1
         expected = spread if workload["kind"] == "Deployment" else None
         assert workload["spec"]["template"]["spec"].get("topologySpreadConstraints") == expected
-    assert [account["metadata"]["annotations"] for account in chart.all("ServiceAccount")] == [{"role": "x"}] * 3
-    assert [chart.environment(name)["CARPOOL_CANDIDATES"] for name in COMMANDS] == ["3"] * 3
+    assert [account["metadata"]["annotations"] for account in chart.all("ServiceAccount")] == [{"role": "x"}] * 4
+    assert [chart.environment(name)["CARPOOL_CANDIDATES"] for name in (*COMMANDS, "board")] == ["3"] * 4
 
 
 def test_several_replicas_have_a_disruption_budget(render: Any) -> None:
     assert render().all("PodDisruptionBudget") == []
-    budgets = render(scheduler={"replicas": 2}, operator={"replicas": 2}).all("PodDisruptionBudget")
+    two = {"replicas": 2}
+    budgets = render(scheduler=two, operator=two, board=two).all("PodDisruptionBudget")
     assert [one["metadata"]["name"] for one in budgets] == ["carpool-operator", "carpool-scheduler"]
-    assert [one["spec"]["maxUnavailable"] for one in budgets] == [1, 1]
+    chart = render(scheduler=two, operator=two, board={**two, "enabled": True})
+    assert [one["spec"]["maxUnavailable"] for one in chart.all("PodDisruptionBudget")] == [1, 1, 1]
+    for workload in chart.all("Deployment"):
+        spec = workload["spec"]
+        [term] = spec["template"]["spec"]["affinity"]["podAntiAffinity"].values()
+        assert term[0]["podAffinityTerm"]["labelSelector"] == spec["selector"], "replicas are on different nodes"
+        assert spec["replicas"] == 2
 
 
 def test_network_policies_leave_the_ports_of_metrics_and_health(render: Any) -> None:

@@ -84,6 +84,18 @@ def test_board_without_a_secret_has_the_port_of_http(render: Any, tls: Any) -> N
     assert "CARPOOL_BOARD_TLS_CERT" not in chart.environment("board")
 
 
+@pytest.mark.parametrize("volume", [{"configMap": {"name": "p"}}, {"persistentVolumeClaim": {"claimName": "p"}}])
+def test_board_shows_the_plan_of_a_volume(render: Any, volume: Any) -> None:
+    """Regression: CARPOOL_BOARD_PLAN could not be set, so that the page was absent in the cluster."""
+    chart = render(board={"enabled": True, "plan": volume, "tls": {"existingSecret": "board-tls"}})
+    pod = chart.one("Deployment", "carpool-board")["spec"]["template"]["spec"]
+    mounts = {one["name"]: one["mountPath"] for one in pod["containers"][0]["volumeMounts"]}
+    assert pod["volumes"][1:] == [{"name": "plan", **volume}]
+    assert load(BoardSettings, chart.environment("board")).plan == mounts["plan"]
+    assert "CARPOOL_BOARD_PLAN" not in render(board={"enabled": True, "plan": None}).environment("board")
+    assert "/board/plan" in render(board={"plan": {**volume, "emptyDir": {}}}).error
+
+
 def test_with_namespaces_the_operator_has_its_rights_there_only(render: Any) -> None:
     """Regression: told of two namespaces, it could still create pods in all of them."""
     chart = render(settings={"namespaces": ["team-a", "team-b"]})
