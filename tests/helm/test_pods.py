@@ -56,7 +56,7 @@ trusted = ssl.create_default_context(cafile="/etc/carpool/tls/tls.crt")
 token = pathlib.Path("/var/run/secrets/kubernetes.io/serviceaccount/token").read_text()
 for headers in ({}, {"Authorization": f"Bearer {token}"}):
     try:
-        request = urllib.request.Request("https://127.0.0.1:8044/", headers=headers)
+        request = urllib.request.Request("https://127.0.0.1:8044PAGE", headers=headers)
         print(urllib.request.urlopen(request, context=trusted).status)
     except urllib.error.HTTPError as error:
         print(error.code)
@@ -142,8 +142,14 @@ def test_a_process_has_the_user_of_the_chart_and_cannot_write_its_files(
     assert installed.kubectl("exec", *arguments).split("\n") == [str(user), *["Read-only file system"] * 2, ""]
 
 
+def seen_by_board(machine: Cluster, page: str) -> list[str]:
+    """Statuses of a page without a token and with the board's own."""
+    code = VIEW.replace("PAGE", page)
+    return machine.kubectl("exec", BOARD, "-n", NAMESPACE, "--", "python", "-c", code).split()
+
+
 def test_board_shows_gpus_to_those_whose_token_may_list_them(installed: Cluster) -> None:
-    assert installed.kubectl("exec", BOARD, "-n", NAMESPACE, "--", "python", "-c", VIEW).split() == ["401", "200"]
+    assert seen_by_board(installed, "/") == ["401", "200"]
 
 
 def test_the_canarys_job_says_what_its_container_got(installed: Cluster, tmp_path: Path) -> None:
@@ -256,3 +262,8 @@ def test_a_command_of_the_documents_works(run: Shell, command: str) -> None:
     done = run(command)
     found_none = "release failed" in command and (done.returncode, done.stderr) == (1, "")
     assert done.returncode == 0 or found_none, f"{done.stdout}{done.stderr}"
+
+
+def test_the_board_shows_the_plan_that_the_documents_put_into_a_config_map(run: Shell, installed: Cluster) -> None:
+    """After their commands, `helm upgrade` among them."""
+    assert seen_by_board(installed, "/plan") == ["401", "200"]
