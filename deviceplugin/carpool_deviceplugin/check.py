@@ -361,7 +361,7 @@ def check_xids(session: Session) -> Iterator[str]:
     uuids = list_gpus(session)
     watch = XidWatch(session, uuids)
     for uuid in uuids:
-        yield from (f"expected XIDs from 1 up, found {xid}" for xid in watch.poll(uuid) if xid <= 0)
+        yield from (f"expected XIDs from 1 up, found {xid.code}" for xid in watch.poll(uuid) if xid.code <= 0)
 
 
 def check_mig_profiles(session: Session) -> Iterator[str]:

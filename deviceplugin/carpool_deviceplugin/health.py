@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import pynvml
@@ -13,6 +14,7 @@ from carpool_core.values import GpuUuid
 
 from carpool_deviceplugin.files import write_file
 from carpool_deviceplugin.nvlib import (
+    NO_INSTANCE,
     DriverGoneError,
     GpuLostError,
     Handle,
@@ -87,16 +89,28 @@ def xid_class(xid: int) -> XidClass:
     return XIDS.get(xid, XidClass.RECOVERABLE)
 
 
-def describe_xid(xid: int) -> str:
-    """Return text such as `XID 79 (fallen off the bus)`."""
-    return f"XID {xid}" + (f" ({_MEANING[xid]})" if xid in _MEANING else "")
+class Xid(NamedTuple):
+    """An XID of a GPU, and the MIG instance that the driver names with it.
+
+    The instance is part of the message only: the GPU gets no new work for either. The catalog has no action for an
+    instance. What ends with its program closes no GPU, and a reset, which all others may need, ends every instance.
+    """
+
+    code: int
+    gpu_instance_id: int | None = None
+
+    def __str__(self) -> str:
+        """Return text such as `XID 95 (uncontained ECC error) of MIG instance 3`."""
+        meaning = f" ({_MEANING[self.code]})" if self.code in _MEANING else ""
+        instance = "" if self.gpu_instance_id is None else f" of MIG instance {self.gpu_instance_id}"
+        return f"XID {self.code}{meaning}{instance}"
 
 
 @dataclass(frozen=True, slots=True)
 class Signals:
     """Observations of a GPU since the last update. None if the GPU does not report one."""
 
-    xids: Sequence[int] = ()
+    xids: Sequence[Xid] = ()
     lost: str = ""
     """Why it cannot be read; empty if it can."""
     was_reset: bool = False
@@ -171,15 +185,15 @@ def _fatal(seen: Signals) -> str:
     if seen.lost:
         return seen.lost
     for xid in seen.xids:
-        if xid_class(xid) is XidClass.FATAL:
-            return f"{describe_xid(xid)}: drain the GPU and reset it (nvidia-smi --gpu-reset)"
+        if xid_class(xid.code) is XidClass.FATAL:
+            return f"{xid}: drain the GPU and reset it (nvidia-smi --gpu-reset)"
     return "a row of its memory could not be remapped: replace the GPU" if seen.remap_failed else ""
 
 
 def _passing(seen: Signals, ecc_before: int | None, health: Health, now: float) -> str:
     for xid in seen.xids:
-        if xid_class(xid) is XidClass.RECOVERABLE:
-            return f"{describe_xid(xid)}: no new work until it has been quiet for a while"
+        if xid_class(xid.code) is XidClass.RECOVERABLE:
+            return f"{xid}: no new work until it has been quiet for a while"
     if ecc_before is not None and seen.ecc_uncorrectable is not None and seen.ecc_uncorrectable > ecc_before:
         return f"{seen.ecc_uncorrectable - ecc_before} uncorrectable ECC errors: no new work until it has been quiet"
     if seen.remap_pending:
@@ -209,7 +223,7 @@ class _Events:
     is_registered: bool = False
     is_reported: bool = False
     """Whether the driver reports the GPU's XIDs."""
-    xids: list[int] = field(default_factory=list)
+    xids: list[Xid] = field(default_factory=list)
     """XIDs read by a poll that failed later."""
 
 
@@ -220,7 +234,7 @@ class XidWatch:
         self._session = session
         self._gpus = {uuid: _Events() for uuid in uuids}
 
-    def poll(self, uuid: GpuUuid) -> list[int]:
+    def poll(self, uuid: GpuUuid) -> list[Xid]:
         """Return the XIDs of a GPU since the last poll; raises NvmlError."""
         events, session, library = self._gpus[uuid], self._session, self._session.library
         with events.lock:
@@ -233,7 +247,8 @@ class XidWatch:
                         break  # no more events; reading the telemetry reports a lost GPU
                     raise
                 if event.eventType == pynvml.nvmlEventTypeXidCriticalError:
-                    events.xids.append(event.eventData)
+                    instance = event.gpuInstanceId
+                    events.xids.append(Xid(event.eventData, None if instance == NO_INSTANCE else instance))
             found, events.xids = events.xids, []
             return found
 
@@ -354,7 +369,7 @@ class HealthMonitor:
         gpu, xids = self._gpus[uuid], self._xids.poll(uuid)
         gpu.has_new_xid |= bool(xids)
         if self._xids.is_reported(uuid):
-            gpu.last_xid = xids[-1] if xids else gpu.last_xid or 0
+            gpu.last_xid = xids[-1].code if xids else gpu.last_xid or 0
         before_mj, now_mj = gpu.energy_mj, telemetry.energy_mj
         has_fallen = before_mj is not None and now_mj is not None and now_mj < before_mj
         was_reset = gpu.generation != self._session.generation or has_fallen

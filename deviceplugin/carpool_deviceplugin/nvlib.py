@@ -567,7 +567,7 @@ def read_telemetry(session: Session, uuid: GpuUuid) -> Telemetry:
     )
 
 
-_NO_INSTANCE = 0xFFFFFFFF
+NO_INSTANCE = 0xFFFFFFFF
 
 
 def read_processes(session: Session, uuid: GpuUuid) -> list[RunningProcess]:
@@ -578,7 +578,7 @@ def read_processes(session: Session, uuid: GpuUuid) -> list[RunningProcess]:
         RunningProcess(
             pid=p.pid,
             memory_mib=None if p.usedGpuMemory is None else p.usedGpuMemory // MIB,
-            gpu_instance_id=None if p.gpuInstanceId == _NO_INSTANCE else p.gpuInstanceId,
+            gpu_instance_id=None if p.gpuInstanceId == NO_INSTANCE else p.gpuInstanceId,
         )
         for p in found
     ]

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pynvml
 import pytest
-from agent_world import agent_on, first_gpu, registry_of, reserve_on, status_of
+from agent_world import agent_on, first_gpu, mig_node, registry_of, reserve_on, status_of
 from carpool_core.resources.node import Device, GpuNodeStatus
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, GpuUuid, SharingMode
 from carpool_deviceplugin.gpu import DeviceError, GpuActual, Reading
-from carpool_deviceplugin.health import Health, Signals, XidClass, next_health, xid_class
+from carpool_deviceplugin.health import Health, Signals, Xid, XidClass, next_health, xid_class
 from carpool_deviceplugin.simulated import SimulatedDevices, parse_inventory
 from carpool_deviceplugin.testing.node import Node, running, until
 from carpool_deviceplugin.timeouts import Intervals, TimeLimitedCaller
@@ -135,6 +135,16 @@ def test_a_driver_that_does_not_restart_is_reported_until_it_does(node: Node, co
     assert {device.health for device in devices.inventory()} == {DeviceHealth.HEALTHY}
 
 
+def test_the_mig_instance_of_an_xid_is_named(tmp_path: Path) -> None:
+    """Regression: which of seven instances had it was lost."""
+    devices = (node := mig_node(tmp_path)).devices()
+    devices.inventory()
+    node.nvml.raise_xid(0, 13, 2)
+    assert devices.inventory()[0].health_message == ""
+    node.nvml.raise_xid(0, 95, 3)
+    assert devices.inventory()[0].health_message.startswith("XID 95 (uncontained ECC error) of MIG instance 3: drain")
+
+
 def test_events_of_a_lost_gpu_are_not_attributed_to_its_neighbour(node: Node) -> None:
     """Regression: one event set was shared by all GPUs."""
     devices = node.devices()
@@ -172,7 +182,7 @@ ANSWERS_AGAIN = [(0, LOST, "fallen"), (5000, LOST, "fallen"), (5001, NOTHING, "f
 
 
 def xid(*codes: int) -> Signals:
-    return Signals(xids=[*codes])
+    return Signals(xids=[Xid(code) for code in codes])
 
 
 FATAL_UNTIL_RESET = [
@@ -240,14 +250,14 @@ def test_each_xid_counts_by_its_immediate_action_in_nvidias_catalog() -> None:
 def test_each_relapse_within_an_hour_doubles_the_minute() -> None:
     health, now, lasted = WELL, 0.0, []
     for _ in range(4):
-        health = next_health(health, Signals(xids=[90]), now)
+        health = next_health(health, Signals(xids=[Xid(90)]), now)
         began = now
         while health.problem:
             now += 1
             health = next_health(health, Signals(), now)
         lasted.append(now - began)
     assert lasted == [60, 120, 240, 480]
-    health = next_health(health, Signals(xids=[90]), now + 7200)
+    health = next_health(health, Signals(xids=[Xid(90)]), now + 7200)
     assert health.until == now + 7200 + 60
 
 
@@ -256,7 +266,7 @@ def test_recoverable_problems_always_end(history: list[tuple[int, float]]) -> No
     health, now = WELL, 0.0
     for xid, later in history:
         now += later
-        health = next_health(health, Signals(xids=[xid]), now)
+        health = next_health(health, Signals(xids=[Xid(xid)]), now)
         assert not health.problem or health.until is not None
     assert not next_health(health, Signals(), now + 3601).problem
 

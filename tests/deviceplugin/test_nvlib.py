@@ -253,7 +253,7 @@ def test_a_restarted_driver_is_opened_again() -> None:
     fake.raise_xid(0, 79)
     assert watch.poll(uuid) == [], "the registration with the old driver is gone"
     fake.raise_xid(0, 31)
-    assert watch.poll(uuid) == [31]
+    assert watch.poll(uuid) == [(31, None)]
 
 
 def test_gpm_measures_between_two_samples() -> None:
@@ -505,7 +505,7 @@ def test_every_structure_is_read_as_the_library_wrote_it(environment: dict[str, 
         "processes": [[4000000, 1000, None], [4000001, 1000, None]],
         "samples": [[4000000, 6000, 50], [4000001, 7000, 25]],
         "no samples": [],
-        "xids": [[31], [32], []],
+        "xids": [[[31, None]], [[32, 2]], []],
         "gpm": [0.375, 0.125, None],
     }
 

@@ -32,7 +32,7 @@ class EventSet:
     """A registered event set and its pending events."""
 
     gpus: set[int] = field(default_factory=set)
-    events: list[tuple[int, int]] = field(default_factory=list)
+    events: list[tuple[int, int, int]] = field(default_factory=list)
 
 
 _SAMPLING_S = 1 / 6
@@ -122,11 +122,11 @@ class FakeNvml:
                 total[at] += share * seconds
         gpu.samples.append((self.now_us, {p.pid: (p.sm, p.dram) for p in gpu.processes.values() if p.sm or p.dram}))
 
-    def raise_xid(self, gpu: int, xid: int) -> None:
-        """The driver reports an XID to registered event sets."""
+    def raise_xid(self, gpu: int, xid: int, instance: int = NONE) -> None:
+        """The driver reports an XID to registered event sets, with the MIG instance that had it."""
         for _, made in self._objects.values():
             if isinstance(made, EventSet) and gpu in made.gpus:
-                made.events.append((gpu, xid))
+                made.events.append((gpu, xid, instance))
 
     def _reset(self, gpu: FakeGpu) -> None:
         """A GPU is reset in place: its event registrations end."""
@@ -420,12 +420,12 @@ class FakeNvml:
     def nvmlEventSetWait(self, events: Any, timeout_ms: int) -> Any:
         waiting = self._object(events).events
         require(waiting, pynvml.NVML_ERROR_TIMEOUT)
-        gpu, xid = waiting.pop(0)
+        gpu, xid, instance = waiting.pop(0)
         return pynvml.c_nvmlEventData_t(
             device=self._pointer(self.gpus[gpu], pynvml.c_nvmlDevice_t),
             eventType=pynvml.nvmlEventTypeXidCriticalError,
             eventData=xid,
-            gpuInstanceId=NONE,
+            gpuInstanceId=instance,
             computeInstanceId=NONE,
         )
 
