@@ -247,10 +247,17 @@ class XidWatch:
                         break  # no more events; reading the telemetry reports a lost GPU
                     raise
                 if event.eventType == pynvml.nvmlEventTypeXidCriticalError:
-                    instance = event.gpuInstanceId
-                    events.xids.append(Xid(event.eventData, None if instance == NO_INSTANCE else instance))
+                    events.xids.append(Xid(event.eventData, self._instance(uuid, event.gpuInstanceId)))
             found, events.xids = events.xids, []
             return found
+
+    def _instance(self, uuid: GpuUuid, reported: int) -> int | None:
+        """Return the instance of an event; without MIG none, though NVIDIA's mock reports 0 then."""
+        if reported == NO_INSTANCE:
+            return None
+        session = self._session
+        mode = session.ask(uuid, session.library.nvmlDeviceGetMigMode, session.handle(uuid))
+        return reported if mode is not None and mode[0] else None
 
     def forget(self, uuid: GpuUuid) -> None:
         """Register a GPU's events again at the next poll, because it was reset."""

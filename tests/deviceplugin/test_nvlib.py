@@ -505,7 +505,7 @@ def test_every_structure_is_read_as_the_library_wrote_it(environment: dict[str, 
         "processes": [[4000000, 1000, None], [4000001, 1000, None]],
         "samples": [[4000000, 6000, 50], [4000001, 7000, 25]],
         "no samples": [],
-        "xids": [[[31, None]], [[32, 2]], []],
+        "xids": [[[31, None]], [[32, None]], []],
         "gpm": [0.375, 0.125, None],
     }
 

@@ -181,7 +181,7 @@ result nvmlEventSetWait_v2(void *set, event *found, uint timeout_ms) {
     for (int at = 0; at < 2; at++)
         if (registered & 1 << at) {
             registered &= ~(1 << at);
-            *found = (event){&gpus[at], 8, 31 + at, at ? 2 : 0xFFFFFFFF, 0xFFFFFFFF};
+            *found = (event){&gpus[at], 8, 31 + at, at ? 0 : 0xFFFFFFFF, 0xFFFFFFFF};
             return 0;
         }
     return 10;
