@@ -12,7 +12,7 @@ CLUSTER_TESTS = $(BIN)/python -m pytest -m e2e -n 2 --dist loadfile --no-loadsco
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-clean test test-unit lint bench experiments measured crds protos docs site image krew release clean
+.PHONY: help install demo demo-clean test test-unit test-vendor lint bench experiments measured crds protos docs site image krew release clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -46,6 +46,9 @@ test: install ## all tests: first those without a cluster, then those on real cl
 
 test-unit: install ## the tests that need no cluster
 	$(UNIT_TESTS)
+
+test-vendor: install ## tests with NVIDIA's programs, which they fetch or you build (docs/development.md); no GPU
+	$(BIN)/python -m pytest -m vendor tests/deviceplugin
 
 lint: install ## style, types and layers
 	$(BIN)/ruff check .

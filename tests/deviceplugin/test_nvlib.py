@@ -45,6 +45,7 @@ from carpool_deviceplugin.nvlib import (
     read_identity,
     read_telemetry,
 )
+from carpool_deviceplugin.reconciler import UPGRADE_STATE
 from carpool_deviceplugin.sampling import DRAM_ACTIVE, SM_ACTIVE, GpmSampler
 from carpool_deviceplugin.settings import AgentSettings
 from carpool_deviceplugin.testing.gpus import HARDWARE, TABLES, Hardware
@@ -100,26 +101,32 @@ def device_files() -> list[str]:
     return [path for path in paths if path.startswith("/dev/nvidia")]
 
 
+LABELS = {LABEL_RELEASE_GPUS: ("true", None), UPGRADE_STATE: ("cordon-required", "uncordon-required")}
+"""Ours, and GPU Operator's: the value that releases the GPUs, and the one that gives them back."""
+
+
+@pytest.mark.parametrize("label", LABELS)
 @pytest.mark.parametrize("library", LIBRARIES[-1:])
 async def test_a_label_releases_the_librarys_gpus_and_the_agent_takes_them_back(
-    library: str, tmp_path: Path, kube: FakeKube
+    library: str, label: str, tmp_path: Path, kube: FakeKube
 ) -> None:
+    """NVIDIA's mock reads its driver's version once, so an upgrade is one of the fake only."""
     devices = real_devices(AgentSettings(state_dir=tmp_path), load_nvml())
 
     def messages() -> list[str]:
         return [device.health_message for device in status_of(kube).devices]
 
-    async def label(value: str | None) -> None:
-        await kube.patch(NODES, "node-1", {"metadata": {"labels": {LABEL_RELEASE_GPUS: value}}})
+    async def put(value: str | None) -> None:
+        await kube.patch(NODES, "node-1", {"metadata": {"labels": {label: value}}})
 
     async with running(agent_on(devices, tmp_path, kube)):
         before = await until(messages)
-        await label("true")
+        await put(LABELS[label][0])
         await until(lambda: all("the agent holds no handle of the GPUs" in one for one in messages()))
         assert device_files() == []
         with pytest.raises(SuspendedError):
             read_telemetry(devices.session, devices.uuids[0])
-        await label(None)
+        await put(LABELS[label][1])
         await until(lambda: messages() == before)
 
 
@@ -400,14 +407,14 @@ def keep_contract(environment: dict[str, str], rules: str, count: int) -> None:
 
 @pytest.mark.parametrize("kind", ["environment", "divided"])
 def test_the_contract_holds_through_the_real_bindings(request: pytest.FixtureRequest, kind: str) -> None:
-    keep_contract(request.getfixturevalue(kind), "installed", len(CONTRACT) + 1)
+    keep_contract(request.getfixturevalue(kind), "installed", len(CONTRACT) + len(LABELS))
 
 
 @pytest.mark.vendor
 @pytest.mark.parametrize("mock", MOCKED, indirect=True)
 def test_the_contract_holds_on_nvidias_mock(mock: dict[str, str]) -> None:
     """The mock has MIG and no profiles. The agent releases its GPUs, and takes them back."""
-    keep_contract(mock, "installed and not mig_profiles", len(CONTRACT))
+    keep_contract(mock, "installed and not mig_profiles", len(CONTRACT) - 1 + len(LABELS))
 
 
 MEMORY = """

@@ -452,8 +452,10 @@ async def test_label_releases_the_gpus_when_pods_have_ended_and_takes_them_back(
             lambda: f"{key} is {values[-1]}: the agent holds no handle" in world.status.devices[0].health_message
         )
         nvml.restart_driver()
+        nvml.driver_version = "595.45.04"
         await label(back)
         await world.hold(pod("b"))
+        await until(lambda: world.devices.driver == "595.45.04")
         assert world.status.devices[0].health is DeviceHealth.HEALTHY
 
 

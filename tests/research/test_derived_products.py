@@ -21,7 +21,9 @@ FILES = {
     "lucid/solo_rtx3090.csv": ("batchsize", "gmem", "NVIDIA GeForce RTX 3090"),
     "radrm/tasks.csv": ("batch_size", "gpu_memory_mb", PRODUCT),
 }
-"""Columns of batch and peak in MiB, and the GPU. Only torchvision's models on ImageNet are compared."""
+"""Columns of batch and peak in MiB, and the GPU. Only torchvision's models on ImageNet are compared.
+
+Lucid's models on CIFAR-10 are its own, for images of 32 x 32, which no catalog has."""
 
 
 def derived(name: str) -> GpuProduct:
