@@ -502,6 +502,18 @@ def test_nvidias_mock_of_eight_gpus_is_read(
     assert reason in printed
 
 
+@pytest.mark.vendor
+def test_an_xid_of_nvidias_mock_names_no_mig_instance(mock: dict[str, str], tmp_path: Path) -> None:
+    """MIG is off, but the mock reports instance 0, and the event to the first GPU that asks."""
+    config, text = tmp_path / "h100.yaml", Path(mock["MOCK_NVML_CONFIG"]).read_text()
+    failure = "failure: {mode: ecc_uncorrectable, xid: {code: 95}}"
+    config.write_text(text.replace("  - index: 0\n", f"  - index: 0\n    {failure}\n"))
+    paths = dict.fromkeys(("HOME", "CARPOOL_STATE_DIR", "CARPOOL_CDI_DIR"), str(tmp_path))
+    printed = run({**mock, **paths, "MOCK_NVML_CONFIG": str(config)}, CARPOOL, "node", "inspect")
+    assert printed.count("UNHEALTHY: XID 95 (uncontained ECC error): drain the GPU and reset it") == 1
+    assert printed.count("\n  healthy\n") == 7
+
+
 def test_every_structure_is_read_as_the_library_wrote_it(environment: dict[str, str]) -> None:
     assert json.loads(run(environment, sys.executable, "-c", READ)) == {
         "memory": [81559, 559],
