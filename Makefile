@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # A process for each core. The tests of a file stay together, because they share fixtures.
 UNIT_TESTS = $(BIN)/python -m pytest -m 'not e2e' -n auto --dist loadfile
+VENDOR_TESTS = $(BIN)/python -m pytest -m vendor tests/deviceplugin
 # Two processes with a cluster each, even on two cores: these tests mostly wait. Long files come first.
 CLUSTER_TESTS = $(BIN)/python -m pytest -m e2e -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -40,15 +41,16 @@ demo-clean: $(if $(LEFT),$(if $(wildcard $(STAMP)),,install)) ## take down every
 	@if [ -e $(STAMP) ]; then $(BIN)/python -m carpool_e2e clean; else echo "no cluster to remove"; fi
 
 test: install ## all tests: first those without a cluster, then those on real clusters
-	$(BIN)/python -m carpool_e2e prepare
+	$(BIN)/python -m carpool_e2e prepare --vendor
 	$(UNIT_TESTS)
+	$(VENDOR_TESTS)
 	$(CLUSTER_TESTS)
 
 test-unit: install ## the tests that need no cluster
 	$(UNIT_TESTS)
 
-test-vendor: install ## tests with NVIDIA's programs, which they fetch or you build (docs/development.md); no GPU
-	$(BIN)/python -m pytest -m vendor tests/deviceplugin
+test-vendor: install ## the tests with NVIDIA's programs, which they fetch; no GPU
+	$(VENDOR_TESTS)
 
 lint: install ## style, types and layers
 	$(BIN)/ruff check .

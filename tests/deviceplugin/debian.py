@@ -4,11 +4,15 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import pytest
+
 
 def download(package: str, folder: Path) -> None:
     """Unpack one of Debian's packages of NVIDIA's programs, from the mirror that the machine is set up with."""
     targets = subprocess.run(["apt-get", "indextargets", "--format", "$(REPO_URI)"], capture_output=True, check=True)
-    mirror = next(uri for uri in targets.stdout.decode().split() if uri.rstrip("/").endswith("/debian"))
+    mirror = next((uri for uri in targets.stdout.decode().split() if uri.rstrip("/").endswith("/debian")), None)
+    if mirror is None:
+        pytest.skip("needs a mirror of Debian")
     with tempfile.TemporaryDirectory() as scratch:
         keys = "/usr/share/keyrings/debian-archive-keyring.gpg"
         (Path(scratch) / "sources.list").write_text(f"deb [signed-by={keys}] {mirror} trixie non-free\n")

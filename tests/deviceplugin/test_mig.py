@@ -219,10 +219,10 @@ UNNAMED = {"0x20B110DE", "0x20B610DE", "0x233D10DE", "3g.95gb", "4g.95gb", "7g.1
 """PCI IDs and profiles of GPUs whose names are not published."""
 
 
-@pytest.mark.vendor
+@pytest.mark.vendor("CARPOOL_MIG_PARTED")
 def test_mig_profiles_of_the_products_are_those_of_mig_parted() -> None:
     """Go's module proxy has no copy of it: the developer clones it."""
-    folder = os.environ.get("CARPOOL_MIG_PARTED") or pytest.fail("set CARPOOL_MIG_PARTED: see docs/development.md")
+    folder = os.environ["CARPOOL_MIG_PARTED"]
     text = Path(folder, "deployments/systemd/config-default.yaml").read_text()
     listed = {*re.findall(r"0x[0-9A-F]{4}10DE", text), *re.findall(r'"(\dg\.\d+gb)": \d', text)}
     assert listed - UNNAMED == {f"0x{gpu['pci']}10DE" for gpu in DIVIDED if "pci" in gpu}.union(

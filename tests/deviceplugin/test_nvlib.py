@@ -383,7 +383,7 @@ MOCKED = ["a100", "b200", "gb200", "gb300", "h100", "l40s", "t4"]
 @pytest.fixture
 def mock(request: pytest.FixtureRequest) -> dict[str, str]:
     """A machine of NVIDIA's mock. Go's module proxy has no copy of it: the developer builds it."""
-    folder = os.environ.get("CARPOOL_MOCK_NVML") or pytest.fail("set CARPOOL_MOCK_NVML: see docs/development.md")
+    folder = os.environ["CARPOOL_MOCK_NVML"]
     config = f"{folder}/configs/mock-nvml-config-{getattr(request, 'param', 'h100')}.yaml"
     paths = {"LD_LIBRARY_PATH": folder, "MOCK_NVML_CONFIG": config, "HOME": "/nonexistent"}
     return {"PATH": os.environ["PATH"], "PYTHONPATH": os.environ.get("PYTHONPATH", ""), **paths}
@@ -410,7 +410,7 @@ def test_the_contract_holds_through_the_real_bindings(request: pytest.FixtureReq
     keep_contract(request.getfixturevalue(kind), "installed", len(CONTRACT) + len(LABELS))
 
 
-@pytest.mark.vendor
+@pytest.mark.vendor("CARPOOL_MOCK_NVML")
 @pytest.mark.parametrize("mock", MOCKED, indirect=True)
 def test_the_contract_holds_on_nvidias_mock(mock: dict[str, str]) -> None:
     """The mock has MIG and no profiles. The agent releases its GPUs, and takes them back."""
@@ -432,7 +432,7 @@ A_MACHINE = 8
 """Most GPUs of one machine of the mock."""
 
 
-@pytest.mark.vendor
+@pytest.mark.vendor("CARPOOL_MOCK_NVML")
 @pytest.mark.parametrize("first", range(0, len(PUBLISHED["gpus"]), A_MACHINE))
 def test_nvidias_mock_reserves_memory_that_no_job_can_use(mock: dict[str, str], tmp_path: Path, first: int) -> None:
     """The mock has every product, idle and in use, beside 256 GiB of BAR1.
@@ -466,7 +466,7 @@ print(json.dumps({one.pci_bus_id[4:]: one.numa_node for one in known}))
 """
 
 
-@pytest.mark.vendor
+@pytest.mark.vendor("CARPOOL_MOCK_NVML")
 @pytest.mark.parametrize("mock", MOCKED, indirect=True)
 def test_numa_nodes_are_those_of_nvidias_mock(mock: dict[str, str], tmp_path: Path) -> None:
     config = mock["MOCK_NVML_CONFIG"]
@@ -489,7 +489,7 @@ def test_usable_memory_leaves_out_what_the_driver_reserves(tmp_path: Path, kind:
     assert counters.values["DCGM_FI_DEV_FB_FREE"] == devices.actual(gpu).usable_mib
 
 
-@pytest.mark.vendor
+@pytest.mark.vendor("CARPOOL_MOCK_NVML")
 @pytest.mark.parametrize(("failure", "healthy", "reason"), [("healthy", 8, ""), ("lost", 7, "GPU is lost; it has")])
 def test_nvidias_mock_of_eight_gpus_is_read(
     mock: dict[str, str], tmp_path: Path, failure: str, healthy: int, reason: str
@@ -502,7 +502,7 @@ def test_nvidias_mock_of_eight_gpus_is_read(
     assert reason in printed
 
 
-@pytest.mark.vendor
+@pytest.mark.vendor("CARPOOL_MOCK_NVML")
 def test_an_xid_of_nvidias_mock_names_no_mig_instance(mock: dict[str, str], tmp_path: Path) -> None:
     """MIG is off, but the mock reports instance 0, and the event to the first GPU that asks."""
     config, text = tmp_path / "h100.yaml", Path(mock["MOCK_NVML_CONFIG"]).read_text()
