@@ -133,7 +133,7 @@ class Host:
 
     @staticmethod
     def find(info: NodeInfo = NO_INFO) -> "Host":
-        """Return the node that this process runs on; only root with CAP_SYS_PTRACE sees its file system."""
+        """Return the node that this process runs on; only root with all capabilities sees its file system."""
         init = Path("/proc/1/root")
         try:
             is_visible = _shows_host(Path("/proc")) and (init / "etc").is_dir()
@@ -148,15 +148,14 @@ class Host:
             lacks = "the host's PID namespace: hostPID: true in a pod"
         elif os.geteuid():
             lacks = f"root's rights: its user is {os.geteuid()}"
-        elif not self._capabilities & _SYS_PTRACE:
-            lacks = "the capability SYS_PTRACE: privileged: true in a pod"
+        elif missing := self._capabilities("1") & ~self._capabilities("self"):
+            lacks = f"capabilities (capsh --decode={missing:x} names them): privileged: true in a pod"
         else:
             lacks = "the right to open /proc/1/root, for example because of a user namespace"
         return f"run carpool node check as root on the node; this process lacks {lacks}"
 
-    @property
-    def _capabilities(self) -> int:
-        found = re.search(r"^CapEff:\s*([0-9a-f]+)", self._text(self.proc / "self/status"), re.M)
+    def _capabilities(self, process: str) -> int:
+        found = re.search(r"^CapEff:\s*([0-9a-f]+)", self._text(self.proc / process / "status"), re.M)
         return int(found[1], 16) if found else 0
 
     @property
@@ -255,10 +254,6 @@ class Host:
     def on_node(self, path: Path) -> Path:
         """Return where this process sees a path of the node; without the node's root, where it is mounted."""
         return path if self.root is None else self.root / path.relative_to("/")
-
-
-_SYS_PTRACE = 1 << 19
-"""CAP_SYS_PTRACE, of which capabilities(7) says that it allows to open /proc/PID/root of any process."""
 
 
 def _shows_host(proc: Path) -> bool:
