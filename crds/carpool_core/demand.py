@@ -3,11 +3,12 @@
 import re
 from dataclasses import dataclass
 
+from carpool_core.moves import MAX_MOVES
 from carpool_core.products import DeviceClass, hardware_name, product_matches
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import TenantProfile, tenancy_domain
 from carpool_core.resources.prediction import Prediction, ProductPrediction
-from carpool_core.values import JobUid, RequestedMode, Tenancy, parse_memory_mib
+from carpool_core.values import JobUid, RequestedMode, Tenancy, WhenSlowed, parse_memory_mib
 
 _CAPABILITY = re.compile(r"[0-9]{1,3}(\.[0-9]{1,3})?", re.ASCII)
 
@@ -33,6 +34,8 @@ class Demand:
     prediction: Prediction | None
     moves: int = 0
     """Times that the job left a GPU on which a job was slowed beyond its limit."""
+    tries: bool = False
+    """Whether it may try new pairs, because it would leave at once."""
     tenancy_group: str = ""
     """Group of namespaces that trust each other; empty if the namespace is in none."""
 
@@ -43,7 +46,7 @@ class Demand:
 
     @property
     def family(self) -> str:
-        """Family of the model, by which slowdowns are learned; empty if the model is unknown."""
+        """Family and digest of the job, by which slowdowns are learned; empty if the model is unknown."""
         return "" if self.prediction is None else self.prediction.family
 
     @property
@@ -77,6 +80,7 @@ class Demand:
             max_slowdown=self.max_slowdown,
             tenancy=self.tenancy,
             family=self.family,
+            comparable=predicted.comparable,
         )
 
 
@@ -123,6 +127,7 @@ def demand_of(job: GpuTrainingJob) -> Demand:
         memory_limit_mib=None if limit is None else parse_memory_mib(limit),
         prediction=job.status.prediction,
         moves=job.status.moves,
+        tries=spec.sharing.when_slowed is WhenSlowed.MOVE and job.status.moves < MAX_MOVES,
     )
 
 

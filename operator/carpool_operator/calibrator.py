@@ -14,7 +14,13 @@ from carpool_core.kube.events import EventRecorder
 from carpool_core.products import GpuProduct
 from carpool_core.resources.job import GpuTrainingJob, JobSpec
 from carpool_core.values import Precision
-from carpool_predictor.calibration.colocation import MeasuredSteps, learned_colocations, measured_runs, solo_step_s
+from carpool_predictor.calibration.colocation import (
+    MeasuredSteps,
+    job_name,
+    learned_colocations,
+    measured_runs,
+    solo_step_s,
+)
 from carpool_predictor.calibration.document import MAX_SAMPLES, SIMULATED, Calibration, Stack, is_plain, with_steps
 from carpool_predictor.calibration.observe import observe
 from carpool_predictor.calibration.run_history import find_history, model_key, retry_before
@@ -22,6 +28,7 @@ from carpool_predictor.calibration.store import CalibrationStore, StoredCalibrat
 from carpool_predictor.features import Abstention
 from carpool_predictor.models.memory import shipped
 from carpool_predictor.predict import PredictionContext, run_prediction_of
+from carpool_predictor.tracing.source import input_digest
 
 from carpool_operator.observations import Observation
 from carpool_operator.pods import key_of
@@ -111,7 +118,8 @@ class Calibrator:
             return {}
         calibration = calibration.for_training(spec.training)
         precision, name = spec.training.precision, model_key(spec.model)
-        family = "" if spec.model is None else spec.model.family
+        digest = input_digest(spec.model, spec.training)
+        same = "" if spec.model is None else job_name(spec.model.family, digest)
         gpus, now = self._find_products(products), self._clock.now().timestamp()
         return {
             gpu.name: CalibrationKey(
@@ -119,7 +127,9 @@ class Calibrator:
                 find_history(
                     calibration, gpu.name, precision, name, size_mib, retry_before=retry_before(gpu, gpus, now)
                 ),
-                measured_runs(learned_colocations(calibration.pairs, gpu.name, family)),
+                measured_runs(learned_colocations(calibration.pairs, gpu.name, same)),
+                spec.workers * spec.gpus_per_worker == 1
+                and solo_step_s(calibration.solo, digest, gpu.name) is not None,
             )
             for gpu in gpus
         }

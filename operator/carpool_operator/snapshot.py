@@ -47,12 +47,14 @@ class CalibrationKey(NamedTuple):
     """Results of earlier runs of the same model, which change while one of them runs."""
 
     colocations: int = 0
-    """Bit length of the number of measured runs beside co-tenants."""
+    """Bit length of the number of measured runs beside co-tenants, plus the number of measured co-tenants."""
+    comparable: bool = False
+    """Whether the job's step time alone is known."""
 
     def is_reflected_in(self, prediction: ProductPrediction) -> bool:
         """Return whether a prediction was made from so similar calibration data that a new one would not differ."""
         memory = prediction.memory
-        if measured_runs(prediction.colocations) != self.colocations:
+        if (measured_runs(prediction.colocations), prediction.comparable) != (self.colocations, self.comparable):
             return False
         if memory.learned_jobs.bit_length() != self.jobs:
             return False

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import msgspec
 from carpool_core.demand import Demand
 from carpool_core.durations import duration_s
+from carpool_core.moves import MAX_MOVES
 from carpool_core.products import find_product
 from carpool_core.resources.node import Tenant, TenantProfile
 from carpool_core.resources.prediction import (
@@ -16,7 +17,7 @@ from carpool_core.resources.prediction import (
     Prediction,
     ProductPrediction,
 )
-from carpool_core.values import GpuUuid, JobUid, PodUid, RequestedMode, SharingMode, Tenancy
+from carpool_core.values import GpuUuid, JobUid, PodUid, RequestedMode, SharingMode, Tenancy, WhenSlowed
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.queue.order import QueueOrder
 from carpool_extender.queue.scheduling_queue import PodRef, QueuedJobInfo
@@ -24,6 +25,7 @@ from carpool_predictor.calibration.colocation import (
     MeasuredSteps,
     Origin,
     SoloRecord,
+    job_name,
     learned_colocations,
     pair_record,
     solo_step_s,
@@ -106,10 +108,11 @@ class Learner:
             own, other = steps.profiles
             predicted = pair_slowdown(run.mode, own, other)
             pair = pair_record(steps.sample, origin, run.mode, own, other, steps.step_s / solo_s, predicted)
-        before = self._calibration
+        before, knew = self._calibration, self.knows_solo(job)
         self._calibration = with_steps(before, [MeasuredSteps(pair=pair, solo=solo)])
         if self._calibration.pairs != before.pairs:
             self._colocations.clear()
+        if self._calibration.pairs != before.pairs or self.knows_solo(job) != knew:
             self.version += 1
 
     def knows_solo(self, job: SimJob) -> bool:
@@ -117,15 +120,17 @@ class Learner:
         product = find_product(job.truth.product).name
         return solo_step_s(self._calibration.solo, job.truth.kind, product) is not None
 
-    def with_colocations(self, prediction: Prediction, family: str) -> Prediction:
-        """Return a prediction with what was learned about slowdowns of a family beside others."""
-        products = []
+    def with_colocations(self, prediction: Prediction, job: SimJob) -> Prediction:
+        """Return a job's prediction with what was learned about its slowdowns beside others."""
+        name, products = job_name(job.truth.model, job.truth.kind), []
         for one in prediction.products:
-            key = one.product, family
+            key = one.product, name
             if key not in self._colocations:
                 self._colocations[key] = learned_colocations(self._calibration.pairs, *key)
-            products.append(msgspec.structs.replace(one, colocations=self._colocations[key]))
-        return msgspec.structs.replace(prediction, products=products, family=family)
+            products.append(
+                msgspec.structs.replace(one, colocations=self._colocations[key], comparable=self.knows_solo(job))
+            )
+        return msgspec.structs.replace(prediction, products=products, family=name)
 
     def _observe(self, job: SimJob, measured: RunMeasurement, counted_mib: int) -> None:
         if job.asked is None:
@@ -366,6 +371,7 @@ class InformationModel:
             memory_limit_mib=self._estimated_mib(job) if self.is_blind and not is_alone else None,
             prediction=prediction,
             moves=stage.moves,
+            tries=self._strategy.when_slowed is WhenSlowed.MOVE and stage.moves < MAX_MOVES,
         )
 
     def _is_alone(self, stage: Stage) -> bool:
@@ -402,7 +408,7 @@ class InformationModel:
         found = self._uncorrected(job)
         if found is None or self._learner is None or not self._strategy.learns_slowdowns:
             return found
-        return self._learner.with_colocations(found, job.truth.model)
+        return self._learner.with_colocations(found, job)
 
     def _uncorrected(self, job: SimJob) -> Prediction | None:
         """Return the prediction without what was learned about slowdowns."""

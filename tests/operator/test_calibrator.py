@@ -719,9 +719,10 @@ async def test_measured_slowdown_of_a_pair_corrects_the_next_prediction() -> Non
     assert of.operator.metrics.registry.get_sample_value("carpool_operator_colocation_runs", labels) == 2
     await assert_quiet(of, "x")
     await of.submit("z")
-    beside, _ = prediction(of, "z").products[0].colocations
-    assert (beside.family, beside.runs, beside.own == beside.other) == (family, 2, True)
-    assert beside.own[0] > 0.1
+    of_family, of_jobs, _ = prediction(of, "z").products[0].colocations
+    assert (of_family.family, of_jobs.family) == (family.partition("@")[0], family)
+    assert (of_jobs.runs, of_jobs.own_width, of_jobs.own == of_jobs.other) == (2, 0.0, True)
+    assert of_jobs.own[0] > of_family.own[0] > 0.1
     assert prediction(of).products[0].colocations == [], "a job that runs keeps its prediction"
 
 

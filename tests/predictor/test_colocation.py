@@ -13,6 +13,7 @@ from carpool_predictor.calibration.colocation import (
     add,
     correction,
     correction_factor,
+    job_name,
     learned_colocations,
     measured_runs,
     solo_step_s,
@@ -62,6 +63,19 @@ def test_the_interval_narrows_with_runs_of_the_pair_but_keeps_their_own_spread()
     assert widths == sorted(widths, reverse=True)
     assert widths[0] == 1
     assert widths[-1] > 0.5
+
+
+def test_runs_of_the_same_two_jobs_count_before_other_jobs_of_their_families() -> None:
+    records = [pair(0.0, "bert@1", f"resnet@{n}", n) for n in range(5)] + [pair(0.4, "bert@1", "resnet@9")]
+    assert math.log(factor(records, "bert@1", "resnet@9")) == pytest.approx(0.4, abs=0.05)
+    assert math.log(factor(records, "bert@2", "resnet@9")) < 0.15
+    assert correction(records, "bert@1", "resnet@9").width == 0
+    assert 0 < correction(records, "bert@2", "resnet@9").width < 1
+    found = {one.family: one.runs for one in learned_colocations(records, A100, "bert@1")}
+    assert found == {"resnet": 6, **{f"resnet@{n}": 1 for n in (0, 1, 2, 3, 4, 9)}, ANY_FAMILY: 0}
+    assert measured_runs(learned_colocations(records, A100, "bert@1")) == 3 + 6, "a new co-tenant renews a prediction"
+    assert {one.family for one in learned_colocations(records, A100, "bert@2")} == {"resnet", ANY_FAMILY}
+    assert (job_name("", 64 * "1"), job_name("bert", 64 * "1")) == ("", f"bert@{16 * '1'}")
 
 
 def test_other_pairs_move_the_estimate_and_leave_the_interval() -> None:

@@ -469,9 +469,9 @@ class Sharing(Resource, frozen=True, kw_only=True):
         field(
             "What the job does while its own steps or a co-tenant's are measured beyond their maxSlowdown. Stay: "
             "nothing. MoveAtCheckpoint: if it is the slowed job, its attempt ends after its next checkpoint. Move: "
-            "likewise. It also ends in the first ten minutes on its GPU, without a checkpoint, if it came last. The "
-            "next attempt is placed by the upper end of the slowdown. Five moves at most; backoffLimit does not count "
-            "them."
+            "likewise. It also ends in the first ten minutes on its GPU, without a checkpoint, if it came last. So it "
+            "tries new co-tenants where the step times of both alone are known. Elsewhere it, and every moved job, is "
+            "placed by the upper end of the slowdown. Five moves at most; backoffLimit does not count them."
         ),
     ] = WhenSlowed.STAY
     tenancy: Annotated[

@@ -37,7 +37,13 @@ class TenantProfile(Resource, frozen=True, kw_only=True):
     dram_active_ratio: Annotated[float, field("Predicted DRAM activity alone, 0..1.", ge=0, le=1)] = 1.0
     max_slowdown: Annotated[float, field("Largest slowdown that it accepts.", ge=1)] = 1.0
     tenancy: Annotated[Tenancy, field("Jobs with which it may share a GPU.")] = Tenancy.NAMESPACE
-    family: Annotated[str, field("Family of its model, for learned slowdowns; empty if unknown.", max_length=128)] = ""
+    family: Annotated[
+        str, field("Family and digest of its job, for learned slowdowns; empty if unknown.", max_length=128)
+    ] = ""
+    comparable: Annotated[
+        bool,
+        field("Whether an earlier run of the same job showed its step time alone, so that slowdowns are measured."),
+    ] = False
     provisional: Annotated[
         bool, field("Whether memoryMib, or the whole GPU without it, counts only until its own peak is measured.")
     ] = False

@@ -82,14 +82,28 @@ class ActivityPrediction(Resource, frozen=True, kw_only=True):
 
 ANY_FAMILY = "*"
 """Family of a `LearnedColocation` that counts beside all families without one of their own."""
+OF_JOB = "@"
+"""Stands between a family and the digest of a job of it."""
+
+
+def family_of(name: str) -> str:
+    """Return the family in the name of a family or of a job of it."""
+    return name.partition(OF_JOB)[0]
 
 
 class LearnedColocation(Resource, frozen=True, kw_only=True):
-    """Correction of predicted slowdowns beside jobs of one family, from measured slowdowns."""
+    """Correction of predicted slowdowns beside equal jobs or beside a family, from measured slowdowns."""
 
-    family: Annotated[str, field("Family of the co-tenant; * for all families that are not listed.", max_length=128)]
+    family: Annotated[
+        str,
+        field(
+            "Family of the co-tenant, followed by @ and its job's digest if runs of both jobs were measured; * for all "
+            "families that are not listed.",
+            max_length=128,
+        ),
+    ]
     mode: Annotated[SharingMode, field("How both share a GPU.")]
-    runs: Annotated[int, field("Measured runs of the two families together; 0 for *.", ge=0)]
+    runs: Annotated[int, field("Measured runs of the two families or jobs together; 0 for *.", ge=0)]
     own: Annotated[
         list[float],
         field(
@@ -101,7 +115,12 @@ class LearnedColocation(Resource, frozen=True, kw_only=True):
         ),
     ]
     own_width: Annotated[
-        float, field("Share of the interval of the job's predicted slowdown that remains; 1 before a run.", ge=0, le=1)
+        float,
+        field(
+            "Share of the interval of the job's predicted slowdown that remains: 1 before a run, 0 if both jobs ran.",
+            ge=0,
+            le=1,
+        ),
     ]
     other: Annotated[
         list[float],
@@ -127,9 +146,13 @@ class ProductPrediction(Resource, frozen=True, kw_only=True):
         field(
             "Slowdowns beside other jobs, learned from measured steps; empty before the first.",
             schema=ATOMIC,
-            max_length=64,
+            max_length=96,
         ),
     ] = []
+    comparable: Annotated[
+        bool,
+        field("Whether an earlier run of the same job showed its step time alone, so that slowdowns are measured."),
+    ] = False
 
 
 class Prediction(Resource, frozen=True, kw_only=True):
@@ -143,7 +166,11 @@ class Prediction(Resource, frozen=True, kw_only=True):
         str, field("Digest of the prediction's input; the job is predicted again when it changes.", max_length=128)
     ] = ""
     family: Annotated[
-        str, field("Family of the model, by which slowdowns are learned; empty if unknown.", max_length=128)
+        str,
+        field(
+            "Family of the model, @ and the job's digest, by which slowdowns are learned; empty if unknown.",
+            max_length=128,
+        ),
     ] = ""
     fitting_batch: (
         Annotated[

@@ -363,7 +363,9 @@ class GpuTable:
     namespace: NDArray[np.int32] = field(metadata=_of(np.int32, each_tenant=True, empty=NO_TENANT))
     """(G, T) Index of its tenancy domain in `Snapshot.namespaces`."""
     family: NDArray[np.object_] = field(metadata=_of(np.object_, each_tenant=True, empty=""))
-    """(G, T) Family of its model, by which slowdowns are learned; empty if unknown."""
+    """(G, T) Family and digest of its job, by which slowdowns are learned; empty if unknown."""
+    comparable: Bools = field(metadata=_of(np.bool_, each_tenant=True))
+    """(G, T) Whether its step time alone is known, so that its slowdown is measured."""
     cluster_tenancy: Bools = field(metadata=_of(np.bool_, each_tenant=True))
     """(G, T) Whether it shares with other namespaces."""
 
@@ -527,7 +529,7 @@ def write_tenants(table: GpuTable, row: int, report: GpuReport, domains: dict[st
     table.mode[row] = CODES[held[0].mode] if held else NO_MODE
     if (before := int(table.count[row])) > len(held):
         left = slice(len(held), before)
-        for column in (table.memory_mib, table.util, table.sm, table.dram, table.cluster_tenancy):
+        for column in (table.memory_mib, table.util, table.sm, table.dram, table.comparable, table.cluster_tenancy):
             column[row, left] = 0
         table.namespace[row, left], table.max_slowdown[row, left] = NO_TENANT, np.inf
         table.family[row, left] = ""
@@ -536,7 +538,8 @@ def write_tenants(table: GpuTable, row: int, report: GpuReport, domains: dict[st
     table.tenants[row] = tuple(TenantName(r.pod_namespace, r.job_name, r.pod_uid) for r in held)
     users = {r.run_as_user for r in held if r.mode is SharingMode.MPS and r.run_as_user is not None}
     table.user[row] = MIXED if len(users) > 1 else next(iter(users), NO_TENANT)
-    for place, (reservation, of) in enumerate(zip(held, usage_of(held, report.counted), strict=True)):
+    usage = usage_of(held, report.counted)
+    for place, (reservation, of, measured) in enumerate(zip(held, usage, report.counted, strict=True)):
         tenant = reservation.tenant
         table.memory_mib[row, place] = counted_mib(of.memory_mib, usable_mib)
         table.util[row, place] = of.util
@@ -544,6 +547,7 @@ def write_tenants(table: GpuTable, row: int, report: GpuReport, domains: dict[st
         table.dram[row, place] = of.dram
         table.max_slowdown[row, place] = tenant.max_slowdown
         table.family[row, place] = tenant.family
+        table.comparable[row, place] = tenant.comparable or (measured is not None and measured.slowdown is not None)
         table.namespace[row, place] = domains.setdefault(reservation.tenancy_domain, len(domains))
         table.cluster_tenancy[row, place] = tenant.tenancy is Tenancy.CLUSTER
 

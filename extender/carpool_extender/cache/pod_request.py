@@ -86,6 +86,8 @@ class ClassTable:
     util: NDArray[np.float32]
     sm: NDArray[np.float32]
     dram: NDArray[np.float32]
+    comparable: NDArray[np.bool_]
+    """Whether the job's step time alone is known."""
     colocations: Sequence[Sequence[LearnedColocation]] = ()
     """What was learned about co-tenants, by class; empty without any."""
 
@@ -174,6 +176,7 @@ class PodRequest:
             util=np.array([fact.profile.gpu_util_percent / 100 for fact in facts], np.float32),
             sm=np.array([fact.profile.sm_active_ratio for fact in facts], np.float32),
             dram=np.array([fact.profile.dram_active_ratio for fact in facts], np.float32),
+            comparable=np.array([fact.profile.comparable for fact in facts], np.bool_),
             colocations=learned if any(learned) else (),
         )
 

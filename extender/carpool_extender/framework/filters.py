@@ -15,10 +15,10 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from carpool_core.demand import Demand
 from carpool_core.resources.node import MAX_MIB
-from carpool_core.resources.prediction import ANY_FAMILY, LearnedColocation
+from carpool_core.resources.prediction import ANY_FAMILY, OF_JOB, LearnedColocation, family_of
 from carpool_core.settings import SettingsError, setting
 from carpool_core.values import RequestedMode, SharingMode, Tenancy
-from carpool_predictor.calibration.colocation import correction_factor
+from carpool_predictor.calibration.colocation import RUN_FACTOR, correction_factor
 from carpool_predictor.models.slowdown import DRAM_SATURATION, SM_SATURATION, slowdowns, upper_end, upper_factor
 from numpy.typing import NDArray
 
@@ -211,24 +211,37 @@ class Colocation(NamedTuple):
     """GPU utilization alone, 0..1."""
     expected: Floats
     """Median of the predicted slowdown."""
+    shipped: Floats
+    """The same without what was learned."""
+    is_trial: Bools
+    """Whether it is a pair whose slowdowns would be measured, shape (rows,)."""
     limit: Floats
     """Largest slowdown that each accepts."""
     width: Floats
-    """Share of the interval that is left after measured runs of the pair, 0..1; 1 where none was measured."""
+    """Share of the interval that is left after measured runs of the pair, 0..1; 1 where none was measured, 0 where the
+    same jobs were."""
 
     def compared(self, quantile: Quantile, demand: Demand) -> Floats:
-        """Return the slowdowns that are compared with the limits; the upper ends if the incoming job was moved."""
-        return self.by(Quantile.UPPER if demand.moves else quantile)
+        """Return the slowdowns that are compared with the limits: the upper ends if the incoming job was moved.
+
+        A job that would leave at once may try a new pair, even if others turned out worse than the shipped model. Where
+        its slowdown would not be measured, the upper ends count.
+        """
+        found = self.by(Quantile.UPPER if demand.moves or demand.tries else quantile)
+        if not demand.tries or quantile is not Quantile.MEDIAN:
+            return found
+        return np.where(self.is_trial & (self.width > 0), self.shipped, found)
 
     def by(self, quantile: Quantile) -> Floats:
-        """Return the medians or the upper ends; of measured pairs always the upper ends."""
-        is_measured = self.width < 1
-        if self.mode is None or (quantile is Quantile.MEDIAN and not is_measured.any()):
+        """Return the medians or the upper ends; where the same jobs were measured always the upper ends."""
+        is_equal = self.width == 0
+        if self.mode is None or (quantile is Quantile.MEDIAN and not is_equal.any()):
             return self.expected
-        measured: Floats = self.expected * upper_factor(self.mode, self.util.T).T ** self.width
-        is_median = quantile is Quantile.MEDIAN
-        other = self.expected if is_median else upper_end(self.mode, self.expected.T, self.util.T).T
-        return np.where(is_measured, measured, other)
+        measured: Floats = self.expected * upper_factor(self.mode, self.util.T).T ** self.width * RUN_FACTOR
+        if quantile is Quantile.MEDIAN:
+            return np.where(is_equal, measured, self.expected)
+        other = upper_end(self.mode, self.expected.T, self.util.T).T
+        return np.where(self.width < 1, measured, other)
 
 
 def colocation_on(gpus: GpuTable, pod_request: PodRequest, table: ClassTable, rows: Rows, mode: int) -> Colocation:
@@ -248,15 +261,17 @@ def colocation_on(gpus: GpuTable, pod_request: PodRequest, table: ClassTable, ro
     if name is not SharingMode.TIME_SLICING:  # under time-slicing the model uses the utilization only
         sm, dram = joined(table.sm.take(device_class), gpus.sm), joined(table.dram.take(device_class), gpus.dram)
     limit = joined(pod_request.demand.max_slowdown, gpus.max_slowdown)
-    expected = np.ones(util.shape) if name is None else slowdowns(name, util.T, sm.T, dram.T).T
-    width = np.ones(util.shape)
+    expected = shipped = np.ones(util.shape) if name is None else slowdowns(name, util.T, sm.T, dram.T).T
+    width, is_trial = np.ones(util.shape), np.zeros(rows.size, np.bool_)
+    if tenants == 1:
+        is_trial = table.comparable.take(device_class) & gpus.comparable.take(rows, axis=0)[:, 0]
     if table.colocations and name is not None:
         families = gpus.family.take(rows, axis=0)[:, :tenants]
         expected = expected.copy()
         for column in range(rows.size):
             here = [one for one in table.colocations[device_class[column]] if one.mode is name]
             _correct(here, families[column].tolist(), util[:, column], expected[:, column], width[:, column])
-    return Colocation(name, util, expected, limit, width)
+    return Colocation(name, util, expected, shipped, is_trial, limit, width)
 
 
 def _correct(
@@ -269,18 +284,22 @@ def _correct(
         families: Family of each tenant; empty if unknown.
         util: Utilization of the incoming pod and of each tenant alone, 0..1.
         expected: Predicted slowdown of the incoming pod and of each tenant.
-        width: Share of their intervals that is left. Beside several tenants it stays 1: only pairs are measured.
+        width: Share of their intervals that is left. Beside several tenants it is 0 if the same jobs ran beside each of
+            them, and else 1: only pairs are measured.
     """
     by_family = {one.family: one for one in learned}
+    equal = 0
     for place, family in enumerate(families, start=1):
-        found = by_family.get(family) or by_family.get(ANY_FAMILY)
+        found = by_family.get(family) or by_family.get(family_of(family)) or by_family.get(ANY_FAMILY)
         if found is None or not family:
             continue
         own, other = float(util[0]), float(util[place])
         expected[0] *= correction_factor(found.own, own, other)
         expected[place] *= correction_factor(found.other, other, own)
-        if len(families) == 1:
-            width[0], width[place] = found.own_width, found.other_width
+        width[0], width[place] = found.own_width, found.other_width
+        equal += found.own_width == found.other_width == 0
+    if len(families) > 1:
+        width[:] = 0.0 if equal == len(families) else 1.0
     np.maximum(expected, 1.0, out=expected)
 
 
@@ -314,7 +333,7 @@ def predict_colocations(
         mine = rows.take(places(mode == code))
         if not mine.size:
             continue
-        by_median = quantile is Quantile.MEDIAN and not pod_request.demand.moves
+        by_median = quantile is Quantile.MEDIAN and not (pod_request.demand.moves or pod_request.demand.tries)
         if name is SharingMode.MPS and by_median and not table.colocations:
             undisturbed = _is_undisturbed(gpus, table, mine)
             easy, mine = mine.take(places(undisturbed)), mine.take(places(~undisturbed))
@@ -481,11 +500,12 @@ class Evaluation:
         learned = self.class_table.colocations[int(gpus.device_class[row])] if self.class_table.colocations else ()
         runs = {one.family: one.runs for one in learned if one.mode is mode}
         tenants = dict(zip(gpus.family[row, : gpus.count[row]].tolist(), gpus.tenants[row], strict=True))
-        families = tenants.keys() - {""}
-        if measured := sorted(families & runs.keys()):
-            names = {one: f"jobs like {tenants[one]}" if _DIGEST.fullmatch(one) else one for one in measured}
-            return ", ".join(f"from {pluralize(runs[one], 'measured run')} beside {names[one]}" for one in measured)
-        return "corrected by measured runs of other pairs" if families and ANY_FAMILY in runs else ""
+        names = {one if one in runs else family_of(one): str(of) for one, of in tenants.items() if one}
+        if measured := sorted(names.keys() & runs.keys()):
+            shown = [f"jobs like {names[one]}" if OF_JOB in one or _DIGEST.fullmatch(one) else one for one in measured]
+            each = zip(measured, shown, strict=True)
+            return ", ".join(f"from {pluralize(runs[one], 'measured run')} beside {of}" for one, of in each)
+        return "corrected by measured runs of other pairs" if names and ANY_FAMILY in runs else ""
 
 
 class Check(ABC):

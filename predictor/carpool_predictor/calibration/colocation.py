@@ -11,31 +11,37 @@ pair of families there. The interval of one more run keeps, on the logarithmic s
 
     width = sqrt((k / (n + k) + k) / (1 + k))          after n runs of the pair; 1 before the first
 
-The first part is the doubt about the pair's mean and falls, the second the difference between runs and stays.
+The first part is the doubt about the pair's mean and falls, the second the difference between runs and stays. Runs of
+the same two jobs, by their digests, move c0 alone, and their width is 0: equal runs differ by `RUN_FACTOR` at most.
 
 Steps are reported by the training itself. So a record counts only in the tenancy domain of the job that reported it.
 """
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Sequence
 from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 from carpool_core.resources.node import TenantProfile
-from carpool_core.resources.prediction import ANY_FAMILY, LearnedColocation, Prediction
+from carpool_core.resources.prediction import ANY_FAMILY, OF_JOB, LearnedColocation, Prediction, family_of
 from carpool_core.values import SharingMode
 from msgspec import Meta
 
-MAX_PAIRS, MAX_SOLO = 512, 256
+MAX_PAIRS, MAX_SOLO = 1024, 256
 """Records kept."""
-MAX_PUBLISHED = 16
-"""Families in the prediction of a job for one product, the most measured first."""
+MAX_PUBLISHED = 48
+"""Families and jobs in the prediction of a job for one product and mode, the most measured first."""
 PAIR_RUNS = 0.5
 """k of a pair's runs: the shipped model errs by 0.15 on unseen pairs, and runs of a pair differ by about 0.1 (assumed).
 Both k were fixed before the replay of measured pairs."""
 MODE_ROWS = 8.0
 """k of the rows of a product in a mode: pairs differ more from each other than their mean from the shipped model."""
+JOB_RUNS = 0.1
+"""k of the runs of the same two jobs, which differ far less than two jobs of a family (assumed)."""
+RUN_FACTOR = math.exp(1.28 * 0.05 * math.sqrt(2.0))
+"""Upper end (90%) of one more run of the same two jobs over a measured one, if logarithms spread by 0.05: those of
+equal jobs beside each other do by 0.046 (Gavel) and 0.034 (Lucid)."""
 MAX_RATIO = math.log(4.0)
 """Measured over predicted slowdown beyond this is clipped, in logarithms."""
 
@@ -55,8 +61,9 @@ class PairRecord(msgspec.Struct, frozen=True, array_like=True):
     simulated: bool
     mode: SharingMode
     family: _NAME
+    """Name of the job's family, followed by the job's digest; see `job_name`."""
     other: _NAME
-    """Family of the co-tenant."""
+    """The same of the co-tenant."""
     util: _RATIO
     """Predicted utilization of the job alone."""
     other_util: _RATIO
@@ -95,6 +102,11 @@ class MeasuredSteps(msgspec.Struct, frozen=True, kw_only=True):
         if self.pair is not None:
             parts.append(f"{self.pair.sample} {self.pair.log_ratio / 0.05:.0f}")
         return " ".join(parts)
+
+
+def job_name(family: str, digest: str) -> str:
+    """Return the name of all jobs of a family with a digest of model and training; empty without a family."""
+    return f"{family[:111]}{OF_JOB}{digest[-16:]}" if family else ""
 
 
 class Origin(NamedTuple):
@@ -196,14 +208,28 @@ def _determinant(rows: Sequence[Sequence[float]]) -> float:
 def correction(
     records: Sequence[PairRecord], family: str, other: str, of_mode: Coefficients | None = None
 ) -> Correction:
-    """Return the correction for a family beside another one, from records of one product and mode.
+    """Return the correction for a family or job beside another one, from records of one product and mode.
 
     `of_mode` are the coefficients of all these records, if they are known.
     """
     of_mode = of_mode or shrunk(records, MODE_ROWS, ZERO)
-    runs = [one for one in records if (one.family, one.other) == (family, other)]
+    families = family_of(family), family_of(other)
+    runs = [one for one in records if (family_of(one.family), family_of(one.other)) == families]
     n, k = len(runs), PAIR_RUNS
-    return Correction(shrunk(runs, k, of_mode), math.sqrt((k / (n + k) + k) / (1 + k)))
+    found = Correction(shrunk(runs, k, of_mode), math.sqrt((k / (n + k) + k) / (1 + k)))
+    return _of_jobs(found, runs, family, other)
+
+
+def _of_jobs(of_families: Correction, runs: Iterable[PairRecord], job: str, other: str) -> Correction:
+    """Return the correction of a pair of families, moved by those of its runs that had the same two jobs."""
+    equal = (
+        [one for one in runs if (one.family, one.other) == (job, other)] if OF_JOB in job and OF_JOB in other else []
+    )
+    if not equal:
+        return of_families
+    c0, c1, c2 = of_families.coefficients
+    residuals = (one.log_ratio - c0 - c1 * one.util - c2 * one.other_util for one in equal)
+    return Correction((c0 + sum(residuals) / (len(equal) + JOB_RUNS), c1, c2), 0.0)
 
 
 def correction_factor(coefficients: Sequence[float], own: float, other: float) -> float:
@@ -212,24 +238,38 @@ def correction_factor(coefficients: Sequence[float], own: float, other: float) -
     return math.exp(min(max(c0 + c1 * own + c2 * other, -MAX_RATIO), MAX_RATIO))
 
 
-def learned_colocations(records: Iterable[PairRecord], product: str, family: str) -> list[LearnedColocation]:
-    """Return the corrections for a job of a family on a product: beside each measured family, and beside any other."""
+def learned_colocations(records: Iterable[PairRecord], product: str, name: str) -> list[LearnedColocation]:
+    """Return the corrections for a family or job on a product: beside measured jobs, their families, and any other."""
     here = [one for one in records if one.product == product]
     found: list[LearnedColocation] = []
     for mode in sorted({one.mode for one in here}):
         of_mode = [one for one in here if one.mode is mode]
         above = shrunk(of_mode, MODE_ROWS, ZERO)
-        its_runs = [one for one in of_mode if family in (one.family, one.other)]
-        runs = Counter(one.other if one.family == family else one.family for one in its_runs)
+        beside, runs = defaultdict[str, list[PairRecord]](list), Counter[str]()
+        for one in of_mode:
+            own, other = (
+                (one.family, one.other) if family_of(one.family) == family_of(name) else (one.other, one.family)
+            )
+            if family_of(own) == family_of(name):
+                beside[family_of(other)].append(one)
+                runs[family_of(other)] += 1
+                if own == name and OF_JOB in name and OF_JOB in other:
+                    runs[other] += 1
+        of_families = {
+            family: (correction(its, family_of(name), family, above), correction(its, family, family_of(name), above))
+            for family, its in [*beside.items(), (ANY_FAMILY, [])]
+        }
         for other, count in [*runs.most_common(MAX_PUBLISHED - 1), (ANY_FAMILY, 0)]:
-            own, its = correction(its_runs, family, other, above), correction(its_runs, other, family, above)
+            family = family_of(other)
+            mine, its = of_families[family]
+            mine, its = _of_jobs(mine, beside[family], name, other), _of_jobs(its, beside[family], other, name)
             found.append(
                 LearnedColocation(
                     family=other,
                     mode=mode,
                     runs=count,
-                    own=[round(c, 4) for c in own.coefficients],
-                    own_width=round(own.width, 4),
+                    own=[round(c, 4) for c in mine.coefficients],
+                    own_width=round(mine.width, 4),
                     other=[round(c, 4) for c in its.coefficients],
                     other_width=round(its.width, 4),
                 )
@@ -237,18 +277,28 @@ def learned_colocations(records: Iterable[PairRecord], product: str, family: str
     return found
 
 
-def with_colocations(prediction: Prediction, records: Sequence[PairRecord], family: str) -> Prediction:
-    """Return a prediction with its job's family and what was learned about it beside co-tenants."""
+def with_colocations(
+    prediction: Prediction, records: Sequence[PairRecord], name: str, comparable: Collection[str] = ()
+) -> Prediction:
+    """Return a prediction with its job's name and what was learned about it beside co-tenants.
+
+    `comparable` are the products on which its step time alone is known.
+    """
     products = [
-        msgspec.structs.replace(one, colocations=learned_colocations(records, one.product, family))
+        msgspec.structs.replace(
+            one,
+            colocations=learned_colocations(records, one.product, name),
+            comparable=one.product in comparable,
+        )
         for one in prediction.products
     ]
-    return msgspec.structs.replace(prediction, products=products, family=family)
+    return msgspec.structs.replace(prediction, products=products, family=name)
 
 
 def measured_runs(colocations: Iterable[LearnedColocation]) -> int:
-    """Return the bit length of the number of runs behind corrections: a prediction is renewed when it changes."""
-    return sum(one.runs for one in colocations).bit_length()
+    """Return the bit length of the number of runs, plus the number of jobs: a prediction is renewed when it changes."""
+    of_family = {is_job: [one for one in colocations if (OF_JOB in one.family) is is_job] for is_job in (True, False)}
+    return sum(one.runs for one in of_family[False]).bit_length() + len(of_family[True])
 
 
 def solo_step_s(records: Iterable[SoloRecord], job: str, product: str) -> float | None:

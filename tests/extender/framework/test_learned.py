@@ -47,16 +47,16 @@ def outcome(*colocations: LearnedColocation, tenants: int = 1, family: str = "re
             [learned("resnet", own=0.6)],
             1,
             SLOWDOWN.number,
-            "expected 1.82, accepts 1.50",
+            "would run 1.82 times as long there, accepts 1.50",
             id="slowed more than it accepts",
         ),
         pytest.param([learned("resnet", other=0.6)], 1, SLOWDOWN.number, "slow default/t0", id="slows its co-tenant"),
         pytest.param(
             [learned("resnet", own=0.38)],
             1,
-            SLOWDOWN.number,
-            "could run",
-            id="a measured pair counts with its upper end",
+            PASSED,
+            "3 measured runs beside resnet",
+            id="a measured family by its median",
         ),
         pytest.param(
             [learned("resnet", own=0.1)], 1, PASSED, "from 3 measured runs beside resnet", id="names the pair"
@@ -80,6 +80,35 @@ def test_learned_slowdowns_decide_and_are_named(
     assert words in text
 
 
+@pytest.mark.parametrize(
+    ("changes", "known", "tenants", "passes"),
+    [
+        pytest.param({"tries": True}, True, 1, True, id="it would leave at once"),
+        pytest.param({"tries": True, "moves": 1}, True, 1, True, id="it was moved before"),
+        pytest.param({}, True, 1, False, id="it would stay"),
+        pytest.param({"tries": True}, False, 1, False, id="its slowdown would not be measured"),
+        pytest.param({"tries": True}, True, 2, False, id="several co-tenants teach nothing"),
+    ],
+)
+def test_a_job_that_would_leave_tries_pairs_that_others_advise_against(
+    changes: dict[str, Any], known: bool, tenants: int, passes: bool
+) -> None:
+    any_family = learned(ANY_FAMILY, own=1.0, runs=0, own_width=1.0, other_width=1.0)
+
+    def comparable(made: Prediction) -> Prediction:
+        products = [msgspec.structs.replace(one, comparable=known) for one in made.products]
+        return msgspec.structs.replace(made, products=products)
+
+    held = [tenant(f"t{n}", ["GPU-a-0"], prediction=comparable(predicted("resnet@1"))) for n in range(tenants)]
+    node = gpu_node("a", 1, held)
+    for found, expected in (
+        (any_family, passes),
+        (learned("resnet@1", own=1.0, own_width=0.0, other_width=0.0), False),
+    ):
+        asked = pod_request(prediction=comparable(predicted("bert@1", found)), **changes)
+        assert (evaluate(node, asked).evaluation.results.failed[0] == PASSED) == expected
+
+
 def test_a_model_without_a_name_is_named_by_its_job() -> None:
     """Regression: the digest of its description was printed."""
     digest = "0123456789abcdef"
@@ -95,6 +124,21 @@ def measured(name: str, slowdown: float | None, *, settled: bool = True) -> Tena
         step_time_seconds=slowdown and 0.1 * slowdown,
         solo_step_time_seconds=0.1,
     )
+
+
+@pytest.mark.parametrize(
+    ("own", "failed", "words"),
+    [
+        (0.3, PASSED, "from 1 measured run beside jobs like default/t0;"),
+        (0.38, SLOWDOWN.number, "could run 1.60 times as long there, expected 1.46"),
+    ],
+)
+def test_runs_of_the_same_two_jobs_count_before_their_families(own: float, failed: int, words: str) -> None:
+    of_jobs = learned("resnet@1", own=own, runs=1, own_width=0.0, other_width=0.0)
+    found, text = outcome(learned("resnet", own=2.0), of_jobs, family="resnet@1")
+    assert found == failed, text
+    assert words in text
+    assert outcome(learned("resnet", own=2.0), of_jobs, family="resnet@2")[0] == SLOWDOWN.number, "another job"
 
 
 @pytest.mark.parametrize(
