@@ -9,6 +9,8 @@
 | zero-3 | 1/n | 1/n | 1/n | two buckets, two blocks | deepspeed/runtime/zero/stage3.py |
 
 In mixed precision fsdp stores FP32 and gathers 16 bits; DeepSpeed stores 16 bits, with FP32 copies beside the state.
+State on the host takes no memory, but FSDP1 moves gradients only once the backward pass has all of them
+(torch/distributed/fsdp/_runtime_utils.py, _accumulate_sharded_grad).
 """
 
 from typing import NamedTuple
@@ -76,10 +78,11 @@ def shares_of(training: Training) -> Shares:
     if division.kind is ParallelKind.DDP:
         return Shares(layers, layers, layers, layers, bucket_copies=layers if division.gpus > 1 else 0.0, work=layers)
     is_mixed = training.precision in (Precision.BF16_MIXED, Precision.FP16_MIXED)
-    on_gpu = 0.0 if division.cpu_offload else layers / division.gpus
-    stored = on_gpu * (2 if is_mixed else 1)
+    divided, wide = layers / division.gpus, 2 if is_mixed else 1
+    on_gpu = 0.0 if division.cpu_offload else divided
+    stored = on_gpu * wide
     if not is_zero:
-        return Shares(stored, on_gpu, stored, stored, work=layers, is_gathered=True, is_16_bit=is_mixed)
+        return Shares(stored, on_gpu, divided * wide, stored, work=layers, is_gathered=True, is_16_bit=is_mixed)
     weights = on_gpu if division.kind is ParallelKind.ZERO_3 else layers
     return Shares(
         weights=weights,

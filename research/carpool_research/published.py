@@ -1,4 +1,4 @@
-"""Judges the predictor on measurements of training jobs, held out by source (`research/data/published.csv`).
+"""Judges the predictor on measurements of training jobs, by source (`research/data/published.csv`).
 
 The source `carpool` is what `finetuning` measured on an H200, in `research/measurements`.
 
@@ -13,7 +13,7 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -37,8 +37,6 @@ from carpool_research.tables import read_table
 
 DATA = Path(__file__).parents[1] / "data"
 CASES = DATA / "published.csv"
-LATER = (DATA / "later.csv", DATA / "last.csv")
-"""Cases of sources that were collected after the models' constants had been chosen; see `research/data/README.md`."""
 OWN = Path(__file__).parents[1] / "measurements" / "h200_finetuning.csv"
 FEATURES = DATA / "published_features.json"
 """Traced features of the cases, by name, or the reason why there are none."""
@@ -58,7 +56,7 @@ COLUMNS = (
 
 
 def is_held_out(source: str) -> bool:
-    """Whether constants must not be chosen on a source: the first byte of its name's SHA-256 is divisible by three."""
+    """Whether the first constants were chosen without a source, by the first byte of its name's SHA-256."""
     return hashlib.sha256(source.encode()).digest()[0] % 3 == 0
 
 
@@ -79,13 +77,14 @@ class Case:
     excluded: str
     """Reason why the case is not judged; empty if it is."""
 
-    later: str = ""
-    """Name of the file, for one of `LATER`."""
+    collection: str
+    """Collection of sources: `first`, or one of those that were judged before constants were chosen on them."""
 
     @property
     def split(self) -> str:
-        """Whether constants may be chosen on the case: `fit`, `held out`, or the file of later sources."""
-        return self.later or ("held out" if is_held_out(self.source) else "fit")
+        """Use of the case for step times: `fit`, `held out`, or its collection, on which none was chosen."""
+        first = "held out" if is_held_out(self.source) else "fit"
+        return first if self.collection == "first" else self.collection
 
     @property
     def is_expressible(self) -> bool:
@@ -124,20 +123,17 @@ def _case(row: Mapping[str, str]) -> Case:
         memory_mib=float(row["memory_mib"]) if row["memory_mib"] else None,
         step_time_s=float(row["step_time_s"]) if row["step_time_s"] and row["gpu"] else None,
         excluded=row["excluded"],
+        collection=row.get("collection", "first"),
     )
 
 
 def read_cases(*paths: Path) -> list[Case]:
-    """Return the cases of files, by default the published, the own and the later ones.
+    """Return the cases of files, by default the published and the own ones.
 
     Raises:
         DataError: A column is missing, or a row is invalid.
     """
-    return [
-        replace(case, later=path.stem if path in LATER else "")
-        for path in paths or (CASES, OWN, *LATER)
-        for case in read_table(path, COLUMNS, _case)
-    ]
+    return [case for path in paths or (CASES, OWN) for case in read_table(path, COLUMNS, _case)]
 
 
 def read_features(path: Path = FEATURES) -> dict[str, ModelFeatures | str]:
@@ -201,6 +197,15 @@ def judge(cases: Iterable[Case], features: Mapping[str, ModelFeatures | str]) ->
             yield Judged(case, context)
 
 
+GROUPS: dict[str, Callable[[Judged], bool]] = {
+    "all": lambda _: True,
+    "≥ 3B": lambda one: one.context.features.parameters >= LARGE,
+    "allocator": lambda one: one.case.kind in INSIDE,
+    "process": lambda one: one.case.kind not in INSIDE,
+}
+"""Groups of judged cases by name."""
+
+
 def memory_row(judged: Sequence[Judged]) -> dict[str, str]:
     """Return the median error, the share of bounds that hold, and the median of bound over measured."""
     pairs = [(one, one.case.memory_mib) for one in judged if one.case.memory_mib is not None]
@@ -214,30 +219,22 @@ def memory_row(judged: Sequence[Judged]) -> dict[str, str]:
 
 
 def memory_tables(cases: Sequence[Case], judged: Sequence[Judged]) -> str:
-    """Return the table of judged cases by source and kind, with totals of each split."""
-    groups: dict[tuple[str, str, str], list[Judged]] = defaultdict(list)
-    for one in judged:
-        if one.case.memory_mib is not None:
-            groups[one.case.split, one.case.source, one.case.kind].append(one)
-    listed = sorted({(case.split, case.source, case.kind) for case in cases if case.memory_mib is not None})
+    """Return the table of judged cases by source and kind, with the totals of the groups."""
+    with_memory = [one for one in judged if one.case.memory_mib is not None]
     rows = []
-    for split, source, kind in listed:
+    for source, kind in sorted({(one.case.source, one.case.kind) for one in with_memory}):
         total = [c for c in cases if (c.source, c.kind) == (source, kind) and c.memory_mib is not None]
-        if not (group := groups[split, source, kind]):
-            continue
+        group = [one for one in with_memory if (one.case.source, one.case.kind) == (source, kind)]
         row = {
             "source": source,
-            "split": split,
             "kind": kind,
             "cases": str(len(total)),
             "expressible": str(sum(case.is_expressible for case in total)),
         }
         rows.append(row | memory_row(group))
-    for name in sorted({split for split, _, _ in listed}):
-        for kinds in (INSIDE, ("process", "unstated")):
-            chosen = [j for (s, _, k), group in groups.items() if s == name and k in kinds for j in group]
-            if chosen:
-                rows.append({"source": "**all**", "split": name, "kind": " or ".join(kinds)} | memory_row(chosen))
+    for name, is_of in GROUPS.items():
+        if group := list(filter(is_of, with_memory)):
+            rows.append({"source": f"**{name}**"} | memory_row(group))
     return markdown(rows)
 
 
@@ -317,7 +314,7 @@ def _refitted(fit: Sequence[Judged], held_out: Sequence[Judged]) -> Iterator[tup
 
 def split_table(judged: Sequence[Judged]) -> str:
     """Return the table of peaks under constants chosen without their source, for several divisions into thirds."""
-    with_memory = [one for one in judged if one.case.memory_mib is not None and not one.case.later]
+    with_memory = [one for one in judged if one.case.memory_mib is not None]
     sources = sorted({one.case.source for one in with_memory})
     rows = []
     for seed in range(SPLITS):
@@ -333,10 +330,9 @@ def split_table(judged: Sequence[Judged]) -> str:
             for part in parts
         ]
         every = [answer for part in answers for answer in part]
-        large = [answer for answer in every if answer[0].context.features.parameters >= LARGE]
-        thirds = ", ".join(_held_out_row(part)["median error"] for part in answers)
-        rows.append({"split": str(seed + 1), "cases": "all"} | _held_out_row(every) | {"errors of the thirds": thirds})
-        rows.append({"split": str(seed + 1), "cases": "≥ 3B"} | _held_out_row(large) | {"errors of the thirds": ""})
+        for name, is_of in GROUPS.items():
+            row = {"split": str(seed + 1), "cases": name}
+            rows.append(row | _held_out_row([answer for answer in every if is_of(answer[0])]))
     return markdown(rows)
 
 
@@ -371,19 +367,17 @@ def texts() -> dict[str, str]:
         "published_memory": memory_tables(cases, judged),
         "published_step_time": step_time_table(judged),
         "published_splits": split_table(judged),
-        "published_excluded": excluded_table(case for case in cases if not case.later),
+        "published_excluded": excluded_table(case for case in cases if case.collection == "first"),
     }
 
 
 @click.command(short_help="Judge the predictor on published measurements, and print tables by source.")
 @click.option("--trace", "is_traced", is_flag=True, help="Trace the cases again, instead of reading their features.")
 @click.option("--cases", is_flag=True, help="Print each case, too.")
-@click.option("--only", default="", help="Only cases whose source, name or split begins with this text.")
-@click.option("--fit", "is_fit", is_flag=True, help="Only sources that constants may be chosen on.")
-def published(only: str, *, is_traced: bool, cases: bool, is_fit: bool) -> None:
+@click.option("--only", default="", help="Only cases whose source, name or collection begins with this text.")
+def published(only: str, *, is_traced: bool, cases: bool) -> None:
     """Judge the predictor on published measurements, and print tables by source."""
-    chosen = [c for c in read_cases() if any(name.startswith(only) for name in (c.source, c.name, c.split))]
-    chosen = [c for c in chosen if not is_fit or c.split == "fit"]
+    chosen = [c for c in read_cases() if any(name.startswith(only) for name in (c.source, c.name, c.collection))]
     if is_traced:
         trace(chosen, FEATURES, lambda name: click.echo(name, err=True))
     judged = list(judge(chosen, features := read_features()))

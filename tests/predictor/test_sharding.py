@@ -71,11 +71,13 @@ def test_buffers() -> None:
     assert kinds(ParallelKind.ZERO_1)[Kind.BUFFER] == pytest.approx(4 / _GPUS + 6 / _GPUS + 2 * 2, rel=0.01)
 
 
-def test_what_is_on_the_host_takes_no_memory() -> None:
-    for kind in (ParallelKind.FSDP, ParallelKind.ZERO_3):
-        found = kinds(kind, cpu_offload=True)
-        assert found[Kind.PARAMETER] == found[Kind.GRADIENT] == found[Kind.OPTIMIZER] == 0
-        assert found[Kind.BUFFER] > 0  # gathered blocks
+@pytest.mark.parametrize(("kind", "gradients"), [(ParallelKind.FSDP, 4 / _GPUS), (ParallelKind.ZERO_3, 0)])
+def test_state_on_the_host_takes_no_memory_but_fsdp_collects_gradients(kind: ParallelKind, gradients: float) -> None:
+    """Regression: Llama-2-13B on two GPUs was predicted with 17 GiB, where 31 were measured."""
+    found = kinds(kind, cpu_offload=True)
+    assert found[Kind.PARAMETER] == found[Kind.OPTIMIZER] == 0
+    assert found[Kind.GRADIENT] == pytest.approx(gradients, rel=0.3)  # not all are alive at each peak
+    assert found[Kind.BUFFER] > 0  # gathered blocks
 
 
 def test_fsdp_gathers_two_blocks_at_once() -> None:
