@@ -77,7 +77,7 @@ class Case:
     excluded: str
     """Reason why the case is not judged; empty if it is."""
 
-    collection: str
+    collection: str = "first"
     """Collection of sources: `first`, or one of those that were judged before constants were chosen on them."""
 
     @property
