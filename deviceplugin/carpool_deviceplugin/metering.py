@@ -1,7 +1,7 @@
 """Use of each GPU by each pod: smoothed rates from the measurements of its processes."""
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from datetime import timedelta
 
@@ -290,17 +290,23 @@ class JobEnergy:
 
 
 class SavedTime:
-    """GPU time that sharing saved on this node, against one tenant on each GPU, since the start of the agent."""
+    """GPU time that sharing saved on this node, against one tenant on each GPU, since the start of the agent.
+
+    A tenant does the work of a GPU of its own, divided by its expected slowdown.
+    """
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._saved_gpus, self._since = 0, math.inf
+        self._saved_gpus, self._since = 0.0, math.inf
 
     def add(self, reserved: Iterable[Reservation], now: float) -> None:
-        """Add the time since the last call; each tenant of a GPU after the first saves one. `now` is monotonic."""
+        """Add the time since the last call; `now` is monotonic, in s."""
         self.seconds += self._saved_gpus * max(0.0, now - self._since)
-        tenants = Counter(uuid for held in reserved for uuid in held.gpu_uuids)
-        self._saved_gpus, self._since = tenants.total() - len(tenants), now
+        work = defaultdict[GpuUuid, float](float)
+        for held in reserved:
+            for uuid in held.gpu_uuids:
+                work[uuid] += 1 / max(1.0, held.expected_slowdown)
+        self._saved_gpus, self._since = sum(max(0.0, gpus - 1) for gpus in work.values()), now
 
 
 def _pods(reading: Reading) -> set[PodUid]:

@@ -219,7 +219,7 @@ class AgentCollector(Collector):
         )
         yield CounterMetricFamily(
             "carpool_agent_saved_gpu_seconds",
-            "GPU time that sharing saved on this node, against one tenant on each GPU.",
+            "GPU time that sharing saved on this node, against one tenant on each GPU, less the expected slowdown.",
             agent.reconciler.saved_time.seconds,
         )
         registered = agent.kubelet is not None and agent.kubelet.registration.is_registered

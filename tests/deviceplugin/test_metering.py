@@ -373,7 +373,7 @@ def test_energy_of_a_job_outlives_its_pods_by_an_hour() -> None:
     assert energy.joules == {}
 
 
-def test_each_tenant_of_a_gpu_after_the_first_saves_a_gpu() -> None:
+def test_tenants_save_gpus_as_far_as_they_are_not_slowed() -> None:
     saved, alone, beside = SavedTime(), reservation("a"), reservation("b")
     saved.add([alone, beside, reservation("c", "GPU-2")], 10.0)
     saved.add([alone], 14.0)
@@ -381,6 +381,11 @@ def test_each_tenant_of_a_gpu_after_the_first_saves_a_gpu() -> None:
     saved.add([], 21.0)
     saved.add([], 30.0)
     assert saved.seconds == 5.0
+    slowed = [reservation(pod, expected_slowdown=1.6) for pod in "ab"]
+    saved.add(slowed, 30.0)
+    saved.add([reservation(pod, expected_slowdown=2.5) for pod in "ab"], 38.0)
+    saved.add([], 50.0)
+    assert saved.seconds == 5.0 + 8 * 0.25
 
 
 def test_restarted_counter_takes_no_energy_back(node: Node) -> None:

@@ -391,7 +391,7 @@ def queue(settings: AskSettings, namespace: str | None, all_namespaces: bool, fo
     """Print the pending jobs of all namespaces in the order of the queue: why each waits, and when it may start.
 
     The forecast replays the extender's queue over the predicted ends of running jobs. A start is marked as assumed
-    where a job that is running or ahead declares no spec.training.steps.
+    if a job of unknown length has to end before: it has no spec.training.steps, or no predicted step time.
     """
 
     async def question(api: KubeApi, _: AskSettings, config: SchedulerConfig, options: Options) -> QueueView:

@@ -114,7 +114,7 @@ class QueuedJobView(Resource, frozen=True, kw_only=True):
         float | None, described("Forecast of the time until its start, in seconds; absent if there is none.")
     ] = None
     start_is_assumed: Annotated[
-        bool, described("Whether the forecast assumes the length of a job that is running or ahead.")
+        bool, described("Whether it assumes the length of a job that has to end before.")
     ] = False
 
 
@@ -209,14 +209,12 @@ def place_in_queue(
         return QueuePlace([f"{place}; {expected}"], waits)
     for start in admitted:
         _forget(cluster, start)
-    without_steps = replay.running_without_steps()
-    starts = replay.queue_of(considered).forecast(partial(replay.end_of, is_latest=False), now_s)
-    start_s = next((start_s for job, start_s in starts if job == mine), None)
+    start = next((start for start in replay.starts(considered, now_s) if start.job == mine), None)
     expected = "it would not fit even after all running jobs have ended"
-    if start_s is not None:
-        expected = f"expected start in about {format_duration(start_s - now_s)}"
-        if ended := sum(not cluster.pods_of_job(job) for job in without_steps):
-            unknown = f"{pluralize(ended, 'running job')} without spec.training.steps"
+    if start is not None:
+        expected = f"expected start in about {format_duration(start.at_s - now_s)}"
+        if start.assumed:
+            unknown = f"{pluralize(start.assumed, 'job')} of unknown length"
             expected = f"its start is unknown because of {unknown}; the queue assumes {expected.partition(' in ')[2]}"
     return QueuePlace([f"{place}; {expected}"], waits)
 
@@ -241,13 +239,12 @@ def forecast_queue(
     }
     for start in admitted:
         _forget(cluster, start)
-    is_assumed = bool(replay.running_without_steps())
-    starts = dict(replay.queue_of(considered).forecast(partial(replay.end_of, is_latest=False), now_s))
+    starts = {start.job: start for start in replay.starts(considered, now_s)}
     found = []
     for position, info in enumerate(in_order, start=1):
         namespace, _, name = info.name.partition("/")
         reason, message = reasons.get(info.job, ("", ""))
-        start_s = starts.get(info.job)
+        start = starts.get(info.job)
         found.append(
             QueuedJobView(
                 position=position,
@@ -258,11 +255,10 @@ def forecast_queue(
                 expected_seconds=info.duration_s,
                 reason=reason,
                 message=message,
-                starts_in_seconds=None if start_s is None else start_s - now_s,
-                start_is_assumed=is_assumed and start_s is not None and start_s > now_s,
+                starts_in_seconds=None if start is None else start.at_s - now_s,
+                start_is_assumed=start is not None and start.assumed > 0,
             )
         )
-        is_assumed = is_assumed or info.duration_s is None
     for one in gangs.values():
         if one.info is None and (one.gang.gated or one.gang.admitted):
             reason, message = "", _why_outside(one.gang, one.workers)
@@ -291,6 +287,16 @@ class _PendingGang(NamedTuple):
     """Its entry in the queue; None if it is outside."""
     backoff: str
     """Why it backs off; empty if it does not."""
+
+
+class _Start(NamedTuple):
+    """Forecast start of a pending job."""
+
+    job: JobUid
+    at_s: float
+    """Its time, in seconds since 1970."""
+    assumed: int
+    """Jobs of unknown length that have ended before, by the length that the queue assumes."""
 
 
 class _Replay:
@@ -339,10 +345,15 @@ class _Replay:
         """Return the predicted end of a reservation; None if it is unknown."""
         return predicted_end_of(held, self._pending.jobs.get(held.job_uid), self._cluster, is_latest=is_latest)
 
-    def running_without_steps(self) -> set[JobUid]:
-        """Return the jobs with reservations that declare no steps, so that nothing tells their end."""
-        held = {one.job_uid for node in self._cluster.nodes.values() for one in node.spec.reservations}
-        return {uid for uid in held if (job := self._pending.jobs.get(uid)) and job.spec.training.steps is None}
+    def starts(self, considered: Sequence[QueuedJobInfo], now_s: float) -> Iterator[_Start]:
+        """Yield the forecast starts in their order; each changes the cluster."""
+        end_of = partial(self.end_of, is_latest=False)
+        unknown_if_started = {info.job for info in considered if info.duration_s is None}
+        held = (one for node in self._cluster.nodes.values() for one in node.spec.reservations)
+        unknown = {one.job_uid for one in held if end_of(one) is None}
+        for job, start_s in self.queue_of(considered).forecast(end_of, now_s):
+            yield _Start(job, start_s, sum(not self._cluster.pods_of_job(one) for one in unknown))
+            unknown |= {job} & unknown_if_started
 
     def why(self, waiting: Waiting, backoff: str) -> str:
         """Return why a job waits, as the queue writes it."""

@@ -131,7 +131,8 @@ async def test_reason_is_the_one_that_the_queue_writes():
     free = "free GPUs are reserved for job default/large, which comes first and would start later"
     long = await explained("long")
     assert long[1].endswith(
-        "2nd of 3 pending jobs by the order Arrival, behind default/large; expected start in about 70 min"
+        "2nd of 3 pending jobs by the order Arrival, behind default/large; its start is unknown because of 1 job of "
+        "unknown length; the queue assumes about 70 min"
     )
     assert long[2] == f"would have to wait now: {free}"
     short = await explained("short")
@@ -153,7 +154,7 @@ async def test_job_that_fits_at_no_predicted_end_has_no_expected_start():
         pytest.param(6000, "expected start in about 10 min", id="known"),
         pytest.param(
             None,
-            "its start is unknown because of 1 running job without spec.training.steps; the queue assumes about 60 min",
+            "its start is unknown because of 1 job of unknown length; the queue assumes about 60 min",
             id="unknown",
         ),
     ],
