@@ -77,7 +77,9 @@ def product_matches(product: str, wanted: str) -> bool:
 
 
 def find_product(wanted: str) -> GpuProduct:
-    """Return the product with a name or an unambiguous part of it; those with published figures come first.
+    """Return the product with a name or a part of it.
+
+    Products with published figures come first, so that `V100` is the one of them; elsewhere a part must be unambiguous.
 
     Raises:
         UnknownProductError: No product matches, or several do; the message lists them. Or it shares the CPU's memory.
@@ -138,8 +140,8 @@ UNIFIED_MEMORY = frozenset({"5.3", "6.2", "7.2", "8.7", "10.1", "11.0", "12.1"})
 def unified_memory_problem(product: str) -> str:
     """Return why a GPU of this product is refused."""
     return (
-        f"expected memory of its own, found a {product} that shares the CPU's memory; Carpool does not support such "
-        "GPUs"
+        f"expected a GPU with memory of its own, found {product}, which shares the CPU's; Carpool does not support "
+        "such GPUs"
     )
 
 

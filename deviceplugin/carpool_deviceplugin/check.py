@@ -174,7 +174,7 @@ def _if_read(found: Outcome, unread: Sequence[Identity]) -> Outcome:
         verdict=Verdict.UNKNOWN,
         found=f"GPU {', '.join(str(one.index) for one in unread)} not read yet",
         needed="an answer of each GPU",
-        advice="wait for the agent's next reading; the condition Ready names GPUs that cannot be read",
+        advice="check again: the agent reads every GPU after its start, and Ready in its GpuNode names unreadable ones",
     )
 
 

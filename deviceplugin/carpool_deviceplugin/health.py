@@ -92,8 +92,8 @@ def xid_class(xid: int) -> XidClass:
 class Xid(NamedTuple):
     """An XID of a GPU, and the MIG instance that the driver names with it.
 
-    The instance is part of the message only: the GPU gets no new work for either. The catalog has no action for an
-    instance. What ends with its program closes no GPU, and a reset, which all others may need, ends every instance.
+    The instance is part of the message only: the whole GPU gets no new work. The catalog has no action for an instance.
+    An XID that ends with its program closes no GPU, and a reset, which the others may need, ends every instance.
     """
 
     code: int
@@ -256,7 +256,10 @@ class XidWatch:
         if reported == NO_INSTANCE:
             return None
         session = self._session
-        mode = session.ask(uuid, session.library.nvmlDeviceGetMigMode, session.handle(uuid))
+        try:
+            mode = session.ask(uuid, session.library.nvmlDeviceGetMigMode, session.handle(uuid))
+        except NvmlError:  # the driver reports each event once, so the XID must not be lost
+            return None
         return reported if mode is not None and mode[0] else None
 
     def forget(self, uuid: GpuUuid) -> None:

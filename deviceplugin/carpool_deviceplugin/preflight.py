@@ -287,7 +287,7 @@ _WRITING_DOMAINS = ("", "spc_t", "super_t")
 
 def _check_selinux(domain: str) -> Outcome:
     is_confined = domain.startswith("container_")
-    lacks = domain if is_confined else f"domain {domain} of this process, which pods of the chart do not have"
+    lacks = domain if is_confined else f"domain {domain}; whether the chart's pods run in it is not known here"
     return row(
         "selinux",
         "" if domain in _WRITING_DOMAINS else lacks,

@@ -182,7 +182,9 @@ def _draw_lines(axes: Axes, stacked: Found, lines: Found, form: Formatter, times
     colours = colormaps["turbo"](np.linspace(0.05, 0.95, len(names)))
     if stacked:
         areas = [[points.get(at, 0) for at in times] for _, points in stacked]
-        axes.stackplot(minutes, areas, labels=names[: len(stacked)], colors=colours[: len(stacked)], alpha=0.7, step="mid")
+        axes.stackplot(
+            minutes, areas, labels=names[: len(stacked)], colors=colours[: len(stacked)], alpha=0.7, step="mid"
+        )
     for (name, points), colour in zip(lines, colours[len(stacked) :], strict=True):
         drawn = [points.get(at, math.nan) for at in times]
         axes.plot(minutes, drawn, ".-", markersize=2, linewidth=1, label=name, color=colour)

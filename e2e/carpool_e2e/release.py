@@ -117,6 +117,9 @@ def check(version: str, release: Path, helm: str) -> None:
             raise HarnessError(f"expected {what}")
 
 
+_WORDS = r" +(and|or) +"
+
+
 def spdx(name: str) -> str:
     """Return the SPDX expression that the name of a license stands for; empty if it is none."""
     if gnu := _GNU.fullmatch(name):
@@ -147,10 +150,13 @@ def debian_license(package: str, copyright_file: str) -> tuple[str, dict[str, st
             own[found] = texts.get(name) or name
         return found
 
-    def expression(names: str) -> str:
-        words = re.split(r",? +(and|or) +", names)
-        found = " ".join(word.upper() if at % 2 else identified(word) for at, word in enumerate(words))
-        return f"({found})" if len(words) > 1 else found
+    def expression(names: str, separator: str = r", +(and|or) +") -> str:
+        """Return an expression; Debian's comma binds less than its words."""
+        words = re.split(separator, names)
+        if len(words) == 1:
+            return identified(names) if separator == _WORDS else expression(names, _WORDS)
+        parts = (word.upper() if at % 2 else expression(word, _WORDS) for at, word in enumerate(words))
+        return f"({' '.join(parts)})"
 
     fields = {one.get("License", "").partition("\n")[0].strip() for one in paragraphs if "Files" in one}
     return " AND ".join(sorted(expression(names) for names in fields if names)), own

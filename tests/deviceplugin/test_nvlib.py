@@ -244,7 +244,9 @@ def test_every_product_is_described_from_what_nvml_reports(gpu: dict[str, Any]) 
 def test_a_gpu_that_shares_the_cpus_memory_is_refused(name: str, capability: str) -> None:
     fake, session, (uuid,) = opened("T4")
     fake.gpus[0].hardware = Hardware(name, 122_880, 0, tuple(map(int, capability.split("."))), 0, 0)
-    with pytest.raises(NvmlError, match=f"expected memory of its own, found a {re.escape(name)} that shares the CPU's"):
+    with pytest.raises(
+        NvmlError, match=f"expected a GPU with memory of its own, found {re.escape(name)}, which shares the CPU's"
+    ):
         read_identity(session, uuid)
 
 

@@ -139,7 +139,7 @@ def test_a_node_without_readable_gpus_is_an_error(tmp_path: Path, kinds: list[st
         ("nvmlDeviceGetUUID", pynvml.NVML_ERROR_UNKNOWN, "#0: nvmlDeviceGetUUID failed: Unknown Error"),
         ("nvmlDeviceGetHandleByUUID", pynvml.NVML_ERROR_RESET_REQUIRED, "drain it and run nvidia-smi --gpu-reset"),
         ("nvmlDeviceGetMigMode", pynvml.NVML_ERROR_UNKNOWN, "nvmlDeviceGetMigMode failed"),
-        ("nvmlDeviceGetMemoryInfo", pynvml.NVML_ERROR_NOT_SUPPORTED, "that shares the CPU's memory; Carpool does not"),
+        ("nvmlDeviceGetMemoryInfo", pynvml.NVML_ERROR_NOT_SUPPORTED, "which shares the CPU's; Carpool does not"),
     ],
     ids=["lost", "no-uuid", "reset-required", "unknown-error", "unified-memory"],
 )

@@ -97,7 +97,7 @@ License: Expat
  Permission is hereby granted.
 
 Files: c
-License: BSD-3-clause
+License: GPL-1+ or Artistic, and BSD-3-clause
 
 License: Artistic
  This program is free.
@@ -106,7 +106,10 @@ License: Artistic
 
 def test_debians_license_is_read_where_it_is_machine_readable() -> None:
     own = "LicenseRef-tool-Artistic"
-    found = f"(GPL-2.0-or-later OR {own}) AND BSD-3-Clause AND MIT", {own: " This program is free."}
+    found = (
+        f"((GPL-1.0-or-later OR {own}) AND BSD-3-Clause) AND (GPL-2.0-or-later OR {own}) AND MIT",
+        {own: " This program is free."},
+    )
     license_, texts = release.debian_license("tool", COPYRIGHT)
     assert (license_, {id_: text.rstrip() for id_, text in texts.items()}) == found
     assert release.debian_license("libc6", "This is the Debian package of glibc.\n\nLicense: GPL-2+\n") == ("", {})

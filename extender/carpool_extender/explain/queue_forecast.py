@@ -113,9 +113,9 @@ class QueuedJobView(Resource, frozen=True, kw_only=True):
     starts_in_seconds: Annotated[
         float | None, described("Forecast of the time until its start, in seconds; absent if there is none.")
     ] = None
-    start_is_assumed: Annotated[
-        bool, described("Whether it assumes the length of a job that has to end before.")
-    ] = False
+    start_is_assumed: Annotated[bool, described("Whether it assumes the length of a job that has to end before.")] = (
+        False
+    )
 
 
 class QueueView(Resource, frozen=True, kw_only=True, omit_defaults=False):
