@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pynvml
 import pytest
@@ -14,7 +15,7 @@ from carpool_core.resources.node import Device, GpuNodeStatus
 from carpool_core.testing.kube import FakeKube
 from carpool_core.values import DeviceHealth, GpuUuid, SharingMode
 from carpool_deviceplugin.gpu import DeviceError, GpuActual, Reading
-from carpool_deviceplugin.health import Health, Signals, Xid, XidClass, next_health, xid_class
+from carpool_deviceplugin.health import Health, Signals, Xid, XidClass, XidWatch, next_health, xid_class
 from carpool_deviceplugin.simulated import SimulatedDevices, parse_inventory
 from carpool_deviceplugin.testing.node import Node, running, until
 from carpool_deviceplugin.timeouts import Intervals, TimeLimitedCaller
@@ -143,6 +144,17 @@ def test_the_mig_instance_of_an_xid_is_named(tmp_path: Path) -> None:
     assert devices.inventory()[0].health_message == ""
     node.nvml.raise_xid(0, 95, 3)
     assert devices.inventory()[0].health_message.startswith("XID 95 (uncontained ECC error) of MIG instance 3: drain")
+
+
+def test_an_xid_is_kept_where_its_instance_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the driver reports each event once, so the XID was lost."""
+    devices = (node := mig_node(tmp_path)).devices()
+    watch = XidWatch(devices.session, devices.uuids)
+    watch.poll(devices.uuids[0])
+    node.nvml.raise_xid(0, 95, 3)
+    failed = pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
+    monkeypatch.setattr(node.nvml, "nvmlDeviceGetMigMode", Mock(side_effect=failed))
+    assert watch.poll(devices.uuids[0]) == [Xid(95)]
 
 
 def test_events_of_a_lost_gpu_are_not_attributed_to_its_neighbour(node: Node) -> None:
