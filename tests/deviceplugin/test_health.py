@@ -6,7 +6,6 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from unittest.mock import Mock
 
 import pynvml
 import pytest
@@ -152,8 +151,11 @@ def test_an_xid_is_kept_where_its_instance_cannot_be_read(tmp_path: Path, monkey
     watch = XidWatch(devices.session, devices.uuids)
     watch.poll(devices.uuids[0])
     node.nvml.raise_xid(0, 95, 3)
-    failed = pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
-    monkeypatch.setattr(node.nvml, "nvmlDeviceGetMigMode", Mock(side_effect=failed))
+
+    def failing(_: object) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
+
+    monkeypatch.setattr(node.nvml, "nvmlDeviceGetMigMode", failing)
     assert watch.poll(devices.uuids[0]) == [Xid(95)]
 
 
