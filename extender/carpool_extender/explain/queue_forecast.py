@@ -209,12 +209,12 @@ def place_in_queue(
         return QueuePlace([f"{place}; {expected}"], waits)
     for start in admitted:
         _forget(cluster, start)
-    start = next((start for start in replay.starts(considered, now_s) if start.job == mine), None)
+    forecast = next((one for one in replay.starts(considered, now_s) if one.job == mine), None)
     expected = "it would not fit even after all running jobs have ended"
-    if start is not None:
-        expected = f"expected start in about {format_duration(start.at_s - now_s)}"
-        if start.assumed:
-            unknown = f"{pluralize(start.assumed, 'job')} of unknown length"
+    if forecast is not None:
+        expected = f"expected start in about {format_duration(forecast.at_s - now_s)}"
+        if forecast.assumed:
+            unknown = f"{pluralize(forecast.assumed, 'job')} of unknown length"
             expected = f"its start is unknown because of {unknown}; the queue assumes {expected.partition(' in ')[2]}"
     return QueuePlace([f"{place}; {expected}"], waits)
 
@@ -239,12 +239,12 @@ def forecast_queue(
     }
     for start in admitted:
         _forget(cluster, start)
-    starts = {start.job: start for start in replay.starts(considered, now_s)}
+    starts = {one.job: one for one in replay.starts(considered, now_s)}
     found = []
     for position, info in enumerate(in_order, start=1):
         namespace, _, name = info.name.partition("/")
         reason, message = reasons.get(info.job, ("", ""))
-        start = starts.get(info.job)
+        forecast = starts.get(info.job)
         found.append(
             QueuedJobView(
                 position=position,
@@ -255,8 +255,8 @@ def forecast_queue(
                 expected_seconds=info.duration_s,
                 reason=reason,
                 message=message,
-                starts_in_seconds=None if start is None else start.at_s - now_s,
-                start_is_assumed=start is not None and start.assumed > 0,
+                starts_in_seconds=None if forecast is None else forecast.at_s - now_s,
+                start_is_assumed=forecast is not None and forecast.assumed > 0,
             )
         )
     for one in gangs.values():
