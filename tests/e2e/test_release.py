@@ -23,7 +23,7 @@ def test_code_chart_and_images_have_one_version_with_notes() -> None:
     assert {images.image_name(target).rpartition(":")[2] for target in images.TARGETS} == {VERSION}
     assert release.notes(VERSION)
     made = subprocess.run(
-        ["make", "--dry-run", "release", f"VERSION={VERSION}", "TRACE=1"],
+        ["make", "--no-print-directory", "--dry-run", "release", f"VERSION={VERSION}", "TRACE=1"],
         capture_output=True, text=True, check=True, cwd=release.PROJECT,
     )  # fmt: skip
     assert made.stdout.rstrip().endswith("--arch=arm64 --trace")

@@ -557,7 +557,7 @@ async def starts_by_explain(cluster, jobs, default_s):
     for name in jobs:
         lines = (await explain_job(cluster.kube, name, "default", config, options)).lines
         (line,) = [line for line in lines if "place in the queue" in line] or [""]
-        start = re.search(r"expected start in about ([0-9.]+) (ms|s|min)", line)
+        start = re.search(r"(?:expected start in|the queue assumes) about ([0-9.]+) (ms|s|min)", line)
         found[name] = float(start[1]) * {"ms": 1e-3, "s": 1, "min": 60}[start[2]] if start else 0.0
         assert start or "it can start now" in line or any("would go to" in one for one in lines), lines
     return found
