@@ -1,8 +1,10 @@
 """A job on trial leaves a GPU on which it slows another beyond its limit, by what agents measure on simulated GPUs."""
 
+import json
 from typing import Any
 
 import pytest
+from carpool_e2e.chart import NAMESPACE
 from carpool_e2e.cluster import Cluster
 from carpool_e2e.demo import manifests
 from kubectl import Watcher, eventually
@@ -24,13 +26,25 @@ def test_the_last_job_to_come_leaves_and_the_first_is_fast_again(cluster: Cluste
     rest = manifests.job("rest", "--no-loop", gpusPerWorker=3, sharing={"mode": "Exclusive"})
     cluster.apply(rest)  # one A100 is left
     eventually("the rest to run", lambda: watcher.job("rest").get("status", {}).get("state") == "Running")
-    cluster.apply(trains("first"))
 
     def observed(name: str) -> dict[str, Any]:
         found: dict[str, Any] = watcher.job(name).get("status", {}).get("observed", {})
         return found
 
-    eventually("its step time alone", lambda: "soloStepTimeSeconds" in observed("first"), timeout_s=120)
+    def solo_records() -> list[Any]:
+        found = watcher.read("configmap", "carpool-calibration", "-n", NAMESPACE)
+        records: list[Any] = json.loads(found["data"]["calibration.json"]).get("solo", []) if found else []
+        return records
+
+    # A job on trial tries a new pair only if the step times of both alone are known: by an equal job before them.
+    before = solo_records()
+    cluster.apply(trains("earlier"))
+    eventually("its step time alone", lambda: "soloStepTimeSeconds" in observed("earlier"), timeout_s=120)
+    eventually("the operator to know it", lambda: solo_records() != before)
+    cluster.kubectl("delete", "gputrainingjob", "earlier")
+    eventually("its end", lambda: not watcher.reserved("earlier"))
+    cluster.apply(trains("first"))
+    eventually("the first to run", lambda: "soloStepTimeSeconds" in observed("first"), timeout_s=120)
     cluster.apply(trains("second", whenSlowed="Move"))
 
     def attempts() -> list[dict[str, Any]]:
