@@ -146,7 +146,7 @@ def unified_memory_problem(product: str) -> str:
 
 
 class _NvmlGpu(msgspec.Struct, frozen=True, rename="camel"):
-    """What NVML reports of one product, and its plain MIG profiles."""
+    """NVML's answers for one product, and its plain MIG profiles."""
 
     name: str
     capability: str

@@ -123,7 +123,7 @@ class Host:
     """Port to the facts of the node, which it reads from files.
 
     In the agent's pod the node's file system is not visible: then `root` is None, and the Node object's facts count.
-    Of the node's directories only those count that exist there, because they are mounted.
+    A directory of the node counts only if it exists there, because the agent mounts it.
     """
 
     root: Path | None = Path("/")
