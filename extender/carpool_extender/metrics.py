@@ -17,6 +17,8 @@ from carpool_extender.cache.cluster import KINDS
 from carpool_extender.framework.filters import CHECKS
 from carpool_extender.informers import Informers
 
+VERBS = ("filter", "prioritize", "bind", "preempt")
+"""kube-scheduler's requests."""
 _FAST = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
 
 
@@ -29,6 +31,8 @@ class ExtenderMetrics:
         self._requests = Histogram(
             "carpool_extender_request_seconds", "Time of a request.", ["verb"], buckets=_FAST, registry=registry
         )
+        for verb in VERBS:  # `rate` needs a scrape from before the first observation, here and below
+            self._requests.labels(verb)
         self._steps = Histogram(
             "carpool_extender_bind_seconds",
             "Time of each step of a bind: reserve, prepare (by the node's agent), bind.",
@@ -36,6 +40,8 @@ class ExtenderMetrics:
             buckets=_FAST,
             registry=registry,
         )
+        for step in ("reserve", "prepare", "bind"):
+            self._steps.labels(step)
         self._kept_back = Histogram(
             "carpool_extender_kept_back_seconds",
             "Time that a bind waited because as many were in flight as can be; a part of its request.",

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from carpool_extender.certificates import Certificates
 from carpool_extender.extender_api import BindingArgs, ExtenderArgs, PreemptionArgs
-from carpool_extender.metrics import ExtenderMetrics
+from carpool_extender.metrics import VERBS, ExtenderMetrics
 from carpool_extender.scheduler import BadRequest, Scheduler
 from carpool_extender.settings import ExtenderSettings
 from carpool_extender.uvicorn_server import Server
@@ -26,7 +26,6 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 MAX_BODY = 4 * 1024 * 1024
 """Largest body of a request in bytes. kube-scheduler sends one pod and node names: 0.3 MB for 5,000 nodes."""
-VERBS = ("filter", "prioritize", "bind", "preempt")
 
 
 class Health(BaseModel):

@@ -45,10 +45,11 @@ def has_data(axes: Axes) -> bool:
     return is_drawn or any("No data" not in text.get_text() for text in axes.texts)
 
 
-def scraped(address: str) -> bool:
-    """Return whether the extender's metrics were scraped."""
+def scraped(address: str, cluster: Cluster) -> bool:
+    """Return whether the metrics of every process were scraped."""
     with suppress(OSError):  # it does not listen yet
-        return bool(answer(address, "carpool_extender_queue_wait_seconds_count"))
+        up = [one["metric"]["pod"] for one in answer(address, "up == 1")]
+        return set(up) == set(targets(cluster))
     return False
 
 
@@ -72,7 +73,7 @@ def test_every_panel_has_data_with_and_without_honored_labels(
     ):
         for address in (honored, exported):
             # Otherwise no scrape is from before the jobs, and their increase is none.
-            eventually("a first scrape", lambda at=address: scraped(at))
+            eventually("a first scrape", lambda at=address: scraped(at, cluster))
         cluster.apply(*first)
         watcher.running("whole")
         cluster.apply(waits)
