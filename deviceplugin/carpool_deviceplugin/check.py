@@ -15,8 +15,9 @@ from carpool_deviceplugin import cdi
 from carpool_deviceplugin.canary import Client, judge, run_client
 from carpool_deviceplugin.cdi import NvidiaCdi
 from carpool_deviceplugin.dcgm import FIELD_NAMES, Exporter
+from carpool_deviceplugin.files import write_file
 from carpool_deviceplugin.gpu import DeviceError, Devices
-from carpool_deviceplugin.health import XidWatch
+from carpool_deviceplugin.health import XidWatch, boot_id
 from carpool_deviceplugin.mig import MigRefusal, plan_mig
 from carpool_deviceplugin.mig_instances import apply_plan, read_instances, read_mig_devices, read_table
 from carpool_deviceplugin.mps import MIN_DRIVER, PROGRAM, MpsProgram, driver_problem, program_version
@@ -163,6 +164,7 @@ def _check_gpus(devices: NvmlDevices, settings: AgentSettings, host: Host) -> It
     )
     yield _if_read(memory, unread)
     yield from _check_counters(devices, settings, host)
+    yield from read_canary(settings.state_dir, devices)
 
 
 def _if_read(found: Outcome, unread: Sequence[Identity]) -> Outcome:
@@ -565,7 +567,31 @@ class Report(msgspec.Struct, kw_only=True):
     """File that `carpool node check --out` writes; what is not known is empty."""
 
     carpool: str
+    checked_at: str = ""
     product: str = ""
     driver: str = ""
+    boot: str = ""
+    """ID of the node's boot."""
     gpu: str = ""
     outcomes: list[Outcome] = []
+
+
+_CANARY_FILE = "canary.json"
+
+
+def store_canary(directory: Path, report: Report, rows: Sequence[Outcome]) -> None:
+    """Store the rows of a canary in the agent's state directory, unless it did not run; raises OSError."""
+    if any(row.verdict is not Verdict.SKIPPED for row in rows):
+        write_file(directory / _CANARY_FILE, msgspec.json.encode(msgspec.structs.replace(report, outcomes=[*rows])))
+
+
+def read_canary(directory: Path, devices: NvmlDevices) -> list[Outcome]:
+    """Return the rows of the last canary; they count until a boot, or with another driver or GPU."""
+    try:
+        last = msgspec.json.decode((directory / _CANARY_FILE).read_bytes(), type=Report)
+    except (OSError, msgspec.MsgspecError):
+        last = Report(carpool="")
+    if (last.driver, last.boot) == (devices.driver, boot_id()) and last.gpu in devices.uuids:
+        return [msgspec.structs.replace(row, found=f"{row.found}, at {last.checked_at}") for row in last.outcomes]
+    found = "not run with this driver since the node's boot; carpool node check --canary runs it on an idle GPU"
+    return [Outcome(name="canary", verdict=Verdict.SKIPPED, found=found)]

@@ -10,7 +10,7 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +19,7 @@ import click
 import msgspec
 import structlog
 from carpool_core import logs, metrics
-from carpool_core.clock import SystemClock
+from carpool_core.clock import SystemClock, rfc3339
 from carpool_core.kube.client import connect
 from carpool_core.kube.config import KubeConfigError
 from carpool_core.kube.errors import KubeError
@@ -31,9 +31,19 @@ from prometheus_client import CollectorRegistry
 
 from carpool_deviceplugin.app import build, find_devices, real_devices
 from carpool_deviceplugin.canary import device_files, judge, run_client
-from carpool_deviceplugin.check import CHECKS, Report, check_node, read_all, run_canary, run_check, without_driver
+from carpool_deviceplugin.check import (
+    CHECKS,
+    Report,
+    check_node,
+    read_all,
+    run_canary,
+    run_check,
+    store_canary,
+    without_driver,
+)
 from carpool_deviceplugin.files import write_file
 from carpool_deviceplugin.gpu import Counters, DeviceError, Devices, NoDevicesError
+from carpool_deviceplugin.health import boot_id
 from carpool_deviceplugin.metrics import AgentCollector
 from carpool_deviceplugin.mig import Instance, MigRefusal, Profile, UnknownProfileError, plan_mig
 from carpool_deviceplugin.mig_instances import apply_plan, read_mig_devices, read_table
@@ -191,7 +201,8 @@ def check(context: click.Context, gpu: str, only: tuple[str, ...], mig: bool, ca
         is_simulated = not isinstance(devices, Outcome) and devices.simulated
         if is_simulated and (given := [f"--{name}" for name in ("only", "mig", "canary") if context.params[name]]):
             raise InputError(f"{', '.join(given)}: expected a real GPU, found simulated ones; leave it out")
-        report, uuid, busy = Report(carpool=version("carpool")), GpuUuid(""), ""
+        report = Report(carpool=version("carpool"), checked_at=rfc3339(SystemClock().now()), boot=boot_id())
+        uuid, busy = GpuUuid(""), ""
         rows: Iterable[Outcome] = check_node(devices, settings, Host.find())
         try:
             if not isinstance(devices, Outcome):
@@ -206,6 +217,8 @@ def check(context: click.Context, gpu: str, only: tuple[str, ...], mig: bool, ca
                 read_all(devices)
                 checks = (run_check(name, devices, uuid, may_divide=mig) for name in CHECKS if name in (only or CHECKS))
                 client = run_canary(devices, uuid) if canary and not busy else []
+                _store(settings, report, client)
+                rows = (row for row in rows if not (canary and row.name.startswith("canary")))
                 rows = itertools.chain(() if only else rows, *(() if busy else (checks, client)))
             elif isinstance(devices, Outcome):
                 wanted = [*CHECKS, "canary"] if canary else CHECKS
@@ -226,6 +239,15 @@ def check(context: click.Context, gpu: str, only: tuple[str, ...], mig: bool, ca
         click.echo(f"Error: GPU {uuid}: expected a healthy and idle GPU, found {busy}; drain it first", err=True)
     passed = {outcome.name for outcome in report.outcomes if outcome.verdict is Verdict.PASSED}
     context.exit(1 if count[Verdict.FAILED] else 0 if is_simulated or passed & CHECKS.keys() else 2)
+
+
+def _store(settings: AgentSettings, report: Report, client: Sequence[Outcome]) -> None:
+    """Store the rows of the canary for the agent's condition Preflight."""
+    try:
+        store_canary(settings.state_dir, report, client)
+    except OSError as e:
+        found = f"CARPOOL_STATE_DIR: expected to write to {quoted(settings.state_dir)}, found {e.strerror}"
+        click.echo(f"{found}; the agent's GpuNode does not get the rows of the canary", err=True)
 
 
 def _find_checked(context: click.Context, settings: AgentSettings) -> Devices | Outcome:

@@ -290,9 +290,14 @@ class XidWatch:
 
 
 _HOT = pynvml.nvmlClocksEventReasonHwThermalSlowdown
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _WRITE_AFTER_S = 30.0
 """A recovery time that moved by less than this is not written again."""
+
+
+def boot_id() -> str:
+    """Return the ID of this boot of the node; empty if unknown."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else ""
 
 
 class _Saved(msgspec.Struct, frozen=True, kw_only=True):
@@ -334,7 +339,7 @@ class HealthMonitor:
         may_write: bool = True,
     ) -> None:
         self._session, self._monotonic, self._directory, self._may_write = session, monotonic, directory, may_write
-        self._boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+        self._boot = boot_id()
         self._gpus = {uuid: self._load(uuid) for uuid in uuids}
         self._xids = XidWatch(session, uuids)
         self._log = structlog.get_logger()

@@ -1,25 +1,30 @@
 """The canary: a CUDA program that shows what a container got."""
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from agent_world import reservation
+from agent_world import World, reservation
 from carpool_core.values import SharingMode
 from carpool_deviceplugin.canary import Answers, device_files, run_client
 from carpool_deviceplugin.cdi import environment
-from carpool_deviceplugin.check import run_canary
+from carpool_deviceplugin.check import Report, run_canary, store_canary
 from carpool_deviceplugin.commands import node as command
 from carpool_deviceplugin.gpu import Access, Mount
+from carpool_deviceplugin.health import boot_id
+from carpool_deviceplugin.preflight import Outcome, Verdict
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
-from carpool_deviceplugin.testing.node import Node
+from carpool_deviceplugin.testing.node import Node, running, until
 from carpool_deviceplugin.testing.nvml import FakeNvml
+from carpool_deviceplugin.timeouts import Intervals
 from carpool_e2e.binaries import cache_root
 from click.testing import CliRunner
 from debian import download
+from msgspec.structs import replace
 
 HERE = Path(__file__).parent
 GPU, OTHER = (f"GPU-{d * 8}-{d * 4}-{d * 4}-{d * 4}-{d * 12}" for d in "12")
@@ -117,18 +122,54 @@ def test_the_check_has_the_rows_of_the_canary_if_it_is_allowed(
     node = Node(FakeNvml(["H100"]), FakeMpsCommands(), tmp_path)
     node.nvml.gpus[0].uuid = gpu
     monkeypatch.setenv("LD_LIBRARY_PATH", str(libcuda))
+    monkeypatch.setenv("CARPOOL_STATE_DIR", str(tmp_path / "agent"))
     (unshare := tmp_path / "unshare").write_text('#!/bin/sh\nshift 5 && exec "$@"\n')  # the real one needs root
     unshare.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    without, allowed = (
-        CliRunner().invoke(command, ["check", "--only", "contract", *more], obj=node.devices())
-        for more in ([], ["--canary"])
+    without, allowed, later = (
+        CliRunner().invoke(command, ["check", *more], obj=node.devices())
+        for more in (["--only", "contract"], ["--only", "contract", "--canary"], [])
     )
     assert ("canary" in without.output, without.exit_code) == (False, 0)
     rows = [line.split()[:2] for line in allowed.output.splitlines() if "canary" in line]
     verdicts = ["FAILED" if code else "passed", "passed", "passed"]
     assert rows == [[one, f"canary-{name}"] for one, name in zip(verdicts, ("gpus", "mps", "memory"), strict=True)]
     assert allowed.exit_code == code
+    assert [line.split()[:2] for line in later.output.splitlines() if " canary-" in line] == rows, "of the last one"
+
+
+async def test_the_condition_has_the_rows_of_the_last_canary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They count until a boot, or with another driver or GPU; a canary that did not run replaces none."""
+    world = World(tmp_path, Intervals(preflight_s=1.0))
+    devices, directory = world.node.devices(), world.agent.settings.state_dir
+    report = Report(carpool="1", checked_at="2026-01-01T00:00:00Z", boot=boot_id(), driver=devices.driver)
+
+    def keep(verdict: Verdict, **changes: str) -> None:
+        row = Outcome(name="canary-mps", verdict=verdict, found="one outside", needed="a client inside MPS")
+        store_canary(directory, replace(replace(report, gpu=devices.uuids[0]), **changes), [row])
+
+    def message() -> str:
+        return next((c.message for c in world.status.conditions if c.type == "Preflight"), "")
+
+    async with running(world.agent):
+        await until(lambda: re.search(r"skipped: .*\bcanary\b", message()))
+        for changes in ({}, {"driver": "1.0"}, {}, {"boot": "another"}, {}, {"gpu": "GPU-1"}):
+            keep(Verdict.FAILED, **changes)
+            failed = "FAILED canary-mps: expected a client inside MPS, found one outside, at 2026-01-01T00:00:00Z."
+            await until(lambda: (failed in message()) == (not changes))  # noqa: B023  # called in this iteration
+        keep(Verdict.PASSED)
+        keep(Verdict.SKIPPED)
+        await until(lambda: re.search(r"passed: .*\bcanary-mps\b", message()))
+
+
+def test_a_state_directory_that_cannot_be_written_is_one_sentence(tmp_path: Path, monkeypatch) -> None:
+    node = Node(FakeNvml(["H100"]), FakeMpsCommands(), tmp_path)
+    row = Outcome(name="canary-mps", verdict=Verdict.PASSED, found="a client inside MPS")
+    monkeypatch.setattr("carpool_deviceplugin.commands.run_canary", lambda *_: [row])
+    monkeypatch.setenv("CARPOOL_STATE_DIR", "/dev/null")
+    found = CliRunner().invoke(command, ["check", "--only", "mps", "--canary"], obj=node.devices())
+    sentence = "expected to write to '/dev/null', found Not a directory; the agent's GpuNode does not get the rows of"
+    assert (found.exit_code, sentence in found.output, "passed   canary-mps" in found.output) == (0, True, True)
 
 
 def test_a_client_that_hangs_or_dies_is_a_failed_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
