@@ -19,7 +19,7 @@ Steps are reported by the training itself. So a record counts only in the tenanc
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
@@ -246,15 +246,11 @@ def learned_colocations(records: Iterable[PairRecord], product: str, name: str) 
         of_mode = [one for one in here if one.mode is mode]
         above = shrunk(of_mode, MODE_ROWS, ZERO)
         beside, runs = defaultdict[str, list[PairRecord]](list), Counter[str]()
-        for one in of_mode:
-            own, other = (
-                (one.family, one.other) if family_of(one.family) == family_of(name) else (one.other, one.family)
-            )
-            if family_of(own) == family_of(name):
-                beside[family_of(other)].append(one)
-                runs[family_of(other)] += 1
-                if own == name and OF_JOB in name and OF_JOB in other:
-                    runs[other] += 1
+        for own, other, one in _runs_of(of_mode, family_of(name)):
+            beside[family_of(other)].append(one)
+            runs[family_of(other)] += 1
+            if own == name and OF_JOB in name and OF_JOB in other:
+                runs[other] += 1
         of_families = {
             family: (correction(its, family_of(name), family, above), correction(its, family, family_of(name), above))
             for family, its in [*beside.items(), (ANY_FAMILY, [])]
@@ -275,6 +271,15 @@ def learned_colocations(records: Iterable[PairRecord], product: str, name: str) 
                 )
             )
     return found
+
+
+def _runs_of(records: Iterable[PairRecord], family: str) -> Iterator[tuple[str, str, PairRecord]]:
+    """Yield the runs in which a family took part, each with the family's own job and its co-tenant."""
+    for one in records:
+        if family_of(one.family) == family:
+            yield one.family, one.other, one
+        elif family_of(one.other) == family:
+            yield one.other, one.family, one
 
 
 def with_colocations(
