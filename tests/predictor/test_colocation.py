@@ -7,11 +7,12 @@ import pytest
 from carpool_core.resources.prediction import ANY_FAMILY, Prediction
 from carpool_core.values import SharingMode
 from carpool_predictor.calibration.colocation import (
+    MAX_PUBLISHED,
     MAX_RATIO,
+    Corrections,
     PairRecord,
     SoloRecord,
     add,
-    correction,
     correction_factor,
     job_name,
     learned_colocations,
@@ -38,13 +39,15 @@ def pair(
 
 
 def factor(records, family="bert", other="resnet") -> float:
-    return correction_factor(correction(records, family, other).coefficients, 0.6, 0.5)
+    return correction_factor(Corrections(records).beside(family, other).coefficients, 0.6, 0.5)
+
+
+def width(records, family="bert", other="resnet") -> float:
+    return Corrections(records).beside(family, other).width
 
 
 def test_without_records_the_shipped_model_stays() -> None:
-    coefficients, width = correction([], "bert", "resnet")
-    assert coefficients == (0, 0, 0)
-    assert width == 1
+    assert Corrections([]).beside("bert", "resnet") == ((0, 0, 0), 1)
 
 
 @given(ratios=st.lists(st.floats(-MAX_RATIO, MAX_RATIO), min_size=1, max_size=12))
@@ -53,51 +56,66 @@ def test_an_estimate_lies_between_the_shipped_model_and_the_measured_runs(ratios
     assert min([0.0, *ratios]) - 1e-9 <= found <= max([0.0, *ratios]) + 1e-9
 
 
-@pytest.mark.parametrize(("runs", "share"), [(1, 0.6), (3, 0.8), (10, 0.9)])
+@pytest.mark.parametrize(("runs", "share"), [(1, 0.5), (3, 0.75), (10, 0.9)])
 def test_runs_of_a_pair_outweigh_the_shipped_model(runs: int, share: float) -> None:
     assert math.log(factor([pair(run=number) for number in range(runs)])) > share * 0.4
 
 
-def test_the_interval_narrows_with_runs_of_the_pair_but_keeps_their_own_spread() -> None:
-    widths = [correction([pair(run=n) for n in range(runs)], "bert", "resnet").width for runs in (0, 1, 3, 100)]
+def test_the_interval_narrows_with_runs_but_keeps_their_own_spread() -> None:
+    runs = [[pair(family="bert@1", other=f"resnet@{n}", run=n) for n in range(number)] for number in (0, 1, 3, 100)]
+    widths = [width(records, "bert@1", "resnet@new") for records in runs]
     assert widths == sorted(widths, reverse=True)
     assert widths[0] == 1
-    assert widths[-1] > 0.5
+    assert widths[-1] > 0.5, "nothing is known of the co-tenant but its family"
 
 
 def test_runs_of_the_same_two_jobs_count_before_other_jobs_of_their_families() -> None:
     records = [pair(0.0, "bert@1", f"resnet@{n}", n) for n in range(5)] + [pair(0.4, "bert@1", "resnet@9")]
     assert math.log(factor(records, "bert@1", "resnet@9")) == pytest.approx(0.4, abs=0.05)
-    assert math.log(factor(records, "bert@2", "resnet@9")) < 0.15
-    assert correction(records, "bert@1", "resnet@9").width == 0
-    assert 0 < correction(records, "bert@2", "resnet@9").width < 1
+    assert width(records, "bert@1", "resnet@9") == 0
+    assert 0 < width(records, "bert@2", "resnet@9") < 1
+    jobs = {f"resnet@{n}": 1 for n in (0, 1, 2, 3, 4, 9)}
     found = {one.family: one.runs for one in learned_colocations(records, A100, "bert@1")}
-    assert found == {"resnet": 6, **{f"resnet@{n}": 1 for n in (0, 1, 2, 3, 4, 9)}, ANY_FAMILY: 0}
-    assert measured_runs(learned_colocations(records, A100, "bert@1")) == 3 + 6, "a new co-tenant renews a prediction"
-    assert {one.family for one in learned_colocations(records, A100, "bert@2")} == {"resnet", ANY_FAMILY}
+    assert found == {"resnet": 6, **jobs, "bert": 0, "bert@1": 0, ANY_FAMILY: 0}
+    assert measured_runs(learned_colocations(records, A100, "bert@1")) == 3 + 7, "a new job renews a prediction"
     assert (job_name("", 64 * "1"), job_name("bert", 64 * "1")) == ("", f"bert@{16 * '1'}")
+
+
+def test_a_job_that_ran_beside_one_co_tenant_is_known_beside_all() -> None:
+    """A sensitive job suffers beside any co-tenant, and a job that presses others presses all."""
+    records = [pair(0.6, "bert@1", f"resnet@{n}", n) for n in range(3)]
+    records += [pair(0.0, f"resnet@{n}", "bert@1", n) for n in range(3)]
+    assert factor(records, "bert@1", "gpt@1") > 1.1 * factor(records, "gpt@2", "gpt@1")
+    assert factor(records, "gpt@1", "resnet@1") > factor(records, "gpt@1", "bert@1")
+    assert width(records, "bert@1", "gpt@1") < width(records, "bert@2", "gpt@1") < 1
 
 
 def test_other_pairs_move_the_estimate_and_leave_the_interval() -> None:
     records = [pair(family="vgg", other=f"other-{number}", run=number) for number in range(20)]
     assert factor(records) > 1.2
-    assert correction(records, "bert", "resnet").width == 1
+    assert width(records) == 1
 
 
 def test_a_batch_size_counts_through_the_utilization() -> None:
-    """A pair's slowdown grows with its co-tenant's utilization; two batch sizes predict a third between them."""
-    records = [pair(0.8 * v, other_util=v, run=n) for n, v in enumerate(np.linspace(0.1, 0.9, 9).tolist())]
-    coefficients = correction(records, "bert", "resnet").coefficients
+    """Slowdowns grow with the co-tenant's utilization: that of a third batch size is between those of two others."""
+    records = [pair(0.8 * v, other_util=v, run=n) for n, v in enumerate(np.linspace(0.1, 0.9, 99).tolist())]
+    coefficients = Corrections(records).beside("bert", "resnet").coefficients
     low, high = (math.log(correction_factor(coefficients, 0.6, v)) for v in (0.2, 0.8))
-    assert low == pytest.approx(0.16, abs=0.1)
-    assert high == pytest.approx(0.64, abs=0.1)
+    assert high - low > 0.15
+
+
+def test_a_prediction_has_room_for_the_jobs_that_ran_beside_it_and_the_most_measured() -> None:
+    records = [pair(family="vgg", other=f"other@{n}", run=n) for n in range(60)] + [pair(family="bert@1", other="x@1")]
+    found = [one.family for one in learned_colocations(records, A100, "bert@1")]
+    assert (len(found), set(found[:2]), found[-1]) == (MAX_PUBLISHED, {"x", "x@1"}, ANY_FAMILY)
 
 
 def test_a_prediction_names_the_measured_families_by_mode_and_any_other() -> None:
     records = [pair(), pair(run=1), pair(-0.1, family="resnet", other="bert"), pair(mode=SLICED, other="vgg")]
     found = learned_colocations(records, A100, "bert")
     assert {(one.mode, one.family): one.runs for one in found} == {
-        (MPS, "resnet"): 3, (MPS, ANY_FAMILY): 0, (SLICED, "vgg"): 1, (SLICED, ANY_FAMILY): 0,
+        (MPS, "resnet"): 3, (MPS, "bert"): 0, (MPS, ANY_FAMILY): 0,
+        (SLICED, "vgg"): 1, (SLICED, "bert"): 0, (SLICED, ANY_FAMILY): 0,
     }  # fmt: skip
     (beside,) = (one for one in found if (one.mode, one.family) == (MPS, "resnet"))
     assert beside.own[0] > 0 > beside.other[0]

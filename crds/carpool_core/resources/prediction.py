@@ -97,13 +97,12 @@ class LearnedColocation(Resource, frozen=True, kw_only=True):
     family: Annotated[
         str,
         field(
-            "Family of the co-tenant, followed by @ and its job's digest if runs of both jobs were measured; * for all "
-            "families that are not listed.",
+            "Family of the co-tenant, followed by @ and its job's digest for one job; * for all that are not listed.",
             max_length=128,
         ),
     ]
     mode: Annotated[SharingMode, field("How both share a GPU.")]
-    runs: Annotated[int, field("Measured runs of the two families or jobs together; 0 for *.", ge=0)]
+    runs: Annotated[int, field("Measured runs of the two families or jobs together; 0 if they never met.", ge=0)]
     own: Annotated[
         list[float],
         field(
@@ -117,7 +116,7 @@ class LearnedColocation(Resource, frozen=True, kw_only=True):
     own_width: Annotated[
         float,
         field(
-            "Share of the interval of the job's predicted slowdown that remains: 1 before a run, 0 if both jobs ran.",
+            "Share of the interval of the job's predicted slowdown that remains: 1 before a run, 0 if both jobs met.",
             ge=0,
             le=1,
         ),

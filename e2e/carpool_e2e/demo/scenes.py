@@ -189,7 +189,7 @@ async def _shows_its_gpu_and_trains(stage: Stage, job: GpuTrainingJob) -> None:
         _expect(given in log, f"a line with {given}", log[:500])
 
     # The first container of a machine waits for PyTorch to come from the disk.
-    await eventually(check, within_s=120)
+    await eventually(check, within_s=300)
 
 
 async def protection(stage: Stage) -> None:

@@ -498,14 +498,15 @@ class Evaluation:
         """Return where the slowdowns on a GPU with tenants come from, unless they are the shipped model's."""
         gpus, mode = self.snapshot.gpus, MODES[int(self.results.mode[row])]
         learned = self.class_table.colocations[int(gpus.device_class[row])] if self.class_table.colocations else ()
-        runs = {one.family: one.runs for one in learned if one.mode is mode}
+        here = [one for one in learned if one.mode is mode]
+        runs = {one.family: one.runs for one in here if one.runs}
         tenants = dict(zip(gpus.family[row, : gpus.count[row]].tolist(), gpus.tenants[row], strict=True))
         names = {one if one in runs else family_of(one): str(of) for one, of in tenants.items() if one}
         if measured := sorted(names.keys() & runs.keys()):
             shown = [f"jobs like {names[one]}" if OF_JOB in one or _DIGEST.fullmatch(one) else one for one in measured]
             each = zip(measured, shown, strict=True)
             return ", ".join(f"from {pluralize(runs[one], 'measured run')} beside {of}" for one, of in each)
-        return "corrected by measured runs of other pairs" if names and ANY_FAMILY in runs else ""
+        return "corrected by measured runs of other pairs" if names and here else ""
 
 
 class Check(ABC):

@@ -1,25 +1,29 @@
-"""Slowdowns learned from pairs of jobs that shared a GPU: corrections of the shipped model by partial pooling. Pure.
+"""Slowdowns learned from pairs of jobs that shared a GPU: a linear mixed model over the shipped one. Pure.
 
-A record is the logarithm r of a measured slowdown over the shipped model's median for the same pair. It depends on the
-utilization of both jobs alone, which contains batch size and precision::
+A record is the logarithm r of a measured slowdown over the shipped model's median for the same pair::
 
-    r = c0 + c1 * own utilization + c2 * the co-tenant's
+    r = c0 + c1 * own utilization + c2 * the co-tenant's       all pairs on the product in the mode
+      + sensitivity of the family + sensitivity of the job     beside any co-tenant
+      + pressure of the co-tenant's family + of its job        on any job
+      + effect of the pair of families
 
-Each level shrinks its coefficients towards those of the level above it (ridge regression, with k rows' worth of
-trust in the level above). The levels are the shipped model (0), all pairs on a product in a mode, and the runs of one
-pair of families there. The interval of one more run keeps, on the logarithmic scale, of the shipped one's width::
+The line is a ridge regression towards the shipped model. The other parts are random effects with crossed levels
+(Henderson's mixed model equations): an effect of n records is the mean of what the other parts leave of them, times
+n / (n + k), where k is the variance between runs over that of the effect. So a job that ran beside one co-tenant is
+known beside all. The interval of one more run keeps, on the logarithmic scale, of the shipped one's width::
 
-    width = sqrt((k / (n + k) + k) / (1 + k))          after n runs of the pair; 1 before the first
+    width = sqrt((sum of 1 / (n + k) + 1) / (sum of 1 / k + 1))          1 without records
 
-The first part is the doubt about the pair's mean and falls, the second the difference between runs and stays. Runs of
-the same two jobs, by their digests, move c0 alone, and their width is 0: equal runs differ by `RUN_FACTOR` at most.
+Runs of the same two jobs, by their digests, move c0 once more, and their width is 0: equal runs differ by `RUN_FACTOR`
+at most.
 
 Steps are reported by the training itself. So a record counts only in the tenancy domain of the job that reported it.
 """
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from functools import lru_cache
 from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
@@ -32,12 +36,13 @@ MAX_PAIRS, MAX_SOLO = 1024, 256
 """Records kept."""
 MAX_PUBLISHED = 48
 """Families and jobs in the prediction of a job for one product and mode, the most measured first."""
-PAIR_RUNS = 0.5
-"""k of a pair's runs: the shipped model errs by 0.15 on unseen pairs, and runs of a pair differ by about 0.1 (assumed).
-Both k were fixed before the replay of measured pairs."""
 MODE_ROWS = 8.0
-"""k of the rows of a product in a mode: pairs differ more from each other than their mean from the shipped model."""
-JOB_RUNS = 0.1
+"""k of the line: pairs differ more from each other than their mean from the shipped model."""
+FAMILY_RUNS, JOB_RUNS, PAIR_RUNS = 2.0, 0.25, 4.0
+"""k of the effects of a family, of a job and of a pair of families, chosen on replays of Gavel's pairs: decision 81."""
+SWEEPS = 3
+"""Passes over the equations (Gauss-Seidel); more change the replayed errors by less than 0.001."""
+SAME_RUNS = 0.1
 """k of the runs of the same two jobs, which differ far less than two jobs of a family (assumed)."""
 RUN_FACTOR = math.exp(1.28 * 0.05 * math.sqrt(2.0))
 """Upper end (90%) of one more run of the same two jobs over a measured one, if logarithms spread by 0.05: those of
@@ -164,8 +169,6 @@ def usable(records: Sequence[Record], namespace: str) -> list[Record]:
 
 Coefficients = tuple[float, float, float]
 """(c0, c1, c2)."""
-ZERO: Coefficients = (0.0, 0.0, 0.0)
-"""The shipped model, uncorrected."""
 
 
 class Correction(NamedTuple):
@@ -176,24 +179,100 @@ class Correction(NamedTuple):
     """Share of the prediction's interval that remains, 0..1."""
 
 
-def shrunk(records: Sequence[PairRecord], k: float, above: Coefficients) -> Coefficients:
-    """Return the coefficients that fit the records, shrunk towards those of the level above (k > 0).
+class Effect(NamedTuple):
+    """What records with one value of a level have in common."""
 
-    Solves (XᵀX + kI) d = Xᵀr, whose matrix is positive definite, by Cramer's rule: predicting imports no NumPy.
+    log_ratio: float
+    runs: int
+
+
+Level = tuple[float, Callable[[str, str], Hashable]]
+"""k of a level, and its value for a job's name and its co-tenant's; None if they have none there."""
+
+LEVELS: tuple[Level, ...] = (
+    (FAMILY_RUNS, lambda own, other: family_of(own)),
+    (FAMILY_RUNS, lambda own, other: family_of(other)),
+    (JOB_RUNS, lambda own, other: own if OF_JOB in own else None),
+    (JOB_RUNS, lambda own, other: other if OF_JOB in other else None),
+    (PAIR_RUNS, lambda own, other: (family_of(own), family_of(other))),
+)
+"""Sensitivity of the family, pressure of the co-tenant's, the same of the two jobs, and effect of the pair."""
+
+
+class Corrections:
+    """What the records of one product and mode teach about any pair of jobs.
+
+    Args:
+        records: Those of the product and mode.
     """
-    gram = [[k if row == column else 0.0 for column in range(3)] for row in range(3)]
+
+    def __init__(self, records: Sequence[PairRecord]) -> None:
+        self._line = _line(records)
+        self._same: dict[tuple[str, str], list[PairRecord]] = defaultdict(list)
+        for one in records:
+            if OF_JOB in one.family and OF_JOB in one.other:
+                self._same[one.family, one.other].append(one)
+        rows_of: list[dict[Hashable, list[int]]] = [defaultdict(list) for _ in LEVELS]
+        for (_, value_of), groups in zip(LEVELS, rows_of, strict=True):
+            for row, one in enumerate(records):
+                groups[value_of(one.family, one.other)].append(row)
+            groups.pop(None, None)
+        left = [self._residual(one, self._line) for one in records]
+        self._effects: list[dict[Hashable, Effect]] = [{} for _ in LEVELS]
+        for _ in range(SWEEPS):
+            for (k, _), groups, effects in zip(LEVELS, rows_of, self._effects, strict=True):
+                for value, rows in groups.items():
+                    before = effects.get(value, _NONE).log_ratio
+                    after = sum(left[row] + before for row in rows) / (len(rows) + k)
+                    effects[value] = Effect(after, len(rows))
+                    for row in rows:
+                        left[row] += before - after
+
+    @staticmethod
+    def _residual(one: PairRecord, coefficients: Coefficients) -> float:
+        c0, c1, c2 = coefficients
+        return one.log_ratio - c0 - c1 * one.util - c2 * one.other_util
+
+    def beside(self, name: str, other: str) -> Correction:
+        """Return the correction for a family or job beside another one."""
+        effects = [
+            (k, effects.get(value_of(name, other), _NONE))
+            for (k, value_of), effects in zip(LEVELS, self._effects, strict=True)
+        ]
+        c0, c1, c2 = self._line
+        c0 += sum(effect.log_ratio for _, effect in effects)
+        doubt = 1 + sum(1 / (effect.runs + k) for k, effect in effects)
+        width = math.sqrt(doubt / (1 + sum(1 / k for k, _ in effects)))
+        if same := self._same.get((name, other)):
+            c0 += sum(self._residual(one, (c0, c1, c2)) for one in same) / (len(same) + SAME_RUNS)
+            width = 0.0
+        return Correction((c0, c1, c2), width)
+
+
+_NONE = Effect(0.0, 0)
+
+
+@lru_cache(maxsize=64)
+def _corrections(records: tuple[PairRecord, ...]) -> Corrections:
+    return Corrections(records)
+
+
+def _line(records: Sequence[PairRecord]) -> Coefficients:
+    """Return the line that fits the records, shrunk towards the shipped model.
+
+    Solves (XᵀX + kI) c = Xᵀr, whose matrix is positive definite, by Cramer's rule: predicting imports no NumPy.
+    """
+    gram = [[MODE_ROWS if row == column else 0.0 for column in range(3)] for row in range(3)]
     moments = [0.0, 0.0, 0.0]
     for one in records:
         x = (1.0, one.util, one.other_util)
-        residual = one.log_ratio - sum(c * value for c, value in zip(above, x, strict=True))
         for row in range(3):
-            moments[row] += x[row] * residual
+            moments[row] += x[row] * one.log_ratio
             for column in range(3):
                 gram[row][column] += x[row] * x[column]
     whole = _determinant(gram)
     c0, c1, c2 = (
-        above[i]
-        + _determinant([[*row[:i], moment, *row[i + 1 :]] for row, moment in zip(gram, moments, strict=True)]) / whole
+        _determinant([[*row[:i], moment, *row[i + 1 :]] for row, moment in zip(gram, moments, strict=True)]) / whole
         for i in range(3)
     )
     return c0, c1, c2
@@ -205,33 +284,6 @@ def _determinant(rows: Sequence[Sequence[float]]) -> float:
     return a * (e * i - f * h) - b * (d * i - f * g) + c * (d * h - e * g)
 
 
-def correction(
-    records: Sequence[PairRecord], family: str, other: str, of_mode: Coefficients | None = None
-) -> Correction:
-    """Return the correction for a family or job beside another one, from records of one product and mode.
-
-    `of_mode` are the coefficients of all these records, if they are known.
-    """
-    of_mode = of_mode or shrunk(records, MODE_ROWS, ZERO)
-    families = family_of(family), family_of(other)
-    runs = [one for one in records if (family_of(one.family), family_of(one.other)) == families]
-    n, k = len(runs), PAIR_RUNS
-    found = Correction(shrunk(runs, k, of_mode), math.sqrt((k / (n + k) + k) / (1 + k)))
-    return _of_jobs(found, runs, family, other)
-
-
-def _of_jobs(of_families: Correction, runs: Iterable[PairRecord], job: str, other: str) -> Correction:
-    """Return the correction of a pair of families, moved by those of its runs that had the same two jobs."""
-    equal = (
-        [one for one in runs if (one.family, one.other) == (job, other)] if OF_JOB in job and OF_JOB in other else []
-    )
-    if not equal:
-        return of_families
-    c0, c1, c2 = of_families.coefficients
-    residuals = (one.log_ratio - c0 - c1 * one.util - c2 * one.other_util for one in equal)
-    return Correction((c0 + sum(residuals) / (len(equal) + JOB_RUNS), c1, c2), 0.0)
-
-
 def correction_factor(coefficients: Sequence[float], own: float, other: float) -> float:
     """Return measured over predicted slowdown for a job of this utilization alone beside another one."""
     c0, c1, c2 = coefficients
@@ -239,31 +291,31 @@ def correction_factor(coefficients: Sequence[float], own: float, other: float) -
 
 
 def learned_colocations(records: Iterable[PairRecord], product: str, name: str) -> list[LearnedColocation]:
-    """Return the corrections for a family or job on a product: beside measured jobs, their families, and any other."""
+    """Return the corrections for a family or job on a product: beside the families and jobs of records, and any other.
+
+    Those that ran beside it come first, then the most measured.
+    """
     here = [one for one in records if one.product == product]
     found: list[LearnedColocation] = []
     for mode in sorted({one.mode for one in here}):
-        of_mode = [one for one in here if one.mode is mode]
-        above = shrunk(of_mode, MODE_ROWS, ZERO)
-        beside, runs = defaultdict[str, list[PairRecord]](list), Counter[str]()
-        for own, other, one in _runs_of(of_mode, family_of(name)):
-            beside[family_of(other)].append(one)
-            runs[family_of(other)] += 1
-            if own == name and OF_JOB in name and OF_JOB in other:
-                runs[other] += 1
-        of_families = {
-            family: (correction(its, family_of(name), family, above), correction(its, family, family_of(name), above))
-            for family, its in [*beside.items(), (ANY_FAMILY, [])]
-        }
-        for other, count in [*runs.most_common(MAX_PUBLISHED - 1), (ANY_FAMILY, 0)]:
-            family = family_of(other)
-            mine, its = of_families[family]
-            mine, its = _of_jobs(mine, beside[family], name, other), _of_jobs(its, beside[family], other, name)
+        of_mode = tuple(one for one in here if one.mode is mode)
+        learned, runs, known = _corrections(of_mode), Counter[str](), Counter[str]()
+        for one in of_mode:
+            known.update({one.family, one.other, family_of(one.family), family_of(one.other)})
+            is_own = family_of(one.family) == family_of(name)
+            own, other = (one.family, one.other) if is_own else (one.other, one.family)
+            if family_of(own) == family_of(name):
+                runs[family_of(other)] += 1
+                if own == name and OF_JOB in name and OF_JOB in other:
+                    runs[other] += 1
+        listed = sorted(known, key=lambda other: (-runs[other], -known[other], other))[: MAX_PUBLISHED - 1]
+        for other in [*listed, ANY_FAMILY]:
+            mine, its = learned.beside(name, other), learned.beside(other, name)
             found.append(
                 LearnedColocation(
                     family=other,
                     mode=mode,
-                    runs=count,
+                    runs=runs[other],
                     own=[round(c, 4) for c in mine.coefficients],
                     own_width=round(mine.width, 4),
                     other=[round(c, 4) for c in its.coefficients],
@@ -271,15 +323,6 @@ def learned_colocations(records: Iterable[PairRecord], product: str, name: str) 
                 )
             )
     return found
-
-
-def _runs_of(records: Iterable[PairRecord], family: str) -> Iterator[tuple[str, str, PairRecord]]:
-    """Yield the runs in which a family took part, each with the family's own job and its co-tenant."""
-    for one in records:
-        if family_of(one.family) == family:
-            yield one.family, one.other, one
-        elif family_of(one.other) == family:
-            yield one.other, one.family, one
 
 
 def with_colocations(

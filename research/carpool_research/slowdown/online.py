@@ -1,6 +1,7 @@
 """Prequential replay of measured pairs: each is predicted from those before it, then learned. Time runs by chance.
 
-Slowdowns are corrected by `carpool_predictor.calibration.colocation`, whose constants were fixed before this was run.
+Slowdowns are corrected by `carpool_predictor.calibration.colocation`. Its constants were chosen on Gavel's pairs with
+other seeds, and never on Lucid's.
 """
 
 from collections import Counter
@@ -10,8 +11,9 @@ from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
+from carpool_core.resources.prediction import OF_JOB, family_of
 from carpool_core.values import SharingMode
-from carpool_predictor.calibration.colocation import PairRecord, correction, correction_factor
+from carpool_predictor.calibration.colocation import Corrections, PairRecord, correction_factor
 from carpool_predictor.models.slowdown import shipped, slowdowns, upper_end, upper_factor
 
 from carpool_research.slowdown import gavel, lucid
@@ -27,7 +29,8 @@ class Occasion(NamedTuple):
 
     product: str
     mode: SharingMode
-    families: tuple[str, str]
+    jobs: tuple[str, str]
+    """Family and job."""
     busy: tuple[float, float]
     speeds: tuple[float, float]
 
@@ -53,7 +56,7 @@ def occasions(data: Path) -> dict[str, list[Occasion]]:
         Occasion(
             "RTX 3090",
             SharingMode.TIME_SLICING,
-            pairs.models[row],
+            _names(pairs.models[row], pairs.jobs[row]),
             (float(pairs.busy[row, 0]), float(pairs.busy[row, 1])),
             (1 / float(pairs.raw[row]), 1 / float(pairs.raw[row + 1])),
         )
@@ -64,7 +67,7 @@ def occasions(data: Path) -> dict[str, list[Occasion]]:
         Occasion(
             one.one[0],
             SharingMode.MPS,
-            (one.one[1], one.other[1]),
+            _names((one.one[1], one.other[1]), (one.one[2], one.other[2])),
             (busy[one.one], busy[one.other]),
             (1 / one.slowdowns[0], 1 / one.slowdowns[1]),
         )
@@ -74,20 +77,26 @@ def occasions(data: Path) -> dict[str, list[Occasion]]:
     return {"Lucid": of_lucid, "Gavel": of_gavel}
 
 
+def _names(families: tuple[str, str], jobs: tuple[str, str]) -> tuple[str, str]:
+    (one, other), (job, its) = families, jobs
+    return f"{one}{OF_JOB}{job}", f"{other}{OF_JOB}{its}"
+
+
 def replay(seen: Sequence[Occasion], seed: int) -> Iterator[Outcome]:
     """Predict and learn the pairs in a random order; yield the outcome of each job of each pair."""
     records: dict[tuple[str, SharingMode], list[PairRecord]] = {}
     earlier = Counter[tuple[str, SharingMode, frozenset[str]]]()
     for number in np.random.default_rng(seed).permutation(len(seen)).tolist():
         one = seen[number]
-        known, pair = records.setdefault((one.product, one.mode), []), (one.product, one.mode, frozenset(one.families))
+        known = records.setdefault((one.product, one.mode), [])
+        pair = (one.product, one.mode, frozenset(map(family_of, one.jobs)))
         busy = np.array([one.busy])
         activity = busy, busy ** shipped().holding, np.zeros((1, 2))
         prior, factor = slowdowns(one.mode, *activity)[0], upper_factor(one.mode, activity[0])[0]
-        learned = []
+        learned, corrections = [], Corrections(known)
         for mine, its in ((0, 1), (1, 0)):
-            family, other = one.families[mine], one.families[its]
-            coefficients, width = correction(known, family, other)
+            job, other = one.jobs[mine], one.jobs[its]
+            coefficients, width = corrections.beside(job, other)
             expected = max(1.0, prior[mine] * correction_factor(coefficients, one.busy[mine], one.busy[its]))
             highest = expected * factor[mine] ** width
             if width == 1:
@@ -96,7 +105,7 @@ def replay(seen: Sequence[Occasion], seed: int) -> Iterator[Outcome]:
             yield Outcome(earlier[pair], abs(speed - by_prior), abs(speed - 1 / expected), 1 / speed <= highest)
             ratio = float(np.log(max(1.0, 1 / speed) / prior[mine]))
             utils = one.busy[mine], one.busy[its]
-            learned.append(PairRecord("", "", "", one.product, False, one.mode, family, other, *utils, ratio))
+            learned.append(PairRecord("", "", "", one.product, False, one.mode, job, other, *utils, ratio))
         known += learned
         earlier[pair] += 1
 
