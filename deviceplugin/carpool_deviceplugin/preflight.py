@@ -4,12 +4,10 @@ import functools
 import os
 import re
 import subprocess
-import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -88,20 +86,46 @@ class RuntimeConfig:
     """Version of containerd's file format; only containerd 2 reads 3."""
     enables_cdi: bool | None = None
     """None if it is not set."""
-    spec_dirs: tuple[str, ...] = _DEFAULT_SPEC_DIRS
+    spec_dirs: Sequence[str] = _DEFAULT_SPEC_DIRS
+    problem: str = ""
+    """The file that cannot be read, and why; empty if all can."""
+
+
+class _Cri(msgspec.Struct, frozen=True):
+    enable_cdi: bool | None = None
+    cdi_spec_dirs: list[str] | None = None
+
+    def or_else(self, earlier: "_Cri") -> "_Cri":
+        """Return these settings, and the earlier ones of those that are not set."""
+        values = zip(msgspec.structs.astuple(self), msgspec.structs.astuple(earlier), strict=True)
+        return _Cri(*(before if own is None else own for own, before in values))
+
+
+class _Crio(msgspec.Struct, frozen=True):
+    runtime: _Cri = _Cri()
+
+
+class _ConfigFile(msgspec.Struct, frozen=True):
+    """The part of a container runtime's file that is read."""
+
+    version: int = 0
+    imports: list[str] = []
+    plugins: dict[str, _Cri] = {}
+    crio: _Crio = _Crio()
 
 
 _CONFIGS = {
     "containerd": (
-        "etc/containerd/config.toml",
         "etc/cri/containerd.toml",
         "var/lib/rancher/*/agent/etc/containerd/config.toml",
         "var/snap/microk8s/current/args/containerd.toml",
         "etc/k0s/containerd.toml",
+        "etc/containerd/config.toml",
     ),
     "cri-o": ("etc/crio/crio.conf", "etc/crio/crio.conf.d/*.conf"),
 }
-"""Configuration files by runtime, relative to the node's root: the usual ones, then Talos, k3s, RKE2, MicroK8s, k0s."""
+"""Configuration files by runtime, relative to the node's root. CRI-O reads all. Of containerd's the first one counts, a
+distribution's own: Talos, k3s, RKE2, MicroK8s, k0s."""
 _PROGRAMS = {
     "containerd": (
         "var/lib/rancher/*/data/current/bin/containerd",
@@ -116,6 +140,25 @@ _PROGRAMS = {
 """Programs by runtime, relative to the node's root; a distribution's own comes first. Only root can replace them."""
 _CRI_PLUGINS = ("io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime")
 """Names of containerd's plugin that handles CDI: up to version 1, and from 2 on."""
+
+
+def _parse_config(runtime: str, files: Sequence[Path], root: Path) -> RuntimeConfig:
+    """Later files count more; up to containerd 1.7 a plugin's section replaces that of an earlier file."""
+    found, schema, pending = _Cri(), 0, [*files]
+    for path in pending:  # grows by the imports
+        try:
+            content = msgspec.toml.decode(path.read_bytes(), type=_ConfigFile)
+        except (OSError, ValueError, msgspec.MsgspecError) as e:
+            file = quoted(Path("/") / path.relative_to(root))
+            return RuntimeConfig(runtime, problem=f"{file}, which cannot be read: {e}")
+        schema, found = content.version or schema, content.crio.runtime.or_else(found)
+        for section in (content.plugins[name] for name in _CRI_PLUGINS if name in content.plugins):
+            found = section.or_else(_Cri() if schema < 3 else found)
+        for one in content.imports:
+            base = root if one.startswith("/") else path.parent
+            pending += [file for file in sorted(base.glob(one.lstrip("/"))) if file not in pending]
+    dirs = _DEFAULT_SPEC_DIRS if found.cdi_spec_dirs is None else found.cdi_spec_dirs
+    return RuntimeConfig(runtime, schema, found.enable_cdi, dirs)
 
 
 @dataclass(frozen=True)
@@ -186,11 +229,15 @@ class Host:
         is_permissive = self._text((self.root or Path("/")) / "sys/fs/selinux/enforce").strip() == "0"
         return "" if len(label) < 3 or is_permissive else label[2]
 
-    def runtime_config(self) -> RuntimeConfig | None:
-        """Return the container runtime's configuration; None if no file of it is visible."""
-        for runtime, patterns in _CONFIGS.items():
-            if files := self._find(patterns):
-                return self._parse(runtime, files)
+    def runtime_config(self, runtime: str = "") -> RuntimeConfig | None:
+        """Return the configuration of the container runtime; None if no file of it is visible.
+
+        Without a name it is that of CRI-O if that runs, otherwise the first one found.
+        """
+        runtime = runtime or ("cri-o" if "crio" in self.programs else "")
+        for name in [runtime] if runtime else _CONFIGS:
+            if self.root is not None and (files := self._find(_CONFIGS.get(name, ()))):
+                return _parse_config(name, files if name == "cri-o" else files[:1], self.root)
         return None
 
     def _find(self, patterns: Sequence[str]) -> list[Path]:
@@ -206,29 +253,6 @@ class Host:
             if found := re.search(r"\sv?(\d+\.\d+\S*)", printed):
                 return found[1]
         return ""
-
-    def _parse(self, runtime: str, files: Sequence[Path]) -> RuntimeConfig:
-        found: dict[str, Any] = {}
-        schema = 0
-        for path in files:
-            content = self._toml(path)
-            schema = content.get("version", schema)
-            imports = [
-                f for one in content.get("imports", ()) for f in sorted((self.root or path).glob(one.lstrip("/")))
-            ]
-            for part in (content, *map(self._toml, imports)):
-                plugins = part.get("plugins", {})
-                found |= part.get("crio", {}).get("runtime", {})
-                for name in _CRI_PLUGINS:
-                    found |= plugins.get(name, {})
-        dirs = found.get("cdi_spec_dirs", _DEFAULT_SPEC_DIRS)
-        return RuntimeConfig(runtime, schema, found.get("enable_cdi"), tuple(dirs))
-
-    def _toml(self, path: Path) -> dict[str, Any]:
-        try:
-            return tomllib.loads(self._text(path))
-        except tomllib.TOMLDecodeError:
-            return {}  # the runtime itself does not start with it
 
     @staticmethod
     def _text(path: Path | None) -> str:
@@ -338,7 +362,8 @@ def check_system(host: Host) -> Outcome:
 
 
 def _check_runtime(host: Host, cdi_dir: Path) -> Outcome:
-    config, (name, _, version) = host.runtime_config(), host.info.container_runtime_version.partition("://")
+    name, _, version = host.info.container_runtime_version.partition("://")
+    config = host.runtime_config(name)
     if config is not None and not name:
         name = config.runtime
         version = host.runtime_version(name) or ("2" if config.schema >= 3 else "")
@@ -359,6 +384,8 @@ def _check_runtime(host: Host, cdi_dir: Path) -> Outcome:
     if name == "cri-o" and not numbers:
         lacks = f"{found} of a version that it did not print"
         return outcome(lacks, "run crio --version; before 1.28, update it", Verdict.UNKNOWN)
+    if config and config.problem:
+        return outcome(config.problem, "correct it", Verdict.UNKNOWN)
     if name == "containerd":
         is_on = config.enables_cdi if config else None
         if is_on is None and numbers:
@@ -373,8 +400,8 @@ def _check_runtime(host: Host, cdi_dir: Path) -> Outcome:
         if not is_on:
             return outcome(f"{found} with CDI off", advice)
     if config and _normal(cdi_dir) not in map(_normal, config.spec_dirs):
-        lacks = f"{found} with cdi_spec_dirs {', '.join(config.spec_dirs)}"
-        return outcome(lacks, "set CARPOOL_CDI_DIR (nodeAgent.cdiDir) to one of them")
+        lacks = f"{found} with cdi_spec_dirs {', '.join(config.spec_dirs) or 'empty'}"
+        return outcome(lacks, "add it there, or set CARPOOL_CDI_DIR (nodeAgent.cdiDir) to one of them")
     return outcome("")
 
 

@@ -34,10 +34,13 @@ from node_world import run, verdicts
 
 CDI_2 = 'version = 2\n[plugins."io.containerd.grpc.v1.cri"]\nenable_cdi = true\n'
 CDI_3 = "version = 3\n[plugins.'io.containerd.cri.v1.runtime']\n"
+CDI_OFF = CDI_3 + "enable_cdi = false\n"
+SANDBOX = CDI_2.replace("enable_cdi = true", "sandbox_image = 'pause'")
 CONFIG, PROGRAM = "etc/containerd/config.toml", "usr/bin/containerd"
 UPSTREAM = (
     "#!/bin/sh\necho containerd github.com/containerd/containerd/v2 v2.0.2 c507a0257ea6462fbd6f5ba4f5c74facb04021f4\n"
 )
+CRIO = "#!/bin/sh\necho crio version 1.31.2\n"
 DEBIAN = "#!/bin/sh\necho 'containerd github.com/containerd/containerd 1.7.24~ds1 1.7.24~ds1-6'\n"
 
 
@@ -93,7 +96,7 @@ def write(root: Path, files: dict[str, str]) -> None:
             "passed",
             "with CDI",
         ),
-        ("containerd://2.0.0", {CONFIG: CDI_3 + "enable_cdi = false\n"}, "FAILED", "with CDI off"),
+        ("containerd://2.0.0", {CONFIG: CDI_OFF}, "FAILED", "with CDI off"),
         ("containerd://2.0.0", {CONFIG: CDI_3 + "cdi_spec_dirs = ['/var/cdi']\n"}, "FAILED", "cdi_spec_dirs /var/cdi"),
         ("containerd://2.0.0", {CONFIG: CDI_3 + "cdi_spec_dirs = ['/run/cdi/']\n"}, "passed", "with CDI"),
         (
@@ -114,16 +117,50 @@ def write(root: Path, files: dict[str, str]) -> None:
         ("", {"etc/crio/crio.conf": ""}, "unknown", "run crio --version; before 1.28, update it"),
         (
             "",
-            {"etc/crio/crio.conf": "", "usr/bin/crio": "#!/bin/sh\necho crio version 1.31.2\n"},
+            {"etc/crio/crio.conf": "", "usr/bin/crio": CRIO},
             "passed",
             "cri-o 1.31.2 with CDI",
         ),
+        (
+            "",
+            {CONFIG: "version = 2\n", "etc/crio/crio.conf": "", "usr/bin/crio": CRIO, "proc/9/comm": "crio\n"},
+            "passed",
+            "cri-o 1.31.2 with CDI",
+        ),
+        ("cri-o://1.31.2", {CONFIG: CDI_3 + "cdi_spec_dirs = ['/x']\n"}, "passed", "cri-o 1.31.2 with CDI"),
+        (
+            "containerd://1.7.27-k3s1",
+            {CONFIG: "version = 2\n", "var/lib/rancher/k3s/agent/etc/containerd/config.toml": CDI_2},
+            "passed",
+            "with CDI",
+        ),
+        (
+            "containerd://1.7.27",
+            {CONFIG: "imports = ['conf.d/*.toml']\n" + CDI_2, "etc/containerd/conf.d/99-nvidia.toml": SANDBOX},
+            "FAILED",
+            "with CDI off",
+        ),
+        (
+            "containerd://2.0.0",
+            {CONFIG: "imports = ['conf.d/*.toml']\n" + CDI_OFF, "etc/containerd/conf.d/99-nvidia.toml": CDI_3},
+            "FAILED",
+            "with CDI off",
+        ),
+        (
+            "",
+            {CONFIG: "[plugins\n"},
+            "unknown",
+            "found '/etc/containerd/config.toml', which cannot be read: Expected ']'",
+        ),
+        ("", {CONFIG: "version = '2'\n"}, "unknown", "which cannot be read: Expected `int`, got `str`"),
+        ("containerd://2.0.0", {CONFIG: CDI_3 + "cdi_spec_dirs = []\n"}, "FAILED", "cdi_spec_dirs empty; add it there"),
         ("docker://24.0.7", {}, "FAILED", "use containerd 1.7 or newer, or CRI-O"),
         ("", {}, "unknown", "see that containerd 2 or CRI-O runs"),
     ],
 )
 def test_the_runtime_must_read_cdi(tmp_path: Path, runtime: str, files, verdict: str, message: str) -> None:
-    """Regression: containerd 1.7 has CDI off by default, and silently ignores the device."""
+    """Regressions: containerd 1.7 has CDI off by default, and silently ignores the device. The file of a runtime that
+    does not run decided, a section that an imported file replaces counted, and an invalid file was a traceback."""
     write(tmp_path, files)
     row = host_rows(tmp_path, runtime)["container-runtime"]
     assert (row.verdict, message in str(row)) == (verdict, True), row

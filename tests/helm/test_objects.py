@@ -307,10 +307,10 @@ def test_cdi_directories_are_values(render: Any) -> None:
     chart = render(nodeAgent={"cdiDir": "/var/cdi/dynamic", "cdiStaticDir": ""})
     for container in ("agent", "mps"):
         mounts = {m["name"]: m["mountPath"] for m in chart.containers[container]["volumeMounts"]}
-        assert (mounts["cdi"], mounts.get("etc-cdi")) == ("/var/cdi/dynamic", None)
+        assert (mounts["cdi"], "etc-cdi" in mounts) == ("/var/cdi/dynamic", False)
         assert chart.environment(container)["CARPOOL_CDI_DIR"] == "/var/cdi/dynamic"
     paths = {v["name"]: v["hostPath"]["path"] for v in agent_pod(chart)["volumes"] if "hostPath" in v}
-    assert (paths["cdi"], paths.get("etc-cdi")) == ("/var/cdi/dynamic", None)
+    assert (paths["cdi"], "etc-cdi" in paths) == ("/var/cdi/dynamic", False)
 
 
 def test_the_traces_memory_fits_into_the_operators_container(chart: Any) -> None:
