@@ -82,6 +82,16 @@ def test_the_schema_has_the_choices_of_each_setting(path: str, choices: Iterable
             id="misspelt key",
         ),
         pytest.param(
+            {"operator": {"resources": {"limit": {"memory": "1Gi"}}}},
+            "at '/operator/resources': additional properties 'limit' not allowed",
+            id="misspelt limits",
+        ),
+        pytest.param(
+            {"scheduler": {"affinity": {"podAntiaffinity": {}}}},
+            "at '/scheduler/affinity': additional properties 'podAntiaffinity' not allowed",
+            id="misspelt affinity",
+        ),
+        pytest.param(
             {"extender": {"image": {"tag": 1.1}}},
             "at '/extender/image/tag': got number, want string",
             id="tag unquoted",
