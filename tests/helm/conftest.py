@@ -91,7 +91,10 @@ def chart(render: Render) -> Chart:
 
 @pytest.fixture(scope="session")
 def previous(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A chart of version 0.0.9, whose CRD of jobs lacks `status.restarts`."""
+    """A chart of version 0.0.9, whose CRD of jobs lacks `status.restarts`.
+
+    It is made of this one, because no version was released before, and a shallow clone has no earlier commit to build.
+    """
     chart = tmp_path_factory.mktemp("previous") / "carpool"
     shutil.copytree(CHART, chart)
     about = yaml.safe_load((chart / "Chart.yaml").read_text())
