@@ -150,8 +150,8 @@ def prepare(vendor: bool) -> None:
     """Get everything that the tests need: system packages, binaries and images."""
     console = Console()
     kubelets = not why_no_kubelets()
-    needs = binaries.FOR_CONTROL_PLANE + binaries.FOR_BROWSER + (binaries.FOR_NODES if kubelets else ())
-    binaries.install_packages(needs, console)
+    needs = binaries.FOR_CONTROL_PLANE + binaries.FOR_BROWSER + binaries.FOR_COPIES
+    binaries.install_packages(needs + (binaries.FOR_NODES if kubelets else ()), console)
     wanted = CONTROL_PLANE_TOOLS | (NODE_TOOLS if kubelets else set()) | ({"nvidia-ctk"} if vendor else set())
     binaries.ensure(wanted | {"prometheus", "promtool"}, console=console)
     if kubelets:

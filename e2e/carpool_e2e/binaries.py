@@ -60,6 +60,7 @@ FOR_NODES = (
 )
 
 FOR_BROWSER = (_command("chromium", "chromium"),)
+FOR_COPIES = (_command("skopeo", "skopeo"),)
 FOR_IMAGES = (_command("buildah", "buildah"), _command("dpkg-deb", "dpkg"))
 FOR_EMULATION = (_command("update-binfmts", "binfmt-support"), _command("qemu-aarch64-static", "qemu-user-static"))
 

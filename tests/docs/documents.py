@@ -21,8 +21,7 @@ NOT_EXECUTED = {
     r"helm upgrade gpu-operator ": "needs GPU Operator, whose chart and images come from registries",
     r"kubectl .*\btop pod ": "needs metrics-server, which the tests' clusters do not have",
     r"make image .*TRACE=1": "fetches PyTorch for two architectures, one of which runs under QEMU",
-    r"docker ": "needs Docker and its registry",
-    r"skopeo ": "needs a registry of the user's",
+    r"docker ": "needs Docker's daemon",
     r"pip install torch ": "fetches PyTorch from another index",
     r"carpool profile |.*carpool node |.*nvidia-smi ": "needs a GPU, as the tests in tests/gpu do",
 }
@@ -30,6 +29,7 @@ NOT_EXECUTED = {
 ELSEWHERE = {
     r"make demo": "tests/e2e/test_demo.py::test_the_commands_of_the_page_on_a_laptop_work",
     r"make krew |kubectl krew |kubectl carpool --version": "tests/e2e/test_release.py::test_krew_installs_the_plugin",
+    r"skopeo ": "tests/e2e/test_release.py::test_skopeo_copies_an_image_with_all_its_architectures",
     r"helm install ": "tests/helm/test_pods.py::test_a_running_job_outlives_what_is_done_to_the_release",
 }
 """Test that executes the commands that begin with the expression, with the files or the cluster that they need."""

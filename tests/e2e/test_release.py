@@ -1,15 +1,21 @@
 """A release: its versions and notes agree. `make release` builds one and checks it from an empty folder."""
 
+import asyncio
+import hashlib
 import json
 import os
 import re
 import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from email.parser import HeaderParser
+from itertools import count
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 from carpool_e2e import images, release
-from carpool_e2e.binaries import ensure
+from carpool_e2e.binaries import FOR_COPIES, ensure, install_packages
 from carpool_e2e.errors import HarnessError
 from documents import ELSEWHERE, ROOT, Shell, commands
 from packaging.licenses import canonicalize_license_expression
@@ -64,6 +70,60 @@ def test_an_image_has_both_architectures(monkeypatch: pytest.MonkeyPatch) -> Non
         assert images.run(archive, image, "carpool", "--version").startswith(f"carpool {VERSION}"), architecture
         code = "import platform, grpc, msgspec, pynvml; print(platform.machine())"
         assert images.run(archive, image, "python", "-c", code) == images.ARCHITECTURES[architecture]
+
+
+@asynccontextmanager
+async def registry() -> AsyncIterator[tuple[str, dict[str, bytes]]]:
+    """A registry in memory: its address, and its content by path. It speaks the part of OCI's protocol that pushes."""
+    content, parts, numbers = dict[str, bytes](), dict[str, bytes](), count()
+
+    async def handle(request: web.Request) -> web.Response:
+        path, body = request.path, await request.read()
+        if request.method in ("GET", "HEAD"):
+            return web.Response(body=content[path]) if path in content else web.Response(status=404)
+        if request.method == "POST":
+            path = f"{path}{next(numbers)}"
+        elif request.method == "PATCH":
+            parts[path] = parts.get(path, b"") + body
+        else:
+            where, _, reference = path.rpartition("/")
+            blob = parts.pop(path, b"") + body
+            digest = f"sha256:{hashlib.sha256(blob).hexdigest()}"
+            if "digest" in request.query:
+                assert request.query["digest"] == digest
+                where, reference = where.removesuffix("/uploads"), digest
+            content.update({f"{where}/{reference}": blob, f"{where}/{digest}": blob})
+            return web.Response(status=201, headers={"Docker-Content-Digest": digest})
+        return web.Response(status=202, headers={"Location": path})
+
+    content["/v2/"] = b"{}"
+    app = web.Application(client_max_size=2**30)
+    app.router.add_route("*", "/{path:.*}", handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"127.0.0.1:{runner.addresses[0][1]}", content
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.e2e
+async def test_skopeo_copies_an_image_with_all_its_architectures(tmp_path: Path) -> None:
+    """By the command of docs/security.md, into a registry."""
+    install_packages(FOR_COPIES, Console())
+    archive = await asyncio.to_thread(images.ensure, Console())
+    (tmp_path / "dist").mkdir()
+    (tmp_path / "dist" / "images.tar").symlink_to(archive)
+    async with registry() as (address, content):
+        shell = Shell(tmp_path, {**os.environ}, {"REGISTRY": address})
+        (command,) = (command for _, command in commands(ROOT / "docs" / "security.md") if command.startswith("skopeo"))
+        done = await asyncio.to_thread(shell, command, "--dest-tls-verify=false")
+    assert done.returncode == 0, done.stderr
+    index = json.loads(content[f"/v2/carpool/operator/manifests/{VERSION}"])
+    built = {one.digest for one in images.listed(archive) if one.name == images.image_name("operator")}
+    assert {one["digest"] for one in index["manifests"]} == built
+    assert {f"/v2/carpool/operator/manifests/{digest}" for digest in built} <= content.keys()
 
 
 @pytest.mark.e2e
