@@ -17,7 +17,7 @@ from carpool_simulator.progress import provenance
 from rich.console import Console
 
 from carpool_e2e import binaries, dashboards, images, processes, release
-from carpool_e2e.bench import agent, latency, placement, predictions, probe, throughput
+from carpool_e2e.bench import agent, installation, latency, placement, predictions, probe, throughput
 from carpool_e2e.bench.measure import Section, replaced
 from carpool_e2e.binaries import CONTROL_PLANE_TOOLS, NODE_TOOLS
 from carpool_e2e.cluster import FULL, LOGS, PROJECT, Cluster, running, why_no_kubelets
@@ -27,6 +27,7 @@ from carpool_e2e.errors import HarnessError
 
 REPORT = PROJECT / "docs" / "benchmarks.md"
 SECTIONS: Mapping[str, Callable[[Callable[[str], None], Console], Section]] = {
+    "installation": installation.measure,
     "latency": latency.measure,
     "throughput": throughput.measure,
     "placement": lambda report, _: placement.measure(report),
@@ -208,12 +209,12 @@ def build_release(version: str, out: Path, commit: str, architectures: tuple[str
 @main.command()
 @click.option("--only", type=click.Choice([*SECTIONS]), help="Measure one section.")
 def bench(only: str | None) -> None:
-    """Measure latency, throughput, memory, predictions, the probe and an agent, and write docs/benchmarks.md."""
+    """Measure Carpool's speed and memory, from installation to a node agent, and write docs/benchmarks.md."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     for name in [only] if only else SECTIONS:
         console.rule(name)
         made = provenance(SystemClock())
-        section = SECTIONS[name](lambda line: console.print(line, highlight=False), console)
+        section = SECTIONS[name](lambda line: console.print(line, highlight=False, markup=False), console)
         lines = section.lines(f"on {made.when} UTC, version {made.version}")
         REPORT.write_text(replaced(REPORT.read_text(encoding="utf-8"), lines), encoding="utf-8")
 

@@ -5,6 +5,7 @@ import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 from aiohttp import web
@@ -14,6 +15,8 @@ from carpool_core.products import PRODUCTS
 from carpool_core.resources.node import GpuNode, Reservation
 from carpool_core.values import JobState, SharingMode
 from carpool_extender.testing import device, gpu_node, node_of, pod_of, prediction, tenant
+
+from carpool_e2e import controlplane
 
 GPUS, TENANTS = 8, 6
 """GPUs and tenants of each node."""
@@ -112,6 +115,14 @@ def _pod(job: str, namespace: str, node: str = "") -> bytes:
     return msgspec.json.encode(pod)
 
 
+def write_kubeconfig(folder: Path, port: int) -> Path:
+    """Write and return the kubeconfig of a `PaperApi` on this port, with an authority that nothing checks."""
+    controlplane.make(folder, "ca", "/CN=ca")
+    file = folder / "kubeconfig"
+    file.write_text(controlplane.kubeconfig(f"http://127.0.0.1:{port}", folder / "ca.crt", "paper"))
+    return file
+
+
 class PaperApi:
     """An API server that lists a cluster and reports changed GpuNodes to watches."""
 
@@ -131,6 +142,7 @@ class PaperApi:
         """Listen on a free port for the duration of a block; the port is the value."""
         app = web.Application()
         app.router.add_get("/{path:.*}", self._handle)
+        app.router.add_post("/{path:.*}", self._allow)
         runner = web.AppRunner(app, shutdown_timeout=1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -158,6 +170,9 @@ class PaperApi:
         metadata = msgspec.json.encode({"resourceVersion": "1", "continue": token})
         body = b'{"metadata":' + metadata + b',"items":[' + b",".join(objects[begin:end]) + b"]}"
         return web.Response(body=body, content_type="application/json")
+
+    async def _allow(self, _: web.Request) -> web.Response:
+        return web.json_response({"status": {"allowed": True}})  # access reviews are all that is posted
 
     async def _watch(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "application/json"})

@@ -20,9 +20,17 @@ from urllib.request import urlopen
 
 import msgspec
 
-from carpool_e2e import controlplane
 from carpool_e2e.bench.measure import Figure, Section, percentile, resident_mib
-from carpool_e2e.bench.paper import GPUS, TENANTS, Load, PaperApi, draw_load, paper_cluster, with_tenant
+from carpool_e2e.bench.paper import (
+    GPUS,
+    TENANTS,
+    Load,
+    PaperApi,
+    draw_load,
+    paper_cluster,
+    with_tenant,
+    write_kubeconfig,
+)
 from carpool_e2e.cluster import carpool_command
 from carpool_e2e.errors import HarnessError
 from carpool_e2e.processes import choose
@@ -157,11 +165,9 @@ def wait_ready(url: str) -> None:
 @contextmanager
 def extender(folder: Path, api_port: int) -> Iterator[tuple[int, int, str]]:
     """Run `carpool extender` against an API server without TLS; yield its process ID, its port and its ready URL."""
-    controlplane.make(folder, "ca", "/CN=ca")
-    kubeconfig, ports = folder / "kubeconfig", choose(_SLOT)
-    kubeconfig.write_text(controlplane.kubeconfig(f"http://127.0.0.1:{api_port}", folder / "ca.crt", "paper"))
+    ports = choose(_SLOT)
     environment = {
-        "KUBECONFIG": str(kubeconfig),
+        "KUBECONFIG": str(write_kubeconfig(folder, api_port)),
         "CARPOOL_EXTENDER_PORT": str(ports.extender),
         "CARPOOL_METRICS_PORT": str(ports.extender_metrics),
         "CARPOOL_EXTENDER_TLS_DIR": str(folder),
