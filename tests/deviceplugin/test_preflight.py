@@ -130,7 +130,7 @@ def write(root: Path, files: dict[str, str]) -> None:
         ("cri-o://1.31.2", {CONFIG: CDI_3 + "cdi_spec_dirs = ['/x']\n"}, "passed", "cri-o 1.31.2 with CDI"),
         (
             "containerd://1.7.27-k3s1",
-            {CONFIG: "version = 2\n", "var/lib/rancher/k3s/agent/etc/containerd/config.toml": CDI_2},
+            {CONFIG: CDI_2.replace("true", "false"), "var/lib/rancher/k3s/agent/etc/containerd/config.toml": CDI_2},
             "passed",
             "with CDI",
         ),
