@@ -1,7 +1,7 @@
 """Recognise from the end of a container's log whether its program ran out of GPU memory. Pure.
 
-A line reports exhausted GPU memory if it names exhausted memory and a GPU, but not the host's memory. The words are
-those of frameworks and allocators in `tests/data/oom`.
+A line reports exhausted GPU memory if it names a lack of memory or a refused allocation, and a GPU, but not the host's
+memory. The words are those of frameworks and allocators in `tests/data/oom`.
 
 Logs come from tenants, and the operator searches them in its event loop. So each gap in a pattern has a bound.
 """
@@ -14,26 +14,26 @@ def _either(*patterns: str) -> re.Pattern[str]:
     return re.compile("|".join(patterns), re.IGNORECASE | re.MULTILINE)
 
 
-_MEMORY = (
-    r"(?:(?:the|free|available|allocatable|gpu|cuda|device|video|graphics|dedicated|global)[ _]?){0,4}"
-    r"(?:memory|mem(?:\b|_alloc)|v?ram)"
+_NEAR = r"(?:(?!(?:\w\w|\))\. ).){0,80}?"
+"""A gap within a sentence."""
+_MEMORY = r"(?:memory|(?<![a-z])mem(?![a-z])|v?ram\b|mem_alloc)"
+_ALLOCATION = r"(?:(?<!de)alloc(?!ator|_conf|\w{0,20}\.\w)|reserve )"
+_LACK = (
+    r"(?:out[ _-]?of(?![ _-](?:bounds|range|date))|r[au]n out|but only|shortage|lack of|exhausted|exceed|overflow"
+    r"|not fit|[iu]nsufficient|with sufficient|(?:not|n't)(?: have)? enough|too (?:little|small|large|big)"
+    r"|no (?:more|free|available)|(?:(?:larg|great|small|low)er|more|less) than)"
 )
+_REFUSED = r"(?:fail(?!ing)|unable|not able|not possible|refused|can ?not|can't|could ?n[o']t)"
 
 _EXHAUSTED = _either(
-    rf"(?:out[ _-]?of|exhausted)[ _-]?{_MEMORY}|out of gpu\b|tried to allocate [\d.]+ [KMG]i?B",
-    r"(?:\b|_)OOM\b(?![=(-])|\b(?:Gpu|Split)\w{0,20}OOM\b",
-    rf"(?:(?:not|n't)(?: have)? enough|[iu]nsufficient|no (?:more|free|available)|lack of|too little) {_MEMORY}\b",
-    rf"(?:(?:(?:larg|great|small|low)er|more|less) than|exceed\w{{0,3}}|too (?:large|big)|not fit) .{{0,80}}{_MEMORY}",
-    rf"(?:more|less) {_MEMORY} than|{_MEMORY} .{{0,20}}(?:exhausted|exceeded|insufficient|overflow)",
-    r"(?:fail\w{0,3}|unable|can ?not|can't|could ?n[o']t)(?: to|:)?(?: \w{1,20}){0,2} \w{0,20}alloc(?!ator)",
-    r"alloc\w{0,10} of [\d.,]{1,20} ?\w{0,5} failed",
-    r"alloc\w{0,40}(?:[^\w.]{1,3}\w{1,20}){0,3}[ _](?:failed|failure|error)(?!_)|allocator_failure",
-    r"bad_?alloc|allocfail|error allocating|memory_?allocation|pool size exceeded|allocation on device",
+    rf"{_LACK}{_NEAR}{_MEMORY}|{_MEMORY}{_NEAR}{_LACK}|(?:\b|_|(?-i:[a-z]))OOM\b(?![=(-])|out of gpu\b",
+    rf"{_REFUSED}{_NEAR}{_ALLOCATION}|{_ALLOCATION}{_NEAR}{_REFUSED}",
+    rf"error[ :]{{0,2}}\w{{0,20}}{_ALLOCATION}|alloc\w{{0,20}}[_ ](?:error|failure)|tried to allocate [\d.]+ [KMG]i?B",
     r"\b(?:cuda|cudnn|cuMem|cuCtx|CUresult|hip)\w{0,40}\W.{0,30}?(?:error|fail\w{3,4}|result)(?: code)?[ :=([]{1,3}2\b",
-    rf"cudaSuccess\.? \(?2 vs|error=2 :|no .{{1,20}} with sufficient {_MEMORY}|invalid buffer size",
+    r"cudaSuccess\.? \(?2 vs|error=2 :|bad_?alloc|allocation on device|invalid buffer size",
     r"no executable batch size|dst tensor is not init|allocating <= available|tokens that can be stored in kv cache",
 )
-"""Phrases for exhausted memory, and error 2 of the CUDA and HIP runtimes and drivers."""
+"""A lack near memory, or a refusal near an allocation; phrases without these words; error 2 of CUDA and HIP."""
 
 _GPU = _either(
     r"cuda|cu(?:blas|dnn|fft|mem|rand|result|solver|sparse|tensor|vid|-\w)|gpu|nccl|nvidia|nv_?enc|nvjpeg|optix",
@@ -50,12 +50,13 @@ _GPU = _either(
 _NOT_GPU = _either(
     r"(?<!gpu and shared )(?<!gpu or )(?<! \()\bhost\b|host_?(?:alloc|bfc|mem)|allocmapped|pinned|page-locked|mlock",
     r"shared memory|\bshm\b|\b[sv]mem\b|(?:system|virtual) (?:memory|ram)|low on memory|java\.lang|java runtime",
-    r"heap (?:space|limit|out)|cgroup|kill(?:ed)? process|oom[- ]?kill|slurm|srun:|ray\.exceptions\.Out|CPUAllocator",
+    r"system call|bottom of memory|heap (?:space|limit|out)|cgroup|kill(?:ed)? process|oom[- ]?kill|slurm|srun:",
+    r"ray\.exceptions\.Out|CPUAllocator",
     r"alloc_cpu|allocator \(?\w{0,5}cpu|err(?:no|or)\W{0,3}(?:code )?(?:is )?12\b|\(12\)|mmap|memalign|\bfork",
     r"for an array|arraymemory|memoryerror: unable|fail to alloc memory of",
     r"swap space|\bdisk|space left|quota|message larger|busy or unavailable|unsupported|not supported",
-    r"invalid(?! buffer size)|illegal|driver version",
-    r"cuda_error_(?!out_)|unknown error|than 1EB memory|compiler error|ptxas|_nchwc|std::bad_alloc(?!:)",
+    r"invalid(?! buffer size)|illegal|driver version|capable|than 1EB memory|compiler error|ptxas|_nchwc",
+    r"initiali[sz]ation error|device-side|launch failure|misaligned|cuda_error_(?!out_)|unknown error|std::bad_alloc(?!:)",
     r"^memory allocation of.*failed$|after a total of|cannot allocate memory(?! (?:on|from|in|for))",
 )
 """Words for the host's memory, the memory of a core, other resources and other errors."""
