@@ -20,7 +20,7 @@ _MEMORY = r"(?:memory|(?<![a-z])mem(?![a-z])|v?ram\b|mem_alloc)"
 _ALLOCATION = r"(?:(?<!de)alloc(?!ator|_conf|\w{0,20}\.\w)|reserve )"
 _LACK = (
     r"(?:out[ _-]?of(?![ _-](?:bounds|range|date))|r[au]n out|but only|shortage|lack of|exhausted|exceed|overflow"
-    r"|not fit|[iu]nsufficient|with sufficient|(?:not|n't)(?: have)? enough|too (?:little|small|large|big)"
+    r"|not fit|[iu]nsufficient|with sufficient|(?:not|n't)(?: have| provide)? enough|too (?:little|small|large|big)"
     r"|no (?:more|free|available)|(?:(?:larg|great|small|low)er|more|less) than)"
 )
 _REFUSED = r"(?:fail(?!ing)|unable|not able|not possible|refused|can ?not|can't|could ?n[o']t)"
@@ -28,7 +28,8 @@ _REFUSED = r"(?:fail(?!ing)|unable|not able|not possible|refused|can ?not|can't|
 _EXHAUSTED = _either(
     rf"{_LACK}{_NEAR}{_MEMORY}|{_MEMORY}{_NEAR}{_LACK}|(?:\b|_|(?-i:[a-z]))OOM\b(?![=(-])|out of gpu\b",
     rf"{_REFUSED}{_NEAR}{_ALLOCATION}|{_ALLOCATION}{_NEAR}{_REFUSED}",
-    rf"error[ :]{{0,2}}\w{{0,20}}{_ALLOCATION}|alloc\w{{0,20}}[_ ](?:error|failure)|tried to allocate [\d.]+ [KMG]i?B",
+    rf"error[ :]{{0,2}}(?!test_)\w{{0,20}}{_ALLOCATION}|alloc\w{{0,20}}[_ ](?:error|failure)",
+    r"tried to allocate [\d.]+ [KMG]i?B",
     r"\b(?:cuda|cudnn|cuMem|cuCtx|CUresult|hip)\w{0,40}\W.{0,30}?(?:error|fail\w{3,4}|result)(?: code)?[ :=([]{1,3}2\b",
     r"cudaSuccess\.? \(?2 vs|error=2 :|bad_?alloc|allocation on device|invalid buffer size",
     r"no executable batch size|dst tensor is not init|allocating <= available|tokens that can be stored in kv cache",
@@ -40,7 +41,7 @@ _GPU = _either(
     r"tensorrt|\bTRT\b|thrust|\bRMM|\bTHC|\.cuh?\b|\bhip|rocm|opencl|vulkan|\bxpu|mps backend|xla|jax|vram",
     r"video memory|torch\.\w*\.?OutOf|TaskError\(OutOf|(?:available|stored in) kv cache|cache blocks",
     r"mem-fraction-static|(?:prefill|total) tokens|BFCArena|bfc_|pooled_storage|allocating tensor",
-    r"resource[ _]?exhausted|\bHBM\b|\bdevice[ _](?:mem|ordinal|\d|out|ran)",
+    r"resource[ _]?exhausted|\bHBM\b|\bdevice[ _-](?:mem|ordinal|\d|out|ran)",
     r"(?:on|from) device\b|out_?of_?device|error code 2:|\bcl_|\bvk\w",
     r"of memory (?:trying |while |to )*allocat|executable batch|parallel_for failed|dst tensor|allocating <=",
     r"invalid buffer size|spark\.rapids",
@@ -49,14 +50,15 @@ _GPU = _either(
 
 _NOT_GPU = _either(
     r"(?<!gpu and shared )(?<!gpu or )(?<! \()\bhost\b|host_?(?:alloc|bfc|mem)|allocmapped|pinned|page-locked|mlock",
-    r"shared memory|\bshm\b|\b[sv]mem\b|(?:system|virtual) (?:memory|ram)|low on memory|java\.lang|java runtime",
+    r"shared memory|\bshm\b|\b[sv]mem\b|(?:system|virtual) (?:memory|ram)|low on memory|java\.lang\.Out|java runtime",
     r"system call|bottom of memory|heap (?:space|limit|out)|cgroup|kill(?:ed)? process|oom[- ]?kill|slurm|srun:",
     r"ray\.exceptions\.Out|CPUAllocator",
     r"alloc_cpu|allocator \(?\w{0,5}cpu|err(?:no|or)\W{0,3}(?:code )?(?:is )?12\b|\(12\)|mmap|memalign|\bfork",
     r"for an array|arraymemory|memoryerror: unable|fail to alloc memory of",
     r"swap space|\bdisk|space left|quota|message larger|busy or unavailable|unsupported|not supported",
     r"invalid(?! buffer size)|illegal|driver version|capable|than 1EB memory|compiler error|ptxas|_nchwc",
-    r"initiali[sz]ation error|device-side|launch failure|misaligned|cuda_error_(?!out_)|unknown error|std::bad_alloc(?!:)",
+    r"initiali[sz]ation error|device-side|launch failure|misaligned|cuda_error_(?!out_)|unknown error(?! was)",
+    r"std::bad_alloc(?!:)",
     r"^memory allocation of.*failed$|after a total of|cannot allocate memory(?! (?:on|from|in|for))",
 )
 """Words for the host's memory, the memory of a core, other resources and other errors."""
@@ -95,8 +97,9 @@ _INFORMATION = _either(
 _ADVICE = re.compile(r"\b(?:try|consider|please|should|can|could|may|might)\b[^\n]*", re.IGNORECASE)
 
 _HANDLED = _either(
-    r"(?<![-/_.])(?<!by )\b(?:skipping(?! tactic[^\0]{0,600}internal error)|(?:reduc|halv|decreas|lower|recover|offload"
-    r"|ignor|continu|retry)ing|falling back|fell back|will retry|attempting to free|switching to|trying again)\b",
+    r"(?<![-/_.])(?<!by )\b(?:skipping(?! tactic[^\0]{0,600}internal error)|(?:reduc|halv|decreas|lower|recover"
+    r"|offload|ignor|continu|retry)ing|falling back|fell back|will retry|attempting to (?:free|copy)|switching to"
+    r"|trying again)\b",
 )
 """Words of a program that handled the error and went on."""
 
