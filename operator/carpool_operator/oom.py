@@ -29,10 +29,9 @@ _EXHAUSTED = _either(
     rf"{_LACK}{_NEAR}{_MEMORY}|{_MEMORY}{_NEAR}{_LACK}|(?:\b|_|(?-i:[a-z]))OOM\b(?![=(-])|out of gpu\b",
     rf"{_REFUSED}{_NEAR}{_ALLOCATION}|{_ALLOCATION}{_NEAR}{_REFUSED}",
     rf"error[ :]{{0,2}}(?!test_)\w{{0,20}}{_ALLOCATION}|alloc\w{{0,20}}[_ ](?:error|failure)",
-    r"tried to allocate [\d.]+ [KMG]i?B",
     r"\b(?:cuda|cudnn|cuMem|cuCtx|CUresult|hip)\w{0,40}\W.{0,30}?(?:error|fail\w{3,4}|result)(?: code)?[ :=([]{1,3}2\b",
-    r"cudaSuccess\.? \(?2 vs|error=2 :|bad_?alloc|allocation on device|invalid buffer size",
-    r"no executable batch size|dst tensor is not init|allocating <= available|tokens that can be stored in kv cache",
+    r"cudaSuccess\.? \(?2 vs|bad_?alloc|allocation on device|invalid buffer size|tried to allocate [\d.]+ [KMG]",
+    r"no executable batch size|error=2 :|dst tensor is not init|allocating <= available|tokens that can be stored in kv cache",
 )
 """A lack near memory, or a refusal near an allocation; phrases without these words; error 2 of CUDA and HIP."""
 
@@ -52,14 +51,12 @@ _NOT_GPU = _either(
     r"(?<!gpu and shared )(?<!gpu or )(?<! \()\bhost\b|host_?(?:alloc|bfc|mem)|allocmapped|pinned|page-locked|mlock",
     r"shared memory|\bshm\b|\b[sv]mem\b|(?:system|virtual) (?:memory|ram)|low on memory|java\.lang\.Out|java runtime",
     r"system call|bottom of memory|heap (?:space|limit|out)|cgroup|kill(?:ed)? process|oom[- ]?kill|slurm|srun:",
-    r"ray\.exceptions\.Out|CPUAllocator",
     r"alloc_cpu|allocator \(?\w{0,5}cpu|err(?:no|or)\W{0,3}(?:code )?(?:is )?12\b|\(12\)|mmap|memalign|\bfork",
-    r"for an array|arraymemory|memoryerror: unable|fail to alloc memory of",
-    r"swap space|\bdisk|space left|quota|message larger|busy or unavailable|unsupported|not supported",
+    r"for an array|arraymemory|memoryerror: unable|fail to alloc memory of|ray\.exceptions\.Out|CPUAllocator",
+    r"after a total of|swap space|\bdisk|space left|quota|message larger|busy or unavailable|unsupported|not supported",
     r"invalid(?! buffer size)|illegal|driver version|capable|than 1EB memory|compiler error|ptxas|_nchwc",
     r"initiali[sz]ation error|device-side|launch failure|misaligned|cuda_error_(?!out_)|unknown error(?! was)",
-    r"std::bad_alloc(?!:)",
-    r"^memory allocation of.*failed$|after a total of|cannot allocate memory(?! (?:on|from|in|for))",
+    r"^memory allocation of.*failed$|cannot allocate memory(?! (?:on|from|in|for))|std::bad_alloc(?!:)",
 )
 """Words for the host's memory, the memory of a core, other resources and other errors."""
 
