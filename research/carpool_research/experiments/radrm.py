@@ -28,9 +28,11 @@ HIDING = 1.5
 ACTIVITY = 1.5
 """SM activity is about utilization to this power, says the card of GPUMemNet's trainings. A number of its own, as no
 truth may move with the model that decides."""
+MEASURED_ON = "v100"
+"""The newest of Gavel's GPUs."""
 ASSUMED = (
-    "Slowdown by MPS is Gavel's, whose pairs ran behind it on a K80, a P100 and a V100; how busy they kept the SMs was "
-    "worked out from steps at several batch sizes."
+    "Slowdown by MPS is Gavel's, whose pairs ran behind it on a V100: each task is one of three of its jobs that keep "
+    "the SMs nearly as busy; how busy was worked out from steps at several batch sizes."
 )
 
 
@@ -39,7 +41,7 @@ _trace = cache(read_trace)
 
 @cache
 def read(data: Path) -> Pool:
-    """Read the pairs of jobs that were measured alone at several batch sizes, too.
+    """Read the pairs of jobs on a V100 that were measured alone at several batch sizes, too.
 
     Args:
         data: Where `gavel/gavel_throughputs_flat.csv` lies.
@@ -62,10 +64,10 @@ def read(data: Path) -> Pool:
         ((mine, other), slowdown)
         for pair in measured.pairs
         for mine, other, slowdown in zip((pair.one, pair.other), (pair.other, pair.one), pair.slowdowns, strict=True)
-        if mine in busy and other in busy
+        if mine in busy and other in busy and mine[0] == MEASURED_ON
     ]
     shares = np.array([[busy[one] for one in jobs] for jobs, _ in each])
-    return Pool(shares**ACTIVITY, np.array([slowdown for _, slowdown in each]))
+    return Pool(shares**ACTIVITY, np.array([slowdown for _, slowdown in each]), [jobs for jobs, _ in each])
 
 
 PRODUCT = "NVIDIA A100-SXM4-40GB"
