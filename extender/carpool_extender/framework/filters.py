@@ -268,21 +268,32 @@ def colocation_on(gpus: GpuTable, pod_request: PodRequest, table: ClassTable, ro
     if table.colocations and name is not None:
         families = gpus.family.take(rows, axis=0)[:, :tenants]
         expected = expected.copy()
+        couples = [[0, place] for place in range(1, tenants + 1)]
+        pairs = np.array([slowdowns(name, util[one].T, sm[one].T, dram[one].T) for one in couples])
         for column in range(rows.size):
             here = [one for one in table.colocations[device_class[column]] if one.mode is name]
-            _correct(here, families[column].tolist(), util[:, column], expected[:, column], width[:, column])
+            alone = families[column].tolist(), util[:, column], pairs[:, column]
+            _correct(here, *alone, expected[:, column], width[:, column])
     return Colocation(name, util, expected, shipped, is_trial, limit, width)
 
 
 def _correct(
-    learned: Sequence[LearnedColocation], families: Sequence[str], util: Floats, expected: Floats, width: Floats
+    learned: Sequence[LearnedColocation],
+    families: Sequence[str],
+    util: Floats,
+    pairs: Floats,
+    expected: Floats,
+    width: Floats,
 ) -> None:
     """Correct the slowdowns on one GPU in place by those that were measured beside jobs of its tenants' families.
+
+    Slowdowns of pairs are learned. In a larger group, what each pair has more or less than predicted adds up.
 
     Args:
         learned: Corrections for the incoming pod in the GPU's mode.
         families: Family of each tenant; empty if unknown.
         util: Utilization of the incoming pod and of each tenant alone, 0..1.
+        pairs: Predicted slowdowns of the incoming pod and a tenant, if only they were there, shape (tenants, 2).
         expected: Predicted slowdown of the incoming pod and of each tenant.
         width: Share of their intervals that is left. Beside several tenants it is 0 if the same jobs ran beside each of
             them, and else 1: only pairs are measured.
@@ -294,8 +305,8 @@ def _correct(
         if found is None or not family:
             continue
         own, other = float(util[0]), float(util[place])
-        expected[0] *= correction_factor(found.own, own, other)
-        expected[place] *= correction_factor(found.other, other, own)
+        expected[0] += pairs[place - 1, 0] * (correction_factor(found.own, own, other) - 1)
+        expected[place] += pairs[place - 1, 1] * (correction_factor(found.other, other, own) - 1)
         width[0], width[place] = found.own_width, found.other_width
         equal += found.own_width == found.other_width == 0
     if len(families) > 1:

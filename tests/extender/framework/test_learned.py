@@ -70,6 +70,7 @@ def outcome(*colocations: LearnedColocation, tenants: int = 1, family: str = "re
         ),
         pytest.param([learned("vgg", own=2.0)], 1, PASSED, "expected slowdown 1.00", id="another family"),
         pytest.param([learned("resnet", own=0.25)], 2, SLOWDOWN.number, "run", id="two measured co-tenants add up"),
+        pytest.param([learned("resnet", own=0.22)], 2, PASSED, "slowdown 1.49", id="their shares are added"),
     ],
 )
 def test_learned_slowdowns_decide_and_are_named(
