@@ -28,10 +28,10 @@ _REFUSED = r"(?:fail(?!ing)|unable|not able|not possible|refused|can ?not|can't|
 _EXHAUSTED = _either(
     rf"{_LACK}{_NEAR}{_MEMORY}|{_MEMORY}{_NEAR}{_LACK}|(?:\b|_|(?-i:[a-z]))OOM\b(?![=(-])|out of gpu\b",
     rf"{_REFUSED}{_NEAR}{_ALLOCATION}|{_ALLOCATION}{_NEAR}{_REFUSED}",
-    rf"error[ :]{{0,2}}(?!test_)\w{{0,20}}{_ALLOCATION}|alloc\w{{0,20}}[_ ](?:error|failure)",
+    rf"error[ :]{{0,2}}(?!test_)\w{{0,20}}{_ALLOCATION}|alloc\w{{0,20}}[_ ](?:error|failure)|error=2 :",
     r"\b(?:cuda|cudnn|cuMem|cuCtx|CUresult|hip)\w{0,40}\W.{0,30}?(?:error|fail\w{3,4}|result)(?: code)?[ :=([]{1,3}2\b",
     r"cudaSuccess\.? \(?2 vs|bad_?alloc|allocation on device|invalid buffer size|tried to allocate [\d.]+ [KMG]",
-    r"no executable batch size|error=2 :|dst tensor is not init|allocating <= available|tokens that can be stored in kv cache",
+    r"no executable batch size|dst tensor is not init|allocating <= available|tokens that can be stored in kv cache",
 )
 """A lack near memory, or a refusal near an allocation; phrases without these words; error 2 of CUDA and HIP."""
 
