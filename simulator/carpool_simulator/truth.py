@@ -222,7 +222,6 @@ class MeasuredPairs:
         draw = zlib.crc32(f"{self._seed}/{one.kind}/{other.kind}".encode()) % NEIGHBOURS
         return float(np.sort(pool.slowdowns[near])[draw])
 
-
     def _as_measured_jobs(self, pool: Pool, one: Truth, other: Truth) -> float:
         """Return the slowdown of the measured jobs that two simulated ones are.
 
