@@ -213,9 +213,9 @@ def bench(only: str | None) -> None:
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     for name in [only] if only else SECTIONS:
         console.rule(name)
-        made = provenance(SystemClock())
+        made, load = provenance(SystemClock()), os.getloadavg()[0]
         section = SECTIONS[name](lambda line: console.print(line, highlight=False, markup=False), console)
-        lines = section.lines(f"on {made.when} UTC, version {made.version}")
+        lines = section.lines(f"on {made.when} UTC, version {made.version}, with a load of {load:.1f} before")
         REPORT.write_text(replaced(REPORT.read_text(encoding="utf-8"), lines), encoding="utf-8")
 
 
