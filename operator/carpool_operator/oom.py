@@ -16,14 +16,14 @@ def _either(*patterns: str) -> re.Pattern[str]:
 
 _NEAR = r"(?:(?!(?:\w\w|\))\. ).){0,80}?"
 """A gap within a sentence."""
-_MEMORY = r"(?:memory|(?<![a-z])mem(?![a-z])|v?ram\b|mem_alloc)"
+_MEMORY = r"(?:memory(?![_ ](?:utilization|efficient|format))|(?<![a-z])mem(?![a-z])|v?ram\b|mem_alloc)"
 _ALLOCATION = r"(?:(?<!de)alloc(?!ator|_conf|\w{0,20}\.\w)|reserve )"
 _LACK = (
     r"(?:out[ _-]?of(?![ _-](?:bounds|range|date))|r[au]n out|but only|shortage|lack of|exhausted|exceed|overflow"
     r"|not fit|[iu]nsufficient|with sufficient|(?:not|n't)(?: have| provide)? enough|too (?:little|small|large|big)"
     r"|no (?:more|free|available)|(?:(?:larg|great|small|low)er|more|less) than)"
 )
-_REFUSED = r"(?:fail(?!ing)|unable|not able|not possible|refused|can ?not|can't|could ?n[o']t)"
+_REFUSED = r"(?:fail(?!ing)|unable|not able|not possible|refused|can ?not(?! import)|can't|could ?n[o']t)"
 
 _EXHAUSTED = _either(
     rf"{_LACK}{_NEAR}{_MEMORY}|{_MEMORY}{_NEAR}{_LACK}|(?:\b|_|(?-i:[a-z]))OOM\b(?![=(-])|out of gpu\b",

@@ -91,6 +91,21 @@ def test_a_stack_frame_reports_nothing(frame: str) -> None:
     assert reports_gpu_out_of_memory(report.replace("\n", "\\n")), "in one line, as Ray and JSON print it"
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ImportError: cannot import name 'memory_allocated' from 'torch.cuda' (torch/cuda/__init__.py)",
+        "ValueError: GPU memory utilization must be less than 1.0. Got 1.5.",
+        "ValueError: `gpu_memory_utilization` cannot be greater than 1",
+        "ValueError: memory_efficient_attention on cuda: a head dim larger than 256 is not possible",
+    ],
+)
+def test_a_name_with_memory_in_it_reports_nothing(text: str) -> None:
+    """Regression: a lack near such a name, or an import that fails near one, was exhausted memory."""
+    assert not reports_gpu_out_of_memory(f"{text}\n")
+    assert not names_no_cause(f"{text}\n")
+
+
 def test_corpus_is_large_and_each_message_has_its_source() -> None:
     every = [one for collection in COLLECTIONS.values() for one in collection]
     count = Counter(one["gpu_oom"] for one in every)
