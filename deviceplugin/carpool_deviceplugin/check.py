@@ -589,7 +589,7 @@ def read_canary(directory: Path, devices: NvmlDevices) -> list[Outcome]:
     """Return the rows of the last canary; they count until a boot, or with another driver or GPU."""
     try:
         last = msgspec.json.decode((directory / _CANARY_FILE).read_bytes(), type=Report)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, ValueError, msgspec.MsgspecError):
         last = Report(carpool="")
     if (last.driver, last.boot) == (devices.driver, boot_id()) and last.gpu in devices.uuids:
         return [msgspec.structs.replace(row, found=f"{row.found}, at {last.checked_at}") for row in last.outcomes]

@@ -148,15 +148,15 @@ def _parse_config(runtime: str, files: Sequence[Path], root: Path) -> RuntimeCon
     for path in pending:  # grows by the imports
         try:
             content = msgspec.toml.decode(path.read_bytes(), type=_ConfigFile)
+            for one in content.imports:
+                pattern = os.path.normpath(Path("/") / path.parent.relative_to(root) / one)
+                pending += [file for file in sorted(root.glob(pattern[1:])) if file not in pending]
         except (OSError, ValueError, msgspec.MsgspecError) as e:
             file = quoted(Path("/") / path.relative_to(root))
             return RuntimeConfig(runtime, problem=f"{file}, which cannot be read: {e}")
         schema, found = content.version or schema, content.crio.runtime.or_else(found)
         for section in (content.plugins[name] for name in _CRI_PLUGINS if name in content.plugins):
             found = section.or_else(_Cri() if schema < 3 else found)
-        for one in content.imports:
-            base = root if one.startswith("/") else path.parent
-            pending += [file for file in sorted(base.glob(one.lstrip("/"))) if file not in pending]
     dirs = _DEFAULT_SPEC_DIRS if found.cdi_spec_dirs is None else found.cdi_spec_dirs
     return RuntimeConfig(runtime, schema, found.enable_cdi, dirs)
 

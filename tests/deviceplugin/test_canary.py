@@ -138,7 +138,7 @@ def test_the_check_has_the_rows_of_the_canary_if_it_is_allowed(
     assert [line.split()[:2] for line in later.output.splitlines() if " canary-" in line] == rows, "of the last one"
 
 
-async def test_the_condition_has_the_rows_of_the_last_canary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_condition_has_the_rows_of_the_last_canary(tmp_path: Path) -> None:
     """They count until a boot, or with another driver or GPU; a canary that did not run replaces none."""
     world = World(tmp_path, Intervals(preflight_s=1.0))
     devices, directory = world.node.devices(), world.agent.settings.state_dir
@@ -160,6 +160,8 @@ async def test_the_condition_has_the_rows_of_the_last_canary(tmp_path: Path, mon
         keep(Verdict.PASSED)
         keep(Verdict.SKIPPED)
         await until(lambda: re.search(r"passed: .*\bcanary-mps\b", message()))
+        (directory / "canary.json").write_bytes(b'{"carpool": "\xff"}')
+        await until(lambda: re.search(r"skipped: .*\bcanary\b", message()))
 
 
 def test_a_state_directory_that_cannot_be_written_is_one_sentence(tmp_path: Path, monkeypatch) -> None:

@@ -146,6 +146,9 @@ def write(root: Path, files: dict[str, str]) -> None:
             "FAILED",
             "with CDI off",
         ),
+        ("containerd://2.0.0", {CONFIG: "imports = ['../containerd/*.toml']\n" + CDI_3}, "passed", "with CDI"),
+        ("containerd://2.0.0", {CONFIG: "imports = ['']\n" + CDI_3}, "unknown", "which cannot be read"),
+        ("containerd://2.0.0", {CONFIG: "imports = ['**.toml']\n" + CDI_3}, "unknown", "which cannot be read"),
         (
             "",
             {CONFIG: "[plugins\n"},
@@ -160,7 +163,8 @@ def write(root: Path, files: dict[str, str]) -> None:
 )
 def test_the_runtime_must_read_cdi(tmp_path: Path, runtime: str, files, verdict: str, message: str) -> None:
     """Regressions: containerd 1.7 has CDI off by default, and silently ignores the device. The file of a runtime that
-    does not run decided, a section that an imported file replaces counted, and an invalid file was a traceback."""
+    does not run decided, a section that an imported file replaces counted, and an invalid file or import was a
+    traceback, as was a file that imports itself by another path."""
     write(tmp_path, files)
     row = host_rows(tmp_path, runtime)["container-runtime"]
     assert (row.verdict, message in str(row)) == (verdict, True), row

@@ -6,7 +6,7 @@ site's admission limits and the predicted slowdowns of co-located pods are two o
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import reduce
@@ -270,15 +270,18 @@ def colocation_on(gpus: GpuTable, pod_request: PodRequest, table: ClassTable, ro
         expected = expected.copy()
         couples = [[0, place] for place in range(1, tenants + 1)]
         pairs = np.array([slowdowns(name, util[one].T, sm[one].T, dram[one].T) for one in couples])
-        for column in range(rows.size):
-            here = [one for one in table.colocations[device_class[column]] if one.mode is name]
+        learned = {
+            of: {one.family: one for one in table.colocations[of] if one.mode is name}
+            for of in set(device_class.tolist())
+        }
+        for column, of in enumerate(device_class.tolist()):
             alone = families[column].tolist(), util[:, column], pairs[:, column]
-            _correct(here, *alone, expected[:, column], width[:, column])
+            _correct(learned[of], *alone, expected[:, column], width[:, column])
     return Colocation(name, util, expected, shipped, is_trial, limit, width)
 
 
 def _correct(
-    learned: Sequence[LearnedColocation],
+    learned: Mapping[str, LearnedColocation],
     families: Sequence[str],
     util: Floats,
     pairs: Floats,
@@ -290,7 +293,7 @@ def _correct(
     Slowdowns of pairs are learned. In a larger group, what each pair has more or less than predicted adds up.
 
     Args:
-        learned: Corrections for the incoming pod in the GPU's mode.
+        learned: Corrections for the incoming pod in the GPU's mode, by family.
         families: Family of each tenant; empty if unknown.
         util: Utilization of the incoming pod and of each tenant alone, 0..1.
         pairs: Predicted slowdowns of the incoming pod and a tenant, if only they were there, shape (tenants, 2).
@@ -298,10 +301,9 @@ def _correct(
         width: Share of their intervals that is left. Beside several tenants it is 0 if the same jobs ran beside each of
             them, and else 1: only pairs are measured.
     """
-    by_family = {one.family: one for one in learned}
     equal = 0
     for place, family in enumerate(families, start=1):
-        found = by_family.get(family) or by_family.get(family_of(family)) or by_family.get(ANY_FAMILY)
+        found = learned.get(family) or learned.get(family_of(family)) or learned.get(ANY_FAMILY)
         if found is None or not family:
             continue
         own, other = float(util[0]), float(util[place])
