@@ -153,7 +153,7 @@ def _parse_config(runtime: str, files: Sequence[Path], root: Path) -> RuntimeCon
                 pending += [file for file in sorted(root.glob(pattern[1:])) if file not in pending]
         except (OSError, ValueError, msgspec.MsgspecError) as e:
             file = quoted(Path("/") / path.relative_to(root))
-            return RuntimeConfig(runtime, problem=f"{file}, which cannot be read: {e}")
+            return RuntimeConfig(runtime, problem=f"{file}, which cannot be read: {getattr(e, 'strerror', None) or e}")
         schema, found = content.version or schema, content.crio.runtime.or_else(found)
         for section in (content.plugins[name] for name in _CRI_PLUGINS if name in content.plugins):
             found = section.or_else(_Cri() if schema < 3 else found)

@@ -47,7 +47,7 @@ class CalibrationKey(NamedTuple):
     """Results of earlier runs of the same model, which change while one of them runs."""
 
     colocations: int = 0
-    """Bit length of the number of measured runs beside co-tenants, plus the number of measured co-tenants."""
+    """Bit length of the number of measured runs beside co-tenants, plus the number of measured jobs that are listed."""
     comparable: bool = False
     """Whether the job's step time alone is known."""
 

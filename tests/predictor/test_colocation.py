@@ -81,6 +81,11 @@ def test_runs_of_the_same_two_jobs_count_before_other_jobs_of_their_families() -
     assert (job_name("", 64 * "1"), job_name("bert", 64 * "1")) == ("", f"bert@{16 * '1'}")
 
 
+def test_a_run_with_a_job_of_the_same_family_counts_from_either_side() -> None:
+    found = {one.family: one for one in learned_colocations([pair(family="bert@2", other="bert@1")], A100, "bert@1")}
+    assert (found["bert@2"].runs, found["bert@2"].other_width) == (1, 0)
+
+
 def test_a_job_that_ran_beside_one_co_tenant_is_known_beside_all() -> None:
     """A sensitive job suffers beside any co-tenant, and a job that presses others presses all."""
     records = [pair(0.6, "bert@1", f"resnet@{n}", n) for n in range(3)]
