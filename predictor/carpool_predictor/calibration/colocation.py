@@ -180,7 +180,7 @@ class Correction(NamedTuple):
 
 
 class Effect(NamedTuple):
-    """What records with one value of a level have in common."""
+    """Common part of the records with one value of a level."""
 
     log_ratio: float
     runs: int
@@ -200,7 +200,7 @@ LEVELS: tuple[Level, ...] = (
 
 
 class Corrections:
-    """What the records of one product and mode teach about any pair of jobs.
+    """Corrections of any pair of jobs, learned from the records of one product and mode.
 
     Args:
         records: Those of the product and mode.
