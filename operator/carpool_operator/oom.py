@@ -14,20 +14,21 @@ def _either(*patterns: str) -> re.Pattern[str]:
     return re.compile("|".join(patterns), re.IGNORECASE | re.MULTILINE)
 
 
-_NEAR = r"(?:(?!(?:\w\w|\))\. ).){0,80}?"
-"""A gap within a sentence."""
+_NEAR = r"(?:(?!(?:\w\w|\))\. )(?:[^,;:\n]|:\d)){0,60}?"
+"""A gap within a clause."""
 _MEMORY = r"(?:memory(?![_ ](?:utilization|efficient|format))|(?<![a-z])mem(?![a-z])|v?ram\b|mem_alloc)"
-_ALLOCATION = r"(?:(?<!de)alloc(?!ator|_conf|\w{0,20}\.\w)|reserve )"
+_ALLOCATION = r"(?:(?<!de)alloc(?!ator|_conf|\w{0,20}\.\w|\w{0,5} [^.,;\n]{0,12}(?:\b(?:ports?|GPUs|nodes|resources)\b|\{)))"
 _LACK = (
-    r"(?:out[ _-]?of(?![ _-](?:bounds|range|date))|r[au]n out|but only|shortage|lack of|exhausted|exceed|overflow"
-    r"|not fit|[iu]nsufficient|with sufficient|(?:not|n't)(?: have| provide)? enough|too (?:little|small|large|big)"
-    r"|no (?:more|free|available)|(?:(?:larg|great|small|low)er|more|less) than)"
+    r"(?:out[ _-]?of(?![ _-](?:bounds|range|date))|r[au]n out|but only|shortage|lack of|exhausted|exceed(?!\w{0,3} \d+ ?%)"
+    r"|overflow|not fit|[iu]nsufficient|with sufficient|(?:not|n't)(?: have| provide)? enough|too (?:little|small|large|big)"
+    r"|no (?:more|free|available)|\b(?:is|are|was|were) (?:(?:larg|great|small|low)er|more|less) than)"
 )
+"""States of memory. A comparison is one only in the indicative: a memory that must be less than a number is a rule."""
 _REFUSED = r"(?:fail(?!ing)|unable|not able|not possible|refused|can ?not(?! import)|can't|could ?n[o']t)"
 
 _EXHAUSTED = _either(
-    rf"{_LACK}{_NEAR}{_MEMORY}|{_MEMORY}{_NEAR}{_LACK}|(?:\b|_|(?-i:[a-z]))OOM\b(?![=(-])|out of gpu\b",
-    rf"{_REFUSED}{_NEAR}{_ALLOCATION}|{_ALLOCATION}{_NEAR}{_REFUSED}",
+    rf"{_LACK}{_NEAR}{_MEMORY}|{_MEMORY}{_NEAR}{_LACK}|(?:\b|_|(?-i:[a-z]))OOM\b(?!s?[=(-]| count)|out of gpu\b",
+    rf"free memory on device.{{1,60}} is less than|{_REFUSED}{_NEAR}{_ALLOCATION}|{_ALLOCATION}{_NEAR}{_REFUSED}",
     rf"error[ :]{{0,2}}(?!test_)\w{{0,20}}{_ALLOCATION}|alloc\w{{0,20}}[_ ](?:error|failure)|error=2 :",
     r"\b(?:cuda|cudnn|cuMem|cuCtx|CUresult|hip)\w{0,40}\W.{0,30}?(?:error|fail\w{3,4}|result)(?: code)?[ :=([]{1,3}2\b",
     r"cudaSuccess\.? \(?2 vs|bad_?alloc|allocation on device|invalid buffer size|tried to allocate [\d.]+ [KMG]",
@@ -56,6 +57,7 @@ _NOT_GPU = _either(
     r"after a total of|swap space|\bdisk|space left|quota|message larger|busy or unavailable|unsupported|not supported",
     r"invalid(?! buffer size)|illegal|driver version|capable|than 1EB memory|compiler error|ptxas|_nchwc",
     r"initiali[sz]ation error|device-side|launch failure|misaligned|cuda_error_(?!out_)|unknown error(?! was)",
+    r"\b(?:Import|ModuleNotFound|Attribute|Name|Key|Index|Syntax|Type|FileNotFound)Error: ",
     r"^memory allocation of.*failed$|cannot allocate memory(?! (?:on|from|in|for))|std::bad_alloc(?!:)",
 )
 """Words for the host's memory, the memory of a core, other resources and other errors."""
@@ -80,7 +82,9 @@ _NO_FAILURE = _either(
     rf"\bframe #\d{_REST}|^\s{{1,9}}@\s{_REST}|^\s{{1,9}}at [\w.$/]{{1,200}}\({_REST}",
     # Advice, conditions and skipped items.
     r"^skip[^\n]{0,200} due to [^\n]*\n[^\n]*",
-    r"\b(?:if|avoid|prevent|when|may|might|could)\b(?! not)[^\n:)]{0,60}(?:out[ _]?of[ _]?memory|OOM\b)[^\n]*",
+    r"\b(?:if|avoid\w{0,3}|prevent\w{0,3}|when|may|might|could|must not|should not)\b(?! not)[^\n:)]{0,60}"
+    r"(?:out[ _]?of[ _](?:\w{2,6}[ _])?memory|OOMs?\b|exceed)[^\n]*",
+    r"\b(?:no|without|0|zero)\b (?:\w{1,12} ){0,2}(?:out of memory|OOM)[^\n]*",
     r"(?:out of memory|OOM)(?: \w{1,12}){0,4} (?:occurs?|happens?|means)\b[^\n]*",
 )
 """Texts that name exhausted memory without a failure."""
