@@ -17,19 +17,22 @@ def _either(*patterns: str) -> re.Pattern[str]:
 _NEAR = r"(?:(?!(?:\w\w|\))\. )(?:[^,;:\n]|:\d)){0,60}?"
 """A gap within a clause."""
 _MEMORY = r"(?:memory(?![_ ](?:utilization|efficient|format))|(?<![a-z])mem(?![a-z])|v?ram\b|mem_alloc)"
-_ALLOCATION = r"(?:(?<!de)alloc(?!ator|_conf|\w{0,20}\.\w|\w{0,5} [^.,;\n]{0,12}(?:\b(?:ports?|GPUs|nodes|resources)\b|\{)))"
+_ALLOCATION = (
+    r"(?:(?<!de)alloc(?!ator|_conf|\w{0,20}\.\w|\w{0,5} [^.,;\n]{0,12}(?:\b(?:ports?|GPUs|nodes|resources)\b|\{)))"
+)
 _LACK = (
-    r"(?:out[ _-]?of(?![ _-](?:bounds|range|date))|r[au]n out|but only|shortage|lack of|exhausted|exceed(?!\w{0,3} \d+ ?%)"
-    r"|overflow|not fit|[iu]nsufficient|with sufficient|(?:not|n't)(?: have| provide)? enough|too (?:little|small|large|big)"
-    r"|no (?:more|free|available)|\b(?:is|are|was|were) (?:(?:larg|great|small|low)er|more|less) than)"
+    r"(?:out[ _-]?of(?![ _-](?:bounds|range|date))|r[au]n out|but only|shortage|lack of|exhausted|overflow|not fit"
+    r"|exceed(?!\w{0,3} \d+ ?%)|[iu]nsufficient|with sufficient|(?:not|n't)(?: have| provide)? enough"
+    r"|too (?:little|small|large|big)|no (?:more|free|available)"
+    r"|\b(?:is|are|was|were) (?:(?:larg|great|small|low)er|more|less) than)"
 )
 """States of memory. A comparison is one only in the indicative: a memory that must be less than a number is a rule."""
 _REFUSED = r"(?:fail(?!ing)|unable|not able|not possible|refused|can ?not(?! import)|can't|could ?n[o']t)"
 
 _EXHAUSTED = _either(
     rf"{_LACK}{_NEAR}{_MEMORY}|{_MEMORY}{_NEAR}{_LACK}|(?:\b|_|(?-i:[a-z]))OOM\b(?!s?[=(-]| count)|out of gpu\b",
-    rf"free memory on device.{{1,60}} is less than|{_REFUSED}{_NEAR}{_ALLOCATION}|{_ALLOCATION}{_NEAR}{_REFUSED}",
-    rf"error[ :]{{0,2}}(?!test_)\w{{0,20}}{_ALLOCATION}|alloc\w{{0,20}}[_ ](?:error|failure)|error=2 :",
+    rf"less than desired gpu memory|{_REFUSED}{_NEAR}{_ALLOCATION}|{_ALLOCATION}{_NEAR}{_REFUSED}",
+    rf"error[ :]{{0,2}}\w{{0,20}}{_ALLOCATION}|alloc\w{{0,20}}[_ ](?:error|failure)|error=2 :",
     r"\b(?:cuda|cudnn|cuMem|cuCtx|CUresult|hip)\w{0,40}\W.{0,30}?(?:error|fail\w{3,4}|result)(?: code)?[ :=([]{1,3}2\b",
     r"cudaSuccess\.? \(?2 vs|bad_?alloc|allocation on device|invalid buffer size|tried to allocate [\d.]+ [KMG]",
     r"no executable batch size|dst tensor is not init|allocating <= available|tokens that can be stored in kv cache",
@@ -56,8 +59,8 @@ _NOT_GPU = _either(
     r"for an array|arraymemory|memoryerror: unable|fail to alloc memory of|ray\.exceptions\.Out|CPUAllocator",
     r"after a total of|swap space|\bdisk|space left|quota|message larger|busy or unavailable|unsupported|not supported",
     r"invalid(?! buffer size)|illegal|driver version|capable|than 1EB memory|compiler error|ptxas|_nchwc",
-    r"initiali[sz]ation error|device-side|launch failure|misaligned|cuda_error_(?!out_)|unknown error(?! was)",
-    r"\b(?:Import|ModuleNotFound|Attribute|Name|Key|Index|Syntax|Type|FileNotFound)Error: ",
+    r"initiali[sz]ation error|device-side assert\b|launch failure|misaligned|cuda_error_(?!out_)",
+    r"unknown error(?! was| code)|\b(?:Import|ModuleNotFound|Attribute|Name|Key|Index|Syntax|Type|FileNotFound)Error: ",
     r"^memory allocation of.*failed$|cannot allocate memory(?! (?:on|from|in|for))|std::bad_alloc(?!:)",
 )
 """Words for the host's memory, the memory of a core, other resources and other errors."""
@@ -77,6 +80,8 @@ _NO_FAILURE = _either(
     r"ran out of memory\s{1,9}trying to allocate\s(?:[^\n]{0,200}\n)?[^\n]{0,200}(?:not a failure|the caller)",
     # A user may have the name of a vendor.
     r"[/\\](?:home|Users)[/\\]\w+",
+    # A test may have the name of an error.
+    r"\btest_\w+",
     # Stack frames: their paths, names and source code are no messages.
     rf'^([^\n]{{0,60}}?)File "[^"\n]{{1,300}}", line \d{_REST}(?:\n\1[ \t]{{1,60}}(?!File "){_REST}){{0,2}}',
     rf"\bframe #\d{_REST}|^\s{{1,9}}@\s{_REST}|^\s{{1,9}}at [\w.$/]{{1,200}}\({_REST}",
@@ -95,10 +100,12 @@ _INFORMATION = _either(
 )
 """Lines for information, warnings and tries of TensorFlow: no program ends by them. NCCL warns of errors."""
 
-_ADVICE = re.compile(r"\b(?:try|consider|please|should|can|could|may|might)\b[^\n]*", re.IGNORECASE)
+_ADVICE = re.compile(
+    r"(?:(?!\. )[^\n]){0,200}\b(?:try|consider|please|should|can|could(?! not)|may|might)\b[^\n]*", re.IGNORECASE
+)
 
 _HANDLED = _either(
-    r"(?<![-/_.])(?<!by )\b(?:skipping(?! tactic[^\0]{0,600}internal error)|(?:reduc|halv|decreas|lower|recover"
+    r"(?<![-/_.])(?<!by )\b(?:skipping(?! tactic[^\0]{0,600}find any impl)|(?:reduc|halv|decreas|lower|recover"
     r"|offload|ignor|continu|retry)ing|falling back|fell back|will retry|attempting to (?:free|copy)|switching to"
     r"|trying again)\b",
 )
@@ -106,6 +113,11 @@ _HANDLED = _either(
 
 _LATER_STEP = _either(r"^(?![^\n]*\d%)[^\n]*\bloss\b(?: is|:|=) ?\d")
 """A step after the error: of a program that handled it, or of another rank. A bar of progress is printed last."""
+
+_BROKEN = _either(
+    "illegal (?:memory access|address)|IllegalAddress|device-side assert\\b|misaligned address|launch failure"
+)
+"""Errors of the GPU after which every call fails: no later allocation is refused for lack of memory."""
 
 _RANK_FAILED = _either(r"\A\[rank\d{1,5}\]: |closing signal SIG|first observed failure|Killing subprocess")
 """The rank of an error that no program handled, and launchers that end the other ranks."""
@@ -141,8 +153,11 @@ def _unhandled(text: str, *, is_any_level: bool = False) -> str:
 
 def reports_gpu_out_of_memory(log_end: str) -> bool:
     """Return whether a log ends with a report of exhausted GPU memory that the program did not handle."""
-    report = _unhandled(_NO_FAILURE.sub("", log_end))
-    return bool(report) and (not _LATER_STEP.search(report) or bool(_RANK_FAILED.search(report)))
+    text = _NO_FAILURE.sub("", log_end).replace("\\n", "\n")
+    report = _unhandled(text)
+    if not report or _BROKEN.search(text.removesuffix(report)):
+        return False
+    return not _LATER_STEP.search(report) or bool(_RANK_FAILED.search(report))
 
 
 def names_no_cause(log_end: str) -> bool:

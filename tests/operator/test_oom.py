@@ -25,7 +25,7 @@ NAMES = (
     *("first", "second", "third", "fourth", "fifth", "sixth"),
     *("seventh", "eighth", "ninth", "tenth", "eleventh", "twelfth"),
     *("thirteenth", "fourteenth", "fifteenth", "sixteenth", "seventeenth", "eighteenth"),
-    *("nineteenth", "twentieth"),
+    *("nineteenth", "twentieth", "twenty-first"),
 )
 COLLECTIONS = {name: messages(name) for name in NAMES}
 """Each was collected after the rules had been corrected for the one before it."""
@@ -104,6 +104,37 @@ def test_a_name_with_memory_in_it_reports_nothing(text: str) -> None:
     """Regression: a lack near such a name, or an import that fails near one, was exhausted memory."""
     assert not reports_gpu_out_of_memory(f"{text}\n")
     assert not names_no_cause(f"{text}\n")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("AssertionError: expected peak GPU memory to be less than 10 GB, got 12.3", id="expectation"),
+        pytest.param("ValueError: GPU memory limit must be less than the total memory of the device", id="rule"),
+        pytest.param("ValueError: --gpu-memory must not exceed the memory of the device", id="prohibition"),
+        pytest.param("Estimated GPU memory: 14 GB, which may exceed your 12 GB", id="estimate"),
+        pytest.param("GPU memory usage exceeded 90% of the threshold", id="threshold"),
+        pytest.param("Requires more than 16 GB of VRAM", id="requirement"),
+        pytest.param("max GPU memory 8.1 GB, epoch 3, loss overflow", id="another clause"),
+        pytest.param("cuda:0: allocated 10 GiB, 2 requests failed", id="a failure in another clause"),
+        pytest.param("To avoid running out of GPU memory, use checkpoints", id="advice"),
+        pytest.param("3 epochs without CUDA OOM; OOM count: 0; ooms=0", id="none"),
+        pytest.param("AttributeError: module 'torch.cuda' has no attribute 'OutOfMemoryError'", id="a name"),
+        pytest.param("FAILED tests/gpu/test_train.py::test_cuda_out_of_memory - assert 1 == 2", id="a test's name"),
+        pytest.param("Error: cannot allocate 4 GPUs on node gpu-1", id="GPUs themselves"),
+        pytest.param("CUDA error: an illegal memory access was encountered\nUnable to allocate memory of size 12 on cuda:0",
+                     id="every call fails after some errors"),
+    ],
+)  # fmt: skip
+def test_rules_estimates_and_advice_report_nothing(text: str) -> None:
+    """Regression: a limit or a comparison near memory, and a failure in another clause, were exhausted memory."""
+    assert not reports_gpu_out_of_memory(f"{text}\nValueError: shapes differ\n")
+
+
+def test_advice_after_a_report_does_not_deny_it() -> None:
+    """Regression: reducing a size was taken for what the program did, also where it may help."""
+    assert reports_gpu_out_of_memory(f"{REPORT} Reducing the batch size may help.\n")
+    assert not reports_gpu_out_of_memory(f"{REPORT}\nReducing the batch size to 4.\n")
 
 
 def test_corpus_is_large_and_each_message_has_its_source() -> None:
