@@ -89,7 +89,7 @@ _NO_FAILURE = _either(
     r"^skip[^\n]{0,200} due to [^\n]*\n[^\n]*",
     r"\b(?:if|avoid\w{0,3}|prevent\w{0,3}|when|may|might|could|must not|should not)\b(?! not)[^\n:)]{0,60}"
     r"(?:out[ _]?of[ _](?:\w{2,6}[ _])?memory|OOMs?\b|exceed)[^\n]*",
-    r"\b(?:no|without|0|zero)\b (?:\w{1,12} ){0,2}(?:out of memory|OOM)[^\n]*",
+    r"\b(?:no|non|without|0|zero)\b[ -](?:\w{1,12} ){0,2}(?:out of memory|OOM)[^\n]*",
     r"(?:out of memory|OOM)(?: \w{1,12}){0,4} (?:occurs?|happens?|means)\b[^\n]*",
 )
 """Texts that name exhausted memory without a failure."""
