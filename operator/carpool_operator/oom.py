@@ -46,8 +46,8 @@ _GPU = _either(
     r"mem-fraction-static|(?:prefill|total) tokens|BFCArena|bfc_|pooled_storage|allocating tensor",
     r"resource[ _]?exhausted|\bHBM\b|\bdevice[ _-](?:mem|ordinal|\d|out|ran)",
     r"(?:on|from) device\b|out_?of_?device|error code 2:|\bcl_|\bvk\w",
-    r"of memory (?:trying |while |to )*allocat|executable batch|parallel_for failed|dst tensor|allocating <=",
-    r"invalid buffer size|spark\.rapids",
+    r"of memory (?:(?:trying |while |to )+allocat|allocating [\d,]+ bytes \()|executable batch|parallel_for failed",
+    r"dst tensor|allocating <=|invalid buffer size|spark\.rapids",
 )
 """Words for a GPU, its memory, or a library that allocates only there."""
 
@@ -61,7 +61,7 @@ _NOT_GPU = _either(
     r"invalid(?! buffer size)|illegal|driver version|capable|than 1EB memory|compiler error|ptxas|_nchwc",
     r"initiali[sz]ation error|device-side assert\b|launch failure|misaligned|cuda_error_(?!out_)",
     r"unknown error(?! was| code)|\b(?:Import|ModuleNotFound|Attribute|Name|Key|Index|Syntax|Type|FileNotFound)Error: ",
-    r"^memory allocation of.*failed$|cannot allocate memory(?! (?:on|from|in|for))|std::bad_alloc(?!:)",
+    r"\bnon[ -]OOM\b|^memory allocation of.*failed$|cannot allocate memory(?! (?:on|from|in|for))|std::bad_alloc(?!:)",
 )
 """Words for the host's memory, the memory of a core, other resources and other errors."""
 
@@ -88,9 +88,9 @@ _NO_FAILURE = _either(
     # Advice, conditions and skipped items.
     r"^skip[^\n]{0,200} due to [^\n]*\n[^\n]*",
     r"\b(?:if|avoid\w{0,3}|prevent\w{0,3}|when|may|might|could|must not|should not)\b(?! not)[^\n:)]{0,60}"
-    r"(?:out[ _]?of[ _](?:\w{2,6}[ _])?memory|OOMs?\b|exceed)[^\n]*",
-    r"\b(?:no|non|without|0|zero)\b[ -](?:\w{1,12} ){0,2}(?:out of memory|OOM)[^\n]*",
-    r"(?:out of memory|OOM)(?: \w{1,12}){0,4} (?:occurs?|happens?|means)\b[^\n]*",
+    r"(?:out[ _-]?of[ _-](?:\w{2,6}[ _])?memory|OOMs?\b|exceed)[^\n]*",
+    r"\b(?:no|without|0|zero)\b (?:\w{1,12} ){0,2}(?:out[ -]of[ -]memory|OOM)[^\n]*",
+    r"(?:out[ -]of[ -]memory|OOM)(?: \w{1,12}){0,4} (?:occurs?|happens?|means)\b[^\n]*",
 )
 """Texts that name exhausted memory without a failure."""
 
