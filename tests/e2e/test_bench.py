@@ -1,11 +1,13 @@
 """The benchmarks: small runs of those that need no cluster, and the report."""
 
 import random
+import sys
 
 import pytest
-from carpool_e2e.bench import placement
+from carpool_e2e.bench import installation, placement
 from carpool_e2e.bench.measure import Figure, Section, replaced
 from carpool_e2e.bench.paper import GPUS, TENANTS, draw_load, paper_cluster
+from carpool_e2e.errors import MissingError
 
 
 def test_extender_is_measured_over_its_own_protocol() -> None:
@@ -48,3 +50,10 @@ def test_section_replaces_the_one_of_its_title_and_leaves_others() -> None:
     assert report.startswith("# Benchmarks\n\nintro\n\n## One\n\na\n\n## Two\n\nMeasured today, on ")
     assert report.endswith("| time | 1.5 s |  |  |\n\n## Three\n\nb\n")
     assert replaced("# Benchmarks\n", section).count("## Two") == 1
+
+
+def test_without_a_package_index_the_section_on_installation_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    expected = r"found: Could not find a version .* no-such-package.*\. It needs a package index"
+    with pytest.raises(MissingError, match=expected):
+        installation.pip(sys.executable, "download", "no-such-package")
