@@ -27,6 +27,7 @@ from hypothesis import HealthCheck, settings
 
 # --import-mode=importlib gives test folders no import path of their own; the world is shared by these files only.
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[1] / "docs"))
 
 from agent_world import reservation
 from mps_world import LONG_S, STAND_IN

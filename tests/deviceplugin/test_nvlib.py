@@ -52,6 +52,7 @@ from carpool_deviceplugin.testing.gpus import HARDWARE, TABLES, Hardware
 from carpool_deviceplugin.testing.mps import FakeMpsCommands
 from carpool_deviceplugin.testing.node import Node, running, until
 from carpool_deviceplugin.testing.nvml import FakeNvml
+from documents import commands, is_not_executed
 from node_world import verdicts
 
 
@@ -605,6 +606,18 @@ def test_check_runs_through_the_real_bindings(divided: dict[str, str], tmp_path:
     assert verdicts(printed) == {"contract": "passed", "mps": "skipped", "mig": "passed"}
     assert "1g.10gb and 2g.20gb created, read back and destroyed" in printed
     assert json.loads(out.read_text())["product"] == "NVIDIA H100 80GB HBM3"
+
+
+@pytest.mark.parametrize(
+    "command", dict.fromkeys(c for _, c in commands() if re.match("carpool node ", c) and not is_not_executed(c))
+)
+def test_a_documented_command_runs_through_the_bindings(divided: dict[str, str], command: str, tmp_path: Path) -> None:
+    environment = {**divided, "PATH": f"{Path(CARPOOL).parent}:{divided['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-c", command], env=environment, capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0 or "\nFAILED" in done.stdout, done.stderr  # the node's own rows depend on this machine
+    assert "NVIDIA H100 80GB HBM3" in done.stdout or "would create" in done.stdout
 
 
 @pytest.mark.parametrize(

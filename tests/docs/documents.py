@@ -15,22 +15,19 @@ LAPTOP = ROOT / "docs" / "laptop.md"
 """Its commands are executed on the demo's cluster."""
 PROGRAMS = r"carpool|cat|ctr|curl|docker|git|helm|kubectl|make|nvidia-smi|pip|python3?|skopeo"
 
-NOT_EXECUTED = {
-    r"make (lint|test)$": "CI runs both, and these tests are part of the second",
-    r"make install$": "these tests run in what it installed from a package index",
-    r"helm upgrade gpu-operator ": "needs GPU Operator, whose chart and images come from registries",
-    r"kubectl .*\btop pod ": "needs metrics-server, which the tests' clusters do not have",
-    r"make image .*TRACE=1": "fetches PyTorch for two architectures, one of which runs under QEMU",
-    r"docker ": "needs Docker's daemon",
-    r"pip install torch ": "fetches PyTorch from another index",
-    r"carpool profile |.*carpool node |.*nvidia-smi ": "needs a GPU, as the tests in tests/gpu do",
-}
-"""Reason why a command that begins with the expression is not executed by any test."""
+DEVELOPMENT = ROOT / "docs" / "development.md"
+NOT_EXECUTED = dict(
+    re.findall(r"^\| `([^`]*)` \| (needs [^|]*) \|$", DEVELOPMENT.read_text(encoding="utf-8"), re.MULTILINE)
+)
+"""Reason why no test executes a command, by the command or its beginning, as the page on development lists them."""
 ELSEWHERE = {
     r"make demo": "tests/e2e/test_demo.py::test_the_commands_of_the_page_on_a_laptop_work",
     r"make krew |kubectl krew |kubectl carpool --version": "tests/e2e/test_release.py::test_krew_installs_the_plugin",
     r"skopeo ": "tests/e2e/test_release.py::test_skopeo_copies_an_image_with_all_its_architectures",
     r"helm install ": "tests/helm/test_pods.py::test_a_running_job_outlives_what_is_done_to_the_release",
+    r"carpool node ": "tests/deviceplugin/test_nvlib.py::test_a_documented_command_runs_through_the_bindings",
+    r"make (install|lint)$": ".ci/run::make lint",
+    r"make test$": ".ci/run::make test",
 }
 """Test that executes the commands that begin with the expression, with the files or the cluster that they need."""
 OPTIONS = {
@@ -60,10 +57,15 @@ def commands(*documents: Path) -> Iterator[tuple[Path, str]]:
                 yield document, command.strip()
 
 
+def is_not_executed(command: str) -> bool:
+    """Return whether the page on development says that no test executes the command."""
+    return command.startswith(tuple(NOT_EXECUTED))
+
+
 def executed() -> list[str]:
     """Return the commands that are executed on the chart's pods, each once, as they are executed."""
     found = dict.fromkeys(command for document, command in commands() if document != LAPTOP)
-    chosen = [c for c in found if not any(re.match(prefix, c) for prefix in {**NOT_EXECUTED, **ELSEWHERE})]
+    chosen = [c for c in found if not (is_not_executed(c) or any(re.match(prefix, c) for prefix in ELSEWHERE))]
     return [" ".join([c, *(option for prefix, option in OPTIONS.items() if re.match(prefix, c))]) for c in chosen]
 
 

@@ -28,11 +28,12 @@ def test_code_chart_and_images_have_one_version_with_notes() -> None:
     assert {*release.versions().values()} == {VERSION}
     assert {images.image_name(target).rpartition(":")[2] for target in images.TARGETS} == {VERSION}
     assert release.notes(VERSION)
-    made = subprocess.run(
-        ["make", "--no-print-directory", "--dry-run", "release", f"VERSION={VERSION}", "TRACE=1"],
-        capture_output=True, text=True, check=True, cwd=release.PROJECT,
-    )  # fmt: skip
-    assert made.stdout.rstrip().endswith("--arch=arm64 --trace")
+    for target in (["release", f"VERSION={VERSION}"], ["image", "ARCH=amd64 arm64"]):
+        made = subprocess.run(
+            ["make", "--no-print-directory", "--dry-run", *target, "TRACE=1"],
+            capture_output=True, text=True, check=True, cwd=release.PROJECT,
+        )  # fmt: skip
+        assert made.stdout.rstrip().endswith("--arch=amd64 --arch=arm64 --trace")
     plugin = subprocess.run(
         ["make", "--dry-run", "krew"], capture_output=True, text=True, check=True, cwd=release.PROJECT
     )
@@ -56,20 +57,26 @@ def test_a_version_without_notes_or_of_something_else_is_refused(
         release.build(VERSION, tmp_path, "", [images.NATIVE], Console())
 
 
+@pytest.fixture(scope="module")
+def both() -> Path:
+    """Archive of the agent's image for both architectures, one of which is built under emulation."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(images, "TARGETS", ["agent"])
+        return images.ensure(Console(), "", [*images.ARCHITECTURES])
+
+
 @pytest.mark.e2e
 @pytest.mark.timeout(2400)  # emulation
-def test_an_image_has_both_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_has_both_architectures(both: Path) -> None:
     """One name stands for both; the other one's program runs under QEMU."""
-    monkeypatch.setattr(images, "TARGETS", ["agent"])
-    archive = images.ensure(Console(), "", [*images.ARCHITECTURES])
-    found = {image.architecture: image for image in images.listed(archive)}
+    found = {image.architecture: image for image in images.listed(both)}
     assert found.keys() == images.ARCHITECTURES.keys()
     assert len({image.name for image in found.values()}) == 1
     for architecture, image in found.items():
         assert image.size_mb <= 200
-        assert images.run(archive, image, "carpool", "--version").startswith(f"carpool {VERSION}"), architecture
+        assert images.run(both, image, "carpool", "--version").startswith(f"carpool {VERSION}"), architecture
         code = "import platform, grpc, msgspec, pynvml; print(platform.machine())"
-        assert images.run(archive, image, "python", "-c", code) == images.ARCHITECTURES[architecture]
+        assert images.run(both, image, "python", "-c", code) == images.ARCHITECTURES[architecture]
 
 
 @asynccontextmanager
@@ -109,21 +116,25 @@ async def registry() -> AsyncIterator[tuple[str, dict[str, bytes]]]:
 
 
 @pytest.mark.e2e
-async def test_skopeo_copies_an_image_with_all_its_architectures(tmp_path: Path) -> None:
-    """By the command of docs/security.md, into a registry."""
+@pytest.mark.timeout(2400)  # emulation
+async def test_skopeo_copies_an_image_with_all_its_architectures(both: Path, tmp_path: Path) -> None:
+    """By the command of docs/security.md, into a registry, but the agent's image, whole."""
     install_packages(FOR_COPIES, Console())
-    archive = await asyncio.to_thread(images.ensure, Console())
     (tmp_path / "dist").mkdir()
-    (tmp_path / "dist" / "images.tar").symlink_to(archive)
+    (tmp_path / "dist" / "images.tar").symlink_to(both)
     async with registry() as (address, content):
         shell = Shell(tmp_path, {**os.environ}, {"REGISTRY": address})
         (command,) = (command for _, command in commands(ROOT / "docs" / "security.md") if command.startswith("skopeo"))
-        done = await asyncio.to_thread(shell, command, "--dest-tls-verify=false")
+        done = await asyncio.to_thread(shell, command.replace("/operator:", "/agent:"), "--dest-tls-verify=false")
     assert done.returncode == 0, done.stderr
-    index = json.loads(content[f"/v2/carpool/operator/manifests/{VERSION}"])
-    built = {one.digest for one in images.listed(archive) if one.name == images.image_name("operator")}
-    assert {one["digest"] for one in index["manifests"]} == built
-    assert {f"/v2/carpool/operator/manifests/{digest}" for digest in built} <= content.keys()
+    index = json.loads(content[f"/v2/carpool/agent/manifests/{VERSION}"])
+    copied = {one["platform"]["architecture"]: one["digest"] for one in index["manifests"]}
+    assert copied == {one.architecture: one.digest for one in images.listed(both)}
+    assert copied.keys() == images.ARCHITECTURES.keys()
+    for digest in copied.values():
+        image = json.loads(content[f"/v2/carpool/agent/manifests/{digest}"])
+        parts = {part["digest"] for part in (image["config"], *image["layers"])}
+        assert {f"/v2/carpool/agent/blobs/{part}" for part in parts} <= content.keys()
 
 
 @pytest.mark.e2e

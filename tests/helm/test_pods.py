@@ -33,7 +33,8 @@ WORKLOADS = (
 )  # fmt: skip
 OPERATOR, SCHEDULER, AGENT, BOARD = WORKLOADS
 SIMULATED = f"--set=nodeAgent.simulatedGpus={PODS.kubelet_nodes['a100']}"
-VALUES = (SIMULATED, "--set=board.enabled=true", "--set=board.tls.existingSecret=board")
+VALUES = (SIMULATED, "--set=board.enabled=true", "--set=board.tls.existingSecret=board",
+          "--set=nodeAgent.extraEnv[0].name=LD_LIBRARY_PATH", "--set=nodeAgent.extraEnv[0].value=/tmp")  # fmt: skip
 VERSION, PREVIOUS = release.versions()["Chart.yaml appVersion"], "0.0.9"
 USERS = {f"{OPERATOR} -c operator": 65532, f"{SCHEDULER} -c extender": 65532, f"{AGENT} -c agent": 0,
          f"{BOARD} -c board": 65532}  # fmt: skip
@@ -48,6 +49,17 @@ for folder in ("/opt/carpool", "/usr"):
     except OSError as error:
         print(error.strerror)
 """
+
+
+STORE = "import base64, pathlib, sys; pathlib.Path(sys.argv[1]).write_bytes(base64.b64decode(sys.argv[2]))"
+
+
+def built(library: str, folder: Path) -> str:
+    """Content of a library in place of NVIDIA's, by its source in tests/deviceplugin, in Base64."""
+    compiler = shutil.which("cc") or pytest.skip("no C compiler")
+    command = [compiler, "-shared", "-fPIC", "-o", folder / "library", PROJECT / "tests/deviceplugin" / library]
+    subprocess.run(command, check=True)
+    return base64.b64encode((folder / "library").read_bytes()).decode()
 
 
 VIEW = """
@@ -154,10 +166,7 @@ def test_board_shows_gpus_to_those_whose_token_may_list_them(installed: Cluster)
 
 def test_the_canarys_job_says_what_its_container_got(installed: Cluster, tmp_path: Path) -> None:
     """Over a stand-in for libcuda, which sees another GPU than the simulated one."""
-    library, source = tmp_path / "libcuda.so.1", PROJECT / "tests/deviceplugin/cuda/libcuda.c"
-    compiler = shutil.which("cc") or pytest.skip("no C compiler")
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
-    data = {library.name: base64.b64encode(library.read_bytes()).decode()}
+    data = {"libcuda.so.1": built("cuda/libcuda.c", tmp_path)}
     job = yaml.safe_load((PROJECT / "examples/canary.yaml").read_text())
     pod = job["spec"]["template"]["spec"] | {"volumes": [{"name": "cuda", "configMap": {"name": "cuda"}}]}
     pod["containers"][0] |= {
@@ -239,8 +248,10 @@ def test_a_running_job_outlives_what_is_done_to_the_release(installed: Cluster, 
 
 @pytest.fixture(scope="module")
 def run(installed: Cluster, shell: Shell) -> Shell:
-    """The shell, when jobs and files are there that commands name."""
+    """The shell, when jobs and files are there that commands name, and the agent has a library in place of NVML."""
     watcher = Watcher(installed)
+    stored = ["/tmp/libnvidia-ml.so.1", built("nvml/libnvidia-ml.c", shell.folder)]  # noqa: S108  # in the pod
+    installed.kubectl("exec", AGENT, "-n", NAMESPACE, "-c", "agent", "--", "python", "-c", STORE, *stored)
     installed.kubectl("apply", "-f", str(PROJECT / "examples/resnet50-cifar.yaml"))
     installed.apply(sleeper("small-a", "echo begun; sleep 3600"), sleeper("ended", "true"))
     watcher.running("small-a", 120)
