@@ -22,6 +22,7 @@ from carpool_core.settings import InputError
 from carpool_core.values import Optimizer, Precision
 from rich.console import Console
 
+from carpool_predictor.profiler.hardware import HardwareError, NvmlMachine
 from carpool_predictor.profiler.machine import (
     Activity,
     Failed,
@@ -438,8 +439,6 @@ def profile(sweep: str, budget: str, out: Path, gpu_index: int) -> None:
     continues the file.
     """
     budget_s = parse_budget(budget)
-    from carpool_predictor.profiler.hardware import HardwareError, NvmlMachine
-
     try:
         with NvmlMachine(gpu_index) as machine:
             measure(machine, sweep, budget_s, out, Console(stderr=True))
