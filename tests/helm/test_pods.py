@@ -32,9 +32,11 @@ WORKLOADS = (
     "deployment/carpool-board",
 )  # fmt: skip
 OPERATOR, SCHEDULER, AGENT, BOARD = WORKLOADS
+STATE = "/var/lib/carpool"
+"""The agent's directory on the node."""
 SIMULATED = f"--set=nodeAgent.simulatedGpus={PODS.kubelet_nodes['a100']}"
 VALUES = (SIMULATED, "--set=board.enabled=true", "--set=board.tls.existingSecret=board",
-          "--set=nodeAgent.extraEnv[0].name=LD_LIBRARY_PATH", "--set=nodeAgent.extraEnv[0].value=/tmp")  # fmt: skip
+          "--set=nodeAgent.extraEnv[0].name=LD_LIBRARY_PATH", f"--set=nodeAgent.extraEnv[0].value={STATE}")  # fmt: skip
 VERSION, PREVIOUS = release.versions()["Chart.yaml appVersion"], "0.0.9"
 USERS = {f"{OPERATOR} -c operator": 65532, f"{SCHEDULER} -c extender": 65532, f"{AGENT} -c agent": 0,
          f"{BOARD} -c board": 65532}  # fmt: skip
@@ -250,7 +252,7 @@ def test_a_running_job_outlives_what_is_done_to_the_release(installed: Cluster, 
 def run(installed: Cluster, shell: Shell) -> Shell:
     """The shell, when jobs and files are there that commands name, and the agent has a library in place of NVML."""
     watcher = Watcher(installed)
-    stored = ["/tmp/libnvidia-ml.so.1", built("nvml/libnvidia-ml.c", shell.folder)]  # noqa: S108  # in the pod
+    stored = [f"{STATE}/libnvidia-ml.so.1", built("nvml/libnvidia-ml.c", shell.folder)]
     installed.kubectl("exec", AGENT, "-n", NAMESPACE, "-c", "agent", "--", "python", "-c", STORE, *stored)
     installed.kubectl("apply", "-f", str(PROJECT / "examples/resnet50-cifar.yaml"))
     installed.apply(sleeper("small-a", "echo begun; sleep 3600"), sleeper("ended", "true"))
