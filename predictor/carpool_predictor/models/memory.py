@@ -267,7 +267,9 @@ def predict_memory(
     factor = correction.bound_factor
     if not calibrated:
         factor = correction.elsewhere_factor * (DERIVED_FACTOR if is_derived else 1)
-    upper = math.ceil(median * factor)
+    # The stack of a derived product is unknown, too: its jobs have at least the fitted stack's memory without tensors.
+    least = line_mib(model, cost) + context_difference_mib if is_derived and not correction.inside else 0.0
+    upper = math.ceil(max(median, least) * factor)
     width = class_width_mib(layers)
     lower_edge = (math.ceil(median * factor**model.class_share) - 1) // width * width
     is_measured = calibrated and correction.inside
