@@ -355,7 +355,9 @@ def _message(context: PredictionContext, answers: Sequence[ProductAnswer]) -> st
             "assumed, and holds less often than its 90%"
         )
     if not all(answer.step_time_inside for answer in answers):
-        clauses.append("step times with tensor cores were not measured, so their interval is wider")
+        clauses.append(
+            "no step was measured that tensor cores or the processor limit, so the interval of its time is wider"
+        )
     if context.training.compile:
         clauses.append("what torch.compile fuses is estimated, so intervals of memory and time are wider")
     if context.features.layers.embedding and not context.training.varying_lengths:

@@ -28,7 +28,8 @@ from carpool_core.resources.prediction import Interval
 from carpool_core.values import MIB, CrossEntropy, Optimizer, ParallelKind, Precision, Quantization
 from carpool_predictor.features import Abstention
 from carpool_predictor.models.memory import WORKSPACE_SHARE, context_mib, shipped
-from carpool_predictor.predict import PredictionContext, prepare
+from carpool_predictor.models.step_time import TENSOR_SHARES, step_time_on, tensor_group
+from carpool_predictor.predict import COMPILED_TIME_FACTOR, PredictionContext, prepare
 from carpool_predictor.tracing.process import TraceLimits
 from carpool_predictor.tracing.source import SubprocessTracer
 
@@ -351,18 +352,95 @@ def _held_out_figures(group: Sequence[tuple[Judged, float, float]]) -> tuple[flo
 
 def _over_splits(figures: Sequence[tuple[float, float, float]]) -> dict[str, str]:
     """Return means over the divisions, with the range of nine in ten."""
-    errors, held, widths = (sorted(column) for column in zip(*figures, strict=True))
-
-    def cell(values: Sequence[float], form: str) -> str:
-        low, high = values[len(values) // 20], values[-1 - len(values) // 20]
-        return f"{sum(values) / len(values):{form}} ({low:{form}}–{high:{form}})"  # noqa: RUF001
-
+    errors, held, widths = zip(*figures, strict=True)
     return {
-        "median error": cell(errors, ".1%"),
-        "bound holds": cell(held, ".1%"),
+        "median error": _cell(errors, ".1%"),
+        "bound holds": _cell(held, ".1%"),
         "divisions with 95% held": f"{sum(one >= _QUANTILE for one in held)}/{len(held)}",
-        "bound/measured": cell(widths, ".2f"),
+        "bound/measured": _cell(widths, ".2f"),
     }
+
+
+def _cell(values: Sequence[float], form: str) -> str:
+    ordered = sorted(values)
+    low, high = ordered[len(ordered) // 20], ordered[-1 - len(ordered) // 20]
+    return f"{sum(ordered) / len(ordered):{form}} ({low:{form}}–{high:{form}})"  # noqa: RUF001
+
+
+_HELD = 0.85
+_SHARES = (0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 1.0)
+_LAUNCHES_S = (0.0, 15e-6, 20e-6, 25e-6, 30e-6, 35e-6, 40e-6)
+
+
+class Timed:
+    """A case's step times by the share of tensor cores and the time of a launch."""
+
+    def __init__(self, one: Judged) -> None:
+        gpu, training, layers = find_product(one.case.gpu), one.case.training, one.context.features.layers
+        self.source, self.group = one.case.source, tensor_group(gpu)
+        self.chooses_share = training.precision not in (Precision.FP32, Precision.TF32)
+        self.widening = COMPILED_TIME_FACTOR if training.compile else 1.0
+        self.measured_s, is_convolutional = one.case.step_time_s or 0.0, layers.convolution > layers.linear
+        self.times = {
+            (share, launch_s): step_time_on(
+                one.context.cost, gpu, training.precision,
+                convolutional=is_convolutional, share=share, launch_s=launch_s,
+            ).seconds
+            for share, launch_s in product(_SHARES, _LAUNCHES_S)
+        }  # fmt: skip
+
+    def error(self, share: float, launch_s: float) -> float:
+        """Return the logarithm of the larger of predicted over measured and its inverse."""
+        return abs(math.log(self.times[share, launch_s].median / self.measured_s))
+
+    def holds(self, share: float, launch_s: float) -> bool:
+        """Whether the interval holds."""
+        time = self.times[share, launch_s]
+        return time.lower / self.widening <= self.measured_s <= time.upper * self.widening
+
+
+def _mean_of_sources(cases: Iterable[Timed], shares: Mapping[str, float], launch_s: float) -> float:
+    by: dict[str, list[float]] = defaultdict(list)
+    for one in cases:
+        by[one.source].append(one.error(shares[one.group], launch_s))
+    return sum(map(median, by.values())) / len(by)
+
+
+def chosen_times(fit: Sequence[Timed]) -> tuple[dict[str, float], float]:
+    """Return shares by group and the time of a launch with the least mean of the sources' median errors (decision 84).
+
+    Shares are chosen on steps in 16 bits; a group without any keeps the shipped one.
+    """
+    answers = []
+    for launch_s in _LAUNCHES_S:
+        shares = dict(TENSOR_SHARES)
+        for group in shares:
+            if own := [one for one in fit if one.group == group and one.chooses_share]:
+                errors = {share: _mean_of_sources(own, {group: share}, launch_s) for share in _SHARES}
+                shares[group] = min(errors, key=errors.__getitem__)
+        answers.append((_mean_of_sources(fit, shares, launch_s), launch_s, shares))
+    _, launch_s, shares = min(answers, key=lambda answer: answer[0])
+    return shares, launch_s
+
+
+def time_split_table(judged: Sequence[Judged]) -> str:
+    """Return the figures of step times under constants chosen without their source, over the same divisions."""
+    timed = [Timed(one) for one in judged if one.case.step_time_s is not None]
+    sources, figures = sorted({one.source for one in timed}), []
+    for seed in range(SPLITS):
+        shuffled = random.Random(seed).sample(sources, len(sources))  # noqa: S311
+        errors, held = [], 0
+        for part in ({*shuffled[start::FOLDS]} for start in range(FOLDS)):
+            shares, launch_s = chosen_times([one for one in timed if one.source not in part])
+            for one in timed:
+                if one.source in part:
+                    errors.append(one.error(shares[one.group], launch_s))
+                    held += one.holds(shares[one.group], launch_s)
+        figures.append((math.exp(median(errors)), held / len(timed)))
+    factors, holds = zip(*figures, strict=True)
+    row = {"step times": str(len(timed)), "sources": str(len(sources))}
+    row |= {"median factor": _cell(factors, ".2f"), "interval holds": _cell(holds, ".1%")}
+    return markdown([row | {"divisions with 85% held": f"{sum(one >= _HELD for one in holds)}/{SPLITS}"}])
 
 
 def excluded_table(cases: Iterable[Case]) -> str:
@@ -386,6 +464,7 @@ def texts() -> dict[str, str]:
         "published_memory": memory_tables(cases, judged),
         "published_step_time": step_time_table(judged),
         "published_splits": split_table(judged),
+        "published_time_splits": time_split_table(judged),
         "published_excluded": excluded_table(case for case in cases if case.collection == "first"),
     }
 

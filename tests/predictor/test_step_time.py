@@ -42,6 +42,29 @@ def test_tensor_cores_widen_the_interval(product: str, precision: Precision, con
         assert found.seconds.upper / found.seconds.median > 1.5 * plain.seconds.upper / plain.seconds.median
 
 
+@pytest.mark.parametrize(
+    ("product", "share"),
+    [
+        pytest.param("GeForce RTX 4090", 1.0, id="GeForce"),
+        pytest.param("H200", 0.45, id="Hopper"),
+        pytest.param("B200", 0.45, id="newer in data centers"),
+        pytest.param("A100-SXM4-40GB", 0.8, id="others"),
+    ],
+)
+def test_tensor_cores_reach_a_share_of_their_peak(product: str, share: float) -> None:
+    gpu = find_product(product)
+    found = step_time_on(COST._replace(flops=1e15), gpu, Precision.BF16_MIXED, convolutional=False).seconds.median
+    expected = 1e15 / (gpu.tensor_tflops * 1e12 * share) + 1e11 / (gpu.memory_bandwidth_gb_s * 1e9) + 1000 * 3e-6
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_processor_limits_a_step_of_many_small_kernels() -> None:
+    small = COST._replace(flops=1e10, bytes_moved=1e8)
+    found = step_time_on(small, A100, Precision.FP32, convolutional=False)
+    assert found.seconds.median == pytest.approx(0.04)
+    assert not found.inside
+
+
 @given(
     st.floats(0, 1e18), st.floats(0, 1e15), st.floats(1, 1e6), st.sampled_from(PRODUCTS), st.sampled_from(Precision),
     st.booleans(),

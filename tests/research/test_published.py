@@ -1,9 +1,11 @@
 """The predictor on published measurements; the tables of docs/experiments.md claim what is checked here."""
 
+from math import log
 from pathlib import Path
 from statistics import median
 
 import pytest
+from carpool_predictor.models.step_time import LAUNCH_S, TENSOR_SHARES
 from carpool_research import published
 from carpool_research.published import INSIDE, Case, Judged, judge, read_cases, read_features, trace
 
@@ -80,3 +82,10 @@ def test_stored_features_are_those_of_a_trace(tmp_path: Path) -> None:
     case: Case = next(case for case in CASES if case.name == "scratch-gpt2-flash")
     trace([case], path := tmp_path / "features.json", lambda _: None)
     assert read_features(path) == {case.name: read_features()[case.name]}
+
+
+def test_all_sources_choose_the_shipped_constants_of_step_times() -> None:
+    timed = [published.Timed(one) for one in JUDGED if one.case.step_time_s is not None]
+    assert published.chosen_times(timed) == (TENSOR_SHARES, LAUNCH_S)
+    assert median(one.error(TENSOR_SHARES[one.group], LAUNCH_S) for one in timed) <= log(1.25)
+    assert sum(one.holds(TENSOR_SHARES[one.group], LAUNCH_S) for one in timed) >= 0.9 * len(timed)

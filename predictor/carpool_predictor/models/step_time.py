@@ -5,7 +5,8 @@
     step    = compute + memory + kernel_s * kernels                         (form `sum`)
     step    = max(compute, memory) + kernel_s * kernels                     (form `larger`)
 
-In 16 bits tensor cores reach `TENSOR_SHARE` of their peak, and `TENSOR_BANDWIDTH` replaces the bandwidth utilization.
+On tensor cores `TENSOR_SHARES`, `TENSOR_BANDWIDTH` and `KERNEL_S` replace what was learned. A step takes at least
+`LAUNCH_S` for each kernel, because launches overlap with the GPU's work: the longer one decides.
 
 The model learns utilizations of the roofline over all measured GPUs instead of latencies (NeuSight, ASPLOS '25), so
 that the specification of a GPU that was not measured is enough.
@@ -25,16 +26,21 @@ from msgspec import Meta
 from carpool_predictor.features import MalformedError, StepCost
 from carpool_predictor.models.artifacts import decode, load
 from carpool_predictor.models.memory import DERIVED_FACTOR
-from carpool_predictor.models.roofline import TENSOR, tensor_tflops
+from carpool_predictor.models.roofline import KERNEL_S, TENSOR, tensor_tflops
 
 FORMAT = 1
 """Version of the artifact's layout."""
 UNMEASURED = 1.6
-"""Factor to both ends of the interval on tensor cores, which no measured step used. Assumed."""
+"""Factor to both ends of the interval where tensor cores compute or the processor limits the step. Assumed."""
 
-TENSOR_SHARE, TENSOR_BANDWIDTH = 0.75, 1.0
-"""Shares of the peak 16-bit rate and of the peak bandwidth. Fitted to published step times of five sources, with one
-left out at a time; see decision 57. Fused attention and caches save work that the trace counts."""
+TENSOR_SHARES = {"GeForce": 1.0, "Hopper": 0.45, "others": 0.8}
+"""Shares of the published peak rate that tensor cores reach, by `tensor_group`.
+
+Clocks of GeForce exceed their published ones. Hopper's peak needs more power than its limit. See decision 84."""
+TENSOR_BANDWIDTH = 1.0
+"""Share of the peak bandwidth. Fused attention and caches save work that the trace counts."""
+LAUNCH_S = 40e-6
+"""Processor's time for each kernel, with Python and autograd. Chosen on published step times as the shares are."""
 
 _SHARE = Annotated[float, Meta(gt=0, le=2)]
 _SECONDS = Annotated[float, Meta(ge=0, le=1e-3)]
@@ -99,25 +105,41 @@ class StepTime:
 
     seconds: Interval
     inside: bool
-    """Whether the units that compute (FP32, without tensor cores) were measured."""
+    """Whether such steps were measured: FP32 without tensor cores, limited by the GPU."""
 
 
-def step_time_on(cost: StepCost, product: GpuProduct, precision: Precision, *, convolutional: bool) -> StepTime:
+def tensor_group(product: GpuProduct) -> str:
+    """Return the key in `TENSOR_SHARES`; newer GPUs of data centers count as Hopper."""
+    if "GeForce" in product.name:
+        return "GeForce"
+    return "Hopper" if product.compute_capability.partition(".")[0] in ("9", "10") else "others"
+
+
+def step_time_on(
+    cost: StepCost,
+    product: GpuProduct,
+    precision: Precision,
+    *,
+    convolutional: bool,
+    share: float | None = None,
+    launch_s: float = LAUNCH_S,
+) -> StepTime:
     """Predict the time of a step.
 
     The precision decides whether tensor cores compute. `convolutional` is whether most work is in convolutions, for
-    which PyTorch uses TF32 by default.
+    which PyTorch uses TF32 by default. `share` replaces the product's in `TENSOR_SHARES`.
     """
     model = shipped()
     learned = model.learned
-    vector = product.fp32_tflops * model.learned.matrix
+    rate = product.fp32_tflops * model.learned.matrix
     tensor = tensor_tflops(product, precision, convolutional=convolutional)
-    if tensor and precision not in (Precision.FP32, Precision.TF32):
-        tensor *= TENSOR_SHARE / TENSOR
-        learned = msgspec.structs.replace(learned, bandwidth=TENSOR_BANDWIDTH)
-    inside = tensor <= vector
-    rate, bandwidth = 1e12 * max(vector, tensor), product.memory_bandwidth_gb_s * 1e9
-    median = learned.seconds(cost, rate, bandwidth)
+    on_tensor_cores = tensor > (rate if precision in (Precision.FP32, Precision.TF32) else 0.0)
+    if on_tensor_cores:
+        rate = max(rate, tensor * (share or TENSOR_SHARES[tensor_group(product)]) / TENSOR)
+        learned = msgspec.structs.replace(learned, bandwidth=TENSOR_BANDWIDTH, kernel_s=KERNEL_S)
+    busy_s = learned.seconds(cost, 1e12 * rate, product.memory_bandwidth_gb_s * 1e9)
+    median = max(busy_s, launch_s * cost.kernels)
+    inside = not on_tensor_cores and median == busy_s
     wider = (1.0 if inside else UNMEASURED) * (DERIVED_FACTOR if product.is_derived else 1)
     return StepTime(
         Interval(
