@@ -17,6 +17,7 @@ from carpool_core.products import hardware_name
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import GpuNode
 from carpool_core.values import JobUid, WhenSlowed
+from carpool_predictor.calibration.colocation import solo_name
 from carpool_predictor.calibration.store import CalibrationStore
 from carpool_predictor.predict import model_version
 from carpool_predictor.tracing.source import Tracer, input_digest
@@ -177,9 +178,10 @@ class Operator:
             samples = [sample_of(job, attempt) for attempt in latest]
             peak = max([peak_of(pods, nodes), *(attempt.peak_memory_mib for attempt in latest)])
             product = next((hardware_name(place.product) for place in job.status.placement), "")
+            solo = solo_name(digest, job.spec.workers, job.spec.gpus_per_worker)
             calibration = CalibrationState(
                 is_on=True,
-                solo_step_s=self.calibrator.solo_step_s(job.metadata.namespace, digest, product) if product else None,
+                solo_step_s=self.calibrator.solo_step_s(job.metadata.namespace, solo, product) if product else None,
                 learned=frozenset(sample for sample in samples if self.calibrator.has_learned(sample)),
                 peak_stable_s=self._expectations.unchanged_s(uid, "peak", (samples, peak), now),
                 keys=keys,

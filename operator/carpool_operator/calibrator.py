@@ -19,6 +19,7 @@ from carpool_predictor.calibration.colocation import (
     job_name,
     learned_colocations,
     measured_runs,
+    solo_name,
     solo_step_s,
 )
 from carpool_predictor.calibration.document import MAX_SAMPLES, SIMULATED, Calibration, Stack, is_plain, with_steps
@@ -120,6 +121,7 @@ class Calibrator:
         precision, name = spec.training.precision, model_key(spec.model)
         digest = input_digest(spec.model, spec.training)
         same = "" if spec.model is None else job_name(spec.model.family, digest)
+        solo = solo_name(digest, spec.workers, spec.gpus_per_worker)
         gpus, now = self._find_products(products), self._clock.now().timestamp()
         return {
             gpu.name: CalibrationKey(
@@ -128,8 +130,7 @@ class Calibrator:
                     calibration, gpu.name, precision, name, size_mib, retry_before=retry_before(gpu, gpus, now)
                 ),
                 measured_runs(learned_colocations(calibration.pairs, gpu.name, same)),
-                spec.workers * spec.gpus_per_worker == 1
-                and solo_step_s(calibration.solo, digest, gpu.name) is not None,
+                solo_step_s(calibration.solo, solo, gpu.name) is not None,
             )
             for gpu in gpus
         }
@@ -138,10 +139,10 @@ class Calibrator:
         """Return whether this process has stored the observation of an ended attempt."""
         return f"{sample} ended" in self._stored
 
-    def solo_step_s(self, namespace: str, digest: str, product: str) -> float | None:
-        """Return the step time alone of an earlier run of a job; None if none was measured."""
+    def solo_step_s(self, namespace: str, name: str, product: str) -> float | None:
+        """Return the step time alone of an earlier run (see `solo_name`); None if none was measured."""
         found = self.usable(namespace)
-        return None if found is None else solo_step_s(found.solo, digest, product)
+        return None if found is None else solo_step_s(found.solo, name, product)
 
     def submit(self, job: GpuTrainingJob, observation: Observation | MeasuredSteps) -> None:
         """Add an observation to the pending ones, unless it is pending or stored."""

@@ -10,13 +10,12 @@ from carpool_core.values import GpuUuid, JobUid, PodUid, WhenSlowed
 
 from carpool_operator import outcomes
 from carpool_operator.outcomes import Outcome
+from carpool_operator.placement import SETTLED_S
 from carpool_operator.pods import job_key
 from carpool_operator.snapshot import Snapshot
 
 POLL_S = 30.0
 """Seconds between reconciliations of a job that may move: time alone makes measurements count."""
-SETTLED_S = 90.0
-"""Time after a change of co-tenants from which slowdowns count, in seconds: before, means hold steps beside others."""
 
 
 def slowdowns(nodes: Iterable[GpuNode], find: Callable[[str], GpuTrainingJob | None]) -> dict[JobUid, float]:

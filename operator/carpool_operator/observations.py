@@ -15,7 +15,7 @@ from carpool_core.products import hardware_name
 from carpool_core.resources.job import Attempt, GpuTrainingJob, JobStatus, WorkerPlacement
 from carpool_core.resources.node import LOADING_S, STEADY_S, Device, GpuNode, Tenant
 from carpool_core.values import GpuUuid, SharingMode
-from carpool_predictor.calibration.colocation import MeasuredSteps, Origin, SoloRecord, pair_record
+from carpool_predictor.calibration.colocation import PAIR, MeasuredSteps, Origin, SoloRecord, pair_record, solo_name
 from carpool_predictor.calibration.document import RunMeasurement
 from carpool_predictor.calibration.run_history import memory_step
 from carpool_predictor.models.slowdown import TenantActivity, is_saturated, pair_slowdown, solo_activity
@@ -28,8 +28,6 @@ from carpool_operator.snapshot import Snapshot
 _BELIEVED_SHARE = 0.5
 """Least share of the available memory that an agent must have measured to believe that a worker ran out of it. Larger
 single allocations are rare, and a message alone proves nothing."""
-PAIR = 2
-"""Tenants of a GPU whose slowdown is attributed to one another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,10 +194,12 @@ def _available_mib(snapshot: Snapshot, places: Sequence[WorkerPlacement]) -> int
 def measured_steps(snapshot: Snapshot, status: JobStatus, attempt: Attempt) -> MeasuredSteps | None:
     """Return what the steps of a running attempt show: its step time alone, and its slowdown beside one co-tenant.
 
-    Only jobs of a single GPU are comparable. The slowdown counts once both tenants were measured for `LOADING_S`.
+    Pairs are of jobs of a single GPU: any GPU of another job may be the one that slows it. The slowdown counts once
+    both tenants were measured for `LOADING_S`.
     """
     job, observed, places = snapshot.job, status.observed, status.placement
-    if observed is None or len(places) != 1 or job.spec.workers != 1 or job.spec.gpus_per_worker != 1:
+    workers, gpus = job.spec.workers, job.spec.gpus_per_worker
+    if observed is None or len(places) != workers or len({one.product for one in places}) != 1:
         return None
     place = places[0]
     found = _device(snapshot, place)
@@ -211,8 +211,14 @@ def measured_steps(snapshot: Snapshot, status: JobStatus, attempt: Attempt) -> M
     origin = Origin(job.metadata.namespace, own.tenancy_domain, hardware_name(place.product), is_simulated)
     solo, pair = None, None
     if observed.solo_step_time_seconds and observed.solo_source == "Run":
-        solo = SoloRecord(snapshot.digest, *origin, observed.solo_step_time_seconds)
-    if observed.slowdown and other is not None and len(_tenants(snapshot, place)) == len(held) == PAIR:
+        name = solo_name(snapshot.digest, workers, gpus)
+        solo = SoloRecord(name, *origin, observed.solo_step_time_seconds)
+    if (
+        workers * gpus == 1
+        and observed.slowdown
+        and other is not None
+        and len(_tenants(snapshot, place)) == len(held) == PAIR
+    ):
         sample = f"{sample_of(job, attempt)} {other.pod_uid}"
         predicted = pair_slowdown(place.mode, own.tenant, other.tenant)
         pair = pair_record(sample, origin, place.mode, own.tenant, other.tenant, observed.slowdown, predicted)

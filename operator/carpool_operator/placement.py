@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from statistics import fmean
 
 import msgspec
@@ -17,6 +17,8 @@ from carpool_core.values import JobUid, NodeName, PodUid
 
 from carpool_operator.pods import worker_of
 
+SETTLED_S = 90.0
+"""Time after a change of co-tenants from which slowdowns count, in seconds: before, means hold steps beside others."""
 _LONGEST_S = 10 * 365 * 86_400.0
 """A later end is not reported."""
 
@@ -126,11 +128,28 @@ def _solo_step_time(job: GpuTrainingJob, places: Sequence[WorkerPlacement]) -> I
     return max(known, key=lambda one: one.median, default=None)
 
 
+def _has_whole_gpus(tenants: Iterable[Tenant], places: Iterable[WorkerPlacement], now: datetime) -> bool:
+    """Return whether the steps that the agents measured last were of a job without co-tenants on any of its GPUs.
+
+    A worker waits for all others. So an agent whose own GPU is not shared cannot know that.
+    """
+    if any(place.neighbours for place in places):
+        return False
+    return all(
+        one.settled
+        and one.step_time_seconds
+        and one.tenants_since
+        and (now - parse_rfc3339(one.tenants_since)).total_seconds() >= SETTLED_S
+        for one in tenants
+    )
+
+
 def observed(
     job: GpuTrainingJob,
     pods: Iterable[Pod],
     nodes: Sequence[GpuNode],
     places: Sequence[WorkerPlacement],
+    now: datetime,
     earlier_solo_step_s: float | None = None,
 ) -> Observed | None:
     """Summarise the agents' measurements of the pods; missing values keep the last one, and the peak never falls.
@@ -149,7 +168,10 @@ def observed(
     if step_time_s is not None and solo is not None and solo.median:
         ratio = round(step_time_s / solo.median, 3)
     deviations = [t.step_time_deviation_seconds for t in tenants if t.step_time_deviation_seconds is not None]
-    solo_step_s = min((t.solo_step_time_seconds for t in tenants if t.solo_step_time_seconds), default=None)
+    if (gpus := job.spec.workers * job.spec.gpus_per_worker) == 1:
+        solo_step_s = next((t.solo_step_time_seconds for t in tenants if t.solo_step_time_seconds), None)
+    else:
+        solo_step_s = step_time_s if len(tenants) == gpus and _has_whole_gpus(tenants, places, now) else None
     slowest = min((t for t in tenants if t.steps is not None), key=lambda t: t.steps or 0, default=None)
     samples = {t.pod_uid: t.samples_per_second for t in tenants if t.samples_per_second is not None}
     found = Observed(

@@ -17,7 +17,7 @@ from carpool_core.products import GpuProduct
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import GpuTrainingJob, JobSpec, ModelSource, Training
 from carpool_core.resources.prediction import Prediction
-from carpool_predictor.calibration.colocation import job_name, with_colocations
+from carpool_predictor.calibration.colocation import job_name, solo_name, with_colocations
 from carpool_predictor.calibration.document import Calibration
 from carpool_predictor.calibration.run_history import model_key
 from carpool_predictor.features import Abstention
@@ -376,8 +376,8 @@ class PredictionWorker:
         )
         prediction = await asyncio.get_running_loop().run_in_executor(self._thread, compute)
         if spec.model is not None:
-            known, is_alone = calibration or Calibration(), spec.workers * spec.gpus_per_worker == 1
-            comparable = [one.product for one in known.solo if one.sample == digest and is_alone]
+            known, solo = calibration or Calibration(), solo_name(digest, spec.workers, spec.gpus_per_worker)
+            comparable = [one.product for one in known.solo if one.sample == solo]
             name = job_name(spec.model.family, digest)
             prediction = with_colocations(prediction, known.pairs, name, comparable)
         return prediction, keys

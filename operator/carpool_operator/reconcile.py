@@ -174,12 +174,9 @@ def _delete_strays(draft: Draft, attempt: Attempt | None) -> None:
 
 def _measure(draft: Draft, attempt: Attempt, pods: list[Pod]) -> Attempt:
     """Read placement and measurements of the active attempt into the status; return the attempt with its peak."""
-    nodes = draft.snapshot.nodes
+    nodes, now, solo_s = draft.snapshot.nodes, draft.snapshot.now, draft.snapshot.calibration.solo_step_s
     places = placement.placements(draft.job, pods, nodes)
-    draft.update(
-        placement=places,
-        observed=placement.observed(draft.job, pods, nodes, places, draft.snapshot.calibration.solo_step_s),
-    )
+    draft.update(placement=places, observed=placement.observed(draft.job, pods, nodes, places, now, solo_s))
     anomalies.report_anomalies(draft, pods)
     attempt = attempts.with_peak(attempt, peak_of(pods, nodes))
     draft.put_attempt(attempt)

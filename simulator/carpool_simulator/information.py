@@ -22,12 +22,14 @@ from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.queue.order import QueueOrder
 from carpool_extender.queue.scheduling_queue import PodRef, QueuedJobInfo
 from carpool_predictor.calibration.colocation import (
+    PAIR,
     MeasuredSteps,
     Origin,
     SoloRecord,
     job_name,
     learned_colocations,
     pair_record,
+    solo_name,
     solo_step_s,
 )
 from carpool_predictor.calibration.document import Calibration, RunMeasurement, Stack, is_plain, with_steps
@@ -98,13 +100,14 @@ class Learner:
     def observe_steps(self, run: "Run") -> None:
         """Learn from the steps of a run since its co-tenants last changed, as the operator does."""
         job, steps = run.job, run.steps
-        if job.asked is None or job.workers != 1 or job.gpus != 1 or not job.truth.model:
+        if job.asked is None or not job.truth.model:
             return
         origin = Origin(NAMESPACE, NAMESPACE, find_product(job.truth.product).name, True)
-        solo = SoloRecord(job.truth.kind, *origin, steps.solo_s) if steps.solo_s is not None else None
-        solo_s = steps.solo_s or solo_step_s(self._calibration.solo, job.truth.kind, origin.product)
+        name = solo_name(job.truth.kind, job.workers, job.gpus)
+        solo = SoloRecord(name, *origin, steps.solo_s) if steps.solo_s is not None else None
+        solo_s = steps.solo_s or solo_step_s(self._calibration.solo, name, origin.product)
         pair = None
-        if solo_s is not None and len(steps.profiles) == PAIR:
+        if solo_s is not None and job.workers * job.gpus == 1 and len(steps.profiles) == PAIR:
             own, other = steps.profiles
             predicted = pair_slowdown(run.mode, own, other)
             pair = pair_record(steps.sample, origin, run.mode, own, other, steps.step_s / solo_s, predicted)
@@ -118,7 +121,8 @@ class Learner:
     def knows_solo(self, job: SimJob) -> bool:
         """Whether an earlier run of the same job showed its step time alone."""
         product = find_product(job.truth.product).name
-        return solo_step_s(self._calibration.solo, job.truth.kind, product) is not None
+        name = solo_name(job.truth.kind, job.workers, job.gpus)
+        return solo_step_s(self._calibration.solo, name, product) is not None
 
     def with_colocations(self, prediction: Prediction, job: SimJob) -> Prediction:
         """Return a job's prediction with what was learned about its slowdowns beside others."""
@@ -197,8 +201,6 @@ def prediction_of(
 
 
 NAMESPACE = "simulation"
-PAIR = 2
-"""Tenants of a GPU whose slowdown is attributed to one another, as by the operator."""
 RAISED = 1.5
 """Factor to the memory bound after a first death where nothing is learned; after two deaths a job runs alone."""
 

@@ -1,11 +1,13 @@
 """The calibrator: each attempt is learned once, whatever crashes, and calibrates the next predictions."""
 
 import json
+from datetime import timedelta
 from typing import Any
 
 import msgspec
 import pytest
 from carpool_core import keys
+from carpool_core.clock import rfc3339
 from carpool_core.kube.api import CONFIG_MAPS, EVENTS, GPU_NODES, GPU_TRAINING_JOBS
 from carpool_core.kube.errors import Conflict, Forbidden, Overloaded
 from carpool_core.resources.features import ModelFeatures
@@ -740,3 +742,28 @@ async def test_step_time_alone_of_an_earlier_run_gives_the_slowdown_of_one_that_
     assert (found.slowdown, found.solo_source) == (2.5, "EarlierRun")
     assert of.job("x").status.observed.solo_source == "Run"
     assert len(kept(of).solo) == 1, "the earlier run's step time is not learned a second time"
+
+
+@pytest.mark.parametrize(
+    ("since_s", "changes", "learned"),
+    [
+        pytest.param(100, {}, [0.2], id="none of its GPUs is shared"),
+        pytest.param(60, {}, [], id="a co-tenant left a minute ago"),
+        pytest.param(100, {"settled": False}, [], id="not measured for long"),
+    ],
+)
+async def test_step_time_alone_of_a_job_on_several_gpus_is_learned_apart(
+    since_s: int, changes: dict[str, Any], learned: list[float]
+) -> None:
+    """The agents' own steps alone (0.1) do not count: a GPU is not shared, but the job waits for another one."""
+    of = await running_world(workers=2)
+    since = rfc3339(of.clock.now() - timedelta(seconds=since_s))
+    await measured(of, 3000, **steps(0.2, 0.1) | {"tenantsSince": since} | changes)
+    assert [one.step_s for one in kept(of).solo] == learned if learned else writes(of) == 0
+    found = of.job().status.observed
+    assert found is not None
+    assert found.slowdown == (1.0 if learned else None)
+    if learned:
+        for name, workers in (("y", 2), ("z", 1)):
+            await of.submit(name, workers=workers)
+            assert prediction(of, name).products[0].comparable == (workers == 2)

@@ -131,6 +131,10 @@ class LearnedColocation(Resource, frozen=True, kw_only=True):
         ),
     ]
     other_width: Annotated[float, field("Share of the interval of the co-tenant's slowdown that remains.", ge=0, le=1)]
+    sensitivity: Annotated[
+        float, field("c0 of the co-tenant's slowdown beside any third job, without its pressure.")
+    ] = 0.0
+    pressure: Annotated[float, field("Its part of c0 of a third job's slowdown.")] = 0.0
 
 
 class ProductPrediction(Resource, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import reduce
+from itertools import combinations
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from carpool_core.resources.node import MAX_MIB
 from carpool_core.resources.prediction import ANY_FAMILY, OF_JOB, LearnedColocation, family_of
 from carpool_core.settings import SettingsError, setting
 from carpool_core.values import RequestedMode, SharingMode, Tenancy
-from carpool_predictor.calibration.colocation import RUN_FACTOR, correction_factor
+from carpool_predictor.calibration.colocation import MAX_RATIO, PAIR, RUN_FACTOR
 from carpool_predictor.models.slowdown import DRAM_SATURATION, SM_SATURATION, slowdowns, upper_end, upper_factor
 from numpy.typing import NDArray
 
@@ -214,7 +215,7 @@ class Colocation(NamedTuple):
     shipped: Floats
     """The same without what was learned."""
     is_trial: Bools
-    """Whether it is a pair whose slowdowns would be measured, shape (rows,)."""
+    """Whether the slowdowns of all would be measured, shape (rows,)."""
     limit: Floats
     """Largest slowdown that each accepts."""
     width: Floats
@@ -224,13 +225,14 @@ class Colocation(NamedTuple):
     def compared(self, quantile: Quantile, demand: Demand) -> Floats:
         """Return the slowdowns that are compared with the limits: the upper ends if the incoming job was moved.
 
-        A job that would leave at once may try a new pair, even if others turned out worse than the shipped model. Where
-        its slowdown would not be measured, the upper ends count.
+        A job that would leave at once may try a new pair, even if others turned out worse than the shipped model. It
+        joins a group by the upper end of one more run. Where a slowdown would not be measured, the upper ends count.
         """
         found = self.by(Quantile.UPPER if demand.moves or demand.tries else quantile)
         if not demand.tries or quantile is not Quantile.MEDIAN:
             return found
-        return np.where(self.is_trial & (self.width > 0), self.shipped, found)
+        tried = self.shipped if len(self.util) == PAIR else self.expected * RUN_FACTOR
+        return np.where(self.is_trial & (self.width > 0), tried, found)
 
     def by(self, quantile: Quantile) -> Floats:
         """Return the medians or the upper ends; where the same jobs were measured always the upper ends."""
@@ -262,58 +264,71 @@ def colocation_on(gpus: GpuTable, pod_request: PodRequest, table: ClassTable, ro
         sm, dram = joined(table.sm.take(device_class), gpus.sm), joined(table.dram.take(device_class), gpus.dram)
     limit = joined(pod_request.demand.max_slowdown, gpus.max_slowdown)
     expected = shipped = np.ones(util.shape) if name is None else slowdowns(name, util.T, sm.T, dram.T).T
-    width, is_trial = np.ones(util.shape), np.zeros(rows.size, np.bool_)
-    if tenants == 1:
-        is_trial = table.comparable.take(device_class) & gpus.comparable.take(rows, axis=0)[:, 0]
+    width, present = np.ones(util.shape), np.arange(tenants) < gpus.count.take(rows)[:, None]
+    measured = (gpus.comparable.take(rows, axis=0)[:, :tenants] | ~present).all(axis=1)
+    is_trial = table.comparable.take(device_class) & measured & present.any(axis=1)
     if table.colocations and name is not None:
-        families = gpus.family.take(rows, axis=0)[:, :tenants]
-        expected = expected.copy()
-        couples = [[0, place] for place in range(1, tenants + 1)]
-        pairs = np.array([slowdowns(name, util[one].T, sm[one].T, dram[one].T) for one in couples])
         learned = {
             of: {one.family: one for one in table.colocations[of] if one.mode is name}
             for of in set(device_class.tolist())
         }
-        for column, of in enumerate(device_class.tolist()):
-            alone = families[column].tolist(), util[:, column], pairs[:, column]
-            _correct(learned[of], *alone, expected[:, column], width[:, column])
+        families = gpus.family.take(rows, axis=0)[:, :tenants].tolist()
+        found = [
+            [_learned_of(learned[of], family) for family in names]
+            for of, names in zip(device_class.tolist(), families, strict=True)
+        ]
+        expected, width = _corrected(name, found, np.array([util, sm, dram]), expected), _widths(found)
     return Colocation(name, util, expected, shipped, is_trial, limit, width)
 
 
-def _correct(
-    learned: Mapping[str, LearnedColocation],
-    families: Sequence[str],
-    util: Floats,
-    pairs: Floats,
-    expected: Floats,
-    width: Floats,
-) -> None:
-    """Correct the slowdowns on one GPU in place by those that were measured beside jobs of its tenants' families.
+def _learned_of(learned: Mapping[str, LearnedColocation], family: str) -> LearnedColocation | None:
+    """Return what counts beside a tenant of a family or job; None if its family is unknown."""
+    return (learned.get(family) or learned.get(family_of(family)) or learned.get(ANY_FAMILY)) if family else None
 
-    Slowdowns of pairs are learned. In a larger group, what each pair has more or less than predicted adds up.
+
+def _corrected(
+    mode: SharingMode, found: Sequence[Sequence[LearnedColocation | None]], activity: Floats, expected: Floats
+) -> Floats:
+    """Correct the slowdowns on some GPUs by what was learned about the incoming pod and each tenant.
+
+    Slowdowns of pairs are learned. In a group, what each pair has more or less than predicted adds up.
 
     Args:
-        learned: Corrections for the incoming pod in the GPU's mode, by family.
-        families: Family of each tenant; empty if unknown.
-        util: Utilization of the incoming pod and of each tenant alone, 0..1.
-        pairs: Predicted slowdowns of the incoming pod and a tenant, if only they were there, shape (tenants, 2).
-        expected: Predicted slowdown of the incoming pod and of each tenant.
-        width: Share of their intervals that is left. Beside several tenants it is 0 if the same jobs ran beside each of
-            them, and else 1: only pairs are measured.
+        mode: Mode in which the GPUs are shared.
+        found: What was learned about each tenant of each GPU, shape (rows, tenants).
+        activity: Utilization, SM and DRAM activity of each alone, 0..1, shape (3, tenants + 1, rows).
+        expected: Predicted slowdowns, shape (tenants + 1, rows).
     """
-    equal = 0
-    for place, family in enumerate(families, start=1):
-        found = learned.get(family) or learned.get(family_of(family)) or learned.get(ANY_FAMILY)
-        if found is None or not family:
-            continue
-        own, other = float(util[0]), float(util[place])
-        expected[0] += pairs[place - 1, 0] * (correction_factor(found.own, own, other) - 1)
-        expected[place] += pairs[place - 1, 1] * (correction_factor(found.other, other, own) - 1)
-        width[0], width[place] = found.own_width, found.other_width
-        equal += found.own_width == found.other_width == 0
-    if len(families) > 1:
-        width[:] = 0.0 if equal == len(families) else 1.0
-    np.maximum(expected, 1.0, out=expected)
+    util, expected = activity[0], expected.copy()
+    members, rows = expected.shape
+    c0, line, known = np.zeros((members, members, rows)), np.zeros((2, rows)), np.ones(expected.shape, np.bool_)
+    for row, tenants in enumerate(found):
+        for place, one in enumerate(tenants, start=1):
+            known[place, row] = one is not None
+            if one is not None:
+                c0[0, place, row], c0[place, 0, row], line[:, row] = one.own[0], one.other[0], one.own[1:]
+                c0[place, 1:, row] += one.sensitivity
+                c0[1:, place, row] += one.pressure
+    for i, j in combinations(range(members), 2):
+        pair, both = slowdowns(mode, *(one[[i, j]].T for one in activity)).T, known[i] & known[j]
+        for own, other, alone in ((i, j, pair[0]), (j, i, pair[1])):
+            log = c0[own, other] + line[0] * util[own] + line[1] * util[other]
+            expected[own] += np.where(both, alone * np.expm1(np.clip(log, -MAX_RATIO, MAX_RATIO)), 0.0)
+    return np.maximum(expected, 1.0)
+
+
+def _widths(found: Sequence[Sequence[LearnedColocation | None]]) -> Floats:
+    """Return the share of each interval that is left, shape (tenants + 1, rows).
+
+    Beside several tenants it is 0 if the same jobs ran beside each of them, and else 1: only pairs are measured.
+    """
+    width = np.ones((len(found[0]) + 1, len(found)))
+    for row, tenants in enumerate(found):
+        if len(tenants) == 1 and tenants[0] is not None:
+            width[:, row] = tenants[0].own_width, tenants[0].other_width
+        elif all(one is not None and one.own_width == one.other_width == 0 for one in tenants):
+            width[:, row] = 0.0
+    return width
 
 
 class ColocationResult(NamedTuple):

@@ -32,6 +32,8 @@ from carpool_core.resources.prediction import ANY_FAMILY, OF_JOB, LearnedColocat
 from carpool_core.values import SharingMode
 from msgspec import Meta
 
+PAIR = 2
+"""Jobs in a record: only pairs show which job slows another."""
 MAX_PAIRS, MAX_SOLO = 1024, 256
 """Records kept."""
 MAX_PUBLISHED = 48
@@ -81,7 +83,7 @@ class SoloRecord(msgspec.Struct, frozen=True, array_like=True):
     """Measured step time of a job while no other pod worked on its GPU."""
 
     sample: _NAME
-    """Name of the job: digest of model and training."""
+    """Name of the job and of its size; see `solo_name`."""
     namespace: _NAME
     domain: _NAME
     product: _NAME
@@ -112,6 +114,11 @@ class MeasuredSteps(msgspec.Struct, frozen=True, kw_only=True):
 def job_name(family: str, digest: str) -> str:
     """Return the name of all jobs of a family with a digest of model and training; empty without a family."""
     return f"{family[:111]}{OF_JOB}{digest[-16:]}" if family else ""
+
+
+def solo_name(digest: str, workers: int, gpus_per_worker: int) -> str:
+    """Return the name of runs whose steps alone take equally long: digest of model and training, and their GPUs."""
+    return digest if workers * gpus_per_worker == 1 else f"{digest} {workers}x{gpus_per_worker}"
 
 
 class Origin(NamedTuple):
@@ -300,6 +307,7 @@ def learned_colocations(records: Iterable[PairRecord], product: str, name: str) 
     for mode in sorted({one.mode for one in here}):
         of_mode = tuple(one for one in here if one.mode is mode)
         learned, runs, known = _corrections(of_mode), Counter[str](), Counter[str]()
+        line, *_ = learned.beside(ANY_FAMILY, ANY_FAMILY).coefficients
         for one in of_mode:
             known.update({one.family, one.other, family_of(one.family), family_of(one.other)})
             is_own = one.family == name or (one.other != name and family_of(one.family) == family_of(name))
@@ -311,6 +319,7 @@ def learned_colocations(records: Iterable[PairRecord], product: str, name: str) 
         listed = sorted(known, key=lambda other: (-runs[other], -known[other], other))[: MAX_PUBLISHED - 1]
         for other in [*listed, ANY_FAMILY]:
             mine, its = learned.beside(name, other), learned.beside(other, name)
+            slowed, slows = learned.beside(other, ANY_FAMILY), learned.beside(ANY_FAMILY, other)
             found.append(
                 LearnedColocation(
                     family=other,
@@ -320,6 +329,8 @@ def learned_colocations(records: Iterable[PairRecord], product: str, name: str) 
                     own_width=round(mine.width, 4),
                     other=[round(c, 4) for c in its.coefficients],
                     other_width=round(its.width, 4),
+                    sensitivity=round(slowed.coefficients[0], 4),
+                    pressure=round(slows.coefficients[0] - line, 4),
                 )
             )
     return found
@@ -349,6 +360,6 @@ def measured_runs(colocations: Iterable[LearnedColocation]) -> int:
     return sum(one.runs for one in of_family[False]).bit_length() + len(of_family[True])
 
 
-def solo_step_s(records: Iterable[SoloRecord], job: str, product: str) -> float | None:
-    """Return the step time alone of an earlier run of a job on a product; None if none was measured."""
-    return next((one.step_s for one in records if (one.sample, one.product) == (job, product)), None)
+def solo_step_s(records: Iterable[SoloRecord], name: str, product: str) -> float | None:
+    """Return the step time alone of an earlier run (see `solo_name`) on a product; None if none was measured."""
+    return next((one.step_s for one in records if (one.sample, one.product) == (name, product)), None)

@@ -88,7 +88,7 @@ def test_learned_slowdowns_decide_and_are_named(
         pytest.param({"tries": True, "moves": 1}, True, 1, True, id="it was moved before"),
         pytest.param({}, True, 1, False, id="it would stay"),
         pytest.param({"tries": True}, False, 1, False, id="its slowdown would not be measured"),
-        pytest.param({"tries": True}, True, 2, False, id="several co-tenants teach nothing"),
+        pytest.param({"tries": True}, True, 2, False, id="a group counts with all that was learned"),
     ],
 )
 def test_a_job_that_would_leave_tries_pairs_that_others_advise_against(
@@ -108,6 +108,32 @@ def test_a_job_that_would_leave_tries_pairs_that_others_advise_against(
     ):
         asked = pod_request(prediction=comparable(predicted("bert@1", found)), **changes)
         assert (evaluate(node, asked).evaluation.results.failed[0] == PASSED) == expected
+
+
+@pytest.mark.parametrize(
+    ("found", "known", "passes"),
+    [
+        pytest.param([], True, True, id="tenants that do not slow each other"),
+        pytest.param([learned("resnet@0", sensitivity=0.3), learned("resnet@1")], True, True, id="one is sensitive"),
+        pytest.param(
+            [learned("resnet@0", sensitivity=0.3), learned("resnet@1", pressure=0.2)], True, False, id="and one presses"
+        ),
+        pytest.param([], False, False, id="their slowdowns would not be measured"),
+    ],
+)
+def test_a_job_that_would_leave_joins_a_group_by_what_was_learned_of_its_tenants(
+    found: list[LearnedColocation], known: bool, passes: bool
+) -> None:
+    def comparable(made: Prediction) -> Prediction:
+        return msgspec.structs.replace(
+            made, products=[msgspec.structs.replace(one, comparable=known) for one in made.products]
+        )
+
+    held = [tenant(f"t{n}", ["GPU-a-0"], prediction=comparable(predicted(f"resnet@{n}"))) for n in range(2)]
+    asked = pod_request(prediction=comparable(predicted("bert@1", learned(ANY_FAMILY), *found)), tries=True)
+    results = evaluate(gpu_node("a", 1, held), asked).evaluation.results
+    assert (results.failed[0] == PASSED) == passes
+    assert results.slowdown[0] == 1.0, "the tenants slow each other, not the job"
 
 
 def test_a_model_without_a_name_is_named_by_its_job() -> None:
