@@ -263,8 +263,9 @@ def colocation_on(gpus: GpuTable, pod_request: PodRequest, table: ClassTable, ro
     if name is not SharingMode.TIME_SLICING:  # under time-slicing the model uses the utilization only
         sm, dram = joined(table.sm.take(device_class), gpus.sm), joined(table.dram.take(device_class), gpus.dram)
     limit = joined(pod_request.demand.max_slowdown, gpus.max_slowdown)
-    expected = shipped = np.ones(util.shape) if name is None else slowdowns(name, util.T, sm.T, dram.T).T
-    width, present = np.ones(util.shape), np.arange(tenants) < gpus.count.take(rows)[:, None]
+    width: Floats = np.ones(util.shape)
+    expected = shipped = width if name is None else slowdowns(name, util.T, sm.T, dram.T).T
+    present = np.arange(tenants) < gpus.count.take(rows)[:, None]
     measured = (gpus.comparable.take(rows, axis=0)[:, :tenants] | ~present).all(axis=1)
     is_trial = table.comparable.take(device_class) & measured & present.any(axis=1)
     if table.colocations and name is not None:
@@ -324,9 +325,9 @@ def _widths(found: Sequence[Sequence[LearnedColocation | None]]) -> Floats:
     """
     width = np.ones((len(found[0]) + 1, len(found)))
     for row, tenants in enumerate(found):
-        if len(tenants) == 1 and tenants[0] is not None:
-            width[:, row] = tenants[0].own_width, tenants[0].other_width
-        elif all(one is not None and one.own_width == one.other_width == 0 for one in tenants):
+        if len(tenants) == 1 and (only := tenants[0]) is not None:
+            width[:, row] = only.own_width, only.other_width
+        elif tenants and all(one is not None and one.own_width == one.other_width == 0 for one in tenants):
             width[:, row] = 0.0
     return width
 
