@@ -268,68 +268,103 @@ def colocation_on(gpus: GpuTable, pod_request: PodRequest, table: ClassTable, ro
     present = np.arange(tenants) < gpus.count.take(rows)[:, None]
     measured = (gpus.comparable.take(rows, axis=0)[:, :tenants] | ~present).all(axis=1)
     is_trial = table.comparable.take(device_class) & measured & present.any(axis=1)
-    if table.colocations and name is not None:
-        learned = {
-            of: {one.family: one for one in table.colocations[of] if one.mode is name}
-            for of in set(device_class.tolist())
-        }
-        families = gpus.family.take(rows, axis=0)[:, :tenants].tolist()
-        found = [
-            [_learned_of(learned[of], family) for family in names]
-            for of, names in zip(device_class.tolist(), families, strict=True)
-        ]
-        expected, width = _corrected(name, found, np.array([util, sm, dram]), expected), _widths(found)
+    if table.colocations and tenants and name is not None:
+        facts = _facts(gpus.family.take(rows, axis=0)[:, :tenants], device_class, table.colocations, name)
+        expected, width = _corrected(name, facts, np.array([util, sm, dram]), expected), _widths(facts)
     return Colocation(name, util, expected, shipped, is_trial, limit, width)
 
 
-def _learned_of(learned: Mapping[str, LearnedColocation], family: str) -> LearnedColocation | None:
-    """Return what counts beside a tenant of a family or job; None if its family is unknown."""
-    return (learned.get(family) or learned.get(family_of(family)) or learned.get(ANY_FAMILY)) if family else None
+class TenantFacts(NamedTuple):
+    """What was learned about the tenants of some GPUs and the incoming pod; shape (tenants, rows) each.
+
+    Logarithms of factors to predicted slowdowns, as in `LearnedColocation`.
+    """
+
+    is_known: Floats
+    """1 where something was learned, else 0."""
+    own: Floats
+    """c0 of the incoming pod's slowdown beside the tenant."""
+    other: Floats
+    """c0 of the tenant's slowdown beside the incoming pod."""
+    c1: Floats
+    c2: Floats
+    sensitivity: Floats
+    pressure: Floats
+    own_width: Floats
+    other_width: Floats
 
 
-def _corrected(
-    mode: SharingMode, found: Sequence[Sequence[LearnedColocation | None]], activity: Floats, expected: Floats
-) -> Floats:
+def _facts(
+    families: NDArray[np.object_],
+    classes: NDArray[np.intp],
+    learned: Sequence[Sequence[LearnedColocation]],
+    mode: SharingMode,
+) -> TenantFacts:
+    """Return what was learned about tenants, by their families and jobs.
+
+    Args:
+        families: Family or job of each tenant; empty if unknown. Shape (rows, tenants).
+        classes: Class of each GPU, shape (rows,).
+        learned: What was learned about the incoming pod, by class.
+        mode: Mode in which the GPUs are shared.
+    """
+    names = families.T.ravel().tolist()
+    codes = {family: code for code, family in enumerate(dict.fromkeys(names))}
+    code = np.fromiter(map(codes.__getitem__, names), np.intp, len(names)).reshape(families.shape[::-1])
+    found = np.empty((len(TenantFacts._fields), *code.shape))
+    for of in set(classes.tolist()):
+        here = places(classes == of)
+        entries = {one.family: one for one in learned[of] if one.mode is mode}
+        each = np.array([_facts_of(entries, family) for family in codes]).T
+        found[:, :, here] = each[:, code[:, here]]
+    return TenantFacts(*found)
+
+
+def _facts_of(learned: Mapping[str, LearnedColocation], family: str) -> Sequence[float]:
+    """Return the fields of `TenantFacts` for one family or job."""
+    one = (learned.get(family) or learned.get(family_of(family)) or learned.get(ANY_FAMILY)) if family else None
+    if one is None:
+        return 0, 0, 0, 0, 0, 0, 0, 1, 1
+    c0, c1, c2 = one.own
+    return 1, c0, one.other[0], c1, c2, one.sensitivity, one.pressure, one.own_width, one.other_width
+
+
+def _corrected(mode: SharingMode, facts: TenantFacts, activity: Floats, expected: Floats) -> Floats:
     """Correct the slowdowns on some GPUs by what was learned about the incoming pod and each tenant.
 
     Slowdowns of pairs are learned. In a group, what each pair has more or less than predicted adds up.
 
     Args:
         mode: Mode in which the GPUs are shared.
-        found: What was learned about each tenant of each GPU, shape (rows, tenants).
+        facts: What was learned.
         activity: Utilization, SM and DRAM activity of each alone, 0..1, shape (3, tenants + 1, rows).
         expected: Predicted slowdowns, shape (tenants + 1, rows).
     """
-    util, expected = activity[0], expected.copy()
-    members, rows = expected.shape
-    c0, line, known = np.zeros((members, members, rows)), np.zeros((2, rows)), np.ones(expected.shape, np.bool_)
-    for row, tenants in enumerate(found):
-        for place, one in enumerate(tenants, start=1):
-            known[place, row] = one is not None
-            if one is not None:
-                c0[0, place, row], c0[place, 0, row], line[:, row] = one.own[0], one.other[0], one.own[1:]
-                c0[place, 1:, row] += one.sensitivity
-                c0[1:, place, row] += one.pressure
-    for i, j in combinations(range(members), 2):
-        pair, both = slowdowns(mode, *(one[[i, j]].T for one in activity)).T, known[i] & known[j]
-        for own, other, alone in ((i, j, pair[0]), (j, i, pair[1])):
-            log = c0[own, other] + line[0] * util[own] + line[1] * util[other]
-            expected[own] += np.where(both, alone * np.expm1(np.clip(log, -MAX_RATIO, MAX_RATIO)), 0.0)
-    return np.maximum(expected, 1.0)
+    util, corrected = activity[0], np.array(expected, np.float64)
+    for i, j in combinations(range(len(util)), 2):
+        tenant, of = j - 1, i - 1  # places among the tenants; the incoming pod has none
+        if i == 0:
+            c0, is_known = (facts.own[tenant], facts.other[tenant]), facts.is_known[tenant]
+        else:
+            c0 = facts.sensitivity[of] + facts.pressure[tenant], facts.sensitivity[tenant] + facts.pressure[of]
+            is_known = facts.is_known[of] * facts.is_known[tenant]
+        pair = slowdowns(mode, *(one[[i, j]].T for one in activity)).T
+        for place, base, own, beside in ((0, c0[0], i, j), (1, c0[1], j, i)):
+            log = base + facts.c1[tenant] * util[own] + facts.c2[tenant] * util[beside]
+            corrected[own] += is_known * pair[place] * np.expm1(np.clip(log, -MAX_RATIO, MAX_RATIO))
+    return np.maximum(corrected, 1.0)
 
 
-def _widths(found: Sequence[Sequence[LearnedColocation | None]]) -> Floats:
+def _widths(facts: TenantFacts) -> Floats:
     """Return the share of each interval that is left, shape (tenants + 1, rows).
 
     Beside several tenants it is 0 if the same jobs ran beside each of them, and else 1: only pairs are measured.
     """
-    width = np.ones((len(found[0]) + 1, len(found)))
-    for row, tenants in enumerate(found):
-        if len(tenants) == 1 and (only := tenants[0]) is not None:
-            width[:, row] = only.own_width, only.other_width
-        elif tenants and all(one is not None and one.own_width == one.other_width == 0 for one in tenants):
-            width[:, row] = 0.0
-    return width
+    if len(facts.own_width) == 1:
+        return np.concatenate([facts.own_width, facts.other_width])
+    is_equal = ((facts.own_width == 0) & (facts.other_width == 0)).all(axis=0)
+    widths: Floats = np.where(is_equal, 0.0, np.ones((len(facts.own_width) + 1, 1)))
+    return widths
 
 
 class ColocationResult(NamedTuple):
