@@ -115,6 +115,17 @@ def test_a_prediction_has_room_for_the_jobs_that_ran_beside_it_and_the_most_meas
     assert (len(found), set(found[:2]), found[-1]) == (MAX_PUBLISHED, {"x", "x@1"}, ANY_FAMILY)
 
 
+def test_a_prediction_says_how_its_co_tenants_slow_each_other() -> None:
+    """Sensitivity of one and pressure of the other are the correction of jobs that never ran beside each other."""
+    records = [pair(0.4, "vgg@1", "bert@1", util=0.2), pair(0.2, "bert@1", "resnet@1"), pair(0.1, "bert@1", "vgg@1")]
+    found = {one.family: one for one in learned_colocations(records, A100, "bert@1")}
+    expected = Corrections(records).beside("vgg@1", "resnet@1").coefficients[0]
+    assert found["vgg@1"].sensitivity + found["resnet@1"].pressure == pytest.approx(expected, abs=2e-4)
+    assert found["vgg@1"].sensitivity > found[ANY_FAMILY].sensitivity, "it was slowed most"
+    assert found["resnet@1"].pressure > found["vgg@1"].pressure
+    assert found[ANY_FAMILY].pressure == 0
+
+
 def test_a_prediction_names_the_measured_families_by_mode_and_any_other() -> None:
     records = [pair(), pair(run=1), pair(-0.1, family="resnet", other="bert"), pair(mode=SLICED, other="vgg")]
     found = learned_colocations(records, A100, "bert")

@@ -5,7 +5,7 @@ from dataclasses import replace
 from carpool_core.moves import TRIAL_S
 from carpool_core.resources.node import Device
 from carpool_core.values import GpuUuid, SharingMode, WhenSlowed
-from carpool_simulator.engine import RESTART_S, Simulation
+from carpool_simulator.engine import RESTART_S, SETTLED_S, Simulation
 from carpool_simulator.profiles import job_of, prediction_of
 from carpool_simulator.truth import SimJob
 from simulated_world import A100, CARPOOL, LEARNS, Halved, NoSlowdown, ends, truth, workload
@@ -96,6 +96,23 @@ def test_nothing_is_learned_of_slowdowns_where_no_job_ran_alone():
     jobs = workload(*(traced(f"j{i}", 0.8, at_s, 1000.0) for i, at_s in enumerate((0.0, 0.0, 5000.0, 5000.0))))
     found = ends(Simulation(jobs, LEARNS_SLOWDOWNS, Halved()).run())
     assert [found[name] for name in ("j2", "j3")] == [7000.0, 7000.0]
+
+
+def test_a_job_shares_on_trial_where_an_equal_one_with_as_many_workers_ran_alone():
+    """A pair that its interval advises against is tried once the slowdown of both would be measured."""
+    other = "radrm/resnet34/cifar100/64"
+    moving = replace(LEARNS_SLOWDOWNS, when_slowed=WhenSlowed.MOVE, max_slowdown=1.1)
+
+    def started(workers):
+        runs = ("a", 0.0, RESNET, workers), ("b", 2000.0, other, 1), ("c", 5000.0, RESNET, 2), ("d", 5000.0, other, 1)
+        jobs = [traced(name, 0.8, at_s, kind=kind, workers=number) for name, at_s, kind, number in runs]
+        return {
+            one.job.name: one.start_s
+            for one in Simulation(workload(*jobs, gpus=2), moving, NoSlowdown()).run().finished
+        }
+
+    assert started(2)["d"] == 5000.0
+    assert started(1)["d"] == 5000.0 + SETTLED_S, "a job with one worker says nothing about two"
 
 
 def test_a_gpu_with_a_tenant_measured_beyond_its_limit_takes_no_third_job():
