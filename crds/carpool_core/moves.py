@@ -14,6 +14,8 @@ TRIAL_S = 600.0
 """Age in seconds up to which the job that came last may end without a checkpoint."""
 FRESH_S = 120.0
 """Age in seconds up to which a checkpoint is fresh: a job that moves loses no more work."""
+SETTLED_S = 90.0
+"""Time after a change of co-tenants from which measurements count, in seconds: before, means hold others' steps."""
 MAX_MOVES = 5
 """Moves of a job; then it stays."""
 

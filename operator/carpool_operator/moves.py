@@ -3,14 +3,13 @@
 from collections.abc import Callable, Iterable
 
 from carpool_core.clock import parse_rfc3339
-from carpool_core.moves import MAX_MOVES, Member, must_move
+from carpool_core.moves import MAX_MOVES, SETTLED_S, Member, must_move
 from carpool_core.resources.job import GpuTrainingJob, JobStatus
 from carpool_core.resources.node import GpuNode, Reservation
 from carpool_core.values import GpuUuid, JobUid, PodUid, WhenSlowed
 
 from carpool_operator import outcomes
 from carpool_operator.outcomes import Outcome
-from carpool_operator.placement import SETTLED_S
 from carpool_operator.pods import job_key
 from carpool_operator.snapshot import Snapshot
 

@@ -9,6 +9,7 @@ import msgspec
 from carpool_core.clock import parse_rfc3339, rfc3339
 from carpool_core.durations import measured_step_time, remaining_s
 from carpool_core.kube.pods import Pod
+from carpool_core.moves import SETTLED_S
 from carpool_core.products import hardware_name
 from carpool_core.resources.job import GpuTrainingJob, Neighbour, Observed, WorkerPlacement
 from carpool_core.resources.node import MAX_REASON_LENGTH, GpuNode, Reservation, Tenant, describe_later_tenants
@@ -17,8 +18,6 @@ from carpool_core.values import JobUid, NodeName, PodUid
 
 from carpool_operator.pods import worker_of
 
-SETTLED_S = 90.0
-"""Time after a change of co-tenants from which slowdowns count, in seconds: before, means hold steps beside others."""
 _LONGEST_S = 10 * 365 * 86_400.0
 """A later end is not reported."""
 

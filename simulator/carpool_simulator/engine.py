@@ -9,7 +9,7 @@ from functools import partial
 
 import msgspec
 from carpool_core.durations import measured_step_time, remaining_s
-from carpool_core.moves import MAX_MOVES, Member, must_move
+from carpool_core.moves import MAX_MOVES, SETTLED_S, Member, must_move
 from carpool_core.products import find_product
 from carpool_core.resources.job import RunPolicy
 from carpool_core.resources.node import Device, Reservation
@@ -226,8 +226,6 @@ RESTART_S = 60.0
 """Time that a moved job needs to begin again, in seconds; assumed."""
 LOADED_S = 60.0
 """Time until a job has taken its memory, in seconds: it loads, and allocates in its first step."""
-SETTLED_S = 90.0
-"""Time after which a job's measured activity counts, in seconds: the averaging time of the node agent."""
 
 
 class Monitors:

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from carpool_core.moves import TRIAL_S
+from carpool_core.moves import SETTLED_S, TRIAL_S
 from carpool_core.resources.node import Device
 from carpool_core.values import GpuUuid, SharingMode, WhenSlowed
-from carpool_simulator.engine import RESTART_S, SETTLED_S, Simulation
+from carpool_simulator.engine import RESTART_S, Simulation
 from carpool_simulator.profiles import job_of, prediction_of
 from carpool_simulator.truth import SimJob
 from simulated_world import A100, CARPOOL, LEARNS, Halved, NoSlowdown, ends, truth, workload
