@@ -128,9 +128,11 @@ def test_steps_come_from_measured_step_times_and_lengths_from_predicted_ones(pub
     assert [one.steps * measured_s[one.truth.kind] for one in jobs] == pytest.approx(
         [one.work_s for one in jobs], rel=0.02
     )
-    told = {one.truth.kind: one.prediction.products[0].step_time_seconds.median for one in jobs if one.prediction}
-    assert len(told) == 18
-    assert all(2 < measured_s[kind] / step_s < 8 for kind, step_s in told.items())
+    predicted_s = {
+        one.truth.kind: one.prediction.products[0].step_time_seconds.median for one in jobs if one.prediction
+    }
+    assert len(predicted_s) == 18
+    assert all(1 < measured_s[kind] / step_s < 3.5 for kind, step_s in predicted_s.items())
 
 
 @pytest.mark.parametrize(
