@@ -40,7 +40,7 @@ _EXHAUSTED = _either(
 """A lack near memory, or a refusal near an allocation; phrases without these words; error 2 of CUDA and HIP."""
 
 _GPU = _either(
-    r"cuda|cu(?:blas|dnn|fft|mem|rand|result|solver|sparse|tensor|vid|-\w)|gpu|nccl|nvidia|nv_?enc|nvjpeg|optix",
+    r"cuda|cu(?:blas|dnn|fft|mem|rand|result|solver|sparse|state|tensor|vid|-\w)|gpu|nccl|nvidia|nv_?enc|nvjpeg|optix",
     r"tensorrt|\bTRT\b|thrust|\bRMM|\bTHC|\.cuh?\b|\bhip|rocm|opencl|vulkan|\bxpu|mps backend|xla|jax|vram",
     r"video memory|torch\.\w*\.?OutOf|TaskError\(OutOf|(?:available|stored in) kv cache|cache blocks",
     r"mem-fraction-static|(?:prefill|total) tokens|BFCArena|bfc_|pooled_storage|allocating tensor",
@@ -89,7 +89,7 @@ _NO_FAILURE = _either(
     r"^skip[^\n]{0,200} due to [^\n]*\n[^\n]*",
     r"\b(?:if|avoid\w{0,3}|prevent\w{0,3}|when|may|might|could|must not|should not)\b(?! not)[^\n:)]{0,60}"
     r"(?:out[ _-]?of[ _-](?:\w{2,6}[ _])?memory|OOMs?\b|exceed)[^\n]*",
-    r"\b(?:no|without|0|zero)\b (?:\w{1,12} ){0,2}(?:out[ -]of[ -]memory|OOM)[^\n]*",
+    r"(?<!device )\b(?:no|without|0|zero)\b (?:\w{1,12} ){0,2}(?:out[ -]of[ -]memory|OOM)[^\n]*",
     r"(?:out[ -]of[ -]memory|OOM)(?: \w{1,12}){0,4} (?:occurs?|happens?|means)\b[^\n]*",
 )
 """Texts that name exhausted memory without a failure."""

@@ -25,7 +25,7 @@ NAMES = (
     *("first", "second", "third", "fourth", "fifth", "sixth"),
     *("seventh", "eighth", "ninth", "tenth", "eleventh", "twelfth"),
     *("thirteenth", "fourteenth", "fifteenth", "sixteenth", "seventeenth", "eighteenth"),
-    *("nineteenth", "twentieth", "twenty-first", "twenty-second", "twenty-third"),
+    *("nineteenth", "twentieth", "twenty-first", "twenty-second", "twenty-third", "twenty-fourth"),
 )
 COLLECTIONS = {name: messages(name) for name in NAMES}
 """Each was collected after the rules had been corrected for the one before it."""
