@@ -6,7 +6,6 @@ import json
 import platform
 import shutil
 import subprocess
-import sys
 import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from typing import Any
 
 from carpool_core.keys import LABEL_MANAGED
 
-from carpool_e2e import serviceproxy
 from carpool_e2e.binaries import CNI_FOLDERS, Binaries, static_busybox
 from carpool_e2e.controlplane import SERVICE_ADDRESS, SERVICE_PORT, ControlPlane
 from carpool_e2e.errors import HarnessError, StartError
@@ -186,7 +184,7 @@ def init_script(files: NodeFiles) -> str:
             f"if [ -e /proc/sys/{name} ]; then mkdir -p {Path(shield).parent}; echo {value} > {shield}; "
             f"mount --bind {shield} /proc/sys/{name}; fi"
         ]
-    # A pod finds the Service `kubernetes` on its node: see serviceproxy.
+    # A pod finds the Service `kubernetes` on its node: see start_service_proxy.
     lines += ["ip link set lo up", f"ip addr add {SERVICE_ADDRESS}/32 dev lo", f"touch {files.ready}"]
     # As the first process it inherits orphans, and must wait for them.
     lines += ["while :; do sleep 3600 & wait; done"]
@@ -219,15 +217,14 @@ def layer(busybox: bytes, programs: Mapping[str, bytes] = MappingProxyType({})) 
 def scheduler_archive(binaries: Binaries, version: str) -> bytes:
     """Return an archive of an image with kube-scheduler, named and laid out as the upstream one."""
     program = {"usr/local/bin/kube-scheduler": Path(binaries["kube-scheduler"]).read_bytes()}
-    return archive(layer(busybox_program(), program), {f"localhost/kube-scheduler:{version}": ["kube-scheduler"]})
+    return archive(layer(_busybox().read_bytes(), program), {f"localhost/kube-scheduler:{version}": ["kube-scheduler"]})
 
 
-def busybox_program() -> bytes:
-    """Return the static busybox of this machine."""
+def _busybox() -> Path:
     busybox = static_busybox()
     if busybox is None:
         raise HarnessError("expected a static busybox, found none")
-    return busybox.read_bytes()
+    return busybox
 
 
 def _add(
@@ -347,9 +344,14 @@ class KubeletNode:
         return kubelet
 
     def start_service_proxy(self, first: int) -> Process:
-        """Start the proxy by which pods of the node reach the API server."""
-        server = (self.link.host_address, str(self.plane.ports.apiserver))
-        command = [sys.executable, serviceproxy.__file__, SERVICE_ADDRESS, str(SERVICE_PORT), *server]
+        """Start what forwards the address of the Service `kubernetes` to the API server, in place of kube-proxy.
+
+        Pods reach the address through the node's end of their link. No packet filter is needed, which a container may
+        lack.
+        """
+        netcat = [_busybox(), "nc"]
+        to_server = [*netcat, self.link.host_address, self.plane.ports.apiserver]
+        command = [str(part) for part in (*netcat, "-ll", "-p", SERVICE_PORT, "-e", *to_server)]
         return self.table.start(f"service-proxy-{self.name}", command, namespaces_of=first)
 
     def _start(self, first: int, binary: str, arguments: list[str]) -> Process:
@@ -366,7 +368,7 @@ class KubeletNode:
         (folder / "containerd.toml").write_text(containerd_config(files, self.binaries["runc"]))
         (folder / "init.sh").write_text(init_script(files))
         images = {PAUSE_IMAGE: ["/bin/sleep", "inf"], BUSYBOX_IMAGE: ["/bin/sh"], ENVIRONMENT_IMAGE: ["/bin/sh"]}
-        (folder / "images.tar").write_bytes(archive(layer(busybox_program()), images))
+        (folder / "images.tar").write_bytes(archive(layer(_busybox().read_bytes()), images))
 
     def _start_namespaces(self) -> int:
         shell = shutil.which("sh") or "/bin/sh"
