@@ -20,11 +20,11 @@ MPS. There is no contention below saturation: co-location pays while the joint S
 
     x_i = 1 + max over sm, dram of max(0, sum of a_j - max(0.8, a_i))
 
-The interval's ends are s / exp(f' * v) and s * exp(f * v), at least 1. Behind MPS v = min(1, sum of the other u_j), and
-f and f' come from Gavel's pairs: quantiles of the error's logarithm for each model, of which the largest counts. Under
-time-slicing v = 1 beside any busy job, and the upper end is exp(f) * max(s, fair share): jobs that hide all their host
-time divide the GPU max-min fairly. There f and f' are the larger quantiles of an H100 and an H200. Not modelled:
-bursts, caches, thread percentages. Whole GPUs and MIG instances have no slowdown.
+The interval's upper end is s * exp(f * v). Behind MPS v = min(1, sum of the other u_j), and f comes from Gavel's pairs:
+the quantile of the error's logarithm for each model, of which the largest counts. Under time-slicing v = 1 beside any
+busy job, and the upper end is exp(f) * max(s, fair share): jobs that hide all their host time divide the GPU max-min
+fairly. There f is the larger quantile of an H100 and an H200. Not modelled: bursts, caches, thread percentages. Whole
+GPUs and MIG instances have no slowdown.
 """
 
 from collections.abc import Sequence
@@ -61,18 +61,13 @@ class SlowdownModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     holding: Annotated[float, Meta(ge=1, le=10)]
     """k: a job with utilization u delays arriving requests for about u^k of the time, while it need not wait itself."""
     level: Annotated[float, Meta(gt=0, lt=1)]
-    """Share of slowdowns below the interval's upper end, and as many above its lower one: of each GPU (time-slicing) or
-    model (MPS)."""
+    """Share of slowdowns below the interval's upper end: of each GPU (time-slicing) or model (MPS)."""
     models: Annotated[int, Meta(ge=1)]
     """n: behind MPS the level holds for n of n + 1 models, if a new one is like the measured ones."""
     time_slicing_factor: Annotated[float, Meta(ge=0, le=10)]
     """f under time-slicing."""
     mps_factor: Annotated[float, Meta(ge=0, le=10)]
     """f under MPS; larger, because short kernels queue behind long ones."""
-    time_slicing_below: Annotated[float, Meta(ge=0, le=10)]
-    """f' under time-slicing."""
-    mps_below: Annotated[float, Meta(ge=0, le=10)]
-    """f' under MPS."""
     provenance: dict[str, str | float | int]
     """Training data."""
 
@@ -121,7 +116,11 @@ def upper_factor(mode: SharingMode, util: Ratios, present: NDArray[np.bool_] | N
     """
     model = shipped()
     factors = {SharingMode.TIME_SLICING: model.time_slicing_factor, SharingMode.MPS: model.mps_factor}
-    return _end(mode, factors.get(mode, 0.0), util, present)
+    busy = _masked(util, present)
+    others = busy.sum(axis=1, keepdims=True) - busy
+    v = np.minimum(1.0, others) if mode is SharingMode.MPS else others > 0
+    factor: Slowdowns = np.exp(factors.get(mode, 0.0) * v)
+    return factor if present is None else np.where(present, factor, 1.0)
 
 
 def upper_end(mode: SharingMode, median: Ratios, util: Ratios, present: NDArray[np.bool_] | None = None) -> Slowdowns:
@@ -148,28 +147,6 @@ def fair_share(busy: Slowdowns) -> Slowdowns:
     level = ((1.0 - before) / np.arange(busy.shape[1], 0, -1)).max(axis=1, keepdims=True)
     found: Slowdowns = np.maximum(1.0, busy / level)
     return found
-
-
-def slowdown_interval(
-    mode: SharingMode, util: Ratios, sm: Ratios, dram: Ratios, present: NDArray[np.bool_] | None = None
-) -> tuple[Slowdowns, Slowdowns]:
-    """Return the lower and the upper end of each tenant's slowdown; `SlowdownModel.level` defines them.
-
-    Arguments and shapes are those of `slowdowns`, which lies between both ends. Without co-tenants both are 1.
-    """
-    model, median = shipped(), slowdowns(mode, util, sm, dram, present)
-    below = {SharingMode.TIME_SLICING: model.time_slicing_below, SharingMode.MPS: model.mps_below}
-    lower: Slowdowns = np.maximum(1.0, median / _end(mode, below.get(mode, 0.0), util, present))
-    return lower, upper_end(mode, median, util, present)
-
-
-def _end(mode: SharingMode, factor: float, util: Ratios, present: NDArray[np.bool_] | None) -> Slowdowns:
-    """Return exp(factor * v), shape (gpus, tenants); 1 where the mask is false."""
-    busy = _masked(util, present)
-    others = busy.sum(axis=1, keepdims=True) - busy
-    v = np.minimum(1.0, others) if mode is SharingMode.MPS else others > 0
-    end: Slowdowns = np.exp(factor * v)
-    return end if present is None else np.where(present, end, 1.0)
 
 
 def _ratios(values: Ratios) -> Slowdowns:

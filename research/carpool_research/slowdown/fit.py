@@ -99,23 +99,19 @@ def learn(data: Path) -> SlowdownModel:
     k = best_exponent(list(runs.values()))
     hiding = gavel.most_cautious(gavel.errors_by_exponent(measured))
     behind_mps = gavel.behind_mps(measured, hiding, k)
-    mps = [gavel.factor(sign * behind_mps.log_errors, behind_mps.models, LEVEL) for sign in (1, -1)]
     turns = list(log_errors(profiled.read(profiled.MEASUREMENTS), k).values())
-    above, below = (math.ceil(1e3 * max(upper_quantile(one[end]) for one in turns)) / 1e3 for end in (0, 1))
     return SlowdownModel(
         version=VERSION,
         holding=k,
         level=LEVEL,
         models=len(np.unique(behind_mps.models)),
-        time_slicing_factor=above,
-        mps_factor=mps[0],
-        time_slicing_below=below,
-        mps_below=mps[1],
+        time_slicing_factor=math.ceil(1e3 * max(upper_quantile(one) for one in turns)) / 1e3,
+        mps_factor=gavel.factor(behind_mps.log_errors, behind_mps.models, LEVEL),
         provenance={
             "holding": "itu-rad/GPUMemNet, MLPs and CNNs (A100)",
             "holding_runs": sum(len(of.busy) for of in runs.values()),
             "time_slicing_factors": "research/measurements (H100, H200)",
-            "slowdowns": sum(one.shape[1] for one in turns),
+            "slowdowns": sum(one.size for one in turns),
             "mps_factors": "stanford-futuredata/gavel, oracle throughputs (K80, P100, V100), single-GPU jobs",
             "jobs": len(measured.step_s),
             "step_curves": len(gavel.families(measured)),
@@ -126,16 +122,13 @@ def learn(data: Path) -> SlowdownModel:
 
 
 def log_errors(runs: Mapping[str, Speeds], holding: float) -> dict[str, Numbers]:
-    """Return, by product, two rows of logarithms for slowdowns under time-slicing.
-
-    The first is of the slowdown over the larger of median and fair share, the second of the median over the slowdown.
-    """
+    """Return, by product, logarithms of slowdowns under time-slicing over the larger of median and fair share."""
     found: dict[str, list[Numbers]] = {}
     for name, rows in runs.items():
         if not rows.is_mps.any():
             median = MeanValueAnalysis(rows.busy, holding).slowdowns()[:, 0]
             most = np.maximum(median, fair_share(rows.busy)[:, 0])
-            found.setdefault(name.split(", ")[0], []).append(-np.log([most * rows.speed, 1 / (median * rows.speed)]))
+            found.setdefault(name.split(", ")[0], []).append(-np.log(most * rows.speed))
     return {product: np.hstack(of) for product, of in found.items()}
 
 
@@ -157,8 +150,7 @@ def without_gavel(data: Path) -> SlowdownModel:
     mps = slowdowns(SharingMode.MPS, pairs.busy, pairs.busy ** shipped().holding, np.zeros(pairs.busy.shape))[:, 0]
     errors = np.log(pairs.slowdown / mps) / np.maximum(LEAST_BUSY, pairs.busy[:, 1])
     models = np.array([slowed for slowed, _ in pairs.models])
-    above, below = (gavel.factor(sign * errors, models, LEVEL) for sign in (1, -1))
-    return msgspec.structs.replace(shipped(), mps_factor=above, mps_below=below)
+    return msgspec.structs.replace(shipped(), mps_factor=gavel.factor(errors, models, LEVEL))
 
 
 def train_slowdown(data: Path, out: Path) -> Path:

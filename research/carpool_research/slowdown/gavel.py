@@ -223,15 +223,14 @@ def behind_mps(gavel: Gavel, exponent: float, holding: float) -> BehindMps:
 
 
 def factor(log_errors: Numbers, models: NDArray[np.str_], level: float) -> float:
-    """Return a factor of the interval: conformal, with the slowed model as the unit.
+    """Return the factor of the interval's upper end: conformal, with the slowed model as the unit.
 
     Each model gives a quantile of its errors, and the largest counts. It holds for n of n + 1 models.
 
     Args:
-        log_errors: Logarithm of measured over predicted slowdown, over the other job's busy share, for the upper end;
-            its negative for the lower one.
+        log_errors: Logarithm of measured over predicted slowdown, over the other job's busy share.
         models: Models of the slowed jobs.
-        level: Share of a model's slowdowns that the end holds.
+        level: Share of a model's slowdowns below the upper end.
     """
     quantiles = [np.quantile(log_errors[models == one], level, method="higher") for one in np.unique(models)]
     return round(max(0.0, *map(float, quantiles)), 3)
