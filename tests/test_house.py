@@ -35,14 +35,16 @@ def test_importing_starts_nothing(module: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_there", "given", "told"),
+    ("is_there", "given", "expected"),
     [
         pytest.param(False, "", "", id="no folder, no default"),
         pytest.param(True, "", "shared/data", id="the folder beside the checkout"),
         pytest.param(True, "elsewhere", "elsewhere", id="given"),
     ],
 )
-def test_ci_names_measurements_only_where_there_are_some(tmp_path: Path, is_there: bool, given: str, told: str) -> None:
+def test_ci_names_measurements_only_where_there_are_some(
+    tmp_path: Path, is_there: bool, given: str, expected: str
+) -> None:
     """Regression: on any other machine CI named a folder beside the checkout that is not there."""
     (tmp_path / "checkout" / ".ci").mkdir(parents=True)
     if is_there:
@@ -55,5 +57,5 @@ def test_ci_names_measurements_only_where_there_are_some(tmp_path: Path, is_ther
     done = subprocess.run(
         ["bash", tmp_path / "checkout" / ".ci" / "run"], env=environment, capture_output=True, text=True, check=True
     )
-    expected = str(tmp_path / told) if told == "shared/data" else told
-    assert {*done.stdout.splitlines()} == {expected}
+    folder = str(tmp_path / expected) if expected == "shared/data" else expected
+    assert {*done.stdout.splitlines()} == {folder}

@@ -58,7 +58,7 @@ _WRITE_EVERY_NS = 50_000_000
 """Steps that follow each other faster share one change of the record."""
 _SAMPLED, _SAMPLED_FROM, _SAMPLED_RATE = 8, 100, 4
 """After 100 steps the size of one batch in 8 is measured. If steps are short, more than 4 of them in one change of the
-record, copies are timed between one change in 8 and the next. What is measured stands for the rest."""
+record, copies are timed between one change in 8 and the next. The measured changes represent the others."""
 
 _clock = time.monotonic_ns
 _thread = threading.get_ident

@@ -42,7 +42,7 @@ ALIASES = {
 
 
 def versions() -> dict[str, str]:
-    """Return the version of each thing that has one, by where it stands."""
+    """Return the version of each thing that has one, by its place."""
     about = yaml.safe_load((CHART / "Chart.yaml").read_text())
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["version"]
     return {
@@ -121,7 +121,7 @@ _WORDS = r" +(and|or) +"
 
 
 def spdx(name: str) -> str:
-    """Return the SPDX expression that the name of a license stands for; empty if it is none."""
+    """Return the SPDX expression of the name of a license; empty if it is none."""
     if gnu := _GNU.fullmatch(name):
         name = f"{gnu[1]}-{gnu[2]}{gnu[3] or '.0'}-{'or-later' if gnu[4] else 'only'}"
     try:

@@ -151,7 +151,7 @@ EXAMPLE = "`nodes: [{count: 1, product: NVIDIA A100-SXM4-40GB, gpus: 8}]`"
 MEASURED = (
     "The trace contains times, durations and numbers of GPUs, but no models. Each job gets one of the 18 measured "
     "profiles of the HotCloud workload at random: small networks on small images, which need little memory.",
-    "Durations are those of jobs alone. Measurements on an RTX 3090 stand for every product.",
+    "Durations are those of jobs alone. Measurements on an RTX 3090 are used for every product.",
     "GPUs are shared by time-slicing, as the measured pairs were, also where MPS would be possible.",
 )
 PREDICTED = (

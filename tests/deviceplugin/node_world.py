@@ -22,8 +22,8 @@ def verdicts(printed: str) -> dict[str, str]:
     rows = [line.split()[:2] for line in printed.splitlines() if line.partition(" ")[0] in {*Verdict}]
     found = {name: verdict for verdict, name in rows}
     assert len(found) == len(rows), printed
-    told = sum(verdict not in ("passed", "skipped") for verdict in found.values())
-    assert printed.count(" needed:     ") == printed.count(" what to do: ") == told, printed
+    failed = sum(verdict not in ("passed", "skipped") for verdict in found.values())
+    assert printed.count(" needed:     ") == printed.count(" what to do: ") == failed, printed
     return found
 
 

@@ -189,7 +189,7 @@ class History:
                 self.restart_driver()
 
     def restart_driver(self) -> None:
-        """Whoever has a context ends before, the servers of MPS among them."""
+        """Processes with a context end before, the servers of MPS among them."""
         for servers in self.mps.servers_of.values():
             for pid in servers:
                 self.node.end_server(pid)

@@ -22,12 +22,12 @@ COMMANDS = {"predict", "explain", "what-if"}
 
 
 def answers() -> Iterator[tuple[str, list[str]]]:
-    """Yield each of these commands of a code block, and the lines that stand below it."""
+    """Yield each of these commands of a code block, and the lines below it."""
     for block in re.findall(r"^```\w*\n(.*?)^```$", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
         for part in re.split(rf"^{re.escape(PROMPT)}", block, flags=re.MULTILINE)[1:]:
-            command, *told = part.splitlines()
+            command, *answer = part.splitlines()
             if command.split()[0] in COMMANDS:
-                yield command, [line for line in told if line]
+                yield command, [line for line in answer if line]
 
 
 def words(text: str) -> str:
@@ -46,9 +46,9 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[FakeKube, FakeClock]
     return asyncio.run(after_the_demo(clock, tmp_path_factory.mktemp("gpus"))), clock
 
 
-@pytest.mark.parametrize(("command", "told"), [pytest.param(*one, id=one[0]) for one in answers()])
+@pytest.mark.parametrize(("command", "answer"), [pytest.param(*one, id=one[0]) for one in answers()])
 def test_a_command_answers_as_the_readme_says(
-    command: str, told: list[str], demo: tuple[FakeKube, FakeClock], monkeypatch: pytest.MonkeyPatch
+    command: str, answer: list[str], demo: tuple[FakeKube, FakeClock], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kube, clock = demo
     monkeypatch.chdir(ROOT)
@@ -56,7 +56,7 @@ def test_a_command_answers_as_the_readme_says(
     monkeypatch.setattr(commands, "SystemClock", lambda: clock)
     result = CliRunner().invoke(main, shlex.split(command))
     assert result.exit_code == 0, result.output
-    assert [line for line in told if not tells(result.output, line)] == []
+    assert [line for line in answer if not tells(result.output, line)] == []
 
 
 def test_there_is_an_example_of_each() -> None:

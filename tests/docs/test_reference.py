@@ -80,13 +80,13 @@ def test_every_process_with_settings_is_known() -> None:
     """A settings module that no page reads would go undocumented."""
     found = {p.parent.name for p in ROOT.glob("*/carpool_*/settings.py") if p.parent.name != "carpool_core"}
     documented = {cls.__module__.split(".")[0] for cls in settings.PROCESSES.values()}
-    assert found - {"carpool_docs"} <= documented  # settings may stand elsewhere, too
+    assert found - {"carpool_docs"} <= documented  # other pages may name settings, too
 
 
 @pytest.mark.parametrize(("process", "one"), SETTINGS, ids=lambda x: x.flag if isinstance(x, Setting) else x)
 def test_every_setting_is_documented(process: str, one: Setting) -> None:
-    told = section(read("settings.md"), f"carpool {process}")
-    row = next((line for line in told.splitlines() if f"`{one.env}`" in line), "")
+    text = section(read("settings.md"), f"carpool {process}")
+    row = next((line for line in text.splitlines() if f"`{one.env}`" in line), "")
     assert one.flag in row
     assert one.help.replace("|", r"\|") in row
 
@@ -146,8 +146,8 @@ def _sentences(schema: Any) -> Iterator[str]:
 def test_every_field_and_every_rule_of_a_crd_is_documented(file: Path) -> None:
     crd = yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
     schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
-    told = section(read("resources.md"), crd["spec"]["names"]["kind"])
+    text = section(read("resources.md"), crd["spec"]["names"]["kind"])
     fields = [path for path in _paths(schema, "") if path.startswith(("spec", "status"))]
     assert len(fields) > 10
-    assert [path for path in fields if f"\n| `{path}` |" not in told] == []
-    assert [rule for rule in _sentences(schema) if rule not in told] == []
+    assert [path for path in fields if f"\n| `{path}` |" not in text] == []
+    assert [rule for rule in _sentences(schema) if rule not in text] == []

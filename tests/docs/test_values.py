@@ -19,8 +19,8 @@ def leaves(of: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
 
 
 def test_every_setting_of_the_chart_is_documented_with_its_default() -> None:
-    told = {one.path: yaml.safe_load(one.default) for one in values(TEXT) if one.default}
-    assert told == dict(leaves(yaml.safe_load(TEXT)[BLOCK], BLOCK))
+    documented = {one.path: yaml.safe_load(one.default) for one in values(TEXT) if one.default}
+    assert documented == dict(leaves(yaml.safe_load(TEXT)[BLOCK], BLOCK))
 
 
 @pytest.mark.parametrize("one", [*values(TEXT)], ids=lambda one: one.path)

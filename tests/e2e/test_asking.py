@@ -24,7 +24,7 @@ RULES = [{"apiGroups": ["carpool.dev"], "resources": ["gputrainingjobs", "gpunod
 
 @pytest.fixture
 def asker(control_plane: Cluster) -> Path:
-    """A kubeconfig of somebody who may read jobs and GpuNodes, and nothing else."""
+    """A kubeconfig of a user who may read jobs and GpuNodes, and nothing else."""
     meta = {"name": READER}
     account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {**meta, "namespace": "default"}}
     role = {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRole", "metadata": meta, "rules": RULES}
@@ -69,7 +69,7 @@ async def test_explain_and_what_if_list_every_gpu_and_create_nothing(
             asyncio.to_thread(carpool, asker, "what-if", str(manifest), "-n", "default", "--all"),
             asyncio.to_thread(carpool, admin, "what-if", str(misspelt)),
             asyncio.to_thread(carpool, admin, "what-if", str(manifest)),
-            asyncio.to_thread(carpool, asker, "explain", "nobody", "-n", "default"),
+            asyncio.to_thread(carpool, asker, "explain", "absent", "-n", "default"),
             asyncio.to_thread(carpool, admin, "what-if", str(comand)),
         )
         created = await _names(api) - before
@@ -97,5 +97,5 @@ async def test_explain_and_what_if_list_every_gpu_and_create_nothing(
     assert mistyped.returncode == 1
     assert "spec.template.spec.containers[0].comand: a pod has no such field" in mistyped.stderr
     assert missing.returncode == 2
-    assert "Error: no GpuTrainingJob nobody in namespace default" in missing.stderr
+    assert "Error: no GpuTrainingJob absent in namespace default" in missing.stderr
     assert created == {"waiting"}

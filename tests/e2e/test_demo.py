@@ -52,8 +52,8 @@ def test_after_something_late_the_demo_goes_on_and_a_busy_machine_excuses_it(
 ) -> None:
     monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
     (one,) = asyncio.run(play_scenes(stage, [late, right]))
-    told = f"expected a start within 2 s, found 5.7 s (the machine was {busy}: load average {load:.1f} on "
-    assert one.sentence.startswith(told)
+    sentence = f"expected a start within 2 s, found 5.7 s (the machine was {busy}: load average {load:.1f} on "
+    assert one.sentence.startswith(sentence)
     assert one.is_excused is (load > 0)
     assert f"{one.sentence}. The demo goes on{outlook}." in shown(stage)
     assert "as it should be" in shown(stage)
@@ -78,9 +78,9 @@ def test_a_kept_cluster_without_kubelets_says_how_it_is_reached(tmp_path: Path) 
     with console.capture() as captured, pytest.raises(click.ClickException, match="run as root"):
         play_on(cluster, console, keep=True)
     assert slot.kept
-    told = captured.get()
-    assert "the nodes" in told
-    assert f"export KUBECONFIG={plane.state}/admin.kubeconfig" in told
+    messages = captured.get()
+    assert "the nodes" in messages
+    assert f"export KUBECONFIG={plane.state}/admin.kubeconfig" in messages
 
 
 def test_a_machine_without_chromium_is_told_why_there_is_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,7 @@ def test_what_kill_9_leaves_the_next_start_removes(control_plane: Cluster, held:
     finally:
         fresh.empty()
         fresh.release()
-    assert control_plane.plane.api.answers("/readyz"), "a cluster that somebody holds is left alone"
+    assert control_plane.plane.api.answers("/readyz"), "a cluster in use is left alone"
 
 
 def test_two_clusters_do_not_disturb_each_other_and_an_interrupted_one_leaves_nothing(
@@ -93,8 +93,8 @@ def test_two_clusters_do_not_disturb_each_other_and_an_interrupted_one_leaves_no
 def test_a_demo_that_is_ended_while_it_starts_leaves_nothing(first: signal.Signals, then: signal.Signals) -> None:
     demo = started("-m", "carpool_e2e", "demo")
     assert demo.stdout is not None
-    told = next(line for line in demo.stdout if line.startswith("Starting a cluster in "))
-    cluster = Held(demo, int(Path(told.removeprefix("Starting a cluster in ").split(":")[0]).name))
+    line = next(one for one in demo.stdout if one.startswith("Starting a cluster in "))
+    cluster = Held(demo, int(Path(line.removeprefix("Starting a cluster in ").split(":")[0]).name))
     eventually("processes of the cluster", lambda: processes.marked_processes(cluster.directory))
     demo.send_signal(first)
     demo.send_signal(then)  # `timeout` signals make and what it started, and make hands it on; CI insists after a while

@@ -28,8 +28,8 @@ def test_misspelt_field_of_the_template_is_named(cluster: Cluster, watcher: Watc
 def test_workers_know_each_other(cluster: Cluster, watcher: Watcher) -> None:
     cluster.apply(sleeper("pair", workers=2))
     watcher.running("pair")
-    told = [cluster.kubectl("exec", f"pair-worker-{worker}-1", "--", "/bin/sh", "-c", "env") for worker in (0, 1)]
-    for worker, text in enumerate(told):
+    variables = [cluster.kubectl("exec", f"pair-worker-{worker}-1", "--", "/bin/sh", "-c", "env") for worker in (0, 1)]
+    for worker, text in enumerate(variables):
         assert {"MASTER_ADDR=worker-0-1.pair-workers", f"RANK={worker}", "WORLD_SIZE=2"} <= set(text.splitlines())
 
     def hostnames() -> set[str]:

@@ -69,8 +69,8 @@ def test_the_second_job_of_a_kind_is_predicted_with_what_the_first_showed(cluste
     assert memory(watcher, "second")["learnedRuns"] == 1
     assert abs(memory(watcher, "second")["medianMib"] - peak) <= 1
     assert memory(watcher, "first")["medianMib"] != memory(watcher, "second")["medianMib"]
-    told = eventually("why", lambda: watcher.condition("second", "Predicted").get("message"))
-    assert "1 run of the same training" in told
+    message = eventually("why", lambda: watcher.condition("second", "Predicted").get("message"))
+    assert "1 run of the same training" in message
 
 
 def test_an_operator_killed_after_writing_it_and_before_the_status_counts_nothing_twice(

@@ -105,7 +105,7 @@ def test_instances_are_reserved_prepared_and_bound_also_for_jobs_of_two_namespac
     assert (held["mode"], held["migProfile"], held["gpuUuids"]) == ("MIG", SMALLEST, [GPU])
     assert "beside default/asks-for-mig" in held["reason"]
     assert "MIG as its tenants have it" in held["reason"]
-    shown = eventually("the place told", lambda: watcher.job("asks-for-mig").get("status", {}).get("placement"))
+    shown = eventually("the placement", lambda: watcher.job("asks-for-mig").get("status", {}).get("placement"))
     assert SMALLEST in json.dumps(shown)
 
 

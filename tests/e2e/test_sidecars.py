@@ -40,6 +40,6 @@ def test_sidecar_ends_with_the_training_and_the_ended_job_is_fixed(cluster: Clus
 
 def test_an_ordinary_container_that_outlives_the_training_is_named(cluster: Cluster, watcher: Watcher) -> None:
     cluster.apply(followed("outlived", is_sidecar=False))
-    told = "container train of pod outlived-worker-0-1 has ended with exit code 0, but logs still runs"
-    eventually("named", lambda: told in watcher.condition("outlived", "Running").get("message", ""), timeout_s=90)
+    message = "container train of pod outlived-worker-0-1 has ended with exit code 0, but logs still runs"
+    eventually("named", lambda: message in watcher.condition("outlived", "Running").get("message", ""), timeout_s=90)
     assert watcher.state("outlived") == "Running"

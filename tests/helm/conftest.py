@@ -63,7 +63,7 @@ def helm() -> str:
 def render(helm: str, tmp_path_factory: pytest.TempPathFactory) -> Render:
     """Render with values given as keywords, `settings={"policy": …}`; images come from localhost by default."""
     cache: dict[str, Chart] = {}
-    # A home of its own: neither plugins nor settings of whoever runs the tests count.
+    # A home of its own: neither plugins nor settings of the user who runs the tests count.
     home = str(tmp_path_factory.mktemp("helm-home"))
     environment = {"HOME": home, "PATH": os.environ["PATH"]}
 

@@ -141,6 +141,6 @@ def test_placement_goes_on_when_the_node_of_both_leaders_freezes(replicated: Clu
         (pod,) = watcher.pods(job)
         assert (pod["spec"]["nodeName"], pod["status"]["phase"]) == (left, "Succeeded")
         events = [event for event in watcher.read("events")["items"] if job in event["involvedObject"]["name"]]
-        told = Counter((event["involvedObject"]["name"], event["reason"], event["message"]) for event in events)
-        assert {*told.values()} == {1}, told
+        counted = Counter((event["involvedObject"]["name"], event["reason"], event["message"]) for event in events)
+        assert {*counted.values()} == {1}, counted
         assert {event.get("count") or 1 for event in events} == {1}

@@ -97,7 +97,7 @@ def test_board_shows_the_plan_of_a_volume(render: Any, volume: Any) -> None:
 
 
 def test_with_namespaces_the_operator_has_its_rights_there_only(render: Any) -> None:
-    """Regression: told of two namespaces, it could still create pods in all of them."""
+    """Regression: restricted to two namespaces, it could still create pods in all of them."""
     chart = render(settings={"namespaces": ["team-a", "team-b"]})
     nodes = {"carpool.dev/gpunodes": READ}
     assert rights(chart.one("ClusterRole", "carpool-operator")) == nodes
@@ -134,7 +134,7 @@ def test_there_are_no_other_roles(chart: Any) -> None:
 
 
 def test_role_for_explain_reads_settings_and_calibration_only(chart: Any) -> None:
-    """What `carpool explain` and `what-if` read of the chart's own namespace; the chart binds it to nobody."""
+    """What `carpool explain` and `what-if` read of the chart's own namespace; the chart binds it to no subject."""
     role = chart.one("Role", "carpool-asker")
     assert role["metadata"]["namespace"] == "carpool-system"
     assert [(rule["resources"], rule["resourceNames"], rule["verbs"]) for rule in role["rules"]] == [
@@ -144,7 +144,7 @@ def test_role_for_explain_reads_settings_and_calibration_only(chart: Any) -> Non
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "answered"),
     [
         pytest.param({}, {}, id="as shipped"),
         pytest.param({"learning": False}, {"calibration": ""}, id="learns nothing"),
@@ -160,14 +160,14 @@ def test_role_for_explain_reads_settings_and_calibration_only(chart: Any) -> Non
     ],
 )  # fmt: skip
 async def test_the_charts_configmap_holds_the_settings_of_its_deployments(
-    render: Any, settings: dict[str, Any], told: dict[str, Any]
+    render: Any, settings: dict[str, Any], answered: dict[str, Any]
 ) -> None:
     chart = render(settings=settings)
     kube = FakeKube()
     settings_map = chart.one("ConfigMap", "carpool-settings")
     kube.seed(CONFIG_MAPS, settings_map)
     found, note = await read_site_settings(kube, AskSettings(), frozenset())
-    assert found == dataclasses.replace(AskSettings(), **told)
+    assert found == dataclasses.replace(AskSettings(), **answered)
     assert "the site's may differ" not in note
     environment: dict[str, str] = {}
     for deployment in chart.all("Deployment"):

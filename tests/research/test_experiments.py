@@ -70,8 +70,8 @@ def test_memory_is_lost_in_pieces_in_every_experiment_and_jobs_are_the_same(publ
 def test_rad_rms_tasks_may_lose_behind_mps_what_gavels_pairs_did(published):
     before, after = drawn("radrm-60", published, radrm.BEHIND_MPS)
     assert replace(after, behind_mps=None, assumptions=before.assumptions) == extended(before, PublishedWorkload)
-    (told,) = set(after.assumptions) - set(before.assumptions)
-    assert told == radrm.ASSUMED
+    (changed,) = set(after.assumptions) - set(before.assumptions)
+    assert changed == radrm.ASSUMED
     assert len(after.assumptions) == len(before.assumptions), "in the place of another"
     pool = after.behind_mps
     assert pool.busy.shape == (352, 2)

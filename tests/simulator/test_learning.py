@@ -43,7 +43,7 @@ def test_jobs_run_alone_where_nothing_was_measured_until_some_were():
     learned = Simulation(at_work, LEARNS, NoSlowdown()).run()
     assert ends(learned) == shares, "the last two share a GPU, because three jobs were measured by then"
     few = replace(at_work, nodes=t4_nodes(2), jobs=at_work.jobs[:3])
-    assert ends(Simulation(few, LEARNS, NoSlowdown()).run())["j2"] == 2000.0, "nobody joins those that run alone"
+    assert ends(Simulation(few, LEARNS, NoSlowdown()).run())["j2"] == 2000.0, "no job joins those that run alone"
     assert ends(Simulation(few, replace(LEARNS, strict=False), NoSlowdown()).run())["j2"] == 1400.0
 
 

@@ -42,7 +42,7 @@ def test_a_trace_is_sorted_which_is_said_and_large_jobs_become_gangs(data):
 
 
 def test_times_without_a_zone_are_utc_wherever_it_runs(data, monkeypatch):
-    """Regression: a change to summer time in the zone of whoever ran it moved jobs by an hour."""
+    """Regression: a change to summer time in the zone of the machine that ran it moved jobs by an hour."""
     path = data / "t.csv"
     path.write_text("timestamp,duration,num_gpus\n2017-11-05 00:30:00,1,1\n2017-11-05T03:30:00+00:00,1,1\n")
     monkeypatch.setitem(os.environ, "TZ", "America/Los_Angeles")
@@ -170,14 +170,14 @@ def test_tables_show_mean_spread_and_change(data, tmp_path):
 
 
 def test_progress_of_each_run_and_a_summary_of_each_strategy_are_reported(data):
-    told, watched = [], []
+    messages, watched = [], []
     jobs = workload(*(job(f"j{i}", of=truth(util=0.9, kind="lucid/ResNet18/32/0")) for i in range(4)))
     lines = [ALONE_IN_ORDER, replace(CARPOOL, max_slowdown=9.0)]
-    sweep(lambda _: jobs, lines, 2, data, told.append, watched.append)
+    sweep(lambda _: jobs, lines, 2, data, messages.append, watched.append)
     assert watched[:4] == [f"alone, run 1 of 2: {done}%" for done in (25, 50, 75, 100)]
     assert watched[-1] == "carpool, run 2 of 2: 100%"
-    assert told[0].endswith("0.0 OOM")
-    assert told[1].endswith("0.0 OOM, 100% slowed beyond 1.5")
+    assert messages[0].endswith("0.0 OOM")
+    assert messages[1].endswith("0.0 OOM, 100% slowed beyond 1.5")
 
 
 def test_policies_by_name_use_what_carpool_knows_and_whole_gpus_come_first():

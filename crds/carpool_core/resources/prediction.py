@@ -83,7 +83,7 @@ class ActivityPrediction(Resource, frozen=True, kw_only=True):
 ANY_FAMILY = "*"
 """Family of a `LearnedColocation` that counts beside all families without one of their own."""
 OF_JOB = "@"
-"""Stands between a family and the digest of a job of it."""
+"""Separator between a family and the digest of a job of it."""
 
 
 def family_of(name: str) -> str:

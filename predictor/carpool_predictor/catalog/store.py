@@ -31,7 +31,7 @@ _STORED_LOSSES = (CrossEntropy.FULL, CrossEntropy.NATIVE)
 _HUB = "transformers/"
 _SEGMENTATION = {"deeplabv3", "fcn", "lraspp"}
 MOST_CLASSES = 1000
-"""Outputs of a classifier up to which a stored model stands for one with another classifier: ImageNet's."""
+"""Outputs of a classifier up to which a stored model is used for one with another classifier: ImageNet's."""
 MAX_BYTES = 64 << 20
 """Largest unpacked store in bytes."""
 

@@ -23,18 +23,18 @@ from carpool_simulator.truth import SimJob, Truth, Workload, WorkloadError
 PODS, NODES = "openb_pod_list_default.csv", "openb_node_list_gpu_node.csv"
 WHOLE_MILLI = 1000
 EVERY = 200
-"""Every so many nodes one is there in `few`: on all of them nobody ever waits."""
+"""`few` has each node of so many: on all nodes no pod ever waits."""
 INFLATED = 1.3
 """GPUs that are asked for in `full`, over those that there are, as the authors of the trace have it."""
 WATCHED_S = 3600.0
 """How long `full` is watched, in seconds; nothing changes after its beginning."""
 
 ASSUMPTIONS = (
-    "A fraction of a GPU means that share of its memory and of its time: what the pod declares is taken for what it "
-    "does, and is what Carpool is told. So there is no error in these predictions.",
+    "A fraction of a GPU means that share of its memory and of its time: pods use what they "
+    "declare, and Carpool's predictions are these declarations, without error.",
     "Every GPU counts as the same product; CPU and memory of the nodes are not looked at. Pods without a GPU are left "
     "out.",
-    "Whole GPUs are busy all the time and shared with nobody.",
+    "Whole GPUs are busy all the time and never shared.",
     "Slowdowns are those of Lucid's pairs by time slicing that were as busy.",
 )
 LASTS = "A pod lasts from its creation to its deletion, or to the end of the trace; many are services that never end."
@@ -76,8 +76,10 @@ def few(data: Path, _seed: int) -> Workload:
     gpus = sum(map(len, nodes.values()))
     asked = sum(job.work_s * job.gpus * job.truth.util for job in jobs)
     mean = asked / max(job.arrival_s + job.work_s for job in jobs)
-    told = (f"Every {EVERY}th node only: {gpus} GPUs, of which {mean:.1f} are asked for on average.", LASTS)
-    return Workload("alibaba-few", _title("on few nodes", jobs, nodes), jobs, nodes, (*ASSUMPTIONS, *told), shown=SHOWN)
+    assumptions = (f"Every {EVERY}th node only: {gpus} GPUs, of which {mean:.1f} are asked for on average.", LASTS)
+    return Workload(
+        "alibaba-few", _title("on few nodes", jobs, nodes), jobs, nodes, (*ASSUMPTIONS, *assumptions), shown=SHOWN
+    )
 
 
 def full(data: Path, seed: int) -> Workload:
@@ -89,13 +91,13 @@ def full(data: Path, seed: int) -> Workload:
         one = draw.choice(known)
         jobs.append(replace(one, name=f"pod-{len(jobs)}", arrival_s=0.0, work_s=2 * WATCHED_S))
         asked += one.gpus * one.truth.util
-    told = (
+    protocol = (
         f"Pods are drawn from the trace until they ask for {INFLATED:g} times the GPUs, come one after the other, and "
         "none ends: the protocol of the trace's authors (USENIX ATC '23). In their published results best fit "
         "hands out 92.9% of the GPUs, their own policy 95.4%; they look at CPU and memory of the nodes, too.",
     )
     title = _title(f"{INFLATED:g} times what there is", jobs, nodes)
-    return Workload("alibaba-full", title, jobs, nodes, (*ASSUMPTIONS, *told), until_s=WATCHED_S, shown=SHOWN_FULL)
+    return Workload("alibaba-full", title, jobs, nodes, (*ASSUMPTIONS, *protocol), until_s=WATCHED_S, shown=SHOWN_FULL)
 
 
 def _title(which: str, jobs: Sequence[SimJob], nodes: dict[str, list[Device]]) -> str:

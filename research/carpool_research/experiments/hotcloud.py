@@ -29,8 +29,8 @@ ASSUMPTIONS = (
     "utilization 21-99%, 52% on average; the published baseline implies 51%.",
     "Durations alone are log-uniform from 2 minutes to 2 hours: mean 29 minutes; published are 31.",
     "Each job says how many steps it has: its duration by the step time that Lucid measured. The queue goes by "
-    "the step times that are predicted, which are several times shorter, because these jobs wait for their input: "
-    "whoever says no steps counts as an hour, longer than what is predicted of nearly all.",
+    "the predicted step times, which are up to 3.4 times shorter, because these jobs wait for their input: "
+    "a job without steps counts as an hour, longer than nearly all predicted durations.",
     "All jobs are there at the start, so that of all of them the longest and the shortest take turns by default. "
     "Twelve nodes of one GPU each.",
     "Speed and utilization are an RTX 3090's, as measured; memory is the RTX 2080's 8 GiB.",

@@ -50,7 +50,7 @@ def read(data: Path) -> Pool:
         WorkloadError: The file is missing or unusable, or scipy is not installed.
     """
     try:
-        from carpool_research.slowdown import gavel  # scipy, which nobody else here needs
+        from carpool_research.slowdown import gavel  # scipy: only these pairs need it
     except ImportError as error:
         raise WorkloadError(
             f"expected {error.name} for Gavel's pairs, found none; run: pip install '.[simulate]'"
@@ -116,12 +116,12 @@ ASSUMPTIONS = (
     _AS_LUCIDS,
     "A task that is too large dies a minute after its start; it runs again from the beginning, alone, before all "
     "others.",
-    "A GPU takes nobody else for 90 s after a placement: its monitor's mean must see the newcomer (not for Carpool).",
+    "A GPU takes no other job for 90 s after a placement: its monitor's mean must see the newcomer (not for Carpool).",
     "Kernels of MPS tenants run at once: SM activity adds up, over the slowdowns. A GPU rests (utilization) where all "
     "of its tenants rest, each as it would alone.",
     "Power is idle + (limit - idle) · SM activity. Neither is published of a DGX Station A100: 63.2 W and 253.6 W are "
     "what the published energies of exclusive, round-robin and MAGM (80%, 2 GB) on MPS tell, by least squares; "
-    "Carpool's runs take no part in it. What other constants would give is told below.",
+    "Carpool's runs take no part in it. The results of other constants follow below.",
 )
 
 OPEN = (
@@ -245,8 +245,8 @@ def _busier(scale: float) -> str:
 
 def _as_gavels(data: Path, seed: int, tasks: int) -> Workload:
     drawn = radrm(data, seed, tasks)
-    told = (ASSUMED if one == _AS_LUCIDS else one for one in drawn.assumptions)
-    return extended(drawn, PublishedWorkload, behind_mps=read(data), assumptions=tuple(told))
+    assumptions = (ASSUMED if one == _AS_LUCIDS else one for one in drawn.assumptions)
+    return extended(drawn, PublishedWorkload, behind_mps=read(data), assumptions=tuple(assumptions))
 
 
 def steps_of(kind: str, epochs: int) -> int | None:

@@ -200,7 +200,7 @@ async def test_filter_and_prioritize_call_no_api(world):
     world.add("x")
     world.kube.seed(GPU_TRAINING_JOBS, {"metadata": {"name": "bare", "uid": "job-bare"}, "spec": {"template": {}}})
     async with world.extender() as extender:
-        for job in ("x", "bare", "nobody"):
+        for job in ("x", "bare", "absent"):
             found = await extender.service.filter(filtering(job))
             assert found.error == ""
             assert bool(found.failed_and_unresolvable_nodes) is (job != "x")

@@ -216,7 +216,7 @@ KUBECONFIG = (
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_the_command_refuses_what_cannot_work(tmp_path, certificates, taken, arguments, expected):
-    """Regression: some of it was a traceback, some ran and placed nobody, and what was refused ended with 1."""
+    """Regression: some of it was a traceback, some ran and placed no pod, and refusals ended with 1."""
     (tmp_path / "kubeconfig").write_text(KUBECONFIG)
     files = {"--tls-cert": "server.crt", "--tls-key": "server.key", "--client-ca": "ca.crt"}
     usual = ["--kubeconfig", str(tmp_path / "kubeconfig"), "--port", "0", "--metrics-port", "0"]
