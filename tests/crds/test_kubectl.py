@@ -284,6 +284,8 @@ def test_diagnosis_compares_and_names_what_is_unusual(kube: FakeKube) -> None:
     seed_job(kube, "rounded", observed={"peakMemoryMib": 13000, "gpuUtilPercent": 34.5678, "stepTimeSeconds": 0.26712})
     rounded = run("diagnose", "rounded").output
     assert [row.split()[-2] for row in rounded.splitlines()[4:8] if "(" in row] == ["13,000", "34.6", "-", "0.267"]
+    (memory,) = [row.split() for row in rounded.splitlines() if row.startswith("memory (MiB)")]
+    assert memory[-5:] == ["8,000", "0", "12,000", "13,000", "-"], "a lower end of 0 is a number"
     printed = run("diagnose", "train").output
     assert "finding: Stalled (DataWait) since" in printed
     assert "Z: worker 0: no step for 60 s\n" in printed

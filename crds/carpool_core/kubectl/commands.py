@@ -265,7 +265,7 @@ def diagnose(settings: KubeSettings, job: str, namespace: str | None, form: Form
         [
             c.quantity,
             c.product,
-            *map(number_text, (p.median, p.lower or None, p.upper)),
+            *map(number_text, (p.median, p.lower, p.upper)),
             number_text(c.measured),
             number_text(c.at_most),
         ]
