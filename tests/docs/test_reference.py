@@ -99,7 +99,7 @@ def test_a_setting_says_what_empty_means(process: str, one: Setting) -> None:
         )
 
 
-METRIC = re.compile(r"carpool_(operator|extender|agent|gpu|job|build)_[a-z_]+|DCGM_FI_[A-Z_]+")
+METRIC = re.compile(r"carpool_(api|operator|extender|agent|gpu|job|build)_[a-z_]+|DCGM_FI_[A-Z_]+")
 
 
 def _metrics_in(source: str) -> Iterator[str]:
