@@ -97,6 +97,21 @@ def test_the_schema_has_the_choices_of_each_setting(path: str, choices: Iterable
             id="tag unquoted",
         ),
         pytest.param(
+            {"global": {"imageRegistry": "https://registry.example"}},
+            "at '/global/imageRegistry': 'https://registry.example' does not match pattern",
+            id="registry as a URL",
+        ),
+        pytest.param(
+            {"operator": {"image": {"registry": "registry.example/team/"}}},
+            "at '/operator/image/registry': 'registry.example/team/' does not match pattern",
+            id="slash after the registry",
+        ),
+        pytest.param(
+            {"extender": {"image": {"repository": "carpool/extender:1"}}},
+            "at '/extender/image/repository': 'carpool/extender:1' does not match pattern",
+            id="tag in the repository",
+        ),
+        pytest.param(
             {"nodeAgent": {"simulatedGpus": "A100"}},
             "expected nodeAgent.simulatedGpus as PRODUCT:COUNT with a count of 1 to 64, several separated by commas, "
             'such as "NVIDIA A100-SXM4-40GB:4"; found "A100".',
@@ -189,6 +204,21 @@ def test_a_digest_and_a_components_own_registry_win(render: Any) -> None:
 def test_the_order_reaches_the_extender(render: Any, order: QueueOrder) -> None:
     assert render().environment("extender")["CARPOOL_QUEUE_ORDER"] == QueueOrder.ALTERNATE
     assert render(settings={"queueOrder": str(order)}).environment("extender")["CARPOOL_QUEUE_ORDER"] == order
+
+
+@pytest.mark.e2e
+def test_large_numbers_reach_the_processes_as_whole_numbers(render: Any) -> None:
+    """Regression: Helm wrote 2000000 of a values file as 2e+06, with which operator and extender did not start."""
+    limits = {"leastFreeMib": 1_073_741_824, "mostSmActive": 0.8}
+    chart = render(settings={"defaultDurationSeconds": 2_000_000, "traceMemoryMib": 1_048_576, "preconditions": limits})
+    environment = chart.environment("extender")
+    assert environment["CARPOOL_DEFAULT_DURATION_SECONDS"] == "2000000"
+    assert environment["CARPOOL_LEAST_FREE_MIB"] == "1073741824"
+    assert environment["CARPOOL_MOST_SM_ACTIVE"] == "0.8"
+    assert chart.environment("operator")["CARPOOL_TRACE_MEMORY_MIB"] == "1048576"
+    assert chart.one("ConfigMap", "carpool-settings")["data"].items() <= environment.items() | {
+        ("CARPOOL_CALIBRATION", "carpool-system/carpool-calibration"), ("CARPOOL_SHARE_UNMEASURED", "false")
+    }  # fmt: skip
 
 
 @pytest.mark.e2e

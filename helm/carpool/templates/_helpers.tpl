@@ -167,6 +167,28 @@ topologySpreadConstraints:
 {{- end }}
 {{- end -}}
 
+{{/* Settings by which the extender decides, as environment variables. The ConfigMap shows them to `carpool explain` and `what-if`.
+     `toJson` because Helm prints a million of a values file as 1e+06. */}}
+{{- define "carpool.decisions" -}}
+{{- with .Values.settings -}}
+CARPOOL_POLICY: {{ .policy | quote }}
+CARPOOL_QUEUE_ORDER: {{ .queueOrder | quote }}
+CARPOOL_DEFAULT_DURATION_SECONDS: {{ .defaultDurationSeconds | toJson | quote }}
+CARPOOL_JOB_POLICIES: {{ .jobPolicies | quote }}
+CARPOOL_COUNT_PEAKS: {{ .countPeaks | quote }}
+CARPOOL_TENANCY_GROUPS: {{ include "carpool.tenancyGroups" $ | quote }}
+CARPOOL_SLOTS_PER_GPU: {{ .slotsPerGpu | quote }}
+CARPOOL_SLOWDOWN_QUANTILE: {{ .slowdownQuantile | quote }}
+{{- $limits := .preconditions }}
+{{- range $key, $name := dict "mostSmActive" "CARPOOL_MOST_SM_ACTIVE" "mostJointSmActive" "CARPOOL_MOST_JOINT_SM_ACTIVE" "leastFreeMib" "CARPOOL_LEAST_FREE_MIB" "mostJobs" "CARPOOL_MOST_JOBS" }}
+{{- $value := index $limits $key }}
+{{- if not (kindIs "invalid" $value) }}
+{{ $name }}: {{ $value | toJson | quote }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
 {{- /* The tenancy groups as GROUP=NAMESPACE,NAMESPACE;GROUP=*. */ -}}
 {{- define "carpool.tenancyGroups" -}}
 {{- $groups := list -}}
