@@ -155,7 +155,14 @@ class Board:
         """Return the jobs of a namespace; `*` means all."""
         selector = Selector("" if namespace == "*" else namespace or self.namespace)
         async with self._viewers.connect(self._token(request)) as api:
-            found = await list_all(api, GPU_TRAINING_JOBS, GpuTrainingJob, selector)
+            try:
+                found = await list_all(api, GPU_TRAINING_JOBS, GpuTrainingJob, selector)
+            except Forbidden as error:
+                if error.status == 401 or selector.namespace:
+                    raise
+                raise Forbidden(
+                    f"{error}; name a namespace: {request.url.path}?namespace=NAMESPACE", status=403
+                ) from error
             now = ServerClock(self._clock, api).now()
         items = sorted((job_view(one, now) for one in found), key=lambda one: (one.namespace, one.name))
         return JobViewList(items=items)
@@ -293,7 +300,7 @@ def _described(error: Exception) -> tuple[int, str]:
         case RequestValidationError():
             return 400, "; ".join(f"{one['loc'][-1]}: {one['msg']}, found {one['input']!r}" for one in error.errors())
         case HTTPException(status_code=404):
-            return 404, "no such page; the pages are /, /queue, /jobs, /plan and /v1"
+            return 404, "no such page; open one of /, /queue, /jobs, /plan and /v1"
         case HTTPException():
             return error.status_code, str(error.detail)
         case _:

@@ -166,6 +166,8 @@ async def test_each_viewer_has_the_rights_of_its_token():
             "": [401] * 6,
         }  # fmt: skip
         assert (await world.get("/v1/jobs?namespace=team", "team"))[0] == 200
+        _, page = await world.get("/jobs", "team")
+        assert "name a namespace: /jobs?namespace=NAMESPACE" in page
         _, text = await world.get("/v1/gpus", "team")
         assert json.loads(text)["error"].startswith("you may not list gpunodes; explain, what-if and queue read jobs")
         assert "ClusterRole carpool-view" in text
