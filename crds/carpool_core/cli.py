@@ -40,7 +40,7 @@ SUBCOMMANDS: Mapping[str, Subcommand] = {
     "predict": Subcommand("carpool_predictor.cli", "predict", "cli"),
     "profile": Subcommand("carpool_predictor.profiler.session", "profile", "profile"),
     "queue": Subcommand("carpool_extender.explain.commands", "queue", "cli"),
-    "simulate": Subcommand("carpool_simulator.commands", "simulate", "extender"),
+    "simulate": Subcommand("carpool_simulator.commands", "simulate", "simulate"),
     "status": Subcommand("carpool_core.kubectl.commands", "status"),
     "top": Subcommand("carpool_core.kubectl.commands", "top"),
     "what-if": Subcommand("carpool_extender.explain.commands", "what_if", "cli"),

@@ -94,12 +94,12 @@ def job_argument(*, required: bool = True) -> Callable[[Callable[..., T]], Calla
     return click.argument("job", required=required, callback=_valid_name, shell_complete=_job_names)
 
 
-NAMESPACE = click.option(
-    "-n",
-    "--namespace",
-    callback=_valid_name,
-    help="The job's namespace; that of the kubeconfig's context when left out.",
-)
+def namespace_option(meaning: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Return the option -n, whose value is checked."""
+    return click.option("-n", "--namespace", callback=_valid_name, help=meaning)
+
+
+NAMESPACE = namespace_option("The job's namespace; that of the kubeconfig's context when left out.")
 ALL_NAMESPACES = click.option("-A", "--all-namespaces", is_flag=True, help="Jobs of all namespaces.")
 
 

@@ -142,7 +142,7 @@ class Comparison(Resource, frozen=True, kw_only=True):
 
     quantity: Annotated[str, field("Name of the quantity, with its unit.")]
     product: Annotated[str, field("GPU product of the prediction.")]
-    predicted: Annotated[Interval, field("Prediction; the lower end is 0 for memory, of which an upper bound is predicted only.")]
+    predicted: Annotated[Interval, field("Prediction; memory has an upper bound only, and 0 as its lower end.")]
     measured: Annotated[float | None, field("Measured value; absent before it was measured.")] = None
     at_most: Annotated[float | None, field("Upper end since it was measured; absent before.")] = None
 

@@ -23,6 +23,7 @@ from carpool_core.kubectl.output import (
     UnansweredError,
     ask,
     job_argument,
+    namespace_option,
     print_document,
     table,
 )
@@ -383,7 +384,7 @@ def what_if(
 
 
 @click.command("queue", short_help="Print the pending jobs in order, with expected starts.")
-@click.option("-n", "--namespace", help="Only jobs of this namespace; their places count all jobs.")
+@namespace_option("Only jobs of this namespace; their places count all jobs.")
 @click.option("-A", "--all-namespaces", is_flag=True, help="Jobs of all namespaces, as without -n.")
 @FORMAT
 @click_options(AskSettings)

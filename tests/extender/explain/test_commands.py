@@ -14,6 +14,7 @@ from carpool_extender.explain.commands import (
     check_manifest,
     explain_command,
     flags_given,
+    queue,
     read_manifest,
     read_site_settings,
     what_if,
@@ -56,6 +57,12 @@ def test_invalid_name_is_refused_before_the_cluster_is_read(argv, expected):
     result = CliRunner().invoke(explain_command, argv)
     assert result.exit_code == 2
     assert result.output.strip().endswith(expected)
+
+
+def test_queue_refuses_a_namespace_that_cannot_exist():
+    """Regression: it answered that no job waits there."""
+    result = CliRunner().invoke(queue, ["-n", "A_B"])
+    assert (result.exit_code, result.output.strip()[-11:]) == (2, "found 'A_B'")
 
 
 @pytest.mark.parametrize("name", ["x", "gtj/x", "gputrainingjob/x", "gputrainingjob.carpool.dev/x"])
