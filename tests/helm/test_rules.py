@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from carpool_e2e.binaries import ensure
+from carpool_extender.cache.cluster import KINDS
 
 ROOT = Path(__file__).parents[2]
 FILES = [ROOT / "helm" / "carpool" / "rules" / f"{name}.yaml" for name in ("recording", "alerts")]
@@ -32,6 +33,17 @@ def test_an_alert_fires_and_resolves_in_a_case_and_has_a_runbook(alert: str) -> 
     assert ALERTS[alert]["runbook_url"] == f"docs/runbooks.md#{alert.lower()}"
     section = (ROOT / "docs" / "runbooks.md").read_text().split(f"\n## {alert}\n", 1)[1].split("\n## ", 1)[0]
     assert re.findall(r"^\*\*(\w+)\.\*\*", section, re.MULTILINE) == ["Meaning", "Confirm", "Do"]
+
+
+def test_each_reason_of_an_unavailable_gpu_is_explained_and_a_fault_or_excluded_from_that_alert() -> None:
+    """Regression: a GPU whose tenant was slowed beyond its limit was reported as faulty."""
+    alert = next(rule["expr"] for rule in RULES if rule.get("alert") == "CarpoolGpuUnhealthy")
+    excluded = re.findall(r'reason!~"([\w|]+)"', alert)[0].split("|")
+    before, section = (ROOT / "docs" / "runbooks.md").read_text().split("\n## CarpoolGpuUnhealthy\n", 1)
+    section, _, after = section.partition("\n## ")
+    faults = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
+    assert sorted([*faults, *excluded]) == sorted(KINDS)
+    assert [reason for reason in excluded if reason != "agent_down" and f"`{reason}`" not in before + after] == []
 
 
 def test_each_metric_of_the_rules_and_cases_is_in_the_contract_with_its_labels() -> None:
