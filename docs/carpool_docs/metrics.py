@@ -30,12 +30,12 @@ A histogram has the series `NAME_bucket`, `NAME_sum` and `NAME_count`."""
 
 _NOTES = {
     "agent": """GPUs have DCGM's metrics with DCGM's units and labels, so that dashboards for `dcgm-exporter` show them.
-The labels `pci_bus_id`, `GPU_I_PROFILE`, `GPU_I_ID` and `container` are empty; `pod` and `namespace` are set if a GPU
-has exactly one tenant. `carpool_gpu_tenant_…` has the use of each tenant.""",
+`GPU_I_PROFILE` and `GPU_I_ID` are set for MIG instances; `pod`, `namespace` and `container` if a GPU or an instance has
+exactly one tenant. `carpool_gpu_tenant_…` has the use of each tenant.""",
 }
 
 _SUFFIXES = {"_bytes": "bytes", "_seconds": "s", "_joules": "J"} | {
-    **dict.fromkeys(("_slowdown_ratio", "_peak_ratio", "_time_ratio"), "1"),
+    **dict.fromkeys(("_slowdown_ratio", "_peak_ratio", "_time_ratio", "_widening_ratio"), "1"),
     "_ratio": "0..1",
 }
 _HEADER = ("Metric", "Type", "Unit", "Labels", "Meaning")
@@ -61,7 +61,7 @@ class Family:
             return by_name or (stated[1] or stated[2] if stated else "")
         if "always 1" in self.help:
             return "1"
-        return "0 or 1" if self.help.startswith("1 where") else "count"
+        return "0 or 1" if re.match("1 (if|while|for each) ", self.help) else "count"
 
 
 def _agent() -> CollectorRegistry:

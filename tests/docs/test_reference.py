@@ -125,6 +125,14 @@ def test_every_metric_has_a_type_a_unit_and_a_meaning(process: str) -> None:
     assert [f.name for f in found if not (f.type and f.unit and f.help.endswith("."))] == []
 
 
+def test_units_of_factors_and_flags_are_not_those_of_shares_and_counts() -> None:
+    """Regression: a factor above 1 had the unit 0..1, and flags were counts."""
+    units = {family.name: family.unit for process in metrics.REGISTRIES for family in metrics.families(process)}
+    assert units["carpool_operator_calibration_widening_ratio"] == "1"
+    assert units["carpool_operator_calibration_coverage_ratio"] == "0..1"
+    assert units["carpool_agent_gpu_healthy"] == units["carpool_job_anomaly"] == "0 or 1"
+
+
 CRDS = sorted((ROOT / "crds").glob("carpool.dev_*.yaml"))
 
 
