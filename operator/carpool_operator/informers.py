@@ -99,7 +99,7 @@ class PodCache:
                 self._index(pod, is_known=is_known)
         for key in {key_of_pod(pod) for pod in (old, new) if pod is not None}:
             if key is not None:
-                (self._queue.add_debounced if _only_advanced(old, new) else self._queue.add)(key)
+                (self._queue.add_debounced if _is_pending(new) else self._queue.add)(key)
 
     def _index(self, pod: Pod, *, is_known: bool) -> None:
         key = key_of_pod(pod)
@@ -109,13 +109,9 @@ class PodCache:
                 put_in_group(self._by_node, pod.spec.node_name, pod.metadata.uid, key if is_known else None)
 
 
-def _only_advanced(old: Pod | None, new: Pod | None) -> bool:
-    """Return whether a pod was just created or bound, which only changes what the status reports."""
-    if new is None or new.status.phase != "Pending" or new.metadata.deletion_timestamp is not None:
-        return False
-    if new.spec.node_name:
-        return old is None or not old.spec.node_name
-    return old is None and all(condition.type != "PodScheduled" for condition in new.status.conditions)
+def _is_pending(pod: Pod | None) -> bool:
+    """Return whether a pod waits or starts: its events only change what the status reports."""
+    return pod is not None and pod.status.phase == "Pending" and pod.metadata.deletion_timestamp is None
 
 
 class NodeCache:

@@ -187,7 +187,7 @@ def bounded(status: JobStatus, failed: Container[str] = ()) -> JobStatus:
 _FIGURES = re.compile(r"[0-9]+(\.[0-9]+)?([numkKMGTPE]i?)?\b")
 _NO_GPU_FITS = "NoGpuFits"
 QUEUED = "Queued"
-"""Reason of Placed: the scheduler's queue has not looked at the job yet."""
+"""Reason of Placed: the scheduler has not yet said why the job waits."""
 _DESCRIBED = 16
 """Workers whose placement the condition describes."""
 _EVENT_REASONS = (_NO_GPU_FITS, "Unschedulable")
@@ -218,7 +218,7 @@ def unschedulable(message: str) -> tuple[str, str]:
 
 
 def queued_message(pod: str) -> str:
-    """Return the message of Placed for a pod that the queue has not looked at yet."""
+    """Return the message of Placed for a pod of which the scheduler has not yet said why it waits."""
     return f"pod {pod} waits in the queue of {keys.SCHEDULER_NAME}"
 
 
@@ -236,17 +236,13 @@ def why_unplaced(draft: Draft, pod: Pod) -> tuple[str, str] | None:
         else:
             message = f"pod {pod.metadata.name} is bound {lacks} (yet); without one the node does not start it"
         return outcomes.NO_RESERVATION, message
-    if pod.is_gated:
-        waits = next((c for c in pod.status.conditions if c.type == keys.CONDITION_ADMITTED), None)
-        if waits is None:
-            return QUEUED, queued_message(pod.metadata.name)
-        return unschedulable(waits.message) if waits.reason == "Unschedulable" else (waits.reason, waits.message)
-    scheduled = next((c for c in pod.status.conditions if c.type == "PodScheduled"), None)
-    if scheduled is None or scheduled.status != "False":
-        return "Scheduling", f"pod {pod.metadata.name} waits for {keys.SCHEDULER_NAME}"
-    if scheduled.reason != "Unschedulable":
-        return scheduled.reason or "Unschedulable", scheduled.message
-    return unschedulable(scheduled.message)
+    # The API server leaves the reason SchedulingGated until kube-scheduler has tried the pod.
+    type_ = keys.CONDITION_ADMITTED if pod.is_gated else "PodScheduled"
+    found = (c for c in pod.status.conditions if c.type == type_ and c.status == "False")
+    waits = next((condition for condition in found if condition.reason != "SchedulingGated"), None)
+    if waits is None:
+        return QUEUED, queued_message(pod.metadata.name)
+    return unschedulable(waits.message) if waits.reason in ("", "Unschedulable") else (waits.reason, waits.message)
 
 
 def report_placed(draft: Draft, demand: Demand, pods: Sequence[Pod]) -> None:

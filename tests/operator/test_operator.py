@@ -522,7 +522,7 @@ def test_refusal_of_one_worker_stays_until_its_pod_exists() -> None:
     assert condition(tried_again, still, "Placed").message == NOPE
     assert events(again(before, refused)) == []
     both = again(before, refused, refusal=None, pods=(pod(0, phase="Pending"), pod(1, phase="Pending")))
-    assert condition(both, still, "Placed").reason == "Scheduling"
+    assert condition(both, still, "Placed").reason == "Queued"
 
 
 def version_of_job(version: str, uid: str = "u1") -> GpuTrainingJob:

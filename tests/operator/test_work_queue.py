@@ -4,7 +4,7 @@ import asyncio
 
 import msgspec
 from carpool_core.keys import CONDITION_PLACED
-from carpool_core.kube.api import GPU_NODES
+from carpool_core.kube.api import GPU_NODES, PODS
 from carpool_core.kube.pods import Pod
 from carpool_core.resources.node import GpuNode, Reservation
 from carpool_core.testing.clock import FakeClock
@@ -163,6 +163,19 @@ async def test_pod_that_is_not_placed_at_once_is_reported() -> None:
     placed = world.condition(CONDITION_PLACED)
     assert placed.reason == "Queued"
     assert len(world.job().status.attempts[-1].pod_uids) == 1
+
+
+async def test_admission_of_a_pod_is_no_write() -> None:
+    """Regression: each job wrote that its pod is blocked by gates, after its last gate was removed."""
+    world = await submitted()
+    before, pod = status_writes(world), world.pods()[0]
+    pod["spec"]["schedulingGates"] = []
+    world.kube.seed(PODS, pod)
+    await world.settle()
+    await world.settle(after_s=DEBOUNCE_S)
+    assert status_writes(world) == before
+    assert "SchedulingGated" in {one["reason"] for one in world.pods()[0]["status"]["conditions"]}
+    assert world.condition(CONDITION_PLACED).reason == "Queued"
 
 
 class Recorder(WorkQueue):

@@ -348,7 +348,9 @@ class FakeKube(KubeApi):
         if kind.plural in _WITH_STATUS and kind.plural != "nodes":
             body.pop("status", None)
         if kind.plural == "pods":
-            body["status"] = {"phase": "Pending"}
+            gated = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated"}
+            is_gated = body.get("spec", {}).get("schedulingGates")
+            body["status"] = {"phase": "Pending", **({"conditions": [gated]} if is_gated else {})}
         body = self._completed(kind, body)
         if _key(kind, metadata.get("namespace", ""), metadata["name"]) in self._objects[kind.plural]:
             raise Conflict(f'{kind.plural} "{metadata["name"]}" already exists', status=409, reason="AlreadyExists")
