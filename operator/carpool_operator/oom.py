@@ -34,8 +34,9 @@ _EXHAUSTED = _either(
     rf"less than desired gpu memory|{_REFUSED}{_NEAR}{_ALLOCATION}|{_ALLOCATION}{_NEAR}{_REFUSED}",
     rf"error[ :]{{0,2}}\w{{0,20}}{_ALLOCATION}|alloc\w{{0,20}}[_ ](?:error|failure)|error=2 :",
     r"\b(?:cuda|cudnn|cuMem|cuCtx|CUresult|hip)\w{0,40}\W.{0,30}?(?:error|fail\w{3,4}|result)(?: code)?[ :=([]{1,3}2\b",
-    r"cudaSuccess\.? \(?2 vs|bad_?alloc|allocation on device|invalid buffer size|tried to allocate [\d.]+ [KMG]",
-    r"no executable batch size|dst tensor is not init|allocating <= available|tokens that can be stored in kv cache",
+    r"(?:cuda|CUFFT_|CUDNN_STATUS_)success\.? \(?2 vs|bad_?alloc|allocation on device|invalid buffer size",
+    r"tried to allocate [\d.]+ [KMG]|no executable batch size|dst tensor is not init|allocating <= available",
+    r"tokens that can be stored in kv cache",
 )
 """A lack near memory, or a refusal near an allocation; phrases without these words; error 2 of CUDA and HIP."""
 
