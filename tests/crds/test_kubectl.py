@@ -13,8 +13,9 @@ import yaml
 from carpool_core import cli
 from carpool_core.cli import main
 from carpool_core.kube.api import EVENTS, GPU_NODES, GPU_TRAINING_JOBS, PODS
-from carpool_core.kube.errors import Forbidden
+from carpool_core.kube.errors import Forbidden, Overloaded, Unreachable
 from carpool_core.kubectl import output
+from carpool_core.kubectl.output import OTHER_JOBS
 from carpool_core.testing.kube import FakeKube
 from click.testing import CliRunner, Result
 
@@ -294,10 +295,22 @@ def test_diagnosis_compares_and_names_what_is_unusual(kube: FakeKube) -> None:
     assert "finding: measured slowdown 2.00 by other/beside, more than spec.sharing.maxSlowdown (1.5)\n" in printed
 
 
+def test_answer_of_the_server_is_not_called_unreachable(kube: FakeKube) -> None:
+    for error, sentence in (
+        (Unreachable("GET jobs: reset"), "the cluster could not be reached: GET jobs: reset"),
+        (Overloaded("GET jobs: later", status=503), "the API server answered GET jobs: later"),
+    ):
+        kube.fail_next("list", GPU_TRAINING_JOBS, error)
+        assert run("status").output == f"Error: {sentence}\n"
+
+
 @pytest.mark.parametrize("command", ["status", "logs", "diagnose"])
 def test_missing_job_and_missing_right_exit_with_2(kube: FakeKube, command: str) -> None:
     missing = run(command, "nothing")
-    assert (missing.exit_code, missing.output) == (2, "Error: no GpuTrainingJob nothing in namespace default\n")
+    assert (missing.exit_code, missing.output) == (
+        2,
+        f"Error: no GpuTrainingJob nothing in namespace default{OTHER_JOBS}\n",
+    )
     for status, remedy in (
         (403, ""),
         (401, "; sign in again: the credentials of the kubeconfig are wrong or have expired"),

@@ -21,6 +21,7 @@ from carpool_core.kubectl.output import (
     ALL_NAMESPACES,
     FORMAT,
     NAMESPACE,
+    OTHER_JOBS,
     Format,
     UnansweredError,
     ask,
@@ -65,7 +66,7 @@ async def read_job(api: KubeApi, name: str, namespace: str | None) -> GpuTrainin
     except NotFound as error:
         if error.reason != "NotFound":  # the resource type itself is missing
             raise
-        raise UnansweredError(f"no GpuTrainingJob {name} in namespace {namespace}") from error
+        raise UnansweredError(f"no GpuTrainingJob {name} in namespace {namespace}{OTHER_JOBS}") from error
 
 
 @click.command(short_help="Print jobs: state, prediction, place, co-tenants, progress.")

@@ -13,11 +13,14 @@ from carpool_core.clock import Clock
 from carpool_core.kube.api import GPU_TRAINING_JOBS, KubeApi, Selector, list_all
 from carpool_core.kube.client import connect
 from carpool_core.kube.config import KubeConfigError
-from carpool_core.kube.errors import Forbidden, KubeError
+from carpool_core.kube.errors import Forbidden, KubeError, Unreachable
 from carpool_core.resources.meta import ObjectMeta
 from carpool_core.settings import InputError, KubeSettings
 
 T = TypeVar("T")
+
+OTHER_JOBS = "; -n names another namespace, and kubectl carpool status -A lists all jobs"
+"""What to do if a job does not exist, after the sentence that says so."""
 
 
 class Format(StrEnum):
@@ -132,8 +135,10 @@ def ask(
         remedy = "sign in again: the credentials of the kubeconfig are wrong or have expired"
         remedy = remedy if error.status == 401 else rights_remedy
         raise UnansweredError(f"{error}{f'; {remedy}' if remedy else ''}") from error
-    except KubeError as error:
+    except Unreachable as error:
         raise UnansweredError(f"the cluster could not be reached: {error}") from error
+    except KubeError as error:
+        raise UnansweredError(f"the API server answered {error}") from error
     except KubeConfigError as error:
         raise UnansweredError(str(error)) from error
 

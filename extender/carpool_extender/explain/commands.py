@@ -19,6 +19,7 @@ from carpool_core.kube.pods import WorkerName
 from carpool_core.kubectl.output import (
     FORMAT,
     NAMESPACE,
+    OTHER_JOBS,
     Format,
     UnansweredError,
     ask,
@@ -120,6 +121,11 @@ async def check_manifest(api: KubeApi, manifest: dict[str, Any]) -> CheckedManif
     except Invalid as error:
         message = _UNCHECKED_RULES.sub("", error.server_message)
         raise ManifestError(f"the API server would refuse it: {message}") from error
+    except NotFound as error:
+        if not error.server_message.startswith("namespaces "):  # the resource type itself is missing
+            raise
+        remedy = "create it, or name another by -n or metadata.namespace"
+        raise ManifestError(f"namespace {metadata['namespace']} does not exist: {remedy}") from error
     except Conflict:
         notes.append("a job of this name exists already; this answer is for another one with this manifest")
     except Forbidden:
@@ -461,7 +467,9 @@ def _ask(settings: AskSettings, each_gpu: bool, question: _Question[T]) -> tuple
         return ask(settings.kube, run, clock=clock, rights_remedy=rights_remedy(settings.site))
     except ManifestError as error:
         raise click.ClickException(str(error)) from error
-    except (NoSuchJobError, SettingsError, UnknownPolicyError) as error:
+    except NoSuchJobError as error:
+        raise UnansweredError(f"{error}{OTHER_JOBS}") from error
+    except (SettingsError, UnknownPolicyError) as error:
         raise UnansweredError(str(error)) from error
 
 

@@ -6,7 +6,8 @@ import json
 import click
 import pytest
 from carpool_core.kube.api import CONFIG_MAPS, GPU_NODES, GPU_TRAINING_JOBS, PODS
-from carpool_core.kube.errors import Forbidden, Invalid, Unreachable
+from carpool_core.kube.errors import Forbidden, Invalid, NotFound, Unreachable
+from carpool_core.kubectl.output import OTHER_JOBS
 from carpool_core.settings import SettingsError, click_options
 from carpool_core.testing.kube import FakeKube
 from carpool_extender.explain.commands import (
@@ -69,7 +70,7 @@ def test_queue_refuses_a_namespace_that_cannot_exist():
 def test_job_may_be_named_as_kubectl_prints_it(monkeypatch, name):
     with served(FakeKube(), monkeypatch):
         refused = CliRunner().invoke(explain_command, [name, "-n", "b"])
-    assert (refused.exit_code, refused.output.strip()) == (2, "Error: no GpuTrainingJob x in namespace b")
+    assert (refused.exit_code, refused.output.strip()) == (2, f"Error: no GpuTrainingJob x in namespace b{OTHER_JOBS}")
 
 
 @pytest.mark.parametrize("argv", [[], ["-", "-f", "-"]])
@@ -189,6 +190,18 @@ async def test_misspelt_field_of_the_template_is_found(template, answer, sentenc
     with pytest.raises(ManifestError) as refused:
         await check_manifest(kube, manifest_of(template=template))
     assert str(refused.value) == f"the job would fail: {sentence}"
+
+
+async def test_namespace_that_does_not_exist_is_named():
+    """Regression: the cluster `could not be reached`."""
+    kube = FakeKube()
+    answer = 'namespaces "team" not found'
+    kube.fail_next("check", GPU_TRAINING_JOBS, NotFound(f"POST: {answer}", status=404, server_message=answer))
+    with pytest.raises(ManifestError, match=r"^namespace team does not exist: create it, or name another by -n or "):
+        await check_manifest(kube, {**manifest_of(), "metadata": {"name": "x", "namespace": "team"}})
+    kube.fail_next("check", GPU_TRAINING_JOBS, NotFound("POST: no such type", status=404))
+    with pytest.raises(NotFound):
+        await check_manifest(kube, manifest_of())
 
 
 async def test_manifest_is_read_without_the_right_to_create():
