@@ -371,17 +371,6 @@ def test_later_tenants_are_named(others: list[Reservation], expected: str) -> No
     assert describe_later_tenants(node, OWN) == expected
 
 
-def test_tenant_that_was_counted_has_not_joined_since() -> None:
-    """Regression: of two jobs that were bound together, one was `beside` the other, which had `joined since`."""
-    own = msgspec.structs.replace(OWN, reason="MPS on GPU 0 of a beside default/y; 9 MiB left; beside default/z 1.00")
-    node = GpuNode(metadata=ObjectMeta(name="a"), spec=GpuNodeSpec(reservations=[own, held("y", LATER)]))
-    assert describe_later_tenants(node, own) == ""
-    spec = GpuNodeSpec(reservations=[*node.spec.reservations, held("z", LATER)])
-    assert describe_later_tenants(msgspec.structs.replace(node, spec=spec), own).startswith(
-        "; joined since by default/z,"
-    )
-
-
 OFFSETS = st.integers(-14 * 60, 14 * 60).map(lambda minutes: timezone(timedelta(minutes=minutes)))
 MOMENTS = st.datetimes(datetime(1970, 1, 2), datetime(2200, 1, 1), timezones=OFFSETS)
 

@@ -324,18 +324,13 @@ MAX_NAMED_JOBS = 5
 
 
 def describe_later_tenants(node: GpuNode, own: Reservation) -> str:
-    """Return the jobs that got a reservation's GPUs after it, as a suffix of its reason; empty without any.
-
-    Of two pods that are bound together, the one reserved first can count the other already: its reason names it.
-    """
-    counted = own.reason.partition(" beside ")[2].partition(";")[0].split(", ")
+    """Return the jobs that got a reservation's GPUs after it, as a suffix of its reason; empty without any."""
     later = sorted(
         {
-            name
+            f"{other.pod_namespace}/{other.job_name}"
             for other in node.spec.reservations
             if other.job_uid != own.job_uid and other.reserved_at > own.reserved_at
             if set(other.gpu_uuids) & set(own.gpu_uuids)
-            if (name := f"{other.pod_namespace}/{other.job_name}") not in counted
         }
     )
     if not later:
