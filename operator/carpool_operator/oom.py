@@ -116,9 +116,10 @@ _LATER_STEP = _either(r"^(?![^\n]*\d%)[^\n]*\bloss\b(?: is|:|=) ?\d")
 """A step after the error: of a program that handled it, or of another rank. A bar of progress is printed last."""
 
 _BROKEN = _either(
-    "illegal (?:memory access|address)|IllegalAddress|device-side assert\\b|misaligned address|launch failure"
+    "illegal (?:memory access|address)|IllegalAddress|device-side assert\\b|misaligned address|launch failure",
+    "cuda error 1: invalid argument|cuda\\w+ fail\\w{0,3}[:,] unknown error",
 )
-"""Errors of the GPU after which every call fails: no later allocation is refused for lack of memory."""
+"""Errors of the GPU after which calls fail for their own cause: no later allocation is refused for lack of memory."""
 
 _RANK_FAILED = _either(r"\A\[rank\d{1,5}\]: |closing signal SIG|first observed failure|Killing subprocess")
 """The rank of an error that no program handled, and launchers that end the other ranks."""
