@@ -137,11 +137,7 @@ def how_to_reach(cluster: Cluster) -> str:
 def clean() -> None:
     """Remove every cluster that no running process holds."""
     removed = len(processes.clean())
-    click.echo(
-        f"removed {removed} cluster{'' if removed == 1 else 's'} with {'its' if removed == 1 else 'their'} logs"
-        if removed
-        else "no cluster to remove"
-    )
+    click.echo(f"clusters removed, with their logs: {removed}" if removed else "no cluster to remove")
     kept = ["manifests and pictures", *(["logs of clusters that ended by themselves"] if LOGS.exists() else [])]
     folders = {OUT: ", ".join(kept), binaries.cache_root(os.environ): "the cluster's binaries"}
     for folder, what in folders.items():

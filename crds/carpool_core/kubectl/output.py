@@ -20,7 +20,7 @@ from carpool_core.settings import InputError, KubeSettings
 T = TypeVar("T")
 
 OTHER_JOBS = "; -n names another namespace, and kubectl carpool status -A lists all jobs"
-"""What to do if a job does not exist, after the sentence that says so."""
+"""Remedy that follows the message of a missing job."""
 
 
 class Format(StrEnum):
