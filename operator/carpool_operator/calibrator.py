@@ -19,12 +19,14 @@ from carpool_predictor.calibration.colocation import (
     job_name,
     learned_colocations,
     measured_runs,
+    solo_family,
     solo_name,
     solo_step_s,
 )
 from carpool_predictor.calibration.document import MAX_SAMPLES, SIMULATED, Calibration, Stack, is_plain, with_steps
 from carpool_predictor.calibration.observe import observe
 from carpool_predictor.calibration.run_history import find_history, model_key, retry_before
+from carpool_predictor.calibration.scales import step_time_scale
 from carpool_predictor.calibration.store import CalibrationStore, StoredCalibration, UnreadableCalibrationError
 from carpool_predictor.features import Abstention
 from carpool_predictor.models.memory import shipped
@@ -122,6 +124,7 @@ class Calibrator:
         digest = input_digest(spec.model, spec.training)
         same = "" if spec.model is None else job_name(spec.model.family, digest)
         solo = solo_name(digest, spec.workers, spec.gpus_per_worker)
+        family = "" if spec.model is None else solo_family(spec.model.family, spec.workers, spec.gpus_per_worker)
         gpus, now = self._find_products(products), self._clock.now().timestamp()
         return {
             gpu.name: CalibrationKey(
@@ -130,7 +133,7 @@ class Calibrator:
                     calibration, gpu.name, precision, name, size_mib, retry_before=retry_before(gpu, gpus, now)
                 ),
                 measured_runs(learned_colocations(calibration.pairs, gpu.name, same)),
-                solo_step_s(calibration.solo, solo, gpu.name) is not None,
+                step_time_scale(calibration.solo, gpu.name, family, solo),
             )
             for gpu in gpus
         }

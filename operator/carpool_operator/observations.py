@@ -15,7 +15,15 @@ from carpool_core.products import hardware_name
 from carpool_core.resources.job import Attempt, GpuTrainingJob, JobStatus, WorkerPlacement
 from carpool_core.resources.node import LOADING_S, STEADY_S, Device, GpuNode, Tenant
 from carpool_core.values import GpuUuid, SharingMode
-from carpool_predictor.calibration.colocation import PAIR, MeasuredSteps, Origin, SoloRecord, pair_record, solo_name
+from carpool_predictor.calibration.colocation import (
+    PAIR,
+    MeasuredSteps,
+    Origin,
+    SoloRecord,
+    pair_record,
+    solo_family,
+    solo_name,
+)
 from carpool_predictor.calibration.document import RunMeasurement
 from carpool_predictor.calibration.run_history import memory_step
 from carpool_predictor.models.slowdown import TenantActivity, is_saturated, pair_slowdown, solo_activity
@@ -211,8 +219,14 @@ def measured_steps(snapshot: Snapshot, status: JobStatus, attempt: Attempt) -> M
     origin = Origin(job.metadata.namespace, own.tenancy_domain, hardware_name(place.product), is_simulated)
     solo, pair = None, None
     if observed.solo_step_time_seconds and observed.solo_source == "Run":
-        name = solo_name(snapshot.digest, workers, gpus)
-        solo = SoloRecord(name, *origin, observed.solo_step_time_seconds)
+        name, family = solo_name(snapshot.digest, workers, gpus), "" if job.spec.model is None else job.spec.model.family
+        solo = SoloRecord(
+            name,
+            *origin,
+            observed.solo_step_time_seconds,
+            family=solo_family(family, workers, gpus),
+            predicted_s=_modelled_step_s(status, origin.product),
+        )
     if (
         workers * gpus == 1
         and observed.slowdown
@@ -223,6 +237,12 @@ def measured_steps(snapshot: Snapshot, status: JobStatus, attempt: Attempt) -> M
         predicted = pair_slowdown(place.mode, own.tenant, other.tenant)
         pair = pair_record(sample, origin, place.mode, own.tenant, other.tenant, observed.slowdown, predicted)
     return MeasuredSteps(pair=pair, solo=solo) if pair or solo else None
+
+
+def _modelled_step_s(status: JobStatus, product: str) -> float:
+    """Return the step time alone by the shipped model, in seconds; 0 if unknown."""
+    products = [] if status.prediction is None else status.prediction.products
+    return next((p.step_time_seconds.median / p.step_time_factor for p in products if p.product == product), 0.0)
 
 
 def _tenants_on(node: GpuNode, gpu: GpuUuid) -> list[Tenant]:

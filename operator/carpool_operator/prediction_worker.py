@@ -17,9 +17,10 @@ from carpool_core.products import GpuProduct
 from carpool_core.resources.features import ModelFeatures
 from carpool_core.resources.job import GpuTrainingJob, JobSpec, ModelSource, Training
 from carpool_core.resources.prediction import Prediction
-from carpool_predictor.calibration.colocation import job_name, solo_name, with_colocations
+from carpool_predictor.calibration.colocation import job_name, solo_family, solo_name, with_colocations
 from carpool_predictor.calibration.document import Calibration
 from carpool_predictor.calibration.run_history import model_key
+from carpool_predictor.calibration.scales import with_step_times
 from carpool_predictor.features import Abstention
 from carpool_predictor.predict import PredictionContext, model_version, predict, prepare
 from carpool_predictor.tracing.source import Tracer, features_of, input_digest
@@ -377,9 +378,9 @@ class PredictionWorker:
         prediction = await asyncio.get_running_loop().run_in_executor(self._thread, compute)
         if spec.model is not None:
             known, solo = calibration or Calibration(), solo_name(digest, spec.workers, spec.gpus_per_worker)
-            comparable = [one.product for one in known.solo if one.sample == solo]
-            name = job_name(spec.model.family, digest)
-            prediction = with_colocations(prediction, known.pairs, name, comparable)
+            prediction = with_colocations(prediction, known.pairs, job_name(spec.model.family, digest))
+            family = solo_family(spec.model.family, spec.workers, spec.gpus_per_worker)
+            prediction = with_step_times(prediction, known.solo, family, solo)
         return prediction, keys
 
     async def prepare(self, job: GpuTrainingJob) -> PredictionContext | Abstention:

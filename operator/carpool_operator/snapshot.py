@@ -1,5 +1,6 @@
 """Snapshot: everything that the reconciliation of one job reads, frozen, and which of its pods are the job's own."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -12,6 +13,7 @@ from carpool_core.resources.prediction import Prediction, ProductPrediction
 from carpool_core.values import JobUid
 from carpool_predictor.calibration.colocation import measured_runs
 from carpool_predictor.calibration.run_history import RunHistory, fingerprint, is_equivalent
+from carpool_predictor.calibration.scales import STEP_TIME_STEP, StepTimeScale
 
 from carpool_operator import attempts
 from carpool_operator.attempts import Backoff
@@ -48,13 +50,16 @@ class CalibrationKey(NamedTuple):
 
     colocations: int = 0
     """Bit length of the number of measured runs beside co-tenants, plus the number of measured jobs that are listed."""
-    comparable: bool = False
-    """Whether the job's step time alone is known."""
+    step_time: StepTimeScale = StepTimeScale()
+    """Scale of its predicted step time."""
 
     def is_reflected_in(self, prediction: ProductPrediction) -> bool:
         """Return whether a prediction was made from so similar calibration data that a new one would not differ."""
         memory = prediction.memory
-        if (measured_runs(prediction.colocations), prediction.comparable) != (self.colocations, self.comparable):
+        known, new = prediction.comparable, self.step_time.is_measured
+        if (measured_runs(prediction.colocations), known) != (self.colocations, new):
+            return False
+        if abs(math.log(self.step_time.factor / prediction.step_time_factor)) > STEP_TIME_STEP:
             return False
         if memory.learned_jobs.bit_length() != self.jobs:
             return False

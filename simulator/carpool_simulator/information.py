@@ -29,11 +29,13 @@ from carpool_predictor.calibration.colocation import (
     job_name,
     learned_colocations,
     pair_record,
+    solo_family,
     solo_name,
     solo_step_s,
 )
 from carpool_predictor.calibration.document import Calibration, RunMeasurement, Stack, is_plain, with_steps
 from carpool_predictor.calibration.observe import observe
+from carpool_predictor.calibration.scales import with_step_times
 from carpool_predictor.models.memory import shipped
 from carpool_predictor.models.slowdown import TenantActivity, is_saturated, pair_slowdown, solo_activity
 from carpool_predictor.predict import PredictionContext, ProductAnswer, run_prediction_of, summarize
@@ -64,12 +66,16 @@ class Learner:
         if found is None:
             product = find_product(job.truth.product)
             known = asked.calibrated(self._calibration, product, job.truth.model)
-            before = self._shipped.get(job.truth.kind)
-            if before is None:
-                before = self._shipped[job.truth.kind] = asked.on(product)
+            before = self._modelled(job, asked)
             found = summarize(asked, [known.on(product, is_strict=self._is_strict, before=before)])
             self._predictions[job.truth.kind] = found
         return found
+
+    def _modelled(self, job: SimJob, asked: PredictionContext) -> ProductAnswer:
+        """Return the shipped model's prediction."""
+        if job.truth.kind not in self._shipped:
+            self._shipped[job.truth.kind] = asked.on(find_product(job.truth.product))
+        return self._shipped[job.truth.kind]
 
     def observe(self, run: "Run", counted_mib: int, age_s: float | None) -> None:
         """Learn from what a run was measured to use.
@@ -104,13 +110,17 @@ class Learner:
             return
         origin = Origin(NAMESPACE, NAMESPACE, find_product(job.truth.product).name, True)
         name = solo_name(job.truth.kind, job.workers, job.gpus)
-        solo = SoloRecord(name, *origin, steps.solo_s) if steps.solo_s is not None else None
-        solo_s = steps.solo_s or solo_step_s(self._calibration.solo, name, origin.product)
+        unit_s, solo, solo_s = job.step_s or 1.0, None, solo_step_s(self._calibration.solo, name, origin.product)
+        if steps.solo_s is not None:
+            solo_s = steps.solo_s * unit_s
+            modelled = self._modelled(job, job.asked).prediction.step_time_seconds.median if job.step_s else 0.0
+            family = solo_family(job.truth.model, job.workers, job.gpus)
+            solo = SoloRecord(name, *origin, solo_s, family=family, predicted_s=modelled)
         pair = None
         if solo_s is not None and job.workers * job.gpus == 1 and len(steps.profiles) == PAIR:
             own, other = steps.profiles
             predicted = pair_slowdown(run.mode, own, other)
-            pair = pair_record(steps.sample, origin, run.mode, own, other, steps.step_s / solo_s, predicted)
+            pair = pair_record(steps.sample, origin, run.mode, own, other, steps.step_s * unit_s / solo_s, predicted)
         before, knew = self._calibration, self.knows_solo(job)
         self._calibration = with_steps(before, [MeasuredSteps(pair=pair, solo=solo)])
         if self._calibration.pairs != before.pairs:
@@ -124,17 +134,17 @@ class Learner:
         name = solo_name(job.truth.kind, job.workers, job.gpus)
         return solo_step_s(self._calibration.solo, name, product) is not None
 
-    def with_colocations(self, prediction: Prediction, job: SimJob) -> Prediction:
-        """Return a job's prediction with what was learned about its slowdowns beside others."""
+    def with_steps(self, prediction: Prediction, job: SimJob) -> Prediction:
+        """Return a job's prediction with what was learned about its step time and its slowdowns beside others."""
         name, products = job_name(job.truth.model, job.truth.kind), []
         for one in prediction.products:
             key = one.product, name
             if key not in self._colocations:
                 self._colocations[key] = learned_colocations(self._calibration.pairs, *key)
-            products.append(
-                msgspec.structs.replace(one, colocations=self._colocations[key], comparable=self.knows_solo(job))
-            )
-        return msgspec.structs.replace(prediction, products=products, family=name)
+            products.append(msgspec.structs.replace(one, colocations=self._colocations[key]))
+        found = msgspec.structs.replace(prediction, products=products, family=name)
+        family = solo_family(job.truth.model, job.workers, job.gpus)
+        return with_step_times(found, self._calibration.solo, family, solo_name(job.truth.kind, job.workers, job.gpus))
 
     def _observe(self, job: SimJob, measured: RunMeasurement, counted_mib: int) -> None:
         if job.asked is None:
@@ -410,10 +420,10 @@ class InformationModel:
         found = self._uncorrected(job)
         if found is None or self._learner is None or not self._strategy.learns_slowdowns:
             return found
-        return self._learner.with_colocations(found, job)
+        return self._learner.with_steps(found, job)
 
     def _uncorrected(self, job: SimJob) -> Prediction | None:
-        """Return the prediction without what was learned about slowdowns."""
+        """Return the prediction without what was learned from steps."""
         if self._strategy.knowledge is Knowledge.NOTHING:
             return None
         if self._strategy.knowledge is Knowledge.TRUTH:

@@ -257,6 +257,7 @@ def from_trace(
                 workers=-(-one.gpus // gpus),
                 asked=job_of(truth.kind),
                 steps=max(1, round(one.duration_s / steps_s[truth])) if has_steps else None,
+                step_s=steps_s[truth],
             )
         )
     notes = [f"{pluralize(read.unsorted, 'line')} came after a later one; all were sorted."] if read.unsorted else []

@@ -59,6 +59,8 @@ class SimJob:
     """Input of the predictor, for strategies that learn; None if nothing can be learned."""
     steps: int | None = None
     """Declared steps of its training; None if it declares none."""
+    step_s: float = 0.0
+    """True time of a step alone, in seconds; 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -744,6 +744,31 @@ async def test_step_time_alone_of_an_earlier_run_gives_the_slowdown_of_one_that_
     assert len(kept(of).solo) == 1, "the earlier run's step time is not learned a second time"
 
 
+async def test_measured_steps_alone_are_those_of_the_next_equal_job_and_change_those_of_its_family() -> None:
+    of = world()
+    of.apply("x")
+    of.apply("waiting", training={"batchSize": 48})
+    await of.settle()
+    shipped_s = {name: prediction(of, name).products[0].step_time_seconds for name in ("x", "waiting")}
+    await started(of, "x")
+    took_s = 3 * shipped_s["x"].median
+    await measured(of, 3000, "x", **steps(took_s, took_s))
+    await of.settle(after_s=LOADING_S)
+    await of.submit("y")
+    found = prediction(of, "y").products[0]
+    assert found.step_time_seconds.median == pytest.approx(took_s, rel=1e-3)
+    assert found.step_time_factor == pytest.approx(3.0, rel=1e-3)
+    assert found.comparable
+    found = prediction(of, "waiting").products[0]
+    assert 1.5 < found.step_time_factor < 3.0, "predicted anew while it waits"
+    ratio = found.step_time_seconds.median / shipped_s["waiting"].median
+    assert ratio == pytest.approx(found.step_time_factor, rel=1e-3)
+    await assert_quiet(of, "waiting")
+    calibration = of.operator.calibrator.usable("other")
+    assert calibration is not None
+    assert calibration.solo == [], "steps count for the namespaces that reported them"
+
+
 @pytest.mark.parametrize(
     ("since_s", "changes", "learned"),
     [

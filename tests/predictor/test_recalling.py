@@ -9,7 +9,7 @@ from carpool_core.products import GpuProduct, find_product
 from carpool_core.resources.job import CatalogModel, Training
 from carpool_core.resources.prediction import MemoryPrediction, Prediction
 from carpool_core.values import Optimizer, Precision
-from carpool_predictor.calibration.activity_scale import MAX_SCALE, MIN_SCALE, activity_scale
+from carpool_predictor.calibration.scales import MAX_SCALE, MIN_SCALE, activity_scale
 from carpool_predictor.calibration.document import MIN_JOBS, Calibration, RunMeasurement, Stack
 from carpool_predictor.calibration.observe import PER_MODEL, observe
 from carpool_predictor.calibration.run_history import (

@@ -1,8 +1,13 @@
-"""The shipped step-time model."""
+"""The shipped step-time model, and its scale by measured steps."""
+
+import math
 
 import pytest
 from carpool_core.products import PRODUCTS, GpuProduct, find_product
+from carpool_core.resources.prediction import Interval
 from carpool_core.values import Precision
+from carpool_predictor.calibration.colocation import MAX_RATIO, SoloRecord, solo_family, solo_name
+from carpool_predictor.calibration.scales import SAME_JOB, StepTimeScale, scale_step_time, step_time_scale
 from carpool_predictor.features import StepCost
 from carpool_predictor.models.step_time import shipped, step_time_on
 from hypothesis import given
@@ -75,3 +80,68 @@ def test_times_are_positive_and_ordered(
     cost = StepCost(peak_bytes=0, reserved_bytes=0, flops=flops, bytes_moved=moved, kernels=kernels)
     found = step_time_on(cost, product, precision, convolutional=convolutional).seconds
     assert 0 < found.lower <= found.median <= found.upper
+
+
+def alone(name: str, family: str, ratio: float, product: str = A100.name) -> SoloRecord:
+    """A job that took so many times the predicted 0.1 s a step."""
+    return SoloRecord(name, "a", "a", product, False, 0.1 * ratio, family=family, predicted_s=0.1)
+
+
+def test_steps_of_a_job_that_ran_alone_take_as_long_again() -> None:
+    records = [alone("x", "resnet", 3.0), alone("y", "resnet", 1.0), alone("x", "resnet", 9.0, "Tesla T4")]
+    found = step_time_scale(records, A100.name, "resnet", "x")
+    assert found == StepTimeScale(pytest.approx(3.0), 0.0, is_measured=True)
+    scaled = scale_step_time(Interval(median=0.1, lower=0.01, upper=1.0), found)
+    assert scaled.median == pytest.approx(0.3)
+    assert (scaled.lower, scaled.upper) == (pytest.approx(0.3 / SAME_JOB), pytest.approx(0.3 * SAME_JOB))
+
+
+def test_other_jobs_follow_their_family_more_than_all_jobs() -> None:
+    records = [alone(f"r{n}", "resnet", 3.0) for n in range(3)] + [alone(f"b{n}", "bert", 1.0) for n in range(3)]
+    of = {family: step_time_scale(records, A100.name, family, "new") for family in ("resnet", "bert", "vgg")}
+    assert 1.0 < of["bert"].factor < of["vgg"].factor < of["resnet"].factor < 3.0
+    assert of["resnet"].width < of["vgg"].width < 1.0
+    assert not any(one.is_measured for one in of.values())
+
+
+def test_the_interval_narrows_with_more_measured_jobs_and_never_below_that_of_one_more_run() -> None:
+    shipped_s = Interval(median=0.1, lower=0.05, upper=0.2)
+    widths = []
+    for jobs in (0, 1, 4, 100):
+        scale = step_time_scale([alone(f"r{n}", "resnet", 2.0) for n in range(jobs)], A100.name, "resnet", "new")
+        scaled = scale_step_time(shipped_s, scale)
+        widths.append(scaled.upper / scaled.median)
+    assert widths[0] == 2.0
+    assert sorted(widths, reverse=True) == widths
+    narrow = scale_step_time(Interval(median=0.1, lower=0.099, upper=0.101), StepTimeScale(2.0, 0.5))
+    assert narrow.upper / narrow.median == pytest.approx(SAME_JOB)
+
+
+def test_a_job_that_sleeps_is_clipped_for_its_family_and_counts_in_full_for_itself() -> None:
+    records = [alone("x", "resnet", 1000.0)]
+    assert step_time_scale(records, A100.name, "resnet", "x").factor == pytest.approx(1000.0)
+    assert step_time_scale(records, A100.name, "resnet", "y").factor == pytest.approx(math.exp(0.75 * MAX_RATIO))
+
+
+@pytest.mark.parametrize(
+    ("records", "family", "is_measured"),
+    [
+        pytest.param([], "resnet", False, id="nothing measured"),
+        pytest.param([alone("x", "resnet", 2.0, "Tesla T4")], "resnet", False, id="another product"),
+        pytest.param([alone("y", "", 2.0)], "resnet", False, id="only jobs of several GPUs"),
+        pytest.param([alone("y", "resnet", 2.0)], "", False, id="a job of several GPUs"),
+        pytest.param([SoloRecord("x", "a", "a", A100.name, False, 0.2)], "resnet", True, id="from an earlier version"),
+    ],
+)
+def test_without_comparable_measurements_the_model_s_step_time_remains(
+    records: list[SoloRecord], family: str, is_measured: bool
+) -> None:
+    scale = step_time_scale(records, A100.name, family, "x")
+    assert scale == StepTimeScale(is_measured=is_measured)
+    step_s = Interval(median=0.1, lower=0.099, upper=0.101)
+    assert scale_step_time(step_s, scale) == step_s
+
+
+def test_steps_of_a_job_on_several_gpus_belong_to_no_family_and_have_their_own_name() -> None:
+    assert (solo_family("resnet", 1, 1), solo_family("resnet", 2, 1), solo_family("resnet", 1, 4)) == ("resnet", "", "")
+    assert len({solo_name("x", *size) for size in ((1, 1), (2, 1), (1, 2))}) == 3

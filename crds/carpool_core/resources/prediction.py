@@ -144,6 +144,9 @@ class ProductPrediction(Resource, frozen=True, kw_only=True):
     memory: Annotated[MemoryPrediction, field("GPU memory.")]
     activity: Annotated[ActivityPrediction, field("Utilization when alone.")]
     step_time_seconds: Annotated[Interval, field("Step time when alone, in seconds.")]
+    step_time_factor: Annotated[
+        float, field("Measured over modelled step time that it contains; 1 if nothing was measured.", gt=0)
+    ] = 1.0
     colocations: Annotated[
         list[LearnedColocation],
         field(

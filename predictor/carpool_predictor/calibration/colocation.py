@@ -22,7 +22,7 @@ Steps are reported by the training itself. So a record counts only in the tenanc
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import lru_cache
 from typing import Annotated, NamedTuple, TypeVar
 
@@ -89,6 +89,10 @@ class SoloRecord(msgspec.Struct, frozen=True, array_like=True):
     product: _NAME
     simulated: bool
     step_s: Annotated[float, Meta(gt=0, le=1e6)]
+    family: _NAME = ""
+    """Family of its model; see `solo_family`."""
+    predicted_s: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+    """Step time by the shipped model; 0 if unknown."""
 
 
 Record = TypeVar("Record", PairRecord, SoloRecord)
@@ -119,6 +123,11 @@ def job_name(family: str, digest: str) -> str:
 def solo_name(digest: str, workers: int, gpus_per_worker: int) -> str:
     """Return the name of runs whose steps alone take equally long: digest of model and training, and their GPUs."""
     return digest if workers * gpus_per_worker == 1 else f"{digest} {workers}x{gpus_per_worker}"
+
+
+def solo_family(family: str, workers: int, gpus_per_worker: int) -> str:
+    """Return the family by which step times are compared; empty for a job of several GPUs, whose steps communicate."""
+    return family if workers * gpus_per_worker == 1 else ""
 
 
 class Origin(NamedTuple):
@@ -336,19 +345,10 @@ def learned_colocations(records: Iterable[PairRecord], product: str, name: str) 
     return found
 
 
-def with_colocations(
-    prediction: Prediction, records: Sequence[PairRecord], name: str, comparable: Collection[str] = ()
-) -> Prediction:
-    """Return a prediction with its job's name and what was learned about it beside co-tenants.
-
-    `comparable` are the products on which its step time alone is known.
-    """
+def with_colocations(prediction: Prediction, records: Sequence[PairRecord], name: str) -> Prediction:
+    """Return a prediction with its job's name and what was learned about it beside co-tenants."""
     products = [
-        msgspec.structs.replace(
-            one,
-            colocations=learned_colocations(records, one.product, name),
-            comparable=one.product in comparable,
-        )
+        msgspec.structs.replace(one, colocations=learned_colocations(records, one.product, name))
         for one in prediction.products
     ]
     return msgspec.structs.replace(prediction, products=products, family=name)

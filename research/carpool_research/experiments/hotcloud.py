@@ -119,6 +119,7 @@ def hotcloud(data: Path, seed: int, *, over_s: float = 0.0, lasts_s: Lasts = _lo
                 prediction,
                 asked=asked,
                 steps=steps,
+                step_s=steps_s[truth.kind],
             )
         )
     nodes = {f"node-{i:02}": [gpu(f"node-{i:02}", 0)] for i in range(GPUS)}
