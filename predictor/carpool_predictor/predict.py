@@ -1,7 +1,7 @@
 """Predicts memory, activity and step time of a job from its features. Pure; needs neither PyTorch nor NumPy."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -32,6 +32,8 @@ COMPILED_FACTOR = 1.1
 """Further factor to the bound of a compiled model, whose fusion is estimated. Assumed."""
 COMPILED_TIME_FACTOR = 1.25
 """The same for both ends of its step time. Assumed."""
+WHAT_HAPPENS = "it gets such a GPU alone, and is refused that product once it ran out of memory there"
+"""What happens to a job on a GPU that it may not fit."""
 _MAX_PEAK_BYTES = 2.0**50
 """1 PiB: beyond any training step on one GPU."""
 
@@ -252,35 +254,56 @@ def predict(
         for gpu in gpus
     ]
     answers = [one.on(gpu, is_strict=is_strict) for one, gpu in zip(contexts, gpus, strict=True)]
-    return with_fitting_batch(summarize(context, answers), gpus, list(map(BatchFinder, contexts)))
+    return summarize(context, answers, list(map(BatchFinder, contexts)))
 
 
-def summarize(context: PredictionContext, answers: Sequence[ProductAnswer]) -> Prediction:
-    """Return the prediction for all products, with a message about its sources."""
+def summarize(
+    context: PredictionContext, answers: Sequence[ProductAnswer], finders: Sequence["BatchFinder"] = ()
+) -> Prediction:
+    """Return the prediction for all products, with a message: where it may not fit, its sources, its limits.
+
+    With a finder for each answer it has the largest batch that fits a product, if the job's own fits none by its bound.
+    """
+    products = [answer.prediction for answer in answers]
+    fits_somewhere = any(a.prediction.memory.upper_mib <= usable_mib(a.product) for a in answers)
+    fitting, largest = (None, "") if fits_somewhere or not finders else _fitting_batch(answers, finders)
+    warning = may_not_fit(products, [answer.product for answer in answers])
     return Prediction(
         outcome="Predicted",
         reason=calibration_reason(context, answers),
-        message=_message(context, answers),
+        message="; ".join(filter(None, [warning, largest, *_clauses(context, answers)])),
         model_version=model_version(context.model),
-        products=[answer.prediction for answer in answers],
+        products=products,
+        fitting_batch=fitting,
     )
 
 
-def with_fitting_batch(
-    prediction: Prediction, gpus: Sequence[GpuProduct], finders: Sequence["BatchFinder"]
-) -> Prediction:
-    """Return a prediction with the largest batch that fits one of its GPUs, if the job's own fits none by its bound."""
-    uppers = [answer.memory.upper_mib for answer in prediction.products]
-    if not gpus or any(upper_mib <= usable_mib(gpu) for upper_mib, gpu in zip(uppers, gpus, strict=True)):
-        return prediction
+def is_tried_beyond(memory: MemoryPrediction, gpu: GpuProduct) -> bool:
+    """Whether a job gets a GPU alone although its bound exceeds what jobs can use of it: it may not fit."""
+    return run_history.is_tried(memory, gpu) and memory.upper_mib > usable_mib(gpu)
+
+
+def may_not_fit(products: Iterable[ProductPrediction], gpus: Iterable[GpuProduct]) -> str:
+    """Return a clause on the GPUs that a job may not fit although it is tried there; empty if there are none."""
+    known = {gpu.name: gpu for gpu in gpus}
+    found = [
+        f"{one.product} (median {one.memory.median_mib:,}, at most {one.memory.upper_mib:,} of {gpu.memory_mib:,} MiB)"
+        for one in products
+        if (gpu := known.get(one.product)) is not None and is_tried_beyond(one.memory, gpu)
+    ]
+    return f"may not fit {', '.join(found)}: {WHAT_HAPPENS}" if found else ""
+
+
+def _fitting_batch(answers: Sequence[ProductAnswer], finders: Sequence["BatchFinder"]) -> tuple[int, str]:
+    """Return the largest batch that fits a product by its bound, 0 for none, and a clause on it."""
+    gpus = [answer.product for answer in answers]
     found = [finder.within(gpu, usable_mib(gpu)).batch_size or 0 for finder, gpu in zip(finders, gpus, strict=True)]
     best = max(range(len(gpus)), key=found.__getitem__)
     where = f"does not fit {gpus[0].name}" if len(gpus) == 1 else "fits none of these GPU products"
     most = (
         f"at most {found[best]:,} fits {gpus[best].name}" if found[best] else "no smaller batch alone is known to fit"
     )
-    message = f"by its bound, batch {finders[0].batch_size:,} {where}, {most}; {prediction.message}"
-    return msgspec.structs.replace(prediction, message=message, fitting_batch=found[best])
+    return found[best], f"by its bound, batch {finders[0].batch_size:,} {where}, {most}"
 
 
 def calibration_reason(context: PredictionContext, answers: Sequence[ProductAnswer]) -> str:
@@ -299,7 +322,7 @@ def abstain(abstention: Abstention) -> Prediction:
     )
 
 
-def _message(context: PredictionContext, answers: Sequence[ProductAnswer]) -> str:
+def _clauses(context: PredictionContext, answers: Sequence[ProductAnswer]) -> list[str]:
     """Return the sources of a prediction and its limits, one clause each."""
     batches = ", ".join(str(step.batch_size) for step in context.features.steps)
     products = [answer.prediction for answer in answers]
@@ -322,11 +345,11 @@ def _message(context: PredictionContext, answers: Sequence[ProductAnswer]) -> st
             "there, or took nearly all"
         )
     unproven = [answer for answer in untrusted if not answer.prediction.memory.is_refuted]
-    large = [a.product.name for a in unproven if run_history.exceeds_gpu(a.prediction.memory, a.product)]
+    large = [a.product.name for a in unproven if run_history.is_tried(a.prediction.memory, a.product)]
     if alone := [answer.product.name for answer in unproven if answer.product.name not in large]:
         clauses.append(f"runs alone on {', '.join(alone)} until enough jobs like it were measured there")
     if large:
-        clauses.append(f"runs alone on {', '.join(large)} until a run has shown its peak, which may not fit")
+        clauses.append(f"runs alone on {', '.join(large)} until a run has shown its peak")
     if first := [answer.prediction.product for answer in answers if answer.is_first]:
         clauses.append(
             f"its first run on {', '.join(first)} counts with {run_history.FIRST_RUN_FACTOR:g} times the bound, and "
@@ -369,7 +392,7 @@ def _message(context: PredictionContext, answers: Sequence[ProductAnswer]) -> st
         clauses.append(
             "memory is that of each GPU without NCCL's buffers, and step times leave communication and the host out"
         )
-    return "; ".join(clauses)
+    return clauses
 
 
 def run_prediction_of(context: PredictionContext, name: str, counted_mib: float, product: GpuProduct) -> RunPrediction:

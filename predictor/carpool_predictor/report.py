@@ -18,17 +18,18 @@ from carpool_predictor.advice import Change
 from carpool_predictor.calibration.document import Calibration
 from carpool_predictor.features import Abstention
 from carpool_predictor.predict import (
+    WHAT_HAPPENS,
     BatchFinder,
     LargestBatch,
     MemoryParts,
     PredictionContext,
     ProductAnswer,
     abstain,
+    is_tried_beyond,
     parts_of,
     summarize,
     usable_mib,
     usable_of_profile_mib,
-    with_fitting_batch,
 )
 
 
@@ -100,8 +101,7 @@ def report_on(
         before = found.answer.prediction.memory.median_mib
         advice = tuple(saving(c, one.calibrated(calibration, product), product, before) for c, one in changed)
         products.append(replace(found, advice=advice))
-    prediction = summarize(job, [product.answer for product in products])
-    prediction = with_fitting_batch(prediction, gpus, here_finders)
+    prediction = summarize(job, [product.answer for product in products], here_finders)
     return Report(name, prediction, job.correction.inside, tuple(products), job.training.steps)
 
 
@@ -112,6 +112,10 @@ def length_of(steps: int, step_time_s: Interval) -> Interval:
 
 def _on(job: PredictionContext, finder: BatchFinder, product: GpuProduct) -> ProductReport:
     answer = job.on(product)
+    # A site that does not share unmeasured stacks, the default, tries more jobs.
+    strict = job.on(product, is_strict=True, before=answer)
+    if is_tried_beyond(strict.prediction.memory, product):
+        answer = replace(answer, prediction=strict.prediction)
     return ProductReport(
         answer,
         parts_of(job, product, answer.prediction.memory),
@@ -237,8 +241,10 @@ def _tables(title: str, report: Report) -> Iterator[RenderableType]:
         (product,) = report.products
         # The table's own title would be wrapped to the width of the table.
         yield Text(f"{title}, on {product.answer.prediction.product}", style="italic")
+        yield from _verdicts(report)
         yield _one(report, product)
     else:
+        yield from _verdicts(report)
         yield _memory(title, report)
         yield _speed(report)
         yield _parts(report)
@@ -247,6 +253,18 @@ def _tables(title: str, report: Report) -> Iterator[RenderableType]:
     if any(product.advice for product in report.products):
         yield _advice(report)
     yield Text(f"{report.prediction.reason}: {report.prediction.message}", style="dim")
+
+
+def _verdicts(report: Report) -> Iterator[Text]:
+    """Yield a line on the products that the job may not fit, and one on those that it does not fit."""
+    answers = [product.answer for product in report.products]
+    beyond = [a for a in answers if a.prediction.memory.upper_mib > usable_mib(a.product)]
+    tried = [_short(a.product.name) for a in beyond if is_tried_beyond(a.prediction.memory, a.product)]
+    refused = [_short(a.product.name) for a in beyond if _short(a.product.name) not in tried]
+    if tried:
+        yield Text(f"may not fit {', '.join(tried)}: {WHAT_HAPPENS}", style="bold")
+    if refused:
+        yield Text(f"does not fit {', '.join(refused)}: it is refused there", style="bold")
 
 
 def _table(title: str, *columns: str) -> Table:

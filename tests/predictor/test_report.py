@@ -145,6 +145,21 @@ def test_the_message_names_a_job_that_fits_nowhere() -> None:
     assert "fits none" not in report_on("m", job(), PRODUCTS).prediction.message
 
 
+def test_the_first_line_names_the_gpus_that_a_job_may_not_fit() -> None:
+    """Regression: a job whose bound was twice a GPU's memory was tried there, and only a last line said so."""
+    console = Console(width=300, record=True, file=io.StringIO())
+    report = report_on("m", job(batch=64, weights_mib=20_000, activation_mib=100), [A100, *PRODUCTS[1:3]])
+    console.print(as_text("a title", report))
+    first, second, *_ = console.export_text().splitlines()
+    happens = "it gets such a GPU alone, and is refused that product once it ran out of memory there"
+    assert first == f"may not fit A100-SXM4-80GB, A100 80GB PCIe: {happens}"
+    assert second == "does not fit A100-SXM4-40GB: it is refused there"
+    assert report.prediction.message.startswith("may not fit NVIDIA A100-SXM4-80GB (median ")
+    fitting = report_on("m", job(), PRODUCTS)
+    console.print(as_text("a title", fitting))
+    assert "not fit" not in console.export_text()
+
+
 @pytest.mark.parametrize(
     ("gpu", "profile", "listed_mib"),
     [

@@ -384,7 +384,7 @@ def what_if(
         predictor = await job_predictor(api, site)
         options = replace(options, unchecked=checked.unchecked)
         found = await answer_what_if(api, checked.job, config, predictor.predict, options, predictor.advice)
-        return Answer([*checked.notes, *predictor.notes, *found.lines], found.is_infeasible)
+        return Answer([*checked.notes, *found.lines, *predictor.notes], found.is_infeasible)
 
     _print_answer(settings, each_gpu, form, answer)
 

@@ -23,11 +23,12 @@ from carpool_core.kube.api import GPU_NODES, GPU_TRAINING_JOBS, NODES, PODS, Kub
 from carpool_core.kube.errors import Forbidden, NotFound
 from carpool_core.kube.nodes import Node
 from carpool_core.kube.pods import Pod, PodSpec, job_owner_reference
-from carpool_core.products import DeviceClass, device_class
+from carpool_core.products import DeviceClass, device_class, products_of
 from carpool_core.resources.job import GpuTrainingJob, WorkerPlacement
 from carpool_core.resources.meta import Condition, ObjectMeta
 from carpool_core.resources.node import GpuNode, Reservation, describe_later_tenants
 from carpool_core.values import GpuUuid, JobState, PodUid, without_nulls
+from carpool_predictor.predict import may_not_fit
 
 from carpool_extender.cache.cluster import AGENT_DOWN, ClusterCache, listed, without_pods
 from carpool_extender.cache.pod_request import PodRequest
@@ -154,6 +155,7 @@ async def explain_job(api: KubeApi, name: str, namespace: str, config: Scheduler
     own_gpus = frozenset(uuid for r in held.values() for uuid in r.gpu_uuids) if compares else frozenset()
     without_gpus = _nodes_without_gpus(nodes, kube_nodes, invalid)
     gpus = _gpu_lines(cluster, request, config, options, without_gpus, own_gpus)
+    warning = _memory_warning(demand, nodes, {uuid for one in held.values() for uuid in one.gpu_uuids})
     # 5. Its place in the queue, and what it waits for.
     is_complete = not invalid and not without_gpus
     may_be_fewer = bool(places or workers.unread)  # than the workers that a decision for all of them counts with
@@ -180,7 +182,17 @@ async def explain_job(api: KubeApi, name: str, namespace: str, config: Scheduler
     elif not places:
         all_ = "its worker has" if request.workers == 1 else f"all of its {request.workers} workers have"
         places = [f"{namespace}/{name} has no place yet", f"{all_} succeeded"]
-    return Answer([*head, *places, *gpus, *invalid.values(), *_unread(kube_nodes)])
+    return Answer([*warning, *head, *places, *gpus, *invalid.values(), *_unread(kube_nodes)])
+
+
+def _memory_warning(demand: Demand, nodes: Iterable[GpuNode], own: Container[GpuUuid]) -> list[str]:
+    """Return a line on the GPUs that a job may not fit: those that it has, or else all of the cluster."""
+    if demand.prediction is None or demand.memory_limit_mib is not None:
+        return []
+    devices = [device for node in nodes for device in node.status.devices]
+    kinds = {device_class(device) for device in [one for one in devices if one.uuid in own] or devices}
+    found = may_not_fit(demand.prediction.products, products_of(kinds))
+    return [found] if found else []
 
 
 async def what_if(

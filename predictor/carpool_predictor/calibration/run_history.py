@@ -38,8 +38,8 @@ It holds 95% of the rows in nineteen of twenty families."""
 RETRY_AFTER_S = 86_400.0
 """Age in seconds from which a death with a whole GPU no longer keeps the job from the largest product: it may be tried
 alone there once more."""
-UNMEASURED_FACTOR = 2.14
-"""Largest factor by which the shipped model erred on stacks where no job had been measured (decision 19)."""
+UNMEASURED_FACTOR = 2.0
+"""Factor to a GPU's memory up to which the shipped model's median is tried where no job was measured (decision 86)."""
 USABLE_SHARE = 0.95
 """Least share of a GPU's memory that drivers leave to jobs; a bound beyond it leaves no room for a co-tenant."""
 
@@ -241,6 +241,11 @@ def exceeded_whole_gpu(history: RunHistory | None, product: GpuProduct, correcti
 def is_refused(memory: MemoryPrediction, product: GpuProduct) -> bool:
     """Whether a job is refused the product because of its own runs; see `exceeded_whole_gpu`."""
     return memory.trusted and memory.learned_runs > 0 and exceeds_gpu(memory, product)
+
+
+def is_tried(memory: MemoryPrediction, product: GpuProduct) -> bool:
+    """Whether a job without known runs gets a GPU alone although its bound exceeds it, because it may fit."""
+    return not memory.trusted and not memory.is_refuted and exceeds_gpu(memory, product)
 
 
 def exceeds_despite_error(memory: MemoryPrediction, product: GpuProduct) -> bool:

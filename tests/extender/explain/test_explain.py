@@ -15,7 +15,18 @@ from carpool_extender.explain.explain import NoSuchJobError
 from carpool_extender.explain.queue_forecast import Options
 from carpool_extender.framework.filters import AdmissionLimits
 from carpool_extender.framework.scores import SchedulerConfig, find_policy
-from carpool_extender.testing import T4, device, gpu_node, node_of, pod_of, prediction, seed_job, seed_node, tenant
+from carpool_extender.testing import (
+    A100,
+    T4,
+    device,
+    gpu_node,
+    node_of,
+    pod_of,
+    prediction,
+    seed_job,
+    seed_node,
+    tenant,
+)
 from carpool_extender.workloads import JobOptions
 from explain_world import CLOCK, explain_job
 
@@ -124,6 +135,33 @@ class TestState:
         assert line not in await explained(kube)
         kube.seed(GPU_TRAINING_JOBS, {**kube.dump(GPU_TRAINING_JOBS, "x", "default"), "status": {}})
         assert (await explained(kube))[0] == line
+
+
+class TestMemoryWarning:
+    """A job that may not fit a GPU although it is tried there: the first line says so."""
+
+    START = f"may not fit {A100} (median 30,000, at most 175,000 of 40,960 MiB): it gets such a GPU alone"
+
+    def a_large_job(self, *reservations, **memory):
+        kube = a_job(1, 1, *reservations, spec={})
+        body = kube.dump(GPU_TRAINING_JOBS, "x", "default")
+        products = body["status"]["prediction"]["products"]
+        for one in products:
+            one["memory"] |= {"medianMib": 30_000, "upperMib": 175_000, "trusted": False} | memory
+        kube.seed(GPU_TRAINING_JOBS, body)
+        return kube
+
+    @pytest.mark.parametrize("is_placed", [False, True])
+    async def test_it_is_the_first_line(self, is_placed):
+        lines = await explained(self.a_large_job(*[held(0, "GPU-a-0")] * is_placed))
+        assert lines[0].startswith(self.START)
+        assert lines[0].endswith("and is refused that product once it ran out of memory there")
+
+    @pytest.mark.parametrize(
+        "memory", [{"upperMib": 30_000}, {"trusted": True}, {"learnedRuns": 1}], ids=["fits", "refused", "ran"]
+    )
+    async def test_other_jobs_have_none(self, memory):
+        assert not any("may not fit" in line for line in await explained(self.a_large_job(**memory)))
 
 
 class TestTemplate:
