@@ -345,11 +345,11 @@ def _clauses(context: PredictionContext, answers: Sequence[ProductAnswer]) -> li
             "there, or took nearly all"
         )
     unproven = [answer for answer in untrusted if not answer.prediction.memory.is_refuted]
-    large = [a.product.name for a in unproven if run_history.is_tried(a.prediction.memory, a.product)]
-    if alone := [answer.product.name for answer in unproven if answer.product.name not in large]:
+    large = [a for a in unproven if run_history.is_tried(a.prediction.memory, a.product)]
+    if alone := [answer.product.name for answer in unproven if answer not in large]:
         clauses.append(f"runs alone on {', '.join(alone)} until enough jobs like it were measured there")
-    if large:
-        clauses.append(f"runs alone on {', '.join(large)} until a run has shown its peak")
+    if fitting := [a.product.name for a in large if not is_tried_beyond(a.prediction.memory, a.product)]:
+        clauses.append(f"runs alone on {', '.join(fitting)} until a run has shown its peak")
     if first := [answer.prediction.product for answer in answers if answer.is_first]:
         clauses.append(
             f"its first run on {', '.join(first)} counts with {run_history.FIRST_RUN_FACTOR:g} times the bound, and "
