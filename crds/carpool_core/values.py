@@ -189,6 +189,11 @@ _QUANTITY = re.compile(
 """Texts that Kubernetes' resource.ParseQuantity accepts, without negative amounts."""
 
 
+def pluralize(number: int, noun: str) -> str:
+    """Return a number of things: `1 GPU`, `20 nodes`."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
 def parse_quantity(quantity: int | str) -> Decimal:
     """Return a quantity such as `500m`, `4` or `12Gi` in the resource's own unit: cores, bytes, pieces.
 

@@ -11,6 +11,7 @@ from carpool_core import keys
 from carpool_core.demand import Demand, unsuitable_reason
 from carpool_core.products import DeviceClass, device_class, product_matches
 from carpool_core.resources.node import Device
+from carpool_core.values import pluralize
 
 NodeKind = tuple[tuple[DeviceClass, int], ...]
 """Number of GPUs of each class on a node, sorted."""
@@ -59,7 +60,7 @@ def infeasible_when_empty(demand: Demand, inventory: Inventory) -> str | None:
     for node, nodes in sorted(inventory.items()):
         for kind, count in node:
             reasons[verdicts[kind] or ""] += nodes * count
-    counts = "; ".join(f"{count} GPUs: {reason}" for reason, count in reasons.most_common())
+    counts = "; ".join(f"{pluralize(count, 'GPU')}: {reason}" for reason, count in reasons.most_common())
     return f"no GPU of this cluster can hold it: {counts}"
 
 

@@ -10,7 +10,7 @@ from carpool_core.durations import durations_s, format_duration
 from carpool_core.products import PRODUCTS, GpuProduct, hardware_name
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.prediction import Prediction
-from carpool_core.values import JobState
+from carpool_core.values import JobState, pluralize
 
 from carpool_operator import attempts, conditions
 from carpool_operator.actions import Predict
@@ -207,7 +207,7 @@ def describe(prediction: Prediction) -> str:
         for p in prediction.products[:2]
     ]
     more = len(prediction.products) - len(shown)
-    return "; ".join([*shown, *([f"and {more} more product{'' if more == 1 else 's'}"] if more > 0 else [])])
+    return "; ".join([*shown, *([f"and {pluralize(more, 'more product')}"] if more > 0 else [])])
 
 
 def suitable_durations_s(job: GpuTrainingJob, demand: Demand, inventory: Inventory) -> dict[str, float]:

@@ -17,7 +17,7 @@ from carpool_core.demand import Demand, demand_of
 from carpool_core.kube.pods import Pod
 from carpool_core.pod_template import template_error
 from carpool_core.resources.job import Attempt
-from carpool_core.values import WhenSlowed
+from carpool_core.values import WhenSlowed, pluralize
 
 from carpool_operator import anomalies, attempts, conditions, moves, outcomes, placement, status
 from carpool_operator.actions import (
@@ -225,9 +225,8 @@ def _advance(draft: Draft, attempt: Attempt | None, pods: list[Pod], *, is_predi
 def _complete(draft: Draft, attempt: Attempt) -> None:
     workers, seen = draft.job.spec.workers, draft.status.observed
     peak = "" if seen is None else f", peak memory {seen.peak_memory_mib:,} MiB"
-    message = (
-        f"{workers} of {workers} workers succeeded in attempt {attempt.number}, {draft.status.restarts} restarts{peak}"
-    )
+    restarts = pluralize(draft.status.restarts, "restart")
+    message = f"{workers} of {workers} workers succeeded in attempt {attempt.number}, {restarts}{peak}"
     draft.finish(keys.CONDITION_COMPLETE, attempts.COMPLETE, message, attempt)
 
 

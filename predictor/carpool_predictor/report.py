@@ -302,7 +302,7 @@ def _one(report: Report, product: ProductReport) -> Table:
     memory, activity = found.memory, found.activity
     table = Table(box=box.SIMPLE, show_header=False)
     table.add_row("memory at its peak", f"{memory.median_mib:,} MiB")
-    table.add_row("  at most", f"{memory.upper_mib:,} MiB, {memory.coverage:.0%} sure")
+    table.add_row("  at most", f"{memory.upper_mib:,} MiB in {memory.coverage:.0%} of jobs")
     table.add_row("  class", f"{memory.class_lower_mib // 1024} - {memory.class_upper_mib // 1024} GiB")
     for name in _names():
         table.add_row(f"  {name.removesuffix('_mib')}", f"{getattr(product.parts, name):,.0f} MiB")
@@ -324,7 +324,7 @@ def _one(report: Report, product: ProductReport) -> Table:
 
 
 def _memory(title: str, report: Report) -> Table:
-    table = _table(title, "GPU", "MiB", "at most", "sure", "class GiB", "largest batch", "learned")
+    table = _table(title, "GPU", "MiB", "at most", "in jobs", "class GiB", "max batch", "learned")
     for product in report.products:
         memory = product.answer.prediction.memory
         table.add_row(

@@ -8,7 +8,8 @@ from pathlib import Path
 import click
 from carpool_core.clock import SystemClock
 from carpool_core.settings import InputError, click_options
-from carpool_extender.framework.filters import NO_LIMITS, AdmissionLimits, pluralize
+from carpool_core.values import pluralize
+from carpool_extender.framework.filters import NO_LIMITS, AdmissionLimits
 from carpool_extender.framework.scores import UnknownPolicyError
 from carpool_extender.queue.order import QueueOrder
 from rich.console import Console

@@ -15,8 +15,7 @@ import msgspec
 from carpool_core.products import UnknownProductError, find_product
 from carpool_core.resources.node import MAX_GPUS, Device, GpuNode
 from carpool_core.resources.schema import describe_decode_error
-from carpool_core.values import DeviceHealth, GpuUuid, SharingMode
-from carpool_extender.framework.filters import pluralize
+from carpool_core.values import DeviceHealth, GpuUuid, SharingMode, pluralize
 from carpool_extender.queue.order import QueueOrder
 from msgspec import Meta
 

@@ -15,7 +15,7 @@ from carpool_core.cli import main
 from carpool_core.kube.api import EVENTS, GPU_NODES, GPU_TRAINING_JOBS, PODS
 from carpool_core.kube.errors import Forbidden, Overloaded, Unreachable
 from carpool_core.kubectl import output
-from carpool_core.kubectl.output import OTHER_JOBS
+from carpool_core.kubectl.output import OTHER_JOBS, table, wrapped
 from carpool_core.testing.kube import FakeKube
 from click.testing import CliRunner, Result
 
@@ -293,6 +293,39 @@ def test_diagnosis_compares_and_names_what_is_unusual(kube: FakeKube) -> None:
     assert "Straggler" not in printed
     assert "finding: waits 40% of its time for input data, 20% of its time for copies to the GPU\n" in printed
     assert "finding: measured slowdown 2.00 by other/beside, more than spec.sharing.maxSlowdown (1.5)\n" in printed
+
+
+@pytest.mark.parametrize(
+    ("ended_at", "state", "expected"),
+    [(None, "Queued", "Queued"), (None, "Running", "Running"), ("2026-01-01T01:00:00Z", "BackingOff", "PodFailed")],
+)
+def test_an_open_attempt_has_the_state_of_its_job(
+    kube: FakeKube, ended_at: str | None, state: str, expected: str
+) -> None:
+    """Regression: the attempt of a queued job was Running, because its pods existed."""
+    outcome = "PodFailed" if ended_at else "Running"
+    attempt = {"number": 1, "outcome": outcome} | ({"endedAt": ended_at} if ended_at else {})
+    seed_job(kube, state=state, placement=[], observed=None, attempts=[attempt])
+    lines = run("diagnose", "train").output.splitlines()
+    after = lines[next(number for number, line in enumerate(lines) if line.startswith("ATTEMPT")) + 1]
+    assert after.split()[:2] == ["1", expected]
+
+
+def test_sm_activity_is_printed_in_percent_as_predict_prints_it(kube: FakeKube) -> None:
+    seed_job(kube, observed={"peakMemoryMib": 4100, "smActiveRatio": 0.375})
+    (line,) = [row for row in run("diagnose", "train").output.splitlines() if row.startswith("SM activity (%)")]
+    assert line.split()[-2] == "37.5"
+    assert all(float(cell) >= 1 for cell in line.split()[-5:-2])
+
+
+def test_the_last_cell_goes_on_in_further_rows() -> None:
+    columns, rows = ["NAME", "MESSAGE"], [["x", "one two three four five six seven eight nine ten eleven"], ["y", ""]]
+    assert table(columns, wrapped(columns, rows, 50)).splitlines() == [
+        "NAME   MESSAGE",
+        "x      one two three four five six seven eight",
+        "       nine ten eleven",
+        "y      -",
+    ]
 
 
 def test_answer_of_the_server_is_not_called_unreachable(kube: FakeKube) -> None:

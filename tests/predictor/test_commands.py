@@ -34,7 +34,7 @@ def test_table_names_every_product(block: str) -> None:
     for product in PRODUCTS:
         assert product.name.removeprefix("NVIDIA ").removeprefix("GeForce ") in result.output
     assert all(
-        word in result.output for word in ("util %", "worksp", "at most", "largest batch", "profile=batch", "1g.5gb")
+        word in result.output for word in ("util %", "worksp", "at most", "max batch", "profile=batch", "1g.5gb")
     )
 
 

@@ -38,6 +38,7 @@ from carpool_core.kubectl.views import (
     JobViewList,
     Progress,
     gpu_views,
+    is_open,
     job_view,
 )
 from carpool_core.kubectl.views import (
@@ -46,7 +47,7 @@ from carpool_core.kubectl.views import (
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.node import GpuNode
 from carpool_core.settings import KubeSettings, click_options
-from carpool_core.values import DeviceHealth
+from carpool_core.values import DeviceHealth, pluralize
 
 MAX_EVENTS = 10
 """Events that `diagnose` prints."""
@@ -204,7 +205,7 @@ def _gpu_table(gpus: Sequence[GpuView], *, is_wide: bool) -> str:
         if one.is_idle and not is_wide:
             idle[device.product] += 1
             continue
-        state = f"{number} tenant{'' if number == 1 else 's'}" if number else "idle"
+        state = pluralize(number, "tenant") if number else "idle"
         state += "" if device.health is DeviceHealth.HEALTHY else f", {device.health.value}: {device.health_message}"
         memory = f"{one.used_mib:,} / {device.memory_mib:,} MiB"
         mode = "" if device.mode is None else device.mode.value
@@ -273,7 +274,10 @@ def diagnose(settings: KubeSettings, job: str, namespace: str | None, form: Form
         for c in answer.comparisons
         for p in [c.predicted]
     ]
-    attempts = [[str(a.number), a.outcome, f"{a.peak_memory_mib:,} MiB", a.message] for a in answer.attempts]
+    attempts = [
+        [str(a.number), one.state.value if is_open(a) else a.outcome, f"{a.peak_memory_mib:,} MiB", a.message]
+        for a in answer.attempts
+    ]
     events = [[event.time, event.reason, event.object, event.message] for event in answer.events]
     for columns, found in (
         (["QUANTITY", "PRODUCT", "PREDICTED", "AT LEAST", "AT MOST", "MEASURED", "NOW AT MOST"], rows),

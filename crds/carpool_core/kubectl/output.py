@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import textwrap
 from collections.abc import Awaitable, Callable, Sequence
 from enum import StrEnum
 from typing import TypeVar
@@ -48,6 +49,12 @@ FORMAT = click.option(
     callback=lambda _, __, value: Format(value),
     help="Form of the answer; wide has more columns, and docs/reference/output.md describes json and yaml.",
 )
+
+
+_GAP = " " * 3
+"""Space between two columns."""
+_LEAST_WIDTH = 40
+"""Least width to which the last column of a table is wrapped."""
 
 
 class UnansweredError(InputError):
@@ -151,8 +158,19 @@ def print_document(document: msgspec.Struct, form: Format) -> None:
         click.echo(msgspec.yaml.encode(document).decode(), nl=False)
 
 
+def wrapped(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[list[str]]:
+    """Return rows whose last cell goes on in further rows, as far as a table of all rows exceeds a terminal's width."""
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    others = sum(widths[:-1]) + len(_GAP) * (len(columns) - 1)
+    found = []
+    for *cells, last in rows:
+        first, *more = textwrap.wrap(last, max(width - others, _LEAST_WIDTH), break_long_words=False) or [""]
+        found += [[*cells, first], *([*[" "] * len(cells), part] for part in more)]
+    return found
+
+
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table as kubectl prints it, without colours. An empty cell is `-`."""
     cells = [columns, *([cell or "-" for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join("   ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
+    return "\n".join(_GAP.join(map(str.ljust, row, widths)).rstrip() for row in cells)

@@ -296,6 +296,11 @@ def diagnose(job: GpuTrainingJob, events: Sequence[EventView], now: datetime) ->
     )
 
 
+def is_open(attempt: Attempt) -> bool:
+    """Whether an attempt has pods, or waits for them, and has not ended: the job's state says more than its outcome."""
+    return not attempt.ended_at and attempt.outcome in ("Creating", "Running")
+
+
 def _comparisons(job: GpuTrainingJob) -> Iterator[Comparison]:
     """Yield memory, utilization and step time for each product of the placement, or of the prediction before one."""
     seen = job.status.observed or Observed()
@@ -306,15 +311,20 @@ def _comparisons(job: GpuTrainingJob) -> Iterator[Comparison]:
         is_measured = any(place.measured_mib for place in places)
         counted = max(place.counted_mib(one.memory) or 0 for place in places) or None if is_measured else None
         latest = None if seen.step_time_interval is None else seen.step_time_interval.upper
+        sm_active = None if seen.sm_active_ratio is None else 100 * seen.sm_active_ratio
         for quantity, interval, value, at_most in (
             ("memory (MiB)", memory, seen.peak_memory_mib or None, counted),
             ("GPU utilization (%)", one.activity.gpu_util_percent, seen.gpu_util_percent, None),
-            ("SM activity (0..1)", one.activity.sm_active_ratio, seen.sm_active_ratio, None),
+            ("SM activity (%)", _percent_of(one.activity.sm_active_ratio), sm_active, None),
             ("step time (s)", one.step_time_seconds, seen.step_time_seconds, latest),
         ):
             yield Comparison(
                 quantity=quantity, product=one.product, predicted=interval, measured=value, at_most=at_most
             )
+
+
+def _percent_of(ratio: Interval) -> Interval:
+    return Interval(median=100 * ratio.median, lower=100 * ratio.lower, upper=100 * ratio.upper)
 
 
 def _findings(job: GpuTrainingJob, now: datetime) -> Iterator[str]:

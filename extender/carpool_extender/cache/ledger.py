@@ -8,7 +8,7 @@ from types import MappingProxyType
 import msgspec
 from carpool_core.clock import parse_rfc3339, rfc3339
 from carpool_core.resources.node import Device, GpuNode, GpuNodeSpec, Reservation
-from carpool_core.values import GpuUuid, PodUid, SharingMode
+from carpool_core.values import GpuUuid, PodUid, SharingMode, pluralize
 
 from carpool_extender.cache.gpu_table import counted_mib, mig_capacity, mig_profile, mig_slices, needed_mib, peak_mib
 
@@ -153,7 +153,7 @@ def _refusal(present: list[Reservation], wanted: Reservation, device: Device | N
     if wanted.mode is SharingMode.MIG and (lacking := _no_instance(present, wanted, device)) is not None:
         return lacking
     if len(present) >= capacity.slots:
-        return f"has {len(present)} tenants, the most allowed is {capacity.slots}"
+        return f"has {pluralize(len(present), 'tenant')}, the most allowed is {capacity.slots}"
     usable = max(0, device.memory_mib - device.reserved_mib)
     peaks = capacity.on(device.uuid)
     need = needed_mib(wanted.tenant.counted_mib(peaks.get(wanted.pod_uid, 0)), usable)

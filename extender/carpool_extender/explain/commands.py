@@ -27,13 +27,14 @@ from carpool_core.kubectl.output import (
     namespace_option,
     print_document,
     table,
+    wrapped,
 )
 from carpool_core.pod_template import is_about_the_pod, template_error, template_message
 from carpool_core.products import DeviceClass, hardware_name, products_of
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.resources.schema import Resource, describe_decode_error, field
 from carpool_core.settings import Setting, SettingsError, click_options, load, settings_of
-from carpool_core.values import without_nulls
+from carpool_core.values import pluralize, without_nulls
 from carpool_predictor.advice import advise
 from carpool_predictor.calibration.document import Calibration
 from carpool_predictor.calibration.run_history import model_key
@@ -416,21 +417,25 @@ def queue(settings: AskSettings, namespace: str | None, all_namespaces: bool, fo
     if not answer.items:
         click.echo("no job waits", err=True)
         return
-    columns = ["PLACE", "NAMESPACE", "NAME", "WORKERS", "LENGTH", "STARTS IN", "REASON", "MESSAGE"]
+    columns = ["PLACE", "NAMESPACE", "NAME", "PRIORITY", "WORKERS", "LENGTH", "STARTS IN", "REASON", "MESSAGE"]
     rows = [
         [
             "" if one.position is None else str(one.position),
             one.namespace,
             one.name,
+            str(one.priority),
             str(one.workers),
             "unknown" if one.expected_seconds is None else format_duration(one.expected_seconds),
             _start_text(one),
             one.reason,
-            one.message if form is Format.WIDE else one.message.partition(";")[0],
+            one.message,
         ]
         for one in answer.items
     ]
-    click.echo(table(columns, rows))
+    # A wide answer, and one for another program, keeps each job on one line.
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() and form is not Format.WIDE else None
+    click.echo(table(columns, rows if width is None else wrapped(columns, rows, width)))
+    click.echo(f"{pluralize(len(rows), 'pending job')} by the order {answer.order}; starts are forecasts", err=True)
 
 
 def _start_text(one: QueuedJobView) -> str:

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 from carpool_core.demand import Demand
-from carpool_core.values import RequestedMode, Tenancy
+from carpool_core.values import RequestedMode, Tenancy, pluralize
 
 from carpool_extender.cache.cluster import AGENT_DOWN, ClusterCache, without_pods
 from carpool_extender.cache.gpu_table import GpuTable, Snapshot, update_aggregates
 from carpool_extender.cache.pod_request import PodRequest
-from carpool_extender.framework.filters import SLACK, AdmissionLimits, pluralize
+from carpool_extender.framework.filters import SLACK, AdmissionLimits
 from carpool_extender.framework.gang import max_workers
 from carpool_extender.framework.scores import SchedulerConfig
 from carpool_extender.framework.selection import CachedEvaluation, EvaluationCache, Placement, best_place

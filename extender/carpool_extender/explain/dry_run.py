@@ -10,14 +10,13 @@ import numpy as np
 from carpool_core.demand import Demand
 from carpool_core.durations import format_duration
 from carpool_core.resources.node import Device, Reservation
-from carpool_core.values import GpuUuid, SharingMode
+from carpool_core.values import GpuUuid, SharingMode, pluralize
 
 from carpool_extender.cache.cluster import ClusterCache
 from carpool_extender.cache.gpu_table import NodeGrid
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.explain.counterfactual import Scenario, advice
 from carpool_extender.explain.queue_forecast import no_room
-from carpool_extender.framework.filters import pluralize
 from carpool_extender.framework.gang import WorkerPlace, infeasible_when_empty, max_workers, place_workers
 from carpool_extender.framework.scores import Policy, SchedulerConfig, best_of, select, ties
 from carpool_extender.framework.selection import CachedEvaluation, EvaluationCache, Placement

@@ -16,12 +16,11 @@ from carpool_core.kube.pods import Pod, job_owner_reference, parse_worker_name, 
 from carpool_core.resources.node import Reservation
 from carpool_core.resources.schema import Resource
 from carpool_core.resources.schema import field as described
-from carpool_core.values import JobUid, PodUid
+from carpool_core.values import JobUid, PodUid, pluralize
 
 from carpool_extender.cache.cluster import ClusterCache
 from carpool_extender.cache.pod_request import PodRequest
 from carpool_extender.framework.diagnosis import PREFIX
-from carpool_extender.framework.filters import pluralize
 from carpool_extender.framework.scores import SchedulerConfig
 from carpool_extender.framework.selection import EvaluationCache
 from carpool_extender.informers import JobRow, workers_with_reservation

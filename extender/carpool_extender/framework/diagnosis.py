@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from carpool_core.resources.node import MAX_REASON_LENGTH, GpuNode, Reservation
-from carpool_core.values import GpuUuid, SharingMode
+from carpool_core.values import GpuUuid, SharingMode, pluralize
 from carpool_predictor.models.slowdown import shipped
 
 from carpool_extender.cache.cluster import shortened
@@ -36,7 +36,6 @@ from carpool_extender.framework.filters import (
     Evaluation,
     MemberSlowdown,
     other_failures,
-    pluralize,
 )
 from carpool_extender.framework.scores import Policy
 
@@ -64,7 +63,7 @@ def expected_slowdown(evaluation: Evaluation, rows: Sequence[int], limit: float 
     is_shared = evaluation.snapshot.gpus.count[list(rows)].any()
     upper = max(evaluation.upper_slowdown(row) for row in rows) if is_shared else found
     basis = next(filter(None, (evaluation.basis(row) for row in rows)), "") if is_shared else ""
-    text += "" if upper <= found else f", {shipped().level:.0%} below {upper:.2f}"
+    text += "" if upper <= found else f" ({shipped().level:.0%} chance of less than {upper:.2f})"
     return f"{text}, {basis}" if basis else text
 
 

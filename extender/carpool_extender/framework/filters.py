@@ -18,7 +18,7 @@ from carpool_core.demand import Demand
 from carpool_core.resources.node import MAX_MIB
 from carpool_core.resources.prediction import ANY_FAMILY, OF_JOB, LearnedColocation, family_of
 from carpool_core.settings import SettingsError, setting
-from carpool_core.values import RequestedMode, SharingMode, Tenancy
+from carpool_core.values import RequestedMode, SharingMode, Tenancy, pluralize
 from carpool_predictor.calibration.colocation import MAX_RATIO, PAIR, RUN_FACTOR
 from carpool_predictor.models.slowdown import DRAM_SATURATION, SM_SATURATION, slowdowns, upper_end, upper_factor
 from numpy.typing import NDArray
@@ -66,11 +66,6 @@ _DIGEST = re.compile("[0-9a-f]{16}")
 """Family of a model without a name."""
 BEST, EXAMPLE = "at best ", "for example "
 """Qualifiers of a message about several GPUs."""
-
-
-def pluralize(number: int, noun: str) -> str:
-    """Return a number of things: `1 GPU`, `20 nodes`."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 class Quantile(StrEnum):

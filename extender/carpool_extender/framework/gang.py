@@ -3,11 +3,12 @@
 from typing import NamedTuple
 
 import numpy as np
+from carpool_core.values import pluralize
 from numpy.typing import NDArray
 
 from carpool_extender.cache.gpu_table import NO_MODE, Bools, places
 from carpool_extender.framework.diagnosis import PREFIX, placement_reason
-from carpool_extender.framework.filters import Evaluation, pluralize
+from carpool_extender.framework.filters import Evaluation
 from carpool_extender.framework.scores import BestPerNode, select
 from carpool_extender.framework.selection import CachedEvaluation, Placement, best_place, placement_on
 

@@ -14,7 +14,7 @@ import msgspec
 from carpool_core.products import GpuProduct
 from carpool_core.resources.job import ModelSource
 from carpool_core.resources.prediction import ActivityPrediction, Interval, MemoryPrediction, ProductPrediction
-from carpool_core.values import Precision
+from carpool_core.values import Precision, pluralize
 
 from carpool_predictor.calibration.document import Calibration, RunRecord
 
@@ -257,9 +257,9 @@ def calibration_source(prediction: ProductPrediction) -> str | None:
     """Return a clause about the runs that a bound is calibrated from; None for the shipped model."""
     memory, sources = prediction.memory, []
     if memory.learned_jobs:
-        sources.append(f"{memory.learned_jobs} jobs measured there")
+        sources.append(f"{pluralize(memory.learned_jobs, 'job')} measured there")
     if memory.learned_runs:
-        sources.append(f"{memory.learned_runs} run{'' if memory.learned_runs == 1 else 's'} of the same training")
+        sources.append(f"{pluralize(memory.learned_runs, 'run')} of the same training")
     return f"memory on {prediction.product} is calibrated from {' and '.join(sources)}" if sources else None
 
 

@@ -370,6 +370,7 @@ def test_queue_lists_pending_jobs_in_order_with_reasons_and_expected_starts(monk
     with served(kube, monkeypatch):
         document = CliRunner().invoke(queue, ["--queue-order", "Arrival", "-o", "json"])
         table = CliRunner().invoke(queue, ["-n", "other"])
+        printed = CliRunner().invoke(queue, ["--queue-order", "Arrival"])
     first, second, outside = json.loads(document.output)["items"]
     assert (first["position"], first["name"], first["reason"]) == (1, "a", "DoesNotFit")
     assert second["startsInSeconds"] - first["startsInSeconds"] == pytest.approx(60, abs=1)  # a: 600 steps of 0.1 s
@@ -377,6 +378,12 @@ def test_queue_lists_pending_jobs_in_order_with_reasons_and_expected_starts(monk
     assert outside["message"].endswith("its pods have the scheduling gate kueue.x-k8s.io/admission")
     assert "position" not in outside
     assert (table.exit_code, table.stdout) == (0, "")
+    _, *rows = printed.stdout.splitlines()
+    for row, item in zip(rows, json.loads(document.output)["items"], strict=True):
+        cells = [cell.strip() for cell in row.split("   ") if cell]
+        assert cells[1:5] == [item["namespace"], item["name"], str(item.get("priority", 0)), "1"]
+        assert cells[-1] == item["message"], "whole, as on the board's page"
+    assert printed.stderr == "3 pending jobs by the order Arrival; starts are forecasts\n"
     kube.fail_next("list", PODS, Forbidden("no", status=403))
     with served(kube, monkeypatch):
         refused = CliRunner().invoke(queue, [])

@@ -51,10 +51,10 @@ def test_upper_ends_count_for_a_moved_job(rules):
 def test_both_quantiles_are_named_whichever_decides(rules):
     snapshot = beside(max_slowdown=3.0).snapshot()
     chosen = place_on_node(CachedEvaluation(asks(max_slowdown=2.0), rules, snapshot), "a")
-    assert f"expected slowdown 1.00 of 2.00, 90% below {HALF_BUSY}; " in chosen.reason
+    assert f"expected slowdown 1.00 of 2.00 (90% chance of less than {HALF_BUSY}); " in chosen.reason
     assert chosen.expected_slowdown == 1.0
     (answer,) = explain_gpus(CachedEvaluation(asks(max_slowdown=2.0), rules, snapshot).evaluation, ["a"])
-    assert f"expected slowdown 1.00, 90% below {HALF_BUSY}; beside default/x " in answer.text
+    assert f"expected slowdown 1.00 (90% chance of less than {HALF_BUSY}); beside default/x " in answer.text
 
 
 def test_alone_there_is_no_upper_quantile():
