@@ -12,8 +12,8 @@ from carpool_core.resources.prediction import Interval, MemoryPrediction, Predic
 from carpool_core.values import MIB
 
 from carpool_predictor.calibration import run_history
-from carpool_predictor.calibration.scales import ActivityScale, activity_scale, scale_activity
 from carpool_predictor.calibration.document import Calibration, RunPrediction, is_plain, model_for
+from carpool_predictor.calibration.scales import ActivityScale, activity_scale, scale_activity
 from carpool_predictor.features import MAX_EXTRAPOLATION, Abstention, StepCost, cost_at, reason_to_abstain
 from carpool_predictor.models import activity, step_time
 from carpool_predictor.models.memory import (

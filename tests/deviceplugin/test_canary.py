@@ -4,6 +4,8 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from carpool_deviceplugin.timeouts import Intervals
 from carpool_e2e.binaries import cache_root
 from click.testing import CliRunner
 from debian import download
+from documents import commands
 from msgspec.structs import replace
 
 HERE = Path(__file__).parent
@@ -200,3 +203,26 @@ def test_nvidias_driver_without_a_gpu_is_a_failed_row(mode: SharingMode) -> None
         control.unlink(missing_ok=True)  # the library creates it as root
     assert found.exit_code == 1, found.output
     assert "FAILED   canary            cuInit failed: CUDA_ERROR" in found.output
+
+
+CANARIES = dict.fromkeys(one for _, one in commands() if re.match("carpool node check .*--canary$", one))
+
+
+@pytest.mark.vendor
+@pytest.mark.parametrize("documented", CANARIES)
+def test_a_documented_canary_runs_in_nvidias_daemon(libcuda: Path, documented: str) -> None:
+    """MPS is NVIDIA's own. NVML and CUDA are stand-ins, which see different GPUs; the node's own rows are its own."""
+    if not (daemon := cache_root(os.environ) / "nvidia-cuda-mps").exists():
+        download("nvidia-cuda-mps", daemon)
+    nvml = HERE / "nvml" / "libnvidia-ml.c"
+    with tempfile.TemporaryDirectory() as folder:  # a short path: the daemon's sockets are in it
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", f"{folder}/libnvidia-ml.so.1", nvml], check=True)
+        paths = dict.fromkeys(("HOME", "CARPOOL_STATE_DIR", "CARPOOL_CDI_DIR"), folder)
+        programs = [str(Path(sys.executable).parent), str(daemon / "usr" / "bin"), os.environ["PATH"]]
+        given = {**os.environ, **paths, "LD_LIBRARY_PATH": f"{folder}:{libcuda}", "STAND_IN_IDLE": "1"}
+        given["PATH"] = os.pathsep.join(programs)
+        done = subprocess.run(["bash", "-c", documented], env=given, capture_output=True, text=True, check=False)
+    rows = {row[1]: row[0] for row in map(str.split, done.stdout.splitlines()) if len(row) > 1}
+    passed = dict.fromkeys(("mps", "canary-mps", "canary-memory"), "passed")
+    assert {name: rows.get(name) for name in (*passed, "canary-gpus")} == passed | {"canary-gpus": "FAILED"}, done
+    assert done.returncode == 1

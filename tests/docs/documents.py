@@ -25,7 +25,8 @@ ELSEWHERE = {
     r"make krew |kubectl krew |kubectl carpool --version": "tests/e2e/test_release.py::test_krew_installs_the_plugin",
     r"skopeo ": "tests/e2e/test_release.py::test_skopeo_copies_an_image_with_all_its_architectures",
     r"helm install ": "tests/helm/test_pods.py::test_a_running_job_outlives_what_is_done_to_the_release",
-    r"carpool node ": "tests/deviceplugin/test_nvlib.py::test_a_documented_command_runs_through_the_bindings",
+    r"carpool node .*--canary$": "tests/deviceplugin/test_canary.py::test_a_documented_canary_runs_in_nvidias_daemon",
+    r"carpool node (?!.*--canary)": "tests/deviceplugin/test_nvlib.py::test_a_documented_command_uses_the_bindings",
     r"make (install|lint)$": ".ci/run::make lint",
     r"make test$": ".ci/run::make test",
 }

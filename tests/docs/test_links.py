@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 import pytest
+import yaml
 from carpool_core.cli import SUBCOMMANDS, load_command
 from documents import ELSEWHERE, ENDLESS, NOT_EXECUTED, OPTIONS, commands, life_of_a_release
 
@@ -88,6 +89,50 @@ def test_command_of_a_document_parses(command: str, monkeypatch: pytest.MonkeyPa
         assert inner is not None, rest
         found = inner
     found.make_context(name, rest)
+
+
+def named_in_sentences() -> Iterator[str]:
+    """Yield the commands of `carpool` in sentences and tables; many lack arguments, which a sentence leaves out."""
+    for document in HAND_WRITTEN:
+        text = re.sub(r"\s*\n\s*", " ", _FENCE.sub("\n", document.read_text(encoding="utf-8")))
+        for code in _CODE.findall(text):
+            yield from (part for part in re.split(r" \\?[|>] ", code) if re.match("(kubectl )?carpool [a-z]", part))
+
+
+def unknown_in(command: str) -> list[str]:
+    """Return the words of a command of `carpool` that are no subcommand or option of it."""
+    name, *rest = shlex.split(command.removeprefix("kubectl "))[1:]
+    if name not in SUBCOMMANDS:
+        return [name]
+    found = load_command(name, SUBCOMMANDS[name])
+    while isinstance(found, click.Group) and rest:
+        below, *rest = rest
+        if (inner := found.get_command(click.Context(found), below)) is None:
+            return [below]
+        found = inner
+    known = {option for parameter in found.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    return [word for word in rest if re.match("--?[a-zA-Z]", word) and word.partition("=")[0] not in known]
+
+
+@pytest.mark.parametrize("command", dict.fromkeys(named_in_sentences()))
+def test_command_in_a_sentence_has_a_subcommand_and_options_that_exist(command: str) -> None:
+    assert unknown_in(command) == []
+
+
+def test_what_no_command_has_is_found() -> None:
+    wrong = {"carpool ask JOB": "ask", "kubectl carpool node chek": "chek", "carpool predict … --advise": "--advise"}
+    assert {command: unknown_in(command) for command in wrong} == {key: [word] for key, word in wrong.items()}
+
+
+def test_a_container_of_a_documented_manifest_runs_what_the_tests_put_there() -> None:
+    """Regression: a manifest named a program of its reader, which no image of the tests' cluster has."""
+    written = r"> \S+\.yaml <<'EOF'\n(.*?)^EOF$"
+    bodies = [body for _, one in commands() for body in re.findall(written, one, re.MULTILINE | re.DOTALL)]
+    specs = [job["spec"]["template"]["spec"] for body in bodies for job in yaml.safe_load_all(body)]
+    containers = [one for spec in specs for one in [*spec.get("initContainers", []), *spec["containers"]]]
+    assert containers
+    for one in containers:
+        assert (one["image"], one["command"], "args" in one) == ("IMAGE", "COMMAND", False)
 
 
 @pytest.mark.parametrize("prefix", [*map(re.escape, NOT_EXECUTED), *ELSEWHERE, *ENDLESS, *OPTIONS])

@@ -9,7 +9,6 @@ from carpool_core.products import GpuProduct, find_product
 from carpool_core.resources.job import CatalogModel, Training
 from carpool_core.resources.prediction import MemoryPrediction, Prediction
 from carpool_core.values import Optimizer, Precision
-from carpool_predictor.calibration.scales import MAX_SCALE, MIN_SCALE, activity_scale
 from carpool_predictor.calibration.document import MIN_JOBS, Calibration, RunMeasurement, Stack
 from carpool_predictor.calibration.observe import PER_MODEL, observe
 from carpool_predictor.calibration.run_history import (
@@ -26,6 +25,7 @@ from carpool_predictor.calibration.run_history import (
     is_refused,
     runs_alone,
 )
+from carpool_predictor.calibration.scales import MAX_SCALE, MIN_SCALE, activity_scale
 from carpool_predictor.catalog import store
 from carpool_predictor.models.memory import shipped
 from carpool_predictor.predict import PredictionContext, predict, prepare, run_prediction_of

@@ -9,7 +9,6 @@ reported by the training itself. So a record counts only in the tenancy domain o
 """
 
 import math
-
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import fmean, median

@@ -1,7 +1,7 @@
 /* A library in NVML's place: two GPUs of Hopper's kind, as far as the agent's calls go; with -DWITH_MIG they have MIG. What
  * it takes and returns is laid out as NVIDIA's reference describes it; a structure of another size or version is refused,
  * as the real library does. Functions that are not here are absent, as in a driver older than the bindings. With the
- * variable STAND_IN_REFUSES it does not start, and says that number. */
+ * variable STAND_IN_REFUSES it does not start, and says that number; with STAND_IN_IDLE no process is on its GPUs. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -143,7 +143,7 @@ result nvmlDeviceGetPciInfo_v3(gpu *device, pci *found) {
 
 result nvmlDeviceGetComputeRunningProcesses_v3(gpu *device, uint *count, process *processes) {
     KNOWN;
-    uint room = *count, there = device->index == 0 && !IS_DIVIDED ? 2 : 0;
+    uint room = *count, there = device->index == 0 && !IS_DIVIDED && getenv("STAND_IN_IDLE") == NULL ? 2 : 0;
     *count = there;
     if (room < there) return 7;
     for (uint at = 0; at < there; at++) processes[at] = (process){4000000 + at, 1000 * MIB, 0xFFFFFFFF, 0xFFFFFFFF};
