@@ -28,7 +28,7 @@ from carpool_core.kube.api import (
     Selector,
 )
 from carpool_core.kube.client import error_for
-from carpool_core.kube.errors import Forbidden, Invalid, NotFound, Overloaded
+from carpool_core.kube.errors import Conflict, Forbidden, Invalid, NotFound, Overloaded
 from carpool_core.resources.job import GpuTrainingJob
 from carpool_core.settings import KubeSettings
 from carpool_core.testing.clock import FakeClock
@@ -262,6 +262,21 @@ async def test_failed_call_is_repeated_after_a_pause(verb: str, kind: ResourceKi
     await world.settle(after_s=DEBOUNCE_S)
     assert world.living() == ["x-worker-0-1"]
     assert world.job().status.attempts[0].pod_uids == [pod["metadata"]["uid"] for pod in world.pods()]
+
+
+async def test_an_event_follows_a_status_that_was_written() -> None:
+    """Another leader may have written it while this one was frozen: then its events are not repeated."""
+    world = await submitted()
+    world.run_pods()
+    before = world.kube.dump_all(EVENTS)
+    world.kube.fail_next("replace", GPU_TRAINING_JOBS, Conflict("changed meanwhile", status=409))
+    world.deliver_events()
+    with contextlib.suppress(Superseded):
+        await world.operator.reconcile("default/x")
+    assert world.kube.dump_all(EVENTS) == before
+    await world.settle(after_s=DEBOUNCE_S)
+    found = {event["reason"]: event["count"] for event in world.kube.dump_all(EVENTS)}
+    assert found == {"Predicted": 1, "PodCreated": 1, "Placed": 1}
 
 
 @pytest.mark.parametrize("by", ["watch", "write"])
