@@ -48,7 +48,7 @@ _GPU = _either(
     r"resource[ _]?exhausted|\bHBM\b|\bdevice[ _-](?:mem|ordinal|\d|out|ran)",
     r"(?:on|from) device\b|out_?of_?device|error code 2:|\bcl_|\bvk\w",
     r"of memory (?:(?:trying |while |to )+allocat|allocating [\d,]+ bytes \()|executable batch|parallel_for failed",
-    r"dst tensor|allocating <=|invalid buffer size|spark\.rapids",
+    r"dst tensor|allocating <=|invalid buffer size|spark\.rapids|bitsandbytes|flash_?infer|paged_?kv",
 )
 """Words for a GPU, its memory, or a library that allocates only there."""
 
@@ -108,7 +108,7 @@ _ADVICE = re.compile(
 _HANDLED = _either(
     r"(?<![-/_.])(?<!by )\b(?:skipping(?! tactic[^\0]{0,600}find any impl)|(?:reduc|halv|decreas|lower|recover"
     r"|offload|ignor|continu|retry)ing|falling back|fell back|will retry|attempting to (?:free|copy)|switching to"
-    r"|trying again)\b",
+    r"|trying again|will [^.\n]{1,40} instead)\b",
 )
 """Words of a program that handled the error and went on."""
 

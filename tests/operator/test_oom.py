@@ -26,7 +26,7 @@ NAMES = (
     *("seventh", "eighth", "ninth", "tenth", "eleventh", "twelfth"),
     *("thirteenth", "fourteenth", "fifteenth", "sixteenth", "seventeenth", "eighteenth"),
     *("nineteenth", "twentieth", "twenty-first", "twenty-second", "twenty-third", "twenty-fourth"),
-    *("twenty-fifth", "twenty-sixth"),
+    *("twenty-fifth", "twenty-sixth", "twenty-seventh"),
 )
 COLLECTIONS = {name: messages(name) for name in NAMES}
 """Each was collected after the rules had been corrected for the one before it."""
