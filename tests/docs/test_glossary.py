@@ -31,6 +31,12 @@ def test_a_decision_record_has_three_parts_and_at_most_200_words(record: Path) -
     assert len(text.split()) <= 200
 
 
+def test_a_decision_record_has_a_number_of_its_own() -> None:
+    for number, record in enumerate(sorted(RECORDS), 1):
+        assert record.name.startswith(f"{number:04}-")
+        assert record.read_text(encoding="utf-8").startswith(f"# {number}. ")
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
     assert len((ROOT / "docs/architecture.md").read_text(encoding="utf-8").splitlines()) <= 300

@@ -39,7 +39,7 @@ RETRY_AFTER_S = 86_400.0
 """Age in seconds from which a death with a whole GPU no longer keeps the job from the largest product: it may be tried
 alone there once more."""
 UNMEASURED_FACTOR = 2.0
-"""Factor to a GPU's memory up to which the shipped model's median is tried where no job was measured (decision 86)."""
+"""Factor to a GPU's memory up to which the shipped model's median is tried where no job was measured (decision 87)."""
 USABLE_SHARE = 0.95
 """Least share of a GPU's memory that drivers leave to jobs; a bound beyond it leaves no room for a co-tenant."""
 
