@@ -190,7 +190,9 @@ QUEUED = "Queued"
 """Reason of Placed: the scheduler has not yet said why the job waits."""
 _DESCRIBED = 16
 """Workers whose placement the condition describes."""
-_EVENT_REASONS = (_NO_GPU_FITS, "Unschedulable")
+_WAIT_REASONS = (_NO_GPU_FITS, "WouldDelay")
+"""Reasons that may alternate while a job waits in the queue; the first one has an event."""
+_EVENT_REASONS = (*_WAIT_REASONS, "Unschedulable")
 
 RESERVATION_TIMEOUT_S = 60.0
 """Seconds that a bound pod may have no reservation. Watches of GpuNodes lag behind those of pods, but never so long."""
@@ -267,7 +269,8 @@ def report_placed(draft: Draft, demand: Demand, pods: Sequence[Pod]) -> None:
     explained = [why for why in waiting if why[0] != QUEUED]  # the queue explains a job on one of its pods
     reason, message = next(iter([*explained, *waiting]), ("CreatingPods", f"{len(pods)} of {workers} pods exist"))
     message = f"{placed} of {workers} workers placed; {message}" if workers > 1 else message
-    if reason in _EVENT_REASONS and (known is None or known.reason != reason):
+    before = "" if known is None else known.reason
+    if reason in _EVENT_REASONS and reason != before and not {reason, before}.issubset(_WAIT_REASONS):
         draft.event("Warning", reason, message)
     draft.set_condition(keys.CONDITION_PLACED, "False", reason, message)
 

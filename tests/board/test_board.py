@@ -38,7 +38,7 @@ async def test_documents_are_those_of_the_commands_and_fit_their_schemas():
             "small-b", 4000, 4500, 4300
         )  # fmt: skip
         first, outside = (await world.document("/v1/queue"))["items"]
-        assert (first["name"], first["reason"]) == ("too-large", "DoesNotFit")
+        assert (first["name"], first["reason"]) == ("too-large", "NoGpuFits")
         assert "1 of its 3 workers exist" in outside["message"]
         named = {item["name"] for item in (await world.document("/v1/jobs?namespace=*"))["items"]}
         assert 'name="namespace" value="default"' in (await world.get("/jobs"))[1]

@@ -36,6 +36,7 @@ def test_a_waiting_job_stays_gated_and_a_long_job_does_not_pass_the_first_in_lin
         "later to wait for wide",
         lambda: "reserved for job default/wide" in watcher.condition("later", "Placed").get("message", ""),
     )
+    assert watcher.condition("later", "Placed")["reason"] == "WouldDelay", "as the queue has it"
     gates = cluster.kubectl("get", "pod", "wide-worker-0-1", "-o", "jsonpath={.spec.schedulingGates[*].name}")
     assert GATE_ADMISSION in str(gates)
     cluster.kubectl("delete", "gputrainingjob", "busy", "--wait=false")

@@ -221,6 +221,26 @@ def test_scheduler_message_becomes_the_condition(answer: str, reason: str, messa
     assert found.message.endswith(message)
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "expected"),
+    [
+        ("", "NoGpuFits", ["NoGpuFits"]),
+        ("", "WouldDelay", ["WouldDelay"]),
+        ("NoGpuFits", "WouldDelay", []),
+        ("WouldDelay", "NoGpuFits", []),
+        ("NoGpuFits", "Unschedulable", ["Unschedulable"]),
+    ],
+)
+def test_reasons_that_alternate_in_the_queue_have_one_event(before: str, now: str, expected: list[str]) -> None:
+    known = [{"type": "Placed", "status": "False", "reason": before, "message": "waits"}] if before else []
+    of = predicted_job(status={"conditions": known})
+    waits = {"type": keys.CONDITION_ADMITTED, "status": "False", "reason": now, "message": "a sentence"}
+    gated = pod(schedulingGates=[{"name": keys.GATE_ADMISSION}], status={"conditions": [waits]})
+    decision = reconcile(snapshot(of, pods=(gated,)))
+    assert condition(decision, of, "Placed").reason == now
+    assert [event for event in events(decision) if event != "Predicted"] == expected
+
+
 def test_observed_peak_never_falls_and_the_step_time_is_compared() -> None:
     of = predicted_job(status={"observed": {"peakMemoryMib": 2500}})
     used = {"podUid": "pod-0-1", "gpuUuid": "GPU-0", "memoryMib": 2000, "peakMemoryMib": 2100}

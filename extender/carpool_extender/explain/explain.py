@@ -40,15 +40,18 @@ from carpool_extender.explain.queue_forecast import (
     place_in_queue,
     read_pending_jobs,
 )
-from carpool_extender.framework.diagnosis import PREFIX, explain_gpus, lines, with_measures, with_own
+from carpool_extender.framework.diagnosis import explain_gpus, lines, with_measures, with_own
 from carpool_extender.framework.scores import SchedulerConfig
 from carpool_extender.framework.selection import CachedEvaluation
 from carpool_extender.informers import JobRow, JobSpecRow, JobStatusRow, agent_down_reason
 from carpool_extender.queue.entries import pods_of_latest_attempt
+from carpool_extender.queue.scheduling_queue import WaitReason
 from carpool_extender.workloads import ANNOTATION_POLICY, NotOurs, demand_of_row, pod_request_of
 
 _NOT_QUEUED = frozenset((JobState.SUSPENDED, JobState.UNPLACEABLE, JobState.BACKING_OFF))
-_NO_GPU = frozenset((PREFIX.rstrip(": "), "Unschedulable", REASON_EXCEEDS_EVERY_GPU, REASON_NO_SUCH_GPU))
+_NO_GPU = frozenset(
+    (WaitReason.NO_GPU_FITS, WaitReason.WOULD_DELAY, "Unschedulable", REASON_EXCEEDS_EVERY_GPU, REASON_NO_SUCH_GPU)
+)
 _NO_REASON = "no reason was written"
 Predictor = Callable[[GpuTrainingJob, Collection[DeviceClass]], Awaitable[GpuTrainingJob]]
 """Returns a job with its prediction on the products of some GPUs."""

@@ -105,7 +105,7 @@ class QueuedJobView(Resource, frozen=True, kw_only=True):
     reason: Annotated[
         str,
         described(
-            "DoesNotFit, WouldDelay, Backoff, TooManyPods or Admitted; empty if it can start now or is not queued."
+            "NoGpuFits, WouldDelay, Backoff, TooManyWorkers or Admitted; empty if it can start now or is not queued."
         ),
     ] = ""
     message: Annotated[str, described("What it waits for.")] = ""
@@ -356,8 +356,9 @@ class _Replay:
 
     def why(self, waiting: Waiting, backoff: str) -> str:
         """Return why a job waits, as the queue writes it."""
-        is_backoff = waiting.reason is WaitReason.BACKOFF
-        return backoff if is_backoff else refusal_message(waiting, self._evaluations).removeprefix(PREFIX)
+        if waiting.reason is WaitReason.BACKOFF:
+            return backoff
+        return refusal_message(waiting, self._evaluations).removeprefix(f"{waiting.reason}: ")
 
 
 def _forget(cluster: ClusterCache, one: Admitted) -> None:
@@ -405,7 +406,7 @@ def unqueued_job(
 
 def no_room(request: PodRequest, workers: int, evaluations: EvaluationCache) -> str:
     """Return why some workers of a job do not fit at once."""
-    waiting = Waiting(unqueued_job(request, workers), WaitReason.DOES_NOT_FIT)
+    waiting = Waiting(unqueued_job(request, workers), WaitReason.NO_GPU_FITS)
     return refusal_message(waiting, evaluations).removeprefix(PREFIX)
 
 

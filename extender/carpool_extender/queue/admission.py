@@ -67,7 +67,7 @@ CONDITIONS_A_SECOND = 20
 LONGEST_MESSAGE = 1000
 AT_ONCE = "AtOnce"
 """Reason in the metrics of jobs that the first pass admitted."""
-_LACKS_GPUS = (WaitReason.DOES_NOT_FIT, WaitReason.BACKOFF)
+_LACKS_GPUS = (WaitReason.NO_GPU_FITS, WaitReason.BACKOFF)
 """Reasons to wait that a new node may remove."""
 
 
@@ -432,11 +432,11 @@ class AdmissionController:
         """Return `Reason: sentence` for a waiting job; equal requests share one text."""
         if waiting.reason is WaitReason.BACKOFF:
             return f"Unschedulable: {backoff_message(state.retry_reason, state.retry_at_s)}"
-        is_own = waiting.info.request.workers > 1 or waiting.reason is WaitReason.TOO_MANY_PODS
+        is_own = waiting.info.request.workers > 1 or waiting.reason is WaitReason.TOO_MANY_WORKERS
         key = (waiting.reason, waiting.info.name if is_own else waiting.behind, *waiting.info.shape)
         if key not in texts:
             texts[key] = refusal_message(waiting, self._evaluations)
-            if waiting.reason is WaitReason.DOES_NOT_FIT:
+            if waiting.reason is WaitReason.NO_GPU_FITS:
                 failed = self._evaluations.of(waiting.info.request).evaluation.results.failed
                 self._metrics.refused(failed)
         return texts[key]

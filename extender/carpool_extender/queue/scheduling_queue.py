@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from carpool_extender.cache.cluster import ClusterCache, without_pods
 from carpool_extender.cache.gpu_table import Bools, Snapshot
 from carpool_extender.cache.pod_request import PodRequest
-from carpool_extender.framework.diagnosis import PREFIX, summary
+from carpool_extender.framework.diagnosis import summary
 from carpool_extender.framework.filters import Evaluation
 from carpool_extender.framework.gang import (
     WorkerPlace,
@@ -101,15 +101,15 @@ class Claim(NamedTuple):
 
 
 class WaitReason(StrEnum):
-    """Why a job was not admitted."""
+    """Why a job was not admitted: the same word in the job's condition Placed, in the queue and in the metrics."""
 
-    DOES_NOT_FIT = "DoesNotFit"
+    NO_GPU_FITS = "NoGpuFits"
     """No GPUs hold it at present."""
     WOULD_DELAY = "WouldDelay"
     """It fits only on GPUs that are reserved in time for a job ahead, and would end too late."""
     BACKOFF = "Backoff"
     """It was admitted before and did not start; it is tried again later."""
-    TOO_MANY_PODS = "TooManyPods"
+    TOO_MANY_WORKERS = "TooManyWorkers"
     """Other pods of the job hold GPUs of all its workers."""
 
 
@@ -162,7 +162,7 @@ class _Group:
         """Whether the last refusal still holds."""
         if self.reason is None or self.generation < freed_at:
             return False
-        return self.reason is WaitReason.DOES_NOT_FIT or self.behind is reserved
+        return self.reason is WaitReason.NO_GPU_FITS or self.behind is reserved
 
 
 def predicted_end(started_s: float, duration_s: float, now_s: float) -> float:
@@ -347,7 +347,7 @@ class SchedulingQueue:
         for group in self._groups.values():
             if not self._backfill or not self._is_refused(group):
                 self._push(self._pass.line, group)
-            elif group.reason is WaitReason.DOES_NOT_FIT:
+            elif group.reason is WaitReason.NO_GPU_FITS:
                 self._push(self._pass.refused, group)
 
     def _push(self, entries: list[_Entry], group: _Group) -> None:
@@ -363,9 +363,9 @@ class SchedulingQueue:
         own = {pod.uid for pod in info.pods}
         among = self._cluster.without_workers(info.job, own)
         if (found := place_gang(cached, workers, among)) is None:
-            return WaitReason.DOES_NOT_FIT
+            return WaitReason.NO_GPU_FITS
         if len(self._holders(info.job) - own) + workers > info.request.workers:
-            return WaitReason.TOO_MANY_PODS
+            return WaitReason.TOO_MANY_WORKERS
         reserved = self._ahead(key)
         if reserved is None or self._ends_at(info, found) <= reserved.start_s or not _gpus(found) & reserved.gpus:
             return found
@@ -375,7 +375,7 @@ class SchedulingQueue:
 
     def _refuse(self, key: tuple[float, ...], group: _Group, reason: WaitReason) -> None:
         info = group.infos[0]
-        if reason is WaitReason.TOO_MANY_PODS:
+        if reason is WaitReason.TOO_MANY_WORKERS:
             self._take_out(info)
             self._aside[info.job] = reason
             if group.infos:
@@ -383,7 +383,7 @@ class SchedulingQueue:
             return
         group.reason, group.generation = reason, self._cluster.generation
         group.behind = self._pass.reserved if reason is WaitReason.WOULD_DELAY else None
-        if reason is WaitReason.DOES_NOT_FIT:
+        if reason is WaitReason.NO_GPU_FITS:
             heapq.heappush(self._pass.refused, (key, info.number, group))
 
     def _admit(self, info: QueuedJobInfo, found: Sequence[WorkerPlace], waited: WaitReason | None) -> Admitted:
@@ -503,13 +503,14 @@ def _release(cluster: ClusterCache, job: JobUid) -> None:
 def refusal_message(waiting: Waiting, evaluations: EvaluationCache) -> str:
     """Return why a job waits, as one sentence with numbers; the evaluations are those of the present cluster."""
     info = waiting.info
-    if waiting.reason is WaitReason.TOO_MANY_PODS:
+    if waiting.reason is WaitReason.TOO_MANY_WORKERS:
         return (
-            f"TooManyWorkers: job {info.name} has spec.workers {info.request.workers}, and other pods of it still hold "
-            "GPUs; it starts after they have ended"
+            f"{waiting.reason}: job {info.name} has spec.workers {info.request.workers}, and other pods of it still "
+            "hold GPUs; it starts after they have ended"
         )
     if waiting.reason is WaitReason.WOULD_DELAY:
-        return f"{PREFIX}free GPUs are reserved for job {waiting.behind}, which comes first and would start later"
+        first = f"job {waiting.behind}, which comes first and would start later"
+        return f"{waiting.reason}: free GPUs are reserved for {first}"
     cached, workers = evaluations.of(info.request), len(info.pods)
     evaluation = cached.evaluation
     if workers > 1 and evaluation.ok.any():

@@ -372,7 +372,7 @@ def test_queue_lists_pending_jobs_in_order_with_reasons_and_expected_starts(monk
         table = CliRunner().invoke(queue, ["-n", "other"])
         printed = CliRunner().invoke(queue, ["--queue-order", "Arrival"])
     first, second, outside = json.loads(document.output)["items"]
-    assert (first["position"], first["name"], first["reason"]) == (1, "a", "DoesNotFit")
+    assert (first["position"], first["name"], first["reason"]) == (1, "a", "NoGpuFits")
     assert second["startsInSeconds"] - first["startsInSeconds"] == pytest.approx(60, abs=1)  # a: 600 steps of 0.1 s
     assert "startIsAssumed" not in first
     assert outside["message"].endswith("its pods have the scheduling gate kueue.x-k8s.io/admission")

@@ -133,7 +133,7 @@ async def test_only_the_leader_admits_and_a_new_leader_rebuilds_claims():
         assert extender.admission.claim_of(PodUid("pod-running")).node == "a"
         assert cluster.gated() == ["next-worker-0-1"], "the GPU belongs to the pod that another leader admitted"
         assert extender.registry.get_sample_value("carpool_extender_pending_jobs") == 1
-        waiting = "carpool_extender_waiting_jobs", {"reason": "DoesNotFit"}
+        waiting = "carpool_extender_waiting_jobs", {"reason": "NoGpuFits"}
         assert extender.registry.get_sample_value(*waiting) == 1
         cluster.hold("elsewhere_3")
         await cluster.settle()
@@ -276,12 +276,12 @@ async def test_metrics_count_waits_reasons_and_refusals(cluster):
         waits = "carpool_extender_queue_wait_seconds"
         assert value(f"{waits}_count", {"reason": "AtOnce"}) == 2
         assert value(f"{waits}_sum", {"reason": "AtOnce"}) > 7000
-        assert value("carpool_extender_waiting_jobs", {"reason": "DoesNotFit"}) == 1
+        assert value("carpool_extender_waiting_jobs", {"reason": "NoGpuFits"}) == 1
         assert value("carpool_extender_refusals_total", {"check": "mode"}) == 2
         await cluster.kube.delete(PODS, "x-worker-0-1", namespace="default")
         await cluster.settle()
-        assert value("carpool_extender_waiting_jobs", {"reason": "DoesNotFit"}) is None
-        assert value(f"{waits}_count", {"reason": "DoesNotFit"}) == 1
+        assert value("carpool_extender_waiting_jobs", {"reason": "NoGpuFits"}) is None
+        assert value(f"{waits}_count", {"reason": "NoGpuFits"}) == 1
 
 
 class TestAutoscaling:

@@ -77,7 +77,7 @@ class TestOrder:
         pending = [job("late", 2), job("early", 1), job("urgent", 3, priority=5)]
         result = one_pass(queued, pending, ends(), 10.0)
         assert names(result) == ["urgent", "early"]
-        assert reasons(result) == {"late": WaitReason.DOES_NOT_FIT}
+        assert reasons(result) == {"late": WaitReason.NO_GPU_FITS}
 
     def test_a_resumed_job_queues_by_the_time_it_became_admissible(self):
         queued, _ = queue(gpu_node("a", 1))
@@ -111,12 +111,12 @@ class TestGangs:
         result = one_pass(queued, [job("wide", 1, workers=4), job("gang", 2, workers=3)], ends(), 10.0)
         assert names(result) == ["gang"]
         assert sorted(claim.node for claim in result.admitted[0].claims) == ["a", "a", "b"]
-        assert reasons(result) == {"wide": WaitReason.DOES_NOT_FIT}
+        assert reasons(result) == {"wide": WaitReason.NO_GPU_FITS}
         assert len(gpus.pods_of_job(JobUid("job-gang"))) == 3
 
     def test_a_job_whose_earlier_pods_still_hold_gpus_waits(self):
         queued, _ = queue(gpu_node("a", 2, [msgspec.structs.replace(busy("x", 0), pod_uid=PodUid("old"))]))
-        assert reasons(one_pass(queued, [job("x", 1)], ends(), 10.0)) == {"x": WaitReason.TOO_MANY_PODS}
+        assert reasons(one_pass(queued, [job("x", 1)], ends(), 10.0)) == {"x": WaitReason.TOO_MANY_WORKERS}
 
     def test_refused_jobs_are_evaluated_again_only_after_gpus_were_freed(self, monkeypatch):
         evaluated = []
@@ -297,7 +297,7 @@ class TestProperties:
                 waiting = queued.waiting(job)
                 fits = place_gang(evaluations.of(waiting.info.request), len(waiting.info.pods)) is not None
                 assert not fits or waiting.reason is WaitReason.WOULD_DELAY
-                assert refusal_message(waiting, evaluations).startswith("NoGpuFits: ")
+                assert refusal_message(waiting, evaluations).startswith(f"{waiting.reason}: "), "one word for one cause"
 
     @settings(max_examples=30, deadline=None)
     @given(histories(), st.sampled_from(list(QueueOrder)))
