@@ -280,7 +280,7 @@ def summarize(
 
 def is_tried_beyond(memory: MemoryPrediction, gpu: GpuProduct) -> bool:
     """Whether a job gets a GPU alone although its bound exceeds what jobs can use of it: it may not fit."""
-    return run_history.is_tried(memory, gpu) and memory.upper_mib > usable_mib(gpu)
+    return not memory.trusted and not memory.is_refuted and memory.upper_mib > usable_mib(gpu)
 
 
 def may_not_fit(products: Iterable[ProductPrediction], gpus: Iterable[GpuProduct]) -> str:
@@ -345,7 +345,7 @@ def _clauses(context: PredictionContext, answers: Sequence[ProductAnswer]) -> li
             "there, or took nearly all"
         )
     unproven = [answer for answer in untrusted if not answer.prediction.memory.is_refuted]
-    large = [a for a in unproven if run_history.is_tried(a.prediction.memory, a.product)]
+    large = [a for a in unproven if run_history.exceeds_gpu(a.prediction.memory, a.product)]
     if alone := [answer.product.name for answer in unproven if answer not in large]:
         clauses.append(f"runs alone on {', '.join(alone)} until enough jobs like it were measured there")
     if fitting := [a.product.name for a in large if not is_tried_beyond(a.prediction.memory, a.product)]:

@@ -244,8 +244,8 @@ def _tables(title: str, report: Report) -> Iterator[RenderableType]:
         yield from _verdicts(report)
         yield _one(report, product)
     else:
-        yield from _verdicts(report)
         yield _memory(title, report)
+        yield from _verdicts(report)
         yield _speed(report)
         yield _parts(report)
         if any(product.mig for product in report.products):

@@ -243,11 +243,6 @@ def is_refused(memory: MemoryPrediction, product: GpuProduct) -> bool:
     return memory.trusted and memory.learned_runs > 0 and exceeds_gpu(memory, product)
 
 
-def is_tried(memory: MemoryPrediction, product: GpuProduct) -> bool:
-    """Whether a job without known runs gets a GPU alone although its bound exceeds it, because it may fit."""
-    return not memory.trusted and not memory.is_refuted and exceeds_gpu(memory, product)
-
-
 def exceeds_despite_error(memory: MemoryPrediction, product: GpuProduct) -> bool:
     """Whether a job does not fit a product even if the shipped model errs as much as on any unmeasured stack."""
     return memory.median_mib > UNMEASURED_FACTOR * product.memory_mib
