@@ -219,9 +219,9 @@ def measured_steps(snapshot: Snapshot, status: JobStatus, attempt: Attempt) -> M
     origin = Origin(job.metadata.namespace, own.tenancy_domain, hardware_name(place.product), is_simulated)
     solo, pair = None, None
     if observed.solo_step_time_seconds and observed.solo_source == "Run":
-        name, family = solo_name(snapshot.digest, workers, gpus), "" if job.spec.model is None else job.spec.model.family
+        family = "" if job.spec.model is None else job.spec.model.family
         solo = SoloRecord(
-            name,
+            solo_name(snapshot.digest, workers, gpus),
             *origin,
             observed.solo_step_time_seconds,
             family=solo_family(family, workers, gpus),

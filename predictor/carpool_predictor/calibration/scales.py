@@ -80,7 +80,7 @@ def _times(interval: Interval, factor: float, most: float) -> Interval:
 
 
 ALL_JOBS, OF_FAMILY = 1.0, 1.0
-"""k of the logarithms of all jobs and of a family's: the variance between jobs of one family, over that between families.
+"""k of the logarithms of all jobs and of a family's: the variance between a family's jobs over that between families.
 
 It is 0.93 and 0.96 in the project's own runs on an H100 and an H200. For all jobs the same is assumed."""
 SAME_JOB = math.exp(1.645 * math.sqrt(2.0) * 0.1)

@@ -227,9 +227,17 @@ def radrm(data: Path, seed: int, tasks: int, scale: float = 1.0) -> Workload:
         steps = steps_of(truth.kind, passes)
         jobs.append(
             SimJob(
-                f"task-{number:02}", at_s, work_s, 1, truth, prediction, workers=gpus, asked=asked, steps=steps,
+                f"task-{number:02}",
+                at_s,
+                work_s,
+                1,
+                truth,
+                prediction,
+                workers=gpus,
+                asked=asked,
+                steps=steps,
                 step_s=work_s / steps if steps else 0.0,
-            )  # fmt: skip
+            )
         )
     nodes = {"dgx": [gpu(index) for index in range(GPUS)]}
     title = f"RAD-RM: {tasks} tasks, four A100-40GB"
