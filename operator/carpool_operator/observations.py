@@ -16,6 +16,7 @@ from carpool_core.resources.job import Attempt, GpuTrainingJob, JobStatus, Worke
 from carpool_core.resources.node import LOADING_S, STEADY_S, Device, GpuNode, Tenant
 from carpool_core.values import GpuUuid, SharingMode
 from carpool_predictor.calibration.colocation import (
+    MAX_STEP_S,
     PAIR,
     MeasuredSteps,
     Origin,
@@ -202,6 +203,7 @@ def _available_mib(snapshot: Snapshot, places: Sequence[WorkerPlacement]) -> int
 def measured_steps(snapshot: Snapshot, status: JobStatus, attempt: Attempt) -> MeasuredSteps | None:
     """Return what the steps of a running attempt show: its step time alone, and its slowdown beside one co-tenant.
 
+    A step time alone counts for whole GPUs, so that on a MIG instance is left out.
     Pairs are of jobs of a single GPU: any GPU of another job may be the one that slows it. The slowdown counts once
     both tenants were measured for `LOADING_S`.
     """
@@ -218,7 +220,8 @@ def measured_steps(snapshot: Snapshot, status: JobStatus, attempt: Attempt) -> M
     is_simulated = place.product.startswith(SIMULATED_PREFIX)
     origin = Origin(job.metadata.namespace, own.tenancy_domain, hardware_name(place.product), is_simulated)
     solo, pair = None, None
-    if observed.solo_step_time_seconds and observed.solo_source == "Run":
+    is_whole = all(one.mode is not SharingMode.MIG for one in places)  # a MIG instance is slower than its product
+    if is_whole and observed.solo_step_time_seconds and observed.solo_source == "Run":
         family = "" if job.spec.model is None else job.spec.model.family
         solo = SoloRecord(
             solo_name(snapshot.digest, workers, gpus),
@@ -240,9 +243,10 @@ def measured_steps(snapshot: Snapshot, status: JobStatus, attempt: Attempt) -> M
 
 
 def _modelled_step_s(status: JobStatus, product: str) -> float:
-    """Return the step time alone by the shipped model, in seconds; 0 if unknown."""
+    """Return the step time alone by the shipped model, in seconds; 0 if unknown or longer than `MAX_STEP_S`."""
     products = [] if status.prediction is None else status.prediction.products
-    return next((p.step_time_seconds.median / p.step_time_factor for p in products if p.product == product), 0.0)
+    found = next((p.step_time_seconds.median / p.step_time_factor for p in products if p.product == product), 0.0)
+    return found if found <= MAX_STEP_S else 0.0
 
 
 def _tenants_on(node: GpuNode, gpu: GpuUuid) -> list[Tenant]:

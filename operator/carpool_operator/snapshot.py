@@ -1,6 +1,5 @@
 """Snapshot: everything that the reconciliation of one job reads, frozen, and which of its pods are the job's own."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -13,7 +12,7 @@ from carpool_core.resources.prediction import Prediction, ProductPrediction
 from carpool_core.values import JobUid
 from carpool_predictor.calibration.colocation import measured_runs
 from carpool_predictor.calibration.run_history import RunHistory, fingerprint, is_equivalent
-from carpool_predictor.calibration.scales import STEP_TIME_STEP, StepTimeScale
+from carpool_predictor.calibration.scales import StepTimeScale
 
 from carpool_operator import attempts
 from carpool_operator.attempts import Backoff
@@ -56,10 +55,10 @@ class CalibrationKey(NamedTuple):
     def is_reflected_in(self, prediction: ProductPrediction) -> bool:
         """Return whether a prediction was made from so similar calibration data that a new one would not differ."""
         memory = prediction.memory
-        known, new = prediction.comparable, self.step_time.is_measured
-        if (measured_runs(prediction.colocations), known) != (self.colocations, new):
+        is_measured = self.step_time.measured_s is not None
+        if (measured_runs(prediction.colocations), prediction.comparable) != (self.colocations, is_measured):
             return False
-        if abs(math.log(self.step_time.factor / prediction.step_time_factor)) > STEP_TIME_STEP:
+        if self.step_time.differs_from(prediction.step_time_seconds.median, prediction.step_time_factor):
             return False
         if memory.learned_jobs.bit_length() != self.jobs:
             return False

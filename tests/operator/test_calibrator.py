@@ -688,6 +688,10 @@ async def test_metrics_report_the_calibration_by_stack() -> None:
     assert registry.get_sample_value("carpool_operator_calibration_widening_ratio", labels) > 1
 
 
+SLOW_STEP = FEATURES["steps"][0] | {"flops": 9e16}
+"""A step that no GPU computes in less than a minute."""
+
+
 def prediction(of: World, name: str = "x") -> Prediction:
     found = of.job(name).status.prediction
     assert found is not None
@@ -767,6 +771,46 @@ async def test_measured_steps_alone_are_those_of_the_next_equal_job_and_change_t
     calibration = of.operator.calibrator.usable("other")
     assert calibration is not None
     assert calibration.solo == [], "steps count for the namespaces that reported them"
+
+
+async def test_steps_on_a_mig_instance_are_not_those_of_the_whole_gpu() -> None:
+    """Regression: the next equal job was predicted to be as slow on a whole GPU as on an instance of it."""
+    of = world()
+    of.apply("x")
+    await started(of, "x", mode="MIG", migProfile="1g.5gb", memoryLimitMib=None)
+    await measured(of, 3000, "x", **steps(7.0, 7.0))
+    await of.settle(after_s=LOADING_S)
+    assert kept(of).solo == []
+    await of.submit("y")
+    assert not prediction(of, "y").products[0].comparable
+
+
+async def test_very_short_steps_do_not_renew_a_prediction_again_and_again() -> None:
+    """Regression: a factor below 0.00005 was rounded to 0, and one of 0.00014 to 0.0001, which is no longer near it."""
+    of = await running_world(model={"features": FEATURES | {"steps": [SLOW_STEP]}})
+    modelled_s = prediction(of).products[0].step_time_seconds.median
+    await measured(of, 3000, **steps(1e-6, 1e-6))
+    await of.settle(after_s=LOADING_S)
+    await of.submit("y", model={"features": FEATURES | {"steps": [SLOW_STEP]}})
+    found = prediction(of, "y").products[0]
+    assert found.step_time_seconds.median == pytest.approx(1e-6)
+    assert found.step_time_factor == pytest.approx(1e-6 / modelled_s)
+    await assert_quiet(of, "y")
+    await started(of, "y")
+    await measured(of, 3000, "y", **steps(2e-6, 2e-6))
+    (record,) = kept(of).solo
+    assert (record.step_s, record.predicted_s) == (2e-6, pytest.approx(modelled_s, rel=1e-4))
+
+
+async def test_a_step_time_beyond_the_record_s_range_leaves_the_calibration_readable() -> None:
+    """Regression: the operator wrote a document that it could not read again, and learned nothing from then on."""
+    slowest = SLOW_STEP | {"flops": 9e18, "bytesMoved": 1e18}
+    of = await running_world(model={"features": FEATURES | {"steps": [slowest]}})
+    assert prediction(of).products[0].step_time_seconds.median > 1e6
+    await measured(of, 3000, **steps(0.2, 0.2))
+    await of.settle(after_s=LOADING_S)
+    await of.operator.calibrator.load()
+    assert [one.step_s for one in kept(of).solo] == [0.2]
 
 
 @pytest.mark.parametrize(

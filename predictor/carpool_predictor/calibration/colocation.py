@@ -52,6 +52,9 @@ equal jobs beside each other do by 0.046 (Gavel) and 0.034 (Lucid)."""
 MAX_RATIO = math.log(4.0)
 """Measured over predicted slowdown beyond this is clipped, in logarithms."""
 
+MAX_STEP_S = 1e6
+"""Longest step time in a record, in seconds."""
+
 _NAME = Annotated[str, Meta(max_length=128)]
 _RATIO = Annotated[float, Meta(ge=0, le=1)]
 
@@ -88,11 +91,11 @@ class SoloRecord(msgspec.Struct, frozen=True, array_like=True):
     domain: _NAME
     product: _NAME
     simulated: bool
-    step_s: Annotated[float, Meta(gt=0, le=1e6)]
+    step_s: Annotated[float, Meta(gt=0, le=MAX_STEP_S)]
     family: _NAME = ""
     """Family of its model; see `solo_family`."""
-    predicted_s: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
-    """Step time by the shipped model; 0 if unknown."""
+    predicted_s: Annotated[float, Meta(ge=0, le=MAX_STEP_S)] = 0.0
+    """Step time by the shipped model; 0 if unknown or longer than `MAX_STEP_S`."""
 
 
 Record = TypeVar("Record", PairRecord, SoloRecord)

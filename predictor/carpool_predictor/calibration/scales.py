@@ -4,8 +4,7 @@ Other sizes of a model show how far its activity deviates from the prediction (s
 without them, other jobs do.
 
 The steps of a job that ran alone before will take as long again. For any other job, the logarithm of measured over
-predicted step time is that of all jobs plus that of its family; both are means shrunk as in `colocation`. Steps are
-reported by the training itself. So a record counts only in the tenancy domain of the job that reported it.
+predicted step time is that of all jobs plus that of its family; both are means shrunk as in `colocation`.
 """
 
 import math
@@ -18,7 +17,7 @@ import msgspec
 from carpool_core.resources.prediction import ActivityPrediction, Interval, Prediction
 from carpool_core.values import Precision
 
-from carpool_predictor.calibration.colocation import MAX_RATIO, SoloRecord
+from carpool_predictor.calibration.colocation import MAX_RATIO, SoloRecord, solo_step_s
 from carpool_predictor.calibration.document import MIN_JOBS, Calibration, RunRecord
 
 MIN_SCALE, MAX_SCALE = 0.125, 8.0
@@ -80,50 +79,54 @@ def _times(interval: Interval, factor: float, most: float) -> Interval:
 
 
 ALL_JOBS, OF_FAMILY = 1.0, 1.0
-"""k of the logarithms of all jobs and of a family's: the variance between a family's jobs over that between families.
+"""k of the logarithms of all jobs and of a family's.
 
-It is 0.93 and 0.96 in the project's own runs on an H100 and an H200. For all jobs the same is assumed."""
+k is the variance between jobs of one family over that between families: 0.93 and 0.96 in the project's own runs on an
+H100 and an H200. For all jobs the same is assumed."""
 SAME_JOB = math.exp(1.645 * math.sqrt(2.0) * 0.1)
 """Upper end of the interval of one more run of a job over its measured step time.
 
 Logarithms of equal jobs spread by 0.08 and 0.10 on an H100 and an H200."""
-
-
 STEP_TIME_STEP = 0.2
-"""Difference of two factors' logarithms from which a job is predicted anew: half of a bucket of `durations`."""
+"""Difference of two step times' logarithms from which a job is predicted anew: half of a bucket of `durations`."""
 
 
 class StepTimeScale(NamedTuple):
-    """Measured over predicted step time."""
+    """What measured steps change in the predicted step time of a job on a product."""
 
     factor: float = 1.0
+    """Measured over predicted step time of other jobs."""
     width: float = 1.0
     """Share of the predicted interval that remains on the logarithmic scale, 0..1."""
-    is_measured: bool = False
-    """Whether an earlier run of the same job was measured alone."""
+    measured_s: float | None = None
+    """Step time alone of an earlier run of the same job, in seconds, which replaces the predicted one; None if none."""
+
+    def differs_from(self, step_time_s: float, factor: float) -> bool:
+        """Return whether a new prediction would differ much from one of `step_time_s`, which contains `factor`."""
+        new_s = self.measured_s or step_time_s / factor * self.factor
+        return abs(math.log(new_s / step_time_s)) > STEP_TIME_STEP
 
 
 def step_time_scale(records: Sequence[SoloRecord], product: str, family: str, name: str) -> StepTimeScale:
     """Return the scale of the predicted step time of a job on a product.
 
     Args:
-        records: Step times alone, each of another job or product.
+        records: Step times alone that count in the namespace of the job; see `Calibration.for_namespace`.
         product: GPU product.
         family: Family of the job's model; see `colocation.solo_family`.
         name: Name of the job and of its size; see `colocation.solo_name`.
     """
-    here = [one for one in records if one.product == product]
-    same = next((one for one in here if one.sample == name), None)
-    if same is not None and same.predicted_s:
-        return StepTimeScale(same.step_s / same.predicted_s, 0.0, is_measured=True)
-    logs = [(one.family, _log_ratio(one)) for one in here if one.family and one.predicted_s]
+    if (measured_s := solo_step_s(records, name, product)) is not None:
+        return StepTimeScale(width=0.0, measured_s=measured_s)
+    compared = (one for one in records if one.product == product and one.family and one.predicted_s)
+    logs = [(one.family, _log_ratio(one)) for one in compared]
     if not family or not logs:
-        return StepTimeScale(is_measured=same is not None)
+        return StepTimeScale()
     of_all = sum(log for _, log in logs) / (len(logs) + ALL_JOBS)
     left = [log - of_all for of, log in logs if of == family]
     doubt = 1 + 1 / (len(logs) + ALL_JOBS) + 1 / (len(left) + OF_FAMILY)
     width = math.sqrt(doubt / (1 + 1 / ALL_JOBS + 1 / OF_FAMILY))
-    return StepTimeScale(math.exp(of_all + sum(left) / (len(left) + OF_FAMILY)), width, is_measured=same is not None)
+    return StepTimeScale(math.exp(of_all + sum(left) / (len(left) + OF_FAMILY)), width)
 
 
 def _log_ratio(one: SoloRecord) -> float:
@@ -133,10 +136,10 @@ def _log_ratio(one: SoloRecord) -> float:
 
 def scale_step_time(step_time: Interval, by: StepTimeScale) -> Interval:
     """Return the predicted interval of a step time, scaled; it is not narrower than that of one more run of a job."""
-    if by[:2] == StepTimeScale()[:2]:
+    if by == StepTimeScale():
         return step_time
     lower, upper = (math.pow(end / step_time.median, by.width) for end in (step_time.lower, step_time.upper))
-    middle = step_time.median * by.factor
+    middle = by.measured_s or step_time.median * by.factor
     return Interval(median=middle, lower=middle * min(lower, 1 / SAME_JOB), upper=middle * max(upper, SAME_JOB))
 
 
@@ -145,12 +148,11 @@ def with_step_times(prediction: Prediction, records: Sequence[SoloRecord], famil
     products = []
     for one in prediction.products:
         scale = step_time_scale(records, one.product, family, name)
+        scaled = scale_step_time(one.step_time_seconds, scale)
+        # Six significant digits, so that a small factor is not rounded to 0.
+        factor = float(f"{scaled.median / one.step_time_seconds.median:.6g}")
+        is_measured = scale.measured_s is not None
         products.append(
-            msgspec.structs.replace(
-                one,
-                step_time_seconds=scale_step_time(one.step_time_seconds, scale),
-                step_time_factor=round(scale.factor, 4),
-                comparable=scale.is_measured,
-            )
+            msgspec.structs.replace(one, step_time_seconds=scaled, step_time_factor=factor, comparable=is_measured)
         )
     return msgspec.structs.replace(prediction, products=products)
