@@ -145,7 +145,7 @@ class ProductPrediction(Resource, frozen=True, kw_only=True):
     activity: Annotated[ActivityPrediction, field("Utilization when alone.")]
     step_time_seconds: Annotated[Interval, field("Step time when alone, in seconds.")]
     step_time_factor: Annotated[
-        float, field("Measured over modelled step time that it contains; 1 if nothing was measured.", gt=0)
+        float, field("Factor in stepTimeSeconds: measured over modelled step time; 1 if nothing was measured.", gt=0)
     ] = 1.0
     colocations: Annotated[
         list[LearnedColocation],
