@@ -158,7 +158,7 @@ async def explain_job(api: KubeApi, name: str, namespace: str, config: Scheduler
     own_gpus = frozenset(uuid for r in held.values() for uuid in r.gpu_uuids) if compares else frozenset()
     without_gpus = _nodes_without_gpus(nodes, kube_nodes, invalid)
     gpus = _gpu_lines(cluster, request, config, options, without_gpus, own_gpus)
-    warning = _memory_warning(demand, nodes, {uuid for one in held.values() for uuid in one.gpu_uuids})
+    warning = _memory_warning(demand, nodes, held.values())
     # 5. Its place in the queue, and what it waits for.
     is_complete = not invalid and not without_gpus
     may_be_fewer = bool(places or workers.unread)  # than the workers that a decision for all of them counts with
@@ -188,10 +188,15 @@ async def explain_job(api: KubeApi, name: str, namespace: str, config: Scheduler
     return Answer([*warning, *head, *places, *gpus, *invalid.values(), *_unread(kube_nodes)])
 
 
-def _memory_warning(demand: Demand, nodes: Iterable[GpuNode], own: Container[GpuUuid]) -> list[str]:
-    """Return a line on the GPUs that a job may not fit: those that it has, or else all of the cluster."""
-    if demand.prediction is None or demand.memory_limit_mib is not None:
+def _memory_warning(demand: Demand, nodes: Iterable[GpuNode], held: Collection[Reservation]) -> list[str]:
+    """Return a line on the GPUs that a job may not fit: those that it has, or else all of the cluster.
+
+    There is none for a job with a memory limit, or whose workers have all shown their peak.
+    """
+    is_measured = bool(held) and all(one.tenant.measured_mib is not None for one in held)
+    if demand.prediction is None or demand.memory_limit_mib is not None or is_measured:
         return []
+    own = {uuid for one in held for uuid in one.gpu_uuids}
     devices = [device for node in nodes for device in node.status.devices]
     kinds = {device_class(device) for device in [one for one in devices if one.uuid in own] or devices}
     found = may_not_fit(demand.prediction.products, products_of(kinds))

@@ -163,6 +163,12 @@ class TestMemoryWarning:
     async def test_other_jobs_have_none(self, memory):
         assert not any("may not fit" in line for line in await explained(self.a_large_job(**memory)))
 
+    async def test_a_job_whose_peak_was_measured_has_none(self):
+        one = held(0, "GPU-a-0")
+        profile = msgspec.structs.replace(one.tenant, provisional=True, measured_mib=20_000)
+        of = self.a_large_job(msgspec.structs.replace(one, tenant=profile))
+        assert not any("may not fit" in line for line in await explained(of))
+
 
 class TestTemplate:
     """The pod template of a job decides which nodes it accepts."""
