@@ -244,7 +244,7 @@ def is_refused(memory: MemoryPrediction, product: GpuProduct) -> bool:
 
 
 def exceeds_despite_error(memory: MemoryPrediction, product: GpuProduct) -> bool:
-    """Whether a job does not fit a product even if the shipped model errs as much as on any unmeasured stack."""
+    """Whether a job does not fit a product even if the shipped model's median is `UNMEASURED_FACTOR` times its peak."""
     return memory.median_mib > UNMEASURED_FACTOR * product.memory_mib
 
 
