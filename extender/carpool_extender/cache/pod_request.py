@@ -88,6 +88,8 @@ class ClassTable:
     dram: NDArray[np.float32]
     comparable: NDArray[np.bool_]
     """Whether the job's step time alone is known."""
+    may_not_fit: NDArray[np.bool_]
+    """Whether it is tried alone although its bound exceeds the GPU's usable memory."""
     colocations: Sequence[Sequence[LearnedColocation]] = ()
     """What was learned about co-tenants, by class; empty without any."""
 
@@ -177,6 +179,13 @@ class PodRequest:
             sm=np.array([fact.profile.sm_active_ratio for fact in facts], np.float32),
             dram=np.array([fact.profile.dram_active_ratio for fact in facts], np.float32),
             comparable=np.array([fact.profile.comparable for fact in facts], np.bool_),
+            may_not_fit=np.array(
+                [
+                    not fact.is_known and one is not None and one.memory.upper_mib > kind.usable_mib
+                    for fact, one, kind in zip(facts, predicted, classes, strict=True)
+                ],
+                np.bool_,
+            ),
             colocations=learned if any(learned) else (),
         )
 

@@ -20,6 +20,10 @@ AWAKE_SHARE, FULL_SHARE = 0.21, 0.83
 (You et al., NSDI '23) measured of a P100, an RTX 6000 and a V100; its A40 is held out."""
 
 
+LOST_RUN = 1.0
+"""Cost of a GPU whose memory a job may exceed: a run that dies there is lost, as in twice the time."""
+
+
 def nothing(evaluation: Evaluation, rows: Rows) -> Cost:
     """Return equal costs."""
     return np.zeros(rows.size)
@@ -30,7 +34,11 @@ def added_slowdown(evaluation: Evaluation, rows: Rows) -> Cost:
 
     A tenant slowed by s loses 1 - 1/s of its progress, which is about s - 1 near 1. s - 1 weighs large losses more.
     """
-    return evaluation.results.added_slowdown.take(rows)
+    may_not_fit = evaluation.class_table.may_not_fit
+    found = evaluation.results.added_slowdown.take(rows)
+    if may_not_fit.any():
+        found += LOST_RUN * may_not_fit[evaluation.snapshot.gpus.device_class.take(rows)]
+    return found
 
 
 def taken_memory(evaluation: Evaluation, rows: Rows) -> Cost:

@@ -5,7 +5,7 @@ import pytest
 from carpool_core.values import SharingMode
 from carpool_extender.framework.scores import POLICIES, SchedulerConfig, UnknownPolicyError, find_policy
 from carpool_extender.framework.selection import FEW, CachedEvaluation, filter_nodes, place_on_node, score_nodes
-from carpool_extender.testing import cluster, device, gpu_node, pod_request, prediction, tenant
+from carpool_extender.testing import A100, cluster, device, gpu_node, pod_request, prediction, tenant
 from evaluations import LAYOUTS, evaluate, nodes_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,6 +27,19 @@ def test_job_that_slows_no_tenant_joins_the_gpu_with_the_least_memory_left():
     known = cluster(gpu_node("a", 3, [tenant("x", ["GPU-a-1"], memory_limit_mib=8000), tenant("y", ["GPU-a-2"])]))
     assert place_on_node(evaluate(known), "a").gpu_uuids == ["GPU-a-1"]
     assert place_on_node(evaluate(known, None, fit("most-available-memory")), "a").gpu_uuids == ["GPU-a-0"]
+
+
+def test_job_that_may_not_fit_a_gpu_takes_a_larger_one_if_there_is_one():
+    """Regression: of two idle GPUs the first was taken, where the bound of an unmeasured job exceeded its memory."""
+    large = "NVIDIA H100 80GB HBM3"
+    known = cluster(gpu_node("a", [device(0), device(1, product=large)]))
+    bound = prediction(60_000, products=(A100, large), trusted=False)
+    assert place_on_node(evaluate(known, pod_request(prediction=bound)), "a").gpu_uuids == ["GPU-a-1"]
+    assert place_on_node(
+        evaluate(known, pod_request(prediction=prediction(20_000, products=(A100, large), trusted=False))), "a"
+    ).gpu_uuids == [GPU]
+    taken = cluster(gpu_node("a", [device(0), device(1, product=large)], [tenant("x", ["GPU-a-1"], ALONE)]))
+    assert place_on_node(evaluate(taken, pod_request(prediction=bound)), "a").gpu_uuids == [GPU], "it is tried there"
 
 
 def test_job_that_would_slow_a_tenant_takes_an_idle_gpu_with_the_reason():
