@@ -202,6 +202,7 @@ def test_pythons_license_is_an_expression_a_name_or_the_only_classifier(fields: 
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(1200)  # builds images, wheel and chart
 def test_a_release_is_built_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     release.build(VERSION, tmp_path, "", [images.NATIVE], Console())
     names = {file.name for file in tmp_path.iterdir()}
