@@ -318,7 +318,7 @@ def _products(gpus: tuple[str, ...]) -> list[GpuProduct]:
     help="Predict memory, activity and step time of a training job, or of many. No GPU is needed.\n\n"
     + _TARGET_HELP
     + "\n\nIn the tables, `MiB` is the expected peak, `at most` its bound, and `in jobs` the share of jobs below it. "
-    "`learned` names the values that measurements of such models on that GPU cover; intervals of the others are wider."
+    "`learned` names the values that measurements of such models on that GPU cover; others have wider intervals."
     '\n\nWith --rows, each line is {"id", "catalog": {"name", "input", "numClasses"} or "features", '
     '"training": {"batchSize", "optimizer", "precision", "activationCheckpointing", "gradientAccumulation", '
     '"adapter": {"kind", "rank", "targets", "dropout"}, "quantization", "crossEntropy", "compile", '

@@ -33,7 +33,7 @@ COMPILED_FACTOR = 1.1
 COMPILED_TIME_FACTOR = 1.25
 """The same for both ends of its step time. Assumed."""
 WHAT_HAPPENS = "it gets such a GPU alone, and is refused that product once it ran out of memory there"
-"""What happens to a job on a GPU that it may not fit."""
+"""Clause that says how placement treats a job on a GPU that it may not fit."""
 _MAX_PEAK_BYTES = 2.0**50
 """1 PiB: beyond any training step on one GPU."""
 

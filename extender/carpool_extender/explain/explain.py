@@ -27,7 +27,7 @@ from carpool_core.products import DeviceClass, device_class, products_of
 from carpool_core.resources.job import GpuTrainingJob, WorkerPlacement
 from carpool_core.resources.meta import Condition, ObjectMeta
 from carpool_core.resources.node import GpuNode, Reservation, describe_later_tenants
-from carpool_core.values import GpuUuid, JobState, PodUid, pluralize, without_nulls
+from carpool_core.values import GpuUuid, JobState, PodUid, without_nulls
 from carpool_predictor.predict import may_not_fit
 
 from carpool_extender.cache.cluster import AGENT_DOWN, ClusterCache, listed, without_pods
@@ -404,7 +404,7 @@ def _gpu_lines(
     if options.each_gpu or len(without_gpus) < 2:
         gpus += [f"{name} reports no GPUs: {question}" for name in without_gpus]
     else:
-        gpus.append(f"{pluralize(len(without_gpus), 'node')} report no GPUs ({listed(without_gpus)}): {question}")
+        gpus.append(f"{len(without_gpus):,} nodes report no GPUs ({listed(without_gpus)}): {question}")
     policy = []
     if request.policy not in (None, config.policy.name):
         policy = [f"its annotation {ANNOTATION_POLICY} selects policy {request.policy} instead of {config.policy.name}"]

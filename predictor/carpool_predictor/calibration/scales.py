@@ -92,7 +92,7 @@ STEP_TIME_STEP = 0.2
 
 
 class StepTimeScale(NamedTuple):
-    """What measured steps change in the predicted step time of a job on a product."""
+    """How measured steps scale the predicted step time of a job on a product."""
 
     factor: float = 1.0
     """Measured over predicted step time of other jobs."""
